@@ -1,0 +1,181 @@
+"""Split dims to PartitionSpecs: one rule for Pax's direct mesh axes and T5X's logical names.
+
+A tensor's *split dims* name, dimension by dimension, how it is laid out over the mesh. An entry is
+
+* a mesh axis (`'data'`), or several of them (`('replica', 'data')`);
+* a logical name (`'mlp'`), looked up in the axis rules: the first rule of that name whose mesh axes are all still free in
+  this tensor wins; if every such rule's axes are taken, the dimension stays unsharded;
+* None or -1: unsharded.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import math
+import threading
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+SplitDim = str | Sequence[str] | int | None
+SplitDims = Sequence[SplitDim] | None
+AxisRules = Sequence[tuple[str, SplitDim]]
+
+
+def _axes_of(entry: SplitDim) -> tuple[str, ...]:
+  """The names in one entry: () for unsharded."""
+  if entry is None or entry == -1:
+    return ()
+  if isinstance(entry, str):
+    return (entry,)
+  if isinstance(entry, int):
+    raise ValueError(f'split dim {entry} is not a mesh axis: write an axis name, several, a logical name, None or -1.')
+  return tuple(entry)
+
+
+def _spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
+  return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> None:
+  """Raises a ValueError if a rule maps to something that is not a mesh axis, or redefines one."""
+  for name, target in axis_rules:
+    if name in mesh_axis_names:
+      raise ValueError(f'axis rule {name!r} has the name of a mesh axis {tuple(mesh_axis_names)}: rename the rule.')
+    unknown = [axis for axis in _axes_of(target) if axis not in mesh_axis_names]
+    if unknown:
+      raise ValueError(
+        f'axis rule ({name!r}, {target!r}) names {unknown[0]!r}, which is not one of the mesh axes '
+        f'{tuple(mesh_axis_names)}: correct the rule or add the axis to mesh_axis_names.'
+      )
+
+
+def split_dims_to_partition_spec(
+  split_dims: SplitDims, mesh_axis_names: Sequence[str], axis_rules: AxisRules = ()
+) -> PartitionSpec:
+  """Returns the PartitionSpec of a tensor, one entry per dimension.
+
+  Args:
+    split_dims: one entry per tensor dimension (see the module's docstring); None means wholly unsharded.
+    mesh_axis_names: the axes of the mesh.
+    axis_rules: ordered (logical name, mesh axes) pairs.
+
+  Raises:
+    ValueError: a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
+  """
+  if split_dims is None:
+    return PartitionSpec()
+  entries = [_axes_of(entry) for entry in split_dims]
+  direct = [axis for axes in entries for axis in axes if axis in mesh_axis_names]
+  for axis in direct:
+    if direct.count(axis) > 1:
+      raise ValueError(
+        f'split dims {tuple(split_dims)} use mesh axis {axis!r} twice; a mesh axis can split one dim of a tensor only.'
+      )
+  used = set(direct)
+  rule_names = {name for name, _ in axis_rules}
+  spec = []
+  for axes in entries:
+    resolved: list[str] = []
+    for name in axes:
+      if name in mesh_axis_names:
+        resolved.append(name)
+      elif name in rule_names:
+        targets = (_axes_of(target) for rule, target in axis_rules if rule == name)
+        chosen = next((t for t in targets if not used.intersection(t)), ())
+        used.update(chosen)
+        resolved.extend(chosen)
+      else:
+        raise ValueError(
+          f'split dims {tuple(split_dims)} name {name!r}, which is neither a mesh axis {tuple(mesh_axis_names)} nor a '
+          f'logical name of the axis rules {sorted(rule_names)}: correct it or add a rule for it.'
+        )
+    spec.append(_spec_entry(resolved))
+  return PartitionSpec(*spec)
+
+
+def spec_axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+  """The mesh axes of each of `ndim` dimensions, () where unsharded."""
+  entries = list(spec) + [None] * (ndim - len(spec))
+  return [_axes_of(entry) for entry in entries]
+
+
+def num_parts(axes: Sequence[str], axis_sizes: Mapping[str, int]) -> int:
+  """Into how many parts `axes` split a dimension."""
+  return math.prod(axis_sizes[axis] for axis in axes)
+
+
+def shard_on_batch_dim_partition_spec(mesh_axis_names: Sequence[str], ndim: int) -> PartitionSpec:
+  """The batch dim (the first) over the whole mesh; a scalar is replicated. How inputs enter a step."""
+  return PartitionSpec(tuple(mesh_axis_names), *[None] * (ndim - 1)) if ndim else PartitionSpec()
+
+
+def infer_partition_spec_based_on_rank(
+  ndim: int,
+  inputs_split_mapping: Mapping[str, SplitDims] | None,
+  mesh_axis_names: Sequence[str],
+  axis_rules: AxisRules = (),
+) -> PartitionSpec | None:
+  """An input's PartitionSpec from its rank: key `map_1d` for rank 1, `map_2d` for rank 2, ...
+
+  Returns None ("leave as is") when there is no mapping at all, or when the key maps to None. A scalar is replicated.
+
+  Raises:
+    ValueError: the mapping lacks the rank's key, or its entry has another length than the rank.
+  """
+  if inputs_split_mapping is None:
+    return None
+  if ndim == 0:
+    return PartitionSpec()
+  key = f'map_{ndim}d'
+  if key not in inputs_split_mapping:
+    raise ValueError(
+      f'inputs_split_mapping has no key {key!r} for an input of rank {ndim} (it has {sorted(inputs_split_mapping)}): '
+      f'add {key!r} with {ndim} split dims, or with None to leave such inputs as they are.'
+    )
+  split_dims = inputs_split_mapping[key]
+  if split_dims is None:
+    return None
+  if len(split_dims) != ndim:
+    raise ValueError(f'inputs_split_mapping[{key!r}] = {tuple(split_dims)} must have {ndim} entries.')
+  return split_dims_to_partition_spec(split_dims, mesh_axis_names, axis_rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingScope:
+  """The mesh and axis rules under which layers' activation constraints are resolved."""
+
+  mesh: Mesh
+  axis_rules: AxisRules
+
+
+_scopes = threading.local()
+
+
+@contextlib.contextmanager
+def sharding_scope(mesh: Mesh, axis_rules: AxisRules) -> Iterator[None]:
+  """While a step is traced inside this scope, `constrain` knows the mesh."""
+  previous = getattr(_scopes, 'current', None)
+  _scopes.current = ShardingScope(mesh, axis_rules)
+  try:
+    yield
+  finally:
+    _scopes.current = previous
+
+
+def current_sharding_scope() -> ShardingScope | None:
+  return getattr(_scopes, 'current', None)
+
+
+def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
+  """Constrains an activation to its split dims (one entry per dim); the identity outside a `sharding_scope`.
+
+  Dimensions need not divide the mesh: inside `jit` the compiler pads activations by itself.
+  """
+  scope = current_sharding_scope()
+  if scope is None:
+    return x
+  if split_dims is not None and len(split_dims) != x.ndim:
+    raise ValueError(f'split dims {tuple(split_dims)} do not fit an array of shape {x.shape}: one entry per dim.')
+  spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+  return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))

@@ -1,0 +1,111 @@
+"""WeightSpec: what a layer declares about one of its weights.
+
+Usage, inside a Linen module:
+
+    kernel = self.param('kernel', WeightSpec(shape=(D, F), init=..., split_dims=('embed', 'mlp')))
+
+`self.param` returns the plain array; the split dims and tags travel beside it in a `WeightBox`, which `nn.scan` extends with
+the dimension that it adds. `abstract_weights` reads them back without allocating anything.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from flax.core import meta
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.sharding.specs import SplitDim
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+# `metadata_params` key under which nn.scan names the dimension that it adds: {STACK_DIM: 'layers'}.
+STACK_DIM = 'stack_dim'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSpec:
+  """One weight: shape, initializer, split dims (one entry per dim), dtype and tags.
+
+  Tags are read by other parts by name: `no_decay` (no weight decay), `expert` (split by expert parallelism).
+  `stacked` counts the leading dims that `nn.scan` added (one per scan): dim 0 of a stacked weight counts layers.
+  """
+
+  shape: tuple[int, ...]
+  init: Initializer | None
+  split_dims: tuple[SplitDim, ...] | None = None
+  dtype: Any = jnp.float32
+  tags: tuple[str, ...] = ()
+  stacked: int = 0
+
+  def __post_init__(self):
+    if self.split_dims is not None and len(self.split_dims) != len(self.shape):
+      raise ValueError(f'split dims {self.split_dims} do not fit a weight of shape {self.shape}: one entry per dim.')
+
+  def __call__(self, rng: jax.Array) -> 'WeightBox':
+    """Draws the weight; the signature that `nn.Module.param` expects of an initializer."""
+    if self.init is None:
+      raise ValueError('this WeightSpec describes a weight that exists; it has no initializer.')
+    split_dims = self.split_dims if self.split_dims is not None else (None,) * len(self.shape)
+    return WeightBox(value=self.init(rng, self.shape, self.dtype), split_dims=split_dims, tags=self.tags, stacked=0)
+
+
+class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
+  """A weight's value with its split dims and tags; Linen unboxes it wherever a layer reads the weight."""
+
+  value: Any
+  split_dims: tuple[SplitDim, ...] = struct.field(pytree_node=False)
+  tags: tuple[str, ...] = struct.field(pytree_node=False)
+  stacked: int = struct.field(pytree_node=False)
+
+  def unbox(self) -> Any:
+    return self.value
+
+  def replace_boxed(self, val: Any) -> 'WeightBox':
+    return self.replace(value=val)
+
+  def add_axis(self, index: int, params: dict[Any, Any]) -> 'WeightBox':
+    split_dims = list(self.split_dims)
+    split_dims.insert(index, params.get(STACK_DIM))
+    return self.replace(split_dims=tuple(split_dims), stacked=self.stacked + 1)
+
+  def remove_axis(self, index: int, params: dict[Any, Any]) -> 'WeightBox':
+    split_dims = list(self.split_dims)
+    del split_dims[index]
+    return self.replace(split_dims=tuple(split_dims), stacked=self.stacked - 1)
+
+
+def weight_specs(boxed_weights: Any) -> Any:
+  """A tree of WeightSpecs (without initializers) from a tree of WeightBoxes, abstract or not.
+
+  Raises:
+    ValueError: a weight was declared without a WeightSpec, so that nothing is known of its split dims.
+  """
+
+  def spec_of(path, leaf) -> WeightSpec:
+    if not isinstance(leaf, WeightBox):
+      raise ValueError(
+        f'weight {jax.tree_util.keystr(path, simple=True, separator="/")} was declared without split dims: pass a '
+        'WeightSpec to self.param.'
+      )
+    return WeightSpec(
+      shape=tuple(leaf.value.shape),
+      init=None,
+      split_dims=leaf.split_dims,
+      dtype=leaf.value.dtype,
+      tags=leaf.tags,
+      stacked=leaf.stacked,
+    )
+
+  return jax.tree_util.tree_map_with_path(spec_of, boxed_weights, is_leaf=lambda x: isinstance(x, WeightBox))
+
+
+def unbox_weights(boxed_weights: Any) -> Any:
+  """The plain arrays of a tree of WeightBoxes."""
+  return jax.tree.map(
+    lambda leaf: leaf.value if isinstance(leaf, WeightBox) else leaf,
+    boxed_weights,
+    is_leaf=lambda x: isinstance(x, WeightBox),
+  )
