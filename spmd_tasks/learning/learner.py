@@ -1,0 +1,209 @@
+"""Learner: gradients and state in, new weights and new state out (optax underneath).
+
+Usage, inside a training step:
+
+    new_weights, new_state, metrics = learner.update(grads, loss, step, state, weights, weight_specs)
+
+The arithmetic is float32 whatever the dtype of the weights. A step whose loss or gradients are not finite changes nothing
+but the counts of skipped steps.
+"""
+
+import dataclasses
+from typing import Any, Literal, Protocol
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmd_tasks.learning import optimizer_specs, schedules
+from spmd_tasks.sharding.weights import WeightSpec
+
+ACCUMULATIONS = ('mean', 'sum')
+
+
+class Optimizer(Protocol):
+  """What the learner asks of an optimizer's settings; see `optimizers.py`."""
+
+  @property
+  def learning_rate(self) -> schedules.LearningRate:
+    """A number, or a schedule over the train state's step."""
+    ...
+
+  def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
+    """Gradients to a *descent direction*, which the learner multiplies by minus the learning rate.
+
+    Weight decay is part of the direction. The learning rate is not: it belongs to the train state's step, which stands
+    still when a step is skipped, and not to a count of optax's own.
+    """
+    ...
+
+
+class LearnerState(struct.PyTreeNode):
+  """What the learner carries from step to step.
+
+  Attributes:
+    opt_state: optax's state, float32 unless the optimizer's settings say otherwise.
+    ema_weights: float32, congruent to the weights; None without `ema_decay`.
+    num_skipped: int32 scalar, how many steps were skipped since the start of the job.
+    num_skipped_in_a_row: int32 scalar, how many of them since the last good step.
+  """
+
+  opt_state: Any
+  ema_weights: Any
+  num_skipped: jax.Array
+  num_skipped_in_a_row: jax.Array
+
+
+def global_norm(tree: Any) -> jax.Array:
+  """The L2 norm over all leaves, a float32 scalar accumulated in float32."""
+  squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+  return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+
+
+def _float32(tree: Any) -> Any:
+  return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learner:
+  """Settings and the pure functions of one optimizer step.
+
+  Attributes:
+    optimizer: such as `AdamW(learning_rate=3e-4)`.
+    clip_value: each gradient element is clipped to [-clip_value, clip_value], before `clip_global_norm`; None: off.
+    clip_global_norm: gradients are scaled down to this global norm where they exceed it; None: off.
+    ema_decay: of the moving average of the weights, `ema = decay * ema + (1 - decay) * weights`; None: no average.
+    num_microbatches: in how many parts the batch is differentiated; see `accumulation.py`.
+    accumulation: 'mean' equals the full batch; 'sum' adds up the microbatches' mean gradients, as T5X does.
+    max_consecutive_skips: the job stops when this many steps in a row were not finite; read by the training program.
+  """
+
+  optimizer: Optimizer
+  clip_value: float | None = None
+  clip_global_norm: float | None = None
+  ema_decay: float | None = None
+  num_microbatches: int = 1
+  accumulation: Literal['mean', 'sum'] = 'mean'
+  max_consecutive_skips: int = 10
+
+  def __post_init__(self):
+    if not hasattr(self.optimizer, 'transformation') or not hasattr(self.optimizer, 'learning_rate'):
+      raise ValueError(
+        f'learner.optimizer is {self.optimizer!r}; it must have a learning_rate and transformation(weight_specs): pass '
+        'settings such as AdamW(learning_rate=3e-4).'
+      )
+    for name in ('clip_value', 'clip_global_norm'):
+      value = getattr(self, name)
+      if value is not None and not value > 0:
+        raise ValueError(f'learner.{name} is {value}; it must be larger than 0, or None to turn clipping off.')
+    if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+      raise ValueError(f'learner.ema_decay is {self.ema_decay}; it must be in [0, 1), or None to keep no average.')
+    if self.num_microbatches < 1:
+      raise ValueError(f'learner.num_microbatches is {self.num_microbatches}; it must be 1 (no accumulation) or more.')
+    if self.accumulation not in ACCUMULATIONS:
+      raise ValueError(f'learner.accumulation is {self.accumulation!r}; it must be one of {ACCUMULATIONS}.')
+    if self.max_consecutive_skips < 1:
+      raise ValueError(
+        f'learner.max_consecutive_skips is {self.max_consecutive_skips}; it must be 1 (stop at the first) or more.'
+      )
+
+  def init(self, weights: Any, weight_specs: Any) -> LearnerState:
+    """The state before the first step. Can be traced: `jax.eval_shape` of it gives the abstract state."""
+    # copy=True: the average must never share a buffer with the weights, because a step donates both.
+    ema_weights = None
+    if self.ema_decay is not None:
+      ema_weights = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), weights)
+    return LearnerState(
+      opt_state=self.optimizer.transformation(weight_specs).init(_float32(weights)),
+      ema_weights=ema_weights,
+      num_skipped=jnp.zeros((), jnp.int32),
+      num_skipped_in_a_row=jnp.zeros((), jnp.int32),
+    )
+
+  def _clip(self, grads: Any, grad_norm: jax.Array) -> Any:
+    if self.clip_value is not None:
+      grads = jax.tree.map(lambda g: jnp.clip(g, -self.clip_value, self.clip_value), grads)
+      grad_norm = global_norm(grads)
+    if self.clip_global_norm is not None:
+      # Exactly 1 up to the threshold, and no division by zero.
+      scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
+      grads = jax.tree.map(lambda g: g * scale, grads)
+    return grads
+
+  def update(
+    self, grads: Any, loss: jax.Array, step: jax.Array, state: LearnerState, weights: Any, weight_specs: Any
+  ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
+    """One optimizer step.
+
+    Args:
+      grads: congruent to the weights.
+      loss: scalar; only asked whether it is finite.
+      step: int32 scalar, the train state's step, which the learning rate is a function of.
+      state: as `init` or the step before returned it.
+      weights: the weights that the gradients belong to.
+      weight_specs: tree of WeightSpec congruent to the weights.
+
+    Returns:
+      (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` before clipping, `weight_norm` of the
+      new weights, `learning_rate`, and `skipped`: 1 if loss or gradients were not finite, so that weights, optimizer
+      state and average are bit for bit the old ones. A gradient norm that overflows float32 counts as not finite: the
+      optimizer's second moments would overflow with it.
+    """
+    grads = _float32(grads)
+    grad_norm = global_norm(grads)
+    # One sum of squares answers for every gradient element: inf and nan survive it.
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    learning_rate = schedules.learning_rate_at(self.optimizer.learning_rate, step)
+
+    directions, opt_state = self.optimizer.transformation(weight_specs).update(
+      self._clip(grads, grad_norm), state.opt_state, _float32(weights)
+    )
+    new_weights = jax.tree.map(
+      lambda w, d: (w.astype(jnp.float32) - learning_rate * d).astype(w.dtype), weights, directions
+    )
+    ema_weights = state.ema_weights
+    if self.ema_decay is not None:
+      decay = self.ema_decay
+      ema_weights = jax.tree.map(
+        lambda average, w: decay * average + (1 - decay) * w.astype(jnp.float32), ema_weights, new_weights
+      )
+
+    # A select, not a lax.cond: it fuses into the update, which reads the old value anyway and writes over it in place,
+    # while a conditional would keep old and new buffers side by side and stop fusion at its borders.
+    def keep_if_finite(new: Any, old: Any) -> Any:
+      return jax.tree.map(lambda n, o: jnp.where(is_finite, n, o), new, old)
+
+    new_weights = keep_if_finite(new_weights, weights)
+    skipped = jnp.where(is_finite, 0, 1).astype(jnp.int32)
+    new_state = LearnerState(
+      opt_state=keep_if_finite(opt_state, state.opt_state),
+      ema_weights=keep_if_finite(ema_weights, state.ema_weights),
+      num_skipped=state.num_skipped + skipped,
+      num_skipped_in_a_row=jnp.where(is_finite, 0, state.num_skipped_in_a_row + 1),
+    )
+    metrics = {
+      'grad_norm': grad_norm,
+      'weight_norm': global_norm(new_weights),
+      'learning_rate': learning_rate,
+      'skipped': skipped.astype(jnp.float32),
+    }
+    return new_weights, new_state, metrics
+
+  def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
+    """One WeightSpec per leaf of the state: moments and averages are laid out like the weight that they belong to.
+
+    Args:
+      abstract_state: `jax.eval_shape` of `init`.
+      weight_specs: tree of WeightSpec congruent to the weights.
+    """
+
+    def scalar(leaf: Any) -> WeightSpec:
+      return WeightSpec(shape=(), init=None, split_dims=(), dtype=leaf.dtype)
+
+    return LearnerState(
+      opt_state=optimizer_specs.state_weight_specs(abstract_state.opt_state, weight_specs),
+      ema_weights=optimizer_specs.state_weight_specs(abstract_state.ema_weights, weight_specs),
+      num_skipped=scalar(abstract_state.num_skipped),
+      num_skipped_in_a_row=scalar(abstract_state.num_skipped_in_a_row),
+    )

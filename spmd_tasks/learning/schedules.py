@@ -1,0 +1,133 @@
+"""Learning rate schedules: frozen settings, callable on a step, that return a float32 scalar.
+
+Usage: `AdamW(learning_rate=LinearWarmupCosine(peak=3e-4, warmup_steps=100, total_steps=10_000))`.
+
+Step 0 is the first update; a warmup rises linearly from 0 at step 0 to `peak` at `step == warmup_steps`.
+"""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
+LearningRate = float | Schedule
+
+
+def learning_rate_at(learning_rate: LearningRate, step: jax.typing.ArrayLike) -> jax.Array:
+  """The float32 scalar that a number or a schedule gives at `step`."""
+  value = learning_rate(step) if callable(learning_rate) else learning_rate
+  return jnp.asarray(value, jnp.float32)
+
+
+def _check_non_negative(name: str, value: float) -> None:
+  if not value >= 0:
+    raise ValueError(f'{name} is {value}; it must be 0 or more.')
+
+
+def _check_span(warmup_steps: int, total_steps: int) -> None:
+  _check_non_negative('warmup_steps', warmup_steps)
+  if total_steps <= warmup_steps:
+    raise ValueError(
+      f'total_steps {total_steps} must be larger than warmup_steps {warmup_steps}: shorten the warmup or train longer.'
+    )
+
+
+def _after_warmup(peak: float, warmup_steps: int, after: optax.Schedule, step: jax.typing.ArrayLike) -> jax.Array:
+  """Linear warmup, then `after`, which counts from 0 at the end of the warmup."""
+  schedule = after
+  if warmup_steps > 0:
+    schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_steps), after], [warmup_steps])
+  return jnp.asarray(schedule(jnp.asarray(step)), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant:
+  """The same value at every step."""
+
+  value: float
+
+  def __post_init__(self):
+    _check_non_negative('value', self.value)
+
+  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+    return jnp.asarray(self.value, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearWarmupConstant:
+  """Linear warmup to `peak`, which then stays."""
+
+  peak: float
+  warmup_steps: int
+
+  def __post_init__(self):
+    _check_non_negative('peak', self.peak)
+    _check_non_negative('warmup_steps', self.warmup_steps)
+
+  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+    return _after_warmup(self.peak, self.warmup_steps, optax.constant_schedule(self.peak), step)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearWarmupCosine:
+  """Linear warmup, then half a cosine down to `final_fraction * peak` at `total_steps`, which then stays."""
+
+  peak: float
+  warmup_steps: int
+  total_steps: int
+  final_fraction: float = 0.0
+
+  def __post_init__(self):
+    _check_non_negative('peak', self.peak)
+    _check_non_negative('final_fraction', self.final_fraction)
+    _check_span(self.warmup_steps, self.total_steps)
+
+  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+    after = optax.cosine_decay_schedule(self.peak, self.total_steps - self.warmup_steps, alpha=self.final_fraction)
+    return _after_warmup(self.peak, self.warmup_steps, after, step)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearWarmupLinear:
+  """Linear warmup, then a straight line down to `final_fraction * peak` at `total_steps`, which then stays."""
+
+  peak: float
+  warmup_steps: int
+  total_steps: int
+  final_fraction: float = 0.0
+
+  def __post_init__(self):
+    _check_non_negative('peak', self.peak)
+    _check_non_negative('final_fraction', self.final_fraction)
+    _check_span(self.warmup_steps, self.total_steps)
+
+  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+    after = optax.linear_schedule(self.peak, self.final_fraction * self.peak, self.total_steps - self.warmup_steps)
+    return _after_warmup(self.peak, self.warmup_steps, after, step)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearWarmupRsqrt:
+  """Linear warmup, then `peak * sqrt(warmup_steps / step)`: the schedule of T5 and of the first Transformers.
+
+  T5's own is `peak = 1 / sqrt(warmup_steps)` with a flat warmup.
+  """
+
+  peak: float
+  warmup_steps: int
+
+  def __post_init__(self):
+    _check_non_negative('peak', self.peak)
+    if self.warmup_steps < 1:
+      raise ValueError(f'warmup_steps is {self.warmup_steps}; the decay is relative to it, so it must be 1 or more.')
+
+  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+    def after(num_since_warmup: jax.typing.ArrayLike) -> jax.Array:
+      # join_schedules evaluates both parts at every step; before the boundary the count is negative.
+      steps = self.warmup_steps + jnp.maximum(num_since_warmup, 0)
+      return self.peak * jnp.sqrt(self.warmup_steps / steps)
+
+    return _after_warmup(self.peak, self.warmup_steps, after, step)
