@@ -3,8 +3,8 @@
 A tensor's *split dims* name, dimension by dimension, how it is laid out over the mesh. An entry is
 
 * a mesh axis (`'data'`), or several of them (`('replica', 'data')`);
-* a logical name (`'mlp'`), looked up in the axis rules: the first rule of that name whose mesh axes are all still free in
-  this tensor wins; if every such rule's axes are taken, the dimension stays unsharded;
+* a logical name (`'mlp'`), looked up in the axis rules: the first rule of that name whose mesh axes are all still free
+  in this tensor wins; if every such rule's axes are taken, the dimension stays unsharded;
 * None or -1: unsharded.
 """
 

@@ -4,16 +4,16 @@ Usage, inside a Linen module:
 
     kernel = self.param('kernel', WeightSpec(shape=(D, F), init=..., split_dims=('embed', 'mlp')))
 
-`self.param` returns the plain array; the split dims and tags travel beside it in a `WeightBox`, which `nn.scan` extends with
-the dimension that it adds. `abstract_weights` reads them back without allocating anything.
+`self.param` returns the plain array; the split dims and tags travel beside it in a `WeightBox`, which `nn.scan` extends
+with the dimension that it adds. `weight_specs` reads them back, also from abstract values.
 """
 
 from collections.abc import Callable
 import dataclasses
 from typing import Any
 
-from flax.core import meta
 from flax import struct
+from flax.core import meta
 import jax
 import jax.numpy as jnp
 

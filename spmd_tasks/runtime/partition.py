@@ -1,0 +1,240 @@
+"""partition_spmd_model: from a task and a mesh to compiled, sharded steps. The heart of the project.
+
+Usage:
+
+    model = partition_spmd_model(task, mesh, input_spec, axis_rules=..., inputs_split_mapping=...)
+    state = model.init(seed=0)
+    train_step = model.train_step
+    state, metrics = train_step(state, train_step.place(host_batch))
+
+What every compiled step does: slice the padding off its arguments, run the pure step of `steps.py` on true shapes under
+the mesh's axis rules, and pad what stays on the mesh again. After Praxis'
+`partition_spmd_model` and T5X's partitioners.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spmd_tasks.runtime import steps
+from spmd_tasks.runtime.compiled_step import CompiledStep
+from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
+from spmd_tasks.runtime.task import Task
+from spmd_tasks.runtime.train_state import TrainState
+from spmd_tasks.sharding import padding
+from spmd_tasks.sharding.specs import (
+  AxisRules,
+  SplitDims,
+  check_axis_rules,
+  sharding_scope,
+  split_dims_to_partition_spec,
+)
+from spmd_tasks.sharding.weights import WeightSpec, unbox_weights, weight_specs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PartitionedModel:
+  """A task on a mesh. All trees are congruent to TrainState.
+
+  Attributes:
+    task, mesh, axis_rules, inputs_split_mapping: as given.
+    weight_specs: WeightSpec per weight: shape, dtype, split dims, tags.
+    abstract_state: unpadded shapes and dtypes, as the model, the loss and the optimizer see them.
+    state_specs: PartitionSpec per leaf.
+    padded_state: padded shapes with their NamedShardings, as the live state is stored.
+    canonical_state: unpadded shapes with shardings that hold them evenly: the layout of checkpoints.
+    input_layout: how the training batch enters.
+  """
+
+  task: Task
+  mesh: Mesh
+  axis_rules: AxisRules
+  inputs_split_mapping: Mapping[str, SplitDims] | None
+  weight_specs: Any
+  abstract_state: TrainState
+  state_specs: TrainState
+  padded_state: TrainState
+  canonical_state: TrainState
+  input_layout: InputLayout
+  _init_weights: Callable[[jax.Array], Any]
+
+  @functools.cached_property
+  def total_num_params(self) -> int:
+    """The number of parameters of the model, without padding."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_state.weights))
+
+  @functools.cached_property
+  def padding_waste(self) -> float:
+    """The fraction of the stored weights that is padding."""
+    padded = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.padded_state.weights))
+    return 1 - self.total_num_params / padded
+
+  def init(self, seed: int) -> TrainState:
+    """A sharded, padded TrainState at step 0: the same true weights on every mesh, never whole on one host."""
+
+    def init_padded(rng):
+      with self._scope():
+        weights = self._init_weights(rng)
+        state = steps.init_train_state(self.task, weights, self.weight_specs, jax.random.key_data(rng))
+        return padding.pad(self._constrain(state), self.padded_state)
+
+    return jax.jit(init_padded, out_shardings=_shardings(self.padded_state))(jax.random.key(seed))
+
+  @functools.cached_property
+  def train_step(self) -> CompiledStep:
+    """`(padded state, placed batch) -> (padded state, replicated float32 scalars)`; the state is donated."""
+    layout = self.input_layout
+
+    def train_step(padded_state, padded_batch):
+      with self._scope():
+        state = self._constrain(padding.unpad(padded_state, self.abstract_state))
+        batch = self._enter(padded_batch, layout)
+        state, metrics = steps.train_step(self.task, self.weight_specs, state, batch)
+        return padding.pad(self._constrain(state), self.padded_state), metrics
+
+    jitted = jax.jit(
+      train_step,
+      in_shardings=(_shardings(self.padded_state), _shardings(layout.padded)),
+      out_shardings=(_shardings(self.padded_state), NamedSharding(self.mesh, PartitionSpec())),
+      donate_argnums=0,
+    )
+    return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
+
+  def eval_step(self, input_spec: InputSpec) -> CompiledStep:
+    """`(padded weights, placed batch) -> replicated dict of clu Averages`, for batches of `input_spec`."""
+    layout = make_input_layout(input_spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
+
+    def eval_step(padded_weights, padded_batch):
+      with self._scope():
+        weights = padding.unpad(padded_weights, self.abstract_state.weights)
+        weights = _constrain(weights, self.state_specs.weights, self.mesh)
+        return steps.eval_step(self.task, weights, self._enter(padded_batch, layout))
+
+    jitted = jax.jit(
+      eval_step,
+      in_shardings=(_shardings(self.padded_state.weights), _shardings(layout.padded)),
+      out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+    )
+    return CompiledStep(jitted, (self.padded_state.weights, layout.padded), layout)
+
+  def to_canonical(self, state: TrainState) -> TrainState:
+    """The live state without padding, sharded as `canonical_state`; what a checkpoint holds."""
+    return _convert(padding.unpad, state, self.abstract_state, self.canonical_state)
+
+  def from_canonical(self, state: Any, part: Callable[[TrainState], Any] = lambda state: state) -> Any:
+    """The inverse of `to_canonical`. `part` selects a subtree, as in `part=lambda state: state.weights`."""
+    return _convert(padding.pad, state, part(self.padded_state), part(self.padded_state))
+
+  def _scope(self):
+    return sharding_scope(self.mesh, self.axis_rules)
+
+  def _constrain(self, state: TrainState) -> TrainState:
+    return _constrain(state, self.state_specs, self.mesh)
+
+  def _enter(self, padded_batch: dict[str, jax.Array], layout: InputLayout) -> dict[str, jax.Array]:
+    batch = padding.unpad(padded_batch, dict(layout.spec))
+    return {
+      name: x
+      if layout.split_specs[name] is None
+      else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, layout.split_specs[name]))
+      for name, x in batch.items()
+    }
+
+
+def partition_spmd_model(
+  task: Task,
+  mesh: Mesh,
+  input_spec: InputSpec,
+  *,
+  axis_rules: AxisRules = (),
+  inputs_split_mapping: Mapping[str, SplitDims] | None = None,
+) -> PartitionedModel:
+  """Partitions a task over a mesh; nothing is allocated or compiled yet.
+
+  Args:
+    task: model, loss and learner.
+    mesh: the device mesh.
+    input_spec: name -> global shape and dtype of the training batch, batch dim first.
+    axis_rules: ordered (logical name, mesh axes) pairs for split dims.
+    inputs_split_mapping: split dims of the inputs by rank (`map_1d`, `map_2d`, ...); None leaves them sharded on batch.
+
+  Raises:
+    ValueError: split dims, axis rules or the input mapping do not fit the mesh, or a weight lacks split dims.
+  """
+  axis_rules = tuple((name, target) for name, target in axis_rules)
+  check_axis_rules(axis_rules, mesh.axis_names)
+
+  def init_boxed(rng):
+    batch = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in input_spec.items()}
+    variables = task.model.init({'params': rng}, batch, train=False)
+    if set(variables) != {'params'}:
+      raise ValueError(
+        f'the model keeps variables beside its weights, {sorted(set(variables) - {"params"})}: only params are '
+        'supported.'
+      )
+    return variables['params']
+
+  def init_weights(rng):
+    return unbox_weights(init_boxed(rng))
+
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  with sharding_scope(mesh, axis_rules):
+    specs = weight_specs(jax.eval_shape(init_boxed, key))
+  abstract_weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
+  key_data = jax.ShapeDtypeStruct((2,), jnp.uint32)
+  abstract_state = jax.eval_shape(
+    lambda weights, rng: steps.init_train_state(task, weights, specs, rng), abstract_weights, key_data
+  )
+  leaf_specs = TrainState(
+    step=WeightSpec(shape=(), init=None, split_dims=(), dtype=jnp.int32),
+    rng=WeightSpec(shape=(2,), init=None, split_dims=(None,), dtype=jnp.uint32),
+    weights=specs,
+    learner=task.learner.state_split_dims(abstract_state.learner, specs),
+  )
+  state_specs = jax.tree.map(
+    lambda leaf: split_dims_to_partition_spec(leaf.split_dims, mesh.axis_names, axis_rules), leaf_specs
+  )
+
+  def padded(leaf, spec):
+    shape = padding.padded_shape(leaf.shape, spec, mesh.shape)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+  def canonical(leaf, spec):
+    even = padding.evenly_divided_spec(leaf.shape, spec, mesh.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, even))
+
+  return PartitionedModel(
+    task=task,
+    mesh=mesh,
+    axis_rules=axis_rules,
+    inputs_split_mapping=inputs_split_mapping,
+    weight_specs=specs,
+    abstract_state=abstract_state,
+    state_specs=state_specs,
+    padded_state=jax.tree.map(padded, abstract_state, state_specs),
+    canonical_state=jax.tree.map(canonical, abstract_state, state_specs),
+    input_layout=make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules),
+    _init_weights=init_weights,
+  )
+
+
+def _shardings(tree: Any) -> Any:
+  return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _constrain(tree: Any, specs: Any, mesh: Mesh) -> Any:
+  return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs)
+
+
+def _convert(convert: Callable[[Any, Any], Any], tree: Any, shapes: Any, target: Any) -> Any:
+  """`convert(tree, shapes)` under jit into the shardings of `target`; the arrays themselves where nothing is padded."""
+  even = jax.tree.map(lambda x, t: x.shape == t.shape and x.sharding.is_equivalent_to(t.sharding, x.ndim), tree, target)
+  if jax.tree.all(even):
+    return tree
+  return jax.jit(lambda tree: convert(tree, shapes), out_shardings=_shardings(target))(tree)

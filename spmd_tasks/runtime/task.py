@@ -1,0 +1,44 @@
+"""Task: what is learned — a model, its loss and its learner."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from spmd_tasks.layers.losses import LossOutput
+from spmd_tasks.learning.learner import Learner, LearnerState
+
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+  """A frozen triple; an experiment's `task()` returns a Fiddle config of one.
+
+  Attributes:
+    model: a Linen module called as `model(batch, train=...)`; it returns predictions, whatever `loss` reads.
+    loss: `loss(predictions, batch) -> LossOutput`, a mean over the batch's loss weights.
+    learner: turns gradients into new weights.
+    eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones.
+  """
+
+  model: nn.Module
+  loss: Callable[[Any, Batch], LossOutput]
+  learner: Learner
+  eval_with_ema: bool = False
+
+  def __post_init__(self):
+    if self.eval_with_ema and self.learner.ema_decay is None:
+      raise ValueError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
+
+  def compute_loss(self, weights: Any, batch: Batch, *, train: bool, rng: jax.Array | None = None) -> LossOutput:
+    """The loss of one batch; `rng` feeds dropout and is needed only when `train`."""
+    rngs = {} if rng is None else {'dropout': rng}
+    predictions = self.model.apply({'params': weights}, batch, train=train, rngs=rngs)
+    return self.loss(predictions, batch)
+
+  def evaluation_weights(self, weights: Any, learner_state: LearnerState) -> Any:
+    """The weights that evaluation uses: raw or averaged."""
+    return learner_state.ema_weights if self.eval_with_ema else weights

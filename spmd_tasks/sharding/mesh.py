@@ -1,0 +1,94 @@
+"""MeshSpec: named mesh axes with their ICI and DCN sizes, and the jax Mesh made from them.
+
+ICI is the fast network inside a slice (or one host's devices), DCN the slow one between slices. An axis of ICI size i
+and DCN size d has i * d devices, and its slow part is the outer one, as in Pax and T5X.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+  """Axis names and sizes; one ICI size in a mesh may be -1, "whatever devices are left"."""
+
+  axis_names: tuple[str, ...]
+  ici_mesh_shape: tuple[int, ...]
+  dcn_mesh_shape: tuple[int, ...] | None = None
+
+  def __post_init__(self):
+    if len(set(self.axis_names)) != len(self.axis_names):
+      raise ValueError(f'mesh_axis_names {self.axis_names} name an axis twice: every mesh axis needs its own name.')
+    for field in ('ici_mesh_shape', 'dcn_mesh_shape'):
+      shape = getattr(self, field)
+      if shape is None:
+        continue
+      if len(shape) != len(self.axis_names):
+        raise ValueError(
+          f'{field} {shape} has {len(shape)} entries but mesh_axis_names {self.axis_names} has {len(self.axis_names)}: '
+          'give one size per axis.'
+        )
+      smallest = -1 if field == 'ici_mesh_shape' else 1
+      if any(size == 0 or size < smallest for size in shape) or list(shape).count(-1) > 1:
+        raise ValueError(f'{field} {shape} must hold positive sizes (one ICI size may be -1: the devices left over).')
+
+  def sizes(self, num_devices: int) -> dict[str, int]:
+    """Axis name -> size (ICI x DCN) on `num_devices` devices.
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+    """
+    ici, dcn = self._shapes(num_devices)
+    return {name: i * d for name, i, d in zip(self.axis_names, ici, dcn)}
+
+  def _shapes(self, num_devices: int) -> tuple[list[int], list[int]]:
+    ici = list(self.ici_mesh_shape)
+    dcn = list(self.dcn_mesh_shape or (1,) * len(ici))
+    if -1 in ici:
+      others = math.prod(size for size in ici if size != -1) * math.prod(dcn)
+      ici[ici.index(-1)] = max(1, num_devices // others)
+    wanted = math.prod(ici) * math.prod(dcn)
+    if wanted != num_devices:
+      dcn_text = f' x dcn_mesh_shape {tuple(dcn)}' if self.dcn_mesh_shape else ''
+      raise ValueError(
+        f'ici_mesh_shape {self.ici_mesh_shape}{dcn_text} needs {wanted} devices but there are {num_devices}: set '
+        f'--ici_mesh_shape to {len(ici)} sizes whose product is {num_devices // math.prod(dcn) or 1}'
+        f', or on a CPU pass --num_fake_devices {wanted}.'
+      )
+    return ici, dcn
+
+  def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The jax Mesh over `devices` (default: all), every axis automatic (GSPMD)."""
+    devices = list(jax.devices() if devices is None else devices)
+    ici, dcn = self._shapes(len(devices))
+    if math.prod(dcn) > 1:
+      array = _hybrid_device_array(ici, dcn, devices)
+    else:
+      array = mesh_utils.create_device_mesh(ici, devices)
+    return Mesh(array, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
+
+
+def _hybrid_device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+  """Devices [ici*dcn ...]: granules (slices, else processes, else equal runs of devices) along the DCN part."""
+  num_granules = math.prod(dcn)
+  slices = {getattr(device, 'slice_index', None) for device in devices}
+  if len(slices) == num_granules and None not in slices:
+    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
+  if len({device.process_index for device in devices}) == num_granules:
+    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=True)
+  # Neither slices nor processes match, as with fake devices on one machine: consecutive runs stand for slices.
+  granules = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
+  ndim = len(ici)
+  interleaved = granules.transpose([dim for pair in zip(range(ndim), range(ndim, 2 * ndim)) for dim in pair])
+  return interleaved.reshape([d * i for d, i in zip(dcn, ici)])
+
+
+def axis_sizes(mesh: Mesh) -> Mapping[str, int]:
+  """Axis name -> size of a built mesh."""
+  return dict(mesh.shape)

@@ -1,0 +1,63 @@
+"""Uneven shapes: a dim that its mesh axes do not divide is zero-padded at the boundary of a step and sliced inside it.
+
+`jit` takes and returns only arrays that their mesh axes divide; inside, any shape may be constrained. So live state is
+padded ([30] over 4 devices is stored as [32]) and the step sees it unpadded: `unpad` on entry, `pad` on exit. The
+padding is zero and stays zero, because every exit writes it anew. This is how Pax did it;
+nothing else in the project knows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spmd_tasks.sharding.specs import num_parts, spec_axes
+
+
+def padded_shape(shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+  """`shape` with every dim rounded up to a multiple of the parts that `spec` splits it into."""
+  parts = [num_parts(axes, axis_sizes) for axes in spec_axes(spec, len(shape))]
+  return tuple(dim + (part - dim % part) % part for dim, part in zip(shape, parts))
+
+
+def pad(tree: Any, shapes: Any) -> Any:
+  """Zero-pads every array at the end of its dims to the shape in the congruent tree `shapes` (of ShapeDtypeStructs)."""
+
+  def pad_leaf(x, target):
+    if x.shape == target.shape:
+      return x
+    return jnp.pad(x, [(0, new - old) for old, new in zip(x.shape, target.shape)])
+
+  return jax.tree.map(pad_leaf, tree, shapes)
+
+
+def unpad(tree: Any, shapes: Any) -> Any:
+  """Slices every array, from the start of its dims, to the shape in the congruent tree `shapes`."""
+
+  def unpad_leaf(x, target):
+    if x.shape == target.shape:
+      return x
+    return jax.lax.slice(x, (0,) * x.ndim, target.shape)
+
+  return jax.tree.map(unpad_leaf, tree, shapes)
+
+
+def evenly_divided_spec(shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> PartitionSpec:
+  """A spec that holds `shape` without padding, for arrays that leave the job (checkpoints).
+
+  Dims that their axes divide keep them. The axes of an uneven dim move to the largest other dim that they divide beside
+  what splits it already; only where there is none is the array replicated over them.
+  """
+  kept = [
+    axes if dim % num_parts(axes, axis_sizes) == 0 else () for dim, axes in zip(shape, spec_axes(spec, len(shape)))
+  ]
+  for before, after in zip(spec_axes(spec, len(shape)), list(kept)):
+    if before == after:
+      continue
+    for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+      if shape[dim] % num_parts((*kept[dim], *before), axis_sizes) == 0:
+        kept[dim] = (*kept[dim], *before)
+        break
+  return PartitionSpec(*[None if not axes else axes[0] if len(axes) == 1 else axes for axes in kept])
