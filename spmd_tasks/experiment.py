@@ -1,0 +1,226 @@
+"""Experiment, what a user subclasses, and Job, the built root that the programs run.
+
+    @register
+    class StdlibTiny(Experiment):
+      '''A 1M-parameter byte language model on the standard library's source.'''
+
+      num_train_steps = 300        # a new default for a field of the base
+      ici_mesh_shape = (1, 4, 2)
+      num_layers: int = 2          # a new, typed hyperparameter: settable as --set num_layers=4
+
+      def task(self):
+        return fdl.Config(Task, model=fdl.Config(LanguageModel, num_layers=self.num_layers), ...)
+
+      def train_input(self):
+        return fdl.Config(TextInput, batch_size=32)
+
+Subclass again and override to vary. Experiments are frozen: what varies is said in fields, never assigned later.
+"""
+
+import abc
+from collections.abc import Mapping
+import dataclasses
+import functools
+import inspect
+import re
+import types
+from typing import Any, dataclass_transform, get_type_hints
+
+from flax.core import FrozenDict
+
+from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
+
+_METHODS = ('task', 'train_input', 'eval_inputs')
+
+# Weights: fully sharded over `data` on the embed dim, tensor-parallel over `mdl`. Activations: batch over `replica` and
+# `data`, the wide dims over `mdl`.
+DEFAULT_AXIS_RULES: AxisRules = (
+  ('batch', ('replica', 'data')),
+  ('vocab', 'mdl'),
+  ('mlp', 'mdl'),
+  ('heads', 'mdl'),
+  ('kv_heads', 'mdl'),
+  ('embed', 'data'),
+  ('head_dim', None),
+  ('layers', None),
+  ('norm', None),
+  ('seq', None),
+  ('act_embed', None),
+  ('act_vocab', 'mdl'),
+  ('act_mlp', 'mdl'),
+  ('act_heads', 'mdl'),
+  ('act_kv_heads', 'mdl'),
+)
+
+DEFAULT_INPUTS_SPLIT_MAPPING: Mapping[str, SplitDims] = FrozenDict(
+  {'map_1d': ('batch',), 'map_2d': ('batch', None), 'map_3d': ('batch', None, None)}
+)
+
+
+def _freeze(value: Any) -> Any:
+  """Lists become tuples and dicts FrozenDicts, all the way down."""
+  if isinstance(value, Mapping):
+    return FrozenDict({key: _freeze(item) for key, item in value.items()})
+  if type(value) in (list, tuple):
+    return tuple(_freeze(item) for item in value)
+  return value
+
+
+def _field_type(cls: type, name: str) -> Any:
+  """The annotation of an inherited field, resolved in the module that wrote it where that is possible."""
+  for base in cls.__mro__[1:]:
+    annotations = inspect.get_annotations(base)
+    if name in annotations:
+      try:
+        return get_type_hints(base)[name]
+      except NameError:  # a name that exists for type checkers only
+        return annotations[name]
+  raise AssertionError(name)
+
+
+def _is_plain_value(name: str, value: Any) -> bool:
+  """A public class attribute that is no method, property or nested class."""
+  return not name.startswith('_') and not callable(value) and not hasattr(type(value), '__get__')
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class _FrozenFields:
+  """Makes every subclass a frozen, keyword-only dataclass; its plain class attributes re-default inherited fields."""
+
+  def __init_subclass__(cls, **kwargs: Any):
+    super().__init_subclass__(**kwargs)
+    annotations = dict(inspect.get_annotations(cls))
+    inherited = getattr(cls, '__dataclass_fields__', {})
+    for name in annotations:
+      if name in _METHODS:
+        raise ValueError(f'{cls.__qualname__}.{name} is a method of Experiment: define it with `def {name}(self)`.')
+    for name, value in list(vars(cls).items()):
+      if name in inherited:
+        if isinstance(value, (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)):
+          raise ValueError(
+            f'{cls.__qualname__}.{name} overrides a field of the experiment by a {type(value).__name__}: give it a '
+            f'value, `{name} = ...`.'
+          )
+        if name not in annotations:
+          annotations[name] = _field_type(cls, name)
+      elif name not in annotations and _is_plain_value(name, value):
+        raise ValueError(
+          f'{cls.__qualname__}.{name} = {value!r} is a new attribute without a type, so that it could not be set from the '
+          f'command line: annotate it, `{name}: {type(value).__name__} = {value!r}`.'
+        )
+      if name in annotations:
+        setattr(cls, name, _freeze(value))
+    cls.__annotations__ = annotations
+    dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Experiment(_FrozenFields, abc.ABC):
+  """All that one run is: mesh, axis rules, task, inputs, intervals. Frozen; subclass to vary.
+
+  Intervals are in train steps and None means never (a checkpoint is always written at the end). Times are in seconds.
+
+  Raises (on construction):
+    ValueError: the mesh shapes, axis rules or intervals do not fit together; the message names the field.
+  """
+
+  # Mesh axes, outermost first, with their sizes inside a slice (ICI) and across slices (DCN; None: one slice).
+  mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
+  ici_mesh_shape: tuple[int, ...] = (1, 1, 1)
+  dcn_mesh_shape: tuple[int, ...] | None = None
+  # Ordered (logical name, mesh axes) pairs, see sharding/specs.py.
+  axis_rules: AxisRules = DEFAULT_AXIS_RULES
+  # An input's split dims by its rank: map_1d, map_2d, ...; None leaves inputs sharded on batch as they enter.
+  inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
+
+  seed: int = 0
+  num_train_steps: int = 1000
+  log_every_steps: int = 10
+  eval_every_steps: int | None = None
+  checkpoint_every_steps: int | None = None
+  # The newest N checkpoints are kept, and every multiple of `checkpoint_keep_every_steps` for ever.
+  checkpoint_max_to_keep: int = 3
+  checkpoint_keep_every_steps: int | None = None
+  # The profiler captures steps [first, last).
+  profile_steps: tuple[int, int] | None = None
+
+  # A process that makes no progress for so long ends itself and its peers. The first step includes compilation.
+  step_timeout_s: float = 600.0
+  first_step_timeout_s: float = 3600.0
+  # A peer that was not heard of for so long counts as dead; how long to wait for peers at the end.
+  heartbeat_timeout_s: int = 30
+  shutdown_timeout_s: int = 10
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      object.__setattr__(self, field.name, _freeze(getattr(self, field.name)))
+    self._check_mesh()
+    check_axis_rules(self.axis_rules, self.mesh_axis_names)
+    for name in ('num_train_steps', 'log_every_steps', 'checkpoint_max_to_keep'):
+      if not _is_positive(getattr(self, name)):
+        raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
+    for name in ('eval_every_steps', 'checkpoint_every_steps', 'checkpoint_keep_every_steps'):
+      if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
+        raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
+    for name in ('step_timeout_s', 'first_step_timeout_s', 'heartbeat_timeout_s', 'shutdown_timeout_s'):
+      if not getattr(self, name) > 0:
+        raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive number of seconds.')
+    if not isinstance(self.seed, int) or self.seed < 0:
+      raise ValueError(f'seed = {self.seed!r} must be an integer that is not negative.')
+    steps = self.profile_steps
+    if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
+      raise ValueError(f'profile_steps = {steps} must be (first, last) with 0 <= first < last.')
+
+  def _check_mesh(self) -> None:
+    names = self.mesh_axis_names
+    if not names or len(set(names)) != len(names):
+      raise ValueError(f'mesh_axis_names = {names} must be one or more different names.')
+    for field in ('ici_mesh_shape', 'dcn_mesh_shape'):
+      shape = getattr(self, field)
+      if shape is None and field == 'dcn_mesh_shape':
+        continue
+      if not isinstance(shape, tuple) or len(shape) != len(names):
+        raise ValueError(
+          f'{field} = {shape!r} must have one size per mesh axis {names}: write {len(names)} positive integers, for '
+          f'example {(1,) * len(names)}.'
+        )
+      if not all(_is_positive(size) for size in shape):
+        raise ValueError(f'{field} = {shape} must be positive integers, one per mesh axis {names}; 1 does not split.')
+
+  @abc.abstractmethod
+  def task(self) -> Any:
+    """The `fdl.Config` of the task (or a built task): model, loss, learner."""
+
+  @abc.abstractmethod
+  def train_input(self) -> Any:
+    """The `fdl.Config` of the training input (or a built input)."""
+
+  def eval_inputs(self) -> Mapping[str, Any]:
+    """Name -> the `fdl.Config` of an eval set (or a built input); the name is also its directory of metrics."""
+    return {}
+
+
+def _is_positive(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+  """A built experiment, the root object that is handed to the programs.
+
+  `name` is the experiment's, `experiment` its settings; `task`, `train_input` and `eval_inputs` (by name) are built.
+  """
+
+  name: str
+  experiment: Experiment
+  task: Any
+  train_input: Any
+  eval_inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    for name in self.eval_inputs:
+      if not isinstance(name, str) or not re.fullmatch(r'[A-Za-z0-9_-]+', name):
+        raise ValueError(
+          f'eval_inputs has the name {name!r}, which is also a directory and a config path: use letters, digits, _ '
+          'and - only.'
+        )
+    object.__setattr__(self, 'eval_inputs', types.MappingProxyType(dict(self.eval_inputs)))
