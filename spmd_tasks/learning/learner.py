@@ -4,8 +4,8 @@ Usage, inside a training step:
 
     new_weights, new_state, metrics = learner.update(grads, loss, step, state, weights, weight_specs)
 
-The arithmetic is float32 whatever the dtype of the weights. A step whose loss or gradients are not finite changes nothing
-but the counts of skipped steps.
+The arithmetic is float32 whatever the dtype of the weights. A step whose loss or gradients are not finite changes
+nothing but the counts of skipped steps.
 """
 
 import dataclasses
@@ -122,8 +122,8 @@ class Learner:
     )
 
   def _clip(self, grads: Any, grad_norm: jax.Array) -> Any:
-    if self.clip_value is not None:
-      grads = jax.tree.map(lambda g: jnp.clip(g, -self.clip_value, self.clip_value), grads)
+    if (bound := self.clip_value) is not None:
+      grads = jax.tree.map(lambda g: jnp.clip(g, -bound, bound), grads)
       grad_norm = global_norm(grads)
     if self.clip_global_norm is not None:
       # Exactly 1 up to the threshold, and no division by zero.
@@ -201,7 +201,7 @@ class Learner:
     def scalar(leaf: Any) -> WeightSpec:
       return WeightSpec(shape=(), init=None, split_dims=(), dtype=leaf.dtype)
 
-    return LearnerState(
+    return abstract_state.replace(
       opt_state=optimizer_specs.state_weight_specs(abstract_state.opt_state, weight_specs),
       ema_weights=optimizer_specs.state_weight_specs(abstract_state.ema_weights, weight_specs),
       num_skipped=scalar(abstract_state.num_skipped),

@@ -108,7 +108,8 @@ def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
     abstract_state: an optimizer state of arrays or `jax.ShapeDtypeStruct`s; any nesting of optax's.
     weight_specs: tree of WeightSpec congruent to the weights.
   """
-  specs, weights_treedef = jax.tree.flatten(weight_specs)
+  weights_treedef: Any = jax.tree.structure(weight_specs)
+  weights_with_paths = jax.tree_util.tree_flatten_with_path(weight_specs)[0]
 
   def visit_leaves(prefix: str, node: Any, weight: WeightSpec | None, rule: LeafRule) -> Any:
     return jax.tree_util.tree_map_with_path(
@@ -126,16 +127,16 @@ def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
     try:
       nodes = weights_treedef.flatten_up_to(node)
     except ValueError:  # Not congruent to the weights: look for them one level down.
+      treedef: Any
       children, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
       if treedef == jax.tree.structure(0):
         return visit_leaves(name, node, None, rule)
       return treedef.unflatten([visit(name + jax.tree_util.keystr(path), child, rule) for path, child in children])
     # In a weight's place there may also be nothing (optax.MaskedNode, None), or a small tree of its own.
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(weight_specs)[0]]
     return weights_treedef.unflatten(
       [
         n if _is_masked(n) else visit_leaves(name + jax.tree_util.keystr(path), n, spec, rule)
-        for path, n, spec in zip(paths, nodes, specs)
+        for n, (path, spec) in zip(nodes, weights_with_paths)
       ]
     )
 

@@ -1,0 +1,125 @@
+"""Microbatches: the gradient of a large batch in parts, so that only one part's activations are alive at a time.
+
+Shapes: B batch rows, M microbatches.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+# (weights, batch, rng) -> (mean loss, loss output); see `accumulate_gradients`.
+LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+
+
+def check_num_microbatches(batch_size: int, num_microbatches: int) -> None:
+  """Raises a ValueError if the batch cannot be cut into that many equal parts."""
+  if num_microbatches < 1:
+    raise ValueError(f'num_microbatches is {num_microbatches}; it must be 1 (no accumulation) or more.')
+  if batch_size % num_microbatches:
+    divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
+    nearest = min(divisors, key=lambda m: (abs(m - num_microbatches), m))
+    raise ValueError(
+      f'a batch of {batch_size} rows cannot be cut into num_microbatches = {num_microbatches} equal parts: choose a '
+      f'divisor of the batch size ({nearest} is the nearest), or a batch size that is a multiple of {num_microbatches}.'
+    )
+
+
+def split_microbatches(batch: Any, num_microbatches: int) -> Any:
+  """Leaves [B, ...] to [M, B/M, ...]; microbatch m holds rows m, M + m, 2M + m, ...
+
+  Rows are dealt out in turn and not cut into M blocks, because a batch that is sharded over P data shards keeps rows
+  [p B/P, (p+1) B/P) on shard p. Dealt out, each shard gives B/(PM) of its own rows to every microbatch, so that no row
+  moves and every shard has work in every microbatch; in blocks, microbatch 0 would lie wholly on the first P/M shards.
+
+  Raises:
+    ValueError: leaves differ in their number of rows, or M does not divide it.
+  """
+  sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in jax.tree.leaves(batch)}
+  if len(sizes) != 1 or -1 in sizes:
+    shapes = jax.tree.map(lambda leaf: leaf.shape, batch)
+    raise ValueError(f'the batch must consist of arrays with the same number of rows in dim 0; it has shapes {shapes}.')
+  check_num_microbatches(sizes.pop(), num_microbatches)
+
+  def split(leaf: jax.Array) -> jax.Array:
+    rows = leaf.reshape(leaf.shape[0] // num_microbatches, num_microbatches, *leaf.shape[1:])
+    return jnp.swapaxes(rows, 0, 1)
+
+  return jax.tree.map(split, batch)
+
+
+def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
+  """The mean of all rows from the microbatches' means and weights, in float32; 0 if all weights are 0."""
+  weights_M = weights_M.astype(jnp.float32)
+  total = jnp.sum(weights_M)
+  return jnp.sum(means_M.astype(jnp.float32) * weights_M) / jnp.where(total == 0, 1.0, total)
+
+
+def _combine(loss_outputs_M: Any) -> Any:
+  """One loss output from M stacked ones."""
+  return loss_outputs_M.replace(
+    loss=weighted_mean(loss_outputs_M.loss, loss_outputs_M.weight),
+    weight=jnp.sum(loss_outputs_M.weight),
+    metrics={
+      name: (weighted_mean(means, weights), jnp.sum(weights))
+      for name, (means, weights) in loss_outputs_M.metrics.items()
+    },
+  )
+
+
+def accumulate_gradients(
+  loss_fn: LossFn,
+  weights: Any,
+  batch: Any,
+  rng: jax.Array | None,
+  num_microbatches: int,
+  mode: Literal['mean', 'sum'] = 'mean',
+) -> tuple[Any, Any]:
+  """The loss output and the gradient of a batch, microbatch by microbatch.
+
+  Args:
+    loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, and
+      `loss_output` a pytree node with the fields `loss`, `weight`, `metrics` (name -> (mean, weight), all scalars) and
+      `per_example` (name -> [B]), and a method `replace`.
+    weights: what to differentiate by.
+    batch: tree of arrays [B, ...].
+    rng: given to `loss_fn` as it is with one microbatch; microbatch m of several gets `fold_in(rng, m)`. May be None.
+    num_microbatches: M; 1 differentiates the batch in one piece.
+    mode: 'mean': microbatch gradients are averaged with the microbatches' weights, which gives the full batch's
+      gradient also where microbatches hold different numbers of tokens. 'sum': they are added up, as T5X does; the
+      learning rate or the clipping threshold must then be chosen for M.
+
+  Returns:
+    (loss_output, gradients). Gradients are float32 and congruent to the weights. The loss and the metrics are those of
+    the full batch in both modes; `per_example` is empty if M > 1, since training does not read it.
+
+  Raises:
+    ValueError: M does not divide B, or the mode is unknown.
+  """
+  if mode not in ('mean', 'sum'):
+    raise ValueError(f"the accumulation mode is {mode!r}; it must be 'mean' or 'sum'.")
+  grad_fn = jax.grad(loss_fn, has_aux=True)
+  if num_microbatches == 1:
+    grads, loss_output = grad_fn(weights, batch, rng)
+    return loss_output, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+  batches_M = split_microbatches(batch, num_microbatches)
+
+  def add_microbatch(total: Any, m_and_batch: tuple[jax.Array, Any]) -> tuple[Any, Any]:
+    m, microbatch = m_and_batch
+    microbatch_rng = None if rng is None else jax.random.fold_in(rng, m)
+    grads, loss_output = grad_fn(weights, microbatch, microbatch_rng)
+    scale = loss_output.weight.astype(jnp.float32) if mode == 'mean' else jnp.ones((), jnp.float32)
+    total = jax.tree.map(lambda t, g: t + scale * g.astype(jnp.float32), total, grads)
+    return total, loss_output.replace(per_example={})
+
+  zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+  grads, loss_outputs_M = jax.lax.scan(add_microbatch, zeros, (jnp.arange(num_microbatches), batches_M))
+  loss_output = _combine(loss_outputs_M)
+  if mode == 'mean':
+    total_weight = loss_output.weight.astype(jnp.float32)
+    # Without a single token every gradient is 0, and stays so.
+    inverse = 1 / jnp.where(total_weight == 0, 1.0, total_weight)
+    grads = jax.tree.map(lambda g: g * inverse, grads)
+  return loss_output, grads

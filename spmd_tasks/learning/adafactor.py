@@ -1,0 +1,86 @@
+"""Adafactor's direction, one layer at a time: a stack of layers gets the statistics that its layers would get alone.
+
+Shapes: L layers of a scanned stack, R and C the two largest dims of one layer's weight (R <= C).
+
+Second moments of a weight [..., R, C] are kept as their means over C (`v_row`) and over R (`v_col`), after Shazeer and
+Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). A scanned weight [L, R, C] is L
+weights: without care L could count as a factored dim, and one rms would be taken over all layers. Praxis solves this with
+its "repeat prefix" vectorisation, and so does this module, with `jax.vmap` over optax's own pieces.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmd_tasks.sharding.weights import WeightSpec
+
+
+def scale_by_adafactor(
+  weight_specs: Any,
+  *,
+  decay_exponent: float,
+  min_dim_size_to_factor: int,
+  epsilon: float,
+  clipping_threshold: float | None,
+  multiply_by_parameter_scale: bool,
+  min_parameter_scale: float,
+) -> optax.GradientTransformation:
+  """Divides by the factored root mean square, clips each layer's rms, multiplies by each layer's parameter scale.
+
+  The state is one `optax.FactoredState` over the whole tree: a scalar count, and `v_row`, `v_col` and `v` congruent to
+  the weights. Where a moment does not apply, it is a placeholder of one zero per layer: [1], or [L, 1] for a stack.
+
+  Args:
+    weight_specs: tree of WeightSpec congruent to the weights; read for `stacked`.
+    decay_exponent: update t = 1, 2, ... keeps `1 - t ** -decay_exponent` of the old moments.
+    min_dim_size_to_factor: a layer's weight is factored if its two largest dims have at least this size.
+    epsilon: added to the squared gradient.
+    clipping_threshold: the largest rms of a layer's update before the parameter scale; None: off.
+    multiply_by_parameter_scale: makes the learning rate relative to the rms of the layer's weight.
+    min_parameter_scale: the least such rms, so that weights of zeros can move.
+  """
+  factored_rms = optax.scale_by_factored_rms(
+    decay_rate=decay_exponent, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=epsilon
+  )
+  stateless = []
+  if clipping_threshold is not None:
+    stateless.append(optax.clip_by_block_rms(clipping_threshold))
+  if multiply_by_parameter_scale:
+    stateless.append(optax.scale_by_param_block_rms(min_parameter_scale))
+  per_layer_scale = optax.chain(*stateless)
+
+  def init_layer(weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    state = factored_rms.init(weight)
+    return state.v_row, state.v_col, state.v
+
+  def update_layer(count, grad, v_row, v_col, v, weight):
+    state = optax.FactoredState(count=count, v_row=v_row, v_col=v_col, v=v)
+    direction, state = factored_rms.update(grad, state, weight)
+    direction, _ = per_layer_scale.update(direction, per_layer_scale.init(weight), weight)
+    return direction, state.v_row, state.v_col, state.v
+
+  def per_layer(function, num_stacked: int, in_axes):
+    for _ in range(num_stacked):
+      function = jax.vmap(function, in_axes=in_axes)
+    return function
+
+  def unzip(tree_of_tuples: Any, num: int) -> Any:
+    return jax.tree.transpose(jax.tree.structure(weight_specs), jax.tree.structure((0,) * num), tree_of_tuples)
+
+  def init(weights: Any) -> optax.FactoredState:
+    moments = jax.tree.map(lambda spec, w: per_layer(init_layer, spec.stacked, 0)(w), weight_specs, weights)
+    v_row, v_col, v = unzip(moments, 3)
+    return optax.FactoredState(count=jnp.zeros((), jnp.int32), v_row=v_row, v_col=v_col, v=v)
+
+  def update(grads: Any, state: optax.FactoredState, weights: Any) -> tuple[Any, optax.FactoredState]:
+    def update_weight(spec: WeightSpec, *operands: jax.Array):
+      # The count is the same for all layers: it is not mapped over.
+      return per_layer(update_layer, spec.stacked, (None, 0, 0, 0, 0, 0))(state.count, *operands)
+
+    results = jax.tree.map(update_weight, weight_specs, grads, state.v_row, state.v_col, state.v, weights)
+    directions, v_row, v_col, v = unzip(results, 4)
+    return directions, optax.FactoredState(count=state.count + 1, v_row=v_row, v_col=v_col, v=v)
+
+  return optax.GradientTransformation(init, update)

@@ -1,0 +1,180 @@
+"""Optimizers' settings: AdamW, Adafactor, Sgd, Lion.
+
+Each has a `learning_rate` (a number or a schedule) and `transformation(weight_specs)`: an optax transformation from
+gradients to the direction that the learner multiplies by minus the learning rate. Weight decay is decoupled and part of
+that direction, `weights -= learning_rate * (direction + weight_decay * weights)`; weights that carry one of
+`decay_exempt_tags` are left out of it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmd_tasks.learning.adafactor import scale_by_adafactor
+from spmd_tasks.learning.schedules import LearningRate
+
+
+def _add_decayed_weights(
+  weight_specs: Any, weight_decay: float, decay_exempt_tags: tuple[str, ...]
+) -> list[optax.GradientTransformation]:
+  if not weight_decay:
+    return []
+  mask = jax.tree.map(lambda spec: not set(spec.tags).intersection(decay_exempt_tags), weight_specs)
+  return [optax.add_decayed_weights(weight_decay, mask)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Settings:
+  """What all optimizers share.
+
+  Attributes:
+    learning_rate: a number, or a schedule over the train state's step.
+    weight_decay: multiplied by the learning rate.
+    decay_exempt_tags: weights with one of these tags (`WeightSpec.tags`) do not decay.
+  """
+
+  learning_rate: LearningRate
+  weight_decay: float = 0.0
+  decay_exempt_tags: tuple[str, ...] = ('no_decay',)
+
+  def __post_init__(self):
+    name = type(self).__name__
+    if not callable(self.learning_rate) and not self.learning_rate >= 0:
+      raise ValueError(f'{name}.learning_rate is {self.learning_rate}; it must be 0 or more, or a schedule.')
+    if isinstance(self.decay_exempt_tags, str):
+      raise ValueError(f'{name}.decay_exempt_tags is {self.decay_exempt_tags!r}; it must be a tuple of tags.')
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.name in ('beta1', 'beta2', 'momentum') and value is not None and not 0 <= value < 1:
+        raise ValueError(f'{name}.{field.name} is {value}; it must be in [0, 1).')
+      if field.name in ('weight_decay', 'epsilon') and not value >= 0:
+        raise ValueError(f'{name}.{field.name} is {value}; it must be 0 or more.')
+      if field.name == 'momentum_dtype' and not jnp.issubdtype(jnp.dtype(value), jnp.floating):
+        raise ValueError(f'{name}.momentum_dtype is {value}; it must be a floating dtype such as float32 or bfloat16.')
+
+  def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
+    raise NotImplementedError
+
+  def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
+    """Gradients to the direction to go against; `weight_specs` is a tree of WeightSpec congruent to the weights."""
+    decay = _add_decayed_weights(weight_specs, self.weight_decay, self.decay_exempt_tags)
+    return optax.chain(*self._direction(weight_specs), *decay)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW(_Settings):
+  """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
+
+  Attributes:
+    beta1: decay of the first moment.
+    beta2: decay of the second moment.
+    epsilon: added to the root of the second moment.
+    momentum_dtype: of the stored first moment.
+  """
+
+  beta1: float = 0.9
+  beta2: float = 0.999
+  epsilon: float = 1e-8
+  momentum_dtype: str = 'float32'
+
+  def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
+    return [
+      optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon, mu_dtype=jnp.dtype(self.momentum_dtype))
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adafactor(_Settings):
+  """Adafactor as T5 and Pax use it; a scanned stack's layers are separate weights to it (see `adafactor.py`).
+
+  Unlike T5X's, `momentum` averages directions before they are multiplied by the learning rate; the two are the same
+  while the learning rate stands still.
+
+  Attributes:
+    momentum: decay of an average of the directions (T5X's beta1, not debiased); None: none is kept.
+    momentum_dtype: of that average as stored.
+    decay_exponent: update t = 1, 2, ... keeps `1 - t ** -decay_exponent` of the old second moments.
+    min_dim_size_to_factor: second moments are factored where a layer's weight has two dims of at least this size.
+    epsilon: added to the squared gradient.
+    clipping_threshold: the largest rms of one layer's direction before the parameter scale; None: off.
+    multiply_by_parameter_scale: makes the learning rate relative to the rms of the layer's weight.
+    min_parameter_scale: the least such rms.
+  """
+
+  momentum: float | None = None
+  momentum_dtype: str = 'float32'
+  decay_exponent: float = 0.8
+  min_dim_size_to_factor: int = 128
+  epsilon: float = 1e-30
+  clipping_threshold: float | None = 1.0
+  multiply_by_parameter_scale: bool = True
+  min_parameter_scale: float = 1e-3
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name in ('decay_exponent', 'min_dim_size_to_factor', 'min_parameter_scale', 'clipping_threshold'):
+      value = getattr(self, name)
+      if value is not None and not value > 0:
+        raise ValueError(f'Adafactor.{name} is {value}; it must be larger than 0.')
+
+  def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
+    pieces = [
+      scale_by_adafactor(
+        weight_specs,
+        decay_exponent=self.decay_exponent,
+        min_dim_size_to_factor=self.min_dim_size_to_factor,
+        epsilon=self.epsilon,
+        clipping_threshold=self.clipping_threshold,
+        multiply_by_parameter_scale=self.multiply_by_parameter_scale,
+        min_parameter_scale=self.min_parameter_scale,
+      )
+    ]
+    if self.momentum is not None:
+      pieces.append(optax.ema(self.momentum, debias=False, accumulator_dtype=jnp.dtype(self.momentum_dtype)))
+    return pieces
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sgd(_Settings):
+  """Stochastic gradient descent, with heavy-ball or Nesterov momentum.
+
+  Attributes:
+    momentum: `trace = gradient + momentum * trace`; None: plain gradients.
+    nesterov: looks ahead by one more momentum step.
+    momentum_dtype: of the stored trace.
+  """
+
+  momentum: float | None = None
+  nesterov: bool = False
+  momentum_dtype: str = 'float32'
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.nesterov and self.momentum is None:
+      raise ValueError('Sgd.nesterov is True, which needs Sgd.momentum: set it, to 0.9 for example.')
+
+  def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
+    if self.momentum is None:
+      return []
+    return [optax.trace(self.momentum, nesterov=self.nesterov, accumulator_dtype=jnp.dtype(self.momentum_dtype))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lion(_Settings):
+  """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675).
+
+  Attributes:
+    beta1: how much of the momentum is in the direction's sign.
+    beta2: decay of the momentum.
+    momentum_dtype: of the stored momentum.
+  """
+
+  beta1: float = 0.9
+  beta2: float = 0.99
+  momentum_dtype: str = 'float32'
+
+  def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
+    return [optax.scale_by_lion(b1=self.beta1, b2=self.beta2, mu_dtype=jnp.dtype(self.momentum_dtype))]
