@@ -1,0 +1,36 @@
+"""How a layer declares a weight."""
+
+from typing import cast
+
+import flax.linen as nn
+import jax
+
+from spmd_tasks.sharding.specs import SplitDims
+from spmd_tasks.sharding.weights import Initializer, WeightSpec
+
+
+def declare_weight(
+  module: nn.Module,
+  name: str,
+  *,
+  shape: tuple[int, ...],
+  init: Initializer,
+  split_dims: SplitDims,
+  tags: tuple[str, ...] = (),
+) -> jax.Array:
+  """Declares `module`'s weight `name`, float32 of `shape`, and returns it.
+
+  Args:
+    module: the Linen module; it must be bound, as within `setup` and `@nn.compact` methods.
+    name: under the module's name in the weights' tree.
+    shape: one entry per dim.
+    init: draws it: init(rng, shape, dtype).
+    split_dims: one entry per dim, or None for wholly unsharded. A list is taken too: configs read back from JSON have
+    lists. tags: see WeightSpec.
+
+  Raises:
+    ValueError: split_dims does not have one entry per dim.
+  """
+  spec = WeightSpec(shape=shape, init=init, split_dims=None if split_dims is None else tuple(split_dims), tags=tags)
+  # Linen unboxes what the initializer returns, which its types do not say.
+  return cast(jax.Array, module.param(name, spec))

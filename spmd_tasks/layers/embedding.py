@@ -1,0 +1,71 @@
+"""Token embedding and the softmax logits that share it.
+
+Shapes: B batch, T sequence, V vocab, D model.
+"""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.layers.initializers import FanInNormal
+from spmd_tasks.sharding.specs import SplitDims, constrain
+from spmd_tasks.sharding.weights import Initializer
+
+
+class TokenEmbedding(nn.Module, kw_only=True):
+  """`embedding(ids)` looks tokens up; `embedding.attend(x)` gives float32 logits over the vocabulary.
+
+  Weights: `table` [V, D]; with `tied=False` also `softmax_kernel` [D, V].
+
+  Fields:
+    vocab_size, embed_dim: V and D.
+    tied: whether the logits are x . table^T (Press and Wolf, 2017) or have their own kernel.
+    scale_sqrt_depth: whether looked-up rows are multiplied by sqrt(D), so that they enter the residual stream with unit
+      variance while the table's 1/D variance suits the tied logits (Vaswani et al., 2017; Pax's name).
+    dtype: of the looked-up rows and of the logits' matmul operands; the logits themselves are accumulated in float32.
+    table_init: initializer of the table; None means normal with variance 1/D.
+    table_split_dims, softmax_split_dims: of the two weights.
+    activation_split_dims, logits_split_dims: of the results.
+  """
+
+  vocab_size: int
+  embed_dim: int
+  tied: bool = True
+  scale_sqrt_depth: bool = True
+  dtype: Any = 'float32'
+  table_init: Initializer | None = None
+  table_split_dims: SplitDims = ('vocab', 'embed')
+  softmax_split_dims: SplitDims = ('embed', 'vocab')
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+  logits_split_dims: SplitDims = ('batch', 'seq', 'act_vocab')
+
+  def setup(self):
+    table_init = self.table_init or jax.nn.initializers.normal(1.0 / math.sqrt(self.embed_dim))
+    shape = (self.vocab_size, self.embed_dim)
+    self.table = declare_weight(self, 'table', shape=shape, init=table_init, split_dims=self.table_split_dims)
+    if not self.tied:
+      self.softmax_kernel = declare_weight(
+        self, 'softmax_kernel', shape=shape[::-1], init=FanInNormal(), split_dims=self.softmax_split_dims
+      )
+
+  def __call__(self, ids: jax.Array) -> jax.Array:
+    """Returns [B, T, D] for ids [B, T]. An id outside the vocabulary gives a row of NaNs: loud, not another token."""
+    # Rows are cast after the lookup so that the table's gradient is summed over repeated tokens in float32.
+    x = jnp.take(self.table, ids, axis=0, mode='fill', fill_value=jnp.nan).astype(self.dtype)
+    if self.scale_sqrt_depth:
+      x = x * jnp.asarray(math.sqrt(self.embed_dim), self.dtype)
+    return constrain(x, self.activation_split_dims)
+
+  def attend(self, x: jax.Array) -> jax.Array:
+    """Returns logits, float32 [B, T, V], for x [B, T, D]."""
+    x = x.astype(self.dtype)
+    if self.tied:
+      logits = jnp.einsum('BTD,VD->BTV', x, self.table.astype(self.dtype), preferred_element_type=jnp.float32)
+    else:
+      kernel = self.softmax_kernel.astype(self.dtype)
+      logits = jnp.einsum('BTD,DV->BTV', x, kernel, preferred_element_type=jnp.float32)
+    return constrain(logits, self.logits_split_dims)

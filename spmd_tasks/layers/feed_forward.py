@@ -1,0 +1,97 @@
+"""Feed-forward sublayers: plain and gated.
+
+Shapes: B batch, T sequence, D model, F ffn. Both map x [B, T, D] -> ([B, T, D], {}), the signature of every
+feed-forward sublayer: a mixture of experts returns its balance losses and counters in the dict.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from spmd_tasks.layers.initializers import FanInNormal
+from spmd_tasks.layers.linear import Linear
+from spmd_tasks.sharding.specs import SplitDims
+
+# 'gelu' is the tanh approximation (GPT-2, T5, JAX's default), 'gelu_exact' the one with erf (BERT).
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  'gelu': lambda x: jax.nn.gelu(x, approximate=True),
+  'gelu_exact': lambda x: jax.nn.gelu(x, approximate=False),
+  'relu': jax.nn.relu,
+  'silu': jax.nn.silu,
+}
+
+
+def activation_function(name: str) -> Callable[[jax.Array], jax.Array]:
+  """The activation of that name; a ValueError lists the names."""
+  if name not in ACTIVATIONS:
+    raise ValueError(f'activation {name!r} is unknown: choose one of {sorted(ACTIVATIONS)}.')
+  return ACTIVATIONS[name]
+
+
+class FeedForward(nn.Module, kw_only=True):
+  """act(x . up) . down. Weights: `up` [D, F], `down` [F, D] (each under `.../kernel`).
+
+  Fields:
+    hidden_dim: F.
+    activation: a name in ACTIVATIONS.
+    use_bias: on every projection.
+    dtype: of the computation.
+    init_scale, down_init_scale: variance scale of the kernels into and out of the hidden layer.
+    up_split_dims, down_split_dims: the kernels'.
+    hidden_split_dims, activation_split_dims: of the hidden layer and of the result.
+  """
+
+  hidden_dim: int
+  activation: str = 'gelu'
+  use_bias: bool = False
+  dtype: Any = 'float32'
+  init_scale: float = 1.0
+  down_init_scale: float = 1.0
+  up_split_dims: SplitDims = ('embed', 'mlp')
+  down_split_dims: SplitDims = ('mlp', 'embed')
+  hidden_split_dims: SplitDims = ('batch', 'seq', 'act_mlp')
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  def _up(self, name: str, x: jax.Array) -> jax.Array:
+    return Linear(
+      output_dims=self.hidden_dim,
+      use_bias=self.use_bias,
+      dtype=self.dtype,
+      kernel_init=FanInNormal(scale=self.init_scale),
+      split_dims=self.up_split_dims,
+      activation_split_dims=self.hidden_split_dims,
+      name=name,
+    )(x)
+
+  def _hidden(self, x: jax.Array) -> jax.Array:
+    """The hidden layer [B, T, F] for x [B, T, D]: the one place where the variants differ."""
+    return activation_function(self.activation)(self._up('up', x))
+
+  @nn.compact
+  def __call__(
+    self, x: jax.Array, segment_ids: jax.Array | None = None, *, train: bool = False
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns ([B, T, D], {}). `segment_ids` and `train` are part of the signature; routers need them."""
+    del segment_ids, train
+    y = Linear(
+      output_dims=x.shape[-1],
+      use_bias=self.use_bias,
+      dtype=self.dtype,
+      kernel_init=FanInNormal(scale=self.down_init_scale),
+      split_dims=self.down_split_dims,
+      activation_split_dims=self.activation_split_dims,
+      name='down',
+    )(self._hidden(x))
+    return y, {}
+
+
+class GatedFeedForward(FeedForward, kw_only=True):
+  """(act(x . gate) * (x . up)) . down (Shazeer, 2020): GEGLU with 'gelu', SwiGLU with 'silu'.
+
+  FeedForward's fields and weights, and the weight `gate` [D, F].
+  """
+
+  def _hidden(self, x: jax.Array) -> jax.Array:
+    return activation_function(self.activation)(self._up('gate', x)) * self._up('up', x)

@@ -1,0 +1,63 @@
+"""Linear: contracts an input's last dims with a kernel of any rank.
+
+Shapes: D model, F ffn, H heads, K head dim. `Linear(output_dims=F)` maps [..., D] -> [..., F];
+`Linear(output_dims=(H, K))` maps [..., D] -> [..., H, K];
+`Linear(output_dims=D, num_input_dims=2)` maps [..., H, K] -> [..., D].
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.layers.initializers import FanInNormal
+from spmd_tasks.sharding.specs import SplitDims, constrain
+from spmd_tasks.sharding.weights import Initializer
+
+
+class Linear(nn.Module, kw_only=True):
+  """y = x . kernel (+ bias), over the last `num_input_dims` dims of x.
+
+  The kernel keeps one dim per logical dim ([D, H, K], never [D, H*K]): each has its own split dim, and a mesh axis that
+  does not divide the heads never meets a reshape that would need it to.
+
+  Fields:
+    output_dims: sizes of the output's dims; an int for one.
+    num_input_dims: how many trailing dims of the input are contracted. Their sizes are read from the input.
+    use_bias: whether to add a bias (initially zero, tagged `no_decay`).
+    dtype: of the computation and the output. Weights are always float32.
+    kernel_init: initializer of the kernel; None means FanInNormal.
+    split_dims: the kernel's, one entry per dim. The bias takes the last ones.
+    activation_split_dims: the output's; None leaves its layout to the compiler.
+  """
+
+  output_dims: int | tuple[int, ...]
+  num_input_dims: int = 1
+  use_bias: bool = False
+  dtype: Any = 'float32'
+  kernel_init: Initializer | None = None
+  split_dims: SplitDims = ('embed', 'mlp')
+  activation_split_dims: SplitDims = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    output_dims = (self.output_dims,) if isinstance(self.output_dims, int) else tuple(self.output_dims)
+    shape = x.shape[x.ndim - self.num_input_dims :] + output_dims
+    kernel_init = self.kernel_init or FanInNormal(num_input_dims=self.num_input_dims)
+    kernel = declare_weight(self, 'kernel', shape=shape, init=kernel_init, split_dims=self.split_dims)
+    y = jnp.tensordot(x.astype(self.dtype), kernel.astype(self.dtype), axes=self.num_input_dims)
+    if self.use_bias:
+      bias_split_dims = None if self.split_dims is None else self.split_dims[self.num_input_dims :]
+      bias = declare_weight(
+        self,
+        'bias',
+        shape=output_dims,
+        init=jax.nn.initializers.zeros,
+        split_dims=bias_split_dims,
+        tags=('no_decay',),
+      )
+      # Ranks are made equal by hand because implicit rank promotion raises in this project.
+      y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return y if self.activation_split_dims is None else constrain(y, self.activation_split_dims)

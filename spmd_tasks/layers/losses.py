@@ -1,0 +1,103 @@
+"""The language-model loss: weighted mean cross-entropy with label smoothing, z-loss and per-example outputs.
+
+Shapes: B batch, T sequence, V vocab, L layers. Everything is float32.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+
+class LossOutput(struct.PyTreeNode):
+  """What a loss returns.
+
+  Fields:
+    loss: scalar, the mean over the batch's tokens: what is differentiated.
+    weight: scalar, the denominator of that mean; means of several batches are combined by it.
+    metrics: name -> (mean, weight), scalars.
+    per_example: name -> [B].
+  """
+
+  loss: jax.Array
+  weight: jax.Array
+  metrics: dict[str, tuple[jax.Array, jax.Array]]
+  per_example: dict[str, jax.Array]
+
+
+def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+  """Total / weight, and 0 where the weight is 0: a batch of padding only has no loss, and no gradient either."""
+  return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModelLoss:
+  """Mean over tokens of smoothed cross-entropy + z_loss_weight * logsumexp(logits)^2, weighted by `batch['weights']`.
+
+  With smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016). The z-loss keeps
+  the softmax's normalizer near 1 (Chowdhery et al., 2022). The metric and the per-example `cross_entropy` have neither,
+  so that exp(cross_entropy) is the perplexity whatever the loss.
+
+  Fields:
+    z_loss_weight, label_smoothing: 0 turns them off.
+    aux_loss_weights: name of an entry of `predictions['aux']` -> its weight. The mean over layers of each one is added
+      to the loss and reported as a metric: where a router's balance losses enter. Entries that are not named here are
+      not added.
+  """
+
+  z_loss_weight: float = 0.0
+  label_smoothing: float = 0.0
+  aux_loss_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if not 0.0 <= self.label_smoothing < 1.0:
+      raise ValueError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1.')
+
+  def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
+    """Returns the LossOutput.
+
+    Args:
+      predictions: `logits` float [B, T, V]; `aux` {name: scalar or [L]}, needed only for `aux_loss_weights`.
+      batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding).
+
+    Raises:
+      ValueError: `aux_loss_weights` names an entry that the model does not give.
+    """
+    logits, labels = predictions['logits'].astype(jnp.float32), batch['labels']
+    weights = batch['weights'].astype(jnp.float32)
+    weight = jnp.sum(weights)
+    log_normalizer = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
+    # A compare and a sum rather than a gather: where V is sharded, every device sums its own slice.
+    is_label = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)[None, None, :]
+    label_logits = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+    cross_entropy = log_normalizer - label_logits
+    objective = cross_entropy
+    if self.label_smoothing:
+      uniform = log_normalizer - jnp.mean(logits, axis=-1)  # cross-entropy to the uniform distribution
+      objective = (1.0 - self.label_smoothing) * cross_entropy + self.label_smoothing * uniform
+    per_row = jnp.sum(cross_entropy * weights, axis=-1)
+    correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    metrics = {
+      'cross_entropy': (_divide(jnp.sum(per_row), weight), weight),
+      'accuracy': (_divide(jnp.sum(correct * weights), weight), weight),
+    }
+    if self.z_loss_weight:
+      z_loss = self.z_loss_weight * jnp.square(log_normalizer)
+      objective = objective + z_loss
+      metrics['z_loss'] = (_divide(jnp.sum(z_loss * weights), weight), weight)
+    loss = _divide(jnp.sum(objective * weights), weight)
+    for name, aux_weight in self.aux_loss_weights.items():
+      aux = predictions.get('aux', {})
+      if name not in aux:
+        raise ValueError(
+          f'aux_loss_weights names {name!r}, but the model gives {sorted(aux)}: correct the name, or use a layer that '
+          'computes it.'
+        )
+      mean = jnp.mean(aux[name])
+      metrics[name] = (mean, weight)
+      loss = loss + aux_weight * jnp.where(weight > 0, mean, 0.0)
+    per_example = {'cross_entropy': per_row, 'num_tokens': jnp.sum(weights, axis=-1)}
+    return LossOutput(loss=loss, weight=weight, metrics=metrics, per_example=per_example)

@@ -1,0 +1,60 @@
+"""RMS and layer normalization over the last dim, always computed in float32.
+
+Shapes: x [..., D] -> [..., D]; the scale and the bias are [D], tagged `no_decay`.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.sharding.specs import SplitDims
+from spmd_tasks.sharding.weights import Initializer
+
+
+def _vector(module: nn.Module, name: str, x: jax.Array, init: Initializer, split_dims: SplitDims) -> jax.Array:
+  """Declares a weight [D] and returns it with x's rank."""
+  vector = declare_weight(module, name, shape=x.shape[-1:], init=init, split_dims=split_dims, tags=('no_decay',))
+  return vector.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class RmsNorm(nn.Module, kw_only=True):
+  """x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich, 2019). An all-zero row gives zeros.
+
+  Fields: `dtype` of the output; `split_dims` of the scale.
+  """
+
+  epsilon: float = 1e-6
+  dtype: Any = 'float32'
+  split_dims: SplitDims = ('norm',)
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    scale = _vector(self, 'scale', x, jax.nn.initializers.ones, self.split_dims)
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(self.dtype)
+
+
+class LayerNorm(nn.Module, kw_only=True):
+  """(x - mean) / sqrt(variance + epsilon) * scale + bias (Ba et al., 2016).
+
+  Fields: `use_bias` adds the bias; `dtype` of the output; `split_dims` of the scale and the bias.
+  """
+
+  epsilon: float = 1e-6
+  use_bias: bool = True
+  dtype: Any = 'float32'
+  split_dims: SplitDims = ('norm',)
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    scale = _vector(self, 'scale', x, jax.nn.initializers.ones, self.split_dims)
+    bias = _vector(self, 'bias', x, jax.nn.initializers.zeros, self.split_dims) if self.use_bias else 0.0
+    x = x.astype(jnp.float32)
+    # Two passes (centre, then square): E[x^2] - E[x]^2 cancels badly in float32.
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    return (centred * jax.lax.rsqrt(variance + self.epsilon) * scale + bias).astype(self.dtype)

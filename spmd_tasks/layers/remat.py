@@ -1,0 +1,29 @@
+"""Remat policies by name: what a layer keeps for its backward pass, and what it computes again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# None: no remat at all, everything is kept. The names are ordered from most memory to least.
+REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
+  'none': None,
+  # Keeps the results of all matmuls, attention's [B, H, T, T] logits among them.
+  'dots': jax.checkpoint_policies.dots_saveable,
+  # Keeps the results of matmuls with weights only: attention is computed again, which is cheap next to what it would
+  # hold.
+  'dots_no_batch': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  # Keeps each layer's input only.
+  'full': jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def remat_policy(name: str) -> Callable[..., Any] | None:
+  """The `jax.checkpoint` policy of that name, None for 'none'.
+
+  Raises:
+    ValueError: there is no such name; the message lists them.
+  """
+  if name not in REMAT_POLICIES:
+    raise ValueError(f'remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}.')
+  return REMAT_POLICIES[name]

@@ -1,0 +1,119 @@
+"""Transformer block and stack.
+
+Shapes: B batch, T sequence, D model, L layers.
+
+A block's sublayers are Linen modules given as fields, so that a config replaces them by replacing a field. They are
+called so:
+
+    attention(x, segment_ids, segment_pos, train=...) -> [B, T, D]
+    ffn(x, segment_ids, train=...) -> ([B, T, D], aux)
+    norm(x) -> [B, T, D]
+
+`aux` maps names to scalars (balance losses, counters); the stack gives each of them an L dim.
+"""
+
+from collections.abc import Mapping
+
+import flax.linen as nn
+import jax
+
+from spmd_tasks.layers.remat import remat_policy
+from spmd_tasks.layers.sublayers import WithSublayers
+from spmd_tasks.sharding.specs import SplitDims, constrain
+from spmd_tasks.sharding.weights import STACK_DIM
+
+Aux = Mapping[str, jax.Array]
+
+
+class TransformerBlock(WithSublayers, kw_only=True):
+  """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x)) (Xiong et al., 2020).
+
+  Weights under `attention`, `attention_norm`, `ffn`, `ffn_norm`.
+
+  Fields:
+    attention, ffn: the sublayers.
+    norm: template of both norms.
+    dropout_rate: of each sublayer's output, in training; needs the rng `dropout`.
+    activation_split_dims: of the residual stream.
+  """
+
+  attention: nn.Module
+  ffn: nn.Module
+  norm: nn.Module
+  dropout_rate: float = 0.0
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> tuple[jax.Array, Aux]:
+    """Returns ([B, T, D], aux of the ffn) for x [B, T, D]; segment_ids and segment_pos are int32 [B, T] or None."""
+    dropout = nn.Dropout(rate=self.dropout_rate, deterministic=not train)
+    normed = self.norm.copy(name='attention_norm')(x)
+    x = x + dropout(self.attention(normed, segment_ids, segment_pos, train=train))
+    x = constrain(x, self.activation_split_dims)
+    normed = self.norm.copy(name='ffn_norm')(x)
+    y, aux = self.ffn(normed, segment_ids, train=train)
+    return constrain(x + dropout(y), self.activation_split_dims), aux
+
+
+class TransformerStack(WithSublayers, kw_only=True):
+  """`num_layers` blocks of one shape, each with weights of its own, stacked: every weight is [L, ...] under `layers`.
+
+  With `scan=True` one compiled block runs L times, so that trace and compile time do not grow with depth. With
+  `scan=False` the loop is unrolled in the compiled program, which gives XLA each layer on its own to schedule and takes
+  longer to compile. The weights are the same tree of the same shapes either way, because both are one `nn.scan` that
+  differs in its unroll factor only: a checkpoint does not know which of them wrote it.
+
+  Fields:
+    block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
+    num_layers: L.
+    scan: a loop in the compiled program, or L copies of its body.
+    remat_policy: a name in REMAT_POLICIES, what each layer keeps for its backward pass.
+  """
+
+  block: nn.Module
+  num_layers: int
+  scan: bool = True
+  remat_policy: str = 'none'
+
+  def __post_init__(self):
+    if self.num_layers < 1:
+      raise ValueError(f'num_layers={self.num_layers} must be at least 1.')
+    remat_policy(self.remat_policy)
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> tuple[jax.Array, Aux]:
+    """Returns ([B, T, D], aux with a leading L dim on each entry)."""
+
+    def layer(block, x, segment_ids, segment_pos):
+      return block(x, segment_ids, segment_pos, train=train)
+
+    policy = remat_policy(self.remat_policy)
+    if policy is not None:
+      # Inside a loop XLA cannot merge the recomputation with the forward pass, and the barrier that prevents it only
+      # costs.
+      layer = nn.remat(layer, policy=policy, prevent_cse=not self.scan)
+    scanned = nn.scan(
+      layer,
+      variable_axes={'params': 0, 'intermediates': 0},
+      split_rngs={'params': True, 'dropout': True},
+      in_axes=(nn.broadcast, nn.broadcast),
+      length=self.num_layers,
+      unroll=1 if self.scan else self.num_layers,
+      metadata_params={STACK_DIM: 'layers'},
+    )
+    return scanned(self.block.copy(name='layers'), x, segment_ids, segment_pos)
