@@ -1,0 +1,43 @@
+"""Small files that are either wholly on disk or not there at all.
+
+A local file is written beside its final name, flushed to the disk and renamed over it; the rename is flushed with the
+directory. Object stores (`gs://...`, through `etils.epath`) make a written object visible as a whole by themselves.
+"""
+
+import os
+
+from etils import epath
+
+
+def is_remote(path: epath.Path) -> bool:
+  """Whether `path` is not on a file system that the kernel serves (no locks, no fsync)."""
+  return '://' in os.fspath(path)
+
+
+def sync_path(path: epath.Path) -> None:
+  """Flushes a local file's content, or a local directory's names, to the disk; nothing for a remote path."""
+  if is_remote(path):
+    return
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def write_durably(path: epath.Path, text: str) -> None:
+  """Writes `text` (UTF-8) to `path` atomically, replacing what was there; after it returns, a power cut keeps it."""
+  if is_remote(path):
+    path.write_text(text)
+    return
+  partial = path.parent / f'.{path.name}.partial'
+  try:
+    with open(partial, 'wb') as file:
+      file.write(text.encode())
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(partial, path)
+  except OSError:
+    partial.unlink(missing_ok=True)
+    raise
+  sync_path(path.parent)
