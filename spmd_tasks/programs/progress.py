@@ -1,0 +1,98 @@
+"""Progress: a bar on terminals, plain lines elsewhere."""
+
+from collections.abc import Mapping
+import sys
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+
+class Progress(Protocol):
+  """Told of every finished step and every logged one."""
+
+  def step(self, step: int) -> None: ...
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+  def message(self, text: str) -> None: ...
+
+  def close(self) -> None: ...
+
+
+class BarProgress:
+  """A tqdm bar whose postfix shows the newest loss; messages scroll above it."""
+
+  def __init__(self, total: int, initial: int, stream: TextIO):
+    self._stream = stream
+    self._bar = tqdm(total=total, initial=initial, unit='step', file=stream, dynamic_ncols=True, mininterval=0.2)
+
+  def step(self, step: int) -> None:
+    self._bar.update(step - self._bar.n)
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    self._bar.set_postfix_str(_summary(metrics), refresh=False)
+
+  def message(self, text: str) -> None:
+    self._bar.write(text, file=self._stream)
+
+  def close(self) -> None:
+    self._bar.close()
+
+
+class LineProgress:
+  """One line per logged step."""
+
+  def __init__(self, total: int, stream: TextIO):
+    self._total = total
+    self._stream = stream
+
+  def step(self, step: int) -> None:
+    pass
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    self.message(f'step {step}/{self._total}  {_summary(metrics)}')
+
+  def message(self, text: str) -> None:
+    print(text, file=self._stream, flush=True)
+
+  def close(self) -> None:
+    pass
+
+
+class SilentProgress:
+  """For processes other than the primary."""
+
+  def step(self, step: int) -> None:
+    pass
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    pass
+
+  def message(self, text: str) -> None:
+    pass
+
+  def close(self) -> None:
+    pass
+
+
+def make_progress(total: int, initial: int, *, primary: bool, stream: TextIO | None = None) -> Progress:
+  """The form of progress that fits where the output goes."""
+  stream = stream or sys.stderr
+  if not primary:
+    return SilentProgress()
+  return BarProgress(total, initial, stream) if stream.isatty() else LineProgress(total, stream)
+
+
+def _summary(metrics: Mapping[str, float]) -> str:
+  parts = [f'loss {metrics["loss"]:.4f}']
+  if 'accuracy' in metrics:
+    parts.append(f'accuracy {metrics["accuracy"]:.3f}')
+  if 'steps_per_second' in metrics:
+    parts.append(f'{metrics["steps_per_second"]:.2f} steps/s')
+  if 'tokens_per_second' in metrics:
+    parts.append(f'{metrics["tokens_per_second"]:,.0f} tokens/s')
+  if 'mfu' in metrics:
+    parts.append(f'MFU {100 * metrics["mfu"]:.1f}%')
+  if metrics.get('num_skipped_steps'):
+    parts.append(f'{metrics["num_skipped_steps"]:.0f} skipped')
+  return '  '.join(parts)

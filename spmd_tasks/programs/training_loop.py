@@ -1,0 +1,159 @@
+"""The training loop: launches steps without waiting for them, and acts at intervals.
+
+The host launches step t+1 before it reads whether step t was skipped, so the device always has work. `TrainState.step`
+counts applied updates only; the host's own count is exact whenever nothing is in flight, which the loop makes true
+before everything that depends on it: checkpoints, evals, the end.
+"""
+
+from collections.abc import Callable, Iterator
+import dataclasses
+import time
+from typing import Any
+
+import jax
+
+from spmd_tasks.programs.evaluation import finish_metrics
+from spmd_tasks.runtime.compiled_step import CompiledStep
+from spmd_tasks.runtime.train_state import TrainState
+
+
+class TrainingDivergedError(RuntimeError):
+  """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+@dataclasses.dataclass
+class Interval:
+  """`action(step, loop)` whenever the step count reaches a multiple of `every_steps` (None: never)."""
+
+  every_steps: int | None
+  action: Callable[[int, 'TrainingLoop'], None]
+
+  def is_due(self, step: int) -> bool:
+    return self.every_steps is not None and step > 0 and step % self.every_steps == 0
+
+
+class TrainingLoop:
+  """Runs `train_step` over placed batches until `num_train_steps` updates are applied.
+
+  Attributes:
+    state: the live, padded TrainState.
+    step: updates applied, counting the one in flight as applied until it is known to be skipped.
+    input_state: the input's position after the last batch that was launched.
+    num_skipped: steps skipped since the job's first start.
+  """
+
+  def __init__(
+    self,
+    *,
+    train_step: CompiledStep,
+    state: TrainState,
+    batches: Iterator[tuple[dict[str, jax.Array], Any]],
+    input_state: Any,
+    num_train_steps: int,
+    max_consecutive_skips: int,
+    intervals: list[Interval],
+    on_launch: Callable[[int], None],
+    on_step: Callable[[int, dict[str, jax.Array]], None],
+    should_stop: Callable[[int], bool],
+  ):
+    self._train_step = train_step
+    self._batches = batches
+    self._num_train_steps = num_train_steps
+    self._max_consecutive_skips = max_consecutive_skips
+    self._intervals = intervals
+    self._on_launch = on_launch
+    self._on_step = on_step
+    self._should_stop = should_stop
+    self._in_flight: dict[str, jax.Array] | None = None
+    self.state = state
+    self.input_state = input_state
+    self.step = int(state.step)
+    self.num_skipped = int(state.learner.num_skipped)
+    self._skipped_in_a_row = int(state.learner.num_skipped_in_a_row)
+
+  def run(self) -> bool:
+    """Trains to the end; returns False if `should_stop` asked to leave earlier.
+
+    Raises:
+      TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite.
+      StopIteration: never; an input that ends too early is a ValueError that says at which step.
+    """
+    last_acted = self.step
+    while self.step < self._num_train_steps:
+      if self._should_stop(self.step):
+        self.settle()
+        return False
+      self._launch()
+      if self.step >= self._num_train_steps or any(interval.is_due(self.step) for interval in self._intervals):
+        self.settle()
+        if self.step > last_acted:
+          last_acted = self.step
+          for interval in self._intervals:
+            if interval.is_due(self.step):
+              interval.action(self.step, self)
+    return True
+
+  def _launch(self) -> None:
+    try:
+      batch, self.input_state = next(self._batches)
+    except StopIteration:
+      self.settle()
+      raise ValueError(
+        f'the training input ended after step {self.step} of {self._num_train_steps}: let it repeat '
+        '(train_input.num_epochs=None), or lower num_train_steps.'
+      ) from None
+    self._on_launch(self.step)
+    self.state, metrics = self._train_step(self.state, batch)
+    self.settle()  # the step before this one: the device is busy with the new one meanwhile
+    self._in_flight = metrics
+    self.step += 1
+
+  def settle(self) -> None:
+    """Waits for the step in flight, if any, and takes its outcome into account."""
+    if self._in_flight is None:
+      return
+    metrics, self._in_flight = self._in_flight, None
+    if float(metrics['skipped']):
+      self.step -= 1
+      self.num_skipped += 1
+      self._skipped_in_a_row += 1
+      if self._skipped_in_a_row >= self._max_consecutive_skips:
+        raise TrainingDivergedError(
+          f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (the last: loss '
+          f'{float(metrics["loss"])}, gradient norm {float(metrics["grad_norm"])}). The weights are those of step '
+          f'{self.step}, still good: lower the learning rate, clip gradients, or look at the data after that step.'
+        )
+    else:
+      self._skipped_in_a_row = 0
+      self._on_step(self.step, metrics)
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepLog:
+  """Turns the metrics of logged steps into host scalars with rates over the time since the last logged step."""
+
+  batch_tokens: int
+  flops_per_step: int | None
+  peak_flops: float | None
+  seconds_waited: Callable[[], float]
+  _last_step: int = -1
+  _last_time: float = 0.0
+  _last_waited: float = 0.0
+
+  def start(self, step: int) -> None:
+    """Rates count from here; called after the first step, so that compilation is left out."""
+    self._last_step, self._last_time, self._last_waited = step, time.perf_counter(), self.seconds_waited()
+
+  def scalars(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, float]:
+    """The step's metrics as floats, with steps and tokens per second, host-wait fraction and MFU."""
+    scalars = finish_metrics({name: float(value) for name, value in jax.device_get(metrics).items()})
+    now, waited, num_steps = time.perf_counter(), self.seconds_waited(), step - self._last_step
+    if num_steps > 0:
+      seconds = now - self._last_time
+      scalars['steps_per_second'] = num_steps / seconds
+      scalars['tokens_per_second'] = num_steps * self.batch_tokens / seconds
+      scalars['host_wait_fraction'] = (waited - self._last_waited) / seconds
+      if self.flops_per_step and self.peak_flops:
+        scalars['mfu'] = num_steps * self.flops_per_step / seconds / self.peak_flops
+      self._last_step, self._last_time, self._last_waited = step, now, waited
+    return scalars

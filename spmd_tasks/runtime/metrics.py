@@ -1,0 +1,129 @@
+"""Where metrics go: a JSONL file at full precision, and TensorBoard events through clu.
+
+`<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "loss": 2.345...}`. A resumed job
+appends; steps that it executes again appear again, and the last line of a step counts. TensorBoard's event writer
+imports TensorFlow, which takes seconds, so a thread of its own does that after the first metrics arrive.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import math
+import os
+from pathlib import Path
+import queue
+import threading
+from typing import Protocol
+
+from absl import logging
+
+Scalars = Mapping[str, float]
+
+
+class MetricsWriter(Protocol):
+  """Takes scalars by step; `close` returns when everything is on disk."""
+
+  def write(self, step: int, scalars: Scalars) -> None: ...
+
+  def close(self) -> None: ...
+
+
+class JsonlWriter:
+  """Appends to `<directory>/metrics.jsonl`; every line is flushed, so that a killed job loses none."""
+
+  def __init__(self, directory: Path):
+    directory.mkdir(parents=True, exist_ok=True)
+    self._path = directory / 'metrics.jsonl'
+    self._drop_unfinished_line()
+    self._file = self._path.open('a', encoding='utf-8')
+
+  def _drop_unfinished_line(self) -> None:
+    if not self._path.exists():
+      return
+    with open(self._path, 'rb+') as file:
+      content = file.read()
+      file.truncate(content.rfind(b'\n') + 1)
+
+  def write(self, step: int, scalars: Scalars) -> None:
+    record = {'step': step} | {name: _json_number(value) for name, value in scalars.items()}
+    self._file.write(json.dumps(record) + '\n')
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.flush()
+    os.fsync(self._file.fileno())
+    self._file.close()
+
+
+def _json_number(value: float) -> float | str:
+  """JSON has no NaN and no infinity: they are written as the strings 'nan', 'inf' and '-inf'."""
+  value = float(value)
+  return value if math.isfinite(value) else str(value)
+
+
+def read_jsonl(directory: Path) -> dict[int, dict[str, float]]:
+  """Step -> scalars of `<directory>/metrics.jsonl`; of a step written twice, the last."""
+  records = {}
+  for line in (directory / 'metrics.jsonl').read_text(encoding='utf-8').splitlines():
+    record = {name: float(value) for name, value in json.loads(line).items()}
+    records[int(record.pop('step'))] = record
+  return records
+
+
+class TensorBoardWriter:
+  """Event files in `directory`, written by a thread that imports clu's writer (and TensorFlow) when first needed."""
+
+  def __init__(self, directory: Path):
+    self._directory = directory
+    self._queue: queue.SimpleQueue[tuple[int, Scalars] | None] = queue.SimpleQueue()
+    self._thread: threading.Thread | None = None
+
+  def write(self, step: int, scalars: Scalars) -> None:
+    if self._thread is None:
+      self._thread = threading.Thread(target=self._run, name='tensorboard-writer', daemon=True)
+      self._thread.start()
+    self._queue.put((step, dict(scalars)))
+
+  def _run(self) -> None:
+    try:
+      os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+      from clu import metric_writers
+
+      writer = metric_writers.SummaryWriter(os.fspath(self._directory))
+      while (item := self._queue.get()) is not None:
+        step, scalars = item
+        writer.write_scalars(step, scalars)
+        if self._queue.empty():
+          writer.flush()
+      writer.close()
+    except Exception:  # a broken event file must not stop a training job, whose metrics are in metrics.jsonl as well
+      logging.exception('TensorBoard events for %s are no longer written; metrics.jsonl still is.', self._directory)
+
+  def close(self) -> None:
+    if self._thread is not None:
+      self._queue.put(None)
+      self._thread.join()
+
+
+class MultiWriter:
+  """Writes to several writers, in order."""
+
+  def __init__(self, writers: Sequence[MetricsWriter]):
+    self._writers = writers
+
+  def write(self, step: int, scalars: Scalars) -> None:
+    for writer in self._writers:
+      writer.write(step, scalars)
+
+  def close(self) -> None:
+    for writer in self._writers:
+      writer.close()
+
+
+def make_writer(directory: Path, *, tensorboard: bool, primary: bool) -> MultiWriter:
+  """The writers of one metrics directory; only the primary process (index 0) writes."""
+  if not primary:
+    return MultiWriter([])
+  writers: list[MetricsWriter] = [JsonlWriter(directory)]
+  if tensorboard:
+    writers.append(TensorBoardWriter(directory))
+  return MultiWriter(writers)
