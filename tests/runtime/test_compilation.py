@@ -1,0 +1,76 @@
+"""Every program that XLA compiles is counted once, and a call that finds its program is not."""
+
+import threading
+
+import jax
+import numpy as np
+
+from spmd_tasks.runtime.compilation import CompilationCounter
+
+
+def test_a_new_shape_counts_one_and_a_cached_call_none():
+  @jax.jit
+  def triple(x):
+    return x * 3
+
+  rows, more_rows = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32)
+  with CompilationCounter() as compilations:
+    counts = []
+    for x in (rows, rows, more_rows, more_rows, rows):
+      triple(x).block_until_ready()
+      counts.append(compilations.num_programs)
+  assert counts == [1, 1, 2, 2, 2]
+  assert all('triple' in program.name for program in compilations.programs)
+  assert compilations.seconds == sum(program.seconds for program in compilations.programs) > 0
+
+
+def test_ahead_of_time_compilation_counts_and_calling_its_result_does_not():
+  x = jax.device_put(np.ones((3,), np.float32))
+  with CompilationCounter() as compilations:
+    compiled = jax.jit(lambda x: x - 1).lower(x).compile()
+    assert compilations.num_programs == 1
+    compiled(x).block_until_ready()
+    compiled(x).block_until_ready()
+  assert compilations.num_programs == 1
+
+
+def test_compilations_of_other_threads_count():
+  with CompilationCounter() as compilations:
+    threads = [
+      threading.Thread(
+        target=lambda size=size: jax.jit(lambda x: x + 7)(np.ones((size,), np.float32)).block_until_ready()
+      )
+      for size in (2, 3, 5)
+    ]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  assert compilations.num_programs == 3
+
+
+def test_only_what_runs_inside_is_counted_and_counters_nest():
+  f = jax.jit(lambda x: x + 5)
+  outer, inner = CompilationCounter(), CompilationCounter()
+  f(np.ones((2,), np.float32))
+  with outer:
+    f(np.ones((3,), np.float32))
+    with inner:
+      f(np.ones((4,), np.float32))
+    f(np.ones((5,), np.float32))
+  f(np.ones((6,), np.float32))
+  assert (outer.num_programs, inner.num_programs) == (3, 1)
+  with inner:
+    f(np.ones((7,), np.float32))
+  assert (outer.num_programs, inner.num_programs) == (3, 2)
+
+
+def test_an_exception_inside_still_unregisters():
+  counter = CompilationCounter()
+  try:
+    with counter:
+      raise KeyError('x')
+  except KeyError:
+    pass
+  jax.jit(lambda x: x + 9)(np.ones((2,), np.float32))
+  assert counter.num_programs == 0
