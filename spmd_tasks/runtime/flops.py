@@ -1,0 +1,132 @@
+"""Model FLOPs of a step, counted from its jaxpr, and what the devices could do: the two halves of FLOPs utilisation.
+
+    utilisation = model_flops_per_train_step(...) / (step_seconds * num_devices * peak_flops_per_device(device_kind))
+
+Model FLOPs are those that the mathematics needs, whatever the implementation does: the convention of PaLM
+(Chowdhery et al. 2022, appendix B). Rematerialisation is not counted, nor are padding and elementwise work.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+if TYPE_CHECKING:
+  from spmd_tasks.runtime.task import Task
+
+# Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
+# A jax device is a chip, except on TPU v2, v3 and 7x, where it is one of a chip's two cores.
+_PEAK_BF16_FLOPS = (
+  ('TPU v2', 22.5e12),
+  ('TPU v3', 61.5e12),
+  ('TPU v4 lite', 137e12),
+  ('TPU v4', 275e12),
+  ('TPU v5 lite', 197e12),
+  ('TPU v5e', 197e12),
+  ('TPU v5', 459e12),  # what jax calls v5p
+  ('TPU v5p', 459e12),
+  ('TPU v6 lite', 918e12),
+  ('TPU v6e', 918e12),
+  ('TPU7x', 1153.5e12),
+  ('A100', 312e12),
+  ('H100 PCIe', 756e12),
+  ('H100 NVL', 835.5e12),
+  ('H100', 989.4e12),
+  ('H200 NVL', 835.5e12),
+  ('H200', 989.4e12),
+  ('GH200', 989.4e12),
+  ('GB200', 2500e12),
+  ('B200', 2250e12),
+)
+
+
+def peak_flops_per_device(device_kind: str) -> float | None:
+  """Dense bfloat16 FLOP/s of one `jax.Device` by its `device_kind`; None where it is not known, as on CPUs."""
+  # Whole words: the name A100 must not be found in an RTX A1000.
+  return next((peak for name, peak in _PEAK_BF16_FLOPS if re.search(rf'\b{name}\b', device_kind)), None)
+
+
+def model_flops_per_train_step(
+  task: 'Task', batch_spec: Mapping[str, jax.ShapeDtypeStruct], abstract_weights: Any
+) -> int:
+  """Model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
+
+  The backward pass costs two products for each of the forward's, one per operand's gradient; what remat computes again
+  is not counted. Attention counts whole, masked or not; looking up embeddings counts nothing.
+  """
+
+  def forward(weights, batch, rng):
+    return task.compute_loss(weights, batch, train=True, rng=rng).loss
+
+  rng = jax.eval_shape(lambda: jax.random.key(0))
+  return 3 * count_matmul_flops(forward, abstract_weights, dict(batch_spec), rng)
+
+
+def count_matmul_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
+  """FLOPs, two per multiply-add, of the matrix products and convolutions of `fn`, which is only traced.
+
+  Scans count every iteration, a `cond` its most expensive branch, a `shard_map` its body once per device of its manual
+  axes. A `while` counts its body once: its trip count is unknown. A ragged (grouped) product counts each row once,
+  whatever its group. Hand-written kernels (Pallas, cuDNN) count nothing.
+  """
+  return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
+
+
+def _jaxpr_flops(jaxpr: Jaxpr) -> int:
+  return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+
+
+def _equation_flops(equation: JaxprEqn) -> int:
+  params = equation.params
+  match equation.primitive.name:
+    case 'dot_general':
+      return _product_flops(equation, params['dimension_numbers'])
+    case 'ragged_dot_general' | 'ragged_dot':
+      numbers = params['ragged_dot_dimension_numbers']
+      return _product_flops(equation, numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
+    case 'conv_general_dilated':
+      # Every output element is a sum over the kernel's window and over its input features, which are a group's.
+      kernel = _shape(equation.invars[1])
+      num_out_features = kernel[params['dimension_numbers'].rhs_spec[0]]
+      return 2 * math.prod(_shape(equation.outvars[0])) * (math.prod(kernel) // num_out_features)
+    case 'scan':
+      return params['length'] * _inner_flops(params)
+    case 'cond':
+      return max(_jaxpr_flops(branch.jaxpr) for branch in params['branches'])
+    case 'shard_map':
+      num_devices = math.prod(params['mesh'].shape[axis] for axis in params['newly_manual_axes'])
+      return num_devices * _inner_flops(params)
+    case 'pallas_call':
+      return 0
+    case _:
+      return _inner_flops(params)
+
+
+def _product_flops(equation: JaxprEqn, numbers: Any, rhs_group_dims: tuple[int, ...] = ()) -> int:
+  """2 * batch * M * K * N: every element of the left side meets every free index of the right one."""
+  (_, rhs_contracting), (_, rhs_batch) = numbers
+  lhs, rhs = map(_shape, equation.invars[:2])
+  taken = {*rhs_contracting, *rhs_batch, *rhs_group_dims}
+  return 2 * math.prod(lhs) * math.prod(size for dim, size in enumerate(rhs) if dim not in taken)
+
+
+def _shape(operand: Any) -> tuple[int, ...]:
+  return operand.aval.shape
+
+
+def _inner_flops(params: Mapping[str, Any]) -> int:
+  """Of the jaxprs that a call-like equation carries: jit, remat, custom_vjp, while, ... under whatever key."""
+  return sum(_jaxpr_flops(jaxpr) for value in params.values() for jaxpr in _jaxprs_in(value))
+
+
+def _jaxprs_in(value: Any) -> Iterator[Jaxpr]:
+  if isinstance(value, ClosedJaxpr):
+    yield value.jaxpr
+  elif isinstance(value, Jaxpr):
+    yield value
+  elif isinstance(value, tuple | list):
+    for item in value:
+      yield from _jaxprs_in(item)

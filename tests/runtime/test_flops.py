@@ -1,0 +1,157 @@
+"""Model FLOPs against numbers worked out by hand: 2 per multiply-add, times the loops, no rematerialisation."""
+
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+import pytest
+
+from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
+
+
+def shaped(*shape, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+X, W = shaped(8, 16), shaped(16, 16)
+ONE_PRODUCT = 2 * 8 * 16 * 16
+
+
+@jax.custom_vjp
+def product_with_own_gradient(x, w):
+  return x @ w
+
+
+product_with_own_gradient.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
+
+
+def sharded_product(x, w):
+  """Four devices hold 2 rows each; `mdl` stays automatic."""
+  mesh = jax.make_mesh((4, 2), ('data', 'mdl'), axis_types=(AxisType.Auto,) * 2)
+  rows = PartitionSpec('data')
+  inner = jax.shard_map(
+    lambda x, w: x @ w, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, axis_names={'data'}
+  )
+  return inner(x, w)
+
+
+def convolve(x, kernel, groups=1):
+  return lax.conv_general_dilated(
+    x, kernel, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'), feature_group_count=groups
+  )
+
+
+CASES = {
+  'matrix times matrix': (lambda x, w: x @ w, (X, W), ONE_PRODUCT),
+  'batched, two contracted dims': (
+    lambda a, b: jnp.einsum('bthk,bshk->bts', a, b), (shaped(2, 3, 5, 7), shaped(2, 11, 5, 7)), 2 * 2 * 3 * 11 * 5 * 7
+  ),
+  'vector times matrix': (lambda x, w: x @ w, (shaped(16), W), 2 * 16 * 16),
+  'two products, elementwise work free': (lambda x, w: jnp.tanh(x @ w) @ w + 1, (X, W), 2 * ONE_PRODUCT),
+  'jit': (jax.jit(lambda x, w: x @ w), (X, W), ONE_PRODUCT),
+  'remat': (jax.checkpoint(lambda x, w: x @ w), (X, W), ONE_PRODUCT),
+  'custom_vjp': (product_with_own_gradient, (X, W), ONE_PRODUCT),
+  'scan of 5': (lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=5)[0], (X, W), 5 * ONE_PRODUCT),
+  'scan of a scan': (
+    lambda x, w: lax.fori_loop(0, 3, lambda _, c: lax.fori_loop(0, 2, lambda _, d: d @ w, c), x), (X, W),
+    6 * ONE_PRODUCT,
+  ),
+  'cond: the dearer branch': (
+    lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w), (X, W), 2 * ONE_PRODUCT
+  ),
+  'while: the body once': (lambda x, w: lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c @ w, x), (X, W), ONE_PRODUCT),
+  'shard_map over 4 of 8 devices': (sharded_product, (X, W), ONE_PRODUCT),
+  'ragged: each row meets one group': (
+    lax.ragged_dot, (X, shaped(3, 16, 5), shaped(3, dtype=jnp.int32)), 2 * 8 * 16 * 5
+  ),
+  'convolution': (convolve, (shaped(2, 10, 8), shaped(3, 8, 4)), 2 * (2 * 10 * 4) * 3 * 8),
+  'grouped convolution': (
+    lambda x, k: convolve(x, k, groups=4), (shaped(2, 10, 8), shaped(3, 2, 4)), 2 * (2 * 10 * 4) * 3 * 2
+  ),
+  'none': (lambda x: jnp.exp(x).sum(), (X,), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_count_matmul_flops(case):
+  fn, args, expected = CASES[case]
+  assert count_matmul_flops(fn, *args) == expected
+
+
+def test_the_gradient_of_a_ragged_product_costs_two_more():
+  def loss(x, w, group_sizes):
+    return lax.ragged_dot(x, w, group_sizes).sum()
+
+  gradient = jax.grad(loss, argnums=(0, 1))
+  args = shaped(8, 16), shaped(3, 16, 5), shaped(3, dtype=jnp.int32)
+  assert count_matmul_flops(jax.value_and_grad(loss, argnums=(0, 1)), *args) == 3 * (2 * 8 * 16 * 5)
+  assert count_matmul_flops(gradient, *args) in (2 * (2 * 8 * 16 * 5), 3 * (2 * 8 * 16 * 5))
+
+
+class Block(nn.Module):
+  """One FFN [B, 6] -> [B, 6], hidden 10: 2 * B * 6 * 10 * 2 FLOPs."""
+
+  @nn.compact
+  def __call__(self, x, _):
+    return x + nn.Dense(6)(nn.relu(nn.Dense(10)(x))), None
+
+
+class Stack(nn.Module):
+  """Four blocks, scanned and perhaps rematerialised, then a head to 3."""
+
+  remat: bool
+
+  @nn.compact
+  def __call__(self, batch, *, train):
+    block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+    stack = nn.scan(block, variable_axes={'params': 0}, split_rngs={'params': True}, length=4)
+    x, _ = stack()(batch['x'], None)
+    return nn.Dense(3)(x)
+
+
+@pytest.mark.parametrize('remat', [False, True])
+def test_a_train_step_is_three_forwards_however_the_stack_is_run(remat):
+  model = Stack(remat=remat)
+  batch_spec = {'x': shaped(7, 6)}
+
+  def compute_loss(weights, batch, *, train, rng):
+    assert train
+    predictions = model.apply({'params': weights}, batch, train=train, rngs={'dropout': rng})
+    return SimpleNamespace(loss=jnp.square(predictions).mean())
+
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  weights = jax.eval_shape(lambda rng, batch: model.init(rng, batch, train=True), key, batch_spec)['params']
+  forward = 4 * (2 * 7 * 6 * 10 * 2) + 2 * 7 * 6 * 3
+  assert model_flops_per_train_step(SimpleNamespace(compute_loss=compute_loss), batch_spec, weights) == 3 * forward
+
+
+@pytest.mark.parametrize(
+  'device_kind, teraflops',
+  [
+    ('TPU v4', 275),
+    ('TPU v5 lite', 197),
+    ('TPU v5e', 197),
+    ('TPU v5', 459),
+    ('TPU v5p', 459),
+    ('TPU v6 lite', 918),
+    ('TPU v6e', 918),
+    ('TPU7x', 1153.5),
+    ('NVIDIA A100-SXM4-80GB', 312),
+    ('NVIDIA H100 80GB HBM3', 989.4),
+    ('NVIDIA H100 PCIe', 756),
+    ('NVIDIA H200', 989.4),
+    ('NVIDIA GH200 480GB', 989.4),
+    ('NVIDIA B200', 2250),
+    ('NVIDIA GB200', 2500),
+  ],
+)
+def test_known_peaks(device_kind, teraflops):
+  assert peak_flops_per_device(device_kind) == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize('device_kind', ['cpu', 'NVIDIA GeForce RTX 3090', 'NVIDIA RTX A1000', 'TPU v9', ''])
+def test_an_unknown_device_has_no_peak(device_kind):
+  assert peak_flops_per_device(device_kind) is None
