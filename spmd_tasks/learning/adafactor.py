@@ -3,9 +3,9 @@
 Shapes: L layers of a scanned stack, R and C the two largest dims of one layer's weight (R <= C).
 
 Second moments of a weight [..., R, C] are kept as their means over C (`v_row`) and over R (`v_col`), after Shazeer and
-Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). A scanned weight [L, R, C] is L
-weights: without care L could count as a factored dim, and one rms would be taken over all layers. Praxis solves this with
-its "repeat prefix" vectorisation, and so does this module, with `jax.vmap` over optax's own pieces.
+Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). A scanned weight [L, R, C] is
+L weights: without care L could count as a factored dim, and one rms would be taken over all layers. Praxis solves this
+with its "repeat prefix" vectorisation, and so does this module, with `jax.vmap` over optax's own pieces.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def scale_by_adafactor(
   factored_rms = optax.scale_by_factored_rms(
     decay_rate=decay_exponent, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=epsilon
   )
-  stateless = []
+  stateless = [optax.identity()]  # optax.chain does not take nothing.
   if clipping_threshold is not None:
     stateless.append(optax.clip_by_block_rms(clipping_threshold))
   if multiply_by_parameter_scale:

@@ -158,7 +158,7 @@ class Sgd(_Settings):
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
     if self.momentum is None:
-      return []
+      return [optax.identity()]  # optax.chain does not take nothing.
     return [optax.trace(self.momentum, nesterov=self.nesterov, accumulator_dtype=jnp.dtype(self.momentum_dtype))]
 
 

@@ -1,0 +1,165 @@
+"""Accumulating over microbatches gives the full batch's gradient, without moving a row between devices.
+
+Shapes: B batch rows, T positions, V classes, M microbatches.
+"""
+
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches, split_microbatches
+
+B, T, V = 8, 5, 7
+
+
+class LossOutput(struct.PyTreeNode):
+  loss: jax.Array
+  weight: jax.Array
+  metrics: dict[str, Any]
+  per_example: dict[str, jax.Array]
+
+
+def loss_fn(weights, batch, rng):
+  """Weighted mean cross entropy of a table of logits; `noise` shows which rng arrived."""
+  logits = weights['table'][batch['ids']]
+  loss_BxT = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch['labels'][..., None], axis=-1)[..., 0]
+  weight = jnp.sum(batch['weights'])
+  mean = lambda x: jnp.sum(x * batch['weights']) / jnp.maximum(weight, 1.0)
+  correct = (jnp.argmax(logits, -1) == batch['labels']).astype(jnp.float32)
+  num_rows = jnp.float32(batch['ids'].shape[0])
+  output = LossOutput(
+    loss=mean(loss_BxT),
+    weight=weight,
+    metrics={
+      'accuracy': (mean(correct), weight),
+      'first_id': (jnp.mean(batch['ids'][:, 0].astype(jnp.float32)), num_rows),
+      'noise': (jnp.float32(0) if rng is None else jax.random.uniform(rng), num_rows),
+    },
+    per_example={'loss': jnp.sum(loss_BxT, axis=1)},
+  )
+  return output.loss, output
+
+
+@pytest.fixture
+def weights(rng):
+  return {'table': jnp.asarray(rng.normal(size=(V, V)), jnp.float32)}
+
+
+@pytest.fixture
+def batch(rng):
+  """Rows hold between 0 and T tokens; with M = 4, microbatch 1 (rows 1 and 5) holds none at all."""
+  num_tokens = np.array([5, 0, 1, 2, 4, 0, 3, 5])
+  return {
+    'ids': rng.integers(0, V, (B, T)).astype(np.int32),
+    'labels': rng.integers(0, V, (B, T)).astype(np.int32),
+    'weights': (np.arange(T)[None] < num_tokens[:, None]).astype(np.float32),
+  }
+
+
+def full_batch(weights, batch):
+  """The loss and gradient of the whole batch in float64, by hand."""
+  table = np.asarray(weights['table'], np.float64)
+  grad, loss, num_tokens = np.zeros_like(table), 0.0, 0
+  for token, label, weight in zip(batch['ids'].ravel(), batch['labels'].ravel(), batch['weights'].ravel()):
+    probs = np.exp(table[token]) / np.exp(table[token]).sum()
+    grad[token] += weight * (probs - np.eye(V)[label])
+    loss -= weight * np.log(probs[label])
+    num_tokens += weight
+  scale = 1 / max(num_tokens, 1)
+  return loss * scale, grad * scale
+
+
+@pytest.mark.parametrize('num_microbatches', [1, 2, 4, 8])
+def test_mean_equals_the_full_batch(num_microbatches, weights, batch):
+  output, grads = jax.jit(lambda w, b: accumulate_gradients(loss_fn, w, b, None, num_microbatches, 'mean'))(
+    weights, batch
+  )
+  loss, grad = full_batch(weights, batch)
+  assert grads['table'].dtype == jnp.float32
+  np.testing.assert_allclose(grads['table'], grad, rtol=1e-5, atol=1e-7)
+  np.testing.assert_allclose(output.loss, loss, rtol=1e-6)
+  assert output.weight == batch['weights'].sum()
+  _, whole = loss_fn(weights, batch, None)
+  for name, (mean, weight) in whole.metrics.items():
+    np.testing.assert_allclose(output.metrics[name][0], mean, rtol=1e-6, err_msg=name)
+    assert output.metrics[name][1] == weight
+
+
+def test_sum_adds_up_the_microbatches_mean_gradients(weights, batch):
+  output, grads = accumulate_gradients(loss_fn, weights, batch, None, 4, 'sum')
+  expected = np.zeros((V, V))
+  for m in range(4):
+    expected += full_batch(weights, {name: x[m::4] for name, x in batch.items()})[1]
+  np.testing.assert_allclose(grads['table'], expected, rtol=1e-5, atol=1e-7)
+  np.testing.assert_allclose(output.loss, full_batch(weights, batch)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize('mode', ['mean', 'sum'])
+def test_a_batch_of_padding_has_zero_gradient(mode, weights, batch):
+  batch['weights'] = np.zeros_like(batch['weights'])
+  output, grads = accumulate_gradients(loss_fn, weights, batch, None, 4, mode)
+  np.testing.assert_array_equal(grads['table'], 0)
+  assert (float(output.loss), float(output.weight)) == (0.0, 0.0)
+
+
+def test_bfloat16_gradients_are_added_in_float32(rng):
+  """256 + 1 is 256 in bfloat16."""
+  one_large = np.full((B, 1), 1.0, np.float32)
+  one_large[0] = 256.0
+
+  def linear(weights, batch, rng):
+    loss = jnp.mean(batch['x'].astype(jnp.bfloat16) * weights['w'])
+    return loss, LossOutput(loss=loss, weight=jnp.float32(1), metrics={}, per_example={})
+
+  _, grads = accumulate_gradients(linear, {'w': jnp.ones((1, 1), jnp.bfloat16)}, {'x': one_large}, None, B, 'sum')
+  assert grads['w'].dtype == jnp.float32
+  assert grads['w'] == 256.0 + B - 1
+
+
+def test_each_microbatch_draws_its_own_noise(weights, batch):
+  rng = jax.random.key(3)
+  expected = np.mean([jax.random.uniform(jax.random.fold_in(rng, m)) for m in range(4)])
+  output, _ = accumulate_gradients(loss_fn, weights, batch, rng, 4)
+  np.testing.assert_allclose(output.metrics['noise'][0], expected, rtol=1e-6)
+  output, _ = accumulate_gradients(loss_fn, weights, batch, rng, 1)
+  assert output.metrics['noise'][0] == jax.random.uniform(rng)
+
+
+def test_a_nan_in_one_microbatch_reaches_loss_and_gradient(weights, batch):
+  batch['weights'][3, 0] = np.nan
+  output, grads = accumulate_gradients(loss_fn, weights, batch, None, 4)
+  assert np.isnan(output.loss)
+  assert np.isnan(grads['table']).any()
+
+
+def test_rows_are_dealt_out_in_turn_and_stay_on_their_device():
+  mesh = jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = NamedSharding(mesh, PartitionSpec('data'))
+  rows = np.arange(32 * 3, dtype=np.float32).reshape(32, 3)
+  split = jax.jit(lambda x: split_microbatches({'x': x}, 2)['x'], in_shardings=sharding)
+  compiled = split.lower(rows).compile()
+  text = compiled.as_text()
+  for collective in ('all-gather', 'all-to-all', 'collective-permute', 'all-reduce'):
+    assert collective not in text
+  parts = compiled(jax.device_put(rows, sharding))
+  assert parts.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, 'data')), parts.ndim)
+  np.testing.assert_array_equal(parts, np.stack([rows[0::2], rows[1::2]]))
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_tracing(weights, batch):
+  def never(weights, batch, rng):
+    raise AssertionError('traced')
+
+  with pytest.raises(ValueError, match=r'8 rows cannot .* num_microbatches = 3 .* divisor .* \(2 is the nearest'):
+    accumulate_gradients(never, weights, batch, None, 3)
+  with pytest.raises(ValueError, match="accumulation mode is 'average'"):
+    accumulate_gradients(never, weights, batch, None, 2, 'average')
+  with pytest.raises(ValueError, match='same number of rows'):
+    accumulate_gradients(never, weights, batch | {'ids': batch['ids'][:4]}, None, 2)
+  with pytest.raises(ValueError, match='num_microbatches is 0'):
+    check_num_microbatches(8, 0)

@@ -1,0 +1,58 @@
+"""A scanned stack of layers learns under Adafactor exactly as its layers would as separate weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.learning.learner import Learner
+from spmd_tasks.learning.optimizers import Adafactor
+from spmd_tasks.sharding.weights import WeightSpec
+
+# L is the largest dim: taken for one weight, [L, D, F] would be factored over L.
+L, D, F = 7, 3, 5
+
+
+@pytest.mark.parametrize('layer_shape', [(D, F), (F,), (D, 2, F)])
+def test_stack_equals_separate_weights(layer_shape, rng):
+  learner = Learner(optimizer=Adafactor(learning_rate=0.1, momentum=0.9, min_dim_size_to_factor=2, weight_decay=0.1))
+  stacked_specs = {'w': WeightSpec(shape=(L, *layer_shape), init=None, stacked=1)}
+  separate_specs = {f'w{i}': WeightSpec(shape=layer_shape, init=None) for i in range(L)}
+  # Layers of very different size: one rms over the whole stack would show.
+  size = 10.0 ** np.arange(-3, 4).reshape(L, *[1] * len(layer_shape))
+  stacked = {'w': jnp.asarray(rng.normal(size=(L, *layer_shape)) * size, jnp.float32)}
+  separate = {f'w{i}': stacked['w'][i] for i in range(L)}
+  stacked_state, separate_state = learner.init(stacked, stacked_specs), learner.init(separate, separate_specs)
+  update_stacked = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, stacked_specs))
+  update_separate = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, separate_specs))
+  for _ in range(3):
+    grads = jnp.asarray(rng.normal(size=(L, *layer_shape)) / size, jnp.float32)
+    stacked, stacked_state, _ = update_stacked({'w': grads}, stacked_state, stacked)
+    separate, separate_state, _ = update_separate({f'w{i}': grads[i] for i in range(L)}, separate_state, separate)
+  for i in range(L):
+    np.testing.assert_allclose(stacked['w'][i], separate[f'w{i}'], rtol=1e-5)
+    for moment in ('v_row', 'v_col', 'v'):
+      got = getattr(stacked_state.opt_state[0], moment)['w'][i]
+      np.testing.assert_allclose(got, getattr(separate_state.opt_state[0], moment)[f'w{i}'], rtol=1e-5)
+
+
+def test_clipping_and_parameter_scale_can_be_turned_off(rng):
+  plain = Adafactor(learning_rate=0.1, clipping_threshold=None, multiply_by_parameter_scale=False)
+  specs = {'w': WeightSpec(shape=(D,), init=None)}
+  learner = Learner(optimizer=plain)
+  weights = {'w': jnp.asarray(rng.normal(size=D), jnp.float32)}
+  state = learner.init(weights, specs)
+  new_weights, _, _ = learner.update(weights, jnp.float32(1), jnp.int32(0), state, weights, specs)
+  # The first second moment is the squared gradient itself, so the direction is the gradient's sign.
+  np.testing.assert_allclose(new_weights['w'], weights['w'] - 0.1 * np.sign(weights['w']), rtol=1e-5)
+
+
+def test_two_scans_stack_twice(rng):
+  """[2, 3, D, F] with two leading layer dims: moments per layer, one count for all."""
+  learner = Learner(optimizer=Adafactor(learning_rate=0.1, min_dim_size_to_factor=2))
+  specs = {'w': WeightSpec(shape=(2, 3, D, F), init=None, stacked=2)}
+  state = jax.eval_shape(lambda w: learner.init(w, specs), {'w': jnp.zeros((2, 3, D, F))}).opt_state[0]
+  assert state.v_row['w'].shape == (2, 3, D)
+  assert state.v_col['w'].shape == (2, 3, F)
+  assert state.v['w'].shape == (2, 3, 1)
+  assert state.count.shape == ()

@@ -1,0 +1,183 @@
+"""One learner step: clipping, averaging, metrics, and a step that is not finite changes nothing but its counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.learning.learner import Learner, global_norm
+from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Sgd
+from spmd_tasks.learning.schedules import LinearWarmupConstant
+from spmd_tasks.sharding.weights import WeightSpec
+
+SPECS = {
+  'kernel': WeightSpec(shape=(3, 4, 6), init=None, stacked=1),
+  'scale': WeightSpec(shape=(6,), init=None, tags=('no_decay',)),
+}
+SGD = Sgd(learning_rate=1.0)
+
+
+def draw(rng, scale=1.0):
+  return {name: jnp.asarray(rng.normal(size=spec.shape) * scale, jnp.float32) for name, spec in SPECS.items()}
+
+
+def numpy_norm(tree):
+  return np.sqrt(sum(np.sum(np.asarray(x, np.float64) ** 2) for x in jax.tree.leaves(tree)))
+
+
+def step_once(learner, grads, weights, loss=1.0, step=0):
+  state = learner.init(weights, SPECS)
+  return learner.update(grads, jnp.float32(loss), jnp.int32(step), state, weights, SPECS)
+
+
+@pytest.mark.parametrize('max_norm', [0.5, 1e6])
+def test_clip_by_global_norm(max_norm, rng):
+  weights, grads = draw(rng), draw(rng)
+  norm = numpy_norm(grads)
+  new_weights, _, metrics = step_once(Learner(optimizer=SGD, clip_global_norm=max_norm), grads, weights)
+  for name in SPECS:
+    expected = np.asarray(weights[name], np.float64) - np.asarray(grads[name], np.float64) * min(1, max_norm / norm)
+    np.testing.assert_allclose(new_weights[name], expected, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(metrics['grad_norm'], norm, rtol=1e-6)  # Before clipping.
+
+
+def test_clip_by_value_comes_before_clip_by_norm(rng):
+  weights, grads = draw(rng), draw(rng)
+  new_weights, _, metrics = step_once(Learner(optimizer=SGD, clip_value=0.1, clip_global_norm=0.5), grads, weights)
+  clipped = {name: np.clip(np.asarray(g, np.float64), -0.1, 0.1) for name, g in grads.items()}
+  for name in SPECS:
+    expected = np.asarray(weights[name], np.float64) - clipped[name] * 0.5 / numpy_norm(clipped)
+    np.testing.assert_allclose(new_weights[name], expected, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(metrics['grad_norm'], numpy_norm(grads), rtol=1e-6)
+
+
+def test_zero_gradients_are_clipped_without_division_by_zero(rng):
+  weights = draw(rng)
+  new_weights, _, metrics = step_once(
+    Learner(optimizer=SGD, clip_global_norm=1.0), jax.tree.map(jnp.zeros_like, weights), weights
+  )
+  jax.tree.map(np.testing.assert_array_equal, new_weights, weights)
+  assert metrics['skipped'] == 0
+
+
+def test_metrics_are_float32_scalars_with_their_meaning(rng):
+  weights, grads = draw(rng), draw(rng)
+  learner = Learner(optimizer=AdamW(learning_rate=LinearWarmupConstant(peak=0.4, warmup_steps=4)))
+  new_weights, _, metrics = step_once(learner, grads, weights, step=3)
+  assert set(metrics) == {'grad_norm', 'weight_norm', 'learning_rate', 'skipped'}
+  assert all(m.dtype == jnp.float32 and m.shape == () for m in metrics.values())
+  np.testing.assert_allclose(metrics['learning_rate'], 0.3, rtol=1e-6)
+  np.testing.assert_allclose(metrics['weight_norm'], numpy_norm(new_weights), rtol=1e-6)
+  assert metrics['skipped'] == 0
+
+
+def test_norms_of_bfloat16_are_summed_in_float32():
+  # In bfloat16 a sum of ones stands still at 256.
+  assert global_norm({'w': jnp.ones((1024,), jnp.bfloat16)}) == 32.0
+
+
+def test_ema_follows_the_new_weights(rng):
+  weights = draw(rng)
+  learner = Learner(optimizer=SGD, ema_decay=0.9)
+  state = learner.init(weights, SPECS)
+  assert all(a is not w for a, w in zip(jax.tree.leaves(state.ema_weights), jax.tree.leaves(weights)))
+  average = {name: np.asarray(w, np.float64) for name, w in weights.items()}
+  for step in range(3):
+    weights, state, _ = learner.update(draw(rng), jnp.float32(1), jnp.int32(step), state, weights, SPECS)
+    average = {name: 0.9 * average[name] + 0.1 * np.asarray(w, np.float64) for name, w in weights.items()}
+  for name in SPECS:
+    np.testing.assert_allclose(state.ema_weights[name], average[name], rtol=1e-5, atol=1e-6)
+
+
+def nan_loss(grads):
+  return jnp.float32(np.nan), grads
+
+
+def poison(value):
+  return lambda grads: (jnp.float32(1), grads | {'kernel': grads['kernel'].at[1, 2, 3].set(value)})
+
+
+BAD_STEPS = {
+  'loss nan': nan_loss,
+  'loss inf': lambda grads: (jnp.float32(np.inf), grads),
+  'grad nan': poison(np.nan),
+  'grad inf': poison(np.inf),
+  'grad -inf': poison(-np.inf),
+  'grad norm overflows': poison(1e30),
+}
+OPTIMIZERS = {
+  'adamw': AdamW(learning_rate=0.1, weight_decay=0.1),
+  'adafactor': Adafactor(learning_rate=0.1, momentum=0.9, min_dim_size_to_factor=2),
+  'lion': Lion(learning_rate=0.1),
+  'momentum': Sgd(learning_rate=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_a_step_that_is_not_finite_changes_only_its_counts(optimizer, rng):
+  learner = Learner(optimizer=OPTIMIZERS[optimizer], clip_global_norm=1.0, ema_decay=0.9)
+  update = jax.jit(lambda g, loss, step, state, w: learner.update(g, loss, step, state, w, SPECS))
+  weights = draw(rng)
+  state = learner.init(weights, SPECS)
+  # One good step, so that no moment is zero.
+  weights, state, _ = update(draw(rng), jnp.float32(1), jnp.int32(0), state, weights)
+  before = (weights, state.opt_state, state.ema_weights)
+  for num_bad, (name, make_bad) in enumerate(BAD_STEPS.items(), start=1):
+    loss, grads = make_bad(draw(rng))
+    weights, state, metrics = update(grads, loss, jnp.int32(1), state, weights)
+    after = (weights, state.opt_state, state.ema_weights)
+    jax.tree.map(lambda a, b, name=name: np.testing.assert_array_equal(a, b, err_msg=name, strict=True), after, before)
+    assert metrics['skipped'] == 1
+    assert (int(state.num_skipped), int(state.num_skipped_in_a_row)) == (num_bad, num_bad)
+  weights, state, metrics = update(draw(rng), jnp.float32(1), jnp.int32(1), state, weights)
+  assert metrics['skipped'] == 0
+  assert (int(state.num_skipped), int(state.num_skipped_in_a_row)) == (len(BAD_STEPS), 0)
+  assert not np.array_equal(weights['kernel'], before[0]['kernel'])
+  # Nothing of the bad steps stays behind: shapes and dtypes are those that the first compilation was for.
+  assert update._cache_size() == 1
+
+
+def test_skipped_steps_leave_no_trace_in_later_ones(rng):
+  """Good, bad, good equals good, good: the optimizer's own counts stand still, and the learning rate follows `step`."""
+  schedule = LinearWarmupConstant(peak=0.1, warmup_steps=10)
+  learner = Learner(optimizer=AdamW(learning_rate=schedule))
+  update = jax.jit(lambda g, loss, step, state, w: learner.update(g, loss, step, state, w, SPECS))
+  first, second, start = draw(rng), draw(rng), draw(rng)
+  ends = []
+  for losses in ([1.0, 1.0], [1.0, np.nan, np.nan, 1.0]):
+    weights, state, step = start, learner.init(start, SPECS), 0
+    for loss in losses:
+      grads = first if step == 0 else second
+      weights, state, metrics = update(grads, jnp.float32(loss), jnp.int32(step), state, weights)
+      step += 1 - int(metrics['skipped'])
+    ends.append((weights, state.opt_state))
+  jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'optimizer': 'adamw'}, "learner.optimizer is 'adamw'"),
+    ({'clip_global_norm': 0.0}, 'learner.clip_global_norm is 0.0; it must be larger than 0, or None'),
+    ({'clip_value': -1.0}, 'learner.clip_value is -1.0'),
+    ({'ema_decay': 1.0}, r'learner.ema_decay is 1.0; it must be in \[0, 1\)'),
+    ({'num_microbatches': 0}, 'learner.num_microbatches is 0'),
+    ({'accumulation': 'average'}, "learner.accumulation is 'average'; it must be one of"),
+    ({'max_consecutive_skips': 0}, 'learner.max_consecutive_skips is 0'),
+  ],
+)
+def test_impossible_settings_are_refused(settings, message):
+  with pytest.raises(ValueError, match=message):
+    Learner(**({'optimizer': SGD} | settings))
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_every_buffer_of_the_state_can_be_donated(optimizer, rng):
+  """A buffer that weights and state share, or that no output can reuse, would raise or warn (an error in tests)."""
+  learner = Learner(optimizer=OPTIMIZERS[optimizer], ema_decay=0.9)
+  weights = draw(rng)
+  state = learner.init(weights, SPECS)
+  old = jax.tree.leaves((state, weights))
+  step = lambda state, w, g: learner.update(g, jnp.float32(1), jnp.int32(0), state, w, SPECS)[:2]
+  jax.block_until_ready(jax.jit(step, donate_argnums=(0, 1))(state, weights, draw(rng)))
+  assert all(x.is_deleted() for x in old)

@@ -1,0 +1,162 @@
+"""Optimizer state is laid out like the weights: every leaf has a spec of its own shape with the right split dims."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spmd_tasks.learning import optimizer_specs
+from spmd_tasks.learning.learner import Learner
+from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Sgd
+from spmd_tasks.sharding.weights import WeightSpec
+
+SPECS = {
+  'ffn': {
+    'kernel': WeightSpec(shape=(9, 4, 6), init=None, split_dims=('layers', 'embed', 'mlp'), stacked=1),
+    'bias': WeightSpec(shape=(9, 6), init=None, split_dims=('layers', 'mlp'), stacked=1, tags=('no_decay',)),
+  },
+  'square': WeightSpec(shape=(4, 4), init=None, split_dims=('embed', 'mlp')),
+  'query': WeightSpec(shape=(6, 2, 4), init=None, split_dims=('embed', 'heads', 'head_dim')),
+  'scale': WeightSpec(shape=(4,), init=None, split_dims=None),
+}
+WEIGHTS = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), SPECS)
+
+OPTIMIZERS = {
+  'adamw': AdamW(learning_rate=0.1, weight_decay=0.1),
+  'adamw_bf16': AdamW(learning_rate=0.1, momentum_dtype='bfloat16'),
+  'lion': Lion(learning_rate=0.1),
+  'sgd': Sgd(learning_rate=0.1),
+  'momentum': Sgd(learning_rate=0.1, momentum=0.9),
+  'adafactor': Adafactor(learning_rate=0.1, min_dim_size_to_factor=3, momentum=0.9, weight_decay=0.1),
+  'adafactor_unfactored': Adafactor(learning_rate=0.1),
+}
+
+
+def state_and_specs(optimizer, weights=WEIGHTS, specs=SPECS, **settings):
+  learner = Learner(optimizer=optimizer, **settings)
+  abstract_state = jax.eval_shape(lambda w: learner.init(w, specs), weights)
+  with mock.patch.object(optimizer_specs.logging, 'warning') as warning:
+    state_specs = learner.state_split_dims(abstract_state, specs)
+  warning.assert_not_called()
+  return abstract_state, state_specs
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_each_leaf_has_a_spec_of_its_shape_and_dtype(name):
+  state, specs = state_and_specs(OPTIMIZERS[name], ema_decay=0.9)
+  assert jax.tree.structure(specs) == jax.tree.structure(state)
+  for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs)):
+    assert (spec.shape, spec.dtype) == (leaf.shape, leaf.dtype)
+    assert len(spec.split_dims) == len(spec.shape)
+
+
+def test_moments_and_averages_are_laid_out_like_their_weight():
+  _, specs = state_and_specs(OPTIMIZERS['adamw'], ema_decay=0.9)
+  for tree in (specs.opt_state[0].mu, specs.opt_state[0].nu, specs.ema_weights):
+    assert tree['ffn']['kernel'].split_dims == ('layers', 'embed', 'mlp')
+    assert tree['ffn']['bias'].split_dims == ('layers', 'mlp')
+    assert tree['query'].split_dims == ('embed', 'heads', 'head_dim')
+    assert tree['scale'].split_dims == (None,)
+  assert specs.opt_state[0].count.split_dims == ()
+  assert state_and_specs(OPTIMIZERS['adamw'])[1].ema_weights is None
+
+
+def test_factored_moments_take_the_remaining_split_dims():
+  _, specs = state_and_specs(OPTIMIZERS['adafactor'])
+  factored, momentum = specs.opt_state[0], specs.opt_state[1]
+  split = lambda tree: {
+    'kernel': tree['ffn']['kernel'].split_dims,
+    'bias': tree['ffn']['bias'].split_dims,
+    'square': tree['square'].split_dims,
+    'query': tree['query'].split_dims,
+  }
+  assert split(factored.v_row) == {
+    'kernel': ('layers', 'embed'),
+    'bias': (None, None),
+    'square': ('embed',),
+    'query': ('heads', 'head_dim'),
+  }
+  assert split(factored.v_col) == {
+    'kernel': ('layers', 'mlp'),
+    'bias': (None, None),
+    'square': ('mlp',),
+    'query': ('embed', 'heads'),
+  }
+  assert split(factored.v) == {
+    'kernel': (None, None),
+    'bias': ('layers', 'mlp'),
+    'square': (None,),
+    'query': (None,),
+  }
+  assert momentum.ema['query'].split_dims == ('embed', 'heads', 'head_dim')
+
+
+@pytest.mark.parametrize(
+  'shape, stacked',
+  [((3, 5), 0), ((4, 4), 0), ((3, 3, 3), 0), ((5, 3, 5), 0), ((4, 3, 4, 4), 0), ((4, 4, 4), 1), ((6, 4, 2, 4), 1)],
+)
+def test_factored_split_dims_name_the_dims_that_the_moments_really_index(shape, stacked):
+  """Ties included: a gradient that varies along one dim of the weight shows which dim of each moment that is."""
+  names = tuple(f'dim{d}' for d in range(len(shape)))
+  specs = {'w': WeightSpec(shape=shape, init=None, split_dims=names, stacked=stacked)}
+  learner = Learner(optimizer=Adafactor(learning_rate=0.1, min_dim_size_to_factor=2))
+  weights = {'w': jnp.ones(shape)}
+  state = learner.init(weights, specs)
+  state_specs = learner.state_split_dims(jax.eval_shape(lambda: state), specs)
+  update = jax.jit(lambda g: learner.update(g, jnp.float32(1), jnp.int32(0), state, weights, specs)[1])
+  for d, name in enumerate(names):
+    ramp = np.arange(1, 1 + shape[d], dtype=np.float32).reshape([-1 if i == d else 1 for i in range(len(shape))])
+    new_state = update({'w': jnp.asarray(np.broadcast_to(ramp, shape))})
+    for moment in ('v_row', 'v_col'):
+      value = np.asarray(getattr(new_state.opt_state[0], moment)['w'])
+      moment_names = getattr(state_specs.opt_state[0], moment)['w'].split_dims
+      assert len(moment_names) == value.ndim == len(shape) - 1
+      for i, moment_name in enumerate(moment_names):
+        varies = bool(np.ptp(value, axis=i).max() > 0.1)
+        assert varies == (moment_name == name), f'{moment} dim {i} is called {moment_name}, varied {name}'
+
+
+def test_stacked_and_tags_stay_with_the_leaf():
+  _, specs = state_and_specs(OPTIMIZERS['adafactor'])
+  factored = specs.opt_state[0]
+  assert [s['ffn']['kernel'].stacked for s in (factored.v_row, factored.v_col, factored.v)] == [1, 1, 1]
+  assert factored.v_row['square'].stacked == 0
+  assert factored.v['ffn']['bias'].tags == ('no_decay',)
+
+
+def test_optax_wrappers_of_other_shapes_are_understood():
+  """multi_transform puts MaskedNodes in some weights' places; optax.adafactor takes a stack for one weight."""
+  labels = {'ffn': {'kernel': 'adam', 'bias': 'sgd'}, 'square': 'factored', 'query': 'adam', 'scale': 'sgd'}
+  transformation = optax.multi_transform(
+    {'adam': optax.adam(0.1), 'sgd': optax.sgd(0.1), 'factored': optax.adafactor(0.1, min_dim_size_to_factor=2)},
+    labels,
+  )
+  state = jax.eval_shape(transformation.init, WEIGHTS)
+  with mock.patch.object(optimizer_specs.logging, 'warning') as warning:
+    specs = optimizer_specs.state_weight_specs(state, SPECS)
+  warning.assert_not_called()
+  assert jax.tree.structure(specs) == jax.tree.structure(state)
+  adam = specs.inner_states['adam'].inner_state[0]
+  assert adam.mu['ffn']['kernel'].split_dims == ('layers', 'embed', 'mlp')
+  assert isinstance(adam.mu['square'], optax.MaskedNode)
+  assert specs.inner_states['factored'].inner_state[0].v_col['square'].split_dims == ('mlp',)
+
+  state = jax.eval_shape(optax.scale_by_factored_rms(min_dim_size_to_factor=2).init, WEIGHTS)
+  specs = optimizer_specs.state_weight_specs(state, SPECS)
+  # As one weight [9, 4, 6], the two largest dims are layers and mlp.
+  assert specs.v_row['ffn']['kernel'].split_dims == ('embed', 'mlp')
+  assert specs.v_col['ffn']['kernel'].split_dims == ('layers', 'embed')
+
+
+def test_an_unknown_leaf_is_replicated_and_named_once():
+  state = {'history': jax.tree.map(lambda _: jnp.zeros(()), WEIGHTS)}
+  state['history']['query'] = jnp.zeros((5, 6))
+  with mock.patch.object(optimizer_specs.logging, 'warning') as warning:
+    specs = optimizer_specs.state_weight_specs(state, SPECS)
+  assert specs['history']['query'].split_dims == (None, None)
+  warning.assert_called_once()
+  message = warning.call_args.args[0] % warning.call_args.args[1:]
+  assert "['history']['query'] has shape (5, 6), but its weight has shape (6, 2, 4)" in message

@@ -1,0 +1,77 @@
+"""Schedules give the values that their definitions name, at and around their boundaries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.learning import schedules
+
+COSINE = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.1)
+LINEAR = schedules.LinearWarmupLinear(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.25)
+RSQRT = schedules.LinearWarmupRsqrt(peak=2.0, warmup_steps=4)
+FLAT = schedules.LinearWarmupConstant(peak=2.0, warmup_steps=4)
+NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8)
+
+
+@pytest.mark.parametrize(
+  'schedule, step, expected',
+  [
+    (schedules.Constant(value=0.5), 0, 0.5),
+    (schedules.Constant(value=0.5), 10**6, 0.5),
+    (COSINE, 0, 0.0),
+    (COSINE, 1, 0.5),
+    (COSINE, 3, 1.5),
+    (COSINE, 4, 2.0),
+    (COSINE, 6, 2.0 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi / 4)))),
+    (COSINE, 8, 2.0 * (0.1 + 0.9 * 0.5)),
+    (COSINE, 12, 0.2),
+    (COSINE, 13, 0.2),
+    (LINEAR, 3, 1.5),
+    (LINEAR, 4, 2.0),
+    (LINEAR, 8, 1.25),
+    (LINEAR, 12, 0.5),
+    (LINEAR, 100, 0.5),
+    (RSQRT, 0, 0.0),
+    (RSQRT, 2, 1.0),
+    (RSQRT, 4, 2.0),
+    (RSQRT, 16, 1.0),
+    (RSQRT, 400, 0.2),
+    (FLAT, 3, 1.5),
+    (FLAT, 4, 2.0),
+    (FLAT, 10**6, 2.0),
+    (NO_WARMUP, 0, 2.0),
+    (NO_WARMUP, 4, 1.0),
+    (NO_WARMUP, 8, 0.0),
+  ],
+)
+def test_value_at_step(schedule, step, expected):
+  for value in (schedule(step), schedule(jnp.int32(step))):
+    assert value.dtype == jnp.float32
+    assert value.shape == ()
+    np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_schedule_can_be_traced():
+  np.testing.assert_allclose(jax.jit(COSINE)(jnp.int32(8)), COSINE(8), rtol=1e-6)
+
+
+def test_a_number_is_a_learning_rate_too():
+  value = schedules.learning_rate_at(0.25, jnp.int32(3))
+  assert value.dtype == jnp.float32
+  assert value == 0.25
+
+
+@pytest.mark.parametrize(
+  'build, message',
+  [
+    (lambda: schedules.LinearWarmupCosine(peak=1.0, warmup_steps=5, total_steps=5), 'total_steps 5 must be larger'),
+    (lambda: schedules.LinearWarmupLinear(peak=1.0, warmup_steps=-1, total_steps=5), 'warmup_steps is -1'),
+    (lambda: schedules.LinearWarmupRsqrt(peak=1.0, warmup_steps=0), 'must be 1 or more'),
+    (lambda: schedules.LinearWarmupConstant(peak=-1.0, warmup_steps=0), 'peak is -1.0'),
+    (lambda: schedules.Constant(value=float('nan')), 'value is nan'),
+  ],
+)
+def test_impossible_settings_are_refused(build, message):
+  with pytest.raises(ValueError, match=message):
+    build()
