@@ -1,0 +1,128 @@
+"""What the rest of the project knows about inputs: settings that make an iterator, and an iterator whose position is
+data.
+
+Legend: B global batch size, T sequence length. A *shard* is what one host reads: rows [i * B/n, (i+1) * B/n) of every
+batch.
+
+A batch is a dict of [B, T] arrays: `ids` (int32, what the model reads), `labels` (int32, the next token), `weights`
+(float32, 0 where there is nothing to learn), `segment_ids` (int32, 0 is padding, documents count from 1), `segment_pos`
+(int32, position within the segment).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+State = dict[str, Any]
+
+BATCH_DTYPES: Mapping[str, Any] = {
+  'ids': np.int32,
+  'labels': np.int32,
+  'weights': np.float32,
+  'segment_ids': np.int32,
+  'segment_pos': np.int32,
+}
+
+
+@runtime_checkable
+class InputIterator(Protocol):
+  """Yields this shard's rows of each batch, in an order that its state alone decides."""
+
+  def __iter__(self) -> Iterator[Batch]: ...
+
+  def __next__(self) -> Batch:
+    """The next batch, [B / shard_count, T] each; StopIteration when a finite input ends.
+
+    Every shard of a finite input yields the same number of batches, the last one filled up with rows of weight 0.
+    """
+    ...
+
+  def get_state(self) -> State:
+    """The position after the last batch returned: plain JSON data."""
+    ...
+
+  def set_state(self, state: State) -> None:
+    """Continues after the batch at which `state` was taken, bit for bit.
+
+    Raises:
+      ValueError: it cannot; the message names both sides and the remedy.
+    """
+    ...
+
+  def close(self) -> None:
+    """Ends worker processes and open files. Idempotent."""
+    ...
+
+
+@runtime_checkable
+class Input(Protocol):
+  """The settings of an input. `batch_size` is global: all hosts together."""
+
+  @property
+  def batch_size(self) -> int: ...
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Global shapes and dtypes of a batch."""
+    ...
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> InputIterator: ...
+
+  def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
+    """The states of `shard_count` shards from those that another number of shards saved at the same step.
+
+    Raises:
+      ValueError: this input cannot do that exactly.
+    """
+    ...
+
+
+def language_model_spec(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+  """The element spec of a language model's batch: [B, T] each."""
+  return {name: jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for name, dtype in BATCH_DTYPES.items()}
+
+
+def empty_batch(num_rows: int, seq_len: int, pad_id: int = 0) -> Batch:
+  """A batch of padding, [num_rows, T] each: `pad_id` in ids and labels, zeros elsewhere."""
+  fill = {'ids': pad_id, 'labels': pad_id}
+  return {name: np.full((num_rows, seq_len), fill.get(name, 0), dtype) for name, dtype in BATCH_DTYPES.items()}
+
+
+def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:
+  """The rows of the global batch that a shard reads.
+
+  Raises:
+    ValueError: the batch does not divide by the shards, or there is no such shard.
+  """
+  if shard_count < 1 or not 0 <= shard_index < shard_count:
+    raise ValueError(f'shard_index {shard_index} is not in [0, shard_count) with shard_count {shard_count}.')
+  if batch_size < 1 or batch_size % shard_count:
+    lower = batch_size - batch_size % shard_count
+    nearest = [n for n in (lower, lower + shard_count) if n > 0]
+    raise ValueError(
+      f'batch_size {batch_size} does not divide by shard_count {shard_count}, the number of hosts that read: '
+      f'set batch_size to a multiple of it, such as {" or ".join(map(str, nearest))}.'
+    )
+  rows = batch_size // shard_count
+  return range(shard_index * rows, (shard_index + 1) * rows)
+
+
+def check_state(state: State, expected: Mapping[str, Any]) -> None:
+  """Checks that a saved state was taken from an input with the same settings.
+
+  Raises:
+    ValueError: a setting differs or is missing; the message names it and both sides.
+  """
+  for name, value in expected.items():
+    if name not in state:
+      raise ValueError(
+        f'the saved input state has no {name!r} (it has {sorted(state)}): it was saved by another kind of input. '
+        'Restore with the input that saved it, or start the input afresh from its beginning.'
+      )
+    if state[name] != value:
+      raise ValueError(
+        f'the saved input state has {name} = {state[name]!r}, but this input has {name} = {value!r}: continuing '
+        f'would read other data. Restore with {name} = {state[name]!r}, or start the input afresh from its beginning.'
+      )

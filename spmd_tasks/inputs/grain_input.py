@@ -1,0 +1,232 @@
+"""TextInput: packed batches of text from any source, shuffled by Grain, read by this process or by Grain's worker
+processes.
+
+Usage:
+
+    TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=32, seq_len=512)  # training, for ever
+    TextInput(source=StdlibText(split='valid'), ..., num_epochs=1, shuffle=False)  # an eval set, once
+
+A training input (`num_epochs=None`) has one lane per row of the global batch (see packing.py); a host reads the lanes
+of its rows and its worker processes divide them. A finite input is one stream, dealt out to the rows in turn, which
+every host reads whole and keeps its rows of: so all hosts agree on the number of batches, and only the last one is
+padded.
+
+Either way the global batch is a function of the settings and of the position, whatever the number of hosts and workers,
+and changing either between save and restore is exact. Restoring reads one block per lane again.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_tasks.inputs import base
+from spmd_tasks.inputs.block_reader import BlockReader
+from spmd_tasks.inputs.packing import Lane, TokenBlock, pack_batch
+from spmd_tasks.inputs.text import OpenSource, TextSource
+from spmd_tasks.inputs.tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextInput:
+  """Packed language-model batches.
+
+  Fields:
+    source: what to read, such as StdlibText(), TextFiles, JsonLines, Parquet, ArrayRecord.
+    tokenizer: ByteTokenizer() or BpeTokenizer.
+    batch_size, seq_len: of the global batch.
+    seed, shuffle: blocks are shuffled anew in every epoch.
+    num_epochs: how often the source is read; None is for ever.
+    max_batches: ends a finite or endless input early, for short evaluations.
+    packing: False puts at most one document in a row.
+    num_workers: processes per host that read and tokenize; 0 reads in this process. A finite input uses at most one.
+    worker_buffer_size: batches that each worker prepares ahead.
+    read_timeout_s: a block that takes longer to read is an error that names it.
+  """
+
+  source: TextSource
+  tokenizer: Tokenizer
+  batch_size: int
+  seq_len: int
+  seed: int = 0
+  shuffle: bool = True
+  num_epochs: int | None = None
+  max_batches: int | None = None
+  packing: bool = True
+  num_workers: int = 0
+  worker_buffer_size: int = 2
+  read_timeout_s: float = 120.0
+
+  def __post_init__(self):
+    if self.seq_len < 1:
+      raise ValueError(f'seq_len {self.seq_len} must be at least 1.')
+    if self.num_epochs is not None and self.num_epochs < 1:
+      raise ValueError(f'num_epochs {self.num_epochs} must be at least 1, or None to read for ever.')
+    if self.num_workers < 0 or self.worker_buffer_size < 1:
+      raise ValueError(
+        f'num_workers {self.num_workers} must not be negative, worker_buffer_size {self.worker_buffer_size} at least 1.'
+      )
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    return base.language_model_spec(self.batch_size, self.seq_len)
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'TextIterator':
+    return TextIterator(self, shard_index, shard_count)
+
+  def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
+    states = sorted(states, key=lambda state: state['shard_index'])
+    saved_count = states[0]['shard_count']
+    if [state['shard_index'] for state in states] != list(range(saved_count)):
+      raise ValueError(
+        f'the states of all {saved_count} shards are needed, those of {[s["shard_index"] for s in states]} are there.'
+      )
+    batches = [state['num_batches'] for state in states]
+    if len(set(batches)) > 1:
+      raise ValueError(f'the shards were saved after different numbers of batches, {batches}.')
+    endless = self.num_epochs is None
+    lanes = [lane for state in states for lane in state['lanes']] if endless else states[0]['lanes']
+    resharded = []
+    for index in range(shard_count):
+      rows = base.shard_rows(self.batch_size, index, shard_count)
+      own = lanes[rows.start : rows.stop] if endless else lanes
+      resharded.append({**states[0], 'shard_index': index, 'shard_count': shard_count, 'lanes': own})
+    return resharded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaneReader:
+  """Reads some lanes: what a worker process is given.
+
+  lanes: which, of num_lanes; rows: for a finite input, the rows to keep of the batch that lane 0 is dealt out to.
+  """
+
+  settings: TextInput
+  source: OpenSource
+  num_lanes: int
+  lanes: tuple[int, ...]
+  rows: range | None = None
+
+  def batches(self, positions: np.ndarray) -> Iterator[tuple[base.Batch, np.ndarray]]:
+    """Yields batches of these lanes' rows and the position behind each, int64 [num_lanes, 2] as Lane.position."""
+    import grain
+
+    s = self.settings
+    reader = BlockReader(self.source, s.tokenizer, s.read_timeout_s)
+    blocks = grain.MapDataset.source(reader)
+    if s.shuffle:
+      blocks = blocks.seed(s.seed).shuffle()
+    blocks = blocks.repeat(s.num_epochs)
+
+    def read_block(index: int) -> TokenBlock | None:
+      return blocks[index] if index < len(blocks) else None
+
+    try:
+      lanes = [Lane(lane, self.num_lanes, read_block, len(self.source), s.packing) for lane in self.lanes]
+      for lane, (num_read, offset) in zip(lanes, positions.tolist(), strict=True):
+        lane.seek(num_read, offset)
+      row_lanes = lanes if self.rows is None else lanes * s.batch_size
+      while (batch := pack_batch(row_lanes, s.seq_len, s.tokenizer.pad_id)) is not None:
+        if self.rows is not None:
+          batch = {name: rows[self.rows.start : self.rows.stop] for name, rows in batch.items()}
+        yield batch, np.array([lane.position for lane in lanes], np.int64)
+    finally:
+      reader.close()
+
+
+class TextIterator:
+  """The batches of one shard of a TextInput. Its state is plain JSON data."""
+
+  def __init__(self, settings: TextInput, shard_index: int, shard_count: int):
+    self._settings = settings
+    self._shard = {'shard_index': shard_index, 'shard_count': shard_count}
+    source = settings.source.open()
+    self._identity = {
+      'kind': 'text',
+      'source': source.fingerprint(),
+      'tokenizer': settings.tokenizer.fingerprint(),
+      **{
+        name: getattr(settings, name) for name in ('batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing')
+      },
+    }
+    rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
+    if settings.num_epochs is None:
+      num_groups = min(max(settings.num_workers, 1), len(rows))
+      lanes = [tuple(int(row) for row in part) for part in np.array_split(rows, num_groups)]
+      self._readers = [
+        LaneReader(settings=settings, source=source, num_lanes=settings.batch_size, lanes=part) for part in lanes
+      ]
+    else:
+      self._readers = [LaneReader(settings=settings, source=source, num_lanes=1, lanes=(0,), rows=rows)]
+    self._positions = [np.zeros((len(reader.lanes), 2), np.int64) for reader in self._readers]
+    self._num_batches = 0
+    self._streams: list[Any] | None = None
+    self._closed = False
+
+  def __iter__(self) -> Iterator[base.Batch]:
+    return self
+
+  def __next__(self) -> base.Batch:
+    if self._closed:
+      raise ValueError('this input iterator has been closed: make another one from its settings.')
+    limit = self._settings.max_batches
+    if limit is not None and self._num_batches >= limit:
+      raise StopIteration
+    try:
+      if self._streams is None:
+        self._streams = self._start_streams()
+      parts = [next(stream) for stream in self._streams]
+    except BaseException:
+      # Some lanes may have moved on: another attempt starts again behind the last batch, so that no row is lost.
+      self._stop_streams()
+      raise
+    self._positions = [positions for _, positions in parts]
+    self._num_batches += 1
+    if len(parts) == 1:
+      return parts[0][0]
+    return {name: np.concatenate([batch[name] for batch, _ in parts]) for name in base.BATCH_DTYPES}
+
+  def _start_streams(self) -> list[Any]:
+    if self._settings.num_workers == 0:
+      return [reader.batches(at) for reader, at in zip(self._readers, self._positions, strict=True)]
+    from spmd_tasks.inputs.grain_workers import WorkerStream
+
+    return [
+      WorkerStream(reader, positions, self._settings.worker_buffer_size)
+      for reader, positions in zip(self._readers, self._positions, strict=True)
+    ]
+
+  def _stop_streams(self) -> None:
+    streams, self._streams = self._streams, None
+    for stream in streams or []:
+      stream.close()
+
+  def get_state(self) -> base.State:
+    lanes = np.concatenate(self._positions).tolist()
+    return {**self._identity, **self._shard, 'num_batches': self._num_batches, 'lanes': lanes}
+
+  def set_state(self, state: base.State) -> None:
+    base.check_state(state, self._identity)
+    shard_count = self._shard['shard_count']
+    if self._settings.num_epochs is None and state.get('shard_count') != shard_count:
+      raise ValueError(
+        f'the saved input state has shard_count = {state.get("shard_count")!r}, but this input has shard_count = '
+        f'{shard_count}: pass the states of all shards through `reshard_states` first, or restore with as many hosts.'
+      )
+    if self._settings.num_epochs is None:
+      base.check_state(state, self._shard)
+    positions = np.array(state['lanes'], np.int64)
+    expected = sum(len(reader.lanes) for reader in self._readers)
+    if positions.shape != (expected, 2) or positions.min() < 0:
+      raise ValueError(
+        f'the saved input state is damaged: lanes have shape {positions.shape}, expected {(expected, 2)}.'
+      )
+    self._stop_streams()
+    ends = np.cumsum([len(reader.lanes) for reader in self._readers])[:-1]
+    self._positions = np.split(positions, ends)
+    self._num_batches = int(state['num_batches'])
+
+  def close(self) -> None:
+    self._closed = True
+    self._stop_streams()

@@ -1,0 +1,161 @@
+"""Packing: tokenized documents, one after another, into rows of T tokens without padding between them.
+
+Rows are cut from *lanes*. A lane reads the blocks `lane, lane + num_lanes, lane + 2 * num_lanes, ...` of the (shuffled,
+repeated) source, and each row continues where the lane's last row ended. Row r of every batch comes from lane r. So
+every batch mixes B places of the text, whoever reads a lane gets the same rows from it, and the global batch depends
+neither on the number of hosts nor on the number of worker processes. A lane's whole position is two numbers: how many
+blocks lie behind it, and how many tokens of the current one.
+
+Grain's ConcatThenSplitIterDataset packs one stream per worker, which makes the data depend on the worker count and
+fills a batch from neighbouring text; hence our own.
+
+Legend: T sequence length, N tokens of a block.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+
+import numpy as np
+
+from spmd_tasks.inputs import base
+from spmd_tasks.inputs.tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBlock:
+  """The tokens of one block of documents.
+
+  ids, labels: int32 [N]; ends: for each document, the offset in them at which it ends, increasing.
+  """
+
+  ids: np.ndarray
+  labels: np.ndarray
+  ends: tuple[int, ...]
+
+
+def tokenize_documents(documents: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> TokenBlock:
+  """Tokenizes (text, is_end) pairs; `is_end` says that the text ends its document rather than being cut off.
+
+  A document `a b c` becomes ids `bos a b c` with labels `a b c eos`: every token is predicted once, from its
+  predecessors. Without a bos the first token is read but not predicted. A text that was cut off lacks the eos. Empty
+  texts are left out.
+  """
+  ids, labels, ends, total = [], [], [], 0
+  start = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.int32)
+  end = np.array([tokenizer.eos_id], np.int32)
+  for text, is_end in documents:
+    tokens = tokenizer.encode_array(text)
+    if tokens.size == 0:
+      continue
+    sequence = np.concatenate([start, tokens, end] if is_end else [start, tokens])
+    if sequence.size < 2:
+      continue
+    ids.append(sequence[:-1])
+    labels.append(sequence[1:])
+    total += sequence.size - 1
+    ends.append(total)
+  empty = [np.zeros(0, np.int32)]
+  return TokenBlock(np.concatenate(ids or empty), np.concatenate(labels or empty), tuple(ends))
+
+
+class Lane:
+  """A position in every `num_lanes`-th block, from which rows are cut.
+
+  Args:
+    lane: which blocks: `lane`, `lane + num_lanes`, ...
+    read_block: returns a block's tokens, or None behind the last one.
+    max_empty_blocks: that many blocks without any token in a row are an error, not a reason to search for ever.
+    packing: False puts one document, or one piece of T tokens of it, in each row.
+  """
+
+  def __init__(
+    self,
+    lane: int,
+    num_lanes: int,
+    read_block: Callable[[int], TokenBlock | None],
+    max_empty_blocks: int,
+    packing: bool = True,
+  ):
+    self._lane = lane
+    self._num_lanes = num_lanes
+    self._read_block = read_block
+    self._max_empty_blocks = max_empty_blocks
+    self._packing = packing
+    self._num_read = 0
+    self._offset = 0
+    self._next_document = 0
+    self._block: TokenBlock | None = None
+
+  @property
+  def position(self) -> tuple[int, int]:
+    """(blocks behind the current one, tokens used of the current one)."""
+    return self._num_read, self._offset
+
+  def seek(self, num_read: int, offset: int) -> None:
+    """Continues at a `position`.
+
+    Raises:
+      ValueError: there is no such position.
+    """
+    self._num_read, self._offset, self._next_document, self._block = num_read, offset, 0, None
+    if offset == 0:
+      return
+    self._block = self._load()
+    if self._block is None or not 0 <= offset <= self._block.ids.size:
+      size = 'no such block' if self._block is None else f'{self._block.ids.size} tokens'
+      raise ValueError(
+        f'the saved position is token {offset} of block {num_read} of lane {self._lane}, which has {size}: the text or '
+        'its tokenizer is not what it was when the state was saved.'
+      )
+    self._next_document = int(np.searchsorted(self._block.ends, offset, side='right'))
+
+  def _load(self) -> TokenBlock | None:
+    return self._read_block(self._lane + self._num_read * self._num_lanes)
+
+  def _current(self) -> TokenBlock | None:
+    """The block in which unused tokens remain, or None at the end."""
+    num_empty = 0
+    while True:
+      if self._block is None:
+        self._block = self._load()
+        if self._block is None:
+          return None
+      if self._offset < self._block.ids.size:
+        return self._block
+      num_empty = num_empty + 1 if self._block.ids.size == 0 else 0
+      if num_empty >= self._max_empty_blocks:
+        raise ValueError(f'{num_empty} blocks of text in a row are empty: the source has no text to train on.')
+      self._num_read, self._offset, self._next_document, self._block = self._num_read + 1, 0, 0, None
+
+  def fill_row(self, batch: base.Batch, row: int, positions: np.ndarray) -> bool:
+    """Writes the next row into `batch`; False if the lane had ended. `positions` is arange(T)."""
+    seq_len = positions.size
+    used, segment = 0, 0
+    while used < seq_len:
+      block = self._current()
+      if block is None:
+        break
+      start, document_end = self._offset, block.ends[self._next_document]
+      count = min(seq_len - used, document_end - start)
+      segment += 1
+      here = slice(used, used + count)
+      batch['ids'][row, here] = block.ids[start : start + count]
+      batch['labels'][row, here] = block.labels[start : start + count]
+      batch['weights'][row, here] = 1
+      batch['segment_ids'][row, here] = segment
+      batch['segment_pos'][row, here] = positions[:count]
+      used += count
+      self._offset += count
+      if self._offset == document_end:
+        self._next_document += 1
+      if not self._packing:
+        break
+    return used > 0
+
+
+def pack_batch(lanes: Sequence[Lane], seq_len: int, pad_id: int = 0) -> base.Batch | None:
+  """One row from each lane, [len(lanes), T]; a lane may be named for several rows. None once every lane has ended."""
+  batch = base.empty_batch(len(lanes), seq_len, pad_id)
+  positions = np.arange(seq_len, dtype=np.int32)
+  filled = [lane.fill_row(batch, row, positions) for row, lane in enumerate(lanes)]
+  return batch if any(filled) else None

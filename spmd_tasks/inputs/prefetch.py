@@ -1,0 +1,127 @@
+"""Prefetcher: a thread that keeps batches ready, each with the input position that belongs to it."""
+
+from collections.abc import Callable, Iterator
+import queue
+import sys
+import threading
+import time
+import traceback
+from typing import Any, Generic, TypeVar
+
+from spmd_tasks.inputs import base
+
+T = TypeVar('T')
+
+# How long close() waits for a thread that does not answer; it is a daemon thread, so the process can still end.
+_JOIN_TIMEOUT_S = 5.0
+
+
+class Prefetcher(Generic[T]):
+  """Iterates over (transform(batch), state): `state` is the input's position after exactly this batch.
+
+  So a checkpoint that is written after the step on this batch continues with the next one, however far the thread has
+  read ahead. Errors of the input or of `transform` are raised by `next`, with the traceback of the thread, after the
+  batches before them have been delivered; StopIteration likewise. The Prefetcher owns the iterator from here on.
+
+  Args:
+    iterator: an input iterator, already at the position from which to continue.
+    transform: called in the thread on each batch, such as the placement on devices; None leaves it as is.
+    depth: how many batches to keep ready.
+    timeout_s: waiting longer than this for one batch is a RuntimeError, which says where the thread is stuck; None
+    waits.
+  """
+
+  def __init__(
+    self,
+    iterator: base.InputIterator,
+    transform: Callable[[base.Batch], T] | None = None,
+    depth: int = 2,
+    timeout_s: float | None = None,
+  ):
+    if depth < 1:
+      raise ValueError(f'depth {depth} must be at least 1.')
+    self._input = iterator
+    self._transform = transform
+    self._timeout_s = timeout_s
+    self._queue: queue.Queue[tuple[Any, base.State | None, BaseException | None]] = queue.Queue(depth)
+    self._stop = threading.Event()
+    self._ended: BaseException | None = None
+    self._closed = False
+    self.seconds_waited = 0.0  # in `next`, all together: what the device may have had to wait for the host
+    self._thread = threading.Thread(target=self._run, name='input-prefetch', daemon=True)
+    self._thread.start()
+
+  def _run(self) -> None:
+    while not self._stop.is_set():
+      try:
+        batch = next(self._input)
+        state = self._input.get_state()
+        item = (batch if self._transform is None else self._transform(batch), state, None)
+      except BaseException as e:
+        self._put((None, None, e))
+        return
+      self._put(item)
+      del batch, item  # do not hold a batch's memory while the next one is read
+
+  def _put(self, item: tuple[Any, base.State | None, BaseException | None]) -> None:
+    while not self._stop.is_set():
+      try:
+        self._queue.put(item, timeout=0.1)
+        return
+      except queue.Full:
+        continue
+
+  def __iter__(self) -> Iterator[tuple[T, base.State]]:
+    return self
+
+  def __next__(self) -> tuple[T, base.State]:
+    """The next (transformed batch, state).
+
+    Raises:
+      RuntimeError: no batch came within timeout_s.
+      StopIteration, or whatever the input raised.
+    """
+    if self._closed:
+      raise ValueError('this Prefetcher has been closed.')
+    if self._ended is not None:
+      raise self._ended
+    start = time.monotonic()
+    try:
+      value, state, error = self._queue.get(timeout=self._timeout_s)
+    except queue.Empty:
+      self._ended = RuntimeError(
+        f'the input has produced no batch for {self._timeout_s:g} s. If it is only slow, raise the timeout or add '
+        f'workers. Its thread is at:\n{self._stack()}'
+      )
+      raise self._ended from None
+    finally:
+      self.seconds_waited += time.monotonic() - start
+    if error is not None:
+      self._ended = error
+      raise error
+    assert state is not None
+    return value, state
+
+  def _stack(self) -> str:
+    frame = sys._current_frames().get(self._thread.ident or 0)
+    return 'no thread' if frame is None else ''.join(traceback.format_stack(frame))
+
+  def close(self) -> None:
+    """Stops the thread and closes the input. Idempotent; bounded even when the input hangs."""
+    if self._closed:
+      return
+    self._closed = True
+    self._stop.set()
+    while True:  # let a thread that waits for room in the queue see the stop
+      try:
+        self._queue.get_nowait()
+      except queue.Empty:
+        break
+    self._thread.join(_JOIN_TIMEOUT_S)
+    self._input.close()
+
+  def __enter__(self) -> 'Prefetcher[T]':
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self.close()

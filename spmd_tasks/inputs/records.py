@@ -1,0 +1,229 @@
+"""Sources of documents in record files: JSON lines, Parquet and ArrayRecord. See text.py for what a source is."""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import os
+from typing import Any
+
+from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, common_root, cut_files, expand_globs, file_fingerprint
+
+
+def text_field(record: Any, field: str, where: str) -> str:
+  """The text in one field of a record; a ValueError says `where` it is missing or no text."""
+  if not isinstance(record, dict):
+    raise ValueError(f'{where}: expected a JSON object with a field {field!r}, found {type(record).__name__}.')
+  if field not in record:
+    raise ValueError(f'{where}: there is no field {field!r} (it has {sorted(record)[:20]}): correct `field`.')
+  if not isinstance(record[field], str):
+    raise ValueError(f'{where}: field {field!r} is {type(record[field]).__name__}, not text.')
+  return record[field]
+
+
+def parse_json(data: bytes, where: str) -> Any:
+  try:
+    return json.loads(data)
+  except ValueError as e:  # bad JSON or bad UTF-8
+    raise ValueError(f'{where} is not JSON: {e}. Repair or remove the record.') from e
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonLines:
+  """JSON lines files (a glob pattern or several): one object per line, its text in `field`. Blank lines are skipped.
+
+  Lines are read in blocks of about `block_bytes`, which are what is shuffled; a smaller value shuffles more finely.
+  """
+
+  pattern: str | tuple[str, ...]
+  field: str = 'text'
+  block_bytes: int = DEFAULT_BLOCK_BYTES
+
+  def open(self) -> 'OpenJsonLines':
+    paths = expand_globs(self.pattern, 'JSON lines')
+    source = OpenJsonLines(paths, self.field, self.block_bytes)
+    if len(source) == 0:
+      raise ValueError(f'the files of {self.pattern!r} are empty.')
+    return source
+
+
+class OpenJsonLines:
+  """A block is the lines whose first byte lies in its byte range."""
+
+  def __init__(self, paths: Sequence[str], field: str, block_bytes: int):
+    self._paths = list(paths)
+    self._field = field
+    self._cuts = cut_files([os.path.getsize(path) for path in paths], block_bytes)
+    self._fingerprint = file_fingerprint(common_root(paths), paths, 'jsonl', field, block_bytes)
+
+  def __len__(self) -> int:
+    return len(self._cuts)
+
+  def block_name(self, index: int) -> str:
+    file, start, end = self._cuts[index]
+    return f'{self._paths[file]} bytes {start}-{end}'
+
+  def fingerprint(self) -> str:
+    return self._fingerprint
+
+  def __getitem__(self, index: int) -> Block:
+    file, start, end = self._cuts[index]
+    path = self._paths[file]
+    documents = []
+    with open(path, 'rb') as f:
+      if start:
+        f.seek(start - 1)
+        f.readline()  # the line that began in the block before
+      while (position := f.tell()) < end:
+        line = f.readline()
+        if line.strip():
+          try:
+            documents.append((text_field(parse_json(line, 'it'), self._field, 'it'), True))
+          except ValueError as e:
+            # Counting lines means reading the file from its start: only for the message.
+            raise ValueError(f'{path}:{self._line_number(path, position)}: {e}') from e
+    return Block(self.block_name(index), documents)
+
+  def _line_number(self, path: str, position: int) -> int:
+    with open(path, 'rb') as f:
+      return 1 + sum(f.read(min(1 << 20, position - at)).count(b'\n') for at in range(0, position, 1 << 20))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parquet:
+  """Parquet files (a glob pattern or several) with the text in column `field`; `block_rows` rows are a block."""
+
+  pattern: str | tuple[str, ...]
+  field: str = 'text'
+  block_rows: int = 256
+
+  def open(self) -> 'OpenParquet':
+    source = OpenParquet(expand_globs(self.pattern, 'Parquet'), self.field, self.block_rows)
+    if len(source) == 0:
+      raise ValueError(f'the files of {self.pattern!r} have no rows.')
+    return source
+
+
+class OpenParquet:
+  """Opening reads each file's footer; reading a block decodes that column of its row group, and keeps the last one."""
+
+  def __init__(self, paths: Sequence[str], field: str, block_rows: int):
+    if block_rows < 1:
+      raise ValueError(f'block_rows {block_rows} must be at least 1.')
+    self._paths = list(paths)
+    self._field = field
+    self._blocks = []  # (file, row group, first row in it, rows)
+    for file, path in enumerate(self._paths):
+      metadata = self._open_file(path).metadata
+      for group in range(metadata.num_row_groups):
+        num_rows = metadata.row_group(group).num_rows
+        self._blocks += [(file, group, row, min(block_rows, num_rows - row)) for row in range(0, num_rows, block_rows)]
+    self._fingerprint = file_fingerprint(common_root(paths), paths, 'parquet', field, block_rows)
+    self._last_group: tuple[tuple[int, int], Any] | None = None
+
+  def _open_file(self, path: str) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+      file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as e:
+      raise ValueError(f'{path} is not a readable Parquet file: {e}') from e
+    if self._field not in file.schema_arrow.names:
+      raise ValueError(f'{path} has no column {self._field!r} (it has {file.schema_arrow.names}): correct `field`.')
+    return file
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {**self.__dict__, '_last_group': None}
+
+  def __len__(self) -> int:
+    return len(self._blocks)
+
+  def block_name(self, index: int) -> str:
+    file, group, row, num_rows = self._blocks[index]
+    return f'{self._paths[file]} row group {group} rows {row}-{row + num_rows}'
+
+  def fingerprint(self) -> str:
+    return self._fingerprint
+
+  def __getitem__(self, index: int) -> Block:
+    file, group, row, num_rows = self._blocks[index]
+    if self._last_group is None or self._last_group[0] != (file, group):
+      import pyarrow
+
+      try:
+        with self._open_file(self._paths[file]) as opened:
+          column = opened.read_row_group(group, columns=[self._field]).column(0)
+      except (pyarrow.ArrowException, OSError) as e:
+        raise ValueError(f'{self.block_name(index)} cannot be read: {e}') from e
+      self._last_group = ((file, group), column)
+    texts = self._last_group[1].slice(row, num_rows).to_pylist()
+    for i, text in enumerate(texts):
+      if not isinstance(text, str):
+        where = f'{self._paths[file]} row group {group} row {row + i}'
+        raise ValueError(f'{where}: column {self._field!r} is {type(text).__name__}, not text.')
+    return Block(self.block_name(index), [(text, True) for text in texts])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRecord:
+  """ArrayRecord files (a glob pattern or several); a record is UTF-8 text, or a JSON object with its text in `field`.
+
+  A record is a block, so shuffling is by record. Needs the `array-record` package.
+  """
+
+  pattern: str | tuple[str, ...]
+  field: str | None = None
+
+  def open(self) -> 'OpenArrayRecord':
+    source = OpenArrayRecord(expand_globs(self.pattern, 'ArrayRecord'), self.field)
+    if len(source) == 0:
+      raise ValueError(f'the files of {self.pattern!r} have no records.')
+    return source
+
+
+class OpenArrayRecord:
+  """Opening reads each file's footer."""
+
+  def __init__(self, paths: Sequence[str], field: str | None):
+    self._paths = list(paths)
+    self._field = field
+    self._fingerprint = file_fingerprint(common_root(paths), paths, 'array_record', field)
+    self._reader: Any = None
+    self._num_records = len(self._open_reader())
+
+  def _open_reader(self) -> Any:
+    if self._reader is None:
+      try:
+        from array_record.python import array_record_data_source
+      except ImportError as e:
+        raise ImportError(
+          'reading ArrayRecord files needs the array-record package: `pip install array-record`.'
+        ) from e
+      try:
+        self._reader = array_record_data_source.ArrayRecordDataSource(self._paths)
+      except Exception as e:  # it raises bare RuntimeErrors and ValueErrors
+        raise ValueError(f'{self._paths} cannot be opened as ArrayRecord files: {e}') from e
+    return self._reader
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {**self.__dict__, '_reader': None}
+
+  def __len__(self) -> int:
+    return self._num_records
+
+  def block_name(self, index: int) -> str:
+    where = self._paths[0] if len(self._paths) == 1 else f'{self._paths[0]} and {len(self._paths) - 1} more'
+    return f'record {index} of {where}'
+
+  def fingerprint(self) -> str:
+    return self._fingerprint
+
+  def __getitem__(self, index: int) -> Block:
+    name = self.block_name(index)
+    record = self._open_reader()[index]
+    if self._field is not None:
+      return Block(name, [(text_field(parse_json(record, name), self._field, name), True)])
+    try:
+      return Block(name, [(record.decode('utf-8'), True)])
+    except UnicodeDecodeError as e:
+      raise ValueError(f'{name} is not UTF-8 text ({e}). If it is JSON, name the `field` that holds the text.') from e

@@ -1,0 +1,93 @@
+"""SyntheticText: random tokens with a rule to learn, a function of (seed, batch, row) alone.
+
+Token t+1 is `rule[token t]`, a fixed random permutation, except that with probability `noise` it is drawn uniformly. A
+model that has learnt the rule reaches a loss of about `noise * log(vocab_size)` plus the entropy of the noise itself.
+No shard and no earlier batch takes part, so any number of hosts reads the same global batch and a position is one
+number.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+
+import jax
+import numpy as np
+
+from spmd_tasks.inputs import base
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyntheticText:
+  """Random learnable tokens; ends after `num_batches`, never if None."""
+
+  batch_size: int
+  seq_len: int
+  vocab_size: int = 256
+  seed: int = 0
+  noise: float = 0.1
+  num_batches: int | None = None
+
+  def __post_init__(self):
+    if self.vocab_size < 2 or self.seq_len < 1:
+      raise ValueError(f'vocab_size {self.vocab_size} must be at least 2 and seq_len {self.seq_len} at least 1.')
+    if not 0 <= self.noise <= 1:
+      raise ValueError(f'noise {self.noise} is a probability: set it in [0, 1].')
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    return base.language_model_spec(self.batch_size, self.seq_len)
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SyntheticIterator':
+    return SyntheticIterator(self, base.shard_rows(self.batch_size, shard_index, shard_count))
+
+  def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
+    if any(state != states[0] for state in states):
+      raise ValueError(f'the shards were saved at different batches, {[s["next_batch"] for s in states]}.')
+    return [dict(states[0]) for _ in range(shard_count)]
+
+
+class SyntheticIterator:
+  """The rows `rows` of each batch of a SyntheticText."""
+
+  def __init__(self, settings: SyntheticText, rows: range):
+    self._settings = settings
+    self._rows = rows
+    self._rule = np.random.default_rng(settings.seed).permutation(settings.vocab_size).astype(np.int32)
+    self._next_batch = 0
+
+  def __iter__(self) -> Iterator[base.Batch]:
+    return self
+
+  def __next__(self) -> base.Batch:
+    s = self._settings
+    if s.num_batches is not None and self._next_batch >= s.num_batches:
+      raise StopIteration
+    tokens = np.empty((len(self._rows), s.seq_len + 1), np.int32)
+    replaced = np.empty(tokens.shape, bool)
+    for i, row in enumerate(self._rows):
+      rng = np.random.default_rng((s.seed, self._next_batch, row))
+      tokens[i] = rng.integers(s.vocab_size, size=s.seq_len + 1, dtype=np.int32)
+      replaced[i] = rng.random(s.seq_len + 1) < s.noise
+    for t in range(1, s.seq_len + 1):
+      tokens[:, t] = np.where(replaced[:, t], tokens[:, t], self._rule[tokens[:, t - 1]])
+    self._next_batch += 1
+    batch = base.empty_batch(len(self._rows), s.seq_len)
+    batch['ids'][:] = tokens[:, :-1]
+    batch['labels'][:] = tokens[:, 1:]
+    batch['weights'][:] = 1
+    batch['segment_ids'][:] = 1
+    batch['segment_pos'][:] = np.arange(s.seq_len)
+    return batch
+
+  def _settings_of_state(self) -> base.State:
+    s = self._settings
+    names = ('batch_size', 'seq_len', 'vocab_size', 'seed', 'noise')
+    return {'kind': 'synthetic', **{name: getattr(s, name) for name in names}}
+
+  def get_state(self) -> base.State:
+    return {**self._settings_of_state(), 'next_batch': self._next_batch}
+
+  def set_state(self, state: base.State) -> None:
+    base.check_state(state, self._settings_of_state())
+    self._next_batch = int(state['next_batch'])
+
+  def close(self) -> None:
+    """Nothing is held open."""

@@ -1,0 +1,225 @@
+"""Sources of documents with random access, and two of them: text files, and the Python standard library's own source.
+
+A source's settings (a frozen dataclass with `open()`) are apart from the opened source, which lists its files but reads
+none. An opened source is a sequence of *blocks*: a block is a list of neighbouring documents, or a piece of one long
+document, of about `block_bytes`. Blocks are what is shuffled, and what is read again when a position is restored, so
+they are small; and they are cut by byte position, so that nothing has to be scanned before the first batch.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import glob
+import hashlib
+import os
+import platform
+import sysconfig
+from typing import Protocol, runtime_checkable
+
+DEFAULT_BLOCK_BYTES = 1 << 16
+_MIN_BLOCK_BYTES = 16  # longer than any one character
+
+# A long text is cut at the first line end within this many bytes behind the nominal place, or else between characters.
+_CUT_WINDOW = 4096
+
+# Directories of the standard library whose content differs between builds of one Python version, or is not its source.
+_STDLIB_SKIPPED = frozenset(
+  {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test', 'ensurepip'}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """Some documents. `documents` holds (text, is_end) pairs: is_end is False where the text goes on in another block."""
+
+  name: str
+  documents: Sequence[tuple[str, bool]]
+
+
+@runtime_checkable
+class OpenSource(Protocol):
+  """A sequence of blocks. Picklable, as worker processes read it too."""
+
+  def __len__(self) -> int: ...
+  def __getitem__(self, index: int) -> Block: ...
+  def block_name(self, index: int) -> str:
+    """Where block `index` lies, for messages; reads nothing."""
+    ...
+
+  def fingerprint(self) -> str:
+    """Differs when the source has other blocks."""
+    ...
+
+
+@runtime_checkable
+class TextSource(Protocol):
+  """The settings of a source."""
+
+  def open(self) -> OpenSource: ...
+
+
+def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
+  """The files that glob patterns match, sorted.
+
+  Raises:
+    ValueError: a pattern matches nothing.
+  """
+  patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+  if not patterns:
+    raise ValueError(f'no {kind} files are named: give a path or a glob pattern.')
+  files = set()
+  for pattern in patterns:
+    found = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+    if not found:
+      raise ValueError(
+        f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'
+      )
+    files.update(found)
+  return sorted(files)
+
+
+def file_fingerprint(root: str, paths: Sequence[str], *settings: object) -> str:
+  """A digest of relative paths, sizes and `settings`; contents are not read, and the root may move."""
+  digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+  for path in paths:
+    digest.update(f'{os.path.relpath(path, root)}\0{os.path.getsize(path)}\0'.encode())
+  return digest.hexdigest()
+
+
+def common_root(paths: Sequence[str]) -> str:
+  """The directory that all files lie in."""
+  return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+
+
+def cut_files(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, int]]:
+  """(file, start, end) nominal byte ranges of at most `block_bytes`; an empty file has none."""
+  if block_bytes < _MIN_BLOCK_BYTES:
+    raise ValueError(f'block_bytes {block_bytes} must be at least {_MIN_BLOCK_BYTES}; default {DEFAULT_BLOCK_BYTES}.')
+  return [
+    (i, start, min(start + block_bytes, size)) for i, size in enumerate(sizes) for start in range(0, size, block_bytes)
+  ]
+
+
+def in_split(name: str, split: str, valid_fraction: float) -> bool:
+  """Whether a file is of `split` ('all', 'train' or 'valid'), by a hash of its name: the same on every machine.
+
+  Raises:
+    ValueError: there is no such split, or valid_fraction is not in (0, 1).
+  """
+  if split not in ('all', 'train', 'valid') or not 0 < valid_fraction < 1:
+    raise ValueError(
+      f"split {split!r} must be 'all', 'train' or 'valid', and valid_fraction {valid_fraction} must be in (0, 1)."
+    )
+  if split == 'all':
+    return True
+  digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+  return (int.from_bytes(digest, 'big') / 2**64 < valid_fraction) == (split == 'valid')
+
+
+class OpenTextFiles:
+  """Each file is one document, in as many blocks as its size asks for."""
+
+  def __init__(self, root: str, paths: Sequence[str], block_bytes: int, fingerprint: str, errors: str = 'strict'):
+    self._root = root
+    self._paths = list(paths)
+    self._sizes = [os.path.getsize(path) for path in self._paths]
+    self._cuts = cut_files(self._sizes, block_bytes)
+    self._window = min(_CUT_WINDOW, block_bytes)
+    self._fingerprint = fingerprint
+    self._errors = errors
+
+  def __len__(self) -> int:
+    return len(self._cuts)
+
+  def block_name(self, index: int) -> str:
+    file, start, end = self._cuts[index]
+    return f'{self._paths[file]} bytes {start}-{end}'
+
+  def fingerprint(self) -> str:
+    return self._fingerprint
+
+  def __getitem__(self, index: int) -> Block:
+    file, start, end = self._cuts[index]
+    path, size = self._paths[file], self._sizes[file]
+    with open(path, 'rb') as f:
+      begin, stop = self._cut(f, start, size), self._cut(f, end, size)
+      f.seek(begin)
+      data = f.read(stop - begin)
+    try:
+      text = data.decode('utf-8', errors=self._errors)
+    except UnicodeDecodeError as e:
+      raise ValueError(
+        f'{path} is not UTF-8 text: byte {begin + e.start} is {data[e.start : e.start + 1]!r} ({e.reason}). Convert '
+        'the file, or leave it out of the pattern.'
+      ) from e
+    return Block(self.block_name(index), [(text, stop == size)] if text else [])
+
+  def _cut(self, f, nominal: int, size: int) -> int:
+    """Where the text is really cut: a function of the file and `nominal` alone, so that both neighbours agree."""
+    if nominal == 0 or nominal >= size:
+      return nominal
+    f.seek(nominal - 1)
+    window = f.read(self._window)
+    line_end = window.find(b'\n')
+    if line_end >= 0:
+      return nominal + line_end
+    continued = 0  # of the bytes from `nominal` on, how many belong to a character that began before
+    while continued + 1 < len(window) and window[continued + 1] & 0xC0 == 0x80:
+      continued += 1
+    return nominal + continued
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextFiles:
+  """UTF-8 text files, one document each: a glob pattern (`**` for any directories), or several.
+
+  `split` 'train' and 'valid' divide the files by a hash of their path below the common directory: about
+  `valid_fraction` of them are 'valid'.
+  """
+
+  pattern: str | tuple[str, ...]
+  split: str = 'all'
+  valid_fraction: float = 0.05
+  block_bytes: int = DEFAULT_BLOCK_BYTES
+
+  def open(self) -> OpenTextFiles:
+    paths = expand_globs(self.pattern, 'text')
+    root = common_root(paths)
+    chosen = [p for p in paths if in_split(os.path.relpath(p, root), self.split, self.valid_fraction)]
+    source = OpenTextFiles(root, chosen, self.block_bytes, file_fingerprint(root, chosen, 'text', self.block_bytes))
+    if len(source) == 0:
+      raise ValueError(
+        f'the {len(paths)} files of {self.pattern!r} have no text in split {self.split!r} (valid_fraction '
+        f'{self.valid_fraction}): name more files, or set valid_fraction nearer to 0.5, or split to "all".'
+      )
+    return source
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StdlibText:
+  """The source of the running Python's standard library: 12 MB of real text on every machine, nothing to download.
+
+  Modules are divided into 'train' and 'valid' by a hash of their path, the same for every run and host. Another Python
+  version has other modules: its states are refused.
+  """
+
+  split: str = 'train'
+  valid_fraction: float = 0.05
+  block_bytes: int = DEFAULT_BLOCK_BYTES
+
+  def open(self) -> OpenTextFiles:
+    root = sysconfig.get_path('stdlib')
+    names = []
+    for directory, subdirectories, files in os.walk(root):
+      subdirectories[:] = [
+        name for name in subdirectories if name not in _STDLIB_SKIPPED and not name.startswith('config-')
+      ]
+      names += [os.path.relpath(os.path.join(directory, name), root) for name in files if name.endswith('.py')]
+    # Files such as _sysconfigdata_*.py record how this Python was built.
+    names = sorted(name for name in names if not os.path.basename(name).startswith('_sysconfigdata'))
+    paths = [os.path.join(root, name) for name in names if in_split(name, self.split, self.valid_fraction)]
+    if not paths:
+      raise ValueError(
+        f'the standard library of this Python, {root}, has no .py files (it may be a zip archive): use TextFiles.'
+      )
+    fingerprint = file_fingerprint(root, paths, 'stdlib', platform.python_version(), self.block_bytes)
+    return OpenTextFiles(root, paths, self.block_bytes, fingerprint, errors='replace')

@@ -1,0 +1,169 @@
+"""Vocabularies: raw bytes, which need no file, and byte-pair encoding through the `tokenizers` library."""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import functools
+import hashlib
+import os
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+  """Text to ids and back. `bos_id` is None where the vocabulary has none."""
+
+  @property
+  def vocab_size(self) -> int: ...
+  @property
+  def pad_id(self) -> int: ...
+  @property
+  def bos_id(self) -> int | None: ...
+  @property
+  def eos_id(self) -> int: ...
+
+  def encode(self, text: str) -> list[int]:
+    """The ids of `text`, without bos and eos."""
+    ...
+
+  def encode_array(self, text: str) -> np.ndarray:
+    """As `encode`, int32 [num_tokens]."""
+    ...
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of `ids`; pad, bos and eos give nothing."""
+    ...
+
+  def fingerprint(self) -> str:
+    """Changes whenever any text would be encoded otherwise."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByteTokenizer:
+  """UTF-8 bytes: ids 0, 1 and 2 are pad, bos and eos; byte b is id b + 3, so that a vocabulary has 259 entries."""
+
+  pad_id: int = dataclasses.field(default=0, init=False)
+  bos_id: int = dataclasses.field(default=1, init=False)
+  eos_id: int = dataclasses.field(default=2, init=False)
+  num_special: int = dataclasses.field(default=3, init=False)
+
+  @property
+  def vocab_size(self) -> int:
+    return 256 + self.num_special
+
+  def encode_array(self, text: str) -> np.ndarray:
+    return np.frombuffer(text.encode('utf-8'), np.uint8).astype(np.int32) + self.num_special
+
+  def encode(self, text: str) -> list[int]:
+    return self.encode_array(text).tolist()
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Exact for what `encode` made; a sequence of bytes that is not UTF-8, as a model may sample, gives U+FFFD."""
+    values = np.asarray(ids, np.int64).reshape(-1)
+    if values.size and (values.min() < 0 or values.max() >= self.vocab_size):
+      raise ValueError(
+        f'an id in [{values.min()}, {values.max()}] is outside the byte vocabulary [0, {self.vocab_size}).'
+      )
+    values = values[values >= self.num_special] - self.num_special
+    return values.astype(np.uint8).tobytes().decode('utf-8', errors='replace')
+
+  def fingerprint(self) -> str:
+    return 'bytes+3'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BpeTokenizer:
+  """A vocabulary file of the `tokenizers` library (Hugging Face's tokenizer.json).
+
+  The special tokens are looked up by name when the file is first read; a ValueError names one that is missing.
+  `bos_token=None` and `pad_token=None` say that there is none (pad is then id 0, which only rows of weight 0 contain).
+  """
+
+  path: str
+  eos_token: str = '<eos>'
+  bos_token: str | None = '<bos>'
+  pad_token: str | None = '<pad>'
+
+  @functools.cached_property
+  def _tokenizer(self) -> Any:
+    import tokenizers
+
+    if not os.path.exists(self.path):
+      raise FileNotFoundError(f'there is no tokenizer file {self.path}: train one with train_bpe, or correct the path.')
+    try:
+      return tokenizers.Tokenizer.from_file(self.path)
+    except Exception as e:  # the library raises a bare Exception
+      raise ValueError(f'{self.path} is not a tokenizer.json of the tokenizers library: {e}') from e
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+  def _special_id(self, token: str) -> int:
+    found = self._tokenizer.token_to_id(token)
+    if found is None:
+      raise ValueError(
+        f'{self.path} has no token {token!r}: name the special tokens that it does have in eos_token, bos_token and '
+        'pad_token (None for no bos or no pad).'
+      )
+    return found
+
+  @functools.cached_property
+  def eos_id(self) -> int:
+    return self._special_id(self.eos_token)
+
+  @functools.cached_property
+  def bos_id(self) -> int | None:
+    return None if self.bos_token is None else self._special_id(self.bos_token)
+
+  @functools.cached_property
+  def pad_id(self) -> int:
+    return 0 if self.pad_token is None else self._special_id(self.pad_token)
+
+  @functools.cached_property
+  def vocab_size(self) -> int:
+    return self._tokenizer.get_vocab_size()
+
+  def encode(self, text: str) -> list[int]:
+    return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def encode_array(self, text: str) -> np.ndarray:
+    return np.array(self.encode(text), np.int32)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+  def fingerprint(self) -> str:
+    with open(self.path, 'rb') as f:
+      return 'bpe ' + hashlib.blake2b(f.read(), digest_size=16).hexdigest()
+
+
+def train_bpe(texts: Iterable[str], path: str, vocab_size: int, min_frequency: int = 2) -> BpeTokenizer:
+  """Trains a byte-level BPE vocabulary on `texts`, saves it at `path` and returns it.
+
+  All 256 bytes are in the alphabet, so that any text is encoded and decoded exactly. `<pad>`, `<bos>` and `<eos>` are
+  ids 0, 1 and 2. The result may have fewer than `vocab_size` entries when the texts have too few pairs to merge.
+
+  Raises:
+    ValueError: vocab_size has no room for the bytes and the special tokens.
+  """
+  import tokenizers
+
+  special = ['<pad>', '<bos>', '<eos>']
+  alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+  if vocab_size < len(alphabet) + len(special):
+    raise ValueError(f'vocab_size {vocab_size} must be at least {len(alphabet)} bytes + {len(special)} special tokens.')
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    min_frequency=min_frequency,
+    special_tokens=special,
+    initial_alphabet=alphabet,
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  tokenizer.save(path)
+  return BpeTokenizer(path=path)
