@@ -56,9 +56,12 @@ class MeshSpec:
     wanted = math.prod(ici) * math.prod(dcn)
     if wanted != num_devices:
       dcn_text = f' x dcn_mesh_shape {tuple(dcn)}' if self.dcn_mesh_shape else ''
+      num_slices = math.prod(dcn)
+      remedy = f'set --ici_mesh_shape to {len(ici)} sizes whose product is {num_devices // num_slices}'
+      if num_devices % num_slices:
+        remedy = f'{num_slices} slices do not divide them, so set --dcn_mesh_shape to sizes whose product does'
       raise ValueError(
-        f'ici_mesh_shape {self.ici_mesh_shape}{dcn_text} needs {wanted} devices but there are {num_devices}: set '
-        f'--ici_mesh_shape to {len(ici)} sizes whose product is {num_devices // math.prod(dcn) or 1}'
+        f'ici_mesh_shape {self.ici_mesh_shape}{dcn_text} needs {wanted} devices but there are {num_devices}: {remedy}'
         f', or on a CPU pass --num_fake_devices {wanted}.'
       )
     return ici, dcn

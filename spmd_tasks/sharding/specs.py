@@ -38,7 +38,7 @@ def _spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
 
 
 def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> None:
-  """Raises a ValueError if a rule maps to something that is not a mesh axis, or redefines one."""
+  """Raises a ValueError if a rule maps to something that is not a mesh axis, to one twice, or redefines one."""
   for name, target in axis_rules:
     if name in mesh_axis_names:
       raise ValueError(f'axis rule {name!r} has the name of a mesh axis {tuple(mesh_axis_names)}: rename the rule.')
@@ -48,6 +48,9 @@ def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> N
         f'axis rule ({name!r}, {target!r}) names {unknown[0]!r}, which is not one of the mesh axes '
         f'{tuple(mesh_axis_names)}: correct the rule or add the axis to mesh_axis_names.'
       )
+    for axis in _axes_of(target):
+      if _axes_of(target).count(axis) > 1:
+        raise ValueError(f'axis rule ({name!r}, {target!r}) names mesh axis {axis!r} twice: name it once.')
 
 
 def split_dims_to_partition_spec(

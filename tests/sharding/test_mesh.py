@@ -1,0 +1,155 @@
+"""Meshes: sizes from ICI x DCN, which device lands where, and errors that state the remedy."""
+
+from types import SimpleNamespace
+
+import jax
+from jax.sharding import AxisType
+import numpy as np
+import pytest
+
+from spmd_tasks.sharding.mesh import MeshSpec, _hybrid_device_array, axis_sizes
+
+AXES = ('replica', 'data', 'mdl')
+
+
+def spec(ici, dcn=None, names=AXES):
+  return MeshSpec(axis_names=names, ici_mesh_shape=ici, dcn_mesh_shape=dcn)
+
+
+def expected_id(position, ici, dcn):
+  """The device at a mesh position when slice s holds ids [s * n, (s + 1) * n): slow part outer, row-major in both."""
+  slow = [index // fast_size for index, fast_size in zip(position, ici)]
+  fast = [index % fast_size for index, fast_size in zip(position, ici)]
+  slice_index = 0
+  for index, size in zip(slow, dcn):
+    slice_index = slice_index * size + index
+  within = 0
+  for index, size in zip(fast, ici):
+    within = within * size + index
+  return slice_index * int(np.prod(ici)) + within
+
+
+LAYOUTS = [
+  ((1, 4, 2), None),
+  ((2, 2, 2), None),
+  ((8, 1, 1), (1, 1, 1)),
+  ((1, 2, 2), (2, 1, 1)),
+  ((1, 2, 2), (1, 2, 1)),
+  ((1, 2, 2), (1, 1, 2)),
+  ((2, 1, 1), (1, 2, 2)),
+  ((1, 2, 1), (2, 2, 1)),
+  ((1, 1, 1), (2, 2, 2)),
+]
+
+
+@pytest.mark.parametrize('ici, dcn', LAYOUTS)
+def test_every_device_lands_where_its_slice_says(ici, dcn):
+  mesh = spec(ici, dcn).build()
+  dcn = dcn or (1, 1, 1)
+  assert axis_sizes(mesh) == {name: i * d for name, i, d in zip(AXES, ici, dcn)} == spec(ici, dcn).sizes(8)
+  assert mesh.axis_names == AXES
+  assert mesh.axis_types == (AxisType.Auto,) * 3
+  for position in np.ndindex(mesh.devices.shape):
+    assert mesh.devices[position].id == expected_id(position, ici, dcn), position
+
+
+def test_a_worked_hybrid_example():
+  """Slices 0 = ids 0-3 and 1 = ids 4-7; `data` is 2 slices of 2, `mdl` stays inside a slice."""
+  mesh = spec((1, 2, 2), (1, 2, 1)).build()
+  ids = [[device.id for device in row] for row in mesh.devices[0]]
+  assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  mesh = spec((1, 2, 2), (1, 1, 2)).build()
+  ids = [[device.id for device in row] for row in mesh.devices[0]]
+  assert ids == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def fake_devices(granule_of_id, attribute):
+  """Devices of a platform that jax knows nothing about, in reverse order so that only their attributes can help."""
+  other = {'slice_index': 'process_index', 'process_index': 'slice_index'}[attribute]
+  neutral = None if other == 'slice_index' else 0
+  return [
+    SimpleNamespace(id=i, platform='fake', device_kind='fake', **{attribute: granule, other: neutral})
+    for i, granule in sorted(granule_of_id.items(), reverse=True)
+  ]
+
+
+@pytest.mark.parametrize('attribute', ['slice_index', 'process_index'])
+@pytest.mark.parametrize('ici, dcn', [((1, 2, 2), (2, 1, 1)), ((1, 2, 2), (1, 1, 2)), ((2, 1, 1), (1, 2, 2))])
+def test_real_slices_else_processes_are_what_the_dcn_axes_run_over(attribute, ici, dcn):
+  num_granules = int(np.prod(dcn))
+  granule_of_id = {i: i % num_granules for i in range(8)}  # interleaved, not consecutive
+  array = _hybrid_device_array(ici, dcn, fake_devices(granule_of_id, attribute))
+  assert array.shape == tuple(i * d for i, d in zip(ici, dcn))
+  assert sorted(device.id for device in array.flat) == list(range(8))
+  for position in np.ndindex(array.shape):
+    slow = [index // size for index, size in zip(position, ici)]
+    assert getattr(array[position], attribute) == np.ravel_multi_index(slow, dcn), position
+
+
+def test_a_subset_of_the_devices_can_be_given():
+  mesh = spec((1, 2, 1)).build(jax.devices()[4:6])
+  assert [device.id for device in mesh.devices.flat] == [4, 5]
+
+
+@pytest.mark.parametrize(
+  'ici, dcn, num_devices, expected',
+  [
+    ((1, -1, 2), None, 8, {'replica': 1, 'data': 4, 'mdl': 2}),
+    ((-1, 1, 8), None, 8, {'replica': 1, 'data': 1, 'mdl': 8}),
+    ((1, -1, 2), (2, 1, 1), 8, {'replica': 2, 'data': 2, 'mdl': 2}),
+    ((1, -1, 1), (1, 2, 1), 8, {'replica': 1, 'data': 8, 'mdl': 1}),
+    ((-1, 16, 16), None, 2048, {'replica': 8, 'data': 16, 'mdl': 16}),
+    ((1, 1, -1), None, 1, {'replica': 1, 'data': 1, 'mdl': 1}),
+  ],
+)
+def test_one_size_may_be_the_devices_left_over(ici, dcn, num_devices, expected):
+  assert spec(ici, dcn).sizes(num_devices) == expected
+
+
+def test_left_over_devices_are_built_too():
+  assert axis_sizes(spec((1, -1, 2)).build()) == {'replica': 1, 'data': 4, 'mdl': 2}
+
+
+@pytest.mark.parametrize(
+  'ici, dcn, num_devices, words',
+  [
+    ((1, 2, 2), None, 8, ['(1, 2, 2)', 'needs 4', 'there are 8', '--ici_mesh_shape', '3 sizes', 'product is 8',
+                          '--num_fake_devices 4']),
+    ((1, 4, 4), None, 8, ['needs 16', 'there are 8', '--num_fake_devices 16']),
+    ((1, 4, 1), (1, 4, 1), 8, ['dcn_mesh_shape (1, 4, 1)', 'needs 16', 'product is 2']),
+    ((1, 4, 1), (1, 3, 1), 8, ['dcn_mesh_shape (1, 3, 1)', 'needs 12', '3 slices do not divide', '--dcn_mesh_shape']),
+    ((1, -1, 1), (1, 3, 1), 8, ['3 slices do not divide', '--dcn_mesh_shape']),
+    ((1, -1, 3), None, 8, ['(1, -1, 3)', 'there are 8', 'product is 8']),
+    ((1, -1, 16), None, 8, ['needs 16', 'there are 8']),
+  ],
+)  # fmt: skip
+def test_a_mesh_that_does_not_match_the_devices_is_refused_with_the_remedy(ici, dcn, num_devices, words):
+  with pytest.raises(ValueError) as error:
+    spec(ici, dcn).sizes(num_devices)
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_build_refuses_like_sizes():
+  with pytest.raises(ValueError, match='needs 4 devices but there are 8'):
+    spec((1, 2, 2)).build()
+
+
+@pytest.mark.parametrize(
+  'names, ici, dcn, words',
+  [
+    (('data', 'data'), (1, 1), None, ["('data', 'data')", 'twice', 'its own name']),
+    (AXES, (1, 8), None, ['ici_mesh_shape (1, 8)', '2 entries', '3', 'one size per axis']),
+    (AXES, (1, 8, 1), (1, 1), ['dcn_mesh_shape (1, 1)', 'one size per axis']),
+    (AXES, (1, 0, 8), None, ['ici_mesh_shape (1, 0, 8)', 'positive']),
+    (AXES, (1, -2, 8), None, ['ici_mesh_shape (1, -2, 8)', 'positive']),
+    (AXES, (-1, -1, 8), None, ['ici_mesh_shape (-1, -1, 8)', 'one ICI size may be -1']),
+    (AXES, (1, 8, 1), (1, -1, 1), ['dcn_mesh_shape (1, -1, 1)', 'one ICI size may be -1']),
+    (AXES, (1, 8, 1), (0, 1, 1), ['dcn_mesh_shape (0, 1, 1)', 'positive']),
+  ],
+)
+def test_bad_shapes_are_refused_when_written(names, ici, dcn, words):
+  with pytest.raises(ValueError) as error:
+    spec(ici, dcn, names)
+  for word in words:
+    assert word in str(error.value)
