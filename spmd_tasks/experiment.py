@@ -28,6 +28,7 @@ from typing import Any, dataclass_transform, get_type_hints
 
 from flax.core import FrozenDict
 
+from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
 
 _METHODS = ('task', 'train_input', 'eval_inputs')
@@ -105,8 +106,8 @@ class _FrozenFields:
           annotations[name] = _field_type(cls, name)
       elif name not in annotations and _is_plain_value(name, value):
         raise ValueError(
-          f'{cls.__qualname__}.{name} = {value!r} is a new attribute without a type, so that it could not be set from the '
-          f'command line: annotate it, `{name}: {type(value).__name__} = {value!r}`.'
+          f'{cls.__qualname__}.{name} = {value!r} is a new attribute without a type, so that it could not be set from '
+          f'the command line: annotate it, `{name}: {type(value).__name__} = {value!r}`.'
         )
       if name in annotations:
         setattr(cls, name, _freeze(value))
@@ -142,6 +143,12 @@ class Experiment(_FrozenFields, abc.ABC):
   checkpoint_keep_every_steps: int | None = None
   # The profiler captures steps [first, last).
   profile_steps: tuple[int, int] | None = None
+  # Event files for TensorBoard beside metrics.jsonl, which is always written.
+  tensorboard: bool = True
+
+  # How many batches are kept ready on the devices, and how long one may take before the job counts its input as hung.
+  prefetch_batches: int = 2
+  input_timeout_s: float = 600.0
 
   # A process that makes no progress for so long ends itself and its peers. The first step includes compilation.
   step_timeout_s: float = 600.0
@@ -153,15 +160,19 @@ class Experiment(_FrozenFields, abc.ABC):
   def __post_init__(self):
     for field in dataclasses.fields(self):
       object.__setattr__(self, field.name, _freeze(getattr(self, field.name)))
-    self._check_mesh()
+    for name in ('ici_mesh_shape', 'dcn_mesh_shape'):
+      shape = getattr(self, name)
+      if shape is not None and not (isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)):
+        raise ValueError(f'{name} = {shape!r} must be a tuple of integers, one per mesh axis {self.mesh_axis_names}.')
+    self.mesh_spec()
     check_axis_rules(self.axis_rules, self.mesh_axis_names)
-    for name in ('num_train_steps', 'log_every_steps', 'checkpoint_max_to_keep'):
+    for name in ('num_train_steps', 'log_every_steps', 'checkpoint_max_to_keep', 'prefetch_batches'):
       if not _is_positive(getattr(self, name)):
         raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
     for name in ('eval_every_steps', 'checkpoint_every_steps', 'checkpoint_keep_every_steps'):
       if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
         raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
-    for name in ('step_timeout_s', 'first_step_timeout_s', 'heartbeat_timeout_s', 'shutdown_timeout_s'):
+    for name in (field.name for field in dataclasses.fields(self) if field.name.endswith('_timeout_s')):
       if not getattr(self, name) > 0:
         raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive number of seconds.')
     if not isinstance(self.seed, int) or self.seed < 0:
@@ -170,21 +181,11 @@ class Experiment(_FrozenFields, abc.ABC):
     if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
       raise ValueError(f'profile_steps = {steps} must be (first, last) with 0 <= first < last.')
 
-  def _check_mesh(self) -> None:
-    names = self.mesh_axis_names
-    if not names or len(set(names)) != len(names):
-      raise ValueError(f'mesh_axis_names = {names} must be one or more different names.')
-    for field in ('ici_mesh_shape', 'dcn_mesh_shape'):
-      shape = getattr(self, field)
-      if shape is None and field == 'dcn_mesh_shape':
-        continue
-      if not isinstance(shape, tuple) or len(shape) != len(names):
-        raise ValueError(
-          f'{field} = {shape!r} must have one size per mesh axis {names}: write {len(names)} positive integers, for '
-          f'example {(1,) * len(names)}.'
-        )
-      if not all(_is_positive(size) for size in shape):
-        raise ValueError(f'{field} = {shape} must be positive integers, one per mesh axis {names}; 1 does not split.')
+  def mesh_spec(self) -> MeshSpec:
+    """The mesh's axes and sizes."""
+    return MeshSpec(
+      axis_names=self.mesh_axis_names, ici_mesh_shape=self.ici_mesh_shape, dcn_mesh_shape=self.dcn_mesh_shape
+    )
 
   @abc.abstractmethod
   def task(self) -> Any:

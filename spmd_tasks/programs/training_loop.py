@@ -6,6 +6,7 @@ before everything that depends on it: checkpoints, evals, the end.
 """
 
 from collections.abc import Callable, Iterator
+import contextlib
 import dataclasses
 import time
 from typing import Any
@@ -54,6 +55,7 @@ class TrainingLoop:
     intervals: list[Interval],
     on_launch: Callable[[int], None],
     on_step: Callable[[int, dict[str, jax.Array]], None],
+    on_skip: Callable[[int, dict[str, jax.Array]], None],
     should_stop: Callable[[int], bool],
   ):
     self._train_step = train_step
@@ -63,6 +65,7 @@ class TrainingLoop:
     self._intervals = intervals
     self._on_launch = on_launch
     self._on_step = on_step
+    self._on_skip = on_skip
     self._should_stop = should_stop
     self._in_flight: dict[str, jax.Array] | None = None
     self.state = state
@@ -117,6 +120,7 @@ class TrainingLoop:
       self.step -= 1
       self.num_skipped += 1
       self._skipped_in_a_row += 1
+      self._on_skip(self.step, metrics)
       if self._skipped_in_a_row >= self._max_consecutive_skips:
         raise TrainingDivergedError(
           f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (the last: loss '
@@ -133,8 +137,7 @@ class StepLog:
   """Turns the metrics of logged steps into host scalars with rates over the time since the last logged step."""
 
   batch_tokens: int
-  flops_per_step: int | None
-  peak_flops: float | None
+  peak_steps_per_second: float | None
   seconds_waited: Callable[[], float]
   _last_step: int = -1
   _last_time: float = 0.0
@@ -143,6 +146,15 @@ class StepLog:
   def start(self, step: int) -> None:
     """Rates count from here; called after the first step, so that compilation is left out."""
     self._last_step, self._last_time, self._last_waited = step, time.perf_counter(), self.seconds_waited()
+
+  @contextlib.contextmanager
+  def pause(self) -> Iterator[None]:
+    """Leaves the time inside the context out of the rates."""
+    start = time.perf_counter()
+    try:
+      yield
+    finally:
+      self._last_time += time.perf_counter() - start
 
   def scalars(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, float]:
     """The step's metrics as floats, with steps and tokens per second, host-wait fraction and MFU."""
@@ -153,7 +165,7 @@ class StepLog:
       scalars['steps_per_second'] = num_steps / seconds
       scalars['tokens_per_second'] = num_steps * self.batch_tokens / seconds
       scalars['host_wait_fraction'] = (waited - self._last_waited) / seconds
-      if self.flops_per_step and self.peak_flops:
-        scalars['mfu'] = num_steps * self.flops_per_step / seconds / self.peak_flops
+      if self.peak_steps_per_second is not None:
+        scalars['mfu'] = num_steps / seconds / self.peak_steps_per_second
       self._last_step, self._last_time, self._last_waited = step, now, waited
     return scalars

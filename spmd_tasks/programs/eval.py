@@ -1,0 +1,53 @@
+"""--mode=eval: a checkpoint's weights on every eval set, once, or again for each new checkpoint of a running job."""
+
+from pathlib import Path
+import time
+
+from spmd_tasks.experiment import Job
+from spmd_tasks.programs.evaluation import Evaluator
+from spmd_tasks.programs.progress import make_progress
+from spmd_tasks.programs.restoring import (
+  checkpoint_directory,
+  is_primary,
+  partition_job,
+  restore_evaluation_weights,
+)
+from spmd_tasks.programs.train import format_metrics
+from spmd_tasks.runtime import exit_codes
+from spmd_tasks.runtime.checkpoints import Checkpointer
+
+
+def evaluate(job: Job, job_log_dir: Path, *, step: int | None = None, watch: bool = False, poll_s: float = 10.0) -> int:
+  """Evaluates one checkpoint (None: the newest); returns an exit code.
+
+  Args:
+    job: the built experiment.
+    job_log_dir: a training job's directory, running or not; only `eval/` below it is written.
+    step: the checkpoint's step.
+    watch: go on with every new checkpoint until that of `num_train_steps`.
+    poll_s: seconds between two looks for a new checkpoint.
+
+  Raises:
+    CheckpointError: there is no such checkpoint, or it is damaged.
+    ValueError: the experiment has no eval sets.
+  """
+  if not job.eval_inputs:
+    raise ValueError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
+  model = partition_job(job)
+  checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
+  evaluator = Evaluator(model, job.eval_inputs, job_log_dir, tensorboard=job.experiment.tensorboard)
+  progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
+  try:
+    done = -1
+    while True:
+      if not watch or (checkpointer.latest_step() or -1) > done:
+        weights, done = restore_evaluation_weights(model, checkpointer, step)
+        for name, metrics in evaluator.evaluate(done, weights).items():
+          progress.message(f'step {done}  eval {name}: {format_metrics(metrics)}')
+      if not watch or done >= job.experiment.num_train_steps:
+        return exit_codes.OK
+      time.sleep(poll_s)
+  finally:
+    progress.close()
+    evaluator.close()
+    checkpointer.close()

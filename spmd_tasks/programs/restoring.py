@@ -1,0 +1,71 @@
+"""From a job's settings to a mesh, a partitioned model and its state: what every program begins with."""
+
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+import jax
+
+from spmd_tasks.experiment import Job
+from spmd_tasks.runtime.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
+from spmd_tasks.runtime.train_state import TrainState
+
+CHECKPOINTS = 'checkpoints'
+
+
+def partition_job(job: Job) -> PartitionedModel:
+  """The job's task, partitioned over the mesh of all devices.
+
+  Raises:
+    ValueError: the mesh does not fit the devices, or the task or its input do not fit the mesh.
+  """
+  experiment = job.experiment
+  return partition_spmd_model(
+    job.task,
+    experiment.mesh_spec().build(),
+    job.train_input.element_spec(),
+    axis_rules=experiment.axis_rules,
+    inputs_split_mapping=experiment.inputs_split_mapping,
+  )
+
+
+def restore_or_init(
+  model: PartitionedModel, checkpointer: Checkpointer, iterator: Any, seed: int
+) -> tuple[TrainState, int]:
+  """The newest checkpoint's state with the iterator set to its position, or a fresh state; and the step.
+
+  Raises:
+    CheckpointError: there are checkpoints, but none that can be used.
+    ValueError: the input cannot go on exactly where the checkpoint left it.
+  """
+  restored = checkpointer.restore(model.canonical_state)
+  if restored is None:
+    return model.init(seed), 0
+  # Another number of processes: an input that can still be exact takes the first process's state, others refuse it.
+  input_state = restored.input_state or restored.input_states[0]
+  if input_state is None:
+    raise CheckpointError(f'the checkpoint of step {restored.step} holds no input position: it cannot be trained on.')
+  iterator.set_state(input_state)
+  logging.info('Restored step %d from %d process(es).', restored.step, len(restored.input_states))
+  return model.from_canonical(restored.state), restored.step
+
+
+def restore_evaluation_weights(
+  model: PartitionedModel, checkpointer: Checkpointer, step: int | None
+) -> tuple[Any, int]:
+  """Padded weights, raw or averaged as the task evaluates them, of one checkpoint (None: the newest); and its step."""
+  if model.task.eval_with_ema:
+    subtree, part = 'learner/ema_weights', lambda state: state.learner.ema_weights
+  else:
+    subtree, part = 'weights', lambda state: state.weights
+  restored = checkpointer.restore_weights(part(model.canonical_state), step, subtree=subtree)
+  return model.from_canonical(restored.state, part), restored.step
+
+
+def checkpoint_directory(job_log_dir: Path) -> Path:
+  return job_log_dir / CHECKPOINTS
+
+
+def is_primary() -> bool:
+  return jax.process_index() == 0

@@ -1,0 +1,256 @@
+"""--mode=train: restore or initialise, train, evaluate and save at intervals, leave in good order."""
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+import jax
+
+from spmd_tasks.experiment import Job
+from spmd_tasks.inputs.prefetch import Prefetcher
+from spmd_tasks.programs.evaluation import Evaluator
+from spmd_tasks.programs.progress import make_progress
+from spmd_tasks.programs.restoring import checkpoint_directory, is_primary, partition_job, restore_or_init
+from spmd_tasks.programs.startup import StartupClock, format_startup
+from spmd_tasks.programs.training_loop import Interval, StepLog, TrainingLoop
+from spmd_tasks.runtime import exit_codes
+from spmd_tasks.runtime.checkpoints import Checkpointer
+from spmd_tasks.runtime.compilation import CompilationCounter
+from spmd_tasks.runtime.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
+from spmd_tasks.runtime.metrics import make_writer
+from spmd_tasks.runtime.parameter_table import format_parameter_table
+from spmd_tasks.runtime.partition import PartitionedModel
+from spmd_tasks.runtime.preemption import PreemptionGuard
+from spmd_tasks.runtime.rank_records import open_rank_records
+from spmd_tasks.runtime.watchdog import StepWatchdog
+
+
+def train(job: Job, job_log_dir: Path, *, emergency: EmergencyExit, clock: StartupClock, config: Any = None) -> int:
+  """Runs a training job to its end; returns an exit code: OK, or PREEMPTED after SIGTERM with everything saved.
+
+  Args:
+    job: the built experiment.
+    job_log_dir: where checkpoints, metrics and events go; the caller has claimed it.
+    emergency: the way out of a failure that other processes must hear of.
+    clock: counting since the start of the process.
+    config: JSON of the resolved config, kept in every checkpoint's metadata.
+  """
+  with contextlib.ExitStack() as stack:
+    trainer = _Trainer(job, job_log_dir, stack, emergency, clock, config)
+    return trainer.run()
+
+
+class _Trainer:
+  """The parts of one training job, made in order and closed in reverse."""
+
+  def __init__(
+    self,
+    job: Job,
+    job_log_dir: Path,
+    stack: contextlib.ExitStack,
+    emergency: EmergencyExit,
+    clock: StartupClock,
+    config: Any,
+  ):
+    self._experiment = experiment = job.experiment
+    self._clock, self._config = clock, config
+    self._job_log_dir = job_log_dir
+    records = open_rank_records(job_log_dir) if jax.process_count() > 1 else None
+    if records is not None:
+      emergency.attach(records)
+    self._watchdog = stack.enter_context(
+      StepWatchdog(
+        timeout_s=experiment.step_timeout_s,
+        first_step_timeout_s=experiment.first_step_timeout_s,
+        emergency=emergency,
+        records=records,
+      )
+    )
+    self._guard = stack.enter_context(PreemptionGuard())
+    with clock.phase('partition'):
+      self._model = partition_job(job)
+    self._checkpointer = Checkpointer(
+      checkpoint_directory(job_log_dir),
+      max_to_keep=experiment.checkpoint_max_to_keep,
+      keep_every_n_steps=experiment.checkpoint_keep_every_steps,
+    )
+    stack.callback(self._checkpointer.close)
+    with clock.phase('input'):
+      iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+    with clock.phase('init or restore'):
+      state, self._first_step = restore_or_init(self._model, self._checkpointer, iterator, experiment.seed)
+    self._batches = Prefetcher(
+      iterator, self._model.train_step.place, depth=experiment.prefetch_batches, timeout_s=experiment.input_timeout_s
+    )
+    stack.callback(self._batches.close)
+    primary = is_primary()
+    self._writer = make_writer(job_log_dir, tensorboard=experiment.tensorboard, primary=primary)
+    stack.callback(self._writer.close)
+    self._evaluator = Evaluator(
+      self._model, job.eval_inputs, job_log_dir, tensorboard=experiment.tensorboard, on_batch=self._on_eval_batch
+    )
+    stack.callback(self._evaluator.close)
+    self._progress = make_progress(experiment.num_train_steps, self._first_step, primary=primary)
+    stack.callback(self._progress.close)
+    self._compilations = stack.enter_context(CompilationCounter())
+    self._num_compiled_at_start = 0
+    self._profile = _Profile(experiment.profile_steps, job_log_dir / 'profile')
+    stack.callback(self._profile.close)
+    self._last_saved = self._first_step
+    self._last_evaluated: int | None = None
+    self._loop = TrainingLoop(
+      train_step=self._model.train_step,
+      state=state,
+      batches=self._batches,
+      input_state=None,
+      num_train_steps=experiment.num_train_steps,
+      max_consecutive_skips=job.task.learner.max_consecutive_skips,
+      intervals=[
+        Interval(experiment.eval_every_steps, self._evaluate),
+        Interval(experiment.checkpoint_every_steps, self._save),
+      ],
+      on_launch=self._on_launch,
+      on_step=self._on_step,
+      on_skip=self._on_skip,
+      should_stop=self._guard.should_stop,
+    )
+    self._log = StepLog(
+      batch_tokens=_num_tokens(self._model),
+      peak_steps_per_second=_peak_steps_per_second(self._model),
+      seconds_waited=lambda: self._batches.seconds_waited,
+    )
+
+  def run(self) -> int:
+    model, experiment = self._model, self._experiment
+    self._progress.message(_describe(model, self._first_step))
+    logging.info('Weights:\n%s', format_parameter_table(model))
+    if self._first_step >= experiment.num_train_steps:
+      self._progress.message(
+        f'Nothing to do: step {self._first_step} of {experiment.num_train_steps} is already saved.'
+      )
+      return exit_codes.OK
+    model.train_step.compile()
+    self._clock.add('trace', model.train_step.trace_seconds)
+    self._clock.add('compile', model.train_step.compile_seconds)
+    finished = self._loop.run()
+    self._loop.settle()
+    if self._loop.step > self._last_saved:
+      self._save(self._loop.step, self._loop)
+    if finished and self._last_evaluated != self._loop.step:
+      self._evaluate(self._loop.step, self._loop)
+    with self._watchdog.allow('checkpoint', experiment.first_step_timeout_s):
+      self._checkpointer.wait()
+    if not finished:
+      self._progress.message(f'Preempted: step {self._loop.step} is saved; the same command goes on from there.')
+      return exit_codes.PREEMPTED
+    return exit_codes.OK
+
+  def _on_launch(self, step: int) -> None:
+    self._watchdog.beat(step)
+    self._profile.before_step(step, self._loop.settle)
+
+  def _on_eval_batch(self) -> None:
+    self._watchdog.beat(self._loop.step, 'eval')
+
+  def _on_step(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    self._progress.step(step)
+    if step == self._first_step + 1:
+      phases = self._clock.finish()
+      self._progress.message(format_startup(phases))
+      if is_primary():
+        (self._job_log_dir / 'startup.json').write_text(json.dumps(phases) + '\n')
+      self._log.start(step)
+      self._num_compiled_at_start = self._compilations.num_programs
+    experiment = self._experiment
+    if step % experiment.log_every_steps == 0 or step in (self._first_step + 1, experiment.num_train_steps):
+      scalars = self._log.scalars(step, metrics) | {
+        'num_skipped_steps': self._loop.num_skipped,
+        'padding_waste': self._model.padding_waste,
+        'num_compilations': self._compilations.num_programs - self._num_compiled_at_start,
+      }
+      scalars.pop('skipped')
+      self._writer.write(step, scalars)
+      self._progress.log(step, scalars)
+
+  def _on_skip(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    self._progress.message(
+      f'skipped an update after step {step}: loss {float(metrics["loss"])}, gradient norm '
+      f'{float(metrics["grad_norm"])}; weights and optimizer are unchanged'
+    )
+
+  def _evaluate(self, step: int, loop: TrainingLoop) -> None:
+    weights = self._model.task.evaluation_weights(loop.state.weights, loop.state.learner)
+    with self._watchdog.allow('eval', self._experiment.first_step_timeout_s), self._log.pause():
+      results = self._evaluator.evaluate(step, weights)
+    for name, metrics in results.items():
+      self._progress.message(f'step {step}  eval {name}: ' + format_metrics(metrics))
+    self._last_evaluated = step
+
+  def _save(self, step: int, loop: TrainingLoop) -> None:
+    with self._watchdog.allow('checkpoint', self._experiment.first_step_timeout_s), self._log.pause():
+      self._checkpointer.save(
+        step, self._model.to_canonical(loop.state), loop.input_state, {'config': self._config, 'step': step}
+      )
+    self._last_saved = step
+
+
+def format_metrics(metrics: dict[str, float]) -> str:
+  """`loss 1.2345  accuracy 0.5` for people."""
+  return '  '.join(f'{name} {value:.4f}' for name, value in metrics.items() if name != 'num_batches')
+
+
+def _describe(model: PartitionedModel, step: int) -> str:
+  axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
+  padding = f', {100 * model.padding_waste:.1f}% of them stored again as padding' if model.padding_waste else ''
+  padded = [
+    f'{name}: {true.shape[0]} rows padded to {model.input_layout.padded[name].shape[0]}'
+    for name, true in model.input_layout.spec.items()
+    if true.shape != model.input_layout.padded[name].shape
+  ]
+  start = f'resuming after step {step}' if step else 'starting from new weights'
+  return (
+    f'{model.total_num_params:,} parameters{padding}, mesh {axes} ({model.mesh.size} {jax.devices()[0].platform} '
+    f'devices), {start}' + (f'; the batch is smaller than the mesh wants ({padded[0]})' if padded else '')
+  )
+
+
+def _num_tokens(model: PartitionedModel) -> int:
+  """Tokens per batch: the size of the largest input of rank 2 or less, padding included."""
+  return max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values())
+
+
+def _peak_steps_per_second(model: PartitionedModel) -> float | None:
+  """Steps per second if all devices did nothing but model FLOPs at their peak; None where the peak is not known."""
+  peak = peak_flops_per_device(jax.devices()[0].device_kind)
+  if peak is None:
+    return None
+  flops = model_flops_per_train_step(model.task, model.input_layout.spec, model.abstract_state.weights)
+  return peak * model.mesh.size / flops
+
+
+class _Profile:
+  """Captures steps [first, last) with JAX's profiler into a directory that TensorBoard and XProf read."""
+
+  def __init__(self, steps: tuple[int, int] | None, directory: Path):
+    self._steps, self._directory, self._running = steps, directory, False
+
+  def before_step(self, step: int, settle: Any) -> None:
+    if self._steps is None or (step < self._steps[0] and not self._running):
+      return
+    first, last = self._steps
+    if not self._running and first <= step < last:
+      settle()
+      jax.profiler.start_trace(str(self._directory))
+      self._running = True
+    elif self._running and step >= last:
+      settle()
+      self.close()
+
+  def close(self) -> None:
+    if self._running:
+      jax.profiler.stop_trace()
+      self._running = False
