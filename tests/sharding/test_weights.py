@@ -1,0 +1,144 @@
+"""What a layer declares about a weight arrives, through scans and without allocating anything."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.sharding.weights import STACK_DIM, WeightBox, WeightSpec, unbox_weights, weight_specs
+
+
+class Dense(nn.Module):
+  """[B, 3] -> [B, 3] with a declared kernel and scale."""
+
+  @nn.compact
+  def __call__(self, x):
+    kernel = self.param(
+      'kernel', WeightSpec(shape=(3, 3), init=nn.initializers.normal(), split_dims=('embed', ('data', 'mdl')))
+    )
+    scale = self.param(
+      'scale', WeightSpec(shape=(3,), init=nn.initializers.ones, dtype=jnp.bfloat16, tags=('no_decay',))
+    )
+    assert isinstance(kernel, jax.Array)
+    return x @ kernel * scale.astype(x.dtype)[None]
+
+
+class Step(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return Dense(name='dense')(x), None
+
+
+def scan(module, length, stack_dim):
+  return nn.scan(
+    module,
+    variable_axes={'params': 0},
+    split_rngs={'params': True},
+    length=length,
+    metadata_params={STACK_DIM: stack_dim},
+  )
+
+
+class Inner(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return scan(Step, 2, 'inner_layers')(name='steps')(x, None)
+
+
+class Stack(nn.Module):
+  """A scan of 4 over a scan of 2: kernels [4, 2, 3, 3]."""
+
+  @nn.compact
+  def __call__(self, x):
+    return scan(Inner, 4, 'layers')(name='stack')(x, None)[0]
+
+
+def boxed(module):
+  key, x = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((2, 3), jnp.float32)
+  return jax.eval_shape(module.init, key, x)['params']
+
+
+def declared(spec):
+  return spec.shape, spec.split_dims, np.dtype(spec.dtype), spec.tags, spec.stacked, spec.init
+
+
+FLOAT32, BFLOAT16 = np.dtype('float32'), np.dtype(jnp.bfloat16)
+
+
+def test_specs_are_read_back_from_abstract_weights():
+  specs = weight_specs(boxed(Dense()))
+  assert {name: declared(spec) for name, spec in specs.items()} == {
+    'kernel': ((3, 3), ('embed', ('data', 'mdl')), FLOAT32, (), 0, None),
+    'scale': ((3,), (None,), BFLOAT16, ('no_decay',), 0, None),
+  }
+
+
+def test_a_scan_adds_its_dim_in_front_and_counts_it():
+  specs = weight_specs(boxed(Stack()))
+  dense = specs['stack']['steps']['dense']
+  assert {name: declared(spec) for name, spec in dense.items()} == {
+    'kernel': ((4, 2, 3, 3), ('layers', 'inner_layers', 'embed', ('data', 'mdl')), FLOAT32, (), 2, None),
+    'scale': ((4, 2, 3), ('layers', 'inner_layers', None), BFLOAT16, ('no_decay',), 2, None),
+  }
+
+
+def test_a_scan_that_names_no_dim_leaves_it_unsharded():
+  class Unnamed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      stack = nn.scan(Step, variable_axes={'params': 0}, split_rngs={'params': True}, length=2)
+      return stack(name='stack')(x, None)[0]
+
+  kernel = weight_specs(boxed(Unnamed()))['stack']['dense']['kernel']
+  assert (kernel.split_dims, kernel.stacked) == ((None, 'embed', ('data', 'mdl')), 1)
+
+
+def test_boxed_and_plain_weights_give_the_same_result(rng):
+  x = jnp.asarray(rng.normal(size=(2, 3)), jnp.float32)
+  weights = Stack().init(jax.random.key(0), x)['params']
+  plain = unbox_weights(weights)
+  assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(plain))
+  assert plain['stack']['steps']['dense']['kernel'].shape == (4, 2, 3, 3)
+
+  expected = np.asarray(x, np.float64)
+  for kernel in np.asarray(plain['stack']['steps']['dense']['kernel'], np.float64).reshape(8, 3, 3):
+    expected = expected @ kernel
+  for given in (plain, weights):
+    # float32 products of eight 3x3 kernels.
+    np.testing.assert_allclose(Stack().apply({'params': given}, x), expected, rtol=1e-5, atol=1e-12)
+
+
+def test_stacked_layers_start_from_different_values():
+  weights = unbox_weights(Stack().init(jax.random.key(0), jnp.ones((2, 3)))['params'])
+  kernels = np.asarray(weights['stack']['steps']['dense']['kernel']).reshape(8, -1)
+  assert len(np.unique(kernels, axis=0)) == 8
+
+
+def test_the_initializer_gets_the_key_shape_and_dtype():
+  key = jax.random.key(3)
+  spec = WeightSpec(shape=(2, 5), init=jax.random.normal, dtype=jnp.bfloat16, split_dims=('a', None), tags=('expert',))
+  box = spec(key)
+  assert isinstance(box, WeightBox)
+  assert (box.split_dims, box.tags, box.stacked) == (('a', None), ('expert',), 0)
+  np.testing.assert_array_equal(box.value, jax.random.normal(key, (2, 5), jnp.bfloat16))
+
+
+def test_a_weight_without_a_spec_is_refused_by_its_path():
+  class Outer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return nn.Dense(3, use_bias=False, name='plain')(Dense(name='dense')(x))
+
+  with pytest.raises(ValueError, match=r'plain/kernel was declared without split dims: pass a WeightSpec'):
+    weight_specs(boxed(Outer()))
+
+
+def test_split_dims_must_have_one_entry_per_dim():
+  with pytest.raises(ValueError, match=r"\('embed',\) do not fit a weight of shape \(3, 4\): one entry per dim"):
+    WeightSpec(shape=(3, 4), init=nn.initializers.ones, split_dims=('embed',))
+
+
+def test_a_spec_of_an_existing_weight_cannot_draw_it():
+  with pytest.raises(ValueError, match='no initializer'):
+    WeightSpec(shape=(3,), init=None)(jax.random.key(0))
