@@ -1,1 +1,1 @@
-"""From names and command-line overrides to a built Job; the only part of the package, beside main, that knows Fiddle."""
+"""From names and command-line overrides to a built Job; beside main and experiments, only this knows Fiddle."""

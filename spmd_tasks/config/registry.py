@@ -88,7 +88,7 @@ def get(name: str) -> type:
 def name_of(cls: type) -> str:
   """The name under which `get` finds the class in a new process; the same however it was asked for."""
   package, _, module = cls.__module__.rpartition('.')
-  return f'{module if package == _EXPERIMENTS else cls.__module__}.{cls.__qualname__}'
+  return f'{module if package == _EXPERIMENTS else cls.__module__}.{cls.__name__}'
 
 
 def _find_module(name: str, module_name: str) -> ModuleType:

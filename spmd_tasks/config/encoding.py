@@ -1,0 +1,127 @@
+"""A config's leaf values as strict JSON and back, exactly.
+
+None, bool, int, str and finite floats are themselves and a tuple is a JSON array. All else is an object with one
+telling key: `float` (inf, nan), `list`, `dict`, `dtype`; `symbol` (a function or class), `enum` and `object` can be
+compared and shown, but are not read back: nothing that was saved decides what is imported.
+"""
+
+from collections.abc import Mapping
+import enum
+import functools
+import math
+from typing import Any
+
+import fiddle as fdl
+from flax.core import FrozenDict
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.config.tree import is_node
+from spmd_tasks.config.values import is_dtype
+
+_MAX_CLOSURE_DEPTH = 3
+
+
+def encode_field(value: Any) -> Any:
+  """The JSON value that stands at the path of a leaf or a node; a node shows what it is, not what is in it."""
+  if isinstance(value, fdl.Buildable):
+    shown = {'symbol': symbol_of(fdl.get_callable(value))}
+    return shown if isinstance(value, fdl.Config) else shown | {'buildable': type(value).__name__}
+  if not is_node(value):
+    return encode(value)
+  if isinstance(value, Mapping):
+    return {'symbol': 'builtins:dict', 'keys': sorted(map(str, value))}
+  if type(value) in (list, tuple):
+    return {'symbol': symbol_of(type(value)), 'length': len(value)}
+  return {'symbol': symbol_of(type(value))}
+
+
+def encode(value: Any, depth: int = 0) -> Any:
+  """A leaf value as JSON."""
+  if value is None or type(value) in (bool, int, str):
+    return value
+  if type(value) is float:
+    return value if math.isfinite(value) else {'float': repr(value)}
+  if type(value) is tuple:
+    return [encode(item, depth) for item in value]
+  if type(value) is list:
+    return {'list': [encode(item, depth) for item in value]}
+  if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+    return {'dict': {key: encode(item, depth) for key, item in value.items()}}
+  if is_dtype(value):
+    return {'dtype': jnp.dtype(value).name}
+  if isinstance(value, enum.Enum):
+    return {'enum': symbol_of(type(value)), 'name': value.name}
+  if isinstance(value, functools.partial):
+    arguments = {'args': [encode(item, depth) for item in value.args]} if value.args else {}
+    arguments |= {name: encode(item, depth) for name, item in value.keywords.items()}
+    return encode(value.func, depth) | {'partial': arguments}
+  if callable(value) and hasattr(value, '__qualname__'):
+    return {'symbol': symbol_of(value)} | _closure_of(value, depth)
+  shown = repr(value)
+  return {'object': symbol_of(type(value))} | ({} if ' at 0x' in shown else {'repr': shown})
+
+
+def decode(encoded: Any, present: Any = None) -> Any:
+  """The value that `encode` encoded; `present` is the value at the same place now, whose kind of dict or dtype is kept.
+
+  Raises:
+    ValueError: it is a function, class, enum of another class or an object.
+  """
+  if isinstance(encoded, list):
+    return tuple(decode(item) for item in encoded)
+  if not isinstance(encoded, dict):
+    return encoded
+  match encoded:
+    case {'float': text}:
+      return float(text)
+    case {'list': items}:
+      return [decode(item) for item in items]
+    case {'dict': items}:
+      values = {key: decode(item) for key, item in items.items()}
+      return FrozenDict(values) if isinstance(present, FrozenDict) else values
+    case {'dtype': name} if is_dtype(getattr(jnp, name, None)):
+      return jnp.dtype(name) if isinstance(present, np.dtype) else getattr(jnp, name)
+    case {'enum': symbol, 'name': name} if isinstance(present, enum.Enum) and symbol == symbol_of(type(present)):
+      return type(present)[name]
+  raise ValueError(f'{show(encoded)} cannot be read back from JSON.')
+
+
+def show(encoded: Any) -> str:
+  """An encoded value for people: what `--set` accepts, where it can be set at all."""
+  if isinstance(encoded, list):
+    return f'({", ".join(map(show, encoded))}{"," if len(encoded) == 1 else ""})'
+  if not isinstance(encoded, dict):
+    return repr(encoded)
+  match encoded:
+    case {'float': text} | {'dtype': text}:
+      return text
+    case {'list': items}:
+      return f'[{", ".join(map(show, items))}]'
+    case {'dict': items}:
+      return f'{{{", ".join(f"{key!r}: {show(item)}" for key, item in items.items())}}}'
+    case {'enum': _, 'name': name}:
+      return name
+    case {'symbol': symbol}:
+      details = (encoded.get('closure') or {}) | (encoded.get('partial') or {})
+      return symbol + (f'({", ".join(f"{key}={show(item)}" for key, item in details.items())})' if details else '')
+  return encoded.get('repr') or f'<{encoded.get("object")}>'
+
+
+def symbol_of(value: Any) -> str:
+  """A class or function as `module:QualName`."""
+  return f'{value.__module__}:{value.__qualname__}'
+
+
+def _closure_of(function: Any, depth: int) -> dict[str, Any]:
+  """What a function made by another captured, such as an initializer's standard deviation."""
+  cells = getattr(function, '__closure__', None)
+  if not cells or depth >= _MAX_CLOSURE_DEPTH:
+    return {}
+  captured = {}
+  for name, cell in zip(function.__code__.co_freevars, cells):
+    try:
+      captured[name] = encode(cell.cell_contents, depth + 1)
+    except ValueError:  # a cell that is still empty
+      continue
+  return {'closure': captured}

@@ -1,0 +1,111 @@
+"""`path=value` texts to changes of a config, typed, with the nearest names where a path does not exist."""
+
+from collections.abc import Sequence
+import difflib
+from typing import Any
+
+from spmd_tasks.config.encoding import encode_field, show
+from spmd_tasks.config.tree import UNSET, Field, fields_of, is_node, walk
+from spmd_tasks.config.values import (
+  TypeMismatchError,
+  describe_type,
+  example_of,
+  is_settable,
+  parse_value,
+  type_of_field,
+)
+
+Path = tuple[str, ...]
+
+
+def split_override(override: str) -> tuple[Path, str]:
+  """The path and the text of `path=value`.
+
+  Raises:
+    ValueError: it has another form.
+  """
+  path, equals, text = override.partition('=')
+  if not equals or not all(path.strip().split('.')):
+    raise ValueError(f'{override!r} is no override: write path=value, for example num_train_steps=100.')
+  return tuple(path.strip().split('.')), text.strip()
+
+
+def parse_override(root: Any, path: Path, text: str) -> Any:
+  """The value that `text` denotes for the field of `root` at `path`.
+
+  Raises:
+    ValueError: there is no such path, or the text is no value of the field's type.
+  """
+  field = find_field(root, path)
+  name = '.'.join(path)
+  present = None if field.value is UNSET else field.value
+  kind = type_of_field(path[-1], field.annotation, None if is_node(present) else present)
+  if is_node(present):
+    if text == 'None' and _admits_none(kind):
+      return None
+    raise ValueError(
+      f'{name}={text} cannot be set: {name} is a {show(encode_field(present))} with fields of its own. Set one of '
+      f'them: {_list([f"{name}.{child}" for child in fields_of(present)])}.'
+    )
+  try:
+    return parse_value(text, kind)
+  except TypeMismatchError:
+    pass
+  now = '' if field.value is UNSET else f' (now {_shorten(show(encode_field(field.value)))})'
+  if not is_settable(kind):
+    raise ValueError(
+      f'{name}={text} cannot be set from the command line: {name}{now} takes a {describe_type(kind)}: change it '
+      "in the experiment's code."
+    )
+  raise ValueError(
+    f'{name}={text} is not of type {describe_type(kind)}{now}: write for example {name}={example_of(kind)}'
+  )
+
+
+def find_field(root: Any, path: Path) -> Field:
+  """The field of `root` at `path`.
+
+  Raises:
+    ValueError: there is none; the message has the nearest names.
+  """
+  node, field = root, None
+  for depth, name in enumerate(path):
+    fields = fields_of(node)
+    if name not in fields:
+      raise _unknown_path(root, path, depth, list(fields))
+    field = fields[name]
+    node = field.value
+  assert field is not None
+  return field
+
+
+def _unknown_path(root: Any, path: Path, depth: int, names: Sequence[str]) -> ValueError:
+  parent = '.'.join(path[:depth])
+  prefix = f'{parent}.' if parent else ''
+  full = '.'.join(path)
+  if not names:
+    return ValueError(f'unknown config path {full!r}: {parent} has no fields of its own; set {parent}=... itself.')
+  near = [prefix + name for name in difflib.get_close_matches(path[depth], names, n=3, cutoff=0.5)]
+  if not near:  # a right name at the wrong place: `learning_rate` for `task.learner.learning_rate`
+    known = [known for known, _ in walk(root)]
+    last = difflib.get_close_matches(path[-1], {name.rpartition('.')[2] for name in known}, n=1, cutoff=0.8)
+    near = [name for name in known if name.rpartition('.')[2] in last][:3]
+  where = parent or 'the experiment'
+  nearest = f'Nearest: {", ".join(near)}. ' if near else ''
+  return ValueError(f'unknown config path {full!r}: {where} has no {path[depth]!r}. {nearest}It has: {_list(names)}.')
+
+
+def _admits_none(kind: Any) -> bool:
+  """Whether the annotation says that the field may be None; one that says nothing does not."""
+  try:
+    return kind is not Any and parse_value('None', kind) is None
+  except TypeMismatchError:
+    return False
+
+
+def _shorten(text: str, limit: int = 80) -> str:
+  return text if len(text) <= limit else f'{text[:limit]}...'
+
+
+def _list(names: Sequence[str], limit: int = 40) -> str:
+  return ', '.join(names[:limit]) + (', ...' if len(names) > limit else '')

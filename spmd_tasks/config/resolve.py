@@ -1,0 +1,195 @@
+"""From an experiment's name and overrides to its resolved config, to JSON and back, and to a built Job.
+
+    resolved = resolve('lm.StdlibTiny', ['num_layers=4', 'task.learner.clip_global_norm=0.5'])
+    job = resolved.build()
+
+A path that begins with a field of the experiment is set before `task()` and the inputs are asked for, so that they see
+it; one that begins with `task`, `train_input` or `eval_inputs.<name>` changes their configs afterwards.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import inspect
+import json
+from typing import Any
+
+import fiddle as fdl
+
+from spmd_tasks.config import registry
+from spmd_tasks.config.encoding import decode, encode, encode_field, show
+from spmd_tasks.config.overrides import Path, parse_override, split_override
+from spmd_tasks.config.tree import DROP, UNSET, apply_changes, check_buildable, copy_config, fields_of, walk
+from spmd_tasks.experiment import Experiment, Job
+
+_PARTS = ('task', 'train_input', 'eval_inputs')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+  """An experiment with all overrides applied, before anything of it is built.
+
+  `parts` holds the Fiddle configs (or built objects) `task`, `train_input` and `eval_inputs` (a dict by name);
+  `overrides` the values that were set, by path, as JSON.
+  """
+
+  name: str
+  experiment: Experiment
+  parts: dict[str, Any]
+  overrides: dict[str, Any]
+
+  def build(self) -> Job:
+    """Builds the parts, once and together: a config that is shared between them gives one shared object.
+
+    Raises:
+      ValueError: a part refuses its settings; the message begins with its config path.
+    """
+    try:
+      built = fdl.build(self.parts)
+    except ValueError as error:
+      raise _without_fiddle_context(error) from error
+    return Job(name=self.name, experiment=self.experiment, **built)
+
+
+def resolve(experiment: str | type[Experiment], overrides: Sequence[str] = ()) -> ResolvedConfig:
+  """The config of an experiment, by name or class, with `path=value` overrides; of two for one path the later wins.
+
+  Raises:
+    ValueError: unknown experiment or path, a value of another type, or settings that do not fit together.
+  """
+  cls = registry.get(experiment) if isinstance(experiment, str) else experiment
+  return _resolve(cls, fdl.Config(cls), {}, overrides, {})
+
+
+def to_json(resolved: ResolvedConfig) -> dict[str, Any]:
+  """The experiment's name, its overrides, and every field's value by path, defaults included; strict JSON."""
+  config = {path: encode_field(field.value) for path, field in walk(_root_of(resolved.experiment, resolved.parts))}
+  return {'experiment': resolved.name, 'overrides': dict(resolved.overrides), 'config': dict(sorted(config.items()))}
+
+
+def from_json(saved: Mapping[str, Any], overrides: Sequence[str] = ()) -> ResolvedConfig:
+  """The config that `to_json` saved, also where the code's defaults have changed since, with further overrides.
+
+  A field that did not exist then has its default.
+
+  Raises:
+    ValueError: a saved path does not exist any more, or a class, function or object is another one now.
+  """
+  if not isinstance(saved, Mapping) or not {'experiment', 'overrides', 'config'} <= set(saved):
+    raise ValueError("this is no saved config: it must be an object with 'experiment', 'overrides' and 'config'.")
+  cls = registry.get(saved['experiment'])
+  config = fdl.Config(cls)
+  is_part = {path: path.split('.')[0] in _PARTS for path in saved['config']}
+  of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
+  of_parts = {path: value for path, value in saved['config'].items() if is_part[path]}
+  config = apply_changes(config, _changes_to(config, of_experiment))
+  changes = _changes_to(_parts_of(_build_experiment(cls, config)), of_parts)
+  return _resolve(cls, config, changes, overrides, saved['overrides'])
+
+
+def _resolve(
+  cls: type,
+  config: fdl.Config,
+  part_changes: Mapping[Path, Any],
+  overrides: Sequence[str],
+  earlier_overrides: Mapping[str, Any],
+) -> ResolvedConfig:
+  split = [split_override(override) for override in overrides]
+  on_experiment = [(path, text) for path, text in split if path[0] in fields_of(config)]
+  on_parts = [(path, text) for path, text in split if path[0] not in fields_of(config)]
+  changes = {path: parse_override(config, path, text) for path, text in on_experiment}
+  experiment = _build_experiment(cls, apply_changes(config, changes))
+  parts = _parts_of(experiment)
+  parts = apply_changes(parts, _check_paths(parts, part_changes))
+  # The experiment's fields are in the tree too, for the nearest names.
+  root = _root_of(experiment, parts)
+  changed_parts = {path: parse_override(root, path, text) for path, text in on_parts}
+  parts = apply_changes(parts, changed_parts)
+  check_buildable(parts)
+  given = {'.'.join(path): encode(value) for path, value in (changes | changed_parts).items()}
+  return ResolvedConfig(
+    name=registry.name_of(cls), experiment=experiment, parts=parts, overrides=dict(earlier_overrides) | given
+  )
+
+
+def _build_experiment(cls: type, config: fdl.Config) -> Experiment:
+  if inspect.isabstract(cls):
+    missing = ', '.join(f'{name}()' for name in sorted(getattr(cls, '__abstractmethods__', ())))
+    raise ValueError(f'experiment {registry.name_of(cls)} does not define {missing}: define it, or name a subclass.')
+  for name, field in fields_of(config).items():
+    if field.value is UNSET:
+      raise ValueError(
+        f'experiment {registry.name_of(cls)} has no value for its field {name}: give it one in the class, or '
+        f'--set {name}=...'
+      )
+  return cls(**config.__arguments__)
+
+
+def _parts_of(experiment: Experiment) -> dict[str, Any]:
+  return copy_config(
+    {
+      'task': experiment.task(),
+      'train_input': experiment.train_input(),
+      'eval_inputs': dict(experiment.eval_inputs()),
+    }
+  )
+
+
+def _root_of(experiment: Experiment, parts: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: field.value for name, field in fields_of(experiment).items()} | dict(parts)
+
+
+def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
+  """The changes that bring `root` back to the saved values."""
+  present = dict(walk(root))
+  changes: dict[Path, Any] = {}
+  refused = []
+  for path, value in saved.items():
+    if path not in present:
+      refused.append(f'{path} (saved as {show(value)}) does not exist any more')
+      continue
+    field = present[path]
+    now = None if field.value is UNSET else encode_field(field.value)
+    if field.value is not UNSET and json.dumps(now, sort_keys=True) == json.dumps(value, sort_keys=True):
+      continue  # compared as text: 1, 1.0 and True are different values
+    key = tuple(path.split('.'))
+    keys_now, keys = _keys_of(now), _keys_of(value)
+    if keys and keys <= keys_now:
+      changes |= {(*key, name): DROP for name in keys_now - keys}
+      continue
+    try:
+      changes[key] = decode(value, field.value)
+    except ValueError:
+      refused.append(f'{path} was {show(value)} and is {show(now)} now')
+  if refused:
+    raise ValueError(
+      f'the saved config does not fit the code of today: {"; ".join(refused)}. Run it with the code that saved it, or '
+      'start a new run.'
+    )
+  return changes
+
+
+def _keys_of(encoded: Any) -> set[str]:
+  """The keys of an encoded dict of nodes."""
+  return set(encoded.get('keys', ())) if isinstance(encoded, dict) else set()
+
+
+def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
+  """The changes that apply to `root`; what is to be dropped may be missing, all else must be there."""
+  present = dict(walk(root))
+  missing = [path for path, value in changes.items() if '.'.join(path) not in present]
+  lost = ['.'.join(path) for path in missing if changes[path] is not DROP]
+  if lost:
+    raise ValueError(
+      f'the overrides remove {", ".join(lost)}, which the saved config sets to something else than the default: leave '
+      'those overrides out or start a new run.'
+    )
+  return {path: value for path, value in changes.items() if path not in missing}
+
+
+def _without_fiddle_context(error: ValueError) -> ValueError:
+  """`task.model: <what the part said>` from Fiddle's wrapped error."""
+  message, _, context = str(error).partition('\n\nFiddle context:')
+  _, _, path = context.partition(' at <root>')
+  path = path.partition(' with positional')[0]
+  path = path.replace("']", '').replace("['", '.').replace('[', '.').replace(']', '').strip('.')
+  return ValueError(f'{path}: {message}' if path else message)

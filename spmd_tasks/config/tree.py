@@ -1,0 +1,169 @@
+"""A config as a tree of named fields, whether Fiddle configs, built dataclasses and Linen modules, dicts or tuples.
+
+A node has fields; everything else is a leaf. A dict or tuple is a node where it holds nodes, else it is one leaf (the
+keys of a dict leaf can be set one by one all the same). Paths are field names, keys and indices joined by dots.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from typing import Any
+
+import fiddle as fdl
+from fiddle import daglish
+from flax import linen as nn
+from flax.core import FrozenDict
+
+UNSET = types.SimpleNamespace()  # a parameter without a default that has no value yet
+DROP = types.SimpleNamespace()  # as a change: leave this key of a dict out
+_NOT_FIELDS_OF_MODULES = ('parent', 'name')  # Linen's own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Field:
+  """One field of a node: its present value, its default where it was not set, or UNSET, and its annotation."""
+
+  value: Any
+  annotation: Any = Any
+
+
+def copy_config(root: Any) -> Any:
+  """A copy of the Fiddle configs and containers, which shares the leaves; what was shared inside stays shared."""
+
+  def copy(value: Any, state: daglish.State) -> Any:
+    return state.map_children(value) if state.is_traversable(value) else value
+
+  return daglish.MemoizedTraversal.run(copy, root)
+
+
+def is_node(value: Any) -> bool:
+  if isinstance(value, fdl.Buildable) or _is_dataclass(value):
+    return True
+  if isinstance(value, Mapping):
+    return any(is_node(item) for item in value.values())
+  return type(value) in (list, tuple) and any(is_node(item) for item in value)
+
+
+def fields_of(node: Any) -> dict[str, Field]:
+  """The fields of a node by name; none for a leaf that is no dict."""
+  if isinstance(node, fdl.Buildable):
+    return _fields_of_buildable(node)
+  if _is_dataclass(node):
+    cls: Any = type(node)
+    hints = _type_hints(cls)
+    names = [field.name for field in dataclasses.fields(node) if field.init]
+    if isinstance(node, nn.Module):
+      names = [name for name in names if name not in _NOT_FIELDS_OF_MODULES]
+    return {name: Field(value=getattr(node, name), annotation=hints.get(name, Any)) for name in names}
+  if isinstance(node, Mapping):
+    return {str(key): Field(value=item) for key, item in node.items()}
+  if is_node(node):
+    return {str(index): Field(value=item) for index, item in enumerate(node)}
+  return {}
+
+
+def walk(root: Any, prefix: str = '') -> Iterator[tuple[str, Field]]:
+  """(path, field) of all nodes and leaves below `root`, parents first."""
+  for name, field in fields_of(root).items():
+    path = f'{prefix}{name}'
+    yield path, field
+    if is_node(field.value):
+      yield from walk(field.value, f'{path}.')
+
+
+def check_buildable(root: Any) -> None:
+  """Raises a ValueError if a config lies where Fiddle does not see it, or a field has no value."""
+  _check_reach(root, '', None)
+  for path, field in walk(root):
+    if field.value is UNSET:
+      raise ValueError(f'{path} has no value and no default: give it one in the experiment, or --set {path}=...')
+
+
+def apply_changes(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
+  """`node` with the values at the given paths replaced; Fiddle configs are changed in place, all else is rebuilt.
+
+  The fields of one built object change together, so that its own checks never see half of the changes.
+  """
+  if () in changes:
+    return changes[()]
+  fields = fields_of(node)
+  grouped: dict[str, dict[tuple[str, ...], Any]] = {}
+  for (name, *rest), value in changes.items():
+    grouped.setdefault(name, {})[tuple(rest)] = value
+  return _replace(node, {name: apply_changes(fields[name].value, below) for name, below in grouped.items()})
+
+
+def _replace(node: Any, new: Mapping[str, Any]) -> Any:
+  if not new:
+    return node
+  if isinstance(node, fdl.Buildable):
+    for name, value in new.items():
+      setattr(node, name, value)
+    return node
+  if isinstance(node, nn.Module):
+    return node.clone(**new)
+  if _is_dataclass(node):
+    return dataclasses.replace(node, **new)
+  if isinstance(node, Mapping):
+    items = {key: new.get(str(key), item) for key, item in node.items()}
+    items = {key: item for key, item in items.items() if item is not DROP}
+    return FrozenDict(items) if isinstance(node, FrozenDict) else items
+  return type(node)(new.get(str(index), item) for index, item in enumerate(node))
+
+
+def _is_dataclass(value: Any) -> bool:
+  return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields_of_buildable(node: fdl.Buildable) -> dict[str, Field]:
+  target = fdl.get_callable(node)
+  hints = _type_hints(target)
+  arguments = dict(node.__arguments__)
+  positional = [key for key in arguments if not isinstance(key, str)]
+  if positional:
+    raise ValueError(f'the config of {target.__qualname__} has positional arguments: pass them by name.')
+  factories: dict[str, Callable[[], Any]] = {}
+  if dataclasses.is_dataclass(target):
+    for field in dataclasses.fields(target):
+      if field.default_factory is not dataclasses.MISSING:
+        factories[field.name] = field.default_factory
+  fields = {}
+  for name, parameter in inspect.signature(target).parameters.items():
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+      continue
+    if name in arguments:
+      value = arguments.pop(name)
+    elif isinstance(target, type) and issubclass(target, nn.Module) and name in _NOT_FIELDS_OF_MODULES:
+      continue
+    elif name in factories:
+      value = factories[name]()
+    else:
+      value = UNSET if parameter.default is parameter.empty else parameter.default
+    fields[name] = Field(value=value, annotation=hints.get(name, parameter.annotation))
+  return fields | {name: Field(value=value) for name, value in arguments.items()}
+
+
+@functools.cache
+def _type_hints(target: Hashable) -> dict[str, Any]:
+  """Resolved annotations; empty where they name what exists for type checkers only."""
+  is_plain_class = isinstance(target, type) and not dataclasses.is_dataclass(target)
+  try:
+    return typing.get_type_hints(getattr(target, '__init__') if is_plain_class else target)  # noqa: B009
+  except (NameError, TypeError, AttributeError):
+    return {}
+
+
+def _check_reach(node: Any, path: str, built: str | None) -> None:
+  """`built` names the object around `node` into which Fiddle does not look."""
+  if isinstance(node, fdl.Buildable) and built is not None:
+    raise ValueError(
+      f'{path} is a config inside a {built}, where it would never be built: make that a fdl.Config (or a dict) as well.'
+    )
+  if not isinstance(node, fdl.Buildable) and type(node) not in (dict, list, tuple):
+    built = type(node).__name__
+  if is_node(node):
+    for name, field in fields_of(node).items():
+      _check_reach(field.value, f'{path}.{name}' if path else name, built)
