@@ -162,7 +162,10 @@ class CheckpointDirectory:
     logging.info('Verified %s: %.3f GB in %.1f s.', path, num_bytes / 1e9, time.monotonic() - started)
 
   def _list(self) -> list[epath.Path]:
-    return list(self.path.iterdir()) if self.path.exists() else []
+    try:
+      return list(self.path.iterdir()) if self.path.is_dir() else []
+    except OSError as error:
+      raise CheckpointError(f'checkpoint directory {self.path} cannot be listed: {error}.') from error
 
 
 def _step_of(path: epath.Path) -> int | None:

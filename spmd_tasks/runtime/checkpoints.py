@@ -309,8 +309,8 @@ class Checkpointer:
     saved = step in self._directory.claimed_steps()
     what = 'was saved, but older checkpoints could not be deleted' if saved else 'could not be saved'
     return CheckpointError(
-      f'checkpoint of step {step} {what} in {self._directory.path}: {type(error).__name__}: {error}. Complete checkpoints: '
-      f'{self.all_steps()}.'
+      f'checkpoint of step {step} {what} in {self._directory.path}: {type(error).__name__}: {error}. '
+      f'Complete checkpoints: {self.all_steps()}.'
     )
 
 
