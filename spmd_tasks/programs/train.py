@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from absl import logging
 import jax
 
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs.prefetch import Prefetcher
+from spmd_tasks.learning.accumulation import check_num_microbatches
 from spmd_tasks.programs.evaluation import Evaluator
 from spmd_tasks.programs.progress import make_progress
 from spmd_tasks.programs.restoring import checkpoint_directory, is_primary, partition_job, restore_or_init
@@ -21,6 +21,7 @@ from spmd_tasks.runtime.checkpoints import Checkpointer
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
+from spmd_tasks.runtime.job_directory import claim
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.parameter_table import format_parameter_table
 from spmd_tasks.runtime.partition import PartitionedModel
@@ -29,18 +30,22 @@ from spmd_tasks.runtime.rank_records import open_rank_records
 from spmd_tasks.runtime.watchdog import StepWatchdog
 
 
-def train(job: Job, job_log_dir: Path, *, emergency: EmergencyExit, clock: StartupClock, config: Any = None) -> int:
+def train(job: Job, job_log_dir: Path, *, emergency: EmergencyExit, clock: StartupClock, config_json: str) -> int:
   """Runs a training job to its end; returns an exit code: OK, or PREEMPTED after SIGTERM with everything saved.
 
   Args:
     job: the built experiment.
-    job_log_dir: where checkpoints, metrics and events go; the caller has claimed it.
+    job_log_dir: where checkpoints, metrics and events go; claimed once everything else has been checked.
     emergency: the way out of a failure that other processes must hear of.
     clock: counting since the start of the process.
-    config: JSON of the resolved config, kept in every checkpoint's metadata.
+    config_json: the resolved config, saved as `config.json`.
+
+  Raises:
+    ValueError: the job does not fit the devices, its input or its directory; nothing is written then.
+    TrainingDivergedError: too many steps in a row were not finite.
   """
   with contextlib.ExitStack() as stack:
-    trainer = _Trainer(job, job_log_dir, stack, emergency, clock, config)
+    trainer = _Trainer(job, job_log_dir, stack, emergency, clock, config_json)
     return trainer.run()
 
 
@@ -54,11 +59,19 @@ class _Trainer:
     stack: contextlib.ExitStack,
     emergency: EmergencyExit,
     clock: StartupClock,
-    config: Any,
+    config_json: str,
   ):
     self._experiment = experiment = job.experiment
-    self._clock, self._config = clock, config
+    self._clock = clock
     self._job_log_dir = job_log_dir
+    with clock.phase('partition'):
+      self._model = partition_job(job)
+    check_num_microbatches(_batch_size(self._model), job.task.learner.num_microbatches)
+    with clock.phase('input'):
+      iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+    primary = is_primary()
+    if primary:
+      stack.enter_context(claim(job_log_dir, experiment_name=job.name, config_json=config_json))
     records = open_rank_records(job_log_dir) if jax.process_count() > 1 else None
     if records is not None:
       emergency.attach(records)
@@ -71,23 +84,18 @@ class _Trainer:
       )
     )
     self._guard = stack.enter_context(PreemptionGuard())
-    with clock.phase('partition'):
-      self._model = partition_job(job)
     self._checkpointer = Checkpointer(
       checkpoint_directory(job_log_dir),
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
     )
     stack.callback(self._checkpointer.close)
-    with clock.phase('input'):
-      iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
     with clock.phase('init or restore'):
       state, self._first_step = restore_or_init(self._model, self._checkpointer, iterator, experiment.seed)
     self._batches = Prefetcher(
       iterator, self._model.train_step.place, depth=experiment.prefetch_batches, timeout_s=experiment.input_timeout_s
     )
     stack.callback(self._batches.close)
-    primary = is_primary()
     self._writer = make_writer(job_log_dir, tensorboard=experiment.tensorboard, primary=primary)
     stack.callback(self._writer.close)
     self._evaluator = Evaluator(
@@ -127,7 +135,8 @@ class _Trainer:
   def run(self) -> int:
     model, experiment = self._model, self._experiment
     self._progress.message(_describe(model, self._first_step))
-    logging.info('Weights:\n%s', format_parameter_table(model))
+    if is_primary():
+      (self._job_log_dir / 'parameters.txt').write_text(format_parameter_table(model) + '\n')
     if self._first_step >= experiment.num_train_steps:
       self._progress.message(
         f'Nothing to do: step {self._first_step} of {experiment.num_train_steps} is already saved.'
@@ -192,9 +201,7 @@ class _Trainer:
 
   def _save(self, step: int, loop: TrainingLoop) -> None:
     with self._watchdog.allow('checkpoint', self._experiment.first_step_timeout_s), self._log.pause():
-      self._checkpointer.save(
-        step, self._model.to_canonical(loop.state), loop.input_state, {'config': self._config, 'step': step}
-      )
+      self._checkpointer.save(step, self._model.to_canonical(loop.state), loop.input_state, {'step': step})
     self._last_saved = step
 
 
@@ -218,8 +225,12 @@ def _describe(model: PartitionedModel, step: int) -> str:
   )
 
 
+def _batch_size(model: PartitionedModel) -> int:
+  return next(iter(model.input_layout.spec.values())).shape[0]
+
+
 def _num_tokens(model: PartitionedModel) -> int:
-  """Tokens per batch: the size of the largest input of rank 2 or less, padding included."""
+  """Tokens per batch: the size of the largest input's first two dims, padding included."""
   return max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values())
 
 

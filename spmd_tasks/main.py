@@ -1,0 +1,214 @@
+"""The binary: `spmd-tasks`, or `python -m spmd_tasks.main`.
+
+    spmd-tasks --list
+    spmd-tasks --exp lm.StdlibTiny --mode train --job_log_dir runs/tiny --num_fake_devices 8 --set seq_len=64
+
+One experiment by its registered name (or any importable package.module.Class), one mode, one directory. What the user
+got wrong is answered in one sentence and exit code 2; nothing is written then.
+"""
+
+import argparse
+from collections.abc import Sequence
+import json
+import os
+from pathlib import Path
+import sys
+from typing import Any
+
+from spmd_tasks.config import registry
+
+_MODES = ('train', 'eval')
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """The console entry point; exits with one of runtime/exit_codes.py."""
+  sys.exit(run(argv))
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """All flags, with the names that Pax users know."""
+  parser = argparse.ArgumentParser(
+    prog='spmd-tasks', allow_abbrev=False, description='Train and evaluate large JAX models over a device mesh.'
+  )
+  parser.add_argument(
+    '--exp', metavar='NAME', help='registered experiment, such as lm.StdlibTiny, or package.module.Class'
+  )
+  parser.add_argument('--config', metavar='FILE', help="start again from a run's saved config.json, instead of --exp")
+  parser.add_argument('--mode', choices=_MODES, help='what to run')
+  parser.add_argument('--job_log_dir', metavar='DIR', help='where checkpoints, metrics and events go')
+  parser.add_argument(
+    '--set',
+    metavar='PATH=VALUE',
+    action='append',
+    default=[],
+    dest='overrides',
+    help='set any field of the config; repeatable; --print_config shows the paths',
+  )
+  parser.add_argument('--list', action='store_true', help='list the registered experiments')
+  parser.add_argument('--print_config', action='store_true', help='print every field of the config and exit')
+  shortcuts = parser.add_argument_group('shortcuts for --set')
+  shortcuts.add_argument('--num_train_steps', metavar='N')
+  shortcuts.add_argument('--ici_mesh_shape', metavar='1,2,4')
+  shortcuts.add_argument('--dcn_mesh_shape', metavar='2,1,1')
+  shortcuts.add_argument('--seed', metavar='N')
+  running = parser.add_argument_group('how it runs')
+  running.add_argument('--num_fake_devices', type=int, metavar='N', help='run on N fake CPU devices')
+  running.add_argument('--checkpoint_step', type=int, metavar='N', help='eval: this checkpoint instead of the newest')
+  running.add_argument('--watch', action='store_true', help='eval: go on with every new checkpoint of a running job')
+  running.add_argument(
+    '--accept_config_changes', action='store_true', help='resume although the config now gives other numbers'
+  )
+  running.add_argument('--coordinator_address', metavar='HOST:PORT', help='process 0, where no launcher says it')
+  running.add_argument('--num_processes', type=int, metavar='N')
+  running.add_argument('--process_id', type=int, metavar='I')
+  return parser
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+  """Runs one command; returns the exit code."""
+  args = make_parser().parse_args(argv)
+  if args.list:
+    for name, line in registry.list_experiments():
+      print(f'{name:24}{line}')
+    return 0
+  from spmd_tasks.runtime import exit_codes
+
+  try:
+    return _run_experiment(args)
+  except ValueError as error:
+    if not _is_usage_error(error):
+      raise
+    print(f'spmd-tasks: {error}', file=sys.stderr)
+    return exit_codes.USAGE
+
+
+def _run_experiment(args: argparse.Namespace) -> int:
+  from spmd_tasks.config.printing import format_config
+  from spmd_tasks.config.resolve import to_json
+
+  resolved = _resolve(args)
+  config = to_json(resolved)
+  if args.print_config:
+    print(format_config(config))
+    return 0
+  if args.mode is None or args.job_log_dir is None:
+    missing = (
+      '--mode (train or eval)' if args.mode is None else '--job_log_dir, the directory for checkpoints and metrics'
+    )
+    raise ValueError(f'nothing to run yet: give {missing}.')
+
+  from spmd_tasks.programs.eval import evaluate
+  from spmd_tasks.programs.startup import StartupClock
+  from spmd_tasks.programs.train import train
+  from spmd_tasks.runtime.distributed import initialize
+  from spmd_tasks.runtime.emergency_exit import EmergencyExit
+
+  clock = StartupClock()
+  emergency = EmergencyExit()
+  job_log_dir = Path(args.job_log_dir)
+  with emergency.on_failure():
+    _use_fake_devices(args.num_fake_devices)
+    initialize(_distributed_settings(args, resolved.experiment))
+    job = resolved.build()
+    if args.mode == 'eval':
+      return evaluate(job, job_log_dir, step=args.checkpoint_step, watch=args.watch)
+    if not args.accept_config_changes:
+      _refuse_changed_config(job_log_dir, config)
+    return train(job, job_log_dir, emergency=emergency, clock=clock, config_json=json.dumps(config, indent=1) + '\n')
+
+
+def _resolve(args: argparse.Namespace) -> Any:
+  """The resolved config that the flags name."""
+  from spmd_tasks.config.resolve import from_json, resolve
+
+  names = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
+  shortcuts = [f'{name}={getattr(args, name)}' for name in names if getattr(args, name) is not None]
+  overrides = shortcuts + args.overrides
+  if (args.exp is None) == (args.config is None):
+    raise ValueError('give one of --exp NAME (--list shows the registered names) and --config FILE.')
+  if args.exp is not None:
+    return resolve(args.exp, overrides)
+  try:
+    saved = json.loads(Path(args.config).read_text(encoding='utf-8'))
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'--config {args.config} cannot be read: {error}. Give the config.json of a job_log_dir.'
+    ) from error
+  return from_json(saved, overrides)
+
+
+def _use_fake_devices(num_devices: int | None) -> None:
+  """Replaces whatever devices there are by `num_devices` CPU devices of this process."""
+  if num_devices is None:
+    return
+  if num_devices < 1:
+    raise ValueError(f'--num_fake_devices {num_devices} must be at least 1.')
+  import jax
+
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', num_devices)
+
+
+def _distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
+  from spmd_tasks.runtime.distributed import DistributedSettings
+
+  return DistributedSettings(
+    coordinator_address=args.coordinator_address,
+    num_processes=args.num_processes,
+    process_id=args.process_id,
+    heartbeat_timeout_s=experiment.heartbeat_timeout_s,
+    shutdown_timeout_s=experiment.shutdown_timeout_s,
+  )
+
+
+# Changing these between two starts of a job changes how it runs and how long, but not the numbers of a step.
+_FREE_TO_CHANGE = (
+  'mesh_axis_names',
+  'ici_mesh_shape',
+  'dcn_mesh_shape',
+  'axis_rules',
+  'inputs_split_mapping',
+  'num_train_steps',
+  'tensorboard',
+  'profile_steps',
+  'prefetch_batches',
+  'log_every_steps',
+  'eval_',
+  'checkpoint_',
+)
+
+
+def _refuse_changed_config(job_log_dir: Path, config: dict[str, Any]) -> None:
+  """A ValueError if the directory's job was started with settings that give other numbers."""
+  from spmd_tasks.config.printing import diff
+
+  path = job_log_dir / 'config.json'
+  if not path.exists():
+    return
+  previous = json.loads(path.read_text(encoding='utf-8'))
+  if previous.get('experiment') != config['experiment']:
+    return  # claim() refuses it, with the better sentence
+  changes = [
+    line
+    for line in diff(previous, config)
+    if not line.startswith(_FREE_TO_CHANGE) and not line.partition(':')[0].endswith(('_timeout_s', 'num_workers'))
+  ]
+  if changes:
+    raise ValueError(
+      f'job_log_dir {str(job_log_dir)!r} was begun with other settings:\n  ' + '\n  '.join(changes[:20]) + '\n'
+      'Start a new job_log_dir, go back to the saved settings (--config ' + f'{path}), or go on with the new ones: '
+      '--accept_config_changes.'
+    )
+
+
+def _is_usage_error(error: ValueError) -> bool:
+  """Whether the error is one of our own sentences; a bug, in JAX's or in a user's code, keeps its traceback."""
+  traceback = error.__traceback__
+  while traceback is not None and traceback.tb_next is not None:
+    traceback = traceback.tb_next
+  package = os.path.dirname(os.path.abspath(__file__))
+  return traceback is not None and os.path.abspath(traceback.tb_frame.f_code.co_filename).startswith(package + os.sep)
+
+
+if __name__ == '__main__':
+  main()
