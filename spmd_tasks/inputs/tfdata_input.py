@@ -120,8 +120,8 @@ class TfDataInput:
   def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
     if self.num_epochs is None and len(states) != shard_count:
       raise ValueError(
-        f'an endless tf.data input saved by {len(states)} hosts cannot be continued exactly by {shard_count}, as each host '
-        'has its own dataset: restore with as many hosts, or start the input afresh from its beginning.'
+        f'an endless tf.data input saved by {len(states)} hosts cannot be continued exactly by {shard_count}, as each '
+        'host has its own dataset: restore with as many hosts, or start the input afresh from its beginning.'
       )
     return [{**states[i % len(states)], 'shard_index': i, 'shard_count': shard_count} for i in range(shard_count)]
 
@@ -136,8 +136,8 @@ def import_tensorflow() -> Any:
     except RuntimeError as e:
       if tf.config.get_visible_devices(kind):
         raise RuntimeError(
-          f'TensorFlow has already taken the {kind}s, which JAX needs: call tf.config.set_visible_devices([], {kind!r}) '
-          'right after importing it.'
+          f'TensorFlow has already taken the {kind}s, which JAX needs: call tf.config.set_visible_devices([], '
+          f'{kind!r}) right after importing it.'
         ) from e
   return tf
 
@@ -158,8 +158,8 @@ def complete_example(example: Mapping[str, np.ndarray], batch: base.Batch, row: 
   for name, value in example.items():
     if np.ndim(value) != 1 or len(value) != len(ids) or len(value) > seq_len:
       raise ValueError(
-        f'feature {name!r} has shape {np.shape(value)}, ids {ids.shape}: all must be 1-D of one length of at most seq_len '
-        f'= {seq_len}. Split longer examples, or raise seq_len.'
+        f'feature {name!r} has shape {np.shape(value)}, ids {ids.shape}: all must be 1-D of one length of at most '
+        f'seq_len = {seq_len}. Split longer examples, or raise seq_len.'
       )
   size = len(ids)
   derived = {
@@ -262,5 +262,5 @@ class TfDataIterator:
 def _digest(batch: base.Batch) -> int:
   digest = 0
   for name in sorted(batch):
-    digest = zlib.crc32(np.ascontiguousarray(batch[name]), digest)
+    digest = zlib.crc32(batch[name].tobytes(), digest)
   return digest

@@ -1,0 +1,145 @@
+"""Packing loses and repeats nothing; compared with a reference that packs token by token in plain Python."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from spmd_tasks.inputs.packing import Lane, pack_batch, tokenize_documents
+from spmd_tasks.inputs.tokenizers import ByteTokenizer
+
+BYTES = ByteTokenizer()
+NAMES = ('ids', 'labels', 'weights', 'segment_ids', 'segment_pos')
+
+
+@dataclasses.dataclass(frozen=True)
+class NoBos(ByteTokenizer):
+  bos_id: None = dataclasses.field(default=None, init=False)
+
+
+def make_blocks(rng, num_blocks=7):
+  """Blocks of 0 to 4 documents of 0 to 30 characters, some of them cut off."""
+  return [
+    [
+      (''.join(chr(c) for c in rng.integers(97, 123, size=rng.integers(31))), bool(rng.integers(2)))
+      for _ in range(rng.integers(5))
+    ]
+    for _ in range(num_blocks)
+  ]
+
+
+def reference_rows(blocks, tokenizer, seq_len, packing):
+  """One stream of blocks as rows, one token at a time. Independent of the code under test."""
+  rows, row, segment = [], [], 0
+
+  def end_row():
+    nonlocal row, segment
+    if row:
+      rows.append(row + [(tokenizer.pad_id, tokenizer.pad_id, 0.0, 0, 0)] * (seq_len - len(row)))
+    row, segment = [], 0
+
+  for block in blocks:
+    for text, is_end in block:
+      if not text:
+        continue
+      tokens = [b + 3 for b in text.encode()]
+      sequence = ([1] if tokenizer.bos_id is not None else []) + tokens + ([2] if is_end else [])
+      position = 0
+      if row and not packing:
+        end_row()
+      segment += 1
+      for token, label in zip(sequence, sequence[1:]):
+        if len(row) == seq_len:
+          end_row()
+          segment, position = 1, 0
+        row.append((token, label, 1.0, segment, position))
+        position += 1
+      if len(sequence) < 2:
+        segment -= 1
+      if len(row) == seq_len:
+        end_row()
+  end_row()
+  return rows
+
+
+def lane_over(blocks, tokenizer, lane=0, num_lanes=1, packing=True):
+  def read_block(index):
+    return tokenize_documents(blocks[index], tokenizer) if index < len(blocks) else None
+
+  return Lane(lane, num_lanes, read_block, max_empty_blocks=1000, packing=packing)
+
+
+@pytest.mark.parametrize('packing', [True, False])
+@pytest.mark.parametrize('tokenizer', [BYTES, NoBos()], ids=['bos', 'no_bos'])
+@pytest.mark.parametrize('seed, seq_len', [(0, 16), (1, 5), (2, 1), (3, 200)])
+def test_rows_equal_the_reference(seed, seq_len, tokenizer, packing):
+  blocks = make_blocks(np.random.default_rng(seed))
+  expected = reference_rows(blocks, tokenizer, seq_len, packing)
+  lane = lane_over(blocks, tokenizer, packing=packing)
+  found = []
+  while (batch := pack_batch([lane], seq_len, tokenizer.pad_id)) is not None:
+    found.append(list(zip(*(batch[name][0].tolist() for name in NAMES))))
+  assert found == expected
+
+
+def test_every_token_is_a_label_once_and_labels_are_the_next_token():
+  blocks = make_blocks(np.random.default_rng(5), num_blocks=11)
+  lanes = [lane_over(blocks, BYTES, lane, 4) for lane in range(4)]
+  labels = []
+  while (batch := pack_batch(lanes, 8)) is not None:
+    labels += batch['labels'][batch['weights'] > 0].tolist()
+    same = (batch['segment_ids'][:, 1:] == batch['segment_ids'][:, :-1]) & (batch['weights'][:, 1:] > 0)
+    np.testing.assert_array_equal(batch['ids'][:, 1:][same], batch['labels'][:, :-1][same])
+    np.testing.assert_array_equal(batch['segment_pos'][:, 1:][same], batch['segment_pos'][:, :-1][same] + 1)
+  texts = [(text, is_end) for block in blocks for text, is_end in block if text]
+  expected = [b + 3 for text, _ in texts for b in text.encode()] + [2] * sum(is_end for _, is_end in texts)
+  assert sorted(labels) == sorted(expected)
+
+
+def test_rows_come_from_their_own_lanes():
+  blocks = [[(letter * 20, True)] for letter in 'abcdef']
+  lanes = [lane_over(blocks, BYTES, lane, 3) for lane in range(3)]
+  batch = pack_batch(lanes, 42)
+  assert [BYTES.decode(row) for row in batch['ids']] == ['a' * 20 + 'd' * 20, 'b' * 20 + 'e' * 20, 'c' * 20 + 'f' * 20]
+  alone = lane_over(blocks, BYTES, 1, 3)
+  np.testing.assert_array_equal(pack_batch([alone], 42)['ids'][0], batch['ids'][1])
+
+
+@pytest.mark.parametrize('packing', [True, False])
+def test_a_lane_continues_at_every_position(packing):
+  blocks = make_blocks(np.random.default_rng(6))
+  lane = lane_over(blocks, BYTES, packing=packing)
+  rows, positions = [], [lane.position]
+  while (batch := pack_batch([lane], 7)) is not None:
+    rows.append(batch)
+    positions.append(lane.position)
+  assert len(rows) > 10
+  for i, position in enumerate(positions):
+    resumed = lane_over(blocks, BYTES, packing=packing)
+    resumed.seek(*position)
+    assert resumed.position == position
+    for expected in rows[i : i + 3]:
+      found = pack_batch([resumed], 7)
+      for name in NAMES:
+        np.testing.assert_array_equal(found[name], expected[name])
+  assert pack_batch([resumed], 7) is None
+
+
+@pytest.mark.parametrize('position', [(0, 100), (9, 1)])
+def test_a_position_that_is_not_there_is_refused(position):
+  with pytest.raises(ValueError, match='not what it was'):
+    lane_over([[('abc', True)]], BYTES).seek(*position)
+
+
+def test_empty_source_is_an_error_instead_of_a_search_for_ever():
+  empty = tokenize_documents([('', True)], BYTES)
+  assert empty.ids.size == 0
+  with pytest.raises(ValueError, match='has no text'):
+    pack_batch([Lane(0, 1, lambda index: empty, max_empty_blocks=5)], 4)
+
+
+def test_padding_uses_the_pad_id():
+  batch = pack_batch([lane_over([[('ab', True)]], BYTES)], 6, pad_id=7)
+  assert batch['ids'][0].tolist() == [1, 97 + 3, 98 + 3, 7, 7, 7]
+  assert batch['labels'][0].tolist() == [97 + 3, 98 + 3, 2, 7, 7, 7]
+  assert batch['weights'][0].tolist() == [1, 1, 1, 0, 0, 0]

@@ -1,0 +1,72 @@
+"""Text survives encoding and decoding; special tokens have their ids."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from spmd_tasks.inputs.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer, train_bpe
+
+TEXTS = ['', 'hello', ' two  spaces\n\ttab', 'déjà vu', '漢字 🙂 \x00\x7f', 'a' * 300]
+
+
+@pytest.fixture(scope='module')
+def bpe(tmp_path_factory) -> BpeTokenizer:
+  path = tmp_path_factory.mktemp('bpe') / 'tokenizer.json'
+  return train_bpe(['the cat sat on the mat', 'the hat'] * 20, str(path), vocab_size=280)
+
+
+@pytest.mark.parametrize('text', TEXTS)
+def test_round_trips(bpe, text):
+  for tokenizer in (ByteTokenizer(), bpe):
+    assert isinstance(tokenizer, Tokenizer)
+    ids = tokenizer.encode(text)
+    assert isinstance(ids, list)
+    assert tokenizer.decode(ids) == text
+    array = tokenizer.encode_array(text)
+    assert array.dtype == np.int32
+    assert array.tolist() == ids
+    assert all(3 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_byte_ids():
+  tokenizer = ByteTokenizer()
+  assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 2, 259)
+  assert tokenizer.encode('Aé') == [65 + 3, 0xC3 + 3, 0xA9 + 3]
+  assert tokenizer.decode([1, 65 + 3, 2, 0, 0]) == 'A'
+  assert tokenizer.decode([0xC3 + 3]) == '\ufffd'
+  with pytest.raises(ValueError, match='259'):
+    tokenizer.decode([259])
+
+
+def test_bpe_merges_and_special_tokens(bpe):
+  assert (bpe.pad_id, bpe.bos_id, bpe.eos_id) == (0, 1, 2)
+  assert 259 < bpe.vocab_size <= 280
+  assert len(bpe.encode('the the the')) < len('the the the')
+  assert bpe.decode([bpe.bos_id, *bpe.encode('the'), bpe.eos_id, bpe.pad_id]) == 'the'
+
+
+def test_bpe_can_be_sent_to_a_worker_process(bpe):
+  bpe.encode('the')
+  copy = pickle.loads(pickle.dumps(bpe))
+  assert copy == bpe
+  assert copy.encode('the cat') == bpe.encode('the cat')
+
+
+def test_fingerprint_follows_the_vocabulary(bpe, tmp_path):
+  other = train_bpe(['xyz xyz'] * 20, str(tmp_path / 'other.json'), vocab_size=270)
+  assert other.fingerprint() != bpe.fingerprint() != ByteTokenizer().fingerprint()
+
+
+def test_errors_name_the_file_and_the_remedy(bpe, tmp_path):
+  with pytest.raises(FileNotFoundError, match='train_bpe'):
+    BpeTokenizer(path=str(tmp_path / 'none.json')).encode('a')
+  with pytest.raises(ValueError, match="'</s>'.*eos_token"):
+    BpeTokenizer(path=bpe.path, eos_token='</s>').eos_id  # noqa: B018
+  damaged = tmp_path / 'damaged.json'
+  damaged.write_text('{')
+  with pytest.raises(ValueError, match=r'damaged\.json'):
+    BpeTokenizer(path=str(damaged)).encode('a')
+  with pytest.raises(ValueError, match='at least 256'):
+    train_bpe(['a'], str(tmp_path / 'small.json'), vocab_size=200)
+  assert BpeTokenizer(path=bpe.path, bos_token=None, pad_token=None).bos_id is None
