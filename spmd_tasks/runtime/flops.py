@@ -9,13 +9,12 @@ Model FLOPs are those that the mathematics needs, whatever the implementation do
 from collections.abc import Callable, Iterator, Mapping
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-if TYPE_CHECKING:
-  from spmd_tasks.runtime.task import Task
+from spmd_tasks.runtime.task import Task
 
 # Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
 # A jax device is a chip, except on TPU v2, v3 and 7x, where it is one of a chip's two cores.
@@ -50,7 +49,7 @@ def peak_flops_per_device(device_kind: str) -> float | None:
 
 
 def model_flops_per_train_step(
-  task: 'Task', batch_spec: Mapping[str, jax.ShapeDtypeStruct], abstract_weights: Any
+  task: Task, batch_spec: Mapping[str, jax.ShapeDtypeStruct], abstract_weights: Any
 ) -> int:
   """Model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
 
