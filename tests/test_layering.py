@@ -1,0 +1,199 @@
+"""The house of DESIGN.md: a row imports only rows below it, TensorFlow and Fiddle keep out, every module imports."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / 'spmd_tasks'
+MAX_LINES = 400
+
+# Top row first. Parts of the top row may import one another; parts of any other row may not.
+ROWS = (
+  ('main', 'config', 'experiments'),
+  ('programs', 'serving', 'planning', 'bridges'),
+  ('experiment',),
+  ('runtime',),
+  ('decoding', 'learning', 'inputs', 'layers'),
+  ('sharding',),
+)
+ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
+MAY_IMPORT_FIDDLE = {'main', 'config', 'experiments'}
+
+
+class Import(NamedTuple):
+  """One imported dotted name; `lazy` if it is inside a function."""
+
+  name: str
+  line: int
+  lazy: bool
+
+
+def modules() -> list[Path]:
+  return sorted(PACKAGE.rglob('*.py'))
+
+
+def dotted_name(path: Path) -> str:
+  parts = path.relative_to(ROOT).with_suffix('').parts
+  return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+
+
+def imports(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
+  """Every name that `source` imports, relative ones resolved; `from a import b` gives `a.b`."""
+
+  def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+      for alias in node.names:
+        yield Import(alias.name, node.lineno, lazy)
+    elif isinstance(node, ast.ImportFrom):
+      base = node.module or ''
+      if node.level:
+        package = module.split('.') if is_package else module.split('.')[:-1]
+        base = '.'.join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+      for alias in node.names:
+        yield Import(f'{base}.{alias.name}', node.lineno, lazy)
+    inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    for child in ast.iter_child_nodes(node):
+      yield from walk(child, inside)
+
+  yield from walk(ast.parse(source), False)
+
+
+def all_imports() -> Iterator[tuple[Path, Import]]:
+  for path in modules():
+    for found in imports(path.read_text(), dotted_name(path), path.name == '__init__.py'):
+      yield path, found
+
+
+def part_of(name: str) -> str | None:
+  """The part of the house in a dotted name of ours: `spmd_tasks.runtime.task` -> `runtime`."""
+  parts = name.split('.')
+  return parts[1] if parts[0] == 'spmd_tasks' and len(parts) > 1 else None
+
+
+def may_import(importer: str, imported: str) -> bool:
+  above, below = ROW_OF_PART[importer], ROW_OF_PART[imported]
+  return importer == imported or below > above or above == below == 0
+
+
+def test_every_module_belongs_to_a_row():
+  homeless = [
+    str(p.relative_to(ROOT)) for p in modules() if part_of(dotted_name(p)) not in {*ROW_OF_PART, '__main__', None}
+  ]
+  assert not homeless, 'give these a row in ROWS here and in DESIGN.md'
+
+
+def test_rows_import_only_rows_below_them():
+  wrong = []
+  for path, found in all_imports():
+    importer, imported = part_of(dotted_name(path)), part_of(found.name)
+    if imported is None or importer == '__main__':
+      continue
+    if importer is None:
+      wrong.append(f'spmd_tasks/__init__.py:{found.line} imports {found.name}: the package itself imports nothing')
+    elif imported not in ROW_OF_PART or not may_import(importer, imported):
+      wrong.append(f'{path.relative_to(ROOT)}:{found.line} imports {found.name}')
+  assert not wrong, '\n'.join(wrong)
+
+
+def test_only_the_top_row_knows_fiddle():
+  wrong = [
+    f'{path.relative_to(ROOT)}:{found.line}'
+    for path, found in all_imports()
+    if found.name.split('.')[0] == 'fiddle' and part_of(dotted_name(path)) not in MAY_IMPORT_FIDDLE
+  ]
+  assert not wrong, '\n'.join(wrong)
+
+
+def test_tensorflow_is_imported_inside_functions_only():
+  wrong = [
+    f'{path.relative_to(ROOT)}:{found.line} imports {found.name}'
+    for path, found in all_imports()
+    if not found.lazy and found.name.split('.')[0] in {'tensorflow', 'tensorflow_datasets'}
+  ]
+  assert not wrong, '\n'.join(wrong)
+
+
+def test_no_file_is_longer_than_a_sitting():
+  paths = [path for folder in ('spmd_tasks', 'tests', 'scripts') for path in (ROOT / folder).rglob('*.py')]
+  long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+  assert not {path: lines for path, lines in long.items() if lines > MAX_LINES}, 'look for the second idea'
+
+
+def test_every_module_imports_without_tensorflow_and_the_lower_rows_without_fiddle():
+  """In one fresh process. Warnings are errors where a module of ours is to blame; dependencies keep theirs."""
+  names = [dotted_name(path) for path in modules() if path.name != '__main__.py']
+  top = [name for name in names if part_of(name) in MAY_IMPORT_FIDDLE]
+  lower = [name for name in names if name not in top]
+  program = f"""
+import importlib, sys, warnings
+warnings.filterwarnings('error', module=r'spmd_tasks\\b')
+def import_all(names, banned):
+  for name in names:
+    importlib.import_module(name)
+    for package in banned:
+      assert package not in sys.modules, f'{{name}} imports {{package}}'
+import_all({lower!r}, ['tensorflow', 'fiddle'])
+import_all({top!r}, ['tensorflow'])
+"""
+  done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+  assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+  'importer, imported, allowed',
+  [
+    ('main', 'config', True),
+    ('config', 'experiments', True),
+    ('programs', 'experiment', True),
+    ('programs', 'sharding', True),
+    ('runtime', 'learning', True),
+    ('runtime', 'runtime', True),
+    ('layers', 'layers', True),
+    ('programs', 'serving', False),
+    ('layers', 'learning', False),
+    ('inputs', 'layers', False),
+    ('runtime', 'experiment', False),
+    ('experiment', 'config', False),
+    ('sharding', 'runtime', False),
+  ],
+)
+def test_the_rule_itself(importer, imported, allowed):
+  assert may_import(importer, imported) == allowed
+
+
+def test_imports_are_found_wherever_they_are_written():
+  source = """
+import os.path, a.b as c
+from spmd_tasks.runtime import task
+from . import steps
+from ..layers.norm import RmsNorm
+if True:
+  import tensorflow
+class C:
+  import inside_class
+def f():
+  from x import y
+  class D:
+    import z
+g = lambda: __import__('unseen')
+"""
+  assert [(found.name, found.lazy) for found in imports(source, 'spmd_tasks.runtime.partition')] == [
+    ('os.path', False),
+    ('a.b', False),
+    ('spmd_tasks.runtime.task', False),
+    ('spmd_tasks.runtime.steps', False),
+    ('spmd_tasks.layers.norm.RmsNorm', False),
+    ('tensorflow', False),
+    ('inside_class', False),
+    ('x.y', True),
+    ('z', True),
+  ]
+  assert [found.name for found in imports('from . import a', 'spmd_tasks.runtime', is_package=True)] == [
+    'spmd_tasks.runtime.a'
+  ]
