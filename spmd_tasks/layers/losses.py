@@ -71,7 +71,7 @@ class LanguageModelLoss:
     weight = jnp.sum(weights)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
     # A compare and a sum rather than a gather: where V is sharded, every device sums its own slice.
-    is_label = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)[None, None, :]
+    is_label = labels[..., None] == jnp.arange(logits.shape[-1])[None, None, :]
     label_logits = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
     cross_entropy = log_normalizer - label_logits
     objective = cross_entropy

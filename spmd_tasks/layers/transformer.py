@@ -28,7 +28,8 @@ Aux = Mapping[str, jax.Array]
 class TransformerBlock(WithSublayers, kw_only=True):
   """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x)) (Xiong et al., 2020).
 
-  Weights under `attention`, `attention_norm`, `ffn`, `ffn_norm`.
+  Weights under `attention`, `attention_norm`, `ffn`, `ffn_norm`. The residual stream keeps the dtype that it
+  enters with (the embedding's), whatever the sublayers compute in.
 
   Fields:
     attention, ffn: the sublayers.
@@ -55,11 +56,11 @@ class TransformerBlock(WithSublayers, kw_only=True):
     """Returns ([B, T, D], aux of the ffn) for x [B, T, D]; segment_ids and segment_pos are int32 [B, T] or None."""
     dropout = nn.Dropout(rate=self.dropout_rate, deterministic=not train)
     normed = self.norm.copy(name='attention_norm')(x)
-    x = x + dropout(self.attention(normed, segment_ids, segment_pos, train=train))
-    x = constrain(x, self.activation_split_dims)
+    y = dropout(self.attention(normed, segment_ids, segment_pos, train=train))
+    x = constrain(x + y.astype(x.dtype), self.activation_split_dims)
     normed = self.norm.copy(name='ffn_norm')(x)
     y, aux = self.ffn(normed, segment_ids, train=train)
-    return constrain(x + dropout(y), self.activation_split_dims), aux
+    return constrain(x + dropout(y).astype(x.dtype), self.activation_split_dims), aux
 
 
 class TransformerStack(WithSublayers, kw_only=True):

@@ -1,0 +1,72 @@
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.embedding import TokenEmbedding
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+
+IDS = np.array([[0, 3, 3], [6, 1, 0]])
+
+
+def _init(layer: TokenEmbedding):
+  return layer.init(jax.random.key(0), IDS)['params']
+
+
+@pytest.mark.parametrize('scale_sqrt_depth', [False, True])
+def test_lookup(scale_sqrt_depth):
+  layer = TokenEmbedding(vocab_size=7, embed_dim=16, scale_sqrt_depth=scale_sqrt_depth)
+  weights = unbox_weights(_init(layer))
+  expected = np.stack([[np.asarray(weights['table'])[i] for i in row] for row in IDS]) * (
+    4.0 if scale_sqrt_depth else 1
+  )
+  np.testing.assert_allclose(layer.apply({'params': weights}, IDS), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_logits(rng, tied):
+  layer = TokenEmbedding(vocab_size=7, embed_dim=16, tied=tied)
+  weights = unbox_weights(_init(layer))
+  x = rng.normal(size=(2, 3, 16)).astype(np.float32)
+  kernel = np.asarray(weights['table']).T if tied else np.asarray(weights['softmax_kernel'])
+  logits = layer.apply({'params': weights}, x, method='attend')
+  np.testing.assert_allclose(logits, x.astype(np.float64) @ kernel, rtol=1e-5, atol=1e-5)
+
+
+def test_tied_gradient_comes_from_both_uses():
+  layer = TokenEmbedding(vocab_size=7, embed_dim=16)
+  weights = unbox_weights(_init(layer))
+  x = np.ones((2, 3, 16), np.float32)
+
+  def lookup(weights):
+    return layer.apply({'params': weights}, IDS).sum()
+
+  def attend(weights):
+    return layer.apply({'params': weights}, x, method='attend').sum()
+
+  both = jax.grad(lambda weights: lookup(weights) + attend(weights))(weights)['table']
+  np.testing.assert_allclose(both, jax.grad(lookup)(weights)['table'] + jax.grad(attend)(weights)['table'], rtol=1e-6)
+  assert (np.asarray(both[3]) > np.asarray(both[2])).all()  # token 3 was also looked up, token 2 was not
+
+
+def test_logits_of_bfloat16_operands_are_accumulated_in_float32(rng):
+  layer = TokenEmbedding(vocab_size=7, embed_dim=512, dtype='bfloat16')
+  weights = unbox_weights(_init(layer))
+  x = jax.numpy.asarray(rng.normal(size=(2, 3, 512)), 'bfloat16')
+  logits = layer.apply({'params': weights}, x, method='attend')
+  assert logits.dtype == 'float32'
+  table = np.asarray(weights['table'].astype('bfloat16'), np.float64)
+  np.testing.assert_allclose(logits, np.asarray(x, np.float64) @ table.T, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unknown_token_is_loud():
+  layer = TokenEmbedding(vocab_size=7, embed_dim=16)
+  x = np.asarray(layer.apply({'params': unbox_weights(_init(layer))}, np.array([[6, 7]])))
+  assert np.isfinite(x[0, 0]).all()
+  assert np.isnan(x[0, 1]).all()
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_split_dims(tied):
+  specs = weight_specs(_init(TokenEmbedding(vocab_size=7, embed_dim=16, tied=tied)))
+  expected = {'table': ('vocab', 'embed')} | ({} if tied else {'softmax_kernel': ('embed', 'vocab')})
+  assert {name: spec.split_dims for name, spec in specs.items()} == expected

@@ -1,0 +1,43 @@
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.linear import Linear
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+
+
+@pytest.mark.parametrize(
+  'input_dims, output_dims, einsum',
+  [((6,), 5, 'btd,df->btf'), ((6,), (3, 2), 'btd,dhk->bthk'), ((3, 2), 5, 'bthk,hkd->btd')],
+)
+@pytest.mark.parametrize('use_bias', [False, True])
+def test_linear_is_an_einsum(rng, input_dims, output_dims, einsum, use_bias):
+  x = rng.normal(size=(2, 4, *input_dims)).astype(np.float32)
+  layer = Linear(output_dims=output_dims, num_input_dims=len(input_dims), use_bias=use_bias, split_dims=None)
+  weights = unbox_weights(layer.init(jax.random.key(0), x)['params'])
+  weights = jax.tree.map(lambda w: rng.normal(size=w.shape).astype(np.float32), weights)
+  expected = np.einsum(einsum, x.astype(np.float64), weights['kernel'].astype(np.float64))
+  if use_bias:
+    expected = expected + weights['bias']
+  np.testing.assert_allclose(layer.apply({'params': weights}, x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bias_takes_the_output_split_dims_and_is_not_decayed():
+  layer = Linear(output_dims=(3, 2), use_bias=True, split_dims=['embed', 'heads', 'head_dim'])
+  specs = weight_specs(jax.eval_shape(layer.init, jax.random.key(0), np.zeros((1, 6), np.float32))['params'])
+  assert specs['kernel'].split_dims == ('embed', 'heads', 'head_dim')
+  assert specs['kernel'].tags == ()
+  assert specs['bias'].split_dims == ('heads', 'head_dim')
+  assert specs['bias'].tags == ('no_decay',)
+
+
+def test_wrong_number_of_split_dims_is_an_error():
+  with pytest.raises(ValueError, match='one entry per dim'):
+    Linear(output_dims=(3, 2)).init(jax.random.key(0), np.zeros((1, 6), np.float32))
+
+
+def test_bfloat16_compute_keeps_float32_weights():
+  layer = Linear(output_dims=4, use_bias=True, dtype='bfloat16')
+  y, variables = layer.init_with_output(jax.random.key(0), np.ones((2, 3), np.float32))
+  assert y.dtype == 'bfloat16'
+  assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {'float32'}

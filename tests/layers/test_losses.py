@@ -1,0 +1,114 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.losses import LanguageModelLoss
+
+B, T, V = 3, 4, 11
+
+
+def _case(rng):
+  """Logits, and a batch with fractional weights and a row of padding."""
+  weights = rng.choice([0.0, 0.5, 1.0], size=(B, T)).astype(np.float32)
+  weights[0, 0], weights[2] = 1.0, 0.0
+  logits = (3.0 * rng.normal(size=(B, T, V))).astype(np.float32)
+  return logits, {'labels': rng.integers(0, V, (B, T)).astype(np.int32), 'weights': weights}
+
+
+def _reference(logits, batch, smoothing, z_weight):
+  """Token by token: the mean loss and its parts."""
+  totals = dict.fromkeys(('loss', 'cross_entropy', 'z_loss', 'accuracy'), 0.0)
+  rows = np.zeros(B)
+  for b in range(B):
+    for t in range(T):
+      values = logits[b, t].astype(np.float64)
+      log_normalizer = np.log(np.exp(values).sum())
+      log_probabilities = values - log_normalizer
+      target = np.full(V, smoothing / V)
+      target[batch['labels'][b, t]] += 1 - smoothing
+      cross_entropy, z_loss = -log_probabilities[batch['labels'][b, t]], z_weight * log_normalizer**2
+      weight = batch['weights'][b, t]
+      totals['loss'] += weight * (-(target * log_probabilities).sum() + z_loss)
+      totals['cross_entropy'] += weight * cross_entropy
+      totals['z_loss'] += weight * z_loss
+      totals['accuracy'] += weight * (values.argmax() == batch['labels'][b, t])
+      rows[b] += weight * cross_entropy
+  weight = batch['weights'].sum()
+  return {name: total / weight for name, total in totals.items()}, rows
+
+
+@pytest.mark.parametrize('smoothing, z_weight', [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.3, 1e-2)])
+def test_loss(rng, smoothing, z_weight):
+  logits, batch = _case(rng)
+  means, rows = _reference(logits, batch, smoothing, z_weight)
+  out = LanguageModelLoss(label_smoothing=smoothing, z_loss_weight=z_weight)({'logits': logits, 'aux': {}}, batch)
+  np.testing.assert_allclose(out.loss, means['loss'], rtol=1e-5)
+  assert set(out.metrics) == {'cross_entropy', 'accuracy'} | ({'z_loss'} if z_weight else set())
+  for name, (mean, weight) in out.metrics.items():
+    np.testing.assert_allclose(mean, means[name], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(weight, batch['weights'].sum(), rtol=1e-6)
+  np.testing.assert_allclose(out.weight, batch['weights'].sum(), rtol=1e-6)
+  np.testing.assert_allclose(out.per_example['cross_entropy'], rows, rtol=1e-5)
+  np.testing.assert_allclose(out.per_example['num_tokens'], batch['weights'].sum(-1), rtol=1e-6)
+
+
+def test_gradient_against_finite_differences(rng):
+  logits, batch = _case(rng)
+  loss = LanguageModelLoss(label_smoothing=0.2, z_loss_weight=1e-2)
+  gradient = jax.grad(lambda logits: loss({'logits': logits}, batch).loss)(jnp.asarray(logits))
+  for index in [(0, 0, int(batch['labels'][0, 0])), (0, 0, 5), (2, 1, 3)]:
+    shifted = [logits.astype(np.float64).copy() for _ in range(2)]
+    shifted[0][index] += 1e-4
+    shifted[1][index] -= 1e-4
+    up, down = (_reference(x, batch, 0.2, 1e-2)[0]['loss'] for x in shifted)
+    np.testing.assert_allclose(gradient[index], (up - down) / 2e-4, rtol=1e-3, atol=1e-7)
+
+
+def test_a_batch_of_padding_has_loss_and_gradient_zero(rng):
+  logits, batch = _case(rng)
+  batch['weights'] = np.zeros((B, T), np.float32)
+  loss = LanguageModelLoss(label_smoothing=0.1, z_loss_weight=1e-2, aux_loss_weights={'balance': 1.0})
+  predictions = {'aux': {'balance': jnp.ones(2)}}
+  value, gradient = jax.value_and_grad(lambda x: loss({'logits': x, **predictions}, batch).loss)(jnp.asarray(logits))
+  assert value == 0.0
+  np.testing.assert_array_equal(gradient, np.zeros_like(logits))
+
+
+def test_weighted_losses_combine_to_that_of_the_whole_batch(rng):
+  """What accumulation and evaluation rely on: mean and weight per part are enough."""
+  logits, batch = _case(rng)
+  loss = LanguageModelLoss(z_loss_weight=1e-2)
+  whole = loss({'logits': logits}, batch)
+  parts = [loss({'logits': logits[i : i + 1]}, {k: v[i : i + 1] for k, v in batch.items()}) for i in range(B)]
+  combined = sum(float(part.loss * part.weight) for part in parts) / sum(float(part.weight) for part in parts)
+  np.testing.assert_allclose(combined, whole.loss, rtol=1e-5)
+
+
+def test_aux_losses_are_added_by_name_as_the_mean_over_layers(rng):
+  logits, batch = _case(rng)
+  predictions = {'logits': logits, 'aux': {'balance': jnp.array([1.0, 3.0]), 'dropped': jnp.array([5.0, 5.0])}}
+  plain = LanguageModelLoss()(predictions, batch)
+  out = LanguageModelLoss(aux_loss_weights={'balance': 0.5})(predictions, batch)
+  np.testing.assert_allclose(out.loss, plain.loss + 0.5 * 2.0, rtol=1e-6)
+  np.testing.assert_allclose(out.metrics['balance'][0], 2.0)
+  assert 'dropped' not in out.metrics
+
+
+def test_a_missing_aux_loss_is_an_error(rng):
+  logits, batch = _case(rng)
+  with pytest.raises(ValueError, match=r"names 'balance', but the model gives \['dropped'\]"):
+    LanguageModelLoss(aux_loss_weights={'balance': 0.5})({'logits': logits, 'aux': {'dropped': jnp.ones(2)}}, batch)
+
+
+@pytest.mark.parametrize('smoothing', [-0.1, 1.0])
+def test_label_smoothing_has_a_range(smoothing):
+  with pytest.raises(ValueError, match='label_smoothing'):
+    LanguageModelLoss(label_smoothing=smoothing)
+
+
+def test_bfloat16_logits_are_summed_in_float32(rng):
+  logits, batch = _case(rng)
+  rounded = jnp.asarray(logits, 'bfloat16')
+  means, _ = _reference(np.asarray(rounded, np.float32), batch, 0.0, 0.0)
+  np.testing.assert_allclose(LanguageModelLoss()({'logits': rounded}, batch).loss, means['loss'], rtol=1e-5)

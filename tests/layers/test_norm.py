@@ -1,0 +1,46 @@
+import jax
+import numpy as np
+import pytest
+import transformer_reference as reference
+
+from spmd_tasks.layers.norm import LayerNorm, RmsNorm
+from spmd_tasks.sharding.weights import weight_specs
+
+
+def test_rms_norm(rng):
+  x, scale = rng.normal(size=(2, 3, 30)).astype(np.float32), rng.normal(size=30).astype(np.float32)
+  expected = reference.rms_norm(x.astype(np.float64), scale, epsilon=1e-3)
+  np.testing.assert_allclose(RmsNorm(epsilon=1e-3).apply({'params': {'scale': scale}}, x), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize('use_bias', [True, False])
+def test_layer_norm(rng, use_bias):
+  # A mean far from zero: the one-pass variance would lose all its digits here.
+  x = (100.0 + 0.1 * rng.normal(size=(2, 3, 30))).astype(np.float32)
+  scale, bias = (rng.normal(size=30).astype(np.float32) for _ in range(2))
+  expected = reference.layer_norm(x.astype(np.float64), scale, bias if use_bias else 0.0)
+  weights = {'scale': scale, 'bias': bias} if use_bias else {'scale': scale}
+  np.testing.assert_allclose(LayerNorm(use_bias=use_bias).apply({'params': weights}, x), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize('norm', [RmsNorm(dtype='bfloat16'), LayerNorm(dtype='bfloat16')])
+def test_bfloat16_inputs_are_normalized_in_float32(rng, norm):
+  x = jax.numpy.asarray(rng.normal(size=(2, 512)), 'bfloat16')
+  y, variables = norm.init_with_output(jax.random.key(0), x)
+  exact = type(norm)().apply(variables, np.asarray(x, np.float32))
+  # One rounding of the exact result, not an accumulation of them.
+  np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(exact.astype('bfloat16'), np.float32))
+
+
+@pytest.mark.parametrize('norm', [RmsNorm(), LayerNorm()])
+def test_norm_weights_are_not_decayed(norm):
+  specs = weight_specs(jax.eval_shape(norm.init, jax.random.key(0), np.zeros((2, 30), np.float32))['params'])
+  assert {spec.tags for spec in specs.values()} == {('no_decay',)}
+  assert {spec.split_dims for spec in specs.values()} == {('norm',)}
+
+
+@pytest.mark.parametrize('norm', [RmsNorm(), LayerNorm()])
+def test_zero_rows_have_finite_gradients(norm):
+  x = np.zeros((2, 30), np.float32)
+  weights = norm.init(jax.random.key(0), x)
+  assert np.isfinite(jax.grad(lambda x: norm.apply(weights, x).sum())(x)).all()

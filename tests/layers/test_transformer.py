@@ -1,0 +1,185 @@
+import functools
+
+import flax.linen as nn
+import jax
+from jax.extend.core import jaxprs_in_params
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import packed_batch, random_weights, tiny_model
+
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.feed_forward import FeedForward
+from spmd_tasks.layers.norm import LayerNorm, RmsNorm
+from spmd_tasks.layers.remat import REMAT_POLICIES
+from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+
+
+def _loss_and_gradients(**fields):
+  """Of a model with dropout, in training; the weights and the rngs are the same for all `fields`."""
+  model, batch = tiny_model(dropout_rate=0.2, **fields), packed_batch()
+
+  def loss(weights):
+    logits = model.apply({'params': weights}, batch, train=True, rngs={'dropout': jax.random.key(0)})['logits']
+    return jnp.mean(jnp.square(logits - 0.5))
+
+  return jax.jit(jax.value_and_grad(loss))(random_weights(model))
+
+
+@functools.cache
+def _plain_loss_and_gradients():
+  return _loss_and_gradients()
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [{'scan': False}, {'scan': False, 'remat_policy': 'full'}]
+  + [{'remat_policy': name} for name in REMAT_POLICIES if name != 'none'],
+  ids=str,
+)
+def test_neither_unrolling_nor_remat_changes_loss_or_gradients(fields):
+  actual, expected = _loss_and_gradients(**fields), _plain_loss_and_gradients()
+  for (path, a), b in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max(), err_msg=jax.tree_util.keystr(path))
+
+
+def test_unrolled_layers_start_from_the_scanned_weights():
+  scanned, unrolled = (jax.jit(tiny_model(scan=scan).init)(jax.random.key(0), packed_batch()) for scan in (True, False))
+  assert jax.tree.structure(scanned) == jax.tree.structure(unrolled)  # split dims and tags included
+  jax.tree.map(np.testing.assert_array_equal, scanned, unrolled)
+
+
+def test_remat_policies_keep_less_and_less():
+  """Bytes that the forward pass hands to the backward pass, in the order of REMAT_POLICIES."""
+  weights, batch = random_weights(tiny_model()), packed_batch()
+
+  def saved_bytes(policy):
+    model = tiny_model(remat_policy=policy)
+    _, pullback = jax.eval_shape(lambda w: jax.vjp(lambda w: model.apply({'params': w}, batch)['logits'], w), weights)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+  sizes = [saved_bytes(policy) for policy in REMAT_POLICIES]
+  assert sizes == sorted(sizes, reverse=True)
+  assert len(set(sizes)) == len(sizes)
+
+
+def test_stacked_weights_have_the_layers_dim_in_front():
+  model = tiny_model(num_layers=5)
+  specs = weight_specs(jax.eval_shape(model.init, jax.random.key(0), packed_batch())['params'])
+  for path, spec in jax.tree.leaves_with_path(specs):
+    name = jax.tree_util.keystr(path)
+    assert len(spec.split_dims) == len(spec.shape), name
+    assert spec.dtype == np.float32, name
+    is_stacked = 'stack' in name
+    assert spec.stacked == int(is_stacked), name
+    assert (spec.split_dims[0] == 'layers' and spec.shape[0] == 5) == is_stacked, name
+  layers = specs['stack']['layers']
+  assert layers['ffn']['up']['kernel'].split_dims == ('layers', 'embed', 'mlp')
+  assert layers['ffn_norm']['scale'].tags == ('no_decay',)
+
+
+def test_every_layer_starts_from_its_own_values():
+  weights = unbox_weights(jax.jit(tiny_model(num_layers=3).init)(jax.random.key(0), packed_batch())['params'])
+  kernels = weights['stack']['layers']['ffn']['up']['kernel']
+  assert len(np.unique(np.asarray(kernels[:, 0, 0]))) == 3
+  np.testing.assert_allclose(kernels.std(axis=(1, 2)), 30**-0.5, rtol=0.1)  # fan-in does not count the layers
+
+
+class Ones(nn.Module):
+  """A feed-forward sublayer that adds ones, which dropout turns into its mask, and reports a number."""
+
+  @nn.compact
+  def __call__(self, x, segment_ids=None, *, train=False):
+    return jnp.ones_like(x), {'mean': jnp.mean(x), 'count': jnp.float32(2.0)}
+
+
+class Zeros(nn.Module):
+  """An attention sublayer that adds nothing."""
+
+  @nn.compact
+  def __call__(self, x, segment_ids, segment_pos, *, train=False):
+    return jnp.zeros_like(x)
+
+
+def _dropout_stack(num_layers, rate=0.5):
+  block = TransformerBlock(attention=Zeros(), ffn=Ones(), norm=RmsNorm(), dropout_rate=rate)
+  return TransformerStack(block=block, num_layers=num_layers)
+
+
+def test_dropout_differs_by_layer_and_by_rng():
+  x = jnp.zeros((2, 3, 8))
+  weights = _dropout_stack(2).init(jax.random.key(0), x)
+
+  def masks(num_layers, seed):
+    """The sum of the layers' masks, each 0 or 2."""
+    stack = _dropout_stack(num_layers)
+    variables = jax.tree.map(lambda w: w[:num_layers], weights)
+    apply = jax.jit(functools.partial(stack.apply, train=True))
+    return np.asarray(apply(variables, x, rngs={'dropout': jax.random.key(seed)})[0])
+
+  assert set(np.unique(masks(1, 0))) == {0.0, 2.0}
+  assert 2.0 in masks(2, 0)  # two equal masks would give 0 and 4 only
+  assert not np.array_equal(masks(1, 0), masks(1, 1))
+  np.testing.assert_array_equal(masks(2, 0), masks(2, 0))
+
+
+def test_dropout_is_off_in_eval_and_needs_no_rng():
+  x = jnp.zeros((2, 3, 8))
+  y, _ = _dropout_stack(2).init_with_output(jax.random.key(0), x)[0]
+  np.testing.assert_array_equal(y, jnp.full_like(x, 2.0))
+
+
+def test_aux_values_are_stacked_by_layer():
+  x = jnp.zeros((2, 3, 8))
+  (_, aux), _ = _dropout_stack(3).init_with_output(jax.random.key(0), x)
+  np.testing.assert_array_equal(aux['count'], [2.0, 2.0, 2.0])
+  assert aux['mean'].shape == (3,)
+  assert aux['mean'][0] == 0.0
+  assert aux['mean'][1] > 0.9  # the normed stream after one layer of ones
+
+
+def test_sublayers_are_replaceable():
+  block = TransformerBlock(attention=Attention(num_heads=2), ffn=FeedForward(hidden_dim=8), norm=LayerNorm())
+  batch = packed_batch()
+  x = jnp.ones((3, 8, 12))
+  weights = jax.eval_shape(block.init, jax.random.key(0), x, batch['segment_ids'], batch['segment_pos'])['params']
+  assert set(weights) == {'attention', 'attention_norm', 'ffn', 'ffn_norm'}
+  assert set(weights['ffn']) == {'up', 'down'}
+  assert set(weights['attention_norm']) == {'scale', 'bias'}
+
+
+def test_residual_stream_keeps_its_dtype():
+  block = TransformerBlock(attention=Attention(num_heads=2), ffn=FeedForward(hidden_dim=8), norm=RmsNorm())
+  batch = packed_batch()
+  x = jnp.ones((3, 8, 12), 'bfloat16')
+  stack = TransformerStack(block=block, num_layers=2)
+  key, segments = jax.random.key(0), (batch['segment_ids'], batch['segment_pos'])
+  (y, _), _ = jax.eval_shape(stack.init_with_output, key, x, *segments)
+  assert y.dtype == 'bfloat16'
+
+
+def _count_equations(jaxpr) -> int:
+  """Equations of a jaxpr and of all jaxprs within."""
+  return sum(1 + sum(map(_count_equations, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+
+
+def test_the_program_does_not_grow_with_depth():
+  batch = packed_batch()
+
+  def num_equations(num_layers):
+    model = tiny_model(num_layers=num_layers, remat_policy='dots')
+    weights = unbox_weights(jax.eval_shape(model.init, jax.random.key(0), batch)['params'])
+    gradient = jax.grad(lambda weights: model.apply({'params': weights}, batch)['logits'].sum())
+    return _count_equations(jax.make_jaxpr(gradient)(weights).jaxpr)
+
+  assert num_equations(4) == num_equations(32) > 50
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [({'num_layers': 0}, 'num_layers=0'), ({'num_layers': 1, 'remat_policy': 'minimal'}, "'minimal' is unknown")],
+)
+def test_bad_settings_are_errors_when_built(fields, message):
+  with pytest.raises(ValueError, match=message):
+    TransformerStack(block=Ones(), **fields)

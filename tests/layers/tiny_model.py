@@ -1,0 +1,68 @@
+"""The small uneven language model and packed batch on which the layers' tests agree.
+
+d_model 30, heads 3, ffn 90, vocab 257: no dim that a power of two divides, but d_model and ffn by 2.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.embedding import TokenEmbedding
+from spmd_tasks.layers.feed_forward import GatedFeedForward
+from spmd_tasks.layers.language_model import LanguageModel
+from spmd_tasks.layers.norm import RmsNorm
+from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
+from spmd_tasks.sharding.weights import unbox_weights
+
+VOCAB = 257
+
+
+def tiny_model(
+  *, num_layers=2, scan=True, remat_policy='none', dropout_rate=0.0, dtype='float32', tied=True, num_kv_heads=None
+) -> LanguageModel:
+  return LanguageModel(
+    embedding=TokenEmbedding(vocab_size=VOCAB, embed_dim=30, dtype=dtype, tied=tied),
+    stack=TransformerStack(
+      num_layers=num_layers,
+      scan=scan,
+      remat_policy=remat_policy,
+      block=TransformerBlock(
+        attention=Attention(num_heads=3, num_kv_heads=num_kv_heads, dtype=dtype),
+        ffn=GatedFeedForward(hidden_dim=90, dtype=dtype),
+        norm=RmsNorm(dtype=dtype),
+        dropout_rate=dropout_rate,
+      ),
+    ),
+    final_norm=RmsNorm(dtype=dtype),
+  )
+
+
+def packed_batch() -> dict[str, jax.Array]:
+  """Three rows of 8: two documents and padding; one whole document; padding only."""
+  rng = np.random.default_rng(7)
+  segment_ids = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8, [0] * 8])
+  segment_pos = np.array([[0, 1, 2, 0, 1, 2, 3, 0], range(8), [0] * 8])
+  batch = {
+    'ids': rng.integers(1, VOCAB, segment_ids.shape) * (segment_ids > 0),
+    'labels': rng.integers(1, VOCAB, segment_ids.shape) * (segment_ids > 0),
+    'segment_ids': segment_ids,
+    'segment_pos': segment_pos,
+  }
+  arrays = {name: jnp.asarray(value, jnp.int32) for name, value in batch.items()}
+  return arrays | {'weights': jnp.asarray(segment_ids > 0, jnp.float32)}
+
+
+def random_weights(model, batch=None, seed=0):
+  """Weights of the model's shapes with every norm scale away from 1 and every bias away from 0, where mistakes hide.
+
+  Drawn by numpy, because compiling the model's own initializers for every test takes longer than the tests.
+  """
+  rng = np.random.default_rng(seed)
+  abstract = jax.eval_shape(model.init, jax.random.key(0), batch or packed_batch())['params']
+
+  def draw(path, leaf):
+    is_scale = path[-1].key == 'scale'
+    return jnp.asarray(is_scale + 0.2 * rng.normal(size=leaf.shape), jnp.float32)
+
+  return jax.tree.map_with_path(draw, unbox_weights(abstract))

@@ -1,0 +1,100 @@
+"""A transformer in float64 numpy, written with loops over rows, heads and tokens: nothing in common with the layers.
+
+Shapes: B batch, T sequence, D model, H heads, G key/value heads, K head dim, F ffn, V vocab, L layers.
+"""
+
+import math
+
+import numpy as np
+
+
+def to_float64(tree):
+  """Nested dicts of arrays as float64 numpy."""
+  if isinstance(tree, dict):
+    return {name: to_float64(value) for name, value in tree.items()}
+  return np.asarray(tree, np.float64)
+
+
+def rms_norm(x, scale, epsilon=1e-6):
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
+
+
+def layer_norm(x, scale, bias, epsilon=1e-6):
+  mean = x.mean(-1, keepdims=True)
+  return (x - mean) / np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + epsilon) * scale + bias
+
+
+def gelu_tanh(x):
+  return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_erf(x):
+  return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def silu(x):
+  return x / (1 + np.exp(-x))
+
+
+def rotate(vector, position, max_wavelength=10_000.0):
+  """Rotary embedding of one head's vector [K], pair by pair: feature i with feature i + K/2."""
+  half = len(vector) // 2
+  out = np.empty_like(vector)
+  for i in range(half):
+    angle = position * max_wavelength ** (-2 * i / len(vector))
+    a, b = vector[i], vector[i + half]
+    out[i] = a * math.cos(angle) - b * math.sin(angle)
+    out[i + half] = b * math.cos(angle) + a * math.sin(angle)
+  return out
+
+
+def attention(x, weights, segment_ids, segment_pos, *, causal=True, rotary=True, qk_norm=False):
+  """X [B, T, D] -> [B, T, D], one query at a time."""
+  kernels = {name: weights[name]['kernel'] for name in ('query', 'key', 'value', 'out')}
+  biases = {name: weights[name].get('bias', 0.0) for name in kernels}
+  num_heads, num_kv_heads = kernels['query'].shape[1], kernels['key'].shape[1]
+  head_dim = kernels['query'].shape[2]
+  result = np.zeros_like(x)
+  for row in range(x.shape[0]):
+    query, key, value = (
+      np.einsum('td,dhk->thk', x[row], kernels[name]) + biases[name] for name in ('query', 'key', 'value')
+    )
+    if qk_norm:
+      query, key = rms_norm(query, weights['query_norm']['scale']), rms_norm(key, weights['key_norm']['scale'])
+    if rotary:
+      for t, position in enumerate(segment_pos[row]):
+        query[t] = [rotate(vector, position) for vector in query[t]]
+        key[t] = [rotate(vector, position) for vector in key[t]]
+    for t in range(x.shape[1]):
+      visible = [s for s in range(x.shape[1]) if segment_ids[row, s] == segment_ids[row, t] and (s <= t or not causal)]
+      for head in range(num_heads):
+        kv_head = head // (num_heads // num_kv_heads)
+        logits = np.array([query[t, head] @ key[s, kv_head] for s in visible]) / math.sqrt(head_dim)
+        probabilities = np.exp(logits - logits.max())
+        probabilities /= probabilities.sum()
+        attended = sum(p * value[s, kv_head] for p, s in zip(probabilities, visible, strict=True))
+        result[row, t] += attended @ kernels['out'][head]
+      result[row, t] += biases['out']
+  return result
+
+
+def gated_feed_forward(x, weights, activation=gelu_tanh):
+  gate, up, down = (weights[name]['kernel'] for name in ('gate', 'up', 'down'))
+  return (activation(x @ gate) * (x @ up)) @ down
+
+
+def language_model(batch, weights):
+  """Logits [B, T, V] of a tied, rotary, gated, RMS-normed LanguageModel; a Python loop over the L stacked layers."""
+  table = weights['embedding']['table']
+  x = table[batch['ids']] * math.sqrt(table.shape[1])
+  layers = weights['stack']['layers']
+
+  def layer_of(tree, index):
+    return {k: layer_of(v, index) if isinstance(v, dict) else v[index] for k, v in tree.items()}
+
+  for index in range(layers['attention_norm']['scale'].shape[0]):
+    layer = layer_of(layers, index)
+    normed = rms_norm(x, layer['attention_norm']['scale'])
+    x = x + attention(normed, layer['attention'], batch['segment_ids'], batch['segment_pos'])
+    x = x + gated_feed_forward(rms_norm(x, layer['ffn_norm']['scale']), layer['ffn'])
+  return rms_norm(x, weights['final_norm']['scale']) @ table.T
