@@ -97,15 +97,20 @@ def _run_experiment(args: argparse.Namespace) -> int:
     )
     raise ValueError(f'nothing to run yet: give {missing}.')
 
+  from etils import epath
+
   from spmd_tasks.programs.eval import evaluate
   from spmd_tasks.programs.startup import StartupClock
   from spmd_tasks.programs.train import train
   from spmd_tasks.runtime.distributed import initialize
+  from spmd_tasks.runtime.durable_files import is_remote
   from spmd_tasks.runtime.emergency_exit import EmergencyExit
 
   clock = StartupClock()
   emergency = EmergencyExit()
-  job_log_dir = Path(args.job_log_dir)
+  job_log_dir = epath.Path(args.job_log_dir).expanduser()
+  if not is_remote(job_log_dir):
+    job_log_dir = job_log_dir.absolute()
   with emergency.on_failure():
     _use_fake_devices(args.num_fake_devices)
     initialize(_distributed_settings(args, resolved.experiment))
@@ -178,7 +183,7 @@ _FREE_TO_CHANGE = (
 )
 
 
-def _refuse_changed_config(job_log_dir: Path, config: dict[str, Any]) -> None:
+def _refuse_changed_config(job_log_dir: Any, config: dict[str, Any]) -> None:
   """A ValueError if the directory's job was started with settings that give other numbers."""
   from spmd_tasks.config.printing import diff
 

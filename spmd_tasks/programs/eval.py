@@ -1,7 +1,8 @@
 """--mode=eval: a checkpoint's weights on every eval set, once, or again for each new checkpoint of a running job."""
 
-from pathlib import Path
 import time
+
+from etils import epath
 
 from spmd_tasks.experiment import Job
 from spmd_tasks.programs.evaluation import Evaluator
@@ -17,7 +18,9 @@ from spmd_tasks.runtime import exit_codes
 from spmd_tasks.runtime.checkpoints import Checkpointer
 
 
-def evaluate(job: Job, job_log_dir: Path, *, step: int | None = None, watch: bool = False, poll_s: float = 10.0) -> int:
+def evaluate(
+  job: Job, job_log_dir: epath.Path, *, step: int | None = None, watch: bool = False, poll_s: float = 10.0
+) -> int:
   """Evaluates one checkpoint (None: the newest); returns an exit code.
 
   Args:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 import math
-from pathlib import Path
 from typing import Any
 
 from clu import metrics as clu_metrics
+from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
@@ -25,7 +25,7 @@ class Evaluator:
     self,
     model: PartitionedModel,
     eval_inputs: Mapping[str, Any],
-    job_log_dir: Path,
+    job_log_dir: epath.Path,
     *,
     tensorboard: bool,
     on_batch: Callable[[], None] = lambda: None,

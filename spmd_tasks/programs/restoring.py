@@ -1,9 +1,9 @@
 """From a job's settings to a mesh, a partitioned model and its state: what every program begins with."""
 
-from pathlib import Path
 from typing import Any
 
 from absl import logging
+from etils import epath
 import jax
 
 from spmd_tasks.experiment import Job
@@ -63,7 +63,7 @@ def restore_evaluation_weights(
   return model.from_canonical(restored.state, part), restored.step
 
 
-def checkpoint_directory(job_log_dir: Path) -> Path:
+def checkpoint_directory(job_log_dir: epath.Path) -> epath.Path:
   return job_log_dir / CHECKPOINTS
 
 

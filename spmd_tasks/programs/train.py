@@ -3,9 +3,9 @@
 import contextlib
 import json
 import math
-from pathlib import Path
 from typing import Any
 
+from etils import epath
 import jax
 
 from spmd_tasks.experiment import Job
@@ -30,7 +30,7 @@ from spmd_tasks.runtime.rank_records import open_rank_records
 from spmd_tasks.runtime.watchdog import StepWatchdog
 
 
-def train(job: Job, job_log_dir: Path, *, emergency: EmergencyExit, clock: StartupClock, config_json: str) -> int:
+def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock: StartupClock, config_json: str) -> int:
   """Runs a training job to its end; returns an exit code: OK, or PREEMPTED after SIGTERM with everything saved.
 
   Args:
@@ -55,7 +55,7 @@ class _Trainer:
   def __init__(
     self,
     job: Job,
-    job_log_dir: Path,
+    job_log_dir: epath.Path,
     stack: contextlib.ExitStack,
     emergency: EmergencyExit,
     clock: StartupClock,
@@ -246,7 +246,7 @@ def _peak_steps_per_second(model: PartitionedModel) -> float | None:
 class _Profile:
   """Captures steps [first, last) with JAX's profiler into a directory that TensorBoard and XProf read."""
 
-  def __init__(self, steps: tuple[int, int] | None, directory: Path):
+  def __init__(self, steps: tuple[int, int] | None, directory: epath.Path):
     self._steps, self._directory, self._running = steps, directory, False
 
   def before_step(self, step: int, settle: Any) -> None:

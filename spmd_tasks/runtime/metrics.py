@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 import json
 import math
 import os
-from pathlib import Path
 import queue
 import threading
 from typing import Protocol
 
 from absl import logging
+from etils import epath
+
+from spmd_tasks.runtime.durable_files import is_remote
 
 Scalars = Mapping[str, float]
 
@@ -30,7 +32,7 @@ class MetricsWriter(Protocol):
 class JsonlWriter:
   """Appends to `<directory>/metrics.jsonl`; every line is flushed, so that a killed job loses none."""
 
-  def __init__(self, directory: Path):
+  def __init__(self, directory: epath.Path):
     directory.mkdir(parents=True, exist_ok=True)
     self._path = directory / 'metrics.jsonl'
     self._drop_unfinished_line()
@@ -39,7 +41,7 @@ class JsonlWriter:
   def _drop_unfinished_line(self) -> None:
     if not self._path.exists():
       return
-    with open(self._path, 'rb+') as file:
+    with self._path.open('rb+') as file:
       content = file.read()
       file.truncate(content.rfind(b'\n') + 1)
 
@@ -60,7 +62,7 @@ def _json_number(value: float) -> float | str:
   return value if math.isfinite(value) else str(value)
 
 
-def read_jsonl(directory: Path) -> dict[int, dict[str, float]]:
+def read_jsonl(directory: epath.Path) -> dict[int, dict[str, float]]:
   """Step -> scalars of `<directory>/metrics.jsonl`; of a step written twice, the last."""
   records = {}
   for line in (directory / 'metrics.jsonl').read_text(encoding='utf-8').splitlines():
@@ -72,7 +74,7 @@ def read_jsonl(directory: Path) -> dict[int, dict[str, float]]:
 class TensorBoardWriter:
   """Event files in `directory`, written by a thread that imports clu's writer (and TensorFlow) when first needed."""
 
-  def __init__(self, directory: Path):
+  def __init__(self, directory: epath.Path):
     self._directory = directory
     self._queue: queue.SimpleQueue[tuple[int, Scalars] | None] = queue.SimpleQueue()
     self._thread: threading.Thread | None = None
@@ -119,11 +121,14 @@ class MultiWriter:
       writer.close()
 
 
-def make_writer(directory: Path, *, tensorboard: bool, primary: bool) -> MultiWriter:
-  """The writers of one metrics directory; only the primary process (index 0) writes."""
+def make_writer(directory: epath.Path, *, tensorboard: bool, primary: bool) -> MultiWriter:
+  """The writers of one metrics directory; only the primary process (index 0) writes.
+
+  A remote directory (`gs://...`) cannot be appended to: it gets events only.
+  """
   if not primary:
     return MultiWriter([])
-  writers: list[MetricsWriter] = [JsonlWriter(directory)]
+  writers: list[MetricsWriter] = [] if is_remote(directory) else [JsonlWriter(directory)]
   if tensorboard:
     writers.append(TensorBoardWriter(directory))
   return MultiWriter(writers)
