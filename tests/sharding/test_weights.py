@@ -142,3 +142,10 @@ def test_split_dims_must_have_one_entry_per_dim():
 def test_a_spec_of_an_existing_weight_cannot_draw_it():
   with pytest.raises(ValueError, match='no initializer'):
     WeightSpec(shape=(3,), init=None)(jax.random.key(0))
+
+
+def test_a_box_that_loses_the_dim_a_scan_added_is_what_it_was():
+  box = WeightSpec(shape=(2, 5), init=jax.random.normal, split_dims=('a', None))(jax.random.key(0))
+  stacked = box.add_axis(0, {STACK_DIM: 'layers'})
+  assert (stacked.split_dims, stacked.stacked) == (('layers', 'a', None), 1)
+  assert stacked.remove_axis(0, {STACK_DIM: 'layers'}) == box
