@@ -139,12 +139,8 @@ class PartitionedModel:
 
   def _enter(self, padded_batch: dict[str, jax.Array], layout: InputLayout) -> dict[str, jax.Array]:
     batch = padding.unpad(padded_batch, dict(layout.spec))
-    return {
-      name: x
-      if layout.split_specs[name] is None
-      else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, layout.split_specs[name]))
-      for name, x in batch.items()
-    }
+    split = {name: spec for name, spec in layout.split_specs.items() if spec is not None}
+    return batch | _constrain({name: batch[name] for name in split}, split, self.mesh)
 
 
 def partition_spmd_model(

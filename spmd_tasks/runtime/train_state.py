@@ -3,7 +3,6 @@
 from typing import Any
 
 from flax import struct
-import jax
 
 from spmd_tasks.learning.learner import LearnerState
 
@@ -16,9 +15,11 @@ class TrainState(struct.PyTreeNode):
     rng: uint32[2], the job's base key data; step s draws from `fold_in(rng, s)`.
     weights: the model's parameters, a tree of arrays.
     learner: optimizer state, averaged weights and the counts of skipped steps.
+
+  Shapes, PartitionSpecs and the like come in trees of this class too, hence the loose types.
   """
 
-  step: jax.Array
-  rng: jax.Array
+  step: Any
+  rng: Any
   weights: Any
   learner: LearnerState
