@@ -109,8 +109,8 @@ def show(encoded: Any) -> str:
 
 
 def symbol_of(value: Any) -> str:
-  """A class or function as `module:QualName`."""
-  return f'{value.__module__}:{value.__qualname__}'
+  """A class or function as `module:QualName`; of a private module only the public package, as the rest moves freely."""
+  return f'{value.__module__.partition("._")[0]}:{value.__qualname__}'
 
 
 def _closure_of(function: Any, depth: int) -> dict[str, Any]:

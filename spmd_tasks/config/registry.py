@@ -126,13 +126,19 @@ def _import(name: str, module_name: str) -> ModuleType:
 
 
 def _place(error: Exception) -> str:
-  """file:line of the innermost frame outside the import machinery."""
+  """file:line of the innermost frame in an experiment's own code, not in a library or in this package."""
   if isinstance(error, SyntaxError) and error.filename:
     return f'{error.filename}:{error.lineno}'
-  frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith('<frozen')]
-  own = [f for f in frames if 'importlib' not in f.filename and f.filename != __file__]
-  last = (own or frames)[-1]
+  frames = traceback.extract_tb(error.__traceback__)
+  last = next((frame for frame in reversed(frames) if _is_own_code(Path(frame.filename))), frames[-1])
   return f'{last.filename}:{last.lineno}'
+
+
+def _is_own_code(path: Path) -> bool:
+  if path.is_relative_to(_EXPERIMENTS_DIR):
+    return True
+  libraries = (_EXPERIMENTS_DIR.parent, Path(ast.__file__).parent)
+  return path.is_file() and 'site-packages' not in path.parts and not any(map(path.is_relative_to, libraries))
 
 
 def _is_experiment(value: object) -> bool:

@@ -39,7 +39,8 @@ def parse_value(text: str, kind: Any) -> Any:
   if _is_union(kind):
     return _parse_union(text, typing.get_args(kind))
   if _is_literal(kind):
-    return _pick(text, ((str(item), item) for item in typing.get_args(kind)))
+    items = typing.get_args(kind)
+    return _pick(text, [(str(item), item) for item in items] + [(repr(item), item) for item in items])
   if _is_enum(kind):
     return _pick(text, ((member.name, member) for member in kind))
   if _is_sequence(kind):

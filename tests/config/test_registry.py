@@ -1,0 +1,164 @@
+"""Names to experiment classes, and the answers to names that are wrong."""
+
+import os
+from pathlib import Path
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import small_experiments
+
+from spmd_tasks.config import registry
+from spmd_tasks.experiment import Experiment
+
+EXPERIMENT = '''
+from spmd_tasks.config.registry import register
+from spmd_tasks.experiment import Experiment
+
+@register
+class Mine(Experiment):
+  """My own.
+
+  With a second paragraph.
+  """
+
+  def task(self):
+    return 'task'
+
+  def train_input(self):
+    return 'input'
+'''
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+  """An empty current directory; what is imported from it is forgotten afterwards."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  monkeypatch.setattr(registry, '_registry', {})
+  before = set(sys.modules)
+  yield tmp_path
+  for name in set(sys.modules) - before:
+    file = getattr(sys.modules[name], '__file__', None)
+    if file and Path(file).is_relative_to(tmp_path):
+      del sys.modules[name]
+
+
+def test_a_registered_class_is_found_by_its_short_name():
+  assert registry.get('small_experiments.Small') is small_experiments.Small
+
+
+def test_a_class_that_is_not_registered_is_found_by_its_path():
+  assert registry.get('small_experiments.Built') is small_experiments.Built
+
+
+def test_a_class_has_one_name_however_it_was_asked_for():
+  class InThePackage(small_experiments.Small):
+    pass
+
+  InThePackage.__module__ = 'spmd_tasks.experiments.lm'
+  assert registry.name_of(InThePackage) == 'lm.InThePackage'
+  InThePackage.__module__ = 'mine.lm'
+  assert registry.name_of(InThePackage) == 'mine.lm.InThePackage'
+
+
+def test_the_current_directory_is_searched(directory):
+  (directory / 'own_in_cwd.py').write_text(EXPERIMENT)
+  package = directory / 'own_package'
+  package.mkdir()
+  (package / '__init__.py').write_text('')
+  (package / 'deeper.py').write_text(EXPERIMENT)
+  for name in ('own_in_cwd.Mine', 'own_package.deeper.Mine'):
+    cls = registry.get(name)
+    assert issubclass(cls, Experiment)
+    assert registry.name_of(cls) == name
+    assert registry.get(registry.name_of(cls)) is cls
+
+
+@pytest.mark.parametrize(
+  'name, message',
+  [
+    ('nonsense', r"unknown experiment 'nonsense'.*--list"),
+    ('no_such_module.Small', r"unknown experiment 'no_such_module.Small'"),
+    ('small_experiments.Smal', r"unknown experiment 'small_experiments.Smal'. Nearest: small_experiments.Small"),
+    ('small_experiments.deeper.Small', 'unknown experiment'),
+    ('../etc/passwd', 'unknown experiment'),
+    ('', 'unknown experiment'),
+    ('small_experiments.Task', 'small_experiments.Task is not an experiment'),
+    ('small_experiments.dataclasses', 'is not an experiment'),
+  ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name, message):
+  with pytest.raises(ValueError, match=message):
+    registry.get(name)
+
+
+def test_a_misspelled_module_is_answered_with_registered_names():
+  with pytest.raises(ValueError, match=r'Nearest: small_experiments\.Small'):
+    registry.get('smal_experiments.Small')
+
+
+@pytest.mark.parametrize(
+  'source, message',
+  [
+    ('x = 1\ny = 1 / 0\n', r'importing broken_\d fails with ZeroDivisionError: .*broken_\d.py:2'),
+    ('import no_such_package_of_mine\n', r"No module named 'no_such_package_of_mine' \(.*broken_\d.py:1\)"),
+    ('x = = 1\n', r'fails with SyntaxError: .*broken_\d.py:1'),
+    (EXPERIMENT.replace('"""My own.', '"""').replace('With a second paragraph.', ''), r'has no docstring'),
+    (EXPERIMENT.replace('def task', 'layers = 3\n  def task'), r'annotate it, `layers: int = 3`.*broken_\d.py:6'),
+  ],
+)
+def test_the_bug_of_a_module_is_shown_with_its_line(directory, source, message, request):
+  name = f'broken_{request.node.callspec.indices["source"]}'
+  (directory / f'{name}.py').write_text(source)
+  with pytest.raises(ValueError, match=message):
+    registry.get(f'{name}.Mine')
+
+
+def test_registering_needs_a_docstring_and_a_name_of_its_own(directory):
+  class Undocumented(small_experiments.Small):
+    pass
+
+  with pytest.raises(ValueError, match='has no docstring'):
+    registry.register(Undocumented)
+
+  class Twice(small_experiments.Small):
+    """First."""
+
+  registry.register(Twice)
+  assert registry.register(Twice) is Twice
+
+  other = type('Twice', (small_experiments.Small,), {'__doc__': 'Second.', '__module__': f'elsewhere.{__name__}'})
+  with pytest.raises(ValueError, match=r'Twice is registered twice, by .* and by elsewhere'):
+    registry.register(other)
+
+
+def test_the_list_is_read_from_the_source(tmp_path):
+  (tmp_path / '__init__.py').write_text('')
+  (tmp_path / 'own.py').write_text(EXPERIMENT + '\nclass NotRegistered(Mine):\n  """Base."""\n')
+  (tmp_path / 'another.py').write_text('raise ValueError\n\n@registry.register\nclass B(A):\n  """One line."""\n')
+  assert registry.list_experiments(tmp_path) == [('another.B', 'One line.'), ('own.Mine', 'My own.')]
+
+
+def test_every_listed_experiment_is_found_and_documented():
+  for name, line in registry.list_experiments():
+    assert line.strip(), name
+    assert registry.name_of(registry.get(name)) == name
+
+
+def test_listing_is_fast_and_imports_nothing_heavy():
+  script = textwrap.dedent("""
+    import sys
+    from spmd_tasks.config import registry
+    registry.list_experiments()
+    print([name for name in ('jax', 'flax', 'fiddle', 'tensorflow', 'numpy') if name in sys.modules])
+  """)
+  root = Path(registry.__file__).parents[2]
+  start = time.perf_counter()
+  done = subprocess.run(
+    [sys.executable, '-c', script], cwd=root, capture_output=True, text=True, check=True, env=dict(os.environ)
+  )
+  assert done.stdout.strip() == '[]'
+  assert time.perf_counter() - start < 3.0  # the promise of --list; about 0.1 s when the machine is idle

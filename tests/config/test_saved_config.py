@@ -1,0 +1,286 @@
+"""A resolved config goes to JSON and back exactly, also after the code's defaults have changed; or is refused."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+import fiddle as fdl
+from flax import linen as nn
+from flax.core import FrozenDict
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_experiments
+from small_experiments import Built, Input, Reduction, Small
+
+from spmd_tasks.config.encoding import decode, encode, show
+from spmd_tasks.config.printing import diff, format_config
+from spmd_tasks.config.resolve import from_json, resolve, to_json
+
+
+def through_text(saved):
+  return json.loads(json.dumps(saved, allow_nan=False))
+
+
+VALUES = [
+  None,
+  True,
+  3,
+  2**70,
+  0.1,
+  1 / 3,
+  5e-324,
+  -0.0,
+  math.inf,
+  -math.inf,
+  'text',
+  (),
+  (1, (2.0, None), 'a'),
+  [1, [2]],
+  {'a': (1,), 'b': {'c': math.inf}},
+  jnp.bfloat16,
+]
+
+
+@pytest.mark.parametrize('value', VALUES, ids=repr)
+def test_a_leaf_value_comes_back_exactly(value):
+  back = decode(through_text(encode(value)))
+  assert back == value
+  assert type(back) is type(value)
+  assert repr(back) == repr(value)  # -0.0, and 1 against 1.0 inside tuples
+
+
+def test_nan_comes_back():
+  assert math.isnan(decode(through_text(encode(math.nan))))
+
+
+@pytest.mark.parametrize(
+  'value', [FrozenDict({'a': (1, 2)}), np.dtype('float32'), Reduction.SUM], ids=['FrozenDict', 'dtype', 'enum']
+)
+def test_the_kind_of_value_that_stands_there_now_is_kept(value):
+  back = decode(through_text(encode(value)), value)
+  assert back == value
+  assert type(back) is type(value)
+
+
+def a_function():
+  pass
+
+
+DIFFERENT = [
+  (1, 1.0),
+  (1, True),
+  ('1', 1),
+  ((1,), [1]),
+  (nn.relu, nn.gelu),
+  (nn.initializers.normal(0.02), nn.initializers.normal(0.03)),
+  (functools.partial(a_function, 1), functools.partial(a_function, 2)),
+  (functools.partial(a_function, 1), a_function),
+  (int, 'builtins:int'),
+  (jnp.float32, 'float32'),
+  (Reduction.SUM, Reduction.MEAN),
+]
+
+
+@pytest.mark.parametrize('a, b', DIFFERENT, ids=repr)
+def test_different_values_are_saved_differently(a, b):
+  assert json.dumps(encode(a)) != json.dumps(encode(b))
+  assert show(encode(a)) != show(encode(b)) or type(a) is not type(b)
+
+
+@pytest.mark.parametrize('value', [a_function, int, functools.partial(a_function), object(), np.zeros(2)], ids=repr)
+def test_code_and_objects_are_never_read_back(value):
+  with pytest.raises(ValueError, match='cannot be read back'):
+    decode(through_text(encode(value)))
+
+
+def test_a_saved_name_of_a_dtype_cannot_name_anything_else():
+  with pytest.raises(ValueError, match='cannot be read back'):
+    decode({'dtype': 'load'})
+
+
+OVERRIDES = [
+  'num_layers=4',
+  'ici_mesh_shape=1,4,2',
+  'inputs_split_mapping.map_2d=data,None',
+  'schedule.learning_rate=0.1',
+  'task.model.ffn.dtype=bfloat16',
+  'task.model.dropout=0.30000000000000004',
+  'task.optimizer.learning_rate=inf',
+  'task.scales.b=3',
+  'task.reduction=SUM',
+  'train_input.files=a,b',
+  'eval_inputs.dev.batch_size=16',
+]
+
+
+@pytest.mark.parametrize('cls', [Small, Built])
+@pytest.mark.parametrize('overrides', [[], OVERRIDES, ['task.optimizer=None', 'inputs_split_mapping=None']])
+def test_a_config_comes_back_from_its_json(cls, overrides):
+  resolved = resolve(cls, overrides)
+  saved = through_text(to_json(resolved))
+  again = from_json(saved)
+  assert to_json(again) == to_json(resolved) == saved
+  assert again.experiment == resolved.experiment
+  job, expected = again.build(), resolved.build()
+  assert (job.train_input, dict(job.eval_inputs)) == (expected.train_input, dict(expected.eval_inputs))
+  assert repr(job.task) == repr(expected.task)
+
+
+def test_the_json_has_every_field_the_defaults_and_the_classes():
+  saved = to_json(resolve(Small, ['num_layers=4']))
+  assert saved['experiment'] == 'small_experiments.Small'
+  assert saved['overrides'] == {'num_layers': 4}
+  config = saved['config']
+  assert config['num_layers'] == config['task.model.num_layers'] == 4
+  assert config['task.model'] == {'symbol': 'small_experiments:Model'}
+  assert config['task.model.ffn.width'] == 8
+  assert config['task.optimizer.betas'] == [0.9, 0.99]
+  assert config['task.scales'] == {'dict': {'a': 1.0, 'b': 2.0}}
+  assert config['task.clip'] == {'float': 'inf'}
+  assert config['task.model.ffn.init']['closure']['stddev'] == 0.02
+  assert config['eval_inputs']['keys'] == ['dev', 'test']
+
+
+def test_further_overrides_apply_on_top_of_a_saved_config():
+  saved = through_text(to_json(resolve(Small, ['task.optimizer.learning_rate=0.5', 'seed=3'])))
+  again = from_json(saved, ['num_layers=9', 'train_input.batch_size=1'])
+  job = again.build()
+  assert (job.experiment.seed, job.task.optimizer.learning_rate) == (3, 0.5)
+  assert (job.experiment.num_layers, job.task.model.num_layers) == (9, 9)
+  assert to_json(again)['overrides'] == {
+    'task.optimizer.learning_rate': 0.5,
+    'seed': 3,
+    'num_layers': 9,
+    'train_input.batch_size': 1,
+  }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+  z_loss: float = 0.0
+  reduce: Callable = sum
+  smoothing: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossAfter:
+  z_loss: float = 1e-4
+  reduce: Callable = sum
+  smoothing: Any = 0.1
+  added: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossWithout:
+  reduce: Callable = sum
+  smoothing: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossOfAnotherFunction:
+  z_loss: float = 0.0
+  reduce: Callable = max
+  smoothing: Any = None
+
+
+for cls in (LossAfter, LossWithout, LossOfAnotherFunction):
+  cls.__module__, cls.__qualname__ = Loss.__module__, Loss.__qualname__
+
+
+def define(monkeypatch, loss=Loss, **fields):
+  """The experiment small_experiments.Changing as it is in one version of the code."""
+
+  class Changing(Small):
+    batch_size: int = fields.get('batch_size', 4)
+    num_layers = fields.get('num_layers', 2)
+    eval_names: tuple[str, ...] = ('dev',)
+
+    def task(self):
+      return fdl.Config(loss)
+
+    def train_input(self):
+      return fdl.Config(Input, batch_size=self.batch_size)
+
+    def eval_inputs(self):
+      return {name: fdl.Config(Input, batch_size=2) for name in fields.get('eval_names', ('dev',))}
+
+  Changing.__module__ = 'small_experiments'
+  monkeypatch.setattr(small_experiments, 'Changing', Changing, raising=False)
+  return Changing
+
+
+def test_defaults_that_changed_since_are_taken_from_the_save(monkeypatch):
+  saved = through_text(to_json(resolve(define(monkeypatch))))
+  now = define(monkeypatch, LossAfter, batch_size=32, num_layers=6)
+  changed = to_json(resolve(now))['config']
+  assert (changed['task.z_loss'], changed['batch_size'], changed['num_layers']) == (1e-4, 32, 6)
+  again = from_json(saved)
+  job = again.build()
+  assert (job.experiment.batch_size, job.experiment.num_layers, job.train_input.batch_size) == (4, 2, 4)
+  assert (job.task.z_loss, job.task.smoothing) == (0.0, None)
+  assert job.task.added == 1  # did not exist then
+  assert diff(saved, to_json(again)) == ['task.added: absent -> 1']
+
+
+def test_an_eval_set_that_was_added_since_is_left_out(monkeypatch):
+  saved = through_text(to_json(resolve(define(monkeypatch))))
+  define(monkeypatch, eval_names=('dev', 'more'))
+  assert list(from_json(saved).build().eval_inputs) == ['dev']
+
+
+def test_what_does_not_exist_any_more_is_refused_by_name(monkeypatch):
+  saved = through_text(to_json(resolve(define(monkeypatch, eval_names=('dev', 'gone')), ['task.z_loss=0.5'])))
+  define(monkeypatch, LossWithout)
+  with pytest.raises(ValueError, match=r'task.z_loss \(saved as 0.5\) does not exist any more') as error:
+    from_json(saved)
+  assert 'eval_inputs.gone.batch_size' in str(error.value)
+
+
+def test_another_function_or_class_is_refused_with_both_sides(monkeypatch):
+  saved = through_text(to_json(resolve(define(monkeypatch))))
+  define(monkeypatch, LossOfAnotherFunction)
+  with pytest.raises(ValueError, match=r'task.reduce was builtins:sum and is builtins:max now'):
+    from_json(saved)
+  define(monkeypatch, Input)
+  with pytest.raises(ValueError, match=r'task was test_saved_config:Loss and is small_experiments:Input now'):
+    from_json(saved)
+
+
+@pytest.mark.parametrize('saved', [None, [], {}, {'experiment': 'small_experiments.Small'}])
+def test_what_is_no_saved_config_is_refused(saved):
+  with pytest.raises(ValueError, match='no saved config'):
+    from_json(saved)
+
+
+def test_diff_names_each_path_with_both_values():
+  old = to_json(resolve(Small))
+  new = to_json(resolve(Small, ['num_layers=4', 'task.optimizer=None', 'task.model.ffn.dtype=bfloat16']))
+  assert diff(old, old) == []
+  assert diff(old, new) == [
+    'num_layers: 2 -> 4',
+    'task.model.ffn.dtype: float32 -> bfloat16',
+    'task.model.num_layers: 2 -> 4',
+    'task.optimizer: small_experiments:Optimizer -> None',
+    'task.optimizer.betas: (0.9, 0.99) -> absent',
+    'task.optimizer.high: 2 -> absent',
+    'task.optimizer.learning_rate: 0.001 -> absent',
+    'task.optimizer.low: 1 -> absent',
+  ]
+  assert diff(old, old | {'experiment': 'x.Y'}) == ['experiment: small_experiments.Small -> x.Y']
+
+
+def test_the_printed_config_has_one_line_per_path_and_its_values_can_be_set():
+  saved = to_json(resolve(Small, OVERRIDES))
+  lines = format_config(saved).splitlines()
+  assert lines[0] == 'experiment = small_experiments.Small'
+  assert len(lines) == len(saved['config']) + 1
+  assert lines.index('num_layers = 4') < lines.index('task = small_experiments:Task')
+  assert 'task.model.ffn.init = jax:normal.<locals>.init(stddev=0.02)' in lines
+  texts = dict(line.split(' = ', 1) for line in lines[1:])
+  settable = [path for path, value in saved['config'].items() if not (isinstance(value, dict) and 'symbol' in value)]
+  again = resolve(Small, [f'{path}={texts[path]}' for path in settable])
+  assert to_json(again)['config'] == saved['config']

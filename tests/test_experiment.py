@@ -1,0 +1,192 @@
+"""What a subclass of Experiment may say, what it means, and what is refused."""
+
+import dataclasses
+import functools
+import re
+from typing import ClassVar
+
+from flax.core import FrozenDict
+import pytest
+
+from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.sharding.mesh import MeshSpec
+
+
+class Base(Experiment):
+  num_train_steps = 20
+  num_layers: int = 2
+  dims: tuple[int, ...] = (8,)
+  LIMIT: ClassVar[int] = 3
+
+  def task(self):
+    return [f'{self.num_layers} layers']
+
+  def train_input(self):
+    return 'input'
+
+  @property
+  def num_weights(self):
+    return self.num_layers * 10
+
+  @functools.cached_property
+  def double(self):
+    return self.num_layers * 2
+
+
+class Middle(Base):
+  num_layers = 4
+
+  def task(self):
+    return super().task() + ['middle']
+
+
+class Last(Middle):
+  num_train_steps = 30
+  dropout: float = 0.5
+  dims = [1, 2]
+
+  def task(self):
+    return super().task() + [f'dropout {self.dropout}']
+
+
+def test_unannotated_attributes_are_new_defaults_down_a_chain_of_three():
+  assert (Base().num_train_steps, Base().num_layers) == (20, 2)
+  assert (Middle().num_train_steps, Middle().num_layers) == (20, 4)
+  assert (Last().num_train_steps, Last().num_layers) == (30, 4)
+  assert Experiment.num_train_steps == 1000
+
+
+def test_methods_call_super_and_see_the_fields():
+  assert Last(num_layers=7).task() == ['7 layers', 'middle', 'dropout 0.5']
+  assert Last().num_weights == 40
+  assert Last().double == 8
+
+
+def test_an_overridden_field_keeps_its_type():
+  types = {field.name: field.type for field in dataclasses.fields(Last)}
+  assert types['num_layers'] is int
+  assert types['dims'] == tuple[int, ...]
+  assert types['num_train_steps'] is int
+
+
+def test_fields_are_keyword_only_and_frozen():
+  with pytest.raises(TypeError):
+    Last(3)
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    Last().num_layers = 3
+  assert Last() == Last()
+  assert hash(Last()) == hash(Last())
+  assert Last() != Last(num_layers=5)
+
+
+def test_lists_and_dicts_become_immutable():
+  experiment = Last(inputs_split_mapping={'map_1d': ['data']})
+  assert experiment.dims == (1, 2)
+  assert experiment.inputs_split_mapping == FrozenDict({'map_1d': ('data',)})
+
+  class WithDict(Base):
+    inputs_split_mapping = {'map_1d': ['data']}
+
+  assert WithDict().inputs_split_mapping == FrozenDict({'map_1d': ('data',)})
+
+
+def test_a_field_without_a_value_must_be_given():
+  class Required(Base):
+    width: int
+
+  with pytest.raises(TypeError, match='width'):
+    Required()
+  assert Required(width=3).width == 3
+
+
+def test_an_experiment_without_a_task_is_abstract():
+  class NoTask(Experiment):
+    pass
+
+  with pytest.raises(TypeError, match='abstract'):
+    NoTask()
+
+
+def define_new_attribute():
+  class Wrong(Base):
+    num_layer = 3
+
+
+def define_field_as_property():
+  class Wrong(Base):
+    @property
+    def num_layers(self):
+      return 3
+
+
+def define_field_as_method():
+  class Wrong(Base):
+    def num_train_steps(self):
+      return 3
+
+
+def define_task_as_field():
+  class Wrong(Base):
+    task: int = 3
+
+
+@pytest.mark.parametrize(
+  'define, message',
+  [
+    (define_new_attribute, 'num_layer = 3 is a new attribute without a type, .* annotate it, `num_layer: int = 3`'),
+    (define_field_as_property, 'num_layers overrides a field of the experiment by a property: give it a value'),
+    (define_field_as_method, 'num_train_steps overrides a field of the experiment by a function: give it a value'),
+    (define_task_as_field, r'task is a method of Experiment: define it with `def task\(self\)`'),
+  ],
+)
+def test_what_would_silently_mean_something_else_is_refused_in_the_class(define, message):
+  with pytest.raises(ValueError, match=message):
+    define()
+
+
+BAD_FIELDS = [
+  ({'ici_mesh_shape': (1, 2)}, r'ici_mesh_shape \(1, 2\) has 2 entries .* one size per axis'),
+  ({'ici_mesh_shape': (1, 0, 2)}, 'positive'),
+  ({'ici_mesh_shape': (1, 2.0, 2)}, 'must be a tuple of integers'),
+  ({'ici_mesh_shape': 8}, 'must be a tuple of integers'),
+  ({'dcn_mesh_shape': (2,)}, 'dcn_mesh_shape'),
+  ({'mesh_axis_names': ('data', 'data', 'mdl')}, 'axis twice'),
+  ({'axis_rules': (('mlp', 'model'),)}, "'model', which is not one of the mesh axes"),
+  ({'num_train_steps': 0}, 'num_train_steps = 0 must be a positive integer'),
+  ({'num_train_steps': 2.0}, 'num_train_steps'),
+  ({'log_every_steps': 0}, 'log_every_steps'),
+  ({'eval_every_steps': 0}, 'eval_every_steps = 0 must be a positive number of steps, or None for never'),
+  ({'checkpoint_every_steps': -1}, 'checkpoint_every_steps'),
+  ({'checkpoint_keep_every_steps': True}, 'checkpoint_keep_every_steps'),
+  ({'checkpoint_max_to_keep': 0}, 'checkpoint_max_to_keep'),
+  ({'step_timeout_s': 0}, 'step_timeout_s'),
+  ({'seed': -1}, 'seed'),
+  ({'profile_steps': (5, 5)}, 'profile_steps'),
+  ({'profile_steps': (5,)}, 'profile_steps'),
+]
+
+
+@pytest.mark.parametrize('fields, message', BAD_FIELDS)
+def test_settings_that_do_not_fit_are_refused_by_name(fields, message):
+  with pytest.raises(ValueError, match=message):
+    Base(**fields)
+
+
+def test_the_mesh_spec_is_that_of_the_fields():
+  experiment = Base(ici_mesh_shape=(1, 2, 4), dcn_mesh_shape=(2, 1, 1))
+  assert experiment.mesh_spec() == MeshSpec(
+    axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 2, 4), dcn_mesh_shape=(2, 1, 1)
+  )
+
+
+@pytest.mark.parametrize('name', ['a.b', '../up', 'a b', ''])
+def test_an_eval_set_is_named_as_a_directory_can_be(name):
+  with pytest.raises(ValueError, match=re.escape(f'eval_inputs has the name {name!r}')):
+    Job(name='x', experiment=Base(), task=1, train_input=2, eval_inputs={name: 3})
+
+
+def test_a_job_cannot_be_changed():
+  job = Job(name='x', experiment=Base(), task=1, train_input=2, eval_inputs={'dev': 3})
+  assert dict(job.eval_inputs) == {'dev': 3}
+  with pytest.raises(TypeError):
+    job.eval_inputs['more'] = 4
