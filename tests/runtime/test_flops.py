@@ -1,7 +1,9 @@
 """Model FLOPs against numbers worked out by hand: 2 per multiply-add, times the loops, no rematerialisation."""
 
+import math
 from types import SimpleNamespace
 
+import fiddle as fdl
 import flax.linen as nn
 import jax
 from jax import lax
@@ -9,7 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 import pytest
 
+from spmd_tasks.experiments.lm import StdlibTiny
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
+from spmd_tasks.sharding.weights import unbox_weights
 
 
 def shaped(*shape, dtype=jnp.float32):
@@ -126,6 +130,23 @@ def test_a_train_step_is_three_forwards_however_the_stack_is_run(remat):
   weights = jax.eval_shape(lambda rng, batch: model.init(rng, batch, train=True), key, batch_spec)['params']
   forward = 4 * (2 * 7 * 6 * 10 * 2) + 2 * 7 * 6 * 3
   assert model_flops_per_train_step(SimpleNamespace(compute_loss=compute_loss), batch_spec, weights) == 3 * forward
+
+
+def test_a_language_model_costs_what_palm_says():
+  """6 N + 12 L H K T per token, N the weights of matrix products: here all but the norms' scales."""
+  task, B, T = fdl.build(StdlibTiny().task()), 2, 24
+  batch_spec = {name: shaped(B, T, dtype=jnp.int32) for name in ('ids', 'labels', 'segment_ids', 'segment_pos')}
+  batch_spec['weights'] = shaped(B, T)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  boxed = jax.eval_shape(lambda rng, batch: task.model.init(rng, batch), key, batch_spec)['params']
+  weights = unbox_weights(boxed)
+  num_weights = sum(
+    math.prod(leaf.shape) for path, leaf in jax.tree.leaves_with_path(weights) if path[-1].key != 'scale'
+  )
+  L, D, H, K = weights['stack']['layers']['attention']['query']['kernel'].shape
+  assert num_weights > L * 4 * D * H * K
+  expected = B * T * (6 * num_weights + 12 * L * H * K * T)
+  assert model_flops_per_train_step(task, batch_spec, weights) == expected
 
 
 @pytest.mark.parametrize(
