@@ -48,7 +48,8 @@ class InputIterator(Protocol):
     """Continues after the batch at which `state` was taken, bit for bit.
 
     Raises:
-      ValueError: it cannot; the message names both sides and the remedy.
+      ValueError: it cannot; the message names both sides and the remedy. Where only reading shows that the data has
+        changed, the following `next` raises it.
     """
     ...
 

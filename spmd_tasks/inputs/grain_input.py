@@ -16,6 +16,7 @@ and changing either between save and restore is exact. Restoring reads one block
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -109,7 +110,7 @@ class LaneReader:
   rows: range | None = None
 
   def batches(self, positions: np.ndarray) -> Iterator[tuple[base.Batch, np.ndarray]]:
-    """Yields batches of these lanes' rows and the position behind each, int64 [num_lanes, 2] as Lane.position."""
+    """Yields batches of these lanes' rows and the position behind each, int64 [num_lanes, 3] as Lane.position."""
     import grain
 
     s = self.settings
@@ -124,8 +125,8 @@ class LaneReader:
 
     try:
       lanes = [Lane(lane, self.num_lanes, read_block, len(self.source), s.packing) for lane in self.lanes]
-      for lane, (num_read, offset) in zip(lanes, positions.tolist(), strict=True):
-        lane.seek(num_read, offset)
+      for lane, position in zip(lanes, positions.tolist(), strict=True):
+        lane.seek(*position)
       row_lanes = lanes if self.rows is None else lanes * s.batch_size
       while (batch := pack_batch(row_lanes, s.seq_len, s.tokenizer.pad_id)) is not None:
         if self.rows is not None:
@@ -159,7 +160,7 @@ class TextIterator:
       ]
     else:
       self._readers = [LaneReader(settings=settings, source=source, num_lanes=1, lanes=(0,), rows=rows)]
-    self._positions = [np.zeros((len(reader.lanes), 2), np.int64) for reader in self._readers]
+    self._positions = [np.zeros((len(reader.lanes), 3), np.int64) for reader in self._readers]
     self._num_batches = 0
     self._streams: list[Any] | None = None
     self._closed = False
@@ -218,9 +219,9 @@ class TextIterator:
       base.check_state(state, self._shard)
     positions = np.array(state['lanes'], np.int64)
     expected = sum(len(reader.lanes) for reader in self._readers)
-    if positions.shape != (expected, 2) or positions.min() < 0:
+    if positions.shape != (expected, 3) or positions.min() < 0:
       raise ValueError(
-        f'the saved input state is damaged: lanes have shape {positions.shape}, expected {(expected, 2)}.'
+        f'the saved input state is damaged: lanes have shape {positions.shape}, expected {(expected, 3)}.'
       )
     self._stop_streams()
     ends = np.cumsum([len(reader.lanes) for reader in self._readers])[:-1]
@@ -229,4 +230,6 @@ class TextIterator:
 
   def close(self) -> None:
     self._closed = True
-    self._stop_streams()
+    # Closing a stream in which another thread is still reading is a ValueError; that thread is left to its timeout.
+    with contextlib.suppress(ValueError):
+      self._stop_streams()

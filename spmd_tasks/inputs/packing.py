@@ -3,8 +3,8 @@
 Rows are cut from *lanes*. A lane reads the blocks `lane, lane + num_lanes, lane + 2 * num_lanes, ...` of the (shuffled,
 repeated) source, and each row continues where the lane's last row ended. Row r of every batch comes from lane r. So
 every batch mixes B places of the text, whoever reads a lane gets the same rows from it, and the global batch depends
-neither on the number of hosts nor on the number of worker processes. A lane's whole position is two numbers: how many
-blocks lie behind it, and how many tokens of the current one.
+neither on the number of hosts nor on the number of worker processes. A lane's whole position is how many blocks
+lie behind it, and how many tokens of the current one; a digest of that block goes along, to find out changed text.
 
 Grain's ConcatThenSplitIterDataset packs one stream per worker, which makes the data depend on the worker count and
 fills a batch from neighbouring text; hence our own.
@@ -14,6 +14,7 @@ Legend: T sequence length, N tokens of a block.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import zlib
 
 import numpy as np
 
@@ -31,6 +32,9 @@ class TokenBlock:
   ids: np.ndarray
   labels: np.ndarray
   ends: tuple[int, ...]
+
+  def digest(self) -> int:
+    return zlib.crc32(self.labels.tobytes(), zlib.crc32(self.ids.tobytes()))
 
 
 def tokenize_documents(documents: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> TokenBlock:
@@ -85,13 +89,14 @@ class Lane:
     self._offset = 0
     self._next_document = 0
     self._block: TokenBlock | None = None
+    self._digest = 0
 
   @property
-  def position(self) -> tuple[int, int]:
-    """(blocks behind the current one, tokens used of the current one)."""
-    return self._num_read, self._offset
+  def position(self) -> tuple[int, int, int]:
+    """(blocks behind the current one, tokens used of the current one, digest of the current one or 0 if unused)."""
+    return self._num_read, self._offset, self._digest if self._offset else 0
 
-  def seek(self, num_read: int, offset: int) -> None:
+  def seek(self, num_read: int, offset: int, digest: int) -> None:
     """Continues at a `position`.
 
     Raises:
@@ -100,24 +105,25 @@ class Lane:
     self._num_read, self._offset, self._next_document, self._block = num_read, offset, 0, None
     if offset == 0:
       return
-    self._block = self._load()
-    if self._block is None or not 0 <= offset <= self._block.ids.size:
-      size = 'no such block' if self._block is None else f'{self._block.ids.size} tokens'
+    self._load()
+    if self._block is None or not 0 <= offset <= self._block.ids.size or digest != self._digest:
+      size = 'no such block' if self._block is None else f'{self._block.ids.size} tokens with digest {self._digest}'
       raise ValueError(
-        f'the saved position is token {offset} of block {num_read} of lane {self._lane}, which has {size}: the text or '
-        'its tokenizer is not what it was when the state was saved.'
+        f'the saved position is token {offset} of block {num_read} of lane {self._lane} with digest {digest}, but '
+        f'it has {size}: the text or its tokenizer is not what it was when the state was saved.'
       )
     self._next_document = int(np.searchsorted(self._block.ends, offset, side='right'))
 
-  def _load(self) -> TokenBlock | None:
-    return self._read_block(self._lane + self._num_read * self._num_lanes)
+  def _load(self) -> None:
+    self._block = self._read_block(self._lane + self._num_read * self._num_lanes)
+    self._digest = 0 if self._block is None else self._block.digest()
 
   def _current(self) -> TokenBlock | None:
     """The block in which unused tokens remain, or None at the end."""
     num_empty = 0
     while True:
       if self._block is None:
-        self._block = self._load()
+        self._load()
         if self._block is None:
           return None
       if self._offset < self._block.ids.size:

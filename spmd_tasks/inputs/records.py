@@ -187,9 +187,10 @@ class OpenArrayRecord:
   def __init__(self, paths: Sequence[str], field: str | None):
     self._paths = list(paths)
     self._field = field
-    self._fingerprint = file_fingerprint(common_root(paths), paths, 'array_record', field)
     self._reader: Any = None
     self._num_records = len(self._open_reader())
+    # The format pads files to whole blocks: their sizes say little.
+    self._fingerprint = file_fingerprint(common_root(paths), paths, 'array_record', field, self._num_records)
 
   def _open_reader(self) -> Any:
     if self._reader is None:

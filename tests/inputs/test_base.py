@@ -36,7 +36,7 @@ def test_bad_shards_are_refused_with_the_remedy(args, message):
 
 
 def test_check_state_names_both_sides():
-  with pytest.raises(ValueError, match=r"seq_len = 8, but this input has seq_len = 16.*Restore with seq_len = 8"):
+  with pytest.raises(ValueError, match=r'seq_len = 8, but this input has seq_len = 16.*Restore with seq_len = 8'):
     base.check_state({'kind': 'text', 'seq_len': 8}, {'kind': 'text', 'seq_len': 16})
   with pytest.raises(ValueError, match="no 'seq_len'"):
     base.check_state({'kind': 'text'}, {'kind': 'text', 'seq_len': 16})

@@ -1,6 +1,7 @@
 """Packing loses and repeats nothing; compared with a reference that packs token by token in plain Python."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def reference_rows(blocks, tokenizer, seq_len, packing):
       if row and not packing:
         end_row()
       segment += 1
-      for token, label in zip(sequence, sequence[1:]):
+      for token, label in itertools.pairwise(sequence):
         if len(row) == seq_len:
           end_row()
           segment, position = 1, 0
@@ -125,7 +126,7 @@ def test_a_lane_continues_at_every_position(packing):
   assert pack_batch([resumed], 7) is None
 
 
-@pytest.mark.parametrize('position', [(0, 100), (9, 1)])
+@pytest.mark.parametrize('position', [(0, 100, 0), (9, 1, 0), (0, 1, 12345)])
 def test_a_position_that_is_not_there_is_refused(position):
   with pytest.raises(ValueError, match='not what it was'):
     lane_over([[('abc', True)]], BYTES).seek(*position)

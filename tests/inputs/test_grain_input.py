@@ -1,0 +1,285 @@
+"""TextInput: one global batch for any number of hosts and workers, resumed exactly or refused."""
+
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import threading
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spmd_tasks.inputs.grain_input import TextInput
+from spmd_tasks.inputs.prefetch import Prefetcher
+from spmd_tasks.inputs.records import JsonLines, Parquet
+from spmd_tasks.inputs.text import StdlibText, TextFiles
+from spmd_tasks.inputs.tokenizers import ByteTokenizer, train_bpe
+
+TEXTS = [f'<{i}>' + 'abcdefghij' * (i % 7) for i in range(40)]
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+  path = tmp_path / 'texts.jsonl'
+  path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in TEXTS))
+  return path
+
+
+@pytest.fixture
+def training(jsonl) -> TextInput:
+  source = JsonLines(pattern=str(jsonl), block_bytes=150)
+  return TextInput(source=source, tokenizer=ByteTokenizer(), batch_size=4, seq_len=16, seed=1)
+
+
+@pytest.fixture
+def evaluation(training) -> TextInput:
+  return dataclasses.replace(training, num_epochs=1, shuffle=False)
+
+
+def take(settings, count=None, state=None, shard=(0, 1)):
+  iterator = settings.make_iterator(*shard)
+  if state is not None:
+    iterator.set_state(json.loads(json.dumps(state)))
+  batches = list(itertools.islice(iterator, count))
+  state = iterator.get_state()
+  iterator.close()
+  return batches, state
+
+
+def assert_same(batches, others):
+  assert len(batches) == len(others)
+  for batch, other in zip(batches, others):
+    assert batch.keys() == other.keys()
+    for name in batch:
+      np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+
+
+def join(shards):
+  return [{name: np.concatenate([batch[name] for batch in step]) for name in step[0]} for step in zip(*shards)]
+
+
+@pytest.mark.parametrize('shard_count', [2, 4])
+@pytest.mark.parametrize('kind', ['training', 'evaluation'])
+def test_shards_together_are_the_global_batch(request, kind, shard_count):
+  settings = request.getfixturevalue(kind)
+  count = 30 if kind == 'training' else None
+  shards = [take(settings, count, shard=(i, shard_count))[0] for i in range(shard_count)]
+  assert len({len(shard) for shard in shards}) == 1
+  assert_same(join(shards), take(settings, count)[0])
+
+
+@pytest.mark.parametrize('kind', ['training', 'evaluation'])
+@pytest.mark.parametrize('packing', [True, False])
+def test_resumes_exactly(request, kind, packing):
+  settings = dataclasses.replace(request.getfixturevalue(kind), packing=packing)
+  whole, _ = take(settings, 30)
+  for position in (0, 1, 2, 7, len(whole) - 1, len(whole)):
+    _, state = take(settings, position)
+    rest, _ = take(settings, len(whole) - position, state)
+    assert_same(rest, whole[position:])
+
+
+@pytest.mark.parametrize('consumed', [1, 5])
+def test_resumes_exactly_from_the_state_that_the_prefetcher_gives(training, consumed):
+  whole, _ = take(training, 12)
+  with Prefetcher(training.make_iterator(), depth=4) as prefetcher:
+    for _ in range(consumed):
+      _, state = next(prefetcher)
+  assert_same(take(training, 12 - consumed, state)[0], whole[consumed:])
+
+
+@pytest.mark.parametrize('kind', ['training', 'evaluation'])
+@pytest.mark.parametrize('old_count, new_count', [(1, 2), (2, 1), (4, 2)])
+def test_another_number_of_hosts_resumes_exactly(request, kind, old_count, new_count):
+  settings = request.getfixturevalue(kind)
+  whole, _ = take(settings, 12)
+  states = [take(settings, 5, shard=(i, old_count))[1] for i in range(old_count)]
+  resharded = settings.reshard_states(states[::-1], new_count)
+  rest = [take(settings, 7, state, (i, new_count))[0] for i, state in enumerate(resharded)]
+  assert_same(join(rest), whole[5:])
+
+
+def test_another_number_of_hosts_is_refused_without_resharding(training):
+  _, state = take(training, 3)
+  with pytest.raises(ValueError, match=r'shard_count = 1, but this input has shard_count = 2.*reshard_states'):
+    training.make_iterator(0, 2).set_state(state)
+  _, state = take(training, 3, shard=(0, 2))
+  with pytest.raises(ValueError, match=r'shard_index = 0, but this input has shard_index = 1'):
+    training.make_iterator(1, 2).set_state(state)
+  with pytest.raises(ValueError, match='states of all 2 shards'):
+    training.reshard_states([state], 1)
+  other = {**take(training, 4, shard=(1, 2))[1]}
+  with pytest.raises(ValueError, match=r'different numbers of batches, \[3, 4\]'):
+    training.reshard_states([state, other], 1)
+
+
+@pytest.mark.parametrize(
+  'change',
+  [{'batch_size': 8}, {'seq_len': 8}, {'seed': 2}, {'shuffle': False}, {'packing': False}, {'num_epochs': 1}],
+)
+def test_other_settings_refuse_the_state(training, change):
+  _, state = take(training, 3)
+  (name, value), *_ = change.items()
+  with pytest.raises(ValueError, match=f'has {name} = .*, but this input has {name} = {value}.*Restore with'):
+    dataclasses.replace(training, **change).make_iterator().set_state(state)
+
+
+def test_other_text_or_tokenizer_refuses_the_state(training, jsonl, tmp_path):
+  _, state = take(training, 3)
+  bpe = train_bpe(TEXTS, str(tmp_path / 'bpe.json'), vocab_size=300)
+  with pytest.raises(ValueError, match='tokenizer = '):
+    dataclasses.replace(training, tokenizer=bpe).make_iterator().set_state(state)
+  text = jsonl.read_text()
+  jsonl.write_text(text.replace('abc', 'abd'))  # of the same size: only reading shows it
+  iterator = training.make_iterator()
+  iterator.set_state(state)
+  with pytest.raises(ValueError, match='not what it was'):
+    next(iterator)
+  jsonl.write_text(text + '\n')
+  with pytest.raises(ValueError, match='source = '):
+    training.make_iterator().set_state(state)
+
+
+@pytest.mark.parametrize('lanes', [[], [[0, 0, 0]], [[0, -1, 0]] * 4])
+def test_a_damaged_state_is_refused(training, lanes):
+  iterator = training.make_iterator()
+  with pytest.raises(ValueError, match='damaged'):
+    iterator.set_state({**iterator.get_state(), 'lanes': lanes})
+
+
+@pytest.mark.parametrize('kind', ['training', 'evaluation'])
+def test_one_epoch_has_every_token_once_and_ends_padded(request, kind):
+  settings = dataclasses.replace(request.getfixturevalue(kind), num_epochs=1)
+  batches, _ = take(settings)
+  labels = np.concatenate([batch['labels'][batch['weights'] > 0] for batch in batches])
+  expected = [b + 3 for text in TEXTS for b in text.encode()] + [2] * len(TEXTS)
+  assert sorted(labels.tolist()) == sorted(expected)
+  assert all((batch['weights'] == 1).all() for batch in batches[:-1])
+  last = batches[-1]
+  assert (last['weights'] == 0).any()
+  padding = last['weights'] == 0
+  for name in ('ids', 'labels', 'segment_ids', 'segment_pos'):
+    assert (last[name][padding] == 0).all()
+
+
+def test_without_shuffling_the_text_is_in_order(evaluation):
+  batches, _ = take(evaluation)
+  ids = np.concatenate([batch['ids'][batch['weights'] > 0] for batch in batches])
+  assert ByteTokenizer().decode(ids) == ''.join(TEXTS)
+
+
+def test_shuffling_differs_by_seed_and_by_epoch(training):
+  shuffled = dataclasses.replace(training, num_epochs=2, batch_size=1)
+  ids = np.concatenate([batch['ids'][batch['weights'] > 0] for batch in take(shuffled)[0]])
+  text = ByteTokenizer().decode(ids)
+  first, second = text[: len(text) // 2], text[len(text) // 2 :]
+  assert sorted(first) == sorted(second) == sorted(''.join(TEXTS))
+  assert first != second != ''.join(TEXTS)
+  other = dataclasses.replace(training, seed=2)
+  assert (take(training, 1)[0][0]['ids'] != take(other, 1)[0][0]['ids']).any()
+
+
+def test_max_batches_ends_either_kind(training, evaluation):
+  for settings in (training, evaluation):
+    limited = dataclasses.replace(settings, max_batches=3)
+    batches, state = take(limited)
+    assert_same(batches, take(settings, 3)[0])
+    assert take(limited, None, state)[0] == []
+
+
+def test_other_sources_and_bpe(tmp_path):
+  pq.write_table(pa.table({'text': TEXTS}), tmp_path / 'a.parquet')
+  (tmp_path / 'a.txt').write_text('\n'.join(TEXTS))
+  bpe = train_bpe(TEXTS, str(tmp_path / 'bpe.json'), vocab_size=280)
+  expected = {Parquet: ''.join(TEXTS), TextFiles: '\n'.join(TEXTS)}
+  for source in (Parquet(pattern=f'{tmp_path}/a.parquet'), TextFiles(pattern=f'{tmp_path}/a.txt', block_bytes=64)):
+    settings = TextInput(source=source, tokenizer=bpe, batch_size=2, seq_len=32, num_epochs=1, shuffle=False)
+    labels = np.concatenate([batch['labels'][batch['weights'] > 0] for batch in take(settings)[0]])
+    assert bpe.decode(labels) == expected[type(source)]
+
+
+def test_stdlib_first_batch():
+  settings = TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=4, seq_len=64)
+  (batch,), _ = take(settings, 1)
+  assert (batch['weights'] == 1).all()
+  assert (batch['segment_pos'][:, 0] == 0).all()
+
+
+def test_a_damaged_record_is_named_and_once_repaired_nothing_is_lost(training, jsonl):
+  whole, _ = take(training, 20)
+  lines = jsonl.read_text().splitlines()
+  good = lines[20]
+  lines[20] = 'x' * len(good)
+  jsonl.write_text('\n'.join(lines) + '\n')
+  iterator = training.make_iterator()
+  found = []
+  with pytest.raises(ValueError, match=r'texts\.jsonl:21: it is not JSON'):
+    found.extend(iterator)  # extend keeps what it got
+  lines[20] = good
+  jsonl.write_text('\n'.join(lines) + '\n')
+  found += itertools.islice(iterator, 20 - len(found))
+  assert_same(found, whole)
+
+
+def test_a_hung_read_can_be_left_behind(training, monkeypatch):
+  monkeypatch.setattr('spmd_tasks.inputs.prefetch._JOIN_TIMEOUT_S', 0.2)
+  release = threading.Event()
+  monkeypatch.setattr('spmd_tasks.inputs.records.OpenJsonLines.__getitem__', lambda *args: release.wait(60))
+  prefetcher = Prefetcher(training.make_iterator(), timeout_s=0.3)
+  with pytest.raises(RuntimeError, match=r'no batch for 0\.3 s(.|\n)*block_reader'):
+    next(prefetcher)
+  prefetcher.close()
+  impatient = dataclasses.replace(training, read_timeout_s=0.3)
+  with pytest.raises(RuntimeError, match=r'reading .*texts\.jsonl bytes \d+-\d+ has not ended within 0\.3 s'):
+    take(impatient, 1)
+  release.set()
+
+
+def test_closed_iterator_says_so(training):
+  iterator = training.make_iterator()
+  iterator.close()
+  with pytest.raises(ValueError, match='closed'):
+    next(iterator)
+
+
+@pytest.mark.parametrize(
+  'bad', [{'seq_len': 0}, {'num_epochs': 0}, {'num_workers': -1}, {'worker_buffer_size': 0}], ids=str
+)
+def test_bad_settings_are_refused(training, bad):
+  with pytest.raises(ValueError, match=next(iter(bad))):
+    dataclasses.replace(training, **bad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', ['training', 'evaluation'])
+def test_worker_processes_give_the_same_batches_and_exchange_states(request, kind):
+  alone = request.getfixturevalue(kind)
+  workers = dataclasses.replace(alone, num_workers=2)
+  whole, _ = take(alone, 12)
+  found, state = take(workers, 6)
+  assert_same(found, whole[:6])
+  assert_same(take(alone, 6, state)[0], whole[6:])
+  _, state = take(alone, 5)
+  assert_same(take(workers, 7, state)[0], whole[5:])
+
+
+@pytest.mark.slow
+def test_an_error_in_a_worker_names_the_record_and_a_killed_worker_is_an_error(training, jsonl):
+  workers = dataclasses.replace(training, num_workers=1)
+  iterator = workers.make_iterator()
+  first = next(iterator)
+  (worker,) = multiprocessing.active_children()
+  worker.kill()
+  start = time.monotonic()
+  found = [first]
+  with pytest.raises(RuntimeError, match='terminated unexpectedly'):
+    found.extend(iterator)
+  assert time.monotonic() - start < 30
+  jsonl.write_text(jsonl.read_text().replace('<20>', '<"0>'))
+  with pytest.raises(ValueError, match=r'texts\.jsonl:21: it is not JSON'):
+    found.extend(iterator)
+  iterator.close()
+  assert_same(found, take(training, len(found))[0])

@@ -1,0 +1,151 @@
+"""The Prefetcher hands out each batch with its own state, passes errors on, and never waits for ever."""
+
+import json
+import threading
+import time
+import traceback
+
+import numpy as np
+import pytest
+
+from spmd_tasks.inputs.prefetch import Prefetcher
+from spmd_tasks.inputs.synthetic import SyntheticText
+
+SETTINGS = SyntheticText(batch_size=2, seq_len=4, num_batches=7)
+
+
+class Scripted:
+  """An input iterator that counts, and does `at[n]()` instead of giving batch n."""
+
+  def __init__(self, at=None):
+    self.at = at or {}
+    self.count = 0
+    self.closed = 0
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    if self.count in self.at:
+      self.at[self.count]()
+    self.count += 1
+    return {'ids': np.full((1, 1), self.count - 1)}
+
+  def get_state(self):
+    return {'next': self.count}
+
+  def set_state(self, state):
+    self.count = state['next']
+
+  def close(self):
+    self.closed += 1
+
+
+def raise_here():
+  raise OSError('disk on fire')
+
+
+@pytest.mark.parametrize('depth', [1, 3, 20])
+def test_batches_in_order_transformed_in_the_thread_and_ended(depth):
+  threads = set()
+
+  def transform(batch):
+    threads.add(threading.current_thread().name)
+    return batch['ids'].sum()
+
+  with Prefetcher(SETTINGS.make_iterator(), transform, depth=depth) as prefetcher:
+    found = [value for value, _ in prefetcher]
+    with pytest.raises(StopIteration):
+      next(prefetcher)
+  assert found == [batch['ids'].sum() for batch in SETTINGS.make_iterator()]
+  assert threads == {'input-prefetch'}
+
+
+@pytest.mark.parametrize('consumed', [1, 2, 6, 7])
+def test_the_state_is_that_of_the_consumed_batch_however_far_it_has_read_ahead(consumed):
+  expected = list(SETTINGS.make_iterator())
+  with Prefetcher(SETTINGS.make_iterator(), depth=5) as prefetcher:
+    for _ in range(consumed):
+      _, state = next(prefetcher)
+    time.sleep(0.05)  # let it read ahead
+  resumed = SETTINGS.make_iterator()
+  resumed.set_state(json.loads(json.dumps(state)))
+  with Prefetcher(resumed) as prefetcher:
+    rest = [batch for batch, _ in prefetcher]
+  assert len(rest) == 7 - consumed
+  for batch, other in zip(rest, expected[consumed:]):
+    np.testing.assert_array_equal(batch['ids'], other['ids'])
+
+
+def test_it_reads_ahead_by_depth_and_no_further():
+  source = Scripted()
+  with Prefetcher(source, depth=3) as prefetcher:
+    deadline = time.monotonic() + 10
+    while source.count < 4 and time.monotonic() < deadline:
+      time.sleep(0.01)
+    time.sleep(0.2)
+    assert source.count == 4  # three in the queue, one in the thread's hands
+    next(prefetcher)
+
+
+def test_an_error_comes_after_the_batches_before_it_with_its_traceback():
+  with Prefetcher(Scripted({2: raise_here}), depth=5) as prefetcher:
+    assert [next(prefetcher)[1]['next'] for _ in range(2)] == [1, 2]
+    for _ in range(2):  # and again on every further attempt
+      with pytest.raises(OSError, match='disk on fire') as caught:
+        next(prefetcher)
+  assert 'raise_here' in ''.join(traceback.format_tb(caught.value.__traceback__))
+
+
+def test_an_error_of_the_transform_is_passed_on():
+  with (
+    Prefetcher(Scripted(), lambda batch: 1 // int(batch['ids'][0, 0])) as prefetcher,
+    pytest.raises(ZeroDivisionError),
+  ):
+    next(prefetcher)
+
+
+def test_a_hung_input_is_an_error_in_bounded_time_that_says_where(monkeypatch):
+  monkeypatch.setattr('spmd_tasks.inputs.prefetch._JOIN_TIMEOUT_S', 0.2)
+  release = threading.Event()
+
+  def hang_on_purpose():
+    release.wait(60)
+
+  source = Scripted({1: hang_on_purpose})
+  prefetcher = Prefetcher(source, timeout_s=0.3)
+  next(prefetcher)
+  start = time.monotonic()
+  with pytest.raises(RuntimeError, match=r'no batch for 0.3 s(.|\n)*hang_on_purpose'):
+    next(prefetcher)
+  prefetcher.close()
+  assert time.monotonic() - start < 5
+  assert source.closed == 1
+  release.set()
+
+
+def test_close_joins_the_thread_and_closes_the_input_once():
+  source = Scripted()
+  prefetcher = Prefetcher(source, depth=2)
+  next(prefetcher)
+  prefetcher.close()
+  prefetcher.close()
+  assert source.closed == 1
+  assert 'input-prefetch' not in {thread.name for thread in threading.enumerate()}
+  with pytest.raises(ValueError, match='closed'):
+    next(prefetcher)
+
+
+def test_waiting_is_measured():
+  with Prefetcher(Scripted({0: lambda: time.sleep(0.3)})) as prefetcher:
+    next(prefetcher)
+    assert 0.2 < prefetcher.seconds_waited < 5
+    time.sleep(0.1)
+    before = prefetcher.seconds_waited
+    next(prefetcher)
+    assert prefetcher.seconds_waited - before < 0.1
+
+
+def test_depth_must_be_positive():
+  with pytest.raises(ValueError, match='depth 0'):
+    Prefetcher(Scripted(), depth=0)

@@ -1,0 +1,157 @@
+"""JSON lines, Parquet and ArrayRecord: all documents, in order, and errors that name the record."""
+
+import json
+import pickle
+
+from array_record.python import array_record_module
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet
+from spmd_tasks.inputs.text import OpenSource, TextSource
+
+TEXTS = [f'document {i} ' + 'é\n' * (i % 5) for i in range(23)]
+
+
+def write_jsonl(path, texts, field='text'):
+  path.write_text(''.join(json.dumps({'id': i, field: t}) + '\n' for i, t in enumerate(texts)), encoding='utf-8')
+
+
+def write_parquet(path, texts, field='text'):
+  pq.write_table(pa.table({'id': list(range(len(texts))), field: texts}), path, row_group_size=5)
+
+
+def write_array_record(path, texts):
+  writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
+  for text in texts:
+    writer.write(text if isinstance(text, bytes) else text.encode())
+  writer.close()
+
+
+@pytest.fixture
+def sources(tmp_path):
+  write_jsonl(tmp_path / 'a.jsonl', TEXTS[:10])
+  write_jsonl(tmp_path / 'b.jsonl', TEXTS[10:])
+  write_parquet(tmp_path / 'a.parquet', TEXTS[:10])
+  write_parquet(tmp_path / 'b.parquet', TEXTS[10:])
+  write_array_record(tmp_path / 'a.array_record', TEXTS[:10])
+  write_array_record(tmp_path / 'b.array_record', TEXTS[10:])
+  write_array_record(tmp_path / 'json.arecord', [json.dumps({'body': text}) for text in TEXTS])
+  return {
+    'jsonl': JsonLines(pattern=f'{tmp_path}/*.jsonl', block_bytes=16),
+    'jsonl_blocks': JsonLines(pattern=f'{tmp_path}/*.jsonl', block_bytes=100),
+    'jsonl_whole': JsonLines(pattern=(f'{tmp_path}/a.jsonl', f'{tmp_path}/b.jsonl')),
+    'parquet': Parquet(pattern=f'{tmp_path}/*.parquet', block_rows=2),
+    'parquet_groups': Parquet(pattern=f'{tmp_path}/*.parquet'),
+    'array_record': ArrayRecord(pattern=f'{tmp_path}/*.array_record'),
+    'array_record_json': ArrayRecord(pattern=f'{tmp_path}/*.arecord', field='body'),
+  }
+
+
+KINDS = [
+  'jsonl',
+  'jsonl_blocks',
+  'jsonl_whole',
+  'parquet',
+  'parquet_groups',
+  'array_record',
+  'array_record_json',
+]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_every_document_once_and_in_order(sources, kind):
+  assert isinstance(sources[kind], TextSource)
+  source = sources[kind].open()
+  assert isinstance(source, OpenSource)
+  found = [document for i in range(len(source)) for document in source[i].documents]
+  assert found == [(text, True) for text in TEXTS]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_random_access_and_workers_read_the_same(sources, kind):
+  source = sources[kind].open()
+  blocks = [source[i] for i in range(len(source))]
+  copy = pickle.loads(pickle.dumps(source))
+  for i in reversed(range(len(source))):
+    assert copy[i] == blocks[i]
+    assert copy.block_name(i) == blocks[i].name
+  assert copy.fingerprint() == source.fingerprint() == sources[kind].open().fingerprint()
+
+
+def test_fingerprints_follow_files_and_settings(sources, tmp_path):
+  before = {kind: settings.open().fingerprint() for kind, settings in sources.items()}
+  assert len({before[kind] for kind in KINDS}) == len(KINDS)
+  write_jsonl(tmp_path / 'b.jsonl', TEXTS)
+  write_parquet(tmp_path / 'b.parquet', TEXTS)
+  write_array_record(tmp_path / 'b.array_record', TEXTS)
+  for kind in ('jsonl', 'parquet', 'array_record'):
+    assert sources[kind].open().fingerprint() != before[kind]
+
+
+@pytest.mark.parametrize(
+  'line, message',
+  [
+    ('{"text": "cut o', r'bad\.jsonl:31: it is not JSON'),
+    ('["text"]', r'bad\.jsonl:31: .*expected a JSON object.*found list'),
+    ('{"body": "x"}', r"bad\.jsonl:31: .*no field 'text' \(it has \['body'\]\)"),
+    ('{"text": 3}', r"bad\.jsonl:31: .*'text' is int"),
+  ],
+)
+@pytest.mark.parametrize('block_bytes', [64, 1 << 16])
+def test_a_damaged_json_line_is_named(tmp_path, line, message, block_bytes):
+  lines = [json.dumps({'text': 'ä' * i}, ensure_ascii=False) for i in range(40)]
+  lines[10], lines[30] = '', line
+  (tmp_path / 'bad.jsonl').write_text('\n'.join(lines), encoding='utf-8')
+  source = JsonLines(pattern=f'{tmp_path}/bad.jsonl', block_bytes=block_bytes).open()
+  with pytest.raises(ValueError, match=message):
+    [source[i] for i in range(len(source))]
+
+
+def test_a_json_line_that_is_not_utf8_is_named(tmp_path):
+  (tmp_path / 'bad.jsonl').write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+  with pytest.raises(ValueError, match=r'bad\.jsonl:2: '):
+    JsonLines(pattern=f'{tmp_path}/bad.jsonl').open()[0]
+
+
+def test_damaged_parquet_is_named(tmp_path):
+  path = tmp_path / 'bad.parquet'
+  path.write_bytes(b'PAR1 nothing of the kind')
+  with pytest.raises(ValueError, match=r'bad\.parquet is not a readable Parquet file'):
+    Parquet(pattern=str(path)).open()
+  write_parquet(path, TEXTS)
+  with pytest.raises(ValueError, match=r"no column 'body' \(it has \['id', 'text'\]\)"):
+    Parquet(pattern=str(path), field='body').open()
+  write_parquet(path, ['a'] * 7 + [None])
+  source = Parquet(pattern=str(path), block_rows=2).open()
+  with pytest.raises(ValueError, match=r'row group 1 row 2: .* NoneType'):
+    [source[i] for i in range(len(source))]
+  with pytest.raises(ValueError, match='block_rows 0'):
+    Parquet(pattern=str(path), block_rows=0).open()
+
+
+def test_damaged_array_record_is_named(tmp_path):
+  path = tmp_path / 'bad.arecord'
+  write_array_record(path, [b'fine', b'\xff\xfe'])
+  source = ArrayRecord(pattern=str(path)).open()
+  assert source[0].documents == [('fine', True)]
+  with pytest.raises(ValueError, match=r'record 1 of .*bad\.arecord is not UTF-8'):
+    source[1]
+  with pytest.raises(ValueError, match=r'record 0 of .*bad\.arecord is not JSON'):
+    ArrayRecord(pattern=str(path), field='text').open()[0]
+
+
+@pytest.mark.parametrize('settings', [JsonLines, Parquet, ArrayRecord])
+def test_a_pattern_without_files_is_refused(settings):
+  with pytest.raises(ValueError, match=r'no .* file matches'):
+    settings(pattern='/nothing/here*').open()
+
+
+def test_empty_files_are_refused(tmp_path):
+  (tmp_path / 'a.jsonl').write_text('')
+  with pytest.raises(ValueError, match='are empty'):
+    JsonLines(pattern=f'{tmp_path}/a.jsonl').open()
+  write_parquet(tmp_path / 'a.parquet', pa.array([], pa.string()))
+  with pytest.raises(ValueError, match='have no rows'):
+    Parquet(pattern=f'{tmp_path}/a.parquet').open()

@@ -1,0 +1,133 @@
+"""Text files in blocks: nothing lost, cut between characters, divided into splits the same way everywhere."""
+
+import os
+import pickle
+
+import pytest
+
+from spmd_tasks.inputs.text import OpenSource, StdlibText, TextFiles, TextSource
+
+CONTENT = {
+  'a.txt': 'one line\n' * 40,
+  'b.txt': 'é漢🙂' * 60,
+  'sub/c.txt': 'no newline at the end',
+  'sub/empty.txt': '',
+  'd.txt': '\n' * 50,
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+  for name, text in CONTENT.items():
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding='utf-8')
+  return tmp_path
+
+
+def documents(source):
+  """The documents of a source, put together again from their blocks."""
+  whole, pending = [], ''
+  for i in range(len(source)):
+    for text, is_end in source[i].documents:
+      pending += text
+      if is_end:
+        whole.append(pending)
+        pending = ''
+  assert pending == ''
+  return whole
+
+
+@pytest.mark.parametrize('block_bytes', [16, 17, 64, 1 << 16])
+def test_blocks_together_are_the_files(directory, block_bytes):
+  source = TextFiles(pattern=f'{directory}/**/*.txt', block_bytes=block_bytes).open()
+  assert documents(source) == [CONTENT[name] for name in ('a.txt', 'b.txt', 'd.txt', 'sub/c.txt')]
+
+
+def test_blocks_are_cut_at_line_ends_and_small(directory):
+  source = TextFiles(pattern=f'{directory}/a.txt', block_bytes=32).open()
+  blocks = [source[i] for i in range(len(source))]
+  assert len(blocks) == 12
+  assert all(text.endswith('\n') for block in blocks for text, _ in block.documents)
+  assert max(len(text) for block in blocks for text, _ in block.documents) <= 64
+  assert 'a.txt bytes 32-64' in blocks[1].name == source.block_name(1)
+
+
+def test_protocols(directory):
+  for settings in (TextFiles(pattern=f'{directory}/a.txt'), StdlibText()):
+    assert isinstance(settings, TextSource)
+    source = settings.open()
+    assert isinstance(source, OpenSource)
+    assert pickle.loads(pickle.dumps(source))[0] == source[0]
+
+
+def test_splits_are_disjoint_and_complete_and_follow_the_relative_path(tmp_path):
+  for root in ('here', 'there'):
+    (tmp_path / root).mkdir()
+    for i in range(60):
+      (tmp_path / root / f'{i:02}.txt').write_text(f'{i}')
+
+  def split(root, name):
+    return documents(TextFiles(pattern=f'{tmp_path / root}/*.txt', split=name, valid_fraction=0.3).open())
+
+  train, valid = split('here', 'train'), split('here', 'valid')
+  assert sorted(train + valid) == sorted(split('here', 'all'))
+  assert 8 <= len(valid) <= 28
+  assert (train, valid) == (split('there', 'train'), split('there', 'valid'))
+
+
+def test_fingerprint_follows_names_sizes_and_settings_but_not_the_place(directory, tmp_path_factory):
+  def fingerprint(root, **settings):
+    return TextFiles(pattern=f'{root}/**/*.txt', **settings).open().fingerprint()
+
+  original = fingerprint(directory)
+  moved = tmp_path_factory.mktemp('moved') / 'root'
+  os.rename(directory, moved)
+  assert fingerprint(moved) == original
+  assert fingerprint(moved, block_bytes=100) != original
+  assert fingerprint(moved, split='train', valid_fraction=0.5) != original
+  (moved / 'a.txt').write_text('longer than before' * 50)
+  assert fingerprint(moved) != original
+
+
+def test_stdlib_is_real_source_of_this_python():
+  train, valid = StdlibText().open(), StdlibText(split='valid').open()
+  names = [source.block_name(i) for source in (train, valid) for i in range(len(source))]
+  files = {name.rsplit(' bytes ')[0] for name in names}
+  assert len(files) > 300
+  assert not {'test', 'site-packages', '__pycache__'} & {part for file in files for part in file.split(os.sep)}
+  assert 0.01 < len(valid) / (len(train) + len(valid)) < 0.15
+  assert any(text.lstrip().startswith(('"""', '#', 'r"""')) for text, _ in train[0].documents + train[1].documents)
+  in_valid = {valid.block_name(i).rsplit(' bytes ')[0] for i in range(len(valid))}
+  assert not in_valid & {train.block_name(i).rsplit(' bytes ')[0] for i in range(len(train))}
+  assert train.fingerprint() == StdlibText().open().fingerprint() != valid.fingerprint()
+
+
+def test_opening_reads_no_file(monkeypatch):
+  monkeypatch.setattr('builtins.open', lambda *args, **kwargs: pytest.fail(f'opened {args[0]}'))
+  assert len(StdlibText().open()) > 300
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'pattern': 'nothing/*.txt'}, r"no text file matches 'nothing/\*\.txt'"),
+    ({'pattern': ()}, 'no text files are named'),
+    ({'pattern': '{}/a.txt', 'block_bytes': 3}, 'block_bytes 3 must be at least 16'),
+    ({'pattern': '{}/a.txt', 'split': 'test'}, "split 'test' must be"),
+    ({'pattern': '{}/a.txt', 'valid_fraction': 0.0}, 'valid_fraction 0.0'),
+    ({'pattern': '{}/sub/empty.txt'}, 'have no text'),
+  ],
+)
+def test_bad_settings_are_refused(directory, settings, message):
+  if isinstance(settings['pattern'], str):
+    settings = {**settings, 'pattern': settings['pattern'].format(directory)}
+  with pytest.raises(ValueError, match=message):
+    TextFiles(**settings).open()
+
+
+def test_a_file_that_is_not_utf8_is_named_with_the_byte(directory):
+  (directory / 'a.txt').write_bytes(b'good line\n' * 5 + b'caf\xe9 au lait\n')
+  source = TextFiles(pattern=f'{directory}/a.txt').open()
+  with pytest.raises(ValueError, match=r'a\.txt is not UTF-8 text: byte 53 '):
+    source[0]
