@@ -1,0 +1,15 @@
+"""Exit codes of the binary: the one place that says which number means what.
+
+FAILED and USAGE are what Python itself and argparse use. Our own lie between the small numbers of Python and shells and
+what others use for themselves (64-78 sysexits, 124-127 `timeout` and shells, 128 + n a signal), so that a launcher can
+tell them from anything else: start again on PREEMPTED, read the log for the rest.
+"""
+
+OK = 0
+FAILED = 1  # an exception in this process
+USAGE = 2  # a bad flag, path or setting: nothing was started
+PREEMPTED = 42  # SIGTERM: the state was saved; start the same command again to continue
+STUCK = 43  # no progress within the watchdog's limit; the stacks are in the log
+PEER_FAILED = 44  # this process was well, another one reported its failure
+
+NAMES = {OK: 'ok', FAILED: 'failed', USAGE: 'usage', PREEMPTED: 'preempted', STUCK: 'stuck', PEER_FAILED: 'peer failed'}

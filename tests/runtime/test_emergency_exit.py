@@ -1,0 +1,96 @@
+"""How a process leaves in trouble: in subprocesses, since it is the process that ends; jax.distributed is pretended."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from spmd_tasks.runtime import exit_codes
+
+PREAMBLE = """
+import sys, time, threading
+import jax
+from spmd_tasks.runtime import emergency_exit, exit_codes
+from spmd_tasks.runtime.emergency_exit import EmergencyExit
+emergency = EmergencyExit()
+"""
+MULTI_PROCESS = 'jax.distributed.is_initialized = lambda: True\n'
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, '-c', PREAMBLE + textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+  )
+
+
+def test_a_single_process_just_raises():
+  result = run("""
+    import atexit
+    atexit.register(print, 'exit handlers ran')
+    with emergency.on_failure():
+      raise KeyError('lost')
+    """)
+  assert result.returncode == 1
+  assert "KeyError: 'lost'" in result.stderr
+  assert 'exit handlers ran' in result.stdout
+  assert '***' not in result.stderr
+
+
+def test_one_of_several_reports_flushes_and_leaves_without_exit_handlers():
+  result = run(
+    MULTI_PROCESS
+    + textwrap.dedent("""
+    import atexit
+    atexit.register(print, 'exit handlers ran')
+    def fail():
+      raise OSError('disk full')
+    emergency.add_flush(fail)
+    emergency.add_flush(lambda: sys.stdout.write('flushed'))
+    with emergency.on_failure():
+      raise KeyError('lost')
+    """)
+  )
+  assert result.returncode == exit_codes.FAILED
+  assert "KeyError: 'lost'" in result.stderr
+  assert 'while flushing: Traceback' in result.stderr
+  assert result.stdout == 'flushed'
+
+
+@pytest.mark.parametrize(
+  'code, expected, is_reported',
+  [('0', 0, False), ('None', 0, False), ('42', 42, False), ('2', 2, True), ("'no such experiment'", 1, True)],
+)
+def test_sys_exit(code, expected, is_reported):
+  result = run(
+    MULTI_PROCESS
+    + textwrap.dedent(f"""
+    with emergency.on_failure():
+      sys.exit({code})
+    """)
+  )
+  assert result.returncode == expected
+  assert (f'exit with {code}' in result.stderr) == is_reported
+
+
+def test_neither_a_hanging_flush_nor_a_second_caller_holds_it_up():
+  result = run("""
+    emergency_exit._FLUSH_LIMIT_S = 0.3
+    emergency.add_flush(lambda: time.sleep(3600))
+    threading.Thread(target=emergency.leave, args=(exit_codes.STUCK, 'first')).start()
+    time.sleep(0.1)
+    emergency.leave(exit_codes.FAILED, 'second')
+    """)
+  assert result.returncode == exit_codes.STUCK
+  assert 'first' in result.stderr
+  assert 'second' not in result.stderr
+
+
+def test_an_abort_shows_the_stacks():
+  result = run("""
+    import os
+    with emergency.on_failure():
+      os.abort()
+    """)
+  assert result.returncode == -6
+  assert 'Fatal Python error: Aborted' in result.stderr
