@@ -1,0 +1,128 @@
+"""Golden files: every registered experiment's config and parameter table, so that a changed default shows in review.
+
+scripts/update_golden writes them anew; the diff is then part of the change. Models are partitioned over meshes of
+their own size (1024 devices for lm.Dense70B) by abstract shapes: nothing is compiled or allocated.
+"""
+
+import difflib
+import functools
+import math
+import os
+from pathlib import Path
+import platform
+import re
+import socket
+import sys
+import sysconfig
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+import pytest
+
+from spmd_tasks.config import registry
+from spmd_tasks.config.printing import format_config
+from spmd_tasks.config.resolve import resolve, to_json
+from spmd_tasks.experiment import Job
+from spmd_tasks.runtime.parameter_table import format_parameter_table
+from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
+
+GOLDEN = Path(__file__).parent / 'golden'
+IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
+EXPERIMENTS = dict(registry.list_experiments())
+
+
+def abstract_mesh(job: Job) -> AbstractMesh:
+  """The experiment's own mesh, without devices."""
+  spec = job.experiment.mesh_spec()
+  sizes = spec.sizes(math.prod(spec.ici_mesh_shape) * math.prod(spec.dcn_mesh_shape or (1,)))
+  return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@functools.cache
+def partitioned(name: str) -> PartitionedModel:
+  job = resolve(name).build()
+  return partition_spmd_model(
+    job.task,
+    abstract_mesh(job),
+    job.train_input.element_spec(),
+    axis_rules=job.experiment.axis_rules,
+    inputs_split_mapping=job.experiment.inputs_split_mapping,
+  )
+
+
+MADE = {
+  'config': lambda name: format_config(to_json(resolve(name))),
+  'parameters': lambda name: format_parameter_table(partitioned(name)),
+}
+CASES = [(name, kind) for name in EXPERIMENTS for kind in MADE]
+
+
+def golden_path(name: str, kind: str) -> Path:
+  return GOLDEN / f'{name}.{kind}.txt'
+
+
+@pytest.mark.parametrize('name, kind', CASES)
+def test_the_experiment_is_what_its_golden_file_says(name, kind):
+  path, made = golden_path(name, kind), MADE[kind](name)
+  if IS_UPDATING:
+    path.write_text(made, encoding='utf-8')
+  golden = path.read_text(encoding='utf-8') if path.exists() else ''
+  diff = difflib.unified_diff(
+    golden.splitlines(keepends=True), made.splitlines(keepends=True), f'golden/{path.name}', 'made now'
+  )
+  assert made == golden, (
+    f'{name} has changed (its {kind}):\n{"".join(diff)}\nIf you mean it, run scripts/update_golden and commit the '
+    'files with the change.'
+  )
+
+
+def test_there_are_no_golden_files_of_experiments_that_are_gone():
+  wanted = {golden_path(name, kind) for name, kind in CASES}
+  stale = set(GOLDEN.iterdir()) - wanted
+  if IS_UPDATING:
+    for path in stale:
+      path.unlink()
+    stale = set()
+  assert not stale, f'{sorted(path.name for path in stale)} belong to no registered experiment: scripts/update_golden.'
+
+
+@pytest.mark.parametrize('name, kind', CASES)
+def test_golden_files_are_the_same_on_every_machine(name, kind):
+  text = golden_path(name, kind).read_text(encoding='utf-8')
+  assert not re.search(r'(^|[\s\'"=(])(~|[A-Za-z]:)?[/\\][\w.-]+[/\\]', text), 'an absolute path'
+  assert ' at 0x' not in text, 'an address'
+  machine = (socket.gethostname(), sys.prefix, sysconfig.get_path('stdlib'), platform.python_version(), jax.__version__)
+  assert [word for word in machine if word in text] == []
+
+
+@pytest.mark.parametrize(
+  'name, claim',
+  [
+    ('lm.StdlibTiny', 0.9e6),
+    ('lm.StdlibSmall', 20e6),
+    ('lm.Dense1B', 1.3e9),
+    ('lm.Dense70B', 70e9),
+  ],
+)
+def test_models_are_as_large_as_they_say(name, claim):
+  text = f'{claim / 1e9:g}B' if claim >= 1e9 else f'{claim / 1e6:g}M'
+  assert f'{text} parameters' in EXPERIMENTS[name], 'the docstring claims another size'
+  assert partitioned(name).total_num_params == pytest.approx(claim, rel=0.1)
+
+
+def test_every_claimed_size_is_checked():
+  """A docstring with a size must be among the cases of the test above."""
+  claiming = {name for name, line in EXPERIMENTS.items() if re.search(r'\d[MB] parameters', line)}
+  assert claiming == {'lm.StdlibTiny', 'lm.StdlibSmall', 'lm.Dense1B', 'lm.Dense70B'}
+
+
+def test_large_recipes_fit_their_chips():
+  """Weights and optimizer state of the recipe for pods take less than half of a 16 GiB chip, and need no padding."""
+  model = partitioned('lm.Dense70B')
+  assert model.mesh.size == 1024
+  assert model.padding_waste == 0
+  per_device = sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves((model.padded_state.weights, model.padded_state.learner))
+  )
+  assert per_device < 8 * 2**30
