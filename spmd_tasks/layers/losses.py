@@ -79,7 +79,11 @@ class LanguageModelLoss:
       uniform = log_normalizer - jnp.mean(logits, axis=-1)  # cross-entropy to the uniform distribution
       objective = (1.0 - self.label_smoothing) * cross_entropy + self.label_smoothing * uniform
     per_row = jnp.sum(cross_entropy * weights, axis=-1)
-    correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    # "Above all others" rather than an argmax: XLA's CPU backend runs an argmax 20 times slower than a max (and a max
+    # over a `where` 8 times, hence the subtraction), and over a sharded V it carries indices too. A tie counts
+    # as wrong, so that a collapsed model does not look perfect.
+    highest_other = jnp.max(jax.lax.stop_gradient(logits) - 1e30 * is_label, axis=-1)
+    correct = (label_logits > highest_other).astype(jnp.float32)
     metrics = {
       'cross_entropy': (_divide(jnp.sum(per_row), weight), weight),
       'accuracy': (_divide(jnp.sum(correct * weights), weight), weight),

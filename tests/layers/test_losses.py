@@ -75,6 +75,11 @@ def test_a_batch_of_padding_has_loss_and_gradient_zero(rng):
   np.testing.assert_array_equal(gradient, np.zeros_like(logits))
 
 
+def test_equal_logits_predict_nothing():
+  batch = {'labels': np.zeros((B, T), np.int32), 'weights': np.ones((B, T), np.float32)}
+  assert LanguageModelLoss()({'logits': np.zeros((B, T, V), np.float32)}, batch).metrics['accuracy'][0] == 0.0
+
+
 def test_weighted_losses_combine_to_that_of_the_whole_batch(rng):
   """What accumulation and evaluation rely on: mean and weight per part are enough."""
   logits, batch = _case(rng)
