@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import logging
 import jax
+from jax.experimental import multihost_utils
 
 CLUSTERS = ('slurm', 'ompi', 'gketpu', 'gcetpu', 'k8s')  # JAX's names, in JAX's order of preference.
 
@@ -39,10 +40,10 @@ class DistributedSettings:
     cluster: 'auto', 'none', or one of CLUSTERS to insist on it.
     local_device_ids: GPUs of this process; None is all of them, or the cluster's rule where there is one.
     heartbeat_timeout_s: a process silent for so long is dead, and JAX ends all others. Seconds.
-    shutdown_timeout_s: how long a process that ends waits for the others to end too. Seconds.
+    shutdown_timeout_s: how long a process that ends waits for the others to end too, before it ends them: see `finish`.
     initialization_timeout_s: how long to wait for all processes to appear. Seconds.
     collective_timeout_s: a CPU collective that waits longer for another process raises. It must exceed every honest
-      wait, as for a process that compiles or saves. Accelerators have limits of their own; the StepWatchdog's is for both.
+      wait, as for a process that compiles or saves. Accelerators have their own limits; a StepWatchdog's is for both.
   """
 
   coordinator_address: str | None = None
@@ -107,6 +108,7 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
       'local_device_ids': settings.local_device_ids or _all_gpus_of_a_lone_task(environ),
     }
   _configure_cpu_collectives(settings.collective_timeout_s)
+  logging.info('waiting for the other processes for at most %d s: %s', settings.initialization_timeout_s, connection)
   jax.distributed.initialize(
     heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
     shutdown_timeout_seconds=settings.shutdown_timeout_s,
@@ -114,6 +116,16 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
     **connection,
   )
   return True
+
+
+def finish():
+  """Waits for every process to come here; to be called in all of them, last thing before a good end.
+
+  Without it the first to end ends the others after `shutdown_timeout_s`, also one that still writes its checkpoint. A
+  StepWatchdog bounds the wait: `with watchdog.allow('finish', limit_s=...): finish()`.
+  """
+  if jax.distributed.is_initialized():
+    multihost_utils.sync_global_devices('finish')
 
 
 def detect_cluster(environ: Mapping[str, str]) -> str | None:

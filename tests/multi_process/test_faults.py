@@ -14,6 +14,7 @@ WORKER = str(Path(__file__).with_name('worker_steps.py'))
 DEADLINE_S = 30.0  # From the fault on, as promised; the start before it takes about 2 s.
 START_S = 60.0  # For the start alone, on a machine that is busy with other tests.
 
+SLOW = pytest.mark.slow  # All of these take seconds; the fast tests keep one of each kind of end.
 MAIN_THREAD_WAITS = 'in __float__'  # A survivor's stacks show it waiting for the step's result.
 
 
@@ -45,7 +46,7 @@ def test_a_clean_run_leaves_with_zero_and_the_same_losses(tmp_path):
   assert losses[0] == losses[1] == [f'step {step} loss {1.5 * (step + 1)}' for step in range(8)]
 
 
-@pytest.mark.parametrize('culprit', [0, 1])
+@pytest.mark.parametrize('culprit', [pytest.param(0, marks=SLOW), 1])
 def test_an_exception_in_one_process_ends_the_other_with_its_reason(tmp_path, culprit):
   ranks = run_worker(tmp_path, '--fault=raise', f'--fault_rank={culprit}')
   assert_all_left(ranks)
@@ -60,6 +61,7 @@ def test_an_exception_in_one_process_ends_the_other_with_its_reason(tmp_path, cu
   assert 'flushed' in survivor.log
 
 
+@pytest.mark.slow
 def test_a_nonzero_exit_of_one_process_ends_the_other(tmp_path):
   ranks = run_worker(tmp_path, '--fault=usage')
   assert_all_left(ranks)
@@ -134,8 +136,27 @@ def test_stragglers_are_killed_after_a_bad_exit(tmp_path):
   assert (ranks[1].returncode, ranks[1].was_killed) == (-signal.SIGKILL, True)
 
 
-@pytest.mark.parametrize('preempted', [0, 1])
-def test_sigterm_to_one_process_stops_all_at_the_same_step(tmp_path, preempted):
+@pytest.mark.slow
+def test_a_process_that_is_done_waits_for_one_that_still_works(tmp_path):
+  # For longer than the shutdown timeout of 2 s, at which JAX would end both.
+  ranks = run_worker(tmp_path, '--late_s=5')
+  assert [rank.returncode for rank in ranks] == [exit_codes.OK, exit_codes.OK], [rank.log for rank in ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('alone', [0, 1])
+def test_processes_that_never_come_end_the_wait(tmp_path, alone):
+  flags = coordinator_flags(num_processes=2)[alone]
+  argv = [sys.executable, WORKER, f'--job_log_dir={tmp_path}', '--initialization_timeout_s=5', *flags]
+  with Job([argv], log_dir=tmp_path, num_devices=2) as job:
+    [rank] = job.wait(deadline_s=START_S)
+  assert rank.returncode == -signal.SIGABRT
+  assert 'DEADLINE_EXCEEDED' in rank.log
+  assert 'in initialize' in rank.log
+
+
+@pytest.mark.parametrize('preempted', [pytest.param(0, marks=SLOW), 1, pytest.param(-1, marks=SLOW)])
+def test_sigterm_to_one_process_or_all_stops_all_at_the_same_step(tmp_path, preempted):
   # The worker gets a second SIGTERM in the middle of its save.
   ranks = run_worker(tmp_path, '--fault=sigterm', f'--fault_rank={preempted}', '--num_steps=2000', '--step_s=0.02')
   assert [rank.returncode for rank in ranks] == [exit_codes.PREEMPTED] * 2, [rank.log for rank in ranks]
@@ -145,6 +166,7 @@ def test_sigterm_to_one_process_stops_all_at_the_same_step(tmp_path, preempted):
   assert 4 <= int(saved[0][0]) < 1999
 
 
+@pytest.mark.slow
 def test_an_earlier_runs_failure_does_not_end_this_one(tmp_path):
   ranks = run_worker(tmp_path, '--fault=raise')
   assert_all_left(ranks)

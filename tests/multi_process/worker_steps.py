@@ -1,27 +1,26 @@
 """One process of a job that averages over a mesh, step by step, and fails when told to: for test_faults.py."""
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
 import time
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from spmd_tasks.runtime import exit_codes
-from spmd_tasks.runtime.distributed import DistributedSettings, initialize
+from spmd_tasks.runtime.distributed import DistributedSettings, finish, initialize
 from spmd_tasks.runtime.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.preemption import PreemptionGuard
 from spmd_tasks.runtime.rank_records import open_rank_records
 from spmd_tasks.runtime.watchdog import StepWatchdog
 
 HOUR_S = 3600.0
+ALL = -1  # For --fault_rank.
 
 
 def commit(fault: str):
@@ -49,8 +48,8 @@ def run(args: argparse.Namespace, emergency: EmergencyExit):
     num_processes=args.num_processes,
     process_id=args.process_id,
     heartbeat_timeout_s=args.heartbeat_timeout_s,
-    shutdown_timeout_s=5,
-    initialization_timeout_s=60,
+    shutdown_timeout_s=2,
+    initialization_timeout_s=args.initialization_timeout_s,
     collective_timeout_s=args.collective_timeout_s,
   )
   initialize(settings)
@@ -75,20 +74,23 @@ def run(args: argparse.Namespace, emergency: EmergencyExit):
     for step in range(args.num_steps):
       watchdog.beat(step, 'input')
       time.sleep(args.step_s)
-      if args.fault and step == args.fault_step and jax.process_index() == args.fault_rank:
+      if args.fault and step == args.fault_step and args.fault_rank in (jax.process_index(), ALL):
         commit(args.fault)
       watchdog.beat(step)
       loss = float(step_fn(x, step))
       print(f'step {step} loss {loss}', flush=True)
       if guard.should_stop(step):
         with watchdog.allow('checkpoint', limit_s=20):
-          if args.fault == 'sigterm' and jax.process_index() == args.fault_rank:
+          if args.fault_rank in (jax.process_index(), ALL):
             os.kill(os.getpid(), signal.SIGTERM)  # An impatient scheduler, in the middle of the save.
           time.sleep(1.5)
-          if jax.process_count() > 1:
-            multihost_utils.sync_global_devices('saved')
-        print(f'saved at {step}', flush=True)
+          print(f'saved at {step}', flush=True)
+          finish()
         sys.exit(exit_codes.PREEMPTED)
+    with watchdog.allow('finish', limit_s=60):
+      if jax.process_index() == args.fault_rank:
+        time.sleep(args.late_s)
+      finish()
   print('done', flush=True)
 
 
@@ -104,12 +106,13 @@ def main():
   parser.add_argument('--fault_rank', type=int, default=1)
   parser.add_argument('--fault_step', type=int, default=4)
   parser.add_argument('--watchdog_timeout_s', type=float, default=HOUR_S)
+  parser.add_argument('--initialization_timeout_s', type=int, default=60)
   parser.add_argument('--heartbeat_timeout_s', type=int, default=int(HOUR_S))
   parser.add_argument('--collective_timeout_s', type=int, default=int(HOUR_S))
-  parser.add_argument('--unguarded', action='store_true', help='without the crash hook: what plain JAX does')
+  parser.add_argument('--late_s', type=float, default=0.0, help='work that one process does after the last step')
   args = parser.parse_args()
   emergency = EmergencyExit()
-  with contextlib.nullcontext() if args.unguarded else emergency.on_failure():
+  with emergency.on_failure():
     run(args, emergency)
 
 
