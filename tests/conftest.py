@@ -1,4 +1,12 @@
-"""Every test process gets 8 fake CPU devices; implicit rank promotion raises."""
+"""Every test process gets 8 fake CPU devices; implicit rank promotion raises.
+
+XLA's optimisation level is low: compilation is most of what the tests wait for, and it halves that. Processes that
+tests start inherit it.
+"""
+
+import os
+
+os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
 
 import jax
 import numpy as np

@@ -23,7 +23,7 @@ class SyntheticLanguageModel(DenseLanguageModel):
     )
 
   def eval_inputs(self):
-    held_out = fdl.copy_with(self.train_input(), seed=self.seed + 1, num_batches=self.eval_batches)
+    held_out = fdl.copy_with(self.train_input(), stream=1, num_batches=self.eval_batches)
     return {'valid': held_out}
 
 

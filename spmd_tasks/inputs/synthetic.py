@@ -1,4 +1,4 @@
-"""SyntheticText: random tokens with a rule to learn, a function of (seed, batch, row) alone.
+"""SyntheticText: random tokens with a rule to learn, a function of (seed, stream, batch, row) alone.
 
 Token t+1 is `rule[token t]`, a fixed random permutation, except that with probability `noise` it is drawn uniformly. A
 model that has learnt the rule reaches a loss of about `noise * log(vocab_size)` plus the entropy of the noise itself.
@@ -17,12 +17,17 @@ from spmd_tasks.inputs import base
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticText:
-  """Random learnable tokens; ends after `num_batches`, never if None."""
+  """Random learnable tokens; ends after `num_batches`, never if None.
+
+  The rule is a function of `seed`; another `stream` of the same seed holds other text under the same rule, for
+  evaluation.
+  """
 
   batch_size: int
   seq_len: int
   vocab_size: int = 256
   seed: int = 0
+  stream: int = 0
   noise: float = 0.1
   num_batches: int | None = None
 
@@ -63,7 +68,7 @@ class SyntheticIterator:
     tokens = np.empty((len(self._rows), s.seq_len + 1), np.int32)
     replaced = np.empty(tokens.shape, bool)
     for i, row in enumerate(self._rows):
-      rng = np.random.default_rng((s.seed, self._next_batch, row))
+      rng = np.random.default_rng((s.seed, s.stream, self._next_batch, row))
       tokens[i] = rng.integers(s.vocab_size, size=s.seq_len + 1, dtype=np.int32)
       replaced[i] = rng.random(s.seq_len + 1) < s.noise
     for t in range(1, s.seq_len + 1):
@@ -79,7 +84,7 @@ class SyntheticIterator:
 
   def _settings_of_state(self) -> base.State:
     s = self._settings
-    names = ('batch_size', 'seq_len', 'vocab_size', 'seed', 'noise')
+    names = ('batch_size', 'seq_len', 'vocab_size', 'seed', 'stream', 'noise')
     return {'kind': 'synthetic', **{name: getattr(s, name) for name in names}}
 
   def get_state(self) -> base.State:

@@ -29,6 +29,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
     dtype: of the looked-up rows and of the logits' matmul operands; the logits themselves are accumulated in float32.
     table_init: initializer of the table; None means normal with variance 1/D.
     table_split_dims, softmax_split_dims: of the two weights.
+    lookup_split_dims: of the table while rows are looked up. Gathering the fully sharded dim first is what lets the rows
+      come out split on batch; left to itself XLA gathers the rows of all devices and cuts them again.
     activation_split_dims, logits_split_dims: of the results.
   """
 
@@ -40,6 +42,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
   table_init: Initializer | None = None
   table_split_dims: SplitDims = ('vocab', 'embed')
   softmax_split_dims: SplitDims = ('embed', 'vocab')
+  lookup_split_dims: SplitDims = ('vocab', 'act_embed')
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   logits_split_dims: SplitDims = ('batch', 'seq', 'act_vocab')
 
@@ -54,8 +57,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [B, T, D] for ids [B, T]. An id outside the vocabulary gives a row of NaNs: loud, not another token."""
+    table = constrain(self.table, self.lookup_split_dims)
     # Rows are cast after the lookup so that the table's gradient is summed over repeated tokens in float32.
-    x = jnp.take(self.table, ids, axis=0, mode='fill', fill_value=jnp.nan).astype(self.dtype)
+    x = jnp.take(table, ids, axis=0, mode='fill', fill_value=jnp.nan).astype(self.dtype)
     if self.scale_sqrt_depth:
       x = x * jnp.asarray(math.sqrt(self.embed_dim), self.dtype)
     return constrain(x, self.activation_split_dims)

@@ -31,7 +31,7 @@ def partition_job(job: Job) -> PartitionedModel:
 
 
 def restore_or_init(
-  model: PartitionedModel, checkpointer: Checkpointer, iterator: Any, seed: int
+  model: PartitionedModel, checkpointer: Checkpointer, train_input: Any, iterator: Any, seed: int
 ) -> tuple[TrainState, int]:
   """The newest checkpoint's state with the iterator set to its position, or a fresh state; and the step.
 
@@ -42,10 +42,11 @@ def restore_or_init(
   restored = checkpointer.restore(model.canonical_state)
   if restored is None:
     return model.init(seed), 0
-  # Another number of processes: an input that can still be exact takes the first process's state, others refuse it.
-  input_state = restored.input_state or restored.input_states[0]
-  if input_state is None:
+  if None in restored.input_states:
     raise CheckpointError(f'the checkpoint of step {restored.step} holds no input position: it cannot be trained on.')
+  input_state = restored.input_state
+  if input_state is None:  # another number of processes saved it
+    input_state = train_input.reshard_states(restored.input_states, jax.process_count())[jax.process_index()]
   iterator.set_state(input_state)
   logging.info('Restored step %d from %d process(es).', restored.step, len(restored.input_states))
   return model.from_canonical(restored.state), restored.step

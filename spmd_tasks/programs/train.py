@@ -91,7 +91,9 @@ class _Trainer:
     )
     stack.callback(self._checkpointer.close)
     with clock.phase('init or restore'):
-      state, self._first_step = restore_or_init(self._model, self._checkpointer, iterator, experiment.seed)
+      state, self._first_step = restore_or_init(
+        self._model, self._checkpointer, job.train_input, iterator, experiment.seed
+      )
     self._batches = Prefetcher(
       iterator, self._model.train_step.place, depth=experiment.prefetch_batches, timeout_s=experiment.input_timeout_s
     )

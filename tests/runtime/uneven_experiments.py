@@ -1,0 +1,27 @@
+"""synthetic.Uneven with averaged weights and each of two optimizers, for the tests that compare meshes."""
+
+import fiddle as fdl
+
+from spmd_tasks.experiments.synthetic import Uneven
+from spmd_tasks.learning import optimizers
+
+
+class AdamW(Uneven):
+  """With averaged weights, so that they are compared too."""
+
+  def task(self):
+    cfg = super().task()
+    cfg.learner.ema_decay = 0.9
+    return cfg
+
+
+class Adafactor(AdamW):
+  """Factored from dims of 8 on, so that these tiny weights are."""
+
+  learning_rate = 0.1  # relative to each weight's scale
+
+  def task(self):
+    cfg = super().task()
+    learning_rate = cfg.learner.optimizer.learning_rate
+    cfg.learner.optimizer = fdl.Config(optimizers.Adafactor, learning_rate=learning_rate, min_dim_size_to_factor=8)
+    return cfg
