@@ -29,8 +29,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
     dtype: of the looked-up rows and of the logits' matmul operands; the logits themselves are accumulated in float32.
     table_init: initializer of the table; None means normal with variance 1/D.
     table_split_dims, softmax_split_dims: of the two weights.
-    lookup_split_dims: of the table while rows are looked up. Gathering the fully sharded dim first is what lets the rows
-      come out split on batch; left to itself XLA gathers the rows of all devices and cuts them again.
+    lookup_split_dims: of the table while rows are looked up. Gathering the fully sharded dim first lets the rows come
+      out split on batch; left to itself XLA gathers the rows of all devices and cuts them again.
     activation_split_dims, logits_split_dims: of the results.
   """
 
