@@ -75,16 +75,23 @@ class PartitionedModel:
     padded = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.padded_state.weights))
     return 1 - self.total_num_params / padded
 
-  def init(self, seed: int) -> TrainState:
-    """A sharded, padded TrainState at step 0: the same true weights on every mesh, never whole on one host."""
-
-    def init_padded(rng):
+  @functools.cached_property
+  def _jitted_init(self) -> Any:
+    def init(rng):
       with self._scope():
         weights = self._init_weights(rng)
         state = steps.init_train_state(self.task, weights, self.weight_specs, jax.random.key_data(rng))
         return padding.pad(self._constrain(state), self.padded_state)
 
-    return jax.jit(init_padded, out_shardings=_shardings(self.padded_state))(jax.random.key(seed))
+    return jax.jit(init, out_shardings=_shardings(self.padded_state))
+
+  def init(self, seed: int) -> TrainState:
+    """A sharded, padded TrainState at step 0: the same true weights on every mesh, never whole on one host."""
+    return self._jitted_init(jax.random.key(seed))
+
+  def lower_init(self) -> Any:
+    """The lowered `init` (jax.stages.Lowered): for inspection and planning."""
+    return self._jitted_init.lower(jax.random.key(0))
 
   @functools.cached_property
   def train_step(self) -> CompiledStep:
