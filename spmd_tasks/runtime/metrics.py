@@ -41,7 +41,7 @@ class JsonlWriter:
   def _drop_unfinished_line(self) -> None:
     if not self._path.exists():
       return
-    with self._path.open('rb+') as file:
+    with open(self._path, 'rb+') as file:  # epath has no mode that reads and writes
       content = file.read()
       file.truncate(content.rfind(b'\n') + 1)
 
