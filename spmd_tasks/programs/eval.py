@@ -32,8 +32,10 @@ def evaluate(
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
-    ValueError: the experiment has no eval sets.
+    ValueError: the experiment has no eval sets, or both `step` and `watch` are given.
   """
+  if watch and step is not None:
+    raise ValueError(f'--watch follows every new checkpoint, but --checkpoint_step {step} names one: give one of them.')
   if not job.eval_inputs:
     raise ValueError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
   model = partition_job(job)
@@ -41,13 +43,15 @@ def evaluate(
   evaluator = Evaluator(model, job.eval_inputs, job_log_dir, tensorboard=job.experiment.tensorboard)
   progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
   try:
-    done = -1
+    evaluated = -1
     while True:
-      if not watch or (checkpointer.latest_step() or -1) > done:
-        weights, done = restore_evaluation_weights(model, checkpointer, step)
-        for name, metrics in evaluator.evaluate(done, weights).items():
-          progress.message(f'step {done}  eval {name}: {format_metrics(metrics)}')
-      if not watch or done >= job.experiment.num_train_steps:
+      if not watch or (checkpointer.latest_step() or -1) > evaluated:
+        weights, restored = restore_evaluation_weights(model, checkpointer, step)
+        if restored > evaluated:  # not where the newest is damaged, and the one before it has been evaluated
+          evaluated = restored
+          for name, metrics in evaluator.evaluate(restored, weights).items():
+            progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}')
+      if not watch or evaluated >= job.experiment.num_train_steps:
         return exit_codes.OK
       time.sleep(poll_s)
   finally:
