@@ -1,0 +1,96 @@
+"""Starts the real binary as a user does, and reads what it leaves in its job_log_dir.
+
+Usage:
+
+    finished = run_binary('--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', directory)
+    assert finished.returncode == 0, finished.stderr
+    losses = column(directory, 'loss')
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+import time
+
+from spmd_tasks import main
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+  """How a run ended: exit code, its two streams, wall-clock seconds."""
+
+  returncode: int
+  stdout: str
+  stderr: str
+  seconds: float
+
+
+def start_binary(
+  *flags: object, cwd: Path = REPOSITORY, env: Mapping[str, str] | None = None, command: Sequence[str] = (), **popen
+) -> subprocess.Popen:
+  """`python -m spmd_tasks.main <flags>` as a process of one CPU device, both streams piped; or another `command`."""
+  own = {name: value for name, value in os.environ.items() if name not in ('JAX_NUM_CPU_DEVICES', 'PYTHONPATH')}
+  return subprocess.Popen(
+    [*(command or (sys.executable, '-m', 'spmd_tasks.main')), *map(str, flags)],
+    cwd=cwd,
+    env=own | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(REPOSITORY)} | dict(env or {}),
+    text=True,
+    **{'stdin': subprocess.DEVNULL, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE} | popen,
+  )
+
+
+def finish(process: subprocess.Popen, limit_s: float = 120) -> Finished:
+  """Waits for the end of a process; one that does not end within the limit is killed and a TimeoutExpired raised."""
+  started = time.monotonic()
+  try:
+    stdout, stderr = process.communicate(timeout=limit_s)
+  except BaseException:
+    process.kill()
+    process.communicate()
+    raise
+  return Finished(returncode=process.returncode, stdout=stdout, stderr=stderr, seconds=time.monotonic() - started)
+
+
+def run_binary(*flags: object, limit_s: float = 120, **start) -> Finished:
+  return finish(start_binary(*flags, **start), limit_s)
+
+
+def run_in_process(*flags: object) -> int:
+  """The same command line on this process's 8 fake devices; returns the exit code."""
+  return main.run([str(flag) for flag in flags])
+
+
+def metric_lines(directory: Path) -> list[dict]:
+  """Every line of `metrics.jsonl`, steps that were executed twice twice; [] if there is none yet."""
+  path = directory / 'metrics.jsonl'
+  lines = path.read_text(encoding='utf-8').splitlines(keepends=True) if path.exists() else []
+  return [json.loads(line) for line in lines if line.endswith('\n')]
+
+
+def column(directory: Path, name: str) -> dict[int, float]:
+  """Step -> one metric, of a job that executed no step twice."""
+  lines = metric_lines(directory)
+  values = {line['step']: line[name] for line in lines}
+  assert len(values) == len(lines), 'a step was executed twice'
+  return values
+
+
+def checkpoint_names(directory: Path) -> list[str]:
+  """What lies in the directory of checkpoints, sorted."""
+  return sorted(path.name for path in (directory / 'checkpoints').glob('*'))
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, str]]:
+  """Modification time and digest of every file and directory below `directory`, itself included."""
+  paths = [directory, *sorted(directory.rglob('*'))] if directory.exists() else []
+  return {
+    str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else '')
+    for path in paths
+  }

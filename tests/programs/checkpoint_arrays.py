@@ -1,0 +1,37 @@
+"""What a checkpoint holds, as numpy arrays, read past the mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_tasks.config.resolve import resolve
+from spmd_tasks.programs.restoring import partition_job
+from spmd_tasks.runtime.checkpoints import Checkpointer
+from tests.programs.small_jobs import SMALL
+
+
+def saved_arrays(job_log_dir: Path, step: int) -> Any:
+  """The TrainState of one checkpoint of a job of Small: true shapes, whole on the first device, then on the host."""
+  abstract = partition_job(resolve(SMALL).build()).abstract_state
+  checkpointer = Checkpointer(job_log_dir / 'checkpoints', read_only=True)
+  try:
+    return jax.device_get(checkpointer.restore(abstract, step).state)
+  finally:
+    checkpointer.close()
+
+
+def assert_same_arrays(actual: Any, expected: Any) -> None:
+  """Bit for bit, leaf by leaf."""
+  expected_leaves, structure = jax.tree_util.tree_flatten_with_path(expected)
+  assert jax.tree.structure(actual) == structure
+  for (path, leaf), other in zip(expected_leaves, jax.tree.leaves(actual)):
+    name = jax.tree_util.keystr(path)
+    assert (other.dtype, other.shape) == (leaf.dtype, leaf.shape), name
+    np.testing.assert_array_equal(_bits(other), _bits(leaf), err_msg=name)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+  """So that 0 and -0 differ, and nan equals itself."""
+  return np.atleast_1d(array).view(np.uint8)

@@ -1,0 +1,124 @@
+"""The experiment of the tests of whole jobs: the smallest model that does everything, on inputs that can misbehave."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from pathlib import Path
+import time
+from typing import Any
+
+import fiddle as fdl
+import numpy as np
+
+from spmd_tasks.experiments.synthetic import SyntheticLanguageModel
+from spmd_tasks.inputs.grain_input import TextInput
+from spmd_tasks.inputs.records import JsonLines
+from spmd_tasks.inputs.synthetic import SyntheticText
+from spmd_tasks.inputs.tokenizers import ByteTokenizer
+
+SMALL = 'tests.programs.small_jobs.Small'  # for --exp
+
+
+class Small(SyntheticLanguageModel):
+  """Width 6, 3 heads, 9 hidden, vocabulary 259 on data 2 x mdl 4: padded nearly everywhere, otherwise on every mesh.
+
+  The learning rate is constant, so that a job of fewer steps is the beginning of a longer one.
+  """
+
+  ici_mesh_shape = (1, 2, 4)
+  vocab_size = 259
+  model_dims = 6
+  num_layers = 1
+  num_heads = 3
+  hidden_dims = 9
+  seq_len = 8
+  batch_size = 8
+  eval_batches = 2
+  num_train_steps = 20
+  log_every_steps = 1
+  checkpoint_every_steps = 2
+  checkpoint_max_to_keep = 100
+  eval_every_steps = 8
+  tensorboard = False
+
+  def task(self):
+    task = super().task()
+    task.learner.optimizer.learning_rate = 0.01
+    task.learner.ema_decay = 0.9
+    return task
+
+  def train_input(self):
+    return fdl.Config(FaultyText, text=super().train_input())
+
+  def eval_inputs(self):
+    ragged = fdl.Config(
+      TextInput,
+      source=fdl.Config(JsonLines, pattern=str(Path(__file__).parent / 'ragged.jsonl')),
+      tokenizer=fdl.Config(ByteTokenizer),
+      batch_size=self.batch_size,
+      seq_len=self.seq_len,
+      num_epochs=1,
+      shuffle=False,
+    )
+    valid = fdl.copy_with(super().train_input(), seed=self.seed + 1, num_batches=self.eval_batches)
+    return {'valid': valid, 'ragged': ragged}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultyText:
+  """Another input's batches, slowly, and with broken ones put in before some of them.
+
+  Attributes:
+    text: the input.
+    spikes: position in the resulting sequence -> the loss weight of every token of the broken batch there, as text,
+      because JSON has no nan.
+    seconds_per_batch: how long each batch takes.
+  """
+
+  text: SyntheticText
+  spikes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  seconds_per_batch: float = 0.0
+
+  @property
+  def batch_size(self) -> int:
+    return self.text.batch_size
+
+  def element_spec(self):
+    return self.text.element_spec()
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'FaultyIterator':
+    return FaultyIterator(self, self.text.make_iterator(shard_index, shard_count))
+
+  def reshard_states(self, states: Sequence[dict[str, Any]], shard_count: int) -> list[dict[str, Any]]:
+    raise ValueError('read this input with as many processes as saved it.')
+
+
+class FaultyIterator:
+  """A position in a FaultyText."""
+
+  def __init__(self, settings: FaultyText, text: Any):
+    self._settings = settings
+    self._text = text
+    self._position = 0
+
+  def __iter__(self):
+    return self
+
+  def __next__(self) -> dict[str, np.ndarray]:
+    time.sleep(self._settings.seconds_per_batch)
+    position, self._position = str(self._position), self._position + 1
+    before = self._text.get_state()
+    batch = next(self._text)
+    if position in self._settings.spikes:
+      self._text.set_state(before)  # the good batch is still to come
+      batch['weights'][:] = float(self._settings.spikes[position])
+    return batch
+
+  def get_state(self) -> dict[str, Any]:
+    return {'position': self._position, 'text': self._text.get_state()}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._position = state['position']
+    self._text.set_state(state['text'])
+
+  def close(self) -> None:
+    self._text.close()

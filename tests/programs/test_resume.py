@@ -1,0 +1,137 @@
+"""Restarting a job gives the run that was never disturbed: from any checkpoint, past damaged ones, on another mesh.
+
+A job that was killed right after a checkpoint is made from a finished one by taking its later checkpoints away; real
+kills are in test_kills.py.
+"""
+
+from pathlib import Path
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.config.resolve import resolve
+from spmd_tasks.programs.restoring import partition_job
+from spmd_tasks.runtime.checkpoints import Checkpointer
+from tests import binary
+from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
+from tests.programs.small_jobs import SMALL
+
+LAST_STEP = 20
+
+
+def begun_job(finished_job: Path, directory: Path, step: int) -> Path:
+  """A copy of the finished job as it was after the checkpoint of `step`."""
+  shutil.copytree(finished_job, directory)
+  for path in (directory / 'checkpoints').iterdir():
+    if path.name > f'checkpoint_{step:08d}':
+      shutil.rmtree(path)
+  (directory / 'metrics.jsonl').unlink()
+  return directory
+
+
+def resume(directory: Path, *flags: object) -> int:
+  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, *flags)
+
+
+def assert_same_run(resumed: Path, finished: Path, *, first_step: int) -> None:
+  """Every metric of every step from `first_step` on, but for those of speed, and every array at the end."""
+  expected = {line['step']: line for line in binary.metric_lines(finished)}
+  lines = binary.metric_lines(resumed)
+  assert [line['step'] for line in lines] == list(range(first_step, LAST_STEP + 1))
+  for line in lines:
+    for name in ('loss', 'cross_entropy', 'accuracy', 'grad_norm', 'weight_norm', 'learning_rate', 'loss_weight'):
+      assert line[name] == expected[line['step']][name], (name, line['step'])
+  assert_same_arrays(saved_arrays(resumed, LAST_STEP), saved_arrays(finished, LAST_STEP))
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+  """In the largest file below `state`: array data."""
+  largest = max((path for path in (checkpoint / 'state').rglob('*') if path.is_file()), key=lambda p: p.stat().st_size)
+  data = bytearray(largest.read_bytes())
+  data[len(data) // 2] ^= 0x10
+  largest.write_bytes(data)
+
+
+def truncate(checkpoint: Path) -> None:
+  largest = max((path for path in (checkpoint / 'state').rglob('*') if path.is_file()), key=lambda p: p.stat().st_size)
+  largest.write_bytes(largest.read_bytes()[:-1])
+
+
+def empty(checkpoint: Path) -> None:
+  shutil.rmtree(checkpoint)
+  checkpoint.mkdir()
+
+
+def test_goes_on_from_the_newest_checkpoint(finished_job, tmp_path):
+  directory = begun_job(finished_job, tmp_path / 'job', 14)
+  assert resume(directory) == 0
+  assert_same_run(directory, finished_job, first_step=15)
+
+
+def test_a_finished_job_does_nothing(finished_job, tmp_path, capsys):
+  directory = begun_job(finished_job, tmp_path / 'job', LAST_STEP)
+  before = binary.checkpoint_names(directory)
+  assert resume(directory) == 0
+  assert 'step 20 of 20 is already saved' in capsys.readouterr().err
+  assert binary.metric_lines(directory) == []
+  assert binary.checkpoint_names(directory) == before
+
+
+@pytest.mark.parametrize('damage', [flip_a_byte, truncate, empty])
+def test_a_damaged_newest_checkpoint_is_set_aside(finished_job, tmp_path, damage):
+  directory = begun_job(finished_job, tmp_path / 'job', 16)
+  damage(directory / 'checkpoints' / 'checkpoint_00000016')
+  assert resume(directory) == 0
+  assert_same_run(directory, finished_job, first_step=15)
+  aside = [name for name in binary.checkpoint_names(directory) if 'damaged' in name]
+  assert len(aside) == 1
+  assert aside[0].startswith('checkpoint_00000016.damaged-')
+
+
+def test_a_job_without_a_whole_checkpoint_does_not_begin_anew(finished_job, tmp_path, capsys):
+  directory = begun_job(finished_job, tmp_path / 'job', 4)
+  for path in (directory / 'checkpoints').iterdir():
+    flip_a_byte(path)
+  assert resume(directory) == 2
+  message = capsys.readouterr().err
+  assert 'has no checkpoint that is whole' in message
+  assert 'Repair one' in message
+  assert binary.metric_lines(directory) == []
+
+
+def test_eval_of_a_damaged_step_fails(finished_job, tmp_path, capsys):
+  directory = begun_job(finished_job, tmp_path / 'job', 16)
+  flip_a_byte(directory / 'checkpoints' / 'checkpoint_00000016')
+  before = binary.snapshot(directory)
+  flags = ('--exp', SMALL, '--mode', 'eval', '--job_log_dir', directory, '--checkpoint_step', 16)
+  assert binary.run_in_process(*flags) == 2
+  message = capsys.readouterr().err
+  assert 'checkpoint_00000016 is damaged' in message
+  assert 'Other steps: [2, 4, 6, 8, 10, 12, 14]' in message
+  assert binary.snapshot(directory) == before
+
+
+def test_another_mesh_goes_on_with_the_same_numbers(finished_job, tmp_path):
+  directory = begun_job(finished_job, tmp_path / 'job', 10)
+  assert resume(directory, '--ici_mesh_shape', '1,8,1') == 0
+  expected = binary.column(finished_job, 'loss')
+  losses = binary.column(directory, 'loss')
+  assert list(losses) == list(range(11, LAST_STEP + 1))
+  np.testing.assert_allclose(list(losses.values()), [expected[step] for step in losses], rtol=1e-5)
+
+
+def test_arrays_are_bit_equal_on_every_mesh(finished_job):
+  as_saved = saved_arrays(finished_job, 10)
+  padded_shapes = set()
+  for shape in ('1,2,4', '1,8,1', '2,1,4', '1,1,8'):
+    model = partition_job(resolve(SMALL, [f'ici_mesh_shape={shape}']).build())
+    checkpointer = Checkpointer(finished_job / 'checkpoints', read_only=True)
+    live = model.from_canonical(checkpointer.restore(model.canonical_state, 10).state)
+    checkpointer.close()
+    padded_shapes.add(str(jax.tree.map(lambda leaf: leaf.shape, live.weights)))
+    values = jax.device_get(live)
+    true = jax.tree.map(lambda x, t: x[tuple(map(slice, t.shape))], values, model.abstract_state)
+    assert_same_arrays(true, as_saved)
+  assert len(padded_shapes) >= 3  # the padding does differ
