@@ -102,7 +102,7 @@ def _run_experiment(args: argparse.Namespace) -> int:
   from spmd_tasks.programs.eval import evaluate
   from spmd_tasks.programs.startup import StartupClock
   from spmd_tasks.programs.train import train
-  from spmd_tasks.runtime.distributed import initialize
+  from spmd_tasks.runtime.distributed import finish, initialize
   from spmd_tasks.runtime.durable_files import is_remote
   from spmd_tasks.runtime.emergency_exit import EmergencyExit
 
@@ -116,10 +116,14 @@ def _run_experiment(args: argparse.Namespace) -> int:
     initialize(_distributed_settings(args, resolved.experiment))
     job = resolved.build()
     if args.mode == 'eval':
-      return evaluate(job, job_log_dir, step=args.checkpoint_step, watch=args.watch)
-    if not args.accept_config_changes:
-      _refuse_changed_config(job_log_dir, config)
-    return train(job, job_log_dir, emergency=emergency, clock=clock, config_json=json.dumps(config, indent=1) + '\n')
+      code = evaluate(job, job_log_dir, step=args.checkpoint_step, watch=args.watch)
+    else:
+      if not args.accept_config_changes:
+        _refuse_changed_config(job_log_dir, config)
+      config_json = json.dumps(config, indent=1) + '\n'
+      code = train(job, job_log_dir, emergency=emergency, clock=clock, config_json=config_json)
+    finish()
+    return code
 
 
 def _resolve(args: argparse.Namespace) -> Any:

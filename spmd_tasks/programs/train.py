@@ -44,7 +44,8 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     ValueError: the job does not fit the devices, its input or its directory; nothing is written then.
     TrainingDivergedError: too many steps in a row were not finite.
   """
-  with contextlib.ExitStack() as stack:
+  # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
+  with contextlib.ExitStack() as stack, emergency.on_failure():
     trainer = _Trainer(job, job_log_dir, stack, emergency, clock, config_json)
     return trainer.run()
 
@@ -160,9 +161,10 @@ class _Trainer:
       return exit_codes.PREEMPTED
     return exit_codes.OK
 
-  def _on_launch(self, step: int) -> None:
-    self._watchdog.beat(step)
-    self._profile.before_step(step, self._loop.settle)
+  def _on_launch(self, step: int, activity: str) -> None:
+    self._watchdog.beat(step, activity)
+    if activity == 'step':
+      self._profile.before_step(step, self._loop.settle)
 
   def _on_eval_batch(self) -> None:
     self._watchdog.beat(self._loop.step, 'eval')

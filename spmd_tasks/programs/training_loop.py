@@ -53,7 +53,7 @@ class TrainingLoop:
     num_train_steps: int,
     max_consecutive_skips: int,
     intervals: list[Interval],
-    on_launch: Callable[[int], None],
+    on_launch: Callable[[int, str], None],
     on_step: Callable[[int, dict[str, jax.Array]], None],
     on_skip: Callable[[int, dict[str, jax.Array]], None],
     should_stop: Callable[[int], bool],
@@ -97,6 +97,7 @@ class TrainingLoop:
     return True
 
   def _launch(self) -> None:
+    self._on_launch(self.step, 'input')
     try:
       batch, self.input_state = next(self._batches)
     except StopIteration:
@@ -105,7 +106,7 @@ class TrainingLoop:
         f'the training input ended after step {self.step} of {self._num_train_steps}: let it repeat '
         '(train_input.num_epochs=None), or lower num_train_steps.'
       ) from None
-    self._on_launch(self.step)
+    self._on_launch(self.step, 'step')
     self.state, metrics = self._train_step(self.state, batch)
     self.settle()  # the step before this one: the device is busy with the new one meanwhile
     self._in_flight = metrics

@@ -1,0 +1,96 @@
+"""The real binary as two processes over loopback: same numbers, checkpoints for any process count, bounded ends."""
+
+from pathlib import Path
+import signal
+import sys
+
+from launch import Job, RankResult, coordinator_flags
+import numpy as np
+import pytest
+
+from spmd_tasks.runtime import exit_codes
+from spmd_tasks.runtime.metrics import read_jsonl
+
+pytestmark = pytest.mark.slow
+
+START_S = 120.0
+DEADLINE_S = 30.0  # from a fault until the last process is gone
+
+
+def commands(job_log_dir: Path, num_processes: int, *flags: str) -> list[list[str]]:
+  """One command per process; together they have 8 devices."""
+  command = [sys.executable, '-m', 'spmd_tasks.main', '--exp', 'tests.multi_process.raising_experiments.Job']
+  command += ['--mode', 'train', '--job_log_dir', str(job_log_dir), f'--num_fake_devices={8 // num_processes}', *flags]
+  if num_processes == 1:
+    return [command]
+  return [command + rank_flags for rank_flags in coordinator_flags(num_processes=num_processes)]
+
+
+def train(tmp_path: Path, job_log_dir: Path, num_processes: int, *flags: str) -> list[RankResult]:
+  log_dir = tmp_path / f'logs_{len(list(tmp_path.iterdir()))}'
+  log_dir.mkdir()
+  with Job(commands(job_log_dir, num_processes, *flags), log_dir=log_dir, num_devices=8 // num_processes) as job:
+    return job.wait(deadline_s=START_S)
+
+
+def losses(job_log_dir: Path) -> list[float]:
+  return [scalars['loss'] for _, scalars in sorted(read_jsonl(job_log_dir).items())]
+
+
+def test_two_processes_give_the_numbers_of_one_and_share_checkpoints(tmp_path):
+  alone, shared = tmp_path / 'alone', tmp_path / 'shared'
+  for ranks in (
+    train(tmp_path, alone, 1),
+    train(tmp_path, shared, 2, '--num_train_steps=10'),
+    train(tmp_path, shared, 1, '--num_train_steps=15'),
+    train(tmp_path, shared, 2),
+  ):
+    assert [rank.returncode for rank in ranks] == [exit_codes.OK] * len(ranks), [rank.log for rank in ranks]
+    assert not any(rank.left_orphans for rank in ranks)
+  assert len(losses(alone)) == 20
+  np.testing.assert_allclose(losses(shared), losses(alone), rtol=1e-5)
+  evals = [read_jsonl(directory / 'eval' / 'valid')[20]['loss'] for directory in (alone, shared)]
+  np.testing.assert_allclose(*evals, rtol=1e-5)
+  assert 'resuming after step 15' in ranks[0].log
+
+
+def wait_for_end(job: Job) -> list[RankResult]:
+  """All processes must leave by themselves, nonzero, within the deadline from now."""
+  ranks = job.wait(deadline_s=DEADLINE_S)
+  assert not any(rank.was_killed or rank.left_orphans for rank in ranks), [rank.log for rank in ranks]
+  assert all(rank.returncode != 0 for rank in ranks)
+  return ranks
+
+
+def test_an_exception_on_one_process_ends_the_other_with_the_reason(tmp_path):
+  flags = ['--set', 'train_input.fails=true']
+  with Job(commands(tmp_path / 'job', 2, *flags), log_dir=tmp_path, num_devices=4) as job:
+    job.wait_for_text(0, 'step 3/20', limit_s=START_S)
+    ranks = wait_for_end(job)
+  assert ranks[1].returncode == exit_codes.FAILED
+  assert 'shard 1 is unreadable' in ranks[1].log
+  assert 'shard 1 is unreadable' in ranks[0].log  # the survivor says why it left
+  # The checkpoint before the fault is whole: the job goes on from it.
+  again = train(tmp_path, tmp_path / 'job', 2, '--set', 'train_input.fails=false', '--accept_config_changes')
+  assert [rank.returncode for rank in again] == [exit_codes.OK] * 2
+  assert 'resuming after step 5' in again[0].log
+
+
+def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path):
+  with Job(commands(tmp_path / 'job', 2, '--num_train_steps=100000'), log_dir=tmp_path, num_devices=4) as job:
+    job.wait_for_text(0, 'step 3/', limit_s=START_S)
+    job.send(1, signal.SIGKILL)
+    ranks = wait_for_end(job)
+  assert ranks[1].returncode == -signal.SIGKILL
+  assert 'process 0 of 2' in ranks[0].log or 'heartbeat' in ranks[0].log
+
+
+def test_sigterm_to_one_process_saves_one_step_everywhere(tmp_path):
+  with Job(commands(tmp_path / 'job', 2, '--num_train_steps=100000'), log_dir=tmp_path, num_devices=4) as job:
+    job.wait_for_text(0, 'step 3/', limit_s=START_S)
+    job.send(1, signal.SIGTERM)
+    ranks = wait_for_end(job)
+  assert [rank.returncode for rank in ranks] == [exit_codes.PREEMPTED] * 2, [rank.log for rank in ranks]
+  steps = sorted(int(path.name.split('_')[1]) for path in (tmp_path / 'job' / 'checkpoints').iterdir())
+  assert f'Preempted: step {steps[-1]} is saved' in ranks[0].log
+  assert max(read_jsonl(tmp_path / 'job')) == steps[-1]
