@@ -1,0 +1,142 @@
+"""Real processes that are killed, stopped by SIGTERM or started twice, at moments that nobody chose."""
+
+import os
+from pathlib import Path
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+from spmd_tasks.runtime import exit_codes
+from tests import binary
+from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
+from tests.programs.small_jobs import SMALL
+
+LAST_STEP = 20
+INTERVAL = 2
+# Slow batches spread the steps over a second, so that a signal meets the job between any two of them.
+FLAGS = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8, '--set', 'train_input.seconds_per_batch=0.05')
+
+
+def steps_of(directory: Path) -> list[int]:
+  return [line['step'] for line in binary.metric_lines(directory)]
+
+
+def wait_until(process: subprocess.Popen, condition, limit_s: float = 60) -> None:
+  deadline = time.monotonic() + limit_s
+  while not condition():
+    assert process.poll() is None, process.stderr.read()
+    assert time.monotonic() < deadline, 'the job does not get there'
+    time.sleep(0.002)
+
+
+def kill_in_mid_save(process: subprocess.Popen, directory: Path) -> None:
+  """Kills while a checkpoint is half-written: the process is stopped first, so that it cannot finish it meanwhile."""
+  while True:
+    wait_until(process, lambda: any(name.endswith('.partial') for name in binary.checkpoint_names(directory)))
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    if any(name.endswith('.partial') for name in binary.checkpoint_names(directory)):
+      process.kill()
+      return
+    process.send_signal(signal.SIGCONT)
+
+
+def kill_at_random(process: subprocess.Popen, rng: random.Random) -> None:
+  time.sleep(rng.uniform(0, 0.15))
+  process.kill()
+
+
+def assert_little_is_lost(*, last_seen: int, first_again: int) -> None:
+  """When the step after a save is finished, that save may still be half-written, but the one before it is whole."""
+  last_save_call = (last_seen - 1) // INTERVAL * INTERVAL
+  assert first_again - 1 >= last_save_call - INTERVAL
+
+
+def assert_same_losses(directory: Path, finished_job: Path) -> None:
+  """Of every line, also those of steps that were executed again."""
+  expected = {line['step']: line for line in binary.metric_lines(finished_job)}
+  for line in binary.metric_lines(directory):
+    for name in ('loss', 'grad_norm', 'weight_norm'):
+      assert line[name] == expected[line['step']][name], (name, line['step'])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kill_9_at_any_moment_changes_no_bit(finished_job, cache_environment, tmp_path):
+  directory = tmp_path / 'job'
+  flags = (*FLAGS, '--job_log_dir', directory, '--set', 'checkpoint_max_to_keep=3')
+  rng = random.Random(0)
+  num_again = 0
+  for target, is_mid_save in ((3, True), (6, False), (9, True), (12, False), (15, True)):
+    before = steps_of(directory)
+    process = binary.start_binary(*flags, env=cache_environment)
+    wait_until(process, lambda: max(steps_of(directory)[len(before) :], default=0) >= target)  # noqa: B023
+    if is_mid_save:
+      kill_in_mid_save(process, directory)
+    else:
+      kill_at_random(process, rng)
+    ended = binary.finish(process)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    if before:
+      first_again = steps_of(directory)[len(before)]
+      assert_little_is_lost(last_seen=before[-1], first_again=first_again)
+      num_again += before[-1] - first_again + 1
+  before = steps_of(directory)
+  ended = binary.run_binary(*flags)  # compiled afresh: what is exact must not depend on the cache of programs
+  assert ended.returncode == exit_codes.OK, ended.stderr
+  assert_little_is_lost(last_seen=before[-1], first_again=steps_of(directory)[len(before)])
+  assert num_again >= 1  # steps were executed again, or nothing was tested
+
+  assert set(steps_of(directory)) == set(range(1, LAST_STEP + 1))
+  assert_same_losses(directory, finished_job)
+  assert binary.checkpoint_names(directory) == [f'checkpoint_{step:08d}' for step in (16, 18, 20)]
+  assert_same_arrays(saved_arrays(directory, LAST_STEP), saved_arrays(finished_job, LAST_STEP))
+
+
+def test_sigterm_saves_the_step_reached_and_the_same_command_goes_on(finished_job, cache_environment, tmp_path):
+  directory = tmp_path / 'job'
+  flags = (*FLAGS, '--job_log_dir', directory, '--set', 'checkpoint_every_steps=7')
+  process = binary.start_binary(*flags, env=cache_environment)
+  wait_until(process, lambda: len(steps_of(directory)) >= 3)
+  process.terminate()
+  process.terminate()  # launchers repeat themselves
+  ended = binary.finish(process)
+  assert ended.returncode == exit_codes.PREEMPTED == 42, ended.stderr
+  reached = steps_of(directory)[-1]
+  assert 3 <= reached < LAST_STEP
+  assert f'Preempted: step {reached} is saved' in ended.stderr
+  assert 'Traceback' not in ended.stderr
+  assert binary.checkpoint_names(directory)[-1] == f'checkpoint_{reached:08d}'
+
+  ended = binary.run_binary(*flags, env=cache_environment)
+  assert ended.returncode == exit_codes.OK, ended.stderr
+  assert f'resuming after step {reached}' in ended.stderr
+  assert steps_of(directory) == list(range(1, LAST_STEP + 1))  # no step twice, none left out
+  assert_same_losses(directory, finished_job)
+  assert_same_arrays(saved_arrays(directory, LAST_STEP), saved_arrays(finished_job, LAST_STEP))
+
+
+@pytest.mark.slow
+def test_a_second_job_in_the_same_directory_is_refused_while_the_first_goes_on(cache_environment, tmp_path):
+  directory = tmp_path / 'job'
+  flags = (*FLAGS, '--job_log_dir', directory)
+  first = binary.start_binary(*flags, env=cache_environment)
+  wait_until(first, lambda: len(steps_of(directory)) >= 1)
+  # Stopped, so that whatever changes in the directory, the second one did.
+  first.send_signal(signal.SIGSTOP)
+  os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
+  before = binary.snapshot(directory)
+  second = binary.run_binary(*flags, env=cache_environment)
+  after = binary.snapshot(directory)
+  first.send_signal(signal.SIGCONT)
+  ended = binary.finish(first)
+  assert second.returncode == exit_codes.USAGE
+  assert second.stderr.count('\n') == 1
+  assert f"spmd-tasks: job_log_dir '{directory}' is in use by another running job" in second.stderr
+  assert f'pid {first.pid}' in second.stderr
+  assert after == before
+  assert ended.returncode == exit_codes.OK, ended.stderr
+  assert steps_of(directory) == list(range(1, LAST_STEP + 1))
