@@ -75,11 +75,11 @@ def run(argv: Sequence[str] | None = None) -> int:
 
   try:
     return _run_experiment(args)
-  except ValueError as error:
-    if not _is_usage_error(error):
+  except (ValueError, RuntimeError) as error:
+    if not _is_own_sentence(error):
       raise
     print(f'spmd-tasks: {error}', file=sys.stderr)
-    return exit_codes.USAGE
+    return exit_codes.USAGE if isinstance(error, ValueError) else exit_codes.FAILED
 
 
 def _run_experiment(args: argparse.Namespace) -> int:
@@ -210,8 +210,8 @@ def _refuse_changed_config(job_log_dir: Any, config: dict[str, Any]) -> None:
     )
 
 
-def _is_usage_error(error: ValueError) -> bool:
-  """Whether the error is one of our own sentences; a bug, in JAX's or in a user's code, keeps its traceback."""
+def _is_own_sentence(error: Exception) -> bool:
+  """Whether our own code raised the error, in words for the user; any other keeps its traceback."""
   traceback = error.__traceback__
   while traceback is not None and traceback.tb_next is not None:
     traceback = traceback.tb_next

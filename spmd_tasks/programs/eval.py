@@ -6,14 +6,13 @@ from etils import epath
 
 from spmd_tasks.experiment import Job
 from spmd_tasks.programs.evaluation import Evaluator
-from spmd_tasks.programs.progress import make_progress
+from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.restoring import (
   checkpoint_directory,
   is_primary,
   partition_job,
   restore_evaluation_weights,
 )
-from spmd_tasks.programs.train import format_metrics
 from spmd_tasks.runtime import exit_codes
 from spmd_tasks.runtime.checkpoints import Checkpointer
 

@@ -1,7 +1,6 @@
 """Evaluator: whole eval sets on given weights, each example counted once."""
 
 from collections.abc import Callable, Mapping
-import math
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -11,7 +10,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from spmd_tasks.runtime.compiled_step import CompiledStep
-from spmd_tasks.runtime.metrics import MetricsWriter, make_writer
+from spmd_tasks.runtime.metrics import MetricsWriter, finish_metrics, make_writer
 from spmd_tasks.runtime.partition import PartitionedModel
 
 
@@ -77,14 +76,6 @@ class Evaluator:
   def close(self) -> None:
     for writer in self._writers.values():
       writer.close()
-
-
-def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
-  """Adds the metrics that are functions of means: perplexity of the mean cross entropy."""
-  if 'cross_entropy' not in metrics:
-    return metrics
-  cross_entropy = metrics['cross_entropy']
-  return metrics | {'perplexity': math.exp(cross_entropy) if cross_entropy < 700 else math.inf}
 
 
 def _compiled_steps(model: PartitionedModel, eval_inputs: Mapping[str, Any]) -> dict[str, CompiledStep]:

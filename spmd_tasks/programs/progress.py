@@ -83,6 +83,11 @@ def make_progress(total: int, initial: int, *, primary: bool, stream: TextIO | N
   return BarProgress(total, initial, stream) if stream.isatty() else LineProgress(total, stream)
 
 
+def format_metrics(metrics: dict[str, float]) -> str:
+  """`loss 1.2345  accuracy 0.5` for people."""
+  return '  '.join(f'{name} {value:.4f}' for name, value in metrics.items() if name != 'num_batches')
+
+
 def _summary(metrics: Mapping[str, float]) -> str:
   parts = [f'loss {metrics["loss"]:.4f}']
   if 'accuracy' in metrics:

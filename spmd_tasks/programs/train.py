@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import math
-from typing import Any
 
 from etils import epath
 import jax
@@ -12,15 +10,16 @@ from spmd_tasks.experiment import Job
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.learning.accumulation import check_num_microbatches
 from spmd_tasks.programs.evaluation import Evaluator
-from spmd_tasks.programs.progress import make_progress
+from spmd_tasks.programs.profile_capture import ProfileCapture
+from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.restoring import checkpoint_directory, is_primary, partition_job, restore_or_init
 from spmd_tasks.programs.startup import StartupClock, format_startup
-from spmd_tasks.programs.training_loop import Interval, StepLog, TrainingLoop
+from spmd_tasks.programs.step_log import StepLog
+from spmd_tasks.programs.training_loop import Interval, TrainingLoop
 from spmd_tasks.runtime import exit_codes
 from spmd_tasks.runtime.checkpoints import Checkpointer
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.job_directory import claim
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.parameter_table import format_parameter_table
@@ -109,7 +108,7 @@ class _Trainer:
     stack.callback(self._progress.close)
     self._compilations = stack.enter_context(CompilationCounter())
     self._num_compiled_at_start = 0
-    self._profile = _Profile(experiment.profile_steps, job_log_dir / 'profile')
+    self._profile = ProfileCapture(experiment.profile_steps, job_log_dir / 'profile')
     stack.callback(self._profile.close)
     self._last_saved = self._first_step
     self._last_evaluated: int | None = None
@@ -129,11 +128,7 @@ class _Trainer:
       on_skip=self._on_skip,
       should_stop=self._guard.should_stop,
     )
-    self._log = StepLog(
-      batch_tokens=_num_tokens(self._model),
-      peak_steps_per_second=_peak_steps_per_second(self._model),
-      seconds_waited=lambda: self._batches.seconds_waited,
-    )
+    self._log = StepLog.of(self._model, seconds_waited=lambda: self._batches.seconds_waited)
 
   def run(self) -> int:
     model, experiment = self._model, self._experiment
@@ -209,11 +204,6 @@ class _Trainer:
     self._last_saved = step
 
 
-def format_metrics(metrics: dict[str, float]) -> str:
-  """`loss 1.2345  accuracy 0.5` for people."""
-  return '  '.join(f'{name} {value:.4f}' for name, value in metrics.items() if name != 'num_batches')
-
-
 def _describe(model: PartitionedModel, step: int) -> str:
   axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
   padding = f', {100 * model.padding_waste:.1f}% of them stored again as padding' if model.padding_waste else ''
@@ -231,41 +221,3 @@ def _describe(model: PartitionedModel, step: int) -> str:
 
 def _batch_size(model: PartitionedModel) -> int:
   return next(iter(model.input_layout.spec.values())).shape[0]
-
-
-def _num_tokens(model: PartitionedModel) -> int:
-  """Tokens per batch: the size of the largest input's first two dims, padding included."""
-  return max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values())
-
-
-def _peak_steps_per_second(model: PartitionedModel) -> float | None:
-  """Steps per second if all devices did nothing but model FLOPs at their peak; None where the peak is not known."""
-  peak = peak_flops_per_device(jax.devices()[0].device_kind)
-  if peak is None:
-    return None
-  flops = model_flops_per_train_step(model.task, model.input_layout.spec, model.abstract_state.weights)
-  return peak * model.mesh.size / flops
-
-
-class _Profile:
-  """Captures steps [first, last) with JAX's profiler into a directory that TensorBoard and XProf read."""
-
-  def __init__(self, steps: tuple[int, int] | None, directory: epath.Path):
-    self._steps, self._directory, self._running = steps, directory, False
-
-  def before_step(self, step: int, settle: Any) -> None:
-    if self._steps is None or (step < self._steps[0] and not self._running):
-      return
-    first, last = self._steps
-    if not self._running and first <= step < last:
-      settle()
-      jax.profiler.start_trace(str(self._directory))
-      self._running = True
-    elif self._running and step >= last:
-      settle()
-      self.close()
-
-  def close(self) -> None:
-    if self._running:
-      jax.profiler.stop_trace()
-      self._running = False

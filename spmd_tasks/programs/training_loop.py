@@ -6,14 +6,11 @@ before everything that depends on it: checkpoints, evals, the end.
 """
 
 from collections.abc import Callable, Iterator
-import contextlib
 import dataclasses
-import time
 from typing import Any
 
 import jax
 
-from spmd_tasks.programs.evaluation import finish_metrics
 from spmd_tasks.runtime.compiled_step import CompiledStep
 from spmd_tasks.runtime.train_state import TrainState
 
@@ -131,42 +128,3 @@ class TrainingLoop:
     else:
       self._skipped_in_a_row = 0
       self._on_step(self.step, metrics)
-
-
-@dataclasses.dataclass(kw_only=True)
-class StepLog:
-  """Turns the metrics of logged steps into host scalars with rates over the time since the last logged step."""
-
-  batch_tokens: int
-  peak_steps_per_second: float | None
-  seconds_waited: Callable[[], float]
-  _last_step: int = -1
-  _last_time: float = 0.0
-  _last_waited: float = 0.0
-
-  def start(self, step: int) -> None:
-    """Rates count from here; called after the first step, so that compilation is left out."""
-    self._last_step, self._last_time, self._last_waited = step, time.perf_counter(), self.seconds_waited()
-
-  @contextlib.contextmanager
-  def pause(self) -> Iterator[None]:
-    """Leaves the time inside the context out of the rates."""
-    start = time.perf_counter()
-    try:
-      yield
-    finally:
-      self._last_time += time.perf_counter() - start
-
-  def scalars(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, float]:
-    """The step's metrics as floats, with steps and tokens per second, host-wait fraction and MFU."""
-    scalars = finish_metrics({name: float(value) for name, value in jax.device_get(metrics).items()})
-    now, waited, num_steps = time.perf_counter(), self.seconds_waited(), step - self._last_step
-    if num_steps > 0:
-      seconds = now - self._last_time
-      scalars['steps_per_second'] = num_steps / seconds
-      scalars['tokens_per_second'] = num_steps * self.batch_tokens / seconds
-      scalars['host_wait_fraction'] = (waited - self._last_waited) / seconds
-      if self.peak_steps_per_second is not None:
-        scalars['mfu'] = num_steps / seconds / self.peak_steps_per_second
-      self._last_step, self._last_time, self._last_waited = step, now, waited
-    return scalars

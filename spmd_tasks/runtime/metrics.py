@@ -21,6 +21,14 @@ from spmd_tasks.runtime.durable_files import is_remote
 Scalars = Mapping[str, float]
 
 
+def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
+  """Adds the metrics that are functions of means: perplexity of the mean cross entropy."""
+  if 'cross_entropy' not in metrics:
+    return metrics
+  cross_entropy = metrics['cross_entropy']
+  return metrics | {'perplexity': math.exp(cross_entropy) if cross_entropy < 700 else math.inf}
+
+
 class MetricsWriter(Protocol):
   """Takes scalars by step; `close` returns when everything is on disk."""
 
