@@ -1,0 +1,96 @@
+"""Batches that make the loss nan or inf: skipped without a trace in the state, counted, and the end of a job at last.
+
+The comparison is the finished job, whose input lacks these batches and is the same otherwise.
+"""
+
+import math
+
+import pytest
+
+from spmd_tasks.runtime import exit_codes
+from tests import binary
+from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
+from tests.programs.small_jobs import SMALL
+
+# Position in the input -> loss weight. Steps 4 and 12 are due for a checkpoint when the first try of each is skipped;
+# position 7 and 8 are two in a row; 1e38 is finite, but not its sum.
+SPIKES = {0: 'nan', 4: 'inf', 7: 'nan', 8: '-inf', 15: '1e38'}
+# Steps finished -> steps skipped until then.
+EXPECTED_SKIPS = [1] * 3 + [2] * 2 + [4] * 6 + [5] * 9
+NUM_STEPS = 20
+
+
+def train(directory, spikes, *flags) -> int:
+  text = '{' + ', '.join(f'"{position}": "{weight}"' for position, weight in spikes.items()) + '}'
+  overrides = ('--set', f'train_input.spikes={text}')
+  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, *overrides, *flags)
+
+
+@pytest.fixture(scope='module')
+def spiked_job(tmp_path_factory, compiled_once):
+  directory = tmp_path_factory.mktemp('spiked') / 'job'
+  assert train(directory, SPIKES) == exit_codes.OK
+  return directory
+
+
+def test_the_curve_is_that_without_the_broken_batches(spiked_job, finished_job):
+  expected = {line['step']: line for line in binary.metric_lines(finished_job)}
+  lines = binary.metric_lines(spiked_job)
+  assert [line['step'] for line in lines] == list(range(1, NUM_STEPS + 1))
+  for line in lines:
+    for name in ('loss', 'grad_norm', 'weight_norm', 'learning_rate'):
+      assert line[name] == expected[line['step']][name], (name, line['step'])
+
+
+def test_weights_moments_and_averages_are_bit_equal(spiked_job, finished_job):
+  for step in (4, 8, 12, NUM_STEPS):
+    spiked, finished = saved_arrays(spiked_job, step), saved_arrays(finished_job, step)
+    assert int(spiked.learner.num_skipped) == EXPECTED_SKIPS[step - 1]
+    assert int(finished.learner.num_skipped) == 0
+    without_count = spiked.replace(learner=spiked.learner.replace(num_skipped=finished.learner.num_skipped))
+    assert_same_arrays(without_count, finished)
+
+
+def test_skipped_steps_are_counted(spiked_job):
+  assert list(binary.column(spiked_job, 'num_skipped_steps').values()) == EXPECTED_SKIPS
+
+
+def test_checkpoints_and_evals_keep_their_steps(spiked_job, finished_job):
+  assert binary.checkpoint_names(spiked_job) == binary.checkpoint_names(finished_job)
+  assert list(binary.column(spiked_job / 'eval' / 'valid', 'loss')) == [8, 16, 20]
+
+
+def test_the_job_stops_after_n_in_a_row(finished_job, tmp_path, cache_environment):
+  directory = tmp_path / 'job'
+  spikes = '{"5": "nan", "6": "nan", "8": "nan", "9": "nan", "10": "inf"}'  # two, one good one, three
+  limit = ('--set', 'task.learner.max_consecutive_skips=3')
+  flags = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8, '--job_log_dir', directory)
+  ended = binary.run_binary(*flags, '--set', f'train_input.spikes={spikes}', *limit, env=cache_environment)
+  assert ended.returncode == exit_codes.FAILED == 1
+  messages = [line for line in ended.stderr.splitlines() if line.startswith('spmd-tasks: ')]
+  assert len(messages) == 1, ended.stderr
+  assert '3 steps in a row had a loss or gradient that is not finite' in messages[0]
+  assert 'loss nan' in messages[0]
+  assert 'The weights are those of step 6, still good' in messages[0]
+  assert 'lower the learning rate' in messages[0]
+  assert 'Traceback' not in ended.stderr
+  assert len([line for line in ended.stderr.splitlines() if line.startswith('skipped an update after step')]) == 5
+  assert [line['step'] for line in binary.metric_lines(directory)] == [1, 2, 3, 4, 5, 6]
+
+  # What is on disk is good: two skips are in it, and not the three that ended the job.
+  saved = saved_arrays(directory, 6)
+  assert int(saved.learner.num_skipped) == 2
+  finished = saved_arrays(finished_job, 6)
+  assert_same_arrays(saved.weights, finished.weights)
+  assert_same_arrays(saved.learner.opt_state, finished.learner.opt_state)
+
+
+def test_the_count_goes_on_after_a_restart(compiled_once, tmp_path):
+  directory = tmp_path / 'job'
+  for num_steps in (4, 6):
+    assert train(directory, {3: 'nan'}, '--num_train_steps', num_steps) == exit_codes.OK
+  assert list(binary.column(directory, 'num_skipped_steps').values()) == [0, 0, 0, 1, 1, 1]
+
+
+def test_logged_losses_are_finite(spiked_job):
+  assert all(math.isfinite(loss) for loss in binary.column(spiked_job, 'loss').values())
