@@ -1,0 +1,163 @@
+"""Evaluation counts every token of a set once, gives the same in and beside training, and can follow a running job."""
+
+import math
+from pathlib import Path
+import shutil
+import threading
+import time
+
+from etils import epath
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.config.resolve import resolve
+from spmd_tasks.programs.eval import evaluate
+from spmd_tasks.runtime import exit_codes
+from tests import binary
+from tests.programs.checkpoint_arrays import saved_arrays
+from tests.programs.small_jobs import SMALL
+
+LAST_STEP = 20
+EMA = 'task.eval_with_ema=true'
+
+
+def reference_metrics(weights, name: str) -> dict[str, float]:
+  """Averages over all tokens of an eval set, in float64, from logits of one row at a time on one device."""
+  # Text is packed into the same rows whatever the batch; synthetic rows belong to their batch.
+  job = resolve(SMALL, ['eval_inputs.ragged.batch_size=1']).build()
+  logits_of = jax.jit(lambda weights, row: job.task.model.apply({'params': weights}, row, train=False)['logits'])
+  losses, z_losses, is_correct = [], [], []
+  for batch in job.eval_inputs[name].make_iterator():
+    for row in range(len(batch['ids'])):
+      logits = np.asarray(
+        logits_of(weights, {key: value[row : row + 1] for key, value in batch.items()})[0], np.float64
+      )
+      labels, counts = batch['labels'][row], batch['weights'][row] > 0
+      log_normalizer = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+      losses += list((log_normalizer - logits[np.arange(len(logits)), labels])[counts])
+      z_losses += list(1e-4 * np.square(log_normalizer)[counts])
+      is_correct += list((logits.argmax(-1) == labels)[counts])
+  cross_entropy = float(np.mean(losses))
+  return {
+    'loss': cross_entropy + float(np.mean(z_losses)),
+    'cross_entropy': cross_entropy,
+    'accuracy': float(np.mean(is_correct)),
+    'perplexity': math.exp(cross_entropy),
+    'num_tokens': len(losses),
+  }
+
+
+def eval_lines(directory: Path, name: str) -> list[dict]:
+  return binary.metric_lines(directory / 'eval' / name)
+
+
+def only_checkpoints(finished_job: Path, directory: Path, steps=(LAST_STEP,)) -> Path:
+  """A job_log_dir with some of the finished job's checkpoints and no metrics yet."""
+  for step in steps:
+    name = f'checkpoint_{step:08d}'
+    shutil.copytree(finished_job / 'checkpoints' / name, directory / 'checkpoints' / name)
+  return directory
+
+
+def run_eval(directory: Path, *flags: object) -> int:
+  return binary.run_in_process('--exp', SMALL, '--mode', 'eval', '--job_log_dir', directory, *flags)
+
+
+def assert_metrics_agree(actual: dict, expected: dict, rtol: float) -> None:
+  for name in ('loss', 'cross_entropy', 'accuracy', 'perplexity'):
+    np.testing.assert_allclose(actual[name], expected[name], rtol=rtol, err_msg=name)
+
+
+def test_the_ragged_set_is_ragged():
+  """Else the next test would say nothing about the padded last batch."""
+  ragged = resolve(SMALL).build().eval_inputs['ragged']
+  *whole, last = [batch['weights'].any(-1).sum() for batch in ragged.make_iterator()]
+  assert set(whole) == {8}
+  assert 0 < last < 8
+
+
+@pytest.mark.parametrize('name', ['valid', 'ragged'])
+@pytest.mark.parametrize('step', [8, LAST_STEP])
+def test_metrics_are_averages_over_all_tokens(finished_job, name, step):
+  expected = reference_metrics(saved_arrays(finished_job, step).weights, name)
+  line = next(line for line in eval_lines(finished_job, name) if line['step'] == step)
+  # Sums of about a hundred float32 losses, each off by a few units in the last place.
+  assert_metrics_agree(line, expected, rtol=1e-6)
+  assert line['num_batches'] == {'valid': 2, 'ragged': 4}[name]
+  assert expected['num_tokens'] < line['num_batches'] * 64 if name == 'ragged' else expected['num_tokens'] == 128
+
+
+def test_eval_of_a_checkpoint_gives_what_training_gave(finished_job, tmp_path):
+  directory = only_checkpoints(finished_job, tmp_path / 'job', (8, 16))
+  assert run_eval(directory, '--checkpoint_step', 8) == exit_codes.OK
+  assert run_eval(directory) == exit_codes.OK  # the newest
+  for name in ('valid', 'ragged'):
+    lines = eval_lines(directory, name)
+    in_training = eval_lines(finished_job, name)
+    assert [line['step'] for line in lines] == [8, 16]
+    for line, expected in zip(lines, in_training):
+      assert line.keys() == expected.keys()
+      assert_metrics_agree(line, expected, rtol=1e-6)
+
+
+def test_eval_changes_nothing_but_its_metrics(finished_job, tmp_path):
+  directory = only_checkpoints(finished_job, tmp_path / 'job', (8, 16))
+  before = binary.snapshot(directory / 'checkpoints')
+  assert run_eval(directory) == exit_codes.OK
+  assert binary.snapshot(directory / 'checkpoints') == before
+  assert sorted(path.name for path in directory.iterdir()) == ['checkpoints', 'eval']
+
+
+def test_averaged_weights(finished_job, tmp_path):
+  directory = only_checkpoints(finished_job, tmp_path / 'job')
+  assert run_eval(directory, '--set', EMA) == exit_codes.OK
+  saved = saved_arrays(finished_job, LAST_STEP)
+  expected = reference_metrics(saved.learner.ema_weights, 'ragged')
+  (line,) = eval_lines(directory, 'ragged')
+  assert_metrics_agree(line, expected, rtol=1e-6)
+  raw = eval_lines(finished_job, 'ragged')[-1]
+  assert abs(line['loss'] / raw['loss'] - 1) > 1e-3  # the average is behind: the two are told apart
+
+
+def test_training_evaluates_averaged_weights_where_the_task_says_so(finished_job, tmp_path):
+  directory = tmp_path / 'job'
+  flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory)
+  assert binary.run_in_process(*flags, '--set', EMA, '--num_train_steps', 8) == exit_codes.OK
+  beside = only_checkpoints(finished_job, tmp_path / 'beside', (8,))
+  assert run_eval(beside, '--set', EMA) == exit_codes.OK
+  assert_metrics_agree(eval_lines(directory, 'ragged')[-1], eval_lines(beside, 'ragged')[-1], rtol=1e-6)
+
+
+def test_another_mesh_evaluates_to_the_same(finished_job, tmp_path):
+  directory = only_checkpoints(finished_job, tmp_path / 'job')
+  assert run_eval(directory, '--ici_mesh_shape', '1,8,1') == exit_codes.OK
+  for name in ('valid', 'ragged'):
+    assert_metrics_agree(eval_lines(directory, name)[-1], eval_lines(finished_job, name)[-1], rtol=1e-5)
+
+
+def test_watch_follows_new_checkpoints_and_ends_with_the_last(finished_job, tmp_path):
+  """The job is played by a thread that moves finished checkpoints in, once the one before has been evaluated."""
+  directory = tmp_path / 'job'
+  steps = (4, 10, LAST_STEP)
+
+  def play_job():
+    for number, step in enumerate(steps):
+      while number and len(eval_lines(directory, 'ragged')) < number:
+        time.sleep(0.01)
+      only_checkpoints(finished_job, tmp_path / f'checkpoint{step}', (step,))
+      (directory / 'checkpoints').mkdir(parents=True, exist_ok=True)
+      name = f'checkpoint_{step:08d}'
+      (tmp_path / f'checkpoint{step}' / 'checkpoints' / name).rename(directory / 'checkpoints' / name)
+
+  job = threading.Thread(target=play_job, daemon=True)
+  job.start()
+  code = evaluate(resolve(SMALL).build(), epath.Path(directory), watch=True, poll_s=0.02)
+  job.join()
+  assert code == exit_codes.OK
+  assert [line['step'] for line in eval_lines(directory, 'ragged')] == list(steps)
+
+
+def test_watch_and_a_step_exclude_each_other(tmp_path, capsys):
+  assert run_eval(tmp_path / 'job', '--watch', '--checkpoint_step', 8) == exit_codes.USAGE
+  assert 'give one of them' in capsys.readouterr().err
