@@ -80,6 +80,9 @@ def run(argv: Sequence[str] | None = None) -> int:
       raise
     print(f'spmd-tasks: {error}', file=sys.stderr)
     return exit_codes.USAGE if isinstance(error, ValueError) else exit_codes.FAILED
+  except KeyboardInterrupt:
+    print('spmd-tasks: interrupted; the same command goes on from the newest checkpoint', file=sys.stderr)
+    return exit_codes.INTERRUPTED
 
 
 def _run_experiment(args: argparse.Namespace) -> int:

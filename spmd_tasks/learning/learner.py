@@ -34,7 +34,8 @@ class Optimizer(Protocol):
     """Gradients to a *descent direction*, which the learner multiplies by minus the learning rate.
 
     Weight decay is part of the direction. The learning rate is not: it belongs to the train state's step, which stands
-    still when a step is skipped, and not to a count of optax's own.
+    still when a step is skipped, and not to a count of optax's own. An update that takes extra arguments is given
+    `is_finite`, a bool scalar: whether its new state will be kept.
     """
     ...
 
@@ -156,8 +157,10 @@ class Learner:
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     learning_rate = schedules.learning_rate_at(self.optimizer.learning_rate, step)
 
-    directions, opt_state = self.optimizer.transformation(weight_specs).update(
-      self._clip(grads, grad_norm), state.opt_state, _float32(weights)
+    # Transformations that know `is_finite` keep their old state by themselves, which may save a copy of it; see adam.py.
+    transformation = optax.with_extra_args_support(self.optimizer.transformation(weight_specs))
+    directions, opt_state = transformation.update(
+      self._clip(grads, grad_norm), state.opt_state, _float32(weights), is_finite=is_finite
     )
     new_weights = jax.tree.map(
       lambda w, d: (w.astype(jnp.float32) - learning_rate * d).astype(w.dtype), weights, directions

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd_tasks.learning.adafactor import scale_by_adafactor
+from spmd_tasks.learning.adam import scale_by_adam
 from spmd_tasks.learning.schedules import LearningRate
 
 
@@ -81,9 +82,7 @@ class AdamW(_Settings):
   momentum_dtype: str = 'float32'
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
-    return [
-      optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon, mu_dtype=jnp.dtype(self.momentum_dtype))
-    ]
+    return [scale_by_adam(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon, momentum_dtype=self.momentum_dtype)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

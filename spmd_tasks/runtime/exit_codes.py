@@ -11,5 +11,14 @@ USAGE = 2  # a bad flag, path or setting: nothing was started
 PREEMPTED = 42  # SIGTERM: the state was saved; start the same command again to continue
 STUCK = 43  # no progress within the watchdog's limit; the stacks are in the log
 PEER_FAILED = 44  # this process was well, another one reported its failure
+INTERRUPTED = 130  # Ctrl-C, as shells say it: nothing was saved on the way out
 
-NAMES = {OK: 'ok', FAILED: 'failed', USAGE: 'usage', PREEMPTED: 'preempted', STUCK: 'stuck', PEER_FAILED: 'peer failed'}
+NAMES = {
+  OK: 'ok',
+  FAILED: 'failed',
+  USAGE: 'usage',
+  PREEMPTED: 'preempted',
+  STUCK: 'stuck',
+  PEER_FAILED: 'peer failed',
+  INTERRUPTED: 'interrupted',
+}
