@@ -1,0 +1,218 @@
+"""What a training job leaves in its directory and shows on the way."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+
+import numpy as np
+import pytest
+
+from spmd_tasks.config.resolve import resolve, to_json
+from tests import binary
+from tests.programs.small_jobs import SMALL
+
+NUM_STEPS = 20
+EVERY_STEP = {
+  'step',
+  'loss',
+  'cross_entropy',
+  'perplexity',
+  'z_loss',
+  'accuracy',
+  'loss_weight',
+  'grad_norm',
+  'weight_norm',
+  'learning_rate',
+  'num_skipped_steps',
+  'padding_waste',
+  'num_compilations',
+}
+# Not of the first step, which compiles.
+RATES = {'steps_per_second', 'tokens_per_second', 'host_wait_fraction'}
+
+# Prints to stderr, in order with everything else, when TensorFlow is really imported (not merely looked for).
+IMPORT_WATCH = """
+import sys
+
+def watch(event, arguments):
+  if event == 'import' and arguments[0] == 'tensorflow':
+    print('TENSORFLOW IS IMPORTED', file=sys.stderr, flush=True)
+
+sys.addaudithook(watch)
+from spmd_tasks.main import main
+main()
+"""
+
+
+def test_one_line_of_metrics_per_logged_step(finished_job):
+  lines = binary.metric_lines(finished_job)
+  assert [line['step'] for line in lines] == list(range(1, NUM_STEPS + 1))
+  for line in lines:
+    assert line.keys() == EVERY_STEP | (RATES if line['step'] > 1 else set())
+
+
+def test_values_are_those_of_the_step(finished_job):
+  for line in binary.metric_lines(finished_job):
+    assert line['loss_weight'] == 64  # every token of 8 rows of 8
+    assert line['learning_rate'] == np.float32(0.01)
+    assert line['num_skipped_steps'] == 0
+    np.testing.assert_allclose(line['perplexity'], np.exp(line['cross_entropy']), rtol=1e-12)
+    np.testing.assert_allclose(line['loss'], line['cross_entropy'] + line['z_loss'], rtol=1e-6)
+    if line['step'] > 1:
+      np.testing.assert_allclose(line['tokens_per_second'], 64 * line['steps_per_second'])
+      assert 0 <= line['host_wait_fraction'] <= 1
+  losses = list(binary.column(finished_job, 'loss').values())
+  assert abs(losses[0] - np.log(259)) < 0.6  # about uniform at first
+  assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.2  # and it learns
+
+
+def test_values_have_full_precision(finished_job):
+  text = (finished_job / 'metrics.jsonl').read_text()
+  for value in binary.column(finished_job, 'loss').values():
+    assert np.float32(value) == value  # nothing was rounded to fewer digits than a float32 has
+    assert repr(value) in text
+  digits = [len(repr(value)) for value in binary.column(finished_job, 'loss').values()]
+  assert min(digits) > 10
+
+
+def test_every_eval_set_has_its_own_metrics(finished_job):
+  for name in ('valid', 'ragged'):
+    lines = binary.metric_lines(finished_job / 'eval' / name)
+    assert [line['step'] for line in lines] == [8, 16, NUM_STEPS]
+    for line in lines:
+      assert line.keys() == {'step', 'loss', 'cross_entropy', 'perplexity', 'z_loss', 'accuracy', 'num_batches'}
+
+
+def test_startup_times_add_up(finished_job):
+  phases = json.loads((finished_job / 'startup.json').read_text())
+  assert phases.keys() == {'imports', 'partition', 'input', 'init or restore', 'trace', 'compile', 'other', 'total'}
+  assert all(seconds >= 0 for seconds in phases.values())
+  total = phases.pop('total')
+  np.testing.assert_allclose(sum(phases.values()), total, rtol=1e-6)
+  # The rest is the first batch and the first step, not a phase that nobody has named.
+  assert phases['other'] < 0.5 * (total - phases['imports'])
+
+
+def test_the_parameter_table_counts_all_parameters(finished_job):
+  table = (finished_job / 'parameters.txt').read_text()
+  assert 'embedding' in table
+  assert '1,878' in table
+  assert '[259, 6]' in table
+  assert '[260, 6]' in table
+
+
+def test_the_resolved_config_is_beside_the_run(finished_job):
+  saved = json.loads((finished_job / 'config.json').read_text())
+  assert saved == to_json(resolve(SMALL))
+  assert saved['config']['num_train_steps'] == NUM_STEPS
+  assert saved['config']['task.learner.ema_decay'] == 0.9
+
+
+def test_nothing_else_is_left(finished_job):
+  assert sorted(path.name for path in finished_job.iterdir()) == [
+    'checkpoints',
+    'config.json',
+    'eval',
+    'experiment.json',
+    'job.lock',
+    'metrics.jsonl',
+    'parameters.txt',
+    'startup.json',
+  ]
+
+
+def test_programs_are_compiled_once(finished_job):
+  """After the first step: one to take the padding off for the first save, one for the eval sets; then none."""
+  counts = binary.column(finished_job, 'num_compilations')
+  assert counts[1] == counts[2] == 0
+  assert set(list(counts.values())[2:8]) == {1}  # saved after 2, 4, 6 and 8 steps
+  assert set(list(counts.values())[8:]) == {2}  # evaluated after 8 and 16
+
+
+def test_logs_at_its_interval_at_the_first_and_at_the_last_step(finished_job, tmp_path, capsys):
+  directory = tmp_path / 'job'
+  flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory)
+  intervals = ('--set', 'log_every_steps=4', '--set', 'checkpoint_every_steps=None', '--set', 'eval_every_steps=None')
+  assert binary.run_in_process(*flags, *intervals, '--num_train_steps', 10) == 0
+  lines = binary.metric_lines(directory)
+  expected = binary.column(finished_job, 'loss')
+  assert {line['step']: line['loss'] for line in lines} == {step: expected[step] for step in (1, 4, 8, 10)}
+  assert binary.checkpoint_names(directory) == ['checkpoint_00000010']  # always at the end, and an eval
+  assert [line['step'] for line in binary.metric_lines(directory / 'eval' / 'valid')] == [10]
+  shown = capsys.readouterr().err
+  assert re.findall(r'^step (\d+)/10  loss \d', shown, re.MULTILINE) == ['1', '4', '8', '10']
+  assert '\r' not in shown
+
+
+def run_on_a_terminal(*flags: object, env: dict[str, str]) -> tuple[int, str]:
+  """Exit code and what the binary wrote to a terminal of 120 columns that is its stderr."""
+  ours, its = pty.openpty()
+  fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 120, 0, 0))
+  process = binary.start_binary(*flags, env=env, stderr=its)
+  os.close(its)
+  written = []
+
+  def read():
+    # Reading a terminal that nobody has open any more is an error on Linux.
+    while True:
+      try:
+        data = os.read(ours, 4096)
+      except OSError:
+        return
+      written.append(data)
+
+  reader = threading.Thread(target=read)
+  reader.start()
+  finished = binary.finish(process)
+  reader.join()
+  os.close(ours)
+  return finished.returncode, b''.join(written).decode()
+
+
+def test_a_bar_on_a_terminal_and_a_profile(cache_environment, tmp_path):
+  directory = tmp_path / 'job'
+  flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, '--num_fake_devices', 8)
+  # Slow batches, since the bar is redrawn five times a second only.
+  overrides = ('--set', 'train_input.seconds_per_batch=0.1', '--set', 'profile_steps=2,4')
+  code, shown = run_on_a_terminal(*flags, *overrides, '--num_train_steps', 10, env=cache_environment)
+  assert code == 0, shown
+  bars = [text for text in shown.split('\r') if re.search(r'\d+/10 \[', text)]
+  done = [int(re.search(r'(\d+)/10 \[', text)[1]) for text in bars]
+  assert done[-1] == 10
+  assert len(set(done)) > 3  # it moves
+  assert done == sorted(done)
+  assert re.search(r'10/10 .*loss \d\.\d+', bars[-1])
+  assert not re.search(r'^step \d+/10', shown, re.MULTILINE)
+  assert 'eval valid: ' in shown  # scrolls above the bar
+  traces = [path for path in (directory / 'profile').rglob('*.xplane.pb')]
+  assert len(traces) == 1
+  assert traces[0].stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_tensorboard_events_without_waiting_for_tensorflow(cache_environment, tmp_path):
+  directory = tmp_path / 'job'
+  flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, '--num_fake_devices', 8)
+  ended = binary.run_binary(
+    *flags, '--set', 'tensorboard=true', command=(sys.executable, '-c', IMPORT_WATCH), env=cache_environment
+  )
+  assert ended.returncode == 0, ended.stderr
+  assert ended.stderr.count('TENSORFLOW IS IMPORTED') == 1
+  assert ended.stderr.index('first step finished') < ended.stderr.index('TENSORFLOW IS IMPORTED')
+
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+  for place in (directory, directory / 'eval' / 'valid', directory / 'eval' / 'ragged'):
+    assert len(list(place.glob('events.out.tfevents.*'))) == 1
+    events = EventAccumulator(str(place), size_guidance={'tensors': 0}).Reload()
+    written = {
+      event.step: float(np.frombuffer(event.tensor_proto.tensor_content, np.float32)[0])
+      for event in events.Tensors('loss')
+    }
+    assert written == {line['step']: line['loss'] for line in binary.metric_lines(place)}
