@@ -39,7 +39,13 @@ def evaluate(
     raise ValueError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
   model = partition_job(job)
   checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
-  evaluator = Evaluator(model, job.eval_inputs, job_log_dir, tensorboard=job.experiment.tensorboard)
+  evaluator = Evaluator(
+    model,
+    job.eval_inputs,
+    job_log_dir,
+    tensorboard=job.experiment.tensorboard,
+    input_timeout_s=job.experiment.input_timeout_s,
+  )
   progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
   try:
     evaluated = -1

@@ -101,7 +101,12 @@ class _Trainer:
     self._writer = make_writer(job_log_dir, tensorboard=experiment.tensorboard, primary=primary)
     stack.callback(self._writer.close)
     self._evaluator = Evaluator(
-      self._model, job.eval_inputs, job_log_dir, tensorboard=experiment.tensorboard, on_batch=self._on_eval_batch
+      self._model,
+      job.eval_inputs,
+      job_log_dir,
+      tensorboard=experiment.tensorboard,
+      input_timeout_s=experiment.input_timeout_s,
+      on_batch=self._on_eval_batch,
     )
     stack.callback(self._evaluator.close)
     self._progress = make_progress(experiment.num_train_steps, self._first_step, primary=primary)
@@ -171,6 +176,10 @@ class _Trainer:
       self._progress.message(format_startup(phases))
       if is_primary():
         (self._job_log_dir / 'startup.json').write_text(json.dumps(phases) + '\n')
+      # Now rather than at the first use, hours later: an eval that cannot be compiled should fail here.
+      with self._watchdog.allow('compile', self._experiment.first_step_timeout_s):
+        self._evaluator.compile()
+        self._model.compile_conversions()
       self._log.start(step)
       self._num_compiled_at_start = self._compilations.num_programs
     experiment = self._experiment

@@ -132,11 +132,20 @@ class PartitionedModel:
 
   def to_canonical(self, state: TrainState) -> TrainState:
     """The live state without padding, sharded as `canonical_state`; what a checkpoint holds."""
-    return _convert(padding.unpad, state, self.abstract_state, self.canonical_state)
+    return self._unpad(state)
 
   def from_canonical(self, state: Any, part: Callable[[TrainState], Any] = lambda state: state) -> Any:
     """The inverse of `to_canonical`. `part` selects a subtree, as in `part=lambda state: state.weights`."""
-    return _convert(padding.pad, state, part(self.padded_state), part(self.padded_state))
+    padded = part(self.padded_state)
+    return _compile_conversion(padding.pad, part(self.canonical_state), padded, padded)(state)
+
+  def compile_conversions(self) -> None:
+    """Compiles what `to_canonical` needs, before the first checkpoint does."""
+    _ = self._unpad
+
+  @functools.cached_property
+  def _unpad(self) -> Callable[[TrainState], TrainState]:
+    return _compile_conversion(padding.unpad, self.padded_state, self.abstract_state, self.canonical_state)
 
   def _scope(self):
     return sharding_scope(self.mesh, self.axis_rules)
@@ -235,9 +244,14 @@ def _constrain(tree: Any, specs: Any, mesh: Mesh) -> Any:
   return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs)
 
 
-def _convert(convert: Callable[[Any, Any], Any], tree: Any, shapes: Any, target: Any) -> Any:
-  """`convert(tree, shapes)` under jit into the shardings of `target`; the arrays themselves where nothing is padded."""
-  even = jax.tree.map(lambda x, t: x.shape == t.shape and x.sharding.is_equivalent_to(t.sharding, x.ndim), tree, target)
-  if jax.tree.all(even):
-    return tree
-  return jax.jit(lambda tree: convert(tree, shapes), out_shardings=_shardings(target))(tree)
+def _compile_conversion(
+  convert: Callable[[Any, Any], Any], source: Any, shapes: Any, target: Any
+) -> Callable[[Any], Any]:
+  """`convert(tree, shapes)` from the layout of `source` to that of `target`; the identity where they are one."""
+
+  def agrees(a, b):
+    return a.shape == b.shape and a.sharding.is_equivalent_to(b.sharding, len(a.shape))
+
+  if jax.tree.all(jax.tree.map(agrees, source, target)):
+    return lambda tree: tree
+  return jax.jit(lambda tree: convert(tree, shapes), out_shardings=_shardings(target)).lower(source).compile()
