@@ -1,0 +1,206 @@
+"""The docs are true: their code runs, their links lead somewhere, the files and flags that they name exist.
+
+How a fenced block is tested is said by its first line:
+
+    ```bash                   run by `bash -e`; a failing command fails the test
+    ```bash no-run            for other machines (srun, kubectl), or tested elsewhere: `bash -n` only
+    ```console                `$ command` lines are run, what they print is compared with what stands below them,
+                              where `...` stands for anything, over lines too
+    ```python                 run by `python`
+    ```python file=my/a.py    written to that file of the working directory, for the blocks after it
+    ```yaml, ```text, ```json are read by people (yaml is parsed)
+
+All blocks of one document run in order in one empty directory, with this environment's programs on PATH.
+"""
+
+import ast
+from collections.abc import Iterator
+import dataclasses
+import doctest
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+import pytest
+
+from spmd_tasks import main
+from spmd_tasks.config import registry
+from spmd_tasks.runtime import exit_codes
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / 'README.md'
+GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md'))]
+ALL = [*GUIDES, ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
+KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'yaml', 'text', 'json'}
+BLOCK_LIMIT_S = 180
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """One fenced block: `kind` is one of KINDS, `file` what stands behind `file=`, `line` the line of its fence."""
+
+  document: str
+  line: int
+  kind: str
+  file: str
+  text: str
+
+  def __str__(self) -> str:
+    return f'{self.document}:{self.line} ({self.kind})'
+
+
+def blocks_of(path: Path) -> list[Block]:
+  """The fenced blocks of a document; fences stand at the start of a line."""
+  blocks, lines, start = [], [], None
+  for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1):
+    if not line.startswith('```'):
+      lines.append(line)
+    elif start is None:
+      start, info, lines = number, line[3:].strip(), []
+    else:
+      kind, _, file = info.partition('=')
+      document = os.path.relpath(path, ROOT)
+      blocks.append(Block(document, start, kind, file, ''.join(f'{line}\n' for line in lines)))
+      start = None
+  assert start is None, f'{path}:{start}: a fence that is not closed'
+  return blocks
+
+
+def prose_of(path: Path) -> str:
+  """The document without its fenced blocks."""
+  return re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.DOTALL | re.MULTILINE)
+
+
+def environment() -> dict[str, str]:
+  programs = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+  without = {name: value for name, value in os.environ.items() if name not in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')}
+  return {**without, 'PATH': programs, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '2'}
+
+
+def run(argv: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+  """Runs a part of a block to its end; stdout has both streams in it."""
+  return subprocess.run(
+    argv,
+    cwd=directory,
+    env=environment(),
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=BLOCK_LIMIT_S,
+    check=False,
+  )
+
+
+def console_parts(text: str) -> Iterator[tuple[str, str]]:
+  """(command, what it prints) of a console block; a backslash at its end continues a command."""
+  for part in re.split(r'^\$ ', text, flags=re.MULTILINE)[1:]:
+    command, _, printed = re.sub(r'\\\n', '\\\\\n', part).partition('\n')
+    while command.endswith('\\'):
+      more, _, printed = printed.partition('\n')
+      command = f'{command[:-1]}{more}'
+    yield command, printed
+
+
+def execute(block: Block, directory: Path) -> None:
+  """Runs one block; an AssertionError has its output."""
+  if block.kind == 'python file':
+    path = directory / block.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.text, encoding='utf-8')
+  elif block.kind in ('bash', 'python'):
+    argv = ['bash', '-e', '-c'] if block.kind == 'bash' else [sys.executable, '-c']
+    done = run([*argv, block.text], directory)
+    assert done.returncode == 0, f'{block} ended with {done.returncode}:\n{done.stdout}'
+  elif block.kind == 'console':
+    for command, wanted in console_parts(block.text):
+      done = run(['bash', '-c', command], directory)
+      flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+      assert doctest.OutputChecker().check_output(wanted, done.stdout, flags), (
+        f'{block}: {command}\nprints\n{done.stdout}\nnot\n{wanted}'
+      )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize('path', GUIDES, ids=lambda path: path.stem)
+def test_the_code_of_the_docs_runs(path, tmp_path):
+  for block in blocks_of(path):
+    execute(block, tmp_path)
+
+
+@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
+def test_every_block_has_a_kind_that_is_tested_and_can_be_parsed(path):
+  for block in blocks_of(path):
+    assert block.kind in KINDS, f'{block}: unknown kind; see the docstring of tests/test_docs.py'
+    if block.kind.startswith('python'):
+      ast.parse(block.text)
+    elif block.kind.startswith('bash'):
+      subprocess.run(['bash', '-n', '-c', block.text], check=True)
+    elif block.kind == 'yaml':
+      list(pytest.importorskip('yaml').safe_load_all(block.text))
+    elif block.kind == 'console':
+      assert list(console_parts(block.text)), f'{block}: no `$ command` in it'
+
+
+def test_console_blocks_are_taken_apart():
+  text = '$ one \\\n  --more\nsays\nso\n$ two\n$ three; echo $?\n0\n'
+  assert list(console_parts(text)) == [('one   --more', 'says\nso\n'), ('two', ''), ('three; echo $?', '0\n')]
+
+
+def slug(heading: str) -> str:
+  """The anchor that GitHub makes of a heading."""
+  return re.sub(r'[^\w\- ]', '', heading.strip().lower()).replace(' ', '-')
+
+
+def anchors_of(path: Path) -> set[str]:
+  return {slug(heading) for heading in re.findall(r'^#+ (.*)$', prose_of(path), flags=re.MULTILINE)}
+
+
+@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
+def test_relative_links_lead_somewhere(path):
+  for target in re.findall(r'\[[^\]]*\]\(([^)\s]+)\)', prose_of(path)):
+    if re.match(r'[a-z]+:', target):
+      continue
+    file, _, anchor = target.partition('#')
+    found = path if not file else (path.parent / file).resolve()
+    assert found.exists(), f'{path.name} links to {target}, which does not exist'
+    if anchor:
+      assert anchor in anchors_of(found), f'{path.name} links to {target}: no such heading'
+
+
+@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
+def test_files_that_the_docs_name_exist(path):
+  for name in re.findall(r'`((?:spmd_tasks|tests|scripts|docs)/[\w./-]*)`', prose_of(path)):
+    assert (ROOT / name).exists(), f'{path.name} names {name}, which does not exist'
+
+
+@pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
+def test_flags_that_the_docs_name_exist(path):
+  known = {option for action in main.make_parser()._actions for option in action.option_strings}
+  text = path.read_text(encoding='utf-8')
+  commands = re.findall(r'(?:spmd-tasks|spmd_tasks\.main|scripts/quickstart)((?:[^\n\\]|\\\n)*)', text)
+  used = {flag for command in commands for flag in re.findall(r'(?<![\w-])--\w[\w-]*', command)}
+  assert used <= known, f'{path.name} uses {sorted(used - known)}'
+
+
+def test_the_two_commands_exist():
+  text = README.read_text(encoding='utf-8')
+  for name in ('scripts/quickstart', 'scripts/test'):
+    assert name in text
+    assert os.access(ROOT / name, os.X_OK)
+
+
+def test_the_readme_shows_every_flag_and_every_experiment():
+  text = README.read_text(encoding='utf-8')
+  flags = {option for action in main.make_parser()._actions for option in action.option_strings} - {'-h', '--help'}
+  assert [flag for flag in sorted(flags) if f'`{flag}' not in text] == []
+  assert [name for name, _ in registry.list_experiments() if f'`{name}`' not in text] == []
+  assert len(text.splitlines()) <= 150
+
+
+def test_the_multi_host_guide_has_every_exit_code():
+  text = (ROOT / 'docs' / 'multi_host.md').read_text(encoding='utf-8')
+  assert [code for code in exit_codes.NAMES if f'\n| {code} |' not in text] == []
