@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from spmd_tasks.learning import optimizer_specs, schedules
+from spmd_tasks.learning.skipping import keep_if_finite, skippable
 from spmd_tasks.sharding.weights import WeightSpec
 
 ACCUMULATIONS = ('mean', 'sum')
@@ -34,8 +35,8 @@ class Optimizer(Protocol):
     """Gradients to a *descent direction*, which the learner multiplies by minus the learning rate.
 
     Weight decay is part of the direction. The learning rate is not: it belongs to the train state's step, which stands
-    still when a step is skipped, and not to a count of optax's own. An update that takes extra arguments is given
-    `is_finite`, a bool scalar: whether its new state will be kept.
+    still when a step is skipped, and not to a count of optax's own. A transformation that is not skippable
+    (`skipping.py`) is made so.
     """
     ...
 
@@ -157,31 +158,23 @@ class Learner:
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     learning_rate = schedules.learning_rate_at(self.optimizer.learning_rate, step)
 
-    # Transformations that know `is_finite` keep their old state by themselves, which may save a copy of it; see adam.py.
-    transformation = optax.with_extra_args_support(self.optimizer.transformation(weight_specs))
-    directions, opt_state = transformation.update(
+    directions, opt_state = skippable(self.optimizer.transformation(weight_specs)).update(
       self._clip(grads, grad_norm), state.opt_state, _float32(weights), is_finite=is_finite
     )
     new_weights = jax.tree.map(
       lambda w, d: (w.astype(jnp.float32) - learning_rate * d).astype(w.dtype), weights, directions
     )
+    new_weights = keep_if_finite(is_finite, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:
       decay = self.ema_decay
-      ema_weights = jax.tree.map(
-        lambda average, w: decay * average + (1 - decay) * w.astype(jnp.float32), ema_weights, new_weights
-      )
+      average = jax.tree.map(lambda e, w: decay * e + (1 - decay) * w.astype(jnp.float32), ema_weights, new_weights)
+      ema_weights = keep_if_finite(is_finite, average, ema_weights)
 
-    # A select, not a lax.cond: it fuses into the update, which reads the old value anyway and writes over it in place,
-    # while a conditional would keep old and new buffers side by side and stop fusion at its borders.
-    def keep_if_finite(new: Any, old: Any) -> Any:
-      return jax.tree.map(lambda n, o: jnp.where(is_finite, n, o), new, old)
-
-    new_weights = keep_if_finite(new_weights, weights)
     skipped = jnp.where(is_finite, 0, 1).astype(jnp.int32)
     new_state = LearnerState(
-      opt_state=keep_if_finite(opt_state, state.opt_state),
-      ema_weights=keep_if_finite(ema_weights, state.ema_weights),
+      opt_state=opt_state,
+      ema_weights=ema_weights,
       num_skipped=state.num_skipped + skipped,
       num_skipped_in_a_row=jnp.where(is_finite, 0, state.num_skipped_in_a_row + 1),
     )

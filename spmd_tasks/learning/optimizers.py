@@ -16,6 +16,7 @@ import optax
 from spmd_tasks.learning.adafactor import scale_by_adafactor
 from spmd_tasks.learning.adam import scale_by_adam
 from spmd_tasks.learning.schedules import LearningRate
+from spmd_tasks.learning.skipping import SkippableTransformation, chain
 
 
 def _add_decayed_weights(
@@ -59,10 +60,10 @@ class _Settings:
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
     raise NotImplementedError
 
-  def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
+  def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Gradients to the direction to go against; `weight_specs` is a tree of WeightSpec congruent to the weights."""
     decay = _add_decayed_weights(weight_specs, self.weight_decay, self.decay_exempt_tags)
-    return optax.chain(*self._direction(weight_specs), *decay)
+    return chain(*self._direction(weight_specs), *decay)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
