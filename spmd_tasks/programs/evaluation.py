@@ -33,13 +33,12 @@ class Evaluator:
     on_batch: Callable[[], None] = lambda: None,
   ):
     self._inputs = eval_inputs
+    self._job_log_dir = job_log_dir
+    self._tensorboard = tensorboard
     self._input_timeout_s = input_timeout_s
     self._on_batch = on_batch
     self._steps = _compiled_steps(model, eval_inputs)
-    self._writers: dict[str, MetricsWriter] = {
-      name: make_writer(job_log_dir / 'eval' / name, tensorboard=tensorboard, primary=jax.process_index() == 0)
-      for name in eval_inputs
-    }
+    self._writers: dict[str, MetricsWriter] = {}
 
   def compile(self) -> None:
     """Compiles what the first evaluation would otherwise compile."""
@@ -51,8 +50,16 @@ class Evaluator:
     results = {}
     for name, eval_input in self._inputs.items():
       results[name] = self._evaluate_set(name, self._steps[name], eval_input, weights)
-      self._writers[name].write(step, results[name])
+      self._writer(name).write(step, results[name])
     return results
+
+  def _writer(self, name: str) -> MetricsWriter:
+    """Made when there is something to write: a run that ends before that leaves no trace."""
+    if name not in self._writers:
+      self._writers[name] = make_writer(
+        self._job_log_dir / 'eval' / name, tensorboard=self._tensorboard, primary=jax.process_index() == 0
+      )
+    return self._writers[name]
 
   def _evaluate_set(self, name: str, eval_step: CompiledStep, eval_input: Any, weights: Any) -> dict[str, float]:
     iterator = eval_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())

@@ -19,8 +19,9 @@ from spmd_tasks.programs.training_loop import Interval, TrainingLoop
 from spmd_tasks.runtime import exit_codes
 from spmd_tasks.runtime.checkpoints import Checkpointer
 from spmd_tasks.runtime.compilation import CompilationCounter
+from spmd_tasks.runtime.durable_files import write_durably
 from spmd_tasks.runtime.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.job_directory import claim
+from spmd_tasks.runtime.job_directory import CONFIG_FILE, claim
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.parameter_table import format_parameter_table
 from spmd_tasks.runtime.partition import PartitionedModel
@@ -71,7 +72,7 @@ class _Trainer:
       iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
     primary = is_primary()
     if primary:
-      stack.enter_context(claim(job_log_dir, experiment_name=job.name, config_json=config_json))
+      stack.enter_context(claim(job_log_dir, experiment_name=job.name))
     records = open_rank_records(job_log_dir) if jax.process_count() > 1 else None
     if records is not None:
       emergency.attach(records)
@@ -94,6 +95,8 @@ class _Trainer:
       state, self._first_step = restore_or_init(
         self._model, self._checkpointer, job.train_input, iterator, experiment.seed
       )
+    if primary:  # now that the checkpoint has not refused it
+      write_durably(job_log_dir / CONFIG_FILE, config_json)
     self._batches = Prefetcher(
       iterator, self._model.train_step.place, depth=experiment.prefetch_batches, timeout_s=experiment.input_timeout_s
     )
