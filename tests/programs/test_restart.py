@@ -1,0 +1,92 @@
+"""Starting a run again from its saved config, and starting the same run with other settings."""
+
+import json
+
+from spmd_tasks.runtime import exit_codes
+from tests import binary
+from tests.programs.small_jobs import SMALL
+
+
+def train(directory, *flags) -> int:
+  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, *flags)
+
+
+def test_a_run_starts_again_from_its_saved_config(compiled_once, tmp_path):
+  # Fields of the experiment, of its task and of its input.
+  overrides = ('--set', 'task.learner.max_consecutive_skips=7', '--set', 'train_input.text.noise=0.3')
+  settings = ('--num_train_steps', 5, '--seed', 3, *overrides)
+  assert train(tmp_path / 'first', *settings) == exit_codes.OK
+  saved = tmp_path / 'first' / 'config.json'
+  flags = ('--config', saved, '--mode', 'train', '--job_log_dir', tmp_path / 'second')
+  assert binary.run_in_process(*flags) == exit_codes.OK
+  for name in ('loss', 'grad_norm', 'weight_norm'):
+    first, second = (binary.column(tmp_path / run, name) for run in ('first', 'second'))
+    assert len(first) == 5
+    assert first == second
+  assert (tmp_path / 'second' / 'config.json').read_text() == saved.read_text()
+
+
+def test_a_saved_config_can_be_varied(compiled_once, finished_job, tmp_path):
+  flags = ('--config', finished_job / 'config.json', '--mode', 'train', '--job_log_dir', tmp_path / 'job')
+  assert binary.run_in_process(*flags, '--num_train_steps', 3, '--seed', 1) == exit_codes.OK
+  losses, other = binary.column(tmp_path / 'job', 'loss'), binary.column(finished_job, 'loss')
+  assert list(losses) == [1, 2, 3]
+  assert not {losses[step] for step in losses} & set(other.values())  # another seed: other weights, other data
+
+
+def test_other_settings_are_refused_and_can_be_accepted(compiled_once, tmp_path, capsys):
+  directory = tmp_path / 'job'
+  assert train(directory, '--num_train_steps', 2) == exit_codes.OK
+  before = binary.snapshot(directory)
+  changed = (
+    '--num_train_steps',
+    4,
+    '--set',
+    'task.learner.clip_global_norm=0.25',
+    '--set',
+    'train_input.text.noise=0.2',
+  )
+  capsys.readouterr()
+  assert train(directory, *changed) == exit_codes.USAGE
+  message = capsys.readouterr().err
+  assert message.startswith(f"spmd-tasks: job_log_dir '{directory}' was begun with other settings:\n")
+  assert '\n  task.learner.clip_global_norm: 1.0 -> 0.25\n' in message
+  assert '\n  train_input.text.noise: 0.1 -> 0.2\n' in message
+  assert '--accept_config_changes' in message
+  assert 'num_train_steps' not in message  # which may change
+  assert binary.snapshot(directory) == before
+
+  # The input refuses other noise by itself: going on would not be the same text. The saved config stays what it was.
+  assert train(directory, *changed, '--accept_config_changes') == exit_codes.USAGE
+  assert 'the saved input state has noise = 0.1' in capsys.readouterr().err
+  after = binary.snapshot(directory)
+  assert [path for path in after if after[path] != before.get(path)] == [str(directory / 'job.lock')]
+
+  assert train(directory, *changed[:4], '--accept_config_changes') == exit_codes.OK
+  assert list(binary.column(directory, 'loss')) == [1, 2, 3, 4]
+  assert json.loads((directory / 'config.json').read_text())['config']['task.learner.clip_global_norm'] == 0.25
+
+
+def test_what_changes_no_number_may_change(compiled_once, finished_job, tmp_path):
+  """More steps, another mesh, other intervals, more patience."""
+  directory = tmp_path / 'job'
+  assert train(directory, '--num_train_steps', 2) == exit_codes.OK
+  free = ('checkpoint_every_steps=3', 'log_every_steps=1', 'eval_every_steps=None', 'prefetch_batches=1')
+  overrides = [flag for override in (*free, 'step_timeout_s=99') for flag in ('--set', override)]
+  assert train(directory, '--num_train_steps', 5, *overrides) == exit_codes.OK
+  expected = binary.column(finished_job, 'loss')
+  assert binary.column(directory, 'loss') == {step: expected[step] for step in range(1, 6)}
+  assert binary.checkpoint_names(directory) == [f'checkpoint_{step:08d}' for step in (2, 3, 5)]
+
+
+def test_a_schedule_that_more_steps_would_change_is_refused(compiled_once, tmp_path, capsys):
+  directory = tmp_path / 'job'
+  flags = ('--exp', 'synthetic.Uneven', '--mode', 'train', '--job_log_dir', directory)
+  small = ('vocab_size=16', 'model_dims=4', 'num_heads=1', 'num_layers=1', 'hidden_dims=4', 'tensorboard=false')
+  overrides = [flag for override in small for flag in ('--set', override)]
+  assert binary.run_in_process(*flags, *overrides, '--num_train_steps', 2) == exit_codes.OK
+  before = binary.snapshot(directory)
+  capsys.readouterr()
+  assert binary.run_in_process(*flags, *overrides, '--num_train_steps', 4) == exit_codes.USAGE
+  assert 'task.learner.optimizer.learning_rate.total_steps: 2 -> 4' in capsys.readouterr().err
+  assert binary.snapshot(directory) == before
