@@ -1,0 +1,281 @@
+"""The binary's answers: lists, configs, and one clear sentence for everything that a person can get wrong."""
+
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from spmd_tasks import main
+from spmd_tasks.runtime import exit_codes
+from spmd_tasks.runtime.job_directory import claim
+from tests import binary
+
+TINY = ('--exp', 'synthetic.Tiny', '--ici_mesh_shape', '1,8,1')
+SENTENCE = 'spmd-tasks: '
+
+
+# --- what it shows ---
+
+
+def test_list_is_quick_and_imports_no_jax():
+  program = 'import sys; from spmd_tasks import main; main.run(["--list"]); print([*sys.modules], file=sys.stderr)'
+  ended = binary.run_binary(command=(sys.executable, '-c', program))
+  assert ended.returncode == 0, ended.stderr
+  imported = ended.stderr.split("'")
+  assert 'argparse' in imported
+  assert not {'jax', 'fiddle', 'flax', 'numpy', 'tensorflow', 'clu', 'orbax'} & set(imported)
+
+  started = time.monotonic()
+  ended = binary.run_binary('--list')
+  assert time.monotonic() - started < 3
+  assert ended.returncode == 0
+  assert ended.stderr == ''
+  lines = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines())
+  assert {'lm.StdlibTiny', 'lm.StdlibSmall', 'lm.UnevenTiny', 'lm.Dense1B', 'synthetic.Tiny'} <= set(lines)
+  assert lines['lm.StdlibTiny'].startswith('The quickstart')
+
+
+def test_print_config_shows_every_field_with_its_overrides(capsys, tmp_path):
+  flags = ('--num_train_steps', 7, '--ici_mesh_shape', '1,2,4', '--seed', 5, '--set', 'task.learner.clip_value=0.5')
+  directory = tmp_path / 'job'
+  code = binary.run_in_process('--exp', 'synthetic.Tiny', *flags, '--job_log_dir', directory, '--print_config')
+  assert code == exit_codes.OK
+  shown = capsys.readouterr()
+  assert shown.err == ''
+  fields = dict(line.split(' = ', 1) for line in shown.out.splitlines() if line)
+  assert fields['experiment'] == 'synthetic.Tiny'
+  assert fields['num_train_steps'] == '7'
+  assert fields['ici_mesh_shape'] == '(1, 2, 4)'
+  assert fields['seed'] == fields['train_input.seed'] == '5'
+  assert fields['task.learner.clip_value'] == '0.5'
+  assert fields['task.learner.optimizer.learning_rate.total_steps'] == '7'
+  assert not directory.exists()
+
+
+# --- what a person can get wrong ---
+
+
+@pytest.fixture
+def broken_files(tmp_path):
+  """What the commands below name, by name."""
+  (tmp_path / 'file').write_text('no directory')
+  (tmp_path / 'cut.json').write_text('{"experiment": "synthetic.Tiny", "overr')
+  (tmp_path / 'other.json').write_text('{"loss": 1.5}')
+  gone = {'experiment': 'synthetic.Gone', 'overrides': {}, 'config': {}}
+  (tmp_path / 'gone.json').write_text(json.dumps(gone))
+  claim(tmp_path / 'of_another', experiment_name='lm.StdlibTiny', config_json='{}').release()
+  return tmp_path
+
+
+# Flags (HERE is the directory above), and what the sentence says: the value, the constraint, the remedy.
+TRAIN = ('--mode', 'train', '--job_log_dir', 'HERE/job')
+BAD_INPUT = {
+  'no experiment': (TRAIN, ['give one of --exp NAME (--list shows the registered names) and --config FILE']),
+  'two experiments': (
+    ('--exp', 'synthetic.Tiny', '--config', 'HERE/cut.json', *TRAIN),
+    ['give one of --exp NAME', '--config FILE'],
+  ),
+  'unknown experiment': (
+    ('--exp', 'synthetic.Tniy', *TRAIN),
+    ["unknown experiment 'synthetic.Tniy'", 'Nearest:', 'synthetic.Tiny', '--list'],
+  ),
+  'unknown module': (('--exp', 'no_such_module.Mine', *TRAIN), ["unknown experiment 'no_such_module.Mine'", '--list']),
+  'no experiment of a module': (('--exp', 'json.JSONDecoder', *TRAIN), ['json.JSONDecoder is not an experiment']),
+  'abstract experiment': (
+    ('--exp', 'spmd_tasks.experiment.Experiment', *TRAIN),
+    ['does not define', 'task()', 'train_input()', 'name a subclass'],
+  ),
+  'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train or eval)']),
+  'no directory': ((*TINY, '--mode', 'train'), ['give --job_log_dir']),
+  'unknown path': ((*TINY, *TRAIN, '--set', 'lerning_rate=1'), ['lerning_rate', 'learning_rate']),
+  'unknown path in the task': (
+    (*TINY, *TRAIN, '--set', 'task.learner.clip_golbal_norm=1'),
+    ['task.learner.clip_golbal_norm', 'task.learner.clip_global_norm'],
+  ),
+  'no value': ((*TINY, *TRAIN, '--set', 'learning_rate'), ['learning_rate', '=']),
+  'bad type': ((*TINY, *TRAIN, '--set', 'num_layers=two'), ['num_layers=two', 'int', 'write for example num_layers=']),
+  'bad type of a shortcut': ((*TINY, *TRAIN, '--num_train_steps', '1.5'), ['num_train_steps', '1.5', 'int']),
+  'bad mesh': ((*TINY, *TRAIN, '--ici_mesh_shape', '1,x,1'), ['ici_mesh_shape', '1,x,1']),
+  'value out of range': ((*TINY, *TRAIN, '--num_train_steps', '0'), ['num_train_steps = 0', 'positive integer']),
+  'settings that do not fit': (
+    (*TINY, *TRAIN, '--set', 'task.eval_with_ema=true'),
+    ['eval_with_ema=True needs averaged weights', 'set task.learner.ema_decay'],
+  ),
+  'mesh rank': ((*TINY, *TRAIN, '--ici_mesh_shape', '2,4'), ['ici_mesh_shape', '2 entries', 'one size per axis']),
+  'mesh against devices': (
+    (*TINY, *TRAIN, '--ici_mesh_shape', '1,4,4'),
+    ['needs 16 devices but there are 8', '--ici_mesh_shape', '--num_fake_devices 16'],
+  ),
+  'no fake devices': ((*TINY, *TRAIN, '--num_fake_devices', '0'), ['--num_fake_devices 0 must be at least 1']),
+  'batch against microbatches': (
+    (*TINY, *TRAIN, '--set', 'task.learner.num_microbatches=3'),
+    ['num_microbatches', '3', '8'],
+  ),
+  'unknown mesh axis in the rules': (
+    (*TINY, *TRAIN, '--set', 'axis_rules=[["batch","dta"]]'),
+    ['axis rule', "'dta'", "'data'", 'correct the rule or add the axis'],
+  ),
+  'no directory to write': (
+    (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/file/job'),
+    ['HERE/file/job', 'Choose a directory that this user can create and write'],
+  ),
+  'file system that cannot be written': (
+    (*TINY, '--mode', 'train', '--job_log_dir', '/proc/spmd_tasks_job'),
+    ['/proc/spmd_tasks_job', 'Choose a directory that this user can create and write'],
+  ),
+  'directory of another experiment': (
+    (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/of_another'),
+    ["belongs to experiment 'lm.StdlibTiny', not to 'synthetic.Tiny'", 'choose another job_log_dir'],
+  ),
+  'eval without a checkpoint': (
+    (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/job'),
+    ['HERE/job/checkpoints has no checkpoint', 'correct the path, or train first'],
+  ),
+  'eval of a step that is not there': (
+    (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/job', '--checkpoint_step', '5'),
+    ['HERE/job/checkpoints has no checkpoint of step 5'],
+  ),
+  'config that is not there': (('--config', 'HERE/none.json', *TRAIN), ['--config HERE/none.json cannot be read']),
+  'config that is cut off': (
+    ('--config', 'HERE/cut.json', *TRAIN),
+    ['--config HERE/cut.json cannot be read', 'Give the config.json of a job_log_dir'],
+  ),
+  'config that is something else': (('--config', 'HERE/other.json', *TRAIN), ['no saved config']),
+  'config of an experiment that is gone': (
+    ('--config', 'HERE/gone.json', *TRAIN),
+    ["unknown experiment 'synthetic.Gone'"],
+  ),
+}
+
+
+@pytest.mark.parametrize('name', BAD_INPUT)
+def test_bad_input_gets_one_sentence_and_nothing_is_written(name, broken_files, capfd):
+  flags, parts = BAD_INPUT[name]
+  here = str(broken_files)
+  before = binary.snapshot(broken_files)
+  code = binary.run_in_process(*(flag.replace('HERE', here) for flag in flags))
+  shown = capfd.readouterr()
+  assert code == exit_codes.USAGE == 2
+  assert shown.out == ''
+  assert shown.err.startswith(SENTENCE)
+  assert shown.err.count('\n') == 1  # this sentence, and nothing else
+  assert 'Traceback' not in shown.err
+  for part in parts:
+    assert part.replace('HERE', here) in shown.err
+  assert binary.snapshot(broken_files) == before
+
+
+@pytest.mark.parametrize(
+  'flags, part',
+  [
+    (('--exp', 'synthetic.Tiny', '--mode', 'serv'), "invalid choice: 'serv'"),
+    (('--exp', 'synthetic.Tiny', '--mod', 'train'), '--mod'),
+    (('--exp', 'synthetic.Tiny', '--checkpoint_step', 'last'), "invalid int value: 'last'"),
+  ],
+)
+def test_argparse_answers_for_the_flags_themselves(flags, part, capsys):
+  with pytest.raises(SystemExit) as left:
+    main.main(flags)
+  assert left.value.code == exit_codes.USAGE
+  assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  'flags, part',
+  [
+    (('--exp', 'synthetic.Tniy'), "unknown experiment 'synthetic.Tniy'"),
+    (('--exp', 'synthetic.Tiny', '--num_fake_devices', '2'), 'needs 1 devices but there are 2'),
+  ],
+)
+def test_the_real_binary_says_nothing_else(flags, part, tmp_path):
+  """With a process of its own, where imports and JAX could write to stderr too."""
+  ended = binary.run_binary(*flags, '--mode', 'train', '--job_log_dir', tmp_path / 'job')
+  assert ended.returncode == exit_codes.USAGE
+  assert ended.stdout == ''
+  assert ended.stderr.startswith(SENTENCE)
+  assert ended.stderr.count('\n') == 1
+  assert part in ended.stderr
+  assert not (tmp_path / 'job').exists()
+
+
+def test_a_directory_in_use_is_refused_until_its_job_has_ended(tmp_path, capfd):
+  """The lock is the kernel's, so another process must hold it; test_kills.py has two whole jobs."""
+  hold = 'import sys; from spmd_tasks.runtime.job_directory import claim; '
+  hold += 'job = claim(sys.argv[1], experiment_name="synthetic.Tiny"); print("held", flush=True); sys.stdin.read()'
+  directory = tmp_path / 'job'
+  holder = binary.start_binary(directory, command=(sys.executable, '-c', hold), stdin=subprocess.PIPE)
+  try:
+    assert holder.stdout.readline() == 'held\n'
+    before = binary.snapshot(tmp_path)
+    assert binary.run_in_process(*TINY, '--mode', 'train', '--job_log_dir', directory) == exit_codes.USAGE
+    message = capfd.readouterr().err
+    assert message.startswith(f"{SENTENCE}job_log_dir '{directory}' is in use by another running job")
+    assert f'pid {holder.pid}' in message
+    assert 'stop that job first, or choose another job_log_dir' in message
+    assert message.count('\n') == 1
+    assert binary.snapshot(tmp_path) == before
+  finally:
+    holder.kill()
+    holder.communicate()
+  with claim(directory, experiment_name='synthetic.Tiny'):
+    pass  # the lock has ended with its process
+
+
+# --- experiments of one's own ---
+
+OWN_EXPERIMENT = '''
+from spmd_tasks.experiments.synthetic import Tiny
+
+
+class Mine(Tiny):
+  """No registration, no package of ours: a class in the current directory."""
+
+  vocab_size = 16
+  model_dims = 4
+  num_heads = 1
+  hidden_dims = 4
+  num_layers = 1
+  num_train_steps = 3
+  tensorboard = False
+
+
+class Broken(Tiny):
+  """A bug of the user's own."""
+
+  def train_input(self):
+    return undefined_name
+'''
+
+
+@pytest.fixture
+def own_directory(tmp_path):
+  package = tmp_path / 'mypkg'
+  package.mkdir()
+  (package / 'mymodule.py').write_text(textwrap.dedent(OWN_EXPERIMENT))
+  return tmp_path
+
+
+def test_an_experiment_of_the_current_directory_runs_by_the_installed_command(own_directory):
+  command = Path(sys.executable).parent / 'spmd-tasks'
+  flags = ('--exp', 'mypkg.mymodule.Mine', '--mode', 'train', '--job_log_dir', 'runs/mine')
+  ended = binary.run_binary(*flags, command=(str(command),), cwd=own_directory, env={'PYTHONPATH': ''})
+  assert ended.returncode == exit_codes.OK, ended.stderr
+  directory = own_directory / 'runs' / 'mine'
+  assert list(binary.column(directory, 'loss')) == [1, 2, 3]
+  assert json.loads((directory / 'config.json').read_text())['experiment'] == 'mypkg.mymodule.Mine'
+  assert sorted(os.listdir(own_directory)) == ['mypkg', 'runs']
+
+
+def test_a_bug_in_ones_own_experiment_keeps_its_traceback(own_directory):
+  flags = ('--exp', 'mypkg.mymodule.Broken', '--mode', 'train', '--job_log_dir', 'runs/mine')
+  ended = binary.run_binary(*flags, cwd=own_directory)
+  assert ended.returncode == exit_codes.FAILED
+  assert 'Traceback' in ended.stderr
+  assert "name 'undefined_name' is not defined" in ended.stderr
+  assert f'{own_directory}/mypkg/mymodule.py' in ended.stderr
+  assert not (own_directory / 'runs').exists()
