@@ -1,19 +1,19 @@
-"""Where metrics go: a JSONL file at full precision, and TensorBoard events through clu.
+"""Where metrics go: a JSONL file at full precision, and TensorBoard events.
 
 `<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "loss": 2.345...}`. A resumed job
-appends; steps that it executes again appear again, and the last line of a step counts. TensorBoard's event writer
-imports TensorFlow, which takes seconds, so a thread of its own does that after the first metrics arrive.
+appends; steps that it executes again appear again, and the last line of a step counts. Event files are written with
+TensorBoard's own record writer: clu's needs TensorFlow, whose import takes two cores' time from the first steps, prints
+lines that cannot be turned off and, on a GPU, takes memory that JAX wants.
 """
 
 from collections.abc import Mapping, Sequence
 import json
 import math
 import os
-import queue
-import threading
-from typing import Protocol
+import socket
+import time
+from typing import Any, Protocol
 
-from absl import logging
 from etils import epath
 
 from spmd_tasks.runtime.durable_files import is_remote
@@ -80,38 +80,31 @@ def read_jsonl(directory: epath.Path) -> dict[int, dict[str, float]]:
 
 
 class TensorBoardWriter:
-  """Event files in `directory`, written by a thread that imports clu's writer (and TensorFlow) when first needed."""
+  """An event file in `directory`, begun at the first write."""
 
   def __init__(self, directory: epath.Path):
     self._directory = directory
-    self._queue: queue.SimpleQueue[tuple[int, Scalars] | None] = queue.SimpleQueue()
-    self._thread: threading.Thread | None = None
+    self._records: Any = None
 
   def write(self, step: int, scalars: Scalars) -> None:
-    if self._thread is None:
-      self._thread = threading.Thread(target=self._run, name='tensorboard-writer', daemon=True)
-      self._thread.start()
-    self._queue.put((step, dict(scalars)))
+    from tensorboard.compat.proto import event_pb2, summary_pb2
 
-  def _run(self) -> None:
-    try:
-      os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
-      from clu import metric_writers
+    if self._records is None:
+      from tensorboard.summary.writer.record_writer import RecordWriter
 
-      writer = metric_writers.SummaryWriter(os.fspath(self._directory))
-      while (item := self._queue.get()) is not None:
-        step, scalars = item
-        writer.write_scalars(step, scalars)
-        if self._queue.empty():
-          writer.flush()
-      writer.close()
-    except Exception:  # a broken event file must not stop a training job, whose metrics are in metrics.jsonl as well
-      logging.exception('TensorBoard events for %s are no longer written; metrics.jsonl still is.', self._directory)
+      name = f'events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}'
+      self._records = RecordWriter((self._directory / name).open('wb'))
+      self._write(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2'))
+    values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+    self._write(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
+
+  def _write(self, event: Any) -> None:
+    self._records.write(event.SerializeToString())
+    self._records.flush()
 
   def close(self) -> None:
-    if self._thread is not None:
-      self._queue.put(None)
-      self._thread.join()
+    if self._records is not None:
+      self._records.close()
 
 
 class MultiWriter:

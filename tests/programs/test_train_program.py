@@ -193,23 +193,19 @@ def test_a_bar_on_a_terminal_and_a_profile(cache_environment, tmp_path):
 
 
 @pytest.mark.slow
-def test_tensorboard_events_without_waiting_for_tensorflow(cache_environment, tmp_path):
+def test_tensorboard_events_without_tensorflow(cache_environment, tmp_path):
   directory = tmp_path / 'job'
   flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, '--num_fake_devices', 8)
   ended = binary.run_binary(
     *flags, '--set', 'tensorboard=true', command=(sys.executable, '-c', IMPORT_WATCH), env=cache_environment
   )
   assert ended.returncode == 0, ended.stderr
-  assert ended.stderr.count('TENSORFLOW IS IMPORTED') == 1
-  assert ended.stderr.index('first step finished') < ended.stderr.index('TENSORFLOW IS IMPORTED')
+  assert 'TENSORFLOW IS IMPORTED' not in ended.stderr
 
   from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
   for place in (directory, directory / 'eval' / 'valid', directory / 'eval' / 'ragged'):
     assert len(list(place.glob('events.out.tfevents.*'))) == 1
-    events = EventAccumulator(str(place), size_guidance={'tensors': 0}).Reload()
-    written = {
-      event.step: float(np.frombuffer(event.tensor_proto.tensor_content, np.float32)[0])
-      for event in events.Tensors('loss')
-    }
-    assert written == {line['step']: line['loss'] for line in binary.metric_lines(place)}
+    events = EventAccumulator(str(place), size_guidance={'scalars': 0}).Reload()
+    written = {event.step: event.value for event in events.Scalars('loss')}
+    assert written == {line['step']: np.float32(line['loss']) for line in binary.metric_lines(place)}
