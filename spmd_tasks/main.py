@@ -94,11 +94,16 @@ def _run_experiment(args: argparse.Namespace) -> int:
   if args.print_config:
     print(format_config(config))
     return 0
-  if args.mode is None or args.job_log_dir is None:
+  if args.mode is None or not args.job_log_dir:
     missing = (
       '--mode (train or eval)' if args.mode is None else '--job_log_dir, the directory for checkpoints and metrics'
     )
     raise ValueError(f'nothing to run yet: give {missing}.')
+  if args.mode == 'train' and (args.checkpoint_step is not None or args.watch):
+    raise ValueError(
+      '--checkpoint_step and --watch are for --mode eval; training goes on from the newest checkpoint. To go back to '
+      'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
+    )
 
   from etils import epath
 
@@ -197,12 +202,19 @@ def _refuse_changed_config(job_log_dir: Any, config: dict[str, Any]) -> None:
   path = job_log_dir / 'config.json'
   if not path.exists():
     return
-  previous = json.loads(path.read_text(encoding='utf-8'))
-  if previous.get('experiment') != config['experiment']:
+  try:
+    previous = json.loads(path.read_text(encoding='utf-8'))
+    lines = diff(previous, config)
+  except (ValueError, TypeError, KeyError) as error:
+    raise ValueError(
+      f'{path} is not the config of the job that began there ({type(error).__name__}: {error}): put it back, or go on '
+      'without comparing: --accept_config_changes.'
+    ) from error
+  if previous['experiment'] != config['experiment']:
     return  # claim() refuses it, with the better sentence
   changes = [
     line
-    for line in diff(previous, config)
+    for line in lines
     if not line.startswith(_FREE_TO_CHANGE) and not line.partition(':')[0].endswith(('_timeout_s', 'num_workers'))
   ]
   if changes:

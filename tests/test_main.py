@@ -68,7 +68,10 @@ def broken_files(tmp_path):
   (tmp_path / 'other.json').write_text('{"loss": 1.5}')
   gone = {'experiment': 'synthetic.Gone', 'overrides': {}, 'config': {}}
   (tmp_path / 'gone.json').write_text(json.dumps(gone))
-  claim(tmp_path / 'of_another', experiment_name='lm.StdlibTiny', config_json='{}').release()
+  another = {'experiment': 'lm.StdlibTiny', 'overrides': {}, 'config': {'seed': 1}}
+  claim(tmp_path / 'of_another', experiment_name='lm.StdlibTiny', config_json=json.dumps(another)).release()
+  for name, text in (('broken_config', '{"experiment": "synth'), ('other_config', '[1]')):
+    claim(tmp_path / name, experiment_name='synthetic.Tiny', config_json=text).release()
   return tmp_path
 
 
@@ -92,6 +95,11 @@ BAD_INPUT = {
   ),
   'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train or eval)']),
   'no directory': ((*TINY, '--mode', 'train'), ['give --job_log_dir']),
+  'empty directory name': ((*TINY, '--mode', 'train', '--job_log_dir', ''), ['give --job_log_dir']),
+  'a step to train from': (
+    (*TINY, *TRAIN, '--checkpoint_step', '4'),
+    ['--checkpoint_step and --watch are for --mode eval', 'move the later ones out of'],
+  ),
   'unknown path': ((*TINY, *TRAIN, '--set', 'lerning_rate=1'), ['lerning_rate', 'learning_rate']),
   'unknown path in the task': (
     (*TINY, *TRAIN, '--set', 'task.learner.clip_golbal_norm=1'),
@@ -131,6 +139,14 @@ BAD_INPUT = {
   'directory of another experiment': (
     (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/of_another'),
     ["belongs to experiment 'lm.StdlibTiny', not to 'synthetic.Tiny'", 'choose another job_log_dir'],
+  ),
+  'directory with a broken config': (
+    (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/broken_config'),
+    ['HERE/broken_config/config.json is not the config of the job', 'put it back', '--accept_config_changes'],
+  ),
+  'directory with something else as config': (
+    (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/other_config'),
+    ['HERE/other_config/config.json is not the config of the job', 'put it back', '--accept_config_changes'],
   ),
   'eval without a checkpoint': (
     (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/job'),
