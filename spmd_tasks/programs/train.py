@@ -160,7 +160,8 @@ class _Trainer:
     with self._watchdog.allow('checkpoint', experiment.first_step_timeout_s):
       self._checkpointer.wait()
     if not finished:
-      self._progress.message(f'Preempted: step {self._loop.step} is saved; the same command goes on from there.')
+      saved = f'step {self._loop.step} is saved' if self._loop.step else 'before the first step'
+      self._progress.message(f'Preempted: {saved}; the same command goes on from there.')
       return exit_codes.PREEMPTED
     return exit_codes.OK
 
