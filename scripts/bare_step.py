@@ -1,0 +1,142 @@
+"""The train step of a dense language model as one would write it by hand for one model and one mesh: plain jax.jit.
+
+What bench_step.py measures against. Nothing of spmd_tasks is in here: the transformer, the loss, clipping and AdamW are
+written out, with the sharding constraints of the default axis rules; what does not depend on the layer (angles, mask)
+is computed once. A step that is not finite is not looked for. It takes the weights' tree of lm.DenseLanguageModel.
+
+Shapes: B batch, T sequence, D model, H heads, K head dim, F ffn, V vocab, L layers.
+"""
+
+from collections.abc import Callable, Mapping
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+PEAK, FINAL_FRACTION = 3e-3, 0.1
+BETA1, BETA2, EPSILON, WEIGHT_DECAY, CLIP, Z_LOSS = 0.9, 0.95, 1e-8, 0.1, 1.0, 1e-4
+BATCH = ('replica', 'data')
+
+
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+  return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+  first, second = jnp.split(x, 2, axis=-1)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def logits_of(weights: Any, batch: Mapping[str, jax.Array], constrain: Callable[..., jax.Array]) -> jax.Array:
+  """Logits [B, T, V]."""
+  table, layers = weights['embedding']['table'], weights['stack']['layers']
+  head_dim = layers['attention']['query']['kernel'].shape[-1]
+  frequencies = 10_000.0 ** (-jnp.arange(0, head_dim, 2) / head_dim)
+  angles = batch['segment_pos'][:, :, None, None] * frequencies
+  sin, cos = jnp.sin(angles), jnp.cos(angles)  # [B, T, 1, K/2]
+  segments, positions = batch['segment_ids'], jnp.arange(batch['ids'].shape[1])
+  mask = (segments[:, :, None] == segments[:, None, :]) & (positions[:, None] >= positions[None, :])
+
+  def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+    normed = rms_norm(x, w['attention_norm']['scale'])
+    query, key, value = (
+      constrain(jnp.einsum('BTD,DHK->BTHK', normed, w['attention'][name]['kernel']), BATCH, None, 'mdl', None)
+      for name in ('query', 'key', 'value')
+    )
+    query, key = rotate(query, sin, cos), rotate(key, sin, cos)
+    attended = jax.nn.dot_product_attention(query, key, value, mask=mask[:, None])
+    x = constrain(x + jnp.einsum('BTHK,HKD->BTD', attended, w['attention']['out']['kernel']), BATCH, None, None)
+    normed = rms_norm(x, w['ffn_norm']['scale'])
+    gate = constrain(normed @ w['ffn']['gate']['kernel'], BATCH, None, 'mdl')
+    up = constrain(normed @ w['ffn']['up']['kernel'], BATCH, None, 'mdl')
+    return constrain(x + (jax.nn.silu(gate) * up) @ w['ffn']['down']['kernel'], BATCH, None, None), None
+
+  x = constrain(table[batch['ids']] * math.sqrt(table.shape[1]), BATCH, None, None)
+  x, _ = jax.lax.scan(layer, x, layers)
+  return constrain(rms_norm(x, weights['final_norm']['scale']) @ table.T, BATCH, None, 'mdl')
+
+
+def loss_of(weights: Any, batch: Mapping[str, jax.Array], constrain: Callable[..., jax.Array]) -> jax.Array:
+  """Mean cross-entropy plus z-loss over the batch's tokens."""
+  logits = logits_of(weights, batch, constrain)
+  log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+  # Compared and summed, not gathered: the logits are sharded over V.
+  is_label = batch['labels'][..., None] == jnp.arange(logits.shape[-1])
+  per_token = log_normalizer - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1) + Z_LOSS * log_normalizer**2
+  return jnp.sum(per_token * batch['weights']) / jnp.sum(batch['weights'])
+
+
+def learning_rate_at(step: jax.Array, total_steps: int) -> jax.Array:
+  warmup = round(0.05 * total_steps)
+  progress = jnp.clip((step - warmup) / (total_steps - warmup), 0.0, 1.0)
+  cosine = PEAK * (FINAL_FRACTION + (1 - FINAL_FRACTION) * 0.5 * (1 + jnp.cos(jnp.pi * progress)))
+  return jnp.where(step < warmup, PEAK * step / warmup, cosine)
+
+
+def adamw(path: Any, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, step: jax.Array, rate: jax.Array):
+  mu = BETA1 * mu + (1 - BETA1) * g
+  nu = BETA2 * nu + (1 - BETA2) * g * g
+  count = step.astype(jnp.float32) + 1
+  direction = mu / (1 - BETA1**count) / (jnp.sqrt(nu / (1 - BETA2**count)) + EPSILON)
+  decay = 0.0 if path[-1].key == 'scale' else WEIGHT_DECAY
+  return w - rate * (direction + decay * w), mu, nu
+
+
+def init_state(weights: Any) -> dict[str, Any]:
+  """The state at step 0: copies, since the step donates it."""
+  mu, nu = (jax.tree.map(jnp.zeros_like, weights) for _ in range(2))
+  return {'step': jnp.zeros((), jnp.int32), 'weights': jax.tree.map(jnp.copy, weights), 'mu': mu, 'nu': nu}
+
+
+def make_step(padded: Any, batch_sharding: NamedSharding, total_steps: int, true: Any = None) -> Any:
+  """The jitted `(state, batch) -> (state, {'loss', 'grad_norm'})`, which donates the state.
+
+  Args:
+    padded: the weights' shapes and shardings as they are stored.
+    batch_sharding: of the batch as it arrives.
+    total_steps: of the learning rate's schedule.
+    true: the weights' shapes as the model sees them, where they are stored with padding.
+  """
+  mesh = batch_sharding.mesh
+
+  def constrain(x: jax.Array, *split_dims: Any) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*split_dims)))
+
+  def unpad(x: jax.Array, stored: Any, shape: Any) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.slice(x, (0,) * x.ndim, shape.shape), stored.sharding)
+
+  def pad(x: jax.Array, stored: Any) -> jax.Array:
+    x = jax.lax.with_sharding_constraint(x, stored.sharding)
+    return jnp.pad(x, [(0, new - old) for new, old in zip(stored.shape, x.shape)])
+
+  def step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    batch = {name: constrain(x, BATCH, None) for name, x in batch.items()}
+    count, trees = state['step'], [state[name] for name in ('weights', 'mu', 'nu')]
+    if true is not None:
+      trees = [jax.tree.map(unpad, tree, padded, true) for tree in trees]
+    weights, mu, nu = trees
+    loss, grads = jax.value_and_grad(loss_of)(weights, batch, constrain)
+    grad_norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g * (CLIP / jnp.maximum(grad_norm, CLIP)), grads)
+    rate = learning_rate_at(count, total_steps)
+    updates = jax.tree_util.tree_map_with_path(
+      lambda path, *leaf: adamw(path, *leaf, count, rate), weights, grads, mu, nu
+    )
+    trees = jax.tree.transpose(jax.tree.structure(weights), jax.tree.structure((0, 0, 0)), updates)
+    if true is not None:
+      trees = [jax.tree.map(pad, tree, padded) for tree in trees]
+    state = dict(zip(('weights', 'mu', 'nu'), trees), step=count + 1)
+    return state, {'loss': loss, 'grad_norm': grad_norm}
+
+  shardings = jax.tree.map(lambda stored: stored.sharding, padded)
+  replicated = NamedSharding(mesh, P())
+  state_shardings = {'step': replicated, 'weights': shardings, 'mu': shardings, 'nu': shardings}
+  return jax.jit(
+    step,
+    in_shardings=(state_shardings, batch_sharding),
+    out_shardings=(state_shardings, replicated),
+    donate_argnums=0,
+  )

@@ -1,0 +1,66 @@
+#!/usr/bin/env python
+"""Trace and compile time of the train step at 4 and at 32 layers, on 8 fake devices.
+
+    .venv/bin/python scripts/bench_compile.py [--quick]
+
+Layers are scanned, so neither should grow with depth. The last line is one JSON object. `ratio` is the median of the
+rounds' ratios of trace and compile time together, 32 layers over 4, at most 1.3 wanted; the two depths take turns, each
+time with JAX's caches emptied.
+"""
+
+import argparse
+from statistics import median
+from typing import Any
+
+from alternation import print_result
+import jax
+
+from spmd_tasks.config.resolve import resolve
+from spmd_tasks.programs.restoring import partition_job
+
+DEPTHS = (4, 32)
+
+
+def compile_once(num_layers: int) -> dict[str, Any]:
+  jax.clear_caches()
+  step = partition_job(resolve('lm.StdlibTiny', [f'num_layers={num_layers}']).build()).train_step
+  compiled = step.compile()
+  return {
+    'trace_seconds': step.trace_seconds,
+    'compile_seconds': step.compile_seconds,
+    'total_seconds': step.trace_seconds + step.compile_seconds,
+    'num_hlo_instructions': compiled.as_text().count(' = '),
+    'temp_bytes': compiled.memory_analysis().temp_size_in_bytes,
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--quick', action='store_true', help='one round, to see that it works')
+  parser.add_argument('--num_rounds', type=int, default=7)
+  args = parser.parse_args()
+  num_rounds = 1 if args.quick else args.num_rounds
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', 8)
+  compile_once(num_layers=1)  # what only the first trace and compilation of a process pay
+  rounds: list[dict[int, dict[str, Any]]] = []
+  for i in range(num_rounds):
+    order = DEPTHS[:: -1 if i % 2 else 1]
+    rounds.append({num_layers: compile_once(num_layers) for num_layers in order})
+  shallow, deep = DEPTHS
+
+  def paired_ratio(quantity: str) -> float:
+    return median(pair[deep][quantity] / pair[shallow][quantity] for pair in rounds)
+
+  layers = {str(depth): {name: median(r[depth][name] for r in rounds) for name in rounds[0][depth]} for depth in DEPTHS}
+  print_result(
+    ratio=paired_ratio('total_seconds'),
+    trace_ratio=paired_ratio('trace_seconds'),
+    compile_ratio=paired_ratio('compile_seconds'),
+    num_rounds=num_rounds,
+    layers=layers,
+  )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,86 @@
+#!/usr/bin/env python
+"""How many tokens the host reads, tokenizes and packs per second, and how many the train step takes.
+
+    .venv/bin/python scripts/bench_input.py [--quick]
+
+The input is that of lm.StdlibTiny: bytes of the standard library's source, packed, read by one process without workers.
+The last line is one JSON object. `ratio` is input tokens over step tokens per second, the median over rounds that
+alternate between the two, more than 1 wanted; `host_wait_fraction` is the part of the time that a training loop with
+prefetching spends waiting for its input. The step runs on 8 fake CPU devices: an accelerator takes more tokens, so that
+`input_tokens_per_second` is the number to compare with its rate.
+"""
+
+import argparse
+from statistics import median
+import time
+from typing import Any
+
+from alternation import print_result
+import jax
+
+from spmd_tasks.config.resolve import resolve
+from spmd_tasks.inputs.prefetch import Prefetcher
+from spmd_tasks.programs.restoring import partition_job
+
+
+class Training:
+  """The train step with its state, fed by a prefetcher as in a job."""
+
+  def __init__(self, job: Any):
+    model = partition_job(job)
+    self._step, self._state = model.train_step, model.init(job.experiment.seed)
+    self._step.compile()
+    self.batches = Prefetcher(job.train_input.make_iterator(), self._step.place, depth=job.experiment.prefetch_batches)
+
+  def run(self, num_steps: int) -> tuple[float, float]:
+    """Seconds that the steps took, and how many of them went into waiting for batches."""
+    start, waited = time.perf_counter(), self.batches.seconds_waited
+    for _ in range(num_steps):
+      batch, _ = next(self.batches)
+      self._state, metrics = self._step(self._state, batch)
+    jax.block_until_ready(metrics)
+    return time.perf_counter() - start, self.batches.seconds_waited - waited
+
+
+def read(iterator: Any, num_batches: int) -> tuple[float, float]:
+  """Seconds for so many batches, and the part of their tokens that is not padding."""
+  start = time.perf_counter()
+  batches = [next(iterator) for _ in range(num_batches)]
+  return time.perf_counter() - start, sum(batch['weights'].mean() for batch in batches) / num_batches
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--quick', action='store_true', help='two short rounds, to see that it works')
+  parser.add_argument('--num_rounds', type=int, default=20)
+  args = parser.parse_args()
+  num_rounds, num_batches, num_steps = (2, 20, 2) if args.quick else (args.num_rounds, 300, 10)
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', 8)
+  job = resolve('lm.StdlibTiny').build()
+  batch_tokens = job.train_input.batch_size * job.train_input.seq_len
+  training, iterator = Training(job), job.train_input.make_iterator()
+  training.run(2)
+  read(iterator, 2)
+  input_rates, step_rates, wait_fractions, filled = [], [], [], []
+  for _ in range(num_rounds):
+    seconds, full = read(iterator, num_batches)
+    input_rates.append(num_batches * batch_tokens / seconds)
+    filled.append(full)
+    seconds, waited = training.run(num_steps)
+    step_rates.append(num_steps * batch_tokens / seconds)
+    wait_fractions.append(waited / seconds)
+  training.batches.close()
+  iterator.close()
+  print_result(
+    ratio=median(a / b for a, b in zip(input_rates, step_rates)),
+    input_tokens_per_second=median(input_rates),
+    step_tokens_per_second=median(step_rates),
+    host_wait_fraction=median(wait_fractions),
+    filled_fraction=float(median(filled)),
+    num_rounds=num_rounds,
+  )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,161 @@
+#!/usr/bin/env python
+"""Our train step against one written by hand (bare_step.py), both on 8 fake devices; and what a run costs at its start.
+
+    .venv/bin/python scripts/bench_step.py [--quick]
+
+The last line is one JSON object. `ratio` is the ratio of the medians of the two steps' times, at most 1.03 wanted, for
+a model whose dims its mesh divides. `paired_ratio`, the median of the rounds' own ratios, and `cpu_ratio`, the same in
+CPU time, are steadier where the machine is busy. `uneven` says it for dims that the mesh does not divide, against
+a hand-written step on the true shapes that slices and pads at its border. There, `rounded_up` is the hand-written step
+of another model, with the dims rounded up to what the mesh divides.
+
+First, both steps must agree in their losses to 1e-5 over 5 steps.
+"""
+
+import argparse
+from collections.abc import Callable
+import json
+from pathlib import Path
+import resource
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from alternation import alternate, paired_ratio, print_result, ratio
+import bare_step
+import jax
+
+from spmd_tasks.config.resolve import resolve
+from spmd_tasks.programs.restoring import partition_job
+
+EXPERIMENT = 'lm.StdlibTiny'  # 1 x 4 x 2 devices, width 128, 4 layers
+EVEN = ('vocab_size=260',)
+HEAD_DIM = 'task.model.stack.block.attention.head_dim=42'
+UNEVEN = ('model_dims=126', 'num_heads=3', HEAD_DIM, 'hidden_dims=381', 'vocab_size=259')
+ROUNDED_UP = ('model_dims=128', 'num_heads=4', HEAD_DIM, 'hidden_dims=382', 'vocab_size=260')
+NUM_CHECKED_STEPS = 5
+
+
+class Stepper:
+  """A step with its state and a batch: `stepper()` runs one more step."""
+
+  def __init__(self, step: Callable[..., Any], state: Any, compiled: Any):
+    self._step, self.state, self.compiled = step, state, compiled
+    self.batch: Any = None
+
+  def __call__(self) -> Any:
+    self.state, metrics = self._step(self.state, self.batch)
+    return self.state, metrics
+
+
+class Case:
+  """One model's compiled steps, ours and by hand, from the same weights."""
+
+  def __init__(self, overrides: tuple[str, ...]):
+    self.job = resolve(EXPERIMENT, overrides).build()
+    self.model = partition_job(self.job)
+
+  def ours(self) -> Stepper:
+    step = self.model.train_step
+    return Stepper(step, self.model.init(seed=0), step.compile())
+
+  def bare(self) -> Stepper:
+    model = self.model
+    padded, true = model.padded_state.weights, model.abstract_state.weights
+    step = bare_step.make_step(
+      padded,
+      model.input_layout.padded['ids'].sharding,
+      self.job.experiment.num_train_steps,
+      true if model.padding_waste else None,
+    )
+    state = bare_step.init_state(model.init(seed=0).weights)
+    return Stepper(step, state, step.lower(state, dict(model.input_layout.padded)).compile())
+
+  def batches(self, count: int) -> list[Any]:
+    iterator = self.job.train_input.make_iterator()
+    return [self.model.train_step.place(next(iterator)) for _ in range(count)]
+
+
+def check_same_losses(ours: Stepper, bare: Stepper, batches: list[Any]) -> float:
+  """The largest relative difference of the two losses; an error if it is more than 1e-5."""
+  largest = 0.0
+  for batch in batches:
+    ours.batch = bare.batch = batch
+    a, b = (float(stepper()[1]['loss']) for stepper in (ours, bare))
+    largest = max(largest, abs(a - b) / abs(b))
+  assert largest <= 1e-5, f'the two steps are not the same mathematics: their losses differ by {largest:.2g}'
+  return largest
+
+
+def describe(stepper: Stepper) -> dict[str, Any]:
+  """What XLA made of a step; bytes and FLOPs are one device's."""
+  compiled = stepper.compiled
+  return {
+    'num_hlo_instructions': compiled.as_text().count(' = '),
+    'temp_bytes': compiled.memory_analysis().temp_size_in_bytes,
+    'flops': compiled.cost_analysis()['flops'],
+    'bytes_accessed': compiled.cost_analysis()['bytes accessed'],
+  }
+
+
+def compare(overrides: tuple[str, ...], rounded_up: tuple[str, ...] | None, num_rounds: int) -> dict[str, Any]:
+  case = Case(overrides)
+  steppers = {'ours': case.ours(), 'bare': case.bare()}
+  loss_difference = check_same_losses(*steppers.values(), batches=case.batches(NUM_CHECKED_STEPS))
+  if rounded_up:
+    steppers['rounded_up'] = Case(rounded_up).bare()
+    steppers['rounded_up'].batch = steppers['bare'].batch
+  times = alternate(steppers, num_rounds)
+  result = {
+    'ratio': ratio(times, 'ours', 'bare'),
+    'paired_ratio': paired_ratio(times, 'ours', 'bare'),
+    'cpu_ratio': paired_ratio(times, 'ours', 'bare', clock='cpu'),
+    'step_ms': 1000 * sorted(times['ours'].wall)[num_rounds // 2],
+    'loss_difference': loss_difference,
+    'programs': {name: describe(stepper) for name, stepper in steppers.items()},
+  }
+  if rounded_up:
+    result |= {'cpu_ratio_to_rounded_up': paired_ratio(times, 'ours', 'rounded_up', clock='cpu')}
+    result |= {'bare_cpu_ratio_to_rounded_up': paired_ratio(times, 'bare', 'rounded_up', clock='cpu')}
+  return result
+
+
+def measure_startup(num_steps: int) -> dict[str, Any]:
+  """The binary itself in a process of its own, with one eval and one checkpoint halfway."""
+  with tempfile.TemporaryDirectory() as directory:
+    flags = f'--exp {EXPERIMENT} --mode train --num_fake_devices 8 --num_train_steps {num_steps}'
+    overrides = f'eval_every_steps={num_steps // 2} checkpoint_every_steps={num_steps // 2} log_every_steps=1'
+    sets = [flag for override in overrides.split() for flag in ('--set', override)]
+    command = [sys.executable, '-m', 'spmd_tasks.main', *flags.split(), '--job_log_dir', directory, *sets]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    startup = json.loads((Path(directory) / 'startup.json').read_text())
+    lines = [json.loads(line) for line in (Path(directory) / 'metrics.jsonl').read_text().splitlines()]
+  first_half = [line['num_compilations'] for line in lines if line['step'] <= num_steps // 2]
+  return {
+    'seconds_to_first_step': startup,
+    'peak_memory_mib': resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
+    'num_compilations_after_first_step': first_half[-1],
+    'num_compilations_with_first_checkpoint': lines[-1]['num_compilations'],
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--quick', action='store_true', help='a few rounds, to see that it works')
+  parser.add_argument('--num_rounds', type=int, default=150, help='per case')
+  args = parser.parse_args()
+  num_rounds = 3 if args.quick else args.num_rounds
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', 8)
+  startup = measure_startup(num_steps=4 if args.quick else 20)
+  even = compare(EVEN, None, num_rounds)
+  print_result(**even)  # already worth reading while the rest is measured
+  uneven = compare(UNEVEN, ROUNDED_UP, num_rounds)
+  print_result(
+    ratio=even['ratio'], uneven_ratio=uneven['ratio'], num_rounds=num_rounds, **startup, even=even, uneven=uneven
+  )
+
+
+if __name__ == '__main__':
+  main()
