@@ -10,11 +10,11 @@ How a fenced block is tested is said by its first line:
     ```python file=my/a.py    written to that file of the working directory, for the blocks after it
     ```yaml, ```text, ```json are read by people (yaml is parsed)
 
-All blocks of one document run in order in one empty directory, with this environment's programs on PATH.
+All blocks of one document run in order in one directory, empty at first, with the programs of this environment on PATH.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import dataclasses
 import doctest
 import os
@@ -73,18 +73,27 @@ def prose_of(path: Path) -> str:
   return re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.DOTALL | re.MULTILINE)
 
 
-def environment() -> dict[str, str]:
-  programs = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+@pytest.fixture(scope='module')
+def environment(tmp_path_factory) -> dict[str, str]:
+  """The programs of this environment, on CPUs. What an earlier block has compiled is not compiled again."""
   without = {name: value for name, value in os.environ.items() if name not in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')}
-  return {**without, 'PATH': programs, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '2'}
+  return {
+    **without,
+    'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}',
+    'TF_CPP_MIN_LOG_LEVEL': '2',
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_COMPILATION_CACHE_DIR': str(tmp_path_factory.mktemp('compiled')),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+  }
 
 
-def run(argv: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+def run(argv: list[str], directory: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
   """Runs a part of a block to its end; stdout has both streams in it."""
   return subprocess.run(
     argv,
     cwd=directory,
-    env=environment(),
+    env=environment,
     stdin=subprocess.DEVNULL,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -104,7 +113,7 @@ def console_parts(text: str) -> Iterator[tuple[str, str]]:
     yield command, printed
 
 
-def execute(block: Block, directory: Path) -> None:
+def execute(block: Block, directory: Path, environment: Mapping[str, str]) -> None:
   """Runs one block; an AssertionError has its output."""
   if block.kind == 'python file':
     path = directory / block.file
@@ -112,11 +121,11 @@ def execute(block: Block, directory: Path) -> None:
     path.write_text(block.text, encoding='utf-8')
   elif block.kind in ('bash', 'python'):
     argv = ['bash', '-e', '-c'] if block.kind == 'bash' else [sys.executable, '-c']
-    done = run([*argv, block.text], directory)
+    done = run([*argv, block.text], directory, environment)
     assert done.returncode == 0, f'{block} ended with {done.returncode}:\n{done.stdout}'
   elif block.kind == 'console':
     for command, wanted in console_parts(block.text):
-      done = run(['bash', '-c', command], directory)
+      done = run(['bash', '-c', command], directory, environment)
       flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
       assert doctest.OutputChecker().check_output(wanted, done.stdout, flags), (
         f'{block}: {command}\nprints\n{done.stdout}\nnot\n{wanted}'
@@ -126,9 +135,9 @@ def execute(block: Block, directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize('path', GUIDES, ids=lambda path: path.stem)
-def test_the_code_of_the_docs_runs(path, tmp_path):
+def test_the_code_of_the_docs_runs(path, tmp_path, environment):
   for block in blocks_of(path):
-    execute(block, tmp_path)
+    execute(block, tmp_path, environment)
 
 
 @pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
