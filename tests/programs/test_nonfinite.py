@@ -60,21 +60,17 @@ def test_checkpoints_and_evals_keep_their_steps(spiked_job, finished_job):
   assert list(binary.column(spiked_job / 'eval' / 'valid', 'loss')) == [8, 16, 20]
 
 
-def test_the_job_stops_after_n_in_a_row(finished_job, tmp_path, cache_environment):
+def test_the_job_stops_after_n_in_a_row(finished_job, tmp_path, capfd):
   directory = tmp_path / 'job'
-  spikes = '{"5": "nan", "6": "nan", "8": "nan", "9": "nan", "10": "inf"}'  # two, one good one, three
-  limit = ('--set', 'task.learner.max_consecutive_skips=3')
-  flags = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8, '--job_log_dir', directory)
-  ended = binary.run_binary(*flags, '--set', f'train_input.spikes={spikes}', *limit, env=cache_environment)
-  assert ended.returncode == exit_codes.FAILED == 1
-  messages = [line for line in ended.stderr.splitlines() if line.startswith('spmd-tasks: ')]
-  assert len(messages) == 1, ended.stderr
-  assert '3 steps in a row had a loss or gradient that is not finite' in messages[0]
-  assert 'loss nan' in messages[0]
-  assert 'The weights are those of step 6, still good' in messages[0]
-  assert 'lower the learning rate' in messages[0]
-  assert 'Traceback' not in ended.stderr
-  assert len([line for line in ended.stderr.splitlines() if line.startswith('skipped an update after step')]) == 5
+  spikes = {5: 'nan', 6: 'nan', 8: 'nan', 9: 'nan', 10: 'inf'}  # two, one good one, three
+  assert train(directory, spikes, '--set', 'task.learner.max_consecutive_skips=3') == exit_codes.FAILED == 1
+  shown = capfd.readouterr().err
+  (message,) = [line for line in shown.splitlines() if line.startswith('spmd-tasks: ')]
+  assert '3 steps in a row had a loss or gradient that is not finite' in message
+  assert 'The weights are those of step 6, still good' in message
+  assert 'lower the learning rate' in message
+  assert 'Traceback' not in shown
+  assert len([line for line in shown.splitlines() if line.startswith('skipped an update after step')]) == 5
   assert [line['step'] for line in binary.metric_lines(directory)] == [1, 2, 3, 4, 5, 6]
 
   # What is on disk is good: two skips are in it, and not the three that ended the job.

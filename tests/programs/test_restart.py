@@ -2,7 +2,9 @@
 
 import json
 
+from spmd_tasks.config.resolve import resolve, to_json
 from spmd_tasks.runtime import exit_codes
+from spmd_tasks.runtime.job_directory import claim
 from tests import binary
 from tests.programs.small_jobs import SMALL
 
@@ -38,19 +40,13 @@ def test_other_settings_are_refused_and_can_be_accepted(compiled_once, tmp_path,
   directory = tmp_path / 'job'
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK
   before = binary.snapshot(directory)
-  changed = (
-    '--num_train_steps',
-    4,
-    '--set',
-    'task.learner.clip_global_norm=0.25',
-    '--set',
-    'train_input.text.noise=0.2',
-  )
+  patience, noise = 'task.learner.max_consecutive_skips=7', 'train_input.text.noise=0.2'
+  changed = ('--num_train_steps', 4, '--set', patience, '--set', noise)
   capsys.readouterr()
   assert train(directory, *changed) == exit_codes.USAGE
   message = capsys.readouterr().err
   assert message.startswith(f"spmd-tasks: job_log_dir '{directory}' was begun with other settings:\n")
-  assert '\n  task.learner.clip_global_norm: 1.0 -> 0.25\n' in message
+  assert '\n  task.learner.max_consecutive_skips: 10 -> 7\n' in message
   assert '\n  train_input.text.noise: 0.1 -> 0.2\n' in message
   assert '--accept_config_changes' in message
   assert 'num_train_steps' not in message  # which may change
@@ -64,7 +60,7 @@ def test_other_settings_are_refused_and_can_be_accepted(compiled_once, tmp_path,
 
   assert train(directory, *changed[:4], '--accept_config_changes') == exit_codes.OK
   assert list(binary.column(directory, 'loss')) == [1, 2, 3, 4]
-  assert json.loads((directory / 'config.json').read_text())['config']['task.learner.clip_global_norm'] == 0.25
+  assert json.loads((directory / 'config.json').read_text())['config']['task.learner.max_consecutive_skips'] == 7
 
 
 def test_what_changes_no_number_may_change(compiled_once, finished_job, tmp_path):
@@ -79,14 +75,11 @@ def test_what_changes_no_number_may_change(compiled_once, finished_job, tmp_path
   assert binary.checkpoint_names(directory) == [f'checkpoint_{step:08d}' for step in (2, 3, 5)]
 
 
-def test_a_schedule_that_more_steps_would_change_is_refused(compiled_once, tmp_path, capsys):
-  directory = tmp_path / 'job'
-  flags = ('--exp', 'synthetic.Uneven', '--mode', 'train', '--job_log_dir', directory)
-  small = ('vocab_size=16', 'model_dims=4', 'num_heads=1', 'num_layers=1', 'hidden_dims=4', 'tensorboard=false')
-  overrides = [flag for override in small for flag in ('--set', override)]
-  assert binary.run_in_process(*flags, *overrides, '--num_train_steps', 2) == exit_codes.OK
-  before = binary.snapshot(directory)
-  capsys.readouterr()
-  assert binary.run_in_process(*flags, *overrides, '--num_train_steps', 4) == exit_codes.USAGE
-  assert 'task.learner.optimizer.learning_rate.total_steps: 2 -> 4' in capsys.readouterr().err
-  assert binary.snapshot(directory) == before
+def test_a_schedule_that_more_steps_would_change_is_refused(tmp_path, capsys):
+  begun = to_json(resolve('synthetic.Tiny', ['num_train_steps=2']))
+  claim(tmp_path, experiment_name='synthetic.Tiny', config_json=json.dumps(begun)).release()
+  before = binary.snapshot(tmp_path)
+  flags = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', tmp_path)
+  assert binary.run_in_process(*flags, '--num_train_steps', 4) == exit_codes.USAGE
+  assert '\n  task.learner.optimizer.learning_rate.total_steps: 2 -> 4\n' in capsys.readouterr().err
+  assert binary.snapshot(tmp_path) == before
