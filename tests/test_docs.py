@@ -154,6 +154,28 @@ def test_every_block_has_a_kind_that_is_tested_and_can_be_parsed(path):
       assert list(console_parts(block.text)), f'{block}: no `$ command` in it'
 
 
+@pytest.mark.parametrize(
+  'kind, text, is_true',
+  [
+    ('bash', 'true\n', True),
+    ('bash', 'false\ntrue\n', False),
+    ('python', 'assert 1 + 1 == 2\n', True),
+    ('python', 'assert 1 + 1 == 3\n', False),
+    ('console', '$ echo a; echo b; echo c\na\n...\nc\n', True),
+    ('console', '$ echo a; echo b; echo c\na\nc\n', False),
+    ('console', '$ echo a >&2; exit 2\na\n', True),
+    ('bash no-run', 'false\n', True),
+  ],
+)
+def test_a_block_that_is_not_true_fails(kind, text, is_true, tmp_path, environment):
+  block = Block(document='x.md', line=1, kind=kind, file='', text=text)
+  if is_true:
+    execute(block, tmp_path, environment)
+  else:
+    with pytest.raises(AssertionError, match=r'x\.md:1'):
+      execute(block, tmp_path, environment)
+
+
 def test_console_blocks_are_taken_apart():
   text = '$ one \\\n  --more\nsays\nso\n$ two\n$ three; echo $?\n0\n'
   assert list(console_parts(text)) == [('one   --more', 'says\nso\n'), ('two', ''), ('three; echo $?', '0\n')]
