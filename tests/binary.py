@@ -46,7 +46,7 @@ def start_binary(
   )
 
 
-def finish(process: subprocess.Popen, limit_s: float = 120) -> Finished:
+def finish(process: subprocess.Popen, limit_s: float = 200) -> Finished:
   """Waits for the end of a process; one that does not end within the limit is killed and a TimeoutExpired raised."""
   started = time.monotonic()
   try:
@@ -58,7 +58,7 @@ def finish(process: subprocess.Popen, limit_s: float = 120) -> Finished:
   return Finished(returncode=process.returncode, stdout=stdout, stderr=stderr, seconds=time.monotonic() - started)
 
 
-def run_binary(*flags: object, limit_s: float = 120, **start) -> Finished:
+def run_binary(*flags: object, limit_s: float = 200, **start) -> Finished:
   return finish(start_binary(*flags, **start), limit_s)
 
 

@@ -24,7 +24,7 @@ def steps_of(directory: Path) -> list[int]:
   return [line['step'] for line in binary.metric_lines(directory)]
 
 
-def wait_until(process: subprocess.Popen, condition, limit_s: float = 60) -> None:
+def wait_until(process: subprocess.Popen, condition, limit_s: float = 150) -> None:
   deadline = time.monotonic() + limit_s
   while not condition():
     assert process.poll() is None, process.stderr.read()

@@ -172,6 +172,7 @@ def run_on_a_terminal(*flags: object, env: dict[str, str]) -> tuple[int, str]:
   return finished.returncode, b''.join(written).decode()
 
 
+@pytest.mark.slow
 def test_a_bar_on_a_terminal_and_a_profile(cache_environment, tmp_path):
   directory = tmp_path / 'job'
   flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, '--num_fake_devices', 8)
