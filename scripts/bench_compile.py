@@ -16,7 +16,7 @@ from alternation import print_result
 import jax
 
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.programs.restoring import partition_job
+from spmd_tasks.programs.job_setup import partition_job
 
 DEPTHS = (4, 32)
 

@@ -20,7 +20,7 @@ import jax
 
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.inputs.prefetch import Prefetcher
-from spmd_tasks.programs.restoring import partition_job
+from spmd_tasks.programs.job_setup import partition_job
 
 
 class Training:

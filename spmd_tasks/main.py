@@ -10,7 +10,6 @@ got wrong is answered in one sentence and exit code 2; nothing is written then.
 import argparse
 from collections.abc import Sequence
 import json
-import os
 from pathlib import Path
 import sys
 from typing import Any
@@ -72,14 +71,16 @@ def run(argv: Sequence[str] | None = None) -> int:
       print(f'{name:24}{line}')
     return 0
   from spmd_tasks.runtime import exit_codes
+  from spmd_tasks.runtime.user_errors import user_error_code
 
   try:
     return _run_experiment(args)
   except (ValueError, RuntimeError) as error:
-    if not _is_own_sentence(error):
+    code = user_error_code(error)
+    if code is None:
       raise
     print(f'spmd-tasks: {error}', file=sys.stderr)
-    return exit_codes.USAGE if isinstance(error, ValueError) else exit_codes.FAILED
+    return code
   except KeyboardInterrupt:
     print('spmd-tasks: interrupted; the same command goes on from the newest checkpoint', file=sys.stderr)
     return exit_codes.INTERRUPTED
@@ -124,7 +125,7 @@ def _run_experiment(args: argparse.Namespace) -> int:
     initialize(_distributed_settings(args, resolved.experiment))
     job = resolved.build()
     if args.mode == 'eval':
-      code = evaluate(job, job_log_dir, step=args.checkpoint_step, watch=args.watch)
+      code = evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
     else:
       if not args.accept_config_changes:
         _refuse_changed_config(job_log_dir, config)
@@ -223,15 +224,6 @@ def _refuse_changed_config(job_log_dir: Any, config: dict[str, Any]) -> None:
       'Start a new job_log_dir, go back to the saved settings (--config ' + f'{path}), or go on with the new ones: '
       '--accept_config_changes.'
     )
-
-
-def _is_own_sentence(error: Exception) -> bool:
-  """Whether our own code raised the error, in words for the user; any other keeps its traceback."""
-  traceback = error.__traceback__
-  while traceback is not None and traceback.tb_next is not None:
-    traceback = traceback.tb_next
-  package = os.path.dirname(os.path.abspath(__file__))
-  return traceback is not None and os.path.abspath(traceback.tb_frame.f_code.co_filename).startswith(package + os.sep)
 
 
 if __name__ == '__main__':

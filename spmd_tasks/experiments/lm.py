@@ -120,7 +120,7 @@ class StdlibSmall(DenseLanguageModel):
 
 @register
 class UnevenTiny(DenseLanguageModel):
-  """Nothing divides the mesh: width 30, 3 heads, 90 hidden, vocabulary 259 on data 2 x mdl 4."""
+  """Heads, hidden dims and vocabulary (3, 90, 259) that the mesh data 2 x mdl 4 does not divide."""
 
   ici_mesh_shape = (1, 2, 4)
   model_dims = 30
@@ -135,7 +135,7 @@ class UnevenTiny(DenseLanguageModel):
 
 @register
 class Dense1B(DenseLanguageModel):
-  """1.3B parameters, bfloat16 compute, grouped-query attention; mesh data 8 x mdl 4 (32 chips)."""
+  """1.2B parameters, bfloat16 compute, grouped-query attention; mesh data 8 x mdl 4 (32 chips)."""
 
   ici_mesh_shape = (1, 8, 4)
   vocab_size = 32_000

@@ -46,7 +46,7 @@ class Tiny(SyntheticLanguageModel):
 
 @register
 class Uneven(Tiny):
-  """Width 30, 3 heads, 90 hidden, vocabulary 257 on data 2 x mdl 4: every weight is padded."""
+  """Width 30, 3 heads, 90 hidden, vocabulary 257 on data 2 x mdl 4: every matrix is padded."""
 
   ici_mesh_shape = (1, 2, 4)
   vocab_size = 257

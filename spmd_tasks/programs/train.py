@@ -10,12 +10,12 @@ from spmd_tasks.experiment import Job
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.learning.accumulation import check_num_microbatches
 from spmd_tasks.programs.evaluation import Evaluator
+from spmd_tasks.programs.job_setup import checkpoint_directory, is_primary, partition_job, restore_or_init, watch_steps
 from spmd_tasks.programs.profile_capture import ProfileCapture
 from spmd_tasks.programs.progress import format_metrics, make_progress
-from spmd_tasks.programs.restoring import checkpoint_directory, is_primary, partition_job, restore_or_init
 from spmd_tasks.programs.startup import StartupClock, format_startup
 from spmd_tasks.programs.step_log import StepLog
-from spmd_tasks.programs.training_loop import Interval, TrainingLoop
+from spmd_tasks.programs.training_loop import Interval, TrainingInputEndedError, TrainingLoop
 from spmd_tasks.runtime import exit_codes
 from spmd_tasks.runtime.checkpoints import Checkpointer
 from spmd_tasks.runtime.compilation import CompilationCounter
@@ -26,8 +26,6 @@ from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.parameter_table import format_parameter_table
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.runtime.preemption import PreemptionGuard
-from spmd_tasks.runtime.rank_records import open_rank_records
-from spmd_tasks.runtime.watchdog import StepWatchdog
 
 
 def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock: StartupClock, config_json: str) -> int:
@@ -73,17 +71,7 @@ class _Trainer:
     primary = is_primary()
     if primary:
       stack.enter_context(claim(job_log_dir, experiment_name=job.name))
-    records = open_rank_records(job_log_dir) if jax.process_count() > 1 else None
-    if records is not None:
-      emergency.attach(records)
-    self._watchdog = stack.enter_context(
-      StepWatchdog(
-        timeout_s=experiment.step_timeout_s,
-        first_step_timeout_s=experiment.first_step_timeout_s,
-        emergency=emergency,
-        records=records,
-      )
-    )
+    self._watchdog = watch_steps(stack, experiment, job_log_dir, emergency)
     self._guard = stack.enter_context(PreemptionGuard())
     self._checkpointer = Checkpointer(
       checkpoint_directory(job_log_dir),
@@ -151,19 +139,26 @@ class _Trainer:
     model.train_step.compile()
     self._clock.add('trace', model.train_step.trace_seconds)
     self._clock.add('compile', model.train_step.compile_seconds)
-    finished = self._loop.run()
-    self._loop.settle()
-    if self._loop.step > self._last_saved:
-      self._save(self._loop.step, self._loop)
+    try:
+      finished = self._loop.run()
+    except TrainingInputEndedError:
+      self._save_the_last()
+      raise
+    self._save_the_last()
     if finished and self._last_evaluated != self._loop.step:
       self._evaluate(self._loop.step, self._loop)
-    with self._watchdog.allow('checkpoint', experiment.first_step_timeout_s):
-      self._checkpointer.wait()
     if not finished:
       saved = f'step {self._loop.step} is saved' if self._loop.step else 'before the first step'
       self._progress.message(f'Preempted: {saved}; the same command goes on from there.')
       return exit_codes.PREEMPTED
     return exit_codes.OK
+
+  def _save_the_last(self) -> None:
+    self._loop.settle()
+    if self._loop.step > self._last_saved:
+      self._save(self._loop.step, self._loop)
+    with self._watchdog.allow('checkpoint', self._experiment.first_step_timeout_s):
+      self._checkpointer.wait()
 
   def _on_launch(self, step: int, activity: str) -> None:
     self._watchdog.beat(step, activity)

@@ -15,6 +15,10 @@ from spmd_tasks.runtime.compiled_step import CompiledStep
 from spmd_tasks.runtime.train_state import TrainState
 
 
+class TrainingInputEndedError(RuntimeError):
+  """The training input ended before the last step."""
+
+
 class TrainingDivergedError(RuntimeError):
   """Too many steps in a row had a loss or gradient that is not finite."""
 
@@ -76,7 +80,7 @@ class TrainingLoop:
 
     Raises:
       TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite.
-      StopIteration: never; an input that ends too early is a ValueError that says at which step.
+      TrainingInputEndedError: there was no batch for the next step; `state` and `step` are those of the last one.
     """
     last_acted = self.step
     while self.step < self._num_train_steps:
@@ -99,9 +103,9 @@ class TrainingLoop:
       batch, self.input_state = next(self._batches)
     except StopIteration:
       self.settle()
-      raise ValueError(
-        f'the training input ended after step {self.step} of {self._num_train_steps}: let it repeat '
-        '(train_input.num_epochs=None), or lower num_train_steps.'
+      raise TrainingInputEndedError(
+        f'the training input ended after step {self.step} of {self._num_train_steps}; what was trained is saved. Let '
+        'the input repeat itself (num_epochs or num_batches = None), or lower num_train_steps.'
       ) from None
     self._on_launch(self.step, 'step')
     self.state, metrics = self._train_step(self.state, batch)

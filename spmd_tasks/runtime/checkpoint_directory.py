@@ -4,7 +4,6 @@
     checkpoint_00000200.partial               being written, or left by a kill: removed by the next job
     checkpoint_00000100.deleting              being deleted, or left by a kill: removed by the next job
     checkpoint_00000100.damaged-<file>        set aside on restore; never read or deleted again
-    checkpoint_00000100.abandoned             set aside because training went on from an earlier step
 
 Nothing here knows of Orbax or of other processes: one process calls what renames or deletes.
 """
@@ -30,11 +29,15 @@ from spmd_tasks.runtime.manifest import (
 )
 
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
-_ANY_DIRECTORY = re.compile(r'checkpoint_\d+\.(partial|deleting|damaged-|abandoned)')
+_ANY_DIRECTORY = re.compile(r'checkpoint_\d+\.(partial|deleting|damaged-)')
 
 
 class CheckpointError(ValueError):
   """A checkpoint could not be saved or restored; the message says which, why, and what to do."""
+
+
+class CheckpointSaveError(CheckpointError, RuntimeError):
+  """A checkpoint could not be saved while the job was running."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
-from spmd_tasks.runtime.checkpoint_directory import CheckpointDirectory, CheckpointError
+from spmd_tasks.runtime.checkpoint_directory import CheckpointDirectory, CheckpointError, CheckpointSaveError
 from spmd_tasks.runtime.durable_files import write_durably
 from spmd_tasks.runtime.manifest import LeafEntry, leaf_entries, read_manifest
 
@@ -138,7 +138,7 @@ class Checkpointer:
     if steps and step <= max(steps):
       raise CheckpointError(
         f'step {step} cannot be saved: {self._directory.path} already holds step {max(steps)}. If '
-        'training went back on purpose, call set_aside_after(...) first, or move the later checkpoints away.'
+        'training went back on purpose, move the later checkpoints away first.'
       )
     leaves = leaf_entries(state)
     partial = self._directory.partial(step)
@@ -220,16 +220,6 @@ class Checkpointer:
       )
     return restored
 
-  def set_aside_after(self, step: int) -> None:
-    """Renames the checkpoints later than `step` to `.abandoned`, so that training can go on from `step`."""
-    self.wait()
-    if self._is_primary and not self._read_only:
-      for later, path in self._directory.claimed_steps().items():
-        if later > step:
-          logging.warning('Setting aside %s: training goes on from step %d.', path, step)
-          self._directory.set_aside(path, 'abandoned')
-    self._barrier(f'set_aside_after_{step}')
-
   def _seal(self, step: int, leaves: tuple[LeafEntry, ...]) -> None:
     """In the background: waits for Orbax, then makes the checkpoint count."""
     # Returns when the arrays of all processes are written; each process wrote its input state before that.
@@ -302,13 +292,13 @@ class Checkpointer:
       barrier = ocp.multihost.get_barrier_sync_fn()
       barrier(key=f'spmd_tasks_checkpoint_{name}', timeout_ms=self._timeout_secs * 1000)
 
-  def _save_error(self, step: int, error: Exception) -> CheckpointError:
+  def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
     """Removes what the failed save left and describes the failure."""
     if self._is_primary:
       self._directory.discard_partial(step)
     saved = step in self._directory.claimed_steps()
     what = 'was saved, but older checkpoints could not be deleted' if saved else 'could not be saved'
-    return CheckpointError(
+    return CheckpointSaveError(
       f'checkpoint of step {step} {what} in {self._directory.path}: {type(error).__name__}: {error}. '
       f'Complete checkpoints: {self.all_steps()}.'
     )

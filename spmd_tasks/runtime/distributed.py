@@ -136,6 +136,12 @@ def detect_cluster(environ: Mapping[str, str]) -> str | None:
   """
   if 'OMPI_MCA_orte_hnp_uri' in environ and _count(environ, 'OMPI_COMM_WORLD_SIZE') > 1:
     return 'ompi'
+  if _count(environ, 'OMPI_COMM_WORLD_SIZE') > 1:
+    logging.warning(
+      'Open MPI started %s processes, but in a version that JAX cannot read the coordinator from: running as a single '
+      'process. Pass --coordinator_address, --num_processes and --process_id.',
+      environ['OMPI_COMM_WORLD_SIZE'],
+    )
   slurm_names = ('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', 'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_LOCALID')
   if _count(environ, 'SLURM_NTASKS') > 1:
     if all(name in environ for name in slurm_names):

@@ -30,6 +30,7 @@ import jax
 
 from spmd_tasks.runtime import exit_codes
 from spmd_tasks.runtime.rank_records import Position, RankRecords
+from spmd_tasks.runtime.user_errors import user_error_code
 
 STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by the thread that is stuck.
 
@@ -78,6 +79,8 @@ class EmergencyExit:
       raise
     except BaseException as error:
       if jax.distributed.is_initialized():
+        if (user_code := user_error_code(error)) is not None:
+          self.leave(user_code, str(error), has_stacks=False)
         reason = ''.join(traceback.format_exception_only(error)).strip()
         self.leave(exit_codes.FAILED, reason, details=''.join(traceback.format_exception(error)), has_stacks=False)
       raise

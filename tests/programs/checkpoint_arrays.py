@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.programs.restoring import partition_job
+from spmd_tasks.programs.job_setup import partition_job
 from spmd_tasks.runtime.checkpoints import Checkpointer
 from tests.programs.small_jobs import SMALL
 

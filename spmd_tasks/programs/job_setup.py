@@ -1,15 +1,19 @@
-"""From a job's settings to a mesh, a partitioned model and its state: what every program begins with."""
+"""What every program begins with: the partitioned model, its weights or state, and a watchdog over the steps."""
 
+import contextlib
 from typing import Any
 
 from absl import logging
 from etils import epath
 import jax
 
-from spmd_tasks.experiment import Job
+from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.runtime.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
+from spmd_tasks.runtime.rank_records import open_rank_records
 from spmd_tasks.runtime.train_state import TrainState
+from spmd_tasks.runtime.watchdog import StepWatchdog
 
 CHECKPOINTS = 'checkpoints'
 
@@ -70,3 +74,20 @@ def checkpoint_directory(job_log_dir: epath.Path) -> epath.Path:
 
 def is_primary() -> bool:
   return jax.process_index() == 0
+
+
+def watch_steps(
+  stack: contextlib.ExitStack, experiment: Experiment, directory: epath.Path, emergency: EmergencyExit
+) -> StepWatchdog:
+  """A running StepWatchdog; several processes exchange their progress and failures in `directory`/ranks."""
+  records = open_rank_records(directory) if jax.process_count() > 1 else None
+  if records is not None:
+    emergency.attach(records)
+  return stack.enter_context(
+    StepWatchdog(
+      timeout_s=experiment.step_timeout_s,
+      first_step_timeout_s=experiment.first_step_timeout_s,
+      emergency=emergency,
+      records=records,
+    )
+  )

@@ -1,0 +1,23 @@
+"""Which errors are sentences for the user, and which are bugs that keep their traceback."""
+
+import os
+
+from spmd_tasks.runtime import exit_codes
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def user_error_code(error: BaseException) -> int | None:
+  """The exit code of an error that this package itself raised, in words for the user; None for any other error.
+
+  A ValueError says that something was asked for that cannot be (USAGE), a RuntimeError that a job could not go on
+  (FAILED). Raised by JAX or in a user's own code, the same types are bugs to be found.
+  """
+  traceback = error.__traceback__
+  while traceback is not None and traceback.tb_next is not None:
+    traceback = traceback.tb_next
+  if traceback is None or not os.path.abspath(traceback.tb_frame.f_code.co_filename).startswith(_PACKAGE + os.sep):
+    return None
+  if isinstance(error, RuntimeError):
+    return exit_codes.FAILED
+  return exit_codes.USAGE if isinstance(error, ValueError) else None
