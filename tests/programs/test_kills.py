@@ -20,6 +20,24 @@ INTERVAL = 2
 FLAGS = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8, '--set', 'train_input.seconds_per_batch=0.05')
 
 
+@pytest.fixture
+def start(cache_environment):
+  """Starts jobs, of which none outlives the test."""
+  processes = []
+
+  def start_job(*flags: object) -> subprocess.Popen:
+    processes.append(binary.start_binary(*flags, env=cache_environment))
+    return processes[-1]
+
+  yield start_job
+  for process in processes:
+    if process.poll() is None:
+      process.kill()
+      process.communicate()
+    process.stdout.close()
+    process.stderr.close()
+
+
 def steps_of(directory: Path) -> list[int]:
   return [line['step'] for line in binary.metric_lines(directory)]
 
@@ -65,14 +83,14 @@ def assert_same_losses(directory: Path, finished_job: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kill_9_at_any_moment_changes_no_bit(finished_job, cache_environment, tmp_path):
+def test_kill_9_at_any_moment_changes_no_bit(finished_job, start, tmp_path):
   directory = tmp_path / 'job'
   flags = (*FLAGS, '--job_log_dir', directory, '--set', 'checkpoint_max_to_keep=3')
   rng = random.Random(0)
   num_again = 0
   for target, is_mid_save in ((3, True), (6, False), (9, True), (12, False), (15, True)):
     before = steps_of(directory)
-    process = binary.start_binary(*flags, env=cache_environment)
+    process = start(*flags)
     wait_until(process, lambda: max(steps_of(directory)[len(before) :], default=0) >= target)  # noqa: B023
     if is_mid_save:
       kill_in_mid_save(process, directory)
@@ -96,10 +114,10 @@ def test_kill_9_at_any_moment_changes_no_bit(finished_job, cache_environment, tm
   assert_same_arrays(saved_arrays(directory, LAST_STEP), saved_arrays(finished_job, LAST_STEP))
 
 
-def test_sigterm_saves_the_step_reached_and_the_same_command_goes_on(finished_job, cache_environment, tmp_path):
+def test_sigterm_saves_the_step_reached_and_the_same_command_goes_on(finished_job, start, tmp_path):
   directory = tmp_path / 'job'
   flags = (*FLAGS, '--job_log_dir', directory, '--set', 'checkpoint_every_steps=7')
-  process = binary.start_binary(*flags, env=cache_environment)
+  process = start(*flags)
   wait_until(process, lambda: len(steps_of(directory)) >= 3)
   process.terminate()
   process.terminate()  # launchers repeat themselves
@@ -111,7 +129,7 @@ def test_sigterm_saves_the_step_reached_and_the_same_command_goes_on(finished_jo
   assert 'Traceback' not in ended.stderr
   assert binary.checkpoint_names(directory)[-1] == f'checkpoint_{reached:08d}'
 
-  ended = binary.run_binary(*flags, env=cache_environment)
+  ended = binary.finish(start(*flags))
   assert ended.returncode == exit_codes.OK, ended.stderr
   assert f'resuming after step {reached}' in ended.stderr
   assert steps_of(directory) == list(range(1, LAST_STEP + 1))  # no step twice, none left out
@@ -120,16 +138,16 @@ def test_sigterm_saves_the_step_reached_and_the_same_command_goes_on(finished_jo
 
 
 @pytest.mark.slow
-def test_a_second_job_in_the_same_directory_is_refused_while_the_first_goes_on(cache_environment, tmp_path):
+def test_a_second_job_in_the_same_directory_is_refused_while_the_first_goes_on(start, tmp_path):
   directory = tmp_path / 'job'
   flags = (*FLAGS, '--job_log_dir', directory)
-  first = binary.start_binary(*flags, env=cache_environment)
+  first = start(*flags)
   wait_until(first, lambda: len(steps_of(directory)) >= 1)
   # Stopped, so that whatever changes in the directory, the second one did.
   first.send_signal(signal.SIGSTOP)
   os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
   before = binary.snapshot(directory)
-  second = binary.run_binary(*flags, env=cache_environment)
+  second = binary.finish(start(*flags))
   after = binary.snapshot(directory)
   first.send_signal(signal.SIGCONT)
   ended = binary.finish(first)
