@@ -9,10 +9,12 @@ got wrong is answered in one sentence and exit code 2; nothing is written then.
 
 import argparse
 from collections.abc import Sequence
+import difflib
 import json
+import os
 from pathlib import Path
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from spmd_tasks.config import registry
 
@@ -21,12 +23,28 @@ _MODES = ('train', 'eval')
 
 def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of runtime/exit_codes.py."""
-  sys.exit(run(argv))
+  code = run(argv)
+  if code == 130:  # Ctrl-C: threads may be in the middle of native code, which an orderly end would wait for
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  sys.exit(code)
+
+
+class _Parser(argparse.ArgumentParser):
+  """Answers a wrong flag in one sentence, like everything else that is wrong."""
+
+  def error(self, message: str) -> NoReturn:
+    flags = [flag for action in self._actions for flag in action.option_strings]
+    wrong = [word.partition('=')[0].strip(':,') for word in message.split() if word.startswith('--')]
+    near = difflib.get_close_matches(wrong[0], flags, n=1) if wrong and wrong[0] not in flags else []
+    nearest = f' Nearest: {near[0]}.' if near else ''
+    self.exit(2, f'{self.prog}: {message}.{nearest} --help lists the flags.\n')
 
 
 def make_parser() -> argparse.ArgumentParser:
   """All flags, with the names that Pax users know."""
-  parser = argparse.ArgumentParser(
+  parser = _Parser(
     prog='spmd-tasks', allow_abbrev=False, description='Train and evaluate large JAX models over a device mesh.'
   )
   parser.add_argument(
@@ -55,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
   running.add_argument('--checkpoint_step', type=int, metavar='N', help='eval: this checkpoint instead of the newest')
   running.add_argument('--watch', action='store_true', help='eval: go on with every new checkpoint of a running job')
   running.add_argument(
-    '--accept_config_changes', action='store_true', help='resume although the config now gives other numbers'
+    '--accept_config_changes', action='store_true', help='go on although the config now gives other numbers'
   )
   running.add_argument('--coordinator_address', metavar='HOST:PORT', help='process 0, where no launcher says it')
   running.add_argument('--num_processes', type=int, metavar='N')
@@ -108,10 +126,11 @@ def _run_experiment(args: argparse.Namespace) -> int:
 
   from etils import epath
 
+  from spmd_tasks.config.changes import refuse_changed_config
   from spmd_tasks.programs.eval import evaluate
   from spmd_tasks.programs.startup import StartupClock
   from spmd_tasks.programs.train import train
-  from spmd_tasks.runtime.distributed import finish, initialize
+  from spmd_tasks.runtime.distributed import initialize
   from spmd_tasks.runtime.durable_files import is_remote
   from spmd_tasks.runtime.emergency_exit import EmergencyExit
 
@@ -124,15 +143,12 @@ def _run_experiment(args: argparse.Namespace) -> int:
     _use_fake_devices(args.num_fake_devices)
     initialize(_distributed_settings(args, resolved.experiment))
     job = resolved.build()
+    if not args.accept_config_changes:
+      refuse_changed_config(job_log_dir, config, mode=args.mode)
     if args.mode == 'eval':
-      code = evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
-    else:
-      if not args.accept_config_changes:
-        _refuse_changed_config(job_log_dir, config)
-      config_json = json.dumps(config, indent=1) + '\n'
-      code = train(job, job_log_dir, emergency=emergency, clock=clock, config_json=config_json)
-    finish()
-    return code
+      return evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
+    config_json = json.dumps(config, indent=1) + '\n'
+    return train(job, job_log_dir, emergency=emergency, clock=clock, config_json=config_json)
 
 
 def _resolve(args: argparse.Namespace) -> Any:
@@ -177,53 +193,6 @@ def _distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
     heartbeat_timeout_s=experiment.heartbeat_timeout_s,
     shutdown_timeout_s=experiment.shutdown_timeout_s,
   )
-
-
-# Changing these between two starts of a job changes how it runs and how long, but not the numbers of a step.
-_FREE_TO_CHANGE = (
-  'mesh_axis_names',
-  'ici_mesh_shape',
-  'dcn_mesh_shape',
-  'axis_rules',
-  'inputs_split_mapping',
-  'num_train_steps',
-  'tensorboard',
-  'profile_steps',
-  'prefetch_batches',
-  'log_every_steps',
-  'eval_',
-  'checkpoint_',
-)
-
-
-def _refuse_changed_config(job_log_dir: Any, config: dict[str, Any]) -> None:
-  """A ValueError if the directory's job was started with settings that give other numbers."""
-  from spmd_tasks.config.printing import diff
-
-  path = job_log_dir / 'config.json'
-  if not path.exists():
-    return
-  try:
-    previous = json.loads(path.read_text(encoding='utf-8'))
-    lines = diff(previous, config)
-  except (ValueError, TypeError, KeyError) as error:
-    raise ValueError(
-      f'{path} is not the config of the job that began there ({type(error).__name__}: {error}): put it back, or go on '
-      'without comparing: --accept_config_changes.'
-    ) from error
-  if previous['experiment'] != config['experiment']:
-    return  # claim() refuses it, with the better sentence
-  changes = [
-    line
-    for line in lines
-    if not line.startswith(_FREE_TO_CHANGE) and not line.partition(':')[0].endswith(('_timeout_s', 'num_workers'))
-  ]
-  if changes:
-    raise ValueError(
-      f'job_log_dir {str(job_log_dir)!r} was begun with other settings:\n  ' + '\n  '.join(changes[:20]) + '\n'
-      'Start a new job_log_dir, go back to the saved settings (--config ' + f'{path}), or go on with the new ones: '
-      '--accept_config_changes.'
-    )
 
 
 if __name__ == '__main__':

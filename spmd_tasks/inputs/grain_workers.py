@@ -1,5 +1,9 @@
 """Worker processes: Grain's process prefetch around a LaneReader. In its own file, as it imports Grain."""
 
+import multiprocessing
+import os
+import threading
+import time
 from typing import Any
 
 from absl import flags
@@ -10,6 +14,8 @@ from spmd_tasks.inputs import base
 from spmd_tasks.inputs.grain_input import LaneReader
 
 _POSITIONS = 'positions'
+
+_PARENT_PERIOD_S = 1.0  # between two looks at whether the job's process is still there
 
 
 class LaneDataset(grain.IterDataset):
@@ -52,7 +58,8 @@ class WorkerStream:
     if not flags.FLAGS.is_parsed():
       flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which only a program run by absl.app has parsed
     options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=buffer_size)
-    self._iterator = iter(LaneDataset(reader, positions).mp_prefetch(options))
+    dataset = LaneDataset(reader, positions).mp_prefetch(options, worker_init_fn=None)
+    self._iterator = iter(dataset)
     self._iterator.start_prefetch()
 
   def __next__(self) -> tuple[base.Batch, np.ndarray]:
@@ -61,3 +68,20 @@ class WorkerStream:
 
   def close(self) -> None:
     self._iterator.close()
+
+
+def _leave_with_parent(worker_index: int, num_workers: int) -> None:
+  """Runs first in a worker process: makes it end soon after its parent, however that ends, kill -9 and abort included.
+
+  Linux can signal a parent's end (PR_SET_PDEATHSIG), but means by it the end of the thread that started the worker.
+  """
+  del worker_index, num_workers
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+
+  def watch() -> None:
+    while os.getppid() == parent.pid:
+      time.sleep(_PARENT_PERIOD_S)
+    os._exit(1)  # Python's own exit would wait for somebody to read the batches that are ready.
+
+  threading.Thread(target=watch, name='parent-watch', daemon=True).start()

@@ -25,12 +25,16 @@ def declare_weight(
     name: under the module's name in the weights' tree.
     shape: one entry per dim.
     init: draws it: init(rng, shape, dtype).
-    split_dims: one entry per dim, or None for wholly unsharded. A list is taken too: configs read back from JSON have
-    lists. tags: see WeightSpec.
+    split_dims: one entry per dim, or None for wholly unsharded.
+    tags: see WeightSpec.
 
   Raises:
     ValueError: split_dims does not have one entry per dim.
   """
-  spec = WeightSpec(shape=shape, init=init, split_dims=None if split_dims is None else tuple(split_dims), tags=tags)
+  split_dims = None if split_dims is None else tuple(split_dims)
+  if split_dims is not None and len(split_dims) != len(shape):
+    path = '/'.join((*module.path, name))
+    raise ValueError(f'weight {path} of shape {shape} has split dims {split_dims}: give one entry per dim.')
+  spec = WeightSpec(shape=shape, init=init, split_dims=split_dims, tags=tags)
   # Linen unboxes what the initializer returns, which its types do not say.
   return cast(jax.Array, module.param(name, spec))

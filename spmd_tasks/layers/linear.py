@@ -60,4 +60,4 @@ class Linear(nn.Module, kw_only=True):
       )
       # Ranks are made equal by hand because implicit rank promotion raises in this project.
       y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
-    return y if self.activation_split_dims is None else constrain(y, self.activation_split_dims)
+    return constrain(y, self.activation_split_dims)

@@ -52,8 +52,10 @@ class _Settings:
       value = getattr(self, field.name)
       if field.name in ('beta1', 'beta2', 'momentum') and value is not None and not 0 <= value < 1:
         raise ValueError(f'{name}.{field.name} is {value}; it must be in [0, 1).')
-      if field.name in ('weight_decay', 'epsilon') and not value >= 0:
+      if field.name == 'weight_decay' and not value >= 0:
         raise ValueError(f'{name}.{field.name} is {value}; it must be 0 or more.')
+      if field.name == 'epsilon' and not value > 0:
+        raise ValueError(f'{name}.epsilon is {value}; it must be more than 0: a gradient may be exactly 0.')
       if field.name == 'momentum_dtype' and not jnp.issubdtype(jnp.dtype(value), jnp.floating):
         raise ValueError(f'{name}.momentum_dtype is {value}; it must be a floating dtype such as float32 or bfloat16.')
 

@@ -9,6 +9,7 @@ import jax
 
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.runtime.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.distributed import finish
 from spmd_tasks.runtime.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
 from spmd_tasks.runtime.rank_records import open_rank_records
@@ -79,11 +80,14 @@ def is_primary() -> bool:
 def watch_steps(
   stack: contextlib.ExitStack, experiment: Experiment, directory: epath.Path, emergency: EmergencyExit
 ) -> StepWatchdog:
-  """A running StepWatchdog; several processes exchange their progress and failures in `directory`/ranks."""
+  """A running StepWatchdog; several processes exchange their progress and failures in `directory`/ranks.
+
+  What `stack` closes last before the watchdog itself is a wait for the other processes: the end is watched too.
+  """
   records = open_rank_records(directory) if jax.process_count() > 1 else None
   if records is not None:
     emergency.attach(records)
-  return stack.enter_context(
+  watchdog = stack.enter_context(
     StepWatchdog(
       timeout_s=experiment.step_timeout_s,
       first_step_timeout_s=experiment.first_step_timeout_s,
@@ -91,3 +95,10 @@ def watch_steps(
       records=records,
     )
   )
+
+  def wait_for_peers():
+    with watchdog.allow('finish', experiment.step_timeout_s):
+      finish()
+
+  stack.callback(wait_for_peers)
+  return watchdog

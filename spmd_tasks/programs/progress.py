@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import sys
+import time
 from typing import Protocol, TextIO
 
 from tqdm import tqdm
@@ -53,7 +54,7 @@ class LineProgress:
     self.message(f'step {step}/{self._total}  {_summary(metrics)}')
 
   def message(self, text: str) -> None:
-    print(text, file=self._stream, flush=True)
+    print(time.strftime('%H:%M:%S'), text, file=self._stream, flush=True)
 
   def close(self) -> None:
     pass

@@ -112,12 +112,12 @@ class _Trainer:
       train_step=self._model.train_step,
       state=state,
       batches=self._batches,
-      input_state=None,
       num_train_steps=experiment.num_train_steps,
       max_consecutive_skips=job.task.learner.max_consecutive_skips,
       intervals=[
-        Interval(experiment.eval_every_steps, self._evaluate),
+        # The checkpoint first: it is written while the eval runs, and a failing eval loses nothing.
         Interval(experiment.checkpoint_every_steps, self._save),
+        Interval(experiment.eval_every_steps, self._evaluate),
       ],
       on_launch=self._on_launch,
       on_step=self._on_step,

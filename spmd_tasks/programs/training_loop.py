@@ -7,6 +7,7 @@ before everything that depends on it: checkpoints, evals, the end.
 
 from collections.abc import Callable, Iterator
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -50,7 +51,6 @@ class TrainingLoop:
     train_step: CompiledStep,
     state: TrainState,
     batches: Iterator[tuple[dict[str, jax.Array], Any]],
-    input_state: Any,
     num_train_steps: int,
     max_consecutive_skips: int,
     intervals: list[Interval],
@@ -70,7 +70,7 @@ class TrainingLoop:
     self._should_stop = should_stop
     self._in_flight: dict[str, jax.Array] | None = None
     self.state = state
-    self.input_state = input_state
+    self.input_state: Any = None
     self.step = int(state.step)
     self.num_skipped = int(state.learner.num_skipped)
     self._skipped_in_a_row = int(state.learner.num_skipped_in_a_row)
@@ -113,6 +113,11 @@ class TrainingLoop:
     self._in_flight = metrics
     self.step += 1
 
+  def _advice(self) -> str:
+    if self.step == 0:
+      return 'No step ever was: look for ids outside vocab_size in the data, or for NaNs in it.'
+    return 'Lower the learning rate, clip gradients, or look at the data after that step.'
+
   def settle(self) -> None:
     """Waits for the step in flight, if any, and takes its outcome into account."""
     if self._in_flight is None:
@@ -127,8 +132,15 @@ class TrainingLoop:
         raise TrainingDivergedError(
           f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (the last: loss '
           f'{float(metrics["loss"])}, gradient norm {float(metrics["grad_norm"])}). The weights are those of step '
-          f'{self.step}, still good: lower the learning rate, clip gradients, or look at the data after that step.'
+          f'{self.step}, still good. ' + self._advice()
         )
+    elif not math.isfinite(float(metrics['weight_norm'])):
+      # Finite gradients and still no finite update: an optimizer that divides by zero, or overflows.
+      raise TrainingDivergedError(
+        f'the update of step {self.step} made weights that are not finite, from a finite loss and gradient; it is not '
+        'saved. The job can go on from its newest checkpoint: look at the optimizer (a larger epsilon, a lower '
+        'learning rate).'
+      )
     else:
       self._skipped_in_a_row = 0
       self._on_step(self.step, metrics)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
@@ -22,15 +23,20 @@ InputSpec = Mapping[str, jax.ShapeDtypeStruct]
 class InputLayout:
   """How one kind of batch crosses from the hosts to the mesh.
 
+  Process i of n reads rows [i B/n, (i+1) B/n) of the global batch. On the mesh they lie wherever its devices are, and
+  behind them as many zero rows as make the batch dim divide over all devices; a step puts the true rows in order again.
+
   Attributes:
     spec: the true global shapes.
-    padded: the shapes on the mesh: rows are added until the batch dim divides over every device.
+    padded: the shapes on the mesh.
     split_specs: the PartitionSpec by rank that each input takes inside the step, None to leave it as it entered.
+    row_positions: by batch size, where each true row lies on the mesh: int [B].
   """
 
   spec: InputSpec
   padded: Mapping[str, jax.ShapeDtypeStruct]
   split_specs: Mapping[str, PartitionSpec | None]
+  row_positions: Mapping[int, np.ndarray]
 
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Global arrays, sharded on batch over the whole mesh, from this process's rows of the batch.
@@ -44,15 +50,31 @@ class InputLayout:
 
   def _place_one(self, name: str, rows: np.ndarray) -> jax.Array:
     true, padded = self.spec[name], self.padded[name]
-    local = (true.shape[0] // jax.process_count(), *true.shape[1:]) if true.shape else ()
+    num_processes = jax.process_count()
+    local = (true.shape[0] // num_processes, *true.shape[1:]) if true.shape else ()
     if rows.shape != local or rows.dtype != true.dtype:
       raise ValueError(
         f'input {name!r} is {rows.dtype}{list(rows.shape)} on this process but the step was compiled for '
         f'{true.dtype}{list(local)}: element_spec() and the iterator must agree.'
       )
     if padded.shape != true.shape:
-      rows = np.pad(rows, [(0, new - old) for old, new in zip(true.shape, padded.shape)])
+      num_zero_rows = (padded.shape[0] - true.shape[0]) // num_processes
+      rows = np.concatenate([rows, np.zeros((num_zero_rows, *rows.shape[1:]), rows.dtype)])
     return jax.make_array_from_process_local_data(padded.sharding, rows, padded.shape)
+
+  def true_rows(self, placed: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Inside a step: the global batch in its own order, without the zero rows."""
+
+    def select(name, x):
+      num_rows = self.spec[name].shape[0] if x.ndim else 0
+      positions = self.row_positions.get(num_rows)
+      if positions is None or np.array_equal(positions, np.arange(x.shape[0])):
+        return x
+      if np.array_equal(positions, np.arange(num_rows)):
+        return x[:num_rows]
+      return jnp.take(x, positions, axis=0)
+
+    return {name: select(name, x) for name, x in placed.items()}
 
 
 def make_input_layout(
@@ -60,27 +82,35 @@ def make_input_layout(
 ) -> InputLayout:
   """The layout of batches of `input_spec` (global shapes, batch dim first).
 
-  A batch that the devices do not divide is padded with zero rows, which the step slices off again.
-
   Raises:
-    ValueError: several processes and a batch that their devices do not divide, or an unusable inputs_split_mapping.
+    ValueError: an unusable inputs_split_mapping.
   """
 
-  def padded(name, true):
+  def padded(true):
     spec = shard_on_batch_dim_partition_spec(mesh.axis_names, len(true.shape))
     shape = padding.padded_shape(true.shape, spec, mesh.shape)
-    if shape != true.shape and jax.process_count() > 1:
-      raise ValueError(
-        f'input {name!r} has a global batch of {true.shape[0]}, which the {mesh.size} devices of '
-        f'{jax.process_count()} processes do not divide: use a batch_size that is a multiple of {mesh.size}.'
-      )
     return jax.ShapeDtypeStruct(shape, true.dtype, sharding=NamedSharding(mesh, spec))
 
+  padded_spec = {name: padded(true) for name, true in input_spec.items()}
   return InputLayout(
     spec=dict(input_spec),
-    padded={name: padded(name, true) for name, true in input_spec.items()},
+    padded=padded_spec,
     split_specs={
       name: infer_partition_spec_based_on_rank(len(true.shape), inputs_split_mapping, mesh.axis_names, axis_rules)
       for name, true in input_spec.items()
     },
+    row_positions={
+      true.shape[0]: _row_positions(true.shape[0], padded_spec[name]) for name, true in input_spec.items() if true.shape
+    },
   )
+
+
+def _row_positions(num_rows: int, padded: jax.ShapeDtypeStruct) -> np.ndarray:
+  """Where the true rows lie in the padded global array: of the rows that each process holds, the first ones."""
+  if jax.process_count() == 1:
+    return np.arange(num_rows)
+  num_local = num_rows // jax.process_count()
+  held: dict[int, set[int]] = {}
+  for device, (rows, *_) in padded.sharding.devices_indices_map(padded.shape).items():
+    held.setdefault(device.process_index, set()).update(range(*rows.indices(padded.shape[0])))
+  return np.concatenate([sorted(held[process])[:num_local] for process in range(jax.process_count())])

@@ -1,6 +1,7 @@
 """Where metrics go: a JSONL file at full precision, and TensorBoard events.
 
-`<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "loss": 2.345...}`. A resumed job
+`<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
+"loss": 2.345...}`. A resumed job
 appends; steps that it executes again appear again, and the last line of a step counts. Event files are written with
 TensorBoard's own record writer: clu's needs TensorFlow, whose import takes two cores' time from the first steps, prints
 lines that cannot be turned off and, on a GPU, takes memory that JAX wants.
@@ -49,12 +50,14 @@ class JsonlWriter:
   def _drop_unfinished_line(self) -> None:
     if not self._path.exists():
       return
-    with open(self._path, 'rb+') as file:  # epath has no mode that reads and writes
-      content = file.read()
-      file.truncate(content.rfind(b'\n') + 1)
+    content = self._path.read_bytes()
+    if not content.endswith(b'\n'):  # else another process may be appending to it
+      os.truncate(self._path, content.rfind(b'\n') + 1)
 
   def write(self, step: int, scalars: Scalars) -> None:
-    record = {'step': step} | {name: _json_number(value) for name, value in scalars.items()}
+    record = {'step': step, 'time': round(time.time(), 3)} | {
+      name: _json_number(value) for name, value in scalars.items()
+    }
     self._file.write(json.dumps(record) + '\n')
     self._file.flush()
 

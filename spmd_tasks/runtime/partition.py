@@ -87,11 +87,11 @@ class PartitionedModel:
 
   def init(self, seed: int) -> TrainState:
     """A sharded, padded TrainState at step 0: the same true weights on every mesh, never whole on one host."""
-    return self._jitted_init(jax.random.key(seed))
+    return self._jitted_init(_key(seed))
 
   def lower_init(self) -> Any:
     """The lowered `init` (jax.stages.Lowered): for inspection and planning."""
-    return self._jitted_init.lower(jax.random.key(0))
+    return self._jitted_init.lower(_key(0))
 
   @functools.cached_property
   def train_step(self) -> CompiledStep:
@@ -154,7 +154,7 @@ class PartitionedModel:
     return _constrain(state, self.state_specs, self.mesh)
 
   def _enter(self, padded_batch: dict[str, jax.Array], layout: InputLayout) -> dict[str, jax.Array]:
-    batch = padding.unpad(padded_batch, dict(layout.spec))
+    batch = layout.true_rows(padded_batch)
     split = {name: spec for name, spec in layout.split_specs.items() if spec is not None}
     return batch | _constrain({name: batch[name] for name in split}, split, self.mesh)
 
@@ -195,7 +195,7 @@ def partition_spmd_model(
   def init_weights(rng):
     return unbox_weights(init_boxed(rng))
 
-  key = jax.eval_shape(lambda: jax.random.key(0))
+  key = jax.eval_shape(lambda: _key(0))
   with sharding_scope(mesh, axis_rules):
     specs = weight_specs(jax.eval_shape(init_boxed, key))
   abstract_weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
@@ -209,9 +209,14 @@ def partition_spmd_model(
     weights=specs,
     learner=task.learner.state_split_dims(abstract_state.learner, specs),
   )
-  state_specs = jax.tree.map(
-    lambda leaf: split_dims_to_partition_spec(leaf.split_dims, mesh.axis_names, axis_rules), leaf_specs
-  )
+
+  def partition_spec(path, leaf):
+    try:
+      return split_dims_to_partition_spec(leaf.split_dims, mesh.axis_names, axis_rules)
+    except ValueError as error:
+      raise ValueError(f'{jax.tree_util.keystr(path, simple=True, separator="/")}: {error}') from error
+
+  state_specs = jax.tree_util.tree_map_with_path(partition_spec, leaf_specs)
 
   def padded(leaf, spec):
     shape = padding.padded_shape(leaf.shape, spec, mesh.shape)
@@ -234,6 +239,11 @@ def partition_spmd_model(
     input_layout=make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules),
     _init_weights=init_weights,
   )
+
+
+def _key(seed: int) -> jax.Array:
+  """Always the same generator: the job's numbers must not depend on JAX's default."""
+  return jax.random.key(seed, impl='threefry2x32')
 
 
 def _shardings(tree: Any) -> Any:

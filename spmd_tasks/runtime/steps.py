@@ -31,7 +31,7 @@ def train_step(
     return output.loss, output
 
   learner = task.learner
-  rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+  rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl='threefry2x32'), state.step)
   output, gradients = accumulate_gradients(
     loss_fn, state.weights, batch, rng, learner.num_microbatches, learner.accumulation
   )

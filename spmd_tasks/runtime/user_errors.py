@@ -1,5 +1,6 @@
 """Which errors are sentences for the user, and which are bugs that keep their traceback."""
 
+import linecache
 import os
 
 from spmd_tasks.runtime import exit_codes
@@ -16,7 +17,12 @@ def user_error_code(error: BaseException) -> int | None:
   traceback = error.__traceback__
   while traceback is not None and traceback.tb_next is not None:
     traceback = traceback.tb_next
-  if traceback is None or not os.path.abspath(traceback.tb_frame.f_code.co_filename).startswith(_PACKAGE + os.sep):
+  if traceback is None:
+    return None
+  path = os.path.abspath(traceback.tb_frame.f_code.co_filename)
+  # A sentence of ours comes from a raise statement; a failing unpacking or int() in our code is a bug like any other.
+  is_raised = linecache.getline(path, traceback.tb_lineno).lstrip().startswith('raise ')
+  if not (is_raised and path.startswith(_PACKAGE + os.sep)):
     return None
   if isinstance(error, RuntimeError):
     return exit_codes.FAILED

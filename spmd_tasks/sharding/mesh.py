@@ -4,7 +4,7 @@ ICI is the fast network inside a slice (or one host's devices), DCN the slow one
 and DCN size d has i * d devices, and its slow part is the outer one, as in Pax and T5X.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import math
 
@@ -90,8 +90,3 @@ def _hybrid_device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequen
   ndim = len(ici)
   interleaved = granules.transpose([dim for pair in zip(range(ndim), range(ndim, 2 * ndim)) for dim in pair])
   return interleaved.reshape([d * i for d, i in zip(dcn, ici)])
-
-
-def axis_sizes(mesh: Mesh) -> Mapping[str, int]:
-  """Axis name -> size of a built mesh."""
-  return dict(mesh.shape)

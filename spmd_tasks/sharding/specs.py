@@ -171,14 +171,16 @@ def current_sharding_scope() -> ShardingScope | None:
 
 
 def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
-  """Constrains an activation to its split dims (one entry per dim); the identity outside a `sharding_scope`.
+  """Constrains an activation to its split dims, one entry per dim; None leaves its layout to the compiler.
+
+  The identity outside a `sharding_scope`.
 
   Dimensions need not divide the mesh: inside `jit` the compiler pads activations by itself.
   """
   scope = current_sharding_scope()
-  if scope is None:
+  if scope is None or split_dims is None:
     return x
-  if split_dims is not None and len(split_dims) != x.ndim:
+  if len(split_dims) != x.ndim:
     raise ValueError(f'split dims {tuple(split_dims)} do not fit an array of shape {x.shape}: one entry per dim.')
   spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
   return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))

@@ -87,8 +87,8 @@ def weight_specs(boxed_weights: Any) -> Any:
   def spec_of(path, leaf) -> WeightSpec:
     if not isinstance(leaf, WeightBox):
       raise ValueError(
-        f'weight {jax.tree_util.keystr(path, simple=True, separator="/")} was declared without split dims: pass a '
-        'WeightSpec to self.param.'
+        f'weight {jax.tree_util.keystr(path, simple=True, separator="/")} was declared without split dims: use '
+        'declare_weight, or pass a WeightSpec to self.param.'
       )
     return WeightSpec(
       shape=tuple(leaf.value.shape),

@@ -54,6 +54,16 @@ def test_two_processes_give_the_numbers_of_one_and_share_checkpoints(tmp_path):
   assert 'resuming after step 15' in ranks[0].log
 
 
+def test_rows_keep_their_order_where_a_process_holds_rows_here_and_there(tmp_path):
+  # mdl over the processes: each holds rows 0, 1, 4, 5 or 2, 3, 6, 7. Dropout falls on rows, so their order shows; the
+  # batch of 6 is padded to 8.
+  flags = ['--set', 'batch_size=6', '--set', 'task.model.stack.block.dropout_rate=0.2', '--num_train_steps=4']
+  dcn = ['--ici_mesh_shape=1,2,2', '--dcn_mesh_shape=1,1,2']
+  for ranks in (train(tmp_path, tmp_path / 'alone', 1, *flags), train(tmp_path, tmp_path / 'dcn', 2, *flags, *dcn)):
+    assert [rank.returncode for rank in ranks] == [exit_codes.OK] * len(ranks), [rank.log for rank in ranks]
+  np.testing.assert_allclose(losses(tmp_path / 'dcn'), losses(tmp_path / 'alone'), rtol=1e-5)
+
+
 def wait_for_end(job: Job) -> list[RankResult]:
   """All processes must leave by themselves, nonzero, within the deadline from now."""
   ranks = job.wait(deadline_s=DEADLINE_S)

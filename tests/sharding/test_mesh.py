@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from spmd_tasks.sharding.mesh import MeshSpec, _hybrid_device_array, axis_sizes
+from spmd_tasks.sharding.mesh import MeshSpec, _hybrid_device_array
 
 AXES = ('replica', 'data', 'mdl')
 
@@ -46,7 +46,7 @@ LAYOUTS = [
 def test_every_device_lands_where_its_slice_says(ici, dcn):
   mesh = spec(ici, dcn).build()
   dcn = dcn or (1, 1, 1)
-  assert axis_sizes(mesh) == {name: i * d for name, i, d in zip(AXES, ici, dcn)} == spec(ici, dcn).sizes(8)
+  assert dict(mesh.shape) == {name: i * d for name, i, d in zip(AXES, ici, dcn)} == spec(ici, dcn).sizes(8)
   assert mesh.axis_names == AXES
   assert mesh.axis_types == (AxisType.Auto,) * 3
   for position in np.ndindex(mesh.devices.shape):
@@ -107,7 +107,7 @@ def test_one_size_may_be_the_devices_left_over(ici, dcn, num_devices, expected):
 
 
 def test_left_over_devices_are_built_too():
-  assert axis_sizes(spec((1, -1, 2)).build()) == {'replica': 1, 'data': 4, 'mdl': 2}
+  assert dict(spec((1, -1, 2)).build().shape) == {'replica': 1, 'data': 4, 'mdl': 2}
 
 
 @pytest.mark.parametrize(
