@@ -58,7 +58,7 @@ class WorkerStream:
     if not flags.FLAGS.is_parsed():
       flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which only a program run by absl.app has parsed
     options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=buffer_size)
-    dataset = LaneDataset(reader, positions).mp_prefetch(options, worker_init_fn=None)
+    dataset = LaneDataset(reader, positions).mp_prefetch(options, worker_init_fn=_leave_with_parent)
     self._iterator = iter(dataset)
     self._iterator.start_prefetch()
 

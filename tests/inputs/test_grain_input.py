@@ -1,9 +1,14 @@
 """TextInput: one global batch for any number of hosts and workers, resumed exactly or refused."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -283,3 +288,40 @@ def test_an_error_in_a_worker_names_the_record_and_a_killed_worker_is_an_error(t
     found.extend(iterator)
   iterator.close()
   assert_same(found, take(training, len(found))[0])
+
+
+def is_anyone_left(session):
+  try:
+    os.killpg(session, 0)
+  except ProcessLookupError:
+    return False
+  return True
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_no_worker_behind(jsonl):
+  code = f"""if True:
+    import time
+    from spmd_tasks.inputs.grain_input import TextInput
+    from spmd_tasks.inputs.records import JsonLines
+    from spmd_tasks.inputs.tokenizers import ByteTokenizer
+    source = JsonLines(pattern={str(jsonl)!r})
+    settings = TextInput(source=source, tokenizer=ByteTokenizer(), batch_size=4, seq_len=16, num_workers=1)
+    iterator = settings.make_iterator()
+    next(iterator)
+    print('reading', flush=True)
+    time.sleep(3600)
+  """
+  parent = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, start_new_session=True)
+  try:
+    assert parent.stdout.readline() == b'reading\n'
+    parent.kill()
+    parent.wait()
+    limit = time.monotonic() + 10
+    while is_anyone_left(parent.pid) and time.monotonic() < limit:
+      time.sleep(0.1)
+    assert not is_anyone_left(parent.pid)
+  finally:
+    parent.stdout.close()
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(parent.pid, signal.SIGKILL)
