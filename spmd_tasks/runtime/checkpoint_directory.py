@@ -16,6 +16,7 @@ import time
 from absl import logging
 from etils import epath
 
+from spmd_tasks.runtime.checkpoint_errors import CheckpointError
 from spmd_tasks.runtime.durable_files import sync_path
 from spmd_tasks.runtime.manifest import (
   MANIFEST_FILE,
@@ -30,14 +31,6 @@ from spmd_tasks.runtime.manifest import (
 
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
 _ANY_DIRECTORY = re.compile(r'checkpoint_\d+\.(partial|deleting|damaged-)')
-
-
-class CheckpointError(ValueError):
-  """A checkpoint could not be saved or restored; the message says which, why, and what to do."""
-
-
-class CheckpointSaveError(CheckpointError, RuntimeError):
-  """A checkpoint could not be saved while the job was running."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,8 @@ from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
-from spmd_tasks.runtime.checkpoint_directory import CheckpointDirectory, CheckpointError, CheckpointSaveError
+from spmd_tasks.runtime.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.runtime.checkpoint_errors import CheckpointError, CheckpointSaveError
 from spmd_tasks.runtime.durable_files import write_durably
 from spmd_tasks.runtime.manifest import LeafEntry, leaf_entries, read_manifest
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 import errno
+import hashlib
+import json
 import os
 import pathlib
 import re
@@ -93,6 +95,18 @@ def test_every_file_of_a_checkpoint_is_covered(directory, rng):
       checkpointer.restore(abstract_state(), step=3)
     path.write_bytes(original)
   assert_restores(checkpointer.restore(abstract_state(), step=3), 3)
+
+
+@pytest.mark.parametrize('step', [None, 3])
+def test_another_format_is_refused_and_nothing_is_renamed(directory, step):
+  path = directory / 'checkpoint_00000003' / manifest.MANIFEST_FILE
+  body = json.loads(path.read_text())['body'] | {'format': 2}
+  digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+  path.write_text(json.dumps({'body': body, 'sha256': digest}, indent=1) + '\n')
+  before = names(directory)
+  with pytest.raises(CheckpointError, match=rf'{path} has format 2, .* reads format 1'):
+    Checkpointer(directory).restore(abstract_state(), step=step)
+  assert names(directory) == before
 
 
 # Which steps are kept.

@@ -1,10 +1,14 @@
 """Any change to any file of a checkpoint is found; any difference between leaf tables is told with both sides."""
 
+import hashlib
+import json
+
 from etils import epath
 import jax
 import jax.numpy as jnp
 import pytest
 
+from spmd_tasks.runtime.checkpoint_errors import CheckpointError
 from spmd_tasks.runtime.manifest import (
   MANIFEST_FILE,
   DamagedCheckpointError,
@@ -92,6 +96,37 @@ def test_a_manifest_that_is_none_is_damaged(directory, data):
   (directory / MANIFEST_FILE).write_bytes(data)
   with pytest.raises(DamagedCheckpointError, match='digest'):
     read_manifest(directory)
+
+
+def rewrite(directory: epath.Path, **changes: object) -> None:
+  """Another manifest, its digest computed here: by the rule, not by the code under test."""
+  body = json.loads((directory / MANIFEST_FILE).read_text())['body'] | changes
+  digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+  (directory / MANIFEST_FILE).write_text(json.dumps({'body': body, 'sha256': digest}, indent=1) + '\n')
+
+
+def test_another_format_is_refused_and_is_no_damage(directory):
+  rewrite(directory, format=2, leaves='of a kind not known here', versions={'spmd_tasks': '9.1'})
+  with pytest.raises(CheckpointError, match=r'json has format 2, .* reads format 1.*written by spmd_tasks 9\.1; here'):
+    read_manifest(directory)
+
+
+def test_a_damaged_manifest_of_another_format_is_damaged(directory):
+  rewrite(directory, format=2)
+  path = directory / MANIFEST_FILE
+  path.write_text(path.read_text().replace('"num_processes": 2', '"num_processes": 3'))
+  with pytest.raises(DamagedCheckpointError, match='digest'):
+    read_manifest(directory)
+
+
+def test_what_a_later_version_of_the_same_format_adds_is_ignored(directory):
+  rewrite(directory, added={'x': 1})
+  verify(directory)
+
+
+def test_the_versions_that_wrote_it_are_kept(directory):
+  assert read_manifest(directory).versions['jax'] == jax.__version__
+  assert set(read_manifest(directory).versions) == {'spmd_tasks', 'jax', 'orbax-checkpoint'}
 
 
 def test_a_missing_manifest_is_damaged(directory):

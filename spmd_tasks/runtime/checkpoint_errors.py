@@ -1,0 +1,9 @@
+"""The errors that checkpoints raise to their users."""
+
+
+class CheckpointError(ValueError):
+  """A checkpoint could not be saved or restored; the message says which, why, and what to do."""
+
+
+class CheckpointSaveError(CheckpointError, RuntimeError):
+  """A checkpoint could not be saved while the job was running."""
