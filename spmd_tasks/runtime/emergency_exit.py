@@ -6,7 +6,6 @@ Usage, around everything from the start of jax.distributed on:
     with emergency.on_failure():
       initialize(settings)
       emergency.attach(open_rank_records(job_log_dir))
-      emergency.add_flush(writer.flush)
       ...
 
 An exception that unwinds one process of several would end in JAX's shutdown barrier, where it waits for processes that
@@ -18,6 +17,7 @@ import contextlib
 import faulthandler
 import functools
 import logging as stdlib_logging
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -38,6 +38,7 @@ STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by
 _RECORDS_LIMIT_S = 4.0
 _FLUSH_LIMIT_S = 5.0
 _LINGER_LIMIT_S = 5.0
+_CHILDREN_LIMIT_S = 1.0
 _TOTAL_LIMIT_S = 18.0
 
 
@@ -46,21 +47,31 @@ class EmergencyExit:
 
   def __init__(self):
     self._records: RankRecords | None = None
-    self._flushes: list[Callable[[], object]] = []
     self._position: Callable[[], Position] = Position
-    self._lock = threading.Lock()
+    self._first_to_leave = threading.Lock()
+    self._deadline_lock = threading.Lock()
+    self._is_leaving = False
 
   def attach(self, records: RankRecords):
     """Tells the other processes through `records`, and reports what they say of themselves."""
     self._records = records
 
-  def add_flush(self, flush: Callable[[], object]):
-    """Runs `flush` before leaving, with all the others within 5 s: for writers, never for what waits for a process."""
-    self._flushes.append(flush)
-
   def set_position_source(self, position: Callable[[], Position]):
     """Where reports take this process's position from: the watchdog."""
     self._position = position
+
+  def set_deadline(self, limit_s: float | None):
+    """Ends the process `limit_s` seconds from now, with stacks, even if no Python thread runs then; None takes it back.
+
+    There is one such deadline in a process. Once it is leaving, it has that of leaving, and no other.
+    """
+    with self._deadline_lock:
+      if self._is_leaving:
+        return
+      if limit_s is None:
+        faulthandler.cancel_dump_traceback_later()
+      else:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=STDERR)
 
   @contextlib.contextmanager
   def on_failure(self) -> Iterator[None]:
@@ -88,7 +99,9 @@ class EmergencyExit:
   def leave(
     self, code: int, reason: str, *, details: str = '', has_stacks: bool = True, is_own: bool = True
   ) -> NoReturn:
-    """Reports, tells the others, flushes and ends the process with `code`; never returns, never takes more than 18 s.
+    """Reports, tells the others, flushes, ends the process with `code`; never returns, never takes more than 18 s.
+
+    Processes that `multiprocessing` started here are ended with it.
 
     Args:
       code: one of exit_codes.
@@ -97,10 +110,13 @@ class EmergencyExit:
       has_stacks: whether to report what every thread is doing.
       is_own: false where another process has already stated the failure that this one follows.
     """
-    if not self._lock.acquire(blocking=False):
+    if not self._first_to_leave.acquire(blocking=False):
       time.sleep(_TOTAL_LIMIT_S * 2)  # Another thread is leaving, and takes this one with it.
+      os._exit(code)  # It has not, nor has its deadline.
     # From a thread that needs no interpreter lock: leaving must not depend on who holds it.
-    faulthandler.dump_traceback_later(_TOTAL_LIMIT_S, exit=True, file=STDERR)
+    with self._deadline_lock:
+      self._is_leaving = True
+      faulthandler.dump_traceback_later(_TOTAL_LIMIT_S, exit=True, file=STDERR)
     position = self._position()
     records = self._records
     name = (
@@ -117,9 +133,10 @@ class EmergencyExit:
     if records is not None and records.num_processes > 1:
       tell = functools.partial(self._tell, records, position, code, reason, details=details, is_own=is_own)
       _within(_RECORDS_LIMIT_S, tell)
-    _within(_FLUSH_LIMIT_S, self._flush)
+    _within(_FLUSH_LIMIT_S, _flush)
     if records is not None and records.process_index == 0 and records.num_processes > 1:
       _within(_LINGER_LIMIT_S, lambda: _wait_for_peers(records))
+    _within(_CHILDREN_LIMIT_S, _end_children)
     os._exit(code)
 
   def _tell(self, records: RankRecords, position: Position, code: int, reason: str, *, details: str, is_own: bool):
@@ -133,16 +150,19 @@ class EmergencyExit:
     if culprits:
       _report(f'*** likely culprit: {culprits}')
 
-  def _flush(self):
-    for flush in self._flushes:
-      try:
-        flush()
-      except Exception:
-        _report(f'*** while flushing: {traceback.format_exc()}')
-    for handler in stdlib_logging.getLogger().handlers:
-      handler.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
+
+def _flush():
+  for stream in (*stdlib_logging.getLogger().handlers, sys.stdout, sys.stderr):
+    try:
+      stream.flush()
+    except Exception:
+      _report(f'*** while flushing: {traceback.format_exc()}')
+
+
+def _end_children():
+  """os._exit leaves them running, although they are daemons."""
+  for child in multiprocessing.active_children():
+    child.terminate()
 
 
 def _wait_for_peers(records: RankRecords):

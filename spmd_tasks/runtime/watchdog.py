@@ -19,14 +19,13 @@ collective until their own watchdogs fire. Their reports name it, as the one who
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import faulthandler
 import threading
 import time
 
 from absl import logging
 
 from spmd_tasks.runtime import exit_codes
-from spmd_tasks.runtime.emergency_exit import STDERR, EmergencyExit
+from spmd_tasks.runtime.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.rank_records import Position, RankRecords
 
 # How much longer than the limit the watchdog's own thread may be kept from running, by a native call that holds the
@@ -98,7 +97,7 @@ class StepWatchdog:
     self._done.set()
     for thread in self._threads:
       thread.join(5.0)
-    faulthandler.cancel_dump_traceback_later()
+    self._emergency.set_deadline(None)
 
   def beat(self, step: int, activity: str = 'step'):
     """Begins `activity` of `step`; costs microseconds. To be called in the same order in every process."""
@@ -131,7 +130,7 @@ class StepWatchdog:
           exit_codes.STUCK,
           f'no progress for {waited_s:.1f} s in {mark.position} (limit {mark.limit_s:g} s)',
         )
-      faulthandler.dump_traceback_later(mark.limit_s + _NATIVE_MARGIN_S, exit=True, file=STDERR)
+      self._emergency.set_deadline(mark.limit_s + _NATIVE_MARGIN_S)
       if self._done.wait(min(1.0, mark.limit_s / 10)):
         return
 

@@ -56,7 +56,6 @@ def run(args: argparse.Namespace, emergency: EmergencyExit):
   records = open_rank_records(args.job_log_dir) if jax.process_count() > 1 else None
   if records is not None:
     emergency.attach(records)
-  emergency.add_flush(lambda: print('flushed', flush=True))
 
   mesh = jax.make_mesh((jax.device_count(),), ('data',), axis_types=(AxisType.Auto,))
   sharding = NamedSharding(mesh, P('data'))

@@ -12,7 +12,7 @@ from spmd_tasks.runtime import exit_codes
 from spmd_tasks.runtime.emergency_exit import EmergencyExit
 
 PREAMBLE = """
-import sys, time, threading
+import faulthandler, logging, multiprocessing, sys, time, threading
 import jax
 from spmd_tasks.runtime import emergency_exit, exit_codes
 from spmd_tasks.runtime.emergency_exit import EmergencyExit
@@ -46,10 +46,11 @@ def test_one_of_several_reports_flushes_and_leaves_without_exit_handlers():
     + textwrap.dedent("""
     import atexit
     atexit.register(print, 'exit handlers ran')
-    def fail():
-      raise OSError('disk full')
-    emergency.add_flush(fail)
-    emergency.add_flush(lambda: sys.stdout.write('flushed'))
+    class FullDisk(logging.Handler):
+      def flush(self):
+        raise OSError('disk full')
+    logging.getLogger().addHandler(FullDisk())
+    sys.stdout.write('buffered')
     with emergency.on_failure():
       raise KeyError('lost')
     """)
@@ -57,7 +58,7 @@ def test_one_of_several_reports_flushes_and_leaves_without_exit_handlers():
   assert result.returncode == exit_codes.FAILED
   assert "KeyError: 'lost'" in result.stderr
   assert 'while flushing: Traceback' in result.stderr
-  assert result.stdout == 'flushed'
+  assert result.stdout == 'buffered'
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,10 @@ def test_sys_exit_leaves_the_usual_way_only_where_all_processes_do(monkeypatch, 
 def test_neither_a_hanging_flush_nor_a_second_caller_holds_it_up():
   result = run("""
     emergency_exit._FLUSH_LIMIT_S = 0.3
-    emergency.add_flush(lambda: time.sleep(3600))
+    class Hanging(logging.Handler):
+      def flush(self):
+        time.sleep(3600)
+    logging.getLogger().addHandler(Hanging())
     threading.Thread(target=emergency.leave, args=(exit_codes.STUCK, 'first')).start()
     time.sleep(0.1)
     emergency.leave(exit_codes.FAILED, 'second')
@@ -86,6 +90,42 @@ def test_neither_a_hanging_flush_nor_a_second_caller_holds_it_up():
   assert result.returncode == exit_codes.STUCK
   assert 'first' in result.stderr
   assert 'second' not in result.stderr
+
+
+def test_the_deadline_of_leaving_stands_whoever_else_sets_one():
+  result = run("""
+    emergency_exit._TOTAL_LIMIT_S = 1.0
+    emergency.set_position_source(lambda: time.sleep(3600))  # leaving gets no further
+    threading.Thread(target=emergency.leave, args=(exit_codes.STUCK, 'first'), daemon=True).start()
+    time.sleep(0.3)
+    emergency.set_deadline(600.0)
+    emergency.set_deadline(None)
+    time.sleep(3600)
+    """)
+  assert result.returncode == exit_codes.FAILED  # faulthandler's
+  assert 'Timeout (0:00:01)!' in result.stderr
+
+
+def test_a_second_caller_ends_the_process_where_neither_the_first_nor_its_deadline_has():
+  result = run("""
+    emergency_exit._TOTAL_LIMIT_S = 0.2
+    faulthandler.dump_traceback_later = lambda *args, **kwargs: None
+    emergency.set_position_source(lambda: time.sleep(3600))
+    threading.Thread(target=emergency.leave, args=(exit_codes.STUCK, 'first'), daemon=True).start()
+    time.sleep(0.1)
+    emergency.leave(exit_codes.PEER_FAILED, 'second')
+    """)
+  assert result.returncode == exit_codes.PEER_FAILED
+
+
+def test_child_processes_are_ended():
+  # They hold stdout open: `run` returns only once they are gone.
+  result = run("""
+    for _ in range(2):
+      multiprocessing.get_context('spawn').Process(target=time.sleep, args=(3600,), daemon=True).start()
+    emergency.leave(exit_codes.FAILED, 'trouble')
+    """)
+  assert result.returncode == exit_codes.FAILED
 
 
 def test_an_abort_shows_the_stacks():
