@@ -1,5 +1,6 @@
 """RankRecords: small files by which the processes of a job know of each other's progress and failure.
 
+    <job_log_dir>/ranks/start.txt           what process 0 drew by lot in this start: who reads it shares the directory
     <job_log_dir>/ranks/progress/<i>.json   where process i is, written every few seconds
     <job_log_dir>/ranks/failures/<i>.json   why process i leaves; its presence is a statement, made before it does
     <job_log_dir>/ranks/failures/<i>.stacks.txt
@@ -21,6 +22,14 @@ from typing import Any
 from etils import epath
 import jax
 from jax.experimental import multihost_utils
+import numpy as np
+
+# How long a directory may take to show process 0's file. NFS keeps what it has seen of a directory for up to a minute.
+_VISIBLE_LIMIT_S = 90.0
+_VISIBLE_PERIOD_S = 0.5
+
+# Process 0 holds the coordination service, whose end aborts the others: it leaves after they have said why they do.
+_LAST_TO_LEAVE_S = 2.0
 
 _MAX_DESCRIBED = 16  # Lines for more processes than that would bury the one that matters.
 
@@ -173,11 +182,50 @@ class RankRecords:
 
 
 def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
-  """Opens every process's records; a collective call, which returns once no record of an earlier run is left."""
-  records = RankRecords(job_log_dir, process_index=jax.process_index(), num_processes=jax.process_count())
-  if records.num_processes > 1:
-    multihost_utils.sync_global_devices('rank records are clear')
+  """Opens every process's records; a collective call, which returns once no record of an earlier run is left.
+
+  No process touches the directory before process 0 has made the call: if a running job owns the directory, process 0
+  has been refused instead, and the running job keeps its records.
+
+  Raises:
+    ValueError: a process does not see what process 0 writes there; in all processes.
+  """
+  process_index, num_processes = jax.process_index(), jax.process_count()
+  if num_processes == 1:
+    return RankRecords(job_log_dir, process_index=0, num_processes=1)
+  start_path = epath.Path(job_log_dir) / 'ranks' / 'start.txt'
+  token = os.urandom(8)
+  if process_index == 0:
+    start_path.parent.mkdir(parents=True, exist_ok=True)
+    _write(start_path, token.hex())
+  token = multihost_utils.broadcast_one_to_all(np.frombuffer(token, np.uint8)).tobytes()
+  is_visible = _becomes_visible(start_path, token.hex())
+  records = RankRecords(job_log_dir, process_index=process_index, num_processes=num_processes) if is_visible else None
+  all_visible = multihost_utils.process_allgather(np.array(is_visible)).reshape(-1)
+  if not all_visible.all():
+    blind = ', '.join(str(index) for index in np.flatnonzero(~all_visible)[:_MAX_DESCRIBED])
+    if process_index == 0:
+      time.sleep(_LAST_TO_LEAVE_S)
+    raise ValueError(
+      f'{os.fspath(job_log_dir)} is not shared by the processes of the job: what process 0 wrote there is not seen by '
+      f'process {blind} (of {num_processes}); choose a directory on a file system or in a bucket that they all share.'
+    )
+  assert records is not None
   return records
+
+
+def _becomes_visible(path: epath.Path, text: str) -> bool:
+  """Whether `path` holds `text`, now or soon."""
+  limit = time.monotonic() + _VISIBLE_LIMIT_S
+  while True:
+    try:
+      if path.read_text() == text:
+        return True
+    except (OSError, ValueError):  # Not there yet; or another file, of which nothing is known.
+      pass
+    if time.monotonic() > limit:
+      return False
+    time.sleep(_VISIBLE_PERIOD_S)
 
 
 def _write(path: epath.Path, text: str):

@@ -169,3 +169,21 @@ def test_an_earlier_runs_failure_does_not_end_this_one(tmp_path):
   assert_all_left(ranks)
   again = run_worker(tmp_path)
   assert [rank.returncode for rank in again] == [exit_codes.OK, exit_codes.OK], [rank.log for rank in again]
+
+
+@pytest.mark.slow
+def test_a_directory_that_is_not_shared_is_refused_by_all(tmp_path):
+  directories = [tmp_path / 'disk0', tmp_path / 'disk1']
+  argvs = [
+    [sys.executable, WORKER, f'--job_log_dir={directory}', '--visible_limit_s=1', *own]
+    for directory, own in zip(directories, coordinator_flags(num_processes=2), strict=True)
+  ]
+  with Job(argvs, log_dir=tmp_path, num_devices=2) as job:
+    ranks = job.wait(deadline_s=START_S)
+  assert [rank.returncode for rank in ranks] == [exit_codes.USAGE] * 2, [rank.log for rank in ranks]
+  for rank, directory in zip(ranks, directories, strict=True):
+    assert (
+      f'{directory} is not shared by the processes of the job: what process 0 wrote there is not seen by' in rank.log
+    )
+    assert 'Traceback' not in rank.log
+  assert not directories[1].exists()

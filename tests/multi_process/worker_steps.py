@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from spmd_tasks.runtime import exit_codes
+from spmd_tasks.runtime import exit_codes, rank_records
 from spmd_tasks.runtime.distributed import DistributedSettings, finish, initialize
 from spmd_tasks.runtime.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.preemption import PreemptionGuard
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace, emergency: EmergencyExit):
     collective_timeout_s=args.collective_timeout_s,
   )
   initialize(settings)
+  rank_records._VISIBLE_LIMIT_S = args.visible_limit_s
   records = open_rank_records(args.job_log_dir) if jax.process_count() > 1 else None
   if records is not None:
     emergency.attach(records)
@@ -108,6 +109,7 @@ def main():
   parser.add_argument('--initialization_timeout_s', type=int, default=60)
   parser.add_argument('--heartbeat_timeout_s', type=int, default=int(HOUR_S))
   parser.add_argument('--collective_timeout_s', type=int, default=int(HOUR_S))
+  parser.add_argument('--visible_limit_s', type=float, default=60.0)
   parser.add_argument('--late_s', type=float, default=0.0, help='work that one process does after the last step')
   args = parser.parse_args()
   emergency = EmergencyExit()

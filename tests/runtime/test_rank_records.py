@@ -3,9 +3,16 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
-from spmd_tasks.runtime.rank_records import Position, RankRecords
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+import pytest
+
+from spmd_tasks.runtime import rank_records
+from spmd_tasks.runtime.rank_records import Position, RankRecords, open_rank_records
 
 
 def open_all(directory, num_processes=3):
@@ -83,3 +90,61 @@ def test_a_large_jobs_report_has_only_the_remarkable_processes(tmp_path):
   assert culprits == "process 33 is behind: 'start' of step 4"
   assert [line.split()[1] for line in table.splitlines()[1:]] == ['0', '33']
   assert str(os.getpid()) in table
+
+
+@pytest.fixture
+def process_1(monkeypatch):
+  """open_rank_records as process 1 of 2; the list is of what is done at each meeting with process 0."""
+  meetings = []
+
+  def broadcast(token):
+    meetings.pop(0)()
+    return np.arange(8, dtype=np.uint8)
+
+  def gather(flag):
+    meetings.pop(0)()
+    return np.stack([np.array(True), flag])
+
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', broadcast)
+  monkeypatch.setattr(multihost_utils, 'process_allgather', gather)
+  monkeypatch.setattr(rank_records, '_VISIBLE_PERIOD_S', 0.01)
+  return meetings
+
+
+def test_a_running_jobs_records_stay_until_process_0_owns_the_directory(tmp_path, process_1):
+  open_all(tmp_path, num_processes=2)[1].write_failure(step=1, reason='earlier', is_own=True, stacks='x')
+  RankRecords(tmp_path, process_index=0, num_processes=2)
+  own_failure = tmp_path / 'ranks' / 'failures' / '1.json'
+  is_there = []
+
+  def claimed():
+    is_there.append(own_failure.exists())
+    (tmp_path / 'ranks' / 'start.txt').write_text('0001020304050607')
+
+  process_1 += [claimed, lambda: is_there.append(own_failure.exists())]
+  assert open_rank_records(tmp_path).process_index == 1
+  assert is_there == [True, False]
+
+
+def test_a_file_system_may_show_process_0s_file_late(tmp_path, process_1):
+  start = tmp_path / 'ranks' / 'start.txt'
+  start.parent.mkdir()
+  start.write_text('07060504ff020100')  # of an earlier start
+  late = threading.Timer(0.3, start.write_text, ['0001020304050607'])
+  process_1 += [late.start, lambda: None]
+  open_rank_records(tmp_path)
+  late.join()
+
+
+@pytest.mark.parametrize('earlier', [None, b'0706050403020100', b'\xff'])
+def test_a_directory_that_is_not_shared_is_refused(tmp_path, process_1, monkeypatch, earlier):
+  monkeypatch.setattr(rank_records, '_VISIBLE_LIMIT_S', 0.05)
+  if earlier is not None:
+    (tmp_path / 'ranks').mkdir()
+    (tmp_path / 'ranks' / 'start.txt').write_bytes(earlier)
+  process_1 += [lambda: None, lambda: None]
+  with pytest.raises(ValueError, match=r'is not shared .* is not seen by process 1 \(of 2\); choose a directory'):
+    open_rank_records(tmp_path)
+  assert not list(tmp_path.glob('ranks/progress'))
