@@ -16,7 +16,7 @@ import time
 from absl import logging
 from etils import epath
 
-from spmd_tasks.runtime.checkpoint_errors import CheckpointError
+from spmd_tasks.runtime.checkpoint_errors import CheckpointError, CheckpointSaveError
 from spmd_tasks.runtime.durable_files import sync_path
 from spmd_tasks.runtime.manifest import (
   MANIFEST_FILE,
@@ -31,6 +31,13 @@ from spmd_tasks.runtime.manifest import (
 
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
 _ANY_DIRECTORY = re.compile(r'checkpoint_\d+\.(partial|deleting|damaged-)')
+
+Stamp = tuple[int, int]
+
+
+def input_file(process_index: int, num_processes: int) -> str:
+  """Where a process's position in its input stands, below a checkpoint's directory."""
+  return f'input/process_{process_index}_of_{num_processes}.json'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,23 @@ class CheckpointDirectory:
     """The steps that have a manifest, ascending; nothing is verified."""
     return [step for step, path in self.claimed_steps().items() if (path / MANIFEST_FILE).exists()]
 
+  def stamp(self, step: int) -> Stamp:
+    """What tells the checkpoint of `step` from a later one of the same step: its manifest's time (0: it has none)."""
+    try:
+      return step, int((self.final(step) / MANIFEST_FILE).stat().mtime)
+    except OSError:
+      return step, 0
+
+  def num_bytes(self) -> int:
+    """About what all checkpoints hold in bytes, told by the newest manifest that can be read; 0 without one."""
+    steps = self.claimed_steps()
+    for path in reversed(steps.values()):
+      try:
+        return len(steps) * sum(entry.num_bytes for entry in read_manifest(path).files)
+      except (DamagedCheckpointError, CheckpointError, OSError):
+        continue
+    return 0
+
   def open(self) -> None:
     """Creates the directory and removes what an interrupted job left half-written or half-deleted. Raises OSError."""
     self.path.mkdir(parents=True, exist_ok=True)
@@ -65,8 +89,19 @@ class CheckpointDirectory:
         path.rmtree()
 
   def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
-    """Writes the manifest of a partial checkpoint and gives it its final name. Raises OSError."""
+    """Writes the manifest of a partial checkpoint and gives it its final name.
+
+    Raises:
+      CheckpointSaveError: a process has written nothing here: the manifest would certify a checkpoint without its part.
+      OSError: something cannot be read or written.
+    """
     partial = self.partial(step)
+    for index in range(num_processes):
+      if not (partial / input_file(index, num_processes)).exists():
+        raise CheckpointSaveError(
+          f'process {index} of {num_processes} has written no {input_file(index, num_processes)} into {partial}: that '
+          'directory is perhaps not shared by all processes; choose one on storage that every machine mounts'
+        )
     write_manifest(partial, step=step, num_processes=num_processes, leaves=leaves, num_threads=self.num_hash_threads)
     partial.rename(self.final(step))
     sync_path(self.path)
@@ -96,42 +131,50 @@ class CheckpointDirectory:
     sync_path(path.parent)
     return target
 
-  def choose(self, step: int | None, wanted: Sequence[LeafEntry], *, prefix: str, read_only: bool) -> int | None:
+  def choose(
+    self, step: int | None, wanted: Sequence[LeafEntry], *, prefix: str, rejected: set[Stamp] | None = None
+  ) -> int | None:
     """The step to restore, every byte of it verified; None if the directory has never held a checkpoint.
 
     Args:
       step: the step that was asked for; None for the newest that is whole (damaged ones on the way are set aside).
       wanted: the leaves that will be restored.
       prefix: the checkpoint's leaves whose names begin with it must be exactly `wanted`.
-      read_only: skip damaged checkpoints without renaming them.
+      rejected: for a reader beside the job that owns the directory: nothing is renamed; what is found damaged is added
+        and not read again; where a checkpoint is deleted while it is read, the directory is listed again.
 
     Raises:
       CheckpointError: see `Checkpointer.restore`.
       OSError: a file is there but cannot be read.
     """
     steps = self.claimed_steps()
-    if step is not None:
-      if step not in steps:
-        raise CheckpointError(f'{self.path} has no checkpoint of step {step}; it has {list(steps)}.')
-      try:
-        self._verify(steps[step], wanted, prefix)
-      except DamagedCheckpointError as damage:
-        whole = [other for other in self.complete_steps() if other != step]
-        raise CheckpointError(
-          f'checkpoint {steps[step]} is damaged: {damage}. Other steps: {whole}. Restore one of them, or give no step '
-          'to use the newest that is whole.'
-        ) from damage
-      return step
-    for candidate, path in reversed(steps.items()):
+    if step is not None and step not in steps:
+      raise CheckpointError(f'{self.path} has no checkpoint of step {step}; it has {list(steps)}.')
+    for candidate in reversed(steps) if step is None else [step]:
+      path, stamp = steps[candidate], self.stamp(candidate)
+      if step is None and rejected and stamp in rejected:
+        continue
       try:
         self._verify(path, wanted, prefix)
         return candidate
-      except DamagedCheckpointError as damage:
-        if read_only:
-          logging.error('Checkpoint %s is damaged and skipped: %s.', path, damage)
+      except (DamagedCheckpointError, OSError) as problem:
+        if rejected is not None and not path.exists():
+          logging.info('Checkpoint %s was deleted while it was verified; looking again.', path)
+          return self.choose(step, wanted, prefix=prefix, rejected=rejected)
+        if isinstance(problem, OSError):
+          raise
+        if step is not None:
+          whole = [other for other in self.complete_steps() if other != step]
+          raise CheckpointError(
+            f'checkpoint {path} is damaged: {problem}. Other steps: {whole}. Restore one of them, or give no step '
+            'to use the newest that is whole.'
+          ) from problem
+        if rejected is not None:
+          rejected.add(stamp)
+          logging.error('Checkpoint %s is damaged and skipped: %s.', path, problem)
         else:
-          aside = self.set_aside(path, f'damaged-{damage.file.replace("/", "_")}')
-          logging.error('Checkpoint %s is damaged: %s. It is set aside as %s.', path, damage, aside.name)
+          aside = self.set_aside(path, f'damaged-{problem.file.replace("/", "_")}')
+          logging.error('Checkpoint %s is damaged: %s. It is set aside as %s.', path, problem, aside.name)
     damaged = sorted(path.name for path in self._list() if _step_of(path) is not None or '.damaged-' in path.name)
     if damaged:
       raise CheckpointError(

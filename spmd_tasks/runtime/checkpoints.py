@@ -24,11 +24,16 @@ On restore every byte is verified (manifest.py says what that costs). A damaged 
 
 With several processes (one shared directory) every process calls every method, in the same order, from its main thread;
 process 0 alone writes manifests, deletes, renames and decides which step is restored. An error is raised on the process
-that has it; the others are ended by the job's crash handling. The caller owns the directory (see job_directory.py);
-a second reader (eval, decode) passes `read_only=True`.
+that has it; the others are ended by the job's crash handling. They wait for each other, and for Orbax's write, for
+`timeout_secs` and 10 s per GB at most: process 0 hashes every byte alone (1 TB: 2 minutes at 8 GB/s, 3 hours at the
+limit of 100 MB/s). How long a save or restore may really take is the job's decision (the watchdog's `allow`).
+
+The caller owns the directory (see job_directory.py). A second reader (eval, decode) passes `read_only=True`: where the
+owner deletes a checkpoint that is being read, it goes on with the newest there is then; what it has found damaged it
+neither reads again nor reports as its `latest_step`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 import dataclasses
 import json
@@ -38,19 +43,18 @@ from typing import Any
 from absl import logging
 from etils import epath
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 import orbax.checkpoint as ocp
 
-from spmd_tasks.runtime.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.runtime.agreement import PrimaryError, all_agree, meet, primary_decides
+from spmd_tasks.runtime.checkpoint_directory import CheckpointDirectory, Stamp, input_file
 from spmd_tasks.runtime.checkpoint_errors import CheckpointError, CheckpointSaveError
 from spmd_tasks.runtime.durable_files import write_durably
 from spmd_tasks.runtime.manifest import LeafEntry, leaf_entries, read_manifest
 
 __all__ = ['CheckpointError', 'Checkpointer', 'Restored']
 
-_STATE, _INPUT, _METADATA = 'state', 'input', 'metadata.json'
-_BROADCAST_BYTES = 16384
+_STATE, _METADATA = 'state', 'metadata.json'
+_SLOWEST_BYTES_PER_S = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,8 @@ class Checkpointer:
       keep_every_n_steps: checkpoints whose step is a multiple of it are kept for ever, beside the newest ones.
       read_only: change nothing: no saving, no cleaning up, damaged checkpoints are skipped where they lie.
       num_hash_threads: files hashed at a time.
-      timeout_secs: how long processes wait for each other around one save or restore.
+      timeout_secs: how long processes wait for each other around one save or restore of a small state; the limit
+        grows with the state (see the module's docstring).
 
     Raises:
       CheckpointError: the directory cannot be created or written.
@@ -108,15 +113,18 @@ class Checkpointer:
     self._read_only = read_only
     self._timeout_secs = timeout_secs
     self._is_primary = jax.process_index() == 0
-    self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), timeout_secs=timeout_secs)
+    self._orbax = _make_orbax(timeout_secs)
+    self._orbax_limit_s = timeout_secs
+    self._reader = ocp.PyTreeCheckpointHandler()
     self._background = ThreadPoolExecutor(1, thread_name_prefix='checkpoint_seal')
     self._pending: tuple[int, Future[None]] | None = None
+    self._rejected: set[Stamp] = set()
     if self._is_primary and not read_only:
       try:
         self._directory.open()
       except OSError as error:
         raise CheckpointError(f'checkpoint directory {self._directory.path} cannot be used: {error}.') from error
-    self._barrier('open')
+    meet('checkpoint_open', limit_s=timeout_secs)
 
   def save(
     self, step: int, state: Any, input_state: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
@@ -142,11 +150,12 @@ class Checkpointer:
         'training went back on purpose, move the later checkpoints away first.'
       )
     leaves = leaf_entries(state)
+    self._allow_orbax(self._limit_s(_num_bytes(state)))
     partial = self._directory.partial(step)
     try:
-      (partial / _INPUT).mkdir(parents=True, exist_ok=True)
-      name = f'process_{jax.process_index()}_of_{jax.process_count()}.json'
-      write_durably(partial / _INPUT / name, _to_json('input_state', input_state))
+      own_input = partial / input_file(jax.process_index(), jax.process_count())
+      own_input.parent.mkdir(parents=True, exist_ok=True)
+      write_durably(own_input, _to_json('input_state', input_state))
       if self._is_primary:
         write_durably(partial / _METADATA, _to_json('metadata', dict(metadata or {})))
       self._orbax.save(partial / _STATE, args=ocp.args.PyTreeSave(_to_nested(state)))
@@ -166,7 +175,7 @@ class Checkpointer:
       self._pending = None
       raise self._save_error(step, error) from error
     self._pending = None
-    self._barrier(f'sealed_{step}')
+    meet(f'checkpoint_sealed_{step}', limit_s=self._orbax_limit_s)
     waited = time.monotonic() - started
     if waited > 1:
       logging.info('Waited %.1f s for checkpoint %d to be complete.', waited, step)
@@ -178,14 +187,15 @@ class Checkpointer:
     finally:
       self._background.shutdown()
       self._orbax.close()
+      self._reader.close()
 
   def all_steps(self) -> list[int]:
     """The steps of the complete checkpoints, ascending (their files are not verified here)."""
     return self._directory.complete_steps()
 
   def latest_step(self) -> int | None:
-    """The newest of `all_steps`; None if there is none."""
-    return max(self.all_steps(), default=None)
+    """The newest of `all_steps` that this reader has not found damaged; None if there is none."""
+    return max((step for step in self.all_steps() if self._directory.stamp(step) not in self._rejected), default=None)
 
   def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
     """Restores a whole state, bit-exactly, onto the shardings of `abstract_state`.
@@ -233,17 +243,41 @@ class Checkpointer:
 
   def _restore(self, abstract: Any, step: int | None, *, subtree: str | None) -> Restored | None:
     self.wait()
-    prefix = f'{subtree}/' if subtree else ''
+    while True:
+      chosen = self._choose(step, abstract, prefix=f'{subtree}/' if subtree else '')
+      if chosen is None:
+        return None
+      restored = self._read(chosen, abstract, subtree)
+      if all_agree(restored is not None, 'checkpoint_read', limit_s=self._limit_s(_num_bytes(abstract))):
+        return restored
+      logging.info('Checkpoint %d was deleted while it was read; looking again.', chosen)
+
+  def _choose(self, step: int | None, abstract: Any, *, prefix: str) -> int | None:
+    """The verified step that every process restores; what process 0 has found damaged is known to all."""
     wanted = [dataclasses.replace(leaf, name=prefix + leaf.name) for leaf in leaf_entries(abstract)]
-    chosen = self._agree(lambda: self._directory.choose(step, wanted, prefix=prefix, read_only=self._read_only))
-    if chosen is None:
-      return None
-    path = self._directory.final(chosen)
+
+    def choose() -> tuple[int | None, list[Stamp]]:
+      rejected = self._rejected if self._read_only else None
+      return self._directory.choose(step, wanted, prefix=prefix, rejected=rejected), list(self._rejected)
+
+    limit_s = self._limit_s(self._directory.num_bytes() if jax.process_count() > 1 else 0)
+    try:
+      chosen, rejected = primary_decides(choose, 'checkpoint_decided', limit_s=limit_s)
+    except PrimaryError as error:
+      raise CheckpointError(str(error)) from error
+    self._rejected.update((step, time) for step, time in rejected)
+    return chosen
+
+  def _read(self, step: int, abstract: Any, subtree: str | None) -> Restored | None:
+    """Reads a verified checkpoint; None if its owner has deleted it meanwhile."""
+    path = self._directory.final(step)
+    names = subtree.split('/') if subtree else []
     nested = _to_nested(jax.tree.map(_with_sharding, abstract))
-    for name in reversed(subtree.split('/') if subtree else []):
+    for name in reversed(names):
       nested = {name: nested}
     try:
-      arrays = self._orbax.restore(
+      # The handler itself: a Checkpointer ends with a device collective that a process with an error never enters.
+      arrays = self._reader.restore(
         path / _STATE,
         args=ocp.args.PyTreeRestore(
           item=nested,
@@ -253,45 +287,35 @@ class Checkpointer:
       )
       num_processes = read_manifest(path).num_processes
       input_states = [
-        json.loads((path / _INPUT / f'process_{index}_of_{num_processes}.json').read_text())
-        for index in range(num_processes)
+        json.loads((path / input_file(index, num_processes)).read_text()) for index in range(num_processes)
       ]
       metadata = json.loads((path / _METADATA).read_text())
     except Exception as error:
+      if self._read_only and not path.exists():
+        return None
       raise CheckpointError(f'checkpoint {path} could not be read: {type(error).__name__}: {error}') from error
-    for name in subtree.split('/') if subtree else []:
+    if self._read_only and not path.exists():
+      # Its files are deleted after its name: as long as that is there nothing was missing, and from then on TensorStore
+      # may have read chunks that are gone as zeros.
+      return None
+    for name in names:
       arrays = arrays[name]
     return Restored(
-      step=chosen,
+      step=step,
       state=_from_nested(abstract, arrays),
       input_state=input_states[jax.process_index()] if num_processes == jax.process_count() else None,
       input_states=input_states,
       metadata=metadata,
     )
 
-  def _agree(self, decide: Callable[[], int | None]) -> int | None:
-    """Process 0 decides; every process returns its decision, or raises its error."""
-    if jax.process_count() == 1:
-      return decide()
-    outcome: dict[str, Any] = {}
-    if self._is_primary:
-      try:
-        outcome = {'step': decide()}
-      except Exception as error:
-        outcome = {'error': str(error)[:2000]}
-    # Verifying may take minutes: waited for at the coordination service, not inside a device collective.
-    self._barrier('decided')
-    encoded = json.dumps(outcome).encode().ljust(_BROADCAST_BYTES)
-    received = multihost_utils.broadcast_one_to_all(np.frombuffer(encoded, np.uint8))
-    outcome = json.loads(np.asarray(received).astype(np.uint8).tobytes())
-    if 'error' in outcome:
-      raise CheckpointError(outcome['error'])
-    return outcome['step']
+  def _limit_s(self, num_bytes: int) -> int:
+    return self._timeout_secs + num_bytes // _SLOWEST_BYTES_PER_S
 
-  def _barrier(self, name: str) -> None:
-    if jax.process_count() > 1:
-      barrier = ocp.multihost.get_barrier_sync_fn()
-      barrier(key=f'spmd_tasks_checkpoint_{name}', timeout_ms=self._timeout_secs * 1000)
+  def _allow_orbax(self, limit_s: int) -> None:
+    """Gives Orbax, which takes its limit when it is made, at least this one."""
+    if limit_s > self._orbax_limit_s:
+      self._orbax.close()
+      self._orbax, self._orbax_limit_s = _make_orbax(limit_s), limit_s
 
   def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
     """Removes what the failed save left and describes the failure."""
@@ -303,6 +327,14 @@ class Checkpointer:
       f'checkpoint of step {step} {what} in {self._directory.path}: {type(error).__name__}: {error}. '
       f'Complete checkpoints: {self.all_steps()}.'
     )
+
+
+def _make_orbax(limit_s: int) -> ocp.AsyncCheckpointer:
+  return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), timeout_secs=limit_s)
+
+
+def _num_bytes(tree: Any) -> int:
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _to_json(name: str, value: Any) -> str:

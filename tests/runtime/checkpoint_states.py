@@ -1,4 +1,4 @@
-"""The states that the checkpoint tests save, a function of the step alone, and how to compare them."""
+"""The states that the checkpoint tests save, a function of the step alone; how to compare and how to damage them."""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -66,3 +66,13 @@ def assert_restores(restored: Restored | None, step: int) -> None:
 
 def names(directory: pathlib.Path) -> list[str]:
   return sorted(path.name for path in directory.iterdir())
+
+
+def array_file(step_directory: pathlib.Path) -> pathlib.Path:
+  return max((step_directory / 'state').rglob('d/*'), key=lambda path: path.stat().st_size)
+
+
+def flip_bit(path: pathlib.Path, position: float = 0.5) -> None:
+  data = bytearray(path.read_bytes())
+  data[int(position * (len(data) - 1))] ^= 4
+  path.write_bytes(bytes(data))

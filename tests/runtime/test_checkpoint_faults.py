@@ -14,25 +14,20 @@ from typing import Any
 
 from checkpoint_states import (
   abstract_state,
+  array_file,
   assert_restores,
   device_state,
+  flip_bit,
   names,
 )
+from etils import epath
 import jax
 import pytest
 
 from spmd_tasks.runtime import manifest
+from spmd_tasks.runtime.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.runtime.checkpoint_errors import CheckpointSaveError
 from spmd_tasks.runtime.checkpoints import Checkpointer, CheckpointError
-
-
-def array_file(step_directory: pathlib.Path) -> pathlib.Path:
-  return max((step_directory / 'state').rglob('d/*'), key=lambda path: path.stat().st_size)
-
-
-def flip_bit(path: pathlib.Path, position: float = 0.5) -> None:
-  data = bytearray(path.read_bytes())
-  data[int(position * (len(data) - 1))] ^= 4
-  path.write_bytes(bytes(data))
 
 
 def empty(step_directory: pathlib.Path) -> None:
@@ -123,6 +118,17 @@ def test_what_an_interrupted_job_left_is_removed_by_the_next_but_not_by_a_reader
 
 
 # Errors of a save.
+
+
+def test_a_process_that_wrote_elsewhere_is_found_before_the_manifest(directory):
+  own_input = directory / 'checkpoint_00000004.partial' / 'input' / 'process_0_of_2.json'
+  own_input.parent.mkdir(parents=True)
+  own_input.write_text('{}')
+  steps = CheckpointDirectory(path=epath.Path(directory), num_hash_threads=1)
+  with pytest.raises(CheckpointSaveError, match=r'process 1 of 2 has written no .* perhaps not shared'):
+    steps.complete(4, (), num_processes=2)
+  assert not (directory / 'checkpoint_00000004.partial' / manifest.MANIFEST_FILE).exists()
+  assert steps.complete_steps() == [1, 2, 3]
 
 
 def test_a_full_disk_while_arrays_are_written_surfaces_at_the_next_call(directory):
