@@ -130,7 +130,7 @@ class Wrong(nn.Module):
   [
     ('twice', "use mesh axis 'data' twice"),
     ('unknown', "name 'dta', which is neither a mesh axis"),
-    ('bare', 'weight kernel was declared without split dims: pass a WeightSpec'),
+    ('bare', 'weight kernel was declared without split dims: use declare_weight, or pass a WeightSpec'),
     ('batch statistics', r"the model keeps variables beside its weights, \['batch_stats'\]"),
   ],
 )
