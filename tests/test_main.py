@@ -70,8 +70,10 @@ def broken_files(tmp_path):
   (tmp_path / 'gone.json').write_text(json.dumps(gone))
   another = {'experiment': 'lm.StdlibTiny', 'overrides': {}, 'config': {'seed': 1}}
   claim(tmp_path / 'of_another', experiment_name='lm.StdlibTiny', config_json=json.dumps(another)).release()
-  for name, text in (('broken_config', '{"experiment": "synth'), ('other_config', '[1]')):
+  directories = [('broken_config', '{"experiment": "synth'), ('other_config', '[1]')]
+  for name, text in (*directories, ('trained_by_another', json.dumps(another))):
     claim(tmp_path / name, experiment_name='synthetic.Tiny', config_json=text).release()
+    (tmp_path / name / 'checkpoints' / 'checkpoint_00000001').mkdir(parents=True)
   return tmp_path
 
 
@@ -147,6 +149,10 @@ BAD_INPUT = {
   'directory with something else as config': (
     (*TINY, '--mode', 'train', '--job_log_dir', 'HERE/other_config'),
     ['HERE/other_config/config.json is not the config of the job', 'put it back', '--accept_config_changes'],
+  ),
+  'eval of another experiment': (
+    (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/trained_by_another'),
+    ["belongs to experiment 'lm.StdlibTiny', not to 'synthetic.Tiny'", 'choose another job_log_dir'],
   ),
   'eval without a checkpoint': (
     (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/job'),

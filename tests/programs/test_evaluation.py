@@ -14,6 +14,7 @@ import pytest
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.programs.eval import evaluate
 from spmd_tasks.runtime import exit_codes
+from spmd_tasks.runtime.emergency_exit import EmergencyExit
 from tests import binary
 from tests.programs.checkpoint_arrays import saved_arrays
 from tests.programs.small_jobs import SMALL
@@ -152,7 +153,8 @@ def test_watch_follows_new_checkpoints_and_ends_with_the_last(finished_job, tmp_
 
   job = threading.Thread(target=play_job, daemon=True)
   job.start()
-  code = evaluate(resolve(SMALL).build(), epath.Path(directory), watch=True, poll_s=0.02)
+  job_log_dir = epath.Path(directory)
+  code = evaluate(resolve(SMALL).build(), job_log_dir, emergency=EmergencyExit(), watch=True, poll_s=0.02)
   job.join()
   assert code == exit_codes.OK
   assert [line['step'] for line in eval_lines(directory, 'ragged')] == list(steps)

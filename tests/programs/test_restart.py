@@ -40,13 +40,13 @@ def test_other_settings_are_refused_and_can_be_accepted(compiled_once, tmp_path,
   directory = tmp_path / 'job'
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK
   before = binary.snapshot(directory)
-  patience, noise = 'task.learner.max_consecutive_skips=7', 'train_input.text.noise=0.2'
-  changed = ('--num_train_steps', 4, '--set', patience, '--set', noise)
+  clipping, noise = 'task.learner.clip_global_norm=0.25', 'train_input.text.noise=0.2'
+  changed = ('--num_train_steps', 4, '--set', clipping, '--set', noise)
   capsys.readouterr()
   assert train(directory, *changed) == exit_codes.USAGE
   message = capsys.readouterr().err
   assert message.startswith(f"spmd-tasks: job_log_dir '{directory}' was begun with other settings:\n")
-  assert '\n  task.learner.max_consecutive_skips: 10 -> 7\n' in message
+  assert '\n  task.learner.clip_global_norm: 1.0 -> 0.25\n' in message
   assert '\n  train_input.text.noise: 0.1 -> 0.2\n' in message
   assert '--accept_config_changes' in message
   assert 'num_train_steps' not in message  # which may change
@@ -60,15 +60,26 @@ def test_other_settings_are_refused_and_can_be_accepted(compiled_once, tmp_path,
 
   assert train(directory, *changed[:4], '--accept_config_changes') == exit_codes.OK
   assert list(binary.column(directory, 'loss')) == [1, 2, 3, 4]
-  assert json.loads((directory / 'config.json').read_text())['config']['task.learner.max_consecutive_skips'] == 7
+  assert json.loads((directory / 'config.json').read_text())['config']['task.learner.clip_global_norm'] == 0.25
 
 
 def test_what_changes_no_number_may_change(compiled_once, finished_job, tmp_path):
   """More steps, another mesh, other intervals, more patience."""
   directory = tmp_path / 'job'
   assert train(directory, '--num_train_steps', 2) == exit_codes.OK
-  free = ('checkpoint_every_steps=3', 'log_every_steps=1', 'eval_every_steps=None', 'prefetch_batches=1')
-  overrides = [flag for override in (*free, 'step_timeout_s=99') for flag in ('--set', override)]
+  free = (
+    'checkpoint_every_steps=3',
+    'log_every_steps=1',
+    'eval_every_steps=None',
+    'prefetch_batches=1',
+    'step_timeout_s=99',
+    'task.learner.max_consecutive_skips=7',
+  )
+  overrides = [
+    flag
+    for override in (*free, 'step_timeout_s=99', 'task.learner.max_consecutive_skips=7')
+    for flag in ('--set', override)
+  ]
   assert train(directory, '--num_train_steps', 5, *overrides) == exit_codes.OK
   expected = binary.column(finished_job, 'loss')
   assert binary.column(directory, 'loss') == {step: expected[step] for step in range(1, 6)}
@@ -78,6 +89,7 @@ def test_what_changes_no_number_may_change(compiled_once, finished_job, tmp_path
 def test_a_schedule_that_more_steps_would_change_is_refused(tmp_path, capsys):
   begun = to_json(resolve('synthetic.Tiny', ['num_train_steps=2']))
   claim(tmp_path, experiment_name='synthetic.Tiny', config_json=json.dumps(begun)).release()
+  (tmp_path / 'checkpoints' / 'checkpoint_00000002').mkdir(parents=True)
   before = binary.snapshot(tmp_path)
   flags = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', tmp_path)
   assert binary.run_in_process(*flags, '--num_train_steps', 4) == exit_codes.USAGE

@@ -20,6 +20,7 @@ from tests.programs.small_jobs import SMALL
 NUM_STEPS = 20
 EVERY_STEP = {
   'step',
+  'time',
   'loss',
   'cross_entropy',
   'perplexity',
@@ -33,6 +34,7 @@ EVERY_STEP = {
   'padding_waste',
   'num_compilations',
 }
+EVAL_METRICS = {'step', 'time', 'loss', 'cross_entropy', 'perplexity', 'z_loss', 'accuracy'}
 # Not of the first step, which compiles.
 RATES = {'steps_per_second', 'tokens_per_second', 'host_wait_fraction'}
 
@@ -86,7 +88,7 @@ def test_every_eval_set_has_its_own_metrics(finished_job):
     lines = binary.metric_lines(finished_job / 'eval' / name)
     assert [line['step'] for line in lines] == [8, 16, NUM_STEPS]
     for line in lines:
-      assert line.keys() == {'step', 'loss', 'cross_entropy', 'perplexity', 'z_loss', 'accuracy', 'num_batches'}
+      assert line.keys() == {*EVAL_METRICS, 'num_batches'}
 
 
 def test_startup_times_add_up(finished_job):
@@ -143,7 +145,7 @@ def test_logs_at_its_interval_at_the_first_and_at_the_last_step(finished_job, tm
   assert binary.checkpoint_names(directory) == ['checkpoint_00000010']  # always at the end, and an eval
   assert [line['step'] for line in binary.metric_lines(directory / 'eval' / 'valid')] == [10]
   shown = capsys.readouterr().err
-  assert re.findall(r'^step (\d+)/10  loss \d', shown, re.MULTILINE) == ['1', '4', '8', '10']
+  assert re.findall(r'^\d\d:\d\d:\d\d step (\d+)/10  loss \d', shown, re.MULTILINE) == ['1', '4', '8', '10']
   assert '\r' not in shown
 
 
@@ -186,7 +188,7 @@ def test_a_bar_on_a_terminal_and_a_profile(cache_environment, tmp_path):
   assert len(set(done)) > 3  # it moves
   assert done == sorted(done)
   assert re.search(r'10/10 .*loss \d\.\d+', bars[-1])
-  assert not re.search(r'^step \d+/10', shown, re.MULTILINE)
+  assert not re.search(r'step \d+/10', shown)
   assert 'eval valid: ' in shown  # scrolls above the bar
   traces = [path for path in (directory / 'profile').rglob('*.xplane.pb')]
   assert len(traces) == 1
