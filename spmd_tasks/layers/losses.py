@@ -68,7 +68,6 @@ class LanguageModelLoss:
     """
     logits, labels = predictions['logits'].astype(jnp.float32), batch['labels']
     weights = batch['weights'].astype(jnp.float32)
-    weight = jnp.sum(weights)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
     # A compare and a sum rather than a gather: where V is sharded, every device sums its own slice.
     is_label = labels[..., None] == jnp.arange(logits.shape[-1])[None, None, :]
@@ -78,21 +77,20 @@ class LanguageModelLoss:
     if self.label_smoothing:
       uniform = log_normalizer - jnp.mean(logits, axis=-1)  # cross-entropy to the uniform distribution
       objective = (1.0 - self.label_smoothing) * cross_entropy + self.label_smoothing * uniform
-    per_row = jnp.sum(cross_entropy * weights, axis=-1)
     # "Above all others" rather than an argmax: XLA's CPU backend runs an argmax 20 times slower than a max (and a max
     # over a `where` 8 times, hence the subtraction), and over a sharded V it carries indices too. A tie counts
     # as wrong, so that a collapsed model does not look perfect.
     highest_other = jnp.max(jax.lax.stop_gradient(logits) - 1e30 * is_label, axis=-1)
     correct = (label_logits > highest_other).astype(jnp.float32)
-    metrics = {
-      'cross_entropy': (_divide(jnp.sum(per_row), weight), weight),
-      'accuracy': (_divide(jnp.sum(correct * weights), weight), weight),
-    }
+    per_token = {'cross_entropy': cross_entropy, 'accuracy': correct}
     if self.z_loss_weight:
-      z_loss = self.z_loss_weight * jnp.square(log_normalizer)
-      objective = objective + z_loss
-      metrics['z_loss'] = (_divide(jnp.sum(z_loss * weights), weight), weight)
-    loss = _divide(jnp.sum(objective * weights), weight)
+      per_token['z_loss'] = self.z_loss_weight * jnp.square(log_normalizer)
+      objective = objective + per_token['z_loss']
+    # One sum over a stack: where B is sharded, every sum of its own is an all-reduce of its own.
+    stack = jnp.stack([objective, *per_token.values(), jnp.ones_like(weights)])
+    *totals, weight = jnp.sum(stack * weights[None], axis=(1, 2))
+    loss, *means = (_divide(total, weight) for total in totals)
+    metrics = {name: (mean, weight) for name, mean in zip(per_token, means, strict=True)}
     for name, aux_weight in self.aux_loss_weights.items():
       aux = predictions.get('aux', {})
       if name not in aux:
@@ -103,5 +101,5 @@ class LanguageModelLoss:
       mean = jnp.mean(aux[name])
       metrics[name] = (mean, weight)
       loss = loss + aux_weight * jnp.where(weight > 0, mean, 0.0)
-    per_example = {'cross_entropy': per_row, 'num_tokens': jnp.sum(weights, axis=-1)}
+    per_example = {'cross_entropy': jnp.sum(cross_entropy * weights, axis=-1), 'num_tokens': jnp.sum(weights, axis=-1)}
     return LossOutput(loss=loss, weight=weight, metrics=metrics, per_example=per_example)

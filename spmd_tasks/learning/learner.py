@@ -18,6 +18,7 @@ import optax
 
 from spmd_tasks.learning import optimizer_specs, schedules
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
+from spmd_tasks.sharding.reductions import sum_of_squares
 from spmd_tasks.sharding.weights import WeightSpec
 
 ACCUMULATIONS = ('mean', 'sum')
@@ -57,10 +58,9 @@ class LearnerState(struct.PyTreeNode):
   num_skipped_in_a_row: jax.Array
 
 
-def global_norm(tree: Any) -> jax.Array:
-  """The L2 norm over all leaves, a float32 scalar accumulated in float32."""
-  squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-  return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+def global_norm(tree: Any, weight_specs: Any) -> jax.Array:
+  """The L2 norm over all leaves of a tree congruent to the weights, a float32 scalar accumulated in float32."""
+  return jnp.sqrt(sum_of_squares(tree, weight_specs))
 
 
 def _float32(tree: Any) -> Any:
@@ -123,10 +123,10 @@ class Learner:
       num_skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
 
-  def _clip(self, grads: Any, grad_norm: jax.Array) -> Any:
+  def _clip(self, grads: Any, grad_norm: jax.Array, weight_specs: Any) -> Any:
     if (bound := self.clip_value) is not None:
       grads = jax.tree.map(lambda g: jnp.clip(g, -bound, bound), grads)
-      grad_norm = global_norm(grads)
+      grad_norm = global_norm(grads, weight_specs)
     if self.clip_global_norm is not None:
       # Exactly 1 up to the threshold, and no division by zero.
       scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
@@ -153,13 +153,13 @@ class Learner:
       optimizer's second moments would overflow with it.
     """
     grads = _float32(grads)
-    grad_norm = global_norm(grads)
+    grad_norm = global_norm(grads, weight_specs)
     # One sum of squares answers for every gradient element: inf and nan survive it.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     learning_rate = schedules.learning_rate_at(self.optimizer.learning_rate, step)
 
     directions, opt_state = skippable(self.optimizer.transformation(weight_specs)).update(
-      self._clip(grads, grad_norm), state.opt_state, _float32(weights), is_finite=is_finite
+      self._clip(grads, grad_norm, weight_specs), state.opt_state, _float32(weights), is_finite=is_finite
     )
     new_weights = jax.tree.map(
       lambda w, d: (w.astype(jnp.float32) - learning_rate * d).astype(w.dtype), weights, directions
@@ -180,7 +180,7 @@ class Learner:
     )
     metrics = {
       'grad_norm': grad_norm,
-      'weight_norm': global_norm(new_weights),
+      'weight_norm': global_norm(new_weights, weight_specs),
       'learning_rate': learning_rate,
       'skipped': skipped.astype(jnp.float32),
     }

@@ -73,7 +73,8 @@ def test_metrics_are_float32_scalars_with_their_meaning(rng):
 
 def test_norms_of_bfloat16_are_summed_in_float32():
   # In bfloat16 a sum of ones stands still at 256.
-  assert global_norm({'w': jnp.ones((1024,), jnp.bfloat16)}) == 32.0
+  specs = {'w': WeightSpec(shape=(1024,), init=None)}
+  assert global_norm({'w': jnp.ones((1024,), jnp.bfloat16)}, specs) == 32.0
 
 
 def test_ema_follows_the_new_weights(rng):

@@ -1,0 +1,61 @@
+"""The sum of squares of a sharded tree: the true one on every layout, by one all-reduce."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding.reductions import sum_of_squares
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import WeightSpec
+
+AXES = ('replica', 'data', 'mdl')
+RULES = (('embed', 'data'), ('mlp', 'mdl'), ('layers', None))
+# Evenly split, unevenly split in one dim and in two, split over two axes at once, and not at all.
+SPECS = {
+  'even': WeightSpec(shape=(8, 4), init=None, split_dims=('embed', 'mlp')),
+  'uneven': WeightSpec(shape=(3, 7, 5), init=None, split_dims=('layers', 'embed', 'mlp'), stacked=1),
+  'one axis': WeightSpec(shape=(6, 9), init=None, split_dims=(None, 'mlp')),
+  'both axes': WeightSpec(shape=(11,), init=None, split_dims=(('data', 'mdl'),)),
+  'replicated': WeightSpec(shape=(5,), init=None, split_dims=(None,)),
+}
+
+
+def draw(rng):
+  return {name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in SPECS.items()}
+
+
+def compiled_sum(mesh, specs):
+  def sum_in_scope(tree):
+    with sharding_scope(mesh, RULES):
+      return sum_of_squares(tree, specs)
+
+  return jax.jit(sum_in_scope)
+
+
+@pytest.mark.parametrize('shape', [(1, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)])
+def test_is_the_true_sum_on_every_mesh(shape, rng):
+  tree = draw(rng)
+  mesh = MeshSpec(axis_names=AXES, ici_mesh_shape=shape).build(jax.devices()[: np.prod(shape)])
+  expected = sum(np.sum(np.square(x.astype(np.float64))) for x in tree.values())
+  np.testing.assert_allclose(compiled_sum(mesh, SPECS)(tree), expected, rtol=1e-6)
+  np.testing.assert_allclose(sum_of_squares(tree, SPECS), expected, rtol=1e-6)
+
+
+def test_replicated_leaves_need_no_all_reduce_and_others_one():
+  mesh = MeshSpec(axis_names=AXES, ici_mesh_shape=(1, 4, 2)).build()
+
+  def num_all_reduces(*names):
+    specs = {name: SPECS[name] for name in names}
+    tree = {name: jnp.zeros(spec.shape) for name, spec in specs.items()}
+    return compiled_sum(mesh, specs).lower(tree).compile().as_text().count(' all-reduce(')
+
+  assert num_all_reduces('replicated') == 0
+  assert num_all_reduces(*SPECS) == 1
+
+
+def test_narrow_leaves_are_summed_in_float32():
+  specs = {'w': WeightSpec(shape=(4096,), init=None, split_dims=('embed',))}
+  mesh = MeshSpec(axis_names=AXES, ici_mesh_shape=(1, 4, 2)).build()
+  assert compiled_sum(mesh, specs)({'w': jnp.ones((4096,), jnp.bfloat16)}) == 4096
