@@ -18,6 +18,10 @@ _NONE = type(None)
 _SAYS_NOTHING = (Any, object, inspect.Parameter.empty)
 
 
+class DtypeName(str):
+  """The type of a field that holds a dtype by its name, as `dtype: str = 'float32'` does."""
+
+
 class TypeMismatchError(Exception):
   """The text is no value of the type; the caller, who knows the config path, says so to the user."""
 
@@ -56,12 +60,15 @@ def type_of_field(name: str, annotation: Any, present: Any) -> Any:
   """The type by which a field's text is read."""
   if is_dtype(present):
     return np.dtype
+  is_named_dtype = name == 'dtype' or name.endswith('_dtype')
+  if is_named_dtype and isinstance(present, str):
+    return DtypeName
   kind = _unwrap(annotation)
   if kind is not Any:
     return kind
   if present is not None:
     return _type_of_value(present)
-  return np.dtype | None if name == 'dtype' or name.endswith('_dtype') else Any
+  return np.dtype | None if is_named_dtype else Any
 
 
 def is_settable(kind: Any) -> bool:
@@ -246,6 +253,11 @@ def _parse_dtype(text: str) -> Any:
   return value
 
 
+def _parse_dtype_name(text: str) -> str:
+  _parse_dtype(text)
+  return text
+
+
 def _pick(text: str, choices: Iterable[tuple[str, Any]]) -> Any:
   for name, value in choices:
     if text == name:
@@ -261,6 +273,7 @@ _SCALARS: dict[Any, tuple[Any, str, str]] = {
   float: (_parse_float, 'float', '1e-3'),
   str: (_parse_str, 'str', 'some_text'),
   np.dtype: (_parse_dtype, 'dtype', 'bfloat16'),
+  DtypeName: (_parse_dtype_name, 'dtype', 'bfloat16'),
 }
 
 

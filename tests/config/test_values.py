@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config.values import (
+  DtypeName,
   TypeMismatchError,
   describe_type,
   example_of,
@@ -112,6 +113,7 @@ BAD = [
   ('BLUE', Color),
   ('half', Literal['none', 'full']),
   ('float33', np.dtype),
+  ('bf16', DtypeName),
   ('load', np.dtype),
   ('[1]', dict[str, int]),
   ('relu', Callable[[], int] | None),
@@ -141,11 +143,12 @@ TYPES = [
   ('x', Any, ('a', 'b'), tuple[str, ...]),
   ('x', Any, ('a', None), tuple[Any, ...]),
   ('x', Any, None, Any),
+  ('dtype', str, 'float32', DtypeName),
+  ('momentum_dtype', Any, 'float32', DtypeName),
   ('x', Any, jnp.float32, np.dtype),
   ('x', Any, np.dtype('float32'), np.dtype),
   ('dtype', Any, None, np.dtype | None),
   ('weight_dtype', Any, None, np.dtype | None),
-  ('dtype', Any, 'float32', str),
 ]
 
 

@@ -1,0 +1,58 @@
+"""Which settings may change between two jobs in one directory."""
+
+import json
+
+import pytest
+
+from spmd_tasks.config.changes import refuse_changed_config
+from spmd_tasks.config.resolve import resolve, to_json
+
+
+@pytest.fixture
+def job_log_dir(tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(to_json(resolve('synthetic.Tiny'))))
+  (tmp_path / 'checkpoints' / 'checkpoint_00000010').mkdir(parents=True)
+  return tmp_path
+
+
+@pytest.mark.parametrize(
+  'override, train, evaluate',
+  [
+    ('seed=1', 'refused', 'free'),
+    ('task.learner.clip_global_norm=0.5', 'refused', 'free'),
+    ('train_input.noise=0.2', 'refused', 'free'),
+    ('model_dims=64', 'refused', 'refused'),
+    ('task.loss.z_loss_weight=0', 'refused', 'refused'),
+    ('ici_mesh_shape=1,2,4', 'free', 'free'),
+    ('checkpoint_every_steps=7', 'free', 'free'),
+    ('eval_batches=1', 'free', 'free'),
+    ('step_timeout_s=5', 'free', 'free'),
+    ('task.learner.max_consecutive_skips=2', 'free', 'free'),
+  ],
+)
+def test_what_changes_the_numbers_is_refused(job_log_dir, override, train, evaluate):
+  config = to_json(resolve('synthetic.Tiny', [override]))
+  for mode, verdict in (('train', train), ('eval', evaluate)):
+    if verdict == 'free':
+      refuse_changed_config(job_log_dir, config, mode=mode)
+    else:
+      with pytest.raises(ValueError, match=rf'begun with other settings:\n.*{override.partition("=")[0][:4]}'):
+        refuse_changed_config(job_log_dir, config, mode=mode)
+
+
+def test_another_experiment_is_refused_in_every_mode(job_log_dir):
+  config = to_json(resolve('synthetic.Uneven'))
+  for mode in ('train', 'eval'):
+    with pytest.raises(ValueError, match=r"belongs to experiment 'synthetic.Tiny', not to 'synthetic.Uneven'"):
+      refuse_changed_config(job_log_dir, config, mode=mode)
+
+
+def test_a_directory_in_which_nothing_was_saved_is_free(job_log_dir):
+  (job_log_dir / 'checkpoints' / 'checkpoint_00000010').rmdir()
+  refuse_changed_config(job_log_dir, to_json(resolve('synthetic.Tiny', ['model_dims=64'])), mode='train')
+
+
+def test_a_config_that_cannot_be_read_is_named(job_log_dir):
+  (job_log_dir / 'config.json').write_text('{')
+  with pytest.raises(ValueError, match=r'config.json is not the config of the job .* --accept_config_changes'):
+    refuse_changed_config(job_log_dir, {}, mode='train')
