@@ -54,7 +54,9 @@ def logits_of(weights: Any, batch: Mapping[str, jax.Array], constrain: Callable[
     up = constrain(normed @ w['ffn']['up']['kernel'], BATCH, None, 'mdl')
     return constrain(x + (jax.nn.silu(gate) * up) @ w['ffn']['down']['kernel'], BATCH, None, None), None
 
-  x = constrain(table[batch['ids']] * math.sqrt(table.shape[1]), BATCH, None, None)
+  # Looked up with D gathered and V split, so that no rows are exchanged along D.
+  x = constrain(table, 'mdl', None)[batch['ids']] * math.sqrt(table.shape[1])
+  x = constrain(x, BATCH, None, None)
   x, _ = jax.lax.scan(layer, x, layers)
   return constrain(rms_norm(x, weights['final_norm']['scale']) @ table.T, BATCH, None, 'mdl')
 
