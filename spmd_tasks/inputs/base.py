@@ -81,7 +81,13 @@ class Input(Protocol):
 
 
 def language_model_spec(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-  """The element spec of a language model's batch: [B, T] each."""
+  """The element spec of a language model's batch: [B, T] each.
+
+  Raises:
+    ValueError: a size is not positive.
+  """
+  if batch_size < 1 or seq_len < 1:
+    raise ValueError(f'batch_size {batch_size} and seq_len {seq_len} must be at least 1.')
   return {name: jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for name, dtype in BATCH_DTYPES.items()}
 
 

@@ -30,7 +30,7 @@ class LossOutput(struct.PyTreeNode):
 
 def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
   """Total / weight, and 0 where the weight is 0: a batch of padding only has no loss, and no gradient either."""
-  return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1.0), 0.0)
+  return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,6 @@ class LanguageModelLoss:
         )
       mean = jnp.mean(aux[name])
       metrics[name] = (mean, weight)
-      loss = loss + aux_weight * jnp.where(weight > 0, mean, 0.0)
+      loss = loss + aux_weight * jnp.where(weight == 0, 0.0, mean)
     per_example = {'cross_entropy': jnp.sum(cross_entropy * weights, axis=-1), 'num_tokens': jnp.sum(weights, axis=-1)}
     return LossOutput(loss=loss, weight=weight, metrics=metrics, per_example=per_example)

@@ -66,6 +66,8 @@ class _Trainer:
     with clock.phase('partition'):
       self._model = partition_job(job)
     check_num_microbatches(_batch_size(self._model), job.task.learner.num_microbatches)
+    for eval_input in job.eval_inputs.values():
+      eval_input.element_spec()  # refuses bad settings now, not at the first eval
     with clock.phase('input'):
       iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
     primary = is_primary()
