@@ -33,8 +33,8 @@ from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
 
 _METHODS = ('task', 'train_input', 'eval_inputs')
 
-# Weights: fully sharded over `data` on the embed dim, tensor-parallel over `mdl`. Activations: batch over `replica` and
-# `data`, the wide dims over `mdl`.
+# Weights: fully sharded over `data` on the embed dim, tensor-parallel over `mdl`, experts over `data` too (T5X).
+# Activations: batch over `replica` and `data`, the wide dims over `mdl`.
 DEFAULT_AXIS_RULES: AxisRules = (
   ('batch', ('replica', 'data')),
   ('vocab', 'mdl'),
@@ -45,6 +45,9 @@ DEFAULT_AXIS_RULES: AxisRules = (
   ('head_dim', None),
   ('layers', None),
   ('norm', None),
+  ('expert', 'data'),
+  ('expert_embed', 'data'),  # where `expert` has taken `data`, unsharded
+  ('expert_mlp', 'mdl'),
   ('seq', None),
   ('act_embed', None),
   ('act_vocab', 'mdl'),
