@@ -22,7 +22,7 @@ _MODES = ('train', 'eval')
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """The console entry point; exits with one of runtime/exit_codes.py."""
+  """The console entry point; exits with one of runtime/job/exit_codes.py."""
   code = run(argv)
   if code == 130:  # Ctrl-C: threads may be in the middle of native code, which an orderly end would wait for
     sys.stdout.flush()
@@ -88,8 +88,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     for name, line in registry.list_experiments():
       print(f'{name:24}{line}')
     return 0
-  from spmd_tasks.runtime import exit_codes
-  from spmd_tasks.runtime.user_errors import user_error_code
+  from spmd_tasks.runtime.job import exit_codes
+  from spmd_tasks.runtime.job.user_errors import user_error_code
 
   try:
     return _run_experiment(args)
@@ -130,9 +130,9 @@ def _run_experiment(args: argparse.Namespace) -> int:
   from spmd_tasks.programs.eval import evaluate
   from spmd_tasks.programs.startup import StartupClock
   from spmd_tasks.programs.train import train
-  from spmd_tasks.runtime.distributed import initialize
   from spmd_tasks.runtime.durable_files import is_remote
-  from spmd_tasks.runtime.emergency_exit import EmergencyExit
+  from spmd_tasks.runtime.job.distributed import initialize
+  from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 
   clock = StartupClock()
   emergency = EmergencyExit()
@@ -184,7 +184,7 @@ def _use_fake_devices(num_devices: int | None) -> None:
 
 
 def _distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
-  from spmd_tasks.runtime.distributed import DistributedSettings
+  from spmd_tasks.runtime.job.distributed import DistributedSettings
 
   return DistributedSettings(
     coordinator_address=args.coordinator_address,

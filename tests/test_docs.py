@@ -27,7 +27,7 @@ import pytest
 
 from spmd_tasks import main
 from spmd_tasks.config import registry
-from spmd_tasks.runtime import exit_codes
+from spmd_tasks.runtime.job import exit_codes
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'

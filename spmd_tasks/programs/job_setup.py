@@ -8,13 +8,13 @@ from etils import epath
 import jax
 
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.runtime.checkpoints import Checkpointer, CheckpointError
-from spmd_tasks.runtime.distributed import finish
-from spmd_tasks.runtime.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.job.distributed import finish
+from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.job.rank_records import open_rank_records
+from spmd_tasks.runtime.job.watchdog import StepWatchdog
 from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
-from spmd_tasks.runtime.rank_records import open_rank_records
 from spmd_tasks.runtime.train_state import TrainState
-from spmd_tasks.runtime.watchdog import StepWatchdog
 
 CHECKPOINTS = 'checkpoints'
 

@@ -16,16 +16,16 @@ from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.startup import StartupClock, format_startup
 from spmd_tasks.programs.step_log import StepLog
 from spmd_tasks.programs.training_loop import Interval, TrainingInputEndedError, TrainingLoop
-from spmd_tasks.runtime import exit_codes
-from spmd_tasks.runtime.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.durable_files import write_durably
-from spmd_tasks.runtime.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.job_directory import CONFIG_FILE, claim
+from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.job.job_directory import CONFIG_FILE, claim
+from spmd_tasks.runtime.job.preemption import PreemptionGuard
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.parameter_table import format_parameter_table
 from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.runtime.preemption import PreemptionGuard
 
 
 def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock: StartupClock, config_json: str) -> int:

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
 
-REPOSITORY = pathlib.Path(__file__).parents[2]
+REPOSITORY = pathlib.Path(__file__).parents[3]
 
 
 def start(num_devices: int, *argv: str) -> subprocess.Popen[str]:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime import checkpoints
-from spmd_tasks.runtime.checkpoint_directory import CheckpointDirectory
-from spmd_tasks.runtime.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.checkpoints import checkpoints
+from spmd_tasks.runtime.checkpoints.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer, CheckpointError
 
 
 def test_a_fresh_directory_restores_nothing(tmp_path):

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from spmd_tasks.runtime import exit_codes
-from spmd_tasks.runtime.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.rank_records import RankRecords
-from spmd_tasks.runtime.watchdog import StepWatchdog
+from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.job.rank_records import RankRecords
+from spmd_tasks.runtime.job.watchdog import StepWatchdog
 
 
 class RecordingExit(EmergencyExit):
@@ -113,8 +113,8 @@ def test_limits_must_be_positive(emergency, limits):
 
 STUCK_SCRIPT = """
 import ctypes, time
-from spmd_tasks.runtime import watchdog
-from spmd_tasks.runtime.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.job import watchdog
+from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 watchdog._NATIVE_MARGIN_S = 1.0
 with watchdog.StepWatchdog(timeout_s=0.5, first_step_timeout_s=0.5, emergency=EmergencyExit()) as dog:
   dog.beat(0)

@@ -11,8 +11,8 @@ from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime import rank_records
-from spmd_tasks.runtime.rank_records import Position, RankRecords, open_rank_records
+from spmd_tasks.runtime.job import rank_records
+from spmd_tasks.runtime.job.rank_records import Position, RankRecords, open_rank_records
 
 
 def open_all(directory, num_processes=3):
@@ -48,7 +48,7 @@ def test_a_stated_failure_is_the_culprit_and_its_consequences_are_not(tmp_path):
 def test_a_process_that_has_died_here_is_named(tmp_path):
   records = open_all(tmp_path, num_processes=2)
   code = (
-    'from spmd_tasks.runtime.rank_records import *; '
+    'from spmd_tasks.runtime.job.rank_records import *; '
     f'RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2).write_progress(Position(step=9), since=0.0)'
   )
   subprocess.run([sys.executable, '-c', code], check=True, timeout=60)

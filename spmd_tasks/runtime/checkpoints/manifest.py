@@ -24,7 +24,7 @@ from typing import Any
 from etils import epath
 import jax
 
-from spmd_tasks.runtime.checkpoint_errors import CheckpointError
+from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointError
 from spmd_tasks.runtime.durable_files import sync_path, write_durably
 
 MANIFEST_FILE = 'manifest.json'

@@ -2,10 +2,11 @@
 
 import linecache
 import os
+from pathlib import Path
 
-from spmd_tasks.runtime import exit_codes
+from spmd_tasks.runtime.job import exit_codes
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = str(Path(os.path.abspath(__file__)).parents[2])
 
 
 def user_error_code(error: BaseException) -> int | None:

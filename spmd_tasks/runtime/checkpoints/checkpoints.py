@@ -45,11 +45,11 @@ from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
-from spmd_tasks.runtime.agreement import PrimaryError, all_agree, meet, primary_decides
-from spmd_tasks.runtime.checkpoint_directory import CheckpointDirectory, Stamp, input_file
-from spmd_tasks.runtime.checkpoint_errors import CheckpointError, CheckpointSaveError
+from spmd_tasks.runtime.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
+from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointError, CheckpointSaveError
+from spmd_tasks.runtime.checkpoints.manifest import LeafEntry, leaf_entries, read_manifest
 from spmd_tasks.runtime.durable_files import write_durably
-from spmd_tasks.runtime.manifest import LeafEntry, leaf_entries, read_manifest
+from spmd_tasks.runtime.job.agreement import PrimaryError, all_agree, meet, primary_decides
 
 __all__ = ['CheckpointError', 'Checkpointer', 'Restored']
 

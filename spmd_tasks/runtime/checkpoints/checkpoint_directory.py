@@ -16,9 +16,8 @@ import time
 from absl import logging
 from etils import epath
 
-from spmd_tasks.runtime.checkpoint_errors import CheckpointError, CheckpointSaveError
-from spmd_tasks.runtime.durable_files import sync_path
-from spmd_tasks.runtime.manifest import (
+from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointError, CheckpointSaveError
+from spmd_tasks.runtime.checkpoints.manifest import (
   MANIFEST_FILE,
   DamagedCheckpointError,
   LeafEntry,
@@ -28,6 +27,7 @@ from spmd_tasks.runtime.manifest import (
   verify_files,
   write_manifest,
 )
+from spmd_tasks.runtime.durable_files import sync_path
 
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
 _ANY_DIRECTORY = re.compile(r'checkpoint_\d+\.(partial|deleting|damaged-)')

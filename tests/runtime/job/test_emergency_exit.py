@@ -8,14 +8,14 @@ import textwrap
 import jax
 import pytest
 
-from spmd_tasks.runtime import exit_codes
-from spmd_tasks.runtime.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 
 PREAMBLE = """
 import faulthandler, logging, multiprocessing, sys, time, threading
 import jax
-from spmd_tasks.runtime import emergency_exit, exit_codes
-from spmd_tasks.runtime.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.job import emergency_exit, exit_codes
+from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 emergency = EmergencyExit()
 """
 MULTI_PROCESS = 'jax.distributed.is_initialized = lambda: True\n'

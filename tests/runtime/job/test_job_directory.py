@@ -9,11 +9,11 @@ import tempfile
 
 import pytest
 
-from spmd_tasks.runtime.job_directory import claim
+from spmd_tasks.runtime.job.job_directory import claim
 
 CLAIM_AND_WAIT = """
 import sys, time
-from spmd_tasks.runtime.job_directory import claim
+from spmd_tasks.runtime.job.job_directory import claim
 job = claim(sys.argv[1], experiment_name='lm.A')
 print('claimed', flush=True)
 time.sleep(60)
@@ -21,7 +21,7 @@ time.sleep(60)
 
 CLAIM_WITHOUT_RIGHTS = """
 import os, sys
-from spmd_tasks.runtime.job_directory import claim
+from spmd_tasks.runtime.job.job_directory import claim
 if os.getuid() == 0:
   os.setuid(65534)
 try:

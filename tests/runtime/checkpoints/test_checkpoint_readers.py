@@ -9,8 +9,8 @@ from etils import epath
 import orbax.checkpoint as ocp
 import pytest
 
-from spmd_tasks.runtime import checkpoint_directory
-from spmd_tasks.runtime.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.checkpoints import checkpoint_directory
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer, CheckpointError
 
 
 class Owner:

@@ -24,9 +24,9 @@ import time
 
 from absl import logging
 
-from spmd_tasks.runtime import exit_codes
-from spmd_tasks.runtime.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.rank_records import Position, RankRecords
+from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.job.rank_records import Position, RankRecords
 
 # How much longer than the limit the watchdog's own thread may be kept from running, by a native call that holds the
 # interpreter lock, before the process ends without it.

@@ -28,9 +28,9 @@ from typing import NoReturn
 
 import jax
 
-from spmd_tasks.runtime import exit_codes
-from spmd_tasks.runtime.rank_records import Position, RankRecords
-from spmd_tasks.runtime.user_errors import user_error_code
+from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.runtime.job.rank_records import Position, RankRecords
+from spmd_tasks.runtime.job.user_errors import user_error_code
 
 STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by the thread that is stuck.
 

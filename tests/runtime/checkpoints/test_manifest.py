@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd_tasks.runtime.checkpoint_errors import CheckpointError
-from spmd_tasks.runtime.manifest import (
+from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointError
+from spmd_tasks.runtime.checkpoints.manifest import (
   MANIFEST_FILE,
   DamagedCheckpointError,
   LeafEntry,

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.runtime.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
 
 SHAPE = (512, 2048)
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from spmd_tasks.runtime.preemption import PreemptionGuard
+from spmd_tasks.runtime.job.preemption import PreemptionGuard
 
 
 def test_sigterm_is_answered_at_the_next_step_and_stays():

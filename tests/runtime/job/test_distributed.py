@@ -6,8 +6,8 @@ import socket
 import jax
 import pytest
 
-from spmd_tasks.runtime import distributed
-from spmd_tasks.runtime.distributed import DistributedSettings, detect_cluster, initialize
+from spmd_tasks.runtime.job import distributed
+from spmd_tasks.runtime.job.distributed import DistributedSettings, detect_cluster, initialize
 
 SLURM = {
   'SLURM_JOB_ID': '1234',
@@ -186,7 +186,7 @@ def test_the_coordinator_listens_on_the_given_address_only(tmp_path):
     port = probe.getsockname()[1]
   code = f"""
 import socket, threading
-from spmd_tasks.runtime.distributed import DistributedSettings, initialize
+from spmd_tasks.runtime.job.distributed import DistributedSettings, initialize
 settings = DistributedSettings(coordinator_address='127.0.0.1:{port}', num_processes=2, process_id=0)
 threading.Thread(target=initialize, args=(settings,), daemon=True).start()
 def answers(host):
