@@ -15,7 +15,7 @@ from spmd_tasks.inputs.text import StdlibText
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.embedding import TokenEmbedding
-from spmd_tasks.layers.feed_forward import GatedFeedForward
+from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
 from spmd_tasks.layers.language_model import LanguageModel
 from spmd_tasks.layers.losses import LanguageModelLoss
 from spmd_tasks.layers.norm import RmsNorm
@@ -46,19 +46,36 @@ class DenseLanguageModel(Experiment):
   warmup_fraction: float = 0.05  # of num_train_steps
   weight_decay: float = 0.1
 
-  def task(self) -> fdl.Config[Task]:
-    block = fdl.Config(
+  def ffn(self) -> fdl.Config[FeedForward]:
+    """The feed-forward sublayer of every block."""
+    return fdl.Config(GatedFeedForward, hidden_dim=self.hidden_dims, activation='silu', dtype=self.dtype)
+
+  def block(self, ffn: fdl.Config) -> fdl.Config[TransformerBlock]:
+    """A transformer block around a feed-forward sublayer."""
+    return fdl.Config(
       TransformerBlock,
       attention=fdl.Config(
         Attention, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, dtype=self.dtype, head_dim=None
       ),
-      ffn=fdl.Config(GatedFeedForward, hidden_dim=self.hidden_dims, activation='silu', dtype=self.dtype),
+      ffn=ffn,
       norm=fdl.Config(RmsNorm, dtype=self.dtype),
     )
+
+  def stack(self) -> fdl.Config[TransformerStack]:
+    """All blocks."""
+    return fdl.Config(
+      TransformerStack, block=self.block(self.ffn()), num_layers=self.num_layers, remat_policy=self.remat_policy
+    )
+
+  def loss(self) -> fdl.Config[LanguageModelLoss]:
+    """What is minimised."""
+    return fdl.Config(LanguageModelLoss, z_loss_weight=1e-4)
+
+  def task(self) -> fdl.Config[Task]:
     model = fdl.Config(
       LanguageModel,
       embedding=fdl.Config(TokenEmbedding, vocab_size=self.vocab_size, embed_dim=self.model_dims, dtype=self.dtype),
-      stack=fdl.Config(TransformerStack, block=block, num_layers=self.num_layers, remat_policy=self.remat_policy),
+      stack=self.stack(),
       final_norm=fdl.Config(RmsNorm, dtype=self.dtype),
     )
     schedule = fdl.Config(
@@ -70,8 +87,7 @@ class DenseLanguageModel(Experiment):
     )
     optimizer = fdl.Config(AdamW, learning_rate=schedule, beta2=0.95, weight_decay=self.weight_decay)
     learner = fdl.Config(Learner, optimizer=optimizer, clip_global_norm=1.0)
-    loss = fdl.Config(LanguageModelLoss, z_loss_weight=1e-4)
-    return fdl.Config(Task, model=model, loss=loss, learner=learner)
+    return fdl.Config(Task, model=model, loss=self.loss(), learner=learner)
 
   def _text(self, split: str, **settings) -> fdl.Config[TextInput]:
     return fdl.Config(
