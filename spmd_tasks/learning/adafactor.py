@@ -1,11 +1,17 @@
-"""Adafactor's direction, one layer at a time: a stack of layers gets the statistics that its layers would get alone.
+"""Adafactor's direction, one layer and one expert at a time: each gets the statistics that it would get alone.
 
-Shapes: L layers of a scanned stack, R and C the two largest dims of one layer's weight (R <= C).
+Shapes: L layers of a scanned stack, E experts, R and C the two largest dims of one layer's weight (R <= C).
 
 Second moments of a weight [..., R, C] are kept as their means over C (`v_row`) and over R (`v_col`), after Shazeer and
 Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). A scanned weight [L, R, C] is
 L weights: without care L could count as a factored dim, and one rms would be taken over all layers. Praxis solves this
 with its "repeat prefix" vectorisation, and so does this module, with `jax.vmap` over optax's own pieces.
+
+Weights of experts, [E, R, C] or [L, E, R, C] with the tag `expert`, are E weights in the same way. So their moments are
+[L, E, R] and [L, E, C] and lie on the devices of their experts, and clipping and the parameter scale are each expert's
+own, as with T5X's factor rules for experts. A rarely chosen expert has small second moments when its turn comes: with
+one rms over all experts its step could be sqrt(E) times as long, and would shorten theirs. In what follows a layer's
+weight means that of one expert of the layer where there are experts.
 """
 
 from typing import Any
@@ -14,7 +20,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd_tasks.learning.expert_grads import EXPERT_TAG
 from spmd_tasks.sharding.weights import WeightSpec
+
+
+def num_separate_dims(weight: WeightSpec) -> int:
+  """How many leading dims count weights that Adafactor keeps apart: layers of a stack, then experts."""
+  return weight.stacked + (EXPERT_TAG in weight.tags)
 
 
 def scale_by_adafactor(
@@ -30,10 +42,11 @@ def scale_by_adafactor(
   """Divides by the factored root mean square, clips each layer's rms, multiplies by each layer's parameter scale.
 
   The state is one `optax.FactoredState` over the whole tree: a scalar count, and `v_row`, `v_col` and `v` congruent to
-  the weights. Where a moment does not apply, it is a placeholder of one zero per layer: [1], or [L, 1] for a stack.
+  the weights. Where a moment does not apply, it is a placeholder of one zero per layer: [1], [L, 1] for a stack,
+  [L, E, 1] for a stack of experts.
 
   Args:
-    weight_specs: tree of WeightSpec congruent to the weights; read for `stacked`.
+    weight_specs: tree of WeightSpec congruent to the weights; read for `stacked` and the tag `expert`.
     decay_exponent: update t = 1, 2, ... keeps `1 - t ** -decay_exponent` of the old moments.
     min_dim_size_to_factor: a layer's weight is factored if its two largest dims have at least this size.
     epsilon: added to the squared gradient.
@@ -61,8 +74,8 @@ def scale_by_adafactor(
     direction, _ = per_layer_scale.update(direction, per_layer_scale.init(weight), weight)
     return direction, state.v_row, state.v_col, state.v
 
-  def per_layer(function, num_stacked: int, in_axes):
-    for _ in range(num_stacked):
+  def per_layer(function, spec: WeightSpec, in_axes):
+    for _ in range(num_separate_dims(spec)):
       function = jax.vmap(function, in_axes=in_axes)
     return function
 
@@ -70,14 +83,14 @@ def scale_by_adafactor(
     return jax.tree.transpose(jax.tree.structure(weight_specs), jax.tree.structure((0,) * num), tree_of_tuples)
 
   def init(weights: Any) -> optax.FactoredState:
-    moments = jax.tree.map(lambda spec, w: per_layer(init_layer, spec.stacked, 0)(w), weight_specs, weights)
+    moments = jax.tree.map(lambda spec, w: per_layer(init_layer, spec, 0)(w), weight_specs, weights)
     v_row, v_col, v = unzip(moments, 3)
     return optax.FactoredState(count=jnp.zeros((), jnp.int32), v_row=v_row, v_col=v_col, v=v)
 
   def update(grads: Any, state: optax.FactoredState, weights: Any) -> tuple[Any, optax.FactoredState]:
     def update_weight(spec: WeightSpec, *operands: jax.Array):
       # The count is the same for all layers: it is not mapped over.
-      return per_layer(update_layer, spec.stacked, (None, 0, 0, 0, 0, 0))(state.count, *operands)
+      return per_layer(update_layer, spec, (None, 0, 0, 0, 0, 0))(state.count, *operands)
 
     results = jax.tree.map(update_weight, weight_specs, grads, state.v_row, state.v_col, state.v, weights)
     directions, v_row, v_col, v = unzip(results, 4)

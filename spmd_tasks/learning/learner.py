@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import optax
 
 from spmd_tasks.learning import optimizer_specs, schedules
+from spmd_tasks.learning.balance_bias import with_balance_bias_steps, without_balance_biases
+from spmd_tasks.learning.expert_grads import ExpertGradScale, check_expert_grad_scale, scale_expert_grads
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
 from spmd_tasks.sharding.reductions import sum_of_squares
 from spmd_tasks.sharding.weights import WeightSpec
@@ -73,6 +75,8 @@ class Learner:
 
   Attributes:
     optimizer: such as `AdamW(learning_rate=3e-4)`.
+    expert_grad_scale: the gradients of experts' weights are multiplied by it, first of all; see `expert_grads.py`.
+    balance_bias_rate: the step of routers' balance biases, DeepSeek-V3's by default; see `balance_bias.py`.
     clip_value: each gradient element is clipped to [-clip_value, clip_value], before `clip_global_norm`; None: off.
     clip_global_norm: gradients are scaled down to this global norm where they exceed it; None: off.
     ema_decay: of the moving average of the weights, `ema = decay * ema + (1 - decay) * weights`; None: no average.
@@ -82,6 +86,8 @@ class Learner:
   """
 
   optimizer: Optimizer
+  expert_grad_scale: ExpertGradScale = 1.0
+  balance_bias_rate: float = 1e-3
   clip_value: float | None = None
   clip_global_norm: float | None = None
   ema_decay: float | None = None
@@ -95,6 +101,9 @@ class Learner:
         f'learner.optimizer is {self.optimizer!r}; it must have a learning_rate and transformation(weight_specs): pass '
         'settings such as AdamW(learning_rate=3e-4).'
       )
+    check_expert_grad_scale(self.expert_grad_scale)
+    if not self.balance_bias_rate >= 0:
+      raise ValueError(f'learner.balance_bias_rate is {self.balance_bias_rate}; it must be 0 (biases rest) or more.')
     for name in ('clip_value', 'clip_global_norm'):
       value = getattr(self, name)
       if value is not None and not value > 0:
@@ -116,8 +125,9 @@ class Learner:
     ema_weights = None
     if self.ema_decay is not None:
       ema_weights = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), weights)
+    optimized, optimized_specs = (without_balance_biases(tree, weight_specs) for tree in (weights, weight_specs))
     return LearnerState(
-      opt_state=self.optimizer.transformation(weight_specs).init(_float32(weights)),
+      opt_state=self.optimizer.transformation(optimized_specs).init(_float32(optimized)),
       ema_weights=ema_weights,
       num_skipped=jnp.zeros((), jnp.int32),
       num_skipped_in_a_row=jnp.zeros((), jnp.int32),
@@ -147,23 +157,29 @@ class Learner:
       weight_specs: tree of WeightSpec congruent to the weights.
 
     Returns:
-      (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` before clipping, `weight_norm` of the
+      (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` before clipping, `weight_norm` of all
       new weights, `learning_rate`, and `skipped`: 1 if loss or gradients were not finite, so that weights, optimizer
       state and average are bit for bit the old ones. A gradient norm that overflows float32 counts as not finite: the
       optimizer's second moments would overflow with it.
     """
-    grads = _float32(grads)
-    grad_norm = global_norm(grads, weight_specs)
+    grads = scale_expert_grads(_float32(grads), weight_specs, self.expert_grad_scale)
+    optimized_grads, optimized_weights, optimized_specs = (
+      without_balance_biases(tree, weight_specs) for tree in (grads, weights, weight_specs)
+    )
+    grad_norm = global_norm(optimized_grads, optimized_specs)
     # One sum of squares answers for every gradient element: inf and nan survive it.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     learning_rate = schedules.learning_rate_at(self.optimizer.learning_rate, step)
 
-    directions, opt_state = skippable(self.optimizer.transformation(weight_specs)).update(
-      self._clip(grads, grad_norm, weight_specs), state.opt_state, _float32(weights), is_finite=is_finite
+    directions, opt_state = skippable(self.optimizer.transformation(optimized_specs)).update(
+      self._clip(optimized_grads, grad_norm, optimized_specs),
+      state.opt_state,
+      _float32(optimized_weights),
+      is_finite=is_finite,
     )
-    new_weights = jax.tree.map(
-      lambda w, d: (w.astype(jnp.float32) - learning_rate * d).astype(w.dtype), weights, directions
-    )
+    steps = jax.tree.map(lambda d: learning_rate * d, directions)
+    steps = with_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
+    new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
     new_weights = keep_if_finite(is_finite, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:
@@ -197,8 +213,9 @@ class Learner:
     def scalar(leaf: Any) -> WeightSpec:
       return WeightSpec(shape=(), init=None, split_dims=(), dtype=leaf.dtype)
 
+    optimized_specs = without_balance_biases(weight_specs, weight_specs)
     return abstract_state.replace(
-      opt_state=optimizer_specs.state_weight_specs(abstract_state.opt_state, weight_specs),
+      opt_state=optimizer_specs.state_weight_specs(abstract_state.opt_state, optimized_specs),
       ema_weights=optimizer_specs.state_weight_specs(abstract_state.ema_weights, weight_specs),
       num_skipped=scalar(abstract_state.num_skipped),
       num_skipped_in_a_row=scalar(abstract_state.num_skipped_in_a_row),

@@ -5,7 +5,7 @@ structure, not by the name of the optimizer, so that any optax transformation wo
 
 * a leaf of its weight's shape takes the weight's split dims;
 * Adafactor's `v_row` and `v_col` take the split dims of the dimensions that were not averaged away;
-* scalars and placeholders of one element (per layer) are replicated;
+* scalars and placeholders of one element (per layer and expert) are replicated;
 * anything else in a weight's place is replicated too, and a warning names it.
 """
 
@@ -19,23 +19,24 @@ import jax
 import numpy as np
 import optax
 
+from spmd_tasks.learning.adafactor import num_separate_dims
 from spmd_tasks.sharding.weights import WeightSpec
 
 LeafRule = Callable[[str, Any, WeightSpec | None], WeightSpec]
 
 
-def factored_dims(shape: Sequence[int], stacked: int) -> tuple[int, int] | None:
+def factored_dims(shape: Sequence[int], num_separate: int) -> tuple[int, int] | None:
   """Which dims of a weight `optax.scale_by_factored_rms` averages away: (dropped in v_col, dropped in v_row).
 
   These are the second largest and the largest dim of one layer's weight, ties as `np.argsort` breaks them, which is
-  optax's own rule; the `stacked` leading dims count layers and are never averaged. None if a layer's weight has fewer
-  than 2 dims.
+  optax's own rule; the `num_separate` leading dims count layers and experts and are never averaged. None if the weight
+  of one has fewer than 2 dims.
   """
-  layer_shape = tuple(shape[stacked:])
+  layer_shape = tuple(shape[num_separate:])
   if len(layer_shape) < 2:
     return None
   order = np.argsort(layer_shape)
-  return stacked + int(order[-2]), stacked + int(order[-1])
+  return num_separate + int(order[-2]), num_separate + int(order[-1])
 
 
 def _weight_split_dims(weight: WeightSpec) -> tuple[Any, ...]:
@@ -52,7 +53,7 @@ def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
   if weight is not None:
     if shape == tuple(weight.shape):
       return dataclasses.replace(weight, init=None, dtype=leaf.dtype, split_dims=_weight_split_dims(weight))
-    if shape == (*weight.shape[: weight.stacked], 1):
+    if shape == (*weight.shape[: num_separate_dims(weight)], 1):
       return dataclasses.replace(_replicated(leaf), stacked=weight.stacked, tags=weight.tags)
   if math.prod(shape) != 1:
     if weight is not None:
@@ -75,9 +76,9 @@ def _moment_rule(is_row: bool) -> LeafRule:
   def rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
     if weight is None:
       return _plain_rule(name, leaf, weight)
-    # 0 is for an optimizer that, unlike our Adafactor, takes a stack of layers for one weight.
-    for num_layer_dims in dict.fromkeys((weight.stacked, 0)):
-      dims = factored_dims(weight.shape, num_layer_dims)
+    # 0 is for an optimizer that, unlike our Adafactor, takes a stack of layers or experts for one weight.
+    for num_separate in dict.fromkeys((num_separate_dims(weight), 0)):
+      dims = factored_dims(weight.shape, num_separate)
       if dims is None:
         continue
       dropped = dims[1] if is_row else dims[0]
