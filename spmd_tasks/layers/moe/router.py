@@ -104,6 +104,7 @@ class TopKRouter(Router, kw_only=True):
     logits = self._logits(x, train=train)
     log_affinities = LOG_AFFINITIES[self.score_function](logits)
     preferences = jnp.exp(jax.lax.stop_gradient(log_affinities))
+    bias = None
     if self.balance_bias:
       bias = declare_weight(
         self,
@@ -131,6 +132,7 @@ class TopKRouter(Router, kw_only=True):
       token_mask=token_mask,
       expert_ids=checkpoint_name(expert_ids, ROUTING_NAME),
       gates=checkpoint_name(gates, ROUTING_NAME),
+      balance_bias=bias,
     )
 
   def _assign(self, chosen_ids: jax.Array) -> jax.Array:

@@ -23,13 +23,14 @@ class RouterOutput(struct.PyTreeNode):
   """A router's decision for a batch of tokens. Padding tokens are routed nowhere.
 
   Attributes:
-    logits: float32 [B, T, E], without jitter's and the balance bias's part in the choice.
+    logits: float32 [B, T, E], of the jittered input where there is jitter, without the balance bias.
     scores: float32 [B, T, E], non-negative, with sum 1 over E: softmax(logits), or sigmoid(logits) over their sum. Read
       by losses and statistics.
     token_mask: bool [B, T], False for padding; None where every token is real.
     expert_ids: int32 [B, T, k], first choice first; E for padding. None where experts choose.
     gates: float32 [B, T, k], the weights of the experts' outputs; 0 for padding. None where experts choose.
     slots: what experts chose; None where tokens choose.
+    balance_bias: float32 [E], the bias that had a part in the choice (see bias_balancing.py); None where there is none.
   """
 
   logits: jax.Array
@@ -38,3 +39,4 @@ class RouterOutput(struct.PyTreeNode):
   expert_ids: jax.Array | None = None
   gates: jax.Array | None = None
   slots: Slots | None = None
+  balance_bias: jax.Array | None = None

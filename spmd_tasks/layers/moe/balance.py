@@ -1,0 +1,147 @@
+"""Losses that balance the experts' load, and statistics of a routing: explicit outputs of each layer.
+
+All of them leave padding out, read the decision before any token is dropped, and are 0 for a batch of padding only.
+Sums are over the whole batch, wherever its rows are.
+
+Shapes: B batch, T sequence, E experts, k choices per token; G groups of S tokens, C slots per expert and group;
+N shards of the batch.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.layers.moe.routing import RouterOutput
+
+
+class _Sums(NamedTuple):
+  """Sums over the real tokens of each of N shards of the batch, float32. `scores` and `z` carry gradients."""
+
+  num_tokens: jax.Array  # [N]
+  scores: jax.Array  # [N, E]
+  entropy: jax.Array  # [N]
+  z: jax.Array  # [N], squares of the log-normalizers
+  counts: jax.Array  # [N, E], assignments per expert
+  chosen_scores: jax.Array  # [N], over all assignments
+
+
+def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
+  """Columns [B, ...] to their sums [N, ...], by one reduction: over a sharded B one all-reduce for all of them."""
+  num_rows = columns[0].shape[0]
+  if num_shards < 1 or num_rows % num_shards:
+    raise ValueError(
+      f'num_shards={num_shards} must be positive and divide the {num_rows} rows (or groups) of the batch: statistics '
+      'are taken per equal part.'
+    )
+  flat = [column.reshape(num_rows, -1) for column in columns]
+  sums = jnp.sum(jnp.concatenate(flat, axis=1).reshape(num_shards, num_rows // num_shards, -1), axis=1)
+  ends, total = [], 0
+  for column in flat[:-1]:
+    total += column.shape[1]
+    ends.append(total)
+  return [
+    part.reshape(num_shards, *column.shape[1:])
+    for part, column in zip(jnp.split(sums, ends, axis=1), columns, strict=True)
+  ]
+
+
+def _token_columns(routing: RouterOutput) -> list[jax.Array]:
+  """Per row: number of real tokens [B], and the sums over them of scores [B, E], entropy [B] and z [B]."""
+  scores = routing.scores
+  per_token = {
+    'num_tokens': jnp.ones(scores.shape[:2], jnp.float32),
+    'entropy': jnp.sum(jax.scipy.special.entr(jax.lax.stop_gradient(scores)), axis=-1),
+    'z': jnp.square(jax.nn.logsumexp(routing.logits, axis=-1)),
+  }
+  if routing.token_mask is not None:
+    mask = routing.token_mask
+    per_token = {name: jnp.where(mask, x, 0.0) for name, x in per_token.items()}
+    scores = jnp.where(mask[..., None], scores, 0.0)
+  rows = {name: jnp.sum(x, axis=1) for name, x in per_token.items()}
+  return [rows['num_tokens'], jnp.sum(scores, axis=1), rows['entropy'], rows['z']]
+
+
+def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
+  """Per row or group: assignments per expert, [B or G, E], and the sum of the chosen scores, [B or G]."""
+  num_experts = routing.scores.shape[-1]
+  if routing.slots is not None:
+    tokens_per_group = routing.scores[..., 0].size // routing.slots.token_ids.shape[0]
+    filled = (routing.slots.token_ids < tokens_per_group).astype(jnp.float32)
+    # An expert's gate is its score, see expert_choice.py.
+    return [jnp.sum(filled, axis=2), jnp.sum(jax.lax.stop_gradient(routing.slots.gates), axis=(1, 2))]
+  assert routing.expert_ids is not None
+  # A comparison and a sum, not a scatter: every device counts its own tokens.
+  experts = jnp.arange(num_experts)[None, None, None, :]
+  assigned = jnp.sum(routing.expert_ids[..., None] == experts, axis=2, dtype=jnp.float32)  # [B, T, E]
+  return [jnp.sum(assigned, axis=1), jnp.sum(assigned * jax.lax.stop_gradient(routing.scores), axis=(1, 2))]
+
+
+def _routing_sums(routing: RouterOutput, num_shards: int = 1) -> _Sums:
+  tokens, assignments = _token_columns(routing), _assignment_columns(routing)
+  if routing.slots is None:
+    return _Sums(*_sum_shards(tokens + assignments, num_shards))
+  return _Sums(*_sum_shards(tokens, num_shards), *_sum_shards(assignments, num_shards))
+
+
+def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
+  """Total / count, and 0 where nothing was counted; counts are whole numbers."""
+  return total / jnp.maximum(count, 1.0)
+
+
+def assignment_counts(routing: RouterOutput) -> jax.Array:
+  """Assignments per expert over the whole batch, float32 [E]; no gradient."""
+  return _routing_sums(routing).counts[0]
+
+
+def load_balance_loss(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: bool = False) -> jax.Array:
+  """E * sum over experts of f * P, float32 scalar: the least where the load and the scores are even.
+
+  f is the number of an expert's assignments per token, P its mean score. The gradient flows through P only. Perfectly
+  even f and P give k (GShard: Lepikhin et al., 2020; Switch: Fedus et al., 2022), or, with `divide_by_k`, 1. The mean
+  of the latter over L layers of n tokens each is E / (L * n * k) times the dot product of all layers' counts with all
+  layers' mean scores: MegaBlocks' formula (Gale et al., 2022).
+
+  Args:
+    routing: k is its mean number of assignments per token, which need not be whole where experts choose.
+    num_shards: N; f and P are taken over each N-th of the batch's rows apart, and the result is the mean over them.
+      1 is over all tokens. T5X has one value per group and MegaBlocks one per data-parallel process; here the numbers
+      do not depend on the mesh.
+    divide_by_k: see above.
+
+  Raises:
+    ValueError: num_shards does not divide the batch.
+  """
+  sums = _routing_sums(routing, num_shards)
+  num_tokens = sums.num_tokens[:, None]
+  num_assigned = jnp.sum(sums.counts, axis=1, keepdims=True) if divide_by_k else num_tokens
+  products = _mean(sums.counts, num_assigned) * _mean(sums.scores, num_tokens)
+  return routing.scores.shape[-1] * jnp.mean(jnp.sum(products, axis=1))
+
+
+def router_z_loss(routing: RouterOutput) -> jax.Array:
+  """Mean over tokens of logsumexp(logits)^2, float32 scalar: keeps logits small (ST-MoE: Zoph et al., 2022)."""
+  sums = _routing_sums(routing)
+  return _mean(sums.z[0], sums.num_tokens[0])
+
+
+def routing_statistics(routing: RouterOutput) -> dict[str, jax.Array]:
+  """What a run reports of a routing, float32 without gradients.
+
+  Returns:
+    expert_load: [E], each expert's fraction of all assignments, with sum 1.
+    max_expert_load: E times the greatest of them; 1 is perfect balance, E is collapse.
+    router_entropy: mean over tokens of the entropy of their scores, in nats; log(E) where they are even.
+    router_confidence: mean over assignments of the chosen expert's score. T5X (flaxformer, MoeLayer) has the mean gate
+      of the assignments that were not dropped; this is the same where none is and gates are scores. Of normalized
+      gates the mean is 1/k whatever the router does.
+  """
+  sums = jax.tree.map(lambda x: jax.lax.stop_gradient(x[0]), _routing_sums(routing))
+  num_assigned = jnp.sum(sums.counts)
+  load = _mean(sums.counts, num_assigned)
+  return {
+    'expert_load': load,
+    'max_expert_load': load.size * jnp.max(load),
+    'router_entropy': _mean(sums.entropy, sums.num_tokens),
+    'router_confidence': _mean(sums.chosen_scores, num_assigned),
+  }
