@@ -6,7 +6,6 @@ The rows are kept for one purpose only, the gradient of the gates. They may be k
 quantize_scatter): the result and the gradient of the rows stay what they are.
 """
 
-from collections.abc import Callable
 import functools
 
 from flax import struct
@@ -74,20 +73,15 @@ def combine_rows(
   return _combine_rows(saved_bits, rows, gates, permutation)
 
 
-def _per_choice(function: Callable[[jax.Array, jax.Array], jax.Array], gates: jax.Array, permutation: Permutation):
-  """[function(gates [n], row ids [n])] of each choice in turn."""
-  # Unrolled, as one gather of [n, k, D] would be written to memory before it is summed.
-  return [function(gates[:, j], permutation.positions[:, j]) for j in range(gates.shape[1])]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine_rows(saved_bits, rows, gates, permutation):
   del saved_bits
-
-  def weigh(gate, row_ids):
-    return jnp.where(gate[:, None] == 0, 0.0, gate[:, None] * take_rows(rows, row_ids))
-
-  return jnp.asarray(sum(_per_choice(weigh, gates, permutation)), rows.dtype)
+  result = jnp.zeros((), jnp.float32)
+  # Choice by choice, as one gather of [n, k, D] would be written to memory before it is summed.
+  for choice in range(gates.shape[1]):
+    gate = gates[:, choice, None]
+    result += jnp.where(gate == 0, 0.0, gate * take_rows(rows, permutation.positions[:, choice]))
+  return result.astype(rows.dtype)
 
 
 def _combine_rows_forward(saved_bits, rows, gates, permutation):
@@ -98,15 +92,12 @@ def _combine_rows_forward(saved_bits, rows, gates, permutation):
 def _combine_rows_backward(saved_bits, residuals, d_result):
   saved, gates, permutation = residuals
   rows = saved if saved_bits is None else dequantize_rows(saved)
-
-  def d_gate(gate, row_ids):
-    products = take_rows(rows, row_ids).astype(jnp.float32) * d_result.astype(jnp.float32)
-    return jnp.where(gate == 0, 0.0, jnp.sum(products, axis=-1))
-
-  d_gates = jnp.stack(_per_choice(d_gate, gates, permutation), axis=1)
-  row_gates = jnp.zeros(gates.size, gates.dtype)
+  d_row_results = take_rows(d_result, permutation.token_ids)
+  d_row_gates = jnp.einsum('rd,rd->r', rows, d_row_results, preferred_element_type=jnp.float32)
+  d_gates = jnp.where(gates == 0, 0.0, take_rows(d_row_gates, permutation.positions))
+  row_gates = jnp.zeros_like(d_row_gates)
   row_gates = row_gates.at[permutation.positions.reshape(-1)].set(gates.reshape(-1), unique_indices=True)
-  d_rows = row_gates[:, None] * take_rows(d_result, permutation.token_ids)
+  d_rows = row_gates[:, None] * d_row_results
   return d_rows.astype(d_result.dtype), d_gates, None
 
 
