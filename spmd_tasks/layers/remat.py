@@ -3,18 +3,26 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from jax import checkpoint_policies
+
+# The `checkpoint_name` of discrete decisions and what follows from them in a few bytes per token, such as a router's
+# choice of experts. Every policy keeps these values: computed again, they may come out differently.
+ROUTING_NAME = 'routing'
+
+_routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
 
 # None: no remat at all, everything is kept. The names are ordered from most memory to least.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'none': None,
   # Keeps the results of all matmuls, attention's [B, H, T, T] logits among them.
-  'dots': jax.checkpoint_policies.dots_saveable,
+  'dots': checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, _routing),
   # Keeps the results of matmuls with weights only: attention is computed again, which is cheap next to what it would
   # hold.
-  'dots_no_batch': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'dots_no_batch': checkpoint_policies.save_from_both_policies(
+    checkpoint_policies.dots_with_no_batch_dims_saveable, _routing
+  ),
   # Keeps each layer's input only.
-  'full': jax.checkpoint_policies.nothing_saveable,
+  'full': _routing,
 }
 
 

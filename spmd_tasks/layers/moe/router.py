@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from spmd_tasks.layers.declaration import declare_weight
 from spmd_tasks.layers.initializers import FanInNormal
 from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.layers.remat import ROUTING_NAME
 from spmd_tasks.sharding.specs import SplitDims, constrain
 
 # The logarithm of a token's affinity to each expert, from its logits. Normalising in logarithms cannot divide by 0.
 LOG_AFFINITIES = {'softmax': jax.nn.log_softmax, 'sigmoid': jax.nn.log_sigmoid}
-
-# Under remat these values are kept, so that the backward pass sees the forward pass's decision.
-ROUTING_NAME = 'routing'
 
 
 class Router(nn.Module, kw_only=True):
