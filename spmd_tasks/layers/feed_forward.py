@@ -1,7 +1,7 @@
 """Feed-forward sublayers: plain and gated.
 
 Shapes: B batch, T sequence, D model, F ffn. Both map x [B, T, D] -> ([B, T, D], {}), the signature of every
-feed-forward sublayer: a mixture of experts returns its balance losses and counters in the dict.
+feed-forward sublayer: a mixture of experts returns Statistics of its routing in the dict.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import jax
 
 from spmd_tasks.layers.initializers import FanInNormal
 from spmd_tasks.layers.linear import Linear
+from spmd_tasks.layers.statistics import Statistics
 from spmd_tasks.sharding.specs import SplitDims
 
 # 'gelu' is the tanh approximation (GPT-2, T5, JAX's default), 'gelu_exact' the one with erf (BERT).
@@ -72,7 +73,7 @@ class FeedForward(nn.Module, kw_only=True):
   @nn.compact
   def __call__(
     self, x: jax.Array, segment_ids: jax.Array | None = None, *, train: bool = False
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+  ) -> tuple[jax.Array, dict[str, Statistics]]:
     """Returns ([B, T, D], {}). `segment_ids` and `train` are part of the signature; routers need them."""
     del segment_ids, train
     y = Linear(

@@ -9,7 +9,7 @@ called so:
     ffn(x, segment_ids, train=...) -> ([B, T, D], aux)
     norm(x) -> [B, T, D]
 
-`aux` maps names to scalars (balance losses, counters); the stack gives each of them an L dim.
+`aux` maps names to Statistics of the tokens; the stack turns them into numbers, one per layer: `name -> [L]`.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,12 @@ import flax.linen as nn
 import jax
 
 from spmd_tasks.layers.remat import remat_policy
+from spmd_tasks.layers.statistics import Statistics, values_per_layer
 from spmd_tasks.layers.sublayers import WithSublayers
 from spmd_tasks.sharding.specs import SplitDims, constrain
 from spmd_tasks.sharding.weights import STACK_DIM
 
-Aux = Mapping[str, jax.Array]
+Aux = Mapping[str, Statistics]
 
 
 class TransformerBlock(WithSublayers, kw_only=True):
@@ -97,8 +98,8 @@ class TransformerStack(WithSublayers, kw_only=True):
     segment_pos: jax.Array | None = None,
     *,
     train: bool = False,
-  ) -> tuple[jax.Array, Aux]:
-    """Returns ([B, T, D], aux with a leading L dim on each entry)."""
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] where it is a vector})."""
 
     def layer(block, x, segment_ids, segment_pos):
       return block(x, segment_ids, segment_pos, train=train)
@@ -117,4 +118,5 @@ class TransformerStack(WithSublayers, kw_only=True):
       unroll=1 if self.scan else self.num_layers,
       metadata_params={STACK_DIM: 'layers'},
     )
-    return scanned(self.block.copy(name='layers'), x, segment_ids, segment_pos)
+    x, aux = scanned(self.block.copy(name='layers'), x, segment_ids, segment_pos)
+    return x, values_per_layer(aux)

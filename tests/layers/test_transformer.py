@@ -9,9 +9,11 @@ import pytest
 from tiny_model import packed_batch, random_weights, tiny_model
 
 from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.block_group import BlockGroup
 from spmd_tasks.layers.feed_forward import FeedForward
 from spmd_tasks.layers.norm import LayerNorm, RmsNorm
 from spmd_tasks.layers.remat import REMAT_POLICIES
+from spmd_tasks.layers.statistics import Statistics
 from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
@@ -86,12 +88,24 @@ def test_every_layer_starts_from_its_own_values():
   np.testing.assert_allclose(kernels.std(axis=(1, 2)), 30**-0.5, rtol=0.1)  # fan-in does not count the layers
 
 
-class Ones(nn.Module):
-  """A feed-forward sublayer that adds ones, which dropout turns into its mask, and reports a number."""
+class InputSum(Statistics):
+  """The sum of the tokens' elements, in a vector of one."""
+
+  total: jax.Array
+
+  def values(self):
+    return {'mean': self.total[0] / self.num_tokens, 'vector': self.total}
+
+
+class Constant(nn.Module):
+  """A feed-forward sublayer that adds a constant, of which dropout makes its mask, and reports its input."""
+
+  value: float = 1.0
 
   @nn.compact
   def __call__(self, x, segment_ids=None, *, train=False):
-    return jnp.ones_like(x), {'mean': jnp.mean(x), 'count': jnp.float32(2.0)}
+    total = jnp.sum(x)[None]
+    return jnp.full_like(x, self.value), {'input': InputSum(num_tokens=jnp.float32(x[..., 0].size), total=total)}
 
 
 class Zeros(nn.Module):
@@ -103,7 +117,7 @@ class Zeros(nn.Module):
 
 
 def _dropout_stack(num_layers, rate=0.5):
-  block = TransformerBlock(attention=Zeros(), ffn=Ones(), norm=RmsNorm(), dropout_rate=rate)
+  block = TransformerBlock(attention=Zeros(), ffn=Constant(), norm=RmsNorm(), dropout_rate=rate)
   return TransformerStack(block=block, num_layers=num_layers)
 
 
@@ -130,13 +144,24 @@ def test_dropout_is_off_in_eval_and_needs_no_rng():
   np.testing.assert_array_equal(y, jnp.full_like(x, 2.0))
 
 
-def test_aux_values_are_stacked_by_layer():
+def test_statistics_become_values_by_layer():
   x = jnp.zeros((2, 3, 8))
   (_, aux), _ = _dropout_stack(3).init_with_output(jax.random.key(0), x)
-  np.testing.assert_array_equal(aux['count'], [2.0, 2.0, 2.0])
-  assert aux['mean'].shape == (3,)
-  assert aux['mean'][0] == 0.0
-  assert aux['mean'][1] > 0.9  # the normed stream after one layer of ones
+  np.testing.assert_allclose(aux['mean'], [0.0, 8.0, 8.0], atol=1e-3)  # the normed stream after a layer of ones: ones
+  np.testing.assert_allclose(aux['vector'], [[0.0], [48.0], [48.0]], atol=1e-2)
+
+
+def test_a_block_group_is_its_blocks_in_sequence():
+  x = jax.random.normal(jax.random.key(1), (2, 3, 8))
+  block = TransformerBlock(attention=Zeros(), ffn=Constant(), norm=RmsNorm())
+  values = [1.0, -3.0]
+  group = BlockGroup(blocks=tuple(block.clone(ffn=Constant(value=value)) for value in values))
+  (y, aux), _ = TransformerStack(block=group, num_layers=2).init_with_output(jax.random.key(0), x)
+  np.testing.assert_allclose(y, x + 2 * sum(values), rtol=1e-5)
+
+  inputs = np.asarray(x) + np.cumsum([0.0, 1.0, -3.0, 1.0]).reshape(4, 1, 1, 1)  # of the four layers, in order
+  normed = inputs / np.sqrt(np.mean(inputs**2, axis=-1, keepdims=True))
+  np.testing.assert_allclose(aux['mean'], normed.sum(axis=(1, 2, 3)) / 6, rtol=1e-3)
 
 
 def test_sublayers_are_replaceable():
@@ -182,4 +207,4 @@ def test_the_program_does_not_grow_with_depth():
 )
 def test_bad_settings_are_errors_when_built(fields, message):
   with pytest.raises(ValueError, match=message):
-    TransformerStack(block=Ones(), **fields)
+    TransformerStack(block=Constant(), **fields)
