@@ -1,10 +1,11 @@
 """The language-model loss: weighted mean cross-entropy with label smoothing, z-loss and per-example outputs.
 
-Shapes: B batch, T sequence, V vocab, L layers. Everything is float32.
+Shapes: B batch, T sequence, V vocab, L layers, E experts. Everything is float32.
 """
 
 from collections.abc import Mapping
 import dataclasses
+import math
 from typing import Any
 
 from flax import struct
@@ -18,7 +19,7 @@ class LossOutput(struct.PyTreeNode):
   Fields:
     loss: scalar, the mean over the batch's tokens: what is differentiated.
     weight: scalar, the denominator of that mean; means of several batches are combined by it.
-    metrics: name -> (mean, weight), scalars.
+    metrics: name -> (mean, weight): means are scalars or, one value per expert, [E]; weights are scalars.
     per_example: name -> [B].
   """
 
@@ -43,28 +44,60 @@ class LanguageModelLoss:
 
   Fields:
     z_loss_weight, label_smoothing: 0 turns them off.
-    aux_loss_weights: name of an entry of `predictions['aux']` -> its weight. The mean over layers of each one is added
-      to the loss and reported as a metric: where a router's balance losses enter. Entries that are not named here are
-      not added.
+    aux_loss_weights: name of an entry of `predictions['aux']` -> its weight in the loss: where a router's balance
+      losses enter. The mean over layers of every entry is a metric, of these too, without their weight.
+    num_aux_layers: how many layers must have given each entry of `aux_loss_weights`, for all stages of a pipeline
+      together; None: as many as there are. Guards against a mean over fewer layers than the model has (MegaBlocks).
+    per_expert_metrics: the entries whose last dim counts experts; their metrics are vectors [E].
   """
 
   z_loss_weight: float = 0.0
   label_smoothing: float = 0.0
   aux_loss_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  num_aux_layers: int | None = None
+  per_expert_metrics: tuple[str, ...] = ('expert_load',)
 
   def __post_init__(self):
     if not 0.0 <= self.label_smoothing < 1.0:
       raise ValueError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1.')
+    if both := sorted(set(self.aux_loss_weights).intersection(self.per_expert_metrics)):
+      raise ValueError(f'{both} are in aux_loss_weights and in per_expert_metrics: a loss has one value per layer.')
+
+  def _check_aux_losses(self, aux: Mapping[str, jax.Array]) -> None:
+    """Raises a ValueError if an aux loss is missing or not that of `num_aux_layers` layers."""
+    for name in self.aux_loss_weights:
+      if name not in aux:
+        raise ValueError(
+          f'aux_loss_weights names {name!r}, but the model gives {sorted(aux)}: correct the name, or use a layer that '
+          'computes it.'
+        )
+      num_layers = math.prod(jnp.shape(aux[name]))
+      if self.num_aux_layers is not None and num_layers != self.num_aux_layers:
+        raise ValueError(
+          f'{num_layers} layers give the aux loss {name!r} (shape {jnp.shape(aux[name])}), but num_aux_layers is '
+          f'{self.num_aux_layers}: correct it, or pass on the aux of every layer and pipeline stage.'
+        )
+
+  def _aux_means(self, aux: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The mean over layers of each entry, a scalar, or [E] for `per_expert_metrics`."""
+
+    def mean(name: str, values: jax.Array) -> jax.Array:
+      per_layer = values.reshape(-1, values.shape[-1]) if name in self.per_expert_metrics else values.ravel()
+      return jnp.mean(per_layer.astype(jnp.float32), axis=0)
+
+    return {name: mean(name, jnp.asarray(values)) for name, values in aux.items()}
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Returns the LossOutput.
 
     Args:
-      predictions: `logits` float [B, T, V]; `aux` {name: scalar or [L]}, needed only for `aux_loss_weights`.
+      predictions: `logits` float [B, T, V]; `aux` {name: scalar, [L], or [L, ...] for nested stacks, each with one more
+        dim [E] for `per_expert_metrics`}, needed only for `aux_loss_weights`.
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding).
 
     Raises:
-      ValueError: `aux_loss_weights` names an entry that the model does not give.
+      ValueError: `aux_loss_weights` names an entry that the model does not give, or gives for another number of
+        layers than `num_aux_layers`; or an entry has the name of another metric.
     """
     logits, labels = predictions['logits'].astype(jnp.float32), batch['labels']
     weights = batch['weights'].astype(jnp.float32)
@@ -91,15 +124,14 @@ class LanguageModelLoss:
     *totals, weight = jnp.sum(stack * weights[None], axis=(1, 2))
     loss, *means = (_divide(total, weight) for total in totals)
     metrics = {name: (mean, weight) for name, mean in zip(per_token, means, strict=True)}
-    for name, aux_weight in self.aux_loss_weights.items():
-      aux = predictions.get('aux', {})
-      if name not in aux:
-        raise ValueError(
-          f'aux_loss_weights names {name!r}, but the model gives {sorted(aux)}: correct the name, or use a layer that '
-          'computes it.'
-        )
-      mean = jnp.mean(aux[name])
+    aux = predictions.get('aux', {})
+    self._check_aux_losses(aux)
+    if taken := sorted({'loss', *metrics}.intersection(aux)):
+      raise ValueError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them.")
+    for name, mean in self._aux_means(aux).items():
+      mean = jnp.where(weight == 0, 0.0, mean)
       metrics[name] = (mean, weight)
-      loss = loss + aux_weight * jnp.where(weight == 0, 0.0, mean)
+      if name in self.aux_loss_weights:
+        loss = loss + self.aux_loss_weights[name] * mean
     per_example = {'cross_entropy': jnp.sum(cross_entropy * weights, axis=-1), 'num_tokens': jnp.sum(weights, axis=-1)}
     return LossOutput(loss=loss, weight=weight, metrics=metrics, per_example=per_example)

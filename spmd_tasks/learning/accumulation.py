@@ -1,6 +1,10 @@
 """Microbatches: the gradient of a large batch in parts, so that only one part's activations are alive at a time.
 
-Shapes: B batch rows, M microbatches.
+Shapes: B batch rows, M microbatches, E experts.
+
+A loss that is a mean over tokens has the full batch's gradient. One that is not linear in the tokens has not: the
+load-balancing loss of a mixture of experts is a product of two means, each taken over one microbatch. It balances the
+experts within every microbatch, which is more than balance over the batch, and the reported mean of it is larger.
 """
 
 from collections.abc import Callable
@@ -50,10 +54,11 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
 
 
 def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
-  """The mean of all rows from the microbatches' means and weights, in float32; 0 if all weights are 0."""
+  """The mean of all rows from the microbatches' means [M, ...] and weights [M], in float32; 0 if all weights are 0."""
   weights_M = weights_M.astype(jnp.float32)
   total = jnp.sum(weights_M)
-  return jnp.sum(means_M.astype(jnp.float32) * weights_M) / jnp.where(total == 0, 1.0, total)
+  weighted = means_M.astype(jnp.float32) * weights_M.reshape(-1, *[1] * (means_M.ndim - 1))
+  return jnp.sum(weighted, axis=0) / jnp.where(total == 0, 1.0, total)
 
 
 def _combine(loss_outputs_M: Any) -> Any:
@@ -80,8 +85,8 @@ def accumulate_gradients(
 
   Args:
     loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, and
-      `loss_output` a pytree node with the fields `loss`, `weight`, `metrics` (name -> (mean, weight), all scalars) and
-      `per_example` (name -> [B]), and a method `replace`.
+      `loss_output` a pytree node with the fields `loss`, `weight`, `metrics` (name -> (mean, weight), scalars except
+      for means [E]) and `per_example` (name -> [B]), and a method `replace`.
     weights: what to differentiate by.
     batch: tree of arrays [B, ...].
     rng: given to `loss_fn` as it is with one microbatch; microbatch m of several gets `fold_in(rng, m)`. May be None.

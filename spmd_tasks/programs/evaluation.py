@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.runtime.compiled_step import CompiledStep
-from spmd_tasks.runtime.metrics import MetricsWriter, finish_metrics, make_writer
+from spmd_tasks.runtime.metrics import Metric, MetricsWriter, finish_metrics, make_writer
 from spmd_tasks.runtime.partition import PartitionedModel
 
 Averages = Mapping[str, clu_metrics.Average]
@@ -45,7 +45,7 @@ class Evaluator:
     for step in self._steps.values():
       step.compile()
 
-  def evaluate(self, step: int, weights: Any) -> dict[str, dict[str, float]]:
+  def evaluate(self, step: int, weights: Any) -> dict[str, dict[str, Metric]]:
     """Metrics by eval set at train step `step`, on padded weights as they live on the mesh."""
     results = {}
     for name, eval_input in self._inputs.items():
@@ -61,7 +61,7 @@ class Evaluator:
       )
     return self._writers[name]
 
-  def _evaluate_set(self, name: str, eval_step: CompiledStep, eval_input: Any, weights: Any) -> dict[str, float]:
+  def _evaluate_set(self, name: str, eval_step: CompiledStep, eval_input: Any, weights: Any) -> dict[str, Metric]:
     iterator = eval_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
     finished: list[Averages] = []
     in_flight: Averages | None = None
@@ -85,12 +85,14 @@ class Evaluator:
       writer.close()
 
 
-def _mean_over_batches(batches: list[Averages]) -> dict[str, float]:
-  """The weighted means over all batches; 0 where no batch has any weight."""
+def _mean_over_batches(batches: list[Averages]) -> dict[str, np.ndarray]:
+  """The weighted means over all batches, scalars or [E]; 0 where no batch has any weight."""
 
-  def mean(name: str) -> float:
-    total, count = (sum(np.float64(getattr(batch[name], part)) for batch in batches) for part in ('total', 'count'))
-    return float(total / count) if count else 0.0
+  def mean(name: str) -> np.ndarray:
+    total, count = (
+      sum(np.asarray(getattr(batch[name], part), np.float64) for batch in batches) for part in ('total', 'count')
+    )
+    return total / count if count else np.zeros_like(total)
 
   return {name: mean(name) for name in batches[0]}
 

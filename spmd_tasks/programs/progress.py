@@ -1,11 +1,12 @@
 """Progress: a bar on terminals, plain lines elsewhere."""
 
-from collections.abc import Mapping
 import sys
 import time
 from typing import Protocol, TextIO
 
 from tqdm import tqdm
+
+from spmd_tasks.runtime.metrics import Metrics, scalars
 
 
 class Progress(Protocol):
@@ -13,7 +14,7 @@ class Progress(Protocol):
 
   def step(self, step: int) -> None: ...
 
-  def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+  def log(self, step: int, metrics: Metrics) -> None: ...
 
   def message(self, text: str) -> None: ...
 
@@ -30,7 +31,7 @@ class BarProgress:
   def step(self, step: int) -> None:
     self._bar.update(step - self._bar.n)
 
-  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+  def log(self, step: int, metrics: Metrics) -> None:
     self._bar.set_postfix_str(_summary(metrics), refresh=False)
 
   def message(self, text: str) -> None:
@@ -50,7 +51,7 @@ class LineProgress:
   def step(self, step: int) -> None:
     pass
 
-  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+  def log(self, step: int, metrics: Metrics) -> None:
     self.message(f'step {step}/{self._total}  {_summary(metrics)}')
 
   def message(self, text: str) -> None:
@@ -66,7 +67,7 @@ class SilentProgress:
   def step(self, step: int) -> None:
     pass
 
-  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+  def log(self, step: int, metrics: Metrics) -> None:
     pass
 
   def message(self, text: str) -> None:
@@ -84,12 +85,13 @@ def make_progress(total: int, initial: int, *, primary: bool, stream: TextIO | N
   return BarProgress(total, initial, stream) if stream.isatty() else LineProgress(total, stream)
 
 
-def format_metrics(metrics: dict[str, float]) -> str:
-  """`loss 1.2345  accuracy 0.5` for people."""
-  return '  '.join(f'{name} {value:.4f}' for name, value in metrics.items() if name != 'num_batches')
+def format_metrics(metrics: Metrics) -> str:
+  """`loss 1.2345  accuracy 0.5` for people; metrics per expert are left out."""
+  return '  '.join(f'{name} {value:.4f}' for name, value in scalars(metrics).items() if name != 'num_batches')
 
 
-def _summary(metrics: Mapping[str, float]) -> str:
+def _summary(all_metrics: Metrics) -> str:
+  metrics = scalars(all_metrics)
   parts = [f'loss {metrics["loss"]:.4f}']
   if 'accuracy' in metrics:
     parts.append(f'accuracy {metrics["accuracy"]:.3f}')

@@ -1,4 +1,4 @@
-"""StepLog: the metrics of logged steps as host scalars, with rates."""
+"""StepLog: the metrics of logged steps on the host, with rates."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -9,13 +9,13 @@ import time
 import jax
 
 from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
-from spmd_tasks.runtime.metrics import finish_metrics
+from spmd_tasks.runtime.metrics import Metric, finish_metrics
 from spmd_tasks.runtime.partition import PartitionedModel
 
 
 @dataclasses.dataclass(kw_only=True)
 class StepLog:
-  """Turns the metrics of logged steps into host scalars with rates over the time since the last logged step."""
+  """Brings the metrics of logged steps to the host, and adds rates over the time since the last logged step."""
 
   tokens_per_step: int
   peak_steps_per_second: float | None
@@ -46,19 +46,19 @@ class StepLog:
     finally:
       self._last_time += time.perf_counter() - start
 
-  def scalars(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, float]:
-    """The step's metrics as floats, with steps and tokens per second, host-wait fraction and MFU."""
-    scalars = finish_metrics({name: float(value) for name, value in jax.device_get(metrics).items()})
+  def finish(self, step: int, metrics: dict[str, jax.Array]) -> dict[str, Metric]:
+    """The step's metrics as numbers and lists, with steps and tokens per second, host-wait fraction and MFU."""
+    finished = finish_metrics(jax.device_get(metrics))
     now, waited, num_steps = time.perf_counter(), self.seconds_waited(), step - self._last_step
     if num_steps > 0:
       seconds = now - self._last_time
-      scalars['steps_per_second'] = num_steps / seconds
-      scalars['tokens_per_second'] = num_steps * self.tokens_per_step / seconds
-      scalars['host_wait_fraction'] = (waited - self._last_waited) / seconds
+      finished['steps_per_second'] = num_steps / seconds
+      finished['tokens_per_second'] = num_steps * self.tokens_per_step / seconds
+      finished['host_wait_fraction'] = (waited - self._last_waited) / seconds
       if self.peak_steps_per_second is not None:
-        scalars['mfu'] = num_steps / seconds / self.peak_steps_per_second
+        finished['mfu'] = num_steps / seconds / self.peak_steps_per_second
       self._last_step, self._last_time, self._last_waited = step, now, waited
-    return scalars
+    return finished
 
 
 def _num_tokens(model: PartitionedModel) -> int:

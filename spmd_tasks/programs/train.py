@@ -185,14 +185,14 @@ class _Trainer:
       self._num_compiled_at_start = self._compilations.num_programs
     experiment = self._experiment
     if step % experiment.log_every_steps == 0 or step in (self._first_step + 1, experiment.num_train_steps):
-      scalars = self._log.scalars(step, metrics) | {
+      finished = self._log.finish(step, metrics) | {
         'num_skipped_steps': self._loop.num_skipped,
         'padding_waste': self._model.padding_waste,
         'num_compilations': self._compilations.num_programs - self._num_compiled_at_start,
       }
-      scalars.pop('skipped')
-      self._writer.write(step, scalars)
-      self._progress.log(step, scalars)
+      finished.pop('skipped')
+      self._writer.write(step, finished)
+      self._progress.log(step, finished)
 
   def _on_skip(self, step: int, metrics: dict[str, jax.Array]) -> None:
     self._progress.message(

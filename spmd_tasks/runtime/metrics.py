@@ -1,7 +1,7 @@
 """Where metrics go: a JSONL file at full precision, and TensorBoard events.
 
 `<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
-"loss": 2.345...}`. A resumed job
+"loss": 2.345..., "expert_load": [0.12..., ...]}`. A resumed job
 appends; steps that it executes again appear again, and the last line of a step counts. Event files are written with
 TensorBoard's own record writer: clu's needs TensorFlow, whose import takes two cores' time from the first steps, prints
 lines that cannot be turned off and, on a GPU, takes memory that JAX wants.
@@ -16,24 +16,38 @@ import time
 from typing import Any, Protocol
 
 from etils import epath
+import numpy as np
 
 from spmd_tasks.runtime.durable_files import is_remote
 
-Scalars = Mapping[str, float]
+# A number, or one number per expert.
+Metric = float | list[float]
+Metrics = Mapping[str, Metric]
 
 
-def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
-  """Adds the metrics that are functions of means: perplexity of the mean cross entropy."""
-  if 'cross_entropy' not in metrics:
-    return metrics
-  cross_entropy = metrics['cross_entropy']
-  return metrics | {'perplexity': math.exp(cross_entropy) if cross_entropy < 700 else math.inf}
+def finish_metrics(means: Mapping[str, np.typing.ArrayLike]) -> dict[str, Metric]:
+  """Host metrics from means (scalars or [E], exact in float64), with those that are functions of a mean: perplexity."""
+  metrics: dict[str, Metric] = {name: np.asarray(mean, np.float64).tolist() for name, mean in means.items()}
+  cross_entropy = scalars(metrics).get('cross_entropy')
+  if cross_entropy is not None:
+    metrics['perplexity'] = math.exp(cross_entropy) if cross_entropy < 700 else math.inf
+  return metrics
+
+
+def scalars(metrics: Metrics) -> dict[str, float]:
+  """The metrics that are one number."""
+  return {name: value for name, value in metrics.items() if not isinstance(value, list)}
+
+
+def vectors(metrics: Metrics) -> dict[str, list[float]]:
+  """The metrics that are one number per expert."""
+  return {name: value for name, value in metrics.items() if isinstance(value, list)}
 
 
 class MetricsWriter(Protocol):
-  """Takes scalars by step; `close` returns when everything is on disk."""
+  """Takes metrics by step; `close` returns when everything is on disk."""
 
-  def write(self, step: int, scalars: Scalars) -> None: ...
+  def write(self, step: int, metrics: Metrics) -> None: ...
 
   def close(self) -> None: ...
 
@@ -54,9 +68,10 @@ class JsonlWriter:
     if not content.endswith(b'\n'):  # else another process may be appending to it
       os.truncate(self._path, content.rfind(b'\n') + 1)
 
-  def write(self, step: int, scalars: Scalars) -> None:
+  def write(self, step: int, metrics: Metrics) -> None:
     record = {'step': step, 'time': round(time.time(), 3)} | {
-      name: _json_number(value) for name, value in scalars.items()
+      name: [_json_number(x) for x in value] if isinstance(value, list) else _json_number(value)
+      for name, value in metrics.items()
     }
     self._file.write(json.dumps(record) + '\n')
     self._file.flush()
@@ -73,24 +88,32 @@ def _json_number(value: float) -> float | str:
   return value if math.isfinite(value) else str(value)
 
 
-def read_jsonl(directory: epath.Path) -> dict[int, dict[str, float]]:
-  """Step -> scalars of `<directory>/metrics.jsonl`; of a step written twice, the last."""
+def read_jsonl(directory: epath.Path) -> dict[int, dict[str, Metric]]:
+  """Step -> metrics of `<directory>/metrics.jsonl`; of a step written twice, the last."""
   records = {}
   for line in (directory / 'metrics.jsonl').read_text(encoding='utf-8').splitlines():
-    record = {name: float(value) for name, value in json.loads(line).items()}
-    records[int(record.pop('step'))] = record
+    record = json.loads(line)
+    step = record.pop('step')
+    records[step] = {
+      name: [float(x) for x in value] if isinstance(value, list) else float(value) for name, value in record.items()
+    }
   return records
 
 
 class TensorBoardWriter:
-  """An event file in `directory`, begun at the first write."""
+  """An event file in `directory`, begun at the first write.
+
+  A metric with one value per expert is a scalar per expert, `expert_load/003`, and a histogram `expert_load` over the
+  experts, whose view "Distributions" shows at every step how far the least and the most loaded are apart.
+  """
 
   def __init__(self, directory: epath.Path):
     self._directory = directory
     self._records: Any = None
 
-  def write(self, step: int, scalars: Scalars) -> None:
+  def write(self, step: int, metrics: Metrics) -> None:
     from tensorboard.compat.proto import event_pb2, summary_pb2
+    from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
     if self._records is None:
       from tensorboard.summary.writer.record_writer import RecordWriter
@@ -98,8 +121,13 @@ class TensorBoardWriter:
       name = f'events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}'
       self._records = RecordWriter((self._directory / name).open('wb'))
       self._write(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2'))
-    values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-    self._write(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
+    numbers, summary = scalars(metrics), summary_pb2.Summary()
+    for name, vector in vectors(metrics).items():
+      numbers |= {f'{name}/{i:03d}': value for i, value in enumerate(vector)}
+      if all(map(math.isfinite, vector)):  # a histogram has no place for the others
+        summary.MergeFrom(histogram_pb(name, vector))
+    summary.value.extend(summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items())
+    self._write(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
 
   def _write(self, event: Any) -> None:
     self._records.write(event.SerializeToString())
@@ -116,9 +144,9 @@ class MultiWriter:
   def __init__(self, writers: Sequence[MetricsWriter]):
     self._writers = writers
 
-  def write(self, step: int, scalars: Scalars) -> None:
+  def write(self, step: int, metrics: Metrics) -> None:
     for writer in self._writers:
-      writer.write(step, scalars)
+      writer.write(step, metrics)
 
   def close(self) -> None:
     for writer in self._writers:

@@ -21,8 +21,9 @@ def init_train_state(task: Task, weights: Any, weight_specs: Any, rng: jax.Array
 def train_step(
   task: Task, weight_specs: Any, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """One update. Returns the new state and float32 scalars, among them `loss`, `loss_weight` and `skipped` (0 or 1).
+  """One update. Returns the new state and metrics, among them the scalars `loss`, `loss_weight` and `skipped` (0 or 1).
 
+  Metrics are float32 scalars, or vectors with one value per expert.
   A step whose loss or gradient is not finite returns weights, optimizer state and step count unchanged.
   """
 
@@ -45,7 +46,10 @@ def train_step(
 
 
 def eval_step(task: Task, weights: Any, batch: Batch) -> dict[str, clu_metrics.Average]:
-  """One batch of evaluation: averages over its loss weights, to be merged over the batches of the set."""
+  """One batch of evaluation: averages over its loss weights, to be merged over the batches of the set.
+
+  The total of a metric that has one value per expert is a vector, its count a scalar.
+  """
   output = task.compute_loss(weights, batch, train=False)
   means = {'loss': (output.loss, output.weight)} | output.metrics
   return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}

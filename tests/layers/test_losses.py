@@ -91,13 +91,72 @@ def test_weighted_losses_combine_to_that_of_the_whole_batch(rng):
 
 
 def test_aux_losses_are_added_by_name_as_the_mean_over_layers(rng):
+  """T5X's cases: 0.1 * mean(1, 2) = 0.15 and 10 * mean(0, 1) = 5."""
   logits, batch = _case(rng)
-  predictions = {'logits': logits, 'aux': {'balance': jnp.array([1.0, 3.0]), 'dropped': jnp.array([5.0, 5.0])}}
-  plain = LanguageModelLoss()(predictions, batch)
-  out = LanguageModelLoss(aux_loss_weights={'balance': 0.5})(predictions, batch)
-  np.testing.assert_allclose(out.loss, plain.loss + 0.5 * 2.0, rtol=1e-6)
-  np.testing.assert_allclose(out.metrics['balance'][0], 2.0)
-  assert 'dropped' not in out.metrics
+  aux = {'balance': jnp.array([1.0, 2.0]), 'z': jnp.array([0.0, 1.0]), 'dropped': jnp.array([5.0, 5.0])}
+  plain = LanguageModelLoss()({'logits': logits}, batch)
+  for weights, added in [({'balance': 0.1}, 0.15), ({'z': 10.0}, 5.0), ({'balance': 0.1, 'z': 10.0}, 5.15)]:
+    out = LanguageModelLoss(aux_loss_weights=weights)({'logits': logits, 'aux': aux}, batch)
+    np.testing.assert_allclose(out.loss, plain.loss + added, rtol=1e-6)
+    np.testing.assert_allclose(out.metrics['balance'][0], 1.5)  # without its weight
+
+
+def test_every_aux_entry_is_a_metric_averaged_over_layers(rng):
+  """Whatever its nesting of stacks; one value per expert where the entry has them."""
+  logits, batch = _case(rng)
+  aux = {
+    'alone': jnp.float32(2),
+    'stacked': jnp.asarray(rng.normal(size=3), 'float32'),
+    'nested': jnp.asarray(rng.normal(size=(2, 3)), 'float32'),
+    'expert_load': jnp.asarray(rng.normal(size=(2, 3, 4)), 'float32'),
+    'expert_load_alone': jnp.asarray(rng.normal(size=4), 'float32'),
+  }
+  loss = LanguageModelLoss(per_expert_metrics=('expert_load', 'expert_load_alone'))
+  out, plain = loss({'logits': logits, 'aux': aux}, batch), loss({'logits': logits}, batch)
+  values = {name: np.asarray(value, np.float64) for name, value in aux.items()}
+  expected = {name: values[name].mean() for name in ('alone', 'stacked', 'nested')} | {
+    'expert_load': [values['expert_load'][..., e].mean() for e in range(4)],
+    'expert_load_alone': values['expert_load_alone'],
+  }
+  assert set(out.metrics) == {'cross_entropy', 'accuracy'} | set(expected)
+  for name, mean in expected.items():
+    np.testing.assert_allclose(out.metrics[name][0], mean, rtol=1e-5, atol=1e-7, err_msg=name)
+    assert out.metrics[name][1] == out.weight
+  assert out.loss == plain.loss
+
+
+def test_a_batch_of_padding_gives_no_nan_metric(rng):
+  """Its weight is 0, but 0 times nan is nan where batches are merged."""
+  logits, batch = _case(rng)
+  batch['weights'] = np.zeros((B, T), np.float32)
+  aux = {'balance': jnp.full(2, np.nan), 'expert_load': jnp.full((2, 4), np.nan)}
+  out = LanguageModelLoss(aux_loss_weights={'balance': 1.0})({'logits': logits, 'aux': aux}, batch)
+  assert out.loss == 0
+  np.testing.assert_array_equal(out.metrics['balance'][0], 0)
+  np.testing.assert_array_equal(out.metrics['expert_load'][0], np.zeros(4))
+
+
+@pytest.mark.parametrize('shape, num_layers', [((), 1), ((3,), 3), ((2, 3), 6)])
+def test_aux_losses_of_all_layers_are_counted(rng, shape, num_layers):
+  """[stages, layers of a stage] counts as their product."""
+  logits, batch = _case(rng)
+  predictions = {'logits': logits, 'aux': {'balance': jnp.ones(shape), 'statistic': jnp.ones(7)}}
+  weights = {'balance': 0.5}
+  LanguageModelLoss(aux_loss_weights=weights, num_aux_layers=num_layers)(predictions, batch)
+  LanguageModelLoss(aux_loss_weights=weights)(predictions, batch)
+  with pytest.raises(ValueError, match=f"{num_layers} layers give the aux loss 'balance' .* num_aux_layers is 5"):
+    LanguageModelLoss(aux_loss_weights=weights, num_aux_layers=5)(predictions, batch)
+
+
+def test_an_aux_entry_cannot_take_the_place_of_another_metric(rng):
+  logits, batch = _case(rng)
+  with pytest.raises(ValueError, match=r"the entries \['accuracy', 'loss'\] of aux"):
+    LanguageModelLoss()({'logits': logits, 'aux': {'loss': jnp.ones(2), 'accuracy': jnp.ones(2)}}, batch)
+
+
+def test_a_vector_is_no_aux_loss():
+  with pytest.raises(ValueError, match=r"\['expert_load'\] are in aux_loss_weights and in per_expert_metrics"):
+    LanguageModelLoss(aux_loss_weights={'expert_load': 1.0})
 
 
 def test_a_missing_aux_loss_is_an_error(rng):
