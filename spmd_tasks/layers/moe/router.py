@@ -101,8 +101,8 @@ class TopKRouter(Router, kw_only=True):
     """Returns the RouterOutput for x [B, T, D] and token_mask bool [B, T], or None where every token is real."""
     logits = self._logits(x, train=train)
     log_affinities = LOG_AFFINITIES[self.score_function](logits)
-    preferences = jnp.exp(jax.lax.stop_gradient(log_affinities))
-    bias = None
+    # Logits have the order of the scores, and none of the ties of scores that round to 0 or 1.
+    preferences, bias = logits, None
     if self.balance_bias:
       bias = declare_weight(
         self,
@@ -112,8 +112,8 @@ class TopKRouter(Router, kw_only=True):
         split_dims=(None,),
         tags=('balance_bias', 'no_decay'),
       )
-      preferences = preferences + jax.lax.stop_gradient(bias)[None, None, :]
-    _, chosen_ids = jax.lax.top_k(preferences, self.num_selected)
+      preferences = jnp.exp(log_affinities) + bias[None, None, :]
+    _, chosen_ids = jax.lax.top_k(jax.lax.stop_gradient(preferences), self.num_selected)
     chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
     log_gates = jnp.take_along_axis(log_affinities, chosen_ids, axis=-1)
     if self.normalize_gates is not None:

@@ -1,0 +1,179 @@
+"""Balance losses and statistics against float64 references, over all real tokens and over parts of the batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.moe import balance
+from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.sharding.mesh import MeshSpec
+
+L, B, T, E, K = 3, 4, 5, 6, 2
+
+load_balance_loss = jax.jit(balance.load_balance_loss, static_argnames=('num_shards', 'divide_by_k'))
+router_z_loss, routing_statistics = jax.jit(balance.router_z_loss), jax.jit(balance.routing_statistics)
+
+
+def draw(rng, mask=None):
+  """A routing of random logits and, apart from them, random choices."""
+  logits = rng.normal(scale=2.0, size=(B, T, E)).astype(np.float32)
+  expert_ids = np.argsort(rng.random((B, T, E)) * np.arange(1, E + 1))[..., :K].astype(np.int32)  # uneven
+  if mask is not None:
+    expert_ids = np.where(mask[..., None], expert_ids, E)
+  return RouterOutput(
+    logits=jnp.asarray(logits),
+    scores=jax.nn.softmax(logits),
+    token_mask=mask,
+    expert_ids=jnp.asarray(expert_ids),
+    gates=jnp.ones((B, T, K)),
+  )
+
+
+def real_tokens(routing, rows=slice(None)):
+  """The real tokens' logits [n, E], scores [n, E] and expert ids [n, k] of some rows, in float64."""
+  mask = np.ones((B, T), bool) if routing.token_mask is None else routing.token_mask
+  arrays = (np.asarray(x)[rows][mask[rows]] for x in (routing.logits, routing.scores, routing.expert_ids))
+  return [x.astype(np.float64) if x.dtype == np.float32 else x for x in arrays]
+
+
+def reference_loss(routing, rows=slice(None), divide_by_k=False):
+  _, scores, ids = real_tokens(routing, rows)
+  if not len(ids):
+    return 0.0
+  f = np.array([(ids == e).sum() for e in range(E)]) / len(ids)
+  return E**2 * np.mean(f * scores.mean(0)) / (K if divide_by_k else 1)
+
+
+@pytest.mark.parametrize('num_shards', [1, 2, 4])
+@pytest.mark.parametrize('divide_by_k', [False, True])
+@pytest.mark.parametrize('padded', [False, True])
+def test_load_balance_loss_is_the_mean_over_parts_of_the_batch(num_shards, divide_by_k, padded, rng):
+  mask = rng.random((B, T)) < 0.6
+  mask[2] = False  # a row without tokens
+  routing = draw(rng, mask if padded else None)
+  parts = np.split(np.arange(B), num_shards)
+  expected = np.mean([reference_loss(routing, rows, divide_by_k) for rows in parts])
+  actual = load_balance_loss(routing, num_shards=num_shards, divide_by_k=divide_by_k)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def balanced(num_selected):
+  """E rows whose choices go round the experts, with even scores."""
+  ids = (np.arange(E)[:, None, None] + np.arange(num_selected)[None, None, :]) % E
+  logits = jnp.zeros((E, 1, E))
+  return RouterOutput(logits=logits, scores=jax.nn.softmax(logits), token_mask=None, expert_ids=jnp.asarray(ids))
+
+
+@pytest.mark.parametrize('num_selected', [1, 2, E])
+def test_even_load_and_scores_give_k_and_divided_by_k_one(num_selected):
+  routing = balanced(num_selected)
+  np.testing.assert_allclose(load_balance_loss(routing), num_selected, rtol=1e-6)
+  np.testing.assert_allclose(load_balance_loss(routing, divide_by_k=True), 1.0, rtol=1e-6)
+  statistics = routing_statistics(routing)
+  np.testing.assert_allclose(statistics['expert_load'], np.full(E, 1 / E), rtol=1e-6)
+  np.testing.assert_allclose(statistics['max_expert_load'], 1.0, rtol=1e-6)
+  np.testing.assert_allclose(statistics['router_entropy'], np.log(E), rtol=1e-6)
+  np.testing.assert_allclose(statistics['router_confidence'], 1 / E, rtol=1e-6)
+
+
+def test_collapse_gives_the_greatest_loss_and_load():
+  logits = jnp.full((B, T, E), -200.0).at[..., 2].set(200.0)
+  ids = jnp.full((B, T, 1), 2)
+  routing = RouterOutput(logits=logits, scores=jax.nn.softmax(logits), token_mask=None, expert_ids=ids)
+  np.testing.assert_allclose(load_balance_loss(routing), E, rtol=1e-6)
+  statistics = routing_statistics(routing)
+  np.testing.assert_array_equal(statistics['expert_load'], np.arange(E) == 2)
+  np.testing.assert_allclose(statistics['max_expert_load'], E, rtol=1e-6)
+  np.testing.assert_allclose(statistics['router_entropy'], 0.0, atol=1e-6)
+  np.testing.assert_allclose(statistics['router_confidence'], 1.0, rtol=1e-6)
+
+
+def test_mean_over_layers_is_megablocks_formula(rng):
+  """It is weight * E / (L * n * k) * dot(all layers' counts, all layers' mean scores)."""
+  layers = [draw(rng) for _ in range(L)]
+  weight, num_tokens = 0.01, B * T
+  counts = np.concatenate([np.bincount(np.ravel(r.expert_ids), minlength=E) for r in layers]).astype(np.float64)
+  scores = np.concatenate([np.asarray(r.scores, np.float64).reshape(-1, E).mean(0) for r in layers])
+  expected = weight * E / (L * num_tokens * K) * np.dot(counts, scores)
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+  losses = jax.lax.map(lambda r: load_balance_loss(r, divide_by_k=True), stacked)  # as a scan over layers gives them
+  np.testing.assert_allclose(weight * jnp.mean(losses), expected, rtol=1e-5)
+
+
+def test_gradient_of_the_load_balance_loss_flows_through_the_mean_scores_only(rng):
+  mask = rng.random((B, T)) < 0.6
+  routing = draw(rng, mask)
+  grads = jax.grad(load_balance_loss, allow_int=True)(routing)
+  _, _, ids = real_tokens(routing)
+  counts = np.array([(ids == e).sum() for e in range(E)])
+  expected = mask[..., None] * (E * counts / mask.sum() ** 2)
+  np.testing.assert_allclose(grads.scores, expected, rtol=1e-5)
+  np.testing.assert_array_equal(grads.logits, 0)
+  np.testing.assert_array_equal(grads.gates, 0)
+
+
+@pytest.mark.parametrize('padded', [False, True])
+def test_z_loss_is_the_mean_square_of_the_log_normalizers(padded, rng):
+  mask = rng.random((B, T)) < 0.6 if padded else None
+  routing = draw(rng, mask)
+  logits, _, _ = real_tokens(routing)
+  normalizers = np.log(np.exp(logits).sum(-1))
+  np.testing.assert_allclose(router_z_loss(routing), np.mean(normalizers**2), rtol=1e-5)
+  grads = jax.grad(router_z_loss, allow_int=True)(routing)
+  expected = np.zeros((B, T, E))
+  real = np.ones((B, T), bool) if mask is None else mask
+  expected[real] = (2 * normalizers / len(logits))[:, None] * np.exp(logits - normalizers[:, None])
+  np.testing.assert_allclose(grads.logits, expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize('padded', [False, True])
+def test_statistics_are_those_of_the_real_tokens(padded, rng):
+  routing = draw(rng, rng.random((B, T)) < 0.6 if padded else None)
+  _, scores, ids = real_tokens(routing)
+  counts = np.array([(ids == e).sum() for e in range(E)])
+  expected = {
+    'expert_load': counts / counts.sum(),
+    'max_expert_load': E * counts.max() / counts.sum(),
+    'router_entropy': -np.sum(scores * np.log(scores), axis=-1).mean(),
+    'router_confidence': np.mean([scores[i, e] for i, chosen in enumerate(ids) for e in chosen]),
+  }
+  statistics = routing_statistics(routing)
+  assert statistics.keys() == expected.keys()
+  for name, value in expected.items():
+    assert statistics[name].dtype == np.float32
+    np.testing.assert_allclose(statistics[name], value, rtol=1e-5, err_msg=name)
+  np.testing.assert_array_equal(balance.assignment_counts(routing), counts)
+
+
+def test_padding_only_gives_zeros_and_no_gradient(rng):
+  routing = draw(rng, np.zeros((B, T), bool))
+
+  def loss(routing):
+    statistics = sum(jnp.sum(x) for x in routing_statistics(routing).values())
+    return load_balance_loss(routing, divide_by_k=True) + router_z_loss(routing) + statistics
+
+  value, grads = jax.jit(jax.value_and_grad(loss, allow_int=True))(routing)
+  assert value == 0.0
+  np.testing.assert_array_equal(grads.scores, 0)
+  np.testing.assert_array_equal(grads.logits, 0)
+
+
+def test_losses_and_statistics_of_a_sharded_batch_take_one_all_reduce(rng):
+  routing = draw(rng, rng.random((B, T)) < 0.6)
+  mesh = MeshSpec(axis_names=('data',), ici_mesh_shape=(4,)).build(jax.devices()[:4])
+  sharded = jax.device_put(routing, jax.NamedSharding(mesh, jax.P('data')))
+
+  @jax.jit
+  def reduce(routing):
+    return load_balance_loss(routing), router_z_loss(routing), routing_statistics(routing)
+
+  hlo = reduce.lower(sharded).compile().as_text()
+  assert hlo.count(' all-reduce(') == 1, hlo
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), reduce(sharded), reduce(routing))
+
+
+@pytest.mark.parametrize('num_shards', [0, 3])
+def test_parts_that_do_not_divide_the_batch_are_refused(num_shards, rng):
+  with pytest.raises(ValueError, match=f'num_shards={num_shards} must be positive and divide the 4 rows'):
+    load_balance_loss(draw(rng), num_shards=num_shards)

@@ -1,0 +1,149 @@
+"""The load, and nothing else, is the bias's gradient, through every transformation that a step uses."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.moe.bias_balancing import attach_balance_gradient, attach_gradient, load_violation
+from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.layers.remat import remat_policy
+from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
+
+L, B, T, D, E, K = 3, 8, 6, 5, 4, 2
+
+
+def test_violation_is_the_load_above_the_mean_as_a_fraction_of_it():
+  np.testing.assert_allclose(load_violation(jnp.array([4.0, 0.0, 2.0, 2.0])), [1.0, -1.0, 0.0, 0.0])
+  np.testing.assert_array_equal(load_violation(jnp.zeros(3)), np.zeros(3))
+
+
+@pytest.mark.parametrize('scale', [0.0, 1.0, -3.0])
+def test_attached_gradient_does_not_depend_on_the_cotangent_and_changes_nothing_else(scale, rng):
+  x, bias, gradient = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in (5, 3, 3))
+
+  def loss(x, bias, gradient):
+    return scale * jnp.sum(jnp.sin(attach_gradient(x, bias, gradient)))
+
+  value, grads = jax.value_and_grad(loss, argnums=(0, 1, 2))(x, bias, gradient)
+  expected, grad = jax.value_and_grad(lambda x: scale * jnp.sum(jnp.sin(x)))(x)
+  assert value == expected
+  np.testing.assert_array_equal(grads[0], grad)
+  np.testing.assert_array_equal(grads[1], gradient)
+  np.testing.assert_array_equal(grads[2], 0)
+
+
+class Layer(nn.Module):
+  """A router, and gates in the place of experts."""
+
+  @nn.compact
+  def __call__(self, x, mask, *, train):
+    router = TopKRouter(num_experts=E, num_selected=K, score_function='sigmoid', balance_bias=True, name='router')
+    routing = router(x, mask, train=train)
+    y = x * jnp.sum(routing.gates, axis=-1, keepdims=True)
+    return (attach_balance_gradient(y, routing) if train else y), routing.expert_ids
+
+
+class Stack(nn.Module):
+  """L layers by scan, under remat where a policy is given."""
+
+  policy: str = 'none'
+
+  @nn.compact
+  def __call__(self, x, mask, *, train=True):
+    def layer(module, x, mask):
+      return module(x, mask, train=train)
+
+    if self.policy != 'none':
+      layer = nn.remat(layer, policy=remat_policy(self.policy), prevent_cse=False)
+    scanned = nn.scan(
+      layer, variable_axes={'params': 0}, split_rngs={'params': True}, in_axes=(nn.broadcast,), length=L
+    )
+    return scanned(Layer(name='layers'), x, mask)
+
+
+def draw(rng):
+  weights = {
+    'kernel': rng.normal(size=(L, D, E)).astype(np.float32),
+    'balance_bias': 0.1 * rng.normal(size=(L, E)).astype(np.float32),
+  }
+  return {'layers': {'router': weights}}, rng.normal(size=(B, T, D)).astype(np.float32), rng.random((B, T)) < 0.7
+
+
+@functools.partial(jax.jit, static_argnames=('policy', 'train'))
+def gradients(weights, x, mask, *, policy='none', train=True):
+  """Router gradients of a mean loss, and the experts chosen, [L, B, T, k]."""
+
+  def loss(weights):
+    y, ids = Stack(policy=policy).apply({'params': weights}, x, mask, train=train)
+    return jnp.mean(jnp.square(y)), ids
+
+  grads, ids = jax.grad(loss, has_aux=True)(weights)
+  return grads['layers']['router'], ids
+
+
+def violations(ids):
+  """[L, E] in float64 for expert ids [L, B, T, k], E where padding is."""
+  counts = np.array([[(layer == e).sum() for e in range(E)] for layer in np.asarray(ids)], np.float64)
+  return counts / counts.mean(axis=1, keepdims=True) - 1
+
+
+@pytest.mark.parametrize('policy', ['none', 'dots', 'full'])
+def test_each_scanned_layers_bias_gets_its_own_violation(policy, rng):
+  weights, x, mask = draw(rng)
+  grads, ids = gradients(weights, x, mask, policy=policy)
+  expected = violations(ids)
+  assert np.ptp(expected) > 0.2
+  np.testing.assert_allclose(grads['balance_bias'], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_attached_in_evaluation_and_the_kernels_gradient_is_the_same(rng):
+  weights, x, mask = draw(rng)
+  train, _ = gradients(weights, x, mask, train=True)
+  evaluation, _ = gradients(weights, x, mask, train=False)
+  np.testing.assert_array_equal(evaluation['balance_bias'], 0)
+  np.testing.assert_array_equal(train['kernel'], evaluation['kernel'])
+
+
+def test_microbatches_average_to_the_whole_batch(rng):
+  weights, x, _ = draw(rng)
+  whole, _ = gradients(weights, x, None)
+  parts = [gradients(weights, x[i::2], None)[0]['balance_bias'] for i in range(2)]
+  # No layer mixes tokens, so every token takes the same way in either.
+  np.testing.assert_allclose(np.mean(parts, axis=0), whole['balance_bias'], rtol=1e-5, atol=1e-6)
+
+
+def test_sharded_over_data_the_violation_is_the_whole_batchs(rng):
+  weights, x, mask = draw(rng)
+  mesh = MeshSpec(axis_names=('data',), ici_mesh_shape=(8,)).build()
+  x, mask = jax.device_put((x, mask), jax.NamedSharding(mesh, jax.P('data')))
+
+  @jax.jit
+  def sharded(weights, x, mask):
+    with sharding_scope(mesh, (('batch', 'data'), ('seq', None), ('embed', 'data'))):
+      return gradients(weights, x, mask)
+
+  grads, ids = sharded(weights, x, mask)
+  np.testing.assert_allclose(grads['balance_bias'], violations(ids), rtol=1e-5, atol=1e-6)
+
+
+def test_padding_only_violates_nothing(rng):
+  weights, x, mask = draw(rng)
+  grads, _ = gradients(weights, x, np.zeros_like(mask))
+  np.testing.assert_array_equal(grads['balance_bias'], 0)
+
+
+def test_steps_against_the_violation_even_the_load(rng):
+  """What the learner does with the gradient, on one fixed batch: the greatest load falls to near the mean."""
+  weights, x, _ = draw(rng)
+  router = weights['layers']['router']
+  before = np.abs(violations(gradients(weights, x, None)[1])).max()
+  for _ in range(100):
+    grads, ids = gradients({'layers': {'router': router}}, x, None)
+    router = router | {'balance_bias': router['balance_bias'] - 0.01 * np.sign(grads['balance_bias'])}
+  assert before > 0.4
+  assert np.abs(violations(ids)).max() < 0.15

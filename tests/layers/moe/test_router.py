@@ -1,0 +1,235 @@
+"""Token-choice routers against a float64 reference that goes token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.moe.balance import load_balance_loss, router_z_loss, routing_statistics
+from spmd_tasks.layers.moe.bias_balancing import attach_balance_gradient
+from spmd_tasks.layers.moe.router import TopKRouter, UniformRouter
+from spmd_tasks.layers.remat import remat_policy
+from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import weight_specs
+
+B, T, D, E = 4, 6, 5, 7
+RULES = (('batch', 'data'), ('seq', None), ('embed', 'data'))
+
+CASES = {
+  'switch': {'num_selected': 1},
+  'mixtral': {'num_selected': 2, 'normalize_gates': 1.0},
+  'euclidean': {'num_selected': 3, 'normalize_gates': 2.0},
+  'deepseek': {
+    'num_selected': 3,
+    'score_function': 'sigmoid',
+    'normalize_gates': 1.0,
+    'gate_scale': 2.5,
+    'balance_bias': True,
+  },
+  'sigmoid': {'num_selected': 1, 'score_function': 'sigmoid'},
+  'all experts': {'num_selected': E, 'normalize_gates': 1.0, 'balance_bias': True},
+}
+
+
+def draw(rng, num_experts=E):
+  weights = {
+    'kernel': rng.normal(size=(D, num_experts)).astype(np.float32),
+    'balance_bias': rng.normal(size=num_experts).astype(np.float32),
+  }
+  return rng.normal(size=(B, T, D)).astype(np.float32), weights, rng.random((B, T)) < 0.7
+
+
+def reference(
+  x,
+  weights,
+  mask,
+  *,
+  num_selected,
+  score_function='softmax',
+  normalize_gates=None,
+  gate_scale=1.0,
+  balance_bias=False,
+  expert_ids=None,
+):
+  """The decision in float64. `expert_ids` fixes the choice, as differences of this function need."""
+  logits = x.astype(np.float64) @ weights['kernel'].astype(np.float64)
+  scores, gates = np.zeros_like(logits), np.zeros((*mask.shape, num_selected))
+  ids = np.full(gates.shape, logits.shape[-1])
+  for b, t in np.ndindex(*mask.shape):
+    exps = np.exp(logits[b, t])
+    affinities = exps / exps.sum() if score_function == 'softmax' else exps / (1 + exps)
+    scores[b, t] = affinities / affinities.sum()
+    if mask[b, t]:
+      preferences = affinities + (weights['balance_bias'] if balance_bias else 0)
+      chosen = np.argsort(-preferences, kind='stable')[:num_selected] if expert_ids is None else expert_ids[b, t]
+      ids[b, t], gates[b, t] = chosen, affinities[chosen]
+      if normalize_gates is not None:
+        gates[b, t] /= (gates[b, t] ** normalize_gates).sum() ** (1 / normalize_gates)
+  return {'logits': logits, 'scores': scores, 'expert_ids': ids, 'gates': gate_scale * gates}
+
+
+def route(x, weights, mask, *, router=TopKRouter, train=False, num_experts=E, **settings):
+  if not settings.get('balance_bias'):
+    weights = {'kernel': weights['kernel']}
+  apply = jax.jit(router(num_experts=num_experts, **settings).apply, static_argnames='train')
+  return apply({'params': weights}, x, mask, train=train, rngs={'dropout': jax.random.key(1)})
+
+
+@pytest.mark.parametrize('settings', CASES.values(), ids=CASES)
+def test_is_the_reference(settings, rng):
+  x, weights, mask = draw(rng)
+  routing, expected = route(x, weights, mask, **settings), reference(x, weights, mask, **settings)
+  for name, value in expected.items():
+    actual = getattr(routing, name)
+    assert actual.dtype == ('int32' if name == 'expert_ids' else 'float32')
+    np.testing.assert_allclose(actual, value, rtol=1e-5, atol=1e-6, err_msg=name)
+  np.testing.assert_array_equal(routing.token_mask, mask)
+
+
+@pytest.mark.parametrize('settings', CASES.values(), ids=CASES)
+def test_gradient_of_the_gates_is_the_references(settings, rng):
+  x, weights, mask = draw(rng)
+  direction, cotangent = rng.normal(size=(D, E)), rng.normal(size=(B, T, settings['num_selected']))
+  ids = reference(x, weights, mask, **settings)['expert_ids']
+
+  def moved(step):
+    kernel = weights['kernel'].astype(np.float64) + step * direction
+    gates = reference(x, weights | {'kernel': kernel}, mask, expert_ids=ids, **settings)['gates']
+    return (gates * cotangent).sum()
+
+  grad = jax.grad(lambda w: jnp.sum(route(x, w, mask, **settings).gates * cotangent))(weights)
+  expected = (moved(1e-5) - moved(-1e-5)) / 2e-5
+  np.testing.assert_allclose(np.vdot(grad['kernel'], direction), expected, rtol=1e-4, atol=1e-5)
+  np.testing.assert_array_equal(grad['balance_bias'], 0)
+
+
+@pytest.mark.parametrize('router', [TopKRouter, UniformRouter])
+def test_padding_goes_nowhere_and_changes_nothing_else(router, rng):
+  x, weights, mask = draw(rng)
+  settings = {'router': router, 'num_selected': 2, 'normalize_gates': 1.0}
+  masked, unmasked = route(x, weights, mask, **settings), route(x, weights, None, **settings)
+  assert unmasked.token_mask is None
+  np.testing.assert_array_equal(masked.expert_ids, np.where(mask[..., None], unmasked.expert_ids, E))
+  np.testing.assert_array_equal(masked.gates, np.where(mask[..., None], unmasked.gates, 0))
+
+
+def test_ties_go_to_the_lowest_ids(rng):
+  x, _, _ = draw(rng)
+  routing = route(x, {'kernel': np.zeros((D, E), np.float32)}, None, num_selected=3)
+  np.testing.assert_array_equal(routing.expert_ids, np.broadcast_to(np.arange(3), (B, T, 3)))
+
+
+def test_one_expert_gets_all_with_gate_one(rng):
+  x, weights, _ = draw(rng, num_experts=1)
+  routing = route(x, weights, None, num_experts=1, num_selected=1)
+  np.testing.assert_array_equal(routing.expert_ids, 0)
+  np.testing.assert_array_equal(routing.gates, 1.0)
+
+
+def test_bfloat16_inputs_are_routed_in_float32(rng):
+  x, weights, mask = draw(rng)
+  half = jnp.asarray(x, jnp.bfloat16)
+  settings = CASES['deepseek']
+  expected = reference(np.asarray(half, np.float32), weights, mask, **settings)
+  routing = route(half, weights, mask, **settings)
+  np.testing.assert_allclose(routing.logits, expected['logits'], rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(routing.expert_ids, expected['expert_ids'])
+  assert 'HIGHEST' in str(jax.make_jaxpr(lambda x: route(x, weights, mask, **settings).logits)(half))
+
+
+@pytest.mark.parametrize('score_function', ['softmax', 'sigmoid'])
+def test_logits_whose_scores_underflow_are_routed_by_their_order(score_function, rng):
+  x, weights, mask = draw(rng)
+  x[..., 0], weights['kernel'][0] = -1.0, 200.0  # in float32 every sigmoid of these logits is 0
+
+  def loss(kernel):
+    settings = {'num_selected': 2, 'score_function': score_function, 'normalize_gates': 1.0}
+    routing = route(x, {'kernel': kernel}, mask, **settings)
+    return jnp.sum(routing.gates * jnp.array([[[1.0, 2.0]]])) + jnp.sum(jnp.square(routing.scores)), routing
+
+  (_, routing), grad = jax.value_and_grad(loss, has_aux=True)(weights['kernel'])
+  order = np.argsort(-np.asarray(routing.logits), kind='stable')[..., :2]
+  np.testing.assert_array_equal(routing.expert_ids, np.where(mask[..., None], order, E))
+  np.testing.assert_allclose(routing.gates.sum(-1), mask, rtol=1e-5)
+  np.testing.assert_allclose(routing.scores.sum(-1), 1.0, rtol=1e-5)
+  assert np.isfinite(grad).all()
+
+
+def test_jitter_scales_the_input_in_training_only(rng):
+  _, weights, _ = draw(rng)
+  x = np.zeros((B, T, D), np.float32)
+  x[..., 0] = 1.0  # so that a token's logits are row 0 of the kernel times its jitter
+  settings = {'num_selected': 1, 'jitter_eps': 0.25}
+  plain, jittered = (route(x, weights, None, train=train, **settings).logits for train in (False, True))
+  np.testing.assert_array_equal(plain, route(x, weights, None, num_selected=1).logits)
+  factors = jittered / plain
+  np.testing.assert_allclose(factors, np.broadcast_to(factors[..., :1], factors.shape), rtol=1e-5)
+  assert 0.75 <= factors.min() < 0.85
+  assert 1.15 < factors.max() <= 1.25
+
+
+def test_uniform_assignment_goes_round_and_keeps_the_gates(rng):
+  x, weights, _ = draw(rng)
+  chosen, uniform = (route(x, weights, None, router=r, num_selected=2) for r in (TopKRouter, UniformRouter))
+  np.testing.assert_array_equal(uniform.expert_ids, (np.arange(B * T * 2) % E).reshape(B, T, 2))
+  np.testing.assert_array_equal(uniform.gates, chosen.gates)
+
+
+def test_declares_its_weights():
+  router = TopKRouter(num_experts=E, num_selected=2, balance_bias=True, init_scale=0.5)
+  boxed = router.init(jax.random.key(0), jnp.zeros((1, 1, 1000)))['params']
+  specs = weight_specs(boxed)
+  assert (specs['kernel'].split_dims, specs['kernel'].tags) == (('embed', None), ())
+  assert (specs['balance_bias'].split_dims, specs['balance_bias'].tags) == ((None,), ('balance_bias', 'no_decay'))
+  np.testing.assert_array_equal(boxed['balance_bias'].value, np.zeros(E))
+  np.testing.assert_allclose(np.std(boxed['kernel'].value), (0.5 / 1000) ** 0.5, rtol=0.05)
+
+
+def test_remat_keeps_the_decision(rng):
+  x, weights, mask = draw(rng)
+  layer = jax.checkpoint(
+    lambda w: jnp.sum(jnp.square(route(x, w, mask, num_selected=2).gates)), policy=remat_policy('full')
+  )
+  _, pullback = jax.vjp(layer, weights)
+  saved = {(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(pullback)}
+  assert {((B, T, 2), 'int32'), ((B, T, 2), 'float32')} <= saved
+
+
+@pytest.mark.parametrize('settings', [CASES['mixtral'], CASES['deepseek']], ids=['mixtral', 'deepseek'])
+def test_same_on_8_devices_as_on_one(settings, rng):
+  x, weights, mask = draw(rng)
+  x, mask = (np.concatenate([v, v[::-1]]) for v in (x, mask))
+
+  def loss(weights, x):
+    routing = route(x, weights, mask, train=True, jitter_eps=0.1, **settings)
+    gates = attach_balance_gradient(routing.gates, routing)
+    total = jnp.sum(jnp.square(gates)) + load_balance_loss(routing, num_shards=2) + router_z_loss(routing)
+    return total, (routing, routing_statistics(routing))
+
+  mesh = MeshSpec(axis_names=('data',), ici_mesh_shape=(8,)).build()
+
+  def sharded_loss(weights, x):
+    with sharding_scope(mesh, RULES):
+      return loss(weights, x)
+
+  expected = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(weights, x)
+  x = jax.device_put(x, jax.NamedSharding(mesh, jax.P('data')))
+  actual = jax.jit(jax.value_and_grad(sharded_loss, argnums=(0, 1), has_aux=True))(weights, x)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected)
+  np.testing.assert_array_equal(actual[0][1][0].expert_ids, expected[0][1][0].expert_ids)
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'num_experts': 0, 'num_selected': 0}, 'num_selected=0 must be at least 1 and at most num_experts=0'),
+    ({'num_selected': E + 1}, f'num_selected={E + 1} must be at least 1 and at most num_experts={E}'),
+    ({'num_selected': 1, 'score_function': 'relu'}, r"'relu' is unknown: choose one of \['sigmoid', 'softmax'\]"),
+    ({'num_selected': 1, 'normalize_gates': 0.0}, r'normalize_gates=0.0 must be the p > 0 of a p-norm, or None'),
+    ({'num_selected': 1, 'jitter_eps': 1.0}, 'jitter_eps=1.0 must be at least 0 and less than 1'),
+  ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+  with pytest.raises(ValueError, match=message):
+    TopKRouter(**{'num_experts': E} | settings)
