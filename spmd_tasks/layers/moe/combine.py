@@ -96,7 +96,7 @@ def _combine_rows_backward(saved_bits, residuals, d_result):
   d_row_gates = jnp.einsum('rd,rd->r', rows, d_row_results, preferred_element_type=jnp.float32)
   d_gates = jnp.where(gates == 0, 0.0, take_rows(d_row_gates, permutation.positions))
   row_gates = jnp.zeros_like(d_row_gates)
-  row_gates = row_gates.at[permutation.positions.reshape(-1)].set(gates.reshape(-1), unique_indices=True)
+  row_gates = row_gates.at[permutation.positions.reshape(-1)].set(gates.reshape(-1), mode='drop')
   d_rows = row_gates[:, None] * d_row_results
   return d_rows.astype(d_result.dtype), d_gates, None
 

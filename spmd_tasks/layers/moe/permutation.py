@@ -19,8 +19,8 @@ class Permutation(struct.PyTreeNode):
   """Where each assignment went in the order by expert.
 
   Attributes:
-    token_ids: int32 [R], each row's token.
-    positions: int32 [n, k], each assignment's row: the inverse.
+    token_ids: int32 [R], each row's token; n in a row without one, as capacity leaves them.
+    positions: int32 [n, k], each assignment's row: the inverse. R where it has none.
     group_sizes: int32 [E], rows per expert. Rows after their sum belong to no expert.
   """
 
@@ -52,8 +52,8 @@ def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> Permutation:
 
 
 def take_rows(x: jax.Array, ids: jax.Array) -> jax.Array:
-  """x[ids] for ids that are known to be in bounds."""
-  return x.at[ids].get(mode='promise_in_bounds')
+  """x[ids], with zeros for ids past the end."""
+  return x.at[ids].get(mode='fill', fill_value=0)
 
 
 def sum_rows_per_token(rows: jax.Array, positions: jax.Array) -> jax.Array:

@@ -1,0 +1,141 @@
+"""Capacity: which tokens take the slots of their experts, where every expert has the same number of slots.
+
+Shapes: B batch, T sequence, G groups of S tokens, k choices per token, E experts, C slots per expert and group.
+
+Slots make every shape static, whatever the routing: an expert computes C tokens of each group, some of them empty, and
+assignments that find no slot are dropped (GShard: Lepikhin et al., 2020). Groups are runs of the batch's tokens. They
+depend on the batch alone and not on the mesh, so neither does what is dropped.
+"""
+
+from typing import Literal
+
+from flax import struct
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from spmd_tasks.layers.moe.permutation import sort_by_expert
+from spmd_tasks.layers.moe.routing import RouterOutput, Slots
+from spmd_tasks.layers.remat import ROUTING_NAME
+
+# Whose assignments take a slot first; see `assign_slots`.
+Priority = Literal['position', 'score']
+
+
+class SlotAssignment(struct.PyTreeNode):
+  """Tokens and the slots that they take, seen from both sides.
+
+  Attributes:
+    group_size: S.
+    slots: what each slot holds.
+    positions: int32 [G, S, k], the slot of each of a token's choices, c + C * e; E * C where it has none. None where
+      experts chose.
+    gates: float32 [G, S, k], by choice; 0 where it has no slot. None where experts chose.
+  """
+
+  group_size: int = struct.field(pytree_node=False)
+  slots: Slots
+  positions: jax.Array | None = None
+  gates: jax.Array | None = None
+
+
+def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> int:
+  """S for tokens [batch_size, length], given `group_size`: None is one group per row.
+
+  Raises:
+    ValueError: group_size neither divides T, nor is a multiple of T that divides B * T.
+  """
+  if group_size is None:
+    return length
+  num_tokens = batch_size * length
+  if group_size < 1 or (length % group_size and (group_size % length or num_tokens % group_size)):
+    raise ValueError(
+      f'group_size={group_size} does not fit a batch of {batch_size} rows of {length} tokens: choose a divisor of '
+      f'{length}, a multiple of {length} that divides {num_tokens}, or None for one group per row.'
+    )
+  return group_size
+
+
+def expert_capacity(group_size: int, num_experts: int, *, factor: float, min_capacity: int) -> int:
+  """C = max(min_capacity, round(factor * S / E)), but at most S: a token takes one slot of an expert at most.
+
+  Factor 0 gives S, with which nothing is dropped. The number of choices is no part of it: factor 1 has slots for half
+  of the assignments of top-2 routing (T5X).
+  """
+  if factor == 0:
+    return group_size
+  return min(max(min_capacity, round(factor * group_size / num_experts)), group_size)
+
+
+def assign_slots(
+  routing: RouterOutput, *, group_size: int, capacity: int, priority: Priority, renormalize: bool
+) -> SlotAssignment:
+  """Gives slots to the choices of a routing in which tokens choose.
+
+  All first choices come before all second ones, and so on. Padding takes no slot.
+
+  Args:
+    routing: of B * T tokens.
+    group_size: S, which divides B * T.
+    capacity: C.
+    priority: who comes first among choices of the same rank: 'position' takes the tokens in order; 'score' the one
+      whose first choice has the highest score (batch prioritized routing, V-MoE: Riquelme et al., 2021), for which a
+      causal model looks ahead.
+    renormalize: whether the gates that a token keeps are scaled to the sum that it had before drops (Praxis).
+  """
+  assert routing.expert_ids is not None
+  assert routing.gates is not None
+  num_choices, num_experts = routing.expert_ids.shape[-1], routing.scores.shape[-1]
+  expert_ids = routing.expert_ids.reshape(-1, group_size, num_choices)
+  gates = routing.gates.reshape(-1, group_size, num_choices)
+  if priority == 'position':
+    slot_ids, positions = jax.vmap(lambda ids: _fill_in_order(ids, num_experts, capacity))(expert_ids)
+  else:
+    first_choices = jnp.minimum(routing.expert_ids[..., :1], num_experts - 1)
+    scores = jnp.take_along_axis(jax.lax.stop_gradient(routing.scores), first_choices, axis=-1)
+    slot_ids, positions = jax.vmap(lambda ids, scores: _fill_by_score(ids, scores, num_experts, capacity))(
+      expert_ids, scores.reshape(-1, group_size)
+    )
+  slot_ids, positions = (checkpoint_name(ids, ROUTING_NAME) for ids in (slot_ids, positions))
+  has_slot = positions < num_experts * capacity
+  kept_gates = jnp.where(has_slot, gates, 0.0)
+  if renormalize:
+    sums, kept_sums = (jnp.sum(g, axis=-1, keepdims=True) for g in (gates, kept_gates))
+    kept_gates *= jnp.where(kept_sums > 0, sums / jnp.where(kept_sums > 0, kept_sums, 1.0), 0.0)
+  flat_gates = kept_gates.reshape(kept_gates.shape[0], -1)
+  flat_slot_ids = slot_ids.reshape(slot_ids.shape[0], -1)
+  slot_gates = jnp.take_along_axis(flat_gates, flat_slot_ids, axis=1, mode='fill', fill_value=0.0)
+  slots = Slots(token_ids=slot_ids // num_choices, gates=slot_gates.reshape(slot_ids.shape))
+  return SlotAssignment(group_size=group_size, slots=slots, positions=positions, gates=kept_gates)
+
+
+def _fill_in_order(expert_ids: jax.Array, num_experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+  """(each slot's assignment int32 [E, C], S * k if empty; each assignment's slot int32 [S, k], E * C if none).
+
+  Assignments are numbered token by token; expert_ids are int32 [S, k].
+  """
+  group_size, num_choices = expert_ids.shape
+  by_choice = expert_ids.T.reshape(-1, 1)  # first choices first, which the sort then keeps within each expert
+  permutation = sort_by_expert(by_choice, num_experts)
+  ends = jnp.cumsum(permutation.group_sizes)
+  starts = ends - permutation.group_sizes
+  rows = starts[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
+  choices, token_ids = jnp.divmod(permutation.token_ids.at[rows].get(mode='clip'), group_size)
+  slot_ids = jnp.where(rows < ends[:, None], token_ids * num_choices + choices, expert_ids.size)
+  places = permutation.positions - starts.at[by_choice].get(mode='clip')
+  positions = jnp.where(
+    (by_choice < num_experts) & (places < capacity), by_choice * capacity + places, num_experts * capacity
+  )
+  return slot_ids, positions.reshape(num_choices, group_size).T
+
+
+def _fill_by_score(
+  expert_ids: jax.Array, scores: jax.Array, num_experts: int, capacity: int
+) -> tuple[jax.Array, jax.Array]:
+  """As `_fill_in_order`, but of tokens in descending order of scores float32 [S]; of equal ones, the first."""
+  num_choices = expert_ids.shape[1]
+  token_order = jnp.argsort(scores, stable=True, descending=True).astype(jnp.int32)
+  slot_ids, positions = _fill_in_order(expert_ids[token_order], num_experts, capacity)
+  ranks, choices = jnp.divmod(slot_ids, num_choices)
+  token_ids = token_order.at[ranks].get(mode='fill', fill_value=expert_ids.shape[0])
+  return token_ids * num_choices + choices, positions[jnp.argsort(token_order)]
