@@ -8,32 +8,42 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.moe.expert_parallel import Dispatch, apply_experts, apply_to_batch
+from spmd_tasks.layers.moe.exchange import Dispatch
+from spmd_tasks.layers.moe.expert_parallel import apply_experts
 from spmd_tasks.layers.moe.experts import ExpertWeights
-from spmd_tasks.layers.moe.local_experts import LocalExperts, name_routing
+from spmd_tasks.layers.moe.local_experts import LocalExperts
+from spmd_tasks.layers.moe.padded_all_to_all import padded_all_to_all
+from spmd_tasks.layers.moe.ragged_all_to_all import ragged_all_to_all
 from spmd_tasks.layers.moe.ring import ring
 from spmd_tasks.layers.moe.routing import RouterOutput
-from spmd_tasks.sharding.specs import SplitDims, current_sharding_scope
+from spmd_tasks.sharding.specs import SplitDims
 
-# How tokens reach experts on other devices.
-DISPATCHES: dict[str, Dispatch] = {'ring': ring}
+# How tokens meet experts of other devices.
+DISPATCHES: dict[str, Dispatch] = {
+  'ring': ring,
+  'padded_all_to_all': padded_all_to_all,
+  'ragged_all_to_all': ragged_all_to_all,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dropless:
   """Sorts the tokens' choices by expert and computes each expert on exactly the rows that it gets.
 
-  Inside a `sharding_scope` each device computes the experts that it holds; see `expert_parallel`.
+  Inside a `sharding_scope` every device computes with the experts that it holds; `expert_layout` says which these are.
 
   Fields:
     dispatch: a name in DISPATCHES.
-    recompute_activation: keep only the experts' inputs and pre-activations for the backward pass.
-    saved_bits: of what is kept for the gradient of the gates: None (as computed), 8 or 4.
+    capacity_factor: the room for rows in the buffers of an all-to-all, in multiples of what balanced routing fills.
+      What exceeds it is dropped, and counted in `fraction_dropped`. None leaves room for the worst case.
+    recompute_activation: keep the experts' inputs and pre-activations only for the backward pass.
+    saved_bits: of each number that is kept for the gates' gradient: 8, 4, or None for those of the dtype.
     backend: of the grouped matmuls; None for the best here.
     activation_split_dims: of x and of the result.
   """
 
   dispatch: str = 'ring'
+  capacity_factor: float | None = None
   recompute_activation: bool = False
   saved_bits: int | None = None
   backend: str | None = None
@@ -42,36 +52,44 @@ class Dropless:
   def __post_init__(self):
     if self.dispatch not in DISPATCHES:
       raise ValueError(f'dispatch {self.dispatch!r} is unknown: choose one of {list(DISPATCHES)}.')
+    if self.capacity_factor is not None:
+      if self.dispatch == 'ring':
+        raise ValueError(
+          f"capacity_factor={self.capacity_factor} has no effect with dispatch='ring', which has no buffers to bound: "
+          'set it to None, or use an all-to-all.'
+        )
+      if not self.capacity_factor > 0:
+        raise ValueError(f'capacity_factor={self.capacity_factor} must be positive, or None for the worst case.')
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns ([B, T, D] in x's dtype, statistics) for x [B, T, D].
+    """Returns (y [B, T, D] in x's dtype, statistics) for x [B, T, D].
+
+    The statistics are float32 scalars: `fraction_dropped`, and the all-to-all's capacity.
 
     Raises:
-      ValueError: the router lets experts choose.
+      ValueError: the router lets experts choose; or see `apply_experts`.
     """
     del train
     if routing.expert_ids is None or routing.gates is None:
-      raise ValueError('Dropless needs a router by which tokens choose experts; where experts choose, use a capacity.')
-    expert_ids, gates = name_routing((routing.expert_ids, routing.gates))
+      raise ValueError(
+        'Dropless computes what tokens choose, but with this router experts choose: use CapacityGather or '
+        'CapacityEinsum.'
+      )
     experts = LocalExperts(
       weights=weights,
       recompute_activation=self.recompute_activation,
       saved_bits=self.saved_bits,
       backend=self.backend,
     )
-    scope = current_sharding_scope()
-    if scope is None:
-      y = apply_to_batch(x, expert_ids, gates, experts.apply_to_tokens)
-    else:
-      y = apply_experts(
-        x,
-        expert_ids,
-        gates,
-        experts,
-        scope=scope,
-        activation_split_dims=self.activation_split_dims,
-        dispatch=DISPATCHES[self.dispatch],
-      )
-    return y.astype(x.dtype), {'fraction_dropped': jnp.zeros((), jnp.float32)}
+    y, statistics = apply_experts(
+      x,
+      routing.expert_ids,
+      routing.gates,
+      experts,
+      activation_split_dims=self.activation_split_dims,
+      dispatch=DISPATCHES[self.dispatch],
+      capacity_factor=self.capacity_factor,
+    )
+    return y.astype(x.dtype), {'fraction_dropped': jnp.zeros((), jnp.float32), **statistics}

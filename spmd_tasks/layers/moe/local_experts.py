@@ -3,25 +3,13 @@
 Shapes: n tokens, k choices per token, R rows, E the experts held here, D model.
 """
 
-from typing import Any
-
 from flax import struct
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from spmd_tasks.layers.moe.combine import combine_rows
 from spmd_tasks.layers.moe.expert_ffn import grouped_ffn
 from spmd_tasks.layers.moe.experts import ExpertWeights
 from spmd_tasks.layers.moe.permutation import Permutation, gather_rows, sort_by_expert
-
-# What the decisions of a router and what follows from them are called: a remat policy that saves this name never routes
-# a second time in the backward pass, where rounding might decide otherwise.
-ROUTING_NAME = 'routing'
-
-
-def name_routing(tree: Any) -> Any:
-  """The arrays of `tree` under the name by which remat policies keep routing decisions."""
-  return jax.tree.map(lambda x: checkpoint_name(x, ROUTING_NAME), tree)
 
 
 class LocalExperts(struct.PyTreeNode):
@@ -54,7 +42,15 @@ class LocalExperts(struct.PyTreeNode):
     return combine_rows(rows, gates, permutation, saved_bits=self.saved_bits)
 
   def apply_to_tokens(self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
-    """[n, D] for tokens [n, D], int32 [n, k] in [0, E] (E: nowhere) and float32 [n, k] (0 for nowhere)."""
-    permutation = name_routing(sort_by_expert(expert_ids, self.num_experts))
+    """Each token's sum over its experts' results by their gates.
+
+    Args:
+      x: [..., D], with the same leading dims as the others.
+      expert_ids: int32 [..., k] in [0, E]; E is nowhere.
+      gates: float32 [..., k], 0 for nowhere.
+    """
+    shape = x.shape
+    x, expert_ids, gates = (array.reshape(-1, array.shape[-1]) for array in (x, expert_ids, gates))
+    permutation = sort_by_expert(expert_ids, self.num_experts)
     rows = self.apply_to_rows(gather_rows(x, permutation), permutation.group_sizes)
-    return self.combine(rows, gates, permutation)
+    return self.combine(rows, gates, permutation).reshape(shape)

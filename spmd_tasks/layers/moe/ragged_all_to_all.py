@@ -1,0 +1,143 @@
+"""The ragged all-to-all: exactly the rows that are routed travel, each to the device of its expert and back.
+
+Shapes: n tokens of this device, k choices per token, R = n * k rows, X devices of the exchange, E experts per device,
+M rows of the receiving buffer, D model.
+
+For GPU and TPU: XLA has no such collective on CPU. What travels follows the routing; the buffer that receives it has a
+fixed size all the same, by default the worst case's. With a `capacity_factor` it is smaller, and what does not fit is
+dropped and counted.
+"""
+
+from collections.abc import Mapping
+import functools
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.layers.moe.exchange import Axes, Exchange, apply_to_received, exclusive_cumsum
+from spmd_tasks.layers.moe.local_experts import LocalExperts
+from spmd_tasks.layers.moe.permutation import gather_rows, sort_by_expert
+
+
+class Route(struct.PyTreeNode):
+  """One device's part in a ragged all-to-all, as `jax.lax.ragged_all_to_all` takes it.
+
+  Attributes:
+    input_offsets: int32 [X], where the rows for each device begin here.
+    send_sizes: int32 [X], how many they are.
+    output_offsets: int32 [X], where they begin there.
+    recv_sizes: int32 [X], how many rows come from each device.
+  """
+
+  input_offsets: jax.Array
+  send_sizes: jax.Array
+  output_offsets: jax.Array
+  recv_sizes: jax.Array
+
+
+class Routes(struct.PyTreeNode):
+  """The way there, the way back, and what arrives.
+
+  Attributes:
+    there, back: for rows and for results.
+    received: int32 [X, E], rows that arrive from each device for each expert of this one.
+  """
+
+  there: Route
+  back: Route
+  received: jax.Array
+
+
+def plan_routes(sizes: jax.Array, device: jax.Array, capacity: int) -> Routes:
+  """The routes of device number `device` when every buffer has room for `capacity` rows.
+
+  Buffers are filled by sender, then by expert; what comes last is dropped.
+
+  Args:
+    sizes: int32 [X, X, E], rows from each device, for each device, for each of its experts.
+    device: int32 scalar.
+    capacity: M.
+  """
+  totals = jnp.sum(sizes, axis=2)
+  row_starts = exclusive_cumsum(totals, axis=1)  # [sender, receiver], in the rows of the sender
+  buffer_ends = jnp.minimum(jnp.cumsum(totals, axis=0), capacity)  # in the buffer of the receiver
+  moved = jnp.diff(buffer_ends, axis=0, prepend=0)
+  buffer_starts = buffer_ends - moved
+  arriving = sizes[:, device]
+  ends = jnp.minimum(jnp.cumsum(arriving.reshape(-1)), capacity)
+  return Routes(
+    there=Route(
+      input_offsets=row_starts[device],
+      send_sizes=moved[device],
+      output_offsets=buffer_starts[device],
+      recv_sizes=moved[:, device],
+    ),
+    back=Route(
+      input_offsets=buffer_starts[:, device],
+      send_sizes=moved[:, device],
+      output_offsets=row_starts[:, device],
+      recv_sizes=moved[device],
+    ),
+    received=jnp.diff(ends, prepend=0).reshape(arriving.shape),
+  )
+
+
+def ragged_all_to_all(
+  x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
+) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+  """The Dispatch. Statistics: `fraction_dropped`, and `row_capacity`, M."""
+  if exchange.platform == 'cpu':
+    raise ValueError(
+      "dispatch='ragged_all_to_all' does not run on CPU, where XLA has no such collective: use dispatch='ring' or "
+      "dispatch='padded_all_to_all'."
+    )
+  num_devices, num_rows = exchange.num_devices, expert_ids.size
+  capacity = exchange.capacity(
+    balanced=num_rows, worst=num_devices * x.shape[0] * min(expert_ids.shape[1], experts.num_experts)
+  )
+  permutation = sort_by_expert(expert_ids, num_devices * experts.num_experts)
+  sizes = permutation.group_sizes.reshape(num_devices, experts.num_experts)
+  routes = plan_routes(jax.lax.all_gather(sizes, exchange.axes), jax.lax.axis_index(exchange.axes), capacity)
+  rows = _travel(exchange.axes, (capacity, num_rows), gather_rows(x, permutation), routes.there, routes.back)
+  results = apply_to_received(experts, rows, routes.received)
+  results = _travel(exchange.axes, (num_rows, capacity), results, routes.back, routes.there)
+  y = experts.combine(results, gates, permutation)
+  statistics = {'row_capacity': jnp.asarray(capacity, jnp.float32)}
+  if exchange.capacity_factor is not None:
+    num_assigned = jnp.sum(sizes)
+    num_dropped = num_assigned - jnp.sum(routes.there.send_sizes)
+    statistics['fraction_dropped'] = exchange.fraction_dropped(num_dropped, num_assigned)
+  return y, statistics
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _travel(axes: Axes, num_rows: tuple[int, int], rows: jax.Array, there: Route, back: Route) -> jax.Array:
+  """Rows [num_rows[1], D] along the route `there`; [num_rows[0], D], zeros where none arrives.
+
+  The gradient takes the way back. (JAX's own rule also computes one for the buffer that is overwritten.)
+  """
+  del back
+  buffer = jnp.zeros((num_rows[0], rows.shape[1]), rows.dtype)
+  buffer = jax.lax.pcast(buffer, tuple(jax.typeof(rows).mat.varying), to='varying')
+  return jax.lax.ragged_all_to_all(
+    rows,
+    buffer,
+    there.input_offsets,
+    there.send_sizes,
+    there.output_offsets,
+    there.recv_sizes,
+    axis_name=axes,
+  )
+
+
+def _travel_forward(axes, num_rows, rows, there, back):
+  return _travel(axes, num_rows, rows, there, back), (there, back)
+
+
+def _travel_backward(axes, num_rows, residuals, d_arrived):
+  there, back = residuals
+  return _travel(axes, num_rows[::-1], d_arrived, back, there), None, None
+
+
+_travel.defvjp(_travel_forward, _travel_backward)
