@@ -38,6 +38,7 @@ def loss_fn(weights, batch, rng):
     metrics={
       'accuracy': (mean(correct), weight),
       'first_id': (jnp.mean(batch['ids'][:, 0].astype(jnp.float32)), num_rows),
+      'id_frequency': (jax.vmap(mean, in_axes=-1)(jax.nn.one_hot(batch['ids'], V)), weight),  # [V]
       'noise': (jnp.float32(0) if rng is None else jax.random.uniform(rng), num_rows),
     },
     per_example={'loss': jnp.sum(loss_BxT, axis=1)},

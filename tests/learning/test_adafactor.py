@@ -1,4 +1,4 @@
-"""A scanned stack of layers learns under Adafactor exactly as its layers would as separate weights."""
+"""Under Adafactor the layers of a scanned stack, and experts, learn exactly as they would as separate weights."""
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,48 @@ def test_stack_equals_separate_weights(layer_shape, rng):
     for moment in ('v_row', 'v_col', 'v'):
       got = getattr(stacked_state.opt_state[0], moment)['w'][i]
       np.testing.assert_allclose(got, getattr(separate_state.opt_state[0], moment)[f'w{i}'], rtol=1e-5)
+
+
+def adafactor_float64(weight, grads, rate):
+  """Adafactor on one expert's weight [D, F] by the paper's formulas, with defaults of ours; all steps' grads."""
+  v_row, v_col = np.zeros(weight.shape[0]), np.zeros(weight.shape[1])
+  for t, grad in enumerate(grads, start=1):
+    kept = 1 - t**-0.8
+    square = grad**2 + 1e-30
+    v_row = kept * v_row + (1 - kept) * square.mean(axis=1)
+    v_col = kept * v_col + (1 - kept) * square.mean(axis=0)
+    update = grad / np.sqrt(np.outer(v_row, v_col) / v_row.mean())
+    update /= max(1.0, np.sqrt(np.mean(update**2)))
+    weight = weight - rate * max(1e-3, np.sqrt(np.mean(weight**2))) * update
+  return weight, v_row, v_col
+
+
+@pytest.mark.parametrize('num_layers', [None, 2])
+def test_experts_have_their_own_factors_clipping_and_scale(num_layers, rng):
+  """[E, D, F] and [L, E, D, F]; E is the largest dim. One expert is idle at first and has one loud step at the end."""
+  num_experts, leading = 6, () if num_layers is None else (num_layers,)
+  specs = {
+    'up': WeightSpec(shape=(*leading, num_experts, D, F), init=None, tags=('expert',), stacked=len(leading)),
+    'bias': WeightSpec(shape=(*leading, num_experts, F), init=None, tags=('expert',), stacked=len(leading)),
+  }
+  learner = Learner(optimizer=Adafactor(learning_rate=0.1, min_dim_size_to_factor=2))
+  size = 10.0 ** np.arange(-3, 3).reshape(num_experts, 1, 1)
+  start = rng.normal(size=specs['up'].shape) * size
+  all_grads = rng.normal(size=(3, *specs['up'].shape))
+  all_grads[:2, ..., 1, :, :], all_grads[2, ..., 1, :, :] = 0, 100
+  weights = {'up': jnp.asarray(start, jnp.float32), 'bias': jnp.ones(specs['bias'].shape)}
+  state = learner.init(weights, specs)
+  update = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, specs))
+  for grads in all_grads:
+    weights, state, _ = update({'up': jnp.asarray(grads, jnp.float32), 'bias': weights['bias']}, state, weights)
+  moments = state.opt_state[0]
+  assert moments.v_row['bias'].shape == moments.v['up'].shape == (*leading, num_experts, 1)
+  assert moments.v['bias'].shape == specs['bias'].shape
+  for index in np.ndindex(*leading, num_experts):
+    expected, v_row, v_col = adafactor_float64(start[index], [grads[index] for grads in all_grads], 0.1)
+    np.testing.assert_allclose(weights['up'][index], expected, rtol=2e-5, atol=1e-7, err_msg=str(index))
+    np.testing.assert_allclose(moments.v_row['up'][index], v_row, rtol=1e-5)
+    np.testing.assert_allclose(moments.v_col['up'][index], v_col, rtol=1e-5)
 
 
 def test_clipping_and_parameter_scale_can_be_turned_off(rng):

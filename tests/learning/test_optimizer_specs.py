@@ -11,6 +11,7 @@ import pytest
 from spmd_tasks.learning import optimizer_specs
 from spmd_tasks.learning.learner import Learner
 from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Sgd
+from spmd_tasks.sharding.specs import split_dims_to_partition_spec
 from spmd_tasks.sharding.weights import WeightSpec
 
 SPECS = {
@@ -21,6 +22,18 @@ SPECS = {
   'square': WeightSpec(shape=(4, 4), init=None, split_dims=('embed', 'mlp')),
   'query': WeightSpec(shape=(6, 2, 4), init=None, split_dims=('embed', 'heads', 'head_dim')),
   'scale': WeightSpec(shape=(4,), init=None, split_dims=None),
+  'experts': {
+    # More experts than the kernel's largest dim has elements, and as many.
+    'up': WeightSpec(shape=(9, 4, 6), init=None, split_dims=('expert', 'expert_embed', 'expert_mlp'), tags=('expert',)),
+    'down': WeightSpec(
+      shape=(2, 6, 6, 4),
+      init=None,
+      split_dims=('layers', 'expert', 'expert_mlp', 'expert_embed'),
+      tags=('expert',),
+      stacked=1,
+    ),
+    'bias': WeightSpec(shape=(9, 6), init=None, split_dims=('expert', 'expert_mlp'), tags=('expert',)),
+  },
 }
 WEIGHTS = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), SPECS)
 
@@ -94,6 +107,27 @@ def test_factored_moments_take_the_remaining_split_dims():
   assert momentum.ema['query'].split_dims == ('embed', 'heads', 'head_dim')
 
 
+def test_moments_of_experts_are_sharded_by_expert_without_a_name_filter():
+  """T5X derives no axes for these, and puts `expert` in front where a filter on names says so."""
+  t5x_rules = (('expert', 'data'), ('expert_mlp', 'model'), ('expert_embed', None), ('layers', None))
+  _, specs = state_and_specs(OPTIMIZERS['adafactor'])
+  factored = specs.opt_state[0]
+  for moments, dims in [
+    (factored.v_row, {'up': ('expert', 'expert_embed'), 'down': ('layers', 'expert', 'expert_embed')}),
+    (factored.v_col, {'up': ('expert', 'expert_mlp'), 'down': ('layers', 'expert', 'expert_mlp')}),
+  ]:
+    for name, split_dims in dims.items():
+      moment = moments['experts'][name]
+      assert moment.split_dims == split_dims
+      spec = split_dims_to_partition_spec(split_dims, ('data', 'model'), t5x_rules)
+      assert spec[moment.stacked] == 'data'
+      assert 'expert' in moment.tags
+  assert factored.v['experts']['bias'].split_dims == ('expert', 'expert_mlp')
+  assert factored.v['experts']['up'].shape == (9, 1)
+  for momentum in (specs.opt_state[1].ema, state_and_specs(OPTIMIZERS['adamw'])[1].opt_state[0].nu):
+    assert momentum['experts']['up'].split_dims == ('expert', 'expert_embed', 'expert_mlp')
+
+
 @pytest.mark.parametrize(
   'shape, stacked',
   [((3, 5), 0), ((4, 4), 0), ((3, 3, 3), 0), ((5, 3, 5), 0), ((4, 3, 4, 4), 0), ((4, 4, 4), 1), ((6, 4, 2, 4), 1)],
@@ -130,6 +164,7 @@ def test_stacked_and_tags_stay_with_the_leaf():
 def test_optax_wrappers_of_other_shapes_are_understood():
   """multi_transform puts MaskedNodes in some weights' places; optax.adafactor takes a stack for one weight."""
   labels = {'ffn': {'kernel': 'adam', 'bias': 'sgd'}, 'square': 'factored', 'query': 'adam', 'scale': 'sgd'}
+  labels |= {'experts': {'up': 'adam', 'down': 'sgd', 'bias': 'sgd'}}
   transformation = optax.multi_transform(
     {'adam': optax.adam(0.1), 'sgd': optax.sgd(0.1), 'factored': optax.adafactor(0.1, min_dim_size_to_factor=2)},
     labels,

@@ -1,0 +1,105 @@
+"""Metrics come back from both files as they were written, numbers and vectors with one value per expert."""
+
+import json
+import math
+
+from etils import epath
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from spmd_tasks.runtime.metrics import finish_metrics, make_writer, read_jsonl
+
+LOAD = [0.1, 0.7, 0.15, 0.05]
+STEPS = {
+  1: {'loss': 1 / 3, 'expert_load': LOAD, 'num_skipped_steps': 0},
+  2: {'loss': 2 / 3, 'expert_load': [0.25] * 4, 'num_skipped_steps': 1},
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+  directory = epath.Path(tmp_path)
+  writer = make_writer(directory, tensorboard=True, primary=True)
+  for step, metrics in STEPS.items():
+    writer.write(step, metrics)
+  writer.close()
+  return directory
+
+
+def test_jsonl_is_exact(directory):
+  records = read_jsonl(directory)
+  for record in records.values():
+    del record['time']
+  assert records == STEPS
+  line = json.loads((directory / 'metrics.jsonl').read_text().splitlines()[0])
+  assert line['expert_load'] == LOAD
+
+
+def test_events_have_a_scalar_per_expert_and_a_histogram(directory):
+  events = EventAccumulator(str(directory), size_guidance={'scalars': 0, 'histograms': 0, 'tensors': 0}).Reload()
+  tags = events.Tags()
+  assert set(tags['scalars']) == {'loss', 'num_skipped_steps', *(f'expert_load/00{e}' for e in range(4))}
+  for e in range(4):
+    written = {event.step: event.value for event in events.Scalars(f'expert_load/00{e}')}
+    assert written == {step: np.float32(metrics['expert_load'][e]) for step, metrics in STEPS.items()}
+  assert [event.value for event in events.Scalars('loss')] == [np.float32(1 / 3), np.float32(2 / 3)]
+
+  # As TensorBoard's histogram plugin reads it: rows of (left, right, how many experts are between).
+  assert tags['tensors'] == ['expert_load']
+  assert events.SummaryMetadata('expert_load').plugin_data.plugin_name == 'histograms'
+  uneven, even = (
+    np.frombuffer(event.tensor_proto.tensor_content, np.float64).reshape(-1, 3)
+    for event in events.Tensors('expert_load')
+  )
+  assert uneven[0, 0] == min(LOAD)
+  assert uneven[-1, 1] == max(LOAD)
+  for value in LOAD:
+    holds_value = (uneven[:, 0] <= value + 1e-12) & (value <= uneven[:, 1] + 1e-12)
+    assert uneven[holds_value, 2].max() == 1
+  assert uneven[:, 2].sum() == even[:, 2].sum() == 4
+  assert set(even[:, :2].ravel()) == {0.25}
+
+
+def test_what_is_not_finite_is_written_all_the_same(tmp_path):
+  directory = epath.Path(tmp_path)
+  writer = make_writer(directory, tensorboard=True, primary=True)
+  writer.write(3, {'loss': math.inf, 'expert_load': [math.nan, -math.inf, 1.0]})
+  writer.close()
+  assert json.loads((directory / 'metrics.jsonl').read_text())['expert_load'] == ['nan', '-inf', 1.0]
+  np.testing.assert_array_equal(read_jsonl(directory)[3]['expert_load'], [math.nan, -math.inf, 1.0])
+  events = EventAccumulator(str(directory)).Reload()
+  assert math.isnan(events.Scalars('expert_load/000')[0].value)
+  assert events.Tags()['tensors'] == []
+
+
+def test_an_interrupted_line_is_dropped_and_the_last_of_a_step_counts(directory):
+  with (directory / 'metrics.jsonl').open('a') as file:
+    file.write('{"step": 3, "expert_l')
+  writer = make_writer(directory, tensorboard=False, primary=True)
+  writer.write(2, {'loss': 5.0, 'expert_load': [1.0]})
+  writer.close()
+  records = read_jsonl(directory)
+  assert sorted(records) == [1, 2]
+  assert (records[2]['loss'], records[2]['expert_load']) == (5.0, [1.0])
+
+
+def test_only_the_primary_process_writes(tmp_path):
+  writer = make_writer(epath.Path(tmp_path / 'job'), tensorboard=True, primary=False)
+  writer.write(1, STEPS[1])
+  writer.close()
+  assert not (tmp_path / 'job').exists()
+
+
+def test_means_become_numbers_and_lists_at_full_precision():
+  load = np.float32([1 / 3, 2 / 3])
+  finished = finish_metrics({'cross_entropy': np.float32(2.1), 'expert_load': load, 'count': 3})
+  assert finished == {
+    'cross_entropy': float(np.float32(2.1)),
+    'expert_load': [float(x) for x in load],
+    'count': 3.0,
+    'perplexity': math.exp(np.float32(2.1)),
+  }
+  assert type(finished['cross_entropy']) is float
+  assert finish_metrics({'cross_entropy': 1e4})['perplexity'] == math.inf
+  assert finish_metrics({'loss': 1.0}) == {'loss': 1.0}
