@@ -1,4 +1,8 @@
-"""--mode=eval: a checkpoint's weights on every eval set, once, or again for each new checkpoint of a running job."""
+"""--mode=eval: a checkpoint's weights on every eval set, once, or again for each new checkpoint of a running job.
+
+Metrics go where the training job's own evals go. A step that is recorded there is shown only: the file keeps one line
+for it, whoever was first.
+"""
 
 import contextlib
 import time
@@ -17,7 +21,11 @@ from spmd_tasks.programs.job_setup import (
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
 from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.runtime.job.agreement import primary_decides
 from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
+from spmd_tasks.runtime.job.preemption import PreemptionGuard
+
+_LOOK_LIMIT_S = 300  # for process 0's look into the directory of checkpoints
 
 
 def evaluate(
@@ -29,7 +37,7 @@ def evaluate(
   watch: bool = False,
   poll_s: float = 10.0,
 ) -> int:
-  """Evaluates one checkpoint (None: the newest); returns an exit code.
+  """Evaluates one checkpoint (None: the newest); returns an exit code: OK, or PREEMPTED after SIGTERM.
 
   Args:
     job: the built experiment.
@@ -50,6 +58,7 @@ def evaluate(
   model = partition_job(job)
   with contextlib.ExitStack() as stack, emergency.on_failure():
     watchdog = watch_steps(stack, job.experiment, job_log_dir / 'eval', emergency)
+    guard = stack.enter_context(PreemptionGuard())
     checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
     stack.callback(checkpointer.close)
     evaluator = Evaluator(
@@ -59,20 +68,37 @@ def evaluate(
       tensorboard=job.experiment.tensorboard,
       input_timeout_s=job.experiment.input_timeout_s,
       on_batch=lambda: watchdog.beat(evaluated, 'eval'),
+      should_stop=guard.should_stop,
     )
     stack.callback(evaluator.close)
     progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
     stack.callback(progress.close)
     evaluated = -1
-    while True:
+    while not guard.should_stop():
       watchdog.beat(evaluated, 'waiting for a checkpoint')
-      if not watch or (checkpointer.latest_step() or -1) > evaluated:
+      if not watch or _newest(checkpointer) > evaluated:
         with watchdog.allow('restore', job.experiment.first_step_timeout_s):
           weights, restored = restore_evaluation_weights(model, checkpointer, step)
         if restored > evaluated:  # not where the newest is damaged, and the one before it has been evaluated
           evaluated = restored
-          for name, metrics in evaluator.evaluate(restored, weights).items():
-            progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}')
+          num_finished = 0
+          for name, metrics in evaluator.evaluate(weights):
+            is_recorded = evaluator.is_recorded(name, restored)
+            if not is_recorded:
+              evaluator.record(name, restored, metrics)
+            note = ' (not recorded: metrics.jsonl has this step)' if is_recorded else ''
+            progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}{note}')
+            num_finished += 1
+          if num_finished < len(evaluator.names):
+            break
       if not watch or evaluated >= job.experiment.num_train_steps:
         return exit_codes.OK
       time.sleep(poll_s)
+    progress.message('Preempted: the same command evaluates again.')
+    return exit_codes.PREEMPTED
+
+
+def _newest(checkpointer: Checkpointer) -> int:
+  """The newest step for every process, also where their views of the directory differ; -1: none yet."""
+  step = primary_decides(checkpointer.latest_step, 'newest_checkpoint', limit_s=_LOOK_LIMIT_S)
+  return -1 if step is None else step

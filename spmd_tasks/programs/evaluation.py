@@ -1,6 +1,7 @@
 """Evaluator: whole eval sets on given weights, each example counted once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -17,7 +18,7 @@ Averages = Mapping[str, clu_metrics.Average]
 
 
 class Evaluator:
-  """Runs every eval set from its start and writes `<job_log_dir>/eval/<name>/metrics.jsonl` (and events).
+  """Runs eval sets from their start and records metrics in `<job_log_dir>/eval/<name>/metrics.jsonl` (and events).
 
   The last batch of a set is filled up with rows of weight 0, which no metric counts. Sums over batches are float64.
   """
@@ -30,13 +31,15 @@ class Evaluator:
     *,
     tensorboard: bool,
     input_timeout_s: float,
-    on_batch: Callable[[], None] = lambda: None,
+    on_batch: Callable[[], None],
+    should_stop: Callable[[], bool],
   ):
     self._inputs = eval_inputs
     self._job_log_dir = job_log_dir
     self._tensorboard = tensorboard
     self._input_timeout_s = input_timeout_s
     self._on_batch = on_batch
+    self._should_stop = should_stop
     self._steps = _compiled_steps(model, eval_inputs)
     self._writers: dict[str, MetricsWriter] = {}
 
@@ -45,28 +48,54 @@ class Evaluator:
     for step in self._steps.values():
       step.compile()
 
-  def evaluate(self, step: int, weights: Any) -> dict[str, dict[str, Metric]]:
-    """Metrics by eval set at train step `step`, on padded weights as they live on the mesh."""
-    results = {}
-    for name, eval_input in self._inputs.items():
-      results[name] = self._evaluate_set(name, self._steps[name], eval_input, weights)
-      self._writer(name).write(step, results[name])
-    return results
+  @property
+  def names(self) -> list[str]:
+    """The eval sets."""
+    return list(self._inputs)
+
+  def evaluate(self, weights: Any, names: Iterable[str] | None = None) -> Iterator[tuple[str, dict[str, Metric]]]:
+    """(eval set, its metrics) one by one, on padded weights as they live on the mesh; `names`: not all sets but these.
+
+    Ends early where `should_stop` is true: a set that is not finished gives no metrics.
+    """
+    for name in self.names if names is None else names:
+      metrics = self._evaluate_set(name, weights)
+      if metrics is None:
+        return
+      yield name, metrics
+
+  def record(self, name: str, step: int, metrics: Mapping[str, Metric]) -> None:
+    """Writes a set's metrics of train step `step`; where the file has some already, the last count."""
+    self._writer(name).write(step, metrics)
+
+  def is_recorded(self, name: str, step: int) -> bool:
+    """Whether the set's metrics file has a line of `step`; False in a remote directory, which has no such file."""
+    path = self._directory(name) / 'metrics.jsonl'
+    lines = path.read_text(encoding='utf-8').splitlines(keepends=True) if path.exists() else []
+    # The last line may be half there: another job is writing it, or was killed.
+    return any(json.loads(line)['step'] == step for line in lines if line.endswith('\n'))
 
   def _writer(self, name: str) -> MetricsWriter:
     """Made when there is something to write: a run that ends before that leaves no trace."""
     if name not in self._writers:
       self._writers[name] = make_writer(
-        self._job_log_dir / 'eval' / name, tensorboard=self._tensorboard, primary=jax.process_index() == 0
+        self._directory(name), tensorboard=self._tensorboard, primary=jax.process_index() == 0
       )
     return self._writers[name]
 
-  def _evaluate_set(self, name: str, eval_step: CompiledStep, eval_input: Any, weights: Any) -> dict[str, Metric]:
-    iterator = eval_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+  def _directory(self, name: str) -> epath.Path:
+    return self._job_log_dir / 'eval' / name
+
+  def _evaluate_set(self, name: str, weights: Any) -> dict[str, Metric] | None:
+    """The set's metrics; None where it was given up."""
+    eval_step = self._steps[name]
+    iterator = self._inputs[name].make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
     finished: list[Averages] = []
     in_flight: Averages | None = None
     with Prefetcher(iterator, eval_step.place, timeout_s=self._input_timeout_s) as batches:
       for batch, _ in batches:
+        if self._should_stop():
+          return None
         launched = eval_step(weights, batch)
         if in_flight is not None:  # read one batch late: the device always has the next one
           finished.append(jax.device_get(in_flight))

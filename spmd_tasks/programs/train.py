@@ -1,7 +1,9 @@
 """--mode=train: restore or initialise, train, evaluate and save at intervals, leave in good order."""
 
+from collections.abc import Sequence
 import contextlib
 import json
+import math
 
 from etils import epath
 import jax
@@ -20,12 +22,18 @@ from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.durable_files import write_durably
 from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.runtime.job.agreement import primary_decides
 from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.job.job_directory import CONFIG_FILE, claim
 from spmd_tasks.runtime.job.preemption import PreemptionGuard
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.parameter_table import format_parameter_table
 from spmd_tasks.runtime.partition import PartitionedModel
+from spmd_tasks.runtime.train_state import TrainState
+
+# A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
+# second. A larger one is written while training goes on.
+_WRITTEN_AT_ONCE_BYTES = 100_000_000
 
 
 def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock: StartupClock, config_json: str) -> int:
@@ -75,16 +83,14 @@ class _Trainer:
       stack.enter_context(claim(job_log_dir, experiment_name=job.name))
     self._watchdog = watch_steps(stack, experiment, job_log_dir, emergency)
     self._guard = stack.enter_context(PreemptionGuard())
-    self._checkpointer = Checkpointer(
+    self._checkpointer = checkpointer = Checkpointer(
       checkpoint_directory(job_log_dir),
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
     )
-    stack.callback(self._checkpointer.close)
+    stack.callback(checkpointer.close)
     with clock.phase('init or restore'):
-      state, self._first_step = restore_or_init(
-        self._model, self._checkpointer, job.train_input, iterator, experiment.seed
-      )
+      state, self._first_step = restore_or_init(self._model, checkpointer, job.train_input, iterator, experiment.seed)
     if primary:  # now that the checkpoint has not refused it
       write_durably(job_log_dir / CONFIG_FILE, config_json)
     self._batches = Prefetcher(
@@ -100,6 +106,7 @@ class _Trainer:
       tensorboard=experiment.tensorboard,
       input_timeout_s=experiment.input_timeout_s,
       on_batch=self._on_eval_batch,
+      should_stop=self._guard.should_stop,
     )
     stack.callback(self._evaluator.close)
     self._progress = make_progress(experiment.num_train_steps, self._first_step, primary=primary)
@@ -133,6 +140,8 @@ class _Trainer:
     self._progress.message(_describe(model, self._first_step))
     if is_primary():
       (self._job_log_dir / 'parameters.txt').write_text(format_parameter_table(model) + '\n')
+    if not self._evaluate_what_is_missing():
+      return self._preempted()
     if self._first_step >= experiment.num_train_steps:
       self._progress.message(
         f'Nothing to do: step {self._first_step} of {experiment.num_train_steps} is already saved.'
@@ -149,11 +158,27 @@ class _Trainer:
     self._save_the_last()
     if finished and self._last_evaluated != self._loop.step:
       self._evaluate(self._loop.step, self._loop)
-    if not finished:
-      saved = f'step {self._loop.step} is saved' if self._loop.step else 'before the first step'
-      self._progress.message(f'Preempted: {saved}; the same command goes on from there.')
-      return exit_codes.PREEMPTED
-    return exit_codes.OK
+      finished = self._last_evaluated == self._loop.step
+    return exit_codes.OK if finished else self._preempted()
+
+  def _preempted(self) -> int:
+    saved = f'step {self._loop.step} is saved' if self._loop.step else 'before the first step'
+    self._progress.message(f'Preempted: {saved}; the same command goes on from there.')
+    return exit_codes.PREEMPTED
+
+  def _evaluate_what_is_missing(self) -> bool:
+    """Evaluates the restored step where that was due and the last job was ended in it; False if this one is, too."""
+    step, every = self._first_step, self._experiment.eval_every_steps
+    if step == 0 or not (step >= self._experiment.num_train_steps or (every is not None and step % every == 0)):
+      return True
+    missing = primary_decides(
+      lambda: [name for name in self._evaluator.names if not self._evaluator.is_recorded(name, step)],
+      'missing_evals',
+      limit_s=math.ceil(self._experiment.step_timeout_s),
+    )
+    if missing:
+      self._evaluate(step, self._loop, missing)
+    return not missing or self._last_evaluated == step
 
   def _save_the_last(self) -> None:
     self._loop.settle()
@@ -200,17 +225,22 @@ class _Trainer:
       f'{float(metrics["grad_norm"])}; weights and optimizer are unchanged'
     )
 
-  def _evaluate(self, step: int, loop: TrainingLoop) -> None:
+  def _evaluate(self, step: int, loop: TrainingLoop, names: Sequence[str] | None = None) -> None:
+    names = self._evaluator.names if names is None else names
     weights = self._model.task.evaluation_weights(loop.state.weights, loop.state.learner)
+    num_evaluated = 0
     with self._watchdog.allow('eval', self._experiment.first_step_timeout_s), self._log.pause():
-      results = self._evaluator.evaluate(step, weights)
-    for name, metrics in results.items():
-      self._progress.message(f'step {step}  eval {name}: ' + format_metrics(metrics))
-    self._last_evaluated = step
+      for name, metrics in self._evaluator.evaluate(weights, names):
+        self._evaluator.record(name, step, metrics)
+        self._progress.message(f'step {step}  eval {name}: ' + format_metrics(metrics))
+        num_evaluated += 1
+    self._last_evaluated = step if num_evaluated == len(names) else None
 
   def _save(self, step: int, loop: TrainingLoop) -> None:
     with self._watchdog.allow('checkpoint', self._experiment.first_step_timeout_s), self._log.pause():
-      self._checkpointer.save(step, self._model.to_canonical(loop.state), loop.input_state, {'step': step})
+      self._checkpointer.save(step, self._model.to_canonical(loop.state), loop.input_state)
+      if _num_bytes(self._model.canonical_state) < _WRITTEN_AT_ONCE_BYTES:
+        self._checkpointer.wait()
     self._last_saved = step
 
 
@@ -227,6 +257,10 @@ def _describe(model: PartitionedModel, step: int) -> str:
     f'{model.total_num_params:,} parameters{padding}, mesh {axes} ({model.mesh.size} {jax.devices()[0].platform} '
     f'devices), {start}' + (f'; the batch is smaller than the mesh wants ({padded[0]})' if padded else '')
   )
+
+
+def _num_bytes(abstract_state: TrainState) -> int:
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state))
 
 
 def _batch_size(model: PartitionedModel) -> int:

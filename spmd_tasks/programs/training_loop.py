@@ -57,7 +57,7 @@ class TrainingLoop:
     on_launch: Callable[[int, str], None],
     on_step: Callable[[int, dict[str, jax.Array]], None],
     on_skip: Callable[[int, dict[str, jax.Array]], None],
-    should_stop: Callable[[int], bool],
+    should_stop: Callable[[], bool],
   ):
     self._train_step = train_step
     self._batches = batches
@@ -84,7 +84,7 @@ class TrainingLoop:
     """
     last_acted = self.step
     while self.step < self._num_train_steps:
-      if self._should_stop(self.step):
+      if self._should_stop():
         self.settle()
         return False
       self._launch()

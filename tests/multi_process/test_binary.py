@@ -3,6 +3,7 @@
 from pathlib import Path
 import signal
 import sys
+import time
 
 from launch import Job, RankResult, coordinator_flags
 import numpy as np
@@ -93,6 +94,22 @@ def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path):
     ranks = wait_for_end(job)
   assert ranks[1].returncode == -signal.SIGKILL
   assert 'process 0 of 2' in ranks[0].log or 'heartbeat' in ranks[0].log
+
+
+def test_sigterm_in_an_eval_ends_it_everywhere_after_the_same_batch(tmp_path):
+  directory = tmp_path / 'job'
+  flags = ['--set', 'eval_every_steps=5', '--set', 'eval_inputs.valid.num_batches=1000000']
+  with Job(commands(directory, 2, *flags), log_dir=tmp_path, num_devices=4) as job:
+    job.wait_for_text(0, 'step 5/', limit_s=START_S)
+    time.sleep(1)
+    job.send(1, signal.SIGTERM)
+    ranks = wait_for_end(job)
+  assert [rank.returncode for rank in ranks] == [exit_codes.PREEMPTED] * 2, [rank.log for rank in ranks]
+  assert 'Preempted: step 5 is saved' in ranks[0].log
+  assert not list((directory / 'eval').rglob('*'))
+  again = train(tmp_path, directory, 2, '--set', 'eval_every_steps=5', '--num_train_steps=10')
+  assert [rank.returncode for rank in again] == [exit_codes.OK] * 2, [rank.log for rank in again]
+  assert list(read_jsonl(directory / 'eval' / 'valid')) == [5, 10]
 
 
 def test_sigterm_to_one_process_saves_one_step_everywhere(tmp_path):

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, emergency: EmergencyExit):
       watchdog.beat(step)
       loss = float(step_fn(x, step))
       print(f'step {step} loss {loss}', flush=True)
-      if guard.should_stop(step):
+      if guard.should_stop():
         with watchdog.allow('checkpoint', limit_s=20):
           if args.fault_rank in (jax.process_index(), ALL):
             os.kill(os.getpid(), signal.SIGTERM)  # An impatient scheduler, in the middle of the save.

@@ -1,8 +1,10 @@
 """Evaluation counts every token of a set once, gives the same in and beside training, and can follow a running job."""
 
 import math
+import os
 from pathlib import Path
 import shutil
+import signal
 import threading
 import time
 
@@ -158,6 +160,32 @@ def test_watch_follows_new_checkpoints_and_ends_with_the_last(finished_job, tmp_
   job.join()
   assert code == exit_codes.OK
   assert [line['step'] for line in eval_lines(directory, 'ragged')] == list(steps)
+
+
+def test_sigterm_ends_an_eval_job_with_the_code_of_preemption(finished_job, tmp_path):
+  directory = only_checkpoints(finished_job, tmp_path / 'job', (8,))
+
+  def preempt():
+    while not eval_lines(directory, 'ragged'):
+      time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  threading.Thread(target=preempt, daemon=True).start()
+  code = evaluate(resolve(SMALL).build(), epath.Path(directory), emergency=EmergencyExit(), watch=True, poll_s=0.02)
+  assert code == exit_codes.PREEMPTED
+  assert [line['step'] for line in eval_lines(directory, 'ragged')] == [8]
+
+
+def test_a_step_that_the_file_has_is_shown_and_not_recorded_again(finished_job, tmp_path, capsys):
+  directory = only_checkpoints(finished_job, tmp_path / 'job', (8, 16))
+  shutil.copytree(finished_job / 'eval' / 'valid', directory / 'eval' / 'valid')
+  before = (directory / 'eval' / 'valid' / 'metrics.jsonl').read_text()
+  assert run_eval(directory, '--checkpoint_step', 8) == exit_codes.OK
+  assert (directory / 'eval' / 'valid' / 'metrics.jsonl').read_text() == before
+  assert [line['step'] for line in eval_lines(directory, 'ragged')] == [8]
+  shown = {line.split()[4]: line for line in capsys.readouterr().err.splitlines() if ' eval ' in line}
+  assert 'not recorded' in shown['valid:']
+  assert 'not recorded' not in shown['ragged:']
 
 
 def test_watch_and_a_step_exclude_each_other(tmp_path, capsys):

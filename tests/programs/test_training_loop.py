@@ -31,7 +31,7 @@ def run(outcomes, *, num_train_steps, every=None, max_consecutive_skips=3, stop_
     on_launch=lambda step, activity: None,
     on_step=lambda step, metrics: events.append(('step', step)),
     on_skip=lambda step, metrics: events.append(('skip', step)),
-    should_stop=lambda step: step == stop_at,
+    should_stop=lambda: loop.step == stop_at,
   )
   try:
     ended = loop.run()

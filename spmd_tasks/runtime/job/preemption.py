@@ -1,16 +1,16 @@
-"""PreemptionGuard: SIGTERM becomes one step at which every process stops.
+"""PreemptionGuard: SIGTERM becomes one point of the program at which every process stops.
 
 Usage:
 
     with PreemptionGuard() as guard:
       for step in range(first_step, num_steps):
         state = train_step(state, batch)
-        if guard.should_stop(step):
+        if guard.should_stop():
           save(state)
           sys.exit(exit_codes.PREEMPTED)
 
 One process keeps its own flag. Several share JAX's preemption service: whichever process gets the signal tells it, and
-it names a step that none has passed yet.
+it names a question that none has asked yet.
 """
 
 import signal
@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 
 class PreemptionGuard:
-  """Answers, once per step, whether the job shall save and leave. A further SIGTERM changes nothing.
+  """Answers, as often as it is asked, whether the job shall save and leave. A further SIGTERM changes nothing.
 
   Under jax.distributed it leaves the signal to the handler that `jax.distributed.initialize` has installed; so start
   that first. In a single process it installs its own, and puts the previous one back on leaving the context.
@@ -32,6 +32,7 @@ class PreemptionGuard:
   def __init__(self):
     self._is_shared = jax.distributed.is_initialized()
     self._is_requested = False
+    self._num_asked = 0
     self._previous: object = None
 
   def __enter__(self) -> 'PreemptionGuard':
@@ -48,15 +49,17 @@ class PreemptionGuard:
       # None: a handler that was not set from Python, and cannot be put back from it.
       signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)  # type: ignore[arg-type]
 
-  def should_stop(self, step: int) -> bool:
-    """Whether to save and leave now, after step number `step`; true at the same step in every process.
+  def should_stop(self) -> bool:
+    """Whether to save and leave now; true in every process from the same question on.
 
-    Call it after each step, with consecutive numbers, in every process: 27 us with jax.distributed, nothing without.
+    Every process must ask at the same points of the program, such as after each step and each batch of an eval: the
+    questions are counted. One costs 27 us with jax.distributed, nothing without.
     """
     if self._is_shared and not self._is_requested:
-      self._is_requested = multihost_utils.reached_preemption_sync_point(step)
+      self._num_asked += 1
+      self._is_requested = multihost_utils.reached_preemption_sync_point(self._num_asked)
       if self._is_requested:
-        logging.warning('preemption: all processes stop after step %d.', step)
+        logging.warning('preemption: all processes stop here.')
     return self._is_requested
 
   def _on_signal(self, signum: int, frame: types.FrameType | None):

@@ -9,20 +9,20 @@ import pytest
 from spmd_tasks.runtime.job.preemption import PreemptionGuard
 
 
-def test_sigterm_is_answered_at_the_next_step_and_stays():
+def test_sigterm_is_answered_at_the_next_question_and_stays():
   with PreemptionGuard() as guard:
-    assert not guard.should_stop(1)
+    assert not guard.should_stop()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert guard.should_stop(2)
-    assert guard.should_stop(3)
+    assert guard.should_stop()
+    assert guard.should_stop()
 
 
 def test_a_second_sigterm_does_not_break_the_save():
   with PreemptionGuard() as guard:
     os.kill(os.getpid(), signal.SIGTERM)
-    assert guard.should_stop(1)
+    assert guard.should_stop()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert guard.should_stop(1)
+    assert guard.should_stop()
 
 
 def test_the_previous_handler_returns_also_after_an_error():
