@@ -1,29 +1,56 @@
 """Losses that balance the experts' load, and statistics of a routing: explicit outputs of each layer.
 
-All of them leave padding out, read the decision before any token is dropped, and are 0 for a batch of padding only.
-Sums are over the whole batch, wherever its rows are.
+All of them are functions of sums over tokens, so that parts of a batch can be added up first (layers/statistics.py).
+They leave padding out, read the decision before any token is dropped, and are 0 for a batch of padding only.
 
 Shapes: B batch, T sequence, E experts, k choices per token; G groups of S tokens, C slots per expert and group;
 N shards of the batch.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
+from flax import struct
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.layers.statistics import Statistics
 
 
-class _Sums(NamedTuple):
-  """Sums over the real tokens of each of N shards of the batch, float32. `scores` and `z` carry gradients."""
+class RoutingSums(Statistics):
+  """Sums over the real tokens of each of N shards of the batch, float32. `scores` and `z` carry gradients.
 
-  num_tokens: jax.Array  # [N]
-  scores: jax.Array  # [N, E]
-  entropy: jax.Array  # [N]
-  z: jax.Array  # [N], squares of the log-normalizers
-  counts: jax.Array  # [N, E], assignments per expert
-  chosen_scores: jax.Array  # [N], over all assignments
+  Attributes:
+    num_tokens: scalar, over all shards.
+    shard_tokens: [N].
+    scores: [N, E].
+    entropy: [N].
+    z: [N], squares of the log-normalizers.
+    counts: [N, E], assignments per expert.
+    chosen_scores: [N], over all assignments.
+    fractions: name -> scalar, sums over assignments of what a computation reports as a fraction of them.
+    divide_by_k: see `load_balance_loss`.
+  """
+
+  shard_tokens: jax.Array
+  scores: jax.Array
+  entropy: jax.Array
+  z: jax.Array
+  counts: jax.Array
+  chosen_scores: jax.Array
+  fractions: dict[str, jax.Array] = struct.field(default_factory=dict)
+  divide_by_k: bool = struct.field(pytree_node=False, default=False)
+
+  def with_fractions(self, fractions: Mapping[str, jax.Array]) -> 'RoutingSums':
+    """Adds fractions of the assignments: what a computation drops, for example."""
+    num_assigned = jnp.sum(self.counts)
+    return self.replace(fractions={name: fraction * num_assigned for name, fraction in fractions.items()})
+
+  def values(self) -> dict[str, jax.Array]:
+    """`load_balance_loss`, `router_z_loss`, `routing_statistics` and the fractions."""
+    num_assigned = jnp.sum(self.counts)
+    losses = {'load_balance_loss': load_balance_loss(self), 'router_z_loss': router_z_loss(self)}
+    return losses | routing_statistics(self) | {name: _mean(x, num_assigned) for name, x in self.fractions.items()}
 
 
 def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
@@ -77,11 +104,25 @@ def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
   return [jnp.sum(assigned, axis=1), jnp.sum(assigned * jax.lax.stop_gradient(routing.scores), axis=(1, 2))]
 
 
-def _routing_sums(routing: RouterOutput, num_shards: int = 1) -> _Sums:
+def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: bool = False) -> RoutingSums:
+  """The sums for a batch.
+
+  Args:
+    routing: of the batch.
+    num_shards: N; the balance loss takes f and P over each N-th of the batch's rows apart, and is the mean over them. 1
+      is over all tokens. T5X has one value per group and MegaBlocks one per data-parallel process; here the numbers do
+      not depend on the mesh.
+    divide_by_k: see `load_balance_loss`.
+
+  Raises:
+    ValueError: num_shards does not divide the batch.
+  """
   tokens, assignments = _token_columns(routing), _assignment_columns(routing)
   if routing.slots is None:
-    return _Sums(*_sum_shards(tokens + assignments, num_shards))
-  return _Sums(*_sum_shards(tokens, num_shards), *_sum_shards(assignments, num_shards))
+    sums = _sum_shards(tokens + assignments, num_shards)
+  else:
+    sums = _sum_shards(tokens, num_shards) + _sum_shards(assignments, num_shards)
+  return RoutingSums(jnp.sum(sums[0]), *sums, divide_by_k=divide_by_k)
 
 
 def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -89,43 +130,27 @@ def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
   return total / jnp.maximum(count, 1.0)
 
 
-def assignment_counts(routing: RouterOutput) -> jax.Array:
-  """Assignments per expert over the whole batch, float32 [E]; no gradient."""
-  return _routing_sums(routing).counts[0]
-
-
-def load_balance_loss(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: bool = False) -> jax.Array:
+def load_balance_loss(sums: RoutingSums) -> jax.Array:
   """E * sum over experts of f * P, float32 scalar: the least where the load and the scores are even.
 
   f is the number of an expert's assignments per token, P its mean score. The gradient flows through P only. Perfectly
   even f and P give k (GShard: Lepikhin et al., 2020; Switch: Fedus et al., 2022), or, with `divide_by_k`, 1. The mean
   of the latter over L layers of n tokens each is E / (L * n * k) times the dot product of all layers' counts with all
-  layers' mean scores: MegaBlocks' formula (Gale et al., 2022).
-
-  Args:
-    routing: k is its mean number of assignments per token, which need not be whole where experts choose.
-    num_shards: N; f and P are taken over each N-th of the batch's rows apart, and the result is the mean over them.
-      1 is over all tokens. T5X has one value per group and MegaBlocks one per data-parallel process; here the numbers
-      do not depend on the mesh.
-    divide_by_k: see above.
-
-  Raises:
-    ValueError: num_shards does not divide the batch.
+  layers' mean scores: MegaBlocks' formula (Gale et al., 2022). k is the mean number of assignments per token, which
+  need not be whole where experts choose.
   """
-  sums = _routing_sums(routing, num_shards)
-  num_tokens = sums.num_tokens[:, None]
-  num_assigned = jnp.sum(sums.counts, axis=1, keepdims=True) if divide_by_k else num_tokens
+  num_tokens = sums.shard_tokens[:, None]
+  num_assigned = jnp.sum(sums.counts, axis=1, keepdims=True) if sums.divide_by_k else num_tokens
   products = _mean(sums.counts, num_assigned) * _mean(sums.scores, num_tokens)
-  return routing.scores.shape[-1] * jnp.mean(jnp.sum(products, axis=1))
+  return sums.counts.shape[-1] * jnp.mean(jnp.sum(products, axis=1))
 
 
-def router_z_loss(routing: RouterOutput) -> jax.Array:
+def router_z_loss(sums: RoutingSums) -> jax.Array:
   """Mean over tokens of logsumexp(logits)^2, float32 scalar: keeps logits small (ST-MoE: Zoph et al., 2022)."""
-  sums = _routing_sums(routing)
-  return _mean(sums.z[0], sums.num_tokens[0])
+  return _mean(jnp.sum(sums.z), sums.num_tokens)
 
 
-def routing_statistics(routing: RouterOutput) -> dict[str, jax.Array]:
+def routing_statistics(sums: RoutingSums) -> dict[str, jax.Array]:
   """What a run reports of a routing, float32 without gradients.
 
   Returns:
@@ -136,12 +161,12 @@ def routing_statistics(routing: RouterOutput) -> dict[str, jax.Array]:
       of the assignments that were not dropped; this is the same where none is and gates are scores. Of normalized
       gates the mean is 1/k whatever the router does.
   """
-  sums = jax.tree.map(lambda x: jax.lax.stop_gradient(x[0]), _routing_sums(routing))
-  num_assigned = jnp.sum(sums.counts)
-  load = _mean(sums.counts, num_assigned)
+  counts, entropy, chosen_scores = jax.lax.stop_gradient((sums.counts, sums.entropy, sums.chosen_scores))
+  num_assigned = jnp.sum(counts)
+  load = _mean(jnp.sum(counts, axis=0), num_assigned)
   return {
     'expert_load': load,
     'max_expert_load': load.size * jnp.max(load),
-    'router_entropy': _mean(sums.entropy, sums.num_tokens),
-    'router_confidence': _mean(sums.chosen_scores, num_assigned),
+    'router_entropy': _mean(jnp.sum(entropy), sums.num_tokens),
+    'router_confidence': _mean(jnp.sum(chosen_scores), num_assigned),
   }

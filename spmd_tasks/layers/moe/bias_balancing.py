@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.moe.balance import assignment_counts
-from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.layers.moe.balance import RoutingSums
 
 
 def load_violation(counts: jax.Array) -> jax.Array:
@@ -57,11 +56,9 @@ def _attach_backward(gradient, cotangent):
 attach_gradient.defvjp(_attach_forward, _attach_backward)
 
 
-def attach_balance_gradient(y: jax.Array, routing: RouterOutput) -> jax.Array:
-  """Returns y, from which the balance bias of `routing` gets the load violation as its gradient; y where it has none.
+def attach_balance_gradient(y: jax.Array, bias: jax.Array, sums: RoutingSums) -> jax.Array:
+  """Returns y, from which the balance bias [E] gets the load violation as its gradient.
 
   For training only. The load is of the whole batch, before any token is dropped and without padding.
   """
-  if routing.balance_bias is None:
-    return y
-  return attach_gradient(y, routing.balance_bias, load_violation(assignment_counts(routing)))
+  return attach_gradient(y, bias, load_violation(jnp.sum(sums.counts, axis=0)))

@@ -1,5 +1,7 @@
 """Balance losses and statistics against float64 references, over all real tokens and over parts of the batch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,20 @@ from spmd_tasks.sharding.mesh import MeshSpec
 
 L, B, T, E, K = 3, 4, 5, 6, 2
 
-load_balance_loss = jax.jit(balance.load_balance_loss, static_argnames=('num_shards', 'divide_by_k'))
-router_z_loss, routing_statistics = jax.jit(balance.router_z_loss), jax.jit(balance.routing_statistics)
+
+@functools.partial(jax.jit, static_argnames=('num_shards', 'divide_by_k'))
+def load_balance_loss(routing, num_shards=1, divide_by_k=False):
+  return balance.load_balance_loss(balance.routing_sums(routing, num_shards=num_shards, divide_by_k=divide_by_k))
+
+
+@jax.jit
+def router_z_loss(routing):
+  return balance.router_z_loss(balance.routing_sums(routing))
+
+
+@jax.jit
+def routing_statistics(routing):
+  return balance.routing_statistics(balance.routing_sums(routing))
 
 
 def draw(rng, mask=None):
@@ -143,7 +157,24 @@ def test_statistics_are_those_of_the_real_tokens(padded, rng):
   for name, value in expected.items():
     assert statistics[name].dtype == np.float32
     np.testing.assert_allclose(statistics[name], value, rtol=1e-5, err_msg=name)
-  np.testing.assert_array_equal(balance.assignment_counts(routing), counts)
+
+
+@pytest.mark.parametrize('num_shards', [1, 2])
+def test_sums_of_the_parts_of_a_batch_add_up_to_the_values_of_the_whole(num_shards, rng):
+  """Parts with different numbers of tokens, and of either kind of shard one half, as a pipeline's microbatches."""
+  routing = draw(rng, rng.random((B, T)) < 0.6)
+
+  def sums(rows):
+    part = jax.tree.map(lambda x: x[rows], routing)
+    return balance.routing_sums(part, num_shards=num_shards).with_fractions({'of_the_part': jnp.float32(rows[0])})
+
+  whole = sums(np.arange(B)).values()
+  first, second = sums(np.array([0, 2])), sums(np.array([1, 3]))
+  added = jax.tree.map(jnp.add, first, second).values()
+  fraction = added.pop('of_the_part')
+  np.testing.assert_allclose(fraction, jnp.sum(second.counts) / jnp.sum(first.counts + second.counts), rtol=1e-6)
+  for name, value in added.items():
+    np.testing.assert_allclose(value, whole[name], rtol=1e-5, err_msg=name)
 
 
 def test_padding_only_gives_zeros_and_no_gradient(rng):
@@ -166,7 +197,7 @@ def test_losses_and_statistics_of_a_sharded_batch_take_one_all_reduce(rng):
 
   @jax.jit
   def reduce(routing):
-    return load_balance_loss(routing), router_z_loss(routing), routing_statistics(routing)
+    return balance.routing_sums(routing).values()
 
   hlo = reduce.lower(sharded).compile().as_text()
   assert hlo.count(' all-reduce(') == 1, hlo

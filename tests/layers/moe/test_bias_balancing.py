@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.layers.moe.balance import routing_sums
 from spmd_tasks.layers.moe.bias_balancing import attach_balance_gradient, attach_gradient, load_violation
 from spmd_tasks.layers.moe.router import TopKRouter
 from spmd_tasks.layers.remat import remat_policy
@@ -45,7 +46,9 @@ class Layer(nn.Module):
     router = TopKRouter(num_experts=E, num_selected=K, score_function='sigmoid', balance_bias=True, name='router')
     routing = router(x, mask, train=train)
     y = x * jnp.sum(routing.gates, axis=-1, keepdims=True)
-    return (attach_balance_gradient(y, routing) if train else y), routing.expert_ids
+    if train:
+      y = attach_balance_gradient(y, routing.balance_bias, routing_sums(routing))
+    return y, routing.expert_ids
 
 
 class Stack(nn.Module):

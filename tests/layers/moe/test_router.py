@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe.balance import load_balance_loss, router_z_loss, routing_statistics
+from spmd_tasks.layers.moe.balance import load_balance_loss, router_z_loss, routing_statistics, routing_sums
 from spmd_tasks.layers.moe.bias_balancing import attach_balance_gradient
 from spmd_tasks.layers.moe.router import TopKRouter, UniformRouter
 from spmd_tasks.layers.remat import remat_policy
@@ -203,9 +203,10 @@ def test_same_on_8_devices_as_on_one(settings, rng):
 
   def loss(weights, x):
     routing = route(x, weights, mask, train=True, jitter_eps=0.1, **settings)
-    gates = attach_balance_gradient(routing.gates, routing)
-    total = jnp.sum(jnp.square(gates)) + load_balance_loss(routing, num_shards=2) + router_z_loss(routing)
-    return total, (routing, routing_statistics(routing))
+    sums = routing_sums(routing, num_shards=2)
+    gates = attach_balance_gradient(routing.gates, routing.balance_bias, sums)
+    total = jnp.sum(jnp.square(gates)) + load_balance_loss(sums) + router_z_loss(sums)
+    return total, (routing, routing_statistics(sums))
 
   mesh = MeshSpec(axis_names=('data',), ici_mesh_shape=(8,)).build()
 
