@@ -45,59 +45,50 @@ class LanguageModelLoss:
   Fields:
     z_loss_weight, label_smoothing: 0 turns them off.
     aux_loss_weights: name of an entry of `predictions['aux']` -> its weight in the loss: where a router's balance
-      losses enter. The mean over layers of every entry is a metric, of these too, without their weight.
+      losses enter. The mean over layers of every entry is a metric, of these too, without their weight: a scalar, or
+      a vector [E] for an entry with one value per expert.
     num_aux_layers: how many layers must have given each entry of `aux_loss_weights`, for all stages of a pipeline
       together; None: as many as there are. Guards against a mean over fewer layers than the model has (MegaBlocks).
-    per_expert_metrics: the entries whose last dim counts experts; their metrics are vectors [E].
   """
 
   z_loss_weight: float = 0.0
   label_smoothing: float = 0.0
   aux_loss_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
   num_aux_layers: int | None = None
-  per_expert_metrics: tuple[str, ...] = ('expert_load',)
 
   def __post_init__(self):
     if not 0.0 <= self.label_smoothing < 1.0:
       raise ValueError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1.')
-    if both := sorted(set(self.aux_loss_weights).intersection(self.per_expert_metrics)):
-      raise ValueError(f'{both} are in aux_loss_weights and in per_expert_metrics: a loss has one value per layer.')
 
   def _check_aux_losses(self, aux: Mapping[str, jax.Array]) -> None:
-    """Raises a ValueError if an aux loss is missing or not that of `num_aux_layers` layers."""
+    """Raises a ValueError if an aux loss is missing, a vector, or not that of `num_aux_layers` layers."""
     for name in self.aux_loss_weights:
       if name not in aux:
         raise ValueError(
           f'aux_loss_weights names {name!r}, but the model gives {sorted(aux)}: correct the name, or use a layer that '
           'computes it.'
         )
-      num_layers = math.prod(jnp.shape(aux[name]))
+      shape = jnp.shape(aux[name])
+      if len(shape) > 1:
+        raise ValueError(f'the aux loss {name!r} has shape {shape}: a loss has one value per layer. Leave it a metric.')
+      num_layers = math.prod(shape)
       if self.num_aux_layers is not None and num_layers != self.num_aux_layers:
         raise ValueError(
-          f'{num_layers} layers give the aux loss {name!r} (shape {jnp.shape(aux[name])}), but num_aux_layers is '
-          f'{self.num_aux_layers}: correct it, or pass on the aux of every layer and pipeline stage.'
+          f'{num_layers} layers give the aux loss {name!r}, but num_aux_layers is {self.num_aux_layers}: correct it, '
+          'or pass on the aux of every layer and pipeline stage.'
         )
-
-  def _aux_means(self, aux: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The mean over layers of each entry, a scalar, or [E] for `per_expert_metrics`."""
-
-    def mean(name: str, values: jax.Array) -> jax.Array:
-      per_layer = values.reshape(-1, values.shape[-1]) if name in self.per_expert_metrics else values.ravel()
-      return jnp.mean(per_layer.astype(jnp.float32), axis=0)
-
-    return {name: mean(name, jnp.asarray(values)) for name, values in aux.items()}
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Returns the LossOutput.
 
     Args:
-      predictions: `logits` float [B, T, V]; `aux` {name: scalar, [L], or [L, ...] for nested stacks, each with one more
-        dim [E] for `per_expert_metrics`}, needed only for `aux_loss_weights`.
+      predictions: `logits` float [B, T, V]; `aux` {name: scalar or [L], or [L, E] for one value per expert}, needed
+        only for `aux_loss_weights`.
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding).
 
     Raises:
-      ValueError: `aux_loss_weights` names an entry that the model does not give, or gives for another number of
-        layers than `num_aux_layers`; or an entry has the name of another metric.
+      ValueError: `aux_loss_weights` names an entry that the model does not give, or gives per expert, or for another
+        number of layers than `num_aux_layers`; or an entry has the name of another metric.
     """
     logits, labels = predictions['logits'].astype(jnp.float32), batch['labels']
     weights = batch['weights'].astype(jnp.float32)
@@ -128,8 +119,9 @@ class LanguageModelLoss:
     self._check_aux_losses(aux)
     if taken := sorted({'loss', *metrics}.intersection(aux)):
       raise ValueError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them.")
-    for name, mean in self._aux_means(aux).items():
-      mean = jnp.where(weight == 0, 0.0, mean)
+    for name, values in aux.items():
+      mean = jnp.mean(jnp.atleast_1d(values).astype(jnp.float32), axis=0)
+      mean = jnp.where(weight == 0, 0.0, mean)  # whatever the layers make of a batch of padding
       metrics[name] = (mean, weight)
       if name in self.aux_loss_weights:
         loss = loss + self.aux_loss_weights[name] * mean
