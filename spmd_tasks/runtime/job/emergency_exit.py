@@ -88,6 +88,10 @@ class EmergencyExit:
         code = error.code if isinstance(error.code, int) else exit_codes.FAILED
         self.leave(code, f'exit with {error.code!r}')
       raise
+    except KeyboardInterrupt:
+      if jax.distributed.is_initialized():
+        self.leave(exit_codes.INTERRUPTED, 'interrupted', has_stacks=False)
+      raise
     except BaseException as error:
       if jax.distributed.is_initialized():
         if (user_code := user_error_code(error)) is not None:

@@ -76,6 +76,19 @@ def test_sys_exit_leaves_the_usual_way_only_where_all_processes_do(monkeypatch, 
   assert calls == ([] if expected is None else [(expected, f'exit with {code!r}')])
 
 
+def test_ctrl_c_in_one_of_several_is_no_bug():
+  result = run(
+    MULTI_PROCESS
+    + textwrap.dedent("""
+    with emergency.on_failure():
+      raise KeyboardInterrupt
+    """)
+  )
+  assert result.returncode == exit_codes.INTERRUPTED
+  assert 'interrupted' in result.stderr
+  assert 'Traceback' not in result.stderr
+
+
 def test_neither_a_hanging_flush_nor_a_second_caller_holds_it_up():
   result = run("""
     emergency_exit._FLUSH_LIMIT_S = 0.3
