@@ -7,6 +7,7 @@ Gradients are those of the whole: what is replicated over an axis gets the sum o
 """
 
 from collections.abc import Callable, Mapping
+import functools
 from typing import Any
 
 import jax
@@ -80,7 +81,6 @@ def apply_experts(
 
   def apply_on_device(x, expert_ids, gates, weights):
     shape = x.shape
-    x, expert_ids, gates, weights = _vary_over((x, expert_ids, gates, weights), layout.all_axes)
     tokens = tuple(array.reshape(-1, array.shape[-1]) for array in (x, expert_ids, gates))
     if layout.gathered:
       tokens = tuple(jax.lax.all_gather(array, layout.gathered, tiled=True) for array in tokens)
@@ -97,16 +97,17 @@ def apply_experts(
     if layout.gathered:
       y = jax.lax.psum_scatter(y, layout.gathered, tiled=True)
     if layout.summed:
-      y = jax.lax.psum(y, layout.summed)
+      y = _sum_parts(layout.summed, num_parts(layout.summed, axis_sizes), y)
     return y.reshape(shape), statistics
 
-  mesh, axis_names = _mesh_and_free_axes(scope.mesh, layout)
+  mesh, axis_names = _mesh_and_free_axes(scope.mesh, layout, x)
   y, statistics = jax.shard_map(
     apply_on_device,
     mesh=mesh,
     axis_names=axis_names,
     in_specs=(tokens_spec, tokens_spec, tokens_spec, weight_specs),
     out_specs=(tokens_spec, PartitionSpec()),
+    check_vma=False,  # kernels and loops of the grouped matmuls know nothing of it
   )(pad(x, tokens_spec), pad(expert_ids, tokens_spec, num_experts), pad(gates, tokens_spec), weights)
   return jax.lax.slice(y, (0, 0, 0), x.shape), statistics
 
@@ -135,17 +136,30 @@ def _gather_embed(weights: ExpertWeights, layout: ExpertLayout, model_dim: int) 
   )
 
 
-def _vary_over(tree: Any, axes: Axes) -> Any:
-  """Marks all arrays as different from device to device along `axes`, by which gradients are summed along them."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum_parts(axes: Axes, num_devices: int, y: jax.Array) -> jax.Array:
+  """The sum of partial results over `axes` of `num_devices` devices.
 
-  def vary(array: jax.Array) -> jax.Array:
-    missing = tuple(axis for axis in axes if axis not in jax.typeof(array).mat.varying)
-    return jax.lax.pcast(array, missing, to='varying') if missing else array
+  Of a result that all of them return, each is given a num_devices-th of the gradient. psum's own rule would sum these
+  shares, and wait for a second all-reduce of what is known everywhere.
+  """
+  del num_devices
+  return jax.lax.psum(y, axes)
 
-  return jax.tree.map(vary, tree)
+
+def _sum_parts_forward(axes, num_devices, y):
+  return _sum_parts(axes, num_devices, y), None
 
 
-def _mesh_and_free_axes(mesh: Mesh, layout: ExpertLayout) -> tuple[Any, set[str]]:
+def _sum_parts_backward(axes, num_devices, _, d_sum):
+  del axes
+  return (d_sum * num_devices,)
+
+
+_sum_parts.defvjp(_sum_parts_forward, _sum_parts_backward)
+
+
+def _mesh_and_free_axes(mesh: Mesh, layout: ExpertLayout, x: jax.Array) -> tuple[Any, set[str]]:
   """The mesh for a `shard_map` at this place, and its axes that no `shard_map` around it has made manual."""
   context = jax.sharding.get_abstract_mesh()
   manual = {name for name, kind in zip(context.axis_names, context.axis_types) if kind == AxisType.Manual}
@@ -154,5 +168,10 @@ def _mesh_and_free_axes(mesh: Mesh, layout: ExpertLayout) -> tuple[Any, set[str]
     raise ValueError(
       f'mesh axes {taken} split tokens or experts, but a shard_map around this layer has made them manual: leave them '
       'out of its axis_names.'
+    )
+  if manual and jax.typeof(x).mat.varying:
+    raise ValueError(
+      f'a shard_map over {sorted(manual)} around this layer tracks what varies over which axis, but this layer does '
+      'not, and gradients would not fit: give that shard_map check_vma=False.'
     )
   return (context if manual else mesh), set(mesh.axis_names) - manual

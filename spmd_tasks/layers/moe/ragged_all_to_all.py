@@ -119,7 +119,6 @@ def _travel(axes: Axes, num_rows: tuple[int, int], rows: jax.Array, there: Route
   """
   del back
   buffer = jnp.zeros((num_rows[0], rows.shape[1]), rows.dtype)
-  buffer = jax.lax.pcast(buffer, tuple(jax.typeof(rows).mat.varying), to='varying')
   return jax.lax.ragged_all_to_all(
     rows,
     buffer,
