@@ -137,6 +137,11 @@ class Experiment(_FrozenFields, abc.ABC):
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
 
   seed: int = 0
+  # The job_log_dir of another job, from whose newest checkpoint (or that of `init_from_step`) a new job takes its
+  # weights: the same model's, or a dense one's to become experts (runtime/upcycling.py). A job with a checkpoint of its
+  # own goes on from that.
+  init_from: str | None = None
+  init_from_step: int | None = None
   num_train_steps: int = 1000
   log_every_steps: int = 10
   eval_every_steps: int | None = None
@@ -172,6 +177,11 @@ class Experiment(_FrozenFields, abc.ABC):
     for name in ('num_train_steps', 'log_every_steps', 'checkpoint_max_to_keep', 'prefetch_batches'):
       if not _is_positive(getattr(self, name)):
         raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
+    if self.init_from_step is not None and (self.init_from is None or not _is_positive(self.init_from_step)):
+      raise ValueError(
+        f'init_from_step = {self.init_from_step!r} with init_from = {self.init_from!r} must be the step of a '
+        'checkpoint of that job, or None for its newest.'
+      )
     for name in ('eval_every_steps', 'checkpoint_every_steps', 'checkpoint_keep_every_steps'):
       if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
         raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')

@@ -124,21 +124,17 @@ def _run_experiment(args: argparse.Namespace) -> int:
       'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
     )
 
-  from etils import epath
-
   from spmd_tasks.config.changes import refuse_changed_config
   from spmd_tasks.programs.eval import evaluate
   from spmd_tasks.programs.startup import StartupClock
   from spmd_tasks.programs.train import train
-  from spmd_tasks.runtime.durable_files import is_remote
+  from spmd_tasks.runtime.durable_files import absolute_path
   from spmd_tasks.runtime.job.distributed import initialize
   from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 
   clock = StartupClock()
   emergency = EmergencyExit()
-  job_log_dir = epath.Path(args.job_log_dir).expanduser()
-  if not is_remote(job_log_dir):
-    job_log_dir = job_log_dir.absolute()
+  job_log_dir = absolute_path(args.job_log_dir)
   with emergency.on_failure():
     _use_fake_devices(args.num_fake_devices)
     initialize(_distributed_settings(args, resolved.experiment))

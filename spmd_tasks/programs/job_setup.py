@@ -9,12 +9,14 @@ import jax
 
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.durable_files import absolute_path
 from spmd_tasks.runtime.job.distributed import finish
 from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.job.rank_records import open_rank_records
 from spmd_tasks.runtime.job.watchdog import StepWatchdog
 from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
 from spmd_tasks.runtime.train_state import TrainState
+from spmd_tasks.runtime.upcycling import initialize_from
 
 CHECKPOINTS = 'checkpoints'
 
@@ -36,25 +38,38 @@ def partition_job(job: Job) -> PartitionedModel:
 
 
 def restore_or_init(
-  model: PartitionedModel, checkpointer: Checkpointer, train_input: Any, iterator: Any, seed: int
-) -> tuple[TrainState, int]:
-  """The newest checkpoint's state with the iterator set to its position, or a fresh state; and the step.
+  model: PartitionedModel, checkpointer: Checkpointer, job: Job, iterator: Any
+) -> tuple[TrainState, int, str]:
+  """What a training job begins with.
+
+  Returns:
+    (padded state, its step, a phrase on where it is from). The job's own newest checkpoint, and the iterator set to its
+    position; or else step 0, with the weights that the experiment's `init_from` names, or drawn ones.
 
   Raises:
     CheckpointError: there are checkpoints, but none that can be used.
-    ValueError: the input cannot go on exactly where the checkpoint left it.
+    ValueError: the input cannot go on exactly where the checkpoint left it, or the weights of `init_from` do not fit.
   """
+  experiment = job.experiment
   restored = checkpointer.restore(model.canonical_state)
+  if restored is None and experiment.init_from is not None:
+    directory = absolute_path(experiment.init_from)
+    other = Checkpointer(checkpoint_directory(directory), read_only=True)
+    try:
+      state, step = initialize_from(model, other, experiment.seed, experiment.init_from_step)
+    finally:
+      other.close()
+    return state, 0, f'starting from the weights of step {step} in {directory}'
   if restored is None:
-    return model.init(seed), 0
+    return model.init(experiment.seed), 0, 'starting from new weights'
   if None in restored.input_states:
     raise CheckpointError(f'the checkpoint of step {restored.step} holds no input position: it cannot be trained on.')
   input_state = restored.input_state
   if input_state is None:  # another number of processes saved it
-    input_state = train_input.reshard_states(restored.input_states, jax.process_count())[jax.process_index()]
+    input_state = job.train_input.reshard_states(restored.input_states, jax.process_count())[jax.process_index()]
   iterator.set_state(input_state)
   logging.info('Restored step %d from %d process(es).', restored.step, len(restored.input_states))
-  return model.from_canonical(restored.state), restored.step
+  return model.from_canonical(restored.state), restored.step, f'resuming after step {restored.step}'
 
 
 def restore_evaluation_weights(

@@ -90,7 +90,7 @@ class _Trainer:
     )
     stack.callback(checkpointer.close)
     with clock.phase('init or restore'):
-      state, self._first_step = restore_or_init(self._model, checkpointer, job.train_input, iterator, experiment.seed)
+      state, self._first_step, self._start = restore_or_init(self._model, checkpointer, job, iterator)
     if primary:  # now that the checkpoint has not refused it
       write_durably(job_log_dir / CONFIG_FILE, config_json)
     self._batches = Prefetcher(
@@ -137,7 +137,7 @@ class _Trainer:
 
   def run(self) -> int:
     model, experiment = self._model, self._experiment
-    self._progress.message(_describe(model, self._first_step))
+    self._progress.message(_describe(model, self._start))
     if is_primary():
       (self._job_log_dir / 'parameters.txt').write_text(format_parameter_table(model) + '\n')
     if not self._evaluate_what_is_missing():
@@ -244,7 +244,7 @@ class _Trainer:
     self._last_saved = step
 
 
-def _describe(model: PartitionedModel, step: int) -> str:
+def _describe(model: PartitionedModel, start: str) -> str:
   axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
   padding = f', {100 * model.padding_waste:.1f}% of them stored again as padding' if model.padding_waste else ''
   padded = [
@@ -252,7 +252,6 @@ def _describe(model: PartitionedModel, step: int) -> str:
     for name, true in model.input_layout.spec.items()
     if true.shape != model.input_layout.padded[name].shape
   ]
-  start = f'resuming after step {step}' if step else 'starting from new weights'
   return (
     f'{model.total_num_params:,} parameters{padding}, mesh {axes} ({model.mesh.size} {jax.devices()[0].platform} '
     f'devices), {start}' + (f'; the batch is smaller than the mesh wants ({padded[0]})' if padded else '')

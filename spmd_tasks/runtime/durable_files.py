@@ -14,6 +14,12 @@ def is_remote(path: epath.Path) -> bool:
   return '://' in os.fspath(path)
 
 
+def absolute_path(path: str) -> epath.Path:
+  """A directory that the user named, `~` and what is relative resolved."""
+  expanded = epath.Path(path).expanduser()
+  return expanded if is_remote(expanded) else expanded.absolute()
+
+
 def sync_path(path: epath.Path) -> None:
   """Flushes a local file's content, or a local directory's names, to the disk; nothing for a remote path."""
   if is_remote(path):

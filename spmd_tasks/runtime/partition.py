@@ -75,19 +75,29 @@ class PartitionedModel:
     padded = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.padded_state.weights))
     return 1 - self.total_num_params / padded
 
-  @functools.cached_property
-  def _jitted_init(self) -> Any:
-    def init(rng):
+  def _jit_init(self, adopt: Callable[..., Any]) -> Any:
+    def init(rng, *given):
       with self._scope():
-        weights = self._init_weights(rng)
+        weights = adopt(self._init_weights(rng), *given)
         state = steps.init_train_state(self.task, weights, self.weight_specs, jax.random.key_data(rng))
         return padding.pad(self._constrain(state), self.padded_state)
 
     return jax.jit(init, out_shardings=_shardings(self.padded_state))
 
+  @functools.cached_property
+  def _jitted_init(self) -> Any:
+    return self._jit_init(lambda weights: weights)
+
   def init(self, seed: int) -> TrainState:
     """A sharded, padded TrainState at step 0: the same true weights on every mesh, never whole on one host."""
     return self._jitted_init(_key(seed))
+
+  def init_with(self, seed: int, adopt: Callable[[Any, Any], Any], given: Any) -> TrainState:
+    """As `init`, but with the true weights `adopt(drawn weights, given)`; `given` is a tree of arrays on the mesh.
+
+    What `adopt` does not use of the drawn weights is not computed.
+    """
+    return self._jit_init(adopt)(_key(seed), given)
 
   def lower_init(self) -> Any:
     """The lowered `init` (jax.stages.Lowered): for inspection and planning."""

@@ -9,6 +9,7 @@ Nothing here knows of Orbax or of other processes: one process calls what rename
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import re
 import time
@@ -61,6 +62,14 @@ class CheckpointDirectory:
   def complete_steps(self) -> list[int]:
     """The steps that have a manifest, ascending; nothing is verified."""
     return [step for step, path in self.claimed_steps().items() if (path / MANIFEST_FILE).exists()]
+
+  def saved_leaves(self, step: int | None) -> tuple[LeafEntry, ...] | None:
+    """The leaf table of a step (None: the newest that has one); None where there is none. Nothing else is read."""
+    for candidate, path in reversed(self.claimed_steps().items()):
+      if step in (None, candidate):
+        with contextlib.suppress(DamagedCheckpointError):
+          return read_manifest(path).leaves
+    return None
 
   def stamp(self, step: int) -> Stamp:
     """What tells the checkpoint of `step` from a later one of the same step: its manifest's time (0: it has none)."""

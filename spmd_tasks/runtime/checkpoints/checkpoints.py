@@ -231,6 +231,24 @@ class Checkpointer:
       )
     return restored
 
+  def saved_leaves(self, step: int | None = None, *, subtree: str = 'weights') -> tuple[LeafEntry, ...]:
+    """The names (below `subtree`), shapes and dtypes of one checkpoint; nothing is verified.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or none that can be read.
+    """
+    leaves = self._directory.saved_leaves(step)
+    if leaves is None:
+      which = 'that can be read' if step is None else f'of step {step}'
+      raise CheckpointError(
+        f'{self._directory.path} has no checkpoint {which}; it has those of {self.all_steps()}: correct the path or '
+        'the step, or train first.'
+      )
+    prefix = f'{subtree}/'
+    return tuple(
+      dataclasses.replace(leaf, name=leaf.name.removeprefix(prefix)) for leaf in leaves if leaf.name.startswith(prefix)
+    )
+
   def _seal(self, step: int, leaves: tuple[LeafEntry, ...]) -> None:
     """In the background: waits for Orbax, then makes the checkpoint count."""
     # Returns when the arrays of all processes are written; each process wrote its input state before that.

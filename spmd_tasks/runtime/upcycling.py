@@ -1,0 +1,175 @@
+"""Where the weights of a new job come from when it starts from another job's checkpoint: by copy, or by repetition.
+
+Shapes: L layers, D model, F ffn, E experts.
+
+A dense feed-forward network becomes E equal experts (Komatsuzaki et al., "Sparse Upcycling", arXiv 2212.05055):
+
+    .../ffn/up/kernel [L, D, F]  ->  .../ffn/experts/up [L, E, D, F], E times
+                                 ->  .../ffn/shared_expert/up/kernel [L, D, F], by copy
+
+and likewise `gate` and `down`. Layer g * n + i of a plain stack becomes layer g of `block_i` in a stack of BlockGroups
+of n blocks, so that every n-th layer of a dense model can be a mixture. Weights of the same name are copied, so that
+the same model can be trained further on other data. Only a router starts anew: any other weight without a source, and
+any weight of the source that would be lost, is an error.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+import re
+from typing import Any
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.manifest import LeafEntry, describe_mismatches
+from spmd_tasks.runtime.partition import PartitionedModel
+from spmd_tasks.runtime.train_state import TrainState
+from spmd_tasks.sharding.padding import evenly_divided_spec
+from spmd_tasks.sharding.weight_names import match_fn
+from spmd_tasks.sharding.weights import WeightSpec
+
+_BLOCK = re.compile(r'(.*/)?block_(\d+)/(.*)')
+_EXPERTS = re.compile(r'(.*/)?experts/(up|gate|down)')
+_SHARED = re.compile(r'(.*/)?shared_expert/(.*)')
+_is_routers = match_fn(r'(.*/)?router/')
+_is_ffn_bias = match_fn(r'(.*/)?(up|gate|down)/bias$')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+  """How a weight of the new model is made from one of the source's.
+
+  Attributes:
+    name, shape: the source's weight, and what shape it must have.
+    layers: which of its layers (dim 0) are taken: (first, every so many); None for all.
+    expert_dim, num_experts: where and how often the result is repeated; None for a plain copy.
+  """
+
+  name: str
+  shape: tuple[int, ...]
+  layers: tuple[int, int] | None = None
+  expert_dim: int | None = None
+  num_experts: int = 1
+
+  def take(self, weight: jax.Array) -> jax.Array:
+    """The new weight."""
+    if self.layers is not None:
+      first, stride = self.layers
+      weight = weight[first::stride]
+    if self.expert_dim is None:
+      return weight
+    shape = (*weight.shape[: self.expert_dim], self.num_experts, *weight.shape[self.expert_dim :])
+    return jnp.broadcast_to(jnp.expand_dims(weight, self.expert_dim), shape)
+
+  def source_spec(self, spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> PartitionSpec:
+    """How the source's weight lies on the mesh, evenly, where the new one has `spec`."""
+    if self.expert_dim is None:
+      return evenly_divided_spec(self.shape, spec, axis_sizes)
+    # With a single expert: the axes that split the experts do not divide that, and move to another dim.
+    single = (*self.shape[: self.expert_dim], 1, *self.shape[self.expert_dim :])
+    entries = list(evenly_divided_spec(single, spec, axis_sizes))
+    del entries[self.expert_dim]
+    return PartitionSpec(*entries)
+
+
+def find_origins(source: Sequence[LeafEntry], target: Mapping[str, WeightSpec]) -> dict[str, Origin]:
+  """The origin of every weight of `target` that has one; the others are routers'.
+
+  Args:
+    source: the weights of a checkpoint.
+    target: name -> WeightSpec of the new model.
+
+  Raises:
+    ValueError: weights that the source does not have, or in another shape, or that would be lost; all are named.
+  """
+  saved = {leaf.name: leaf for leaf in source}
+  origins, problems = {}, []
+  for name, spec in target.items():
+    origin = _origin_of(name, spec, saved, target)
+    if origin.name in saved:
+      origins[name] = origin
+      if saved[origin.name].shape != origin.shape:
+        problems.append(
+          f'{name} {list(spec.shape)} needs {origin.name} {list(origin.shape)}, but the checkpoint has '
+          f'{list(saved[origin.name].shape)}'
+        )
+    elif not _is_routers(name):
+      problems.append(f'{name} {list(spec.shape)} needs {origin.name} {list(origin.shape)}, which the checkpoint lacks')
+  used = {origin.name for origin in origins.values()}
+  for leaf in source:
+    if leaf.name not in used:
+      why = ': experts have no biases' if _is_ffn_bias(leaf.name) else ''
+      problems.append(f'the experiment has no use for {leaf.name} {list(leaf.shape)} of the checkpoint{why}')
+  if problems:
+    raise ValueError(
+      f'the experiment cannot start from the weights of that checkpoint:\n{describe_mismatches(problems)}\nGive it the '
+      'layers and sizes of the job that it starts from (config.json in that directory), or train that one anew.'
+    )
+  return origins
+
+
+def initialize_from(
+  model: PartitionedModel, checkpointer: Checkpointer, seed: int, step: int | None = None
+) -> tuple[TrainState, int]:
+  """A state at step 0 with another job's weights; optimizer state, averages and routers are new.
+
+  Args:
+    model: the new job's.
+    checkpointer: of the other job, read-only.
+    seed: of what is drawn.
+    step: of the checkpoint; None: the newest that is whole.
+
+  Returns:
+    (padded state, the checkpoint's step). Every array is read, repeated and stored in parts, each device its own.
+
+  Raises:
+    CheckpointError: there is no such checkpoint, or it is damaged.
+    ValueError: the weights do not fit; see `find_origins`.
+  """
+  source = checkpointer.saved_leaves(step, subtree='weights')
+  target = traverse_util.flatten_dict(model.weight_specs, sep='/')
+  specs = traverse_util.flatten_dict(model.state_specs.weights, sep='/')
+  origins = find_origins(source, target)
+  shardings = {
+    origin.name: NamedSharding(model.mesh, origin.source_spec(specs[name], model.mesh.shape))
+    for name, origin in origins.items()
+  }
+  abstract = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.name]) for leaf in source}
+  restored = checkpointer.restore_weights(traverse_util.unflatten_dict(abstract, sep='/'), step)
+
+  def adopt(fresh: Any, weights: Any) -> Any:
+    given = traverse_util.flatten_dict(weights, sep='/')
+    new = {
+      name: origins[name].take(given[origins[name].name]).astype(weight.dtype) if name in origins else weight
+      for name, weight in traverse_util.flatten_dict(fresh, sep='/').items()
+    }
+    return traverse_util.unflatten_dict(new, sep='/')
+
+  return model.init_with(seed, adopt, restored.state), restored.step
+
+
+def _origin_of(name: str, spec: WeightSpec, saved: Collection[str], target: Collection[str]) -> Origin:
+  """Where a weight of the new model would come from, whether or not the source has it."""
+  shape, layers = tuple(spec.shape), None
+  if name in saved:
+    return Origin(name=name, shape=shape)
+  if spec.stacked and (block := _BLOCK.fullmatch(name)):
+    prefix, index, rest = block.groups(default='')
+    blocks = {other[2] for other in map(_BLOCK.fullmatch, target) if other and (other[1] or '') == prefix}
+    name, layers, shape = prefix + rest, (int(index), len(blocks)), (shape[0] * len(blocks), *shape[1:])
+  if experts := _EXPERTS.fullmatch(name):
+    prefix, kernel = experts.groups(default='')
+    dim = spec.stacked
+    return Origin(
+      name=f'{prefix}{kernel}/kernel',
+      shape=(*shape[:dim], *shape[dim + 1 :]),
+      layers=layers,
+      expert_dim=dim,
+      num_experts=shape[dim],
+    )
+  if shared := _SHARED.fullmatch(name):
+    name = ''.join(shared.groups(default=''))
+  return Origin(name=name, shape=shape, layers=layers)

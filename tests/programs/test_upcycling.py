@@ -1,0 +1,121 @@
+"""A job that starts from a dense job's weights, through the binary: it begins with the dense model's loss."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.config.resolve import resolve
+from spmd_tasks.programs.job_setup import partition_job
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.upcycling import initialize_from
+from tests import binary
+from tests.programs.test_resume import flip_a_byte
+
+JOBS = 'tests.programs.upcycled_jobs.'
+DENSE, UPCYCLED = f'{JOBS}Dense', f'{JOBS}Upcycled'
+
+
+def train(experiment, directory, *flags):
+  return binary.run_in_process('--exp', experiment, '--mode', 'train', '--job_log_dir', directory, *flags)
+
+
+@pytest.fixture(scope='module')
+def dense_job(tmp_path_factory):
+  """Four steps of a dense model, with checkpoints of steps 2 and 4. Not to be written to."""
+  directory = tmp_path_factory.mktemp('dense') / 'job'
+  assert train(DENSE, directory) == 0
+  return directory
+
+
+@pytest.fixture(scope='module')
+def first_loss(dense_job, tmp_path_factory):
+  """Of the dense job's last weights, on the first batch of a new job: of the same model, trained further."""
+  directory = tmp_path_factory.mktemp('further') / 'job'
+  assert train(DENSE, directory, '--set', f'init_from={dense_job}', '--num_train_steps', 1) == 0
+  loss = binary.column(directory, 'cross_entropy')[1]
+  assert abs(loss - binary.column(dense_job, 'cross_entropy')[1]) > 0.01  # new weights give another
+  return loss
+
+
+@pytest.mark.parametrize(
+  'experiment, flags',
+  [
+    (UPCYCLED, ['--set', 'num_experts=1', '--set', 'num_selected_experts=1']),
+    (UPCYCLED, []),
+    (f'{JOBS}EverySecondUpcycled', ['--set', 'num_experts=3', '--set', 'has_shared_expert=true']),
+  ],
+  ids=['one expert', '2 of 4 experts', 'every second layer: 2 of 3, and a shared one'],
+)
+def test_begins_with_the_loss_of_the_dense_model(experiment, flags, dense_job, first_loss, tmp_path, capsys):
+  assert train(experiment, tmp_path / 'job', '--set', f'init_from={dense_job}', *flags) == 0
+  assert f'starting from the weights of step 4 in {dense_job}' in capsys.readouterr().err
+  losses = binary.column(tmp_path / 'job', 'cross_entropy')
+  np.testing.assert_allclose(losses[1], first_loss, rtol=1e-5)
+  assert np.isfinite(losses[2])
+
+
+def test_weights_are_copied_bit_for_bit_and_everything_else_is_new(dense_job):
+  model = partition_job(resolve(UPCYCLED).build())
+  checkpointer = Checkpointer(dense_job / 'checkpoints', read_only=True)
+  padded, step = initialize_from(model, checkpointer, seed=3)
+  dense = jax.device_get(
+    checkpointer.restore_weights(partition_job(resolve(DENSE).build()).abstract_state.weights).state
+  )
+  checkpointer.close()
+  assert step == 4
+  state, fresh = (jax.device_get(model.to_canonical(s)) for s in (padded, model.init(3)))
+  layers, dense_layers = state.weights['stack']['layers'], dense['stack']['layers']
+  for name in ('up', 'gate', 'down'):
+    for expert in range(4):
+      np.testing.assert_array_equal(layers['ffn']['experts'][name][:, expert], dense_layers['ffn'][name]['kernel'])
+  for name in ('attention', 'attention_norm', 'ffn_norm'):
+    jax.tree.map(np.testing.assert_array_equal, layers[name], dense_layers[name])
+  jax.tree.map(np.testing.assert_array_equal, state.weights['embedding'], dense['embedding'])
+  # The router, the step and the optimizer's state are those of a new job, and the average begins with the weights.
+  routers = [s.weights['stack']['layers']['ffn']['router'] for s in (state, fresh)]
+  jax.tree.map(np.testing.assert_array_equal, *routers)
+  jax.tree.map(np.testing.assert_array_equal, state.learner.opt_state, fresh.learner.opt_state)
+  jax.tree.map(np.testing.assert_array_equal, state.learner.ema_weights, state.weights)
+  assert state.step == 0
+  for array in jax.tree.leaves(padded.weights['stack']['layers']['ffn']['experts']):
+    assert array.addressable_shards[0].data.size * 8 == array.size  # each device has an eighth
+
+
+def test_a_job_with_a_checkpoint_goes_on_from_that(dense_job, tmp_path, capsys):
+  source = shutil.copytree(dense_job, tmp_path / 'dense')
+  flags = ['--set', f'init_from={source}']
+  assert train(UPCYCLED, tmp_path / 'job', *flags) == 0
+  shutil.rmtree(source)
+  assert train(UPCYCLED, tmp_path / 'job', *flags, '--num_train_steps', 3) == 0
+  assert 'resuming after step 2' in capsys.readouterr().err
+  assert list(binary.column(tmp_path / 'job', 'loss')) == [1, 2, 3]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_lies(dense_job, first_loss, tmp_path, capsys):
+  source = shutil.copytree(dense_job, tmp_path / 'dense')
+  flip_a_byte(source / 'checkpoints' / 'checkpoint_00000004')
+  before = binary.snapshot(source)
+  flags = ['--set', f'init_from={source}', '--num_train_steps', 1]
+  assert train(DENSE, tmp_path / 'job', *flags) == 0
+  assert 'starting from the weights of step 2' in capsys.readouterr().err
+  assert binary.column(tmp_path / 'job', 'cross_entropy')[1] != first_loss
+  assert train(DENSE, tmp_path / 'other', *flags, '--set', 'init_from_step=4') != 0
+  assert 'is damaged' in capsys.readouterr().err
+  assert binary.snapshot(source) == before
+
+
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (['--set', 'init_from_step=3'], 'has no checkpoint of step 3; it has those of [2, 4]'),
+    (['--set', 'hidden_dims=10'], 'needs stack/layers/ffn/up/kernel [2, 6, 10], but the checkpoint has [2, 6, 9]'),
+    (['--set', 'init_from=nowhere'], 'nowhere/checkpoints has no checkpoint that can be read'),
+    (['--set', 'init_from=None', '--set', 'init_from_step=3'], 'init_from_step = 3 with init_from = None'),
+  ],
+)
+def test_what_cannot_be_is_said(flags, message, dense_job, tmp_path, capsys):
+  assert train(UPCYCLED, tmp_path / 'job', '--set', f'init_from={dense_job}', *flags) != 0
+  assert message in capsys.readouterr().err
+  assert not (tmp_path / 'job' / 'config.json').exists()

@@ -1,0 +1,182 @@
+"""Which weights of a checkpoint become which of a new model: names, shapes, layouts, and what is refused."""
+
+import re
+
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from spmd_tasks.runtime.checkpoints.manifest import LeafEntry
+from spmd_tasks.runtime.upcycling import Origin, find_origins
+from spmd_tasks.sharding.weights import WeightSpec
+
+L, D, F, E = 4, 6, 10, 3
+FFN = 'stack/layers/ffn'
+
+DENSE = {
+  'embedding/table': (7, D),
+  'stack/layers/norm/scale': (L, D),
+  f'{FFN}/up/kernel': (L, D, F),
+  f'{FFN}/gate/kernel': (L, D, F),
+  f'{FFN}/down/kernel': (L, F, D),
+}
+EXPERTS = {f'{FFN}/experts/up': (L, E, D, F), f'{FFN}/experts/gate': (L, E, D, F), f'{FFN}/experts/down': (L, E, F, D)}
+ROUTER = {f'{FFN}/router/kernel': (L, D, E), f'{FFN}/router/balance_bias': (L, E)}
+SHARED = {f'{FFN}/shared_expert/{name}/kernel': DENSE[f'{FFN}/{name}/kernel'] for name in ('up', 'gate', 'down')}
+OTHERS = {name: shape for name, shape in DENSE.items() if not name.startswith(FFN)}
+MIXTURE = OTHERS | EXPERTS | ROUTER
+
+
+def saved(shapes):
+  return [LeafEntry(name=name, shape=shape, dtype='float32') for name, shape in shapes.items()]
+
+
+def specs(shapes):
+  """As the model declares them: what is under `layers` is stacked once."""
+  return {
+    name: WeightSpec(shape=shape, init=None, stacked=int(name.startswith('stack/layers/')))
+    for name, shape in shapes.items()
+  }
+
+
+def values(shapes):
+  """A different value in every element of every weight."""
+  sizes = np.cumsum([0, *map(np.prod, shapes.values())])
+  return {
+    name: np.arange(start, start + np.prod(shape), dtype=np.float32).reshape(shape)
+    for start, (name, shape) in zip(sizes, shapes.items())
+  }
+
+
+def upcycle(source, target):
+  given = values(source)
+  return {name: np.asarray(o.take(given[o.name])) for name, o in find_origins(saved(source), specs(target)).items()}
+
+
+def test_every_expert_is_the_dense_network():
+  new, dense = upcycle(DENSE, MIXTURE), values(DENSE)
+  assert set(new) == set(MIXTURE) - set(ROUTER)
+  for name in OTHERS:
+    np.testing.assert_array_equal(new[name], dense[name])
+  for name in EXPERTS:
+    assert new[name].shape == EXPERTS[name]
+    kernel = dense[f'{FFN}/{name.rpartition("/")[2]}/kernel']
+    for expert in range(E):
+      np.testing.assert_array_equal(new[name][:, expert], kernel)
+
+
+def test_a_shared_expert_is_it_too():
+  new, dense = upcycle(DENSE, MIXTURE | SHARED), values(DENSE)
+  for name in SHARED:
+    np.testing.assert_array_equal(new[name], dense[name.replace('/shared_expert', '')])
+
+
+@pytest.mark.parametrize('model', [DENSE, MIXTURE | SHARED], ids=['dense', 'mixture'])
+def test_the_same_model_is_copied_whole(model):
+  new = upcycle(model, model)
+  assert set(new) == set(model)
+  for name, value in values(model).items():
+    np.testing.assert_array_equal(new[name], value)
+
+
+def test_layers_without_a_stack():
+  dense = {'ffn/up/kernel': (D, F), 'ffn/down/kernel': (F, D)}
+  new = upcycle(dense, {'ffn/experts/up': (E, D, F), 'ffn/experts/down': (E, F, D), 'ffn/router/kernel': (D, E)})
+  for name in ('up', 'down'):
+    for expert in range(E):
+      np.testing.assert_array_equal(new[f'ffn/experts/{name}'][expert], values(dense)[f'ffn/{name}/kernel'])
+
+
+def test_every_second_layer_is_a_mixture():
+  target = {'embedding/table': (7, D)}
+  for name, shape in (OTHERS | EXPERTS | ROUTER).items():
+    if name.startswith('stack/layers/'):
+      target[name.replace('layers/', 'layers/block_1/')] = (L // 2, *shape[1:])
+  for name, shape in DENSE.items():
+    if name.startswith('stack/layers/'):
+      target[name.replace('layers/', 'layers/block_0/')] = (L // 2, *shape[1:])
+  new, dense = upcycle(DENSE, target), values(DENSE)
+  up = dense[f'{FFN}/up/kernel']
+  np.testing.assert_array_equal(new['stack/layers/block_0/ffn/up/kernel'], up[0::2])
+  np.testing.assert_array_equal(new['stack/layers/block_1/norm/scale'], dense['stack/layers/norm/scale'][1::2])
+  for expert in range(E):
+    np.testing.assert_array_equal(new['stack/layers/block_1/ffn/experts/up'][:, expert], up[1::2])
+
+
+def without(shapes, name):
+  return {other: shape for other, shape in shapes.items() if other != name}
+
+
+@pytest.mark.parametrize(
+  'source, target, lines',
+  [
+    (
+      DENSE | {f'{FFN}/up/kernel': (L, D, 12)},
+      MIXTURE,
+      [f'{FFN}/experts/up [4, 3, 6, 10] needs {FFN}/up/kernel [4, 6, 10], but the checkpoint has [4, 6, 12]'],
+    ),
+    (
+      DENSE,
+      DENSE | {'embedding/table': (8, D)},
+      ['embedding/table [8, 6] needs embedding/table [8, 6], but the checkpoint has [7, 6]'],
+    ),
+    (
+      without(DENSE, f'{FFN}/gate/kernel'),
+      MIXTURE,
+      [f'{FFN}/experts/gate [4, 3, 6, 10] needs {FFN}/gate/kernel [4, 6, 10], which the checkpoint lacks'],
+    ),
+    (
+      DENSE,
+      without(MIXTURE, f'{FFN}/experts/gate'),
+      [f'the experiment has no use for {FFN}/gate/kernel [4, 6, 10] of the checkpoint\n'],
+    ),
+    (
+      DENSE | {f'{FFN}/up/bias': (L, F)},
+      MIXTURE,
+      [f'the experiment has no use for {FFN}/up/bias [4, 10] of the checkpoint: experts have no biases'],
+    ),
+    (
+      DENSE,
+      MIXTURE | {'positions/table': (9, D), f'{FFN}/bias': (L, D)},
+      [
+        'positions/table [9, 6] needs positions/table [9, 6], which the checkpoint lacks',
+        f'{FFN}/bias [4, 6] needs {FFN}/bias [4, 6], which the checkpoint lacks',
+      ],
+    ),
+    # Another number of experts is another model: which of them should be dropped?
+    (MIXTURE, MIXTURE | {f'{FFN}/experts/up': (L, 5, D, F)}, ['but the checkpoint has [4, 3, 6, 10]']),
+    # A dense model has no use for a mixture.
+    (MIXTURE, DENSE, [f'{FFN}/up/kernel [4, 6, 10] needs', f'no use for {FFN}/router/kernel [4, 6, 3]']),
+  ],
+)
+def test_what_does_not_fit_is_named(source, target, lines):
+  with pytest.raises(ValueError, match='cannot start from the weights of that checkpoint') as caught:
+    find_origins(saved(source), specs(target))
+  for line in lines:
+    assert line in str(caught.value)
+  assert 'config.json' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'spec, expected',
+  [
+    (P(None, 'expert', 'data', 'mdl'), P(None, 'data', ('mdl', 'expert'))),
+    (P(None, 'data', None, 'mdl'), P(None, None, ('mdl', 'data'))),
+    (P(None, ('data', 'expert'), None, None), P(None, None, ('data', 'expert'))),
+    (P(), P(None, None, None)),
+  ],
+)
+def test_the_source_is_spread_over_the_axes_of_the_experts_too(spec, expected):
+  origin = Origin(name='up', shape=(4, 16, 32), expert_dim=1, num_experts=8)
+  assert origin.source_spec(spec, {'data': 2, 'expert': 4, 'mdl': 2}) == expected
+
+
+def test_uneven_sources_are_spread_where_they_can_be():
+  origin = Origin(name='up', shape=(4, 16, 31), expert_dim=1, num_experts=8)
+  spec = origin.source_spec(P(None, 'expert', 'data', 'mdl'), {'data': 2, 'expert': 4, 'mdl': 2})
+  assert spec == P(None, ('data', 'expert', 'mdl'), None)
+
+
+def test_names_are_compared_whole():
+  with pytest.raises(ValueError, match=re.escape('my_experts/up [3, 6, 10] needs my_experts/up')):
+    find_origins([], specs({'my_experts/up': (E, D, F)}))
