@@ -7,36 +7,31 @@ assignments that find no slot are dropped (GShard: Lepikhin et al., 2020). Group
 depend on the batch alone and not on the mesh, so neither does what is dropped.
 """
 
-from typing import Literal
-
 from flax import struct
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.layers.moe.permutation import sort_by_expert
-from spmd_tasks.layers.moe.routing import RouterOutput, Slots
+from spmd_tasks.layers.moe.permutation import sort_by_expert, take_rows
+from spmd_tasks.layers.moe.routing import Slots
 from spmd_tasks.layers.remat import ROUTING_NAME
-
-# Whose assignments take a slot first; see `assign_slots`.
-Priority = Literal['position', 'score']
 
 
 class SlotAssignment(struct.PyTreeNode):
   """Tokens and the slots that they take, seen from both sides.
 
   Attributes:
-    group_size: S.
     slots: what each slot holds.
     positions: int32 [G, S, k], the slot of each of a token's choices, c + C * e; E * C where it has none. None where
       experts chose.
     gates: float32 [G, S, k], by choice; 0 where it has no slot. None where experts chose.
+    group_size: S.
   """
 
-  group_size: int = struct.field(pytree_node=False)
   slots: Slots
   positions: jax.Array | None = None
   gates: jax.Array | None = None
+  group_size: int = struct.field(pytree_node=False, kw_only=True)
 
 
 def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> int:
@@ -68,45 +63,45 @@ def expert_capacity(group_size: int, num_experts: int, *, factor: float, min_cap
 
 
 def assign_slots(
-  routing: RouterOutput, *, group_size: int, capacity: int, priority: Priority, renormalize: bool
+  expert_ids: jax.Array,
+  gates: jax.Array,
+  priorities: jax.Array | None,
+  *,
+  num_experts: int,
+  capacity: int,
+  renormalize: bool,
 ) -> SlotAssignment:
-  """Gives slots to the choices of a routing in which tokens choose.
-
-  All first choices come before all second ones, and so on. Padding takes no slot.
+  """Gives slots to tokens' choices: to all first choices before any second one, and so on.
 
   Args:
-    routing: of B * T tokens.
-    group_size: S, which divides B * T.
+    expert_ids: int32 [G, S, k], each in [0, E]; E is nowhere, and takes no slot.
+    gates: float32 [G, S, k].
+    priorities: float32 [G, S]. Among choices of the same rank the tokens of highest priority come first, of equal ones
+      the earliest; None for the order of tokens.
+    num_experts: E.
     capacity: C.
-    priority: who comes first among choices of the same rank: 'position' takes the tokens in order; 'score' the one
-      whose first choice has the highest score (batch prioritized routing, V-MoE: Riquelme et al., 2021), for which a
-      causal model looks ahead.
-    renormalize: whether the gates that a token keeps are scaled to the sum that it had before drops (Praxis).
+    renormalize: whether the gates that a token keeps are scaled to the sum that all of them had (Praxis).
   """
-  assert routing.expert_ids is not None
-  assert routing.gates is not None
-  num_choices, num_experts = routing.expert_ids.shape[-1], routing.scores.shape[-1]
-  expert_ids = routing.expert_ids.reshape(-1, group_size, num_choices)
-  gates = routing.gates.reshape(-1, group_size, num_choices)
-  if priority == 'position':
+  group_size, num_choices = expert_ids.shape[1:]
+  if priorities is None:
     slot_ids, positions = jax.vmap(lambda ids: _fill_in_order(ids, num_experts, capacity))(expert_ids)
   else:
-    first_choices = jnp.minimum(routing.expert_ids[..., :1], num_experts - 1)
-    scores = jnp.take_along_axis(jax.lax.stop_gradient(routing.scores), first_choices, axis=-1)
-    slot_ids, positions = jax.vmap(lambda ids, scores: _fill_by_score(ids, scores, num_experts, capacity))(
-      expert_ids, scores.reshape(-1, group_size)
-    )
+    fill = lambda ids, priorities: _fill_by_priority(ids, priorities, num_experts, capacity)
+    slot_ids, positions = jax.vmap(fill)(expert_ids, priorities)
   slot_ids, positions = (checkpoint_name(ids, ROUTING_NAME) for ids in (slot_ids, positions))
-  has_slot = positions < num_experts * capacity
-  kept_gates = jnp.where(has_slot, gates, 0.0)
+  kept_gates = jnp.where(positions < num_experts * capacity, gates, 0.0)
   if renormalize:
     sums, kept_sums = (jnp.sum(g, axis=-1, keepdims=True) for g in (gates, kept_gates))
     kept_gates *= jnp.where(kept_sums > 0, sums / jnp.where(kept_sums > 0, kept_sums, 1.0), 0.0)
-  flat_gates = kept_gates.reshape(kept_gates.shape[0], -1)
-  flat_slot_ids = slot_ids.reshape(slot_ids.shape[0], -1)
-  slot_gates = jnp.take_along_axis(flat_gates, flat_slot_ids, axis=1, mode='fill', fill_value=0.0)
-  slots = Slots(token_ids=slot_ids // num_choices, gates=slot_gates.reshape(slot_ids.shape))
-  return SlotAssignment(group_size=group_size, slots=slots, positions=positions, gates=kept_gates)
+  return SlotAssignment(
+    group_size=group_size,
+    slots=Slots(
+      token_ids=slot_ids // num_choices,
+      gates=jax.vmap(take_rows)(kept_gates.reshape(kept_gates.shape[0], -1), slot_ids),
+    ),
+    positions=positions,
+    gates=kept_gates,
+  )
 
 
 def _fill_in_order(expert_ids: jax.Array, num_experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
@@ -129,12 +124,12 @@ def _fill_in_order(expert_ids: jax.Array, num_experts: int, capacity: int) -> tu
   return slot_ids, positions.reshape(num_choices, group_size).T
 
 
-def _fill_by_score(
-  expert_ids: jax.Array, scores: jax.Array, num_experts: int, capacity: int
+def _fill_by_priority(
+  expert_ids: jax.Array, priorities: jax.Array, num_experts: int, capacity: int
 ) -> tuple[jax.Array, jax.Array]:
-  """As `_fill_in_order`, but of tokens in descending order of scores float32 [S]; of equal ones, the first."""
+  """As `_fill_in_order`, but of tokens in descending order of priorities float32 [S]."""
   num_choices = expert_ids.shape[1]
-  token_order = jnp.argsort(scores, stable=True, descending=True).astype(jnp.int32)
+  token_order = jnp.argsort(priorities, stable=True, descending=True).astype(jnp.int32)
   slot_ids, positions = _fill_in_order(expert_ids[token_order], num_experts, capacity)
   ranks, choices = jnp.divmod(slot_ids, num_choices)
   token_ids = token_order.at[ranks].get(mode='fill', fill_value=expert_ids.shape[0])

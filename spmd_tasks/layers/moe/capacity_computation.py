@@ -5,22 +5,16 @@ Shapes: B batch, T sequence, D model, F ffn; G groups of S tokens, E experts, C 
 
 import abc
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.moe.batched_ffn import batched_ffn
-from spmd_tasks.layers.moe.capacity import (
-  Priority,
-  SlotAssignment,
-  assign_slots,
-  expert_capacity,
-  tokens_per_group,
-)
-from spmd_tasks.layers.moe.expert_parallel import expert_layout
+from spmd_tasks.layers.moe.capacity import SlotAssignment, assign_slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.moe.experts import ExpertWeights
-from spmd_tasks.layers.moe.routing import RouterOutput
-from spmd_tasks.sharding.specs import SplitDims, constrain, current_sharding_scope
+from spmd_tasks.layers.moe.routing import RouterOutput, Slots
+from spmd_tasks.layers.moe.slot_exchange import SlotExchange, slot_exchange
+from spmd_tasks.sharding.specs import SplitDims, constrain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +28,9 @@ class CapacityComputation(abc.ABC):
     min_capacity: least number of slots of an expert in a group.
     group_size: S: a divisor of T, or a multiple of T that divides B * T. None for one group per row. Small groups make
       the einsum form cheaper, and drops more likely.
-    priority: 'position' or 'score', see `assign_slots`.
+    priority: of tokens whose choices are of the same rank. 'position': the earliest first. 'score': the one whose first
+      choice has the highest score first (batch prioritized routing, V-MoE: Riquelme et al., 2021), for which a causal
+      model looks ahead.
     renormalize: see `assign_slots`.
     activation_split_dims: of x and of the result.
   """
@@ -43,7 +39,7 @@ class CapacityComputation(abc.ABC):
   eval_capacity_factor: float | None = None
   min_capacity: int = 4
   group_size: int | None = None
-  priority: Priority = 'position'
+  priority: Literal['position', 'score'] = 'position'
   renormalize: bool = False
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
 
@@ -65,26 +61,12 @@ class CapacityComputation(abc.ABC):
   def _combine(self, rows: jax.Array, assignment: SlotAssignment) -> jax.Array:
     """[G, S, D] for rows [G, E, C, D]: each token's rows summed by their gates, in the rows' dtype."""
 
-  def _assign(self, routing: RouterOutput, *, train: bool) -> SlotAssignment:
-    batch_size, length, num_experts = routing.scores.shape
-    if routing.slots is not None:
-      num_groups = routing.slots.token_ids.shape[0]
-      return SlotAssignment(group_size=batch_size * length // num_groups, slots=routing.slots)
-    factor = self.capacity_factor
-    if not train and self.eval_capacity_factor is not None:
-      factor = self.eval_capacity_factor
-    group_size = tokens_per_group(batch_size, length, self.group_size)
-    capacity = expert_capacity(group_size, num_experts, factor=factor, min_capacity=self.min_capacity)
-    return assign_slots(
-      routing, group_size=group_size, capacity=capacity, priority=self.priority, renormalize=self.renormalize
-    )
-
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns ([B, T, D] in x's dtype, statistics) for x [B, T, D].
 
-    Where experts choose, they have chosen the groups and slots too, and only those are used.
+    Where experts choose, they have chosen groups and slots too, and the fields that shape these are not read.
 
     The statistics are `fraction_dropped`, of the real tokens' choices those without a slot (0 where experts choose),
     and `expert_usage`, the fraction of slots that hold a token.
@@ -92,31 +74,65 @@ class CapacityComputation(abc.ABC):
     Raises:
       ValueError: group_size does not fit.
     """
-    assignment = self._assign(routing, train=train)
-    grouped = x.reshape(-1, assignment.group_size, x.shape[-1])
-    batch = self.activation_split_dims[0] if self.activation_split_dims is not None else None
-    rows = constrain(self._dispatch(grouped, assignment), (batch, None, None, None))
-    rows = self._compute(rows.swapaxes(0, 1), weights).swapaxes(0, 1)
-    y = self._combine(constrain(rows, (batch, None, None, None)), assignment)
-    y = constrain(y.reshape(x.shape), self.activation_split_dims)
-    return y, self._statistics(assignment, routing)
+    batch_size, length, _ = x.shape
+    if routing.slots is None:
+      group_size = tokens_per_group(batch_size, length, self.group_size)
+    else:
+      group_size = batch_size * length // routing.slots.token_ids.shape[0]
+    exchange = slot_exchange(weights, self.activation_split_dims)
+    grouped = exchange.group_tokens(x.astype(weights.up.dtype), group_size)
+    if routing.slots is None:
+      assignment = self._assign(routing, exchange, group_size, train=train)
+    else:
+      assignment = SlotAssignment(
+        slots=_pad_slots(routing.slots, exchange, len(grouped), group_size), group_size=group_size
+      )
+    rows = exchange.apply_experts(self._dispatch(grouped, assignment), weights)
+    y = exchange.ungroup_tokens(self._combine(rows, assignment), batch_size, length)
+    return constrain(y.astype(x.dtype), self.activation_split_dims), _statistics(routing, assignment)
 
-  def _statistics(self, assignment: SlotAssignment, routing: RouterOutput) -> dict[str, jax.Array]:
-    is_used = assignment.slots.token_ids < assignment.group_size
-    dropped = jnp.zeros((), jnp.float32)
-    if routing.expert_ids is not None:
-      num_chosen = jnp.sum(routing.expert_ids < routing.scores.shape[-1], dtype=jnp.float32)
-      num_kept = jnp.sum(is_used, dtype=jnp.float32)
-      dropped = (num_chosen - num_kept) / jnp.maximum(num_chosen, 1.0)
-    return {'fraction_dropped': dropped, 'expert_usage': jnp.mean(is_used, dtype=jnp.float32)}
+  def _assign(self, routing: RouterOutput, exchange: SlotExchange, group_size: int, *, train: bool) -> SlotAssignment:
+    """The slots of a routing in which tokens choose, G and E padded."""
+    assert routing.expert_ids is not None
+    assert routing.gates is not None
+    num_experts = routing.scores.shape[-1]
+    factor = self.capacity_factor
+    if not train and self.eval_capacity_factor is not None:
+      factor = self.eval_capacity_factor
+    num_padded = exchange.padded_num_experts(num_experts)
+    expert_ids = jnp.where(routing.expert_ids == num_experts, num_padded, routing.expert_ids)
+    priorities = None
+    if self.priority == 'score':
+      first_choices = jnp.minimum(routing.expert_ids[..., :1], num_experts - 1)
+      scores = jnp.take_along_axis(jax.lax.stop_gradient(routing.scores), first_choices, axis=-1)
+      priorities = exchange.group_tokens(scores, group_size)[..., 0]
+    return assign_slots(
+      exchange.group_tokens(expert_ids, group_size, fill_value=num_padded),
+      exchange.group_tokens(routing.gates, group_size),
+      priorities,
+      num_experts=num_padded,
+      capacity=expert_capacity(group_size, num_experts, factor=factor, min_capacity=self.min_capacity),
+      renormalize=self.renormalize,
+    )
 
-  def _compute(self, rows: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """[E, G, C, D] for rows [E, G, C, D], where the experts are: the two changes of layout are the all-to-alls."""
-    scope = current_sharding_scope()
-    if scope is None:
-      return batched_ffn(rows, weights)
-    layout = expert_layout(scope, weights, self.activation_split_dims)
-    groups = tuple(axis for axis in layout.batch if axis not in layout.expert + layout.hidden)
-    split_dims = (layout.expert, groups, None, None)
-    hidden_split_dims = (layout.expert, groups, None, layout.hidden)
-    return constrain(batched_ffn(constrain(rows, split_dims), weights, hidden_split_dims=hidden_split_dims), split_dims)
+
+def _pad_slots(slots: Slots, exchange: SlotExchange, num_groups: int, group_size: int) -> Slots:
+  """`slots` with empty ones for the groups and experts of the padding."""
+  missing_groups = num_groups - slots.token_ids.shape[0]
+  missing_experts = exchange.padded_num_experts(slots.token_ids.shape[1]) - slots.token_ids.shape[1]
+  padding = ((0, missing_groups), (0, missing_experts), (0, 0))
+  return Slots(
+    token_ids=jnp.pad(slots.token_ids, padding, constant_values=group_size), gates=jnp.pad(slots.gates, padding)
+  )
+
+
+def _statistics(routing: RouterOutput, assignment: SlotAssignment) -> dict[str, jax.Array]:
+  """Of the real tokens and experts: padding takes no slot."""
+  batch_size, length, num_experts = routing.scores.shape
+  num_slots = batch_size * length // assignment.group_size * num_experts * assignment.slots.token_ids.shape[-1]
+  num_used = jnp.sum(assignment.slots.token_ids < assignment.group_size, dtype=jnp.float32)
+  fraction_dropped = jnp.zeros((), jnp.float32)
+  if routing.expert_ids is not None:
+    num_chosen = jnp.sum(routing.expert_ids < num_experts, dtype=jnp.float32)
+    fraction_dropped = (num_chosen - num_used) / jnp.maximum(num_chosen, 1.0)
+  return {'fraction_dropped': fraction_dropped, 'expert_usage': num_used / num_slots}
