@@ -8,8 +8,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from spmd_tasks.layers.moe.capacity import expert_capacity, tokens_per_group
 from spmd_tasks.layers.moe.router import Router
 from spmd_tasks.layers.moe.routing import RouterOutput, Slots
+from spmd_tasks.layers.moe.top_k import top_k_ids
 from spmd_tasks.layers.remat import ROUTING_NAME
 
 
@@ -28,7 +30,7 @@ class ExpertChoiceRouter(Router, kw_only=True):
   Fields:
     capacity_factor: C = round(capacity_factor * S / E), at least 1 and at most S: by how many experts a token is chosen
       on average.
-    group_size: S, which must divide the B * T tokens; groups are runs of them in order. None makes every row a group.
+    group_size: S: a divisor of T, or a multiple of T that divides B * T. None for one group per row.
   """
 
   capacity_factor: float = 2.0
@@ -37,30 +39,30 @@ class ExpertChoiceRouter(Router, kw_only=True):
   def __post_init__(self):
     if not self.capacity_factor > 0:
       raise ValueError(f'capacity_factor={self.capacity_factor} must be positive.')
-    if self.group_size is not None and self.group_size < 1:
-      raise ValueError(f'group_size={self.group_size} must be at least 1, or None for one group per row.')
     super().__post_init__()
 
   @nn.compact
   def __call__(self, x: jax.Array, token_mask: jax.Array | None = None, *, train: bool = False) -> RouterOutput:
-    """Returns the RouterOutput for x [B, T, D] and token_mask bool [B, T], or None where every token is real."""
-    batch_size, length, _ = x.shape
-    group_size = length if self.group_size is None else self.group_size
-    if batch_size * length % group_size:
-      raise ValueError(
-        f'group_size={group_size} must divide the {batch_size} * {length} tokens of a batch: choose a divisor, or None '
-        'for one group per row.'
-      )
-    capacity = min(max(1, round(self.capacity_factor * group_size / self.num_experts)), group_size)
+    """Returns the RouterOutput for x [B, T, D] and token_mask bool [B, T], or None where every token is real.
+
+    Raises:
+      ValueError: group_size does not fit.
+    """
+    group_size = tokens_per_group(x.shape[0], x.shape[1], self.group_size)
+    capacity = expert_capacity(group_size, self.num_experts, factor=self.capacity_factor, min_capacity=1)
     logits = self._logits(x, train=train)
     scores = jax.nn.softmax(logits)
     # [G, E, S]: tokens last, where they are compared.
     grouped = scores.reshape(-1, group_size, self.num_experts).swapaxes(1, 2)
-    preferences = jax.lax.stop_gradient(grouped)
+    preferences = grouped
     if token_mask is not None:
-      preferences = jnp.where(token_mask.reshape(-1, 1, group_size), preferences, -1.0)  # below every score
-    chosen, token_ids = jax.lax.top_k(preferences, capacity)
-    token_ids = checkpoint_name(jnp.where(chosen >= 0, token_ids, group_size), ROUTING_NAME)
+      group_mask = token_mask.reshape(-1, 1, group_size)
+      preferences = jnp.where(group_mask, preferences, -1.0)  # below every score
+    token_ids = top_k_ids(preferences, capacity, (self.activation_split_dims[0], None, None))
+    if token_mask is not None:
+      is_real = jnp.take_along_axis(group_mask, token_ids, axis=-1)
+      token_ids = jnp.where(is_real, token_ids, group_size)
+    token_ids = checkpoint_name(token_ids, ROUTING_NAME)
     gates = jnp.take_along_axis(grouped, token_ids, axis=-1, mode='fill', fill_value=0.0)
     slots = Slots(token_ids=token_ids, gates=checkpoint_name(gates, ROUTING_NAME))
     return RouterOutput(logits=logits, scores=scores, token_mask=token_mask, slots=slots)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from spmd_tasks.layers.declaration import declare_weight
 from spmd_tasks.layers.initializers import FanInNormal
 from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.layers.moe.top_k import top_k_ids
 from spmd_tasks.layers.remat import ROUTING_NAME
 from spmd_tasks.sharding.specs import SplitDims, constrain
 
@@ -113,7 +114,7 @@ class TopKRouter(Router, kw_only=True):
         tags=('balance_bias', 'no_decay'),
       )
       preferences = jnp.exp(log_affinities) + bias[None, None, :]
-    _, chosen_ids = jax.lax.top_k(jax.lax.stop_gradient(preferences), self.num_selected)
+    chosen_ids = top_k_ids(preferences, self.num_selected, self.activation_split_dims)
     chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
     log_gates = jnp.take_along_axis(log_affinities, chosen_ids, axis=-1)
     if self.normalize_gates is not None:

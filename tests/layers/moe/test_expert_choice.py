@@ -44,7 +44,8 @@ def reference(x, kernel, mask, *, group_size, capacity):
     (2.0, None, 4),
     (0.01, None, 1),  # at least one slot
     (99.0, None, 6),  # at most the whole group
-    (1.2, 4, 2),  # groups that cross rows; 1.6 is rounded
+    (1.6, 3, 2),  # half a row; 1.6 is rounded
+    (1.0, 2 * T, 4),  # two rows
     (1.0, B * T, 8),  # one group
   ],
 )
@@ -78,7 +79,7 @@ def test_without_a_mask_every_token_is_real(rng):
   jax.tree.map(np.testing.assert_array_equal, unmasked, all_real)
 
 
-@pytest.mark.parametrize('group_size', [None, 4])
+@pytest.mark.parametrize('group_size', [None, 2 * T])
 def test_losses_and_statistics_count_slots(group_size, rng):
   x, kernel, mask = draw(rng)
   routing = route(x, kernel, mask, capacity_factor=1.5, group_size=group_size)
@@ -111,8 +112,8 @@ def test_remat_keeps_the_decision(rng):
 @pytest.mark.parametrize(
   'settings, message',
   [
-    ({'group_size': 5}, r'group_size=5 must divide the 4 \* 6 tokens of a batch: choose a divisor'),
-    ({'group_size': 0}, 'group_size=0 must be at least 1, or None'),
+    ({'group_size': 4}, 'group_size=4 does not fit a batch of 4 rows of 6 tokens'),
+    ({'group_size': 0}, 'group_size=0 does not fit'),
     ({'capacity_factor': 0.0}, 'capacity_factor=0.0 must be positive'),
   ],
 )
