@@ -1,0 +1,143 @@
+"""Metrics with one value per expert through a train step, an evaluation and its files; balance biases in checkpoints.
+
+Shapes: B batch rows, T positions, V ids, L layers, E experts.
+"""
+
+from typing import NamedTuple
+
+from etils import epath
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.layers.losses import LanguageModelLoss
+from spmd_tasks.learning.learner import Learner
+from spmd_tasks.learning.optimizers import AdamW
+from spmd_tasks.programs.evaluation import Evaluator
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.metrics import read_jsonl
+from spmd_tasks.runtime.partition import partition_spmd_model
+from spmd_tasks.runtime.task import Task
+from spmd_tasks.sharding.mesh import MeshSpec
+
+B, T, V, L, E = 8, 4, 6, 2, 3
+# By microbatch of two, which are the even and the odd rows: the second has one token in four.
+TOKENS_PER_ROW = (T, 1) * (B // 2)
+
+
+class Bigrams(nn.Module):
+  """Logits [V] by id. Layer l has id i at expert (i + l) mod E; the gradient of the balance bias is [1, 0, -2]."""
+
+  @nn.compact
+  def __call__(self, batch, train=False):
+    ids, weights, zeros = batch['ids'], batch['weights'], nn.initializers.zeros
+    table = declare_weight(self, 'table', shape=(V, V), init=zeros, split_dims=('data', None))
+    bias = declare_weight(self, 'bias', shape=(E,), init=zeros, split_dims=(None,), tags=('balance_bias',))
+    experts = (ids[None] + jnp.arange(L)[:, None, None]) % E
+    chosen = jax.nn.one_hot(experts, E) * weights[None, :, :, None]
+    violation = jnp.sum((bias - jax.lax.stop_gradient(bias)) * jnp.array([1.0, 0.0, -2.0]))
+    aux = {
+      'balance': jnp.arange(1.0, 1 + L) + violation,
+      'expert_load': jnp.sum(chosen, axis=(1, 2)) / jnp.maximum(jnp.sum(weights), 1.0),
+    }
+    return {'logits': table[ids], 'aux': aux}
+
+
+class Batches(NamedTuple):
+  """An eval input."""
+
+  batches: list
+
+  def element_spec(self):
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.batches[0].items()}
+
+  def make_iterator(self, shard_index, shard_count):
+    return EvalIterator(self.batches)
+
+
+class EvalIterator:
+  def __init__(self, batches):
+    self._batches = iter(batches)
+
+  def __next__(self):
+    return next(self._batches)
+
+  def get_state(self):
+    return {}
+
+  def close(self):
+    pass
+
+
+def draw_batch(seed, tokens_per_row):
+  rng = np.random.default_rng(seed)
+  ids, labels = rng.integers(0, V, (2, B, T), np.int32)
+  weights = (np.arange(T)[None] < np.array(tokens_per_row)[:, None]).astype(np.float32)
+  return {'ids': ids, 'labels': labels, 'weights': weights}
+
+
+def load_by_hand(*batches):
+  """The mean over layers of each expert's fraction of all tokens."""
+  counts = np.zeros(E)
+  for batch in batches:
+    for i, weight in zip(batch['ids'].ravel(), batch['weights'].ravel()):
+      for layer in range(L):
+        counts[(i + layer) % E] += weight
+  return counts / counts.sum()
+
+
+@pytest.fixture(scope='module')
+def model():
+  loss = LanguageModelLoss(aux_loss_weights={'balance': 0.1}, num_aux_layers=L)
+  learner = Learner(optimizer=AdamW(learning_rate=0.1), num_microbatches=2, balance_bias_rate=0.25)
+  mesh = MeshSpec(axis_names=('data',), ici_mesh_shape=(8,)).build()
+  spec = Batches([draw_batch(0, TOKENS_PER_ROW)]).element_spec()
+  return partition_spmd_model(Task(model=Bigrams(), loss=loss, learner=learner), mesh, spec)
+
+
+def test_train_metrics_are_those_of_the_whole_batch(model):
+  batch = draw_batch(0, TOKENS_PER_ROW)
+  state, metrics = model.train_step(model.init(0), model.train_step.place(batch))
+  assert metrics['expert_load'].sharding.is_fully_replicated
+  np.testing.assert_allclose(metrics['expert_load'], load_by_hand(batch), rtol=1e-6)
+  np.testing.assert_allclose(metrics['balance'], 1.5, rtol=1e-6)
+  np.testing.assert_allclose(metrics['loss'], np.log(V) + 0.15, rtol=1e-6)
+  np.testing.assert_array_equal(state.weights['bias'], [-0.25, 0, 0.25])
+
+
+def test_evaluation_averages_vectors_over_batches(model, tmp_path):
+  """Batches with 20, 1 and no tokens."""
+  batches = [draw_batch(1, TOKENS_PER_ROW), draw_batch(2, (1, *[0] * (B - 1))), draw_batch(3, [0] * B)]
+  evaluator = Evaluator(
+    model,
+    {'valid': Batches(batches)},
+    epath.Path(tmp_path),
+    tensorboard=False,
+    input_timeout_s=60,
+    on_batch=lambda: None,
+    should_stop=lambda: False,
+  )
+  ((name, metrics),) = evaluator.evaluate(model.init(0).weights)
+  evaluator.record(name, 7, metrics)
+  evaluator.close()
+  record = read_jsonl(epath.Path(tmp_path / 'eval' / 'valid'))[7]
+  assert record['expert_load'] == metrics['expert_load']
+  np.testing.assert_allclose(record['expert_load'], load_by_hand(*batches), rtol=1e-6)
+  np.testing.assert_allclose(record['loss'], np.log(V) + 0.15, rtol=1e-6)
+
+
+def test_a_checkpoint_holds_biases_that_have_no_optimizer_state(model, tmp_path):
+  batch = draw_batch(0, TOKENS_PER_ROW)
+  state, _ = model.train_step(model.init(0), model.train_step.place(batch))
+  assert state.learner.opt_state[0].mu['bias'] is None
+  canonical = model.to_canonical(state)
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, canonical)
+  checkpointer.wait()
+  restored = checkpointer.restore(model.canonical_state).state
+  checkpointer.close()
+  assert jax.tree.structure(restored) == jax.tree.structure(canonical)
+  jax.tree.map(lambda a, b: np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b)), restored, canonical)
