@@ -94,7 +94,8 @@ class _FrozenFields:
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
     annotations = dict(inspect.get_annotations(cls))
-    inherited = getattr(cls, '__dataclass_fields__', {})
+    # Of all bases: with several, the attribute itself would be the first one's.
+    inherited = {name for base in cls.__mro__[1:] for name in getattr(base, '__dataclass_fields__', ())}
     for name in annotations:
       if name in _METHODS:
         raise ValueError(f'{cls.__qualname__}.{name} is a method of Experiment: define it with `def {name}(self)`.')

@@ -56,6 +56,18 @@ def test_unannotated_attributes_are_new_defaults_down_a_chain_of_three():
   assert Experiment.num_train_steps == 1000
 
 
+def test_a_subclass_of_two_takes_the_fields_of_both_and_the_defaults_of_the_first():
+  class Wide(Base):
+    width: int = 64
+    num_train_steps = 7
+
+  class Both(Last, Wide):
+    width = 128
+
+  assert (Both().width, Both().num_train_steps) == (128, Last().num_train_steps)
+  assert Both(width=1, num_train_steps=2).num_train_steps == 2
+
+
 def test_methods_call_super_and_see_the_fields():
   assert Last(num_layers=7).task() == ['7 layers', 'middle', 'dropout 0.5']
   assert Last().num_weights == 40

@@ -1,0 +1,57 @@
+"""synthetic.Uneven with experts, in each form of sharing the mesh with them, for the tests that compare meshes."""
+
+import fiddle as fdl
+
+from spmd_tasks.experiment import DEFAULT_AXIS_RULES
+from spmd_tasks.experiments.moe import MoeLanguageModel
+from spmd_tasks.experiments.synthetic import Uneven
+from spmd_tasks.layers.moe.capacity_einsum import CapacityEinsum
+from spmd_tasks.layers.moe.capacity_gather import CapacityGather
+from spmd_tasks.layers.moe.dropless import Dropless
+from spmd_tasks.sharding import expert_axes
+
+_ON_8 = {'num_devices': 8, 'base_rules': DEFAULT_AXIS_RULES}
+_EXPERT = expert_axes.data_expert_model_axes(num_expert_partitions=4, num_partitions=1, **_ON_8)
+_HIDDEN = expert_axes.hidden_sharding_axes(num_experts=4, hidden_dim=44, **_ON_8)
+_TWO_DATA = expert_axes.data_model_axes(num_experts=4, num_partitions=1, **_ON_8)
+
+
+class AlongData(Uneven, MoeLanguageModel):
+  """6 experts, top 2, laid along the data axis by the default rules."""
+
+  num_experts = 6
+  hidden_dims = 45
+  form: str = 'dropless'
+  capacity_factor: float = 1.5  # of the capacity forms; drops tokens
+
+  def computation(self):
+    if self.form == 'dropless':
+      return fdl.Config(Dropless)
+    form = {'einsum': CapacityEinsum, 'gather': CapacityGather}[self.form]
+    return fdl.Config(form, capacity_factor=self.capacity_factor, min_capacity=1)
+
+
+class ExpertAxis(AlongData):
+  """On an axis of their own (T5X's three axes)."""
+
+  mesh_axis_names = _EXPERT.mesh_axis_names
+  ici_mesh_shape = _EXPERT.ici_mesh_shape
+  axis_rules = _EXPERT.axis_rules
+
+
+class TwoDataAxes(AlongData):
+  """4 experts, replicated along the second of two data axes (T5X)."""
+
+  num_experts = 4
+  hidden_dims = 44
+  mesh_axis_names = _TWO_DATA.mesh_axis_names
+  ici_mesh_shape = _TWO_DATA.ici_mesh_shape
+  axis_rules = _TWO_DATA.axis_rules
+
+
+class HiddenSharded(TwoDataAxes):
+  """The same 4 experts, their hidden layers split along the data axis (MegaBlocks)."""
+
+  mesh_axis_names = _HIDDEN.mesh_axis_names
+  ici_mesh_shape = _HIDDEN.ici_mesh_shape
+  axis_rules = _HIDDEN.axis_rules

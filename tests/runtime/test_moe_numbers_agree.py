@@ -1,0 +1,64 @@
+"""One truth for numbers, with experts: any mesh, dispatch and form of computation gives the one-device loss curve.
+
+The table of test_numbers_agree.py for mixtures of experts: 6 experts over an axis of 4, every other dim uneven too.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from tests.runtime.loss_curves import assert_same_run, make_model, run
+from tests.runtime.moe_experiments import AlongData, ExpertAxis, HiddenSharded, TwoDataAxes
+
+FFN = 'task.model.stack.block.ffn'
+ALL_TO_ALL = (f'{FFN}.computation.dispatch=padded_all_to_all',)
+RECOMPUTE = ('remat_policy=full', f'{FFN}.computation.recompute_activation=True')
+# A balance loss is a product of two means: over microbatches apart it is another loss.
+MICROBATCHES = ('load_balance_weight=0',)
+BIAS = (f'{FFN}.router.score_function=sigmoid', f'{FFN}.router.balance_bias=True')
+EINSUM, GATHER = ('form=einsum',), ('form=gather',)
+NEVER_DROP = ('capacity_factor=0',)
+FAST = ('data 2 x expert 4', 'einsum, data 2 x expert 4')
+
+# name, experiment, mesh, overrides, overrides of the reference on one device
+CASES = [
+  ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
+  ('expert 8', ExpertAxis, (1, 1, 8, 1), (), ()),
+  ('expert 2 x mdl 4', ExpertAxis, (1, 1, 2, 4), (), ()),
+  ('data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), ALL_TO_ALL, ()),
+  ('experts along data 4 x mdl 2', AlongData, (1, 4, 2), (), ()),
+  ('remat', ExpertAxis, (1, 2, 4, 1), RECOMPUTE, ()),
+  ('2 microbatches', ExpertAxis, (1, 2, 4, 1), (*MICROBATCHES, 'task.learner.num_microbatches=2'), MICROBATCHES),
+  ('bias balancing', ExpertAxis, (1, 2, 4, 1), BIAS, BIAS),
+  ('hidden sharding', HiddenSharded, (1, 2, 4, 1), (), ()),
+  ('two data axes', TwoDataAxes, (1, 4, 2), (), ()),
+  ('einsum, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), EINSUM, EINSUM),
+  ('gather, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), GATHER, EINSUM),
+  ('einsum, never drop, one device', ExpertAxis, (1, 1, 1, 1), (*EINSUM, *NEVER_DROP), ()),
+  ('gather, never drop, expert 4', ExpertAxis, (1, 1, 4, 1), (*GATHER, *NEVER_DROP), ()),
+]
+
+
+@pytest.mark.parametrize(
+  'name, experiment, shape, overrides, reference',
+  [pytest.param(*case, id=case[0], marks=() if case[0] in FAST else pytest.mark.slow) for case in CASES],
+)
+def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, reference):
+  base = TwoDataAxes if experiment is HiddenSharded else AlongData if experiment is ExpertAxis else experiment
+  assert_same_run(run(experiment, shape, overrides=overrides), run(base, (1, 1, 1), overrides=reference))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_between_expert_parallel_degrees_bit_exactly(tmp_path):
+  saved = run(ExpertAxis, (1, 2, 4, 1))
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(1, saved.model.to_canonical(saved.state), input_state={})
+  checkpointer.close()
+  for experiment, shape in ((ExpertAxis, (1, 1, 8, 1)), (ExpertAxis, (1, 1, 2, 2)), (AlongData, (1, 1, 1))):
+    model, _ = make_model(experiment, shape)
+    restored = Checkpointer(tmp_path).restore(model.canonical_state)
+    live = model.from_canonical(restored.state)
+    assert jax.tree.all(jax.tree.map(lambda leaf, padded: leaf.sharding == padded.sharding, live, model.padded_state))
+    back = jax.device_get(model.to_canonical(live))
+    jax.tree.map(np.testing.assert_array_equal, back, saved.canonical)
