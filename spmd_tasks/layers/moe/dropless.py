@@ -84,7 +84,7 @@ class Dropless:
       backend=self.backend,
     )
     y, statistics = apply_experts(
-      x,
+      x.astype(weights.up.dtype),
       routing.expert_ids,
       routing.gates,
       experts,

@@ -13,7 +13,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.moe.local_experts import LocalExperts
+from spmd_tasks.layers.moe.local_experts import LocalExperts, name_routing
 from spmd_tasks.layers.moe.permutation import Permutation, gather_rows, sort_by_expert
 
 Axes = tuple[str, ...]
@@ -90,7 +90,7 @@ def apply_to_received(experts: LocalExperts, rows: jax.Array, sizes: jax.Array) 
     jnp.append(sizes.reshape(-1), num_rows - jnp.sum(sizes)),
     total_repeat_length=num_rows,
   )
-  by_expert = sort_by_expert(row_ids[:, None], experts.num_experts)
+  by_expert = name_routing(sort_by_expert(row_ids[:, None], experts.num_experts))
   back = Permutation(
     token_ids=by_expert.positions[:, 0], positions=by_expert.token_ids[:, None], group_sizes=by_expert.group_sizes
   )

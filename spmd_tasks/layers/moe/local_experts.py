@@ -5,11 +5,14 @@ Shapes: n tokens, k choices per token, R rows, E the experts held here, D model.
 
 from flax import struct
 import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from spmd_tasks.layers.moe.combine import combine_rows
 from spmd_tasks.layers.moe.expert_ffn import grouped_ffn
 from spmd_tasks.layers.moe.experts import ExpertWeights
 from spmd_tasks.layers.moe.permutation import Permutation, gather_rows, sort_by_expert
+from spmd_tasks.layers.remat import ROUTING_NAME
 
 
 class LocalExperts(struct.PyTreeNode):
@@ -51,6 +54,21 @@ class LocalExperts(struct.PyTreeNode):
     """
     shape = x.shape
     x, expert_ids, gates = (array.reshape(-1, array.shape[-1]) for array in (x, expert_ids, gates))
-    permutation = sort_by_expert(expert_ids, self.num_experts)
+    if self.num_experts < expert_ids.shape[1]:
+      expert_ids, gates = _one_choice_per_expert(expert_ids, gates, self.num_experts)
+    permutation = name_routing(sort_by_expert(expert_ids, self.num_experts))
     rows = self.apply_to_rows(gather_rows(x, permutation), permutation.group_sizes)
     return self.combine(rows, gates, permutation).reshape(shape)
+
+
+def _one_choice_per_expert(expert_ids: jax.Array, gates: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+  """The assignments [n, k] as [n, E], choice e being of expert e or nowhere: fewer rows where E < k."""
+  experts = jnp.arange(num_experts, dtype=expert_ids.dtype)
+  is_chosen = expert_ids[:, None, :] == experts[None, :, None]  # [n, E, k]
+  gates = jnp.sum(jnp.where(is_chosen, gates[:, None, :], 0.0), axis=-1)
+  return jnp.where(jnp.any(is_chosen, axis=-1), experts[None, :], num_experts), gates
+
+
+def name_routing(permutation: Permutation) -> Permutation:
+  """The permutation under the name by which every remat policy keeps routing decisions, rather than sort again."""
+  return jax.tree.map(lambda array: checkpoint_name(array, ROUTING_NAME), permutation)

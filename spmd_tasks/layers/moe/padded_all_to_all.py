@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.moe.exchange import Exchange, apply_to_received, exclusive_cumsum
-from spmd_tasks.layers.moe.local_experts import LocalExperts
+from spmd_tasks.layers.moe.local_experts import LocalExperts, name_routing
 from spmd_tasks.layers.moe.permutation import gather_rows, sort_by_expert
 
 
@@ -28,7 +28,7 @@ def padded_all_to_all(
     balanced=num_rows / num_devices, worst=x.shape[0] * min(expert_ids.shape[1], experts.num_experts)
   )
   _log_capacity(capacity, num_rows, num_devices)
-  permutation = sort_by_expert(expert_ids, num_devices * experts.num_experts)
+  permutation = name_routing(sort_by_expert(expert_ids, num_devices * experts.num_experts))
   sizes = permutation.group_sizes.reshape(num_devices, experts.num_experts)
   sent = jnp.diff(jnp.minimum(jnp.cumsum(sizes, axis=1), capacity), axis=1, prepend=0)
   row_ids, slots = _slots(jnp.sum(sizes, axis=1), capacity, num_rows)

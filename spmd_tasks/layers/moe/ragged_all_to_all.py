@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.moe.exchange import Axes, Exchange, apply_to_received, exclusive_cumsum
-from spmd_tasks.layers.moe.local_experts import LocalExperts
+from spmd_tasks.layers.moe.local_experts import LocalExperts, name_routing
 from spmd_tasks.layers.moe.permutation import gather_rows, sort_by_expert
 
 
@@ -96,7 +96,7 @@ def ragged_all_to_all(
   capacity = exchange.capacity(
     balanced=num_rows, worst=num_devices * x.shape[0] * min(expert_ids.shape[1], experts.num_experts)
   )
-  permutation = sort_by_expert(expert_ids, num_devices * experts.num_experts)
+  permutation = name_routing(sort_by_expert(expert_ids, num_devices * experts.num_experts))
   sizes = permutation.group_sizes.reshape(num_devices, experts.num_experts)
   routes = plan_routes(jax.lax.all_gather(sizes, exchange.axes), jax.lax.axis_index(exchange.axes), capacity)
   rows = _travel(exchange.axes, (capacity, num_rows), gather_rows(x, permutation), routes.there, routes.back)
