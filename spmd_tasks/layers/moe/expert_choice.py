@@ -58,7 +58,8 @@ class ExpertChoiceRouter(Router, kw_only=True):
     if token_mask is not None:
       group_mask = token_mask.reshape(-1, 1, group_size)
       preferences = jnp.where(group_mask, preferences, -1.0)  # below every score
-    token_ids = top_k_ids(preferences, capacity, (self.activation_split_dims[0], None, None))
+    split_dims = self.activation_split_dims
+    token_ids = top_k_ids(preferences, capacity, None if split_dims is None else (split_dims[0], None, None))
     if token_mask is not None:
       is_real = jnp.take_along_axis(group_mask, token_ids, axis=-1)
       token_ids = jnp.where(is_real, token_ids, group_size)

@@ -20,13 +20,14 @@ def top_k_ids(x: jax.Array, k: int, split_dims: SplitDims) -> jax.Array:
   Args:
     x: [..., N]; uneven dims are fine.
     k: at most N.
-    split_dims: x's, one entry per dim, by which it is laid out inside a `sharding_scope`; the last must be unsharded.
+    split_dims: x's, one entry per dim, by which rows are laid out inside a `sharding_scope`; every device has whole
+      rows, whatever the last entry. None leaves the layout to the compiler.
   """
   x = jax.lax.stop_gradient(x)
   scope = current_sharding_scope()
-  if scope is None:
+  if scope is None or split_dims is None:
     return jax.lax.top_k(x, k)[1]
-  spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+  spec = split_dims_to_partition_spec((*split_dims[:-1], None), scope.mesh.axis_names, scope.axis_rules)
   even = jax.ShapeDtypeStruct(padding.padded_shape(x.shape, spec, scope.mesh.shape), x.dtype)
 
   @functools.partial(jax.shard_map, mesh=scope.mesh, in_specs=spec, out_specs=spec)

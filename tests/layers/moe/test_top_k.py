@@ -38,7 +38,7 @@ def test_finds_the_greatest_and_of_equal_ones_the_first(k, rng):
   np.testing.assert_array_equal(ids, expected(x, k))
 
 
-@pytest.mark.parametrize('split_dims', [('batch', 'seq', None), ('batch', None, None), (None, None, None)])
+@pytest.mark.parametrize('split_dims', [('batch', 'seq', None), ('batch', None, 'seq'), (None, None, None), None])
 @pytest.mark.parametrize('mesh_shape', [(1, 8, 1), (2, 2, 2), (1, 2, 4)])
 @pytest.mark.parametrize('batch_size', [8, 3])
 def test_any_layout_even_or_uneven_finds_the_same(split_dims, mesh_shape, batch_size, rng):
