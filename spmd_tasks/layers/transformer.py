@@ -12,7 +12,8 @@ called so:
 `aux` maps names to Statistics of the tokens; the stack turns them into numbers, one per layer: `name -> [L]`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -100,23 +101,28 @@ class TransformerStack(WithSublayers, kw_only=True):
     train: bool = False,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns ([B, T, D], {name of a statistic: [L], or [L, E] where it is a vector})."""
-
-    def layer(block, x, segment_ids, segment_pos):
-      return block(x, segment_ids, segment_pos, train=train)
-
-    policy = remat_policy(self.remat_policy)
-    if policy is not None:
-      # Inside a loop XLA cannot merge the recomputation with the forward pass, and the barrier that prevents it only
-      # costs.
-      layer = nn.remat(layer, policy=policy, prevent_cse=not self.scan)
-    scanned = nn.scan(
-      layer,
-      variable_axes={'params': 0, 'intermediates': 0},
-      split_rngs={'params': True, 'dropout': True},
-      in_axes=(nn.broadcast, nn.broadcast),
-      length=self.num_layers,
-      unroll=1 if self.scan else self.num_layers,
-      metadata_params={STACK_DIM: 'layers'},
-    )
-    x, aux = scanned(self.block.copy(name='layers'), x, segment_ids, segment_pos)
+    layers = scan_layers(num_layers=self.num_layers, scan=self.scan, remat_policy_name=self.remat_policy, train=train)
+    x, aux = layers(self.block.copy(name='layers'), x, segment_ids, segment_pos)
     return x, values_per_layer(aux)
+
+
+def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: bool) -> Callable[..., Any]:
+  """The lifted function (block, x, segment_ids, segment_pos) -> (x, aux [L, ...]) that runs L layers of the block."""
+
+  def layer(block, x, segment_ids, segment_pos):
+    return block(x, segment_ids, segment_pos, train=train)
+
+  policy = remat_policy(remat_policy_name)
+  if policy is not None:
+    # Inside a loop XLA cannot merge the recomputation with the forward pass, and the barrier that prevents it only
+    # costs.
+    layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
+  return nn.scan(
+    layer,
+    variable_axes={'params': 0, 'intermediates': 0},
+    split_rngs={'params': True, 'dropout': True},
+    in_axes=(nn.broadcast, nn.broadcast),
+    length=num_layers,
+    unroll=1 if scan else num_layers,
+    metadata_params={STACK_DIM: 'layers'},
+  )

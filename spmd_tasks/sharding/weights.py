@@ -109,3 +109,24 @@ def unbox_weights(boxed_weights: Any) -> Any:
     boxed_weights,
     is_leaf=lambda x: isinstance(x, WeightBox),
   )
+
+
+def split_stacked(boxed_weights: Any, num_groups: int) -> Any:
+  """Stacked weights [L, ...] as [num_groups, L / num_groups, ...]; the split dim of L is that of the second dim."""
+
+  def split(box: WeightBox) -> WeightBox:
+    value = box.value.reshape(num_groups, -1, *box.value.shape[1:])
+    return box.replace(value=value, split_dims=(None, *box.split_dims), stacked=box.stacked + 1)
+
+  return jax.tree.map(split, boxed_weights, is_leaf=lambda x: isinstance(x, WeightBox))
+
+
+def merge_stacked(weights: Any) -> Any:
+  """The inverse of `split_stacked`, of weights with or without boxes."""
+
+  def merge(leaf: Any) -> Any:
+    if isinstance(leaf, WeightBox):
+      return leaf.replace(value=merge(leaf.value), split_dims=leaf.split_dims[1:], stacked=leaf.stacked - 1)
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+  return jax.tree.map(merge, weights, is_leaf=lambda x: isinstance(x, WeightBox))
