@@ -160,7 +160,7 @@ def _resolve(args: argparse.Namespace) -> Any:
     return resolve(args.exp, overrides)
   try:
     saved = json.loads(Path(args.config).read_text(encoding='utf-8'))
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise ValueError(
       f'--config {args.config} cannot be read: {error}. Give the config.json of a job_log_dir.'
     ) from error

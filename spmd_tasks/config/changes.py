@@ -11,6 +11,7 @@ from typing import Any
 from etils import epath
 
 from spmd_tasks.config.printing import diff
+from spmd_tasks.config.saved_config import check_saved_config
 
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
@@ -33,8 +34,8 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     return  # nothing has been trained here
   try:
     previous = json.loads(path.read_text())
-    lines = diff(previous, config)
-  except (ValueError, TypeError, KeyError) as error:
+    check_saved_config(previous)
+  except (ValueError, RecursionError) as error:
     raise ValueError(
       f'{path} is not the config of the job that began there ({type(error).__name__}: {error}): put it back, or go on '
       'without comparing: --accept_config_changes.'
@@ -44,6 +45,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
       f'job_log_dir {str(job_log_dir)!r} belongs to experiment {previous["experiment"]!r}, not to '
       f'{config["experiment"]!r}: choose another job_log_dir.'
     )
+  lines = diff(previous, config)
   changes = [line for line in lines if _matters(line.partition(': ')[0], _TRAINING if mode == 'train' else _EVALUATION)]
   if changes:
     raise ValueError(

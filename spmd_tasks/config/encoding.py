@@ -16,8 +16,8 @@ from flax.core import FrozenDict
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks.config.field_types import is_dtype
 from spmd_tasks.config.tree import is_node
-from spmd_tasks.config.values import is_dtype
 
 _MAX_CLOSURE_DEPTH = 3
 
@@ -83,7 +83,8 @@ def decode(encoded: Any, present: Any = None) -> Any:
     case {'dtype': name} if is_dtype(getattr(jnp, name, None)):
       return jnp.dtype(name) if isinstance(present, np.dtype) else getattr(jnp, name)
     case {'enum': symbol, 'name': name} if isinstance(present, enum.Enum) and symbol == symbol_of(type(present)):
-      return type(present)[name]
+      if name in type(present).__members__:
+        return type(present)[name]
   raise ValueError(f'{show(encoded)} cannot be read back from JSON.')
 
 

@@ -5,15 +5,9 @@ import difflib
 from typing import Any
 
 from spmd_tasks.config.encoding import encode_field, show
+from spmd_tasks.config.field_types import describe_type, example_of, is_settable, type_of_field
 from spmd_tasks.config.tree import UNSET, Field, fields_of, is_node, walk
-from spmd_tasks.config.values import (
-  TypeMismatchError,
-  describe_type,
-  example_of,
-  is_settable,
-  parse_value,
-  type_of_field,
-)
+from spmd_tasks.config.values import TypeMismatchError, parse_value
 
 Path = tuple[str, ...]
 

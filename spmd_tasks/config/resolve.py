@@ -17,8 +17,10 @@ import fiddle as fdl
 
 from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import decode, encode, encode_field, show
+from spmd_tasks.config.field_types import describe_type, is_of_type, unwrap
 from spmd_tasks.config.overrides import Path, parse_override, split_override
-from spmd_tasks.config.tree import DROP, UNSET, apply_changes, check_buildable, copy_config, fields_of, walk
+from spmd_tasks.config.saved_config import check_saved_config
+from spmd_tasks.config.tree import DROP, UNSET, apply_changes, check_buildable, copy_config, fields_of, is_node, walk
 from spmd_tasks.experiment import Experiment, Job
 
 _PARTS = ('task', 'train_input', 'eval_inputs')
@@ -72,10 +74,10 @@ def from_json(saved: Mapping[str, Any], overrides: Sequence[str] = ()) -> Resolv
   A field that did not exist then has its default.
 
   Raises:
-    ValueError: a saved path does not exist any more, or a class, function or object is another one now.
+    ValueError: it has not the form of a saved config, a saved path does not exist any more, a value is not of the type
+      of its field, or a class, function or object is another one now.
   """
-  if not isinstance(saved, Mapping) or not {'experiment', 'overrides', 'config'} <= set(saved):
-    raise ValueError("this is no saved config: it must be an object with 'experiment', 'overrides' and 'config'.")
+  check_saved_config(saved)
   cls = registry.get(saved['experiment'])
   config = fdl.Config(cls)
   is_part = {path: path.split('.')[0] in _PARTS for path in saved['config']}
@@ -157,9 +159,17 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
       changes |= {(*key, name): DROP for name in keys_now - keys}
       continue
     try:
-      changes[key] = decode(value, field.value)
+      decoded = decode(value, field.value)
     except ValueError:
       refused.append(f'{path} was {show(value)} and is {show(now)} now')
+      continue
+    kind = unwrap(field.annotation)
+    if is_node(field.value) and kind is Any and (decoded is not None or path in _PARTS):
+      refused.append(f'{path} was {show(value)} and is {show(now)} now')
+    elif is_of_type(field.value, kind) and not is_of_type(decoded, kind):
+      refused.append(f'{path} is {show(value)} and should be of type {describe_type(kind)}')
+    else:
+      changes[key] = decoded
   if refused:
     raise ValueError(
       f'the saved config does not fit the code of today: {"; ".join(refused)}. Run it with the code that saved it, or '

@@ -9,15 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.config.values import (
-  DtypeName,
-  TypeMismatchError,
-  describe_type,
-  example_of,
-  is_settable,
-  parse_value,
-  type_of_field,
-)
+from spmd_tasks.config.field_types import DtypeName, example_of, is_settable
+from spmd_tasks.config.values import TypeMismatchError, parse_value
 from spmd_tasks.sharding.specs import AxisRules, SplitDim, SplitDims
 
 
@@ -134,51 +127,6 @@ def test_a_text_of_another_type_is_refused(text, kind):
     parse_value(text, kind)
 
 
-TYPES = [
-  ('x', int, None, int),
-  ('x', int | None, 4, int | None),
-  ('x', Any, 4, int),
-  ('x', Any, True, bool),
-  ('x', 'Unresolvable', 0.5, float),
-  ('x', Any, ('a', 'b'), tuple[str, ...]),
-  ('x', Any, ('a', None), tuple[Any, ...]),
-  ('x', Any, None, Any),
-  ('dtype', str, 'float32', DtypeName),
-  ('momentum_dtype', Any, 'float32', DtypeName),
-  ('x', Any, jnp.float32, np.dtype),
-  ('x', Any, np.dtype('float32'), np.dtype),
-  ('dtype', Any, None, np.dtype | None),
-  ('weight_dtype', Any, None, np.dtype | None),
-]
-
-
-@pytest.mark.parametrize('name, annotation, present, expected', TYPES)
-def test_the_type_is_the_annotation_or_else_that_of_the_present_value(name, annotation, present, expected):
-  assert type_of_field(name, annotation, present) == expected
-
-
 @pytest.mark.parametrize('kind', [kind for _, kind, _ in GOOD if is_settable(kind)])
 def test_the_example_of_a_type_is_a_value_of_it(kind):
   parse_value(example_of(kind), kind)
-
-
-@pytest.mark.parametrize(
-  'kind, expected',
-  [
-    (int, 'int'),
-    (int | None, 'int | None'),
-    (tuple[int, ...], 'tuple[int, ...]'),
-    (Sequence[str], 'Sequence[str]'),
-    (Color, 'one of RED'),
-    (Literal['none', 'full'], 'one of none, full'),
-    (np.dtype, 'dtype'),
-    (Callable[[], int], 'Callable[[], int]'),
-  ],
-)
-def test_types_are_described_as_people_write_them(kind, expected):
-  assert describe_type(kind) == expected
-
-
-@pytest.mark.parametrize('kind', [Callable, Callable[[int], int], type, object(), Callable[[], int] | None])
-def test_functions_classes_and_objects_are_not_settable(kind):
-  assert not is_settable(kind)

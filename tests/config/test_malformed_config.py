@@ -1,0 +1,122 @@
+"""A saved config that somebody has edited, or that is something else, is refused in a sentence or is a config."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from small_experiments import Small
+
+from spmd_tasks.config.resolve import from_json, resolve, to_json
+from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.runtime.job.user_errors import user_error_code
+from tests import binary
+
+SMALL = {'experiment': 'small_experiments.Small', 'overrides': {}, 'config': {}}
+
+
+def deep(value: Any, depth: int = 60) -> Any:
+  for _ in range(depth):
+    value = [value]
+  return value
+
+
+@pytest.mark.parametrize(
+  'saved',
+  [
+    None,
+    [],
+    {},
+    {'experiment': 'small_experiments.Small'},
+    SMALL | {'experiment': 5},
+    SMALL | {'experiment': ['small_experiments.Small']},
+    SMALL | {'overrides': [1]},
+    SMALL | {'config': 'x'},
+    SMALL | {'config': {'seed': {'float': 5}}},
+    SMALL | {'config': {'seed': {'list': 5}}},
+    SMALL | {'config': {'eval_inputs': {'symbol': 'builtins:dict', 'keys': [[]]}}},
+    SMALL | {'config': {'seed': {'unheard': 'of'}}},
+    SMALL | {'config': {'seed': deep(1)}},
+    SMALL | {'overrides': {'seed': {'unheard': 'of'}}},
+  ],
+  ids=str,
+)
+def test_what_is_no_saved_config_is_refused(saved):
+  with pytest.raises(ValueError, match='this is no saved config'):
+    from_json(saved)
+
+
+@pytest.mark.parametrize(
+  'path, value, message',
+  [
+    ('seed', 'abc', "seed is 'abc' and should be of type int"),
+    ('seed', True, 'seed is True and should be of type int'),
+    ('ici_mesh_shape', [1, 'x', 2], r"ici_mesh_shape is \(1, 'x', 2\) and should be of type tuple\[int, ...\]"),
+    ('axis_rules', [5], r'axis_rules is \(5,\) and should be of type'),
+    ('task', 5, 'task was 5 and is small_experiments:Task now'),
+    ('task', None, 'task was None and is small_experiments:Task now'),
+    (
+      'task.reduction',
+      {'enum': 'small_experiments:Reduction', 'name': 'MAX'},
+      'task.reduction was MAX and is MEAN now',
+    ),
+  ],
+)
+def test_a_value_of_another_type_is_refused_by_its_path(path, value, message):
+  saved = to_json(resolve(Small))
+  saved['config'][path] = value
+  with pytest.raises(ValueError, match=message):
+    from_json(saved)
+
+
+def test_the_binary_answers_in_a_sentence(tmp_path, capsys):
+  for text in ('{"experiment": ', '[]', json.dumps(SMALL | {'config': []}), '[' * 100_000):
+    file = tmp_path / 'config.json'
+    file.write_text(text)
+    assert binary.run_in_process('--config', file, '--print_config') == exit_codes.USAGE
+    answer = capsys.readouterr().err
+    assert answer.startswith('spmd-tasks: ')
+    assert answer.count('\n') == 1
+
+
+JUNK = [None, True, -1, 3, 0.5, float('nan'), '', 'task', [], [1, 'a', None], {}, {'a': 1}]
+JUNK += [{'float': 'inf'}, {'float': []}, {'list': [1]}, {'list': 3}, {'dict': {'a': 2}}, {'dict': []}]
+JUNK += [{'dtype': 'bfloat16'}, {'dtype': 3}, {'enum': 'x', 'name': []}, {'object': 'x:Y'}]
+JUNK += [{'symbol': 'builtins:dict', 'keys': ['a']}, {'symbol': 'a:b', 'keys': [[]]}, {'symbol': 3}]
+
+
+def mutated(saved: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+  """The saved config with one place anywhere in it replaced, removed or added."""
+  saved = json.loads(json.dumps(saved))
+
+  def containers(value):
+    if isinstance(value, (dict, list)) and value:
+      yield value
+      for item in value.values() if isinstance(value, dict) else value:
+        yield from containers(item)
+
+  node = rng.choice(list(containers(saved)))
+  key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+  match rng.choice(['replace', 'replace', 'remove', 'add']):
+    case 'remove':
+      del node[key]
+    case 'add' if isinstance(node, dict):
+      node[rng.choice(['', 'more', 'task.', 'task.model.more'])] = rng.choice(JUNK)
+    case _:
+      node[key] = rng.choice(JUNK)
+  return saved
+
+
+def test_one_wrong_place_anywhere_never_gives_a_traceback():
+  saved = to_json(resolve(Small))
+  rng = random.Random(0)
+  codes, of_its_own = [], []
+  for _ in range(500):
+    try:
+      from_json(mutated(saved, rng)).build()
+      codes.append(exit_codes.OK)
+    except ValueError as error:
+      codes.append(user_error_code(error))
+      of_its_own += [str(error)] if codes[-1] is None else []
+  assert all('must not be above' in message for message in of_its_own)  # the experiment's own: `low` above `high`
+  assert {exit_codes.OK, exit_codes.USAGE} <= set(codes)
