@@ -1,0 +1,131 @@
+"""The dropless computation as loops in float64 numpy, with its gradients written out, and problems to compute.
+
+Shapes: B batch, T sequence, D model, F ffn, E experts, k choices per token.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.layers.moe.dropless import Dropless
+from spmd_tasks.layers.moe.experts import ExpertWeights
+from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
+
+UP_SPLIT_DIMS = ('expert', 'expert_embed', 'expert_mlp')
+DOWN_SPLIT_DIMS = ('expert', 'expert_mlp', 'expert_embed')
+LOGICAL_NAMES = ('batch', 'seq', 'act_embed', 'expert', 'expert_embed', 'expert_mlp')
+
+
+def draw_inputs(rng, *, B=8, T=3, D=4, F=6, E=4, k=2, gated=True):
+  """The arrays that have gradients: x, gates and the weights, by name; and d_y [B, T, D]."""
+  inputs = {
+    'x': rng.normal(size=(B, T, D)),
+    'gates': rng.uniform(0.1, 1.0, size=(B, T, k)),
+    'up': rng.normal(size=(E, D, F)) / D**0.5,
+    'down': rng.normal(size=(E, F, D)) / F**0.5,
+  }
+  if gated:
+    inputs['gate'] = rng.normal(size=(E, D, F)) / D**0.5
+  return {name: array.astype(np.float32) for name, array in inputs.items()}, rng.normal(size=(B, T, D))
+
+
+def draw_expert_ids(rng, kind, *, B=8, T=3, E=4, k=2):
+  """int32 [B, T, k]; 'mixed' has padding and an expert without tokens, in 'one expert' the first takes all."""
+  ids = np.argsort(rng.normal(size=(B, T, E)), axis=-1)[..., :k]
+  if kind == 'mixed':
+    ids[0] = E
+    ids[ids == 1] = E
+  elif kind == 'one expert':
+    ids = np.full_like(ids, E)
+    ids[..., 0] = 0
+  elif kind == 'no expert':
+    ids[:] = E
+  return ids.astype(np.int32)
+
+
+def loop_over_assignments(inputs, expert_ids, d_y):
+  """Returns (y, gradients of sum(y * d_y) by name), token by token and choice by choice."""
+  inputs = {name: np.asarray(array, np.float64) for name, array in inputs.items()}
+  x, gates, up, down, gate = (inputs.get(name) for name in ('x', 'gates', 'up', 'down', 'gate'))
+  y, d = np.zeros_like(x), {name: np.zeros_like(array) for name, array in inputs.items()}
+  for b, t, choice in np.ndindex(*expert_ids.shape):
+    e = expert_ids[b, t, choice]
+    if e == len(up):
+      continue
+    token, weight, d_token = x[b, t], gates[b, t, choice], d_y[b, t]
+    pre_activation = token @ (up if gate is None else gate)[e]
+    sigmoid = 1 / (1 + np.exp(-pre_activation))
+    act, d_act = pre_activation * sigmoid, sigmoid * (1 + pre_activation * (1 - sigmoid))
+    linear = 1.0 if gate is None else token @ up[e]
+    result = (act * linear) @ down[e]
+    y[b, t] += weight * result
+    d['gates'][b, t, choice] += result @ d_token
+    d_hidden = down[e] @ (weight * d_token)
+    d['down'][e] += np.outer(act * linear, weight * d_token)
+    d_pre_activation = d_hidden * linear * d_act
+    d['up' if gate is None else 'gate'][e] += np.outer(token, d_pre_activation)
+    d['x'][b, t] += (up if gate is None else gate)[e] @ d_pre_activation
+    if gate is not None:
+      d['up'][e] += np.outer(token, d_hidden * act)
+      d['x'][b, t] += up[e] @ (d_hidden * act)
+  return y, d
+
+
+def expert_weights(inputs):
+  return ExpertWeights(
+    up=inputs['up'],
+    down=inputs['down'],
+    gate=inputs.get('gate'),
+    activation='silu',
+    up_split_dims=UP_SPLIT_DIMS,
+    down_split_dims=DOWN_SPLIT_DIMS,
+  )
+
+
+def routing_of(expert_ids, gates):
+  """What a router gives to a computation; the rest is not read by one."""
+  nothing = jnp.zeros((*expert_ids.shape[:2], 1))
+  return RouterOutput(logits=nothing, scores=nothing, token_mask=None, expert_ids=expert_ids, gates=gates)
+
+
+def compute(computation, inputs, expert_ids):
+  """(y, statistics). Gates are 0 for nowhere, as a router has them."""
+  gates = jnp.where(expert_ids == inputs['up'].shape[0], 0.0, inputs['gates'])
+  return computation(inputs['x'], routing_of(expert_ids, gates), expert_weights(inputs), train=True)
+
+
+def mesh_and_rules(axis_sizes, rules):
+  """A Mesh of the axes in `axis_sizes`, and `rules` with None for the logical names that they lack."""
+  num_devices = int(np.prod(list(axis_sizes.values())))
+  spec = MeshSpec(axis_names=tuple(axis_sizes), ici_mesh_shape=tuple(axis_sizes.values()))
+  return spec.build(jax.devices()[:num_devices]), tuple((name, rules.get(name)) for name in LOGICAL_NAMES)
+
+
+def value_and_gradients(computation: Dropless, mesh=None, rules=()):
+  """A compiled function of (inputs, expert_ids, d_y): (y, gradients of sum(y * d_y), statistics)."""
+
+  def loss(inputs, expert_ids, d_y):
+    if mesh is None:
+      y, statistics = compute(computation, inputs, expert_ids)
+    else:
+      with sharding_scope(mesh, rules):
+        y, statistics = compute(computation, inputs, expert_ids)
+    return jnp.sum(y.astype(jnp.float32) * d_y), (y, statistics)
+
+  @jax.jit
+  def run(inputs, expert_ids, d_y):
+    gradients, (y, statistics) = jax.grad(loss, has_aux=True)(inputs, expert_ids, d_y.astype(jnp.float32))
+    return y, gradients, statistics
+
+  return run
+
+
+def assert_is_reference(result, inputs, expert_ids, d_y):
+  """Forward to 1e-4 and gradients to 1e-5, as float32 has them for numbers of about 1."""
+  y, gradients, _ = result
+  expected_y, expected = loop_over_assignments(inputs, expert_ids, d_y)
+  np.testing.assert_allclose(y, expected_y, rtol=1e-4, atol=1e-5, err_msg='y')
+  for name, gradient in gradients.items():
+    np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
