@@ -348,7 +348,10 @@ class Checkpointer:
 
 
 def _make_orbax(limit_s: int) -> ocp.AsyncCheckpointer:
-  return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), timeout_secs=limit_s)
+  # Replicas share the writing of an array by slicing it, and each slice is compiled. Not worth it for a small one.
+  handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
+  registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+  return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry), timeout_secs=limit_s)
 
 
 def _num_bytes(tree: Any) -> int:
