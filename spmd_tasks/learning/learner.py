@@ -157,10 +157,10 @@ class Learner:
       weight_specs: tree of WeightSpec congruent to the weights.
 
     Returns:
-      (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` before clipping, `weight_norm` of all
-      new weights, `learning_rate`, and `skipped`: 1 if loss or gradients were not finite, so that weights, optimizer
-      state and average are bit for bit the old ones. A gradient norm that overflows float32 counts as not finite: the
-      optimizer's second moments would overflow with it.
+      (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` after `expert_grad_scale`, before
+      clipping and without balance biases, `weight_norm` of all new weights, `learning_rate`, and `skipped`: 1 if loss
+      or gradients were not finite, so that weights, optimizer state and average are bit for bit the old ones. A
+      gradient norm that overflows float32 counts as not finite: the optimizer's second moments would overflow with it.
     """
     grads = scale_expert_grads(_float32(grads), weight_specs, self.expert_grad_scale)
     optimized_grads, optimized_weights, optimized_specs = (
