@@ -19,7 +19,7 @@ from spmd_tasks.programs.job_setup import (
   watch_steps,
 )
 from spmd_tasks.programs.progress import format_metrics, make_progress
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.runtime.job import exit_codes
 from spmd_tasks.runtime.job.agreement import primary_decides
 from spmd_tasks.runtime.job.emergency_exit import EmergencyExit

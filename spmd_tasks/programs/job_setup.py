@@ -8,7 +8,7 @@ from etils import epath
 import jax
 
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer, CheckpointError
 from spmd_tasks.runtime.durable_files import absolute_path
 from spmd_tasks.runtime.job.distributed import finish
 from spmd_tasks.runtime.job.emergency_exit import EmergencyExit

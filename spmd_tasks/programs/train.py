@@ -18,7 +18,8 @@ from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.startup import StartupClock, format_startup
 from spmd_tasks.programs.step_log import StepLog
 from spmd_tasks.programs.training_loop import Interval, TrainingInputEndedError, TrainingLoop
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.runtime.checkpoints.orbax_arrays import num_bytes
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.durable_files import write_durably
 from spmd_tasks.runtime.job import exit_codes
@@ -29,7 +30,6 @@ from spmd_tasks.runtime.job.preemption import PreemptionGuard
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.parameter_table import format_parameter_table
 from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.runtime.train_state import TrainState
 
 # A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
 # second. A larger one is written while training goes on.
@@ -239,7 +239,7 @@ class _Trainer:
   def _save(self, step: int, loop: TrainingLoop) -> None:
     with self._watchdog.allow('checkpoint', self._experiment.first_step_timeout_s), self._log.pause():
       self._checkpointer.save(step, self._model.to_canonical(loop.state), loop.input_state)
-      if _num_bytes(self._model.canonical_state) < _WRITTEN_AT_ONCE_BYTES:
+      if num_bytes(self._model.canonical_state) < _WRITTEN_AT_ONCE_BYTES:
         self._checkpointer.wait()
     self._last_saved = step
 
@@ -256,10 +256,6 @@ def _describe(model: PartitionedModel, start: str) -> str:
     f'{model.total_num_params:,} parameters{padding}, mesh {axes} ({model.mesh.size} {jax.devices()[0].platform} '
     f'devices), {start}' + (f'; the batch is smaller than the mesh wants ({padded[0]})' if padded else '')
   )
-
-
-def _num_bytes(abstract_state: TrainState) -> int:
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state))
 
 
 def _batch_size(model: PartitionedModel) -> int:

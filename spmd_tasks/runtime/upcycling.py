@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.runtime.checkpoints.manifest import LeafEntry, describe_mismatches
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.runtime.train_state import TrainState

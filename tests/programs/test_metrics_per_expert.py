@@ -17,7 +17,7 @@ from spmd_tasks.layers.losses import LanguageModelLoss
 from spmd_tasks.learning.learner import Learner
 from spmd_tasks.learning.optimizers import AdamW
 from spmd_tasks.programs.evaluation import Evaluator
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.runtime.metrics import read_jsonl
 from spmd_tasks.runtime.partition import partition_spmd_model
 from spmd_tasks.runtime.task import Task

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 
 SHAPE = (512, 2048)
 
@@ -59,7 +59,7 @@ def share(directory: str, address: str, rank: int) -> None:
   checkpointer = Checkpointer(directory, max_to_keep=3, timeout_secs=60)
   assert checkpointer.restore(abstract_state()) is None
   for step in (1, 2, 3):
-    checkpointer.save(step, device_state(step), {'rank': rank, 'step': step}, {'metadata': step})
+    checkpointer.save(step, device_state(step), {'rank': rank, 'step': step})
   checkpointer.wait()
   print('steps', checkpointer.all_steps())
   for last in (3, 2):
@@ -71,10 +71,10 @@ def share(directory: str, address: str, rank: int) -> None:
       for shard in restored.state[name].addressable_shards
     )
     assert restored.input_state == {'rank': rank, 'step': last}
-    print('restored', restored.step, 'exact', exact, restored.input_states, restored.metadata)
+    print('restored', restored.step, 'exact', exact, restored.input_states)
     if last == 3 and rank == 0:
       # Rank 1 may be one restore ahead, but process 0 alone verifies, and that it does after this.
-      with open(f'{directory}/checkpoint_00000003/metadata.json', 'w') as file:
+      with open(f'{directory}/checkpoint_00000003/input/process_0_of_2.json', 'w') as file:
         file.write('{}')
   try:
     checkpointer.restore(abstract_state(), step=9)

@@ -6,7 +6,7 @@ import shutil
 from checkpoint_states import device_state
 import pytest
 
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 
 
 @pytest.fixture(scope='module')
@@ -15,7 +15,7 @@ def three_steps(tmp_path_factory) -> pathlib.Path:
   directory = tmp_path_factory.mktemp('three_steps') / 'checkpoints'
   checkpointer = Checkpointer(directory)
   for step in (1, 2, 3):
-    checkpointer.save(step, device_state(step), {'position': step * 10}, {'config': 'abc'})
+    checkpointer.save(step, device_state(step), {'position': step * 10})
   checkpointer.close()
   return directory
 

@@ -27,7 +27,7 @@ import pytest
 from spmd_tasks.runtime.checkpoints import manifest
 from spmd_tasks.runtime.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointSaveError
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer, CheckpointError
 
 
 def empty(step_directory: pathlib.Path) -> None:

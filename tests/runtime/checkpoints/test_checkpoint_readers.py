@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from spmd_tasks.runtime.checkpoints import checkpoint_directory
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer, CheckpointError
 
 
 class Owner:

@@ -22,7 +22,7 @@ from spmd_tasks.runtime.checkpoints.manifest import (
 )
 
 LEAVES = (LeafEntry(name='weights/w', shape=(2, 3), dtype='bfloat16'), LeafEntry(name='step', shape=(), dtype='int32'))
-FILES = {'state/d/a': b'\x00' * 5000, 'state/b': b'text', 'state/empty': b'', 'metadata.json': b'{}'}
+FILES = {'state/d/a': b'\x00' * 5000, 'state/b': b'text', 'state/empty': b'', 'input/process_0_of_1.json': b'{}'}
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime.checkpoints.checkpoints import Checkpointer
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 
 REPOSITORY = pathlib.Path(__file__).parents[3]
 
@@ -80,8 +80,8 @@ def test_two_processes_save_and_restore_as_one_and_one_process_reads_theirs(tmp_
     states = [[{'rank': rank, 'step': step} for rank in (0, 1)] for step in (3, 2)]
     assert told == [
       'steps [1, 2, 3]',
-      f"restored 3 exact True {states[0]} {{'metadata': 3}}",
-      f"restored 2 exact True {states[1]} {{'metadata': 2}}",
+      f'restored 3 exact True {states[0]}',
+      f'restored 2 exact True {states[1]}',
       f'refused {tmp_path} has no checkpoint of step 9; it has [1, 2].',
       'restored 1 True',
     ]

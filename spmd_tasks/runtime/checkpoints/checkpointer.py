@@ -2,7 +2,7 @@
 
     checkpointer = Checkpointer(job_log_dir / 'checkpoints', max_to_keep=3)
     restored = checkpointer.restore(abstract_state)         # None in a fresh directory
-    checkpointer.save(step, state, input_state=iterator.get_state(), metadata={...})
+    checkpointer.save(step, state, input_state=iterator.get_state())
     checkpointer.close()
 
 One checkpoint is one directory:
@@ -10,7 +10,6 @@ One checkpoint is one directory:
     checkpoint_00000100/
       state/                   the arrays, by Orbax (OCDBT), each under its key path
       input/process_0_of_2.json   where each process stands in its input
-      metadata.json
       manifest.json            size and digest of every file, the leaf table; written last
 
 It is written as `checkpoint_00000100.partial` and renamed when it is complete, so a kill at any time leaves the earlier
@@ -43,18 +42,17 @@ from typing import Any
 from absl import logging
 from etils import epath
 import jax
-import orbax.checkpoint as ocp
 
 from spmd_tasks.runtime.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
 from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointError, CheckpointSaveError
 from spmd_tasks.runtime.checkpoints.manifest import LeafEntry, leaf_entries, read_manifest
+from spmd_tasks.runtime.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
 from spmd_tasks.runtime.durable_files import write_durably
 from spmd_tasks.runtime.job.agreement import PrimaryError, all_agree, meet, primary_decides
 
 __all__ = ['CheckpointError', 'Checkpointer', 'Restored']
 
-_STATE, _METADATA = 'state', 'metadata.json'
-_SLOWEST_BYTES_PER_S = 100_000_000
+_STATE = 'state'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,14 +64,12 @@ class Restored:
     state: the tree that was asked for, of jax.Arrays with its shardings.
     input_state: what this process passed to `save`; None if it passed None, or if the number of processes has changed.
     input_states: what every process passed to `save`, in the order of the processes that saved.
-    metadata: what process 0 passed to `save`.
   """
 
   step: int
   state: Any
   input_state: dict[str, Any] | None
   input_states: list[dict[str, Any] | None]
-  metadata: dict[str, Any]
 
 
 class Checkpointer:
@@ -111,11 +107,8 @@ class Checkpointer:
     self._max_to_keep = max_to_keep
     self._keep_every_n_steps = keep_every_n_steps
     self._read_only = read_only
-    self._timeout_secs = timeout_secs
     self._is_primary = jax.process_index() == 0
-    self._orbax = _make_orbax(timeout_secs)
-    self._orbax_limit_s = timeout_secs
-    self._reader = ocp.PyTreeCheckpointHandler()
+    self._arrays = OrbaxArrays(timeout_secs)
     self._background = ThreadPoolExecutor(1, thread_name_prefix='checkpoint_seal')
     self._pending: tuple[int, Future[None]] | None = None
     self._rejected: set[Stamp] = set()
@@ -126,16 +119,13 @@ class Checkpointer:
         raise CheckpointError(f'checkpoint directory {self._directory.path} cannot be used: {error}.') from error
     meet('checkpoint_open', limit_s=timeout_secs)
 
-  def save(
-    self, step: int, state: Any, input_state: Mapping[str, Any] | None = None, metadata: Mapping[str, Any] | None = None
-  ) -> None:
+  def save(self, step: int, state: Any, input_state: Mapping[str, Any] | None = None) -> None:
     """Starts to save `state` as checkpoint `step`; returns when the arrays may be donated.
 
     Args:
       step: greater than every step in the directory.
       state: a tree of jax.Arrays (no typed keys: save their key data).
       input_state: JSON, this process's own.
-      metadata: JSON, process 0's is kept.
 
     Raises:
       CheckpointError: the save before this one failed, or this one could not be started.
@@ -150,15 +140,12 @@ class Checkpointer:
         'training went back on purpose, move the later checkpoints away first.'
       )
     leaves = leaf_entries(state)
-    self._allow_orbax(self._limit_s(_num_bytes(state)))
     partial = self._directory.partial(step)
     try:
       own_input = partial / input_file(jax.process_index(), jax.process_count())
       own_input.parent.mkdir(parents=True, exist_ok=True)
-      write_durably(own_input, _to_json('input_state', input_state))
-      if self._is_primary:
-        write_durably(partial / _METADATA, _to_json('metadata', dict(metadata or {})))
-      self._orbax.save(partial / _STATE, args=ocp.args.PyTreeSave(_to_nested(state)))
+      write_durably(own_input, _to_json(input_state))
+      self._arrays.write(partial / _STATE, state)
     except Exception as error:
       raise self._save_error(step, error) from error
     self._pending = step, self._background.submit(self._seal, step, leaves)
@@ -175,7 +162,7 @@ class Checkpointer:
       self._pending = None
       raise self._save_error(step, error) from error
     self._pending = None
-    meet(f'checkpoint_sealed_{step}', limit_s=self._orbax_limit_s)
+    meet(f'checkpoint_sealed_{step}', limit_s=self._arrays.write_limit_s)
     waited = time.monotonic() - started
     if waited > 1:
       logging.info('Waited %.1f s for checkpoint %d to be complete.', waited, step)
@@ -186,8 +173,7 @@ class Checkpointer:
       self.wait()
     finally:
       self._background.shutdown()
-      self._orbax.close()
-      self._reader.close()
+      self._arrays.close()
 
   def all_steps(self) -> list[int]:
     """The steps of the complete checkpoints, ascending (their files are not verified here)."""
@@ -252,7 +238,7 @@ class Checkpointer:
   def _seal(self, step: int, leaves: tuple[LeafEntry, ...]) -> None:
     """In the background: waits for Orbax, then makes the checkpoint count."""
     # Returns when the arrays of all processes are written; each process wrote its input state before that.
-    self._orbax.wait_until_finished()
+    self._arrays.wait_until_written()
     if not self._is_primary:
       return
     self._directory.complete(step, leaves, jax.process_count())
@@ -266,7 +252,7 @@ class Checkpointer:
       if chosen is None:
         return None
       restored = self._read(chosen, abstract, subtree)
-      if all_agree(restored is not None, 'checkpoint_read', limit_s=self._limit_s(_num_bytes(abstract))):
+      if all_agree(restored is not None, 'checkpoint_read', limit_s=self._arrays.limit_s(num_bytes(abstract))):
         return restored
       logging.info('Checkpoint %d was deleted while it was read; looking again.', chosen)
 
@@ -278,7 +264,7 @@ class Checkpointer:
       rejected = self._rejected if self._read_only else None
       return self._directory.choose(step, wanted, prefix=prefix, rejected=rejected), list(self._rejected)
 
-    limit_s = self._limit_s(self._directory.num_bytes() if jax.process_count() > 1 else 0)
+    limit_s = self._arrays.limit_s(self._directory.num_bytes() if jax.process_count() > 1 else 0)
     try:
       chosen, rejected = primary_decides(choose, 'checkpoint_decided', limit_s=limit_s)
     except PrimaryError as error:
@@ -289,25 +275,12 @@ class Checkpointer:
   def _read(self, step: int, abstract: Any, subtree: str | None) -> Restored | None:
     """Reads a verified checkpoint; None if its owner has deleted it meanwhile."""
     path = self._directory.final(step)
-    names = subtree.split('/') if subtree else []
-    nested = _to_nested(jax.tree.map(_with_sharding, abstract))
-    for name in reversed(names):
-      nested = {name: nested}
     try:
-      # The handler itself: a Checkpointer ends with a device collective that a process with an error never enters.
-      arrays = self._reader.restore(
-        path / _STATE,
-        args=ocp.args.PyTreeRestore(
-          item=nested,
-          restore_args=ocp.checkpoint_utils.construct_restore_args(nested),
-          partial_restore=subtree is not None,
-        ),
-      )
+      state = self._arrays.read(path / _STATE, abstract, subtree)
       num_processes = read_manifest(path).num_processes
       input_states = [
         json.loads((path / input_file(index, num_processes)).read_text()) for index in range(num_processes)
       ]
-      metadata = json.loads((path / _METADATA).read_text())
     except Exception as error:
       if self._read_only and not path.exists():
         return None
@@ -316,24 +289,12 @@ class Checkpointer:
       # Its files are deleted after its name: as long as that is there nothing was missing, and from then on TensorStore
       # may have read chunks that are gone as zeros.
       return None
-    for name in names:
-      arrays = arrays[name]
     return Restored(
       step=step,
-      state=_from_nested(abstract, arrays),
+      state=state,
       input_state=input_states[jax.process_index()] if num_processes == jax.process_count() else None,
       input_states=input_states,
-      metadata=metadata,
     )
-
-  def _limit_s(self, num_bytes: int) -> int:
-    return self._timeout_secs + num_bytes // _SLOWEST_BYTES_PER_S
-
-  def _allow_orbax(self, limit_s: int) -> None:
-    """Gives Orbax, which takes its limit when it is made, at least this one."""
-    if limit_s > self._orbax_limit_s:
-      self._orbax.close()
-      self._orbax, self._orbax_limit_s = _make_orbax(limit_s), limit_s
 
   def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
     """Removes what the failed save left and describes the failure."""
@@ -347,51 +308,8 @@ class Checkpointer:
     )
 
 
-def _make_orbax(limit_s: int) -> ocp.AsyncCheckpointer:
-  # Replicas share the writing of an array by slicing it, and each slice is compiled. Not worth it for a small one.
-  handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
-  registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-  return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry), timeout_secs=limit_s)
-
-
-def _num_bytes(tree: Any) -> int:
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _to_json(name: str, value: Any) -> str:
+def _to_json(input_state: Any) -> str:
   try:
-    return json.dumps(value) + '\n'
+    return json.dumps(input_state) + '\n'
   except (TypeError, ValueError) as error:
-    raise ValueError(f'{name} must be JSON (dicts, lists, strings, numbers, booleans, None): {error}') from error
-
-
-def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
-  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _key_names(path: tuple[Any, ...]) -> list[str]:
-  return [jax.tree_util.keystr((key,), simple=True) for key in path]
-
-
-def _to_nested(tree: Any) -> dict[str, Any]:
-  """Any tree as nested dicts of its key names, so that what is stored depends on names alone, not on Python classes."""
-  nested: dict[str, Any] = {}
-  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    *parents, last = _key_names(path)
-    place = nested
-    for name in parents:
-      place = place.setdefault(name, {})
-    place[last] = leaf
-  return nested
-
-
-def _from_nested(like: Any, nested: Mapping[str, Any]) -> Any:
-  paths, structure = jax.tree_util.tree_flatten_with_path(like)
-  leaves = []
-  for path, _ in paths:
-    place: Any = nested
-    for name in _key_names(path):
-      place = place[name]
-    leaves.append(place)
-  return jax.tree_util.tree_unflatten(structure, leaves)
+    raise ValueError(f'input_state must be JSON (dicts, lists, strings, numbers, booleans, None): {error}') from error

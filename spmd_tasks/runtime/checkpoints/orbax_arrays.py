@@ -1,0 +1,113 @@
+"""The arrays of a checkpoint, by Orbax (OCDBT): each under its key path, whatever Python classes are around it.
+
+Writing is asynchronous. Several processes write and read their own parts; all call the same methods in the same order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+import jax
+import orbax.checkpoint as ocp
+
+_SLOWEST_BYTES_PER_S = 100_000_000
+
+
+class OrbaxArrays:
+  """Writes and reads trees of jax.Arrays; processes wait for each other `timeout_secs` and 10 s per GB at most.
+
+  Attributes:
+    write_limit_s: the limit of the newest write.
+  """
+
+  def __init__(self, timeout_secs: int):
+    self._timeout_secs = timeout_secs
+    self.write_limit_s = timeout_secs
+    self._writer = _make_writer(timeout_secs)
+    # The handler itself: a Checkpointer ends with a device collective that a process with an error never enters.
+    self._reader = ocp.PyTreeCheckpointHandler()
+
+  def limit_s(self, num_bytes: int) -> int:
+    """How long processes wait for each other around so many bytes, in seconds."""
+    return self._timeout_secs + num_bytes // _SLOWEST_BYTES_PER_S
+
+  def write(self, path: epath.Path, state: Any) -> None:
+    """Begins to write; returns when the arrays may be donated."""
+    limit_s = self.limit_s(num_bytes(state))
+    if limit_s > self.write_limit_s:  # Orbax takes its limit when it is made
+      self._writer.close()
+      self._writer, self.write_limit_s = _make_writer(limit_s), limit_s
+    self._writer.save(path, args=ocp.args.PyTreeSave(_to_nested(state)))
+
+  def wait_until_written(self) -> None:
+    """Returns when the arrays of all processes are written; raises what writing raised."""
+    self._writer.wait_until_finished()
+
+  def read(self, path: epath.Path, abstract: Any, subtree: str | None) -> Any:
+    """Reads the arrays of `abstract` (ShapeDtypeStructs; without a sharding: onto this process's first device).
+
+    `subtree` is the key path of `abstract` in what was written; None: all of it.
+    """
+    names = subtree.split('/') if subtree else []
+    nested = _to_nested(jax.tree.map(_with_sharding, abstract))
+    for name in reversed(names):
+      nested = {name: nested}
+    arrays = self._reader.restore(
+      path,
+      args=ocp.args.PyTreeRestore(
+        item=nested,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(nested),
+        partial_restore=subtree is not None,
+      ),
+    )
+    for name in names:
+      arrays = arrays[name]
+    return _from_nested(abstract, arrays)
+
+  def close(self) -> None:
+    self._writer.close()
+    self._reader.close()
+
+
+def num_bytes(tree: Any) -> int:
+  """Of all arrays of a tree, or of their shapes."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _make_writer(limit_s: int) -> ocp.AsyncCheckpointer:
+  # Replicas share the writing of an array by slicing it, and each slice is compiled. Not worth it for a small one.
+  handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
+  registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+  return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry), timeout_secs=limit_s)
+
+
+def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
+  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _key_names(path: tuple[Any, ...]) -> list[str]:
+  return [jax.tree_util.keystr((key,), simple=True) for key in path]
+
+
+def _to_nested(tree: Any) -> dict[str, Any]:
+  """Any tree as nested dicts of its key names, so that what is stored depends on names alone, not on Python classes."""
+  nested: dict[str, Any] = {}
+  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    *parents, last = _key_names(path)
+    place = nested
+    for name in parents:
+      place = place.setdefault(name, {})
+    place[last] = leaf
+  return nested
+
+
+def _from_nested(like: Any, nested: Mapping[str, Any]) -> Any:
+  paths, structure = jax.tree_util.tree_flatten_with_path(like)
+  leaves = []
+  for path, _ in paths:
+    place: Any = nested
+    for name in _key_names(path):
+      place = place[name]
+    leaves.append(place)
+  return jax.tree_util.tree_unflatten(structure, leaves)
