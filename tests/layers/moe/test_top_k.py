@@ -54,6 +54,11 @@ def test_no_device_sees_anothers_rows(rng):
   assert not any(name in hlo for name in ('all-gather', 'all-to-all', 'collective-permute', 'all-reduce'))
 
 
+def test_rows_are_searched_and_not_sorted_whatever_reads_the_places(rng):
+  hlo = jax.jit(lambda x: (top_k_ids(x, 3, None)[..., 0], top_k_ids(x, 3, None)[..., 2])).lower(draw(rng, 4))
+  assert ' sort(' not in hlo.compile().as_text()
+
+
 def test_goes_through_scan_remat_and_the_stages_of_a_pipeline(rng):
   """The transformations around a layer: vmap over stages, a loop over layers, remat, gradients."""
   mesh = MeshSpec(axis_names=('stage', 'data'), ici_mesh_shape=(2, 4)).build()
