@@ -29,9 +29,8 @@ from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.runtime.train_state import TrainState
 from spmd_tasks.sharding.padding import evenly_divided_spec
 from spmd_tasks.sharding.weight_names import match_fn
-from spmd_tasks.sharding.weights import WeightSpec
 
-_BLOCK = re.compile(r'(.*/)?block_(\d+)/(.*)')
+_BLOCK = re.compile(r'(.*/layers/)block_(\d+)/(.*)')
 _EXPERTS = re.compile(r'(.*/)?experts/(up|gate|down)')
 _SHARED = re.compile(r'(.*/)?shared_expert/(.*)')
 _is_routers = match_fn(r'(.*/)?router/')
@@ -75,29 +74,29 @@ class Origin:
     return PartitionSpec(*entries)
 
 
-def find_origins(source: Sequence[LeafEntry], target: Mapping[str, WeightSpec]) -> dict[str, Origin]:
+def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ...]]) -> dict[str, Origin]:
   """The origin of every weight of `target` that has one; the others are routers'.
 
   Args:
     source: the weights of a checkpoint.
-    target: name -> WeightSpec of the new model.
+    target: name -> shape of the new model's weights, as a checkpoint would have them.
 
   Raises:
     ValueError: weights that the source does not have, or in another shape, or that would be lost; all are named.
   """
   saved = {leaf.name: leaf for leaf in source}
   origins, problems = {}, []
-  for name, spec in target.items():
-    origin = _origin_of(name, spec, saved, target)
+  for name, shape in target.items():
+    origin = _origin_of(name, shape, saved, target)
     if origin.name in saved:
       origins[name] = origin
       if saved[origin.name].shape != origin.shape:
         problems.append(
-          f'{name} {list(spec.shape)} needs {origin.name} {list(origin.shape)}, but the checkpoint has '
+          f'{name} {list(shape)} needs {origin.name} {list(origin.shape)}, but the checkpoint has '
           f'{list(saved[origin.name].shape)}'
         )
     elif not _is_routers(name):
-      problems.append(f'{name} {list(spec.shape)} needs {origin.name} {list(origin.shape)}, which the checkpoint lacks')
+      problems.append(f'{name} {list(shape)} needs {origin.name} {list(origin.shape)}, which the checkpoint lacks')
   used = {origin.name for origin in origins.values()}
   for leaf in source:
     if leaf.name not in used:
@@ -130,45 +129,43 @@ def initialize_from(
     ValueError: the weights do not fit; see `find_origins`.
   """
   source = checkpointer.saved_leaves(step, subtree='weights')
-  target = traverse_util.flatten_dict(model.weight_specs, sep='/')
-  specs = traverse_util.flatten_dict(model.state_specs.weights, sep='/')
-  origins = find_origins(source, target)
+  target = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
+  origins = find_origins(source, {name: leaf.shape for name, leaf in target.items()})
   shardings = {
-    origin.name: NamedSharding(model.mesh, origin.source_spec(specs[name], model.mesh.shape))
+    origin.name: NamedSharding(model.mesh, origin.source_spec(target[name].sharding.spec, model.mesh.shape))
     for name, origin in origins.items()
   }
   abstract = {leaf.name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.name]) for leaf in source}
   restored = checkpointer.restore_weights(traverse_util.unflatten_dict(abstract, sep='/'), step)
 
   def adopt(fresh: Any, weights: Any) -> Any:
+    new = traverse_util.flatten_dict(fresh, sep='/')
     given = traverse_util.flatten_dict(weights, sep='/')
-    new = {
-      name: origins[name].take(given[origins[name].name]).astype(weight.dtype) if name in origins else weight
-      for name, weight in traverse_util.flatten_dict(fresh, sep='/').items()
-    }
+    for name, origin in origins.items():
+      new[name] = origin.take(given[origin.name]).reshape(new[name].shape).astype(new[name].dtype)
     return traverse_util.unflatten_dict(new, sep='/')
 
   return model.init_with(seed, adopt, restored.state), restored.step
 
 
-def _origin_of(name: str, spec: WeightSpec, saved: Collection[str], target: Collection[str]) -> Origin:
+def _origin_of(name: str, shape: tuple[int, ...], saved: Collection[str], target: Collection[str]) -> Origin:
   """Where a weight of the new model would come from, whether or not the source has it."""
-  shape, layers = tuple(spec.shape), None
   if name in saved:
     return Origin(name=name, shape=shape)
-  if spec.stacked and (block := _BLOCK.fullmatch(name)):
-    prefix, index, rest = block.groups(default='')
-    blocks = {other[2] for other in map(_BLOCK.fullmatch, target) if other and (other[1] or '') == prefix}
-    name, layers, shape = prefix + rest, (int(index), len(blocks)), (shape[0] * len(blocks), *shape[1:])
+  layers = None
+  if block := _BLOCK.fullmatch(name):
+    stack, index, rest = block.groups()
+    num_blocks = len({other[2] for other in map(_BLOCK.fullmatch, target) if other and other[1] == stack})
+    name, layers, shape = stack + rest, (int(index), num_blocks), (shape[0] * num_blocks, *shape[1:])
   if experts := _EXPERTS.fullmatch(name):
-    prefix, kernel = experts.groups(default='')
-    dim = spec.stacked
+    ffn, kernel = experts.groups(default='')
+    *stacked, num_experts, num_inputs, num_outputs = shape
     return Origin(
-      name=f'{prefix}{kernel}/kernel',
-      shape=(*shape[:dim], *shape[dim + 1 :]),
+      name=f'{ffn}{kernel}/kernel',
+      shape=(*stacked, num_inputs, num_outputs),
       layers=layers,
-      expert_dim=dim,
-      num_experts=shape[dim],
+      expert_dim=len(stacked),
+      num_experts=num_experts,
     )
   if shared := _SHARED.fullmatch(name):
     name = ''.join(shared.groups(default=''))

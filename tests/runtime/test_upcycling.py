@@ -8,7 +8,6 @@ import pytest
 
 from spmd_tasks.runtime.checkpoints.manifest import LeafEntry
 from spmd_tasks.runtime.upcycling import Origin, find_origins
-from spmd_tasks.sharding.weights import WeightSpec
 
 L, D, F, E = 4, 6, 10, 3
 FFN = 'stack/layers/ffn'
@@ -31,14 +30,6 @@ def saved(shapes):
   return [LeafEntry(name=name, shape=shape, dtype='float32') for name, shape in shapes.items()]
 
 
-def specs(shapes):
-  """As the model declares them: what is under `layers` is stacked once."""
-  return {
-    name: WeightSpec(shape=shape, init=None, stacked=int(name.startswith('stack/layers/')))
-    for name, shape in shapes.items()
-  }
-
-
 def values(shapes):
   """A different value in every element of every weight."""
   sizes = np.cumsum([0, *map(np.prod, shapes.values())])
@@ -50,7 +41,7 @@ def values(shapes):
 
 def upcycle(source, target):
   given = values(source)
-  return {name: np.asarray(o.take(given[o.name])) for name, o in find_origins(saved(source), specs(target)).items()}
+  return {name: np.asarray(o.take(given[o.name])) for name, o in find_origins(saved(source), target).items()}
 
 
 def test_every_expert_is_the_dense_network():
@@ -151,7 +142,7 @@ def without(shapes, name):
 )
 def test_what_does_not_fit_is_named(source, target, lines):
   with pytest.raises(ValueError, match='cannot start from the weights of that checkpoint') as caught:
-    find_origins(saved(source), specs(target))
+    find_origins(saved(source), target)
   for line in lines:
     assert line in str(caught.value)
   assert 'config.json' in str(caught.value)
@@ -179,4 +170,4 @@ def test_uneven_sources_are_spread_where_they_can_be():
 
 def test_names_are_compared_whole():
   with pytest.raises(ValueError, match=re.escape('my_experts/up [3, 6, 10] needs my_experts/up')):
-    find_origins([], specs({'my_experts/up': (E, D, F)}))
+    find_origins([], {'my_experts/up': (E, D, F)})
