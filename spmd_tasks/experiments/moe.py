@@ -66,9 +66,8 @@ class MoeLanguageModel(DenseLanguageModel):
     )
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:
-    loss = super().loss()
-    loss.aux_loss_weights = {'load_balance_loss': self.load_balance_weight, 'router_z_loss': self.router_z_weight}
-    return loss
+    weights = {'load_balance_loss': self.load_balance_weight, 'router_z_loss': self.router_z_weight}
+    return fdl.copy_with(super().loss(), aux_loss_weights=weights, num_aux_layers=self.num_layers)
 
 
 @register
@@ -97,7 +96,7 @@ class SwitchTiny(MoeLanguageModel):
   checkpoint_every_steps = 100
 
   def router(self) -> fdl.Config[TopKRouter]:
-    return fdl.Config(TopKRouter, num_experts=self.num_experts, num_selected=1, jitter_eps=0.01)
+    return fdl.copy_with(super().router(), normalize_gates=None, jitter_eps=0.01)
 
   def computation(self) -> fdl.Config[CapacityEinsum]:
     return fdl.Config(CapacityEinsum, capacity_factor=1.25, eval_capacity_factor=2.0)
@@ -172,7 +171,4 @@ class FineGrained16B(Mixtral8x7B):
   rotary_wavelength = 1e4
 
   def router(self) -> fdl.Config[TopKRouter]:
-    router = super().router()
-    router.score_function = 'sigmoid'
-    router.balance_bias = True
-    return router
+    return fdl.copy_with(super().router(), score_function='sigmoid', balance_bias=True)
