@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers.moe.exchange import Exchange, apply_to_received, exclusive_cumsum
 from spmd_tasks.layers.moe.local_experts import LocalExperts, name_routing
-from spmd_tasks.layers.moe.permutation import gather_rows, sort_by_expert
+from spmd_tasks.layers.moe.permutation import gather_rows, sort_by_expert, take_rows
 
 
 def padded_all_to_all(
@@ -98,7 +98,7 @@ def _move_rows(rows: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.A
     [N, D].
   """
   del targets
-  return rows.at[sources].get(mode='fill', fill_value=0)
+  return take_rows(rows, sources)
 
 
 def _move_rows_forward(rows, sources, targets):

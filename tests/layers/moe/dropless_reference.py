@@ -11,7 +11,7 @@ from spmd_tasks.layers.moe.dropless import Dropless
 from spmd_tasks.layers.moe.experts import ExpertWeights
 from spmd_tasks.layers.moe.routing import RouterOutput
 from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.specs import check_axis_rules, sharding_scope
 
 UP_SPLIT_DIMS = ('expert', 'expert_embed', 'expert_mlp')
 DOWN_SPLIT_DIMS = ('expert', 'expert_mlp', 'expert_embed')
@@ -92,15 +92,18 @@ def routing_of(expert_ids, gates):
 
 def compute(computation, inputs, expert_ids):
   """(y, statistics). Gates are 0 for nowhere, as a router has them."""
+  inputs = jax.tree.map(jnp.asarray, inputs)
   gates = jnp.where(expert_ids == inputs['up'].shape[0], 0.0, inputs['gates'])
   return computation(inputs['x'], routing_of(expert_ids, gates), expert_weights(inputs), train=True)
 
 
 def mesh_and_rules(axis_sizes, rules):
-  """A Mesh of the axes in `axis_sizes`, and `rules` with None for the logical names that they lack."""
+  """A Mesh of these axes, and axis rules: None for names that `rules` lacks, no rule for names that are axes."""
   num_devices = int(np.prod(list(axis_sizes.values())))
   spec = MeshSpec(axis_names=tuple(axis_sizes), ici_mesh_shape=tuple(axis_sizes.values()))
-  return spec.build(jax.devices()[:num_devices]), tuple((name, rules.get(name)) for name in LOGICAL_NAMES)
+  axis_rules = tuple((name, rules.get(name)) for name in LOGICAL_NAMES if name not in axis_sizes)
+  check_axis_rules(axis_rules, tuple(axis_sizes))
+  return spec.build(jax.devices()[:num_devices]), axis_rules
 
 
 def value_and_gradients(computation: Dropless, mesh=None, rules=()):

@@ -5,12 +5,6 @@ Each case is one compiled program, run with three routings.
 
 import functools
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-import numpy as np
-import pytest
-
 from dropless_reference import (
   assert_is_reference,
   compute,
@@ -19,22 +13,28 @@ from dropless_reference import (
   mesh_and_rules,
   value_and_gradients,
 )
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
 from spmd_tasks.layers.moe.dropless import Dropless
 from spmd_tasks.sharding.specs import sharding_scope
 
 # Mesh, axis rules, dims.
 LAYOUTS = {
-  'expert 2': ({'expert': 2}, {'batch': 'expert', 'expert': 'expert'}, {}),
-  'expert 4': ({'expert': 4}, {'batch': 'expert', 'expert': 'expert'}, {}),
-  'expert 8': ({'expert': 8}, {'batch': 'expert', 'expert': 'expert'}, {'E': 8}),
+  'expert 2': ({'expert': 2}, {'batch': 'expert'}, {}),
+  'expert 4': ({'expert': 4}, {'batch': 'expert'}, {}),
+  'expert 8': ({'expert': 8}, {'batch': 'expert'}, {'E': 8}),
   'expert 4, more choices than experts on a device': (
     {'expert': 4},
-    {'batch': 'expert', 'expert': 'expert'},
+    {'batch': 'expert'},
     {'E': 8, 'k': 3},
   ),
   'data 2 x expert 4': (
     {'data': 2, 'expert': 4},
-    {'batch': ('expert', 'data'), 'expert': 'expert', 'expert_embed': 'data'},
+    {'batch': ('expert', 'data'), 'expert_embed': 'data'},
     {},
   ),
   'data 4 (experts too) x mdl 2': (
@@ -44,12 +44,12 @@ LAYOUTS = {
   ),
   'data 2 (FSDP) x expert 2 x mdl 2': (
     {'data': 2, 'expert': 2, 'mdl': 2},
-    {'batch': ('data', 'expert'), 'expert': 'expert', 'expert_embed': 'data', 'expert_mlp': 'mdl'},
+    {'batch': ('data', 'expert'), 'expert_embed': 'data', 'expert_mlp': 'mdl'},
     {},
   ),
   'hidden sharding, 4 experts on 8 devices': (
     {'expert': 4, 'hidden': 2},
-    {'batch': ('expert', 'hidden'), 'expert': 'expert', 'expert_mlp': 'hidden'},
+    {'batch': ('expert', 'hidden'), 'expert_mlp': 'hidden'},
     {},
   ),
   'replication, 4 experts on 8 devices': (
@@ -64,12 +64,12 @@ LAYOUTS = {
   ),
   'the sequence is split too': (
     {'data': 2, 'seq': 4},
-    {'batch': 'data', 'seq': 'seq', 'expert': ('data', 'seq')},
+    {'batch': 'data', 'expert': ('data', 'seq')},
     {'E': 8},
   ),
   '6 experts on 4 devices, and nothing divides': (
     {'data': 2, 'expert': 4},
-    {'batch': ('data', 'expert'), 'expert': 'expert', 'expert_embed': 'data'},
+    {'batch': ('data', 'expert'), 'expert_embed': 'data'},
     {'E': 6, 'B': 5, 'D': 5, 'F': 7},
   ),
   'uneven in all of batch, sequence and hidden layer': (

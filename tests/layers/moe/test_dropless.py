@@ -1,0 +1,132 @@
+"""Dropless on one device: a loop over assignments in float64, its options, and what it refuses."""
+
+import dataclasses
+
+from dropless_reference import (
+  assert_is_reference,
+  compute,
+  draw_expert_ids,
+  draw_inputs,
+  expert_weights,
+  mesh_and_rules,
+  routing_of,
+  value_and_gradients,
+)
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.moe.dropless import DISPATCHES, Dropless
+from spmd_tasks.layers.remat import remat_policy
+from spmd_tasks.sharding.specs import sharding_scope
+
+
+@pytest.mark.parametrize(
+  'dims',
+  [
+    {},
+    {'gated': False},
+    {'E': 1, 'k': 1},
+    {'E': 3, 'k': 3},
+    {'E': 16, 'k': 4, 'D': 5, 'F': 3},
+    {'B': 1, 'T': 1},
+  ],
+  ids=str,
+)
+def test_is_the_loop_over_assignments(dims, rng):
+  run = value_and_gradients(Dropless())
+  inputs, d_y = draw_inputs(rng, **dims)
+  id_dims = {dim: size for dim, size in dims.items() if dim in 'BTEk'}
+  for routing in ('mixed', 'one expert', 'no expert'):
+    expert_ids = draw_expert_ids(rng, routing, **id_dims)
+    result = run(inputs, expert_ids, d_y)
+    assert_is_reference(result, inputs, expert_ids, d_y)
+    assert result[2]['fraction_dropped'] == 0
+
+
+def test_fewer_experts_than_choices_sort_fewer_rows(rng):
+  inputs, d_y = draw_inputs(rng, E=2, k=4)
+  expert_ids = np.full((8, 3, 4), 2, np.int32)
+  expert_ids[:, :, 1], expert_ids[:, ::2, 3] = 1, 0
+  result = value_and_gradients(Dropless())(inputs, expert_ids, d_y)
+  assert_is_reference(result, inputs, expert_ids, d_y)
+  program = str(jax.make_jaxpr(lambda *args: compute(Dropless(), *args))(inputs, expert_ids))
+  assert 'f32[48,' in program  # 24 tokens x 2 experts
+  assert 'f32[96,' not in program
+
+
+def test_recomputing_the_activation_changes_nothing(rng):
+  inputs, d_y = draw_inputs(rng)
+  expert_ids = draw_expert_ids(rng, 'mixed')
+  result = value_and_gradients(Dropless(recompute_activation=True))(inputs, expert_ids, d_y)
+  assert_is_reference(result, inputs, expert_ids, d_y)
+
+
+@pytest.mark.parametrize('mesh', [None, {'expert': 4}])
+def test_fewer_saved_bits_change_the_gradient_of_the_gates_only(mesh, rng):
+  scope = () if mesh is None else mesh_and_rules(mesh, {'batch': 'expert'})
+  inputs, d_y = draw_inputs(rng)
+  expert_ids = draw_expert_ids(rng, 'mixed')
+  y, gradients, _ = value_and_gradients(Dropless(), *scope)(inputs, expert_ids, d_y)
+  y_8, gradients_8, _ = value_and_gradients(Dropless(saved_bits=8), *scope)(inputs, expert_ids, d_y)
+  gates, gates_8 = gradients.pop('gates'), gradients_8.pop('gates')
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (y, gradients), (y_8, gradients_8))
+  np.testing.assert_allclose(gates_8, gates, atol=0.05)
+  assert np.any(gates_8 != gates)
+
+
+def test_bfloat16_weights_and_float32_tokens(rng):
+  inputs, _ = draw_inputs(rng)
+  narrow = inputs | {name: jnp.asarray(inputs[name], jnp.bfloat16) for name in ('up', 'gate', 'down')}
+  expert_ids = draw_expert_ids(rng, 'mixed')
+  y, _ = compute(Dropless(), narrow, expert_ids)
+  assert y.dtype == jnp.float32
+  np.testing.assert_allclose(y, compute(Dropless(), inputs, expert_ids)[0], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize('policy', ['full', 'dots', 'dots_no_batch'])
+@pytest.mark.parametrize('dispatch', [None, 'padded_all_to_all'])
+def test_no_remat_policy_sorts_twice(dispatch, policy, rng):
+  """A second routing could differ from the first. (The padded all-to-all sorts where rows are sent and received.)"""
+  mesh, rules = mesh_and_rules({'expert': 4}, {'batch': 'expert'})
+  inputs, _ = draw_inputs(rng)
+  expert_ids = draw_expert_ids(rng, 'mixed')
+
+  def num_sorts(policy):
+    def layer(inputs):
+      if dispatch is None:
+        return compute(Dropless(), inputs, expert_ids)[0]
+      with sharding_scope(mesh, rules):
+        return compute(Dropless(dispatch=dispatch), inputs, expert_ids)[0]
+
+    gradient = jax.grad(lambda inputs: jnp.sum(jax.checkpoint(layer, policy=policy)(inputs)))
+    return str(jax.make_jaxpr(gradient)(inputs)).count(' sort[')
+
+  assert num_sorts(remat_policy(policy)) == (1 if dispatch is None else 2)
+  assert num_sorts(jax.checkpoint_policies.nothing_saveable) == (2 if dispatch is None else 4)
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'dispatch': 'rings'}, r"dispatch 'rings' is unknown: choose one of \['ring', 'padded_all_to_all'"),
+    ({'capacity_factor': 2.0}, r"capacity_factor=2.0 has no effect with dispatch='ring'"),
+    ({'dispatch': 'padded_all_to_all', 'capacity_factor': 0.0}, 'capacity_factor=0.0 must be positive, or None'),
+    ({'dispatch': 'padded_all_to_all', 'capacity_factor': float('nan')}, 'capacity_factor=nan must be positive'),
+  ],
+)
+def test_settings_that_make_no_sense(settings, message):
+  with pytest.raises(ValueError, match=message):
+    Dropless(**settings)
+
+
+def test_every_dispatch_has_a_name():
+  assert [Dropless(dispatch=name).dispatch for name in DISPATCHES] == list(DISPATCHES)
+
+
+def test_a_router_by_which_experts_choose(rng):
+  inputs, _ = draw_inputs(rng)
+  routing = dataclasses.replace(routing_of(draw_expert_ids(rng, 'mixed'), None), expert_ids=None)
+  with pytest.raises(ValueError, match='with this router experts choose: use CapacityGather or CapacityEinsum'):
+    Dropless()(inputs['x'], routing, expert_weights(inputs), train=True)
