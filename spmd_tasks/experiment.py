@@ -28,6 +28,8 @@ from typing import Any, dataclass_transform, get_type_hints
 
 from flax.core import FrozenDict
 
+from spmd_tasks.inputs.base import Input
+from spmd_tasks.runtime.task import Task
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
 
@@ -227,9 +229,9 @@ class Job:
 
   name: str
   experiment: Experiment
-  task: Any
-  train_input: Any
-  eval_inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  task: Task
+  train_input: Input
+  eval_inputs: Mapping[str, Input] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     for name in self.eval_inputs:

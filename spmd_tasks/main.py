@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 import difflib
 import json
+import math
 import os
 from pathlib import Path
 import sys
@@ -75,9 +76,14 @@ def make_parser() -> argparse.ArgumentParser:
   running.add_argument(
     '--accept_config_changes', action='store_true', help='go on although the config now gives other numbers'
   )
-  running.add_argument('--coordinator_address', metavar='HOST:PORT', help='process 0, where no launcher says it')
-  running.add_argument('--num_processes', type=int, metavar='N')
-  running.add_argument('--process_id', type=int, metavar='I')
+  processes = parser.add_argument_group('several processes, where no launcher says it all')
+  processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='where all others reach process 0')
+  processes.add_argument('--num_processes', type=int, metavar='N')
+  processes.add_argument('--process_id', type=int, metavar='I')
+  processes.add_argument('--local_device_ids', metavar='0,1', help='the accelerators of this process; default: all')
+  processes.add_argument('--coordinator_bind_address', metavar='HOST:PORT', help='what process 0 listens on')
+  processes.add_argument('--cluster', metavar='NAME', default='auto', help='insist on a launcher, or none: run alone')
+  processes.add_argument('--initialization_timeout_s', type=int, default=300, metavar='S', help='to find each other')
   return parser
 
 
@@ -186,9 +192,26 @@ def _distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
     coordinator_address=args.coordinator_address,
     num_processes=args.num_processes,
     process_id=args.process_id,
+    local_device_ids=_local_device_ids(args.local_device_ids),
+    coordinator_bind_address=args.coordinator_bind_address,
+    cluster=args.cluster,
+    initialization_timeout_s=args.initialization_timeout_s,
     heartbeat_timeout_s=experiment.heartbeat_timeout_s,
     shutdown_timeout_s=experiment.shutdown_timeout_s,
+    collective_timeout_s=math.ceil(experiment.first_step_timeout_s),
   )
+
+
+def _local_device_ids(text: str | None) -> tuple[int, ...] | None:
+  if text is None:
+    return None
+  try:
+    return tuple(int(part) for part in text.split(','))
+  except ValueError:
+    raise ValueError(
+      f'--local_device_ids {text!r} must be numbers with commas between them, such as 0,1: the accelerators of this '
+      'process as its machine counts them.'
+    ) from None
 
 
 if __name__ == '__main__':

@@ -69,10 +69,11 @@ def broken_files(tmp_path):
   gone = {'experiment': 'synthetic.Gone', 'overrides': {}, 'config': {}}
   (tmp_path / 'gone.json').write_text(json.dumps(gone))
   another = {'experiment': 'lm.StdlibTiny', 'overrides': {}, 'config': {'seed': 1}}
-  claim(tmp_path / 'of_another', experiment_name='lm.StdlibTiny', config_json=json.dumps(another)).release()
+  claim(tmp_path / 'of_another', experiment_name='lm.StdlibTiny').release()
   directories = [('broken_config', '{"experiment": "synth'), ('other_config', '[1]')]
   for name, text in (*directories, ('trained_by_another', json.dumps(another))):
-    claim(tmp_path / name, experiment_name='synthetic.Tiny', config_json=text).release()
+    claim(tmp_path / name, experiment_name='synthetic.Tiny').release()
+    (tmp_path / name / 'config.json').write_text(text)
     (tmp_path / name / 'checkpoints' / 'checkpoint_00000001').mkdir(parents=True)
   return tmp_path
 
@@ -122,6 +123,8 @@ BAD_INPUT = {
     ['needs 16 devices but there are 8', '--ici_mesh_shape', '--num_fake_devices 16'],
   ),
   'no fake devices': ((*TINY, *TRAIN, '--num_fake_devices', '0'), ['--num_fake_devices 0 must be at least 1']),
+  'no device numbers': ((*TINY, *TRAIN, '--local_device_ids', '0,a'), ["--local_device_ids '0,a'", 'such as 0,1']),
+  'unknown launcher': ((*TINY, *TRAIN, '--cluster', 'pbs'), ["cluster='pbs' is not known", 'slurm']),
   'batch against microbatches': (
     (*TINY, *TRAIN, '--set', 'task.learner.num_microbatches=3'),
     ['num_microbatches', '3', '8'],

@@ -9,6 +9,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from spmd_tasks.inputs.base import Input
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.runtime.compiled_step import CompiledStep
 from spmd_tasks.runtime.metrics import Metric, MetricsWriter, finish_metrics, make_writer
@@ -26,7 +27,7 @@ class Evaluator:
   def __init__(
     self,
     model: PartitionedModel,
-    eval_inputs: Mapping[str, Any],
+    eval_inputs: Mapping[str, Input],
     job_log_dir: epath.Path,
     *,
     tensorboard: bool,
@@ -126,7 +127,7 @@ def _mean_over_batches(batches: list[Averages]) -> dict[str, np.ndarray]:
   return {name: mean(name) for name in batches[0]}
 
 
-def _compiled_steps(model: PartitionedModel, eval_inputs: Mapping[str, Any]) -> dict[str, CompiledStep]:
+def _compiled_steps(model: PartitionedModel, eval_inputs: Mapping[str, Input]) -> dict[str, CompiledStep]:
   """One step per eval set; sets of the same element spec share one, so that it is compiled once."""
   by_spec: dict[tuple[Any, ...], CompiledStep] = {}
   steps = {}

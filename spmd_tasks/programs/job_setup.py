@@ -8,6 +8,7 @@ from etils import epath
 import jax
 
 from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.inputs.base import InputIterator
 from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer, CheckpointError
 from spmd_tasks.runtime.durable_files import absolute_path
 from spmd_tasks.runtime.job.distributed import finish
@@ -38,7 +39,7 @@ def partition_job(job: Job) -> PartitionedModel:
 
 
 def restore_or_init(
-  model: PartitionedModel, checkpointer: Checkpointer, job: Job, iterator: Any
+  model: PartitionedModel, checkpointer: Checkpointer, job: Job, iterator: InputIterator
 ) -> tuple[TrainState, int, str]:
   """What a training job begins with.
 
@@ -62,13 +63,14 @@ def restore_or_init(
     return state, 0, f'starting from the weights of step {step} in {directory}'
   if restored is None:
     return model.init(experiment.seed), 0, 'starting from new weights'
-  if None in restored.input_states:
+  positions = [state for state in restored.input_states if state is not None]
+  if len(positions) < len(restored.input_states):
     raise CheckpointError(f'the checkpoint of step {restored.step} holds no input position: it cannot be trained on.')
   input_state = restored.input_state
   if input_state is None:  # another number of processes saved it
-    input_state = job.train_input.reshard_states(restored.input_states, jax.process_count())[jax.process_index()]
+    input_state = job.train_input.reshard_states(positions, jax.process_count())[jax.process_index()]
   iterator.set_state(input_state)
-  logging.info('Restored step %d from %d process(es).', restored.step, len(restored.input_states))
+  logging.info('Restored step %d from %d process(es).', restored.step, len(positions))
   return model.from_canonical(restored.state), restored.step, f'resuming after step {restored.step}'
 
 

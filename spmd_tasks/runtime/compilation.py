@@ -9,20 +9,13 @@ Usage:
       print(compilations.num_programs - warm, 'programs compiled after the first step')
 """
 
-from typing import NamedTuple, Self
+from typing import Self
 
 import jax
 
 # What JAX (0.10 and 0.11) reports each time that a program is missing from its caches in memory; reading the program
 # back from a persistent compilation cache counts too, since the step waits for that as well.
 _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
-
-
-class CompiledProgram(NamedTuple):
-  """One compilation: the traced function's name (empty where JAX gives none) and the seconds that the backend took."""
-
-  name: str
-  seconds: float
 
 
 class CompilationCounter:
@@ -33,21 +26,11 @@ class CompilationCounter:
   """
 
   def __init__(self):
-    self._programs: list[CompiledProgram] = []
-
-  @property
-  def programs(self) -> tuple[CompiledProgram, ...]:
-    """The compilations so far, in the order in which they ended."""
-    return tuple(self._programs)
+    self._seconds: list[float] = []
 
   @property
   def num_programs(self) -> int:
-    return len(self._programs)
-
-  @property
-  def seconds(self) -> float:
-    """The time that the backend spent compiling; tracing and lowering are not in it."""
-    return sum(program.seconds for program in self._programs)
+    return len(self._seconds)
 
   def __enter__(self) -> Self:
     jax.monitoring.register_event_duration_secs_listener(self._listen)
@@ -59,4 +42,4 @@ class CompilationCounter:
   def _listen(self, event: str, duration_secs: float, **metadata: str | int) -> None:
     # Compilations end on many threads; list.append is atomic where `count += 1` is not.
     if event == _BACKEND_COMPILE_EVENT:
-      self._programs.append(CompiledProgram(str(metadata.get('fun_name', '')), duration_secs))
+      self._seconds.append(duration_secs)

@@ -78,14 +78,27 @@ class MeshSpec:
 
 
 def _hybrid_device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-  """Devices [ici*dcn ...]: granules (slices, else processes, else equal runs of devices) along the DCN part."""
+  """Devices [ici*dcn ...]: granules (slices, else processes) along the DCN part.
+
+  On one machine, and on CPUs, where there are neither, equal runs of devices stand for slices.
+
+  Raises:
+    ValueError: there are several slices or processes, and as many as the DCN part has of neither.
+  """
   num_granules = math.prod(dcn)
   slices = {getattr(device, 'slice_index', None) for device in devices}
+  processes = {device.process_index for device in devices}
   if len(slices) == num_granules and None not in slices:
     return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
-  if len({device.process_index for device in devices}) == num_granules:
+  if len(processes) == num_granules:
     return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=True)
-  # Neither slices nor processes match, as with fake devices on one machine: consecutive runs stand for slices.
+  if max(len(slices), len(processes)) > 1 and devices[0].platform != 'cpu':
+    of_slices = f'{len(slices)} slice(s) and ' if None not in slices else ''
+    raise ValueError(
+      f'dcn_mesh_shape {tuple(dcn)} is for {num_granules} slices, but the {len(devices)} devices are those of '
+      f'{of_slices}{len(processes)} process(es): set --dcn_mesh_shape to sizes whose product is the number of slices, '
+      'or of processes, and --ici_mesh_shape to the devices of one.'
+    )
   granules = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
   ndim = len(ici)
   interleaved = granules.transpose([dim for pair in zip(range(ndim), range(ndim, 2 * ndim)) for dim in pair])

@@ -88,7 +88,8 @@ def test_what_changes_no_number_may_change(compiled_once, finished_job, tmp_path
 
 def test_a_schedule_that_more_steps_would_change_is_refused(tmp_path, capsys):
   begun = to_json(resolve('synthetic.Tiny', ['num_train_steps=2']))
-  claim(tmp_path, experiment_name='synthetic.Tiny', config_json=json.dumps(begun)).release()
+  claim(tmp_path, experiment_name='synthetic.Tiny').release()
+  (tmp_path / 'config.json').write_text(json.dumps(begun))
   (tmp_path / 'checkpoints' / 'checkpoint_00000002').mkdir(parents=True)
   before = binary.snapshot(tmp_path)
   flags = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', tmp_path)

@@ -20,8 +20,6 @@ def test_a_new_shape_counts_one_and_a_cached_call_none():
       triple(x).block_until_ready()
       counts.append(compilations.num_programs)
   assert counts == [1, 1, 2, 2, 2]
-  assert all('triple' in program.name for program in compilations.programs)
-  assert compilations.seconds == sum(program.seconds for program in compilations.programs) > 0
 
 
 def test_ahead_of_time_compilation_counts_and_calling_its_result_does_not():

@@ -63,12 +63,12 @@ def test_a_worked_hybrid_example():
   assert ids == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def fake_devices(granule_of_id, attribute):
+def fake_devices(granule_of_id, attribute, platform='fake'):
   """Devices of a platform that jax knows nothing about, in reverse order so that only their attributes can help."""
   other = {'slice_index': 'process_index', 'process_index': 'slice_index'}[attribute]
   neutral = None if other == 'slice_index' else 0
   return [
-    SimpleNamespace(id=i, platform='fake', device_kind='fake', **{attribute: granule, other: neutral})
+    SimpleNamespace(id=i, platform=platform, device_kind='fake', **{attribute: granule, other: neutral})
     for i, granule in sorted(granule_of_id.items(), reverse=True)
   ]
 
@@ -84,6 +84,23 @@ def test_real_slices_else_processes_are_what_the_dcn_axes_run_over(attribute, ic
   for position in np.ndindex(array.shape):
     slow = [index // size for index, size in zip(position, ici)]
     assert getattr(array[position], attribute) == np.ravel_multi_index(slow, dcn), position
+
+
+@pytest.mark.parametrize(
+  'attribute, words', [('slice_index', '4 slice(s) and 1 process(es)'), ('process_index', 'those of 4 process(es)')]
+)
+def test_slices_that_are_not_those_of_the_mesh_are_refused(attribute, words):
+  devices = fake_devices({i: i % 4 for i in range(8)}, attribute)
+  with pytest.raises(ValueError, match=r'dcn_mesh_shape \(2, 1, 1\) is for 2 slices') as error:
+    _hybrid_device_array((1, 2, 2), (2, 1, 1), devices)
+  assert words in str(error.value)
+
+
+@pytest.mark.parametrize('granules, platform', [(4, 'cpu'), (1, 'fake')])
+def test_on_cpus_and_on_one_machine_runs_of_devices_stand_for_slices(granules, platform):
+  devices = fake_devices({i: i % granules for i in range(8)}, 'process_index', platform)
+  array = _hybrid_device_array((1, 2, 2), (2, 1, 1), devices)
+  assert [device.id for device in array[0].flat] == [7, 6, 5, 4]
 
 
 def test_a_subset_of_the_devices_can_be_given():

@@ -52,7 +52,7 @@ class DistributedSettings:
   coordinator_bind_address: str | None = None
   cluster: str = 'auto'
   local_device_ids: tuple[int, ...] | None = None
-  heartbeat_timeout_s: int = 25
+  heartbeat_timeout_s: int = 30
   shutdown_timeout_s: int = 10
   initialization_timeout_s: int = 300
   collective_timeout_s: int = 600
@@ -99,8 +99,8 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
     if cluster == 'k8s' and importlib.util.find_spec('kubernetes') is None:
       raise ValueError(
         'an indexed Kubernetes Job was detected, but not the `kubernetes` package, by which JAX finds the other pods: '
-        'install `jax[k8s]`, give all of coordinator_address, num_processes and process_id, or set '
-        "cluster='none' if these pods are independent jobs."
+        'install `jax[k8s]`, give all of coordinator_address, num_processes and process_id, or pass '
+        '--cluster none if these pods are independent jobs.'
       )
     connection = {
       'cluster_detection_method': cluster,

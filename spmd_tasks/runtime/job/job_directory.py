@@ -1,8 +1,7 @@
 """A job_log_dir belongs to one experiment, and to one running job at a time.
 
-    job = claim(job_log_dir, experiment_name='lm.StdlibTiny', config_json=text)
-    ...
-    job.release()
+    with claim(job_log_dir, experiment_name='lm.StdlibTiny'):
+      ...
 
 The claim is a kernel lock (`flock`) on `job.lock`, so it ends with the process, kill -9 included; nothing has to be
 cleaned up. The file also says who holds it. Remote directories (`gs://...`) have no locks: there the experiment's name
@@ -33,18 +32,9 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobDirectory:
-  """A claimed directory.
-
-  Attributes:
-    path: the directory.
-    is_new: whether this is the first job in it.
-    previous_config: the text of `config.json` as the last job left it; None if there was none.
-    lock_file: the open, locked file; None where there are no locks.
-  """
+  """A claimed directory; `lock_file` is open and locked, or None where there are no locks."""
 
   path: epath.Path
-  is_new: bool
-  previous_config: str | None
   lock_file: io.FileIO | None
 
   def release(self) -> None:
@@ -61,13 +51,8 @@ class JobDirectory:
     self.release()
 
 
-def claim(job_log_dir: epath.PathLike, *, experiment_name: str, config_json: str | None = None) -> JobDirectory:
-  """Creates the directory if need be, locks it and records the experiment's name and resolved config in it.
-
-  Args:
-    job_log_dir: the directory of one experiment's run.
-    experiment_name: as registered; a directory keeps the first one for ever.
-    config_json: the resolved config, written to `config.json` (the text before it is in `previous_config`).
+def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
+  """Creates the directory if need be, locks it and records the experiment's name in it, which it keeps for ever.
 
   Raises:
     ValueError: the directory belongs to another experiment or another running job (nothing is written then), or it
@@ -80,12 +65,8 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str, config_json: str
     lock_file = _lock(path)
     try:
       # Again, now that nobody else can write: two first jobs may have passed the first check together.
-      is_new = not _check_experiment(path, experiment_name)
-      previous_config = _read_text(path / CONFIG_FILE)
-      if is_new:
+      if not _check_experiment(path, experiment_name):
         write_durably(path / EXPERIMENT_FILE, json.dumps({'experiment': experiment_name}) + '\n')
-      if config_json is not None and config_json != previous_config:
-        write_durably(path / CONFIG_FILE, config_json)
     except BaseException:
       if lock_file is not None:
         lock_file.close()
@@ -95,13 +76,14 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str, config_json: str
       f'job_log_dir {os.fspath(path)!r} cannot be used: {error.strerror or error} ({error.filename}). Choose a '
       'directory that this user can create and write.'
     ) from error
-  return JobDirectory(path=path, is_new=is_new, previous_config=previous_config, lock_file=lock_file)
+  return JobDirectory(path=path, lock_file=lock_file)
 
 
 def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
   """Whether the directory has an owner already; a ValueError if that is another experiment."""
-  text = _read_text(path / EXPERIMENT_FILE)
-  if text is None:
+  try:
+    text = (path / EXPERIMENT_FILE).read_text()
+  except FileNotFoundError:
     return False
   try:
     owner = json.loads(text)['experiment']
@@ -144,10 +126,3 @@ def _lock(path: epath.Path) -> io.FileIO | None:
     logging.warning('%s is on a file system without locks: a second job in it will not be noticed.', path)
     return None
   return lock_file
-
-
-def _read_text(path: epath.Path) -> str | None:
-  try:
-    return path.read_text()
-  except FileNotFoundError:
-    return None

@@ -123,7 +123,7 @@ def test_explicit_flags_win_over_the_environment_and_bind_one_address_only(calls
       'process_id': 1,
       'cluster_detection_method': 'deactivate',
       'local_device_ids': None,
-      'heartbeat_timeout_seconds': 25,
+      'heartbeat_timeout_seconds': 30,
       'shutdown_timeout_seconds': 10,
       'initialization_timeout': 300,
     }
@@ -157,7 +157,7 @@ def test_a_nodes_only_task_takes_all_its_gpus(calls, environ, expected):
 
 
 def test_an_indexed_job_without_the_kubernetes_package_is_refused(calls, packages):
-  with pytest.raises(ValueError, match=r"install `jax\[k8s\]`.*or set cluster='none'"):
+  with pytest.raises(ValueError, match=r"install `jax\[k8s\]`.*or pass --cluster none"):
     initialize(DistributedSettings(), POD | {'JOB_COMPLETION_INDEX': '0'})
   assert calls == []
 

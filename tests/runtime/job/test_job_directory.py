@@ -1,5 +1,7 @@
 """A job_log_dir has one experiment for ever and one running job at a time."""
 
+import errno
+import json
 import os
 import pathlib
 import signal
@@ -9,6 +11,7 @@ import tempfile
 
 import pytest
 
+from spmd_tasks.runtime.job import job_directory
 from spmd_tasks.runtime.job.job_directory import claim
 
 CLAIM_AND_WAIT = """
@@ -35,34 +38,26 @@ def contents(path: pathlib.Path) -> dict[str, bytes]:
   return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob('*') if file.is_file()}
 
 
-def test_a_new_directory_is_created_and_records_experiment_and_config(tmp_path):
-  with claim(tmp_path / 'a' / 'b', experiment_name='lm.A', config_json='{"x": 1}') as job:
-    assert job.is_new
-    assert job.previous_config is None
-  assert (tmp_path / 'a' / 'b' / 'config.json').read_text() == '{"x": 1}'
-
-
-def test_the_same_experiment_comes_back_and_is_told_the_last_config(tmp_path):
-  claim(tmp_path, experiment_name='lm.A', config_json='{"x": 1}').release()
-  with claim(tmp_path, experiment_name='lm.A', config_json='{"x": 2}') as job:
-    assert not job.is_new
-    assert job.previous_config == '{"x": 1}'
-  assert (tmp_path / 'config.json').read_text() == '{"x": 2}'
+def test_a_new_directory_is_created_and_records_the_experiment_which_comes_back(tmp_path):
+  for _ in range(2):
+    with claim(tmp_path / 'a' / 'b', experiment_name='lm.A') as job:
+      assert job.path == tmp_path / 'a' / 'b'
+  assert json.loads((tmp_path / 'a' / 'b' / 'experiment.json').read_text()) == {'experiment': 'lm.A'}
 
 
 def test_another_experiment_is_refused_and_nothing_is_written(tmp_path):
-  claim(tmp_path, experiment_name='lm.A', config_json='{}').release()
+  claim(tmp_path, experiment_name='lm.A').release()
   before = contents(tmp_path)
   with pytest.raises(ValueError, match=r"belongs to experiment 'lm\.A', not to 'lm\.B': choose another job_log_dir"):
-    claim(tmp_path, experiment_name='lm.B', config_json='{"x": 1}')
+    claim(tmp_path, experiment_name='lm.B')
   assert contents(tmp_path) == before
 
 
 def test_a_second_running_job_is_refused_by_name_and_nothing_is_written(tmp_path):
-  with claim(tmp_path, experiment_name='lm.A', config_json='{}'):
+  with claim(tmp_path, experiment_name='lm.A'):
     before = contents(tmp_path)
     with pytest.raises(ValueError, match=rf'in use by another running job \(host .*, pid {os.getpid()}, since 20'):
-      claim(tmp_path, experiment_name='lm.A', config_json='{"x": 1}')
+      claim(tmp_path, experiment_name='lm.A')
     assert contents(tmp_path) == before
   claim(tmp_path, experiment_name='lm.A').release()
 
@@ -84,12 +79,15 @@ def test_the_claim_ends_with_kill_9(tmp_path):
   claim(tmp_path, experiment_name='lm.A').release()
 
 
-def test_a_claim_that_fails_does_not_keep_the_lock(tmp_path):
-  (tmp_path / 'config.json').mkdir()
-  with pytest.raises(ValueError, match='cannot be used'):
-    claim(tmp_path, experiment_name='lm.A', config_json='{}')
-  (tmp_path / 'config.json').rmdir()
-  claim(tmp_path, experiment_name='lm.A', config_json='{}').release()
+def test_a_claim_that_fails_does_not_keep_the_lock(tmp_path, monkeypatch):
+  def no_space(*args):
+    raise OSError(errno.ENOSPC, 'No space left on device', 'experiment.json')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(job_directory, 'write_durably', no_space)
+    with pytest.raises(ValueError, match='cannot be used: No space left'):
+      claim(tmp_path, experiment_name='lm.A')
+  claim(tmp_path, experiment_name='lm.A').release()
 
 
 def test_a_path_below_a_file_is_refused(tmp_path):
