@@ -117,6 +117,13 @@ class _FrozenFields:
         )
       if name in annotations:
         setattr(cls, name, _freeze(value))
+    if len(cls.__bases__) > 1:
+      # A dataclass takes all fields of its first base, also those that the base only inherits. Here, as anywhere in
+      # Python, the first class that sets one wins.
+      for name in inherited.difference(annotations):
+        if hasattr(cls, name):
+          annotations[name] = _field_type(cls, name)
+          setattr(cls, name, getattr(cls, name))
     cls.__annotations__ = annotations
     dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 

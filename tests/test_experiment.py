@@ -68,6 +68,19 @@ def test_a_subclass_of_two_takes_the_fields_of_both_and_the_defaults_of_the_firs
   assert Both(width=1, num_train_steps=2).num_train_steps == 2
 
 
+def test_of_two_bases_a_field_has_the_default_of_the_first_class_that_sets_one():
+  class Wide(Base):
+    dims = (64,)
+
+  class Long(Base):
+    num_train_steps = 7
+
+  class Both(Long, Wide):
+    pass
+
+  assert (Both().num_train_steps, Both().dims, Both().num_layers) == (7, (64,), 2)
+
+
 def test_methods_call_super_and_see_the_fields():
   assert Last(num_layers=7).task() == ['7 layers', 'middle', 'dropout 0.5']
   assert Last().num_weights == 40

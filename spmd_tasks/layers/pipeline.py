@@ -4,8 +4,8 @@
 
 is a drop-in `stack` of a model. Which mesh axis its stages lie along, the axis rules say: it is that of `layers`.
 
-    mesh_axis_names = ('replica', 'data', 'stage', 'mdl')
-    axis_rules = (('layers', 'stage'), ('batch', ('replica', 'data', 'stage')), ...)
+    mesh_axis_names = ('replica', 'stage', 'data', 'mdl')
+    axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES)  # `layers` and `batch` over `stage`
 
 Where the mesh has no such axis, the layers run one after the other, from the same weights.
 
@@ -30,14 +30,8 @@ from spmd_tasks.layers.remat import remat_policy
 from spmd_tasks.layers.statistics import values_per_layer
 from spmd_tasks.layers.sublayers import WithSublayers
 from spmd_tasks.layers.transformer import scan_layers
-from spmd_tasks.sharding.specs import (
-  AxisRules,
-  ShardingScope,
-  SplitDim,
-  current_sharding_scope,
-  spec_axes,
-  split_dims_to_partition_spec,
-)
+from spmd_tasks.sharding.specs import ShardingScope, SplitDim, current_sharding_scope
+from spmd_tasks.sharding.stage_axis import stage_axis, without_axis
 from spmd_tasks.sharding.weights import merge_stacked, split_stacked
 
 _RUN: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
@@ -108,8 +102,8 @@ class PipelinedStack(WithSublayers, kw_only=True):
       ValueError: the microbatches do not divide the batch, or the stages the microbatches.
     """
     scope = current_sharding_scope()
-    axis = None if scope is None else stage_axis(scope)
-    if scope is not None and axis is not None:
+    axis = None if scope is None else stage_axis(scope.mesh.axis_names, scope.axis_rules)
+    if scope is not None and axis is not None and scope.mesh.shape[axis] > 1:
       schedule = self._schedule(scope.mesh.shape[axis], x.shape[0], is_strict=train or self.is_initializing())
       if schedule is not None and not self.is_initializing():
         return self._pipelined(scope, axis, schedule, Microbatch(x, segment_ids, segment_pos), train)
@@ -144,7 +138,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
       remat_policy=self.remat_policy,
       train=train,
       axis=axis,
-      axis_rules=_without(axis, scope.axis_rules),
+      axis_rules=without_axis(axis, scope.axis_rules),
       layers_per_repeat=self.num_layers // self.num_repeats,
       num_repeats=self.num_repeats,
     )
@@ -173,30 +167,6 @@ class PipelinedStack(WithSublayers, kw_only=True):
       return a[:, : stage.layers_per_repeat].reshape(-1, *a.shape[2:])
 
     return layout.merge(x), values_per_layer(jax.tree.map(by_layer, aux))
-
-
-def stage_axis(scope: ShardingScope) -> str | None:
-  """The mesh axis that splits layers, None if there is none or it has one device.
-
-  Raises:
-    ValueError: several axes split layers.
-  """
-  spec = split_dims_to_partition_spec(('layers',), scope.mesh.axis_names, scope.axis_rules)
-  axes = [axis for axis in spec_axes(spec, 1)[0] if scope.mesh.shape[axis] > 1]
-  if len(axes) > 1:
-    raise ValueError(f'layers are split over the mesh axes {axes}, but the stages of a pipeline lie along one of them.')
-  return axes[0] if axes else None
-
-
-def _without(axis: str, axis_rules: AxisRules) -> AxisRules:
-  """The axis rules with no mention of an axis, for where it is manual."""
-
-  def remove(target: SplitDim) -> SplitDim:
-    if isinstance(target, str):
-      return None if target == axis else target
-    return target if target is None or isinstance(target, int) else tuple(name for name in target if name != axis)
-
-  return tuple((name, remove(target)) for name, target in axis_rules)
 
 
 def _pad_layers(weight: jax.Array, dim: int, num_stages: int) -> jax.Array:

@@ -81,10 +81,7 @@ def microbatch_layout(
   Raises:
     ValueError: the microbatches do not divide the batch.
   """
-  if batch_size % num_microbatches:
-    raise ValueError(
-      f'num_microbatches={num_microbatches} must divide the batch of {batch_size} rows: change one of them.'
-    )
+  check_microbatches_divide(batch_size, num_microbatches)
   spec = split_dims_to_partition_spec((batch_split_dim,), scope.mesh.axis_names, scope.axis_rules)
   axes = spec_axes(spec, 1)[0]
   position = axes.index(axis) if axis in axes else len(axes)
@@ -101,3 +98,12 @@ def microbatch_layout(
     num_inner=sizes[1],
     axis=axis,
   )
+
+
+def check_microbatches_divide(batch_size: int, num_microbatches: int) -> None:
+  """Raises a ValueError if the microbatches do not divide the batch."""
+  if batch_size % num_microbatches:
+    raise ValueError(
+      f'num_microbatches={num_microbatches} of a pipeline must divide the batch of {batch_size} rows: change one of '
+      'them.'
+    )

@@ -15,6 +15,7 @@ the mesh's axis rules, and pad what stays on the mesh again. After Praxis'
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -33,6 +34,7 @@ from spmd_tasks.sharding.specs import (
   SplitDims,
   check_axis_rules,
   sharding_scope,
+  spec_axes,
   split_dims_to_partition_spec,
 )
 from spmd_tasks.sharding.weights import WeightSpec, unbox_weights, weight_specs
@@ -48,7 +50,7 @@ class PartitionedModel:
     abstract_state: unpadded shapes and dtypes, as the model, the loss and the optimizer see them.
     state_specs: PartitionSpec per leaf.
     padded_state: padded shapes with their NamedShardings, as the live state is stored.
-    canonical_state: unpadded shapes with shardings that hold them evenly: the layout of checkpoints.
+    canonical_state: the layout of checkpoints: unpadded, layers in one dim, with shardings that hold it evenly.
     input_layout: how the training batch enters.
   """
 
@@ -141,21 +143,26 @@ class PartitionedModel:
     return CompiledStep(jitted, (self.padded_state.weights, layout.padded), layout)
 
   def to_canonical(self, state: TrainState) -> TrainState:
-    """The live state without padding, sharded as `canonical_state`; what a checkpoint holds."""
-    return self._unpad(state)
+    """The live state without padding, laid out as `canonical_state`; what a checkpoint holds."""
+    return self._to_canonical(state)
 
   def from_canonical(self, state: Any, part: Callable[[TrainState], Any] = lambda state: state) -> Any:
     """The inverse of `to_canonical`. `part` selects a subtree, as in `part=lambda state: state.weights`."""
-    padded = part(self.padded_state)
-    return _compile_conversion(padding.pad, part(self.canonical_state), padded, padded)(state)
+    true, padded = part(self.abstract_state), part(self.padded_state)
+    return _compile_conversion(
+      lambda tree: padding.pad(_reshape(tree, true), padded), part(self.canonical_state), padded
+    )(state)
 
   def compile_conversions(self) -> None:
     """Compiles what `to_canonical` needs, before the first checkpoint does."""
-    _ = self._unpad
+    _ = self._to_canonical
 
   @functools.cached_property
-  def _unpad(self) -> Callable[[TrainState], TrainState]:
-    return _compile_conversion(padding.unpad, self.padded_state, self.abstract_state, self.canonical_state)
+  def _to_canonical(self) -> Callable[[TrainState], TrainState]:
+    true, canonical = self.abstract_state, self.canonical_state
+    return _compile_conversion(
+      lambda tree: _reshape(padding.unpad(tree, true), canonical), self.padded_state, canonical
+    )
 
   def _scope(self):
     return sharding_scope(self.mesh, self.axis_rules)
@@ -232,9 +239,14 @@ def partition_spmd_model(
     shape = padding.padded_shape(leaf.shape, spec, mesh.shape)
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-  def canonical(leaf, spec):
-    even = padding.evenly_divided_spec(leaf.shape, spec, mesh.shape)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, even))
+  def canonical(leaf, leaf_spec, spec):
+    shape = leaf_spec.canonical_shape
+    num_merged = len(leaf.shape) - len(shape) + 1
+    if num_merged > 1:
+      axes = spec_axes(spec, len(leaf.shape))
+      spec = PartitionSpec(tuple(itertools.chain(*axes[:num_merged])), *axes[num_merged:])
+    even = padding.evenly_divided_spec(shape, spec, mesh.shape)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, even))
 
   return PartitionedModel(
     task=task,
@@ -245,7 +257,7 @@ def partition_spmd_model(
     abstract_state=abstract_state,
     state_specs=state_specs,
     padded_state=jax.tree.map(padded, abstract_state, state_specs),
-    canonical_state=jax.tree.map(canonical, abstract_state, state_specs),
+    canonical_state=jax.tree.map(canonical, abstract_state, leaf_specs, state_specs),
     input_layout=make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules),
     _init_weights=init_weights,
   )
@@ -264,14 +276,16 @@ def _constrain(tree: Any, specs: Any, mesh: Mesh) -> Any:
   return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs)
 
 
-def _compile_conversion(
-  convert: Callable[[Any, Any], Any], source: Any, shapes: Any, target: Any
-) -> Callable[[Any], Any]:
-  """`convert(tree, shapes)` from the layout of `source` to that of `target`; the identity where they are one."""
+def _reshape(tree: Any, shapes: Any) -> Any:
+  return jax.tree.map(lambda x, target: x if x.shape == target.shape else x.reshape(target.shape), tree, shapes)
+
+
+def _compile_conversion(convert: Callable[[Any], Any], source: Any, target: Any) -> Callable[[Any], Any]:
+  """`convert` from the layout of `source` to that of `target`; the identity where they are one."""
 
   def agrees(a, b):
     return a.shape == b.shape and a.sharding.is_equivalent_to(b.sharding, len(a.shape))
 
   if jax.tree.all(jax.tree.map(agrees, source, target)):
     return lambda tree: tree
-  return jax.jit(lambda tree: convert(tree, shapes), out_shardings=_shardings(target)).lower(source).compile()
+  return jax.jit(convert, out_shardings=_shardings(target)).lower(source).compile()

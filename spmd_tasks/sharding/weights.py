@@ -10,6 +10,7 @@ with the dimension that it adds. `weight_specs` reads them back, also from abstr
 
 from collections.abc import Callable
 import dataclasses
+import math
 from typing import Any
 
 from flax import struct
@@ -30,7 +31,7 @@ class WeightSpec:
   """One weight: shape, initializer, split dims (one entry per dim), dtype and tags.
 
   Tags are read by other parts by name: `no_decay` (no weight decay), `expert` (split by expert parallelism).
-  `stacked` counts the leading dims that `nn.scan` added (one per scan): dim 0 of a stacked weight counts layers.
+  `stacked` counts the leading dims that count layers: one per `nn.scan`, or two of a circular pipeline.
   """
 
   shape: tuple[int, ...]
@@ -43,6 +44,13 @@ class WeightSpec:
   def __post_init__(self):
     if self.split_dims is not None and len(self.split_dims) != len(self.shape):
       raise ValueError(f'split dims {self.split_dims} do not fit a weight of shape {self.shape}: one entry per dim.')
+
+  @property
+  def canonical_shape(self) -> tuple[int, ...]:
+    """The shape in checkpoints: all layers in one dim, in the order in which they run."""
+    if self.stacked < 2:
+      return self.shape
+    return (math.prod(self.shape[: self.stacked]), *self.shape[self.stacked :])
 
   def __call__(self, rng: jax.Array) -> 'WeightBox':
     """Draws the weight; the signature that `nn.Module.param` expects of an initializer."""

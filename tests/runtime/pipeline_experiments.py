@@ -1,0 +1,32 @@
+"""The uneven models of the other comparisons with 10 layers, as pipelines."""
+
+from spmd_tasks.experiment import DEFAULT_AXIS_RULES
+from spmd_tasks.experiments.pipeline import PipelinedLanguageModel
+from spmd_tasks.sharding import expert_axes
+from spmd_tasks.sharding.stage_axis import stage_axis_rules
+from tests.runtime import moe_experiments, uneven_experiments
+
+_EXPERT = expert_axes.data_expert_model_axes(
+  num_devices=4, num_expert_partitions=2, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
+)
+
+
+class PipelinedAdamW(PipelinedLanguageModel, uneven_experiments.AdamW):
+  """The axes are (replica, stage, data, mdl)."""
+
+  num_layers = 10
+  batch_size = 16
+
+
+class PipelinedAdafactor(PipelinedAdamW, uneven_experiments.Adafactor):
+  """The same, with factored moments."""
+
+
+class PipelinedExperts(PipelinedLanguageModel, moe_experiments.AlongData):
+  """6 experts, top 2; the axes are (replica, stage, data, expert, mdl)."""
+
+  mesh_axis_names = ('replica', 'stage', *_EXPERT.mesh_axis_names[1:])
+  ici_mesh_shape = (1, 1, 1, 1, 1)
+  axis_rules = stage_axis_rules(_EXPERT.axis_rules)
+  num_layers = 10
+  batch_size = 16

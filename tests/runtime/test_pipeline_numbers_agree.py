@@ -1,0 +1,92 @@
+"""One truth for numbers, pipelined: any schedule on any number of stages gives the loss curve of the plain stack.
+
+The table of test_numbers_agree.py for pipelines of 10 layers, which 4 stages do not divide.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
+from tests.runtime.loss_curves import assert_same_run, make_model, run
+from tests.runtime.moe_experiments import AlongData
+from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW, PipelinedExperts
+from tests.runtime.uneven_experiments import Adafactor, AdamW
+
+PLAIN = {PipelinedAdamW: AdamW, PipelinedAdafactor: Adafactor, PipelinedExperts: AlongData}
+SIZES = ('num_layers=10', 'batch_size=16')
+CIRCULAR = ('schedule=circular', 'num_repeats=2')
+ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
+FAST = ('stage 4 x data 2', 'circular, stage 2 x data 2 x mdl 2')
+
+# name, experiment, mesh, overrides
+CASES = [
+  ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ()),
+  ('stage 2 x mdl 4, remat', PipelinedAdamW, (1, 2, 1, 4), ('remat_policy=full', 'num_microbatches=2')),
+  ('circular, stage 2 x data 2 x mdl 2', PipelinedAdamW, (1, 2, 2, 2), CIRCULAR),
+  ('circular, stage 4 x data 2, 16 microbatches', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, 'num_microbatches=16')),
+  ('circular, remat', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, 'remat_policy=dots_no_batch')),
+  ('one forward, one backward, stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ONE_F_ONE_B),
+  ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, 'remat_policy=full')),
+  ('2 microbatches of the learner', PipelinedAdamW, (1, 4, 2, 1), ('task.learner.num_microbatches=2',)),
+  ('circular weights without stages', PipelinedAdamW, (1, 1, 2, 2), CIRCULAR),
+  ('Adafactor, circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), CIRCULAR),
+  ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), ()),
+  ('experts, circular, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), CIRCULAR),
+  ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), ONE_F_ONE_B),
+]
+
+
+def reference(experiment):
+  return run(PLAIN[experiment], (1, 1, 1), overrides=SIZES)
+
+
+@pytest.mark.parametrize(
+  'name, experiment, shape, overrides',
+  [pytest.param(*case, id=case[0], marks=() if case[0] in FAST else pytest.mark.slow) for case in CASES],
+)
+def test_one_loss_curve_and_one_state(name, experiment, shape, overrides):
+  assert_same_run(run(experiment, shape, overrides=overrides), reference(experiment))
+
+
+MOVES = {
+  'stage 4': (PipelinedAdamW, (1, 4, 1, 1), ()),
+  'stage 2': (PipelinedAdamW, (1, 2, 2, 1), ONE_F_ONE_B),
+  'stage 1': (PipelinedAdamW, (1, 1, 2, 4), ()),
+  'circular 2 x 2': (PipelinedAdamW, (1, 2, 2, 2), CIRCULAR),
+  'plain': (AdamW, (1, 2, 2), SIZES),
+}
+ADAFACTOR_MOVES = {
+  'stage 4': (PipelinedAdafactor, (1, 4, 1, 1), ()),
+  'circular 4 x 2': (PipelinedAdafactor, (1, 4, 2, 1), CIRCULAR),
+  'plain': (Adafactor, (1, 1, 1), SIZES),
+}
+
+
+@pytest.mark.parametrize('moves', [MOVES, pytest.param(ADAFACTOR_MOVES, marks=pytest.mark.slow)])
+def test_a_checkpoint_moves_between_stages_and_schedules_bit_exactly(moves, tmp_path):
+  """From each to the next: every restored state, optimizer state included, is the first one's, bit for bit."""
+  models = [make_model(experiment, shape, overrides=overrides)[0] for experiment, shape, overrides in moves.values()]
+  models.append(models[0])
+  state = models[0].init(0)
+  state = jax.jit(_fill, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, models[0].padded_state))(state)
+  first = jax.device_get(models[0].to_canonical(state))
+  for step, (model, following) in enumerate(itertools.pairwise(models), 1):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(step, model.to_canonical(state), input_state={})
+    checkpointer.close()
+    state = following.from_canonical(Checkpointer(tmp_path).restore(following.canonical_state).state)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, state, following.padded_state))
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.shape == b.shape, state, following.padded_state))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(following.to_canonical(state)), first)
+
+
+def _fill(state):
+  """The state with another number in each element, for a fresh optimizer's zeros would agree in any order."""
+
+  def fill(leaf):
+    return leaf + jax.numpy.arange(leaf.size, dtype='int32').reshape(leaf.shape).astype(leaf.dtype)
+
+  return jax.tree.map(fill, state)
