@@ -26,7 +26,7 @@ class Exchange:
   Attributes:
     axes: their mesh axes, the slowest first.
     num_devices: X.
-    platform: 'cpu', 'gpu' or 'tpu'.
+    platform: 'cpu', 'gpu' or 'tpu'; None where the mesh is abstract.
     capacity_factor: the room in buffers of fixed size, in multiples of what balanced routing fills; None for the worst
       case.
     all_axes: all mesh axes over which anything differs, `axes` among them.
@@ -34,7 +34,7 @@ class Exchange:
 
   axes: Axes
   num_devices: int
-  platform: str
+  platform: str | None
   capacity_factor: float | None
   all_axes: Axes
 

@@ -66,7 +66,7 @@ def apply_experts(
   exchange = Exchange(
     axes=layout.exchange,
     num_devices=num_parts(layout.exchange, axis_sizes),
-    platform=scope.mesh.devices.flat[0].platform,
+    platform=scope.mesh.devices.flat[0].platform if isinstance(scope.mesh, Mesh) else None,
     capacity_factor=capacity_factor,
     all_axes=layout.all_axes,
   )
@@ -100,6 +100,8 @@ def apply_experts(
       y = _sum_parts(layout.summed, num_parts(layout.summed, axis_sizes), y)
     return y.reshape(shape), statistics
 
+  if layout.up_embed or layout.down_embed:
+    apply_on_device = jax.checkpoint(apply_on_device, policy=_keep_all_but_gathered_weights, prevent_cse=False)
   mesh, axis_names = _mesh_and_free_axes(scope.mesh, layout, x)
   y, statistics = jax.shard_map(
     apply_on_device,
@@ -134,6 +136,15 @@ def _gather_embed(weights: ExpertWeights, layout: ExpertLayout, model_dim: int) 
     lambda weight: gather(weight, layout.up_embed, 1),
     lambda weight: gather(weight, layout.down_embed, 2),
   )
+
+
+def _keep_all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+  """A checkpoint policy: weights are gathered again in the backward pass. Kept for all layers, they would not be FSDP.
+
+  Tokens are gathered along dim 0, weights never; a slice removes the weights' padding.
+  """
+  is_weight = primitive.name == 'all_gather' and params['all_gather_dimension'] > 0
+  return not is_weight and primitive.name != 'slice'
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

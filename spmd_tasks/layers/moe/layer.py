@@ -72,6 +72,11 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       )
     if self.shared_combination not in ('sum', 'mean'):
       raise ValueError(f"shared_combination={self.shared_combination!r} must be 'sum' or 'mean'.")
+    if self.shared_combination == 'mean' and not hasattr(self.router, 'num_selected'):
+      raise ValueError(
+        f"shared_combination='mean' needs a router with num_selected, not a {type(self.router).__name__}: where "
+        "experts choose, take 'sum'."
+      )
     super().__post_init__()
 
   @nn.compact

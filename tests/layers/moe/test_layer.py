@@ -1,0 +1,135 @@
+"""MixtureOfExperts as a block's sublayer: one expert is the dense network, and what is shared comes on top."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
+from spmd_tasks.layers.moe.capacity_einsum import CapacityEinsum
+from spmd_tasks.layers.moe.capacity_gather import CapacityGather
+from spmd_tasks.layers.moe.dropless import Dropless
+from spmd_tasks.layers.moe.expert_choice import ExpertChoiceRouter
+from spmd_tasks.layers.moe.experts import Experts
+from spmd_tasks.layers.moe.layer import MixtureOfExperts
+from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+
+B, T, D, F, E = 2, 6, 8, 12, 4
+SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]], jnp.int32)
+
+
+def make_layer(num_experts=E, num_selected=2, gated=True, activation='silu', **fields):
+  return MixtureOfExperts(
+    router=TopKRouter(num_experts=num_experts, num_selected=num_selected, normalize_gates=1.0),
+    experts=Experts(num_experts=num_experts, hidden_dim=F, gated=gated, activation=activation),
+    **fields,
+  )
+
+
+def tokens(rng):
+  return jnp.asarray(rng.normal(size=(B, T, D)).astype(np.float32))
+
+
+def weights_of(layer, x):
+  return unbox_weights(layer.init(jax.random.key(0), x)['params'])
+
+
+@pytest.mark.parametrize('computation', [Dropless(), CapacityEinsum(capacity_factor=1.0), CapacityGather()], ids=str)
+@pytest.mark.parametrize('gated', [True, False])
+def test_one_expert_is_the_dense_network(computation, gated, rng):
+  """Values and gradients, by x and by every weight of the network."""
+  x, mask = tokens(rng), (SEGMENTS != 0)[..., None]
+  layer = make_layer(num_experts=1, num_selected=1, gated=gated, activation='gelu', computation=computation)
+  dense = (GatedFeedForward if gated else FeedForward)(hidden_dim=F, activation='gelu')
+  weights = weights_of(layer, x)
+  dense_weights = {name: {'kernel': weight[0]} for name, weight in weights['experts'].items()}
+
+  @jax.jit
+  def sparse_loss(x, experts):
+    y, _ = layer.apply({'params': weights | {'experts': experts}}, x, SEGMENTS, train=True)
+    return jnp.sum(jnp.sin(y)), y
+
+  @jax.jit
+  def dense_loss(x, weights):
+    y, _ = dense.apply({'params': weights}, x)
+    y = jnp.where(mask, y, 0.0)
+    return jnp.sum(jnp.sin(y)), y
+
+  (_, y), (d_x, d_experts) = jax.value_and_grad(sparse_loss, (0, 1), has_aux=True)(x, weights['experts'])
+  (_, expected), (d_x_expected, d_dense) = jax.value_and_grad(dense_loss, (0, 1), has_aux=True)(x, dense_weights)
+  np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(d_x, d_x_expected, rtol=1e-5, atol=1e-6)
+  for name, gradient in d_experts.items():
+    np.testing.assert_allclose(gradient[0], d_dense[name]['kernel'], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize('combination', ['sum', 'mean'])
+def test_shared_expert_and_bias_come_on_top(combination, rng):
+  x = tokens(rng)
+  routed_only = make_layer()
+  shared = GatedFeedForward(hidden_dim=F)
+  layer = make_layer(shared_expert=shared, shared_combination=combination, output_bias=True)
+  weights = weights_of(layer, x)
+  weights['bias'] = jnp.arange(D, dtype=jnp.float32)
+  y, _ = layer.apply({'params': weights}, x)
+  routed, _ = routed_only.apply({'params': {name: weights[name] for name in ('router', 'experts')}}, x)
+  dense, _ = shared.apply({'params': weights['shared_expert']}, x)
+  expected = dense + routed if combination == 'sum' else (dense + 2 * routed) / 3
+  np.testing.assert_allclose(y, np.asarray(expected) + np.arange(D), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_declared_by_expert(rng):
+  layer = make_layer(output_bias=True, shared_expert=GatedFeedForward(hidden_dim=F))
+  specs = weight_specs(jax.eval_shape(layer.init, jax.random.key(0), tokens(rng))['params'])
+  assert {name: spec.shape for name, spec in specs['experts'].items()} == {
+    'up': (E, D, F),
+    'gate': (E, D, F),
+    'down': (E, F, D),
+  }
+  assert all(spec.tags == ('expert',) for spec in specs['experts'].values())
+  assert specs['experts']['down'].split_dims == ('expert', 'expert_mlp', 'expert_embed')
+  assert specs['bias'].split_dims == (None,)
+
+
+def test_experts_start_different_at_the_scale_of_a_dense_network(rng):
+  up = Experts(num_experts=3, hidden_dim=2000).init(jax.random.key(0), 50)['params']['up'].value
+  np.testing.assert_allclose(np.std(up, axis=(1, 2)), 50**-0.5, rtol=0.02)
+  assert not np.allclose(up[0], up[1])
+
+
+def test_the_values_of_a_layer(rng):
+  layer = make_layer(computation=CapacityGather(capacity_factor=0.5, min_capacity=1))
+  x = tokens(rng)
+  _, aux = layer.apply({'params': weights_of(layer, x)}, x, SEGMENTS)
+  values = aux['routing'].values()
+  assert {'load_balance_loss', 'router_z_loss', 'expert_load', 'max_expert_load', 'router_entropy'} <= values.keys()
+  assert {'router_confidence', 'fraction_dropped', 'expert_usage'} <= values.keys()
+  assert aux['routing'].num_tokens == 11
+  np.testing.assert_allclose(jnp.sum(values['expert_load']), 1.0, rtol=1e-6)
+  assert 0 < values['fraction_dropped'] < 1
+
+
+@pytest.mark.parametrize(
+  'make, message',
+  [
+    (
+      lambda: MixtureOfExperts(
+        router=TopKRouter(num_experts=4, num_selected=1), experts=Experts(num_experts=8, hidden_dim=F)
+      ),
+      'router.num_experts=4 and experts.num_experts=8 must be equal',
+    ),
+    (lambda: make_layer(shared_combination='max'), "shared_combination='max' must be 'sum' or 'mean'"),
+    (
+      lambda: MixtureOfExperts(
+        router=ExpertChoiceRouter(num_experts=E),
+        experts=Experts(num_experts=E, hidden_dim=F),
+        shared_combination='mean',
+      ),
+      'needs a router with num_selected, not a ExpertChoiceRouter',
+    ),
+  ],
+)
+def test_settings_that_do_not_fit_are_refused(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()
