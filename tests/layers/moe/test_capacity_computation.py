@@ -1,6 +1,7 @@
 """Both forms of the capacity computation: against loops in float64, against a dense network, and over meshes."""
 
 import collections
+import contextlib
 import functools
 import re
 
@@ -156,8 +157,31 @@ def test_one_expert_is_the_dense_network(form, gated, rng):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+# Name -> (axis names and sizes, rules, all-to-alls and all-gathers in the step, forward and backward).
+MESHES = {
+  'T5X: experts 4, data 2': (
+    {'expert_axis': 4, 'data': 2}, {'batch': ('expert_axis', 'data'), 'expert': 'expert_axis'}, 4, 0
+  ),
+  'experts over the data axis, hidden dim over mdl': (
+    {'data': 4, 'mdl': 2}, {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'}, 4, 0
+  ),
+  'hidden sharding': (
+    {'data': 4, 'mdl': 2}, {'batch': ('mdl', 'data'), 'expert': 'data', 'expert_mlp': 'mdl'}, 4, 2
+  ),
+  'experts over two axes': ({'a': 4, 'b': 2}, {'batch': ('b', 'a'), 'expert': ('a', 'b')}, 8, 0),
+  'experts beside the batch': ({'data': 2, 'mdl': 4}, {'batch': 'data', 'expert': 'mdl'}, 0, 2),
+}  # fmt: skip
+UNSHARDED = dict.fromkeys(('batch', 'seq', 'act_embed', 'expert', 'expert_embed', 'expert_mlp'))
+
+
+def mesh_and_rules(axes, rules):
+  mesh = Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
+  return mesh, tuple((UNSHARDED | rules).items())
+
+
 @both_forms
-def test_experts_that_chose_their_tokens(form, rng):
+@pytest.mark.parametrize('mesh_name', [None, 'T5X: experts 4, data 2'])
+def test_experts_that_chose_their_tokens(mesh_name, form, rng):
   """Groups of 8 tokens over rows of 6; a token may be in several slots, or in none, and slots may be empty."""
   x, cotangent = rng.normal(size=(2, 4, 6, 2))
   up, down, _ = weights = draw_weights(rng, num_experts=3, model_dim=2, hidden_dim=3, gated=False)
@@ -184,9 +208,10 @@ def test_experts_that_chose_their_tokens(form, rng):
     y, statistics = form()(x, routing, weights, train=True)
     return jnp.sum(y * cotangent), (y, statistics)
 
-  (d_x, d_gates, d_weights), (y, statistics) = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(
-    jnp.asarray(x, jnp.float32), jnp.asarray(gates, jnp.float32), expert_weights(*weights)
-  )
+  with contextlib.nullcontext() if mesh_name is None else sharding_scope(*mesh_and_rules(*MESHES[mesh_name][:2])):
+    (d_x, d_gates, d_weights), (y, statistics) = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(
+      jnp.asarray(x, jnp.float32), jnp.asarray(gates, jnp.float32), expert_weights(*weights)
+    )
   np.testing.assert_allclose(y, reference(*arrays), rtol=1e-5, atol=1e-5)
   for actual, gradient in zip((d_x, d_gates, d_weights.up, d_weights.down), expected, strict=True):
     np.testing.assert_allclose(actual, gradient, rtol=1e-4, atol=1e-5)
@@ -221,21 +246,6 @@ def test_bfloat16_weights_keep_the_type_of_x(form, rng):
   np.testing.assert_allclose(y, expected, atol=0.05)
 
 
-# Name -> (axis names and sizes, rules, all-to-alls and all-gathers in the step, forward and backward).
-MESHES = {
-  'T5X: experts 4, data 2': (
-    {'expert_axis': 4, 'data': 2}, {'batch': ('expert_axis', 'data'), 'expert': 'expert_axis'}, 4, 0
-  ),
-  'experts over the data axis, hidden dim over mdl': (
-    {'data': 4, 'mdl': 2}, {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'}, 4, 0
-  ),
-  'hidden sharding': (
-    {'data': 4, 'mdl': 2}, {'batch': ('mdl', 'data'), 'expert': 'data', 'expert_mlp': 'mdl'}, 4, 2
-  ),
-  'experts over two axes': ({'a': 4, 'b': 2}, {'batch': ('b', 'a'), 'expert': ('a', 'b')}, 8, 0),
-  'experts beside the batch': ({'data': 2, 'mdl': 4}, {'batch': 'data', 'expert': 'mdl'}, 0, 2),
-}  # fmt: skip
-UNSHARDED = dict.fromkeys(('batch', 'seq', 'act_embed', 'expert', 'expert_embed', 'expert_mlp'))
 NUM_ROWS, LENGTH, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM = 9, 6, 6, 4, 7
 
 
@@ -244,8 +254,7 @@ NUM_ROWS, LENGTH, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM = 9, 6, 6, 4, 7
 def test_eight_devices_compute_what_one_does(case, form, rng):
   """9 rows and 6 experts, which no mesh here divides. Tokens move by all-to-alls, and weights not at all."""
   axes, rules, num_all_to_alls, num_all_gathers = case
-  mesh = Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
-  rules = tuple((UNSHARDED | rules).items())
+  mesh, rules = mesh_and_rules(axes, rules)
   x, cotangent = rng.normal(size=(2, NUM_ROWS, LENGTH, MODEL_DIM))
   scores, expert_ids, gates = draw_routing(rng, x.shape[:2], NUM_EXPERTS, with_padding=True)
   weights = draw_weights(rng, num_experts=NUM_EXPERTS, model_dim=MODEL_DIM, hidden_dim=HIDDEN_DIM, gated=True)
