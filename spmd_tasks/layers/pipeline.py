@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from spmd_tasks.layers.pipeline_1f1b import run_one_forward_one_backward
 from spmd_tasks.layers.pipeline_loop import run_loop
-from spmd_tasks.layers.pipeline_microbatches import microbatch_layout
+from spmd_tasks.layers.pipeline_microbatches import check_microbatches_divide, microbatch_layout
 from spmd_tasks.layers.pipeline_schedule import SCHEDULES, Schedule, ScheduleName
 from spmd_tasks.layers.pipeline_stage import Microbatch, Stage, StageWeights
 from spmd_tasks.layers.remat import remat_policy
@@ -117,7 +117,9 @@ class PipelinedStack(WithSublayers, kw_only=True):
     if not counts:
       logging.info('%d rows cannot be cut for %d stages: layers run in sequence.', batch_size, num_stages)
       return None
-    return Schedule(num_stages=num_stages, num_microbatches=counts[0], num_repeats=self.num_repeats)
+    schedule = Schedule(num_stages=num_stages, num_microbatches=counts[0], num_repeats=self.num_repeats)
+    check_microbatches_divide(batch_size, counts[0])
+    return schedule
 
   def _in_sequence(self, x, segment_ids, segment_pos, train):
     layers = scan_layers(num_layers=self.num_layers, scan=True, remat_policy_name=self.remat_policy, train=train)
