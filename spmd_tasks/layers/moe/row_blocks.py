@@ -95,10 +95,10 @@ def for_each_block(
 
     return jax.lax.fori_loop(lower, upper, step, carry)
 
-  # The groups in the order of their rests' sizes, those without a rest before all others.
-  size_index = jnp.where(rest > 0, jnp.searchsorted(jnp.array(sizes, jnp.int32), rest).astype(jnp.int32), -1)
-  order = jnp.argsort(size_index)
-  size_bounds = jnp.sum(size_index[:, None] < jnp.arange(len(sizes) + 1), axis=0, dtype=jnp.int32)
+  # The groups by their rests, those without one first; each size's are contiguous.
+  order = jnp.argsort(rest)
+  thresholds = jnp.array((0, *sizes), jnp.int32)
+  size_bounds = jnp.sum(rest[:, None] <= thresholds[None, :], axis=0, dtype=jnp.int32)
 
   def locate_rest(i):
     group = order[i]
