@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 
 from spmd_tasks.layers.initializers import FanInNormal
+from spmd_tasks.layers.kv_cache import attend_to_cache, is_decoding
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.positions import Rotary
@@ -28,7 +29,8 @@ class Attention(nn.Module, kw_only=True):
   """Self-attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
 
   Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`). Query head h reads
-  key/value head h // (H // G). The softmax is float32 whatever the dtype.
+  key/value head h // (H // G). The softmax is float32 whatever the dtype. While text is generated, keys and values
+  stay in the collection `cache` (kv_cache.py).
 
   Fields:
     num_heads: H.
@@ -97,7 +99,8 @@ class Attention(nn.Module, kw_only=True):
       train: unused here; part of the signature of every sublayer.
 
     Raises:
-      ValueError: the head counts or dims do not fit each other, or rotary positions are missing.
+      ValueError: the head counts or dims do not fit each other, rotary positions are missing, or text is generated
+        with an attention that is not causal.
     """
     del train
     head_dim, num_kv_heads = self._head_dim(x.shape[-1]), self._num_kv_heads()
@@ -124,9 +127,16 @@ class Attention(nn.Module, kw_only=True):
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
-    mask = None if segment_ids is None else segment_mask(segment_ids)
+    mask, causal = None if segment_ids is None else segment_mask(segment_ids), self.causal
+    if is_decoding(self):
+      if not causal:
+        raise ValueError('causal=False: text can only be generated where no token sees what comes after it.')
+      cached = attend_to_cache(self, key, value, segment_ids, segment_pos, self.kv_activation_split_dims)
+      if cached is not None:
+        key, value, mask = cached
+        causal = False  # the mask says it, by position
     attended = jax.nn.dot_product_attention(
-      query, key, value, mask=mask, is_causal=self.causal, implementation=self.implementation
+      query, key, value, mask=mask, is_causal=causal, implementation=self.implementation
     )
     return Linear(
       output_dims=x.shape[-1],

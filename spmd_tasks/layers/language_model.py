@@ -37,7 +37,8 @@ class LanguageModel(WithSublayers, kw_only=True):
     Args:
       batch: `ids` int32 [B, T], and optionally `segment_ids` and `segment_pos` (both int32 [B, T]): the document of
         each token (0: padding) and the position in it. Without `segment_ids` a row is one document; without
-        `segment_pos` positions count from the start of the row.
+        `segment_pos` positions count from the start of the row. `logit_columns` int32 [B, n] are those of the T columns
+        whose logits are wanted, [B, n, V]; without it all are.
       train: whether dropout is on; it then needs the rng `dropout`.
 
     Raises:
@@ -52,4 +53,6 @@ class LanguageModel(WithSublayers, kw_only=True):
     if self.positions is not None:
       x = self.positions(x, segment_pos)
     x, aux = self.stack(x, segment_ids, segment_pos, train=train)
+    if 'logit_columns' in batch:
+      x = jnp.take_along_axis(x, batch['logit_columns'][:, :, None], axis=1)
     return {'logits': self.embedding.attend(self.final_norm(x)), 'aux': dict(aux)}

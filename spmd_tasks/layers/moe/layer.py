@@ -11,12 +11,14 @@ Shapes: B batch, T sequence, D model, E experts, k choices per token.
 stands wherever a block takes its `ffn`.
 """
 
+import dataclasses
 from typing import Literal, Protocol
 
 import flax.linen as nn
 import jax
 
 from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.layers.kv_cache import is_decoding
 from spmd_tasks.layers.moe.balance import RoutingSums, routing_sums
 from spmd_tasks.layers.moe.bias_balancing import attach_balance_gradient
 from spmd_tasks.layers.moe.dropless import Dropless
@@ -41,6 +43,9 @@ class ExpertComputation(Protocol):
 
 class MixtureOfExperts(WithSublayers, kw_only=True):
   """Router, experts and what is shared by all tokens. Weights under `router`, `experts`, `shared_expert`, `bias`.
+
+  Text is generated without dropping tokens, whatever `computation` is: with a capacity, what a request gets would
+  depend on the requests beside it.
 
   Fields:
     router: router(x, token_mask, train=...) -> RouterOutput.
@@ -86,11 +91,17 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     """Returns ([B, T, D], {'routing': sums}); tokens of segment 0 are padding and meet no routed expert.
 
     Of the sums' values, `load_balance_loss` and `router_z_loss` enter the loss by its `aux_loss_weights`.
+
+    Raises:
+      ValueError: text is generated with a router that looks ahead.
     """
+    decoding = is_decoding(self)
     token_mask = None if segment_ids is None else segment_ids != 0
     routing = self.router(x, token_mask, train=train)
-    sums = routing_sums(routing, num_shards=self.load_balance_shards, divide_by_k=self.load_balance_divide_by_k)
-    y, fractions = self.computation(x, routing, self.experts(x.shape[-1]), train=train)
+    num_shards = 1 if decoding else self.load_balance_shards
+    sums = routing_sums(routing, num_shards=num_shards, divide_by_k=self.load_balance_divide_by_k)
+    computation = self._without_drops(routing) if decoding else self.computation
+    y, fractions = computation(x, routing, self.experts(x.shape[-1]), train=train)
     if train and routing.balance_bias is not None:
       y = attach_balance_gradient(y, routing.balance_bias, sums)
     if self.shared_expert is not None:
@@ -106,3 +117,13 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       )
       y = y + bias.astype(y.dtype)[None, None, :]
     return y, {'routing': sums.with_fractions(fractions)}
+
+  def _without_drops(self, routing: RouterOutput) -> ExpertComputation:
+    if routing.expert_ids is None:
+      raise ValueError(
+        f'{type(self.router).__name__} lets experts choose among all tokens of a text, those to come included: such a '
+        'model cannot generate text token by token. Train it with a TopKRouter.'
+      )
+    if isinstance(self.computation, Dropless):
+      return dataclasses.replace(self.computation, capacity_factor=None)
+    return Dropless()
