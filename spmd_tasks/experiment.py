@@ -183,6 +183,10 @@ class Experiment(_FrozenFields, abc.ABC):
       if shape is not None and not (isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)):
         raise ValueError(f'{name} = {shape!r} must be a tuple of integers, one per mesh axis {self.mesh_axis_names}.')
     self.mesh_spec()
+    if self.axis_rules == DEFAULT_AXIS_RULES:
+      # A mesh axis named `expert` is what splits a dim of that name.
+      rules = tuple((name, axes) for name, axes in DEFAULT_AXIS_RULES if name not in self.mesh_axis_names)
+      object.__setattr__(self, 'axis_rules', rules)
     check_axis_rules(self.axis_rules, self.mesh_axis_names)
     for name in ('num_train_steps', 'log_every_steps', 'checkpoint_max_to_keep', 'prefetch_batches'):
       if not _is_positive(getattr(self, name)):

@@ -197,6 +197,15 @@ def test_settings_that_do_not_fit_are_refused_by_name(fields, message):
     Base(**fields)
 
 
+def test_a_mesh_axis_takes_the_place_of_a_default_rule_of_its_name():
+  fields = {'mesh_axis_names': ('replica', 'data', 'expert', 'mdl'), 'ici_mesh_shape': (1, 1, 1, 1)}
+  rules = dict(Base(**fields).axis_rules)
+  assert 'expert' not in rules
+  assert rules['mlp'] == 'mdl'
+  with pytest.raises(ValueError, match="axis rule 'expert' has the name of a mesh axis"):
+    Base(**fields, axis_rules=(('expert', 'data'),))
+
+
 def test_the_mesh_spec_is_that_of_the_fields():
   experiment = Base(ici_mesh_shape=(1, 2, 4), dcn_mesh_shape=(2, 1, 1))
   assert experiment.mesh_spec() == MeshSpec(

@@ -27,6 +27,9 @@ _EXPERT_4 = data_expert_model_axes(
   num_devices=8, num_expert_partitions=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
 )
 _TWO_DATA_AXES = data_model_axes(num_devices=8, num_experts=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES)
+_EXPERT_4_MDL_2 = data_expert_model_axes(
+  num_devices=8, num_expert_partitions=4, num_partitions=2, base_rules=DEFAULT_AXIS_RULES
+)
 # 256 chips: 8 data x 8 expert x 4 mdl.
 _POD = data_expert_model_axes(num_devices=256, num_expert_partitions=8, num_partitions=4, base_rules=DEFAULT_AXIS_RULES)
 
@@ -104,16 +107,16 @@ class SwitchTiny(MoeLanguageModel):
 
 @register
 class UnevenExperts(MoeLanguageModel):
-  """6 experts over an expert axis of 4, dims (30, 3 heads, 90, 259) that nothing divides; mesh data 2 x expert 4."""
+  """6 experts over an expert axis of 4; 3 heads, 91 hidden dims and 259 tokens over a mdl axis of 2."""
 
-  mesh_axis_names = _EXPERT_4.mesh_axis_names
-  ici_mesh_shape = _EXPERT_4.ici_mesh_shape
-  axis_rules = _EXPERT_4.axis_rules
+  mesh_axis_names = _EXPERT_4_MDL_2.mesh_axis_names
+  ici_mesh_shape = _EXPERT_4_MDL_2.ici_mesh_shape
+  axis_rules = _EXPERT_4_MDL_2.axis_rules
   num_experts = 6
   model_dims = 30
   num_layers = 3
   num_heads = 3
-  hidden_dims = 90
+  hidden_dims = 91
   seq_len = 64
   batch_size = 8
   num_train_steps = 100
@@ -156,7 +159,7 @@ class Mixtral8x7B(MoeLanguageModel):
 
 @register
 class FineGrained16B(Mixtral8x7B):
-  """64 small experts, top 6, and a shared one, balanced by bias (DeepSeekMoE; DeepSeek-V3's router); 256 chips."""
+  """16.7B parameters, 64 small experts and a shared one (DeepSeekMoE), balanced by bias (DeepSeek-V3); 256 chips."""
 
   vocab_size = 102_400
   model_dims = 2048

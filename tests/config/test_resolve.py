@@ -86,7 +86,7 @@ def test_a_part_path_wins_over_the_experiment_field_it_came_from():
 
 
 def test_overrides_that_only_fit_together_are_checked_together():
-  overrides = ['mesh_axis_names=replica,data,stage,mdl', 'ici_mesh_shape=1,2,2,2']
+  overrides = ['mesh_axis_names=replica,data,expert,mdl', 'ici_mesh_shape=1,2,2,2']
   assert resolve(Small, overrides).experiment.ici_mesh_shape == (1, 2, 2, 2)
   # One built object, whose `low` must not be above its `high`.
   job = resolve(Small, ['task.optimizer.low=5', 'task.optimizer.high=6']).build()
