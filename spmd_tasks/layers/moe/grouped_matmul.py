@@ -55,9 +55,21 @@ def grouped_matmul(
   multiply = GROUPED_MATMUL_BACKENDS[resolve_backend(backend)]
   if multiply is multiply_by_loop:  # it neither reads nor writes rows past the groups' end
     return multiply(rows, weights, group_sizes)
-  in_a_group = (jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes))[:, None]
-  zero = jnp.zeros((), rows.dtype)
-  return jnp.where(in_a_group, multiply(jnp.where(in_a_group, rows, zero), weights, group_sizes), zero)
+  num_used = jnp.sum(group_sizes)
+  return _clear_rows_from(num_used, multiply(_clear_rows_from(num_used, rows), weights, group_sizes))
+
+
+@jax.custom_vjp
+def _clear_rows_from(start: jax.Array, rows: jax.Array) -> jax.Array:
+  """`rows` [R, N] with zeros from row `start` on, and so its gradient. Left to autodiff, a mask [R, N] is saved."""
+  keep = jnp.arange(rows.shape[0], dtype=jnp.int32) < start
+  return jnp.where(keep[:, None], rows, jnp.zeros((), rows.dtype))
+
+
+_clear_rows_from.defvjp(
+  lambda start, rows: (_clear_rows_from(start, rows), start),
+  lambda start, d_rows: (None, _clear_rows_from(start, d_rows)),
+)
 
 
 def resolve_backend(backend: str | None) -> str:

@@ -1,0 +1,159 @@
+"""The experts' networks over sorted rows against float64, forward and all gradients.
+
+Shapes: R = 64 rows, E = 4 experts, D = 6 model, F = 10 ffn, L = 3 layers.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.moe.expert_ffn import grouped_ffn
+from spmd_tasks.layers.moe.experts import ExpertWeights
+
+NUM_ROWS, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM, NUM_LAYERS = 64, 4, 6, 10, 3
+GROUP_SIZES = {
+  'balanced': (16, 16, 16, 16),
+  'skewed': (37, 3, 20, 4),
+  'one has all': (0, 0, 64, 0),
+  'none has any': (0, 0, 0, 0),
+  'rows past the end': (5, 9, 0, 13),
+}
+TOLERANCES = {'float32': 1e-5, 'bfloat16': 4e-2}  # of the largest value; bfloat16 rounds the hidden layer too
+VARIANTS = [('relu', False), ('silu', True)]  # activation, gated
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+# The activations and their derivatives, in float64.
+ACTIVATIONS = {
+  'relu': (lambda x: np.maximum(x, 0), lambda x: (x > 0).astype(float)),
+  'silu': (lambda x: x * sigmoid(x), lambda x: sigmoid(x) * (1 + x * (1 - sigmoid(x)))),
+}
+
+
+def reference(activation, group_sizes, rows, up, down, gate, d_result):
+  """The result and the gradients of rows, up, down and gate (None for a plain network), expert by expert."""
+  act, act_derivative = ACTIVATIONS[activation]
+  result, d_rows, d_up, d_down = (np.zeros_like(x) for x in (rows, rows, up, down))
+  d_gate = None if gate is None else np.zeros_like(gate)
+  ends = np.cumsum(group_sizes)
+  for e, (start, end) in enumerate(zip(ends - group_sizes, ends)):
+    x, dy, linear = rows[start:end], d_result[start:end], rows[start:end] @ up[e]
+    activated = linear if gate is None else x @ gate[e]
+    factor = 1 if gate is None else linear
+    hidden, d_hidden = act(activated) * factor, dy @ down[e].T
+    d_activated = d_hidden * factor * act_derivative(activated)
+    result[start:end] = hidden @ down[e]
+    d_down[e] = hidden.T @ dy
+    if gate is None:
+      d_up[e] = x.T @ d_activated
+      d_rows[start:end] = d_activated @ up[e].T
+    else:
+      d_linear = d_hidden * act(activated)
+      d_up[e], d_gate[e] = x.T @ d_linear, x.T @ d_activated
+      d_rows[start:end] = d_linear @ up[e].T + d_activated @ gate[e].T
+  return result, d_rows, d_up, d_down, d_gate
+
+
+def make_weights(rng, activation, gated, dtype='float32'):
+  up, gate = (jnp.asarray(rng.standard_normal((NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM)) * 0.4, dtype) for _ in range(2))
+  down = jnp.asarray(rng.standard_normal((NUM_EXPERTS, HIDDEN_DIM, MODEL_DIM)) * 0.3, dtype)
+  return ExpertWeights(
+    up=up, down=down, gate=gate if gated else None, activation=activation, up_split_dims=None, down_split_dims=None
+  )
+
+
+def make_rows(rng, dtype='float32'):
+  return jnp.asarray(rng.standard_normal((NUM_ROWS, MODEL_DIM)), dtype)
+
+
+@functools.cache
+def compiled(backend, recompute_activation):
+  """The result and the gradients, jitted: sizes are arguments, so that all cases share one compilation."""
+
+  def run(rows, group_sizes, weights, d_result):
+    def ffn(rows, weights):
+      return grouped_ffn(rows, group_sizes, weights, recompute_activation=recompute_activation, backend=backend)
+
+    result, pull_back = jax.vjp(ffn, rows, weights)
+    return result, *pull_back(d_result)
+
+  return jax.jit(run)
+
+
+def assert_equals_reference(actual, group_sizes, rows, weights, d_result):
+  """`actual` is (result, d_rows, d_weights)."""
+  result, d_rows, d_weights = actual
+  as_float64 = lambda x: None if x is None else np.asarray(x, np.float64)
+  arrays = (rows, weights.up, weights.down, weights.gate, d_result)
+  expected = reference(weights.activation, np.array(group_sizes), *map(as_float64, arrays))
+  ours = (result, d_rows, d_weights.up, d_weights.down, d_weights.gate)
+  for name, x, y in zip(('result', 'd_rows', 'd_up', 'd_down', 'd_gate'), ours, expected, strict=True):
+    if y is None:
+      assert x is None
+      continue
+    assert x.dtype == rows.dtype
+    tolerance = TOLERANCES[str(rows.dtype)] * max(1.0, np.abs(y).max())
+    np.testing.assert_allclose(as_float64(x), y, atol=tolerance, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize('name', GROUP_SIZES)
+@pytest.mark.parametrize('activation, gated', VARIANTS)
+@pytest.mark.parametrize(
+  'backend, recompute_activation, dtype',
+  [('loop', False, 'float32'), ('loop', True, 'bfloat16'), ('ragged_dot', False, 'bfloat16'),
+   ('ragged_dot', True, 'float32')],
+)  # fmt: skip
+def test_equals_float64_reference(rng, backend, recompute_activation, dtype, activation, gated, name):
+  rows, d_result, weights = make_rows(rng, dtype), make_rows(rng, dtype), make_weights(rng, activation, gated, dtype)
+  sizes = GROUP_SIZES[name]
+  actual = compiled(backend, recompute_activation)(rows, jnp.array(sizes, jnp.int32), weights, d_result)
+  assert_equals_reference(actual, sizes, rows, weights, d_result)
+
+
+@pytest.mark.parametrize('backend', ['loop', 'ragged_dot'])
+def test_rows_past_the_end_may_hold_anything(rng, backend):
+  rows, d_result, weights = make_rows(rng), make_rows(rng), make_weights(rng, 'silu', True)
+  sizes = GROUP_SIZES['rows past the end']
+  spoilt_rows, spoilt_d_result = (x.at[sum(sizes) :].set(np.nan) for x in (rows, d_result))
+  actual = compiled(backend, False)(spoilt_rows, jnp.array(sizes, jnp.int32), weights, spoilt_d_result)
+  assert_equals_reference(actual, sizes, rows, weights, d_result)
+
+
+@pytest.mark.parametrize('backend', ['loop', 'ragged_dot'])
+@pytest.mark.parametrize('gated', [False, True])
+def test_recomputing_saves_rows_and_pre_activation_only(rng, backend, gated):
+  """Counts the arrays of the hidden layer's shape that the backward pass keeps, as arrays in jax.vjp's pull-back."""
+  rows, weights, sizes = make_rows(rng), make_weights(rng, 'silu', gated), jnp.array(GROUP_SIZES['skewed'])
+  ffn = functools.partial(grouped_ffn, recompute_activation=True, backend=backend)
+  _, pull_back = jax.vjp(lambda rows: ffn(rows, sizes, weights), rows)
+  saved = [x for x in jax.tree.leaves(pull_back) if x.shape == (NUM_ROWS, HIDDEN_DIM)]
+  assert sum(np.any(x) for x in saved) == 1 + gated  # without jit, ragged_dot's gradient also keeps a zero as an array
+
+
+def test_within_scan_and_remat(rng):
+  """Layers of a scanned, rematerialised stack equal the same layers one after the other."""
+  rows, sizes = make_rows(rng), jnp.array(GROUP_SIZES['rows past the end'], jnp.int32)
+  layers = [make_weights(rng, 'silu', True) for _ in range(NUM_LAYERS)]
+  stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+
+  def layer(x, weights):
+    return x + grouped_ffn(x, sizes, weights, backend='loop')
+
+  def scanned(rows, stacked):
+    step = jax.checkpoint(lambda x, weights: (layer(x, weights), None))
+    return jnp.sum(jnp.sin(jax.lax.scan(step, rows, stacked)[0]))
+
+  def unrolled(rows, layers):
+    return jnp.sum(jnp.sin(functools.reduce(layer, layers, rows)))
+
+  loss, (d_rows, d_stacked) = jax.jit(jax.value_and_grad(scanned, argnums=(0, 1)))(rows, stacked)
+  expected, (expected_d_rows, d_layers) = jax.jit(jax.value_and_grad(unrolled, argnums=(0, 1)))(rows, layers)
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  np.testing.assert_allclose(d_rows, expected_d_rows, atol=1e-5)
+  jax.tree.map(lambda x, *ys: np.testing.assert_allclose(x, np.stack(ys), atol=1e-5), d_stacked, *d_layers)

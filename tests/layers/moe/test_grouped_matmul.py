@@ -1,0 +1,140 @@
+"""Every backend of the grouped matmul is the same mathematics, forward and backward.
+
+Shapes: R = 64 rows, E = 4 groups, K = 6 in, N = 5 out.
+"""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.moe import grouped_matmul as grouped_matmul_module
+from spmd_tasks.layers.moe.grouped_matmul import best_backend, grouped_matmul
+
+NUM_ROWS, NUM_GROUPS, NUM_INPUTS, NUM_OUTPUTS = 64, 4, 6, 5
+GROUP_SIZES = {
+  'balanced': (16, 16, 16, 16),
+  'skewed': (37, 3, 20, 4),
+  'empty groups': (0, 30, 0, 34),
+  'one has all': (0, 0, 64, 0),
+  'none has any': (0, 0, 0, 0),
+  'rows past the end': (5, 9, 0, 13),
+}
+TOKAMAX = pytest.param('tokamax', marks=pytest.mark.skipif(not importlib.util.find_spec('tokamax'), reason='optional'))
+BACKENDS = ['loop', 'ragged_dot', TOKAMAX]
+TOLERANCES = {'float32': 1e-5, 'bfloat16': 2e-2}  # of the largest value; the reference reads the same rounded inputs
+
+
+@functools.cache
+def compiled(backend):
+  """The result and both gradients, jitted: sizes are arguments, so that all cases share one compilation."""
+
+  def run(rows, weights, group_sizes, d_result):
+    multiply = functools.partial(grouped_matmul, group_sizes=group_sizes, backend=backend)
+    result, pull_back = jax.vjp(multiply, rows, weights)
+    return result, *pull_back(d_result)
+
+  return jax.jit(run)
+
+
+def reference(rows, weights, group_sizes, d_result):
+  """The same in float64, row by row."""
+  result, d_rows, d_weights = np.zeros_like(d_result), np.zeros_like(rows), np.zeros_like(weights)
+  for row, group in enumerate(np.repeat(np.arange(NUM_GROUPS), group_sizes)):
+    result[row] = rows[row] @ weights[group]
+    d_rows[row] = weights[group] @ d_result[row]
+    d_weights[group] += np.outer(rows[row], d_result[row])
+  return result, d_rows, d_weights
+
+
+def make_inputs(rng, group_sizes, dtype):
+  rows, weights, d_result = (
+    jnp.asarray(rng.standard_normal(shape), dtype)
+    for shape in ((NUM_ROWS, NUM_INPUTS), (NUM_GROUPS, NUM_INPUTS, NUM_OUTPUTS), (NUM_ROWS, NUM_OUTPUTS))
+  )
+  return rows, weights, jnp.array(group_sizes, jnp.int32), d_result
+
+
+def assert_equals_reference(actual, inputs, dtype):
+  rows, weights, group_sizes, d_result = inputs
+  expected = reference(*(np.asarray(x, np.float64) for x in (rows, weights)), group_sizes, np.asarray(d_result, float))
+  for name, ours, theirs in zip(('result', 'd_rows', 'd_weights'), actual, expected, strict=True):
+    assert ours.dtype == dtype
+    tolerance = TOLERANCES[dtype] * max(1.0, np.abs(theirs).max())
+    np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, atol=tolerance, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize('dtype', TOLERANCES)
+@pytest.mark.parametrize('name', GROUP_SIZES)
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_equals_float64_reference(rng, backend, name, dtype):
+  inputs = make_inputs(rng, GROUP_SIZES[name], dtype)
+  assert_equals_reference(compiled(backend)(*inputs), inputs, dtype)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_rows_past_the_end_may_hold_anything(rng, backend):
+  inputs = make_inputs(rng, GROUP_SIZES['rows past the end'], 'float32')
+  rows, weights, group_sizes, d_result = inputs
+  end = sum(GROUP_SIZES['rows past the end'])
+  spoilt = compiled(backend)(rows.at[end:].set(np.nan), weights, group_sizes, d_result.at[end:].set(np.nan))
+  assert_equals_reference(spoilt, inputs, 'float32')
+
+
+@pytest.mark.parametrize('check_vma', [True, False])
+def test_loop_within_shard_map(rng, check_vma):
+  """Rows and sizes differ per device; the weights are the same on both, and their gradient is the sum."""
+  halves = [make_inputs(rng, sizes, 'float32') for sizes in ((16, 16, 16, 16), (5, 9, 0, 13))]
+  rows, sizes, d_result = (jnp.concatenate([half[i] for half in halves]) for i in (0, 2, 3))
+  weights = halves[0][1]
+  mesh = jax.make_mesh((2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+  split, whole = jax.P('data'), jax.P()
+
+  def run(rows, weights, sizes, d_result):
+    local = functools.partial(grouped_matmul, backend='loop')
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, whole, split), out_specs=split, check_vma=check_vma)
+    result, pull_back = jax.vjp(lambda rows, weights: mapped(rows, weights, sizes), rows, weights)
+    return result, *pull_back(d_result)
+
+  result, d_rows, d_weights = jax.jit(run)(rows, weights, sizes, d_result)
+  expected = [compiled('loop')(half[0], weights, half[2], half[3]) for half in halves]
+  np.testing.assert_allclose(result, np.concatenate([e[0] for e in expected]), atol=1e-5)
+  np.testing.assert_allclose(d_rows, np.concatenate([e[1] for e in expected]), atol=1e-5)
+  np.testing.assert_allclose(d_weights, expected[0][2] + expected[1][2], atol=1e-5)
+
+
+def test_a_backend_of_another_name_is_refused():
+  with pytest.raises(ValueError, match="'einsum' is unknown: choose one of"):
+    grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), backend='einsum')
+
+
+@pytest.mark.parametrize(
+  'platform, failure, expected',
+  [
+    ('cpu', '', 'loop'),
+    ('gpu', '', 'tokamax'),
+    ('tpu', '', 'tokamax'),
+    ('gpu', 'no such kernel', 'ragged_dot'),
+    ('rocm', '', 'ragged_dot'),
+  ],
+)
+def test_the_best_backend_is_found_and_logged_once(monkeypatch, platform, failure, expected):
+  messages = []
+  monkeypatch.setattr(grouped_matmul_module, '_why_tokamax_fails', lambda: failure)
+  monkeypatch.setattr(grouped_matmul_module.logging, 'info', lambda message, *args: messages.append(message % args))
+  best_backend.cache_clear()
+  try:
+    assert [best_backend(platform), best_backend(platform)] == [expected] * 2
+  finally:
+    best_backend.cache_clear()  # what another test asks for must not be ours
+  (message,) = messages
+  assert repr(expected) in message
+  assert failure in message
+
+
+def test_the_trial_of_tokamax_says_why_it_fails():
+  error = grouped_matmul_module._why_tokamax_fails()
+  assert error == '' if importlib.util.find_spec('tokamax') else 'not installed' in error
