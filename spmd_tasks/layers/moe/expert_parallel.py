@@ -73,6 +73,8 @@ def apply_experts(
 
   def pad(array: jax.Array, spec: PartitionSpec, value: int = 0) -> jax.Array:
     shape = padding.padded_shape(array.shape, spec, axis_sizes)
+    if shape == array.shape:
+      return array
     return jnp.pad(array, [(0, new - old) for old, new in zip(array.shape, shape)], constant_values=value)
 
   weights = jax.tree.map(pad, experts.weights, weight_specs)

@@ -119,6 +119,23 @@ def test_a_plain_network_in_bfloat16(rng):
     np.testing.assert_allclose(actual.astype(np.float32), wanted.astype(np.float32), rtol=0.03, atol=0.05)
 
 
+@pytest.mark.parametrize('dispatch', ['ring', 'padded_all_to_all'])
+@pytest.mark.parametrize('model_dim', [8, 7])
+def test_fsdp_keeps_no_gathered_weights(dispatch, model_dim, rng):
+  """What a layer keeps for its backward pass is one device's part of the weights, here half of an expert's."""
+  mesh, rules = mesh_and_rules(*LAYOUTS['data 2 x expert 4'][:2])
+  inputs, _ = draw_inputs(rng, D=model_dim, F=30)
+  expert_ids = draw_expert_ids(rng, 'mixed')
+
+  def layer(inputs):
+    with sharding_scope(mesh, rules):
+      return compute(Dropless(dispatch=dispatch), inputs, expert_ids)[0]
+
+  kept = jax.tree.leaves(jax.eval_shape(lambda inputs: jax.vjp(layer, inputs)[1], inputs))
+  weights = [array.shape for array in kept if array.ndim == 3 and 30 in array.shape]
+  assert sorted(weights) == [(4, 8, 30), (4, 8, 30), (4, 30, 8)]  # of all 8 devices together
+
+
 def under_stages(form, mesh, computation):
   """`compute` for inputs with a leading dim of 2 stages, as pipelining calls a layer."""
 

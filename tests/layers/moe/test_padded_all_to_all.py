@@ -49,6 +49,22 @@ def test_what_has_no_room_is_dropped_and_counted(capacity_factor, capacity, rng)
     assert result[2]['pair_capacity'] == capacity
 
 
+def test_padding_takes_no_room(rng):
+  """6 experts as 8 on 4 devices, and 5 rows of tokens as 8: padding goes nowhere, and none of it is counted."""
+  inputs, d_y = draw_inputs(rng, B=5, E=6)
+  run = value_and_gradients(Dropless(dispatch='padded_all_to_all', capacity_factor=1.0), *mesh_and_rules(*SCOPE))
+  for routing in ('mixed', 'one expert', 'no expert'):
+    expert_ids = draw_expert_ids(rng, routing, B=5, E=6)
+    padded = np.full((8, 3, 2), 8, np.int32)
+    padded[:5] = np.where(expert_ids == 6, 8, expert_ids)
+    kept = drop_overflow(padded, 8, 3)[:5]
+    result = run(inputs, expert_ids, d_y)
+    assert_is_reference(result, inputs, np.where(kept == 8, 6, kept), d_y)
+    num_assigned = np.sum(expert_ids < 6)
+    expected = (num_assigned - np.sum(kept < 6)) / max(num_assigned, 1)
+    np.testing.assert_allclose(result[2]['fraction_dropped'], expected, rtol=1e-6)
+
+
 def test_the_capacity_is_logged_once(monkeypatch):
   messages = []
   monkeypatch.setattr(logging, 'info', lambda message, *args: messages.append(message % args))
