@@ -3,6 +3,9 @@
 Shapes: R rows, E groups, K in, N out.
 """
 
+import sys
+
+from absl import flags
 import jax
 import jax.numpy as jnp
 
@@ -21,6 +24,8 @@ def multiply_by_tokamax(
   """
   import tokamax  # optional, and slow to import
 
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(sys.argv[:1])  # else tokamax takes the whole command line for absl's flags, and ends at one of ours
   result = tokamax.ragged_dot(
     rows, weights, group_sizes, preferred_element_type=jnp.float32, implementation=implementation
   )
