@@ -157,10 +157,13 @@ class PipelinedStack(WithSublayers, kw_only=True):
     weights = nn.meta.unbox(self.variables['params']['layers'])
     weights = jax.tree.map(lambda w: _pad_layers(w, layers_dim, schedule.num_stages), weights)
     rng = self.make_rng('dropout') if train and self.has_rng('dropout') else None
+    # Every array that has a gradient is one stage's own, so that nothing has to be known of what is equal on all of
+    # them; and layers that are a shard_map themselves, as experts are, require this of one around them.
     x, aux = jax.shard_map(
       run_stage,
       mesh=scope.mesh,
       axis_names={axis},
+      check_vma=False,
       in_specs=(StageWeights(layers_spec, PartitionSpec()), PartitionSpec(axis)),
       out_specs=(PartitionSpec(axis), PartitionSpec(None, axis)),
     )(StageWeights(weights, rng), layout.split(batch, scope))

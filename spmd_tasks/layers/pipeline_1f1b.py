@@ -27,7 +27,6 @@ from spmd_tasks.layers.pipeline_stream import (
   send_up,
   take,
   take_turn,
-  varying,
 )
 
 
@@ -99,7 +98,6 @@ def _backward(
   inputs = jax.tree.map(lambda x: jnp.stack([x] * max_in_flight), idle)
   up = (microbatches, idle, inputs)
   down = (result_cotangents, jnp.zeros_like(idle.x), jax.tree.map(jnp.zeros_like, weights.layers))
-  up, down = varying((up, down), axis)
   up, _ = jax.lax.scan(lambda carry, t: (go_forward(carry, t), None), up, ticks(backward.warm_up))
   (up, down), _ = jax.lax.scan(both, (up, down), ticks(backward.steady))
   inputs = up[-1]

@@ -21,7 +21,6 @@ from spmd_tasks.layers.pipeline_stream import (
   send_up,
   take,
   take_turn,
-  varying,
 )
 
 
@@ -45,7 +44,7 @@ def run_loop(
   delay = schedule.num_microbatches - schedule.num_stages
   is_circular = schedule.num_repeats > 1
   # A bubble works on some true microbatch, so that what it computes is finite wherever true work is.
-  idle = varying(take(microbatches, jnp.int32(0)), axis)
+  idle = take(microbatches, jnp.int32(0))
 
   def tick(carry, t):
     slots, below, delayed, total = carry
@@ -61,7 +60,7 @@ def run_loop(
 
   total = zeros_of_aux(stage, weights, idle, schedule.num_repeats)
   delayed = jax.tree.map(lambda x: jnp.stack([x] * (delay + 1)), idle) if is_circular else None
-  carry = (varying(microbatches, axis), idle, delayed, total)
+  carry = (microbatches, idle, delayed, total)
   (slots, _, _, total), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.num_ticks))
   return in_order(slots.x, schedule.num_stages - 1), total
 
@@ -70,7 +69,7 @@ def zeros_of_aux(stage: Stage, weights: StageWeights, microbatch: Microbatch, nu
   """Zeros for the sum of a stage's aux, [V, N, ...]."""
   zero = jnp.int32(0)
   _, aux = jax.eval_shape(stage, weights, microbatch, zero, zero)
-  return varying(jax.tree.map(lambda a: jnp.zeros((num_repeats, *a.shape), a.dtype), aux), stage.axis)
+  return jax.tree.map(lambda a: jnp.zeros((num_repeats, *a.shape), a.dtype), aux)
 
 
 def add_work(total: Any, aux: Any, repeat: jax.Array, is_work: jax.Array) -> Any:

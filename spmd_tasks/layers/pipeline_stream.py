@@ -66,12 +66,3 @@ def in_order(slots: Any, num_extra_turns: int) -> Any:
 
 def num_slots(slots: Any) -> int:
   return jax.tree.leaves(slots)[0].shape[0]
-
-
-def varying(tree: Any, axis: str) -> Any:
-  """Marks every array as one that differs between stages, as the carry of a loop must be if its update is."""
-
-  def mark(x):
-    return x if axis in jax.typeof(x).mat.varying else jax.lax.pcast(x, axis, to='varying')
-
-  return jax.tree.map(mark, tree)

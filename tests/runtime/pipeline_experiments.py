@@ -1,4 +1,4 @@
-"""The uneven models of the other comparisons with 10 layers, as pipelines."""
+"""The uneven models of the other comparisons, with more layers, as pipelines."""
 
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments.pipeline import PipelinedLanguageModel
@@ -23,10 +23,13 @@ class PipelinedAdafactor(PipelinedAdamW, uneven_experiments.Adafactor):
 
 
 class PipelinedExperts(PipelinedLanguageModel, moe_experiments.AlongData):
-  """6 experts, top 2; the axes are (replica, stage, data, expert, mdl)."""
+  """6 experts, top 2; the axes are (replica, stage, data, expert, mdl).
+
+  Fewer layers: every one more is another chance that a rounding decides between two experts of almost equal score.
+  """
 
   mesh_axis_names = ('replica', 'stage', *_EXPERT.mesh_axis_names[1:])
   ici_mesh_shape = (1, 1, 1, 1, 1)
   axis_rules = stage_axis_rules(_EXPERT.axis_rules)
-  num_layers = 10
+  num_layers = 6
   batch_size = 16
