@@ -1,0 +1,148 @@
+"""Beam search: the likeliest whole texts, rather than the likeliest next token.
+
+Shapes: P prompts, W beams of each, T tokens of the prompts, M generated tokens at most, V vocabulary, K stop ids.
+"""
+
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.decoding.loop import Forward
+
+
+class Beams(struct.PyTreeNode):
+  """What a search has found, best first.
+
+  Attributes:
+    tokens: int32 [P, W, M]; behind the length, zeros.
+    lengths: int32 [P, W], the stop token included; 0 where there are fewer than W texts.
+    logprobs: float32 [P, W], of the text.
+    scores: float32 [P, W], `logprobs / ((5 + length) / 6) ** length_penalty`; -inf where there is no text.
+  """
+
+  tokens: jax.Array
+  lengths: jax.Array
+  logprobs: jax.Array
+  scores: jax.Array
+
+
+class _Search(struct.PyTreeNode):
+  """num_generated counts the tokens of the live texts; logprobs [P, W] and tokens [P, W, M] are theirs."""
+
+  cache: Any
+  num_generated: jax.Array
+  logprobs: jax.Array
+  tokens: jax.Array
+  done: Beams
+
+
+def beam_search(
+  forward: Forward,
+  weights: Any,
+  empty_cache: Any,
+  ids: jax.Array,
+  lengths: jax.Array,
+  max_tokens: jax.Array,
+  stop_ids: jax.Array,
+  *,
+  num_beams: int,
+  max_new_tokens: int,
+  length_penalty: float,
+) -> Beams:
+  """Searches every prompt for its W best texts, by log-probability over a power of the length (Wu et al., 2016).
+
+  A text ends with a stop token, or where it has max_tokens. With W as large as the number of texts the result is exact.
+  The search ends when no live text can come to a better score than the worst of W finished ones.
+
+  Args:
+    forward, weights: the model.
+    empty_cache: zeros [..., P * W, S, G, K] with S at least T + M.
+    ids: int32 [P, T]; lengths: int32 [P], at least 1.
+    max_tokens: int32 [P], from 1 to M.
+    stop_ids: int32 [P, K]; -1 fills up.
+    num_beams, max_new_tokens: W and M.
+    length_penalty: 0 compares log-probabilities as they are, which prefers short texts; 1 about their means.
+  """
+  num_prompts, num_columns = ids.shape
+  columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
+  batch = {
+    'ids': ids,
+    'segment_ids': (columns < lengths[:, None]).astype(jnp.int32),
+    'segment_pos': jnp.broadcast_to(columns, ids.shape),
+    'logit_columns': lengths[:, None] - 1,
+  }
+  logits, prompt_cache = forward(weights, None, batch)
+  beam_shape = (num_prompts, num_beams)
+  tokens = jnp.zeros((*beam_shape, max_new_tokens), jnp.int32)
+
+  def normalize(logprobs, length):
+    return logprobs / jnp.asarray((5 + length) / 6, jnp.float32) ** length_penalty
+
+  def spread(empty, prompt):
+    """Every beam begins with the cache of its prompt."""
+    slot_dim = empty.ndim - 4
+    copies = jnp.repeat(prompt, num_beams, axis=slot_dim)
+    return empty.at[(slice(None),) * (slot_dim + 1) + (slice(0, num_columns),)].set(copies.astype(empty.dtype))
+
+  def extend(search: _Search, logits: jax.Array) -> _Search:
+    """Appends a token to the live texts, given the logits [P, W, V] behind them."""
+    vocab_size = logits.shape[-1]
+    length = search.num_generated + 1
+    totals = search.logprobs[:, :, None] + jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    is_stop = jnp.any(jnp.arange(vocab_size)[None, :, None] == stop_ids[:, None, :], axis=-1)[:, None, :]  # [P, 1, V]
+    is_end = is_stop | (length >= max_tokens)[:, None, None]
+
+    def best(totals):
+      values, flat = jax.lax.top_k(totals.reshape(num_prompts, -1), num_beams)
+      parents, chosen = flat // vocab_size, (flat % vocab_size).astype(jnp.int32)
+      texts = jnp.take_along_axis(search.tokens, parents[:, :, None], axis=1)
+      return values, parents, texts.at[:, :, length - 1].set(chosen)
+
+    ended, _, ended_tokens = best(jnp.where(is_end, totals, -jnp.inf))
+    live, parents, live_tokens = best(jnp.where(is_end, -jnp.inf, totals))
+    found = Beams(
+      tokens=ended_tokens,
+      lengths=jnp.where(ended > -jnp.inf, length, 0),
+      logprobs=ended,
+      scores=normalize(ended, length),
+    )
+    both = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), search.done, found)
+    _, order = jax.lax.top_k(both.scores, num_beams)
+    done = jax.tree.map(
+      lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1), both
+    )
+    rows = (jnp.arange(num_prompts)[:, None] * num_beams + parents).reshape(-1)
+    cache = jax.tree.map(lambda x: jnp.take(x, rows, axis=x.ndim - 4), search.cache)
+    return _Search(cache=cache, num_generated=length, logprobs=live, tokens=live_tokens, done=done)
+
+  def may_improve(search: _Search) -> jax.Array:
+    # A live text's log-probability only falls; its best score is at the length that is kindest to it.
+    longest = normalize(search.logprobs[:, 0], max_tokens)
+    shortest = normalize(search.logprobs[:, 0], search.num_generated + 1)
+    return jnp.any(jnp.maximum(longest, shortest) > search.done.scores[:, -1])
+
+  def advance(search: _Search) -> _Search:
+    last = search.tokens[:, :, search.num_generated - 1].reshape(-1, 1)
+    positions = jnp.repeat(lengths, num_beams)[:, None] + search.num_generated - 1
+    is_live = (search.logprobs > -jnp.inf).reshape(-1, 1).astype(jnp.int32)
+    logits, cache = forward(weights, search.cache, {'ids': last, 'segment_ids': is_live, 'segment_pos': positions})
+    return extend(search.replace(cache=cache), logits.reshape(*beam_shape, -1))
+
+  nothing = Beams(
+    tokens=tokens,
+    lengths=jnp.zeros(beam_shape, jnp.int32),
+    logprobs=jnp.full(beam_shape, -jnp.inf, jnp.float32),
+    scores=jnp.full(beam_shape, -jnp.inf, jnp.float32),
+  )
+  search = _Search(
+    cache=jax.tree.map(spread, empty_cache, prompt_cache),
+    num_generated=jnp.zeros((), jnp.int32),
+    # All beams of a prompt are the same text as yet: only the first one counts.
+    logprobs=jnp.full(beam_shape, -jnp.inf, jnp.float32).at[:, 0].set(0.0),
+    tokens=tokens,
+    done=nothing,
+  )
+  first = extend(search, jnp.broadcast_to(logits, (*beam_shape, logits.shape[-1])))
+  return jax.lax.while_loop(may_improve, advance, first).done

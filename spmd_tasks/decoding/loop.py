@@ -1,0 +1,233 @@
+"""Prefill and step: what generation computes, as pure functions of weights, state and requests.
+
+    state, first = prefill(forward, weights, state, requests)   # prompts into slots, and the first token of each
+    state, outputs = step(forward, weights, state, keep)        # the next token of every slot
+
+A slot holds one sequence; which one is in it and how long it is are numbers in arrays, so that one compiled step serves
+every mix of requests. A request's tokens do not depend on its slot or on what is in the others. Finished slots stand
+still until a prefill fills them again.
+
+Shapes: N slots, P rows of a prefill, T tokens of its prompts, S positions, V vocabulary, K stop ids, n top logprobs.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.decoding.samplers import Sampling, position_keys, request_keys, sample
+
+
+class Forward(Protocol):
+  """A language model that keeps a cache of keys and values."""
+
+  def __call__(self, weights: Any, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+    """Returns (logits float32 [B, T, V], cache with the batch's tokens).
+
+    Args:
+      weights: of the model.
+      cache: leaves [..., B, S, G, K]; None to begin one, of S = T.
+      batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
+        are those of n columns only.
+    """
+    ...
+
+
+class Requests(struct.PyTreeNode):
+  """P prompts for a prefill.
+
+  Attributes:
+    ids: int32 [P, T], padded at the end.
+    lengths: int32 [P], at least 1.
+    slots: int32 [P], all different; N for a row that is not used.
+    max_tokens: int32 [P], how many may be generated; 0 only scores the prompt.
+    seeds, samples: uint32 [P], see `request_keys`.
+    stop_ids: int32 [P, K], tokens that end the sequence; -1 fills up.
+    sampling: arrays [P].
+  """
+
+  ids: jax.Array
+  lengths: jax.Array
+  slots: jax.Array
+  max_tokens: jax.Array
+  seeds: jax.Array
+  samples: jax.Array
+  stop_ids: jax.Array
+  sampling: Sampling
+
+
+class DecodeState(struct.PyTreeNode):
+  """All slots.
+
+  Attributes:
+    cache: leaves [..., N, S, G, K].
+    tokens: int32 [N], the newest token of each, which is not in the cache yet.
+    positions: int32 [N], where it stands.
+    ends: int32 [N], where the sequence must end: no token stands here.
+    active: bool [N], whether another token follows.
+    keys: uint32 [N, 2], each request's.
+    seen: bool [N, V], the tokens in its text.
+    stop_ids: int32 [N, K].
+    sampling: arrays [N].
+  """
+
+  cache: Any
+  tokens: jax.Array
+  positions: jax.Array
+  ends: jax.Array
+  active: jax.Array
+  keys: jax.Array
+  seen: jax.Array
+  stop_ids: jax.Array
+  sampling: Sampling
+
+
+class Outputs(struct.PyTreeNode):
+  """A token for each row.
+
+  Attributes:
+    tokens: int32 [N].
+    logprobs: float32 [N], of the token by the model itself: before temperature, penalty and cuts.
+    top_ids, top_logprobs: [N, n], the likeliest tokens.
+    is_valid: bool [N], whether the row was active: else the rest means nothing.
+    is_finished: bool [N], whether the token is the row's last.
+    prompt_logprobs: float32 [P, T], of each token of the prompts given those before it, 0 for the first; None where it
+      was not asked for.
+  """
+
+  tokens: jax.Array
+  logprobs: jax.Array
+  top_ids: jax.Array
+  top_logprobs: jax.Array
+  is_valid: jax.Array
+  is_finished: jax.Array
+  prompt_logprobs: jax.Array | None = None
+
+
+def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) -> DecodeState:
+  """No slot is active; `cache` has the shapes for N slots of S positions (arrays, or abstract values)."""
+
+  def full(value, dtype, *shape):
+    return jnp.full((num_slots, *shape), value, dtype)
+
+  return DecodeState(
+    cache=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache),
+    tokens=full(0, jnp.int32),
+    positions=full(0, jnp.int32),
+    ends=full(0, jnp.int32),
+    active=full(False, jnp.bool_),
+    keys=full(0, jnp.uint32, 2),
+    seen=full(False, jnp.bool_, vocab_size),
+    stop_ids=full(-1, jnp.int32, num_stop_ids),
+    sampling=Sampling(
+      repetition_penalty=full(1, jnp.float32),
+      temperature=full(0, jnp.float32),
+      top_k=full(0, jnp.int32),
+      top_p=full(1, jnp.float32),
+      min_p=full(0, jnp.float32),
+    ),
+  )
+
+
+def prefill(
+  forward: Forward,
+  weights: Any,
+  state: DecodeState,
+  requests: Requests,
+  *,
+  num_top_logprobs: int = 0,
+  score_prompts: bool = False,
+) -> tuple[DecodeState, Outputs]:
+  """Reads prompts into their slots, whatever was there, and gives the first token of each; outputs are [P]."""
+  num_rows, num_columns = requests.ids.shape
+  columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
+  is_prompt = columns < requests.lengths[:, None]
+  batch = {
+    'ids': requests.ids,
+    'segment_ids': is_prompt.astype(jnp.int32),
+    'segment_pos': jnp.broadcast_to(columns, requests.ids.shape),
+  }
+  last = jnp.maximum(requests.lengths - 1, 0)[:, None]
+  prompt_logprobs = None
+  if score_prompts:
+    logits, cache = forward(weights, None, batch)
+    prompt_logprobs = _score(logits, requests.ids, is_prompt)
+    logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
+  else:
+    logits, cache = forward(weights, None, batch | {'logit_columns': last})
+  logits = logits[:, 0]
+
+  rows = jnp.arange(num_rows)[:, None]
+  nowhere = logits.shape[-1]
+  seen = jnp.zeros(logits.shape, jnp.bool_).at[rows, jnp.where(is_prompt, requests.ids, nowhere)].set(True, mode='drop')
+  placed = DecodeState(
+    cache=None,
+    tokens=requests.ids[:, 0],
+    positions=requests.lengths - 1,
+    ends=requests.lengths + requests.max_tokens,
+    active=requests.max_tokens > 0,
+    keys=request_keys(requests.seeds, requests.samples),
+    seen=seen,
+    stop_ids=requests.stop_ids,
+    sampling=requests.sampling,
+  )
+  placed, outputs = _emit(logits, placed, num_top_logprobs)
+
+  def insert(old, new):
+    return old.at[requests.slots].set(new.astype(old.dtype), mode='drop')
+
+  def insert_cache(old, new):
+    slot_dim = old.ndim - 4
+    index = (slice(None),) * slot_dim + (requests.slots, slice(0, num_columns))
+    return old.at[index].set(new.astype(old.dtype), mode='drop')
+
+  inserted = jax.tree.map(insert, state.replace(cache=None), placed)
+  cache = jax.tree.map(insert_cache, state.cache, cache)
+  return inserted.replace(cache=cache), outputs.replace(prompt_logprobs=prompt_logprobs)
+
+
+def step(
+  forward: Forward, weights: Any, state: DecodeState, keep: jax.Array, *, num_top_logprobs: int = 0
+) -> tuple[DecodeState, Outputs]:
+  """The next token of every active slot; `keep` bool [N] is False where the sequence is given up instead."""
+  state = state.replace(active=state.active & keep)
+  batch = {
+    'ids': state.tokens[:, None],
+    'segment_ids': state.active[:, None].astype(jnp.int32),
+    'segment_pos': state.positions[:, None],
+  }
+  logits, cache = forward(weights, state.cache, batch)
+  return _emit(logits[:, 0], state.replace(cache=cache), num_top_logprobs)
+
+
+def _emit(logits: jax.Array, state: DecodeState, num_top_logprobs: int) -> tuple[DecodeState, Outputs]:
+  """Samples the token behind each row's position."""
+  positions = state.positions + 1
+  tokens = sample(logits, position_keys(state.keys, positions), state.seen, state.sampling)
+  logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+  top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
+  is_finished = jnp.any(tokens[:, None] == state.stop_ids, axis=-1) | (positions + 1 >= state.ends)
+  outputs = Outputs(
+    tokens=tokens,
+    logprobs=jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0],
+    top_ids=top_ids,
+    top_logprobs=top_logprobs,
+    is_valid=state.active,
+    is_finished=is_finished,
+  )
+  rows = jnp.arange(tokens.shape[0])
+  state = state.replace(
+    tokens=jnp.where(state.active, tokens, state.tokens),
+    positions=jnp.where(state.active, positions, state.positions),
+    seen=state.seen.at[rows, tokens].set(True),
+    active=state.active & ~is_finished,
+  )
+  return state, outputs
+
+
+def _score(logits: jax.Array, ids: jax.Array, is_prompt: jax.Array) -> jax.Array:
+  logprobs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32), axis=-1)
+  scores = jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0]
+  return jnp.pad(jnp.where(is_prompt[:, 1:], scores, 0.0), ((0, 0), (1, 0)))

@@ -1,0 +1,102 @@
+"""Samplers: from logits and a key to a token, with settings of its own for every row.
+
+What is sampled for a row depends on its logits, its key and its settings, never on the other rows or on where it lies.
+
+Shapes: N rows (slots), V vocabulary. Everything is float32.
+"""
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+
+class Sampling(struct.PyTreeNode):
+  """How each row is sampled; arrays [N], so that requests of all kinds share one compiled step.
+
+  Applied in this order, which is that of Hugging Face's generate.
+
+  Attributes:
+    repetition_penalty: float; logits of tokens that are in the text already are divided by it where they are positive
+      and multiplied where negative (Keskar et al., 2019). 1 is off.
+    temperature: float; logits are divided by it. 0 is greedy: the likeliest token, whatever follows here.
+    top_k: int; of these many likeliest tokens one is drawn. 0 is off.
+    top_p: float; of the fewest likeliest tokens whose probabilities reach it (Holtzman et al., 2020). 1 is off.
+    min_p: float; of tokens with at least this fraction of the likeliest one's probability. 0 is off.
+  """
+
+  repetition_penalty: jax.Array
+  temperature: jax.Array
+  top_k: jax.Array
+  top_p: jax.Array
+  min_p: jax.Array
+
+
+def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
+  """Logits [N, V] with those of tokens in `seen`, bool [N, V], made less likely by penalty [N]."""
+  factor = penalty[:, None]
+  return jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def keep_likeliest(logits: jax.Array, sampling: Sampling) -> jax.Array:
+  """Logits [N, V] with -inf for what top_k, top_p and min_p leave out; the likeliest token always stays.
+
+  top_p and min_p look at the probabilities that top_k leaves. Tokens as likely as the last one that stays stay too.
+  """
+  vocab_size = logits.shape[-1]
+  ordered = -jnp.sort(-logits, axis=-1)  # likeliest first
+  k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocab_size), vocab_size)[:, None]
+  ordered = jnp.where(jnp.arange(vocab_size)[None, :] < k, ordered, -jnp.inf)
+  probabilities = jax.nn.softmax(ordered, axis=-1)
+  before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all tokens that are likelier
+  # With top_p = 1 rounding must not cut off the tail.
+  stays = (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1)
+  stays &= probabilities >= sampling.min_p[:, None] * probabilities[:, :1]
+  stays = stays.at[:, 0].set(True) & (ordered > -jnp.inf)
+  least = jnp.min(jnp.where(stays, ordered, jnp.inf), axis=-1, keepdims=True)
+  return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def sample(logits: jax.Array, keys: jax.Array, seen: jax.Array, sampling: Sampling) -> jax.Array:
+  """One token per row, int32 [N].
+
+  Args:
+    logits: [N, V].
+    keys: uint32 [N, 2], threefry key data, one per row and position.
+    seen: bool [N, V], the tokens that are in each row's text.
+    sampling: the rows' settings.
+  """
+  logits = penalize_repetition(logits.astype(jnp.float32), seen, sampling.repetition_penalty)
+  is_greedy = sampling.temperature <= 0
+  is_cut = ~is_greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+
+  def draw(logits):
+    scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
+    # Sorting the vocabulary costs more than all else here: only where a row wants it.
+    scaled = jax.lax.cond(jnp.any(is_cut), lambda x: keep_likeliest(x, sampling), lambda x: x, scaled)
+    noise = jax.vmap(_gumbel, in_axes=(0, None))(keys, logits.shape[-1])
+    return jnp.where(is_greedy[:, None], logits, scaled + noise)
+
+  chosen_by = jax.lax.cond(jnp.all(is_greedy), lambda x: x, draw, logits)
+  return jnp.argmax(chosen_by, axis=-1).astype(jnp.int32)
+
+
+def request_keys(seeds: jax.Array, sample_indices: jax.Array) -> jax.Array:
+  """Key data uint32 [N, 2] of each request: of its seed, and of which of its samples this is (uint32 [N] both)."""
+
+  def one(seed, index):
+    return jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), index))
+
+  return jax.vmap(one)(seeds, sample_indices)
+
+
+def position_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
+  """Key data uint32 [N, 2] for the token at each row's position."""
+
+  def one(key, position):
+    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl='threefry2x32'), position))
+
+  return jax.vmap(one)(keys, positions)
+
+
+def _gumbel(key: jax.Array, vocab_size: int) -> jax.Array:
+  return jax.random.gumbel(jax.random.wrap_key_data(key, impl='threefry2x32'), (vocab_size,), jnp.float32)

@@ -1,0 +1,92 @@
+"""Beam search against a search of all texts, in float64."""
+
+import functools
+
+import history_model
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding.beam import beam_search
+
+MAX_TOKENS = 3
+STOP = (4, 2)  # for one prompt; the other has one stop token
+PROMPTS = ([1, 3, 0], [2])
+
+
+def all_texts(weights, prompt, stop_ids, max_tokens, length_penalty):
+  """(score, log-probability, tokens) of every text, best first."""
+  found = []
+
+  def extend(tokens, logprob):
+    if tokens and (tokens[-1] in stop_ids or len(tokens) == max_tokens):
+      found.append((logprob / ((5 + len(tokens)) / 6) ** length_penalty, logprob, tokens))
+      return
+    following = history_model.logprobs(weights, prompt + tokens)
+    for token in range(history_model.VOCAB):
+      extend([*tokens, token], logprob + following[token])
+
+  extend([], 0.0)
+  return sorted(found, reverse=True)
+
+
+@functools.cache
+def _search(num_beams, length_penalty):
+  cache = history_model.empty_cache(len(PROMPTS) * num_beams, 3 + MAX_TOKENS)
+
+  def search(weights, *arrays):
+    return beam_search(
+      history_model.forward,
+      weights,
+      cache,
+      *arrays,
+      num_beams=num_beams,
+      max_new_tokens=MAX_TOKENS,
+      length_penalty=length_penalty,
+    )
+
+  return jax.jit(search)
+
+
+def _run(rng, num_beams, length_penalty, max_tokens=(MAX_TOKENS, MAX_TOKENS - 1)):
+  weights = history_model.make_weights(rng)
+  ids = np.zeros((2, 3), np.int32)
+  for row, prompt in zip(ids, PROMPTS, strict=True):
+    row[: len(prompt)] = prompt
+  lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
+  stop_ids = np.array([[STOP[0], -1], STOP], np.int32)
+  found = _search(num_beams, length_penalty)(weights, ids, lengths, np.array(max_tokens, np.int32), stop_ids)
+  expected = [
+    all_texts(weights, prompt, stop, limit, length_penalty)
+    for prompt, stop, limit in zip(PROMPTS, ((STOP[0],), STOP), max_tokens, strict=True)
+  ]
+  return jax.device_get(found), expected
+
+
+@pytest.mark.parametrize('length_penalty', [0.0, 1.0])
+def test_wide_beams_find_the_best_texts(rng, length_penalty):
+  num_beams = 16  # as many as texts of two tokens without a stop: nothing is ever cut
+  found, expected = _run(rng, num_beams, length_penalty)
+  for row, texts in enumerate(expected):
+    for beam, (score, logprob, tokens) in enumerate(texts[:num_beams]):
+      length = found.lengths[row, beam]
+      assert found.tokens[row, beam, :length].tolist() == tokens
+      np.testing.assert_allclose(found.scores[row, beam], score, rtol=1e-5)
+      np.testing.assert_allclose(found.logprobs[row, beam], logprob, rtol=1e-5)
+
+
+def test_narrow_beams_report_true_scores_of_distinct_texts(rng):
+  found, expected = _run(rng, 2, 0.6)
+  for row, texts in enumerate(expected):
+    scores = {tuple(tokens): score for score, _, tokens in texts}
+    kept = [tuple(found.tokens[row, beam, : found.lengths[row, beam]].tolist()) for beam in range(2)]
+    assert len(set(kept)) == 2
+    np.testing.assert_allclose(found.scores[row], [scores[tokens] for tokens in kept], rtol=1e-5)
+    assert found.scores[row, 0] >= found.scores[row, 1]
+
+
+def test_one_beam_is_greedy_where_no_text_ends_early(rng):
+  """A single beam with one token to go takes the likeliest one."""
+  found, expected = _run(rng, 1, 0.0, max_tokens=(1, 1))
+  for row, texts in enumerate(expected):
+    assert found.tokens[row, 0, :1].tolist() == texts[0][2]

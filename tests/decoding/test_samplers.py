@@ -1,0 +1,114 @@
+"""Samplers against numpy: which tokens stay, how often each is drawn, and that rows do not see one another."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding.samplers import (
+  Sampling,
+  keep_likeliest,
+  penalize_repetition,
+  position_keys,
+  request_keys,
+  sample,
+)
+
+OFF = {'repetition_penalty': 1.0, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+# Of these probabilities, in no order.
+PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.3, 0.15])
+LOGITS = np.log(PROBABILITIES).astype(np.float32)
+
+# settings, and the tokens that stay
+CUTS = [
+  ({}, {0, 1, 2, 3, 4}),
+  ({'top_k': 2}, {1, 3}),
+  ({'top_k': 9}, {0, 1, 2, 3, 4}),
+  ({'top_p': 0.69}, {1, 3}),
+  ({'top_p': 0.71}, {1, 3, 4}),
+  ({'top_p': 0.0}, {1}),
+  ({'min_p': 0.3}, {1, 3, 4}),
+  ({'min_p': 1.0}, {1}),
+  ({'top_k': 3, 'top_p': 0.8}, {1, 3}),  # of the three that stay, two have (0.4 + 0.3) / 0.85 > 0.8
+  ({'top_k': 4, 'top_p': 0.95, 'min_p': 0.35}, {1, 3, 4}),
+]
+
+
+def _sampling(rows):
+  dtypes = {'top_k': np.int32}
+  columns = {name: np.array([(OFF | row)[name] for row in rows], dtypes.get(name, np.float32)) for name in OFF}
+  return Sampling(**columns)
+
+
+def _keys(num_rows, position=0):
+  keys = request_keys(np.arange(num_rows, dtype=np.uint32), np.zeros(num_rows, np.uint32))
+  return position_keys(keys, np.full(num_rows, position, np.int32))
+
+
+def test_what_stays():
+  kept = keep_likeliest(np.tile(LOGITS, (len(CUTS), 1)), _sampling([settings for settings, _ in CUTS]))
+  for (settings, expected), row in zip(CUTS, np.asarray(kept), strict=True):
+    assert set(np.flatnonzero(np.isfinite(row))) == expected, settings
+    np.testing.assert_array_equal(row[np.isfinite(row)], LOGITS[np.isfinite(row)])
+
+
+@functools.cache
+def _draws():
+  """For each of some settings, 4000 draws by different keys."""
+  settings = [
+    ({}, PROBABILITIES),
+    ({'temperature': 0.5}, PROBABILITIES**2),
+    ({'top_k': 3}, PROBABILITIES * [0, 1, 0, 1, 1]),
+    ({'top_p': 0.5, 'temperature': 2.0}, np.sqrt(PROBABILITIES) * [0, 1, 0, 1, 0]),
+    ({'min_p': 0.3}, PROBABILITIES * [0, 1, 0, 1, 1]),
+  ]
+  num_draws = 4000
+  rows = [row for row, _ in settings for _ in range(num_draws)]
+  logits = np.tile(LOGITS, (len(rows), 1))
+  tokens = jax.jit(sample)(logits, _keys(len(rows)), np.zeros(logits.shape, bool), _sampling(rows))
+  expected = [weights / weights.sum() for _, weights in settings]
+  return np.asarray(tokens).reshape(len(settings), num_draws), expected
+
+
+@pytest.mark.parametrize('case', range(5))
+def test_frequencies(case):
+  draws, expected = _draws()
+  counts = np.bincount(draws[case], minlength=5) / draws.shape[1]
+  # Four standard deviations of a frequency of 4000 draws.
+  assert np.all(np.abs(counts - expected[case]) <= 4 * np.sqrt(expected[case] * (1 - expected[case]) / draws.shape[1]))
+
+
+def test_greedy_rows_beside_random_ones():
+  rows = [{'temperature': 0.0}, {'temperature': 1.0}, {'temperature': 0.0, 'repetition_penalty': 10.0}]
+  seen = np.zeros((3, 5), bool)
+  seen[:, 1] = True
+  tokens = sample(np.tile(LOGITS, (3, 1)), _keys(3), seen, _sampling(rows))
+  assert tokens[0] == 1
+  assert tokens[2] == 3  # the likeliest one was seen
+
+
+def test_a_draw_is_of_its_key_alone(rng):
+  logits = rng.normal(size=(4, 50)).astype(np.float32)
+  seen, rows = rng.random((4, 50)) < 0.5, [{'top_k': 7}, {'temperature': 3.0}, {'temperature': 0.0}, {'top_p': 0.9}]
+  keys = np.asarray(_keys(4, position=11))
+  together = np.asarray(sample(logits, keys, seen, _sampling(rows)))
+  order = [2, 0, 3, 1]
+  moved = sample(logits[order], keys[order], seen[order], _sampling([rows[i] for i in order]))
+  np.testing.assert_array_equal(moved, together[order])
+  for i in range(4):
+    one = slice(i, i + 1)
+    assert sample(logits[one], keys[one], seen[one], _sampling(rows[one]))[0] == together[i]
+
+
+def test_keys_differ_by_seed_sample_and_position():
+  seeds, samples = np.array([0, 0, 1, 2**32 - 1], np.uint32), np.array([0, 1, 0, 0], np.uint32)
+  keys = request_keys(seeds, samples)
+  at = [np.asarray(position_keys(keys, np.full(4, position, np.int32))) for position in (0, 1)]
+  assert len({tuple(key) for key in np.concatenate(at)}) == 8
+
+
+def test_repetition_penalty():
+  logits = np.array([[2.0, -2.0, 1.0, -1.0]], np.float32)
+  seen = np.array([[True, True, False, False]])
+  np.testing.assert_allclose(penalize_repetition(logits, seen, np.array([2.0], np.float32)), [[1.0, -4.0, 1.0, -1.0]])
