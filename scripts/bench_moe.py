@@ -1,0 +1,210 @@
+#!/usr/bin/env python
+"""A dropless mixture of experts against a dense feed-forward network of as many FLOPs, forward and backward.
+
+    .venv/bin/python scripts/bench_moe.py [--quick]
+
+Each token chooses one expert; the choice is given, and the layer sorts, gathers, computes and combines. Gradients are
+of x, the gates and all weights. Uniform routing draws each token's expert at random; under Zipf's, expert i has a
+share of 1/i. The last line is one JSON object:
+
+  e8_ratio, e64_ratio, e8_zipf_ratio, e64_zipf_ratio: the layer's time over the dense network's, by medians. At most
+    1.5 with 8 experts and 2.5 with 64 wanted, on 2 CPU cores. `ratio` is the first.
+  paired_ratios, cpu_ratios: the median of the rounds' own ratios, and the same in CPU time, which are steadier where
+    the machine is busy.
+  ragged_dot_speedup: how many times longer the layer takes by `jax.lax.ragged_dot`, with 64 experts; at least 15
+    wanted.
+  overhead: what the layer adds to its networks' time on sorted rows alone, as a fraction of that.
+  temp_bytes: what a step needs beside its arguments and results; `capacity` is the layer that drops tokens.
+  e64_over_e8: ratios of time, CPU time and temp_bytes, 64 experts over 8, at the same number of FLOPs.
+  tflops: of each backend, which on GPU compute in bfloat16 and a larger network.
+"""
+
+import argparse
+from collections.abc import Callable
+import dataclasses
+from statistics import median
+from typing import Any
+
+from alternation import alternate, paired_ratio, print_result, ratio
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.layers.feed_forward import activation_function
+from spmd_tasks.layers.moe.capacity_einsum import CapacityEinsum
+from spmd_tasks.layers.moe.capacity_gather import CapacityGather
+from spmd_tasks.layers.moe.dropless import Dropless
+from spmd_tasks.layers.moe.expert_ffn import grouped_ffn
+from spmd_tasks.layers.moe.experts import ExpertWeights
+from spmd_tasks.layers.moe.grouped_matmul import best_backend
+from spmd_tasks.layers.moe.routing import RouterOutput
+
+ACTIVATION = 'gelu'
+NUMS_EXPERTS = (8, 64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dims:
+  """T tokens, D model, F ffn, and the dtype of the computation."""
+
+  num_tokens: int
+  model_dim: int
+  hidden_dim: int
+  dtype: str
+
+  @property
+  def num_flops(self) -> int:
+    """Of two matmuls, forward and for both gradients."""
+    return 3 * 2 * 2 * self.num_tokens * self.model_dim * self.hidden_dim
+
+  def draw(self, seed: int, *shape: int) -> jax.Array:
+    """Normal values with standard deviation 1, over the square root of the rows' number in matrices [..., K, N]."""
+    scale = shape[-2] ** -0.5 if len(shape) > 2 else 1.0
+    return scale * jax.random.normal(jax.random.key(seed), shape, self.dtype)
+
+
+class Program:
+  """A function with its gradients, compiled: `program()` computes the result and the gradients of all arguments."""
+
+  def __init__(self, function: Callable[..., jax.Array], *args: Any):
+    def run(args: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+      result, pull_back = jax.vjp(function, *args)
+      return result, pull_back(jnp.ones_like(result))
+
+    self._args = args
+    self._compiled = jax.jit(run).lower(args).compile()
+
+  def __call__(self) -> Any:
+    return self._compiled(self._args)
+
+  @property
+  def temp_bytes(self) -> int:
+    return self._compiled.memory_analysis().temp_size_in_bytes
+
+
+def dense(dims: Dims) -> Program:
+  def ffn(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return activation_function(ACTIVATION)(x @ up[0]) @ down[0]
+
+  D, F = dims.model_dim, dims.hidden_dim
+  return Program(ffn, dims.draw(0, dims.num_tokens, D), dims.draw(1, 1, D, F), dims.draw(2, 1, F, D))
+
+
+class Experts:
+  """E experts and a routing decision."""
+
+  def __init__(self, dims: Dims, num_experts: int, routing: str):
+    self.dims = dims
+    shares = np.ones(num_experts) if routing == 'uniform' else 1 / np.arange(1, num_experts + 1)
+    self._expert_ids = np.random.default_rng(0).choice(num_experts, dims.num_tokens, p=shares / shares.sum())
+    self._weights = ExpertWeights(
+      up=dims.draw(1, num_experts, dims.model_dim, dims.hidden_dim),
+      down=dims.draw(2, num_experts, dims.hidden_dim, dims.model_dim),
+      gate=None,
+      activation=ACTIVATION,
+      up_split_dims=None,
+      down_split_dims=None,
+    )
+
+  def layer(self, computation: Any) -> Program:
+    """The layer, the router's decision given."""
+    scores = jnp.zeros((1, self.dims.num_tokens, self._weights.up.shape[0]))  # not read by a computation
+    expert_ids = jnp.asarray(self._expert_ids, jnp.int32)[None, :, None]
+    routing = RouterOutput(logits=scores, scores=scores, token_mask=None, expert_ids=expert_ids)
+
+    def apply(x: jax.Array, gates: jax.Array, weights: ExpertWeights) -> jax.Array:
+      return computation(x, routing.replace(gates=gates), weights, train=True)[0]
+
+    gates = jax.random.uniform(jax.random.key(3), expert_ids.shape, minval=0.5)
+    return Program(apply, self.dims.draw(0, 1, self.dims.num_tokens, self.dims.model_dim), gates, self._weights)
+
+  def networks(self, backend: str | None = None) -> Program:
+    """The experts' networks alone, on rows that are sorted already."""
+    sizes = jnp.asarray(np.bincount(self._expert_ids, minlength=self._weights.up.shape[0]), jnp.int32)
+    rows = self.dims.draw(0, self.dims.num_tokens, self.dims.model_dim)
+    return Program(lambda rows, weights: grouped_ffn(rows, sizes, weights, backend=backend), rows, self._weights)
+
+
+def compare_with_dense(dims: Dims, num_rounds: int) -> dict[str, Any]:
+  """Every key but those of other backends and of memory."""
+  programs = {'dense': dense(dims)}
+  for num_experts in NUMS_EXPERTS:
+    uniform = Experts(dims, num_experts, 'uniform')
+    programs[f'e{num_experts}'] = uniform.layer(Dropless())
+    programs[f'e{num_experts}_zipf'] = Experts(dims, num_experts, 'zipf').layer(Dropless())
+    programs[f'e{num_experts}_networks'] = uniform.networks()
+  times = alternate(programs, num_rounds)
+  layers = [f'e{num_experts}{suffix}' for num_experts in NUMS_EXPERTS for suffix in ('', '_zipf')]
+  few, many = (f'e{num_experts}' for num_experts in NUMS_EXPERTS)
+  return {
+    'ratio': ratio(times, few, 'dense'),
+    **{f'{layer}_ratio': ratio(times, layer, 'dense') for layer in layers},
+    'paired_ratios': {layer: paired_ratio(times, layer, 'dense') for layer in layers},
+    'cpu_ratios': {layer: paired_ratio(times, layer, 'dense', clock='cpu') for layer in layers},
+    'overhead': {layer: paired_ratio(times, layer, f'{layer}_networks') - 1 for layer in (few, many)},
+    'cpu_overhead': {layer: paired_ratio(times, layer, f'{layer}_networks', clock='cpu') - 1 for layer in (few, many)},
+    f'{many}_over_{few}': {
+      'time': paired_ratio(times, many, few),
+      'cpu_time': paired_ratio(times, many, few, clock='cpu'),
+      'temp_bytes': programs[many].temp_bytes / programs[few].temp_bytes,
+    },
+    'ms': {name: 1000 * median(times[name].wall) for name in programs},
+  }
+
+
+def measure_memory(dims: Dims) -> dict[str, dict[str, int]]:
+  """temp_bytes of each form of the layer, by number of experts."""
+  forms = {
+    'dropless': Dropless(),
+    'capacity': CapacityGather(),
+    'capacity_einsum': CapacityEinsum(),
+  }
+  sizes: dict[str, dict[str, int]] = {'dense': {'e1': dense(dims).temp_bytes}}
+  for name, form in forms.items():
+    sizes[name] = {f'e{n}': Experts(dims, n, 'uniform').layer(form).temp_bytes for n in NUMS_EXPERTS}
+  return sizes
+
+
+def compare_with_ragged_dot(dims: Dims, num_rounds: int) -> float:
+  """How many times longer the layer takes by ragged_dot."""
+  experts = Experts(dims, NUMS_EXPERTS[-1], 'uniform')
+  layers = {name: experts.layer(Dropless(backend=name)) for name in (best_backend(jax.default_backend()), 'ragged_dot')}
+  times = alternate(layers, num_rounds, num_warmup=1)
+  return paired_ratio(times, 'ragged_dot', next(iter(layers)))
+
+
+def measure_tflops(dims: Dims, backends: tuple[str, ...], num_rounds: int) -> dict[str, dict[str, float]]:
+  """TFLOP/s of the dense network, and of each backend by number of experts."""
+  programs = {'dense': dense(dims)}
+  for num_experts in NUMS_EXPERTS:
+    experts = Experts(dims, num_experts, 'uniform')
+    programs |= {f'{backend} e{num_experts}': experts.networks(backend) for backend in backends}
+  times = alternate(programs, num_rounds)
+  return {name: dims.num_flops / median(time.wall) / 1e12 for name, time in times.items()}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--quick', action='store_true', help='tiny dims and a few rounds, to see that it works')
+  parser.add_argument('--num_rounds', type=int, default=20)
+  args = parser.parse_args()
+  num_rounds = 3 if args.quick else args.num_rounds
+  on_cpu = jax.default_backend() == 'cpu'
+  dims = Dims(num_tokens=4096, model_dim=512, hidden_dim=2048, dtype='float32')
+  large = Dims(num_tokens=16384, model_dim=4096, hidden_dim=14336, dtype='bfloat16')
+  if args.quick:
+    dims = large = Dims(num_tokens=256, model_dim=16, hidden_dim=32, dtype='float32')
+
+  result = compare_with_dense(dims, num_rounds)
+  print_result(**result)  # already worth reading while the rest is measured
+  backends = tuple(dict.fromkeys((best_backend(jax.default_backend()), *(() if on_cpu else ('ragged_dot',)))))
+  result |= {
+    'ragged_dot_speedup': compare_with_ragged_dot(dims, min(num_rounds, 2)),
+    'temp_bytes': measure_memory(dims),
+    'tflops': measure_tflops(dims if on_cpu else large, backends, num_rounds),
+  }
+  print_result(**result)
+
+
+if __name__ == '__main__':
+  main()
