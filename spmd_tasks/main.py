@@ -91,8 +91,10 @@ def run(argv: Sequence[str] | None = None) -> int:
   """Runs one command; returns the exit code."""
   args = make_parser().parse_args(argv)
   if args.list:
-    for name, line in registry.list_experiments():
-      print(f'{name:24}{line}')
+    experiments = registry.list_experiments()
+    width = max(len(name) for name, _ in experiments) + 2
+    for name, line in experiments:
+      print(f'{name:{width}}{line}')
     return 0
   from spmd_tasks.runtime.job import exit_codes
   from spmd_tasks.runtime.job.user_errors import user_error_code

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.moe.batched_ffn import batched_ffn
-from spmd_tasks.layers.moe.expert_parallel import expert_layout
+from spmd_tasks.layers.moe.expert_layout import expert_layout
 from spmd_tasks.layers.moe.experts import ExpertWeights
 from spmd_tasks.sharding.specs import SplitDims, constrain, current_sharding_scope
 
