@@ -24,7 +24,7 @@ import functools
 import inspect
 import re
 import types
-from typing import Any, dataclass_transform, get_type_hints
+from typing import Any, ClassVar, dataclass_transform, get_type_hints
 
 from flax.core import FrozenDict
 
@@ -93,6 +93,8 @@ def _is_plain_value(name: str, value: Any) -> bool:
 class _FrozenFields:
   """Makes every subclass a frozen, keyword-only dataclass; its plain class attributes re-default inherited fields."""
 
+  _fields_set_here: ClassVar[frozenset[str]] = frozenset()
+
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
     annotations = dict(inspect.get_annotations(cls))
@@ -117,13 +119,15 @@ class _FrozenFields:
         )
       if name in annotations:
         setattr(cls, name, _freeze(value))
+    cls._fields_set_here = frozenset(annotations)
     if len(cls.__bases__) > 1:
       # A dataclass takes all fields of its first base, also those that the base only inherits. Here, as anywhere in
       # Python, the first class that sets one wins.
-      for name in inherited.difference(annotations):
-        if hasattr(cls, name):
+      for name in sorted(inherited.difference(annotations)):
+        setter = next(base for base in cls.__mro__[1:] if name in vars(base).get('_fields_set_here', ()))
+        if name in vars(setter):
           annotations[name] = _field_type(cls, name)
-          setattr(cls, name, getattr(cls, name))
+          setattr(cls, name, vars(setter)[name])
     cls.__annotations__ = annotations
     dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 

@@ -78,7 +78,15 @@ def test_of_two_bases_a_field_has_the_default_of_the_first_class_that_sets_one()
   class Both(Long, Wide):
     pass
 
+  class Wider(Wide):
+    dims = (128,)
+    num_layers = 3
+
+  class BothWider(Both, Wider):
+    pass
+
   assert (Both().num_train_steps, Both().dims, Both().num_layers) == (7, (64,), 2)
+  assert (BothWider().num_train_steps, BothWider().dims, BothWider().num_layers) == (7, (128,), 3)
 
 
 def test_methods_call_super_and_see_the_fields():

@@ -1,0 +1,201 @@
+#!/usr/bin/env python
+"""What pipelining costs: bubbles in FLOPs and in time, memory by microbatches, compile time; on 8 fake devices.
+
+    .venv/bin/python scripts/bench_pipeline.py [--quick]
+
+The gradient of a stack of transformer blocks alone, without embedding and logits, over 4 stages x data 2, against the
+plain stack on the same devices as data parallelism. The last line is one JSON object:
+
+* `flops`: the matrix products that the compiled program executes on a device. `bubble` is the part of them that is not
+  work, work being the plain gradient's share, times what the schedule computes again by design. `ideal_bubble` is
+  (P - 1) / (M V + P - 1). `ratio` is the worst of executed FLOPs over ideal ones, wanted within 5% of 1.
+* `memory`: temporaries of one device by M, the size of a microbatch being fixed, and what one more microbatch adds, in
+  units of its own x [rows, T, D] on a device. The stack's input and output and their gradients are 4 of these units, of
+  which each of P stages holds its part.
+* `time`: CPU time of a step over the plain stack's. On fake devices of one machine bubbles cost what work costs.
+* `compile`: trace and compile time at 8 times the microbatches, and at 8 times the layers, over that at once.
+"""
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+import time
+from typing import Any
+
+from alternation import alternate, paired_ratio, print_result
+from executed_flops import executed_matmul_flops
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_tasks.experiment import DEFAULT_AXIS_RULES
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.feed_forward import GatedFeedForward
+from spmd_tasks.layers.norm import RmsNorm
+from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.layers.pipeline_schedule import Schedule
+from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
+from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.stage_axis import stage_axis_rules
+from spmd_tasks.sharding.weights import unbox_weights
+
+STAGES, DATA = 4, 2
+SEQ_LEN, MODEL_DIM, HIDDEN_DIM, NUM_HEADS = 64, 64, 192, 4
+ROWS = 4  # of a microbatch
+LAYERS = 8
+# How often a matrix product of the forward pass runs in a step, counting the backward pass as two.
+PRODUCTS = {'gpipe': 3, 'circular': 3, 'one_forward_one_backward': 5}
+# No weight is split over data, so that all collectives are the pipeline's and the gradients'.
+RULES = tuple((name, None if name == 'embed' else axes) for name, axes in DEFAULT_AXIS_RULES)
+
+
+class Program:
+  """The compiled gradient of a stack; calling it runs a step."""
+
+  def __init__(self, stack: Any, batch_size: int, mesh_shape: tuple[int, int]):
+    mesh = MeshSpec(axis_names=('replica', 'stage', 'data', 'mdl'), ici_mesh_shape=(1, *mesh_shape, 1)).build()
+    rules = stage_axis_rules(RULES)
+    x = jnp.zeros((batch_size, SEQ_LEN, MODEL_DIM))
+
+    def loss(weights, x):
+      y, _ = stack.apply({'params': weights}, x, train=True)
+      return jnp.mean(jnp.square(y))
+
+    def gradient(weights, x):
+      with sharding_scope(mesh, rules):
+        return jax.grad(loss, argnums=(0, 1))(weights, x)
+
+    repeats = getattr(stack, 'num_repeats', 1)
+    weights = unbox_weights(jax.jit(stack.init)(jax.random.key(0), x)['params'])
+    layers = PartitionSpec(*[None] * (repeats > 1), 'stage')
+    shardings = NamedSharding(mesh, layers), NamedSharding(mesh, PartitionSpec(('data', 'stage')))
+    self._args = jax.device_put((weights, x), shardings)
+    start = time.perf_counter()
+    lowered = jax.jit(gradient, in_shardings=shardings, out_shardings=shardings).lower(*self._args)
+    self.compiled = lowered.compile()
+    self.seconds = time.perf_counter() - start
+
+  def __call__(self) -> Any:
+    return self.compiled(*self._args)
+
+  @property
+  def flops(self) -> int:
+    return executed_matmul_flops(self.compiled.as_text())
+
+  @property
+  def temp_bytes(self) -> int:
+    return self.compiled.memory_analysis().temp_size_in_bytes
+
+
+def make_block() -> TransformerBlock:
+  return TransformerBlock(
+    attention=Attention(num_heads=NUM_HEADS, rotary=None), ffn=GatedFeedForward(hidden_dim=HIDDEN_DIM), norm=RmsNorm()
+  )
+
+
+def plain(num_microbatches: int) -> Program:
+  stack = TransformerStack(block=make_block(), num_layers=LAYERS)
+  return Program(stack, num_microbatches * ROWS, (1, STAGES * DATA))
+
+
+def pipelined(schedule: str, num_microbatches: int, num_layers: int = LAYERS, remat_policy: str = 'none') -> Program:
+  stack = PipelinedStack(
+    block=make_block(),
+    num_layers=num_layers,
+    num_microbatches=num_microbatches,
+    schedule=schedule,
+    num_repeats=2 if schedule == 'circular' else 1,
+    remat_policy=remat_policy,
+  )
+  return Program(stack, num_microbatches * ROWS, (STAGES, DATA))
+
+
+def measure_flops(cases: list[tuple[str, int]]) -> tuple[float, dict[str, Any]]:
+  """The worst ratio of executed to ideal work, and each case's bubble."""
+  result, worst = {}, 1.0
+  for name, num_microbatches in cases:
+    repeats = 2 if name == 'circular' else 1
+    schedule = Schedule(num_stages=STAGES, num_microbatches=num_microbatches, num_repeats=repeats)
+    work = plain(num_microbatches).flops * PRODUCTS[name] / PRODUCTS['gpipe']
+    executed = pipelined(name, num_microbatches).flops
+    result[f'{name}, M {num_microbatches}, V {repeats}'] = {
+      'bubble': 1 - work / executed,
+      'ideal_bubble': schedule.bubble_fraction,
+    }
+    ratio = executed * (1 - schedule.bubble_fraction) / work
+    worst = max(worst, ratio, key=lambda r: abs(r - 1))
+  return worst, result
+
+
+def measure_memory(counts: tuple[int, ...]) -> dict[str, Any]:
+  unit = ROWS // DATA * SEQ_LEN * MODEL_DIM * 4
+  result = {}
+  for name, settings in {
+    'gpipe': {'schedule': 'gpipe'},
+    'gpipe, full remat': {'schedule': 'gpipe', 'remat_policy': 'full'},
+    'circular': {'schedule': 'circular'},
+    'one_forward_one_backward': {'schedule': 'one_forward_one_backward'},
+  }.items():
+    sizes = {m: pipelined(num_microbatches=m, **settings).temp_bytes for m in counts}
+    slope = (sizes[counts[-1]] - sizes[counts[0]]) / (counts[-1] - counts[0])
+    result[name] = {'temp_bytes': {str(m): size for m, size in sizes.items()}, 'units_per_microbatch': slope / unit}
+  return result
+
+
+def measure_time(num_microbatches: int, num_rounds: int) -> dict[str, Any]:
+  programs: dict[str, Callable[[], Any]] = {name: pipelined(name, num_microbatches) for name in PRODUCTS}
+  times = alternate(programs | {'plain': plain(num_microbatches)}, num_rounds)
+  result = {}
+  for name, products in PRODUCTS.items():
+    repeats = 2 if name == 'circular' else 1
+    schedule = Schedule(num_stages=STAGES, num_microbatches=num_microbatches, num_repeats=repeats)
+    result[name] = {
+      'over_plain': paired_ratio(times, name, 'plain', clock='cpu'),
+      'ideal': products / PRODUCTS['gpipe'] / (1 - schedule.bubble_fraction),
+    }
+  return result
+
+
+def measure_compile(names: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
+  def once(name, **settings):
+    jax.clear_caches()
+    return pipelined(name, **settings).seconds
+
+  result = {}
+  for name in names:
+    rounds = [
+      (
+        once(name, num_microbatches=4),
+        once(name, num_microbatches=32),
+        once(name, num_microbatches=4, num_layers=8 * LAYERS),
+      )
+      for _ in range(num_rounds)
+    ]
+    result[name] = {
+      'microbatches_ratio': median(wide / base for base, wide, _ in rounds),
+      'layers_ratio': median(deep / base for base, _, deep in rounds),
+    }
+  return result
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--quick', action='store_true', help='few cases and rounds, to see that it works')
+  parser.add_argument('--num_rounds', type=int, default=40)
+  args = parser.parse_args()
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', 8)
+  counts = (4, 8) if args.quick else (4, 8, 16, 32)
+  worst, flops = measure_flops([(name, m) for name in PRODUCTS for m in counts[: 1 if args.quick else 3]])
+  print_result(
+    ratio=worst,
+    flops=flops,
+    memory=measure_memory(counts),
+    time=measure_time(8, 2 if args.quick else args.num_rounds),
+    compile=measure_compile(('gpipe',), 1) if args.quick else measure_compile(tuple(PRODUCTS), 3),
+  )
+
+
+if __name__ == '__main__':
+  main()
