@@ -1,4 +1,4 @@
-"""Task: what is learned — a model, its loss and its learner."""
+"""Task: what is learned — a model, its loss and its learner — and how it generates text."""
 
 from collections.abc import Callable
 import dataclasses
@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from spmd_tasks.decoding.settings import DecodeSettings
 from spmd_tasks.layers.losses import LossOutput
 from spmd_tasks.learning.learner import Learner, LearnerState
 
@@ -15,19 +16,21 @@ Batch = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-  """A frozen triple; an experiment's `task()` returns a Fiddle config of one.
+  """Frozen; an experiment's `task()` returns a Fiddle config of one.
 
   Attributes:
     model: a Linen module called as `model(batch, train=...)`; it returns predictions, whatever `loss` reads.
     loss: `loss(predictions, batch) -> LossOutput`, a mean over the batch's loss weights.
     learner: turns gradients into new weights.
     eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones.
+    decode: how text is generated.
   """
 
   model: nn.Module
   loss: Callable[[Any, Batch], LossOutput]
   learner: Learner
   eval_with_ema: bool = False
+  decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
 
   def __post_init__(self):
     if self.eval_with_ema and self.learner.ema_decay is None:

@@ -1,0 +1,237 @@
+"""Generation: many requests through the slots of compiled steps, on the host.
+
+Whenever a slot is free, the next request takes it. The device is always one step ahead: a step is launched before the
+one before it is read, so what was launched for a sequence that turns out to have ended is thrown away.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+
+from spmd_tasks.decoding.incremental_text import IncrementalText
+from spmd_tasks.decoding.loop import Outputs, Requests
+from spmd_tasks.decoding.samplers import Sampling
+from spmd_tasks.decoding.settings import DecodeSettings
+
+FinishReason = Literal['stop', 'length']
+GREEDY = {'repetition_penalty': 1.0, 'temperature': 0.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """One sequence to generate.
+
+  Fields:
+    ids: the prompt's tokens, at least one.
+    max_tokens: how many may follow; 0 only scores the prompt.
+    seed, sample: which draw this is, see samplers.request_keys.
+    stop_ids: tokens that end it; they are in the result's ids but not in its text.
+    stop: strings that end it; the text ends before the first of them.
+    score_prompt: whether the prompt's own log-probabilities are wanted.
+    sampling: values of Sampling's fields.
+  """
+
+  ids: tuple[int, ...]
+  max_tokens: int
+  seed: int = 0
+  sample: int = 0
+  stop_ids: tuple[int, ...] = ()
+  stop: tuple[str, ...] = ()
+  score_prompt: bool = False
+  sampling: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(GREEDY))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Completion:
+  """What became of a request: `ids` and, for each of them, its log-probability and the likeliest tokens with theirs."""
+
+  request: Request
+  ids: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
+  prompt_logprobs: list[float] | None = None
+  text: str = ''
+  finish_reason: FinishReason = 'length'
+  score: float | None = None  # of beam search
+
+
+class Steps(Protocol):
+  """runtime.decode_steps.DecodeSteps, as far as it matters here."""
+
+  settings: DecodeSettings
+  max_len: int
+
+  def init(self) -> Any: ...
+
+  def bucket(self, length: int) -> int: ...
+
+  def prefill(
+    self, weights: Any, state: Any, requests: Requests, *, score_prompts: bool = False
+  ) -> tuple[Any, Outputs]: ...
+
+  def step(self, weights: Any, state: Any, keep: np.ndarray) -> tuple[Any, Outputs]: ...
+
+  def search(self, weights: Any, requests: Requests) -> Any: ...
+
+
+class _Running:
+  """A request in a slot, and its completion as it grows."""
+
+  def __init__(self, request: Request, index: int, decode: Callable[[Sequence[int]], str]):
+    self.index = index
+    self.completion = Completion(request=request)
+    self.is_finished = False
+    self._text = IncrementalText(decode, request.stop)
+
+  def take(self, outputs: Outputs, row: int) -> None:
+    """Row `row` of a step's outputs, on the host."""
+    completion, request = self.completion, self.completion.request
+    if outputs.prompt_logprobs is not None and request.score_prompt:
+      completion.prompt_logprobs = outputs.prompt_logprobs[row, : len(request.ids)].tolist()
+    if not outputs.is_valid[row]:
+      self.is_finished = True
+      return
+    token = int(outputs.tokens[row])
+    completion.ids.append(token)
+    completion.logprobs.append(float(outputs.logprobs[row]))
+    if outputs.top_ids.shape[-1]:
+      ids, logprobs = outputs.top_ids[row].tolist(), outputs.top_logprobs[row].tolist()
+      completion.top_logprobs.append(dict(zip(ids, logprobs, strict=True)))
+    self.is_finished = bool(outputs.is_finished[row])
+    if token in request.stop_ids:
+      completion.finish_reason = 'stop'
+    else:
+      self._text.push(token)
+    if self.is_finished:
+      self._text.finish()
+    if self._text.stop is not None:
+      completion.finish_reason, self.is_finished = 'stop', True
+    completion.text = self._text.text
+
+
+def generate(
+  steps: Steps,
+  weights: Any,
+  requests: Iterable[Request],
+  *,
+  decode: Callable[[Sequence[int]], str],
+  on_step: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[int, Completion]]:
+  """(number of the request, completion), as they finish.
+
+  Args:
+    steps: compiled for the settings.
+    weights: padded, as they live on the mesh.
+    requests: that fit `steps`, see `check_request`.
+    decode: tokens to text.
+    on_step: called after each prefill and step.
+  """
+  num_slots, num_rows = steps.settings.num_slots, steps.settings.prefill_rows
+  waiting = ((request, index) for index, request in enumerate(requests))
+  running: list[_Running | None] = [None] * num_slots
+  in_flight: deque[tuple[Outputs, list[tuple[int, int, _Running]]]] = deque()
+  state = steps.init()
+  is_exhausted = False
+  while True:
+    free = [slot for slot in range(num_slots) if running[slot] is None][:num_rows]
+    taken = [] if is_exhausted else [_Running(r, i, decode) for _, (r, i) in zip(free, waiting)]
+    is_exhausted = is_exhausted or len(taken) < len(free)
+    if taken:
+      slots = free[: len(taken)]
+      batch = make_requests(steps, [new.completion.request for new in taken], slots)
+      score = any(new.completion.request.score_prompt for new in taken)
+      state, outputs = steps.prefill(weights, state, batch, score_prompts=score)
+      in_flight.append((outputs, [(row, slot, new) for row, (slot, new) in enumerate(zip(slots, taken, strict=True))]))
+      for slot, new in zip(slots, taken, strict=True):
+        running[slot] = new
+    elif any(running):
+      keep = np.array([sequence is not None for sequence in running])
+      state, outputs = steps.step(weights, state, keep)
+      in_flight.append((outputs, [(slot, slot, sequence) for slot, sequence in enumerate(running) if sequence]))
+    elif not in_flight:
+      return
+    if len(in_flight) > 1 or not any(running):
+      launched, rows = in_flight.popleft()
+      outputs = jax.device_get(launched)
+      for row, slot, sequence in rows:
+        if sequence.is_finished:
+          continue  # launched before its end was known
+        sequence.take(outputs, row)
+        if sequence.is_finished:
+          running[slot] = None
+          yield sequence.index, sequence.completion
+    on_step()
+
+
+def search(
+  steps: Steps,
+  weights: Any,
+  requests: Iterable[Request],
+  *,
+  decode: Callable[[Sequence[int]], str],
+  on_step: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[int, list[Completion]]]:
+  """(number of the request, its beams, best first); stop strings end nothing here but cut the text."""
+  waiting = list(requests)
+  num_rows = steps.settings.prefill_rows
+  for start in range(0, len(waiting), num_rows):
+    batch = waiting[start : start + num_rows]
+    beams = jax.device_get(steps.search(weights, make_requests(steps, batch, range(len(batch)))))
+    for row, request in enumerate(batch):
+      completions = []
+      for beam, length in enumerate(beams.lengths[row].tolist()):
+        if length == 0:
+          continue
+        ids = beams.tokens[row, beam, :length].tolist()
+        is_stopped = ids[-1] in request.stop_ids
+        text = IncrementalText(decode, request.stop)
+        for token in ids[:-1] if is_stopped else ids:
+          text.push(token)
+        text.finish()
+        completions.append(
+          Completion(
+            request=request,
+            ids=ids,
+            text=text.text,
+            finish_reason='stop' if is_stopped else 'length',
+            score=float(beams.scores[row, beam]),
+            logprobs=[float(beams.logprobs[row, beam])],
+          )
+        )
+      yield start + row, completions
+    on_step()
+
+
+def make_requests(steps: Steps, requests: Sequence[Request], slots: Sequence[int]) -> Requests:
+  """The arrays of a prefill, in the bucket of the longest prompt; rows that are left over go to no slot."""
+  settings = steps.settings
+  bucket = steps.bucket(max(len(request.ids) for request in requests))
+  num_rows = settings.prefill_rows
+
+  def rows(dtype: Any, values: Sequence[Any], fill: Any, *shape: int) -> Any:
+    array = np.full((num_rows, *shape), fill, dtype)
+    for row, value in enumerate(values):
+      if shape:
+        array[row, : len(value)] = value
+      else:
+        array[row] = value
+    return array
+
+  def sampling(name: str) -> Any:
+    dtype = np.int32 if name == 'top_k' else np.float32
+    return rows(dtype, [request.sampling[name] for request in requests], 0 if name != 'repetition_penalty' else 1)
+
+  return Requests(
+    ids=rows(np.int32, [request.ids for request in requests], 0, bucket),
+    lengths=rows(np.int32, [len(request.ids) for request in requests], 1),
+    slots=rows(np.int32, slots, settings.num_slots),
+    max_tokens=rows(np.int32, [request.max_tokens for request in requests], 1 if settings.num_beams > 1 else 0),
+    seeds=rows(np.uint32, [request.seed for request in requests], 0),
+    samples=rows(np.uint32, [request.sample for request in requests], 0),
+    stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, settings.max_stop_ids),
+    sampling=Sampling(**{name: sampling(name) for name in GREEDY}),
+  )

@@ -1,0 +1,62 @@
+"""Pieces of text: together the whole, never half a character, never part of a stop string."""
+
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding.incremental_text import IncrementalText
+
+WORDS = 'añ😀 b\n日本語, so it is'
+
+
+def decode(tokens) -> str:
+  """Tokens are bytes."""
+  return bytes(tokens).decode('utf-8', errors='replace')
+
+
+def _pieces(data: bytes, stop=()):
+  text = IncrementalText(decode, stop)
+  return [text.push(byte) for byte in data] + [text.finish()], text
+
+
+def test_pieces_are_characters_and_together_the_text():
+  data = (WORDS * 10).encode()  # longer than the window
+  pieces, text = _pieces(data)
+  assert ''.join(pieces) == text.text == WORDS * 10
+  assert '\ufffd' not in text.text
+
+
+def test_broken_bytes_are_replaced_as_in_the_whole(rng):
+  for _ in range(200):
+    data = bytes(rng.choice(np.frombuffer('é😀日x'.encode() + b'\x80\xf0\xe2', np.uint8), 50))
+    pieces, _ = _pieces(data)
+    assert ''.join(pieces) == decode(data)
+
+
+@pytest.mark.parametrize(
+  'text, stop, expected, found',
+  [
+    ('one two three', ('two',), 'one ', 'two'),
+    ('one two three', ('three', ' tw'), 'one', ' tw'),
+    ('aaab', ('aab',), 'a', 'aab'),
+    ('one tw', ('two',), 'one tw', None),
+    ('日本語', ('本',), '日', '本'),
+    ('ab', ('b', 'ab'), '', 'ab'),
+  ],
+)
+def test_stop_strings(text, stop, expected, found):
+  pieces, done = _pieces(text.encode(), stop)
+  assert (''.join(pieces), done.text, done.stop) == (expected, expected, found)
+
+
+def test_the_beginning_of_a_stop_string_is_held_back():
+  text = IncrementalText(decode, ('stop',))
+  assert [text.push(byte) for byte in b'a sto-'] == ['a', ' ', '', '', '', 'sto-']
+
+
+def test_decoders_that_join_tokens():
+  """The first token of what is decoded loses its space, as with SentencePiece."""
+  words = [f' w{i}' for i in range(100)]
+  text = IncrementalText(lambda tokens: ''.join(words[token] for token in tokens).removeprefix(' '))
+  for token in range(100):
+    text.push(token)
+  assert text.text == ''.join(words).removeprefix(' ')
