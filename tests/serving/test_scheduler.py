@@ -1,0 +1,190 @@
+"""The scheduler over a fake engine: slots are used again, ends are seen, nobody is forgotten."""
+
+import pytest
+
+from spmd_tasks.decoding.generation import Request
+from spmd_tasks.serving.scheduler import Scheduler
+from spmd_tasks.serving.sequence import Sequence
+from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
+
+
+def sequence(text, max_tokens, *, stop=(), has_logprobs=False, index=0):
+  ids = tuple(text) if not isinstance(text, str) else tuple(TOKENIZER.encode(text))
+  request = Request(ids=ids, max_tokens=max_tokens, stop=stop, stop_ids=(EOS,))
+  return Sequence(request, TOKENIZER.decode, has_logprobs=has_logprobs, index=index)
+
+
+def run(scheduler, limit=500):
+  """All deltas until nothing is left to do, as (step, delta)."""
+  deltas = []
+  for number in range(limit):
+    if not scheduler.has_work:
+      return deltas
+    deltas += [(number, delta) for delta in scheduler.advance()]
+  raise AssertionError(f'still at work after {limit} steps')
+
+
+def text_of(deltas, wanted):
+  return ''.join(delta.text for _, delta in deltas if delta.sequence is wanted)
+
+
+@pytest.mark.parametrize('num_slots, prefill_rows', [(1, 1), (3, 1), (4, 2), (8, 8)])
+def test_every_sequence_gets_its_own_tokens_whatever_the_slots(num_slots, prefill_rows, rng):
+  scheduler = Scheduler(FakeEngine(num_slots=num_slots, prefill_rows=prefill_rows))
+  lengths = [int(n) for n in rng.integers(1, 40, size=20)]
+  sequences = [sequence(f'{i:02d} text', n) for i, n in enumerate(lengths)]
+  scheduler.submit(sequences)
+  deltas = run(scheduler)
+  for i, (each, length) in enumerate(zip(sequences, lengths, strict=True)):
+    assert text_of(deltas, each) == (f'{i:02d} text' * 10)[:length]
+    assert (each.finish_reason, each.num_tokens) == ('length', length)
+  assert scheduler.num_generated_tokens == sum(lengths)
+  assert scheduler.num_active == scheduler.num_queued == 0
+
+
+def test_sequences_that_end_by_length_leave_no_hole_in_the_slots(rng):
+  engine = FakeEngine(num_slots=4)
+  scheduler = Scheduler(engine)
+  scheduler.submit([sequence('a', int(n)) for n in rng.integers(2, 30, size=40)])
+  while scheduler.num_queued:
+    scheduler.advance()
+  assert scheduler.num_slot_steps / (scheduler.num_steps * 4) > 0.95
+
+
+def test_a_slot_is_used_again_one_step_after_a_stop_token():
+  engine = FakeEngine(num_slots=1)
+  scheduler = Scheduler(engine)
+  first, second = sequence([70, 71, EOS], 50), sequence('b', 2)
+  scheduler.submit([first, second])
+  deltas = run(scheduler)
+  assert (first.finish_reason, first.num_tokens) == ('stop', 3)
+  assert text_of(deltas, first) == TOKENIZER.decode([70, 71])
+  assert text_of(deltas, second) == 'bb'
+  # Its three tokens, the step that was launched before its end was read, then the next one.
+  assert [entry[0] for entry in engine.log] == ['prefill', 'step', 'step', 'step', 'prefill', 'step']
+
+
+def test_sequences_begin_in_the_order_in_which_they_came():
+  scheduler = Scheduler(FakeEngine(num_slots=2))
+  sequences = [sequence('abc', 9 - i) for i in range(8)]
+  scheduler.submit(sequences)
+  begun = list(dict.fromkeys(id(delta.sequence) for _, delta in run(scheduler)))
+  assert begun == [id(each) for each in sequences]
+
+
+@pytest.mark.parametrize('place', ['queue', 'slot'])
+def test_what_is_cancelled_frees_its_slot_within_two_steps(place):
+  engine = FakeEngine(num_slots=1)
+  scheduler = Scheduler(engine)
+  long, other = sequence('long', 100), sequence('other', 5)
+  cancelled = other if place == 'queue' else long
+  scheduler.submit([long, other])
+  deltas = [(0, delta) for delta in scheduler.advance()]
+  scheduler.end([cancelled], 'cancelled')
+  scheduler.end([cancelled], 'cancelled')  # once more changes nothing
+  num_steps = scheduler.num_steps
+  while not (long if place == 'queue' else other).num_tokens:
+    deltas += [(0, delta) for delta in scheduler.advance()]
+  assert scheduler.num_steps - num_steps <= 2
+  if place == 'queue':
+    scheduler.end([long], 'cancelled')
+  deltas += run(scheduler)
+  assert [delta.finish_reason for _, delta in deltas if delta.sequence is cancelled][-1] == 'cancelled'
+  assert sum(delta.finish_reason is not None for _, delta in deltas if delta.sequence is cancelled) == 1
+  if place != 'queue':
+    assert text_of(deltas, other) == 'other'
+
+
+@pytest.mark.parametrize('outcome', ['cancelled', 'error'])
+def test_a_sequence_whose_last_token_is_on_its_way_can_still_end_otherwise(outcome):
+  engine = FakeEngine(num_slots=2)
+  scheduler = Scheduler(engine)
+  short, long = sequence('short', 2), sequence('long', 20)
+  scheduler.submit([short, long])
+  if outcome == 'error':
+    engine.fail_next = RuntimeError('device lost')
+  scheduler.advance()
+  assert short.finish_reason is None
+  if outcome == 'error':
+    with pytest.raises(RuntimeError, match='device lost'):
+      scheduler.advance()
+    deltas = scheduler.recover()
+  else:
+    scheduler.end([short], 'cancelled')
+    deltas = [delta for _, delta in run(scheduler)]
+  assert [delta.finish_reason for delta in deltas if delta.sequence is short] == [outcome]
+  assert long.finish_reason == ('error' if outcome == 'error' else 'length')
+
+
+@pytest.mark.parametrize(
+  'prompt, stop, expected',
+  [
+    ('one two three', ('two',), 'one '),
+    ('abcabd', ('abd',), 'abc'),
+    ('日本語', ('本',), '日'),
+    ('ab', ('zz',), 'ababababab'),
+  ],
+)
+def test_stop_strings_across_tokens(prompt, stop, expected):
+  scheduler = Scheduler(FakeEngine())
+  each = sequence(prompt, 10 if expected == 'ababababab' else 60, stop=stop)
+  scheduler.submit([each])
+  deltas = run(scheduler)
+  assert text_of(deltas, each) == expected
+  assert each.finish_reason == ('length' if expected == 'ababababab' else 'stop')
+
+
+def test_half_characters_are_held_back_and_given_up_at_the_end():
+  scheduler = Scheduler(FakeEngine())
+  each = sequence('é😀', 7)  # 2 + 4 bytes, and the first byte of the é again
+  scheduler.submit([each])
+  pieces = [delta.text for _, delta in run(scheduler)]
+  assert pieces == ['é', '😀', '\ufffd']
+
+
+def test_logprobs_come_with_their_text_and_not_behind_a_stop_string():
+  scheduler = Scheduler(FakeEngine(num_top=3))
+  each = sequence('a stop b', 60, stop=('stop',), has_logprobs=True)
+  scheduler.submit([each])
+  deltas = [delta for _, delta in run(scheduler)]
+  entries = [entry for delta in deltas for entry in delta.logprobs]
+  assert [entry.token for entry in entries] == TOKENIZER.encode('a ')
+  assert [entry.offset for entry in entries] == [0, 1]
+  assert entries[0].logprob == pytest.approx(-entries[0].token / 100)
+  assert [token for token, _ in entries[0].top] == [entries[0].token + i for i in range(3)]
+
+
+def test_the_budget_bounds_what_is_read_between_two_steps():
+  engine = FakeEngine(num_slots=4)
+  scheduler = Scheduler(engine, prefill_budget=10)
+  scheduler.submit([sequence('x' * 6, 20), sequence('x' * 6, 20), sequence('x' * 60, 20), sequence('x', 20)])
+  run(scheduler)
+  kinds = ''.join(entry[0][0] for entry in engine.log)
+  assert kinds.startswith('pspspsps')
+
+
+def test_a_failing_step_ends_what_was_running_and_nothing_else():
+  engine = FakeEngine(num_slots=1)
+  scheduler = Scheduler(engine)
+  first, second = sequence('first', 50), sequence('second', 6)
+  scheduler.submit([first, second])
+  scheduler.advance()
+  engine.fail_next = RuntimeError('device lost')
+  with pytest.raises(RuntimeError, match='device lost'):
+    run(scheduler)
+  assert [delta.finish_reason for delta in scheduler.recover()] == ['error']
+  deltas = run(scheduler)
+  assert text_of(deltas, second) == 'second'
+  assert (first.finish_reason, second.finish_reason) == ('error', 'length')
+
+
+def test_all_can_be_ended_and_admission_can_wait():
+  scheduler = Scheduler(FakeEngine(num_slots=1))
+  sequences = [sequence('abc', 50), sequence('abc', 50)]
+  scheduler.submit(sequences)
+  assert scheduler.advance(admit=False) == []
+  assert scheduler.num_active == 0
+  scheduler.advance()
+  scheduler.end_all('cut')
+  run(scheduler)
+  assert [each.finish_reason for each in sequences] == ['cut', 'cut']
