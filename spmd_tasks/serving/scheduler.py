@@ -79,9 +79,11 @@ class Scheduler:
     self._queue = deque(sequence for sequence in self._queue if sequence.finish_reason is None)
     self._slots = [None if slot is None or slot.finish_reason is not None else slot for slot in self._slots]
 
-  def end_all(self, reason: FinishReason) -> None:
-    """Ends every sequence."""
+  def end_all(self, reason: FinishReason) -> list[Delta]:
+    """Ends every sequence without asking the engine for anything more."""
     self.end([*self._queue, *self._launched()], reason)
+    self._in_flight.clear()
+    return self._take_outbox()
 
   def advance(self, *, admit: bool = True) -> list[Delta]:
     """Fills free slots, launches a step, reads the one before it.

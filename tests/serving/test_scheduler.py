@@ -185,6 +185,6 @@ def test_all_can_be_ended_and_admission_can_wait():
   assert scheduler.advance(admit=False) == []
   assert scheduler.num_active == 0
   scheduler.advance()
-  scheduler.end_all('cut')
-  run(scheduler)
+  assert {delta.finish_reason for delta in scheduler.end_all('cut')} == {'cut'}
   assert [each.finish_reason for each in sequences] == ['cut', 'cut']
+  assert not scheduler.has_work

@@ -1,0 +1,119 @@
+"""The engine's thread: orders from other threads, a bounded queue, failures, an end."""
+
+import threading
+import time
+
+import pytest
+
+from spmd_tasks.decoding.generation import Request
+from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
+from spmd_tasks.serving.scheduler import Scheduler
+from spmd_tasks.serving.sequence import Sequence
+from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
+
+
+def sequence(text='abc', max_tokens=5):
+  return Sequence(Request(ids=tuple(TOKENIZER.encode(text)), max_tokens=max_tokens, stop_ids=(EOS,)), TOKENIZER.decode)
+
+
+def wait_for(condition, limit_s=5.0):
+  end = time.monotonic() + limit_s
+  while not condition():
+    assert time.monotonic() < end, 'it did not come to pass'
+    time.sleep(0.005)
+
+
+@pytest.fixture
+def make_thread():
+  started = []
+
+  def make(engine, **settings):
+    posts = []
+    scheduler = Scheduler(engine)
+    thread = EngineThread(scheduler, warm_up=engine.warm_up, post=posts.append, **{'max_queued': 8} | settings)
+    thread.start()
+    started.append((engine, thread))
+    wait_for(lambda: thread.is_ready or thread.error)
+    return thread, posts
+
+  yield make
+  for engine, thread in started:
+    if engine.gate is not None:
+      engine.gate.set()
+    thread.stop()
+
+
+def test_warm_before_ready_and_one_post_per_step(make_thread):
+  engine = FakeEngine()
+  thread, posts = make_thread(engine)
+  assert engine.is_warm
+  sequences = [sequence(max_tokens=5), sequence(max_tokens=9)]
+  thread.submit(sequences)
+  wait_for(lambda: all(each.finish_reason for each in sequences))
+  wait_for(lambda: thread.is_idle)
+  assert len(posts) <= thread.scheduler.num_steps + 2
+  assert ''.join(d.text for post in posts for d in post if d.sequence is sequences[0]) == 'abcab'
+
+
+def test_a_full_queue_says_so_at_once_and_takes_all_or_nothing(make_thread):
+  gate = threading.Event()
+  thread, _ = make_thread(FakeEngine(num_slots=1, gate=gate), max_queued=2)
+  thread.submit([sequence()])
+  wait_for(lambda: thread.num_queued == 0)
+  thread.submit([sequence()])
+  started = time.monotonic()
+  with pytest.raises(QueueFullError):
+    thread.submit([sequence(), sequence()])
+  assert time.monotonic() - started < 0.05
+  assert thread.num_queued == 1
+  thread.submit([sequence()])
+
+
+def test_cancel_ends_what_runs_and_what_waits(make_thread):
+  gate = threading.Event()
+  thread, _ = make_thread(FakeEngine(num_slots=1, gate=gate))
+  sequences = [sequence(max_tokens=100), sequence(max_tokens=100)]
+  thread.submit(sequences)
+  thread.cancel(sequences)
+  gate.set()
+  wait_for(lambda: thread.is_idle)
+  assert [each.finish_reason for each in sequences] == ['cancelled', 'cancelled']
+  assert thread.scheduler.num_steps <= 2
+
+
+def test_one_failure_ends_what_ran_three_end_the_engine(make_thread, caplog):
+  engine = FakeEngine(num_slots=1)
+  thread, _ = make_thread(engine)
+  engine.fail_next = RuntimeError('device lost')
+  first, second = sequence(max_tokens=9), sequence()
+  thread.submit([first, second])
+  wait_for(lambda: second.finish_reason)
+  assert (first.finish_reason, second.finish_reason) == ('error', 'length')
+  assert thread.is_ready
+
+  engine.step = None  # a TypeError, each time
+  sequences = [sequence() for _ in range(5)]
+  thread.submit(sequences)
+  wait_for(lambda: thread.error is not None and all(each.finish_reason for each in sequences))
+  assert not thread.is_ready
+  with pytest.raises(EngineEndedError):
+    thread.submit([sequence()])
+
+
+def test_stop_cuts_what_runs(make_thread):
+  thread, posts = make_thread(FakeEngine(num_slots=1, max_len=100_000))
+  sequences = [sequence(max_tokens=50_000), sequence()]
+  thread.submit(sequences)
+  wait_for(lambda: posts)
+  thread.stop()
+  assert [each.finish_reason for each in sequences] == ['cut', 'cut']
+  assert thread.error is None
+  with pytest.raises(EngineEndedError):
+    thread.submit([sequence()])
+
+
+def test_a_model_that_cannot_warm_up_is_an_error_not_a_hang(make_thread):
+  engine = FakeEngine()
+  engine.warm_up = lambda: 1 / 0
+  thread, _ = make_thread(engine)
+  assert isinstance(thread.error, ZeroDivisionError)
