@@ -61,10 +61,10 @@ def _backward(
 
   def go_forward(carry, t):
     slots, below, inputs = carry
-    index, _ = backward.forward(p, t)
+    index, is_work = backward.forward(p, t)
     leaving, arriving = take_turn(slots, t, axis)
     entering = select(is_first, leaving, below)
-    result, _ = stage(weights, entering, index, no_repeat)
+    result, _ = stage(weights, entering, index, no_repeat, is_work)
     slots = end_turn(slots, t, arriving, result, axis)
     return slots, send_up(result, axis), put(inputs, (t - p) % max_in_flight, entering)
 
@@ -74,15 +74,14 @@ def _backward(
     index, is_work = backward.backward(p, t)
     entered = take(inputs, (t - 2 * (schedule.num_stages - 1) + p) % max_in_flight)
     _, arriving = take_turn(slots, turn, axis)
-    cotangent = jnp.where(is_work, jnp.where(is_last, arriving, above), 0)
-    aux_cotangent = jax.tree.map(lambda a: jnp.where(is_work, a, 0), aux_cotangents)
+    cotangent = jnp.where(is_last, arriving, above)
 
     def run(layers, x):
-      result, aux = stage(weights._replace(layers=layers), entered._replace(x=x), index, no_repeat)
+      result, aux = stage(weights._replace(layers=layers), entered._replace(x=x), index, no_repeat, is_work)
       return result.x, aux
 
     _, pull_back = jax.vjp(run, weights.layers, entered.x)
-    layers_cotangent, cotangent = pull_back((cotangent, aux_cotangent))
+    layers_cotangent, cotangent = pull_back((cotangent, aux_cotangents))
     slots = end_turn(slots, turn, arriving, above, axis)
     return slots, send_down(cotangent, axis), jax.tree.map(jnp.add, total, layers_cotangent)
 

@@ -43,7 +43,6 @@ def run_loop(
   # the way, one to come back, and the rest of them in a delay line.
   delay = schedule.num_microbatches - schedule.num_stages
   is_circular = schedule.num_repeats > 1
-  # A bubble works on some true microbatch, so that what it computes is finite wherever true work is.
   idle = take(microbatches, jnp.int32(0))
 
   def tick(carry, t):
@@ -54,7 +53,7 @@ def run_loop(
     if is_circular:
       delayed = put(delayed, t % (delay + 1), below)
       first = select(t < schedule.num_microbatches, leaving, take(delayed, (t + 1) % (delay + 1)))
-    result, aux = stage(weights, select(p == 0, first, below), index, repeat)
+    result, aux = stage(weights, select(p == 0, first, below), index, repeat, is_work)
     slots = end_turn(slots, t, arriving, result, axis)
     return (slots, send_up(result, axis), delayed, add_work(total, aux, repeat, is_work)), None
 
@@ -68,7 +67,7 @@ def run_loop(
 def zeros_of_aux(stage: Stage, weights: StageWeights, microbatch: Microbatch, num_repeats: int) -> Any:
   """Zeros for the sum of a stage's aux, [V, N, ...]."""
   zero = jnp.int32(0)
-  _, aux = jax.eval_shape(stage, weights, microbatch, zero, zero)
+  _, aux = jax.eval_shape(stage, weights, microbatch, zero, zero, zero == 0)
   return jax.tree.map(lambda a: jnp.zeros((num_repeats, *a.shape), a.dtype), aux)
 
 

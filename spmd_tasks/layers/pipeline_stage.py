@@ -56,7 +56,7 @@ class Stage:
   num_repeats: int
 
   def __call__(
-    self, weights: StageWeights, microbatch: Microbatch, index: jax.Array, repeat: jax.Array
+    self, weights: StageWeights, microbatch: Microbatch, index: jax.Array, repeat: jax.Array, is_work: jax.Array
   ) -> tuple[Microbatch, Any]:
     """Returns (the microbatch with the stage's x, the block's aux with a dim [N] in front).
 
@@ -65,6 +65,7 @@ class Stage:
       microbatch: the stage's input.
       index: which microbatch it is; its dropout depends on this and the layer, on nothing else.
       repeat: in [0, V).
+      is_work: False in a bubble, from which no gradient comes, whatever the cotangents and the block's derivatives.
     """
     num_layers = jax.tree.leaves(weights.layers)[0].shape[0]
     first = jax.lax.axis_index(self.axis) * num_layers
@@ -80,8 +81,7 @@ class Stage:
         layer_index = repeat * self.layers_per_repeat + position
         rngs = {'dropout': jax.random.fold_in(jax.random.fold_in(weights.rng, layer_index), index)}
       is_true = position < self.layers_per_repeat
-      # With weights of zero a block's derivative may be infinite, and infinity times a cotangent of 0 is not a number.
-      block_input = select(is_true, x, jax.lax.stop_gradient(x)) if has_identity_layers else x
+      layer_weights, block_input = gate_gradient((layer_weights, x), is_true & is_work)
       y, aux = self.block.apply(
         {'params': layer_weights}, block_input, segment_ids, segment_pos, train=self.train, rngs=rngs
       )
@@ -96,6 +96,29 @@ class Stage:
     with sharding_scope(mesh, self.axis_rules):
       x, aux = jax.lax.scan(layer, microbatch.x, (weights.layers, first + jnp.arange(num_layers)))
     return microbatch._replace(x=x), aux
+
+
+@jax.custom_vjp
+def gate_gradient(tree: Any, is_open: jax.Array) -> Any:
+  """Returns the tree; its cotangent is 0 where the gate is not open.
+
+  A cotangent of 0 at the other end of a block does not ensure that: an infinite derivative makes NaNs of zeros (an
+  identity layer has weights of zero), and a balance bias has a gradient that no cotangent scales. A `where` in the
+  forward pass would do the same, but its results, which differ from tick to tick, would be kept for each.
+  """
+  del is_open
+  return tree
+
+
+def _gate_forward(tree: Any, is_open: jax.Array) -> tuple[Any, jax.Array]:
+  return tree, is_open
+
+
+def _gate_backward(is_open: jax.Array, cotangents: Any) -> tuple[Any, None]:
+  return jax.tree.map(lambda c: jnp.where(is_open, c, 0), cotangents), None
+
+
+gate_gradient.defvjp(_gate_forward, _gate_backward)
 
 
 def _keep_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -1,6 +1,6 @@
 """One truth for numbers, pipelined: any schedule on any number of stages gives the loss curve of the plain stack.
 
-The table of test_numbers_agree.py for pipelines of 10 layers, or 6 with experts, which 4 stages do not divide.
+The table of test_numbers_agree.py for pipelines of 10 or 6 layers, which 4 stages do not divide.
 """
 
 import itertools
@@ -15,42 +15,42 @@ from tests.runtime.moe_experiments import AlongData
 from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW, PipelinedExperts
 from tests.runtime.uneven_experiments import Adafactor, AdamW
 
-PLAIN = {PipelinedAdamW: AdamW, PipelinedAdafactor: Adafactor, PipelinedExperts: AlongData}
-SIZES = ('num_layers=10', 'batch_size=16')
-EXPERTS_SIZES = ('num_layers=6', 'batch_size=16')
+TEN, SIX = ('num_layers=10', 'batch_size=16'), ('num_layers=6', 'batch_size=16')
+PLAIN = {PipelinedAdamW: (AdamW, TEN), PipelinedAdafactor: (Adafactor, SIX), PipelinedExperts: (AlongData, SIX)}
 CIRCULAR = ('schedule=circular', 'num_repeats=2')
 ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
 FAST = ('stage 4 x data 2', 'circular, stage 2 x data 2 x mdl 2')
 
-# name, experiment, mesh, overrides
+FFN = 'task.model.stack.block.ffn'
+# Both balance by bias, which the learner steps by sign, and never drop a token: capacity is counted by microbatch.
+GATHER = ('form=gather', 'capacity_factor=0', f'{FFN}.router.score_function=sigmoid', f'{FFN}.router.balance_bias=True')
+
+# name, experiment, mesh, overrides, those of them that the plain stack has too
 CASES = [
-  ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ()),
-  ('stage 2 x mdl 4, remat', PipelinedAdamW, (1, 2, 1, 4), ('remat_policy=full', 'num_microbatches=2')),
-  ('circular, stage 2 x data 2 x mdl 2', PipelinedAdamW, (1, 2, 2, 2), CIRCULAR),
-  ('circular, stage 4 x data 2, 16 microbatches', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, 'num_microbatches=16')),
-  ('circular, remat', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, 'remat_policy=dots_no_batch')),
-  ('one forward, one backward, stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ONE_F_ONE_B),
-  ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, 'remat_policy=full')),
-  ('2 microbatches of the learner', PipelinedAdamW, (1, 4, 2, 1), ('task.learner.num_microbatches=2',)),
-  ('circular weights without stages', PipelinedAdamW, (1, 1, 2, 2), CIRCULAR),
-  ('Adafactor, circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), CIRCULAR),
-  ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), ()),
-  ('experts, circular, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), CIRCULAR),
-  ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), ONE_F_ONE_B),
+  ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), (), ()),
+  ('stage 2 x mdl 4, remat', PipelinedAdamW, (1, 2, 1, 4), ('remat_policy=full', 'num_microbatches=2'), ()),
+  ('circular, stage 2 x data 2 x mdl 2', PipelinedAdamW, (1, 2, 2, 2), CIRCULAR, ()),
+  ('circular, stage 4 x data 2, 16 microbatches', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, 'num_microbatches=16'), ()),
+  ('circular, remat', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, 'remat_policy=dots_no_batch'), ()),
+  ('one forward, one backward, stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ONE_F_ONE_B, ()),
+  ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, 'remat_policy=full'), ()),
+  ('2 microbatches of the learner', PipelinedAdamW, (1, 4, 2, 1), ('task.learner.num_microbatches=2',), ()),
+  ('circular weights without stages', PipelinedAdamW, (1, 1, 2, 2), CIRCULAR, ()),
+  ('Adafactor, circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), CIRCULAR, ()),
+  ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), (), ()),
+  ('experts, circular, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), CIRCULAR, ()),
+  ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), ONE_F_ONE_B, ()),
+  ('experts by gather, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), GATHER, GATHER),
 ]
 
 
-def reference(experiment):
-  sizes = EXPERTS_SIZES if experiment is PipelinedExperts else SIZES
-  return run(PLAIN[experiment], (1, 1, 1), overrides=sizes)
-
-
 @pytest.mark.parametrize(
-  'name, experiment, shape, overrides',
+  'name, experiment, shape, overrides, same',
   [pytest.param(*case, id=case[0], marks=() if case[0] in FAST else pytest.mark.slow) for case in CASES],
 )
-def test_one_loss_curve_and_one_state(name, experiment, shape, overrides):
-  assert_same_run(run(experiment, shape, overrides=overrides), reference(experiment))
+def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, same):
+  plain, sizes = PLAIN[experiment]
+  assert_same_run(run(experiment, shape, overrides=overrides), run(plain, (1, 1, 1), overrides=(*sizes, *same)))
 
 
 MOVES = {
@@ -58,12 +58,12 @@ MOVES = {
   'stage 2': (PipelinedAdamW, (1, 2, 2, 1), ONE_F_ONE_B),
   'stage 1': (PipelinedAdamW, (1, 1, 2, 4), ()),
   'circular 2 x 2': (PipelinedAdamW, (1, 2, 2, 2), CIRCULAR),
-  'plain': (AdamW, (1, 2, 2), SIZES),
+  'plain': (AdamW, (1, 2, 2), TEN),
 }
 ADAFACTOR_MOVES = {
   'stage 4': (PipelinedAdafactor, (1, 4, 1, 1), ()),
   'circular 4 x 2': (PipelinedAdafactor, (1, 4, 2, 1), CIRCULAR),
-  'plain': (Adafactor, (1, 1, 1), SIZES),
+  'plain': (Adafactor, (1, 1, 1), SIX),
 }
 
 
