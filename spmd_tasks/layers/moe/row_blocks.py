@@ -95,8 +95,8 @@ def for_each_block(
       row = shifted + jnp.arange(size, dtype=jnp.int32)
       mask = (row >= start) & (row < start + num_used)
       # Without a barrier, XLA computes the mask anew for every element of all that is fused with it.
-      located = jax.lax.optimization_barrier((group, shifted, mask[:, None]))
-      return body(RowBlock(*located, is_first), carry)
+      group, shifted, mask = jax.lax.optimization_barrier((group, shifted, mask[:, None]))
+      return body(RowBlock(group, shifted, mask, is_first), carry)
 
     return jax.lax.fori_loop(lower, upper, step, carry)
 
