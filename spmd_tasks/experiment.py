@@ -29,11 +29,12 @@ from typing import Any, ClassVar, dataclass_transform, get_type_hints
 from flax.core import FrozenDict
 
 from spmd_tasks.inputs.base import Input
+from spmd_tasks.inputs.prompts import PromptSource
 from spmd_tasks.runtime.task import Task
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
 
-_METHODS = ('task', 'train_input', 'eval_inputs')
+_METHODS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
 
 # Weights: fully sharded over `data` on the embed dim, tensor-parallel over `mdl`, experts over `data` too (T5X).
 # Activations: batch over `replica` and `data`, the wide dims over `mdl`.
@@ -230,6 +231,10 @@ class Experiment(_FrozenFields, abc.ABC):
     """Name -> the `fdl.Config` of an eval set (or a built input); the name is also its directory of metrics."""
     return {}
 
+  def decode_inputs(self) -> Mapping[str, Any]:
+    """Name -> the `fdl.Config` of prompts, such as a PromptFile; the name is also the directory of the outputs."""
+    return {}
+
 
 def _is_positive(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -239,7 +244,8 @@ def _is_positive(value: Any) -> bool:
 class Job:
   """A built experiment, the root object that is handed to the programs.
 
-  `name` is the experiment's, `experiment` its settings; `task`, `train_input` and `eval_inputs` (by name) are built.
+  `name` is the experiment's, `experiment` its settings; `task`, `train_input`, `eval_inputs` and
+  `decode_inputs` (both by name) are built.
   """
 
   name: str
@@ -247,12 +253,15 @@ class Job:
   task: Task
   train_input: Input
   eval_inputs: Mapping[str, Input] = dataclasses.field(default_factory=dict)
+  decode_inputs: Mapping[str, PromptSource] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    for name in self.eval_inputs:
-      if not isinstance(name, str) or not re.fullmatch(r'[A-Za-z0-9_-]+', name):
-        raise ValueError(
-          f'eval_inputs has the name {name!r}, which is also a directory and a config path: use letters, digits, _ '
-          'and - only.'
-        )
-    object.__setattr__(self, 'eval_inputs', types.MappingProxyType(dict(self.eval_inputs)))
+    for field in ('eval_inputs', 'decode_inputs'):
+      inputs = getattr(self, field)
+      for name in inputs:
+        if not isinstance(name, str) or not re.fullmatch(r'[A-Za-z0-9_-]+', name):
+          raise ValueError(
+            f'{field} has the name {name!r}, which is also a directory and a config path: use letters, digits, _ '
+            'and - only.'
+          )
+      object.__setattr__(self, field, types.MappingProxyType(dict(inputs)))

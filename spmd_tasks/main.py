@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from spmd_tasks.config import registry
 
-_MODES = ('train', 'eval')
+_MODES = ('train', 'eval', 'decode', 'decode_once')
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
   """All flags, with the names that Pax users know."""
   parser = _Parser(
-    prog='spmd-tasks', allow_abbrev=False, description='Train and evaluate large JAX models over a device mesh.'
+    prog='spmd-tasks', allow_abbrev=False, description='Train, evaluate and decode large JAX models over a device mesh.'
   )
   parser.add_argument(
     '--exp', metavar='NAME', help='registered experiment, such as lm.StdlibTiny, or package.module.Class'
@@ -71,8 +71,10 @@ def make_parser() -> argparse.ArgumentParser:
   shortcuts.add_argument('--seed', metavar='N')
   running = parser.add_argument_group('how it runs')
   running.add_argument('--num_fake_devices', type=int, metavar='N', help='run on N fake CPU devices')
-  running.add_argument('--checkpoint_step', type=int, metavar='N', help='eval: this checkpoint instead of the newest')
+  running.add_argument('--checkpoint_step', type=int, metavar='N', help='eval, decode_once: not the newest checkpoint')
   running.add_argument('--watch', action='store_true', help='eval: go on with every new checkpoint of a running job')
+  running.add_argument('--decode_input', metavar='FILE', help="decode: prompts, instead of the experiment's")
+  running.add_argument('--decode_output', metavar='FILE', help='decode_once: where the outputs of --decode_input go')
   running.add_argument(
     '--accept_config_changes', action='store_true', help='go on although the config now gives other numbers'
   )
@@ -123,16 +125,15 @@ def _run_experiment(args: argparse.Namespace) -> int:
     return 0
   if args.mode is None or not args.job_log_dir:
     missing = (
-      '--mode (train or eval)' if args.mode is None else '--job_log_dir, the directory for checkpoints and metrics'
+      f'--mode ({", ".join(_MODES)})'
+      if args.mode is None
+      else '--job_log_dir, the directory for checkpoints and metrics'
     )
     raise ValueError(f'nothing to run yet: give {missing}.')
-  if args.mode == 'train' and (args.checkpoint_step is not None or args.watch):
-    raise ValueError(
-      '--checkpoint_step and --watch are for --mode eval; training goes on from the newest checkpoint. To go back to '
-      'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
-    )
+  _check_flags_of_mode(args)
 
   from spmd_tasks.config.changes import refuse_changed_config
+  from spmd_tasks.programs.decode import decode
   from spmd_tasks.programs.eval import evaluate
   from spmd_tasks.programs.startup import StartupClock
   from spmd_tasks.programs.train import train
@@ -148,11 +149,43 @@ def _run_experiment(args: argparse.Namespace) -> int:
     initialize(_distributed_settings(args, resolved.experiment))
     job = resolved.build()
     if not args.accept_config_changes:
-      refuse_changed_config(job_log_dir, config, mode=args.mode)
+      refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
     if args.mode == 'eval':
       return evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
+    if args.mode in ('decode', 'decode_once'):
+      return decode(
+        job,
+        job_log_dir,
+        emergency=emergency,
+        input_path=args.decode_input,
+        output_path=args.decode_output,
+        step=args.checkpoint_step,
+        watch=args.mode == 'decode',
+      )
     config_json = json.dumps(config, indent=1) + '\n'
     return train(job, job_log_dir, emergency=emergency, clock=clock, config_json=config_json)
+
+
+def _check_flags_of_mode(args: argparse.Namespace) -> None:
+  if args.mode == 'train' and (args.checkpoint_step is not None or args.watch):
+    raise ValueError(
+      '--checkpoint_step and --watch are for --mode eval; training goes on from the newest checkpoint. To go back to '
+      'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
+    )
+  if args.mode in ('decode', 'decode_once') and args.watch:
+    raise ValueError('--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once takes one.')
+  if args.mode == 'decode' and args.checkpoint_step is not None:
+    raise ValueError(
+      f'--mode decode follows every new checkpoint, but --checkpoint_step {args.checkpoint_step} names one: take '
+      '--mode decode_once.'
+    )
+  if args.mode in ('train', 'eval') and (args.decode_input is not None or args.decode_output is not None):
+    raise ValueError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')
+  if args.decode_output is not None and (args.mode == 'decode' or args.decode_input is None):
+    raise ValueError(
+      '--decode_output takes what --mode decode_once makes of one --decode_input: give both, or leave it out, and '
+      'outputs go to <job_log_dir>/decode.'
+    )
 
 
 def _resolve(args: argparse.Namespace) -> Any:

@@ -96,12 +96,24 @@ BAD_INPUT = {
     ('--exp', 'spmd_tasks.experiment.Experiment', *TRAIN),
     ['does not define', 'task()', 'train_input()', 'name a subclass'],
   ),
-  'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train or eval)']),
+  'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train, eval, decode, decode_once)']),
   'no directory': ((*TINY, '--mode', 'train'), ['give --job_log_dir']),
   'empty directory name': ((*TINY, '--mode', 'train', '--job_log_dir', ''), ['give --job_log_dir']),
   'a step to train from': (
     (*TINY, *TRAIN, '--checkpoint_step', '4'),
     ['--checkpoint_step and --watch are for --mode eval', 'move the later ones out of'],
+  ),
+  'prompts for training': (
+    (*TINY, *TRAIN, '--decode_input', 'HERE/prompts.jsonl'),
+    ['--decode_input and --decode_output are for --mode decode and decode_once'],
+  ),
+  'decode of one checkpoint': (
+    (*TINY, '--mode', 'decode', '--job_log_dir', 'HERE/job', '--checkpoint_step', '5'),
+    ['--mode decode follows every new checkpoint', 'take --mode decode_once'],
+  ),
+  'outputs of many checkpoints in one file': (
+    (*TINY, '--mode', 'decode', '--job_log_dir', 'HERE/job', '--decode_output', 'HERE/out.jsonl'),
+    ['--decode_output takes what --mode decode_once makes of one --decode_input'],
   ),
   'unknown path': ((*TINY, *TRAIN, '--set', 'lerning_rate=1'), ['lerning_rate', 'learning_rate']),
   'unknown path in the task': (

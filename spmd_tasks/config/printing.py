@@ -29,4 +29,4 @@ def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _is_in_part(path: str) -> bool:
-  return path.split('.')[0] in ('task', 'train_input', 'eval_inputs')
+  return path.split('.')[0] in ('task', 'train_input', 'eval_inputs', 'decode_inputs')

@@ -4,7 +4,8 @@
     job = resolved.build()
 
 A path that begins with a field of the experiment is set before `task()` and the inputs are asked for, so that they see
-it; one that begins with `task`, `train_input` or `eval_inputs.<name>` changes their configs afterwards.
+it; one that begins with `task`, `train_input`, `eval_inputs.<name>` or `decode_inputs.<name>` changes their configs
+afterwards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +24,15 @@ from spmd_tasks.config.saved_config import check_saved_config
 from spmd_tasks.config.tree import DROP, UNSET, apply_changes, check_buildable, copy_config, fields_of, is_node, walk
 from spmd_tasks.experiment import Experiment, Job
 
-_PARTS = ('task', 'train_input', 'eval_inputs')
+_PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
   """An experiment with all overrides applied, before anything of it is built.
 
-  `parts` holds the Fiddle configs (or built objects) `task`, `train_input` and `eval_inputs` (a dict by name);
-  `overrides` the values that were set, by path, as JSON.
+  `parts` holds the Fiddle configs (or built objects) `task`, `train_input`, `eval_inputs` and
+  `decode_inputs` (dicts by name); `overrides` the values that were set, by path, as JSON.
   """
 
   name: str
@@ -132,6 +133,7 @@ def _parts_of(experiment: Experiment) -> dict[str, Any]:
       'task': experiment.task(),
       'train_input': experiment.train_input(),
       'eval_inputs': dict(experiment.eval_inputs()),
+      'decode_inputs': dict(experiment.decode_inputs()),
     }
   )
 

@@ -44,6 +44,11 @@ class Request:
   score_prompt: bool = False
   sampling: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(GREEDY))
 
+  def as_sample(self, sample: int) -> 'Request':
+    """Another draw for the same prompt; prompts are scored with the first."""
+    score = self.score_prompt and sample == 0
+    return dataclasses.replace(self, sample=sample, score_prompt=score)
+
 
 @dataclasses.dataclass(kw_only=True)
 class Completion:
@@ -56,7 +61,9 @@ class Completion:
   prompt_logprobs: list[float] | None = None
   text: str = ''
   finish_reason: FinishReason = 'length'
-  score: float | None = None  # of beam search
+  # Of beam search, which gives no log-probability of each token: the whole text's, and what it ranks by.
+  logprob: float | None = None
+  score: float | None = None
 
 
 class Steps(Protocol):
@@ -126,7 +133,7 @@ def generate(
   Args:
     steps: compiled for the settings.
     weights: padded, as they live on the mesh.
-    requests: that fit `steps`, see `check_request`.
+    requests: that fit `steps`: prompt and max_tokens at most max_len, at most max_stop_ids stop tokens.
     decode: tokens to text.
     on_step: called after each prefill and step.
   """
@@ -199,7 +206,7 @@ def search(
             text=text.text,
             finish_reason='stop' if is_stopped else 'length',
             score=float(beams.scores[row, beam]),
-            logprobs=[float(beams.logprobs[row, beam])],
+            logprob=float(beams.logprobs[row, beam]),
           )
         )
       yield start + row, completions

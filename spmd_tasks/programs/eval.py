@@ -14,6 +14,7 @@ from spmd_tasks.programs.evaluation import Evaluator
 from spmd_tasks.programs.job_setup import (
   checkpoint_directory,
   is_primary,
+  newest_step,
   partition_job,
   restore_evaluation_weights,
   watch_steps,
@@ -21,11 +22,8 @@ from spmd_tasks.programs.job_setup import (
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.runtime.job import exit_codes
-from spmd_tasks.runtime.job.agreement import primary_decides
 from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.job.preemption import PreemptionGuard
-
-_LOOK_LIMIT_S = 300  # for process 0's look into the directory of checkpoints
 
 
 def evaluate(
@@ -76,7 +74,7 @@ def evaluate(
     evaluated = -1
     while not guard.should_stop():
       watchdog.beat(evaluated, 'waiting for a checkpoint')
-      if not watch or _newest(checkpointer) > evaluated:
+      if not watch or newest_step(checkpointer) > evaluated:
         with watchdog.allow('restore', job.experiment.first_step_timeout_s):
           weights, restored = restore_evaluation_weights(model, checkpointer, step)
         if restored > evaluated:  # not where the newest is damaged, and the one before it has been evaluated
@@ -96,9 +94,3 @@ def evaluate(
       time.sleep(poll_s)
     progress.message('Preempted: the same command evaluates again.')
     return exit_codes.PREEMPTED
-
-
-def _newest(checkpointer: Checkpointer) -> int:
-  """The newest step for every process, also where their views of the directory differ; -1: none yet."""
-  step = primary_decides(checkpointer.latest_step, 'newest_checkpoint', limit_s=_LOOK_LIMIT_S)
-  return -1 if step is None else step

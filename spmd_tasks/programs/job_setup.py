@@ -11,6 +11,7 @@ from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.inputs.base import InputIterator
 from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer, CheckpointError
 from spmd_tasks.runtime.durable_files import absolute_path
+from spmd_tasks.runtime.job.agreement import primary_decides
 from spmd_tasks.runtime.job.distributed import finish
 from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 from spmd_tasks.runtime.job.rank_records import open_rank_records
@@ -20,6 +21,7 @@ from spmd_tasks.runtime.train_state import TrainState
 from spmd_tasks.runtime.upcycling import initialize_from
 
 CHECKPOINTS = 'checkpoints'
+LOOK_LIMIT_S = 300  # for process 0's look into a directory
 
 
 def partition_job(job: Job) -> PartitionedModel:
@@ -84,6 +86,12 @@ def restore_evaluation_weights(
     subtree, part = 'weights', lambda state: state.weights
   restored = checkpointer.restore_weights(part(model.canonical_state), step, subtree=subtree)
   return model.from_canonical(restored.state, part), restored.step
+
+
+def newest_step(checkpointer: Checkpointer) -> int:
+  """The newest checkpoint's step for every process, also where their views of the directory differ; -1: none yet."""
+  step = primary_decides(checkpointer.latest_step, 'newest_checkpoint', limit_s=LOOK_LIMIT_S)
+  return -1 if step is None else step
 
 
 def checkpoint_directory(job_log_dir: epath.Path) -> epath.Path:

@@ -1,0 +1,229 @@
+"""Decoding jobs: outputs by prompt that follow from checkpoint, prompt and seed, whatever interrupts the job."""
+
+import json
+import os
+from pathlib import Path
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from spmd_tasks.runtime.job import exit_codes
+from tests import binary
+from tests.programs.small_jobs import SMALL
+
+SETTINGS = (
+  'task.decode.max_len=24',
+  'task.decode.min_bucket=24',
+  'task.decode.num_slots=3',
+  'task.decode.prefill_rows=2',
+)
+PROMPTS = [
+  {'prompt': 'def f', 'max_tokens': 5},
+  {'prompt': 'ñ', 'temperature': 1.0, 'seed': 3, 'n': 3, 'id': {'mine': 1}},
+  {'prompt_ids': [5, 6, 7], 'max_tokens': 1},
+  {'prompt': 'x' * 20, 'max_tokens': 2, 'top_k': 4, 'temperature': 2, 'repetition_penalty': 1.5},
+  {'prompt': '', 'max_tokens': 3},
+]
+
+
+def write_prompts(directory: Path, prompts=PROMPTS, name='prompts') -> Path:
+  path = directory / f'{name}.jsonl'
+  path.write_text(''.join(json.dumps(prompt) + '\n' for prompt in prompts), encoding='utf-8')
+  return path
+
+
+def checkpoints_of(finished_job: Path, directory: Path, steps=(20,)) -> Path:
+  for step in steps:
+    name = f'checkpoint_{step:08d}'
+    shutil.copytree(finished_job / 'checkpoints' / name, directory / 'checkpoints' / name)
+  return directory
+
+
+def flags_of(directory: Path, *flags: object, mode='decode_once', settings=SETTINGS) -> list[object]:
+  overrides = [part for setting in settings for part in ('--set', setting)]
+  return ['--exp', SMALL, '--mode', mode, '--job_log_dir', directory, *overrides, *flags]
+
+
+def lines_of(path: Path) -> list[dict]:
+  return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+
+
+@pytest.fixture(scope='module')
+def decoded(finished_job, tmp_path_factory):
+  """The directory of a job that has decoded PROMPTS, and its lines."""
+  directory = checkpoints_of(finished_job, tmp_path_factory.mktemp('decoded') / 'job')
+  prompts = write_prompts(directory)
+  assert binary.run_in_process(*flags_of(directory, '--decode_input', prompts)) == 0
+  return directory, lines_of(directory / 'decode' / 'prompts' / 'step_20.jsonl')
+
+
+def test_one_line_per_prompt_in_order(decoded):
+  directory, lines = decoded
+  assert [line['index'] for line in lines] == list(range(len(PROMPTS)))
+  assert {line['step'] for line in lines} == {20}
+  assert [len(line['outputs']) for line in lines] == [1, 3, 1, 1, 1]
+  assert lines[1]['id'] == {'mine': 1}
+  assert lines[0]['request']['prompt_ids'] == [1, *(byte + 3 for byte in b'def f')]  # begins with the token for that
+  assert lines[4]['request']['prompt_ids'] == [1]
+  for line in lines:
+    for output in line['outputs']:
+      ended = output['ids'][-1] in line['request']['stop_ids']
+      assert output['finish_reason'] == ('stop' if ended else 'length')
+      assert ended or len(output['ids']) == line['request']['max_tokens']
+      assert len(output['logprobs']) == len(output['ids'])
+      assert output['logprob'] == pytest.approx(sum(output['logprobs']))
+  samples = [tuple(output['ids']) for output in lines[1]['outputs']]
+  assert len(set(samples)) == 3
+  (metrics,) = binary.metric_lines(directory / 'decode' / 'prompts')
+  num_tokens = sum(len(output['ids']) for line in lines for output in line['outputs'])
+  assert (metrics['step'], metrics['num_prompts'], metrics['num_tokens']) == (20, 5, num_tokens)
+  assert metrics['mean_length'] == pytest.approx(num_tokens / 7)
+
+
+def test_a_finished_file_is_not_decoded_again(decoded, capfd):
+  directory, _ = decoded
+  before = binary.snapshot(directory)
+  assert binary.run_in_process(*flags_of(directory, '--decode_input', directory / 'prompts.jsonl')) == 0
+  assert 'all 5 prompts are done already' in capfd.readouterr().err
+  assert binary.snapshot(directory) == before
+
+
+@pytest.mark.parametrize('num_whole', [0, 2, 5])
+def test_it_goes_on_behind_the_last_whole_line(decoded, finished_job, tmp_path, num_whole):
+  """As after a kill in the middle of a write."""
+  directory, lines = decoded
+  whole = (directory / 'decode' / 'prompts' / 'step_20.jsonl').read_bytes().splitlines(keepends=True)
+  job = checkpoints_of(finished_job, tmp_path / 'job')
+  path = job / 'decode' / 'prompts' / 'step_20.jsonl'
+  path.parent.mkdir(parents=True)
+  partial = path.with_name('step_20.jsonl.partial')
+  partial.write_bytes(b''.join(whole[:num_whole]) + b'{"index": 2, "outp\xc3')
+  assert binary.run_in_process(*flags_of(job, '--decode_input', write_prompts(tmp_path))) == 0
+  assert not partial.exists()
+  assert [line | {'outputs': _ids(line)} for line in lines_of(path)] == [
+    line | {'outputs': _ids(line)} for line in lines
+  ]
+  numbers = [line['num_prompts'] for line in binary.metric_lines(path.parent)]
+  assert numbers == ([5 - num_whole] if num_whole < 5 else [])
+
+
+def _ids(line):
+  return [(output['ids'], output['text']) for output in line['outputs']]
+
+
+def test_outputs_go_where_they_are_wanted(decoded, finished_job, tmp_path):
+  _, lines = decoded
+  job, output = checkpoints_of(finished_job, tmp_path / 'job'), tmp_path / 'deep' / 'out.jsonl'
+  flags = flags_of(job, '--decode_input', write_prompts(tmp_path, PROMPTS[:1]), '--decode_output', output)
+  assert binary.run_in_process(*flags) == 0
+  assert _ids(lines_of(output)[0]) == _ids(lines[0])
+
+
+@pytest.mark.slow
+def test_decode_follows_every_new_checkpoint_to_the_last(finished_job, tmp_path, cache_environment):
+  job = checkpoints_of(finished_job, tmp_path / 'job', steps=(18, 20))
+  shutil.move(job / 'checkpoints' / 'checkpoint_00000020', tmp_path)
+  prompts = write_prompts(tmp_path, PROMPTS[:1])
+  decoding = binary.start_binary(
+    *flags_of(job, '--decode_input', prompts, '--num_fake_devices', 8, mode='decode'), env=cache_environment
+  )
+  try:
+    _wait_for(job / 'decode' / 'prompts' / 'step_18.jsonl', decoding)
+    shutil.move(tmp_path / 'checkpoint_00000020', job / 'checkpoints')
+    assert binary.finish(decoding).returncode == 0
+  finally:
+    decoding.kill()
+  assert sorted(path.name for path in (job / 'decode' / 'prompts').glob('*.jsonl')) == [
+    'metrics.jsonl',
+    'step_18.jsonl',
+    'step_20.jsonl',
+  ]
+
+
+@pytest.mark.parametrize('signum', [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path, cache_environment, signum):
+  prompts = [{'prompt': f'{i}', 'temperature': 1.0, 'seed': i} for i in range(120)]
+  flags = ('--decode_input', write_prompts(tmp_path, prompts))
+  job = checkpoints_of(finished_job, tmp_path / 'job')
+  partial = job / 'decode' / 'prompts' / 'step_20.jsonl.partial'
+  decoding = binary.start_binary(*flags_of(job, *flags, '--num_fake_devices', 8), env=cache_environment)
+  try:
+    _wait_for(partial, decoding, num_lines=20)
+    os.kill(decoding.pid, signum)
+    returncode = binary.finish(decoding).returncode
+  finally:
+    decoding.kill()
+  assert returncode == (-signal.SIGKILL if signum == signal.SIGKILL else exit_codes.PREEMPTED)
+  kept = partial.read_bytes()
+  kept = kept[: kept.rfind(b'\n') + 1]
+  num_kept = kept.count(b'\n')
+  assert 20 <= num_kept < 120
+  assert binary.run_in_process(*flags_of(job, *flags)) == 0
+  final = partial.with_suffix('')
+  assert final.read_bytes().startswith(kept)
+  lines = lines_of(final)
+  assert [line['index'] for line in lines] == list(range(120))
+  (metrics,) = binary.metric_lines(final.parent)
+  assert metrics['num_prompts'] == 120 - num_kept
+  whole = checkpoints_of(finished_job, tmp_path / 'whole')
+  assert binary.run_in_process(*flags_of(whole, *flags)) == 0
+  assert [_ids(line) for line in lines] == [_ids(line) for line in lines_of(whole / final.relative_to(job))]
+
+
+def _wait_for(path: Path, process: subprocess.Popen, num_lines: int = 1, limit_s: float = 150) -> None:
+  deadline = time.monotonic() + limit_s
+  while not path.exists() or path.read_bytes().count(b'\n') < num_lines:
+    assert process.poll() is None, process.stderr.read()
+    assert time.monotonic() < deadline, f'{path} does not come'
+    time.sleep(0.002)
+
+
+def test_beam_search(finished_job, tmp_path):
+  job = checkpoints_of(finished_job, tmp_path / 'job')
+  prompts = write_prompts(tmp_path, [{'prompt': 'a', 'max_tokens': 3}, {'prompt': 'bcd', 'n': 2}])
+  settings = (*SETTINGS, 'task.decode.num_beams=3')
+  assert binary.run_in_process(*flags_of(job, '--decode_input', prompts, settings=settings)) == 0
+  first, second = lines_of(job / 'decode' / 'prompts' / 'step_20.jsonl')
+  assert (len(first['outputs']), len(second['outputs'])) == (3, 2)
+  scores = [output['score'] for output in first['outputs']]
+  assert scores == sorted(scores, reverse=True)
+  assert all(output['logprob'] < 0 and len(output['ids']) <= 3 for output in first['outputs'])
+
+
+@pytest.mark.parametrize(
+  'prompts, flags, message',
+  [
+    (None, (), 'has no decode inputs: give --decode_input FILE'),
+    (None, ('--decode_input', '/nowhere/x.jsonl'), 'prompts /nowhere/x.jsonl cannot be read'),
+    ([], (), 'holds no prompts'),
+    ([{'prompt': 'a'}, {'promt': 'b'}], (), "line 2: there is no field 'promt'; nearest: 'prompt'"),
+    ([{'prompt': 'a', 'temperature': -1}], (), 'prompt 1: temperature=-1 must be'),
+    ([{'prompt': 'a', 'top_k': 'x'}], (), "line 1: top_k = 'x' must be an integer"),
+    ([{'prompt': 'a', 'prompt_ids': [1]}], (), "give one of 'prompt' (text) and 'prompt_ids'"),
+    ([{'prompt': 'x' * 24}], (), 'the prompt has 25 tokens and max_len is 24'),
+    ([{'prompt': 'x', 'max_tokens': 23}], (), 'exceed max_len 24'),
+    ([{'prompt_ids': [300]}], (), 'token 300 is outside the vocabulary of 259'),
+    ([{'prompt': 'a', 'stop_ids': [5, 6, 7, 8]}], (), '5 stop tokens'),
+    ([{'prompt': 'a'}], ('--watch',), '--watch is for --mode eval'),
+    ([{'prompt': 'a'}], ('--checkpoint_step', 7), 'step 7'),
+  ],
+)
+def test_what_cannot_be_decoded_is_said_in_a_sentence(finished_job, tmp_path, capfd, prompts, flags, message):
+  if prompts is not None:
+    flags = (*flags, '--decode_input', write_prompts(tmp_path, prompts))
+  assert binary.run_in_process(*flags_of(finished_job, *flags)) in (exit_codes.USAGE, exit_codes.FAILED)
+  error = capfd.readouterr().err
+  assert message in error
+  assert 'Traceback' not in error
+
+
+def test_outputs_of_other_prompts_are_not_overwritten(decoded, tmp_path, capfd):
+  directory, _ = decoded
+  before = binary.snapshot(directory)
+  other = write_prompts(tmp_path, [*PROMPTS[:-1], {'prompt': 'other'}])
+  assert binary.run_in_process(*flags_of(directory, '--decode_input', other)) == exit_codes.USAGE
+  assert 'holds outputs of other prompts or settings' in capfd.readouterr().err
+  assert binary.snapshot(directory) == before
