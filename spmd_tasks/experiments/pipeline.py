@@ -10,13 +10,19 @@ import fiddle as fdl
 
 from spmd_tasks.config.registry import register
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
-from spmd_tasks.experiments import lm
+from spmd_tasks.experiments import lm, moe
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.layers.pipeline_microbatches import check_microbatches_divide
 from spmd_tasks.layers.pipeline_schedule import Schedule
 from spmd_tasks.layers.transformer import TransformerStack
+from spmd_tasks.sharding.expert_axes import data_expert_model_axes
 from spmd_tasks.sharding.specs import AxisRules
 from spmd_tasks.sharding.stage_axis import stage_axis, stage_axis_rules
+
+# Of a stage's 4 devices: 2 data x 2 expert.
+_EXPERT_2 = data_expert_model_axes(
+  num_devices=4, num_expert_partitions=2, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
+)
 
 
 class PipelinedLanguageModel(lm.DenseLanguageModel):
@@ -82,6 +88,16 @@ class OneForwardOneBackwardTiny(PipelinedLanguageModel, lm.StdlibTiny):
   ici_mesh_shape = (1, 4, 2, 1)
   num_layers = 10
   schedule = 'one_forward_one_backward'
+
+
+@register
+class MoeTiny(PipelinedLanguageModel, moe.StdlibTiny):
+  """moe.StdlibTiny, dropless, over 2 stages x data 2 x expert 2."""
+
+  mesh_axis_names = ('replica', 'stage', 'data', 'expert', 'mdl')
+  ici_mesh_shape = (1, 2, 2, 2, 1)
+  axis_rules = stage_axis_rules(_EXPERT_2.axis_rules)
+  num_microbatches = 4
 
 
 @register

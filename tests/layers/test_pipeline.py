@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.declaration import declare_weight
 from spmd_tasks.layers.feed_forward import GatedFeedForward
+from spmd_tasks.layers.moe.bias_balancing import attach_gradient
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.layers.statistics import Statistics
@@ -43,14 +45,20 @@ class SquaredMean(Statistics):
 
 
 class ReportingFeedForward(nn.Module):
-  """A feed-forward sublayer that reports on the tokens that are not padding, and is infinite where x is 0."""
+  """A feed-forward sublayer that reports on its tokens, and whose gradients show bubbles and identity layers.
+
+  With x of 0 it is infinite, and its weight `load` has the number of tokens as its gradient, whatever the loss, as a
+  balance bias has.
+  """
 
   @nn.compact
   def __call__(self, x, segment_ids=None, *, train=False):
     y, _ = GatedFeedForward(hidden_dim=24)(x, segment_ids, train=train)
     is_real = (segment_ids != 0).astype(x.dtype)
     statistics = SquaredMean(num_tokens=jnp.sum(is_real), total=jnp.sum(is_real * jnp.abs(y).sum(-1)))
-    return y / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True)), {'y': statistics}
+    y = y / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+    load = declare_weight(self, 'load', shape=(1,), init=nn.initializers.zeros, split_dims=(None,))
+    return attach_gradient(y, load, jnp.sum(is_real)[None]), {'y': statistics}
 
 
 def make_block(dropout_rate=0.0):
@@ -163,6 +171,8 @@ def test_results_gradients_and_statistics_are_those_of_the_stack(name):
   num_layers, settings = CASES[name]
   _, got = pipelined(num_layers, **settings)
   assert_close(got, reference(num_layers))
+  load = got[1][0]['layers']['ffn']['load']
+  np.testing.assert_array_equal(load, np.full((num_layers, 1), np.sum(inputs()[1] != 0)))  # each token once
 
 
 def stage_neighbours(mesh):
