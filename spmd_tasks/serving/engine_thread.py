@@ -109,6 +109,11 @@ class EngineThread:
     return not self._submitted and not self.scheduler.has_work
 
   @property
+  def is_alive(self) -> bool:
+    """Whether the thread has begun and not ended."""
+    return self._thread.is_alive()
+
+  @property
   def stuck_s(self) -> float:
     """For how many seconds the step that is running now has been; 0 between steps and while it warms up."""
     begun = self._begun

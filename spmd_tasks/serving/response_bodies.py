@@ -1,0 +1,125 @@
+"""ResponseBodies: what is sent for a GenerationRequest, as OpenAI's API has it: whole, or as the chunks of a stream."""
+
+from collections.abc import Iterable
+import secrets
+import time
+from typing import Any
+
+from spmd_tasks.serving.generation_request import GenerationRequest, ServedModel
+from spmd_tasks.serving.sequence import Delta, Sequence, TokenLogprob
+
+
+class ResponseBodies:
+  """The bodies of one answer: they share an id and a time."""
+
+  def __init__(self, model: ServedModel, wanted: GenerationRequest):
+    self._model = model
+    self._wanted = wanted
+    self._is_chat = wanted.kind == 'chat'
+    self._id = f'{"chatcmpl" if self._is_chat else "cmpl"}-{secrets.token_hex(12)}'
+    self._created = int(time.time())
+
+  def whole(self, sequences: Iterable[Sequence], deltas: Iterable[Delta]) -> dict[str, Any]:
+    """The answer in one piece."""
+    sequences = list(sequences)
+    texts = list(self._wanted.echoes)
+    logprobs: list[list[TokenLogprob]] = [[] for _ in sequences]
+    for delta in deltas:
+      texts[delta.sequence.index] += delta.text
+      logprobs[delta.sequence.index] += delta.logprobs
+    choices = []
+    for sequence in sequences:
+      text = texts[sequence.index]
+      choice: dict[str, Any] = {
+        'index': sequence.index,
+        'finish_reason': sequence.finish_reason,
+        'logprobs': self._logprobs(logprobs[sequence.index], sequence.index),
+      }
+      choice |= {'message': {'role': 'assistant', 'content': text}} if self._is_chat else {'text': text}
+      choices.append(choice)
+    return self._body(choices, is_chunk=False) | {'usage': self._usage(sequences)}
+
+  def opening(self) -> list[dict[str, Any]]:
+    """The chunks before the first token."""
+    bodies = []
+    for index, echo in enumerate(self._wanted.echoes):
+      if self._is_chat:
+        choice = {'index': index, 'delta': {'role': 'assistant', 'content': ''}}
+      elif echo:
+        choice = {'index': index, 'text': echo}
+      else:
+        continue
+      bodies.append(self._body([choice | {'logprobs': None, 'finish_reason': None}], is_chunk=True))
+    return bodies
+
+  def chunk(self, delta: Delta) -> dict[str, Any]:
+    """One delta."""
+    choice: dict[str, Any] = {
+      'index': delta.sequence.index,
+      'logprobs': self._logprobs(delta.logprobs, delta.sequence.index) if delta.logprobs else None,
+      'finish_reason': delta.finish_reason,
+    }
+    choice |= {'delta': {'content': delta.text} if delta.text else {}} if self._is_chat else {'text': delta.text}
+    return self._body([choice], is_chunk=True)
+
+  def usage_chunk(self, sequences: Iterable[Sequence]) -> dict[str, Any]:
+    """The last chunk, where it was asked for."""
+    return self._body([], is_chunk=True) | {'usage': self._usage(sequences)}
+
+  def _body(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
+    kind = 'text_completion' if not self._is_chat else 'chat.completion.chunk' if is_chunk else 'chat.completion'
+    return {
+      'id': self._id,
+      'object': kind,
+      'created': self._created,
+      'model': self._model.name,
+      'system_fingerprint': f'step-{self._model.step}',
+      'choices': choices,
+    }
+
+  def _usage(self, sequences: Iterable[Sequence]) -> dict[str, int]:
+    num_generated = sum(sequence.num_tokens for sequence in sequences)
+    num_prompt = self._wanted.num_prompt_tokens
+    return {
+      'prompt_tokens': num_prompt,
+      'completion_tokens': num_generated,
+      'total_tokens': num_prompt + num_generated,
+    }
+
+  def _logprobs(self, entries: Iterable[TokenLogprob], index: int) -> dict[str, Any] | None:
+    if self._wanted.num_logprobs is None:
+      return None
+    entries = list(entries)
+    if self._is_chat:
+      return {'content': [self._chat_entry(entry) for entry in entries]}
+    base = len(self._wanted.echoes[index])
+    return {
+      'tokens': [self._token_text(entry.token) for entry in entries],
+      'token_logprobs': [entry.logprob for entry in entries],
+      'top_logprobs': [
+        {self._token_text(token): logprob for token, logprob in self._top(entry)} if self._wanted.num_logprobs else None
+        for entry in entries
+      ],
+      'text_offset': [base + entry.offset for entry in entries],
+    }
+
+  def _chat_entry(self, entry: TokenLogprob) -> dict[str, Any]:
+    return self._chat_token(entry.token, entry.logprob) | {
+      'top_logprobs': [self._chat_token(token, logprob) for token, logprob in self._top(entry)]
+    }
+
+  def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
+    text = self._token_text(token)
+    is_text = not text.startswith(_NO_TEXT)
+    return {'token': text, 'logprob': logprob, 'bytes': list(text.encode('utf-8')) if is_text else None}
+
+  def _top(self, entry: TokenLogprob) -> tuple[tuple[int, float], ...]:
+    return entry.top[: self._wanted.num_logprobs]
+
+  def _token_text(self, token: int) -> str:
+    """A token by its text, or by its number where it is part of a character, or none."""
+    text = self._model.decode([token])
+    return f'{_NO_TEXT}{token}' if not text or '\ufffd' in text else text
+
+
+_NO_TEXT = 'token_id:'

@@ -1,0 +1,187 @@
+"""serve: from a model to a process that answers HTTP, until a signal ends it.
+
+It listens at once, is ready when the engine is warm, and on SIGTERM takes nothing new, lets what has begun end within
+`drain_s`, and tells the rest that it was cut. A second signal waits for nothing.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+
+from absl import logging
+import uvicorn
+
+from spmd_tasks.runtime.compilation import CompilationCounter
+from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.serving.engine_contract import Engine
+from spmd_tasks.serving.engine_thread import EngineThread
+from spmd_tasks.serving.generation_request import ServedModel
+from spmd_tasks.serving.http_server import make_app
+from spmd_tasks.serving.scheduler import Scheduler
+from spmd_tasks.serving.sequence import Delta
+from spmd_tasks.serving.service import Service
+from spmd_tasks.serving.settings import ServerSettings
+
+_POLL_S = 0.02
+_CLOSE_LIMIT_S = 5  # for connections to end when everything has been sent
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+  """The socket of the server.
+
+  Raises:
+    ValueError: it cannot listen there.
+  """
+  where = f'{settings.host}:{settings.port}'
+  try:
+    family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((settings.host, settings.port), family=family)
+  except OSError as error:
+    raise ValueError(
+      f'cannot listen on {where}: {error.strerror}. Name another --host or --port; port 0 is any that is free.'
+    ) from error
+
+
+def url_of(sock: socket.socket) -> str:
+  """Where a listening socket is reached."""
+  host, port = sock.getsockname()[:2]
+  return f'http://{f"[{host}]" if ":" in host else host}:{port}'
+
+
+def serve(
+  engine: Engine,
+  model: ServedModel,
+  settings: ServerSettings,
+  sock: socket.socket,
+  *,
+  announce: Callable[[str], None] = print,
+  stop: threading.Event | None = None,
+) -> int:
+  """Serves until SIGTERM, Ctrl-C or `stop`; returns an exit code.
+
+  Args:
+    engine: not warm yet.
+    model: what it serves.
+    settings: limits.
+    sock: from `listen`.
+    announce: given one line when the server is ready, and one when it drains.
+    stop: for callers off the main thread, which get no signals.
+
+  Raises:
+    whatever ended the engine.
+  """
+  with CompilationCounter() as compilations:
+    server = _Server(engine, model, settings, announce, compilations)
+    code = asyncio.run(server.run(sock, stop))
+  sys.stdout.flush()
+  if server.thread.is_alive:
+    # In the middle of native code, which an orderly end of Python would crash.
+    sys.stderr.flush()
+    os._exit(code)
+  if server.thread.error is not None:
+    raise server.thread.error
+  return code
+
+
+class _Uvicorn(uvicorn.Server):
+  """Leaves the signals to us: its own handlers cut streams without a word."""
+
+  @contextlib.contextmanager
+  def capture_signals(self) -> Iterator[None]:
+    yield
+
+
+class _Server:
+  def __init__(
+    self,
+    engine: Engine,
+    model: ServedModel,
+    settings: ServerSettings,
+    announce: Callable[[str], None],
+    compilations: CompilationCounter,
+  ):
+    self._settings = settings
+    self._model = model
+    self._announce = announce
+    self._compilations = compilations
+    self._num_warm = 0
+    self._loop: asyncio.AbstractEventLoop | None = None
+    self._changed = asyncio.Event()
+    self._signals: list[int] = []
+    self.thread = EngineThread(
+      Scheduler(engine),
+      warm_up=engine.warm_up,
+      post=self._post,
+      max_queued=settings.max_queued,
+      on_change=self._on_change,
+    )
+    self._service = Service(model, settings, self.thread, engine.num_slots, self._num_late_compilations)
+
+  async def run(self, sock: socket.socket, stop: threading.Event | None) -> int:
+    self._loop = asyncio.get_running_loop()
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGTERM, signal.SIGINT):
+        self._loop.add_signal_handler(number, self._on_signal, number)
+    http = _Uvicorn(
+      uvicorn.Config(
+        make_app(self._service),
+        http='h11',
+        ws='none',
+        loop='asyncio',
+        lifespan='off',
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=_CLOSE_LIMIT_S,
+      )
+    )
+    serving = asyncio.create_task(http.serve(sockets=[sock]))
+    self.thread.start()
+    was_ready = False
+    while not (self._signals or self.thread.error or serving.done() or (stop is not None and stop.is_set())):
+      if self.thread.is_ready and not was_ready:
+        was_ready = True
+        self._num_warm = self._compilations.num_programs
+        self._announce(f'Serving {self._model.name}, step {self._model.step}, at {url_of(sock)}')
+      self._changed.clear()
+      with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(self._changed.wait(), _POLL_S if stop is not None else 1.0)
+    await self._drain()
+    http.should_exit = True
+    await serving
+    return exit_codes.INTERRUPTED if signal.SIGINT in self._signals else exit_codes.OK
+
+  async def _drain(self) -> None:
+    self._service.is_draining = True
+    if not self.thread.is_idle:
+      self._announce(f'Draining: at most {self._settings.drain_s:g} s for what has begun.')
+    assert self._loop is not None
+    end = self._loop.time() + self._settings.drain_s
+    while not self.thread.is_idle and self.thread.error is None and len(self._signals) < 2 and self._loop.time() < end:
+      await asyncio.sleep(_POLL_S)
+    await asyncio.to_thread(self.thread.stop)
+
+  def _post(self, deltas: list[Delta]) -> None:
+    assert self._loop is not None
+    try:
+      self._loop.call_soon_threadsafe(self._service.dispatch, deltas)
+    except RuntimeError:
+      logging.warning('the event loop ended before the engine did')
+
+  def _on_change(self) -> None:
+    assert self._loop is not None
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+      self._loop.call_soon_threadsafe(self._changed.set)
+
+  def _on_signal(self, number: int) -> None:
+    self._signals.append(number)
+    self._changed.set()
+
+  def _num_late_compilations(self) -> int:
+    return self._compilations.num_programs - self._num_warm if self.thread.is_ready else 0

@@ -1,0 +1,65 @@
+"""A server with a fake engine, on a port of its own and a thread of this process."""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import queue
+import threading
+
+import httpx
+
+from spmd_tasks.decoding.settings import DecodeSettings
+from spmd_tasks.inputs.chat_template import ChatTemplate
+from spmd_tasks.serving.generation_request import ServedModel
+from spmd_tasks.serving.server import listen, serve, url_of
+from spmd_tasks.serving.settings import ServerSettings
+from tests.serving.fake_engine import TOKENIZER, FakeEngine
+
+MODEL = ServedModel(
+  name='fake.Model',
+  created=1,
+  step=7,
+  tokenizer=TOKENIZER,
+  chat_template=ChatTemplate(),
+  settings=DecodeSettings(num_top_logprobs=2),
+  max_len=128,
+  vocab_size=TOKENIZER.vocab_size,
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Served:
+  url: str
+  engine: FakeEngine
+  stop: threading.Event
+  lines: queue.Queue
+  thread: threading.Thread
+  codes: list
+
+  def client(self, **settings) -> httpx.Client:
+    return httpx.Client(base_url=self.url, timeout=20, **settings)
+
+
+@contextlib.contextmanager
+def serving(engine: FakeEngine | None = None, *, max_len: int = 128, wait: bool = True, **settings) -> Iterator[Served]:
+  engine = engine or FakeEngine(max_len=max_len)
+  limits = ServerSettings(**{'port': 0, 'drain_s': 5.0} | settings)
+  sock = listen(limits)
+  stop, lines, codes = threading.Event(), queue.Queue(), []
+  model = dataclasses.replace(MODEL, max_len=engine.max_len)
+
+  def run():
+    codes.append(serve(engine, model, limits, sock, announce=lines.put, stop=stop))
+
+  thread = threading.Thread(target=run)
+  thread.start()
+  try:
+    if wait:
+      assert 'Serving fake.Model' in lines.get(timeout=10)
+    yield Served(url=url_of(sock), engine=engine, stop=stop, lines=lines, thread=thread, codes=codes)
+  finally:
+    if engine.gate is not None:
+      engine.gate.set()
+    stop.set()
+    thread.join(20)
+    assert not thread.is_alive()

@@ -1,0 +1,346 @@
+"""The HTTP interface over a fake engine: answers, streams, errors that name the field, limits, the key."""
+
+import base64
+import json
+import threading
+import time
+
+import pytest
+
+from tests.serving.fake_engine import TOKENIZER, FakeEngine
+from tests.serving.served import serving
+
+COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
+HELLO = {'model': 'fake.Model', 'prompt': [TOKENIZER.encode('hello')], 'max_tokens': 7}
+ASK = {'model': 'fake.Model', 'messages': [{'role': 'user', 'content': 'hi'}], 'max_tokens': 4}
+
+
+@pytest.fixture(scope='module')
+def client():
+  with serving() as served, served.client() as client:
+    yield client
+
+
+def events(response):
+  """The JSON of each event; the last one must be [DONE]."""
+  data = [line.removeprefix('data: ') for line in response.iter_lines() if line]
+  assert data[-1] == '[DONE]'
+  return [json.loads(text) for text in data[:-1]]
+
+
+def wait_for(condition, limit_s=5.0):
+  end = time.monotonic() + limit_s
+  while not condition():
+    assert time.monotonic() < end, 'it did not come to pass'
+    time.sleep(0.01)
+
+
+def metric(client, name, **kwargs):
+  lines = client.get('/metrics', **kwargs).text.splitlines()
+  return next((float(line.split()[-1]) for line in lines if line.startswith(f'{name} ')), None)
+
+
+# --- what it answers ---
+
+
+def test_a_completion(client):
+  body = client.post(COMPLETIONS, json=HELLO).json()
+  assert body['object'] == 'text_completion'
+  assert body['model'] == 'fake.Model'
+  assert body['choices'] == [{'index': 0, 'text': 'hellohe', 'finish_reason': 'length', 'logprobs': None}]
+  assert body['usage'] == {'prompt_tokens': 5, 'completion_tokens': 7, 'total_tokens': 12}
+
+
+def test_a_text_prompt_begins_with_bos_and_echo_repeats_it(client):
+  body = client.post(COMPLETIONS, json=HELLO | {'prompt': 'ab', 'max_tokens': 6, 'echo': True}).json()
+  assert body['usage']['prompt_tokens'] == 3
+  assert body['choices'][0]['text'] == 'ab' + 'abab'  # bos is a token of the fake's circle, and no text
+
+
+def test_several_prompts_and_samples(client):
+  prompts = [TOKENIZER.encode('ab'), TOKENIZER.encode('xyz')]
+  body = client.post(COMPLETIONS, json=HELLO | {'prompt': prompts, 'n': 2, 'max_tokens': 3}).json()
+  assert [choice['text'] for choice in body['choices']] == ['aba', 'aba', 'xyz', 'xyz']
+  assert [choice['index'] for choice in body['choices']] == [0, 1, 2, 3]
+  assert body['usage'] == {'prompt_tokens': 5, 'completion_tokens': 12, 'total_tokens': 17}
+
+
+def test_a_chat_goes_through_the_template(client):
+  body = client.post(CHAT, json=ASK | {'max_tokens': 30}).json()
+  assert body['object'] == 'chat.completion'
+  message = body['choices'][0]['message']
+  # The fake repeats its prompt.
+  assert message == {'role': 'assistant', 'content': 'user: hi\nassistant: user: hi'}
+
+
+def test_streams_are_the_same_text_in_pieces(client):
+  with client.stream('POST', COMPLETIONS, json=HELLO | {'stream': True, 'n': 2}) as response:
+    assert response.headers['content-type'].startswith('text/event-stream')
+    chunks = events(response)
+  for index in (0, 1):
+    choices = [chunk['choices'][0] for chunk in chunks if chunk['choices'][0]['index'] == index]
+    assert ''.join(choice['text'] for choice in choices) == 'hellohe'
+    assert [choice['finish_reason'] for choice in choices if choice['finish_reason']] == ['length']
+  assert len({chunk['id'] for chunk in chunks}) == 1
+
+
+def test_a_chat_stream_begins_with_the_role_and_counts_at_the_end(client):
+  wanted = ASK | {'stream': True, 'stream_options': {'include_usage': True}}
+  with client.stream('POST', CHAT, json=wanted) as response:
+    chunks = events(response)
+  assert chunks[0]['choices'][0]['delta'] == {'role': 'assistant', 'content': ''}
+  assert {chunk['object'] for chunk in chunks} == {'chat.completion.chunk'}
+  assert chunks[-1]['choices'] == []
+  assert chunks[-1]['usage']['completion_tokens'] == 4
+
+
+def test_stop_strings_end_the_text_before_them(client):
+  body = client.post(COMPLETIONS, json=HELLO | {'stop': 'lo', 'max_tokens': 50}).json()
+  assert body['choices'][0] == {'index': 0, 'text': 'hel', 'finish_reason': 'stop', 'logprobs': None}
+
+
+def test_stop_tokens(client):
+  body = client.post(COMPLETIONS, json=HELLO | {'stop_token_ids': TOKENIZER.encode('o'), 'max_tokens': 50}).json()
+  assert body['choices'][0]['text'] == 'hell'
+  assert body['choices'][0]['finish_reason'] == 'stop'
+
+
+def test_logprobs_of_completions(client):
+  body = client.post(COMPLETIONS, json=HELLO | {'logprobs': 2, 'max_tokens': 3}).json()
+  logprobs = body['choices'][0]['logprobs']
+  assert logprobs['tokens'] == ['h', 'e', 'l']
+  assert logprobs['text_offset'] == [0, 1, 2]
+  assert logprobs['token_logprobs'] == pytest.approx([-token / 100 for token in TOKENIZER.encode('hel')])
+  assert [list(top) for top in logprobs['top_logprobs']] == [['h', 'i'], ['e', 'f'], ['l', 'm']]
+
+
+def test_logprobs_of_chats_in_both_forms(client):
+  wanted = ASK | {'logprobs': True, 'top_logprobs': 1}
+  content = client.post(CHAT, json=wanted).json()['choices'][0]['logprobs']['content']
+  assert [entry['token'] for entry in content] == ['token_id:1', *'use']  # bos is no text
+  assert content[1]['bytes'] == [ord('u')]
+  assert [len(entry['top_logprobs']) for entry in content] == [1] * 4
+  with client.stream('POST', CHAT, json=wanted | {'stream': True}) as response:
+    chunks = events(response)
+  streamed = [entry for c in chunks if c['choices'][0]['logprobs'] for entry in c['choices'][0]['logprobs']['content']]
+  assert streamed == content
+
+
+def test_models_health_readiness_metrics_and_the_page(client):
+  assert [card['id'] for card in client.get('/v1/models').json()['data']] == ['fake.Model']
+  assert client.get('/v1/models/fake.Model').json()['step'] == 7
+  assert client.get('/v1/models/other').status_code == 404
+  assert client.get('/health').status_code == client.get('/ready').status_code == 200
+  page = client.get('/')
+  assert 'const model = "fake.Model";' in page.text
+  assert "default-src 'none'" in page.headers['content-security-policy']
+  client.post(COMPLETIONS, json=HELLO)
+  text = client.get('/metrics').text
+  for line in text.splitlines():
+    assert line.startswith('# ') or (len(line.rpartition(' ')[0]) and float(line.rpartition(' ')[2]) >= 0)
+  assert metric(client, 'spmd_tasks_generated_tokens_total') >= 7
+  assert 'spmd_tasks_http_requests_total{route="/v1/completions",status="200"}' in text
+
+
+# --- what a client can get wrong ---
+
+BAD = [
+  (COMPLETIONS, {'model': None}, 400, 'model'),
+  (COMPLETIONS, {'model': 3}, 400, 'model'),
+  (COMPLETIONS, {'model': 'gpt-4'}, 404, 'model'),
+  (COMPLETIONS, {'prompt': None}, 400, 'prompt'),
+  (COMPLETIONS, {'prompt': []}, 400, 'prompt'),
+  (COMPLETIONS, {'prompt': [[]]}, 400, 'prompt'),
+  (COMPLETIONS, {'prompt': [259]}, 400, 'prompt'),
+  (COMPLETIONS, {'prompt': [-1]}, 400, 'prompt'),
+  (COMPLETIONS, {'prompt': [True]}, 400, 'prompt'),
+  (COMPLETIONS, {'prompt': ['a'] * 17}, 400, 'prompt'),
+  (COMPLETIONS, {'prompt': '\ud800'}, 400, 'prompt'),
+  (COMPLETIONS, {'prompt': 'a' * 500}, 400, 'prompt'),
+  (COMPLETIONS, {'max_tokens': 0}, 400, 'max_tokens'),
+  (COMPLETIONS, {'max_tokens': 124}, 400, 'max_tokens'),
+  (COMPLETIONS, {'max_tokens': 1.5}, 400, 'max_tokens'),
+  (COMPLETIONS, {'max_tokens': True}, 400, 'max_tokens'),
+  (COMPLETIONS, {'max_tokens': 10**400}, 400, 'max_tokens'),
+  (COMPLETIONS, {'n': 17}, 400, 'n'),
+  (COMPLETIONS, {'n': 9, 'prompt': ['a', 'b']}, 400, 'n'),
+  (COMPLETIONS, {'temperature': -1}, 400, 'temperature'),
+  (COMPLETIONS, {'temperature': 'hot'}, 400, 'temperature'),
+  (COMPLETIONS, {'temperature': 10**400}, 400, 'temperature'),
+  (COMPLETIONS, {'top_p': 1.1}, 400, 'top_p'),
+  (COMPLETIONS, {'top_k': -1}, 400, 'top_k'),
+  (COMPLETIONS, {'min_p': []}, 400, 'min_p'),
+  (COMPLETIONS, {'repetition_penalty': 0}, 400, 'repetition_penalty'),
+  (COMPLETIONS, {'seed': 2**64}, 400, 'seed'),
+  (COMPLETIONS, {'logprobs': 3}, 400, 'logprobs'),
+  (COMPLETIONS, {'logprobs': 1, 'echo': True}, 400, 'echo'),
+  (COMPLETIONS, {'stop': ''}, 400, 'stop'),
+  (COMPLETIONS, {'stop': ['a'] * 5}, 400, 'stop'),
+  (COMPLETIONS, {'stop': [1]}, 400, 'stop'),
+  (COMPLETIONS, {'stop': 'x' * 257}, 400, 'stop'),
+  (COMPLETIONS, {'stop_token_ids': [3, 4, 5, 6]}, 400, 'stop_token_ids'),
+  (COMPLETIONS, {'stream': 'yes'}, 400, 'stream'),
+  (COMPLETIONS, {'stream_options': {'include_usage': True}}, 400, 'stream_options'),
+  (COMPLETIONS, {'stream': True, 'stream_options': {'include': 1}}, 400, 'stream_options.include'),
+  (COMPLETIONS, {'presence_penalty': 0.5}, 400, 'presence_penalty'),
+  (COMPLETIONS, {'suffix': 'x'}, 400, 'suffix'),
+  (COMPLETIONS, {'best_of': 3}, 400, 'best_of'),
+  (COMPLETIONS, {'messages': []}, 400, 'messages'),
+  (CHAT, {'messages': []}, 400, 'messages'),
+  (CHAT, {'messages': 'hi'}, 400, 'messages'),
+  (CHAT, {'messages': ['hi']}, 400, 'messages[0]'),
+  (CHAT, {'messages': [{'role': 'king', 'content': 'x'}]}, 400, 'messages[0].role'),
+  (CHAT, {'messages': [{'role': 'user', 'content': 4}]}, 400, 'messages[0].content'),
+  (CHAT, {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400, 'messages[0].content[0]'),
+  (CHAT, {'messages': [{'role': 'user', 'content': 'x' * 500}]}, 400, 'messages'),
+  (CHAT, {'top_logprobs': 1}, 400, 'top_logprobs'),
+  (CHAT, {'tools': [{'type': 'function'}]}, 400, 'tools'),
+  (CHAT, {'response_format': {'type': 'json_object'}}, 400, 'response_format'),
+  (CHAT, {'prompt': 'x'}, 400, 'prompt'),
+]
+
+
+@pytest.mark.parametrize('path, change, status, param', BAD, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_named(client, path, change, status, param):
+  body = (HELLO if path == COMPLETIONS else ASK) | change
+  response = client.post(path, content=json.dumps(body), headers={'content-type': 'application/json'})
+  error = response.json()['error']
+  assert (response.status_code, error['param']) == (status, param), error
+  assert error['message'].startswith((param, repr(param)))
+
+
+@pytest.mark.parametrize(
+  'content, headers, status',
+  [
+    (b'', {}, 400),
+    (b'{', {}, 400),
+    (b'[1]', {}, 400),
+    (b'\xff\xfe', {}, 400),
+    (b'{"model": NaN}', {}, 400),
+    (b'[' * 100_000, {}, 400),
+    (b'{"max_tokens": ' + b'9' * 5000 + b'}', {}, 400),
+    (b'{}', {'content-type': 'text/plain'}, 415),
+    (b'x' * 2_000_001, {}, 413),
+    (b'{}', {'host': 'evil.example'}, 403),
+  ],
+  ids=lambda value: str(value)[:30],
+)
+def test_bodies_that_are_no_request(client, content, headers, status):
+  response = client.post(COMPLETIONS, content=content, headers={'content-type': 'application/json'} | headers)
+  assert response.status_code == status
+  assert response.json()['error']['message']
+
+
+def test_a_chunked_body_is_limited_too(client):
+  response = client.post(
+    COMPLETIONS, content=(b'x' * 100_000 for _ in range(30)), headers={'content-type': 'application/json'}
+  )
+  assert response.status_code == 413
+
+
+@pytest.mark.parametrize('method, path, status', [('GET', '/nothing', 404), ('GET', CHAT, 405), ('POST', '/', 405)])
+def test_other_paths_and_methods_are_json_errors(client, method, path, status):
+  response = client.request(method, path)
+  assert response.status_code == status
+  assert response.json()['error']['message']
+
+
+# --- the key ---
+
+
+@pytest.mark.parametrize('path', ['/', '/health', '/ready', '/metrics', '/v1/models', '/nothing', COMPLETIONS])
+def test_the_key_is_wanted_on_every_route(path):
+  right = base64.b64encode(b'anyone:secret').decode()
+  with serving(api_key='secret') as served, served.client() as client:
+    for header in (None, 'Bearer wrong', 'Bearer secret2', 'Basic !!!', 'secret', 'Bearer \xe9'):
+      headers = {} if header is None else {'authorization': header.encode('latin-1')}
+      response = client.get(path, headers=headers)
+      assert response.status_code == 401
+      assert response.json()['error']['type'] == 'authentication_error'
+    for header in ('Bearer secret', f'Basic {right}'):
+      assert client.get(path, headers={'authorization': header}).status_code != 401
+
+
+# --- under load, and at the end ---
+
+
+def test_a_full_queue_is_429_at_once():
+  gate = threading.Event()
+  with serving(FakeEngine(num_slots=1, gate=gate), max_queued=2) as served, served.client() as client:
+    waiting = [threading.Thread(target=client.post, args=(COMPLETIONS,), kwargs={'json': HELLO}) for _ in range(3)]
+    for number, thread in enumerate(waiting):
+      thread.start()
+      # The first one is in the slot, and stands at the gate.
+      wait_for(lambda number=number: metric(client, 'spmd_tasks_queued_sequences') == number)
+      wait_for(lambda: metric(client, 'spmd_tasks_active_slots') == 1)
+    started = time.monotonic()
+    response = client.post(COMPLETIONS, json=HELLO)
+    assert time.monotonic() - started < 0.2
+    assert response.status_code == 429
+    assert int(response.headers['retry-after']) >= 1
+    assert response.json()['error']['code'] == 'queue_full'
+    gate.set()
+    for thread in waiting:
+      thread.join(10)
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_a_client_that_goes_away_frees_its_slot(stream):
+  gate = threading.Event()
+  with serving(FakeEngine(num_slots=1, gate=gate, max_len=100_000)) as served, served.client() as client:
+    with served.client(), pytest.raises((TimeoutError, Exception)):
+      served.client().post(COMPLETIONS, json=HELLO | {'max_tokens': 90_000, 'stream': stream}, timeout=0.3)
+    time.sleep(0.1)
+    gate.set()
+    wait_for(lambda: metric(client, 'spmd_tasks_active_slots') == 0)
+    assert metric(client, 'spmd_tasks_decode_steps_total') <= 3
+    assert client.post(COMPLETIONS, json=HELLO).json()['choices'][0]['text'] == 'hellohe'
+
+
+def test_a_failing_step_is_an_error_for_its_own_clients_only():
+  with serving(FakeEngine(num_slots=1)) as served, served.client() as client:
+    served.engine.fail_next = RuntimeError('secret details')
+    response = client.post(COMPLETIONS, json=HELLO)
+    assert response.status_code == 500
+    assert 'secret' not in response.text
+    served.engine.fail_next = RuntimeError('secret details')
+    with client.stream('POST', COMPLETIONS, json=HELLO | {'stream': True}) as response:
+      assert events(response)[-1]['error']['code'] == 'engine_failed'
+    assert client.post(COMPLETIONS, json=HELLO).status_code == 200
+    assert client.get('/health').status_code == 200
+
+
+def test_what_fits_the_budget_is_finished_and_the_rest_is_told():
+  gate = threading.Event()
+  engine = FakeEngine(num_slots=2, gate=gate, max_len=10_000_000)
+  with serving(engine, drain_s=0.5) as served, served.client() as client:
+    long, short = HELLO | {'max_tokens': 9_000_000, 'stream': True}, HELLO | {'stream': True}
+    with (
+      client.stream('POST', COMPLETIONS, json=long) as first,
+      client.stream('POST', COMPLETIONS, json=short) as second,
+    ):
+      served.stop.set()
+      assert 'Draining' in served.lines.get(timeout=5)
+      assert client.get('/ready').status_code == 503
+      assert client.get('/health').status_code == 200
+      refused = client.post(COMPLETIONS, json=HELLO)
+      assert refused.status_code == 503
+      assert refused.headers['retry-after']
+      gate.set()
+      assert events(second)[-1]['choices'][0]['finish_reason'] == 'length'
+      assert events(first)[-1]['error']['code'] == 'cut'
+    served.thread.join(10)
+  assert served.codes == [0]
+
+
+def test_ready_comes_after_the_warm_up():
+  warm = threading.Event()
+  engine = FakeEngine()
+  engine.warm_up = lambda: warm.wait(10)
+  with serving(engine, wait=False) as served, served.client() as client:
+    assert client.get('/health').status_code == 200
+    assert client.get('/ready').status_code == 503
+    assert client.post(COMPLETIONS, json=HELLO).status_code == 503
+    warm.set()
+    assert 'Serving fake.Model' in served.lines.get(timeout=5)
+    assert client.get('/ready').status_code == 200
