@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from spmd_tasks.layers.moe.grouped_matmul import one_backend_for_all
 from spmd_tasks.runtime.task import Task
 
 # Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
@@ -54,14 +55,16 @@ def model_flops_per_train_step(
   """Model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
 
   The backward pass costs two products for each of the forward's, one per operand's gradient; what remat computes again
-  is not counted. Attention counts whole, masked or not; looking up embeddings counts nothing.
+  is not counted. Attention counts whole, masked or not; looking up embeddings counts nothing. Of a mixture's experts
+  those count that a token chose.
   """
 
   def forward(weights, batch, rng):
     return task.compute_loss(weights, batch, train=True, rng=rng).loss
 
   rng = jax.eval_shape(lambda: jax.random.key(0))
-  return 3 * count_matmul_flops(forward, abstract_weights, dict(batch_spec), rng)
+  with one_backend_for_all('ragged_dot'):
+    return 3 * count_matmul_flops(forward, abstract_weights, dict(batch_spec), rng)
 
 
 def count_matmul_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 import pytest
 
 from spmd_tasks.experiments.lm import StdlibTiny
+from spmd_tasks.experiments.moe import StdlibTiny as MixtureTiny
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.sharding.weights import unbox_weights
 
@@ -147,6 +148,30 @@ def test_a_language_model_costs_what_palm_says():
   assert num_weights > L * 4 * D * H * K
   expected = B * T * (6 * num_weights + 12 * L * H * K * T)
   assert model_flops_per_train_step(task, batch_spec, weights) == expected
+
+
+@pytest.mark.parametrize('backend', [None, 'loop', 'ragged_dot'])
+def test_a_mixture_of_experts_costs_its_chosen_experts_and_the_router(backend):
+  num_experts, num_selected, tokens = 8, 2, 4 * 128
+  dense, mixture = (experiment(batch_size=4) for experiment in (StdlibTiny, MixtureTiny))
+
+  def flops(experiment):
+    cfg = experiment.task()
+    if experiment is mixture:
+      cfg.model.stack.block.ffn.computation.backend = backend
+    task = fdl.build(cfg)
+    batch_spec = fdl.build(experiment.train_input()).element_spec()
+    weights = jax.eval_shape(
+      lambda: unbox_weights(
+        task.model.init(jax.random.key(0), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch_spec))
+      )
+    )
+    return model_flops_per_train_step(task, batch_spec, weights['params'])
+
+  # Two experts of half the width compute as much as the dense network.
+  assert num_selected * mixture.hidden_dims == dense.hidden_dims
+  router = 3 * 2 * tokens * dense.model_dims * num_experts * dense.num_layers
+  assert flops(mixture) - flops(dense) == router
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ Its backends are sibling files behind one signature, backend(rows, weights, grou
 Shapes: R rows, E groups (experts), K in, N out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import concurrent.futures
+import contextlib
+import contextvars
 import functools
 import importlib.util
 import types
@@ -72,8 +74,22 @@ _clear_rows_from.defvjp(
 )
 
 
+_in_place_of_all: contextvars.ContextVar[str | None] = contextvars.ContextVar('backend', default=None)
+
+
+@contextlib.contextmanager
+def one_backend_for_all(name: str) -> Iterator[None]:
+  """What is traced inside uses this backend, whatever it asks for: to count FLOPs, which loops and kernels hide."""
+  token = _in_place_of_all.set(name)
+  try:
+    yield
+  finally:
+    _in_place_of_all.reset(token)
+
+
 def resolve_backend(backend: str | None) -> str:
   """The name itself, or that of the best backend for None; a ValueError lists the names."""
+  backend = _in_place_of_all.get() or backend
   if backend is None:
     return best_backend(jax.default_backend())
   if backend not in GROUPED_MATMUL_BACKENDS:
