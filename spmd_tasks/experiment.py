@@ -29,6 +29,7 @@ from typing import Any, ClassVar, dataclass_transform, get_type_hints
 from flax.core import FrozenDict
 
 from spmd_tasks.inputs.base import Input
+from spmd_tasks.inputs.chat_template import ChatTemplate
 from spmd_tasks.inputs.prompts import PromptSource
 from spmd_tasks.runtime.task import Task
 from spmd_tasks.sharding.mesh import MeshSpec
@@ -234,6 +235,10 @@ class Experiment(_FrozenFields, abc.ABC):
   def decode_inputs(self) -> Mapping[str, Any]:
     """Name -> the `fdl.Config` of prompts, such as a PromptFile; the name is also the directory of the outputs."""
     return {}
+
+  def chat_template(self) -> ChatTemplate:
+    """How a conversation with the served model becomes text."""
+    return ChatTemplate()
 
 
 def _is_positive(value: Any) -> bool:

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 
 from spmd_tasks.config import registry
 
-_MODES = ('train', 'eval', 'decode', 'decode_once')
+_MODES = ('train', 'eval', 'decode', 'decode_once', 'serve')
+_SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'drain_s')
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,7 +47,9 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
   """All flags, with the names that Pax users know."""
   parser = _Parser(
-    prog='spmd-tasks', allow_abbrev=False, description='Train, evaluate and decode large JAX models over a device mesh.'
+    prog='spmd-tasks',
+    allow_abbrev=False,
+    description='Train, evaluate, decode and serve large JAX models over a device mesh.',
   )
   parser.add_argument(
     '--exp', metavar='NAME', help='registered experiment, such as lm.StdlibTiny, or package.module.Class'
@@ -71,13 +74,19 @@ def make_parser() -> argparse.ArgumentParser:
   shortcuts.add_argument('--seed', metavar='N')
   running = parser.add_argument_group('how it runs')
   running.add_argument('--num_fake_devices', type=int, metavar='N', help='run on N fake CPU devices')
-  running.add_argument('--checkpoint_step', type=int, metavar='N', help='eval, decode_once: not the newest checkpoint')
+  running.add_argument('--checkpoint_step', type=int, metavar='N', help='not the newest checkpoint')
   running.add_argument('--watch', action='store_true', help='eval: go on with every new checkpoint of a running job')
   running.add_argument('--decode_input', metavar='FILE', help="decode: prompts, instead of the experiment's")
   running.add_argument('--decode_output', metavar='FILE', help='decode_once: where the outputs of --decode_input go')
   running.add_argument(
     '--accept_config_changes', action='store_true', help='go on although the config now gives other numbers'
   )
+  serving = parser.add_argument_group('--mode serve')
+  serving.add_argument('--host', metavar='HOST', help='default: 127.0.0.1, which only this machine reaches')
+  serving.add_argument('--port', type=int, metavar='N', help='default: 8000; 0 is any that is free')
+  serving.add_argument('--api_key_file', metavar='FILE', help='the key that every request must bring')
+  serving.add_argument('--max_queued', type=int, metavar='N', help='texts that may wait for a slot; default: 64')
+  serving.add_argument('--drain_s', type=float, metavar='S', help='after SIGTERM, for what has begun; default: 30')
   processes = parser.add_argument_group('several processes, where no launcher says it all')
   processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='where all others reach process 0')
   processes.add_argument('--num_processes', type=int, metavar='N')
@@ -150,6 +159,8 @@ def _run_experiment(args: argparse.Namespace) -> int:
     job = resolved.build()
     if not args.accept_config_changes:
       refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
+    if args.mode == 'serve':
+      return _serve(args, job, job_log_dir)
     if args.mode == 'eval':
       return evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
     if args.mode in ('decode', 'decode_once'):
@@ -172,20 +183,47 @@ def _check_flags_of_mode(args: argparse.Namespace) -> None:
       '--checkpoint_step and --watch are for --mode eval; training goes on from the newest checkpoint. To go back to '
       'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
     )
-  if args.mode in ('decode', 'decode_once') and args.watch:
-    raise ValueError('--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once takes one.')
+  if args.mode in ('decode', 'decode_once', 'serve') and args.watch:
+    raise ValueError(
+      '--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once and serve take one.'
+    )
+  given = [name for name in _SERVE_FLAGS if getattr(args, name) is not None]
+  if args.mode != 'serve' and given:
+    raise ValueError(f'--{given[0]} is for --mode serve: leave it out.')
   if args.mode == 'decode' and args.checkpoint_step is not None:
     raise ValueError(
       f'--mode decode follows every new checkpoint, but --checkpoint_step {args.checkpoint_step} names one: take '
       '--mode decode_once.'
     )
-  if args.mode in ('train', 'eval') and (args.decode_input is not None or args.decode_output is not None):
+  if args.mode in ('train', 'eval', 'serve') and (args.decode_input is not None or args.decode_output is not None):
     raise ValueError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')
   if args.decode_output is not None and (args.mode == 'decode' or args.decode_input is None):
     raise ValueError(
       '--decode_output takes what --mode decode_once makes of one --decode_input: give both, or leave it out, and '
       'outputs go to <job_log_dir>/decode.'
     )
+
+
+def _serve(args: argparse.Namespace, job: Any, job_log_dir: Any) -> int:
+  """What serving needs of the programs, which it may not import."""
+  from spmd_tasks.programs.decode_requests import find_tokenizer
+  from spmd_tasks.programs.job_setup import checkpoint_directory, partition_job, restore_evaluation_weights
+  from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
+  from spmd_tasks.serving.job import read_api_key, serve_job
+  from spmd_tasks.serving.settings import ServerSettings
+
+  def restore(model):
+    checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
+    try:
+      return restore_evaluation_weights(model, checkpointer, args.checkpoint_step)
+    finally:
+      checkpointer.close()
+
+  given = {name: getattr(args, name) for name in ('host', 'port', 'max_queued', 'drain_s')}
+  given = {name: value for name, value in given.items() if value is not None}
+  api_key = None if args.api_key_file is None else read_api_key(args.api_key_file)
+  settings = ServerSettings(api_key=api_key, **given)
+  return serve_job(job, find_tokenizer(job), settings, partition=lambda: partition_job(job), restore=restore)
 
 
 def _resolve(args: argparse.Namespace) -> Any:

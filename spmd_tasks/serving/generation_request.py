@@ -29,7 +29,7 @@ class ServedModel:
 
   Fields:
     name: as requests name it.
-    created: seconds since 1970 of its weights; step: of training.
+    created: when its weights were loaded, in seconds since 1970; step: theirs.
     tokenizer, chat_template: of its experiment.
     settings: of its compiled steps; max_len and vocab_size are theirs.
   """
