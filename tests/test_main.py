@@ -96,7 +96,24 @@ BAD_INPUT = {
     ('--exp', 'spmd_tasks.experiment.Experiment', *TRAIN),
     ['does not define', 'task()', 'train_input()', 'name a subclass'],
   ),
-  'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train, eval, decode, decode_once)']),
+  'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train, eval, decode, decode_once, serve)']),
+  'flag of serve': ((*TINY, *TRAIN, '--port', '0'), ['--port is for --mode serve']),
+  'serve without text': (
+    (*TINY, '--mode', 'serve', '--job_log_dir', 'HERE/job', '--port', '0'),
+    ['experiment synthetic.Tiny has no tokenizer', 'cannot be served as text'],
+  ),
+  'no such host': (
+    ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--host', '192.0.2.1'),
+    ['cannot listen on 192.0.2.1:8000', 'Name another --host or --port'],
+  ),
+  'no key in the file': (
+    ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--api_key_file', 'HERE/none'),
+    ['--api_key_file', 'cannot be read'],
+  ),
+  'no queue': (
+    ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--max_queued', '0'),
+    ['max_queued=0 must be at least 1'],
+  ),
   'no directory': ((*TINY, '--mode', 'train'), ['give --job_log_dir']),
   'empty directory name': ((*TINY, '--mode', 'train', '--job_log_dir', ''), ['give --job_log_dir']),
   'a step to train from': (

@@ -1,0 +1,176 @@
+"""The real binary, a model trained for three steps, the real `openai` client.
+
+The model is trained on one device and served on two, where its heads, hidden dims and vocabulary are padded.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+import json
+import re
+import signal
+
+import httpx
+import openai
+import pytest
+
+from tests import binary
+
+MODEL = 'lm.UnevenTiny'
+SHAPE = ('--exp', MODEL, '--num_train_steps', 3)
+for _setting in ('model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=2', 'tensorboard=False'):
+  SHAPE += ('--set', _setting)
+SHAPE += ('--set', 'eval_every_steps=None', '--set', 'eval_batches=1')
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope='module')
+def server(tmp_path_factory):
+  """(process, url)"""
+  job = tmp_path_factory.mktemp('served') / 'job'
+  trained = binary.run_binary(*SHAPE, '--ici_mesh_shape', '1,1,1', '--mode', 'train', '--job_log_dir', job)
+  assert trained.returncode == 0, trained.stderr
+  key = job.parent / 'key'
+  key.write_text('secret\n')
+  process = binary.start_binary(
+    *SHAPE, '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--mode', 'serve', '--job_log_dir', job,
+    '--port', 0, '--api_key_file', key, '--drain_s', 20, '--set', 'task.decode.num_slots=4',
+  )  # fmt: skip
+  line = process.stdout.readline()
+  found = re.fullmatch(r'Serving lm.UnevenTiny, step 3, at (http://127.0.0.1:\d+)\n', line)
+  assert found, (line, process.communicate(timeout=60) if process.poll() is not None else None)
+  yield process, found[1]
+  if process.poll() is None:
+    process.kill()
+  process.communicate()
+
+
+@pytest.fixture(scope='module')
+def client(server):
+  with openai.OpenAI(base_url=f'{server[1]}/v1', api_key='secret', max_retries=0, timeout=60) as client:
+    yield client
+
+
+def late_compilations(url):
+  text = httpx.get(f'{url}/metrics', headers={'authorization': 'Bearer secret'}, timeout=20).text
+  return int(re.search(r'^spmd_tasks_late_compilations (\d+)$', text, re.MULTILINE)[1])
+
+
+def complete(client, **wanted):
+  return client.completions.create(**{'model': MODEL, 'prompt': 'def ', 'max_tokens': 12} | wanted)
+
+
+def test_models(client):
+  assert [card.id for card in client.models.list()] == [MODEL]
+  assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_completions_whole_and_streamed_are_the_same(client):
+  for settings in ({}, {'temperature': 1.0, 'seed': 5}):
+    whole = complete(client, **settings)
+    assert whole.usage.completion_tokens == 12
+    pieces = [chunk.choices[0].text for chunk in complete(client, stream=True, **settings)]
+    assert ''.join(pieces) == whole.choices[0].text
+
+
+def test_a_request_has_its_tokens_alone_and_in_company(client):
+  wanted = [
+    {'prompt': 'x' * (1 + 5 * i % 40), 'seed': i, 'temperature': i % 3 / 2, 'max_tokens': 3 + i, 'logprobs': 2}
+    for i in range(12)
+  ]
+  alone = [complete(client, **each).choices[0] for each in wanted]
+  with ThreadPoolExecutor(12) as pool:
+    together = list(pool.map(lambda each: complete(client, **each).choices[0], wanted))
+  assert [choice.text for choice in together] == [choice.text for choice in alone]
+  assert [choice.logprobs.tokens for choice in together] == [choice.logprobs.tokens for choice in alone]
+
+
+def test_samples_differ_and_follow_from_the_seed(client):
+  settings = {'n': 3, 'temperature': 1.5, 'seed': 11}
+  texts = [choice.text for choice in complete(client, **settings).choices]
+  assert len(set(texts)) == 3
+  assert [choice.text for choice in complete(client, **settings).choices] == texts
+  assert complete(client, **settings | {'n': 1}).choices[0].text == texts[0]
+
+
+def test_stop(client):
+  text = complete(client, temperature=1.0, seed=3, max_tokens=40).choices[0].text
+  stop = text[5]
+  choice = complete(client, temperature=1.0, seed=3, max_tokens=40, stop=[stop]).choices[0]
+  assert choice.text == text[: text.index(stop)]
+  assert choice.finish_reason == 'stop'
+
+
+def test_logprobs(client):
+  logprobs = complete(client, logprobs=5).choices[0].logprobs
+  assert len(logprobs.tokens) == len(logprobs.token_logprobs) == 12
+  for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+    assert own == max(top.values()) <= 0  # greedy
+    assert len(top) == 5
+
+
+def test_chat_whole_and_streamed(client):
+  wanted = {'model': MODEL, 'messages': [{'role': 'user', 'content': 'hi'}], 'max_completion_tokens': 8}
+  whole = client.chat.completions.create(**wanted, logprobs=True, top_logprobs=2)
+  assert whole.choices[0].message.role == 'assistant'
+  assert len(whole.choices[0].logprobs.content) == 8
+  chunks = list(client.chat.completions.create(**wanted, stream=True, stream_options={'include_usage': True}))
+  text = ''.join(chunk.choices[0].delta.content or '' for chunk in chunks if chunk.choices)
+  assert text == whole.choices[0].message.content
+  assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_errors_name_the_field(client, server):
+  with pytest.raises(openai.BadRequestError) as error:
+    complete(client, max_tokens=1000)
+  assert error.value.param == 'max_tokens'
+  with pytest.raises(openai.NotFoundError):
+    complete(client, model='gpt-4')
+  stranger = openai.OpenAI(base_url=f'{server[1]}/v1', api_key='wrong', max_retries=0)
+  with stranger, pytest.raises(openai.AuthenticationError):
+    stranger.models.list()
+
+
+def test_a_stream_can_be_left(client):
+  stream = complete(client, stream=True, max_tokens=50)
+  next(iter(stream))
+  stream.close()
+  assert complete(client).choices[0].finish_reason in ('length', 'stop')
+
+
+def test_nothing_is_compiled_after_the_warm_up(client, server, rng):
+  wanted = [
+    {
+      'prompt': 'ab c' * int(rng.integers(1, 12)),
+      'max_tokens': int(rng.integers(1, 16)),
+      'temperature': float(rng.choice([0.0, 0.7])),
+      'top_p': float(rng.choice([1.0, 0.9])),
+      'n': int(rng.integers(1, 3)),
+      'logprobs': int(rng.integers(0, 5)),
+      'stop': [None, 'e', [' ', 'x']][int(rng.integers(3))],
+      'extra_body': {'top_k': int(rng.integers(0, 50)), 'min_p': float(rng.choice([0.0, 0.1]))},
+    }
+    for _ in range(60)
+  ]
+  with ThreadPoolExecutor(8) as pool:
+    answers = list(pool.map(lambda each: complete(client, **each), wanted))
+  assert all(choice.finish_reason for answer in answers for choice in answer.choices)
+  assert late_compilations(server[1]) == 0
+
+
+def test_sigterm_lets_what_has_begun_end(client, server):
+  """The last test: the server is gone afterwards."""
+  process, url = server
+  headers = {'authorization': 'Bearer secret'}
+  body = {'model': MODEL, 'prompt': 'a', 'max_tokens': 55, 'n': 8, 'stream': True, 'ignore_eos': True}
+  with httpx.stream('POST', f'{url}/v1/completions', json=body, headers=headers, timeout=60) as response:
+    lines = response.iter_lines()
+    first = next(lines)
+    process.send_signal(signal.SIGTERM)
+    rest = [line for line in [first, *lines] if line]
+  assert rest[-1] == 'data: [DONE]'
+  chunks = [json.loads(line.removeprefix('data: ')) for line in rest[:-1]]
+  reasons = [choice['finish_reason'] for chunk in chunks for choice in chunk['choices'] if choice['finish_reason']]
+  assert reasons == ['length'] * 8
+  stdout, stderr = process.communicate(timeout=30)
+  assert process.returncode == 0, stderr
+  assert 'Draining' in stdout
