@@ -16,6 +16,8 @@ from spmd_tasks.config.saved_config import check_saved_config
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
 _HOW_IT_RUNS = ('num_workers', 'worker_buffer_size', 'read_timeout_s', 'max_consecutive_skips')
+# How a pipeline takes its turns; its number of microbatches is part of dropout and of a capacity's groups.
+_PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
 _GENERATION = 'task.decode'  # how text is generated teaches the model nothing
 
 
@@ -60,5 +62,5 @@ def _matters(path: str, parts: Sequence[str]) -> bool:
   def is_within(part: str) -> bool:
     return path == part or path.startswith(f'{part}.')
 
-  is_numbers = path.rpartition('.')[2] not in _HOW_IT_RUNS and not is_within(_GENERATION)
+  is_numbers = path.rpartition('.')[2] not in _HOW_IT_RUNS and path not in _PIPELINE and not is_within(_GENERATION)
   return is_numbers and any(is_within(part) for part in parts)

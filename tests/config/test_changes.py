@@ -40,6 +40,14 @@ def test_what_changes_the_numbers_is_refused(job_log_dir, override, train, evalu
         refuse_changed_config(job_log_dir, config, mode=mode)
 
 
+def test_a_pipeline_may_change_its_stages_and_its_schedule_but_not_its_microbatches(job_log_dir):
+  (job_log_dir / 'config.json').write_text(json.dumps(to_json(resolve('pipeline.StdlibTiny'))))
+  free = ['ici_mesh_shape=1,2,2,2', 'schedule=circular', 'num_repeats=2']
+  refuse_changed_config(job_log_dir, to_json(resolve('pipeline.StdlibTiny', free)), mode='train')
+  with pytest.raises(ValueError, match='num_microbatches: 8 -> 16'):
+    refuse_changed_config(job_log_dir, to_json(resolve('pipeline.StdlibTiny', ['num_microbatches=16'])), mode='train')
+
+
 def test_another_experiment_is_refused_in_every_mode(job_log_dir):
   config = to_json(resolve('synthetic.Uneven'))
   for mode in ('train', 'eval'):
