@@ -142,6 +142,16 @@ def test_models_health_readiness_metrics_and_the_page(client):
   assert 'spmd_tasks_http_requests_total{route="/v1/completions",status="200"}' in text
 
 
+def test_an_answer_waits_for_no_acknowledgement(client):
+  client.post(COMPLETIONS, json=HELLO)
+  seconds = []
+  for _ in range(10):
+    started = time.monotonic()
+    client.post(COMPLETIONS, json=HELLO)
+    seconds.append(time.monotonic() - started)
+  assert min(seconds) < 0.03  # each would take 40 ms and more
+
+
 # --- what a client can get wrong ---
 
 BAD = [

@@ -1,0 +1,147 @@
+"""Nothing that a client sends takes the server down: random bodies, raw bytes, connections that break off."""
+
+from concurrent.futures import ThreadPoolExecutor
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.served import serving
+
+FIELDS = """
+  model prompt messages max_tokens max_completion_tokens n temperature top_p top_k min_p seed stop stop_token_ids stream
+  stream_options logprobs top_logprobs echo best_of suffix user tools response_format logit_bias presence_penalty
+""".split()  # noqa: SIM905
+GOOD = {'model': 'fake.Model', 'prompt': 'abc', 'messages': [{'role': 'user', 'content': 'hi'}], 'max_tokens': 5}
+
+
+@pytest.fixture(scope='module')
+def served():
+  with serving(FakeEngine(num_slots=2), max_body_bytes=50_000, body_timeout_s=1.0) as served:
+    yield served
+
+
+def check_alive(served):
+  with served.client() as client:
+    end = time.monotonic() + 10
+    while 'spmd_tasks_active_slots 0\n' not in client.get('/metrics').text:
+      assert time.monotonic() < end, 'a slot is not given back'
+      time.sleep(0.02)
+    body = {'model': 'fake.Model', 'prompt': [70, 71], 'max_tokens': 4}
+    assert client.post('/v1/completions', json=body).json()['choices'][0]['text'] == 'CDCD'
+    assert client.get('/health').status_code == client.get('/ready').status_code == 200
+
+
+def random_value(rng: np.random.Generator, depth: int = 0):
+  scalars = [None, True, False, 0, 1, -1, 2**31, 2**70, 0.5, -1e300, 1e308, '', 'a', 'é😀', '\ud800', '\x00', 'x' * 300]
+  kind = int(rng.integers(0, 10))
+  if kind < 7 or depth > 3:
+    return scalars[int(rng.integers(len(scalars)))]
+  if kind < 9:
+    return [random_value(rng, depth + 1) for _ in range(int(rng.integers(0, 4)))]
+  names = [*FIELDS, 'role', 'content', 'type', 'include_usage', '\ud800']
+  return {str(rng.choice(names)): random_value(rng, depth + 1) for _ in range(int(rng.integers(0, 4)))}
+
+
+def test_random_fields_are_served_or_named(served, rng):
+  with served.client() as client:
+    for number in range(300):
+      path = '/v1/completions' if number % 2 else '/v1/chat/completions'
+      body = {name: value for name, value in GOOD.items() if name != ('messages' if number % 2 else 'prompt')}
+      for _ in range(int(rng.integers(1, 4))):
+        body[str(rng.choice(FIELDS))] = random_value(rng)
+      response = client.post(path, content=json.dumps(body), headers={'content-type': 'application/json'})
+      assert response.status_code in (200, 400, 404, 413), (response.status_code, body, response.text)
+      if response.status_code != 200:
+        assert response.json()['error']['message']
+  check_alive(served)
+
+
+def test_mutated_bodies(served, rng):
+  whole = json.dumps({key: GOOD[key] for key in ('model', 'prompt', 'max_tokens')}).encode()
+  with served.client() as client:
+    for _ in range(200):
+      data = bytearray(whole)
+      for _ in range(int(rng.integers(1, 6))):
+        data[int(rng.integers(len(data)))] = int(rng.integers(256))
+      data = bytes(data[: int(rng.integers(1, len(data) + 1))])
+      response = client.post('/v1/completions', content=data, headers={'content-type': 'application/json'})
+      assert response.status_code in (200, 400, 404), (response.status_code, data)
+  check_alive(served)
+
+
+def connect(served):
+  at = urlsplit(served.url)
+  return socket.create_connection((at.hostname, at.port), timeout=5)
+
+
+def test_raw_bytes_instead_of_http(served, rng):
+  post = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
+  messages = [
+    b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',  # TLS
+    b'GET / HTTP/9.9\r\n\r\n',
+    b'GET ' + b'/' * 70_000 + b' HTTP/1.1\r\n\r\n',
+    b'GET /%ff%00%zz HTTP/1.1\r\nHost: localhost\r\n\r\n',
+    b'GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n',
+    b'GET / HTTP/1.1\r\nHost: [::1\r\n\r\n',
+    b'GET / HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n',
+    post + b'Content-Length: -5\r\n\r\n',
+    post + b'Content-Length: 99999999999999999999999\r\nContent-Type: application/json\r\n\r\n',
+    post + b'Transfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\nzz\r\n',
+    post + b'Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n',
+    post + b'Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n',
+    *(rng.bytes(int(rng.integers(1, 400))) for _ in range(20)),
+  ]
+  for message in messages:
+    with connect(served) as sock:
+      sock.sendall(message)
+      sock.shutdown(socket.SHUT_WR)
+      try:
+        answer = sock.recv(65536)
+      except ConnectionResetError:
+        answer = b''
+      assert answer == b'' or answer.startswith(b'HTTP/1.1'), (message[:40], answer[:80])
+      assert not answer.startswith(b'HTTP/1.1 5'), (message[:40], answer[:200])
+  check_alive(served)
+
+
+def test_connections_that_break_off_at_any_byte(served, rng):
+  body = json.dumps({'model': 'fake.Model', 'prompt': 'abc', 'max_tokens': 100, 'stream': True}).encode()
+  head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+  request = head + b'Content-Length: %d\r\n\r\n' % len(body) + body
+  for number in range(60):
+    with connect(served) as sock:
+      if number % 2:
+        sock.sendall(request[: int(rng.integers(1, len(request)))])
+      else:
+        sock.sendall(request)
+        sock.recv(int(rng.integers(1, 2000)))
+      if number % 3 == 0:  # reset, rather than an orderly end
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\x01\x00\x00\x00\x00\x00\x00\x00')
+  check_alive(served)
+
+
+def test_a_body_that_does_not_come_is_given_up(served):
+  with connect(served) as sock:
+    head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+    sock.sendall(head + b'Content-Length: 9\r\n\r\n{')
+    assert sock.recv(65536).startswith(b'HTTP/1.1 408')
+  check_alive(served)
+
+
+def test_a_flood_is_answered_429_and_nothing_is_lost(served):
+  body = {'model': 'fake.Model', 'prompt': 'ab', 'max_tokens': 100, 'n': 16}
+  with served.client() as client, ThreadPoolExecutor(16) as pool:
+    answers = list(pool.map(lambda _: client.post('/v1/completions', json=body), range(48)))
+  statuses = [answer.status_code for answer in answers]
+  assert set(statuses) <= {200, 429}
+  assert 200 in statuses
+  for answer in answers:
+    if answer.status_code == 200:
+      assert len(answer.json()['choices']) == 16
+      assert {choice['finish_reason'] for choice in answer.json()['choices']} == {'length'}
+  check_alive(served)
