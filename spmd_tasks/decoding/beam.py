@@ -9,6 +9,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.decoding.cache import insert_rows, take_slots, write_tokens
 from spmd_tasks.decoding.loop import Forward
 
 
@@ -73,18 +74,13 @@ def beam_search(
     'segment_pos': jnp.broadcast_to(columns, ids.shape),
     'logit_columns': lengths[:, None] - 1,
   }
-  logits, prompt_cache = forward(weights, None, batch)
+  logits, prompts = forward(weights, None, batch)
   beam_shape = (num_prompts, num_beams)
+  beam_rows = jnp.arange(num_prompts * num_beams)
   tokens = jnp.zeros((*beam_shape, max_new_tokens), jnp.int32)
 
   def normalize(logprobs, length):
     return logprobs / jnp.asarray((5 + length) / 6, jnp.float32) ** length_penalty
-
-  def spread(empty, prompt):
-    """Every beam begins with the cache of its prompt."""
-    slot_dim = empty.ndim - 4
-    copies = jnp.repeat(prompt, num_beams, axis=slot_dim)
-    return empty.at[(slice(None),) * (slot_dim + 1) + (slice(0, num_columns),)].set(copies.astype(empty.dtype))
 
   def extend(search: _Search, logits: jax.Array) -> _Search:
     """Appends a token to the live texts, given the logits [P, W, V] behind them."""
@@ -114,8 +110,9 @@ def beam_search(
       lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1), both
     )
     rows = (jnp.arange(num_prompts)[:, None] * num_beams + parents).reshape(-1)
-    cache = jax.tree.map(lambda x: jnp.take(x, rows, axis=x.ndim - 4), search.cache)
-    return _Search(cache=cache, num_generated=length, logprobs=live, tokens=live_tokens, done=done)
+    return _Search(
+      cache=take_slots(search.cache, rows), num_generated=length, logprobs=live, tokens=live_tokens, done=done
+    )
 
   def may_improve(search: _Search) -> jax.Array:
     # A live text's log-probability only falls; its best score is at the length that is kindest to it.
@@ -126,8 +123,10 @@ def beam_search(
   def advance(search: _Search) -> _Search:
     last = search.tokens[:, :, search.num_generated - 1].reshape(-1, 1)
     positions = jnp.repeat(lengths, num_beams)[:, None] + search.num_generated - 1
-    is_live = (search.logprobs > -jnp.inf).reshape(-1, 1).astype(jnp.int32)
-    logits, cache = forward(weights, search.cache, {'ids': last, 'segment_ids': is_live, 'segment_pos': positions})
+    is_live = (search.logprobs > -jnp.inf).reshape(-1, 1)
+    batch = {'ids': last, 'segment_ids': is_live.astype(jnp.int32), 'segment_pos': positions}
+    logits, new = forward(weights, search.cache, batch)
+    cache = write_tokens(search.cache, new, positions, is_live)
     return extend(search.replace(cache=cache), logits.reshape(*beam_shape, -1))
 
   nothing = Beams(
@@ -137,7 +136,7 @@ def beam_search(
     scores=jnp.full(beam_shape, -jnp.inf, jnp.float32),
   )
   search = _Search(
-    cache=jax.tree.map(spread, empty_cache, prompt_cache),
+    cache=insert_rows(empty_cache, take_slots(prompts, beam_rows // num_beams), beam_rows),
     num_generated=jnp.zeros((), jnp.int32),
     # All beams of a prompt are the same text as yet: only the first one counts.
     logprobs=jnp.full(beam_shape, -jnp.inf, jnp.float32).at[:, 0].set(0.0),

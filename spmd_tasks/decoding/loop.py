@@ -17,18 +17,19 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.decoding.cache import insert_rows, write_tokens
 from spmd_tasks.decoding.samplers import Sampling, position_keys, request_keys, sample
 
 
 class Forward(Protocol):
-  """A language model that keeps a cache of keys and values."""
+  """A language model that reads a cache of keys and values."""
 
   def __call__(self, weights: Any, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-    """Returns (logits float32 [B, T, V], cache with the batch's tokens).
+    """Returns (logits float32 [B, T, V], keys and values of the batch's tokens: leaves [..., B, T, G, K]).
 
     Args:
       weights: of the model.
-      cache: leaves [..., B, S, G, K]; None to begin one, of S = T.
+      cache: leaves [..., B, S, G, K], of the tokens before the batch's; None where there are none.
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
         are those of n columns only.
     """
@@ -152,11 +153,11 @@ def prefill(
   last = jnp.maximum(requests.lengths - 1, 0)[:, None]
   prompt_logprobs = None
   if score_prompts:
-    logits, cache = forward(weights, None, batch)
+    logits, new = forward(weights, None, batch)
     prompt_logprobs = _score(logits, requests.ids, is_prompt)
     logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
   else:
-    logits, cache = forward(weights, None, batch | {'logit_columns': last})
+    logits, new = forward(weights, None, batch | {'logit_columns': last})
   logits = logits[:, 0]
 
   rows = jnp.arange(num_rows)[:, None]
@@ -178,13 +179,8 @@ def prefill(
   def insert(old, new):
     return old.at[requests.slots].set(new.astype(old.dtype), mode='drop')
 
-  def insert_cache(old, new):
-    slot_dim = old.ndim - 4
-    index = (slice(None),) * slot_dim + (requests.slots, slice(0, num_columns))
-    return old.at[index].set(new.astype(old.dtype), mode='drop')
-
   inserted = jax.tree.map(insert, state.replace(cache=None), placed)
-  cache = jax.tree.map(insert_cache, state.cache, cache)
+  cache = insert_rows(state.cache, new, requests.slots)
   return inserted.replace(cache=cache), outputs.replace(prompt_logprobs=prompt_logprobs)
 
 
@@ -198,7 +194,8 @@ def step(
     'segment_ids': state.active[:, None].astype(jnp.int32),
     'segment_pos': state.positions[:, None],
   }
-  logits, cache = forward(weights, state.cache, batch)
+  logits, new = forward(weights, state.cache, batch)
+  cache = write_tokens(state.cache, new, batch['segment_pos'], state.active[:, None])
   return _emit(logits[:, 0], state.replace(cache=cache), num_top_logprobs)
 
 

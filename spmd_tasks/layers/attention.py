@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 
 from spmd_tasks.layers.initializers import FanInNormal
-from spmd_tasks.layers.kv_cache import attend_to_cache, is_decoding
+from spmd_tasks.layers.kv_cache import attend_to_cache, is_decoding, leave_new_cache, read_cache
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.positions import Rotary
@@ -30,7 +30,7 @@ class Attention(nn.Module, kw_only=True):
 
   Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`). Query head h reads
   key/value head h // (H // G). The softmax is float32 whatever the dtype. While text is generated, keys and values
-  stay in the collection `cache` (kv_cache.py).
+  are kept (kv_cache.py).
 
   Fields:
     num_heads: H.
@@ -127,17 +127,23 @@ class Attention(nn.Module, kw_only=True):
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
-    mask, causal = None if segment_ids is None else segment_mask(segment_ids), self.causal
+    cached = None
     if is_decoding(self):
-      if not causal:
-        raise ValueError('causal=False: text can only be generated where no token sees what comes after it.')
-      cached = attend_to_cache(self, key, value, segment_ids, segment_pos, self.kv_activation_split_dims)
-      if cached is not None:
-        key, value, mask = cached
-        causal = False  # the mask says it, by position
-    attended = jax.nn.dot_product_attention(
-      query, key, value, mask=mask, is_causal=causal, implementation=self.implementation
-    )
+      if not self.causal or segment_pos is None:
+        raise ValueError(
+          f'causal={self.causal}, segment_pos {"missing" if segment_pos is None else "given"}: text can only be '
+          'generated where no token sees what comes after it, and from positions.'
+        )
+      leave_new_cache(self, key, value, self.kv_activation_split_dims)
+      cached = read_cache(self)
+    if cached is not None:
+      assert segment_pos is not None
+      attended = attend_to_cache(query, key, value, cached, segment_ids, segment_pos)
+    else:
+      mask = None if segment_ids is None else segment_mask(segment_ids)
+      attended = jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=self.causal, implementation=self.implementation
+      )
     return Linear(
       output_dims=x.shape[-1],
       num_input_dims=2,

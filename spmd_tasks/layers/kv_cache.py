@@ -1,73 +1,98 @@
-"""The key/value cache of attention: what a token needs of those before it, so that none is computed twice.
+"""Attention to a cache of keys and values: what a token needs of those before it, so that none is computed twice.
 
-A module decodes when its caller makes the collection `cache` mutable:
+A model generates text when its caller makes the collection `new_cache` mutable: every attention leaves there the keys
+and values of the call's own tokens. Those of earlier calls it finds in the collection `cache`, which it only reads:
 
-    _, cache = model.apply({'params': weights}, prompts, mutable='cache')                         # prefill
-    outputs, cache = model.apply({'params': weights, **cache}, next_tokens, mutable='cache')      # step, or a chunk
+    outputs, new = model.apply({'params': weights}, prompts, mutable='new_cache')                   # prefill
+    outputs, new = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')     # step, or a chunk
 
-Position is place: the token at position p of row b has its key and value at [b, p], so that the batch's `segment_pos`
-alone says where to write and what may be read. What an earlier sequence left behind the last token of a row is never
-read. Each row holds one sequence; rows at different positions go through one step together.
+The caller writes `new` into `cache`, the token at position p of row b to place [b, p]. Outside of the loop over layers
+that is one update in place, while a cache that each layer returned would be copied once per step.
 
-Shapes: B batch (or slots), T tokens of this call, S positions, G key/value heads, K head dim.
+Position is place, so the batch's `segment_pos` alone says what may be read: what an earlier sequence left behind the
+last token of a row is not. Each row holds one sequence; rows at different positions go through one step together.
+
+Shapes: B batch (or slots), T tokens of this call, S positions, H query heads, G key/value heads, K head dim.
 """
+
+import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.sharding.specs import SplitDims, constrain
+from spmd_tasks.sharding.specs import SplitDims
 from spmd_tasks.sharding.weights import WeightBox
 
 CACHE = 'cache'
+NEW_CACHE = 'new_cache'
 
 
 def is_decoding(module: nn.Module) -> bool:
-  """Whether the caller generates text: it keeps the collection `cache`."""
-  return module.is_mutable_collection(CACHE) and not module.is_initializing()
+  """Whether the caller generates text: it wants `new_cache`."""
+  return module.is_mutable_collection(NEW_CACHE) and not module.is_initializing()
+
+
+def leave_new_cache(module: nn.Module, key: jax.Array, value: jax.Array, split_dims: SplitDims) -> None:
+  """Leaves keys and values [B, T, G, K] of this call's tokens in `new_cache`, with the split dims of the cache."""
+  for name, x in (('key', key), ('value', value)):
+    box = WeightBox(value=x, split_dims=tuple(split_dims or (None,) * x.ndim), tags=(), stacked=0)
+    module.put_variable(NEW_CACHE, f'cached_{name}', box)
+
+
+def read_cache(module: nn.Module) -> tuple[jax.Array, jax.Array] | None:
+  """The module's keys and values [B, S, G, K] of earlier calls; None where this is the first."""
+  if not module.has_variable(CACHE, 'cached_key'):
+    return None
+  return module.get_variable(CACHE, 'cached_key'), module.get_variable(CACHE, 'cached_value')
 
 
 def attend_to_cache(
-  module: nn.Module,
+  query: jax.Array,
   key: jax.Array,
   value: jax.Array,
+  cached: tuple[jax.Array, jax.Array],
   segment_ids: jax.Array | None,
-  segment_pos: jax.Array | None,
-  split_dims: SplitDims,
-) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-  """Writes keys and values [B, T, G, K] to the module's cache.
+  segment_pos: jax.Array,
+) -> jax.Array:
+  """Causal attention of this call's tokens to those of earlier calls and to one another: [B, T, H, K].
+
+  The numbers of jax.nn.dot_product_attention over both: logits and softmax are float32.
 
   Args:
-    module: an attention; its cache is `cached_key` and `cached_value`, [B, S, G, K] each.
-    key, value: of the tokens of this call.
-    segment_ids: int32 [B, T]; tokens of segment 0 are padding and not written. None: there is no padding.
-    segment_pos: int32 [B, T], the position of each token in its sequence, less than S.
-    split_dims: of the cache, those of `key`.
-
-  Returns:
-    (keys [B, S, G, K], values, mask bool [B, 1, T, S]), or None where there is no cache yet: the tokens of this call
-    are then all there is, and become the cache, S = T.
-
-  Raises:
-    ValueError: segment_pos is missing.
+    query, key, value: [B, T, H, K] and [B, T, G, K], of this call.
+    cached: keys and values [B, S, G, K].
+    segment_ids: int32 [B, T], 0 for padding, which stands behind the tokens. None: there is no padding.
+    segment_pos: int32 [B, T], positions in the sequence, one after another: the cache holds those before the first.
   """
-  if segment_pos is None:
-    raise ValueError('a cache of keys and values needs segment_pos, the position of each token: pass it.')
-  if not module.has_variable(CACHE, 'cached_key'):
-    for name, x in (('cached_key', key), ('cached_value', value)):
-      box = WeightBox(value=x, split_dims=tuple(split_dims or (None,) * x.ndim), tags=(), stacked=0)
-      module.put_variable(CACHE, name, box)
-    return None
+  num_rows, num_columns, num_heads, head_dim = query.shape
+  num_groups = key.shape[2]
+  grouped = query.reshape(num_rows, num_columns, num_groups, num_heads // num_groups, head_dim)
+  cached_key, cached_value = (x.astype(key.dtype) for x in cached)
+  num_places = cached_key.shape[1]
 
-  def write(name: str, x: jax.Array) -> jax.Array:
-    cached: jax.Array = module.get_variable(CACHE, name)
-    place = segment_pos if segment_ids is None else jnp.where(segment_ids == 0, cached.shape[1], segment_pos)
-    # Row by row, which keeps the batch dim split; a place outside of the cache is not written.
-    cached = jax.vmap(lambda row, at, new: row.at[at].set(new, mode='drop'))(cached, place, x.astype(cached.dtype))
-    cached = constrain(cached, split_dims)
-    module.put_variable(CACHE, name, cached)
-    return cached
+  def logits(keys: jax.Array) -> jax.Array:
+    products = jnp.einsum('BTGHK,BSGK->BGHTS', grouped, keys, preferred_element_type=jnp.float32)
+    return products / math.sqrt(head_dim)
 
-  keys, values = write('cached_key', key), write('cached_value', value)
-  places = jnp.arange(keys.shape[1], dtype=segment_pos.dtype)
-  return keys, values, (places[None, None, :] <= segment_pos[:, :, None])[:, None]
+  is_before = jnp.arange(num_places)[None, None, :] < segment_pos[:, :1, None]  # [B, 1, S]
+  columns = jnp.arange(num_columns)
+  may_see = (columns[:, None] >= columns[None, :])[None]  # [1, T, T]
+  if segment_ids is not None:
+    may_see &= segment_ids[:, :, None] == segment_ids[:, None, :]
+  mask = jnp.concatenate(
+    [
+      jnp.broadcast_to(is_before, (num_rows, num_columns, num_places)),
+      jnp.broadcast_to(may_see, (num_rows, num_columns, num_columns)),
+    ],
+    axis=-1,
+  )[:, None, None]
+  # Logits are joined, not keys, so that the cache is not copied.
+  joined = jnp.concatenate([logits(cached_key), logits(key)], axis=-1)
+  weights = jax.nn.softmax(jnp.where(mask, joined, -jnp.inf), axis=-1).astype(value.dtype)
+
+  def read(weights: jax.Array, values: jax.Array) -> jax.Array:
+    return jnp.einsum('BGHTS,BSGK->BTGHK', weights, values, preferred_element_type=jnp.float32)
+
+  attended = read(weights[..., :num_places], cached_value) + read(weights[..., num_places:], value)
+  return attended.reshape(query.shape).astype(query.dtype)

@@ -18,7 +18,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from spmd_tasks.layers.kv_cache import CACHE
+from spmd_tasks.layers.kv_cache import CACHE, NEW_CACHE
 from spmd_tasks.layers.remat import remat_policy
 from spmd_tasks.layers.statistics import Statistics, values_per_layer
 from spmd_tasks.layers.sublayers import WithSublayers
@@ -120,7 +120,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
   return nn.scan(
     layer,
-    variable_axes={'params': 0, 'intermediates': 0, CACHE: 0},
+    variable_axes={'params': 0, 'intermediates': 0, CACHE: 0, NEW_CACHE: 0},
     split_rngs={'params': True, 'dropout': True},
     in_axes=(nn.broadcast, nn.broadcast),
     length=num_layers,

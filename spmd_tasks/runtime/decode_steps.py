@@ -233,8 +233,8 @@ class DecodeSteps:
 
   def _forward(self, weights: Weights, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
     variables = {'params': weights} | ({} if cache is None else {'cache': cache})
-    outputs, updated = self._model.task.model.apply(variables, batch, train=False, mutable='cache')
-    return outputs['logits'], unbox_weights(updated['cache'])
+    outputs, updated = self._model.task.model.apply(variables, batch, train=False, mutable='new_cache')
+    return outputs['logits'], unbox_weights(updated['new_cache'])
 
   def _abstract_cache(self, num_rows: int) -> tuple[Any, Any, int]:
     """(shapes of the cache, its PartitionSpecs, V) for rows of max_len, from a prefill that is traced only."""
@@ -244,20 +244,20 @@ class DecodeSteps:
     }
 
     def prefill(weights, batch):
-      return model.task.model.apply({'params': weights}, batch, train=False, mutable='cache')
+      return model.task.model.apply({'params': weights}, batch, train=False, mutable='new_cache')
 
     with sharding_scope(model.mesh, self._axis_rules):
       outputs, variables = jax.eval_shape(prefill, model.abstract_state.weights, batch)
-    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not variables.get('cache'):
+    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not variables.get('new_cache'):
       raise ValueError(
         f'{type(model.task.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
-        "'logits' and keep the keys and values of its attention in the collection 'cache', as LanguageModel does."
+        "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
       )
-    boxes = weight_specs(variables['cache'])
+    boxes = weight_specs(variables['new_cache'])
     specs = jax.tree.map(
       lambda box: split_dims_to_partition_spec(box.split_dims, model.mesh.axis_names, self._axis_rules), boxes
     )
-    return unbox_weights(variables['cache']), specs, outputs['logits'].shape[-1]
+    return unbox_weights(variables['new_cache']), specs, outputs['logits'].shape[-1]
 
 
 def _training_length(model: PartitionedModel) -> int:

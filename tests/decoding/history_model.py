@@ -20,18 +20,15 @@ def empty_cache(num_slots: int, num_positions: int) -> jax.Array:
 
 def forward(weights, cache, batch):
   ids, positions, is_real = batch['ids'], batch['segment_pos'], batch['segment_ids'] != 0
-  if cache is None:
-    cache = ids[:, :, None, None]
-  else:
-    place = jnp.where(is_real, positions, cache.shape[1])
-    rows = jnp.arange(ids.shape[0])[:, None]
-    cache = cache.at[rows, place].set(ids[:, :, None, None], mode='drop')
-  before = jnp.arange(cache.shape[1])[None, None, :] <= positions[:, :, None]
-  total = jnp.sum(jnp.where(before, cache[:, None, :, 0, 0], 0), axis=-1) % VOCAB
+  total = jnp.cumsum(jnp.where(is_real, ids, 0), axis=1)
+  if cache is not None:
+    before = jnp.arange(cache.shape[1])[None, :] < positions[:, :1]
+    total += jnp.sum(jnp.where(before, cache[:, :, 0, 0], 0), axis=-1)[:, None]
+  total %= VOCAB
   logits = weights['last'][ids] + weights['sum'][total]
   if 'logit_columns' in batch:
     logits = jnp.take_along_axis(logits, batch['logit_columns'][:, :, None], axis=1)
-  return logits, cache
+  return logits, ids[:, :, None, None]
 
 
 def logprobs(weights, text) -> np.ndarray:

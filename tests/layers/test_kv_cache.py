@@ -77,6 +77,12 @@ def _generate(model, weights, ids):
   def place(fresh, full):
     return jnp.zeros(full.shape, full.dtype).at[..., : fresh.shape[-3], :, :].set(fresh)
 
+  def write(cache, new, positions, active):
+    for row in range(len(LENGTHS)):
+      place = jnp.where(active[row] == 1, positions[row], NUM_POSITIONS)
+      cache = cache.at[..., row, place, :, :].set(new[..., row, 0, :, :], mode='drop')
+    return cache
+
   @jax.jit
   def prefill(weights):
     columns = np.arange(ids.shape[1])[None]
@@ -85,16 +91,17 @@ def _generate(model, weights, ids):
       'segment_ids': (columns < LENGTHS[:, None]).astype(np.int32),
       'segment_pos': np.broadcast_to(columns, ids.shape).astype(np.int32),
     }
-    _, variables = model.apply({'params': weights}, batch, mutable='cache')
-    cache = unbox_weights(variables['cache'])
+    _, variables = model.apply({'params': weights}, batch, mutable='new_cache')
+    cache = unbox_weights(variables['new_cache'])
     full = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape[:-3], NUM_POSITIONS, *x.shape[-2:]), x.dtype), cache)
     return jax.tree.map(place, cache, full)
 
   @jax.jit
   def step(weights, cache, tokens, positions, active):
     batch = {'ids': tokens[:, None], 'segment_ids': active[:, None], 'segment_pos': positions[:, None]}
-    outputs, variables = model.apply({'params': weights, 'cache': cache}, batch, mutable='cache')
-    return outputs['logits'][:, 0], variables['cache']
+    outputs, variables = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')
+    new = unbox_weights(variables['new_cache'])
+    return outputs['logits'][:, 0], jax.tree.map(lambda c, n: write(c, n, positions, active), cache, new)
 
   cache = prefill(weights)
   # What an earlier sequence left in places that are not read must not matter.
@@ -126,10 +133,10 @@ def test_a_chunk_goes_on_where_the_cache_ends(rng):
   ids = rng.integers(1, VOCAB, (1, 8)).astype(np.int32)
   positions = np.arange(8)[None].astype(np.int32)
   expected = model.apply({'params': weights}, {'ids': ids})['logits']
-  _, variables = model.apply({'params': weights}, {'ids': ids}, mutable='cache')
-  cache = jax.tree.map(lambda x: x.at[..., 3:, :, :].set(0), unbox_weights(variables['cache']))
+  _, variables = model.apply({'params': weights}, {'ids': ids}, mutable='new_cache')
+  cache = jax.tree.map(lambda x: x.at[..., 3:, :, :].set(0), unbox_weights(variables['new_cache']))
   chunk = {'ids': ids[:, 3:7], 'segment_pos': positions[:, 3:7]}
-  outputs, _ = model.apply({'params': weights, 'cache': cache}, chunk, mutable='cache')
+  outputs, _ = model.apply({'params': weights, 'cache': cache}, chunk, mutable='new_cache')
   np.testing.assert_allclose(outputs['logits'], expected[:, 3:7], rtol=1e-4, atol=2e-5)
 
 
@@ -150,5 +157,5 @@ def test_what_looks_ahead_is_an_error():
     batch = {'ids': np.ones((2, 4), np.int32)}
     with pytest.raises(ValueError, match=message):
       jax.eval_shape(
-        lambda w, m=model, b=batch: m.apply({'params': w}, b, mutable='cache'), random_weights(model, batch)
+        lambda w, m=model, b=batch: m.apply({'params': w}, b, mutable='new_cache'), random_weights(model, batch)
       )
