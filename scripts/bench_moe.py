@@ -9,19 +9,20 @@ share of 1/i. The last line is one JSON object:
 
   e8_ratio, e64_ratio, e8_zipf_ratio, e64_zipf_ratio: the layer's time over the dense network's, by medians. At most
     1.5 with 8 experts and 2.5 with 64 wanted, on 2 CPU cores. `ratio` is the first.
-  paired_ratios, cpu_ratios: the median of the rounds' own ratios, and the same in CPU time, which are steadier where
-    the machine is busy.
+  paired_ratio, cpu_ratio: the median of the rounds' own ratios, and the same in CPU time, which are steadier where the
+    machine is busy.
   ragged_dot_speedup: how many times longer the layer takes by `jax.lax.ragged_dot`, with 64 experts; at least 15
     wanted.
-  overhead: what the layer adds to its networks' time on sorted rows alone, as a fraction of that.
+  overhead, cpu_overhead: what the layer adds to its networks' time on sorted rows alone, as a fraction of that.
   temp_bytes: what a step needs beside its arguments and results; `capacity` is the layer that drops tokens.
-  e64_over_e8: ratios of time, CPU time and temp_bytes, 64 experts over 8, at the same number of FLOPs.
+  growth: those two with 64 experts over those with 8, at the same number of FLOPs.
   tflops: of each backend, which on GPU compute in bfloat16 and a larger network.
 """
 
 import argparse
 from collections.abc import Callable
 import dataclasses
+import functools
 from statistics import median
 from typing import Any
 
@@ -64,18 +65,21 @@ class Dims:
 
 
 class Program:
-  """A function with its gradients, compiled: `program()` computes the result and the gradients of all arguments."""
+  """function(data, *args) with its gradients, compiled: `program()` returns the result and the gradients of `args`.
 
-  def __init__(self, function: Callable[..., jax.Array], *args: Any):
-    def run(args: tuple[Any, ...]) -> tuple[jax.Array, Any]:
-      result, pull_back = jax.vjp(function, *args)
-      return result, pull_back(jnp.ones_like(result))
+  Nothing is a constant to the compiler, which would compute with it beforehand.
+  """
 
-    self._args = args
-    self._compiled = jax.jit(run).lower(args).compile()
+  def __init__(self, function: Callable[..., jax.Array], data: Any, *args: Any):
+    def run(data: Any, args: tuple[Any, ...], d_result: jax.Array) -> tuple[jax.Array, Any]:
+      result, pull_back = jax.vjp(functools.partial(function, data), *args)
+      return result, pull_back(d_result)
+
+    self._inputs = data, args, jnp.ones_like(args[0])
+    self._compiled = jax.jit(run).lower(*self._inputs).compile()
 
   def __call__(self) -> Any:
-    return self._compiled(self._args)
+    return self._compiled(*self._inputs)
 
   @property
   def temp_bytes(self) -> int:
@@ -83,11 +87,11 @@ class Program:
 
 
 def dense(dims: Dims) -> Program:
-  def ffn(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+  def ffn(_: None, x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     return activation_function(ACTIVATION)(x @ up[0]) @ down[0]
 
   D, F = dims.model_dim, dims.hidden_dim
-  return Program(ffn, dims.draw(0, dims.num_tokens, D), dims.draw(1, 1, D, F), dims.draw(2, 1, F, D))
+  return Program(ffn, None, dims.draw(0, dims.num_tokens, D), dims.draw(1, 1, D, F), dims.draw(2, 1, F, D))
 
 
 class Experts:
@@ -97,6 +101,7 @@ class Experts:
     self.dims = dims
     shares = np.ones(num_experts) if routing == 'uniform' else 1 / np.arange(1, num_experts + 1)
     self._expert_ids = np.random.default_rng(0).choice(num_experts, dims.num_tokens, p=shares / shares.sum())
+    self._rows = dims.draw(0, dims.num_tokens, dims.model_dim)
     self._weights = ExpertWeights(
       up=dims.draw(1, num_experts, dims.model_dim, dims.hidden_dim),
       down=dims.draw(2, num_experts, dims.hidden_dim, dims.model_dim),
@@ -112,43 +117,45 @@ class Experts:
     expert_ids = jnp.asarray(self._expert_ids, jnp.int32)[None, :, None]
     routing = RouterOutput(logits=scores, scores=scores, token_mask=None, expert_ids=expert_ids)
 
-    def apply(x: jax.Array, gates: jax.Array, weights: ExpertWeights) -> jax.Array:
+    def apply(routing: RouterOutput, x: jax.Array, gates: jax.Array, weights: ExpertWeights) -> jax.Array:
       return computation(x, routing.replace(gates=gates), weights, train=True)[0]
 
     gates = jax.random.uniform(jax.random.key(3), expert_ids.shape, minval=0.5)
-    return Program(apply, self.dims.draw(0, 1, self.dims.num_tokens, self.dims.model_dim), gates, self._weights)
+    return Program(apply, routing, self._rows[None], gates, self._weights)
 
   def networks(self, backend: str | None = None) -> Program:
     """The experts' networks alone, on rows that are sorted already."""
     sizes = jnp.asarray(np.bincount(self._expert_ids, minlength=self._weights.up.shape[0]), jnp.int32)
-    rows = self.dims.draw(0, self.dims.num_tokens, self.dims.model_dim)
-    return Program(lambda rows, weights: grouped_ffn(rows, sizes, weights, backend=backend), rows, self._weights)
+
+    def apply(sizes: jax.Array, rows: jax.Array, weights: ExpertWeights) -> jax.Array:
+      return grouped_ffn(rows, sizes, weights, backend=backend)
+
+    return Program(apply, sizes, self._rows, self._weights)
 
 
-def compare_with_dense(dims: Dims, num_rounds: int) -> dict[str, Any]:
-  """Every key but those of other backends and of memory."""
-  programs = {'dense': dense(dims)}
-  for num_experts in NUMS_EXPERTS:
-    uniform = Experts(dims, num_experts, 'uniform')
-    programs[f'e{num_experts}'] = uniform.layer(Dropless())
-    programs[f'e{num_experts}_zipf'] = Experts(dims, num_experts, 'zipf').layer(Dropless())
-    programs[f'e{num_experts}_networks'] = uniform.networks()
+def compare_with_dense(dims: Dims, num_experts: int, num_rounds: int) -> dict[str, dict[str, float]]:
+  """Figures of the layer with uniform (e8, say) and Zipf's routing (e8_zipf), by the name of the figure.
+
+  One number of experts at a time: 64 experts' gradients are half a gibibyte, which takes a third more time to come by
+  when programs that need less ran for seconds before, as no training step finds it.
+  """
+  name, zipf, networks = (f'e{num_experts}{suffix}' for suffix in ('', '_zipf', '_networks'))
+  uniform = Experts(dims, num_experts, 'uniform')
+  programs = {
+    'dense': dense(dims),
+    name: uniform.layer(Dropless()),
+    zipf: Experts(dims, num_experts, 'zipf').layer(Dropless()),
+    networks: uniform.networks(),
+  }
   times = alternate(programs, num_rounds)
-  layers = [f'e{num_experts}{suffix}' for num_experts in NUMS_EXPERTS for suffix in ('', '_zipf')]
-  few, many = (f'e{num_experts}' for num_experts in NUMS_EXPERTS)
+  layers = (name, zipf)
   return {
-    'ratio': ratio(times, few, 'dense'),
-    **{f'{layer}_ratio': ratio(times, layer, 'dense') for layer in layers},
-    'paired_ratios': {layer: paired_ratio(times, layer, 'dense') for layer in layers},
-    'cpu_ratios': {layer: paired_ratio(times, layer, 'dense', clock='cpu') for layer in layers},
-    'overhead': {layer: paired_ratio(times, layer, f'{layer}_networks') - 1 for layer in (few, many)},
-    'cpu_overhead': {layer: paired_ratio(times, layer, f'{layer}_networks', clock='cpu') - 1 for layer in (few, many)},
-    f'{many}_over_{few}': {
-      'time': paired_ratio(times, many, few),
-      'cpu_time': paired_ratio(times, many, few, clock='cpu'),
-      'temp_bytes': programs[many].temp_bytes / programs[few].temp_bytes,
-    },
-    'ms': {name: 1000 * median(times[name].wall) for name in programs},
+    'ratio': {layer: ratio(times, layer, 'dense') for layer in layers},
+    'paired_ratio': {layer: paired_ratio(times, layer, 'dense') for layer in layers},
+    'cpu_ratio': {layer: paired_ratio(times, layer, 'dense', clock='cpu') for layer in layers},
+    'overhead': {name: paired_ratio(times, name, networks) - 1},
+    'cpu_overhead': {name: paired_ratio(times, name, networks, clock='cpu') - 1},
+    'ms': {program: 1000 * median(times[program].wall) for program in programs},
   }
 
 
@@ -191,11 +198,23 @@ def main() -> None:
   num_rounds = 3 if args.quick else args.num_rounds
   on_cpu = jax.default_backend() == 'cpu'
   dims = Dims(num_tokens=4096, model_dim=512, hidden_dim=2048, dtype='float32')
-  large = Dims(num_tokens=16384, model_dim=4096, hidden_dim=14336, dtype='bfloat16')
+  large = Dims(num_tokens=16384, model_dim=2048, hidden_dim=8192, dtype='bfloat16')
   if args.quick:
     dims = large = Dims(num_tokens=256, model_dim=16, hidden_dim=32, dtype='float32')
 
-  result = compare_with_dense(dims, num_rounds)
+  few, many = (compare_with_dense(dims, num_experts, num_rounds) for num_experts in NUMS_EXPERTS)
+  ratios = few['ratio'] | many['ratio']
+  first, last = (f'e{num_experts}' for num_experts in NUMS_EXPERTS)
+  growth = {
+    f'{clock}_ratio': many[f'{clock}_ratio'][last] / few[f'{clock}_ratio'][first] for clock in ('paired', 'cpu')
+  }
+  result: dict[str, Any] = {
+    'ratio': ratios[first],
+    **{f'{layer}_ratio': value for layer, value in ratios.items()},
+    **{figure: few[figure] | many[figure] for figure in ('paired_ratio', 'cpu_ratio', 'overhead', 'cpu_overhead')},
+    'growth': growth,
+    'ms': {first: few['ms'], last: many['ms']},
+  }
   print_result(**result)  # already worth reading while the rest is measured
   backends = tuple(dict.fromkeys((best_backend(jax.default_backend()), *(() if on_cpu else ('ragged_dot',)))))
   result |= {
