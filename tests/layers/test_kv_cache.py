@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import VOCAB, random_weights
+from tiny_model import VOCAB, random_weights, tiny_model
 
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.block_group import BlockGroup
@@ -125,6 +125,19 @@ def test_token_by_token_is_the_whole_text(name, rng):
   for row in np.flatnonzero(LENGTHS):
     columns = slice(LENGTHS[row], LENGTHS[row] + NUM_STEPS)
     np.testing.assert_allclose(actual[row, columns], expected[row, columns], rtol=1e-4, atol=2e-5)
+
+
+def test_bfloat16_keeps_its_precision(rng):
+  """Logits of about 2 to within a few of bfloat16's steps (1/128 there), which sums in another order cost."""
+  model = tiny_model(dtype='bfloat16')
+  weights = random_weights(model, {'ids': np.ones((4, 4), np.int32)})
+  ids = rng.integers(1, VOCAB, (len(LENGTHS), LENGTHS.max() + NUM_STEPS)).astype(np.int32)
+  expected = jax.jit(model.apply)({'params': weights}, {'ids': ids})['logits']
+  actual = _generate(model, weights, ids)
+  for row in np.flatnonzero(LENGTHS):
+    columns = slice(LENGTHS[row], LENGTHS[row] + NUM_STEPS)
+    scale = np.abs(expected[row, columns]).max()
+    np.testing.assert_allclose(actual[row, columns] / scale, expected[row, columns] / scale, atol=0.03)
 
 
 def test_a_chunk_goes_on_where_the_cache_ends(rng):
