@@ -1,12 +1,17 @@
 """Every test process gets 8 fake CPU devices; implicit rank promotion raises.
 
-XLA's optimisation level is low: compilation is most of what the tests wait for, and it halves that. Processes that
-tests start inherit it.
+XLA's optimisation level is low: compilation is most of what the tests wait for, and it halves that. Fake devices wait
+long for one another, because a busy machine may not run one of them for XLA's 40 seconds, after which it aborts.
+Processes that tests start inherit both.
 """
 
 import os
 
-os.environ.setdefault('XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
+os.environ.setdefault(
+  'XLA_FLAGS',
+  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true '
+  '--xla_cpu_collective_call_terminate_timeout_seconds=300',
+)
 
 import jax
 import numpy as np
