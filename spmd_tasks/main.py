@@ -212,10 +212,10 @@ def _serve(args: argparse.Namespace, job: Any, job_log_dir: Any) -> int:
   from spmd_tasks.serving.job import read_api_key, serve_job
   from spmd_tasks.serving.settings import ServerSettings
 
-  def restore(model):
+  def restore(model, step):
     checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
     try:
-      return restore_evaluation_weights(model, checkpointer, args.checkpoint_step)
+      return restore_evaluation_weights(model, checkpointer, step)
     finally:
       checkpointer.close()
 
@@ -223,7 +223,14 @@ def _serve(args: argparse.Namespace, job: Any, job_log_dir: Any) -> int:
   given = {name: value for name, value in given.items() if value is not None}
   api_key = None if args.api_key_file is None else read_api_key(args.api_key_file)
   settings = ServerSettings(api_key=api_key, **given)
-  return serve_job(job, find_tokenizer(job), settings, partition=lambda: partition_job(job), restore=restore)
+  return serve_job(
+    job,
+    find_tokenizer(job),
+    settings,
+    checkpoint_step=args.checkpoint_step,
+    partition=lambda: partition_job(job),
+    restore=restore,
+  )
 
 
 def _resolve(args: argparse.Namespace) -> Any:

@@ -35,8 +35,7 @@ class ModelEngine:
   """Slots of one model; see engine_contract.py for what each method promises.
 
   Attributes:
-    weights: padded, as they live on the mesh. Others of the same shapes may take their place between two steps; a
-      sequence that is in a slot then goes on with keys and values of the old ones.
+    weights: padded, as they live on the mesh.
   """
 
   def __init__(self, steps: DecodeSteps, weights: Any):

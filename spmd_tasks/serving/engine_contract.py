@@ -12,7 +12,7 @@ Shapes: N slots, R rows: those of a prefill, or N.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,7 +35,10 @@ class Engine(Protocol):
     num_slots: N.
     prefill_rows: how many prompts one prefill takes at most.
     max_len: positions of a slot, for prompt and generated tokens.
+    weights: what the tokens are computed from; replaced only while no slot is in use.
   """
+
+  weights: Any
 
   @property
   def num_slots(self) -> int: ...

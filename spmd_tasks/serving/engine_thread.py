@@ -11,6 +11,7 @@ event loop.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 import threading
 import time
 
@@ -69,6 +70,7 @@ class EngineThread:
     # Guarded by _changed:
     self._submitted: list[Sequence] = []
     self._cancelled: list[Sequence] = []
+    self._replacements: list[tuple[Callable[[], None], Future[None]]] = []
     self._is_stopping = False
     self._begun: float | None = None  # when the step began that is running
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
@@ -97,6 +99,20 @@ class EngineThread:
     with self._changed:
       self._cancelled += sequences
       self._changed.notify()
+
+  def between_sequences(self, action: Callable[[], None]) -> Future[None]:
+    """Has the engine's thread do something when no slot is in use; until then the queue waits.
+
+    Raises:
+      EngineEndedError: it does nothing any more.
+    """
+    done: Future[None] = Future()
+    with self._changed:
+      if self._is_stopping:
+        raise EngineEndedError
+      self._replacements.append((action, done))
+      self._changed.notify()
+    return done
 
   @property
   def num_queued(self) -> int:
@@ -136,7 +152,7 @@ class EngineThread:
       while self._take_orders():
         self._begun = time.monotonic()
         try:
-          deltas = self.scheduler.advance()
+          deltas = self.scheduler.advance(admit=not self._replacements)
           num_failures = 0
         except Exception:
           num_failures += 1
@@ -147,6 +163,8 @@ class EngineThread:
         self._begun = None
         if deltas:
           self._post(deltas)
+        if not self.scheduler.num_active:
+          self._replace()
     except BaseException as error:
       logging.exception('the engine ended')
       self.error = error
@@ -157,13 +175,24 @@ class EngineThread:
         self._is_stopping = True
         self.scheduler.submit(self._submitted)
         self._submitted = []
+        for _, done in self._replacements:
+          done.set_exception(EngineEndedError())
       self._post(self.scheduler.end_all('cut' if self.error is None else 'error'))
       self._on_change()
+
+  def _replace(self) -> None:
+    with self._changed:
+      replacements, self._replacements = self._replacements, []
+    for action, done in replacements:
+      action()
+      done.set_result(None)
 
   def _take_orders(self) -> bool:
     """Waits until there is something to do, and gives it to the scheduler; false: stop."""
     with self._changed:
-      self._changed.wait_for(lambda: self._is_stopping or self._submitted or self._cancelled or self.scheduler.has_work)
+      self._changed.wait_for(
+        lambda: self._is_stopping or self._submitted or self._cancelled or self._replacements or self.scheduler.has_work
+      )
       self.scheduler.submit(self._submitted)
       cancelled = self._cancelled
       self._submitted, self._cancelled = [], []

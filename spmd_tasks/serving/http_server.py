@@ -20,7 +20,8 @@ from starlette.routing import Route
 from spmd_tasks.serving.answers import StreamedAnswer, WholeAnswer
 from spmd_tasks.serving.gate import Gate, error_response, read_body
 from spmd_tasks.serving.generation_request import GenerationRequest, parse_chat, parse_completion
-from spmd_tasks.serving.json_fields import RequestError, parse_body
+from spmd_tasks.serving.json_fields import Fields, RequestError, parse_body
+from spmd_tasks.serving.publisher import Publisher
 from spmd_tasks.serving.response_bodies import ResponseBodies
 from spmd_tasks.serving.service import Service
 
@@ -28,10 +29,10 @@ from spmd_tasks.serving.service import Service
 _QUICK_BYTES = 16_384
 
 
-def make_app(service: Service) -> Starlette:
+def make_app(service: Service, publisher: Publisher) -> Starlette:
   """The ASGI application."""
   page = importlib.resources.files('spmd_tasks.serving').joinpath('page.html').read_text(encoding='utf-8')
-  routes = _Routes(service, page)
+  routes = _Routes(service, publisher, page)
   table = [
     Route('/', routes.page),
     Route('/health', routes.health),
@@ -41,6 +42,8 @@ def make_app(service: Service) -> Starlette:
     Route('/v1/models/{name:path}', routes.model),
     Route('/v1/completions', routes.completions, methods=['POST']),
     Route('/v1/chat/completions', routes.chat_completions, methods=['POST']),
+    Route('/admin/publish', routes.publish, methods=['POST']),
+    Route('/admin/unpublish', routes.unpublish, methods=['POST']),
   ]
   return Starlette(
     routes=table,
@@ -50,8 +53,9 @@ def make_app(service: Service) -> Starlette:
 
 
 class _Routes:
-  def __init__(self, service: Service, page: str):
+  def __init__(self, service: Service, publisher: Publisher, page: str):
     self._service = service
+    self._publisher = publisher
     self._page = page.replace('{{model}}', json.dumps(service.model.name).replace('<', '\\u003c'))
 
   async def page(self, request: Request) -> Response:
@@ -72,7 +76,7 @@ class _Routes:
     return PlainTextResponse(self._service.metrics(), media_type='text/plain; version=0.0.4')
 
   async def models(self, request: Request) -> Response:
-    return JSONResponse({'object': 'list', 'data': [self._card()]})
+    return JSONResponse({'object': 'list', 'data': [self._card()] if self._service.is_published else []})
 
   async def model(self, request: Request) -> Response:
     if request.path_params['name'] != self._service.model.name:
@@ -85,11 +89,24 @@ class _Routes:
   async def chat_completions(self, request: Request) -> Response:
     return await self._generate(request, parse_chat)
 
+  async def publish(self, request: Request) -> Response:
+    fields = Fields(parse_body(await self._body(request)))
+    step = fields.integer('step', None, 0, 2**53)
+    fields.refuse_unknown()
+    return JSONResponse({'model': self._service.model.name, 'step': await self._publisher.publish(step)})
+
+  async def unpublish(self, request: Request) -> Response:
+    Fields(parse_body(await self._body(request))).refuse_unknown()
+    await self._publisher.unpublish()
+    return JSONResponse({'model': self._service.model.name, 'step': None})
+
+  async def _body(self, request: Request) -> bytes:
+    settings = self._service.settings
+    return await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+
   async def _generate(self, request: Request, parse: Any) -> Any:
     service = self._service
-    data = await read_body(
-      request, max_bytes=service.settings.max_body_bytes, timeout_s=service.settings.body_timeout_s
-    )
+    data = await self._body(request)
 
     def read() -> GenerationRequest:
       return parse(parse_body(data), service.model, service.settings)

@@ -26,8 +26,9 @@ def serve_job(
   tokenizer: Tokenizer | None,
   settings: ServerSettings,
   *,
+  checkpoint_step: int | None,
   partition: Callable[[], PartitionedModel],
-  restore: Callable[[PartitionedModel], tuple[Any, int]],
+  restore: Callable[[PartitionedModel, int | None], tuple[Any, int]],
 ) -> int:
   """Serves the job's model; returns an exit code.
 
@@ -35,8 +36,9 @@ def serve_job(
     job: the built experiment.
     tokenizer: of its inputs.
     settings: of the server.
+    checkpoint_step: what is served first; None is the newest checkpoint.
     partition: makes the model.
-    restore: gives padded weights and their step.
+    restore: gives padded weights of a checkpoint, and its step.
 
   Raises:
     ValueError: this job cannot be served, or there is nowhere to listen.
@@ -55,7 +57,7 @@ def serve_job(
     decode = job.task.decode
     num_top = max(decode.num_top_logprobs, min(_MIN_TOP_LOGPROBS, tokenizer.vocab_size))
     steps = DecodeSteps(model, dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top))
-    weights, step = restore(model)
+    weights, step = restore(model, checkpoint_step)
     served = ServedModel(
       name=job.name,
       created=int(time.time()),
@@ -67,7 +69,10 @@ def serve_job(
       vocab_size=steps.vocab_size,
     )
     announce = lambda line: print(line, flush=True)
-    return serve(ModelEngine(steps, weights), served, settings, sock, announce=announce)
+    engine = ModelEngine(steps, weights)
+    del weights  # which the engine may give up
+    restore_other = lambda step: restore(model, step)
+    return serve(engine, served, settings, sock, restore=restore_other, announce=announce)
 
 
 def read_api_key(path: str) -> str:

@@ -73,7 +73,6 @@ class ResponseBodies:
       'object': kind,
       'created': self._created,
       'model': self._model.name,
-      'system_fingerprint': f'step-{self._model.step}',
       'choices': choices,
     }
 

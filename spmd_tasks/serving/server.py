@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from typing import Any
 
 from absl import logging
 import uvicorn
@@ -22,6 +23,7 @@ from spmd_tasks.serving.engine_contract import Engine
 from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.generation_request import ServedModel
 from spmd_tasks.serving.http_server import make_app
+from spmd_tasks.serving.publisher import Publisher
 from spmd_tasks.serving.scheduler import Scheduler
 from spmd_tasks.serving.sequence import Delta
 from spmd_tasks.serving.service import Service
@@ -69,6 +71,7 @@ def serve(
   settings: ServerSettings,
   sock: socket.socket,
   *,
+  restore: Callable[[int | None], tuple[Any, int]] | None = None,
   announce: Callable[[str], None] = print,
   stop: threading.Event | None = None,
 ) -> int:
@@ -79,6 +82,7 @@ def serve(
     model: what it serves.
     settings: limits.
     sock: from `listen`.
+    restore: another checkpoint's weights and its step, see Publisher.
     announce: given one line when the server is ready, and one when it drains.
     stop: for callers off the main thread, which get no signals.
 
@@ -86,7 +90,7 @@ def serve(
     whatever ended the engine.
   """
   with CompilationCounter() as compilations:
-    server = _Server(engine, model, settings, announce, compilations)
+    server = _Server(engine, model, settings, restore, announce, compilations)
     code = asyncio.run(server.run(sock, stop))
   sys.stdout.flush()
   if server.thread.is_alive:
@@ -112,14 +116,13 @@ class _Server:
     engine: Engine,
     model: ServedModel,
     settings: ServerSettings,
+    restore: Callable[[int | None], tuple[Any, int]] | None,
     announce: Callable[[str], None],
     compilations: CompilationCounter,
   ):
     self._settings = settings
     self._model = model
     self._announce = announce
-    self._compilations = compilations
-    self._num_warm = 0
     self._loop: asyncio.AbstractEventLoop | None = None
     self._changed = asyncio.Event()
     self._signals: list[int] = []
@@ -130,7 +133,8 @@ class _Server:
       max_queued=settings.max_queued,
       on_change=self._on_change,
     )
-    self._service = Service(model, settings, self.thread, engine.num_slots, self._num_late_compilations)
+    self._service = Service(model, settings, self.thread, engine.num_slots, lambda: compilations.num_programs)
+    self._publisher = Publisher(self._service, engine, restore)
 
   async def run(self, sock: socket.socket, stop: threading.Event | None) -> int:
     self._loop = asyncio.get_running_loop()
@@ -139,7 +143,7 @@ class _Server:
         self._loop.add_signal_handler(number, self._on_signal, number)
     http = _Uvicorn(
       uvicorn.Config(
-        make_app(self._service),
+        make_app(self._service, self._publisher),
         http='h11',
         ws='none',
         loop='asyncio',
@@ -157,8 +161,8 @@ class _Server:
     while not (self._signals or self.thread.error or serving.done() or (stop is not None and stop.is_set())):
       if self.thread.is_ready and not was_ready:
         was_ready = True
-        self._num_warm = self._compilations.num_programs
-        self._announce(f'Serving {self._model.name}, step {self._model.step}, at {url_of(sock)}')
+        self._service.warm()
+        self._announce(f'Serving {self._model.name}, step {self._service.model.step}, at {url_of(sock)}')
       self._changed.clear()
       with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(self._changed.wait(), _POLL_S if stop is not None else 1.0)
@@ -192,6 +196,3 @@ class _Server:
   def _on_signal(self, number: int) -> None:
     self._signals.append(number)
     self._changed.set()
-
-  def _num_late_compilations(self) -> int:
-    return self._compilations.num_programs - self._num_warm if self.thread.is_ready else 0

@@ -5,7 +5,8 @@ All of it lives on the event loop's thread. Deltas come from the engine's thread
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import math
 import time
 
@@ -59,6 +60,7 @@ class Service:
     model, settings: as given.
     thread: the engine's.
     is_draining: whether new work is refused because the server is about to end.
+    is_published: whether there are weights to serve.
   """
 
   def __init__(
@@ -67,14 +69,16 @@ class Service:
     settings: ServerSettings,
     thread: EngineThread,
     num_slots: int,
-    num_late_compilations: Callable[[], int] = lambda: 0,
+    num_compilations: Callable[[], int] = lambda: 0,
   ):
     self.model = model
     self.settings = settings
     self.thread = thread
     self.is_draining = False
+    self.is_published = True
     self._num_slots = num_slots
-    self._num_late_compilations = num_late_compilations
+    self._num_compilations = num_compilations
+    self._num_expected = 0
     prefix = 'spmd_tasks_'
     self.http_requests = LabelledCounter(f'{prefix}http_requests_total', 'Answers given.', ('route', 'status'))
     self._finished = LabelledCounter(f'{prefix}sequences_total', 'Sequences that have ended.', ('finish_reason',))
@@ -84,12 +88,28 @@ class Service:
 
   @property
   def is_ready(self) -> bool:
-    return self.thread.is_ready and not self.is_draining
+    return self.thread.is_ready and self.is_published and not self.is_draining
 
   @property
   def is_healthy(self) -> bool:
     """Whether starting the process anew would not help."""
     return self.thread.error is None and self.thread.stuck_s <= self.settings.stuck_s
+
+  @property
+  def num_late_compilations(self) -> int:
+    """Programs that were compiled since it was ready, and should not have been."""
+    return self._num_compilations() - self._num_expected if self.thread.is_ready else 0
+
+  @contextlib.contextmanager
+  def uncounted_compilations(self) -> Iterator[None]:
+    """What is compiled meanwhile is no late compilation."""
+    before = self._num_compilations()
+    yield
+    self._num_expected += self._num_compilations() - before
+
+  def warm(self) -> None:
+    """What is compiled from now on is late."""
+    self._num_expected = self._num_compilations()
 
   def begin(self, wanted: GenerationRequest) -> Answer:
     """Puts a request into the queue.
@@ -98,8 +118,7 @@ class Service:
       RequestError: it cannot be served now.
     """
     if not self.is_ready:
-      state = 'is going down' if self.is_draining else 'has failed' if self.thread.error else 'is warming up'
-      raise RequestError(f'the server {state}.', status=503, code='not_ready', retry_after_s=5)
+      raise RequestError(f'the server {self._state()}.', status=503, code='not_ready', retry_after_s=5)
     answer = Answer(wanted, self.model)
     try:
       self.thread.submit(answer.sequences)
@@ -146,7 +165,7 @@ class Service:
       ('slots', 'Sequences that can be generated at once.', self._num_slots),
       ('active_slots', 'Slots in use.', scheduler.num_active),
       ('weights_step', 'The training step of the weights.', self.model.step),
-      ('late_compilations', 'Programs compiled after the warm-up; not 0 is a bug.', self._num_late_compilations()),
+      ('late_compilations', 'Programs compiled after the warm-up; not 0 is a bug.', self.num_late_compilations),
     ]
     counters = [
       ('decode_steps_total', 'Decode steps.', scheduler.num_steps),
@@ -166,6 +185,13 @@ class Service:
         self._request_s.lines(),
       ]
     )
+
+  def _state(self) -> str:
+    if self.is_draining:
+      return 'is going down'
+    if self.thread.error is not None:
+      return 'has failed'
+    return 'has no model now' if self.thread.is_ready else 'is warming up'
 
   def _retry_after_s(self) -> int:
     """Until a queue as long as this one has moved on, by what a request has taken so far; from 1 to 60."""

@@ -51,6 +51,7 @@ class FakeEngine:
     self.fail_next: Exception | None = None
     self.gate = gate
     self.is_warm = False
+    self.weights = 0  # added to each token
 
   def warm_up(self):
     self.is_warm = True
@@ -86,6 +87,7 @@ class FakeEngine:
     if held is None:
       return None
     token, is_finished = held.next()
+    token += self.weights
     if is_finished:
       self.slots[slot] = None
     return token, is_finished

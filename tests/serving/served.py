@@ -41,7 +41,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(engine: FakeEngine | None = None, *, max_len: int = 128, wait: bool = True, **settings) -> Iterator[Served]:
+def serving(
+  engine: FakeEngine | None = None, *, max_len: int = 128, wait: bool = True, restore=None, **settings
+) -> Iterator[Served]:
   engine = engine or FakeEngine(max_len=max_len)
   limits = ServerSettings(**{'port': 0, 'drain_s': 5.0} | settings)
   sock = listen(limits)
@@ -49,7 +51,7 @@ def serving(engine: FakeEngine | None = None, *, max_len: int = 128, wait: bool 
   model = dataclasses.replace(MODEL, max_len=engine.max_len)
 
   def run():
-    codes.append(serve(engine, model, limits, sock, announce=lines.put, stop=stop))
+    codes.append(serve(engine, model, limits, sock, restore=restore, announce=lines.put, stop=stop))
 
   thread = threading.Thread(target=run)
   thread.start()

@@ -157,6 +157,21 @@ def test_nothing_is_compiled_after_the_warm_up(client, server, rng):
   assert late_compilations(server[1]) == 0
 
 
+def test_a_checkpoint_can_be_published_while_requests_run(client, server):
+  url, headers = server[1], {'authorization': 'Bearer secret'}
+  wanted = {'temperature': 1.0, 'seed': 9, 'max_tokens': 50}
+  before = complete(client, **wanted).choices[0].text
+  with ThreadPoolExecutor(8) as pool:
+    running = [pool.submit(complete, client, **wanted) for _ in range(8)]
+    published = httpx.post(f'{url}/admin/publish', json={'step': 3}, headers=headers, timeout=60)
+    assert published.json() == {'model': MODEL, 'step': 3}
+    assert {each.result().choices[0].text for each in running} == {before}
+  missing = httpx.post(f'{url}/admin/publish', json={'step': 99}, headers=headers, timeout=60)
+  assert missing.status_code == 409
+  assert complete(client, **wanted).choices[0].text == before
+  assert late_compilations(url) == 0
+
+
 def test_sigterm_lets_what_has_begun_end(client, server):
   """The last test: the server is gone afterwards."""
   process, url = server

@@ -1,0 +1,76 @@
+"""Other weights while requests run: no request is dropped, and none has tokens of two checkpoints."""
+
+from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+
+import pytest
+
+from tests.serving.fake_engine import TOKENIZER, FakeEngine
+from tests.serving.served import serving
+
+KEY = {'authorization': 'Bearer secret'}
+ASK = {'model': 'fake.Model', 'prompt': TOKENIZER.encode('abc'), 'max_tokens': 6}
+
+
+def restore(step):
+  """The fake's weights are added to its tokens."""
+  if step == 404:
+    raise ValueError('there is no checkpoint of step 404')
+  return (1, 9) if step is None else (step, step)
+
+
+def text(response):
+  return response.json()['choices'][0]['text']
+
+
+def test_what_has_begun_ends_with_its_weights_and_what_waits_gets_the_new_ones():
+  gate = threading.Event()
+  engine = FakeEngine(num_slots=2, gate=gate)
+  with serving(engine, restore=restore, api_key='secret') as served, served.client(headers=KEY) as client:
+    with ThreadPoolExecutor(8) as pool:
+      begun = [pool.submit(client.post, '/v1/completions', json=ASK) for _ in range(2)]
+      while 'active_slots 2\n' not in client.get('/metrics').text:
+        time.sleep(0.01)
+      published = pool.submit(client.post, '/admin/publish', json={'step': 2})
+      time.sleep(0.1)
+      waiting = [pool.submit(client.post, '/v1/completions', json=ASK) for _ in range(3)]
+      time.sleep(0.1)
+      assert not published.done()
+      gate.set()
+      assert [text(each.result()) for each in begun] == ['abcabc'] * 2
+      assert published.result().json() == {'model': 'fake.Model', 'step': 2}
+      assert [text(each.result()) for each in waiting] == ['cdecde'] * 3
+    assert client.get('/v1/models/fake.Model').json()['step'] == 2
+
+
+def test_newest_unpublish_and_publish_again():
+  engine = FakeEngine()
+  with serving(engine, restore=restore, api_key='secret') as served, served.client(headers=KEY) as client:
+    assert client.post('/admin/publish', json={}).json()['step'] == 9
+    assert text(client.post('/v1/completions', json=ASK)) == 'bcdbcd'
+    assert client.post('/admin/unpublish', json={}).status_code == 200
+    assert engine.weights is None
+    assert client.get('/v1/models').json()['data'] == []
+    assert client.get('/ready').status_code == client.post('/v1/completions', json=ASK).status_code == 503
+    assert client.get('/health').status_code == 200
+    assert client.post('/admin/publish', json={'step': 0}).status_code == 200
+    assert text(client.post('/v1/completions', json=ASK)) == 'abcabc'
+
+
+@pytest.mark.parametrize(
+  'body, status', [({'step': 404}, 409), ({'step': -1}, 400), ({'step': '3'}, 400), ({'path': '/etc'}, 400)]
+)
+def test_what_cannot_be_published_changes_nothing(body, status):
+  with serving(restore=restore, api_key='secret') as served, served.client(headers=KEY) as client:
+    response = client.post('/admin/publish', json=body)
+    assert response.status_code == status
+    assert response.json()['error']['message']
+    assert text(client.post('/v1/completions', json=ASK)) == 'abcabc'
+
+
+def test_without_a_key_nobody_publishes():
+  with serving(restore=restore) as served, served.client() as client:
+    for path in ('/admin/publish', '/admin/unpublish'):
+      assert client.post(path, json={}).status_code == 403
+    assert text(client.post('/v1/completions', json=ASK)) == 'abcabc'
