@@ -29,6 +29,8 @@ MODEL = ServedModel(
 
 @dataclasses.dataclass(kw_only=True)
 class Served:
+  """A running server; `lines` is what it says, `codes` gets how it ended: an exit code, or an exception."""
+
   url: str
   engine: FakeEngine
   stop: threading.Event
@@ -51,7 +53,10 @@ def serving(
   model = dataclasses.replace(MODEL, max_len=engine.max_len)
 
   def run():
-    codes.append(serve(engine, model, limits, sock, restore=restore, announce=lines.put, stop=stop))
+    try:
+      codes.append(serve(engine, model, limits, sock, restore=restore, announce=lines.put, stop=stop))
+    except Exception as error:
+      codes.append(error)
 
   thread = threading.Thread(target=run)
   thread.start()

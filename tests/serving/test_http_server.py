@@ -320,6 +320,27 @@ def test_a_failing_step_is_an_error_for_its_own_clients_only():
     assert client.get('/health').status_code == 200
 
 
+def test_an_engine_that_fails_for_good_ends_the_server():
+  engine = FakeEngine()
+  engine.step = None  # a TypeError, each time
+  with serving(engine) as served, served.client() as client:
+    for _ in range(3):
+      assert client.post(COMPLETIONS, json=HELLO).status_code == 500
+    served.thread.join(10)
+  assert isinstance(served.codes[0], TypeError)
+
+
+def test_a_step_that_does_not_end_makes_the_health_fail():
+  gate = threading.Event()
+  with serving(FakeEngine(gate=gate), stuck_s=0.1) as served, served.client() as client:
+    waiting = threading.Thread(target=client.post, args=(COMPLETIONS,), kwargs={'json': HELLO})
+    waiting.start()
+    wait_for(lambda: client.get('/health').status_code == 503)
+    gate.set()
+    waiting.join(10)
+    assert client.get('/health').status_code == 200
+
+
 def test_what_fits_the_budget_is_finished_and_the_rest_is_told():
   gate = threading.Event()
   engine = FakeEngine(num_slots=2, gate=gate, max_len=10_000_000)
