@@ -30,6 +30,8 @@ from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 
 _BACKLOG = 1024  # connections that may wait to be taken
+_DISPATCH_LIMIT_S = 5.0
+_MAX_UNDISPATCHED = 4  # steps whose deltas wait for the event loop
 _POLL_S = 0.02
 _CLOSE_LIMIT_S = 5  # for connections to end when everything has been sent
 
@@ -126,6 +128,7 @@ class _Server:
     self._loop: asyncio.AbstractEventLoop | None = None
     self._changed = asyncio.Event()
     self._signals: list[int] = []
+    self._undispatched = threading.Semaphore(_MAX_UNDISPATCHED)
     self.thread = EngineThread(
       Scheduler(engine),
       warm_up=engine.warm_up,
@@ -183,10 +186,16 @@ class _Server:
 
   def _post(self, deltas: list[Delta]) -> None:
     assert self._loop is not None
+    # The engine must not run away from a loop that is behind: deltas would pile up without a bound.
+    self._undispatched.acquire(timeout=_DISPATCH_LIMIT_S)
     try:
-      self._loop.call_soon_threadsafe(self._service.dispatch, deltas)
+      self._loop.call_soon_threadsafe(self._dispatch, deltas)
     except RuntimeError:
       logging.warning('the event loop ended before the engine did')
+
+  def _dispatch(self, deltas: list[Delta]) -> None:
+    self._undispatched.release()
+    self._service.dispatch(deltas)
 
   def _on_change(self) -> None:
     assert self._loop is not None

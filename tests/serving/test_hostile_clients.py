@@ -145,3 +145,12 @@ def test_a_flood_is_answered_429_and_nothing_is_lost(served):
       assert len(answer.json()['choices']) == 16
       assert {choice['finish_reason'] for choice in answer.json()['choices']} == {'length'}
   check_alive(served)
+
+
+def test_a_client_that_does_not_read_counts_as_gone():
+  body = json.dumps({'model': 'fake.Model', 'prompt': 'abc', 'max_tokens': 900_000, 'n': 4, 'stream': True}).encode()
+  head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+  with serving(FakeEngine(num_slots=4, max_len=1_000_000), send_timeout_s=0.3) as served, connect(served) as sock:
+    sock.sendall(head + b'Content-Length: %d\r\n\r\n' % len(body) + body)
+    time.sleep(0.2)
+    check_alive(served)
