@@ -157,7 +157,7 @@ def test_a_nodes_only_task_takes_all_its_gpus(calls, environ, expected):
 
 
 def test_an_indexed_job_without_the_kubernetes_package_is_refused(calls, packages):
-  with pytest.raises(ValueError, match=r"install `jax\[k8s\]`.*or pass --cluster none"):
+  with pytest.raises(ValueError, match=r'install `jax\[k8s\]`.*or pass --cluster none'):
     initialize(DistributedSettings(), POD | {'JOB_COMPLETION_INDEX': '0'})
   assert calls == []
 
