@@ -31,6 +31,12 @@ def activation_function(name: str) -> Callable[[jax.Array], jax.Array]:
   return ACTIVATIONS[name]
 
 
+def hidden_layer(activation: str, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+  """act(up), or, gated, act(gate) * up; of pre-activations [..., F]."""
+  function = activation_function(activation)
+  return function(up) if gate is None else function(gate) * up
+
+
 class FeedForward(nn.Module, kw_only=True):
   """act(x . up) . down. Weights: `up` [D, F], `down` [F, D] (each under `.../kernel`).
 
@@ -68,7 +74,7 @@ class FeedForward(nn.Module, kw_only=True):
 
   def _hidden(self, x: jax.Array) -> jax.Array:
     """The hidden layer [B, T, F] for x [B, T, D]: the one place where the variants differ."""
-    return activation_function(self.activation)(self._up('up', x))
+    return hidden_layer(self.activation, self._up('up', x))
 
   @nn.compact
   def __call__(
@@ -95,4 +101,5 @@ class GatedFeedForward(FeedForward, kw_only=True):
   """
 
   def _hidden(self, x: jax.Array) -> jax.Array:
-    return activation_function(self.activation)(self._up('gate', x)) * self._up('up', x)
+    gate = self._up('gate', x)
+    return hidden_layer(self.activation, self._up('up', x), gate)

@@ -6,7 +6,7 @@ Shapes: E experts, D model, F ffn.
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.feed_forward import activation_function
+from spmd_tasks.layers.feed_forward import hidden_layer
 from spmd_tasks.layers.moe.experts import ExpertWeights
 from spmd_tasks.sharding.specs import SplitDims, constrain
 
@@ -23,10 +23,6 @@ def batched_ffn(rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: S
   def multiply(rows: jax.Array, kernels: jax.Array) -> jax.Array:
     return jnp.einsum('e...i,eio->e...o', rows, kernels)
 
-  activation = activation_function(weights.activation)
   up = constrain(multiply(rows, weights.up), hidden_split_dims)
-  if weights.gate is None:
-    hidden = activation(up)
-  else:
-    hidden = activation(constrain(multiply(rows, weights.gate), hidden_split_dims)) * up
-  return multiply(hidden, weights.down)
+  gate = None if weights.gate is None else constrain(multiply(rows, weights.gate), hidden_split_dims)
+  return multiply(hidden_layer(weights.activation, up, gate), weights.down)

@@ -5,7 +5,7 @@ Shapes: R rows, E experts, D model, F ffn.
 
 import jax
 
-from spmd_tasks.layers.feed_forward import activation_function
+from spmd_tasks.layers.feed_forward import hidden_layer
 from spmd_tasks.layers.moe.expert_ffn_loop import ffn_by_loop
 from spmd_tasks.layers.moe.experts import ExpertWeights
 from spmd_tasks.layers.moe.grouped_matmul import grouped_matmul, resolve_backend
@@ -38,12 +38,11 @@ def grouped_ffn(
   def multiply(rows: jax.Array, kernels: jax.Array) -> jax.Array:
     return grouped_matmul(rows, kernels, group_sizes, backend=backend)
 
-  activation = activation_function(weights.activation)
   up = multiply(rows, weights.up)
   gate = None if weights.gate is None else multiply(rows, weights.gate)
 
   def project_down(up: jax.Array, gate: jax.Array | None, down: jax.Array) -> jax.Array:
-    return multiply(activation(up) if gate is None else activation(gate) * up, down)
+    return multiply(hidden_layer(weights.activation, up, gate), down)
 
   if recompute_activation:
     project_down = jax.checkpoint(project_down)  # its gradients need the hidden layer, but not its result again
