@@ -69,7 +69,7 @@ def make_engine(sizes):
 
 
 def sequences_of(trace, tokenizer):
-  from spmd_tasks.decoding.generation import Request
+  from spmd_tasks.decoding.requests import Request
   from spmd_tasks.serving.sequence import Sequence
 
   return [
@@ -115,7 +115,7 @@ def run_continuous(engine, trace, tokenizer):
 
 def seconds_per_full_step(engine, num_steps):
   """The bare loop."""
-  from spmd_tasks.decoding.generation import Request
+  from spmd_tasks.decoding.requests import Request
 
   for slot in range(engine.num_slots):
     engine.prefill([Request(ids=(5,), max_tokens=engine.max_len - 1)], [slot])

@@ -5,7 +5,7 @@ one before it is read, so what was launched for a sequence that turns out to hav
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 from typing import Any, Literal, Protocol
 
@@ -14,40 +14,10 @@ import numpy as np
 
 from spmd_tasks.decoding.incremental_text import IncrementalText
 from spmd_tasks.decoding.loop import Outputs, Requests
-from spmd_tasks.decoding.samplers import Sampling
+from spmd_tasks.decoding.requests import Request, make_requests
 from spmd_tasks.decoding.settings import DecodeSettings
 
 FinishReason = Literal['stop', 'length']
-GREEDY = {'repetition_penalty': 1.0, 'temperature': 0.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-  """One sequence to generate.
-
-  Fields:
-    ids: the prompt's tokens, at least one.
-    max_tokens: how many may follow; 0 only scores the prompt.
-    seed, sample: which draw this is, see samplers.request_keys.
-    stop_ids: tokens that end it; they are in the result's ids but not in its text.
-    stop: strings that end it; the text ends before the first of them.
-    score_prompt: whether the prompt's own log-probabilities are wanted.
-    sampling: values of Sampling's fields.
-  """
-
-  ids: tuple[int, ...]
-  max_tokens: int
-  seed: int = 0
-  sample: int = 0
-  stop_ids: tuple[int, ...] = ()
-  stop: tuple[str, ...] = ()
-  score_prompt: bool = False
-  sampling: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(GREEDY))
-
-  def as_sample(self, sample: int) -> 'Request':
-    """Another draw for the same prompt; prompts are scored with the first."""
-    score = self.score_prompt and sample == 0
-    return dataclasses.replace(self, sample=sample, score_prompt=score)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -211,34 +181,3 @@ def search(
         )
       yield start + row, completions
     on_step()
-
-
-def make_requests(steps: Steps, requests: Sequence[Request], slots: Sequence[int]) -> Requests:
-  """The arrays of a prefill, in the bucket of the longest prompt; rows that are left over go to no slot."""
-  settings = steps.settings
-  bucket = steps.bucket(max(len(request.ids) for request in requests))
-  num_rows = settings.prefill_rows
-
-  def rows(dtype: Any, values: Sequence[Any], fill: Any, *shape: int) -> Any:
-    array = np.full((num_rows, *shape), fill, dtype)
-    for row, value in enumerate(values):
-      if shape:
-        array[row, : len(value)] = value
-      else:
-        array[row] = value
-    return array
-
-  def sampling(name: str) -> Any:
-    dtype = np.int32 if name == 'top_k' else np.float32
-    return rows(dtype, [request.sampling[name] for request in requests], 0 if name != 'repetition_penalty' else 1)
-
-  return Requests(
-    ids=rows(np.int32, [request.ids for request in requests], 0, bucket),
-    lengths=rows(np.int32, [len(request.ids) for request in requests], 1),
-    slots=rows(np.int32, slots, settings.num_slots),
-    max_tokens=rows(np.int32, [request.max_tokens for request in requests], 1 if settings.num_beams > 1 else 0),
-    seeds=rows(np.uint32, [request.seed for request in requests], 0),
-    samples=rows(np.uint32, [request.sample for request in requests], 0),
-    stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, settings.max_stop_ids),
-    sampling=Sampling(**{name: sampling(name) for name in GREEDY}),
-  )

@@ -11,7 +11,8 @@ from typing import Any
 
 from etils import epath
 
-from spmd_tasks.decoding.generation import Completion, Request, generate, search
+from spmd_tasks.decoding.generation import Completion, generate, search
+from spmd_tasks.decoding.requests import Request
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs.prompts import PromptFile, PromptSource
 from spmd_tasks.programs.decode_requests import PromptTokenizer, find_tokenizer, output_record, request_record

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
-from spmd_tasks.decoding.generation import GREEDY, Completion, Request
+from spmd_tasks.decoding.generation import Completion
+from spmd_tasks.decoding.requests import GREEDY, Request
 from spmd_tasks.decoding.settings import DecodeSettings, check_sampling
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs.prompts import Prompt

@@ -14,8 +14,8 @@ from absl import logging
 import jax
 import numpy as np
 
-from spmd_tasks.decoding.generation import Request, make_requests
 from spmd_tasks.decoding.loop import Outputs
+from spmd_tasks.decoding.requests import Request, make_requests
 from spmd_tasks.runtime.decode_steps import DecodeSteps
 
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spmd_tasks.decoding.generation import Request
 from spmd_tasks.decoding.loop import Outputs
+from spmd_tasks.decoding.requests import Request
 
 
 class Launched(Protocol):

@@ -5,7 +5,7 @@ import dataclasses
 import secrets
 from typing import Any, Literal
 
-from spmd_tasks.decoding.generation import Request
+from spmd_tasks.decoding.requests import Request
 from spmd_tasks.decoding.settings import DecodeSettings
 from spmd_tasks.inputs.chat_template import ChatTemplate
 from spmd_tasks.inputs.tokenizers import Tokenizer

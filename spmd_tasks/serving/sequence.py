@@ -5,9 +5,9 @@ from collections.abc import Sequence as Many
 import dataclasses
 from typing import Any, Literal
 
-from spmd_tasks.decoding.generation import Request
 from spmd_tasks.decoding.incremental_text import IncrementalText
 from spmd_tasks.decoding.loop import Outputs
+from spmd_tasks.decoding.requests import Request
 
 # `cancelled`: nobody waits for it any more. `cut`: the server ends before it does. `error`: the engine failed.
 FinishReason = Literal['stop', 'length', 'cancelled', 'cut', 'error']

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding.generation import GREEDY, Completion, Request, generate, search
+from spmd_tasks.decoding.generation import Completion, generate, search
+from spmd_tasks.decoding.requests import GREEDY, Request
 from spmd_tasks.decoding.settings import DecodeSettings, prompt_buckets
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments.synthetic import Uneven

@@ -9,8 +9,8 @@ import threading
 
 import numpy as np
 
-from spmd_tasks.decoding.generation import Request
 from spmd_tasks.decoding.loop import Outputs
+from spmd_tasks.decoding.requests import Request
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

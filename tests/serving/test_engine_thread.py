@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from spmd_tasks.decoding.generation import Request
+from spmd_tasks.decoding.requests import Request
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
 from spmd_tasks.serving.scheduler import Scheduler
 from spmd_tasks.serving.sequence import Sequence

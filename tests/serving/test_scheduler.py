@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_tasks.decoding.generation import Request
+from spmd_tasks.decoding.requests import Request
 from spmd_tasks.serving.scheduler import Scheduler
 from spmd_tasks.serving.sequence import Sequence
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
