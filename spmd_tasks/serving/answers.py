@@ -4,7 +4,8 @@ Both are ASGI applications, because only those hear of a disconnect while they w
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+import contextlib
 import json
 from typing import Any
 
@@ -30,9 +31,9 @@ class WholeAnswer:
     self._bodies = bodies
 
   async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-    async with _Listening(self._service, self._answer, receive):
+    async with _exchange(self._service, self._answer, receive, send) as send:
       all_deltas: list[Delta] = []
-      while not _is_all_there(self._answer, all_deltas):
+      while _num_ended(all_deltas) < len(self._answer.sequences):
         deltas = await self._answer.next()
         if deltas is None:
           return
@@ -42,9 +43,8 @@ class WholeAnswer:
       data = json.dumps(body).encode()
       headers = [(b'content-type', b'application/json'), (b'content-length', str(len(data)).encode())]
       status = 200 if error is None else error.status
-      async with asyncio.timeout(self._service.settings.send_timeout_s):
-        await send({'type': 'http.response.start', 'status': status, 'headers': headers})
-        await send({'type': 'http.response.body', 'body': data})
+      await send({'type': 'http.response.start', 'status': status, 'headers': headers})
+      await send({'type': 'http.response.body', 'body': data})
 
 
 class StreamedAnswer:
@@ -57,14 +57,14 @@ class StreamedAnswer:
     self._include_usage = include_usage
 
   async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-    async def send_events(events: list[dict[str, Any]], *, is_last: bool = False) -> None:
-      data = b''.join(b'data: ' + json.dumps(event).encode() + b'\n\n' for event in events)
-      if is_last:
-        data += b'data: [DONE]\n\n'
-      async with asyncio.timeout(self._service.settings.send_timeout_s):
+    async with _exchange(self._service, self._answer, receive, send) as send:
+
+      async def send_events(events: list[bytes], *, is_last: bool = False) -> None:
+        data = b''.join(events)
+        if is_last:
+          data += b'data: [DONE]\n\n'
         await send({'type': 'http.response.body', 'body': data, 'more_body': not is_last})
 
-    async with _Listening(self._service, self._answer, receive):
       # No proxy shall keep back what is there.
       headers = [
         (b'content-type', b'text/event-stream; charset=utf-8'),
@@ -72,50 +72,83 @@ class StreamedAnswer:
         (b'x-accel-buffering', b'no'),
       ]
       await send({'type': 'http.response.start', 'status': 200, 'headers': headers})
-      await send_events(self._bodies.opening())
-      ended: list[Delta] = []
-      while not _is_all_there(self._answer, ended):
+      await send_events([_event(body) for body in self._bodies.opening()])
+      num_ended = 0
+      while num_ended < len(self._answer.sequences):
         deltas = await self._answer.next()
         if deltas is None:
           return
-        ended += [delta for delta in deltas if delta.finish_reason is not None]
+        num_ended += _num_ended(deltas)
         error = _failure(deltas)
         if error is not None:
-          await send_events([error.body], is_last=True)
+          await send_events([_event(error.body)], is_last=True)
           return
-        await send_events([self._bodies.chunk(delta) for delta in deltas])
-      usage = [self._bodies.usage_chunk(self._answer.sequences)] if self._include_usage else []
+        await send_events([self._bodies.event(delta) for delta in deltas])
+      usage = [_event(self._bodies.usage_chunk(self._answer.sequences))] if self._include_usage else []
       await send_events(usage, is_last=True)
 
 
-class _Listening:
+@contextlib.asynccontextmanager
+async def _exchange(service: Service, answer: Answer, receive: Receive, send: Send) -> AsyncIterator[Send]:
   """While an answer is being sent: a client that goes away abandons it, and whatever happens, its slots are freed."""
 
-  def __init__(self, service: Service, answer: Answer, receive: Receive):
-    self._service = service
-    self._answer = answer
-    self._receive = receive
-    self._listener: asyncio.Task[None] | None = None
-
-  async def __aenter__(self) -> None:
-    self._listener = asyncio.create_task(self._listen())
-
-  async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
-    assert self._listener is not None
-    self._listener.cancel()
-    self._service.end(self._answer)
-    return kind is not None and issubclass(kind, TimeoutError | OSError)  # a client that does not read is gone
-
-  async def _listen(self) -> None:
-    while (await self._receive())['type'] != 'http.disconnect':
+  async def listen() -> None:
+    while (await receive())['type'] != 'http.disconnect':
       pass
-    self._service.thread.cancel(self._answer.sequences)
-    self._answer.abandon()
+    service.thread.cancel(answer.sequences)
+    answer.abandon()
+
+  listener = asyncio.create_task(listen())
+  try:
+    async with asyncio.timeout(None) as limit:
+      with contextlib.closing(_TimedSend(send, limit, service.settings.send_timeout_s)) as timed_send:
+        yield timed_send
+  except (TimeoutError, OSError):
+    pass  # a client that does not read is gone
+  finally:
+    listener.cancel()
+    service.end(answer)
 
 
-def _is_all_there(answer: Answer, deltas: list[Delta]) -> bool:
+class _TimedSend:
+  """`send`, where a message that is not taken within some seconds ends `limit`.
+
+  One timer looks after all messages of a stream, of which there are thousands.
+  """
+
+  def __init__(self, send: Send, limit: asyncio.Timeout, seconds: float):
+    self._send = send
+    self._limit = limit
+    self._seconds = seconds
+    self._loop = asyncio.get_running_loop()
+    self._begun: float | None = None  # when the message began that is being sent
+    self._watch()
+
+  async def __call__(self, message: Message) -> None:
+    self._begun = self._loop.time()
+    await self._send(message)
+    self._begun = None
+
+  def close(self) -> None:
+    """The timer ends."""
+    self._timer.cancel()
+
+  def _watch(self) -> None:
+    now = self._loop.time()
+    end = (now if self._begun is None else self._begun) + self._seconds
+    if end <= now:
+      self._limit.reschedule(now)
+    else:
+      self._timer = self._loop.call_at(end, self._watch)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+  return b'data: ' + json.dumps(body).encode() + b'\n\n'
+
+
+def _num_ended(deltas: list[Delta]) -> int:
   """By what has come here: the sequences themselves are ahead."""
-  return sum(delta.finish_reason is not None for delta in deltas) == len(answer.sequences)
+  return sum(delta.finish_reason is not None for delta in deltas)
 
 
 def _failure(deltas: list[Delta]) -> RequestError | None:

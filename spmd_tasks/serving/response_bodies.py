@@ -1,6 +1,7 @@
 """ResponseBodies: what is sent for a GenerationRequest, as OpenAI's API has it: whole, or as the chunks of a stream."""
 
 from collections.abc import Iterable
+import json
 import secrets
 import time
 from typing import Any
@@ -18,6 +19,7 @@ class ResponseBodies:
     self._is_chat = wanted.kind == 'chat'
     self._id = f'{"chatcmpl" if self._is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self._created = int(time.time())
+    self._head = f'data: {_encode(self._body([], is_chunk=True))}'.removesuffix(']}')
 
   def whole(self, sequences: Iterable[Sequence], deltas: Iterable[Delta]) -> dict[str, Any]:
     """The answer in one piece."""
@@ -52,15 +54,16 @@ class ResponseBodies:
       bodies.append(self._body([choice | {'logprobs': None, 'finish_reason': None}], is_chunk=True))
     return bodies
 
-  def chunk(self, delta: Delta) -> dict[str, Any]:
-    """One delta."""
+  def event(self, delta: Delta) -> bytes:
+    """One delta as a server-sent event."""
     choice: dict[str, Any] = {
       'index': delta.sequence.index,
       'logprobs': self._logprobs(delta.logprobs, delta.sequence.index) if delta.logprobs else None,
       'finish_reason': delta.finish_reason,
     }
     choice |= {'delta': {'content': delta.text} if delta.text else {}} if self._is_chat else {'text': delta.text}
-    return self._body([choice], is_chunk=True)
+    # Once per token: what all chunks begin with is encoded once.
+    return f'{self._head}{_encode(choice)}]}}\n\n'.encode()
 
   def usage_chunk(self, sequences: Iterable[Sequence]) -> dict[str, Any]:
     """The last chunk, where it was asked for."""
@@ -122,3 +125,4 @@ class ResponseBodies:
 
 
 _NO_TEXT = 'token_id:'
+_encode = json.JSONEncoder().encode

@@ -32,25 +32,31 @@ class Answer:
     ]
     self.begun = time.monotonic()
     self.last_token: float | None = None
-    self._deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+    self._deltas: list[Delta] = []
+    self._has_news = asyncio.Event()
+    self._is_abandoned = False
 
   @property
   def is_finished(self) -> bool:
     return all(sequence.finish_reason is not None for sequence in self.sequences)
 
   def put(self, delta: Delta) -> None:
-    self._deltas.put_nowait(delta)
+    self._deltas.append(delta)
+    self._has_news.set()
 
   def abandon(self) -> None:
     """The client is gone: `next` returns None from now on."""
-    self._deltas.put_nowait(None)
+    self._is_abandoned = True
+    self._has_news.set()
 
   async def next(self) -> list[Delta] | None:
     """What has come since the last call, at least one delta; None where nobody listens any more."""
-    deltas = [await self._deltas.get()]
-    while not self._deltas.empty():
-      deltas.append(self._deltas.get_nowait())
-    return None if None in deltas else [delta for delta in deltas if delta is not None]
+    await self._has_news.wait()
+    if self._is_abandoned:
+      return None
+    self._has_news.clear()
+    deltas, self._deltas = self._deltas, []
+    return deltas
 
 
 class Service:

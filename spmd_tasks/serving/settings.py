@@ -41,6 +41,9 @@ class ServerSettings:
     for name in ('max_queued', 'max_body_bytes', 'max_choices'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name}={getattr(self, name)} must be at least 1.')
-    for name in ('body_timeout_s', 'send_timeout_s', 'drain_s', 'stuck_s'):
+    for name in ('body_timeout_s', 'send_timeout_s'):
+      if not getattr(self, name) > 0:
+        raise ValueError(f'{name}={getattr(self, name)} must be more than 0 seconds.')
+    for name in ('drain_s', 'stuck_s'):
       if not getattr(self, name) >= 0:
         raise ValueError(f'{name}={getattr(self, name)} must not be negative.')
