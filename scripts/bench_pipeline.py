@@ -12,8 +12,9 @@ plain stack on the same devices as data parallelism. The last line is one JSON o
 * `memory`: temporaries of one device by M, the size of a microbatch being fixed, and what one more microbatch adds, in
   units of its own x [rows, T, D] on a device. The stack's input and output and their gradients are 4 of these units, of
   which each of P stages holds its part.
-* `time`: CPU time of a step over the plain stack's. On fake devices of one machine bubbles cost what work costs.
-* `compile`: trace and compile time at 8 times the microbatches, and at 8 times the layers, over that at once.
+* `time`: CPU time of a step over that of the plain stack, with the same remat. On fake devices of one machine bubbles cost
+  what work costs.
+* `compile`: CPU time to trace and compile at 8 times the microbatches, and at 8 times the layers, over that at once.
 """
 
 import argparse
@@ -46,6 +47,12 @@ ROWS = 4  # of a microbatch
 LAYERS = 8
 # How often a matrix product of the forward pass runs in a step, counting the backward pass as two.
 PRODUCTS = {'gpipe': 3, 'circular': 3, 'one_forward_one_backward': 5}
+CASES: dict[str, dict[str, Any]] = {
+  'gpipe': {'schedule': 'gpipe'},
+  'gpipe, full remat': {'schedule': 'gpipe', 'remat_policy': 'full'},
+  'circular': {'schedule': 'circular'},
+  'one_forward_one_backward': {'schedule': 'one_forward_one_backward'},
+}
 # No weight is split over data, so that all collectives are the pipeline's and the gradients'.
 RULES = tuple((name, None if name == 'embed' else axes) for name, axes in DEFAULT_AXIS_RULES)
 
@@ -71,10 +78,10 @@ class Program:
     layers = PartitionSpec(*[None] * (repeats > 1), 'stage')
     shardings = NamedSharding(mesh, layers), NamedSharding(mesh, PartitionSpec(('data', 'stage')))
     self._args = jax.device_put((weights, x), shardings)
-    start = time.perf_counter()
+    start = time.process_time()
     lowered = jax.jit(gradient, in_shardings=shardings, out_shardings=shardings).lower(*self._args)
     self.compiled = lowered.compile()
-    self.seconds = time.perf_counter() - start
+    self.cpu_seconds = time.process_time() - start
 
   def __call__(self) -> Any:
     return self.compiled(*self._args)
@@ -94,8 +101,8 @@ def make_block() -> TransformerBlock:
   )
 
 
-def plain(num_microbatches: int) -> Program:
-  stack = TransformerStack(block=make_block(), num_layers=LAYERS)
+def plain(num_microbatches: int, remat_policy: str = 'none') -> Program:
+  stack = TransformerStack(block=make_block(), num_layers=LAYERS, remat_policy=remat_policy)
   return Program(stack, num_microbatches * ROWS, (1, STAGES * DATA))
 
 
@@ -131,12 +138,7 @@ def measure_flops(cases: list[tuple[str, int]]) -> tuple[float, dict[str, Any]]:
 def measure_memory(counts: tuple[int, ...]) -> dict[str, Any]:
   unit = ROWS // DATA * SEQ_LEN * MODEL_DIM * 4
   result = {}
-  for name, settings in {
-    'gpipe': {'schedule': 'gpipe'},
-    'gpipe, full remat': {'schedule': 'gpipe', 'remat_policy': 'full'},
-    'circular': {'schedule': 'circular'},
-    'one_forward_one_backward': {'schedule': 'one_forward_one_backward'},
-  }.items():
+  for name, settings in CASES.items():
     sizes = {m: pipelined(num_microbatches=m, **settings).temp_bytes for m in counts}
     slope = (sizes[counts[-1]] - sizes[counts[0]]) / (counts[-1] - counts[0])
     result[name] = {'temp_bytes': {str(m): size for m, size in sizes.items()}, 'units_per_microbatch': slope / unit}
@@ -144,15 +146,19 @@ def measure_memory(counts: tuple[int, ...]) -> dict[str, Any]:
 
 
 def measure_time(num_microbatches: int, num_rounds: int) -> dict[str, Any]:
-  programs: dict[str, Callable[[], Any]] = {name: pipelined(name, num_microbatches) for name in PRODUCTS}
-  times = alternate(programs | {'plain': plain(num_microbatches)}, num_rounds)
+  programs: dict[str, Callable[[], Any]] = {
+    f'plain, {policy}': plain(num_microbatches, policy) for policy in ('none', 'full')
+  }
+  programs |= {name: pipelined(num_microbatches=num_microbatches, **settings) for name, settings in CASES.items()}
+  times = alternate(programs, num_rounds)
   result = {}
-  for name, products in PRODUCTS.items():
+  for name, settings in CASES.items():
     repeats = 2 if name == 'circular' else 1
     schedule = Schedule(num_stages=STAGES, num_microbatches=num_microbatches, num_repeats=repeats)
+    base = f'plain, {settings.get("remat_policy", "none")}'
     result[name] = {
-      'over_plain': paired_ratio(times, name, 'plain', clock='cpu'),
-      'ideal': products / PRODUCTS['gpipe'] / (1 - schedule.bubble_fraction),
+      'over_plain': paired_ratio(times, name, base, clock='cpu'),
+      'ideal': PRODUCTS[settings['schedule']] / PRODUCTS['gpipe'] / (1 - schedule.bubble_fraction),
     }
   return result
 
@@ -160,7 +166,7 @@ def measure_time(num_microbatches: int, num_rounds: int) -> dict[str, Any]:
 def measure_compile(names: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
   def once(name, **settings):
     jax.clear_caches()
-    return pipelined(name, **settings).seconds
+    return pipelined(name, **settings).cpu_seconds
 
   result = {}
   for name in names:
