@@ -12,8 +12,8 @@ plain stack on the same devices as data parallelism. The last line is one JSON o
 * `memory`: temporaries of one device by M, the size of a microbatch being fixed, and what one more microbatch adds, in
   units of its own x [rows, T, D] on a device. The stack's input and output and their gradients are 4 of these units, of
   which each of P stages holds its part.
-* `time`: CPU time of a step over that of the plain stack, with the same remat. On fake devices of one machine bubbles cost
-  what work costs.
+* `time`: CPU time of a step over that of the plain stack with the same remat. On fake devices of one machine a bubble
+  costs what work costs.
 * `compile`: CPU time to trace and compile at 8 times the microbatches, and at 8 times the layers, over that at once.
 """
 
