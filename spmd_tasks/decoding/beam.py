@@ -9,7 +9,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.decoding.cache import insert_rows, take_slots, write_tokens
+from spmd_tasks.decoding.cache import take_slots, write_tokens
 from spmd_tasks.decoding.loop import Forward
 
 
@@ -59,7 +59,7 @@ def beam_search(
 
   Args:
     forward, weights: the model.
-    empty_cache: zeros [..., P * W, S, G, K] with S at least T + M.
+    empty_cache: zeros [..., P * W, S, G, K] with S at least T + M, or of an attention window.
     ids: int32 [P, T]; lengths: int32 [P], at least 1.
     max_tokens: int32 [P], from 1 to M.
     stop_ids: int32 [P, K]; -1 fills up.
@@ -76,7 +76,6 @@ def beam_search(
   }
   logits, prompts = forward(weights, None, batch)
   beam_shape = (num_prompts, num_beams)
-  beam_rows = jnp.arange(num_prompts * num_beams)
   tokens = jnp.zeros((*beam_shape, max_new_tokens), jnp.int32)
 
   def normalize(logprobs, length):
@@ -122,9 +121,9 @@ def beam_search(
 
   def advance(search: _Search) -> _Search:
     last = search.tokens[:, :, search.num_generated - 1].reshape(-1, 1)
-    positions = jnp.repeat(lengths, num_beams)[:, None] + search.num_generated - 1
-    is_live = (search.logprobs > -jnp.inf).reshape(-1, 1)
-    batch = {'ids': last, 'segment_ids': is_live.astype(jnp.int32), 'segment_pos': positions}
+    positions = jnp.repeat(lengths, num_beams) + search.num_generated - 1
+    is_live = (search.logprobs > -jnp.inf).reshape(-1).astype(jnp.int32)
+    batch = {'ids': last, 'segment_ids': is_live[:, None], 'segment_pos': positions[:, None]}
     logits, new = forward(weights, search.cache, batch)
     cache = write_tokens(search.cache, new, positions, is_live)
     return extend(search.replace(cache=cache), logits.reshape(*beam_shape, -1))
@@ -135,8 +134,9 @@ def beam_search(
     logprobs=jnp.full(beam_shape, -jnp.inf, jnp.float32),
     scores=jnp.full(beam_shape, -jnp.inf, jnp.float32),
   )
+  parents = jnp.arange(num_prompts * num_beams) // num_beams
   search = _Search(
-    cache=insert_rows(empty_cache, take_slots(prompts, beam_rows // num_beams), beam_rows),
+    cache=write_tokens(empty_cache, take_slots(prompts, parents), jnp.zeros_like(parents), lengths[parents]),
     num_generated=jnp.zeros((), jnp.int32),
     # All beams of a prompt are the same text as yet: only the first one counts.
     logprobs=jnp.full(beam_shape, -jnp.inf, jnp.float32).at[:, 0].set(0.0),

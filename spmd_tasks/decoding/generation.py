@@ -7,6 +7,7 @@ one before it is read, so what was launched for a sequence that turns out to hav
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
+import itertools
 from typing import Any, Literal, Protocol
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 from spmd_tasks.decoding.incremental_text import IncrementalText
 from spmd_tasks.decoding.loop import Outputs, Requests
-from spmd_tasks.decoding.requests import Request, make_requests
+from spmd_tasks.decoding.requests import Chunk, Request, chunk_prompt, make_requests
 from spmd_tasks.decoding.settings import DecodeSettings
 
 FinishReason = Literal['stop', 'length']
@@ -41,14 +42,13 @@ class Steps(Protocol):
 
   settings: DecodeSettings
   max_len: int
+  prefill_chunk: int
 
   def init(self) -> Any: ...
 
   def bucket(self, length: int) -> int: ...
 
-  def prefill(
-    self, weights: Any, state: Any, requests: Requests, *, score_prompts: bool = False
-  ) -> tuple[Any, Outputs]: ...
+  def prefill(self, weights: Any, state: Any, requests: Requests) -> tuple[Any, Outputs]: ...
 
   def step(self, weights: Any, state: Any, keep: np.ndarray) -> tuple[Any, Outputs]: ...
 
@@ -64,11 +64,16 @@ class _Running:
     self.is_finished = False
     self._text = IncrementalText(decode, request.stop)
 
+  def take_scores(self, outputs: Outputs, row: int, chunk: Chunk) -> None:
+    """The log-probabilities of the tokens behind those of a chunk."""
+    assert outputs.prompt_logprobs is not None
+    scores = self.completion.prompt_logprobs or [0.0]
+    num_scores = min(chunk.stop + 1, len(chunk.request.ids)) - chunk.start - 1
+    self.completion.prompt_logprobs = scores + outputs.prompt_logprobs[row, :num_scores].tolist()
+
   def take(self, outputs: Outputs, row: int) -> None:
     """Row `row` of a step's outputs, on the host."""
     completion, request = self.completion, self.completion.request
-    if outputs.prompt_logprobs is not None and request.score_prompt:
-      completion.prompt_logprobs = outputs.prompt_logprobs[row, : len(request.ids)].tolist()
     if not outputs.is_valid[row]:
       self.is_finished = True
       return
@@ -110,7 +115,7 @@ def generate(
   num_slots, num_rows = steps.settings.num_slots, steps.settings.prefill_rows
   waiting = ((request, index) for index, request in enumerate(requests))
   running: list[_Running | None] = [None] * num_slots
-  in_flight: deque[tuple[Outputs, list[tuple[int, int, _Running]]]] = deque()
+  in_flight: deque[tuple[Outputs, list[tuple[int, int, _Running, Chunk | None]]]] = deque()
   state = steps.init()
   is_exhausted = False
   while True:
@@ -118,25 +123,31 @@ def generate(
     taken = [] if is_exhausted else [_Running(r, i, decode) for _, (r, i) in zip(free, waiting)]
     is_exhausted = is_exhausted or len(taken) < len(free)
     if taken:
-      slots = free[: len(taken)]
-      batch = make_requests(steps, [new.completion.request for new in taken], slots)
+      of_slots = dict(zip(free, taken, strict=False))
+      running = [of_slots.get(slot, sequence) for slot, sequence in enumerate(running)]
       score = any(new.completion.request.score_prompt for new in taken)
-      state, outputs = steps.prefill(weights, state, batch, score_prompts=score)
-      in_flight.append((outputs, [(row, slot, new) for row, (slot, new) in enumerate(zip(slots, taken, strict=True))]))
-      for slot, new in zip(slots, taken, strict=True):
-        running[slot] = new
+      prompts = [chunk_prompt(new.completion.request, slot, steps.prefill_chunk) for slot, new in of_slots.items()]
+      for column in itertools.zip_longest(*prompts):
+        chunks = [chunk for chunk in column if chunk is not None]
+        state, outputs = steps.prefill(weights, state, make_requests(steps, chunks, score_prompts=score))
+        rows = [(row, chunk.slot, of_slots[chunk.slot], chunk) for row, chunk in enumerate(chunks)]
+        in_flight.append((outputs, rows))
     elif any(running):
       keep = np.array([sequence is not None for sequence in running])
       state, outputs = steps.step(weights, state, keep)
-      in_flight.append((outputs, [(slot, slot, sequence) for slot, sequence in enumerate(running) if sequence]))
+      in_flight.append((outputs, [(slot, slot, sequence, None) for slot, sequence in enumerate(running) if sequence]))
     elif not in_flight:
       return
-    if len(in_flight) > 1 or not any(running):
+    while len(in_flight) > (1 if any(running) else 0):
       launched, rows = in_flight.popleft()
       outputs = jax.device_get(launched)
-      for row, slot, sequence in rows:
+      for row, slot, sequence, chunk in rows:
         if sequence.is_finished:
           continue  # launched before its end was known
+        if chunk is not None and chunk.request.score_prompt:
+          sequence.take_scores(outputs, row, chunk)
+        if chunk is not None and chunk.stop < len(chunk.request.ids):
+          continue
         sequence.take(outputs, row)
         if sequence.is_finished:
           running[slot] = None
@@ -157,7 +168,8 @@ def search(
   num_rows = steps.settings.prefill_rows
   for start in range(0, len(waiting), num_rows):
     batch = waiting[start : start + num_rows]
-    beams = jax.device_get(steps.search(weights, make_requests(steps, batch, range(len(batch)))))
+    chunks = [chunk for row, request in enumerate(batch) for chunk in chunk_prompt(request, row, steps.max_len)]
+    beams = jax.device_get(steps.search(weights, make_requests(steps, chunks)))
     for row, request in enumerate(batch):
       completions = []
       for beam, length in enumerate(beams.lengths[row].tolist()):

@@ -3,11 +3,13 @@
     state, first = prefill(forward, weights, state, requests)   # prompts into slots, and the first token of each
     state, outputs = step(forward, weights, state, keep)        # the next token of every slot
 
-A slot holds one sequence; which one is in it and how long it is are numbers in arrays, so that one compiled step serves
-every mix of requests. A request's tokens do not depend on its slot or on what is in the others. Finished slots stand
-still until a prefill fills them again.
+A long prompt is read in chunks, one prefill after another; only the last one gives its first token.
 
-Shapes: N slots, P rows of a prefill, T tokens of its prompts, S positions, V vocabulary, K stop ids, n top logprobs.
+A slot holds one sequence; which one is in it and how long it is are numbers in arrays, so that one compiled step serves
+every mix of requests. A request's tokens do not depend on its slot or on what is in the others. Slots that are finished
+or have not read their whole prompt stand still in a step.
+
+Shapes: N slots, P rows of a prefill, T tokens of its chunks, S positions, V vocabulary, K stop ids, n top logprobs.
 """
 
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.decoding.cache import insert_rows, write_tokens
+from spmd_tasks.decoding.cache import take_slots, write_tokens
 from spmd_tasks.decoding.samplers import Sampling, position_keys, request_keys, sample
 
 
@@ -29,7 +31,8 @@ class Forward(Protocol):
 
     Args:
       weights: of the model.
-      cache: leaves [..., B, S, G, K], of the tokens before the batch's; None where there are none.
+      cache: leaves [..., B, S, G, K], of the tokens before the batch's; None where there are none. Where a leaf's S is
+        less than T, the new keys and values are those of each row's last S tokens.
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
         are those of n columns only.
     """
@@ -37,13 +40,16 @@ class Forward(Protocol):
 
 
 class Requests(struct.PyTreeNode):
-  """P prompts for a prefill.
+  """P chunks of prompts for a prefill.
 
   Attributes:
     ids: int32 [P, T], padded at the end.
     lengths: int32 [P], at least 1.
-    slots: int32 [P], all different; N for a row that is not used.
-    max_tokens: int32 [P], how many may be generated; 0 only scores the prompt.
+    starts: int32 [P], position of the first token.
+    before: int32 [P, S], the prompt's tokens before it, -1 behind them; None where all chunks are the first of theirs.
+    targets: int32 [P, T], the prompt's token behind each of `ids`, -1 where there is none; None: no prompt is scored.
+    slots: int32 [P], all different; from N on for rows that are not used.
+    max_tokens: int32 [P], how many may be generated; 0 where the prompt goes on or is only scored.
     seeds, samples: uint32 [P], see `request_keys`.
     stop_ids: int32 [P, K], tokens that end the sequence; -1 fills up.
     sampling: arrays [P].
@@ -51,6 +57,9 @@ class Requests(struct.PyTreeNode):
 
   ids: jax.Array
   lengths: jax.Array
+  starts: jax.Array
+  before: jax.Array | None
+  targets: jax.Array | None
   slots: jax.Array
   max_tokens: jax.Array
   seeds: jax.Array
@@ -94,8 +103,9 @@ class Outputs(struct.PyTreeNode):
     top_ids, top_logprobs: [N, n], the likeliest tokens.
     is_valid: bool [N], whether the row was active: else the rest means nothing.
     is_finished: bool [N], whether the token is the row's last.
-    prompt_logprobs: float32 [P, T], of each token of the prompts given those before it, 0 for the first; None where it
-      was not asked for.
+    prompt_logprobs: float32 [P, T], of the prompt's token behind each one of the chunk, given those up to it; 0 where
+      there is none. None where no prompt is scored, like
+    prompt_top_ids, prompt_top_logprobs: [P, T, n], the likeliest tokens there.
   """
 
   tokens: jax.Array
@@ -105,6 +115,8 @@ class Outputs(struct.PyTreeNode):
   is_valid: jax.Array
   is_finished: jax.Array
   prompt_logprobs: jax.Array | None = None
+  prompt_top_ids: jax.Array | None = None
+  prompt_top_logprobs: jax.Array | None = None
 
 
 def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) -> DecodeState:
@@ -133,41 +145,43 @@ def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) 
 
 
 def prefill(
-  forward: Forward,
-  weights: Any,
-  state: DecodeState,
-  requests: Requests,
-  *,
-  num_top_logprobs: int = 0,
-  score_prompts: bool = False,
+  forward: Forward, weights: Any, state: DecodeState, requests: Requests, *, num_top_logprobs: int = 0
 ) -> tuple[DecodeState, Outputs]:
-  """Reads prompts into their slots, whatever was there, and gives the first token of each; outputs are [P]."""
+  """Reads chunks of prompts into their slots, and gives the first token of each that ends; outputs are [P].
+
+  A first chunk takes its slot over, whatever was there; a later one goes on behind the tokens before it, which the slot
+  must hold.
+  """
   num_rows, num_columns = requests.ids.shape
   columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
   is_prompt = columns < requests.lengths[:, None]
   batch = {
     'ids': requests.ids,
     'segment_ids': is_prompt.astype(jnp.int32),
-    'segment_pos': jnp.broadcast_to(columns, requests.ids.shape),
+    # Padding may stand where no position is.
+    'segment_pos': jnp.where(is_prompt, requests.starts[:, None] + columns, 0),
   }
   last = jnp.maximum(requests.lengths - 1, 0)[:, None]
-  prompt_logprobs = None
-  if score_prompts:
-    logits, new = forward(weights, None, batch)
-    prompt_logprobs = _score(logits, requests.ids, is_prompt)
-    logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
+  cache = None if requests.before is None else take_slots(state.cache, requests.slots)
+  scores = {}
+  if requests.targets is None:
+    logits, new = forward(weights, cache, batch | {'logit_columns': last})
   else:
-    logits, new = forward(weights, None, batch | {'logit_columns': last})
+    logits, new = forward(weights, cache, batch)
+    scores = _score(logits, requests.targets, num_top_logprobs)
+    logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
   logits = logits[:, 0]
 
-  rows = jnp.arange(num_rows)[:, None]
-  nowhere = logits.shape[-1]
+  rows, nowhere = jnp.arange(num_rows)[:, None], logits.shape[-1]
   seen = jnp.zeros(logits.shape, jnp.bool_).at[rows, jnp.where(is_prompt, requests.ids, nowhere)].set(True, mode='drop')
+  if requests.before is not None:
+    seen = seen.at[rows, jnp.where(requests.before >= 0, requests.before, nowhere)].set(True, mode='drop')
+  ends = requests.starts + requests.lengths
   placed = DecodeState(
     cache=None,
     tokens=requests.ids[:, 0],
-    positions=requests.lengths - 1,
-    ends=requests.lengths + requests.max_tokens,
+    positions=ends - 1,
+    ends=ends + requests.max_tokens,
     active=requests.max_tokens > 0,
     keys=request_keys(requests.seeds, requests.samples),
     seen=seen,
@@ -180,8 +194,8 @@ def prefill(
     return old.at[requests.slots].set(new.astype(old.dtype), mode='drop')
 
   inserted = jax.tree.map(insert, state.replace(cache=None), placed)
-  cache = insert_rows(state.cache, new, requests.slots)
-  return inserted.replace(cache=cache), outputs.replace(prompt_logprobs=prompt_logprobs)
+  written = write_tokens(state.cache, new, requests.starts, requests.lengths, slots=requests.slots)
+  return inserted.replace(cache=written), outputs.replace(**scores)
 
 
 def step(
@@ -195,7 +209,7 @@ def step(
     'segment_pos': state.positions[:, None],
   }
   logits, new = forward(weights, state.cache, batch)
-  cache = write_tokens(state.cache, new, batch['segment_pos'], state.active[:, None])
+  cache = write_tokens(state.cache, new, state.positions, state.active.astype(jnp.int32))
   return _emit(logits[:, 0], state.replace(cache=cache), num_top_logprobs)
 
 
@@ -224,7 +238,13 @@ def _emit(logits: jax.Array, state: DecodeState, num_top_logprobs: int) -> tuple
   return state, outputs
 
 
-def _score(logits: jax.Array, ids: jax.Array, is_prompt: jax.Array) -> jax.Array:
-  logprobs = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32), axis=-1)
-  scores = jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0]
-  return jnp.pad(jnp.where(is_prompt[:, 1:], scores, 0.0), ((0, 0), (1, 0)))
+def _score(logits: jax.Array, targets: jax.Array, num_top_logprobs: int) -> dict[str, jax.Array]:
+  """The fields of Outputs about the prompt, from logits [P, T, V]."""
+  logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+  of_targets = jnp.take_along_axis(logprobs, jnp.maximum(targets, 0)[:, :, None], axis=-1)[..., 0]
+  top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
+  return {
+    'prompt_logprobs': jnp.where(targets >= 0, of_targets, 0.0),
+    'prompt_top_ids': top_ids,
+    'prompt_top_logprobs': top_logprobs,
+  }

@@ -1,6 +1,6 @@
 """Requests on the host, and the arrays that a prefill takes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any, Protocol
 
@@ -64,21 +64,35 @@ class Chunk:
   source: int
 
 
-class Buckets(Protocol):
+def chunk_prompt(request: Request, slot: int, size: int) -> list[Chunk]:
+  """All chunks of a prompt, of `size` tokens each but for the last one."""
+  length = len(request.ids)
+  return [
+    Chunk(request=request, slot=slot, start=start, stop=min(start + size, length), source=slot)
+    for start in range(0, length, size)
+  ]
+
+
+class Sizes(Protocol):
   """What make_requests needs of runtime.decode_steps.DecodeSteps."""
 
   settings: DecodeSettings
+  max_len: int
 
   def bucket(self, length: int) -> int: ...
 
 
-def make_requests(steps: Buckets, requests: Sequence[Request], slots: Sequence[int]) -> Requests:
-  """The arrays of a prefill, in the bucket of the longest prompt; rows that are left over go to no slot."""
-  settings = steps.settings
-  bucket = steps.bucket(max(len(request.ids) for request in requests))
-  num_rows = settings.prefill_rows
+def make_requests(steps: Sizes, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Requests:
+  """The arrays of a prefill, in the bucket of the longest chunk; rows that are left over go to no slot.
 
-  def rows(dtype: Any, values: Sequence[Any], fill: Any, *shape: int) -> Any:
+  Either all chunks are the first of their prompts or none is. `source` is not looked at.
+  """
+  settings = steps.settings
+  num_rows = settings.prefill_rows
+  bucket = steps.bucket(max(chunk.stop - chunk.start for chunk in chunks))
+  requests = [chunk.request for chunk in chunks]
+
+  def rows(dtype: Any, values: Iterable[Any], fill: Any, *shape: int) -> Any:
     array = np.full((num_rows, *shape), fill, dtype)
     for row, value in enumerate(values):
       if shape:
@@ -91,13 +105,26 @@ def make_requests(steps: Buckets, requests: Sequence[Request], slots: Sequence[i
     dtype = np.int32 if name == 'top_k' else np.float32
     return rows(dtype, [request.sampling[name] for request in requests], 0 if name != 'repetition_penalty' else 1)
 
+  is_first = chunks[0].start == 0
+  before = None if is_first else rows(np.int32, [c.request.ids[: c.start] for c in chunks], -1, steps.max_len)
+  targets = [c.request.ids[c.start + 1 : c.stop + 1] for c in chunks]
+  max_tokens = [c.request.max_tokens if c.stop == len(c.request.ids) else 0 for c in chunks]
   return Requests(
-    ids=rows(np.int32, [request.ids for request in requests], 0, bucket),
-    lengths=rows(np.int32, [len(request.ids) for request in requests], 1),
-    slots=rows(np.int32, slots, settings.num_slots),
-    max_tokens=rows(np.int32, [request.max_tokens for request in requests], 1 if settings.num_beams > 1 else 0),
+    ids=rows(np.int32, [c.request.ids[c.start : c.stop] for c in chunks], 0, bucket),
+    lengths=rows(np.int32, [c.stop - c.start for c in chunks], 1),
+    starts=rows(np.int32, [c.start for c in chunks], 0),
+    before=before,
+    targets=rows(np.int32, targets, -1, bucket) if score_prompts else None,
+    slots=slot_rows(settings, [chunk.slot for chunk in chunks]),
+    max_tokens=rows(np.int32, max_tokens, 1 if settings.num_beams > 1 else 0),
     seeds=rows(np.uint32, [request.seed for request in requests], 0),
     samples=rows(np.uint32, [request.sample for request in requests], 0),
     stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, settings.max_stop_ids),
     sampling=Sampling(**{name: sampling(name) for name in GREEDY}),
   )
+
+
+def slot_rows(settings: DecodeSettings, slots: Sequence[int]) -> Any:
+  """int32 [P]: slots for the rows of a prefill; rows that are left over go to slots that do not exist."""
+  nowhere = settings.num_slots + np.arange(len(slots), settings.prefill_rows)
+  return np.concatenate([np.asarray(slots), nowhere]).astype(np.int32)

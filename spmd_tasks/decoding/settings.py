@@ -11,7 +11,8 @@ class DecodeSettings:
     max_len: S, positions per sequence: prompt and generated tokens; None for the training input's length.
     num_slots: N, how many sequences are generated at once.
     prefill_rows: P, how many prompts are read at once.
-    min_bucket: prompts are padded to this length or the next power of two, each of which is compiled once.
+    prefill_chunk: longer prompts are read so many tokens at a time. Beam search reads them whole.
+    min_bucket: chunks are padded to this length or the next power of two, each of which is compiled once.
     max_stop_ids: how many stop tokens a request may have, the end of text included.
     num_top_logprobs: how many of the likeliest tokens are reported beside each token.
     max_tokens: of a request; None for what max_len leaves.
@@ -23,6 +24,7 @@ class DecodeSettings:
   max_len: int | None = None
   num_slots: int = 8
   prefill_rows: int = 1
+  prefill_chunk: int = 256
   min_bucket: int = 16
   max_stop_ids: int = 4
   num_top_logprobs: int = 0
@@ -36,10 +38,13 @@ class DecodeSettings:
   length_penalty: float = 1.0
 
   def __post_init__(self):
-    for name in ('max_len', 'num_slots', 'prefill_rows', 'min_bucket', 'max_stop_ids', 'max_tokens', 'num_beams'):
+    counts = ('max_len', 'num_slots', 'prefill_rows', 'prefill_chunk', 'min_bucket', 'max_stop_ids', 'max_tokens')
+    for name in (*counts, 'num_beams'):
       value = getattr(self, name)
       if value is not None and value < 1:
         raise ValueError(f'{name}={value} must be at least 1.')
+    if self.prefill_chunk < self.min_bucket:
+      raise ValueError(f'prefill_chunk={self.prefill_chunk} must be at least min_bucket={self.min_bucket}.')
     if self.prefill_rows > self.num_slots:
       raise ValueError(f'prefill_rows={self.prefill_rows} must be at most num_slots={self.num_slots}.')
     if self.num_top_logprobs < 0:
@@ -67,11 +72,11 @@ def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float
     raise ValueError(f'repetition_penalty={repetition_penalty} must be positive, where 1 is none.')
 
 
-def prompt_buckets(min_bucket: int, max_len: int) -> tuple[int, ...]:
-  """The lengths to which prompts are padded: powers of two from min_bucket on, and max_len."""
+def prefill_buckets(min_bucket: int, longest: int) -> tuple[int, ...]:
+  """The lengths to which chunks are padded: powers of two from min_bucket on, and the longest."""
   buckets = []
   bucket = min_bucket
-  while bucket < max_len:
+  while bucket < longest:
     buckets.append(bucket)
     bucket = 1 << bucket.bit_length()
-  return (*buckets, max_len)
+  return (*buckets, longest)

@@ -37,6 +37,8 @@ class Attention(nn.Module, kw_only=True):
     num_kv_heads: G, a divisor of H; None means H.
     head_dim: K; None means D / H, which must then divide.
     causal: whether a token sees only itself and what comes before it.
+    window: how many tokens of its document a token sees, itself and those before it (Beltagy et al., 2020; Mistral 7B:
+      Jiang et al., 2023); needs `causal`. None: all. While text is generated, no more keys and values are kept.
     rotary: rotates queries and keys by position; None for models with other positions.
     qk_norm: whether queries and keys go through an RmsNorm over K each (Henry et al., 2020), before the rotation.
     use_bias: on all four projections.
@@ -51,6 +53,7 @@ class Attention(nn.Module, kw_only=True):
   num_kv_heads: int | None = None
   head_dim: int | None = None
   causal: bool = True
+  window: int | None = None
   rotary: Rotary | None = Rotary()
   qk_norm: bool = False
   use_bias: bool = False
@@ -64,6 +67,14 @@ class Attention(nn.Module, kw_only=True):
   query_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
   kv_activation_split_dims: SplitDims = ('batch', 'seq', 'act_kv_heads', None)
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  def __post_init__(self):
+    if self.window is not None and (self.window < 1 or not self.causal):
+      raise ValueError(
+        f'window={self.window} with causal={self.causal}: a window is of 1 or more tokens up to the token itself, so '
+        'choose a positive one and causal=True, or window=None.'
+      )
+    super().__post_init__()
 
   def _num_kv_heads(self) -> int:
     num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
@@ -134,15 +145,22 @@ class Attention(nn.Module, kw_only=True):
           f'causal={self.causal}, segment_pos {"missing" if segment_pos is None else "given"}: text can only be '
           'generated where no token sees what comes after it, and from positions.'
         )
-      leave_new_cache(self, key, value, self.kv_activation_split_dims)
+      leave_new_cache(self, key, value, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
       cached = read_cache(self)
     if cached is not None:
       assert segment_pos is not None
-      attended = attend_to_cache(query, key, value, cached, segment_ids, segment_pos)
+      attended = attend_to_cache(query, key, value, cached, segment_ids, segment_pos, window=self.window)
     else:
       mask = None if segment_ids is None else segment_mask(segment_ids)
       attended = jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=self.causal, implementation=self.implementation
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=self.causal,
+        # Documents are contiguous: within one, tokens are as far apart as their columns.
+        local_window_size=None if self.window is None else (self.window - 1, 0),
+        implementation=self.implementation,
       )
     return Linear(
       output_dims=x.shape[-1],

@@ -6,13 +6,15 @@ and values of the call's own tokens. Those of earlier calls it finds in the coll
     outputs, new = model.apply({'params': weights}, prompts, mutable='new_cache')                   # prefill
     outputs, new = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')     # step, or a chunk
 
-The caller writes `new` into `cache`, the token at position p of row b to place [b, p]. Outside of the loop over layers
-that is one update in place, while a cache that each layer returned would be copied once per step.
+The caller writes `new` into `cache`, the token at position p of row b to place [b, p mod S]. Outside of the loop over
+layers that is one update in place, while a cache that each layer returned would be copied once per step.
 
-Position is place, so the batch's `segment_pos` alone says what may be read: what an earlier sequence left behind the
-last token of a row is not. Each row holds one sequence; rows at different positions go through one step together.
+A cache with a place for every position never wraps around. One of a layer with an attention window need not be longer
+than the window and does: it is a ring. Either way the batch's `segment_pos` alone says which position a place holds,
+and what an earlier sequence left there is not read. Each row holds one sequence; rows at different positions go through
+one step together.
 
-Shapes: B batch (or slots), T tokens of this call, S positions, H query heads, G key/value heads, K head dim.
+Shapes: B batch (or slots), T tokens of this call, S places, H query heads, G key/value heads, K head dim.
 """
 
 import math
@@ -33,8 +35,27 @@ def is_decoding(module: nn.Module) -> bool:
   return module.is_mutable_collection(NEW_CACHE) and not module.is_initializing()
 
 
-def leave_new_cache(module: nn.Module, key: jax.Array, value: jax.Array, split_dims: SplitDims) -> None:
-  """Leaves keys and values [B, T, G, K] of this call's tokens in `new_cache`, with the split dims of the cache."""
+def leave_new_cache(
+  module: nn.Module,
+  key: jax.Array,
+  value: jax.Array,
+  split_dims: SplitDims,
+  *,
+  segment_ids: jax.Array | None = None,
+  window: int | None = None,
+) -> None:
+  """Leaves keys and values [B, T, G, K] of this call's tokens in `new_cache`, with the split dims of the cache.
+
+  Of more tokens than the window, [B, window, G, K] of each row's last are left: no later token sees the others.
+  """
+  num_columns = key.shape[1]
+  if window is not None and num_columns > window:
+    if segment_ids is None:
+      lengths = jnp.full(key.shape[:1], num_columns)
+    else:
+      lengths = jnp.sum(segment_ids != 0, axis=1)
+    columns = jnp.maximum(lengths - window, 0)[:, None] + jnp.arange(window)[None, :]
+    key, value = (jnp.take_along_axis(x, columns[:, :, None, None], axis=1) for x in (key, value))
   for name, x in (('key', key), ('value', value)):
     box = WeightBox(value=x, split_dims=tuple(split_dims or (None,) * x.ndim), tags=(), stacked=0)
     module.put_variable(NEW_CACHE, f'cached_{name}', box)
@@ -54,6 +75,8 @@ def attend_to_cache(
   cached: tuple[jax.Array, jax.Array],
   segment_ids: jax.Array | None,
   segment_pos: jax.Array,
+  *,
+  window: int | None = None,
 ) -> jax.Array:
   """Causal attention of this call's tokens to those of earlier calls and to one another: [B, T, H, K].
 
@@ -61,9 +84,11 @@ def attend_to_cache(
 
   Args:
     query, key, value: [B, T, H, K] and [B, T, G, K], of this call.
-    cached: keys and values [B, S, G, K].
+    cached: keys and values [B, S, G, K]; with a window S may be as little as that.
     segment_ids: int32 [B, T], 0 for padding, which stands behind the tokens. None: there is no padding.
     segment_pos: int32 [B, T], positions in the sequence, one after another: the cache holds those before the first.
+      Those of padding mean nothing.
+    window: how many tokens each sees, itself included; None: all that are before it.
   """
   num_rows, num_columns, num_heads, head_dim = query.shape
   num_groups = key.shape[2]
@@ -75,11 +100,18 @@ def attend_to_cache(
     products = jnp.einsum('BTGHK,BSGK->BGHTS', grouped, keys, preferred_element_type=jnp.float32)
     return products / math.sqrt(head_dim)
 
-  is_before = jnp.arange(num_places)[None, None, :] < segment_pos[:, :1, None]  # [B, 1, S]
   columns = jnp.arange(num_columns)
-  may_see = (columns[:, None] >= columns[None, :])[None]  # [1, T, T]
+  start = segment_pos[:, :1]
+  # Place p holds the last position before the start that is p modulo S, if there is one: [B, S].
+  held = start - 1 - (start - 1 - jnp.arange(num_places)[None, :]) % num_places
+  is_before = (held >= 0)[:, None, :]  # [B, 1, S]
+  distance = columns[:, None] - columns[None, :]
+  may_see = (distance >= 0)[None]  # [1, T, T]
   if segment_ids is not None:
     may_see &= segment_ids[:, :, None] == segment_ids[:, None, :]
+  if window is not None:
+    is_before &= (start + columns[None, :])[:, :, None] - held[:, None, :] < window
+    may_see &= (distance < window)[None]
   mask = jnp.concatenate(
     [
       jnp.broadcast_to(is_before, (num_rows, num_columns, num_places)),

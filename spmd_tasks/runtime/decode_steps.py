@@ -10,7 +10,7 @@ is donated: it is updated in place. Requests and outputs are the same on every p
 arrays out. Nothing is compiled after `compile()`, whatever the requests.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import functools
 from typing import Any
 
@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from spmd_tasks.decoding import beam, loop
-from spmd_tasks.decoding.samplers import Sampling
-from spmd_tasks.decoding.settings import DecodeSettings, prompt_buckets
+from spmd_tasks.decoding.cache import copy_slots
+from spmd_tasks.decoding.requests import Chunk, Request, make_requests, slot_rows
+from spmd_tasks.decoding.settings import DecodeSettings, prefill_buckets
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import sharding_scope, split_dims_to_partition_spec
@@ -36,7 +37,10 @@ class DecodeSteps:
 
   Attributes:
     settings: as given, with max_len filled in.
-    max_len: S; buckets: the lengths of prompts that are compiled.
+    max_len: S.
+    prefill_chunk: C, the length at which prompts are cut: the setting's, but for max_len or beam search at most.
+    buckets: the lengths of chunks that are compiled.
+    can_copy: whether a slot's copy holds every token of its source, which a ring forgets.
     vocab_size: V.
     abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
   """
@@ -54,7 +58,10 @@ class DecodeSteps:
     self._axis_rules = model.axis_rules if axis is None else without_axis(axis, model.axis_rules)
     self._replicated = NamedSharding(model.mesh, PartitionSpec())
     self.max_len = self.settings.max_len or _training_length(model)
-    self.buckets = prompt_buckets(self.settings.min_bucket, self.max_len)
+    self.prefill_chunk = min(self.settings.prefill_chunk, self.max_len)
+    # Beam search reads whole prompts.
+    longest = self.max_len if self.settings.num_beams > 1 else self.prefill_chunk
+    self.buckets = prefill_buckets(self.settings.min_bucket, longest)
     self._compiled: dict[Any, Any] = {}
 
     abstract_cache, specs, self.vocab_size = self._abstract_cache(self.settings.num_slots)
@@ -73,17 +80,27 @@ class DecodeSteps:
       return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
+    self.can_copy = all(leaf.shape[-3] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
 
   def init(self) -> loop.DecodeState:
     """The state in which no slot is active."""
-    return self._compile('init', lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.padded_state), ())()
+
+    def empty():
+      return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.padded_state)
+
+    return self._compile('init', empty, out=self._state_shardings)()
 
   def prefill(
-    self, weights: Weights, state: loop.DecodeState, requests: loop.Requests, *, score_prompts: bool = False
+    self, weights: Weights, state: loop.DecodeState, requests: loop.Requests
   ) -> tuple[loop.DecodeState, loop.Outputs]:
-    """See loop.prefill; `requests.ids` has the length of a bucket, and `prefill_rows` rows."""
-    return self._prefill(requests.ids.shape[1], score_prompts)(weights, state, requests)
+    """See loop.prefill; `requests` are of make_requests."""
+    return self._prefill(requests)(weights, state, requests)
+
+  def copy(self, state: loop.DecodeState, sources: Sequence[int], slots: Sequence[int]) -> loop.DecodeState:
+    """Gives at most `prefill_rows` slots the keys and values of others, so that a prefill can go on behind them."""
+    rows = self.settings.prefill_rows
+    return self._copy()(state, np.resize(np.asarray(sources, np.int32), rows), slot_rows(self.settings, slots))
 
   def step(self, weights: Weights, state: loop.DecodeState, keep: np.ndarray) -> tuple[loop.DecodeState, loop.Outputs]:
     """See loop.step."""
@@ -91,52 +108,44 @@ class DecodeSteps:
 
   def search(self, weights: Weights, requests: loop.Requests) -> beam.Beams:
     """Beam search for the requests' rows; their slots, seeds and sampling mean nothing."""
-    return self._search(requests.ids.shape[1])(
-      weights, requests.ids, requests.lengths, requests.max_tokens, requests.stop_ids
-    )
+    return self._search(requests)(weights, requests.ids, requests.lengths, requests.max_tokens, requests.stop_ids)
 
   def compile(self, *, score_prompts: bool = False) -> None:
-    """Compiles all that requests need: the step and every bucket's prefill, where asked for its scoring form too."""
+    """Compiles all that requests need: the step and every chunk's prefill, where asked for its scoring form too."""
+    chunks = self.any_chunks()
     if self.settings.num_beams > 1:
-      for bucket in self.buckets:
-        self._search(bucket)
+      for chunk in chunks:
+        self._search(make_requests(self, [chunk]))
       return
     self.init()
     self._step()
-    for bucket in self.buckets:
-      self._prefill(bucket, False)
-      if score_prompts:
-        self._prefill(bucket, True)
+    if self.can_copy:
+      self._copy()
+    for chunk in chunks:
+      for score in (False, True) if score_prompts else (False,):
+        self._prefill(make_requests(self, [chunk], score_prompts=score))
 
   def bucket(self, length: int) -> int:
-    """The shortest bucket for a prompt of `length` tokens, at most max_len."""
+    """The shortest bucket for a chunk of `length` tokens, at most the longest one."""
     return next(bucket for bucket in self.buckets if bucket >= length)
 
-  def abstract_requests(self, bucket: int) -> loop.Requests:
-    """Shapes and dtypes of a prefill's requests."""
-    num_rows = self.settings.prefill_rows
+  def any_chunks(self) -> list[Chunk]:
+    """A chunk for each of the compiled prefills, of prompts in no slot."""
+    nowhere, size = self.settings.num_slots, self.buckets[-1]
+    starts = (0, size) if size < self.max_len else (0,)
+    return [
+      Chunk(
+        request=Request(ids=(0,) * (start + bucket), max_tokens=1),
+        slot=nowhere,
+        start=start,
+        stop=start + bucket,
+        source=0 if start and self.can_copy else nowhere,
+      )
+      for start in starts
+      for bucket in self.buckets
+    ]
 
-    def array(dtype, *shape):
-      return jax.ShapeDtypeStruct((num_rows, *shape), dtype)
-
-    return loop.Requests(
-      ids=array(jnp.int32, bucket),
-      lengths=array(jnp.int32),
-      slots=array(jnp.int32),
-      max_tokens=array(jnp.int32),
-      seeds=array(jnp.uint32),
-      samples=array(jnp.uint32),
-      stop_ids=array(jnp.int32, self.settings.max_stop_ids),
-      sampling=Sampling(
-        repetition_penalty=array(jnp.float32),
-        temperature=array(jnp.float32),
-        top_k=array(jnp.int32),
-        top_p=array(jnp.float32),
-        min_p=array(jnp.float32),
-      ),
-    )
-
-  def _prefill(self, bucket: int, score_prompts: bool) -> Any:
+  def _prefill(self, requests: loop.Requests) -> Any:
     def prefill(padded_weights, padded_state, requests):
       state, outputs = loop.prefill(
         self._forward,
@@ -144,11 +153,19 @@ class DecodeSteps:
         padding.unpad(padded_state, self.abstract_state),
         requests,
         num_top_logprobs=self.settings.num_top_logprobs,
-        score_prompts=score_prompts,
       )
       return padding.pad(state, self.padded_state), outputs
 
-    return self._compile(('prefill', bucket, score_prompts), prefill, (self.abstract_requests(bucket),), stateful=True)
+    name = ('prefill', requests.ids.shape[1], requests.before is None, requests.targets is None)
+    return self._compile_stateful(name, prefill, requests)
+
+  def _copy(self) -> Any:
+    def copy(padded_state, sources, slots):
+      state = padding.unpad(padded_state, self.abstract_state)
+      return padding.pad(state.replace(cache=copy_slots(state.cache, sources, slots)), self.padded_state)
+
+    rows = np.zeros(self.settings.prefill_rows, np.int32)
+    return self._compile('copy', copy, rows, rows, held=(self.padded_state,), out=self._state_shardings)
 
   def _step(self) -> Any:
     def step(padded_weights, padded_state, keep):
@@ -161,11 +178,10 @@ class DecodeSteps:
       )
       return padding.pad(state, self.padded_state), outputs
 
-    keep = jax.ShapeDtypeStruct((self.settings.num_slots,), jnp.bool_)
-    return self._compile('step', step, (keep,), stateful=True)
+    return self._compile_stateful('step', step, np.zeros(self.settings.num_slots, np.bool_))
 
-  def _search(self, bucket: int) -> Any:
-    num_beams, requests = self.settings.num_beams, self.abstract_requests(bucket)
+  def _search(self, requests: loop.Requests) -> Any:
+    num_beams = self.settings.num_beams
     abstract_cache, specs, _ = self._abstract_cache(self.settings.prefill_rows * num_beams)
 
     def search(padded_weights, *arrays):
@@ -184,18 +200,18 @@ class DecodeSteps:
       )
 
     arguments = (requests.ids, requests.lengths, requests.max_tokens, requests.stop_ids)
-    return self._compile(('search', bucket), search, arguments, weighted=True)
+    held, name = (self._model.padded_state.weights,), ('search', requests.ids.shape[1])
+    return self._compile(name, search, *arguments, held=held, out=self._replicated)
+
+  def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """A function of weights, state and the host's arguments that returns the state and outputs."""
+    held = (self._model.padded_state.weights, self.padded_state)
+    return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._replicated))
 
   def _compile(
-    self,
-    name: Any,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    *,
-    stateful: bool = False,
-    weighted: bool = False,
+    self, name: Any, function: Callable[..., Any], *arguments: Any, held: tuple[Any, ...] = (), out: Any
   ) -> Any:
-    """`function`, compiled once: of weights, of the state, which it then returns first, and of the host's arguments."""
+    """`function`, compiled once: of weights or state that live on the mesh, and of the host's arguments."""
     if name in self._compiled:
       return self._compiled[name]
 
@@ -203,13 +219,6 @@ class DecodeSteps:
       with sharding_scope(self._model.mesh, self._axis_rules):
         return function(*given)
 
-    weights = self._model.padded_state.weights
-    held = (weights, self.padded_state) if stateful else (weights,) if weighted else ()
-    out: Any = self._replicated
-    if stateful:
-      out = (self._state_shardings, self._replicated)
-    elif name == 'init':
-      out = self._state_shardings
     jitted = jax.jit(
       scoped,
       in_shardings=(
@@ -217,9 +226,10 @@ class DecodeSteps:
         *jax.tree.map(lambda _: self._replicated, arguments),
       ),
       out_shardings=out,
-      donate_argnums=(1,) if stateful else (),
+      donate_argnums=tuple(i for i, tree in enumerate(held) if tree is self.padded_state),
     )
-    self._compiled[name] = jitted.lower(*held, *arguments).compile()
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
+    self._compiled[name] = jitted.lower(*held, *abstract).compile()
     return self._compiled[name]
 
   def _true_weights(self, padded_weights: Weights) -> Weights:

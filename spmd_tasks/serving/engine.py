@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from spmd_tasks.decoding.loop import Outputs
-from spmd_tasks.decoding.requests import Request, make_requests
+from spmd_tasks.decoding.requests import Chunk, make_requests
 from spmd_tasks.runtime.decode_steps import DecodeSteps
 
 
@@ -38,8 +38,10 @@ class ModelEngine:
     weights: padded, as they live on the mesh.
   """
 
-  def __init__(self, steps: DecodeSteps, weights: Any):
+  def __init__(self, steps: DecodeSteps, weights: Any, *, score_prompts: bool = False):
+    """Takes the steps for its own; `score_prompts` says whether prefills that do so are needed."""
     self._steps = steps
+    self._score_prompts = score_prompts
     self._state: Any = None
     self.weights = weights
 
@@ -55,27 +57,40 @@ class ModelEngine:
   def max_len(self) -> int:
     return self._steps.max_len
 
+  @property
+  def prefill_chunk(self) -> int:
+    return self._steps.prefill_chunk
+
+  @property
+  def can_reuse(self) -> bool:
+    return self._steps.can_copy
+
   def warm_up(self) -> None:
     started = time.monotonic()
-    self._steps.compile()
+    scoring = (False, True) if self._score_prompts else (False,)
+    self._steps.compile(score_prompts=self._score_prompts)
     self.reset()
-    for bucket in self._steps.buckets:
-      nobody = Request(ids=(0,) * bucket, max_tokens=1)
-      self.prefill([nobody], [self.num_slots]).read()
+    chunks = self._steps.any_chunks()
+    for chunk in chunks:
+      for score in scoring:
+        self.prefill([chunk], score_prompts=score).read()
     self.step(np.zeros(self.num_slots, np.bool_)).read()
     self.reset()
-    logging.info('compiled %d prompt lengths in %.1f s', len(self._steps.buckets), time.monotonic() - started)
+    logging.info('compiled %d prefills in %.1f s', len(chunks) * len(scoring), time.monotonic() - started)
 
   def reset(self) -> None:
     self._state = None  # first: there may be no room for two
     self._state = self._steps.init()
 
-  def prefill_cost(self, request: Request) -> int:
-    return self._steps.bucket(len(request.ids)) * self.prefill_rows
+  def prefill_cost(self, chunk: Chunk) -> int:
+    return self._steps.bucket(chunk.stop - chunk.start) * self.prefill_rows
 
-  def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> _OnDevice:
-    batch = make_requests(self._steps, requests, slots)
-    self._state, outputs = self._steps.prefill(self.weights, self._state, batch)
+  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> _OnDevice:
+    moved = [chunk for chunk in chunks if chunk.source != chunk.slot]
+    if moved:
+      self._state = self._steps.copy(self._state, [c.source for c in moved], [c.slot for c in moved])
+    requests = make_requests(self._steps, chunks, score_prompts=score_prompts)
+    self._state, outputs = self._steps.prefill(self.weights, self._state, requests)
     return _OnDevice(outputs)
 
   def step(self, keep: np.ndarray) -> _OnDevice:

@@ -1,14 +1,18 @@
 """Engine: what the scheduler needs of a model, small enough for a fake to stand in for it.
 
     engine.warm_up()
-    first = engine.prefill(requests, slots)    # prompts into slots; launched, not waited for
-    tokens = engine.step(keep)                 # the next token of every slot; launched too
-    first.read().tokens                        # waits
+    first = engine.prefill(chunks)    # pieces of prompts into slots; launched, not waited for
+    tokens = engine.step(keep)        # the next token of every slot; launched too
+    first.read().tokens               # waits
 
-What is launched runs in that order. A prefill takes its slots over, whatever was in them. All calls are made by one
-thread.
+What is launched runs in that order. A prompt's first chunk takes its slot over, whatever was in it; steps pass the slot
+by until the last chunk. All calls are made by one thread.
 
-Shapes: N slots, R rows: those of a prefill, or N.
+Prompts are cut at multiples of C, so that whole chunks are always computed by one program from the same numbers: a
+prompt that goes on behind another slot's chunks has the bits that it would have on its own. What may be reused are
+whole chunks that a prefill read, and not tokens that were generated.
+
+Shapes: N slots, R rows: those of a prefill, or N; C tokens of a whole chunk.
 """
 
 from collections.abc import Sequence
@@ -17,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmd_tasks.decoding.loop import Outputs
-from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding.requests import Chunk
 
 
 class Launched(Protocol):
@@ -33,7 +37,9 @@ class Engine(Protocol):
 
   Attributes:
     num_slots: N.
-    prefill_rows: how many prompts one prefill takes at most.
+    prefill_rows: how many chunks one prefill takes at most.
+    prefill_chunk: C.
+    can_reuse: whether a chunk's `source` may be another slot.
     max_len: positions of a slot, for prompt and generated tokens.
     weights: what the tokens are computed from; replaced only while no slot is in use.
   """
@@ -45,6 +51,10 @@ class Engine(Protocol):
   @property
   def prefill_rows(self) -> int: ...
   @property
+  def prefill_chunk(self) -> int: ...
+  @property
+  def can_reuse(self) -> bool: ...
+  @property
   def max_len(self) -> int: ...
 
   def warm_up(self) -> None:
@@ -55,12 +65,18 @@ class Engine(Protocol):
     """Empties all slots, also after a failure."""
     ...
 
-  def prefill_cost(self, request: Request) -> int:
-    """How many tokens a prefill computes for this prompt, padding included."""
+  def prefill_cost(self, chunk: Chunk) -> int:
+    """How many tokens a prefill computes for this chunk, padding included."""
     ...
 
-  def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> Launched:
-    """Reads at most `prefill_rows` prompts into as many slots; row i of the outputs is the first token of request i."""
+  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Launched:
+    """Reads chunks into their slots; row i of the outputs is the first token of chunk i, valid where its prompt ends.
+
+    Args:
+      chunks: at most `prefill_rows`, in different slots; all are the first of their prompts, or none is. Where a
+        chunk's `source` is another slot, that one's tokens before `start` are copied first.
+      score_prompts: whether the outputs have the log-probabilities of the tokens behind those of the chunks.
+    """
     ...
 
   def step(self, keep: np.ndarray) -> Launched:

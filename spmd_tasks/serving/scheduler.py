@@ -14,9 +14,11 @@ Shapes: N slots.
 
 from collections import deque
 from collections.abc import Iterable
+import itertools
 
 import numpy as np
 
+from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.serving.engine_contract import Engine, Launched
 from spmd_tasks.serving.sequence import Delta, FinishReason, Sequence
 
@@ -117,7 +119,8 @@ class Scheduler:
     while free and self._queue:
       taken: list[Sequence] = []
       while self._queue and len(taken) < min(len(free), self._engine.prefill_rows):
-        cost = self._engine.prefill_cost(self._queue[0].request)
+        chunks = chunk_prompt(self._queue[0].request, free[len(taken)], self._engine.prefill_chunk)
+        cost = sum(self._engine.prefill_cost(chunk) for chunk in chunks)
         if cost > budget and budget < self._prefill_budget:
           break
         budget -= cost
@@ -128,9 +131,15 @@ class Scheduler:
       for slot, sequence in zip(slots, taken, strict=True):
         self._slots[slot] = sequence
         self.num_prompt_tokens += len(sequence.request.ids)
-      rows = [(row, slot, sequence) for row, (slot, sequence) in enumerate(zip(slots, taken, strict=True))]
-      self._launch(self._engine.prefill([sequence.request for sequence in taken], slots), rows)
-      self.num_prefills += 1
+      size = self._engine.prefill_chunk
+      prompts = [chunk_prompt(s.request, slot, size) for slot, s in zip(slots, taken, strict=True)]
+      of_slots = dict(zip(slots, taken, strict=True))
+      for column in itertools.zip_longest(*prompts):
+        chunks = [chunk for chunk in column if chunk is not None]
+        ending = [(row, chunk) for row, chunk in enumerate(chunks) if chunk.stop == len(chunk.request.ids)]
+        rows = [(row, chunk.slot, of_slots[chunk.slot]) for row, chunk in ending]
+        self._launch(self._engine.prefill(chunks), rows)
+        self.num_prefills += 1
 
   def _launch(self, launched: Launched, rows: list[_Row]) -> None:
     """Remembers what runs, and frees the slots whose last token is among it."""

@@ -13,7 +13,7 @@ import pytest
 
 from spmd_tasks.decoding.generation import Completion, generate, search
 from spmd_tasks.decoding.requests import GREEDY, Request
-from spmd_tasks.decoding.settings import DecodeSettings, prompt_buckets
+from spmd_tasks.decoding.settings import DecodeSettings, prefill_buckets
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers.pipeline import PipelinedStack
@@ -174,9 +174,9 @@ def test_beams_have_true_scores_and_beat_greedy(name):
 
 
 def test_buckets():
-  assert prompt_buckets(4, 16) == (4, 8, 16)
-  assert prompt_buckets(5, 20) == (5, 8, 16, 20)
-  assert prompt_buckets(64, 16) == (16,)
+  assert prefill_buckets(4, 16) == (4, 8, 16)
+  assert prefill_buckets(5, 20) == (5, 8, 16, 20)
+  assert prefill_buckets(64, 16) == (16,)
 
 
 @pytest.mark.parametrize(

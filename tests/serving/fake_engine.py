@@ -10,7 +10,7 @@ import threading
 import numpy as np
 
 from spmd_tasks.decoding.loop import Outputs
-from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding.requests import Chunk, Request
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -46,6 +46,7 @@ class FakeEngine:
 
   def __init__(self, *, num_slots=4, prefill_rows=1, max_len=128, num_top=2, gate: threading.Event | None = None):
     self.num_slots, self.prefill_rows, self.max_len, self.num_top = num_slots, prefill_rows, max_len, num_top
+    self.prefill_chunk, self.can_reuse = max_len, True
     self.slots: list[Slot | None] = [None] * num_slots
     self.log: list[tuple] = []
     self.fail_next: Exception | None = None
@@ -60,17 +61,19 @@ class FakeEngine:
     self.slots = [None] * self.num_slots
     self.log.append(('reset',))
 
-  def prefill_cost(self, request: Request) -> int:
-    return len(request.ids)
+  def prefill_cost(self, chunk: Chunk) -> int:
+    return chunk.stop - chunk.start
 
-  def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> Launched:
-    assert len(requests) == len(slots) <= self.prefill_rows
-    self.log.append(('prefill', tuple(slots)))
-    for request, slot in zip(requests, slots, strict=True):
-      assert 0 < len(request.ids) <= self.max_len - request.max_tokens
-      self.slots[slot] = Slot(request)
-    rows = [self._next(slot) for slot in slots] + [None] * (self.prefill_rows - len(slots))
-    return Launched(self._outputs(rows))
+  def prefill(self, chunks: Sequence[Chunk]) -> Launched:
+    assert len(chunks) <= self.prefill_rows
+    self.log.append(('prefill', tuple(chunk.slot for chunk in chunks)))
+    rows = []
+    for chunk in chunks:
+      assert 0 < len(chunk.request.ids) <= self.max_len - chunk.request.max_tokens
+      is_end = chunk.stop == len(chunk.request.ids)
+      self.slots[chunk.slot] = Slot(chunk.request) if is_end else None
+      rows.append(self._next(chunk.slot))
+    return Launched(self._outputs(rows + [None] * (self.prefill_rows - len(rows))))
 
   def step(self, keep: np.ndarray) -> Launched:
     if self.gate is not None:
