@@ -55,10 +55,10 @@ def make_trace(num_requests, max_len):
 def make_engine(sizes):
   """A warm engine with drawn weights."""
   from spmd_tasks.config.resolve import resolve
+  from spmd_tasks.decoding.engine import ModelEngine
   from spmd_tasks.programs.decode_requests import find_tokenizer
   from spmd_tasks.programs.job_setup import partition_job
   from spmd_tasks.runtime.decode_steps import DecodeSteps
-  from spmd_tasks.serving.engine import ModelEngine
 
   job = resolve(MODEL, [*sizes, 'ici_mesh_shape=1,1,1', 'task.decode.num_top_logprobs=1']).build()
   model = partition_job(job)
@@ -70,7 +70,7 @@ def make_engine(sizes):
 
 def sequences_of(trace, tokenizer):
   from spmd_tasks.decoding.requests import Request
-  from spmd_tasks.serving.sequence import Sequence
+  from spmd_tasks.decoding.sequence import Sequence
 
   return [
     Sequence(Request(ids=tuple(ids), max_tokens=length, seed=i), tokenizer.decode, has_logprobs=True)
@@ -87,7 +87,7 @@ def tokens_by_sequence(deltas, sequences):
 
 def run_static(engine, trace, tokenizer):
   """Through the same scheduler, which is given a batch only when it has nothing left to do."""
-  from spmd_tasks.serving.scheduler import Scheduler
+  from spmd_tasks.decoding.scheduler import Scheduler
 
   scheduler, sequences, deltas = Scheduler(engine), sequences_of(trace, tokenizer), []
   began = time.perf_counter()
@@ -100,7 +100,7 @@ def run_static(engine, trace, tokenizer):
 
 def run_continuous(engine, trace, tokenizer):
   """All requests at once; slot use is counted while some of them wait."""
-  from spmd_tasks.serving.scheduler import Scheduler
+  from spmd_tasks.decoding.scheduler import Scheduler
 
   scheduler, sequences, deltas, use = Scheduler(engine), sequences_of(trace, tokenizer), [], None
   scheduler.submit(sequences)

@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from spmd_tasks.decoding.engine import Steps
 from spmd_tasks.decoding.incremental_text import IncrementalText
-from spmd_tasks.decoding.loop import Outputs, Requests
+from spmd_tasks.decoding.loop import Outputs
 from spmd_tasks.decoding.requests import Chunk, Request, chunk_prompt, make_requests
-from spmd_tasks.decoding.settings import DecodeSettings
 
 FinishReason = Literal['stop', 'length']
 
@@ -35,24 +35,6 @@ class Completion:
   # Of beam search, which gives no log-probability of each token: the whole text's, and what it ranks by.
   logprob: float | None = None
   score: float | None = None
-
-
-class Steps(Protocol):
-  """runtime.decode_steps.DecodeSteps, as far as it matters here."""
-
-  settings: DecodeSettings
-  max_len: int
-  prefill_chunk: int
-
-  def init(self) -> Any: ...
-
-  def bucket(self, length: int) -> int: ...
-
-  def prefill(self, weights: Any, state: Any, requests: Requests) -> tuple[Any, Outputs]: ...
-
-  def step(self, weights: Any, state: Any, keep: np.ndarray) -> tuple[Any, Outputs]: ...
-
-  def search(self, weights: Any, requests: Requests) -> Any: ...
 
 
 class _Running:

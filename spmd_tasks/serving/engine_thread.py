@@ -14,11 +14,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 import threading
 import time
+from typing import Any
 
 from absl import logging
 
-from spmd_tasks.serving.scheduler import Scheduler
-from spmd_tasks.serving.sequence import Delta, Sequence
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.sequence import Delta, Sequence
 
 # Failures without a step that succeeds in between, after which the engine is given up.
 _MAX_FAILURES = 3
@@ -70,7 +71,7 @@ class EngineThread:
     # Guarded by _changed:
     self._submitted: list[Sequence] = []
     self._cancelled: list[Sequence] = []
-    self._replacements: list[tuple[Callable[[], None], Future[None]]] = []
+    self._replacements: list[tuple[Callable[[], Any], Future[Any]]] = []
     self._is_stopping = False
     self._begun: float | None = None  # when the step began that is running
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
@@ -100,13 +101,15 @@ class EngineThread:
       self._cancelled += sequences
       self._changed.notify()
 
-  def between_sequences(self, action: Callable[[], None]) -> Future[None]:
-    """Has the engine's thread do something when no slot is in use; until then the queue waits.
+  def between_sequences(self, action: Callable[[], Any]) -> Future[Any]:
+    """What the engine's thread gets from `action`, called when no slot is in use; until then the queue waits.
+
+    An exception of `action` ends the engine.
 
     Raises:
       EngineEndedError: it does nothing any more.
     """
-    done: Future[None] = Future()
+    done: Future[Any] = Future()
     with self._changed:
       if self._is_stopping:
         raise EngineEndedError
@@ -184,8 +187,11 @@ class EngineThread:
     with self._changed:
       replacements, self._replacements = self._replacements, []
     for action, done in replacements:
-      action()
-      done.set_result(None)
+      try:
+        done.set_result(action())
+      except BaseException as error:
+        done.set_exception(error)
+        raise
 
   def _take_orders(self) -> bool:
     """Waits until there is something to do, and gives it to the scheduler; false: stop."""

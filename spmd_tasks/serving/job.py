@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
+from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs.tokenizers import Tokenizer
 from spmd_tasks.runtime.decode_steps import DecodeSteps
 from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.serving.engine import ModelEngine
 from spmd_tasks.serving.generation_request import ServedModel
 from spmd_tasks.serving.server import listen, serve
 from spmd_tasks.serving.settings import ServerSettings

@@ -6,8 +6,8 @@ import secrets
 import time
 from typing import Any
 
+from spmd_tasks.decoding.sequence import Delta, Sequence, TokenLogprob
 from spmd_tasks.serving.generation_request import GenerationRequest, ServedModel
-from spmd_tasks.serving.sequence import Delta, Sequence, TokenLogprob
 
 
 class ResponseBodies:

@@ -17,15 +17,15 @@ from typing import Any
 from absl import logging
 import uvicorn
 
+from spmd_tasks.decoding.engine_contract import Engine
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.sequence import Delta
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.runtime.job import exit_codes
-from spmd_tasks.serving.engine_contract import Engine
 from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.generation_request import ServedModel
 from spmd_tasks.serving.http_server import make_app
 from spmd_tasks.serving.publisher import Publisher
-from spmd_tasks.serving.scheduler import Scheduler
-from spmd_tasks.serving.sequence import Delta
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 

@@ -10,11 +10,11 @@ import contextlib
 import math
 import time
 
+from spmd_tasks.decoding.sequence import Delta, Sequence
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
 from spmd_tasks.serving.generation_request import GenerationRequest, ServedModel
 from spmd_tasks.serving.json_fields import RequestError
 from spmd_tasks.serving.prometheus import Histogram, LabelledCounter, exposition, single
-from spmd_tasks.serving.sequence import Delta, Sequence
 from spmd_tasks.serving.settings import ServerSettings
 
 

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.sequence import Sequence
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
-from spmd_tasks.serving.scheduler import Scheduler
-from spmd_tasks.serving.sequence import Sequence
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
 
 

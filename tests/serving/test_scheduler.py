@@ -3,8 +3,8 @@
 import pytest
 
 from spmd_tasks.decoding.requests import Request
-from spmd_tasks.serving.scheduler import Scheduler
-from spmd_tasks.serving.sequence import Sequence
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.sequence import Sequence
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
 
 

@@ -1,4 +1,4 @@
-"""ModelEngine: the engine of a PartitionedModel, through its compiled decode steps.
+"""ModelEngine: the engine of a model, through its compiled decode steps.
 
 Weights and cache are on the model's mesh, padded and split over experts as in training. Nothing is compiled after
 `warm_up`: slots, lengths, stop tokens and sampling are numbers in arrays of fixed shapes.
@@ -8,15 +8,40 @@ Shapes: N slots, P rows of a prefill.
 
 from collections.abc import Sequence
 import time
-from typing import Any
+from typing import Any, Protocol
 
 from absl import logging
 import jax
 import numpy as np
 
-from spmd_tasks.decoding.loop import Outputs
+from spmd_tasks.decoding.loop import Outputs, Requests
 from spmd_tasks.decoding.requests import Chunk, make_requests
-from spmd_tasks.runtime.decode_steps import DecodeSteps
+from spmd_tasks.decoding.settings import DecodeSettings
+
+
+class Steps(Protocol):
+  """runtime.decode_steps.DecodeSteps, as far as it matters here."""
+
+  settings: DecodeSettings
+  max_len: int
+  prefill_chunk: int
+  can_copy: bool
+
+  def compile(self, *, score_prompts: bool = False) -> None: ...
+
+  def any_chunks(self) -> list[Chunk]: ...
+
+  def bucket(self, length: int) -> int: ...
+
+  def init(self) -> Any: ...
+
+  def prefill(self, weights: Any, state: Any, requests: Requests) -> tuple[Any, Outputs]: ...
+
+  def copy(self, state: Any, sources: Sequence[int], slots: Sequence[int]) -> Any: ...
+
+  def step(self, weights: Any, state: Any, keep: np.ndarray) -> tuple[Any, Outputs]: ...
+
+  def search(self, weights: Any, requests: Requests) -> Any: ...
 
 
 class _OnDevice:
@@ -38,7 +63,7 @@ class ModelEngine:
     weights: padded, as they live on the mesh.
   """
 
-  def __init__(self, steps: DecodeSteps, weights: Any, *, score_prompts: bool = False):
+  def __init__(self, steps: Steps, weights: Any, *, score_prompts: bool = False):
     """Takes the steps for its own; `score_prompts` says whether prefills that do so are needed."""
     self._steps = steps
     self._score_prompts = score_prompts

@@ -18,9 +18,9 @@ import itertools
 
 import numpy as np
 
+from spmd_tasks.decoding.engine_contract import Engine, Launched
 from spmd_tasks.decoding.requests import chunk_prompt
-from spmd_tasks.serving.engine_contract import Engine, Launched
-from spmd_tasks.serving.sequence import Delta, FinishReason, Sequence
+from spmd_tasks.decoding.sequence import Delta, FinishReason, Sequence
 
 # (row of the outputs, slot, whose token it is)
 _Row = tuple[int, int, Sequence]
