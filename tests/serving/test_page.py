@@ -1,0 +1,143 @@
+"""The page at / in a real browser: Debian's chromium, where it is installed (scripts/setup_browser)."""
+
+import shutil
+import time
+from urllib.parse import urlsplit
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
+
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.served import serving
+
+CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
+# Nothing but the page: no updates, no lookups, no profile of an earlier run.
+FLAGS = """
+  --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+  --disable-component-update --disable-sync --window-size=1000,800
+""".split()  # noqa: SIM905
+
+pytestmark = pytest.mark.skipif(
+  not (CHROMIUM and DRIVER), reason='no chromium and chromedriver here: scripts/setup_browser installs them'
+)
+
+
+class SlowEngine(FakeEngine):
+  """Its texts can be seen to grow."""
+
+  def step(self, keep):
+    time.sleep(0.02)
+    return super().step(keep)
+
+
+@pytest.fixture(scope='module')
+def served():
+  with serving(SlowEngine(num_slots=2, max_len=1000)) as served:
+    yield served
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+  options = webdriver.ChromeOptions()
+  options.binary_location = CHROMIUM
+  for flag in (*FLAGS, f'--user-data-dir={tmp_path_factory.mktemp("chromium")}'):
+    options.add_argument(flag)
+  options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+  with webdriver.Chrome(options, Service(DRIVER)) as browser:
+    yield browser
+
+
+@pytest.fixture
+def page(browser, served):
+  browser.get(served.url)
+  return Page(browser)
+
+
+class Page:
+  """The page's elements by their ids."""
+
+  def __init__(self, browser):
+    self.browser = browser
+
+  def __getitem__(self, name):
+    return self.browser.find_element(By.ID, name)
+
+  def fill(self, **values):
+    for name, value in values.items():
+      self[name].clear()
+      self[name].send_keys(str(value))
+
+  def wait(self, condition):
+    return WebDriverWait(self.browser, 10, poll_frequency=0.01).until(lambda _: condition())
+
+  def is_idle(self):
+    return self['go'].is_enabled() and not self['stop'].is_enabled()
+
+
+def test_a_prompt_is_answered_piece_by_piece(page):
+  assert page['name'].text == page.browser.title == 'fake.Model'
+  page.fill(prompt='hello', max_tokens=30)
+  page['go'].click()
+  piece = page.wait(lambda: page['new'].text)
+  assert not page.is_idle()
+  page.wait(page.is_idle)
+  text = page['new'].text
+  assert text.startswith(piece)
+  assert len(piece) < len(text)
+  assert text == ('hello' * 6)[: len(text)]
+  assert page['given'].text == 'hello'
+  status = page['status'].text
+  assert status.startswith('30 tokens, ')
+  assert ' per second, first after ' in status
+  assert status.endswith(': as long as asked for')
+  assert page.browser.get_log('browser') == []  # also nothing that the content security policy refused
+
+
+def test_stop_frees_the_slot(page, served):
+  page.fill(prompt='abc', max_tokens=900)
+  page['go'].click()
+  page.wait(lambda: page['new'].text)
+  page['stop'].click()
+  page.wait(page.is_idle)
+  assert page['status'].text == 'stopped'
+  with served.client() as client:
+    page.wait(lambda: 'spmd_tasks_active_slots 0\n' in client.get('/metrics').text)
+
+
+def test_what_is_wrong_is_said_and_forgotten(page):
+  page.fill(prompt='abc', max_tokens=5000)
+  page['go'].click()
+  page.wait(page.is_idle)
+  assert page['error'].text.startswith('max_tokens is too large')
+  assert page['status'].text == ''
+  page.fill(max_tokens=3)
+  page['go'].click()
+  page.wait(page.is_idle)
+  assert page['error'].text == ''
+  assert page['status'].text.startswith('3 tokens')
+
+
+def test_markup_is_shown_and_not_run(page):
+  markup = '<script>document.title="run"</script><img src=x onerror=\'document.title="run"\'>'
+  page.fill(prompt=markup, max_tokens=len(markup) + 1)
+  page['go'].click()
+  page.wait(page.is_idle)
+  assert markup[:-1] in page['new'].text
+  assert page['given'].text == markup
+  assert page.browser.find_elements(By.TAG_NAME, 'img') == []
+  assert page.browser.title == 'fake.Model'
+
+
+def test_a_key_as_the_password_opens_the_page_and_answers(browser):
+  with serving(api_key='secret') as served:
+    at = urlsplit(served.url)
+    browser.get(f'http://anyone:secret@{at.netloc}/')
+    page = Page(browser)
+    page.fill(prompt='hi', max_tokens=3)
+    page['go'].click()
+    page.wait(page.is_idle)
+    assert page['error'].text == ''
+    assert page['status'].text.startswith('3 tokens')
