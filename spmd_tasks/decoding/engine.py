@@ -61,6 +61,7 @@ class ModelEngine:
 
   Attributes:
     weights: padded, as they live on the mesh.
+    cache_epoch: another one after `reset`, and with other weights.
   """
 
   def __init__(self, steps: Steps, weights: Any, *, score_prompts: bool = False):
@@ -68,7 +69,17 @@ class ModelEngine:
     self._steps = steps
     self._score_prompts = score_prompts
     self._state: Any = None
-    self.weights = weights
+    self._weights = weights
+    self.cache_epoch = 0
+
+  @property
+  def weights(self) -> Any:
+    return self._weights
+
+  @weights.setter
+  def weights(self, weights: Any) -> None:
+    self._weights = weights
+    self.cache_epoch += 1
 
   @property
   def num_slots(self) -> int:
@@ -106,6 +117,7 @@ class ModelEngine:
   def reset(self) -> None:
     self._state = None  # first: there may be no room for two
     self._state = self._steps.init()
+    self.cache_epoch += 1
 
   def prefill_cost(self, chunk: Chunk) -> int:
     return self._steps.bucket(chunk.stop - chunk.start) * self.prefill_rows
@@ -115,9 +127,9 @@ class ModelEngine:
     if moved:
       self._state = self._steps.copy(self._state, [c.source for c in moved], [c.slot for c in moved])
     requests = make_requests(self._steps, chunks, score_prompts=score_prompts)
-    self._state, outputs = self._steps.prefill(self.weights, self._state, requests)
+    self._state, outputs = self._steps.prefill(self._weights, self._state, requests)
     return _OnDevice(outputs)
 
   def step(self, keep: np.ndarray) -> _OnDevice:
-    self._state, outputs = self._steps.step(self.weights, self._state, keep)
+    self._state, outputs = self._steps.step(self._weights, self._state, keep)
     return _OnDevice(outputs)

@@ -39,9 +39,11 @@ class Engine(Protocol):
     num_slots: N.
     prefill_rows: how many chunks one prefill takes at most.
     prefill_chunk: C.
-    can_reuse: whether a chunk's `source` may be another slot.
+    can_reuse: whether a prompt may go on behind chunks that were read for another one.
     max_len: positions of a slot, for prompt and generated tokens.
     weights: what the tokens are computed from; replaced only while no slot is in use.
+    cache_epoch: another number whenever no chunk in the slots may be reused any more: after `reset`, and with other
+      weights.
   """
 
   weights: Any
@@ -56,6 +58,8 @@ class Engine(Protocol):
   def can_reuse(self) -> bool: ...
   @property
   def max_len(self) -> int: ...
+  @property
+  def cache_epoch(self) -> int: ...
 
   def warm_up(self) -> None:
     """Compiles all that any request may need, and runs it once. Slots are empty afterwards."""
@@ -66,15 +70,16 @@ class Engine(Protocol):
     ...
 
   def prefill_cost(self, chunk: Chunk) -> int:
-    """How many tokens a prefill computes for this chunk, padding included."""
+    """How many tokens a prefill of this chunk computes, padding and unused rows included."""
     ...
 
   def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Launched:
     """Reads chunks into their slots; row i of the outputs is the first token of chunk i, valid where its prompt ends.
 
     Args:
-      chunks: at most `prefill_rows`, in different slots; all are the first of their prompts, or none is. Where a
-        chunk's `source` is another slot, that one's tokens before `start` are copied first.
+      chunks: at most `prefill_rows`, in different slots and of one `prefill_cost`, so that the same program reads each
+        of them alone; all are the first of their prompts, or none is. Where a chunk's `source` is another slot, that
+        one's tokens before `start` are copied first.
       score_prompts: whether the outputs have the log-probabilities of the tokens behind those of the chunks.
     """
     ...

@@ -5,25 +5,29 @@
       for delta in scheduler.advance():
         ...
 
+Prompts are read in chunks between the steps, so that a long one holds up nobody for longer than a chunk (Agrawal et
+al., Sarathi, 2023); a prompt that begins like an earlier one goes on behind the chunks that a slot holds still.
+
 The device is one step ahead of the host: step t + 1 is launched before step t is read. So a sequence that ends by its
 own tokens is known to have ended one step late, and what was launched for it in between is thrown away; one that ends
-by its length makes room at once. Nothing here knows of threads or networks.
+by its length makes room at once. Nothing here knows of threads, networks or time: the same submissions give the same
+launches on every process.
 
-Shapes: N slots.
+Shapes: N slots, C tokens of a whole chunk.
 """
 
 from collections import deque
 from collections.abc import Iterable
-import itertools
 
 import numpy as np
 
 from spmd_tasks.decoding.engine_contract import Engine, Launched
-from spmd_tasks.decoding.requests import chunk_prompt
+from spmd_tasks.decoding.prefixes import PrefixTable
+from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.sequence import Delta, FinishReason, Sequence
 
-# (row of the outputs, slot, whose token it is)
-_Row = tuple[int, int, Sequence]
+# (row of the outputs, slot, whose row it is, what a prefill read in it)
+_Row = tuple[int, int, Sequence, Chunk | None]
 
 
 class Scheduler:
@@ -32,8 +36,9 @@ class Scheduler:
   Attributes:
     num_steps: decode steps launched so far.
     num_slot_steps: the slots of those steps that had a sequence in them.
-    num_prefills: prefills launched so far.
-    num_prompt_tokens, num_generated_tokens: of all sequences, padding excluded.
+    num_prefills, num_chunks: prefills launched so far, and the chunks of prompts that they read.
+    num_prompt_tokens, num_reused_tokens: of prompts, those that were read, and those that a slot held already.
+    num_generated_tokens: of all sequences, padding excluded, like the two above.
   """
 
   def __init__(self, engine: Engine, *, prefill_budget: int | None = None):
@@ -42,18 +47,23 @@ class Scheduler:
     Args:
       engine: warmed up by whoever calls `advance`.
       prefill_budget: how many prompt tokens, padding included, may be read between two steps, so that those who wait
-        for their next token do not wait for long; one prompt is always read. None: as many as fit one slot.
+        for their next token do not wait for long; one prefill always may. None: as many as one prefill reads at most.
     """
     self._engine = engine
-    self._prefill_budget = engine.max_len if prefill_budget is None else prefill_budget
+    self._prefill_budget = engine.prefill_chunk * engine.prefill_rows if prefill_budget is None else prefill_budget
+    self._prefixes = PrefixTable(engine)
     self._queue: deque[Sequence] = deque()
     self._slots: list[Sequence | None] = [None] * engine.num_slots
+    self._free = list(range(engine.num_slots))  # by the time of their last use
+    self._starts: dict[int, int] = {}  # of the next chunk of slots whose prompt is being read, in their order
     self._in_flight: deque[tuple[Launched, list[_Row]]] = deque()
     self._outbox: list[Delta] = []
     self.num_steps = 0
     self.num_slot_steps = 0
     self.num_prefills = 0
+    self.num_chunks = 0
     self.num_prompt_tokens = 0
+    self.num_reused_tokens = 0
     self.num_generated_tokens = 0
 
   @property
@@ -64,7 +74,7 @@ class Scheduler:
   @property
   def num_active(self) -> int:
     """Slots that have a sequence in them."""
-    return sum(sequence is not None for sequence in self._slots)
+    return len(self._slots) - len(self._free)
 
   @property
   def has_work(self) -> bool:
@@ -79,7 +89,9 @@ class Scheduler:
     """Ends sequences, wherever they are; their slots are free for the next step."""
     self._outbox += [sequence.end(reason) for sequence in sequences if sequence.finish_reason is None]
     self._queue = deque(sequence for sequence in self._queue if sequence.finish_reason is None)
-    self._slots = [None if slot is None or slot.finish_reason is not None else slot for slot in self._slots]
+    for slot, sequence in enumerate(self._slots):
+      if sequence is not None and sequence.finish_reason is not None:
+        self._release(slot)
 
   def end_all(self, reason: FinishReason) -> list[Delta]:
     """Ends every sequence without asking the engine for anything more."""
@@ -88,21 +100,25 @@ class Scheduler:
     return self._take_outbox()
 
   def advance(self, *, admit: bool = True) -> list[Delta]:
-    """Fills free slots, launches a step, reads the one before it.
+    """Reads chunks of prompts, launches a step, and fetches what was launched before it.
 
     Args:
       admit: whether sequences of the queue may take slots.
     """
-    if admit:
-      self._admit()
-    if self.num_active:
-      rows = [(slot, slot, sequence) for slot, sequence in enumerate(self._slots) if sequence is not None]
-      keep = np.array([sequence is not None for sequence in self._slots])
+    self._prefill(admit)
+    rows: list[_Row] = [
+      (slot, slot, sequence, None)
+      for slot, sequence in enumerate(self._slots)
+      if sequence is not None and slot not in self._starts
+    ]
+    if rows:
+      keep = np.zeros(len(self._slots), np.bool_)
+      keep[[slot for slot, *_ in rows]] = True
       self._launch(self._engine.step(keep), rows)
       self.num_steps += 1
       self.num_slot_steps += len(rows)
     while len(self._in_flight) > (1 if self.num_active else 0):
-      self._read(*self._in_flight[0])
+      self._fetch(*self._in_flight[0])
       self._in_flight.popleft()  # only now: a read that raises must not lose whose tokens these were
     return self._take_outbox()
 
@@ -113,59 +129,120 @@ class Scheduler:
     self._engine.reset()
     return self._take_outbox()
 
-  def _admit(self) -> None:
+  def _prefill(self, admit: bool) -> None:
     budget = self._prefill_budget
-    free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
-    while free and self._queue:
-      taken: list[Sequence] = []
-      while self._queue and len(taken) < min(len(free), self._engine.prefill_rows):
-        chunks = chunk_prompt(self._queue[0].request, free[len(taken)], self._engine.prefill_chunk)
-        cost = sum(self._engine.prefill_cost(chunk) for chunk in chunks)
-        if cost > budget and budget < self._prefill_budget:
-          break
-        budget -= cost
-        taken.append(self._queue.popleft())
-      if not taken:
+    while chunks := self._next_chunks(admit):
+      cost = self._engine.prefill_cost(chunks[0])
+      if cost > budget and budget < self._prefill_budget:
         return
-      slots, free = free[: len(taken)], free[len(taken) :]
-      for slot, sequence in zip(slots, taken, strict=True):
-        self._slots[slot] = sequence
-        self.num_prompt_tokens += len(sequence.request.ids)
-      size = self._engine.prefill_chunk
-      prompts = [chunk_prompt(s.request, slot, size) for slot, s in zip(slots, taken, strict=True)]
-      of_slots = dict(zip(slots, taken, strict=True))
-      for column in itertools.zip_longest(*prompts):
-        chunks = [chunk for chunk in column if chunk is not None]
-        ending = [(row, chunk) for row, chunk in enumerate(chunks) if chunk.stop == len(chunk.request.ids)]
-        rows = [(row, chunk.slot, of_slots[chunk.slot]) for row, chunk in ending]
-        self._launch(self._engine.prefill(chunks), rows)
-        self.num_prefills += 1
+      budget -= cost
+      self._launch_prefill(chunks)
+
+  def _next_chunks(self, admit: bool) -> list[Chunk]:
+    """Those of the next prefill: of prompts that are being read, then of the queue's first; nothing is changed."""
+    chunks: list[Chunk] = []
+    for slot, start in self._starts.items():
+      sequence = self._slots[slot]
+      assert sequence is not None
+      chunk = self._chunk(sequence, slot, start, slot)
+      if len(chunks) < self._engine.prefill_rows and self._can_join(chunks, chunk):
+        chunks.append(chunk)
+    free = list(self._free)
+    for sequence in self._queue if admit else ():
+      if not free or len(chunks) == self._engine.prefill_rows:
+        break
+      chunk = self._first_chunk(sequence, free)
+      if not self._can_join(chunks, chunk):
+        break  # who came later does not take the slot
+      free.remove(chunk.slot)
+      chunks.append(chunk)
+    return chunks
+
+  def _first_chunk(self, sequence: Sequence, free: list[int]) -> Chunk:
+    """Where a prompt goes and what it goes on behind: in the very slot, or in that whose loss matters least."""
+    request = sequence.request
+    length, holders = (0, frozenset[int]()) if request.score_prompt else self._prefixes.longest(request.ids)
+    exact = [slot for slot in free if slot in holders and self._prefixes.num_held(slot) == length]
+    slot = exact[0] if exact else min(free, key=lambda slot: self._prefixes.num_held(slot) > 0)
+    return self._chunk(sequence, slot, length, slot if slot in holders or not holders else min(holders))
+
+  def _chunk(self, sequence: Sequence, slot: int, start: int, source: int) -> Chunk:
+    stop = min(start + self._engine.prefill_chunk, len(sequence.request.ids))
+    return Chunk(request=sequence.request, slot=slot, start=start, stop=stop, source=source)
+
+  def _can_join(self, chunks: list[Chunk], new: Chunk) -> bool:
+    """Whether a chunk may be read with others: by the program that reads it alone, and from no slot that they write."""
+    return not chunks or (
+      (new.start > 0, new.request.score_prompt, self._engine.prefill_cost(new))
+      == (chunks[0].start > 0, chunks[0].request.score_prompt, self._engine.prefill_cost(chunks[0]))
+      and all(new.source != other.slot and new.slot != other.source for other in chunks)
+      and not any(self._repeats(new, other) for other in chunks)
+    )
+
+  def _repeats(self, new: Chunk, other: Chunk) -> bool:
+    """Whether a chunk need not be read once another one has been."""
+    ids = new.request.ids
+    return (
+      self._prefixes.can_be_reused(other)
+      and other.start == new.start
+      and other.stop < len(ids)
+      and ids[: other.stop] == other.request.ids[: other.stop]
+    )
+
+  def _launch_prefill(self, chunks: list[Chunk]) -> None:
+    rows: list[_Row] = []
+    for row, chunk in enumerate(chunks):
+      sequence = self._slots[chunk.slot]
+      if sequence is None:
+        sequence = self._slots[chunk.slot] = self._queue.popleft()
+        self._free.remove(chunk.slot)
+        sequence.num_reused = chunk.start
+        self.num_reused_tokens += chunk.start
+      rows.append((row, chunk.slot, sequence, chunk))
+    score = chunks[0].request.score_prompt
+    launched = self._engine.prefill(chunks, score_prompts=score)
+    self.num_prefills += 1
+    for chunk in chunks:
+      self._prefixes.note(chunk)
+      self.num_chunks += 1
+      self.num_prompt_tokens += chunk.stop - chunk.start
+      if chunk.stop < len(chunk.request.ids):
+        self._starts[chunk.slot] = chunk.stop
+      else:
+        self._starts.pop(chunk.slot, None)
+    self._launch(launched, rows)
 
   def _launch(self, launched: Launched, rows: list[_Row]) -> None:
     """Remembers what runs, and frees the slots whose last token is among it."""
     self._in_flight.append((launched, rows))
-    for _, slot, sequence in rows:
-      sequence.num_launched += 1
-      if sequence.num_launched >= sequence.request.max_tokens:
-        self._slots[slot] = None
+    for _, slot, sequence, _ in rows:
+      if slot not in self._starts:
+        sequence.num_launched += 1
+        if sequence.num_launched >= sequence.request.max_tokens:
+          self._release(slot)
+
+  def _release(self, slot: int) -> None:
+    self._slots[slot] = None
+    self._free.append(slot)
+    self._starts.pop(slot, None)
 
   def _launched(self) -> list[Sequence]:
     """Those in slots, and those whose last token is on its way."""
-    in_flight = [sequence for _, rows in self._in_flight for _, _, sequence in rows]
+    in_flight = [sequence for _, rows in self._in_flight for _, _, sequence, _ in rows]
     return list(dict.fromkeys([*in_flight, *(sequence for sequence in self._slots if sequence is not None)]))
 
   def _take_outbox(self) -> list[Delta]:
     deltas, self._outbox = self._outbox, []
     return deltas
 
-  def _read(self, launched: Launched, rows: list[_Row]) -> None:
+  def _fetch(self, launched: Launched, rows: list[_Row]) -> None:
     outputs = launched.read()
-    for row, slot, sequence in rows:
-      if sequence.finish_reason is not None or not outputs.is_valid[row]:
+    for row, slot, sequence, chunk in rows:
+      if sequence.finish_reason is not None:
         continue  # launched before its end was known
-      delta = sequence.take(outputs, row)
-      self.num_generated_tokens += 1
+      delta = sequence.take(outputs, row, chunk)
+      self.num_generated_tokens += bool(outputs.is_valid[row])
       if delta.finish_reason is not None and self._slots[slot] is sequence:
-        self._slots[slot] = None
+        self._release(slot)
       if delta.text or delta.logprobs or delta.finish_reason is not None:
         self._outbox.append(delta)

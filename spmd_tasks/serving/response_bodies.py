@@ -110,7 +110,7 @@ class ResponseBodies:
       'top_logprobs': [self._chat_token(token, logprob) for token, logprob in self._top(entry)]
     }
 
-  def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
+  def _chat_token(self, token: int, logprob: float | None) -> dict[str, Any]:
     text = self._token_text(token)
     is_text = not text.startswith(_NO_TEXT)
     return {'token': text, 'logprob': logprob, 'bytes': list(text.encode('utf-8')) if is_text else None}

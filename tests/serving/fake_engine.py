@@ -1,6 +1,8 @@
 """FakeEngine: an engine without a model, whose tokens are known in advance.
 
-A prompt's answer is its own bytes again, in a circle; what was asked of the engine is kept in `log`.
+A prompt's answer is its own bytes again, in a circle; what was asked of the engine is kept in `log`. The bytes are read
+from a cache in which every place depends on all before it, as keys and values do: what was computed with other weights,
+behind other tokens or not at all gives another answer.
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ from spmd_tasks.inputs.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos_id
+NO_TOKEN = ord('#')
+MIN_BUCKET = 4
 
 
 class Launched:
@@ -27,82 +31,154 @@ class Launched:
     return self.outputs
 
 
+def cell(before: int, token: int) -> int:
+  """What stands in the cache for a token behind a place."""
+  return (before * 1_000_003 + 12_345) % 2**31 * 512 + token
+
+
+def token_of(before: int, here: int) -> int:
+  """The token of a cell, if it belongs behind the one before it."""
+  token = here % 512
+  return token if cell(before, token) == here else NO_TOKEN
+
+
 @dataclasses.dataclass
 class Slot:
-  """A request, and how many of its tokens were given out."""
+  """A request whose prompt is read up to `length`, and how many of its tokens were given out."""
 
   request: Request
+  length: int
   num_tokens: int = 0
-
-  def next(self) -> tuple[int, bool]:
-    ids = self.request.ids
-    token = ids[self.num_tokens % len(ids)]
-    self.num_tokens += 1
-    return token, token in self.request.stop_ids or self.num_tokens >= self.request.max_tokens
 
 
 class FakeEngine:
   """Slots in host memory; `fail_next` makes the next step raise when it is read."""
 
-  def __init__(self, *, num_slots=4, prefill_rows=1, max_len=128, num_top=2, gate: threading.Event | None = None):
+  def __init__(
+    self,
+    *,
+    num_slots=4,
+    prefill_rows=1,
+    prefill_chunk=8,
+    max_len=128,
+    num_top=2,
+    can_reuse=True,
+    gate: threading.Event | None = None,
+  ):
     self.num_slots, self.prefill_rows, self.max_len, self.num_top = num_slots, prefill_rows, max_len, num_top
-    self.prefill_chunk, self.can_reuse = max_len, True
-    self.slots: list[Slot | None] = [None] * num_slots
+    self.prefill_chunk, self.can_reuse = prefill_chunk, can_reuse
     self.log: list[tuple] = []
     self.fail_next: Exception | None = None
     self.gate = gate
     self.is_warm = False
-    self.weights = 0  # added to each token
+    self.cache_epoch = 0
+    self._weights = 0  # added to each token
+    self._empty()
+
+  @property
+  def weights(self):
+    return self._weights
+
+  @weights.setter
+  def weights(self, weights):
+    self._weights = weights
+    self.cache_epoch += 1
 
   def warm_up(self):
     self.is_warm = True
 
   def reset(self):
-    self.slots = [None] * self.num_slots
+    self._empty()
+    self.cache_epoch += 1
     self.log.append(('reset',))
 
-  def prefill_cost(self, chunk: Chunk) -> int:
-    return chunk.stop - chunk.start
+  def _empty(self):
+    self.slots: list[Slot | None] = [None] * self.num_slots
+    self.caches: list[dict[int, int]] = [{} for _ in range(self.num_slots)]
 
-  def prefill(self, chunks: Sequence[Chunk]) -> Launched:
-    assert len(chunks) <= self.prefill_rows
+  def prefill_cost(self, chunk: Chunk) -> int:
+    bucket = max(MIN_BUCKET, 1 << (chunk.stop - chunk.start - 1).bit_length())
+    return min(bucket, self.prefill_chunk) * self.prefill_rows
+
+  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Launched:
     self.log.append(('prefill', tuple(chunk.slot for chunk in chunks)))
+    assert 0 < len(chunks) <= self.prefill_rows
+    assert len({chunk.slot for chunk in chunks}) == len(chunks)
+    assert len({(chunk.start > 0, self.prefill_cost(chunk)) for chunk in chunks}) == 1
+    for chunk in chunks:
+      self._check(chunk, score_prompts)
+      if chunk.source != chunk.slot:
+        assert self.can_reuse
+        assert chunk.source not in {other.slot for other in chunks}
+        source = self.caches[chunk.source]
+        self.caches[chunk.slot] = {place: source[place] for place in range(chunk.start) if place in source}
     rows = []
     for chunk in chunks:
-      assert 0 < len(chunk.request.ids) <= self.max_len - chunk.request.max_tokens
-      is_end = chunk.stop == len(chunk.request.ids)
-      self.slots[chunk.slot] = Slot(chunk.request) if is_end else None
+      cache = self.caches[chunk.slot]
+      for place in range(chunk.start, chunk.stop):
+        cache[place] = cell(cache.get(place - 1, 0), (chunk.request.ids[place] + self.weights) % 512)
+      self.slots[chunk.slot] = Slot(chunk.request, chunk.stop)
       rows.append(self._next(chunk.slot))
-    return Launched(self._outputs(rows + [None] * (self.prefill_rows - len(rows))))
+    outputs = self._outputs(rows + [None] * (self.prefill_rows - len(rows)))
+    return Launched(self._score(outputs, chunks) if score_prompts else outputs)
+
+  def _check(self, chunk: Chunk, score_prompts: bool):
+    request = chunk.request
+    assert chunk.start % self.prefill_chunk == 0
+    assert chunk.start < chunk.stop == min(chunk.start + self.prefill_chunk, len(request.ids))
+    assert len(request.ids) <= self.max_len - request.max_tokens
+    assert score_prompts == request.score_prompt
+    held = self.slots[chunk.slot]
+    is_next = held is not None and held.request is request and held.length == chunk.start
+    assert chunk.start == 0 or is_next or (self.can_reuse and not score_prompts)
 
   def step(self, keep: np.ndarray) -> Launched:
     if self.gate is not None:
       self.gate.wait(10)
     self.log.append(('step', tuple(keep.tolist())))
     for slot, kept in enumerate(keep):
-      if not kept:
+      held = self.slots[slot]
+      if not kept and held is not None and held.length == len(held.request.ids):
         self.slots[slot] = None
     error, self.fail_next = self.fail_next, None
     return Launched(self._outputs([self._next(slot) for slot in range(self.num_slots)]), error)
 
   def _next(self, slot: int):
     held = self.slots[slot]
-    if held is None:
+    if held is None or held.length < len(held.request.ids) or not held.request.max_tokens:
       return None
-    token, is_finished = held.next()
-    token += self.weights
+    place = held.num_tokens % held.length
+    cache = self.caches[slot]
+    token = token_of(cache.get(place - 1, 0), cache.get(place, 0))
+    # Of this no prefill made a whole chunk: nobody may go on behind it.
+    cache[held.length + held.num_tokens] = 0
+    held.num_tokens += 1
+    is_finished = token in held.request.stop_ids or held.num_tokens >= held.request.max_tokens
     if is_finished:
       self.slots[slot] = None
     return token, is_finished
 
   def _outputs(self, rows) -> Outputs:
     tokens = np.array([0 if row is None else row[0] for row in rows], np.int32)
-    top = np.arange(self.num_top)
     return Outputs(
       tokens=tokens,
       logprobs=-tokens.astype(np.float32) / 100,
-      top_ids=(tokens[:, None] + top[None, :]) % TOKENIZER.vocab_size,
-      top_logprobs=np.broadcast_to(-top.astype(np.float32)[None, :], (len(rows), self.num_top)),
+      top_ids=(tokens[:, None] + np.arange(self.num_top)) % TOKENIZER.vocab_size,
+      top_logprobs=self._top_logprobs(len(rows)),
       is_valid=np.array([row is not None for row in rows]),
       is_finished=np.array([row is not None and row[1] for row in rows]),
     )
+
+  def _score(self, outputs: Outputs, chunks: Sequence[Chunk]) -> Outputs:
+    targets = np.zeros((self.prefill_rows, self.prefill_chunk), np.int32)
+    for row, chunk in enumerate(chunks):
+      following = chunk.request.ids[chunk.start + 1 : chunk.stop + 1]
+      targets[row, : len(following)] = following
+    return outputs.replace(
+      prompt_logprobs=-targets.astype(np.float32) / 100,
+      prompt_top_ids=(targets[..., None] + np.arange(self.num_top)) % TOKENIZER.vocab_size,
+      prompt_top_logprobs=self._top_logprobs(self.prefill_rows, self.prefill_chunk),
+    )
+
+  def _top_logprobs(self, *shape: int) -> np.ndarray:
+    return np.broadcast_to(-np.arange(self.num_top, dtype=np.float32), (*shape, self.num_top))

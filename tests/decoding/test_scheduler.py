@@ -1,4 +1,7 @@
-"""The scheduler over a fake engine: slots are used again, ends are seen, nobody is forgotten."""
+"""The scheduler over a fake engine: slots are used again, ends are seen, nobody is forgotten.
+
+See test_prompt_reading.py for chunks and reuse.
+"""
 
 import pytest
 
@@ -98,7 +101,7 @@ def test_what_is_cancelled_frees_its_slot_within_two_steps(place):
 @pytest.mark.parametrize('outcome', ['cancelled', 'error'])
 def test_a_sequence_whose_last_token_is_on_its_way_can_still_end_otherwise(outcome):
   engine = FakeEngine(num_slots=2)
-  scheduler = Scheduler(engine)
+  scheduler = Scheduler(engine, prefill_budget=16)
   short, long = sequence('short', 2), sequence('long', 20)
   scheduler.submit([short, long])
   if outcome == 'error':
@@ -152,15 +155,6 @@ def test_logprobs_come_with_their_text_and_not_behind_a_stop_string():
   assert [entry.offset for entry in entries] == [0, 1]
   assert entries[0].logprob == pytest.approx(-entries[0].token / 100)
   assert [token for token, _ in entries[0].top] == [entries[0].token + i for i in range(3)]
-
-
-def test_the_budget_bounds_what_is_read_between_two_steps():
-  engine = FakeEngine(num_slots=4)
-  scheduler = Scheduler(engine, prefill_budget=10)
-  scheduler.submit([sequence('x' * 6, 20), sequence('x' * 6, 20), sequence('x' * 60, 20), sequence('x', 20)])
-  run(scheduler)
-  kinds = ''.join(entry[0][0] for entry in engine.log)
-  assert kinds.startswith('pspspsps')
 
 
 def test_a_failing_step_ends_what_was_running_and_nothing_else():

@@ -1,0 +1,189 @@
+"""Prompts in chunks, and prompts that begin alike: each text is that of its prompt alone, whatever the schedule.
+
+The fake engine's tokens come from what is in its cache: a wrong slot, or chunks of other weights, give other texts.
+"""
+
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.sequence import Sequence
+from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
+
+
+def sequence(text, max_tokens, *, score_prompt=False):
+  ids = tuple(TOKENIZER.encode(text))
+  request = Request(ids=ids, max_tokens=max_tokens, stop_ids=(EOS,), score_prompt=score_prompt)
+  return Sequence(request, TOKENIZER.decode, has_logprobs=True)
+
+
+def run(scheduler, *sequences):
+  """Submits, and advances until nothing is left to do."""
+  scheduler.submit(sequences)
+  for _ in range(1000):
+    if not scheduler.has_work:
+      return
+    scheduler.advance()
+  raise AssertionError('still at work')
+
+
+def circle(text, num, shift=0):
+  """What the fake answers: the prompt's tokens in a circle, moved by its weights."""
+  tokens = [token + shift for token in TOKENIZER.encode(text)]
+  return TOKENIZER.decode([tokens[i % len(tokens)] for i in range(num)])
+
+
+def prefills(engine):
+  """The slots of each."""
+  return [entry[1] for entry in engine.log if entry[0] == 'prefill']
+
+
+@pytest.mark.parametrize('seed', range(24))
+def test_any_schedule_gives_each_sequence_the_tokens_it_has_alone(seed):
+  rng = np.random.default_rng(seed)
+  engine = FakeEngine(
+    num_slots=int(rng.integers(3, 7)),
+    prefill_rows=1 + seed % 3,
+    prefill_chunk=int(rng.choice([4, 8])),
+    can_reuse=seed % 10 != 9,
+  )
+  scheduler = Scheduler(engine, prefill_budget=None if seed % 2 else int(rng.integers(1, 60)))
+  documents = [''.join(rng.choice(list('abcdefgh'), size=40)) for _ in range(2)]
+  sequences, texts, shifts = [], {}, {}
+
+  def note(deltas):
+    shifts.update({delta.sequence: engine.weights for delta in deltas if delta.finish_reason})
+
+  for _ in range(200):
+    event = rng.random()
+    if event < 0.25:
+      text = documents[int(rng.integers(2))][: int(rng.integers(1, 41))]
+      text += ''.join(rng.choice(list('xyz'), size=int(rng.integers(0, 12))))
+      new = [sequence(text, int(rng.integers(1, 60)), score_prompt=event < 0.03) for _ in range(rng.integers(1, 3))]
+      sequences += new
+      texts.update(dict.fromkeys(new, text))
+      scheduler.submit(new)
+    elif event < 0.3 and sequences:
+      scheduler.end([sequences[int(rng.integers(len(sequences)))]], 'cancelled')
+    elif event < 0.32:
+      while scheduler.num_active:
+        note(scheduler.advance(admit=False))
+      engine.weights += 1
+    elif event < 0.33:
+      note(scheduler.recover())
+    note(scheduler.advance())
+  while scheduler.has_work:
+    note(scheduler.advance())
+
+  for each in sequences:
+    expected = circle(texts[each], each.request.max_tokens, shifts[each])
+    assert expected.startswith(each.text)
+    assert each.finish_reason != 'length' or each.text == expected
+    assert not (each.request.score_prompt and each.num_reused)
+  assert {each.finish_reason for each in sequences} >= {'length', 'cancelled'}
+  assert scheduler.num_generated_tokens == sum(each.num_tokens for each in sequences)
+  assert (scheduler.num_reused_tokens > 0) == engine.can_reuse
+
+
+def test_a_long_prompt_holds_up_nobody_for_longer_than_a_chunk():
+  engine = FakeEngine(num_slots=4)
+  scheduler = Scheduler(engine)
+  run(scheduler, sequence('short', 30), sequence('a long prompt of forty characters, and 8', 4), sequence('next', 4))
+  kinds = ''.join(entry[0][0] for entry in engine.log)
+  assert kinds.startswith('ps' * 7 + 'sss')
+  assert [slots for slots in prefills(engine)] == [(0,), *[(1,)] * 5, (2,)]
+
+
+def test_the_budget_is_of_padded_tokens_and_one_prefill_is_always_read():
+  engine = FakeEngine(num_slots=4)
+  scheduler = Scheduler(engine, prefill_budget=12)  # chunks of 8 and buckets of 4
+  run(scheduler, *(sequence(text, 20) for text in ('abc', 'abcdefghij', 'k', 'l')))
+  kinds = ''.join(entry[0][0] for entry in engine.log)
+  assert kinds.startswith('ppsppps')
+
+
+def test_what_is_cancelled_in_the_middle_of_its_prompt_leaves_its_slot_and_its_chunks():
+  engine = FakeEngine(num_slots=1)
+  scheduler = Scheduler(engine)
+  text = 'a long prompt of forty characters, and 8'
+  first, second = sequence(text, 50), sequence(text, 50)
+  scheduler.submit([first, second])
+  scheduler.advance()
+  scheduler.advance()
+  scheduler.end([first], 'cancelled')
+  assert scheduler.num_active == 0
+  run(scheduler)
+  assert second.num_reused == 16
+  assert second.text == circle(text, 50)
+  assert scheduler.num_chunks == 2 + 3
+  assert (scheduler.num_prompt_tokens, scheduler.num_reused_tokens) == (40, 16)
+
+
+def test_a_prompt_takes_over_the_slot_that_holds_it_and_copies_from_one_in_use():
+  engine = FakeEngine(num_slots=4)
+  scheduler = Scheduler(engine)
+  run(scheduler, sequence('a system prompt and one', 2))  # slot 0 holds 16 tokens
+  again, beside = (sequence(f'a system prompt {text}', 40) for text in ('again', 'beside'))
+  run(scheduler, again, beside)
+  assert (again.num_reused, beside.num_reused) == (16, 16)
+  assert prefills(engine) == [(0,), (0,), (0,), (0,), (1,)]
+  longer = sequence('a system prompt again, and much more', 40)
+  shorter = sequence('a system task', 40)
+  run(scheduler, shorter, longer)
+  # The shorter one leaves alone what holds more than it can use.
+  assert prefills(engine)[5:] == [(2,), (0,), (0,), (0,)]
+  assert (shorter.num_reused, longer.num_reused) == (8, 16)
+
+
+def test_samples_of_a_prompt_read_it_once_whatever_the_rows_of_a_prefill():
+  for num_rows in (1, 3):
+    engine = FakeEngine(num_slots=3, prefill_rows=num_rows)
+    scheduler = Scheduler(engine)
+    samples = [sequence('sixteen letters!?', 20) for _ in range(3)]
+    run(scheduler, *samples)
+    assert [each.num_reused for each in samples] == [0, 16, 16]
+    assert {each.text for each in samples} == {circle('sixteen letters!?', 20)}
+
+
+def test_the_slot_that_is_lost_is_an_empty_one_then_the_one_not_used_for_the_longest_time():
+  engine = FakeEngine(num_slots=3)
+  scheduler = Scheduler(engine)
+  for text in ('short', 'a prompt', 'another prompt', 'brief', 'third prompt', 'fourth prompt'):
+    run(scheduler, sequence(text, 1))
+  assert prefills(engine) == [(0,), (1,), (2,), (2,), (0,), (0,), (0,), (1,), (1,)]
+
+
+def test_other_weights_and_an_emptied_engine_leave_nothing_to_reuse():
+  engine = FakeEngine(num_slots=2)
+  scheduler = Scheduler(engine)
+  text = 'a prompt of some chunks'
+  run(scheduler, sequence(text, 30))
+  for change in (lambda: setattr(engine, 'weights', 1), engine.reset, scheduler.recover):
+    change()
+    first, second = sequence(text, 30), sequence(text, 30)
+    run(scheduler, first, second)
+    assert (first.num_reused, second.num_reused) == (0, 16)
+    assert first.text == second.text == circle(text, 30, engine.weights)
+
+
+def test_a_prompt_that_is_scored_is_read_whole_and_by_itself():
+  engine = FakeEngine(num_slots=4, prefill_rows=4)
+  scheduler = Scheduler(engine)
+  text = 'a prompt of some chunks'
+  run(scheduler, sequence(text, 1))
+  scored, only = sequence(text, 3, score_prompt=True), sequence(text, 0, score_prompt=True)
+  other = sequence('other', 3)
+  run(scheduler, scored, only, other)
+  tokens = TOKENIZER.encode(text)
+  for each in (scored, only):
+    prompt = each.logprobs[: len(tokens)]
+    assert [entry.token for entry in prompt] == tokens
+    assert [entry.logprob for entry in prompt] == [None, *(pytest.approx(-token / 100) for token in tokens[1:])]
+    assert [entry.offset for entry in prompt] == list(range(-len(tokens), 0))
+    assert each.num_reused == 0
+  assert [entry.token for entry in scored.logprobs[len(tokens) :]] == tokens[:3]
+  assert (only.text, only.num_tokens, only.finish_reason) == ('', 0, 'length')
+  again = sequence(text, 1)
+  run(scheduler, again)
+  assert again.num_reused == 16
