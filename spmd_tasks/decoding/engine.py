@@ -115,9 +115,9 @@ class ModelEngine:
     logging.info('compiled %d prefills in %.1f s', len(chunks) * len(scoring), time.monotonic() - started)
 
   def reset(self) -> None:
+    self.cache_epoch += 1
     self._state = None  # first: there may be no room for two
     self._state = self._steps.init()
-    self.cache_epoch += 1
 
   def prefill_cost(self, chunk: Chunk) -> int:
     return self._steps.bucket(chunk.stop - chunk.start) * self.prefill_rows

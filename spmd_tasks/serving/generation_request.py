@@ -81,9 +81,8 @@ def parse_completion(body: dict[str, Any], model: ServedModel, limits: ServerSet
   prompts = _prompts(fields, model, limits)
   num_logprobs = fields.integer('logprobs', None, 0, model.settings.num_top_logprobs)
   has_echo = fields.boolean('echo')
-  if has_echo and num_logprobs is not None:
-    raise fields.error('echo', 'cannot be combined with logprobs by this server.', code='unsupported_parameter')
-  max_tokens = fields.integer('max_tokens', model.settings.max_tokens or _COMPLETION_TOKENS, 1, 2**31 - 1)
+  least = 0 if has_echo else 1  # a prompt may be all that is wanted back, with its log-probabilities
+  max_tokens = fields.integer('max_tokens', model.settings.max_tokens or _COMPLETION_TOKENS, least, 2**31 - 1)
   n = fields.integer('n', 1, 1, limits.max_choices)
   fields.refuse_others_than({'best_of': (1, n), 'suffix': ('',)})
   return _generation(
@@ -255,6 +254,7 @@ def _generation(
       sample=sample,
       stop_ids=stop_ids,
       stop=stop,
+      score_prompt=has_echo and num_logprobs is not None,
       sampling=sampling,
     )
     for ids, _ in prompts

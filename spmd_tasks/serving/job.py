@@ -69,7 +69,7 @@ def serve_job(
       vocab_size=steps.vocab_size,
     )
     announce = lambda line: print(line, flush=True)
-    engine = ModelEngine(steps, weights)
+    engine = ModelEngine(steps, weights, score_prompts=True)
     del weights  # which the engine may give up
     restore_other = lambda step: restore(model, step)
     return serve(engine, served, settings, sock, restore=restore_other, announce=announce)

@@ -79,13 +79,17 @@ class ResponseBodies:
       'choices': choices,
     }
 
-  def _usage(self, sequences: Iterable[Sequence]) -> dict[str, int]:
+  def _usage(self, sequences: Iterable[Sequence]) -> dict[str, Any]:
+    sequences = list(sequences)
     num_generated = sum(sequence.num_tokens for sequence in sequences)
     num_prompt = self._wanted.num_prompt_tokens
+    # Prompts count once, however many samples are drawn; the others' reuse is of the first's.
+    num_reused = sum(sequence.num_reused for sequence in sequences if sequence.request.sample == 0)
     return {
       'prompt_tokens': num_prompt,
       'completion_tokens': num_generated,
       'total_tokens': num_prompt + num_generated,
+      'prompt_tokens_details': {'cached_tokens': num_reused},
     }
 
   def _logprobs(self, entries: Iterable[TokenLogprob], index: int) -> dict[str, Any] | None:
@@ -99,8 +103,7 @@ class ResponseBodies:
       'tokens': [self._token_text(entry.token) for entry in entries],
       'token_logprobs': [entry.logprob for entry in entries],
       'top_logprobs': [
-        {self._token_text(token): logprob for token, logprob in self._top(entry)} if self._wanted.num_logprobs else None
-        for entry in entries
+        {self._token_text(token): logprob for token, logprob in self._top(entry)} or None for entry in entries
       ],
       'text_offset': [base + entry.offset for entry in entries],
     }

@@ -177,7 +177,9 @@ class Service:
       ('decode_steps_total', 'Decode steps.', scheduler.num_steps),
       ('slot_steps_total', 'Slots in use, summed over decode steps.', scheduler.num_slot_steps),
       ('prefills_total', 'Prefills.', scheduler.num_prefills),
-      ('prompt_tokens_total', 'Tokens of prompts.', scheduler.num_prompt_tokens),
+      ('prefill_chunks_total', 'Chunks of prompts that prefills read.', scheduler.num_chunks),
+      ('prompt_tokens_total', 'Tokens of prompts that were read.', scheduler.num_prompt_tokens),
+      ('reused_prompt_tokens_total', 'Tokens of prompts that a slot held already.', scheduler.num_reused_tokens),
       ('generated_tokens_total', 'Tokens generated.', scheduler.num_generated_tokens),
     ]
     return exposition(

@@ -48,7 +48,8 @@ def test_a_completion(client):
   assert body['object'] == 'text_completion'
   assert body['model'] == 'fake.Model'
   assert body['choices'] == [{'index': 0, 'text': 'hellohe', 'finish_reason': 'length', 'logprobs': None}]
-  assert body['usage'] == {'prompt_tokens': 5, 'completion_tokens': 7, 'total_tokens': 12}
+  counts = {'prompt_tokens': 5, 'completion_tokens': 7, 'total_tokens': 12}
+  assert body['usage'] == counts | {'prompt_tokens_details': {'cached_tokens': 0}}
 
 
 def test_a_text_prompt_begins_with_bos_and_echo_repeats_it(client):
@@ -62,7 +63,8 @@ def test_several_prompts_and_samples(client):
   body = client.post(COMPLETIONS, json=HELLO | {'prompt': prompts, 'n': 2, 'max_tokens': 3}).json()
   assert [choice['text'] for choice in body['choices']] == ['aba', 'aba', 'xyz', 'xyz']
   assert [choice['index'] for choice in body['choices']] == [0, 1, 2, 3]
-  assert body['usage'] == {'prompt_tokens': 5, 'completion_tokens': 12, 'total_tokens': 17}
+  counts = {'prompt_tokens': 5, 'completion_tokens': 12, 'total_tokens': 17}
+  assert body['usage'] == counts | {'prompt_tokens_details': {'cached_tokens': 0}}
 
 
 def test_a_chat_goes_through_the_template(client):
@@ -112,6 +114,34 @@ def test_logprobs_of_completions(client):
   assert logprobs['text_offset'] == [0, 1, 2]
   assert logprobs['token_logprobs'] == pytest.approx([-token / 100 for token in TOKENIZER.encode('hel')])
   assert [list(top) for top in logprobs['top_logprobs']] == [['h', 'i'], ['e', 'f'], ['l', 'm']]
+
+
+@pytest.mark.parametrize('max_tokens', [0, 2])
+def test_echo_with_logprobs_scores_the_prompt_whole_and_streamed(client, max_tokens):
+  prompt = 'a prompt of three chunks'
+  wanted = HELLO | {'prompt': TOKENIZER.encode(prompt), 'logprobs': 2, 'echo': True, 'max_tokens': max_tokens}
+  choice = client.post(COMPLETIONS, json=wanted).json()['choices'][0]
+  text = prompt + prompt[:max_tokens]
+  assert choice['text'] == text
+  logprobs = choice['logprobs']
+  assert logprobs['tokens'] == list(text)
+  assert logprobs['text_offset'] == list(range(len(text)))
+  assert logprobs['token_logprobs'][0] is logprobs['top_logprobs'][0] is None
+  assert logprobs['token_logprobs'][1:] == pytest.approx([-token / 100 for token in TOKENIZER.encode(text)[1:]])
+  assert [next(iter(top)) for top in logprobs['top_logprobs'][1:]] == list(text[1:])
+  with client.stream('POST', COMPLETIONS, json=wanted | {'stream': True}) as response:
+    choices = [chunk['choices'][0] for chunk in events(response)]
+  assert ''.join(each['text'] for each in choices) == choice['text']
+  streamed = [each['logprobs'] for each in choices if each['logprobs']]
+  assert {name: [entry for each in streamed for entry in each[name]] for name in logprobs} == logprobs
+
+
+def test_what_was_read_before_is_counted_and_not_read_again(client):
+  asked = HELLO | {'prompt': 'a system prompt that many requests share', 'n': 2}
+  before = metric(client, 'spmd_tasks_reused_prompt_tokens_total')
+  cached = [client.post(COMPLETIONS, json=asked).json()['usage']['prompt_tokens_details'] for _ in range(2)]
+  assert cached == [{'cached_tokens': 0}, {'cached_tokens': 40}]
+  assert metric(client, 'spmd_tasks_reused_prompt_tokens_total') == before + 3 * 40
 
 
 def test_logprobs_of_chats_in_both_forms(client):
@@ -183,7 +213,7 @@ BAD = [
   (COMPLETIONS, {'repetition_penalty': 0}, 400, 'repetition_penalty'),
   (COMPLETIONS, {'seed': 2**64}, 400, 'seed'),
   (COMPLETIONS, {'logprobs': 3}, 400, 'logprobs'),
-  (COMPLETIONS, {'logprobs': 1, 'echo': True}, 400, 'echo'),
+  (COMPLETIONS, {'echo': True, 'max_tokens': -1}, 400, 'max_tokens'),
   (COMPLETIONS, {'stop': ''}, 400, 'stop'),
   (COMPLETIONS, {'stop': ['a'] * 5}, 400, 'stop'),
   (COMPLETIONS, {'stop': [1]}, 400, 'stop'),
@@ -203,6 +233,7 @@ BAD = [
   (CHAT, {'messages': [{'role': 'user', 'content': 4}]}, 400, 'messages[0].content'),
   (CHAT, {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 400, 'messages[0].content[0]'),
   (CHAT, {'messages': [{'role': 'user', 'content': 'x' * 500}]}, 400, 'messages'),
+  (CHAT, {'max_tokens': 0}, 400, 'max_tokens'),
   (CHAT, {'top_logprobs': 1}, 400, 'top_logprobs'),
   (CHAT, {'tools': [{'type': 'function'}]}, 400, 'tools'),
   (CHAT, {'response_format': {'type': 'json_object'}}, 400, 'response_format'),
