@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Serving, on a fixed trace of requests of mixed lengths: continuous against static batching, and what HTTP costs.
+"""Serving, on a fixed trace of requests of mixed lengths: continuous against static batching, and what a layer costs.
 
     .venv/bin/python scripts/bench_serve.py [--quick]
 
@@ -9,29 +9,53 @@
   tokens_per_second_ratio: the same of tokens per second; at least 1.3 wanted.
   slot_use: of continuous batching while requests wait; at least 0.90 wanted.
   same_tokens: whether both gave the same tokens.
+  engine_over_floor: the engine's step in full slots over one written by hand (bare_decode.py), which gives the same
+    tokens, in CPU time and taken in turn; at most 1.1 wanted.
   full_step_ms: a step in full slots. `bare` launches one ahead and reads, and does nothing with the tokens.
-  scheduler_overhead, http_overhead: over that; at most 0.1 wanted. Through HTTP every request is streamed, to a client
-    that is another process and takes the same cores.
-  event_loop_ms: the CPU time of the server's event loop for each step in full slots, start and end included.
-  ms: p50, p95, p99 of the time to first token, the time per token and the time between events, for the trace through
-    HTTP where all requests come at once.
+  scheduler_overhead, http_overhead: over that, the median over rounds; at most 0.1 wanted. Through HTTP every request
+    is streamed, to a client that is another process on the same cores (stream_client.py).
+  event_loop_ms, client_ms: the CPU time of the server's event loop and of the client for each step in full slots,
+    start and end included.
+  queue_full_ms: p50, p95, p99 of a refusal's time through HTTP, with slots and queue full; at most 50 wanted.
+  ms: the same percentiles of the time to first token, the time per token and the time between events, for the trace
+    through HTTP where all requests come at once.
+  load: the machine's load average at the end.
 """
 
 import argparse
-import asyncio
 import json
+import os
+from pathlib import Path
 import queue
+from statistics import median
 import subprocess
 import sys
 import threading
 import time
 from typing import NamedTuple
 
+from alternation import alternate, paired_ratio, print_result
+import bare_decode
+import jax
 import numpy as np
 
+from spmd_tasks.config.resolve import resolve
+from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.sequence import Sequence
+from spmd_tasks.inputs.chat_template import ChatTemplate
+from spmd_tasks.programs.decode_requests import find_tokenizer
+from spmd_tasks.programs.job_setup import partition_job
+from spmd_tasks.runtime.decode_steps import DecodeSteps
+from spmd_tasks.serving.generation_request import ServedModel
+from spmd_tasks.serving.server import listen, serve
+from spmd_tasks.serving.settings import ServerSettings
+
 SIZES = ('model_dims=256', 'num_layers=4', 'num_heads=4', 'hidden_dims=768', 'seq_len=256', 'batch_size=8')
-QUICK_SIZES = ('model_dims=16', 'num_layers=1', 'num_heads=1', 'hidden_dims=16', 'seq_len=64', 'batch_size=2')
+QUICK_SIZES = ('model_dims=128', 'num_layers=1', 'num_heads=1', 'hidden_dims=16', 'seq_len=64', 'batch_size=2')
 MODEL = 'lm.StdlibTiny'
+STEPS_PER_ROUND = 8  # of the engine against the floor
 
 
 class Run(NamedTuple):
@@ -54,12 +78,6 @@ def make_trace(num_requests, max_len):
 
 def make_engine(sizes):
   """A warm engine with drawn weights."""
-  from spmd_tasks.config.resolve import resolve
-  from spmd_tasks.decoding.engine import ModelEngine
-  from spmd_tasks.programs.decode_requests import find_tokenizer
-  from spmd_tasks.programs.job_setup import partition_job
-  from spmd_tasks.runtime.decode_steps import DecodeSteps
-
   job = resolve(MODEL, [*sizes, 'ici_mesh_shape=1,1,1', 'task.decode.num_top_logprobs=1']).build()
   model = partition_job(job)
   steps = DecodeSteps(model)
@@ -69,9 +87,6 @@ def make_engine(sizes):
 
 
 def sequences_of(trace, tokenizer):
-  from spmd_tasks.decoding.requests import Request
-  from spmd_tasks.decoding.sequence import Sequence
-
   return [
     Sequence(Request(ids=tuple(ids), max_tokens=length, seed=i), tokenizer.decode, has_logprobs=True)
     for i, (ids, length) in enumerate(trace)
@@ -87,8 +102,6 @@ def tokens_by_sequence(deltas, sequences):
 
 def run_static(engine, trace, tokenizer):
   """Through the same scheduler, which is given a batch only when it has nothing left to do."""
-  from spmd_tasks.decoding.scheduler import Scheduler
-
   scheduler, sequences, deltas = Scheduler(engine), sequences_of(trace, tokenizer), []
   began = time.perf_counter()
   for start in range(0, len(sequences), engine.num_slots):
@@ -100,8 +113,6 @@ def run_static(engine, trace, tokenizer):
 
 def run_continuous(engine, trace, tokenizer):
   """All requests at once; slot use is counted while some of them wait."""
-  from spmd_tasks.decoding.scheduler import Scheduler
-
   scheduler, sequences, deltas, use = Scheduler(engine), sequences_of(trace, tokenizer), [], None
   scheduler.submit(sequences)
   began = time.perf_counter()
@@ -113,14 +124,22 @@ def run_continuous(engine, trace, tokenizer):
   return Run(scheduler.num_steps, time.perf_counter() - began, use, tokens_by_sequence(deltas, sequences))
 
 
-def seconds_per_full_step(engine, num_steps):
-  """The bare loop."""
-  from spmd_tasks.decoding.requests import Request
+def fill_slots(engine, tokenizer, length):
+  """A scheduler that has read one prompt into every slot and launched a step; `length` tokens are asked of each."""
+  scheduler = Scheduler(engine, prefill_budget=engine.num_slots * engine.max_len)
+  scheduler.submit(sequences_of([([5 + slot], length) for slot in range(engine.num_slots)], tokenizer))
+  scheduler.advance()
+  assert scheduler.num_active == engine.num_slots
+  assert scheduler.num_steps == 1
+  return scheduler
 
-  for slot in range(engine.num_slots):
-    engine.prefill([Request(ids=(5,), max_tokens=engine.max_len - 1)], [slot])
+
+def seconds_per_full_step(engine, tokenizer, num_steps):
+  """The bare loop."""
+  fill_slots(engine, tokenizer, engine.max_len - 1)
   keep = np.ones(engine.num_slots, np.bool_)
   launched = engine.step(keep)
+  launched.read()
   began = time.perf_counter()
   for _ in range(num_steps):
     following = engine.step(keep)
@@ -132,14 +151,47 @@ def seconds_per_full_step(engine, num_steps):
   return seconds
 
 
-def run_http(engine, steps, tokenizer, trace):
-  """What `replay` in another process gives, and the CPU time of the event loop."""
-  from spmd_tasks.inputs.chat_template import ChatTemplate
-  from spmd_tasks.serving.generation_request import ServedModel
-  from spmd_tasks.serving.server import listen, serve, url_of
-  from spmd_tasks.serving.settings import ServerSettings
+def seconds_per_scheduled_step(engine, tokenizer, num_steps):
+  """The same with the scheduler, text and log-probabilities included."""
+  scheduler = fill_slots(engine, tokenizer, num_steps)
+  before, began = scheduler.num_steps, time.perf_counter()
+  while scheduler.has_work:
+    scheduler.advance()
+  return (time.perf_counter() - began) / (scheduler.num_steps - before)
 
-  settings = ServerSettings(port=0, max_queued=len(trace))
+
+def compare_with_floor(engine, tokenizer, num_rounds):
+  """The median over rounds of the engine's CPU time over the floor's, which must give the same numbers."""
+  fill_slots(engine, tokenizer, engine.max_len - 1)
+  keep, bare_step = np.ones(engine.num_slots, np.bool_), bare_decode.make_step()
+  state = bare_decode.init_state(engine.weights, engine.num_slots, engine.max_len)
+  state['tokens'] = 5 + np.arange(engine.num_slots, dtype=np.int32)
+
+  def floor():
+    nonlocal state
+    for _ in range(STEPS_PER_ROUND):
+      state, outputs = bare_step(engine.weights, state)
+    return outputs
+
+  def ours():
+    for _ in range(STEPS_PER_ROUND):
+      launched = engine.step(keep)
+    outputs = launched.read()
+    return outputs.tokens, outputs.logprobs
+
+  for _ in range(2):  # the prefill's tokens, and those of the step that fill_slots launched
+    state, _ = bare_step(engine.weights, state)
+  for (tokens, logprobs), (wanted, wanted_logprobs) in zip([ours(), ours()], [floor(), floor()], strict=True):
+    np.testing.assert_array_equal(tokens, wanted)
+    np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
+  times = alternate({'engine': ours, 'floor': floor}, num_rounds)
+  engine.reset()
+  return paired_ratio(times, 'engine', 'floor', clock='cpu')
+
+
+def run_http(engine, steps, tokenizer, trace, *, extra=None, max_queued=None):
+  """What stream_client.py gives for the trace, and the CPU time of the event loop."""
+  settings = ServerSettings(port=0, max_queued=max_queued or len(trace))
   sock, lines, stop = listen(settings), queue.Queue(), threading.Event()
   served = ServedModel(
     name=MODEL,
@@ -158,14 +210,22 @@ def run_http(engine, steps, tokenizer, trace):
     serve(engine, served, settings, sock, announce=lines.put, stop=stop)
     cpu_seconds.append(time.thread_time() - began)
 
+  def body(ids, length, seed):
+    return {'model': MODEL, 'prompt': ids, 'max_tokens': length, 'ignore_eos': True, 'seed': seed}
+
+  given = {
+    'address': sock.getsockname()[:2],
+    'bodies': [body(ids, length, i) for i, (ids, length) in enumerate(trace)],
+    'extra': None if extra is None else body(*extra, 0),
+  }
   thread = threading.Thread(target=run)
   thread.start()
   lines.get(timeout=120)
   try:
     client = subprocess.run(
-      [sys.executable, __file__, '--client', url_of(sock)],
-      input=json.dumps(trace),
-      capture_output=True,
+      [sys.executable, Path(__file__).with_name('stream_client.py')],
+      input=json.dumps(given),
+      stdout=subprocess.PIPE,
       text=True,
       timeout=600,
       check=True,
@@ -173,96 +233,82 @@ def run_http(engine, steps, tokenizer, trace):
   finally:
     stop.set()
     thread.join()
-  return json.loads(client.stdout) | {'cpu_seconds': cpu_seconds[0]}
+  result = json.loads(client.stdout)
+  return result | {'client_seconds': result['cpu_seconds'], 'cpu_seconds': cpu_seconds[0]}
 
 
-async def replay(url, trace):
-  """The client: all requests at once, each streamed."""
-  import httpx
+def seconds_per_http_step(times, num_steps):
+  """Of streams of one length: from when all of them have begun to when all have ended."""
+  assert all(len(of_stream) == num_steps for of_stream in times), 'some tokens have no text of their own'
+  return (max(of_stream[-1] for of_stream in times) - max(of_stream[0] for of_stream in times)) / (num_steps - 1)
 
-  async def ask(client, ids, length, seed):
-    body = {'model': MODEL, 'prompt': ids, 'max_tokens': length, 'stream': True, 'ignore_eos': True, 'seed': seed}
-    began, times = time.perf_counter(), []
-    async with client.stream('POST', f'{url}/v1/completions', json=body) as response:
-      assert response.status_code == 200, response.status_code
-      async for line in response.aiter_lines():
-        if line.startswith('data: {'):
-          times.append(time.perf_counter() - began)
-    return {
-      'first': times[0],
-      'between': np.diff(times).tolist(),
-      'per_token': (times[-1] - times[0]) / max(1, length - 1),
-    }
 
-  limits = httpx.Limits(max_connections=None)
-  async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-    await client.get(f'{url}/ready')
-    began = time.perf_counter()
-    answers = await asyncio.gather(*(ask(client, ids, length, i) for i, (ids, length) in enumerate(trace)))
-    seconds = time.perf_counter() - began
-
-  def percentiles(values):
-    return [float(1000 * np.percentile(values, p)) for p in (50, 95, 99)]
-
-  between = [value for answer in answers for value in answer['between']]
-  return {
-    'seconds': seconds,
-    'ttft': percentiles([answer['first'] for answer in answers]),
-    'tpot': percentiles([answer['per_token'] for answer in answers]),
-    'inter_token': percentiles(between or [0.0]),
-  }
+def percentiles_ms(values):
+  """p50, p95, p99 of seconds."""
+  return [float(1000 * np.percentile(values, p)) for p in (50, 95, 99)]
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--quick', action='store_true', help='a tiny model and a short trace: does it run?')
-  parser.add_argument('--client', metavar='URL', help='used by the script itself')
   args = parser.parse_args()
-  if args.client:
-    print(json.dumps(asyncio.run(replay(args.client, json.load(sys.stdin)))))
-    return
-
-  import jax
-
   jax.config.update('jax_platforms', 'cpu')
   engine, steps, tokenizer = make_engine(QUICK_SIZES if args.quick else SIZES)
   trace = make_trace(16 if args.quick else 64, engine.max_len)
   num_tokens = sum(length for _, length in trace)
   print(f'{len(trace)} requests, {num_tokens} tokens to generate, {engine.num_slots} slots of {engine.max_len}')
-  num_rounds = 1 if args.quick else 3
+  num_rounds = 1 if args.quick else 7
+  floor_ratio = compare_with_floor(engine, tokenizer, 2 if args.quick else 20)
   runs = {'static': [], 'continuous': []}
-  for _ in range(num_rounds + 1):  # the first round is not counted
+  for _ in range(min(3, num_rounds) + 1):  # the first round is not counted
     runs['static'].append(run_static(engine, trace, tokenizer))
     runs['continuous'].append(run_continuous(engine, trace, tokenizer))
   static, continuous = (min(runs[name][1:], key=lambda run: run.seconds) for name in ('static', 'continuous'))
   http = run_http(engine, steps, tokenizer, trace)
 
   num_steps = engine.max_len // 2
-  full = [([5], num_steps)] * engine.num_slots
-  bare, scheduled, served = [], [], []
+  full = [([5 + slot], num_steps) for slot in range(engine.num_slots)]
+  bare, scheduled, served, http_steps = [], [], [], []
   for _ in range(num_rounds):
-    bare.append(seconds_per_full_step(engine, num_steps))
-    scheduled.append(run_continuous(engine, full, tokenizer).seconds / num_steps)
+    bare.append(seconds_per_full_step(engine, tokenizer, num_steps))
+    scheduled.append(seconds_per_scheduled_step(engine, tokenizer, num_steps))
     served.append(run_http(engine, steps, tokenizer, full))
-  http_step_s = min(run['seconds'] for run in served) / num_steps
-  result = {
-    'ratio': continuous.num_steps / static.num_steps,
-    'tokens_per_second_ratio': static.seconds / continuous.seconds,
-    'slot_use': continuous.slot_use,
-    'same_tokens': continuous.tokens == static.tokens,
-    'decode_steps': {'static': static.num_steps, 'continuous': continuous.num_steps},
-    'tokens_per_second': {
+    http_steps.append(seconds_per_http_step(served[-1]['times'], num_steps))
+
+  longest = engine.max_len - 1
+  waiting = 2 * engine.num_slots
+  # The slots' requests, as many that wait, and what else fits the queue comes from the one that is sent repeatedly.
+  crowd = run_http(engine, steps, tokenizer, [([5], longest)] * waiting, extra=([5], longest), max_queued=waiting)
+
+  times = http['times']
+  seconds = max(of_stream[-1] for of_stream in times)
+  per_token = [(t[-1] - t[0]) / max(1, length - 1) for t, (_, length) in zip(times, trace, strict=True)]
+  print_result(
+    ratio=continuous.num_steps / static.num_steps,
+    tokens_per_second_ratio=static.seconds / continuous.seconds,
+    slot_use=continuous.slot_use,
+    same_tokens=continuous.tokens == static.tokens,
+    decode_steps={'static': static.num_steps, 'continuous': continuous.num_steps},
+    tokens_per_second={
       'static': num_tokens / static.seconds,
       'continuous': num_tokens / continuous.seconds,
-      'http': num_tokens / http['seconds'],
+      'http': num_tokens / seconds,
     },
-    'full_step_ms': {'bare': 1e3 * min(bare), 'scheduler': 1e3 * min(scheduled), 'http': 1e3 * http_step_s},
-    'scheduler_overhead': min(scheduled) / min(bare) - 1,
-    'http_overhead': http_step_s / min(bare) - 1,
-    'event_loop_ms': 1e3 * min(run['cpu_seconds'] for run in served) / num_steps,
-    'ms': {name: http[name] for name in ('ttft', 'tpot', 'inter_token')},
-  }
-  print(json.dumps(result))
+    engine_over_floor=floor_ratio,
+    full_step_ms={'bare': 1e3 * min(bare), 'scheduler': 1e3 * min(scheduled), 'http': 1e3 * min(http_steps)},
+    scheduler_overhead=median(a / b for a, b in zip(scheduled, bare, strict=True)) - 1,
+    http_overhead=median(a / b for a, b in zip(http_steps, bare, strict=True)) - 1,
+    event_loop_ms=1e3 * min(run['cpu_seconds'] for run in served) / num_steps,
+    client_ms=1e3 * min(run['client_seconds'] for run in served) / num_steps,
+    queue_full_ms=percentiles_ms(crowd['refused']),
+    num_refused=len(crowd['refused']),
+    ms={
+      'ttft': percentiles_ms([of_stream[0] for of_stream in times]),
+      'tpot': percentiles_ms(per_token),
+      'inter_token': percentiles_ms(np.concatenate([np.diff(of_stream) for of_stream in times])),
+    },
+    load=os.getloadavg()[0],
+  )
 
 
 if __name__ == '__main__':
