@@ -6,7 +6,9 @@ there are two threads for each of them (XLA makes one, unless NPROC says otherwi
 collectives at once, and if all threads wait, none runs what they wait for. Processes that tests start inherit all that.
 """
 
+import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault(
   'XLA_FLAGS',
@@ -21,6 +23,19 @@ import pytest
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+_MAPS = Path('/proc/self/maps')
+_MAX_MAPS = 20_000
+
+
+@pytest.fixture(autouse=True, scope='module')
+def compiled_programs_are_given_up():
+  """Linux lets a process have 65,530 memory maps, of which a compiled program takes ten; then LLVM dies wordlessly."""
+  yield
+  if _MAPS.exists() and _MAPS.read_bytes().count(b'\n') > _MAX_MAPS:
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -49,9 +49,9 @@ def make_model(
   return model, job.train_input
 
 
-@functools.cache
+@functools.lru_cache(maxsize=6)  # not all: compiled programs take memory maps, see conftest.py
 def run(experiment_class: type[Experiment], shape: tuple[int, ...], *, dcn=None, overrides=()) -> Run:
-  """Trains 20 steps; cached, so that cases share runs."""
+  """Trains 20 steps; the runs that cases share are cached."""
   model, train_input = make_model(experiment_class, shape, dcn=dcn, overrides=overrides)
   state = model.init(0)
   iterator = train_input.make_iterator()
