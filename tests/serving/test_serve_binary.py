@@ -1,6 +1,7 @@
 """The real binary, a model trained for three steps, the real `openai` client.
 
-The model is trained on one device and served on two, where its heads, hidden dims and vocabulary are padded.
+The model is trained on one device and served on two, where its heads, hidden dims and vocabulary are padded. Prompts
+are read in chunks of 16 tokens.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,20 @@ import re
 import signal
 
 import httpx
+import jax
+import numpy as np
 import openai
 import pytest
 
+from spmd_tasks.experiments.lm import UnevenTiny
+from spmd_tasks.inputs.tokenizers import ByteTokenizer
+from spmd_tasks.programs.job_setup import restore_evaluation_weights
+from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 from tests import binary
+from tests.runtime.loss_curves import make_model
 
 MODEL = 'lm.UnevenTiny'
+TOKENIZER = ByteTokenizer()
 SHAPE = ('--exp', MODEL, '--num_train_steps', 3)
 for _setting in ('model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=2', 'tensorboard=False'):
   SHAPE += ('--set', _setting)
@@ -24,16 +33,23 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
-def server(tmp_path_factory):
-  """(process, url)"""
+def job(tmp_path_factory):
+  """A trained model's directory."""
   job = tmp_path_factory.mktemp('served') / 'job'
   trained = binary.run_binary(*SHAPE, '--ici_mesh_shape', '1,1,1', '--mode', 'train', '--job_log_dir', job)
   assert trained.returncode == 0, trained.stderr
+  return job
+
+
+@pytest.fixture(scope='module')
+def server(job):
+  """(process, url)"""
   key = job.parent / 'key'
   key.write_text('secret\n')
   process = binary.start_binary(
     *SHAPE, '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--mode', 'serve', '--job_log_dir', job,
     '--port', 0, '--api_key_file', key, '--drain_s', 20, '--set', 'task.decode.num_slots=4',
+    '--set', 'task.decode.prefill_chunk=16',
   )  # fmt: skip
   line = process.stdout.readline()
   found = re.fullmatch(r'Serving lm.UnevenTiny, step 3, at (http://127.0.0.1:\d+)\n', line)
@@ -50,9 +66,9 @@ def client(server):
     yield client
 
 
-def late_compilations(url):
+def metric(url, name):
   text = httpx.get(f'{url}/metrics', headers={'authorization': 'Bearer secret'}, timeout=20).text
-  return int(re.search(r'^spmd_tasks_late_compilations (\d+)$', text, re.MULTILINE)[1])
+  return int(re.search(rf'^spmd_tasks_{name} (\d+)$', text, re.MULTILINE)[1])
 
 
 def complete(client, **wanted):
@@ -108,6 +124,50 @@ def test_logprobs(client):
     assert len(top) == 5
 
 
+def test_echo_with_logprobs_scores_the_prompt_as_the_training_forward_pass_does(client, job):
+  """As lm-evaluation-harness asks: the prompt's tokens and one more, or none."""
+  prompt = 'the training forward pass, in three chunks'
+  wanted = {'prompt': prompt, 'echo': True, 'logprobs': 2}
+  ids = np.array([[1, *TOKENIZER.encode(prompt)]], np.int32)
+  expected = forward_logprobs(job, ids)[0]
+  for max_tokens in (1, 0):
+    choice = complete(client, max_tokens=max_tokens, **wanted).choices[0]
+    logprobs = choice.logprobs
+    num_tokens = ids.shape[1] + max_tokens
+    lists = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset)
+    assert [len(each) for each in lists] == [num_tokens] * 4
+    assert choice.text.startswith(prompt)
+    assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+    own = [expected[i, token] for i, token in enumerate(ids[0, 1:])]
+    np.testing.assert_allclose(logprobs.token_logprobs[1 : len(own) + 1], own, atol=1e-4)
+    likeliest = [sorted(top.values(), reverse=True) for top in logprobs.top_logprobs[1:]]
+    np.testing.assert_allclose(likeliest, -np.sort(-expected)[: num_tokens - 1, :2], atol=1e-4)
+    chunks = list(complete(client, max_tokens=max_tokens, stream=True, **wanted))
+    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [value for each in streamed for value in each.token_logprobs] == logprobs.token_logprobs
+    assert ''.join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def forward_logprobs(job, ids):
+  """[1, T, V], of a forward pass without a cache on one device."""
+  model, _ = make_model(UnevenTiny, (1, 1, 1), overrides=SHAPE[5::2])
+  checkpointer = Checkpointer(job / 'checkpoints', read_only=True)
+  weights, _ = restore_evaluation_weights(model, checkpointer, None)
+  checkpointer.close()
+  logits = jax.jit(model.task.model.apply)({'params': weights}, {'ids': ids})['logits']
+  return np.asarray(jax.nn.log_softmax(logits))
+
+
+def test_a_prompt_that_was_read_before_is_not_read_again(client, server):
+  wanted = {'prompt': 'what many prompts begin with, and then', 'temperature': 1.0, 'seed': 4, 'logprobs': 1}
+  first = complete(client, **wanted)
+  before = metric(server[1], 'reused_prompt_tokens_total')
+  second = complete(client, **wanted)
+  assert second.usage.prompt_tokens_details.cached_tokens == 32
+  assert metric(server[1], 'reused_prompt_tokens_total') == before + 32
+  assert second.choices == first.choices
+
+
 def test_chat_whole_and_streamed(client):
   wanted = {'model': MODEL, 'messages': [{'role': 'user', 'content': 'hi'}], 'max_completion_tokens': 8}
   whole = client.chat.completions.create(**wanted, logprobs=True, top_logprobs=2)
@@ -138,23 +198,36 @@ def test_a_stream_can_be_left(client):
 
 
 def test_nothing_is_compiled_after_the_warm_up(client, server, rng):
-  wanted = [
-    {
-      'prompt': 'ab c' * int(rng.integers(1, 12)),
+  """200 requests: long prompts that begin alike, samples, scores, and streams that are left."""
+
+  def draw():
+    wanted = {
+      'prompt': 'ab c' * int(rng.integers(1, 12)) + 'de'[int(rng.integers(2)) :],
       'max_tokens': int(rng.integers(1, 16)),
       'temperature': float(rng.choice([0.0, 0.7])),
       'top_p': float(rng.choice([1.0, 0.9])),
       'n': int(rng.integers(1, 3)),
       'logprobs': int(rng.integers(0, 5)),
+      'echo': bool(rng.random() < 0.2),
       'stop': [None, 'e', [' ', 'x']][int(rng.integers(3))],
+      'stream': bool(rng.random() < 0.2),
       'extra_body': {'top_k': int(rng.integers(0, 50)), 'min_p': float(rng.choice([0.0, 0.1]))},
     }
-    for _ in range(60)
-  ]
+    return wanted | {'max_tokens': 0} if wanted['echo'] and rng.random() < 0.5 else wanted
+
+  def ask(wanted):
+    answer = complete(client, **wanted)
+    if not wanted['stream']:
+      return all(choice.finish_reason for choice in answer.choices)
+    next(iter(answer))
+    answer.close()
+    return True
+
+  before = metric(server[1], 'reused_prompt_tokens_total')
   with ThreadPoolExecutor(8) as pool:
-    answers = list(pool.map(lambda each: complete(client, **each), wanted))
-  assert all(choice.finish_reason for answer in answers for choice in answer.choices)
-  assert late_compilations(server[1]) == 0
+    assert all(pool.map(ask, [draw() for _ in range(200)]))
+  assert metric(server[1], 'reused_prompt_tokens_total') > before
+  assert metric(server[1], 'late_compilations') == 0
 
 
 def test_a_checkpoint_can_be_published_while_requests_run(client, server):
@@ -169,7 +242,7 @@ def test_a_checkpoint_can_be_published_while_requests_run(client, server):
   missing = httpx.post(f'{url}/admin/publish', json={'step': 99}, headers=headers, timeout=60)
   assert missing.status_code == 409
   assert complete(client, **wanted).choices[0].text == before
-  assert late_compilations(url) == 0
+  assert metric(url, 'late_compilations') == 0
 
 
 def test_sigterm_lets_what_has_begun_end(client, server):
@@ -189,3 +262,4 @@ def test_sigterm_lets_what_has_begun_end(client, server):
   stdout, stderr = process.communicate(timeout=30)
   assert process.returncode == 0, stderr
   assert 'Draining' in stdout
+  assert stdout.endswith('Drained. Texts cut: 0.\n')
