@@ -44,7 +44,10 @@ class DecodeSettings:
       if value is not None and value < 1:
         raise ValueError(f'{name}={value} must be at least 1.')
     if self.prefill_chunk < self.min_bucket:
-      raise ValueError(f'prefill_chunk={self.prefill_chunk} must be at least min_bucket={self.min_bucket}.')
+      raise ValueError(
+        f'prefill_chunk={self.prefill_chunk} must be at least min_bucket={self.min_bucket}, to which chunks are '
+        'padded: raise the one or lower the other.'
+      )
     if self.prefill_rows > self.num_slots:
       raise ValueError(f'prefill_rows={self.prefill_rows} must be at most num_slots={self.num_slots}.')
     if self.num_top_logprobs < 0:

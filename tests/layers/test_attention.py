@@ -24,8 +24,9 @@ def _weights(layer, x, rng):
     {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4},
     {'num_heads': 3, 'num_kv_heads': 1, 'qk_norm': True, 'use_bias': True},
     {'num_heads': 3, 'causal': False, 'rotary': None},
+    {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 2},
   ],
-  ids=['multi-head', 'grouped', 'multi-query', 'bidirectional'],
+  ids=['multi-head', 'grouped', 'multi-query', 'bidirectional', 'window'],
 )
 def test_attention(rng, fields):
   x = rng.normal(size=(2, 6, 30)).astype(np.float32)
@@ -37,6 +38,7 @@ def test_attention(rng, fields):
     SEGMENT_IDS,
     SEGMENT_POS,
     causal=layer.causal,
+    window=layer.window,
     rotary=layer.rotary is not None,
     qk_norm=layer.qk_norm,
   )
@@ -91,6 +93,8 @@ def test_split_dims():
     ({'num_heads': 6, 'num_kv_heads': 0}, 'num_kv_heads=0'),
     ({'num_heads': 4}, 'num_heads=4 does not divide the model dim 30: set head_dim'),
     ({'num_heads': 3, 'rotary': Rotary()}, 'needs segment_pos'),
+    ({'num_heads': 3, 'window': 0}, 'window=0 with causal=True'),
+    ({'num_heads': 3, 'window': 2, 'causal': False}, 'window=2 with causal=False'),
   ],
 )
 def test_impossible_settings_are_errors(fields, message):

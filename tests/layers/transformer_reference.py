@@ -48,7 +48,7 @@ def rotate(vector, position, max_wavelength=10_000.0):
   return out
 
 
-def attention(x, weights, segment_ids, segment_pos, *, causal=True, rotary=True, qk_norm=False):
+def attention(x, weights, segment_ids, segment_pos, *, causal=True, window=None, rotary=True, qk_norm=False):
   """X [B, T, D] -> [B, T, D], one query at a time."""
   kernels = {name: weights[name]['kernel'] for name in ('query', 'key', 'value', 'out')}
   biases = {name: weights[name].get('bias', 0.0) for name in kernels}
@@ -67,6 +67,7 @@ def attention(x, weights, segment_ids, segment_pos, *, causal=True, rotary=True,
         key[t] = [rotate(vector, position) for vector in key[t]]
     for t in range(x.shape[1]):
       visible = [s for s in range(x.shape[1]) if segment_ids[row, s] == segment_ids[row, t] and (s <= t or not causal)]
+      visible = visible if window is None else [s for s in visible if s > t - window]
       for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
         logits = np.array([query[t, head] @ key[s, kv_head] for s in visible]) / math.sqrt(head_dim)
