@@ -30,6 +30,7 @@ from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 
 _BACKLOG = 1024  # connections that may wait to be taken
+_SEND_BUFFER = 1 << 18  # bytes; the system would let a stream that nobody reads grow to megabytes before it blocks
 _DISPATCH_LIMIT_S = 5.0
 _MAX_UNDISPATCHED = 4  # steps whose deltas wait for the event loop
 _POLL_S = 0.02
@@ -50,6 +51,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     # 40 ms for an acknowledgement.
     sock = socket.socket(family, kind, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
     sock.bind(address)
     sock.listen(_BACKLOG)
     return sock

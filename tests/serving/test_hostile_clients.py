@@ -74,9 +74,14 @@ def test_mutated_bodies(served, rng):
   check_alive(served)
 
 
-def connect(served):
+def connect(served, *, receive_buffer=None):
   at = urlsplit(served.url)
-  return socket.create_connection((at.hostname, at.port), timeout=5)
+  sock = socket.socket()
+  sock.settimeout(5)
+  if receive_buffer is not None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+  sock.connect((at.hostname, at.port))
+  return sock
 
 
 def test_raw_bytes_instead_of_http(served, rng):
@@ -150,7 +155,10 @@ def test_a_flood_is_answered_429_and_nothing_is_lost(served):
 def test_a_client_that_does_not_read_counts_as_gone():
   body = json.dumps({'model': 'fake.Model', 'prompt': 'abc', 'max_tokens': 900_000, 'n': 4, 'stream': True}).encode()
   head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
-  with serving(FakeEngine(num_slots=4, max_len=1_000_000), send_timeout_s=0.3) as served, connect(served) as sock:
+  with (
+    serving(FakeEngine(num_slots=4, max_len=1_000_000), send_timeout_s=0.3) as served,
+    connect(served, receive_buffer=4096) as sock,  # soon full
+  ):
     sock.sendall(head + b'Content-Length: %d\r\n\r\n' % len(body) + body)
     time.sleep(0.2)
     check_alive(served)
