@@ -15,6 +15,8 @@ import pytest
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generation import Completion, generate, search
 from spmd_tasks.decoding.requests import GREEDY, Request, chunk_prompt
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.sequence import Sequence
 from spmd_tasks.decoding.settings import DecodeSettings, prefill_buckets
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments.synthetic import Uneven
@@ -212,6 +214,63 @@ def test_reused_chunks_give_the_bits_of_computed_ones(name):
     assert one.is_valid[row]
     for field in ('tokens', 'logprobs', 'top_ids', 'top_logprobs', 'is_valid', 'is_finished'):
       np.testing.assert_array_equal(getattr(one, field)[row], getattr(other, field)[row])
+
+
+def _advance_all(scheduler, *sequences):
+  scheduler.submit(sequences)
+  while scheduler.has_work:
+    scheduler.advance()
+
+
+def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
+  """Prompts that begin alike, samples, scores, cancels and other weights, over reuse and prefills of two rows."""
+  run = make_run('one device')
+  engine = ModelEngine(run.steps, run.weights, score_prompts=True)
+  document = rng.integers(1, 257, 12).tolist()
+  requests = []
+  for number in range(16):
+    ids = document[: rng.integers(1, 12)] + rng.integers(1, 257, int(rng.integers(2))).tolist()
+    sampling = GREEDY | {'temperature': 1.5 * (number % 3 > 0), 'repetition_penalty': 1.0 + number % 2}
+    length = int(rng.integers(1, MAX_LEN + 1 - len(ids)))
+    requests.append(Request(ids=tuple(ids), max_tokens=length, score_prompt=number % 5 == 0, sampling=sampling))
+  requests += [request.as_sample(sample) for request in requests[:4] for sample in (1, 2)]
+
+  def sequence_of(kind):
+    return Sequence(requests[kind], lambda tokens: '', index=kind, has_logprobs=True)
+
+  def alone(kind):
+    engine.reset()
+    _advance_all(Scheduler(engine), each := sequence_of(kind))
+    assert each.num_reused == 0
+    return each.logprobs
+
+  with CompilationCounter() as compilations:
+    expected = [alone(kind) for kind in range(len(requests))]
+    engine.reset()
+    scheduler, mixed = Scheduler(engine), []
+    while len(mixed) < 200 or scheduler.has_work:
+      if len(mixed) < 200:
+        new = [sequence_of(int(kind)) for kind in rng.integers(len(requests), size=int(rng.integers(1, 3)))]
+        scheduler.submit(new)
+        mixed += new
+      if rng.random() < 0.2:
+        scheduler.end([mixed[int(rng.integers(len(mixed)))]], 'cancelled')
+      scheduler.advance()
+  assert compilations.num_programs == 0
+  for each in mixed:
+    whole = expected[each.index]
+    assert each.logprobs == (whole if each.finish_reason == 'length' else whole[: len(each.logprobs)])
+  assert sum(each.finish_reason == 'length' for each in mixed) > 100
+  assert scheduler.num_reused_tokens > 100
+
+  long = next(kind for kind, r in enumerate(requests) if len(r.ids) > CHUNK and not r.score_prompt)
+  for weights in (run.model.init(1).weights, run.weights):
+    engine.weights = weights
+    first, second = sequence_of(long), sequence_of(long)
+    _advance_all(scheduler, first, second)
+    assert first.num_reused == 0 < second.num_reused
+    assert first.logprobs == second.logprobs
+    assert (first.logprobs == expected[long]) == (weights is run.weights)
 
 
 def test_the_scores_of_chunks_are_those_of_the_full_forward_pass():
