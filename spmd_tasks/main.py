@@ -160,7 +160,7 @@ def _run_experiment(args: argparse.Namespace) -> int:
     if not args.accept_config_changes:
       refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
     if args.mode == 'serve':
-      return _serve(args, job, job_log_dir)
+      return _serve(args, job, job_log_dir, emergency)
     if args.mode == 'eval':
       return evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
     if args.mode in ('decode', 'decode_once'):
@@ -204,7 +204,7 @@ def _check_flags_of_mode(args: argparse.Namespace) -> None:
     )
 
 
-def _serve(args: argparse.Namespace, job: Any, job_log_dir: Any) -> int:
+def _serve(args: argparse.Namespace, job: Any, job_log_dir: Any, emergency: Any) -> int:
   """What serving needs of the programs, which it may not import."""
   from spmd_tasks.programs.decode_requests import find_tokenizer
   from spmd_tasks.programs.job_setup import checkpoint_directory, partition_job, restore_evaluation_weights
@@ -227,6 +227,8 @@ def _serve(args: argparse.Namespace, job: Any, job_log_dir: Any) -> int:
     job,
     find_tokenizer(job),
     settings,
+    emergency=emergency,
+    bind_host=(args.coordinator_bind_address or '').rpartition(':')[0].strip('[]') or None,
     checkpoint_step=args.checkpoint_step,
     partition=lambda: partition_job(job),
     restore=restore,

@@ -2,6 +2,9 @@
 
 Publish, update and unpublish, as Pax's server had them. Sequences in slots end with the weights that they began with;
 those of the queue wait until then, and get the new ones. Nothing is dropped, and no text is from two checkpoints.
+
+One process reads a checkpoint while it serves. Several read it together, as one more of the operations that they all
+run in the same order, and serve nothing meanwhile.
 """
 
 import asyncio
@@ -13,16 +16,18 @@ from typing import Any
 from absl import logging
 
 from spmd_tasks.decoding.engine_contract import Engine
+from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointChoiceError
 from spmd_tasks.serving.json_fields import RequestError
 from spmd_tasks.serving.service import Service
 
+_Restore = Callable[[int | None], tuple[Any, int]]
 _POLL_S = 0.02
 
 
 class Publisher:
   """Publishes one at a time."""
 
-  def __init__(self, service: Service, engine: Engine, restore: Callable[[int | None], tuple[Any, int]] | None):
+  def __init__(self, service: Service, engine: Engine, restore: _Restore | None, *, pauses: bool = False):
     """Publishes nothing yet.
 
     Args:
@@ -30,10 +35,13 @@ class Publisher:
       engine: gets the weights, on its own thread.
       restore: a checkpoint's weights and its step; None is the newest. It runs on a thread of its own: reading files
         must not hold up the streams. None: nothing can be published.
+      pauses: run `restore` on the engine's thread instead, between sequences. It must then raise a
+        CheckpointChoiceError where all is as before; whatever else it raises ends the engine.
     """
     self._service = service
     self._engine = engine
     self._restore = restore
+    self._pauses = pauses
     self._lock = asyncio.Lock()
 
   async def publish(self, step: int | None) -> int:
@@ -48,11 +56,10 @@ class Publisher:
         raise RequestError('the server is not ready.', status=503, code='not_ready', retry_after_s=5)
       try:
         with self._service.uncounted_compilations():
-          weights, restored = await asyncio.to_thread(restore, step)
+          restored = await (self._pause(restore, step) if self._pauses else self._go_on(restore, step))
       except (ValueError, RuntimeError) as error:
         logging.warning('nothing is published: %s', error)
         raise RequestError(f'step cannot be published: {error}', status=409, param='step') from error
-      await self._replace(weights)
       self._service.model = dataclasses.replace(self._service.model, step=restored, created=int(time.time()))
       self._service.is_published = True
       return restored
@@ -64,15 +71,34 @@ class Publisher:
       self._service.is_published = False
       while not self._service.thread.is_idle:
         await asyncio.sleep(_POLL_S)
-      await self._replace(None)
+      await self._between_sequences(self._use, None)
 
-  def _permission(self) -> Callable[[int | None], tuple[Any, int]]:
+  def _permission(self) -> _Restore:
     if self._service.settings.api_key is None or self._restore is None:
       raise RequestError('start the server with an API key to publish other weights.', status=403, code='no_admin')
     return self._restore
 
-  async def _replace(self, weights: Any) -> None:
-    def replace():
-      self._engine.weights = weights
+  async def _go_on(self, restore: _Restore, step: int | None) -> int:
+    weights, restored = await asyncio.to_thread(restore, step)
+    await self._between_sequences(self._use, weights)
+    return restored
 
-    await asyncio.wrap_future(self._service.thread.between_sequences(replace))
+  async def _pause(self, restore: _Restore, step: int | None) -> int:
+    def restore_and_use() -> int | CheckpointChoiceError:
+      try:
+        weights, restored = restore(step)
+      except CheckpointChoiceError as error:
+        return error
+      self._use(weights)
+      return restored
+
+    outcome = await self._between_sequences(restore_and_use)
+    if isinstance(outcome, CheckpointChoiceError):
+      raise outcome
+    return outcome
+
+  def _use(self, weights: Any) -> None:
+    self._engine.weights = weights
+
+  async def _between_sequences(self, action: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.wrap_future(self._service.thread.between_sequences(lambda: action(*arguments)))

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import logging
 import uvicorn
@@ -76,8 +76,10 @@ def serve(
   sock: socket.socket,
   *,
   restore: Callable[[int | None], tuple[Any, int]] | None = None,
+  restore_pauses: bool = False,
   announce: Callable[[str], None] = print,
   stop: threading.Event | None = None,
+  leave: Callable[[int], NoReturn] = os._exit,
 ) -> int:
   """Serves until SIGTERM, Ctrl-C or `stop`; returns an exit code.
 
@@ -86,21 +88,22 @@ def serve(
     model: what it serves.
     settings: limits.
     sock: from `listen`.
-    restore: another checkpoint's weights and its step, see Publisher.
-    announce: given one line when the server is ready, and one when it drains.
-    stop: for callers off the main thread, which get no signals.
+    restore, restore_pauses: another checkpoint's weights and its step, see Publisher.
+    announce: given one line when the server is ready, and one each when it begins to drain and when it has.
+    stop: as SIGTERM, for callers off the main thread, which get no signals, and for other processes.
+    leave: ends the process with an exit code where the engine's thread is in the middle of native code, which an
+      orderly end of Python would crash.
 
   Raises:
     whatever ended the engine.
   """
   with CompilationCounter() as compilations:
-    server = _Server(engine, model, settings, restore, announce, compilations)
+    server = _Server(engine, model, settings, restore, restore_pauses, announce, compilations)
     code = asyncio.run(server.run(sock, stop))
-  sys.stdout.flush()
   if server.thread.is_alive:
-    # In the middle of native code, which an orderly end of Python would crash.
+    sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    leave(code)
   if server.thread.error is not None:
     raise server.thread.error
   return code
@@ -121,6 +124,7 @@ class _Server:
     model: ServedModel,
     settings: ServerSettings,
     restore: Callable[[int | None], tuple[Any, int]] | None,
+    restore_pauses: bool,
     announce: Callable[[str], None],
     compilations: CompilationCounter,
   ):
@@ -139,7 +143,7 @@ class _Server:
       on_change=self._on_change,
     )
     self._service = Service(model, settings, self.thread, engine.num_slots, lambda: compilations.num_programs)
-    self._publisher = Publisher(self._service, engine, restore)
+    self._publisher = Publisher(self._service, engine, restore, pauses=restore_pauses)
 
   async def run(self, sock: socket.socket, stop: threading.Event | None) -> int:
     self._loop = asyncio.get_running_loop()
@@ -184,7 +188,10 @@ class _Server:
     end = self._loop.time() + self._settings.drain_s
     while not self.thread.is_idle and self.thread.error is None and len(self._signals) < 2 and self._loop.time() < end:
       await asyncio.sleep(_POLL_S)
+    num_cut = self.thread.num_queued + self.thread.scheduler.num_active
     await asyncio.to_thread(self.thread.stop)
+    if self.thread.error is None:
+      self._announce(f'Drained. Texts cut: {num_cut}.')
 
   def _post(self, deltas: list[Delta]) -> None:
     assert self._loop is not None

@@ -44,7 +44,11 @@ from etils import epath
 import jax
 
 from spmd_tasks.runtime.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
-from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointError, CheckpointSaveError
+from spmd_tasks.runtime.checkpoints.checkpoint_errors import (
+  CheckpointChoiceError,
+  CheckpointError,
+  CheckpointSaveError,
+)
 from spmd_tasks.runtime.checkpoints.manifest import LeafEntry, leaf_entries, read_manifest
 from spmd_tasks.runtime.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
 from spmd_tasks.runtime.durable_files import write_durably
@@ -268,7 +272,7 @@ class Checkpointer:
     try:
       chosen, rejected = primary_decides(choose, 'checkpoint_decided', limit_s=limit_s)
     except PrimaryError as error:
-      raise CheckpointError(str(error)) from error
+      raise CheckpointChoiceError(str(error)) from error
     self._rejected.update((step, time) for step, time in rejected)
     return chosen
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import logging
 import jax
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 CLUSTERS = ('slurm', 'ompi', 'gketpu', 'gcetpu', 'k8s')  # JAX's names, in JAX's order of preference.
@@ -126,6 +127,13 @@ def finish():
   """
   if jax.distributed.is_initialized():
     multihost_utils.sync_global_devices('finish')
+
+
+def coordinator_host() -> str:
+  """The host of process 0 as all others reach it, in a job of several processes."""
+  address = distributed.global_state.coordinator_address  # where a launcher gave it, nothing public has it
+  assert address is not None
+  return address.rpartition(':')[0].strip('[]')
 
 
 def detect_cluster(environ: Mapping[str, str]) -> str | None:

@@ -1,0 +1,145 @@
+"""A server of two processes over loopback, through its HTTP interface: the tokens of one process, and every end."""
+
+from concurrent.futures import ThreadPoolExecutor
+import json
+import os
+import re
+import signal
+import sys
+
+import httpx
+from launch import Job, coordinator_flags
+import pytest
+
+from spmd_tasks.runtime.job import exit_codes
+from tests import binary
+
+pytestmark = pytest.mark.slow
+
+START_S = 200.0
+DEADLINE_S = 30.0  # from a fault until the last process is gone
+MODEL = 'lm.UnevenTiny'
+COMMAND = ['--exp', MODEL, '--num_train_steps', '4', '--ici_mesh_shape', '1,2,4']
+for _setting in ('model_dims=12', 'num_layers=1', 'hidden_dims=18', 'seq_len=64', 'batch_size=8', 'tensorboard=False'):
+  COMMAND += ['--set', _setting]
+# One length of chunks: prompts of two chunks, and such as go on behind another one's, need three programs.
+for _setting in ('prefill_chunk=8', 'min_bucket=8', 'num_slots=3'):
+  COMMAND += ['--set', f'task.decode.{_setting}']
+for _setting in ('eval_every_steps=None', 'eval_batches=1', 'checkpoint_every_steps=2'):
+  COMMAND += ['--set', _setting]
+PROMPTS = [('def ' * (number + 1))[: 2 * number + 1] for number in range(6)]
+HEADERS = {'authorization': 'Bearer secret'}
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """(job_log_dir, what one process makes of PROMPTS with its newest checkpoint)"""
+  directory = tmp_path_factory.mktemp('served') / 'job'
+  prompts = directory.parent / 'prompts.jsonl'
+  prompts.write_text(''.join(json.dumps({'prompt': prompt, 'max_tokens': 10}) + '\n' for prompt in PROMPTS))
+  shared = [*COMMAND, '--job_log_dir', directory]
+  assert binary.run_in_process(*shared, '--mode', 'train') == 0
+  path = directory.parent / 'outputs.jsonl'
+  flags = ('--mode', 'decode_once', '--decode_input', prompts, '--decode_output', path)
+  assert binary.run_in_process(*shared, *flags) == 0
+  return directory, [json.loads(line)['outputs'][0]['text'] for line in path.read_text().splitlines()]
+
+
+def start(job_log_dir, log_dir, *flags: str) -> Job:
+  """Two processes of four devices, both dims of the mesh across them."""
+  log_dir.mkdir()
+  key = log_dir / 'key'
+  key.write_text('secret')
+  command = [sys.executable, '-m', 'spmd_tasks.main', *COMMAND, '--job_log_dir', str(job_log_dir), '--mode', 'serve']
+  command += ['--num_fake_devices=4', '--port=0', '--drain_s=20', '--api_key_file', str(key)]
+  argvs = [[*command, *flags, *own] for own in coordinator_flags(num_processes=2)]
+  return Job(argvs, log_dir=log_dir, num_devices=4, env={'XLA_FLAGS': os.environ['XLA_FLAGS']})
+
+
+def client_of(job: Job) -> httpx.Client:
+  job.wait_for_text(0, 'Serving ', limit_s=START_S)
+  url = re.search(r'Serving \S+, step \d, at (\S+)', job.log(0))[1]
+  return httpx.Client(base_url=url, headers=HEADERS, timeout=120)
+
+
+def complete(client: httpx.Client, prompt, **wanted) -> str:
+  response = client.post('/v1/completions', json={'model': MODEL, 'prompt': prompt, 'max_tokens': 10} | wanted)
+  assert response.status_code == 200, response.text
+  return response.json()['choices'][0]['text']
+
+
+def long_stream(client: httpx.Client):
+  body = {'model': MODEL, 'prompt': 'a', 'max_tokens': 60, 'ignore_eos': True, 'stream': True}
+  return client.stream('POST', '/v1/completions', json=body)
+
+
+@pytest.fixture(scope='module')
+def job(trained, tmp_path_factory):
+  with start(trained[0], tmp_path_factory.mktemp('logs') / 'shared') as job:
+    yield job
+
+
+@pytest.fixture(scope='module')
+def client(job):
+  with client_of(job) as client:
+    yield client
+
+
+def test_two_processes_serve_what_one_decodes_in_any_company(client, trained):
+  with ThreadPoolExecutor(8) as pool:
+    noise = [pool.submit(complete, client, 'xyz', temperature=1.0, seed=seed, n=2) for seed in range(4)]
+    texts = list(pool.map(lambda prompt: complete(client, prompt), PROMPTS))
+    assert len({each.result() for each in noise}) > 1
+  assert texts == trained[1]
+
+
+@pytest.fixture(scope='module')
+def published(client, trained):
+  """What it makes of PROMPTS after the checkpoint of step 2 was published."""
+  assert client.post('/admin/publish', json={'step': 99}).status_code == 409
+  assert [complete(client, prompt) for prompt in PROMPTS] == trained[1]
+  with ThreadPoolExecutor(8) as pool:
+    running = [pool.submit(complete, client, prompt) for prompt in PROMPTS]
+    published = client.post('/admin/publish', json={'step': 2})
+    assert published.json() == {'model': MODEL, 'step': 2}, published.text
+    texts = [complete(client, prompt) for prompt in PROMPTS]
+    assert all(each.result() in pair for each, *pair in zip(running, texts, trained[1], strict=True))
+  return texts
+
+
+def test_unpublish_and_publish_the_newest(client, trained, published):
+  assert published != trained[1]
+  assert client.post('/admin/unpublish', json={}).status_code == 200
+  assert client.post('/admin/publish', json={}).json()['step'] == 4
+  assert [complete(client, prompt) for prompt in PROMPTS] == trained[1]
+  assert 'spmd_tasks_late_compilations 0\n' in client.get('/metrics').text
+
+
+def test_sigterm_to_both_lets_what_has_begun_end(client, job):
+  """The last test of this job."""
+  with long_stream(client) as response:
+    lines = response.iter_lines()
+    first = next(lines)
+    job.send(1, signal.SIGTERM)
+    job.wait_for_text(0, 'Draining', limit_s=DEADLINE_S)  # to whichever process it comes
+    job.send(0, signal.SIGTERM)
+    rest = [line for line in [first, *lines] if line]
+  assert rest[-1] == 'data: [DONE]'
+  assert json.loads(rest[-2].removeprefix('data: '))['choices'][0]['finish_reason'] == 'length'
+  ranks = job.wait(deadline_s=DEADLINE_S)
+  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
+  assert 'Drained. Texts cut: 0.' in ranks[0].log
+
+
+def test_a_killed_process_ends_the_job_with_a_reason(trained, published, tmp_path):
+  with start(trained[0], tmp_path / 'logs', '--checkpoint_step=2') as job, client_of(job) as client:
+    assert [complete(client, prompt) for prompt in PROMPTS] == published
+    with long_stream(client) as response:
+      lines = response.iter_lines()
+      first = next(lines)
+      job.send(1, signal.SIGKILL)
+      rest = [line for line in [first, *lines] if line]
+    assert 'error' in json.loads(rest[-2].removeprefix('data: ')), rest[-2:]
+    ranks = job.wait(deadline_s=DEADLINE_S)
+  assert [rank.returncode for rank in ranks] == [exit_codes.PEER_FAILED, -signal.SIGKILL], ranks[0].log
+  assert 'process 1 of 2 is gone' in ranks[0].log

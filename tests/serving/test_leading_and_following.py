@@ -1,0 +1,232 @@
+"""An engine follows another one over a real socket: same operations, same order, and every way in which that ends."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+import contextlib
+import json
+import queue
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.sequence import Sequence
+from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointChoiceError
+from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.serving import followers, following
+from spmd_tasks.serving.followers import Followers, PeerFailedError
+from spmd_tasks.serving.following import follow
+from spmd_tasks.serving.leading_engine import LeadingEngine, lead
+from spmd_tasks.serving.process_link import admit, join, listen_for_processes, to_line
+from tests.serving.fake_engine import TOKENIZER, FakeEngine
+
+
+def restore(step):
+  if step == 404:
+    raise CheckpointChoiceError('there is no checkpoint of step 404')
+  return step, step
+
+
+def links(num_others=1):
+  """(process 0's links, the others')"""
+  with listen_for_processes('127.0.0.1', 3) as listener, ThreadPoolExecutor() as pool:
+    port = listener.getsockname()[1]
+    joined = [pool.submit(join, '127.0.0.1', port, 'secret', index + 1) for index in range(num_others)]
+    return admit(listener, 'secret', num_others), [each.result() for each in joined]
+
+
+def follow_in_background(engine, link, left) -> Future:
+  """A thread that is left behind where a process would have been ended; `left` gets the code and the reason."""
+  result = Future()
+
+  def leave(code, reason):
+    left.put((code, reason))
+    link.close()
+
+  def run():
+    try:
+      result.set_result(follow(engine, link, restore=restore, leave=leave))
+    except Exception as error:
+      result.set_exception(error)
+
+  threading.Thread(target=run, daemon=True).start()
+  return result
+
+
+class Pair:
+  """An engine that leads and one that follows; `left` is what would have ended the processes."""
+
+  def __init__(self):
+    self.engines = FakeEngine(), FakeEngine()
+    self.left = queue.SimpleQueue()
+    self.near, self.far = links()
+    self.followers = Followers(self.near, leave=self.left.put)
+    self.engine = LeadingEngine(self.engines[0], self.followers, restore)
+    self.followed = follow_in_background(self.engines[1], self.far[0], self.left)
+
+  def close(self):
+    self.followers.dismiss(0, '')
+    for link in (*self.near, *self.far):
+      link.close()
+
+
+@pytest.fixture
+def pair():
+  with contextlib.closing(Pair()) as pair:
+    yield pair
+
+
+def sequences(count):
+  ids = TOKENIZER.encode('the same beginning')
+  requests = [Request(ids=(*ids, 65 + i), max_tokens=3 + i, stop_ids=(1,)) for i in range(count)]
+  return [Sequence(request, TOKENIZER.decode) for request in requests]
+
+
+def run(scheduler):
+  while scheduler.has_work:
+    scheduler.advance()
+
+
+def settled(pair):
+  """The follower has done all that it was asked."""
+  pair.followers.end(0)
+  assert pair.followed.result(10) == 0
+
+
+def test_the_same_operations_reach_both_in_the_same_order(pair):
+  pair.engine.warm_up()
+  scheduler = Scheduler(pair.engine)
+  scheduler.submit(sequences(9))
+  run(scheduler)
+  assert scheduler.num_generated_tokens == sum(3 + i for i in range(9))
+  settled(pair)
+  leading, followed = pair.engines
+  assert followed.is_warm
+  assert followed.log == leading.log
+  assert len(followed.log) > 20
+  assert followed.caches == leading.caches
+  assert pair.left.empty()
+
+
+def test_weights_are_restored_and_dropped_on_both(pair):
+  pair.engine.weights, step = pair.engine.restore(5)
+  assert step == 5
+  with pytest.raises(CheckpointChoiceError):
+    pair.engine.restore(404)
+  settled(pair)
+  assert [engine.weights for engine in pair.engines] == [5, 5]
+
+
+def test_dropped_weights_are_dropped_on_both(pair):
+  pair.engine.weights = None
+  settled(pair)
+  assert [engine.weights for engine in pair.engines] == [None, None]
+
+
+def test_what_fails_on_both_is_recovered_from(pair):
+  scheduler = Scheduler(pair.engine)
+  first, second = sequences(1), sequences(2)
+  scheduler.submit(first)
+  for engine in pair.engines:
+    engine.fail_next = RuntimeError('out of memory')
+  with pytest.raises(RuntimeError, match='out of memory'):
+    run(scheduler)
+  scheduler.recover()
+  scheduler.submit(second)
+  run(scheduler)
+  settled(pair)
+  assert [each.finish_reason for each in (*first, *second)] == ['error', 'length', 'length']
+  assert pair.engines[0].caches == pair.engines[1].caches
+
+
+def test_what_fails_on_another_process_only_ends_the_job(pair, monkeypatch):
+  monkeypatch.setattr(following, '_RESET_LIMIT_S', 0.1)
+  pair.engines[1].fail_next = RuntimeError('out of memory')
+  scheduler = Scheduler(pair.engine)
+  scheduler.submit(sequences(1))
+  run(scheduler)
+  with pytest.raises(RuntimeError, match='out of memory'):
+    pair.followed.result(10)
+  assert pair.followers.stop.wait(10)
+  with pytest.raises(PeerFailedError, match='process 1 of 2 failed: RuntimeError: out of memory'):
+    pair.engine.reset()
+
+
+def test_a_process_that_is_gone_is_noticed_in_the_middle_of_an_operation(pair, monkeypatch):
+  monkeypatch.setattr(followers, '_LOST_LIMIT_S', 0.1)
+  pair.engines[0].gate = gate = threading.Event()  # its step waits as in a collective
+  with ThreadPoolExecutor(1) as pool:
+    stepping = pool.submit(pair.engine.step, np.zeros(4, np.bool_))
+    pair.far[0].close()
+    with pytest.raises(PeerFailedError, match='process 1 of 2 is gone'):
+      stepping.result(5)
+  assert pair.followers.stop.is_set()
+  gate.set()
+  # Where the server does not end by itself, the process does; the follower, whose own end it was here, says so too.
+  assert any('process 1 of 2 is gone' in pair.left.get(timeout=5) for _ in range(2))
+
+
+def test_process_0_that_is_gone_ends_the_others(pair):
+  pair.near[0].close()
+  code, reason = pair.left.get(timeout=5)
+  assert code == exit_codes.PEER_FAILED
+  assert 'process 0 is gone' in reason
+
+
+def test_a_signal_to_another_process_stops_the_server(pair):
+  pair.far[0].send(to_line({'signal': 15}))
+  assert pair.followers.stop.wait(5)
+  assert not pair.followers.lost.done()
+
+
+@pytest.mark.parametrize('error', [None, RuntimeError('three steps failed')])
+def test_lead_has_all_processes_end_as_process_0_does(error):
+  near, far = links(2)
+  left = queue.SimpleQueue()
+
+  def serve(engine, **settings):
+    engine.warm_up()
+    if error is not None:
+      raise error
+    return exit_codes.INTERRUPTED
+
+  followed = [follow_in_background(FakeEngine(), link, left) for link in far]
+  if error is None:
+    assert lead(FakeEngine(), near, serve, restore=restore, leave=left.put) == exit_codes.INTERRUPTED
+    assert [each.result(5) for each in followed] == [exit_codes.INTERRUPTED] * 2
+    return
+  with pytest.raises(RuntimeError, match='three steps'):
+    lead(FakeEngine(), near, serve, restore=restore, leave=left.put)
+  reason = 'process 0 failed: RuntimeError: three steps failed'
+  assert [left.get(timeout=5) for _ in followed] == [(exit_codes.PEER_FAILED, reason)] * 2
+
+
+def test_strangers_are_not_admitted():
+  with listen_for_processes('127.0.0.1', 3) as listener, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+    address = listener.getsockname()
+    admitted = pool.submit(admit, listener, 'secret', 1)
+    for greeting in (
+      {'secret': 'guessed', 'process': 1}, {'secret': 'secret', 'process': 7}, {'process': 1}, [1], 'x' * 5000,
+    ):  # fmt: skip
+      stranger = stack.enter_context(socket.create_connection(address, timeout=5))
+      stranger.sendall(json.dumps(greeting).encode() + b'\n')
+      with contextlib.suppress(ConnectionResetError):
+        assert stranger.recv(1) == b''
+    link = join(*address, 'secret', 1)
+    assert [each.process_index for each in admitted.result(5)] == [1]
+    for each in (link, *admitted.result()):
+      each.close()
+
+
+def test_a_process_that_does_not_come_is_named(monkeypatch):
+  monkeypatch.setattr('spmd_tasks.serving.process_link._CONNECT_LIMIT_S', 0.1)
+  started = time.monotonic()
+  with (
+    listen_for_processes('127.0.0.1', 1) as listener,
+    pytest.raises(RuntimeError, match='process 1, 2 did not connect'),
+  ):
+    admit(listener, 'secret', 2)
+  assert time.monotonic() - started < 5
