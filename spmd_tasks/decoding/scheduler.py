@@ -173,11 +173,14 @@ class Scheduler:
   def _can_join(self, chunks: list[Chunk], new: Chunk) -> bool:
     """Whether a chunk may be read with others: by the program that reads it alone, and from no slot that they write."""
     return not chunks or (
-      (new.start > 0, new.request.score_prompt, self._engine.prefill_cost(new))
-      == (chunks[0].start > 0, chunks[0].request.score_prompt, self._engine.prefill_cost(chunks[0]))
+      self._program(new) == self._program(chunks[0])
       and all(new.source != other.slot and new.slot != other.source for other in chunks)
       and not any(self._repeats(new, other) for other in chunks)
     )
+
+  def _program(self, chunk: Chunk) -> tuple[bool, bool, int]:
+    """What tells the compiled prefills apart."""
+    return chunk.start == 0, chunk.request.score_prompt, self._engine.prefill_cost(chunk)
 
   def _repeats(self, new: Chunk, other: Chunk) -> bool:
     """Whether a chunk need not be read once another one has been."""

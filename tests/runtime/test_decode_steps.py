@@ -260,6 +260,9 @@ def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
   for each in mixed:
     whole = expected[each.index]
     assert each.logprobs == (whole if each.finish_reason == 'length' else whole[: len(each.logprobs)])
+  for completion, whole in zip(run.generate(requests), expected, strict=True):
+    generated = whole[-len(completion.ids) :]
+    assert (completion.ids, completion.logprobs) == ([e.token for e in generated], [e.logprob for e in generated])
   assert sum(each.finish_reason == 'length' for each in mixed) > 100
   assert scheduler.num_reused_tokens > 100
 

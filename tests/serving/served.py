@@ -1,8 +1,9 @@
-"""A server with a fake engine, on a port of its own and a thread of this process."""
+"""A server with a fake engine, on a port of its own and a thread of this process, and how its answers are read."""
 
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import json
 import queue
 import threading
 
@@ -25,6 +26,10 @@ MODEL = ServedModel(
   max_len=128,
   vocab_size=TOKENIZER.vocab_size,
 )
+
+COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
+HELLO = {'model': 'fake.Model', 'prompt': [TOKENIZER.encode('hello')], 'max_tokens': 7}
+ASK = {'model': 'fake.Model', 'messages': [{'role': 'user', 'content': 'hi'}], 'max_tokens': 4}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -70,3 +75,15 @@ def serving(
     stop.set()
     thread.join(20)
     assert not thread.is_alive()
+
+
+def events(response):
+  """The JSON of each event; the last one must be [DONE]."""
+  data = [line.removeprefix('data: ') for line in response.iter_lines() if line]
+  assert data[-1] == '[DONE]'
+  return [json.loads(text) for text in data[:-1]]
+
+
+def metric(client, name, **kwargs):
+  lines = client.get('/metrics', **kwargs).text.splitlines()
+  return next((float(line.split()[-1]) for line in lines if line.startswith(f'{name} ')), None)

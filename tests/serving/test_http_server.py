@@ -8,11 +8,7 @@ import time
 import pytest
 
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
-from tests.serving.served import serving
-
-COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
-HELLO = {'model': 'fake.Model', 'prompt': [TOKENIZER.encode('hello')], 'max_tokens': 7}
-ASK = {'model': 'fake.Model', 'messages': [{'role': 'user', 'content': 'hi'}], 'max_tokens': 4}
+from tests.serving.served import ASK, CHAT, COMPLETIONS, HELLO, events, metric, serving
 
 
 @pytest.fixture(scope='module')
@@ -21,23 +17,11 @@ def client():
     yield client
 
 
-def events(response):
-  """The JSON of each event; the last one must be [DONE]."""
-  data = [line.removeprefix('data: ') for line in response.iter_lines() if line]
-  assert data[-1] == '[DONE]'
-  return [json.loads(text) for text in data[:-1]]
-
-
 def wait_for(condition, limit_s=5.0):
   end = time.monotonic() + limit_s
   while not condition():
     assert time.monotonic() < end, 'it did not come to pass'
     time.sleep(0.01)
-
-
-def metric(client, name, **kwargs):
-  lines = client.get('/metrics', **kwargs).text.splitlines()
-  return next((float(line.split()[-1]) for line in lines if line.startswith(f'{name} ')), None)
 
 
 # --- what it answers ---
@@ -105,55 +89,6 @@ def test_stop_tokens(client):
   body = client.post(COMPLETIONS, json=HELLO | {'stop_token_ids': TOKENIZER.encode('o'), 'max_tokens': 50}).json()
   assert body['choices'][0]['text'] == 'hell'
   assert body['choices'][0]['finish_reason'] == 'stop'
-
-
-def test_logprobs_of_completions(client):
-  body = client.post(COMPLETIONS, json=HELLO | {'logprobs': 2, 'max_tokens': 3}).json()
-  logprobs = body['choices'][0]['logprobs']
-  assert logprobs['tokens'] == ['h', 'e', 'l']
-  assert logprobs['text_offset'] == [0, 1, 2]
-  assert logprobs['token_logprobs'] == pytest.approx([-token / 100 for token in TOKENIZER.encode('hel')])
-  assert [list(top) for top in logprobs['top_logprobs']] == [['h', 'i'], ['e', 'f'], ['l', 'm']]
-
-
-@pytest.mark.parametrize('max_tokens', [0, 2])
-def test_echo_with_logprobs_scores_the_prompt_whole_and_streamed(client, max_tokens):
-  prompt = 'a prompt of three chunks'
-  wanted = HELLO | {'prompt': TOKENIZER.encode(prompt), 'logprobs': 2, 'echo': True, 'max_tokens': max_tokens}
-  choice = client.post(COMPLETIONS, json=wanted).json()['choices'][0]
-  text = prompt + prompt[:max_tokens]
-  assert choice['text'] == text
-  logprobs = choice['logprobs']
-  assert logprobs['tokens'] == list(text)
-  assert logprobs['text_offset'] == list(range(len(text)))
-  assert logprobs['token_logprobs'][0] is logprobs['top_logprobs'][0] is None
-  assert logprobs['token_logprobs'][1:] == pytest.approx([-token / 100 for token in TOKENIZER.encode(text)[1:]])
-  assert [next(iter(top)) for top in logprobs['top_logprobs'][1:]] == list(text[1:])
-  with client.stream('POST', COMPLETIONS, json=wanted | {'stream': True}) as response:
-    choices = [chunk['choices'][0] for chunk in events(response)]
-  assert ''.join(each['text'] for each in choices) == choice['text']
-  streamed = [each['logprobs'] for each in choices if each['logprobs']]
-  assert {name: [entry for each in streamed for entry in each[name]] for name in logprobs} == logprobs
-
-
-def test_what_was_read_before_is_counted_and_not_read_again(client):
-  asked = HELLO | {'prompt': 'a system prompt that many requests share', 'n': 2}
-  before = metric(client, 'spmd_tasks_reused_prompt_tokens_total')
-  cached = [client.post(COMPLETIONS, json=asked).json()['usage']['prompt_tokens_details'] for _ in range(2)]
-  assert cached == [{'cached_tokens': 0}, {'cached_tokens': 40}]
-  assert metric(client, 'spmd_tasks_reused_prompt_tokens_total') == before + 3 * 40
-
-
-def test_logprobs_of_chats_in_both_forms(client):
-  wanted = ASK | {'logprobs': True, 'top_logprobs': 1}
-  content = client.post(CHAT, json=wanted).json()['choices'][0]['logprobs']['content']
-  assert [entry['token'] for entry in content] == ['token_id:1', *'use']  # bos is no text
-  assert content[1]['bytes'] == [ord('u')]
-  assert [len(entry['top_logprobs']) for entry in content] == [1] * 4
-  with client.stream('POST', CHAT, json=wanted | {'stream': True}) as response:
-    chunks = events(response)
-  streamed = [entry for c in chunks if c['choices'][0]['logprobs'] for entry in c['choices'][0]['logprobs']['content']]
-  assert streamed == content
 
 
 def test_models_health_readiness_metrics_and_the_page(client):
