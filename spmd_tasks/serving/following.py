@@ -49,7 +49,8 @@ def follow(
     whatever failed here and not on process 0, which has been told.
   """
   orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-  threading.Thread(target=_receive, args=(link, orders, leave), name='orders', daemon=True).start()
+  is_over = threading.Event()
+  threading.Thread(target=_receive, args=(link, orders, leave, is_over), name='orders', daemon=True).start()
   try:
     _pass_signals_on(link)
     return _Follower(engine, orders, restore).run()
@@ -58,6 +59,7 @@ def follow(
       link.send(to_line({'error': f'{type(error).__name__}: {error}'[:_MAX_REASON_CHARS]}))
     raise
   finally:
+    is_over.set()
     link.close()  # process 0 waits for it
 
 
@@ -133,7 +135,9 @@ class _Follower:
       logging.warning('nothing is published: %s', error)
 
 
-def _receive(link: Link, orders: queue.SimpleQueue, leave: Callable[[int, str], object]) -> None:
+def _receive(
+  link: Link, orders: queue.SimpleQueue, leave: Callable[[int, str], object], is_over: threading.Event
+) -> None:
   for message in link:
     if 'leave' in message:
       leave(message['leave'], message['reason'])
@@ -141,7 +145,8 @@ def _receive(link: Link, orders: queue.SimpleQueue, leave: Callable[[int, str], 
     orders.put(message)
     if message['name'] == 'end':
       return
-  leave(exit_codes.PEER_FAILED, 'process 0 is gone: it was killed, or its log says why it ended')
+  if not is_over.is_set():  # else this end closed the link, and says itself why
+    leave(exit_codes.PEER_FAILED, 'process 0 is gone: it was killed, or its log says why it ended')
 
 
 def _pass_signals_on(link: Link) -> None:

@@ -151,6 +151,8 @@ def test_what_fails_on_another_process_only_ends_the_job(pair, monkeypatch):
   with pytest.raises(RuntimeError, match='out of memory'):
     pair.followed.result(10)
   assert pair.followers.stop.wait(10)
+  with pytest.raises(queue.Empty):
+    pair.left.get(timeout=0.1)  # the process ends by its own error, not as one that has lost process 0
   with pytest.raises(PeerFailedError, match='process 1 of 2 failed: RuntimeError: out of memory'):
     pair.engine.reset()
 
