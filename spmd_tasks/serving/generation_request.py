@@ -211,8 +211,9 @@ def _generation(
   has_echo: bool = False,
 ) -> GenerationRequest:
   """What both APIs have in common."""
-  if len(prompts) * n > limits.max_choices:
-    raise fields.error('n', f'times {len(prompts)} prompts is more than {limits.max_choices} texts.')
+  most = min(limits.max_choices, limits.max_queued)  # for more there is no room even in an empty queue
+  if len(prompts) * n > most:
+    raise fields.error('n', f'times {len(prompts)} prompts is more than {most} texts.')
   for ids, _ in prompts:
     if len(ids) + max_tokens > model.max_len:
       raise fields.error(

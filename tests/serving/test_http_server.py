@@ -255,6 +255,7 @@ def test_a_full_queue_is_429_at_once():
     assert response.status_code == 429
     assert int(response.headers['retry-after']) >= 1
     assert response.json()['error']['code'] == 'queue_full'
+    assert client.post(COMPLETIONS, json=HELLO | {'n': 3}).status_code == 400  # which would never find room
     gate.set()
     for thread in waiting:
       thread.join(10)
