@@ -110,8 +110,10 @@ class Service:
   def uncounted_compilations(self) -> Iterator[None]:
     """What is compiled meanwhile is no late compilation."""
     before = self._num_compilations()
-    yield
-    self._num_expected += self._num_compilations() - before
+    try:
+      yield
+    finally:
+      self._num_expected += self._num_compilations() - before
 
   def warm(self) -> None:
     """What is compiled from now on is late."""
