@@ -1,4 +1,4 @@
-"""A cache of keys and values over slots, as a tree of arrays [..., N, S, G, K]: what is written to it, and where.
+"""A cache of keys and values over slots, as a tree of arrays [..., N, G, S, K]: what is written to it, and where.
 
 Position p is at place p mod S. S is the number of positions, or, where an attention window needs no more, the window's:
 then the cache is a ring, and leaves may differ in S.
@@ -16,8 +16,8 @@ def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *,
   """Writes the tokens of every row to the places of their positions.
 
   Args:
-    cache: leaves [..., N, S, G, K].
-    new: leaves [..., P, R, G, K]: all T tokens of the rows, or where S is less than T the last S of each row.
+    cache: leaves [..., N, G, S, K].
+    new: leaves [..., P, G, R, K]: all T tokens of the rows, or where S is less than T the last S of each row.
     starts: int32 [P], position of each row's first token.
     lengths: int32 [P], how many there are, padding behind them excluded; 0 writes nothing.
     slots: int32 [P], all different, where the rows go; from N on: nowhere. None: row i to slot i.
@@ -25,7 +25,7 @@ def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *,
 
   def write(leaf: jax.Array, tokens: jax.Array) -> jax.Array:
     slot_dim = leaf.ndim - 4
-    num_places, num_columns = leaf.shape[slot_dim + 1], tokens.shape[slot_dim + 1]
+    num_places, num_columns = leaf.shape[slot_dim + 2], tokens.shape[slot_dim + 2]
     columns = jnp.arange(num_columns, dtype=starts.dtype)[None, :]
     first = starts + jnp.maximum(lengths - num_columns, 0)
     # What is no token goes outside of the cache, each to a place of its own, and is not written.
@@ -34,13 +34,13 @@ def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *,
     if slots is None:
       # Slots are a batch dim of the scatter: they stay split over the mesh, and where they are, so that it is in place.
       indexed: dict[str, Any] = {'operand_batching_dims': (slot_dim,), 'scatter_indices_batching_dims': (0,)}
-      scatter_dims, indices = (slot_dim + 1,), places[:, :, None]
+      scatter_dims, indices = (slot_dim + 2,), places[:, :, None]
     else:
       indexed = {}
-      scatter_dims = (slot_dim, slot_dim + 1)
+      scatter_dims = (slot_dim, slot_dim + 2)
       indices = jnp.stack([jnp.broadcast_to(slots[:, None], places.shape), places], axis=-1)
     numbers = jax.lax.ScatterDimensionNumbers(
-      update_window_dims=(*range(slot_dim), slot_dim + 2, slot_dim + 3),
+      update_window_dims=(*range(slot_dim), slot_dim + 1, slot_dim + 3),
       inserted_window_dims=scatter_dims,
       scatter_dims_to_operand_dims=scatter_dims,
       **indexed,

@@ -27,11 +27,11 @@ class Forward(Protocol):
   """A language model that reads a cache of keys and values."""
 
   def __call__(self, weights: Any, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-    """Returns (logits float32 [B, T, V], keys and values of the batch's tokens: leaves [..., B, T, G, K]).
+    """Returns (logits float32 [B, T, V], keys and values of the batch's tokens: leaves [..., B, G, T, K]).
 
     Args:
       weights: of the model.
-      cache: leaves [..., B, S, G, K], of the tokens before the batch's; None where there are none. Where a leaf's S is
+      cache: leaves [..., B, G, S, K], of the tokens before the batch's; None where there are none. Where a leaf's S is
         less than T, the new keys and values are those of each row's last S tokens.
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
         are those of n columns only.
@@ -72,7 +72,7 @@ class DecodeState(struct.PyTreeNode):
   """All slots.
 
   Attributes:
-    cache: leaves [..., N, S, G, K].
+    cache: leaves [..., N, G, S, K].
     tokens: int32 [N], the newest token of each, which is not in the cache yet.
     positions: int32 [N], where it stands.
     ends: int32 [N], where the sequence must end: no token stands here.

@@ -6,13 +6,16 @@ and values of the call's own tokens. Those of earlier calls it finds in the coll
     outputs, new = model.apply({'params': weights}, prompts, mutable='new_cache')                   # prefill
     outputs, new = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')     # step, or a chunk
 
-The caller writes `new` into `cache`, the token at position p of row b to place [b, p mod S]. Outside of the loop over
-layers that is one update in place, while a cache that each layer returned would be copied once per step.
+The caller writes `new` into `cache`, the token at position p of row b to place [b, :, p mod S]. Outside of the loop
+over layers that is one update in place, while a cache that each layer returned would be copied once per step.
 
 A cache with a place for every position never wraps around. One of a layer with an attention window need not be longer
 than the window and does: it is a ring. Either way the batch's `segment_pos` alone says which position a place holds,
 and what an earlier sequence left there is not read. Each row holds one sequence; rows at different positions go through
 one step together.
+
+In the cache heads come before places, as the products over places want them: with places first, each step would
+transpose all of it.
 
 Shapes: B batch (or slots), T tokens of this call, S places, H query heads, G key/value heads, K head dim.
 """
@@ -44,9 +47,14 @@ def leave_new_cache(
   segment_ids: jax.Array | None = None,
   window: int | None = None,
 ) -> None:
-  """Leaves keys and values [B, T, G, K] of this call's tokens in `new_cache`, with the split dims of the cache.
+  """Leaves keys and values of this call's tokens in `new_cache` as [B, G, T, K], with split dims in that order.
 
-  Of more tokens than the window, [B, window, G, K] of each row's last are left: no later token sees the others.
+  Of more tokens than the window, each row's last [B, G, window, K] are left: no later token sees the others.
+
+  Args:
+    module: whose collections they are.
+    key, value: [B, T, G, K], with `split_dims`.
+    segment_ids, window: as in `attend_to_cache`.
   """
   num_columns = key.shape[1]
   if window is not None and num_columns > window:
@@ -54,15 +62,16 @@ def leave_new_cache(
       lengths = jnp.full(key.shape[:1], num_columns)
     else:
       lengths = jnp.sum(segment_ids != 0, axis=1)
-    columns = jnp.maximum(lengths - window, 0)[:, None] + jnp.arange(window)[None, :]
-    key, value = (jnp.take_along_axis(x, columns[:, :, None, None], axis=1) for x in (key, value))
+    kept = jnp.maximum(lengths - window, 0)[:, None] + jnp.arange(window)[None, :]
+    key, value = (jnp.take_along_axis(x, kept[:, :, None, None], axis=1) for x in (key, value))
+  rows, columns, heads, features = split_dims or (None,) * key.ndim
   for name, x in (('key', key), ('value', value)):
-    box = WeightBox(value=x, split_dims=tuple(split_dims or (None,) * x.ndim), tags=(), stacked=0)
+    box = WeightBox(value=jnp.swapaxes(x, 1, 2), split_dims=(rows, heads, columns, features), tags=(), stacked=0)
     module.put_variable(NEW_CACHE, f'cached_{name}', box)
 
 
 def read_cache(module: nn.Module) -> tuple[jax.Array, jax.Array] | None:
-  """The module's keys and values [B, S, G, K] of earlier calls; None where this is the first."""
+  """The module's keys and values [B, G, S, K] of earlier calls; None where this is the first."""
   if not module.has_variable(CACHE, 'cached_key'):
     return None
   return module.get_variable(CACHE, 'cached_key'), module.get_variable(CACHE, 'cached_value')
@@ -84,7 +93,7 @@ def attend_to_cache(
 
   Args:
     query, key, value: [B, T, H, K] and [B, T, G, K], of this call.
-    cached: keys and values [B, S, G, K]; with a window S may be as little as that.
+    cached: keys and values [B, G, S, K]; with a window S may be as little as that.
     segment_ids: int32 [B, T], 0 for padding, which stands behind the tokens. None: there is no padding.
     segment_pos: int32 [B, T], positions in the sequence, one after another: the cache holds those before the first.
       Those of padding mean nothing.
@@ -94,10 +103,10 @@ def attend_to_cache(
   num_groups = key.shape[2]
   grouped = query.reshape(num_rows, num_columns, num_groups, num_heads // num_groups, head_dim)
   cached_key, cached_value = (x.astype(key.dtype) for x in cached)
-  num_places = cached_key.shape[1]
+  num_places = cached_key.shape[2]
 
   def logits(keys: jax.Array) -> jax.Array:
-    products = jnp.einsum('BTGHK,BSGK->BGHTS', grouped, keys, preferred_element_type=jnp.float32)
+    products = jnp.einsum('BTGHK,BGSK->BGHTS', grouped, keys, preferred_element_type=jnp.float32)
     return products / math.sqrt(head_dim)
 
   columns = jnp.arange(num_columns)
@@ -120,11 +129,12 @@ def attend_to_cache(
     axis=-1,
   )[:, None, None]
   # Logits are joined, not keys, so that the cache is not copied.
-  joined = jnp.concatenate([logits(cached_key), logits(key)], axis=-1)
+  joined = jnp.concatenate([logits(cached_key), logits(jnp.swapaxes(key, 1, 2))], axis=-1)
   weights = jax.nn.softmax(jnp.where(mask, joined, -jnp.inf), axis=-1).astype(value.dtype)
 
   def read(weights: jax.Array, values: jax.Array) -> jax.Array:
-    return jnp.einsum('BGHTS,BSGK->BTGHK', weights, values, preferred_element_type=jnp.float32)
+    return jnp.einsum('BGHTS,BGSK->BTGHK', weights, values)
 
-  attended = read(weights[..., :num_places], cached_value) + read(weights[..., num_places:], value)
-  return attended.reshape(query.shape).astype(query.dtype)
+  own_value = jnp.swapaxes(value, 1, 2)
+  attended = read(weights[..., :num_places], cached_value) + read(weights[..., num_places:], own_value)
+  return attended.reshape(query.shape)

@@ -80,7 +80,7 @@ class DecodeSteps:
       return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
-    self.can_copy = all(leaf.shape[-3] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
+    self.can_copy = all(leaf.shape[-2] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
 
   def init(self) -> loop.DecodeState:

@@ -9,6 +9,7 @@ run in the same order, and serve nothing meanwhile.
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 import dataclasses
 import time
 from typing import Any
@@ -43,6 +44,13 @@ class Publisher:
     self._restore = restore
     self._pauses = pauses
     self._lock = asyncio.Lock()
+    self._reader = ThreadPoolExecutor(1, thread_name_prefix='publisher')
+    self._reading: Future[tuple[Any, int]] | None = None
+
+  @property
+  def is_reading(self) -> bool:
+    """Whether a thread of its own is reading a checkpoint, which nothing can end."""
+    return self._reading is not None and self._reading.running()
 
   async def publish(self, step: int | None) -> int:
     """Serves the checkpoint of `step` from now on; returns its step.
@@ -79,7 +87,10 @@ class Publisher:
     return self._restore
 
   async def _go_on(self, restore: _Restore, step: int | None) -> int:
-    weights, restored = await asyncio.to_thread(restore, step)
+    # Not asyncio's own executor, for whose threads the end of the loop would wait.
+    self._reading = self._reader.submit(restore, step)
+    weights, restored = await asyncio.wrap_future(self._reading)
+    self._reading = None  # it holds the weights
     await self._between_sequences(self._use, weights)
     return restored
 

@@ -91,8 +91,8 @@ def serve(
     restore, restore_pauses: another checkpoint's weights and its step, see Publisher.
     announce: given one line when the server is ready, and one each when it begins to drain and when it has.
     stop: as SIGTERM, for callers off the main thread, which get no signals, and for other processes.
-    leave: ends the process with an exit code where the engine's thread is in the middle of native code, which an
-      orderly end of Python would crash.
+    leave: ends the process with an exit code where a thread is in the middle of native code, in a step or reading a
+      checkpoint: an orderly end of Python would crash, or wait for it.
 
   Raises:
     whatever ended the engine.
@@ -100,7 +100,7 @@ def serve(
   with CompilationCounter() as compilations:
     server = _Server(engine, model, settings, restore, restore_pauses, announce, compilations)
     code = asyncio.run(server.run(sock, stop))
-  if server.thread.is_alive:
+  if server.thread.is_alive or server.publisher.is_reading:
     sys.stdout.flush()
     sys.stderr.flush()
     leave(code)
@@ -143,7 +143,7 @@ class _Server:
       on_change=self._on_change,
     )
     self._service = Service(model, settings, self.thread, engine.num_slots, lambda: compilations.num_programs)
-    self._publisher = Publisher(self._service, engine, restore, pauses=restore_pauses)
+    self.publisher = Publisher(self._service, engine, restore, pauses=restore_pauses)
 
   async def run(self, sock: socket.socket, stop: threading.Event | None) -> int:
     self._loop = asyncio.get_running_loop()
@@ -152,7 +152,7 @@ class _Server:
         self._loop.add_signal_handler(number, self._on_signal, number)
     http = _Uvicorn(
       uvicorn.Config(
-        make_app(self._service, self._publisher),
+        make_app(self._service, self.publisher),
         http='h11',
         ws='none',
         loop='asyncio',

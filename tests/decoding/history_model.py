@@ -15,20 +15,20 @@ def make_weights(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def empty_cache(num_slots: int, num_positions: int) -> jax.Array:
-  return jnp.zeros((num_slots, num_positions, 1, 1), jnp.int32)
+  return jnp.zeros((num_slots, 1, num_positions, 1), jnp.int32)
 
 
 def forward(weights, cache, batch):
   ids, positions, is_real = batch['ids'], batch['segment_pos'], batch['segment_ids'] != 0
   total = jnp.cumsum(jnp.where(is_real, ids, 0), axis=1)
   if cache is not None:
-    before = jnp.arange(cache.shape[1])[None, :] < positions[:, :1]
-    total += jnp.sum(jnp.where(before, cache[:, :, 0, 0], 0), axis=-1)[:, None]
+    before = jnp.arange(cache.shape[2])[None, :] < positions[:, :1]
+    total += jnp.sum(jnp.where(before, cache[:, 0, :, 0], 0), axis=-1)[:, None]
   total %= VOCAB
   logits = weights['last'][ids] + weights['sum'][total]
   if 'logit_columns' in batch:
     logits = jnp.take_along_axis(logits, batch['logit_columns'][:, :, None], axis=1)
-  return logits, ids[:, :, None, None]
+  return logits, ids[:, None, :, None]
 
 
 def logprobs(weights, text) -> np.ndarray:

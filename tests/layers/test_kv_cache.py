@@ -75,12 +75,12 @@ def _generate(model, weights, ids):
   """Logits [B, T, V] of the columns behind each row's prompt, one at a time; the rest are NaN."""
 
   def place(fresh, full):
-    return jnp.zeros(full.shape, full.dtype).at[..., : fresh.shape[-3], :, :].set(fresh)
+    return jnp.zeros(full.shape, full.dtype).at[..., : fresh.shape[-2], :].set(fresh)
 
   def write(cache, new, positions, active):
     for row in range(len(LENGTHS)):
       place = jnp.where(active[row] == 1, positions[row], NUM_POSITIONS)
-      cache = cache.at[..., row, place, :, :].set(new[..., row, 0, :, :], mode='drop')
+      cache = cache.at[..., row, :, place, :].set(new[..., row, :, 0, :], mode='drop')
     return cache
 
   @jax.jit
@@ -93,7 +93,7 @@ def _generate(model, weights, ids):
     }
     _, variables = model.apply({'params': weights}, batch, mutable='new_cache')
     cache = unbox_weights(variables['new_cache'])
-    full = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape[:-3], NUM_POSITIONS, *x.shape[-2:]), x.dtype), cache)
+    full = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape[:-2], NUM_POSITIONS, x.shape[-1]), x.dtype), cache)
     return jax.tree.map(place, cache, full)
 
   @jax.jit
@@ -105,7 +105,7 @@ def _generate(model, weights, ids):
 
   cache = prefill(weights)
   # What an earlier sequence left in places that are not read must not matter.
-  cache = jax.tree.map(lambda x: x.at[..., LENGTHS.max() :, :, :].set(1e3), cache)
+  cache = jax.tree.map(lambda x: x.at[..., LENGTHS.max() :, :].set(1e3), cache)
   logits = np.full((*ids.shape, VOCAB), np.nan, np.float32)
   rows = np.arange(len(LENGTHS))
   for i in range(NUM_STEPS):
@@ -147,7 +147,7 @@ def test_a_chunk_goes_on_where_the_cache_ends(rng):
   positions = np.arange(8)[None].astype(np.int32)
   expected = model.apply({'params': weights}, {'ids': ids})['logits']
   _, variables = model.apply({'params': weights}, {'ids': ids}, mutable='new_cache')
-  cache = jax.tree.map(lambda x: x.at[..., 3:, :, :].set(0), unbox_weights(variables['new_cache']))
+  cache = jax.tree.map(lambda x: x.at[..., 3:, :].set(0), unbox_weights(variables['new_cache']))
   chunk = {'ids': ids[:, 3:7], 'segment_pos': positions[:, 3:7]}
   outputs, _ = model.apply({'params': weights, 'cache': cache}, chunk, mutable='new_cache')
   np.testing.assert_allclose(outputs['logits'], expected[:, 3:7], rtol=1e-4, atol=2e-5)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import contextlib
 import dataclasses
 import json
+import os
 import queue
 import threading
 
@@ -49,7 +50,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-  engine: FakeEngine | None = None, *, max_len: int = 128, wait: bool = True, restore=None, **settings
+  engine: FakeEngine | None = None, *, max_len: int = 128, wait: bool = True, restore=None, leave=os._exit, **settings
 ) -> Iterator[Served]:
   engine = engine or FakeEngine(max_len=max_len)
   limits = ServerSettings(**{'port': 0, 'drain_s': 5.0} | settings)
@@ -59,7 +60,7 @@ def serving(
 
   def run():
     try:
-      codes.append(serve(engine, model, limits, sock, restore=restore, announce=lines.put, stop=stop))
+      codes.append(serve(engine, model, limits, sock, restore=restore, announce=lines.put, stop=stop, leave=leave))
     except Exception as error:
       codes.append(error)
 

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks.serving import server
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 from tests.serving.served import serving
 
@@ -67,6 +69,27 @@ def test_what_cannot_be_published_changes_nothing(body, status):
     assert response.status_code == status
     assert response.json()['error']['message']
     assert text(client.post('/v1/completions', json=ASK)) == 'abcabc'
+
+
+def test_the_end_does_not_wait_for_a_checkpoint_that_is_being_read(monkeypatch):
+  monkeypatch.setattr(server, '_CLOSE_LIMIT_S', 0.1)
+  is_reading, may_end, left = threading.Event(), threading.Event(), []
+
+  def restore(step):
+    is_reading.set()
+    assert may_end.wait(10)
+    return step, step
+
+  with serving(restore=restore, leave=left.append, api_key='secret') as served, ThreadPoolExecutor() as pool:
+    with served.client(headers=KEY) as client:
+      publishing = pool.submit(client.post, '/admin/publish', json={'step': 2})
+      assert is_reading.wait(5)
+      served.stop.set()
+      served.thread.join(5)
+      assert not served.thread.is_alive()
+      may_end.set()
+      publishing.exception(5)
+  assert left == [exit_codes.OK]
 
 
 def test_without_a_key_nobody_publishes():
