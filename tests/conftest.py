@@ -1,9 +1,8 @@
 """Every test process gets 8 fake CPU devices; implicit rank promotion raises.
 
 XLA's optimisation level is low: compilation is most of what the tests wait for, and it halves that. Fake devices wait
-long for one another, because a busy machine may not run one of them for XLA's 40 seconds, after which it aborts. And
-there are two threads for each of them (XLA makes one, unless NPROC says otherwise): a device may wait in two
-collectives at once, and if all threads wait, none runs what they wait for. Processes that tests start inherit all that.
+long for one another, because a busy machine may not run one of them for XLA's 40 seconds, after which it aborts.
+Processes that tests start inherit all that.
 """
 
 import gc
@@ -15,7 +14,6 @@ os.environ.setdefault(
   '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true '
   '--xla_cpu_collective_call_terminate_timeout_seconds=300',
 )
-os.environ.setdefault('NPROC', '16')
 
 import jax
 import numpy as np
