@@ -9,7 +9,7 @@ run in the same order, and serve nothing meanwhile.
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import time
 from typing import Any
@@ -26,7 +26,11 @@ _POLL_S = 0.02
 
 
 class Publisher:
-  """Publishes one at a time."""
+  """Publishes one at a time.
+
+  Attributes:
+    is_reading: whether a thread of its own is reading a checkpoint, which nothing can end.
+  """
 
   def __init__(self, service: Service, engine: Engine, restore: _Restore | None, *, pauses: bool = False):
     """Publishes nothing yet.
@@ -45,12 +49,7 @@ class Publisher:
     self._pauses = pauses
     self._lock = asyncio.Lock()
     self._reader = ThreadPoolExecutor(1, thread_name_prefix='publisher')
-    self._reading: Future[tuple[Any, int]] | None = None
-
-  @property
-  def is_reading(self) -> bool:
-    """Whether a thread of its own is reading a checkpoint, which nothing can end."""
-    return self._reading is not None and self._reading.running()
+    self.is_reading = False
 
   async def publish(self, step: int | None) -> int:
     """Serves the checkpoint of `step` from now on; returns its step.
@@ -88,11 +87,17 @@ class Publisher:
 
   async def _go_on(self, restore: _Restore, step: int | None) -> int:
     # Not asyncio's own executor, for whose threads the end of the loop would wait.
-    self._reading = self._reader.submit(restore, step)
-    weights, restored = await asyncio.wrap_future(self._reading)
-    self._reading = None  # it holds the weights
+    loop = asyncio.get_running_loop()
+    weights, restored = await loop.run_in_executor(self._reader, self._read, restore, step)
     await self._between_sequences(self._use, weights)
     return restored
+
+  def _read(self, restore: _Restore, step: int | None) -> tuple[Any, int]:
+    self.is_reading = True
+    try:
+      return restore(step)
+    finally:
+      self.is_reading = False
 
   async def _pause(self, restore: _Restore, step: int | None) -> int:
     def restore_and_use() -> int | CheckpointChoiceError:
