@@ -114,8 +114,11 @@ def admit(listener: socket.socket, secret: str, num_others: int) -> list[Link]:
   links: dict[int, Link] = {}
   end = time.monotonic() + _CONNECT_LIMIT_S
   while len(links) < num_others:
-    listener.settimeout(max(0.001, end - time.monotonic()))
+    left = end - time.monotonic()
     try:
+      if left <= 0:
+        raise TimeoutError  # also where strangers keep coming
+      listener.settimeout(left)
       sock, address = listener.accept()
     except TimeoutError as error:
       missing = ', '.join(str(index) for index in range(1, num_others + 1) if index not in links)
@@ -139,7 +142,8 @@ def join(host: str, port: int, secret: str, process_index: int) -> Link:
   except OSError as error:
     raise RuntimeError(
       f'process {process_index} cannot connect to process 0 at {host}:{port}: {error}. The processes must reach each '
-      'other on any port.'
+      'other on any port; where its host takes this name for another address, such as 127.0.1.1 by /etc/hosts, name the '
+      'one to listen on by --coordinator_bind_address.'
     ) from error
   link = Link(sock, 0)
   link.send(to_line({'secret': secret, 'process': process_index}))
