@@ -142,8 +142,8 @@ def join(host: str, port: int, secret: str, process_index: int) -> Link:
   except OSError as error:
     raise RuntimeError(
       f'process {process_index} cannot connect to process 0 at {host}:{port}: {error}. The processes must reach each '
-      'other on any port; where its host takes this name for another address, such as 127.0.1.1 by /etc/hosts, name the '
-      'one to listen on by --coordinator_bind_address.'
+      'other on any port; where its host takes this name for another address, such as 127.0.1.1 by /etc/hosts, name '
+      'the one to listen on by --coordinator_bind_address.'
     ) from error
   link = Link(sock, 0)
   link.send(to_line({'secret': secret, 'process': process_index}))
