@@ -103,7 +103,7 @@ def serve(
   if server.thread.is_alive or server.publisher.is_reading:
     sys.stdout.flush()
     sys.stderr.flush()
-    leave(code)
+    leave(code if server.thread.error is None else exit_codes.FAILED)
   if server.thread.error is not None:
     raise server.thread.error
   return code
