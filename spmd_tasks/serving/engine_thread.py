@@ -21,7 +21,7 @@ from absl import logging
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.sequence import Delta, Sequence
 
-# Failures without a step that succeeds in between, after which the engine is given up.
+# Failures without a step or a text that succeeds in between, after which the engine is given up.
 _MAX_FAILURES = 3
 
 
@@ -151,14 +151,17 @@ class EngineThread:
       self._warm_up()
       self.is_ready = True
       self._on_change()
-      num_failures = 0
+      num_failures = failed_at = 0
       while self._take_orders():
         self._begun = time.monotonic()
         try:
           deltas = self.scheduler.advance(admit=not self._replacements)
-          num_failures = 0
+          # A step is read after the launch of the next: two since the failure, or an end, show that all is well.
+          if self.scheduler.num_steps > failed_at + 1 or any(d.finish_reason in ('stop', 'length') for d in deltas):
+            num_failures = 0
         except Exception:
           num_failures += 1
+          failed_at = self.scheduler.num_steps
           if num_failures >= _MAX_FAILURES:
             raise
           logging.exception('a step failed: its sequences end, those of the queue go on')

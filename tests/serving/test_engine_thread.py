@@ -9,7 +9,7 @@ from spmd_tasks.decoding.requests import Request
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.sequence import Sequence
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
-from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
+from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine, Launched
 
 
 def sequence(text='abc', max_tokens=5):
@@ -91,7 +91,8 @@ def test_one_failure_ends_what_ran_three_end_the_engine(make_thread, caplog):
   assert (first.finish_reason, second.finish_reason) == ('error', 'length')
   assert thread.is_ready
 
-  engine.step = None  # a TypeError, each time
+  # Each time, and as devices fail: known one step late, after a prefill that was well.
+  engine.step = lambda keep: Launched(None, RuntimeError('device lost'))
   sequences = [sequence() for _ in range(5)]
   thread.submit(sequences)
   wait_for(lambda: thread.error is not None and all(each.finish_reason for each in sequences))
