@@ -4,8 +4,8 @@ XLA's CPU backend has no grouped matmul, but it multiplies a block by a matrix a
 loop takes a block and its group's matrix, and writes the product in its place. Three things cost more than one dense
 matmul of as many rows: fetching a matrix (about as much as 30 of its rows), adding up what several blocks of one group
 give to one gradient, and the rows by which a block reaches past its group. So a group is one block where there is
-a size for it, and sizes are close together around the mean group, where balanced groups lie. A larger group is some
-blocks of the largest size, and one for the rest. The work follows the groups' sizes, not R.
+a size for it, and sizes are close together around the mean group, where balanced groups lie. A larger group, as skewed
+routing has them, is some blocks of the largest size, and one for the rest. The work follows the groups' sizes, not R.
 
 Shapes: R rows, E groups, S rows of a block, K and N the dims of a matrix.
 """
@@ -23,7 +23,7 @@ SIZE_MULTIPLE = 16
 MAX_SIZE = 1024
 # A bit more than 1/8, 1/4 and 1/2: under expert parallelism R is several times the rows in groups, whose true mean size
 # is then there. With 8 times the room, 64 experts take 1.4 times as long as with R rows in groups.
-SIZES_IN_MEAN_GROUPS = (0.16, 0.32, 0.64, 1.0, 1.25, 1.5, 2.0)
+SIZES_IN_MEAN_GROUPS = (0.16, 0.32, 0.64, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
 
 
 class RowBlock(NamedTuple):
@@ -65,9 +65,9 @@ class RowBlock(NamedTuple):
 
 def block_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
   """The sizes of blocks for R rows in E groups, ascending."""
-  mean = min(num_rows / num_groups, MAX_SIZE / SIZES_IN_MEAN_GROUPS[-1])
+  mean = min(num_rows / num_groups, MAX_SIZE / 2)
   multiples = {math.ceil(mean * size / SIZE_MULTIPLE) for size in SIZES_IN_MEAN_GROUPS}
-  return tuple(sorted({min(SIZE_MULTIPLE * multiple, num_rows) for multiple in multiples}))
+  return tuple(sorted({min(SIZE_MULTIPLE * multiple, MAX_SIZE, num_rows) for multiple in multiples}))
 
 
 def for_each_block(
