@@ -18,7 +18,8 @@ plain stack on the same devices as data parallelism. The last line is one JSON o
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+import functools
 from statistics import median
 import time
 from typing import Any
@@ -101,11 +102,13 @@ def make_block() -> TransformerBlock:
   )
 
 
-def plain(num_microbatches: int, remat_policy: str = 'none') -> Program:
+@functools.cache
+def plain(num_microbatches: int, remat_policy: str) -> Program:
   stack = TransformerStack(block=make_block(), num_layers=LAYERS, remat_policy=remat_policy)
   return Program(stack, num_microbatches * ROWS, (1, STAGES * DATA))
 
 
+@functools.cache
 def pipelined(schedule: str, num_microbatches: int, num_layers: int = LAYERS, remat_policy: str = 'none') -> Program:
   stack = PipelinedStack(
     block=make_block(),
@@ -124,8 +127,8 @@ def measure_flops(cases: list[tuple[str, int]]) -> tuple[float, dict[str, Any]]:
   for name, num_microbatches in cases:
     repeats = 2 if name == 'circular' else 1
     schedule = Schedule(num_stages=STAGES, num_microbatches=num_microbatches, num_repeats=repeats)
-    work = plain(num_microbatches).flops * PRODUCTS[name] / PRODUCTS['gpipe']
-    executed = pipelined(name, num_microbatches).flops
+    work = plain(num_microbatches, 'none').flops * PRODUCTS[name] / PRODUCTS['gpipe']
+    executed = pipelined(num_microbatches=num_microbatches, **CASES[name]).flops
     result[f'{name}, M {num_microbatches}, V {repeats}'] = {
       'bubble': 1 - work / executed,
       'ideal_bubble': schedule.bubble_fraction,
@@ -135,30 +138,30 @@ def measure_flops(cases: list[tuple[str, int]]) -> tuple[float, dict[str, Any]]:
   return worst, result
 
 
-def measure_memory(counts: tuple[int, ...]) -> dict[str, Any]:
+def measure_memory(names: Iterable[str], counts: tuple[int, ...]) -> dict[str, Any]:
   unit = ROWS // DATA * SEQ_LEN * MODEL_DIM * 4
   result = {}
-  for name, settings in CASES.items():
-    sizes = {m: pipelined(num_microbatches=m, **settings).temp_bytes for m in counts}
+  for name in names:
+    sizes = {m: pipelined(num_microbatches=m, **CASES[name]).temp_bytes for m in counts}
     slope = (sizes[counts[-1]] - sizes[counts[0]]) / (counts[-1] - counts[0])
     result[name] = {'temp_bytes': {str(m): size for m, size in sizes.items()}, 'units_per_microbatch': slope / unit}
   return result
 
 
-def measure_time(num_microbatches: int, num_rounds: int) -> dict[str, Any]:
+def measure_time(names: Iterable[str], num_microbatches: int, num_rounds: int) -> dict[str, Any]:
+  bases = {name: CASES[name].get('remat_policy', 'none') for name in names}
   programs: dict[str, Callable[[], Any]] = {
-    f'plain, {policy}': plain(num_microbatches, policy) for policy in ('none', 'full')
+    f'plain, {policy}': plain(num_microbatches, policy) for policy in dict.fromkeys(bases.values())
   }
-  programs |= {name: pipelined(num_microbatches=num_microbatches, **settings) for name, settings in CASES.items()}
+  programs |= {name: pipelined(num_microbatches=num_microbatches, **CASES[name]) for name in bases}
   times = alternate(programs, num_rounds)
   result = {}
-  for name, settings in CASES.items():
+  for name, policy in bases.items():
     repeats = 2 if name == 'circular' else 1
     schedule = Schedule(num_stages=STAGES, num_microbatches=num_microbatches, num_repeats=repeats)
-    base = f'plain, {settings.get("remat_policy", "none")}'
     result[name] = {
-      'over_plain': paired_ratio(times, name, base, clock='cpu'),
-      'ideal': PRODUCTS[settings['schedule']] / PRODUCTS['gpipe'] / (1 - schedule.bubble_fraction),
+      'over_plain': paired_ratio(times, name, f'plain, {policy}', clock='cpu'),
+      'ideal': PRODUCTS[CASES[name]['schedule']] / PRODUCTS['gpipe'] / (1 - schedule.bubble_fraction),
     }
   return result
 
@@ -166,7 +169,7 @@ def measure_time(num_microbatches: int, num_rounds: int) -> dict[str, Any]:
 def measure_compile(names: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
   def once(name, **settings):
     jax.clear_caches()
-    return pipelined(name, **settings).cpu_seconds
+    return pipelined.__wrapped__(name, **settings).cpu_seconds
 
   result = {}
   for name in names:
@@ -192,13 +195,14 @@ def main() -> None:
   args = parser.parse_args()
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', 8)
+  names = ('gpipe',) if args.quick else tuple(CASES)
   counts = (4, 8) if args.quick else (4, 8, 16, 32)
   worst, flops = measure_flops([(name, m) for name in PRODUCTS for m in counts[: 1 if args.quick else 3]])
   print_result(
     ratio=worst,
     flops=flops,
-    memory=measure_memory(counts),
-    time=measure_time(8, 2 if args.quick else args.num_rounds),
+    memory=measure_memory(names, counts),
+    time=measure_time(names, 4, 2) if args.quick else measure_time(names, 8, args.num_rounds),
     compile=measure_compile(('gpipe',), 1) if args.quick else measure_compile(tuple(PRODUCTS), 3),
   )
 

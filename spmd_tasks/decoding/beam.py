@@ -59,7 +59,7 @@ def beam_search(
 
   Args:
     forward, weights: the model.
-    empty_cache: zeros [..., P * W, G, S, K] with S at least T + M, or of an attention window.
+    empty_cache: zeros [..., P * W, G, S, K] with S at least a row's length + max_tokens, or of an attention window.
     ids: int32 [P, T]; lengths: int32 [P], at least 1.
     max_tokens: int32 [P], from 1 to M.
     stop_ids: int32 [P, K]; -1 fills up.

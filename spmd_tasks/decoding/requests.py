@@ -19,7 +19,7 @@ class Request:
 
   Fields:
     ids: the prompt's tokens, at least one.
-    max_tokens: how many may follow; 0 only scores the prompt.
+    max_tokens: how many may follow; 0 only reads the prompt, for its scores.
     seed, sample: which draw this is, see samplers.request_keys.
     stop_ids: tokens that end it; they are in the result's ids but not in its text.
     stop: strings that end it; the text ends before the first of them.

@@ -197,8 +197,8 @@ class Scheduler:
     for row, chunk in enumerate(chunks):
       sequence = self._slots[chunk.slot]
       if sequence is None:
+        self._free.remove(chunk.slot)  # first: other threads ask whether there is work
         sequence = self._slots[chunk.slot] = self._queue.popleft()
-        self._free.remove(chunk.slot)
         sequence.num_reused = chunk.start
         self.num_reused_tokens += chunk.start
       rows.append((row, chunk.slot, sequence, chunk))

@@ -89,7 +89,7 @@ def attend_to_cache(
 ) -> jax.Array:
   """Causal attention of this call's tokens to those of earlier calls and to one another: [B, T, H, K].
 
-  The numbers of jax.nn.dot_product_attention over both: logits and softmax are float32.
+  As jax.nn.dot_product_attention over both: logits and softmax are float32, sums of values have the values' dtype.
 
   Args:
     query, key, value: [B, T, H, K] and [B, T, G, K], of this call.

@@ -9,6 +9,7 @@ that waits for a process that is gone may wait for ever: it is given up, and the
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+import dataclasses
 import functools
 import os
 from typing import Any, NoReturn
@@ -128,7 +129,7 @@ class LeadingEngine:
     return self._engine.prefill_cost(chunk)
 
   def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Launched:
-    self._followers.send('prefill', chunks, score_prompts)
+    self._followers.send('prefill', [_without_later_tokens(chunk) for chunk in chunks], score_prompts)
     launched = self._await(functools.partial(self._engine.prefill, chunks, score_prompts=score_prompts))
     return _Awaited(self._await, launched)
 
@@ -151,6 +152,12 @@ class LeadingEngine:
     lost = self._followers.lost
     wait((future, lost), return_when=FIRST_COMPLETED)
     return lost.result() if lost.done() else future.result()
+
+
+def _without_later_tokens(chunk: Chunk) -> Chunk:
+  """The chunk, of a prompt that ends with the token behind it: what comes later need not be sent yet."""
+  ids = chunk.request.ids[: chunk.stop + 1]
+  return dataclasses.replace(chunk, request=dataclasses.replace(chunk.request, ids=ids))
 
 
 class _Awaited:

@@ -196,14 +196,15 @@ class _Server:
   def _post(self, deltas: list[Delta]) -> None:
     assert self._loop is not None
     # The engine must not run away from a loop that is behind: deltas would pile up without a bound.
-    self._undispatched.acquire(timeout=_DISPATCH_LIMIT_S)
+    is_counted = self._undispatched.acquire(timeout=_DISPATCH_LIMIT_S)
     try:
-      self._loop.call_soon_threadsafe(self._dispatch, deltas)
+      self._loop.call_soon_threadsafe(self._dispatch, deltas, is_counted)
     except RuntimeError:
       logging.warning('the event loop ended before the engine did')
 
-  def _dispatch(self, deltas: list[Delta]) -> None:
-    self._undispatched.release()
+  def _dispatch(self, deltas: list[Delta], is_counted: bool) -> None:
+    if is_counted:
+      self._undispatched.release()
     self._service.dispatch(deltas)
 
   def _on_change(self) -> None:

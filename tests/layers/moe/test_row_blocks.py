@@ -55,7 +55,7 @@ def test_work_follows_the_groups_not_the_rows(name):
 
 
 def test_sizes_are_few_and_around_the_mean_group():
-  assert block_sizes(4096, 64) == (16, 32, 48, 64, 80, 96, 128)
+  assert block_sizes(4096, 64) == (16, 32, 48, 64, 80, 96, 128, 192, 320)
   assert block_sizes(4096, 8) == (96, 176, 336, 512, 640, 768, 1024)
   assert block_sizes(4096, 1) == block_sizes(4096, 8)  # larger ones would only take memory
   assert block_sizes(64, 8) == (16,)
