@@ -6,6 +6,7 @@ that direction, `weights -= learning_rate * (direction + weight_decay * weights)
 `decay_exempt_tags` are left out of it.
 """
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -29,7 +30,7 @@ def _add_decayed_weights(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
+class _Settings(abc.ABC):
   """What all optimizers share.
 
   Attributes:
@@ -59,8 +60,9 @@ class _Settings:
       if field.name == 'momentum_dtype' and not jnp.issubdtype(jnp.dtype(value), jnp.floating):
         raise ValueError(f'{name}.momentum_dtype is {value}; it must be a floating dtype such as float32 or bfloat16.')
 
+  @abc.abstractmethod
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
-    raise NotImplementedError
+    """Gradients to the direction before weight decay."""
 
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
     """Gradients to the direction to go against; `weight_specs` is a tree of WeightSpec congruent to the weights."""
