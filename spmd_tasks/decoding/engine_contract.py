@@ -28,7 +28,7 @@ class Launched(Protocol):
   """Outputs that may not be there yet."""
 
   def read(self) -> Outputs:
-    """The outputs as host arrays [R]; waits for the device, and raises what went wrong there."""
+    """The outputs as host arrays [R], or longer; waits for the device, and raises what went wrong there."""
     ...
 
 

@@ -6,8 +6,9 @@
     state, outputs = steps.step(weights, state, keep)
 
 As in training, what is stored is padded and what is computed is not: weights and caches are sliced inside. The state
-is donated: it is updated in place. Requests and outputs are the same on every process, host arrays in and replicated
-arrays out. Nothing is compiled after `compile()`, whatever the requests.
+is donated: it is updated in place. Requests are the same on every process, as host arrays. Outputs are replicated; with
+`shard_outputs` their rows are split as the cache's are, and padded where those do not divide. Nothing is compiled after
+`compile()`, whatever the requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from spmd_tasks.decoding.requests import Chunk, Request, make_requests, slot_row
 from spmd_tasks.decoding.settings import DecodeSettings, prefill_buckets
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.sharding import padding
-from spmd_tasks.sharding.specs import sharding_scope, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import sharding_scope, spec_axes, split_dims_to_partition_spec
 from spmd_tasks.sharding.stage_axis import stage_axis, without_axis
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
@@ -45,8 +46,13 @@ class DecodeSteps:
     abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
   """
 
-  def __init__(self, model: PartitionedModel, settings: DecodeSettings | None = None):
+  def __init__(self, model: PartitionedModel, settings: DecodeSettings | None = None, *, shard_outputs: bool = False):
     """Partitions; compiles nothing yet.
+
+    Args:
+      model: of the weights.
+      settings: None for the task's.
+      shard_outputs: whether each device keeps the outputs of its own rows, instead of all devices those of all rows.
 
     Raises:
       ValueError: the model cannot generate text, or its training input has no length to take as max_len.
@@ -80,8 +86,13 @@ class DecodeSteps:
       return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
-    self.can_copy = all(leaf.shape[-2] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
+    keys = jax.tree.leaves(abstract_cache)
+    self.can_copy = all(leaf.shape[-2] == self.max_len for leaf in keys)
+    self._output_sharding = self._replicated
+    if shard_outputs:
+      slot_axes = spec_axes(jax.tree.leaves(specs)[0], keys[0].ndim)[-4]  # [..., N, G, S, K]
+      self._output_sharding = NamedSharding(model.mesh, PartitionSpec(slot_axes))
 
   def init(self) -> loop.DecodeState:
     """The state in which no slot is active."""
@@ -154,7 +165,7 @@ class DecodeSteps:
         requests,
         num_top_logprobs=self.settings.num_top_logprobs,
       )
-      return padding.pad(state, self.padded_state), outputs
+      return padding.pad(state, self.padded_state), self._whole_shards(outputs)
 
     name = ('prefill', requests.ids.shape[1], requests.before is None, requests.targets is None)
     return self._compile_stateful(name, prefill, requests)
@@ -176,7 +187,7 @@ class DecodeSteps:
         keep,
         num_top_logprobs=self.settings.num_top_logprobs,
       )
-      return padding.pad(state, self.padded_state), outputs
+      return padding.pad(state, self.padded_state), self._whole_shards(outputs)
 
     return self._compile_stateful('step', step, np.zeros(self.settings.num_slots, np.bool_))
 
@@ -189,7 +200,7 @@ class DecodeSteps:
         sharding = NamedSharding(self._model.mesh, spec)
         return jax.lax.with_sharding_constraint(jnp.zeros(leaf.shape, leaf.dtype), sharding)
 
-      return beam.beam_search(
+      beams = beam.beam_search(
         self._forward,
         self._true_weights(padded_weights),
         jax.tree.map(empty, abstract_cache, specs),
@@ -198,15 +209,16 @@ class DecodeSteps:
         max_new_tokens=self.max_len - 1,
         length_penalty=self.settings.length_penalty,
       )
+      return self._whole_shards(beams)
 
     arguments = (requests.ids, requests.lengths, requests.max_tokens, requests.stop_ids)
     held, name = (self._model.padded_state.weights,), ('search', requests.ids.shape[1])
-    return self._compile(name, search, *arguments, held=held, out=self._replicated)
+    return self._compile(name, search, *arguments, held=held, out=self._output_sharding)
 
   def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """A function of weights, state and the host's arguments that returns the state and outputs."""
     held = (self._model.padded_state.weights, self.padded_state)
-    return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._replicated))
+    return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._output_sharding))
 
   def _compile(
     self, name: Any, function: Callable[..., Any], *arguments: Any, held: tuple[Any, ...] = (), out: Any
@@ -231,6 +243,15 @@ class DecodeSteps:
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
     self._compiled[name] = jitted.lower(*held, *abstract).compile()
     return self._compiled[name]
+
+  def _whole_shards(self, outputs: Any) -> Any:
+    """Outputs, with zero rows behind them until their devices divide them."""
+
+    def padded(x):
+      shape = padding.padded_shape(x.shape, self._output_sharding.spec, self._model.mesh.shape)
+      return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return padding.pad(outputs, jax.tree.map(padded, outputs))
 
   def _true_weights(self, padded_weights: Weights) -> Weights:
     model = self._model

@@ -186,8 +186,10 @@ def test_stop_tokens_and_strings_end_a_sequence_and_free_its_slot():
     assert (done[index].ids, done[index].finish_reason) == (before.ids[: end + 1], 'stop')
 
 
-def _read(engine, chunks, *, num_steps=0, **flags):
+def _read(engine, chunks, *, num_steps=0, reset=False, **flags):
   """Outputs of the chunks' prefills, one after another, and of the steps behind them."""
+  if reset:
+    engine.reset()
   launched = [engine.prefill([chunk], **flags) for chunk in chunks]
   launched += [engine.step(np.ones(engine.num_slots, np.bool_)) for _ in range(num_steps)]
   return [outputs.read() for outputs in launched]
@@ -274,6 +276,23 @@ def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
     assert first.num_reused == 0 < second.num_reused
     assert first.logprobs == second.logprobs
     assert (first.logprobs == expected[long]) == (weights is run.weights)
+
+
+def test_outputs_stay_where_their_rows_are_if_asked():
+  """3 slots and 2 rows of a prefill over a data axis of 2."""
+  run = make_run('data 2 x mdl 4')
+  steps = DecodeSteps(run.model, SETTINGS, shard_outputs=True)
+  wanted, outputs = (
+    _read(ModelEngine(each, run.weights), chunk_prompt(make_requests()[0], 1, CHUNK), num_steps=1, reset=True)
+    for each in (run.steps, steps)
+  )
+  for padded, true in zip(jax.tree.leaves(outputs), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_array_equal(padded[: len(true)], true)
+    assert not padded[len(true) :].any()
+  assert outputs[1].tokens.shape == (4,)
+  _, step = steps.step(run.weights, steps.init(), np.zeros(3, np.bool_))
+  assert {shard.data.shape for shard in step.top_ids.addressable_shards} == {(2, 2)}
+  assert step.top_ids.sharding.spec == jax.P(('replica', 'data'))
 
 
 def test_the_scores_of_chunks_are_those_of_the_full_forward_pass():
