@@ -20,6 +20,7 @@ from spmd_tasks.serving.process_link import Link, to_line
 
 # From the loss of a process: to tell the streams, and to end in order.
 _LOST_LIMIT_S = 20.0
+_RESET_LIMIT_S = 60.0  # for the others to end what runs, and to empty their slots
 _FAREWELL_LIMIT_S = 5.0  # for the others to say why they leave, before the coordination service ends with process 0
 
 
@@ -47,6 +48,7 @@ class Followers:
     self._links = links
     self._leave = leave
     self._is_over = threading.Event()
+    self._num_reset = threading.Semaphore(0)
     self._lock = threading.Lock()
     # Guarded by _lock:
     self._num_sent = 0
@@ -60,6 +62,21 @@ class Followers:
     with self._lock:
       self._send({'number': self._num_sent, 'name': name, 'arguments': arguments})
       self._num_sent += 1
+
+  def await_reset(self) -> None:
+    """Waits until every process has done the reset that was sent.
+
+    Raises:
+      PeerFailedError: one has not, because something that process 0 asked for and did not run itself holds it up.
+    """
+    end = time.monotonic() + _RESET_LIMIT_S
+    for _ in self._links:
+      if not self._num_reset.acquire(timeout=max(0.0, end - time.monotonic())):
+        error = PeerFailedError(
+          f'a failure was of process 0 alone: within {_RESET_LIMIT_S:g} s not every other process had emptied its slots'
+        )
+        self._lose(error)
+        raise error
 
   def end(self, code: int) -> None:
     """Has every process end with this exit code, when all that was sent before is done."""
@@ -94,12 +111,16 @@ class Followers:
     for message in link:
       if 'signal' in message:
         self.stop.set()
+      elif 'reset' in message:
+        self._num_reset.release()
       else:
         reason = f'failed: {message["error"]}'
+    self._lose(PeerFailedError(f'process {link.process_index} of {len(self._links) + 1} {reason}'))
+
+  def _lose(self, error: PeerFailedError) -> None:
     with self._lock:
       if self._is_ending:
         return
-      error = PeerFailedError(f'process {link.process_index} of {len(self._links) + 1} {reason}')
       if not self.lost.done():
         self.lost.set_exception(error)
     self.stop.set()

@@ -3,7 +3,7 @@
     code = follow(engine, link, restore=restore, leave=leave)
 
 A process that cannot do what process 0 asks for says so, and that ends the job. Only where it failed on process 0 too,
-which then empties its slots, it goes on.
+which then empties its slots, it goes on; process 0 waits until all have emptied theirs.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def follow(
   threading.Thread(target=_receive, args=(link, orders, leave, is_over), name='orders', daemon=True).start()
   try:
     _pass_signals_on(link)
-    return _Follower(engine, orders, restore).run()
+    return _Follower(engine, orders, restore, on_reset=lambda: link.send(to_line({'reset': True}))).run()
   except BaseException as error:
     with contextlib.suppress(OSError):
       link.send(to_line({'error': f'{type(error).__name__}: {error}'[:_MAX_REASON_CHARS]}))
@@ -64,7 +64,15 @@ def follow(
 
 
 class _Follower:
-  def __init__(self, engine: Engine, orders: queue.SimpleQueue, restore: Callable[[int | None], tuple[Any, int]]):
+  def __init__(
+    self,
+    engine: Engine,
+    orders: queue.SimpleQueue,
+    restore: Callable[[int | None], tuple[Any, int]],
+    *,
+    on_reset: Callable[[], object],
+  ):
+    self._on_reset = on_reset
     self._engine = engine
     self._orders = orders
     self._restore = restore
@@ -125,8 +133,12 @@ class _Follower:
     self._reset()
 
   def _reset(self) -> None:
-    self._launched = None
+    try:
+      self._settle()
+    except Exception as error:
+      logging.warning('it failed as on process 0: %s: %s', type(error).__name__, error)
     self._engine.reset()
+    self._on_reset()
 
   def _restore_weights(self, step: int | None) -> None:
     try:

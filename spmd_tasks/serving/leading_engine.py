@@ -124,6 +124,8 @@ class LeadingEngine:
 
   def reset(self) -> None:
     self._lead('reset')
+    # Others may be held up for ever in what failed here before it was launched: they would take the next one for it.
+    self._await(self._followers.await_reset)
 
   def prefill_cost(self, chunk: Chunk) -> int:
     return self._engine.prefill_cost(chunk)

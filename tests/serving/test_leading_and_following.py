@@ -157,6 +157,20 @@ def test_what_fails_on_another_process_only_ends_the_job(pair, monkeypatch):
     pair.engine.reset()
 
 
+def test_what_fails_on_process_0_before_its_launch_ends_the_job(pair, monkeypatch):
+  monkeypatch.setattr(followers, '_RESET_LIMIT_S', 0.1)
+  pair.engines[1].gate = gate = threading.Event()  # its step waits for process 0's, which never comes
+  monkeypatch.setattr(pair.engines[0], 'step', lambda keep: 1 / 0)
+  scheduler = Scheduler(pair.engine)
+  scheduler.submit(sequences(1))
+  with pytest.raises(ZeroDivisionError):
+    run(scheduler)
+  with pytest.raises(PeerFailedError, match='a failure was of process 0 alone'):
+    scheduler.recover()
+  assert pair.followers.stop.is_set()
+  gate.set()
+
+
 def test_a_process_that_is_gone_is_noticed_in_the_middle_of_an_operation(pair, monkeypatch):
   monkeypatch.setattr(followers, '_LOST_LIMIT_S', 0.1)
   pair.engines[0].gate = gate = threading.Event()  # its step waits as in a collective
