@@ -17,6 +17,7 @@ import jax
 
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.programs.job_setup import partition_job
+from spmd_tasks.runtime.fake_devices import use_fake_devices
 
 DEPTHS = (4, 32)
 
@@ -40,8 +41,7 @@ def main() -> None:
   parser.add_argument('--num_rounds', type=int, default=7)
   args = parser.parse_args()
   num_rounds = 1 if args.quick else args.num_rounds
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', 8)
+  use_fake_devices(8)
   compile_once(num_layers=1)  # what only the first trace and compilation of a process pay
   rounds: list[dict[int, dict[str, Any]]] = []
   for i in range(num_rounds):

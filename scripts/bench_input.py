@@ -21,6 +21,7 @@ import jax
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.programs.job_setup import partition_job
+from spmd_tasks.runtime.fake_devices import use_fake_devices
 
 
 class Training:
@@ -55,8 +56,7 @@ def main() -> None:
   parser.add_argument('--num_rounds', type=int, default=20)
   args = parser.parse_args()
   num_rounds, num_batches, num_steps = (2, 20, 2) if args.quick else (args.num_rounds, 300, 10)
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', 8)
+  use_fake_devices(8)
   job = resolve('lm.StdlibTiny').build()
   batch_tokens = job.train_input.batch_size * job.train_input.seq_len
   training, iterator = Training(job), job.train_input.make_iterator()

@@ -37,6 +37,7 @@ from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.layers.pipeline_schedule import Schedule
 from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
+from spmd_tasks.runtime.fake_devices import use_fake_devices
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.stage_axis import stage_axis_rules
@@ -193,8 +194,7 @@ def main() -> None:
   parser.add_argument('--quick', action='store_true', help='few cases and rounds, to see that it works')
   parser.add_argument('--num_rounds', type=int, default=40)
   args = parser.parse_args()
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', 8)
+  use_fake_devices(8)
   names = ('gpipe',) if args.quick else tuple(CASES)
   counts = (4, 8) if args.quick else (4, 8, 16, 32)
   worst, flops = measure_flops([(name, m) for name in PRODUCTS for m in counts[: 1 if args.quick else 3]])

@@ -24,10 +24,10 @@ from typing import Any
 
 from alternation import alternate, paired_ratio, print_result, ratio
 import bare_step
-import jax
 
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.programs.job_setup import partition_job
+from spmd_tasks.runtime.fake_devices import use_fake_devices
 
 EXPERIMENT = 'lm.StdlibTiny'  # 1 x 4 x 2 devices, width 128, 4 layers
 EVEN = ('vocab_size=260',)
@@ -146,8 +146,7 @@ def main() -> None:
   parser.add_argument('--num_rounds', type=int, default=150, help='per case')
   args = parser.parse_args()
   num_rounds = 3 if args.quick else args.num_rounds
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', 8)
+  use_fake_devices(8)
   startup = measure_startup(num_steps=4 if args.quick else 20)
   even = compare(EVEN, None, num_rounds)
   print_result(**even)  # already worth reading while the rest is measured

@@ -256,15 +256,13 @@ def _resolve(args: argparse.Namespace) -> Any:
 
 
 def _use_fake_devices(num_devices: int | None) -> None:
-  """Replaces whatever devices there are by `num_devices` CPU devices of this process."""
   if num_devices is None:
     return
   if num_devices < 1:
     raise ValueError(f'--num_fake_devices {num_devices} must be at least 1.')
-  import jax
+  from spmd_tasks.runtime.fake_devices import use_fake_devices
 
-  jax.config.update('jax_platforms', 'cpu')
-  jax.config.update('jax_num_cpu_devices', num_devices)
+  use_fake_devices(num_devices)
 
 
 def _distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:

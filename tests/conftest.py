@@ -1,8 +1,10 @@
 """Every test process gets 8 fake CPU devices; implicit rank promotion raises.
 
-XLA's optimisation level is low: compilation is most of what the tests wait for, and it halves that. Fake devices wait
-long for one another, because a busy machine may not run one of them for XLA's 40 seconds, after which it aborts.
-Processes that tests start inherit all that.
+Compilation is most of what the tests wait for, so XLA optimises little, emits code the older and cheaper way (both
+divide that time by three) and keeps its programs in a cache that all processes of a run share, and later runs too.
+Fake devices wait long for one another, because a busy machine may not run one of them for XLA's 40 seconds, after
+which it aborts; and they have more threads than devices (runtime/fake_devices.py). Processes that tests start inherit
+all that.
 """
 
 import gc
@@ -12,14 +14,19 @@ from pathlib import Path
 os.environ.setdefault(
   'XLA_FLAGS',
   '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true '
+  '--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 '
   '--xla_cpu_collective_call_terminate_timeout_seconds=300',
 )
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parents[1] / '.pytest_cache/xla'))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.3')
 
 import jax
 import numpy as np
 import pytest
 
-jax.config.update('jax_num_cpu_devices', 8)
+from spmd_tasks.runtime.fake_devices import use_fake_devices
+
+use_fake_devices(8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
