@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from absl import logging
 import uvicorn
+import uvloop
 
 from spmd_tasks.decoding.engine_contract import Engine
 from spmd_tasks.decoding.scheduler import Scheduler
@@ -47,8 +48,8 @@ def listen(settings: ServerSettings) -> socket.socket:
   sock = None
   try:
     family, kind, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-    # By its protocol asyncio knows that it is TCP, and does not hold small packets back; without, each answer may wait
-    # 40 ms for an acknowledgement.
+    # By its protocol an event loop knows that it is TCP, and does not hold small packets back; without, each answer may
+    # wait 40 ms for an acknowledgement.
     sock = socket.socket(family, kind, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
@@ -99,7 +100,8 @@ def serve(
   """
   with CompilationCounter() as compilations:
     server = _Server(engine, model, settings, restore, restore_pauses, announce, compilations)
-    code = asyncio.run(server.run(sock, stop))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+      code = runner.run(server.run(sock, stop))
   if server.thread.is_alive or server.publisher.is_reading:
     sys.stdout.flush()
     sys.stderr.flush()
