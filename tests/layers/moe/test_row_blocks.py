@@ -55,8 +55,8 @@ def test_work_follows_the_groups_not_the_rows(name):
 
 
 def test_sizes_are_few_and_around_the_mean_group():
-  assert block_sizes(4096, 64) == (16, 32, 48, 64, 80, 96, 128, 192, 320)
-  assert block_sizes(4096, 8) == (96, 176, 336, 512, 640, 768, 1024)
+  assert block_sizes(4096, 64) == (16, 24, 32, 48, 64, 80, 96, 128, 192, 320)
+  assert block_sizes(4096, 8) == (88, 128, 168, 248, 328, 512, 640, 768, 1024)
   assert block_sizes(4096, 1) == block_sizes(4096, 8)  # larger ones would only take memory
-  assert block_sizes(64, 8) == (16, 32, 48)
+  assert block_sizes(64, 8) == (8, 16, 24, 40)
   assert block_sizes(5, 1) == (5,)
