@@ -34,6 +34,7 @@ EVEN = ('vocab_size=260',)
 HEAD_DIM = 'task.model.stack.block.attention.head_dim=42'
 UNEVEN = ('model_dims=126', 'num_heads=3', HEAD_DIM, 'hidden_dims=381', 'vocab_size=259')
 ROUNDED_UP = ('model_dims=128', 'num_heads=4', HEAD_DIM, 'hidden_dims=382', 'vocab_size=260')
+SMALL = ('num_layers=1', 'seq_len=32')  # with --quick
 NUM_CHECKED_STEPS = 5
 
 
@@ -121,12 +122,12 @@ def compare(overrides: tuple[str, ...], rounded_up: tuple[str, ...] | None, num_
   return result
 
 
-def measure_startup(num_steps: int) -> dict[str, Any]:
+def measure_startup(num_steps: int, overrides: tuple[str, ...]) -> dict[str, Any]:
   """The binary itself in a process of its own, with one eval and one checkpoint halfway."""
   with tempfile.TemporaryDirectory() as directory:
     flags = f'--exp {EXPERIMENT} --mode train --num_fake_devices 8 --num_train_steps {num_steps}'
-    overrides = f'eval_every_steps={num_steps // 2} checkpoint_every_steps={num_steps // 2} log_every_steps=1'
-    sets = [flag for override in overrides.split() for flag in ('--set', override)]
+    intervals = f'eval_every_steps={num_steps // 2}', f'checkpoint_every_steps={num_steps // 2}', 'log_every_steps=1'
+    sets = [flag for override in (*intervals, *overrides) for flag in ('--set', override)]
     command = [sys.executable, '-m', 'spmd_tasks.main', *flags.split(), '--job_log_dir', directory, *sets]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     startup = json.loads((Path(directory) / 'startup.json').read_text())
@@ -142,15 +143,15 @@ def measure_startup(num_steps: int) -> dict[str, Any]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--quick', action='store_true', help='a few rounds, to see that it works')
+  parser.add_argument('--quick', action='store_true', help='a smaller model and a few rounds: does it run?')
   parser.add_argument('--num_rounds', type=int, default=150, help='per case')
   args = parser.parse_args()
-  num_rounds = 3 if args.quick else args.num_rounds
+  num_rounds, size = (3, SMALL) if args.quick else (args.num_rounds, ())
   use_fake_devices(8)
-  startup = measure_startup(num_steps=4 if args.quick else 20)
-  even = compare(EVEN, None, num_rounds)
+  startup = measure_startup(4 if args.quick else 20, size)
+  even = compare(EVEN + size, None, num_rounds)
   print_result(**even)  # already worth reading while the rest is measured
-  uneven = compare(UNEVEN, ROUNDED_UP, num_rounds)
+  uneven = compare(UNEVEN + size, ROUNDED_UP + size, num_rounds)
   print_result(
     ratio=even['ratio'], uneven_ratio=uneven['ratio'], num_rounds=num_rounds, **startup, even=even, uneven=uneven
   )
