@@ -70,9 +70,8 @@ class Job:
     """Prepares, but does not start. `num_devices`: fake CPU devices per process; `env`: on top of this process's."""
     self._argvs = argvs
     self._log_paths = [log_dir / f'rank{rank}.log' for rank in range(len(argvs))]
-    inherited = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
     self._env = {
-      **inherited,
+      **os.environ,
       'JAX_PLATFORMS': 'cpu',
       'JAX_NUM_CPU_DEVICES': str(num_devices),
       'PYTHONPATH': str(REPOSITORY),

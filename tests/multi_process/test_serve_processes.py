@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 import json
-import os
 import re
 import signal
 import sys
@@ -53,7 +52,7 @@ def start(job_log_dir, log_dir, *flags: str) -> Job:
   command = [sys.executable, '-m', 'spmd_tasks.main', *COMMAND, '--job_log_dir', str(job_log_dir), '--mode', 'serve']
   command += ['--num_fake_devices=4', '--port=0', '--drain_s=20', '--api_key_file', str(key)]
   argvs = [[*command, *flags, *own] for own in coordinator_flags(num_processes=2)]
-  return Job(argvs, log_dir=log_dir, num_devices=4, env={'XLA_FLAGS': os.environ['XLA_FLAGS']})
+  return Job(argvs, log_dir=log_dir, num_devices=4)
 
 
 def client_of(job: Job) -> httpx.Client:
