@@ -42,6 +42,7 @@ def main() -> None:
   args = parser.parse_args()
   num_rounds = 1 if args.quick else args.num_rounds
   use_fake_devices(8)
+  jax.config.update('jax_enable_compilation_cache', False)  # what comes from there takes no time
   compile_once(num_layers=1)  # what only the first trace and compilation of a process pay
   rounds: list[dict[int, dict[str, Any]]] = []
   for i in range(num_rounds):

@@ -77,8 +77,9 @@ def prose_of(path: Path) -> str:
 @pytest.fixture(scope='module')
 def environment() -> dict[str, str]:
   """The programs of this environment, on CPUs; they compile as tests do, quickly and not twice."""
+  own = {name: value for name, value in os.environ.items() if name != 'JAX_NUM_CPU_DEVICES'}
   path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
-  return os.environ | {'PATH': path, 'TF_CPP_MIN_LOG_LEVEL': '2', 'JAX_PLATFORMS': 'cpu'}
+  return own | {'PATH': path, 'TF_CPP_MIN_LOG_LEVEL': '2', 'JAX_PLATFORMS': 'cpu'}
 
 
 def run(argv: list[str], directory: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

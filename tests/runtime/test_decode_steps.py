@@ -186,10 +186,8 @@ def test_stop_tokens_and_strings_end_a_sequence_and_free_its_slot():
     assert (done[index].ids, done[index].finish_reason) == (before.ids[: end + 1], 'stop')
 
 
-def _read(engine, chunks, *, num_steps=0, reset=False, **flags):
+def _read(engine, chunks, *, num_steps=0, **flags):
   """Outputs of the chunks' prefills, one after another, and of the steps behind them."""
-  if reset:
-    engine.reset()
   launched = [engine.prefill([chunk], **flags) for chunk in chunks]
   launched += [engine.step(np.ones(engine.num_slots, np.bool_)) for _ in range(num_steps)]
   return [outputs.read() for outputs in launched]
@@ -282,10 +280,11 @@ def test_outputs_stay_where_their_rows_are_if_asked():
   """3 slots and 2 rows of a prefill over a data axis of 2."""
   run = make_run('data 2 x mdl 4')
   steps = DecodeSteps(run.model, SETTINGS, shard_outputs=True)
-  wanted, outputs = (
-    _read(ModelEngine(each, run.weights), chunk_prompt(make_requests()[0], 1, CHUNK), num_steps=1, reset=True)
-    for each in (run.steps, steps)
-  )
+  engines = [ModelEngine(each, run.weights) for each in (run.steps, steps)]
+  for engine in engines:
+    engine.reset()
+  chunks = chunk_prompt(make_requests()[0], 1, CHUNK)
+  wanted, outputs = (_read(engine, chunks, num_steps=1) for engine in engines)
   for padded, true in zip(jax.tree.leaves(outputs), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_array_equal(padded[: len(true)], true)
     assert not padded[len(true) :].any()
