@@ -16,8 +16,8 @@ from alternation import print_result
 import jax
 
 from spmd_tasks.config.resolve import resolve
+from spmd_tasks.distributed.fake_devices import use_fake_devices
 from spmd_tasks.programs.job_setup import partition_job
-from spmd_tasks.runtime.fake_devices import use_fake_devices
 
 DEPTHS = (4, 32)
 

@@ -30,14 +30,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd_tasks.distributed.fake_devices import use_fake_devices
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
-from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.attention.attention import Attention
 from spmd_tasks.layers.feed_forward import GatedFeedForward
 from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.layers.pipeline_schedule import Schedule
+from spmd_tasks.layers.pipeline.schedule import Schedule
+from spmd_tasks.layers.pipeline.stack import PipelinedStack
 from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
-from spmd_tasks.runtime.fake_devices import use_fake_devices
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.stage_axis import stage_axis_rules

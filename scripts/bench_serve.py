@@ -40,14 +40,14 @@ import jax
 import numpy as np
 
 from spmd_tasks.config.resolve import resolve
+from spmd_tasks.decoding.chat_template import ChatTemplate
+from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.sequence import Sequence
-from spmd_tasks.inputs.chat_template import ChatTemplate
 from spmd_tasks.programs.decode_requests import find_tokenizer
 from spmd_tasks.programs.job_setup import partition_job
-from spmd_tasks.runtime.decode_steps import DecodeSteps
 from spmd_tasks.serving.generation_request import ServedModel
 from spmd_tasks.serving.server import listen, serve
 from spmd_tasks.serving.settings import ServerSettings

@@ -28,9 +28,10 @@ from typing import Any, ClassVar, dataclass_transform, get_type_hints
 
 from flax.core import FrozenDict
 
+from spmd_tasks.decoding.chat_template import ChatTemplate
+from spmd_tasks.decoding.prompts import PromptSource
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import Input
-from spmd_tasks.inputs.chat_template import ChatTemplate
-from spmd_tasks.inputs.prompts import PromptSource
 from spmd_tasks.runtime.task import Task
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
@@ -104,18 +105,18 @@ class _FrozenFields:
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, '__dataclass_fields__', ())}
     for name in annotations:
       if name in _METHODS:
-        raise ValueError(f'{cls.__qualname__}.{name} is a method of Experiment: define it with `def {name}(self)`.')
+        raise UserError(f'{cls.__qualname__}.{name} is a method of Experiment: define it with `def {name}(self)`.')
     for name, value in list(vars(cls).items()):
       if name in inherited:
         if isinstance(value, (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)):
-          raise ValueError(
+          raise UserError(
             f'{cls.__qualname__}.{name} overrides a field of the experiment by a {type(value).__name__}: give it a '
             f'value, `{name} = ...`.'
           )
         if name not in annotations:
           annotations[name] = _field_type(cls, name)
       elif name not in annotations and _is_plain_value(name, value):
-        raise ValueError(
+        raise UserError(
           f'{cls.__qualname__}.{name} = {value!r} is a new attribute without a type, so that it could not be set from '
           f'the command line: annotate it, `{name}: {type(value).__name__} = {value!r}`.'
         )
@@ -140,7 +141,7 @@ class Experiment(_FrozenFields, abc.ABC):
   Intervals are in train steps and None means never (a checkpoint is always written at the end). Times are in seconds.
 
   Raises (on construction):
-    ValueError: the mesh shapes, axis rules or intervals do not fit together; the message names the field.
+    UserError: the mesh shapes, axis rules or intervals do not fit together; the message names the field.
   """
 
   # Mesh axes, outermost first, with their sizes inside a slice (ICI) and across slices (DCN; None: one slice).
@@ -187,7 +188,7 @@ class Experiment(_FrozenFields, abc.ABC):
     for name in ('ici_mesh_shape', 'dcn_mesh_shape'):
       shape = getattr(self, name)
       if shape is not None and not (isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)):
-        raise ValueError(f'{name} = {shape!r} must be a tuple of integers, one per mesh axis {self.mesh_axis_names}.')
+        raise UserError(f'{name} = {shape!r} must be a tuple of integers, one per mesh axis {self.mesh_axis_names}.')
     self.mesh_spec()
     if self.axis_rules == DEFAULT_AXIS_RULES:
       # A mesh axis named `expert` is what splits a dim of that name.
@@ -196,23 +197,23 @@ class Experiment(_FrozenFields, abc.ABC):
     check_axis_rules(self.axis_rules, self.mesh_axis_names)
     for name in ('num_train_steps', 'log_every_steps', 'checkpoint_max_to_keep', 'prefetch_batches'):
       if not _is_positive(getattr(self, name)):
-        raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
+        raise UserError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
     if self.init_from_step is not None and (self.init_from is None or not _is_positive(self.init_from_step)):
-      raise ValueError(
+      raise UserError(
         f'init_from_step = {self.init_from_step!r} with init_from = {self.init_from!r} must be the step of a '
         'checkpoint of that job, or None for its newest.'
       )
     for name in ('eval_every_steps', 'checkpoint_every_steps', 'checkpoint_keep_every_steps'):
       if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
-        raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
+        raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
     for name in (field.name for field in dataclasses.fields(self) if field.name.endswith('_timeout_s')):
       if not getattr(self, name) > 0:
-        raise ValueError(f'{name} = {getattr(self, name)!r} must be a positive number of seconds.')
+        raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of seconds.')
     if not isinstance(self.seed, int) or self.seed < 0:
-      raise ValueError(f'seed = {self.seed!r} must be an integer that is not negative.')
+      raise UserError(f'seed = {self.seed!r} must be an integer that is not negative.')
     steps = self.profile_steps
     if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
-      raise ValueError(f'profile_steps = {steps} must be (first, last) with 0 <= first < last.')
+      raise UserError(f'profile_steps = {steps} must be (first, last) with 0 <= first < last.')
 
   def mesh_spec(self) -> MeshSpec:
     """The mesh's axes and sizes."""
@@ -265,7 +266,7 @@ class Job:
       inputs = getattr(self, field)
       for name in inputs:
         if not isinstance(name, str) or not re.fullmatch(r'[A-Za-z0-9_-]+', name):
-          raise ValueError(
+          raise UserError(
             f'{field} has the name {name!r}, which is also a directory and a config path: use letters, digits, _ '
             'and - only.'
           )

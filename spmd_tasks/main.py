@@ -18,6 +18,7 @@ import sys
 from typing import Any, NoReturn
 
 from spmd_tasks.config import registry
+from spmd_tasks.errors import JobError, UserError, user_error_code
 
 _MODES = ('train', 'eval', 'decode', 'decode_once', 'serve')
 _SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'drain_s')
@@ -107,12 +108,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     for name, line in experiments:
       print(f'{name:{width}}{line}')
     return 0
-  from spmd_tasks.runtime.job import exit_codes
-  from spmd_tasks.runtime.job.user_errors import user_error_code
+  from spmd_tasks import exit_codes
 
   try:
     return _run_experiment(args)
-  except (ValueError, RuntimeError) as error:
+  except (UserError, JobError) as error:
     code = user_error_code(error)
     if code is None:
       raise
@@ -138,17 +138,17 @@ def _run_experiment(args: argparse.Namespace) -> int:
       if args.mode is None
       else '--job_log_dir, the directory for checkpoints and metrics'
     )
-    raise ValueError(f'nothing to run yet: give {missing}.')
+    raise UserError(f'nothing to run yet: give {missing}.')
   _check_flags_of_mode(args)
 
+  from spmd_tasks.checkpoints.durable_files import absolute_path
   from spmd_tasks.config.changes import refuse_changed_config
+  from spmd_tasks.distributed.distributed import initialize
+  from spmd_tasks.distributed.emergency_exit import EmergencyExit
   from spmd_tasks.programs.decode import decode
   from spmd_tasks.programs.eval import evaluate
   from spmd_tasks.programs.startup import StartupClock
   from spmd_tasks.programs.train import train
-  from spmd_tasks.runtime.durable_files import absolute_path
-  from spmd_tasks.runtime.job.distributed import initialize
-  from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 
   clock = StartupClock()
   emergency = EmergencyExit()
@@ -179,26 +179,26 @@ def _run_experiment(args: argparse.Namespace) -> int:
 
 def _check_flags_of_mode(args: argparse.Namespace) -> None:
   if args.mode == 'train' and (args.checkpoint_step is not None or args.watch):
-    raise ValueError(
+    raise UserError(
       '--checkpoint_step and --watch are for --mode eval; training goes on from the newest checkpoint. To go back to '
       'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
     )
   if args.mode in ('decode', 'decode_once', 'serve') and args.watch:
-    raise ValueError(
+    raise UserError(
       '--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once and serve take one.'
     )
   given = [name for name in _SERVE_FLAGS if getattr(args, name) is not None]
   if args.mode != 'serve' and given:
-    raise ValueError(f'--{given[0]} is for --mode serve: leave it out.')
+    raise UserError(f'--{given[0]} is for --mode serve: leave it out.')
   if args.mode == 'decode' and args.checkpoint_step is not None:
-    raise ValueError(
+    raise UserError(
       f'--mode decode follows every new checkpoint, but --checkpoint_step {args.checkpoint_step} names one: take '
       '--mode decode_once.'
     )
   if args.mode in ('train', 'eval', 'serve') and (args.decode_input is not None or args.decode_output is not None):
-    raise ValueError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')
+    raise UserError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')
   if args.decode_output is not None and (args.mode == 'decode' or args.decode_input is None):
-    raise ValueError(
+    raise UserError(
       '--decode_output takes what --mode decode_once makes of one --decode_input: give both, or leave it out, and '
       'outputs go to <job_log_dir>/decode.'
     )
@@ -206,10 +206,10 @@ def _check_flags_of_mode(args: argparse.Namespace) -> None:
 
 def _serve(args: argparse.Namespace, job: Any, job_log_dir: Any, emergency: Any) -> int:
   """What serving needs of the programs, which it may not import."""
+  from spmd_tasks.checkpoints.checkpointer import Checkpointer
   from spmd_tasks.programs.decode_requests import find_tokenizer
   from spmd_tasks.programs.job_setup import checkpoint_directory, partition_job, restore_evaluation_weights
-  from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
-  from spmd_tasks.serving.job import read_api_key, serve_job
+  from spmd_tasks.programs.serve import read_api_key, serve_job
   from spmd_tasks.serving.settings import ServerSettings
 
   def restore(model, step):
@@ -243,13 +243,13 @@ def _resolve(args: argparse.Namespace) -> Any:
   shortcuts = [f'{name}={getattr(args, name)}' for name in names if getattr(args, name) is not None]
   overrides = shortcuts + args.overrides
   if (args.exp is None) == (args.config is None):
-    raise ValueError('give one of --exp NAME (--list shows the registered names) and --config FILE.')
+    raise UserError('give one of --exp NAME (--list shows the registered names) and --config FILE.')
   if args.exp is not None:
     return resolve(args.exp, overrides)
   try:
     saved = json.loads(Path(args.config).read_text(encoding='utf-8'))
   except (OSError, ValueError, RecursionError) as error:
-    raise ValueError(
+    raise UserError(
       f'--config {args.config} cannot be read: {error}. Give the config.json of a job_log_dir.'
     ) from error
   return from_json(saved, overrides)
@@ -259,14 +259,14 @@ def _use_fake_devices(num_devices: int | None) -> None:
   if num_devices is None:
     return
   if num_devices < 1:
-    raise ValueError(f'--num_fake_devices {num_devices} must be at least 1.')
-  from spmd_tasks.runtime.fake_devices import use_fake_devices
+    raise UserError(f'--num_fake_devices {num_devices} must be at least 1.')
+  from spmd_tasks.distributed.fake_devices import use_fake_devices
 
   use_fake_devices(num_devices)
 
 
 def _distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
-  from spmd_tasks.runtime.job.distributed import DistributedSettings
+  from spmd_tasks.distributed.distributed import DistributedSettings
 
   return DistributedSettings(
     coordinator_address=args.coordinator_address,
@@ -288,7 +288,7 @@ def _local_device_ids(text: str | None) -> tuple[int, ...] | None:
   try:
     return tuple(int(part) for part in text.split(','))
   except ValueError:
-    raise ValueError(
+    raise UserError(
       f'--local_device_ids {text!r} must be numbers with commas between them, such as 0,1: the accelerators of this '
       'process as its machine counts them.'
     ) from None

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime.fake_devices import use_fake_devices
+from spmd_tasks.distributed.fake_devices import use_fake_devices
 
 use_fake_devices(8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')

@@ -26,9 +26,8 @@ import textwrap
 
 import pytest
 
-from spmd_tasks import main
+from spmd_tasks import exit_codes, main
 from spmd_tasks.config import registry
-from spmd_tasks.runtime.job import exit_codes
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'

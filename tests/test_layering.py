@@ -15,15 +15,20 @@ MAX_LINES = 400
 
 # Top row first. Parts of the top row may import one another; parts of any other row may not.
 ROWS = (
-  ('main', 'config', 'experiments'),
-  ('programs', 'serving', 'planning', 'bridges'),
+  ('main', 'experiments', 'recipes', 'config'),
+  ('programs',),
+  ('planning', 'serving', 'bridges'),
   ('experiment',),
+  ('decoding',),
   ('runtime',),
-  ('decoding', 'learning', 'inputs', 'layers'),
+  ('checkpoints',),
+  ('learning', 'inputs', 'layers', 'distributed'),
   ('sharding',),
+  ('errors',),
+  ('exit_codes',),
 )
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
-MAY_IMPORT_FIDDLE = {'main', 'config', 'experiments'}
+MAY_IMPORT_FIDDLE = {'main', 'config', 'experiments', 'recipes'}
 
 
 class Import(NamedTuple):
@@ -155,7 +160,7 @@ import_all({top!r}, ['tensorflow'])
     ('runtime', 'learning', True),
     ('runtime', 'runtime', True),
     ('layers', 'layers', True),
-    ('programs', 'serving', False),
+    ('serving', 'programs', False),
     ('layers', 'learning', False),
     ('inputs', 'layers', False),
     ('runtime', 'experiment', False),

@@ -10,9 +10,8 @@ import time
 
 import pytest
 
-from spmd_tasks import main
-from spmd_tasks.runtime.job import exit_codes
-from spmd_tasks.runtime.job.job_directory import claim
+from spmd_tasks import exit_codes, main
+from spmd_tasks.programs.job_directory import claim
 from tests import binary
 
 TINY = ('--exp', 'synthetic.Tiny', '--ici_mesh_shape', '1,8,1')
@@ -259,7 +258,7 @@ def test_the_real_binary_says_nothing_else(flags, part, tmp_path):
 
 def test_a_directory_in_use_is_refused_until_its_job_has_ended(tmp_path, capfd):
   """The lock is the kernel's, so another process must hold it; test_kills.py has two whole jobs."""
-  hold = 'import sys; from spmd_tasks.runtime.job.job_directory import claim; '
+  hold = 'import sys; from spmd_tasks.programs.job_directory import claim; '
   hold += 'job = claim(sys.argv[1], experiment_name="synthetic.Tiny"); print("held", flush=True); sys.stdin.read()'
   directory = tmp_path / 'job'
   holder = binary.start_binary(directory, command=(sys.executable, '-c', hold), stdin=subprocess.PIPE)

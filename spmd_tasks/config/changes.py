@@ -12,6 +12,7 @@ from etils import epath
 
 from spmd_tasks.config.printing import diff
 from spmd_tasks.config.saved_config import check_saved_config
+from spmd_tasks.errors import UserError
 
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
@@ -30,7 +31,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     mode: 'train', where everything that a step depends on must be the same, or 'eval': model, loss and experiment.
 
   Raises:
-    ValueError: another experiment, or settings that give other numbers; the message lists them.
+    UserError: another experiment, or settings that give other numbers; the message lists them.
   """
   path = job_log_dir / 'config.json'
   if not path.exists() or not any((job_log_dir / 'checkpoints').glob('checkpoint_*')):
@@ -39,19 +40,19 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     previous = json.loads(path.read_text())
     check_saved_config(previous)
   except (ValueError, RecursionError) as error:
-    raise ValueError(
+    raise UserError(
       f'{path} is not the config of the job that began there ({type(error).__name__}: {error}): put it back, or go on '
       'without comparing: --accept_config_changes.'
     ) from error
   if previous['experiment'] != config['experiment']:
-    raise ValueError(
+    raise UserError(
       f'job_log_dir {str(job_log_dir)!r} belongs to experiment {previous["experiment"]!r}, not to '
       f'{config["experiment"]!r}: choose another job_log_dir.'
     )
   lines = diff(previous, config)
   changes = [line for line in lines if _matters(line.partition(': ')[0], _TRAINING if mode == 'train' else _EVALUATION)]
   if changes:
-    raise ValueError(
+    raise UserError(
       f'job_log_dir {str(job_log_dir)!r} was begun with other settings:\n  ' + '\n  '.join(changes[:20]) + '\n'
       f'Start a new job_log_dir, go back to the saved settings (--config {path}), or go on with the new ones: '
       '--accept_config_changes.'

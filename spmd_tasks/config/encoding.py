@@ -18,6 +18,7 @@ import numpy as np
 
 from spmd_tasks.config.field_types import is_dtype
 from spmd_tasks.config.tree import is_node
+from spmd_tasks.errors import UserError
 
 _MAX_CLOSURE_DEPTH = 3
 
@@ -66,7 +67,7 @@ def decode(encoded: Any, present: Any = None) -> Any:
   """The value that `encode` encoded; `present` is the value at the same place now, whose kind of dict or dtype is kept.
 
   Raises:
-    ValueError: it is a function, class, enum of another class or an object.
+    UserError: it is a function, class, enum of another class or an object.
   """
   if isinstance(encoded, list):
     return tuple(decode(item) for item in encoded)
@@ -85,7 +86,7 @@ def decode(encoded: Any, present: Any = None) -> Any:
     case {'enum': symbol, 'name': name} if isinstance(present, enum.Enum) and symbol == symbol_of(type(present)):
       if name in type(present).__members__:
         return type(present)[name]
-  raise ValueError(f'{show(encoded)} cannot be read back from JSON.')
+  raise UserError(f'{show(encoded)} cannot be read back from JSON.')
 
 
 def show(encoded: Any) -> str:

@@ -8,6 +8,7 @@ from spmd_tasks.config.encoding import encode_field, show
 from spmd_tasks.config.field_types import describe_type, example_of, is_settable, type_of_field
 from spmd_tasks.config.tree import UNSET, Field, fields_of, is_node, walk
 from spmd_tasks.config.values import TypeMismatchError, parse_value
+from spmd_tasks.errors import UserError
 
 Path = tuple[str, ...]
 
@@ -16,11 +17,11 @@ def split_override(override: str) -> tuple[Path, str]:
   """The path and the text of `path=value`.
 
   Raises:
-    ValueError: it has another form.
+    UserError: it has another form.
   """
   path, equals, text = override.partition('=')
   if not equals or not all(path.strip().split('.')):
-    raise ValueError(f'{override!r} is no override: write path=value, for example num_train_steps=100.')
+    raise UserError(f'{override!r} is no override: write path=value, for example num_train_steps=100.')
   return tuple(path.strip().split('.')), text.strip()
 
 
@@ -28,7 +29,7 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
   """The value that `text` denotes for the field of `root` at `path`.
 
   Raises:
-    ValueError: there is no such path, or the text is no value of the field's type.
+    UserError: there is no such path, or the text is no value of the field's type.
   """
   field = find_field(root, path)
   name = '.'.join(path)
@@ -37,7 +38,7 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
   if is_node(present):
     if text == 'None' and _admits_none(kind):
       return None
-    raise ValueError(
+    raise UserError(
       f'{name}={text} cannot be set: {name} is a {show(encode_field(present))} with fields of its own. Set one of '
       f'them: {_list([f"{name}.{child}" for child in fields_of(present)])}.'
     )
@@ -47,11 +48,11 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
     pass
   now = '' if field.value is UNSET else f' (now {_shorten(show(encode_field(field.value)))})'
   if not is_settable(kind):
-    raise ValueError(
+    raise UserError(
       f'{name}={text} cannot be set from the command line: {name}{now} takes a {describe_type(kind)}: change it '
       "in the experiment's code."
     )
-  raise ValueError(
+  raise UserError(
     f'{name}={text} is not of type {describe_type(kind)}{now}: write for example {name}={example_of(kind)}'
   )
 
@@ -60,7 +61,7 @@ def find_field(root: Any, path: Path) -> Field:
   """The field of `root` at `path`.
 
   Raises:
-    ValueError: there is none; the message has the nearest names.
+    UserError: there is none; the message has the nearest names.
   """
   node, field = root, None
   for depth, name in enumerate(path):
@@ -73,12 +74,12 @@ def find_field(root: Any, path: Path) -> Field:
   return field
 
 
-def _unknown_path(root: Any, path: Path, depth: int, names: Sequence[str]) -> ValueError:
+def _unknown_path(root: Any, path: Path, depth: int, names: Sequence[str]) -> UserError:
   parent = '.'.join(path[:depth])
   prefix = f'{parent}.' if parent else ''
   full = '.'.join(path)
   if not names:
-    return ValueError(f'unknown config path {full!r}: {parent} has no fields of its own; set {parent}=... itself.')
+    return UserError(f'unknown config path {full!r}: {parent} has no fields of its own; set {parent}=... itself.')
   near = [prefix + name for name in difflib.get_close_matches(path[depth], names, n=3, cutoff=0.5)]
   if not near:  # a right name at the wrong place: `learning_rate` for `task.learner.learning_rate`
     known = [known for known, _ in walk(root)]
@@ -86,7 +87,7 @@ def _unknown_path(root: Any, path: Path, depth: int, names: Sequence[str]) -> Va
     near = [name for name in known if name.rpartition('.')[2] in last][:3]
   where = parent or 'the experiment'
   nearest = f'Nearest: {", ".join(near)}. ' if near else ''
-  return ValueError(f'unknown config path {full!r}: {where} has no {path[depth]!r}. {nearest}It has: {_list(names)}.')
+  return UserError(f'unknown config path {full!r}: {where} has no {path[depth]!r}. {nearest}It has: {_list(names)}.')
 
 
 def _admits_none(kind: Any) -> bool:

@@ -1,6 +1,6 @@
 """Experiment names to experiment classes; neither JAX nor Fiddle is imported until an experiment is.
 
-`lm.StdlibTiny` is class StdlibTiny of spmd_tasks/experiments/lm.py; any other name is an importable
+`lm.StdlibTiny` is class StdlibTiny of experiments/lm.py; any other name is an importable
 `package.module.Class`, looked for in the current directory too.
 """
 
@@ -15,8 +15,10 @@ import traceback
 from types import ModuleType
 from typing import TypeVar
 
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiments import DIRECTORY
+
 _EXPERIMENTS = 'spmd_tasks.experiments'
-_EXPERIMENTS_DIR = Path(__file__).parent.parent / 'experiments'
 
 T = TypeVar('T', bound=type)
 _registry: dict[str, type] = {}
@@ -26,14 +28,14 @@ def register(cls: T) -> T:
   """Registers an experiment class as `<last part of its module>.<class name>`; --list shows its docstring's first line.
 
   Raises:
-    ValueError: there is no docstring, or another class has the name.
+    UserError: there is no docstring, or another class has the name.
   """
   name = f'{cls.__module__.rpartition(".")[2]}.{cls.__name__}'
   if not (vars(cls).get('__doc__') or '').strip() or _is_dataclass_signature(cls):
-    raise ValueError(f'experiment {name} has no docstring: describe it in one line, which --list shows.')
+    raise UserError(f'experiment {name} has no docstring: describe it in one line, which --list shows.')
   other = _registry.get(name)
   if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-    raise ValueError(
+    raise UserError(
       f'experiment {name} is registered twice, by {other.__module__} and by {cls.__module__}: rename one of them.'
     )
   _registry[name] = cls
@@ -51,7 +53,7 @@ def _is_register(decorator: ast.expr) -> bool:
   )
 
 
-def list_experiments(directory: Path = _EXPERIMENTS_DIR) -> list[tuple[str, str]]:
+def list_experiments(directory: Path = DIRECTORY) -> list[tuple[str, str]]:
   """(name, first line of the docstring) of every registered experiment, read from the source without importing it."""
   found = []
   for path in sorted(directory.glob('*.py')):
@@ -65,7 +67,7 @@ def get(name: str) -> type:
   """The experiment class of a name.
 
   Raises:
-    ValueError: there is no such module or class (with the nearest names), it is not an experiment, or its module fails
+    UserError: there is no such module or class (with the nearest names), it is not an experiment, or its module fails
       when it is imported (with the module's own error and line).
   """
   if name in _registry:
@@ -79,7 +81,7 @@ def get(name: str) -> type:
     near = difflib.get_close_matches(class_name, _experiment_names(module), n=3, cutoff=0.5)
     raise _unknown(name, [f'{module_name}.{other}' for other in near])
   if not _is_experiment(cls):
-    raise ValueError(
+    raise UserError(
       f'{name} is not an experiment: --exp takes the name of a subclass of spmd_tasks.experiment.Experiment.'
     )
   return cls
@@ -112,14 +114,14 @@ def _find_module(name: str, module_name: str) -> ModuleType:
 
 
 def _is_own_module(module_name: str) -> bool:
-  return (_EXPERIMENTS_DIR / f'{module_name}.py').is_file()
+  return (DIRECTORY / f'{module_name}.py').is_file()
 
 
 def _import(name: str, module_name: str) -> ModuleType:
   try:
     return importlib.import_module(module_name)
   except Exception as error:
-    raise ValueError(
+    raise UserError(
       f'experiment {name} cannot be loaded: importing {module_name} fails with {type(error).__name__}: {error} '
       f'({_place(error)}); correct that module.'
     ) from error
@@ -135,9 +137,9 @@ def _place(error: Exception) -> str:
 
 
 def _is_own_code(path: Path) -> bool:
-  if path.is_relative_to(_EXPERIMENTS_DIR):
+  if path.is_relative_to(DIRECTORY):
     return True
-  libraries = (_EXPERIMENTS_DIR.parent, Path(ast.__file__).parent)
+  libraries = (Path(__file__).parents[1], Path(ast.__file__).parent)
   return path.is_file() and 'site-packages' not in path.parts and not any(map(path.is_relative_to, libraries))
 
 
@@ -151,11 +153,11 @@ def _experiment_names(module: ModuleType) -> list[str]:
   return [key for key, value in vars(module).items() if _is_experiment(value) and value.__module__ == module.__name__]
 
 
-def _unknown(name: str, near: list[str] | None = None) -> ValueError:
+def _unknown(name: str, near: list[str] | None = None) -> UserError:
   known = sorted({registered for registered, _ in list_experiments()} | set(_registry))
   near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
   nearest = f' Nearest: {", ".join(near)}.' if near else ''
-  return ValueError(
+  return UserError(
     f'unknown experiment {name!r}.{nearest} Use a registered name (--list shows them) or package.module.Class, '
     'importable from here or from the current directory.'
   )

@@ -22,6 +22,7 @@ from spmd_tasks.config.field_types import describe_type, is_of_type, unwrap
 from spmd_tasks.config.overrides import Path, parse_override, split_override
 from spmd_tasks.config.saved_config import check_saved_config
 from spmd_tasks.config.tree import DROP, UNSET, apply_changes, check_buildable, copy_config, fields_of, is_node, walk
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 
 _PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
@@ -44,7 +45,7 @@ class ResolvedConfig:
     """Builds the parts, once and together: a config that is shared between them gives one shared object.
 
     Raises:
-      ValueError: a part refuses its settings; the message begins with its config path.
+      UserError: a part refuses its settings; the message begins with its config path.
     """
     try:
       built = fdl.build(self.parts)
@@ -57,7 +58,7 @@ def resolve(experiment: str | type[Experiment], overrides: Sequence[str] = ()) -
   """The config of an experiment, by name or class, with `path=value` overrides; of two for one path the later wins.
 
   Raises:
-    ValueError: unknown experiment or path, a value of another type, or settings that do not fit together.
+    UserError: unknown experiment or path, a value of another type, or settings that do not fit together.
   """
   cls = registry.get(experiment) if isinstance(experiment, str) else experiment
   return _resolve(cls, fdl.Config(cls), {}, overrides, {})
@@ -75,7 +76,7 @@ def from_json(saved: Mapping[str, Any], overrides: Sequence[str] = ()) -> Resolv
   A field that did not exist then has its default.
 
   Raises:
-    ValueError: it has not the form of a saved config, a saved path does not exist any more, a value is not of the type
+    UserError: it has not the form of a saved config, a saved path does not exist any more, a value is not of the type
       of its field, or a class, function or object is another one now.
   """
   check_saved_config(saved)
@@ -117,10 +118,10 @@ def _resolve(
 def _build_experiment(cls: type, config: fdl.Config) -> Experiment:
   if inspect.isabstract(cls):
     missing = ', '.join(f'{name}()' for name in sorted(getattr(cls, '__abstractmethods__', ())))
-    raise ValueError(f'experiment {registry.name_of(cls)} does not define {missing}: define it, or name a subclass.')
+    raise UserError(f'experiment {registry.name_of(cls)} does not define {missing}: define it, or name a subclass.')
   for name, field in fields_of(config).items():
     if field.value is UNSET:
-      raise ValueError(
+      raise UserError(
         f'experiment {registry.name_of(cls)} has no value for its field {name}: give it one in the class, or '
         f'--set {name}=...'
       )
@@ -173,7 +174,7 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
     else:
       changes[key] = decoded
   if refused:
-    raise ValueError(
+    raise UserError(
       f'the saved config does not fit the code of today: {"; ".join(refused)}. Run it with the code that saved it, or '
       'start a new run.'
     )
@@ -191,17 +192,17 @@ def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
   missing = [path for path, value in changes.items() if '.'.join(path) not in present]
   lost = ['.'.join(path) for path in missing if changes[path] is not DROP]
   if lost:
-    raise ValueError(
+    raise UserError(
       f'the overrides remove {", ".join(lost)}, which the saved config sets to something else than the default: leave '
       'those overrides out or start a new run.'
     )
   return {path: value for path, value in changes.items() if path not in missing}
 
 
-def _without_fiddle_context(error: ValueError) -> ValueError:
+def _without_fiddle_context(error: ValueError) -> UserError:
   """`task.model: <what the part said>` from Fiddle's wrapped error."""
   message, _, context = str(error).partition('\n\nFiddle context:')
   _, _, path = context.partition(' at <root>')
   path = path.partition(' with positional')[0]
   path = path.replace("']", '').replace("['", '.').replace('[', '.').replace(']', '').strip('.')
-  return ValueError(f'{path}: {message}' if path else message)
+  return UserError(f'{path}: {message}' if path else message)

@@ -8,6 +8,8 @@ Values are those of encoding.py.
 from collections.abc import Mapping
 from typing import Any
 
+from spmd_tasks.errors import UserError
+
 _MAX_DEPTH = 50
 
 
@@ -15,18 +17,18 @@ def check_saved_config(saved: Any) -> None:
   """Returns if `saved` has the form that `resolve.to_json` gives.
 
   Raises:
-    ValueError: it has not; the message says where.
+    UserError: it has not; the message says where.
   """
   if not isinstance(saved, Mapping) or not {'experiment', 'overrides', 'config'} <= set(saved):
-    raise ValueError("this is no saved config: it must be an object with 'experiment', 'overrides' and 'config'.")
+    raise UserError("this is no saved config: it must be an object with 'experiment', 'overrides' and 'config'.")
   if not isinstance(saved['experiment'], str):
-    raise ValueError(f"this is no saved config: its 'experiment' must be a name, not {_shown(saved['experiment'])}.")
+    raise UserError(f"this is no saved config: its 'experiment' must be a name, not {_shown(saved['experiment'])}.")
   for part in ('overrides', 'config'):
     if not isinstance(saved[part], Mapping):
-      raise ValueError(f'this is no saved config: its {part!r} must be an object, not {_shown(saved[part])}.')
+      raise UserError(f'this is no saved config: its {part!r} must be an object, not {_shown(saved[part])}.')
     for path, value in saved[part].items():
       if not _is_encoded(value, _MAX_DEPTH):
-        raise ValueError(
+        raise UserError(
           f'this is no saved config: {path} in its {part!r} is {_shown(value)}, which stands for no value: give the '
           'config.json of a job_log_dir as it was written, and change settings by --set.'
         )

@@ -17,6 +17,8 @@ from fiddle import daglish
 from flax import linen as nn
 from flax.core import FrozenDict
 
+from spmd_tasks.errors import UserError
+
 UNSET = types.SimpleNamespace()  # a parameter without a default that has no value yet
 DROP = types.SimpleNamespace()  # as a change: leave this key of a dict out
 _NOT_FIELDS_OF_MODULES = ('parent', 'name')  # Linen's own
@@ -79,7 +81,7 @@ def check_buildable(root: Any) -> None:
   _check_reach(root, '', None)
   for path, field in walk(root):
     if field.value is UNSET:
-      raise ValueError(f'{path} has no value and no default: give it one in the experiment, or --set {path}=...')
+      raise UserError(f'{path} has no value and no default: give it one in the experiment, or --set {path}=...')
 
 
 def apply_changes(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
@@ -124,7 +126,7 @@ def _fields_of_buildable(node: fdl.Buildable) -> dict[str, Field]:
   arguments = dict(node.__arguments__)
   positional = [key for key in arguments if not isinstance(key, str)]
   if positional:
-    raise ValueError(f'the config of {target.__qualname__} has positional arguments: pass them by name.')
+    raise UserError(f'the config of {target.__qualname__} has positional arguments: pass them by name.')
   factories: dict[str, Callable[[], Any]] = {}
   if dataclasses.is_dataclass(target):
     for field in dataclasses.fields(target):
@@ -159,7 +161,7 @@ def _type_hints(target: Hashable) -> dict[str, Any]:
 def _check_reach(node: Any, path: str, built: str | None) -> None:
   """`built` names the object around `node` into which Fiddle does not look."""
   if isinstance(node, fdl.Buildable) and built is not None:
-    raise ValueError(
+    raise UserError(
       f'{path} is a config inside a {built}, where it would never be built: make that a fdl.Config (or a dict) as well.'
     )
   if not isinstance(node, fdl.Buildable) and type(node) not in (dict, list, tuple):

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd_tasks.decoding.loop import Outputs, Requests
 from spmd_tasks.decoding.requests import Chunk, make_requests
-from spmd_tasks.decoding.settings import DecodeSettings
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 
 class Steps(Protocol):

@@ -8,7 +8,7 @@ import numpy as np
 
 from spmd_tasks.decoding.loop import Requests
 from spmd_tasks.decoding.samplers import Sampling
-from spmd_tasks.decoding.settings import DecodeSettings
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 GREEDY = {'repetition_penalty': 1.0, 'temperature': 0.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
 

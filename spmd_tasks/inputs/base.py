@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from spmd_tasks.errors import UserError
+
 Batch = dict[str, np.ndarray]
 State = dict[str, Any]
 
@@ -48,7 +50,7 @@ class InputIterator(Protocol):
     """Continues after the batch at which `state` was taken, bit for bit.
 
     Raises:
-      ValueError: it cannot; the message names both sides and the remedy. Where only reading shows that the data has
+      UserError: it cannot; the message names both sides and the remedy. Where only reading shows that the data has
         changed, the following `next` raises it.
     """
     ...
@@ -75,7 +77,7 @@ class Input(Protocol):
     """The states of `shard_count` shards from those that another number of shards saved at the same step.
 
     Raises:
-      ValueError: this input cannot do that exactly.
+      UserError: this input cannot do that exactly.
     """
     ...
 
@@ -84,10 +86,10 @@ def language_model_spec(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDty
   """The element spec of a language model's batch: [B, T] each.
 
   Raises:
-    ValueError: a size is not positive.
+    UserError: a size is not positive.
   """
   if batch_size < 1 or seq_len < 1:
-    raise ValueError(f'batch_size {batch_size} and seq_len {seq_len} must be at least 1.')
+    raise UserError(f'batch_size {batch_size} and seq_len {seq_len} must be at least 1.')
   return {name: jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for name, dtype in BATCH_DTYPES.items()}
 
 
@@ -101,14 +103,14 @@ def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:
   """The rows of the global batch that a shard reads.
 
   Raises:
-    ValueError: the batch does not divide by the shards, or there is no such shard.
+    UserError: the batch does not divide by the shards, or there is no such shard.
   """
   if shard_count < 1 or not 0 <= shard_index < shard_count:
-    raise ValueError(f'shard_index {shard_index} is not in [0, shard_count) with shard_count {shard_count}.')
+    raise UserError(f'shard_index {shard_index} is not in [0, shard_count) with shard_count {shard_count}.')
   if batch_size < 1 or batch_size % shard_count:
     lower = batch_size - batch_size % shard_count
     nearest = [n for n in (lower, lower + shard_count) if n > 0]
-    raise ValueError(
+    raise UserError(
       f'batch_size {batch_size} does not divide by shard_count {shard_count}, the number of hosts that read: '
       f'set batch_size to a multiple of it, such as {" or ".join(map(str, nearest))}.'
     )
@@ -120,16 +122,16 @@ def check_state(state: State, expected: Mapping[str, Any]) -> None:
   """Checks that a saved state was taken from an input with the same settings.
 
   Raises:
-    ValueError: a setting differs or is missing; the message names it and both sides.
+    UserError: a setting differs or is missing; the message names it and both sides.
   """
   for name, value in expected.items():
     if name not in state:
-      raise ValueError(
+      raise UserError(
         f'the saved input state has no {name!r} (it has {sorted(state)}): it was saved by another kind of input. '
         'Restore with the input that saved it, or start the input afresh from its beginning.'
       )
     if state[name] != value:
-      raise ValueError(
+      raise UserError(
         f'the saved input state has {name} = {state[name]!r}, but this input has {name} = {value!r}: continuing '
         f'would read other data. Restore with {name} = {state[name]!r}, or start the input afresh from its beginning.'
       )

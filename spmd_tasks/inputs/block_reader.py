@@ -5,6 +5,7 @@ import queue
 import threading
 from typing import Any
 
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs.packing import TokenBlock, tokenize_documents
 from spmd_tasks.inputs.text import OpenSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
@@ -29,7 +30,7 @@ class BlockReader:
     """Reads and tokenizes block `index`.
 
     Raises:
-      ValueError: its content is damaged.
+      UserError: its content is damaged.
       RuntimeError: it could not be read, or not in time.
     """
     if self._thread is None:
@@ -38,7 +39,7 @@ class BlockReader:
       return self._thread.call(index, self._timeout_s)
     except queue.Empty:
       self._thread = None  # it is stuck; another attempt needs another thread
-      raise RuntimeError(
+      raise JobError(
         f'reading {self._source.block_name(index)} has not ended within {self._timeout_s:g} s: the file system may '
         'hang. If it is only slow, raise read_timeout_s.'
       ) from None
@@ -48,10 +49,10 @@ class BlockReader:
       return tokenize_documents(self._source[index].documents, self._tokenizer)
     except ValueError as e:
       name = self._source.block_name(index)
-      raise ValueError(f'damaged input in {name}: {e}') from e
+      raise UserError(f'damaged input in {name}: {e}') from e
     except Exception as e:
       name = self._source.block_name(index)
-      raise RuntimeError(f'reading {name} failed: {type(e).__name__}: {e}') from e
+      raise JobError(f'reading {name} failed: {type(e).__name__}: {e}') from e
 
   def close(self) -> None:
     if self._thread is not None:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs.block_reader import BlockReader
 from spmd_tasks.inputs.packing import Lane, TokenBlock, pack_batch
@@ -62,11 +63,11 @@ class TextInput:
 
   def __post_init__(self):
     if self.seq_len < 1:
-      raise ValueError(f'seq_len {self.seq_len} must be at least 1.')
+      raise UserError(f'seq_len {self.seq_len} must be at least 1.')
     if self.num_epochs is not None and self.num_epochs < 1:
-      raise ValueError(f'num_epochs {self.num_epochs} must be at least 1, or None to read for ever.')
+      raise UserError(f'num_epochs {self.num_epochs} must be at least 1, or None to read for ever.')
     if self.num_workers < 0 or self.worker_buffer_size < 1:
-      raise ValueError(
+      raise UserError(
         f'num_workers {self.num_workers} must not be negative, worker_buffer_size {self.worker_buffer_size} at least 1.'
       )
 
@@ -80,12 +81,12 @@ class TextInput:
     states = sorted(states, key=lambda state: state['shard_index'])
     saved_count = states[0]['shard_count']
     if [state['shard_index'] for state in states] != list(range(saved_count)):
-      raise ValueError(
+      raise UserError(
         f'the states of all {saved_count} shards are needed, those of {[s["shard_index"] for s in states]} are there.'
       )
     batches = [state['num_batches'] for state in states]
     if len(set(batches)) > 1:
-      raise ValueError(f'the shards were saved after different numbers of batches, {batches}.')
+      raise UserError(f'the shards were saved after different numbers of batches, {batches}.')
     endless = self.num_epochs is None
     lanes = [lane for state in states for lane in state['lanes']] if endless else states[0]['lanes']
     resharded = []
@@ -170,7 +171,7 @@ class TextIterator:
 
   def __next__(self) -> base.Batch:
     if self._closed:
-      raise ValueError('this input iterator has been closed: make another one from its settings.')
+      raise UserError('this input iterator has been closed: make another one from its settings.')
     limit = self._settings.max_batches
     if limit is not None and self._num_batches >= limit:
       raise StopIteration
@@ -211,7 +212,7 @@ class TextIterator:
     base.check_state(state, self._identity)
     shard_count = self._shard['shard_count']
     if self._settings.num_epochs is None and state.get('shard_count') != shard_count:
-      raise ValueError(
+      raise UserError(
         f'the saved input state has shard_count = {state.get("shard_count")!r}, but this input has shard_count = '
         f'{shard_count}: pass the states of all shards through `reshard_states` first, or restore with as many hosts.'
       )
@@ -220,7 +221,7 @@ class TextIterator:
     positions = np.array(state['lanes'], np.int64)
     expected = sum(len(reader.lanes) for reader in self._readers)
     if positions.shape != (expected, 3) or positions.min() < 0:
-      raise ValueError(
+      raise UserError(
         f'the saved input state is damaged: lanes have shape {positions.shape}, expected {(expected, 3)}.'
       )
     self._stop_streams()
@@ -231,5 +232,5 @@ class TextIterator:
   def close(self) -> None:
     self._closed = True
     # Closing a stream in which another thread is still reading is a ValueError; that thread is left to its timeout.
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(UserError):
       self._stop_streams()

@@ -18,6 +18,7 @@ import zlib
 
 import numpy as np
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs.tokenizers import Tokenizer
 
@@ -100,7 +101,7 @@ class Lane:
     """Continues at a `position`.
 
     Raises:
-      ValueError: there is no such position.
+      UserError: there is no such position.
     """
     self._num_read, self._offset, self._next_document, self._block = num_read, offset, 0, None
     if offset == 0:
@@ -108,7 +109,7 @@ class Lane:
     self._load()
     if self._block is None or not 0 <= offset <= self._block.ids.size or digest != self._digest:
       size = 'no such block' if self._block is None else f'{self._block.ids.size} tokens with digest {self._digest}'
-      raise ValueError(
+      raise UserError(
         f'the saved position is token {offset} of block {num_read} of lane {self._lane} with digest {digest}, but '
         f'it has {size}: the text or its tokenizer is not what it was when the state was saved.'
       )
@@ -130,7 +131,7 @@ class Lane:
         return self._block
       num_empty = num_empty + 1 if self._block.ids.size == 0 else 0
       if num_empty >= self._max_empty_blocks:
-        raise ValueError(f'{num_empty} blocks of text in a row are empty: the source has no text to train on.')
+        raise UserError(f'{num_empty} blocks of text in a row are empty: the source has no text to train on.')
       self._num_read, self._offset, self._next_document, self._block = self._num_read + 1, 0, 0, None
 
   def fill_row(self, batch: base.Batch, row: int, positions: np.ndarray) -> bool:

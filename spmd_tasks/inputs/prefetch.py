@@ -8,6 +8,7 @@ import time
 import traceback
 from typing import Any, Generic, TypeVar
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
 
 T = TypeVar('T')
@@ -39,7 +40,7 @@ class Prefetcher(Generic[T]):
     timeout_s: float | None = None,
   ):
     if depth < 1:
-      raise ValueError(f'depth {depth} must be at least 1.')
+      raise UserError(f'depth {depth} must be at least 1.')
     self._input = iterator
     self._transform = transform
     self._timeout_s = timeout_s
@@ -82,7 +83,7 @@ class Prefetcher(Generic[T]):
       StopIteration, or whatever the input raised.
     """
     if self._closed:
-      raise ValueError('this Prefetcher has been closed.')
+      raise UserError('this Prefetcher has been closed.')
     if self._ended is not None:
       raise self._ended
     start = time.monotonic()

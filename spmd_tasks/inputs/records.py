@@ -6,17 +6,18 @@ import json
 import os
 from typing import Any
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, common_root, cut_files, expand_globs, file_fingerprint
 
 
 def text_field(record: Any, field: str, where: str) -> str:
   """The text in one field of a record; a ValueError says `where` it is missing or no text."""
   if not isinstance(record, dict):
-    raise ValueError(f'{where}: expected a JSON object with a field {field!r}, found {type(record).__name__}.')
+    raise UserError(f'{where}: expected a JSON object with a field {field!r}, found {type(record).__name__}.')
   if field not in record:
-    raise ValueError(f'{where}: there is no field {field!r} (it has {sorted(record)[:20]}): correct `field`.')
+    raise UserError(f'{where}: there is no field {field!r} (it has {sorted(record)[:20]}): correct `field`.')
   if not isinstance(record[field], str):
-    raise ValueError(f'{where}: field {field!r} is {type(record[field]).__name__}, not text.')
+    raise UserError(f'{where}: field {field!r} is {type(record[field]).__name__}, not text.')
   return record[field]
 
 
@@ -24,7 +25,7 @@ def parse_json(data: bytes, where: str) -> Any:
   try:
     return json.loads(data)
   except ValueError as e:  # bad JSON or bad UTF-8
-    raise ValueError(f'{where} is not JSON: {e}. Repair or remove the record.') from e
+    raise UserError(f'{where} is not JSON: {e}. Repair or remove the record.') from e
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class JsonLines:
     paths = expand_globs(self.pattern, 'JSON lines')
     source = OpenJsonLines(paths, self.field, self.block_bytes)
     if len(source) == 0:
-      raise ValueError(f'the files of {self.pattern!r} are empty.')
+      raise UserError(f'the files of {self.pattern!r} are empty.')
     return source
 
 
@@ -80,7 +81,7 @@ class OpenJsonLines:
             documents.append((text_field(parse_json(line, 'it'), self._field, 'it'), True))
           except ValueError as e:
             # Counting lines means reading the file from its start: only for the message.
-            raise ValueError(f'{path}:{self._line_number(path, position)}: {e}') from e
+            raise UserError(f'{path}:{self._line_number(path, position)}: {e}') from e
     return Block(self.block_name(index), documents)
 
   def _line_number(self, path: str, position: int) -> int:
@@ -99,7 +100,7 @@ class Parquet:
   def open(self) -> 'OpenParquet':
     source = OpenParquet(expand_globs(self.pattern, 'Parquet'), self.field, self.block_rows)
     if len(source) == 0:
-      raise ValueError(f'the files of {self.pattern!r} have no rows.')
+      raise UserError(f'the files of {self.pattern!r} have no rows.')
     return source
 
 
@@ -108,7 +109,7 @@ class OpenParquet:
 
   def __init__(self, paths: Sequence[str], field: str, block_rows: int):
     if block_rows < 1:
-      raise ValueError(f'block_rows {block_rows} must be at least 1.')
+      raise UserError(f'block_rows {block_rows} must be at least 1.')
     self._paths = list(paths)
     self._field = field
     self._blocks = []  # (file, row group, first row in it, rows)
@@ -127,9 +128,9 @@ class OpenParquet:
     try:
       file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as e:
-      raise ValueError(f'{path} is not a readable Parquet file: {e}') from e
+      raise UserError(f'{path} is not a readable Parquet file: {e}') from e
     if self._field not in file.schema_arrow.names:
-      raise ValueError(f'{path} has no column {self._field!r} (it has {file.schema_arrow.names}): correct `field`.')
+      raise UserError(f'{path} has no column {self._field!r} (it has {file.schema_arrow.names}): correct `field`.')
     return file
 
   def __getstate__(self) -> dict[str, Any]:
@@ -154,13 +155,13 @@ class OpenParquet:
         with self._open_file(self._paths[file]) as opened:
           column = opened.read_row_group(group, columns=[self._field]).column(0)
       except (pyarrow.ArrowException, OSError) as e:
-        raise ValueError(f'{self.block_name(index)} cannot be read: {e}') from e
+        raise UserError(f'{self.block_name(index)} cannot be read: {e}') from e
       self._last_group = ((file, group), column)
     texts = self._last_group[1].slice(row, num_rows).to_pylist()
     for i, text in enumerate(texts):
       if not isinstance(text, str):
         where = f'{self._paths[file]} row group {group} row {row + i}'
-        raise ValueError(f'{where}: column {self._field!r} is {type(text).__name__}, not text.')
+        raise UserError(f'{where}: column {self._field!r} is {type(text).__name__}, not text.')
     return Block(self.block_name(index), [(text, True) for text in texts])
 
 
@@ -177,7 +178,7 @@ class ArrayRecord:
   def open(self) -> 'OpenArrayRecord':
     source = OpenArrayRecord(expand_globs(self.pattern, 'ArrayRecord'), self.field)
     if len(source) == 0:
-      raise ValueError(f'the files of {self.pattern!r} have no records.')
+      raise UserError(f'the files of {self.pattern!r} have no records.')
     return source
 
 
@@ -203,7 +204,7 @@ class OpenArrayRecord:
       try:
         self._reader = array_record_data_source.ArrayRecordDataSource(self._paths)
       except Exception as e:  # it raises bare RuntimeErrors and ValueErrors
-        raise ValueError(f'{self._paths} cannot be opened as ArrayRecord files: {e}') from e
+        raise UserError(f'{self._paths} cannot be opened as ArrayRecord files: {e}') from e
     return self._reader
 
   def __getstate__(self) -> dict[str, Any]:
@@ -227,4 +228,4 @@ class OpenArrayRecord:
     try:
       return Block(name, [(record.decode('utf-8'), True)])
     except UnicodeDecodeError as e:
-      raise ValueError(f'{name} is not UTF-8 text ({e}). If it is JSON, name the `field` that holds the text.') from e
+      raise UserError(f'{name} is not UTF-8 text ({e}). If it is JSON, name the `field` that holds the text.') from e

@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
 
 
@@ -33,9 +34,9 @@ class SyntheticText:
 
   def __post_init__(self):
     if self.vocab_size < 2 or self.seq_len < 1:
-      raise ValueError(f'vocab_size {self.vocab_size} must be at least 2 and seq_len {self.seq_len} at least 1.')
+      raise UserError(f'vocab_size {self.vocab_size} must be at least 2 and seq_len {self.seq_len} at least 1.')
     if not 0 <= self.noise <= 1:
-      raise ValueError(f'noise {self.noise} is a probability: set it in [0, 1].')
+      raise UserError(f'noise {self.noise} is a probability: set it in [0, 1].')
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     return base.language_model_spec(self.batch_size, self.seq_len)
@@ -45,7 +46,7 @@ class SyntheticText:
 
   def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
     if any(state != states[0] for state in states):
-      raise ValueError(f'the shards were saved at different batches, {[s["next_batch"] for s in states]}.')
+      raise UserError(f'the shards were saved at different batches, {[s["next_batch"] for s in states]}.')
     return [dict(states[0]) for _ in range(shard_count)]
 
 

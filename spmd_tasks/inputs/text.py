@@ -15,6 +15,8 @@ import platform
 import sysconfig
 from typing import Protocol, runtime_checkable
 
+from spmd_tasks.errors import UserError
+
 DEFAULT_BLOCK_BYTES = 1 << 16
 _MIN_BLOCK_BYTES = 16  # longer than any one character
 
@@ -61,16 +63,16 @@ def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
   """The files that glob patterns match, sorted.
 
   Raises:
-    ValueError: a pattern matches nothing.
+    UserError: a pattern matches nothing.
   """
   patterns = [patterns] if isinstance(patterns, str) else list(patterns)
   if not patterns:
-    raise ValueError(f'no {kind} files are named: give a path or a glob pattern.')
+    raise UserError(f'no {kind} files are named: give a path or a glob pattern.')
   files = set()
   for pattern in patterns:
     found = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
     if not found:
-      raise ValueError(
+      raise UserError(
         f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'
       )
     files.update(found)
@@ -93,7 +95,7 @@ def common_root(paths: Sequence[str]) -> str:
 def cut_files(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, int]]:
   """(file, start, end) nominal byte ranges of at most `block_bytes`; an empty file has none."""
   if block_bytes < _MIN_BLOCK_BYTES:
-    raise ValueError(f'block_bytes {block_bytes} must be at least {_MIN_BLOCK_BYTES}; default {DEFAULT_BLOCK_BYTES}.')
+    raise UserError(f'block_bytes {block_bytes} must be at least {_MIN_BLOCK_BYTES}; default {DEFAULT_BLOCK_BYTES}.')
   return [
     (i, start, min(start + block_bytes, size)) for i, size in enumerate(sizes) for start in range(0, size, block_bytes)
   ]
@@ -103,10 +105,10 @@ def in_split(name: str, split: str, valid_fraction: float) -> bool:
   """Whether a file is of `split` ('all', 'train' or 'valid'), by a hash of its name: the same on every machine.
 
   Raises:
-    ValueError: there is no such split, or valid_fraction is not in (0, 1).
+    UserError: there is no such split, or valid_fraction is not in (0, 1).
   """
   if split not in ('all', 'train', 'valid') or not 0 < valid_fraction < 1:
-    raise ValueError(
+    raise UserError(
       f"split {split!r} must be 'all', 'train' or 'valid', and valid_fraction {valid_fraction} must be in (0, 1)."
     )
   if split == 'all':
@@ -147,7 +149,7 @@ class OpenTextFiles:
     try:
       text = data.decode('utf-8', errors=self._errors)
     except UnicodeDecodeError as e:
-      raise ValueError(
+      raise UserError(
         f'{path} is not UTF-8 text: byte {begin + e.start} is {data[e.start : e.start + 1]!r} ({e.reason}). Convert '
         'the file, or leave it out of the pattern.'
       ) from e
@@ -187,7 +189,7 @@ class TextFiles:
     chosen = [p for p in paths if in_split(os.path.relpath(p, root), self.split, self.valid_fraction)]
     source = OpenTextFiles(root, chosen, self.block_bytes, file_fingerprint(root, chosen, 'text', self.block_bytes))
     if len(source) == 0:
-      raise ValueError(
+      raise UserError(
         f'the {len(paths)} files of {self.pattern!r} have no text in split {self.split!r} (valid_fraction '
         f'{self.valid_fraction}): name more files, or set valid_fraction nearer to 0.5, or split to "all".'
       )
@@ -218,7 +220,7 @@ class StdlibText:
     names = sorted(name for name in names if not os.path.basename(name).startswith('_sysconfigdata'))
     paths = [os.path.join(root, name) for name in names if in_split(name, self.split, self.valid_fraction)]
     if not paths:
-      raise ValueError(
+      raise UserError(
         f'the standard library of this Python, {root}, has no .py files (it may be a zip archive): use TextFiles.'
       )
     fingerprint = file_fingerprint(root, paths, 'stdlib', platform.python_version(), self.block_bytes)

@@ -19,6 +19,7 @@ import zlib
 import jax
 import numpy as np
 
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs.text import common_root, expand_globs, file_fingerprint
 
@@ -109,7 +110,7 @@ class TfDataInput:
 
   def __post_init__(self):
     if self.num_epochs is not None and self.num_epochs < 1:
-      raise ValueError(f'num_epochs {self.num_epochs} must be at least 1, or None to read for ever.')
+      raise UserError(f'num_epochs {self.num_epochs} must be at least 1, or None to read for ever.')
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     return base.language_model_spec(self.batch_size, self.seq_len)
@@ -119,7 +120,7 @@ class TfDataInput:
 
   def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
     if self.num_epochs is None and len(states) != shard_count:
-      raise ValueError(
+      raise UserError(
         f'an endless tf.data input saved by {len(states)} hosts cannot be continued exactly by {shard_count}, as each '
         'host has its own dataset: restore with as many hosts, or start the input afresh from its beginning.'
       )
@@ -135,7 +136,7 @@ def import_tensorflow() -> Any:
       tf.config.set_visible_devices([], kind)
     except RuntimeError as e:
       if tf.config.get_visible_devices(kind):
-        raise RuntimeError(
+        raise JobError(
           f'TensorFlow has already taken the {kind}s, which JAX needs: call tf.config.set_visible_devices([], '
           f'{kind!r}) right after importing it.'
         ) from e
@@ -146,18 +147,18 @@ def complete_example(example: Mapping[str, np.ndarray], batch: base.Batch, row: 
   """Writes an example into one row of a batch of padding, deriving the features that it lacks.
 
   Raises:
-    ValueError: `ids` is missing, a feature is not 1-D, too long, or of another length than `ids`.
+    UserError: `ids` is missing, a feature is not 1-D, too long, or of another length than `ids`.
   """
   if 'ids' not in example:
-    raise ValueError(f"an example has no feature 'ids' (it has {sorted(example)}): name it in `features`.")
+    raise UserError(f"an example has no feature 'ids' (it has {sorted(example)}): name it in `features`.")
   unknown = sorted(set(example) - set(base.BATCH_DTYPES))
   if unknown:
-    raise ValueError(f'an example has features {unknown}; a batch has {sorted(base.BATCH_DTYPES)} only: drop them.')
+    raise UserError(f'an example has features {unknown}; a batch has {sorted(base.BATCH_DTYPES)} only: drop them.')
   ids = np.asarray(example['ids'])
   seq_len = batch['ids'].shape[1]
   for name, value in example.items():
     if np.ndim(value) != 1 or len(value) != len(ids) or len(value) > seq_len:
-      raise ValueError(
+      raise UserError(
         f'feature {name!r} has shape {np.shape(value)}, ids {ids.shape}: all must be 1-D of one length of at most '
         f'seq_len = {seq_len}. Split longer examples, or raise seq_len.'
       )
@@ -219,7 +220,7 @@ class TfDataIterator:
       except ValueError as e:
         number = self._num_batches * self._num_rows_read + row
         self._examples = None
-        raise ValueError(f'example {number} of {s.source}: {e}') from e
+        raise UserError(f'example {number} of {s.source}: {e}') from e
       num_read += 1
     if num_read == 0:
       raise StopIteration
@@ -250,7 +251,7 @@ class TfDataIterator:
     found = None if next(self, None) is None else self._last_digest
     if found != state['last_digest']:
       self._examples, self._num_batches = None, 0
-      raise ValueError(
+      raise UserError(
         f'batch {num_batches} of {self._settings.source} is not what it was when the state was saved: its order is not '
         'deterministic (give every shuffle a seed) or its data has changed. Repair that, or start the input afresh.'
       )

@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from spmd_tasks.errors import UserError
+
 
 @runtime_checkable
 class Tokenizer(Protocol):
@@ -63,7 +65,7 @@ class ByteTokenizer:
     """Exact for what `encode` made; a sequence of bytes that is not UTF-8, as a model may sample, gives U+FFFD."""
     values = np.asarray(ids, np.int64).reshape(-1)
     if values.size and (values.min() < 0 or values.max() >= self.vocab_size):
-      raise ValueError(
+      raise UserError(
         f'an id in [{values.min()}, {values.max()}] is outside the byte vocabulary [0, {self.vocab_size}).'
       )
     values = values[values >= self.num_special] - self.num_special
@@ -95,7 +97,7 @@ class BpeTokenizer:
     try:
       return tokenizers.Tokenizer.from_file(self.path)
     except Exception as e:  # the library raises a bare Exception
-      raise ValueError(f'{self.path} is not a tokenizer.json of the tokenizers library: {e}') from e
+      raise UserError(f'{self.path} is not a tokenizer.json of the tokenizers library: {e}') from e
 
   def __getstate__(self) -> dict[str, Any]:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -103,7 +105,7 @@ class BpeTokenizer:
   def _special_id(self, token: str) -> int:
     found = self._tokenizer.token_to_id(token)
     if found is None:
-      raise ValueError(
+      raise UserError(
         f'{self.path} has no token {token!r}: name the special tokens that it does have in eos_token, bos_token and '
         'pad_token (None for no bos or no pad).'
       )
@@ -146,14 +148,14 @@ def train_bpe(texts: Iterable[str], path: str, vocab_size: int, min_frequency: i
   ids 0, 1 and 2. The result may have fewer than `vocab_size` entries when the texts have too few pairs to merge.
 
   Raises:
-    ValueError: vocab_size has no room for the bytes and the special tokens.
+    UserError: vocab_size has no room for the bytes and the special tokens.
   """
   import tokenizers
 
   special = ['<pad>', '<bos>', '<eos>']
   alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
   if vocab_size < len(alphabet) + len(special):
-    raise ValueError(f'vocab_size {vocab_size} must be at least {len(alphabet)} bytes + {len(special)} special tokens.')
+    raise UserError(f'vocab_size {vocab_size} must be at least {len(alphabet)} bytes + {len(special)} special tokens.')
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -5,6 +5,7 @@ from typing import cast
 import flax.linen as nn
 import jax
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.specs import SplitDims
 from spmd_tasks.sharding.weights import Initializer, WeightSpec
 
@@ -29,12 +30,12 @@ def declare_weight(
     tags: see WeightSpec.
 
   Raises:
-    ValueError: split_dims does not have one entry per dim.
+    UserError: split_dims does not have one entry per dim.
   """
   split_dims = None if split_dims is None else tuple(split_dims)
   if split_dims is not None and len(split_dims) != len(shape):
     path = '/'.join((*module.path, name))
-    raise ValueError(f'weight {path} of shape {shape} has split dims {split_dims}: give one entry per dim.')
+    raise UserError(f'weight {path} of shape {shape} has split dims {split_dims}: give one entry per dim.')
   spec = WeightSpec(shape=shape, init=init, split_dims=split_dims, tags=tags)
   # Linen unboxes what the initializer returns, which its types do not say.
   return cast(jax.Array, module.param(name, spec))

@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.initializers import FanInNormal
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.statistics import Statistics
@@ -27,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def activation_function(name: str) -> Callable[[jax.Array], jax.Array]:
   """The activation of that name; a ValueError lists the names."""
   if name not in ACTIVATIONS:
-    raise ValueError(f'activation {name!r} is unknown: choose one of {sorted(ACTIVATIONS)}.')
+    raise UserError(f'activation {name!r} is unknown: choose one of {sorted(ACTIVATIONS)}.')
   return ACTIVATIONS[name]
 
 

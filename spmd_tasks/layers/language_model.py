@@ -10,8 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention.positions import LearnedPositions
 from spmd_tasks.layers.embedding import TokenEmbedding
-from spmd_tasks.layers.positions import LearnedPositions
 from spmd_tasks.layers.sublayers import WithSublayers
 
 
@@ -42,12 +43,12 @@ class LanguageModel(WithSublayers, kw_only=True):
       train: whether dropout is on; it then needs the rng `dropout`.
 
     Raises:
-      ValueError: the batch gives documents without the positions in them.
+      UserError: the batch gives documents without the positions in them.
     """
     ids, segment_ids, segment_pos = batch['ids'], batch.get('segment_ids'), batch.get('segment_pos')
     if segment_pos is None:
       if segment_ids is not None:
-        raise ValueError("batch has 'segment_ids' but no 'segment_pos': packed documents need their own positions.")
+        raise UserError("batch has 'segment_ids' but no 'segment_pos': packed documents need their own positions.")
       segment_pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :], ids.shape)
     x = self.embedding(ids)
     if self.positions is not None:

@@ -12,6 +12,8 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
+
 
 class LossOutput(struct.PyTreeNode):
   """What a loss returns.
@@ -58,22 +60,22 @@ class LanguageModelLoss:
 
   def __post_init__(self):
     if not 0.0 <= self.label_smoothing < 1.0:
-      raise ValueError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1.')
+      raise UserError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1.')
 
   def _check_aux_losses(self, aux: Mapping[str, jax.Array]) -> None:
     """Raises a ValueError if an aux loss is missing, a vector, or not that of `num_aux_layers` layers."""
     for name in self.aux_loss_weights:
       if name not in aux:
-        raise ValueError(
+        raise UserError(
           f'aux_loss_weights names {name!r}, but the model gives {sorted(aux)}: correct the name, or use a layer that '
           'computes it.'
         )
       shape = jnp.shape(aux[name])
       if len(shape) > 1:
-        raise ValueError(f'the aux loss {name!r} has shape {shape}: a loss has one value per layer. Leave it a metric.')
+        raise UserError(f'the aux loss {name!r} has shape {shape}: a loss has one value per layer. Leave it a metric.')
       num_layers = math.prod(shape)
       if self.num_aux_layers is not None and num_layers != self.num_aux_layers:
-        raise ValueError(
+        raise UserError(
           f'{num_layers} layers give the aux loss {name!r}, but num_aux_layers is {self.num_aux_layers}: correct it, '
           'or pass on the aux of every layer and pipeline stage.'
         )
@@ -87,7 +89,7 @@ class LanguageModelLoss:
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding).
 
     Raises:
-      ValueError: `aux_loss_weights` names an entry that the model does not give, or gives per expert, or for another
+      UserError: `aux_loss_weights` names an entry that the model does not give, or gives per expert, or for another
         number of layers than `num_aux_layers`; or an entry has the name of another metric.
     """
     logits, labels = predictions['logits'].astype(jnp.float32), batch['labels']
@@ -118,7 +120,7 @@ class LanguageModelLoss:
     aux = predictions.get('aux', {})
     self._check_aux_losses(aux)
     if taken := sorted({'loss', *metrics}.intersection(aux)):
-      raise ValueError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them.")
+      raise UserError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them.")
     for name, values in aux.items():
       mean = jnp.mean(jnp.atleast_1d(values).astype(jnp.float32), axis=0)
       mean = jnp.where(weight == 0, 0.0, mean)  # whatever the layers make of a batch of padding

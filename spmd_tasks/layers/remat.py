@@ -5,6 +5,8 @@ from typing import Any
 
 from jax import checkpoint_policies
 
+from spmd_tasks.errors import UserError
+
 # The `checkpoint_name` of discrete decisions and what follows from them in a few bytes per token, such as a router's
 # choice of experts. Every policy keeps these values: computed again, they may come out differently.
 ROUTING_NAME = 'routing'
@@ -30,8 +32,8 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
   """The `jax.checkpoint` policy of that name, None for 'none'.
 
   Raises:
-    ValueError: there is no such name; the message lists them.
+    UserError: there is no such name; the message lists them.
   """
   if name not in REMAT_POLICIES:
-    raise ValueError(f'remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}.')
+    raise UserError(f'remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}.')
   return REMAT_POLICIES[name]

@@ -18,7 +18,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from spmd_tasks.layers.kv_cache import CACHE, NEW_CACHE
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention.kv_cache import CACHE, NEW_CACHE
 from spmd_tasks.layers.remat import remat_policy
 from spmd_tasks.layers.statistics import Statistics, values_per_layer
 from spmd_tasks.layers.sublayers import WithSublayers
@@ -88,7 +89,7 @@ class TransformerStack(WithSublayers, kw_only=True):
 
   def __post_init__(self):
     if self.num_layers < 1:
-      raise ValueError(f'num_layers={self.num_layers} must be at least 1.')
+      raise UserError(f'num_layers={self.num_layers} must be at least 1.')
     remat_policy(self.remat_policy)
     super().__post_init__()
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
+
 # (weights, batch, rng) -> (mean loss, loss output); see `accumulate_gradients`.
 LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 
@@ -20,11 +22,11 @@ LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 def check_num_microbatches(batch_size: int, num_microbatches: int) -> None:
   """Raises a ValueError if the batch cannot be cut into that many equal parts."""
   if num_microbatches < 1:
-    raise ValueError(f'num_microbatches is {num_microbatches}; it must be 1 (no accumulation) or more.')
+    raise UserError(f'num_microbatches is {num_microbatches}; it must be 1 (no accumulation) or more.')
   if batch_size % num_microbatches:
     divisors = [m for m in range(1, batch_size + 1) if batch_size % m == 0]
     nearest = min(divisors, key=lambda m: (abs(m - num_microbatches), m))
-    raise ValueError(
+    raise UserError(
       f'a batch of {batch_size} rows cannot be cut into num_microbatches = {num_microbatches} equal parts: choose a '
       f'divisor of the batch size ({nearest} is the nearest), or a batch size that is a multiple of {num_microbatches}.'
     )
@@ -38,12 +40,12 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
   moves and every shard has work in every microbatch; in blocks, microbatch 0 would lie wholly on the first P/M shards.
 
   Raises:
-    ValueError: leaves differ in their number of rows, or M does not divide it.
+    UserError: leaves differ in their number of rows, or M does not divide it.
   """
   sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in jax.tree.leaves(batch)}
   if len(sizes) != 1 or -1 in sizes:
     shapes = jax.tree.map(lambda leaf: leaf.shape, batch)
-    raise ValueError(f'the batch must consist of arrays with the same number of rows in dim 0; it has shapes {shapes}.')
+    raise UserError(f'the batch must consist of arrays with the same number of rows in dim 0; it has shapes {shapes}.')
   check_num_microbatches(sizes.pop(), num_microbatches)
 
   def split(leaf: jax.Array) -> jax.Array:
@@ -100,10 +102,10 @@ def accumulate_gradients(
     the full batch in both modes; `per_example` is empty if M > 1, since training does not read it.
 
   Raises:
-    ValueError: M does not divide B, or the mode is unknown.
+    UserError: M does not divide B, or the mode is unknown.
   """
   if mode not in ('mean', 'sum'):
-    raise ValueError(f"the accumulation mode is {mode!r}; it must be 'mean' or 'sum'.")
+    raise UserError(f"the accumulation mode is {mode!r}; it must be 'mean' or 'sum'.")
   grad_fn = jax.grad(loss_fn, has_aux=True)
   if num_microbatches == 1:
     grads, loss_output = grad_fn(weights, batch, rng)

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import jax
 
+from spmd_tasks.errors import UserError
+
 EXPERT_TAG = 'expert'
 
 ExpertGradScale = float | Literal['t5x']
@@ -23,7 +25,7 @@ ExpertGradScale = float | Literal['t5x']
 def check_expert_grad_scale(scale: ExpertGradScale) -> None:
   """Raises a ValueError if the scale is neither a number above 0 nor 't5x'."""
   if scale != 't5x' and not (isinstance(scale, int | float) and scale > 0):
-    raise ValueError(
+    raise UserError(
       f"learner.expert_grad_scale is {scale!r}; it must be a number larger than 0 (1: the loss's own gradient), or "
       "'t5x' for T5X's factor, the number of experts."
     )

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.learning import optimizer_specs, schedules
 from spmd_tasks.learning.balance_bias import with_balance_bias_steps, without_balance_biases
 from spmd_tasks.learning.expert_grads import ExpertGradScale, check_expert_grad_scale, scale_expert_grads
@@ -97,25 +98,25 @@ class Learner:
 
   def __post_init__(self):
     if not hasattr(self.optimizer, 'transformation') or not hasattr(self.optimizer, 'learning_rate'):
-      raise ValueError(
+      raise UserError(
         f'learner.optimizer is {self.optimizer!r}; it must have a learning_rate and transformation(weight_specs): pass '
         'settings such as AdamW(learning_rate=3e-4).'
       )
     check_expert_grad_scale(self.expert_grad_scale)
     if not self.balance_bias_rate >= 0:
-      raise ValueError(f'learner.balance_bias_rate is {self.balance_bias_rate}; it must be 0 (biases rest) or more.')
+      raise UserError(f'learner.balance_bias_rate is {self.balance_bias_rate}; it must be 0 (biases rest) or more.')
     for name in ('clip_value', 'clip_global_norm'):
       value = getattr(self, name)
       if value is not None and not value > 0:
-        raise ValueError(f'learner.{name} is {value}; it must be larger than 0, or None to turn clipping off.')
+        raise UserError(f'learner.{name} is {value}; it must be larger than 0, or None to turn clipping off.')
     if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-      raise ValueError(f'learner.ema_decay is {self.ema_decay}; it must be in [0, 1), or None to keep no average.')
+      raise UserError(f'learner.ema_decay is {self.ema_decay}; it must be in [0, 1), or None to keep no average.')
     if self.num_microbatches < 1:
-      raise ValueError(f'learner.num_microbatches is {self.num_microbatches}; it must be 1 (no accumulation) or more.')
+      raise UserError(f'learner.num_microbatches is {self.num_microbatches}; it must be 1 (no accumulation) or more.')
     if self.accumulation not in ACCUMULATIONS:
-      raise ValueError(f'learner.accumulation is {self.accumulation!r}; it must be one of {ACCUMULATIONS}.')
+      raise UserError(f'learner.accumulation is {self.accumulation!r}; it must be one of {ACCUMULATIONS}.')
     if self.max_consecutive_skips < 1:
-      raise ValueError(
+      raise UserError(
         f'learner.max_consecutive_skips is {self.max_consecutive_skips}; it must be 1 (stop at the first) or more.'
       )
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.learning.adafactor import scale_by_adafactor
 from spmd_tasks.learning.adam import scale_by_adam
 from spmd_tasks.learning.schedules import LearningRate
@@ -46,19 +47,19 @@ class _Settings(abc.ABC):
   def __post_init__(self):
     name = type(self).__name__
     if not callable(self.learning_rate) and not self.learning_rate >= 0:
-      raise ValueError(f'{name}.learning_rate is {self.learning_rate}; it must be 0 or more, or a schedule.')
+      raise UserError(f'{name}.learning_rate is {self.learning_rate}; it must be 0 or more, or a schedule.')
     if isinstance(self.decay_exempt_tags, str):
-      raise ValueError(f'{name}.decay_exempt_tags is {self.decay_exempt_tags!r}; it must be a tuple of tags.')
+      raise UserError(f'{name}.decay_exempt_tags is {self.decay_exempt_tags!r}; it must be a tuple of tags.')
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.name in ('beta1', 'beta2', 'momentum') and value is not None and not 0 <= value < 1:
-        raise ValueError(f'{name}.{field.name} is {value}; it must be in [0, 1).')
+        raise UserError(f'{name}.{field.name} is {value}; it must be in [0, 1).')
       if field.name == 'weight_decay' and not value >= 0:
-        raise ValueError(f'{name}.{field.name} is {value}; it must be 0 or more.')
+        raise UserError(f'{name}.{field.name} is {value}; it must be 0 or more.')
       if field.name == 'epsilon' and not value > 0:
-        raise ValueError(f'{name}.epsilon is {value}; it must be more than 0: a gradient may be exactly 0.')
+        raise UserError(f'{name}.epsilon is {value}; it must be more than 0: a gradient may be exactly 0.')
       if field.name == 'momentum_dtype' and not jnp.issubdtype(jnp.dtype(value), jnp.floating):
-        raise ValueError(f'{name}.momentum_dtype is {value}; it must be a floating dtype such as float32 or bfloat16.')
+        raise UserError(f'{name}.momentum_dtype is {value}; it must be a floating dtype such as float32 or bfloat16.')
 
   @abc.abstractmethod
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
@@ -122,7 +123,7 @@ class Adafactor(_Settings):
     for name in ('decay_exponent', 'min_dim_size_to_factor', 'min_parameter_scale', 'clipping_threshold'):
       value = getattr(self, name)
       if value is not None and not value > 0:
-        raise ValueError(f'Adafactor.{name} is {value}; it must be larger than 0.')
+        raise UserError(f'Adafactor.{name} is {value}; it must be larger than 0.')
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
     pieces = [
@@ -158,7 +159,7 @@ class Sgd(_Settings):
   def __post_init__(self):
     super().__post_init__()
     if self.nesterov and self.momentum is None:
-      raise ValueError('Sgd.nesterov is True, which needs Sgd.momentum: set it, to 0.9 for example.')
+      raise UserError('Sgd.nesterov is True, which needs Sgd.momentum: set it, to 0.9 for example.')
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
     if self.momentum is None:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmd_tasks.errors import UserError
+
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 LearningRate = float | Schedule
 
@@ -24,13 +26,13 @@ def learning_rate_at(learning_rate: LearningRate, step: jax.typing.ArrayLike) ->
 
 def _check_non_negative(name: str, value: float) -> None:
   if not value >= 0:
-    raise ValueError(f'{name} is {value}; it must be 0 or more.')
+    raise UserError(f'{name} is {value}; it must be 0 or more.')
 
 
 def _check_span(warmup_steps: int, total_steps: int) -> None:
   _check_non_negative('warmup_steps', warmup_steps)
   if total_steps <= warmup_steps:
-    raise ValueError(
+    raise UserError(
       f'total_steps {total_steps} must be larger than warmup_steps {warmup_steps}: shorten the warmup or train longer.'
     )
 
@@ -122,7 +124,7 @@ class LinearWarmupRsqrt:
   def __post_init__(self):
     _check_non_negative('peak', self.peak)
     if self.warmup_steps < 1:
-      raise ValueError(f'warmup_steps is {self.warmup_steps}; the decay is relative to it, so it must be 1 or more.')
+      raise UserError(f'warmup_steps is {self.warmup_steps}; the decay is relative to it, so it must be 1 or more.')
 
   def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
     def after(num_since_warmup: jax.typing.ArrayLike) -> jax.Array:

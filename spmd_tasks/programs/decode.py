@@ -11,10 +11,18 @@ from typing import Any
 
 from etils import epath
 
+from spmd_tasks import exit_codes
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints.durable_files import absolute_path
+from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.generation import Completion, generate, search
+from spmd_tasks.decoding.prompts import PromptFile, PromptSource
 from spmd_tasks.decoding.requests import Request
+from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.inputs.prompts import PromptFile, PromptSource
 from spmd_tasks.programs.decode_requests import PromptTokenizer, find_tokenizer, output_record, request_record
 from spmd_tasks.programs.decoded_file import DecodedFile
 from spmd_tasks.programs.job_setup import (
@@ -27,13 +35,6 @@ from spmd_tasks.programs.job_setup import (
   watch_steps,
 )
 from spmd_tasks.programs.progress import Progress, make_progress
-from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.runtime.decode_steps import DecodeSteps
-from spmd_tasks.runtime.durable_files import absolute_path
-from spmd_tasks.runtime.job import exit_codes
-from spmd_tasks.runtime.job.agreement import primary_decides
-from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.job.preemption import PreemptionGuard
 from spmd_tasks.runtime.metrics import make_writer
 
 
@@ -66,13 +67,13 @@ def decode(
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
-    ValueError: there are no prompts, they do not fit the model, or outputs of others are in the way.
+    UserError: there are no prompts, they do not fit the model, or outputs of others are in the way.
   """
   sources: dict[str, PromptSource] = dict(job.decode_inputs)
   if input_path is not None:
     sources = {epath.Path(input_path).stem: PromptFile(path=input_path)}
   if not sources:
-    raise ValueError(f'experiment {job.name} has no decode inputs: give --decode_input FILE, or decode_inputs().')
+    raise UserError(f'experiment {job.name} has no decode inputs: give --decode_input FILE, or decode_inputs().')
   model = partition_job(job)
   steps = DecodeSteps(model)
   with contextlib.ExitStack() as stack, emergency.on_failure():

@@ -5,11 +5,12 @@ import dataclasses
 from typing import Any
 
 from spmd_tasks.decoding.generation import Completion
+from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.decoding.requests import GREEDY, Request
-from spmd_tasks.decoding.settings import DecodeSettings, check_sampling
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.inputs.prompts import Prompt
 from spmd_tasks.inputs.tokenizers import Tokenizer
+from spmd_tasks.runtime.decode_settings import DecodeSettings, check_sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,13 @@ class PromptTokenizer:
     """(the first request of a prompt, how many samples or beams are wanted).
 
     Raises:
-      ValueError: the prompt does not fit the model or the settings; the message begins with `where`.
+      UserError: the prompt does not fit the model or the settings; the message begins with `where`.
     """
     ids = self._ids(prompt, where)
     room = self.max_len - len(ids)
     # The last token is not read again, but a prompt must leave room for one.
     if room < (0 if prompt.max_tokens == 0 else 1):
-      raise ValueError(
+      raise UserError(
         f'{where}: the prompt has {len(ids)} tokens and max_len is {self.max_len}: shorten it, or raise '
         'task.decode.max_len.'
       )
@@ -52,14 +53,14 @@ class PromptTokenizer:
     if max_tokens is None:
       max_tokens = min(room, self.settings.max_tokens or room)
     elif max_tokens > room:
-      raise ValueError(
+      raise UserError(
         f'{where}: {len(ids)} tokens of prompt and max_tokens={max_tokens} exceed max_len {self.max_len}: lower '
         'max_tokens, or raise task.decode.max_len.'
       )
     end = () if self.tokenizer is None else (self.tokenizer.eos_id,)
     stop_ids = tuple(dict.fromkeys((*end, *prompt.stop_ids)))
     if len(stop_ids) > self.settings.max_stop_ids:
-      raise ValueError(
+      raise UserError(
         f'{where}: {len(stop_ids)} stop tokens, the end of text included, are more than max_stop_ids='
         f'{self.settings.max_stop_ids}: name fewer, or raise task.decode.max_stop_ids.'
       )
@@ -70,14 +71,14 @@ class PromptTokenizer:
     try:
       check_sampling(**sampling)
     except ValueError as error:
-      raise ValueError(f'{where}: {error}') from error
+      raise UserError(f'{where}: {error}') from error
     num_beams = self.settings.num_beams
     num_outputs = prompt.n or num_beams
     if num_beams > 1:
       if num_outputs > num_beams:
-        raise ValueError(f'{where}: n={num_outputs} is more than task.decode.num_beams={num_beams}.')
+        raise UserError(f'{where}: n={num_outputs} is more than task.decode.num_beams={num_beams}.')
       if max_tokens == 0 or prompt.score_prompt:
-        raise ValueError(f'{where}: beam search scores no prompts: set task.decode.num_beams to 1.')
+        raise UserError(f'{where}: beam search scores no prompts: set task.decode.num_beams to 1.')
     request = Request(
       ids=ids,
       max_tokens=max_tokens,
@@ -93,17 +94,17 @@ class PromptTokenizer:
     if prompt.prompt_ids is not None:
       beyond = [token for token in prompt.prompt_ids if token >= self.vocab_size]
       if beyond:
-        raise ValueError(f'{where}: token {beyond[0]} is outside the vocabulary of {self.vocab_size}.')
+        raise UserError(f'{where}: token {beyond[0]} is outside the vocabulary of {self.vocab_size}.')
       return prompt.prompt_ids
     if self.tokenizer is None:
-      raise ValueError(
+      raise UserError(
         f"{where}: the prompt is text, but the experiment's inputs have no tokenizer: give 'prompt_ids' instead."
       )
     assert prompt.prompt is not None
     begin = () if self.tokenizer.bos_id is None else (self.tokenizer.bos_id,)
     ids = (*begin, *self.tokenizer.encode(prompt.prompt))
     if not ids:
-      raise ValueError(f'{where}: the prompt is empty, and the tokenizer has no token for the beginning of text.')
+      raise UserError(f'{where}: the prompt is empty, and the tokenizer has no token for the beginning of text.')
     return ids
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from etils import epath
 
-from spmd_tasks.runtime.durable_files import is_remote, sync_path, write_durably
+from spmd_tasks.checkpoints.durable_files import is_remote, sync_path, write_durably
+from spmd_tasks.errors import UserError
 
 
 class DecodedFile:
@@ -31,7 +32,7 @@ class DecodedFile:
     """How many of the requests have their line already, the first ones; half a line is cut off.
 
     Raises:
-      ValueError: the file is of other prompts or settings.
+      UserError: the file is of other prompts or settings.
     """
     if self._path.exists():
       return self._check(self._path, self._path.read_bytes(), is_complete=True)
@@ -54,7 +55,7 @@ class DecodedFile:
     except (ValueError, KeyError, TypeError):
       is_same = False
     if not is_same:
-      raise ValueError(
+      raise UserError(
         f'{path} holds outputs of other prompts or settings: move it away, or give the prompts another name (or '
         '--decode_output another file).'
       )

@@ -9,6 +9,11 @@ import time
 
 from etils import epath
 
+from spmd_tasks import exit_codes
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.programs.evaluation import Evaluator
 from spmd_tasks.programs.job_setup import (
@@ -20,10 +25,6 @@ from spmd_tasks.programs.job_setup import (
   watch_steps,
 )
 from spmd_tasks.programs.progress import format_metrics, make_progress
-from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.runtime.job import exit_codes
-from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.job.preemption import PreemptionGuard
 
 
 def evaluate(
@@ -47,12 +48,12 @@ def evaluate(
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
-    ValueError: the experiment has no eval sets, or both `step` and `watch` are given.
+    UserError: the experiment has no eval sets, or both `step` and `watch` are given.
   """
   if watch and step is not None:
-    raise ValueError(f'--watch follows every new checkpoint, but --checkpoint_step {step} names one: give one of them.')
+    raise UserError(f'--watch follows every new checkpoint, but --checkpoint_step {step} names one: give one of them.')
   if not job.eval_inputs:
-    raise ValueError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
+    raise UserError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
   model = partition_job(job)
   with contextlib.ExitStack() as stack, emergency.on_failure():
     watchdog = watch_steps(stack, job.experiment, job_log_dir / 'eval', emergency)

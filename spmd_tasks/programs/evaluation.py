@@ -9,6 +9,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import Input
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.runtime.compiled_step import CompiledStep
@@ -103,7 +104,7 @@ class Evaluator:
         in_flight = launched
         self._on_batch()
     if in_flight is None:
-      raise ValueError(
+      raise UserError(
         f'eval set {name!r} has no batch, its source is empty: correct eval_inputs.{name}, or leave it out of '
         'eval_inputs().'
       )

@@ -7,15 +7,15 @@ from absl import logging
 from etils import epath
 import jax
 
+from spmd_tasks.checkpoints.checkpointer import Checkpointer, CheckpointError
+from spmd_tasks.checkpoints.durable_files import absolute_path
+from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.distributed.distributed import finish
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.rank_records import open_rank_records
+from spmd_tasks.distributed.watchdog import StepWatchdog
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.inputs.base import InputIterator
-from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer, CheckpointError
-from spmd_tasks.runtime.durable_files import absolute_path
-from spmd_tasks.runtime.job.agreement import primary_decides
-from spmd_tasks.runtime.job.distributed import finish
-from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.job.rank_records import open_rank_records
-from spmd_tasks.runtime.job.watchdog import StepWatchdog
 from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
 from spmd_tasks.runtime.train_state import TrainState
 from spmd_tasks.runtime.upcycling import initialize_from
@@ -28,7 +28,7 @@ def partition_job(job: Job) -> PartitionedModel:
   """The job's task, partitioned over the mesh of all devices.
 
   Raises:
-    ValueError: the mesh does not fit the devices, or the task or its input do not fit the mesh.
+    UserError: the mesh does not fit the devices, or the task or its input do not fit the mesh.
   """
   experiment = job.experiment
   return partition_spmd_model(
@@ -51,7 +51,7 @@ def restore_or_init(
 
   Raises:
     CheckpointError: there are checkpoints, but none that can be used.
-    ValueError: the input cannot go on exactly where the checkpoint left it, or the weights of `init_from` do not fit.
+    UserError: the input cannot go on exactly where the checkpoint left it, or the weights of `init_from` do not fit.
   """
   experiment = job.experiment
   restored = checkpointer.restore(model.canonical_state)

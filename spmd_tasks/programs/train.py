@@ -8,25 +8,25 @@ import math
 from etils import epath
 import jax
 
+from spmd_tasks import exit_codes
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints.durable_files import write_durably
+from spmd_tasks.checkpoints.orbax_arrays import num_bytes
+from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.learning.accumulation import check_num_microbatches
 from spmd_tasks.programs.evaluation import Evaluator
+from spmd_tasks.programs.job_directory import CONFIG_FILE, claim
 from spmd_tasks.programs.job_setup import checkpoint_directory, is_primary, partition_job, restore_or_init, watch_steps
 from spmd_tasks.programs.profile_capture import ProfileCapture
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.startup import StartupClock, format_startup
 from spmd_tasks.programs.step_log import StepLog
 from spmd_tasks.programs.training_loop import Interval, TrainingInputEndedError, TrainingLoop
-from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.runtime.checkpoints.orbax_arrays import num_bytes
 from spmd_tasks.runtime.compilation import CompilationCounter
-from spmd_tasks.runtime.durable_files import write_durably
-from spmd_tasks.runtime.job import exit_codes
-from spmd_tasks.runtime.job.agreement import primary_decides
-from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.job.job_directory import CONFIG_FILE, claim
-from spmd_tasks.runtime.job.preemption import PreemptionGuard
 from spmd_tasks.runtime.metrics import make_writer
 from spmd_tasks.runtime.parameter_table import format_parameter_table
 from spmd_tasks.runtime.partition import PartitionedModel
@@ -47,7 +47,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     config_json: the resolved config, saved as `config.json`.
 
   Raises:
-    ValueError: the job does not fit the devices, its input or its directory; nothing is written then.
+    UserError: the job does not fit the devices, its input or its directory; nothing is written then.
     TrainingDivergedError: too many steps in a row were not finite.
   """
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.

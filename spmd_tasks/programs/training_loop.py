@@ -12,15 +12,16 @@ from typing import Any
 
 import jax
 
+from spmd_tasks.errors import JobError
 from spmd_tasks.runtime.compiled_step import CompiledStep
 from spmd_tasks.runtime.train_state import TrainState
 
 
-class TrainingInputEndedError(RuntimeError):
+class TrainingInputEndedError(JobError):
   """The training input ended before the last step."""
 
 
-class TrainingDivergedError(RuntimeError):
+class TrainingDivergedError(JobError):
   """Too many steps in a row had a loss or gradient that is not finite."""
 
 

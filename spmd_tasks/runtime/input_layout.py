@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import (
   AxisRules,
@@ -42,10 +43,10 @@ class InputLayout:
     """Global arrays, sharded on batch over the whole mesh, from this process's rows of the batch.
 
     Raises:
-      ValueError: the batch does not have the names, shapes or dtypes of the spec.
+      UserError: the batch does not have the names, shapes or dtypes of the spec.
     """
     if batch.keys() != self.spec.keys():
-      raise ValueError(f'the batch holds {sorted(batch)} but the step was compiled for {sorted(self.spec)}.')
+      raise UserError(f'the batch holds {sorted(batch)} but the step was compiled for {sorted(self.spec)}.')
     return {name: self._place_one(name, np.asarray(rows)) for name, rows in batch.items()}
 
   def _place_one(self, name: str, rows: np.ndarray) -> jax.Array:
@@ -53,7 +54,7 @@ class InputLayout:
     num_processes = jax.process_count()
     local = (true.shape[0] // num_processes, *true.shape[1:]) if true.shape else ()
     if rows.shape != local or rows.dtype != true.dtype:
-      raise ValueError(
+      raise UserError(
         f'input {name!r} is {rows.dtype}{list(rows.shape)} on this process but the step was compiled for '
         f'{true.dtype}{list(local)}: element_spec() and the iterator must agree.'
       )
@@ -83,7 +84,7 @@ def make_input_layout(
   """The layout of batches of `input_spec` (global shapes, batch dim first).
 
   Raises:
-    ValueError: an unusable inputs_split_mapping.
+    UserError: an unusable inputs_split_mapping.
   """
 
   def padded(true):

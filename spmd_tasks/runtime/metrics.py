@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from etils import epath
 import numpy as np
 
-from spmd_tasks.runtime.durable_files import is_remote
+from spmd_tasks.checkpoints.durable_files import is_remote
 
 # A number, or one number per expert.
 Metric = float | list[float]

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import steps
 from spmd_tasks.runtime.compiled_step import CompiledStep
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
@@ -194,7 +195,7 @@ def partition_spmd_model(
     inputs_split_mapping: split dims of the inputs by rank (`map_1d`, `map_2d`, ...); None leaves them sharded on batch.
 
   Raises:
-    ValueError: split dims, axis rules or the input mapping do not fit the mesh, or a weight lacks split dims.
+    UserError: split dims, axis rules or the input mapping do not fit the mesh, or a weight lacks split dims.
   """
   axis_rules = tuple((name, target) for name, target in axis_rules)
   check_axis_rules(axis_rules, mesh.axis_names)
@@ -203,7 +204,7 @@ def partition_spmd_model(
     batch = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in input_spec.items()}
     variables = task.model.init({'params': rng}, batch, train=False)
     if set(variables) != {'params'}:
-      raise ValueError(
+      raise UserError(
         f'the model keeps variables beside its weights, {sorted(set(variables) - {"params"})}: only params are '
         'supported.'
       )
@@ -231,7 +232,7 @@ def partition_spmd_model(
     try:
       return split_dims_to_partition_spec(leaf.split_dims, mesh.axis_names, axis_rules)
     except ValueError as error:
-      raise ValueError(f'{jax.tree_util.keystr(path, simple=True, separator="/")}: {error}') from error
+      raise UserError(f'{jax.tree_util.keystr(path, simple=True, separator="/")}: {error}') from error
 
   state_specs = jax.tree_util.tree_map_with_path(partition_spec, leaf_specs)
 

@@ -7,9 +7,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from spmd_tasks.decoding.settings import DecodeSettings
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.losses import LossOutput
 from spmd_tasks.learning.learner import Learner, LearnerState
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 Batch = dict[str, jax.Array]
 
@@ -34,7 +35,7 @@ class Task:
 
   def __post_init__(self):
     if self.eval_with_ema and self.learner.ema_decay is None:
-      raise ValueError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
+      raise UserError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
 
   def compute_loss(self, weights: Any, batch: Batch, *, train: bool, rng: jax.Array | None = None) -> LossOutput:
     """The loss of one batch; `rng` feeds dropout and is needed only when `train`."""

@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.runtime.checkpoints.manifest import LeafEntry, describe_mismatches
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints.manifest import LeafEntry, describe_mismatches
+from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.runtime.train_state import TrainState
 from spmd_tasks.sharding.padding import evenly_divided_spec
@@ -82,7 +83,7 @@ def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ..
     target: name -> shape of the new model's weights, as a checkpoint would have them.
 
   Raises:
-    ValueError: weights that the source does not have, or in another shape, or that would be lost; all are named.
+    UserError: weights that the source does not have, or in another shape, or that would be lost; all are named.
   """
   saved = {leaf.name: leaf for leaf in source}
   origins, problems = {}, []
@@ -103,7 +104,7 @@ def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ..
       why = ': experts have no biases' if _is_ffn_bias(leaf.name) else ''
       problems.append(f'the experiment has no use for {leaf.name} {list(leaf.shape)} of the checkpoint{why}')
   if problems:
-    raise ValueError(
+    raise UserError(
       f'the experiment cannot start from the weights of that checkpoint:\n{describe_mismatches(problems)}\nGive it the '
       'layers and sizes of the job that it starts from (config.json in that directory), or train that one anew.'
     )
@@ -126,7 +127,7 @@ def initialize_from(
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
-    ValueError: the weights do not fit; see `find_origins`.
+    UserError: the weights do not fit; see `find_origins`.
   """
   source = checkpointer.saved_leaves(step, subtree='weights')
   target = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')

@@ -16,6 +16,7 @@ import threading
 import time
 from typing import Any
 
+from spmd_tasks.errors import JobError
 from spmd_tasks.serving.process_link import Link, to_line
 
 # From the loss of a process: to tell the streams, and to end in order.
@@ -24,7 +25,7 @@ _RESET_LIMIT_S = 60.0  # for the others to end what runs, and to empty their slo
 _FAREWELL_LIMIT_S = 5.0  # for the others to say why they leave, before the coordination service ends with process 0
 
 
-class PeerFailedError(RuntimeError):
+class PeerFailedError(JobError):
   """Another process has ended or failed; the message says which, and what it said."""
 
 

@@ -5,10 +5,10 @@ import dataclasses
 import secrets
 from typing import Any, Literal
 
+from spmd_tasks.decoding.chat_template import ChatTemplate
 from spmd_tasks.decoding.requests import Request
-from spmd_tasks.decoding.settings import DecodeSettings
-from spmd_tasks.inputs.chat_template import ChatTemplate
 from spmd_tasks.inputs.tokenizers import Tokenizer
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.serving.json_fields import Fields
 from spmd_tasks.serving.settings import ServerSettings
 

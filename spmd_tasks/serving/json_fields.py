@@ -5,6 +5,8 @@ import json
 import math
 from typing import Any
 
+from spmd_tasks.errors import UserError
+
 
 class RequestError(Exception):
   """What a client is told: `status`, a sentence, the field that is wrong, a code for programs."""
@@ -49,7 +51,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
-  raise ValueError(f'{name} is not JSON')
+  raise UserError(f'{name} is not JSON')
 
 
 class Fields:

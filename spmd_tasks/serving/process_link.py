@@ -25,8 +25,9 @@ from absl import logging
 import jax
 
 from spmd_tasks.decoding.requests import Chunk, Request
-from spmd_tasks.runtime.job.agreement import PrimaryError, primary_decides
-from spmd_tasks.runtime.job.distributed import coordinator_host
+from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
+from spmd_tasks.distributed.distributed import coordinator_host
+from spmd_tasks.errors import JobError, UserError
 
 _TYPES = {'Chunk': Chunk, 'Request': Request}  # what a message may hold beside JSON's own types
 _CONNECT_LIMIT_S = 60.0  # from the secret's being known until all have come
@@ -79,7 +80,7 @@ def connect_processes(*, limit_s: int, bind_host: str | None = None) -> list[Lin
     bind_host: what process 0 listens on; None is the coordinator's address.
 
   Raises:
-    ValueError: process 0 cannot listen there; on every process.
+    UserError: process 0 cannot listen there; on every process.
     RuntimeError: a process did not come.
   """
   listener: socket.socket | None = None
@@ -93,7 +94,7 @@ def connect_processes(*, limit_s: int, bind_host: str | None = None) -> list[Lin
   try:
     host, port, secret = primary_decides(invite, 'serve_connect', limit_s=limit_s)
   except PrimaryError as error:
-    raise ValueError(
+    raise UserError(
       f'process 0 cannot listen for the other processes: {error}. Name an address of its own by '
       '--coordinator_bind_address.'
     ) from error
@@ -122,7 +123,7 @@ def admit(listener: socket.socket, secret: str, num_others: int) -> list[Link]:
       sock, address = listener.accept()
     except TimeoutError as error:
       missing = ', '.join(str(index) for index in range(1, num_others + 1) if index not in links)
-      raise RuntimeError(
+      raise JobError(
         f'process {missing} did not connect to process 0 within {_CONNECT_LIMIT_S:g} s: see its log, and whether a '
         'firewall lets the processes reach each other on any port.'
       ) from error
@@ -140,7 +141,7 @@ def join(host: str, port: int, secret: str, process_index: int) -> Link:
   try:
     sock = socket.create_connection((host, port), timeout=_CONNECT_LIMIT_S)
   except OSError as error:
-    raise RuntimeError(
+    raise JobError(
       f'process {process_index} cannot connect to process 0 at {host}:{port}: {error}. The processes must reach each '
       'other on any port; where its host takes this name for another address, such as 127.0.1.1 by /etc/hosts, name '
       'the one to listen on by --coordinator_bind_address.'

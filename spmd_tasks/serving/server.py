@@ -18,11 +18,12 @@ from absl import logging
 import uvicorn
 import uvloop
 
+from spmd_tasks import exit_codes
 from spmd_tasks.decoding.engine_contract import Engine
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.sequence import Delta
+from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.compilation import CompilationCounter
-from spmd_tasks.runtime.job import exit_codes
 from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.generation_request import ServedModel
 from spmd_tasks.serving.http_server import make_app
@@ -42,7 +43,7 @@ def listen(settings: ServerSettings) -> socket.socket:
   """The socket of the server.
 
   Raises:
-    ValueError: it cannot listen there.
+    UserError: it cannot listen there.
   """
   where = f'{settings.host}:{settings.port}'
   sock = None
@@ -59,7 +60,7 @@ def listen(settings: ServerSettings) -> socket.socket:
   except OSError as error:
     if sock is not None:
       sock.close()
-    raise ValueError(
+    raise UserError(
       f'cannot listen on {where}: {error.strerror}. Name another --host or --port; port 0 is any that is free.'
     ) from error
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from spmd_tasks.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -35,15 +37,15 @@ class ServerSettings:
 
   def __post_init__(self):
     if not 0 <= self.port < 65536:
-      raise ValueError(f'port {self.port} must be from 0 (any that is free) to 65535.')
+      raise UserError(f'port {self.port} must be from 0 (any that is free) to 65535.')
     if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
-      raise ValueError('the API key must be printable ASCII characters on one line.')
+      raise UserError('the API key must be printable ASCII characters on one line.')
     for name in ('max_queued', 'max_body_bytes', 'max_choices'):
       if getattr(self, name) < 1:
-        raise ValueError(f'{name}={getattr(self, name)} must be at least 1.')
+        raise UserError(f'{name}={getattr(self, name)} must be at least 1.')
     for name in ('body_timeout_s', 'send_timeout_s'):
       if not getattr(self, name) > 0:
-        raise ValueError(f'{name}={getattr(self, name)} must be more than 0 seconds.')
+        raise UserError(f'{name}={getattr(self, name)} must be more than 0 seconds.')
     for name in ('drain_s', 'stuck_s'):
       if not getattr(self, name) >= 0:
-        raise ValueError(f'{name}={getattr(self, name)} must not be negative.')
+        raise UserError(f'{name}={getattr(self, name)} must not be negative.')

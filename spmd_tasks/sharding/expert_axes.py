@@ -24,6 +24,7 @@ from typing import Any
 from absl import logging
 from jax.sharding import PartitionSpec
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.specs import AxisRules, SplitDim, spec_axes, split_dims_to_partition_spec
 
 _EXPERT_NAMES = ('expert', 'expert_mlp', 'expert_group', 'expert_replicas', 'unmodeled')
@@ -80,10 +81,10 @@ def standard_logical_axis_rules(parameter_partitioning_dims: int = 1) -> AxisRul
   """T5X's rules for everything but experts, as base rules: weights split over `mdl` only, in our names.
 
   Raises:
-    ValueError: two-dimensional parameter partitioning, which T5X does not offer beside experts either.
+    UserError: two-dimensional parameter partitioning, which T5X does not offer beside experts either.
   """
   if parameter_partitioning_dims != 1:
-    raise ValueError(
+    raise UserError(
       f'parameter_partitioning_dims={parameter_partitioning_dims} is not supported beside experts: leave it at 1, or '
       'take DEFAULT_AXIS_RULES as base_rules, which split dense weights over data too.'
     )
@@ -112,13 +113,13 @@ def data_model_axes(
     additional_rules: put after all others.
 
   Raises:
-    ValueError: both or neither of num_partitions and the submesh, or sizes that do not divide.
+    UserError: both or neither of num_partitions and the submesh, or sizes that do not divide.
   """
   model_size = _model_size(num_partitions, model_parallel_submesh)
   two_data_axes = 0 < num_experts < num_devices and model_size <= 1
   if two_data_axes:
     if num_devices % num_experts:
-      raise ValueError(
+      raise UserError(
         f'{num_devices} devices are not a multiple of {num_experts} experts, so that experts cannot be replicated '
         f'evenly: choose a number of experts that divides {num_devices}, or use data_expert_model_axes, where the '
         'expert axis is a divisor of the devices.'
@@ -160,11 +161,11 @@ def data_expert_model_axes(
   There is no rule for the name `expert`: it is the mesh axis itself. Other arguments as in `data_model_axes`.
 
   Raises:
-    ValueError: both or neither of num_partitions and the submesh, or sizes that do not divide.
+    UserError: both or neither of num_partitions and the submesh, or sizes that do not divide.
   """
   model_size = _model_size(num_partitions, model_parallel_submesh)
   if num_expert_partitions < 1:
-    raise ValueError(f'num_expert_partitions={num_expert_partitions} must be at least 1, and at most the experts.')
+    raise UserError(f'num_expert_partitions={num_expert_partitions} must be at least 1, and at most the experts.')
   base_size = _data_size(num_devices, model_size)
   expert_size = next(size for size in range(min(num_expert_partitions, base_size), 0, -1) if base_size % size == 0)
   expert_rules = (('expert_mlp', 'mdl'), ('expert_group', None), ('expert_replicas', 'data'), ('unmodeled', None))
@@ -199,7 +200,7 @@ def hidden_sharding_axes(
     base_rules, additional_rules: as in `data_model_axes`.
 
   Raises:
-    ValueError: sizes that do not divide.
+    UserError: sizes that do not divide.
   """
   world_size = _data_size(num_devices, num_partitions)
   expert_size, hidden_size = expert_parallel_degrees(world_size, num_experts=num_experts, hidden_dim=hidden_dim)
@@ -221,10 +222,10 @@ def expert_parallel_degrees(world_size: int, *, num_experts: int, hidden_dim: in
     (expert sharding, hidden sharding), whose product is `world_size`: min(world_size, num_experts), and what is left.
 
   Raises:
-    ValueError: the experts, the devices or the hidden layer do not divide.
+    UserError: the experts, the devices or the hidden layer do not divide.
   """
   if num_experts < 1 or world_size < 1:
-    raise ValueError(f'{num_experts} experts on {world_size} devices: both must be at least 1.')
+    raise UserError(f'{num_experts} experts on {world_size} devices: both must be at least 1.')
   expert_sharding = min(world_size, num_experts)
   hidden_sharding = world_size // expert_sharding
   for name, size, parts in (
@@ -233,7 +234,7 @@ def expert_parallel_degrees(world_size: int, *, num_experts: int, hidden_dim: in
     (f'hidden_dim={hidden_dim}', hidden_dim, hidden_sharding),
   ):
     if size % parts:
-      raise ValueError(
+      raise UserError(
         f'{name} must be a multiple of {parts} for {num_experts} experts on {world_size} devices: change one of them, '
         'or use data_expert_model_axes, which pads what does not divide.'
       )
@@ -245,14 +246,14 @@ def _model_size(num_partitions: int | None, model_parallel_submesh: Sequence[int
     return num_partitions
   if num_partitions is None and model_parallel_submesh is not None:
     return math.prod(model_parallel_submesh)
-  raise ValueError(
+  raise UserError(
     f'num_partitions={num_partitions} and model_parallel_submesh={model_parallel_submesh}: give exactly one of them.'
   )
 
 
 def _data_size(num_devices: int, model_size: int) -> int:
   if model_size < 1 or num_devices % model_size:
-    raise ValueError(f'{num_devices} devices are not a multiple of the model parallelism {model_size}: change it.')
+    raise UserError(f'{num_devices} devices are not a multiple of the model parallelism {model_size}: change it.')
   return num_devices // model_size
 
 

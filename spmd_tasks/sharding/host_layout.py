@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.specs import num_parts
 
 
@@ -49,12 +50,12 @@ def host_data_layout(
     host_index: the process; default: this one.
 
   Raises:
-    ValueError: the mesh does not divide the batch, or its hosts do not have equal parts of it.
+    UserError: the mesh does not divide the batch, or its hosts do not have equal parts of it.
   """
   num_cells = num_parts(batch_axes, mesh.shape)
   batch_size = num_cells if batch_size is None else batch_size
   if batch_size % num_cells:
-    raise ValueError(
+    raise UserError(
       f'batch size {batch_size} must be a multiple of {num_cells}, the parts into which the axes {tuple(batch_axes)} '
       'split it.'
     )
@@ -64,10 +65,10 @@ def host_data_layout(
     cells_of.setdefault(device.process_index, set()).add(cell.indices(num_cells)[0])
   host = jax.process_index() if host_index is None else host_index
   if host not in cells_of:
-    raise ValueError(f'host_index {host} has no device in the mesh: choose one of {sorted(cells_of)}.')
+    raise UserError(f'host_index {host} has no device in the mesh: choose one of {sorted(cells_of)}.')
   parts = sorted({tuple(sorted(cells)) for cells in cells_of.values()})
   if sum(map(len, parts)) != num_cells or num_cells % len(parts) or len(set(map(len, parts))) > 1:
-    raise ValueError(
+    raise UserError(
       f'batch axes {tuple(batch_axes)} give the {len(cells_of)} hosts parts that overlap or differ in size, {parts}: '
       "order the mesh's devices so that each host has a block of it."
     )

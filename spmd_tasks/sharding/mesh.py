@@ -13,6 +13,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 import numpy as np
 
+from spmd_tasks.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpec:
@@ -24,25 +26,25 @@ class MeshSpec:
 
   def __post_init__(self):
     if len(set(self.axis_names)) != len(self.axis_names):
-      raise ValueError(f'mesh_axis_names {self.axis_names} name an axis twice: every mesh axis needs its own name.')
+      raise UserError(f'mesh_axis_names {self.axis_names} name an axis twice: every mesh axis needs its own name.')
     for field in ('ici_mesh_shape', 'dcn_mesh_shape'):
       shape = getattr(self, field)
       if shape is None:
         continue
       if len(shape) != len(self.axis_names):
-        raise ValueError(
+        raise UserError(
           f'{field} {shape} has {len(shape)} entries but mesh_axis_names {self.axis_names} has {len(self.axis_names)}: '
           'give one size per axis.'
         )
       smallest = -1 if field == 'ici_mesh_shape' else 1
       if any(size == 0 or size < smallest for size in shape) or list(shape).count(-1) > 1:
-        raise ValueError(f'{field} {shape} must hold positive sizes (one ICI size may be -1: the devices left over).')
+        raise UserError(f'{field} {shape} must hold positive sizes (one ICI size may be -1: the devices left over).')
 
   def sizes(self, num_devices: int) -> dict[str, int]:
     """Axis name -> size (ICI x DCN) on `num_devices` devices.
 
     Raises:
-      ValueError: the sizes do not multiply to the number of devices.
+      UserError: the sizes do not multiply to the number of devices.
     """
     ici, dcn = self._shapes(num_devices)
     return {name: i * d for name, i, d in zip(self.axis_names, ici, dcn)}
@@ -60,7 +62,7 @@ class MeshSpec:
       remedy = f'set --ici_mesh_shape to {len(ici)} sizes whose product is {num_devices // num_slices}'
       if num_devices % num_slices:
         remedy = f'{num_slices} slices do not divide them, so set --dcn_mesh_shape to sizes whose product does'
-      raise ValueError(
+      raise UserError(
         f'ici_mesh_shape {self.ici_mesh_shape}{dcn_text} needs {wanted} devices but there are {num_devices}: {remedy}'
         f', or on a CPU pass --num_fake_devices {wanted}.'
       )
@@ -83,7 +85,7 @@ def _hybrid_device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequen
   On one machine, and on CPUs, where there are neither, equal runs of devices stand for slices.
 
   Raises:
-    ValueError: there are several slices or processes, and as many as the DCN part has of neither.
+    UserError: there are several slices or processes, and as many as the DCN part has of neither.
   """
   num_granules = math.prod(dcn)
   slices = {getattr(device, 'slice_index', None) for device in devices}
@@ -94,7 +96,7 @@ def _hybrid_device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequen
     return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=True)
   if max(len(slices), len(processes)) > 1 and devices[0].platform != 'cpu':
     of_slices = f'{len(slices)} slice(s) and ' if None not in slices else ''
-    raise ValueError(
+    raise UserError(
       f'dcn_mesh_shape {tuple(dcn)} is for {num_granules} slices, but the {len(devices)} devices are those of '
       f'{of_slices}{len(processes)} process(es): set --dcn_mesh_shape to sizes whose product is the number of slices, '
       'or of processes, and --ici_mesh_shape to the devices of one.'

@@ -17,6 +17,8 @@ import threading
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from spmd_tasks.errors import UserError
+
 SplitDim = str | Sequence[str] | int | None
 SplitDims = Sequence[SplitDim] | None
 AxisRules = Sequence[tuple[str, SplitDim]]
@@ -29,7 +31,7 @@ def _axes_of(entry: SplitDim) -> tuple[str, ...]:
   if isinstance(entry, str):
     return (entry,)
   if isinstance(entry, int):
-    raise ValueError(f'split dim {entry} is not a mesh axis: write an axis name, several, a logical name, None or -1.')
+    raise UserError(f'split dim {entry} is not a mesh axis: write an axis name, several, a logical name, None or -1.')
   return tuple(entry)
 
 
@@ -41,16 +43,16 @@ def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> N
   """Raises a ValueError if a rule maps to something that is not a mesh axis, to one twice, or redefines one."""
   for name, target in axis_rules:
     if name in mesh_axis_names:
-      raise ValueError(f'axis rule {name!r} has the name of a mesh axis {tuple(mesh_axis_names)}: rename the rule.')
+      raise UserError(f'axis rule {name!r} has the name of a mesh axis {tuple(mesh_axis_names)}: rename the rule.')
     unknown = [axis for axis in _axes_of(target) if axis not in mesh_axis_names]
     if unknown:
-      raise ValueError(
+      raise UserError(
         f'axis rule ({name!r}, {target!r}) names {unknown[0]!r}, which is not one of the mesh axes '
         f'{tuple(mesh_axis_names)}: correct the rule or add the axis to mesh_axis_names.'
       )
     for axis in _axes_of(target):
       if _axes_of(target).count(axis) > 1:
-        raise ValueError(f'axis rule ({name!r}, {target!r}) names mesh axis {axis!r} twice: name it once.')
+        raise UserError(f'axis rule ({name!r}, {target!r}) names mesh axis {axis!r} twice: name it once.')
 
 
 def split_dims_to_partition_spec(
@@ -64,7 +66,7 @@ def split_dims_to_partition_spec(
     axis_rules: ordered (logical name, mesh axes) pairs.
 
   Raises:
-    ValueError: a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
+    UserError: a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
   """
   if split_dims is None:
     return PartitionSpec()
@@ -72,7 +74,7 @@ def split_dims_to_partition_spec(
   direct = [axis for axes in entries for axis in axes if axis in mesh_axis_names]
   for axis in direct:
     if direct.count(axis) > 1:
-      raise ValueError(
+      raise UserError(
         f'split dims {tuple(split_dims)} use mesh axis {axis!r} twice; a mesh axis can split one dim of a tensor only.'
       )
   used = set(direct)
@@ -89,7 +91,7 @@ def split_dims_to_partition_spec(
         used.update(chosen)
         resolved.extend(chosen)
       else:
-        raise ValueError(
+        raise UserError(
           f'split dims {tuple(split_dims)} name {name!r}, which is neither a mesh axis {tuple(mesh_axis_names)} nor a '
           f'logical name of the axis rules {sorted(rule_names)}: correct it or add a rule for it.'
         )
@@ -124,7 +126,7 @@ def infer_partition_spec_based_on_rank(
   Returns None ("leave as is") when there is no mapping at all, or when the key maps to None. A scalar is replicated.
 
   Raises:
-    ValueError: the mapping lacks the rank's key, or its entry has another length than the rank.
+    UserError: the mapping lacks the rank's key, or its entry has another length than the rank.
   """
   if inputs_split_mapping is None:
     return None
@@ -132,7 +134,7 @@ def infer_partition_spec_based_on_rank(
     return PartitionSpec()
   key = f'map_{ndim}d'
   if key not in inputs_split_mapping:
-    raise ValueError(
+    raise UserError(
       f'inputs_split_mapping has no key {key!r} for an input of rank {ndim} (it has {sorted(inputs_split_mapping)}): '
       f'add {key!r} with {ndim} split dims, or with None to leave such inputs as they are.'
     )
@@ -140,7 +142,7 @@ def infer_partition_spec_based_on_rank(
   if split_dims is None:
     return None
   if len(split_dims) != ndim:
-    raise ValueError(f'inputs_split_mapping[{key!r}] = {tuple(split_dims)} must have {ndim} entries.')
+    raise UserError(f'inputs_split_mapping[{key!r}] = {tuple(split_dims)} must have {ndim} entries.')
   return split_dims_to_partition_spec(split_dims, mesh_axis_names, axis_rules)
 
 
@@ -181,6 +183,6 @@ def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
   if scope is None or split_dims is None:
     return x
   if len(split_dims) != x.ndim:
-    raise ValueError(f'split dims {tuple(split_dims)} do not fit an array of shape {x.shape}: one entry per dim.')
+    raise UserError(f'split dims {tuple(split_dims)} do not fit an array of shape {x.shape}: one entry per dim.')
   spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
   return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))

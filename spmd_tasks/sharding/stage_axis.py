@@ -8,6 +8,7 @@ over the stages too, outside of the pipeline, so that embeddings and logits are 
 
 from collections.abc import Sequence
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.specs import (
   AxisRules,
   SplitDim,
@@ -30,12 +31,12 @@ def stage_axis(mesh_axis_names: Sequence[str], axis_rules: AxisRules) -> str | N
   """The mesh axis that splits layers, None if there is none.
 
   Raises:
-    ValueError: several axes do.
+    UserError: several axes do.
   """
   spec = split_dims_to_partition_spec(('layers',), mesh_axis_names, axis_rules)
   axes = spec_axes(spec, 1)[0]
   if len(axes) > 1:
-    raise ValueError(
+    raise UserError(
       f"the axis rules split 'layers' over {axes}, but the stages of a pipeline lie along one mesh axis: name one."
     )
   return axes[0] if axes else None

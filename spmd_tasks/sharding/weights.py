@@ -18,6 +18,7 @@ from flax.core import meta
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.specs import SplitDim
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -43,7 +44,7 @@ class WeightSpec:
 
   def __post_init__(self):
     if self.split_dims is not None and len(self.split_dims) != len(self.shape):
-      raise ValueError(f'split dims {self.split_dims} do not fit a weight of shape {self.shape}: one entry per dim.')
+      raise UserError(f'split dims {self.split_dims} do not fit a weight of shape {self.shape}: one entry per dim.')
 
   @property
   def canonical_shape(self) -> tuple[int, ...]:
@@ -55,7 +56,7 @@ class WeightSpec:
   def __call__(self, rng: jax.Array) -> 'WeightBox':
     """Draws the weight; the signature that `nn.Module.param` expects of an initializer."""
     if self.init is None:
-      raise ValueError('this WeightSpec describes a weight that exists; it has no initializer.')
+      raise UserError('this WeightSpec describes a weight that exists; it has no initializer.')
     split_dims = self.split_dims if self.split_dims is not None else (None,) * len(self.shape)
     return WeightBox(value=self.init(rng, self.shape, self.dtype), split_dims=split_dims, tags=self.tags, stacked=0)
 
@@ -89,12 +90,12 @@ def weight_specs(boxed_weights: Any) -> Any:
   """A tree of WeightSpecs (without initializers) from a tree of WeightBoxes, abstract or not.
 
   Raises:
-    ValueError: a weight was declared without a WeightSpec, so that nothing is known of its split dims.
+    UserError: a weight was declared without a WeightSpec, so that nothing is known of its split dims.
   """
 
   def spec_of(path, leaf) -> WeightSpec:
     if not isinstance(leaf, WeightBox):
-      raise ValueError(
+      raise UserError(
         f'weight {jax.tree_util.keystr(path, simple=True, separator="/")} was declared without split dims: use '
         'declare_weight, or pass a WeightSpec to self.param.'
       )

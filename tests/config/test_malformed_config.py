@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from small_experiments import Small
 
+from spmd_tasks import exit_codes
 from spmd_tasks.config.resolve import from_json, resolve, to_json
-from spmd_tasks.runtime.job import exit_codes
-from spmd_tasks.runtime.job.user_errors import user_error_code
+from spmd_tasks.errors import user_error_code
 from tests import binary
 
 SMALL = {'experiment': 'small_experiments.Small', 'overrides': {}, 'config': {}}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_model import packed_batch, random_weights, tiny_model
 
-from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.attention.attention import Attention
 from spmd_tasks.layers.block_group import BlockGroup
 from spmd_tasks.layers.feed_forward import FeedForward
 from spmd_tasks.layers.norm import LayerNorm, RmsNorm

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.attention.attention import Attention
 from spmd_tasks.layers.embedding import TokenEmbedding
 from spmd_tasks.layers.feed_forward import GatedFeedForward
 from spmd_tasks.layers.language_model import LanguageModel

@@ -9,7 +9,7 @@ from launch import Job, RankResult, coordinator_flags
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks import exit_codes
 from spmd_tasks.runtime.metrics import read_jsonl
 
 pytestmark = pytest.mark.slow

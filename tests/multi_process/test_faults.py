@@ -8,7 +8,7 @@ import sys
 from launch import Job, RankResult, coordinator_flags, run_ranks
 import pytest
 
-from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks import exit_codes
 
 WORKER = str(Path(__file__).with_name('worker_steps.py'))
 DEADLINE_S = 30.0  # From the fault on, as promised; the start before it takes about 2 s.

@@ -10,7 +10,7 @@ import httpx
 from launch import Job, coordinator_flags
 import pytest
 
-from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks import exit_codes
 from tests import binary
 
 pytestmark = pytest.mark.slow

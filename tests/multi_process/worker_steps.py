@@ -12,12 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from spmd_tasks.runtime.job import exit_codes, rank_records
-from spmd_tasks.runtime.job.distributed import DistributedSettings, finish, initialize
-from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
-from spmd_tasks.runtime.job.preemption import PreemptionGuard
-from spmd_tasks.runtime.job.rank_records import open_rank_records
-from spmd_tasks.runtime.job.watchdog import StepWatchdog
+from spmd_tasks import exit_codes, rank_records
+from spmd_tasks.distributed.distributed import DistributedSettings, finish, initialize
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.rank_records import open_rank_records
+from spmd_tasks.distributed.watchdog import StepWatchdog
 
 HOUR_S = 3600.0
 ALL = -1  # For --fault_rank.

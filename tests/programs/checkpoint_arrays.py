@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.programs.job_setup import partition_job
-from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 from tests.programs.small_jobs import SMALL
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import fiddle as fdl
 import numpy as np
 
-from spmd_tasks.experiments.synthetic import SyntheticLanguageModel
 from spmd_tasks.inputs.grain_input import TextInput
 from spmd_tasks.inputs.records import JsonLines
 from spmd_tasks.inputs.synthetic import SyntheticText
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
+from spmd_tasks.recipes import SyntheticLanguageModel
 
 SMALL = 'tests.programs.small_jobs.Small'  # for --exp
 

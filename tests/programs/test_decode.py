@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks import exit_codes
 from tests import binary
 from tests.programs.small_jobs import SMALL
 

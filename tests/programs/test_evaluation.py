@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_tasks import exit_codes
 from spmd_tasks.config.resolve import resolve
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.programs.eval import evaluate
-from spmd_tasks.runtime.job import exit_codes
-from spmd_tasks.runtime.job.emergency_exit import EmergencyExit
 from tests import binary
 from tests.programs.checkpoint_arrays import saved_arrays
 from tests.programs.small_jobs import SMALL

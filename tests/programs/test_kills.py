@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks import exit_codes
 from tests import binary
 from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
 from tests.programs.small_jobs import SMALL

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.layers.declaration import declare_weight
 from spmd_tasks.layers.losses import LanguageModelLoss
 from spmd_tasks.learning.learner import Learner
 from spmd_tasks.learning.optimizers import AdamW
 from spmd_tasks.programs.evaluation import Evaluator
-from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.runtime.metrics import read_jsonl
 from spmd_tasks.runtime.partition import partition_spmd_model
 from spmd_tasks.runtime.task import Task

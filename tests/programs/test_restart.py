@@ -2,9 +2,9 @@
 
 import json
 
+from spmd_tasks import exit_codes
 from spmd_tasks.config.resolve import resolve, to_json
-from spmd_tasks.runtime.job import exit_codes
-from spmd_tasks.runtime.job.job_directory import claim
+from spmd_tasks.programs.job_directory import claim
 from tests import binary
 from tests.programs.small_jobs import SMALL
 

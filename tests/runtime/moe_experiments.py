@@ -3,11 +3,11 @@
 import fiddle as fdl
 
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
-from spmd_tasks.experiments.moe import MoeLanguageModel
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers.moe.capacity_einsum import CapacityEinsum
 from spmd_tasks.layers.moe.capacity_gather import CapacityGather
 from spmd_tasks.layers.moe.dropless import Dropless
+from spmd_tasks.recipes import MoeLanguageModel
 from spmd_tasks.sharding import expert_axes
 
 _ON_8 = {'num_devices': 8, 'base_rules': DEFAULT_AXIS_RULES}

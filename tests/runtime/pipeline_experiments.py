@@ -1,7 +1,7 @@
 """The uneven models of the other comparisons, with more layers, as pipelines."""
 
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
-from spmd_tasks.experiments.pipeline import PipelinedLanguageModel
+from spmd_tasks.recipes import PipelinedLanguageModel
 from spmd_tasks.sharding import expert_axes
 from spmd_tasks.sharding.stage_axis import stage_axis_rules
 from tests.runtime import moe_experiments, uneven_experiments

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from tests.runtime.loss_curves import assert_same_run, make_model, run
 from tests.runtime.moe_experiments import AlongData, ExpertAxis, HiddenSharded, TwoDataAxes
 

@@ -11,11 +11,11 @@ import time
 import numpy as np
 import pytest
 
+from spmd_tasks import exit_codes
+from spmd_tasks.checkpoints.checkpoint_errors import CheckpointChoiceError
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.sequence import Sequence
-from spmd_tasks.runtime.checkpoints.checkpoint_errors import CheckpointChoiceError
-from spmd_tasks.runtime.job import exit_codes
 from spmd_tasks.serving import followers, following
 from spmd_tasks.serving.followers import Followers, PeerFailedError
 from spmd_tasks.serving.following import follow

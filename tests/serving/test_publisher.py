@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from spmd_tasks.runtime.job import exit_codes
+from spmd_tasks import exit_codes
 from spmd_tasks.serving import server
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 from tests.serving.served import serving

@@ -14,6 +14,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.routing import RouterOutput
 from spmd_tasks.layers.statistics import Statistics
 
@@ -58,7 +59,7 @@ def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
   """Columns [B, ...] to their sums [N, ...], by one reduction: over a sharded B one all-reduce for all of them."""
   num_rows = columns[0].shape[0]
   if num_shards < 1 or num_rows % num_shards:
-    raise ValueError(
+    raise UserError(
       f'num_shards={num_shards} must be positive and divide the {num_rows} rows (or groups) of the batch: statistics '
       'are taken per equal part.'
     )
@@ -112,7 +113,7 @@ def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: boo
     divide_by_k: see `load_balance_loss`.
 
   Raises:
-    ValueError: num_shards does not divide the batch.
+    UserError: num_shards does not divide the batch.
   """
   tokens, assignments = _token_columns(routing), _assignment_columns(routing)
   if routing.slots is None:

@@ -12,6 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.permutation import sort_by_expert, take_rows
 from spmd_tasks.layers.moe.routing import Slots
 from spmd_tasks.layers.remat import ROUTING_NAME
@@ -38,13 +39,13 @@ def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> in
   """S for tokens [batch_size, length], given `group_size`: None is one group per row.
 
   Raises:
-    ValueError: group_size neither divides T, nor is a multiple of T that divides B * T.
+    UserError: group_size neither divides T, nor is a multiple of T that divides B * T.
   """
   if group_size is None:
     return length
   num_tokens = batch_size * length
   if group_size < 1 or (length % group_size and (group_size % length or num_tokens % group_size)):
-    raise ValueError(
+    raise UserError(
       f'group_size={group_size} does not fit a batch of {batch_size} rows of {length} tokens: choose a divisor of '
       f'{length}, a multiple of {length} that divides {num_tokens}, or None for one group per row.'
     )

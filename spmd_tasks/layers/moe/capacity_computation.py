@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.capacity import SlotAssignment, assign_slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.moe.experts import ExpertWeights
 from spmd_tasks.layers.moe.routing import RouterOutput, Slots
@@ -47,11 +48,11 @@ class CapacityComputation(abc.ABC):
     for name in ('capacity_factor', 'eval_capacity_factor'):
       factor = getattr(self, name)
       if factor is not None and not factor >= 0:
-        raise ValueError(f'{name}={factor} must be positive, or 0 to drop nothing.')
+        raise UserError(f'{name}={factor} must be positive, or 0 to drop nothing.')
     if self.min_capacity < 1:
-      raise ValueError(f'min_capacity={self.min_capacity} must be at least 1.')
+      raise UserError(f'min_capacity={self.min_capacity} must be at least 1.')
     if self.priority not in ('position', 'score'):
-      raise ValueError(f"priority={self.priority!r} must be 'position' or 'score'.")
+      raise UserError(f"priority={self.priority!r} must be 'position' or 'score'.")
 
   @abc.abstractmethod
   def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
@@ -72,7 +73,7 @@ class CapacityComputation(abc.ABC):
     and `expert_usage`, the fraction of slots that hold a token.
 
     Raises:
-      ValueError: group_size does not fit.
+      UserError: group_size does not fit.
     """
     batch_size, length, _ = x.shape
     if routing.slots is None:

@@ -12,6 +12,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.permutation import Permutation, take_rows
 
 
@@ -66,10 +67,10 @@ def combine_rows(
       the gradient of the gates is off by at most sum(|d result|) * (largest magnitude in the row) / (254 or 14).
 
   Raises:
-    ValueError: saved_bits is none of these.
+    UserError: saved_bits is none of these.
   """
   if saved_bits not in (None, 4, 8):
-    raise ValueError(f'saved_bits={saved_bits} must be None (keep the rows as they are), 8 or 4.')
+    raise UserError(f'saved_bits={saved_bits} must be None (keep the rows as they are), 8 or 4.')
   return _combine_rows(saved_bits, rows, gates, permutation)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.exchange import Dispatch
 from spmd_tasks.layers.moe.expert_parallel import apply_experts
 from spmd_tasks.layers.moe.experts import ExpertWeights
@@ -51,15 +52,15 @@ class Dropless:
 
   def __post_init__(self):
     if self.dispatch not in DISPATCHES:
-      raise ValueError(f'dispatch {self.dispatch!r} is unknown: choose one of {list(DISPATCHES)}.')
+      raise UserError(f'dispatch {self.dispatch!r} is unknown: choose one of {list(DISPATCHES)}.')
     if self.capacity_factor is not None:
       if self.dispatch == 'ring':
-        raise ValueError(
+        raise UserError(
           f"capacity_factor={self.capacity_factor} has no effect with dispatch='ring', which has no buffers to bound: "
           'set it to None, or use an all-to-all.'
         )
       if not self.capacity_factor > 0:
-        raise ValueError(f'capacity_factor={self.capacity_factor} must be positive, or None for the worst case.')
+        raise UserError(f'capacity_factor={self.capacity_factor} must be positive, or None for the worst case.')
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
@@ -69,11 +70,11 @@ class Dropless:
     The statistics are float32 scalars: `fraction_dropped`, and the all-to-all's capacity.
 
     Raises:
-      ValueError: the router lets experts choose; or see `apply_experts`.
+      UserError: the router lets experts choose; or see `apply_experts`.
     """
     del train
     if routing.expert_ids is None or routing.gates is None:
-      raise ValueError(
+      raise UserError(
         'Dropless computes what tokens choose, but with this router experts choose: use CapacityGather or '
         'CapacityEinsum.'
       )

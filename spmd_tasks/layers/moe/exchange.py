@@ -69,7 +69,7 @@ class Dispatch(Protocol):
       exchange: the devices.
 
     Raises:
-      ValueError: the dispatch does not run on this platform.
+      UserError: the dispatch does not run on this platform.
     """
     ...
 

@@ -8,6 +8,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.capacity import expert_capacity, tokens_per_group
 from spmd_tasks.layers.moe.router import Router
 from spmd_tasks.layers.moe.routing import RouterOutput, Slots
@@ -38,7 +39,7 @@ class ExpertChoiceRouter(Router, kw_only=True):
 
   def __post_init__(self):
     if not self.capacity_factor > 0:
-      raise ValueError(f'capacity_factor={self.capacity_factor} must be positive.')
+      raise UserError(f'capacity_factor={self.capacity_factor} must be positive.')
     super().__post_init__()
 
   @nn.compact
@@ -46,7 +47,7 @@ class ExpertChoiceRouter(Router, kw_only=True):
     """Returns the RouterOutput for x [B, T, D] and token_mask bool [B, T], or None where every token is real.
 
     Raises:
-      ValueError: group_size does not fit.
+      UserError: group_size does not fit.
     """
     group_size = tokens_per_group(x.shape[0], x.shape[1], self.group_size)
     capacity = expert_capacity(group_size, self.num_experts, factor=self.capacity_factor, min_capacity=1)

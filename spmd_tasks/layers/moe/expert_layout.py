@@ -19,6 +19,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.exchange import Axes
 from spmd_tasks.layers.moe.experts import ExpertWeights
 from spmd_tasks.sharding.specs import (
@@ -77,7 +78,7 @@ def expert_layout(scope: ShardingScope, weights: ExpertWeights, activation_split
   """The layout that the scope's mesh and axis rules give to experts and to activations [B, T, D].
 
   Raises:
-    ValueError: `up` and `down` are split differently in E or F.
+    UserError: `up` and `down` are split differently in E or F.
   """
 
   def axes_of(split_dims: SplitDims) -> list[Axes]:
@@ -88,7 +89,7 @@ def expert_layout(scope: ShardingScope, weights: ExpertWeights, activation_split
   expert, up_embed, hidden = axes_of(weights.up_split_dims)
   down_expert, down_hidden, down_embed = axes_of(weights.down_split_dims)
   if (expert, hidden) != (down_expert, down_hidden):
-    raise ValueError(
+    raise UserError(
       f'up_split_dims={weights.up_split_dims} split experts over {expert} and their hidden layer over {hidden}, but '
       f'down_split_dims={weights.down_split_dims} over {down_expert} and {down_hidden}: they must be the same.'
     )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.exchange import Axes, Dispatch, Exchange
 from spmd_tasks.layers.moe.expert_layout import ExpertLayout, expert_layout, select_assignments
 from spmd_tasks.layers.moe.experts import ExpertWeights
@@ -49,7 +50,7 @@ def apply_experts(
     capacity_factor: see Exchange.
 
   Raises:
-    ValueError: the layout is impossible (see `expert_layout`), the dispatch does not run on this platform, or a
+    UserError: the layout is impossible (see `expert_layout`), the dispatch does not run on this platform, or a
       `shard_map` around this has made an axis manual that splits tokens or experts.
   """
   scope = current_sharding_scope()
@@ -178,12 +179,12 @@ def _mesh_and_free_axes(mesh: Mesh, layout: ExpertLayout, x: jax.Array) -> tuple
   manual = {name for name, kind in zip(context.axis_names, context.axis_types) if kind == AxisType.Manual}
   taken = sorted(manual.intersection(layout.all_axes))
   if taken:
-    raise ValueError(
+    raise UserError(
       f'mesh axes {taken} split tokens or experts, but a shard_map around this layer has made them manual: leave them '
       'out of its axis_names.'
     )
   if manual and jax.typeof(x).mat.varying:
-    raise ValueError(
+    raise UserError(
       f'a shard_map over {sorted(manual)} around this layer tracks what varies over which axis, but this layer does '
       'not, and gradients would not fit: give that shard_map check_vma=False.'
     )

@@ -21,6 +21,7 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.grouped_matmul_loop import multiply_by_loop
 from spmd_tasks.layers.moe.grouped_matmul_tokamax import multiply_by_tokamax
 
@@ -52,7 +53,7 @@ def grouped_matmul(
     backend: a name in GROUPED_MATMUL_BACKENDS; None for `best_backend`.
 
   Raises:
-    ValueError: a backend of another name.
+    UserError: a backend of another name.
   """
   multiply = GROUPED_MATMUL_BACKENDS[resolve_backend(backend)]
   if multiply is multiply_by_loop:  # it neither reads nor writes rows past the groups' end
@@ -93,7 +94,7 @@ def resolve_backend(backend: str | None) -> str:
   if backend is None:
     return best_backend(jax.default_backend())
   if backend not in GROUPED_MATMUL_BACKENDS:
-    raise ValueError(f'backend {backend!r} is unknown: choose one of {sorted(GROUPED_MATMUL_BACKENDS)}, or None.')
+    raise UserError(f'backend {backend!r} is unknown: choose one of {sorted(GROUPED_MATMUL_BACKENDS)}, or None.')
   return backend
 
 

@@ -17,8 +17,9 @@ from typing import Literal, Protocol
 import flax.linen as nn
 import jax
 
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention.kv_cache import is_decoding
 from spmd_tasks.layers.declaration import declare_weight
-from spmd_tasks.layers.kv_cache import is_decoding
 from spmd_tasks.layers.moe.balance import RoutingSums, routing_sums
 from spmd_tasks.layers.moe.bias_balancing import attach_balance_gradient
 from spmd_tasks.layers.moe.dropless import Dropless
@@ -72,13 +73,13 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   def __post_init__(self):
     num_routed = getattr(self.router, 'num_experts', self.experts.num_experts)
     if num_routed != self.experts.num_experts:
-      raise ValueError(
+      raise UserError(
         f'router.num_experts={num_routed} and experts.num_experts={self.experts.num_experts} must be equal.'
       )
     if self.shared_combination not in ('sum', 'mean'):
-      raise ValueError(f"shared_combination={self.shared_combination!r} must be 'sum' or 'mean'.")
+      raise UserError(f"shared_combination={self.shared_combination!r} must be 'sum' or 'mean'.")
     if self.shared_combination == 'mean' and not hasattr(self.router, 'num_selected'):
-      raise ValueError(
+      raise UserError(
         f"shared_combination='mean' needs a router with num_selected, not a {type(self.router).__name__}: where "
         "experts choose, take 'sum'."
       )
@@ -93,7 +94,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     Of the sums' values, `load_balance_loss` and `router_z_loss` enter the loss by its `aux_loss_weights`.
 
     Raises:
-      ValueError: text is generated with a router that looks ahead.
+      UserError: text is generated with a router that looks ahead.
     """
     decoding = is_decoding(self)
     token_mask = None if segment_ids is None else segment_ids != 0
@@ -120,7 +121,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
 
   def _without_drops(self, routing: RouterOutput) -> ExpertComputation:
     if routing.expert_ids is None:
-      raise ValueError(
+      raise UserError(
         f'{type(self.router).__name__} lets experts choose among all tokens of a text, those to come included: such a '
         'model cannot generate text token by token. Train it with a TopKRouter.'
       )

@@ -15,6 +15,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe.exchange import Axes, Exchange, apply_to_received, exclusive_cumsum
 from spmd_tasks.layers.moe.local_experts import LocalExperts, name_routing
 from spmd_tasks.layers.moe.permutation import gather_rows, sort_by_expert
@@ -88,7 +89,7 @@ def ragged_all_to_all(
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
   """The Dispatch. Statistics: `fraction_dropped`, and `row_capacity`, M."""
   if exchange.platform == 'cpu':
-    raise ValueError(
+    raise UserError(
       "dispatch='ragged_all_to_all' does not run on CPU, where XLA has no such collective: use dispatch='ring' or "
       "dispatch='padded_all_to_all'."
     )

@@ -11,6 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.layers.declaration import declare_weight
 from spmd_tasks.layers.initializers import FanInNormal
 from spmd_tasks.layers.moe.routing import RouterOutput
@@ -42,9 +43,9 @@ class Router(nn.Module, kw_only=True):
 
   def __post_init__(self):
     if self.num_experts < 1:
-      raise ValueError(f'num_experts={self.num_experts} must be at least 1.')
+      raise UserError(f'num_experts={self.num_experts} must be at least 1.')
     if not 0.0 <= self.jitter_eps < 1.0:
-      raise ValueError(f'jitter_eps={self.jitter_eps} must be at least 0 and less than 1.')
+      raise UserError(f'jitter_eps={self.jitter_eps} must be at least 0 and less than 1.')
     super().__post_init__()
 
   def _logits(self, x: jax.Array, *, train: bool) -> jax.Array:
@@ -86,13 +87,13 @@ class TopKRouter(Router, kw_only=True):
 
   def __post_init__(self):
     if not 1 <= self.num_selected <= self.num_experts:
-      raise ValueError(
+      raise UserError(
         f'num_selected={self.num_selected} must be at least 1 and at most num_experts={self.num_experts}.'
       )
     if self.score_function not in LOG_AFFINITIES:
-      raise ValueError(f'score_function {self.score_function!r} is unknown: choose one of {sorted(LOG_AFFINITIES)}.')
+      raise UserError(f'score_function {self.score_function!r} is unknown: choose one of {sorted(LOG_AFFINITIES)}.')
     if self.normalize_gates is not None and not self.normalize_gates > 0:
-      raise ValueError(
+      raise UserError(
         f'normalize_gates={self.normalize_gates} must be the p > 0 of a p-norm, or None to leave the gates.'
       )
     super().__post_init__()

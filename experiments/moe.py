@@ -1,0 +1,134 @@
+"""Mixture-of-experts language models.
+
+    spmd-tasks --exp moe.StdlibTiny --mode train --num_fake_devices 8 --job_log_dir runs/moe
+
+moe.StdlibTiny goes from a cross entropy of 5.6 nats per byte to 1.42 in 300 steps, in two minutes on two CPU cores.
+"""
+
+import fiddle as fdl
+
+from spmd_tasks.config.registry import register
+from spmd_tasks.experiment import DEFAULT_AXIS_RULES
+from spmd_tasks.layers.attention.attention import Attention
+from spmd_tasks.layers.attention.positions import Rotary
+from spmd_tasks.layers.moe.capacity_einsum import CapacityEinsum
+from spmd_tasks.layers.moe.dropless import Dropless
+from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.layers.transformer import TransformerBlock
+from spmd_tasks.recipes import MoeLanguageModel
+from spmd_tasks.sharding.expert_axes import data_expert_model_axes, data_model_axes
+
+# Over 8 devices: 2 data x 4 expert, and T5X's form with two data axes, 4 x 2.
+_EXPERT_4 = data_expert_model_axes(
+  num_devices=8, num_expert_partitions=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
+)
+_TWO_DATA_AXES = data_model_axes(num_devices=8, num_experts=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES)
+_EXPERT_4_MDL_2 = data_expert_model_axes(
+  num_devices=8, num_expert_partitions=4, num_partitions=2, base_rules=DEFAULT_AXIS_RULES
+)
+# 256 chips: 8 data x 8 expert x 4 mdl.
+_POD = data_expert_model_axes(num_devices=256, num_expert_partitions=8, num_partitions=4, base_rules=DEFAULT_AXIS_RULES)
+
+
+@register
+class StdlibTiny(MoeLanguageModel):
+  """8 experts, top 2, dropless, on the standard library's source; mesh data 2 x expert 4."""
+
+  mesh_axis_names = _EXPERT_4.mesh_axis_names
+  ici_mesh_shape = _EXPERT_4.ici_mesh_shape
+  axis_rules = _EXPERT_4.axis_rules
+  hidden_dims = 192
+  num_train_steps = 300
+  eval_every_steps = 100
+  checkpoint_every_steps = 100
+
+
+@register
+class SwitchTiny(MoeLanguageModel):
+  """Switch Transformer's layer: 4 experts, top 1, capacity factor 1.25; T5X's two data axes, 4 x 2."""
+
+  mesh_axis_names = _TWO_DATA_AXES.mesh_axis_names
+  ici_mesh_shape = _TWO_DATA_AXES.ici_mesh_shape
+  axis_rules = _TWO_DATA_AXES.axis_rules
+  num_experts = 4
+  num_selected_experts = 1
+  num_train_steps = 300
+  checkpoint_every_steps = 100
+
+  def router(self) -> fdl.Config[TopKRouter]:
+    return fdl.copy_with(super().router(), normalize_gates=None, jitter_eps=0.01)
+
+  def computation(self) -> fdl.Config[CapacityEinsum]:
+    return fdl.Config(CapacityEinsum, capacity_factor=1.25, eval_capacity_factor=2.0)
+
+
+@register
+class UnevenExperts(MoeLanguageModel):
+  """6 experts over an expert axis of 4; 3 heads, 91 hidden dims and 259 tokens over a mdl axis of 2."""
+
+  mesh_axis_names = _EXPERT_4_MDL_2.mesh_axis_names
+  ici_mesh_shape = _EXPERT_4_MDL_2.ici_mesh_shape
+  axis_rules = _EXPERT_4_MDL_2.axis_rules
+  num_experts = 6
+  model_dims = 30
+  num_layers = 3
+  num_heads = 3
+  hidden_dims = 91
+  seq_len = 64
+  batch_size = 8
+  num_train_steps = 100
+  checkpoint_every_steps = 50
+
+
+@register
+class Mixtral8x7B(MoeLanguageModel):
+  """47B parameters, 13B of them at work per token (Jiang et al., 2024); mesh data 8 x expert 8 x mdl 4 (256 chips)."""
+
+  mesh_axis_names = _POD.mesh_axis_names
+  ici_mesh_shape = _POD.ici_mesh_shape
+  axis_rules = _POD.axis_rules
+  vocab_size = 32_000
+  model_dims = 4096
+  num_layers = 32
+  num_heads = 32
+  num_kv_heads = 8
+  hidden_dims = 14_336
+  dtype = 'bfloat16'
+  remat_policy = 'dots_no_batch'
+  seq_len = 4096
+  batch_size = 1024
+  num_train_steps = 100_000
+  learning_rate = 3e-4
+  eval_every_steps = 1000
+  checkpoint_every_steps = 1000
+  log_every_steps = 50
+  rotary_wavelength: float = 1e6
+
+  def block(self, ffn: fdl.Config) -> fdl.Config[TransformerBlock]:
+    block = super().block(ffn)
+    attention: fdl.Config[Attention] = block.attention
+    attention.rotary = fdl.Config(Rotary, max_wavelength=self.rotary_wavelength)
+    return block
+
+  def computation(self) -> fdl.Config[Dropless]:
+    return fdl.Config(Dropless, dispatch='ragged_all_to_all', recompute_activation=True)
+
+
+@register
+class FineGrained16B(Mixtral8x7B):
+  """16.7B parameters, 64 small experts and a shared one (DeepSeekMoE), balanced by bias (DeepSeek-V3); 256 chips."""
+
+  vocab_size = 102_400
+  model_dims = 2048
+  num_layers = 28
+  num_heads = 16
+  num_kv_heads = None
+  hidden_dims = 1408
+  shared_hidden_dims = 2816
+  num_experts = 64
+  num_selected_experts = 6
+  load_balance_weight = 1e-4
+  rotary_wavelength = 1e4
+
+  def router(self) -> fdl.Config[TopKRouter]:
+    return fdl.copy_with(super().router(), score_function='sigmoid', balance_bias=True)

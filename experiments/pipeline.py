@@ -1,0 +1,65 @@
+"""Language models whose layers are split over the stages of a pipeline.
+
+    spmd-tasks --exp pipeline.StdlibTiny --mode train --num_fake_devices 8 --job_log_dir runs/pipeline
+
+pipeline.StdlibTiny is lm.StdlibTiny on other devices, with the same losses: from 5.6 nats per byte to below 2.4 in 300
+steps.
+"""
+
+from spmd_tasks.config.registry import register
+from spmd_tasks.experiment import DEFAULT_AXIS_RULES
+from spmd_tasks.experiments import lm, moe
+from spmd_tasks.recipes import PipelinedLanguageModel
+from spmd_tasks.sharding.expert_axes import data_expert_model_axes
+from spmd_tasks.sharding.stage_axis import stage_axis_rules
+
+# Of a stage's 4 devices: 2 data x 2 expert.
+_EXPERT_2 = data_expert_model_axes(
+  num_devices=4, num_expert_partitions=2, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
+)
+
+
+@register
+class StdlibTiny(PipelinedLanguageModel, lm.StdlibTiny):
+  """lm.StdlibTiny over 4 stages x data 2, in 8 microbatches (GPipe)."""
+
+  ici_mesh_shape = (1, 4, 2, 1)
+
+
+@register
+class CircularTiny(PipelinedLanguageModel, lm.StdlibTiny):
+  """lm.StdlibTiny over 2 stages of 2 groups of layers each, data 2 x mdl 2."""
+
+  ici_mesh_shape = (1, 2, 2, 2)
+  schedule = 'circular'
+  num_repeats = 2
+
+
+@register
+class OneForwardOneBackwardTiny(PipelinedLanguageModel, lm.StdlibTiny):
+  """lm.StdlibTiny with 10 layers on 4 stages x data 2, one forward, one backward: uneven stages, bounded memory."""
+
+  ici_mesh_shape = (1, 4, 2, 1)
+  num_layers = 10
+  schedule = 'one_forward_one_backward'
+
+
+@register
+class MoeTiny(PipelinedLanguageModel, moe.StdlibTiny):
+  """moe.StdlibTiny, dropless, over 2 stages x data 2 x expert 2."""
+
+  mesh_axis_names = ('replica', 'stage', 'data', 'expert', 'mdl')
+  ici_mesh_shape = (1, 2, 2, 2, 1)
+  axis_rules = stage_axis_rules(_EXPERT_2.axis_rules)
+  num_microbatches = 4
+
+
+@register
+class Dense70B(PipelinedLanguageModel, lm.Dense70B):
+  """lm.Dense70B over 8 stages, two in each of 4 slices of 256 chips, circular; stage 8 x data 32 x mdl 4."""
+
+  ici_mesh_shape = (1, 2, 32, 4)
+  dcn_mesh_shape = (1, 4, 1, 1)
+  num_microbatches = 32
+  schedule = 'circular'
+  num_repeats = 2

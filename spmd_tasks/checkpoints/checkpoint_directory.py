@@ -1,0 +1,221 @@
+"""The checkpoints below one directory: their names, which of them are whole, setting aside and deleting.
+
+    checkpoint_00000100                       complete: renamed to this name with its manifest already in it
+    checkpoint_00000200.partial               being written, or left by a kill: removed by the next job
+    checkpoint_00000100.deleting              being deleted, or left by a kill: removed by the next job
+    checkpoint_00000100.damaged-<file>        set aside on restore; never read or deleted again
+
+Nothing here knows of Orbax or of other processes: one process calls what renames or deletes.
+"""
+
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import re
+import time
+
+from absl import logging
+from etils import epath
+
+from spmd_tasks.checkpoints.checkpoint_errors import CheckpointError, CheckpointSaveError
+from spmd_tasks.checkpoints.durable_files import sync_path
+from spmd_tasks.checkpoints.manifest import (
+  MANIFEST_FILE,
+  DamagedCheckpointError,
+  LeafEntry,
+  describe_mismatches,
+  leaf_mismatches,
+  read_manifest,
+  verify_files,
+  write_manifest,
+)
+
+_STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
+_ANY_DIRECTORY = re.compile(r'checkpoint_\d+\.(partial|deleting|damaged-)')
+
+Stamp = tuple[int, int]
+
+
+def input_file(process_index: int, num_processes: int) -> str:
+  """Where a process's position in its input stands, below a checkpoint's directory."""
+  return f'input/process_{process_index}_of_{num_processes}.json'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointDirectory:
+  """The checkpoints below `path`; `num_hash_threads` files are hashed at a time."""
+
+  path: epath.Path
+  num_hash_threads: int
+
+  def final(self, step: int) -> epath.Path:
+    return self.path / f'checkpoint_{step:08d}'
+
+  def partial(self, step: int) -> epath.Path:
+    return self.path / f'checkpoint_{step:08d}.partial'
+
+  def claimed_steps(self) -> dict[int, epath.Path]:
+    """Every directory with the name of a complete checkpoint, whole or not, by ascending step."""
+    found = {_step_of(path): path for path in self._list()}
+    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+
+  def complete_steps(self) -> list[int]:
+    """The steps that have a manifest, ascending; nothing is verified."""
+    return [step for step, path in self.claimed_steps().items() if (path / MANIFEST_FILE).exists()]
+
+  def saved_leaves(self, step: int | None) -> tuple[LeafEntry, ...] | None:
+    """The leaf table of a step (None: the newest that has one); None where there is none. Nothing else is read."""
+    for candidate, path in reversed(self.claimed_steps().items()):
+      if step in (None, candidate):
+        with contextlib.suppress(DamagedCheckpointError):
+          return read_manifest(path).leaves
+    return None
+
+  def stamp(self, step: int) -> Stamp:
+    """What tells the checkpoint of `step` from a later one of the same step: its manifest's time (0: it has none)."""
+    try:
+      return step, int((self.final(step) / MANIFEST_FILE).stat().mtime)
+    except OSError:
+      return step, 0
+
+  def num_bytes(self) -> int:
+    """About what all checkpoints hold in bytes, told by the newest manifest that can be read; 0 without one."""
+    steps = self.claimed_steps()
+    for path in reversed(steps.values()):
+      try:
+        return len(steps) * sum(entry.num_bytes for entry in read_manifest(path).files)
+      except (DamagedCheckpointError, CheckpointError, OSError):
+        continue
+    return 0
+
+  def open(self) -> None:
+    """Creates the directory and removes what an interrupted job left half-written or half-deleted. Raises OSError."""
+    self.path.mkdir(parents=True, exist_ok=True)
+    for path in self._list():
+      kind = _ANY_DIRECTORY.match(path.name)
+      if kind and kind[1] in ('partial', 'deleting'):
+        logging.info('Removing %s, left by an interrupted job.', path)
+        path.rmtree()
+
+  def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
+    """Writes the manifest of a partial checkpoint and gives it its final name.
+
+    Raises:
+      CheckpointSaveError: a process has written nothing here: the manifest would certify a checkpoint without its part.
+      OSError: something cannot be read or written.
+    """
+    partial = self.partial(step)
+    for index in range(num_processes):
+      if not (partial / input_file(index, num_processes)).exists():
+        raise CheckpointSaveError(
+          f'process {index} of {num_processes} has written no {input_file(index, num_processes)} into {partial}: that '
+          'directory is perhaps not shared by all processes; choose one on storage that every machine mounts'
+        )
+    write_manifest(partial, step=step, num_processes=num_processes, leaves=leaves, num_threads=self.num_hash_threads)
+    partial.rename(self.final(step))
+    sync_path(self.path)
+
+  def discard_partial(self, step: int) -> None:
+    """Removes what a failed save has left; a failure to do so is logged only."""
+    try:
+      if self.partial(step).exists():
+        self.partial(step).rmtree()
+    except OSError as error:
+      logging.error('Could not remove %s: %s', self.partial(step), error)
+
+  def delete_old(self, *, max_to_keep: int, keep_every_n_steps: int | None) -> None:
+    """Keeps the newest `max_to_keep` checkpoints and every step that `keep_every_n_steps` divides. Raises OSError."""
+    for step in self.complete_steps()[:-max_to_keep]:
+      if keep_every_n_steps is None or step % keep_every_n_steps:
+        # Renamed first: a half-deleted checkpoint must never look like a damaged one.
+        self.set_aside(self.final(step), 'deleting').rmtree()
+
+  def set_aside(self, path: epath.Path, suffix: str) -> epath.Path:
+    """Renames `path` to `path.suffix` (`-2`, ... where that is taken); returns the new path. Raises OSError."""
+    target, count = path.parent / f'{path.name}.{suffix}', 1
+    while target.exists():
+      count += 1
+      target = path.parent / f'{path.name}.{suffix}-{count}'
+    path.rename(target)
+    sync_path(path.parent)
+    return target
+
+  def choose(
+    self, step: int | None, wanted: Sequence[LeafEntry], *, prefix: str, rejected: set[Stamp] | None = None
+  ) -> int | None:
+    """The step to restore, every byte of it verified; None if the directory has never held a checkpoint.
+
+    Args:
+      step: the step that was asked for; None for the newest that is whole (damaged ones on the way are set aside).
+      wanted: the leaves that will be restored.
+      prefix: the checkpoint's leaves whose names begin with it must be exactly `wanted`.
+      rejected: for a reader beside the job that owns the directory: nothing is renamed; what is found damaged is added
+        and not read again; where a checkpoint is deleted while it is read, the directory is listed again.
+
+    Raises:
+      CheckpointError: see `Checkpointer.restore`.
+      OSError: a file is there but cannot be read.
+    """
+    steps = self.claimed_steps()
+    if step is not None and step not in steps:
+      raise CheckpointError(f'{self.path} has no checkpoint of step {step}; it has {list(steps)}.')
+    for candidate in reversed(steps) if step is None else [step]:
+      path, stamp = steps[candidate], self.stamp(candidate)
+      if step is None and rejected and stamp in rejected:
+        continue
+      try:
+        self._verify(path, wanted, prefix)
+        return candidate
+      except (DamagedCheckpointError, OSError) as problem:
+        if rejected is not None and not path.exists():
+          logging.info('Checkpoint %s was deleted while it was verified; looking again.', path)
+          return self.choose(step, wanted, prefix=prefix, rejected=rejected)
+        if isinstance(problem, OSError):
+          raise
+        if step is not None:
+          whole = [other for other in self.complete_steps() if other != step]
+          raise CheckpointError(
+            f'checkpoint {path} is damaged: {problem}. Other steps: {whole}. Restore one of them, or give no step '
+            'to use the newest that is whole.'
+          ) from problem
+        if rejected is not None:
+          rejected.add(stamp)
+          logging.error('Checkpoint %s is damaged and skipped: %s.', path, problem)
+        else:
+          aside = self.set_aside(path, f'damaged-{problem.file.replace("/", "_")}')
+          logging.error('Checkpoint %s is damaged: %s. It is set aside as %s.', path, problem, aside.name)
+    damaged = sorted(path.name for path in self._list() if _step_of(path) is not None or '.damaged-' in path.name)
+    if damaged:
+      raise CheckpointError(
+        f'{self.path} has no checkpoint that is whole; damaged: {damaged}. Repair one and remove the suffix from '
+        'its name, or train in a new directory.'
+      )
+    return None
+
+  def _verify(self, path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
+    """Refuses another leaf table before reading any array; then reads and digests every file."""
+    started = time.monotonic()
+    manifest = read_manifest(path)
+    if _step_of(path) != manifest.step:
+      raise DamagedCheckpointError(MANIFEST_FILE, f'belongs to step {manifest.step}')
+    saved = [leaf for leaf in manifest.leaves if leaf.name.startswith(prefix)]
+    lines = leaf_mismatches(saved, wanted)
+    if lines:
+      raise CheckpointError(
+        f'checkpoint {path} does not fit the experiment:\n{describe_mismatches(lines)}\nRestore it with the experiment '
+        'and settings that saved it (config.json beside it), or train in a new job_log_dir.'
+      )
+    verify_files(path, manifest, num_threads=self.num_hash_threads)
+    num_bytes = sum(entry.num_bytes for entry in manifest.files)
+    logging.info('Verified %s: %.3f GB in %.1f s.', path, num_bytes / 1e9, time.monotonic() - started)
+
+  def _list(self) -> list[epath.Path]:
+    try:
+      return list(self.path.iterdir()) if self.path.is_dir() else []
+    except OSError as error:
+      raise CheckpointError(f'checkpoint directory {self.path} cannot be listed: {error}.') from error
+
+
+def _step_of(path: epath.Path) -> int | None:
+  match = _STEP_DIRECTORY.fullmatch(path.name)
+  return int(match[1]) if match else None

@@ -1,0 +1,320 @@
+"""Checkpoints of a tree of sharded arrays: asynchronous, digested, and independent of the mesh.
+
+    checkpointer = Checkpointer(job_log_dir / 'checkpoints', max_to_keep=3)
+    restored = checkpointer.restore(abstract_state)         # None in a fresh directory
+    checkpointer.save(step, state, input_state=iterator.get_state())
+    checkpointer.close()
+
+One checkpoint is one directory:
+
+    checkpoint_00000100/
+      state/                   the arrays, by Orbax (OCDBT), each under its key path
+      input/process_0_of_2.json   where each process stands in its input
+      manifest.json            size and digest of every file, the leaf table; written last
+
+It is written as `checkpoint_00000100.partial` and renamed when it is complete, so a kill at any time leaves the earlier
+checkpoints and a `.partial` that the next job removes. `save` returns once the arrays are held on the host (the state
+may be donated at once); Orbax's write, the hashing and the rename run behind. The next `save` first waits for them, so
+at any time everything up to the save before the last is on disk, and an error of a save is raised by the next `save`
+or `wait`.
+
+On restore every byte is verified (manifest.py says what that costs). A damaged checkpoint is renamed to
+`checkpoint_00000100.damaged-<file>` and the one before it is used; a step that was asked for by number fails instead.
+
+With several processes (one shared directory) every process calls every method, in the same order, from its main thread;
+process 0 alone writes manifests, deletes, renames and decides which step is restored. An error is raised on the process
+that has it; the others are ended by the job's crash handling. They wait for each other, and for Orbax's write, for
+`timeout_secs` and 10 s per GB at most: process 0 hashes every byte alone (1 TB: 2 minutes at 8 GB/s, 3 hours at the
+limit of 100 MB/s). How long a save or restore may really take is the job's decision (the watchdog's `allow`).
+
+The caller owns the directory (see job_directory.py). A second reader (eval, decode) passes `read_only=True`: where the
+owner deletes a checkpoint that is being read, it goes on with the newest there is then; what it has found damaged it
+neither reads again nor reports as its `latest_step`.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+import dataclasses
+import json
+import time
+from typing import Any
+
+from absl import logging
+from etils import epath
+import jax
+
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
+from spmd_tasks.checkpoints.checkpoint_errors import (
+  CheckpointChoiceError,
+  CheckpointError,
+  CheckpointSaveError,
+)
+from spmd_tasks.checkpoints.durable_files import write_durably
+from spmd_tasks.checkpoints.manifest import LeafEntry, leaf_entries, read_manifest
+from spmd_tasks.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
+from spmd_tasks.distributed.agreement import PrimaryError, all_agree, meet, primary_decides
+from spmd_tasks.errors import UserError
+
+__all__ = ['CheckpointError', 'Checkpointer', 'Restored']
+
+_STATE = 'state'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+  """A restored checkpoint.
+
+  Attributes:
+    step: the step it was saved at.
+    state: the tree that was asked for, of jax.Arrays with its shardings.
+    input_state: what this process passed to `save`; None if it passed None, or if the number of processes has changed.
+    input_states: what every process passed to `save`, in the order of the processes that saved.
+  """
+
+  step: int
+  state: Any
+  input_state: dict[str, Any] | None
+  input_states: list[dict[str, Any] | None]
+
+
+class Checkpointer:
+  """Saves and restores the checkpoints below one directory. See the module's docstring."""
+
+  def __init__(
+    self,
+    directory: epath.PathLike,
+    *,
+    max_to_keep: int | None = 3,
+    keep_every_n_steps: int | None = None,
+    read_only: bool = False,
+    num_hash_threads: int = 8,
+    timeout_secs: int = 1200,
+  ):
+    """Creates the directory and removes what an interrupted job left half-written in it.
+
+    Args:
+      directory: holds the checkpoints and nothing else.
+      max_to_keep: the newest checkpoints kept; None keeps all.
+      keep_every_n_steps: checkpoints whose step is a multiple of it are kept for ever, beside the newest ones.
+      read_only: change nothing: no saving, no cleaning up, damaged checkpoints are skipped where they lie.
+      num_hash_threads: files hashed at a time.
+      timeout_secs: how long processes wait for each other around one save or restore of a small state; the limit
+        grows with the state (see the module's docstring).
+
+    Raises:
+      CheckpointError: the directory cannot be created or written.
+      UserError: a setting is out of range.
+    """
+    for name, value in (('max_to_keep', max_to_keep), ('keep_every_n_steps', keep_every_n_steps)):
+      if value is not None and value < 1:
+        raise UserError(f'{name} = {value} must be at least 1, or None.')
+    self._directory = CheckpointDirectory(path=epath.Path(directory), num_hash_threads=num_hash_threads)
+    self._max_to_keep = max_to_keep
+    self._keep_every_n_steps = keep_every_n_steps
+    self._read_only = read_only
+    self._is_primary = jax.process_index() == 0
+    self._arrays = OrbaxArrays(timeout_secs)
+    self._background = ThreadPoolExecutor(1, thread_name_prefix='checkpoint_seal')
+    self._pending: tuple[int, Future[None]] | None = None
+    self._rejected: set[Stamp] = set()
+    if self._is_primary and not read_only:
+      try:
+        self._directory.open()
+      except OSError as error:
+        raise CheckpointError(f'checkpoint directory {self._directory.path} cannot be used: {error}.') from error
+    meet('checkpoint_open', limit_s=timeout_secs)
+
+  def save(self, step: int, state: Any, input_state: Mapping[str, Any] | None = None) -> None:
+    """Starts to save `state` as checkpoint `step`; returns when the arrays may be donated.
+
+    Args:
+      step: greater than every step in the directory.
+      state: a tree of jax.Arrays (no typed keys: save their key data).
+      input_state: JSON, this process's own.
+
+    Raises:
+      CheckpointError: the save before this one failed, or this one could not be started.
+    """
+    self.wait()
+    if self._read_only:
+      raise CheckpointError(f'{self._directory.path} was opened read-only: no checkpoint can be saved.')
+    steps = self._directory.claimed_steps()
+    if steps and step <= max(steps):
+      raise CheckpointError(
+        f'step {step} cannot be saved: {self._directory.path} already holds step {max(steps)}. If '
+        'training went back on purpose, move the later checkpoints away first.'
+      )
+    leaves = leaf_entries(state)
+    partial = self._directory.partial(step)
+    try:
+      own_input = partial / input_file(jax.process_index(), jax.process_count())
+      own_input.parent.mkdir(parents=True, exist_ok=True)
+      write_durably(own_input, _to_json(input_state))
+      self._arrays.write(partial / _STATE, state)
+    except Exception as error:
+      raise self._save_error(step, error) from error
+    self._pending = step, self._background.submit(self._seal, step, leaves)
+
+  def wait(self) -> None:
+    """Returns when the last save is complete on disk, on every process; a CheckpointError if it failed."""
+    if self._pending is None:
+      return
+    step, sealed = self._pending
+    started = time.monotonic()
+    try:
+      sealed.result()
+    except Exception as error:
+      self._pending = None
+      raise self._save_error(step, error) from error
+    self._pending = None
+    meet(f'checkpoint_sealed_{step}', limit_s=self._arrays.write_limit_s)
+    waited = time.monotonic() - started
+    if waited > 1:
+      logging.info('Waited %.1f s for checkpoint %d to be complete.', waited, step)
+
+  def close(self) -> None:
+    """Waits for the last save and ends the background threads. The checkpointer cannot be used afterwards."""
+    try:
+      self.wait()
+    finally:
+      self._background.shutdown()
+      self._arrays.close()
+
+  def all_steps(self) -> list[int]:
+    """The steps of the complete checkpoints, ascending (their files are not verified here)."""
+    return self._directory.complete_steps()
+
+  def latest_step(self) -> int | None:
+    """The newest of `all_steps` that this reader has not found damaged; None if there is none."""
+    return max((step for step in self.all_steps() if self._directory.stamp(step) not in self._rejected), default=None)
+
+  def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
+    """Restores a whole state, bit-exactly, onto the shardings of `abstract_state`.
+
+    Args:
+      abstract_state: a tree of ShapeDtypeStructs with shardings (none: this process's first device).
+      step: the step to restore; None restores the newest checkpoint that is not damaged.
+
+    Returns:
+      The checkpoint, or None if `step` is None and the directory has never held one.
+
+    Raises:
+      CheckpointError: the state differs from the checkpoint in any leaf's name, shape or dtype; the step that was asked
+        for is missing or damaged; or there are checkpoints, and none that is whole.
+    """
+    return self._restore(abstract_state, step, subtree=None)
+
+  def restore_weights(self, abstract_weights: Any, step: int | None = None, *, subtree: str = 'weights') -> Restored:
+    """Restores one subtree of the state, reading no other arrays; `Restored.state` is that subtree.
+
+    Args:
+      abstract_weights: a tree of ShapeDtypeStructs, as in `restore`.
+      step: as in `restore`.
+      subtree: its key path in the saved state: 'weights', or 'learner/ema_weights' for the averaged ones.
+
+    Raises:
+      CheckpointError: as `restore`; also if the directory has no checkpoint.
+    """
+    restored = self._restore(abstract_weights, step, subtree=subtree)
+    if restored is None:
+      raise CheckpointError(
+        f'{self._directory.path} has no checkpoint to restore weights from: correct the path, or train first.'
+      )
+    return restored
+
+  def saved_leaves(self, step: int | None = None, *, subtree: str = 'weights') -> tuple[LeafEntry, ...]:
+    """The names (below `subtree`), shapes and dtypes of one checkpoint; nothing is verified.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or none that can be read.
+    """
+    leaves = self._directory.saved_leaves(step)
+    if leaves is None:
+      which = 'that can be read' if step is None else f'of step {step}'
+      raise CheckpointError(
+        f'{self._directory.path} has no checkpoint {which}; it has those of {self.all_steps()}: correct the path or '
+        'the step, or train first.'
+      )
+    prefix = f'{subtree}/'
+    return tuple(
+      dataclasses.replace(leaf, name=leaf.name.removeprefix(prefix)) for leaf in leaves if leaf.name.startswith(prefix)
+    )
+
+  def _seal(self, step: int, leaves: tuple[LeafEntry, ...]) -> None:
+    """In the background: waits for Orbax, then makes the checkpoint count."""
+    # Returns when the arrays of all processes are written; each process wrote its input state before that.
+    self._arrays.wait_until_written()
+    if not self._is_primary:
+      return
+    self._directory.complete(step, leaves, jax.process_count())
+    if self._max_to_keep is not None:
+      self._directory.delete_old(max_to_keep=self._max_to_keep, keep_every_n_steps=self._keep_every_n_steps)
+
+  def _restore(self, abstract: Any, step: int | None, *, subtree: str | None) -> Restored | None:
+    self.wait()
+    while True:
+      chosen = self._choose(step, abstract, prefix=f'{subtree}/' if subtree else '')
+      if chosen is None:
+        return None
+      restored = self._read(chosen, abstract, subtree)
+      if all_agree(restored is not None, 'checkpoint_read', limit_s=self._arrays.limit_s(num_bytes(abstract))):
+        return restored
+      logging.info('Checkpoint %d was deleted while it was read; looking again.', chosen)
+
+  def _choose(self, step: int | None, abstract: Any, *, prefix: str) -> int | None:
+    """The verified step that every process restores; what process 0 has found damaged is known to all."""
+    wanted = [dataclasses.replace(leaf, name=prefix + leaf.name) for leaf in leaf_entries(abstract)]
+
+    def choose() -> tuple[int | None, list[Stamp]]:
+      rejected = self._rejected if self._read_only else None
+      return self._directory.choose(step, wanted, prefix=prefix, rejected=rejected), list(self._rejected)
+
+    limit_s = self._arrays.limit_s(self._directory.num_bytes() if jax.process_count() > 1 else 0)
+    try:
+      chosen, rejected = primary_decides(choose, 'checkpoint_decided', limit_s=limit_s)
+    except PrimaryError as error:
+      raise CheckpointChoiceError(str(error)) from error
+    self._rejected.update((step, time) for step, time in rejected)
+    return chosen
+
+  def _read(self, step: int, abstract: Any, subtree: str | None) -> Restored | None:
+    """Reads a verified checkpoint; None if its owner has deleted it meanwhile."""
+    path = self._directory.final(step)
+    try:
+      state = self._arrays.read(path / _STATE, abstract, subtree)
+      num_processes = read_manifest(path).num_processes
+      input_states = [
+        json.loads((path / input_file(index, num_processes)).read_text()) for index in range(num_processes)
+      ]
+    except Exception as error:
+      if self._read_only and not path.exists():
+        return None
+      raise CheckpointError(f'checkpoint {path} could not be read: {type(error).__name__}: {error}') from error
+    if self._read_only and not path.exists():
+      # Its files are deleted after its name: as long as that is there nothing was missing, and from then on TensorStore
+      # may have read chunks that are gone as zeros.
+      return None
+    return Restored(
+      step=step,
+      state=state,
+      input_state=input_states[jax.process_index()] if num_processes == jax.process_count() else None,
+      input_states=input_states,
+    )
+
+  def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
+    """Removes what the failed save left and describes the failure."""
+    if self._is_primary:
+      self._directory.discard_partial(step)
+    saved = step in self._directory.claimed_steps()
+    what = 'was saved, but older checkpoints could not be deleted' if saved else 'could not be saved'
+    return CheckpointSaveError(
+      f'checkpoint of step {step} {what} in {self._directory.path}: {type(error).__name__}: {error}. '
+      f'Complete checkpoints: {self.all_steps()}.'
+    )
+
+
+def _to_json(input_state: Any) -> str:
+  try:
+    return json.dumps(input_state) + '\n'
+  except (TypeError, ValueError) as error:
+    raise UserError(f'input_state must be JSON (dicts, lists, strings, numbers, booleans, None): {error}') from error

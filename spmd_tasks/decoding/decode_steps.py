@@ -1,0 +1,299 @@
+"""DecodeSteps: prefill and step of a PartitionedModel, compiled for its mesh.
+
+    steps = DecodeSteps(model, settings)
+    state = steps.init()
+    state, first = steps.prefill(weights, state, requests)
+    state, outputs = steps.step(weights, state, keep)
+
+As in training, what is stored is padded and what is computed is not: weights and caches are sliced inside. The state
+is donated: it is updated in place. Requests are the same on every process, as host arrays. Outputs are replicated; with
+`shard_outputs` their rows are split as the cache's are, and padded where those do not divide. Nothing is compiled after
+`compile()`, whatever the requests.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+
+from spmd_tasks.decoding import beam, loop
+from spmd_tasks.decoding.cache import copy_slots
+from spmd_tasks.decoding.requests import Chunk, Request, make_requests, slot_rows
+from spmd_tasks.errors import UserError
+from spmd_tasks.runtime.decode_settings import DecodeSettings, prefill_buckets
+from spmd_tasks.runtime.partition import PartitionedModel
+from spmd_tasks.sharding import padding
+from spmd_tasks.sharding.specs import sharding_scope, spec_axes, split_dims_to_partition_spec
+from spmd_tasks.sharding.stage_axis import stage_axis, without_axis
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+
+Weights = Any
+
+
+class DecodeSteps:
+  """The compiled steps of one task and settings.
+
+  Attributes:
+    settings: as given, with max_len filled in.
+    max_len: S.
+    prefill_chunk: C, the length at which prompts are cut: the setting's, but for max_len or beam search at most.
+    buckets: the lengths of chunks that are compiled.
+    can_copy: whether a slot's copy holds every token of its source, which a ring forgets.
+    vocab_size: V.
+    abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
+  """
+
+  def __init__(self, model: PartitionedModel, settings: DecodeSettings | None = None, *, shard_outputs: bool = False):
+    """Partitions; compiles nothing yet.
+
+    Args:
+      model: of the weights.
+      settings: None for the task's.
+      shard_outputs: whether each device keeps the outputs of its own rows, instead of all devices those of all rows.
+
+    Raises:
+      UserError: the model cannot generate text, or its training input has no length to take as max_len.
+    """
+    self.settings = model.task.decode if settings is None else settings
+    self._model = model
+    # Layers run one after another from the weights that pipeline stages hold.
+    axis = stage_axis(model.mesh.axis_names, model.axis_rules)
+    self._axis_rules = model.axis_rules if axis is None else without_axis(axis, model.axis_rules)
+    self._replicated = NamedSharding(model.mesh, PartitionSpec())
+    self.max_len = self.settings.max_len or _training_length(model)
+    self.prefill_chunk = min(self.settings.prefill_chunk, self.max_len)
+    # Beam search reads whole prompts.
+    longest = self.max_len if self.settings.num_beams > 1 else self.prefill_chunk
+    self.buckets = prefill_buckets(self.settings.min_bucket, longest)
+    self._compiled: dict[Any, Any] = {}
+
+    abstract_cache, specs, self.vocab_size = self._abstract_cache(self.settings.num_slots)
+    empty = functools.partial(
+      loop.empty_state,
+      num_slots=self.settings.num_slots,
+      vocab_size=self.vocab_size,
+      num_stop_ids=self.settings.max_stop_ids,
+    )
+    self.abstract_state = jax.eval_shape(lambda: empty(abstract_cache))
+    shardings = jax.tree.map(lambda _: self._replicated, self.abstract_state)
+    shardings = shardings.replace(cache=jax.tree.map(lambda spec: NamedSharding(model.mesh, spec), specs))
+
+    def padded(leaf, sharding):
+      shape = padding.padded_shape(leaf.shape, sharding.spec, model.mesh.shape)
+      return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+    self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
+    self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
+    keys = jax.tree.leaves(abstract_cache)
+    self.can_copy = all(leaf.shape[-2] == self.max_len for leaf in keys)
+    self._output_sharding = self._replicated
+    if shard_outputs:
+      slot_axes = spec_axes(jax.tree.leaves(specs)[0], keys[0].ndim)[-4]  # [..., N, G, S, K]
+      self._output_sharding = NamedSharding(model.mesh, PartitionSpec(slot_axes))
+
+  def init(self) -> loop.DecodeState:
+    """The state in which no slot is active."""
+
+    def empty():
+      return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.padded_state)
+
+    return self._compile('init', empty, out=self._state_shardings)()
+
+  def prefill(
+    self, weights: Weights, state: loop.DecodeState, requests: loop.Requests
+  ) -> tuple[loop.DecodeState, loop.Outputs]:
+    """See loop.prefill; `requests` are of make_requests."""
+    return self._prefill(requests)(weights, state, requests)
+
+  def copy(self, state: loop.DecodeState, sources: Sequence[int], slots: Sequence[int]) -> loop.DecodeState:
+    """Gives at most `prefill_rows` slots the keys and values of others, so that a prefill can go on behind them."""
+    rows = self.settings.prefill_rows
+    return self._copy()(state, np.resize(np.asarray(sources, np.int32), rows), slot_rows(self.settings, slots))
+
+  def step(self, weights: Weights, state: loop.DecodeState, keep: np.ndarray) -> tuple[loop.DecodeState, loop.Outputs]:
+    """See loop.step."""
+    return self._step()(weights, state, keep)
+
+  def search(self, weights: Weights, requests: loop.Requests) -> beam.Beams:
+    """Beam search for the requests' rows; their slots, seeds and sampling mean nothing."""
+    return self._search(requests)(weights, requests.ids, requests.lengths, requests.max_tokens, requests.stop_ids)
+
+  def compile(self, *, score_prompts: bool = False) -> None:
+    """Compiles all that requests need: the step and every chunk's prefill, where asked for its scoring form too."""
+    chunks = self.any_chunks()
+    if self.settings.num_beams > 1:
+      for chunk in chunks:
+        self._search(make_requests(self, [chunk]))
+      return
+    self.init()
+    self._step()
+    if self.can_copy:
+      self._copy()
+    for chunk in chunks:
+      for score in (False, True) if score_prompts else (False,):
+        self._prefill(make_requests(self, [chunk], score_prompts=score))
+
+  def bucket(self, length: int) -> int:
+    """The shortest bucket for a chunk of `length` tokens, at most the longest one."""
+    return next(bucket for bucket in self.buckets if bucket >= length)
+
+  def any_chunks(self) -> list[Chunk]:
+    """A chunk for each of the compiled prefills, of prompts in no slot."""
+    nowhere, size = self.settings.num_slots, self.buckets[-1]
+    starts = (0, size) if size < self.max_len else (0,)
+    return [
+      Chunk(
+        request=Request(ids=(0,) * (start + bucket), max_tokens=1),
+        slot=nowhere,
+        start=start,
+        stop=start + bucket,
+        source=0 if start and self.can_copy else nowhere,
+      )
+      for start in starts
+      for bucket in self.buckets
+    ]
+
+  def _prefill(self, requests: loop.Requests) -> Any:
+    def prefill(padded_weights, padded_state, requests):
+      state, outputs = loop.prefill(
+        self._forward,
+        self._true_weights(padded_weights),
+        padding.unpad(padded_state, self.abstract_state),
+        requests,
+        num_top_logprobs=self.settings.num_top_logprobs,
+      )
+      return padding.pad(state, self.padded_state), self._whole_shards(outputs)
+
+    name = ('prefill', requests.ids.shape[1], requests.before is None, requests.targets is None)
+    return self._compile_stateful(name, prefill, requests)
+
+  def _copy(self) -> Any:
+    def copy(padded_state, sources, slots):
+      state = padding.unpad(padded_state, self.abstract_state)
+      return padding.pad(state.replace(cache=copy_slots(state.cache, sources, slots)), self.padded_state)
+
+    rows = np.zeros(self.settings.prefill_rows, np.int32)
+    return self._compile('copy', copy, rows, rows, held=(self.padded_state,), out=self._state_shardings)
+
+  def _step(self) -> Any:
+    def step(padded_weights, padded_state, keep):
+      state, outputs = loop.step(
+        self._forward,
+        self._true_weights(padded_weights),
+        padding.unpad(padded_state, self.abstract_state),
+        keep,
+        num_top_logprobs=self.settings.num_top_logprobs,
+      )
+      return padding.pad(state, self.padded_state), self._whole_shards(outputs)
+
+    return self._compile_stateful('step', step, np.zeros(self.settings.num_slots, np.bool_))
+
+  def _search(self, requests: loop.Requests) -> Any:
+    num_beams = self.settings.num_beams
+    abstract_cache, specs, _ = self._abstract_cache(self.settings.prefill_rows * num_beams)
+
+    def search(padded_weights, *arrays):
+      def empty(leaf, spec):
+        sharding = NamedSharding(self._model.mesh, spec)
+        return jax.lax.with_sharding_constraint(jnp.zeros(leaf.shape, leaf.dtype), sharding)
+
+      beams = beam.beam_search(
+        self._forward,
+        self._true_weights(padded_weights),
+        jax.tree.map(empty, abstract_cache, specs),
+        *arrays,
+        num_beams=num_beams,
+        max_new_tokens=self.max_len - 1,
+        length_penalty=self.settings.length_penalty,
+      )
+      return self._whole_shards(beams)
+
+    arguments = (requests.ids, requests.lengths, requests.max_tokens, requests.stop_ids)
+    held, name = (self._model.padded_state.weights,), ('search', requests.ids.shape[1])
+    return self._compile(name, search, *arguments, held=held, out=self._output_sharding)
+
+  def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """A function of weights, state and the host's arguments that returns the state and outputs."""
+    held = (self._model.padded_state.weights, self.padded_state)
+    return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._output_sharding))
+
+  def _compile(
+    self, name: Any, function: Callable[..., Any], *arguments: Any, held: tuple[Any, ...] = (), out: Any
+  ) -> Any:
+    """`function`, compiled once: of weights or state that live on the mesh, and of the host's arguments."""
+    if name in self._compiled:
+      return self._compiled[name]
+
+    def scoped(*given):
+      with sharding_scope(self._model.mesh, self._axis_rules):
+        return function(*given)
+
+    jitted = jax.jit(
+      scoped,
+      in_shardings=(
+        *jax.tree.map(lambda leaf: leaf.sharding, held),
+        *jax.tree.map(lambda _: self._replicated, arguments),
+      ),
+      out_shardings=out,
+      donate_argnums=tuple(i for i, tree in enumerate(held) if tree is self.padded_state),
+    )
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
+    self._compiled[name] = jitted.lower(*held, *abstract).compile()
+    return self._compiled[name]
+
+  def _whole_shards(self, outputs: Any) -> Any:
+    """Outputs, with zero rows behind them until their devices divide them."""
+
+    def padded(x):
+      shape = padding.padded_shape(x.shape, self._output_sharding.spec, self._model.mesh.shape)
+      return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return padding.pad(outputs, jax.tree.map(padded, outputs))
+
+  def _true_weights(self, padded_weights: Weights) -> Weights:
+    model = self._model
+    weights = padding.unpad(padded_weights, model.abstract_state.weights)
+    return jax.tree.map(
+      lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, spec)),
+      weights,
+      model.state_specs.weights,
+    )
+
+  def _forward(self, weights: Weights, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+    variables = {'params': weights} | ({} if cache is None else {'cache': cache})
+    outputs, updated = self._model.task.model.apply(variables, batch, train=False, mutable='new_cache')
+    return outputs['logits'], unbox_weights(updated['new_cache'])
+
+  def _abstract_cache(self, num_rows: int) -> tuple[Any, Any, int]:
+    """(shapes of the cache, its PartitionSpecs, V) for rows of max_len, from a prefill that is traced only."""
+    model = self._model
+    batch = {
+      name: jax.ShapeDtypeStruct((num_rows, self.max_len), jnp.int32) for name in ('ids', 'segment_ids', 'segment_pos')
+    }
+
+    def prefill(weights, batch):
+      return model.task.model.apply({'params': weights}, batch, train=False, mutable='new_cache')
+
+    with sharding_scope(model.mesh, self._axis_rules):
+      outputs, variables = jax.eval_shape(prefill, model.abstract_state.weights, batch)
+    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not variables.get('new_cache'):
+      raise UserError(
+        f'{type(model.task.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
+        "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
+      )
+    boxes = weight_specs(variables['new_cache'])
+    specs = jax.tree.map(
+      lambda box: split_dims_to_partition_spec(box.split_dims, model.mesh.axis_names, self._axis_rules), boxes
+    )
+    return unbox_weights(variables['new_cache']), specs, outputs['logits'].shape[-1]
+
+
+def _training_length(model: PartitionedModel) -> int:
+  ids = model.input_layout.spec.get('ids')
+  if ids is None:
+    raise UserError("the training input has no 'ids', whose length would be max_len: set task.decode.max_len.")
+  return ids.shape[1]

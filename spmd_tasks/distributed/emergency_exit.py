@@ -1,0 +1,202 @@
+"""EmergencyExit: how a process leaves when it cannot go on, without waiting for anybody.
+
+Usage, around everything from the start of jax.distributed on:
+
+    emergency = EmergencyExit()
+    with emergency.on_failure():
+      initialize(settings)
+      emergency.attach(open_rank_records(job_log_dir))
+      ...
+
+An exception that unwinds one process of several would end in JAX's shutdown barrier, where it waits for processes that
+wait for it. So it is reported, told to the others (`RankRecords`), and the process leaves by `os._exit`.
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import faulthandler
+import functools
+import logging as stdlib_logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from typing import NoReturn
+
+import jax
+
+from spmd_tasks import exit_codes
+from spmd_tasks.distributed.rank_records import Position, RankRecords
+from spmd_tasks.errors import user_error_code
+
+STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by the thread that is stuck.
+
+# Seconds for each part of leaving; together well below the 30 s within which every process is to be out.
+_RECORDS_LIMIT_S = 4.0
+_FLUSH_LIMIT_S = 5.0
+_LINGER_LIMIT_S = 5.0
+_CHILDREN_LIMIT_S = 1.0
+_TOTAL_LIMIT_S = 18.0
+
+
+class EmergencyExit:
+  """The process's one way out in trouble: the first cause is reported in full, a second waits for the end."""
+
+  def __init__(self):
+    self._records: RankRecords | None = None
+    self._position: Callable[[], Position] = Position
+    self._first_to_leave = threading.Lock()
+    self._deadline_lock = threading.Lock()
+    self._is_leaving = False
+
+  def attach(self, records: RankRecords):
+    """Tells the other processes through `records`, and reports what they say of themselves."""
+    self._records = records
+
+  def set_position_source(self, position: Callable[[], Position]):
+    """Where reports take this process's position from: the watchdog."""
+    self._position = position
+
+  def set_deadline(self, limit_s: float | None):
+    """Ends the process `limit_s` seconds from now, with stacks, even if no Python thread runs then; None takes it back.
+
+    There is one such deadline in a process. Once it is leaving, it has that of leaving, and no other.
+    """
+    with self._deadline_lock:
+      if self._is_leaving:
+        return
+      if limit_s is None:
+        faulthandler.cancel_dump_traceback_later()
+      else:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=STDERR)
+
+  @contextlib.contextmanager
+  def on_failure(self) -> Iterator[None]:
+    """Leaves at once if the body raises, or exits nonzero, while jax.distributed runs; a single process just raises.
+
+    `sys.exit(PREEMPTED)` passes: all processes do so at the same step, and none waits in vain.
+    """
+    # Also for what JAX ends by abort(), such as a lost heartbeat.
+    faulthandler.enable(file=STDERR, all_threads=True)
+    try:
+      yield
+    except SystemExit as error:
+      if jax.distributed.is_initialized() and error.code not in (None, exit_codes.OK, exit_codes.PREEMPTED):
+        code = error.code if isinstance(error.code, int) else exit_codes.FAILED
+        self.leave(code, f'exit with {error.code!r}')
+      raise
+    except KeyboardInterrupt:
+      if jax.distributed.is_initialized():
+        self.leave(exit_codes.INTERRUPTED, 'interrupted', has_stacks=False)
+      raise
+    except BaseException as error:
+      if jax.distributed.is_initialized():
+        if (user_code := user_error_code(error)) is not None:
+          self.leave(user_code, str(error), has_stacks=False)
+        reason = ''.join(traceback.format_exception_only(error)).strip()
+        self.leave(exit_codes.FAILED, reason, details=''.join(traceback.format_exception(error)), has_stacks=False)
+      raise
+
+  def leave(
+    self, code: int, reason: str, *, details: str = '', has_stacks: bool = True, is_own: bool = True
+  ) -> NoReturn:
+    """Reports, tells the others, flushes, ends the process with `code`; never returns, never takes more than 18 s.
+
+    Processes that `multiprocessing` started here are ended with it.
+
+    Args:
+      code: one of exit_codes.
+      reason: one line for the report, and for the other processes' reports.
+      details: such as a traceback, for this process's report only.
+      has_stacks: whether to report what every thread is doing.
+      is_own: false where another process has already stated the failure that this one follows.
+    """
+    if not self._first_to_leave.acquire(blocking=False):
+      time.sleep(_TOTAL_LIMIT_S * 2)  # Another thread is leaving, and takes this one with it.
+      os._exit(code)  # It has not, nor has its deadline.
+    # From a thread that needs no interpreter lock: leaving must not depend on who holds it.
+    with self._deadline_lock:
+      self._is_leaving = True
+      faulthandler.dump_traceback_later(_TOTAL_LIMIT_S, exit=True, file=STDERR)
+    position = self._position()
+    records = self._records
+    name = (
+      f'process {records.process_index} of {records.num_processes}' if records else f'process with pid {os.getpid()}'
+    )
+    _report(
+      f'*** {name}, in {position}: {reason}\n*** leaving with exit code {code} ({exit_codes.NAMES.get(code, "?")})'
+    )
+    if details:
+      _report(details)
+    if has_stacks:
+      _report(f'*** all threads of {name}, the most recent call first:')
+      faulthandler.dump_traceback(file=STDERR, all_threads=True)
+    if records is not None and records.num_processes > 1:
+      tell = functools.partial(self._tell, records, position, code, reason, details=details, is_own=is_own)
+      _within(_RECORDS_LIMIT_S, tell)
+    _within(_FLUSH_LIMIT_S, _flush)
+    if records is not None and records.process_index == 0 and records.num_processes > 1:
+      _within(_LINGER_LIMIT_S, lambda: _wait_for_peers(records))
+    _within(_CHILDREN_LIMIT_S, _end_children)
+    os._exit(code)
+
+  def _tell(self, records: RankRecords, position: Position, code: int, reason: str, *, details: str, is_own: bool):
+    # An error here is often another process's end, seen as a broken connection: then that one has said why.
+    is_own = is_own and not any(failure.is_own for failure in records.peer_failures())
+    table, culprits = records.describe(position, is_waiting=code == exit_codes.STUCK)
+    if code == exit_codes.STUCK and culprits:
+      reason = f'{reason}; likely culprit: {culprits}'
+    records.write_failure(step=position.step, reason=reason[:500], is_own=is_own, stacks=details or _stacks())
+    _report(f'*** {table}')
+    if culprits:
+      _report(f'*** likely culprit: {culprits}')
+
+
+def _flush():
+  for stream in (*stdlib_logging.getLogger().handlers, sys.stdout, sys.stderr):
+    try:
+      stream.flush()
+    except Exception:
+      _report(f'*** while flushing: {traceback.format_exc()}')
+
+
+def _end_children():
+  """os._exit leaves them running, although they are daemons."""
+  for child in multiprocessing.active_children():
+    child.terminate()
+
+
+def _wait_for_peers(records: RankRecords):
+  """Process 0 holds the coordination service, whose end aborts the others before they can say why they leave."""
+  while len(records.peer_failures()) < records.num_processes - 1:
+    time.sleep(0.1)
+
+
+def _stacks() -> str:
+  with tempfile.TemporaryFile() as file:
+    faulthandler.dump_traceback(file=file, all_threads=True)
+    file.seek(0)
+    return file.read().decode(errors='replace')
+
+
+def _report(text: str):
+  # A closed or full stderr must not keep the process alive.
+  with contextlib.suppress(OSError):
+    os.write(STDERR, (text + '\n').encode())
+
+
+def _within(limit_s: float, action: Callable[[], object]):
+  """Runs `action` for at most `limit_s`, and goes on whatever becomes of it: it may hang with the file system."""
+
+  def run():
+    try:
+      action()
+    except Exception:
+      _report(f'*** while leaving: {traceback.format_exc()}')
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  thread.join(limit_s)

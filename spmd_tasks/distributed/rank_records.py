@@ -1,0 +1,249 @@
+"""RankRecords: small files by which the processes of a job know of each other's progress and failure.
+
+    <job_log_dir>/ranks/start.txt           what process 0 drew by lot in this start: who reads it shares the directory
+    <job_log_dir>/ranks/progress/<i>.json   where process i is, written every few seconds
+    <job_log_dir>/ranks/failures/<i>.json   why process i leaves; its presence is a statement, made before it does
+    <job_log_dir>/ranks/failures/<i>.stacks.txt
+
+A job has one directory that all its processes see, since they checkpoint there; the coordination service's key-value
+store would need JAX's private client, and dies with process 0. Files only ever explain or hasten an end: a failure that
+a process has stated ends the others at once, but silence never does, for a network file system may show a file a minute
+late. Failures have a directory of their own, so that watching for them costs one listing however many processes there
+are.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from etils import epath
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from spmd_tasks.errors import UserError
+
+# How long a directory may take to show process 0's file. NFS keeps what it has seen of a directory for up to a minute.
+_VISIBLE_LIMIT_S = 90.0
+_VISIBLE_PERIOD_S = 0.5
+
+# Process 0 holds the coordination service, whose end aborts the others: it leaves after they have said why they do.
+_LAST_TO_LEAVE_S = 2.0
+
+_MAX_DESCRIBED = 16  # Lines for more processes than that would bury the one that matters.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+  """Where a process is: its step, and how many beats of the watchdog it has made in that step.
+
+  All processes run the same loop, so the one with the smallest (step, beat) is the one that the others wait for.
+  """
+
+  step: int = -1
+  beat: int = 0
+  activity: str = 'start'
+
+  def is_behind(self, other: 'Position') -> bool:
+    return (self.step, self.beat) < (other.step, other.beat)
+
+  def __str__(self) -> str:
+    return f'{self.activity!r} of step {self.step}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+  """Where process `process_index` was at `written`, and `since` when; both in seconds since the epoch."""
+
+  process_index: int
+  host: str
+  pid: int
+  step: int
+  beat: int
+  activity: str
+  since: float
+  written: float
+
+  @property
+  def position(self) -> Position:
+    return Position(step=self.step, beat=self.beat, activity=self.activity)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+  """Why a process left. `is_own` is false where it left only because of another's failure."""
+
+  process_index: int
+  host: str
+  pid: int
+  step: int
+  reason: str
+  is_own: bool
+
+
+class RankRecords:
+  """One process's records, and its view of the others'."""
+
+  def __init__(self, job_log_dir: epath.PathLike, *, process_index: int, num_processes: int):
+    """Opens the records and clears what this process left there in an earlier run.
+
+    The other processes' may still be from that earlier run: `open_rank_records` waits until they are not.
+    """
+    self.process_index = process_index
+    self.num_processes = num_processes
+    self._host = socket.gethostname()
+    self._progress_dir = epath.Path(job_log_dir) / 'ranks' / 'progress'
+    self._failures_dir = epath.Path(job_log_dir) / 'ranks' / 'failures'
+    for directory, suffixes in ((self._progress_dir, ['json']), (self._failures_dir, ['json', 'stacks.txt'])):
+      directory.mkdir(parents=True, exist_ok=True)
+      for suffix in suffixes:
+        (directory / f'{process_index}.{suffix}').unlink(missing_ok=True)
+
+  def write_progress(self, position: Position, *, since: float):
+    """States where this process is, and since when (seconds since the epoch)."""
+    progress = Progress(
+      process_index=self.process_index,
+      host=self._host,
+      pid=os.getpid(),
+      **dataclasses.asdict(position),
+      since=since,
+      written=time.time(),
+    )
+    _write(self._progress_dir / f'{self.process_index}.json', json.dumps(dataclasses.asdict(progress)))
+
+  def write_failure(self, *, step: int, reason: str, is_own: bool, stacks: str):
+    """States that this process leaves, and why."""
+    _write(self._failures_dir / f'{self.process_index}.stacks.txt', stacks)
+    failure = Failure(
+      process_index=self.process_index, host=self._host, pid=os.getpid(), step=step, reason=reason, is_own=is_own
+    )
+    _write(self._failures_dir / f'{self.process_index}.json', json.dumps(dataclasses.asdict(failure)))
+
+  def peer_failures(self) -> list[Failure]:
+    """The other processes' failures, those first that are not a consequence of another."""
+    failures = []
+    for path in self._failures_dir.iterdir():
+      if path.suffix == '.json' and path.stem.isdecimal() and self._is_peer(int(path.stem)):
+        failure = _read(path, Failure)
+        if failure is not None:
+          failures.append(failure)
+    return sorted(failures, key=lambda failure: (not failure.is_own, failure.process_index))
+
+  def describe(self, position: Position, *, is_waiting: bool) -> tuple[str, str]:
+    """What is remarkable about the processes, one per line, and the likely culprits ('' where nothing tells).
+
+    Args:
+      position: this process's own.
+      is_waiting: it has stood there for longer than the records' period, so that others' positions can be compared.
+    """
+    now = time.time()
+    lines, suspects = [f'processes, by their last records under {self._progress_dir.parent}:'], []
+    for index in range(self.num_processes):
+      progress = _read(self._progress_dir / f'{index}.json', Progress)
+      is_self = index == self.process_index
+      if progress is None:
+        remark = '' if is_self else 'has left no record'
+        where = f'process {index}'
+      else:
+        remark = '' if is_self else self._condition(progress)
+        if not remark and not is_self and is_waiting and progress.position.is_behind(position):
+          remark = f'is behind: {progress.position}'
+        where = (
+          f'process {index} (host {progress.host}, pid {progress.pid}): {progress.position} since '
+          f'{now - progress.since:.1f} s, record {now - progress.written:.1f} s old'
+        )
+      if remark:
+        suspects.append(f'process {index} {remark}')
+      if is_self or remark or self.num_processes <= _MAX_DESCRIBED:
+        lines.append(f'  {where}' + (f'  <- {"this process" if is_self else remark}' if is_self or remark else ''))
+    failures = self.peer_failures()
+    lines += [
+      f'  process {failure.process_index} reported at step {failure.step}: {failure.reason}' for failure in failures
+    ]
+    suspects = [
+      f'process {failure.process_index}: {failure.reason}' for failure in failures if failure.is_own
+    ] or suspects
+    return '\n'.join(lines), ', '.join(suspects[:_MAX_DESCRIBED])
+
+  def _is_peer(self, index: int) -> bool:
+    return index != self.process_index and index < self.num_processes
+
+  def _condition(self, progress: Progress) -> str:
+    """What this host's process table says of a process that ran here; '' for nothing remarkable."""
+    if progress.host != self._host or not os.path.isdir('/proc/self'):
+      return ''
+    try:
+      with open(f'/proc/{progress.pid}/stat') as file:
+        state = file.read().rpartition(')')[2].split()[0]
+    except OSError:
+      return 'is gone from this host'
+    return {'T': 'is stopped by a signal', 't': 'is stopped by a debugger', 'Z': 'is dead'}.get(state, '')
+
+
+def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
+  """Opens every process's records; a collective call, which returns once no record of an earlier run is left.
+
+  No process touches the directory before process 0 has made the call: if a running job owns the directory, process 0
+  has been refused instead, and the running job keeps its records.
+
+  Raises:
+    UserError: a process does not see what process 0 writes there; in all processes.
+  """
+  process_index, num_processes = jax.process_index(), jax.process_count()
+  if num_processes == 1:
+    return RankRecords(job_log_dir, process_index=0, num_processes=1)
+  start_path = epath.Path(job_log_dir) / 'ranks' / 'start.txt'
+  token = os.urandom(8)
+  if process_index == 0:
+    start_path.parent.mkdir(parents=True, exist_ok=True)
+    _write(start_path, token.hex())
+  token = multihost_utils.broadcast_one_to_all(np.frombuffer(token, np.uint8)).tobytes()
+  is_visible = _becomes_visible(start_path, token.hex())
+  records = RankRecords(job_log_dir, process_index=process_index, num_processes=num_processes) if is_visible else None
+  all_visible = multihost_utils.process_allgather(np.array(is_visible)).reshape(-1)
+  if not all_visible.all():
+    blind = ', '.join(str(index) for index in np.flatnonzero(~all_visible)[:_MAX_DESCRIBED])
+    if process_index == 0:
+      time.sleep(_LAST_TO_LEAVE_S)
+    raise UserError(
+      f'{os.fspath(job_log_dir)} is not shared by the processes of the job: what process 0 wrote there is not seen by '
+      f'process {blind} (of {num_processes}); choose a directory on a file system or in a bucket that they all share.'
+    )
+  assert records is not None
+  return records
+
+
+def _becomes_visible(path: epath.Path, text: str) -> bool:
+  """Whether `path` holds `text`, now or soon."""
+  limit = time.monotonic() + _VISIBLE_LIMIT_S
+  while True:
+    try:
+      if path.read_text() == text:
+        return True
+    except (OSError, ValueError):  # Not there yet; or another file, of which nothing is known.
+      pass
+    if time.monotonic() > limit:
+      return False
+    time.sleep(_VISIBLE_PERIOD_S)
+
+
+def _write(path: epath.Path, text: str):
+  """Replaces the file whole, so that no reader sees a part of it."""
+  partial = path.with_name(f'.{path.name}.partial')
+  partial.write_text(text)
+  partial.replace(path)
+
+
+def _read(path: epath.Path, record_type: type) -> Any:
+  """The record, or None where there is none that can be read: it explains, and must not raise."""
+  try:
+    values = json.loads(path.read_text())
+    fields = {field.name: field.type for field in dataclasses.fields(record_type)}
+    if set(values) != set(fields) or any(type(values[name]) is not fields[name] for name in fields):
+      return None
+    return record_type(**values)
+  except (OSError, ValueError, TypeError):
+    return None

@@ -1,0 +1,162 @@
+"""StepWatchdog: a training loop that makes no progress ends, and says where it stood.
+
+Usage:
+
+    with StepWatchdog(timeout_s=600, emergency=emergency, records=records) as watchdog:
+      for step in range(first_step, num_steps):
+        watchdog.beat(step, 'input')
+        batch = next(inputs)
+        watchdog.beat(step)
+        state = train_step(state, batch)
+        if time_to_save:
+          with watchdog.allow('checkpoint', limit_s=1800):
+            save(state)
+
+A process that is alive but stuck is found by nobody else: its heartbeats go on, and the others wait for it in a
+collective until their own watchdogs fire. Their reports name it, as the one whose records are behind.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import threading
+import time
+
+from absl import logging
+
+from spmd_tasks import exit_codes
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.rank_records import Position, RankRecords
+from spmd_tasks.errors import UserError
+
+# How much longer than the limit the watchdog's own thread may be kept from running, by a native call that holds the
+# interpreter lock, before the process ends without it.
+_NATIVE_MARGIN_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mark:
+  """What the loop said last. Replaced whole, so that the watching threads need no lock."""
+
+  position: Position
+  limit_s: float
+  begun: float = dataclasses.field(default_factory=time.monotonic)
+
+
+class StepWatchdog:
+  """Ends the process if no beat comes within the limit, or if another process states its failure."""
+
+  def __init__(
+    self,
+    *,
+    timeout_s: float,
+    first_step_timeout_s: float = 3600.0,
+    emergency: EmergencyExit,
+    records: RankRecords | None = None,
+    record_period_s: float = 2.0,
+  ):
+    """Makes a watchdog, to be entered as a context.
+
+    Args:
+      timeout_s: seconds without a beat that end the process. It must exceed the longest honest step, the wait for the
+        slowest process included.
+      first_step_timeout_s: the same until the second step begins: the first one compiles.
+      emergency: the way out.
+      records: where to write progress and look for other processes' failures; None for a single process.
+      record_period_s: seconds between two writes and looks.
+
+    Raises:
+      UserError: a limit is not positive.
+    """
+    if timeout_s <= 0 or first_step_timeout_s <= 0:
+      raise UserError(
+        f'timeout_s={timeout_s} and first_step_timeout_s={first_step_timeout_s} must be positive: they are limits in '
+        'seconds.'
+      )
+    self._timeout_s = timeout_s
+    self._first_step_timeout_s = first_step_timeout_s
+    self._emergency = emergency
+    self._records = records
+    self._record_period_s = record_period_s
+    self._first_step: int | None = None
+    self._mark = _Mark(position=Position(), limit_s=first_step_timeout_s)
+    self._done = threading.Event()
+    self._threads: list[threading.Thread] = []
+
+  def __enter__(self) -> 'StepWatchdog':
+    self._mark = _Mark(position=Position(), limit_s=self._first_step_timeout_s)
+    self._emergency.set_position_source(lambda: self._mark.position)
+    self._threads = [threading.Thread(target=self._watch, name='step-watchdog', daemon=True)]
+    if self._records is not None:
+      # Apart from the watch, which must fire also while the file system hangs.
+      self._threads.append(threading.Thread(target=self._exchange, name='rank-records', daemon=True))
+    for thread in self._threads:
+      thread.start()
+    return self
+
+  def __exit__(self, *exc_info):
+    self._done.set()
+    for thread in self._threads:
+      thread.join(5.0)
+    self._emergency.set_deadline(None)
+
+  def beat(self, step: int, activity: str = 'step'):
+    """Begins `activity` of `step`; costs microseconds. To be called in the same order in every process."""
+    if self._first_step is None:
+      self._first_step = step
+    limit_s = self._first_step_timeout_s if step == self._first_step else self._timeout_s
+    self._mark = _Mark(position=self._next_position(step, activity), limit_s=limit_s)
+
+  @contextlib.contextmanager
+  def allow(self, activity: str, limit_s: float) -> Iterator[None]:
+    """Gives `limit_s` seconds to something longer than a step; the step's limit begins anew after it."""
+    before = self._mark
+    self._mark = _Mark(position=self._next_position(before.position.step, activity), limit_s=limit_s)
+    try:
+      yield
+    finally:
+      after = self._next_position(before.position.step, before.position.activity)
+      self._mark = _Mark(position=after, limit_s=before.limit_s)
+
+  def _next_position(self, step: int, activity: str) -> Position:
+    last = self._mark.position
+    return Position(step=step, beat=last.beat + 1 if step == last.step else 0, activity=activity)
+
+  def _watch(self):
+    while True:
+      mark = self._mark
+      waited_s = time.monotonic() - mark.begun
+      if waited_s > mark.limit_s:
+        self._emergency.leave(
+          exit_codes.STUCK,
+          f'no progress for {waited_s:.1f} s in {mark.position} (limit {mark.limit_s:g} s)',
+        )
+      self._emergency.set_deadline(mark.limit_s + _NATIVE_MARGIN_S)
+      if self._done.wait(min(1.0, mark.limit_s / 10)):
+        return
+
+  def _exchange(self):
+    assert self._records is not None
+    is_failing = False
+    while True:
+      mark = self._mark
+      try:
+        since = time.time() - (time.monotonic() - mark.begun)
+        self._records.write_progress(mark.position, since=since)
+        failures = self._records.peer_failures()
+        is_failing = False
+      except Exception as error:  # Whatever the file system's library raises.
+        failures = []
+        if not is_failing:  # Once per outage: the job can go on without its records.
+          logging.warning('the records of the processes cannot be kept: %s', error)
+        is_failing = True
+      if failures:
+        first = failures[0]
+        self._emergency.leave(
+          exit_codes.PEER_FAILED,
+          f'process {first.process_index} (host {first.host}, pid {first.pid}) left at step {first.step}: '
+          f'{first.reason}',
+          is_own=False,
+        )
+      if self._done.wait(self._record_period_s):
+        return

@@ -1,0 +1,175 @@
+"""Multi-head and grouped-query self-attention over packed documents.
+
+Shapes: B batch, T sequence, D model, H query heads, G key/value heads, K head dim.
+"""
+
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, leave_new_cache, read_cache
+from spmd_tasks.layers.attention.positions import Rotary
+from spmd_tasks.layers.initializers import FanInNormal
+from spmd_tasks.layers.linear import Linear
+from spmd_tasks.layers.norm import RmsNorm
+from spmd_tasks.sharding.specs import SplitDims
+
+
+def segment_mask(segment_ids: jax.Array) -> jax.Array:
+  """Who may attend to whom in packed text: bool [B, 1, T, T], true where query and key belong to one document.
+
+  Padding (segment 0) attends to padding only, so that no query is left without a key: its softmax stays finite, and
+  what it computes reaches no token of a document.
+  """
+  return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+
+
+class Attention(nn.Module, kw_only=True):
+  """Self-attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
+
+  Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`). Query head h reads
+  key/value head h // (H // G). The softmax is float32 whatever the dtype. While text is generated, keys and values
+  are kept (kv_cache.py).
+
+  Fields:
+    num_heads: H.
+    num_kv_heads: G, a divisor of H; None means H.
+    head_dim: K; None means D / H, which must then divide.
+    causal: whether a token sees only itself and what comes before it.
+    window: how many tokens of its document a token sees, itself and those before it (Beltagy et al., 2020; Mistral 7B:
+      Jiang et al., 2023); needs `causal`. None: all. While text is generated, no more keys and values are kept.
+    rotary: rotates queries and keys by position; None for models with other positions.
+    qk_norm: whether queries and keys go through an RmsNorm over K each (Henry et al., 2020), before the rotation.
+    use_bias: on all four projections.
+    dtype: of the computation.
+    init_scale, out_init_scale: variance scale of the input projections and of the output projection.
+    implementation: of jax.nn.dot_product_attention: 'xla', 'cudnn' (GPU, 16-bit dtypes), or None for JAX's choice.
+    query_split_dims, kv_split_dims, out_split_dims: the kernels'.
+    query_activation_split_dims, kv_activation_split_dims, activation_split_dims: of q, of k and v, of the result.
+  """
+
+  num_heads: int
+  num_kv_heads: int | None = None
+  head_dim: int | None = None
+  causal: bool = True
+  window: int | None = None
+  rotary: Rotary | None = Rotary()
+  qk_norm: bool = False
+  use_bias: bool = False
+  dtype: Any = 'float32'
+  init_scale: float = 1.0
+  out_init_scale: float = 1.0
+  implementation: Literal['xla', 'cudnn'] | None = None
+  query_split_dims: SplitDims = ('embed', 'heads', 'head_dim')
+  kv_split_dims: SplitDims = ('embed', 'kv_heads', 'head_dim')
+  out_split_dims: SplitDims = ('heads', 'head_dim', 'embed')
+  query_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
+  kv_activation_split_dims: SplitDims = ('batch', 'seq', 'act_kv_heads', None)
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  def __post_init__(self):
+    if self.window is not None and (self.window < 1 or not self.causal):
+      raise UserError(
+        f'window={self.window} with causal={self.causal}: a window is of 1 or more tokens up to the token itself, so '
+        'choose a positive one and causal=True, or window=None.'
+      )
+    super().__post_init__()
+
+  def _num_kv_heads(self) -> int:
+    num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+    if num_kv_heads < 1 or self.num_heads % num_kv_heads:
+      raise UserError(
+        f'num_kv_heads={num_kv_heads} does not divide num_heads={self.num_heads}: every key/value head serves the same '
+        'number of query heads, so choose a divisor.'
+      )
+    return num_kv_heads
+
+  def _head_dim(self, model_dim: int) -> int:
+    if self.head_dim is None and model_dim % self.num_heads:
+      raise UserError(
+        f'num_heads={self.num_heads} does not divide the model dim {model_dim}: set head_dim, or choose a divisor.'
+      )
+    return model_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> jax.Array:
+    """Returns [B, T, D] for x [B, T, D].
+
+    Args:
+      x: float [B, T, D].
+      segment_ids: int32 [B, T], the document of each token; None: one document per row.
+      segment_pos: int32 [B, T], the position in the document; needed by `rotary`.
+      train: unused here; part of the signature of every sublayer.
+
+    Raises:
+      UserError: the head counts or dims do not fit each other, rotary positions are missing, or text is generated
+        with an attention that is not causal.
+    """
+    del train
+    head_dim, num_kv_heads = self._head_dim(x.shape[-1]), self._num_kv_heads()
+    if self.rotary is not None and segment_pos is None:
+      raise UserError('rotary attention needs segment_pos: pass it, or set rotary=None.')
+
+    def project(name: str, num_heads: int, split_dims: SplitDims, activation_split_dims: SplitDims) -> jax.Array:
+      return Linear(
+        output_dims=(num_heads, head_dim),
+        use_bias=self.use_bias,
+        dtype=self.dtype,
+        kernel_init=FanInNormal(scale=self.init_scale),
+        split_dims=split_dims,
+        activation_split_dims=activation_split_dims,
+        name=name,
+      )(x)
+
+    query = project('query', self.num_heads, self.query_split_dims, self.query_activation_split_dims)
+    key = project('key', num_kv_heads, self.kv_split_dims, self.kv_activation_split_dims)
+    value = project('value', num_kv_heads, self.kv_split_dims, self.kv_activation_split_dims)
+    if self.qk_norm:
+      query = RmsNorm(dtype=self.dtype, name='query_norm')(query)
+      key = RmsNorm(dtype=self.dtype, name='key_norm')(key)
+    if self.rotary is not None:
+      assert segment_pos is not None
+      query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
+    cached = None
+    if is_decoding(self):
+      if not self.causal or segment_pos is None:
+        raise UserError(
+          f'causal={self.causal}, segment_pos {"missing" if segment_pos is None else "given"}: text can only be '
+          'generated where no token sees what comes after it, and from positions.'
+        )
+      leave_new_cache(self, key, value, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
+      cached = read_cache(self)
+    if cached is not None:
+      assert segment_pos is not None
+      attended = attend_to_cache(query, key, value, cached, segment_ids, segment_pos, window=self.window)
+    else:
+      mask = None if segment_ids is None else segment_mask(segment_ids)
+      attended = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=self.causal,
+        # Documents are contiguous: within one, tokens are as far apart as their columns.
+        local_window_size=None if self.window is None else (self.window - 1, 0),
+        implementation=self.implementation,
+      )
+    return Linear(
+      output_dims=x.shape[-1],
+      num_input_dims=2,
+      use_bias=self.use_bias,
+      dtype=self.dtype,
+      kernel_init=FanInNormal(scale=self.out_init_scale, num_input_dims=2),
+      split_dims=self.out_split_dims,
+      activation_split_dims=self.activation_split_dims,
+      name='out',
+    )(attended)

@@ -1,0 +1,76 @@
+"""Where a token stands in its document: rotary embeddings of queries and keys, or a learned vector per position.
+
+Shapes: B batch, T sequence, D model, H heads, K head dim. `positions` is int32 [B, T] and counts from 0 within each
+packed document (the batch's `segment_pos`).
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.sharding.specs import SplitDims, constrain
+from spmd_tasks.sharding.weights import Initializer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotary:
+  """Rotates pairs of a head's features by angles proportional to the position (Su et al., 2021). Has no weights.
+
+  Convention: *halves*. Feature i is paired with feature i + K/2, as in GPT-NeoX, Llama on Hugging Face and Pax; the
+  original paper pairs 2i with 2i + 1. The two differ by a fixed permutation of the query's and key's head dim.
+  Pair i turns by `position * max_wavelength ** (-2i / K)` radians; angles and rotation are float32.
+  """
+
+  max_wavelength: float = 10_000.0
+
+  def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns x [B, T, H, K], rotated, in x's dtype.
+
+    Raises:
+      UserError: K is odd.
+    """
+    head_dim = x.shape[-1]
+    if head_dim % 2:
+      raise UserError(f'rotary positions pair features, but head_dim is {head_dim}: choose an even head_dim.')
+    fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequencies = self.max_wavelength**-fraction  # [K/2]
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
+    sin, cos = jnp.sin(angles), jnp.cos(angles)  # [B, T, 1, K/2]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+class LearnedPositions(nn.Module, kw_only=True):
+  """Adds a learned vector per position to x [B, T, D] (Gehring et al., 2017; GPT-2). Weight: `table` [max_len, D].
+
+  Fields: `max_len` positions are learned; `split_dims` of the table; `activation_split_dims` of the result.
+  """
+
+  max_len: int
+  dtype: Any = 'float32'
+  table_init: Initializer = jax.nn.initializers.normal(0.02)
+  split_dims: SplitDims = (None, 'embed')
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  @nn.compact
+  def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns x plus each position's vector; a position outside the table gives NaNs.
+
+    Raises:
+      UserError: the sequence is longer than the table, so that positions could fall outside of it.
+    """
+    if x.shape[1] > self.max_len:
+      raise UserError(
+        f'sequences of length {x.shape[1]} do not fit max_len={self.max_len} learned positions: raise max_len or '
+        'shorten the input.'
+      )
+    shape = (self.max_len, x.shape[-1])
+    table = declare_weight(self, 'table', shape=shape, init=self.table_init, split_dims=self.split_dims)
+    vectors = jnp.take(table, positions, axis=0, mode='fill', fill_value=jnp.nan)
+    return constrain(x.astype(self.dtype) + vectors.astype(self.dtype), self.activation_split_dims)

@@ -1,0 +1,182 @@
+"""PipelinedStack: a TransformerStack whose layers are split over the stages of a pipeline.
+
+    PipelinedStack(block=..., num_layers=12, num_microbatches=8, schedule='circular', num_repeats=2)
+
+is a drop-in `stack` of a model. Which mesh axis its stages lie along, the axis rules say: it is that of `layers`.
+
+    mesh_axis_names = ('replica', 'stage', 'data', 'mdl')
+    axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES)  # `layers` and `batch` over `stage`
+
+Where the mesh has no such axis, the layers run one after the other, from the same weights.
+
+Shapes: B batch, T sequence, D model, L layers, P stages, M microbatches, V repeats, N layers of one stage in a repeat.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from absl import logging
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.pipeline.loop import run_loop
+from spmd_tasks.layers.pipeline.microbatches import check_microbatches_divide, microbatch_layout
+from spmd_tasks.layers.pipeline.one_forward_one_backward import run_one_forward_one_backward
+from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
+from spmd_tasks.layers.pipeline.stage import Microbatch, Stage, StageWeights
+from spmd_tasks.layers.remat import remat_policy
+from spmd_tasks.layers.statistics import values_per_layer
+from spmd_tasks.layers.sublayers import WithSublayers
+from spmd_tasks.layers.transformer import scan_layers
+from spmd_tasks.sharding.specs import ShardingScope, SplitDim, current_sharding_scope
+from spmd_tasks.sharding.stage_axis import stage_axis, without_axis
+from spmd_tasks.sharding.weights import merge_stacked, split_stacked
+
+_RUN: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
+  'gpipe': run_loop,
+  'circular': run_loop,
+  'one_forward_one_backward': run_one_forward_one_backward,
+}
+
+
+class PipelinedStack(WithSublayers, kw_only=True):
+  """`num_layers` blocks of one shape over P stages; called like a TransformerStack and with its weights, `layers`.
+
+  The weights are [L, ...], or [V, L / V, ...] of a circular pipeline, whose stage p holds part p of each repeat; in
+  checkpoints both are [L, ...]. Layers that do not divide the stages are filled up with identity layers, which a
+  checkpoint does not have either.
+
+  The loss, the gradients and the layers' statistics are those of the whole batch, however it is cut. Dropout is of its
+  own: each layer and microbatch has another mask, whatever the schedule. What blocks `sow` is lost.
+
+  Fields:
+    block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
+    num_layers: L.
+    num_microbatches: M, a multiple of P. The more there are, the shorter the bubble, and the smaller each matmul.
+    schedule: 'gpipe'; 'circular', for a shorter bubble; or 'one_forward_one_backward', for memory that does not grow
+      with M, at the price of another forward pass.
+    num_repeats: V, how often a circular pipeline goes round; 1 for the others.
+    remat_policy: a name in REMAT_POLICIES, what each layer keeps for its backward pass.
+    batch_split_dim: the split dim of B, by the activation split dims of the blocks.
+  """
+
+  block: nn.Module
+  num_layers: int
+  num_microbatches: int
+  schedule: ScheduleName = 'gpipe'
+  num_repeats: int = 1
+  remat_policy: str = 'none'
+  batch_split_dim: SplitDim = 'batch'
+
+  def __post_init__(self):
+    for name in ('num_layers', 'num_microbatches', 'num_repeats'):
+      if getattr(self, name) < 1:
+        raise UserError(f'{name}={getattr(self, name)} must be at least 1.')
+    if self.schedule not in SCHEDULES:
+      raise UserError(f'schedule {self.schedule!r} is unknown: choose one of {list(SCHEDULES)}.')
+    if self.schedule != 'circular' and self.num_repeats > 1:
+      raise UserError(
+        f"num_repeats={self.num_repeats} is for schedule 'circular' only: set it to 1 for {self.schedule!r}."
+      )
+    if self.num_layers % self.num_repeats:
+      raise UserError(
+        f'num_layers={self.num_layers} must be a multiple of num_repeats={self.num_repeats}: change one of them.'
+      )
+    remat_policy(self.remat_policy)
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] where it is a vector}).
+
+    Raises:
+      UserError: the microbatches do not divide the batch, or the stages the microbatches.
+    """
+    scope = current_sharding_scope()
+    axis = None if scope is None else stage_axis(scope.mesh.axis_names, scope.axis_rules)
+    if scope is not None and axis is not None and scope.mesh.shape[axis] > 1:
+      schedule = self._schedule(scope.mesh.shape[axis], x.shape[0], is_strict=train or self.is_initializing())
+      if schedule is not None and not self.is_initializing():
+        return self._pipelined(scope, axis, schedule, Microbatch(x, segment_ids, segment_pos), train)
+    return self._in_sequence(x, segment_ids, segment_pos, train)
+
+  def _schedule(self, num_stages: int, batch_size: int, is_strict: bool) -> Schedule | None:
+    """The schedule; where numbers do not fit and need not, of the most microbatches that do, or None."""
+    counts = [self.num_microbatches]
+    if not is_strict:
+      counts = [m for m in range(self.num_microbatches, 0, -1) if batch_size % m == 0 and m % num_stages == 0]
+    if not counts:
+      logging.info('%d rows cannot be cut for %d stages: layers run in sequence.', batch_size, num_stages)
+      return None
+    schedule = Schedule(num_stages=num_stages, num_microbatches=counts[0], num_repeats=self.num_repeats)
+    check_microbatches_divide(batch_size, counts[0])
+    return schedule
+
+  def _in_sequence(self, x, segment_ids, segment_pos, train):
+    layers = scan_layers(num_layers=self.num_layers, scan=True, remat_policy_name=self.remat_policy, train=train)
+    if self.num_repeats > 1:
+      layers = nn.map_variables(
+        layers,
+        'params',
+        trans_in_fn=merge_stacked,
+        trans_out_fn=lambda weights: split_stacked(weights, self.num_repeats),
+        init=self.is_initializing(),
+      )
+    x, aux = layers(self.block.copy(name='layers'), x, segment_ids, segment_pos)
+    return x, values_per_layer(aux)
+
+  def _pipelined(self, scope: ShardingScope, axis: str, schedule: Schedule, batch: Microbatch, train: bool):
+    stage = Stage(
+      block=self.block.clone(parent=None),
+      remat_policy=self.remat_policy,
+      train=train,
+      axis=axis,
+      axis_rules=without_axis(axis, scope.axis_rules),
+      layers_per_repeat=self.num_layers // self.num_repeats,
+      num_repeats=self.num_repeats,
+    )
+    layout = microbatch_layout(scope, axis, self.batch_split_dim, batch.x.shape[0], schedule.num_microbatches)
+    layers_dim = int(self.num_repeats > 1)
+    layers_spec = PartitionSpec(*[None] * layers_dim, axis)
+    run = _RUN[self.schedule]
+
+    def run_stage(weights: StageWeights, microbatches: Microbatch) -> tuple[jax.Array, Any]:
+      if layers_dim:
+        weights = weights._replace(layers=jax.tree.map(lambda w: jnp.swapaxes(w, 0, 1), weights.layers))
+      return run(stage, schedule, weights, microbatches)
+
+    weights = nn.meta.unbox(self.variables['params']['layers'])
+    weights = jax.tree.map(lambda w: _pad_layers(w, layers_dim, schedule.num_stages), weights)
+    rng = self.make_rng('dropout') if train and self.has_rng('dropout') else None
+    # Every array that has a gradient is one stage's own, so that nothing has to be known of what is equal on all of
+    # them; and layers that are a shard_map themselves, as experts are, require this of one around them.
+    x, aux = jax.shard_map(
+      run_stage,
+      mesh=scope.mesh,
+      axis_names={axis},
+      check_vma=False,
+      in_specs=(StageWeights(layers_spec, PartitionSpec()), PartitionSpec(axis)),
+      out_specs=(PartitionSpec(axis), PartitionSpec(None, axis)),
+    )(StageWeights(weights, rng), layout.split(batch, scope))
+
+    def by_layer(a):  # [V, P N, ...] to [L, ...]
+      return a[:, : stage.layers_per_repeat].reshape(-1, *a.shape[2:])
+
+    return layout.merge(x), values_per_layer(jax.tree.map(by_layer, aux))
+
+
+def _pad_layers(weight: jax.Array, dim: int, num_stages: int) -> jax.Array:
+  """Zeros for the identity layers that fill up the stages."""
+  widths = [(0, 0)] * weight.ndim
+  widths[dim] = (0, -weight.shape[dim] % num_stages)
+  return jnp.pad(weight, widths)

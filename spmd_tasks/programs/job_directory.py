@@ -1,0 +1,129 @@
+"""A job_log_dir belongs to one experiment, and to one running job at a time.
+
+    with claim(job_log_dir, experiment_name='lm.StdlibTiny'):
+      ...
+
+The claim is a kernel lock (`flock`) on `job.lock`, so it ends with the process, kill -9 included; nothing has to be
+cleaned up. The file also says who holds it. Remote directories (`gs://...`) have no locks: there the experiment's name
+is checked, and a second running job is not noticed. Only process 0 of a job claims.
+"""
+
+import dataclasses
+import datetime
+import errno
+import fcntl
+import io
+import json
+import os
+import socket
+import types
+
+from absl import logging
+from etils import epath
+
+from spmd_tasks.checkpoints.durable_files import is_remote, write_durably
+from spmd_tasks.errors import UserError
+
+EXPERIMENT_FILE = 'experiment.json'
+CONFIG_FILE = 'config.json'
+LOCK_FILE = 'job.lock'
+# What flock answers where a file system (Lustre without -o flock, some FUSE) has none.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobDirectory:
+  """A claimed directory; `lock_file` is open and locked, or None where there are no locks."""
+
+  path: epath.Path
+  lock_file: io.FileIO | None
+
+  def release(self) -> None:
+    """Gives the directory free for another job; the end of the process does the same."""
+    if self.lock_file is not None:
+      self.lock_file.close()
+
+  def __enter__(self) -> 'JobDirectory':
+    return self
+
+  def __exit__(
+    self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+  ) -> None:
+    self.release()
+
+
+def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
+  """Creates the directory if need be, locks it and records the experiment's name in it, which it keeps for ever.
+
+  Raises:
+    UserError: the directory belongs to another experiment or another running job (nothing is written then), or it
+      cannot be created or written.
+  """
+  path = epath.Path(job_log_dir)
+  try:
+    _check_experiment(path, experiment_name)
+    path.mkdir(parents=True, exist_ok=True)
+    lock_file = _lock(path)
+    try:
+      # Again, now that nobody else can write: two first jobs may have passed the first check together.
+      if not _check_experiment(path, experiment_name):
+        write_durably(path / EXPERIMENT_FILE, json.dumps({'experiment': experiment_name}) + '\n')
+    except BaseException:
+      if lock_file is not None:
+        lock_file.close()
+      raise
+  except OSError as error:
+    raise UserError(
+      f'job_log_dir {os.fspath(path)!r} cannot be used: {error.strerror or error} ({error.filename}). Choose a '
+      'directory that this user can create and write.'
+    ) from error
+  return JobDirectory(path=path, lock_file=lock_file)
+
+
+def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
+  """Whether the directory has an owner already; a ValueError if that is another experiment."""
+  try:
+    text = (path / EXPERIMENT_FILE).read_text()
+  except FileNotFoundError:
+    return False
+  try:
+    owner = json.loads(text)['experiment']
+  except (ValueError, TypeError, KeyError):
+    raise UserError(
+      f'{os.fspath(path / EXPERIMENT_FILE)!r} does not say which experiment the directory belongs to: correct it to '
+      f'{json.dumps({"experiment": experiment_name})}, or choose another job_log_dir.'
+    ) from None
+  if owner != experiment_name:
+    raise UserError(
+      f'job_log_dir {os.fspath(path)!r} belongs to experiment {owner!r}, not to {experiment_name!r}: choose another '
+      'job_log_dir.'
+    )
+  return True
+
+
+def _lock(path: epath.Path) -> io.FileIO | None:
+  """The locked lock file, with the holder written into it; None where the file system has no locks."""
+  if is_remote(path):
+    logging.warning('%s is remote: a second job in the same directory will not be noticed.', path)
+    return None
+  # Close-on-exec (Python's default): a subprocess must not keep the lock after this process has died.
+  lock_file = io.FileIO(os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+')
+  try:
+    fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
+    lock_file.truncate(0)
+    lock_file.write(f'host {socket.gethostname()}, pid {os.getpid()}, since {now}\n'.encode())
+  except BlockingIOError:
+    holder = lock_file.read(1000).decode(errors='replace').strip()
+    lock_file.close()
+    raise UserError(
+      f'job_log_dir {os.fspath(path)!r} is in use by another running job ({holder or "no name left"}): stop that job '
+      'first, or choose another job_log_dir.'
+    ) from None
+  except OSError as error:
+    lock_file.close()
+    if error.errno not in _NO_LOCKS:
+      raise
+    logging.warning('%s is on a file system without locks: a second job in it will not be noticed.', path)
+    return None
+  return lock_file

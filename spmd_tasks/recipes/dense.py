@@ -1,0 +1,99 @@
+"""Dense language models: the base of the registered `lm` experiments, and a good one for yours."""
+
+import fiddle as fdl
+
+from spmd_tasks.experiment import Experiment
+from spmd_tasks.inputs.grain_input import TextInput
+from spmd_tasks.inputs.text import StdlibText
+from spmd_tasks.inputs.tokenizers import ByteTokenizer
+from spmd_tasks.layers.attention.attention import Attention
+from spmd_tasks.layers.embedding import TokenEmbedding
+from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
+from spmd_tasks.layers.language_model import LanguageModel
+from spmd_tasks.layers.losses import LanguageModelLoss
+from spmd_tasks.layers.norm import RmsNorm
+from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
+from spmd_tasks.learning.learner import Learner
+from spmd_tasks.learning.optimizers import AdamW
+from spmd_tasks.learning.schedules import LinearWarmupCosine
+from spmd_tasks.runtime.task import Task
+
+
+class DenseLanguageModel(Experiment):
+  """A decoder-only transformer on packed text; the base of the experiments here, and a good one for yours."""
+
+  vocab_size: int = 259  # ByteTokenizer: 256 bytes and 3 special tokens
+  model_dims: int = 128
+  num_layers: int = 4
+  num_heads: int = 4
+  num_kv_heads: int | None = None
+  hidden_dims: int = 384
+  dtype: str = 'float32'  # of the computation; weights are float32
+  remat_policy: str = 'none'
+
+  seq_len: int = 128
+  batch_size: int = 16
+  eval_batches: int | None = 8
+
+  learning_rate: float = 3e-3
+  warmup_fraction: float = 0.05  # of num_train_steps
+  weight_decay: float = 0.1
+
+  def ffn(self) -> fdl.Config[FeedForward]:
+    """The feed-forward sublayer of every block."""
+    return fdl.Config(GatedFeedForward, hidden_dim=self.hidden_dims, activation='silu', dtype=self.dtype)
+
+  def block(self, ffn: fdl.Config) -> fdl.Config[TransformerBlock]:
+    """A transformer block around a feed-forward sublayer."""
+    return fdl.Config(
+      TransformerBlock,
+      attention=fdl.Config(
+        Attention, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, dtype=self.dtype, head_dim=None
+      ),
+      ffn=ffn,
+      norm=fdl.Config(RmsNorm, dtype=self.dtype),
+    )
+
+  def stack(self) -> fdl.Config[TransformerStack]:
+    """All blocks."""
+    return fdl.Config(
+      TransformerStack, block=self.block(self.ffn()), num_layers=self.num_layers, remat_policy=self.remat_policy
+    )
+
+  def loss(self) -> fdl.Config[LanguageModelLoss]:
+    """What is minimised."""
+    return fdl.Config(LanguageModelLoss, z_loss_weight=1e-4)
+
+  def task(self) -> fdl.Config[Task]:
+    model = fdl.Config(
+      LanguageModel,
+      embedding=fdl.Config(TokenEmbedding, vocab_size=self.vocab_size, embed_dim=self.model_dims, dtype=self.dtype),
+      stack=self.stack(),
+      final_norm=fdl.Config(RmsNorm, dtype=self.dtype),
+    )
+    schedule = fdl.Config(
+      LinearWarmupCosine,
+      peak=self.learning_rate,
+      warmup_steps=round(self.warmup_fraction * self.num_train_steps),
+      total_steps=self.num_train_steps,
+      final_fraction=0.1,
+    )
+    optimizer = fdl.Config(AdamW, learning_rate=schedule, beta2=0.95, weight_decay=self.weight_decay)
+    learner = fdl.Config(Learner, optimizer=optimizer, clip_global_norm=1.0)
+    return fdl.Config(Task, model=model, loss=self.loss(), learner=learner)
+
+  def _text(self, split: str, **settings) -> fdl.Config[TextInput]:
+    return fdl.Config(
+      TextInput,
+      source=fdl.Config(StdlibText, split=split),
+      tokenizer=fdl.Config(ByteTokenizer),
+      batch_size=self.batch_size,
+      seq_len=self.seq_len,
+      **settings,
+    )
+
+  def train_input(self) -> fdl.Config[TextInput]:
+    return self._text('train', seed=self.seed)
+
+  def eval_inputs(self) -> dict[str, fdl.Config[TextInput]]:
+    return {'valid': self._text('valid', num_epochs=1, shuffle=False, max_batches=self.eval_batches)}

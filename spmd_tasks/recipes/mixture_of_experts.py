@@ -1,0 +1,50 @@
+"""Mixture-of-experts language models: the base of the registered `moe` experiments."""
+
+import fiddle as fdl
+
+from spmd_tasks.layers.feed_forward import GatedFeedForward
+from spmd_tasks.layers.losses import LanguageModelLoss
+from spmd_tasks.layers.moe.dropless import Dropless
+from spmd_tasks.layers.moe.experts import Experts
+from spmd_tasks.layers.moe.layer import ExpertComputation, MixtureOfExperts
+from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.recipes.dense import DenseLanguageModel
+
+
+class MoeLanguageModel(DenseLanguageModel):
+  """A decoder-only transformer whose feed-forward sublayers are dropless mixtures of gated experts.
+
+  `hidden_dims` is one expert's, `shared_hidden_dims` that of an expert which every token passes, None for none.
+  """
+
+  num_experts: int = 8
+  num_selected_experts: int = 2
+  shared_hidden_dims: int | None = None
+  load_balance_weight: float = 0.01
+  router_z_weight: float = 1e-3
+
+  def router(self) -> fdl.Config[TopKRouter]:
+    """Who chooses the experts."""
+    return fdl.Config(
+      TopKRouter, num_experts=self.num_experts, num_selected=self.num_selected_experts, normalize_gates=1.0
+    )
+
+  def computation(self) -> fdl.Config[ExpertComputation]:
+    """How tokens meet the experts."""
+    return fdl.Config(Dropless)
+
+  def ffn(self) -> fdl.Config[MixtureOfExperts]:
+    shared = None
+    if self.shared_hidden_dims is not None:
+      shared = fdl.Config(GatedFeedForward, hidden_dim=self.shared_hidden_dims, activation='silu', dtype=self.dtype)
+    return fdl.Config(
+      MixtureOfExperts,
+      router=self.router(),
+      experts=fdl.Config(Experts, num_experts=self.num_experts, hidden_dim=self.hidden_dims, dtype=self.dtype),
+      computation=self.computation(),
+      shared_expert=shared,
+    )
+
+  def loss(self) -> fdl.Config[LanguageModelLoss]:
+    weights = {'load_balance_loss': self.load_balance_weight, 'router_z_loss': self.router_z_weight}
+    return fdl.copy_with(super().loss(), aux_loss_weights=weights, num_aux_layers=self.num_layers)

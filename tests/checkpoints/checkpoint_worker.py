@@ -1,0 +1,110 @@
+"""What the processes of test_checkpoints_processes.py run: `train` until killed, or `share` as one of two processes."""
+
+import pathlib
+import sys
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+import numpy as np
+
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
+
+SHAPE = (512, 2048)
+
+
+def host_state(step: int) -> dict[str, np.ndarray]:
+  """The state of `step`: a linear congruential generator's step-th values, and the step."""
+  values = np.arange(SHAPE[0] * SHAPE[1], dtype=np.uint32).reshape(SHAPE)
+  for _ in range(step):
+    values = values * np.uint32(1664525) + np.uint32(1013904223)
+  return {'values': values, 'step': np.asarray(step, np.int32)}
+
+
+def abstract_state() -> dict[str, jax.ShapeDtypeStruct]:
+  mesh = jax.make_mesh((2, jax.device_count() // 2), ('data', 'mdl'), axis_types=(AxisType.Auto,) * 2)
+  split, replicated = NamedSharding(mesh, PartitionSpec('data', 'mdl')), NamedSharding(mesh, PartitionSpec())
+  return {
+    'values': jax.ShapeDtypeStruct(SHAPE, np.uint32, sharding=split),
+    'step': jax.ShapeDtypeStruct((), np.int32, sharding=replicated),
+  }
+
+
+def device_state(step: int) -> dict[str, jax.Array]:
+  return {
+    name: jax.make_array_from_callback(value.shape, abstract_state()[name].sharding, value.__getitem__)
+    for name, value in host_state(step).items()
+  }
+
+
+def train(directory: str) -> None:
+  """Saves every step for ever, each one's state in donated buffers; goes on from the newest checkpoint."""
+  checkpointer = Checkpointer(directory, max_to_keep=2)
+  restored = checkpointer.restore(abstract_state())
+  state = restored.state if restored else device_state(0)
+  update = jax.jit(
+    lambda tree: {'values': tree['values'] * np.uint32(1664525) + np.uint32(1013904223), 'step': tree['step'] + 1},
+    donate_argnums=0,
+  )
+  while True:
+    state = update(state)
+    step = int(state['step'])
+    checkpointer.save(step, state, {'position': step})
+    print('saved', step, flush=True)
+
+
+def share(directory: str, address: str, rank: int) -> None:
+  """Two processes save, one damages, both restore; every line printed must be the same on both."""
+  jax.distributed.initialize(address, 2, rank)
+  checkpointer = Checkpointer(directory, max_to_keep=3, timeout_secs=60)
+  assert checkpointer.restore(abstract_state()) is None
+  for step in (1, 2, 3):
+    checkpointer.save(step, device_state(step), {'rank': rank, 'step': step})
+  checkpointer.wait()
+  print('steps', checkpointer.all_steps())
+  for last in (3, 2):
+    restored = checkpointer.restore(abstract_state())
+    assert restored is not None
+    exact = all(
+      np.array_equal(np.asarray(shard.data), value[shard.index])
+      for name, value in host_state(last).items()
+      for shard in restored.state[name].addressable_shards
+    )
+    assert restored.input_state == {'rank': rank, 'step': last}
+    print('restored', restored.step, 'exact', exact, restored.input_states)
+    if last == 3 and rank == 0:
+      # Rank 1 may be one restore ahead, but process 0 alone verifies, and that it does after this.
+      with open(f'{directory}/checkpoint_00000003/input/process_0_of_2.json', 'w') as file:
+        file.write('{}')
+  try:
+    checkpointer.restore(abstract_state(), step=9)
+  except ValueError as error:
+    print('refused', error)
+  checkpointer.close()
+  follow_a_deletion(directory, rank)
+
+
+def follow_a_deletion(directory: str, rank: int) -> None:
+  """Step 2 vanishes for a moment once process 0 is about to read it; both processes must turn to step 1."""
+  reader = Checkpointer(directory, read_only=True, timeout_secs=60)
+  newest, gone = pathlib.Path(directory, 'checkpoint_00000002'), pathlib.Path(directory, 'checkpoint_00000002.deleting')
+  read = reader._read
+
+  def read_late(step: int, *args: Any) -> Any:
+    if rank == 0 and step == 2:
+      newest.rename(gone)
+    return read(step, *args)
+
+  reader._read = read_late  # type: ignore[method-assign]
+  restored = reader.restore(abstract_state())
+  assert restored is not None
+  print('restored', restored.step, restored.input_state == {'rank': rank, 'step': 1})
+  reader.close()
+  if rank == 0:
+    gone.rename(newest)
+
+
+if __name__ == '__main__':
+  {'train': lambda: train(sys.argv[2]), 'share': lambda: share(sys.argv[2], sys.argv[3], int(sys.argv[4]))}[
+    sys.argv[1]
+  ]()

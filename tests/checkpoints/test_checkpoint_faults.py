@@ -1,0 +1,201 @@
+"""Checkpoints that are damaged or cannot be written: set aside by name, surfaced at the save they belong to."""
+
+from collections.abc import Callable
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import re
+import resource
+import shutil
+import tempfile
+from typing import Any
+
+from checkpoint_states import (
+  abstract_state,
+  array_file,
+  assert_restores,
+  device_state,
+  flip_bit,
+  names,
+)
+from etils import epath
+import jax
+import pytest
+
+from spmd_tasks.checkpoints import manifest
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.checkpoints.checkpoint_errors import CheckpointSaveError
+from spmd_tasks.checkpoints.checkpointer import Checkpointer, CheckpointError
+
+
+def empty(step_directory: pathlib.Path) -> None:
+  shutil.rmtree(step_directory)
+  step_directory.mkdir()
+
+
+DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
+  'bit in array data': (lambda d: flip_bit(array_file(d)), 'state/.*content has changed'),
+  'bit in input state': (lambda d: flip_bit(d / 'input/process_0_of_1.json'), 'input/process_0_of_1.json'),
+  'bit in manifest': (lambda d: flip_bit(d / 'manifest.json'), 'manifest.json: its own digest'),
+  'truncated array file': (lambda d: array_file(d).write_bytes(array_file(d).read_bytes()[:-7]), 'bytes instead of'),
+  'empty array file': (lambda d: array_file(d).write_bytes(b''), 'has 0 bytes instead of'),
+  'deleted array file': (lambda d: array_file(d).unlink(), 'state/.*: missing'),
+  'deleted arrays': (lambda d: shutil.rmtree(d / 'state'), 'state/.*: missing'),
+  'no manifest': (lambda d: (d / 'manifest.json').unlink(), 'manifest.json: missing'),
+  'empty directory': (empty, 'manifest.json: missing'),
+  'a file in its place': (lambda d: (shutil.rmtree(d), d.write_text('')), 'manifest.json: missing'),
+  'another step': (lambda d: (shutil.rmtree(d), shutil.copytree(d.parent / 'checkpoint_00000001', d)), 'step 1'),
+}
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_a_damaged_newest_step_is_set_aside_by_name_and_the_one_before_is_used(directory, damage, caplog):
+  spoil, message = DAMAGES[damage]
+  spoil(directory / 'checkpoint_00000003')
+
+  with pytest.raises(CheckpointError, match=rf'(?s)checkpoint_00000003 is damaged: .*{message}.*Other steps: \[1, 2\]'):
+    Checkpointer(directory).restore(abstract_state(), step=3)
+  assert len(names(directory)) == 3, 'a step that was asked for is left where it is'
+
+  assert_restores(Checkpointer(directory, read_only=True).restore(abstract_state()), 2)
+  assert 'checkpoint_00000003' in names(directory), 'a reader renames nothing'
+
+  checkpointer = Checkpointer(directory)
+  assert_restores(checkpointer.restore(abstract_state()), 2)
+  assert [name for name in names(directory) if name.startswith('checkpoint_00000003.damaged-')]
+  assert re.search(rf'{message}.*set aside as checkpoint_00000003.damaged-', caplog.text)
+  assert 'checkpoint_00000003' not in names(directory)
+  checkpointer.save(3, device_state(3))  # its name is free again
+  checkpointer.close()
+  assert_restores(Checkpointer(directory).restore(abstract_state()), 3)
+
+
+def test_no_whole_checkpoint_is_an_error_now_and_at_the_next_start(directory):
+  for step in (1, 2, 3):
+    flip_bit(array_file(directory / f'checkpoint_{step:08d}'))
+  for _ in range(2):
+    with pytest.raises(CheckpointError, match=r'has no checkpoint that is whole; damaged: .*00000001.damaged-state'):
+      Checkpointer(directory).restore(abstract_state())
+
+
+def test_every_file_of_a_checkpoint_is_covered(directory, rng):
+  step_directory = directory / 'checkpoint_00000003'
+  checkpointer = Checkpointer(directory, read_only=True)
+  for path in sorted(path for path in step_directory.rglob('*') if path.is_file() and path.stat().st_size):
+    original = path.read_bytes()
+    flip_bit(path, rng.random())
+    with pytest.raises(CheckpointError, match=f'damaged: {path.relative_to(step_directory)}'):
+      checkpointer.restore(abstract_state(), step=3)
+    path.write_bytes(original)
+  assert_restores(checkpointer.restore(abstract_state(), step=3), 3)
+
+
+@pytest.mark.parametrize('step', [None, 3])
+def test_another_format_is_refused_and_nothing_is_renamed(directory, step):
+  path = directory / 'checkpoint_00000003' / manifest.MANIFEST_FILE
+  body = json.loads(path.read_text())['body'] | {'format': 2}
+  digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+  path.write_text(json.dumps({'body': body, 'sha256': digest}, indent=1) + '\n')
+  before = names(directory)
+  with pytest.raises(CheckpointError, match=rf'{path} has format 2, .* reads format 1'):
+    Checkpointer(directory).restore(abstract_state(), step=step)
+  assert names(directory) == before
+
+
+# Which steps are kept.
+
+
+def test_what_an_interrupted_job_left_is_removed_by_the_next_but_not_by_a_reader(directory):
+  for name in ('checkpoint_00000004.partial', 'checkpoint_00000000.deleting', 'checkpoint_00000005.damaged-x.partial'):
+    (directory / name / 'state').mkdir(parents=True)
+  before = names(directory)
+  Checkpointer(directory, read_only=True)
+  assert names(directory) == before
+  Checkpointer(directory)
+  assert set(before) - set(names(directory)) == {'checkpoint_00000004.partial', 'checkpoint_00000000.deleting'}
+
+
+# Errors of a save.
+
+
+def test_a_process_that_wrote_elsewhere_is_found_before_the_manifest(directory):
+  own_input = directory / 'checkpoint_00000004.partial' / 'input' / 'process_0_of_2.json'
+  own_input.parent.mkdir(parents=True)
+  own_input.write_text('{}')
+  steps = CheckpointDirectory(path=epath.Path(directory), num_hash_threads=1)
+  with pytest.raises(CheckpointSaveError, match=r'process 1 of 2 has written no .* perhaps not shared'):
+    steps.complete(4, (), num_processes=2)
+  assert not (directory / 'checkpoint_00000004.partial' / manifest.MANIFEST_FILE).exists()
+  assert steps.complete_steps() == [1, 2, 3]
+
+
+def test_a_full_disk_while_arrays_are_written_surfaces_at_the_next_call(directory):
+  """RLIMIT_FSIZE makes the kernel refuse to grow a file, as a full disk does, without the rights to mount one."""
+  checkpointer = Checkpointer(directory)
+  big = {'x': jax.random.normal(jax.random.key(0), (1 << 19,))}
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, hard))
+  try:
+    checkpointer.save(4, big)
+    with pytest.raises(CheckpointError, match=r'(?s)step 4 could not be saved .*Complete checkpoints: \[1, 2, 3\]'):
+      checkpointer.wait()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert names(directory) == [f'checkpoint_{step:08d}' for step in (1, 2, 3)], 'nothing is left to grow'
+  assert_restores(checkpointer.restore(abstract_state()), 3)
+  checkpointer.save(4, device_state(4))
+  checkpointer.close()
+  assert_restores(Checkpointer(directory).restore(abstract_state()), 4)
+
+
+@pytest.mark.parametrize('next_call', ['save', 'wait', 'close', 'restore'])
+def test_a_full_disk_while_the_manifest_is_written_surfaces_at_the_next_call(directory, monkeypatch, next_call):
+  def no_space(*args):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  checkpointer = Checkpointer(directory)
+  monkeypatch.setattr(manifest, 'write_durably', no_space)
+  checkpointer.save(4, device_state(4))
+  calls: dict[str, Callable[[], Any]] = {
+    'save': lambda: checkpointer.save(5, device_state(5)),
+    'wait': checkpointer.wait,
+    'close': checkpointer.close,
+    'restore': lambda: checkpointer.restore(abstract_state()),
+  }
+  with pytest.raises(CheckpointError, match=r'step 4 could not be saved .*No space left on device'):
+    calls[next_call]()
+  assert names(directory) == [f'checkpoint_{step:08d}' for step in (1, 2, 3)]
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_at_once(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(CheckpointError, match=r'cannot be used: .*Not a directory'):
+    Checkpointer(tmp_path / 'file' / 'checkpoints')
+
+
+def test_a_directory_that_has_gone_is_an_error_of_the_save(tmp_path):
+  checkpointer = Checkpointer(tmp_path / 'checkpoints')
+  (tmp_path / 'checkpoints').rmdir()
+  (tmp_path / 'checkpoints').write_text('')
+  with pytest.raises(CheckpointError, match='step 1 could not be saved'):
+    checkpointer.save(1, device_state(1))
+
+
+def test_a_directory_without_write_permission_is_an_error_of_the_save():
+  with tempfile.TemporaryDirectory() as directory:  # tmp_path's parents are closed to other users
+    checkpointer = Checkpointer(directory)
+    state = device_state(1)
+    os.chmod(directory, 0o555)
+    user = os.geteuid()
+    os.seteuid(65534 if user == 0 else user)  # root may write anywhere
+    try:
+      with pytest.raises(CheckpointError, match=r'step 1 could not be saved .*Permission denied'):
+        checkpointer.save(1, state)
+    finally:
+      os.seteuid(user)
+      os.chmod(directory, 0o755)
+    checkpointer.save(1, state)
+    checkpointer.close()
+    assert checkpointer.all_steps() == [1]

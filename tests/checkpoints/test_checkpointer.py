@@ -1,0 +1,202 @@
+"""Checkpoints in one process: bit-exact on any mesh, mismatches refused, the newest kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+from checkpoint_states import (
+  abstract_state,
+  assert_restores,
+  device_state,
+  host_state,
+  names,
+  sharding,
+)
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.checkpoints import orbax_arrays
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.checkpoints.checkpointer import Checkpointer, CheckpointError
+
+
+def test_a_fresh_directory_restores_nothing(tmp_path):
+  checkpointer = Checkpointer(tmp_path / 'new')
+  assert checkpointer.restore(abstract_state()) is None
+  assert checkpointer.latest_step() is None
+  checkpointer.close()
+
+
+@pytest.mark.parametrize('mesh_shape', [(2, 4), (4, 2), (8, 1), (1, 1), (2,)])
+def test_the_newest_step_comes_back_bit_exactly_on_any_mesh(directory, mesh_shape):
+  abstract = abstract_state(mesh_shape)
+  restored = Checkpointer(directory).restore(abstract)
+  assert_restores(restored, 3)
+  assert restored.input_state == {'position': 30}
+  assert restored.input_states == [{'position': 30}]
+  for leaf, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(abstract)):
+    assert leaf.sharding == wanted.sharding
+
+
+def test_without_shardings_it_comes_back_on_one_device(directory):
+  abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), host_state(0))
+  assert_restores(Checkpointer(directory).restore(abstract), 3)
+
+
+def test_a_step_that_is_asked_for_by_number(directory):
+  checkpointer = Checkpointer(directory)
+  assert checkpointer.all_steps() == [1, 2, 3]
+  assert_restores(checkpointer.restore(abstract_state(), step=2), 2)
+  with pytest.raises(CheckpointError, match=r'has no checkpoint of step 7; it has \[1, 2, 3\]'):
+    checkpointer.restore(abstract_state(), step=7)
+
+
+def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
+  """Large enough for the write to be still running when the donated step overwrites the buffers."""
+  values = np.arange(2_000_000, dtype=np.uint32).reshape(2000, 1000)
+  state = {'x': jax.device_put(values, sharding((2, 4), 'data', 'mdl'))}
+  update = jax.jit(lambda tree: {'x': tree['x'] * 3 + 1}, donate_argnums=0)
+  abstract = {'x': jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=state['x'].sharding)}
+  checkpointer = Checkpointer(tmp_path, max_to_keep=None)
+  expected = {}
+  for step in range(1, 4):
+    expected[step] = values
+    checkpointer.save(step, state)
+    for _ in range(5):
+      state, values = update(state), values * np.uint32(3) + np.uint32(1)
+    jax.block_until_ready(state)
+  for step in range(1, 4):
+    restored = checkpointer.restore(abstract, step=step)
+    np.testing.assert_array_equal(np.asarray(restored.state['x']), expected[step])
+    update(restored.state)  # restored buffers may be donated too, and what is on disk stays
+    np.testing.assert_array_equal(np.asarray(checkpointer.restore(abstract, step=step).state['x']), expected[step])
+  checkpointer.close()
+
+
+@pytest.mark.parametrize('subtree', ['weights', 'weights/ffn', 'learner/0/mu'])
+def test_weights_alone(directory, subtree):
+  def pick(tree):
+    return {'weights': tree['weights'], 'weights/ffn': tree['weights']['ffn'], 'learner/0/mu': tree['learner'][0].mu}[
+      subtree
+    ]
+
+  restored = Checkpointer(directory, read_only=True).restore_weights(pick(abstract_state()), subtree=subtree)
+  assert restored.step == 3
+  jax.tree.map(
+    lambda leaf, wanted: np.testing.assert_array_equal(np.asarray(leaf), wanted), restored.state, pick(host_state(3))
+  )
+
+
+def test_weights_of_a_directory_without_checkpoints_are_an_error(tmp_path):
+  with pytest.raises(CheckpointError, match='has no checkpoint to restore weights from'):
+    Checkpointer(tmp_path).restore_weights(abstract_state()['weights'])
+
+
+# Mismatches.
+
+
+def change(tree: Any, edit: Callable[[Any], None]) -> Any:
+  copy = jax.tree.map(lambda leaf: leaf, tree)
+  edit(copy)
+  return copy
+
+
+MISMATCHES = {
+  'shape': (
+    lambda tree: tree['weights'].update(emb=jax.ShapeDtypeStruct((17, 8), jnp.float32)),
+    r'weights/emb: the experiment has float32\[17,8\], the checkpoint has float32\[16,8\]',
+  ),
+  'dtype': (
+    lambda tree: tree['weights'].update(emb=jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)),
+    r'weights/emb: the experiment has bfloat16\[16,8\], the checkpoint has float32\[16,8\]',
+  ),
+  'missing': (
+    lambda tree: tree['weights'].update(new=jax.ShapeDtypeStruct((3,), jnp.float32)),
+    r'weights/new: the experiment has float32\[3\], the checkpoint has no such leaf',
+  ),
+  'extra': (
+    lambda tree: tree['weights'].pop('emb'),
+    r'weights/emb: the experiment has no such leaf, the checkpoint has float32\[16,8\]',
+  ),
+}
+
+
+@pytest.mark.parametrize('kind', MISMATCHES)
+@pytest.mark.parametrize('whole', [True, False])
+def test_a_mismatch_is_refused_with_leaf_both_sides_and_remedy_and_changes_nothing(directory, kind, whole):
+  edit, message = MISMATCHES[kind]
+  abstract = change(abstract_state(), edit)
+  checkpointer = Checkpointer(directory)
+  restore = checkpointer.restore if whole else checkpointer.restore_weights
+  with pytest.raises(CheckpointError, match=f'(?s){message}.*Restore it with the experiment'):
+    restore(abstract if whole else abstract['weights'])
+  assert checkpointer.all_steps() == [1, 2, 3]
+
+
+# Damage.
+
+
+@pytest.mark.parametrize(
+  'max_to_keep, keep_every_n_steps, kept',
+  [(None, None, [1, 2, 3, 4, 5, 6]), (1, None, [6]), (2, None, [5, 6]), (1, 2, [2, 4, 6]), (2, 3, [3, 5, 6])],
+)
+def test_kept_steps(tmp_path, max_to_keep, keep_every_n_steps, kept):
+  checkpointer = Checkpointer(tmp_path, max_to_keep=max_to_keep, keep_every_n_steps=keep_every_n_steps)
+  for step in range(1, 7):
+    checkpointer.save(step, {'x': jnp.full(3, step)})
+  checkpointer.close()
+  assert names(tmp_path) == [f'checkpoint_{step:08d}' for step in kept]
+
+
+def test_what_a_save_may_take_grows_with_the_state(tmp_path, monkeypatch):
+  limits: list[int] = []
+  make_writer = orbax_arrays._make_writer
+  monkeypatch.setattr(orbax_arrays, '_SLOWEST_BYTES_PER_S', 100)
+  monkeypatch.setattr(orbax_arrays, '_make_writer', lambda limit_s: (limits.append(limit_s), make_writer(limit_s))[1])
+  checkpointer = Checkpointer(tmp_path, timeout_secs=30)
+  for step in (1, 2):
+    checkpointer.save(step, {'x': jnp.zeros((10, 50), jnp.float32), 'y': jnp.zeros(100, jnp.bfloat16)})
+  checkpointer.close()
+  assert limits == [30, 30 + (2000 + 200) // 100]
+  assert checkpointer.all_steps() == [1, 2]
+
+
+def test_the_bytes_to_verify_are_told_by_the_newest_manifest_that_can_be_read(directory):
+  steps = CheckpointDirectory(path=epath.Path(directory), num_hash_threads=1)
+
+  def num_bytes(step: int) -> int:
+    files = [path for path in (directory / f'checkpoint_{step:08d}').rglob('*') if path.is_file()]
+    return sum(path.stat().st_size for path in files if path.name != 'manifest.json')
+
+  assert steps.num_bytes() == 3 * num_bytes(3)
+  (directory / 'checkpoint_00000003' / 'manifest.json').write_text('{}')
+  assert steps.num_bytes() == 3 * num_bytes(2)
+
+
+@pytest.mark.parametrize('setting', ['max_to_keep', 'keep_every_n_steps'])
+def test_settings_below_one_are_refused(tmp_path, setting):
+  with pytest.raises(ValueError, match=f'{setting} = 0 must be at least 1'):
+    Checkpointer(tmp_path, **{setting: 0})
+
+
+def test_a_step_that_is_not_newer_is_refused(directory):
+  checkpointer = Checkpointer(directory)
+  assert_restores(checkpointer.restore(abstract_state(), step=1), 1)
+  with pytest.raises(CheckpointError, match=r'step 2 cannot be saved: .* already holds step 3'):
+    checkpointer.save(2, device_state(2))
+  checkpointer.close()
+  assert checkpointer.all_steps() == [1, 2, 3]
+
+
+def test_an_input_state_that_is_not_json_is_refused_and_leaves_nothing(tmp_path):
+  checkpointer = Checkpointer(tmp_path)
+  with pytest.raises(CheckpointError, match='input_state must be JSON'):
+    checkpointer.save(1, device_state(1), {'x': object()})
+  assert names(tmp_path) == []
+
+
+def test_a_reader_cannot_save(directory):
+  with pytest.raises(CheckpointError, match='read-only'):
+    Checkpointer(directory, read_only=True).save(4, device_state(4))

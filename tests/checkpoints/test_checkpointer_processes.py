@@ -1,0 +1,92 @@
+"""Checkpoints across processes: kill -9 at any moment loses one save at most; two processes act as one."""
+
+import os
+import pathlib
+import random
+import socket
+import subprocess
+import sys
+import threading
+
+import checkpoint_worker
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
+
+REPOSITORY = pathlib.Path(__file__).parents[3]
+
+
+def start(num_devices: int, *argv: str) -> subprocess.Popen[str]:
+  env = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(num_devices), 'PYTHONPATH': str(REPOSITORY)}
+  return subprocess.Popen(
+    [sys.executable, checkpoint_worker.__file__, *argv],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    env=env,
+  )
+
+
+def assert_is_state(state: dict[str, jax.Array], step: int) -> None:
+  for name, value in checkpoint_worker.host_state(step).items():
+    np.testing.assert_array_equal(np.asarray(state[name]), value)
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments_loses_at_most_the_last_save(tmp_path):
+  moments = random.Random(0)
+  last_step, found_partial = 0, 0
+  for _ in range(5):
+    with start(8, 'train', str(tmp_path)) as process:
+      assert process.stdout is not None
+      lines = [process.stdout.readline(), process.stdout.readline()]
+      killer = threading.Timer(moments.random() * 0.5, process.kill)
+      killer.start()
+      lines += process.stdout.read().splitlines()
+      killer.join()
+    returned = [int(line.split()[1]) for line in lines if line.startswith('saved')]
+    assert len(returned) >= 2, lines
+    assert returned[0] == last_step + 1, 'it went on from the newest checkpoint'
+    found_partial += any(path.name.endswith('.partial') for path in tmp_path.iterdir())
+
+    checkpointer = Checkpointer(tmp_path, read_only=True)
+    restored = checkpointer.restore(checkpoint_worker.abstract_state())
+    checkpointer.close()
+    # Everything before the last save that returned is on disk.
+    assert restored.step >= returned[-1] - 1
+    assert restored.input_state == {'position': restored.step}
+    assert_is_state(restored.state, restored.step)
+    assert not [path for path in tmp_path.iterdir() if 'damaged' in path.name]
+    last_step = restored.step
+  assert found_partial, 'no kill hit a save: the test shows nothing'
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_restore_as_one_and_one_process_reads_theirs(tmp_path):
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{probe.getsockname()[1]}'
+  processes = [start(2, 'share', str(tmp_path), address, str(rank)) for rank in (0, 1)]
+  try:
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [process.returncode for process in processes] == [0, 0], outputs
+  for output in outputs:
+    told = [line for line in output.splitlines() if line.split(' ')[0] in ('steps', 'restored', 'refused')]
+    states = [[{'rank': rank, 'step': step} for rank in (0, 1)] for step in (3, 2)]
+    assert told == [
+      'steps [1, 2, 3]',
+      f'restored 3 exact True {states[0]}',
+      f'restored 2 exact True {states[1]}',
+      f'refused {tmp_path} has no checkpoint of step 9; it has [1, 2].',
+      'restored 1 True',
+    ]
+  restored = Checkpointer(tmp_path).restore(checkpoint_worker.abstract_state())
+  assert restored.step == 2
+  assert restored.input_state is None, 'what two processes read is not what one would read'
+  assert restored.input_states == [{'rank': rank, 'step': 2} for rank in (0, 1)]
+  assert_is_state(restored.state, 2)

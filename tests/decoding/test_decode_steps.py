@@ -1,0 +1,380 @@
+"""Generation on meshes: the tokens of a full forward pass without a cache, whatever runs beside a request and wherever.
+
+Dense, bfloat16, experts, attention windows and a pipeline, with dims that the mesh does not divide; 3 slots over a data
+axis of 2; prompts of up to three chunks, one of them of 2.5.
+"""
+
+import dataclasses
+import functools
+
+import fiddle as fdl
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding.decode_steps import DecodeSteps
+from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.decoding.generation import Completion, generate, search
+from spmd_tasks.decoding.requests import GREEDY, Request, chunk_prompt
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.sequence import Sequence
+from spmd_tasks.experiment import DEFAULT_AXIS_RULES
+from spmd_tasks.experiments.synthetic import Uneven
+from spmd_tasks.layers.block_group import BlockGroup
+from spmd_tasks.layers.pipeline.stack import PipelinedStack
+from spmd_tasks.layers.transformer import TransformerStack
+from spmd_tasks.runtime.compilation import CompilationCounter
+from spmd_tasks.runtime.decode_settings import DecodeSettings, prefill_buckets
+from spmd_tasks.sharding.stage_axis import stage_axis_rules
+from tests.runtime.loss_curves import make_model
+from tests.runtime.moe_experiments import ExpertAxis
+
+MAX_LEN = 16
+CHUNK = 4
+SETTINGS = DecodeSettings(
+  max_len=MAX_LEN, num_slots=3, prefill_rows=2, prefill_chunk=CHUNK, min_bucket=CHUNK, num_top_logprobs=2
+)
+LENGTHS = (3, 1, 10, 5, 12, 4, 2)
+
+
+class Staged(Uneven):
+  """3 layers over 2 stages."""
+
+  mesh_axis_names = ('replica', 'stage', 'data', 'mdl')
+  ici_mesh_shape = (1, 2, 2, 2)
+  axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES)
+  num_layers = 3
+
+  def stack(self):
+    return fdl.Config(PipelinedStack, block=self.block(self.ffn()), num_layers=self.num_layers, num_microbatches=4)
+
+
+class Windowed(Uneven):
+  """Blocks with windows shorter than a chunk and longer than one, in turns; one key/value head for 3."""
+
+  num_layers = 1
+  num_kv_heads = 1
+
+  def stack(self):
+    blocks = [self.block(self.ffn()), self.block(self.ffn())]
+    for block, window in zip(blocks, (3, 6), strict=True):
+      block.attention.window = window
+    return fdl.Config(TransformerStack, block=fdl.Config(BlockGroup, blocks=tuple(blocks)), num_layers=1)
+
+
+class Bfloat16(Uneven):
+  dtype = 'bfloat16'
+
+
+MESHES = {
+  'one device': (Uneven, (1, 1, 1)),
+  'data 2 x mdl 4': (Uneven, (1, 2, 4)),
+  'windows': (Windowed, (1, 1, 1)),
+  'windows on data 2 x mdl 4': (Windowed, (1, 2, 4)),
+  'bfloat16': (Bfloat16, (1, 1, 1)),
+  'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1)),
+  'stage 2 x data 2 x mdl 2': (Staged, (1, 2, 2, 2)),
+}
+SLOW = {'stage 2 x data 2 x mdl 2', 'windows on data 2 x mdl 4'}
+ALL_MESHES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MESHES]
+
+
+def make_requests(**fields) -> list[Request]:
+  rng = np.random.default_rng(3)
+  return [
+    Request(ids=tuple(rng.integers(1, 257, length).tolist()), max_tokens=min(6, MAX_LEN - length), **fields)
+    for length in LENGTHS
+  ]
+
+
+class Run:
+  """A model with compiled steps; weights of one seed."""
+
+  def __init__(self, name: str):
+    experiment, shape = MESHES[name]
+    self.model, _ = make_model(experiment, shape)
+    state = self.model.init(0)
+    self.weights = state.weights
+    canonical = jax.device_get(self.model.to_canonical(state)).weights
+    self.true_weights = jax.tree.map(
+      lambda w, true: w.reshape(true.shape), canonical, self.model.abstract_state.weights
+    )
+    self.steps = DecodeSteps(self.model, SETTINGS)
+    self.scores_prompts = name == 'one device'
+    # Logits of about 1, of which sums in another order cost some of bfloat16's steps (1/256 there).
+    self.atol = 0.05 if experiment is Bfloat16 else 1e-4
+    self.steps.compile(score_prompts=self.scores_prompts)
+    self.apply = jax.jit(self.model.task.model.apply)
+
+  def generate(self, requests) -> list[Completion]:
+    done = dict(generate(self.steps, self.weights, requests, decode=lambda tokens: ''))
+    return [done[index] for index in range(len(requests))]
+
+  def logits(self, ids) -> np.ndarray:
+    """[T, V], of a full forward pass without a cache, mesh or neighbours."""
+    row = np.zeros((1, MAX_LEN), np.int32)
+    row[0, : len(ids)] = ids
+    return np.asarray(self.apply({'params': self.true_weights}, {'ids': row})['logits'])[0, : len(ids)]
+
+  def logprobs(self, ids) -> np.ndarray:
+    return np.asarray(jax.nn.log_softmax(self.logits(ids)))
+
+
+make_run = functools.cache(Run)
+
+
+@pytest.mark.parametrize('name', ALL_MESHES)
+def test_greedy_batched_is_alone_is_the_full_forward_pass(name):
+  run = make_run(name)
+  assert run.steps.can_copy == ('windows' not in name)
+  requests = make_requests(score_prompt=run.scores_prompts)
+  with CompilationCounter() as compilations:
+    together = run.generate(requests)
+    alone = [run.generate([request])[0] for request in requests[:3]]
+  assert compilations.num_programs == 0
+  assert [c.ids for c in alone] == [c.ids for c in together[:3]]
+  for request, completion in zip(requests, together, strict=True):
+    assert len(completion.ids) == request.max_tokens
+    text = list(request.ids) + completion.ids
+    logprobs = run.logprobs(text)
+    predicted = logprobs[len(request.ids) - 1 : -1]
+    np.testing.assert_allclose(completion.logprobs, np.max(predicted, axis=-1), atol=run.atol)
+    likely = [np.flatnonzero(row >= row.max() - 2 * run.atol).tolist() for row in predicted]
+    assert all(token in tokens for token, tokens in zip(completion.ids, likely, strict=True))
+    if run.atol < 0.01:
+      assert completion.ids == np.argmax(predicted, axis=-1).tolist()
+      for top, row in zip(completion.top_logprobs, predicted, strict=True):
+        assert list(top) == np.argsort(-row)[:2].tolist()
+    if not run.scores_prompts:
+      continue
+    scores = [0.0, *(logprobs[i, token] for i, token in enumerate(request.ids[1:]))]
+    np.testing.assert_allclose(completion.prompt_logprobs, scores, atol=1e-4)
+
+
+def test_a_sample_is_of_weights_prompt_and_seed():
+  sampling = GREEDY | {'temperature': 1.5, 'top_p': 0.95}
+  requests = make_requests(seed=5) + make_requests(seed=5)[:1] + make_requests(seed=6)[:1]
+  requests = [dataclasses.replace(r, sampling=sampling) for r in requests]
+  requests.append(dataclasses.replace(requests[0], sample=1))
+  drawn = [[c.ids for c in make_run(name).generate(requests)] for name in ('one device', 'data 2 x mdl 4')]
+  assert drawn[0] == drawn[1]
+  backwards = make_run('data 2 x mdl 4').generate(requests[::-1])
+  assert [c.ids for c in backwards[::-1]] == drawn[0]
+  again, other_seed, other_sample = drawn[0][-3:]
+  assert drawn[0][0] == again
+  assert drawn[0][0] != other_seed != other_sample != drawn[0][0]
+
+
+def test_stop_tokens_and_strings_end_a_sequence_and_free_its_slot():
+  run = make_run('one device')
+  requests = make_requests()
+  whole = run.generate(requests)
+  stop_ids = [c.ids[2] for c in whole]
+  stopped = run.generate([dataclasses.replace(r, stop_ids=(i,)) for r, i in zip(requests, stop_ids, strict=True)])
+  for before, after, stop_id in zip(whole, stopped, stop_ids, strict=True):
+    assert after.ids == before.ids[: before.ids.index(stop_id) + 1]
+    assert after.finish_reason == 'stop'
+
+  def decode(tokens):
+    return ''.join(f'<{token}>' for token in tokens)
+
+  by_text = [dataclasses.replace(r, stop=(f'<{i}>',)) for r, i in zip(requests, stop_ids, strict=True)]
+  done = dict(generate(run.steps, run.weights, by_text, decode=decode))
+  for index, before in enumerate(whole):
+    end = before.ids.index(stop_ids[index])
+    assert done[index].text == decode(before.ids[:end])
+    assert (done[index].ids, done[index].finish_reason) == (before.ids[: end + 1], 'stop')
+
+
+def _read(engine, chunks, *, num_steps=0, **flags):
+  """Outputs of the chunks' prefills, one after another, and of the steps behind them."""
+  launched = [engine.prefill([chunk], **flags) for chunk in chunks]
+  launched += [engine.step(np.ones(engine.num_slots, np.bool_)) for _ in range(num_steps)]
+  return [outputs.read() for outputs in launched]
+
+
+@pytest.mark.parametrize('name', ['one device', 'data 2 x mdl 4'])
+def test_reused_chunks_give_the_bits_of_computed_ones(name):
+  run = make_run(name)
+  first = make_requests()[2]
+  prefix = first.ids[: 2 * CHUNK]
+  sampling = GREEDY | {'temperature': 1.5, 'repetition_penalty': 1.5}
+  second = Request(ids=(*prefix, 7), max_tokens=5, seed=1, sampling=sampling)
+  engine = ModelEngine(run.steps, run.weights)
+  assert engine.can_reuse
+  with CompilationCounter() as compilations:
+    engine.reset()
+    computed = _read(engine, chunk_prompt(second, 1, CHUNK), num_steps=4)[2:]
+    engine.reset()
+    _read(engine, chunk_prompt(first, 2, CHUNK), num_steps=2)
+    rest = dataclasses.replace(chunk_prompt(second, 1, CHUNK)[-1], source=2)
+    reused = _read(engine, [rest], num_steps=4)
+  assert compilations.num_programs == 0
+  for row, (one, other) in zip((0, 1, 1, 1, 1), zip(computed, reused, strict=True), strict=True):
+    assert one.is_valid[row]
+    for field in ('tokens', 'logprobs', 'top_ids', 'top_logprobs', 'is_valid', 'is_finished'):
+      np.testing.assert_array_equal(getattr(one, field)[row], getattr(other, field)[row])
+
+
+def _advance_all(scheduler, *sequences):
+  scheduler.submit(sequences)
+  while scheduler.has_work:
+    scheduler.advance()
+
+
+def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
+  """Prompts that begin alike, samples, scores, cancels and other weights, over reuse and prefills of two rows."""
+  run = make_run('one device')
+  engine = ModelEngine(run.steps, run.weights, score_prompts=True)
+  document = rng.integers(1, 257, 12).tolist()
+  requests = []
+  for number in range(16):
+    ids = document[: rng.integers(1, 12)] + rng.integers(1, 257, int(rng.integers(2))).tolist()
+    sampling = GREEDY | {'temperature': 1.5 * (number % 3 > 0), 'repetition_penalty': 1.0 + number % 2}
+    length = int(rng.integers(1, MAX_LEN + 1 - len(ids)))
+    requests.append(Request(ids=tuple(ids), max_tokens=length, score_prompt=number % 5 == 0, sampling=sampling))
+  requests += [request.as_sample(sample) for request in requests[:4] for sample in (1, 2)]
+
+  def sequence_of(kind):
+    return Sequence(requests[kind], lambda tokens: '', index=kind, has_logprobs=True)
+
+  def alone(kind):
+    engine.reset()
+    _advance_all(Scheduler(engine), each := sequence_of(kind))
+    assert each.num_reused == 0
+    return each.logprobs
+
+  with CompilationCounter() as compilations:
+    expected = [alone(kind) for kind in range(len(requests))]
+    engine.reset()
+    scheduler, mixed = Scheduler(engine), []
+    while len(mixed) < 200 or scheduler.has_work:
+      if len(mixed) < 200:
+        new = [sequence_of(int(kind)) for kind in rng.integers(len(requests), size=int(rng.integers(1, 3)))]
+        scheduler.submit(new)
+        mixed += new
+      if rng.random() < 0.2:
+        scheduler.end([mixed[int(rng.integers(len(mixed)))]], 'cancelled')
+      scheduler.advance()
+  assert compilations.num_programs == 0
+  for each in mixed:
+    whole = expected[each.index]
+    assert each.logprobs == (whole if each.finish_reason == 'length' else whole[: len(each.logprobs)])
+  for completion, whole in zip(run.generate(requests), expected, strict=True):
+    generated = whole[-len(completion.ids) :]
+    assert (completion.ids, completion.logprobs) == ([e.token for e in generated], [e.logprob for e in generated])
+  assert sum(each.finish_reason == 'length' for each in mixed) > 100
+  assert scheduler.num_reused_tokens > 100
+
+  long = next(kind for kind, r in enumerate(requests) if len(r.ids) > CHUNK and not r.score_prompt)
+  for weights in (run.model.init(1).weights, run.weights):
+    engine.weights = weights
+    first, second = sequence_of(long), sequence_of(long)
+    _advance_all(scheduler, first, second)
+    assert first.num_reused == 0 < second.num_reused
+    assert first.logprobs == second.logprobs
+    assert (first.logprobs == expected[long]) == (weights is run.weights)
+
+
+def test_outputs_stay_where_their_rows_are_if_asked():
+  """3 slots and 2 rows of a prefill over a data axis of 2."""
+  run = make_run('data 2 x mdl 4')
+  steps = DecodeSteps(run.model, SETTINGS, shard_outputs=True)
+  engines = [ModelEngine(each, run.weights) for each in (run.steps, steps)]
+  for engine in engines:
+    engine.reset()
+  chunks = chunk_prompt(make_requests()[0], 1, CHUNK)
+  wanted, outputs = (_read(engine, chunks, num_steps=1) for engine in engines)
+  for padded, true in zip(jax.tree.leaves(outputs), jax.tree.leaves(wanted), strict=True):
+    np.testing.assert_array_equal(padded[: len(true)], true)
+    assert not padded[len(true) :].any()
+  assert outputs[1].tokens.shape == (4,)
+  _, step = steps.step(run.weights, steps.init(), np.zeros(3, np.bool_))
+  assert {shard.data.shape for shard in step.top_ids.addressable_shards} == {(2, 2)}
+  assert step.top_ids.sharding.spec == jax.P(('replica', 'data'))
+
+
+def test_the_scores_of_chunks_are_those_of_the_full_forward_pass():
+  """Column t of a chunk is about the token behind it: also behind the chunk's last one."""
+  run = make_run('one device')
+  engine = ModelEngine(run.steps, run.weights)
+  engine.reset()
+  request = make_requests()[2]
+  outputs = _read(engine, chunk_prompt(request, 0, CHUNK), score_prompts=True)
+  assert [bool(o.is_valid[0]) for o in outputs] == [False, False, True]
+  expected = run.logprobs(request.ids)
+  scores, top_ids, top = (
+    np.concatenate([getattr(o, field)[0] for o in outputs])[: len(request.ids)]
+    for field in ('prompt_logprobs', 'prompt_top_ids', 'prompt_top_logprobs')
+  )
+  behind = expected[np.arange(len(request.ids) - 1), request.ids[1:]]
+  np.testing.assert_allclose(scores, [*behind, 0.0], atol=1e-4)
+  np.testing.assert_array_equal(top_ids, np.argsort(-expected)[:, :2])
+  np.testing.assert_allclose(top, -np.sort(-expected)[:, :2], atol=1e-4)
+
+
+def test_the_repetition_penalty_is_of_the_whole_prompt():
+  run, penalty = make_run('one device'), 2.0
+
+  def likeliest(ids, repeated):
+    logits = run.logits(ids)[-1].astype(np.float64)
+    is_repeated = np.isin(np.arange(len(logits)), repeated)
+    return int(np.argmax(np.where(is_repeated, logits * penalty ** -np.sign(logits), logits)))
+
+  rest = make_requests()[2].ids[1:]
+  # A first chunk that makes unlikely what would follow if only the last chunks were seen.
+  ids = next((first, *rest) for first in range(257) if likeliest((first, *rest), rest) == first)
+  (completion,) = run.generate([Request(ids=ids, max_tokens=4, sampling=GREEDY | {'repetition_penalty': penalty})])
+  text = list(ids)
+  for token in completion.ids:
+    assert token == likeliest(text, text)
+    text.append(token)
+
+
+def test_no_tokens_wanted_scores_the_prompt():
+  run = make_run('one device')
+  request = dataclasses.replace(make_requests(score_prompt=True)[0], max_tokens=0)
+  (completion,) = run.generate([request])
+  assert (completion.ids, completion.finish_reason) == ([], 'length')
+  assert len(completion.prompt_logprobs) == len(request.ids)
+
+
+@pytest.mark.parametrize('name', ['windows', pytest.param('data 2 x mdl 4', marks=pytest.mark.slow)])
+def test_beams_have_true_scores_and_beat_greedy(name):
+  run = make_run(name)
+  settings = dataclasses.replace(SETTINGS, num_beams=3, prefill_chunk=MAX_LEN, min_bucket=MAX_LEN, length_penalty=0.0)
+  requests = make_requests()[1:4]
+  steps = DecodeSteps(run.model, settings)
+  greedy = run.generate(requests)
+  for index, beams in search(steps, run.weights, requests, decode=lambda tokens: ''):
+    ids = requests[index].ids
+    assert len({tuple(beam.ids) for beam in beams}) == 3
+    for beam in beams:
+      rows = run.logprobs([*ids, *beam.ids])[len(ids) - 1 : -1]
+      np.testing.assert_allclose(beam.score, rows[np.arange(len(beam.ids)), beam.ids].sum(), atol=1e-3)
+    assert beams[0].score >= sum(greedy[index].logprobs) - 1e-3
+
+
+def test_buckets():
+  assert prefill_buckets(4, 16) == (4, 8, 16)
+  assert prefill_buckets(5, 20) == (5, 8, 16, 20)
+  assert prefill_buckets(64, 16) == (16,)
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'num_slots': 0}, 'num_slots=0'),
+    ({'prefill_rows': 9}, 'prefill_rows=9 must be at most num_slots=8'),
+    ({'prefill_chunk': 8}, 'prefill_chunk=8 must be at least min_bucket=16'),
+    ({'temperature': -1.0}, 'temperature=-1.0'),
+    ({'top_p': 1.5}, 'top_p=1.5'),
+    ({'min_p': -0.5}, 'min_p=-0.5'),
+    ({'top_k': -1}, 'top_k=-1'),
+    ({'repetition_penalty': 0.0}, 'repetition_penalty=0.0'),
+    ({'num_top_logprobs': -1}, 'num_top_logprobs=-1'),
+  ],
+)
+def test_impossible_settings_are_errors(fields, message):
+  with pytest.raises(ValueError, match=message):
+    DecodeSettings(**fields)

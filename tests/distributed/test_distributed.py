@@ -1,0 +1,206 @@
+"""What starts jax.distributed, with which arguments, and what is refused."""
+
+import os
+import socket
+
+import jax
+import pytest
+
+from spmd_tasks.distributed import distributed
+from spmd_tasks.distributed.distributed import DistributedSettings, detect_cluster, initialize
+
+SLURM = {
+  'SLURM_JOB_ID': '1234',
+  'SLURM_STEP_NODELIST': 'node[001-002]',
+  'SLURM_NTASKS': '2',
+  'SLURM_PROCID': '1',
+  'SLURM_LOCALID': '0',
+}
+OPEN_MPI = {
+  'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1:34911',
+  'OMPI_COMM_WORLD_SIZE': '2',
+  'OMPI_COMM_WORLD_RANK': '1',
+  'OMPI_COMM_WORLD_LOCAL_RANK': '0',
+}
+POD = {'KUBERNETES_SERVICE_HOST': '10.0.0.1'}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+  """The arguments with which jax.distributed.initialize would have been called."""
+  calls = []
+  monkeypatch.setattr(jax.distributed, 'initialize', lambda **arguments: calls.append(arguments))
+  monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_enable_fast_math=false')
+  return calls
+
+
+@pytest.fixture
+def packages(monkeypatch):
+  """The names that `find_spec` finds; what is installed here does not matter."""
+  found = set()
+  monkeypatch.setattr(distributed.importlib.util, 'find_spec', lambda name: name if name in found else None)
+  return found
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'coordinator_address': 'a:1'}, 'coordinator_address=a:1 given without num_processes and process_id: give all of'),
+    ({'process_id': 0, 'num_processes': 2}, 'given without coordinator_address: give all of'),
+    ({'coordinator_address': 'a:1', 'num_processes': 2, 'process_id': 2}, r'process_id=2 must lie in \[0, 2\)'),
+    ({'coordinator_address': 'a:1', 'num_processes': 2, 'process_id': -1}, r'process_id=-1 must lie in \[0, 2\)'),
+    ({'coordinator_address': 'a:1', 'num_processes': 0, 'process_id': 0}, 'num_processes=0 must be at least 1'),
+    ({'coordinator_address': 'a', 'num_processes': 2, 'process_id': 0}, "'a' must be host:port"),
+    ({'coordinator_address': ':1', 'num_processes': 2, 'process_id': 0}, "':1' must be host:port"),
+    ({'coordinator_address': 'a:70000', 'num_processes': 2, 'process_id': 0}, "'a:70000' must be host:port"),
+    ({'cluster': 'pbs'}, "cluster='pbs' is not known: choose 'auto', 'none'"),
+    ({'heartbeat_timeout_s': 0}, 'heartbeat_timeout_s=0 must be at least 1 second'),
+  ],
+)
+def test_bad_settings_are_refused_with_the_remedy(settings, message):
+  with pytest.raises(ValueError, match=message):
+    DistributedSettings(**settings)
+
+
+@pytest.mark.parametrize(
+  'environ, expected',
+  [
+    ({}, None),
+    (SLURM, 'slurm'),
+    (SLURM | {'SLURM_NTASKS': '1'}, None),
+    ({name: value for name, value in SLURM.items() if name != 'SLURM_STEP_NODELIST'}, None),  # Not under srun.
+    (OPEN_MPI, 'ompi'),
+    (OPEN_MPI | SLURM, 'ompi'),  # mpirun inside an allocation: JAX's own order.
+    (OPEN_MPI | {'OMPI_COMM_WORLD_SIZE': '1'}, None),
+    (POD, None),  # A notebook's pod.
+    (POD | {'JOB_COMPLETION_INDEX': '0'}, 'k8s'),
+    ({'TPU_WORKER_HOSTNAMES': 'a,b'}, None),  # Without libtpu no TPU.
+  ],
+)
+def test_a_cluster_is_seen_where_it_starts_several_processes(packages, environ, expected):
+  assert detect_cluster(environ) == expected
+
+
+@pytest.mark.parametrize(
+  'environ, has_device, expected',
+  [
+    ({'TPU_WORKER_HOSTNAMES': 'a,b'} | POD | {'JOB_COMPLETION_INDEX': '0'}, True, 'gketpu'),
+    ({'TPU_PROCESS_ADDRESSES': 'a,b'}, True, 'gketpu'),
+    ({'TPU_WORKER_HOSTNAMES': 'localhost'}, True, None),
+    ({'TPU_WORKER_HOSTNAMES': 'localhost', 'MEGASCALE_NUM_SLICES': '2'}, True, 'gketpu'),
+    ({}, True, 'gcetpu'),
+    ({}, False, None),  # libtpu on a laptop: nobody to ask.
+    ({'TPU_SKIP_MDS_QUERY': '1'}, True, None),
+  ],
+)
+def test_tpu_hosts_are_seen(monkeypatch, packages, environ, has_device, expected):
+  packages.add('libtpu')
+  monkeypatch.setattr(distributed.glob, 'glob', lambda pattern: ['/dev/accel0'] if has_device else [])
+  assert detect_cluster(environ) == expected
+
+
+@pytest.mark.parametrize(
+  'settings, environ',
+  [
+    (DistributedSettings(), {}),
+    (DistributedSettings(cluster='none'), SLURM),
+    (DistributedSettings(coordinator_address='a:1', num_processes=1, process_id=0), SLURM),
+  ],
+)
+def test_a_single_process_starts_nothing(calls, packages, settings, environ):
+  assert initialize(settings, environ) is False
+  assert calls == []
+
+
+def test_explicit_flags_win_over_the_environment_and_bind_one_address_only(calls):
+  settings = DistributedSettings(coordinator_address='127.0.0.1:1234', num_processes=2, process_id=1)
+  assert initialize(settings, SLURM) is True
+  assert calls == [
+    {
+      'coordinator_address': '127.0.0.1:1234',
+      'coordinator_bind_address': '127.0.0.1:1234',
+      'num_processes': 2,
+      'process_id': 1,
+      'cluster_detection_method': 'deactivate',
+      'local_device_ids': None,
+      'heartbeat_timeout_seconds': 30,
+      'shutdown_timeout_seconds': 10,
+      'initialization_timeout': 300,
+    }
+  ]
+  assert os.environ['XLA_FLAGS'].split() == [
+    '--xla_cpu_enable_fast_math=false',
+    '--xla_cpu_collective_timeout_seconds=600',
+  ]
+
+
+def test_a_collective_timeout_set_by_hand_stays(calls, monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_collective_timeout_seconds=7')
+  initialize(DistributedSettings(), SLURM)
+  assert os.environ['XLA_FLAGS'] == '--xla_cpu_collective_timeout_seconds=7'
+
+
+@pytest.mark.parametrize(
+  'environ, expected',
+  [
+    ({}, None),  # JAX's rule: the GPU of the task's local number.
+    ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, (0, 1, 2, 3)),
+    ({'SLURM_STEP_TASKS_PER_NODE': '4(x2)', 'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, None),
+    ({'SLURM_STEP_TASKS_PER_NODE': '1,2', 'CUDA_VISIBLE_DEVICES': '0,1'}, None),
+    ({'SLURM_STEP_TASKS_PER_NODE': '1(x2)'}, None),
+  ],
+)
+def test_a_nodes_only_task_takes_all_its_gpus(calls, environ, expected):
+  initialize(DistributedSettings(), SLURM | environ)
+  assert calls[0]['cluster_detection_method'] == 'slurm'
+  assert calls[0]['local_device_ids'] == expected
+
+
+def test_an_indexed_job_without_the_kubernetes_package_is_refused(calls, packages):
+  with pytest.raises(ValueError, match=r'install `jax\[k8s\]`.*or pass --cluster none'):
+    initialize(DistributedSettings(), POD | {'JOB_COMPLETION_INDEX': '0'})
+  assert calls == []
+
+
+@pytest.mark.parametrize('environ', [SLURM, OPEN_MPI])
+def test_jax_reads_the_same_environment_as_we_do(environ, monkeypatch):
+  """Our stricter test must not see a cluster that JAX then does not find, or one with another process number."""
+  for name, value in environ.items():
+    monkeypatch.setenv(name, value)
+  from jax._src import clusters
+
+  address, num_processes, process_id, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+    None, None, None, None, detect_cluster(environ), 1
+  )
+  assert (num_processes, process_id) == (2, 1)
+  assert address.rpartition(':')[0] in ('node001', '10.96.0.1')
+
+
+def test_the_coordinator_listens_on_the_given_address_only(tmp_path):
+  """The real thing, at the cost of a subprocess: 127.0.0.1 answers, another of this machine's addresses does not."""
+  import subprocess
+  import sys
+
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    port = probe.getsockname()[1]
+  code = f"""
+import socket, threading
+from spmd_tasks.distributed.distributed import DistributedSettings, initialize
+settings = DistributedSettings(coordinator_address='127.0.0.1:{port}', num_processes=2, process_id=0)
+threading.Thread(target=initialize, args=(settings,), daemon=True).start()
+def answers(host):
+  for _ in range(100):
+    try:
+      socket.create_connection((host, {port}), timeout=1).close()
+      return True
+    except OSError:
+      threading.Event().wait(0.05)
+      if host != '127.0.0.1':
+        return False
+print(answers('127.0.0.1'), answers('127.0.0.2'), flush=True)
+import os
+os._exit(0)
+"""
+  result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60, check=True)
+  assert result.stdout.strip() == 'True False'

@@ -1,0 +1,152 @@
+"""How a process leaves in trouble: in subprocesses, since it is the process that ends; jax.distributed is pretended."""
+
+import faulthandler
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+
+PREAMBLE = """
+import faulthandler, logging, multiprocessing, sys, time, threading
+import jax
+from spmd_tasks import exit_codes
+from spmd_tasks.distributed import emergency_exit
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+emergency = EmergencyExit()
+"""
+MULTI_PROCESS = 'jax.distributed.is_initialized = lambda: True\n'
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, '-c', PREAMBLE + textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+  )
+
+
+def test_a_single_process_just_raises():
+  result = run("""
+    import atexit
+    atexit.register(print, 'exit handlers ran')
+    with emergency.on_failure():
+      raise KeyError('lost')
+    """)
+  assert result.returncode == 1
+  assert "KeyError: 'lost'" in result.stderr
+  assert 'exit handlers ran' in result.stdout
+  assert '***' not in result.stderr
+
+
+def test_one_of_several_reports_flushes_and_leaves_without_exit_handlers():
+  result = run(
+    MULTI_PROCESS
+    + textwrap.dedent("""
+    import atexit
+    atexit.register(print, 'exit handlers ran')
+    class FullDisk(logging.Handler):
+      def flush(self):
+        raise OSError('disk full')
+    logging.getLogger().addHandler(FullDisk())
+    sys.stdout.write('buffered')
+    with emergency.on_failure():
+      raise KeyError('lost')
+    """)
+  )
+  assert result.returncode == exit_codes.FAILED
+  assert "KeyError: 'lost'" in result.stderr
+  assert 'while flushing: Traceback' in result.stderr
+  assert result.stdout == 'buffered'
+
+
+@pytest.mark.parametrize(
+  'code, expected',
+  [(0, None), (None, None), (exit_codes.PREEMPTED, None), (exit_codes.USAGE, exit_codes.USAGE), ('no such thing', 1)],
+)
+def test_sys_exit_leaves_the_usual_way_only_where_all_processes_do(monkeypatch, code, expected):
+  calls = []
+  emergency = EmergencyExit()
+  monkeypatch.setattr(emergency, 'leave', lambda code, reason: calls.append((code, reason)))
+  monkeypatch.setattr(faulthandler, 'enable', lambda **kwargs: None)
+  monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: True)
+  with pytest.raises(SystemExit), emergency.on_failure():
+    sys.exit(code)
+  assert calls == ([] if expected is None else [(expected, f'exit with {code!r}')])
+
+
+def test_ctrl_c_in_one_of_several_is_no_bug():
+  result = run(
+    MULTI_PROCESS
+    + textwrap.dedent("""
+    with emergency.on_failure():
+      raise KeyboardInterrupt
+    """)
+  )
+  assert result.returncode == exit_codes.INTERRUPTED
+  assert 'interrupted' in result.stderr
+  assert 'Traceback' not in result.stderr
+
+
+def test_neither_a_hanging_flush_nor_a_second_caller_holds_it_up():
+  result = run("""
+    emergency_exit._FLUSH_LIMIT_S = 0.3
+    class Hanging(logging.Handler):
+      def flush(self):
+        time.sleep(3600)
+    logging.getLogger().addHandler(Hanging())
+    threading.Thread(target=emergency.leave, args=(exit_codes.STUCK, 'first')).start()
+    time.sleep(0.1)
+    emergency.leave(exit_codes.FAILED, 'second')
+    """)
+  assert result.returncode == exit_codes.STUCK
+  assert 'first' in result.stderr
+  assert 'second' not in result.stderr
+
+
+def test_the_deadline_of_leaving_stands_whoever_else_sets_one():
+  result = run("""
+    emergency_exit._TOTAL_LIMIT_S = 1.0
+    emergency.set_position_source(lambda: time.sleep(3600))  # leaving gets no further
+    threading.Thread(target=emergency.leave, args=(exit_codes.STUCK, 'first'), daemon=True).start()
+    time.sleep(0.3)
+    emergency.set_deadline(600.0)
+    emergency.set_deadline(None)
+    time.sleep(3600)
+    """)
+  assert result.returncode == exit_codes.FAILED  # faulthandler's
+  assert 'Timeout (0:00:01)!' in result.stderr
+
+
+def test_a_second_caller_ends_the_process_where_neither_the_first_nor_its_deadline_has():
+  result = run("""
+    emergency_exit._TOTAL_LIMIT_S = 0.2
+    faulthandler.dump_traceback_later = lambda *args, **kwargs: None
+    emergency.set_position_source(lambda: time.sleep(3600))
+    threading.Thread(target=emergency.leave, args=(exit_codes.STUCK, 'first'), daemon=True).start()
+    time.sleep(0.1)
+    emergency.leave(exit_codes.PEER_FAILED, 'second')
+    """)
+  assert result.returncode == exit_codes.PEER_FAILED
+
+
+def test_child_processes_are_ended():
+  # They hold stdout open: `run` returns only once they are gone.
+  result = run("""
+    for _ in range(2):
+      multiprocessing.get_context('spawn').Process(target=time.sleep, args=(3600,), daemon=True).start()
+    emergency.leave(exit_codes.FAILED, 'trouble')
+    """)
+  assert result.returncode == exit_codes.FAILED
+
+
+def test_an_abort_shows_the_stacks():
+  result = run("""
+    import os
+    with emergency.on_failure():
+      os.abort()
+    """)
+  assert result.returncode == -6
+  assert 'Fatal Python error: Aborted' in result.stderr

@@ -1,0 +1,38 @@
+"""Fake devices do not starve each other of threads."""
+
+import os
+import subprocess
+import sys
+
+# Two collectives that do not wait for one another, one of them in a loop: with a thread per device this stands still
+# within some steps.
+PROGRAM = """
+import jax, jax.numpy as jnp
+from spmd_tasks.distributed.fake_devices import use_fake_devices
+
+use_fake_devices(8)
+mesh = jax.make_mesh((4, 2), ('stage', 'data'))
+spec = jax.P(('stage', 'data'))
+
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+def step(x):
+  square = lambda x: jax.lax.all_gather(x[0] @ x[0], 'data').mean(0)[None]
+  there = jax.lax.ppermute(square(x), 'stage', [(i, (i + 1) % 4) for i in range(4)])
+  return there + jax.lax.fori_loop(0, 12, lambda i, x: square(x), x)
+
+x = jax.device_put(jnp.ones((8, 64, 64)) / 64, jax.NamedSharding(mesh, spec))
+for _ in range(200):
+  y = step(x)
+print(len(jax.devices()), float(y.mean()) * 64)
+"""
+
+
+def test_a_device_may_be_in_two_collectives_at_once():
+  environment = {name: value for name, value in os.environ.items() if name != 'NPROC'}
+  environment['XLA_FLAGS'] = '--xla_cpu_collective_call_terminate_timeout_seconds=60'
+  done = subprocess.run(
+    [sys.executable, '-c', PROGRAM], env=environment, timeout=120, capture_output=True, text=True, check=False
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert done.stdout.split() == ['8', '2.0']

@@ -1,0 +1,150 @@
+"""What the processes learn of each other from their records."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+import pytest
+
+from spmd_tasks.distributed import rank_records
+from spmd_tasks.distributed.rank_records import Position, RankRecords, open_rank_records
+
+
+def open_all(directory, num_processes=3):
+  return [RankRecords(directory, process_index=i, num_processes=num_processes) for i in range(num_processes)]
+
+
+def test_the_process_that_is_behind_is_named(tmp_path):
+  records = open_all(tmp_path)
+  for index, position in enumerate(
+    [Position(step=7, beat=1), Position(step=7, activity='input'), Position(step=7, beat=1)]
+  ):
+    records[index].write_progress(position, since=time.time())
+  table, culprits = records[0].describe(Position(step=7, beat=1), is_waiting=True)
+  assert culprits == "process 1 is behind: 'input' of step 7"
+  assert table.count('\n') == 3
+  # The one behind does not blame those that wait for it; and nobody compares positions that are not settled.
+  assert records[1].describe(Position(step=7, activity='input'), is_waiting=True)[1] == ''
+  assert records[0].describe(Position(step=7, beat=1), is_waiting=False)[1] == ''
+
+
+def test_a_stated_failure_is_the_culprit_and_its_consequences_are_not(tmp_path):
+  records = open_all(tmp_path)
+  for record in records:
+    record.write_progress(Position(step=3), since=time.time())
+  records[0].write_failure(step=3, reason='process 2 left', is_own=False, stacks='')
+  records[2].write_failure(step=3, reason='out of luck', is_own=True, stacks='line 1')
+  assert [(failure.process_index, failure.is_own) for failure in records[1].peer_failures()] == [(2, True), (0, False)]
+  assert records[1].describe(Position(step=4), is_waiting=True)[1] == 'process 2: out of luck'
+  assert (tmp_path / 'ranks' / 'failures' / '2.stacks.txt').read_text() == 'line 1'
+  assert [failure.process_index for failure in records[2].peer_failures()] == [0]
+
+
+def test_a_process_that_has_died_here_is_named(tmp_path):
+  records = open_all(tmp_path, num_processes=2)
+  code = (
+    'from spmd_tasks.distributed.rank_records import *; '
+    f'RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2).write_progress(Position(step=9), since=0.0)'
+  )
+  subprocess.run([sys.executable, '-c', code], check=True, timeout=60)
+  assert records[0].describe(Position(step=1), is_waiting=False)[1] == 'process 1 is gone from this host'
+
+
+def test_a_process_without_a_record_is_named(tmp_path):
+  records = open_all(tmp_path, num_processes=2)
+  assert records[0].describe(Position(step=1), is_waiting=False)[1] == 'process 1 has left no record'
+
+
+def test_opening_clears_what_an_earlier_run_left(tmp_path):
+  records = open_all(tmp_path)
+  records[1].write_failure(step=1, reason='earlier', is_own=True, stacks='x')
+  records[1].write_progress(Position(step=1), since=0.0)
+  assert records[0].peer_failures()
+  open_all(tmp_path)
+  assert records[0].peer_failures() == []
+  assert not list(tmp_path.glob('ranks/*/1.*'))
+
+
+def test_records_that_are_damaged_or_of_a_larger_job_are_passed_over(tmp_path):
+  records = open_all(tmp_path, num_processes=2)
+  larger = RankRecords(tmp_path, process_index=5, num_processes=6)
+  larger.write_failure(step=1, reason='another job', is_own=True, stacks='')
+  failures = tmp_path / 'ranks' / 'failures'
+  for content in ('', '{', '[]', '{"process_index": 1}', '{"process_index": "1; rm -rf", "host": 1}', '\udc80'):
+    (failures / '1.json').write_text(content, errors='surrogateescape')
+    assert records[0].peer_failures() == []
+  (failures / 'x.json').write_text('{}')
+  assert records[0].peer_failures() == []
+
+
+def test_a_large_jobs_report_has_only_the_remarkable_processes(tmp_path):
+  records = open_all(tmp_path, num_processes=40)
+  for index, record in enumerate(records):
+    record.write_progress(Position(step=5 - (index == 33)), since=time.time())
+  table, culprits = records[0].describe(Position(step=5), is_waiting=True)
+  assert culprits == "process 33 is behind: 'start' of step 4"
+  assert [line.split()[1] for line in table.splitlines()[1:]] == ['0', '33']
+  assert str(os.getpid()) in table
+
+
+@pytest.fixture
+def process_1(monkeypatch):
+  """open_rank_records as process 1 of 2; the list is of what is done at each meeting with process 0."""
+  meetings = []
+
+  def broadcast(token):
+    meetings.pop(0)()
+    return np.arange(8, dtype=np.uint8)
+
+  def gather(flag):
+    meetings.pop(0)()
+    return np.stack([np.array(True), flag])
+
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(multihost_utils, 'broadcast_one_to_all', broadcast)
+  monkeypatch.setattr(multihost_utils, 'process_allgather', gather)
+  monkeypatch.setattr(rank_records, '_VISIBLE_PERIOD_S', 0.01)
+  return meetings
+
+
+def test_a_running_jobs_records_stay_until_process_0_owns_the_directory(tmp_path, process_1):
+  open_all(tmp_path, num_processes=2)[1].write_failure(step=1, reason='earlier', is_own=True, stacks='x')
+  RankRecords(tmp_path, process_index=0, num_processes=2)
+  own_failure = tmp_path / 'ranks' / 'failures' / '1.json'
+  is_there = []
+
+  def claimed():
+    is_there.append(own_failure.exists())
+    (tmp_path / 'ranks' / 'start.txt').write_text('0001020304050607')
+
+  process_1 += [claimed, lambda: is_there.append(own_failure.exists())]
+  assert open_rank_records(tmp_path).process_index == 1
+  assert is_there == [True, False]
+
+
+def test_a_file_system_may_show_process_0s_file_late(tmp_path, process_1):
+  start = tmp_path / 'ranks' / 'start.txt'
+  start.parent.mkdir()
+  start.write_text('07060504ff020100')  # of an earlier start
+  late = threading.Timer(0.3, start.write_text, ['0001020304050607'])
+  process_1 += [late.start, lambda: None]
+  open_rank_records(tmp_path)
+  late.join()
+
+
+@pytest.mark.parametrize('earlier', [None, b'0706050403020100', b'\xff'])
+def test_a_directory_that_is_not_shared_is_refused(tmp_path, process_1, monkeypatch, earlier):
+  monkeypatch.setattr(rank_records, '_VISIBLE_LIMIT_S', 0.05)
+  if earlier is not None:
+    (tmp_path / 'ranks').mkdir()
+    (tmp_path / 'ranks' / 'start.txt').write_bytes(earlier)
+  process_1 += [lambda: None, lambda: None]
+  with pytest.raises(ValueError, match=r'is not shared .* is not seen by process 1 \(of 2\); choose a directory'):
+    open_rank_records(tmp_path)
+  assert not list(tmp_path.glob('ranks/progress'))

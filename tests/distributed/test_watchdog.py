@@ -1,0 +1,147 @@
+"""When the watchdog fires, when it does not, and what it then says."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.rank_records import RankRecords
+from spmd_tasks.distributed.watchdog import StepWatchdog
+
+
+class RecordingExit(EmergencyExit):
+  """Notes the calls instead of ending the test; unlike the real one it returns, and is called again."""
+
+  def __init__(self):
+    super().__init__()
+    self.calls = []
+    self.called = threading.Event()
+
+  def leave(self, code, reason, **kwargs):
+    self.calls.append((code, reason))
+    self.called.set()
+
+
+@pytest.fixture
+def emergency():
+  return RecordingExit()
+
+
+def test_a_loop_without_beats_is_stuck(emergency):
+  with StepWatchdog(timeout_s=0.2, first_step_timeout_s=60, emergency=emergency) as watchdog:
+    watchdog.beat(6)
+    watchdog.beat(7, 'input')
+    assert emergency.called.wait(10)
+  code, reason = emergency.calls[0]
+  assert code == exit_codes.STUCK
+  assert "in 'input' of step 7 (limit 0.2 s)" in reason
+
+
+def test_beats_keep_it_quiet(emergency):
+  with StepWatchdog(timeout_s=1.0, first_step_timeout_s=1.0, emergency=emergency) as watchdog:
+    for step in range(20):
+      watchdog.beat(step)
+      time.sleep(0.1)
+  assert not emergency.calls
+
+
+def test_the_first_step_has_its_own_limit(emergency):
+  with StepWatchdog(timeout_s=0.1, first_step_timeout_s=60, emergency=emergency) as watchdog:
+    time.sleep(0.3)
+    watchdog.beat(100, 'input')
+    time.sleep(0.3)
+    watchdog.beat(100)
+    time.sleep(0.3)
+    assert not emergency.calls
+    watchdog.beat(101)
+    assert emergency.called.wait(10)
+
+
+def test_a_long_operation_has_its_own_limit_and_the_old_one_returns(emergency):
+  with StepWatchdog(timeout_s=0.3, first_step_timeout_s=60, emergency=emergency) as watchdog:
+    watchdog.beat(0)
+    watchdog.beat(1)
+    with watchdog.allow('checkpoint', limit_s=60):
+      time.sleep(0.6)
+    assert not emergency.calls
+    assert emergency.called.wait(10)
+  assert "'step' of step 1 (limit 0.3 s)" in emergency.calls[0][1]
+
+
+def test_a_long_operation_beyond_its_limit_is_stuck(emergency):
+  with StepWatchdog(timeout_s=60, emergency=emergency) as watchdog:
+    watchdog.beat(3)
+    with watchdog.allow('checkpoint', limit_s=0.1):
+      assert emergency.called.wait(10)
+  assert "'checkpoint' of step 3 (limit 0.1 s)" in emergency.calls[0][1]
+
+
+def test_another_process_failure_ends_this_one(emergency, tmp_path):
+  own, other = (RankRecords(tmp_path, process_index=i, num_processes=2) for i in range(2))
+  with StepWatchdog(timeout_s=60, emergency=emergency, records=own, record_period_s=0.05):
+    time.sleep(0.2)
+    assert not emergency.calls
+    other.write_failure(step=5, reason='ValueError: bad luck', is_own=True, stacks='')
+    assert emergency.called.wait(10)
+  code, reason = emergency.calls[0]
+  assert code == exit_codes.PEER_FAILED
+  assert reason.startswith('process 1 (host ')
+  assert reason.endswith('left at step 5: ValueError: bad luck')
+
+
+def test_it_goes_on_without_its_records(emergency, tmp_path):
+  records = RankRecords(tmp_path / 'job', process_index=0, num_processes=2)
+  with StepWatchdog(timeout_s=1.0, emergency=emergency, records=records, record_period_s=0.02) as watchdog:
+    watchdog.beat(0)
+    (tmp_path / 'job').rename(tmp_path / 'moved')
+    time.sleep(0.2)
+    assert not emergency.calls
+    watchdog.beat(1)
+    assert emergency.called.wait(10)
+
+
+@pytest.mark.parametrize('limits', [{'timeout_s': 0}, {'timeout_s': 1, 'first_step_timeout_s': -1}])
+def test_limits_must_be_positive(emergency, limits):
+  with pytest.raises(ValueError, match='must be positive'):
+    StepWatchdog(**limits, emergency=emergency)
+
+
+STUCK_SCRIPT = """
+import ctypes, time
+from spmd_tasks.distributed import watchdog
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+watchdog._NATIVE_MARGIN_S = 1.0
+with watchdog.StepWatchdog(timeout_s=0.5, first_step_timeout_s=0.5, emergency=EmergencyExit()) as dog:
+  dog.beat(0)
+  dog.beat(1)
+  def stuck_here():
+    time.sleep(0.3)
+    {call}
+  stuck_here()
+"""
+
+
+@pytest.mark.parametrize(
+  'call, returncode, message',
+  [
+    ('time.sleep(3600)', exit_codes.STUCK, " s in 'step' of step 1 (limit 0.5 s)"),
+    # A native call that holds the interpreter lock: no Python thread runs any more.
+    ('ctypes.PyDLL(None).sleep(3600)', exit_codes.FAILED, 'Timeout (0:00:01.500000)!'),
+  ],
+)
+def test_a_stuck_process_really_ends_with_its_stacks(call, returncode, message):
+  result = subprocess.run(
+    [sys.executable, '-c', textwrap.dedent(STUCK_SCRIPT).format(call=call)],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
+  assert result.returncode == returncode, result.stderr
+  assert message in result.stderr
+  assert 'in stuck_here' in result.stderr

@@ -1,0 +1,102 @@
+import jax
+import numpy as np
+import pytest
+import transformer_reference as reference
+
+from spmd_tasks.layers.attention.attention import Attention, segment_mask
+from spmd_tasks.layers.attention.positions import Rotary
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+
+# Two documents and padding in the first row, padding only in the second.
+SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 0], [0, 0, 0, 0, 0, 0]])
+SEGMENT_POS = np.array([[0, 1, 2, 0, 1, 0], [0, 0, 0, 0, 0, 0]])
+
+
+def _weights(layer, x, rng):
+  abstract = jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params']
+  return jax.tree.map(lambda w: (0.3 * rng.normal(size=w.shape)).astype(np.float32), unbox_weights(abstract))
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'num_heads': 3},
+    {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4},
+    {'num_heads': 3, 'num_kv_heads': 1, 'qk_norm': True, 'use_bias': True},
+    {'num_heads': 3, 'causal': False, 'rotary': None},
+    {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 2},
+  ],
+  ids=['multi-head', 'grouped', 'multi-query', 'bidirectional', 'window'],
+)
+def test_attention(rng, fields):
+  x = rng.normal(size=(2, 6, 30)).astype(np.float32)
+  layer = Attention(**fields)
+  weights = _weights(layer, x, rng)
+  expected = reference.attention(
+    x.astype(np.float64),
+    reference.to_float64(weights),
+    SEGMENT_IDS,
+    SEGMENT_POS,
+    causal=layer.causal,
+    window=layer.window,
+    rotary=layer.rotary is not None,
+    qk_norm=layer.qk_norm,
+  )
+  actual = layer.apply({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
+  np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_segment_ids_means_one_document(rng):
+  x = rng.normal(size=(2, 6, 30)).astype(np.float32)
+  layer, one_document, pos = Attention(num_heads=3), np.ones((2, 6), int), np.tile(np.arange(6), (2, 1))
+  weights = _weights(layer, x, rng)
+  np.testing.assert_allclose(
+    layer.apply({'params': weights}, x, None, pos), layer.apply({'params': weights}, x, one_document, pos), rtol=1e-6
+  )
+
+
+def test_segment_mask_separates_documents_and_padding():
+  mask = np.asarray(segment_mask(np.array([[1, 1, 2, 0]])))
+  assert mask.shape == (1, 1, 4, 4)
+  np.testing.assert_array_equal(mask[0, 0], [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+
+
+def test_padding_rows_have_finite_gradients(rng):
+  x = rng.normal(size=(2, 6, 30)).astype(np.float32)
+  layer = Attention(num_heads=3)
+  weights = _weights(layer, x, rng)
+
+  def total(weights, x):
+    return layer.apply({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS).sum()
+
+  for leaf in jax.tree.leaves(jax.jit(jax.grad(total, argnums=(0, 1)))(weights, x)):
+    assert np.isfinite(leaf).all()
+    assert np.abs(leaf).max() > 0
+
+
+def test_split_dims():
+  x = np.zeros((2, 6, 30), np.float32)
+  layer = Attention(num_heads=6, num_kv_heads=2, head_dim=4)
+  specs = weight_specs(jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params'])
+  assert {name: (spec['kernel'].shape, spec['kernel'].split_dims) for name, spec in specs.items()} == {
+    'query': ((30, 6, 4), ('embed', 'heads', 'head_dim')),
+    'key': ((30, 2, 4), ('embed', 'kv_heads', 'head_dim')),
+    'value': ((30, 2, 4), ('embed', 'kv_heads', 'head_dim')),
+    'out': ((6, 4, 30), ('heads', 'head_dim', 'embed')),
+  }
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'num_heads': 6, 'num_kv_heads': 4}, 'num_kv_heads=4 does not divide num_heads=6'),
+    ({'num_heads': 6, 'num_kv_heads': 0}, 'num_kv_heads=0'),
+    ({'num_heads': 4}, 'num_heads=4 does not divide the model dim 30: set head_dim'),
+    ({'num_heads': 3, 'rotary': Rotary()}, 'needs segment_pos'),
+    ({'num_heads': 3, 'window': 0}, 'window=0 with causal=True'),
+    ({'num_heads': 3, 'window': 2, 'causal': False}, 'window=2 with causal=False'),
+  ],
+)
+def test_impossible_settings_are_errors(fields, message):
+  with pytest.raises(ValueError, match=message):
+    Attention(**fields).init(jax.random.key(0), np.zeros((2, 6, 30), np.float32))

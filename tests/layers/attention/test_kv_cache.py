@@ -1,0 +1,174 @@
+"""Token by token gives the numbers of the whole text at once, for every kind of block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.attention.attention import Attention
+from spmd_tasks.layers.attention.positions import LearnedPositions
+from spmd_tasks.layers.block_group import BlockGroup
+from spmd_tasks.layers.embedding import TokenEmbedding
+from spmd_tasks.layers.feed_forward import GatedFeedForward
+from spmd_tasks.layers.language_model import LanguageModel
+from spmd_tasks.layers.moe.capacity_gather import CapacityGather
+from spmd_tasks.layers.moe.dropless import Dropless
+from spmd_tasks.layers.moe.expert_choice import ExpertChoiceRouter
+from spmd_tasks.layers.moe.experts import Experts
+from spmd_tasks.layers.moe.layer import MixtureOfExperts
+from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.layers.norm import RmsNorm
+from spmd_tasks.layers.pipeline.stack import PipelinedStack
+from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
+from spmd_tasks.sharding.weights import unbox_weights
+from tests.layers.tiny_model import VOCAB, random_weights, tiny_model
+
+LENGTHS = np.array([3, 1, 0, 5])  # of the prompts; the third row is empty
+NUM_STEPS = 4
+NUM_POSITIONS = 12
+
+
+def _block(ffn=None, **attention):
+  return TransformerBlock(
+    attention=Attention(num_heads=4, head_dim=6, **attention),
+    ffn=ffn or GatedFeedForward(hidden_dim=20),
+    norm=RmsNorm(),
+  )
+
+
+def _experts(computation, router=None):
+  return MixtureOfExperts(
+    router=router or TopKRouter(num_experts=5, num_selected=2),
+    experts=Experts(num_experts=5, hidden_dim=8),
+    computation=computation,
+    load_balance_shards=2,
+  )
+
+
+def _model(stack, positions=None):
+  return LanguageModel(
+    embedding=TokenEmbedding(vocab_size=VOCAB, embed_dim=16), stack=stack, final_norm=RmsNorm(), positions=positions
+  )
+
+
+def _stack(block, **fields):
+  return TransformerStack(block=block, num_layers=2, **fields)
+
+
+# A capacity of 10 tokens per token drops none, so that the text at once has the numbers to be compared with.
+_ROOMY = CapacityGather(capacity_factor=10.0)
+MODELS = {
+  'multi-head': _model(_stack(_block())),
+  'grouped, qk_norm, bias, unrolled': _model(
+    _stack(_block(num_kv_heads=2, qk_norm=True, use_bias=True), scan=False, remat_policy='full')
+  ),
+  'learned positions': _model(_stack(_block(rotary=None)), LearnedPositions(max_len=NUM_POSITIONS)),
+  'dense and dropless': _model(_stack(BlockGroup(blocks=(_block(), _block(_experts(Dropless())))))),
+  'capacity': _model(_stack(_block(_experts(_ROOMY)))),
+  'circular pipeline': _model(
+    PipelinedStack(block=_block(), num_layers=2, num_microbatches=2, schedule='circular', num_repeats=2)
+  ),
+}
+
+
+def _generate(model, weights, ids):
+  """Logits [B, T, V] of the columns behind each row's prompt, one at a time; the rest are NaN."""
+
+  def place(fresh, full):
+    return jnp.zeros(full.shape, full.dtype).at[..., : fresh.shape[-2], :].set(fresh)
+
+  def write(cache, new, positions, active):
+    for row in range(len(LENGTHS)):
+      place = jnp.where(active[row] == 1, positions[row], NUM_POSITIONS)
+      cache = cache.at[..., row, :, place, :].set(new[..., row, :, 0, :], mode='drop')
+    return cache
+
+  @jax.jit
+  def prefill(weights):
+    columns = np.arange(ids.shape[1])[None]
+    batch = {
+      'ids': ids,
+      'segment_ids': (columns < LENGTHS[:, None]).astype(np.int32),
+      'segment_pos': np.broadcast_to(columns, ids.shape).astype(np.int32),
+    }
+    _, variables = model.apply({'params': weights}, batch, mutable='new_cache')
+    cache = unbox_weights(variables['new_cache'])
+    full = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape[:-2], NUM_POSITIONS, x.shape[-1]), x.dtype), cache)
+    return jax.tree.map(place, cache, full)
+
+  @jax.jit
+  def step(weights, cache, tokens, positions, active):
+    batch = {'ids': tokens[:, None], 'segment_ids': active[:, None], 'segment_pos': positions[:, None]}
+    outputs, variables = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')
+    new = unbox_weights(variables['new_cache'])
+    return outputs['logits'][:, 0], jax.tree.map(lambda c, n: write(c, n, positions, active), cache, new)
+
+  cache = prefill(weights)
+  # What an earlier sequence left in places that are not read must not matter.
+  cache = jax.tree.map(lambda x: x.at[..., LENGTHS.max() :, :].set(1e3), cache)
+  logits = np.full((*ids.shape, VOCAB), np.nan, np.float32)
+  rows = np.arange(len(LENGTHS))
+  for i in range(NUM_STEPS):
+    positions = (LENGTHS + i) * (LENGTHS > 0)
+    out, cache = step(weights, cache, ids[rows, positions], positions, (LENGTHS > 0).astype(np.int32))
+    logits[rows, positions] = out
+  return logits
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_token_by_token_is_the_whole_text(name, rng):
+  model = MODELS[name]
+  weights = random_weights(model, {'ids': np.ones((4, 4), np.int32)})
+  ids = rng.integers(1, VOCAB, (len(LENGTHS), LENGTHS.max() + NUM_STEPS)).astype(np.int32)
+  expected = jax.jit(model.apply)({'params': weights}, {'ids': ids})['logits']
+  actual = _generate(model, weights, ids)
+  for row in np.flatnonzero(LENGTHS):
+    columns = slice(LENGTHS[row], LENGTHS[row] + NUM_STEPS)
+    np.testing.assert_allclose(actual[row, columns], expected[row, columns], rtol=1e-4, atol=2e-5)
+
+
+def test_bfloat16_keeps_its_precision(rng):
+  """Logits of about 2 to within a few of bfloat16's steps (1/128 there), which sums in another order cost."""
+  model = tiny_model(dtype='bfloat16')
+  weights = random_weights(model, {'ids': np.ones((4, 4), np.int32)})
+  ids = rng.integers(1, VOCAB, (len(LENGTHS), LENGTHS.max() + NUM_STEPS)).astype(np.int32)
+  expected = jax.jit(model.apply)({'params': weights}, {'ids': ids})['logits']
+  actual = _generate(model, weights, ids)
+  for row in np.flatnonzero(LENGTHS):
+    columns = slice(LENGTHS[row], LENGTHS[row] + NUM_STEPS)
+    scale = np.abs(expected[row, columns]).max()
+    np.testing.assert_allclose(actual[row, columns] / scale, expected[row, columns] / scale, atol=0.03)
+
+
+def test_a_chunk_goes_on_where_the_cache_ends(rng):
+  model = MODELS['multi-head']
+  weights = random_weights(model)
+  ids = rng.integers(1, VOCAB, (1, 8)).astype(np.int32)
+  positions = np.arange(8)[None].astype(np.int32)
+  expected = model.apply({'params': weights}, {'ids': ids})['logits']
+  _, variables = model.apply({'params': weights}, {'ids': ids}, mutable='new_cache')
+  cache = jax.tree.map(lambda x: x.at[..., 3:, :].set(0), unbox_weights(variables['new_cache']))
+  chunk = {'ids': ids[:, 3:7], 'segment_pos': positions[:, 3:7]}
+  outputs, _ = model.apply({'params': weights, 'cache': cache}, chunk, mutable='new_cache')
+  np.testing.assert_allclose(outputs['logits'], expected[:, 3:7], rtol=1e-4, atol=2e-5)
+
+
+def test_logit_columns_selects(rng):
+  model = MODELS['multi-head']
+  weights = random_weights(model)
+  ids = rng.integers(1, VOCAB, (2, 5)).astype(np.int32)
+  columns = np.array([[4, 0], [2, 2]])
+  every = model.apply({'params': weights}, {'ids': ids})['logits']
+  some = model.apply({'params': weights}, {'ids': ids, 'logit_columns': columns})['logits']
+  np.testing.assert_allclose(some, np.asarray(every)[np.arange(2)[:, None], columns], rtol=1e-5, atol=1e-6)
+
+
+def test_what_looks_ahead_is_an_error():
+  looking_ahead = [_block(causal=False), _block(_experts(_ROOMY, ExpertChoiceRouter(num_experts=5)))]
+  for block, message in zip(looking_ahead, ('causal=False', 'cannot generate'), strict=True):
+    model = _model(_stack(block))
+    batch = {'ids': np.ones((2, 4), np.int32)}
+    with pytest.raises(ValueError, match=message):
+      jax.eval_shape(
+        lambda w, m=model, b=batch: m.apply({'params': w}, b, mutable='new_cache'), random_weights(model, batch)
+      )

@@ -1,0 +1,313 @@
+"""A pipelined stack is the stack: same results, gradients and statistics, on 4 stages x data 2 fake devices.
+
+Tolerances: float32; microbatches and shards are summed in another order.
+"""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.attention.attention import Attention
+from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.layers.feed_forward import GatedFeedForward
+from spmd_tasks.layers.moe.bias_balancing import attach_gradient
+from spmd_tasks.layers.norm import RmsNorm
+from spmd_tasks.layers.pipeline.stack import PipelinedStack
+from spmd_tasks.layers.statistics import Statistics
+from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
+from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+
+B, T, D = 16, 9, 12
+STAGES = {'data': 2, 'stage': 4}
+RULES = (
+  ('batch', ('data', 'stage')),
+  ('layers', 'stage'),
+  *((name, None) for name in ('embed', 'mlp', 'heads', 'kv_heads', 'head_dim', 'norm', 'seq')),
+  *((name, None) for name in ('act_embed', 'act_mlp', 'act_heads', 'act_kv_heads')),
+)
+
+
+class SquaredMean(Statistics):
+  """Not linear in the tokens, as a balance loss is: the mean over microbatches would be another number."""
+
+  total: jax.Array
+
+  def values(self):
+    return {'squared_mean': jnp.square(self.total / self.num_tokens)}
+
+
+class ReportingFeedForward(nn.Module):
+  """A feed-forward sublayer that reports on its tokens, and whose gradients show bubbles and identity layers.
+
+  With x of 0 it is infinite, and its weight `load` has the number of tokens as its gradient, whatever the loss, as a
+  balance bias has.
+  """
+
+  @nn.compact
+  def __call__(self, x, segment_ids=None, *, train=False):
+    y, _ = GatedFeedForward(hidden_dim=24)(x, segment_ids, train=train)
+    is_real = (segment_ids != 0).astype(x.dtype)
+    statistics = SquaredMean(num_tokens=jnp.sum(is_real), total=jnp.sum(is_real * jnp.abs(y).sum(-1)))
+    y = y / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+    load = declare_weight(self, 'load', shape=(1,), init=nn.initializers.zeros, split_dims=(None,))
+    return attach_gradient(y, load, jnp.sum(is_real)[None]), {'y': statistics}
+
+
+def make_block(dropout_rate=0.0):
+  return TransformerBlock(
+    attention=Attention(num_heads=3), ffn=ReportingFeedForward(), norm=RmsNorm(), dropout_rate=dropout_rate
+  )
+
+
+@functools.cache
+def make_mesh(**sizes):
+  sizes = sizes or STAGES
+  num_devices = int(np.prod(list(sizes.values())))
+  return MeshSpec(axis_names=tuple(sizes), ici_mesh_shape=tuple(sizes.values())).build(jax.devices()[:num_devices])
+
+
+@functools.cache
+def inputs():
+  rng = np.random.default_rng(0)
+  segment_ids = np.sort(rng.integers(0, 4, (B, T)), axis=1)[:, ::-1]  # up to three documents and padding
+  segment_pos = np.array([[t - list(row).index(row[t]) for t in range(T)] for row in segment_ids])
+  x = rng.normal(size=(B, T, D))
+  return jnp.asarray(x, 'float32'), jnp.asarray(segment_ids, 'int32'), jnp.asarray(segment_pos, 'int32')
+
+
+@functools.cache
+def make_weights(num_layers):
+  """Away from the initial values, where mistakes hide."""
+  stack = TransformerStack(block=make_block(), num_layers=num_layers)
+  abstract = unbox_weights(jax.eval_shape(stack.init, jax.random.key(0), *inputs())['params'])
+  rng = np.random.default_rng(1)
+  return jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape) + 0.1, 'float32'), abstract)
+
+
+def loss_fn(stack, weights, x, rngs=None):
+  y, aux = stack.apply({'params': weights}, x, *inputs()[1:], train=True, rngs=rngs)
+  loss = jnp.sum(jnp.square(y) * jnp.cos(jnp.arange(D, dtype='float32'))[None, None]) / B + jnp.sum(aux['squared_mean'])
+  return loss, (y, aux)
+
+
+def grad_fn(stack, rngs=None):
+  return jax.value_and_grad(functools.partial(loss_fn, stack, rngs=rngs), argnums=(0, 1), has_aux=True)
+
+
+@functools.cache
+def reference(num_layers):
+  stack = TransformerStack(block=make_block(), num_layers=num_layers)
+  return jax.device_get(jax.jit(grad_fn(stack))(make_weights(num_layers), inputs()[0]))
+
+
+def split(weights, num_repeats):
+  return jax.tree.map(lambda w: w.reshape(num_repeats, -1, *w.shape[1:]) if num_repeats > 1 else w, weights)
+
+
+def merge(weights, num_repeats):
+  return jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]) if num_repeats > 1 else w, weights)
+
+
+def compile_grad(stack, num_layers, mesh=None, rules=RULES, rngs=None):
+  mesh = mesh or make_mesh()
+
+  def run(weights, x):
+    with sharding_scope(mesh, rules):
+      return grad_fn(stack, rngs)(weights, x)
+
+  spec = jax.P(*[None] * (stack.num_repeats > 1), 'stage')
+  weights = split(make_weights(num_layers), stack.num_repeats)
+  even = num_layers // stack.num_repeats % mesh.shape['stage'] == 0
+  weights_shardings = NamedSharding(mesh, spec if even else jax.P())
+  x_sharding = NamedSharding(mesh, jax.P(('data', 'stage')))
+  in_shardings = weights_shardings, x_sharding
+  out_shardings = (None, in_shardings)
+  compiled = jax.jit(run, in_shardings=in_shardings, out_shardings=out_shardings).lower(weights, inputs()[0]).compile()
+  return compiled, jax.device_put((weights, inputs()[0]), in_shardings)
+
+
+@functools.cache
+def pipelined(num_layers, **settings):
+  stack = PipelinedStack(block=make_block(), num_layers=num_layers, **settings)
+  compiled, args = compile_grad(stack, num_layers)
+  (loss, outputs), (weights, x) = jax.device_get(compiled(*args))
+  return compiled.as_text(), ((loss, outputs), (merge(weights, stack.num_repeats), x))
+
+
+CASES = {
+  'gpipe': (8, {'num_microbatches': 8}),
+  'gpipe, as many microbatches as stages': (8, {'num_microbatches': 4}),
+  'gpipe, 6 layers on 4 stages, full remat': (6, {'num_microbatches': 8, 'remat_policy': 'full'}),
+  'circular': (8, {'num_microbatches': 8, 'schedule': 'circular', 'num_repeats': 2}),
+  'circular, no delay': (8, {'num_microbatches': 4, 'schedule': 'circular', 'num_repeats': 2}),
+  'circular, 10 layers on 4 stages x 2': (
+    10,
+    {'num_microbatches': 8, 'schedule': 'circular', 'num_repeats': 2, 'remat_policy': 'dots'},
+  ),
+  'one forward, one backward': (8, {'num_microbatches': 8, 'schedule': 'one_forward_one_backward'}),
+  'one forward, one backward, 6 layers, full remat': (
+    6,
+    {'num_microbatches': 16, 'schedule': 'one_forward_one_backward', 'remat_policy': 'full'},
+  ),
+}
+
+
+def assert_close(got, expected):
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+    scale = max(1e-3, np.max(np.abs(b)))
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_results_gradients_and_statistics_are_those_of_the_stack(name):
+  num_layers, settings = CASES[name]
+  _, got = pipelined(num_layers, **settings)
+  assert_close(got, reference(num_layers))
+  load = got[1][0]['layers']['ffn']['load']
+  np.testing.assert_array_equal(load, np.full((num_layers, 1), np.sum(inputs()[1] != 0)))  # each token once
+
+
+def stage_neighbours(mesh):
+  """The pairs of devices that are neighbours along the ring of stages."""
+  ids = np.vectorize(lambda device: device.id)(mesh.devices)  # [data, stage]
+  pairs = {(a, b) for row in ids for a, b in zip(row, np.roll(row, 1))}
+  return pairs | {(b, a) for a, b in pairs}
+
+
+@pytest.mark.parametrize('name', ['gpipe', 'circular', 'one forward, one backward'])
+def test_microbatches_go_from_neighbour_to_neighbour_and_nowhere_else(name):
+  """Between stages: permutes of one microbatch. Other collectives, of gradients and losses, have no activations."""
+  num_layers, settings = CASES[name]
+  text, _ = pipelined(num_layers, **settings)
+  collectives = re.findall(r'= (.*?) (all-[\w-]+|reduce-scatter|collective-[\w-]+)\((.*)', text)
+  permutes = [rest for _, kind, rest in collectives if kind == 'collective-permute']
+  assert len(permutes) >= 4
+  for rest in permutes:
+    pairs = re.findall(r'(\d+),(\d+)', re.search(r'source_target_pairs=\{(.*?)\}\}', rest).group(1))
+    assert {(int(a), int(b)) for a, b in pairs} <= stage_neighbours(make_mesh())
+  for shape, kind, _ in collectives:
+    if kind == 'collective-permute':
+      assert re.fullmatch(rf'\w+\[1,{T}(,{D})?\].*', shape), f'more than a row of one microbatch is sent: {shape}'
+    else:
+      assert not re.search(rf'\b{T}\b', re.sub(r'\{.*?\}', '', shape)), f'{kind} of activations: {shape}'
+
+
+def dropout_run(**settings):
+  stack = PipelinedStack(block=make_block(dropout_rate=0.5), num_layers=8, num_microbatches=8, **settings)
+  compiled, args = compile_grad(stack, 8, rngs={'dropout': jax.random.key(3)})
+  (loss, outputs), (weights, x) = jax.device_get(compiled(*args))
+  return (loss, outputs), (merge(weights, stack.num_repeats), x)
+
+
+def test_dropout_does_not_depend_on_the_schedule():
+  gpipe = dropout_run()
+  (_, (y, _)), _ = gpipe
+  assert not np.allclose(y, reference(8)[0][1][0])
+  assert_close(dropout_run(schedule='circular', num_repeats=2, remat_policy='full'), gpipe)
+  assert_close(dropout_run(schedule='one_forward_one_backward'), gpipe)
+
+
+class Constant(nn.Module):
+  """A sublayer that returns ones, of which dropout makes its mask."""
+
+  with_aux: bool
+
+  @nn.compact
+  def __call__(self, x, *_, train=False):
+    return (jnp.ones_like(x), {}) if self.with_aux else jnp.zeros_like(x)
+
+
+def test_dropout_differs_by_layer_and_by_microbatch():
+  block = TransformerBlock(
+    attention=Constant(with_aux=False), ffn=Constant(with_aux=True), norm=RmsNorm(), dropout_rate=0.5
+  )
+  scales = {name: {'scale': jnp.ones((2, D))} for name in ('attention_norm', 'ffn_norm')}
+  mesh = make_mesh(stage=2)
+
+  def masks(num_layers):
+    """The sums of the layers' masks, each 0 or 2, of 4 microbatches."""
+    stack = PipelinedStack(block=block, num_layers=num_layers, num_microbatches=4)
+    weights = jax.tree.map(lambda w: w[:num_layers], {'layers': scales})
+
+    def run(x):
+      with sharding_scope(mesh, (('batch', 'stage'), ('layers', 'stage'), *RULES[2:])):
+        return stack.apply({'params': weights}, x, train=True, rngs={'dropout': jax.random.key(0)})[0]
+
+    return np.asarray(jax.jit(run)(jnp.zeros((8, T, D)))).reshape(4, 2, T, D)
+
+  one, two = masks(1), masks(2)
+  assert set(np.unique(one)) == {0.0, 2.0}
+  assert 2.0 in two  # two equal masks would give 0 and 4 only
+  assert not any(np.array_equal(one[0], other) for other in one[1:])
+
+
+@pytest.mark.parametrize('num_repeats', [1, 2])
+def test_weights_start_as_the_stacks_and_say_where_they_lie(num_repeats):
+  schedule = 'circular' if num_repeats > 1 else 'gpipe'
+  stacks = (
+    TransformerStack(block=make_block(), num_layers=4),
+    PipelinedStack(block=make_block(), num_layers=4, num_microbatches=4, schedule=schedule, num_repeats=num_repeats),
+  )
+  expected, got = (jax.jit(stack.init)(jax.random.key(5), *inputs())['params'] for stack in stacks)
+  plain, specs = weight_specs(expected), weight_specs(got)
+  jax.tree.map(np.testing.assert_array_equal, merge(unbox_weights(got), num_repeats), unbox_weights(expected))
+  for spec, plain_spec in zip(jax.tree.leaves(specs), jax.tree.leaves(plain), strict=True):
+    assert spec.canonical_shape == plain_spec.shape == plain_spec.canonical_shape
+    assert spec.split_dims == (*[None] * (num_repeats - 1), *plain_spec.split_dims)
+    assert (spec.stacked, spec.tags) == (num_repeats, plain_spec.tags)
+  assert plain['layers']['ffn_norm']['scale'].split_dims == ('layers', 'norm')
+
+
+@pytest.mark.parametrize('batch_size', [12, 6])
+def test_eval_takes_any_batch(batch_size):
+  """12 rows are cut into 4 microbatches where 8 are asked for; 6 cannot be cut for 4 stages, and pass in sequence."""
+  stack = PipelinedStack(block=make_block(), num_layers=4, num_microbatches=8)
+  plain = TransformerStack(block=make_block(), num_layers=4)
+  args = jax.tree.map(lambda a: a[:batch_size], inputs())
+
+  def run(weights, *args):
+    with sharding_scope(make_mesh(stage=4), (('batch', 'stage'), ('layers', 'stage'), *RULES[2:])):
+      return stack.apply({'params': weights}, *args)
+
+  lowered = jax.jit(run).lower(make_weights(4), *args)
+  assert ('collective_permute' in lowered.as_text()) == (batch_size == 12)
+  assert_close(lowered.compile()(make_weights(4), *args), plain.apply({'params': make_weights(4)}, *args))
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'num_layers': 0}, 'num_layers=0'),
+    ({'num_microbatches': 0}, 'num_microbatches=0'),
+    ({'schedule': 'interleaved'}, r"'interleaved' is unknown: choose one of \['gpipe', 'circular'"),
+    ({'num_repeats': 2}, "num_repeats=2 is for schedule 'circular' only: set it to 1"),
+    ({'num_repeats': 3, 'schedule': 'circular'}, 'num_layers=8 must be a multiple of num_repeats=3'),
+    ({'remat_policy': 'minimal'}, "'minimal' is unknown"),
+  ],
+)
+def test_bad_settings_are_errors_when_built(fields, message):
+  with pytest.raises(ValueError, match=message):
+    PipelinedStack(**{'block': make_block(), 'num_layers': 8, 'num_microbatches': 8} | fields)
+
+
+@pytest.mark.parametrize(
+  'num_microbatches, rules, message',
+  [
+    (32, RULES, 'num_microbatches=32 of a pipeline must divide the batch of 16 rows'),
+    (2, RULES, 'num_microbatches=2 must be a multiple of the 4 stages.* 4 is the nearest'),
+    (6, RULES, 'num_microbatches=6 must be a multiple of the 4 stages.* 8 is the nearest'),
+    (8, (('layers', ('data', 'stage')), *RULES), "split 'layers' over .* lie along one mesh axis"),
+  ],
+)
+def test_what_does_not_fit_the_mesh_is_an_error_before_anything_is_compiled(num_microbatches, rules, message):
+  stack = PipelinedStack(block=make_block(), num_layers=8, num_microbatches=num_microbatches)
+  with sharding_scope(make_mesh(), rules), pytest.raises(ValueError, match=message):
+    jax.eval_shape(stack.init, jax.random.key(0), *inputs())

@@ -1,0 +1,118 @@
+"""A job_log_dir has one experiment for ever and one running job at a time."""
+
+import errno
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from spmd_tasks.programs import job_directory
+from spmd_tasks.programs.job_directory import claim
+
+CLAIM_AND_WAIT = """
+import sys, time
+from spmd_tasks.programs.job_directory import claim
+job = claim(sys.argv[1], experiment_name='lm.A')
+print('claimed', flush=True)
+time.sleep(60)
+"""
+
+CLAIM_WITHOUT_RIGHTS = """
+import os, sys
+from spmd_tasks.programs.job_directory import claim
+if os.getuid() == 0:
+  os.setuid(65534)
+try:
+  claim(sys.argv[1], experiment_name='lm.A')
+except ValueError as error:
+  print(error)
+"""
+
+
+def contents(path: pathlib.Path) -> dict[str, bytes]:
+  return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob('*') if file.is_file()}
+
+
+def test_a_new_directory_is_created_and_records_the_experiment_which_comes_back(tmp_path):
+  for _ in range(2):
+    with claim(tmp_path / 'a' / 'b', experiment_name='lm.A') as job:
+      assert job.path == tmp_path / 'a' / 'b'
+  assert json.loads((tmp_path / 'a' / 'b' / 'experiment.json').read_text()) == {'experiment': 'lm.A'}
+
+
+def test_another_experiment_is_refused_and_nothing_is_written(tmp_path):
+  claim(tmp_path, experiment_name='lm.A').release()
+  before = contents(tmp_path)
+  with pytest.raises(ValueError, match=r"belongs to experiment 'lm\.A', not to 'lm\.B': choose another job_log_dir"):
+    claim(tmp_path, experiment_name='lm.B')
+  assert contents(tmp_path) == before
+
+
+def test_a_second_running_job_is_refused_by_name_and_nothing_is_written(tmp_path):
+  with claim(tmp_path, experiment_name='lm.A'):
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=rf'in use by another running job \(host .*, pid {os.getpid()}, since 20'):
+      claim(tmp_path, experiment_name='lm.A')
+    assert contents(tmp_path) == before
+  claim(tmp_path, experiment_name='lm.A').release()
+
+
+def test_release_twice_is_harmless(tmp_path):
+  job = claim(tmp_path, experiment_name='lm.A')
+  job.release()
+  job.release()
+
+
+def test_the_claim_ends_with_kill_9(tmp_path):
+  process = subprocess.Popen([sys.executable, '-c', CLAIM_AND_WAIT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+  assert process.stdout is not None
+  assert process.stdout.readline() == 'claimed\n'
+  with pytest.raises(ValueError, match=f'pid {process.pid}'):
+    claim(tmp_path, experiment_name='lm.A')
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  claim(tmp_path, experiment_name='lm.A').release()
+
+
+def test_a_claim_that_fails_does_not_keep_the_lock(tmp_path, monkeypatch):
+  def no_space(*args):
+    raise OSError(errno.ENOSPC, 'No space left on device', 'experiment.json')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(job_directory, 'write_durably', no_space)
+    with pytest.raises(ValueError, match='cannot be used: No space left'):
+      claim(tmp_path, experiment_name='lm.A')
+  claim(tmp_path, experiment_name='lm.A').release()
+
+
+def test_a_path_below_a_file_is_refused(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(ValueError, match='cannot be used: Not a directory'):
+    claim(tmp_path / 'file' / 'job', experiment_name='lm.A')
+
+
+@pytest.mark.parametrize('below', ['', 'job'])
+def test_a_directory_without_write_permission_is_refused(below):
+  with tempfile.TemporaryDirectory() as directory:  # tmp_path's parents are closed to other users
+    os.chmod(directory, 0o555)
+    result = subprocess.run(
+      [sys.executable, '-c', CLAIM_WITHOUT_RIGHTS, os.path.join(directory, below)],
+      capture_output=True,
+      text=True,
+      check=True,
+    )
+    assert 'cannot be used: Permission denied' in result.stdout
+    assert 'Choose a directory' in result.stdout
+    assert os.listdir(directory) == []
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{"name": 1}', '\x00'])
+def test_an_owner_file_that_says_nothing_is_refused(tmp_path, text):
+  (tmp_path / 'experiment.json').write_text(text)
+  with pytest.raises(ValueError, match='does not say which experiment'):
+    claim(tmp_path, experiment_name='lm.A')
