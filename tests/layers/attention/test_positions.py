@@ -1,7 +1,7 @@
 import jax
 import numpy as np
 import pytest
-import transformer_reference as reference
+import tests.layers.transformer_reference as reference
 
 from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
