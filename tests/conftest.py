@@ -30,6 +30,18 @@ use_fake_devices(8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption('--all', action='store_true', help='run the cases marked exhaustive too: full products of tables')
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  """Leaves out the cases marked exhaustive, unless --all is given."""
+  left_out = [item for item in items if 'exhaustive' in item.keywords and not config.getoption('--all')]
+  if left_out:
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if 'exhaustive' not in item.keywords]
+
+
 _MAPS = Path('/proc/self/maps')
 _MAX_MAPS = 20_000
 
