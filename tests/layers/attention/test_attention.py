@@ -1,11 +1,11 @@
 import jax
 import numpy as np
 import pytest
-import tests.layers.transformer_reference as reference
 
 from spmd_tasks.layers.attention.attention import Attention, segment_mask
 from spmd_tasks.layers.attention.positions import Rotary
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+import tests.layers.transformer_reference as reference
 
 # Two documents and padding in the first row, padding only in the second.
 SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 0], [0, 0, 0, 0, 0, 0]])

@@ -1,10 +1,10 @@
 import jax
 import numpy as np
 import pytest
-import tests.layers.transformer_reference as reference
 
 from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+import tests.layers.transformer_reference as reference
 
 POSITIONS = np.array([[0, 1, 2, 0], [0, 1, 700, 5]])
 
