@@ -6,7 +6,7 @@
 lm.StdlibTiny goes from a loss of 5.6 nats per byte to below 2.4 in 300 steps, in about two minutes on two CPU cores.
 """
 
-from spmd_tasks.config.registry import register
+from spmd_tasks import register
 from spmd_tasks.recipes import DenseLanguageModel
 
 

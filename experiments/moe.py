@@ -7,7 +7,7 @@ moe.StdlibTiny goes from a cross entropy of 5.6 nats per byte to 1.42 in 300 ste
 
 import fiddle as fdl
 
-from spmd_tasks.config.registry import register
+from spmd_tasks import register
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.layers.attention.attention import Attention
 from spmd_tasks.layers.attention.positions import Rotary

@@ -6,7 +6,7 @@ pipeline.StdlibTiny is lm.StdlibTiny on other devices, with the same losses: fro
 steps.
 """
 
-from spmd_tasks.config.registry import register
+from spmd_tasks import register
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments import lm, moe
 from spmd_tasks.recipes import PipelinedLanguageModel

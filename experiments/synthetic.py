@@ -3,7 +3,7 @@
 spmd-tasks --exp synthetic.Tiny --mode train --job_log_dir runs/synthetic --num_train_steps 20
 """
 
-from spmd_tasks.config.registry import register
+from spmd_tasks import register
 from spmd_tasks.recipes import SyntheticLanguageModel
 
 

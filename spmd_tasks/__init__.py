@@ -1,0 +1,52 @@
+"""Trains, evaluates, decodes and serves large JAX models over a device mesh.
+
+    from spmd_tasks import load, register
+    from spmd_tasks.recipes import DenseLanguageModel
+
+    @register
+    class Narrow(DenseLanguageModel):          # an experiment: model, data, mesh and intervals in one class
+      '''A narrow byte model.'''
+
+      model_dims = 48
+
+    $ spmd-tasks --exp mine.Narrow --mode train --job_log_dir runs/narrow --num_fake_devices 8
+
+    model = load('runs/narrow')                # in a notebook: weights, logits, generated text
+    print(model.generate(['import '], max_tokens=40))
+
+Read in this order: `experiment.py` (what a user subclasses), `recipes/` (bases), `main.py` (the binary), `config/` (names and
+overrides), `programs/` (train, eval, decode, serve), `runtime/` (partitioning and compiled steps), then `layers/`, `learning/`,
+`inputs/` and `sharding/`. A name below is imported when it is first used, so `spmd-tasks --list` does not wait for JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from spmd_tasks.config.registry import register
+  from spmd_tasks.errors import UserError
+  from spmd_tasks.experiment import Experiment
+  from spmd_tasks.learning.learner import Learner
+  from spmd_tasks.runtime.task import Task
+
+__all__ = ['Experiment', 'Learner', 'Task', 'UserError', 'register']
+
+_MODULES = {
+  'Experiment': 'spmd_tasks.experiment',
+  'Learner': 'spmd_tasks.learning.learner',
+  'Task': 'spmd_tasks.runtime.task',
+  'UserError': 'spmd_tasks.errors',
+  'register': 'spmd_tasks.config.registry',
+}
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _MODULES:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  value = getattr(importlib.import_module(_MODULES[name]), name)
+  globals()[name] = value
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -1,13 +1,16 @@
-"""Bases to subclass: whole experiments that lack only sizes, intervals and, where you like, your own data.
+"""Bases to subclass: whole experiments that lack only sizes, intervals and, if you like, your own data.
 
-from spmd_tasks import register
-from spmd_tasks.recipes import DenseLanguageModel
+    from spmd_tasks import register
+    from spmd_tasks.recipes import DenseLanguageModel
 
-@register
-class Narrow(DenseLanguageModel):
-'''A narrow byte model.'''
+    @register
+    class Narrow(DenseLanguageModel):
+      '''A narrow byte model.'''
 
-model_dims = 48
+      model_dims = 48
+
+Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()`, `loss()`, `tokenizer()` and `source(split)`:
+override one and call `super()`. Read `dense.py` first; `mixture_of_experts.py` and `pipelined.py` override what differs.
 """
 
 from spmd_tasks.recipes.dense import DenseLanguageModel

@@ -1,4 +1,4 @@
-"""Dense language models: the base of the registered `lm` experiments, and a good one for yours."""
+"""Defines DenseLanguageModel, the base of the registered `lm` experiments, and a good one for yours."""
 
 import fiddle as fdl
 
@@ -20,7 +20,7 @@ from spmd_tasks.runtime.task import Task
 
 
 class DenseLanguageModel(Experiment):
-  """A decoder-only transformer on packed text; the base of the experiments here, and a good one for yours."""
+  """A decoder-only transformer on packed text, the standard library's source where `source` is not overridden."""
 
   vocab_size: int = 259  # ByteTokenizer: 256 bytes and 3 special tokens
   model_dims: int = 128
@@ -61,7 +61,7 @@ class DenseLanguageModel(Experiment):
     )
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:
-    """What is minimised."""
+    """The training loss."""
     return fdl.Config(LanguageModelLoss, z_loss_weight=1e-4)
 
   def task(self) -> fdl.Config[Task]:
@@ -82,18 +82,26 @@ class DenseLanguageModel(Experiment):
     learner = fdl.Config(Learner, optimizer=optimizer, clip_global_norm=1.0)
     return fdl.Config(Task, model=model, loss=self.loss(), learner=learner)
 
-  def _text(self, split: str, **settings) -> fdl.Config[TextInput]:
+  def tokenizer(self) -> fdl.Config:
+    """The tokenizer of all text: of inputs, prompts and generated tokens; its vocabulary must fit in `vocab_size`."""
+    return fdl.Config(ByteTokenizer)
+
+  def source(self, split: str) -> fdl.Config:
+    """The text of a split, 'train' or 'valid': the config of any TextSource, such as TextFiles or StdlibText."""
+    return fdl.Config(StdlibText, split=split)
+
+  def train_input(self) -> fdl.Config[TextInput]:
+    return self._packed_text('train', seed=self.seed)
+
+  def eval_inputs(self) -> dict[str, fdl.Config[TextInput]]:
+    return {'valid': self._packed_text('valid', num_epochs=1, shuffle=False, max_batches=self.eval_batches)}
+
+  def _packed_text(self, split: str, **settings) -> fdl.Config[TextInput]:
     return fdl.Config(
       TextInput,
-      source=fdl.Config(StdlibText, split=split),
-      tokenizer=fdl.Config(ByteTokenizer),
+      source=self.source(split),
+      tokenizer=self.tokenizer(),
       batch_size=self.batch_size,
       seq_len=self.seq_len,
       **settings,
     )
-
-  def train_input(self) -> fdl.Config[TextInput]:
-    return self._text('train', seed=self.seed)
-
-  def eval_inputs(self) -> dict[str, fdl.Config[TextInput]]:
-    return {'valid': self._text('valid', num_epochs=1, shuffle=False, max_batches=self.eval_batches)}
