@@ -10,7 +10,8 @@
       model_dims = 48
 
 Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()`, `loss()`, `tokenizer()` and
-`source(split)`: override one and call `super()`. Read `dense.py` first; `mixture_of_experts.py` and `pipelined.py` override what differs.
+`source(split)`: override one and call `super()`. Read `dense.py` first; `mixture_of_experts.py` and `pipelined.py`
+override what differs.
 """
 
 from spmd_tasks.recipes.dense import DenseLanguageModel
