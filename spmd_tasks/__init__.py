@@ -14,9 +14,9 @@
     model = load('runs/narrow')                # in a notebook: weights, logits, generated text
     print(model.generate(['import '], max_tokens=40))
 
-Read in this order: `experiment.py` (what a user subclasses), `recipes/` (bases), `main.py` (the binary), `config/` (names
-and overrides), `programs/` (train, eval, decode, serve), `runtime/` (partitioning and compiled steps), then `layers/`,
-`learning/`, `inputs/` and `sharding/`. A name below is imported when it is first used, so `--list` does not wait for JAX.
+Read in this order: `experiment.py` (what a user subclasses), `recipes/` (bases), `main.py` (the binary), `config/`
+(names and overrides), `programs/` (train, eval, decode, serve), `runtime/` (partitioning and compiled steps), then
+`layers/`, `learning/`, `inputs/` and `sharding/`. A name below is imported when it is first used: `--list` stays fast.
 """
 
 import importlib
