@@ -1,0 +1,211 @@
+"""Writes the pages of the docs site that follow from the code. mkdocs calls the `on_*` functions (mkdocs.yml, `hooks`).
+
+    api/<package>.md   every public name of a package: each entry of its `__all__`
+    modules.md         every module with the first sentence of its docstring
+    experiments.md     every registered experiment, with the command that trains it
+    index.md           README.md; likewise contributing.md and changelog.md
+
+The sources are read as syntax. Nothing is listed by hand, so that a new name, module or experiment has its entry.
+"""
+
+import ast
+from collections.abc import Iterator
+import dataclasses
+import importlib
+from pathlib import Path
+import re
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from spmd_tasks.config.registry import list_experiments
+
+ROOT = Path(__file__).parents[1]
+# Files of the repository's top level that are pages of the site.
+TOP_LEVEL = {'README.md': 'index.md', 'CONTRIBUTING.md': 'contributing.md', 'CHANGELOG.md': 'changelog.md'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Face:
+  """A package with public names: its dotted name, its docstring, the entries of its `__all__`."""
+
+  package: str
+  docstring: str
+  names: tuple[str, ...]
+
+  @property
+  def page(self) -> str:
+    """The page's path below docs/."""
+    return f'api/{self.package}.md'
+
+
+def faces(root: Path = ROOT) -> list[Face]:
+  """Every package of spmd_tasks with an `__all__` that is not empty, outer packages first."""
+  found = []
+  for path in (root / 'spmd_tasks').rglob('__init__.py'):
+    tree = ast.parse(path.read_text(encoding='utf-8'))
+    names = public_names(tree)
+    if names:
+      package = '.'.join(path.parent.relative_to(root).parts)
+      found.append(Face(package, ast.get_docstring(tree) or '', names))
+  return sorted(found, key=lambda face: face.package)
+
+
+def public_names(tree: ast.Module) -> tuple[str, ...]:
+  """The entries of `__all__`, in their order."""
+  for node in tree.body:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    if any(isinstance(target, ast.Name) and target.id == '__all__' for target in targets):
+      return tuple(ast.literal_eval(node.value))
+  return ()
+
+
+def identifier(package: str, name: str) -> str:
+  """The dotted path under which griffe, which reads syntax only, finds a public name."""
+  path = ROOT.joinpath(*package.split('.'), '__init__.py')
+  tree = ast.parse(path.read_text(encoding='utf-8'))
+  for node in tree.body:  # not inside of functions, where a face may import lazily
+    if isinstance(node, ast.ImportFrom | ast.Import):
+      bound = {alias.asname or alias.name for alias in node.names}
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+      bound = {node.name}
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+      targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+      bound = {target.id for target in targets if isinstance(target, ast.Name)}
+    else:
+      continue
+    if name in bound:
+      return f'{package}.{name}'
+  public = getattr(importlib.import_module(package), name)
+  return f'{public.__module__}.{public.__qualname__}'
+
+
+def api_page(face: Face) -> str:
+  """The page of a package: its docstring, then an entry for each public name."""
+  parts = [
+    f'# {face.package}',
+    f'::: {face.package}\n    options:\n      members: []\n      show_root_heading: false\n      show_root_toc_entry: false',
+  ]
+  for name in face.names:
+    parts.append(f'::: {identifier(face.package, name)}')
+  return '\n\n'.join(parts) + '\n'
+
+
+def api_index(all_faces: list[Face]) -> str:
+  """A table of all public names by package."""
+  lines = ['# API reference', '', 'Every public name, by the package that exports it.', '']
+  lines += ['| package | names |', '|---|---|']
+  for face in all_faces:
+    page = f'{face.package}.md'
+    lines.append(f'| [`{face.package}`]({page}) | {", ".join(f"`{name}`" for name in face.names)} |')
+  return '\n'.join(lines) + '\n'
+
+
+def first_sentence(path: Path) -> str:
+  """The first paragraph of a module's docstring, in one line; empty if there is none."""
+  paragraph = (ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or '').partition('\n\n')[0]
+  return ' '.join(paragraph.split())
+
+
+def modules(root: Path = ROOT) -> Iterator[tuple[str, list[tuple[Path, str]]]]:
+  """(folder, [(file, first sentence)]) of the package and the experiments, `__init__` files first."""
+  by_folder: dict[Path, list[tuple[Path, str]]] = {}
+  for path in [*root.glob('spmd_tasks/**/*.py'), *root.glob('experiments/*.py')]:
+    sentence = first_sentence(path)
+    if sentence:
+      by_folder.setdefault(path.parent, []).append((path, sentence))
+  for folder, files in sorted(by_folder.items()):
+    yield str(folder.relative_to(root)), sorted(files, key=lambda item: (item[0].name != '__init__.py', item[0].name))
+
+
+def modules_page() -> str:
+  """A table per folder."""
+  lines = ['# Every module', '', 'Each file with the first sentence of its docstring.']
+  for folder, files in modules():
+    lines += ['', f'## {folder}', '', '| file | |', '|---|---|']
+    lines += [f'| `{path.name}` | {table_cell(sentence)} |' for path, sentence in files]
+  return '\n'.join(lines) + '\n'
+
+
+def table_cell(text: str) -> str:
+  """Text that may stand in a cell of a markdown table."""
+  return text.replace('|', '\\|').replace('<', '&lt;')
+
+
+def experiments_page() -> str:
+  """The registered experiments with their commands."""
+  lines = [
+    '# Registered experiments',
+    '',
+    'Those for 1 or 8 devices run on fake CPU devices. The others are checked by their shapes only; no one has trained',
+    'them. `spmd-tasks --list` prints the same list, and `spmd-tasks --exp NAME --print_config` every field of one.',
+  ]
+  by_module: dict[str, list[tuple[str, str]]] = {}
+  for name, description in list_experiments():
+    by_module.setdefault(name.partition('.')[0], []).append((name, description))
+  for module, entries in by_module.items():
+    docstring = ast.get_docstring(ast.parse((ROOT / 'experiments' / f'{module}.py').read_text(encoding='utf-8'))) or ''
+    lines += ['', f'## {module}', '', docstring, '', '| name | |', '|---|---|']
+    lines += [f'| `{name}` | {table_cell(description)} |' for name, description in entries]
+  return '\n'.join(lines) + '\n'
+
+
+def layering_rows(root: Path = ROOT) -> list[tuple[str, ...]]:
+  """The rows of the package, top row first, as tests/test_layering.py holds them."""
+  tree = ast.parse((root / 'tests' / 'test_layering.py').read_text(encoding='utf-8'))
+  for node in tree.body:
+    if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', None) == 'ROWS':
+      return ast.literal_eval(node.value)
+  raise ValueError('tests/test_layering.py assigns no ROWS')
+
+
+def existing_rows(root: Path = ROOT) -> str:
+  """The rows as text, one per line, without parts that do not exist yet."""
+  package = root / 'spmd_tasks'
+  rows = []
+  for row in layering_rows(root):
+    parts = [part for part in row if (package / part).is_dir() or (package / f'{part}.py').is_file()]
+    if parts:
+      rows.append('  '.join(parts))
+  return '\n'.join(rows) + '\n'
+
+
+def page_of_top_level(text: str) -> str:
+  """A file of the top level as a page: links into docs/ lose that folder, links beside it get the page's name."""
+  text = re.sub(r'\]\(docs/', '](', text)
+  for name, page in TOP_LEVEL.items():
+    text = text.replace(f']({name}', f']({page}')
+  return text
+
+
+def plain_fences(markdown: str) -> str:
+  """Fences as the site's renderer knows them: `no-run` is left out, `file=` becomes a title (see tests/test_docs.py)."""
+  markdown = re.sub(r'^```(\w+) no-run$', r'```\1', markdown, flags=re.MULTILINE)
+  return re.sub(r'^```(\w+) file=(\S+)$', r'```\1 title="\2"', markdown, flags=re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+  """Appends the API reference to the navigation."""
+  pages = [{face.package: face.page} for face in faces()]
+  config.nav.append({'API reference': [{'All names': 'api/index.md'}, *pages]})
+  return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+  """Adds the generated pages."""
+  all_faces = faces()
+  pages = {face.page: api_page(face) for face in all_faces}
+  pages |= {'api/index.md': api_index(all_faces), 'modules.md': modules_page(), 'experiments.md': experiments_page()}
+  for name, page in TOP_LEVEL.items():
+    pages[page] = page_of_top_level((ROOT / name).read_text(encoding='utf-8'))
+  for path, content in pages.items():
+    files.append(File.generated(config, path, content=content))
+  return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+  """Rewrites fences, and links from docs/ to files of the top level."""
+  markdown = plain_fences(markdown)
+  for name, target in TOP_LEVEL.items():
+    markdown = markdown.replace(f'](../{name}', f']({target}').replace(f'](../../{name}', f'](../{target}')
+  return markdown
