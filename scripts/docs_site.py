@@ -84,7 +84,8 @@ def api_page(face: Face) -> str:
   """The page of a package: its docstring, then an entry for each public name."""
   parts = [
     f'# {face.package}',
-    f'::: {face.package}\n    options:\n      members: []\n      show_root_heading: false\n      show_root_toc_entry: false',
+    f'::: {face.package}\n    options:\n      members: []\n      show_root_heading: false\n'
+    '      show_root_toc_entry: false',
   ]
   for name in face.names:
     parts.append(f'::: {identifier(face.package, name)}')
@@ -179,7 +180,7 @@ def page_of_top_level(text: str) -> str:
 
 
 def plain_fences(markdown: str) -> str:
-  """Fences as the site's renderer knows them: `no-run` is left out, `file=` becomes a title (see tests/test_docs.py)."""
+  """Fences as the site's renderer knows them: without `no-run`, with `file=` as a title (see tests/test_docs.py)."""
   markdown = re.sub(r'^```(\w+) no-run$', r'```\1', markdown, flags=re.MULTILINE)
   return re.sub(r'^```(\w+) file=(\S+)$', r'```\1 title="\2"', markdown, flags=re.MULTILINE)
 

@@ -55,10 +55,16 @@ def experiment_to_step() -> str:
   axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
   spec = job.train_input.element_spec()['ids']
   stages = [
-    ('Experiment class', 'lm.StdlibTiny', 'a Python class: fields, and methods that return configs', 'experiments/lm.py'),
+    (
+      'Experiment class',
+      'lm.StdlibTiny',
+      'a Python class: fields, and methods that return configs',
+      'experiments/lm.py',
+    ),
     (
       'Experiment',
-      f'seq_len={experiment.seq_len}, num_layers={experiment.num_layers}, ici_mesh_shape={experiment.ici_mesh_shape}, ...',
+      f'seq_len={experiment.seq_len}, num_layers={experiment.num_layers}, '
+      f'ici_mesh_shape={experiment.ici_mesh_shape}, ...',
       '--set seq_len=64 changes a field before any method runs',
       'spmd_tasks/experiment.py',
     ),
@@ -103,7 +109,7 @@ def experiment_to_step() -> str:
 
 
 def split_dims_to_bytes() -> str:
-  """A weight of synthetic.Uneven on 8 devices: split dims, axis rules, PartitionSpec, padded shape, bytes per device."""
+  """A weight of synthetic.Uneven on 8 devices, from split dims over the PartitionSpec to bytes per device."""
   model = partitioned('synthetic.Uneven')
   path = ('stack', 'layers', 'ffn', 'up', 'kernel')
   weight = leaf(model.weight_specs, *path)
@@ -138,12 +144,11 @@ def split_dims_to_bytes() -> str:
       drawing.text(middle, y + 50, f'data {i}, mdl {j}', size=13, anchor='middle')
       drawing.text(middle, y + 70, f'{shard[1]} x {shard[2]}', size=13, anchor='middle', mono=True)
   true_mlp = weight.shape[2]
-  drawing.rect(
-    left + true_mlp * scale_x, top, (mlp - true_mlp) * scale_x, embed * scale_y, fill=svg.PADDING, radius=0
-  )
+  drawing.rect(left + true_mlp * scale_x, top, (mlp - true_mlp) * scale_x, embed * scale_y, fill=svg.PADDING, radius=0)
   right = left + mlp * scale_x
   drawing.line([(left, top - 12), (right, top - 12)])
-  drawing.text((left + right) / 2, top - 20, f'mlp: {true_mlp} true, stored as {mlp}, {mdl} parts', size=13, anchor='middle')
+  label = f'mlp: {true_mlp} true, stored as {mlp}, {mdl} parts'
+  drawing.text((left + right) / 2, top - 20, label, size=13, anchor='middle')
   drawing.line([(left - 12, top), (left - 12, top + embed * scale_y)])
   middle = top + embed * scale_y / 2
   for row, text in enumerate((f'embed: {embed}', f'{data} parts')):
@@ -174,7 +179,7 @@ def three_shapes() -> str:
   width, left, top, row_height = 212, 20, 92, 148
   drawing = svg.Drawing(860, top + row_height * len(rows) - 10, 'True, padded and canonical shapes')
   gap = (820 - 3 * width) / 2
-  for j, (name, note, fill) in enumerate(columns):
+  for j, (name, note, _) in enumerate(columns):
     x = left + j * (width + gap)
     drawing.text(x + width / 2, 34, name, size=17, anchor='middle', bold=True)
     drawing.text(x + width / 2, 55, note, size=13, anchor='middle', color=svg.FAINT)
@@ -239,16 +244,25 @@ def pipeline_ticks() -> str:
           drawing.rect(x, top, cell_width, cell - 6, fill='white', line=svg.PADDING, radius=2)
 
   y = 30
-  note = f'{stages} stages, {microbatches} microbatches: forward takes {gpipe.num_ticks} ticks; {gpipe.bubble_fraction:.0%} of them are bubbles. Backward runs the same in reverse.'
+  note = (
+    f'{stages} stages, {microbatches} microbatches: forward takes {gpipe.num_ticks} ticks; '
+    f'{gpipe.bubble_fraction:.0%} of them are bubbles. Backward runs the same in reverse.'
+  )
   head(y, 'gpipe', note, gpipe.num_ticks)
   forward_grid(y, gpipe, cell - 4)
   y += 225
-  note = f"2 repeats: a tick has half the layers, so that {circular.bubble_fraction:.0%} are bubbles. 3' is microbatch 3 on its second way round."
+  note = (
+    f'2 repeats: a tick has half the layers, so that {circular.bubble_fraction:.0%} are bubbles. '
+    "3' is microbatch 3 on its second way round."
+  )
   head(y, 'circular', note, circular.num_ticks)
   forward_grid(y, circular, cell - 4)
   y += 225
   num_ticks = backward.cool_down.stop
-  note = f'The backward pass: F computes a microbatch again, B goes backward. Stage 0 keeps the inputs of at most {backward.max_in_flight} microbatches.'
+  note = (
+    'The backward pass: F computes a microbatch again, B goes backward. '
+    f'Stage 0 keeps the inputs of at most {backward.max_in_flight} microbatches.'
+  )
   head(y, 'one_forward_one_backward', note, num_ticks)
   for stage in range(stages):
     top = y + 52 + stage * cell
