@@ -1,0 +1,62 @@
+"""Inputs: batches for training and evaluation whose position can be saved and restored exactly.
+
+    TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=32, seq_len=512)
+
+An Input is settings; `make_iterator(shard_index, shard_count)` gives one host's InputIterator. The global batch is a
+function of the settings and the position alone, so hosts and workers may change between save and restore.
+
+Read base.py (the contract and the fields of a batch), then text_input.py (packed text from any TextSource), text.py and
+records.py (sources: files, JSON lines, Parquet, ArrayRecord), tokenizers.py, tfdata_input.py (tf.data), synthetic.py
+(made-up tokens), prefetch.py (reads ahead in a thread). TensorFlow, Grain, PyArrow and `tokenizers` load on first use.
+"""
+
+from spmd_tasks.inputs.base import (
+  BATCH_DTYPES,
+  Batch,
+  Input,
+  InputIterator,
+  State,
+  check_state,
+  empty_batch,
+  language_model_spec,
+  shard_rows,
+)
+from spmd_tasks.inputs.prefetch import Prefetcher
+from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_json
+from spmd_tasks.inputs.synthetic import SyntheticText
+from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextFiles, TextSource
+from spmd_tasks.inputs.text_input import TextInput
+from spmd_tasks.inputs.tfdata_input import TfDataFunction, TfDataInput, TfDataSource, TfRecords
+from spmd_tasks.inputs.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer, train_bpe
+
+__all__ = [
+  'BATCH_DTYPES',
+  'ArrayRecord',
+  'Batch',
+  'Block',
+  'BpeTokenizer',
+  'ByteTokenizer',
+  'Input',
+  'InputIterator',
+  'JsonLines',
+  'OpenSource',
+  'Parquet',
+  'Prefetcher',
+  'State',
+  'StdlibText',
+  'SyntheticText',
+  'TextFiles',
+  'TextInput',
+  'TextSource',
+  'TfDataFunction',
+  'TfDataInput',
+  'TfDataSource',
+  'TfRecords',
+  'Tokenizer',
+  'check_state',
+  'empty_batch',
+  'language_model_spec',
+  'parse_json',
+  'shard_rows',
+  'train_bpe',
+]

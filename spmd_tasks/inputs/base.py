@@ -1,8 +1,7 @@
-"""What the rest of the project knows about inputs: settings that make an iterator, and an iterator whose position is
-data.
+"""The contract of inputs: Input (settings that make an iterator) and InputIterator (batches, with a saved position).
 
-Legend: B global batch size, T sequence length. A *shard* is what one host reads: rows [i * B/n, (i+1) * B/n) of every
-batch.
+Legend: B global batch size, T sequence length. A *shard* is the part of every batch that one host reads: rows
+[i * B/n, (i+1) * B/n).
 
 A batch is a dict of [B, T] arrays: `ids` (int32, what the model reads), `labels` (int32, the next token), `weights`
 (float32, 0 where there is nothing to learn), `segment_ids` (int32, 0 is padding, documents count from 1), `segment_pos`
@@ -31,7 +30,7 @@ BATCH_DTYPES: Mapping[str, Any] = {
 
 @runtime_checkable
 class InputIterator(Protocol):
-  """Yields this shard's rows of each batch, in an order that its state alone decides."""
+  """Yields this shard's rows of each batch; the state alone determines the order."""
 
   def __iter__(self) -> Iterator[Batch]: ...
 
@@ -50,8 +49,8 @@ class InputIterator(Protocol):
     """Continues after the batch at which `state` was taken, bit for bit.
 
     Raises:
-      UserError: it cannot; the message names both sides and the remedy. Where only reading shows that the data has
-        changed, the following `next` raises it.
+      UserError: the state does not belong to this input; the message names both sides and the remedy. If only reading
+        shows that the data has changed, the following `next` raises the error.
     """
     ...
 
@@ -74,10 +73,10 @@ class Input(Protocol):
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> InputIterator: ...
 
   def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
-    """The states of `shard_count` shards from those that another number of shards saved at the same step.
+    """Converts the states that another number of shards saved at one step into the states of `shard_count` shards.
 
     Raises:
-      UserError: this input cannot do that exactly.
+      UserError: the conversion would not be exact.
     """
     ...
 

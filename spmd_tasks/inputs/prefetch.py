@@ -1,4 +1,4 @@
-"""Prefetcher: a thread that keeps batches ready, each with the input position that belongs to it."""
+"""Prefetcher: reads batches ahead in a thread and pairs each batch with the input position after it."""
 
 from collections.abc import Callable, Iterator
 import queue
@@ -8,7 +8,7 @@ import time
 import traceback
 from typing import Any, Generic, TypeVar
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import base
 
 T = TypeVar('T')
@@ -18,18 +18,18 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 class Prefetcher(Generic[T]):
-  """Iterates over (transform(batch), state): `state` is the input's position after exactly this batch.
+  """Iterates over (transform(batch), state), where `state` is the input's position after exactly this batch.
 
-  So a checkpoint that is written after the step on this batch continues with the next one, however far the thread has
-  read ahead. Errors of the input or of `transform` are raised by `next`, with the traceback of the thread, after the
-  batches before them have been delivered; StopIteration likewise. The Prefetcher owns the iterator from here on.
+  A checkpoint written after the step on this batch therefore resumes with the next batch, however far the thread has
+  read ahead. `next` raises an error of the input or of `transform` after it has delivered the batches before the error;
+  StopIteration likewise. The Prefetcher owns the iterator from now on.
 
   Args:
     iterator: an input iterator, already at the position from which to continue.
     transform: called in the thread on each batch, such as the placement on devices; None leaves it as is.
     depth: how many batches to keep ready.
-    timeout_s: waiting longer than this for one batch is a RuntimeError, which says where the thread is stuck; None
-    waits.
+    timeout_s: seconds to wait for one batch; a longer wait raises a JobError that shows where the thread is stuck.
+      None waits without limit.
   """
 
   def __init__(
@@ -79,7 +79,7 @@ class Prefetcher(Generic[T]):
     """The next (transformed batch, state).
 
     Raises:
-      RuntimeError: no batch came within timeout_s.
+      JobError: no batch came within timeout_s.
       StopIteration, or whatever the input raised.
     """
     if self._closed:
@@ -90,7 +90,7 @@ class Prefetcher(Generic[T]):
     try:
       value, state, error = self._queue.get(timeout=self._timeout_s)
     except queue.Empty:
-      self._ended = RuntimeError(
+      self._ended = JobError(
         f'the input has produced no batch for {self._timeout_s:g} s. If it is only slow, raise the timeout or add '
         f'workers. Its thread is at:\n{self._stack()}'
       )

@@ -1,4 +1,4 @@
-"""Sources of documents in record files: JSON lines, Parquet and ArrayRecord. See text.py for what a source is."""
+"""Sources of documents in record files: JSON lines, Parquet and ArrayRecord. text.py defines sources and blocks."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -11,7 +11,7 @@ from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, common_root, cut_
 
 
 def text_field(record: Any, field: str, where: str) -> str:
-  """The text in one field of a record; a ValueError says `where` it is missing or no text."""
+  """The text in one field of a record. Raises a UserError that begins with `where` if the field has no text."""
   if not isinstance(record, dict):
     raise UserError(f'{where}: expected a JSON object with a field {field!r}, found {type(record).__name__}.')
   if field not in record:
@@ -32,7 +32,7 @@ def parse_json(data: bytes, where: str) -> Any:
 class JsonLines:
   """JSON lines files (a glob pattern or several): one object per line, its text in `field`. Blank lines are skipped.
 
-  Lines are read in blocks of about `block_bytes`, which are what is shuffled; a smaller value shuffles more finely.
+  Blocks of about `block_bytes` are shuffled; a smaller value shuffles more finely.
   """
 
   pattern: str | tuple[str, ...]
@@ -48,7 +48,7 @@ class JsonLines:
 
 
 class OpenJsonLines:
-  """A block is the lines whose first byte lies in its byte range."""
+  """Opened JSON lines files: a block holds the lines whose first byte lies in its byte range."""
 
   def __init__(self, paths: Sequence[str], field: str, block_bytes: int):
     self._paths = list(paths)
@@ -105,7 +105,7 @@ class Parquet:
 
 
 class OpenParquet:
-  """Opening reads each file's footer; reading a block decodes that column of its row group, and keeps the last one."""
+  """Opened Parquet files. Opening reads the footers; reading a block decodes its row group and keeps the last one."""
 
   def __init__(self, paths: Sequence[str], field: str, block_rows: int):
     if block_rows < 1:
@@ -183,7 +183,7 @@ class ArrayRecord:
 
 
 class OpenArrayRecord:
-  """Opening reads each file's footer."""
+  """Opened ArrayRecord files. Opening reads the footers."""
 
   def __init__(self, paths: Sequence[str], field: str | None):
     self._paths = list(paths)

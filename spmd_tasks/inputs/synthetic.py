@@ -1,9 +1,9 @@
-"""SyntheticText: random tokens with a rule to learn, a function of (seed, stream, batch, row) alone.
+"""SyntheticText: random tokens that follow a rule which a model can learn.
 
 Token t+1 is `rule[token t]`, a fixed random permutation, except that with probability `noise` it is drawn uniformly. A
 model that has learnt the rule reaches a loss of about `noise * log(vocab_size)` plus the entropy of the noise itself.
-No shard and no earlier batch takes part, so any number of hosts reads the same global batch and a position is one
-number.
+A row is a function of (seed, stream, batch, row) alone, so any number of hosts reads the same global batch, and a
+position is one number.
 """
 
 from collections.abc import Iterator, Sequence

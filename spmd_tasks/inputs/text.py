@@ -1,9 +1,9 @@
-"""Sources of documents with random access, and two of them: text files, and the Python standard library's own source.
+"""Sources of documents with random access: text files, and the source code of the Python standard library.
 
-A source's settings (a frozen dataclass with `open()`) are apart from the opened source, which lists its files but reads
-none. An opened source is a sequence of *blocks*: a block is a list of neighbouring documents, or a piece of one long
-document, of about `block_bytes`. Blocks are what is shuffled, and what is read again when a position is restored, so
-they are small; and they are cut by byte position, so that nothing has to be scanned before the first batch.
+A TextSource is settings (a frozen dataclass); its `open()` lists the files and reads none of them. An opened source is a
+sequence of *blocks*. A block holds neighbouring documents, or a piece of one long document, of about `block_bytes`.
+Shuffling permutes blocks and restoring a position reads one block again, so blocks are small. They are cut by byte
+position, so that no file has to be scanned before the first batch.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from spmd_tasks.errors import UserError
 DEFAULT_BLOCK_BYTES = 1 << 16
 _MIN_BLOCK_BYTES = 16  # longer than any one character
 
-# A long text is cut at the first line end within this many bytes behind the nominal place, or else between characters.
+# A long text is cut at the first line end within this many bytes after the nominal place, or else between characters.
 _CUT_WINDOW = 4096
 
 # Directories of the standard library whose content differs between builds of one Python version, or is not its source.
@@ -31,7 +31,7 @@ _STDLIB_SKIPPED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """Some documents. `documents` holds (text, is_end) pairs: is_end is False where the text goes on in another block."""
+  """One block: (text, is_end) pairs, where is_end is False if the text continues in another block."""
 
   name: str
   documents: Sequence[tuple[str, bool]]
@@ -39,16 +39,16 @@ class Block:
 
 @runtime_checkable
 class OpenSource(Protocol):
-  """A sequence of blocks. Picklable, as worker processes read it too."""
+  """A sequence of blocks. Picklable, because worker processes read it too."""
 
   def __len__(self) -> int: ...
   def __getitem__(self, index: int) -> Block: ...
   def block_name(self, index: int) -> str:
-    """Where block `index` lies, for messages; reads nothing."""
+    """The place of block `index`, for messages; reads nothing."""
     ...
 
   def fingerprint(self) -> str:
-    """Differs when the source has other blocks."""
+    """A digest that changes when the blocks change."""
     ...
 
 
@@ -80,7 +80,7 @@ def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
 
 
 def file_fingerprint(root: str, paths: Sequence[str], *settings: object) -> str:
-  """A digest of relative paths, sizes and `settings`; contents are not read, and the root may move."""
+  """Digests relative paths, sizes and `settings`. Does not read contents; the root may move."""
   digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
   for path in paths:
     digest.update(f'{os.path.relpath(path, root)}\0{os.path.getsize(path)}\0'.encode())
@@ -102,10 +102,10 @@ def cut_files(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, in
 
 
 def in_split(name: str, split: str, valid_fraction: float) -> bool:
-  """Whether a file is of `split` ('all', 'train' or 'valid'), by a hash of its name: the same on every machine.
+  """Whether a file belongs to `split` ('all', 'train' or 'valid'), by a hash of its name: equal on every machine.
 
   Raises:
-    UserError: there is no such split, or valid_fraction is not in (0, 1).
+    UserError: `split` is unknown, or valid_fraction is not in (0, 1).
   """
   if split not in ('all', 'train', 'valid') or not 0 < valid_fraction < 1:
     raise UserError(
@@ -118,7 +118,7 @@ def in_split(name: str, split: str, valid_fraction: float) -> bool:
 
 
 class OpenTextFiles:
-  """Each file is one document, in as many blocks as its size asks for."""
+  """Opened text files: each file is one document, in one or more blocks."""
 
   def __init__(self, root: str, paths: Sequence[str], block_bytes: int, fingerprint: str, errors: str = 'strict'):
     self._root = root
@@ -156,7 +156,7 @@ class OpenTextFiles:
     return Block(self.block_name(index), [(text, stop == size)] if text else [])
 
   def _cut(self, f, nominal: int, size: int) -> int:
-    """Where the text is really cut: a function of the file and `nominal` alone, so that both neighbours agree."""
+    """The byte where the text is cut: a function of the file and `nominal` alone, so that both neighbours agree."""
     if nominal == 0 or nominal >= size:
       return nominal
     f.seek(nominal - 1)
@@ -198,10 +198,10 @@ class TextFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StdlibText:
-  """The source of the running Python's standard library: 12 MB of real text on every machine, nothing to download.
+  """The source code of the running Python's standard library: 12 MB of text on every machine, without a download.
 
-  Modules are divided into 'train' and 'valid' by a hash of their path, the same for every run and host. Another Python
-  version has other modules: its states are refused.
+  A hash of a module's path assigns the module to 'train' or 'valid', equally in every run and on every host. Another
+  Python version has other modules, so a saved position of another version is refused.
   """
 
   split: str = 'train'

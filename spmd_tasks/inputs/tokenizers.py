@@ -1,4 +1,4 @@
-"""Vocabularies: raw bytes, which need no file, and byte-pair encoding through the `tokenizers` library."""
+"""Tokenizers: raw UTF-8 bytes, which need no file, and byte-pair encoding by the `tokenizers` library."""
 
 from collections.abc import Iterable, Sequence
 import dataclasses
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
     ...
 
   def fingerprint(self) -> str:
-    """Changes whenever any text would be encoded otherwise."""
+    """A digest that changes whenever the encoding of any text changes."""
     ...
 
 
@@ -79,8 +79,8 @@ class ByteTokenizer:
 class BpeTokenizer:
   """A vocabulary file of the `tokenizers` library (Hugging Face's tokenizer.json).
 
-  The special tokens are looked up by name when the file is first read; a ValueError names one that is missing.
-  `bos_token=None` and `pad_token=None` say that there is none (pad is then id 0, which only rows of weight 0 contain).
+  The special tokens are looked up by name on the first use of the file; a UserError names a missing one.
+  `bos_token=None` and `pad_token=None` mean that the vocabulary has none (pad is then id 0, in positions of weight 0).
   """
 
   path: str
@@ -93,7 +93,7 @@ class BpeTokenizer:
     import tokenizers
 
     if not os.path.exists(self.path):
-      raise FileNotFoundError(f'there is no tokenizer file {self.path}: train one with train_bpe, or correct the path.')
+      raise UserError(f'there is no tokenizer file {self.path}: train one with train_bpe, or correct the path.')
     try:
       return tokenizers.Tokenizer.from_file(self.path)
     except Exception as e:  # the library raises a bare Exception

@@ -3,8 +3,8 @@
 import fiddle as fdl
 
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.inputs.grain_input import TextInput
 from spmd_tasks.inputs.text import StdlibText
+from spmd_tasks.inputs.text_input import TextInput
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 from spmd_tasks.layers.attention.attention import Attention
 from spmd_tasks.layers.embedding import TokenEmbedding

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from spmd_tasks.inputs import base
-from spmd_tasks.inputs.grain_input import TextInput
 from spmd_tasks.inputs.synthetic import SyntheticText
 from spmd_tasks.inputs.text import StdlibText
+from spmd_tasks.inputs.text_input import TextInput
 from spmd_tasks.inputs.tfdata_input import TfDataFunction, TfDataInput
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 
@@ -67,7 +67,7 @@ def test_tfdata_input_follows_the_protocol():
 
 def test_importing_inputs_imports_neither_tensorflow_nor_grain():
   code = (
-    'import sys, spmd_tasks.inputs.grain_input, spmd_tasks.inputs.tfdata_input, spmd_tasks.inputs.records\n'
+    'import sys, spmd_tasks.inputs.text_input, spmd_tasks.inputs.tfdata_input, spmd_tasks.inputs.records\n'
     'import spmd_tasks.inputs.prefetch, spmd_tasks.inputs.synthetic\n'
     "late = {'tensorflow', 'grain', 'pyarrow', 'array_record', 'tokenizers'} & set(sys.modules)\n"
     'assert not late, late'
@@ -78,7 +78,7 @@ def test_importing_inputs_imports_neither_tensorflow_nor_grain():
 def test_reading_text_does_not_import_tensorflow():
   code = (
     'import sys\n'
-    'from spmd_tasks.inputs.grain_input import TextInput\n'
+    'from spmd_tasks.inputs.text_input import TextInput\n'
     'from spmd_tasks.inputs.text import StdlibText\n'
     'from spmd_tasks.inputs.tokenizers import ByteTokenizer\n'
     'next(TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=2, seq_len=8).make_iterator())\n'

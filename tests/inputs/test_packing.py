@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs.packing import Lane, pack_batch, tokenize_documents
+from spmd_tasks.inputs._packing import Lane, pack_batch, tokenize_documents
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()

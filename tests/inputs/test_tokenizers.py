@@ -59,7 +59,7 @@ def test_fingerprint_follows_the_vocabulary(bpe, tmp_path):
 
 
 def test_errors_name_the_file_and_the_remedy(bpe, tmp_path):
-  with pytest.raises(FileNotFoundError, match='train_bpe'):
+  with pytest.raises(ValueError, match='train_bpe'):
     BpeTokenizer(path=str(tmp_path / 'none.json')).encode('a')
   with pytest.raises(ValueError, match=r"'</s>'.*eos_token"):
     BpeTokenizer(path=bpe.path, eos_token='</s>').eos_id  # noqa: B018

@@ -9,9 +9,9 @@ from typing import Any
 import fiddle as fdl
 import numpy as np
 
-from spmd_tasks.inputs.grain_input import TextInput
 from spmd_tasks.inputs.records import JsonLines
 from spmd_tasks.inputs.synthetic import SyntheticText
+from spmd_tasks.inputs.text_input import TextInput
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 from spmd_tasks.recipes import SyntheticLanguageModel
 

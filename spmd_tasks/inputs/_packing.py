@@ -1,13 +1,13 @@
-"""Packing: tokenized documents, one after another, into rows of T tokens without padding between them.
+"""Packs tokenized documents, one after another, into rows of T tokens without padding between them.
 
 Rows are cut from *lanes*. A lane reads the blocks `lane, lane + num_lanes, lane + 2 * num_lanes, ...` of the (shuffled,
 repeated) source, and each row continues where the lane's last row ended. Row r of every batch comes from lane r. So
-every batch mixes B places of the text, whoever reads a lane gets the same rows from it, and the global batch depends
-neither on the number of hosts nor on the number of worker processes. A lane's whole position is how many blocks
-lie behind it, and how many tokens of the current one; a digest of that block goes along, to find out changed text.
+every batch mixes B places of the text, and the global batch depends neither on the number of hosts nor on the number of
+worker processes. A lane's position is the number of blocks that it has finished and the number of tokens used of the
+current block, with a digest of that block, so that a restore notices changed text.
 
-Grain's ConcatThenSplitIterDataset packs one stream per worker, which makes the data depend on the worker count and
-fills a batch from neighbouring text; hence our own.
+Grain's ConcatThenSplitIterDataset packs one stream per worker: the data would depend on the worker count, and a batch
+would hold neighbouring text. Therefore this file does not use it.
 
 Legend: T sequence length, N tokens of a block.
 """

@@ -1,18 +1,14 @@
-"""TextInput: packed batches of text from any source, shuffled by Grain, read by this process or by Grain's worker
-processes.
+"""TextInput: packed batches of text from any source, shuffled by Grain.
 
-Usage:
+    TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=32, seq_len=512)  # training: never ends
+    TextInput(source=StdlibText(split='valid'), ..., num_epochs=1, shuffle=False)          # an eval set: one pass
 
-    TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=32, seq_len=512)  # training, for ever
-    TextInput(source=StdlibText(split='valid'), ..., num_epochs=1, shuffle=False)  # an eval set, once
+A training input (`num_epochs=None`) has one lane per row of the global batch (_packing.py). A host reads the lanes of
+its rows; its worker processes share them out. A finite input is one stream, dealt to the rows in turn. Every host
+reads the whole stream and keeps its own rows, so all hosts agree on the number of batches; only the last is padded.
 
-A training input (`num_epochs=None`) has one lane per row of the global batch (see packing.py); a host reads the lanes
-of its rows and its worker processes divide them. A finite input is one stream, dealt out to the rows in turn, which
-every host reads whole and keeps its rows of: so all hosts agree on the number of batches, and only the last one is
-padded.
-
-Either way the global batch is a function of the settings and of the position, whatever the number of hosts and workers,
-and changing either between save and restore is exact. Restoring reads one block per lane again.
+In both cases the settings and the position alone determine the global batch. The number of hosts and of workers may
+change between save and restore, and the batches stay exactly the same. A restore reads one block per lane again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +21,8 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
-from spmd_tasks.inputs.block_reader import BlockReader
-from spmd_tasks.inputs.packing import Lane, TokenBlock, pack_batch
-from spmd_tasks.inputs.text import OpenSource, TextSource
+from spmd_tasks.inputs._lane_reader import LaneReader
+from spmd_tasks.inputs.text import TextSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
 
 
@@ -36,16 +31,16 @@ class TextInput:
   """Packed language-model batches.
 
   Fields:
-    source: what to read, such as StdlibText(), TextFiles, JsonLines, Parquet, ArrayRecord.
+    source: the documents: StdlibText(), TextFiles, JsonLines, Parquet or ArrayRecord.
     tokenizer: ByteTokenizer() or BpeTokenizer.
-    batch_size, seq_len: of the global batch.
-    seed, shuffle: blocks are shuffled anew in every epoch.
-    num_epochs: how often the source is read; None is for ever.
-    max_batches: ends a finite or endless input early, for short evaluations.
+    batch_size, seq_len: B and T of the global batch.
+    seed, shuffle: the blocks are shuffled differently in each epoch.
+    num_epochs: number of passes over the source; None repeats it without end.
+    max_batches: ends the input early, for short evaluations.
     packing: False puts at most one document in a row.
     num_workers: processes per host that read and tokenize; 0 reads in this process. A finite input uses at most one.
-    worker_buffer_size: batches that each worker prepares ahead.
-    read_timeout_s: a block that takes longer to read is an error that names it.
+    worker_buffer_size: number of batches that each worker prepares ahead.
+    read_timeout_s: seconds that reading one block may take; a longer read raises an error that names the block.
   """
 
   source: TextSource
@@ -97,46 +92,6 @@ class TextInput:
     return resharded
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaneReader:
-  """Reads some lanes: what a worker process is given.
-
-  lanes: which, of num_lanes; rows: for a finite input, the rows to keep of the batch that lane 0 is dealt out to.
-  """
-
-  settings: TextInput
-  source: OpenSource
-  num_lanes: int
-  lanes: tuple[int, ...]
-  rows: range | None = None
-
-  def batches(self, positions: np.ndarray) -> Iterator[tuple[base.Batch, np.ndarray]]:
-    """Yields batches of these lanes' rows and the position behind each, int64 [num_lanes, 3] as Lane.position."""
-    import grain
-
-    s = self.settings
-    reader = BlockReader(self.source, s.tokenizer, s.read_timeout_s)
-    blocks = grain.MapDataset.source(reader)
-    if s.shuffle:
-      blocks = blocks.seed(s.seed).shuffle()
-    blocks = blocks.repeat(s.num_epochs)
-
-    def read_block(index: int) -> TokenBlock | None:
-      return blocks[index] if index < len(blocks) else None
-
-    try:
-      lanes = [Lane(lane, self.num_lanes, read_block, len(self.source), s.packing) for lane in self.lanes]
-      for lane, position in zip(lanes, positions.tolist(), strict=True):
-        lane.seek(*position)
-      row_lanes = lanes if self.rows is None else lanes * s.batch_size
-      while (batch := pack_batch(row_lanes, s.seq_len, s.tokenizer.pad_id)) is not None:
-        if self.rows is not None:
-          batch = {name: rows[self.rows.start : self.rows.stop] for name, rows in batch.items()}
-        yield batch, np.array([lane.position for lane in lanes], np.int64)
-    finally:
-      reader.close()
-
-
 class TextIterator:
   """The batches of one shard of a TextInput. Its state is plain JSON data."""
 
@@ -153,14 +108,14 @@ class TextIterator:
       },
     }
     rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
+    names = ('tokenizer', 'batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing', 'read_timeout_s')
+    shared: dict[str, Any] = {'source': source} | {name: getattr(settings, name) for name in names}
     if settings.num_epochs is None:
       num_groups = min(max(settings.num_workers, 1), len(rows))
       lanes = [tuple(int(row) for row in part) for part in np.array_split(rows, num_groups)]
-      self._readers = [
-        LaneReader(settings=settings, source=source, num_lanes=settings.batch_size, lanes=part) for part in lanes
-      ]
+      self._readers = [LaneReader(num_lanes=settings.batch_size, lanes=part, **shared) for part in lanes]
     else:
-      self._readers = [LaneReader(settings=settings, source=source, num_lanes=1, lanes=(0,), rows=rows)]
+      self._readers = [LaneReader(num_lanes=1, lanes=(0,), rows=rows, **shared)]
     self._positions = [np.zeros((len(reader.lanes), 3), np.int64) for reader in self._readers]
     self._num_batches = 0
     self._streams: list[Any] | None = None
@@ -192,7 +147,7 @@ class TextIterator:
   def _start_streams(self) -> list[Any]:
     if self._settings.num_workers == 0:
       return [reader.batches(at) for reader, at in zip(self._readers, self._positions, strict=True)]
-    from spmd_tasks.inputs.grain_workers import WorkerStream
+    from spmd_tasks.inputs._worker_processes import WorkerStream
 
     return [
       WorkerStream(reader, positions, self._settings.worker_buffer_size)
@@ -232,5 +187,5 @@ class TextIterator:
   def close(self) -> None:
     self._closed = True
     # Closing a stream in which another thread is still reading is a ValueError; that thread is left to its timeout.
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(ValueError):
       self._stop_streams()

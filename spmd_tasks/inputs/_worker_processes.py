@@ -1,4 +1,4 @@
-"""Worker processes: Grain's process prefetch around a LaneReader. In its own file, as it imports Grain."""
+"""Runs a LaneReader in a worker process, by Grain's process prefetch; imports Grain, so import it only where used."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ import grain
 import numpy as np
 
 from spmd_tasks.inputs import base
-from spmd_tasks.inputs.grain_input import LaneReader
+from spmd_tasks.inputs._lane_reader import LaneReader
 
 _POSITIONS = 'positions'
 

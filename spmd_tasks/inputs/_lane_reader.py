@@ -1,12 +1,19 @@
-"""BlockReader: a source's blocks as tokens. Whatever goes wrong, however long it takes, the error names the block."""
+"""Reads lanes of token blocks: BlockReader tokenizes single blocks, LaneReader packs them into batches.
 
-from collections.abc import Callable
+A process of the job runs a LaneReader directly (`num_workers=0`) or in a worker process (_worker_processes.py).
+"""
+
+from collections.abc import Callable, Iterator
+import dataclasses
 import queue
 import threading
 from typing import Any
 
+import numpy as np
+
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.inputs.packing import TokenBlock, tokenize_documents
+from spmd_tasks.inputs import base
+from spmd_tasks.inputs._packing import Lane, TokenBlock, pack_batch, tokenize_documents
 from spmd_tasks.inputs.text import OpenSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
 
@@ -30,8 +37,8 @@ class BlockReader:
     """Reads and tokenizes block `index`.
 
     Raises:
-      UserError: its content is damaged.
-      RuntimeError: it could not be read, or not in time.
+      UserError: the block's content is damaged.
+      JobError: the block could not be read, or not within `timeout_s`.
     """
     if self._thread is None:
       self._thread = _Worker(self._read)
@@ -58,6 +65,56 @@ class BlockReader:
     if self._thread is not None:
       self._thread.stop()
       self._thread = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaneReader:
+  """Reads some lanes of a TextInput. Picklable, as worker processes receive it.
+
+  Fields:
+    source: the opened source.
+    lanes: indices of the lanes to read, of `num_lanes` in all.
+    rows: for a finite input, which rows of the global batch to keep; its one lane is dealt to all rows in turn.
+    tokenizer, batch_size, ...: the fields of the same names of TextInput.
+  """
+
+  source: OpenSource
+  num_lanes: int
+  lanes: tuple[int, ...]
+  rows: range | None = None
+  tokenizer: Tokenizer
+  batch_size: int
+  seq_len: int
+  seed: int
+  shuffle: bool
+  num_epochs: int | None
+  packing: bool
+  read_timeout_s: float
+
+  def batches(self, positions: np.ndarray) -> Iterator[tuple[base.Batch, np.ndarray]]:
+    """Yields batches of these lanes' rows with the positions after them: int64 [len(lanes), 3], as Lane.position."""
+    import grain
+
+    reader = BlockReader(self.source, self.tokenizer, self.read_timeout_s)
+    blocks = grain.MapDataset.source(reader)
+    if self.shuffle:
+      blocks = blocks.seed(self.seed).shuffle()
+    blocks = blocks.repeat(self.num_epochs)
+
+    def read_block(index: int) -> TokenBlock | None:
+      return blocks[index] if index < len(blocks) else None
+
+    try:
+      lanes = [Lane(lane, self.num_lanes, read_block, len(self.source), self.packing) for lane in self.lanes]
+      for lane, position in zip(lanes, positions.tolist(), strict=True):
+        lane.seek(*position)
+      row_lanes = lanes if self.rows is None else lanes * self.batch_size
+      while (batch := pack_batch(row_lanes, self.seq_len, self.tokenizer.pad_id)) is not None:
+        if self.rows is not None:
+          batch = {name: rows[self.rows.start : self.rows.stop] for name, rows in batch.items()}
+        yield batch, np.array([lane.position for lane in lanes], np.int64)
+    finally:
+      reader.close()
 
 
 class _Worker:

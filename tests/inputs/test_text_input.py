@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.inputs.grain_input import TextInput
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.inputs.records import JsonLines, Parquet
 from spmd_tasks.inputs.text import StdlibText, TextFiles
+from spmd_tasks.inputs.text_input import TextInput
 from spmd_tasks.inputs.tokenizers import ByteTokenizer, train_bpe
 
 TEXTS = [f'<{i}>' + 'abcdefghij' * (i % 7) for i in range(40)]
@@ -234,7 +234,7 @@ def test_a_hung_read_can_be_left_behind(training, monkeypatch):
   release = threading.Event()
   monkeypatch.setattr('spmd_tasks.inputs.records.OpenJsonLines.__getitem__', lambda *args: release.wait(60))
   prefetcher = Prefetcher(training.make_iterator(), timeout_s=0.3)
-  with pytest.raises(RuntimeError, match=r'no batch for 0\.3 s(.|\n)*block_reader'):
+  with pytest.raises(RuntimeError, match=r'no batch for 0\.3 s(.|\n)*_lane_reader'):
     next(prefetcher)
   prefetcher.close()
   impatient = dataclasses.replace(training, read_timeout_s=0.3)
@@ -302,7 +302,7 @@ def is_anyone_left(session):
 def test_a_killed_process_leaves_no_worker_behind(jsonl):
   code = f"""if True:
     import time
-    from spmd_tasks.inputs.grain_input import TextInput
+    from spmd_tasks.inputs.text_input import TextInput
     from spmd_tasks.inputs.records import JsonLines
     from spmd_tasks.inputs.tokenizers import ByteTokenizer
     source = JsonLines(pattern={str(jsonl)!r})

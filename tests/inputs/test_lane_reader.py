@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from spmd_tasks.inputs.block_reader import BlockReader
+from spmd_tasks.inputs._lane_reader import BlockReader
 from spmd_tasks.inputs.text import Block
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 
