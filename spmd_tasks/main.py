@@ -143,8 +143,8 @@ def _run_experiment(args: argparse.Namespace) -> int:
 
   from spmd_tasks.checkpoints.durable_files import absolute_path
   from spmd_tasks.config.changes import refuse_changed_config
-  from spmd_tasks.distributed.distributed import initialize
   from spmd_tasks.distributed.emergency_exit import EmergencyExit
+  from spmd_tasks.distributed.initialization import initialize
   from spmd_tasks.programs.decode import decode
   from spmd_tasks.programs.eval import evaluate
   from spmd_tasks.programs.startup import StartupClock
@@ -266,7 +266,7 @@ def _use_fake_devices(num_devices: int | None) -> None:
 
 
 def _distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
-  from spmd_tasks.distributed.distributed import DistributedSettings
+  from spmd_tasks.distributed.initialization import DistributedSettings
 
   return DistributedSettings(
     coordinator_address=args.coordinator_address,

@@ -1,0 +1,50 @@
+"""Processes: starts a job of several processes, lets them agree, and ends them when one fails.
+
+    emergency = EmergencyExit()
+    with emergency.on_failure():
+      initialize(DistributedSettings(coordinator_address='10.0.0.1:1234', num_processes=2, process_id=0))
+      with StepWatchdog(timeout_s=600, emergency=emergency) as watchdog, PreemptionGuard() as guard:
+        ...
+
+Read initialization.py (jax.distributed and its launchers), agreement.py (barriers and decisions of process 0),
+preemption.py (SIGTERM), then the three parts of failure handling: watchdog.py (no progress), rank_records.py (what
+processes tell each other through files), emergency_exit.py (how a process ends). fake_devices.py gives tests a mesh of
+CPU devices. docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
+"""
+
+from spmd_tasks.distributed.agreement import PrimaryError, all_agree, meet, primary_decides
+from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.distributed.initialization import (
+  CLUSTERS,
+  DistributedSettings,
+  coordinator_host,
+  detect_cluster,
+  finish,
+  initialize,
+)
+from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.rank_records import Failure, Position, Progress, RankRecords, open_rank_records
+from spmd_tasks.distributed.watchdog import StepWatchdog
+
+__all__ = [
+  'CLUSTERS',
+  'DistributedSettings',
+  'EmergencyExit',
+  'Failure',
+  'Position',
+  'PreemptionGuard',
+  'PrimaryError',
+  'Progress',
+  'RankRecords',
+  'StepWatchdog',
+  'all_agree',
+  'coordinator_host',
+  'detect_cluster',
+  'finish',
+  'initialize',
+  'meet',
+  'open_rank_records',
+  'primary_decides',
+  'use_fake_devices',
+]

@@ -1,7 +1,7 @@
-"""How the processes of a job wait for each other and agree; with one process nothing waits.
+"""Lets the processes of a job wait for each other and agree on values; with one process, every call returns at once.
 
-Long waits are at the coordination service, where a limit of their own holds, never inside a device collective. Every
-process calls these in the same order.
+Long waits happen at the coordination service, with a limit for each wait, never inside a device collective. Every
+process must call these functions in the same order.
 """
 
 from collections.abc import Callable
@@ -13,24 +13,24 @@ from jax.experimental import multihost_utils
 import numpy as np
 import orbax.checkpoint as ocp
 
-_BROADCAST_BYTES = 16384
+_MIN_BROADCAST_BYTES = 16384  # shorter answers share one compiled broadcast
 
 
 class PrimaryError(Exception):
-  """Process 0 could not decide; the message is that of its error."""
+  """Process 0 raised while it decided; the message is that of its error."""
 
 
 def meet(name: str, *, limit_s: int) -> None:
-  """Returns when every process has called it; a JaxRuntimeError where that takes longer than `limit_s`."""
+  """Returns when every process has called it. Raises a JaxRuntimeError if that takes longer than `limit_s` seconds."""
   if jax.process_count() > 1:
     ocp.multihost.get_barrier_sync_fn()(key=f'spmd_tasks_{name}', timeout_ms=limit_s * 1000)
 
 
 def primary_decides(decide: Callable[[], Any], name: str, *, limit_s: int) -> Any:
-  """What `decide` returns on process 0 (JSON), on every process.
+  """Calls `decide` on process 0 and returns its value (JSON, of any length) on every process.
 
   Raises:
-    PrimaryError: on every process of several, if it raised on process 0; with one process, what it raised.
+    PrimaryError: on every process of several, if `decide` raised on process 0; with one process, what `decide` raised.
   """
   if jax.process_count() == 1:
     return decide()
@@ -41,17 +41,28 @@ def primary_decides(decide: Callable[[], Any], name: str, *, limit_s: int) -> An
     except Exception as error:
       outcome = {'error': str(error)[:2000]}
   meet(name, limit_s=limit_s)
-  encoded = json.dumps(outcome).encode().ljust(_BROADCAST_BYTES)
-  received = multihost_utils.broadcast_one_to_all(np.frombuffer(encoded, np.uint8))
-  outcome = json.loads(np.asarray(received).astype(np.uint8).tobytes())
+  outcome = json.loads(_broadcast(json.dumps(outcome).encode()))
   if 'error' in outcome:
     raise PrimaryError(outcome['error'])
   return outcome['value']
 
 
 def all_agree(vote: bool, name: str, *, limit_s: int) -> bool:
-  """Whether every process votes True, on every process."""
+  """Returns on every process whether all processes vote True."""
   if jax.process_count() == 1:
     return vote
   meet(name, limit_s=limit_s)
   return bool(np.all(multihost_utils.process_allgather(np.asarray(vote))))
+
+
+def _broadcast(data: bytes) -> bytes:
+  """Returns on every process the bytes of process 0.
+
+  The length goes first, as the buffer of a collective must have one shape on all processes.
+  """
+  length = int(multihost_utils.broadcast_one_to_all(np.asarray(len(data), np.int32)))
+  buffer = np.zeros(max(_MIN_BROADCAST_BYTES, 1 << (length - 1).bit_length()), np.uint8)
+  if jax.process_index() == 0:
+    buffer[:length] = np.frombuffer(data, np.uint8)
+  received = multihost_utils.broadcast_one_to_all(buffer)
+  return np.asarray(received).astype(np.uint8).tobytes()[:length]

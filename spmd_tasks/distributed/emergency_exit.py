@@ -1,4 +1,4 @@
-"""EmergencyExit: how a process leaves when it cannot go on, without waiting for anybody.
+"""EmergencyExit: ends a process that cannot go on, without waiting for the other processes.
 
 Usage, around everything from the start of jax.distributed on:
 
@@ -8,8 +8,9 @@ Usage, around everything from the start of jax.distributed on:
       emergency.attach(open_rank_records(job_log_dir))
       ...
 
-An exception that unwinds one process of several would end in JAX's shutdown barrier, where it waits for processes that
-wait for it. So it is reported, told to the others (`RankRecords`), and the process leaves by `os._exit`.
+An exception that unwinds one of several processes would end in JAX's shutdown barrier and wait there for processes that
+wait for it. Therefore the failing process reports the exception, tells the others (`RankRecords`), and leaves by
+`os._exit`.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from spmd_tasks.errors import user_error_code
 
 STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by the thread that is stuck.
 
-# Seconds for each part of leaving; together well below the 30 s within which every process is to be out.
+# Seconds for each part of leaving; in all well below the 30 s within which every process must have ended.
 _RECORDS_LIMIT_S = 4.0
 _FLUSH_LIMIT_S = 5.0
 _LINGER_LIMIT_S = 5.0
@@ -43,7 +44,7 @@ _TOTAL_LIMIT_S = 18.0
 
 
 class EmergencyExit:
-  """The process's one way out in trouble: the first cause is reported in full, a second waits for the end."""
+  """Ends the process on a failure. Only the first failure is reported; later ones wait for the end of the process."""
 
   def __init__(self):
     self._records: RankRecords | None = None
@@ -53,17 +54,17 @@ class EmergencyExit:
     self._is_leaving = False
 
   def attach(self, records: RankRecords):
-    """Tells the other processes through `records`, and reports what they say of themselves."""
+    """From now on, tells the other processes through `records`, and includes their records in reports."""
     self._records = records
 
   def set_position_source(self, position: Callable[[], Position]):
-    """Where reports take this process's position from: the watchdog."""
+    """Sets the function that gives this process's position for reports (the watchdog's)."""
     self._position = position
 
   def set_deadline(self, limit_s: float | None):
-    """Ends the process `limit_s` seconds from now, with stacks, even if no Python thread runs then; None takes it back.
+    """Ends the process `limit_s` seconds from now, with stacks, even if no Python thread can run; None cancels.
 
-    There is one such deadline in a process. Once it is leaving, it has that of leaving, and no other.
+    A process has one such deadline. A process that is already leaving keeps the deadline of leaving.
     """
     with self._deadline_lock:
       if self._is_leaving:
@@ -75,11 +76,11 @@ class EmergencyExit:
 
   @contextlib.contextmanager
   def on_failure(self) -> Iterator[None]:
-    """Leaves at once if the body raises, or exits nonzero, while jax.distributed runs; a single process just raises.
+    """Leaves at once if the body raises or exits nonzero while jax.distributed runs; a single process just raises.
 
-    `sys.exit(PREEMPTED)` passes: all processes do so at the same step, and none waits in vain.
+    `sys.exit(PREEMPTED)` passes: all processes exit so at the same step.
     """
-    # Also for what JAX ends by abort(), such as a lost heartbeat.
+    # For aborts of JAX, too, such as after a lost heartbeat.
     faulthandler.enable(file=STDERR, all_threads=True)
     try:
       yield
@@ -103,16 +104,16 @@ class EmergencyExit:
   def leave(
     self, code: int, reason: str, *, details: str = '', has_stacks: bool = True, is_own: bool = True
   ) -> NoReturn:
-    """Reports, tells the others, flushes, ends the process with `code`; never returns, never takes more than 18 s.
+    """Reports, tells the others, flushes, and ends the process with `code`, within 18 s. Never returns.
 
-    Processes that `multiprocessing` started here are ended with it.
+    Also ends the processes that `multiprocessing` has started here.
 
     Args:
       code: one of exit_codes.
       reason: one line for the report, and for the other processes' reports.
       details: such as a traceback, for this process's report only.
       has_stacks: whether to report what every thread is doing.
-      is_own: false where another process has already stated the failure that this one follows.
+      is_own: false if this process leaves because another process has recorded a failure.
     """
     if not self._first_to_leave.acquire(blocking=False):
       time.sleep(_TOTAL_LIMIT_S * 2)  # Another thread is leaving, and takes this one with it.
@@ -144,7 +145,7 @@ class EmergencyExit:
     os._exit(code)
 
   def _tell(self, records: RankRecords, position: Position, code: int, reason: str, *, details: str, is_own: bool):
-    # An error here is often another process's end, seen as a broken connection: then that one has said why.
+    # An error here is often the end of another process, seen as a broken connection; that process has told the reason.
     is_own = is_own and not any(failure.is_own for failure in records.peer_failures())
     table, culprits = records.describe(position, is_waiting=code == exit_codes.STUCK)
     if code == exit_codes.STUCK and culprits:
@@ -164,13 +165,13 @@ def _flush():
 
 
 def _end_children():
-  """os._exit leaves them running, although they are daemons."""
+  """Ends the children of this process: os._exit leaves them running, although they are daemons."""
   for child in multiprocessing.active_children():
     child.terminate()
 
 
 def _wait_for_peers(records: RankRecords):
-  """Process 0 holds the coordination service, whose end aborts the others before they can say why they leave."""
+  """Waits, as the end of process 0 ends the coordination service and aborts the others before they can report."""
   while len(records.peer_failures()) < records.num_processes - 1:
     time.sleep(0.1)
 
@@ -189,7 +190,7 @@ def _report(text: str):
 
 
 def _within(limit_s: float, action: Callable[[], object]):
-  """Runs `action` for at most `limit_s`, and goes on whatever becomes of it: it may hang with the file system."""
+  """Runs `action` in a thread for at most `limit_s` seconds, as it may hang with the file system."""
 
   def run():
     try:

@@ -1,4 +1,4 @@
-"""Fake devices: one CPU as a mesh of as many devices as one likes."""
+"""Fake devices: one CPU process with any number of JAX devices, to test meshes without accelerators."""
 
 import os
 
@@ -8,12 +8,12 @@ _THREADS_PER_DEVICE = 4
 
 
 def use_fake_devices(num_devices: int) -> None:
-  """Replaces whatever devices there are by CPU devices of this process; before anything asks JAX for its devices.
+  """Replaces all devices by `num_devices` CPU devices of this process; call it before JAX is asked for its devices.
 
-  All of them share one pool of threads, which has one per device if XLA is left to itself. A device can be in several
+  All fake devices share one pool of threads; XLA's default is one thread per device. A device can take part in several
   collectives at once, one of them in a loop, and holds a thread in each. If every thread waits in a collective whose
-  other members have none left, the program stands still, until XLA ends the process by its timeout.
-  So there are more. `NPROC`, which XLA takes their number from, is left alone where it is set.
+  other members have no thread left, the program hangs until XLA's timeout aborts the process. Therefore the pool gets
+  four threads per device. XLA reads their number from `NPROC`; a value that is set already stays.
   """
   os.environ.setdefault('NPROC', str(_THREADS_PER_DEVICE * num_devices))
   jax.config.update('jax_platforms', 'cpu')

@@ -1,4 +1,4 @@
-"""PreemptionGuard: SIGTERM becomes one point of the program at which every process stops.
+"""PreemptionGuard: turns SIGTERM into one point of the program at which every process stops.
 
 Usage:
 
@@ -9,8 +9,8 @@ Usage:
           save(state)
           sys.exit(exit_codes.PREEMPTED)
 
-One process keeps its own flag. Several share JAX's preemption service: whichever process gets the signal tells it, and
-it names a question that none has asked yet.
+A single process keeps a flag. Several processes share JAX's preemption service: the process that gets the signal
+reports it there, and the service chooses a call of `should_stop` that no process has made yet.
 """
 
 import signal
@@ -25,10 +25,10 @@ from spmd_tasks.errors import UserError
 
 
 class PreemptionGuard:
-  """Answers, as often as it is asked, whether the job shall save and leave. A further SIGTERM changes nothing.
+  """Tells whether the job should save and leave. A second SIGTERM changes nothing.
 
-  Under jax.distributed it leaves the signal to the handler that `jax.distributed.initialize` has installed; so start
-  that first. In a single process it installs its own, and puts the previous one back on leaving the context.
+  Under jax.distributed, the handler that `jax.distributed.initialize` has installed receives the signal; so initialize
+  first. In a single process, the guard installs its own handler and restores the previous one on leaving the context.
   """
 
   def __init__(self):
@@ -52,10 +52,10 @@ class PreemptionGuard:
       signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)  # type: ignore[arg-type]
 
   def should_stop(self) -> bool:
-    """Whether to save and leave now; true in every process from the same question on.
+    """Whether to save and leave now; true in every process from the same call on.
 
-    Every process must ask at the same points of the program, such as after each step and each batch of an eval: the
-    questions are counted. One costs 27 us with jax.distributed, nothing without.
+    Every process must call this at the same points of the program, such as after each step and each batch of an eval,
+    because calls are counted. A call costs 27 us with jax.distributed, nothing without.
     """
     if self._is_shared and not self._is_requested:
       self._num_asked += 1

@@ -1,15 +1,14 @@
-"""RankRecords: small files by which the processes of a job know of each other's progress and failure.
+"""RankRecords: small files that tell the processes of a job about each other's progress and failures.
 
-    <job_log_dir>/ranks/start.txt           what process 0 drew by lot in this start: who reads it shares the directory
+    <job_log_dir>/ranks/start.txt           a random token of this start: a process that reads it shares the directory
     <job_log_dir>/ranks/progress/<i>.json   where process i is, written every few seconds
-    <job_log_dir>/ranks/failures/<i>.json   why process i leaves; its presence is a statement, made before it does
+    <job_log_dir>/ranks/failures/<i>.json   why process i leaves, written before it leaves
     <job_log_dir>/ranks/failures/<i>.stacks.txt
 
-A job has one directory that all its processes see, since they checkpoint there; the coordination service's key-value
-store would need JAX's private client, and dies with process 0. Files only ever explain or hasten an end: a failure that
-a process has stated ends the others at once, but silence never does, for a network file system may show a file a minute
-late. Failures have a directory of their own, so that watching for them costs one listing however many processes there
-are.
+All processes of a job share the job_log_dir, because they checkpoint there. (The key-value store of the coordination
+service would need JAX's private client, and it dies with process 0.) A record of a failure ends the other processes at
+once. A missing record never ends a process, as a network file system may show a file a minute late. Failures have their
+own directory, so that watching for them costs one listing for any number of processes.
 """
 
 import dataclasses
@@ -30,17 +29,17 @@ from spmd_tasks.errors import UserError
 _VISIBLE_LIMIT_S = 90.0
 _VISIBLE_PERIOD_S = 0.5
 
-# Process 0 holds the coordination service, whose end aborts the others: it leaves after they have said why they do.
+# Process 0 runs the coordination service, whose end aborts the others: it leaves after they have told their reasons.
 _LAST_TO_LEAVE_S = 2.0
 
-_MAX_DESCRIBED = 16  # Lines for more processes than that would bury the one that matters.
+_MAX_DESCRIBED = 16  # A longer list would hide the process that matters.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-  """Where a process is: its step, and how many beats of the watchdog it has made in that step.
+  """Where a process is: its step, and the number of watchdog beats that it has made in that step.
 
-  All processes run the same loop, so the one with the smallest (step, beat) is the one that the others wait for.
+  All processes run the same loop, so the others wait for the process with the smallest (step, beat).
   """
 
   step: int = -1
@@ -56,7 +55,7 @@ class Position:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-  """Where process `process_index` was at `written`, and `since` when; both in seconds since the epoch."""
+  """The position of process `process_index` at time `written`, reached at time `since`; in seconds since the epoch."""
 
   process_index: int
   host: str
@@ -74,7 +73,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-  """Why a process left. `is_own` is false where it left only because of another's failure."""
+  """Why a process left. `is_own` is false if it left only because another process had failed."""
 
   process_index: int
   host: str
@@ -85,12 +84,12 @@ class Failure:
 
 
 class RankRecords:
-  """One process's records, and its view of the others'."""
+  """Writes the records of one process, and reads those of the others."""
 
   def __init__(self, job_log_dir: epath.PathLike, *, process_index: int, num_processes: int):
-    """Opens the records and clears what this process left there in an earlier run.
+    """Opens the records and removes those that this process left in an earlier run.
 
-    The other processes' may still be from that earlier run: `open_rank_records` waits until they are not.
+    Records of other processes may still be from that earlier run; `open_rank_records` waits until they are removed.
     """
     self.process_index = process_index
     self.num_processes = num_processes
@@ -103,7 +102,7 @@ class RankRecords:
         (directory / f'{process_index}.{suffix}').unlink(missing_ok=True)
 
   def write_progress(self, position: Position, *, since: float):
-    """States where this process is, and since when (seconds since the epoch)."""
+    """Records where this process is, and since when (seconds since the epoch)."""
     progress = Progress(
       process_index=self.process_index,
       host=self._host,
@@ -115,7 +114,7 @@ class RankRecords:
     _write(self._progress_dir / f'{self.process_index}.json', json.dumps(dataclasses.asdict(progress)))
 
   def write_failure(self, *, step: int, reason: str, is_own: bool, stacks: str):
-    """States that this process leaves, and why."""
+    """Records that this process leaves, and why."""
     _write(self._failures_dir / f'{self.process_index}.stacks.txt', stacks)
     failure = Failure(
       process_index=self.process_index, host=self._host, pid=os.getpid(), step=step, reason=reason, is_own=is_own
@@ -123,7 +122,7 @@ class RankRecords:
     _write(self._failures_dir / f'{self.process_index}.json', json.dumps(dataclasses.asdict(failure)))
 
   def peer_failures(self) -> list[Failure]:
-    """The other processes' failures, those first that are not a consequence of another."""
+    """The failures of other processes; those that caused others come first."""
     failures = []
     for path in self._failures_dir.iterdir():
       if path.suffix == '.json' and path.stem.isdecimal() and self._is_peer(int(path.stem)):
@@ -133,11 +132,11 @@ class RankRecords:
     return sorted(failures, key=lambda failure: (not failure.is_own, failure.process_index))
 
   def describe(self, position: Position, *, is_waiting: bool) -> tuple[str, str]:
-    """What is remarkable about the processes, one per line, and the likely culprits ('' where nothing tells).
+    """Describes the processes, one per line, and names the likely culprits ('' if there is no sign of one).
 
     Args:
-      position: this process's own.
-      is_waiting: it has stood there for longer than the records' period, so that others' positions can be compared.
+      position: the position of this process.
+      is_waiting: this process has been there for longer than the records' period, so positions can be compared.
     """
     now = time.time()
     lines, suspects = [f'processes, by their last records under {self._progress_dir.parent}:'], []
@@ -172,7 +171,7 @@ class RankRecords:
     return index != self.process_index and index < self.num_processes
 
   def _condition(self, progress: Progress) -> str:
-    """What this host's process table says of a process that ran here; '' for nothing remarkable."""
+    """The state of a process of this host in the process table; '' if it runs normally or on another host."""
     if progress.host != self._host or not os.path.isdir('/proc/self'):
       return ''
     try:
@@ -184,13 +183,13 @@ class RankRecords:
 
 
 def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
-  """Opens every process's records; a collective call, which returns once no record of an earlier run is left.
+  """Opens the records of every process; a collective call that returns when no record of an earlier run is left.
 
   No process touches the directory before process 0 has made the call: if a running job owns the directory, process 0
-  has been refused instead, and the running job keeps its records.
+  has been refused before, and the running job keeps its records.
 
   Raises:
-    UserError: a process does not see what process 0 writes there; in all processes.
+    UserError: on all processes, if one of them does not see the file that process 0 writes there.
   """
   process_index, num_processes = jax.process_index(), jax.process_count()
   if num_processes == 1:
@@ -217,7 +216,7 @@ def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
 
 
 def _becomes_visible(path: epath.Path, text: str) -> bool:
-  """Whether `path` holds `text`, now or soon."""
+  """Waits until `path` holds `text`; returns False after the time limit."""
   limit = time.monotonic() + _VISIBLE_LIMIT_S
   while True:
     try:
@@ -231,14 +230,14 @@ def _becomes_visible(path: epath.Path, text: str) -> bool:
 
 
 def _write(path: epath.Path, text: str):
-  """Replaces the file whole, so that no reader sees a part of it."""
+  """Replaces the file atomically, so that no reader sees a part of it."""
   partial = path.with_name(f'.{path.name}.partial')
   partial.write_text(text)
   partial.replace(path)
 
 
 def _read(path: epath.Path, record_type: type) -> Any:
-  """The record, or None where there is none that can be read: it explains, and must not raise."""
+  """Reads a record; returns None if there is none or it cannot be read. Records only explain, so this never raises."""
   try:
     values = json.loads(path.read_text())
     fields = {field.name: field.type for field in dataclasses.fields(record_type)}

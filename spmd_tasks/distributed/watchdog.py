@@ -1,4 +1,4 @@
-"""StepWatchdog: a training loop that makes no progress ends, and says where it stood.
+"""StepWatchdog: ends a process whose loop makes no progress, and reports where it stood.
 
 Usage:
 
@@ -12,8 +12,8 @@ Usage:
           with watchdog.allow('checkpoint', limit_s=1800):
             save(state)
 
-A process that is alive but stuck is found by nobody else: its heartbeats go on, and the others wait for it in a
-collective until their own watchdogs fire. Their reports name it, as the one whose records are behind.
+Nothing else finds a process that is alive but stuck: its heartbeats continue, and the others wait for it in a
+collective until their own watchdogs fire. Their reports name the stuck process, whose records are behind.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ _NATIVE_MARGIN_S = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Mark:
-  """What the loop said last. Replaced whole, so that the watching threads need no lock."""
+  """The last beat of the loop. Replaced as a whole, so that the watching threads need no lock."""
 
   position: Position
   limit_s: float
@@ -44,7 +44,7 @@ class _Mark:
 
 
 class StepWatchdog:
-  """Ends the process if no beat comes within the limit, or if another process states its failure."""
+  """Ends the process if no beat comes within the limit, or if another process records a failure."""
 
   def __init__(
     self,
@@ -55,15 +55,15 @@ class StepWatchdog:
     records: RankRecords | None = None,
     record_period_s: float = 2.0,
   ):
-    """Makes a watchdog, to be entered as a context.
+    """Makes a watchdog; enter it as a context manager.
 
     Args:
-      timeout_s: seconds without a beat that end the process. It must exceed the longest honest step, the wait for the
-        slowest process included.
-      first_step_timeout_s: the same until the second step begins: the first one compiles.
-      emergency: the way out.
-      records: where to write progress and look for other processes' failures; None for a single process.
-      record_period_s: seconds between two writes and looks.
+      timeout_s: seconds without a beat after which the process ends. The limit must exceed the longest normal step,
+        including the wait for the slowest process.
+      first_step_timeout_s: the limit until the second step begins, as the first step compiles.
+      emergency: ends the process.
+      records: the processes' progress and failures; None for a single process.
+      record_period_s: seconds between two writes, and between two reads of failures.
 
     Raises:
       UserError: a limit is not positive.
@@ -88,7 +88,7 @@ class StepWatchdog:
     self._emergency.set_position_source(lambda: self._mark.position)
     self._threads = [threading.Thread(target=self._watch, name='step-watchdog', daemon=True)]
     if self._records is not None:
-      # Apart from the watch, which must fire also while the file system hangs.
+      # A thread of its own: the watch must fire even while the file system hangs.
       self._threads.append(threading.Thread(target=self._exchange, name='rank-records', daemon=True))
     for thread in self._threads:
       thread.start()
@@ -101,7 +101,7 @@ class StepWatchdog:
     self._emergency.set_deadline(None)
 
   def beat(self, step: int, activity: str = 'step'):
-    """Begins `activity` of `step`; costs microseconds. To be called in the same order in every process."""
+    """Begins `activity` of `step`; costs microseconds. Call it in the same order in every process."""
     if self._first_step is None:
       self._first_step = step
     limit_s = self._first_step_timeout_s if step == self._first_step else self._timeout_s
@@ -109,7 +109,7 @@ class StepWatchdog:
 
   @contextlib.contextmanager
   def allow(self, activity: str, limit_s: float) -> Iterator[None]:
-    """Gives `limit_s` seconds to something longer than a step; the step's limit begins anew after it."""
+    """Allows `limit_s` seconds for an activity longer than a step; the limit of the step then starts again."""
     before = self._mark
     self._mark = _Mark(position=self._next_position(before.position.step, activity), limit_s=limit_s)
     try:
@@ -145,9 +145,9 @@ class StepWatchdog:
         self._records.write_progress(mark.position, since=since)
         failures = self._records.peer_failures()
         is_failing = False
-      except Exception as error:  # Whatever the file system's library raises.
+      except Exception as error:  # any error of the file system's library
         failures = []
-        if not is_failing:  # Once per outage: the job can go on without its records.
+        if not is_failing:  # one warning per outage: the job can go on without its records
           logging.warning('the records of the processes cannot be kept: %s', error)
         is_failing = True
       if failures:

@@ -10,8 +10,8 @@ import jax
 from spmd_tasks.checkpoints.checkpointer import Checkpointer, CheckpointError
 from spmd_tasks.checkpoints.durable_files import absolute_path
 from spmd_tasks.distributed.agreement import primary_decides
-from spmd_tasks.distributed.distributed import finish
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.initialization import finish
 from spmd_tasks.distributed.rank_records import open_rank_records
 from spmd_tasks.distributed.watchdog import StepWatchdog
 from spmd_tasks.experiment import Experiment, Job

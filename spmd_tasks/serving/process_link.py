@@ -26,7 +26,7 @@ import jax
 
 from spmd_tasks.decoding.requests import Chunk, Request
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
-from spmd_tasks.distributed.distributed import coordinator_host
+from spmd_tasks.distributed.initialization import coordinator_host
 from spmd_tasks.errors import JobError, UserError
 
 _TYPES = {'Chunk': Chunk, 'Request': Request}  # what a message may hold beside JSON's own types

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from spmd_tasks import exit_codes, rank_records
-from spmd_tasks.distributed.distributed import DistributedSettings, finish, initialize
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.initialization import DistributedSettings, finish, initialize
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.rank_records import open_rank_records
 from spmd_tasks.distributed.watchdog import StepWatchdog

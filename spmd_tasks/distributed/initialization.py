@@ -1,13 +1,13 @@
-"""Starts jax.distributed, where there is more than one process to connect.
+"""Starts jax.distributed if the job has more than one process.
 
 Usage, before anything touches a device:
 
     settings = DistributedSettings(coordinator_address='10.0.0.1:1234', num_processes=2, process_id=0)
     is_multi_process = initialize(settings)
 
-Without the three flags the launcher's environment decides (Slurm, Open MPI, Cloud TPU, an indexed Kubernetes Job),
-through JAX's own cluster detection. Where none of them is seen, as on a laptop or in a notebook's pod, nothing is
-started and nothing is waited for.
+Without the three fields, the launcher's environment decides (Slurm, Open MPI, Cloud TPU, an indexed Kubernetes Job),
+through JAX's own cluster detection. If there is no launcher, as on a laptop or in a notebook's pod, `initialize` starts
+nothing and returns at once.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,6 @@ from typing import Any
 
 from absl import logging
 import jax
-from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from spmd_tasks.errors import UserError
@@ -28,6 +27,8 @@ CLUSTERS = ('slurm', 'ompi', 'gketpu', 'gcetpu', 'k8s')  # JAX's names, in JAX's
 
 _CPU_COLLECTIVE_TIMEOUT = '--xla_cpu_collective_timeout_seconds'
 
+_explicit_coordinator: str | None = None  # the address that `initialize` was given
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedSettings:
@@ -35,18 +36,18 @@ class DistributedSettings:
 
   Attributes:
     coordinator_address: `host:port` of process 0. Goes with `num_processes` and `process_id`: all three or none.
-    num_processes: number of processes of the job; 1 is a single process, without jax.distributed.
+    num_processes: number of processes of the job; 1 means a single process without jax.distributed.
     process_id: this process, in [0, num_processes).
-    coordinator_bind_address: what process 0 listens on; by default the coordinator address, not every interface (in a
-      detected cluster it is JAX's choice, which is every interface). To be given where that name means something else
-      to process 0 itself: a 127.0.1.1 entry in /etc/hosts, address translation.
-    cluster: 'auto', 'none', or one of CLUSTERS to insist on it.
-    local_device_ids: GPUs of this process; None is all of them, or the cluster's rule where there is one.
-    heartbeat_timeout_s: a process silent for so long is dead, and JAX ends all others. Seconds.
-    shutdown_timeout_s: how long a process that ends waits for the others to end too, before it ends them: see `finish`.
-    initialization_timeout_s: how long to wait for all processes to appear. Seconds.
-    collective_timeout_s: a CPU collective that waits longer for another process raises. It must exceed every honest
-      wait, as for a process that compiles or saves. Accelerators have their own limits; a StepWatchdog's is for both.
+    coordinator_bind_address: address that process 0 listens on. Default: the coordinator address, not every interface
+      (in a detected cluster JAX chooses every interface). Set this field if process 0 itself resolves the coordinator's
+      name to another address: a 127.0.1.1 entry in /etc/hosts, address translation.
+    cluster: 'auto', 'none', or one of CLUSTERS to require that launcher.
+    local_device_ids: GPUs of this process; None takes all GPUs, or follows the cluster's rule.
+    heartbeat_timeout_s: seconds without a heartbeat after which a process counts as dead and JAX ends all others.
+    shutdown_timeout_s: seconds that an ending process waits for the others to end before it ends them: see `finish`.
+    initialization_timeout_s: seconds to wait for all processes to appear.
+    collective_timeout_s: seconds after which a CPU collective that waits for another process raises. The limit must
+      exceed every normal wait, such as for a process that compiles or saves. Accelerators have limits of their own.
   """
 
   coordinator_address: str | None = None
@@ -75,18 +76,20 @@ class DistributedSettings:
 
 
 def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None = None) -> bool:
-  """Connects this process to the job's others; returns whether there are any (or may be: a one-host TPU slice).
+  """Connects this process to the other processes of the job; returns whether the job has several (or may have).
 
-  Must come before the first use of a device. `environ` is the process's own unless a test says otherwise.
+  Call this before the first use of a device. `environ` replaces the process's own environment in tests.
 
   Raises:
-    UserError: the environment asks for what this installation cannot do.
+    UserError: the environment requires a package that is not installed.
     RuntimeError: JAX is already in use, or the processes did not find each other in time.
   """
   environ = os.environ if environ is None else environ
   if settings.is_explicit:
     if settings.num_processes == 1:
       return False
+    global _explicit_coordinator
+    _explicit_coordinator = settings.coordinator_address
     connection: dict[str, Any] = {
       'coordinator_address': settings.coordinator_address,
       'num_processes': settings.num_processes,
@@ -122,27 +125,42 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
 
 
 def finish():
-  """Waits for every process to come here; to be called in all of them, last thing before a good end.
+  """Waits until every process has called this function; the last call of a job that ends well.
 
-  Without it the first to end ends the others after `shutdown_timeout_s`, also one that still writes its checkpoint. A
-  StepWatchdog bounds the wait: `with watchdog.allow('finish', limit_s=...): finish()`.
+  Without this call, the first process to end would end the others after `shutdown_timeout_s`, even one that still
+  writes its checkpoint. A StepWatchdog bounds the wait: `with watchdog.allow('finish', limit_s=...): finish()`.
   """
   if jax.distributed.is_initialized():
     multihost_utils.sync_global_devices('finish')
 
 
 def coordinator_host() -> str:
-  """The host of process 0 as all others reach it, in a job of several processes."""
-  address = distributed.global_state.coordinator_address  # where a launcher gave it, nothing public has it
-  assert address is not None
+  """The host of process 0 as the other processes reach it, in a job of several processes.
+
+  Raises:
+    UserError: a launcher chose the address, and this version of JAX does not tell it.
+  """
+  address = _explicit_coordinator
+  if address is None:
+    try:
+      from jax._src import distributed  # no public name of JAX tells the address that a launcher chose
+
+      address = distributed.global_state.coordinator_address
+    except (ImportError, AttributeError):
+      address = None
+  if address is None:
+    raise UserError(
+      f'jax {jax.__version__} does not tell the address of process 0, which serving needs: give --coordinator_address, '
+      '--num_processes and --process_id.'
+    )
   return address.rpartition(':')[0].strip('[]')
 
 
 def detect_cluster(environ: Mapping[str, str]) -> str | None:
-  """JAX's name of the launcher that started several processes, or None.
+  """Returns JAX's name of the launcher that started several processes, or None.
 
-  Stricter than JAX's own test: a cluster's variables around a single process (an interactive shell in an allocation, a
-  lone pod or task) do not count. Looks at variables and device files only; no network.
+  The test is stricter than JAX's: the variables of a cluster do not count around a single process (an interactive shell
+  in an allocation, a lone pod or task). It reads variables and device files only, not the network.
   """
   if 'OMPI_MCA_orte_hnp_uri' in environ and _count(environ, 'OMPI_COMM_WORLD_SIZE') > 1:
     return 'ompi'
@@ -174,7 +192,7 @@ def detect_cluster(environ: Mapping[str, str]) -> str | None:
 
 
 def _check_explicit(settings: DistributedSettings):
-  """All three flags or none, and each in range."""
+  """Checks that all three fields are given or none, and that each is in range."""
   given = {name: getattr(settings, name) for name in ('coordinator_address', 'num_processes', 'process_id')}
   missing = [name for name, value in given.items() if value is None]
   if len(missing) == 3:
@@ -203,16 +221,16 @@ def _check_explicit(settings: DistributedSettings):
 
 
 def _configure_cpu_collectives(timeout_s: int):
-  """A limit to the waits of gloo (JAX's default); XLA reads its flags once, when the first backend starts."""
+  """Limits the waits of gloo, JAX's default on CPU. XLA reads its flags once, when the first backend starts."""
   flags = os.environ.get('XLA_FLAGS', '')
   if _CPU_COLLECTIVE_TIMEOUT not in flags:  # What the user has set by hand stays.
     os.environ['XLA_FLAGS'] = f'{flags} {_CPU_COLLECTIVE_TIMEOUT}={timeout_s}'.strip()
 
 
 def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-  """Every visible GPU where this is its node's only task; JAX would take GPU number 0 alone and leave the others idle.
+  """All visible GPUs if this task is the only one of its node; JAX would use GPU 0 alone and leave the others idle.
 
-  None where it is not known; JAX then gives each task the GPU of its local number.
+  Returns None if the number of tasks is unknown; JAX then gives each task the GPU of its local number.
   """
   # Slurm writes `1(x4)` for one task on each of four nodes, `2,1` for two and one.
   tasks_per_node = environ.get('SLURM_STEP_TASKS_PER_NODE', environ.get('OMPI_COMM_WORLD_LOCAL_SIZE', ''))

@@ -6,8 +6,8 @@ import socket
 import jax
 import pytest
 
-from spmd_tasks.distributed import distributed
-from spmd_tasks.distributed.distributed import DistributedSettings, detect_cluster, initialize
+from spmd_tasks.distributed import initialization
+from spmd_tasks.distributed.initialization import DistributedSettings, detect_cluster, initialize
 
 SLURM = {
   'SLURM_JOB_ID': '1234',
@@ -38,7 +38,7 @@ def calls(monkeypatch):
 def packages(monkeypatch):
   """The names that `find_spec` finds; what is installed here does not matter."""
   found = set()
-  monkeypatch.setattr(distributed.importlib.util, 'find_spec', lambda name: name if name in found else None)
+  monkeypatch.setattr(initialization.importlib.util, 'find_spec', lambda name: name if name in found else None)
   return found
 
 
@@ -95,7 +95,7 @@ def test_a_cluster_is_seen_where_it_starts_several_processes(packages, environ, 
 )
 def test_tpu_hosts_are_seen(monkeypatch, packages, environ, has_device, expected):
   packages.add('libtpu')
-  monkeypatch.setattr(distributed.glob, 'glob', lambda pattern: ['/dev/accel0'] if has_device else [])
+  monkeypatch.setattr(initialization.glob, 'glob', lambda pattern: ['/dev/accel0'] if has_device else [])
   assert detect_cluster(environ) == expected
 
 
@@ -186,7 +186,7 @@ def test_the_coordinator_listens_on_the_given_address_only(tmp_path):
     port = probe.getsockname()[1]
   code = f"""
 import socket, threading
-from spmd_tasks.distributed.distributed import DistributedSettings, initialize
+from spmd_tasks.distributed.initialization import DistributedSettings, initialize
 settings = DistributedSettings(coordinator_address='127.0.0.1:{port}', num_processes=2, process_id=0)
 threading.Thread(target=initialize, args=(settings,), daemon=True).start()
 def answers(host):
