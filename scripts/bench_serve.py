@@ -40,12 +40,7 @@ import jax
 import numpy as np
 
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.decoding.chat_template import ChatTemplate
-from spmd_tasks.decoding.decode_steps import DecodeSteps
-from spmd_tasks.decoding.engine import ModelEngine
-from spmd_tasks.decoding.requests import Request
-from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.sequence import Sequence
+from spmd_tasks.decoding import ChatTemplate, DecodeSteps, GeneratedSequence, ModelEngine, Request, Scheduler
 from spmd_tasks.programs.decode_requests import find_tokenizer
 from spmd_tasks.programs.job_setup import partition_job
 from spmd_tasks.serving.generation_request import ServedModel
@@ -88,7 +83,7 @@ def make_engine(sizes):
 
 def sequences_of(trace, tokenizer):
   return [
-    Sequence(Request(ids=tuple(ids), max_tokens=length, seed=i), tokenizer.decode, has_logprobs=True)
+    GeneratedSequence(Request(ids=tuple(ids), max_tokens=length, seed=i), tokenizer.decode, has_logprobs=True)
     for i, (ids, length) in enumerate(trace)
   ]
 

@@ -28,8 +28,7 @@ from typing import Any, ClassVar, dataclass_transform, get_type_hints
 
 from flax.core import FrozenDict
 
-from spmd_tasks.decoding.chat_template import ChatTemplate
-from spmd_tasks.decoding.prompts import PromptSource
+from spmd_tasks.decoding import ChatTemplate, PromptSource
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import Input
 from spmd_tasks.runtime.task import Task

@@ -1,0 +1,65 @@
+"""Decoding: generates text with a PartitionedModel, for batch jobs and for the server.
+
+    steps = DecodeSteps(model)                                        # compiled for the model's mesh
+    requests = [Request(ids=(1, 17, 34), max_tokens=20, sampling=SamplingParams(temperature=0.8))]
+    for number, completion in generate(steps, weights, requests, decode=tokenizer.decode):
+      print(completion.text)
+
+Read in this order:
+  requests.py            Request and Chunk on the host, and the arrays of a prefill
+  sampling.py            from logits to a token, with separate parameters for every row
+  step_functions.py      prefill and step as pure functions over slots and their KV cache
+  beam.py                beam search as a pure function
+  decode_steps.py        these functions, compiled for a mesh
+  engine_contract.py     Engine: the interface between scheduler and model; engine.py implements it
+  scheduler.py           which sequence is in which slot; prefix_cache.py finds slots that hold a prompt's beginning
+  generated_sequence.py  a request's tokens and text as they grow
+  generation.py          `generate` and `search`, for batch jobs
+  prompts.py, chat_template.py    what a request is made from: a line of JSON, a conversation
+"""
+
+from spmd_tasks.decoding.chat_template import ChatTemplate
+from spmd_tasks.decoding.decode_steps import DecodeSteps
+from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.decoding.engine_contract import Engine, Launched
+from spmd_tasks.decoding.generated_sequence import (
+  Delta,
+  FinishReason,
+  GeneratedSequence,
+  IncrementalText,
+  TokenLogprob,
+)
+from spmd_tasks.decoding.generation import Completion, generate, search
+from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts, PromptSource
+from spmd_tasks.decoding.requests import Chunk, Request, chunk_prompt
+from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.step_functions import DecodeState, Outputs
+from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
+
+__all__ = [
+  'ChatTemplate',
+  'Chunk',
+  'Completion',
+  'DecodeSettings',
+  'DecodeState',
+  'DecodeSteps',
+  'Delta',
+  'Engine',
+  'FinishReason',
+  'GeneratedSequence',
+  'IncrementalText',
+  'Launched',
+  'ModelEngine',
+  'Outputs',
+  'Prompt',
+  'PromptFile',
+  'PromptSource',
+  'Prompts',
+  'Request',
+  'SamplingParams',
+  'Scheduler',
+  'TokenLogprob',
+  'chunk_prompt',
+  'generate',
+  'search',
+]

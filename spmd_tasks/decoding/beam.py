@@ -9,8 +9,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.decoding.cache import take_slots, write_tokens
-from spmd_tasks.decoding.loop import Forward
+from spmd_tasks.decoding.step_functions import Forward, take_slots, write_tokens
 
 
 class Beams(struct.PyTreeNode):

@@ -1,14 +1,14 @@
-"""DecodeSteps: prefill and step of a PartitionedModel, compiled for its mesh.
+"""DecodeSteps: compiles prefill, step and beam search of a PartitionedModel for its mesh.
 
     steps = DecodeSteps(model, settings)
     state = steps.init()
-    state, first = steps.prefill(weights, state, requests)
+    state, first = steps.prefill(weights, state, steps.make_batch(chunks))
     state, outputs = steps.step(weights, state, keep)
 
-As in training, what is stored is padded and what is computed is not: weights and caches are sliced inside. The state
-is donated: it is updated in place. Requests are the same on every process, as host arrays. Outputs are replicated; with
-`shard_outputs` their rows are split as the cache's are, and padded where those do not divide. Nothing is compiled after
-`compile()`, whatever the requests.
+As in training, stored arrays are padded, and the steps slice weights and caches to their true shapes before they
+compute. The state is donated: it is updated in place. Every process passes the same batches, as host arrays. Outputs
+are replicated; with `shard_outputs` their rows are split as the cache's slots are, and padded where the mesh does not
+divide them. Nothing is compiled after `compile()`, whatever the requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.decoding import beam, loop
-from spmd_tasks.decoding.cache import copy_slots
-from spmd_tasks.decoding.requests import Chunk, Request, make_requests, slot_rows
+from spmd_tasks.decoding import beam, step_functions
+from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch, slot_rows
+from spmd_tasks.decoding.step_functions import DecodeState, Outputs
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime.decode_settings import DecodeSettings, prefill_buckets
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.runtime.partition import PartitionedModel
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import sharding_scope, spec_axes, split_dims_to_partition_spec
@@ -38,29 +38,29 @@ class DecodeSteps:
   """The compiled steps of one task and settings.
 
   Attributes:
-    settings: as given, with max_len filled in.
+    settings: the sizes.
     max_len: S.
-    prefill_chunk: C, the length at which prompts are cut: the setting's, but for max_len or beam search at most.
-    buckets: the lengths of chunks that are compiled.
-    can_copy: whether a slot's copy holds every token of its source, which a ring forgets.
+    prefill_chunk: C, the length at which prompts are cut: the setting's, at most max_len.
+    buckets: the lengths of chunks for which prefills are compiled.
+    can_copy: whether a copy of a slot holds every token of its source; False where the cache of a layer is a ring.
     vocab_size: V.
     abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
   """
 
   def __init__(self, model: PartitionedModel, settings: DecodeSettings | None = None, *, shard_outputs: bool = False):
-    """Partitions; compiles nothing yet.
+    """Partitions the state; compiles nothing yet.
 
     Args:
-      model: of the weights.
-      settings: None for the task's.
-      shard_outputs: whether each device keeps the outputs of its own rows, instead of all devices those of all rows.
+      model: the partitioned model of the weights.
+      settings: None takes the task's.
+      shard_outputs: whether a device keeps only the outputs of its own rows, instead of all outputs.
 
     Raises:
       UserError: the model cannot generate text, or its training input has no length to take as max_len.
     """
     self.settings = model.task.decode if settings is None else settings
     self._model = model
-    # Layers run one after another from the weights that pipeline stages hold.
+    # Decoding runs the layers of all pipeline stages one after another on every device.
     axis = stage_axis(model.mesh.axis_names, model.axis_rules)
     self._axis_rules = model.axis_rules if axis is None else without_axis(axis, model.axis_rules)
     self._replicated = NamedSharding(model.mesh, PartitionSpec())
@@ -68,12 +68,12 @@ class DecodeSteps:
     self.prefill_chunk = min(self.settings.prefill_chunk, self.max_len)
     # Beam search reads whole prompts.
     longest = self.max_len if self.settings.num_beams > 1 else self.prefill_chunk
-    self.buckets = prefill_buckets(self.settings.min_bucket, longest)
+    self.buckets = self.settings.buckets(longest)
     self._compiled: dict[Any, Any] = {}
 
     abstract_cache, specs, self.vocab_size = self._abstract_cache(self.settings.num_slots)
     empty = functools.partial(
-      loop.empty_state,
+      step_functions.empty_state,
       num_slots=self.settings.num_slots,
       vocab_size=self.vocab_size,
       num_stop_ids=self.settings.max_stop_ids,
@@ -95,7 +95,7 @@ class DecodeSteps:
       slot_axes = spec_axes(jax.tree.leaves(specs)[0], keys[0].ndim)[-4]  # [..., N, G, S, K]
       self._output_sharding = NamedSharding(model.mesh, PartitionSpec(slot_axes))
 
-  def init(self) -> loop.DecodeState:
+  def init(self) -> DecodeState:
     """The state in which no slot is active."""
 
     def empty():
@@ -103,31 +103,36 @@ class DecodeSteps:
 
     return self._compile('init', empty, out=self._state_shardings)()
 
-  def prefill(
-    self, weights: Weights, state: loop.DecodeState, requests: loop.Requests
-  ) -> tuple[loop.DecodeState, loop.Outputs]:
-    """See loop.prefill; `requests` are of make_requests."""
-    return self._prefill(requests)(weights, state, requests)
+  def make_batch(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> PrefillBatch:
+    """The arrays of a prefill, padded to the bucket of the longest chunk; see make_prefill_batch."""
+    num_columns = self.bucket(max(chunk.stop - chunk.start for chunk in chunks))
+    return make_prefill_batch(
+      chunks, self.settings, max_len=self.max_len, num_columns=num_columns, score_prompts=score_prompts
+    )
 
-  def copy(self, state: loop.DecodeState, sources: Sequence[int], slots: Sequence[int]) -> loop.DecodeState:
-    """Gives at most `prefill_rows` slots the keys and values of others, so that a prefill can go on behind them."""
+  def prefill(self, weights: Weights, state: DecodeState, batch: PrefillBatch) -> tuple[DecodeState, Outputs]:
+    """See step_functions.prefill."""
+    return self._prefill(batch)(weights, state, batch)
+
+  def copy(self, state: DecodeState, sources: Sequence[int], slots: Sequence[int]) -> DecodeState:
+    """Copies the keys and values of at most `prefill_rows` slots to others, where a prefill continues after them."""
     rows = self.settings.prefill_rows
-    return self._copy()(state, np.resize(np.asarray(sources, np.int32), rows), slot_rows(self.settings, slots))
+    return self._copy()(state, np.resize(np.asarray(sources, np.int32), rows), slot_rows(slots, self.settings))
 
-  def step(self, weights: Weights, state: loop.DecodeState, keep: np.ndarray) -> tuple[loop.DecodeState, loop.Outputs]:
-    """See loop.step."""
+  def step(self, weights: Weights, state: DecodeState, keep: np.ndarray) -> tuple[DecodeState, Outputs]:
+    """See step_functions.step."""
     return self._step()(weights, state, keep)
 
-  def search(self, weights: Weights, requests: loop.Requests) -> beam.Beams:
-    """Beam search for the requests' rows; their slots, seeds and sampling mean nothing."""
-    return self._search(requests)(weights, requests.ids, requests.lengths, requests.max_tokens, requests.stop_ids)
+  def search(self, weights: Weights, batch: PrefillBatch) -> beam.Beams:
+    """Beam search for each row of the batch; ignores its slots, seeds and sampling."""
+    return self._search(batch)(weights, batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
 
   def compile(self, *, score_prompts: bool = False) -> None:
-    """Compiles all that requests need: the step and every chunk's prefill, where asked for its scoring form too."""
+    """Compiles the step and a prefill per bucket; with `score_prompts` also the prefills that score prompts."""
     chunks = self.any_chunks()
     if self.settings.num_beams > 1:
       for chunk in chunks:
-        self._search(make_requests(self, [chunk]))
+        self._search(self.make_batch([chunk]))
       return
     self.init()
     self._step()
@@ -135,53 +140,53 @@ class DecodeSteps:
       self._copy()
     for chunk in chunks:
       for score in (False, True) if score_prompts else (False,):
-        self._prefill(make_requests(self, [chunk], score_prompts=score))
+        self._prefill(self.make_batch([chunk], score_prompts=score))
 
   def bucket(self, length: int) -> int:
-    """The shortest bucket for a chunk of `length` tokens, at most the longest one."""
+    """The shortest bucket that holds a chunk of `length` tokens."""
     return next(bucket for bucket in self.buckets if bucket >= length)
 
   def any_chunks(self) -> list[Chunk]:
-    """A chunk for each of the compiled prefills, of prompts in no slot."""
-    nowhere, size = self.settings.num_slots, self.buckets[-1]
+    """One chunk for each compiled prefill; a prefill of it writes to no slot."""
+    unused_slot, size = self.settings.num_slots, self.buckets[-1]
     starts = (0, size) if size < self.max_len else (0,)
     return [
       Chunk(
         request=Request(ids=(0,) * (start + bucket), max_tokens=1),
-        slot=nowhere,
+        slot=unused_slot,
         start=start,
         stop=start + bucket,
-        source=0 if start and self.can_copy else nowhere,
+        source=0 if start and self.can_copy else unused_slot,
       )
       for start in starts
       for bucket in self.buckets
     ]
 
-  def _prefill(self, requests: loop.Requests) -> Any:
-    def prefill(padded_weights, padded_state, requests):
-      state, outputs = loop.prefill(
+  def _prefill(self, batch: PrefillBatch) -> Any:
+    def prefill(padded_weights, padded_state, batch):
+      state, outputs = step_functions.prefill(
         self._forward,
         self._true_weights(padded_weights),
         padding.unpad(padded_state, self.abstract_state),
-        requests,
+        batch,
         num_top_logprobs=self.settings.num_top_logprobs,
       )
       return padding.pad(state, self.padded_state), self._whole_shards(outputs)
 
-    name = ('prefill', requests.ids.shape[1], requests.before is None, requests.targets is None)
-    return self._compile_stateful(name, prefill, requests)
+    name = ('prefill', batch.ids.shape[1], batch.before is None, batch.targets is None)
+    return self._compile_stateful(name, prefill, batch)
 
   def _copy(self) -> Any:
     def copy(padded_state, sources, slots):
       state = padding.unpad(padded_state, self.abstract_state)
-      return padding.pad(state.replace(cache=copy_slots(state.cache, sources, slots)), self.padded_state)
+      return padding.pad(state.replace(cache=step_functions.copy_slots(state.cache, sources, slots)), self.padded_state)
 
     rows = np.zeros(self.settings.prefill_rows, np.int32)
     return self._compile('copy', copy, rows, rows, held=(self.padded_state,), out=self._state_shardings)
 
   def _step(self) -> Any:
     def step(padded_weights, padded_state, keep):
-      state, outputs = loop.step(
+      state, outputs = step_functions.step(
         self._forward,
         self._true_weights(padded_weights),
         padding.unpad(padded_state, self.abstract_state),
@@ -192,7 +197,7 @@ class DecodeSteps:
 
     return self._compile_stateful('step', step, np.zeros(self.settings.num_slots, np.bool_))
 
-  def _search(self, requests: loop.Requests) -> Any:
+  def _search(self, batch: PrefillBatch) -> Any:
     num_beams = self.settings.num_beams
     abstract_cache, specs, _ = self._abstract_cache(self.settings.prefill_rows * num_beams)
 
@@ -212,19 +217,19 @@ class DecodeSteps:
       )
       return self._whole_shards(beams)
 
-    arguments = (requests.ids, requests.lengths, requests.max_tokens, requests.stop_ids)
-    held, name = (self._model.padded_state.weights,), ('search', requests.ids.shape[1])
+    arguments = (batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
+    held, name = (self._model.padded_state.weights,), ('search', batch.ids.shape[1])
     return self._compile(name, search, *arguments, held=held, out=self._output_sharding)
 
   def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """A function of weights, state and the host's arguments that returns the state and outputs."""
+    """Compiles a function of weights, state and host arguments that returns (state, outputs)."""
     held = (self._model.padded_state.weights, self.padded_state)
     return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._output_sharding))
 
   def _compile(
     self, name: Any, function: Callable[..., Any], *arguments: Any, held: tuple[Any, ...] = (), out: Any
   ) -> Any:
-    """`function`, compiled once: of weights or state that live on the mesh, and of the host's arguments."""
+    """Compiles `function` once: its first arguments are trees on the mesh (`held`), the others host arrays."""
     if name in self._compiled:
       return self._compiled[name]
 
@@ -246,7 +251,7 @@ class DecodeSteps:
     return self._compiled[name]
 
   def _whole_shards(self, outputs: Any) -> Any:
-    """Outputs, with zero rows behind them until their devices divide them."""
+    """Pads outputs with zero rows to a number of rows that their mesh axes divide."""
 
     def padded(x):
       shape = padding.padded_shape(x.shape, self._output_sharding.spec, self._model.mesh.shape)
@@ -269,7 +274,7 @@ class DecodeSteps:
     return outputs['logits'], unbox_weights(updated['new_cache'])
 
   def _abstract_cache(self, num_rows: int) -> tuple[Any, Any, int]:
-    """(shapes of the cache, its PartitionSpecs, V) for rows of max_len, from a prefill that is traced only."""
+    """Returns (shapes of the cache, its PartitionSpecs, V) for rows of max_len, by tracing a prefill."""
     model = self._model
     batch = {
       name: jax.ShapeDtypeStruct((num_rows, self.max_len), jnp.int32) for name in ('ids', 'segment_ids', 'segment_pos')

@@ -1,51 +1,27 @@
-"""ModelEngine: the engine of a model, through its compiled decode steps.
+"""ModelEngine: implements Engine with the compiled DecodeSteps of a model.
 
-Weights and cache are on the model's mesh, padded and split over experts as in training. Nothing is compiled after
-`warm_up`: slots, lengths, stop tokens and sampling are numbers in arrays of fixed shapes.
+    engine = ModelEngine(DecodeSteps(model), weights)
+    engine.warm_up()                      # compiles; nothing is compiled afterwards
+    scheduler = Scheduler(engine)
 
-Shapes: N slots, P rows of a prefill.
+Weights and cache stay on the model's mesh, padded and sharded as in training.
 """
 
 from collections.abc import Sequence
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from absl import logging
 import jax
 import numpy as np
 
-from spmd_tasks.decoding.loop import Outputs, Requests
-from spmd_tasks.decoding.requests import Chunk, make_requests
-from spmd_tasks.runtime.decode_settings import DecodeSettings
-
-
-class Steps(Protocol):
-  """runtime.decode_steps.DecodeSteps, as far as it matters here."""
-
-  settings: DecodeSettings
-  max_len: int
-  prefill_chunk: int
-  can_copy: bool
-
-  def compile(self, *, score_prompts: bool = False) -> None: ...
-
-  def any_chunks(self) -> list[Chunk]: ...
-
-  def bucket(self, length: int) -> int: ...
-
-  def init(self) -> Any: ...
-
-  def prefill(self, weights: Any, state: Any, requests: Requests) -> tuple[Any, Outputs]: ...
-
-  def copy(self, state: Any, sources: Sequence[int], slots: Sequence[int]) -> Any: ...
-
-  def step(self, weights: Any, state: Any, keep: np.ndarray) -> tuple[Any, Outputs]: ...
-
-  def search(self, weights: Any, requests: Requests) -> Any: ...
+from spmd_tasks.decoding.decode_steps import DecodeSteps
+from spmd_tasks.decoding.requests import Chunk
+from spmd_tasks.decoding.step_functions import Outputs
 
 
 class _OnDevice:
-  """Outputs on their way to the host."""
+  """Outputs whose copy to the host has begun."""
 
   def __init__(self, outputs: Outputs):
     self._outputs = outputs
@@ -57,15 +33,15 @@ class _OnDevice:
 
 
 class ModelEngine:
-  """Slots of one model; see engine_contract.py for what each method promises.
+  """The slots of one model; engine_contract.py documents the methods.
 
   Attributes:
-    weights: padded, as they live on the mesh.
-    cache_epoch: another one after `reset`, and with other weights.
+    weights: padded arrays on the mesh.
+    cache_epoch: changes by `reset` and by new weights.
   """
 
-  def __init__(self, steps: Steps, weights: Any, *, score_prompts: bool = False):
-    """Takes the steps for its own; `score_prompts` says whether prefills that do so are needed."""
+  def __init__(self, steps: DecodeSteps, weights: Any, *, score_prompts: bool = False):
+    """Compiles nothing yet; with `score_prompts`, `warm_up` also compiles the prefills that score prompts."""
     self._steps = steps
     self._score_prompts = score_prompts
     self._state: Any = None
@@ -116,18 +92,18 @@ class ModelEngine:
 
   def reset(self) -> None:
     self.cache_epoch += 1
-    self._state = None  # first: there may be no room for two
+    self._state = None  # before `init`: memory may have no room for two states
     self._state = self._steps.init()
 
   def prefill_cost(self, chunk: Chunk) -> int:
     return self._steps.bucket(chunk.stop - chunk.start) * self.prefill_rows
 
   def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> _OnDevice:
-    moved = [chunk for chunk in chunks if chunk.source != chunk.slot]
-    if moved:
-      self._state = self._steps.copy(self._state, [c.source for c in moved], [c.slot for c in moved])
-    requests = make_requests(self._steps, chunks, score_prompts=score_prompts)
-    self._state, outputs = self._steps.prefill(self._weights, self._state, requests)
+    copied = [chunk for chunk in chunks if chunk.source != chunk.slot]
+    if copied:
+      self._state = self._steps.copy(self._state, [c.source for c in copied], [c.slot for c in copied])
+    batch = self._steps.make_batch(chunks, score_prompts=score_prompts)
+    self._state, outputs = self._steps.prefill(self._weights, self._state, batch)
     return _OnDevice(outputs)
 
   def step(self, keep: np.ndarray) -> _OnDevice:

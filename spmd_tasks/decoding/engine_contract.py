@@ -1,18 +1,18 @@
-"""Engine: what the scheduler needs of a model, small enough for a fake to stand in for it.
+"""Engine: the interface between the scheduler and a model; tests put a fake engine in the model's place.
 
     engine.warm_up()
-    first = engine.prefill(chunks)    # pieces of prompts into slots; launched, not waited for
-    tokens = engine.step(keep)        # the next token of every slot; launched too
-    first.read().tokens               # waits
+    first = engine.prefill(chunks)    # chunks of prompts into slots: launches the computation and returns at once
+    tokens = engine.step(keep)        # the next token of every slot: launches too
+    first.read().tokens               # waits for the device
 
-What is launched runs in that order. A prompt's first chunk takes its slot over, whatever was in it; steps pass the slot
-by until the last chunk. All calls are made by one thread.
+Computations run in the order of their launches. A prompt's first chunk replaces what its slot held; steps leave the
+slot unchanged until the prompt's last chunk was read. One thread makes all calls.
 
-Prompts are cut at multiples of C, so that whole chunks are always computed by one program from the same numbers: a
-prompt that goes on behind another slot's chunks has the bits that it would have on its own. What may be reused are
-whole chunks that a prefill read, and not tokens that were generated.
+Prompts are cut at multiples of C, so that one program computes a whole chunk from the same numbers every time: a prompt
+that continues after another slot's chunks has the bits that it would have alone. Only whole chunks that a prefill
+read may be reused, not generated tokens.
 
-Shapes: N slots, R rows: those of a prefill, or N; C tokens of a whole chunk.
+Shapes: N slots, R rows of a prefill (or N of a step), C tokens of a whole chunk.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spmd_tasks.decoding.loop import Outputs
 from spmd_tasks.decoding.requests import Chunk
+from spmd_tasks.decoding.step_functions import Outputs
 
 
 class Launched(Protocol):
-  """Outputs that may not be there yet."""
+  """Outputs of a launched computation, which may still be running."""
 
   def read(self) -> Outputs:
-    """The outputs as host arrays [R], or longer; waits for the device, and raises what went wrong there."""
+    """Waits for the device; returns the outputs as host arrays [R] or longer, or raises the device's error."""
     ...
 
 
@@ -37,13 +37,12 @@ class Engine(Protocol):
 
   Attributes:
     num_slots: N.
-    prefill_rows: how many chunks one prefill takes at most.
+    prefill_rows: the largest number of chunks in one prefill.
     prefill_chunk: C.
-    can_reuse: whether a prompt may go on behind chunks that were read for another one.
+    can_reuse: whether a prompt may continue after chunks that were read for another prompt.
     max_len: positions of a slot, for prompt and generated tokens.
-    weights: what the tokens are computed from; replaced only while no slot is in use.
-    cache_epoch: another number whenever no chunk in the slots may be reused any more: after `reset`, and with other
-      weights.
+    weights: of the model; may be replaced only while no slot is in use.
+    cache_epoch: a number that changes when the chunks in the slots become unusable: by `reset`, and by new weights.
   """
 
   weights: Any
@@ -62,28 +61,28 @@ class Engine(Protocol):
   def cache_epoch(self) -> int: ...
 
   def warm_up(self) -> None:
-    """Compiles all that any request may need, and runs it once. Slots are empty afterwards."""
+    """Compiles every program that a request may need and runs each once. Slots are empty afterwards."""
     ...
 
   def reset(self) -> None:
-    """Empties all slots, also after a failure."""
+    """Empties all slots; works after a failure too."""
     ...
 
   def prefill_cost(self, chunk: Chunk) -> int:
-    """How many tokens a prefill of this chunk computes, padding and unused rows included."""
+    """The number of tokens that a prefill of this chunk computes, padding and unused rows included."""
     ...
 
   def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Launched:
-    """Reads chunks into their slots; row i of the outputs is the first token of chunk i, valid where its prompt ends.
+    """Reads chunks into their slots; row i of the outputs is the token after chunk i, valid where its prompt ends.
 
     Args:
-      chunks: at most `prefill_rows`, in different slots and of one `prefill_cost`, so that the same program reads each
-        of them alone; all are the first of their prompts, or none is. Where a chunk's `source` is another slot, that
-        one's tokens before `start` are copied first.
-      score_prompts: whether the outputs have the log-probabilities of the tokens behind those of the chunks.
+      chunks: at most `prefill_rows`, in different slots and of one `prefill_cost`, so that the same program would read
+        each of them alone; either all are the first ones of their prompts or none is. Where a chunk's `source` is
+        another slot, that slot's tokens before `start` are copied first.
+      score_prompts: whether the outputs have the log-probabilities of the tokens that follow the chunks' tokens.
     """
     ...
 
   def step(self, keep: np.ndarray) -> Launched:
-    """The next token of every slot; `keep` bool [N] is False where what is in the slot is given up."""
+    """Computes the next token of every slot; where `keep`, bool [N], is False, the slot's sequence is abandoned."""
     ...

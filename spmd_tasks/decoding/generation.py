@@ -1,23 +1,37 @@
-"""Generation: a batch job's requests through the scheduler, and beam search."""
+"""generate and search: a batch job's requests through the scheduler, or through beam search.
 
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Many
+for number, completion in generate(steps, weights, requests, decode=tokenizer.decode):
+print(number, completion.text)
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
 from typing import Any
 
 import jax
 
-from spmd_tasks.decoding.engine import ModelEngine, Steps
-from spmd_tasks.decoding.incremental_text import IncrementalText
-from spmd_tasks.decoding.requests import Request, chunk_prompt, make_requests
+from spmd_tasks.decoding.decode_steps import DecodeSteps
+from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.decoding.generated_sequence import FinishReason, GeneratedSequence, IncrementalText
+from spmd_tasks.decoding.requests import Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.sequence import FinishReason, Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-  """What became of a request: `ids` and, for each of them, its log-probability and the likeliest tokens with theirs."""
+  """The finished result of a request.
+
+  Fields:
+    request: the request.
+    ids: the generated tokens, a stop token included.
+    logprobs, top_logprobs: for each of `ids` its log-probability, and the likeliest tokens with theirs.
+    prompt_logprobs: of the prompt's tokens, the first one's as 0; None where the prompt is not scored.
+    text: the generated text; it ends before a stop token or stop string.
+    finish_reason: why the sequence ended.
+    logprob, score: of beam search only, which gives no log-probability of each token: the whole text's, and the score
+      by which it ranks texts.
+  """
 
   request: Request
   ids: list[int]
@@ -26,33 +40,34 @@ class Completion:
   prompt_logprobs: list[float] | None = None
   text: str
   finish_reason: FinishReason
-  # Of beam search, which gives no log-probability of each token: the whole text's, and what it ranks by.
   logprob: float | None = None
   score: float | None = None
 
 
 def generate(
-  steps: Steps,
+  steps: DecodeSteps,
   weights: Any,
   requests: Iterable[Request],
   *,
-  decode: Callable[[Many[int]], str],
+  decode: Callable[[Sequence[int]], str],
   on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, Completion]]:
-  """(number of the request, completion), as they finish.
+  """Yields (number of the request, completion) in the order in which requests finish.
 
   Args:
     steps: compiled for the settings.
-    weights: padded, as they live on the mesh.
-    requests: that fit `steps`: prompt and max_tokens at most max_len, at most max_stop_ids stop tokens.
-    decode: tokens to text.
+    weights: padded arrays on the mesh.
+    requests: must fit `steps`: prompt and max_tokens at most max_len, at most max_stop_ids stop tokens.
+    decode: turns tokens into text.
     on_step: called after each step.
   """
   engine = ModelEngine(steps, weights)
   engine.reset()
-  # Nobody waits for a single token here: slots are filled first.
+  # No reader waits for the next token of a sequence, so all free slots are filled before each step.
   scheduler = Scheduler(engine, prefill_budget=engine.num_slots * engine.max_len)
-  waiting = (Sequence(request, decode, index=index, has_logprobs=True) for index, request in enumerate(requests))
+  waiting = (
+    GeneratedSequence(request, decode, index=index, has_logprobs=True) for index, request in enumerate(requests)
+  )
   while True:
     scheduler.submit(itertools.islice(waiting, engine.num_slots - scheduler.num_queued))
     if not scheduler.has_work:
@@ -63,7 +78,7 @@ def generate(
     on_step()
 
 
-def _completion(sequence: Sequence) -> Completion:
+def _completion(sequence: GeneratedSequence) -> Completion:
   assert sequence.finish_reason is not None
   num_prompt = len(sequence.request.ids) if sequence.request.score_prompt else 0
   prompt, generated = sequence.logprobs[:num_prompt], sequence.logprobs[num_prompt:]
@@ -79,20 +94,20 @@ def _completion(sequence: Sequence) -> Completion:
 
 
 def search(
-  steps: Steps,
+  steps: DecodeSteps,
   weights: Any,
   requests: Iterable[Request],
   *,
-  decode: Callable[[Many[int]], str],
+  decode: Callable[[Sequence[int]], str],
   on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, list[Completion]]]:
-  """(number of the request, its beams, best first); stop strings end nothing here but cut the text."""
+  """Yields (number of the request, its beams, best first). A stop string cuts the text but does not end the search."""
   waiting = list(requests)
   num_rows = steps.settings.prefill_rows
   for start in range(0, len(waiting), num_rows):
     batch = waiting[start : start + num_rows]
     chunks = [chunk for row, request in enumerate(batch) for chunk in chunk_prompt(request, row, steps.max_len)]
-    beams = jax.device_get(steps.search(weights, make_requests(steps, chunks)))
+    beams = jax.device_get(steps.search(weights, steps.make_batch(chunks)))
     for row, request in enumerate(batch):
       completions = []
       for beam, length in enumerate(beams.lengths[row].tolist()):

@@ -1,16 +1,22 @@
-"""Requests on the host, and the arrays that a prefill takes of them."""
+"""Requests on the host, chunks of their prompts, and the arrays of a prefill.
 
-from collections.abc import Iterable, Mapping, Sequence
+    request = Request(ids=(1, 17, 34), max_tokens=20, sampling=SamplingParams(temperature=0.8), seed=7)
+    chunks = chunk_prompt(request, slot=0, size=256)
+    batch = make_prefill_batch(chunks[:1], settings, max_len=1024, num_columns=256)
+
+Shapes: N slots, P rows of a prefill, T tokens of a chunk, S positions, K stop ids.
+"""
+
+from collections.abc import Iterable, Sequence
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
+from flax import struct
+import jax
 import numpy as np
 
-from spmd_tasks.decoding.loop import Requests
-from spmd_tasks.decoding.samplers import Sampling
-from spmd_tasks.runtime.decode_settings import DecodeSettings
-
-GREEDY = {'repetition_penalty': 1.0, 'temperature': 0.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+from spmd_tasks.decoding.sampling import SamplingArrays
+from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,12 +25,12 @@ class Request:
 
   Fields:
     ids: the prompt's tokens, at least one.
-    max_tokens: how many may follow; 0 only reads the prompt, for its scores.
-    seed, sample: which draw this is, see samplers.request_keys.
-    stop_ids: tokens that end it; they are in the result's ids but not in its text.
-    stop: strings that end it; the text ends before the first of them.
+    max_tokens: how many tokens may follow; 0 only reads the prompt, for its scores.
+    seed, sample: select one random draw, see sampling.request_keys.
+    stop_ids: tokens that end the sequence; the result's ids contain them, its text does not.
+    stop: strings that end the sequence; the text ends before the first of them.
     score_prompt: whether the prompt's own log-probabilities are wanted.
-    sampling: values of Sampling's fields.
+    sampling: how tokens are drawn.
   """
 
   ids: tuple[int, ...]
@@ -34,10 +40,10 @@ class Request:
   stop_ids: tuple[int, ...] = ()
   stop: tuple[str, ...] = ()
   score_prompt: bool = False
-  sampling: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(GREEDY))
+  sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
   def as_sample(self, sample: int) -> 'Request':
-    """Another draw for the same prompt; prompts are scored with the first."""
+    """Another draw for the same prompt; only the first draw scores the prompt."""
     score = self.score_prompt and sample == 0
     return dataclasses.replace(self, sample=sample, score_prompt=score)
 
@@ -46,15 +52,15 @@ class Request:
 class Chunk:
   """A piece of a prompt, for one prefill.
 
-  Prompts are cut at multiples of `prefill_chunk`, always: the same tokens are then read by the same program whether
-  another slot's are reused or not.
+  Prompts are always cut at multiples of `prefill_chunk`: the same program then reads the same tokens, whether another
+  slot's chunks are reused or not.
 
   Fields:
-    request: whose prompt it is.
-    slot: where it goes.
-    start: position of its first token, a multiple of prefill_chunk.
-    stop: position behind its last token; where that is the prompt's length, the first token is sampled.
-    source: the slot that holds the tokens before `start`: this one, or another whose prompt begins with the same.
+    request: the request whose prompt is cut.
+    slot: the slot that receives the tokens' keys and values.
+    start: position of the first token, a multiple of prefill_chunk.
+    stop: position behind the last token; where this is the prompt's length, the prefill samples the first token.
+    source: the slot that holds the tokens before `start`: `slot` itself, or another one whose prompt begins alike.
   """
 
   request: Request
@@ -65,7 +71,7 @@ class Chunk:
 
 
 def chunk_prompt(request: Request, slot: int, size: int) -> list[Chunk]:
-  """All chunks of a prompt, of `size` tokens each but for the last one."""
+  """All chunks of a prompt, `size` tokens each except for the last one."""
   length = len(request.ids)
   return [
     Chunk(request=request, slot=slot, start=start, stop=min(start + size, length), source=slot)
@@ -73,27 +79,54 @@ def chunk_prompt(request: Request, slot: int, size: int) -> list[Chunk]:
   ]
 
 
-class Sizes(Protocol):
-  """What make_requests needs of runtime.decode_steps.DecodeSteps."""
+class PrefillBatch(struct.PyTreeNode):
+  """P chunks of prompts, as the arrays that a prefill takes.
 
-  settings: DecodeSettings
-  max_len: int
-
-  def bucket(self, length: int) -> int: ...
-
-
-def make_requests(steps: Sizes, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Requests:
-  """The arrays of a prefill, in the bucket of the longest chunk; rows that are left over go to no slot.
-
-  Either all chunks are the first of their prompts or none is. `source` is not looked at.
+  Attributes:
+    ids: int32 [P, T], padded at the end.
+    lengths: int32 [P], at least 1.
+    starts: int32 [P], position of the first token.
+    before: int32 [P, S], the prompt's tokens before the chunk, padded with -1; None where all chunks are the first ones
+      of their prompts.
+    targets: int32 [P, T], the prompt's token that follows each of `ids`, -1 where there is none; None where no prompt
+      is scored.
+    slots: int32 [P], all different; unused rows have ids from N on, which the scatter into the state drops.
+    max_tokens: int32 [P], how many tokens may be generated; 0 where another chunk of the prompt follows, and where the
+      prompt is only scored.
+    seeds, samples: uint32 [P], see sampling.request_keys.
+    stop_ids: int32 [P, K], tokens that end the sequence, padded with -1.
+    sampling: arrays [P].
   """
-  settings = steps.settings
-  num_rows = settings.prefill_rows
-  bucket = steps.bucket(max(chunk.stop - chunk.start for chunk in chunks))
+
+  ids: jax.Array
+  lengths: jax.Array
+  starts: jax.Array
+  before: jax.Array | None
+  targets: jax.Array | None
+  slots: jax.Array
+  max_tokens: jax.Array
+  seeds: jax.Array
+  samples: jax.Array
+  stop_ids: jax.Array
+  sampling: SamplingArrays
+
+
+def make_prefill_batch(
+  chunks: Sequence[Chunk], settings: DecodeSettings, *, max_len: int, num_columns: int, score_prompts: bool = False
+) -> PrefillBatch:
+  """The arrays of a prefill, as host arrays.
+
+  Args:
+    chunks: at most P, either all the first ones of their prompts or none of them. Their `source` is ignored.
+    settings: give P and K.
+    max_len: S.
+    num_columns: T, at least the length of the longest chunk.
+    score_prompts: whether the batch has targets.
+  """
   requests = [chunk.request for chunk in chunks]
 
   def rows(dtype: Any, values: Iterable[Any], fill: Any, *shape: int) -> Any:
-    array = np.full((num_rows, *shape), fill, dtype)
+    array = np.full((settings.prefill_rows, *shape), fill, dtype)
     for row, value in enumerate(values):
       if shape:
         array[row, : len(value)] = value
@@ -101,30 +134,26 @@ def make_requests(steps: Sizes, chunks: Sequence[Chunk], *, score_prompts: bool 
         array[row] = value
     return array
 
-  def sampling(name: str) -> Any:
-    dtype = np.int32 if name == 'top_k' else np.float32
-    return rows(dtype, [request.sampling[name] for request in requests], 0 if name != 'repetition_penalty' else 1)
-
   is_first = chunks[0].start == 0
-  before = None if is_first else rows(np.int32, [c.request.ids[: c.start] for c in chunks], -1, steps.max_len)
+  before = None if is_first else rows(np.int32, [c.request.ids[: c.start] for c in chunks], -1, max_len)
   targets = [c.request.ids[c.start + 1 : c.stop + 1] for c in chunks]
   max_tokens = [c.request.max_tokens if c.stop == len(c.request.ids) else 0 for c in chunks]
-  return Requests(
-    ids=rows(np.int32, [c.request.ids[c.start : c.stop] for c in chunks], 0, bucket),
+  return PrefillBatch(
+    ids=rows(np.int32, [c.request.ids[c.start : c.stop] for c in chunks], 0, num_columns),
     lengths=rows(np.int32, [c.stop - c.start for c in chunks], 1),
     starts=rows(np.int32, [c.start for c in chunks], 0),
     before=before,
-    targets=rows(np.int32, targets, -1, bucket) if score_prompts else None,
-    slots=slot_rows(settings, [chunk.slot for chunk in chunks]),
+    targets=rows(np.int32, targets, -1, num_columns) if score_prompts else None,
+    slots=slot_rows([chunk.slot for chunk in chunks], settings),
     max_tokens=rows(np.int32, max_tokens, 1 if settings.num_beams > 1 else 0),
     seeds=rows(np.uint32, [request.seed for request in requests], 0),
     samples=rows(np.uint32, [request.sample for request in requests], 0),
     stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, settings.max_stop_ids),
-    sampling=Sampling(**{name: sampling(name) for name in GREEDY}),
+    sampling=SamplingArrays.from_params([request.sampling for request in requests], settings.prefill_rows),
   )
 
 
-def slot_rows(settings: DecodeSettings, slots: Sequence[int]) -> Any:
-  """int32 [P]: slots for the rows of a prefill; rows that are left over go to slots that do not exist."""
-  nowhere = settings.num_slots + np.arange(len(slots), settings.prefill_rows)
-  return np.concatenate([np.asarray(slots), nowhere]).astype(np.int32)
+def slot_rows(slots: Sequence[int], settings: DecodeSettings) -> Any:
+  """Slots for the rows of a prefill, int32 [P]; unused rows get different ids from N on, which a scatter drops."""
+  unused = settings.num_slots + np.arange(len(slots), settings.prefill_rows)
+  return np.concatenate([np.asarray(slots), unused]).astype(np.int32)

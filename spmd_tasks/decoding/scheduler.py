@@ -1,16 +1,16 @@
-"""Scheduler: which sequence is in which slot, step by step (continuous batching: Yu et al., Orca, 2022).
+"""Scheduler: assigns sequences to slots, step by step (continuous batching: Yu et al., Orca, 2022).
 
     scheduler.submit(sequences)
     while scheduler.has_work:
       for delta in scheduler.advance():
         ...
 
-Prompts are read in chunks between the steps, so that a long one holds up nobody for longer than a chunk (Agrawal et
-al., Sarathi, 2023); a prompt that begins like an earlier one goes on behind the chunks that a slot holds still.
+Prompts are read in chunks between the steps, so that a long prompt delays the other sequences by no more than a chunk
+(Agrawal et al., Sarathi, 2023). A prompt that begins like an earlier one reuses the chunks that a slot still holds.
 
-The device is one step ahead of the host: step t + 1 is launched before step t is read. So a sequence that ends by its
-own tokens is known to have ended one step late, and what was launched for it in between is thrown away; one that ends
-by its length makes room at once. Nothing here knows of threads, networks or time: the same submissions give the same
+The device is one step ahead of the host: step t + 1 is launched before step t is read. So the host learns one step late
+that a sequence ended by its own tokens, and discards the step that was launched in between; a sequence that ends by its
+length frees its slot at once. The scheduler uses no threads, networks or clocks: the same submissions give the same
 launches on every process.
 
 Shapes: N slots, C tokens of a whole chunk.
@@ -22,40 +22,40 @@ from collections.abc import Iterable
 import numpy as np
 
 from spmd_tasks.decoding.engine_contract import Engine, Launched
-from spmd_tasks.decoding.prefixes import PrefixTable
+from spmd_tasks.decoding.generated_sequence import Delta, FinishReason, GeneratedSequence
+from spmd_tasks.decoding.prefix_cache import PrefixTable
 from spmd_tasks.decoding.requests import Chunk
-from spmd_tasks.decoding.sequence import Delta, FinishReason, Sequence
 
-# (row of the outputs, slot, whose row it is, what a prefill read in it)
-_Row = tuple[int, int, Sequence, Chunk | None]
+# (row of the outputs, slot, the row's sequence, the chunk that a prefill read)
+_Row = tuple[int, int, GeneratedSequence, Chunk | None]
 
 
 class Scheduler:
-  """First come, first served, over the slots of an engine.
+  """Serves sequences first come, first served, over the slots of an engine.
 
   Attributes:
     num_steps: decode steps launched so far.
-    num_slot_steps: the slots of those steps that had a sequence in them.
+    num_slot_steps: the sum over those steps of the slots that had a sequence in them.
     num_prefills, num_chunks: prefills launched so far, and the chunks of prompts that they read.
-    num_prompt_tokens, num_reused_tokens: of prompts, those that were read, and those that a slot held already.
-    num_generated_tokens: of all sequences, padding excluded, like the two above.
+    num_prompt_tokens, num_reused_tokens: tokens of prompts that were read, and that a slot held already.
+    num_generated_tokens: of all sequences; like the two above without padding.
   """
 
   def __init__(self, engine: Engine, *, prefill_budget: int | None = None):
-    """Nothing is launched yet.
+    """Launches nothing yet.
 
     Args:
-      engine: warmed up by whoever calls `advance`.
-      prefill_budget: how many prompt tokens, padding included, may be read between two steps, so that those who wait
-        for their next token do not wait for long; one prefill always may. None: as many as one prefill reads at most.
+      engine: the caller warms it up before the first `advance`.
+      prefill_budget: how many prompt tokens, padding included, may be read between two steps, which bounds the time
+        between two tokens of a sequence; one prefill is always allowed. None: the most that one prefill can read.
     """
     self._engine = engine
     self._prefill_budget = engine.prefill_chunk * engine.prefill_rows if prefill_budget is None else prefill_budget
     self._prefixes = PrefixTable(engine)
-    self._queue: deque[Sequence] = deque()
-    self._slots: list[Sequence | None] = [None] * engine.num_slots
-    self._free = list(range(engine.num_slots))  # by the time of their last use
-    self._starts: dict[int, int] = {}  # of the next chunk of slots whose prompt is being read, in their order
+    self._queue: deque[GeneratedSequence] = deque()
+    self._slots: list[GeneratedSequence | None] = [None] * engine.num_slots
+    self._free = list(range(engine.num_slots))  # least recently used first
+    self._starts: dict[int, int] = {}  # slots whose prompt is being read, oldest first: where the next chunk starts
     self._in_flight: deque[tuple[Launched, list[_Row]]] = deque()
     self._outbox: list[Delta] = []
     self.num_steps = 0
@@ -78,15 +78,15 @@ class Scheduler:
 
   @property
   def has_work(self) -> bool:
-    """Whether `advance` would do anything."""
+    """Whether `advance` has anything to do."""
     return bool(self._queue or self._in_flight or self._outbox or self.num_active)
 
-  def submit(self, sequences: Iterable[Sequence]) -> None:
-    """Puts sequences that fit the engine at the end of the queue."""
+  def submit(self, sequences: Iterable[GeneratedSequence]) -> None:
+    """Appends sequences to the queue; they must fit the engine."""
     self._queue.extend(sequences)
 
-  def end(self, sequences: Iterable[Sequence], reason: FinishReason) -> None:
-    """Ends sequences, wherever they are; their slots are free for the next step."""
+  def end(self, sequences: Iterable[GeneratedSequence], reason: FinishReason) -> None:
+    """Ends sequences, queued or running; their slots are free for the next step."""
     self._outbox += [sequence.end(reason) for sequence in sequences if sequence.finish_reason is None]
     self._queue = deque(sequence for sequence in self._queue if sequence.finish_reason is None)
     for slot, sequence in enumerate(self._slots):
@@ -94,16 +94,16 @@ class Scheduler:
         self._release(slot)
 
   def end_all(self, reason: FinishReason) -> list[Delta]:
-    """Ends every sequence without asking the engine for anything more."""
+    """Ends every sequence without another launch."""
     self.end([*self._queue, *self._launched()], reason)
     self._in_flight.clear()
     return self._take_outbox()
 
   def advance(self, *, admit: bool = True) -> list[Delta]:
-    """Reads chunks of prompts, launches a step, and fetches what was launched before it.
+    """Launches prefills and a step, then fetches the outputs of the launches before that step.
 
     Args:
-      admit: whether sequences of the queue may take slots.
+      admit: whether queued sequences may take slots.
     """
     self._prefill(admit)
     rows: list[_Row] = [
@@ -119,11 +119,11 @@ class Scheduler:
       self.num_slot_steps += len(rows)
     while len(self._in_flight) > (1 if self.num_active else 0):
       self._fetch(*self._in_flight[0])
-      self._in_flight.popleft()  # only now: a read that raises must not lose whose tokens these were
+      self._in_flight.popleft()  # after the fetch: if it raises, `recover` still needs the rows
     return self._take_outbox()
 
   def recover(self) -> list[Delta]:
-    """After an exception of `advance`: ends what was launched as errors, and empties the engine."""
+    """Call it after an exception of `advance`: ends the launched sequences as errors and empties the engine."""
     self.end(self._launched(), 'error')
     self._in_flight.clear()
     self._engine.reset()
@@ -139,7 +139,7 @@ class Scheduler:
       self._launch_prefill(chunks)
 
   def _next_chunks(self, admit: bool) -> list[Chunk]:
-    """Those of the next prefill: of prompts that are being read, then of the queue's first; nothing is changed."""
+    """The chunks of the next prefill: of prompts that are being read, then of the queue. Changes nothing."""
     chunks: list[Chunk] = []
     for slot, start in self._starts.items():
       sequence = self._slots[slot]
@@ -153,25 +153,25 @@ class Scheduler:
         break
       chunk = self._first_chunk(sequence, free)
       if not self._can_join(chunks, chunk):
-        break  # who came later does not take the slot
+        break  # first come, first served: a later sequence does not overtake
       free.remove(chunk.slot)
       chunks.append(chunk)
     return chunks
 
-  def _first_chunk(self, sequence: Sequence, free: list[int]) -> Chunk:
-    """Where a prompt goes and what it goes on behind: in the very slot, or in that whose loss matters least."""
+  def _first_chunk(self, sequence: GeneratedSequence, free: list[int]) -> Chunk:
+    """Chooses a prompt's slot and its source: the slot that holds its beginning, or else the least useful slot."""
     request = sequence.request
     length, holders = (0, frozenset[int]()) if request.score_prompt else self._prefixes.longest(request.ids)
     exact = [slot for slot in free if slot in holders and self._prefixes.num_held(slot) == length]
     slot = exact[0] if exact else min(free, key=lambda slot: self._prefixes.num_held(slot) > 0)
     return self._chunk(sequence, slot, length, slot if slot in holders or not holders else min(holders))
 
-  def _chunk(self, sequence: Sequence, slot: int, start: int, source: int) -> Chunk:
+  def _chunk(self, sequence: GeneratedSequence, slot: int, start: int, source: int) -> Chunk:
     stop = min(start + self._engine.prefill_chunk, len(sequence.request.ids))
     return Chunk(request=sequence.request, slot=slot, start=start, stop=stop, source=source)
 
   def _can_join(self, chunks: list[Chunk], new: Chunk) -> bool:
-    """Whether a chunk may be read with others: by the program that reads it alone, and from no slot that they write."""
+    """Whether one prefill may read a chunk with others: by the same program, and none copies from another's slot."""
     return not chunks or (
       self._program(new) == self._program(chunks[0])
       and all(new.source != other.slot and new.slot != other.source for other in chunks)
@@ -179,11 +179,11 @@ class Scheduler:
     )
 
   def _program(self, chunk: Chunk) -> tuple[bool, bool, int]:
-    """What tells the compiled prefills apart."""
+    """The key of the compiled prefill that reads the chunk."""
     return chunk.start == 0, chunk.request.score_prompt, self._engine.prefill_cost(chunk)
 
   def _repeats(self, new: Chunk, other: Chunk) -> bool:
-    """Whether a chunk need not be read once another one has been."""
+    """Whether a chunk has the same tokens as another one, so that it can reuse that one after this prefill."""
     ids = new.request.ids
     return (
       self._prefixes.can_be_reused(other)
@@ -197,7 +197,7 @@ class Scheduler:
     for row, chunk in enumerate(chunks):
       sequence = self._slots[chunk.slot]
       if sequence is None:
-        self._free.remove(chunk.slot)  # first: other threads ask whether there is work
+        self._free.remove(chunk.slot)  # before popleft: another thread may read has_work in between
         sequence = self._slots[chunk.slot] = self._queue.popleft()
         sequence.num_reused = chunk.start
         self.num_reused_tokens += chunk.start
@@ -216,7 +216,7 @@ class Scheduler:
     self._launch(launched, rows)
 
   def _launch(self, launched: Launched, rows: list[_Row]) -> None:
-    """Remembers what runs, and frees the slots whose last token is among it."""
+    """Records a launch, and frees the slots whose last token it computes."""
     self._in_flight.append((launched, rows))
     for _, slot, sequence, _ in rows:
       if slot not in self._starts:
@@ -229,8 +229,8 @@ class Scheduler:
     self._free.append(slot)
     self._starts.pop(slot, None)
 
-  def _launched(self) -> list[Sequence]:
-    """Those in slots, and those whose last token is on its way."""
+  def _launched(self) -> list[GeneratedSequence]:
+    """The sequences in slots, and those whose last token was launched but not fetched."""
     in_flight = [sequence for _, rows in self._in_flight for _, _, sequence, _ in rows]
     return list(dict.fromkeys([*in_flight, *(sequence for sequence in self._slots if sequence is not None)]))
 
@@ -242,7 +242,7 @@ class Scheduler:
     outputs = launched.read()
     for row, slot, sequence, chunk in rows:
       if sequence.finish_reason is not None:
-        continue  # launched before its end was known
+        continue  # launched before the host knew that the sequence had ended
       delta = sequence.take(outputs, row, chunk)
       self.num_generated_tokens += bool(outputs.is_valid[row])
       if delta.finish_reason is not None and self._slots[slot] is sequence:

@@ -14,10 +14,7 @@ from etils import epath
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.checkpoints.durable_files import absolute_path
-from spmd_tasks.decoding.decode_steps import DecodeSteps
-from spmd_tasks.decoding.generation import Completion, generate, search
-from spmd_tasks.decoding.prompts import PromptFile, PromptSource
-from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding import Completion, DecodeSteps, PromptFile, PromptSource, Request, generate, search
 from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.preemption import PreemptionGuard

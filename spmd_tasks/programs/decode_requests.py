@@ -4,13 +4,11 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
-from spmd_tasks.decoding.generation import Completion
-from spmd_tasks.decoding.prompts import Prompt
-from spmd_tasks.decoding.requests import GREEDY, Request
+from spmd_tasks.decoding import Completion, Prompt, Request
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs.tokenizers import Tokenizer
-from spmd_tasks.runtime.decode_settings import DecodeSettings, check_sampling
+from spmd_tasks.runtime.decode_settings import SAMPLING_FIELDS, DecodeSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,13 +62,11 @@ class PromptTokenizer:
         f'{where}: {len(stop_ids)} stop tokens, the end of text included, are more than max_stop_ids='
         f'{self.settings.max_stop_ids}: name fewer, or raise task.decode.max_stop_ids.'
       )
-    sampling = {}
-    for name in GREEDY:
-      value = getattr(prompt, name)
-      sampling[name] = getattr(self.settings, name) if value is None else value
+    given = {name: getattr(prompt, name) for name in SAMPLING_FIELDS}
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-      check_sampling(**sampling)
-    except ValueError as error:
+      sampling = dataclasses.replace(self.settings.sampling, **given)
+    except UserError as error:
       raise UserError(f'{where}: {error}') from error
     num_beams = self.settings.num_beams
     num_outputs = prompt.n or num_beams
@@ -122,7 +118,7 @@ def request_record(prompt: Prompt, request: Request, num_outputs: int, settings:
   record |= {'stop_ids': list(request.stop_ids), 'stop': list(request.stop)}
   if settings.num_beams > 1:
     return record | {'num_beams': settings.num_beams, 'length_penalty': settings.length_penalty}
-  return record | {'seed': request.seed, 'score_prompt': request.score_prompt, **request.sampling}
+  return record | {'seed': request.seed, 'score_prompt': request.score_prompt, **dataclasses.asdict(request.sampling)}
 
 
 def output_record(completion: Completion, decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:

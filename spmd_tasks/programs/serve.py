@@ -16,9 +16,7 @@ from typing import Any
 
 import jax
 
-from spmd_tasks.decoding.decode_steps import DecodeSteps
-from spmd_tasks.decoding.engine import ModelEngine
-from spmd_tasks.decoding.engine_contract import Engine
+from spmd_tasks.decoding import DecodeSteps, Engine, ModelEngine
 from spmd_tasks.distributed.agreement import PrimaryError, meet, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.rank_records import Position

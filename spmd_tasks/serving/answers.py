@@ -9,7 +9,7 @@ import contextlib
 import json
 from typing import Any
 
-from spmd_tasks.decoding.sequence import Delta
+from spmd_tasks.decoding import Delta
 from spmd_tasks.serving.json_fields import RequestError
 from spmd_tasks.serving.response_bodies import ResponseBodies
 from spmd_tasks.serving.service import Answer, Service

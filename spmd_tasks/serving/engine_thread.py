@@ -18,8 +18,7 @@ from typing import Any
 
 from absl import logging
 
-from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.sequence import Delta, Sequence
+from spmd_tasks.decoding import Delta, GeneratedSequence, Scheduler
 
 # Failures without a step or a text that succeeds in between, after which the engine is given up.
 _MAX_FAILURES = 3
@@ -69,8 +68,8 @@ class EngineThread:
     self._max_queued = max_queued
     self._changed = threading.Condition()
     # Guarded by _changed:
-    self._submitted: list[Sequence] = []
-    self._cancelled: list[Sequence] = []
+    self._submitted: list[GeneratedSequence] = []
+    self._cancelled: list[GeneratedSequence] = []
     self._replacements: list[tuple[Callable[[], Any], Future[Any]]] = []
     self._is_stopping = False
     self._begun: float | None = None  # when the step began that is running
@@ -80,7 +79,7 @@ class EngineThread:
     """Begins to warm up."""
     self._thread.start()
 
-  def submit(self, sequences: list[Sequence]) -> None:
+  def submit(self, sequences: list[GeneratedSequence]) -> None:
     """Puts all of the sequences into the queue.
 
     Raises:
@@ -95,7 +94,7 @@ class EngineThread:
       self._submitted += sequences
       self._changed.notify()
 
-  def cancel(self, sequences: list[Sequence]) -> None:
+  def cancel(self, sequences: list[GeneratedSequence]) -> None:
     """Ends those of the sequences that go on still."""
     with self._changed:
       self._cancelled += sequences

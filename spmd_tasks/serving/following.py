@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints.checkpoint_errors import CheckpointChoiceError
-from spmd_tasks.decoding.engine_contract import Engine, Launched
+from spmd_tasks.decoding import Engine, Launched
 from spmd_tasks.serving.process_link import Link, to_line
 
 _SETTLE_S = 0.5  # with nothing to do, until what was launched last is looked at

@@ -5,10 +5,9 @@ import dataclasses
 import secrets
 from typing import Any, Literal
 
-from spmd_tasks.decoding.chat_template import ChatTemplate
-from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding import ChatTemplate, Request
 from spmd_tasks.inputs.tokenizers import Tokenizer
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
 from spmd_tasks.serving.json_fields import Fields
 from spmd_tasks.serving.settings import ServerSettings
 
@@ -256,7 +255,7 @@ def _generation(
       stop_ids=stop_ids,
       stop=stop,
       score_prompt=has_echo and num_logprobs is not None,
-      sampling=sampling,
+      sampling=SamplingParams(**sampling),
     )
     for ids, _ in prompts
     for sample in range(n)

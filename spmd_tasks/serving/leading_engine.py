@@ -17,9 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.decoding.engine_contract import Engine, Launched
-from spmd_tasks.decoding.loop import Outputs
-from spmd_tasks.decoding.requests import Chunk
+from spmd_tasks.decoding import Chunk, Engine, Launched, Outputs
 from spmd_tasks.serving.followers import Followers
 from spmd_tasks.serving.process_link import Link
 

@@ -24,12 +24,16 @@ from typing import Any
 from absl import logging
 import jax
 
-from spmd_tasks.decoding.requests import Chunk, Request
+from spmd_tasks.decoding import Chunk, Request, SamplingParams
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.distributed.initialization import coordinator_host
 from spmd_tasks.errors import JobError, UserError
 
-_TYPES = {'Chunk': Chunk, 'Request': Request}  # what a message may hold beside JSON's own types
+_TYPES = {
+  'Chunk': Chunk,
+  'Request': Request,
+  'SamplingParams': SamplingParams,
+}  # what a message may hold beside JSON's own types
 _CONNECT_LIMIT_S = 60.0  # from the secret's being known until all have come
 _GREETING_LIMIT_S = 2.0
 _MAX_GREETING_BYTES = 1024

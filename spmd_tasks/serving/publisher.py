@@ -17,7 +17,7 @@ from typing import Any
 from absl import logging
 
 from spmd_tasks.checkpoints.checkpoint_errors import CheckpointChoiceError
-from spmd_tasks.decoding.engine_contract import Engine
+from spmd_tasks.decoding import Engine
 from spmd_tasks.serving.json_fields import RequestError
 from spmd_tasks.serving.service import Service
 

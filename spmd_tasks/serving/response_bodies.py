@@ -6,7 +6,7 @@ import secrets
 import time
 from typing import Any
 
-from spmd_tasks.decoding.sequence import Delta, Sequence, TokenLogprob
+from spmd_tasks.decoding import Delta, GeneratedSequence, TokenLogprob
 from spmd_tasks.serving.generation_request import GenerationRequest, ServedModel
 
 
@@ -21,7 +21,7 @@ class ResponseBodies:
     self._created = int(time.time())
     self._head = f'data: {_encode(self._body([], is_chunk=True))}'.removesuffix(']}')
 
-  def whole(self, sequences: Iterable[Sequence], deltas: Iterable[Delta]) -> dict[str, Any]:
+  def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:
     """The answer in one piece."""
     sequences = list(sequences)
     texts = list(self._wanted.echoes)
@@ -65,7 +65,7 @@ class ResponseBodies:
     # Once per token: what all chunks begin with is encoded once.
     return f'{self._head}{_encode(choice)}]}}\n\n'.encode()
 
-  def usage_chunk(self, sequences: Iterable[Sequence]) -> dict[str, Any]:
+  def usage_chunk(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
     """The last chunk, where it was asked for."""
     return self._body([], is_chunk=True) | {'usage': self._usage(sequences)}
 
@@ -79,7 +79,7 @@ class ResponseBodies:
       'choices': choices,
     }
 
-  def _usage(self, sequences: Iterable[Sequence]) -> dict[str, Any]:
+  def _usage(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
     sequences = list(sequences)
     num_generated = sum(sequence.num_tokens for sequence in sequences)
     num_prompt = self._wanted.num_prompt_tokens

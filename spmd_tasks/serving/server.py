@@ -19,9 +19,7 @@ import uvicorn
 import uvloop
 
 from spmd_tasks import exit_codes
-from spmd_tasks.decoding.engine_contract import Engine
-from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.sequence import Delta
+from spmd_tasks.decoding import Delta, Engine, Scheduler
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.serving.engine_thread import EngineThread

@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 
-from spmd_tasks.decoding.sequence import Delta, Sequence
+from spmd_tasks.decoding import Delta, GeneratedSequence
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
 from spmd_tasks.serving.generation_request import GenerationRequest, ServedModel
 from spmd_tasks.serving.json_fields import RequestError
@@ -27,7 +27,7 @@ class Answer:
 
   def __init__(self, wanted: GenerationRequest, model: ServedModel):
     self.sequences = [
-      Sequence(request, model.decode, index=index, has_logprobs=wanted.num_logprobs is not None, owner=self)
+      GeneratedSequence(request, model.decode, index=index, has_logprobs=wanted.num_logprobs is not None, owner=self)
       for index, request in enumerate(wanted.requests)
     ]
     self.begun = time.monotonic()

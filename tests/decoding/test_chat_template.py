@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_tasks.decoding.chat_template import ChatTemplate
+from spmd_tasks.decoding import ChatTemplate
 
 
 @pytest.mark.parametrize(

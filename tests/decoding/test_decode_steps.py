@@ -12,19 +12,25 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding.decode_steps import DecodeSteps
-from spmd_tasks.decoding.engine import ModelEngine
-from spmd_tasks.decoding.generation import Completion, generate, search
-from spmd_tasks.decoding.requests import GREEDY, Request, chunk_prompt
-from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.sequence import Sequence
+from spmd_tasks.decoding import (
+  Completion,
+  DecodeSteps,
+  GeneratedSequence,
+  ModelEngine,
+  Request,
+  SamplingParams,
+  Scheduler,
+  chunk_prompt,
+  generate,
+  search,
+)
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers.block_group import BlockGroup
 from spmd_tasks.layers.pipeline.stack import PipelinedStack
 from spmd_tasks.layers.transformer import TransformerStack
 from spmd_tasks.runtime.compilation import CompilationCounter
-from spmd_tasks.runtime.decode_settings import DecodeSettings, prefill_buckets
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.sharding.stage_axis import stage_axis_rules
 from tests.runtime.loss_curves import make_model
 from tests.runtime.moe_experiments import ExpertAxis
@@ -152,7 +158,7 @@ def test_greedy_batched_is_alone_is_the_full_forward_pass(name):
 
 
 def test_a_sample_is_of_weights_prompt_and_seed():
-  sampling = GREEDY | {'temperature': 1.5, 'top_p': 0.95}
+  sampling = SamplingParams(temperature=1.5, top_p=0.95)
   requests = make_requests(seed=5) + make_requests(seed=5)[:1] + make_requests(seed=6)[:1]
   requests = [dataclasses.replace(r, sampling=sampling) for r in requests]
   requests.append(dataclasses.replace(requests[0], sample=1))
@@ -198,7 +204,7 @@ def test_reused_chunks_give_the_bits_of_computed_ones(name):
   run = make_run(name)
   first = make_requests()[2]
   prefix = first.ids[: 2 * CHUNK]
-  sampling = GREEDY | {'temperature': 1.5, 'repetition_penalty': 1.5}
+  sampling = SamplingParams(temperature=1.5, repetition_penalty=1.5)
   second = Request(ids=(*prefix, 7), max_tokens=5, seed=1, sampling=sampling)
   engine = ModelEngine(run.steps, run.weights)
   assert engine.can_reuse
@@ -230,13 +236,13 @@ def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
   requests = []
   for number in range(16):
     ids = document[: rng.integers(1, 12)] + rng.integers(1, 257, int(rng.integers(2))).tolist()
-    sampling = GREEDY | {'temperature': 1.5 * (number % 3 > 0), 'repetition_penalty': 1.0 + number % 2}
+    sampling = SamplingParams(temperature=1.5 * (number % 3 > 0), repetition_penalty=1.0 + number % 2)
     length = int(rng.integers(1, MAX_LEN + 1 - len(ids)))
     requests.append(Request(ids=tuple(ids), max_tokens=length, score_prompt=number % 5 == 0, sampling=sampling))
   requests += [request.as_sample(sample) for request in requests[:4] for sample in (1, 2)]
 
   def sequence_of(kind):
-    return Sequence(requests[kind], lambda tokens: '', index=kind, has_logprobs=True)
+    return GeneratedSequence(requests[kind], lambda tokens: '', index=kind, has_logprobs=True)
 
   def alone(kind):
     engine.reset()
@@ -324,7 +330,7 @@ def test_the_repetition_penalty_is_of_the_whole_prompt():
   rest = make_requests()[2].ids[1:]
   # A first chunk that makes unlikely what would follow if only the last chunks were seen.
   ids = next((first, *rest) for first in range(257) if likeliest((first, *rest), rest) == first)
-  (completion,) = run.generate([Request(ids=ids, max_tokens=4, sampling=GREEDY | {'repetition_penalty': penalty})])
+  (completion,) = run.generate([Request(ids=ids, max_tokens=4, sampling=SamplingParams(repetition_penalty=penalty))])
   text = list(ids)
   for token in completion.ids:
     assert token == likeliest(text, text)
@@ -356,9 +362,9 @@ def test_beams_have_true_scores_and_beat_greedy(name):
 
 
 def test_buckets():
-  assert prefill_buckets(4, 16) == (4, 8, 16)
-  assert prefill_buckets(5, 20) == (5, 8, 16, 20)
-  assert prefill_buckets(64, 16) == (16,)
+  assert DecodeSettings(min_bucket=4).buckets(16) == (4, 8, 16)
+  assert DecodeSettings(min_bucket=5).buckets(20) == (5, 8, 16, 20)
+  assert DecodeSettings(min_bucket=64).buckets(16) == (16,)
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,14 @@ The fake engine's tokens come from what is in its cache: a wrong slot, or chunks
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding.requests import Request
-from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.sequence import Sequence
+from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
 
 
 def sequence(text, max_tokens, *, score_prompt=False):
   ids = tuple(TOKENIZER.encode(text))
   request = Request(ids=ids, max_tokens=max_tokens, stop_ids=(EOS,), score_prompt=score_prompt)
-  return Sequence(request, TOKENIZER.decode, has_logprobs=True)
+  return GeneratedSequence(request, TOKENIZER.decode, has_logprobs=True)
 
 
 def run(scheduler, *sequences):

@@ -5,16 +5,14 @@ See test_prompt_reading.py for chunks and reuse.
 
 import pytest
 
-from spmd_tasks.decoding.requests import Request
-from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.sequence import Sequence
+from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
 
 
 def sequence(text, max_tokens, *, stop=(), has_logprobs=False, index=0):
   ids = tuple(text) if not isinstance(text, str) else tuple(TOKENIZER.encode(text))
   request = Request(ids=ids, max_tokens=max_tokens, stop=stop, stop_ids=(EOS,))
-  return Sequence(request, TOKENIZER.decode, has_logprobs=has_logprobs, index=index)
+  return GeneratedSequence(request, TOKENIZER.decode, has_logprobs=has_logprobs, index=index)
 
 
 def run(scheduler, limit=500):

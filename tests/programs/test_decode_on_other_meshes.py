@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.decoding.decode_steps import DecodeSteps
-from spmd_tasks.decoding.generation import generate
-from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.programs.job_setup import restore_evaluation_weights
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from tests.runtime.loss_curves import make_model

@@ -11,8 +11,7 @@ import threading
 
 import numpy as np
 
-from spmd_tasks.decoding.loop import Outputs
-from spmd_tasks.decoding.requests import Chunk, Request
+from spmd_tasks.decoding import Chunk, Outputs, Request
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

@@ -10,7 +10,7 @@ import threading
 
 import httpx
 
-from spmd_tasks.decoding.chat_template import ChatTemplate
+from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.serving.generation_request import ServedModel
 from spmd_tasks.serving.server import listen, serve, url_of

@@ -5,15 +5,15 @@ import time
 
 import pytest
 
-from spmd_tasks.decoding.requests import Request
-from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.sequence import Sequence
+from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine, Launched
 
 
 def sequence(text='abc', max_tokens=5):
-  return Sequence(Request(ids=tuple(TOKENIZER.encode(text)), max_tokens=max_tokens, stop_ids=(EOS,)), TOKENIZER.decode)
+  return GeneratedSequence(
+    Request(ids=tuple(TOKENIZER.encode(text)), max_tokens=max_tokens, stop_ids=(EOS,)), TOKENIZER.decode
+  )
 
 
 def wait_for(condition, limit_s=5.0):

@@ -13,9 +13,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints.checkpoint_errors import CheckpointChoiceError
-from spmd_tasks.decoding.requests import Request
-from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.decoding.sequence import Sequence
+from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
 from spmd_tasks.serving import followers, following
 from spmd_tasks.serving.followers import Followers, PeerFailedError
 from spmd_tasks.serving.following import follow
@@ -82,7 +80,7 @@ def pair():
 def sequences(count):
   ids = TOKENIZER.encode('the same beginning')
   requests = [Request(ids=(*ids, 65 + i), max_tokens=3 + i, stop_ids=(1,)) for i in range(count)]
-  return [Sequence(request, TOKENIZER.decode) for request in requests]
+  return [GeneratedSequence(request, TOKENIZER.decode) for request in requests]
 
 
 def run(scheduler):

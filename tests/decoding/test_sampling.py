@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding.samplers import (
-  Sampling,
+from spmd_tasks.decoding import SamplingParams
+from spmd_tasks.decoding.sampling import (
+  SamplingArrays,
   keep_likeliest,
   penalize_repetition,
   position_keys,
@@ -15,7 +16,6 @@ from spmd_tasks.decoding.samplers import (
   sample,
 )
 
-OFF = {'repetition_penalty': 1.0, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
 # Of these probabilities, in no order.
 PROBABILITIES = np.array([0.05, 0.4, 0.1, 0.3, 0.15])
 LOGITS = np.log(PROBABILITIES).astype(np.float32)
@@ -36,9 +36,8 @@ CUTS = [
 
 
 def _sampling(rows):
-  dtypes = {'top_k': np.int32}
-  columns = {name: np.array([(OFF | row)[name] for row in rows], dtypes.get(name, np.float32)) for name in OFF}
-  return Sampling(**columns)
+  """Parameters of the rows; the temperature is 1 where a row gives none."""
+  return SamplingArrays.from_params([SamplingParams(**{'temperature': 1.0} | row) for row in rows], len(rows))
 
 
 def _keys(num_rows, position=0):

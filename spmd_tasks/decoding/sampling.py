@@ -1,27 +1,26 @@
-"""Samplers: from logits and a key to a token, with settings of its own for every row.
+"""Sampling: from logits and a key to a token, with separate parameters for every row.
 
-What is sampled for a row depends on its logits, its key and its settings, never on the other rows or on where it lies.
+A row's token depends on its logits, its key and its parameters only: neither the other rows nor the row's place matter.
 
 Shapes: N rows (slots), V vocabulary. Everything is float32.
 """
 
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
 from flax import struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.runtime.decode_settings import SamplingParams
 
 
-class Sampling(struct.PyTreeNode):
-  """How each row is sampled; arrays [N], so that requests of all kinds share one compiled step.
+class SamplingArrays(struct.PyTreeNode):
+  """SamplingParams of N rows, as arrays [N]: one compiled step serves requests with different parameters.
 
-  Applied in this order, which is that of Hugging Face's generate.
-
-  Attributes:
-    repetition_penalty: float; logits of tokens that are in the text already are divided by it where they are positive
-      and multiplied where negative (Keskar et al., 2019). 1 is off.
-    temperature: float; logits are divided by it. 0 is greedy: the likeliest token, whatever follows here.
-    top_k: int; of these many likeliest tokens one is drawn. 0 is off.
-    top_p: float; of the fewest likeliest tokens whose probabilities reach it (Holtzman et al., 2020). 1 is off.
-    min_p: float; of tokens with at least this fraction of the likeliest one's probability. 0 is off.
+  `top_k` is int32, the others are float32; SamplingParams explain them.
   """
 
   repetition_penalty: jax.Array
@@ -30,6 +29,17 @@ class Sampling(struct.PyTreeNode):
   top_p: jax.Array
   min_p: jax.Array
 
+  @classmethod
+  def from_params(cls, params: Sequence[SamplingParams], num_rows: int) -> 'SamplingArrays':
+    """Host arrays of `num_rows` rows; rows without params are greedy."""
+    rows = [*params, *[SamplingParams()] * (num_rows - len(params))]
+
+    def column(field: dataclasses.Field) -> Any:
+      dtype = np.int32 if field.type is int else np.float32
+      return np.array([getattr(row, field.name) for row in rows], dtype)
+
+    return cls(**{field.name: column(field) for field in dataclasses.fields(SamplingParams)})
+
 
 def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
   """Logits [N, V] with those of tokens in `seen`, bool [N, V], made less likely by penalty [N]."""
@@ -37,10 +47,10 @@ def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: jax.Array) 
   return jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
 
 
-def keep_likeliest(logits: jax.Array, sampling: Sampling) -> jax.Array:
-  """Logits [N, V] with -inf for what top_k, top_p and min_p leave out; the likeliest token always stays.
+def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
+  """Logits [N, V] with -inf for the tokens that top_k, top_p and min_p leave out; the likeliest token always stays.
 
-  top_p and min_p look at the probabilities that top_k leaves. Tokens as likely as the last one that stays stay too.
+  top_p and min_p apply to the probabilities that top_k leaves. Tokens as likely as the least likely one kept stay too.
   """
   vocab_size = logits.shape[-1]
   ordered = -jnp.sort(-logits, axis=-1)  # likeliest first
@@ -56,14 +66,14 @@ def keep_likeliest(logits: jax.Array, sampling: Sampling) -> jax.Array:
   return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def sample(logits: jax.Array, keys: jax.Array, seen: jax.Array, sampling: Sampling) -> jax.Array:
+def sample(logits: jax.Array, keys: jax.Array, seen: jax.Array, sampling: SamplingArrays) -> jax.Array:
   """One token per row, int32 [N].
 
   Args:
     logits: [N, V].
     keys: uint32 [N, 2], threefry key data, one per row and position.
-    seen: bool [N, V], the tokens that are in each row's text.
-    sampling: the rows' settings.
+    seen: bool [N, V], the tokens that each row's text contains.
+    sampling: the rows' parameters.
   """
   logits = penalize_repetition(logits.astype(jnp.float32), seen, sampling.repetition_penalty)
   is_greedy = sampling.temperature <= 0
@@ -71,7 +81,7 @@ def sample(logits: jax.Array, keys: jax.Array, seen: jax.Array, sampling: Sampli
 
   def draw(logits):
     scaled = logits / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    # Sorting the vocabulary costs more than all else here: only where a row wants it.
+    # Sorting the vocabulary costs more than everything else here, so it runs only if a row needs it.
     scaled = jax.lax.cond(jnp.any(is_cut), lambda x: keep_likeliest(x, sampling), lambda x: x, scaled)
     noise = jax.vmap(_gumbel, in_axes=(0, None))(keys, logits.shape[-1])
     return jnp.where(is_greedy[:, None], logits, scaled + noise)
@@ -81,7 +91,7 @@ def sample(logits: jax.Array, keys: jax.Array, seen: jax.Array, sampling: Sampli
 
 
 def request_keys(seeds: jax.Array, sample_indices: jax.Array) -> jax.Array:
-  """Key data uint32 [N, 2] of each request: of its seed, and of which of its samples this is (uint32 [N] both)."""
+  """Key data uint32 [N, 2] of each request, from its seed and the index of its sample (both uint32 [N])."""
 
   def one(seed, index):
     return jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), index))

@@ -1,34 +1,21 @@
-"""PrefixTable: which beginnings of prompts the slots' caches hold, chunk by chunk.
+"""PrefixTable: finds the slots whose KV caches hold the beginning of a new prompt.
 
-    length, slots = table.longest(ids)    # so many tokens of a prompt need not be read: these slots hold them
-    table.note(chunk)                     # once its prefill is launched
+    length, slots = table.longest(ids)    # these slots hold the prompt's first `length` tokens: they need no prefill
+    table.note(chunk)                     # after a prefill of the chunk was launched
 
-A tree of whole chunks, each a tuple of its tokens, so that no prompt is ever taken for another one (as in the radix
-tree of SGLang: Zheng et al., 2024; here cut at multiples of C). What a slot holds counts until its next prefill, also
-when its sequence has ended.
+The table is a tree of whole chunks, keyed by all of their tokens, so that no prompt is mistaken for another (as in the
+radix tree of SGLang: Zheng et al., 2024; here cut at multiples of C). An entry lasts until its slot's next prefill,
+also after the slot's sequence has ended.
 """
 
 from collections.abc import Set
-from typing import Protocol
 
+from spmd_tasks.decoding.engine_contract import Engine
 from spmd_tasks.decoding.requests import Chunk
 
 
-class Caches(Protocol):
-  """What the table needs of an Engine."""
-
-  @property
-  def num_slots(self) -> int: ...
-  @property
-  def prefill_chunk(self) -> int: ...
-  @property
-  def can_reuse(self) -> bool: ...
-  @property
-  def cache_epoch(self) -> int: ...
-
-
 class _Node:
-  """A chunk behind its parent's; `slots` hold it and all before it."""
+  """A chunk that follows its parent's chunk; `slots` hold this chunk and all before it."""
 
   def __init__(self, parent: '_Node | None' = None, tokens: tuple[int, ...] = ()):
     self.parent = parent
@@ -38,15 +25,15 @@ class _Node:
 
 
 class PrefixTable:
-  """Empty again whenever the engine's cache_epoch is another: nothing that was computed before it is ever found."""
+  """The chunks in an engine's slots; a new cache_epoch of the engine empties the table."""
 
-  def __init__(self, engine: Caches):
+  def __init__(self, engine: Engine):
     self._engine = engine
     self._size = engine.prefill_chunk
     self._clear()
 
   def longest(self, ids: tuple[int, ...]) -> tuple[int, Set[int]]:
-    """(number of a prompt's leading tokens that slots hold, those slots); one token at least is left to read."""
+    """Returns (length of the longest held beginning, the slots that hold it); at least one token is left to read."""
     self._check()
     node, length = self._root, 0
     for stop in range(self._size, len(ids), self._size):
@@ -57,18 +44,18 @@ class PrefixTable:
     return length, node.slots
 
   def num_held(self, slot: int) -> int:
-    """How many tokens of a prompt a slot holds."""
+    """The number of a prompt's tokens that a slot holds."""
     self._check()
     return len(self._paths[slot]) * self._size
 
   def can_be_reused(self, chunk: Chunk) -> bool:
-    """Whether other prompts may go on behind a chunk."""
-    # Prompts are scored by programs of their own, whose numbers may differ in the last bits.
+    """Whether other prompts may continue after this chunk."""
+    # Scored prompts are read by different programs, whose numbers may differ in the last bits.
     is_whole = chunk.stop - chunk.start == self._size
     return self._engine.can_reuse and is_whole and not chunk.request.score_prompt
 
   def note(self, chunk: Chunk) -> None:
-    """The chunk's slot holds now what its source held before `start`, and the chunk, if it is a whole one."""
+    """Records that the chunk's slot now holds its source's tokens before `start`, and the chunk if it is whole."""
     self._check()
     old, path = self._paths[chunk.slot], self._paths[chunk.source][: chunk.start // self._size]
     if self.can_be_reused(chunk):

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding.cache import copy_slots, write_tokens
+from spmd_tasks.decoding.step_functions import copy_slots, write_tokens
 
 NUM_SLOTS, NUM_LAYERS = 4, 2
 # Starts and lengths of three rows, and their slots: one behind the other, around a ring of 5, and nothing at all.

@@ -1,0 +1,230 @@
+r"""GeneratedSequence: one request while its tokens are generated, and its growing text.
+
+    text = IncrementalText(tokenizer.decode, stop=('\n\n',))
+    for token in tokens:
+      print(text.push(token), end='')       # only whole characters, and nothing of a stop string
+    print(text.finish(), end='')
+
+The scheduler gives each step's outputs to `GeneratedSequence.take`, which returns a Delta: the new text, the
+log-probabilities that belong to it, and whether the sequence has ended.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, Literal
+
+from spmd_tasks.decoding.requests import Chunk, Request
+from spmd_tasks.decoding.step_functions import Outputs
+
+# `cancelled`: nobody waits for the sequence any more. `cut`: the server shut down first. `error`: the engine failed.
+FinishReason = Literal['stop', 'length', 'cancelled', 'cut', 'error']
+
+_UNFINISHED = '\ufffd'  # decoders return this for bytes that are not, or not yet, a character
+_WINDOW = 32  # at most this many earlier tokens are decoded again with each new one
+
+
+class IncrementalText:
+  """Decodes a growing list of tokens into pieces of text that never change again.
+
+  Text that may still change is held back: a character whose last bytes are missing, and characters that may begin a
+  stop string. All pieces together are `decode` of all tokens, up to the first stop string.
+
+  Attributes:
+    text: all pieces so far.
+    stop: the stop string that ended the text, None where none did.
+  """
+
+  def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
+    self._decode = decode
+    self._stops = tuple(stop)
+    self._tokens: list[int] = []  # the window: the last tokens, which the next token's text may depend on
+    self._num_taken = 0  # characters of the window's text that are in earlier pieces
+    self._held = ''
+    self.text = ''
+    self.stop: str | None = None
+
+  def push(self, token: int) -> str:
+    """Adds a token; returns the piece of text that it completes, which may be empty."""
+    self._tokens.append(token)
+    whole = self._decode(self._tokens)
+    # Only the last U+FFFD may still become a character: earlier invalid bytes stay invalid, whatever follows.
+    stable = whole[:-1] if whole.endswith(_UNFINISHED) else whole
+    piece = stable[self._num_taken :]
+    self._num_taken = max(self._num_taken, len(stable))
+    if len(self._tokens) > _WINDOW and stable == whole:
+      # Decoders that join tokens need the previous character, which may consist of several tokens.
+      for num_kept in range(1, 5):
+        last = self._decode(self._tokens[-num_kept:])
+        if _UNFINISHED not in last:
+          self._tokens, self._num_taken = self._tokens[-num_kept:], len(last)
+          break
+    return self._release(piece, is_last=False)
+
+  def finish(self) -> str:
+    """Returns the last piece; call it when no token follows."""
+    return self._release(self._decode(self._tokens)[self._num_taken :], is_last=True)
+
+  def _release(self, piece: str, *, is_last: bool) -> str:
+    if self.stop is not None:
+      return ''
+    held = self._held + piece
+    found = [(held.index(stop), stop) for stop in self._stops if stop in held]
+    if found:
+      end, self.stop = min(found, key=lambda at: (at[0], -len(at[1])))
+      released, self._held = held[:end], ''
+    else:
+      num_held = 0 if is_last else max((_overlap(held, stop) for stop in self._stops), default=0)
+      released, self._held = held[: len(held) - num_held], held[len(held) - num_held :]
+    self.text += released
+    return released
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+  """A token, its log-probability, and the likeliest tokens with theirs.
+
+  Fields:
+    offset: position of the token's text in the generated text; negative for tokens of the prompt.
+    logprob: None for a prompt's first token.
+    top: (token, log-probability) of the likeliest tokens at this position.
+  """
+
+  token: int
+  offset: int
+  logprob: float | None
+  top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+  """What one step adds to a sequence.
+
+  Fields:
+    sequence: the sequence.
+    text: the next characters; empty while they may still become a stop string or are part of a character.
+    logprobs: of the tokens that this text comes from, and before them of the prompt's tokens; empty where the request
+      wants none.
+    finish_reason: None while more text follows.
+  """
+
+  sequence: 'GeneratedSequence'
+  text: str
+  logprobs: tuple[TokenLogprob, ...] = ()
+  finish_reason: FinishReason | None = None
+
+
+class GeneratedSequence:
+  """A request, and the tokens and text that were generated for it so far.
+
+  Attributes:
+    request: the request.
+    index, owner: for the caller; this class does not use them.
+    num_launched: number of tokens whose computation was launched.
+    num_reused: number of the prompt's tokens that a slot's cache held already.
+    num_tokens: number of generated tokens that were fetched, a stop token included.
+    logprobs: of the fetched tokens, where wanted, and before them of the prompt's tokens, where it is scored.
+    finish_reason: None until the sequence ends.
+  """
+
+  def __init__(
+    self,
+    request: Request,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    index: int = 0,
+    has_logprobs: bool = False,
+    owner: Any = None,
+  ):
+    self.request = request
+    self.index = index
+    self.owner = owner
+    self.num_launched = 0
+    self.num_reused = 0
+    self.num_tokens = 0
+    self.logprobs: list[TokenLogprob] = []
+    self.finish_reason: FinishReason | None = None
+    self._decode = decode
+    self._text = IncrementalText(decode, request.stop)
+    self._prompt_text = IncrementalText(decode)
+    self._num_prompt_chars = len(decode(request.ids)) if request.score_prompt else 0
+    self._has_logprobs = has_logprobs
+    self._num_released = 0  # how many logprobs are in earlier deltas; the text of the others is held back
+    self._offset = 0
+
+  @property
+  def text(self) -> str:
+    """The generated text so far, without the part that is held back."""
+    return self._text.text
+
+  def take(self, outputs: Outputs, row: int, chunk: Chunk | None = None) -> Delta:
+    """Adds row `row` of a step's outputs, or of the outputs of the prefill that read `chunk` (host arrays)."""
+    if chunk is not None and self.request.score_prompt:
+      self._take_scores(outputs, row, chunk)
+    if chunk is not None and chunk.stop < len(self.request.ids):
+      return Delta(sequence=self, text='', logprobs=self._release(len(self.logprobs)))
+    if self.request.max_tokens == 0:
+      return self._finish('length')
+    token = int(outputs.tokens[row])
+    self.num_tokens += 1
+    if token in self.request.stop_ids:
+      delta = self._finish('stop')
+      self._take_logprob(outputs, row)  # after the release: a stop token belongs to no text
+      return delta
+    self._take_logprob(outputs, row)
+    piece = self._text.push(token)
+    if self._text.stop is not None:
+      return self._finish('stop', piece)
+    if bool(outputs.is_finished[row]):
+      return self._finish('length', piece)
+    return Delta(sequence=self, text=piece, logprobs=self._release(len(self.logprobs)) if piece else ())
+
+  def end(self, reason: FinishReason) -> Delta:
+    """Ends the sequence from outside."""
+    return self._finish(reason)
+
+  def _take_logprob(self, outputs: Outputs, row: int) -> None:
+    if self._has_logprobs:
+      token = int(outputs.tokens[row])
+      top = tuple(zip(outputs.top_ids[row].tolist(), outputs.top_logprobs[row].tolist(), strict=True))
+      logprob = float(outputs.logprobs[row])
+      self.logprobs.append(TokenLogprob(token=token, offset=self._offset, logprob=logprob, top=top))
+      self._offset += len(self._decode([token]))
+
+  def _take_scores(self, outputs: Outputs, row: int, chunk: Chunk) -> None:
+    """Adds the scores of the tokens that follow the chunk's tokens; the prompt's first token has no score."""
+    assert outputs.prompt_logprobs is not None
+    assert outputs.prompt_top_ids is not None
+    assert outputs.prompt_top_logprobs is not None
+    tokens = chunk.request.ids[chunk.start + 1 : chunk.stop + 1]
+    columns = slice(len(tokens))
+    logprobs: list[float | None] = outputs.prompt_logprobs[row, columns].tolist()
+    tops = [
+      tuple(zip(*top, strict=True))
+      for top in zip(
+        outputs.prompt_top_ids[row, columns].tolist(), outputs.prompt_top_logprobs[row, columns].tolist(), strict=True
+      )
+    ]
+    if chunk.start == 0:
+      tokens, logprobs, tops = (chunk.request.ids[0], *tokens), [None, *logprobs], [(), *tops]
+    for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
+      offset = len(self._prompt_text.text) - self._num_prompt_chars
+      self.logprobs.append(TokenLogprob(token=token, offset=offset, logprob=logprob, top=top))
+      self._prompt_text.push(token)
+
+  def _finish(self, reason: FinishReason, piece: str = '') -> Delta:
+    self.finish_reason = reason
+    text = piece + self._text.finish()
+    end = len(self.logprobs)
+    while self._text.stop is not None and end > self._num_released and self.logprobs[end - 1].offset >= len(self.text):
+      end -= 1
+    return Delta(sequence=self, text=text, logprobs=self._release(end), finish_reason=reason)
+
+  def _release(self, end: int) -> tuple[TokenLogprob, ...]:
+    released = tuple(self.logprobs[self._num_released : end])
+    self._num_released = end
+    return released
+
+
+def _overlap(text: str, stop: str) -> int:
+  """The number of characters at the end of `text` that are a beginning of `stop`."""
+  return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,274 @@
+"""Prefill and step: the computations of decoding, as pure functions of weights, state and host arrays.
+
+    state, first = prefill(forward, weights, state, batch)      # prompts into slots, and the first token of each
+    state, outputs = step(forward, weights, state, keep)        # the next token of every slot
+
+A long prompt is read in chunks, by one prefill after another; only its last chunk gives the first token.
+
+A slot holds one sequence. The sequence, its length and its sampling parameters are numbers in arrays, so that one
+compiled step serves every mix of requests. A request's tokens depend neither on its slot nor on the other slots. A step
+leaves unchanged the slots that are finished or whose prompts are not read to the end.
+
+The KV cache is a tree of arrays [..., N, G, S, K] over slots. Position p is at place p mod S. S is the number of
+positions, or the length of an attention window where the window is shorter: then the leaf is a ring.
+
+Shapes: N slots, P rows of a prefill, T tokens of its chunks, S positions (in a cache: places), V vocabulary, K stop ids
+(in a cache: head dim), G key/value heads, n top logprobs; `...` counts layers.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.decoding.requests import PrefillBatch
+from spmd_tasks.decoding.sampling import SamplingArrays, position_keys, request_keys, sample
+from spmd_tasks.runtime.decode_settings import SamplingParams
+
+
+class Forward(Protocol):
+  """A language model that reads a KV cache."""
+
+  def __call__(self, weights: Any, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+    """Returns (logits float32 [B, T, V], keys and values of the batch's tokens: leaves [..., B, G, T, K]).
+
+    Args:
+      weights: of the model.
+      cache: leaves [..., B, G, S, K], of the tokens before the batch's; None where there are none. Where a leaf's S is
+        less than T, the new keys and values are those of each row's last S tokens.
+      batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
+        are those of n columns only.
+    """
+    ...
+
+
+class DecodeState(struct.PyTreeNode):
+  """The state of all slots.
+
+  Attributes:
+    cache: leaves [..., N, G, S, K].
+    tokens: int32 [N], the newest token of each slot, whose keys and values are not in the cache yet.
+    positions: int32 [N], the position of that token.
+    ends: int32 [N], the first position that the sequence may not use.
+    active: bool [N], whether another token follows.
+    keys: uint32 [N, 2], each request's random key.
+    seen: bool [N, V], the tokens that the slot's text contains.
+    stop_ids: int32 [N, K].
+    sampling: arrays [N].
+  """
+
+  cache: Any
+  tokens: jax.Array
+  positions: jax.Array
+  ends: jax.Array
+  active: jax.Array
+  keys: jax.Array
+  seen: jax.Array
+  stop_ids: jax.Array
+  sampling: SamplingArrays
+
+
+class Outputs(struct.PyTreeNode):
+  """One token for each row.
+
+  Attributes:
+    tokens: int32 [N].
+    logprobs: float32 [N], of the token by the model itself: before penalty, temperature and cuts.
+    top_ids, top_logprobs: [N, n], the likeliest tokens.
+    is_valid: bool [N], whether the row was active; the other fields mean nothing where it was not.
+    is_finished: bool [N], whether the token is the row's last.
+    prompt_logprobs: float32 [P, T], of the prompt's token that follows each token of the chunk, given the tokens before
+      it; 0 where there is none. None where no prompt is scored, as are the next two.
+    prompt_top_ids, prompt_top_logprobs: [P, T, n], the likeliest tokens there.
+  """
+
+  tokens: jax.Array
+  logprobs: jax.Array
+  top_ids: jax.Array
+  top_logprobs: jax.Array
+  is_valid: jax.Array
+  is_finished: jax.Array
+  prompt_logprobs: jax.Array | None = None
+  prompt_top_ids: jax.Array | None = None
+  prompt_top_logprobs: jax.Array | None = None
+
+
+def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) -> DecodeState:
+  """The state in which no slot is active; `cache` gives the shapes of the cache (arrays or abstract values)."""
+
+  def full(value, dtype, *shape):
+    return jnp.full((num_slots, *shape), value, dtype)
+
+  return DecodeState(
+    cache=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache),
+    tokens=full(0, jnp.int32),
+    positions=full(0, jnp.int32),
+    ends=full(0, jnp.int32),
+    active=full(False, jnp.bool_),
+    keys=full(0, jnp.uint32, 2),
+    seen=full(False, jnp.bool_, vocab_size),
+    stop_ids=full(-1, jnp.int32, num_stop_ids),
+    sampling=SamplingArrays.from_params([SamplingParams()] * num_slots, num_slots),
+  )
+
+
+def prefill(
+  forward: Forward, weights: Any, state: DecodeState, batch: PrefillBatch, *, num_top_logprobs: int = 0
+) -> tuple[DecodeState, Outputs]:
+  """Reads chunks of prompts into their slots and samples the first token of each prompt that ends; outputs are [P].
+
+  A first chunk replaces what its slot held before. A later chunk needs the tokens before it in its slot.
+  """
+  num_rows, num_columns = batch.ids.shape
+  columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
+  is_prompt = columns < batch.lengths[:, None]
+  model_batch = {
+    'ids': batch.ids,
+    'segment_ids': is_prompt.astype(jnp.int32),
+    # Padding may lie beyond the last position.
+    'segment_pos': jnp.where(is_prompt, batch.starts[:, None] + columns, 0),
+  }
+  last = jnp.maximum(batch.lengths - 1, 0)[:, None]
+  cache = None if batch.before is None else take_slots(state.cache, batch.slots)
+  scores = {}
+  if batch.targets is None:
+    logits, new = forward(weights, cache, model_batch | {'logit_columns': last})
+  else:
+    logits, new = forward(weights, cache, model_batch)
+    scores = _score(logits, batch.targets, num_top_logprobs)
+    logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
+  logits = logits[:, 0]
+
+  rows, beyond_vocabulary = jnp.arange(num_rows)[:, None], logits.shape[-1]  # the scatter drops ids from V on
+  ids = jnp.where(is_prompt, batch.ids, beyond_vocabulary)
+  seen = jnp.zeros(logits.shape, jnp.bool_).at[rows, ids].set(True, mode='drop')
+  if batch.before is not None:
+    before = jnp.where(batch.before >= 0, batch.before, beyond_vocabulary)
+    seen = seen.at[rows, before].set(True, mode='drop')
+  ends = batch.starts + batch.lengths
+  placed = DecodeState(
+    cache=None,
+    tokens=batch.ids[:, 0],
+    positions=ends - 1,
+    ends=ends + batch.max_tokens,
+    active=batch.max_tokens > 0,
+    keys=request_keys(batch.seeds, batch.samples),
+    seen=seen,
+    stop_ids=batch.stop_ids,
+    sampling=batch.sampling,
+  )
+  placed, outputs = _emit(logits, placed, num_top_logprobs)
+
+  def insert(old, new):
+    return old.at[batch.slots].set(new.astype(old.dtype), mode='drop')
+
+  inserted = jax.tree.map(insert, state.replace(cache=None), placed)
+  written = write_tokens(state.cache, new, batch.starts, batch.lengths, slots=batch.slots)
+  return inserted.replace(cache=written), outputs.replace(**scores)
+
+
+def step(
+  forward: Forward, weights: Any, state: DecodeState, keep: jax.Array, *, num_top_logprobs: int = 0
+) -> tuple[DecodeState, Outputs]:
+  """Samples the next token of every active slot; slots where `keep`, bool [N], is False become inactive instead."""
+  state = state.replace(active=state.active & keep)
+  batch = {
+    'ids': state.tokens[:, None],
+    'segment_ids': state.active[:, None].astype(jnp.int32),
+    'segment_pos': state.positions[:, None],
+  }
+  logits, new = forward(weights, state.cache, batch)
+  cache = write_tokens(state.cache, new, state.positions, state.active.astype(jnp.int32))
+  return _emit(logits[:, 0], state.replace(cache=cache), num_top_logprobs)
+
+
+def _emit(logits: jax.Array, state: DecodeState, num_top_logprobs: int) -> tuple[DecodeState, Outputs]:
+  """Samples the token that follows each row's position."""
+  positions = state.positions + 1
+  tokens = sample(logits, position_keys(state.keys, positions), state.seen, state.sampling)
+  logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+  top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
+  is_finished = jnp.any(tokens[:, None] == state.stop_ids, axis=-1) | (positions + 1 >= state.ends)
+  outputs = Outputs(
+    tokens=tokens,
+    logprobs=jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0],
+    top_ids=top_ids,
+    top_logprobs=top_logprobs,
+    is_valid=state.active,
+    is_finished=is_finished,
+  )
+  rows = jnp.arange(tokens.shape[0])
+  state = state.replace(
+    tokens=jnp.where(state.active, tokens, state.tokens),
+    positions=jnp.where(state.active, positions, state.positions),
+    seen=state.seen.at[rows, tokens].set(True),
+    active=state.active & ~is_finished,
+  )
+  return state, outputs
+
+
+def _score(logits: jax.Array, targets: jax.Array, num_top_logprobs: int) -> dict[str, jax.Array]:
+  """The prompt_* fields of Outputs, from logits [P, T, V]."""
+  logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+  of_targets = jnp.take_along_axis(logprobs, jnp.maximum(targets, 0)[:, :, None], axis=-1)[..., 0]
+  top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
+  return {
+    'prompt_logprobs': jnp.where(targets >= 0, of_targets, 0.0),
+    'prompt_top_ids': top_ids,
+    'prompt_top_logprobs': top_logprobs,
+  }
+
+
+def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *, slots: jax.Array | None = None) -> Any:
+  """Writes the keys and values of every row's tokens to the places of their positions.
+
+  Args:
+    cache: leaves [..., N, G, S, K].
+    new: leaves [..., P, G, R, K]: all T tokens of the rows, or where S is less than T the last S of each row.
+    starts: int32 [P], position of each row's first token.
+    lengths: int32 [P], number of tokens, without the padding behind them; 0 writes nothing.
+    slots: int32 [P], all different, the slot of each row; rows with ids from N on are not written. None writes row i to
+      slot i.
+  """
+
+  def write(leaf: jax.Array, tokens: jax.Array) -> jax.Array:
+    slot_dim = leaf.ndim - 4
+    num_places, num_columns = leaf.shape[slot_dim + 2], tokens.shape[slot_dim + 2]
+    columns = jnp.arange(num_columns, dtype=starts.dtype)[None, :]
+    first = starts + jnp.maximum(lengths - num_columns, 0)
+    # Padding gets places behind the cache, each a different one, which the scatter drops.
+    places = jnp.where(columns < lengths[:, None], (first[:, None] + columns) % num_places, num_places + columns)
+    scatter_dims: tuple[int, ...]
+    if slots is None:
+      # Slots are a batch dim of the scatter: they stay split over the mesh, and the scatter works in place.
+      indexed: dict[str, Any] = {'operand_batching_dims': (slot_dim,), 'scatter_indices_batching_dims': (0,)}
+      scatter_dims, indices = (slot_dim + 2,), places[:, :, None]
+    else:
+      indexed = {}
+      scatter_dims = (slot_dim, slot_dim + 2)
+      indices = jnp.stack([jnp.broadcast_to(slots[:, None], places.shape), places], axis=-1)
+    numbers = jax.lax.ScatterDimensionNumbers(
+      update_window_dims=(*range(slot_dim), slot_dim + 1, slot_dim + 3),
+      inserted_window_dims=scatter_dims,
+      scatter_dims_to_operand_dims=scatter_dims,
+      **indexed,
+    )
+    return jax.lax.scatter(leaf, indices, tokens.astype(leaf.dtype), numbers, mode='drop', unique_indices=True)
+
+  return jax.tree.map(write, cache, new)
+
+
+def take_slots(cache: Any, slots: jax.Array) -> Any:
+  """A cache whose slot i is slot slots[i] of the given one."""
+  return jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=leaf.ndim - 4, mode='clip'), cache)
+
+
+def copy_slots(cache: Any, sources: jax.Array, slots: jax.Array) -> Any:
+  """Copies the slots `sources`, int32 [P], to `slots`, int32 [P], all different; ids from N on are not written."""
+
+  def put(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+    return leaf.at[(slice(None),) * (leaf.ndim - 4) + (slots,)].set(rows, mode='drop', unique_indices=True)
+
+  return jax.tree.map(put, cache, take_slots(cache, sources))
