@@ -1,0 +1,44 @@
+"""Checkpoints: a tree of sharded arrays on disk, digested, asynchronous, and independent of mesh and process count.
+
+    checkpointer = Checkpointer(job_log_dir / 'checkpoints', max_to_keep=3)
+    restored = checkpointer.restore(abstract_state)      # None in a fresh directory
+    checkpointer.save(step, state, input_state=iterator.get_state())
+    checkpointer.close()
+
+A checkpoint counts only when its manifest lists every file with size and SHA-256; a restore verifies every byte and
+falls back from a damaged checkpoint to the one before it. A checkpoint holds unpadded arrays with all layers of a stack
+in one dim, so any mesh, stage count or expert-parallel degree can restore it.
+
+Read checkpointer.py (what a program calls), checkpoint_directory.py (names, choosing and deleting), manifest.py
+(digests), orbax_arrays.py (array files), durable_files.py (atomic small files).
+"""
+
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.checkpoints.checkpointer import Checkpointer, Restored
+from spmd_tasks.checkpoints.durable_files import absolute_path, is_remote, sync_path, write_durably
+from spmd_tasks.checkpoints.manifest import (
+  CheckpointChoiceError,
+  CheckpointError,
+  CheckpointSaveError,
+  DamagedCheckpointError,
+  LeafEntry,
+  leaf_entries,
+)
+from spmd_tasks.checkpoints.orbax_arrays import num_bytes
+
+__all__ = [
+  'CheckpointChoiceError',
+  'CheckpointDirectory',
+  'CheckpointError',
+  'CheckpointSaveError',
+  'Checkpointer',
+  'DamagedCheckpointError',
+  'LeafEntry',
+  'Restored',
+  'absolute_path',
+  'is_remote',
+  'leaf_entries',
+  'num_bytes',
+  'sync_path',
+  'write_durably',
+]

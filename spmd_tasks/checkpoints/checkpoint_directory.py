@@ -1,11 +1,11 @@
-"""The checkpoints below one directory: their names, which of them are whole, setting aside and deleting.
+"""CheckpointDirectory: names, verifies, renames and deletes the checkpoints below one directory.
 
     checkpoint_00000100                       complete: renamed to this name with its manifest already in it
     checkpoint_00000200.partial               being written, or left by a kill: removed by the next job
     checkpoint_00000100.deleting              being deleted, or left by a kill: removed by the next job
-    checkpoint_00000100.damaged-<file>        set aside on restore; never read or deleted again
+    checkpoint_00000100.damaged-<file>        set aside by a restore; never read or deleted again
 
-Nothing here knows of Orbax or of other processes: one process calls what renames or deletes.
+This file does not use Orbax and does not communicate: process 0 calls the methods that rename or delete.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,18 @@ import time
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints.checkpoint_errors import CheckpointError, CheckpointSaveError
 from spmd_tasks.checkpoints.durable_files import sync_path
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
+  CheckpointError,
+  CheckpointSaveError,
   DamagedCheckpointError,
   LeafEntry,
   describe_mismatches,
   leaf_mismatches,
   read_manifest,
   verify_files,
+  write_digests,
   write_manifest,
 )
 
@@ -37,7 +39,7 @@ Stamp = tuple[int, int]
 
 
 def input_file(process_index: int, num_processes: int) -> str:
-  """Where a process's position in its input stands, below a checkpoint's directory."""
+  """The path, below a checkpoint's directory, of a process's position in its input."""
   return f'input/process_{process_index}_of_{num_processes}.json'
 
 
@@ -64,7 +66,7 @@ class CheckpointDirectory:
     return [step for step, path in self.claimed_steps().items() if (path / MANIFEST_FILE).exists()]
 
   def saved_leaves(self, step: int | None) -> tuple[LeafEntry, ...] | None:
-    """The leaf table of a step (None: the newest that has one); None where there is none. Nothing else is read."""
+    """The leaf table of a step (None: of the newest checkpoint that has one), or None. Reads nothing else."""
     for candidate, path in reversed(self.claimed_steps().items()):
       if step in (None, candidate):
         with contextlib.suppress(DamagedCheckpointError):
@@ -72,14 +74,14 @@ class CheckpointDirectory:
     return None
 
   def stamp(self, step: int) -> Stamp:
-    """What tells the checkpoint of `step` from a later one of the same step: its manifest's time (0: it has none)."""
+    """Identifies the checkpoint of `step` by its manifest's time (0: none), as a later job may save the step again."""
     try:
       return step, int((self.final(step) / MANIFEST_FILE).stat().mtime)
     except OSError:
       return step, 0
 
   def num_bytes(self) -> int:
-    """About what all checkpoints hold in bytes, told by the newest manifest that can be read; 0 without one."""
+    """The approximate size of all checkpoints in bytes, from the newest manifest that can be read; 0 without one."""
     steps = self.claimed_steps()
     for path in reversed(steps.values()):
       try:
@@ -89,7 +91,7 @@ class CheckpointDirectory:
     return 0
 
   def open(self) -> None:
-    """Creates the directory and removes what an interrupted job left half-written or half-deleted. Raises OSError."""
+    """Creates the directory and removes checkpoints half-written or half-deleted by a killed job. Raises OSError."""
     self.path.mkdir(parents=True, exist_ok=True)
     for path in self._list():
       kind = _ANY_DIRECTORY.match(path.name)
@@ -97,12 +99,16 @@ class CheckpointDirectory:
         logging.info('Removing %s, left by an interrupted job.', path)
         path.rmtree()
 
+  def write_digests(self, step: int, process_index: int) -> None:
+    """Hashes the array files that a process wrote into a partial checkpoint, for `complete`. Raises OSError."""
+    write_digests(self.partial(step), process_index, num_threads=self.num_hash_threads)
+
   def complete(self, step: int, leaves: Sequence[LeafEntry], num_processes: int) -> None:
     """Writes the manifest of a partial checkpoint and gives it its final name.
 
     Raises:
-      CheckpointSaveError: a process has written nothing here: the manifest would certify a checkpoint without its part.
-      OSError: something cannot be read or written.
+      CheckpointSaveError: a process has written nothing here, so that its part of the checkpoint would be missing.
+      OSError: a file cannot be read or written.
     """
     partial = self.partial(step)
     for index in range(num_processes):
@@ -116,7 +122,7 @@ class CheckpointDirectory:
     sync_path(self.path)
 
   def discard_partial(self, step: int) -> None:
-    """Removes what a failed save has left; a failure to do so is logged only."""
+    """Removes the files of a failed save; only logs an error of doing so."""
     try:
       if self.partial(step).exists():
         self.partial(step).rmtree()
@@ -143,14 +149,14 @@ class CheckpointDirectory:
   def choose(
     self, step: int | None, wanted: Sequence[LeafEntry], *, prefix: str, rejected: set[Stamp] | None = None
   ) -> int | None:
-    """The step to restore, every byte of it verified; None if the directory has never held a checkpoint.
+    """Chooses the step to restore and verifies every byte of it; None if the directory has never held a checkpoint.
 
     Args:
-      step: the step that was asked for; None for the newest that is whole (damaged ones on the way are set aside).
-      wanted: the leaves that will be restored.
-      prefix: the checkpoint's leaves whose names begin with it must be exactly `wanted`.
-      rejected: for a reader beside the job that owns the directory: nothing is renamed; what is found damaged is added
-        and not read again; where a checkpoint is deleted while it is read, the directory is listed again.
+      step: the requested step; None for the newest undamaged one (newer damaged ones are set aside).
+      wanted: the leaves to restore.
+      prefix: the checkpoint's leaves with this prefix must be exactly `wanted`.
+      rejected: given by a reader beside the job that owns the directory. Nothing is renamed; damaged checkpoints are
+        added to this set and not read again; after a deletion during the reading, the directory is listed again.
 
     Raises:
       CheckpointError: see `Checkpointer.restore`.
@@ -193,7 +199,7 @@ class CheckpointDirectory:
     return None
 
   def _verify(self, path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
-    """Refuses another leaf table before reading any array; then reads and digests every file."""
+    """Compares the leaf table before reading any array; then reads and digests every file."""
     started = time.monotonic()
     manifest = read_manifest(path)
     if _step_of(path) != manifest.step:

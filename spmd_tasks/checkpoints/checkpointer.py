@@ -1,4 +1,4 @@
-"""Checkpoints of a tree of sharded arrays: asynchronous, digested, and independent of the mesh.
+"""Checkpointer: saves and restores a tree of sharded arrays, asynchronously, with digests, on any mesh.
 
     checkpointer = Checkpointer(job_log_dir / 'checkpoints', max_to_keep=3)
     restored = checkpointer.restore(abstract_state)         # None in a fresh directory
@@ -12,24 +12,24 @@ One checkpoint is one directory:
       input/process_0_of_2.json   where each process stands in its input
       manifest.json            size and digest of every file, the leaf table; written last
 
-It is written as `checkpoint_00000100.partial` and renamed when it is complete, so a kill at any time leaves the earlier
-checkpoints and a `.partial` that the next job removes. `save` returns once the arrays are held on the host (the state
-may be donated at once); Orbax's write, the hashing and the rename run behind. The next `save` first waits for them, so
-at any time everything up to the save before the last is on disk, and an error of a save is raised by the next `save`
-or `wait`.
+A checkpoint is written as `checkpoint_00000100.partial` and renamed when it is complete, so a kill at any time leaves
+the earlier checkpoints and a `.partial`, which the next job removes. `save` returns when the arrays are copied to the
+host (the state may then be donated); Orbax's write, the hashing and the rename run in the background. The next `save`
+waits for them first. So at any time, every save but the last is on disk, and the next `save` or `wait` raises an error
+of a save.
 
-On restore every byte is verified (manifest.py says what that costs). A damaged checkpoint is renamed to
-`checkpoint_00000100.damaged-<file>` and the one before it is used; a step that was asked for by number fails instead.
+A restore verifies every byte (manifest.py states the cost). A damaged checkpoint is renamed to
+`checkpoint_00000100.damaged-<file>`, and the one before it is used; a step requested by number raises instead.
 
-With several processes (one shared directory) every process calls every method, in the same order, from its main thread;
-process 0 alone writes manifests, deletes, renames and decides which step is restored. An error is raised on the process
-that has it; the others are ended by the job's crash handling. They wait for each other, and for Orbax's write, for
-`timeout_secs` and 10 s per GB at most: process 0 hashes every byte alone (1 TB: 2 minutes at 8 GB/s, 3 hours at the
-limit of 100 MB/s). How long a save or restore may really take is the job's decision (the watchdog's `allow`).
+With several processes (one shared directory), every process calls every method, in the same order, from its main
+thread. Each process hashes the array files that it wrote. Process 0 alone writes manifests, deletes, renames and
+decides which step is restored. An error is raised on the process that has it; the job's failure handling ends the
+others. Processes wait for each other, and for Orbax's write, for at most `timeout_secs` plus 10 s per GB. The job
+limits the whole time of a save or restore (the watchdog's `allow`).
 
-The caller owns the directory (see job_directory.py). A second reader (eval, decode) passes `read_only=True`: where the
-owner deletes a checkpoint that is being read, it goes on with the newest there is then; what it has found damaged it
-neither reads again nor reports as its `latest_step`.
+The caller owns the directory (programs/job_directory.py). A second reader (eval, decode) passes `read_only=True`. If
+the owner deletes a checkpoint while the reader reads it, the reader takes the newest one that is left. A reader does
+not read a checkpoint again that it has found damaged, nor report it as `latest_step`.
 """
 
 from collections.abc import Mapping
@@ -44,13 +44,15 @@ from etils import epath
 import jax
 
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
-from spmd_tasks.checkpoints.checkpoint_errors import (
+from spmd_tasks.checkpoints.durable_files import write_durably
+from spmd_tasks.checkpoints.manifest import (
   CheckpointChoiceError,
   CheckpointError,
   CheckpointSaveError,
+  LeafEntry,
+  leaf_entries,
+  read_manifest,
 )
-from spmd_tasks.checkpoints.durable_files import write_durably
-from spmd_tasks.checkpoints.manifest import LeafEntry, leaf_entries, read_manifest
 from spmd_tasks.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
 from spmd_tasks.distributed.agreement import PrimaryError, all_agree, meet, primary_decides
 from spmd_tasks.errors import UserError
@@ -90,15 +92,15 @@ class Checkpointer:
     num_hash_threads: int = 8,
     timeout_secs: int = 1200,
   ):
-    """Creates the directory and removes what an interrupted job left half-written in it.
+    """Creates the directory and removes the incomplete checkpoint of an interrupted job.
 
     Args:
-      directory: holds the checkpoints and nothing else.
-      max_to_keep: the newest checkpoints kept; None keeps all.
-      keep_every_n_steps: checkpoints whose step is a multiple of it are kept for ever, beside the newest ones.
-      read_only: change nothing: no saving, no cleaning up, damaged checkpoints are skipped where they lie.
-      num_hash_threads: files hashed at a time.
-      timeout_secs: how long processes wait for each other around one save or restore of a small state; the limit
+      directory: a directory for checkpoints only.
+      max_to_keep: number of newest checkpoints to keep; None keeps all.
+      keep_every_n_steps: also keeps every checkpoint whose step is a multiple of this number, without limit.
+      read_only: changes nothing: saves nothing, removes nothing, and skips damaged checkpoints without renaming them.
+      num_hash_threads: number of files hashed at a time.
+      timeout_secs: seconds that processes wait for each other around one save or restore of a small state; the limit
         grows with the state (see the module's docstring).
 
     Raises:
@@ -156,7 +158,7 @@ class Checkpointer:
     self._pending = step, self._background.submit(self._seal, step, leaves)
 
   def wait(self) -> None:
-    """Returns when the last save is complete on disk, on every process; a CheckpointError if it failed."""
+    """Returns when the last save is complete on disk, on every process. Raises a CheckpointError if it failed."""
     if self._pending is None:
       return
     step, sealed = self._pending
@@ -173,7 +175,7 @@ class Checkpointer:
       logging.info('Waited %.1f s for checkpoint %d to be complete.', waited, step)
 
   def close(self) -> None:
-    """Waits for the last save and ends the background threads. The checkpointer cannot be used afterwards."""
+    """Waits for the last save and ends the background threads. The object cannot be used afterwards."""
     try:
       self.wait()
     finally:
@@ -185,7 +187,7 @@ class Checkpointer:
     return self._directory.complete_steps()
 
   def latest_step(self) -> int | None:
-    """The newest of `all_steps` that this reader has not found damaged; None if there is none."""
+    """The newest of `all_steps` that this object has not found damaged; None if there is none."""
     return max((step for step in self.all_steps() if self._directory.stamp(step) not in self._rejected), default=None)
 
   def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
@@ -241,9 +243,12 @@ class Checkpointer:
     )
 
   def _seal(self, step: int, leaves: tuple[LeafEntry, ...]) -> None:
-    """In the background: waits for Orbax, then makes the checkpoint count."""
+    """Runs in the background: waits for Orbax, hashes what this process wrote, and completes the checkpoint."""
     # Returns when the arrays of all processes are written; each process wrote its input state before that.
     self._arrays.wait_until_written()
+    if not self._is_primary:
+      self._directory.write_digests(step, jax.process_index())
+    meet(f'checkpoint_hashed_{step}', limit_s=self._arrays.write_limit_s)
     if not self._is_primary:
       return
     self._directory.complete(step, leaves, jax.process_count())
@@ -262,7 +267,7 @@ class Checkpointer:
       logging.info('Checkpoint %d was deleted while it was read; looking again.', chosen)
 
   def _choose(self, step: int | None, abstract: Any, *, prefix: str) -> int | None:
-    """The verified step that every process restores; what process 0 has found damaged is known to all."""
+    """Returns the verified step that every process restores, and shares what process 0 found damaged."""
     wanted = [dataclasses.replace(leaf, name=prefix + leaf.name) for leaf in leaf_entries(abstract)]
 
     def choose() -> tuple[int | None, list[Stamp]]:
@@ -278,7 +283,7 @@ class Checkpointer:
     return chosen
 
   def _read(self, step: int, abstract: Any, subtree: str | None) -> Restored | None:
-    """Reads a verified checkpoint; None if its owner has deleted it meanwhile."""
+    """Reads a verified checkpoint; returns None if its owner has deleted it in the meantime."""
     path = self._directory.final(step)
     try:
       state = self._arrays.read(path / _STATE, abstract, subtree)
@@ -302,7 +307,7 @@ class Checkpointer:
     )
 
   def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:
-    """Removes what the failed save left and describes the failure."""
+    """Removes the files of the failed save and describes the failure."""
     if self._is_primary:
       self._directory.discard_partial(step)
     saved = step in self._directory.claimed_steps()

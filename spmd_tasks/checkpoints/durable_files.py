@@ -1,7 +1,7 @@
-"""Small files that are either wholly on disk or not there at all.
+"""Writes small files atomically and durably.
 
 A local file is written beside its final name, flushed to the disk and renamed over it; the rename is flushed with the
-directory. Object stores (`gs://...`, through `etils.epath`) make a written object visible as a whole by themselves.
+directory. Object stores (`gs://...`, through `etils.epath`) make a written object visible only as a whole.
 """
 
 import os
@@ -10,18 +10,18 @@ from etils import epath
 
 
 def is_remote(path: epath.Path) -> bool:
-  """Whether `path` is not on a file system that the kernel serves (no locks, no fsync)."""
+  """Whether `path` is in an object store rather than on a mounted file system (no locks, no fsync)."""
   return '://' in os.fspath(path)
 
 
 def absolute_path(path: str) -> epath.Path:
-  """A directory that the user named, `~` and what is relative resolved."""
+  """Makes a path from the command line absolute; expands `~`."""
   expanded = epath.Path(path).expanduser()
   return expanded if is_remote(expanded) else expanded.absolute()
 
 
 def sync_path(path: epath.Path) -> None:
-  """Flushes a local file's content, or a local directory's names, to the disk; nothing for a remote path."""
+  """Flushes a local file's content, or a local directory's names, to the disk; does nothing for a remote path."""
   if is_remote(path):
     return
   descriptor = os.open(path, os.O_RDONLY)
@@ -32,7 +32,7 @@ def sync_path(path: epath.Path) -> None:
 
 
 def write_durably(path: epath.Path, text: str) -> None:
-  """Writes `text` (UTF-8) to `path` atomically, replacing what was there; after it returns, a power cut keeps it."""
+  """Replaces `path` by a file with `text` (UTF-8), atomically; afterwards the file survives a power failure."""
   if is_remote(path):
     path.write_text(text)
     return

@@ -1,6 +1,7 @@
-"""The arrays of a checkpoint, by Orbax (OCDBT): each under its key path, whatever Python classes are around it.
+"""OrbaxArrays: writes and reads the arrays of a checkpoint with Orbax (OCDBT), each under its key path.
 
-Writing is asynchronous. Several processes write and read their own parts; all call the same methods in the same order.
+Writing is asynchronous. Each of several processes writes and reads its own shards; all call the same methods in the
+same order. Names come from key paths alone, so the Python classes of the tree may change.
 """
 
 from collections.abc import Mapping
@@ -14,10 +15,10 @@ _SLOWEST_BYTES_PER_S = 100_000_000
 
 
 class OrbaxArrays:
-  """Writes and reads trees of jax.Arrays; processes wait for each other `timeout_secs` and 10 s per GB at most.
+  """Writes and reads trees of jax.Arrays; processes wait for each other at most `timeout_secs` plus 10 s per GB.
 
   Attributes:
-    write_limit_s: the limit of the newest write.
+    write_limit_s: the time limit of the newest write, in seconds.
   """
 
   def __init__(self, timeout_secs: int):
@@ -28,11 +29,11 @@ class OrbaxArrays:
     self._reader = ocp.PyTreeCheckpointHandler()
 
   def limit_s(self, num_bytes: int) -> int:
-    """How long processes wait for each other around so many bytes, in seconds."""
+    """Seconds that processes wait for each other around a write or read of `num_bytes`."""
     return self._timeout_secs + num_bytes // _SLOWEST_BYTES_PER_S
 
   def write(self, path: epath.Path, state: Any) -> None:
-    """Begins to write; returns when the arrays may be donated."""
+    """Starts to write; returns when the arrays may be donated."""
     limit_s = self.limit_s(num_bytes(state))
     if limit_s > self.write_limit_s:  # Orbax takes its limit when it is made
       self._writer.close()
@@ -40,13 +41,13 @@ class OrbaxArrays:
     self._writer.save(path, args=ocp.args.PyTreeSave(_to_nested(state)))
 
   def wait_until_written(self) -> None:
-    """Returns when the arrays of all processes are written; raises what writing raised."""
+    """Returns when the arrays of all processes are written; raises the error of a failed write."""
     self._writer.wait_until_finished()
 
   def read(self, path: epath.Path, abstract: Any, subtree: str | None) -> Any:
     """Reads the arrays of `abstract` (ShapeDtypeStructs; without a sharding: onto this process's first device).
 
-    `subtree` is the key path of `abstract` in what was written; None: all of it.
+    `subtree` is the key path of `abstract` in the written tree; None reads the whole tree.
     """
     names = subtree.split('/') if subtree else []
     nested = _to_nested(jax.tree.map(_with_sharding, abstract))
@@ -70,7 +71,7 @@ class OrbaxArrays:
 
 
 def num_bytes(tree: Any) -> int:
-  """Of all arrays of a tree, or of their shapes."""
+  """The size in bytes of all arrays (or ShapeDtypeStructs) of a tree."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

@@ -18,7 +18,7 @@ from absl import logging
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints.checkpoint_errors import CheckpointChoiceError
+from spmd_tasks.checkpoints import CheckpointChoiceError
 from spmd_tasks.decoding import Engine, Launched
 from spmd_tasks.serving.process_link import Link, to_line
 

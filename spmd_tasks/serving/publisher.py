@@ -16,7 +16,7 @@ from typing import Any
 
 from absl import logging
 
-from spmd_tasks.checkpoints.checkpoint_errors import CheckpointChoiceError
+from spmd_tasks.checkpoints import CheckpointChoiceError
 from spmd_tasks.decoding import Engine
 from spmd_tasks.serving.json_fields import RequestError
 from spmd_tasks.serving.service import Service

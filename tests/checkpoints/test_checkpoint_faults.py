@@ -24,9 +24,8 @@ from etils import epath
 import jax
 import pytest
 
-from spmd_tasks.checkpoints import manifest
+from spmd_tasks.checkpoints import CheckpointSaveError, manifest
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
-from spmd_tasks.checkpoints.checkpoint_errors import CheckpointSaveError
 from spmd_tasks.checkpoints.checkpointer import Checkpointer, CheckpointError
 
 

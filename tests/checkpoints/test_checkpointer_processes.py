@@ -15,7 +15,7 @@ import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 
-REPOSITORY = pathlib.Path(__file__).parents[3]
+REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
 def start(num_devices: int, *argv: str) -> subprocess.Popen[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints.checkpoint_errors import CheckpointChoiceError
+from spmd_tasks.checkpoints import CheckpointChoiceError
 from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
 from spmd_tasks.serving import followers, following
 from spmd_tasks.serving.followers import Followers, PeerFailedError
