@@ -18,6 +18,7 @@ import sys
 import time
 
 from spmd_tasks import main
+from tests import forked
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -32,18 +33,44 @@ class Finished:
   seconds: float
 
 
+def start_process(argv: Sequence[object], *, fresh: bool = False, **popen) -> subprocess.Popen:
+  """`python <argv>`: forked by the server that has imported the package (tests/fork_server.py), or `fresh`.
+
+  A forked process is no child of this one: os.waitpid does not know it.
+  """
+  argv = [str(each) for each in argv]
+  if fresh or not forked.is_running():
+    return subprocess.Popen([sys.executable, *argv], **popen)
+  return forked.ForkedPopen(argv, **popen)
+
+
 def start_binary(
-  *flags: object, cwd: Path = REPOSITORY, env: Mapping[str, str] | None = None, command: Sequence[str] = (), **popen
+  *flags: object,
+  cwd: Path = REPOSITORY,
+  env: Mapping[str, str] | None = None,
+  command: Sequence[object] = ('-m', 'spmd_tasks.main'),
+  fresh: bool = False,
+  **popen,
 ) -> subprocess.Popen:
-  """`python -m spmd_tasks.main <flags>` as a process of one CPU device, both streams piped; or another `command`."""
+  """`python <command> <flags>` as a process of one CPU device, both streams piped."""
   own = {name: value for name, value in os.environ.items() if name not in ('JAX_NUM_CPU_DEVICES', 'PYTHONPATH')}
-  return subprocess.Popen(
-    [*(command or (sys.executable, '-m', 'spmd_tasks.main')), *map(str, flags)],
+  return start_process(
+    [*command, *flags],
+    fresh=fresh,
     cwd=cwd,
     env=own | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(REPOSITORY)} | dict(env or {}),
     text=True,
     **{'stdin': subprocess.DEVNULL, 'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE} | popen,
   )
+
+
+def wait_until_stopped(process: subprocess.Popen, limit_s: float = 60) -> None:
+  """Returns once SIGSTOP has stopped every thread of the process."""
+  deadline = time.monotonic() + limit_s
+  while Path(f'/proc/{process.pid}/stat').read_text().rpartition(')')[2].split()[0] != 'T':
+    assert process.poll() is None, 'the process has ended instead'
+    assert time.monotonic() < deadline, 'the process does not stop'
+    time.sleep(0.001)
 
 
 def finish(process: subprocess.Popen, limit_s: float = 200) -> Finished:

@@ -7,9 +7,11 @@ which it aborts; and they have more threads than devices (runtime/fake_devices.p
 all that.
 """
 
+import contextlib
 import gc
 import os
 from pathlib import Path
+import tempfile
 
 os.environ.setdefault(
   'XLA_FLAGS',
@@ -25,6 +27,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.distributed.fake_devices import use_fake_devices
+from tests import forked
 
 use_fake_devices(8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -32,6 +35,16 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption('--all', action='store_true', help='run the cases marked exhaustive too: full products of tables')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """Starts the server that forks processes for the tests: one for all workers of a run; none with --all."""
+  if hasattr(config, 'workerinput') or config.getoption('--all') or config.option.collectonly:
+    return
+  server = contextlib.ExitStack()
+  config.add_cleanup(server.close)
+  directory = Path(server.enter_context(tempfile.TemporaryDirectory(prefix='spmd_tasks_')))
+  server.enter_context(forked.running_server(directory))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,7 +10,8 @@ How a fenced block is tested is said by its first line:
     ```python file=my/a.py    written to that file of the working directory, for the blocks after it
     ```yaml, ```text, ```json are read by people (yaml is parsed)
 
-All blocks of one document run in order in one directory, empty at first, with the programs of this environment on PATH.
+All blocks of one document run in order in one directory, empty at first. `spmd-tasks` and `python` are those of this
+environment; the tests' server forks them (tests/fork_server.py), except for the README and with --all.
 """
 
 import ast
@@ -28,6 +29,7 @@ import pytest
 
 from spmd_tasks import exit_codes, main
 from spmd_tasks.config import registry
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
@@ -35,6 +37,7 @@ GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md'))]
 ALL = [*GUIDES, ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
 KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'yaml', 'text', 'json'}
 BLOCK_LIMIT_S = 180
+INSTALLED = Path(sys.executable).parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +76,21 @@ def prose_of(path: Path) -> str:
   return re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture(scope='module')
-def environment() -> dict[str, str]:
-  """The programs of this environment, on CPUs; they compile as tests do, quickly and not twice."""
+def environment_with(programs: Path) -> dict[str, str]:
+  """The commands in `programs` and those of this system, on CPUs; they compile as tests do, quickly and not twice."""
   own = {name: value for name, value in os.environ.items() if name != 'JAX_NUM_CPU_DEVICES'}
-  path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+  path = f'{programs}{os.pathsep}{os.environ["PATH"]}'
   return own | {'PATH': path, 'TF_CPP_MIN_LOG_LEVEL': '2', 'JAX_PLATFORMS': 'cpu'}
+
+
+@pytest.fixture(scope='module')
+def environment(tmp_path_factory) -> dict[str, str]:
+  """`spmd-tasks` and `python` are forked by the tests' server."""
+  if not forked.is_running():
+    return environment_with(INSTALLED)
+  programs = tmp_path_factory.mktemp('programs')
+  forked.make_programs(programs)
+  return environment_with(programs)
 
 
 def run(argv: list[str], directory: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -113,8 +125,10 @@ def execute(block: Block, directory: Path, environment: Mapping[str, str]) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(block.text, encoding='utf-8')
   elif block.kind in ('bash', 'python'):
-    argv = ['bash', '-e', '-c'] if block.kind == 'bash' else [sys.executable, '-c']
-    done = run([*argv, block.text], directory, environment)
+    argv = (
+      ['bash', '-e', '-c', block.text] if block.kind == 'bash' else ['bash', '-c', 'exec python -c "$0"', block.text]
+    )
+    done = run(argv, directory, environment)
     assert done.returncode == 0, f'{block} ended with {done.returncode}:\n{done.stdout}'
   elif block.kind == 'console':
     for command, wanted in console_parts(block.text):
@@ -130,6 +144,8 @@ def execute(block: Block, directory: Path, environment: Mapping[str, str]) -> No
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize('path', GUIDES, ids=lambda path: path.stem)
 def test_the_code_of_the_docs_runs(path, tmp_path, environment):
+  if path == README:  # as a user's shell starts it
+    environment = environment_with(INSTALLED)
   for block in blocks_of(path):
     execute(block, tmp_path, environment)
 

@@ -23,14 +23,14 @@ SENTENCE = 'spmd-tasks: '
 
 def test_list_is_quick_and_imports_no_jax():
   program = 'import sys; from spmd_tasks import main; main.run(["--list"]); print([*sys.modules], file=sys.stderr)'
-  ended = binary.run_binary(command=(sys.executable, '-c', program))
+  ended = binary.run_binary(command=('-c', program), fresh=True)
   assert ended.returncode == 0, ended.stderr
   imported = ended.stderr.split("'")
   assert 'argparse' in imported
   assert not {'jax', 'fiddle', 'flax', 'numpy', 'tensorflow', 'clu', 'orbax'} & set(imported)
 
   started = time.monotonic()
-  ended = binary.run_binary('--list')
+  ended = binary.run_binary('--list', fresh=True)
   assert time.monotonic() - started < 3
   assert ended.returncode == 0
   assert ended.stderr == ''
@@ -247,7 +247,7 @@ def test_argparse_answers_for_the_flags_themselves(flags, part, capsys):
 )
 def test_the_real_binary_says_nothing_else(flags, part, tmp_path):
   """With a process of its own, where imports and JAX could write to stderr too."""
-  ended = binary.run_binary(*flags, '--mode', 'train', '--job_log_dir', tmp_path / 'job')
+  ended = binary.run_binary(*flags, '--mode', 'train', '--job_log_dir', tmp_path / 'job', fresh=True)
   assert ended.returncode == exit_codes.USAGE
   assert ended.stdout == ''
   assert ended.stderr.startswith(SENTENCE)
@@ -261,7 +261,7 @@ def test_a_directory_in_use_is_refused_until_its_job_has_ended(tmp_path, capfd):
   hold = 'import sys; from spmd_tasks.programs.job_directory import claim; '
   hold += 'job = claim(sys.argv[1], experiment_name="synthetic.Tiny"); print("held", flush=True); sys.stdin.read()'
   directory = tmp_path / 'job'
-  holder = binary.start_binary(directory, command=(sys.executable, '-c', hold), stdin=subprocess.PIPE)
+  holder = binary.start_binary(directory, command=('-c', hold), stdin=subprocess.PIPE)
   try:
     assert holder.stdout.readline() == 'held\n'
     before = binary.snapshot(tmp_path)
@@ -316,7 +316,8 @@ def own_directory(tmp_path):
 def test_an_experiment_of_the_current_directory_runs_by_the_installed_command(own_directory):
   command = Path(sys.executable).parent / 'spmd-tasks'
   flags = ('--exp', 'mypkg.mymodule.Mine', '--mode', 'train', '--job_log_dir', 'runs/mine')
-  ended = binary.run_binary(*flags, command=(str(command),), cwd=own_directory, env={'PYTHONPATH': ''})
+  env = {name: value for name, value in os.environ.items() if name not in ('JAX_NUM_CPU_DEVICES', 'PYTHONPATH')}
+  ended = subprocess.run([command, *flags], cwd=own_directory, env=env, capture_output=True, text=True, timeout=200)
   assert ended.returncode == exit_codes.OK, ended.stderr
   directory = own_directory / 'runs' / 'mine'
   assert list(binary.column(directory, 'loss')) == [1, 2, 3]

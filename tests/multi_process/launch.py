@@ -1,4 +1,4 @@
-"""Starts the processes of one job on this machine, and never leaves one behind.
+"""Starts the processes of one job on this machine and ends them all with it.
 
 Usage:
 
@@ -20,6 +20,8 @@ import socket
 import subprocess
 import sys
 import time
+
+from tests import binary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -65,10 +67,26 @@ class Job:
   """Processes, one per argv, each in a session of its own with its log in `log_dir/rank<i>.log`."""
 
   def __init__(
-    self, argvs: Sequence[Sequence[str]], *, log_dir: Path, num_devices: int, env: Mapping[str, str] | None = None
+    self,
+    argvs: Sequence[Sequence[str]],
+    *,
+    log_dir: Path,
+    num_devices: int,
+    env: Mapping[str, str] | None = None,
+    fresh: bool = False,
   ):
-    """Prepares, but does not start. `num_devices`: fake CPU devices per process; `env`: on top of this process's."""
+    """Prepares, but does not start.
+
+    Args:
+      argvs: one command of `sys.executable` per rank.
+      log_dir: where the logs go.
+      num_devices: fake CPU devices per process.
+      env: variables on top of this process's.
+      fresh: starts new interpreters, so that each rank has its own seed of `hash`; otherwise ranks may be forked.
+    """
+    assert all(argv[0] == sys.executable for argv in argvs)
     self._argvs = argvs
+    self._fresh = fresh
     self._log_paths = [log_dir / f'rank{rank}.log' for rank in range(len(argvs))]
     self._env = {
       **os.environ,
@@ -88,8 +106,9 @@ class Job:
       for argv, log_path in zip(self._argvs, self._log_paths, strict=True):
         with log_path.open('wb') as log:
           self._processes.append(
-            subprocess.Popen(
-              argv,
+            binary.start_process(
+              argv[1:],
+              fresh=self._fresh,
               env=self._env,
               stdin=subprocess.DEVNULL,
               stdout=log,

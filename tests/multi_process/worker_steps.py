@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from spmd_tasks import exit_codes, rank_records
+from spmd_tasks import exit_codes
+from spmd_tasks.distributed import rank_records
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.initialization import DistributedSettings, finish, initialize
 from spmd_tasks.distributed.preemption import PreemptionGuard

@@ -1,6 +1,5 @@
 """Real processes that are killed, stopped by SIGTERM or started twice, at moments that nobody chose."""
 
-import os
 from pathlib import Path
 import random
 import signal
@@ -55,7 +54,7 @@ def kill_in_mid_save(process: subprocess.Popen, directory: Path) -> None:
   while True:
     wait_until(process, lambda: any(name.endswith('.partial') for name in binary.checkpoint_names(directory)))
     process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    binary.wait_until_stopped(process)
     if any(name.endswith('.partial') for name in binary.checkpoint_names(directory)):
       process.kill()
       return
@@ -163,7 +162,7 @@ def test_a_second_job_in_the_same_directory_is_refused_while_the_first_goes_on(s
   wait_until(first, lambda: len(steps_of(directory)) >= 1)
   # Stopped, so that whatever changes in the directory, the second one did.
   first.send_signal(signal.SIGSTOP)
-  os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
+  binary.wait_until_stopped(first)
   before = binary.snapshot(directory)
   second = binary.finish(start(*flags))
   after = binary.snapshot(directory)

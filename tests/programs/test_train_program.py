@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import struct
-import sys
 import termios
 import threading
 
@@ -200,7 +199,7 @@ def test_tensorboard_events_without_tensorflow(cache_environment, tmp_path):
   directory = tmp_path / 'job'
   flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, '--num_fake_devices', 8)
   ended = binary.run_binary(
-    *flags, '--set', 'tensorboard=true', command=(sys.executable, '-c', IMPORT_WATCH), env=cache_environment
+    *flags, '--set', 'tensorboard=true', command=('-c', IMPORT_WATCH), env=cache_environment, fresh=True
   )
   assert ended.returncode == 0, ended.stderr
   assert 'TENSORFLOW IS IMPORTED' not in ended.stderr

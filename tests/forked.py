@@ -1,0 +1,155 @@
+"""Clients of tests/fork_server.py: a Popen whose process the server forks, and programs for shells to find on PATH.
+
+Usage:
+
+    with running_server(directory):                       # once per run of the tests, by conftest.py
+      process = ForkedPopen(['-m', 'spmd_tasks.main', '--list'], stdout=subprocess.PIPE, text=True)
+      stdout, _ = process.communicate(timeout=60)
+
+Only the standard library is imported, so that the programs on PATH start in 20 ms.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import inspect
+import json
+import os
+from pathlib import Path
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+SOCKET_VARIABLE = 'SPMD_TASKS_FORK_SERVER'  # names the server's socket to the processes of the tests
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+_HEADER = struct.Struct('!Q')
+
+
+@contextlib.contextmanager
+def running_server(directory: Path) -> Iterator[None]:
+  """Starts the server with its socket and its programs in `directory`; ends it, and its children, afterwards."""
+  path = str(directory / 'socket')
+  # JAX's variables are the children's; numpy's threads would not survive a fork; coverage starts in the children.
+  left_out = ('JAX_', 'COVERAGE_', 'COV_')
+  env = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+  env |= {'PYTHONPATH': str(REPOSITORY), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
+  server = subprocess.Popen(
+    [sys.executable, Path(__file__).with_name('fork_server.py'), path], stdin=subprocess.PIPE, env=env, cwd=REPOSITORY
+  )
+  os.environ[SOCKET_VARIABLE] = path
+  try:
+    yield
+  finally:
+    del os.environ[SOCKET_VARIABLE]
+    server.communicate()
+
+
+def is_running() -> bool:
+  """Whether this process may start others by the server."""
+  return SOCKET_VARIABLE in os.environ
+
+
+def request_process(
+  argv: Sequence[str], *, cwd: str, env: dict[str, str], fds: Sequence[int], new_session: bool = False
+) -> tuple[socket.socket, int]:
+  """Has the server fork; returns the connection, on which the wait status will come, and the child's pid."""
+  connection = socket.socket(socket.AF_UNIX)
+  deadline_tries = 500
+  while True:
+    try:
+      connection.connect(os.environ[SOCKET_VARIABLE])
+      break
+    except (FileNotFoundError, ConnectionRefusedError):
+      deadline_tries -= 1
+      if not deadline_tries:
+        raise
+      select.select([], [], [], 0.02)
+  body = json.dumps({'argv': list(argv), 'cwd': cwd, 'env': env, 'new_session': new_session}).encode()
+  socket.send_fds(connection, [_HEADER.pack(len(body))], fds)
+  connection.sendall(body)
+  pid = b''
+  while not pid.endswith(b'\n'):
+    byte = connection.recv(1)
+    if not byte:
+      raise RuntimeError('the fork server is gone: its stderr says why')
+    pid += byte
+  return connection, int(pid)
+
+
+class ForkedPopen(subprocess.Popen):
+  """A subprocess.Popen of `python <argv>`, forked by the server, which is its parent: os.waitpid does not know it."""
+
+  def __init__(self, argv: Sequence[str], *, env=None, **popen):
+    super().__init__(list(argv), env=dict(os.environ if env is None else env), **popen)
+
+  def _execute_child(self, *given):
+    given = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
+    own = [given['p2cread'], given['c2pwrite'], given['errwrite']]
+    fds = [number if fd == -1 else fd for number, fd in enumerate(own)]
+    try:
+      self._connection, self.pid = request_process(
+        given['args'],
+        cwd=os.path.abspath(given['cwd'] or os.curdir),
+        env={name: str(value) for name, value in given['env'].items()},
+        fds=fds,
+        new_session=given['start_new_session'],
+      )
+    finally:
+      names = ('p2cread', 'p2cwrite', 'c2pread', 'c2pwrite', 'errread', 'errwrite')
+      self._close_pipe_fds(*(given[name] for name in names))
+    self._child_created = True
+
+  def _internal_poll(self, *args, **kwargs):
+    if self.returncode is None and self._connection is not None:
+      self._read_status(timeout=0)
+    return self.returncode
+
+  def _try_wait(self, wait_flags):
+    if wait_flags & os.WNOHANG:
+      status = self._read_status(timeout=0)
+    else:
+      status = self._read_status(timeout=None)
+    return (0, 0) if status is None else (self.pid, status)
+
+  def _read_status(self, timeout):
+    ready, _, _ = select.select([self._connection], [], [], timeout)
+    if not ready:
+      return None
+    text = self._connection.recv(64)
+    if not text:
+      raise RuntimeError('the fork server is gone: its stderr says why')
+    self._connection.close()
+    self._connection = None
+    self._handle_exitstatus(int(text))
+    return int(text)
+
+
+def make_programs(directory: Path) -> None:
+  """Writes `spmd-tasks` and `python` into `directory`, which a shell finds on its PATH: the server forks for them."""
+  directory.mkdir(exist_ok=True)
+  installed = Path(sys.executable).with_name('spmd-tasks')
+  for name, argv in (('spmd-tasks', [str(installed)]), ('python', [])):
+    program = directory / name
+    program.write_text(
+      f'#!{sys.executable} -IS\n'
+      'import sys\n'
+      f'sys.path.insert(0, {str(Path(__file__).parent)!r})\n'
+      'import forked\n'
+      f'forked.run_as_program({argv!r} + sys.argv[1:])\n'
+    )
+    program.chmod(0o755)
+
+
+def run_as_program(argv: list[str]) -> None:
+  """Is the process of `argv` to whoever started this one: its streams, its signals, its exit."""
+  connection, pid = request_process(argv, cwd=os.getcwd(), env=dict(os.environ), fds=[0, 1, 2])
+  for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(signum, lambda signum, _: os.kill(pid, signum))
+  status = os.waitstatus_to_exitcode(int(connection.recv(64)))
+  if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+  os._exit(status)
