@@ -43,9 +43,7 @@ from spmd_tasks.config.resolve import resolve
 from spmd_tasks.decoding import ChatTemplate, DecodeSteps, GeneratedSequence, ModelEngine, Request, Scheduler
 from spmd_tasks.programs.decode_requests import find_tokenizer
 from spmd_tasks.programs.job_setup import partition_job
-from spmd_tasks.serving.generation_request import ServedModel
-from spmd_tasks.serving.server import listen, serve
-from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
 
 SIZES = ('model_dims=256', 'num_layers=4', 'num_heads=4', 'hidden_dims=768', 'seq_len=256', 'batch_size=8')
 QUICK_SIZES = ('model_dims=128', 'num_layers=1', 'num_heads=1', 'hidden_dims=16', 'seq_len=64', 'batch_size=2')
@@ -202,7 +200,7 @@ def run_http(engine, steps, tokenizer, trace, *, extra=None, max_queued=None):
 
   def run():
     began = time.thread_time()
-    serve(engine, served, settings, sock, announce=lines.put, stop=stop)
+    run_server(engine, served, settings, sock, announce=lines.put, stop=stop)
     cpu_seconds.append(time.thread_time() - began)
 
   def body(ids, length, seed):

@@ -160,7 +160,16 @@ def _run_experiment(args: argparse.Namespace) -> int:
     if not args.accept_config_changes:
       refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
     if args.mode == 'serve':
-      return _serve(args, job, job_log_dir, emergency)
+      from spmd_tasks.programs.serve import serve, server_settings
+
+      return serve(
+        job,
+        job_log_dir,
+        server_settings(**{name: getattr(args, name) for name in _SERVE_FLAGS}),
+        emergency=emergency,
+        step=args.checkpoint_step,
+        bind_address=args.coordinator_bind_address,
+      )
     if args.mode == 'eval':
       return evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
     if args.mode in ('decode', 'decode_once'):
@@ -202,37 +211,6 @@ def _check_flags_of_mode(args: argparse.Namespace) -> None:
       '--decode_output takes what --mode decode_once makes of one --decode_input: give both, or leave it out, and '
       'outputs go to <job_log_dir>/decode.'
     )
-
-
-def _serve(args: argparse.Namespace, job: Any, job_log_dir: Any, emergency: Any) -> int:
-  """What serving needs of the programs, which it may not import."""
-  from spmd_tasks.checkpoints.checkpointer import Checkpointer
-  from spmd_tasks.programs.decode_requests import find_tokenizer
-  from spmd_tasks.programs.job_setup import checkpoint_directory, partition_job, restore_evaluation_weights
-  from spmd_tasks.programs.serve import read_api_key, serve_job
-  from spmd_tasks.serving.settings import ServerSettings
-
-  def restore(model, step):
-    checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
-    try:
-      return restore_evaluation_weights(model, checkpointer, step)
-    finally:
-      checkpointer.close()
-
-  given = {name: getattr(args, name) for name in ('host', 'port', 'max_queued', 'drain_s')}
-  given = {name: value for name, value in given.items() if value is not None}
-  api_key = None if args.api_key_file is None else read_api_key(args.api_key_file)
-  settings = ServerSettings(api_key=api_key, **given)
-  return serve_job(
-    job,
-    find_tokenizer(job),
-    settings,
-    emergency=emergency,
-    bind_host=(args.coordinator_bind_address or '').rpartition(':')[0].strip('[]') or None,
-    checkpoint_step=args.checkpoint_step,
-    partition=lambda: partition_job(job),
-    restore=restore,
-  )
 
 
 def _resolve(args: argparse.Namespace) -> Any:

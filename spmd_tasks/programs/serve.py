@@ -1,9 +1,10 @@
-"""--mode=serve: a checkpoint's weights behind an HTTP interface, until a signal ends it.
+"""--mode=serve: serves a checkpoint's weights over HTTP until a signal ends the server.
 
-Of several processes each holds its part of the weights; process 0 answers, and the others follow (leading_engine.py).
+With several processes, each holds its part of the weights; process 0 answers HTTP, and all others follow it
+(serving/multi_process).
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import functools
@@ -14,72 +15,73 @@ import socket
 import time
 from typing import Any
 
+from etils import epath
 import jax
 
-from spmd_tasks.decoding import DecodeSteps, Engine, ModelEngine
-from spmd_tasks.distributed.agreement import PrimaryError, meet, primary_decides
-from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.rank_records import Position
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.decoding import DecodeSteps, ModelEngine
+from spmd_tasks.distributed import EmergencyExit, Position, PrimaryError, meet, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.inputs.tokenizers import Tokenizer
-from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.serving.following import follow
-from spmd_tasks.serving.generation_request import ServedModel
-from spmd_tasks.serving.leading_engine import lead
-from spmd_tasks.serving.process_link import connect_processes
-from spmd_tasks.serving.server import listen, serve
-from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.programs.decode_requests import find_tokenizer
+from spmd_tasks.programs.job_setup import checkpoint_directory, partition_job, restore_evaluation_weights
+from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
+from spmd_tasks.serving.multi_process import connect_processes, follow, lead
 
-# Clients of OpenAI's API may ask for so many likeliest tokens; an experiment may have more compiled in.
+# Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.
 _MIN_TOP_LOGPROBS = 5
 _END_LIMIT_S = 30  # for the last process to come to the end
 
 
-def serve_job(
+def serve(
   job: Job,
-  tokenizer: Tokenizer | None,
+  job_log_dir: epath.Path,
   settings: ServerSettings,
   *,
   emergency: EmergencyExit,
-  bind_host: str | None,
-  checkpoint_step: int | None,
-  partition: Callable[[], PartitionedModel],
-  restore: Callable[[PartitionedModel, int | None], tuple[Any, int]],
+  step: int | None = None,
+  bind_address: str | None = None,
 ) -> int:
-  """Serves the job's model; returns an exit code.
+  """Serves the job's model until a signal ends the server; returns an exit code.
 
   Args:
     job: the built experiment.
-    tokenizer: of its inputs.
-    settings: of the server.
-    emergency: the way out where another process has failed.
-    bind_host: where process 0 listens for the others; None is the coordinator's address.
-    checkpoint_step: what is served first; None is the newest checkpoint.
-    partition: makes the model.
-    restore: gives padded weights of a checkpoint, and its step.
+    job_log_dir: a training job's directory, running or not; nothing is written to it.
+    settings: the server's address and limits.
+    emergency: the way out when another process has failed.
+    step: the step of the checkpoint that is served first; None is the newest.
+    bind_address: HOST:PORT of which process 0 listens on HOST for the others; None is the coordinator's address.
 
   Raises:
-    UserError: this job cannot be served, or there is nowhere to listen.
-    CheckpointError: there is no checkpoint, or it is damaged.
+    UserError: the job has no tokenizer, its model does not fit the mesh, or process 0 cannot listen.
+    CheckpointError: there is no such checkpoint, or it is damaged.
   """
+  tokenizer = find_tokenizer(job)
   if tokenizer is None:
-    raise UserError(f'experiment {job.name} has no tokenizer in its inputs, so that it cannot be served as text.')
+    raise UserError(
+      f'experiment {job.name} has no tokenizer in its inputs, and text cannot be served without one: give one of its '
+      'inputs a tokenizer.'
+    )
   limit_s = math.ceil(job.experiment.first_step_timeout_s)
   if jax.process_count() > 1:
-    # JAX has taken the signal to have all processes save a step. Until it serves, nothing is lost by an end at once.
+    # JAX's own handler would have all processes save a step. Until the server runs, an end at once loses nothing.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-  sock = _listen(settings, limit_s)  # first: what is wrong with it shall not show only after the weights are loaded
-  with sock or contextlib.nullcontext():
-    model = partition()
+  # Listen before the weights are loaded, so that a wrong address shows at once.
+  with _listen_on_primary(settings, limit_s) as sock:
+    model = partition_job(job)
     decode = job.task.decode
     num_top = max(decode.num_top_logprobs, min(_MIN_TOP_LOGPROBS, tokenizer.vocab_size))
     steps = DecodeSteps(model, dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top))
-    weights, step = restore(model, checkpoint_step)
+
+    def restore(step: int | None) -> tuple[Any, int]:
+      with contextlib.closing(Checkpointer(checkpoint_directory(job_log_dir), read_only=True)) as checkpointer:
+        return restore_evaluation_weights(model, checkpointer, step)
+
+    weights, restored = restore(step)
     served = ServedModel(
       name=job.name,
       created=int(time.time()),
-      step=step,
+      step=restored,
       tokenizer=tokenizer,
       chat_template=job.experiment.chat_template(),
       settings=steps.settings,
@@ -87,48 +89,46 @@ def serve_job(
       vocab_size=steps.vocab_size,
     )
     engine = ModelEngine(steps, weights, score_prompts=True)
-    del weights  # which the engine may give up
-    announce = lambda line: print(line, flush=True)
-
-    def serve_engine(engine: Engine, **others: Any) -> int:
-      assert sock is not None  # this is process 0
-      return serve(engine, served, settings, sock, announce=announce, **others)
-
-    restore_other = lambda step: restore(model, step)
+    del weights  # the engine holds them, and may free them
+    announce = functools.partial(print, flush=True)
     if jax.process_count() == 1:
-      return serve_engine(engine, restore=restore_other)
-    links = connect_processes(limit_s=limit_s, bind_host=bind_host)
-    emergency.set_position_source(lambda: Position(step=step, activity='serve'))
+      assert sock is not None
+      return run_server(engine, served, settings, sock, restore=restore, announce=announce)
+
+    links = connect_processes(limit_s=limit_s, bind_address=bind_address)
+    emergency.set_position_source(lambda: Position(step=restored, activity='serve'))
     leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
-    if jax.process_index() == 0:
-      code = lead(engine, links, serve_engine, restore=restore_other, leave=leave)
+    if sock is None:
+      code = follow(engine, links[0], restore=restore, leave=leave)
     else:
-      code = follow(engine, links[0], restore=restore_other, leave=leave)
+      with lead(engine, links, restore=restore, leave=leave) as leader:
+        code = run_server(
+          leader,
+          served,
+          settings,
+          sock,
+          restore=leader.restore,
+          restore_pauses=True,
+          announce=announce,
+          stop=leader.stop,
+          leave=leader.leave,
+        )
+        leader.end(code)
     meet('serve_end', limit_s=_END_LIMIT_S)
     return code
 
 
-def _listen(settings: ServerSettings, limit_s: int) -> socket.socket | None:
-  """The socket of the server, on process 0; every process raises what is wrong with it."""
-  sock = None
-
-  def listen_here() -> None:
-    nonlocal sock
-    sock = listen(settings)
-
-  try:
-    primary_decides(listen_here, 'serve_listen', limit_s=limit_s)
-  except PrimaryError as error:
-    raise UserError(str(error)) from error
-  return sock
-
-
-def read_api_key(path: str) -> str:
-  """The key in a file: its only line.
+def server_settings(*, api_key_file: str | None, **flags: Any) -> ServerSettings:
+  """Makes ServerSettings from command-line flags; a flag that is None keeps its default.
 
   Raises:
-    UserError: there is no such file, or no key in it.
+    UserError: a flag's value is out of range, or the key cannot be read.
   """
+  given = {name: value for name, value in flags.items() if value is not None}
+  return ServerSettings(api_key=None if api_key_file is None else _read_api_key(api_key_file), **given)
+
+
+def _read_api_key(path: str) -> str:
   try:
     text = Path(path).read_text(encoding='utf-8').strip()
   except (OSError, UnicodeDecodeError) as error:
@@ -136,3 +136,20 @@ def read_api_key(path: str) -> str:
   if len(text.split()) != 1 or not text.isascii():
     raise UserError(f'--api_key_file {path} must hold one key: ASCII characters without spaces, on one line.')
   return text
+
+
+@contextlib.contextmanager
+def _listen_on_primary(settings: ServerSettings, limit_s: int) -> Iterator[socket.socket | None]:
+  """Yields the server's socket on process 0 and None elsewhere; an address that cannot be used raises everywhere."""
+  with contextlib.ExitStack() as stack:
+    sock: socket.socket | None = None
+
+    def listen_here() -> None:
+      nonlocal sock
+      sock = stack.enter_context(listen(settings))
+
+    try:
+      primary_decides(listen_here, 'serve_listen', limit_s=limit_s)
+    except PrimaryError as error:
+      raise UserError(str(error)) from error
+    yield sock

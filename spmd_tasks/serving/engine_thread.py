@@ -1,13 +1,12 @@
-"""EngineThread: the one thread that calls the engine, and the door through which all others reach it.
+"""EngineThread: owns the engine. Other threads talk to it only through submit, cancel, between_sequences and stop.
 
     thread = EngineThread(scheduler, warm_up=engine.warm_up, post=post, max_queued=64)
     thread.start()
-    thread.submit(sequences)      # QueueFullError at once, never a wait
+    thread.submit(sequences)      # never waits; raises a QueueFullError instead
     thread.cancel(sequences)
     thread.stop()
 
-`post` is called on the engine's thread, once per step, with all that the step brought; a server hands it on to its
-event loop.
+After each step the engine's thread calls `post` with all deltas of the step; a server passes them to its event loop.
 """
 
 from collections.abc import Callable
@@ -20,25 +19,25 @@ from absl import logging
 
 from spmd_tasks.decoding import Delta, GeneratedSequence, Scheduler
 
-# Failures without a step or a text that succeeds in between, after which the engine is given up.
+# The engine ends after this many failures with no successful step in between.
 _MAX_FAILURES = 3
 
 
 class QueueFullError(Exception):
-  """There is no room for more sequences now."""
+  """The queue has no room for these sequences now."""
 
 
 class EngineEndedError(Exception):
-  """The engine was stopped, or has failed for good."""
+  """The engine was stopped or has failed for good."""
 
 
 class EngineThread:
   """Runs a scheduler.
 
   Attributes:
-    scheduler: what it counts may be read from any thread.
-    is_ready: whether it is warm, and alive.
-    error: what ended it, None while it is well.
+    scheduler: any thread may read its counters.
+    is_ready: whether the engine is warm and alive.
+    error: the error that ended the engine, or None.
   """
 
   def __init__(
@@ -50,14 +49,14 @@ class EngineThread:
     max_queued: int,
     on_change: Callable[[], None] = lambda: None,
   ):
-    """Starts nothing yet.
+    """Prepares the thread; `start` starts it.
 
     Args:
-      scheduler: nobody else's.
-      warm_up: called on the thread before its first step.
-      post: where deltas go.
+      scheduler: used by this thread only.
+      warm_up: called on the thread before the first step.
+      post: called on the thread with the deltas of each step.
       max_queued: how many sequences may wait for a slot.
-      on_change: called on the thread, when it is warm and when it ends, asked or not.
+      on_change: called on the thread when the engine is warm, and when it ends for any reason.
     """
     self.scheduler = scheduler
     self.is_ready = False
@@ -70,21 +69,21 @@ class EngineThread:
     # Guarded by _changed:
     self._submitted: list[GeneratedSequence] = []
     self._cancelled: list[GeneratedSequence] = []
-    self._replacements: list[tuple[Callable[[], Any], Future[Any]]] = []
+    self._actions: list[tuple[Callable[[], Any], Future[Any]]] = []  # to run between sequences
     self._is_stopping = False
-    self._begun: float | None = None  # when the step began that is running
+    self._begun: float | None = None  # when the running step began
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
 
   def start(self) -> None:
-    """Begins to warm up."""
+    """Starts the thread, which first warms the engine up."""
     self._thread.start()
 
   def submit(self, sequences: list[GeneratedSequence]) -> None:
-    """Puts all of the sequences into the queue.
+    """Queues all of the sequences or none.
 
     Raises:
-      QueueFullError: they would be more than `max_queued`; none of them is in the queue.
-      EngineEndedError: it takes nothing any more.
+      QueueFullError: more than `max_queued` sequences would wait.
+      EngineEndedError: the engine takes no more sequences.
     """
     with self._changed:
       if self._is_stopping:
@@ -95,50 +94,51 @@ class EngineThread:
       self._changed.notify()
 
   def cancel(self, sequences: list[GeneratedSequence]) -> None:
-    """Ends those of the sequences that go on still."""
+    """Ends the sequences that have not ended yet, as `cancelled`."""
     with self._changed:
       self._cancelled += sequences
       self._changed.notify()
 
   def between_sequences(self, action: Callable[[], Any]) -> Future[Any]:
-    """What the engine's thread gets from `action`, called when no slot is in use; until then the queue waits.
+    """Has the engine's thread call `action` when no slot is in use; until then no queued sequence gets a slot.
 
-    An exception of `action` ends the engine.
+    Returns:
+      the future result of `action`. An exception of `action` ends the engine.
 
     Raises:
-      EngineEndedError: it does nothing any more.
+      EngineEndedError: the engine has ended.
     """
     done: Future[Any] = Future()
     with self._changed:
       if self._is_stopping:
         raise EngineEndedError
-      self._replacements.append((action, done))
+      self._actions.append((action, done))
       self._changed.notify()
     return done
 
   @property
   def num_queued(self) -> int:
-    """Sequences that wait for a slot."""
+    """Number of sequences that wait for a slot."""
     return len(self._submitted) + self.scheduler.num_queued
 
   @property
   def is_idle(self) -> bool:
-    """Whether no sequence is waiting or running."""
+    """Whether no sequence waits or runs."""
     return not self._submitted and not self.scheduler.has_work
 
   @property
   def is_alive(self) -> bool:
-    """Whether the thread has begun and not ended."""
+    """Whether the thread has started and not ended."""
     return self._thread.is_alive()
 
   @property
   def stuck_s(self) -> float:
-    """For how many seconds the step that is running now has been; 0 between steps and while it warms up."""
+    """Seconds since the running step began; 0 between steps and during the warm-up."""
     begun = self._begun
     return 0.0 if begun is None else time.monotonic() - begun
 
   def stop(self, limit_s: float = 10.0) -> None:
-    """Ends all sequences as `cut`, and the thread; waits for it as long as that."""
+    """Ends all sequences as `cut`, and the thread; waits at most `limit_s` seconds for its end."""
     with self._changed:
       self._is_stopping = True
       self._changed.notify()
@@ -151,11 +151,11 @@ class EngineThread:
       self.is_ready = True
       self._on_change()
       num_failures = failed_at = 0
-      while self._take_orders():
+      while self._take_submitted():
         self._begun = time.monotonic()
         try:
-          deltas = self.scheduler.advance(admit=not self._replacements)
-          # A step is read after the launch of the next: two since the failure, or an end, show that all is well.
+          deltas = self.scheduler.advance(admit=not self._actions)
+          # A step's error shows one step later: two steps since the failure, or a finished text, prove a success.
           if self.scheduler.num_steps > failed_at + 1 or any(d.finish_reason in ('stop', 'length') for d in deltas):
             num_failures = 0
         except Exception:
@@ -163,13 +163,13 @@ class EngineThread:
           failed_at = self.scheduler.num_steps
           if num_failures >= _MAX_FAILURES:
             raise
-          logging.exception('a step failed: its sequences end, those of the queue go on')
+          logging.exception('a step failed: the sequences in slots end, the queue goes on')
           deltas = self.scheduler.recover()
         self._begun = None
         if deltas:
           self._post(deltas)
         if not self.scheduler.num_active:
-          self._replace()
+          self._run_actions()
     except BaseException as error:
       logging.exception('the engine ended')
       self.error = error
@@ -180,26 +180,26 @@ class EngineThread:
         self._is_stopping = True
         self.scheduler.submit(self._submitted)
         self._submitted = []
-        for _, done in self._replacements:
+        for _, done in self._actions:
           done.set_exception(EngineEndedError())
       self._post(self.scheduler.end_all('cut' if self.error is None else 'error'))
       self._on_change()
 
-  def _replace(self) -> None:
+  def _run_actions(self) -> None:
     with self._changed:
-      replacements, self._replacements = self._replacements, []
-    for action, done in replacements:
+      actions, self._actions = self._actions, []
+    for action, done in actions:
       try:
         done.set_result(action())
       except BaseException as error:
         done.set_exception(error)
         raise
 
-  def _take_orders(self) -> bool:
-    """Waits until there is something to do, and gives it to the scheduler; false: stop."""
+  def _take_submitted(self) -> bool:
+    """Waits for work, and gives submitted and cancelled sequences to the scheduler; returns False to stop."""
     with self._changed:
       self._changed.wait_for(
-        lambda: self._is_stopping or self._submitted or self._cancelled or self._replacements or self.scheduler.has_work
+        lambda: self._is_stopping or self._submitted or self._cancelled or self._actions or self.scheduler.has_work
       )
       self.scheduler.submit(self._submitted)
       cancelled = self._cancelled

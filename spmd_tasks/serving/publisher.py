@@ -1,10 +1,13 @@
-"""Publisher: another checkpoint's weights while the server serves.
+"""Publisher: replaces the weights by those of another checkpoint while the server runs.
 
-Publish, update and unpublish, as Pax's server had them. Sequences in slots end with the weights that they began with;
-those of the queue wait until then, and get the new ones. Nothing is dropped, and no text is from two checkpoints.
+    step = await publisher.publish(300)    # None: the newest checkpoint
+    await publisher.unpublish()            # frees the weights and refuses requests until the next publish
 
-One process reads a checkpoint while it serves. Several read it together, as one more of the operations that they all
-run in the same order, and serve nothing meanwhile.
+Sequences in slots end with the weights with which they began; queued sequences wait for that and get the new weights.
+No sequence is dropped, and no text comes from two checkpoints.
+
+A single process goes on serving while it reads a checkpoint. Several processes read it together, as one of the
+operations that they all run in the same order, and generate nothing meanwhile.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ from absl import logging
 
 from spmd_tasks.checkpoints import CheckpointChoiceError
 from spmd_tasks.decoding import Engine
-from spmd_tasks.serving.json_fields import RequestError
+from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.service import Service
 
 _Restore = Callable[[int | None], tuple[Any, int]]
@@ -26,22 +29,22 @@ _POLL_S = 0.02
 
 
 class Publisher:
-  """Publishes one at a time.
+  """Publishes one checkpoint at a time.
 
   Attributes:
-    is_reading: whether a thread of its own is reading a checkpoint, which nothing can end.
+    is_reading: whether the publisher's own thread is reading a checkpoint; nothing can interrupt it.
   """
 
   def __init__(self, service: Service, engine: Engine, restore: _Restore | None, *, pauses: bool = False):
     """Publishes nothing yet.
 
     Args:
-      service: whose model it is.
-      engine: gets the weights, on its own thread.
-      restore: a checkpoint's weights and its step; None is the newest. It runs on a thread of its own: reading files
-        must not hold up the streams. None: nothing can be published.
-      pauses: run `restore` on the engine's thread instead, between sequences. It must then raise a
-        CheckpointChoiceError where all is as before; whatever else it raises ends the engine.
+      service: the service whose model is replaced.
+      engine: gets the new weights, on its own thread.
+      restore: returns the (weights, step) of a checkpoint; None names the newest. It runs on a thread of its own, so
+        that reading files does not delay the streams. If `restore` is None, nothing can be published.
+      pauses: run `restore` on the engine's thread instead, between sequences. A CheckpointChoiceError then means that
+        nothing has changed; any other error ends the engine.
     """
     self._service = service
     self._engine = engine
@@ -52,7 +55,7 @@ class Publisher:
     self.is_reading = False
 
   async def publish(self, step: int | None) -> int:
-    """Serves the checkpoint of `step` from now on; returns its step.
+    """Serves the checkpoint of `step` (None: the newest) from now on; returns its step.
 
     Raises:
       RequestError: there is no such checkpoint, or nothing can be published now.
@@ -72,7 +75,7 @@ class Publisher:
       return restored
 
   async def unpublish(self) -> None:
-    """Refuses new requests, lets what has begun end, and frees the weights."""
+    """Refuses new requests, waits until the running ones have ended, and frees the weights."""
     self._permission()
     async with self._lock:
       self._service.is_published = False
@@ -82,11 +85,13 @@ class Publisher:
 
   def _permission(self) -> _Restore:
     if self._service.settings.api_key is None or self._restore is None:
-      raise RequestError('start the server with an API key to publish other weights.', status=403, code='no_admin')
+      raise RequestError(
+        'only a server with an API key can publish other weights: start it with one.', status=403, code='no_admin'
+      )
     return self._restore
 
   async def _go_on(self, restore: _Restore, step: int | None) -> int:
-    # Not asyncio's own executor, for whose threads the end of the loop would wait.
+    # Not asyncio's own executor: the end of the event loop would wait for its threads.
     loop = asyncio.get_running_loop()
     weights, restored = await loop.run_in_executor(self._reader, self._read, restore, step)
     await self._between_sequences(self._use, weights)

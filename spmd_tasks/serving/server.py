@@ -1,7 +1,11 @@
-"""serve: from a model to a process that answers HTTP, until a signal ends it.
+"""run_server: serves an engine over HTTP until a signal ends the server.
 
-It listens at once, is ready when the engine is warm, and on SIGTERM takes nothing new, lets what has begun end within
-`drain_s`, and tells the rest that it was cut. A second signal waits for nothing.
+    sock = listen(settings)
+    exit_code = run_server(engine, model, settings, sock)
+
+The server answers /health at once, and is ready when the engine is warm. On SIGTERM it refuses new requests, lets the
+running ones end within `drain_s` seconds, and tells the clients of the rest that their answers were cut. A second
+signal ends the server without that wait.
 """
 
 import asyncio
@@ -23,32 +27,32 @@ from spmd_tasks.decoding import Delta, Engine, Scheduler
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.serving.engine_thread import EngineThread
-from spmd_tasks.serving.generation_request import ServedModel
-from spmd_tasks.serving.http_server import make_app
 from spmd_tasks.serving.publisher import Publisher
+from spmd_tasks.serving.requests import ServedModel
+from spmd_tasks.serving.routes import make_app
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 
-_BACKLOG = 1024  # connections that may wait to be taken
-_SEND_BUFFER = 1 << 18  # bytes; the system would let a stream that nobody reads grow to megabytes before it blocks
+_BACKLOG = 1024  # connections that may wait to be accepted
+_SEND_BUFFER = 1 << 18  # bytes; by default a stream that nobody reads would block only after megabytes
 _DISPATCH_LIMIT_S = 5.0
-_MAX_UNDISPATCHED = 4  # steps whose deltas wait for the event loop
+_MAX_UNDISPATCHED = 4  # steps whose deltas may wait for the event loop
 _POLL_S = 0.02
-_CLOSE_LIMIT_S = 5  # for connections to end when everything has been sent
+_CLOSE_LIMIT_S = 5  # for connections to close after everything was sent
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-  """The socket of the server.
+  """Opens the server's socket.
 
   Raises:
-    UserError: it cannot listen there.
+    UserError: the process cannot listen at that address.
   """
   where = f'{settings.host}:{settings.port}'
   sock = None
   try:
     family, kind, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
-    # By its protocol an event loop knows that it is TCP, and does not hold small packets back; without, each answer may
-    # wait 40 ms for an acknowledgement.
+    # Only if the socket names TCP does the event loop send small packets at once; otherwise each answer may wait 40 ms
+    # for an acknowledgement.
     sock = socket.socket(family, kind, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
@@ -59,17 +63,17 @@ def listen(settings: ServerSettings) -> socket.socket:
     if sock is not None:
       sock.close()
     raise UserError(
-      f'cannot listen on {where}: {error.strerror}. Name another --host or --port; port 0 is any that is free.'
+      f'cannot listen on {where}: {error.strerror}. Name another --host or --port; port 0 takes any free port.'
     ) from error
 
 
 def url_of(sock: socket.socket) -> str:
-  """Where a listening socket is reached."""
+  """Returns the URL of a listening socket."""
   host, port = sock.getsockname()[:2]
   return f'http://{f"[{host}]" if ":" in host else host}:{port}'
 
 
-def serve(
+def run_server(
   engine: Engine,
   model: ServedModel,
   settings: ServerSettings,
@@ -84,15 +88,15 @@ def serve(
   """Serves until SIGTERM, Ctrl-C or `stop`; returns an exit code.
 
   Args:
-    engine: not warm yet.
-    model: what it serves.
-    settings: limits.
-    sock: from `listen`.
-    restore, restore_pauses: another checkpoint's weights and its step, see Publisher.
-    announce: given one line when the server is ready, and one each when it begins to drain and when it has.
-    stop: as SIGTERM, for callers off the main thread, which get no signals, and for other processes.
-    leave: ends the process with an exit code where a thread is in the middle of native code, in a step or reading a
-      checkpoint: an orderly end of Python would crash, or wait for it.
+    engine: an engine; the server warms it up.
+    model: the served model.
+    settings: the address and the limits.
+    sock: a socket from `listen`.
+    restore, restore_pauses: how to read another checkpoint's weights, see Publisher.
+    announce: called with a line when the server is ready, when it begins to drain, and when it has drained.
+    stop: an event that acts as SIGTERM, for callers that get no signals (other threads, other processes).
+    leave: ends the process with an exit code; called if a thread is in native code, in a step or reading a checkpoint,
+      because an orderly end of Python would crash or wait for that thread.
 
   Raises:
     whatever ended the engine.
@@ -111,7 +115,7 @@ def serve(
 
 
 class _Uvicorn(uvicorn.Server):
-  """Leaves the signals to us: its own handlers cut streams without a word."""
+  """A uvicorn server that leaves signals alone; its own handlers would cut streams without an error event."""
 
   @contextlib.contextmanager
   def capture_signals(self) -> Iterator[None]:
@@ -171,7 +175,7 @@ class _Server:
     while not (self._signals or self.thread.error or serving.done() or (stop is not None and stop.is_set())):
       if self.thread.is_ready and not was_ready:
         was_ready = True
-        self._service.warm()
+        self._service.count_late_compilations()
         self._announce(f'Serving {self._model.name}, step {self._service.model.step}, at {url_of(sock)}')
       self._changed.clear()
       with contextlib.suppress(TimeoutError):
@@ -184,7 +188,7 @@ class _Server:
   async def _drain(self) -> None:
     self._service.is_draining = True
     if not self.thread.is_idle:
-      self._announce(f'Draining: at most {self._settings.drain_s:g} s for what has begun.')
+      self._announce(f'Draining: running requests have at most {self._settings.drain_s:g} s to end.')
     assert self._loop is not None
     end = self._loop.time() + self._settings.drain_s
     while not self.thread.is_idle and self.thread.error is None and len(self._signals) < 2 and self._loop.time() < end:
@@ -196,7 +200,7 @@ class _Server:
 
   def _post(self, deltas: list[Delta]) -> None:
     assert self._loop is not None
-    # The engine must not run away from a loop that is behind: deltas would pile up without a bound.
+    # The engine waits for an event loop that is behind; otherwise deltas would pile up without a bound.
     is_counted = self._undispatched.acquire(timeout=_DISPATCH_LIMIT_S)
     try:
       self._loop.call_soon_threadsafe(self._dispatch, deltas, is_counted)
@@ -210,7 +214,7 @@ class _Server:
 
   def _on_change(self) -> None:
     assert self._loop is not None
-    with contextlib.suppress(RuntimeError):  # the loop has ended
+    with contextlib.suppress(RuntimeError):  # the event loop has ended
       self._loop.call_soon_threadsafe(self._changed.set)
 
   def _on_signal(self, number: int) -> None:

@@ -1,28 +1,35 @@
-"""Service: what the routes share: the model, the door to the engine, and what is counted.
+"""Service: the state that the routes share: the served model, access to the engine, and the metrics.
 
-All of it lives on the event loop's thread. Deltas come from the engine's thread once per step, by
-`call_soon_threadsafe(service.dispatch, deltas)`.
+    answer = service.begin(wanted)            # queues the sequences, or raises a RequestError
+    while (deltas := await answer.next()):    # one list for each step that brought something
+      ...
+    service.end(answer)                       # frees the slots
+
+Everything here runs on the event loop's thread. The engine's thread posts each step's deltas with
+`loop.call_soon_threadsafe(service.dispatch, deltas)`.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import math
 import time
 
 from spmd_tasks.decoding import Delta, GeneratedSequence
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
-from spmd_tasks.serving.generation_request import GenerationRequest, ServedModel
-from spmd_tasks.serving.json_fields import RequestError
-from spmd_tasks.serving.prometheus import Histogram, LabelledCounter, exposition, single
+from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.metrics import ServerMetrics
+from spmd_tasks.serving.requests import GenerationRequest, ServedModel
 from spmd_tasks.serving.settings import ServerSettings
 
 
 class Answer:
-  """The sequences of one HTTP request, as its handler waits for them.
+  """The sequences of one HTTP request, and their deltas for the request's handler.
 
   Attributes:
-    sequences: in the order of their choices.
+    sequences: in the order of the choices.
+    begun: when the request was queued, in seconds of the monotonic clock.
+    last_token: when the last text came, or None.
   """
 
   def __init__(self, wanted: GenerationRequest, model: ServedModel):
@@ -40,17 +47,18 @@ class Answer:
   def is_finished(self) -> bool:
     return all(sequence.finish_reason is not None for sequence in self.sequences)
 
-  def put(self, delta: Delta) -> None:
+  def add(self, delta: Delta) -> None:
+    """Adds a delta for the handler."""
     self._deltas.append(delta)
     self._has_news.set()
 
   def abandon(self) -> None:
-    """The client is gone: `next` returns None from now on."""
+    """Makes `next` return None from now on, because the client is gone."""
     self._is_abandoned = True
     self._has_news.set()
 
   async def next(self) -> list[Delta] | None:
-    """What has come since the last call, at least one delta; None where nobody listens any more."""
+    """Waits for deltas and returns all since the last call, at least one; None if the client is gone."""
     await self._has_news.wait()
     if self._is_abandoned:
       return None
@@ -60,12 +68,14 @@ class Answer:
 
 
 class Service:
-  """One model being served.
+  """One served model.
 
   Attributes:
-    model, settings: as given.
-    thread: the engine's.
-    is_draining: whether new work is refused because the server is about to end.
+    model: the served model; the publisher replaces it.
+    settings: the server's limits.
+    thread: the engine's thread.
+    metrics: what the server counts.
+    is_draining: whether the server refuses new requests because it will end.
     is_published: whether there are weights to serve.
   """
 
@@ -77,20 +87,26 @@ class Service:
     num_slots: int,
     num_compilations: Callable[[], int] = lambda: 0,
   ):
+    """Serves nothing until the engine is warm.
+
+    Args:
+      model: the served model.
+      settings: the server's limits.
+      thread: the engine's thread.
+      num_slots: how many sequences the engine generates at once.
+      num_compilations: returns how many programs this process has compiled.
+    """
     self.model = model
     self.settings = settings
     self.thread = thread
+    self.metrics = ServerMetrics(self._read_metrics)
     self.is_draining = False
     self.is_published = True
     self._num_slots = num_slots
     self._num_compilations = num_compilations
     self._num_expected = 0
-    prefix = 'spmd_tasks_'
-    self.http_requests = LabelledCounter(f'{prefix}http_requests_total', 'Answers given.', ('route', 'status'))
-    self._finished = LabelledCounter(f'{prefix}sequences_total', 'Sequences that have ended.', ('finish_reason',))
-    self._first_token_s = Histogram(f'{prefix}time_to_first_token_seconds', 'From the request to its first text.')
-    self._between_tokens_s = Histogram(f'{prefix}inter_token_seconds', 'Between two steps that brought text.')
-    self._request_s = Histogram(f'{prefix}request_seconds', 'From the request to its end.')
+    self._num_ended = 0
+    self._total_s = 0.0  # of the requests that have ended
 
   @property
   def is_ready(self) -> bool:
@@ -98,32 +114,32 @@ class Service:
 
   @property
   def is_healthy(self) -> bool:
-    """Whether starting the process anew would not help."""
+    """Whether the engine works; if not, the process needs a restart."""
     return self.thread.error is None and self.thread.stuck_s <= self.settings.stuck_s
 
   @property
   def num_late_compilations(self) -> int:
-    """Programs that were compiled since it was ready, and should not have been."""
+    """Number of programs compiled since the engine was warm; a number above 0 is a bug."""
     return self._num_compilations() - self._num_expected if self.thread.is_ready else 0
 
   @contextlib.contextmanager
   def uncounted_compilations(self) -> Iterator[None]:
-    """What is compiled meanwhile is no late compilation."""
+    """Does not count compilations of the body as late."""
     before = self._num_compilations()
     try:
       yield
     finally:
       self._num_expected += self._num_compilations() - before
 
-  def warm(self) -> None:
-    """What is compiled from now on is late."""
+  def count_late_compilations(self) -> None:
+    """Counts compilations from now on as late."""
     self._num_expected = self._num_compilations()
 
   def begin(self, wanted: GenerationRequest) -> Answer:
-    """Puts a request into the queue.
+    """Queues the sequences of a request.
 
     Raises:
-      RequestError: it cannot be served now.
+      RequestError: the server cannot take the request now.
     """
     if not self.is_ready:
       raise RequestError(f'the server {self._state()}.', status=503, code='not_ready', retry_after_s=5)
@@ -142,59 +158,48 @@ class Service:
     return answer
 
   def end(self, answer: Answer) -> None:
-    """Nobody waits for an answer any more, finished or not."""
+    """Cancels what is unfinished of an answer, and records its time; called once when its handler is done."""
     if not answer.is_finished:
       self.thread.cancel(answer.sequences)
-    self._request_s.observe(time.monotonic() - answer.begun)
+    seconds = time.monotonic() - answer.begun
+    self.metrics.request_s.observe(seconds)
+    self._num_ended += 1
+    self._total_s += seconds
 
   def dispatch(self, deltas: list[Delta]) -> None:
-    """Hands one step's deltas to those who wait."""
+    """Gives one step's deltas to the handlers that wait for them."""
     now = time.monotonic()
     seen: set[int] = set()
     for delta in deltas:
       answer: Answer = delta.sequence.owner
-      answer.put(delta)
+      answer.add(delta)
       if delta.finish_reason is not None:
-        self._finished.add(delta.finish_reason)
+        self.metrics.sequences.labels(delta.finish_reason).inc()
       if delta.text and id(answer) not in seen:
         seen.add(id(answer))
         if answer.last_token is None:
-          self._first_token_s.observe(now - answer.begun)
+          self.metrics.first_token_s.observe(now - answer.begun)
         else:
-          self._between_tokens_s.observe(now - answer.last_token)
+          self.metrics.between_tokens_s.observe(now - answer.last_token)
         answer.last_token = now
 
-  def metrics(self) -> str:
-    """For Prometheus."""
+  def _read_metrics(self) -> Mapping[str, float]:
     scheduler = self.thread.scheduler
-    gauges = [
-      ('ready', 'Whether requests are taken.', int(self.is_ready)),
-      ('queued_sequences', 'Sequences that wait for a slot.', self.thread.num_queued),
-      ('slots', 'Sequences that can be generated at once.', self._num_slots),
-      ('active_slots', 'Slots in use.', scheduler.num_active),
-      ('weights_step', 'The training step of the weights.', self.model.step),
-      ('late_compilations', 'Programs compiled after the warm-up; not 0 is a bug.', self.num_late_compilations),
-    ]
-    counters = [
-      ('decode_steps_total', 'Decode steps.', scheduler.num_steps),
-      ('slot_steps_total', 'Slots in use, summed over decode steps.', scheduler.num_slot_steps),
-      ('prefills_total', 'Prefills.', scheduler.num_prefills),
-      ('prefill_chunks_total', 'Chunks of prompts that prefills read.', scheduler.num_chunks),
-      ('prompt_tokens_total', 'Tokens of prompts that were read.', scheduler.num_prompt_tokens),
-      ('reused_prompt_tokens_total', 'Tokens of prompts that a slot held already.', scheduler.num_reused_tokens),
-      ('generated_tokens_total', 'Tokens generated.', scheduler.num_generated_tokens),
-    ]
-    return exposition(
-      [
-        *(single(f'spmd_tasks_{name}', text, 'gauge', value) for name, text, value in gauges),
-        *(single(f'spmd_tasks_{name}', text, 'counter', value) for name, text, value in counters),
-        self.http_requests.lines(),
-        self._finished.lines(),
-        self._first_token_s.lines(),
-        self._between_tokens_s.lines(),
-        self._request_s.lines(),
-      ]
-    )
+    return {
+      'ready': self.is_ready,
+      'queued_sequences': self.thread.num_queued,
+      'slots': self._num_slots,
+      'active_slots': scheduler.num_active,
+      'weights_step': self.model.step,
+      'late_compilations': self.num_late_compilations,
+      'decode_steps': scheduler.num_steps,
+      'slot_steps': scheduler.num_slot_steps,
+      'prefills': scheduler.num_prefills,
+      'prefill_chunks': scheduler.num_chunks,
+      'prompt_tokens': scheduler.num_prompt_tokens,
+      'reused_prompt_tokens': scheduler.num_reused_tokens,
+      'generated_tokens': scheduler.num_generated_tokens,
+    }
 
   def _state(self) -> str:
     if self.is_draining:
@@ -204,6 +209,6 @@ class Service:
     return 'has no model now' if self.thread.is_ready else 'is warming up'
 
   def _retry_after_s(self) -> int:
-    """Until a queue as long as this one has moved on, by what a request has taken so far; from 1 to 60."""
-    mean = self._request_s.mean
+    """Estimates when the queue will have moved on, from the mean time of earlier requests; from 1 to 60 s."""
+    mean = self._total_s / max(1, self._num_ended)
     return max(1, min(60, math.ceil(mean * self.thread.num_queued / self._num_slots)))

@@ -1,4 +1,4 @@
-"""ServerSettings: where the server listens, and what it lets a client do."""
+"""ServerSettings: the server's address, and the limits on its clients."""
 
 import dataclasses
 
@@ -7,19 +7,19 @@ from spmd_tasks.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-  """Limits hold for each request unless they say otherwise; times are in seconds.
+  """The address and the limits of a server; limits hold per request unless stated otherwise.
 
   Fields:
-    host, port: where to listen; port 0 is any that is free.
-    api_key: what every request, to any route, must bring; None: nobody is asked.
-    max_queued: sequences that may wait for a slot, of all requests together; one more is answered 429.
-    max_body_bytes: of a request's body, else 413.
-    max_choices: texts that one request may ask for: its prompts times n.
-    max_stop_strings, max_stop_chars: of `stop`, and of each of its strings.
-    body_timeout_s: for a client to send its body, else 408.
-    send_timeout_s: for a client to take what it was sent, else it counts as gone.
-    drain_s: after SIGTERM, for what has begun to end; what remains is told that it was cut.
-    stuck_s: a step that takes longer makes /health fail.
+    host, port: the address to listen on; port 0 takes any free port.
+    api_key: the key that every request to any route must carry; None asks for no key.
+    max_queued: how many sequences of all requests together may wait for a slot; further ones are answered 429.
+    max_body_bytes: size of a body; larger ones are answered 413.
+    max_choices: how many texts one request may ask for: its prompts times n.
+    max_stop_strings, max_stop_chars: how many strings `stop` may have, and how long each may be.
+    body_timeout_s: seconds within which a client must send its body; otherwise the answer is 408.
+    send_timeout_s: seconds within which a client must read what was sent; otherwise the client counts as gone.
+    drain_s: seconds after SIGTERM within which running requests may end; then the rest is cut and told so.
+    stuck_s: a step that takes more seconds makes /health fail.
   """
 
   host: str = '127.0.0.1'
@@ -37,7 +37,7 @@ class ServerSettings:
 
   def __post_init__(self):
     if not 0 <= self.port < 65536:
-      raise UserError(f'port {self.port} must be from 0 (any that is free) to 65535.')
+      raise UserError(f'port {self.port} must be from 0 (any free port) to 65535.')
     if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
       raise UserError('the API key must be printable ASCII characters on one line.')
     for name in ('max_queued', 'max_body_bytes', 'max_choices'):

@@ -111,7 +111,7 @@ def test_unpublish_and_publish_the_newest(client, trained, published):
   assert client.post('/admin/unpublish', json={}).status_code == 200
   assert client.post('/admin/publish', json={}).json()['step'] == 4
   assert [complete(client, prompt) for prompt in PROMPTS] == trained[1]
-  assert 'spmd_tasks_late_compilations 0\n' in client.get('/metrics').text
+  assert 'spmd_tasks_late_compilations 0.0\n' in client.get('/metrics').text
 
 
 def test_sigterm_to_both_lets_what_has_begun_end(client, job):

@@ -1,4 +1,4 @@
-"""A server with a fake engine, on a port of its own and a thread of this process, and how its answers are read."""
+"""Runs a server with a fake engine in a thread of the test process, on any free port, and reads its answers."""
 
 from collections.abc import Iterator
 import contextlib
@@ -7,14 +7,13 @@ import json
 import os
 import queue
 import threading
+import time
 
 import httpx
 
 from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.runtime.decode_settings import DecodeSettings
-from spmd_tasks.serving.generation_request import ServedModel
-from spmd_tasks.serving.server import listen, serve, url_of
-from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
 MODEL = ServedModel(
@@ -35,7 +34,7 @@ ASK = {'model': 'fake.Model', 'messages': [{'role': 'user', 'content': 'hi'}], '
 
 @dataclasses.dataclass(kw_only=True)
 class Served:
-  """A running server; `lines` is what it says, `codes` gets how it ended: an exit code, or an exception."""
+  """A running server; `lines` receives its announcements, and `codes` its exit code or exception when it ends."""
 
   url: str
   engine: FakeEngine
@@ -60,7 +59,7 @@ def serving(
 
   def run():
     try:
-      codes.append(serve(engine, model, limits, sock, restore=restore, announce=lines.put, stop=stop, leave=leave))
+      codes.append(run_server(engine, model, limits, sock, restore=restore, announce=lines.put, stop=stop, leave=leave))
     except Exception as error:
       codes.append(error)
 
@@ -85,6 +84,14 @@ def events(response):
   return [json.loads(text) for text in data[:-1]]
 
 
-def metric(client, name, **kwargs):
-  lines = client.get('/metrics', **kwargs).text.splitlines()
-  return next((float(line.split()[-1]) for line in lines if line.startswith(f'{name} ')), None)
+def metric(client, name) -> float:
+  """The value of a metric without labels; `name` is without its prefix."""
+  lines = client.get('/metrics').text.splitlines()
+  return next(float(line.split()[-1]) for line in lines if line.startswith(f'spmd_tasks_{name} '))
+
+
+def wait_for(condition, limit_s=10.0):
+  end = time.monotonic() + limit_s
+  while not condition():
+    assert time.monotonic() < end, f'not so after {limit_s} s'
+    time.sleep(0.005)

@@ -6,21 +6,15 @@ import time
 import pytest
 
 from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
-from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
+from spmd_tasks.serving import EngineEndedError, EngineThread, QueueFullError
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine, Launched
+from tests.serving.served import wait_for
 
 
 def sequence(text='abc', max_tokens=5):
   return GeneratedSequence(
     Request(ids=tuple(TOKENIZER.encode(text)), max_tokens=max_tokens, stop_ids=(EOS,)), TOKENIZER.decode
   )
-
-
-def wait_for(condition, limit_s=5.0):
-  end = time.monotonic() + limit_s
-  while not condition():
-    assert time.monotonic() < end, 'it did not come to pass'
-    time.sleep(0.005)
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 import json
 import socket
-import time
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.served import serving
+from tests.serving.served import metric, serving, wait_for
 
 FIELDS = """
   model prompt messages max_tokens max_completion_tokens n temperature top_p top_k min_p seed stop stop_token_ids stream
@@ -27,10 +26,7 @@ def served():
 
 def check_alive(served):
   with served.client() as client:
-    end = time.monotonic() + 10
-    while 'spmd_tasks_active_slots 0\n' not in client.get('/metrics').text:
-      assert time.monotonic() < end, 'a slot is not given back'
-      time.sleep(0.02)
+    wait_for(lambda: metric(client, 'active_slots') == 0)  # every slot is given back
     body = {'model': 'fake.Model', 'prompt': [70, 71], 'max_tokens': 4}
     assert client.post('/v1/completions', json=body).json()['choices'][0]['text'] == 'CDCD'
     assert client.get('/health').status_code == client.get('/ready').status_code == 200
@@ -160,5 +156,6 @@ def test_a_client_that_does_not_read_counts_as_gone():
     connect(served, receive_buffer=4096) as sock,  # soon full
   ):
     sock.sendall(head + b'Content-Length: %d\r\n\r\n' % len(body) + body)
-    time.sleep(0.2)
+    with served.client() as client:
+      wait_for(lambda: metric(client, 'generated_tokens_total') > 1000)
     check_alive(served)

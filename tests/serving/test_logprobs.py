@@ -43,10 +43,10 @@ def test_echo_with_logprobs_scores_the_prompt_whole_and_streamed(client, max_tok
 
 def test_what_was_read_before_is_counted_and_not_read_again(client):
   asked = HELLO | {'prompt': 'a system prompt that many requests share', 'n': 2}
-  before = metric(client, 'spmd_tasks_reused_prompt_tokens_total')
+  before = metric(client, 'reused_prompt_tokens_total')
   cached = [client.post(COMPLETIONS, json=asked).json()['usage']['prompt_tokens_details'] for _ in range(2)]
   assert cached == [{'cached_tokens': 0}, {'cached_tokens': 40}]
-  assert metric(client, 'spmd_tasks_reused_prompt_tokens_total') == before + 3 * 40
+  assert metric(client, 'reused_prompt_tokens_total') == before + 3 * 40
 
 
 def test_logprobs_of_chats_in_both_forms(client):

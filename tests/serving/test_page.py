@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.serving.fake_engine import FakeEngine
-from tests.serving.served import serving
+from tests.serving.served import metric, serving, wait_for
 
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
 # Nothing but the page: no updates, no lookups, no profile of an earlier run.
@@ -104,7 +104,7 @@ def test_stop_frees_the_slot(page, served):
   page.wait(page.is_idle)
   assert page['status'].text == 'stopped'
   with served.client() as client:
-    page.wait(lambda: 'spmd_tasks_active_slots 0\n' in client.get('/metrics').text)
+    wait_for(lambda: metric(client, 'active_slots') == 0)
 
 
 def test_what_is_wrong_is_said_and_forgotten(page):

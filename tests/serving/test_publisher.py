@@ -9,7 +9,7 @@ import pytest
 from spmd_tasks import exit_codes
 from spmd_tasks.serving import server
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
-from tests.serving.served import serving
+from tests.serving.served import metric, serving, wait_for
 
 KEY = {'authorization': 'Bearer secret'}
 ASK = {'model': 'fake.Model', 'prompt': TOKENIZER.encode('abc'), 'max_tokens': 6}
@@ -32,8 +32,7 @@ def test_what_has_begun_ends_with_its_weights_and_what_waits_gets_the_new_ones()
   with serving(engine, restore=restore, api_key='secret') as served, served.client(headers=KEY) as client:
     with ThreadPoolExecutor(8) as pool:
       begun = pool.submit(client.post, '/v1/completions', json=ASK | {'n': 2})
-      while 'active_slots 2\n' not in client.get('/metrics').text:
-        time.sleep(0.01)
+      wait_for(lambda: metric(client, 'active_slots') == 2)
       published = pool.submit(client.post, '/admin/publish', json={'step': 2})
       time.sleep(0.1)
       waiting = [pool.submit(client.post, '/v1/completions', json=ASK) for _ in range(3)]

@@ -68,7 +68,7 @@ def client(server):
 
 def metric(url, name):
   text = httpx.get(f'{url}/metrics', headers={'authorization': 'Bearer secret'}, timeout=20).text
-  return int(re.search(rf'^spmd_tasks_{name} (\d+)$', text, re.MULTILINE)[1])
+  return float(re.search(rf'^spmd_tasks_{name} (\S+)$', text, re.MULTILINE)[1])
 
 
 def complete(client, **wanted):

@@ -1,6 +1,8 @@
-"""How an answer is sent: in one piece, or as server-sent events; and how it ends when the client does.
+"""Sends an answer as one JSON body or as server-sent events, and frees its slots when the client disconnects.
 
-Both are ASGI applications, because only those hear of a disconnect while they wait for the engine.
+    return StreamedAnswer(service, answer, ResponseBodies(model, wanted), include_usage=False)
+
+Both classes are ASGI applications: only an ASGI application can notice a disconnect while it waits for the engine.
 """
 
 import asyncio
@@ -10,20 +12,20 @@ import json
 from typing import Any
 
 from spmd_tasks.decoding import Delta
-from spmd_tasks.serving.json_fields import RequestError
-from spmd_tasks.serving.response_bodies import ResponseBodies
+from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.service import Answer, Service
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_CUT = RequestError('the server went down before this answer was finished.', status=503, code='cut')
+_CUT = RequestError('the server shut down before this answer was complete.', status=503, code='cut')
 _FAILED = RequestError('the model failed while it generated this answer.', status=500, code='engine_failed')
 
 
 class WholeAnswer:
-  """A JSON body, once everything is there."""
+  """One JSON body, sent when all choices have ended."""
 
   def __init__(self, service: Service, answer: Answer, bodies: ResponseBodies):
     self._service = service
@@ -48,7 +50,7 @@ class WholeAnswer:
 
 
 class StreamedAnswer:
-  """Server-sent events: a chunk as each step brings one, then `[DONE]`; an error in place of what was cut."""
+  """Server-sent events: chunks as steps produce them, then `[DONE]`; an event with an error if the answer is cut."""
 
   def __init__(self, service: Service, answer: Answer, bodies: ResponseBodies, *, include_usage: bool):
     self._service = service
@@ -65,7 +67,7 @@ class StreamedAnswer:
           data += b'data: [DONE]\n\n'
         await send({'type': 'http.response.body', 'body': data, 'more_body': not is_last})
 
-      # No proxy shall keep back what is there.
+      # The last two headers keep proxies from buffering events.
       headers = [
         (b'content-type', b'text/event-stream; charset=utf-8'),
         (b'cache-control', b'no-cache'),
@@ -90,7 +92,7 @@ class StreamedAnswer:
 
 @contextlib.asynccontextmanager
 async def _exchange(service: Service, answer: Answer, receive: Receive, send: Send) -> AsyncIterator[Send]:
-  """While an answer is being sent: a client that goes away abandons it, and whatever happens, its slots are freed."""
+  """Abandons the answer if the client disconnects during the body, and frees the answer's slots after the body."""
 
   async def listen() -> None:
     while (await receive())['type'] != 'http.disconnect':
@@ -104,16 +106,16 @@ async def _exchange(service: Service, answer: Answer, receive: Receive, send: Se
       with contextlib.closing(_TimedSend(send, limit, service.settings.send_timeout_s)) as timed_send:
         yield timed_send
   except (TimeoutError, OSError):
-    pass  # a client that does not read is gone
+    pass  # the client did not read in time, or is gone
   finally:
     listener.cancel()
     service.end(answer)
 
 
 class _TimedSend:
-  """`send`, where a message that is not taken within some seconds ends `limit`.
+  """Wraps `send`: a message that the client does not take within some seconds ends `limit`.
 
-  One timer looks after all messages of a stream, of which there are thousands.
+  One timer watches all messages of a stream, because a timer for each of thousands would cost too much.
   """
 
   def __init__(self, send: Send, limit: asyncio.Timeout, seconds: float):
@@ -121,7 +123,7 @@ class _TimedSend:
     self._limit = limit
     self._seconds = seconds
     self._loop = asyncio.get_running_loop()
-    self._begun: float | None = None  # when the message began that is being sent
+    self._begun: float | None = None  # when the send that is in progress began
     self._watch()
 
   async def __call__(self, message: Message) -> None:
@@ -130,7 +132,7 @@ class _TimedSend:
     self._begun = None
 
   def close(self) -> None:
-    """The timer ends."""
+    """Ends the timer."""
     self._timer.cancel()
 
   def _watch(self) -> None:
@@ -147,7 +149,7 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 def _num_ended(deltas: list[Delta]) -> int:
-  """By what has come here: the sequences themselves are ahead."""
+  """Counts the ends among these deltas; the sequences themselves may already be further."""
   return sum(delta.finish_reason is not None for delta in deltas)
 
 

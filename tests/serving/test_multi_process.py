@@ -1,4 +1,4 @@
-"""An engine follows another one over a real socket: same operations, same order, and every way in which that ends."""
+"""A leading and a following engine, over a real socket: the same operations in the same order, and every way to end."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
@@ -14,11 +14,17 @@ import pytest
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import CheckpointChoiceError
 from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
-from spmd_tasks.serving import followers, following
-from spmd_tasks.serving.followers import Followers, PeerFailedError
-from spmd_tasks.serving.following import follow
-from spmd_tasks.serving.leading_engine import LeadingEngine, lead
-from spmd_tasks.serving.process_link import admit, join, listen_for_processes, to_line
+from spmd_tasks.serving.multi_process import (
+  Followers,
+  LeadingEngine,
+  PeerFailedError,
+  follow,
+  follower,
+  lead,
+  leader,
+  link,
+)
+from spmd_tasks.serving.multi_process.link import admit, join, listen_for_processes, to_line
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
 
@@ -67,8 +73,8 @@ class Pair:
 
   def close(self):
     self.followers.dismiss(0, '')
-    for link in (*self.near, *self.far):
-      link.close()
+    for each in (*self.near, *self.far):
+      each.close()
 
 
 @pytest.fixture
@@ -141,7 +147,7 @@ def test_what_fails_on_both_is_recovered_from(pair):
 
 
 def test_what_fails_on_another_process_only_ends_the_job(pair, monkeypatch):
-  monkeypatch.setattr(following, '_RESET_LIMIT_S', 0.1)
+  monkeypatch.setattr(follower, '_RESET_LIMIT_S', 0.1)
   pair.engines[1].fail_next = RuntimeError('out of memory')
   scheduler = Scheduler(pair.engine)
   scheduler.submit(sequences(1))
@@ -156,21 +162,21 @@ def test_what_fails_on_another_process_only_ends_the_job(pair, monkeypatch):
 
 
 def test_what_fails_on_process_0_before_its_launch_ends_the_job(pair, monkeypatch):
-  monkeypatch.setattr(followers, '_RESET_LIMIT_S', 0.1)
+  monkeypatch.setattr(leader, '_RESET_LIMIT_S', 0.1)
   pair.engines[1].gate = gate = threading.Event()  # its step waits for process 0's, which never comes
   monkeypatch.setattr(pair.engines[0], 'step', lambda keep: 1 / 0)
   scheduler = Scheduler(pair.engine)
   scheduler.submit(sequences(1))
   with pytest.raises(ZeroDivisionError):
     run(scheduler)
-  with pytest.raises(PeerFailedError, match='a failure was of process 0 alone'):
+  with pytest.raises(PeerFailedError, match='process 0 failed alone'):
     scheduler.recover()
   assert pair.followers.stop.is_set()
   gate.set()
 
 
 def test_a_process_that_is_gone_is_noticed_in_the_middle_of_an_operation(pair, monkeypatch):
-  monkeypatch.setattr(followers, '_LOST_LIMIT_S', 0.1)
+  monkeypatch.setattr(leader, '_LOST_LIMIT_S', 0.1)
   pair.engines[0].gate = gate = threading.Event()  # its step waits as in a collective
   with ThreadPoolExecutor(1) as pool:
     stepping = pool.submit(pair.engine.step, np.zeros(4, np.bool_))
@@ -201,19 +207,20 @@ def test_lead_has_all_processes_end_as_process_0_does(error):
   near, far = links(2)
   left = queue.SimpleQueue()
 
-  def serve(engine, **settings):
-    engine.warm_up()
-    if error is not None:
-      raise error
-    return exit_codes.INTERRUPTED
+  def serve():
+    with lead(FakeEngine(), near, restore=restore, leave=left.put) as leading:
+      leading.warm_up()
+      if error is not None:
+        raise error
+      leading.end(exit_codes.INTERRUPTED)
 
   followed = [follow_in_background(FakeEngine(), link, left) for link in far]
   if error is None:
-    assert lead(FakeEngine(), near, serve, restore=restore, leave=left.put) == exit_codes.INTERRUPTED
+    serve()
     assert [each.result(5) for each in followed] == [exit_codes.INTERRUPTED] * 2
     return
   with pytest.raises(RuntimeError, match='three steps'):
-    lead(FakeEngine(), near, serve, restore=restore, leave=left.put)
+    serve()
   reason = 'process 0 failed: RuntimeError: three steps failed'
   assert [left.get(timeout=5) for _ in followed] == [(exit_codes.PEER_FAILED, reason)] * 2
 
@@ -236,7 +243,7 @@ def test_strangers_are_not_admitted():
 
 
 def test_a_process_that_does_not_come_is_named(monkeypatch):
-  monkeypatch.setattr('spmd_tasks.serving.process_link._CONNECT_LIMIT_S', 0.1)
+  monkeypatch.setattr(link, '_CONNECT_LIMIT_S', 0.1)
   started = time.monotonic()
   with (
     listen_for_processes('127.0.0.1', 1) as listener,

@@ -1,9 +1,9 @@
-"""follow: what another process of a serving job does: on its own engine what process 0 does on its, see leading_engine.
+"""The other processes' side: runs on its own engine each operation that process 0 runs on its engine (leader.py).
 
     code = follow(engine, link, restore=restore, leave=leave)
 
-A process that cannot do what process 0 asks for says so, and that ends the job. Only where it failed on process 0 too,
-which then empties its slots, it goes on; process 0 waits until all have emptied theirs.
+An operation that fails here but not on process 0 ends the job: the process reports its error and raises. If the
+operation fails on process 0 too, process 0 sends a reset; this process empties its slots, says so, and goes on.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ import numpy as np
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import CheckpointChoiceError
 from spmd_tasks.decoding import Engine, Launched
-from spmd_tasks.serving.process_link import Link, to_line
+from spmd_tasks.serving.multi_process.link import Link, to_line
 
-_SETTLE_S = 0.5  # with nothing to do, until what was launched last is looked at
-_RESET_LIMIT_S = 10.0  # for process 0 to notice that an operation has failed on it too
+_SETTLE_S = 0.5  # without a new operation, until the outputs of the last launch are read
+_RESET_LIMIT_S = 10.0  # for process 0 to notice that an operation failed there too
 _MAX_REASON_CHARS = 500
 
 
@@ -34,26 +34,26 @@ def follow(
   restore: Callable[[int | None], tuple[Any, int]],
   leave: Callable[[int, str], object],
 ) -> int:
-  """Follows until process 0 says that the job ends; returns the exit code.
+  """Runs process 0's operations until process 0 ends the job; returns the exit code.
 
-  SIGTERM and Ctrl-C are passed on to process 0, which ends the job in order.
+  Passes SIGTERM and Ctrl-C on to process 0, which ends the job in order.
 
   Args:
-    engine: this process's own.
-    link: to process 0.
-    restore: a checkpoint's weights and its step, if every process calls it.
-    leave: ends this process at once, with an exit code and a reason: process 0 has said so, or is gone. Called on
+    engine: this process's own engine.
+    link: the link to process 0.
+    restore: returns a checkpoint's (weights, step) when every process calls it.
+    leave: ends this process at once, given an exit code and a reason, because process 0 orders it or is gone. Called on
       another thread.
 
   Raises:
-    whatever failed here and not on process 0, which has been told.
+    whatever failed here and not on process 0, after process 0 was told.
   """
-  orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+  operations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
   is_over = threading.Event()
-  threading.Thread(target=_receive, args=(link, orders, leave, is_over), name='orders', daemon=True).start()
+  threading.Thread(target=_receive, args=(link, operations, leave, is_over), name='operations', daemon=True).start()
   try:
     _pass_signals_on(link)
-    return _Follower(engine, orders, restore, on_reset=lambda: link.send(to_line({'reset': True}))).run()
+    return _Follower(engine, operations, restore, on_reset=lambda: link.send(to_line({'reset': True}))).run()
   except BaseException as error:
     with contextlib.suppress(OSError):
       link.send(to_line({'error': f'{type(error).__name__}: {error}'[:_MAX_REASON_CHARS]}))
@@ -67,18 +67,18 @@ class _Follower:
   def __init__(
     self,
     engine: Engine,
-    orders: queue.SimpleQueue,
+    operations: queue.SimpleQueue,
     restore: Callable[[int | None], tuple[Any, int]],
     *,
     on_reset: Callable[[], object],
   ):
     self._on_reset = on_reset
     self._engine = engine
-    self._orders = orders
+    self._operations = operations
     self._restore = restore
-    self._launched: Launched | None = None  # the last one: what it raises is not known yet
+    self._launched: Launched | None = None  # the last launch, whose error is not known yet
     self._num_received = 0
-    self._operations: dict[str, Callable[..., Launched | None]] = {
+    self._calls: dict[str, Callable[..., Launched | None]] = {
       'warm_up': engine.warm_up,
       'reset': self._reset,
       'prefill': lambda chunks, score_prompts: engine.prefill(chunks, score_prompts=score_prompts),
@@ -90,10 +90,10 @@ class _Follower:
   def run(self) -> int:
     while True:
       try:
-        order = self._next()
-        if order['name'] == 'end':
-          return order['arguments'][0]
-        launched = self._operations[order['name']](*order['arguments'])
+        operation = self._next()
+        if operation['name'] == 'end':
+          return operation['arguments'][0]
+        launched = self._calls[operation['name']](*operation['arguments'])
         self._settle()
         self._launched = launched
       except Exception as error:
@@ -102,33 +102,33 @@ class _Follower:
   def _next(self) -> dict[str, Any]:
     if self._launched is not None:
       try:
-        return self._checked(self._orders.get(timeout=_SETTLE_S))
+        return self._checked(self._operations.get(timeout=_SETTLE_S))
       except queue.Empty:
         self._settle()
-    return self._checked(self._orders.get())
+    return self._checked(self._operations.get())
 
-  def _checked(self, order: dict[str, Any]) -> dict[str, Any]:
-    if order['number'] != self._num_received:
-      raise RuntimeError(f'operation {order["number"]} came where {self._num_received} was due: this is a bug.')
+  def _checked(self, operation: dict[str, Any]) -> dict[str, Any]:
+    if operation['number'] != self._num_received:
+      raise RuntimeError(f'received operation {operation["number"]} instead of {self._num_received}: this is a bug.')
     self._num_received += 1
-    return order
+    return operation
 
   def _settle(self) -> None:
-    """Waits for what was launched last, as process 0 does: an error that nobody reads would stay unknown."""
+    """Reads the outputs of the last launch, as process 0 does, so that its error becomes known."""
     launched, self._launched = self._launched, None
     if launched is not None:
       launched.read()
 
   def _skip_to_reset(self, error: Exception) -> None:
-    """Goes on from process 0's reset after a failure there; raises `error` where there is none."""
-    logging.warning('an operation failed; is it the same on process 0? %s: %s', type(error).__name__, error)
-    order = {'name': ''}
-    while order['name'] != 'reset':
+    """Drops operations up to process 0's reset, and resets; raises `error` if process 0 sends none."""
+    logging.warning('an operation failed; process 0 resets if it failed there too: %s: %s', type(error).__name__, error)
+    operation = {'name': ''}
+    while operation['name'] != 'reset':
       try:
-        order = self._checked(self._orders.get(timeout=_RESET_LIMIT_S))
+        operation = self._checked(self._operations.get(timeout=_RESET_LIMIT_S))
       except queue.Empty:
         raise error from None
-      if order['name'] == 'end':
+      if operation['name'] == 'end':
         raise error
     self._reset()
 
@@ -136,7 +136,7 @@ class _Follower:
     try:
       self._settle()
     except Exception as error:
-      logging.warning('it failed as on process 0: %s: %s', type(error).__name__, error)
+      logging.warning('the last launch failed, as on process 0: %s: %s', type(error).__name__, error)
     self._engine.reset()
     self._on_reset()
 
@@ -144,20 +144,20 @@ class _Follower:
     try:
       self._engine.weights, _ = self._restore(step)
     except CheckpointChoiceError as error:
-      logging.warning('nothing is published: %s', error)
+      logging.warning('the weights stay as they are: %s', error)
 
 
 def _receive(
-  link: Link, orders: queue.SimpleQueue, leave: Callable[[int, str], object], is_over: threading.Event
+  link: Link, operations: queue.SimpleQueue, leave: Callable[[int, str], object], is_over: threading.Event
 ) -> None:
   for message in link:
     if 'leave' in message:
       leave(message['leave'], message['reason'])
       return
-    orders.put(message)
+    operations.put(message)
     if message['name'] == 'end':
       return
-  if not is_over.is_set():  # else this end closed the link, and says itself why
+  if not is_over.is_set():  # otherwise this process closed the link itself, and reports why
     leave(exit_codes.PEER_FAILED, 'process 0 is gone: it was killed, or its log says why it ended')
 
 

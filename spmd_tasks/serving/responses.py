@@ -1,4 +1,11 @@
-"""ResponseBodies: what is sent for a GenerationRequest, as OpenAI's API has it: whole, or as the chunks of a stream."""
+"""ResponseBodies: the JSON bodies that answer a GenerationRequest, in the format of OpenAI's API.
+
+    bodies = ResponseBodies(model, wanted)
+    bodies.whole(answer.sequences, deltas)     # one body
+    bodies.event(delta)                        # or one server-sent event per delta, as bytes
+
+streaming.py sends them.
+"""
 
 from collections.abc import Iterable
 import json
@@ -7,11 +14,11 @@ import time
 from typing import Any
 
 from spmd_tasks.decoding import Delta, GeneratedSequence, TokenLogprob
-from spmd_tasks.serving.generation_request import GenerationRequest, ServedModel
+from spmd_tasks.serving.requests import GenerationRequest, ServedModel
 
 
 class ResponseBodies:
-  """The bodies of one answer: they share an id and a time."""
+  """The bodies of one answer, which share an id and a creation time."""
 
   def __init__(self, model: ServedModel, wanted: GenerationRequest):
     self._model = model
@@ -22,7 +29,7 @@ class ResponseBodies:
     self._head = f'data: {_encode(self._body([], is_chunk=True))}'.removesuffix(']}')
 
   def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:
-    """The answer in one piece."""
+    """Makes the body of an answer that is not streamed."""
     sequences = list(sequences)
     texts = list(self._wanted.echoes)
     logprobs: list[list[TokenLogprob]] = [[] for _ in sequences]
@@ -42,7 +49,7 @@ class ResponseBodies:
     return self._body(choices, is_chunk=False) | {'usage': self._usage(sequences)}
 
   def opening(self) -> list[dict[str, Any]]:
-    """The chunks before the first token."""
+    """Makes the chunks that come before the first token: the role of a chat, the echo of a completion."""
     bodies = []
     for index, echo in enumerate(self._wanted.echoes):
       if self._is_chat:
@@ -55,18 +62,18 @@ class ResponseBodies:
     return bodies
 
   def event(self, delta: Delta) -> bytes:
-    """One delta as a server-sent event."""
+    """Makes the server-sent event of one delta."""
     choice: dict[str, Any] = {
       'index': delta.sequence.index,
       'logprobs': self._logprobs(delta.logprobs, delta.sequence.index) if delta.logprobs else None,
       'finish_reason': delta.finish_reason,
     }
     choice |= {'delta': {'content': delta.text} if delta.text else {}} if self._is_chat else {'text': delta.text}
-    # Once per token: what all chunks begin with is encoded once.
+    # This runs for every token, so the beginning that all chunks share is encoded only once.
     return f'{self._head}{_encode(choice)}]}}\n\n'.encode()
 
   def usage_chunk(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
-    """The last chunk, where it was asked for."""
+    """Makes the chunk that counts tokens."""
     return self._body([], is_chunk=True) | {'usage': self._usage(sequences)}
 
   def _body(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
@@ -83,7 +90,7 @@ class ResponseBodies:
     sequences = list(sequences)
     num_generated = sum(sequence.num_tokens for sequence in sequences)
     num_prompt = self._wanted.num_prompt_tokens
-    # Prompts count once, however many samples are drawn; the others' reuse is of the first's.
+    # Each prompt counts once: further samples reuse the first sample's tokens.
     num_reused = sum(sequence.num_reused for sequence in sequences if sequence.request.sample == 0)
     return {
       'prompt_tokens': num_prompt,
@@ -122,7 +129,7 @@ class ResponseBodies:
     return entry.top[: self._wanted.num_logprobs]
 
   def _token_text(self, token: int) -> str:
-    """A token by its text, or by its number where it is part of a character, or none."""
+    """Names a token by its text, or by its number if it has no text or is only a part of a character."""
     text = self._model.decode([token])
     return f'{_NO_TEXT}{token}' if not text or '\ufffd' in text else text
 

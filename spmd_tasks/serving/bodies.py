@@ -1,0 +1,295 @@
+"""The JSON bodies that clients send, as pydantic models; a wrong field is refused in one sentence.
+
+    body = validate(ChatBody, parse_json(data))    # RequestError: 'n must be at least 1, not 0.', param='n'
+
+The models check types and fixed ranges; requests.py checks what depends on the served model. A field that would change
+the answer is either supported or refused. A field that is null counts as absent.
+"""
+
+import difflib
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+  AfterValidator,
+  BaseModel,
+  BeforeValidator,
+  ConfigDict,
+  FailFast,
+  Field,
+  PlainValidator,
+  ValidationError,
+  model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from spmd_tasks.serving.errors import RequestError
+
+_MAX_MESSAGES = 10_000
+_INT32 = 2**31 - 1
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+  """Parses a JSON object.
+
+  Raises:
+    RequestError: the data are not a JSON object.
+  """
+  # Not pydantic's parser, which refuses half of a surrogate pair without naming its field.
+  try:
+    body = json.loads(data.decode('utf-8'), parse_constant=_refuse_constant)
+  except (ValueError, RecursionError) as error:
+    raise RequestError(f'the body is not JSON in UTF-8: {error}', code='invalid_json') from None
+  if not isinstance(body, dict):
+    raise RequestError(f'the body must be a JSON object, not {_kind(body)}.', code='invalid_json')
+  return body
+
+
+def _refuse_constant(name: str) -> Any:
+  raise ValueError(f'{name} is not JSON')
+
+
+# --- models ---
+
+
+class _Body(BaseModel):
+  model_config = ConfigDict(strict=True, extra='forbid')
+
+  @model_validator(mode='before')
+  @classmethod
+  def _keep_relevant(cls, fields: Any) -> Any:
+    """Drops nulls, and unknown fields but for the first one: an error about each of 100,000 would take a second."""
+    if not isinstance(fields, dict):
+      return fields
+    known = cls.model_fields
+    kept = {name: value for name, value in fields.items() if name in known and value is not None}
+    unknown = next((name for name in fields if name not in known), None)
+    return kept if unknown is None else kept | {unknown: fields[unknown]}
+
+
+def _check_characters(text: str) -> str:
+  try:
+    text.encode('utf-8')
+  except UnicodeEncodeError:
+    raise PydanticCustomError('string_unicode', '') from None
+  return text
+
+
+def _is_tokens(value: Any) -> bool:
+  return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _is_prompt(value: Any) -> bool:
+  return isinstance(value, str) or (_is_tokens(value) and bool(value))
+
+
+def _split_prompts(value: Any) -> list[str | list[int]]:
+  """Makes a list of prompts, each a text or tokens, from one prompt or several."""
+  many = [value] if _is_prompt(value) else value
+  if not isinstance(many, list) or not many or not all(_is_prompt(item) for item in many):
+    raise PydanticCustomError('prompt', 'must be a string, an array of tokens, or an array of those.')
+  for item in many:
+    if isinstance(item, str):
+      _check_characters(item)
+  return many
+
+
+def _split_stop(value: Any) -> list[str]:
+  """Makes a list of strings from one or several."""
+  many = [value] if isinstance(value, str) else value
+  if not isinstance(many, list) or not all(isinstance(item, str) for item in many):
+    raise PydanticCustomError('stop', 'must be a string or an array of strings.')
+  return [_check_characters(text) for text in many]
+
+
+def _check_tokens(value: Any) -> list[int]:
+  if not _is_tokens(value):
+    raise PydanticCustomError('tokens', 'must be an array of tokens.')
+  return value
+
+
+def _must_be(*values: Any) -> AfterValidator:
+  """Refuses a setting of OpenAI's API that this server does not support, unless its value changes nothing."""
+
+  def check(value: Any) -> Any:
+    if value not in values:
+      raise PydanticCustomError('unsupported_parameter', 'is not supported by this server: leave it out.')
+    return value
+
+  return AfterValidator(check)
+
+
+class StreamOptions(_Body):
+  """`stream_options`; with include_usage, the stream's last chunk counts tokens."""
+
+  include_usage: bool = False
+  include_obfuscation: Any = None
+
+
+class _GenerationBody(_Body):
+  """The fields of both generating routes; None stands for the default in the experiment's `task.decode`."""
+
+  model: str
+  n: Annotated[int, Field(ge=1, le=_INT32)] = 1
+  temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+  top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+  min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+  top_k: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+  repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+  seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+  stop: Annotated[list[str], PlainValidator(_split_stop)] = []
+  stop_token_ids: Annotated[list[int], PlainValidator(_check_tokens)] = []
+  ignore_eos: bool = False
+  stream: bool = False
+  stream_options: StreamOptions | None = None
+  presence_penalty: Annotated[Any, _must_be(0)] = 0
+  frequency_penalty: Annotated[Any, _must_be(0)] = 0
+  logit_bias: Annotated[Any, _must_be({})] = {}
+  # These do not change what is generated.
+  user: Any = None
+  metadata: Any = None
+  store: Any = None
+  service_tier: Any = None
+  safety_identifier: Any = None
+  prompt_cache_key: Any = None
+
+
+class CompletionBody(_GenerationBody):
+  """POST /v1/completions."""
+
+  prompt: Annotated[list[str | list[int]], PlainValidator(_split_prompts)]
+  max_tokens: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+  logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+  echo: bool = False
+  best_of: Any = None
+  suffix: Annotated[Any, _must_be('')] = ''
+
+
+def _split_content(value: Any) -> Any:
+  if isinstance(value, str):
+    return [{'type': 'text', 'text': _check_characters(value)}]
+  if not isinstance(value, list):
+    raise PydanticCustomError('content', 'must be a string or an array of text parts.')
+  return value
+
+
+def _check_part(value: Any) -> Any:
+  if not isinstance(value, dict) or value.get('type') != 'text':
+    raise PydanticCustomError('part', 'must be an object of type text.')
+  return value
+
+
+class _TextPart(BaseModel):
+  model_config = ConfigDict(strict=True, extra='ignore')
+
+  text: Annotated[str, AfterValidator(_check_characters)]
+
+
+class Message(_Body):
+  """One turn of a conversation."""
+
+  role: Literal['system', 'developer', 'user', 'assistant']
+  content: Annotated[
+    list[Annotated[_TextPart, BeforeValidator(_check_part)]], FailFast(), BeforeValidator(_split_content)
+  ]
+  name: Any = None
+  refusal: Any = None
+  tool_calls: Annotated[Any, _must_be([])] = []
+  annotations: Annotated[Any, _must_be([])] = []
+  audio: Annotated[Any, _must_be()] = None
+
+  @property
+  def text(self) -> str:
+    """The content as one text."""
+    return ''.join(part.text for part in self.content)
+
+
+class ChatBody(_GenerationBody):
+  """POST /v1/chat/completions."""
+
+  messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=_MAX_MESSAGES)]
+  max_completion_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+  max_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
+  logprobs: bool = False
+  top_logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
+  response_format: Annotated[Any, _must_be({'type': 'text'})] = None
+  tools: Annotated[Any, _must_be([])] = []
+  functions: Annotated[Any, _must_be([])] = []
+  tool_choice: Annotated[Any, _must_be('none', 'auto')] = None
+  modalities: Annotated[Any, _must_be(['text'])] = None
+  parallel_tool_calls: Any = None
+
+
+class PublishBody(_Body):
+  """POST /admin/publish; `step` None names the newest checkpoint."""
+
+  step: Annotated[int, Field(ge=0, le=2**53)] | None = None
+
+
+class UnpublishBody(_Body):
+  """POST /admin/unpublish."""
+
+
+# --- errors ---
+
+_SENTENCES = {
+  'missing': 'is missing.',
+  'string_type': 'must be a string, not {value}.',
+  'string_unicode': 'contains half of a surrogate pair, which is not a character.',
+  'int_type': 'must be an integer, not {value}.',
+  'float_type': 'must be a number, not {value}.',
+  'bool_type': 'must be true or false, not {value}.',
+  'list_type': 'must be an array, not {value}.',
+  'model_type': 'must be an object, not {value}.',
+  'greater_than_equal': 'must be at least {ge}, not {value}.',
+  'less_than_equal': 'must be at most {le}, not {value}.',
+  'too_short': 'must not be empty.',
+  'too_long': 'must have at most {max_length} items.',
+  'literal_error': 'must be {expected}.',
+}
+_CODES = ('unknown_parameter', 'unsupported_parameter')
+_NESTED: dict[str, type[_Body]] = {'stream_options': StreamOptions, 'messages': Message}
+
+_Model = TypeVar('_Model', bound=_Body)
+
+
+def validate(body_class: type[_Model], fields: dict[str, Any]) -> _Model:
+  """Makes a body from the fields of a JSON object.
+
+  Raises:
+    RequestError: a field is wrong, missing or unknown; the error names the first such field.
+  """
+  try:
+    return body_class.model_validate(fields)
+  except ValidationError as error:
+    first = error.errors(include_url=False)[0]
+  raise _request_error(body_class, first)
+
+
+def _request_error(body_class: type[_Body], error: ErrorDetails) -> RequestError:
+  path = ''
+  for key in error['loc']:
+    path += f'[{key}]' if isinstance(key, int) else f'.{key}' if path else key
+  path = path[:100] or 'the body'
+  if error['type'] == 'extra_forbidden':
+    *parents, name = map(str, error['loc'])
+    model: type[_Body] = _NESTED[parents[0]] if parents else body_class
+    near = difflib.get_close_matches(name[:100], model.model_fields, n=1)
+    remedy = f'; nearest: {near[0]!r}.' if near else ': leave it out.'
+    return RequestError(f'{path!r} is not a field that this server knows{remedy}', param=path, code='unknown_parameter')
+  sentence = _SENTENCES.get(error['type'], error['msg'])
+  values = {name: _short(value) if isinstance(value, float) else value for name, value in error.get('ctx', {}).items()}
+  values['value'] = _short(error['input'])
+  code = error['type'] if error['type'] in _CODES else None
+  return RequestError(f'{path} {sentence.format_map(values)}', param=path, code=code)
+
+
+def _short(value: Any) -> str:
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    return _kind(value)
+  return f'{value:g}' if isinstance(value, float) else f'{value}' if abs(value) < 10**20 else 'a number so large'
+
+
+def _kind(value: Any) -> str:
+  names = {bool: 'a boolean', int: 'a number', float: 'a number', str: 'a string', list: 'an array', dict: 'an object'}
+  return 'null' if value is None else names[type(value)]

@@ -1,0 +1,57 @@
+"""RequestError: an error that a client is told, and the HTTP response that carries it.
+
+    raise RequestError('n must be at most 16, not 17.', param='n')
+
+`error_response` makes the HTTP response when a route raises one.
+"""
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+
+
+class RequestError(Exception):
+  """A request that cannot be served.
+
+  Attributes:
+    message: one sentence: the value, the constraint, the remedy.
+    status: the HTTP status.
+    param: the field of the body that is wrong, such as `messages[0].role`.
+    code: a name for programs, such as `queue_full`.
+    retry_after_s: seconds after which the client may try again.
+  """
+
+  def __init__(
+    self,
+    message: str,
+    *,
+    status: int = 400,
+    param: str | None = None,
+    code: str | None = None,
+    retry_after_s: int | None = None,
+  ):
+    super().__init__(message)
+    self.message = message
+    self.status = status
+    self.param = param
+    self.code = code
+    self.retry_after_s = retry_after_s
+
+  @property
+  def body(self) -> dict[str, Any]:
+    """The error as OpenAI's API formats it."""
+    kinds = {401: 'authentication_error', 404: 'not_found_error', 429: 'rate_limit_error'}
+    kind = kinds.get(self.status, 'invalid_request_error' if self.status < 500 else 'server_error')
+    return {'error': {'message': self.message, 'type': kind, 'param': self.param, 'code': self.code}}
+
+
+def error_response(error: RequestError) -> Response:
+  """Makes the JSON response of an error."""
+  headers = {} if error.retry_after_s is None else {'retry-after': str(error.retry_after_s)}
+  if error.status == 401:
+    headers['www-authenticate'] = 'Basic realm="spmd-tasks", charset="UTF-8"'
+  if error.status in (401, 408, 413):
+    headers['connection'] = 'close'
+  body = json.dumps(error.body)  # ASCII, because a message may quote half of a surrogate pair
+  return Response(body, status_code=error.status, headers=headers, media_type='application/json')

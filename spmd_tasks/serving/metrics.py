@@ -1,0 +1,95 @@
+"""ServerMetrics: what a server counts, in a Prometheus registry of its own.
+
+    metrics = ServerMetrics(read=lambda: {'slots': 8, 'decode_steps': 17, ...})
+    metrics.http_requests.labels('/v1/models', '200').inc()
+    metrics.exposition()     # the text of GET /metrics
+
+Events are counted as they happen; values that other objects hold are read when Prometheus asks for them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX = 'spmd_tasks_'
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_READ = {
+  'ready': (GaugeMetricFamily, 'Whether the server takes requests.'),
+  'queued_sequences': (GaugeMetricFamily, 'Sequences that wait for a slot.'),
+  'slots': (GaugeMetricFamily, 'Sequences that can be generated at once.'),
+  'active_slots': (GaugeMetricFamily, 'Slots in use.'),
+  'weights_step': (GaugeMetricFamily, 'Training step of the weights.'),
+  'late_compilations': (GaugeMetricFamily, 'Programs compiled after the warm-up; a number above 0 is a bug.'),
+  'decode_steps': (CounterMetricFamily, 'Decode steps.'),
+  'slot_steps': (CounterMetricFamily, 'Slots in use, summed over decode steps.'),
+  'prefills': (CounterMetricFamily, 'Prefills.'),
+  'prefill_chunks': (CounterMetricFamily, 'Chunks of prompts that prefills read.'),
+  'prompt_tokens': (CounterMetricFamily, 'Tokens of prompts that prefills read.'),
+  'reused_prompt_tokens': (CounterMetricFamily, 'Tokens of prompts that a slot held already.'),
+  'generated_tokens': (CounterMetricFamily, 'Tokens generated.'),
+}
+
+
+class ServerMetrics:
+  """The metrics of one server.
+
+  Attributes:
+    http_requests: counter of HTTP responses, by route and status.
+    sequences: counter of sequences that have ended, by finish_reason.
+    first_token_s, between_tokens_s, request_s: histograms of seconds.
+  """
+
+  def __init__(self, read: Callable[[], Mapping[str, float]]):
+    """Counts from zero.
+
+    Args:
+      read: returns the value of each metric of `_READ`.
+    """
+    self._registry = CollectorRegistry()
+    self._registry.register(_ReadMetrics(read))
+    # Clients must not choose label values: new values would fill the memory.
+    self.http_requests = self._counter('http_requests', 'HTTP responses.', 'route', 'status')
+    self.sequences = self._counter('sequences', 'Sequences that have ended.', 'finish_reason')
+    self.first_token_s = self._histogram('time_to_first_token_seconds', 'From the request to its first text.')
+    self.between_tokens_s = self._histogram('inter_token_seconds', 'Between two steps that brought text.')
+    self.request_s = self._histogram('request_seconds', 'From the request to its end.')
+
+  def exposition(self) -> str:
+    """Formats all metrics as text for Prometheus."""
+    return generate_latest(_WithoutCreationTimes(self._registry)).decode()
+
+  def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    return Counter(PREFIX + name, text, labels, registry=self._registry)
+
+  def _histogram(self, name: str, text: str) -> Histogram:
+    return Histogram(PREFIX + name, text, buckets=_SECONDS, registry=self._registry)
+
+
+class _ReadMetrics(Collector):
+  """Metrics whose values are read when Prometheus asks for them."""
+
+  def __init__(self, read: Callable[[], Mapping[str, float]]):
+    self._read = read
+
+  def describe(self) -> Iterable[Metric]:
+    return ()  # otherwise `register` would read the values
+
+  def collect(self) -> Iterable[Metric]:
+    values = self._read()
+    for name, (family, text) in _READ.items():
+      yield family(PREFIX + name, text, value=values[name])
+
+
+class _WithoutCreationTimes(Collector):
+  """A registry without the `_created` samples that prometheus_client adds to each counter and histogram."""
+
+  def __init__(self, registry: CollectorRegistry):
+    self._registry = registry
+
+  def collect(self) -> Iterable[Metric]:
+    for metric in self._registry.collect():
+      metric.samples = [sample for sample in metric.samples if not sample.name.endswith('_created')]
+      yield metric

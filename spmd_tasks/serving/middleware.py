@@ -1,0 +1,79 @@
+"""Guard: checks the API key or the Host header of every request, before any route, and counts every response.
+
+With a key, every route requires it: as `Authorization: Bearer <key>`, or as the password of HTTP's Basic scheme, with
+which a browser asks for it. Without a key, a server on the loopback address answers only requests for that host.
+"""
+
+import base64
+import binascii
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from spmd_tasks.serving.errors import RequestError, error_response
+from spmd_tasks.serving.service import Service
+
+_LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+
+
+class Guard:
+  """ASGI middleware around the whole application."""
+
+  def __init__(self, app: ASGIApp, *, service: Service, routes: frozenset[str]):
+    self._app = app
+    self._service = service
+    self._routes = routes
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope['type'] != 'http':
+      if scope['type'] == 'lifespan':
+        await self._app(scope, receive, send)
+      elif scope['type'] == 'websocket':
+        await send({'type': 'websocket.close', 'code': 1008})
+      return
+
+    async def counting_send(message: Message) -> None:
+      if message['type'] == 'http.response.start':
+        # Only names of routes: paths that clients choose would fill the memory.
+        route = scope['path'] if scope['path'] in self._routes else 'other'
+        self._service.metrics.http_requests.labels(route, str(message['status'])).inc()
+      await send(message)
+
+    error = self._refusal(dict(scope['headers']))
+    if error is not None:
+      await error_response(error)(scope, receive, counting_send)
+    else:
+      await self._app(scope, receive, counting_send)
+
+  def _refusal(self, headers: dict[bytes, bytes]) -> RequestError | None:
+    settings = self._service.settings
+    if settings.api_key is not None:
+      given = presented_key(headers.get(b'authorization', b''))
+      if not hmac.compare_digest(given, settings.api_key.encode()):
+        return RequestError('the API key is missing or wrong.', status=401, code='invalid_api_key')
+    elif settings.host in _LOOPBACK and host_name(headers.get(b'host', b'')) not in _LOOPBACK:
+      # A page of another site can reach this server under a name that resolves to 127.0.0.1 (DNS rebinding).
+      return RequestError('this server answers requests to localhost only.', status=403, code='wrong_host')
+    return None
+
+
+def presented_key(header: bytes) -> bytes:
+  """Returns the key in an Authorization header; empty if there is none."""
+  scheme, _, value = header.partition(b' ')
+  value = value.strip()
+  if scheme.lower() == b'bearer':
+    return value
+  if scheme.lower() == b'basic':
+    try:
+      return base64.b64decode(value, validate=True).partition(b':')[2]
+    except binascii.Error:
+      pass
+  return b''
+
+
+def host_name(header: bytes) -> str:
+  """Returns the name in a Host header, without its port."""
+  text = header.decode('latin-1').strip().lower()
+  if text.startswith('['):
+    return text[1:].partition(']')[0]
+  return text.partition(':')[0]

@@ -1,0 +1,299 @@
+"""Process 0's side: an engine whose calls every process makes, and a watch over the other processes.
+
+    with lead(engine, links, restore=restore, leave=leave) as leader:
+      code = run_server(leader, model, settings, sock, restore=leader.restore, restore_pauses=True, stop=leader.stop,
+                        leave=leader.leave)
+      leader.end(code)
+
+`LeadingEngine` sends each call, numbered, to every other process (follower.py runs it there), and then makes the call
+on its own engine. A collective with a dead process may never return, so that a worker thread makes the calls: when
+`Followers` sees that a process is lost, the caller gets a PeerFailedError at once and the worker is abandoned.
+
+A link shows the end of its process at once: a failing process sends its reason and then closes the link, and the kernel
+closes the link of a killed process. JAX's heartbeats find a machine that vanishes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+import time
+from typing import Any, NoReturn
+
+import numpy as np
+
+from spmd_tasks import exit_codes
+from spmd_tasks.decoding import Chunk, Engine, Launched, Outputs
+from spmd_tasks.errors import JobError
+from spmd_tasks.serving.multi_process.link import Link, to_line
+
+_LOST_LIMIT_S = 20.0  # from the loss of a process: to tell the clients, and to end in order
+_RESET_LIMIT_S = 60.0  # for the other processes to finish what runs and to empty their slots
+_FAREWELL_LIMIT_S = 5.0  # for the others to log why they leave, before the coordination service ends with process 0
+
+
+class PeerFailedError(JobError):
+  """Another process has ended or failed; the message names the process and its reason."""
+
+
+@contextlib.contextmanager
+def lead(
+  engine: Engine,
+  links: Sequence[Link],
+  *,
+  restore: Callable[[int | None], tuple[Any, int]],
+  leave: Callable[[int, str], object],
+) -> Iterator['LeadingEngine']:
+  """Leads the other processes while the body runs; the body's last call is `LeadingEngine.end`.
+
+  If the body raises, the other processes leave too.
+
+  Args:
+    engine: this process's own engine.
+    links: links to all other processes.
+    restore: returns a checkpoint's (weights, step) when every process calls it.
+    leave: ends this process at once, given an exit code and a reason; called when another process is lost.
+
+  Raises:
+    whatever the body raised.
+  """
+  followers = Followers(links, leave=functools.partial(leave, exit_codes.PEER_FAILED))
+  try:
+    yield LeadingEngine(engine, followers, restore)
+  except BaseException as error:
+    lost = followers.lost.exception() if followers.lost.done() else None
+    followers.dismiss(exit_codes.PEER_FAILED, str(lost or f'process 0 failed: {type(error).__name__}: {error}'))
+    if lost is not None:
+      leave(exit_codes.PEER_FAILED, str(lost))
+    raise
+
+
+class LeadingEngine:
+  """An Engine (decoding/engine_contract.py) that every process runs.
+
+  Every method raises a PeerFailedError at once when a process is lost.
+
+  Attributes:
+    stop: an event, set when the server must end because a process got a signal or is lost.
+  """
+
+  def __init__(self, engine: Engine, followers: 'Followers', restore: Callable[[int | None], tuple[Any, int]]):
+    """Leads from now on.
+
+    Args:
+      engine: this process's own engine.
+      followers: all other processes.
+      restore: returns a checkpoint's (weights, step) when every process calls it.
+    """
+    self.stop = followers.stop
+    self._engine = engine
+    self._followers = followers
+    self._restore = restore
+    self._caller = ThreadPoolExecutor(1, thread_name_prefix='leading-engine')
+
+  @property
+  def num_slots(self) -> int:
+    return self._engine.num_slots
+
+  @property
+  def prefill_rows(self) -> int:
+    return self._engine.prefill_rows
+
+  @property
+  def prefill_chunk(self) -> int:
+    return self._engine.prefill_chunk
+
+  @property
+  def can_reuse(self) -> bool:
+    return self._engine.can_reuse
+
+  @property
+  def max_len(self) -> int:
+    return self._engine.max_len
+
+  @property
+  def cache_epoch(self) -> int:
+    return self._engine.cache_epoch
+
+  @property
+  def weights(self) -> Any:
+    """The weights that process 0 holds; `restore` gave the other processes their parts."""
+    return self._engine.weights
+
+  @weights.setter
+  def weights(self, weights: Any) -> None:
+    if weights is None:
+      self._followers.send('drop_weights')
+    self._engine.weights = weights
+
+  def warm_up(self) -> None:
+    self._lead('warm_up')
+
+  def reset(self) -> None:
+    self._lead('reset')
+    # Another process may be stuck in a call that failed here before its launch; the next launch would then be taken for
+    # that call. So wait until every process has emptied its slots.
+    self._await(self._followers.await_reset)
+
+  def prefill_cost(self, chunk: Chunk) -> int:
+    return self._engine.prefill_cost(chunk)
+
+  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Launched:
+    self._followers.send('prefill', [_without_later_tokens(chunk) for chunk in chunks], score_prompts)
+    launched = self._await(functools.partial(self._engine.prefill, chunks, score_prompts=score_prompts))
+    return _Awaited(self._await, launched)
+
+  def step(self, keep: np.ndarray) -> Launched:
+    self._followers.send('step', keep.tolist())
+    return _Awaited(self._await, self._await(self._engine.step, keep))
+
+  def restore(self, step: int | None) -> tuple[Any, int]:
+    """Returns a checkpoint's (weights, step), for `weights`; the other processes replace their weights themselves."""
+    self._followers.send('restore', step)
+    return self._await(self._restore, step)
+
+  def leave(self, code: int) -> NoReturn:
+    """Ends every process at once, because process 0 ends in the middle of an operation."""
+    self._followers.dismiss(code, 'process 0 ended in the middle of an operation')
+    os._exit(code)
+
+  def end(self, code: int) -> None:
+    """Makes every other process end with this exit code, after all operations sent so far.
+
+    Raises:
+      PeerFailedError: a process is lost.
+    """
+    if self._followers.lost.done():
+      self._followers.lost.result()
+    self._followers.end(code)
+
+  def _lead(self, name: str) -> None:
+    self._followers.send(name)
+    self._await(getattr(self._engine, name))
+
+  def _await(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns or raises what the call does, unless a process is lost first."""
+    future = self._caller.submit(call, *arguments)
+    lost = self._followers.lost
+    wait((future, lost), return_when=FIRST_COMPLETED)
+    return lost.result() if lost.done() else future.result()
+
+
+def _without_later_tokens(chunk: Chunk) -> Chunk:
+  """Cuts the prompt after the token behind the chunk: the engine does not read later tokens yet."""
+  ids = chunk.request.ids[: chunk.stop + 1]
+  return dataclasses.replace(chunk, request=dataclasses.replace(chunk.request, ids=ids))
+
+
+class _Awaited:
+  """Outputs that LeadingEngine's worker thread reads."""
+
+  def __init__(self, await_call: Callable[..., Any], launched: Launched):
+    self._await = await_call
+    self._launched = launched
+
+  def read(self) -> Outputs:
+    return self._await(self._launched.read)
+
+
+class Followers:
+  """All other processes, as process 0 sees them: sends operations to them, and watches for their end.
+
+  Attributes:
+    stop: set when the server must end because a process got a signal or is lost.
+    lost: a future that raises the PeerFailedError once a process is lost.
+  """
+
+  def __init__(self, links: Sequence[Link], *, leave: Callable[[str], object]):
+    """Watches the links from now on.
+
+    Args:
+      links: one link to each process.
+      leave: ends this process, given a reason; called if it still runs 20 s after another process was lost.
+    """
+    self.stop = threading.Event()
+    self.lost: Future[Any] = Future()
+    self._links = links
+    self._leave = leave
+    self._is_over = threading.Event()
+    self._num_reset = threading.Semaphore(0)
+    self._lock = threading.Lock()
+    # Guarded by _lock:
+    self._num_sent = 0
+    self._is_ending = False
+    self._threads = [threading.Thread(target=self._watch, args=(link,), daemon=True) for link in links]
+    for thread in self._threads:
+      thread.start()
+
+  def send(self, name: str, *arguments: Any) -> None:
+    """Makes every process run an operation, after all operations sent before."""
+    with self._lock:
+      self._send({'number': self._num_sent, 'name': name, 'arguments': arguments})
+      self._num_sent += 1
+
+  def await_reset(self) -> None:
+    """Waits until every process has done the reset that was sent.
+
+    Raises:
+      PeerFailedError: a process is stuck in an operation that process 0 sent but could not run itself.
+    """
+    end = time.monotonic() + _RESET_LIMIT_S
+    for _ in self._links:
+      if not self._num_reset.acquire(timeout=max(0.0, end - time.monotonic())):
+        error = PeerFailedError(
+          f'process 0 failed alone: the other processes did not all empty their slots within {_RESET_LIMIT_S:g} s'
+        )
+        self._lose(error)
+        raise error
+
+  def end(self, code: int) -> None:
+    """Makes every process end with this exit code, after all operations sent before."""
+    with self._lock:
+      self._is_ending = True
+      self._send({'number': self._num_sent, 'name': 'end', 'arguments': [code]})
+    self._close()
+
+  def dismiss(self, code: int, reason: str) -> None:
+    """Makes every process leave at once, whatever it is doing; waits at most 5 s for that."""
+    with self._lock:
+      self._is_ending = True
+      self._send({'leave': code, 'reason': reason})
+    self._close()
+
+  def _send(self, message: dict[str, Any]) -> None:
+    line = to_line(message)
+    for link in self._links:
+      with contextlib.suppress(OSError):  # the thread that watches the link notices that it is closed
+        link.send(line)
+
+  def _close(self) -> None:
+    self._is_over.set()
+    end = time.monotonic() + _FAREWELL_LIMIT_S
+    for thread in self._threads:
+      thread.join(max(0.0, end - time.monotonic()))
+    for link in self._links:
+      link.close()
+
+  def _watch(self, link: Link) -> None:
+    reason = 'is gone: it was killed, or its log says why it ended'
+    for message in link:
+      if 'signal' in message:
+        self.stop.set()
+      elif 'reset' in message:
+        self._num_reset.release()
+      else:
+        reason = f'failed: {message["error"]}'
+    self._lose(PeerFailedError(f'process {link.process_index} of {len(self._links) + 1} {reason}'))
+
+  def _lose(self, error: PeerFailedError) -> None:
+    with self._lock:
+      if self._is_ending:
+        return
+      if not self.lost.done():
+        self.lost.set_exception(error)
+    self.stop.set()
+    if not self._is_over.wait(_LOST_LIMIT_S):
+      self._leave(str(error))

@@ -1,0 +1,246 @@
+"""From the bodies of /v1/completions and /v1/chat/completions to the requests that the scheduler runs.
+
+    wanted = completion_request({'model': 'lm.Tiny', 'prompt': 'def ', 'n': 2}, model, limits)
+    len(wanted.requests)   # 2: one per choice
+
+bodies.py has checked types and fixed ranges; here each request is checked against the served model and the server's
+limits, and gets its tokens and defaults.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import secrets
+from typing import Any, Literal
+
+from spmd_tasks.decoding import ChatTemplate, DecodeSettings, Request, SamplingParams
+from spmd_tasks.inputs.tokenizers import Tokenizer
+from spmd_tasks.serving.bodies import ChatBody, CompletionBody, validate
+from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.settings import ServerSettings
+
+_COMPLETION_TOKENS = 16  # OpenAI's default
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedModel:
+  """The model that requests are checked against.
+
+  Fields:
+    name: the name that requests must give.
+    created: when the weights were loaded, in seconds since 1970.
+    step: the training step of the weights.
+    tokenizer, chat_template: those of the experiment.
+    settings, max_len, vocab_size: those of the compiled steps.
+  """
+
+  name: str
+  created: int
+  step: int
+  tokenizer: Tokenizer
+  chat_template: ChatTemplate
+  settings: DecodeSettings
+  max_len: int
+  vocab_size: int
+
+  def encode(self, text: str) -> tuple[int, ...]:
+    """Turns a prompt into tokens, after the token for the beginning of text if there is one."""
+    begin = () if self.tokenizer.bos_id is None else (self.tokenizer.bos_id,)
+    return (*begin, *self.tokenizer.encode(text))
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Turns tokens into text; ids beyond the tokenizer's vocabulary, which a padded model may have, add no text."""
+    return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+  """What one HTTP request asks for.
+
+  Fields:
+    kind: the route.
+    requests: one per choice, in the order of the choices: all samples of the first prompt, then of the next.
+    echoes: the text before each choice's generated text.
+    num_prompt_tokens: of all prompts, each counted once.
+    num_logprobs: how many of the likeliest tokens are reported beside each token; None reports no log-probabilities.
+    stream: whether the answer is a stream of events.
+    include_usage: whether the stream's last event counts tokens.
+  """
+
+  kind: Literal['completion', 'chat']
+  requests: tuple[Request, ...]
+  echoes: tuple[str, ...]
+  num_prompt_tokens: int
+  num_logprobs: int | None
+  stream: bool
+  include_usage: bool
+
+
+def completion_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:
+  """Reads the body of /v1/completions.
+
+  Raises:
+    RequestError: names the field that is wrong.
+  """
+  _check_name(fields, model)
+  body = validate(CompletionBody, fields)
+  if len(body.prompt) > limits.max_choices:
+    raise RequestError(
+      f'prompt has {len(body.prompt)} prompts, more than {limits.max_choices}: send several requests.', param='prompt'
+    )
+  prompts = [_prompt(item, model) for item in body.prompt]
+  _check_num_logprobs('logprobs', body.logprobs, model)
+  # With echo, a client may want the prompt alone back, with its log-probabilities.
+  if body.max_tokens == 0 and not body.echo:
+    raise RequestError('max_tokens must be at least 1, not 0, unless echo is true.', param='max_tokens')
+  max_tokens = body.max_tokens
+  if max_tokens is None:
+    max_tokens = model.settings.max_tokens or _COMPLETION_TOKENS
+  if body.best_of not in (None, 1, body.n):
+    raise RequestError(
+      'best_of is not supported by this server: leave it out.', param='best_of', code='unsupported_parameter'
+    )
+  return _generation_request(
+    body, model, limits, prompts, max_tokens=max_tokens, num_logprobs=body.logprobs, echo=body.echo
+  )
+
+
+def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:
+  """Reads the body of /v1/chat/completions.
+
+  Raises:
+    RequestError: names the field that is wrong.
+  """
+  _check_name(fields, model)
+  body = validate(ChatBody, fields)
+  turns = (('system' if turn.role == 'developer' else turn.role, turn.text) for turn in body.messages)
+  ids = model.encode(model.chat_template.render(turns))
+  _check_num_logprobs('top_logprobs', body.top_logprobs, model)
+  if body.top_logprobs is not None and not body.logprobs:
+    raise RequestError('top_logprobs needs logprobs to be true.', param='top_logprobs')
+  max_tokens = body.max_completion_tokens or body.max_tokens
+  if max_tokens is None:
+    room = model.max_len - len(ids)
+    max_tokens = max(1, min(room, model.settings.max_tokens or room))
+  num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+  return _generation_request(body, model, limits, [(ids, '')], max_tokens=max_tokens, num_logprobs=num_logprobs)
+
+
+def _check_name(fields: dict[str, Any], model: ServedModel) -> None:
+  name = fields.get('model')
+  if name is None:
+    raise RequestError(f'model is missing: give {model.name!r}.', param='model')
+  if isinstance(name, str) and name != model.name:
+    raise RequestError(
+      f'model {name[:100]!r} is not served here; {model.name!r} is.', status=404, param='model', code='model_not_found'
+    )
+
+
+def _check_num_logprobs(field: str, number: int | None, model: ServedModel) -> None:
+  most = model.settings.num_top_logprobs
+  if number is not None and number > most:
+    raise RequestError(f'{field} must be at most {most}, not {number}.', param=field)
+
+
+def _prompt(item: str | list[int], model: ServedModel) -> tuple[tuple[int, ...], str]:
+  """The tokens and the text of a prompt."""
+  if isinstance(item, str):
+    ids, text = model.encode(item), item
+  else:
+    if not all(0 <= token < model.vocab_size for token in item):
+      raise RequestError(f'prompt has a token outside the vocabulary of {model.vocab_size}.', param='prompt')
+    ids, text = tuple(item), model.decode(item)
+  if not ids:
+    raise RequestError('prompt is empty, and this model has no token for the beginning of text.', param='prompt')
+  return ids, text
+
+
+def _generation_request(
+  body: CompletionBody | ChatBody,
+  model: ServedModel,
+  limits: ServerSettings,
+  prompts: list[tuple[tuple[int, ...], str]],
+  *,
+  max_tokens: int,
+  num_logprobs: int | None,
+  echo: bool = False,
+) -> GenerationRequest:
+  """Checks and resolves the fields that both routes have."""
+  is_chat = isinstance(body, ChatBody)
+  _check_sizes(body, model, limits, [ids for ids, _ in prompts], max_tokens)
+  stop = _checked_stop(body, limits)
+  if is_chat:
+    stop = (*stop, *model.chat_template.stop)
+  stop_ids = _stop_ids(body, model)
+  if body.stream_options is not None and not body.stream:
+    raise RequestError('stream_options needs stream to be true.', param='stream_options')
+  names = [field.name for field in dataclasses.fields(SamplingParams)]
+  given = {name: value for name in names if (value := getattr(body, name)) is not None}
+  sampling = dataclasses.replace(model.settings.sampling, **given)
+  requests = tuple(
+    Request(
+      ids=ids,
+      max_tokens=max_tokens,
+      seed=secrets.randbits(32) if body.seed is None else body.seed % 2**32,
+      sample=sample,
+      stop_ids=stop_ids,
+      stop=stop,
+      score_prompt=echo and num_logprobs is not None,
+      sampling=sampling,
+    )
+    for ids, _ in prompts
+    for sample in range(body.n)
+  )
+  return GenerationRequest(
+    kind='chat' if is_chat else 'completion',
+    requests=requests,
+    echoes=tuple(text if echo else '' for _, text in prompts for _ in range(body.n)),
+    num_prompt_tokens=sum(len(ids) for ids, _ in prompts),
+    num_logprobs=num_logprobs,
+    stream=body.stream,
+    include_usage=body.stream_options is not None and body.stream_options.include_usage,
+  )
+
+
+def _check_sizes(
+  body: CompletionBody | ChatBody,
+  model: ServedModel,
+  limits: ServerSettings,
+  prompts: list[tuple[int, ...]],
+  max_tokens: int,
+) -> None:
+  most = min(limits.max_choices, limits.max_queued)  # even an empty queue has no room for more
+  if len(prompts) * body.n > most:
+    raise RequestError(
+      f'n={body.n} for {len(prompts)} prompt(s) is more than {most} texts: ask for fewer, or send several requests.',
+      param='n',
+    )
+  for ids in prompts:
+    if len(ids) + max_tokens > model.max_len:
+      prompt_field = 'messages' if isinstance(body, ChatBody) else 'prompt'
+      field = prompt_field if len(ids) >= model.max_len else 'max_tokens'
+      raise RequestError(
+        f'{field} is too large: {len(ids)} tokens of prompt and max_tokens {max_tokens} exceed the {model.max_len} of '
+        'this model.',
+        param=field,
+        code='context_length_exceeded',
+      )
+
+
+def _checked_stop(body: CompletionBody | ChatBody, limits: ServerSettings) -> tuple[str, ...]:
+  if len(body.stop) > limits.max_stop_strings:
+    raise RequestError(f'stop has {len(body.stop)} strings, more than {limits.max_stop_strings}.', param='stop')
+  if not all(0 < len(text) <= limits.max_stop_chars for text in body.stop):
+    raise RequestError(f'stop must have strings of 1 to {limits.max_stop_chars} characters.', param='stop')
+  return tuple(body.stop)
+
+
+def _stop_ids(body: CompletionBody | ChatBody, model: ServedModel) -> tuple[int, ...]:
+  if not all(0 <= token < model.vocab_size for token in body.stop_token_ids):
+    raise RequestError(f'stop_token_ids must be tokens below {model.vocab_size}.', param='stop_token_ids')
+  end = () if body.ignore_eos else (model.tokenizer.eos_id,)
+  stop_ids = tuple(dict.fromkeys((*end, *body.stop_token_ids)))
+  if len(stop_ids) > model.settings.max_stop_ids:
+    raise RequestError(
+      f'stop_token_ids and the end of text are more than {model.settings.max_stop_ids} tokens.', param='stop_token_ids'
+    )
+  return stop_ids

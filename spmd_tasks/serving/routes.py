@@ -1,0 +1,196 @@
+"""The HTTP application: OpenAI's completions and chat, routes for operators, and a page to try the model.
+
+    app = make_app(service, publisher)    # an ASGI application, for uvicorn
+
+A request passes middleware.py, and then its route reads the body, has it checked (bodies.py, requests.py), and answers
+(responses.py, streaming.py). An invalid request gets a 4xx status and JSON that names the wrong field.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+import contextlib
+import importlib.resources
+import json
+from typing import Any
+
+from absl import logging
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from spmd_tasks.serving.bodies import PublishBody, UnpublishBody, parse_json, validate
+from spmd_tasks.serving.errors import RequestError, error_response
+from spmd_tasks.serving.middleware import Guard
+from spmd_tasks.serving.publisher import Publisher
+from spmd_tasks.serving.requests import GenerationRequest, ServedModel, chat_request, completion_request
+from spmd_tasks.serving.responses import ResponseBodies
+from spmd_tasks.serving.service import Service
+from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.serving.streaming import StreamedAnswer, WholeAnswer
+
+# Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams.
+_QUICK_BYTES = 16_384
+# A body that is too large is read on, up to this multiple of the limit and for this long; see _discard.
+_DISCARD_FACTOR = 8
+_DISCARD_LIMIT_S = 2.0
+
+_Read = Callable[[dict[str, Any], ServedModel, ServerSettings], GenerationRequest]
+
+
+def make_app(service: Service, publisher: Publisher) -> Starlette:
+  """Makes the ASGI application."""
+  page = importlib.resources.files('spmd_tasks.serving').joinpath('page.html').read_text(encoding='utf-8')
+  routes = _Routes(service, publisher, page)
+  table = [
+    Route('/', routes.page),
+    Route('/health', routes.health),
+    Route('/ready', routes.ready),
+    Route('/metrics', routes.metrics),
+    Route('/v1/models', routes.models),
+    Route('/v1/models/{name:path}', routes.model),
+    Route('/v1/completions', routes.completions, methods=['POST']),
+    Route('/v1/chat/completions', routes.chat_completions, methods=['POST']),
+    Route('/admin/publish', routes.publish, methods=['POST']),
+    Route('/admin/unpublish', routes.unpublish, methods=['POST']),
+  ]
+  return Starlette(
+    routes=table,
+    middleware=[Middleware(Guard, service=service, routes=frozenset(route.path for route in table))],
+    exception_handlers={RequestError: _request_error, HTTPException: _http_error, Exception: _bug},
+  )
+
+
+class _Routes:
+  def __init__(self, service: Service, publisher: Publisher, page: str):
+    self._service = service
+    self._publisher = publisher
+    self._page = page.replace('{{model}}', json.dumps(service.model.name).replace('<', '\\u003c'))
+
+  async def page(self, request: Request) -> Response:
+    # The page loads nothing from other sites, and no other site can frame it.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    headers = {'content-security-policy': f"{policy}; frame-ancestors 'none'", 'x-content-type-options': 'nosniff'}
+    return HTMLResponse(self._page, headers=headers)
+
+  async def health(self, request: Request) -> Response:
+    is_healthy = self._service.is_healthy
+    return JSONResponse({'status': 'ok' if is_healthy else 'failed'}, 200 if is_healthy else 503)
+
+  async def ready(self, request: Request) -> Response:
+    is_ready = self._service.is_ready
+    return JSONResponse({'status': 'ready' if is_ready else 'not ready'}, 200 if is_ready else 503)
+
+  async def metrics(self, request: Request) -> Response:
+    return PlainTextResponse(self._service.metrics.exposition(), media_type='text/plain; version=0.0.4')
+
+  async def models(self, request: Request) -> Response:
+    return JSONResponse({'object': 'list', 'data': [self._card()] if self._service.is_published else []})
+
+  async def model(self, request: Request) -> Response:
+    if request.path_params['name'] != self._service.model.name:
+      raise RequestError('this server has no such model.', status=404, param='model', code='model_not_found')
+    return JSONResponse(self._card())
+
+  async def completions(self, request: Request) -> Response:
+    return await self._generate(request, completion_request)
+
+  async def chat_completions(self, request: Request) -> Response:
+    return await self._generate(request, chat_request)
+
+  async def publish(self, request: Request) -> Response:
+    body = validate(PublishBody, parse_json(await self._read_body(request)))
+    return JSONResponse({'model': self._service.model.name, 'step': await self._publisher.publish(body.step)})
+
+  async def unpublish(self, request: Request) -> Response:
+    validate(UnpublishBody, parse_json(await self._read_body(request)))
+    await self._publisher.unpublish()
+    return JSONResponse({'model': self._service.model.name, 'step': None})
+
+  async def _read_body(self, request: Request) -> bytes:
+    settings = self._service.settings
+    return await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+
+  async def _generate(self, request: Request, read: _Read) -> Any:
+    service = self._service
+    data = await self._read_body(request)
+
+    def parse() -> GenerationRequest:
+      return read(parse_json(data), service.model, service.settings)
+
+    wanted = parse() if len(data) <= _QUICK_BYTES else await asyncio.to_thread(parse)
+    answer = service.begin(wanted)
+    bodies = ResponseBodies(service.model, wanted)
+    if wanted.stream:
+      return StreamedAnswer(service, answer, bodies, include_usage=wanted.include_usage)
+    return WholeAnswer(service, answer, bodies)
+
+  def _card(self) -> dict[str, Any]:
+    model = self._service.model
+    return {
+      'id': model.name,
+      'object': 'model',
+      'created': model.created,
+      'owned_by': 'spmd-tasks',
+      'step': model.step,
+      'max_model_len': model.max_len,
+    }
+
+
+async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
+  """Reads the body of a request that declares it as JSON.
+
+  Raises:
+    RequestError: 413 the body is too large, 415 it has another type, 408 it does not arrive in time.
+  """
+  kind = request.headers.get('content-type', '').partition(';')[0].strip().lower()
+  if kind != 'application/json':
+    # This also keeps other sites' pages out: a browser asks the server before it sends this type for them.
+    raise RequestError('the content-type must be application/json.', status=415, code='unsupported_media_type')
+  length = request.headers.get('content-length', '0')
+  data = bytearray()
+  chunks = request.stream()
+  try:
+    async with asyncio.timeout(timeout_s):
+      is_too_large = not length.isdecimal() or len(length) > 20 or int(length) > max_bytes
+      while not is_too_large and (chunk := await anext(chunks, None)) is not None:
+        data += chunk
+        is_too_large = len(data) > max_bytes
+  except TimeoutError:
+    raise RequestError(f'the body did not arrive within {timeout_s:g} s.', status=408, code='timeout') from None
+  if is_too_large:
+    await _discard(chunks, _DISCARD_FACTOR * max_bytes)
+    raise RequestError(f'the body is larger than {max_bytes} bytes.', status=413, code='body_too_large')
+  return bytes(data)
+
+
+async def _discard(chunks: AsyncIterator[bytes], max_bytes: int) -> None:
+  """Reads what a client still sends: if the server closed earlier, the client would see no answer."""
+  num_bytes = 0
+  with contextlib.suppress(TimeoutError):
+    async with asyncio.timeout(_DISCARD_LIMIT_S):
+      while num_bytes < max_bytes and (chunk := await anext(chunks, None)) is not None:
+        num_bytes += len(chunk)
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+  assert isinstance(error, RequestError)
+  return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+  assert isinstance(error, HTTPException)
+  sentence = {404: 'there is no such path.', 405: 'this path does not take this method.'}.get(
+    error.status_code, error.detail
+  )
+  response = error_response(RequestError(sentence, status=error.status_code))
+  response.headers.update(error.headers or {})
+  return response
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+  if not isinstance(error, ClientDisconnect):
+    logging.error('a request failed', exc_info=error)
+  return error_response(RequestError('the server failed to handle this request.', status=500, code='internal_error'))
