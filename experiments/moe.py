@@ -11,9 +11,7 @@ from spmd_tasks import register
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.layers.attention.attention import Attention
 from spmd_tasks.layers.attention.positions import Rotary
-from spmd_tasks.layers.moe.capacity_einsum import CapacityEinsum
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.layers.moe import CapacityEinsum, Dropless, TopKRouter
 from spmd_tasks.layers.transformer import TransformerBlock
 from spmd_tasks.recipes import MoeLanguageModel
 from spmd_tasks.sharding.expert_axes import data_expert_model_axes, data_model_axes

@@ -32,13 +32,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.layers.feed_forward import activation_function
-from spmd_tasks.layers.moe.capacity_einsum import CapacityEinsum
-from spmd_tasks.layers.moe.capacity_gather import CapacityGather
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.expert_ffn import grouped_ffn
-from spmd_tasks.layers.moe.experts import ExpertWeights
-from spmd_tasks.layers.moe.grouped_matmul import best_backend
-from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.layers.moe import (
+  CapacityEinsum,
+  CapacityGather,
+  Dropless,
+  ExpertWeights,
+  RouterOutput,
+  best_grouped_matmul_backend,
+  grouped_ffn,
+)
 
 ACTIVATION = 'gelu'
 NUMS_EXPERTS = (8, 64)
@@ -175,7 +177,10 @@ def measure_memory(dims: Dims) -> dict[str, dict[str, int]]:
 def compare_with_ragged_dot(dims: Dims, num_rounds: int) -> float:
   """How many times longer the layer takes by ragged_dot."""
   experts = Experts(dims, NUMS_EXPERTS[-1], 'uniform')
-  layers = {name: experts.layer(Dropless(backend=name)) for name in (best_backend(jax.default_backend()), 'ragged_dot')}
+  layers = {
+    name: experts.layer(Dropless(backend=name))
+    for name in (best_grouped_matmul_backend(jax.default_backend()), 'ragged_dot')
+  }
   times = alternate(layers, num_rounds, num_warmup=1)
   return paired_ratio(times, 'ragged_dot', next(iter(layers)))
 
@@ -216,7 +221,9 @@ def main() -> None:
     'ms': {first: few['ms'], last: many['ms']},
   }
   print_result(**result)  # already worth reading while the rest is measured
-  backends = tuple(dict.fromkeys((best_backend(jax.default_backend()), *(() if on_cpu else ('ragged_dot',)))))
+  backends = tuple(
+    dict.fromkeys((best_grouped_matmul_backend(jax.default_backend()), *(() if on_cpu else ('ragged_dot',))))
+  )
   result |= {
     'ragged_dot_speedup': compare_with_ragged_dot(dims, min(num_rounds, 2)),
     'temp_bytes': measure_memory(dims),

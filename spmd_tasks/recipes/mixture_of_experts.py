@@ -4,10 +4,7 @@ import fiddle as fdl
 
 from spmd_tasks.layers.feed_forward import GatedFeedForward
 from spmd_tasks.layers.losses import LanguageModelLoss
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.experts import Experts
-from spmd_tasks.layers.moe.layer import ExpertComputation, MixtureOfExperts
-from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.layers.moe import Dropless, ExpertComputation, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.recipes.dense import DenseLanguageModel
 
 

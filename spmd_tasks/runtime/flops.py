@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from spmd_tasks.layers.moe.grouped_matmul import one_backend_for_all
+from spmd_tasks.layers.moe import override_grouped_matmul_backend
 from spmd_tasks.runtime.task import Task
 
 # Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
@@ -63,7 +63,7 @@ def model_flops_per_train_step(
     return task.compute_loss(weights, batch, train=True, rng=rng).loss
 
   rng = jax.eval_shape(lambda: jax.random.key(0))
-  with one_backend_for_all('ragged_dot'):
+  with override_grouped_matmul_backend('ragged_dot'):
     return 3 * count_matmul_flops(forward, abstract_weights, dict(batch_spec), rng)
 
 

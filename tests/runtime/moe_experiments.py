@@ -4,9 +4,7 @@ import fiddle as fdl
 
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments.synthetic import Uneven
-from spmd_tasks.layers.moe.capacity_einsum import CapacityEinsum
-from spmd_tasks.layers.moe.capacity_gather import CapacityGather
-from spmd_tasks.layers.moe.dropless import Dropless
+from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless
 from spmd_tasks.recipes import MoeLanguageModel
 from spmd_tasks.sharding import expert_axes
 

@@ -1,0 +1,77 @@
+"""Mixture of experts: a feed-forward sublayer in which each token uses a few of many experts.
+
+    from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
+
+    ffn = MixtureOfExperts(
+      router=TopKRouter(num_experts=8, num_selected=2, normalize_gates=1.0),
+      experts=Experts(num_experts=8, hidden_dim=384),
+      computation=Dropless(),
+    )
+
+A router decides (`TopKRouter`, `ExpertChoiceRouter`, or `UniformRouter` for benchmarks), `Experts` declares the
+weights, and a computation applies them: `Dropless` computes every choice; `CapacityEinsum` and `CapacityGather` give
+each expert a fixed number of slots and drop the rest. The layer reports `RoutingSums`: balance losses and load
+statistics.
+
+Reading order, one idea per file:
+  _layer.py, _router.py, _balance.py             the layer, the decision, losses that balance the load
+  _experts.py, _permutation.py                   the networks, and sorting tokens by expert
+  _grouped_matmul.py, _loop_backend.py           their matmuls on TPU and GPU, and on CPU
+  _dropless.py, _expert_parallel.py              dropless computation, and the meaning of each mesh axis
+  _ring.py, _padded_all_to_all.py, _ragged_all_to_all.py   three ways to move tokens between devices
+  _capacity.py, _slots.py, _slot_resharding.py   computation with a capacity
+"""
+
+from spmd_tasks.layers.moe._balance import (
+  RoutingSums,
+  load_balance_loss,
+  router_z_loss,
+  routing_statistics,
+  routing_sums,
+)
+from spmd_tasks.layers.moe._capacity import CapacityComputation, CapacityEinsum, CapacityGather
+from spmd_tasks.layers.moe._dropless import DISPATCHES, Dropless
+from spmd_tasks.layers.moe._experts import Experts, ExpertWeights, grouped_ffn
+from spmd_tasks.layers.moe._grouped_matmul import (
+  GROUPED_MATMUL_BACKENDS,
+  best_grouped_matmul_backend,
+  grouped_matmul,
+  override_grouped_matmul_backend,
+)
+from spmd_tasks.layers.moe._layer import ExpertComputation, MixtureOfExperts
+from spmd_tasks.layers.moe._router import (
+  ExpertChoiceRouter,
+  Router,
+  RouterOutput,
+  TopKRouter,
+  UniformRouter,
+)
+from spmd_tasks.layers.moe._slots import Slots
+
+__all__ = [
+  'DISPATCHES',
+  'GROUPED_MATMUL_BACKENDS',
+  'CapacityComputation',
+  'CapacityEinsum',
+  'CapacityGather',
+  'Dropless',
+  'ExpertChoiceRouter',
+  'ExpertComputation',
+  'ExpertWeights',
+  'Experts',
+  'MixtureOfExperts',
+  'Router',
+  'RouterOutput',
+  'RoutingSums',
+  'Slots',
+  'TopKRouter',
+  'UniformRouter',
+  'best_grouped_matmul_backend',
+  'grouped_ffn',
+  'grouped_matmul',
+  'load_balance_loss',
+  'override_grouped_matmul_backend',
+  'router_z_loss',
+  'routing_statistics',
+  'routing_sums',
+]

@@ -11,12 +11,14 @@ from spmd_tasks.layers.block_group import BlockGroup
 from spmd_tasks.layers.embedding import TokenEmbedding
 from spmd_tasks.layers.feed_forward import GatedFeedForward
 from spmd_tasks.layers.language_model import LanguageModel
-from spmd_tasks.layers.moe.capacity_gather import CapacityGather
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.expert_choice import ExpertChoiceRouter
-from spmd_tasks.layers.moe.experts import Experts
-from spmd_tasks.layers.moe.layer import MixtureOfExperts
-from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.layers.moe import (
+  CapacityGather,
+  Dropless,
+  ExpertChoiceRouter,
+  Experts,
+  MixtureOfExperts,
+  TopKRouter,
+)
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.pipeline.stack import PipelinedStack
 from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack

@@ -16,7 +16,7 @@ def expert_ffn(x, up, down, gate):
 
 
 def places_by_loop(expert_ids, priorities, capacity):
-  """[S, k] for one group's expert_ids [S, k], num_experts for nowhere: the place in the expert's slots, or -1."""
+  """[S, k] for one group's expert_ids [S, k], num_experts if not routed: the place in the expert's slots, or -1."""
   tokens = range(len(expert_ids))
   if priorities is not None:
     tokens = sorted(tokens, key=lambda token: -priorities[token])

@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.experts import ExpertWeights
-from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.layers.moe import Dropless, ExpertWeights, RouterOutput
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import check_axis_rules, sharding_scope
 
@@ -91,7 +89,7 @@ def routing_of(expert_ids, gates):
 
 
 def compute(computation, inputs, expert_ids):
-  """(y, statistics). Gates are 0 for nowhere, as a router has them."""
+  """(y, statistics). Gates are 0 for choices that are not routed, as in a RouterOutput."""
   inputs = jax.tree.map(jnp.asarray, inputs)
   gates = jnp.where(expert_ids == inputs['up'].shape[0], 0.0, inputs['gates'])
   return computation(inputs['x'], routing_of(expert_ids, gates), expert_weights(inputs), train=True)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import balance
-from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.layers.moe import RouterOutput
+from spmd_tasks.layers.moe import _balance as balance
 from spmd_tasks.sharding.mesh import MeshSpec
 
 L, B, T, E, K = 3, 4, 5, 6, 2

@@ -1,87 +1,380 @@
-"""How many slots there are and who gets them, against a loop in which tokens ask for slots one after the other."""
+"""Both forms of the capacity computation: against loops in float64, against a dense network, and over meshes.
 
-from capacity_reference import places_by_loop
+And what the gather form moves and saves.
+"""
+
+import collections
+import contextlib
+import functools
+import re
+
+from capacity_reference import capacity_result, central_differences, expert_ffn, kept_choices
 import jax
+from jax.extend.core import jaxprs_in_params
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe.capacity import assign_slots, expert_capacity, tokens_per_group
+from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
+from spmd_tasks.layers.moe import (
+  CapacityEinsum,
+  CapacityGather,
+  Experts,
+  ExpertWeights,
+  RouterOutput,
+  Slots,
+)
+from spmd_tasks.sharding import padding
+from spmd_tasks.sharding.specs import sharding_scope, split_dims_to_partition_spec
+
+FORMS = [CapacityEinsum, CapacityGather]
+both_forms = pytest.mark.parametrize('form', FORMS, ids=lambda form: form.__name__)
+
+
+def draw_weights(rng, *, num_experts, model_dim, hidden_dim, gated):
+  draw = lambda *shape: rng.normal(size=shape, scale=shape[1] ** -0.5)
+  up, gate = (draw(num_experts, model_dim, hidden_dim) for _ in range(2))
+  return up, draw(num_experts, hidden_dim, model_dim), gate if gated else None
+
+
+def expert_weights(up, down, gate, dtype='float32'):
+  return ExpertWeights(
+    up=jnp.asarray(up, dtype),
+    down=jnp.asarray(down, dtype),
+    gate=None if gate is None else jnp.asarray(gate, dtype),
+    activation='silu',
+    up_split_dims=Experts.up_split_dims,
+    down_split_dims=Experts.down_split_dims,
+  )
+
+
+def draw_routing(rng, shape, num_experts, num_choices=2, with_padding=False):
+  """(scores [B, T, E], expert_ids and gates [B, T, k]), experts of a token distinct, and expert 0 crowded."""
+  scores = rng.random((*shape, num_experts)) + np.where(np.arange(num_experts) == 0, 0.3, 0.0)
+  scores /= scores.sum(axis=-1, keepdims=True)
+  expert_ids = np.argsort(-scores, axis=-1)[..., :num_choices].astype(np.int32)
+  gates = np.take_along_axis(scores, expert_ids, axis=-1)
+  if with_padding:
+    is_padding = rng.random(shape) < 0.3
+    expert_ids[is_padding], gates[is_padding] = num_experts, 0.0
+  return scores, expert_ids, gates
+
+
+def router_output(scores, expert_ids, gates):
+  scores = jnp.asarray(scores, jnp.float32)
+  return RouterOutput(
+    logits=jnp.log(scores),
+    scores=scores,
+    token_mask=None,
+    expert_ids=jnp.asarray(expert_ids, jnp.int32),
+    gates=jnp.asarray(gates, jnp.float32),
+  )
+
+
+def value_and_gradients(computation, x, routing, weights, cotangent):
+  """(y, (d x, d gates, d weights), statistics), of sum(y * cotangent)."""
+
+  def loss(x, gates, weights):
+    y, statistics = computation(x, routing.replace(gates=gates), weights, train=True)
+    return jnp.sum(y * cotangent), (y, statistics)
+
+  gradients, (y, statistics) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, routing.gates, weights)
+  return y, gradients, statistics
+
+
+# Not to be used within a sharding_scope, of which jit's cache knows nothing.
+jitted_value_and_gradients = jax.jit(value_and_gradients, static_argnums=0)
+
+
+# Name -> (settings, the S and C that follow for 4 rows of 6 tokens and 3 experts, gated, with padding).
+CASES = {
+  'plain': ({'capacity_factor': 1.0, 'min_capacity': 1}, 6, 2, False, False),
+  'gated, with padding': ({'capacity_factor': 1.5, 'min_capacity': 1}, 6, 3, True, True),
+  'by score, renormalized': (
+    {'capacity_factor': 1.0, 'min_capacity': 1, 'priority': 'score', 'renormalize': True}, 6, 2, False, True
+  ),
+  'half a row': ({'capacity_factor': 1.0, 'min_capacity': 1, 'group_size': 3}, 3, 1, False, False),
+  'two rows': ({'capacity_factor': 1.0, 'group_size': 12}, 12, 4, False, True),
+  'nothing dropped': ({'capacity_factor': 0}, 6, 6, True, True),
+}  # fmt: skip
+
+
+@both_forms
+@pytest.mark.parametrize('case', CASES.values(), ids=CASES)
+def test_equals_a_loop_over_tokens(case, form, rng):
+  settings, group_size, capacity, gated, with_padding = case
+  x, cotangent = rng.normal(size=(2, 4, 6, 2))
+  scores, expert_ids, gates = draw_routing(rng, x.shape[:2], 3, with_padding=with_padding)
+  weights = draw_weights(rng, num_experts=3, model_dim=2, hidden_dim=3, gated=gated)
+  kept = kept_choices(
+    expert_ids, 3, scores, group_size=group_size, capacity=capacity, priority=settings.get('priority', 'position')
+  )
+  reference = functools.partial(
+    capacity_result, expert_ids=expert_ids, kept=kept, renormalize=settings.get('renormalize', False)
+  )
+  arrays = [x, gates, *weights]
+  expected = central_differences(lambda *arrays: np.sum(reference(*arrays) * cotangent), arrays)
+
+  y, (d_x, d_gates, d_weights), statistics = jitted_value_and_gradients(
+    form(**settings),
+    jnp.asarray(x, jnp.float32),
+    router_output(scores, expert_ids, gates),
+    expert_weights(*weights),
+    cotangent,
+  )
+  np.testing.assert_allclose(y, reference(*arrays), rtol=1e-5, atol=1e-5)
+  # A choice without a slot takes no gradient, and neither does padding; the reference has the same zeros.
+  for actual, gradient in zip((d_x, d_gates, d_weights.up, d_weights.down, d_weights.gate), expected, strict=True):
+    if gradient is not None:
+      np.testing.assert_allclose(actual, gradient, rtol=1e-4, atol=1e-5)
+  num_chosen, num_kept = np.sum(expert_ids < 3), np.sum(kept)
+  assert (num_kept == num_chosen) == (settings['capacity_factor'] == 0)
+  np.testing.assert_allclose(statistics['fraction_dropped'], 1 - num_kept / num_chosen, atol=1e-6)
+  np.testing.assert_allclose(statistics['expert_usage'], num_kept / (24 // group_size * 3 * capacity), atol=1e-6)
+
+
+def test_the_factor_outside_of_training_is_another(rng):
+  x = jnp.asarray(rng.normal(size=(2, 6, 2)), jnp.float32)
+  routing = router_output(*draw_routing(rng, x.shape[:2], 3))
+  weights = expert_weights(*draw_weights(rng, num_experts=3, model_dim=2, hidden_dim=3, gated=False))
+
+  def fraction_dropped(train, **settings):
+    computation = CapacityGather(min_capacity=1, capacity_factor=0.5, **settings)
+    return jax.jit(lambda *args: computation(*args, train=train)[1]['fraction_dropped'])(x, routing, weights)
+
+  assert fraction_dropped(True, eval_capacity_factor=0) == fraction_dropped(False) > 0
+  assert fraction_dropped(False, eval_capacity_factor=0) == 0
+
+
+@both_forms
+@pytest.mark.parametrize('gated', [False, True])
+def test_one_expert_is_the_dense_network(form, gated, rng):
+  x, cotangent = (jnp.asarray(a, jnp.float32) for a in rng.normal(size=(2, 2, 5, 4)))
+  weights = expert_weights(*draw_weights(rng, num_experts=1, model_dim=4, hidden_dim=6, gated=gated))
+  routing = router_output(np.ones((2, 5, 1)), np.zeros((2, 5, 1)), np.ones((2, 5, 1)))
+  network = (GatedFeedForward if gated else FeedForward)(hidden_dim=6, activation='silu')
+
+  def dense(x, weights):
+    kernels = {'up': weights.up, 'down': weights.down} | ({'gate': weights.gate} if gated else {})
+    return network.apply({'params': {name: {'kernel': kernel[0]} for name, kernel in kernels.items()}}, x)[0]
+
+  expected_y, gradients = jax.jit(lambda: (lambda y, vjp: (y, vjp(cotangent)))(*jax.vjp(dense, x, weights)))()
+  y, (d_x, _, d_weights), _ = jitted_value_and_gradients(form(), x, routing, weights, cotangent)
+  for actual, expected in zip(jax.tree.leaves((y, d_x, d_weights)), jax.tree.leaves((expected_y, gradients))):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+# Name -> (axis names and sizes, rules, all-to-alls and all-gathers in the step, forward and backward).
+MESHES = {
+  'T5X: experts 4, data 2': (
+    {'expert_axis': 4, 'data': 2}, {'batch': ('expert_axis', 'data'), 'expert': 'expert_axis'}, 4, 0
+  ),
+  'experts over the data axis, hidden dim over mdl': (
+    {'data': 4, 'mdl': 2}, {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'}, 4, 0
+  ),
+  'hidden sharding': (
+    {'data': 4, 'mdl': 2}, {'batch': ('mdl', 'data'), 'expert': 'data', 'expert_mlp': 'mdl'}, 4, 2
+  ),
+  'experts over two axes': ({'a': 4, 'b': 2}, {'batch': ('b', 'a'), 'expert': ('a', 'b')}, 8, 0),
+  'experts beside the batch': ({'data': 2, 'mdl': 4}, {'batch': 'data', 'expert': 'mdl'}, 0, 2),
+}  # fmt: skip
+UNSHARDED = dict.fromkeys(('batch', 'seq', 'act_embed', 'expert', 'expert_embed', 'expert_mlp'))
+
+
+def mesh_and_rules(axes, rules):
+  mesh = Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
+  return mesh, tuple((UNSHARDED | rules).items())
+
+
+@both_forms
+@pytest.mark.parametrize('mesh_name', [None, 'T5X: experts 4, data 2'])
+def test_experts_that_chose_their_tokens(mesh_name, form, rng):
+  """Groups of 8 tokens over rows of 6; a token may be in several slots, or in none, and slots may be empty."""
+  x, cotangent = rng.normal(size=(2, 4, 6, 2))
+  up, down, _ = weights = draw_weights(rng, num_experts=3, model_dim=2, hidden_dim=3, gated=False)
+  token_ids = np.stack([[rng.permutation(8)[:4] for _ in range(3)] for _ in range(3)])
+  gates = rng.uniform(0.1, 1.0, token_ids.shape)
+  token_ids[1, :, 3], gates[1, :, 3] = 8, 0.0
+
+  def reference(x, gates, up, down):
+    tokens, result = x.reshape(3, 8, 2), np.zeros((3, 8, 2))
+    for group, expert, slot in np.ndindex(*token_ids.shape):
+      token = token_ids[group, expert, slot]
+      if token < 8:
+        y = expert_ffn(tokens[group, token], up[expert], down[expert], None)
+        result[group, token] += gates[group, expert, slot] * y
+    return result.reshape(x.shape)
+
+  arrays = [x, gates, up, down]
+  expected = central_differences(lambda *arrays: np.sum(reference(*arrays) * cotangent), arrays)
+  scores = jnp.full((4, 6, 3), 1 / 3)
+
+  def loss(x, gates, weights):
+    slots = Slots(token_ids=jnp.asarray(token_ids, jnp.int32), gates=gates)
+    routing = RouterOutput(logits=scores, scores=scores, token_mask=None, slots=slots)
+    y, statistics = form()(x, routing, weights, train=True)
+    return jnp.sum(y * cotangent), (y, statistics)
+
+  with contextlib.nullcontext() if mesh_name is None else sharding_scope(*mesh_and_rules(*MESHES[mesh_name][:2])):
+    (d_x, d_gates, d_weights), (y, statistics) = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(
+      jnp.asarray(x, jnp.float32), jnp.asarray(gates, jnp.float32), expert_weights(*weights)
+    )
+  np.testing.assert_allclose(y, reference(*arrays), rtol=1e-5, atol=1e-5)
+  for actual, gradient in zip((d_x, d_gates, d_weights.up, d_weights.down), expected, strict=True):
+    np.testing.assert_allclose(actual, gradient, rtol=1e-4, atol=1e-5)
+  assert statistics == {'fraction_dropped': 0.0, 'expert_usage': pytest.approx(33 / 36)}
+
+
+@both_forms
+def test_everything_to_one_expert_and_nothing_routed(form, rng):
+  x = jnp.asarray(rng.normal(size=(2, 6, 2)), jnp.float32)
+  weights = expert_weights(*draw_weights(rng, num_experts=3, model_dim=2, hidden_dim=3, gated=True))
+  for expert in (1, 3):
+    routing = router_output(
+      np.full((2, 6, 3), 1 / 3), np.full((2, 6, 1), expert), np.full((2, 6, 1), 1.0 * (expert < 3))
+    )
+    y, gradients, statistics = jitted_value_and_gradients(form(renormalize=True), x, routing, weights, jnp.ones_like(x))
+    for array in jax.tree.leaves((y, gradients)):
+      assert np.isfinite(array).all()
+    assert statistics['fraction_dropped'] == (pytest.approx(2 / 6) if expert == 1 else 0)
+    assert (np.any(y != 0, axis=-1).sum(axis=1) == (4 if expert == 1 else 0)).all()
+
+
+@both_forms
+def test_bfloat16_weights_keep_the_type_of_x(form, rng):
+  x = jnp.asarray(rng.normal(size=(2, 6, 4)), jnp.float32)
+  routing = router_output(*draw_routing(rng, x.shape[:2], 3))
+  arrays = draw_weights(rng, num_experts=3, model_dim=4, hidden_dim=6, gated=False)
+  y, expected = (
+    jax.jit(lambda *args: form()(*args, train=True)[0])(x, routing, expert_weights(*arrays, dtype=dtype))
+    for dtype in ('bfloat16', 'float32')
+  )
+  assert y.dtype == jnp.float32
+  np.testing.assert_allclose(y, expected, atol=0.05)
+
+
+NUM_ROWS, LENGTH, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM = 9, 6, 6, 4, 7
+
+
+@both_forms
+@pytest.mark.parametrize('case', MESHES.values(), ids=MESHES)
+def test_eight_devices_compute_what_one_does(case, form, rng):
+  """9 rows and 6 experts, which no mesh here divides. Tokens move by all-to-alls, and weights not at all."""
+  axes, rules, num_all_to_alls, num_all_gathers = case
+  mesh, rules = mesh_and_rules(axes, rules)
+  x, cotangent = rng.normal(size=(2, NUM_ROWS, LENGTH, MODEL_DIM))
+  scores, expert_ids, gates = draw_routing(rng, x.shape[:2], NUM_EXPERTS, with_padding=True)
+  weights = draw_weights(rng, num_experts=NUM_EXPERTS, model_dim=MODEL_DIM, hidden_dim=HIDDEN_DIM, gated=True)
+  computation = form(capacity_factor=1.0, min_capacity=1, group_size=3)
+
+  def step(x, cotangent, scores, expert_ids, gates, up, down, gate):
+    routing = router_output(scores, expert_ids, gates)
+    y, (d_x, d_gates, d_weights), statistics = value_and_gradients(
+      computation, x, routing, expert_weights(up, down, gate), cotangent
+    )
+    return (y, d_x, d_gates, d_weights.up, d_weights.down, d_weights.gate), statistics
+
+  inputs = [
+    jnp.asarray(a, jnp.int32 if a is expert_ids else jnp.float32)
+    for a in (x, cotangent, scores, expert_ids, gates, *weights)
+  ]
+  expected, expected_statistics = jax.jit(step)(*inputs)
+
+  # jit's own inputs and outputs have to be even.
+  tokens_spec, up_spec, down_spec = (
+    split_dims_to_partition_spec(split_dims, mesh.axis_names, rules)
+    for split_dims in (('batch', 'seq', None), Experts.up_split_dims, Experts.down_split_dims)
+  )
+  even = lambda array, spec: jax.ShapeDtypeStruct(padding.padded_shape(array.shape, spec, mesh.shape), array.dtype)
+  input_specs = [*[tokens_spec] * 5, up_spec, down_spec, up_spec]
+  output_specs = (*[tokens_spec] * 3, up_spec, down_spec, up_spec)
+
+  def padded_step(*padded):
+    with sharding_scope(mesh, rules):
+      outputs, statistics = step(*padding.unpad(padded, tuple(inputs)))
+    return padding.pad(outputs, tuple(map(even, outputs, output_specs))), statistics
+
+  padded = [padding.pad(a, even(a, spec)) for a, spec in zip(inputs, input_specs, strict=True)]
+  compiled = (
+    jax.jit(
+      padded_step,
+      in_shardings=tuple(NamedSharding(mesh, spec) for spec in input_specs),
+      out_shardings=(tuple(NamedSharding(mesh, spec) for spec in output_specs), NamedSharding(mesh, PartitionSpec())),
+    )
+    .lower(*padded)
+    .compile()
+  )
+  outputs, statistics = compiled(*jax.device_put(padded, [NamedSharding(mesh, spec) for spec in input_specs]))
+  for actual, array in zip(padding.unpad(outputs, expected), expected, strict=True):
+    np.testing.assert_allclose(actual, array, rtol=1e-5, atol=1e-5)
+  for name, value in expected_statistics.items():
+    np.testing.assert_allclose(statistics[name], value, rtol=1e-6)
+  collectives = collections.Counter(
+    re.findall(r' (all-to-all|all-gather|collective-permute)(?:-start)?\(', compiled.as_text())
+  )
+  assert collectives == collections.Counter({'all-to-all': num_all_to_alls, 'all-gather': num_all_gathers})
 
 
 @pytest.mark.parametrize(
-  ('group_size', 'num_experts', 'factor', 'min_capacity', 'expected'),
+  ('settings', 'message'),
   [
-    (64, 8, 1.0, 4, 8),
-    (64, 8, 1.25, 4, 10),
-    (64, 8, 1.3, 4, 10),  # 10.4
-    (64, 8, 1.32, 4, 11),  # 10.56
-    (64, 64, 1.0, 4, 4),  # the least
-    (64, 64, 1.0, 1, 1),
-    (64, 8, 0, 4, 64),  # never drop
-    (64, 2, 3.0, 4, 64),  # a token takes one slot of an expert at most
-    (1, 8, 1.0, 4, 1),  # one token being generated
+    ({'capacity_factor': -1.0}, 'capacity_factor=-1.0 must be positive, or 0'),
+    ({'eval_capacity_factor': float('nan')}, 'eval_capacity_factor=nan must be positive, or 0'),
+    ({'min_capacity': 0}, 'min_capacity=0 must be at least 1'),
+    ({'priority': 'gate'}, "priority='gate' must be 'position' or 'score'"),
   ],
 )
-def test_expert_capacity(group_size, num_experts, factor, min_capacity, expected):
-  assert expert_capacity(group_size, num_experts, factor=factor, min_capacity=min_capacity) == expected
+def test_settings_that_make_no_sense_are_refused(settings, message):
+  with pytest.raises(ValueError, match=message):
+    CapacityGather(**settings)
 
 
-@pytest.mark.parametrize(('group_size', 'expected'), [(None, 6), (6, 6), (3, 3), (1, 1), (12, 12), (24, 24)])
-def test_tokens_per_group(group_size, expected):
-  assert tokens_per_group(4, 6, group_size) == expected
+@pytest.fixture
+def gather_case(rng):
+  """(x, gates, the result of a computation for both): 2 rows of 8 tokens, D = 64, F = 16, 3 experts."""
+  scores, x = jnp.asarray(rng.dirichlet(np.ones(3), (2, 8)), jnp.float32), jnp.asarray(rng.normal(size=(2, 8, 64)))
+  gates, expert_ids = jax.lax.top_k(scores, 2)
+  weights = expert_weights(*draw_weights(rng, num_experts=3, model_dim=64, hidden_dim=16, gated=False))
+
+  def result(computation, x, gates):
+    return computation(x, router_output(scores, expert_ids, gates), weights, train=True)[0]
+
+  return jnp.asarray(x, jnp.float32), gates, result
 
 
-@pytest.mark.parametrize('group_size', [4, 9, 18, 48, 0, -6])
-def test_a_group_that_does_not_fit_is_refused(group_size):
-  with pytest.raises(ValueError, match=rf'group_size={group_size} does not fit a batch of 4 rows of 6 tokens.*24'):
-    tokens_per_group(4, 6, group_size)
+def scattered_shapes(jaxpr):
+  """The shapes of the results of all scatters in `jaxpr` and in what it calls."""
+  shapes = []
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name.startswith('scatter'):
+      shapes.append(eqn.outvars[0].aval.shape)
+    for inner in jaxprs_in_params(eqn.params):
+      shapes += scattered_shapes(inner)
+  return shapes
 
 
-def draw(rng, *, num_groups=3, group_size=8, num_experts=4, num_choices=2):
-  """(expert_ids [G, S, k] without repetition within a token, some tokens nowhere; gates; priorities with ties)."""
-  shape = (num_groups, group_size)
-  expert_ids = np.argsort(rng.random((*shape, num_experts)), axis=-1)[..., :num_choices]
-  expert_ids[:, ::3] = np.minimum(expert_ids[:, ::3], 1)  # crowd two of them
-  expert_ids[rng.random(shape) < 0.2] = num_experts
-  gates = np.where(expert_ids < num_experts, rng.uniform(0.1, 1.0, expert_ids.shape), 0.0)
-  priorities = rng.integers(0, 3, shape)
-  return expert_ids.astype(np.int32), gates.astype(np.float32), priorities.astype(np.float32)
+def test_rows_are_gathered_in_both_directions_and_never_scattered(gather_case):
+  x, gates, result = gather_case
+  gradient = jax.grad(lambda x, gates: jnp.sum(result(CapacityGather(), x, gates) ** 2), argnums=(0, 1))
+  shapes = scattered_shapes(jax.make_jaxpr(gradient)(x, gates).jaxpr)
+  assert shapes  # numbers of tokens, and gates
+  assert [shape for shape in shapes if 64 in shape] == []
 
 
-@pytest.mark.parametrize('capacity', [1, 2, 8])
-@pytest.mark.parametrize('by_priority', [False, True])
-def test_slots_are_given_as_by_a_loop(by_priority, capacity, rng):
-  expert_ids, gates, priorities = draw(rng)
-  num_groups, group_size, num_choices = expert_ids.shape
-  priorities = priorities if by_priority else None
-  assign = jax.jit(lambda *args: assign_slots(*args, num_experts=4, capacity=capacity, renormalize=False))
-  assignment = assign(expert_ids, gates, priorities)
-  token_ids = np.full((num_groups, 4, capacity), group_size)
-  slot_gates = np.zeros((num_groups, 4, capacity), np.float32)
-  positions = np.full(expert_ids.shape, 4 * capacity)
-  kept_gates = np.zeros_like(gates)
-  for group in range(num_groups):
-    places = places_by_loop(expert_ids[group], None if priorities is None else priorities[group], capacity)
-    for token, choice in np.ndindex(group_size, num_choices):
-      expert, place = expert_ids[group, token, choice], places[token, choice]
-      if expert < 4 and place >= 0:
-        token_ids[group, expert, place] = token
-        slot_gates[group, expert, place] = kept_gates[group, token, choice] = gates[group, token, choice]
-        positions[group, token, choice] = expert * capacity + place
-  assert (positions == 4 * capacity).any()
-  np.testing.assert_array_equal(assignment.slots.token_ids, token_ids)
-  np.testing.assert_array_equal(assignment.slots.gates, slot_gates)
-  np.testing.assert_array_equal(assignment.positions, positions)
-  np.testing.assert_array_equal(assignment.gates, kept_gates)
+@pytest.mark.parametrize('saved_bits', [4, 8])
+def test_saved_bits_keep_fewer_bytes_and_change_the_gradient_of_the_gates_only(gather_case, saved_bits):
+  x, gates, result = gather_case
 
+  def run(saved_bits):
+    computation = CapacityGather(saved_bits=saved_bits)
+    y, vjp = jax.jit(lambda *args: jax.vjp(lambda *args: result(computation, *args), *args))(x, gates)
+    return y, *vjp(jnp.ones_like(y)), sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
 
-def test_renormalized_gates_keep_their_sum_and_proportions():
-  expert_ids = jnp.asarray([[[0, 1], [0, 1], [1, 2], [0, 1]]], jnp.int32)
-  gates = jnp.asarray([[[0.6, 0.2], [0.5, 0.3], [0.4, 0.3], [0.7, 0.1]]], jnp.float32)
-  # One slot each: token 0 keeps expert 0 and token 2 both of its choices; tokens 1 and 3 keep none.
-  kept = assign_slots(expert_ids, gates, None, num_experts=3, capacity=1, renormalize=True).gates
-  np.testing.assert_allclose(kept[0], [[0.8, 0.0], [0.0, 0.0], [0.4, 0.3], [0.0, 0.0]], rtol=1e-6)
-  # The gradient of the sum of the kept gates is that of the sum of all gates, and finite where none is kept.
-  total = lambda g: jnp.sum(assign_slots(expert_ids, g, None, num_experts=3, capacity=1, renormalize=True).gates)
-  np.testing.assert_allclose(jax.grad(total)(gates)[0], [[1, 1], [0, 0], [1, 1], [0, 0]], atol=1e-6)
+  y, d_x, d_gates, num_bytes = run(None)
+  quantized_y, quantized_d_x, quantized_d_gates, quantized_num_bytes = run(saved_bits)
+  np.testing.assert_array_equal(quantized_y, y)
+  np.testing.assert_array_equal(quantized_d_x, d_x)
+  assert 0 < np.max(np.abs(quantized_d_gates - d_gates)) < np.max(np.abs(d_gates))
+  num_slots = 2 * 3 * 4
+  assert num_bytes - quantized_num_bytes == num_slots * (4 * 64 - 64 * saved_bits // 8 - 4)

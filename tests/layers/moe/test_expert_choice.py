@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import balance
-from spmd_tasks.layers.moe.expert_choice import ExpertChoiceRouter
+from spmd_tasks.layers.moe import ExpertChoiceRouter, load_balance_loss, routing_sums
 from spmd_tasks.layers.remat import remat_policy
 
 B, T, D, E = 4, 6, 5, 3
@@ -86,12 +85,12 @@ def test_losses_and_statistics_count_slots(group_size, rng):
   ids, gates = np.asarray(routing.slots.token_ids), np.asarray(routing.slots.gates, np.float64)
   filled = ids < (group_size or T)
   counts, scores = filled.sum((0, 2)), np.asarray(routing.scores, np.float64)[mask].mean(0)
-  statistics = jax.jit(lambda r: balance.routing_sums(r).values())(routing)
+  statistics = jax.jit(lambda r: routing_sums(r).values())(routing)
   np.testing.assert_allclose(statistics['expert_load'], counts / counts.sum(), rtol=1e-6)
   np.testing.assert_allclose(statistics['router_confidence'], gates.sum() / counts.sum(), rtol=1e-6)
   np.testing.assert_allclose(statistics['load_balance_loss'], E * (counts / mask.sum() * scores).sum(), rtol=1e-5)
   np.testing.assert_allclose(
-    balance.load_balance_loss(balance.routing_sums(routing, divide_by_k=True)),
+    load_balance_loss(routing_sums(routing, divide_by_k=True)),
     E * (counts / counts.sum() * scores).sum(),
     rtol=1e-5,
   )

@@ -15,10 +15,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.linear import Linear
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.experts import Experts
-from spmd_tasks.layers.moe.layer import MixtureOfExperts
-from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import unbox_weights
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import grouped_matmul as grouped_matmul_module
-from spmd_tasks.layers.moe.grouped_matmul import best_backend, grouped_matmul
+from spmd_tasks.layers.moe import _grouped_matmul, best_grouped_matmul_backend, grouped_matmul
 
 NUM_ROWS, NUM_GROUPS, NUM_INPUTS, NUM_OUTPUTS = 64, 4, 6, 5
 GROUP_SIZES = {
@@ -123,18 +122,18 @@ def test_a_backend_of_another_name_is_refused():
 )
 def test_the_best_backend_is_found_and_logged_once(monkeypatch, platform, failure, expected):
   messages = []
-  monkeypatch.setattr(grouped_matmul_module, '_why_tokamax_fails', lambda: failure)
-  monkeypatch.setattr(grouped_matmul_module.logging, 'info', lambda message, *args: messages.append(message % args))
-  best_backend.cache_clear()
+  monkeypatch.setattr(_grouped_matmul, '_why_tokamax_fails', lambda: failure)
+  monkeypatch.setattr(_grouped_matmul.logging, 'info', lambda message, *args: messages.append(message % args))
+  best_grouped_matmul_backend.cache_clear()
   try:
-    assert [best_backend(platform), best_backend(platform)] == [expected] * 2
+    assert [best_grouped_matmul_backend(platform), best_grouped_matmul_backend(platform)] == [expected] * 2
   finally:
-    best_backend.cache_clear()  # what another test asks for must not be ours
+    best_grouped_matmul_backend.cache_clear()  # what another test asks for must not be ours
   (message,) = messages
   assert repr(expected) in message
   assert failure in message
 
 
 def test_the_trial_of_tokamax_says_why_it_fails():
-  error = grouped_matmul_module._why_tokamax_fails()
+  error = _grouped_matmul._why_tokamax_fails()
   assert error == '' if importlib.util.find_spec('tokamax') else 'not installed' in error

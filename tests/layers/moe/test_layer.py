@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
-from spmd_tasks.layers.moe.capacity_einsum import CapacityEinsum
-from spmd_tasks.layers.moe.capacity_gather import CapacityGather
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.expert_choice import ExpertChoiceRouter
-from spmd_tasks.layers.moe.experts import Experts
-from spmd_tasks.layers.moe.layer import MixtureOfExperts
-from spmd_tasks.layers.moe.router import TopKRouter
+from spmd_tasks.layers.moe import (
+  CapacityEinsum,
+  CapacityGather,
+  Dropless,
+  ExpertChoiceRouter,
+  Experts,
+  MixtureOfExperts,
+  TopKRouter,
+)
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 B, T, D, F, E = 2, 6, 8, 12, 4
@@ -126,7 +128,7 @@ def test_the_values_of_a_layer(rng):
         experts=Experts(num_experts=E, hidden_dim=F),
         shared_combination='mean',
       ),
-      'needs a router with num_selected, not a ExpertChoiceRouter',
+      'needs a router with num_selected, but ExpertChoiceRouter has none',
     ),
   ],
 )

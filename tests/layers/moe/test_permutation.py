@@ -1,29 +1,36 @@
-"""Sorting by expert and gathering rows, against loops in numpy."""
+"""Sorting by expert, gathering rows and combining them, against loops in numpy; what the backward pass saves."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import permutation as permutation_lib
-from spmd_tasks.layers.moe.permutation import gather_rows, sort_by_expert
+from spmd_tasks.layers.moe import _permutation
+from spmd_tasks.layers.moe._permutation import (
+  combine_rows,
+  dequantize_rows,
+  gather_rows,
+  quantize_rows,
+  sort_by_expert,
+)
 
 E, D = 3, 4
+UNROUTED = E
 
 EXPERT_IDS = {
   'mixed': [[2, 0], [1, 2], [0, 1], [2, 1], [0, 2]],
   'one choice': [[1], [0], [2], [1]],
   'one expert takes all': [[1, 1], [1, 1]],
   'an expert without rows': [[0, 2], [2, 0]],
-  'some nowhere': [[3, 3], [1, 3], [0, 2]],
-  'all nowhere': [[3, 3], [3, 3]],
+  'some not routed': [[3, 3], [1, 3], [0, 2]],
+  'none routed': [[3, 3], [3, 3]],
 }
 
 
 @pytest.mark.parametrize('expert_ids', EXPERT_IDS.values(), ids=EXPERT_IDS)
 @pytest.mark.parametrize('int32_max', [2**31 - 1, 3], ids=['one key', 'pairs'])
 def test_rows_are_ordered_by_expert_then_token_then_choice(expert_ids, int32_max, monkeypatch):
-  monkeypatch.setattr(permutation_lib, 'INT32_MAX', int32_max)
+  monkeypatch.setattr(_permutation, 'INT32_MAX', int32_max)
   assignments = sorted(
     (expert, token, choice) for token, experts in enumerate(expert_ids) for choice, expert in enumerate(experts)
   )
@@ -61,3 +68,93 @@ def test_the_gradient_of_bfloat16_tokens_is_summed_in_float32():
   d_rows = jnp.asarray([[256.0], [1.0], [1.0]], jnp.bfloat16)  # 256 + 1 rounds to 256 in bfloat16
   _, vjp = jax.vjp(lambda x: gather_rows(x, permutation), jnp.zeros((1, 1), jnp.bfloat16))
   assert vjp(d_rows)[0].tolist() == [[258.0]]
+
+
+ASSIGNMENTS = np.array([[2, 0], [1, 2], [UNROUTED, UNROUTED], [0, 1], [2, UNROUTED], [1, 2]], np.int32)
+
+
+@pytest.fixture
+def case(rng):
+  permutation = sort_by_expert(jnp.asarray(ASSIGNMENTS), E)
+  rows = rng.normal(size=(ASSIGNMENTS.size, D)).astype(np.float32)
+  gates = np.where(ASSIGNMENTS == UNROUTED, 0.0, rng.uniform(0.1, 1.0, ASSIGNMENTS.shape)).astype(np.float32)
+  d_result = rng.normal(size=(len(ASSIGNMENTS), D)).astype(np.float32)
+  return rows, gates, permutation, d_result
+
+
+def combine_by_loop(rows, gates, permutation, d_result):
+  """(result, d rows, d gates) in float64."""
+  rows, gates, d_result = (np.asarray(x, np.float64) for x in (rows, gates, d_result))
+  result, d_rows, d_gates = np.zeros_like(d_result), np.zeros_like(rows), np.zeros_like(gates)
+  for token, choice in np.ndindex(*gates.shape):
+    row = int(permutation.positions[token, choice])
+    if gates[token, choice] == 0:
+      continue
+    result[token] += gates[token, choice] * rows[row]
+    d_rows[row] = gates[token, choice] * d_result[token]
+    d_gates[token, choice] = rows[row] @ d_result[token]
+  return result, d_rows, d_gates
+
+
+def combine(rows, gates, permutation, d_result, saved_bits=None):
+  arrays = [jnp.asarray(x) for x in (rows, gates)]
+  result, vjp = jax.vjp(lambda r, g: combine_rows(r, g, permutation, saved_bits=saved_bits), *arrays)
+  return result, *vjp(jnp.asarray(d_result))
+
+
+def test_combined_rows_and_their_gradients(case):
+  for actual, expected in zip(combine(*case), combine_by_loop(*case), strict=True):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('saved_bits', [None, 4, 8])
+def test_rows_of_no_assignment_spread_no_nan(case, saved_bits):
+  rows, gates, permutation, d_result = case
+  expected = combine(*case, saved_bits)
+  is_unrouted = np.arange(len(rows)) >= np.sum(permutation.group_sizes)
+  spoilt = np.where(is_unrouted[:, None], np.nan, rows)
+  for actual, clean in zip(combine(spoilt, gates, permutation, d_result, saved_bits), expected, strict=True):
+    np.testing.assert_array_equal(actual, clean)
+
+
+@pytest.mark.parametrize(('saved_bits', 'limit'), [(8, 127), (4, 7)])
+def test_saved_bits_change_the_gradient_of_the_gates_only_and_by_the_step_at_most(case, saved_bits, limit):
+  rows, _, permutation, d_result = case
+  result, d_rows, d_gates = combine(*case)
+  quantized_result, quantized_d_rows, quantized_d_gates = combine(*case, saved_bits)
+  np.testing.assert_array_equal(quantized_result, result)
+  np.testing.assert_array_equal(quantized_d_rows, d_rows)
+  half_steps = np.max(np.abs(rows), axis=1) / limit / 2
+  bound = half_steps[permutation.positions] * np.sum(np.abs(d_result), axis=1)[:, None]
+  error = np.abs(quantized_d_gates - d_gates)
+  assert (error <= bound * (1 + 1e-5)).all()
+  assert error.max() > 0.05 * bound.max()  # they are quantized
+
+
+@pytest.mark.parametrize('num_columns', [1, 4, 5])
+@pytest.mark.parametrize(('bits', 'limit'), [(8, 127), (4, 7)])
+def test_quantized_rows_hold_whole_steps_exactly(bits, limit, num_columns):
+  codes = np.concatenate([[[limit] * num_columns, [-limit] * num_columns, [0] * num_columns]]).astype(np.float32)
+  codes = np.concatenate([codes, np.linspace(-limit, limit, 3 * num_columns).round().reshape(3, -1)]).astype(np.float32)
+  codes[:, 0] = limit  # so that the step of every row is known
+  rows = codes * 0.25
+  np.testing.assert_array_equal(dequantize_rows(quantize_rows(jnp.asarray(rows), bits)), rows)
+
+
+@pytest.mark.parametrize(('saved_bits', 'bytes_per_row'), [(None, 4 * 64), (8, 64 + 4), (4, 32 + 4)])
+def test_bytes_kept_for_the_backward_pass(saved_bits, bytes_per_row, rng):
+  permutation = sort_by_expert(jnp.asarray(ASSIGNMENTS), E)
+  rows, gates = (
+    jnp.asarray(rng.normal(size=(ASSIGNMENTS.size, 64)), jnp.float32),
+    jnp.ones(ASSIGNMENTS.shape, jnp.float32),
+  )
+  kept = jax.jit(lambda r: jax.vjp(lambda r, g: combine_rows(r, g, permutation, saved_bits=saved_bits), r, gates)[1])(
+    rows
+  )
+  of_rows = sum(leaf.nbytes for leaf in jax.tree.leaves(kept) if leaf.ndim == 2 and leaf.shape[0] == ASSIGNMENTS.size)
+  assert of_rows == ASSIGNMENTS.size * bytes_per_row
+
+
+def test_an_unknown_number_of_bits_is_refused(case):
+  with pytest.raises(ValueError, match='saved_bits=2 must be None'):
+    combine(*case, saved_bits=2)

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import dropless
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.ragged_all_to_all import plan_routes, ragged_all_to_all
+from spmd_tasks.layers.moe import DISPATCHES, Dropless
+from spmd_tasks.layers.moe._ragged_all_to_all import plan_routes, ragged_all_to_all
 from spmd_tasks.sharding.specs import sharding_scope
 
 X, E = 4, 2
@@ -55,7 +54,7 @@ def test_rows_arrive_by_sender_and_expert_and_return_to_their_places(sizes, capa
   sizes = sizes.astype(np.int32)
   routes = [jax.tree.map(np.asarray, plan_routes(jnp.asarray(sizes), device, capacity)) for device in range(X)]
   num_rows = 40
-  # A row is named by sender, receiver, expert and number; 3 rows at the end of each sender are for nowhere.
+  # A row is named by sender, receiver, expert and number; 3 rows at the end of each sender are not routed.
   names = [
     [1000 * s + 100 * r + 10 * e + i for r in range(X) for e in range(E) for i in range(sizes[s, r, e])]
     for s in range(X)
@@ -83,7 +82,7 @@ def on_an_accelerator(monkeypatch):
   def dispatch(x, expert_ids, gates, experts, exchange):
     return ragged_all_to_all(x, expert_ids, gates, experts, dataclasses.replace(exchange, platform='tpu'))
 
-  monkeypatch.setitem(dropless.DISPATCHES, 'ragged_all_to_all', dispatch)
+  monkeypatch.setitem(DISPATCHES, 'ragged_all_to_all', dispatch)
 
 
 def emulate(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):

@@ -1,13 +1,20 @@
-"""Token-choice routers against a float64 reference that goes token by token."""
+"""Token-choice routers against a float64 reference that goes token by token, and their search for the best experts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe.balance import load_balance_loss, router_z_loss, routing_statistics, routing_sums
-from spmd_tasks.layers.moe.bias_balancing import attach_balance_gradient
-from spmd_tasks.layers.moe.router import TopKRouter, UniformRouter
+from spmd_tasks.layers.moe import (
+  TopKRouter,
+  UniformRouter,
+  load_balance_loss,
+  router_z_loss,
+  routing_statistics,
+  routing_sums,
+)
+from spmd_tasks.layers.moe._balance import attach_balance_gradient
+from spmd_tasks.layers.moe._router import top_k_ids
 from spmd_tasks.layers.remat import remat_policy
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
@@ -105,7 +112,7 @@ def test_gradient_of_the_gates_is_the_references(settings, rng):
 
 
 @pytest.mark.parametrize('router', [TopKRouter, UniformRouter])
-def test_padding_goes_nowhere_and_changes_nothing_else(router, rng):
+def test_padding_is_not_routed_and_changes_nothing_else(router, rng):
   x, weights, mask = draw(rng)
   settings = {'router': router, 'num_selected': 2, 'normalize_gates': 1.0}
   masked, unmasked = route(x, weights, mask, **settings), route(x, weights, None, **settings)
@@ -234,3 +241,83 @@ def test_same_on_8_devices_as_on_one(settings, rng):
 def test_settings_that_make_no_sense_are_refused(settings, message):
   with pytest.raises(ValueError, match=message):
     TopKRouter(**{'num_experts': E} | settings)
+
+
+# Of `top_k_ids`: the same places as a sort finds, and no device needs another's rows.
+SEARCH_RULES = (('batch', ('replica', 'data')), ('seq', 'mdl'))
+
+
+def draw_rows(rng, batch_size):
+  return rng.integers(0, 5, size=(batch_size, 6, 7)).astype(np.float32)  # with ties
+
+
+def places(x, k):
+  return np.argsort(-x, axis=-1, kind='stable')[..., :k]
+
+
+def search_on_mesh(mesh_shape, split_dims):
+  mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=mesh_shape).build()
+
+  @jax.jit
+  def search(x):
+    with sharding_scope(mesh, SEARCH_RULES):
+      return top_k_ids(x, 3, split_dims)
+
+  return mesh, search
+
+
+@pytest.mark.parametrize('k', [1, 3, 7])
+def test_top_k_finds_the_greatest_and_of_equal_ones_the_first(k, rng):
+  x = draw_rows(rng, 4)
+  ids = top_k_ids(x, k, ('batch', 'seq', None))
+  assert ids.dtype == 'int32'
+  np.testing.assert_array_equal(ids, places(x, k))
+
+
+@pytest.mark.parametrize('split_dims', [('batch', 'seq', None), ('batch', None, 'seq'), (None, None, None), None])
+@pytest.mark.parametrize('mesh_shape', [(1, 8, 1), (2, 2, 2), (1, 2, 4)])
+@pytest.mark.parametrize('batch_size', [8, 3])
+def test_top_k_finds_the_same_in_any_layout_even_or_uneven(split_dims, mesh_shape, batch_size, rng):
+  x = draw_rows(rng, batch_size)
+  _, search = search_on_mesh(mesh_shape, split_dims)
+  np.testing.assert_array_equal(search(x), places(x, 3))
+
+
+def test_top_k_shows_no_device_anothers_rows(rng):
+  mesh, search = search_on_mesh((1, 8, 1), ('batch', 'seq', None))
+  x = jax.device_put(draw_rows(rng, 8), jax.NamedSharding(mesh, jax.P('data')))
+  hlo = search.lower(x).compile().as_text()
+  assert not any(name in hlo for name in ('all-gather', 'all-to-all', 'collective-permute', 'all-reduce'))
+
+
+def test_top_k_searches_and_does_not_sort_whatever_reads_the_places(rng):
+  hlo = jax.jit(lambda x: (top_k_ids(x, 3, None)[..., 0], top_k_ids(x, 3, None)[..., 2])).lower(draw_rows(rng, 4))
+  assert ' sort(' not in hlo.compile().as_text()
+
+
+def test_top_k_goes_through_scan_remat_and_the_stages_of_a_pipeline(rng):
+  """The transformations around a layer: vmap over stages, a loop over layers, remat, gradients."""
+  mesh = MeshSpec(axis_names=('stage', 'data'), ici_mesh_shape=(2, 4)).build()
+  x = rng.normal(size=(2, 8, 6, 7)).astype(np.float32)
+
+  def layer(x, _):
+    ids = top_k_ids(x, 3, ('batch', None, None))
+    top = jnp.take_along_axis(x, ids, axis=-1)
+    return x * jnp.sum(top, axis=-1, keepdims=True), ids
+
+  def loss(x):
+    y, ids = jax.vmap(
+      lambda x: jax.lax.scan(jax.checkpoint(layer), x, length=2), spmd_axis_name='stage', in_axes=0, out_axes=0
+    )(x)
+    return jnp.sum(y), ids
+
+  def loss_in_scope(x):
+    with sharding_scope(mesh, (('batch', 'data'),)):
+      return loss(x)
+
+  (value, ids), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(x)
+  x = jax.device_put(x, jax.NamedSharding(mesh, jax.P('stage', 'data')))
+  (sharded_value, sharded_ids), sharded_grad = jax.jit(jax.value_and_grad(loss_in_scope, has_aux=True))(x)
+  np.testing.assert_array_equal(sharded_ids, ids)
+  np.testing.assert_allclose(sharded_value, value, rtol=1e-5)
+  np.testing.assert_allclose(sharded_grad, grad, rtol=1e-4, atol=1e-5)

@@ -16,7 +16,7 @@ import pytest
 from spmd_tasks.layers.attention.attention import Attention
 from spmd_tasks.layers.declaration import declare_weight
 from spmd_tasks.layers.feed_forward import GatedFeedForward
-from spmd_tasks.layers.moe.bias_balancing import attach_gradient
+from spmd_tasks.layers.moe._balance import attach_gradient
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.pipeline.stack import PipelinedStack
 from spmd_tasks.layers.statistics import Statistics

@@ -1,11 +1,11 @@
-"""The ragged all-to-all: exactly the rows that are routed travel, each to the device of its expert and back.
+"""Ragged all-to-all dispatch: only routed rows move, each to the device of its expert and back.
 
 Shapes: n tokens of this device, k choices per token, R = n * k rows, X devices of the exchange, E experts per device,
 M rows of the receiving buffer, D model.
 
-For GPU and TPU: XLA has no such collective on CPU. What travels follows the routing; the buffer that receives it has a
-fixed size all the same, by default the worst case's. With a `capacity_factor` it is smaller, and what does not fit is
-dropped and counted.
+For GPU and TPU; XLA has no such collective on CPU. The number of rows sent follows the routing, but the receiving
+buffer has a fixed size: by default room for the worst case. A `capacity_factor` makes the buffer smaller; rows that do
+not fit are then dropped and counted.
 """
 
 from collections.abc import Mapping
@@ -16,19 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.moe.exchange import Axes, Exchange, apply_to_received, exclusive_cumsum
-from spmd_tasks.layers.moe.local_experts import LocalExperts, name_routing
-from spmd_tasks.layers.moe.permutation import gather_rows, sort_by_expert
+from spmd_tasks.layers.moe._expert_parallel import Axes, Exchange, apply_to_received, exclusive_cumsum
+from spmd_tasks.layers.moe._experts import LocalExperts, name_routing
+from spmd_tasks.layers.moe._permutation import gather_rows, sort_by_expert
 
 
 class Route(struct.PyTreeNode):
-  """One device's part in a ragged all-to-all, as `jax.lax.ragged_all_to_all` takes it.
+  """One device's arguments of `jax.lax.ragged_all_to_all`.
 
   Attributes:
-    input_offsets: int32 [X], where the rows for each device begin here.
-    send_sizes: int32 [X], how many they are.
-    output_offsets: int32 [X], where they begin there.
-    recv_sizes: int32 [X], how many rows come from each device.
+    input_offsets: int32 [X], the first row for each device, in this device's input.
+    send_sizes: int32 [X], the number of rows for each device.
+    output_offsets: int32 [X], the first of these rows in each device's output.
+    recv_sizes: int32 [X], the number of rows from each device.
   """
 
   input_offsets: jax.Array
@@ -38,11 +38,11 @@ class Route(struct.PyTreeNode):
 
 
 class Routes(struct.PyTreeNode):
-  """The way there, the way back, and what arrives.
+  """The routes of rows to their experts and of results back, and the number of rows received.
 
   Attributes:
-    there, back: for rows and for results.
-    received: int32 [X, E], rows that arrive from each device for each expert of this one.
+    there, back: the routes of rows and of results.
+    received: int32 [X, E], rows received from each device for each expert of this device.
   """
 
   there: Route
@@ -51,13 +51,13 @@ class Routes(struct.PyTreeNode):
 
 
 def plan_routes(sizes: jax.Array, device: jax.Array, capacity: int) -> Routes:
-  """The routes of device number `device` when every buffer has room for `capacity` rows.
+  """Returns the routes of one device, given buffers with room for `capacity` rows.
 
-  Buffers are filled by sender, then by expert; what comes last is dropped.
+  Buffers are filled by sender, then by expert; the last rows are dropped if the buffer overflows.
 
   Args:
-    sizes: int32 [X, X, E], rows from each device, for each device, for each of its experts.
-    device: int32 scalar.
+    sizes: int32 [X, X, E], rows from each device, for each device, for each expert of the latter.
+    device: int32 scalar, the device's index in the exchange.
     capacity: M.
   """
   totals = jnp.sum(sizes, axis=2)
@@ -87,7 +87,12 @@ def plan_routes(sizes: jax.Array, device: jax.Array, capacity: int) -> Routes:
 def ragged_all_to_all(
   x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-  """The Dispatch. Statistics: `fraction_dropped`, and `row_capacity`, M."""
+  """Implements Dispatch.
+
+  Statistics:
+    row_capacity: M.
+    fraction_dropped: only with a `capacity_factor`.
+  """
   if exchange.platform == 'cpu':
     raise UserError(
       "dispatch='ragged_all_to_all' does not run on CPU, where XLA has no such collective: use dispatch='ring' or "
@@ -100,9 +105,9 @@ def ragged_all_to_all(
   permutation = name_routing(sort_by_expert(expert_ids, num_devices * experts.num_experts))
   sizes = permutation.group_sizes.reshape(num_devices, experts.num_experts)
   routes = plan_routes(jax.lax.all_gather(sizes, exchange.axes), jax.lax.axis_index(exchange.axes), capacity)
-  rows = _travel(exchange.axes, (capacity, num_rows), gather_rows(x, permutation), routes.there, routes.back)
+  rows = _send(exchange.axes, (capacity, num_rows), gather_rows(x, permutation), routes.there, routes.back)
   results = apply_to_received(experts, rows, routes.received)
-  results = _travel(exchange.axes, (num_rows, capacity), results, routes.back, routes.there)
+  results = _send(exchange.axes, (num_rows, capacity), results, routes.back, routes.there)
   y = experts.combine(results, gates, permutation)
   statistics = {'row_capacity': jnp.asarray(capacity, jnp.float32)}
   if exchange.capacity_factor is not None:
@@ -113,10 +118,10 @@ def ragged_all_to_all(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _travel(axes: Axes, num_rows: tuple[int, int], rows: jax.Array, there: Route, back: Route) -> jax.Array:
-  """Rows [num_rows[1], D] along the route `there`; [num_rows[0], D], zeros where none arrives.
+def _send(axes: Axes, num_rows: tuple[int, int], rows: jax.Array, there: Route, back: Route) -> jax.Array:
+  """Sends rows [num_rows[1], D] along the route `there`. Returns [num_rows[0], D], zeros for rows that nobody sends.
 
-  The gradient takes the way back. (JAX's own rule also computes one for the buffer that is overwritten.)
+  The gradient takes the route `back`. (JAX's own rule would also compute a gradient for the overwritten buffer.)
   """
   del back
   buffer = jnp.zeros((num_rows[0], rows.shape[1]), rows.dtype)
@@ -131,13 +136,13 @@ def _travel(axes: Axes, num_rows: tuple[int, int], rows: jax.Array, there: Route
   )
 
 
-def _travel_forward(axes, num_rows, rows, there, back):
-  return _travel(axes, num_rows, rows, there, back), (there, back)
+def _send_forward(axes, num_rows, rows, there, back):
+  return _send(axes, num_rows, rows, there, back), (there, back)
 
 
-def _travel_backward(axes, num_rows, residuals, d_arrived):
+def _send_backward(axes, num_rows, residuals, d_arrived):
   there, back = residuals
-  return _travel(axes, num_rows[::-1], d_arrived, back, there), None, None
+  return _send(axes, num_rows[::-1], d_arrived, back, there), None, None
 
 
-_travel.defvjp(_travel_forward, _travel_backward)
+_send.defvjp(_send_forward, _send_backward)

@@ -1,10 +1,11 @@
-"""The padded all-to-all: rows travel to their experts and back in buffers of one fixed size per pair of devices.
+"""Padded all-to-all dispatch: rows move to their experts and back in buffers of one fixed size per pair of devices.
 
 Shapes: n tokens of this device, k choices per token, R = n * k rows, X devices of the exchange, E experts per device,
 P the pair capacity, D model.
 
-It runs everywhere and has no scatter. With the default, room for the worst case, nothing is dropped, but X * P rows
-travel for R real ones. A `capacity_factor` bounds both, and then overflow is dropped and counted.
+It runs on every platform and has no scatter. By default the buffers have room for the worst case: nothing is dropped,
+but X * P rows move where only R are real. A `capacity_factor` makes the buffers smaller; rows that do not fit are then
+dropped and counted.
 """
 
 from collections.abc import Mapping
@@ -14,15 +15,20 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.moe.exchange import Exchange, apply_to_received, exclusive_cumsum
-from spmd_tasks.layers.moe.local_experts import LocalExperts, name_routing
-from spmd_tasks.layers.moe.permutation import gather_rows, sort_by_expert, take_rows
+from spmd_tasks.layers.moe._expert_parallel import Exchange, apply_to_received, exclusive_cumsum
+from spmd_tasks.layers.moe._experts import LocalExperts, name_routing
+from spmd_tasks.layers.moe._permutation import gather_rows, sort_by_expert, take_rows
 
 
 def padded_all_to_all(
   x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
-  """The Dispatch. Statistics: `fraction_dropped`, and `pair_capacity`, the rows from one device to another."""
+  """Implements Dispatch.
+
+  Statistics:
+    pair_capacity: P, the rows from one device to another.
+    fraction_dropped: only with a `capacity_factor`.
+  """
   num_devices, num_rows = exchange.num_devices, expert_ids.size
   capacity = exchange.capacity(
     balanced=num_rows / num_devices, worst=x.shape[0] * min(expert_ids.shape[1], experts.num_experts)
@@ -31,17 +37,17 @@ def padded_all_to_all(
   permutation = name_routing(sort_by_expert(expert_ids, num_devices * experts.num_experts))
   sizes = permutation.group_sizes.reshape(num_devices, experts.num_experts)
   sent = jnp.diff(jnp.minimum(jnp.cumsum(sizes, axis=1), capacity), axis=1, prepend=0)
-  row_ids, slots = _slots(jnp.sum(sizes, axis=1), capacity, num_rows)
+  row_ids, places = _fill_buffers(jnp.sum(sizes, axis=1), capacity, num_rows)
 
-  def travel(blocks: jax.Array) -> jax.Array:
+  def send(blocks: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(blocks, exchange.axes, 0, 0, tiled=True)
 
-  rows = travel(_move_rows(gather_rows(x, permutation), row_ids, slots))
-  received = travel(sent)
+  rows = send(_move_rows(gather_rows(x, permutation), row_ids, places))
+  received = send(sent)
   unused = capacity - jnp.sum(received, axis=1, keepdims=True)
-  results = travel(apply_to_received(experts, rows, jnp.concatenate([received, unused], axis=1)))
-  # Back to one row per choice before the gates: their gradient keeps R rows rather than X * P.
-  y = experts.combine(_move_rows(results, slots, row_ids), gates, permutation)
+  results = send(apply_to_received(experts, rows, jnp.concatenate([received, unused], axis=1)))
+  # Move back to one row per choice before applying the gates: their gradient then saves R rows instead of X * P.
+  y = experts.combine(_move_rows(results, places, row_ids), gates, permutation)
   statistics = {'pair_capacity': jnp.asarray(capacity, jnp.float32)}
   if exchange.capacity_factor is not None:
     num_assigned = jnp.sum(sizes)
@@ -51,7 +57,7 @@ def padded_all_to_all(
 
 @functools.cache
 def _log_capacity(capacity: int, num_rows: int, num_devices: int) -> None:
-  """Once per program: what a step costs follows from it."""
+  """Logs the capacity once per program, because the cost of a step follows from it."""
   logging.info(
     'padded_all_to_all: room for %d rows from each of %d devices to each other; balanced routing needs %.1f of %d.',
     capacity,
@@ -61,8 +67,8 @@ def _log_capacity(capacity: int, num_rows: int, num_devices: int) -> None:
   )
 
 
-def _slots(sizes: jax.Array, capacity: int, num_rows: int) -> tuple[jax.Array, jax.Array]:
-  """Which row is in each slot of the buffers, and in which slot each row is.
+def _fill_buffers(sizes: jax.Array, capacity: int, num_rows: int) -> tuple[jax.Array, jax.Array]:
+  """Assigns rows to places in the X send buffers of P places each.
 
   Args:
     sizes: int32 [X], rows for each device; rows are sorted by device.
@@ -70,32 +76,33 @@ def _slots(sizes: jax.Array, capacity: int, num_rows: int) -> tuple[jax.Array, j
     num_rows: R.
 
   Returns:
-    int32 [X * P], R for an empty slot; int32 [R], X * P for a row without one.
+    (int32 [X * P], the row in each place, R for an empty place; int32 [R], the place of each row, X * P for a row
+    without a place).
   """
   num_devices = sizes.shape[0]
   starts, place = exclusive_cumsum(sizes), jnp.arange(capacity, dtype=jnp.int32)
   row_ids = jnp.where(place[None, :] < sizes[:, None], starts[:, None] + place[None, :], num_rows)
-  # The rows for nowhere come last, as one more device whose rows have no slot.
+  # Rows that are not routed come last, as rows for one more device that has no buffer.
   rest = num_rows - jnp.sum(sizes)
   device = jnp.repeat(
     jnp.arange(num_devices + 1, dtype=jnp.int32), jnp.append(sizes, rest), total_repeat_length=num_rows
   )
   place = jnp.arange(num_rows, dtype=jnp.int32) - jnp.append(starts, 0)[device]
-  has_slot = (device < num_devices) & (place < capacity)
-  return row_ids.reshape(-1), jnp.where(has_slot, device * capacity + place, num_devices * capacity)
+  has_place = (device < num_devices) & (place < capacity)
+  return row_ids.reshape(-1), jnp.where(has_place, device * capacity + place, num_devices * capacity)
 
 
 @jax.custom_vjp
 def _move_rows(rows: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-  """Rows from one order to another, zeros where there is none.
+  """Moves rows from one order to another.
 
   Args:
     rows: [M, D].
-    sources: int32 [N], the row that comes to each place, M for none.
-    targets: int32 [M], the place that each row goes to, N for none: the inverse, and the way of the gradient.
+    sources: int32 [N], the row for each place, M for none.
+    targets: int32 [M], the place of each row, N for none: the inverse of `sources`, which moves the gradient back.
 
   Returns:
-    [N, D].
+    [N, D], zeros for a place without a row.
   """
   del targets
   return take_rows(rows, sources)

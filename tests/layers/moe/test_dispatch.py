@@ -1,21 +1,92 @@
-"""The padded all-to-all: what a capacity drops, by counting; and which collectives its program has."""
+"""The ring and the padded all-to-all: which collectives their programs have, and what a capacity drops, by counting."""
+
+import collections
+import re
 
 from absl import logging
-from dropless_collectives import compile_gradient, count_collectives
 from dropless_reference import (
+  DOWN_SPLIT_DIMS,
+  UP_SPLIT_DIMS,
   assert_is_reference,
+  compute,
   draw_expert_ids,
   draw_inputs,
   mesh_and_rules,
   value_and_gradients,
 )
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.padded_all_to_all import _log_capacity
+from spmd_tasks.layers.moe import Dropless
+from spmd_tasks.layers.moe._padded_all_to_all import _log_capacity
+from spmd_tasks.sharding.specs import sharding_scope, split_dims_to_partition_spec
 
 SCOPE = ({'expert': 4}, {'batch': 'expert'})
+KINDS = ('all-to-all', 'all-gather', 'all-reduce', 'reduce-scatter', 'collective-permute')
+TOKENS_SPLIT_DIMS = ('batch', 'seq', 'act_embed')
+SPLIT_DIMS = {
+  'x': TOKENS_SPLIT_DIMS,
+  'gates': TOKENS_SPLIT_DIMS,
+  'up': UP_SPLIT_DIMS,
+  'gate': UP_SPLIT_DIMS,
+  'down': DOWN_SPLIT_DIMS,
+}
+
+
+def compile_gradient(computation, axis_sizes, rules):
+  """The text of the program for the gradient of sum(y^2): B=16, T=4, D=10, F=14, E=4, k=2."""
+  rng = np.random.default_rng(0)
+  mesh, rules = mesh_and_rules(axis_sizes, rules)
+  inputs, _ = draw_inputs(rng, B=16, T=4, D=10, F=14)
+  expert_ids = draw_expert_ids(rng, 'mixed', B=16, T=4)
+
+  def loss(inputs):
+    with sharding_scope(mesh, rules):
+      return (compute(computation, inputs, expert_ids)[0] ** 2).sum()
+
+  shardings = {
+    name: NamedSharding(mesh, split_dims_to_partition_spec(SPLIT_DIMS[name], mesh.axis_names, rules)) for name in inputs
+  }
+  return jax.jit(jax.grad(loss), in_shardings=(shardings,), out_shardings=shardings).lower(inputs).compile().as_text()
+
+
+def count_collectives(program):
+  """{(kind, type of one result): how many}; an all-to-all's results, one per device, count as one."""
+  counts = collections.Counter()
+  for line in program.splitlines():
+    match = re.search(rf' = (.*?) ({"|".join(KINDS)})\(', line)
+    if match:
+      types = re.findall(r'\w+\[[\d,]*\]', match[1])
+      counts.update((match[2], array) for array in (types[:1] if match[2] == 'all-to-all' else types))
+  return dict(counts)
+
+
+def test_the_ring_hands_tokens_on_and_weights_stay():
+  """4 devices with 16 tokens of 2 choices each: 64 tokens and 128 rows in all."""
+  program = compile_gradient(Dropless(), *SCOPE)
+  # x and y, then x, d_y and d_x; the gates, then gates and d_gates; the ids. XLA shares what both rounds hand on.
+  found = count_collectives(program)
+  assert set(found) == {('collective-permute', t) for t in ('f32[16,10]', 'f32[16,2]', 's32[16,2]')}
+  assert found['collective-permute', 'f32[16,10]'] <= 5
+  assert found['collective-permute', 'f32[16,2]'] <= 3
+  assert not re.search(r'f32\[(64|128),', program)
+
+
+def test_the_ring_sums_gradients_of_narrow_weights_in_float32(rng):
+  """1 + 2^-9 times 3 more is lost in bfloat16, one addition at a time."""
+  inputs, d_y = draw_inputs(rng, B=4, T=1, D=1, F=1, E=4, k=1, gated=False)
+  expert_ids = np.zeros((4, 1, 1), np.int32)
+  inputs = {
+    name: jnp.ones_like(array, jnp.float32 if name == 'gates' else jnp.bfloat16) for name, array in inputs.items()
+  }
+  d_y = np.array([1.0, 2**-8, 2**-8, 2**-8]).reshape(4, 1, 1)
+  run = value_and_gradients(Dropless(), *mesh_and_rules(*SCOPE))
+  _, gradients, _ = run(inputs, expert_ids, d_y)
+  hidden = float(jax.nn.silu(jnp.bfloat16(1.0)))
+  assert float(gradients['down'][0, 0, 0]) == float(jnp.bfloat16(hidden * (1 + 3 * 2**-8)))
 
 
 def drop_overflow(expert_ids, num_experts, capacity, num_devices=4):
@@ -50,7 +121,7 @@ def test_what_has_no_room_is_dropped_and_counted(capacity_factor, capacity, rng)
 
 
 def test_padding_takes_no_room(rng):
-  """6 experts as 8 on 4 devices, and 5 rows of tokens as 8: padding goes nowhere, and none of it is counted."""
+  """6 experts as 8 on 4 devices, and 5 rows of tokens as 8: padding is not routed, and none of it is counted."""
   inputs, d_y = draw_inputs(rng, B=5, E=6)
   run = value_and_gradients(Dropless(dispatch='padded_all_to_all', capacity_factor=1.0), *mesh_and_rules(*SCOPE))
   for routing in ('mixed', 'one expert', 'no expert'):
@@ -113,7 +184,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize('axis_sizes, rules, expected', PROGRAMS.values(), ids=PROGRAMS)
-def test_what_travels(axis_sizes, rules, expected):
+def test_collectives_of_the_padded_all_to_all(axis_sizes, rules, expected):
   found = count_collectives(compile_gradient(Dropless(dispatch='padded_all_to_all'), axis_sizes, rules))
   assert {key: count for key, count in found.items() if key[1].startswith('f32')} == expected
   assert {kind for kind, _ in found} == {kind for kind, _ in expected}

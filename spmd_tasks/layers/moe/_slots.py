@@ -1,10 +1,10 @@
-"""Capacity: which tokens take the slots of their experts, where every expert has the same number of slots.
+"""Assigns tokens to slots: every expert has the same number C of slots in each group of S tokens.
 
 Shapes: B batch, T sequence, G groups of S tokens, k choices per token, E experts, C slots per expert and group.
 
-Slots make every shape static, whatever the routing: an expert computes C tokens of each group, some of them empty, and
-assignments that find no slot are dropped (GShard: Lepikhin et al., 2020). Groups are runs of the batch's tokens. They
-depend on the batch alone and not on the mesh, so neither does what is dropped.
+Slots make all shapes static, whatever the routing: an expert computes C tokens per group, some slots stay empty, and an
+assignment that finds no free slot is dropped (GShard: Lepikhin et al., 2020). Groups are consecutive tokens of the
+batch. Groups do not depend on the mesh, so the same tokens are dropped on every mesh.
 """
 
 from flax import struct
@@ -13,19 +13,30 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.moe.permutation import sort_by_expert, take_rows
-from spmd_tasks.layers.moe.routing import Slots
+from spmd_tasks.layers.moe._permutation import sort_by_expert, take_rows
 from spmd_tasks.layers.remat import ROUTING_NAME
 
 
-class SlotAssignment(struct.PyTreeNode):
-  """Tokens and the slots that they take, seen from both sides.
+class Slots(struct.PyTreeNode):
+  """The token in each slot of each expert, by group. ExpertChoiceRouter decides the slots directly.
 
   Attributes:
-    slots: what each slot holds.
-    positions: int32 [G, S, k], the slot of each of a token's choices, c + C * e; E * C where it has none. None where
-      experts chose.
-    gates: float32 [G, S, k], by choice; 0 where it has no slot. None where experts chose.
+    token_ids: int32 [G, E, C], the token's index in its group; S for an empty slot.
+    gates: float32 [G, E, C], 0 for an empty slot.
+  """
+
+  token_ids: jax.Array
+  gates: jax.Array
+
+
+class SlotAssignment(struct.PyTreeNode):
+  """The slots, and for each token the slots of its choices.
+
+  Attributes:
+    slots: the token in each slot.
+    positions: int32 [G, S, k], the slot c + C * e of each of a token's choices; E * C for a choice without a slot. None
+      if experts chose their tokens.
+    gates: float32 [G, S, k], by choice; 0 for a choice without a slot. None if experts chose their tokens.
     group_size: S.
   """
 
@@ -36,7 +47,7 @@ class SlotAssignment(struct.PyTreeNode):
 
 
 def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> int:
-  """S for tokens [batch_size, length], given `group_size`: None is one group per row.
+  """Returns S for tokens [batch_size, length], given the setting `group_size`; None means one group per row.
 
   Raises:
     UserError: group_size neither divides T, nor is a multiple of T that divides B * T.
@@ -53,10 +64,10 @@ def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> in
 
 
 def expert_capacity(group_size: int, num_experts: int, *, factor: float, min_capacity: int) -> int:
-  """C = max(min_capacity, round(factor * S / E)), but at most S: a token takes one slot of an expert at most.
+  """Returns C = max(min_capacity, round(factor * S / E)), at most S: a token takes at most one slot per expert.
 
-  Factor 0 gives S, with which nothing is dropped. The number of choices is no part of it: factor 1 has slots for half
-  of the assignments of top-2 routing (T5X).
+  Factor 0 gives C = S, which drops nothing. As in T5X, the number of choices k does not enter: with factor 1, top-2
+  routing has slots for half of its assignments.
   """
   if factor == 0:
     return group_size
@@ -72,16 +83,16 @@ def assign_slots(
   capacity: int,
   renormalize: bool,
 ) -> SlotAssignment:
-  """Gives slots to tokens' choices: to all first choices before any second one, and so on.
+  """Assigns slots to the tokens' choices: to all first choices before any second choice, and so on.
 
   Args:
-    expert_ids: int32 [G, S, k], each in [0, E]; E is nowhere, and takes no slot.
+    expert_ids: int32 [G, S, k], each in [0, E]. The id E means 'not routed' and takes no slot.
     gates: float32 [G, S, k].
-    priorities: float32 [G, S]. Among choices of the same rank the tokens of highest priority come first, of equal ones
-      the earliest; None for the order of tokens.
+    priorities: float32 [G, S]. Among choices of the same rank, tokens of higher priority come first; equal priorities
+      keep the order of tokens. None means the order of tokens.
     num_experts: E.
     capacity: C.
-    renormalize: whether the gates that a token keeps are scaled to the sum that all of them had (Praxis).
+    renormalize: whether to scale the gates that a token keeps to the sum of all its gates (Praxis).
   """
   group_size, num_choices = expert_ids.shape[1:]
   if priorities is None:
@@ -106,12 +117,19 @@ def assign_slots(
 
 
 def _fill_in_order(expert_ids: jax.Array, num_experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-  """(each slot's assignment int32 [E, C], S * k if empty; each assignment's slot int32 [S, k], E * C if none).
+  """Fills the slots of one group in the order of tokens.
 
-  Assignments are numbered token by token; expert_ids are int32 [S, k].
+  Args:
+    expert_ids: int32 [S, k]. Assignments are numbered token by token: choice c of token s is assignment s * k + c.
+    num_experts: E.
+    capacity: C.
+
+  Returns:
+    (int32 [E, C], the assignment in each slot, S * k for an empty slot; int32 [S, k], the slot of each assignment, E *
+    C for an assignment without a slot).
   """
   group_size, num_choices = expert_ids.shape
-  by_choice = expert_ids.T.reshape(-1, 1)  # first choices first, which the sort then keeps within each expert
+  by_choice = expert_ids.T.reshape(-1, 1)  # First choices come first; the sort keeps this order within each expert.
   permutation = sort_by_expert(by_choice, num_experts)
   ends = jnp.cumsum(permutation.group_sizes)
   starts = ends - permutation.group_sizes
@@ -128,7 +146,7 @@ def _fill_in_order(expert_ids: jax.Array, num_experts: int, capacity: int) -> tu
 def _fill_by_priority(
   expert_ids: jax.Array, priorities: jax.Array, num_experts: int, capacity: int
 ) -> tuple[jax.Array, jax.Array]:
-  """As `_fill_in_order`, but of tokens in descending order of priorities float32 [S]."""
+  """Fills the slots of one group as `_fill_in_order` does, in descending order of priorities float32 [S]."""
   num_choices = expert_ids.shape[1]
   token_order = jnp.argsort(priorities, stable=True, descending=True).astype(jnp.int32)
   slot_ids, positions = _fill_in_order(expert_ids[token_order], num_experts, capacity)

@@ -1,4 +1,4 @@
-"""MixtureOfExperts: a feed-forward sublayer whose weights are many experts, of which a router picks a few per token.
+"""MixtureOfExperts: a feed-forward sublayer in which a router picks a few of many experts for each token.
 
 Shapes: B batch, T sequence, D model, E experts, k choices per token.
 
@@ -8,7 +8,7 @@ Shapes: B batch, T sequence, D model, E experts, k choices per token.
       computation=Dropless(),
     )
 
-stands wherever a block takes its `ffn`.
+A transformer block takes this layer as its `ffn`.
 """
 
 import dataclasses
@@ -20,44 +20,43 @@ import jax
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.kv_cache import is_decoding
 from spmd_tasks.layers.declaration import declare_weight
-from spmd_tasks.layers.moe.balance import RoutingSums, routing_sums
-from spmd_tasks.layers.moe.bias_balancing import attach_balance_gradient
-from spmd_tasks.layers.moe.dropless import Dropless
-from spmd_tasks.layers.moe.experts import Experts, ExpertWeights
-from spmd_tasks.layers.moe.routing import RouterOutput
+from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums
+from spmd_tasks.layers.moe._dropless import Dropless
+from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
+from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.layers.sublayers import WithSublayers
 
 
 class ExpertComputation(Protocol):
-  """How the experts' outputs are computed from a router's decision: Dropless, CapacityEinsum or CapacityGather."""
+  """Computes the experts' outputs from a router's decision: Dropless, CapacityEinsum or CapacityGather."""
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (y, fractions): y [B, T, D] in x's dtype, the sum of the chosen experts' outputs by their gates.
+    """Returns (y, fractions): y [B, T, D] in x's dtype is the sum of the chosen experts' outputs by their gates.
 
-    The fractions are float32 scalars, among them `fraction_dropped`: of the real tokens' choices, those that were not
+    The fractions are float32 scalars. `fraction_dropped` is the fraction of the real tokens' choices that were not
     computed.
     """
     ...
 
 
 class MixtureOfExperts(WithSublayers, kw_only=True):
-  """Router, experts and what is shared by all tokens. Weights under `router`, `experts`, `shared_expert`, `bias`.
+  """Routes tokens to experts and adds shared parts. Weights under `router`, `experts`, `shared_expert`, `bias`.
 
-  Text is generated without dropping tokens, whatever `computation` is: with a capacity, what a request gets would
-  depend on the requests beside it.
+  Decoding drops no tokens, whatever `computation` is: with a capacity, a request's text would depend on the other
+  requests in its batch.
 
   Fields:
     router: router(x, token_mask, train=...) -> RouterOutput.
     experts: declares the experts' weights.
-    computation: how they meet the tokens.
-    shared_expert: a feed-forward sublayer that every token passes; None for none.
-    shared_combination: 'sum' (DeepSeekMoE), or 'mean': (shared + k * routed) / (k + 1), as in MegaBlocks, the mean over
-      k + 1 experts where gates sum to 1.
-    output_bias: whether a bias [D] is added to the result, once.
-    load_balance_shards: in how many equal parts of the batch the balance loss is computed, see `routing_sums`; 1 is
-      over all tokens, wherever they are.
+    computation: computes the experts' outputs.
+    shared_expert: a feed-forward sublayer that every token passes through; None for none.
+    shared_combination: 'sum' (DeepSeekMoE), or 'mean': (shared + k * routed) / (k + 1), as in MegaBlocks: the mean over
+      k + 1 experts if gates sum to 1.
+    output_bias: whether to add a bias [D] to the result.
+    load_balance_shards: the number of equal parts of the batch over which the balance loss is computed, see
+      `routing_sums`; 1 computes it over all tokens on all devices.
     load_balance_divide_by_k: see `load_balance_loss`.
   """
 
@@ -80,8 +79,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       raise UserError(f"shared_combination={self.shared_combination!r} must be 'sum' or 'mean'.")
     if self.shared_combination == 'mean' and not hasattr(self.router, 'num_selected'):
       raise UserError(
-        f"shared_combination='mean' needs a router with num_selected, not a {type(self.router).__name__}: where "
-        "experts choose, take 'sum'."
+        f"shared_combination='mean' needs a router with num_selected, but {type(self.router).__name__} has none: use "
+        "'sum'."
       )
     super().__post_init__()
 
@@ -89,12 +88,12 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   def __call__(
     self, x: jax.Array, segment_ids: jax.Array | None = None, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, RoutingSums]]:
-    """Returns ([B, T, D], {'routing': sums}); tokens of segment 0 are padding and meet no routed expert.
+    """Returns ([B, T, D], {'routing': sums}). Tokens of segment 0 are padding and reach no routed expert.
 
-    Of the sums' values, `load_balance_loss` and `router_z_loss` enter the loss by its `aux_loss_weights`.
+    The sums' values `load_balance_loss` and `router_z_loss` enter the loss by the loss's `aux_loss_weights`.
 
     Raises:
-      UserError: text is generated with a router that looks ahead.
+      UserError: a model with a router that looks ahead is decoding.
     """
     decoding = is_decoding(self)
     token_mask = None if segment_ids is None else segment_ids != 0
@@ -122,7 +121,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   def _without_drops(self, routing: RouterOutput) -> ExpertComputation:
     if routing.expert_ids is None:
       raise UserError(
-        f'{type(self.router).__name__} lets experts choose among all tokens of a text, those to come included: such a '
+        f'{type(self.router).__name__} lets experts choose among all tokens of a text, including later ones, so this '
         'model cannot generate text token by token. Train it with a TopKRouter.'
       )
     if isinstance(self.computation, Dropless):

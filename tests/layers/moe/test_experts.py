@@ -1,17 +1,17 @@
-"""The experts' networks over sorted rows against float64, forward and all gradients.
+"""The experts' networks against float64: over sorted rows, forward and all gradients, and over batched rows.
 
 Shapes: R = 64 rows, E = 4 experts, D = 6 model, F = 10 ffn, L = 3 layers.
 """
 
 import functools
 
+from capacity_reference import expert_ffn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe.expert_ffn import grouped_ffn
-from spmd_tasks.layers.moe.experts import ExpertWeights
+from spmd_tasks.layers.moe._experts import ExpertWeights, batched_ffn, grouped_ffn
 
 NUM_ROWS, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM, NUM_LAYERS = 64, 4, 6, 10, 3
 GROUP_SIZES = {
@@ -157,3 +157,24 @@ def test_within_scan_and_remat(rng):
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
   np.testing.assert_allclose(d_rows, expected_d_rows, atol=1e-5)
   jax.tree.map(lambda x, *ys: np.testing.assert_allclose(x, np.stack(ys), atol=1e-5), d_stacked, *d_layers)
+
+
+@pytest.mark.parametrize('gated', [False, True])
+@pytest.mark.parametrize('inner_shape', [(4,), (2, 3)])
+def test_batched_rows_go_through_their_experts_network(gated, inner_shape, rng):
+  rows = rng.normal(size=(3, *inner_shape, 5)).astype(np.float32)
+  up, gate = rng.normal(size=(2, 3, 5, 7)).astype(np.float32)
+  down = rng.normal(size=(3, 7, 5)).astype(np.float32)
+  weights = ExpertWeights(
+    up=jnp.asarray(up),
+    down=jnp.asarray(down),
+    gate=jnp.asarray(gate) if gated else None,
+    activation='silu',
+    up_split_dims=None,
+    down_split_dims=None,
+  )
+  result = batched_ffn(jnp.asarray(rows), weights)
+  for index in np.ndindex(3, *inner_shape):
+    e = index[0]
+    expected = expert_ffn(*(a.astype(np.float64) for a in (rows[index], up[e], down[e])), gate[e] if gated else None)
+    np.testing.assert_allclose(result[index], expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,235 @@
+"""Balances the experts' load: auxiliary losses, statistics, and a bias that needs no loss.
+
+Shapes: B batch, T sequence, E experts, k choices per token; G groups of S tokens, C slots per expert and group;
+N shards of the batch.
+
+All losses and statistics are functions of sums over tokens (`RoutingSums`), so the sums of parts of a batch can be
+added first (layers/statistics.py). They leave padding out, count the router's choices before any are dropped, and are 0
+for a batch of padding only.
+
+The bias (Wang et al., 2024; DeepSeek-V3) is added to the scores for the choice of experts only. After every step it
+moves by a fixed rate: up for experts below the mean load, down for experts above. The loss has no gradient with respect
+to the bias. The model reports the load as that *gradient*, because a step has no other state beside the weights.
+The load is linear in the counts, so the mean over microbatches with equally many tokens gives the load of the whole
+batch. The learner moves weights tagged `balance_bias` by `-rate * sign(gradient)`, outside the optimizer, clipping and
+norms.
+"""
+
+from collections.abc import Mapping
+import itertools
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.moe._router import RouterOutput
+from spmd_tasks.layers.statistics import Statistics
+
+
+class RoutingSums(Statistics):
+  """Sums over the real tokens of each of N shards of the batch, float32. Only `scores` and `z` have gradients.
+
+  Attributes:
+    num_tokens: scalar, over all shards.
+    shard_tokens: [N].
+    scores: [N, E].
+    entropy: [N].
+    z: [N], squares of the log-normalizers.
+    counts: [N, E], assignments per expert.
+    chosen_scores: [N], over all assignments.
+    fractions: name -> scalar: sums over assignments, for values that a computation reports as fractions of the
+      assignments.
+    divide_by_k: see `load_balance_loss`.
+  """
+
+  shard_tokens: jax.Array
+  scores: jax.Array
+  entropy: jax.Array
+  z: jax.Array
+  counts: jax.Array
+  chosen_scores: jax.Array
+  fractions: dict[str, jax.Array] = struct.field(default_factory=dict)
+  divide_by_k: bool = struct.field(pytree_node=False, default=False)
+
+  def with_fractions(self, fractions: Mapping[str, jax.Array]) -> 'RoutingSums':
+    """Returns the sums with these fractions of the assignments, such as the fraction dropped."""
+    num_assigned = jnp.sum(self.counts)
+    return self.replace(fractions={name: fraction * num_assigned for name, fraction in fractions.items()})
+
+  def values(self) -> dict[str, jax.Array]:
+    """Returns `load_balance_loss`, `router_z_loss`, the `routing_statistics` and the fractions."""
+    num_assigned = jnp.sum(self.counts)
+    losses = {'load_balance_loss': load_balance_loss(self), 'router_z_loss': router_z_loss(self)}
+    return losses | routing_statistics(self) | {name: _mean(x, num_assigned) for name, x in self.fractions.items()}
+
+
+def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: bool = False) -> RoutingSums:
+  """Sums a batch's routing decision over its tokens.
+
+  Args:
+    routing: of the batch.
+    num_shards: N. The balance loss takes f and P over each N-th of the batch's rows and is the mean over these shards;
+      1 takes them over all tokens. T5X computes one loss per group and MegaBlocks one per data-parallel process; here
+      the numbers do not depend on the mesh.
+    divide_by_k: see `load_balance_loss`.
+
+  Raises:
+    UserError: num_shards does not divide the batch.
+  """
+  tokens, assignments = _token_columns(routing), _assignment_columns(routing)
+  if routing.slots is None:
+    sums = _sum_shards(tokens + assignments, num_shards)
+  else:
+    sums = _sum_shards(tokens, num_shards) + _sum_shards(assignments, num_shards)
+  num_tokens, scores, entropy, z, counts, chosen_scores = sums
+  return RoutingSums(
+    num_tokens=jnp.sum(num_tokens),
+    shard_tokens=num_tokens,
+    scores=scores,
+    entropy=entropy,
+    z=z,
+    counts=counts,
+    chosen_scores=chosen_scores,
+    divide_by_k=divide_by_k,
+  )
+
+
+def _token_columns(routing: RouterOutput) -> list[jax.Array]:
+  """Returns per row the number of real tokens [B], and sums over them of scores [B, E], entropy [B] and z [B]."""
+  scores = routing.scores
+  per_token = {
+    'num_tokens': jnp.ones(scores.shape[:2], jnp.float32),
+    'entropy': jnp.sum(jax.scipy.special.entr(jax.lax.stop_gradient(scores)), axis=-1),
+    'z': jnp.square(jax.nn.logsumexp(routing.logits, axis=-1)),
+  }
+  if routing.token_mask is not None:
+    mask = routing.token_mask
+    per_token = {name: jnp.where(mask, x, 0.0) for name, x in per_token.items()}
+    scores = jnp.where(mask[..., None], scores, 0.0)
+  rows = {name: jnp.sum(x, axis=1) for name, x in per_token.items()}
+  return [rows['num_tokens'], jnp.sum(scores, axis=1), rows['entropy'], rows['z']]
+
+
+def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
+  """Returns per row or group the assignments per expert, [B or G, E], and the sum of the chosen scores, [B or G]."""
+  num_experts = routing.scores.shape[-1]
+  if routing.slots is not None:
+    tokens_per_group = routing.scores[..., 0].size // routing.slots.token_ids.shape[0]
+    filled = (routing.slots.token_ids < tokens_per_group).astype(jnp.float32)
+    # ExpertChoiceRouter's gates are the scores.
+    return [jnp.sum(filled, axis=2), jnp.sum(jax.lax.stop_gradient(routing.slots.gates), axis=(1, 2))]
+  assert routing.expert_ids is not None
+  # Comparisons replace a scatter, which is slow on TPUs. They run choice by choice: a CPU would write [B, T, k, E] to
+  # memory, which takes 14 times as long for 8 choices of 256 experts.
+  experts = jnp.arange(num_experts)[None, None, :]
+  choices = [routing.expert_ids[..., i, None] == experts for i in range(routing.expert_ids.shape[-1])]
+  assigned = sum((chosen.astype(jnp.float32) for chosen in choices), start=jnp.zeros_like(routing.scores))  # [B, T, E]
+  return [jnp.sum(assigned, axis=1), jnp.sum(assigned * jax.lax.stop_gradient(routing.scores), axis=(1, 2))]
+
+
+def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
+  """Sums columns [B, ...] to [N, ...] in one reduction, so that a sharded B needs one all-reduce for all columns."""
+  num_rows = columns[0].shape[0]
+  if num_shards < 1 or num_rows % num_shards:
+    raise UserError(
+      f'num_shards={num_shards} must be positive and divide the {num_rows} rows (or groups) of the batch: choose a '
+      f'divisor of {num_rows}.'
+    )
+  flat = [column.reshape(num_rows, -1) for column in columns]
+  sums = jnp.sum(jnp.concatenate(flat, axis=1).reshape(num_shards, num_rows // num_shards, -1), axis=1)
+  parts = jnp.split(sums, list(itertools.accumulate(column.shape[1] for column in flat[:-1])), axis=1)
+  return [part.reshape(num_shards, *column.shape[1:]) for part, column in zip(parts, columns, strict=True)]
+
+
+def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
+  """Returns total / count, or 0 if count is 0; counts are whole numbers."""
+  return total / jnp.maximum(count, 1.0)
+
+
+def load_balance_loss(sums: RoutingSums) -> jax.Array:
+  """Returns E * sum over experts of f * P, a float32 scalar: smallest for even load and even scores.
+
+  f is the number of an expert's assignments per token, P the expert's mean score. The gradient flows through P only.
+  Perfectly even f and P give k (GShard: Lepikhin et al., 2020; Switch: Fedus et al., 2022), or 1 with `divide_by_k`.
+  With `divide_by_k`, the mean over L layers of n tokens each is MegaBlocks' formula (Gale et al., 2022): E / (L * n *
+  k) times the dot product of all layers' counts with all layers' mean scores. k is the mean number of assignments per
+  token, which may be fractional if experts choose.
+  """
+  num_tokens = sums.shard_tokens[:, None]
+  num_assigned = jnp.sum(sums.counts, axis=1, keepdims=True) if sums.divide_by_k else num_tokens
+  products = _mean(sums.counts, num_assigned) * _mean(sums.scores, num_tokens)
+  return sums.counts.shape[-1] * jnp.mean(jnp.sum(products, axis=1))
+
+
+def router_z_loss(sums: RoutingSums) -> jax.Array:
+  """Returns the mean over tokens of logsumexp(logits)^2, float32: keeps logits small (ST-MoE: Zoph et al., 2022)."""
+  return _mean(jnp.sum(sums.z), sums.num_tokens)
+
+
+def routing_statistics(sums: RoutingSums) -> dict[str, jax.Array]:
+  """Returns the metrics of a routing decision, float32, without gradients.
+
+  Returns:
+    expert_load: [E], each expert's fraction of all assignments; the sum is 1.
+    max_expert_load: E times the greatest load; 1 is perfect balance, E is collapse.
+    router_entropy: mean over tokens of the entropy of their scores, in nats; log(E) for even scores.
+    router_confidence: mean over assignments of the chosen expert's score. T5X (flaxformer, MoeLayer) reports the mean
+      gate of the assignments that were not dropped; both are equal if nothing is dropped and gates are scores. The mean
+      of normalized gates would be 1/k for any router.
+  """
+  counts, entropy, chosen_scores = jax.lax.stop_gradient((sums.counts, sums.entropy, sums.chosen_scores))
+  num_assigned = jnp.sum(counts)
+  load = _mean(jnp.sum(counts, axis=0), num_assigned)
+  return {
+    'expert_load': load,
+    'max_expert_load': load.size * jnp.max(load),
+    'router_entropy': _mean(jnp.sum(entropy), sums.num_tokens),
+    'router_confidence': _mean(jnp.sum(chosen_scores), num_assigned),
+  }
+
+
+def load_violation(counts: jax.Array) -> jax.Array:
+  """Returns how far each expert's load is above the mean, as a fraction of the mean: float32 [E], with sum 0.
+
+  Args:
+    counts: float32 [E], assignments per expert. If all are 0, so is the result.
+  """
+  mean = jnp.mean(counts)
+  return (counts - mean) / jnp.where(mean == 0, 1.0, mean)
+
+
+def attach_balance_gradient(y: jax.Array, bias: jax.Array, sums: RoutingSums) -> jax.Array:
+  """Returns y; its differentiation gives the balance bias [E] the load violation as gradient. For training only.
+
+  The load is the whole batch's, without padding, before any assignment is dropped.
+  """
+  return attach_gradient(y, bias, load_violation(jnp.sum(sums.counts, axis=0)))
+
+
+@jax.custom_vjp
+def attach_gradient(x: Any, bias: jax.Array, gradient: jax.Array) -> Any:
+  """Returns x; its differentiation gives `bias` the cotangent `gradient`, whatever the cotangent of x.
+
+  The cotangent of x passes unchanged. The loss must depend on x; otherwise JAX never runs the backward rule.
+
+  Args:
+    x: an array or a tree of arrays.
+    bias: receives the gradient; its value is not read.
+    gradient: of bias's shape and dtype; its own gradient is 0.
+  """
+  del bias, gradient
+  return x
+
+
+def _attach_forward(x, bias, gradient):
+  del bias
+  return x, gradient
+
+
+def _attach_backward(gradient, cotangent):
+  return cotangent, gradient, jnp.zeros_like(gradient)
+
+
+attach_gradient.defvjp(_attach_forward, _attach_backward)

@@ -1,0 +1,278 @@
+"""Dropless: computes every token with every expert that it chose, however uneven the choices (MegaBlocks).
+
+Shapes: B batch, T sequence, D model, F ffn, E experts, k choices per token.
+
+`Dropless` is the computation that a MixtureOfExperts takes. `apply_experts` does the work: inside `jax.shard_map` each
+device computes with the experts that it holds, and the chosen dispatch moves tokens between devices.
+_expert_parallel.py explains which mesh axis means what.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.moe._expert_parallel import (
+  Axes,
+  Dispatch,
+  Exchange,
+  ExpertLayout,
+  expert_layout,
+  select_assignments,
+)
+from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts
+from spmd_tasks.layers.moe._padded_all_to_all import padded_all_to_all
+from spmd_tasks.layers.moe._ragged_all_to_all import ragged_all_to_all
+from spmd_tasks.layers.moe._ring import ring
+from spmd_tasks.layers.moe._router import RouterOutput
+from spmd_tasks.sharding import padding
+from spmd_tasks.sharding.specs import SplitDims, current_sharding_scope, num_parts
+
+# The ways to move tokens to experts on other devices.
+DISPATCHES: dict[str, Dispatch] = {
+  'ring': ring,
+  'padded_all_to_all': padded_all_to_all,
+  'ragged_all_to_all': ragged_all_to_all,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dropless:
+  """Sorts the tokens' choices by expert and applies each expert to exactly the rows that chose it.
+
+  Fields:
+    dispatch: a name in DISPATCHES: how tokens reach experts on other devices.
+    capacity_factor: the size of an all-to-all's buffers, as a multiple of the rows under balanced routing. Rows that do
+      not fit are dropped and counted in `fraction_dropped`. None makes room for the worst case, so nothing is dropped.
+    recompute_activation: save only the experts' inputs and pre-activations for the backward pass.
+    saved_bits: bits per element that is saved for the gradient of the gates: 8, 4, or None for the dtype's own.
+    backend: of the grouped matmuls: 'loop', 'tokamax' or 'ragged_dot'; None for the best on this platform.
+    activation_split_dims: of x and of the result.
+  """
+
+  dispatch: str = 'ring'
+  capacity_factor: float | None = None
+  recompute_activation: bool = False
+  saved_bits: int | None = None
+  backend: str | None = None
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  def __post_init__(self):
+    if self.dispatch not in DISPATCHES:
+      raise UserError(f'dispatch {self.dispatch!r} is unknown: choose one of {list(DISPATCHES)}.')
+    if self.capacity_factor is not None:
+      if self.dispatch == 'ring':
+        raise UserError(
+          f"capacity_factor={self.capacity_factor} has no effect with dispatch='ring', which has no buffers to bound: "
+          'set it to None, or use an all-to-all.'
+        )
+      if not self.capacity_factor > 0:
+        raise UserError(f'capacity_factor={self.capacity_factor} must be positive, or None for the worst case.')
+
+  def __call__(
+    self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (y [B, T, D] in x's dtype, statistics) for x [B, T, D].
+
+    The statistics are float32 scalars: `fraction_dropped`, and the capacity of an all-to-all.
+
+    Raises:
+      UserError: the router lets experts choose; or see `apply_experts`.
+    """
+    del train
+    if routing.expert_ids is None or routing.gates is None:
+      raise UserError(
+        'Dropless needs a router in which tokens choose, but with this router experts choose: use CapacityGather or '
+        'CapacityEinsum.'
+      )
+    experts = LocalExperts(
+      weights=weights,
+      recompute_activation=self.recompute_activation,
+      saved_bits=self.saved_bits,
+      backend=self.backend,
+    )
+    y, statistics = apply_experts(
+      x.astype(weights.up.dtype),
+      routing.expert_ids,
+      routing.gates,
+      experts,
+      activation_split_dims=self.activation_split_dims,
+      dispatch=DISPATCHES[self.dispatch],
+      capacity_factor=self.capacity_factor,
+    )
+    return y.astype(x.dtype), {'fraction_dropped': jnp.zeros((), jnp.float32), **statistics}
+
+
+def apply_experts(
+  x: jax.Array,
+  expert_ids: jax.Array,
+  gates: jax.Array,
+  experts: LocalExperts,
+  *,
+  activation_split_dims: SplitDims,
+  dispatch: Dispatch,
+  capacity_factor: float | None,
+) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+  """Returns (y [B, T, D], statistics): the sum of the experts' outputs by their gates, and the dispatch's statistics.
+
+  Inside a `sharding_scope` every device computes with its own experts. Outside, this device holds all experts and all
+  tokens. Gradients are gradients of the whole computation: a replicated array gets the sum over its devices.
+
+  B, T, D, E and F are padded here if the mesh does not divide them. Padding experts receive no token, and padding
+  tokens are not routed.
+
+  Args:
+    x: [B, T, D].
+    expert_ids: int32 [B, T, k] in [0, E]. The id E means 'not routed'.
+    gates: float32 [B, T, k], 0 for an assignment that is not routed.
+    experts: all E.
+    activation_split_dims: of x.
+    dispatch: moves tokens to experts on other devices.
+    capacity_factor: see Exchange.
+
+  Raises:
+    UserError: the layout is impossible (see `expert_layout`), the dispatch does not run on this platform, or an
+      enclosing `shard_map` has made an axis manual that splits tokens or experts.
+  """
+  scope = current_sharding_scope()
+  layout = None if scope is None else expert_layout(scope, experts.weights, activation_split_dims)
+  if scope is None or layout is None or not layout.all_axes:
+    return experts.apply_to_tokens(x, expert_ids, gates), {}
+  axis_sizes = scope.mesh.shape
+  tokens_spec = PartitionSpec(layout.batch, layout.seq, None)
+  weight_specs = _map_weights(
+    experts.weights,
+    lambda _: PartitionSpec(layout.expert, layout.up_embed, layout.hidden),
+    lambda _: PartitionSpec(layout.expert, layout.hidden, layout.down_embed),
+  )
+  exchange = Exchange(
+    axes=layout.exchange,
+    num_devices=num_parts(layout.exchange, axis_sizes),
+    platform=scope.mesh.devices.flat[0].platform if isinstance(scope.mesh, Mesh) else None,
+    capacity_factor=capacity_factor,
+    all_axes=layout.all_axes,
+  )
+
+  def pad(array: jax.Array, spec: PartitionSpec, value: int = 0) -> jax.Array:
+    shape = padding.padded_shape(array.shape, spec, axis_sizes)
+    if shape == array.shape:
+      return array
+    return jnp.pad(array, [(0, new - old) for old, new in zip(array.shape, shape)], constant_values=value)
+
+  weights = jax.tree.map(pad, experts.weights, weight_specs)
+  unrouted, num_experts = experts.num_experts, weights.up.shape[0]
+  # After the padding of E, the padded number of experts is the id that means 'not routed'.
+  expert_ids = jnp.where(expert_ids == unrouted, num_experts, expert_ids)
+
+  def apply_on_device(x, expert_ids, gates, weights):
+    shape = x.shape
+    tokens = tuple(array.reshape(-1, array.shape[-1]) for array in (x, expert_ids, gates))
+    if layout.gathered:
+      tokens = tuple(jax.lax.all_gather(array, layout.gathered, tiled=True) for array in tokens)
+    x, expert_ids, gates = tokens
+    expert_ids, gates = select_assignments(
+      expert_ids, gates, num_experts=num_experts, layout=layout, axis_sizes=axis_sizes
+    )
+    local_experts = experts.replace(weights=_gather_embed(weights, layout, shape[-1]))
+    if layout.exchange:
+      y, statistics = dispatch(x, expert_ids, gates, local_experts, exchange)
+    else:
+      y, statistics = local_experts.apply_to_tokens(x, expert_ids, gates), {}
+    # Partial results are summed per token, not per row, which sends k times less.
+    if layout.gathered:
+      y = jax.lax.psum_scatter(y, layout.gathered, tiled=True)
+    if layout.summed:
+      y = _sum_parts(layout.summed, num_parts(layout.summed, axis_sizes), y)
+    return y.reshape(shape), statistics
+
+  if layout.up_embed or layout.down_embed:
+    apply_on_device = jax.checkpoint(apply_on_device, policy=_save_all_but_gathered_weights, prevent_cse=False)
+  mesh, axis_names = _mesh_and_free_axes(scope.mesh, layout, x)
+  y, statistics = jax.shard_map(
+    apply_on_device,
+    mesh=mesh,
+    axis_names=axis_names,
+    in_specs=(tokens_spec, tokens_spec, tokens_spec, weight_specs),
+    out_specs=(tokens_spec, PartitionSpec()),
+    check_vma=False,  # kernels and loops of the grouped matmuls do not track varying axes
+  )(pad(x, tokens_spec), pad(expert_ids, tokens_spec, num_experts), pad(gates, tokens_spec), weights)
+  return jax.lax.slice(y, (0, 0, 0), x.shape), statistics
+
+
+def _map_weights(
+  weights: ExpertWeights, map_up: Callable[[jax.Array], Any], map_down: Callable[[jax.Array], Any]
+) -> Any:
+  """Maps `up` and `gate` by one function and `down` by the other."""
+  gate = None if weights.gate is None else map_up(weights.gate)
+  return weights.replace(up=map_up(weights.up), down=map_down(weights.down), gate=gate)
+
+
+def _gather_embed(weights: ExpertWeights, layout: ExpertLayout, model_dim: int) -> ExpertWeights:
+  """Gathers all of D. Inside the `shard_map`, so that the gradients are reduce-scattered."""
+
+  def gather(weight: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    if not axes:
+      return weight
+    weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
+    return jax.lax.slice_in_dim(weight, 0, model_dim, axis=dim)
+
+  return _map_weights(
+    weights,
+    lambda weight: gather(weight, layout.up_embed, 1),
+    lambda weight: gather(weight, layout.down_embed, 2),
+  )
+
+
+def _save_all_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+  """Checkpoint policy of FSDP: the backward pass gathers the weights again, instead of saving them for all layers.
+
+  Tokens are gathered along dim 0, weights along other dims; a slice removes the weights' padding.
+  """
+  is_weight = primitive.name == 'all_gather' and params['all_gather_dimension'] > 0
+  return not is_weight and primitive.name != 'slice'
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum_parts(axes: Axes, num_devices: int, y: jax.Array) -> jax.Array:
+  """Sums partial results over `axes` of `num_devices` devices.
+
+  All devices return the same result, so `shard_map` gives each 1 / num_devices of its gradient. psum's own rule would
+  sum these shares by a second all-reduce; multiplying by num_devices gives the same without communication.
+  """
+  del num_devices
+  return jax.lax.psum(y, axes)
+
+
+def _sum_parts_forward(axes, num_devices, y):
+  return _sum_parts(axes, num_devices, y), None
+
+
+def _sum_parts_backward(axes, num_devices, _, d_sum):
+  del axes
+  return (d_sum * num_devices,)
+
+
+_sum_parts.defvjp(_sum_parts_forward, _sum_parts_backward)
+
+
+def _mesh_and_free_axes(mesh: Mesh, layout: ExpertLayout, x: jax.Array) -> tuple[Any, set[str]]:
+  """Returns the mesh for a `shard_map` at this place, and its axes that no enclosing `shard_map` has made manual."""
+  context = jax.sharding.get_abstract_mesh()
+  manual = {name for name, kind in zip(context.axis_names, context.axis_types) if kind == AxisType.Manual}
+  taken = sorted(manual.intersection(layout.all_axes))
+  if taken:
+    raise UserError(
+      f'mesh axes {taken} split tokens or experts, but an enclosing shard_map has made them manual: leave them out of '
+      'its axis_names.'
+    )
+  if manual and jax.typeof(x).mat.varying:
+    raise UserError(
+      f'an enclosing shard_map over {sorted(manual)} checks varying axes, which this layer does not support: give that '
+      'shard_map check_vma=False.'
+    )
+  return (context if manual else mesh), set(mesh.axis_names) - manual

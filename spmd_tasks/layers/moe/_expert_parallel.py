@@ -1,0 +1,238 @@
+"""Expert parallelism: classifies each mesh axis (exchange, sum, gather, FSDP) and defines how tokens reach experts.
+
+Shapes: B batch, T sequence, D model, F ffn, n tokens of this device, k choices per token, R rows; E all experts in
+`ExpertLayout`, but the experts of one device in `Exchange` and `Dispatch`; X devices of the exchange.
+
+The axis rules alone decide. A mesh axis that splits
+
+    tokens and experts   is an exchange axis: tokens reach experts on other devices by a `Dispatch`;
+    experts only         is a sum axis: all its devices have the same tokens, each computes its own experts, and the
+                         results are summed;
+    tokens and F         is a gather axis: every device gathers the tokens of all and computes a part of F; the partial
+                         results are summed and scattered (MegaBlocks' hidden sharding, for fewer experts than devices);
+    F only               is a sum axis too: tensor parallelism;
+    tokens only          is data parallelism: experts are replicated (T5X's second data axis). If the axis also splits D
+                         of the weights, the weights are gathered for the computation (FSDP).
+
+`expert_layout` finds these classes. An `Exchange` describes the devices along the exchange axes. Device i of the
+exchange holds the experts with ids i * E to (i + 1) * E - 1; the id X * E means 'not routed'. A `Dispatch` is one
+strategy for moving tokens between these devices: _ring.py, _padded_all_to_all.py and _ragged_all_to_all.py each
+implement one.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import math
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts, name_routing
+from spmd_tasks.layers.moe._permutation import Permutation, gather_rows, sort_by_expert
+from spmd_tasks.sharding.specs import (
+  ShardingScope,
+  SplitDims,
+  num_parts,
+  spec_axes,
+  split_dims_to_partition_spec,
+)
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+  """The mesh axes that split each dim, without axes of size 1.
+
+  Attributes:
+    batch, seq: axes of B and T of the tokens.
+    expert, hidden: axes of E and F of the weights.
+    up_embed, down_embed: axes of D of `up` (and `gate`) and of `down` that split tokens too (FSDP).
+  """
+
+  batch: Axes
+  seq: Axes
+  expert: Axes
+  hidden: Axes
+  up_embed: Axes
+  down_embed: Axes
+
+  @property
+  def tokens(self) -> Axes:
+    """Axes that split the tokens."""
+    return self.batch + self.seq
+
+  @property
+  def exchange(self) -> Axes:
+    """Axes that split tokens and experts."""
+    return tuple(axis for axis in self.expert if axis in self.tokens)
+
+  @property
+  def gathered(self) -> Axes:
+    """Axes that split tokens and F."""
+    return tuple(axis for axis in self.hidden if axis in self.tokens)
+
+  @property
+  def summed(self) -> Axes:
+    """Axes that split experts or F but no tokens: their devices compute partial results for the same tokens."""
+    return tuple(axis for axis in self.expert + self.hidden if axis not in self.tokens)
+
+  @property
+  def all_axes(self) -> Axes:
+    """Axes that split tokens, experts or F."""
+    return self.tokens + self.summed
+
+
+def expert_layout(scope: ShardingScope, weights: ExpertWeights, activation_split_dims: SplitDims) -> ExpertLayout:
+  """Returns the layout that the scope's mesh and axis rules give to experts and to activations [B, T, D].
+
+  Raises:
+    UserError: `up` and `down` are split differently in E or F.
+  """
+
+  def axes_of(split_dims: SplitDims) -> list[Axes]:
+    spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+    return [tuple(axis for axis in axes if scope.mesh.shape[axis] > 1) for axes in spec_axes(spec, 3)]
+
+  batch, seq, _ = axes_of(activation_split_dims)
+  expert, up_embed, hidden = axes_of(weights.up_split_dims)
+  down_expert, down_hidden, down_embed = axes_of(weights.down_split_dims)
+  if (expert, hidden) != (down_expert, down_hidden):
+    raise UserError(
+      f'up_split_dims={weights.up_split_dims} split experts over {expert} and their hidden layer over {hidden}, but '
+      f'down_split_dims={weights.down_split_dims} split them over {down_expert} and {down_hidden}: give both the same.'
+    )
+  return ExpertLayout(
+    batch=batch,
+    seq=seq,
+    expert=expert,
+    hidden=hidden,
+    up_embed=tuple(axis for axis in up_embed if axis in batch + seq),
+    down_embed=tuple(axis for axis in down_embed if axis in batch + seq),
+  )
+
+
+def select_assignments(
+  expert_ids: jax.Array, gates: jax.Array, *, num_experts: int, layout: ExpertLayout, axis_sizes: Mapping[str, int]
+) -> tuple[jax.Array, jax.Array]:
+  """Keeps the assignments to experts of this device's exchange and renumbers these experts from 0.
+
+  Runs on each device, inside a `shard_map`. Devices along an axis that splits experts but no tokens have the same
+  tokens; each of these devices keeps the assignments to its own experts.
+
+  Args:
+    expert_ids: int32 [..., k] in [0, E]. The id E means 'not routed'.
+    gates: float32 [..., k].
+    num_experts: E, a multiple of the number of parts that experts are split into.
+    layout: the mesh axes.
+    axis_sizes: of the mesh.
+
+  Returns:
+    (expert_ids, int32 [..., k]; gates, float32 [..., k]). The largest id, the number of experts in the exchange, means
+    'not routed', with gate 0.
+  """
+  if layout.exchange == layout.expert:
+    return expert_ids, gates
+  experts_per_device = num_experts // num_parts(layout.expert, axis_sizes)
+  part, expert = jnp.divmod(expert_ids, experts_per_device)
+  is_here, exchange_index, stride = expert_ids < num_experts, jnp.zeros_like(part), 1
+  for axis in reversed(layout.expert):  # the first axis varies slowest
+    part, coordinate = jnp.divmod(part, axis_sizes[axis])
+    if axis in layout.exchange:
+      exchange_index += coordinate * stride
+      stride *= axis_sizes[axis]
+    else:
+      is_here &= coordinate == jax.lax.axis_index(axis)
+  unrouted = stride * experts_per_device
+  expert_ids = jnp.where(is_here, exchange_index * experts_per_device + expert, unrouted)
+  return expert_ids, jnp.where(is_here, gates, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exchange:
+  """The devices along the exchange axes: they hold different tokens and different experts.
+
+  Attributes:
+    axes: the exchange axes, the slowest first.
+    num_devices: X.
+    platform: 'cpu', 'gpu' or 'tpu'; None for an abstract mesh.
+    capacity_factor: the rows in buffers of fixed size, as a multiple of the rows under balanced routing; None makes
+      room for the worst case.
+    all_axes: all mesh axes that split tokens, experts or F, the exchange axes included.
+  """
+
+  axes: Axes
+  num_devices: int
+  platform: str | None
+  capacity_factor: float | None
+  all_axes: Axes
+
+  def capacity(self, *, balanced: float, worst: int) -> int:
+    """Returns the number of rows in a buffer, given the numbers needed in the balanced and in the worst case."""
+    if self.capacity_factor is None:
+      return worst
+    return min(worst, max(1, math.ceil(self.capacity_factor * balanced)))
+
+  def fraction_dropped(self, num_dropped: jax.Array, num_assigned: jax.Array) -> jax.Array:
+    """Returns a float32 scalar, the same on all devices, from each device's own counts."""
+    counts = jnp.stack([num_dropped, num_assigned]).astype(jnp.float32)
+    all_dropped, all_assigned = jax.lax.psum(counts, self.all_axes)
+    return all_dropped / jnp.maximum(all_assigned, 1.0)
+
+
+class Dispatch(Protocol):
+  """Moves tokens to experts on other devices and the results back. Runs on every device, inside a `shard_map`."""
+
+  def __call__(
+    self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
+  ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+    """Returns (y [n, D], statistics): for each token of this device the sum of its experts' outputs by their gates.
+
+    The statistics are float32 scalars, the same on all devices. A dispatch that can drop assignments reports
+    `fraction_dropped`.
+
+    Args:
+      x: [n, D].
+      expert_ids: int32 [n, k] in [0, X * E]. The id X * E means 'not routed'; the other ids of a token are distinct.
+      gates: float32 [n, k], 0 for an assignment that is not routed.
+      experts: of this device.
+      exchange: the devices.
+
+    Raises:
+      UserError: the dispatch does not run on this platform.
+    """
+    ...
+
+
+def apply_to_received(experts: LocalExperts, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+  """Applies this device's experts to rows received from all devices; for the all-to-all dispatches.
+
+  Args:
+    experts: of this device.
+    rows: [R, D], sorted by sender, then by expert.
+    sizes: int32 [X, E or E + 1], the number of rows from each sender for each expert. Column E counts rows without
+      content. Rows after the last counted row have no content either.
+
+  Returns:
+    [R, D], each result in the place of its row; zeros for rows without content.
+  """
+  num_rows, (num_senders, width) = rows.shape[0], sizes.shape
+  column_ids = jnp.tile(jnp.arange(width, dtype=jnp.int32), num_senders)
+  row_ids = jnp.repeat(
+    jnp.append(column_ids, experts.num_experts),
+    jnp.append(sizes.reshape(-1), num_rows - jnp.sum(sizes)),
+    total_repeat_length=num_rows,
+  )
+  by_expert = name_routing(sort_by_expert(row_ids[:, None], experts.num_experts))
+  back = Permutation(
+    token_ids=by_expert.positions[:, 0], positions=by_expert.token_ids[:, None], group_sizes=by_expert.group_sizes
+  )
+  results = experts.apply_to_rows(gather_rows(rows, by_expert), by_expert.group_sizes)
+  return gather_rows(results, back)
+
+
+def exclusive_cumsum(sizes: jax.Array, axis: int = 0) -> jax.Array:
+  """Returns the start of each part if parts of these sizes follow one another."""
+  return jnp.cumsum(sizes, axis=axis, dtype=sizes.dtype) - sizes

@@ -1,0 +1,184 @@
+"""Sorts assignments of tokens to experts, gathers the tokens' rows in that order, and combines the experts' results.
+
+Shapes: n tokens, k choices per token, R = n * k rows, E experts, D model.
+
+An *assignment* is one token's choice of one expert. Sorting by expert turns assignments into *rows*, so that each
+expert's rows are contiguous (MegaBlocks: Gale et al., 2022). Every token has exactly k rows. Both directions are
+therefore gathers: from tokens to rows by `token_ids`, and from rows to tokens by `positions`. Plain autodiff would turn
+the second into a scatter-add, which is slower on CPU and has no fixed order of summation on GPU.
+
+    permutation = sort_by_expert(expert_ids, num_experts)
+    rows = gather_rows(x, permutation)                     # [R, D], sorted by expert
+    y = combine_rows(network(rows), gates, permutation)    # [n, D]
+"""
+
+import functools
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.errors import UserError
+
+INT32_MAX = np.iinfo(np.int32).max
+
+
+class Permutation(struct.PyTreeNode):
+  """The order of the rows by expert, and its inverse.
+
+  Attributes:
+    token_ids: int32 [R], each row's token; n for a row without a token, which only capacity produces.
+    positions: int32 [n, k], each assignment's row (the inverse); R for an assignment without a row.
+    group_sizes: int32 [E], the number of rows per expert. Rows after their sum belong to no expert.
+  """
+
+  token_ids: jax.Array
+  positions: jax.Array
+  group_sizes: jax.Array
+
+
+def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> Permutation:
+  """Sorts all assignments by expert, then by token, then by choice.
+
+  Args:
+    expert_ids: int32 [n, k], each in [0, E]. The id E means 'not routed' and sorts last.
+    num_experts: E.
+  """
+  num_rows, num_choices = expert_ids.size, expert_ids.shape[-1]
+  flat_ids, iota = expert_ids.reshape(-1), jnp.arange(num_rows, dtype=jnp.int32)
+  if num_rows * (num_experts + 1) <= INT32_MAX:
+    # One key holds both expert and assignment: XLA's CPU backend sorts a single array 3 times faster than pairs.
+    order = jax.lax.sort(flat_ids * num_rows + iota, is_stable=False) % num_rows
+  else:
+    order = jnp.argsort(flat_ids, stable=True).astype(jnp.int32)
+  positions = jnp.zeros_like(order).at[order].set(iota, unique_indices=True, mode='promise_in_bounds')
+  return Permutation(
+    token_ids=order // num_choices,
+    positions=positions.reshape(expert_ids.shape),
+    group_sizes=jnp.zeros(num_experts, jnp.int32).at[flat_ids].add(1, mode='drop'),
+  )
+
+
+def take_rows(x: jax.Array, ids: jax.Array) -> jax.Array:
+  """Returns x[ids], with zeros for ids past the end."""
+  return x.at[ids].get(mode='fill', fill_value=0)
+
+
+def sum_rows_per_token(rows: jax.Array, positions: jax.Array) -> jax.Array:
+  """Returns [n, D]: the sum of each token's rows [R, D], accumulated in float32."""
+  total = sum(take_rows(rows, positions[:, choice]).astype(jnp.float32) for choice in range(positions.shape[1]))
+  return jnp.asarray(total, rows.dtype)
+
+
+@jax.custom_vjp
+def gather_rows(x: jax.Array, permutation: Permutation) -> jax.Array:
+  """Returns [R, D]: the token of every assignment, in the order by expert, for tokens x [n, D].
+
+  Assignments that are not routed have a row too, which holds their token. The gradient is a gather and a sum over k.
+  """
+  return take_rows(x, permutation.token_ids)
+
+
+def _gather_rows_forward(x, permutation):
+  return gather_rows(x, permutation), permutation.positions
+
+
+def _gather_rows_backward(positions, d_rows):
+  return sum_rows_per_token(d_rows, positions), None
+
+
+gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+
+
+def combine_rows(
+  rows: jax.Array, gates: jax.Array, permutation: Permutation, *, saved_bits: int | None = None
+) -> jax.Array:
+  """Returns [n, D], in the rows' dtype: each token's rows times their gates, summed in float32.
+
+  A gate of 0 marks an assignment that is not routed: its row may hold any value, NaN included, and takes no gradient.
+  The gradient of a gate is <d result, row>, and the gradient of a row is gate * d result; both are gathers.
+
+  The backward pass needs the rows only for the gradient of the gates. `saved_bits` therefore quantizes the saved copy
+  (MegaBlocks' quantize_scatter) and changes neither the result nor the gradient of the rows.
+
+  Args:
+    rows: [R, D], in the order of `permutation`.
+    gates: float32 [n, k].
+    permutation: of the assignments.
+    saved_bits: bits per saved element: None saves the rows in their dtype; 8 or 4 quantizes them. The error of a gate's
+      gradient is then at most sum(|d result|) * (largest magnitude in the row) / (254 for 8 bits, 14 for 4).
+
+  Raises:
+    UserError: saved_bits is not None, 8 or 4.
+  """
+  if saved_bits not in (None, 4, 8):
+    raise UserError(f'saved_bits={saved_bits} must be None (save the rows in their dtype), 8 or 4.')
+  return _combine_rows(saved_bits, rows, gates, permutation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine_rows(saved_bits, rows, gates, permutation):
+  del saved_bits
+  result = jnp.zeros((), jnp.float32)
+  # One gather per choice: a single gather of [n, k, D] would be written to memory before the sum.
+  for choice in range(gates.shape[1]):
+    gate = gates[:, choice, None]
+    result += jnp.where(gate == 0, 0.0, gate * take_rows(rows, permutation.positions[:, choice]))
+  return result.astype(rows.dtype)
+
+
+def _combine_rows_forward(saved_bits, rows, gates, permutation):
+  saved = rows if saved_bits is None else quantize_rows(rows, saved_bits)
+  return _combine_rows(saved_bits, rows, gates, permutation), (saved, gates, permutation)
+
+
+def _combine_rows_backward(saved_bits, residuals, d_result):
+  saved, gates, permutation = residuals
+  rows = saved if saved_bits is None else dequantize_rows(saved)
+  d_row_results = take_rows(d_result, permutation.token_ids)
+  d_row_gates = jnp.einsum('rd,rd->r', rows, d_row_results, preferred_element_type=jnp.float32)
+  d_gates = jnp.where(gates == 0, 0.0, take_rows(d_row_gates, permutation.positions))
+  row_gates = jnp.zeros_like(d_row_gates)
+  row_gates = row_gates.at[permutation.positions.reshape(-1)].set(gates.reshape(-1), mode='drop')
+  d_rows = row_gates[:, None] * d_row_results
+  return d_rows.astype(d_result.dtype), d_gates, None
+
+
+_combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
+
+
+class QuantizedRows(struct.PyTreeNode):
+  """Rows rounded to integer multiples of one step per row; the error is at most half a step.
+
+  Attributes:
+    codes: int8 [R, D] for 8 bits; uint8 [R, ceil(D / 2)] for 4 bits, with columns 2i and 2i + 1 in the low and the high
+      half of a byte.
+    steps: float32 [R, 1], the row's largest magnitude over 127 (8 bits) or 7 (4 bits).
+    num_columns: D.
+  """
+
+  codes: jax.Array
+  steps: jax.Array
+  num_columns: int = struct.field(pytree_node=False)
+
+
+def quantize_rows(rows: jax.Array, bits: int) -> QuantizedRows:
+  """Quantizes rows [R, D] to 8 or 4 bits."""
+  rows = rows.astype(jnp.float32)
+  limit = 2 ** (bits - 1) - 1
+  steps = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / limit
+  codes = jnp.round(rows / jnp.where(steps == 0, 1.0, steps)).astype(jnp.int8)
+  if bits == 4:
+    codes = jnp.pad(codes, ((0, 0), (0, rows.shape[1] % 2))) + 8
+    codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).astype(jnp.uint8)
+  return QuantizedRows(codes=codes, steps=steps, num_columns=rows.shape[1])
+
+
+def dequantize_rows(quantized: QuantizedRows) -> jax.Array:
+  """Returns the rows as float32 [R, D]."""
+  codes = quantized.codes
+  if codes.dtype == jnp.uint8:
+    halves = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1)
+    codes = halves[:, : quantized.num_columns].astype(jnp.int8) - 8
+  return codes.astype(jnp.float32) * quantized.steps

@@ -1,0 +1,267 @@
+"""Routers: decide which experts compute each token, and with which gates.
+
+Shapes: B batch, T sequence, D model, E experts, k choices per token; G groups of S tokens, C slots per
+expert and group.
+
+A router maps x [B, T, D] and a mask of the real tokens to a RouterOutput. In TopKRouter every token chooses k experts;
+in ExpertChoiceRouter every expert chooses C tokens per group. UniformRouter balances the experts for benchmarks.
+
+Routers compute in float32 at the highest matmul precision, whatever x's dtype: a rounding error that swaps two experts
+changes a token's whole output.
+"""
+
+from flax import struct
+import flax.linen as nn
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.layers.initializers import FanInNormal
+from spmd_tasks.layers.moe._slots import Slots, expert_capacity, tokens_per_group
+from spmd_tasks.layers.remat import ROUTING_NAME
+from spmd_tasks.sharding import padding
+from spmd_tasks.sharding.specs import (
+  SplitDims,
+  constrain,
+  current_sharding_scope,
+  split_dims_to_partition_spec,
+)
+
+# From logits to the logarithm of a token's affinity to each expert. Normalizing logarithms cannot divide by 0.
+LOG_AFFINITIES = {'softmax': jax.nn.log_softmax, 'sigmoid': jax.nn.log_sigmoid}
+
+
+class RouterOutput(struct.PyTreeNode):
+  """A router's decision for a batch of tokens. Padding tokens are not routed.
+
+  Attributes:
+    logits: float32 [B, T, E], of the jittered input if there is jitter, without the balance bias.
+    scores: float32 [B, T, E], non-negative, with sum 1 over E: softmax(logits), or sigmoid(logits) over their sum. Only
+      losses, statistics and slot priorities read the scores.
+    token_mask: bool [B, T], False for padding; None if every token is real.
+    expert_ids: int32 [B, T, k], first choice first. The id E means 'not routed' (padding). None if experts choose.
+    gates: float32 [B, T, k], the weights of the experts' outputs; 0 for padding. None if experts choose.
+    slots: the tokens that experts chose; None if tokens choose.
+    balance_bias: float32 [E], the bias that took part in the choice (see `attach_balance_gradient`); None without one.
+  """
+
+  logits: jax.Array
+  scores: jax.Array
+  token_mask: jax.Array | None
+  expert_ids: jax.Array | None = None
+  gates: jax.Array | None = None
+  slots: Slots | None = None
+  balance_bias: jax.Array | None = None
+
+
+class Router(nn.Module, kw_only=True):
+  """Base class: projects tokens to logits. Weight `kernel` [D, E].
+
+  Fields:
+    num_experts: E.
+    jitter_eps: in training the input is multiplied by U(1 - eps, 1 + eps) (Switch: Fedus et al., 2022); needs the rng
+      `dropout`.
+    init_scale: variance scale of the kernel.
+    split_dims: of the kernel.
+    activation_split_dims: of the logits.
+  """
+
+  num_experts: int
+  jitter_eps: float = 0.0
+  init_scale: float = 1.0
+  split_dims: SplitDims = ('embed', None)
+  activation_split_dims: SplitDims = ('batch', 'seq', None)
+
+  def __post_init__(self):
+    if self.num_experts < 1:
+      raise UserError(f'num_experts={self.num_experts} must be at least 1.')
+    if not 0.0 <= self.jitter_eps < 1.0:
+      raise UserError(f'jitter_eps={self.jitter_eps} must be at least 0 and less than 1.')
+    super().__post_init__()
+
+  def _logits(self, x: jax.Array, *, train: bool) -> jax.Array:
+    """Returns float32 [B, T, E] for x [B, T, D]."""
+    x = x.astype(jnp.float32)
+    if train and self.jitter_eps:
+      low, high = 1.0 - self.jitter_eps, 1.0 + self.jitter_eps
+      x = x * jax.random.uniform(self.make_rng('dropout'), x.shape, jnp.float32, low, high)
+    kernel = declare_weight(
+      self,
+      'kernel',
+      shape=(x.shape[-1], self.num_experts),
+      init=FanInNormal(scale=self.init_scale),
+      split_dims=self.split_dims,
+    )
+    logits = jnp.einsum('btd,de->bte', x, kernel, precision='highest')
+    return constrain(logits, self.activation_split_dims)
+
+
+class TopKRouter(Router, kw_only=True):
+  """Sends every token to the k experts with its highest scores; the lowest id wins a tie.
+
+  Router's fields and weight; `balance_bias=True` adds the weight `balance_bias` [E].
+
+  Fields:
+    num_selected: k.
+    score_function: 'softmax' over the experts (Shazeer et al., 2017), or 'sigmoid' of each logit (DeepSeek-V3).
+    normalize_gates: p of the p-norm that divides a token's k gates; 1.0 makes their sum 1 (Mixtral). None does not
+      normalize.
+    gate_scale: factor of the gates after normalization (DeepSeek's routed scaling factor).
+    balance_bias: whether to add a bias per expert to the scores for the choice only, not for the gates (balancing
+      without an auxiliary loss: Wang et al., 2024).
+  """
+
+  num_selected: int
+  score_function: str = 'softmax'
+  normalize_gates: float | None = None
+  gate_scale: float = 1.0
+  balance_bias: bool = False
+
+  def __post_init__(self):
+    if not 1 <= self.num_selected <= self.num_experts:
+      raise UserError(
+        f'num_selected={self.num_selected} must be at least 1 and at most num_experts={self.num_experts}.'
+      )
+    if self.score_function not in LOG_AFFINITIES:
+      raise UserError(f'score_function {self.score_function!r} is unknown: choose one of {sorted(LOG_AFFINITIES)}.')
+    if self.normalize_gates is not None and not self.normalize_gates > 0:
+      raise UserError(
+        f'normalize_gates={self.normalize_gates} must be the p > 0 of a p-norm, or None to leave the gates as they are.'
+      )
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(self, x: jax.Array, token_mask: jax.Array | None = None, *, train: bool = False) -> RouterOutput:
+    """Routes x [B, T, D]; token_mask is bool [B, T], or None if every token is real."""
+    logits = self._logits(x, train=train)
+    log_affinities = LOG_AFFINITIES[self.score_function](logits)
+    # Logits order the experts as the scores do, but have no ties where scores round to 0 or 1.
+    preferences, bias = logits, None
+    if self.balance_bias:
+      bias = declare_weight(
+        self,
+        'balance_bias',
+        shape=(self.num_experts,),
+        init=jax.nn.initializers.zeros,
+        split_dims=(None,),
+        tags=('balance_bias', 'no_decay'),
+      )
+      preferences = jnp.exp(log_affinities) + bias[None, None, :]
+    chosen_ids = top_k_ids(preferences, self.num_selected, self.activation_split_dims)
+    chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
+    log_gates = jnp.take_along_axis(log_affinities, chosen_ids, axis=-1)
+    if self.normalize_gates is not None:
+      p = self.normalize_gates
+      log_gates = log_gates - jax.nn.logsumexp(p * log_gates, axis=-1, keepdims=True) / p
+    gates = self.gate_scale * jnp.exp(log_gates)
+    expert_ids = self._assign(chosen_ids)
+    if token_mask is not None:
+      unrouted = self.num_experts
+      expert_ids = jnp.where(token_mask[..., None], expert_ids, unrouted)
+      gates = jnp.where(token_mask[..., None], gates, 0.0)
+    return RouterOutput(
+      logits=logits,
+      scores=jax.nn.softmax(log_affinities),
+      token_mask=token_mask,
+      expert_ids=checkpoint_name(expert_ids, ROUTING_NAME),
+      gates=checkpoint_name(gates, ROUTING_NAME),
+      balance_bias=bias,
+    )
+
+  def _assign(self, chosen_ids: jax.Array) -> jax.Array:
+    """Returns the experts that compute the tokens, int32 [B, T, k], given the experts that the tokens chose."""
+    return chosen_ids
+
+
+class UniformRouter(TopKRouter, kw_only=True):
+  """Sends assignment i, in order of tokens and choices, to expert i mod E, with the gates of the choice (MegaBlocks).
+
+  For benchmarks: the router costs as much as TopKRouter, and the experts are perfectly balanced.
+  """
+
+  def _assign(self, chosen_ids: jax.Array) -> jax.Array:
+    return jnp.arange(chosen_ids.size, dtype=jnp.int32).reshape(chosen_ids.shape) % self.num_experts
+
+
+class ExpertChoiceRouter(Router, kw_only=True):
+  """Lets every expert take the C tokens with the highest scores in each group (Zhou et al., 2022).
+
+  All experts have the same load, and no assignment is dropped; a token may be taken by any number of experts, or by
+  none. Whether an expert takes a token depends on the scores of later tokens. In a causal language model the router
+  therefore looks ahead: its training loss is too low, and generation token by token cannot repeat its choices.
+
+  Scores are the softmax over the experts, and the gates are the scores of the chosen tokens. The earliest token wins a
+  tie. If a group has fewer than C real tokens, the remaining slots stay empty.
+
+  Router's fields and weight.
+
+  Fields:
+    capacity_factor: C = round(capacity_factor * S / E), at least 1 and at most S: the mean number of experts per token.
+    group_size: S: a divisor of T, or a multiple of T that divides B * T. None for one group per row.
+  """
+
+  capacity_factor: float = 2.0
+  group_size: int | None = None
+
+  def __post_init__(self):
+    if not self.capacity_factor > 0:
+      raise UserError(f'capacity_factor={self.capacity_factor} must be positive.')
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(self, x: jax.Array, token_mask: jax.Array | None = None, *, train: bool = False) -> RouterOutput:
+    """Routes x [B, T, D]; token_mask is bool [B, T], or None if every token is real.
+
+    Raises:
+      UserError: group_size does not fit.
+    """
+    group_size = tokens_per_group(x.shape[0], x.shape[1], self.group_size)
+    capacity = expert_capacity(group_size, self.num_experts, factor=self.capacity_factor, min_capacity=1)
+    logits = self._logits(x, train=train)
+    scores = jax.nn.softmax(logits)
+    # [G, E, S]: the search for the best tokens runs over the last dim.
+    grouped = scores.reshape(-1, group_size, self.num_experts).swapaxes(1, 2)
+    preferences = grouped
+    if token_mask is not None:
+      group_mask = token_mask.reshape(-1, 1, group_size)
+      preferences = jnp.where(group_mask, preferences, -1.0)  # below every score
+    split_dims = self.activation_split_dims
+    token_ids = top_k_ids(preferences, capacity, None if split_dims is None else (split_dims[0], None, None))
+    if token_mask is not None:
+      is_real = jnp.take_along_axis(group_mask, token_ids, axis=-1)
+      token_ids = jnp.where(is_real, token_ids, group_size)
+    token_ids = checkpoint_name(token_ids, ROUTING_NAME)
+    gates = jnp.take_along_axis(grouped, token_ids, axis=-1, mode='fill', fill_value=0.0)
+    slots = Slots(token_ids=token_ids, gates=checkpoint_name(gates, ROUTING_NAME))
+    return RouterOutput(logits=logits, scores=scores, token_mask=token_mask, slots=slots)
+
+
+def top_k_ids(x: jax.Array, k: int, split_dims: SplitDims) -> jax.Array:
+  """Returns int32 [..., k]: the indices of the k greatest entries of x's last dim, greatest first, first index on ties.
+
+  Every device searches its own rows. For `jax.lax.top_k` of sharded rows, the compiler gathers all rows on every device
+  instead (jax 0.10). No gradient passes: take the values with `jnp.take_along_axis`.
+
+  Args:
+    x: [..., N]; the mesh need not divide its dims.
+    k: at most N.
+    split_dims: of x, one entry per dim, which decides the sharding of the rows inside a `sharding_scope`. Every device
+      has whole rows, whatever the last entry. None leaves the sharding to the compiler.
+  """
+  x = jax.lax.stop_gradient(x)
+  scope = current_sharding_scope()
+  if scope is None or split_dims is None:
+    return _search(x, k)
+  spec = split_dims_to_partition_spec((*split_dims[:-1], None), scope.mesh.axis_names, scope.axis_rules)
+  even = jax.ShapeDtypeStruct(padding.padded_shape(x.shape, spec, scope.mesh.shape), x.dtype)
+
+  search = jax.shard_map(lambda rows: _search(rows, k), mesh=scope.mesh, in_specs=spec, out_specs=spec)
+  return padding.unpad(search(padding.pad(x, even)), jax.ShapeDtypeStruct((*x.shape[:-1], k), 'int32'))
+
+
+def _search(x: jax.Array, k: int) -> jax.Array:
+  # XLA expands a top_k into a sort and a slice and recognizes that pair again as a search. If another slice follows,
+  # XLA merges both slices and really sorts, which takes 8 to 30 times as long on CPU. The barrier prevents the merge.
+  return jax.lax.optimization_barrier(jax.lax.top_k(x, k)[1])

@@ -1,0 +1,199 @@
+"""Dropless on every kind of mesh: the result and gradients of the loop over assignments, whatever the layout.
+
+Each case is one compiled program, run with three routings.
+"""
+
+import functools
+
+from dropless_reference import (
+  assert_is_reference,
+  compute,
+  draw_expert_ids,
+  draw_inputs,
+  mesh_and_rules,
+  value_and_gradients,
+)
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.moe import Dropless
+from spmd_tasks.sharding.specs import sharding_scope
+
+# Mesh, axis rules, dims.
+LAYOUTS = {
+  'expert 2': ({'expert': 2}, {'batch': 'expert'}, {}),
+  'expert 4': ({'expert': 4}, {'batch': 'expert'}, {}),
+  'expert 8': ({'expert': 8}, {'batch': 'expert'}, {'E': 8}),
+  'expert 4, more choices than experts on a device': (
+    {'expert': 4},
+    {'batch': 'expert'},
+    {'E': 8, 'k': 3},
+  ),
+  'data 2 x expert 4': (
+    {'data': 2, 'expert': 4},
+    {'batch': ('expert', 'data'), 'expert_embed': 'data'},
+    {},
+  ),
+  'data 4 (experts too) x mdl 2': (
+    {'data': 4, 'mdl': 2},
+    {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'},
+    {},
+  ),
+  'data 2 (FSDP) x expert 2 x mdl 2': (
+    {'data': 2, 'expert': 2, 'mdl': 2},
+    {'batch': ('data', 'expert'), 'expert_embed': 'data', 'expert_mlp': 'mdl'},
+    {},
+  ),
+  'hidden sharding, 4 experts on 8 devices': (
+    {'expert': 4, 'hidden': 2},
+    {'batch': ('expert', 'hidden'), 'expert_mlp': 'hidden'},
+    {},
+  ),
+  'replication, 4 experts on 8 devices': (
+    {'data': 4, 'mdl': 2},
+    {'batch': ('data', 'mdl'), 'expert': 'data'},
+    {},
+  ),
+  'experts over two axes, one without tokens': (
+    {'a': 2, 'b': 2, 'c': 2},
+    {'batch': ('b', 'c'), 'expert': ('a', 'b'), 'expert_embed': 'c'},
+    {'E': 8},
+  ),
+  'the sequence is split too': (
+    {'data': 2, 'seq': 4},
+    {'batch': 'data', 'expert': ('data', 'seq')},
+    {'E': 8},
+  ),
+  '6 experts on 4 devices, and nothing divides': (
+    {'data': 2, 'expert': 4},
+    {'batch': ('data', 'expert'), 'expert_embed': 'data'},
+    {'E': 6, 'B': 5, 'D': 5, 'F': 7},
+  ),
+  'uneven in all of batch, sequence and hidden layer': (
+    {'a': 2, 'b': 2, 'mdl': 2},
+    {'batch': 'a', 'seq': 'b', 'expert': 'a', 'expert_mlp': ('b', 'mdl')},
+    {'E': 3, 'B': 3, 'T': 5, 'F': 5},
+  ),
+}
+# These have no tokens to exchange: one program for all dispatches.
+LAYOUTS_WITHOUT_EXCHANGE = {
+  'data 8': ({'data': 8}, {'batch': 'data'}, {}),
+  'mdl 2': ({'mdl': 2}, {'expert_mlp': 'mdl'}, {'F': 7}),
+  'experts on an axis without tokens': (
+    {'data': 4, 'mdl': 2},
+    {'batch': 'data', 'expert': 'mdl', 'expert_embed': 'data'},
+    {'E': 5},
+  ),
+  'an axis that splits nothing': ({'other': 2, 'data': 4}, {'batch': 'data'}, {}),
+}
+CASES = [(name, dispatch) for dispatch in ('ring', 'padded_all_to_all') for name in LAYOUTS]
+CASES += [(name, 'ring') for name in LAYOUTS_WITHOUT_EXCHANGE]
+
+
+@pytest.mark.parametrize('name, dispatch', CASES)
+def test_is_the_loop_over_assignments(name, dispatch, rng):
+  axis_sizes, rules, dims = (LAYOUTS | LAYOUTS_WITHOUT_EXCHANGE)[name]
+  run = value_and_gradients(Dropless(dispatch=dispatch), *mesh_and_rules(axis_sizes, rules))
+  inputs, d_y = draw_inputs(rng, **dims)
+  id_dims = {dim: size for dim, size in dims.items() if dim not in 'DF'}
+  for routing in ('mixed', 'one expert', 'no expert'):
+    expert_ids = draw_expert_ids(rng, routing, **id_dims)
+    result = run(inputs, expert_ids, d_y)
+    assert_is_reference(result, inputs, expert_ids, d_y)
+    assert result[2]['fraction_dropped'] == 0
+
+
+def test_a_plain_network_in_bfloat16(rng):
+  """Compared with one device: the results of two roundings to 8 bits, summed in another order."""
+  inputs, d_y = draw_inputs(rng, gated=False)
+  inputs = {name: array if name == 'gates' else jnp.asarray(array, jnp.bfloat16) for name, array in inputs.items()}
+  expert_ids = draw_expert_ids(rng, 'mixed')
+  mesh, rules = mesh_and_rules(*LAYOUTS['data 2 (FSDP) x expert 2 x mdl 2'][:2])
+  y, gradients, _ = value_and_gradients(Dropless(), mesh, rules)(inputs, expert_ids, d_y)
+  expected_y, expected, _ = value_and_gradients(Dropless())(inputs, expert_ids, d_y)
+  assert y.dtype == jnp.bfloat16
+  for actual, wanted in zip([y, *jax.tree.leaves(gradients)], [expected_y, *jax.tree.leaves(expected)], strict=True):
+    np.testing.assert_allclose(actual.astype(np.float32), wanted.astype(np.float32), rtol=0.03, atol=0.05)
+
+
+@pytest.mark.parametrize('dispatch', ['ring', 'padded_all_to_all'])
+@pytest.mark.parametrize('model_dim', [8, 7])
+def test_fsdp_keeps_no_gathered_weights(dispatch, model_dim, rng):
+  """What a layer keeps for its backward pass is one device's part of the weights, here half of an expert's."""
+  mesh, rules = mesh_and_rules(*LAYOUTS['data 2 x expert 4'][:2])
+  inputs, _ = draw_inputs(rng, D=model_dim, F=30)
+  expert_ids = draw_expert_ids(rng, 'mixed')
+
+  def layer(inputs):
+    with sharding_scope(mesh, rules):
+      return compute(Dropless(dispatch=dispatch), inputs, expert_ids)[0]
+
+  kept = jax.tree.leaves(jax.eval_shape(lambda inputs: jax.vjp(layer, inputs)[1], inputs))
+  weights = [array.shape for array in kept if array.ndim == 3 and 30 in array.shape]
+  assert sorted(weights) == [(4, 8, 30), (4, 8, 30), (4, 30, 8)]  # of all 8 devices together
+
+
+def under_stages(form, mesh, computation):
+  """`compute` for inputs with a leading dim of 2 stages, as pipelining calls a layer."""
+
+  def one_stage(inputs, expert_ids):
+    return compute(computation, inputs, expert_ids)[0]
+
+  if form == 'vmap':
+    return jax.vmap(one_stage, spmd_axis_name='stage')
+
+  def stage_on_device(inputs, expert_ids):
+    return one_stage(*jax.tree.map(lambda array: array[0], (inputs, expert_ids)))[None]
+
+  return functools.partial(
+    jax.shard_map(
+      stage_on_device,
+      mesh=mesh,
+      in_specs=(P('stage'), P('stage')),
+      out_specs=P('stage'),
+      axis_names={'stage'},
+      check_vma=form == 'checked shard_map',
+    )
+  )
+
+
+@pytest.mark.parametrize('form, dispatch', [('vmap', 'padded_all_to_all'), ('shard_map', 'ring')])
+def test_under_pipeline_stages(form, dispatch, rng):
+  mesh, rules = mesh_and_rules(
+    {'stage': 2, 'data': 2, 'mdl': 2}, {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'}
+  )
+  computation = Dropless(dispatch=dispatch)
+  stages = [(*draw_inputs(rng), draw_expert_ids(rng, 'mixed')) for _ in range(2)]
+  inputs, d_y, expert_ids = jax.tree.map(lambda *arrays: np.stack(arrays), *stages)
+
+  def loss(inputs):
+    with sharding_scope(mesh, rules):
+      y = under_stages(form, mesh, computation)(inputs, expert_ids)
+    return jnp.sum(y * d_y.astype(np.float32)), y
+
+  gradients, y = jax.jit(jax.grad(loss, has_aux=True))(inputs)
+  for i, (stage_inputs, stage_d_y, stage_ids) in enumerate(stages):
+    stage_result = (y[i], jax.tree.map(lambda array, i=i: array[i], gradients), None)
+    assert_is_reference(stage_result, stage_inputs, stage_ids, stage_d_y)
+
+
+@pytest.mark.parametrize(
+  'form, rules, message',
+  [
+    (
+      'checked shard_map',
+      {'batch': 'data', 'expert': 'data'},
+      r"over \['stage'\].*give that shard_map check_vma=False",
+    ),
+    ('shard_map', {'batch': 'stage', 'expert': 'data'}, r"\['stage'\] split tokens or experts.*out of its axis_names"),
+  ],
+)
+def test_a_shard_map_around_it_that_does_not_fit(form, rules, message, rng):
+  mesh, rules = mesh_and_rules({'stage': 2, 'data': 4}, rules)
+  inputs = jax.tree.map(lambda array: np.stack([array, array]), draw_inputs(rng)[0])
+  expert_ids = np.stack([draw_expert_ids(rng, 'mixed')] * 2)
+  with sharding_scope(mesh, rules), pytest.raises(ValueError, match=message):
+    jax.eval_shape(under_stages(form, mesh, Dropless()), inputs, expert_ids)
