@@ -292,7 +292,7 @@ def loss_curve(job_log_dir: Path) -> str:
   """Training loss and eval loss of a run, from its metrics files."""
   train = [json.loads(line) for line in (job_log_dir / 'metrics.jsonl').read_text().splitlines()]
   evals = [json.loads(line) for line in (job_log_dir / 'eval' / 'valid' / 'metrics.jsonl').read_text().splitlines()]
-  left, top, width, height, most = 70, 50, 740, 300, 6.0
+  left, top, width, height, most = 70, 50, 740, 300, 7.0
   last = max(line['step'] for line in train)
   drawing = svg.Drawing(860, 410, 'Loss of the quickstart')
 

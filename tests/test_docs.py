@@ -23,7 +23,6 @@ from pathlib import Path
 import re
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -34,7 +33,7 @@ from tests import forked
 ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
 GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md'))]
-ALL = [*GUIDES, ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
+ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
 KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'yaml', 'text', 'json'}
 BLOCK_LIMIT_S = 180
 INSTALLED = Path(sys.executable).parent
@@ -239,29 +238,9 @@ def test_the_readme_shows_every_flag_and_every_experiment():
   flags = {option for action in main.make_parser()._actions for option in action.option_strings} - {'-h', '--help'}
   assert [flag for flag in sorted(flags) if f'`{flag}' not in text] == []
   assert [name for name, _ in registry.list_experiments() if f'`{name}`' not in text] == []
-  assert len(text.splitlines()) <= 150
+  assert len(text.splitlines()) <= 180
 
 
 def test_the_multi_host_guide_has_every_exit_code():
   text = (ROOT / 'docs' / 'multi_host.md').read_text(encoding='utf-8')
   assert [code for code in exit_codes.NAMES if f'\n| {code} |' not in text] == []
-
-
-def module_list() -> str:
-  """Every module that says anything, with the first sentence of its docstring."""
-  lines = []
-  for path in sorted((ROOT / 'spmd_tasks').rglob('*.py')):
-    sentence = (ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or '').partition('\n\n')[0]
-    if sentence and path.name != '__init__.py':
-      lines.append(f'* `{path.relative_to(ROOT)}`: {" ".join(sentence.split())}')
-  return '\n'.join(textwrap.fill(line, 120, subsequent_indent='  ', break_on_hyphens=False) for line in lines) + '\n'
-
-
-def test_the_reading_order_has_every_module():
-  path = ROOT / 'docs' / 'reading_order.md'
-  before, heading, rest = path.read_text(encoding='utf-8').partition('## Every module\n')
-  introduction, _, listed = rest.removeprefix('\n').partition('\n\n')
-  if os.environ.get('UPDATE_GOLDEN') == '1':
-    path.write_text(f'{before}{heading}\n{introduction}\n\n{module_list()}', encoding='utf-8')
-  else:
-    assert listed == module_list(), 'scripts/update_golden writes the list anew'

@@ -1,0 +1,125 @@
+"""The docs site: every public name has an API entry, and text that follows from the code is the code's."""
+
+import ast
+import importlib
+import os
+from pathlib import Path
+import sys
+
+import griffe
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / 'scripts'))
+
+import docs_fields  # noqa: E402
+import docs_site  # noqa: E402
+
+FACES = docs_site.faces()
+
+
+@pytest.fixture(scope='module')
+def package() -> griffe.Module:
+  """spmd_tasks as the site's generator reads it: as syntax, without importing it."""
+  loaded = griffe.load('spmd_tasks', search_paths=[ROOT], resolve_aliases=True, resolve_external=False)
+  assert isinstance(loaded, griffe.Module)
+  return loaded
+
+
+@pytest.mark.parametrize('face', FACES, ids=lambda face: face.package)
+def test_every_public_name_has_an_api_entry(face, package):
+  page = docs_site.api_page(face)
+  entries = [line.removeprefix('::: ') for line in page.splitlines() if line.startswith('::: ')]
+  assert entries[0] == face.package
+  assert [entry.rpartition('.')[2] for entry in entries[1:]] == list(face.names)
+  for entry in entries[1:]:
+    found = package[entry.removeprefix('spmd_tasks.')]
+    if found.is_alias:
+      found = found.final_target  # raises where the name leads nowhere
+
+
+@pytest.mark.parametrize('face', FACES, ids=lambda face: face.package)
+def test_the_public_names_exist(face):
+  module = importlib.import_module(face.package)
+  assert tuple(module.__all__) == face.names
+  assert [name for name in face.names if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize('face', FACES, ids=lambda face: face.package)
+def test_a_package_explains_itself_in_under_25_lines(face):
+  assert 0 < len(face.docstring.splitlines()) < 25
+
+
+def test_public_classes_and_functions_have_docstrings(package):
+  bare = []
+  for face in FACES:
+    for name in face.names:
+      found = package[docs_site.identifier(face.package, name).removeprefix('spmd_tasks.')]
+      found = found.final_target if found.is_alias else found
+      if (found.is_class or found.is_function) and found.docstring is None:
+        bare.append(f'{face.package}.{name}')
+  assert bare == []
+
+
+def test_fields_of_a_class_are_in_its_entry(package):
+  fields = docs_fields.FieldsOfClasses()
+  cls = package['recipes.dense.DenseLanguageModel']
+  fields.on_class(cls=cls, loader=None)
+  assert '  dtype (str): of the computation; weights are float32. Default: `\'float32\'`.' in cls.docstring.value
+  assert '  num_layers (int): Default: `4`.' in cls.docstring.value
+  before = cls.docstring.value
+  fields.on_class(cls=cls, loader=None)
+  assert cls.docstring.value == before
+
+
+def test_every_module_and_every_experiment_has_its_line():
+  page = docs_site.modules_page()
+  for path in [*(ROOT / 'spmd_tasks').rglob('*.py'), *(ROOT / 'experiments').glob('*.py')]:
+    if ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))):
+      assert f'| `{path.name}` |' in page, path
+  experiments = docs_site.experiments_page()
+  assert '`lm.StdlibTiny`' in experiments
+  assert 'spmd-tasks --exp lm.StdlibTiny' in experiments
+
+
+def test_the_rows_in_the_reading_order_are_those_of_the_layering_test():
+  path = ROOT / 'docs' / 'reading_order.md'
+  before, start, rest = path.read_text(encoding='utf-8').partition('<!-- rows: scripts/docs_site.py -->\n')
+  listed, end, after = rest.partition('<!-- end -->\n')
+  assert start
+  assert end
+  rows = f'```text\n{docs_site.existing_rows()}```\n'
+  if os.environ.get('UPDATE_GOLDEN') == '1':
+    path.write_text(f'{before}{start}{rows}{end}{after}', encoding='utf-8')
+  else:
+    assert listed == rows, 'scripts/update_golden writes the rows anew'
+
+
+@pytest.mark.parametrize(
+  'markdown, wanted',
+  [
+    ('```bash no-run\nx\n```', '```bash\nx\n```'),
+    ('```python file=my_lab/a.py\nx\n```', '```python title="my_lab/a.py"\nx\n```'),
+    ('```console\n$ x\n```', '```console\n$ x\n```'),
+  ],
+)
+def test_fences_are_those_that_the_site_knows(markdown, wanted):
+  assert docs_site.plain_fences(markdown) == wanted
+
+
+def test_links_of_the_top_level_lead_into_the_site():
+  text = '[a](docs/sharding.md#x) [b](CONTRIBUTING.md) [c](CHANGELOG.md) ![d](docs/pictures/e.svg)'
+  wanted = '[a](sharding.md#x) [b](contributing.md) [c](changelog.md) ![d](pictures/e.svg)'
+  assert docs_site.page_of_top_level(text) == wanted
+
+
+@pytest.mark.parametrize(
+  'source, names',
+  [
+    ("__all__ = ['a', 'b']", ('a', 'b')),
+    ("__all__: list[str] = ['a']", ('a',)),
+    ('import os', ()),
+  ],
+)
+def test_public_names_are_read_from_the_source(source, names):
+  assert docs_site.public_names(ast.parse(source)) == names
