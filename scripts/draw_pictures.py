@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from draw_request import request_life
 import svg
 
 from spmd_tasks.config.resolve import resolve
@@ -198,7 +199,7 @@ def three_shapes() -> str:
       x = left + j * (width + gap)
       drawing.rect(x, y + 30, width, 66, fill=columns[j][2])
       drawing.text(x + width / 2, y + 57, list_of(array.shape), size=16, anchor='middle', mono=True)
-      below = 'no sharding in sight'
+      below = 'whole arrays, no sharding'
       if tree is not None:
         below = f'split {names_of([*array.sharding.spec, *[None] * (len(array.shape) - len(array.sharding.spec))])}'
       drawing.text(x + width / 2, y + 80, below, size=12, anchor='middle', color=svg.FAINT)
@@ -285,6 +286,7 @@ PICTURES_BY_NAME: dict[str, Callable[[], str]] = {
   'split_dims_to_bytes': split_dims_to_bytes,
   'three_shapes': three_shapes,
   'pipeline_ticks': pipeline_ticks,
+  'request_life': request_life,
 }
 
 

@@ -7,6 +7,7 @@ How a fenced block is tested is said by its first line:
     ```console                `$ command` lines are run, what they print is compared with what stands below them,
                               where `...` stands for anything, over lines too
     ```python                 run by `python`
+    ```python no-run          of another framework: `ast.parse` only
     ```python file=my/a.py    written to that file of the working directory, for the blocks after it
     ```yaml, ```text, ```json are read by people (yaml is parsed)
 
@@ -34,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
 GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md'))]
 ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
-KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'yaml', 'text', 'json'}
+KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'python no-run', 'yaml', 'text', 'json'}
 BLOCK_LIMIT_S = 180
 INSTALLED = Path(sys.executable).parent
 

@@ -65,7 +65,7 @@ def test_fields_of_a_class_are_in_its_entry(package):
   fields = docs_fields.FieldsOfClasses()
   cls = package['recipes.dense.DenseLanguageModel']
   fields.on_class(cls=cls, loader=None)
-  assert '  dtype (str): of the computation; weights are float32. Default: `\'float32\'`.' in cls.docstring.value
+  assert "  dtype (str): of the computation; weights are float32. Default: `'float32'`." in cls.docstring.value
   assert '  num_layers (int): Default: `4`.' in cls.docstring.value
   before = cls.docstring.value
   fields.on_class(cls=cls, loader=None)

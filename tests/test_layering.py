@@ -1,4 +1,4 @@
-"""The house of DESIGN.md: a row imports only rows below it, TensorFlow and Fiddle keep out, every module imports."""
+"""A row of packages imports only rows below it, TensorFlow and Fiddle keep out, every module imports."""
 
 import ast
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ def test_every_module_belongs_to_a_row():
   homeless = [
     str(p.relative_to(ROOT)) for p in modules() if part_of(dotted_name(p)) not in {*ROW_OF_PART, '__main__', None}
   ]
-  assert not homeless, 'give these a row in ROWS here and in DESIGN.md'
+  assert not homeless, 'give these a row in ROWS'
 
 
 def test_rows_import_only_rows_below_them():

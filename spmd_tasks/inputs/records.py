@@ -22,6 +22,7 @@ def text_field(record: Any, field: str, where: str) -> str:
 
 
 def parse_json(data: bytes, where: str) -> Any:
+  """Parses one JSON record; an error names its place, `where`."""
   try:
     return json.loads(data)
   except ValueError as e:  # bad JSON or bad UTF-8
