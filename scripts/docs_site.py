@@ -9,7 +9,7 @@ The sources are read as syntax. Nothing is listed by hand, so that a new name, m
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import importlib
 from pathlib import Path
@@ -62,22 +62,28 @@ def public_names(tree: ast.Module) -> tuple[str, ...]:
 
 def identifier(package: str, name: str) -> str:
   """The dotted path under which griffe, which reads syntax only, finds a public name."""
-  path = ROOT.joinpath(*package.split('.'), '__init__.py')
-  tree = ast.parse(path.read_text(encoding='utf-8'))
-  for node in tree.body:  # not inside of functions, where a face may import lazily
-    if isinstance(node, ast.ImportFrom | ast.Import):
-      bound = {alias.asname or alias.name for alias in node.names}
-    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-      bound = {node.name}
-    elif isinstance(node, ast.Assign | ast.AnnAssign):
-      targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-      bound = {target.id for target in targets if isinstance(target, ast.Name)}
-    else:
-      continue
-    if name in bound:
-      return f'{package}.{name}'
+  folder = ROOT.joinpath(*package.split('.'))
+  if (folder / f'{name}.py').is_file():
+    return f'{package}.{name}'
+  tree = ast.parse((folder / '__init__.py').read_text(encoding='utf-8'))
+  if name in set(bound_names(tree.body)):
+    return f'{package}.{name}'
   public = getattr(importlib.import_module(package), name)
   return f'{public.__module__}.{public.__qualname__}'
+
+
+def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+  """The names that statements bind, also under `if TYPE_CHECKING`, but not inside of functions."""
+  for node in body:
+    if isinstance(node, ast.ImportFrom | ast.Import):
+      yield from (alias.asname or alias.name for alias in node.names)
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+      yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+      targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+      yield from (target.id for target in targets if isinstance(target, ast.Name))
+    elif isinstance(node, ast.If):
+      yield from bound_names(node.body)
 
 
 def api_page(face: Face) -> str:

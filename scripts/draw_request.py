@@ -146,5 +146,8 @@ def request_life() -> str:
     x, y = 20 + (number % 3) * 275, top + 140 + 26 * (number // 3)
     drawing.rect(x, y - 13, 16, 16, fill=svg.FILLS[number], radius=2)
     drawing.text(x + 24, y, f'request {number}: prompt of {prompt}, {max_tokens} tokens out', size=13)
-  drawing.text(20, top + 202, 'The last P of a prompt gives its first token. A free slot takes the next request at once: continuous batching.', size=13)
+  note = (
+    'The last P of a prompt gives its first token. A free slot takes the next request at once: continuous batching.'
+  )
+  drawing.text(20, top + 202, note, size=13)
   return drawing.svg()

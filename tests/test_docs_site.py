@@ -113,6 +113,18 @@ def test_links_of_the_top_level_lead_into_the_site():
   assert docs_site.page_of_top_level(text) == wanted
 
 
+def test_names_are_found_where_a_face_binds_them():
+  source = """
+import os.path as path
+if TYPE_CHECKING:
+  from spmd_tasks.a import B
+C: int = 1
+def d():
+  from spmd_tasks.e import F
+"""
+  assert set(docs_site.bound_names(ast.parse(source).body)) == {'path', 'B', 'C', 'd'}
+
+
 @pytest.mark.parametrize(
   'source, names',
   [
