@@ -20,8 +20,8 @@ import jax
 
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs.prefetch import Prefetcher
-from spmd_tasks.programs.job_setup import partition_job
 
 
 class Training:

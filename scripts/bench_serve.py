@@ -41,8 +41,8 @@ import numpy as np
 
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.decoding import ChatTemplate, DecodeSteps, GeneratedSequence, ModelEngine, Request, Scheduler
+from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs.decode_requests import find_tokenizer
-from spmd_tasks.programs.job_setup import partition_job
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
 
 SIZES = ('model_dims=256', 'num_layers=4', 'num_heads=4', 'hidden_dims=768', 'seq_len=256', 'batch_size=8')

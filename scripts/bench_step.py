@@ -27,7 +27,7 @@ import bare_step
 
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.distributed.fake_devices import use_fake_devices
-from spmd_tasks.programs.job_setup import partition_job
+from spmd_tasks.experiment import partition_job
 
 EXPERIMENT = 'lm.StdlibTiny'  # 1 x 4 x 2 devices, width 128, 4 layers
 EVEN = ('vocab_size=260',)

@@ -17,8 +17,8 @@ import svg
 
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers.pipeline.schedule import BackwardSchedule, Schedule
-from spmd_tasks.programs.job_setup import partition_job
 
 PICTURES = Path(__file__).parents[1] / 'docs' / 'pictures'
 

@@ -27,11 +27,12 @@ import types
 from typing import Any, ClassVar, dataclass_transform, get_type_hints
 
 from flax.core import FrozenDict
+from jax.sharding import AbstractMesh, Mesh
 
 from spmd_tasks.decoding import ChatTemplate, PromptSource
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs.base import Input
-from spmd_tasks.runtime.task import Task
+from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
 
@@ -270,3 +271,24 @@ class Job:
             'and - only.'
           )
       object.__setattr__(self, field, types.MappingProxyType(dict(inputs)))
+
+
+def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> PartitionedModel:
+  """Partitions the job's task over a mesh, with the experiment's axis rules and the training input's element spec.
+
+  Args:
+    job: the built experiment.
+    mesh: None makes the experiment's mesh of all devices. `experiment.mesh_spec().build_abstract()` gives a model that
+      can be inspected and planned with on any machine.
+
+  Raises:
+    UserError: the mesh does not fit the devices, or the task or its input do not fit the mesh.
+  """
+  experiment = job.experiment
+  return partition_spmd_model(
+    job.task,
+    experiment.mesh_spec().build() if mesh is None else mesh,
+    job.train_input.element_spec(),
+    axis_rules=experiment.axis_rules,
+    inputs_split_mapping=experiment.inputs_split_mapping,
+  )

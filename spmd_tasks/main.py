@@ -147,7 +147,7 @@ def _run_experiment(args: argparse.Namespace) -> int:
   from spmd_tasks.distributed.initialization import initialize
   from spmd_tasks.programs.decode import decode
   from spmd_tasks.programs.eval import evaluate
-  from spmd_tasks.programs.startup import StartupClock
+  from spmd_tasks.programs.timing import StartupClock
   from spmd_tasks.programs.train import train
 
   clock = StartupClock()

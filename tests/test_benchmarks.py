@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.programs.job_setup import partition_job
+from spmd_tasks.experiment import partition_job
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.name for path in (ROOT / 'scripts').glob('bench_*.py'))

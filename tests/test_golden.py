@@ -16,38 +16,24 @@ import sys
 import sysconfig
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 import pytest
 
 from spmd_tasks.config import registry
 from spmd_tasks.config.printing import format_config
 from spmd_tasks.config.resolve import resolve, to_json
-from spmd_tasks.experiment import Job
-from spmd_tasks.runtime.parameter_table import format_parameter_table
-from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.runtime import PartitionedModel, format_parameter_table
 
 GOLDEN = Path(__file__).parent / 'golden'
 IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
 EXPERIMENTS = dict(registry.list_experiments())
 
 
-def abstract_mesh(job: Job) -> AbstractMesh:
-  """The experiment's own mesh, without devices."""
-  spec = job.experiment.mesh_spec()
-  sizes = spec.sizes(math.prod(spec.ici_mesh_shape) * math.prod(spec.dcn_mesh_shape or (1,)))
-  return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
 @functools.cache
 def partitioned(name: str) -> PartitionedModel:
+  """The experiment on its own mesh, without devices."""
   job = resolve(name).build()
-  return partition_spmd_model(
-    job.task,
-    abstract_mesh(job),
-    job.train_input.element_spec(),
-    axis_rules=job.experiment.axis_rules,
-    inputs_split_mapping=job.experiment.inputs_split_mapping,
-  )
+  return partition_job(job, job.experiment.mesh_spec().build_abstract())
 
 
 MADE = {

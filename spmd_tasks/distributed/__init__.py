@@ -12,7 +12,7 @@ processes tell each other through files), emergency_exit.py (how a process ends)
 CPU devices. docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
-from spmd_tasks.distributed.agreement import PrimaryError, all_agree, meet, primary_decides
+from spmd_tasks.distributed.agreement import PrimaryError, all_agree, is_primary, meet, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.fake_devices import use_fake_devices
 from spmd_tasks.distributed.initialization import (
@@ -25,7 +25,7 @@ from spmd_tasks.distributed.initialization import (
 )
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.rank_records import Failure, Position, Progress, RankRecords, open_rank_records
-from spmd_tasks.distributed.watchdog import StepWatchdog
+from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
 
 __all__ = [
   'CLUSTERS',
@@ -43,8 +43,10 @@ __all__ = [
   'detect_cluster',
   'finish',
   'initialize',
+  'is_primary',
   'meet',
   'open_rank_records',
   'primary_decides',
   'use_fake_devices',
+  'watch_steps',
 ]

@@ -20,6 +20,11 @@ class PrimaryError(Exception):
   """Process 0 raised while it decided; the message is that of its error."""
 
 
+def is_primary() -> bool:
+  """Returns whether this is process 0, the only one that writes and prints."""
+  return jax.process_index() == 0
+
+
 def meet(name: str, *, limit_s: int) -> None:
   """Returns when every process has called it. Raises a JaxRuntimeError if that takes longer than `limit_s` seconds."""
   if jax.process_count() > 1:

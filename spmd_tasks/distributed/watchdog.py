@@ -23,10 +23,13 @@ import threading
 import time
 
 from absl import logging
+from etils import epath
+import jax
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.rank_records import Position, RankRecords
+from spmd_tasks.distributed.initialization import finish
+from spmd_tasks.distributed.rank_records import Position, RankRecords, open_rank_records
 from spmd_tasks.errors import UserError
 
 # How much longer than the limit the watchdog's own thread may be kept from running, by a native call that holds the
@@ -160,3 +163,29 @@ class StepWatchdog:
         )
       if self._done.wait(self._record_period_s):
         return
+
+
+@contextlib.contextmanager
+def watch_steps(
+  directory: epath.Path, emergency: EmergencyExit, *, timeout_s: float, first_step_timeout_s: float
+) -> Iterator[StepWatchdog]:
+  """Runs a StepWatchdog over a whole job; its processes exchange progress and failures in `directory`/ranks.
+
+  On leaving the context, every process waits for the others, at most `timeout_s`: an early end would end them too.
+
+  Args:
+    directory: shared by the processes.
+    emergency: the way out, which gets the records.
+    timeout_s, first_step_timeout_s: the limits of StepWatchdog.
+  """
+  records = open_rank_records(directory) if jax.process_count() > 1 else None
+  if records is not None:
+    emergency.attach(records)
+  with StepWatchdog(
+    timeout_s=timeout_s, first_step_timeout_s=first_step_timeout_s, emergency=emergency, records=records
+  ) as watchdog:
+    try:
+      yield watchdog
+    finally:
+      with watchdog.allow('finish', timeout_s):
+        finish()

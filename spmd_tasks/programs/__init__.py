@@ -1,0 +1,60 @@
+"""Runs the modes of the binary: one module for each --mode, and the modules that they share.
+
+    from spmd_tasks.programs import train
+
+    code = train.train(job, job_log_dir, emergency=EmergencyExit(), clock=StartupClock(), config_json='{}')
+
+`train`, `eval`, `decode` and `serve` are modules. Each has one function that takes a built experiment (`Job`), runs it
+to its end and returns an exit code. Read `train.py` first, from top to bottom: it restores or initialises a state,
+iterates over the outcomes of steps, and logs, saves and evaluates in the body of that loop. Then read
+`training_loop.py` (why the host launches a step before it knows how the last one ended), `eval.py` (Evaluator),
+`restore.py` (what a program starts from), `job_directory.py` (one running job a directory), `timing.py` and
+`progress.py` (what a job reports).
+
+The other names below are imported when they are first used, so that a mode imports no more than it runs.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from spmd_tasks.programs import decode, eval, serve, train
+  from spmd_tasks.programs.eval import Evaluator
+  from spmd_tasks.programs.job_directory import claim
+  from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_weights
+  from spmd_tasks.programs.timing import StartupClock
+  from spmd_tasks.programs.training_loop import TrainingDivergedError, TrainingInputEndedError, TrainingLoop
+
+__all__ = [
+  'Evaluator',
+  'StartupClock',
+  'TrainingDivergedError',
+  'TrainingInputEndedError',
+  'TrainingLoop',
+  'checkpoint_directory',
+  'claim',
+  'decode',
+  'eval',
+  'restore_evaluation_weights',
+  'serve',
+  'train',
+]
+
+_MODULES = {
+  'Evaluator': 'eval',
+  'StartupClock': 'timing',
+  'TrainingDivergedError': 'training_loop',
+  'TrainingInputEndedError': 'training_loop',
+  'TrainingLoop': 'training_loop',
+  'checkpoint_directory': 'restore',
+  'claim': 'job_directory',
+  'restore_evaluation_weights': 'restore',
+}
+
+
+def __getattr__(name: str) -> Any:
+  if name in _MODULES:
+    return getattr(importlib.import_module(f'{__name__}.{_MODULES[name]}'), name)
+  if name in __all__:
+    return importlib.import_module(f'{__name__}.{name}')
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

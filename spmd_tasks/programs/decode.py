@@ -15,28 +15,17 @@ from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.checkpoints.durable_files import absolute_path
 from spmd_tasks.decoding import Completion, DecodeSteps, PromptFile, PromptSource, Request, generate, search
-from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.distributed.agreement import is_primary, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Job
+from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.programs.decode_requests import PromptTokenizer, find_tokenizer, output_record, request_record
 from spmd_tasks.programs.decoded_file import DecodedFile
-from spmd_tasks.programs.job_setup import (
-  LOOK_LIMIT_S,
-  checkpoint_directory,
-  is_primary,
-  newest_step,
-  partition_job,
-  restore_evaluation_weights,
-  watch_steps,
-)
 from spmd_tasks.programs.progress import Progress, make_progress
-from spmd_tasks.runtime.metrics import make_writer
-
-
-class _PreemptedError(Exception):
-  """SIGTERM came."""
+from spmd_tasks.programs.restore import LOOK_LIMIT_S, PreemptedError, checkpoint_directory, checkpoints_to_use
+from spmd_tasks.runtime import make_writer
 
 
 def decode(
@@ -74,36 +63,46 @@ def decode(
   model = partition_job(job)
   steps = DecodeSteps(model)
   with contextlib.ExitStack() as stack, emergency.on_failure():
-    watchdog = watch_steps(stack, job.experiment, job_log_dir / 'decode', emergency)
+    watchdog = stack.enter_context(
+      watch_steps(
+        job_log_dir / 'decode',
+        emergency,
+        timeout_s=job.experiment.step_timeout_s,
+        first_step_timeout_s=job.experiment.first_step_timeout_s,
+      )
+    )
     guard = stack.enter_context(PreemptionGuard())
 
-    decoded = -1
+    restored = -1
 
     def on_step():
-      watchdog.beat(decoded, 'decode')
+      watchdog.beat(restored, 'decode')
       if guard.should_stop():
-        raise _PreemptedError
+        raise PreemptedError
 
     decoder = Decoder(job, steps, sources, on_step)
     checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
     stack.callback(checkpointer.close)
     try:
-      while True:
-        on_step()
-        if not watch or newest_step(checkpointer) > decoded:
-          with watchdog.allow('restore and compile', job.experiment.first_step_timeout_s):
-            weights, restored = restore_evaluation_weights(model, checkpointer, step)
-            decoder.compile()
-          if restored > decoded:  # not where the newest is damaged, and the one before it has been decoded
-            for name in sources:
-              directory = job_log_dir / 'decode' / name
-              path = directory / f'step_{restored}.jsonl' if output_path is None else absolute_path(output_path)
-              decoder.run(name, weights, restored, path, directory)
-            decoded = restored
-        if not watch or decoded >= job.experiment.num_train_steps:
-          return exit_codes.OK
-        time.sleep(poll_s)
-    except _PreemptedError:
+      for weights, restored in checkpoints_to_use(
+        model,
+        checkpointer,
+        step=step,
+        watch=watch,
+        last_step=job.experiment.num_train_steps,
+        poll_s=poll_s,
+        watchdog=watchdog,
+        restore_limit_s=job.experiment.first_step_timeout_s,
+        should_stop=guard.should_stop,
+      ):
+        with watchdog.allow('compile', job.experiment.first_step_timeout_s):
+          decoder.compile()
+        for name in sources:
+          directory = job_log_dir / 'decode' / name
+          path = directory / f'step_{restored}.jsonl' if output_path is None else absolute_path(output_path)
+          decoder.run(name, weights, restored, path, directory)
+      return exit_codes.OK
+    except PreemptedError:
       if is_primary():
         print('Preempted: the same command goes on behind the last prompt that is done.', flush=True)
       return exit_codes.PREEMPTED

@@ -1,30 +1,39 @@
-"""--mode=eval: a checkpoint's weights on every eval set, once, or again for each new checkpoint of a running job.
+"""--mode=eval: evaluates a checkpoint's weights on every eval set, once or again for each new checkpoint.
 
-Metrics go where the training job's own evals go. A step that is recorded there is shown only: the file keeps one line
-for it, whoever was first.
+Metrics go to the files that the training job's own evals write. A step that is recorded there already is shown and not
+recorded again: the file keeps one line of it, from whichever job was first.
+
+`Evaluator` is what this program and the training program share:
+
+    for name, metrics in evaluator.evaluate(weights, step):
+      evaluator.record(name, step, metrics)
 """
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
-import time
+import json
+from typing import Any
 
+from clu import metrics as clu_metrics
 from etils import epath
+import jax
+import numpy as np
 
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.distributed.agreement import is_primary
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Job
-from spmd_tasks.programs.evaluation import Evaluator
-from spmd_tasks.programs.job_setup import (
-  checkpoint_directory,
-  is_primary,
-  newest_step,
-  partition_job,
-  restore_evaluation_weights,
-  watch_steps,
-)
+from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.inputs.base import Input
+from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.programs.progress import format_metrics, make_progress
+from spmd_tasks.programs.restore import PreemptedError, checkpoint_directory, checkpoints_to_use
+from spmd_tasks.runtime import CompiledStep, Metric, MetricsWriter, PartitionedModel, finish_metrics, make_writer
+
+Averages = Mapping[str, clu_metrics.Average]
 
 
 def evaluate(
@@ -36,13 +45,13 @@ def evaluate(
   watch: bool = False,
   poll_s: float = 10.0,
 ) -> int:
-  """Evaluates one checkpoint (None: the newest); returns an exit code: OK, or PREEMPTED after SIGTERM.
+  """Evaluates one checkpoint, or every new one; returns an exit code: OK, or PREEMPTED after SIGTERM.
 
   Args:
     job: the built experiment.
     job_log_dir: a training job's directory, running or not; only `eval/` below it is written.
     emergency: the way out of a failure that other processes must hear of.
-    step: the checkpoint's step.
+    step: the checkpoint's step; None takes the newest.
     watch: go on with every new checkpoint until that of `num_train_steps`.
     poll_s: seconds between two looks for a new checkpoint.
 
@@ -50,13 +59,21 @@ def evaluate(
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: the experiment has no eval sets, or both `step` and `watch` are given.
   """
+  experiment = job.experiment
   if watch and step is not None:
     raise UserError(f'--watch follows every new checkpoint, but --checkpoint_step {step} names one: give one of them.')
   if not job.eval_inputs:
     raise UserError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
   model = partition_job(job)
   with contextlib.ExitStack() as stack, emergency.on_failure():
-    watchdog = watch_steps(stack, job.experiment, job_log_dir / 'eval', emergency)
+    watchdog = stack.enter_context(
+      watch_steps(
+        job_log_dir / 'eval',
+        emergency,
+        timeout_s=experiment.step_timeout_s,
+        first_step_timeout_s=experiment.first_step_timeout_s,
+      )
+    )
     guard = stack.enter_context(PreemptionGuard())
     checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
     stack.callback(checkpointer.close)
@@ -64,34 +81,172 @@ def evaluate(
       model,
       job.eval_inputs,
       job_log_dir,
-      tensorboard=job.experiment.tensorboard,
-      input_timeout_s=job.experiment.input_timeout_s,
-      on_batch=lambda: watchdog.beat(evaluated, 'eval'),
+      tensorboard=experiment.tensorboard,
+      input_timeout_s=experiment.input_timeout_s,
+      on_batch=lambda step: watchdog.beat(step, 'eval'),
       should_stop=guard.should_stop,
     )
     stack.callback(evaluator.close)
     progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
     stack.callback(progress.close)
-    evaluated = -1
-    while not guard.should_stop():
-      watchdog.beat(evaluated, 'waiting for a checkpoint')
-      if not watch or newest_step(checkpointer) > evaluated:
-        with watchdog.allow('restore', job.experiment.first_step_timeout_s):
-          weights, restored = restore_evaluation_weights(model, checkpointer, step)
-        if restored > evaluated:  # not where the newest is damaged, and the one before it has been evaluated
-          evaluated = restored
-          num_finished = 0
-          for name, metrics in evaluator.evaluate(weights):
-            is_recorded = evaluator.is_recorded(name, restored)
-            if not is_recorded:
-              evaluator.record(name, restored, metrics)
-            note = ' (not recorded: metrics.jsonl has this step)' if is_recorded else ''
-            progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}{note}')
-            num_finished += 1
-          if num_finished < len(evaluator.names):
-            break
-      if not watch or evaluated >= job.experiment.num_train_steps:
-        return exit_codes.OK
-      time.sleep(poll_s)
-    progress.message('Preempted: the same command evaluates again.')
-    return exit_codes.PREEMPTED
+    try:
+      for weights, restored in checkpoints_to_use(
+        model,
+        checkpointer,
+        step=step,
+        watch=watch,
+        last_step=experiment.num_train_steps,
+        poll_s=poll_s,
+        watchdog=watchdog,
+        restore_limit_s=experiment.first_step_timeout_s,
+        should_stop=guard.should_stop,
+      ):
+        num_finished = 0
+        for name, metrics in evaluator.evaluate(weights, restored):
+          is_recorded = evaluator.is_recorded(name, restored)
+          if not is_recorded:
+            evaluator.record(name, restored, metrics)
+          note = ' (not recorded: metrics.jsonl has this step)' if is_recorded else ''
+          progress.message(f'step {restored}  eval {name}: {format_metrics(metrics)}{note}')
+          num_finished += 1
+        if num_finished < len(evaluator.names):
+          raise PreemptedError
+      return exit_codes.OK
+    except PreemptedError:
+      progress.message('Preempted: the same command evaluates again.')
+      return exit_codes.PREEMPTED
+
+
+class Evaluator:
+  """Evaluates whole eval sets and records their metrics in `<job_log_dir>/eval/<name>/metrics.jsonl` (and events).
+
+  Each example counts once: the last batch of a set is filled up with rows of weight 0. Sums over batches are float64.
+  """
+
+  def __init__(
+    self,
+    model: PartitionedModel,
+    eval_inputs: Mapping[str, Input],
+    job_log_dir: epath.Path,
+    *,
+    tensorboard: bool,
+    input_timeout_s: float,
+    on_batch: Callable[[int], None],
+    should_stop: Callable[[], bool],
+  ):
+    """Makes an evaluator; nothing is compiled or written yet.
+
+    Args:
+      model: whose eval step runs.
+      eval_inputs: eval sets by name, each read from its start every time.
+      job_log_dir: gets the metrics.
+      tensorboard: write event files too.
+      input_timeout_s: how long one batch may take.
+      on_batch: called with the train step after every launched batch.
+      should_stop: asked before every batch; True ends the evaluation.
+    """
+    self._inputs = eval_inputs
+    self._job_log_dir = job_log_dir
+    self._tensorboard = tensorboard
+    self._input_timeout_s = input_timeout_s
+    self._on_batch = on_batch
+    self._should_stop = should_stop
+    self._steps = _compiled_steps(model, eval_inputs)
+    self._writers: dict[str, MetricsWriter] = {}
+
+  def compile(self) -> None:
+    """Compiles the eval steps now instead of in the first evaluation."""
+    for step in self._steps.values():
+      step.compile()
+
+  @property
+  def names(self) -> list[str]:
+    """The eval sets."""
+    return list(self._inputs)
+
+  def evaluate(
+    self, weights: Any, step: int, names: Iterable[str] | None = None
+  ) -> Iterator[tuple[str, dict[str, Metric]]]:
+    """Yields (eval set, its metrics) for each set. Ends early if `should_stop`: an unfinished set gives no metrics.
+
+    Args:
+      weights: padded, on the mesh.
+      step: the train step of the weights.
+      names: evaluate only these sets; None evaluates all.
+    """
+    for name in self.names if names is None else names:
+      metrics = self._evaluate_set(name, weights, step)
+      if metrics is None:
+        return
+      yield name, metrics
+
+  def record(self, name: str, step: int, metrics: Mapping[str, Metric]) -> None:
+    """Appends a set's metrics of train step `step` to its file; the last line of a step counts."""
+    self._writer(name).write(step, metrics)
+
+  def is_recorded(self, name: str, step: int) -> bool:
+    """Returns whether the set's metrics file has a line of `step`; False in a remote directory, which has no file."""
+    path = self._directory(name) / 'metrics.jsonl'
+    lines = path.read_text(encoding='utf-8').splitlines(keepends=True) if path.exists() else []
+    # The last line may be incomplete: another job is writing it, or was killed.
+    return any(json.loads(line)['step'] == step for line in lines if line.endswith('\n'))
+
+  def close(self) -> None:
+    """Closes the metrics files."""
+    for writer in self._writers.values():
+      writer.close()
+
+  def _writer(self, name: str) -> MetricsWriter:
+    """Returns the set's writer, made on first use: a run that ends before its first eval writes nothing."""
+    if name not in self._writers:
+      self._writers[name] = make_writer(self._directory(name), tensorboard=self._tensorboard, primary=is_primary())
+    return self._writers[name]
+
+  def _directory(self, name: str) -> epath.Path:
+    return self._job_log_dir / 'eval' / name
+
+  def _evaluate_set(self, name: str, weights: Any, step: int) -> dict[str, Metric] | None:
+    """Returns the set's metrics; None if `should_stop` ended the evaluation."""
+    eval_step = self._steps[name]
+    iterator = self._inputs[name].make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+    finished: list[Averages] = []
+    in_flight: Averages | None = None
+    with Prefetcher(iterator, eval_step.place, timeout_s=self._input_timeout_s) as batches:
+      for batch, _ in batches:
+        if self._should_stop():
+          return None
+        launched = eval_step(weights, batch)
+        if in_flight is not None:  # read one batch late: the device always has the next one
+          finished.append(jax.device_get(in_flight))
+        in_flight = launched
+        self._on_batch(step)
+    if in_flight is None:
+      raise UserError(
+        f'eval set {name!r} has no batch, its source is empty: correct eval_inputs.{name}, or leave it out of '
+        'eval_inputs().'
+      )
+    finished.append(jax.device_get(in_flight))
+    return finish_metrics(_mean_over_batches(finished)) | {'num_batches': len(finished)}
+
+
+def _mean_over_batches(batches: list[Averages]) -> dict[str, np.ndarray]:
+  """Computes the weighted means over all batches, scalars or [E]; 0 if no batch has any weight."""
+
+  def mean(name: str) -> np.ndarray:
+    total, count = (
+      sum(np.asarray(getattr(batch[name], part), np.float64) for batch in batches) for part in ('total', 'count')
+    )
+    return total / count if count else np.zeros_like(total)
+
+  return {name: mean(name) for name in batches[0]}
+
+
+def _compiled_steps(model: PartitionedModel, eval_inputs: Mapping[str, Input]) -> dict[str, CompiledStep]:
+  """Makes one step per eval set; sets of the same element spec share one step, so that it is compiled once."""
+  by_spec: dict[tuple[Any, ...], CompiledStep] = {}
+  steps = {}
+  for name, eval_input in eval_inputs.items():
+    spec = eval_input.element_spec()
+    key = tuple(sorted((field, leaf.shape, str(leaf.dtype)) for field, leaf in spec.items()))
+    steps[name] = by_spec.setdefault(key, model.eval_step(spec))
+  return steps

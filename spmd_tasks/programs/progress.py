@@ -6,7 +6,7 @@ from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
-from spmd_tasks.runtime.metrics import Metrics, scalars
+from spmd_tasks.runtime import Metrics, scalars
 
 
 class Progress(Protocol):

@@ -22,9 +22,9 @@ from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.decoding import DecodeSteps, ModelEngine
 from spmd_tasks.distributed import EmergencyExit, Position, PrimaryError, meet, primary_decides
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Job
+from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.programs.decode_requests import find_tokenizer
-from spmd_tasks.programs.job_setup import checkpoint_directory, partition_job, restore_evaluation_weights
+from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_weights
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
 from spmd_tasks.serving.multi_process import connect_processes, follow, lead
 

@@ -1,20 +1,25 @@
-"""The training loop: launches steps without waiting for them, and acts at intervals.
+"""Launches training steps and yields their outcomes, one step behind the device.
+
+    loop = TrainingLoop(train_step=..., state=state, batches=batches, ..., is_awaited=lambda step: step % 100 == 0)
+    for outcome in loop:
+      if outcome.skipped:
+        print('no update after step', outcome.step)
+      elif outcome.step % 100 == 0:
+        save(loop.state)                   # exactly the state after this step
 
 The host launches step t+1 before it reads whether step t was skipped, so the device always has work. `TrainState.step`
-counts applied updates only; the host's own count is exact whenever nothing is in flight, which the loop makes true
-before everything that depends on it: checkpoints, evals, the end.
+counts applied updates only. The host's own count is exact whenever no step is in flight, and the loop makes sure of
+that after every step that `is_awaited`, at the end, and when the iteration is over.
 """
 
 from collections.abc import Callable, Iterator
-import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from spmd_tasks.errors import JobError
-from spmd_tasks.runtime.compiled_step import CompiledStep
-from spmd_tasks.runtime.train_state import TrainState
+from spmd_tasks.runtime import CompiledStep, TrainState
 
 
 class TrainingInputEndedError(JobError):
@@ -22,28 +27,34 @@ class TrainingInputEndedError(JobError):
 
 
 class TrainingDivergedError(JobError):
-  """Too many steps in a row had a loss or gradient that is not finite."""
+  """Too many steps in a row had a loss or gradient that is not finite, or an update made such weights."""
 
 
-@dataclasses.dataclass
-class Interval:
-  """`action(step, loop)` whenever the step count reaches a multiple of `every_steps` (None: never)."""
+class Outcome(NamedTuple):
+  """How one launched step ended.
 
-  every_steps: int | None
-  action: Callable[[int, 'TrainingLoop'], None]
+  Attributes:
+    step: updates applied so far; this one counts, unless it was skipped.
+    skipped: the loss or a gradient was not finite, so that the step changed nothing.
+    metrics: of the step, on the devices.
+  """
 
-  def is_due(self, step: int) -> bool:
-    return self.every_steps is not None and step > 0 and step % self.every_steps == 0
+  step: int
+  skipped: bool
+  metrics: dict[str, jax.Array]
 
 
 class TrainingLoop:
-  """Runs `train_step` over placed batches until `num_train_steps` updates are applied.
+  """An iterable of outcomes that runs `train_step` over placed batches until `num_train_steps` updates are applied.
+
+  The iteration ends early, with no step in flight, if `should_stop` answers true or the input ends.
 
   Attributes:
-    state: the live, padded TrainState.
-    step: updates applied, counting the one in flight as applied until it is known to be skipped.
-    input_state: the input's position after the last batch that was launched.
+    state: the live, padded TrainState, after the last launched step.
+    step: updates applied, up to the last outcome.
+    input_state: the input's position after the last launched batch.
     num_skipped: steps skipped since the job's first start.
+    input_has_ended: there was no batch for the next step.
   """
 
   def __init__(
@@ -54,81 +65,77 @@ class TrainingLoop:
     batches: Iterator[tuple[dict[str, jax.Array], Any]],
     num_train_steps: int,
     max_consecutive_skips: int,
-    intervals: list[Interval],
-    on_launch: Callable[[int, str], None],
-    on_step: Callable[[int, dict[str, jax.Array]], None],
-    on_skip: Callable[[int, dict[str, jax.Array]], None],
+    is_awaited: Callable[[int], bool],
+    on_activity: Callable[[int, str], None],
     should_stop: Callable[[], bool],
   ):
+    """Makes a loop; nothing runs before it is iterated.
+
+    Args:
+      train_step: `(state, batch) -> (state, metrics)`; donates the state.
+      state: where to start.
+      batches: yields (placed batch, the input's position after it).
+      num_train_steps: updates, those before `state` included.
+      max_consecutive_skips: so many skipped steps in a row end the job.
+      is_awaited: whether a step's outcome is read before the next step is launched, such as before a checkpoint.
+      on_activity: called with (step, 'input') before a batch is taken and with (step, 'step') before the launch.
+      should_stop: asked before every launch.
+    """
     self._train_step = train_step
     self._batches = batches
     self._num_train_steps = num_train_steps
     self._max_consecutive_skips = max_consecutive_skips
-    self._intervals = intervals
-    self._on_launch = on_launch
-    self._on_step = on_step
-    self._on_skip = on_skip
+    self._is_awaited = is_awaited
+    self._on_activity = on_activity
     self._should_stop = should_stop
-    self._in_flight: dict[str, jax.Array] | None = None
-    self.state = state
-    self.input_state: Any = None
-    self.step = int(state.step)
-    self.num_skipped = int(state.learner.num_skipped)
     self._skipped_in_a_row = int(state.learner.num_skipped_in_a_row)
+    self.state = state
+    self.step = int(state.step)
+    self.input_state: Any = None
+    self.num_skipped = int(state.learner.num_skipped)
+    self.input_has_ended = False
 
-  def run(self) -> bool:
-    """Trains to the end; returns False if `should_stop` asked to leave earlier.
+  def __iter__(self) -> Iterator[Outcome]:
+    """Yields the outcome of every step, in order.
 
     Raises:
-      TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite.
-      TrainingInputEndedError: there was no batch for the next step; `state` and `step` are those of the last one.
+      TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite, or an update made weights that are
+        not.
     """
-    last_acted = self.step
-    while self.step < self._num_train_steps:
-      if self._should_stop():
-        self.settle()
-        return False
-      self._launch()
-      if self.step >= self._num_train_steps or any(interval.is_due(self.step) for interval in self._intervals):
-        self.settle()
-        if self.step > last_acted:
-          last_acted = self.step
-          for interval in self._intervals:
-            if interval.is_due(self.step):
-              interval.action(self.step, self)
-    return True
+    in_flight: dict[str, jax.Array] | None = None
+    expected = self.step  # counts the step in flight as applied, until its outcome is read
+    while expected < self._num_train_steps and not self._should_stop():
+      launched = self._launch(expected)
+      if launched is None:
+        break
+      if in_flight is not None:  # the step before this one; the device is busy with the new one meanwhile
+        yield from self._outcome(in_flight)
+      in_flight = launched
+      expected = self.step + 1
+      if expected >= self._num_train_steps or self._is_awaited(expected):
+        yield from self._outcome(in_flight)
+        in_flight, expected = None, self.step
+    if in_flight is not None:
+      yield from self._outcome(in_flight)
 
-  def _launch(self) -> None:
-    self._on_launch(self.step, 'input')
+  def _launch(self, step: int) -> dict[str, jax.Array] | None:
+    """Launches the step after `step`; returns its metrics, or None where the input has ended."""
+    self._on_activity(step, 'input')
     try:
       batch, self.input_state = next(self._batches)
     except StopIteration:
-      self.settle()
-      raise TrainingInputEndedError(
-        f'the training input ended after step {self.step} of {self._num_train_steps}; what was trained is saved. Let '
-        'the input repeat itself (num_epochs or num_batches = None), or lower num_train_steps.'
-      ) from None
-    self._on_launch(self.step, 'step')
+      self.input_has_ended = True
+      return None
+    self._on_activity(step, 'step')
     self.state, metrics = self._train_step(self.state, batch)
-    self.settle()  # the step before this one: the device is busy with the new one meanwhile
-    self._in_flight = metrics
-    self.step += 1
+    return metrics
 
-  def _advice(self) -> str:
-    if self.step == 0:
-      return 'No step ever was: look for ids outside vocab_size in the data, or for NaNs in it.'
-    return 'Lower the learning rate, clip gradients, or look at the data after that step.'
-
-  def settle(self) -> None:
-    """Waits for the step in flight, if any, and takes its outcome into account."""
-    if self._in_flight is None:
-      return
-    metrics, self._in_flight = self._in_flight, None
+  def _outcome(self, metrics: dict[str, jax.Array]) -> Iterator[Outcome]:
+    """Waits for a step, counts it and yields its outcome; raises where the job must not go on."""
     if float(metrics['skipped']):
-      self.step -= 1
       self.num_skipped += 1
       self._skipped_in_a_row += 1
-      self._on_skip(self.step, metrics)
+      yield Outcome(self.step, True, metrics)
       if self._skipped_in_a_row >= self._max_consecutive_skips:
         raise TrainingDivergedError(
           f'{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (the last: loss '
@@ -138,10 +145,16 @@ class TrainingLoop:
     elif not math.isfinite(float(metrics['weight_norm'])):
       # Finite gradients and still no finite update: an optimizer that divides by zero, or overflows.
       raise TrainingDivergedError(
-        f'the update of step {self.step} made weights that are not finite, from a finite loss and gradient; it is not '
-        'saved. The job can go on from its newest checkpoint: look at the optimizer (a larger epsilon, a lower '
+        f'the update of step {self.step + 1} made weights that are not finite, from a finite loss and gradient; they '
+        'are not saved. The job can go on from its newest checkpoint: look at the optimizer (a larger epsilon, a lower '
         'learning rate).'
       )
     else:
+      self.step += 1
       self._skipped_in_a_row = 0
-      self._on_step(self.step, metrics)
+      yield Outcome(self.step, False, metrics)
+
+  def _advice(self) -> str:
+    if self.step == 0:
+      return 'No step was ever finite: look for ids outside vocab_size in the data, or for NaNs in it.'
+    return 'Lower the learning rate, clip gradients, or look at the data after that step.'

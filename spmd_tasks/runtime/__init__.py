@@ -1,0 +1,51 @@
+"""Turns a task and a mesh into compiled, sharded steps.
+
+    model = partition_spmd_model(task, mesh, input_spec, axis_rules=rules)      # shapes only: nothing is allocated
+    print(format_parameter_table(model))                                        # shape, split dims, padding, bytes
+    state = model.init(seed=0)                                                  # a sharded, padded TrainState
+    state, metrics = model.train_step(state, model.train_step.place(batch))     # compiled by the first call
+
+Read in this order: `task.py` (model, loss, learner), `steps.py` (TrainState and the pure train and eval step),
+`partition.py` (the heart: the same steps over a mesh, padded at the boundary), `input_layout.py` (how a batch goes from
+the hosts to the mesh) and `compilation.py`. What a job reports is made by `metrics.py` (files of metrics),
+`parameter_table.py` and `flops.py`. `decode_settings.py` holds what a task says about generating text.
+"""
+
+from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep
+from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
+from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
+from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
+from spmd_tasks.runtime.metrics import Metric, Metrics, MetricsWriter, finish_metrics, make_writer, read_jsonl, scalars
+from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, format_parameter_table, parameter_rows
+from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
+from spmd_tasks.runtime.steps import TrainState
+from spmd_tasks.runtime.task import Batch, Task
+
+__all__ = [
+  'Batch',
+  'CompilationCounter',
+  'CompiledStep',
+  'DecodeSettings',
+  'InputLayout',
+  'InputSpec',
+  'Metric',
+  'Metrics',
+  'MetricsWriter',
+  'ParameterRow',
+  'PartitionedModel',
+  'SamplingParams',
+  'Task',
+  'TrainState',
+  'bytes_per_device',
+  'count_matmul_flops',
+  'finish_metrics',
+  'format_parameter_table',
+  'make_input_layout',
+  'make_writer',
+  'model_flops_per_train_step',
+  'parameter_rows',
+  'partition_spmd_model',
+  'peak_flops_per_device',
+  'read_jsonl',
+  'scalars',
+]

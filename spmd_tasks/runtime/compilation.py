@@ -1,28 +1,66 @@
-"""CompilationCounter: how many programs XLA was asked to compile, so that a run can show that it did so only once.
+"""Compiles steps once, and counts what XLA compiles.
 
 Usage:
 
     with CompilationCounter() as compilations:
-      first_step()
+      train_step.compile()                      # a CompiledStep; its first call would compile it too
       warm = compilations.num_programs
       ...
       print(compilations.num_programs - warm, 'programs compiled after the first step')
 """
 
-from typing import Self
+import time
+from typing import Any, Self
 
 import jax
 
-# What JAX (0.10 and 0.11) reports each time that a program is missing from its caches in memory; reading the program
-# back from a persistent compilation cache counts too, since the step waits for that as well.
+from spmd_tasks.runtime.input_layout import InputLayout
+
+# JAX (0.10 and 0.11) reports this event each time that a program is missing from its caches in memory. Reading the
+# program back from a persistent compilation cache counts too, since the step waits for that as well.
 _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
 
 
-class CompilationCounter:
-  """Counts the compilations of this process, on every thread, between entering and leaving it.
+class CompiledStep:
+  """A step function compiled for one input layout, on its first call or by `compile()`.
 
-  Counters may nest and overlap, and one may be entered again, where it counts on. Only what runs between `__enter__`
-  and `__exit__` is seen.
+  Attributes:
+    layout: how the step's batch lies on the mesh.
+    place: `layout.place`, which puts this process's rows of a batch on the mesh.
+    trace_seconds, compile_seconds: how long tracing and compiling took; 0 before.
+  """
+
+  def __init__(self, jitted: Any, abstract_arguments: tuple[Any, ...], layout: InputLayout):
+    self._jitted = jitted
+    self._abstract_arguments = abstract_arguments
+    self._compiled: Any = None
+    self.layout = layout
+    self.place = layout.place
+    self.trace_seconds = 0.0
+    self.compile_seconds = 0.0
+
+  def lower(self) -> Any:
+    """Returns the lowered program (jax.stages.Lowered), for inspection and planning."""
+    return self._jitted.lower(*self._abstract_arguments)
+
+  def compile(self) -> Any:
+    """Returns the compiled program (jax.stages.Compiled), made by the first call."""
+    if self._compiled is None:
+      start = time.perf_counter()
+      lowered = self.lower()
+      traced = time.perf_counter()
+      self._compiled = lowered.compile()
+      self.trace_seconds, self.compile_seconds = traced - start, time.perf_counter() - traced
+    return self._compiled
+
+  def __call__(self, *arguments: Any) -> Any:
+    return (self._compiled or self.compile())(*arguments)
+
+
+class CompilationCounter:
+  """Counts the programs that this process compiles, on every thread, between entering and leaving the context.
+
+  Counters may nest and overlap. A counter that is entered again goes on counting.
   """
 
   def __init__(self):
@@ -30,6 +68,7 @@ class CompilationCounter:
 
   @property
   def num_programs(self) -> int:
+    """How many programs were compiled so far."""
     return len(self._seconds)
 
   def __enter__(self) -> Self:

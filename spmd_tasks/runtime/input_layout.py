@@ -1,11 +1,16 @@
-"""InputLayout: how one kind of batch crosses from the hosts to the mesh, and is split by rank inside a step."""
+"""Places batches on the mesh: rows of the hosts become global arrays, which a step then splits by rank.
+
+layout = make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules)
+placed = layout.place(rows_of_this_process)      # global arrays, sharded on batch over all devices
+batch = layout.true_rows(placed)                 # inside a step: without the padding rows
+"""
 
 from collections.abc import Mapping
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from spmd_tasks.errors import UserError
@@ -22,16 +27,16 @@ InputSpec = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputLayout:
-  """How one kind of batch crosses from the hosts to the mesh.
+  """How batches of one element spec are placed on the mesh.
 
-  Process i of n reads rows [i B/n, (i+1) B/n) of the global batch. On the mesh they lie wherever its devices are, and
-  behind them as many zero rows as make the batch dim divide over all devices; a step puts the true rows in order again.
+  Process i of n reads rows [i B/n, (i+1) B/n) of the global batch and stores them on its own devices. Zero rows follow
+  them, so that all devices divide the batch dim. A step selects the true rows again, in the order of the global batch.
 
   Attributes:
-    spec: the true global shapes.
-    padded: the shapes on the mesh.
-    split_specs: the PartitionSpec by rank that each input takes inside the step, None to leave it as it entered.
-    row_positions: by batch size, where each true row lies on the mesh: int [B].
+    spec: true global shapes, B rows.
+    padded: shapes on the mesh, with the zero rows, and their NamedShardings.
+    split_specs: the PartitionSpec of each input inside a step, by its rank; None keeps the layout of the mesh.
+    row_positions: batch size -> the position of each true row in the padded array, int [B].
   """
 
   spec: InputSpec
@@ -40,7 +45,7 @@ class InputLayout:
   row_positions: Mapping[int, np.ndarray]
 
   def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Global arrays, sharded on batch over the whole mesh, from this process's rows of the batch.
+    """Makes global arrays, sharded on batch over the whole mesh, from this process's rows of the batch.
 
     Raises:
       UserError: the batch does not have the names, shapes or dtypes of the spec.
@@ -64,7 +69,7 @@ class InputLayout:
     return jax.make_array_from_process_local_data(padded.sharding, rows, padded.shape)
 
   def true_rows(self, placed: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Inside a step: the global batch in its own order, without the zero rows."""
+    """Returns the global batch without the zero rows, in its own order; to be called inside a step."""
 
     def select(name, x):
       num_rows = self.spec[name].shape[0] if x.ndim else 0
@@ -79,12 +84,15 @@ class InputLayout:
 
 
 def make_input_layout(
-  input_spec: InputSpec, mesh: Mesh, inputs_split_mapping: Mapping[str, SplitDims] | None, axis_rules: AxisRules
+  input_spec: InputSpec,
+  mesh: Mesh | AbstractMesh,
+  inputs_split_mapping: Mapping[str, SplitDims] | None,
+  axis_rules: AxisRules,
 ) -> InputLayout:
-  """The layout of batches of `input_spec` (global shapes, batch dim first).
+  """Makes the layout of batches of `input_spec` (global shapes, batch dim first).
 
   Raises:
-    UserError: an unusable inputs_split_mapping.
+    UserError: `inputs_split_mapping` has no entry for the rank of an input, or does not fit the mesh.
   """
 
   def padded(true):
@@ -107,7 +115,7 @@ def make_input_layout(
 
 
 def _row_positions(num_rows: int, padded: jax.ShapeDtypeStruct) -> np.ndarray:
-  """Where the true rows lie in the padded global array: of the rows that each process holds, the first ones."""
+  """Returns the positions of the true rows in the padded global array: each process's first rows are its true ones."""
   if jax.process_count() == 1:
     return np.arange(num_rows)
   num_local = num_rows // jax.process_count()

@@ -18,8 +18,6 @@ from typing import Any, Protocol
 from etils import epath
 import numpy as np
 
-from spmd_tasks.checkpoints.durable_files import is_remote
-
 # A number, or one number per expert.
 Metric = float | list[float]
 Metrics = Mapping[str, Metric]
@@ -160,6 +158,8 @@ def make_writer(directory: epath.Path, *, tensorboard: bool, primary: bool) -> M
   """
   if not primary:
     return MultiWriter([])
+  from spmd_tasks.checkpoints import is_remote  # late, for the checkpoints' Orbax takes two seconds to import
+
   writers: list[MetricsWriter] = [] if is_remote(directory) else [JsonlWriter(directory)]
   if tensorboard:
     writers.append(TensorBoardWriter(directory))

@@ -1,4 +1,4 @@
-"""partition_spmd_model: from a task and a mesh to compiled, sharded steps. The heart of the project.
+"""Partitions a task over a mesh: the pure steps of `steps.py` become compiled, sharded steps. The heart of the project.
 
 Usage:
 
@@ -7,9 +7,18 @@ Usage:
     train_step = model.train_step
     state, metrics = train_step(state, train_step.place(host_batch))
 
-What every compiled step does: slice the padding off its arguments, run the pure step of `steps.py` on true shapes under
-the mesh's axis rules, and pad what stays on the mesh again. After Praxis'
-`partition_spmd_model` and T5X's partitioners.
+A weight has three shapes. The true shape is what the model declares and computes with. The padded shape is stored on
+the mesh: every dimension is rounded up to a multiple of the devices that split it, because `jit` accepts no uneven
+shards. The canonical shape is stored in checkpoints: true sizes, layers in one dimension, for any mesh and pipeline.
+
+Every compiled step does the same three things:
+
+    1. slice the padding off its arguments, so that the model sees true shapes,
+    2. run the pure step under the mesh's axis rules, which turn split dims into sharding constraints,
+    3. pad the new state again, with zeros.
+
+A model on an abstract mesh has all shapes and PartitionSpecs, but can run nothing. After Praxis' `partition_spmd_model`
+and T5X's partitioners.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,14 +30,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import steps
-from spmd_tasks.runtime.compiled_step import CompiledStep
+from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
+from spmd_tasks.runtime.steps import TrainState
 from spmd_tasks.runtime.task import Task
-from spmd_tasks.runtime.train_state import TrainState
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import (
   AxisRules,
@@ -43,20 +52,22 @@ from spmd_tasks.sharding.weights import WeightSpec, unbox_weights, weight_specs
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionedModel:
-  """A task on a mesh. All trees are congruent to TrainState.
+  """A task on a mesh: shapes, shardings and compiled steps. `partition_spmd_model` makes it.
+
+  Every tree has the structure of TrainState, so that one `jax.tree.map` walks several of them together.
 
   Attributes:
-    task, mesh, axis_rules, inputs_split_mapping: as given.
-    weight_specs: WeightSpec per weight: shape, dtype, split dims, tags.
-    abstract_state: unpadded shapes and dtypes, as the model, the loss and the optimizer see them.
-    state_specs: PartitionSpec per leaf.
-    padded_state: padded shapes with their NamedShardings, as the live state is stored.
-    canonical_state: the layout of checkpoints: unpadded, layers in one dim, with shardings that hold it evenly.
-    input_layout: how the training batch enters.
+    task, mesh, axis_rules, inputs_split_mapping: the arguments of `partition_spmd_model`.
+    weight_specs: a WeightSpec per weight: shape, dtype, initializer, split dims, tags.
+    abstract_state: true shapes and dtypes, which the model, the loss and the optimizer compute with.
+    state_specs: a PartitionSpec per leaf.
+    padded_state: padded shapes with NamedShardings: how the live state is stored on the mesh.
+    canonical_state: canonical shapes with even NamedShardings: how a checkpoint is written and read.
+    input_layout: how the training batch is placed on the mesh.
   """
 
   task: Task
-  mesh: Mesh
+  mesh: Mesh | AbstractMesh
   axis_rules: AxisRules
   inputs_split_mapping: Mapping[str, SplitDims] | None
   weight_specs: Any
@@ -69,12 +80,12 @@ class PartitionedModel:
 
   @functools.cached_property
   def total_num_params(self) -> int:
-    """The number of parameters of the model, without padding."""
+    """Counts the model's parameters, without padding."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_state.weights))
 
   @functools.cached_property
   def padding_waste(self) -> float:
-    """The fraction of the stored weights that is padding."""
+    """Returns the fraction of the stored weights that is padding."""
     padded = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.padded_state.weights))
     return 1 - self.total_num_params / padded
 
@@ -92,29 +103,32 @@ class PartitionedModel:
     return self._jit_init(lambda weights: weights)
 
   def init(self, seed: int) -> TrainState:
-    """A sharded, padded TrainState at step 0: the same true weights on every mesh, never whole on one host."""
+    """Draws a padded TrainState at step 0, each shard on its own device. True weights are the same on every mesh."""
     return self._jitted_init(_key(seed))
 
   def init_with(self, seed: int, adopt: Callable[[Any, Any], Any], given: Any) -> TrainState:
-    """As `init`, but with the true weights `adopt(drawn weights, given)`; `given` is a tree of arrays on the mesh.
+    """Draws a TrainState as `init` does, with the true weights `adopt(drawn weights, given)`.
 
-    What `adopt` does not use of the drawn weights is not computed.
+    Args:
+      seed: the seed of the drawn weights.
+      adopt: returns the new weights, in true shapes. Drawn weights that `adopt` does not use are not computed.
+      given: a tree of arrays on the mesh, such as another job's weights.
     """
     return self._jit_init(adopt)(_key(seed), given)
 
   def lower_init(self) -> Any:
-    """The lowered `init` (jax.stages.Lowered): for inspection and planning."""
+    """Returns the lowered `init` (jax.stages.Lowered), for inspection and planning."""
     return self._jitted_init.lower(_key(0))
 
   @functools.cached_property
   def train_step(self) -> CompiledStep:
-    """`(padded state, placed batch) -> (padded state, replicated float32 scalars)`; the state is donated."""
+    """The step `(padded state, placed batch) -> (padded state, replicated float32 metrics)`; donates the state."""
     layout = self.input_layout
 
     def train_step(padded_state, padded_batch):
       with self._scope():
         state = self._constrain(padding.unpad(padded_state, self.abstract_state))
-        batch = self._enter(padded_batch, layout)
+        batch = self._true_batch(padded_batch, layout)
         state, metrics = steps.train_step(self.task, self.weight_specs, state, batch)
         return padding.pad(self._constrain(state), self.padded_state), metrics
 
@@ -127,14 +141,14 @@ class PartitionedModel:
     return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
 
   def eval_step(self, input_spec: InputSpec) -> CompiledStep:
-    """`(padded weights, placed batch) -> replicated dict of clu Averages`, for batches of `input_spec`."""
+    """Makes the step `(padded weights, placed batch) -> replicated clu Averages` for batches of `input_spec`."""
     layout = make_input_layout(input_spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
 
     def eval_step(padded_weights, padded_batch):
       with self._scope():
         weights = padding.unpad(padded_weights, self.abstract_state.weights)
         weights = _constrain(weights, self.state_specs.weights, self.mesh)
-        return steps.eval_step(self.task, weights, self._enter(padded_batch, layout))
+        return steps.eval_step(self.task, weights, self._true_batch(padded_batch, layout))
 
     jitted = jax.jit(
       eval_step,
@@ -144,18 +158,23 @@ class PartitionedModel:
     return CompiledStep(jitted, (self.padded_state.weights, layout.padded), layout)
 
   def to_canonical(self, state: TrainState) -> TrainState:
-    """The live state without padding, laid out as `canonical_state`; what a checkpoint holds."""
+    """Converts the live state to the layout of checkpoints, `canonical_state`: no padding, layers in one dim."""
     return self._to_canonical(state)
 
   def from_canonical(self, state: Any, part: Callable[[TrainState], Any] = lambda state: state) -> Any:
-    """The inverse of `to_canonical`. `part` selects a subtree, as in `part=lambda state: state.weights`."""
+    """Converts a restored state to the live layout: the inverse of `to_canonical`.
+
+    Args:
+      state: arrays in the layout `part(canonical_state)`.
+      part: selects a subtree of the state, as in `part=lambda state: state.weights`.
+    """
     true, padded = part(self.abstract_state), part(self.padded_state)
     return _compile_conversion(
       lambda tree: padding.pad(_reshape(tree, true), padded), part(self.canonical_state), padded
     )(state)
 
   def compile_conversions(self) -> None:
-    """Compiles what `to_canonical` needs, before the first checkpoint does."""
+    """Compiles `to_canonical` now, so that the first checkpoint does not have to."""
     _ = self._to_canonical
 
   @functools.cached_property
@@ -171,7 +190,7 @@ class PartitionedModel:
   def _constrain(self, state: TrainState) -> TrainState:
     return _constrain(state, self.state_specs, self.mesh)
 
-  def _enter(self, padded_batch: dict[str, jax.Array], layout: InputLayout) -> dict[str, jax.Array]:
+  def _true_batch(self, padded_batch: dict[str, jax.Array], layout: InputLayout) -> dict[str, jax.Array]:
     batch = layout.true_rows(padded_batch)
     split = {name: spec for name, spec in layout.split_specs.items() if spec is not None}
     return batch | _constrain({name: batch[name] for name in split}, split, self.mesh)
@@ -179,20 +198,21 @@ class PartitionedModel:
 
 def partition_spmd_model(
   task: Task,
-  mesh: Mesh,
+  mesh: Mesh | AbstractMesh,
   input_spec: InputSpec,
   *,
   axis_rules: AxisRules = (),
   inputs_split_mapping: Mapping[str, SplitDims] | None = None,
 ) -> PartitionedModel:
-  """Partitions a task over a mesh; nothing is allocated or compiled yet.
+  """Partitions a task over a mesh. Works on shapes: nothing is allocated or compiled yet.
 
   Args:
     task: model, loss and learner.
-    mesh: the device mesh.
+    mesh: the device mesh; an AbstractMesh gives a model for inspection and planning, which cannot run.
     input_spec: name -> global shape and dtype of the training batch, batch dim first.
-    axis_rules: ordered (logical name, mesh axes) pairs for split dims.
-    inputs_split_mapping: split dims of the inputs by rank (`map_1d`, `map_2d`, ...); None leaves them sharded on batch.
+    axis_rules: ordered (logical name, mesh axes) pairs that resolve split dims.
+    inputs_split_mapping: split dims of the inputs by rank (`map_1d`, `map_2d`, ...) inside a step; None keeps inputs
+      sharded on batch over the whole mesh.
 
   Raises:
     UserError: split dims, axis rules or the input mapping do not fit the mesh, or a weight lacks split dims.
@@ -200,13 +220,14 @@ def partition_spmd_model(
   axis_rules = tuple((name, target) for name, target in axis_rules)
   check_axis_rules(axis_rules, mesh.axis_names)
 
+  # 1. What the model declares: every weight with its split dims, in a tree like the weights.
   def init_boxed(rng):
     batch = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in input_spec.items()}
     variables = task.model.init({'params': rng}, batch, train=False)
     if set(variables) != {'params'}:
       raise UserError(
         f'the model keeps variables beside its weights, {sorted(set(variables) - {"params"})}: only params are '
-        'supported.'
+        'supported, so declare each of them as a weight.'
       )
     return variables['params']
 
@@ -216,6 +237,8 @@ def partition_spmd_model(
   key = jax.eval_shape(lambda: _key(0))
   with sharding_scope(mesh, axis_rules):
     specs = weight_specs(jax.eval_shape(init_boxed, key))
+
+  # 2. The same for the whole state: the learner says how its own leaves are split, given those of the weights.
   abstract_weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
   key_data = jax.ShapeDtypeStruct((2,), jnp.uint32)
   abstract_state = jax.eval_shape(
@@ -228,6 +251,7 @@ def partition_spmd_model(
     learner=task.learner.state_split_dims(abstract_state.learner, specs),
   )
 
+  # 3. Where each leaf lies on the mesh: its PartitionSpec, its padded shape and its canonical shape.
   def partition_spec(path, leaf):
     try:
       return split_dims_to_partition_spec(leaf.split_dims, mesh.axis_names, axis_rules)
@@ -243,7 +267,7 @@ def partition_spmd_model(
   def canonical(leaf, leaf_spec, spec):
     shape = leaf_spec.canonical_shape
     num_merged = len(leaf.shape) - len(shape) + 1
-    if num_merged > 1:
+    if num_merged > 1:  # a pipeline's [stages, layers of a stage, ...]: the first dims become one dim of layers
       axes = spec_axes(spec, len(leaf.shape))
       spec = PartitionSpec(tuple(itertools.chain(*axes[:num_merged])), *axes[num_merged:])
     even = padding.evenly_divided_spec(shape, spec, mesh.shape)
@@ -265,7 +289,7 @@ def partition_spmd_model(
 
 
 def _key(seed: int) -> jax.Array:
-  """Always the same generator: the job's numbers must not depend on JAX's default."""
+  """Returns the seed's key, of one fixed generator: a job's numbers must not depend on JAX's default."""
   return jax.random.key(seed, impl='threefry2x32')
 
 
@@ -273,7 +297,7 @@ def _shardings(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _constrain(tree: Any, specs: Any, mesh: Mesh) -> Any:
+def _constrain(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
   return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), tree, specs)
 
 
@@ -282,7 +306,7 @@ def _reshape(tree: Any, shapes: Any) -> Any:
 
 
 def _compile_conversion(convert: Callable[[Any], Any], source: Any, target: Any) -> Callable[[Any], Any]:
-  """`convert` from the layout of `source` to that of `target`; the identity where they are one."""
+  """Compiles `convert` from the layout `source` to the layout `target`; returns the identity if both are the same."""
 
   def agrees(a, b):
     return a.shape == b.shape and a.sharding.is_equivalent_to(b.sharding, len(a.shape))

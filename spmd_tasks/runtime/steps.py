@@ -1,18 +1,40 @@
-"""The pure train and eval steps: plain mathematics on whole arrays. No mesh, no sharding, no padding in sight."""
+"""Defines TrainState and the pure steps on it: plain mathematics on whole arrays of true shapes.
+
+There is no mesh, no sharding and no padding here; `partition.py` wraps these functions into compiled steps.
+"""
 
 from typing import Any
 
 from clu import metrics as clu_metrics
+from flax import struct
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.learning.accumulation import accumulate_gradients
+from spmd_tasks.learning.learner import LearnerState
 from spmd_tasks.runtime.task import Batch, Task
-from spmd_tasks.runtime.train_state import TrainState
+
+
+class TrainState(struct.PyTreeNode):
+  """Everything that a training step changes. A pytree, donated to every training step.
+
+  Attributes:
+    step: int32 scalar, the number of updates applied so far (a skipped step does not count).
+    rng: uint32[2], the job's base key data; step s draws from `fold_in(rng, s)`.
+    weights: the model's parameters, a tree of arrays.
+    learner: optimizer state, averaged weights and the counts of skipped steps.
+
+  Shapes, PartitionSpecs and shardings come in trees of this class too, hence the loose types.
+  """
+
+  step: Any
+  rng: Any
+  weights: Any
+  learner: LearnerState
 
 
 def init_train_state(task: Task, weights: Any, weight_specs: Any, rng: jax.Array) -> TrainState:
-  """Step 0. `rng` is uint32[2] key data, from which every step derives its own key."""
+  """Returns the state at step 0. `rng` is uint32[2] key data, from which every step derives its own key."""
   return TrainState(
     step=jnp.zeros((), jnp.int32), rng=rng, weights=weights, learner=task.learner.init(weights, weight_specs)
   )
@@ -21,10 +43,11 @@ def init_train_state(task: Task, weights: Any, weight_specs: Any, rng: jax.Array
 def train_step(
   task: Task, weight_specs: Any, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """One update. Returns the new state and metrics, among them the scalars `loss`, `loss_weight` and `skipped` (0 or 1).
+  """Applies one update. If the loss or a gradient is not finite, weights, optimizer state and step stay unchanged.
 
-  Metrics are float32 scalars, or vectors with one value per expert.
-  A step whose loss or gradient is not finite returns weights, optimizer state and step count unchanged.
+  Returns:
+    The new state, and metrics: float32 scalars, or vectors with one value per expert. The scalars `loss`,
+    `loss_weight` and `skipped` (0 or 1) are always among them.
   """
 
   def loss_fn(weights, microbatch, rng):
@@ -46,9 +69,9 @@ def train_step(
 
 
 def eval_step(task: Task, weights: Any, batch: Batch) -> dict[str, clu_metrics.Average]:
-  """One batch of evaluation: averages over its loss weights, to be merged over the batches of the set.
+  """Evaluates one batch. Returns averages over its loss weights, to be merged over the batches of the set.
 
-  The total of a metric that has one value per expert is a vector, its count a scalar.
+  A metric with one value per expert has a vector as its total and a scalar as its count.
   """
   output = task.compute_loss(weights, batch, train=False)
   means = {'loss': (output.loss, output.weight)} | output.metrics

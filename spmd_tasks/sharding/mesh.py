@@ -10,7 +10,7 @@ import math
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 import numpy as np
 
 from spmd_tasks.errors import UserError
@@ -77,6 +77,17 @@ class MeshSpec:
     else:
       array = mesh_utils.create_device_mesh(ici, devices)
     return Mesh(array, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
+
+  def build_abstract(self) -> AbstractMesh:
+    """Returns the mesh without devices, for partitioning on a machine that lacks them.
+
+    Raises:
+      UserError: an ICI size is -1, which only real devices can fill.
+    """
+    if -1 in self.ici_mesh_shape:
+      raise UserError(f'ici_mesh_shape {self.ici_mesh_shape} of a mesh without devices needs every size: replace -1.')
+    sizes = self.sizes(math.prod(self.ici_mesh_shape) * math.prod(self.dcn_mesh_shape or (1,)))
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def _hybrid_device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:

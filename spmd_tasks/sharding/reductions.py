@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import (
@@ -51,7 +51,7 @@ def _local_sum(leaves: Sequence[jax.Array]) -> jax.Array:
   return sum((jnp.sum(jnp.square(x)) for x in leaves), start=jnp.zeros((), jnp.float32))
 
 
-def _reduce(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh) -> jax.Array:
+def _reduce(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> jax.Array:
   """The sum over evenly split leaves: each device's own part, and one all-reduce over the axes that split any leaf."""
   used = [[axis for axes in spec_axes(spec, x.ndim) for axis in axes] for spec, x in zip(specs, leaves)]
   all_used = sorted(set().union(*used))

@@ -15,7 +15,7 @@ import math
 import threading
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
 
@@ -150,7 +150,7 @@ def infer_partition_spec_based_on_rank(
 class ShardingScope:
   """The mesh and axis rules under which layers' activation constraints are resolved."""
 
-  mesh: Mesh
+  mesh: Mesh | AbstractMesh
   axis_rules: AxisRules
 
 
@@ -158,7 +158,7 @@ _scopes = threading.local()
 
 
 @contextlib.contextmanager
-def sharding_scope(mesh: Mesh, axis_rules: AxisRules) -> Iterator[None]:
+def sharding_scope(mesh: Mesh | AbstractMesh, axis_rules: AxisRules) -> Iterator[None]:
   """While a step is traced inside this scope, `constrain` knows the mesh."""
   previous = getattr(_scopes, 'current', None)
   _scopes.current = ShardingScope(mesh, axis_rules)

@@ -8,7 +8,7 @@ import numpy as np
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.programs.job_setup import partition_job
+from spmd_tasks.experiment import partition_job
 from tests.programs.small_jobs import SMALL
 
 

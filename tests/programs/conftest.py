@@ -1,42 +1,27 @@
 """One finished job that the tests of this directory look at, and programs that are compiled once for all of them."""
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 from tests import binary
 from tests.programs.small_jobs import SMALL
 
-_CACHE_SETTINGS = {
-  'jax_compilation_cache_dir': None,
-  'jax_persistent_cache_min_compile_time_secs': 0.0,
-  'jax_persistent_cache_min_entry_size_bytes': 0,
-}
-
-
-@pytest.fixture(scope='session')
-def cache_directory(tmp_path_factory):
-  return tmp_path_factory.mktemp('compilation_cache')
+_MIN_COMPILE_TIME = 'jax_persistent_cache_min_compile_time_secs'
 
 
 @pytest.fixture(scope='package', autouse=True)
-def compiled_once(cache_directory):
-  """Jobs of this process read programs that an earlier one compiled; what is run is the same."""
-  before = {name: getattr(jax.config, name) for name in _CACHE_SETTINGS}
-  for name, value in _CACHE_SETTINGS.items():
-    jax.config.update(name, str(cache_directory) if value is None else value)
-  compilation_cache.reset_cache()
+def compiled_once():
+  """Jobs of this process keep their small programs too in the cache that all tests share."""
+  before = getattr(jax.config, _MIN_COMPILE_TIME)
+  jax.config.update(_MIN_COMPILE_TIME, 0.0)
   yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
+  jax.config.update(_MIN_COMPILE_TIME, before)
 
 
 @pytest.fixture(scope='session')
-def cache_environment(cache_directory):
+def cache_environment():
   """The same for a process that is given this environment."""
-  settings = _CACHE_SETTINGS | {'jax_compilation_cache_dir': cache_directory}
-  return {name.upper(): str(value) for name, value in settings.items()}
+  return {_MIN_COMPILE_TIME.upper(): '0'}
 
 
 @pytest.fixture(scope='package')

@@ -10,7 +10,7 @@ import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.decoding import DecodeSteps, Request, generate
-from spmd_tasks.programs.job_setup import restore_evaluation_weights
+from spmd_tasks.programs.restore import restore_evaluation_weights
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from tests.runtime.loss_curves import make_model
 from tests.runtime.pipeline_experiments import PipelinedExperts

@@ -17,10 +17,8 @@ from spmd_tasks.layers.declaration import declare_weight
 from spmd_tasks.layers.losses import LanguageModelLoss
 from spmd_tasks.learning.learner import Learner
 from spmd_tasks.learning.optimizers import AdamW
-from spmd_tasks.programs.evaluation import Evaluator
-from spmd_tasks.runtime.metrics import read_jsonl
-from spmd_tasks.runtime.partition import partition_spmd_model
-from spmd_tasks.runtime.task import Task
+from spmd_tasks.programs import Evaluator
+from spmd_tasks.runtime import Task, partition_spmd_model, read_jsonl
 from spmd_tasks.sharding.mesh import MeshSpec
 
 B, T, V, L, E = 8, 4, 6, 2, 3
@@ -117,10 +115,10 @@ def test_evaluation_averages_vectors_over_batches(model, tmp_path):
     epath.Path(tmp_path),
     tensorboard=False,
     input_timeout_s=60,
-    on_batch=lambda: None,
+    on_batch=lambda step: None,
     should_stop=lambda: False,
   )
-  ((name, metrics),) = evaluator.evaluate(model.init(0).weights)
+  ((name, metrics),) = evaluator.evaluate(model.init(0).weights, 7)
   evaluator.record(name, 7, metrics)
   evaluator.close()
   record = read_jsonl(epath.Path(tmp_path / 'eval' / 'valid'))[7]

@@ -13,7 +13,7 @@ import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.programs.job_setup import partition_job
+from spmd_tasks.experiment import partition_job
 from tests import binary
 from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
 from tests.programs.small_jobs import SMALL

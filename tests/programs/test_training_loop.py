@@ -1,15 +1,10 @@
-"""The training loop on a step that is a script: what is counted, when intervals act, and why it stops."""
+"""The training loop on a step that is a script: what is counted, what is in flight when, and why the loop ends."""
 
 import types
 
 import pytest
 
-from spmd_tasks.programs.training_loop import (
-  Interval,
-  TrainingDivergedError,
-  TrainingInputEndedError,
-  TrainingLoop,
-)
+from spmd_tasks.programs import TrainingDivergedError, TrainingLoop
 
 GOOD = {'skipped': 0.0, 'loss': 1.0, 'grad_norm': 1.0, 'weight_norm': 3.0}
 SKIPPED = GOOD | {'skipped': 1.0, 'loss': float('nan')}
@@ -17,32 +12,47 @@ BAD_WEIGHTS = GOOD | {'weight_norm': float('nan')}
 
 
 def run(outcomes, *, num_train_steps, every=None, max_consecutive_skips=3, stop_at=None):
-  """Runs the loop over a list of step outcomes; returns (events, the loop, what it raised or returned)."""
-  events = []
+  """Runs the loop over a list of step outcomes.
+
+  Returns (events, the loop, the error that it raised). An event is (kind, step, number of steps launched until then).
+  The kinds are step, skip, and act for a finished step that is a multiple of `every`, which the loop awaits.
+  """
   state = types.SimpleNamespace(step=0, learner=types.SimpleNamespace(num_skipped=0, num_skipped_in_a_row=0))
-  remaining = iter(outcomes)
+
+  def is_due(step):
+    return every is not None and step % every == 0
+
   loop = TrainingLoop(
     train_step=lambda state, batch: (state, batch),  # the batch is its own outcome
     state=state,
-    batches=iter([(outcome, {'position': number}) for number, outcome in enumerate(remaining, 1)]),
+    batches=iter([(outcome, {'position': number}) for number, outcome in enumerate(outcomes, 1)]),
     num_train_steps=num_train_steps,
     max_consecutive_skips=max_consecutive_skips,
-    intervals=[Interval(every, lambda step, loop: events.append(('act', step, loop.input_state['position'])))],
-    on_launch=lambda step, activity: None,
-    on_step=lambda step, metrics: events.append(('step', step)),
-    on_skip=lambda step, metrics: events.append(('skip', step)),
+    is_awaited=is_due,
+    on_activity=lambda step, activity: None,
     should_stop=lambda: loop.step == stop_at,
   )
+  events, error = [], None
   try:
-    ended = loop.run()
-  except Exception as error:
-    ended = error
-  return events, loop, ended
+    for step, is_skipped, _ in loop:
+      assert loop.step == step
+      events.append(('skip' if is_skipped else 'step', step, loop.input_state['position']))
+      if not is_skipped and is_due(step):
+        events.append(('act', step, loop.input_state['position']))
+  except TrainingDivergedError as diverged:
+    error = diverged
+  return events, loop, error
 
 
-def test_a_skipped_step_is_made_up_for_and_intervals_see_applied_steps_only():
-  events, loop, ended = run([GOOD, SKIPPED, GOOD, GOOD, SKIPPED, GOOD], num_train_steps=4, every=2)
-  assert ended is True
+def test_the_host_reads_an_outcome_when_the_next_step_is_launched():
+  events, loop, _ = run([GOOD] * 3, num_train_steps=3)
+  assert events == [('step', 1, 2), ('step', 2, 3), ('step', 3, 3)]  # at the end, nothing is left to launch
+  assert (loop.step, loop.input_has_ended) == (3, False)
+
+
+def test_a_skipped_step_is_made_up_for_and_awaited_steps_are_exact():
+  events, loop, error = run([GOOD, SKIPPED, GOOD, GOOD, SKIPPED, GOOD], num_train_steps=4, every=2)
+  assert error is None
   assert (loop.step, loop.num_skipped) == (4, 2)
   # The position saved at step 2 is behind the batch of step 2, the skipped one included: nothing is read twice.
   assert [event for event in events if event[0] == 'act'] == [('act', 2, 3), ('act', 4, 6)]
@@ -50,36 +60,43 @@ def test_a_skipped_step_is_made_up_for_and_intervals_see_applied_steps_only():
 
 
 def test_it_stops_after_n_skips_in_a_row_and_says_that_the_weights_are_good():
-  events, _loop, ended = run([GOOD, SKIPPED, GOOD] + [SKIPPED] * 5, num_train_steps=9)
-  assert isinstance(ended, TrainingDivergedError)
-  assert '3 steps in a row' in str(ended)
-  assert 'those of step 2, still good' in str(ended)
-  assert events.count(('skip', 2)) == 3
+  events, _, error = run([GOOD, SKIPPED, GOOD] + [SKIPPED] * 5, num_train_steps=9)
+  assert '3 steps in a row' in str(error)
+  assert 'those of step 2, still good' in str(error)
+  assert [event[1] for event in events if event[0] == 'skip'] == [1, 2, 2, 2]
+
+
+def test_a_job_without_a_single_good_step_gets_other_advice():
+  _, _, error = run([SKIPPED] * 3, num_train_steps=9)
+  assert 'ids outside vocab_size' in str(error)
 
 
 def test_weights_that_are_not_finite_are_never_acted_on():
-  events, _loop, ended = run([GOOD, BAD_WEIGHTS, GOOD], num_train_steps=3, every=1)
-  assert isinstance(ended, TrainingDivergedError)
-  assert 'step 2 made weights that are not finite' in str(ended)
-  assert [event for event in events if event[0] == 'act'] == [('act', 1, 1)]
+  events, _, error = run([GOOD, BAD_WEIGHTS, GOOD], num_train_steps=3, every=1)
+  assert 'step 2 made weights that are not finite' in str(error)
+  assert events == [('step', 1, 1), ('act', 1, 1)]
 
 
-def test_an_input_that_ends_leaves_the_loop_settled():
-  _events, loop, ended = run([GOOD, SKIPPED, GOOD], num_train_steps=9)
-  assert isinstance(ended, TrainingInputEndedError)
-  assert 'after step 2 of 9' in str(ended)
+def test_an_input_that_ends_leaves_no_step_in_flight():
+  events, loop, error = run([GOOD, SKIPPED, GOOD], num_train_steps=9)
+  assert error is None
+  assert loop.input_has_ended
   assert (loop.step, loop.input_state) == (2, {'position': 3})
+  assert events[-1] == ('step', 2, 3)
 
 
 def test_a_request_to_stop_is_answered_between_steps():
-  events, loop, ended = run([GOOD] * 9, num_train_steps=9, stop_at=4)
-  assert ended is False
-  assert loop.step == 4
-  assert events[-1] == ('step', 4)
+  events, loop, error = run([GOOD] * 9, num_train_steps=9, stop_at=4)
+  assert error is None
+  # Read with step 5 in flight, which is then waited for.
+  assert events[-2:] == [('step', 4, 5), ('step', 5, 5)]
+  assert loop.step == 5
 
 
 @pytest.mark.parametrize('every, steps', [(None, []), (1, [1, 2, 3]), (2, [2]), (5, [])])
 def test_intervals(every, steps):
-  events, _, ended = run([GOOD] * 3, num_train_steps=3, every=every)
-  assert ended is True
+  events, _, error = run([GOOD] * 3, num_train_steps=3, every=every)
+  assert error is None
   assert [event[1] for event in events if event[0] == 'act'] == steps
+  for _, step, num_launched in (event for event in events if event[0] == 'act'):
+    assert num_launched == step  # none is in flight

@@ -8,8 +8,8 @@ import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.programs.job_setup import partition_job
-from spmd_tasks.runtime.upcycling import initialize_from
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.programs.upcycling import initialize_from
 from tests import binary
 from tests.programs.test_resume import flip_a_byte
 

@@ -12,9 +12,8 @@ import jax
 import numpy as np
 
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.experiment import Experiment
-from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
-from spmd_tasks.runtime.train_state import TrainState
+from spmd_tasks.experiment import Experiment, partition_job
+from spmd_tasks.runtime import PartitionedModel, TrainState
 
 NUM_STEPS = 20
 
@@ -37,15 +36,8 @@ def make_model(
     [f'dcn_mesh_shape={",".join(map(str, dcn))}'] if dcn else []
   )
   job = resolve(experiment_class, [*sizes, *overrides]).build()
-  experiment = job.experiment
   num_devices = int(np.prod(shape) * np.prod(dcn or (1,)))
-  model = partition_spmd_model(
-    job.task,
-    experiment.mesh_spec().build(jax.devices()[:num_devices]),
-    job.train_input.element_spec(),
-    axis_rules=experiment.axis_rules,
-    inputs_split_mapping=experiment.inputs_split_mapping,
-  )
+  model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:num_devices]))
   return model, job.train_input
 
 

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config.resolve import resolve
+from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers.losses import LanguageModelLoss
 from spmd_tasks.learning.learner import Learner
 from spmd_tasks.learning.optimizers import Sgd
-from spmd_tasks.programs.job_setup import partition_job
-from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
-from spmd_tasks.runtime.task import Task
+from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.weights import WeightSpec
 

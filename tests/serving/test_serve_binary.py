@@ -18,7 +18,7 @@ import pytest
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.experiments.lm import UnevenTiny
 from spmd_tasks.inputs.tokenizers import ByteTokenizer
-from spmd_tasks.programs.job_setup import restore_evaluation_weights
+from spmd_tasks.programs.restore import restore_evaluation_weights
 from tests import binary
 from tests.runtime.loss_curves import make_model
 

@@ -147,6 +147,13 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused_with_the_remedy(ici, 
     assert word in str(error.value)
 
 
+def test_a_mesh_without_devices_has_the_sizes_of_the_experiment():
+  mesh = spec((1, 16, 4), (2, 1, 1)).build_abstract()
+  assert dict(mesh.shape) == dict(zip(AXES, (2, 16, 4)))
+  with pytest.raises(ValueError, match='needs every size: replace -1'):
+    spec((1, -1, 4)).build_abstract()
+
+
 def test_build_refuses_like_sizes():
   with pytest.raises(ValueError, match='needs 4 devices but there are 8'):
     spec((1, 2, 2)).build()

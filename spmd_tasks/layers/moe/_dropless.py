@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe._expert_parallel import (
@@ -260,7 +260,7 @@ def _sum_parts_backward(axes, num_devices, _, d_sum):
 _sum_parts.defvjp(_sum_parts_forward, _sum_parts_backward)
 
 
-def _mesh_and_free_axes(mesh: Mesh, layout: ExpertLayout, x: jax.Array) -> tuple[Any, set[str]]:
+def _mesh_and_free_axes(mesh: Mesh | AbstractMesh, layout: ExpertLayout, x: jax.Array) -> tuple[Any, set[str]]:
   """Returns the mesh for a `shard_map` at this place, and its axes that no enclosing `shard_map` has made manual."""
   context = jax.sharding.get_abstract_mesh()
   manual = {name for name, kind in zip(context.axis_names, context.axis_types) if kind == AxisType.Manual}

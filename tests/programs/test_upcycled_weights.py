@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints.manifest import LeafEntry
-from spmd_tasks.runtime.upcycling import Origin, find_origins
+from spmd_tasks.programs.upcycling import Origin, find_origins
 
 L, D, F, E = 4, 6, 10, 3
 FFN = 'stack/layers/ffn'

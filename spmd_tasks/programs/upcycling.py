@@ -26,8 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.checkpoints.manifest import LeafEntry, describe_mismatches
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.runtime.train_state import TrainState
+from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.sharding.padding import evenly_divided_spec
 from spmd_tasks.sharding.weight_names import match_fn
 

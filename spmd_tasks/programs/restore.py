@@ -1,0 +1,142 @@
+"""Restores what a program starts from: a training state, or the weights of one checkpoint or of every new one.
+
+state, step, origin = restore_or_init(model, checkpointer, job, iterator)             # train
+for weights, step in checkpoints_to_use(model, checkpointer, watch=True, ...):        # eval, decode
+  ...
+"""
+
+from collections.abc import Callable, Iterator
+import time
+from typing import Any
+
+from absl import logging
+from etils import epath
+import jax
+
+from spmd_tasks.checkpoints.checkpointer import Checkpointer, CheckpointError
+from spmd_tasks.checkpoints.durable_files import absolute_path
+from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.distributed.watchdog import StepWatchdog
+from spmd_tasks.experiment import Job
+from spmd_tasks.inputs.base import InputIterator
+from spmd_tasks.programs.upcycling import initialize_from
+from spmd_tasks.runtime import PartitionedModel, TrainState
+
+LOOK_LIMIT_S = 300  # how long process 0 may take to look into a directory
+
+
+class PreemptedError(Exception):
+  """Ends a program after SIGTERM, from the point where the program noticed the signal."""
+
+
+def checkpoint_directory(job_log_dir: epath.Path) -> epath.Path:
+  """Returns the directory of a job's checkpoints."""
+  return job_log_dir / 'checkpoints'
+
+
+def restore_or_init(
+  model: PartitionedModel, checkpointer: Checkpointer, job: Job, iterator: InputIterator
+) -> tuple[TrainState, int, str]:
+  """Returns the state that a training job starts from, and moves `iterator` to the position that belongs to it.
+
+  The job's own newest checkpoint comes first. Without one, the job starts at step 0 with the weights that the
+  experiment's `init_from` names, or with newly drawn weights.
+
+  Returns:
+    (padded state, its step, a phrase that says where the state is from).
+
+  Raises:
+    CheckpointError: there are checkpoints, but none that can be used.
+    UserError: the input cannot continue exactly where the checkpoint left it, or the weights of `init_from` do not fit.
+  """
+  experiment = job.experiment
+  restored = checkpointer.restore(model.canonical_state)
+  if restored is None and experiment.init_from is not None:
+    directory = absolute_path(experiment.init_from)
+    other = Checkpointer(checkpoint_directory(directory), read_only=True)
+    try:
+      state, step = initialize_from(model, other, experiment.seed, experiment.init_from_step)
+    finally:
+      other.close()
+    return state, 0, f'starting from the weights of step {step} in {directory}'
+  if restored is None:
+    return model.init(experiment.seed), 0, 'starting from new weights'
+  positions = [state for state in restored.input_states if state is not None]
+  if len(positions) < len(restored.input_states):
+    raise CheckpointError(f'the checkpoint of step {restored.step} holds no input position: it cannot be trained on.')
+  input_state = restored.input_state
+  if input_state is None:  # another number of processes saved the checkpoint
+    input_state = job.train_input.reshard_states(positions, jax.process_count())[jax.process_index()]
+  iterator.set_state(input_state)
+  logging.info('Restored step %d from %d process(es).', restored.step, len(positions))
+  return model.from_canonical(restored.state), restored.step, f'resuming after step {restored.step}'
+
+
+def restore_evaluation_weights(
+  model: PartitionedModel, checkpointer: Checkpointer, step: int | None = None
+) -> tuple[Any, int]:
+  """Restores the weights that the task evaluates, raw or averaged, of one checkpoint (None: the newest).
+
+  Returns:
+    (padded weights on the mesh, the checkpoint's step).
+
+  Raises:
+    CheckpointError: there is no such checkpoint, or it is damaged.
+  """
+  if model.task.eval_with_ema:
+    subtree, part = 'learner/ema_weights', lambda state: state.learner.ema_weights
+  else:
+    subtree, part = 'weights', lambda state: state.weights
+  restored = checkpointer.restore_weights(part(model.canonical_state), step, subtree=subtree)
+  return model.from_canonical(restored.state, part), restored.step
+
+
+def checkpoints_to_use(
+  model: PartitionedModel,
+  checkpointer: Checkpointer,
+  *,
+  step: int | None = None,
+  watch: bool = False,
+  last_step: int,
+  poll_s: float,
+  watchdog: StepWatchdog,
+  restore_limit_s: float,
+  should_stop: Callable[[], bool],
+) -> Iterator[tuple[Any, int]]:
+  """Yields (padded weights, step) of one checkpoint, or with `watch` of every new checkpoint of a running job.
+
+  Args:
+    model: whose weights are restored.
+    checkpointer: of the training job, read-only.
+    step: the checkpoint's step; None takes the newest.
+    watch: wait for new checkpoints until that of `last_step`. Checkpoints that a newer one has overtaken are left out.
+    last_step: the job's number of train steps.
+    poll_s: seconds between two looks for a new checkpoint.
+    watchdog: gets a beat before every look.
+    restore_limit_s: how long one restore may take.
+    should_stop: asked before every look.
+
+  Raises:
+    PreemptedError: `should_stop` was true.
+    CheckpointError: there is no such checkpoint, or it is damaged.
+  """
+  used = -1
+  while True:
+    watchdog.beat(used, 'waiting for a checkpoint')
+    if should_stop():
+      raise PreemptedError
+    if not watch or newest_step(checkpointer) > used:
+      with watchdog.allow('restore', restore_limit_s):
+        weights, restored = restore_evaluation_weights(model, checkpointer, step)
+      if restored > used:  # not so where the newest checkpoint is damaged and the one before it was used already
+        used = restored
+        yield weights, restored
+    if not watch or used >= last_step:
+      return
+    time.sleep(poll_s)
+
+
+def newest_step(checkpointer: Checkpointer) -> int:
+  """Returns the newest checkpoint's step, -1 without one. All processes get process 0's answer."""
+  step = primary_decides(checkpointer.latest_step, 'newest_checkpoint', limit_s=LOOK_LIMIT_S)
+  return -1 if step is None else step

@@ -1,0 +1,64 @@
+"""Rates count from the last logged step, phases add up, and a profile starts and ends at its borders."""
+
+import time
+
+import jax
+import pytest
+
+from spmd_tasks.programs.timing import ProfileCapture, StartupClock, StepRates, format_startup
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """Seconds that pass when the test says so."""
+  now = [100.0]
+  monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
+  return now
+
+
+def test_rates_count_from_the_last_logged_step(clock):
+  waited = [0.0]
+  rates = StepRates(tokens_per_step=64, peak_steps_per_second=8.0, seconds_waited=lambda: waited[0])
+  rates.start(1)
+  clock[0] += 10
+  waited[0] = 4.0
+  with rates.pause():
+    clock[0] += 1000
+  assert rates.since_last(21) == {
+    'steps_per_second': 2.0,
+    'tokens_per_second': 128.0,
+    'host_wait_fraction': 0.4,
+    'mfu': 0.25,
+  }
+  assert rates.since_last(21) == {}  # no step between
+
+
+def test_startup_phases_add_up(clock, monkeypatch):
+  monkeypatch.setattr(time, 'time', lambda: clock[0])
+  startup = StartupClock()
+  with startup.phase('partition'):
+    clock[0] += 2
+  startup.add('compile', 1.5)
+  clock[0] += 3
+  phases = startup.finish()
+  assert phases['partition'] == 2
+  assert phases['other'] == pytest.approx(1.5)
+  assert sum(phases.values()) == pytest.approx(2 * phases['total'])
+  assert ', partition 2.0, compile 1.5, other 1.5)' in format_startup(phases)
+
+
+@pytest.mark.parametrize(
+  'first, last, events',
+  [(0, 4, [('start', 2), ('stop', 4)]), (2, 3, [('start', 2), ('stop', 3)]), (4, 9, [('start', 4), ('stop', 6)])],
+)
+def test_a_profile_starts_and_ends_at_its_borders(first, last, events, monkeypatch, tmp_path):
+  """A job that resumes after step 2 and trains to step 6."""
+  seen = []
+  monkeypatch.setattr(jax.profiler, 'start_trace', lambda directory: seen.append(('start', step)))
+  monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: seen.append(('stop', step)))
+  profile = ProfileCapture((first, last), tmp_path)
+  for step in range(2, 7):
+    profile.after_step(step)
+    assert profile.changes_at(step) == (step in (first, last))
+  profile.close()
+  assert seen == events
