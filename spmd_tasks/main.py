@@ -2,101 +2,33 @@
 
     spmd-tasks --list
     spmd-tasks --exp lm.StdlibTiny --mode train --job_log_dir runs/tiny --num_fake_devices 8 --set seq_len=64
+    spmd-tasks --mode decode_once --job_log_dir runs/tiny --decode_input prompts.jsonl --num_fake_devices 8
 
-One experiment by its registered name (or any importable package.module.Class), one mode, one directory. What the user
-got wrong is answered in one sentence and exit code 2; nothing is written then.
+--exp takes a registered name or any importable package.module.Class. Without --exp, a job goes on with the settings that
+its directory holds. A mistake of the user is answered in one sentence and exit code 2, before anything is written.
 """
 
 import argparse
 from collections.abc import Sequence
-import difflib
 import json
-import math
 import os
-from pathlib import Path
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
+from spmd_tasks import exit_codes
 from spmd_tasks.config import registry
 from spmd_tasks.errors import JobError, UserError, user_error_code
-
-_MODES = ('train', 'eval', 'decode', 'decode_once', 'serve')
-_SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'drain_s')
+from spmd_tasks.flags import MODES, SERVE_FLAGS, check_flags_of_mode, distributed_settings, make_parser, overrides_of
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """The console entry point; exits with one of runtime/job/exit_codes.py."""
+  """The console entry point; exits with one of exit_codes.py."""
   code = run(argv)
-  if code == 130:  # Ctrl-C: threads may be in the middle of native code, which an orderly end would wait for
+  if code == exit_codes.INTERRUPTED:  # Ctrl-C: threads may be in the middle of native code, which an orderly end would wait for
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
   sys.exit(code)
-
-
-class _Parser(argparse.ArgumentParser):
-  """Answers a wrong flag in one sentence, like everything else that is wrong."""
-
-  def error(self, message: str) -> NoReturn:
-    flags = [flag for action in self._actions for flag in action.option_strings]
-    wrong = [word.partition('=')[0].strip(':,') for word in message.split() if word.startswith('--')]
-    near = difflib.get_close_matches(wrong[0], flags, n=1) if wrong and wrong[0] not in flags else []
-    nearest = f' Nearest: {near[0]}.' if near else ''
-    self.exit(2, f'{self.prog}: {message}.{nearest} --help lists the flags.\n')
-
-
-def make_parser() -> argparse.ArgumentParser:
-  """All flags, with the names that Pax users know."""
-  parser = _Parser(
-    prog='spmd-tasks',
-    allow_abbrev=False,
-    description='Train, evaluate, decode and serve large JAX models over a device mesh.',
-  )
-  parser.add_argument(
-    '--exp', metavar='NAME', help='registered experiment, such as lm.StdlibTiny, or package.module.Class'
-  )
-  parser.add_argument('--config', metavar='FILE', help="start again from a run's saved config.json, instead of --exp")
-  parser.add_argument('--mode', choices=_MODES, help='what to run')
-  parser.add_argument('--job_log_dir', metavar='DIR', help='where checkpoints, metrics and events go')
-  parser.add_argument(
-    '--set',
-    metavar='PATH=VALUE',
-    action='append',
-    default=[],
-    dest='overrides',
-    help='set any field of the config; repeatable; --print_config shows the paths',
-  )
-  parser.add_argument('--list', action='store_true', help='list the registered experiments')
-  parser.add_argument('--print_config', action='store_true', help='print every field of the config and exit')
-  shortcuts = parser.add_argument_group('shortcuts for --set')
-  shortcuts.add_argument('--num_train_steps', metavar='N')
-  shortcuts.add_argument('--ici_mesh_shape', metavar='1,2,4')
-  shortcuts.add_argument('--dcn_mesh_shape', metavar='2,1,1')
-  shortcuts.add_argument('--seed', metavar='N')
-  running = parser.add_argument_group('how it runs')
-  running.add_argument('--num_fake_devices', type=int, metavar='N', help='run on N fake CPU devices')
-  running.add_argument('--checkpoint_step', type=int, metavar='N', help='not the newest checkpoint')
-  running.add_argument('--watch', action='store_true', help='eval: go on with every new checkpoint of a running job')
-  running.add_argument('--decode_input', metavar='FILE', help="decode: prompts, instead of the experiment's")
-  running.add_argument('--decode_output', metavar='FILE', help='decode_once: where the outputs of --decode_input go')
-  running.add_argument(
-    '--accept_config_changes', action='store_true', help='go on although the config now gives other numbers'
-  )
-  serving = parser.add_argument_group('--mode serve')
-  serving.add_argument('--host', metavar='HOST', help='default: 127.0.0.1, which only this machine reaches')
-  serving.add_argument('--port', type=int, metavar='N', help='default: 8000; 0 is any that is free')
-  serving.add_argument('--api_key_file', metavar='FILE', help='the key that every request must bring')
-  serving.add_argument('--max_queued', type=int, metavar='N', help='texts that may wait for a slot; default: 64')
-  serving.add_argument('--drain_s', type=float, metavar='S', help='after SIGTERM, for what has begun; default: 30')
-  processes = parser.add_argument_group('several processes, where no launcher says it all')
-  processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='where all others reach process 0')
-  processes.add_argument('--num_processes', type=int, metavar='N')
-  processes.add_argument('--process_id', type=int, metavar='I')
-  processes.add_argument('--local_device_ids', metavar='0,1', help='the accelerators of this process; default: all')
-  processes.add_argument('--coordinator_bind_address', metavar='HOST:PORT', help='what process 0 listens on')
-  processes.add_argument('--cluster', metavar='NAME', default='auto', help='insist on a launcher, or none: run alone')
-  processes.add_argument('--initialization_timeout_s', type=int, default=300, metavar='S', help='to find each other')
-  return parser
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -107,9 +39,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     width = max(len(name) for name, _ in experiments) + 2
     for name, line in experiments:
       print(f'{name:{width}}{line}')
-    return 0
-  from spmd_tasks import exit_codes
-
+    return exit_codes.OK
   try:
     return _run_experiment(args)
   except (UserError, JobError) as error:
@@ -124,55 +54,47 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_experiment(args: argparse.Namespace) -> int:
-  from spmd_tasks.config.printing import format_config
   from spmd_tasks.config.resolve import to_json
+  from spmd_tasks.config.saved_config import format_config
 
   resolved = _resolve(args)
   config = to_json(resolved)
   if args.print_config:
     print(format_config(config))
-    return 0
-  if args.mode is None or not args.job_log_dir:
-    missing = (
-      f'--mode ({", ".join(_MODES)})'
-      if args.mode is None
-      else '--job_log_dir, the directory for checkpoints and metrics'
-    )
-    raise UserError(f'nothing to run yet: give {missing}.')
-  _check_flags_of_mode(args)
+    return exit_codes.OK
+  if args.mode is None:
+    raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
+  if not args.job_log_dir:
+    raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
+  check_flags_of_mode(args)
 
   from spmd_tasks.checkpoints.durable_files import absolute_path
   from spmd_tasks.config.changes import refuse_changed_config
   from spmd_tasks.distributed.emergency_exit import EmergencyExit
   from spmd_tasks.distributed.initialization import initialize
-  from spmd_tasks.programs.decode import decode
-  from spmd_tasks.programs.eval import evaluate
   from spmd_tasks.programs.timing import StartupClock
-  from spmd_tasks.programs.train import train
 
   clock = StartupClock()
   emergency = EmergencyExit()
   job_log_dir = absolute_path(args.job_log_dir)
   with emergency.on_failure():
     _use_fake_devices(args.num_fake_devices)
-    initialize(_distributed_settings(args, resolved.experiment))
+    initialize(distributed_settings(args, resolved.experiment))
     job = resolved.build()
     if not args.accept_config_changes:
       refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
-    if args.mode == 'serve':
-      from spmd_tasks.programs.serve import serve, server_settings
+    if args.mode == 'train':
+      from spmd_tasks.programs.train import train
 
-      return serve(
-        job,
-        job_log_dir,
-        server_settings(**{name: getattr(args, name) for name in _SERVE_FLAGS}),
-        emergency=emergency,
-        step=args.checkpoint_step,
-        bind_address=args.coordinator_bind_address,
-      )
+      config_json = json.dumps(config, indent=1) + '\n'
+      return train(job, job_log_dir, emergency=emergency, clock=clock, config_json=config_json)
     if args.mode == 'eval':
+      from spmd_tasks.programs.eval import evaluate
+
       return evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
     if args.mode in ('decode', 'decode_once'):
+      from spmd_tasks.programs.decode import decode
+
       return decode(
         job,
         job_log_dir,
@@ -182,55 +104,36 @@ def _run_experiment(args: argparse.Namespace) -> int:
         step=args.checkpoint_step,
         watch=args.mode == 'decode',
       )
-    config_json = json.dumps(config, indent=1) + '\n'
-    return train(job, job_log_dir, emergency=emergency, clock=clock, config_json=config_json)
+    from spmd_tasks.programs.serve import serve, server_settings
 
-
-def _check_flags_of_mode(args: argparse.Namespace) -> None:
-  if args.mode == 'train' and (args.checkpoint_step is not None or args.watch):
-    raise UserError(
-      '--checkpoint_step and --watch are for --mode eval; training goes on from the newest checkpoint. To go back to '
-      'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
-    )
-  if args.mode in ('decode', 'decode_once', 'serve') and args.watch:
-    raise UserError(
-      '--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once and serve take one.'
-    )
-  given = [name for name in _SERVE_FLAGS if getattr(args, name) is not None]
-  if args.mode != 'serve' and given:
-    raise UserError(f'--{given[0]} is for --mode serve: leave it out.')
-  if args.mode == 'decode' and args.checkpoint_step is not None:
-    raise UserError(
-      f'--mode decode follows every new checkpoint, but --checkpoint_step {args.checkpoint_step} names one: take '
-      '--mode decode_once.'
-    )
-  if args.mode in ('train', 'eval', 'serve') and (args.decode_input is not None or args.decode_output is not None):
-    raise UserError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')
-  if args.decode_output is not None and (args.mode == 'decode' or args.decode_input is None):
-    raise UserError(
-      '--decode_output takes what --mode decode_once makes of one --decode_input: give both, or leave it out, and '
-      'outputs go to <job_log_dir>/decode.'
+    return serve(
+      job,
+      job_log_dir,
+      server_settings(**{name: getattr(args, name) for name in SERVE_FLAGS}),
+      emergency=emergency,
+      step=args.checkpoint_step,
+      bind_address=args.coordinator_bind_address,
     )
 
 
 def _resolve(args: argparse.Namespace) -> Any:
-  """The resolved config that the flags name."""
+  """The resolved config that the flags name: an experiment, a saved config, or that of the job in --job_log_dir."""
+  from spmd_tasks.checkpoints.durable_files import absolute_path
   from spmd_tasks.config.resolve import from_json, resolve
+  from spmd_tasks.config.saved_config import read_saved_config
 
-  names = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
-  shortcuts = [f'{name}={getattr(args, name)}' for name in names if getattr(args, name) is not None]
-  overrides = shortcuts + args.overrides
-  if (args.exp is None) == (args.config is None):
-    raise UserError('give one of --exp NAME (--list shows the registered names) and --config FILE.')
-  if args.exp is not None:
-    return resolve(args.exp, overrides)
-  try:
-    saved = json.loads(Path(args.config).read_text(encoding='utf-8'))
-  except (OSError, ValueError, RecursionError) as error:
+  if args.exp is not None and args.config is None:
+    return resolve(args.exp, overrides_of(args))
+  path = args.config
+  if args.exp is None and path is None and args.job_log_dir:
+    own = absolute_path(args.job_log_dir) / 'config.json'
+    path = own if own.exists() else None
+  if args.exp is not None or path is None:
     raise UserError(
-      f'--config {args.config} cannot be read: {error}. Give the config.json of a job_log_dir.'
-    ) from error
-  return from_json(saved, overrides)
+      'give one of --exp NAME (--list shows the registered names) and --config FILE, or neither with the --job_log_dir '
+      'of a job that has begun, whose config.json is taken then.'
+    )
+  return from_json(read_saved_config(path), overrides_of(args))
 
 
 def _use_fake_devices(num_devices: int | None) -> None:
@@ -241,35 +144,6 @@ def _use_fake_devices(num_devices: int | None) -> None:
   from spmd_tasks.distributed.fake_devices import use_fake_devices
 
   use_fake_devices(num_devices)
-
-
-def _distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
-  from spmd_tasks.distributed.initialization import DistributedSettings
-
-  return DistributedSettings(
-    coordinator_address=args.coordinator_address,
-    num_processes=args.num_processes,
-    process_id=args.process_id,
-    local_device_ids=_local_device_ids(args.local_device_ids),
-    coordinator_bind_address=args.coordinator_bind_address,
-    cluster=args.cluster,
-    initialization_timeout_s=args.initialization_timeout_s,
-    heartbeat_timeout_s=experiment.heartbeat_timeout_s,
-    shutdown_timeout_s=experiment.shutdown_timeout_s,
-    collective_timeout_s=math.ceil(experiment.first_step_timeout_s),
-  )
-
-
-def _local_device_ids(text: str | None) -> tuple[int, ...] | None:
-  if text is None:
-    return None
-  try:
-    return tuple(int(part) for part in text.split(','))
-  except ValueError:
-    raise UserError(
-      f'--local_device_ids {text!r} must be numbers with commas between them, such as 0,1: the accelerators of this '
-      'process as its machine counts them.'
-    ) from None
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ MAX_LINES = 400
 
 # Top row first. Parts of the top row may import one another; parts of any other row may not.
 ROWS = (
-  ('main', 'experiments', 'recipes', 'config', 'loading'),
+  ('main', 'experiments', 'recipes', 'config', 'flags', 'loading'),
   ('programs',),
   ('planning', 'serving', 'bridges'),
   ('experiment',),

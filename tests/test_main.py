@@ -193,10 +193,10 @@ BAD_INPUT = {
     (*TINY, '--mode', 'eval', '--job_log_dir', 'HERE/job', '--checkpoint_step', '5'),
     ['HERE/job/checkpoints has no checkpoint of step 5'],
   ),
-  'config that is not there': (('--config', 'HERE/none.json', *TRAIN), ['--config HERE/none.json cannot be read']),
+  'config that is not there': (('--config', 'HERE/none.json', *TRAIN), ['config HERE/none.json cannot be read']),
   'config that is cut off': (
     ('--config', 'HERE/cut.json', *TRAIN),
-    ['--config HERE/cut.json cannot be read', 'Give the config.json of a job_log_dir'],
+    ['config HERE/cut.json cannot be read', 'Give the config.json of a job_log_dir'],
   ),
   'config that is something else': (('--config', 'HERE/other.json', *TRAIN), ['no saved config']),
   'config of an experiment that is gone': (

@@ -1,7 +1,7 @@
-"""With which settings a job_log_dir may be used again: those that give the same numbers.
+"""Checks that a resumed job computes the same numbers as before, and lists what differs between two configs.
 
 A step's numbers follow from the seed, the task and the training input. Mesh, intervals and limits only decide how and
-how long a job runs; an experiment's other fields matter through the task and the inputs that are made from them.
+how long a job runs. The experiment's other fields matter through the task and the inputs that are made from them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,18 @@ from typing import Any
 
 from etils import epath
 
-from spmd_tasks.config.printing import diff
-from spmd_tasks.config.saved_config import check_saved_config
+from spmd_tasks.config.encoding import show
+from spmd_tasks.config.saved_config import checked_config
+from spmd_tasks.config.symbols import current_names
 from spmd_tasks.errors import UserError
 
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
+# Fields of inputs and learners that decide how a job runs, not what it computes.
 _HOW_IT_RUNS = ('num_workers', 'worker_buffer_size', 'read_timeout_s', 'max_consecutive_skips')
-# How a pipeline takes its turns; its number of microbatches is part of dropout and of a capacity's groups.
+# The order in which a pipeline computes. Its number of microbatches does matter: to dropout, and to capacity groups.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
-_GENERATION = 'task.decode'  # how text is generated teaches the model nothing
+_GENERATION = 'task.decode'  # training does not depend on it
 
 
 def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *, mode: str) -> None:
@@ -37,8 +39,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
   if not path.exists() or not any((job_log_dir / 'checkpoints').glob('checkpoint_*')):
     return  # nothing has been trained here
   try:
-    previous = json.loads(path.read_text())
-    check_saved_config(previous)
+    previous = checked_config(json.loads(path.read_text()))
   except (ValueError, RecursionError) as error:
     raise UserError(
       f'{path} is not the config of the job that began there ({type(error).__name__}: {error}): put it back, or go on '
@@ -49,6 +50,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
       f'job_log_dir {str(job_log_dir)!r} belongs to experiment {previous["experiment"]!r}, not to '
       f'{config["experiment"]!r}: choose another job_log_dir.'
     )
+  previous['config'] = {path: current_names(value) for path, value in previous['config'].items()}
   lines = diff(previous, config)
   changes = [line for line in lines if _matters(line.partition(': ')[0], _TRAINING if mode == 'train' else _EVALUATION)]
   if changes:
@@ -57,6 +59,19 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
       f'Start a new job_log_dir, go back to the saved settings (--config {path}), or go on with the new ones: '
       '--accept_config_changes.'
     )
+
+
+def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+  """`path: old -> new` of every path at which two saved configs differ, sorted; the experiment's name first."""
+  lines = []
+  if old['experiment'] != new['experiment']:
+    lines.append(f'experiment: {old["experiment"]} -> {new["experiment"]}')
+  before, after = old['config'], new['config']
+  for path in sorted({*before, *after}, key=lambda path: path.split('.')):
+    sides = [show(config[path]) if path in config else 'absent' for config in (before, after)]
+    if sides[0] != sides[1]:
+      lines.append(f'{path}: {sides[0]} -> {sides[1]}')
+  return lines
 
 
 def _matters(path: str, parts: Sequence[str]) -> bool:

@@ -1,8 +1,9 @@
-"""A config's leaf values as strict JSON and back, exactly.
+"""Writes the values of a config as strict JSON and reads them back exactly.
 
-None, bool, int, str and finite floats are themselves and a tuple is a JSON array. All else is an object with one
-telling key: `float` (inf, nan), `list`, `dict`, `dtype`; `symbol` (a function or class), `enum` and `object` can be
-compared and shown, but are not read back: nothing that was saved decides what is imported.
+None, bool, int, str and finite floats are JSON values, and a tuple is a JSON array. Every other value is an object
+whose key says the kind: `float` (inf, nan), `list`, `dict`, `dtype`, `symbol` (a function or class), `enum` or `object`.
+Functions, classes and objects can be compared and shown but are not read back, so a saved file never decides which
+code is imported.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.config.field_types import is_dtype
+from spmd_tasks.config.symbols import symbol_of
 from spmd_tasks.config.tree import is_node
 from spmd_tasks.errors import UserError
 
@@ -108,11 +110,6 @@ def show(encoded: Any) -> str:
       details = (encoded.get('closure') or {}) | (encoded.get('partial') or {})
       return symbol + (f'({", ".join(f"{key}={show(item)}" for key, item in details.items())})' if details else '')
   return encoded.get('repr') or f'<{encoded.get("object")}>'
-
-
-def symbol_of(value: Any) -> str:
-  """A class or function as `module:QualName`; of a private module only the public package, as the rest moves freely."""
-  return f'{value.__module__.partition("._")[0]}:{value.__qualname__}'
 
 
 def _closure_of(function: Any, depth: int) -> dict[str, Any]:

@@ -1,12 +1,21 @@
-"""Experiment names to experiment classes; neither JAX nor Fiddle is imported until an experiment is.
+"""Finds experiment classes by name, and lists the registered ones; imports neither JAX nor Fiddle for a list.
 
-`lm.StdlibTiny` is class StdlibTiny of experiments/lm.py; any other name is an importable
-`package.module.Class`, looked for in the current directory too.
+A name is one of three:
+
+* `lm.StdlibTiny`: class StdlibTiny of our experiments/lm.py.
+* `vision.Tiny`: class Tiny of a module that another package registers under the name `vision`, in its pyproject.toml:
+
+      [project.entry-points."spmd_tasks.experiments"]
+      vision = "their_package.experiments.vision"
+
+* `package.module.Class`: any importable class; the current directory counts.
 """
 
 import ast
+from collections.abc import Iterator
 import difflib
 import importlib
+from importlib import metadata
 import importlib.util
 import inspect
 from pathlib import Path
@@ -15,29 +24,30 @@ import traceback
 from types import ModuleType
 from typing import TypeVar
 
+from spmd_tasks.config.symbols import public_module_of
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiments import DIRECTORY
 
 _EXPERIMENTS = 'spmd_tasks.experiments'
+ENTRY_POINTS = 'spmd_tasks.experiments'  # the group
 
 T = TypeVar('T', bound=type)
 _registry: dict[str, type] = {}
 
 
+class UnknownExperimentError(UserError):
+  """There is no experiment of a name; the message has the nearest names."""
+
+
 def register(cls: T) -> T:
-  """Registers an experiment class as `<last part of its module>.<class name>`; --list shows its docstring's first line.
+  """Registers an experiment class, so that --list shows its name and its docstring's first line.
 
   Raises:
-    UserError: there is no docstring, or another class has the name.
+    UserError: there is no docstring.
   """
-  name = f'{cls.__module__.rpartition(".")[2]}.{cls.__name__}'
+  name = name_of(cls)
   if not (vars(cls).get('__doc__') or '').strip() or _is_dataclass_signature(cls):
     raise UserError(f'experiment {name} has no docstring: describe it in one line, which --list shows.')
-  other = _registry.get(name)
-  if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-    raise UserError(
-      f'experiment {name} is registered twice, by {other.__module__} and by {cls.__module__}: rename one of them.'
-    )
   _registry[name] = cls
   return cls
 
@@ -53,22 +63,60 @@ def _is_register(decorator: ast.expr) -> bool:
   )
 
 
-def list_experiments(directory: Path = DIRECTORY) -> list[tuple[str, str]]:
-  """(name, first line of the docstring) of every registered experiment, read from the source without importing it."""
-  found = []
-  for path in sorted(directory.glob('*.py')):
-    for node in ast.parse(path.read_text(encoding='utf-8'), filename=str(path)).body:
-      if isinstance(node, ast.ClassDef) and any(_is_register(decorator) for decorator in node.decorator_list):
-        found.append((f'{path.stem}.{node.name}', (ast.get_docstring(node) or '').partition('\n')[0]))
-  return found
+def list_experiments() -> list[tuple[str, str]]:
+  """(name, first line of the docstring) of every registered experiment, ours first; nothing is imported."""
+  found: dict[str, str] = {}
+  for path in sorted(DIRECTORY.glob('*.py')):
+    found.update(_registered_in(path, path.stem))
+  for name, modules in sorted(_modules_of_others().items()):
+    for module in sorted(modules):
+      path = _source_of(module)
+      if path is None:
+        found[f'{name}.*'] = f'cannot be listed: the source of {module}, an entry point, is not found'
+      else:
+        found.update(_registered_in(path, name if len(modules) == 1 and not _is_own_module(name) else module))
+  return list(found.items())
+
+
+def _registered_in(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
+  """(name, first line of the docstring) of every class with @register in a source file."""
+  for node in ast.parse(path.read_text(encoding='utf-8'), filename=str(path)).body:
+    if isinstance(node, ast.ClassDef) and any(_is_register(decorator) for decorator in node.decorator_list):
+      yield f'{prefix}.{node.name}', (ast.get_docstring(node) or '').partition('\n')[0]
+
+
+def _modules_of_others() -> dict[str, list[str]]:
+  """The modules that other packages register by entry points, by their names there."""
+  modules: dict[str, list[str]] = {}
+  for point in metadata.entry_points(group=ENTRY_POINTS):
+    if point.value not in modules.setdefault(point.name, []):
+      modules[point.name].append(point.value)
+  return modules
+
+
+def _source_of(module: str) -> Path | None:
+  """A module's source file, found without importing the packages around it."""
+  top, *rest = module.split('.')
+  try:
+    spec = importlib.util.find_spec(top)
+  except (ImportError, ValueError):
+    return None
+  if spec is None:
+    return None
+  if not rest:
+    return Path(spec.origin) if spec.origin and Path(spec.origin).suffix == '.py' else None
+  below = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+  files = [file for path in below for file in (path.with_suffix('.py'), path / '__init__.py')]
+  return next((file for file in files if file.is_file()), None)
 
 
 def get(name: str) -> type:
   """The experiment class of a name.
 
   Raises:
-    UserError: there is no such module or class (with the nearest names), it is not an experiment, or its module fails
-      when it is imported (with the module's own error and line).
+    UnknownExperimentError: there is no such module or class; the message has the nearest names.
+    UserError: the class is not an experiment, its module fails when it is imported (the message has the module's own
+      error and line), or two packages register the module's name.
   """
   if name in _registry:
     return _registry[name]
@@ -88,14 +136,26 @@ def get(name: str) -> type:
 
 
 def name_of(cls: type) -> str:
-  """The name under which `get` finds the class in a new process; the same however it was asked for."""
+  """The name under which `get` finds the class in a new process, whichever of its names it was asked for by."""
   package, _, module = cls.__module__.rpartition('.')
-  return f'{module if package == _EXPERIMENTS else cls.__module__}.{cls.__name__}'
+  if package == _EXPERIMENTS:
+    return f'{module}.{cls.__name__}'
+  is_ours = cls.__module__.startswith('spmd_tasks.')
+  return f'{public_module_of(cls) if is_ours else cls.__module__}.{cls.__name__}'
 
 
 def _find_module(name: str, module_name: str) -> ModuleType:
-  if '.' not in module_name and _is_own_module(module_name):
-    return _import(name, f'{_EXPERIMENTS}.{module_name}')
+  if '.' not in module_name:  # a registered name, which nothing in the current directory shadows
+    if _is_own_module(module_name):
+      return _import(name, f'{_EXPERIMENTS}.{module_name}')
+    modules = sorted(_modules_of_others().get(module_name, []))
+    if len(modules) > 1:
+      raise UserError(
+        f'experiment {name} is ambiguous: {" and ".join(modules)} are both registered as {module_name!r}: write for '
+        f'example {modules[0]}.{name.rpartition(".")[2]}.'
+      )
+    if modules:
+      return _import(name, modules[0])
   if '' not in sys.path and str(Path.cwd()) not in sys.path:
     sys.path.insert(0, str(Path.cwd()))
     importlib.invalidate_caches()
@@ -109,6 +169,8 @@ def _find_module(name: str, module_name: str) -> ModuleType:
       spec = None
     if spec is None:
       raise _unknown(name)
+    if spec.origin and Path(spec.origin).parent == DIRECTORY:  # experiments.lm, in our checkout
+      prefix = f'{_EXPERIMENTS}.{Path(spec.origin).stem}'
     module = _import(name, prefix)
   return module
 
@@ -153,11 +215,11 @@ def _experiment_names(module: ModuleType) -> list[str]:
   return [key for key, value in vars(module).items() if _is_experiment(value) and value.__module__ == module.__name__]
 
 
-def _unknown(name: str, near: list[str] | None = None) -> UserError:
+def _unknown(name: str, near: list[str] | None = None) -> UnknownExperimentError:
   known = sorted({registered for registered, _ in list_experiments()} | set(_registry))
   near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
   nearest = f' Nearest: {", ".join(near)}.' if near else ''
-  return UserError(
+  return UnknownExperimentError(
     f'unknown experiment {name!r}.{nearest} Use a registered name (--list shows them) or package.module.Class, '
     'importable from here or from the current directory.'
   )

@@ -20,7 +20,8 @@ from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import decode, encode, encode_field, show
 from spmd_tasks.config.field_types import describe_type, is_of_type, unwrap
 from spmd_tasks.config.overrides import Path, parse_override, split_override
-from spmd_tasks.config.saved_config import check_saved_config
+from spmd_tasks.config.saved_config import checked_config
+from spmd_tasks.config.symbols import current_names
 from spmd_tasks.config.tree import DROP, UNSET, apply_changes, check_buildable, copy_config, fields_of, is_node, walk
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
@@ -79,8 +80,14 @@ def from_json(saved: Mapping[str, Any], overrides: Sequence[str] = ()) -> Resolv
     UserError: it has not the form of a saved config, a saved path does not exist any more, a value is not of the type
       of its field, or a class, function or object is another one now.
   """
-  check_saved_config(saved)
-  cls = registry.get(saved['experiment'])
+  saved = checked_config(saved)
+  try:
+    cls = registry.get(saved['experiment'])
+  except registry.UnknownExperimentError as error:
+    raise UserError(
+      f'{error} The saved config names it: run the command in the directory from which it was trained, or put that '
+      'directory on PYTHONPATH.'
+    ) from error
   config = fdl.Config(cls)
   is_part = {path: path.split('.')[0] in _PARTS for path in saved['config']}
   of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
@@ -152,7 +159,7 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
     if path not in present:
       refused.append(f'{path} (saved as {show(value)}) does not exist any more')
       continue
-    field = present[path]
+    field, value = present[path], current_names(value)
     now = None if field.value is UNSET else encode_field(field.value)
     if field.value is not UNSET and json.dumps(now, sort_keys=True) == json.dumps(value, sort_keys=True):
       continue  # compared as text: 1, 1.0 and True are different values

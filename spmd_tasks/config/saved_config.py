@@ -1,24 +1,60 @@
-"""The form of a saved config, which is checked before anything is made of a file that somebody may have edited.
+"""Reads saved configs, checks their form, and prints them.
 
     {"experiment": "lm.StdlibTiny", "overrides": {"num_layers": 4}, "config": {"num_layers": 4, ...}}
 
-Values are those of encoding.py.
+`config` has every field by its path, defaults included. Values are those of encoding.py. A file may have been edited by
+hand or written by an older version (symbols.py), so its form is checked before anything is made of it.
 """
 
 from collections.abc import Mapping
+import json
 from typing import Any
 
+from etils import epath
+
+from spmd_tasks.config.encoding import show
+from spmd_tasks.config.symbols import current_experiment
 from spmd_tasks.errors import UserError
 
 _MAX_DEPTH = 50
 
 
-def check_saved_config(saved: Any) -> None:
-  """Returns if `saved` has the form that `resolve.to_json` gives.
+def read_saved_config(path: epath.PathLike) -> dict[str, Any]:
+  """The saved config in a file, such as <job_log_dir>/config.json.
 
   Raises:
-    UserError: it has not; the message says where.
+    UserError: there is no such file, or it holds no saved config.
   """
+  try:
+    saved = json.loads(epath.Path(path).read_text())
+  except (OSError, ValueError, RecursionError) as error:
+    raise UserError(f'config {path} cannot be read: {error}. Give the config.json of a job_log_dir.') from error
+  try:
+    return checked_config(saved)
+  except UserError as error:
+    raise UserError(f'config {path}: {error}') from error
+
+
+def checked_config(saved: Any) -> dict[str, Any]:
+  """`saved`, if it has the form that `to_json` gives; an experiment of an older version has today's name.
+
+  Raises:
+    UserError: it has another form; the message says where.
+  """
+  _check_form(saved)
+  return {**saved, 'experiment': current_experiment(saved['experiment'])}
+
+
+def format_config(saved: Mapping[str, Any]) -> str:
+  """`path = value` lines, sorted: the experiment's own fields, then its parts; a class stands above its fields."""
+  config = saved['config']
+  own = sorted(path for path in config if not _is_in_part(path))
+  parts = sorted((path for path in config if _is_in_part(path)), key=lambda path: path.split('.'))
+  lines = [f'experiment = {saved["experiment"]}'] + [f'{path} = {show(config[path])}' for path in own + parts]
+  return '\n'.join(lines) + '\n'
+
+
+def _check_form(saved: Any) -> None:
   if not isinstance(saved, Mapping) or not {'experiment', 'overrides', 'config'} <= set(saved):
     raise UserError("this is no saved config: it must be an object with 'experiment', 'overrides' and 'config'.")
   if not isinstance(saved['experiment'], str):
@@ -67,3 +103,7 @@ def _is_encoded(value: Any, depth: int) -> bool:
 def _shown(value: Any, limit: int = 80) -> str:
   text = repr(value)
   return text if len(text) <= limit else f'{text[:limit]}...'
+
+
+def _is_in_part(path: str) -> bool:
+  return path.split('.')[0] in ('task', 'train_input', 'eval_inputs', 'decode_inputs')

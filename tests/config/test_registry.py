@@ -117,29 +117,110 @@ def test_the_bug_of_a_module_is_shown_with_its_line(directory, source, message, 
     registry.get(f'{name}.Mine')
 
 
-def test_registering_needs_a_docstring_and_a_name_of_its_own(directory):
+def test_registering_needs_a_docstring(directory):
   class Undocumented(small_experiments.Small):
     pass
 
   with pytest.raises(ValueError, match='has no docstring'):
     registry.register(Undocumented)
 
+
+def test_classes_of_two_modules_may_have_one_name(directory):
   class Twice(small_experiments.Small):
     """First."""
 
-  registry.register(Twice)
-  assert registry.register(Twice) is Twice
-
   other = type('Twice', (small_experiments.Small,), {'__doc__': 'Second.', '__module__': f'elsewhere.{__name__}'})
-  with pytest.raises(ValueError, match=r'Twice is registered twice, by .* and by elsewhere'):
-    registry.register(other)
+  assert registry.register(Twice) is registry.register(Twice) is Twice
+  assert registry.register(other) is other
+  assert registry.get(f'{__name__}.Twice') is Twice
+  assert registry.get(f'elsewhere.{__name__}.Twice') is other
 
 
-def test_the_list_is_read_from_the_source(tmp_path):
+def test_the_list_is_read_from_the_source(tmp_path, monkeypatch):
   (tmp_path / '__init__.py').write_text('')
   (tmp_path / 'own.py').write_text(EXPERIMENT + '\nclass NotRegistered(Mine):\n  """Base."""\n')
   (tmp_path / 'another.py').write_text('raise ValueError\n\n@registry.register\nclass B(A):\n  """One line."""\n')
-  assert registry.list_experiments(tmp_path) == [('another.B', 'One line.'), ('own.Mine', 'My own.')]
+  monkeypatch.setattr(registry, 'DIRECTORY', tmp_path)
+  assert registry.list_experiments() == [('another.B', 'One line.'), ('own.Mine', 'My own.')]
+
+
+# --- experiments of other packages, by entry points ---
+
+
+@pytest.fixture
+def installed(directory, monkeypatch):
+  """Installs packages with entry points in the current directory: `installed({'vision': 'their_package.vision'})`."""
+
+  def install(points: dict[str, str], distribution: str = 'theirs') -> None:
+    info = directory / 'site' / f'{distribution}-1.0.dist-info'
+    info.mkdir(parents=True)
+    (info / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n')
+    lines = [f'{name} = {value}\n' for name, value in points.items()]
+    (info / 'entry_points.txt').write_text(f'[{registry.ENTRY_POINTS}]\n' + ''.join(lines))
+
+  package = directory / 'site' / 'their_package' / 'deeper'
+  package.mkdir(parents=True)
+  (package.parent / '__init__.py').write_text('raise ValueError("imported for a list")')
+  (package / 'vision.py').write_text(EXPERIMENT)
+  (directory / 'site' / 'their_module.py').write_text(EXPERIMENT)
+  monkeypatch.syspath_prepend(str(directory / 'site'))
+  return install
+
+
+def of_others():
+  """What is listed beside our own experiments."""
+  ours = {path.stem for path in registry.DIRECTORY.glob('*.py')}
+  return [item for item in registry.list_experiments() if item[0].partition('.')[0] not in ours]
+
+
+def test_other_packages_register_theirs_and_are_not_imported_for_the_list(installed):
+  installed({'vision': 'their_package.deeper.vision', 'speech': 'their_module'})
+  assert of_others() == [('speech.Mine', 'My own.'), ('vision.Mine', 'My own.')]
+  cls = registry.get('speech.Mine')
+  assert registry.name_of(cls) == 'their_module.Mine'  # found also where the entry point is not installed
+  assert registry.get('their_module.Mine') is cls
+
+
+def test_a_registered_name_is_not_shadowed_by_the_current_directory(installed, directory):
+  installed({'speech': 'their_module'})
+  (directory / 'speech.py').write_text('raise ValueError')
+  assert registry.get('speech.Mine').__module__ == 'their_module'
+
+
+def test_an_entry_point_that_fails_says_so(installed, directory):
+  installed({'vision': 'their_package.deeper.vision', 'gone': 'not_there.at_all'})
+  assert ('gone.*', 'cannot be listed: the source of not_there.at_all, an entry point, is not found') in of_others()
+  with pytest.raises(ValueError, match=r'vision.Mine cannot be loaded: .* fails with ValueError: imported for a list'):
+    registry.get('vision.Mine')
+  with pytest.raises(ValueError, match="gone.Mine cannot be loaded: .* No module named 'not_there'"):
+    registry.get('gone.Mine')
+
+
+def test_two_entry_points_of_one_name_are_told_apart_by_their_modules(installed):
+  installed({'speech': 'their_module', 'lm': 'their_module'})
+  installed({'speech': 'their_package.deeper.vision'}, distribution='others')
+  assert [name for name, _ in of_others()] == ['their_module.Mine', 'their_package.deeper.vision.Mine']
+  assert registry.get('lm.StdlibTiny').__module__ == 'spmd_tasks.experiments.lm'
+  with pytest.raises(ValueError, match=r"both registered as 'speech': write for example their_module.Mine"):
+    registry.get('speech.Mine')
+
+
+# --- a package called experiments ---
+
+
+def test_an_own_package_called_experiments_and_ours_do_not_shadow_each_other(directory):
+  package = directory / 'experiments'
+  package.mkdir()
+  (package / 'lm.py').write_text(EXPERIMENT + '\n@register\nclass StdlibTiny(Mine):\n  """Mine too."""\n')
+  own = registry.get('experiments.lm.StdlibTiny')
+  ours = registry.get('lm.StdlibTiny')
+  assert (own.__module__, ours.__module__) == ('experiments.lm', 'spmd_tasks.experiments.lm')
+  assert (registry.name_of(own), registry.name_of(ours)) == ('experiments.lm.StdlibTiny', 'lm.StdlibTiny')
+
+
+def test_in_our_checkout_a_class_is_the_same_by_its_path(directory, monkeypatch):
+  monkeypatch.chdir(registry.DIRECTORY.parent)
+  assert registry.get('experiments.lm.StdlibTiny') is registry.get('lm.StdlibTiny')
 
 
 def test_every_listed_experiment_is_found_and_documented():

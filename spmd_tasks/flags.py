@@ -1,0 +1,141 @@
+"""Defines the binary's flags, and refuses those that do not go together."""
+
+import argparse
+import difflib
+import math
+from typing import Any, NoReturn
+
+from spmd_tasks.errors import UserError
+
+MODES = ('train', 'eval', 'decode', 'decode_once', 'serve')
+_SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
+SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'drain_s')
+
+
+class _Parser(argparse.ArgumentParser):
+  """Answers a wrong flag in one sentence, as the binary answers every mistake of the user."""
+
+  def error(self, message: str) -> NoReturn:
+    flags = [flag for action in self._actions for flag in action.option_strings]
+    wrong = [word.partition('=')[0].strip(':,') for word in message.split() if word.startswith('--')]
+    near = difflib.get_close_matches(wrong[0], flags, n=1) if wrong and wrong[0] not in flags else []
+    nearest = f' Nearest: {near[0]}.' if near else ''
+    self.exit(2, f'{self.prog}: {message}.{nearest} --help lists the flags.\n')
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """All flags, with the names that Pax users know."""
+  parser = _Parser(
+    prog='spmd-tasks',
+    allow_abbrev=False,
+    description='Train, evaluate, decode and serve large JAX models over a device mesh.',
+  )
+  parser.add_argument(
+    '--exp', metavar='NAME', help='registered experiment, such as lm.StdlibTiny, or package.module.Class'
+  )
+  parser.add_argument('--config', metavar='FILE', help='a saved config.json, instead of --exp')
+  parser.add_argument('--mode', choices=MODES, help='what to run')
+  parser.add_argument('--job_log_dir', metavar='DIR', help='where checkpoints, metrics and events go; without --exp and --config, the job that is there')
+  parser.add_argument(
+    '--set',
+    metavar='PATH=VALUE',
+    action='append',
+    default=[],
+    dest='overrides',
+    help='set any field of the config; repeatable; --print_config shows the paths',
+  )
+  parser.add_argument('--list', action='store_true', help='list the registered experiments')
+  parser.add_argument('--print_config', action='store_true', help='print every field of the config and exit')
+  shortcuts = parser.add_argument_group('shortcuts for --set')
+  shortcuts.add_argument('--num_train_steps', metavar='N')
+  shortcuts.add_argument('--ici_mesh_shape', metavar='1,2,4')
+  shortcuts.add_argument('--dcn_mesh_shape', metavar='2,1,1')
+  shortcuts.add_argument('--seed', metavar='N')
+  running = parser.add_argument_group('how it runs')
+  running.add_argument('--num_fake_devices', type=int, metavar='N', help='run on N fake CPU devices')
+  running.add_argument('--checkpoint_step', type=int, metavar='N', help='not the newest checkpoint')
+  running.add_argument('--watch', action='store_true', help='eval: go on with every new checkpoint of a running job')
+  running.add_argument('--decode_input', metavar='FILE', help="decode: prompts, instead of the experiment's")
+  running.add_argument('--decode_output', metavar='FILE', help='decode_once: where the outputs of --decode_input go')
+  running.add_argument(
+    '--accept_config_changes', action='store_true', help='go on although the config now gives other numbers'
+  )
+  serving = parser.add_argument_group('--mode serve')
+  serving.add_argument('--host', metavar='HOST', help='default: 127.0.0.1, which only this machine reaches')
+  serving.add_argument('--port', type=int, metavar='N', help='default: 8000; 0 is any that is free')
+  serving.add_argument('--api_key_file', metavar='FILE', help='the key that every request must bring')
+  serving.add_argument('--max_queued', type=int, metavar='N', help='texts that may wait for a slot; default: 64')
+  serving.add_argument('--drain_s', type=float, metavar='S', help='after SIGTERM, for what has begun; default: 30')
+  processes = parser.add_argument_group('several processes, where no launcher says it all')
+  processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='where all others reach process 0')
+  processes.add_argument('--num_processes', type=int, metavar='N')
+  processes.add_argument('--process_id', type=int, metavar='I')
+  processes.add_argument('--local_device_ids', metavar='0,1', help='the accelerators of this process; default: all')
+  processes.add_argument('--coordinator_bind_address', metavar='HOST:PORT', help='what process 0 listens on')
+  processes.add_argument('--cluster', metavar='NAME', default='auto', help='insist on a launcher, or none: run alone')
+  processes.add_argument('--initialization_timeout_s', type=int, default=300, metavar='S', help='to find each other')
+  return parser
+
+
+def check_flags_of_mode(args: argparse.Namespace) -> None:
+  """Raises a UserError if a flag is given that the mode does not take."""
+  if args.mode == 'train' and (args.checkpoint_step is not None or args.watch):
+    raise UserError(
+      '--checkpoint_step and --watch are for --mode eval; training goes on from the newest checkpoint. To go back to '
+      'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
+    )
+  if args.mode in ('decode', 'decode_once', 'serve') and args.watch:
+    raise UserError(
+      '--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once and serve take one.'
+    )
+  given = [name for name in SERVE_FLAGS if getattr(args, name) is not None]
+  if args.mode != 'serve' and given:
+    raise UserError(f'--{given[0]} is for --mode serve: leave it out.')
+  if args.mode == 'decode' and args.checkpoint_step is not None:
+    raise UserError(
+      f'--mode decode follows every new checkpoint, but --checkpoint_step {args.checkpoint_step} names one: take '
+      '--mode decode_once.'
+    )
+  if args.mode in ('train', 'eval', 'serve') and (args.decode_input is not None or args.decode_output is not None):
+    raise UserError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')
+  if args.decode_output is not None and (args.mode == 'decode' or args.decode_input is None):
+    raise UserError(
+      '--decode_output takes what --mode decode_once makes of one --decode_input: give both, or leave it out, and '
+      'outputs go to <job_log_dir>/decode.'
+    )
+
+
+def overrides_of(args: argparse.Namespace) -> list[str]:
+  """`path=value` of the shortcuts and of every --set, in this order."""
+  shortcuts = [f'{name}={getattr(args, name)}' for name in _SHORTCUTS if getattr(args, name) is not None]
+  return shortcuts + args.overrides
+
+
+def distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
+  """The `DistributedSettings` of the flags and of the experiment's timeouts."""
+  from spmd_tasks.distributed.initialization import DistributedSettings
+
+  return DistributedSettings(
+    coordinator_address=args.coordinator_address,
+    num_processes=args.num_processes,
+    process_id=args.process_id,
+    local_device_ids=_local_device_ids(args.local_device_ids),
+    coordinator_bind_address=args.coordinator_bind_address,
+    cluster=args.cluster,
+    initialization_timeout_s=args.initialization_timeout_s,
+    heartbeat_timeout_s=experiment.heartbeat_timeout_s,
+    shutdown_timeout_s=experiment.shutdown_timeout_s,
+    collective_timeout_s=math.ceil(experiment.first_step_timeout_s),
+  )
+
+
+def _local_device_ids(text: str | None) -> tuple[int, ...] | None:
+  if text is None:
+    return None
+  try:
+    return tuple(int(part) for part in text.split(','))
+  except ValueError:
+    raise UserError(
+      f'--local_device_ids {text!r} must be numbers with commas between them, such as 0,1: the accelerators of this '
+      'process as its machine counts them.'
+    ) from None
