@@ -35,7 +35,11 @@ def make_parser() -> argparse.ArgumentParser:
   )
   parser.add_argument('--config', metavar='FILE', help='a saved config.json, instead of --exp')
   parser.add_argument('--mode', choices=MODES, help='what to run')
-  parser.add_argument('--job_log_dir', metavar='DIR', help='where checkpoints, metrics and events go; without --exp and --config, the job that is there')
+  parser.add_argument(
+    '--job_log_dir',
+    metavar='DIR',
+    help='where checkpoints, metrics and events go; alone, the job that began there, with its own settings',
+  )
   parser.add_argument(
     '--set',
     metavar='PATH=VALUE',

@@ -1,7 +1,7 @@
 """Writes the values of a config as strict JSON and reads them back exactly.
 
 None, bool, int, str and finite floats are JSON values, and a tuple is a JSON array. Every other value is an object
-whose key says the kind: `float` (inf, nan), `list`, `dict`, `dtype`, `symbol` (a function or class), `enum` or `object`.
+whose key says its kind: `float` (inf, nan), `list`, `dict`, `dtype`, `enum`, `object` or `symbol`, a function or class.
 Functions, classes and objects can be compared and shown but are not read back, so a saved file never decides which
 code is imported.
 """

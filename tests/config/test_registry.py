@@ -192,7 +192,7 @@ def test_an_entry_point_that_fails_says_so(installed, directory):
   assert ('gone.*', 'cannot be listed: the source of not_there.at_all, an entry point, is not found') in of_others()
   with pytest.raises(ValueError, match=r'vision.Mine cannot be loaded: .* fails with ValueError: imported for a list'):
     registry.get('vision.Mine')
-  with pytest.raises(ValueError, match="gone.Mine cannot be loaded: .* No module named 'not_there'"):
+  with pytest.raises(ValueError, match=r"gone.Mine cannot be loaded: .* No module named 'not_there'"):
     registry.get('gone.Mine')
 
 
