@@ -4,8 +4,8 @@
     spmd-tasks --exp lm.StdlibTiny --mode train --job_log_dir runs/tiny --num_fake_devices 8 --set seq_len=64
     spmd-tasks --mode decode_once --job_log_dir runs/tiny --decode_input prompts.jsonl --num_fake_devices 8
 
---exp takes a registered name or any importable package.module.Class. Without --exp, a job goes on with the settings that
-its directory holds. A mistake of the user is answered in one sentence and exit code 2, before anything is written.
+--exp takes a registered name or any importable package.module.Class. Without --exp, a job goes on with the settings
+that its directory holds. A mistake of the user is answered in one sentence and exit code 2; nothing is written then.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from spmd_tasks.flags import MODES, SERVE_FLAGS, check_flags_of_mode, distribute
 def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
   code = run(argv)
-  if code == exit_codes.INTERRUPTED:  # Ctrl-C: threads may be in the middle of native code, which an orderly end would wait for
+  if code == exit_codes.INTERRUPTED:  # threads may be in the middle of native code, for which an orderly end waits
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -50,12 +50,9 @@ def test_an_experiment_that_has_moved_is_found():
 
 def test_only_names_are_renamed():
   old, new = 'spmd_tasks.layers.positions:Rotary', 'spmd_tasks.layers.attention:Rotary'
-  encoded = [{'symbol': old, 'closure': {'symbol': 3, 'rotary': {'object': old, 'repr': old}}}, old, {'dict': {'a': old}}]
-  assert current_names(encoded) == [
-    {'symbol': new, 'closure': {'symbol': 3, 'rotary': {'object': new, 'repr': old}}},
-    old,
-    {'dict': {'a': old}},
-  ]
+  partial = {'symbol': old, 'closure': {'symbol': 3, 'rotary': {'object': old, 'repr': old}}}
+  renamed = {'symbol': new, 'closure': {'symbol': 3, 'rotary': {'object': new, 'repr': old}}}
+  assert current_names([partial, old, {'dict': {'a': old}}]) == [renamed, old, {'dict': {'a': old}}]
   assert current_symbol('no colon') == 'no colon'
   assert current_symbol('jax:relu') == 'jax:relu'
   assert current_symbol('flax.linen.linear:Dense') == 'flax.linen:Dense'  # of a package that we do not know
