@@ -20,15 +20,9 @@ import pytest
 
 from spmd_tasks.config import registry
 from spmd_tasks.config.resolve import resolve, to_json
-<<<<<<< HEAD
+from spmd_tasks.config.saved_config import format_config
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.runtime import PartitionedModel, format_parameter_table
-=======
-from spmd_tasks.config.saved_config import format_config
-from spmd_tasks.experiment import Job
-from spmd_tasks.runtime.parameter_table import format_parameter_table
-from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
->>>>>>> ea122fc (Raw string)
 
 GOLDEN = Path(__file__).parent / 'golden'
 IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
