@@ -4,8 +4,8 @@ Shapes: B batch, T sequence, E experts, k choices per token; G groups of S token
 N shards of the batch.
 
 All losses and statistics are functions of sums over tokens (`RoutingSums`), so the sums of parts of a batch can be
-added first (layers/statistics.py). They leave padding out, count the router's choices before any are dropped, and are 0
-for a batch of padding only.
+added first (layers/statistics.py). The sums leave padding out and count the router's choices before any are dropped.
+For a batch of padding only, all losses and statistics are 0.
 
 The bias (Wang et al., 2024; DeepSeek-V3) is added to the scores for the choice of experts only. After every step it
 moves by a fixed rate: up for experts below the mean load, down for experts above. The loss has no gradient with respect
@@ -121,8 +121,8 @@ def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
     # ExpertChoiceRouter's gates are the scores.
     return [jnp.sum(filled, axis=2), jnp.sum(jax.lax.stop_gradient(routing.slots.gates), axis=(1, 2))]
   assert routing.expert_ids is not None
-  # Comparisons replace a scatter, which is slow on TPUs. They run choice by choice: a CPU would write [B, T, k, E] to
-  # memory, which takes 14 times as long for 8 choices of 256 experts.
+  # Comparisons replace a scatter, which is slow on TPUs. The comparisons run choice by choice: a CPU would write [B, T,
+  # k, E] to memory, which takes 14 times as long for 8 choices of 256 experts.
   experts = jnp.arange(num_experts)[None, None, :]
   choices = [routing.expert_ids[..., i, None] == experts for i in range(routing.expert_ids.shape[-1])]
   assigned = sum((chosen.astype(jnp.float32) for chosen in choices), start=jnp.zeros_like(routing.scores))  # [B, T, E]

@@ -4,7 +4,7 @@ Shapes: B batch, T sequence, D model, F ffn, E experts, k choices per token.
 
 `Dropless` is the computation that a MixtureOfExperts takes. `apply_experts` does the work: inside `jax.shard_map` each
 device computes with the experts that it holds, and the chosen dispatch moves tokens between devices.
-_expert_parallel.py explains which mesh axis means what.
+_expert_parallel.py explains the meaning of each mesh axis.
 """
 
 from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ group. A group is therefore one block if some size fits, and the sizes are close
 size of balanced groups. A larger group (skewed routing) is split into blocks of the largest size and one block for the
 rest. The work follows the groups' sizes, not R.
 
-`ffn_by_loop` applies an expert's whole network to a block while the block is in the cache. It saves only the
+`ffn_by_loop` applies an expert's whole network to a block while the block is in the cache, and saves only the
 pre-activation of the hidden layer, because computing an activation again costs less than writing it to memory and
 reading it back. The gradient of a weight is written once per expert, not summed over all experts.
 

@@ -3,9 +3,9 @@
 Shapes: n tokens of this device, k choices per token, R = n * k rows, X devices of the exchange, E experts per device,
 P the pair capacity, D model.
 
-It runs on every platform and has no scatter. By default the buffers have room for the worst case: nothing is dropped,
-but X * P rows move where only R are real. A `capacity_factor` makes the buffers smaller; rows that do not fit are then
-dropped and counted.
+The padded all-to-all runs on every platform and has no scatter. By default the buffers have room for the worst case:
+nothing is dropped, but X * P rows move where only R are real. A `capacity_factor` makes the buffers smaller; rows that
+do not fit are then dropped and counted.
 """
 
 from collections.abc import Mapping
