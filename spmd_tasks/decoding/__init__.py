@@ -30,7 +30,7 @@ from spmd_tasks.decoding.generated_sequence import (
   TokenLogprob,
 )
 from spmd_tasks.decoding.generation import Completion, generate, search
-from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts, PromptSource
+from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts, PromptSource, PromptTokenizer
 from spmd_tasks.decoding.requests import Chunk, Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
@@ -54,6 +54,7 @@ __all__ = [
   'Prompt',
   'PromptFile',
   'PromptSource',
+  'PromptTokenizer',
   'Prompts',
   'Request',
   'SamplingParams',

@@ -1,58 +1,80 @@
-r"""Prompts: what a decoding job continues, from a JSON lines file.
+r"""Prompts: JSON lines that a decoding job continues, and the requests that they become.
 
     {"prompt": "def fibonacci(", "max_tokens": 40, "temperature": 0.8, "seed": 7, "n": 3, "stop": ["\n\n"]}
     {"prompt_ids": [1, 17, 34], "score_prompt": true}
 
-Every field but the prompt has a default in the task's DecodeSettings.
+Every field except the prompt has a default in the task's DecodeSettings; null stands for the default.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import difflib
-import math
+import functools
+import json
 import os
-from typing import Any, Protocol
+import re
+from typing import Annotated, Any, ClassVar, Protocol
 
+from annotated_types import Ge, Lt, MinLen
 from etils import epath
 
+from spmd_tasks.decoding.requests import Request
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.records import parse_json
+from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt, parse_json
+from spmd_tasks.runtime.decode_settings import SAMPLING_FIELDS, DecodeSettings, SamplingParams
+
+_Count = Annotated[int, Ge(0), Lt(2**31)]
+_Text = Annotated[str, MinLen(1)]
+_Number = int | float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-  """One line; None where it says nothing.
+  """One prompt; None stands for the task's default. The types are checked when a prompt is read from JSON.
 
   Fields:
-    prompt, prompt_ids: text, or tokens as they are (no token for the beginning of text is put before them).
+    prompt, prompt_ids: either text, or tokens that are used as they are (without the token for the beginning of text).
     n: how many continuations are wanted.
-    seed, max_tokens, temperature, top_k, top_p, min_p, repetition_penalty: of the sampling.
-    stop: strings that end a continuation; stop_ids: tokens that do, beside the end of text.
+    seed: of the random draws.
+    max_tokens: how many tokens may follow; 0 only scores the prompt.
+    repetition_penalty, temperature, top_k, top_p, min_p: see SamplingParams.
+    stop, stop_ids: strings and tokens that end a continuation, in addition to the end of text.
     score_prompt: whether the prompt's own log-probabilities are wanted.
-    id: anything; it is put on the output's line.
+    id: any JSON value; the output's line repeats it.
   """
 
+  __pydantic_config__: ClassVar[Any] = {'strict': True, 'allow_inf_nan': False}
+
   prompt: str | None = None
-  prompt_ids: tuple[int, ...] | None = None
-  n: int | None = None
-  seed: int | None = None
-  max_tokens: int | None = None
-  temperature: float | None = None
-  top_k: int | None = None
-  top_p: float | None = None
-  min_p: float | None = None
-  repetition_penalty: float | None = None
-  stop: tuple[str, ...] = ()
-  stop_ids: tuple[int, ...] = ()
+  prompt_ids: Annotated[tuple[_Count, ...], MinLen(1)] | None = None
+  n: Annotated[int, Ge(1), Lt(2**31)] | None = None
+  seed: Annotated[int, Ge(0), Lt(2**32)] | None = None
+  max_tokens: _Count | None = None
+  repetition_penalty: _Number | None = None
+  temperature: _Number | None = None
+  top_k: _Count | None = None
+  top_p: _Number | None = None
+  min_p: _Number | None = None
+  stop: tuple[_Text, ...] = ()
+  stop_ids: tuple[_Count, ...] = ()
   score_prompt: bool = False
   id: Any = None
+
+  def sampling(self, defaults: SamplingParams) -> SamplingParams:
+    """The prompt's sampling parameters, completed by the defaults.
+
+    Raises:
+      UserError: a value is impossible.
+    """
+    given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+    return dataclasses.replace(defaults, **{name: value for name, value in given.items() if value is not None})
 
 
 class PromptSource(Protocol):
   """The settings of a decode input."""
 
   def read(self) -> list[Prompt]:
-    """All prompts, the same on every process and each time."""
+    """Returns all prompts; the same ones on every process and every time."""
     ...
 
 
@@ -63,10 +85,10 @@ class PromptFile:
   path: str
 
   def read(self) -> list[Prompt]:
-    """The prompts.
+    """Returns the prompts.
 
     Raises:
-      UserError: the file cannot be read, or a line is no prompt; the message names it.
+      UserError: the file cannot be read, or a line is not a prompt; the message names the line.
     """
     try:
       data = epath.Path(os.path.expanduser(self.path)).read_bytes()
@@ -81,7 +103,7 @@ class PromptFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompts:
-  """Prompts that stand in the experiment itself; every one is text."""
+  """Texts that the experiment itself lists."""
 
   prompts: tuple[str, ...]
 
@@ -90,63 +112,132 @@ class Prompts:
 
 
 def parse_prompt(line: bytes, where: str) -> Prompt:
-  """A Prompt from a line of JSON.
+  """Makes a Prompt from a line of JSON.
 
   Raises:
-    UserError: it is none; the message begins with `where`.
+    UserError: the line is not a prompt; the message begins with `where`.
   """
+  import pydantic
+
   record = parse_json(line, where)
   if not isinstance(record, dict):
     raise UserError(f'{where}: expected an object such as {{"prompt": "Once"}}, found {type(record).__name__}.')
-  for name, value in record.items():
-    if name not in _IS_VALID:
-      near = difflib.get_close_matches(name, _IS_VALID, n=1)
-      hint = f'nearest: {near[0]!r}' if near else f'there are {", ".join(_IS_VALID)}'
+  names = [field.name for field in dataclasses.fields(Prompt)]
+  for name in record:
+    if name not in names:
+      near = difflib.get_close_matches(name, names, n=1)
+      hint = f'nearest: {near[0]!r}' if near else f'there are {", ".join(names)}'
       raise UserError(f'{where}: there is no field {name!r}; {hint}.')
-    is_valid, expected = _IS_VALID[name]
-    if not is_valid(value):
-      raise UserError(f'{where}: {name} = {value!r} must be {expected}.')
-  if ('prompt' in record) == ('prompt_ids' in record):
+  if isinstance(record.get('stop'), str):
+    record['stop'] = [record['stop']]
+  given = {name: value for name, value in record.items() if value is not None}
+  if ('prompt' in given) == ('prompt_ids' in given):
     raise UserError(f"{where}: give one of 'prompt' (text) and 'prompt_ids' (tokens).")
-  fields: dict[str, Any] = dict(record)
-  if isinstance(fields.get('stop'), str):
-    fields['stop'] = (fields['stop'],)
-  for name in ('prompt_ids', 'stop', 'stop_ids'):
-    if name in fields:
-      fields[name] = tuple(fields[name])
-  return Prompt(**fields)
+  try:
+    return _prompt_adapter().validate_json(json.dumps(given))
+  except pydantic.ValidationError as error:
+    # A value that is neither int nor float has an error about each of them.
+    first = next(each for each in error.errors(include_url=False) if each['loc'][-1:] != ('int',))
+    message = re.sub(r'^\w+ should', 'must', first['msg'])
+    if not first['loc']:
+      raise UserError(f'{where}: {message}.') from error
+    path = ''.join(f'[{key}]' if isinstance(key, int) else key for key in first['loc'] if key != 'float')
+    raise UserError(f'{where}: {path} = {first["input"]!r} {message}.') from error
 
 
-def _is_int(least: int, most: int = 2**31 - 1) -> Callable[[Any], bool]:
-  return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+@functools.cache
+def _prompt_adapter() -> Any:
+  import pydantic
+
+  return pydantic.TypeAdapter(Prompt)
 
 
-def _is_number(value: Any) -> bool:
-  return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptTokenizer:
+  """Turns prompts into requests that fit the compiled steps.
 
+  Attributes:
+    tokenizer: None where the experiment has none: prompts and generated sequences are then tokens only.
+    settings, max_len, vocab_size: of the steps.
+    seed: of prompts without a seed.
+  """
 
-def _is_list(value: Any, is_item: Callable[[Any], bool]) -> bool:
-  return isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_item, value))
+  tokenizer: Tokenizer | None
+  settings: DecodeSettings
+  max_len: int
+  vocab_size: int
+  seed: int
 
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of tokens; empty without a tokenizer."""
+    return '' if self.tokenizer is None else decode_generated(self.tokenizer, ids)
 
-def _is_text(value: Any) -> bool:
-  return isinstance(value, str) and bool(value)
+  def request(self, prompt: Prompt, where: str) -> tuple[Request, int]:
+    """Returns (the first request of a prompt, how many samples or beams are wanted).
 
+    Raises:
+      UserError: the prompt does not fit the model or the settings; the message begins with `where`.
+    """
+    ids = self._ids(prompt, where)
+    max_tokens = self._max_tokens(prompt, len(ids), where)
+    end = () if self.tokenizer is None else (self.tokenizer.eos_id,)
+    stop_ids = tuple(dict.fromkeys((*end, *prompt.stop_ids)))
+    if len(stop_ids) > self.settings.max_stop_ids:
+      raise UserError(
+        f'{where}: {len(stop_ids)} stop tokens, the end of text included, are more than max_stop_ids='
+        f'{self.settings.max_stop_ids}: name fewer, or raise task.decode.max_stop_ids.'
+      )
+    try:
+      sampling = prompt.sampling(self.settings.sampling)
+    except UserError as error:
+      raise UserError(f'{where}: {error}') from error
+    num_beams = self.settings.num_beams
+    num_outputs = prompt.n or num_beams
+    if num_beams > 1:
+      if num_outputs > num_beams:
+        raise UserError(f'{where}: n={num_outputs} is more than task.decode.num_beams={num_beams}.')
+      if max_tokens == 0 or prompt.score_prompt:
+        raise UserError(f'{where}: beam search scores no prompts: set task.decode.num_beams to 1.')
+    request = Request(
+      ids=ids,
+      max_tokens=max_tokens,
+      seed=self.seed if prompt.seed is None else prompt.seed,
+      stop_ids=stop_ids,
+      stop=prompt.stop,
+      score_prompt=prompt.score_prompt or max_tokens == 0,
+      sampling=sampling,
+    )
+    return request, num_outputs
 
-_NUMBER = (_is_number, 'a number')
-_IS_VALID: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-  'prompt': (lambda value: isinstance(value, str), 'text'),
-  'prompt_ids': (lambda value: _is_list(value, _is_int(0)) and bool(value), 'a list of tokens, at least one'),
-  'n': (_is_int(1), 'an integer of at least 1'),
-  'seed': (_is_int(0, 2**32 - 1), 'an integer from 0 to 4294967295'),
-  'max_tokens': (_is_int(0), 'an integer of at least 0'),
-  'temperature': _NUMBER,
-  'top_k': (_is_int(0), 'an integer of at least 0'),
-  'top_p': _NUMBER,
-  'min_p': _NUMBER,
-  'repetition_penalty': _NUMBER,
-  'stop': (lambda value: _is_text(value) or _is_list(value, _is_text), 'text or a list of texts, none of them empty'),
-  'stop_ids': (lambda value: _is_list(value, _is_int(0)), 'a list of tokens'),
-  'score_prompt': (lambda value: isinstance(value, bool), 'true or false'),
-  'id': (lambda value: True, 'anything'),
-}
+  def _ids(self, prompt: Prompt, where: str) -> tuple[int, ...]:
+    if prompt.prompt_ids is not None:
+      beyond = [token for token in prompt.prompt_ids if token >= self.vocab_size]
+      if beyond:
+        raise UserError(f'{where}: token {beyond[0]} is outside the vocabulary of {self.vocab_size}.')
+      return prompt.prompt_ids
+    if self.tokenizer is None:
+      raise UserError(
+        f"{where}: the prompt is text, but the experiment's inputs have no tokenizer: give 'prompt_ids' instead."
+      )
+    assert prompt.prompt is not None
+    ids = encode_prompt(self.tokenizer, prompt.prompt)
+    if not ids:
+      raise UserError(f'{where}: the prompt is empty, and the tokenizer has no token for the beginning of text.')
+    return ids
+
+  def _max_tokens(self, prompt: Prompt, num_ids: int, where: str) -> int:
+    room = self.max_len - num_ids
+    # The last token is not read again, but a prompt must leave room for one.
+    if room < (0 if prompt.max_tokens == 0 else 1):
+      raise UserError(
+        f'{where}: the prompt has {num_ids} tokens and max_len is {self.max_len}: shorten it, or raise '
+        'task.decode.max_len.'
+      )
+    if prompt.max_tokens is None:
+      return min(room, self.settings.max_tokens or room)
+    if prompt.max_tokens > room:
+      raise UserError(
+        f'{where}: {num_ids} tokens of prompt and max_tokens={prompt.max_tokens} exceed max_len {self.max_len}: lower '
+        'max_tokens, or raise task.decode.max_len.'
+      )
+    return prompt.max_tokens

@@ -27,7 +27,14 @@ from spmd_tasks.inputs.synthetic import SyntheticText
 from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextFiles, TextSource
 from spmd_tasks.inputs.text_input import TextInput
 from spmd_tasks.inputs.tfdata_input import TfDataFunction, TfDataInput, TfDataSource, TfRecords
-from spmd_tasks.inputs.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer, train_bpe
+from spmd_tasks.inputs.tokenizers import (
+  BpeTokenizer,
+  ByteTokenizer,
+  Tokenizer,
+  decode_generated,
+  encode_prompt,
+  train_bpe,
+)
 
 __all__ = [
   'BATCH_DTYPES',
@@ -54,7 +61,9 @@ __all__ = [
   'TfRecords',
   'Tokenizer',
   'check_state',
+  'decode_generated',
   'empty_batch',
+  'encode_prompt',
   'language_model_spec',
   'parse_json',
   'shard_rows',

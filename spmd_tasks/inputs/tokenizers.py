@@ -42,6 +42,19 @@ class Tokenizer(Protocol):
     ...
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+  """The ids of a prompt: they begin with bos where the vocabulary has one, also where `text` does not contain it."""
+  ids = tuple(tokenizer.encode(text))
+  if tokenizer.bos_id is None or ids[:1] == (tokenizer.bos_id,):
+    return ids
+  return (tokenizer.bos_id, *ids)
+
+
+def decode_generated(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+  """The text of generated ids; ids outside the vocabulary, which a model with a larger one may sample, give no text."""
+  return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteTokenizer:
   """UTF-8 bytes: ids 0, 1 and 2 are pad, bos and eos; byte b is id b + 3, so that a vocabulary has 259 entries."""

@@ -14,14 +14,23 @@ from etils import epath
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.checkpoints.durable_files import absolute_path
-from spmd_tasks.decoding import Completion, DecodeSteps, PromptFile, PromptSource, Request, generate, search
+from spmd_tasks.decoding import (
+  Completion,
+  DecodeSteps,
+  PromptFile,
+  PromptSource,
+  PromptTokenizer,
+  Request,
+  generate,
+  search,
+)
 from spmd_tasks.distributed.agreement import is_primary, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.programs.decode_requests import PromptTokenizer, find_tokenizer, output_record, request_record
+from spmd_tasks.programs.decode_requests import find_tokenizer, output_record, request_record
 from spmd_tasks.programs.decoded_file import DecodedFile
 from spmd_tasks.programs.progress import Progress, make_progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, PreemptedError, checkpoint_directory, checkpoints_to_use

@@ -1,22 +1,145 @@
-"""Conversations as text."""
+"""Conversations as text: templates in Hugging Face's format, and errors in them."""
+
+import json
 
 import pytest
 
 from spmd_tasks.decoding import ChatTemplate
 
+MESSAGES = [
+  {'role': 'system', 'content': 'be brief'},
+  {'role': 'user', 'content': '{role} {{ x }} {% if %}'},
+  {'role': 'assistant', 'content': 'é <b>'},
+  {'role': 'user', 'content': ' more '},
+]
 
-@pytest.mark.parametrize(
-  'settings, expected',
-  [
-    ({}, 'system: be brief\nuser: {role} {x}\nassistant: '),
-    ({'turn': '<{role}>{content}</>', 'reply': '<assistant>'}, '<system>be brief</><user>{role} {x}</><assistant>'),
-  ],
-)
-def test_what_a_message_says_is_never_taken_for_the_template(settings, expected):
-  assert ChatTemplate(**settings).render([('system', 'be brief'), ('user', '{role} {x}')]) == expected
+# Indented blocks on lines of their own, as many published templates have them.
+CHATML = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+BRACKETS = """\
+{% if messages[0]['role'] == 'system' %}
+  {% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
+  {% set turns = messages[1:] %}
+{% else %}
+  {% set system, turns = '', messages %}
+{% endif %}
+{% for message in turns %}
+  {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+    {{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}
+  {% endif %}
+  {% if message['role'] == 'user' %}
+{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'] | trim + ' [/INST]' }}
+  {%- else %}
+{{ ' ' + message['content'] | trim + ' ' + eos_token }}
+  {%- endif %}
+{% endfor %}"""
+
+
+def test_the_default_is_a_transcript_and_content_is_never_taken_for_the_template():
+  expected = 'system: be brief\nuser: {role} {{ x }} {% if %}\nassistant: é <b>\nuser:  more \n'
+  assert ChatTemplate().render(MESSAGES) == expected + 'assistant: '
+  assert ChatTemplate().render(MESSAGES, add_generation_prompt=False) == expected
+  assert ChatTemplate().stop == ('\nuser:', '\nsystem:')
+
+
+def test_turns_with_any_characters_around_them():
+  template = ChatTemplate.from_turns('<{role}>{{"\\{content}😀\n', reply='{{ role }}', stop=['x'])
+  assert template.render(MESSAGES[:1]) == '<system>{{"\\be brief😀\n{{ role }}'
+  assert template.stop == ('x',)
+  assert ChatTemplate.from_turns().render(MESSAGES) == ChatTemplate().render(MESSAGES)
 
 
 @pytest.mark.parametrize('turn', ['', '{role}', '{content}', '{content} by {role}'])
 def test_a_turn_has_a_role_and_then_a_content(turn):
   with pytest.raises(ValueError, match='turn='):
-    ChatTemplate(turn=turn)
+    ChatTemplate.from_turns(turn)
+
+
+@pytest.mark.parametrize(
+  'template, expected',
+  [
+    (
+      CHATML,
+      '<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n{role} {{ x }} {% if %}<|im_end|>\n'
+      '<|im_start|>assistant\né <b><|im_end|>\n<|im_start|>user\n more <|im_end|>\n<|im_start|>assistant\n',
+    ),
+    (
+      BRACKETS,
+      '<s>[INST] <<SYS>>\nbe brief\n<</SYS>>\n\n{role} {{ x }} {% if %} [/INST] é <b> </s><s>[INST] more [/INST]',
+    ),
+    ("{{ messages[2] | tojson }}{{ tools }}{{ strftime_now('%Y') | length }}", None),
+    ('{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% break %}{% endfor %}', 'system'),
+  ],
+  ids=['chatml', 'brackets', 'functions', 'loop controls'],
+)
+def test_templates_in_the_format_of_hugging_face(template, expected):
+  expected = expected or '{"role": "assistant", "content": "é <b>"}None4'
+  assert ChatTemplate(template=template, bos_token='<s>', eos_token='</s>').render(MESSAGES) == expected
+
+
+@pytest.mark.parametrize(
+  'template, line, message',
+  [
+    ('{% for x in %}', 1, 'Expected an expression'),
+    ('a\nb\n{{ x', 3, 'unexpected end of template'),
+    ('\n{{ messages | fancy }}', 2, "No filter named 'fancy'"),
+  ],
+)
+def test_what_is_not_jinja_is_named_with_its_line(template, line, message):
+  with pytest.raises(ValueError, match=rf'not valid Jinja in line {line}: .*{message}[^.]*\.$'):
+    ChatTemplate(template=template)
+
+
+@pytest.mark.parametrize(
+  'template, message',
+  [
+    (BRACKETS, r'refuses the messages: roles must alternate user/assistant'),
+    ('\n{{ messages[0].content + 3 }}', 'fails in line 2 for these messages: can only concatenate'),
+    ("{{ messages[0]['name'].x }}", "fails in line 1 .* has no attribute 'name'"),
+    ('{{ messages.append(1) }}', 'fails in line 1 .* is unsafe'),
+    ("{{ ''.__class__.__mro__ }}", 'fails in line 1 .* is unsafe'),
+    ('{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}', 'recursion'),
+  ],
+)
+def test_messages_that_a_template_cannot_render(template, message):
+  with pytest.raises(ValueError, match=message):
+    ChatTemplate(template=template).render([MESSAGES[0], MESSAGES[2]])
+
+
+@pytest.mark.parametrize('has_names', [False, True])
+def test_the_template_of_a_tokenizer_config(tmp_path, has_names):
+  path = tmp_path / 'tokenizer_config.json'
+  named = [{'name': 'tools', 'template': ''}, {'name': 'default', 'template': CHATML}]
+  chat_template = named if has_names else CHATML
+  path.write_text(json.dumps({'chat_template': chat_template, 'bos_token': {'content': '<s>'}, 'eos_token': None}))
+  expected = ChatTemplate(template=CHATML, bos_token='<s>', stop=('y',))
+  assert ChatTemplate.from_file(str(path), stop=('y',)) == expected
+
+
+def test_the_template_of_a_jinja_file(tmp_path):
+  (tmp_path / 'chat_template.jinja').write_text(CHATML)
+  assert ChatTemplate.from_file(str(tmp_path / 'chat_template.jinja')) == ChatTemplate(template=CHATML, stop=())
+
+
+@pytest.mark.parametrize(
+  'name, content, message',
+  [
+    ('none.json', None, 'cannot be read: No such file'),
+    ('bytes.jinja', b'\xff', 'cannot be read'),
+    ('text.json', b'{', 'is not JSON'),
+    ('empty.json', b'{}', "no text under the key 'chat_template'"),
+    ('list.json', b'[]', "no text under the key 'chat_template'"),
+    ('named.json', b'{"chat_template": [{"name": "x", "template": "y"}]}', "no text under the key 'chat_template'"),
+  ],
+)
+def test_a_file_without_a_template_is_named(tmp_path, name, content, message):
+  if content is not None:
+    (tmp_path / name).write_bytes(content)
+  with pytest.raises(ValueError, match=rf'{name} .*{message}'):
+    ChatTemplate.from_file(str(tmp_path / name))

@@ -1,0 +1,105 @@
+"""Prompts: what a line of JSON may hold, and the requests that prompts become."""
+
+import dataclasses
+import json
+
+import pytest
+
+from spmd_tasks.decoding import Prompt, PromptTokenizer, SamplingParams
+from spmd_tasks.decoding.prompts import parse_prompt
+from spmd_tasks.inputs import ByteTokenizer
+from spmd_tasks.runtime.decode_settings import DecodeSettings
+
+SETTINGS = DecodeSettings(max_tokens=8, temperature=0.5, top_k=7)
+TOKENIZER = PromptTokenizer(tokenizer=ByteTokenizer(), settings=SETTINGS, max_len=24, vocab_size=300, seed=11)
+
+
+def parse(fields) -> Prompt:
+  return parse_prompt(fields if isinstance(fields, bytes) else json.dumps(fields).encode(), 'p line 3')
+
+
+def test_every_field_is_read():
+  fields = {
+    'prompt': 'ñ',
+    'n': 2,
+    'seed': 2**32 - 1,
+    'max_tokens': 0,
+    'repetition_penalty': 1.5,
+    'temperature': 2,
+    'top_k': 3,
+    'top_p': 0.5,
+    'min_p': 0.25,
+    'stop_ids': [4, 5],
+    'score_prompt': True,
+    'id': {'mine': [1, None]},
+  }
+  expected = Prompt(**fields | {'stop_ids': (4, 5), 'stop': ('a', 'b')})
+  assert parse(fields | {'stop': ['a', 'b']}) == expected
+  assert parse({'prompt': 'x', 'stop': 'ab'}).stop == ('ab',)
+  assert parse({'prompt': None, 'prompt_ids': [1, 2], 'n': None}) == Prompt(prompt_ids=(1, 2))
+  assert {field.name for field in dataclasses.fields(SamplingParams)} <= set(fields)
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    (b'{', 'is not JSON'),
+    ([1], 'expected an object such as .*, found list'),
+    ({'promt': 'x'}, "there is no field 'promt'; nearest: 'prompt'"),
+    ({'zzzzz': 'x'}, "there is no field 'zzzzz'; there are prompt, prompt_ids, "),
+    ({}, "give one of 'prompt'"),
+    ({'prompt': 'x', 'prompt_ids': [1]}, "give one of 'prompt'"),
+    ({'prompt': 3}, 'prompt = 3 must be a valid string'),
+    ({'prompt': '\ud800'}, 'Invalid JSON'),
+    ({'prompt_ids': []}, r'prompt_ids = \[\] must have at least 1 item'),
+    ({'prompt_ids': [1, -1]}, r'prompt_ids\[1\] = -1 must be greater than or equal to 0'),
+    ({'prompt_ids': 'abc'}, "prompt_ids = 'abc' must be a valid array"),
+    ({'prompt': 'x', 'n': 0}, 'n = 0 must be greater than or equal to 1'),
+    ({'prompt': 'x', 'n': True}, 'n = True must be a valid integer'),
+    ({'prompt': 'x', 'seed': 2**32}, 'seed = 4294967296 must be less than 4294967296'),
+    ({'prompt': 'x', 'max_tokens': -1}, 'max_tokens = -1 must be greater than or equal to 0'),
+    ({'prompt': 'x', 'temperature': 'hot'}, "temperature = 'hot' must be a valid number"),
+    ({'prompt': 'x', 'temperature': False}, 'temperature = False must be a valid number'),
+    ({'prompt': 'x', 'min_p': float('nan')}, 'min_p = nan must be a finite number'),
+    ({'prompt': 'x', 'top_k': 1.5}, 'top_k = 1.5 must be a valid integer'),
+    ({'prompt': 'x', 'stop': ['a', '']}, r"stop\[1\] = '' must have at least 1 character"),
+    ({'prompt': 'x', 'stop_ids': [2**31]}, r'stop_ids\[0\] = 2147483648 must be less than 2147483648'),
+    ({'prompt': 'x', 'score_prompt': 1}, 'score_prompt = 1 must be a valid boolean'),
+  ],
+)
+def test_a_wrong_line_is_named_in_a_sentence(fields, message):
+  with pytest.raises(ValueError, match=rf'^p line 3:? .*{message}'):
+    parse(fields)
+
+
+def test_what_a_prompt_leaves_out_comes_from_the_settings():
+  request, num_outputs = TOKENIZER.request(Prompt(prompt='abc', top_k=0), 'here')
+  assert (request.ids, request.max_tokens, request.seed, num_outputs) == ((1, 100, 101, 102), 8, 11, 1)
+  assert request.stop_ids == (2,)
+  assert request.sampling == SamplingParams(temperature=0.5)
+  assert type(request.sampling) is SamplingParams
+  assert TOKENIZER.request(Prompt(prompt_ids=(7,) * 20), 'here')[0].max_tokens == 4  # what max_len leaves
+  assert TOKENIZER.request(Prompt(prompt='x', max_tokens=0), 'here')[0].score_prompt
+
+
+def test_ids_beyond_the_vocabulary_of_the_tokenizer_have_no_text():
+  assert TOKENIZER.decode([100, 299, 101]) == 'ab'
+  assert dataclasses.replace(TOKENIZER, tokenizer=None).decode([100]) == ''
+
+
+@pytest.mark.parametrize(
+  'prompt, changes, message',
+  [
+    ({'prompt': 'x', 'temperature': -1}, {}, 'temperature=-1 must be 0'),
+    ({'prompt': 'x'}, {'tokenizer': None}, 'the prompt is text'),
+    ({'prompt_ids': (300,)}, {}, 'token 300 is outside the vocabulary of 300'),
+    ({'prompt_ids': (3,) * 24}, {}, 'the prompt has 24 tokens and max_len is 24'),
+    ({'prompt': 'x', 'max_tokens': 23}, {}, '2 tokens of prompt and max_tokens=23 exceed max_len 24'),
+    ({'prompt': 'x', 'stop_ids': (5, 6, 7, 8)}, {}, '5 stop tokens'),
+    ({'prompt': 'x', 'n': 4}, {'settings': DecodeSettings(num_beams=3)}, 'n=4 is more than task.decode.num_beams=3'),
+    ({'prompt': 'x', 'score_prompt': True}, {'settings': DecodeSettings(num_beams=3)}, 'beam search scores no prompts'),
+  ],
+)
+def test_a_prompt_that_does_not_fit_is_named_in_a_sentence(prompt, changes, message):
+  with pytest.raises(ValueError, match=f'^here: {message}'):
+    dataclasses.replace(TOKENIZER, **changes).request(Prompt(**prompt), 'here')
