@@ -21,7 +21,7 @@ from etils import epath
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt, parse_json
-from spmd_tasks.runtime.decode_settings import SAMPLING_FIELDS, DecodeSettings, SamplingParams
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 _Count = Annotated[int, Ge(0), Lt(2**31)]
 _Text = Annotated[str, MinLen(1)]
@@ -59,15 +59,6 @@ class Prompt:
   stop_ids: tuple[_Count, ...] = ()
   score_prompt: bool = False
   id: Any = None
-
-  def sampling(self, defaults: SamplingParams) -> SamplingParams:
-    """The prompt's sampling parameters, completed by the defaults.
-
-    Raises:
-      UserError: a value is impossible.
-    """
-    given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
-    return dataclasses.replace(defaults, **{name: value for name, value in given.items() if value is not None})
 
 
 class PromptSource(Protocol):
@@ -188,7 +179,7 @@ class PromptTokenizer:
         f'{self.settings.max_stop_ids}: name fewer, or raise task.decode.max_stop_ids.'
       )
     try:
-      sampling = prompt.sampling(self.settings.sampling)
+      sampling = self.settings.sampling_for(prompt)
     except UserError as error:
       raise UserError(f'{where}: {error}') from error
     num_beams = self.settings.num_beams

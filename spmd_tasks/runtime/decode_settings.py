@@ -44,9 +44,6 @@ class SamplingParams:
       raise UserError(f'repetition_penalty={self.repetition_penalty} must be positive, where 1 is none.')
 
 
-SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSettings(SamplingParams):
   """The sizes that a task's decoding is compiled for, and the sampling parameters of requests that give none.
@@ -92,10 +89,14 @@ class DecodeSettings(SamplingParams):
       raise UserError(f'num_top_logprobs={self.num_top_logprobs} must not be negative.')
     super().__post_init__()
 
-  @property
-  def sampling(self) -> SamplingParams:
-    """The sampling parameters alone."""
-    return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_FIELDS})
+  def sampling_for(self, given: object) -> SamplingParams:
+    """The sampling parameters of a request: its own attributes of these names, and the defaults where they are None.
+
+    Raises:
+      UserError: a value is impossible.
+    """
+    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(SamplingParams)}
+    return SamplingParams(**{name: getattr(self, name) if own is None else own for name, own in values.items()})
 
   def buckets(self, longest: int) -> tuple[int, ...]:
     """The lengths to which chunks are padded: min_bucket, the powers of two above it, and `longest` as the last one."""

@@ -12,8 +12,9 @@ import dataclasses
 import secrets
 from typing import Any, Literal
 
-from spmd_tasks.decoding import ChatTemplate, DecodeSettings, Request, SamplingParams
-from spmd_tasks.inputs.tokenizers import Tokenizer
+from spmd_tasks.decoding import ChatTemplate, DecodeSettings, Request
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, validate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.settings import ServerSettings
@@ -44,12 +45,11 @@ class ServedModel:
 
   def encode(self, text: str) -> tuple[int, ...]:
     """Turns a prompt into tokens, after the token for the beginning of text if there is one."""
-    begin = () if self.tokenizer.bos_id is None else (self.tokenizer.bos_id,)
-    return (*begin, *self.tokenizer.encode(text))
+    return encode_prompt(self.tokenizer, text)
 
   def decode(self, ids: Sequence[int]) -> str:
     """Turns tokens into text; ids beyond the tokenizer's vocabulary, which a padded model may have, add no text."""
-    return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])
+    return decode_generated(self.tokenizer, ids)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,12 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
   """
   _check_name(fields, model)
   body = validate(ChatBody, fields)
-  turns = (('system' if turn.role == 'developer' else turn.role, turn.text) for turn in body.messages)
-  ids = model.encode(model.chat_template.render(turns))
+  roles = {'developer': 'system'}
+  messages = [{'role': roles.get(turn.role, turn.role), 'content': turn.text} for turn in body.messages]
+  try:
+    ids = model.encode(model.chat_template.render(messages))
+  except UserError as error:
+    raise RequestError(f'messages: {error}', param='messages') from error
   _check_num_logprobs('top_logprobs', body.top_logprobs, model)
   if body.top_logprobs is not None and not body.logprobs:
     raise RequestError('top_logprobs needs logprobs to be true.', param='top_logprobs')
@@ -173,9 +177,7 @@ def _generation_request(
   stop_ids = _stop_ids(body, model)
   if body.stream_options is not None and not body.stream:
     raise RequestError('stream_options needs stream to be true.', param='stream_options')
-  names = [field.name for field in dataclasses.fields(SamplingParams)]
-  given = {name: value for name in names if (value := getattr(body, name)) is not None}
-  sampling = dataclasses.replace(model.settings.sampling, **given)
+  sampling = model.settings.sampling_for(body)
   requests = tuple(
     Request(
       ids=ids,

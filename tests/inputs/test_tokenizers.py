@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer, train_bpe
+from spmd_tasks.inputs import BpeTokenizer, ByteTokenizer, Tokenizer, decode_generated, encode_prompt, train_bpe
 
 TEXTS = ['', 'hello', ' two  spaces\n\ttab', 'déjà vu', '漢字 🙂 \x00\x7f', 'a' * 300]
 
@@ -44,6 +44,19 @@ def test_bpe_merges_and_special_tokens(bpe):
   assert 259 < bpe.vocab_size <= 280
   assert len(bpe.encode('the the the')) < len('the the the')
   assert bpe.decode([bpe.bos_id, *bpe.encode('the'), bpe.eos_id, bpe.pad_id]) == 'the'
+
+
+def test_prompts_begin_with_bos_once_where_there_is_one(bpe):
+  assert encode_prompt(ByteTokenizer(), 'A') == (1, 68)
+  assert encode_prompt(bpe, 'hat') == encode_prompt(bpe, '<bos>hat') == (1, *bpe.encode('hat'))
+  without = BpeTokenizer(path=bpe.path, bos_token=None)
+  assert encode_prompt(without, '') == ()
+  assert encode_prompt(without, 'hat') == tuple(bpe.encode('hat'))
+
+
+def test_generated_ids_beyond_the_vocabulary_have_no_text(bpe):
+  for tokenizer in (ByteTokenizer(), bpe):
+    assert decode_generated(tokenizer, [*tokenizer.encode('hat'), tokenizer.vocab_size, 10**6]) == 'hat'
 
 
 def test_bpe_can_be_sent_to_a_worker_process(bpe):
