@@ -42,7 +42,6 @@ import numpy as np
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.decoding import ChatTemplate, DecodeSteps, GeneratedSequence, ModelEngine, Request, Scheduler
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs.decode_requests import find_tokenizer
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
 
 SIZES = ('model_dims=256', 'num_layers=4', 'num_heads=4', 'hidden_dims=768', 'seq_len=256', 'batch_size=8')
@@ -76,7 +75,7 @@ def make_engine(sizes):
   steps = DecodeSteps(model)
   engine = ModelEngine(steps, model.init(0).weights)
   engine.warm_up()
-  return engine, steps, find_tokenizer(job)
+  return engine, steps, job.tokenizer
 
 
 def sequences_of(trace, tokenizer):

@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd_tasks.decoding import ChatTemplate, PromptSource
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.base import Input
+from spmd_tasks.inputs import Input, Tokenizer
 from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
@@ -271,6 +271,13 @@ class Job:
             'and - only.'
           )
       object.__setattr__(self, field, types.MappingProxyType(dict(inputs)))
+
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    """The tokenizer of the training input, or else of an eval set; None where no input has one."""
+    inputs = (self.train_input, *self.eval_inputs.values())
+    tokenizers = (getattr(source, 'tokenizer', None) for source in inputs)
+    return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
 
 
 def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> PartitionedModel:

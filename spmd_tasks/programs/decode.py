@@ -1,13 +1,14 @@
-"""--mode=decode_once and --mode=decode: what a checkpoint's weights make of prompts, once or for each new checkpoint.
+"""--mode=decode_once and --mode=decode: continues prompts with a checkpoint's weights, once or for each new checkpoint.
 
-Outputs go to `<job_log_dir>/decode/<name>/step_<N>.jsonl`, one line per prompt, metrics beside them. A job that is
-started again goes on behind the last whole line, and gives the same outputs: they follow from weights, prompt and seed.
+Outputs go to `<job_log_dir>/decode/<name>/step_<N>.jsonl`, one line per prompt; metrics go to the same directory. A job
+that is started again continues after the last whole line. It gives the same outputs, because an output depends only on
+the weights, the prompt and the seed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -17,6 +18,7 @@ from spmd_tasks.checkpoints.durable_files import absolute_path
 from spmd_tasks.decoding import (
   Completion,
   DecodeSteps,
+  Prompt,
   PromptFile,
   PromptSource,
   PromptTokenizer,
@@ -30,9 +32,8 @@ from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.programs.decode_requests import find_tokenizer, output_record, request_record
-from spmd_tasks.programs.decoded_file import DecodedFile
-from spmd_tasks.programs.progress import Progress, make_progress
+from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record
+from spmd_tasks.programs.progress import make_progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, PreemptedError, checkpoint_directory, checkpoints_to_use
 from spmd_tasks.runtime import make_writer
 
@@ -52,23 +53,25 @@ def decode(
 
   Args:
     job: the built experiment.
-    job_log_dir: a training job's directory, running or not; only `decode/` below it is written.
-    emergency: the way out of a failure that other processes must hear of.
-    input_path: prompts instead of the experiment's decode inputs; their name is the file's.
-    output_path: where their outputs go instead of `decode/`.
+    job_log_dir: the directory of a training job, which may still be running; only `decode/` below it is written.
+    emergency: ends this process after a failure that the other processes must learn of.
+    input_path: a file of prompts, instead of the experiment's decode inputs; the file's name names the outputs.
+    output_path: a file for the outputs, instead of one below `decode/`.
     step: the checkpoint's step.
-    watch: go on with every new checkpoint until that of `num_train_steps`.
+    watch: decode with every new checkpoint, until that of `num_train_steps`.
     poll_s: seconds between two looks for a new checkpoint.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
-    UserError: there are no prompts, they do not fit the model, or outputs of others are in the way.
+    UserError: there are no prompts, they do not fit the model, or a file holds the outputs of other prompts.
   """
   sources: dict[str, PromptSource] = dict(job.decode_inputs)
   if input_path is not None:
     sources = {epath.Path(input_path).stem: PromptFile(path=input_path)}
   if not sources:
-    raise UserError(f'experiment {job.name} has no decode inputs: give --decode_input FILE, or decode_inputs().')
+    raise UserError(
+      f'experiment {job.name} has no decode inputs: give --decode_input FILE, or return some from its decode_inputs().'
+    )
   model = partition_job(job)
   steps = DecodeSteps(model)
   with contextlib.ExitStack() as stack, emergency.on_failure():
@@ -113,115 +116,123 @@ def decode(
       return exit_codes.OK
     except PreemptedError:
       if is_primary():
-        print('Preempted: the same command goes on behind the last prompt that is done.', flush=True)
+        print('Preempted: the same command continues after the last finished prompt.', flush=True)
       return exit_codes.PREEMPTED
 
 
-class Decoder:
-  """Decodes sets of prompts, which are read and checked first."""
+class _PromptRequest(NamedTuple):
+  """One prompt to decode.
 
-  def __init__(self, job: Job, steps: DecodeSteps, sources: dict[str, PromptSource], on_step: Any):
+  Fields:
+    prompt: as it was read.
+    request: its first sample.
+    num_outputs: how many samples or beams are wanted.
+    record: what the outputs depend on beside the weights, as JSON.
+  """
+
+  prompt: Prompt
+  request: Request
+  num_outputs: int
+  record: dict[str, Any]
+
+
+class Decoder:
+  """Decodes sets of prompts; the constructor reads and checks all of them."""
+
+  def __init__(self, job: Job, steps: DecodeSteps, sources: dict[str, PromptSource], on_step: Callable[[], None]):
     self._steps = steps
     self._on_step = on_step
     self._tensorboard = job.experiment.tensorboard
     self._tokenizer = PromptTokenizer(
-      tokenizer=find_tokenizer(job),
+      tokenizer=job.tokenizer,
       settings=steps.settings,
       max_len=steps.max_len,
       vocab_size=steps.vocab_size,
       seed=job.experiment.seed,
     )
-    self._prompts = {name: source.read() for name, source in sources.items()}
-    self._requests = {
-      name: [self._tokenizer.request(prompt, f'{name}, prompt {number}') for number, prompt in enumerate(prompts, 1)]
-      for name, prompts in self._prompts.items()
-    }
+    self._wanted: dict[str, list[_PromptRequest]] = {}
+    for name, source in sources.items():
+      self._wanted[name] = []
+      for number, prompt in enumerate(source.read(), start=1):
+        request, num_outputs = self._tokenizer.request(prompt, f'{name}, prompt {number}')
+        record = request_record(prompt, request, num_outputs, steps.settings)
+        self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, record))
 
   def compile(self) -> None:
-    """Compiles, the first time, what these prompts need."""
-    requests = [request for pairs in self._requests.values() for request, _ in pairs]
-    self._steps.compile(score_prompts=any(request.score_prompt for request in requests))
+    """Compiles the programs that these prompts need; does nothing the second time."""
+    self._steps.compile(
+      score_prompts=any(each.request.score_prompt for wanted in self._wanted.values() for each in wanted)
+    )
 
   def run(self, name: str, weights: Any, step: int, path: epath.Path, directory: epath.Path) -> None:
-    """Decodes the prompts that have no line in `path` yet; metrics of `step` go to `directory`."""
-    prompts, pairs = self._prompts[name], self._requests[name]
-    records = [
-      request_record(prompt, request, num_outputs, self._steps.settings)
-      for prompt, (request, num_outputs) in zip(prompts, pairs, strict=True)
-    ]
-    file = DecodedFile(path, records)
+    """Decodes the prompts that have no line in `path` yet, and writes the metrics of `step` to `directory`."""
+    wanted = self._wanted[name]
+    file = DecodedFile(path, [each.record for each in wanted])
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
-    progress = make_progress(len(prompts), first, primary=is_primary())
-    began, num_tokens, num_outputs = time.perf_counter(), 0, 0
+    progress = make_progress(len(wanted), first, primary=is_primary())
+    began = time.perf_counter()
+    lengths: list[int] = []
     try:
-      for number, completions in _in_order(self._complete(weights, pairs[first:])):
+      for number, completions in _in_order(self._complete(weights, wanted[first:])):
         index = first + number
-        num_outputs += len(completions)
-        num_tokens += sum(len(completion.ids) for completion in completions)
+        lengths += [len(completion.ids) for completion in completions]
         if is_primary():
-          file.append(self._record(index, step, prompts[index].id, records[index], completions))
+          each = wanted[index]
+          outputs = outputs_record(completions, has_text=self._tokenizer.tokenizer is not None)
+          ids = {} if each.prompt.id is None else {'id': each.prompt.id}
+          file.append({'index': index, 'step': step, 'request': each.record} | ids | outputs)
         progress.step(index + 1)
       if is_primary() and not path.exists():
         file.finish()
-      self._report(name, step, directory, progress, (first, len(prompts)), num_outputs, num_tokens, began)
+      if first == len(wanted):
+        progress.message(f'step {step}  decode {name}: all {first} prompts are done already')
+        return
+      metrics = _metrics(len(wanted) - first, lengths, time.perf_counter() - began)
+      writer = make_writer(directory, tensorboard=self._tensorboard, primary=is_primary())
+      writer.write(step, metrics)
+      writer.close()
+      again = f' ({first} were done already)' if first else ''
+      progress.message(
+        f'step {step}  decode {name}: {len(wanted) - first} prompts, {sum(lengths)} tokens, '
+        f'{metrics["tokens_per_second"]:.0f} tokens/s{again}'
+      )
     finally:
       file.close()
       progress.close()
 
-  def _report(self, name, step, directory, progress: Progress, prompts, num_outputs, num_tokens, began) -> None:
-    first, total = prompts
-    if first == total:
-      progress.message(f'step {step}  decode {name}: all {total} prompts are done already')
-      return
-    seconds = time.perf_counter() - began
-    metrics = {
-      'num_prompts': float(total - first),
-      'num_tokens': float(num_tokens),
-      'mean_length': num_tokens / num_outputs,
-      'tokens_per_second': num_tokens / seconds,
-      'seconds': seconds,
-    }
-    writer = make_writer(directory, tensorboard=self._tensorboard, primary=is_primary())
-    writer.write(step, metrics)
-    writer.close()
-    again = f' ({first} were done already)' if first else ''
-    progress.message(
-      f'step {step}  decode {name}: {total - first} prompts, {num_tokens} tokens, '
-      f'{metrics["tokens_per_second"]:.0f} tokens/s{again}'
-    )
-
-  def _record(self, index, step, prompt_id, request, completions: list[Completion]) -> dict[str, Any]:
-    has_text = self._tokenizer.tokenizer is not None
-    record = {'index': index, 'step': step, 'request': request}
-    if prompt_id is not None:
-      record['id'] = prompt_id
-    if completions[0].prompt_logprobs is not None:
-      record['prompt_logprobs'] = completions[0].prompt_logprobs
-    decode = self._tokenizer.decode if has_text else None
-    return record | {'outputs': [output_record(completion, decode) for completion in completions]}
-
-  def _complete(self, weights: Any, pairs: list[tuple[Request, int]]) -> Iterator[tuple[int, list[Completion]]]:
-    """(number of the prompt, its outputs), as they finish."""
+  def _complete(self, weights: Any, wanted: list[_PromptRequest]) -> Iterator[tuple[int, list[Completion]]]:
+    """Yields (number of the prompt, its outputs), in the order in which prompts finish."""
     decode = self._tokenizer.decode
     if self._steps.settings.num_beams > 1:
-      requests = [request for request, _ in pairs]
+      requests = [each.request for each in wanted]
       for number, beams in search(self._steps, weights, requests, decode=decode, on_step=self._on_step):
-        yield number, beams[: pairs[number][1]]
+        yield number, beams[: wanted[number].num_outputs]
       return
-    owners = [(number, sample) for number, (_, count) in enumerate(pairs) for sample in range(count)]
-    samples = (pairs[number][0].as_sample(sample) for number, sample in owners)
+    owners = [(number, sample) for number, each in enumerate(wanted) for sample in range(each.num_outputs)]
+    samples = (wanted[number].request.as_sample(sample) for number, sample in owners)
     unfinished: dict[int, dict[int, Completion]] = {}
     for index, completion in generate(self._steps, weights, samples, decode=decode, on_step=self._on_step):
       number, sample = owners[index]
       done = unfinished.setdefault(number, {})
       done[sample] = completion
-      if len(done) == pairs[number][1]:
+      if len(done) == wanted[number].num_outputs:
         yield number, [done[i] for i in range(len(done))]
         del unfinished[number]
 
 
+def _metrics(num_prompts: int, lengths: list[int], seconds: float) -> dict[str, float]:
+  """The metrics of a finished set of prompts, from the lengths of its outputs."""
+  return {
+    'num_prompts': float(num_prompts),
+    'num_tokens': float(sum(lengths)),
+    'mean_length': sum(lengths) / len(lengths),
+    'tokens_per_second': sum(lengths) / seconds,
+    'seconds': seconds,
+  }
+
+
 def _in_order(numbered: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-  """The same pairs by their numbers, 0, 1, 2, ...; what is too early waits."""
+  """Yields the same pairs in the order of their numbers, 0, 1, 2, ...; pairs that come too early wait."""
   waiting: dict[int, Any] = {}
   following = 0
   for number, item in numbered:

@@ -1,10 +1,12 @@
-"""DecodedFile: outputs of one checkpoint for one set of prompts, one line per prompt in their order.
+"""DecodedFile: a checkpoint's outputs for one set of prompts, one JSON line per prompt in their order.
 
-While it grows it has `.partial` behind its name; a job that is started again keeps the lines that are whole and goes on
-behind them.
+A line has the prompt's `index`, the checkpoint's `step`, the `request` (request_record) and its `outputs`
+(outputs_record). Until the last line is written the file's name ends in `.partial`; a job that is started again keeps
+the whole lines and continues after them.
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import json
 import os
 from typing import Any
@@ -12,13 +14,15 @@ from typing import Any
 from etils import epath
 
 from spmd_tasks.checkpoints.durable_files import is_remote, sync_path, write_durably
+from spmd_tasks.decoding import Completion, Prompt, Request
 from spmd_tasks.errors import UserError
+from spmd_tasks.runtime import DecodeSettings
 
 
 class DecodedFile:
-  """A JSON lines file of the given requests; process 0 has it, for all processes.
+  """The outputs file of the given requests' records; only process 0 reads and writes it.
 
-  A remote file (`gs://...`) appears when it is complete: object stores cannot append.
+  A remote file (`gs://...`) appears when it is complete, because object stores cannot append.
   """
 
   def __init__(self, path: epath.Path, requests: Sequence[Mapping[str, Any]]):
@@ -29,10 +33,10 @@ class DecodedFile:
     self._file: Any = None
 
   def num_done(self) -> int:
-    """How many of the requests have their line already, the first ones; half a line is cut off.
+    """Counts the requests, from the first on, that have a line already; cuts off an unfinished last line.
 
     Raises:
-      UserError: the file is of other prompts or settings.
+      UserError: the file holds outputs of other prompts or settings.
     """
     if self._path.exists():
       return self._check(self._path, self._path.read_bytes(), is_complete=True)
@@ -56,13 +60,13 @@ class DecodedFile:
       is_same = False
     if not is_same:
       raise UserError(
-        f'{path} holds outputs of other prompts or settings: move it away, or give the prompts another name (or '
-        '--decode_output another file).'
+        f'{path} holds outputs of other prompts or settings: move it away, give the prompts another name, or name '
+        'another file by --decode_output.'
       )
     return len(lines)
 
   def append(self, record: Mapping[str, Any]) -> None:
-    """Writes the next line; a killed process loses none."""
+    """Writes the next line. A kill of the process loses no line that was written."""
     line = json.dumps(record, ensure_ascii=False) + '\n'
     if is_remote(self._path):
       self._remote_lines.append(line)
@@ -74,7 +78,7 @@ class DecodedFile:
     self._file.flush()
 
   def finish(self) -> None:
-    """All requests have their line."""
+    """Gives the file its final name; call it when all requests have a line."""
     if is_remote(self._path):
       self._path.parent.mkdir(parents=True, exist_ok=True)
       write_durably(self._path, ''.join(self._remote_lines))
@@ -85,7 +89,37 @@ class DecodedFile:
     sync_path(self._path.parent)
 
   def close(self) -> None:
-    """Idempotent."""
+    """Closes the file; may be called again."""
     if self._file is not None:
       self._file.close()
       self._file = None
+
+
+def request_record(prompt: Prompt, request: Request, num_outputs: int, settings: DecodeSettings) -> dict[str, Any]:
+  """Makes the JSON object of a request: everything, beside the weights, that its outputs depend on."""
+  record: dict[str, Any] = {'prompt': prompt.prompt} if prompt.prompt is not None else {}
+  record |= {'prompt_ids': list(request.ids), 'n': num_outputs, 'max_tokens': request.max_tokens}
+  record |= {'stop_ids': list(request.stop_ids), 'stop': list(request.stop)}
+  if settings.num_beams > 1:
+    return record | {'num_beams': settings.num_beams, 'length_penalty': settings.length_penalty}
+  sampling = dataclasses.asdict(request.sampling)
+  return record | {'seed': request.seed, 'score_prompt': request.score_prompt, **sampling}
+
+
+def outputs_record(completions: Sequence[Completion], *, has_text: bool) -> dict[str, Any]:
+  """Makes the JSON object of a prompt's outputs, and of the prompt's log-probabilities where it was scored."""
+  scores = completions[0].prompt_logprobs
+  record: dict[str, Any] = {} if scores is None else {'prompt_logprobs': scores}
+  return record | {'outputs': [_output_record(completion, has_text) for completion in completions]}
+
+
+def _output_record(completion: Completion, has_text: bool) -> dict[str, Any]:
+  """`logprob` is the whole text's; `score` is the number by which beam search ranks texts."""
+  record: dict[str, Any] = {'text': completion.text} if has_text else {}
+  record |= {'ids': completion.ids, 'finish_reason': completion.finish_reason}
+  if completion.score is not None:
+    return record | {'logprob': completion.logprob, 'score': completion.score}
+  record |= {'logprob': sum(completion.logprobs), 'logprobs': completion.logprobs}
+  if completion.top_logprobs:
+    record['top_logprobs'] = [[[token, value] for token, value in top.items()] for top in completion.top_logprobs]
+  return record

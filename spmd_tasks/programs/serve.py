@@ -23,7 +23,6 @@ from spmd_tasks.decoding import DecodeSteps, ModelEngine
 from spmd_tasks.distributed import EmergencyExit, Position, PrimaryError, meet, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.programs.decode_requests import find_tokenizer
 from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_weights
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
 from spmd_tasks.serving.multi_process import connect_processes, follow, lead
@@ -56,7 +55,7 @@ def serve(
     UserError: the job has no tokenizer, its model does not fit the mesh, or process 0 cannot listen.
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
-  tokenizer = find_tokenizer(job)
+  tokenizer = job.tokenizer
   if tokenizer is None:
     raise UserError(
       f'experiment {job.name} has no tokenizer in its inputs, and text cannot be served without one: give one of its '

@@ -17,9 +17,6 @@ def test_the_template_sees_the_messages_and_the_tokenizer_puts_bos_before_its_te
   template = ChatTemplate(template='{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}', stop=('[',))
   parts = [{'type': 'text', 'text': 'hi'}]
   messages = [{'role': 'developer', 'content': 'be brief'}, {'role': 'user', 'content': parts}]
-    {'role': 'developer', 'content': 'be brief'},
-    {'role': 'user', 'content': [{'type': 'text', 'text': 'hi'}]},
-  ]
   (request,) = chat_request(
     ASK | {'messages': messages}, dataclasses.replace(MODEL, chat_template=template), SETTINGS
   ).requests
