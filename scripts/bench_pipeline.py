@@ -38,9 +38,9 @@ from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.layers.pipeline.schedule import Schedule
 from spmd_tasks.layers.pipeline.stack import PipelinedStack
 from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
+from spmd_tasks.sharding import stage_axis_rules
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
-from spmd_tasks.sharding.stage_axis import stage_axis_rules
 from spmd_tasks.sharding.weights import unbox_weights
 
 STAGES, DATA = 4, 2

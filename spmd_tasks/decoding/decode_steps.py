@@ -26,9 +26,8 @@ from spmd_tasks.decoding.step_functions import DecodeState, Outputs
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.sharding import padding
+from spmd_tasks.sharding import padding, stage_axis, without_axis
 from spmd_tasks.sharding.specs import sharding_scope, spec_axes, split_dims_to_partition_spec
-from spmd_tasks.sharding.stage_axis import stage_axis, without_axis
 from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 Weights = Any

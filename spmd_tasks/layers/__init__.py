@@ -1,0 +1,75 @@
+"""Layers of a decoder-only language model, as Flax Linen modules.
+
+    model = LanguageModel(
+      embedding=TokenEmbedding(vocab_size=32_000, embed_dim=512),
+      stack=TransformerStack(
+        block=TransformerBlock(attention=Attention(num_heads=8), ffn=GatedFeedForward(hidden_dim=2048), norm=RmsNorm()),
+        num_layers=12,
+      ),
+      final_norm=RmsNorm(),
+    )
+    model.apply({'params': weights}, {'ids': ids})['logits']  # float32 [B, T, V]
+
+A layer names the split dims of its weights and activations ('embed', 'mlp', 'batch', ...); the axis rules of the
+experiment map these names to mesh axes. A layer never sees the mesh or padding. Sublayers are fields: replace a field
+to replace a sublayer.
+
+Subpackages, imported by their own names: `layers.attention` (Attention, positions, KV cache), `layers.moe` (mixtures of
+experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
+
+Read base.py (how a layer declares weights) and linear.py, then transformer.py, language_model.py and losses.py.
+"""
+
+from spmd_tasks.layers.base import (
+  FanInNormal,
+  Statistics,
+  WithSublayers,
+  declare_weight,
+  values_per_layer,
+)
+from spmd_tasks.layers.embedding import TokenEmbedding
+from spmd_tasks.layers.feed_forward import (
+  ACTIVATIONS,
+  FeedForward,
+  GatedFeedForward,
+  activation_function,
+)
+from spmd_tasks.layers.language_model import LanguageModel
+from spmd_tasks.layers.linear import Linear
+from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput
+from spmd_tasks.layers.norm import LayerNorm, RmsNorm
+from spmd_tasks.layers.transformer import (
+  REMAT_POLICIES,
+  ROUTING_NAME,
+  Aux,
+  BlockGroup,
+  TransformerBlock,
+  TransformerStack,
+  remat_policy,
+)
+
+__all__ = [
+  'ACTIVATIONS',
+  'REMAT_POLICIES',
+  'ROUTING_NAME',
+  'Aux',
+  'BlockGroup',
+  'FanInNormal',
+  'FeedForward',
+  'GatedFeedForward',
+  'LanguageModel',
+  'LanguageModelLoss',
+  'LayerNorm',
+  'Linear',
+  'LossOutput',
+  'RmsNorm',
+  'Statistics',
+  'TokenEmbedding',
+  'TransformerBlock',
+  'TransformerStack',
+  'WithSublayers',
+  'activation_function',
+  'declare_weight',
+  'remat_policy',
+  'values_per_layer',
+]

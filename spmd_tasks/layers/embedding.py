@@ -1,4 +1,4 @@
-"""Token embedding and the softmax logits that share it.
+"""TokenEmbedding: embeds token ids, and computes the logits from the same table or from a kernel of its own.
 
 Shapes: B batch, T sequence, V vocab, D model.
 """
@@ -10,28 +10,26 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.declaration import declare_weight
-from spmd_tasks.layers.initializers import FanInNormal
-from spmd_tasks.sharding.specs import SplitDims, constrain
-from spmd_tasks.sharding.weights import Initializer
+from spmd_tasks.layers.base import FanInNormal, declare_weight
+from spmd_tasks.sharding import Initializer, SplitDims, constrain
 
 
 class TokenEmbedding(nn.Module, kw_only=True):
-  """`embedding(ids)` looks tokens up; `embedding.attend(x)` gives float32 logits over the vocabulary.
+  """Token embedding: `embedding(ids)` looks up rows, `embedding.attend(x)` returns float32 logits over the vocabulary.
 
   Weights: `table` [V, D]; with `tied=False` also `softmax_kernel` [D, V].
 
   Fields:
     vocab_size, embed_dim: V and D.
-    tied: whether the logits are x . table^T (Press and Wolf, 2017) or have their own kernel.
-    scale_sqrt_depth: whether looked-up rows are multiplied by sqrt(D), so that they enter the residual stream with unit
-      variance while the table's 1/D variance suits the tied logits (Vaswani et al., 2017; Pax's name).
-    dtype: of the looked-up rows and of the logits' matmul operands; the logits themselves are accumulated in float32.
+    tied: whether the logits are x . table^T (Press and Wolf, 2017) or use the separate `softmax_kernel`.
+    scale_sqrt_depth: whether looked-up rows are multiplied by sqrt(D). They then enter the residual stream with unit
+      variance, while the table's variance of 1/D suits the tied logits (Vaswani et al., 2017; Pax's name).
+    dtype: of the looked-up rows and of the operands of the logits' matmul. Logits are accumulated in float32.
     table_init: initializer of the table; None means normal with variance 1/D.
     table_split_dims, softmax_split_dims: of the two weights.
-    lookup_split_dims: of the table while rows are looked up. Gathering the fully sharded dim first lets the rows come
-      out split on batch; left to itself XLA gathers the rows of all devices and cuts them again.
-    activation_split_dims, logits_split_dims: of the results.
+    lookup_split_dims: of the table during the lookup. An all-gather of the fully sharded dim first lets the rows come
+      out split on batch; otherwise XLA gathers the rows of all devices and cuts them again.
+    activation_split_dims, logits_split_dims: of the embeddings and of the logits.
   """
 
   vocab_size: int
@@ -56,7 +54,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
       )
 
   def __call__(self, ids: jax.Array) -> jax.Array:
-    """Returns [B, T, D] for ids [B, T]. An id outside the vocabulary gives a row of NaNs: loud, not another token."""
+    """Returns [B, T, D] for ids [B, T]. An id outside the vocabulary gives a row of NaNs, never another token's row."""
     table = constrain(self.table, self.lookup_split_dims)
     # Rows are cast after the lookup so that the table's gradient is summed over repeated tokens in float32.
     x = jnp.take(table, ids, axis=0, mode='fill', fill_value=jnp.nan).astype(self.dtype)

@@ -1,7 +1,9 @@
-"""Feed-forward sublayers: plain and gated.
+"""Feed-forward sublayers of a transformer block: plain and gated.
 
-Shapes: B batch, T sequence, D model, F ffn. Both map x [B, T, D] -> ([B, T, D], {}), the signature of every
-feed-forward sublayer: a mixture of experts returns Statistics of its routing in the dict.
+Both map x [B, T, D] -> ([B, T, D], {}), which is the signature of every feed-forward sublayer: a mixture of experts
+returns Statistics of its routing in the dict.
+
+Shapes: B batch, T sequence, D model, F ffn.
 """
 
 from collections.abc import Callable
@@ -11,12 +13,11 @@ import flax.linen as nn
 import jax
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.initializers import FanInNormal
+from spmd_tasks.layers.base import FanInNormal, Statistics
 from spmd_tasks.layers.linear import Linear
-from spmd_tasks.layers.statistics import Statistics
-from spmd_tasks.sharding.specs import SplitDims
+from spmd_tasks.sharding import SplitDims
 
-# 'gelu' is the tanh approximation (GPT-2, T5, JAX's default), 'gelu_exact' the one with erf (BERT).
+# 'gelu' is the tanh approximation (GPT-2, T5, JAX's default); 'gelu_exact' uses erf (BERT).
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'gelu': lambda x: jax.nn.gelu(x, approximate=True),
   'gelu_exact': lambda x: jax.nn.gelu(x, approximate=False),
@@ -26,29 +27,35 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation_function(name: str) -> Callable[[jax.Array], jax.Array]:
-  """The activation of that name; a ValueError lists the names."""
+  """Returns the activation of that name.
+
+  Raises:
+    UserError: ACTIVATIONS has no such name.
+  """
   if name not in ACTIVATIONS:
     raise UserError(f'activation {name!r} is unknown: choose one of {sorted(ACTIVATIONS)}.')
   return ACTIVATIONS[name]
 
 
 def hidden_layer(activation: str, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-  """act(up), or, gated, act(gate) * up; of pre-activations [..., F]."""
+  """Computes act(up), or act(gate) * up with a gate, from pre-activations [..., F]."""
   function = activation_function(activation)
   return function(up) if gate is None else function(gate) * up
 
 
 class FeedForward(nn.Module, kw_only=True):
-  """act(x . up) . down. Weights: `up` [D, F], `down` [F, D] (each under `.../kernel`).
+  """Plain feed-forward sublayer: act(x . up) . down.
+
+  Weights: `up` [D, F], `down` [F, D] (each under `.../kernel`).
 
   Fields:
     hidden_dim: F.
     activation: a name in ACTIVATIONS.
-    use_bias: on every projection.
+    use_bias: whether every projection has a bias.
     dtype: of the computation.
-    init_scale, down_init_scale: variance scale of the kernels into and out of the hidden layer.
-    up_split_dims, down_split_dims: the kernels'.
-    hidden_split_dims, activation_split_dims: of the hidden layer and of the result.
+    init_scale, down_init_scale: FanInNormal's scale for the kernels into and out of the hidden layer.
+    up_split_dims, down_split_dims: of the kernels.
+    hidden_split_dims, activation_split_dims: of the hidden layer and of the output.
   """
 
   hidden_dim: int
@@ -74,14 +81,14 @@ class FeedForward(nn.Module, kw_only=True):
     )(x)
 
   def _hidden(self, x: jax.Array) -> jax.Array:
-    """The hidden layer [B, T, F] for x [B, T, D]: the one place where the variants differ."""
+    """Computes the hidden layer [B, T, F] for x [B, T, D]; the variants differ only here."""
     return hidden_layer(self.activation, self._up('up', x))
 
   @nn.compact
   def __call__(
     self, x: jax.Array, segment_ids: jax.Array | None = None, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, Statistics]]:
-    """Returns ([B, T, D], {}). `segment_ids` and `train` are part of the signature; routers need them."""
+    """Returns ([B, T, D], {}). `segment_ids` and `train` are unused here; mixtures of experts need them."""
     del segment_ids, train
     y = Linear(
       output_dims=x.shape[-1],
@@ -96,9 +103,9 @@ class FeedForward(nn.Module, kw_only=True):
 
 
 class GatedFeedForward(FeedForward, kw_only=True):
-  """(act(x . gate) * (x . up)) . down (Shazeer, 2020): GEGLU with 'gelu', SwiGLU with 'silu'.
+  """Gated feed-forward sublayer: (act(x . gate) * (x . up)) . down (Shazeer, 2020).
 
-  FeedForward's fields and weights, and the weight `gate` [D, F].
+  GEGLU with activation 'gelu', SwiGLU with 'silu'. Has FeedForward's fields and weights, and the weight `gate` [D, F].
   """
 
   def _hidden(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Linear: contracts an input's last dims with a kernel of any rank.
+"""Linear: contracts the last dims of an input with a kernel of any rank.
 
 Shapes: D model, F ffn, H heads, K head dim. `Linear(output_dims=F)` maps [..., D] -> [..., F];
 `Linear(output_dims=(H, K))` maps [..., D] -> [..., H, K];
@@ -11,26 +11,26 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.declaration import declare_weight
-from spmd_tasks.layers.initializers import FanInNormal
-from spmd_tasks.sharding.specs import SplitDims, constrain
-from spmd_tasks.sharding.weights import Initializer
+from spmd_tasks.layers.base import FanInNormal, declare_weight
+from spmd_tasks.sharding import Initializer, SplitDims, constrain
 
 
 class Linear(nn.Module, kw_only=True):
-  """y = x . kernel (+ bias), over the last `num_input_dims` dims of x.
+  """Computes y = x . kernel (+ bias) over the last `num_input_dims` dims of x.
 
-  The kernel keeps one dim per logical dim ([D, H, K], never [D, H*K]): each has its own split dim, and a mesh axis that
-  does not divide the heads never meets a reshape that would need it to.
+  The kernel keeps one dim per logical dim ([D, H, K], never [D, H*K]). Each dim has its own split dim, so a mesh axis
+  that does not divide H never forces a reshape across devices.
+
+  Weights: `kernel`; with `use_bias` also `bias`.
 
   Fields:
-    output_dims: sizes of the output's dims; an int for one.
+    output_dims: sizes of the output's dims; an int for one dim.
     num_input_dims: how many trailing dims of the input are contracted. Their sizes are read from the input.
     use_bias: whether to add a bias (initially zero, tagged `no_decay`).
     dtype: of the computation and the output. Weights are always float32.
     kernel_init: initializer of the kernel; None means FanInNormal.
-    split_dims: the kernel's, one entry per dim. The bias takes the last ones.
-    activation_split_dims: the output's; None leaves its layout to the compiler.
+    split_dims: of the kernel, one entry per dim. The bias takes the last ones.
+    activation_split_dims: of the output; None leaves its layout to the compiler.
   """
 
   output_dims: int | tuple[int, ...]
@@ -58,6 +58,6 @@ class Linear(nn.Module, kw_only=True):
         split_dims=bias_split_dims,
         tags=('no_decay',),
       )
-      # Ranks are made equal by hand because implicit rank promotion raises in this project.
+      # The reshape makes the ranks equal: implicit rank promotion raises in this project.
       y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     return constrain(y, self.activation_split_dims)

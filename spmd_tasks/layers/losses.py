@@ -1,6 +1,6 @@
-"""The language-model loss: weighted mean cross-entropy with label smoothing, z-loss and per-example outputs.
+"""Language-model loss: weighted mean cross-entropy with label smoothing, z-loss, auxiliary losses and metrics.
 
-Shapes: B batch, T sequence, V vocab, L layers, E experts. Everything is float32.
+Shapes: B batch, T sequence, V vocab, L layers, E experts. All results are float32.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from spmd_tasks.errors import UserError
 
 
 class LossOutput(struct.PyTreeNode):
-  """What a loss returns.
+  """The result of a loss.
 
   Fields:
-    loss: scalar, the mean over the batch's tokens: what is differentiated.
-    weight: scalar, the denominator of that mean; means of several batches are combined by it.
-    metrics: name -> (mean, weight): means are scalars or, one value per expert, [E]; weights are scalars.
+    loss: scalar, the mean over the batch's tokens, which is differentiated.
+    weight: scalar, the denominator of that mean; the weight for averaging over several batches.
+    metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar.
     per_example: name -> [B].
   """
 
@@ -32,7 +32,7 @@ class LossOutput(struct.PyTreeNode):
 
 
 def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-  """Total / weight, and 0 where the weight is 0: a batch of padding only has no loss, and no gradient either."""
+  """Returns total / weight, or 0 if the weight is 0: a batch of padding only has loss 0 and gradient 0."""
   return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
@@ -40,17 +40,17 @@ def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
 class LanguageModelLoss:
   """Mean over tokens of smoothed cross-entropy + z_loss_weight * logsumexp(logits)^2, weighted by `batch['weights']`.
 
-  With smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016). The z-loss keeps
-  the softmax's normalizer near 1 (Chowdhery et al., 2022). The metric and the per-example `cross_entropy` have neither,
-  so that exp(cross_entropy) is the perplexity whatever the loss.
+  With label smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016). The z-loss
+  keeps the softmax's normalizer near 1 (Chowdhery et al., 2022). The metric `cross_entropy` and its per-example value
+  include neither, so exp(cross_entropy) is the perplexity.
 
   Fields:
     z_loss_weight, label_smoothing: 0 turns them off.
-    aux_loss_weights: name of an entry of `predictions['aux']` -> its weight in the loss: where a router's balance
-      losses enter. The mean over layers of every entry is a metric, of these too, without their weight: a scalar, or
-      a vector [E] for an entry with one value per expert.
-    num_aux_layers: how many layers must have given each entry of `aux_loss_weights`, for all stages of a pipeline
-      together; None: as many as there are. Guards against a mean over fewer layers than the model has (MegaBlocks).
+    aux_loss_weights: name of an entry of `predictions['aux']` -> its weight in the loss. Balance losses of routers
+      enter the loss here. Every entry's mean over layers is also a metric, without this weight: a scalar, or a vector
+      [E] for an entry with one value per expert.
+    num_aux_layers: how many layers must report each entry of `aux_loss_weights`, over all stages of a pipeline; None:
+      any number. Guards against a mean over fewer layers than the model has (MegaBlocks).
   """
 
   z_loss_weight: float = 0.0
@@ -60,42 +60,45 @@ class LanguageModelLoss:
 
   def __post_init__(self):
     if not 0.0 <= self.label_smoothing < 1.0:
-      raise UserError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1.')
+      raise UserError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1: 0 turns it off.')
 
   def _check_aux_losses(self, aux: Mapping[str, jax.Array]) -> None:
-    """Raises a ValueError if an aux loss is missing, a vector, or not that of `num_aux_layers` layers."""
+    """Raises a UserError if an aux loss is missing, is a vector, or is not reported by `num_aux_layers` layers."""
     for name in self.aux_loss_weights:
       if name not in aux:
         raise UserError(
-          f'aux_loss_weights names {name!r}, but the model gives {sorted(aux)}: correct the name, or use a layer that '
-          'computes it.'
+          f'aux_loss_weights names {name!r}, but the model reports {sorted(aux)}: correct the name, or use a layer '
+          'that computes it.'
         )
       shape = jnp.shape(aux[name])
       if len(shape) > 1:
-        raise UserError(f'the aux loss {name!r} has shape {shape}: a loss has one value per layer. Leave it a metric.')
+        raise UserError(
+          f'the aux loss {name!r} has shape {shape}, but a loss has one value per layer: remove it from '
+          'aux_loss_weights.'
+        )
       num_layers = math.prod(shape)
       if self.num_aux_layers is not None and num_layers != self.num_aux_layers:
         raise UserError(
-          f'{num_layers} layers give the aux loss {name!r}, but num_aux_layers is {self.num_aux_layers}: correct it, '
+          f'{num_layers} layers report the aux loss {name!r}, but num_aux_layers is {self.num_aux_layers}: correct it, '
           'or pass on the aux of every layer and pipeline stage.'
         )
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
-    """Returns the LossOutput.
+    """Computes the LossOutput.
 
     Args:
-      predictions: `logits` float [B, T, V]; `aux` {name: scalar or [L], or [L, E] for one value per expert}, needed
-        only for `aux_loss_weights`.
+      predictions: `logits` float [B, T, V]; optionally `aux` {name: scalar, [L], or [L, E] for one value per expert},
+        which `aux_loss_weights` needs.
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding).
 
     Raises:
-      UserError: `aux_loss_weights` names an entry that the model does not give, or gives per expert, or for another
-        number of layers than `num_aux_layers`; or an entry has the name of another metric.
+      UserError: `aux_loss_weights` names an entry that the model does not report, reports per expert, or reports for
+        another number of layers than `num_aux_layers`; or an entry has the name of another metric.
     """
     logits, labels = predictions['logits'].astype(jnp.float32), batch['labels']
     weights = batch['weights'].astype(jnp.float32)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
-    # A compare and a sum rather than a gather: where V is sharded, every device sums its own slice.
+    # A comparison and a sum instead of a gather: if V is sharded, every device sums its own slice.
     is_label = labels[..., None] == jnp.arange(logits.shape[-1])[None, None, :]
     label_logits = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
     cross_entropy = log_normalizer - label_logits
@@ -103,16 +106,16 @@ class LanguageModelLoss:
     if self.label_smoothing:
       uniform = log_normalizer - jnp.mean(logits, axis=-1)  # cross-entropy to the uniform distribution
       objective = (1.0 - self.label_smoothing) * cross_entropy + self.label_smoothing * uniform
-    # "Above all others" rather than an argmax: XLA's CPU backend runs an argmax 20 times slower than a max (and a max
-    # over a `where` 8 times, hence the subtraction), and over a sharded V it carries indices too. A tie counts
-    # as wrong, so that a collapsed model does not look perfect.
+    # The label is compared with the maximum of the other logits. XLA's CPU backend runs an argmax 20 times slower than
+    # a max (and a max over a `where` 8 times slower, hence the subtraction), and over a sharded V an argmax also moves
+    # indices. A tie counts as wrong, so that a collapsed model does not look perfect.
     highest_other = jnp.max(jax.lax.stop_gradient(logits) - 1e30 * is_label, axis=-1)
     correct = (label_logits > highest_other).astype(jnp.float32)
     per_token = {'cross_entropy': cross_entropy, 'accuracy': correct}
     if self.z_loss_weight:
       per_token['z_loss'] = self.z_loss_weight * jnp.square(log_normalizer)
       objective = objective + per_token['z_loss']
-    # One sum over a stack: where B is sharded, every sum of its own is an all-reduce of its own.
+    # One sum over a stack: if B is sharded, each separate sum would be a separate all-reduce.
     stack = jnp.stack([objective, *per_token.values(), jnp.ones_like(weights)])
     *totals, weight = jnp.sum(stack * weights[None], axis=(1, 2))
     loss, *means = (_divide(total, weight) for total in totals)
@@ -120,10 +123,10 @@ class LanguageModelLoss:
     aux = predictions.get('aux', {})
     self._check_aux_losses(aux)
     if taken := sorted({'loss', *metrics}.intersection(aux)):
-      raise UserError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them.")
+      raise UserError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them in the layer.")
     for name, values in aux.items():
       mean = jnp.mean(jnp.atleast_1d(values).astype(jnp.float32), axis=0)
-      mean = jnp.where(weight == 0, 0.0, mean)  # whatever the layers make of a batch of padding
+      mean = jnp.where(weight == 0, 0.0, mean)  # whatever the layers report for a batch of padding
       metrics[name] = (mean, weight)
       if name in self.aux_loss_weights:
         loss = loss + self.aux_loss_weights[name] * mean

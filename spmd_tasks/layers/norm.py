@@ -1,4 +1,4 @@
-"""RMS and layer normalization over the last dim, always computed in float32.
+"""RMS and layer normalization over the last dim, computed in float32 whatever the dtype.
 
 Shapes: x [..., D] -> [..., D]; the scale and the bias are [D], tagged `no_decay`.
 """
@@ -9,9 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.declaration import declare_weight
-from spmd_tasks.sharding.specs import SplitDims
-from spmd_tasks.sharding.weights import Initializer
+from spmd_tasks.layers.base import declare_weight
+from spmd_tasks.sharding import Initializer, SplitDims
 
 
 def _vector(module: nn.Module, name: str, x: jax.Array, init: Initializer, split_dims: SplitDims) -> jax.Array:
@@ -21,9 +20,11 @@ def _vector(module: nn.Module, name: str, x: jax.Array, init: Initializer, split
 
 
 class RmsNorm(nn.Module, kw_only=True):
-  """x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich, 2019). An all-zero row gives zeros.
+  """RMS normalization: x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich, 2019). An all-zero row gives zeros.
 
-  Fields: `dtype` of the output; `split_dims` of the scale.
+  Weight: `scale` [D].
+
+  Fields: `epsilon` avoids a division by zero; `dtype` of the output; `split_dims` of the scale.
   """
 
   epsilon: float = 1e-6
@@ -39,9 +40,12 @@ class RmsNorm(nn.Module, kw_only=True):
 
 
 class LayerNorm(nn.Module, kw_only=True):
-  """(x - mean) / sqrt(variance + epsilon) * scale + bias (Ba et al., 2016).
+  """Layer normalization: (x - mean) / sqrt(variance + epsilon) * scale + bias (Ba et al., 2016).
 
-  Fields: `use_bias` adds the bias; `dtype` of the output; `split_dims` of the scale and the bias.
+  Weights: `scale` [D] and, with `use_bias`, `bias` [D].
+
+  Fields: `epsilon` avoids a division by zero; `use_bias` adds the bias; `dtype` of the output; `split_dims` of the
+    scale and the bias.
   """
 
   epsilon: float = 1e-6

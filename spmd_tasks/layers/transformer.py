@@ -1,15 +1,14 @@
-"""Transformer block and stack.
+"""Transformer blocks, stacks of them, and their remat policies.
 
-Shapes: B batch, T sequence, D model, L layers.
-
-A block's sublayers are Linen modules given as fields, so that a config replaces them by replacing a field. They are
-called so:
+The sublayers of a block are Linen modules given as fields, so a config replaces a sublayer by replacing a field:
 
     attention(x, segment_ids, segment_pos, train=...) -> [B, T, D]
     ffn(x, segment_ids, train=...) -> ([B, T, D], aux)
     norm(x) -> [B, T, D]
 
-`aux` maps names to Statistics of the tokens; the stack turns them into numbers, one per layer: `name -> [L]`.
+`aux` maps names to Statistics of the tokens. The stack turns them into one number per layer: `name -> [L]`.
+
+Shapes: B batch, T sequence, D model, L layers.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,28 +16,59 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jax import checkpoint_policies
+import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.kv_cache import CACHE, NEW_CACHE
-from spmd_tasks.layers.remat import remat_policy
-from spmd_tasks.layers.statistics import Statistics, values_per_layer
-from spmd_tasks.layers.sublayers import WithSublayers
-from spmd_tasks.sharding.specs import SplitDims, constrain
-from spmd_tasks.sharding.weights import STACK_DIM
+from spmd_tasks.layers.base import Statistics, WithSublayers, values_per_layer
+from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain
 
 Aux = Mapping[str, Statistics]
+
+# The `checkpoint_name` of discrete decisions, such as a router's choice of experts, and of small values derived from
+# them. Every remat policy keeps them: a recomputed decision may differ from the first.
+ROUTING_NAME = 'routing'
+
+_routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
+
+# Name -> `jax.checkpoint` policy: which values of a layer are kept for its backward pass. From most memory to least.
+REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
+  # No remat: everything is kept.
+  'none': None,
+  # Keeps the results of all matmuls, including attention's [B, H, T, T] logits.
+  'dots': checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, _routing),
+  # Keeps the results of matmuls with weights only. Attention is recomputed, which is cheap for the memory that it
+  # frees.
+  'dots_no_batch': checkpoint_policies.save_from_both_policies(
+    checkpoint_policies.dots_with_no_batch_dims_saveable, _routing
+  ),
+  # Keeps the input of each layer only.
+  'full': _routing,
+}
+
+
+def remat_policy(name: str) -> Callable[..., Any] | None:
+  """Returns the `jax.checkpoint` policy of that name, None for 'none'.
+
+  Raises:
+    UserError: there is no such name; the message lists them.
+  """
+  if name not in REMAT_POLICIES:
+    raise UserError(f'remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}.')
+  return REMAT_POLICIES[name]
 
 
 class TransformerBlock(WithSublayers, kw_only=True):
   """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x)) (Xiong et al., 2020).
 
-  Weights under `attention`, `attention_norm`, `ffn`, `ffn_norm`. The residual stream keeps the dtype that it
-  enters with (the embedding's), whatever the sublayers compute in.
+  Weights under `attention`, `attention_norm`, `ffn`, `ffn_norm`. The residual stream keeps the dtype of the block's
+  input (the embedding's), whatever dtype the sublayers compute in.
 
   Fields:
     attention, ffn: the sublayers.
     norm: template of both norms.
-    dropout_rate: of each sublayer's output, in training; needs the rng `dropout`.
+    dropout_rate: of each sublayer's output in training; needs the rng `dropout`.
     activation_split_dims: of the residual stream.
   """
 
@@ -67,19 +97,52 @@ class TransformerBlock(WithSublayers, kw_only=True):
     return constrain(x + dropout(y).astype(x.dtype), self.activation_split_dims), aux
 
 
+class BlockGroup(WithSublayers, kw_only=True):
+  """Several different blocks in sequence, called as one block, for stacks whose layers alternate.
+
+      TransformerStack(block=BlockGroup(blocks=(dense_block, moe_block)), num_layers=12)
+
+  has 24 layers, every second one a mixture of experts (GShard, GLaM, T5X's `moe_layer` every other).
+
+  Weights under `block_0`, `block_1`, ...
+
+  Fields:
+    blocks: templates: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
+  """
+
+  blocks: tuple[nn.Module, ...]
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> tuple[jax.Array, Aux]:
+    """Returns ([B, T, D], aux): each of the statistics stacked over the blocks that report it, [n, ...]."""
+    parts: dict[str, list[Statistics]] = {}
+    for i, template in enumerate(self.blocks):
+      x, aux = template.copy(name=f'block_{i}')(x, segment_ids, segment_pos, train=train)
+      for name, statistics in aux.items():
+        parts.setdefault(name, []).append(statistics)
+    return x, {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *same) for name, same in parts.items()}
+
+
 class TransformerStack(WithSublayers, kw_only=True):
-  """`num_layers` blocks of one shape, each with weights of its own, stacked: every weight is [L, ...] under `layers`.
+  """`num_layers` blocks of one shape, each with its own weights; every weight is stacked, [L, ...], under `layers`.
 
   With `scan=True` one compiled block runs L times, so that trace and compile time do not grow with depth. With
-  `scan=False` the loop is unrolled in the compiled program, which gives XLA each layer on its own to schedule and takes
-  longer to compile. The weights are the same tree of the same shapes either way, because both are one `nn.scan` that
-  differs in its unroll factor only: a checkpoint does not know which of them wrote it.
+  `scan=False` the loop is unrolled in the compiled program: XLA can schedule each layer separately, and compilation
+  takes longer. Both are one `nn.scan` with different unroll factors, so the tree of weights and its shapes are the
+  same, and checkpoints move between the two.
 
   Fields:
     block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
     num_layers: L.
-    scan: a loop in the compiled program, or L copies of its body.
-    remat_policy: a name in REMAT_POLICIES, what each layer keeps for its backward pass.
+    scan: whether the compiled program has a loop over layers, or L copies of its body.
+    remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
   """
 
   block: nn.Module
@@ -102,22 +165,22 @@ class TransformerStack(WithSublayers, kw_only=True):
     *,
     train: bool = False,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] where it is a vector})."""
+    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector})."""
     layers = scan_layers(num_layers=self.num_layers, scan=self.scan, remat_policy_name=self.remat_policy, train=train)
     x, aux = layers(self.block.copy(name='layers'), x, segment_ids, segment_pos)
     return x, values_per_layer(aux)
 
 
 def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: bool) -> Callable[..., Any]:
-  """The lifted function (block, x, segment_ids, segment_pos) -> (x, aux [L, ...]) that runs L layers of the block."""
+  """Returns the lifted function (block, x, segment_ids, segment_pos) -> (x, aux [L, ...]) that runs L layers."""
 
   def layer(block, x, segment_ids, segment_pos):
     return block(x, segment_ids, segment_pos, train=train)
 
   policy = remat_policy(remat_policy_name)
   if policy is not None:
-    # Inside a loop XLA cannot merge the recomputation with the forward pass, and the barrier that prevents it only
-    # costs.
+    # prevent_cse adds a barrier that stops XLA from merging the recomputation with the forward pass. Inside a loop XLA
+    # cannot merge them, and the barrier only costs time.
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
   return nn.scan(
     layer,

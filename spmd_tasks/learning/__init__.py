@@ -1,0 +1,50 @@
+"""Learning: from gradients to new weights, with optax underneath.
+
+    learner = Learner(
+      optimizer=AdamW(learning_rate=LinearWarmupCosine(peak=3e-4, warmup_steps=100, total_steps=10_000)),
+      clip_global_norm=1.0,
+    )
+    state = learner.init(weights, weight_specs)
+    weights, state, metrics = learner.update(grads, loss, step, state, weights, weight_specs)
+
+A learning rate is a number, one of the schedules here, or any callable of the step, such as an optax schedule.
+Optimizer state is laid out over the mesh like the weights. A step whose loss or gradients are not finite changes no
+weights.
+
+Read learner.py, then optimizers.py and schedules.py (the settings that users write). accumulation.py cuts a batch into
+microbatches, skipping.py keeps state in skipped steps, adafactor.py treats stacked layers separately, expert_weights.py
+has the rules for mixtures of experts, and optimizer_specs.py lays out optimizer state.
+"""
+
+from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches
+from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer, global_norm
+from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Sgd
+from spmd_tasks.learning.schedules import (
+  Constant,
+  LearningRate,
+  LinearWarmupConstant,
+  LinearWarmupCosine,
+  LinearWarmupLinear,
+  LinearWarmupRsqrt,
+  Schedule,
+)
+
+__all__ = [
+  'Adafactor',
+  'AdamW',
+  'Constant',
+  'Learner',
+  'LearnerState',
+  'LearningRate',
+  'LinearWarmupConstant',
+  'LinearWarmupCosine',
+  'LinearWarmupLinear',
+  'LinearWarmupRsqrt',
+  'Lion',
+  'Optimizer',
+  'Schedule',
+  'Sgd',
+  'accumulate_gradients',
+  'check_num_microbatches',
+  'global_norm',
+]

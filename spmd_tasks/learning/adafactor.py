@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd_tasks.learning.expert_grads import EXPERT_TAG
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.learning.expert_weights import EXPERT_TAG
+from spmd_tasks.sharding import WeightSpec
 
 
 def num_separate_dims(weight: WeightSpec) -> int:

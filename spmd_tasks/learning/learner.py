@@ -18,11 +18,15 @@ import optax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import optimizer_specs, schedules
-from spmd_tasks.learning.balance_bias import with_balance_bias_steps, without_balance_biases
-from spmd_tasks.learning.expert_grads import ExpertGradScale, check_expert_grad_scale, scale_expert_grads
+from spmd_tasks.learning.expert_weights import (
+  ExpertGradScale,
+  check_expert_grad_scale,
+  scale_expert_grads,
+  with_balance_bias_steps,
+  without_balance_biases,
+)
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
-from spmd_tasks.sharding.reductions import sum_of_squares
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.sharding import WeightSpec, sum_of_squares
 
 ACCUMULATIONS = ('mean', 'sum')
 

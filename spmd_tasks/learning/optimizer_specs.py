@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from spmd_tasks.learning.adafactor import num_separate_dims
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.sharding import WeightSpec
 
 LeafRule = Callable[[str, Any, WeightSpec | None], WeightSpec]
 

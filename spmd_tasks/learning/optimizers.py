@@ -16,9 +16,8 @@ import optax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.adafactor import scale_by_adafactor
-from spmd_tasks.learning.adam import scale_by_adam
 from spmd_tasks.learning.schedules import LearningRate
-from spmd_tasks.learning.skipping import SkippableTransformation, chain
+from spmd_tasks.learning.skipping import SkippableTransformation, chain, scale_by_adam
 
 
 def _add_decayed_weights(

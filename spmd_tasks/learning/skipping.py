@@ -1,12 +1,13 @@
-"""Skippable transformations: optax transformations whose state survives a step that is not finite.
-
-Usage:
+"""Skippable optax transformations: a step that is not finite leaves their state unchanged.
 
     transformation = chain(scale_by_adam(...), optax.add_decayed_weights(0.1))
     directions, state = transformation.update(grads, state, weights, is_finite=is_finite)
 
-Any optax transformation can be made skippable by choosing between its new state and its old one. A transformation that
-makes the choice itself, before it computes its direction, saves a copy of its state; see `adam.py`.
+`skippable` makes any optax transformation skippable by a choice between its new state and its old one. `scale_by_adam`
+makes the choice before it computes the direction, which saves a copy of the moments: if the direction is computed from
+the new moments (as in `optax.scale_by_adam`), two computations read the old moments, and XLA copies these before it
+overwrites them, which takes 3 to 8% of a small step on 8 fake devices. Here the direction is a function of the stored
+moments only.
 """
 
 from typing import Any
@@ -17,23 +18,23 @@ import optax
 
 
 class SkippableTransformation(optax.GradientTransformationExtraArgs):
-  """Its `update` takes `is_finite`, a bool scalar, and where that is false returns bit for bit the state it was given.
+  """An optax transformation whose `update` also takes `is_finite`, a bool scalar.
 
-  The direction means nothing then.
+  If `is_finite` is false, `update` returns the state that it was given, bit for bit, and a direction without meaning.
   """
 
 
 def keep_if_finite(is_finite: jax.typing.ArrayLike, new: Any, old: Any) -> Any:
-  """`new` where `is_finite`, else `old`: two congruent trees.
+  """Returns `new` if `is_finite`, else `old`: two congruent trees.
 
-  A select, not a lax.cond: it fuses into the update, which reads the old value anyway and writes over it in place. With
-  a conditional the host of a GPU would wait for the predicate.
+  A select instead of a `lax.cond`: it fuses into the update, which reads the old value anyway, and writes in place. For
+  a conditional, the host of a GPU would wait for the predicate.
   """
   return jax.tree.map(lambda n, o: jnp.where(is_finite, n, o), new, old)
 
 
 def skippable(transformation: optax.GradientTransformation) -> SkippableTransformation:
-  """The transformation itself if it is skippable, else one that is."""
+  """Makes a transformation skippable; returns it unchanged if it is."""
   if isinstance(transformation, SkippableTransformation):
     return transformation
   inner = optax.with_extra_args_support(transformation)
@@ -48,5 +49,35 @@ def skippable(transformation: optax.GradientTransformation) -> SkippableTransfor
 
 
 def chain(*transformations: optax.GradientTransformation) -> SkippableTransformation:
-  """`optax.chain` of the transformations, each made skippable."""
+  """Chains transformations as `optax.chain` does, each made skippable."""
   return SkippableTransformation(*optax.chain(*map(skippable, transformations)))
+
+
+def scale_by_adam(*, beta1: float, beta2: float, epsilon: float, momentum_dtype: str) -> SkippableTransformation:
+  """Computes what `optax.scale_by_adam` computes (Kingma and Ba, arXiv 1412.6980), with the same state, skippable.
+
+  Args:
+    beta1: decay of the first moment.
+    beta2: decay of the second moment.
+    epsilon: added to the root of the second moment.
+    momentum_dtype: of the stored first moment; the direction is always float32.
+  """
+  init = optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon, mu_dtype=jnp.dtype(momentum_dtype)).init
+
+  def update(
+    grads: Any, state: Any, weights: Any = None, *, is_finite: jax.typing.ArrayLike, **extra_args: Any
+  ) -> tuple[Any, optax.ScaleByAdamState]:
+    del weights, extra_args
+    old_mu, old_nu = (jax.tree.map(lambda x: x.astype(jnp.float32), moment) for moment in (state.mu, state.nu))
+    new_mu = jax.tree.map(lambda old, g: beta1 * old + (1 - beta1) * g, old_mu, grads)
+    new_nu = jax.tree.map(lambda old, g: beta2 * old + (1 - beta2) * jnp.square(g), old_nu, grads)
+    mu, nu = keep_if_finite(is_finite, (new_mu, new_nu), (old_mu, old_nu))
+    # Incremented in a skipped step too: at count 0 the corrections would divide by zero.
+    count = optax.safe_increment(state.count)
+    mu_correction, nu_correction = 1 - beta1**count, 1 - beta2**count
+    directions = jax.tree.map(lambda m, v: (m / mu_correction) / (jnp.sqrt(v / nu_correction) + epsilon), mu, nu)
+    stored_mu = jax.tree.map(lambda x, old: x.astype(old.dtype), mu, state.mu)
+    kept_count = keep_if_finite(is_finite, count, state.count)
+    return directions, optax.ScaleByAdamState(count=kept_count, mu=stored_mu, nu=nu)
+
+  return SkippableTransformation(init, update)

@@ -9,8 +9,8 @@ from spmd_tasks.layers.pipeline.schedule import Schedule
 from spmd_tasks.layers.pipeline.stack import PipelinedStack
 from spmd_tasks.layers.transformer import TransformerStack
 from spmd_tasks.recipes.dense import DenseLanguageModel
+from spmd_tasks.sharding import stage_axis, stage_axis_rules
 from spmd_tasks.sharding.specs import AxisRules
-from spmd_tasks.sharding.stage_axis import stage_axis, stage_axis_rules
 
 
 class PipelinedLanguageModel(DenseLanguageModel):

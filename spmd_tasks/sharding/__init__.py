@@ -1,0 +1,98 @@
+"""Sharding: from names on tensor dimensions to layouts on a device mesh.
+
+    mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(4, 2)).build()
+    rules = (('embed', 'data'), ('mlp', 'mdl'))
+    spec = split_dims_to_partition_spec(('embed', 'mlp'), mesh.axis_names, rules)  # PartitionSpec('data', 'mdl')
+
+A layer declares each weight with *split dims*: one mesh axis or logical name per dimension. The *axis rules* of an
+experiment map logical names to mesh axes. A dimension that its mesh axes do not divide is padded at the boundary of a
+step; the layers never see the padding. Inside a step, `constrain` lays out activations by the same rules.
+
+Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh), weights.py (the declaration
+of a weight), padding.py (uneven shapes). Then expert_axes.py (axis rules with expert parallelism), reductions.py (norms
+of sharded trees) and host_layout.py (the rows of a batch on one host).
+"""
+
+from spmd_tasks.sharding.expert_axes import (
+  ExpertAxes,
+  data_expert_model_axes,
+  data_model_axes,
+  expert_parallel_degrees,
+  hidden_sharding_axes,
+  standard_logical_axis_rules,
+)
+from spmd_tasks.sharding.host_layout import HostDataLayout, host_data_layout
+from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding.padding import evenly_divided_spec, pad, padded_shape, unpad
+from spmd_tasks.sharding.reductions import sum_of_squares
+from spmd_tasks.sharding.specs import (
+  AxisRules,
+  ShardingScope,
+  SplitDim,
+  SplitDims,
+  check_axis_rules,
+  constrain,
+  current_sharding_scope,
+  infer_partition_spec_based_on_rank,
+  num_parts,
+  shard_on_batch_dim_partition_spec,
+  sharding_scope,
+  spec_axes,
+  split_dims_to_partition_spec,
+  stage_axis,
+  stage_axis_rules,
+  without_axis,
+)
+from spmd_tasks.sharding.weights import (
+  STACK_DIM,
+  Initializer,
+  WeightBox,
+  WeightSpec,
+  match_fn,
+  merge_stacked,
+  split_stacked,
+  unbox_weights,
+  weight_specs,
+)
+
+__all__ = [
+  'STACK_DIM',
+  'AxisRules',
+  'ExpertAxes',
+  'HostDataLayout',
+  'Initializer',
+  'MeshSpec',
+  'ShardingScope',
+  'SplitDim',
+  'SplitDims',
+  'WeightBox',
+  'WeightSpec',
+  'check_axis_rules',
+  'constrain',
+  'current_sharding_scope',
+  'data_expert_model_axes',
+  'data_model_axes',
+  'evenly_divided_spec',
+  'expert_parallel_degrees',
+  'hidden_sharding_axes',
+  'host_data_layout',
+  'infer_partition_spec_based_on_rank',
+  'match_fn',
+  'merge_stacked',
+  'num_parts',
+  'pad',
+  'padded_shape',
+  'shard_on_batch_dim_partition_spec',
+  'sharding_scope',
+  'spec_axes',
+  'split_dims_to_partition_spec',
+  'split_stacked',
+  'stage_axis',
+  'stage_axis_rules',
+  'standard_logical_axis_rules',
+  'sum_of_squares',
+  'unbox_weights',
+  'unpad',
+  'weight_specs',
+  'without_axis',
+]

@@ -1,7 +1,7 @@
-"""HostDataLayout: which rows of a batch lie on one host's devices, for inputs that are placed by hand.
+"""HostDataLayout: the rows of a batch that lie on one host's devices, for inputs that users place themselves.
 
-`InputLayout` (runtime/input_layout.py) needs none of this: it takes equal parts in the order of the processes, and the
-step reshards them. T5X loads what the partitioner's data layout says.
+The programs do not need it: their `InputLayout` (runtime/input_layout.py) reads equal parts in the order of the
+processes, and the step reshards them. It corresponds to T5X's `Partitioner.get_data_layout`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ class HostDataLayout:
   Attributes:
     batch_size: of the whole batch.
     shard_id, num_shards: the host has part `shard_id` of `num_shards` disjoint, equal parts, which together are the
-      batch. There are fewer parts than hosts where hosts have the same rows, as model parallelism over hosts has it.
-    is_first_host_in_replica_set: whether it is the first of the hosts that have these rows.
-    rows: which rows of the batch they are; neighbours only where the mesh's order has it.
+      batch. There are fewer parts than hosts if several hosts have the same rows (model parallelism over hosts).
+    is_first_host_in_replica_set: whether this host is the first of those with the same rows.
+    rows: the row numbers of the part; they need not be contiguous.
   """
 
   batch_size: int
@@ -37,27 +37,27 @@ class HostDataLayout:
 def host_data_layout(
   mesh: Mesh, batch_axes: Sequence[str], *, batch_size: int | None = None, host_index: int | None = None
 ) -> HostDataLayout:
-  """The part of a batch, split over `batch_axes` of the mesh, that lies on one host's devices.
+  """Returns the part of a batch, split over `batch_axes` of the mesh, that lies on one host's devices.
 
-  Parts are numbered by their first row. Where a host's devices are a block of the mesh, that is T5X's number,
-  chunk[data] + chunk[expert] * num_chunks[data] for the axes (expert, data), of every axis that splits the batch: T5X
-  leaves out the second of two data axes, so that hosts along it load the same rows.
+  Parts are numbered by their first row. If a host's devices are a block of the mesh, this is T5X's number,
+  chunk[data] + chunk[expert] * num_chunks[data] for the axes (expert, data), extended to every axis that splits the
+  batch: T5X leaves out the second of two data axes, so that hosts along that axis load the same rows.
 
   Args:
     mesh: over the devices of all hosts.
-    batch_axes: as `ExpertAxes.batch_axes`, the slowest first.
+    batch_axes: the mesh axes that split the batch, the slowest first, such as `ExpertAxes.batch_axes`.
     batch_size: default: one row for each part of the mesh.
     host_index: the process; default: this one.
 
   Raises:
-    UserError: the mesh does not divide the batch, or its hosts do not have equal parts of it.
+    UserError: the mesh does not divide the batch, the host has no device in the mesh, or hosts have unequal parts.
   """
   num_cells = num_parts(batch_axes, mesh.shape)
   batch_size = num_cells if batch_size is None else batch_size
   if batch_size % num_cells:
     raise UserError(
-      f'batch size {batch_size} must be a multiple of {num_cells}, the parts into which the axes {tuple(batch_axes)} '
-      'split it.'
+      f'batch size {batch_size} must be a multiple of {num_cells}, the number of parts into which the axes '
+      f'{tuple(batch_axes)} split it: change one of them.'
     )
   cells_of: dict[int, set[int]] = {}
   placement: Mapping[Any, Any] = NamedSharding(mesh, PartitionSpec(tuple(batch_axes))).devices_indices_map((num_cells,))

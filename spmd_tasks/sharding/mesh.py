@@ -1,7 +1,7 @@
-"""MeshSpec: named mesh axes with their ICI and DCN sizes, and the jax Mesh made from them.
+"""MeshSpec: names of mesh axes with their ICI and DCN sizes, and the jax Mesh built from them.
 
-ICI is the fast network inside a slice (or one host's devices), DCN the slow one between slices. An axis of ICI size i
-and DCN size d has i * d devices, and its slow part is the outer one, as in Pax and T5X.
+ICI is the fast network within a slice (or within one host), DCN the slow network between slices. An axis of ICI size i
+and DCN size d has i * d devices; its DCN part is the outer one, as in Pax and T5X.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,13 @@ from spmd_tasks.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSpec:
-  """Axis names and sizes; one ICI size in a mesh may be -1, "whatever devices are left"."""
+  """Names and sizes of mesh axes.
+
+  Attributes:
+    axis_names: one distinct name per axis.
+    ici_mesh_shape: one size per axis, within a slice; one of them may be -1 for the remaining devices.
+    dcn_mesh_shape: one size per axis, between slices; None for one slice.
+  """
 
   axis_names: tuple[str, ...]
   ici_mesh_shape: tuple[int, ...]
@@ -26,7 +32,7 @@ class MeshSpec:
 
   def __post_init__(self):
     if len(set(self.axis_names)) != len(self.axis_names):
-      raise UserError(f'mesh_axis_names {self.axis_names} name an axis twice: every mesh axis needs its own name.')
+      raise UserError(f'mesh_axis_names {self.axis_names} name an axis twice: give every mesh axis its own name.')
     for field in ('ici_mesh_shape', 'dcn_mesh_shape'):
       shape = getattr(self, field)
       if shape is None:
@@ -38,13 +44,13 @@ class MeshSpec:
         )
       smallest = -1 if field == 'ici_mesh_shape' else 1
       if any(size == 0 or size < smallest for size in shape) or list(shape).count(-1) > 1:
-        raise UserError(f'{field} {shape} must hold positive sizes (one ICI size may be -1: the devices left over).')
+        raise UserError(f'{field} {shape} must hold positive sizes (one ICI size may be -1: the remaining devices).')
 
   def sizes(self, num_devices: int) -> dict[str, int]:
-    """Axis name -> size (ICI x DCN) on `num_devices` devices.
+    """Returns axis name -> size (ICI x DCN) on `num_devices` devices.
 
     Raises:
-      UserError: the sizes do not multiply to the number of devices.
+      UserError: the product of the sizes is not the number of devices.
     """
     ici, dcn = self._shapes(num_devices)
     return {name: i * d for name, i, d in zip(self.axis_names, ici, dcn)}
@@ -69,7 +75,7 @@ class MeshSpec:
     return ici, dcn
 
   def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The jax Mesh over `devices` (default: all), every axis automatic (GSPMD)."""
+    """Builds the jax Mesh over `devices` (default: all) with automatic (GSPMD) axes."""
     devices = list(jax.devices() if devices is None else devices)
     ici, dcn = self._shapes(len(devices))
     if math.prod(dcn) > 1:
@@ -91,12 +97,12 @@ class MeshSpec:
 
 
 def _hybrid_device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-  """Devices [ici*dcn ...]: granules (slices, else processes) along the DCN part.
+  """Returns devices [ici*dcn ...] with granules (slices, or else processes) along the DCN part.
 
-  On one machine, and on CPUs, where there are neither, equal runs of devices stand for slices.
+  On CPUs and on a single machine there are no slices; equal runs of devices stand for them.
 
   Raises:
-    UserError: there are several slices or processes, and as many as the DCN part has of neither.
+    UserError: there are several slices or processes, and neither number equals the DCN size.
   """
   num_granules = math.prod(dcn)
   slices = {getattr(device, 'slice_index', None) for device in devices}
@@ -108,9 +114,9 @@ def _hybrid_device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequen
   if max(len(slices), len(processes)) > 1 and devices[0].platform != 'cpu':
     of_slices = f'{len(slices)} slice(s) and ' if None not in slices else ''
     raise UserError(
-      f'dcn_mesh_shape {tuple(dcn)} is for {num_granules} slices, but the {len(devices)} devices are those of '
-      f'{of_slices}{len(processes)} process(es): set --dcn_mesh_shape to sizes whose product is the number of slices, '
-      'or of processes, and --ici_mesh_shape to the devices of one.'
+      f'dcn_mesh_shape {tuple(dcn)} is for {num_granules} slices, but the {len(devices)} devices belong to '
+      f'{of_slices}{len(processes)} process(es): set --dcn_mesh_shape to sizes whose product is the number of slices '
+      'or processes, and --ici_mesh_shape to the devices of one.'
     )
   granules = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
   ndim = len(ici)

@@ -1,9 +1,8 @@
-"""Uneven shapes: a dim that its mesh axes do not divide is zero-padded at the boundary of a step and sliced inside it.
+"""Pads uneven shapes: a dim that its mesh axes do not divide is zero-padded outside of a step and sliced inside it.
 
-`jit` takes and returns only arrays that their mesh axes divide; inside, any shape may be constrained. So live state is
-padded ([30] over 4 devices is stored as [32]) and the step sees it unpadded: `unpad` on entry, `pad` on exit. The
-padding is zero and stays zero, because every exit writes it anew. This is how Pax did it;
-nothing else in the project knows.
+`jit` accepts and returns only arrays whose dims their mesh axes divide; inside `jit` any shape can be constrained. So
+live state is padded ([30] over 4 devices is stored as [32]), and a step computes on true shapes: `unpad` on entry,
+`pad` on exit, which writes zeros again. Pax did the same. No other part of the project sees padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from spmd_tasks.sharding.specs import num_parts, spec_axes
 
 
 def padded_shape(shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
-  """`shape` with every dim rounded up to a multiple of the parts that `spec` splits it into."""
+  """Rounds every dim of `shape` up to a multiple of the number of parts into which `spec` splits it."""
   parts = [num_parts(axes, axis_sizes) for axes in spec_axes(spec, len(shape))]
   return tuple(dim + (part - dim % part) % part for dim, part in zip(shape, parts))
 
@@ -45,10 +44,10 @@ def unpad(tree: Any, shapes: Any) -> Any:
 
 
 def evenly_divided_spec(shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> PartitionSpec:
-  """A spec that holds `shape` without padding, for arrays that leave the job (checkpoints).
+  """Returns a spec that splits `shape` without padding, for arrays that leave the job (checkpoints).
 
-  Dims that their axes divide keep them. The axes of an uneven dim move to the largest other dim that they divide beside
-  what splits it already; only where there is none is the array replicated over them.
+  A dim that its axes divide keeps them. The axes of an uneven dim move to the largest other dim that can be divided by
+  them together with its own axes. If there is none, the array is replicated over them.
   """
   kept = [
     axes if dim % num_parts(axes, axis_sizes) == 0 else () for dim, axes in zip(shape, spec_axes(spec, len(shape)))

@@ -1,9 +1,9 @@
-"""sum_of_squares: one number from a whole tree of sharded weights, with one all-reduce.
+"""sum_of_squares: sums a whole tree of sharded weights with one all-reduce.
 
-Left to the compiler, every weight's sum is an all-reduce of its own, or two where it is split in two dims. For a model
-of ten weights on 8 fake devices the two norms of a train step (of gradients and of weights) were 34 of its 62 reduced
-buffers, each of which XLA's CPU backend waits for singly, and 5% of its time. Here each device first sums its own
-slices of all weights.
+The compiler makes one all-reduce of every weight's sum, or two for a weight that is split in two dims. For a model of
+ten weights on 8 fake devices, the two norms of a train step (of gradients and of weights) were 34 of its 62 reduced
+buffers, and 5% of its time, because XLA's CPU backend waits for each buffer separately. Here each device first sums its
+own slices of all weights.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from spmd_tasks.sharding.weights import WeightSpec
 
 
 def sum_of_squares(tree: Any, weight_specs: Any) -> jax.Array:
-  """The sum of the squares of all elements of all leaves, a float32 scalar accumulated in float32.
+  """Returns the sum of the squares of all elements of all leaves, a float32 scalar accumulated in float32.
 
   Args:
-    tree: congruent to the weights, of their true shapes; uneven dims are fine.
-    weight_specs: tree of WeightSpec, by whose split dims the leaves are laid out inside a `sharding_scope`; not read
-      outside of one.
+    tree: congruent to the weights, of their true shapes; dims may be uneven.
+    weight_specs: tree of WeightSpec. Inside a `sharding_scope` its split dims are the layout of the leaves; outside it
+      is not read.
   """
   leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
   scope = current_sharding_scope()
@@ -52,7 +52,7 @@ def _local_sum(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def _reduce(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> jax.Array:
-  """The sum over evenly split leaves: each device's own part, and one all-reduce over the axes that split any leaf."""
+  """Sums evenly split leaves: each device its own slices, then one all-reduce over the axes that split any leaf."""
   used = [[axis for axes in spec_axes(spec, x.ndim) for axis in axes] for spec, x in zip(specs, leaves)]
   all_used = sorted(set().union(*used))
 
@@ -60,7 +60,7 @@ def _reduce(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: M
   def reduce(*slices):
     total = jnp.zeros((), jnp.float32)
     for x, axes in zip(slices, used):
-      # Devices along an axis that does not split this leaf all hold, and count, the same slice.
+      # All devices along an axis that does not split this leaf hold the same slice, and all of them count it.
       num_copies = num_parts([axis for axis in all_used if axis not in axes], mesh.shape)
       total += _local_sum([x]) / num_copies
     return jax.lax.psum(total, all_used)

@@ -1,11 +1,17 @@
-"""Split dims to PartitionSpecs: one rule for Pax's direct mesh axes and T5X's logical names.
+"""Resolves split dims to PartitionSpecs by the axis rules: Pax's direct mesh axes and T5X's logical names in one.
 
-A tensor's *split dims* name, dimension by dimension, how it is laid out over the mesh. An entry is
+    split_dims_to_partition_spec(('embed', 'mlp'), ('data', 'mdl'), (('embed', 'data'), ('mlp', 'mdl')))
+
+returns PartitionSpec('data', 'mdl'). The *split dims* of a tensor say for each dimension which mesh axes split it. An
+entry is
 
 * a mesh axis (`'data'`), or several of them (`('replica', 'data')`);
 * a logical name (`'mlp'`), looked up in the axis rules: the first rule of that name whose mesh axes are all still free
-  in this tensor wins; if every such rule's axes are taken, the dimension stays unsharded;
+  in this tensor applies; if the axes of every such rule are taken, the dimension stays unsharded;
 * None or -1: unsharded.
+
+`constrain` applies split dims to an activation inside a `sharding_scope`. `stage_axis_rules` adds pipeline stages to
+axis rules: the mesh axis of the logical name `layers` holds the stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,13 +31,15 @@ AxisRules = Sequence[tuple[str, SplitDim]]
 
 
 def _axes_of(entry: SplitDim) -> tuple[str, ...]:
-  """The names in one entry: () for unsharded."""
+  """Returns the names in one entry, () for unsharded."""
   if entry is None or entry == -1:
     return ()
   if isinstance(entry, str):
     return (entry,)
   if isinstance(entry, int):
-    raise UserError(f'split dim {entry} is not a mesh axis: write an axis name, several, a logical name, None or -1.')
+    raise UserError(
+      f'split dim {entry} is not a mesh axis: write one or several axis names, a logical name, None or -1.'
+    )
   return tuple(entry)
 
 
@@ -40,7 +48,7 @@ def _spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
 
 
 def check_axis_rules(axis_rules: AxisRules, mesh_axis_names: Sequence[str]) -> None:
-  """Raises a ValueError if a rule maps to something that is not a mesh axis, to one twice, or redefines one."""
+  """Raises a UserError if a rule maps to an unknown mesh axis, maps to one twice, or has the name of one."""
   for name, target in axis_rules:
     if name in mesh_axis_names:
       raise UserError(f'axis rule {name!r} has the name of a mesh axis {tuple(mesh_axis_names)}: rename the rule.')
@@ -61,7 +69,7 @@ def split_dims_to_partition_spec(
   """Returns the PartitionSpec of a tensor, one entry per dimension.
 
   Args:
-    split_dims: one entry per tensor dimension (see the module's docstring); None means wholly unsharded.
+    split_dims: one entry per tensor dimension (see the module's docstring); None for an unsharded tensor.
     mesh_axis_names: the axes of the mesh.
     axis_rules: ordered (logical name, mesh axes) pairs.
 
@@ -100,18 +108,18 @@ def split_dims_to_partition_spec(
 
 
 def spec_axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-  """The mesh axes of each of `ndim` dimensions, () where unsharded."""
+  """Returns the mesh axes of each of `ndim` dimensions, () for an unsharded one."""
   entries = list(spec) + [None] * (ndim - len(spec))
   return [_axes_of(entry) for entry in entries]
 
 
 def num_parts(axes: Sequence[str], axis_sizes: Mapping[str, int]) -> int:
-  """Into how many parts `axes` split a dimension."""
+  """Returns the number of parts into which `axes` split a dimension."""
   return math.prod(axis_sizes[axis] for axis in axes)
 
 
 def shard_on_batch_dim_partition_spec(mesh_axis_names: Sequence[str], ndim: int) -> PartitionSpec:
-  """The batch dim (the first) over the whole mesh; a scalar is replicated. How inputs enter a step."""
+  """Returns the spec of inputs of a step: the batch dim (the first) over the whole mesh; a scalar is replicated."""
   return PartitionSpec(tuple(mesh_axis_names), *[None] * (ndim - 1)) if ndim else PartitionSpec()
 
 
@@ -121,12 +129,12 @@ def infer_partition_spec_based_on_rank(
   mesh_axis_names: Sequence[str],
   axis_rules: AxisRules = (),
 ) -> PartitionSpec | None:
-  """An input's PartitionSpec from its rank: key `map_1d` for rank 1, `map_2d` for rank 2, ...
+  """Returns an input's PartitionSpec by its rank: key `map_1d` for rank 1, `map_2d` for rank 2, ...
 
-  Returns None ("leave as is") when there is no mapping at all, or when the key maps to None. A scalar is replicated.
+  Returns None ("leave as is") if there is no mapping, or if the key maps to None. A scalar is replicated.
 
   Raises:
-    UserError: the mapping lacks the rank's key, or its entry has another length than the rank.
+    UserError: the mapping has no key for the rank, or an entry with another length than the rank.
   """
   if inputs_split_mapping is None:
     return None
@@ -142,13 +150,13 @@ def infer_partition_spec_based_on_rank(
   if split_dims is None:
     return None
   if len(split_dims) != ndim:
-    raise UserError(f'inputs_split_mapping[{key!r}] = {tuple(split_dims)} must have {ndim} entries.')
+    raise UserError(f'inputs_split_mapping[{key!r}] = {tuple(split_dims)} must have {ndim} entries: give one per dim.')
   return split_dims_to_partition_spec(split_dims, mesh_axis_names, axis_rules)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingScope:
-  """The mesh and axis rules under which layers' activation constraints are resolved."""
+  """The mesh and axis rules by which `constrain` resolves split dims of activations."""
 
   mesh: Mesh | AbstractMesh
   axis_rules: AxisRules
@@ -159,7 +167,7 @@ _scopes = threading.local()
 
 @contextlib.contextmanager
 def sharding_scope(mesh: Mesh | AbstractMesh, axis_rules: AxisRules) -> Iterator[None]:
-  """While a step is traced inside this scope, `constrain` knows the mesh."""
+  """Context in which `constrain` uses this mesh and these axis rules; enter it while a step is traced."""
   previous = getattr(_scopes, 'current', None)
   _scopes.current = ShardingScope(mesh, axis_rules)
   try:
@@ -169,20 +177,58 @@ def sharding_scope(mesh: Mesh | AbstractMesh, axis_rules: AxisRules) -> Iterator
 
 
 def current_sharding_scope() -> ShardingScope | None:
+  """Returns the scope of the innermost `sharding_scope`, None outside of one."""
   return getattr(_scopes, 'current', None)
 
 
 def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
   """Constrains an activation to its split dims, one entry per dim; None leaves its layout to the compiler.
 
-  The identity outside a `sharding_scope`.
-
-  Dimensions need not divide the mesh: inside `jit` the compiler pads activations by itself.
+  Outside a `sharding_scope` this is the identity. The mesh need not divide the dimensions: inside `jit` the compiler
+  pads activations.
   """
   scope = current_sharding_scope()
   if scope is None or split_dims is None:
     return x
   if len(split_dims) != x.ndim:
-    raise UserError(f'split dims {tuple(split_dims)} do not fit an array of shape {x.shape}: one entry per dim.')
+    raise UserError(f'split dims {tuple(split_dims)} do not fit an array of shape {x.shape}: give one entry per dim.')
   spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
   return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))
+
+
+def stage_axis_rules(base_rules: AxisRules, axis: str = 'stage') -> AxisRules:
+  """Returns the base rules with `layers` split over `axis`, and `batch` also split over it, as its innermost axis.
+
+  Each stage then holds a run of layers. The batch is split over the stages outside of the pipeline, so that stages
+  share the work of embeddings and logits.
+  """
+  rules = [(name, axes) for name, axes in base_rules if name != 'layers']
+
+  def widened(name: str, axes: SplitDim) -> SplitDim:
+    return (*_axes_of(axes), axis) if name == 'batch' else axes
+
+  return (('layers', axis), *((name, widened(name, axes)) for name, axes in rules))
+
+
+def stage_axis(mesh_axis_names: Sequence[str], axis_rules: AxisRules) -> str | None:
+  """Returns the mesh axis of the pipeline's stages, which is the one that splits `layers`; None if there is none.
+
+  Raises:
+    UserError: several axes split `layers`.
+  """
+  spec = split_dims_to_partition_spec(('layers',), mesh_axis_names, axis_rules)
+  axes = spec_axes(spec, 1)[0]
+  if len(axes) > 1:
+    raise UserError(
+      f"the axis rules split 'layers' over {axes}, but the stages of a pipeline lie along one mesh axis: name one."
+    )
+  return axes[0] if axes else None
+
+
+def without_axis(axis: str, axis_rules: AxisRules) -> AxisRules:
+  """Returns the axis rules without an axis, for a region in which the axis is manual and no sharding may name it."""
+
+  def remove(axes: SplitDim) -> SplitDim:
+    return _spec_entry([name for name in _axes_of(axes) if name != axis])
+
+  return tuple((name, remove(axes)) for name, axes in axis_rules)

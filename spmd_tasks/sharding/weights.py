@@ -1,16 +1,17 @@
-"""WeightSpec: what a layer declares about one of its weights.
+"""WeightSpec: the declaration of a weight: shape, initializer, split dims, dtype, tags.
 
 Usage, inside a Linen module:
 
     kernel = self.param('kernel', WeightSpec(shape=(D, F), init=..., split_dims=('embed', 'mlp')))
 
-`self.param` returns the plain array; the split dims and tags travel beside it in a `WeightBox`, which `nn.scan` extends
-with the dimension that it adds. `weight_specs` reads them back, also from abstract values.
+`self.param` returns the plain array. Linen stores it in a `WeightBox` with its split dims and tags; `nn.scan` extends
+the box by the dimension that it adds. `weight_specs` reads the specs back, also from abstract values.
 """
 
 from collections.abc import Callable
 import dataclasses
 import math
+import re
 from typing import Any
 
 from flax import struct
@@ -23,16 +24,22 @@ from spmd_tasks.sharding.specs import SplitDim
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
-# `metadata_params` key under which nn.scan names the dimension that it adds: {STACK_DIM: 'layers'}.
+# Key in `metadata_params` of nn.scan for the split dim of the dimension that it adds: {STACK_DIM: 'layers'}.
 STACK_DIM = 'stack_dim'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightSpec:
-  """One weight: shape, initializer, split dims (one entry per dim), dtype and tags.
+  """The declaration of one weight.
 
-  Tags are read by other parts by name: `no_decay` (no weight decay), `expert` (split by expert parallelism).
-  `stacked` counts the leading dims that count layers: one per `nn.scan`, or two of a circular pipeline.
+  Attributes:
+    shape: one entry per dim.
+    init: draws the initial value, init(rng, shape, dtype); None for a weight that exists already.
+    split_dims: one entry per dim; None for a weight that is not sharded.
+    dtype: of the stored weight.
+    tags: names that other parts read: `no_decay` (no weight decay), `expert` (split by expert parallelism),
+      `balance_bias` (updated by expert load, not by the optimizer).
+    stacked: how many leading dims count layers: one per `nn.scan`, two in a circular pipeline.
   """
 
   shape: tuple[int, ...]
@@ -44,25 +51,27 @@ class WeightSpec:
 
   def __post_init__(self):
     if self.split_dims is not None and len(self.split_dims) != len(self.shape):
-      raise UserError(f'split dims {self.split_dims} do not fit a weight of shape {self.shape}: one entry per dim.')
+      raise UserError(
+        f'split dims {self.split_dims} do not fit a weight of shape {self.shape}: give one entry per dim.'
+      )
 
   @property
   def canonical_shape(self) -> tuple[int, ...]:
-    """The shape in checkpoints: all layers in one dim, in the order in which they run."""
+    """The shape in checkpoints: all layers in one dim, in the order of execution."""
     if self.stacked < 2:
       return self.shape
     return (math.prod(self.shape[: self.stacked]), *self.shape[self.stacked :])
 
   def __call__(self, rng: jax.Array) -> 'WeightBox':
-    """Draws the weight; the signature that `nn.Module.param` expects of an initializer."""
+    """Draws the weight; has the signature that `nn.Module.param` expects of an initializer."""
     if self.init is None:
-      raise UserError('this WeightSpec describes a weight that exists; it has no initializer.')
+      raise UserError('this WeightSpec has no initializer: pass init, or read the existing weight.')
     split_dims = self.split_dims if self.split_dims is not None else (None,) * len(self.shape)
     return WeightBox(value=self.init(rng, self.shape, self.dtype), split_dims=split_dims, tags=self.tags, stacked=0)
 
 
 class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
-  """A weight's value with its split dims and tags; Linen unboxes it wherever a layer reads the weight."""
+  """A weight's value with its split dims and tags; Linen unboxes it when a layer reads the weight."""
 
   value: Any
   split_dims: tuple[SplitDim, ...] = struct.field(pytree_node=False)
@@ -87,10 +96,10 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
 
 
 def weight_specs(boxed_weights: Any) -> Any:
-  """A tree of WeightSpecs (without initializers) from a tree of WeightBoxes, abstract or not.
+  """Returns a tree of WeightSpecs (without initializers) for a tree of WeightBoxes, abstract or not.
 
   Raises:
-    UserError: a weight was declared without a WeightSpec, so that nothing is known of its split dims.
+    UserError: a weight was declared without a WeightSpec, so its split dims are unknown.
   """
 
   def spec_of(path, leaf) -> WeightSpec:
@@ -112,7 +121,7 @@ def weight_specs(boxed_weights: Any) -> Any:
 
 
 def unbox_weights(boxed_weights: Any) -> Any:
-  """The plain arrays of a tree of WeightBoxes."""
+  """Returns the plain arrays of a tree of WeightBoxes."""
   return jax.tree.map(
     lambda leaf: leaf.value if isinstance(leaf, WeightBox) else leaf,
     boxed_weights,
@@ -121,7 +130,7 @@ def unbox_weights(boxed_weights: Any) -> Any:
 
 
 def split_stacked(boxed_weights: Any, num_groups: int) -> Any:
-  """Stacked weights [L, ...] as [num_groups, L / num_groups, ...]; the split dim of L is that of the second dim."""
+  """Reshapes stacked weights [L, ...] to [num_groups, L / num_groups, ...]; the second dim keeps the split dim of L."""
 
   def split(box: WeightBox) -> WeightBox:
     value = box.value.reshape(num_groups, -1, *box.value.shape[1:])
@@ -131,7 +140,7 @@ def split_stacked(boxed_weights: Any, num_groups: int) -> Any:
 
 
 def merge_stacked(weights: Any) -> Any:
-  """The inverse of `split_stacked`, of weights with or without boxes."""
+  """Reverses `split_stacked`, for weights with or without boxes."""
 
   def merge(leaf: Any) -> Any:
     if isinstance(leaf, WeightBox):
@@ -139,3 +148,14 @@ def merge_stacked(weights: Any) -> Any:
     return leaf.reshape(-1, *leaf.shape[2:])
 
   return jax.tree.map(merge, weights, is_leaf=lambda x: isinstance(x, WeightBox))
+
+
+def match_fn(prefix: str | None) -> Callable[[str], bool]:
+  """Returns a predicate on weight names ('stack/layers/ffn/up/kernel'): does the regular expression match the start?
+
+  An empty prefix, or None, matches no name (as in T5X contrib/moe).
+  """
+  if not prefix:
+    return lambda name: False
+  pattern = re.compile(prefix)
+  return lambda name: pattern.match(name) is not None

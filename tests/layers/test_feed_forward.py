@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import transformer_reference as reference
 
-from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.layers import FeedForward, GatedFeedForward
+from spmd_tasks.sharding import unbox_weights, weight_specs
 
 REFERENCES = {
   'gelu': reference.gelu_tanh,

@@ -8,11 +8,9 @@ import pytest
 from tiny_model import packed_batch, random_weights, tiny_model
 import transformer_reference as reference
 
-from spmd_tasks.layers.attention.positions import LearnedPositions
-from spmd_tasks.layers.losses import LanguageModelLoss
-from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.sharding.specs import sharding_scope, split_dims_to_partition_spec
-from spmd_tasks.sharding.weights import weight_specs
+from spmd_tasks.layers import LanguageModelLoss, RmsNorm
+from spmd_tasks.layers.attention import LearnedPositions
+from spmd_tasks.sharding import sharding_scope, split_dims_to_partition_spec, weight_specs
 
 LOSS = LanguageModelLoss(z_loss_weight=1e-3, label_smoothing=0.1)
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.losses import LanguageModelLoss
+from spmd_tasks.layers import LanguageModelLoss
 
 B, T, V = 3, 4, 11
 
@@ -137,7 +137,7 @@ def test_aux_losses_of_all_layers_are_counted(rng, shape, num_layers):
   weights = {'balance': 0.5}
   LanguageModelLoss(aux_loss_weights=weights, num_aux_layers=num_layers)(predictions, batch)
   LanguageModelLoss(aux_loss_weights=weights)(predictions, batch)
-  with pytest.raises(ValueError, match=f"{num_layers} layers give the aux loss 'balance', but num_aux_layers is 5"):
+  with pytest.raises(ValueError, match=f"{num_layers} layers report the aux loss 'balance', but num_aux_layers is 5"):
     LanguageModelLoss(aux_loss_weights=weights, num_aux_layers=5)(predictions, batch)
 
 
@@ -150,13 +150,13 @@ def test_an_aux_entry_cannot_take_the_place_of_another_metric(rng):
 def test_a_vector_is_no_aux_loss(rng):
   logits, batch = _case(rng)
   loss = LanguageModelLoss(aux_loss_weights={'expert_load': 1.0})
-  with pytest.raises(ValueError, match=r"aux loss 'expert_load' has shape \(2, 4\): a loss has one value per layer"):
+  with pytest.raises(ValueError, match=r"'expert_load' has shape \(2, 4\), but a loss has one value per layer"):
     loss({'logits': logits, 'aux': {'expert_load': jnp.ones((2, 4))}}, batch)
 
 
 def test_a_missing_aux_loss_is_an_error(rng):
   logits, batch = _case(rng)
-  with pytest.raises(ValueError, match=r"names 'balance', but the model gives \['dropped'\]"):
+  with pytest.raises(ValueError, match=r"names 'balance', but the model reports \['dropped'\]"):
     LanguageModelLoss(aux_loss_weights={'balance': 0.5})({'logits': logits, 'aux': {'dropped': jnp.ones(2)}}, batch)
 
 

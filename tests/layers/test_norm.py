@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import transformer_reference as reference
 
-from spmd_tasks.layers.norm import LayerNorm, RmsNorm
-from spmd_tasks.sharding.weights import weight_specs
+from spmd_tasks.layers import LayerNorm, RmsNorm
+from spmd_tasks.sharding import weight_specs
 
 
 def test_rms_norm(rng):

@@ -2,20 +2,27 @@ import functools
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_model import packed_batch, random_weights, tiny_model
 
-from spmd_tasks.layers.attention.attention import Attention
-from spmd_tasks.layers.block_group import BlockGroup
-from spmd_tasks.layers.feed_forward import FeedForward
-from spmd_tasks.layers.norm import LayerNorm, RmsNorm
-from spmd_tasks.layers.remat import REMAT_POLICIES
-from spmd_tasks.layers.statistics import Statistics
-from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.layers import (
+  REMAT_POLICIES,
+  ROUTING_NAME,
+  BlockGroup,
+  FeedForward,
+  LayerNorm,
+  RmsNorm,
+  Statistics,
+  TransformerBlock,
+  TransformerStack,
+  remat_policy,
+)
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.sharding import unbox_weights, weight_specs
 
 
 def _loss_and_gradients(**fields):
@@ -208,3 +215,26 @@ def test_the_program_does_not_grow_with_depth():
 def test_bad_settings_are_errors_when_built(fields, message):
   with pytest.raises(ValueError, match=message):
     TransformerStack(block=Constant(), **fields)
+
+
+def test_every_name_but_none_is_a_policy():
+  assert remat_policy('none') is None
+  assert all(callable(remat_policy(name)) for name in REMAT_POLICIES if name != 'none')
+
+
+@pytest.mark.parametrize('name', [name for name in REMAT_POLICIES if name != 'none'])
+def test_every_policy_keeps_decisions_and_computes_elementwise_results_again(name):
+  def layer(x):
+    choice = checkpoint_name(jnp.argmax(jnp.sin(x), axis=1), ROUTING_NAME)
+    return jnp.sum(jnp.exp(x) * (choice[:, None] == jnp.arange(4)[None, :]))
+
+  _, pullback = jax.vjp(jax.checkpoint(layer, policy=remat_policy(name)), jnp.ones((3, 4)))
+  saved = sorted((value.shape, value.dtype.name) for value in jax.tree.leaves(pullback))
+  assert saved == [((3,), 'int32'), ((3, 4), 'float32')]
+
+
+def test_unknown_names_list_the_known_ones():
+  with pytest.raises(
+    ValueError, match=r"'minimal' is unknown: choose one of \['none', 'dots', 'dots_no_batch', 'full'\]"
+  ):
+    remat_policy('minimal')

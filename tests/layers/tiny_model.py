@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.layers.attention.attention import Attention
-from spmd_tasks.layers.embedding import TokenEmbedding
-from spmd_tasks.layers.feed_forward import GatedFeedForward
-from spmd_tasks.layers.language_model import LanguageModel
-from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
-from spmd_tasks.sharding.weights import unbox_weights
+from spmd_tasks.layers import (
+  GatedFeedForward,
+  LanguageModel,
+  RmsNorm,
+  TokenEmbedding,
+  TransformerBlock,
+  TransformerStack,
+)
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.sharding import unbox_weights
 
 VOCAB = 257
 

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.learning.learner import Learner
-from spmd_tasks.learning.optimizers import Adafactor
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.learning import Adafactor, Learner
+from spmd_tasks.sharding import WeightSpec
 
 # L is the largest dim: taken for one weight, [L, D, F] would be factored over L.
 L, D, F = 7, 3, 5

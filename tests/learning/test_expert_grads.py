@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.learning.accumulation import accumulate_gradients
-from spmd_tasks.learning.expert_grads import scale_expert_grads
-from spmd_tasks.learning.learner import Learner
-from spmd_tasks.learning.optimizers import Sgd
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.learning import Learner, Sgd, accumulate_gradients
+from spmd_tasks.learning.expert_weights import scale_expert_grads
+from spmd_tasks.sharding import WeightSpec
 
 N, D, E = 16, 3, 4
 SPLIT = {'dense': P(), 'router': P(), 'expert': P('expert')}

@@ -5,10 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.learning.learner import Learner, global_norm
-from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Sgd
-from spmd_tasks.learning.schedules import LinearWarmupConstant
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.learning import Adafactor, AdamW, Learner, LinearWarmupConstant, Lion, Sgd, global_norm
+from spmd_tasks.sharding import WeightSpec
 
 SPECS = {
   'kernel': WeightSpec(shape=(3, 4, 6), init=None, stacked=1),

@@ -8,11 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_tasks.learning import optimizer_specs
-from spmd_tasks.learning.learner import Learner
-from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Sgd
-from spmd_tasks.sharding.specs import split_dims_to_partition_spec
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd, optimizer_specs
+from spmd_tasks.sharding import WeightSpec, split_dims_to_partition_spec
 
 SPECS = {
   'ffn': {

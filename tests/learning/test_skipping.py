@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_tasks.learning.adam import scale_by_adam
-from spmd_tasks.learning.skipping import SkippableTransformation, chain, keep_if_finite, skippable
+from spmd_tasks.learning.skipping import SkippableTransformation, chain, keep_if_finite, scale_by_adam, skippable
 
 BETAS = {'beta1': 0.8, 'beta2': 0.9, 'epsilon': 1e-6}
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.layers import declare_weight
 from spmd_tasks.layers.losses import LanguageModelLoss
 from spmd_tasks.learning.learner import Learner
 from spmd_tasks.learning.optimizers import AdamW

@@ -3,7 +3,7 @@
 import fiddle as fdl
 
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
-from spmd_tasks.layers.block_group import BlockGroup
+from spmd_tasks.layers import BlockGroup
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.recipes import SyntheticLanguageModel
 from spmd_tasks.sharding.expert_axes import data_expert_model_axes

@@ -6,15 +6,16 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
-from spmd_tasks.sharding.expert_axes import (
+from spmd_tasks.sharding import (
+  MeshSpec,
+  check_axis_rules,
   data_expert_model_axes,
   data_model_axes,
   expert_parallel_degrees,
   hidden_sharding_axes,
+  split_dims_to_partition_spec,
   standard_logical_axis_rules,
 )
-from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.specs import check_axis_rules, split_dims_to_partition_spec
 
 # T5X's standard rules for one-dimensional parameter and activation partitioning, with `mdl` for its `model`.
 T5X_RULES = (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.runtime.input_layout import make_input_layout
-from spmd_tasks.sharding.host_layout import host_data_layout
+from spmd_tasks.sharding import host_data_layout
 
 TWO_DATA_AXES = ('data', 'mdl')
 THREE_AXES = ('expert', 'data')

@@ -7,7 +7,8 @@ from jax.sharding import AxisType
 import numpy as np
 import pytest
 
-from spmd_tasks.sharding.mesh import MeshSpec, _hybrid_device_array
+from spmd_tasks.sharding import MeshSpec
+from spmd_tasks.sharding.mesh import _hybrid_device_array
 
 AXES = ('replica', 'data', 'mdl')
 
@@ -87,7 +88,7 @@ def test_real_slices_else_processes_are_what_the_dcn_axes_run_over(attribute, ic
 
 
 @pytest.mark.parametrize(
-  'attribute, words', [('slice_index', '4 slice(s) and 1 process(es)'), ('process_index', 'those of 4 process(es)')]
+  'attribute, words', [('slice_index', '4 slice(s) and 1 process(es)'), ('process_index', 'belong to 4 process(es)')]
 )
 def test_slices_that_are_not_those_of_the_mesh_are_refused(attribute, words):
   devices = fake_devices({i: i % 4 for i in range(8)}, attribute)

@@ -5,10 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.reductions import sum_of_squares
-from spmd_tasks.sharding.specs import sharding_scope
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.sharding import MeshSpec, WeightSpec, sharding_scope, sum_of_squares
 
 AXES = ('replica', 'data', 'mdl')
 RULES = (('embed', 'data'), ('mlp', 'mdl'), ('layers', None))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.sharding.weights import STACK_DIM, WeightBox, WeightSpec, unbox_weights, weight_specs
+from spmd_tasks.sharding import STACK_DIM, WeightBox, WeightSpec, match_fn, unbox_weights, weight_specs
 
 
 class Dense(nn.Module):
@@ -135,7 +135,7 @@ def test_a_weight_without_a_spec_is_refused_by_its_path():
 
 
 def test_split_dims_must_have_one_entry_per_dim():
-  with pytest.raises(ValueError, match=r"\('embed',\) do not fit a weight of shape \(3, 4\): one entry per dim"):
+  with pytest.raises(ValueError, match=r"\('embed',\) do not fit a weight of shape \(3, 4\): give one entry per dim"):
     WeightSpec(shape=(3, 4), init=nn.initializers.ones, split_dims=('embed',))
 
 
@@ -149,3 +149,18 @@ def test_a_box_that_loses_the_dim_a_scan_added_is_what_it_was():
   stacked = box.add_axis(0, {STACK_DIM: 'layers'})
   assert (stacked.split_dims, stacked.stacked) == (('layers', 'a', None), 1)
   assert stacked.remove_axis(0, {STACK_DIM: 'layers'}) == box
+
+
+@pytest.mark.parametrize(
+  'prefix, name, matches',
+  [
+    ('.*expert', 'stack/layers/ffn/experts/up', True),
+    ('stack/', 'stack/layers/ffn/up/kernel', True),
+    ('layers', 'stack/layers/ffn/up/kernel', False),  # at the start only
+    ('a|stack', 'stack/up', True),
+    ('', 'stack/up', False),
+    (None, 'stack/up', False),
+  ],
+)
+def test_match_fn_matches_at_the_start_of_a_name(prefix, name, matches):
+  assert match_fn(prefix)(name) == matches

@@ -1,0 +1,37 @@
+"""Self-attention over packed documents, positions, and the KV cache.
+
+    attention = Attention(num_heads=32, num_kv_heads=8, head_dim=128, rotary=Rotary(max_wavelength=500_000.0))
+    y = attention.apply(variables, x, segment_ids, segment_pos)  # [B, T, D] -> [B, T, D]
+
+`Attention` is multi-head, grouped-query or multi-query attention, optionally within a window. Positions are rotary
+(`Rotary`, a field of `Attention`) or learned (`LearnedPositions`, a field of `LanguageModel`).
+
+A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
+call's tokens to `new_cache` and reads the earlier ones from the collection `cache`.
+
+Read attention.py, then positions.py; kv_cache.py explains generation.
+"""
+
+from spmd_tasks.layers.attention.attention import Attention, segment_mask
+from spmd_tasks.layers.attention.kv_cache import (
+  CACHE,
+  NEW_CACHE,
+  attend_to_cache,
+  is_decoding,
+  read_cache,
+  write_new_cache,
+)
+from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary
+
+__all__ = [
+  'CACHE',
+  'NEW_CACHE',
+  'Attention',
+  'LearnedPositions',
+  'Rotary',
+  'attend_to_cache',
+  'is_decoding',
+  'read_cache',
+  'segment_mask',
+  'write_new_cache',
+]

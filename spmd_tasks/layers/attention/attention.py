@@ -1,4 +1,4 @@
-"""Multi-head and grouped-query self-attention over packed documents.
+"""Attention: multi-head, grouped-query and multi-query self-attention over packed documents.
 
 Shapes: B batch, T sequence, D model, H query heads, G key/value heads, K head dim.
 """
@@ -9,19 +9,19 @@ import flax.linen as nn
 import jax
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, leave_new_cache, read_cache
+from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
-from spmd_tasks.layers.initializers import FanInNormal
+from spmd_tasks.layers.base import FanInNormal
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.sharding.specs import SplitDims
+from spmd_tasks.sharding import SplitDims
 
 
 def segment_mask(segment_ids: jax.Array) -> jax.Array:
-  """Who may attend to whom in packed text: bool [B, 1, T, T], true where query and key belong to one document.
+  """Returns the mask of packed text, bool [B, 1, T, T]: true where query and key belong to the same document.
 
-  Padding (segment 0) attends to padding only, so that no query is left without a key: its softmax stays finite, and
-  what it computes reaches no token of a document.
+  Padding (segment 0) attends to padding only. Every query then has a key, so its softmax is finite, and no token of a
+  document reads padding.
   """
   return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
 
@@ -29,25 +29,28 @@ def segment_mask(segment_ids: jax.Array) -> jax.Array:
 class Attention(nn.Module, kw_only=True):
   """Self-attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
 
-  Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`). Query head h reads
-  key/value head h // (H // G). The softmax is float32 whatever the dtype. While text is generated, keys and values
-  are kept (kv_cache.py).
+  Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`); with `qk_norm`
+    also
+  `query_norm` and `key_norm` [K]. Query head h reads key/value head h // (H // G). The softmax is float32 whatever the
+  dtype. During generation, keys and values are cached (kv_cache.py).
 
   Fields:
     num_heads: H.
     num_kv_heads: G, a divisor of H; None means H.
-    head_dim: K; None means D / H, which must then divide.
-    causal: whether a token sees only itself and what comes before it.
-    window: how many tokens of its document a token sees, itself and those before it (Beltagy et al., 2020; Mistral 7B:
-      Jiang et al., 2023); needs `causal`. None: all. While text is generated, no more keys and values are kept.
-    rotary: rotates queries and keys by position; None for models with other positions.
-    qk_norm: whether queries and keys go through an RmsNorm over K each (Henry et al., 2020), before the rotation.
-    use_bias: on all four projections.
+    head_dim: K; None means D / H, so H must divide D.
+    causal: whether a token sees only itself and earlier tokens.
+    window: how many tokens of its document a token sees, counting itself and those before it (Beltagy et al., 2020;
+      Mistral 7B: Jiang et al., 2023). Needs `causal`, and bounds the length of the KV cache. None: all.
+    rotary: rotary positions of queries and keys; None for models with other positions.
+    qk_norm: whether queries and keys each pass an RmsNorm over K before the rotation (Henry et al., 2020).
+    use_bias: whether all four projections have a bias.
     dtype: of the computation.
-    init_scale, out_init_scale: variance scale of the input projections and of the output projection.
+    init_scale, out_init_scale: FanInNormal's scale for the three input projections and for the output projection.
     implementation: of jax.nn.dot_product_attention: 'xla', 'cudnn' (GPU, 16-bit dtypes), or None for JAX's choice.
-    query_split_dims, kv_split_dims, out_split_dims: the kernels'.
-    query_activation_split_dims, kv_activation_split_dims, activation_split_dims: of q, of k and v, of the result.
+    query_split_dims, kv_split_dims, out_split_dims: of the kernels.
+    query_activation_split_dims: of the queries [B, T, H, K].
+    kv_activation_split_dims: of keys and values [B, T, G, K].
+    activation_split_dims: of the output.
   """
 
   num_heads: int
@@ -72,8 +75,8 @@ class Attention(nn.Module, kw_only=True):
   def __post_init__(self):
     if self.window is not None and (self.window < 1 or not self.causal):
       raise UserError(
-        f'window={self.window} with causal={self.causal}: a window is of 1 or more tokens up to the token itself, so '
-        'choose a positive one and causal=True, or window=None.'
+        f'window={self.window} with causal={self.causal} is impossible: a window counts 1 or more tokens and needs '
+        'causal=True, so set both, or window=None.'
       )
     super().__post_init__()
 
@@ -82,7 +85,7 @@ class Attention(nn.Module, kw_only=True):
     if num_kv_heads < 1 or self.num_heads % num_kv_heads:
       raise UserError(
         f'num_kv_heads={num_kv_heads} does not divide num_heads={self.num_heads}: every key/value head serves the same '
-        'number of query heads, so choose a divisor.'
+        'number of query heads, so set num_kv_heads to a divisor.'
       )
     return num_kv_heads
 
@@ -107,12 +110,12 @@ class Attention(nn.Module, kw_only=True):
     Args:
       x: float [B, T, D].
       segment_ids: int32 [B, T], the document of each token; None: one document per row.
-      segment_pos: int32 [B, T], the position in the document; needed by `rotary`.
-      train: unused here; part of the signature of every sublayer.
+      segment_pos: int32 [B, T], the position in the document; `rotary` and generation need it.
+      train: unused; part of the signature of every sublayer.
 
     Raises:
-      UserError: the head counts or dims do not fit each other, rotary positions are missing, or text is generated
-        with an attention that is not causal.
+      UserError: numbers of heads and dims do not fit each other, positions are missing, or an attention that is not
+        causal generates text.
     """
     del train
     head_dim, num_kv_heads = self._head_dim(x.shape[-1]), self._num_kv_heads()
@@ -143,10 +146,10 @@ class Attention(nn.Module, kw_only=True):
     if is_decoding(self):
       if not self.causal or segment_pos is None:
         raise UserError(
-          f'causal={self.causal}, segment_pos {"missing" if segment_pos is None else "given"}: text can only be '
-          'generated where no token sees what comes after it, and from positions.'
+          f'causal={self.causal}, segment_pos {"missing" if segment_pos is None else "given"}: generation needs causal '
+          'attention and positions, so set causal=True and pass segment_pos.'
         )
-      leave_new_cache(self, key, value, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
+      write_new_cache(self, key, value, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
       cached = read_cache(self)
     if cached is not None:
       assert segment_pos is not None
@@ -159,7 +162,7 @@ class Attention(nn.Module, kw_only=True):
         value,
         mask=mask,
         is_causal=self.causal,
-        # Documents are contiguous: within one, tokens are as far apart as their columns.
+        # Documents are contiguous, so the distance of two columns is the distance within the document.
         local_window_size=None if self.window is None else (self.window - 1, 0),
         implementation=self.implementation,
       )

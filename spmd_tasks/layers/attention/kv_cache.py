@@ -1,23 +1,24 @@
-"""Attention to a cache of keys and values: what a token needs of those before it, so that none is computed twice.
+"""KV cache: attention to keys and values that earlier calls stored, so that no token is computed twice.
 
-A model generates text when its caller makes the collection `new_cache` mutable: every attention leaves there the keys
-and values of the call's own tokens. Those of earlier calls it finds in the collection `cache`, which it only reads:
+A model generates text when its caller makes the collection `new_cache` mutable. Every attention then writes the keys
+and values of the call's own tokens to `new_cache`, and reads those of earlier calls from the collection `cache`:
 
     outputs, new = model.apply({'params': weights}, prompts, mutable='new_cache')                   # prefill
     outputs, new = model.apply({'params': weights, 'cache': cache}, batch, mutable='new_cache')     # step, or a chunk
 
-The caller writes `new` into `cache`, the token at position p of row b to place [b, :, p mod S]. Outside of the loop
-over layers that is one update in place, while a cache that each layer returned would be copied once per step.
+The caller writes `new` into `cache`: the token at position p of row b goes to entry [b, :, p mod S]. Done once outside
+the loop over layers, the write is an update in place; if each layer returned an updated cache, every step would copy
+it.
 
-A cache with a place for every position never wraps around. One of a layer with an attention window need not be longer
-than the window and does: it is a ring. Either way the batch's `segment_pos` alone says which position a place holds,
-and what an earlier sequence left there is not read. Each row holds one sequence; rows at different positions go through
-one step together.
+A cache with S = the number of positions never wraps around. The cache of a layer with an attention window may have
+S = the window, and wraps around as a ring buffer. In both cases the batch's `segment_pos` alone determines which
+position an entry holds, and entries of an earlier sequence are not read. Each row holds one sequence; rows at different
+positions share one step.
 
-In the cache heads come before places, as the products over places want them: with places first, each step would
-transpose all of it.
+Cache arrays are [B, G, S, K], heads before entries: with entries first, each step would transpose the whole cache for
+the matmuls over entries.
 
-Shapes: B batch (or slots), T tokens of this call, S places, H query heads, G key/value heads, K head dim.
+Shapes: B batch (or slots), T tokens of this call, S cache entries, H query heads, G key/value heads, K head dim.
 """
 
 import math
@@ -26,19 +27,18 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.sharding.specs import SplitDims
-from spmd_tasks.sharding.weights import WeightBox
+from spmd_tasks.sharding import SplitDims, WeightBox
 
 CACHE = 'cache'
 NEW_CACHE = 'new_cache'
 
 
 def is_decoding(module: nn.Module) -> bool:
-  """Whether the caller generates text: it wants `new_cache`."""
+  """Returns whether the caller generates text, that is, whether the collection `new_cache` is mutable."""
   return module.is_mutable_collection(NEW_CACHE) and not module.is_initializing()
 
 
-def leave_new_cache(
+def write_new_cache(
   module: nn.Module,
   key: jax.Array,
   value: jax.Array,
@@ -47,12 +47,12 @@ def leave_new_cache(
   segment_ids: jax.Array | None = None,
   window: int | None = None,
 ) -> None:
-  """Leaves keys and values of this call's tokens in `new_cache` as [B, G, T, K], with split dims in that order.
+  """Writes keys and values of this call's tokens to `new_cache` as [B, G, T, K], with split dims in that order.
 
-  Of more tokens than the window, each row's last [B, G, window, K] are left: no later token sees the others.
+  If T exceeds the window, only each row's last [B, G, window, K] are written: no later token sees the others.
 
   Args:
-    module: whose collections they are.
+    module: the attention whose collections are used.
     key, value: [B, T, G, K], with `split_dims`.
     segment_ids, window: as in `attend_to_cache`.
   """
@@ -71,7 +71,7 @@ def leave_new_cache(
 
 
 def read_cache(module: nn.Module) -> tuple[jax.Array, jax.Array] | None:
-  """The module's keys and values [B, G, S, K] of earlier calls; None where this is the first."""
+  """Returns the module's keys and values [B, G, S, K] of earlier calls, or None in the first call."""
   if not module.has_variable(CACHE, 'cached_key'):
     return None
   return module.get_variable(CACHE, 'cached_key'), module.get_variable(CACHE, 'cached_value')
@@ -87,23 +87,23 @@ def attend_to_cache(
   *,
   window: int | None = None,
 ) -> jax.Array:
-  """Causal attention of this call's tokens to those of earlier calls and to one another: [B, T, H, K].
+  """Computes causal attention of this call's tokens to earlier calls' tokens and to one another: [B, T, H, K].
 
-  As jax.nn.dot_product_attention over both: logits and softmax are float32, sums of values have the values' dtype.
+  Computes as jax.nn.dot_product_attention does: logits and softmax are float32, sums of values have the values' dtype.
 
   Args:
     query, key, value: [B, T, H, K] and [B, T, G, K], of this call.
-    cached: keys and values [B, G, S, K]; with a window S may be as little as that.
-    segment_ids: int32 [B, T], 0 for padding, which stands behind the tokens. None: there is no padding.
-    segment_pos: int32 [B, T], positions in the sequence, one after another: the cache holds those before the first.
-      Those of padding mean nothing.
-    window: how many tokens each sees, itself included; None: all that are before it.
+    cached: keys and values [B, G, S, K]; with a window S may be as small as the window.
+    segment_ids: int32 [B, T], 0 for padding, which comes after the tokens. None: no padding.
+    segment_pos: int32 [B, T], consecutive positions in the sequence; the cache holds the positions before the first.
+      Positions of padding are ignored.
+    window: how many tokens each token sees, including itself; None: all before it.
   """
   num_rows, num_columns, num_heads, head_dim = query.shape
   num_groups = key.shape[2]
   grouped = query.reshape(num_rows, num_columns, num_groups, num_heads // num_groups, head_dim)
   cached_key, cached_value = (x.astype(key.dtype) for x in cached)
-  num_places = cached_key.shape[2]
+  num_entries = cached_key.shape[2]
 
   def logits(keys: jax.Array) -> jax.Array:
     products = jnp.einsum('BTGHK,BGSK->BGHTS', grouped, keys, preferred_element_type=jnp.float32)
@@ -111,8 +111,8 @@ def attend_to_cache(
 
   columns = jnp.arange(num_columns)
   start = segment_pos[:, :1]
-  # Place p holds the last position before the start that is p modulo S, if there is one: [B, S].
-  held = start - 1 - (start - 1 - jnp.arange(num_places)[None, :]) % num_places
+  # Entry e holds the last position before the start that is e modulo S, if there is one: [B, S].
+  held = start - 1 - (start - 1 - jnp.arange(num_entries)[None, :]) % num_entries
   is_before = (held >= 0)[:, None, :]  # [B, 1, S]
   distance = columns[:, None] - columns[None, :]
   may_see = (distance >= 0)[None]  # [1, T, T]
@@ -123,18 +123,20 @@ def attend_to_cache(
     may_see &= (distance < window)[None]
   mask = jnp.concatenate(
     [
-      jnp.broadcast_to(is_before, (num_rows, num_columns, num_places)),
+      jnp.broadcast_to(is_before, (num_rows, num_columns, num_entries)),
       jnp.broadcast_to(may_see, (num_rows, num_columns, num_columns)),
     ],
     axis=-1,
   )[:, None, None]
-  # Logits are joined, not keys, so that the cache is not copied.
+  # Logits are concatenated instead of keys, so that the cache is not copied.
   joined = jnp.concatenate([logits(cached_key), logits(jnp.swapaxes(key, 1, 2))], axis=-1)
   weights = jax.nn.softmax(jnp.where(mask, joined, -jnp.inf), axis=-1).astype(value.dtype)
 
-  def read(weights: jax.Array, values: jax.Array) -> jax.Array:
+  def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.einsum('BGHTS,BGSK->BTGHK', weights, values)
 
   own_value = jnp.swapaxes(value, 1, 2)
-  attended = read(weights[..., :num_places], cached_value) + read(weights[..., num_places:], own_value)
+  attended = weighted_sum(weights[..., :num_entries], cached_value) + weighted_sum(
+    weights[..., num_entries:], own_value
+  )
   return attended.reshape(query.shape)

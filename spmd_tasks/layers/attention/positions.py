@@ -1,4 +1,4 @@
-"""Where a token stands in its document: rotary embeddings of queries and keys, or a learned vector per position.
+"""Positions of tokens: rotary embeddings of queries and keys, or a learned vector per position.
 
 Shapes: B batch, T sequence, D model, H heads, K head dim. `positions` is int32 [B, T] and counts from 0 within each
 packed document (the batch's `segment_pos`).
@@ -12,31 +12,32 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.declaration import declare_weight
-from spmd_tasks.sharding.specs import SplitDims, constrain
-from spmd_tasks.sharding.weights import Initializer
+from spmd_tasks.layers.base import declare_weight
+from spmd_tasks.sharding import Initializer, SplitDims, constrain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotary:
   """Rotates pairs of a head's features by angles proportional to the position (Su et al., 2021). Has no weights.
 
-  Convention: *halves*. Feature i is paired with feature i + K/2, as in GPT-NeoX, Llama on Hugging Face and Pax; the
-  original paper pairs 2i with 2i + 1. The two differ by a fixed permutation of the query's and key's head dim.
-  Pair i turns by `position * max_wavelength ** (-2i / K)` radians; angles and rotation are float32.
+  Feature i is paired with feature i + K/2, as in GPT-NeoX, Llama on Hugging Face and Pax; the original paper pairs 2i
+  with 2i + 1. The two conventions differ by a fixed permutation of the head dim of queries and keys. Pair i turns by
+  `position * max_wavelength ** (-2i / K)` radians; angles and rotation are float32.
+
+  Fields: `max_wavelength` sets the slowest rotation ("rope theta" elsewhere).
   """
 
   max_wavelength: float = 10_000.0
 
   def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns x [B, T, H, K], rotated, in x's dtype.
+    """Returns the rotated x [B, T, H, K] in x's dtype.
 
     Raises:
       UserError: K is odd.
     """
     head_dim = x.shape[-1]
     if head_dim % 2:
-      raise UserError(f'rotary positions pair features, but head_dim is {head_dim}: choose an even head_dim.')
+      raise UserError(f'rotary positions rotate pairs of features, but head_dim is {head_dim}: choose an even one.')
     fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequencies = self.max_wavelength**-fraction  # [K/2]
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
@@ -47,9 +48,15 @@ class Rotary:
 
 
 class LearnedPositions(nn.Module, kw_only=True):
-  """Adds a learned vector per position to x [B, T, D] (Gehring et al., 2017; GPT-2). Weight: `table` [max_len, D].
+  """Adds a learned vector per position to x [B, T, D] (Gehring et al., 2017; GPT-2).
 
-  Fields: `max_len` positions are learned; `split_dims` of the table; `activation_split_dims` of the result.
+  Weight: `table` [max_len, D].
+
+  Fields:
+    max_len: how many positions are learned.
+    dtype: of the output.
+    table_init: initializer of the table.
+    split_dims, activation_split_dims: of the table and of the output.
   """
 
   max_len: int
@@ -60,14 +67,14 @@ class LearnedPositions(nn.Module, kw_only=True):
 
   @nn.compact
   def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns x plus each position's vector; a position outside the table gives NaNs.
+    """Returns x plus the vector of each position; a position outside the table gives NaNs.
 
     Raises:
-      UserError: the sequence is longer than the table, so that positions could fall outside of it.
+      UserError: the sequence is longer than `max_len`.
     """
     if x.shape[1] > self.max_len:
       raise UserError(
-        f'sequences of length {x.shape[1]} do not fit max_len={self.max_len} learned positions: raise max_len or '
+        f'a sequence of length {x.shape[1]} exceeds the max_len={self.max_len} learned positions: raise max_len or '
         'shorten the input.'
       )
     shape = (self.max_len, x.shape[-1])

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import Statistics
 from spmd_tasks.layers.moe._router import RouterOutput
-from spmd_tasks.layers.statistics import Statistics
 
 
 class RoutingSums(Statistics):

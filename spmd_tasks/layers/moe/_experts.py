@@ -15,13 +15,12 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import activation_function, hidden_layer
-from spmd_tasks.layers.initializers import FanInNormal
 from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul, resolve_backend
 from spmd_tasks.layers.moe._loop_backend import ffn_by_loop
 from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather_rows, sort_by_expert
-from spmd_tasks.layers.remat import ROUTING_NAME
+from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding.specs import SplitDims, constrain
 
 

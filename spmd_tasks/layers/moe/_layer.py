@@ -19,12 +19,11 @@ import jax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.kv_cache import is_decoding
-from spmd_tasks.layers.declaration import declare_weight
+from spmd_tasks.layers.base import WithSublayers, declare_weight
 from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums
 from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
 from spmd_tasks.layers.moe._router import RouterOutput
-from spmd_tasks.layers.sublayers import WithSublayers
 
 
 class ExpertComputation(Protocol):

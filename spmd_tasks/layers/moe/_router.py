@@ -17,10 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.declaration import declare_weight
-from spmd_tasks.layers.initializers import FanInNormal
+from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.moe._slots import Slots, expert_capacity, tokens_per_group
-from spmd_tasks.layers.remat import ROUTING_NAME
+from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import (
   SplitDims,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe._permutation import sort_by_expert, take_rows
-from spmd_tasks.layers.remat import ROUTING_NAME
+from spmd_tasks.layers.transformer import ROUTING_NAME
 
 
 class Slots(struct.PyTreeNode):

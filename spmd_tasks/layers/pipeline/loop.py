@@ -1,9 +1,9 @@
-"""The loop of the gpipe and circular schedules: one scan over ticks, differentiated by JAX.
+"""Runs the gpipe and circular schedules: one scan over ticks, which JAX differentiates.
+
+The backward pass is the same loop in reverse, with the same bubbles. Every tick of the forward pass keeps the values
+that the layers' remat policy selects, so memory grows with M.
 
 Shapes: P stages, K = M / P microbatches of each stage, V repeats, N layers of one stage in one repeat.
-
-The backward pass is the same loop in reverse, with the same bubbles. Between the two, every tick keeps what the layers'
-remat policy says: memory grows with M.
 """
 
 from typing import Any
@@ -11,68 +11,69 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.pipeline.schedule import Schedule
-from spmd_tasks.layers.pipeline.stage import Microbatch, Stage, StageWeights
-from spmd_tasks.layers.pipeline.stream import (
-  end_turn,
-  in_order,
-  put,
-  select,
+from spmd_tasks.layers.pipeline.microbatches import (
+  Microbatch,
+  read_slot,
   send_up,
-  take,
-  take_turn,
+  slots_in_order,
+  tree_read,
+  tree_where,
+  tree_write,
+  write_slot,
 )
+from spmd_tasks.layers.pipeline.schedule import Schedule
+from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
 
 
 def run_loop(
   stage: Stage, schedule: Schedule, weights: StageWeights, microbatches: Microbatch
 ) -> tuple[jax.Array, Any]:
-  """The stage's share of the pipeline's work, in a region that is manual over the stage axis.
+  """Runs one stage's part of the pipeline, in a region that is manual over the stage axis.
 
   Args:
     stage: the computation of a stage.
     schedule: P, M and V.
-    weights: the stage's.
-    microbatches: the stage's K, stacked.
+    weights: of this stage.
+    microbatches: the K microbatches of this stage, stacked.
 
   Returns:
-    (x of its K microbatches after all layers, the aux of its layers [V, N, ...] summed over all microbatches).
+    (x of the K microbatches after all layers, the aux of this stage's layers [V, N, ...] summed over all microbatches).
   """
   axis, p = stage.axis, jax.lax.axis_index(stage.axis)
-  # Stage 0 gets a result of the last stage one tick later and needs it M ticks after its input went in: P - 1 ticks on
-  # the way, one to come back, and the rest of them in a delay line.
+  # Stage 0 gets a result of the last stage one tick later, which is P ticks after the input entered. It needs the
+  # result M ticks after the input entered; a delay line holds the result for the other M - P ticks.
   delay = schedule.num_microbatches - schedule.num_stages
   is_circular = schedule.num_repeats > 1
-  idle = take(microbatches, jnp.int32(0))
+  idle = tree_read(microbatches, jnp.int32(0))
 
   def tick(carry, t):
     slots, below, delayed, total = carry
     index, repeat, is_work = schedule.work(p, t)
-    leaving, arriving = take_turn(slots, t, axis)
+    leaving, arriving = read_slot(slots, t, axis)
     first = leaving
     if is_circular:
-      delayed = put(delayed, t % (delay + 1), below)
-      first = select(t < schedule.num_microbatches, leaving, take(delayed, (t + 1) % (delay + 1)))
-    result, aux = stage(weights, select(p == 0, first, below), index, repeat, is_work)
-    slots = end_turn(slots, t, arriving, result, axis)
-    return (slots, send_up(result, axis), delayed, add_work(total, aux, repeat, is_work)), None
+      delayed = tree_write(delayed, t % (delay + 1), below)
+      first = tree_where(t < schedule.num_microbatches, leaving, tree_read(delayed, (t + 1) % (delay + 1)))
+    result, aux = stage(weights, tree_where(p == 0, first, below), index, repeat, is_work)
+    slots = write_slot(slots, t, arriving, result, axis)
+    return (slots, send_up(result, axis), delayed, _add_aux(total, aux, repeat, is_work)), None
 
-  total = zeros_of_aux(stage, weights, idle, schedule.num_repeats)
+  total = _zero_aux(stage, weights, idle, schedule.num_repeats)
   delayed = jax.tree.map(lambda x: jnp.stack([x] * (delay + 1)), idle) if is_circular else None
   carry = (microbatches, idle, delayed, total)
   (slots, _, _, total), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.num_ticks))
-  return in_order(slots.x, schedule.num_stages - 1), total
+  return slots_in_order(slots.x, schedule.num_stages - 1), total
 
 
-def zeros_of_aux(stage: Stage, weights: StageWeights, microbatch: Microbatch, num_repeats: int) -> Any:
-  """Zeros for the sum of a stage's aux, [V, N, ...]."""
+def _zero_aux(stage: Stage, weights: StageWeights, microbatch: Microbatch, num_repeats: int) -> Any:
+  """Returns zeros [V, N, ...] for the sum of a stage's aux."""
   zero = jnp.int32(0)
   _, aux = jax.eval_shape(stage, weights, microbatch, zero, zero, zero == 0)
   return jax.tree.map(lambda a: jnp.zeros((num_repeats, *a.shape), a.dtype), aux)
 
 
-def add_work(total: Any, aux: Any, repeat: jax.Array, is_work: jax.Array) -> Any:
-  """The total with one tick's aux added to its repeat; a bubble adds nothing, not even a NaN."""
+def _add_aux(total: Any, aux: Any, repeat: jax.Array, is_work: jax.Array) -> Any:
+  """Adds one tick's aux to the total of its repeat; a bubble adds nothing, not even a NaN."""
 
   def add(t, a):
     return t.at[repeat].add(jnp.where(is_work, a, 0))

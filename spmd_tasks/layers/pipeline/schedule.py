@@ -1,19 +1,19 @@
-"""Which stage of a pipeline works on what, tick by tick. Plain arithmetic: no arrays of a model, no mesh.
+"""Schedules: which microbatch each stage of a pipeline processes in each tick. Plain arithmetic, without arrays.
 
-Shapes: P stages, M microbatches, V repeats.
-
-All stages work in lockstep, in ticks: in each, every stage does its part for one microbatch and hands the result to its
-neighbour. A stage that has no microbatch in a tick has a *bubble*.
+All stages work in lockstep. In every tick, each stage processes one microbatch and sends the result to the next stage.
+A stage without a microbatch in a tick has a *bubble*.
 
     gpipe (V = 1)                    circular (V = 2): stage p holds two groups of layers, p and P + p
     tick      0  1  2  3  4          tick      0  1  2  3  4
     stage 0   0  1  2  3  .          stage 0   0  1  0' 1' .
     stage 1   .  0  1  2  3          stage 1   .  0  1  0' 1'
 
-A circular tick has 1/V of the layers, so that the bubble, P - 1 ticks whatever V, is V times shorter.
+A circular tick runs 1/V of the layers. The bubble is P - 1 ticks for every V, so V repeats make it V times shorter.
 
 GPipe: Huang et al., 2019. Circular (interleaved) stages: Narayanan et al., 2021. One forward, one backward (PipeDream):
 Narayanan et al., 2019.
+
+Shapes: P stages, M microbatches, V repeats.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-  """A forward pass of M microbatches through P stages, V times round; each microbatch goes on as soon as it can.
+  """A forward pass of M microbatches through P stages, V times; a stage processes a microbatch as soon as it arrives.
 
   Raises:
-    UserError: M is not a positive multiple of P, the rows that the stages keep of it being equal in number.
+    UserError: M is not a positive multiple of P.
   """
 
   num_stages: int
@@ -42,8 +42,8 @@ class Schedule:
     if microbatches < stages or microbatches % stages:
       nearest = max(stages, round(microbatches / stages) * stages)
       raise UserError(
-        f'num_microbatches={microbatches} must be a multiple of the {stages} stages, each of which keeps an equal '
-        f'share of the microbatches (and with fewer than that most stages would idle): {nearest} is the nearest.'
+        f'num_microbatches={microbatches} must be a multiple of the {stages} stages, because every stage stores an '
+        f'equal share of the microbatches: {nearest} is the nearest.'
       )
 
   @property
@@ -52,13 +52,13 @@ class Schedule:
 
   @property
   def bubble_fraction(self) -> float:
-    """The part of the ticks in which a stage idles: (P - 1) / (M V + P - 1)."""
+    """The fraction of ticks in which a stage has a bubble: (P - 1) / (M V + P - 1)."""
     return (self.num_stages - 1) / self.num_ticks
 
   def work(self, stage: Any, tick: Any) -> tuple[Any, Any, Any]:
-    """(microbatch, repeat, whether it is work) of a stage in a tick, for ints as for traced or numpy integers.
+    """Returns (microbatch, repeat, whether it is work) of a stage in a tick, for ints, numpy or traced integers.
 
-    In a bubble the microbatch and the repeat are some in range, so that they can be used as indices.
+    In a bubble the microbatch and the repeat are arbitrary but in range, so that they can be used as indices.
     """
     step = tick - stage
     num_steps = self.num_microbatches * self.num_repeats
@@ -68,7 +68,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardSchedule:
-  """One forward, one backward: the backward pass of M microbatches, each computed forward again just before.
+  """The backward pass of one forward, one backward: M microbatches, each recomputed forward shortly before.
 
     P = 2, M = 3        warm-up  steady       cool-down
     tick                0        1   2   3    4
@@ -77,9 +77,9 @@ class BackwardSchedule:
     stage 1, forward    .        0   1   2
     stage 1, backward            0   1   2    .
 
-  The last stage goes backward with a microbatch in the tick in which it has gone forward with it, and the others follow
-  one tick apart. At most `max_in_flight` microbatches have gone forward and not yet backward, whatever M. Only the
-  steady ticks have both halves, so that each half has as many ticks as a forward pass, and the same bubble.
+  The last stage runs backward with a microbatch in the tick in which it ran forward with it; the stages before it
+  follow, one tick apart. At most `max_in_flight` microbatches have run forward and not yet backward, for every M. Only
+  steady ticks have both halves, so each half has as many ticks as a forward pass, and the same bubble.
   """
 
   num_stages: int
@@ -99,15 +99,15 @@ class BackwardSchedule:
 
   @property
   def max_in_flight(self) -> int:
-    """On stage 0; stage p has 2 (P - 1 - p) + 1."""
+    """How many inputs stage 0 must store at once; stage p stores 2 (P - 1 - p) + 1."""
     return 2 * self.num_stages - 1
 
   def forward(self, stage: Any, tick: Any) -> tuple[Any, Any]:
-    """(microbatch, whether it is work) of the forward half; a bubble's microbatch is some in range."""
+    """Returns (microbatch, whether it is work) of the forward half; in a bubble the microbatch is any in range."""
     return self._clip(tick - stage)
 
   def backward(self, stage: Any, tick: Any) -> tuple[Any, Any]:
-    """The same of the backward half."""
+    """Returns the same for the backward half."""
     return self._clip(tick - 2 * (self.num_stages - 1) + stage)
 
   def _clip(self, microbatch: Any) -> tuple[Any, Any]:

@@ -2,12 +2,12 @@
 
     PipelinedStack(block=..., num_layers=12, num_microbatches=8, schedule='circular', num_repeats=2)
 
-is a drop-in `stack` of a model. Which mesh axis its stages lie along, the axis rules say: it is that of `layers`.
+replaces the `stack` of a model. The axis rules decide which mesh axis holds the stages: the axis of `layers`.
 
     mesh_axis_names = ('replica', 'stage', 'data', 'mdl')
     axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES)  # `layers` and `batch` over `stage`
 
-Where the mesh has no such axis, the layers run one after the other, from the same weights.
+On a mesh without such an axis, the layers run in sequence, with the same weights.
 
 Shapes: B batch, T sequence, D model, L layers, P stages, M microbatches, V repeats, N layers of one stage in a repeat.
 """
@@ -22,18 +22,22 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import WithSublayers, values_per_layer
 from spmd_tasks.layers.pipeline.loop import run_loop
-from spmd_tasks.layers.pipeline.microbatches import check_microbatches_divide, microbatch_layout
+from spmd_tasks.layers.pipeline.microbatches import Microbatch, check_microbatches_divide, microbatch_layout
 from spmd_tasks.layers.pipeline.one_forward_one_backward import run_one_forward_one_backward
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
-from spmd_tasks.layers.pipeline.stage import Microbatch, Stage, StageWeights
-from spmd_tasks.layers.remat import remat_policy
-from spmd_tasks.layers.statistics import values_per_layer
-from spmd_tasks.layers.sublayers import WithSublayers
-from spmd_tasks.layers.transformer import scan_layers
-from spmd_tasks.sharding.specs import ShardingScope, SplitDim, current_sharding_scope
-from spmd_tasks.sharding.stage_axis import stage_axis, without_axis
-from spmd_tasks.sharding.weights import merge_stacked, split_stacked
+from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
+from spmd_tasks.layers.transformer import remat_policy, scan_layers
+from spmd_tasks.sharding import (
+  ShardingScope,
+  SplitDim,
+  current_sharding_scope,
+  merge_stacked,
+  split_stacked,
+  stage_axis,
+  without_axis,
+)
 
 _RUN: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
   'gpipe': run_loop,
@@ -43,24 +47,26 @@ _RUN: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
 
 
 class PipelinedStack(WithSublayers, kw_only=True):
-  """`num_layers` blocks of one shape over P stages; called like a TransformerStack and with its weights, `layers`.
+  """`num_layers` blocks of one shape over P stages; has the call signature and the weights of TransformerStack.
 
-  The weights are [L, ...], or [V, L / V, ...] of a circular pipeline, whose stage p holds part p of each repeat; in
-  checkpoints both are [L, ...]. Layers that do not divide the stages are filled up with identity layers, which a
-  checkpoint does not have either.
+  Weights under `layers` are [L, ...]; in a circular pipeline they are [V, L / V, ...], and stage p holds part p of each
+  repeat. Checkpoints store [L, ...] in both cases. If P does not divide the layers, identity layers fill up the stages;
+  checkpoints do not contain these.
 
-  The loss, the gradients and the layers' statistics are those of the whole batch, however it is cut. Dropout is of its
-  own: each layer and microbatch has another mask, whatever the schedule. What blocks `sow` is lost.
+  Loss, gradients and the layers' statistics are those of the whole batch, whatever M. Dropout masks differ from those
+  of
+  TransformerStack: each layer and microbatch has its own, the same for every schedule. Variables that blocks `sow` are
+  discarded.
 
   Fields:
     block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
     num_layers: L.
-    num_microbatches: M, a multiple of P. The more there are, the shorter the bubble, and the smaller each matmul.
+    num_microbatches: M, a multiple of P. A larger M gives a shorter bubble and smaller matmuls.
     schedule: 'gpipe'; 'circular', for a shorter bubble; or 'one_forward_one_backward', for memory that does not grow
-      with M, at the price of another forward pass.
-    num_repeats: V, how often a circular pipeline goes round; 1 for the others.
-    remat_policy: a name in REMAT_POLICIES, what each layer keeps for its backward pass.
-    batch_split_dim: the split dim of B, by the activation split dims of the blocks.
+      with M, at the cost of another forward pass.
+    num_repeats: V, how often a microbatch passes all stages of a circular pipeline; 1 for the other schedules.
+    remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
+    batch_split_dim: the split dim of B in the activations of the blocks.
   """
 
   block: nn.Module
@@ -78,9 +84,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
     if self.schedule not in SCHEDULES:
       raise UserError(f'schedule {self.schedule!r} is unknown: choose one of {list(SCHEDULES)}.')
     if self.schedule != 'circular' and self.num_repeats > 1:
-      raise UserError(
-        f"num_repeats={self.num_repeats} is for schedule 'circular' only: set it to 1 for {self.schedule!r}."
-      )
+      raise UserError(f"num_repeats={self.num_repeats} needs schedule 'circular': set it to 1 for {self.schedule!r}.")
     if self.num_layers % self.num_repeats:
       raise UserError(
         f'num_layers={self.num_layers} must be a multiple of num_repeats={self.num_repeats}: change one of them.'
@@ -97,10 +101,10 @@ class PipelinedStack(WithSublayers, kw_only=True):
     *,
     train: bool = False,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] where it is a vector}).
+    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}).
 
     Raises:
-      UserError: the microbatches do not divide the batch, or the stages the microbatches.
+      UserError: M does not divide B, or P does not divide M.
     """
     scope = current_sharding_scope()
     axis = None if scope is None else stage_axis(scope.mesh.axis_names, scope.axis_rules)
@@ -111,12 +115,12 @@ class PipelinedStack(WithSublayers, kw_only=True):
     return self._in_sequence(x, segment_ids, segment_pos, train)
 
   def _schedule(self, num_stages: int, batch_size: int, is_strict: bool) -> Schedule | None:
-    """The schedule; where numbers do not fit and need not, of the most microbatches that do, or None."""
+    """Returns the schedule. If not `is_strict`, reduces M to the largest that fits; returns None if none does."""
     counts = [self.num_microbatches]
     if not is_strict:
       counts = [m for m in range(self.num_microbatches, 0, -1) if batch_size % m == 0 and m % num_stages == 0]
     if not counts:
-      logging.info('%d rows cannot be cut for %d stages: layers run in sequence.', batch_size, num_stages)
+      logging.info('%d rows do not fit %d pipeline stages: layers run in sequence.', batch_size, num_stages)
       return None
     schedule = Schedule(num_stages=num_stages, num_microbatches=counts[0], num_repeats=self.num_repeats)
     check_microbatches_divide(batch_size, counts[0])
@@ -158,8 +162,9 @@ class PipelinedStack(WithSublayers, kw_only=True):
     weights = nn.meta.unbox(self.variables['params']['layers'])
     weights = jax.tree.map(lambda w: _pad_layers(w, layers_dim, schedule.num_stages), weights)
     rng = self.make_rng('dropout') if train and self.has_rng('dropout') else None
-    # Every array that has a gradient is one stage's own, so that nothing has to be known of what is equal on all of
-    # them; and layers that are a shard_map themselves, as experts are, require this of one around them.
+    # check_vma tracks which arrays are equal on all stages. Every array with a gradient belongs to one stage, so
+    # nothing needs the tracking; and layers that contain a shard_map, as experts do, require it off in the enclosing
+    # one.
     x, aux = jax.shard_map(
       run_stage,
       mesh=scope.mesh,
@@ -176,7 +181,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
 
 
 def _pad_layers(weight: jax.Array, dim: int, num_stages: int) -> jax.Array:
-  """Zeros for the identity layers that fill up the stages."""
+  """Pads with zeros for the identity layers that fill up the stages."""
   widths = [(0, 0)] * weight.ndim
   widths[dim] = (0, -weight.shape[dim] % num_stages)
   return jnp.pad(weight, widths)

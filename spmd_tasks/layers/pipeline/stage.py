@@ -1,4 +1,4 @@
-"""What one stage of a pipeline does to one microbatch: its layers in sequence.
+"""Stage: runs the layers of one pipeline stage on one microbatch.
 
 Shapes: B rows of a microbatch, T sequence, D model, L layers, V repeats, N layers of one stage in one repeat.
 """
@@ -10,21 +10,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.pipeline.stream import select, take
-from spmd_tasks.layers.remat import remat_policy
-from spmd_tasks.sharding.specs import AxisRules, sharding_scope
-
-
-class Microbatch(NamedTuple):
-  """What travels from stage to stage: x [B, T, D], and int32 [B, T] or None as blocks take them."""
-
-  x: jax.Array
-  segment_ids: jax.Array | None = None
-  segment_pos: jax.Array | None = None
+from spmd_tasks.layers.pipeline.microbatches import Microbatch, tree_read, tree_where
+from spmd_tasks.layers.transformer import remat_policy
+from spmd_tasks.sharding import AxisRules, sharding_scope
 
 
 class StageWeights(NamedTuple):
-  """One stage's weights, [N, ...] or, of several repeats, [N, V, ...]; and the rng of dropout, an array or None."""
+  """The weights of one stage, [N, ...] or [N, V, ...] for several repeats, and the rng of dropout, an array or None."""
 
   layers: Any
   rng: Any
@@ -32,17 +24,17 @@ class StageWeights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-  """A stage, called in a region that is manual over the stage axis; which one it is, the device knows.
+  """One stage of a pipeline, called in a region that is manual over the stage axis.
 
-  Layers that do not divide the stages are filled up with identity layers, which leave x as it is: the last stages have
-  fewer true layers, or none.
+  The device's index along the stage axis is the number of the stage. If P does not divide the layers, identity layers
+  fill up the last stages, which then have fewer true layers, or none.
 
   Attributes:
     block: unbound template of the layers.
-    remat_policy: what each layer keeps for its backward pass.
+    remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
     train: whether dropout is on.
     axis: the mesh axis of the stages.
-    axis_rules: of the automatic axes, under which the block's activations are laid out.
+    axis_rules: without the stage axis, for the block's activations.
     layers_per_repeat: L / V, without identity layers.
     num_repeats: V.
   """
@@ -58,14 +50,14 @@ class Stage:
   def __call__(
     self, weights: StageWeights, microbatch: Microbatch, index: jax.Array, repeat: jax.Array, is_work: jax.Array
   ) -> tuple[Microbatch, Any]:
-    """Returns (the microbatch with the stage's x, the block's aux with a dim [N] in front).
+    """Returns (the microbatch with the stage's output as x, the block's aux with a dim [N] in front).
 
     Args:
       weights: of this stage.
       microbatch: the stage's input.
-      index: which microbatch it is; its dropout depends on this and the layer, on nothing else.
+      index: the number of the microbatch. Dropout masks depend on it and on the layer only.
       repeat: in [0, V).
-      is_work: False in a bubble, from which no gradient comes, whatever the cotangents and the block's derivatives.
+      is_work: False in a bubble, which contributes no gradient, whatever the cotangents and the block's derivatives.
     """
     num_layers = jax.tree.leaves(weights.layers)[0].shape[0]
     first = jax.lax.axis_index(self.axis) * num_layers
@@ -75,7 +67,7 @@ class Stage:
     def layer(x, weights_and_position):
       layer_weights, position = weights_and_position
       if self.num_repeats > 1:
-        layer_weights = take(layer_weights, repeat)
+        layer_weights = tree_read(layer_weights, repeat)
       rngs = None
       if weights.rng is not None:
         layer_index = repeat * self.layers_per_repeat + position
@@ -85,14 +77,14 @@ class Stage:
       y, aux = self.block.apply(
         {'params': layer_weights}, block_input, segment_ids, segment_pos, train=self.train, rngs=rngs
       )
-      return select(is_true, y, x) if has_identity_layers else y, aux
+      return tree_where(is_true, y, x) if has_identity_layers else y, aux
 
     policy = remat_policy(self.remat_policy)
     if policy is None and self.num_repeats > 1:
       policy = _keep_all_but_slices
     if policy is not None:
       layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    mesh: Any = jax.sharding.get_abstract_mesh()  # as it is in here, with a manual axis
+    mesh: Any = jax.sharding.get_abstract_mesh()  # the mesh inside shard_map, whose stage axis is manual
     with sharding_scope(mesh, self.axis_rules):
       x, aux = jax.lax.scan(layer, microbatch.x, (weights.layers, first + jnp.arange(num_layers)))
     return microbatch._replace(x=x), aux
@@ -100,11 +92,11 @@ class Stage:
 
 @jax.custom_vjp
 def gate_gradient(tree: Any, is_open: jax.Array) -> Any:
-  """Returns the tree; its cotangent is 0 where the gate is not open.
+  """Returns the tree unchanged; its cotangent is 0 if `is_open` is false.
 
-  A cotangent of 0 at the other end of a block does not ensure that: an infinite derivative makes NaNs of zeros (an
-  identity layer has weights of zero), and a balance bias has a gradient that no cotangent scales. A `where` in the
-  forward pass would do the same, but its results, which differ from tick to tick, would be kept for each.
+  A cotangent of 0 at the output of a block is not enough: an infinite derivative turns zeros into NaNs (an identity
+  layer has weights of zero), and the gradient of a balance bias does not depend on the cotangent. A `where` in the
+  forward pass would have the same effect, but its results would be kept for every tick.
   """
   del is_open
   return tree
@@ -122,5 +114,5 @@ gate_gradient.defvjp(_gate_forward, _gate_backward)
 
 
 def _keep_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-  """The remat policy 'none' for repeats, whose slices of the weights would be kept once for every tick."""
+  """The remat policy 'none' for V > 1. Slices of the weights are not kept: every tick would keep a copy."""
   return primitive.name not in ('dynamic_slice', 'squeeze')

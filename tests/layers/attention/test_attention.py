@@ -2,9 +2,8 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.attention.attention import Attention, segment_mask
-from spmd_tasks.layers.attention.positions import Rotary
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.layers.attention import Attention, Rotary, segment_mask
+from spmd_tasks.sharding import unbox_weights, weight_specs
 import tests.layers.transformer_reference as reference
 
 # Two documents and padding in the first row, padding only in the second.

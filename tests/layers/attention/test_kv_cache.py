@@ -5,12 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.attention.attention import Attention
-from spmd_tasks.layers.attention.positions import LearnedPositions
-from spmd_tasks.layers.block_group import BlockGroup
-from spmd_tasks.layers.embedding import TokenEmbedding
-from spmd_tasks.layers.feed_forward import GatedFeedForward
-from spmd_tasks.layers.language_model import LanguageModel
+from spmd_tasks.layers import (
+  BlockGroup,
+  GatedFeedForward,
+  LanguageModel,
+  RmsNorm,
+  TokenEmbedding,
+  TransformerBlock,
+  TransformerStack,
+)
+from spmd_tasks.layers.attention import Attention, LearnedPositions
 from spmd_tasks.layers.moe import (
   CapacityGather,
   Dropless,
@@ -19,10 +23,8 @@ from spmd_tasks.layers.moe import (
   MixtureOfExperts,
   TopKRouter,
 )
-from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.layers.pipeline.stack import PipelinedStack
-from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
-from spmd_tasks.sharding.weights import unbox_weights
+from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.sharding import unbox_weights
 from tests.layers.tiny_model import VOCAB, random_weights, tiny_model
 
 LENGTHS = np.array([3, 1, 0, 5])  # of the prompts; the third row is empty

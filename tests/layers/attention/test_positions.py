@@ -2,8 +2,8 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.layers.attention import LearnedPositions, Rotary
+from spmd_tasks.sharding import unbox_weights, weight_specs
 import tests.layers.transformer_reference as reference
 
 POSITIONS = np.array([[0, 1, 2, 0], [0, 1, 700, 5]])
@@ -45,5 +45,5 @@ def test_learned_positions_are_added(rng):
 
 
 def test_learned_positions_reject_a_longer_sequence():
-  with pytest.raises(ValueError, match='length 5 do not fit max_len=4'):
+  with pytest.raises(ValueError, match='length 5 exceeds the max_len=4'):
     LearnedPositions(max_len=4).init(jax.random.key(0), np.zeros((1, 5, 6), np.float32), np.zeros((1, 5), np.int32))

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.layers import remat_policy
 from spmd_tasks.layers.moe import TopKRouter
 from spmd_tasks.layers.moe._balance import attach_balance_gradient, attach_gradient, load_violation, routing_sums
-from spmd_tasks.layers.remat import remat_policy
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
 

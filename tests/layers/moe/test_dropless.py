@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.layers import remat_policy
 from spmd_tasks.layers.moe import DISPATCHES, Dropless
-from spmd_tasks.layers.remat import remat_policy
 from spmd_tasks.sharding.specs import sharding_scope
 
 

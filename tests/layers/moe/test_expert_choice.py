@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.layers import remat_policy
 from spmd_tasks.layers.moe import ExpertChoiceRouter, load_balance_loss, routing_sums
-from spmd_tasks.layers.remat import remat_policy
 
 B, T, D, E = 4, 6, 5, 3
 

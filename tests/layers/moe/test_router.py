@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.layers import remat_policy
 from spmd_tasks.layers.moe import (
   TopKRouter,
   UniformRouter,
@@ -15,7 +16,6 @@ from spmd_tasks.layers.moe import (
 )
 from spmd_tasks.layers.moe._balance import attach_balance_gradient
 from spmd_tasks.layers.moe._router import top_k_ids
-from spmd_tasks.layers.remat import remat_policy
 from spmd_tasks.sharding.mesh import MeshSpec
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import weight_specs

@@ -13,17 +13,11 @@ from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.attention.attention import Attention
-from spmd_tasks.layers.declaration import declare_weight
-from spmd_tasks.layers.feed_forward import GatedFeedForward
+from spmd_tasks.layers import GatedFeedForward, RmsNorm, Statistics, TransformerBlock, TransformerStack, declare_weight
+from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.moe._balance import attach_gradient
-from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.layers.pipeline.stack import PipelinedStack
-from spmd_tasks.layers.statistics import Statistics
-from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
-from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.specs import sharding_scope
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.sharding import MeshSpec, sharding_scope, unbox_weights, weight_specs
 
 B, T, D = 16, 9, 12
 STAGES = {'data': 2, 'stage': 4}
@@ -288,7 +282,7 @@ def test_eval_takes_any_batch(batch_size):
     ({'num_layers': 0}, 'num_layers=0'),
     ({'num_microbatches': 0}, 'num_microbatches=0'),
     ({'schedule': 'interleaved'}, r"'interleaved' is unknown: choose one of \['gpipe', 'circular'"),
-    ({'num_repeats': 2}, "num_repeats=2 is for schedule 'circular' only: set it to 1"),
+    ({'num_repeats': 2}, "num_repeats=2 needs schedule 'circular': set it to 1"),
     ({'num_repeats': 3, 'schedule': 'circular'}, 'num_layers=8 must be a multiple of num_repeats=3'),
     ({'remat_policy': 'minimal'}, "'minimal' is unknown"),
   ],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.pipeline.schedule import BackwardSchedule, Schedule
+from spmd_tasks.layers.pipeline import BackwardSchedule, Schedule
 
 SIZES = [(1, 1, 1), (2, 4, 1), (4, 4, 1), (4, 12, 1), (2, 2, 2), (4, 8, 2), (4, 4, 3), (8, 16, 2)]
 

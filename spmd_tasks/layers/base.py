@@ -1,0 +1,129 @@
+"""What every layer is written with: weights, their initializer, templates of sublayers, statistics.
+
+    class Scale(nn.Module):
+      @nn.compact
+      def __call__(self, x):  # x [..., D]
+        scale = declare_weight(self, 'scale', shape=x.shape[-1:], init=nn.initializers.ones, split_dims=('embed',))
+        return x * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+Shapes: L layers.
+"""
+
+import abc
+from collections.abc import Mapping
+import dataclasses
+import math
+from typing import Any, cast
+
+from flax import struct
+import flax.linen as nn
+import jax
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.sharding import Initializer, SplitDims, WeightSpec
+
+
+def declare_weight(
+  module: nn.Module,
+  name: str,
+  *,
+  shape: tuple[int, ...],
+  init: Initializer,
+  split_dims: SplitDims,
+  tags: tuple[str, ...] = (),
+) -> jax.Array:
+  """Declares a float32 weight of a Linen module and returns its value.
+
+  Args:
+    module: the Linen module. It must be bound, as it is within `setup` and `@nn.compact` methods.
+    name: the weight's name under the module's name in the tree of weights.
+    shape: one entry per dim.
+    init: draws the initial value, init(rng, shape, dtype).
+    split_dims: one entry per dim, or None for a weight that is not sharded.
+    tags: see WeightSpec.
+
+  Raises:
+    UserError: split_dims does not have one entry per dim.
+  """
+  split_dims = None if split_dims is None else tuple(split_dims)
+  if split_dims is not None and len(split_dims) != len(shape):
+    path = '/'.join((*module.path, name))
+    raise UserError(f'weight {path} of shape {shape} has split dims {split_dims}: give one entry per dim.')
+  spec = WeightSpec(shape=shape, init=init, split_dims=split_dims, tags=tags)
+  # Linen unboxes the WeightBox that the initializer returns; the types do not say so.
+  return cast(jax.Array, module.param(name, spec))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FanInNormal:
+  """Initializes a kernel from a truncated normal with variance `scale / fan_in`.
+
+  An input of unit variance then gives an output of variance `scale`.
+
+  Fields:
+    scale: variance of the output.
+    num_input_dims: `fan_in` is the product of this many dims: 2 for an attention output kernel [H, K, D], whose fan-in
+      is H*K.
+    num_stacked_dims: leading dims that count separate kernels and are not part of `fan_in`: 1 for experts' [E, D, F].
+  """
+
+  scale: float = 1.0
+  num_input_dims: int = 1
+  num_stacked_dims: int = 0
+
+  def __call__(self, rng: jax.Array, shape: tuple[int, ...], dtype: Any = 'float32') -> jax.Array:
+    fan_in = math.prod(shape[self.num_stacked_dims :][: self.num_input_dims])
+    # A standard normal cut at +-2 has this standard deviation; the division restores the variance `scale / fan_in`.
+    # jax.nn.initializers.variance_scaling rounds the quotient in `dtype` and differs by up to 2 units in the last
+    # place.
+    stddev = math.sqrt(self.scale / max(1, fan_in)) / 0.87962566103423978
+    return jax.nn.initializers.truncated_normal(stddev)(rng, shape, dtype)
+
+
+class WithSublayers(nn.Module):
+  """Base of Linen modules whose fields are templates of sublayers: each template gets its own weights.
+
+  Linen recognises one Python object in two fields and makes one module with shared weights of it. Configs do that by
+  accident: `norm = RmsNorm()` given to the block and to the model, or a Fiddle config referenced twice, which builds
+  one object. This base class copies every template, so that weights are shared only where a layer says so, as
+  TokenEmbedding(tied=True) does.
+  """
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name, None)
+      # A module that already has a parent is bound: Linen itself is at work, and its identity matters.
+      if field.name != 'parent' and isinstance(value, nn.Module) and value.parent is None:
+        object.__setattr__(self, field.name, value.clone(parent=None))
+    super().__post_init__()
+
+
+class Statistics(struct.PyTreeNode, abc.ABC):
+  """Sums over tokens that a layer reports, float32; the statistics of two sets of tokens are added leaf by leaf.
+
+  A balance loss is a product of two means over tokens, so the mean over parts of a batch would be another number.
+  A pipeline sees the batch in microbatches. Blocks therefore return sums, pipelines add them up, and the stack of
+  blocks turns the totals into numbers (`values`).
+
+  Attributes:
+    num_tokens: scalar, how many tokens were summed. Its rank tells how many dims of layers were stacked in front.
+  """
+
+  num_tokens: jax.Array
+
+  @abc.abstractmethod
+  def values(self) -> dict[str, jax.Array]:
+    """Returns name -> number: a scalar, or a vector for a name with one number per expert."""
+
+
+def values_per_layer(aux: Mapping[str, Statistics]) -> dict[str, jax.Array]:
+  """Returns name -> [L] (or [L, ...] for vectors) from statistics with any number of stacked dims in front."""
+  values: dict[str, jax.Array] = {}
+  for statistics in aux.values():
+    num_stacked = statistics.num_tokens.ndim
+    function = type(statistics).values
+    for _ in range(num_stacked):
+      function = jax.vmap(function)
+    stacked = function(statistics)
+    values |= {name: value.reshape(-1, *value.shape[num_stacked:]) for name, value in stacked.items()}
+  return values

@@ -1,0 +1,86 @@
+"""Two rules for the weights of mixtures of experts: a scale for experts' gradients, and steps of balance biases.
+
+**Gradients of experts** (tag `expert`). T5X multiplies them by E, the number of experts, "to account for implicit
+averaging". `jax.jit` with a mean over the global batch averages nothing implicitly: dense, router and expert gradients
+are all the gradients of that mean, on every mesh. The factor E then makes the wrong step for SGD, and the wrong share
+of the norm that is clipped and reported. Adam and Adafactor divide the factor away again, so the mistake is easily
+overlooked. Inside `jax.shard_map`, where each device takes the gradient of its own part's mean, a factor does arise;
+tests/learning/test_expert_grads.py has the table. This project takes no gradients that way, so 1 is right, and T5X's
+factor exists for parity.
+
+**Balance biases** (tag `balance_bias`). A router that balances without an auxiliary loss adds a bias per expert to the
+scores by which it chooses (Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3). The
+gradient that the train step returns for such a bias is the load of its expert minus the mean load, and the update is a
+step of fixed size against it:
+
+    bias -= rate * sign(load violation)
+
+This is not a descent on the loss. The optimizer therefore keeps no state for balance biases, and gradient norm,
+clipping and weight decay exclude them.
+
+Shapes: E experts.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+
+EXPERT_TAG = 'expert'
+BALANCE_BIAS_TAG = 'balance_bias'
+
+ExpertGradScale = float | Literal['t5x']
+
+
+def check_expert_grad_scale(scale: ExpertGradScale) -> None:
+  """Raises a UserError if the scale is neither a number above 0 nor 't5x'."""
+  if scale != 't5x' and not (isinstance(scale, int | float) and scale > 0):
+    raise UserError(
+      f"learner.expert_grad_scale is {scale!r}; it must be a number larger than 0 (1: the loss's own gradient), or "
+      "'t5x' for T5X's factor, the number of experts."
+    )
+
+
+def scale_expert_grads(grads: Any, weight_specs: Any, scale: ExpertGradScale) -> Any:
+  """Multiplies the gradients of weights tagged `expert`; other gradients are returned unchanged.
+
+  Args:
+    grads: congruent to the weights, float32.
+    weight_specs: tree of WeightSpec congruent to the weights.
+    scale: a number; or 't5x' for the number of experts, which is the weight's first dim after its `stacked` ones (T5X
+      contrib/moe, `MoeTrainer`).
+  """
+  if scale == 1:
+    return grads
+
+  def scaled(spec, grad):
+    if EXPERT_TAG not in spec.tags:
+      return grad
+    return grad * float(spec.shape[spec.stacked] if scale == 't5x' else scale)
+
+  return jax.tree.map(scaled, weight_specs, grads)
+
+
+def without_balance_biases(tree: Any, weight_specs: Any) -> Any:
+  """Replaces every balance bias by None, which is a subtree without leaves; the tree is congruent to the weights."""
+  return jax.tree.map(lambda spec, leaf: None if BALANCE_BIAS_TAG in spec.tags else leaf, weight_specs, tree)
+
+
+def with_balance_bias_steps(steps: Any, grads: Any, weight_specs: Any, rate: float) -> Any:
+  """Fills in the steps of the balance biases.
+
+  Args:
+    steps: float32, subtracted from each weight; None for a balance bias.
+    grads: congruent to the weights; the gradient of a balance bias is its load violation, of which only the sign
+      counts.
+    weight_specs: tree of WeightSpec congruent to the weights.
+    rate: the size of a bias's step.
+  """
+  return jax.tree.map(
+    lambda spec, grad, step: rate * jnp.sign(grad) if BALANCE_BIAS_TAG in spec.tags else step,
+    weight_specs,
+    grads,
+    steps,
+  )
