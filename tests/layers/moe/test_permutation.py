@@ -14,7 +14,7 @@ from spmd_tasks.layers.moe._permutation import (
   sort_by_expert,
 )
 
-E, D = 3, 4
+E, D = 3, 5
 UNROUTED = E
 
 EXPERT_IDS = {
