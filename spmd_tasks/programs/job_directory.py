@@ -1,11 +1,11 @@
-"""A job_log_dir belongs to one experiment, and to one running job at a time.
+"""Claims a job_log_dir for one experiment, and for one running job at a time.
 
     with claim(job_log_dir, experiment_name='lm.StdlibTiny'):
       ...
 
-The claim is a kernel lock (`flock`) on `job.lock`, so it ends with the process, kill -9 included; nothing has to be
-cleaned up. The file also says who holds it. Remote directories (`gs://...`) have no locks: there the experiment's name
-is checked, and a second running job is not noticed. Only process 0 of a job claims.
+The claim is a kernel lock (`flock`) on `job.lock`. The kernel releases the lock when the process ends, kill -9
+included, so nothing has to be cleaned up. The file also names the holder. Remote directories (`gs://...`) have no
+locks: only the experiment's name is checked there, and a second running job is not noticed. Only process 0 claims.
 """
 
 import dataclasses
@@ -27,19 +27,24 @@ from spmd_tasks.errors import UserError
 EXPERIMENT_FILE = 'experiment.json'
 CONFIG_FILE = 'config.json'
 LOCK_FILE = 'job.lock'
-# What flock answers where a file system (Lustre without -o flock, some FUSE) has none.
+# The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobDirectory:
-  """A claimed directory; `lock_file` is open and locked, or None where there are no locks."""
+  """A claimed directory. Leaving it as a context releases the claim.
+
+  Attributes:
+    path: the directory.
+    lock_file: open and locked; None on a file system without locks.
+  """
 
   path: epath.Path
   lock_file: io.FileIO | None
 
   def release(self) -> None:
-    """Gives the directory free for another job; the end of the process does the same."""
+    """Frees the directory for another job; the end of the process does the same."""
     if self.lock_file is not None:
       self.lock_file.close()
 
@@ -53,7 +58,7 @@ class JobDirectory:
 
 
 def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
-  """Creates the directory if need be, locks it and records the experiment's name in it, which it keeps for ever.
+  """Creates the directory if need be, locks it, and records the experiment that it belongs to from then on.
 
   Raises:
     UserError: the directory belongs to another experiment or another running job (nothing is written then), or it
@@ -81,7 +86,7 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
 
 
 def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
-  """Whether the directory has an owner already; a ValueError if that is another experiment."""
+  """Returns whether an experiment owns the directory already; raises UserError if another one does."""
   try:
     text = (path / EXPERIMENT_FILE).read_text()
   except FileNotFoundError:
@@ -102,7 +107,7 @@ def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
 
 
 def _lock(path: epath.Path) -> io.FileIO | None:
-  """The locked lock file, with the holder written into it; None where the file system has no locks."""
+  """Locks the lock file and writes the holder into it; returns None on a file system without locks."""
   if is_remote(path):
     logging.warning('%s is remote: a second job in the same directory will not be noticed.', path)
     return None

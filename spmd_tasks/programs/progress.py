@@ -1,4 +1,12 @@
-"""Progress: a bar on terminals, plain lines elsewhere."""
+"""Shows a job's progress on stderr: a bar on terminals, one line per logged step elsewhere.
+
+Usage:
+
+    progress = make_progress(num_train_steps, first_step, primary=True)
+    progress.step(7)                      # every finished step
+    progress.log(7, metrics)              # every logged step
+    progress.message('step 7  eval valid: ' + format_metrics(metrics))
+"""
 
 import sys
 import time
@@ -10,7 +18,7 @@ from spmd_tasks.runtime import Metrics, scalars
 
 
 class Progress(Protocol):
-  """Told of every finished step and every logged one."""
+  """Receives every finished step, the metrics of logged steps, and messages."""
 
   def step(self, step: int) -> None: ...
 
@@ -42,7 +50,7 @@ class BarProgress:
 
 
 class LineProgress:
-  """One line per logged step."""
+  """Prints one line per logged step, with the time of day."""
 
   def __init__(self, total: int, stream: TextIO):
     self._total = total
@@ -62,7 +70,7 @@ class LineProgress:
 
 
 class SilentProgress:
-  """For processes other than the primary."""
+  """Shows nothing, for processes other than process 0."""
 
   def step(self, step: int) -> None:
     pass
@@ -78,7 +86,7 @@ class SilentProgress:
 
 
 def make_progress(total: int, initial: int, *, primary: bool, stream: TextIO | None = None) -> Progress:
-  """The form of progress that fits where the output goes."""
+  """Makes a bar if the stream (default: stderr) is a terminal, else lines; shows nothing if not `primary`."""
   stream = stream or sys.stderr
   if not primary:
     return SilentProgress()
@@ -86,7 +94,7 @@ def make_progress(total: int, initial: int, *, primary: bool, stream: TextIO | N
 
 
 def format_metrics(metrics: Metrics) -> str:
-  """`loss 1.2345  accuracy 0.5` for people; metrics per expert are left out."""
+  """Formats metrics for people: `loss 1.2345  accuracy 0.5000`. Metrics with one value per expert are left out."""
   return '  '.join(f'{name} {value:.4f}' for name, value in scalars(metrics).items() if name != 'num_batches')
 
 

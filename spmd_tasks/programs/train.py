@@ -149,6 +149,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
       progress.message(f'Preempted: {saved}; the same command goes on from there.')
       return exit_codes.PREEMPTED
 
+    # Before the first step: reports, evals that the last job was ended in, compilation.
     progress.message(_describe(model, origin))
     if is_primary():
       (job_log_dir / 'parameters.txt').write_text(format_parameter_table(model) + '\n')
@@ -162,6 +163,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     clock.add('trace', model.train_step.trace_seconds)
     clock.add('compile', model.train_step.compile_seconds)
 
+    # The loop. One step is in flight while this body looks at the step before it, unless that step is awaited.
     last_saved, last_evaluated, num_programs = first_step, None, 0
     profile.after_step(first_step)
     for step, is_skipped, step_metrics in loop:
@@ -204,6 +206,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
         last_evaluated = step
       profile.after_step(step)
 
+    # The end: no step is in flight, whatever ended the loop.
     if loop.step > last_saved:
       save()
     with watchdog.allow('checkpoint', experiment.first_step_timeout_s):

@@ -1,4 +1,4 @@
-"""Where the weights of a new job come from when it starts from another job's checkpoint: by copy, or by repetition.
+"""Initialises a new job with the weights of another job's checkpoint: copies them, or repeats them as experts.
 
 Shapes: L layers, D model, F ffn, E experts.
 
@@ -8,9 +8,9 @@ A dense feed-forward network becomes E equal experts (Komatsuzaki et al., "Spars
                                  ->  .../ffn/shared_expert/up/kernel [L, D, F], by copy
 
 and likewise `gate` and `down`. Layer g * n + i of a plain stack becomes layer g of `block_i` in a stack of BlockGroups
-of n blocks, so that every n-th layer of a dense model can be a mixture. Weights of the same name are copied, so that
-the same model can be trained further on other data. Only a router starts anew: any other weight without a source, and
-any weight of the source that would be lost, is an error.
+of n blocks, so that every n-th layer of a dense model can become a mixture. Weights of the same name are copied, so
+that the same model can be trained further on other data. Routers are drawn anew. Any other weight without a source is
+an error, and so is any weight of the source that the new model has no use for.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -42,9 +42,9 @@ class Origin:
   """How a weight of the new model is made from one of the source's.
 
   Attributes:
-    name, shape: the source's weight, and what shape it must have.
-    layers: which of its layers (dim 0) are taken: (first, every so many); None for all.
-    expert_dim, num_experts: where and how often the result is repeated; None for a plain copy.
+    name, shape: the source's weight and the shape that it must have.
+    layers: the layers (dim 0) that are taken: (first, stride); None takes all.
+    expert_dim, num_experts: the new dim along which the weight is repeated, and how often; None for a plain copy.
   """
 
   name: str
@@ -54,7 +54,7 @@ class Origin:
   num_experts: int = 1
 
   def take(self, weight: jax.Array) -> jax.Array:
-    """The new weight."""
+    """Makes the new weight from the source's."""
     if self.layers is not None:
       first, stride = self.layers
       weight = weight[first::stride]
@@ -64,7 +64,7 @@ class Origin:
     return jnp.broadcast_to(jnp.expand_dims(weight, self.expert_dim), shape)
 
   def source_spec(self, spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> PartitionSpec:
-    """How the source's weight lies on the mesh, evenly, where the new one has `spec`."""
+    """Returns an even PartitionSpec for the source's weight, given the new weight's `spec`."""
     if self.expert_dim is None:
       return evenly_divided_spec(self.shape, spec, axis_sizes)
     # With a single expert: the axes that split the experts do not divide that, and move to another dim.
@@ -75,14 +75,14 @@ class Origin:
 
 
 def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ...]]) -> dict[str, Origin]:
-  """The origin of every weight of `target` that has one; the others are routers'.
+  """Finds the origin of every weight of `target`, except those of routers.
 
   Args:
     source: the weights of a checkpoint.
     target: name -> shape of the new model's weights, as a checkpoint would have them.
 
   Raises:
-    UserError: weights that the source does not have, or in another shape, or that would be lost; all are named.
+    UserError: the source lacks a weight, has it in another shape, or has a weight without use; all are named.
   """
   saved = {leaf.name: leaf for leaf in source}
   origins, problems = {}, []
@@ -113,16 +113,16 @@ def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ..
 def initialize_from(
   model: PartitionedModel, checkpointer: Checkpointer, seed: int, step: int | None = None
 ) -> tuple[TrainState, int]:
-  """A state at step 0 with another job's weights; optimizer state, averages and routers are new.
+  """Makes a state at step 0 with another job's weights; optimizer state, averages and routers are new.
 
   Args:
-    model: the new job's.
+    model: of the new job.
     checkpointer: of the other job, read-only.
-    seed: of what is drawn.
-    step: of the checkpoint; None: the newest that is whole.
+    seed: of the weights that are drawn.
+    step: of the checkpoint; None takes the newest that is whole.
 
   Returns:
-    (padded state, the checkpoint's step). Every array is read, repeated and stored in parts, each device its own.
+    (padded state, the checkpoint's step). Each device reads, repeats and stores only its own part of every array.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
@@ -149,7 +149,7 @@ def initialize_from(
 
 
 def _origin_of(name: str, shape: tuple[int, ...], saved: Collection[str], target: Collection[str]) -> Origin:
-  """Where a weight of the new model would come from, whether or not the source has it."""
+  """Returns the weight's origin by its name, whether or not the source has that weight."""
   if name in saved:
     return Origin(name=name, shape=shape)
   layers = None

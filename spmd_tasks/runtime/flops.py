@@ -1,9 +1,9 @@
-"""Model FLOPs of a step, counted from its jaxpr, and what the devices could do: the two halves of FLOPs utilisation.
+"""Counts the model FLOPs of a step in its jaxpr, and knows the devices' peak FLOP/s: both give the utilisation (MFU).
 
-    utilisation = model_flops_per_train_step(...) / (step_seconds * num_devices * peak_flops_per_device(device_kind))
+    mfu = model_flops_per_train_step(...) / (step_seconds * num_devices * peak_flops_per_device(device_kind))
 
-Model FLOPs are those that the mathematics needs, whatever the implementation does: the convention of PaLM
-(Chowdhery et al. 2022, appendix B). Rematerialisation is not counted, nor are padding and elementwise work.
+Model FLOPs are the FLOPs that the mathematics needs, whatever the implementation does: the convention of PaLM
+(Chowdhery et al. 2022, appendix B). Rematerialisation, padding and elementwise work are not counted.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ _PEAK_BF16_FLOPS = (
 
 
 def peak_flops_per_device(device_kind: str) -> float | None:
-  """Dense bfloat16 FLOP/s of one `jax.Device` by its `device_kind`; None where it is not known, as on CPUs."""
+  """Returns the dense bfloat16 FLOP/s of one `jax.Device` by its `device_kind`; None for unknown devices and CPUs."""
   # Whole words: the name A100 must not be found in an RTX A1000.
   return next((peak for name, peak in _PEAK_BF16_FLOPS if re.search(rf'\b{name}\b', device_kind)), None)
 
@@ -52,11 +52,11 @@ def peak_flops_per_device(device_kind: str) -> float | None:
 def model_flops_per_train_step(
   task: Task, batch_spec: Mapping[str, jax.ShapeDtypeStruct], abstract_weights: Any
 ) -> int:
-  """Model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
+  """Counts the model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
 
-  The backward pass costs two products for each of the forward's, one per operand's gradient; what remat computes again
-  is not counted. Attention counts whole, masked or not; looking up embeddings counts nothing. Of a mixture's experts
-  those count that a token chose.
+  The backward pass has two products for each product of the forward pass, one per operand's gradient. Products that
+  remat computes again are not counted. Attention counts in full, masked or not. An embedding lookup counts nothing. In
+  a mixture of experts, only the experts that a token chose count.
   """
 
   def forward(weights, batch, rng):
@@ -68,11 +68,11 @@ def model_flops_per_train_step(
 
 
 def count_matmul_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:
-  """FLOPs, two per multiply-add, of the matrix products and convolutions of `fn`, which is only traced.
+  """Counts the FLOPs of the matrix products and convolutions of `fn`, two per multiply-add; `fn` is only traced.
 
-  Scans count every iteration, a `cond` its most expensive branch, a `shard_map` its body once per device of its manual
-  axes. A `while` counts its body once: its trip count is unknown. A ragged (grouped) product counts each row once,
-  whatever its group. Hand-written kernels (Pallas, cuDNN) count nothing.
+  A scan counts every iteration, a `cond` its most expensive branch, a `shard_map` its body once per device of its
+  manual axes. A `while` counts its body once, because its trip count is unknown. A ragged (grouped) product counts each
+  row once, whatever its group. Hand-written kernels (Pallas, cuDNN) count nothing.
   """
   return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
 
@@ -108,7 +108,7 @@ def _equation_flops(equation: JaxprEqn) -> int:
 
 
 def _product_flops(equation: JaxprEqn, numbers: Any, rhs_group_dims: tuple[int, ...] = ()) -> int:
-  """2 * batch * M * K * N: every element of the left side meets every free index of the right one."""
+  """Counts 2 * batch * M * K * N: every element of the left side meets every free index of the right side."""
   (_, rhs_contracting), (_, rhs_batch) = numbers
   lhs, rhs = map(_shape, equation.invars[:2])
   taken = {*rhs_contracting, *rhs_batch, *rhs_group_dims}
@@ -120,7 +120,7 @@ def _shape(operand: Any) -> tuple[int, ...]:
 
 
 def _inner_flops(params: Mapping[str, Any]) -> int:
-  """Of the jaxprs that a call-like equation carries: jit, remat, custom_vjp, while, ... under whatever key."""
+  """Counts the jaxprs in the parameters of a call-like equation: jit, remat, custom_vjp, while, ..., under any key."""
   return sum(_jaxpr_flops(jaxpr) for value in params.values() for jaxpr in _jaxprs_in(value))
 
 

@@ -1,10 +1,15 @@
-"""Where metrics go: a JSONL file at full precision, and TensorBoard events.
+"""Writes metrics: a JSONL file at full precision, and TensorBoard events.
+
+    writer = make_writer(directory, tensorboard=True, primary=True)
+    writer.write(10, {'loss': 2.345, 'expert_load': [0.12, 0.88]})
+    read_jsonl(directory)[10]['loss']
 
 `<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
-"loss": 2.345..., "expert_load": [0.12..., ...]}`. A resumed job
-appends; steps that it executes again appear again, and the last line of a step counts. Event files are written with
-TensorBoard's own record writer: clu's needs TensorFlow, whose import takes two cores' time from the first steps, prints
-lines that cannot be turned off and, on a GPU, takes memory that JAX wants.
+"loss": 2.345..., "expert_load": [0.12..., ...]}`. A resumed job appends to the file. Steps that it executes again
+appear again, and the last line of a step counts.
+
+Event files are written with TensorBoard's own record writer. clu's writer needs TensorFlow, which slows the first steps
+by its import, prints lines that cannot be turned off, and takes GPU memory from JAX.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +29,7 @@ Metrics = Mapping[str, Metric]
 
 
 def finish_metrics(means: Mapping[str, np.typing.ArrayLike]) -> dict[str, Metric]:
-  """Host metrics from means (scalars or [E], exact in float64), with those that are functions of a mean: perplexity."""
+  """Turns means (scalars or [E]) into numbers and lists, exact in float64, and adds perplexity to cross entropy."""
   metrics: dict[str, Metric] = {name: np.asarray(mean, np.float64).tolist() for name, mean in means.items()}
   cross_entropy = scalars(metrics).get('cross_entropy')
   if cross_entropy is not None:
@@ -33,17 +38,17 @@ def finish_metrics(means: Mapping[str, np.typing.ArrayLike]) -> dict[str, Metric
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
-  """The metrics that are one number."""
+  """Returns the metrics that are one number."""
   return {name: value for name, value in metrics.items() if not isinstance(value, list)}
 
 
 def vectors(metrics: Metrics) -> dict[str, list[float]]:
-  """The metrics that are one number per expert."""
+  """Returns the metrics that have one number per expert."""
   return {name: value for name, value in metrics.items() if isinstance(value, list)}
 
 
 class MetricsWriter(Protocol):
-  """Takes metrics by step; `close` returns when everything is on disk."""
+  """Writes metrics by step; `close` returns when everything is on disk."""
 
   def write(self, step: int, metrics: Metrics) -> None: ...
 
@@ -51,7 +56,7 @@ class MetricsWriter(Protocol):
 
 
 class JsonlWriter:
-  """Appends to `<directory>/metrics.jsonl`; every line is flushed, so that a killed job loses none."""
+  """Appends lines to `<directory>/metrics.jsonl` and flushes each, so that a killed job loses none."""
 
   def __init__(self, directory: epath.Path):
     directory.mkdir(parents=True, exist_ok=True)
@@ -81,13 +86,13 @@ class JsonlWriter:
 
 
 def _json_number(value: float) -> float | str:
-  """JSON has no NaN and no infinity: they are written as the strings 'nan', 'inf' and '-inf'."""
+  """Turns NaN and infinities, which JSON lacks, into the strings 'nan', 'inf' and '-inf'."""
   value = float(value)
   return value if math.isfinite(value) else str(value)
 
 
 def read_jsonl(directory: epath.Path) -> dict[int, dict[str, Metric]]:
-  """Step -> metrics of `<directory>/metrics.jsonl`; of a step written twice, the last."""
+  """Reads `<directory>/metrics.jsonl`: step -> metrics, the last ones of a step that was written twice."""
   records = {}
   for line in (directory / 'metrics.jsonl').read_text(encoding='utf-8').splitlines():
     record = json.loads(line)
@@ -99,10 +104,10 @@ def read_jsonl(directory: epath.Path) -> dict[int, dict[str, Metric]]:
 
 
 class TensorBoardWriter:
-  """An event file in `directory`, begun at the first write.
+  """Writes an event file in `directory`, which the first write creates.
 
-  A metric with one value per expert is a scalar per expert, `expert_load/003`, and a histogram `expert_load` over the
-  experts, whose view "Distributions" shows at every step how far the least and the most loaded are apart.
+  A metric with one value per expert becomes one scalar per expert, `expert_load/003`, and a histogram `expert_load`
+  over the experts. TensorBoard's view "Distributions" shows how far the least and the most loaded expert are apart.
   """
 
   def __init__(self, directory: epath.Path):
@@ -152,9 +157,9 @@ class MultiWriter:
 
 
 def make_writer(directory: epath.Path, *, tensorboard: bool, primary: bool) -> MultiWriter:
-  """The writers of one metrics directory; only the primary process (index 0) writes.
+  """Makes the writers of one metrics directory; only the primary process (index 0) writes.
 
-  A remote directory (`gs://...`) cannot be appended to: it gets events only.
+  A remote directory (`gs://...`) gets events only: object stores cannot append to a file.
   """
   if not primary:
     return MultiWriter([])

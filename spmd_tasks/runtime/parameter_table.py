@@ -1,10 +1,11 @@
-"""The parameter table: every weight's shape, split dims, layout and padding. Logged at the start, and a golden file.
+"""Formats the parameter table: every weight's shape, split dims, layout and padding.
 
 Usage:
 
     print(format_parameter_table(model))
 
-The text depends on the model, the axis rules and the mesh only: no paths, no device names, no versions.
+The text depends on the model, the axis rules and the mesh only: it names no path, device or version. A training job
+writes the table to parameters.txt, and each registered experiment has it as a golden file.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,11 +27,11 @@ class ParameterRow:
 
   Attributes:
     name: its path, as in `stack/attention/query/kernel`.
-    shape, dtype: as the model sees it.
-    split_dims: as the layer declared them; None for wholly unsharded.
-    spec: what they resolve to on the mesh.
-    padded_shape: as it is stored.
-    waste: the fraction of what is stored that is padding.
+    shape, dtype: of the weight that the model sees.
+    split_dims: as the layer declared them; None for an unsharded weight.
+    spec: the PartitionSpec that the axis rules make of the split dims.
+    padded_shape: of the weight as stored on the mesh.
+    waste: the fraction of the stored elements that is padding.
   """
 
   name: str
@@ -43,7 +44,7 @@ class ParameterRow:
 
 
 def parameter_rows(model: PartitionedModel) -> list[ParameterRow]:
-  """One row per weight, sorted by name."""
+  """Makes one row per weight, sorted by name."""
 
   def row(path, declared, spec, padded) -> ParameterRow:
     stored = math.prod(padded.shape)
@@ -64,7 +65,7 @@ def parameter_rows(model: PartitionedModel) -> list[ParameterRow]:
 
 
 def bytes_per_device(padded_tree: Any) -> int:
-  """What one device stores of a tree of padded shapes with their shardings, in bytes."""
+  """Counts the bytes that one device stores of a tree of padded shapes with shardings."""
   return sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
     for leaf in jax.tree.leaves(padded_tree)
@@ -72,7 +73,7 @@ def bytes_per_device(padded_tree: Any) -> int:
 
 
 def format_parameter_table(model: PartitionedModel) -> str:
-  """An aligned table, one line per weight, and lines of totals: parameters, padding, bytes on every device."""
+  """Formats an aligned table: one line per weight, then lines of totals (parameters, padding, bytes per device)."""
   header = ('name', 'shape', 'dtype', 'split dims', 'partition spec', 'padded shape', 'waste')
   lines = [
     (
@@ -99,7 +100,7 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def _dims_text(dims: Iterable[SplitDim]) -> str:
-  """`(replica+data, -)`: an entry per dim, `-` where it is not split."""
+  """Formats split dims as `(replica+data, -)`: an entry per dim, `-` for a dim that is not split."""
 
   def entry(dim: SplitDim) -> str:
     if isinstance(dim, str):
@@ -110,6 +111,6 @@ def _dims_text(dims: Iterable[SplitDim]) -> str:
 
 
 def _align(lines: Sequence[Sequence[str]]) -> list[str]:
-  """Columns as wide as their widest cell, left-aligned, without trailing spaces."""
+  """Aligns cells to the left, each column as wide as its widest cell, without trailing spaces."""
   widths = [max(map(len, column)) for column in zip(*lines)]
   return ['  '.join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]

@@ -5,11 +5,13 @@ step; 1e-5 relative is the promise. Weights after 20 steps are compared at 1e-4 
 divides by the square root of second moments that start near zero.
 """
 
+from collections.abc import Collection, Sequence
 import functools
 import typing
 
 import jax
 import numpy as np
+import pytest
 
 from spmd_tasks.config.resolve import resolve
 from spmd_tasks.experiment import Experiment, partition_job
@@ -26,6 +28,13 @@ class Run(typing.NamedTuple):
   model: PartitionedModel
   state: TrainState
   canonical: TrainState
+
+
+def table(cases: Sequence[tuple], exhaustive: Sequence[tuple] = (), *, fast: Collection[str]) -> list:
+  """The parameters of a test from rows that begin with their names: few are fast, and some only for `--all`."""
+  params = [pytest.param(*case, id=case[0], marks=() if case[0] in fast else pytest.mark.slow) for case in cases]
+  marks = (pytest.mark.slow, pytest.mark.exhaustive)
+  return params + [pytest.param(*case, id=case[0], marks=marks) for case in exhaustive]
 
 
 def make_model(

@@ -1,6 +1,7 @@
 """One truth for numbers, with experts: any mesh, dispatch and form of computation gives the one-device loss curve.
 
 The table of test_numbers_agree.py for mixtures of experts: 6 experts over an axis of 4, every other dim uneven too.
+Cases pair settings that are independent of each other; `--all` runs them one by one too.
 """
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from tests.runtime.loss_curves import assert_same_run, make_model, run
+from tests.runtime.loss_curves import assert_same_run, make_model, run, table
 from tests.runtime.moe_experiments import AlongData, ExpertAxis, HiddenSharded, TwoDataAxes
 
 FFN = 'task.model.stack.block.ffn'
@@ -21,29 +22,39 @@ EINSUM, GATHER = ('form=einsum',), ('form=gather',)
 NEVER_DROP = ('capacity_factor=0',)
 FAST = ('data 2 x expert 4', 'einsum, data 2 x expert 4')
 
+TWO = 'task.learner.num_microbatches=2'
+
 # name, experiment, mesh, overrides, overrides of the reference on one device
 CASES = [
-  ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
-  ('expert 8', ExpertAxis, (1, 1, 8, 1), (), ()),
-  ('expert 2 x mdl 4', ExpertAxis, (1, 1, 2, 4), (), ()),
-  ('data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), ALL_TO_ALL, ()),
-  ('experts along data 4 x mdl 2', AlongData, (1, 4, 2), (), ()),
-  ('remat', ExpertAxis, (1, 2, 4, 1), RECOMPUTE, ()),
-  ('2 microbatches', ExpertAxis, (1, 2, 4, 1), (*MICROBATCHES, 'task.learner.num_microbatches=2'), MICROBATCHES),
-  ('bias balancing', ExpertAxis, (1, 2, 4, 1), BIAS, BIAS),
   ('hidden sharding', HiddenSharded, (1, 2, 4, 1), (), ()),
-  ('two data axes', TwoDataAxes, (1, 4, 2), (), ()),
+  ('two data axes, einsum, never drop', TwoDataAxes, (1, 4, 2), (*EINSUM, *NEVER_DROP), ()),
   ('einsum, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), EINSUM, EINSUM),
   ('gather, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), GATHER, EINSUM),
-  ('einsum, never drop, one device', ExpertAxis, (1, 1, 1, 1), (*EINSUM, *NEVER_DROP), ()),
+  (
+    'expert 2 x mdl 4, 2 microbatches, bias balancing',
+    ExpertAxis,
+    (1, 1, 2, 4),
+    (*MICROBATCHES, *BIAS, TWO),
+    (*MICROBATCHES, *BIAS),
+  ),
+  ('data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), ALL_TO_ALL, ()),
+  ('experts along data 4 x mdl 2', AlongData, (1, 4, 2), (), ()),
+  ('expert 8, remat', ExpertAxis, (1, 1, 8, 1), RECOMPUTE, ()),
   ('gather, never drop, expert 4', ExpertAxis, (1, 1, 4, 1), (*GATHER, *NEVER_DROP), ()),
+  ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
+]
+ONE_BY_ONE = [
+  ('expert 8', ExpertAxis, (1, 1, 8, 1), (), ()),
+  ('expert 2 x mdl 4', ExpertAxis, (1, 1, 2, 4), (), ()),
+  ('remat', ExpertAxis, (1, 2, 4, 1), RECOMPUTE, ()),
+  ('2 microbatches', ExpertAxis, (1, 2, 4, 1), (*MICROBATCHES, TWO), MICROBATCHES),
+  ('bias balancing', ExpertAxis, (1, 2, 4, 1), BIAS, BIAS),
+  ('two data axes', TwoDataAxes, (1, 4, 2), (), ()),
+  ('einsum, never drop, one device', ExpertAxis, (1, 1, 1, 1), (*EINSUM, *NEVER_DROP), ()),
 ]
 
 
-@pytest.mark.parametrize(
-  'name, experiment, shape, overrides, reference',
-  [pytest.param(*case, id=case[0], marks=() if case[0] in FAST else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize('name, experiment, shape, overrides, reference', table(CASES, ONE_BY_ONE, fast=FAST))
 def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, reference):
   base = TwoDataAxes if experiment is HiddenSharded else AlongData if experiment is ExpertAxis else experiment
   assert_same_run(run(experiment, shape, overrides=overrides), run(base, (1, 1, 1), overrides=reference))

@@ -1,37 +1,48 @@
 """One truth for numbers: the same experiment on any mesh, padded or not, accumulated or not, gives one loss curve.
 
 20 steps in float32 of a model none of whose dims divides an axis of 4 (width 30, 3 heads, 90 hidden, vocabulary 257).
+Cases pair a mesh with a setting that is independent of it; `--all` runs every mesh and every setting by itself too.
 """
 
 import jax
 import numpy as np
 import pytest
 
-from tests.runtime.loss_curves import assert_same_run, make_model, run
+from tests.runtime.loss_curves import assert_same_run, make_model, run, table
 from tests.runtime.uneven_experiments import Adafactor, AdamW
 
 DROPOUT = ('task.model.stack.block.dropout_rate=0.1',)
+TWO_MICROBATCHES, FOUR_MICROBATCHES = (('task.learner.num_microbatches=2',), ('task.learner.num_microbatches=4',))
+REMAT, UNROLLED = ('remat_policy=full',), ('task.model.stack.scan=False',)
 FAST = ('data 2 x mdl 4', 'Adafactor, data 2 x mdl 4')
 CASES = [
+  ('data 2 x mdl 4', AdamW, (1, 2, 4), {}),
+  ('data 8, dropout', AdamW, (1, 8, 1), {'overrides': DROPOUT, 'reference': DROPOUT}),
+  ('mdl 8, 2 microbatches', AdamW, (1, 1, 8), {'overrides': TWO_MICROBATCHES}),
+  ('replica 2 x data 2 x mdl 2, full remat, unrolled', AdamW, (2, 2, 2), {'overrides': REMAT + UNROLLED}),
+  (
+    'two slices of data 2 x mdl 2, 4 microbatches',
+    AdamW,
+    (1, 2, 2),
+    {'dcn': (1, 2, 1), 'overrides': FOUR_MICROBATCHES},
+  ),
+  ('Adafactor, data 2 x mdl 4', Adafactor, (1, 2, 4), {}),
+]
+ONE_BY_ONE = [
   ('data 8', AdamW, (1, 8, 1), {}),
   ('mdl 8', AdamW, (1, 1, 8), {}),
-  ('data 2 x mdl 4', AdamW, (1, 2, 4), {}),
   ('replica 2 x data 2 x mdl 2', AdamW, (2, 2, 2), {}),
   ('two slices of data 2 x mdl 2', AdamW, (1, 2, 2), {'dcn': (1, 2, 1)}),
-  ('2 microbatches', AdamW, (1, 2, 4), {'overrides': ('task.learner.num_microbatches=2',)}),
-  ('4 microbatches on one device', AdamW, (1, 1, 1), {'overrides': ('task.learner.num_microbatches=4',)}),
-  ('full remat', AdamW, (1, 2, 4), {'overrides': ('remat_policy=full',)}),
-  ('layers unrolled', AdamW, (1, 2, 4), {'overrides': ('task.model.stack.scan=False',)}),
+  ('2 microbatches', AdamW, (1, 2, 4), {'overrides': TWO_MICROBATCHES}),
+  ('4 microbatches on one device', AdamW, (1, 1, 1), {'overrides': FOUR_MICROBATCHES}),
+  ('full remat', AdamW, (1, 2, 4), {'overrides': REMAT}),
+  ('layers unrolled', AdamW, (1, 2, 4), {'overrides': UNROLLED}),
   ('dropout', AdamW, (1, 2, 4), {'overrides': DROPOUT, 'reference': DROPOUT}),
-  ('Adafactor, data 2 x mdl 4', Adafactor, (1, 2, 4), {}),
   ('Adafactor, mdl 8', Adafactor, (1, 1, 8), {}),
 ]
 
 
-@pytest.mark.parametrize(
-  'name, experiment, shape, settings',
-  [pytest.param(*case, id=case[0], marks=() if case[0] in FAST else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize('name, experiment, shape, settings', table(CASES, ONE_BY_ONE, fast=FAST))
 def test_one_loss_curve_and_one_state(name, experiment, shape, settings):
   reference = run(experiment, (1, 1, 1), overrides=settings.get('reference', ()))
   other = run(experiment, shape, dcn=settings.get('dcn'), overrides=settings.get('overrides', ()))

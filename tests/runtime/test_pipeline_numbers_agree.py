@@ -1,6 +1,7 @@
 """One truth for numbers, pipelined: any schedule on any number of stages gives the loss curve of the plain stack.
 
-The table of test_numbers_agree.py for pipelines of 10 or 6 layers, which 4 stages do not divide.
+The table of test_numbers_agree.py for pipelines of 10 or 6 layers, which 4 stages do not divide. Cases pair settings
+that are independent of each other; `--all` runs them one by one too.
 """
 
 import itertools
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from tests.runtime.loss_curves import assert_same_run, make_model, run
+from tests.runtime.loss_curves import assert_same_run, make_model, run, table
 from tests.runtime.moe_experiments import AlongData
 from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW, PipelinedExperts
 from tests.runtime.uneven_experiments import Adafactor, AdamW
@@ -19,6 +20,7 @@ TEN, SIX = ('num_layers=10', 'batch_size=16'), ('num_layers=6', 'batch_size=16')
 PLAIN = {PipelinedAdamW: (AdamW, TEN), PipelinedAdafactor: (Adafactor, SIX), PipelinedExperts: (AlongData, SIX)}
 CIRCULAR = ('schedule=circular', 'num_repeats=2')
 ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
+SIXTEEN, DOTS = ('num_microbatches=16',), ('remat_policy=dots_no_batch',)
 FAST = ('stage 4 x data 2', 'circular, stage 2 x data 2 x mdl 2')
 
 FFN = 'task.model.stack.block.ffn'
@@ -26,28 +28,31 @@ FFN = 'task.model.stack.block.ffn'
 GATHER = ('form=gather', 'capacity_factor=0', f'{FFN}.router.score_function=sigmoid', f'{FFN}.router.balance_bias=True')
 
 # name, experiment, mesh, overrides, those of them that the plain stack has too
+TWO = 'task.learner.num_microbatches=2'
 CASES = [
   ('stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), (), ()),
   ('stage 2 x mdl 4, remat', PipelinedAdamW, (1, 2, 1, 4), ('remat_policy=full', 'num_microbatches=2'), ()),
   ('circular, stage 2 x data 2 x mdl 2', PipelinedAdamW, (1, 2, 2, 2), CIRCULAR, ()),
-  ('circular, stage 4 x data 2, 16 microbatches', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, 'num_microbatches=16'), ()),
-  ('circular, remat', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, 'remat_policy=dots_no_batch'), ()),
-  ('one forward, one backward, stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ONE_F_ONE_B, ()),
+  ('circular, 16 microbatches, remat', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, *SIXTEEN, *DOTS), ()),
+  ('one forward, one backward, 2 microbatches of the learner', PipelinedAdamW, (1, 4, 2, 1), (*ONE_F_ONE_B, TWO), ()),
   ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, 'remat_policy=full'), ()),
-  ('2 microbatches of the learner', PipelinedAdamW, (1, 4, 2, 1), ('task.learner.num_microbatches=2',), ()),
   ('circular weights without stages', PipelinedAdamW, (1, 1, 2, 2), CIRCULAR, ()),
   ('Adafactor, circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), CIRCULAR, ()),
-  ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), (), ()),
-  ('experts, circular, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), CIRCULAR, ()),
+  ('experts, circular, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), CIRCULAR, ()),
   ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), ONE_F_ONE_B, ()),
   ('experts by gather, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), GATHER, GATHER),
 ]
+ONE_BY_ONE = [
+  ('circular, stage 4 x data 2, 16 microbatches', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, *SIXTEEN), ()),
+  ('circular, remat', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, *DOTS), ()),
+  ('one forward, one backward, stage 4 x data 2', PipelinedAdamW, (1, 4, 2, 1), ONE_F_ONE_B, ()),
+  ('2 microbatches of the learner', PipelinedAdamW, (1, 4, 2, 1), (TWO,), ()),
+  ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), (), ()),
+  ('experts, circular, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), CIRCULAR, ()),
+]
 
 
-@pytest.mark.parametrize(
-  'name, experiment, shape, overrides, same',
-  [pytest.param(*case, id=case[0], marks=() if case[0] in FAST else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize('name, experiment, shape, overrides, same', table(CASES, ONE_BY_ONE, fast=FAST))
 def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, same):
   plain, sizes = PLAIN[experiment]
   assert_same_run(run(experiment, shape, overrides=overrides), run(plain, (1, 1, 1), overrides=(*sizes, *same)))
