@@ -58,8 +58,8 @@ def serve(
   tokenizer = job.tokenizer
   if tokenizer is None:
     raise UserError(
-      f'experiment {job.name} has no tokenizer in its inputs, and text cannot be served without one: give one of its '
-      'inputs a tokenizer.'
+      f'experiment {job.name} has no tokenizer in its inputs, so its model cannot be served as text: give its training '
+      'input a tokenizer.'
     )
   limit_s = math.ceil(job.experiment.first_step_timeout_s)
   if jax.process_count() > 1:

@@ -1,6 +1,7 @@
-"""A server of two processes over loopback, through its HTTP interface: the tokens of one process, and every end."""
+"""A server of two processes over loopback: it gives the tokens of one process, and ends in order in every case."""
 
 from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import json
 import re
 import signal
@@ -72,16 +73,34 @@ def long_stream(client: httpx.Client):
   return client.stream('POST', '/v1/completions', json=body)
 
 
-@pytest.fixture(scope='module')
-def job(trained, tmp_path_factory):
-  with start(trained[0], tmp_path_factory.mktemp('logs') / 'shared') as job:
-    yield job
+class SharedServer:
+  """A running server; `running` starts another one after `close`, so that tests run in any order."""
+
+  def __init__(self, job_log_dir, make_directory):
+    self._job_log_dir, self._make_directory = job_log_dir, make_directory
+    self._stack = contextlib.ExitStack()
+    self.job = None
+
+  def running(self):
+    if self.job is None:
+      self.job = self._stack.enter_context(start(self._job_log_dir, self._make_directory('logs') / 'shared'))
+      self.client = self._stack.enter_context(client_of(self.job))
+    return self
+
+  def close(self):
+    self._stack.close()
+    self.job = None
 
 
 @pytest.fixture(scope='module')
-def client(job):
-  with client_of(job) as client:
-    yield client
+def shared_server(trained, tmp_path_factory):
+  with contextlib.closing(SharedServer(trained[0], tmp_path_factory.mktemp)) as server:
+    yield server
+
+
+@pytest.fixture
+def client(shared_server):
+  return shared_server.running().client
 
 
 def test_two_processes_serve_what_one_decodes_in_any_company(client, trained):
@@ -93,8 +112,9 @@ def test_two_processes_serve_what_one_decodes_in_any_company(client, trained):
 
 
 @pytest.fixture(scope='module')
-def published(client, trained):
-  """What it makes of PROMPTS after the checkpoint of step 2 was published."""
+def published(shared_server, trained):
+  """The texts for PROMPTS after the checkpoint of step 2 was published; afterwards the newest one is served again."""
+  client = shared_server.running().client
   assert client.post('/admin/publish', json={'step': 99}).status_code == 409
   assert [complete(client, prompt) for prompt in PROMPTS] == trained[1]
   with ThreadPoolExecutor(8) as pool:
@@ -103,19 +123,19 @@ def published(client, trained):
     assert published.json() == {'model': MODEL, 'step': 2}, published.text
     texts = [complete(client, prompt) for prompt in PROMPTS]
     assert all(each.result() in pair for each, *pair in zip(running, texts, trained[1], strict=True))
+  assert client.post('/admin/unpublish', json={}).status_code == 200
+  assert client.post('/admin/publish', json={}).json()['step'] == 4
   return texts
 
 
 def test_unpublish_and_publish_the_newest(client, trained, published):
   assert published != trained[1]
-  assert client.post('/admin/unpublish', json={}).status_code == 200
-  assert client.post('/admin/publish', json={}).json()['step'] == 4
   assert [complete(client, prompt) for prompt in PROMPTS] == trained[1]
   assert 'spmd_tasks_late_compilations 0.0\n' in client.get('/metrics').text
 
 
-def test_sigterm_to_both_lets_what_has_begun_end(client, job):
-  """The last test of this job."""
+def test_sigterm_to_both_lets_running_requests_end(client, shared_server):
+  job = shared_server.job
   with long_stream(client) as response:
     lines = response.iter_lines()
     first = next(lines)
@@ -128,6 +148,7 @@ def test_sigterm_to_both_lets_what_has_begun_end(client, job):
   ranks = job.wait(deadline_s=DEADLINE_S)
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
   assert 'Drained. Texts cut: 0.' in ranks[0].log
+  shared_server.close()
 
 
 def test_a_killed_process_ends_the_job_with_a_reason(trained, published, tmp_path):

@@ -5,6 +5,7 @@ are read in chunks of 16 tokens.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import json
 import re
 import signal
@@ -41,29 +42,56 @@ def job(tmp_path_factory):
   return job
 
 
-@pytest.fixture(scope='module')
-def server(job):
-  """(process, url)"""
-  key = job.parent / 'key'
-  key.write_text('secret\n')
-  process = binary.start_binary(
-    *SHAPE, '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--mode', 'serve', '--job_log_dir', job,
-    '--port', 0, '--api_key_file', key, '--drain_s', 20, '--set', 'task.decode.num_slots=4',
-    '--set', 'task.decode.prefill_chunk=16',
-  )  # fmt: skip
-  line = process.stdout.readline()
-  found = re.fullmatch(r'Serving lm.UnevenTiny, step 3, at (http://127.0.0.1:\d+)\n', line)
-  assert found, (line, process.communicate(timeout=60) if process.poll() is not None else None)
-  yield process, found[1]
-  if process.poll() is None:
-    process.kill()
-  process.communicate()
+class Server:
+  """A running server; `running` starts another one after a test has ended it, so that tests run in any order."""
+
+  def __init__(self, job):
+    self._job = job
+    self._stack = contextlib.ExitStack()
+    self.process = None
+
+  def running(self):
+    if self.process is None or self.process.poll() is not None:
+      self.close()
+      self._start()
+    return self
+
+  def _start(self):
+    key = self._job.parent / 'key'
+    key.write_text('secret\n')
+    self.process = process = binary.start_binary(
+      *SHAPE, '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--mode', 'serve', '--job_log_dir', self._job,
+      '--port', 0, '--api_key_file', key, '--drain_s', 20, '--set', 'task.decode.num_slots=4',
+      '--set', 'task.decode.prefill_chunk=16',
+    )  # fmt: skip
+    self._stack.callback(process.communicate)
+    self._stack.callback(process.kill)
+    line = process.stdout.readline()
+    found = re.fullmatch(r'Serving lm.UnevenTiny, step 3, at (http://127.0.0.1:\d+)\n', line)
+    assert found, (line, process.communicate(timeout=60) if process.poll() is not None else None)
+    self.url = found[1]
+    self.client = self._stack.enter_context(
+      openai.OpenAI(base_url=f'{self.url}/v1', api_key='secret', max_retries=0, timeout=60)
+    )
+
+  def close(self):
+    self._stack.close()
 
 
 @pytest.fixture(scope='module')
+def shared_server(job):
+  with contextlib.closing(Server(job)) as server:
+    yield server
+
+
+@pytest.fixture
+def server(shared_server):
+  return shared_server.running()
+
+
+@pytest.fixture
 def client(server):
-  with openai.OpenAI(base_url=f'{server[1]}/v1', api_key='secret', max_retries=0, timeout=60) as client:
-    yield client
+  return server.client
 
 
 def metric(url, name):
@@ -161,10 +189,10 @@ def forward_logprobs(job, ids):
 def test_a_prompt_that_was_read_before_is_not_read_again(client, server):
   wanted = {'prompt': 'what many prompts begin with, and then', 'temperature': 1.0, 'seed': 4, 'logprobs': 1}
   first = complete(client, **wanted)
-  before = metric(server[1], 'reused_prompt_tokens_total')
+  before = metric(server.url, 'reused_prompt_tokens_total')
   second = complete(client, **wanted)
   assert second.usage.prompt_tokens_details.cached_tokens == 32
-  assert metric(server[1], 'reused_prompt_tokens_total') == before + 32
+  assert metric(server.url, 'reused_prompt_tokens_total') == before + 32
   assert second.choices == first.choices
 
 
@@ -185,7 +213,7 @@ def test_errors_name_the_field(client, server):
   assert error.value.param == 'max_tokens'
   with pytest.raises(openai.NotFoundError):
     complete(client, model='gpt-4')
-  stranger = openai.OpenAI(base_url=f'{server[1]}/v1', api_key='wrong', max_retries=0)
+  stranger = openai.OpenAI(base_url=f'{server.url}/v1', api_key='wrong', max_retries=0)
   with stranger, pytest.raises(openai.AuthenticationError):
     stranger.models.list()
 
@@ -223,15 +251,15 @@ def test_nothing_is_compiled_after_the_warm_up(client, server, rng):
     answer.close()
     return True
 
-  before = metric(server[1], 'reused_prompt_tokens_total')
+  before = metric(server.url, 'reused_prompt_tokens_total')
   with ThreadPoolExecutor(8) as pool:
     assert all(pool.map(ask, [draw() for _ in range(200)]))
-  assert metric(server[1], 'reused_prompt_tokens_total') > before
-  assert metric(server[1], 'late_compilations') == 0
+  assert metric(server.url, 'reused_prompt_tokens_total') > before
+  assert metric(server.url, 'late_compilations') == 0
 
 
 def test_a_checkpoint_can_be_published_while_requests_run(client, server):
-  url, headers = server[1], {'authorization': 'Bearer secret'}
+  url, headers = server.url, {'authorization': 'Bearer secret'}
   wanted = {'temperature': 1.0, 'seed': 9, 'max_tokens': 50}
   before = complete(client, **wanted).choices[0].text
   with ThreadPoolExecutor(8) as pool:
@@ -245,21 +273,19 @@ def test_a_checkpoint_can_be_published_while_requests_run(client, server):
   assert metric(url, 'late_compilations') == 0
 
 
-def test_sigterm_lets_what_has_begun_end(client, server):
-  """The last test: the server is gone afterwards."""
-  process, url = server
+def test_sigterm_lets_running_requests_end(server):
   headers = {'authorization': 'Bearer secret'}
   body = {'model': MODEL, 'prompt': 'a', 'max_tokens': 55, 'n': 8, 'stream': True, 'ignore_eos': True}
-  with httpx.stream('POST', f'{url}/v1/completions', json=body, headers=headers, timeout=60) as response:
+  with httpx.stream('POST', f'{server.url}/v1/completions', json=body, headers=headers, timeout=60) as response:
     lines = response.iter_lines()
     first = next(lines)
-    process.send_signal(signal.SIGTERM)
+    server.process.send_signal(signal.SIGTERM)
     rest = [line for line in [first, *lines] if line]
+  stdout, stderr = server.process.communicate(timeout=30)
   assert rest[-1] == 'data: [DONE]'
   chunks = [json.loads(line.removeprefix('data: ')) for line in rest[:-1]]
   reasons = [choice['finish_reason'] for chunk in chunks for choice in chunk['choices'] if choice['finish_reason']]
   assert reasons == ['length'] * 8
-  stdout, stderr = process.communicate(timeout=30)
-  assert process.returncode == 0, stderr
+  assert server.process.returncode == 0, stderr
   assert 'Draining' in stdout
   assert stdout.endswith('Drained. Texts cut: 0.\n')
