@@ -225,6 +225,23 @@ def test_lead_has_all_processes_end_as_process_0_does(error):
   assert [left.get(timeout=5) for _ in followed] == [(exit_codes.PEER_FAILED, reason)] * 2
 
 
+def test_lead_leaves_when_another_process_is_lost():
+  near, far = links()
+  left = queue.SimpleQueue()
+
+  def serve():
+    with lead(FakeEngine(), near, restore=restore, leave=lambda *why: left.put(why)) as leading:
+      far[0].close()
+      assert leading.stop.wait(5)
+      leading.end(exit_codes.OK)
+
+  with pytest.raises(PeerFailedError, match='process 1 of 2 is gone'):
+    serve()
+  code, reason = left.get(timeout=5)
+  assert code == exit_codes.PEER_FAILED
+  assert 'process 1 of 2 is gone' in reason
+
+
 def test_strangers_are_not_admitted():
   with listen_for_processes('127.0.0.1', 3) as listener, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
     address = listener.getsockname()

@@ -92,7 +92,7 @@ def test_a_prompt_is_answered_piece_by_piece(page):
   status = page['status'].text
   assert status.startswith('30 tokens, ')
   assert ' per second, first after ' in status
-  assert status.endswith(': as long as asked for')
+  assert status.endswith(': reached the token limit')
   assert page.browser.get_log('browser') == []  # also nothing that the content security policy refused
 
 

@@ -1,0 +1,170 @@
+"""Bodies of requests: the sentences about wrong fields, and what hostile bodies cost, without a server."""
+
+import dataclasses
+import time
+
+import pytest
+
+from spmd_tasks.serving import RequestError, ServerSettings
+from spmd_tasks.serving.bodies import ChatBody, CompletionBody, PublishBody, parse_json, validate
+from spmd_tasks.serving.metrics import ServerMetrics
+from spmd_tasks.serving.requests import chat_request, completion_request
+from tests.serving.served import ASK, HELLO, MODEL
+
+LIMITS = ServerSettings()
+GOOD = {'model': 'm', 'prompt': 'a'}
+CHAT = {'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}
+
+
+def error_of(body_class, fields) -> RequestError:
+  with pytest.raises(RequestError) as raised:
+    validate(body_class, fields)
+  return raised.value
+
+
+@pytest.mark.parametrize(
+  'body_class, fields, message, param, code',
+  [
+    (CompletionBody, {'model': 'm'}, 'prompt is missing.', 'prompt', None),
+    (CompletionBody, GOOD | {'n': 0}, 'n must be at least 1, not 0.', 'n', None),
+    (CompletionBody, GOOD | {'top_p': 1.5}, 'top_p must be at most 1, not 1.5.', 'top_p', None),
+    (CompletionBody, GOOD | {'max_tokens': 1.5}, 'max_tokens must be an integer, not 1.5.', 'max_tokens', None),
+    (
+      CompletionBody,
+      GOOD | {'max_tokens': 10**400},
+      'max_tokens must be at most 2147483647, not a number so large.',
+      'max_tokens',
+      None,
+    ),
+    (CompletionBody, GOOD | {'stream': 'yes'}, 'stream must be true or false, not a string.', 'stream', None),
+    (
+      CompletionBody,
+      GOOD | {'max_token': 3},
+      "'max_token' is not a field that this server knows; nearest: 'max_tokens'.",
+      'max_token',
+      'unknown_parameter',
+    ),
+    (
+      CompletionBody,
+      GOOD | {'xyz': None},
+      "'xyz' is not a field that this server knows: leave it out.",
+      'xyz',
+      'unknown_parameter',
+    ),
+    (
+      CompletionBody,
+      GOOD | {'logit_bias': {'5': 1}},
+      'logit_bias is not supported by this server: leave it out.',
+      'logit_bias',
+      'unsupported_parameter',
+    ),
+    (
+      ChatBody,
+      CHAT | {'stream_options': {'include': True}},
+      "'stream_options.include' is not a field that this server knows; nearest: 'include_usage'.",
+      'stream_options.include',
+      'unknown_parameter',
+    ),
+    (
+      ChatBody,
+      CHAT | {'messages': [{'role': 'user', 'content': 'a', 'names': 1}]},
+      "'messages[0].names' is not a field that this server knows; nearest: 'name'.",
+      'messages[0].names',
+      'unknown_parameter',
+    ),
+    (ChatBody, CHAT | {'messages': []}, 'messages must not be empty.', 'messages', None),
+    (
+      ChatBody,
+      CHAT | {'messages': [{'role': 'user', 'content': [{'type': 'text'}]}]},
+      'messages[0].content[0].text is missing.',
+      'messages[0].content[0].text',
+      None,
+    ),
+    (PublishBody, {'step': -1}, 'step must be at least 0, not -1.', 'step', None),
+  ],
+  ids=lambda value: str(value)[:30],
+)
+def test_an_error_is_one_sentence_and_names_the_field(body_class, fields, message, param, code):
+  error = error_of(body_class, fields)
+  assert error.body['error'] == {'message': message, 'type': 'invalid_request_error', 'param': param, 'code': code}
+
+
+def test_half_of_a_surrogate_pair_is_refused_wherever_it_is():
+  for fields in ({'prompt': '\ud800'}, {'prompt': ['a', '\ud800']}, {'stop': '\ud800'}, {'\ud800': 1}):
+    assert 'surrogate' in error_of(CompletionBody, GOOD | fields).message
+  for content in ('\ud800', [{'type': 'text', 'text': '\ud800'}]):
+    messages = [{'role': 'user', 'content': content}]
+    assert error_of(ChatBody, CHAT | {'messages': messages}).param.startswith('messages[0].content')
+
+
+def test_null_counts_as_absent_and_neutral_values_are_taken():
+  body = validate(CompletionBody, dict.fromkeys(CompletionBody.model_fields) | GOOD)
+  assert (body.n, body.stop, body.stream, body.temperature) == (1, [], False, None)
+  neutral = {'tools': [], 'tool_choice': 'auto', 'response_format': {'type': 'text'}, 'presence_penalty': 0.0}
+  assert validate(ChatBody, CHAT | neutral | {'user': {'any': 'thing'}}).messages[0].text == 'hi'
+
+
+def test_parts_of_a_message_are_joined():
+  parts = [{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b', 'cache_control': {}}]
+  body = validate(ChatBody, CHAT | {'messages': [{'role': 'user', 'content': parts}]})
+  assert body.messages[0].text == 'ab'
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {str(number): 0 for number in range(150_000)},
+    {'stream_options': {str(number): 0 for number in range(150_000)}},
+    {'stop': [1] * 400_000},
+    {'stop_token_ids': [True] * 400_000},
+    {'messages': [{'role': 'user', 'content': [1] * 400_000}]},
+    {'messages': [1] * 400_000},
+  ],
+  ids=lambda fields: f'{next(iter(fields))}, {len(fields)} fields',
+)
+def test_a_body_with_many_mistakes_is_refused_at_the_first(fields):
+  """An error for each would hold the interpreter for seconds, and the streams with it."""
+  began = time.thread_time()
+  error_of(ChatBody, CHAT | fields)
+  assert time.thread_time() - began < 2
+
+
+def test_json_that_is_no_object_is_refused():
+  for data in (b'', b'{', b'[1]', b'\xff', b'{"a": NaN}', b'[' * 100_000, b'{"a": ' + b'9' * 5000 + b'}'):
+    with pytest.raises(RequestError) as raised:
+      parse_json(data)
+    assert raised.value.code == 'invalid_json'
+
+
+def test_what_a_request_leaves_out_is_the_experiments_default():
+  settings = dataclasses.replace(MODEL.settings, temperature=0.7, top_k=5, max_tokens=9)
+  model = dataclasses.replace(MODEL, settings=settings)
+  wanted = completion_request({'model': MODEL.name, 'prompt': ['a', 'b'], 'n': 2, 'top_k': 3}, model, LIMITS)
+  sampling = dataclasses.replace(settings.sampling, top_k=3)
+  assert [request.sampling for request in wanted.requests] == [sampling] * 4
+  assert [request.max_tokens for request in wanted.requests] == [9] * 4
+  assert [request.sample for request in wanted.requests] == [0, 1, 0, 1]
+  assert len({request.seed for request in wanted.requests}) == 4
+  assert {request.seed for request in completion_request(HELLO | {'seed': -1}, model, LIMITS).requests} == {2**32 - 1}
+  chat = chat_request({name: value for name, value in ASK.items() if name != 'max_tokens'}, model, LIMITS)
+  assert chat.requests[0].max_tokens == 9
+  assert chat.requests[0].stop == MODEL.chat_template.stop
+
+
+def test_servers_count_apart_and_without_creation_times():
+  names = """
+    ready queued_sequences slots active_slots weights_step late_compilations decode_steps slot_steps prefills
+    prefill_chunks prompt_tokens reused_prompt_tokens generated_tokens
+  """.split()  # noqa: SIM905
+  one, other = (ServerMetrics(lambda: dict.fromkeys(names, 3)) for _ in range(2))
+  one.http_requests.labels('/', '200').inc()
+  one.request_s.observe(0.3)
+  text = one.exposition()
+  assert 'spmd_tasks_http_requests_total{route="/",status="200"} 1.0\n' in text
+  assert 'spmd_tasks_request_seconds_bucket{le="0.5"} 1.0\n' in text
+  for name in names:
+    kind = 'gauge' if names.index(name) < 6 else 'counter'
+    suffix = '' if kind == 'gauge' else '_total'
+    assert f'# TYPE spmd_tasks_{name}{suffix} {kind}\nspmd_tasks_{name}{suffix} 3.0\n' in text
+  assert '_created' not in text
+  assert 'status="200"' not in other.exposition()
