@@ -238,7 +238,7 @@ class Experiment(_FrozenFields, abc.ABC):
     return {}
 
   def chat_template(self) -> ChatTemplate:
-    """How a conversation with the served model becomes text."""
+    """The template by which a conversation with the served model becomes text."""
     return ChatTemplate()
 
 

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest whole texts, rather than the likeliest next token.
+"""Beam search: finds the likeliest whole texts, where sampling takes one likely token after another.
 
 Shapes: P prompts, W beams of each, T tokens of the prompts, M generated tokens at most, V vocabulary, K stop ids.
 """
@@ -13,12 +13,12 @@ from spmd_tasks.decoding.step_functions import Forward, take_slots, write_tokens
 
 
 class Beams(struct.PyTreeNode):
-  """What a search has found, best first.
+  """The texts that a search has found, best first.
 
   Attributes:
-    tokens: int32 [P, W, M]; behind the length, zeros.
+    tokens: int32 [P, W, M], zeros after the text's length.
     lengths: int32 [P, W], the stop token included; 0 where there are fewer than W texts.
-    logprobs: float32 [P, W], of the text.
+    logprobs: float32 [P, W], of the whole text.
     scores: float32 [P, W], `logprobs / ((5 + length) / 6) ** length_penalty`; -inf where there is no text.
   """
 
@@ -29,7 +29,14 @@ class Beams(struct.PyTreeNode):
 
 
 class _Search(struct.PyTreeNode):
-  """num_generated counts the tokens of the live texts; logprobs [P, W] and tokens [P, W, M] are theirs."""
+  """The state of a search: W live texts per prompt and the finished ones.
+
+  Attributes:
+    cache: leaves [..., P * W, G, S, K], of the live texts.
+    num_generated: int32, the length of every live text.
+    logprobs, tokens: [P, W] and [P, W, M], of the live texts.
+    done: the best finished texts.
+  """
 
   cache: Any
   num_generated: jax.Array
@@ -51,19 +58,19 @@ def beam_search(
   max_new_tokens: int,
   length_penalty: float,
 ) -> Beams:
-  """Searches every prompt for its W best texts, by log-probability over a power of the length (Wu et al., 2016).
+  """Finds the W best texts after every prompt, by log-probability over a power of the length (Wu et al., 2016).
 
-  A text ends with a stop token, or where it has max_tokens. With W as large as the number of texts the result is exact.
-  The search ends when no live text can come to a better score than the worst of W finished ones.
+  A text ends with a stop token, or when it has max_tokens tokens. The result is exact where W is at least the number of
+  possible texts. The search ends when no live text can reach a better score than the worst of W finished texts.
 
   Args:
     forward, weights: the model.
-    empty_cache: zeros [..., P * W, G, S, K] with S at least a row's length + max_tokens, or of an attention window.
+    empty_cache: zeros [..., P * W, G, S, K]; S is at least a row's length + max_tokens, or an attention window.
     ids: int32 [P, T]; lengths: int32 [P], at least 1.
     max_tokens: int32 [P], from 1 to M.
-    stop_ids: int32 [P, K]; -1 fills up.
+    stop_ids: int32 [P, K], padded with -1.
     num_beams, max_new_tokens: W and M.
-    length_penalty: 0 compares log-probabilities as they are, which prefers short texts; 1 about their means.
+    length_penalty: 0 compares log-probabilities, which prefers short texts; 1 compares roughly their means per token.
   """
   num_prompts, num_columns = ids.shape
   columns = jnp.arange(num_columns, dtype=jnp.int32)[None, :]
@@ -81,7 +88,7 @@ def beam_search(
     return logprobs / jnp.asarray((5 + length) / 6, jnp.float32) ** length_penalty
 
   def extend(search: _Search, logits: jax.Array) -> _Search:
-    """Appends a token to the live texts, given the logits [P, W, V] behind them."""
+    """Appends a token to the live texts, given the logits [P, W, V] of their next tokens."""
     vocab_size = logits.shape[-1]
     length = search.num_generated + 1
     totals = search.logprobs[:, :, None] + jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -113,7 +120,7 @@ def beam_search(
     )
 
   def may_improve(search: _Search) -> jax.Array:
-    # A live text's log-probability only falls; its best score is at the length that is kindest to it.
+    # A live text's log-probability only falls: its best possible score is at the longest or at the shortest length.
     longest = normalize(search.logprobs[:, 0], max_tokens)
     shortest = normalize(search.logprobs[:, 0], search.num_generated + 1)
     return jnp.any(jnp.maximum(longest, shortest) > search.done.scores[:, -1])
@@ -137,7 +144,7 @@ def beam_search(
   search = _Search(
     cache=write_tokens(empty_cache, take_slots(prompts, parents), jnp.zeros_like(parents), lengths[parents]),
     num_generated=jnp.zeros((), jnp.int32),
-    # All beams of a prompt are the same text as yet: only the first one counts.
+    # At first all beams of a prompt are the same text, so only the first one counts.
     logprobs=jnp.full(beam_shape, -jnp.inf, jnp.float32).at[:, 0].set(0.0),
     tokens=tokens,
     done=nothing,

@@ -59,7 +59,7 @@ class DecodeSteps:
     """
     self.settings = model.task.decode if settings is None else settings
     self._model = model
-    # Decoding runs the layers of all pipeline stages one after another on every device.
+    # Decoding runs the layers one after another; their weights stay sharded over the pipeline stages.
     axis = stage_axis(model.mesh.axis_names, model.axis_rules)
     self._axis_rules = model.axis_rules if axis is None else without_axis(axis, model.axis_rules)
     self._replicated = NamedSharding(model.mesh, PartitionSpec())

@@ -1,7 +1,10 @@
 """generate and search: a batch job's requests through the scheduler, or through beam search.
 
-for number, completion in generate(steps, weights, requests, decode=tokenizer.decode):
-print(number, completion.text)
+    for number, completion in generate(steps, weights, requests, decode=tokenizer.decode):
+      print(number, completion.text)
+
+Both take an iterable of requests and yield completions in the order in which requests finish. The server does not use
+them: it calls the scheduler itself, and sends every Delta on.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
