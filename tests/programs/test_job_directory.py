@@ -6,13 +6,12 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import tempfile
 
 import pytest
 
-from spmd_tasks.programs import job_directory
-from spmd_tasks.programs.job_directory import claim
+from spmd_tasks.programs import claim, job_directory
+from tests import binary
 
 CLAIM_AND_WAIT = """
 import sys, time
@@ -69,7 +68,7 @@ def test_release_twice_is_harmless(tmp_path):
 
 
 def test_the_claim_ends_with_kill_9(tmp_path):
-  process = subprocess.Popen([sys.executable, '-c', CLAIM_AND_WAIT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+  process = binary.start_process(['-c', CLAIM_AND_WAIT, tmp_path], stdout=subprocess.PIPE, text=True)
   assert process.stdout is not None
   assert process.stdout.readline() == 'claimed\n'
   with pytest.raises(ValueError, match=f'pid {process.pid}'):
@@ -100,13 +99,10 @@ def test_a_path_below_a_file_is_refused(tmp_path):
 def test_a_directory_without_write_permission_is_refused(below):
   with tempfile.TemporaryDirectory() as directory:  # tmp_path's parents are closed to other users
     os.chmod(directory, 0o555)
-    result = subprocess.run(
-      [sys.executable, '-c', CLAIM_WITHOUT_RIGHTS, os.path.join(directory, below)],
-      capture_output=True,
-      text=True,
-      check=True,
-    )
-    assert 'cannot be used: Permission denied' in result.stdout
+    argv = ['-c', CLAIM_WITHOUT_RIGHTS, os.path.join(directory, below)]
+    streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE}
+    result = binary.finish(binary.start_process(argv, text=True, **streams))
+    assert 'cannot be used: Permission denied' in result.stdout, result.stderr
     assert 'Choose a directory' in result.stdout
     assert os.listdir(directory) == []
 
