@@ -7,9 +7,12 @@ Usage:
     train_step = model.train_step
     state, metrics = train_step(state, train_step.place(host_batch))
 
-A weight has three shapes. The true shape is what the model declares and computes with. The padded shape is stored on
-the mesh: every dimension is rounded up to a multiple of the devices that split it, because `jit` accepts no uneven
-shards. The canonical shape is stored in checkpoints: true sizes, layers in one dimension, for any mesh and pipeline.
+A weight has three shapes. Take the feed-forward kernel of a circular pipeline, 8 layers in 2 repeats, on stage 2 x
+data 4:
+
+    true        [2, 4, 30, 90]    declared by the model, with the split dims (None, 'layers', 'embed', 'mlp')
+    padded      [2, 4, 32, 90]    stored on the mesh: `jit` needs even shards, so 30 is rounded up to a multiple of 4
+    canonical   [8, 30, 90]       stored in checkpoints: true sizes, all layers in one dim, for any mesh and pipeline
 
 Every compiled step does the same three things:
 
@@ -54,7 +57,8 @@ from spmd_tasks.sharding.weights import WeightSpec, unbox_weights, weight_specs
 class PartitionedModel:
   """A task on a mesh: shapes, shardings and compiled steps. `partition_spmd_model` makes it.
 
-  Every tree has the structure of TrainState, so that one `jax.tree.map` walks several of them together.
+  The trees below have the structure of TrainState (`weight_specs`: that of its weights), so that one `jax.tree.map`
+  walks several of them together.
 
   Attributes:
     task, mesh, axis_rules, inputs_split_mapping: the arguments of `partition_spmd_model`.
@@ -89,19 +93,6 @@ class PartitionedModel:
     padded = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.padded_state.weights))
     return 1 - self.total_num_params / padded
 
-  def _jit_init(self, adopt: Callable[..., Any]) -> Any:
-    def init(rng, *given):
-      with self._scope():
-        weights = adopt(self._init_weights(rng), *given)
-        state = steps.init_train_state(self.task, weights, self.weight_specs, jax.random.key_data(rng))
-        return padding.pad(self._constrain(state), self.padded_state)
-
-    return jax.jit(init, out_shardings=_shardings(self.padded_state))
-
-  @functools.cached_property
-  def _jitted_init(self) -> Any:
-    return self._jit_init(lambda weights: weights)
-
   def init(self, seed: int) -> TrainState:
     """Draws a padded TrainState at step 0, each shard on its own device. True weights are the same on every mesh."""
     return self._jitted_init(_key(seed))
@@ -119,6 +110,19 @@ class PartitionedModel:
   def lower_init(self) -> Any:
     """Returns the lowered `init` (jax.stages.Lowered), for inspection and planning."""
     return self._jitted_init.lower(_key(0))
+
+  def _jit_init(self, adopt: Callable[..., Any]) -> Any:
+    def init(rng, *given):
+      with self._scope():
+        weights = adopt(self._init_weights(rng), *given)
+        state = steps.init_train_state(self.task, weights, self.weight_specs, jax.random.key_data(rng))
+        return padding.pad(self._constrain(state), self.padded_state)
+
+    return jax.jit(init, out_shardings=_shardings(self.padded_state))
+
+  @functools.cached_property
+  def _jitted_init(self) -> Any:
+    return self._jit_init(lambda weights: weights)
 
   @functools.cached_property
   def train_step(self) -> CompiledStep:
@@ -267,7 +271,7 @@ def partition_spmd_model(
   def canonical(leaf, leaf_spec, spec):
     shape = leaf_spec.canonical_shape
     num_merged = len(leaf.shape) - len(shape) + 1
-    if num_merged > 1:  # a pipeline's [stages, layers of a stage, ...]: the first dims become one dim of layers
+    if num_merged > 1:  # [repeats, layers of a repeat, ...] of a circular pipeline becomes [layers, ...]
       axes = spec_axes(spec, len(leaf.shape))
       spec = PartitionSpec(tuple(itertools.chain(*axes[:num_merged])), *axes[num_merged:])
     even = padding.evenly_divided_spec(shape, spec, mesh.shape)
