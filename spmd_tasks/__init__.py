@@ -27,15 +27,18 @@ if TYPE_CHECKING:
   from spmd_tasks.errors import UserError
   from spmd_tasks.experiment import Experiment
   from spmd_tasks.learning.learner import Learner
+  from spmd_tasks.loading import LoadedModel, load
   from spmd_tasks.runtime.task import Task
 
-__all__ = ['Experiment', 'Learner', 'Task', 'UserError', 'register']
+__all__ = ['Experiment', 'Learner', 'LoadedModel', 'Task', 'UserError', 'load', 'register']
 
 _MODULES = {
   'Experiment': 'spmd_tasks.experiment',
   'Learner': 'spmd_tasks.learning.learner',
+  'LoadedModel': 'spmd_tasks.loading',
   'Task': 'spmd_tasks.runtime.task',
   'UserError': 'spmd_tasks.errors',
+  'load': 'spmd_tasks.loading',
   'register': 'spmd_tasks.config.registry',
 }
 

@@ -40,7 +40,7 @@ from spmd_tasks.runtime import steps
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.steps import TrainState
-from spmd_tasks.runtime.task import Task
+from spmd_tasks.runtime.task import Batch, Task
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import (
   AxisRules,
@@ -146,16 +146,27 @@ class PartitionedModel:
 
   def eval_step(self, input_spec: InputSpec) -> CompiledStep:
     """Makes the step `(padded weights, placed batch) -> replicated clu Averages` for batches of `input_spec`."""
+    return self._step_of_weights('eval_step', input_spec, functools.partial(steps.eval_step, self.task))
+
+  def forward_step(self, input_spec: InputSpec) -> CompiledStep:
+    """Makes the step `(padded weights, placed batch) -> replicated outputs of the model`, without dropout."""
+    apply = self.task.model.apply
+    return self._step_of_weights(
+      'forward_step', input_spec, lambda weights, batch: apply({'params': weights}, batch, train=False)
+    )
+
+  def _step_of_weights(self, name: str, input_spec: InputSpec, function: Callable[[Any, Batch], Any]) -> CompiledStep:
     layout = make_input_layout(input_spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
 
-    def eval_step(padded_weights, padded_batch):
+    def step(padded_weights, padded_batch):
       with self._scope():
         weights = padding.unpad(padded_weights, self.abstract_state.weights)
         weights = _constrain(weights, self.state_specs.weights, self.mesh)
-        return steps.eval_step(self.task, weights, self._true_batch(padded_batch, layout))
+        return function(weights, self._true_batch(padded_batch, layout))
 
+    step.__name__ = name  # of the compiled program, in profiles
     jitted = jax.jit(
-      eval_step,
+      step,
       in_shardings=(_shardings(self.padded_state.weights), _shardings(layout.padded)),
       out_shardings=NamedSharding(self.mesh, PartitionSpec()),
     )

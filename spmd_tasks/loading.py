@@ -1,0 +1,191 @@
+"""Loads a job's model into Python: weights, logits and generated text, in a notebook and on any mesh.
+
+from spmd_tasks import load
+
+lm = load('runs/tiny')                                    # the newest checkpoint, on the devices that are there
+lm.generate(['import '], max_tokens=40, temperature=0.8)  # the same texts as --mode decode_once
+lm.logits(ids)                                            # float32 [B, T, V]
+lm.model.apply({'params': lm.weights}, {'ids': ids})      # the Linen module itself
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+
+from etils import epath
+import flax.linen as nn
+import jax
+from jax.sharding import Mesh, NamedSharding
+import numpy as np
+import numpy.typing as npt
+
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints.durable_files import absolute_path
+from spmd_tasks.config.resolve import from_json
+from spmd_tasks.config.saved_config import read_saved_config
+from spmd_tasks.decoding import DecodeSteps, Prompt, generate, search
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Experiment, Job, partition_job
+from spmd_tasks.inputs import Tokenizer
+from spmd_tasks.programs.decode_requests import PromptTokenizer, find_tokenizer
+from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_weights
+from spmd_tasks.runtime import CompiledStep, PartitionedModel
+from spmd_tasks.sharding import padding
+
+
+def load(
+  job_log_dir: epath.PathLike,
+  *,
+  step: int | None = None,
+  mesh: Mesh | Sequence[int] | None = None,
+  overrides: Sequence[str] = (),
+) -> 'LoadedModel':
+  """Loads the model of a training job, which may still be running; nothing is written.
+
+  Args:
+    job_log_dir: the job's directory, with its config.json and checkpoints.
+    step: the checkpoint's step; None is the newest.
+    mesh: the sizes of the experiment's mesh axes, such as (1, 4, 2), or a jax Mesh with these axes. None is the
+      experiment's own mesh if it has as many devices as there are; otherwise all devices lie along one axis.
+    overrides: `path=value` changes of the saved config, such as 'task.decode.num_slots=2'.
+
+  Raises:
+    UserError: the directory has no usable config.json, or the mesh does not fit the devices or the model.
+    CheckpointError: there is no such checkpoint, or it is damaged.
+  """
+  directory = absolute_path(job_log_dir)
+  job = from_json(read_saved_config(directory / 'config.json'), overrides).build()
+  partitioned = partition_job(job, mesh if isinstance(mesh, Mesh) else _make_mesh(job.experiment, mesh))
+  checkpointer = Checkpointer(checkpoint_directory(directory), read_only=True)
+  try:
+    padded_weights, restored = restore_evaluation_weights(partitioned, checkpointer, step)
+  finally:
+    checkpointer.close()
+  return LoadedModel(job=job, step=restored, partitioned=partitioned, padded_weights=padded_weights)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+  """A model with a checkpoint's weights on a mesh; `load` makes it.
+
+  Fields:
+    job: the built experiment: task, inputs, settings.
+    step: the checkpoint's step.
+    partitioned: the task on its mesh: shapes, shardings, the parameter table.
+    padded_weights: the weights as they are stored on the mesh; averaged ones if the task evaluates with them.
+  """
+
+  job: Job
+  step: int
+  partitioned: PartitionedModel
+  padded_weights: Any = dataclasses.field(repr=False)
+
+  @property
+  def model(self) -> nn.Module:
+    """The Linen module, for `model.apply({'params': lm.weights}, {'ids': ids})`."""
+    return self.job.task.model
+
+  @property
+  def mesh(self) -> Mesh:
+    """The mesh on which the weights lie."""
+    return self.partitioned.mesh
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer | None:
+    """The tokenizer of the job's inputs; None if they have none."""
+    return find_tokenizer(self.job)
+
+  @functools.cached_property
+  def weights(self) -> Any:
+    """The weights in their true shapes: a tree of jax arrays, sharded wherever the mesh divides a dimension evenly.
+
+    A weight that needs no padding shares its memory with `padded_weights`; the others are copied, once.
+    """
+    model = self.partitioned
+
+    def unpadded(x, true, spec):
+      if x.shape == true.shape:
+        return x
+      sharding = NamedSharding(model.mesh, padding.evenly_divided_spec(true.shape, spec, model.mesh.shape))
+      return jax.jit(lambda x: padding.unpad(x, true), out_shardings=sharding)(x)
+
+    return jax.tree.map(unpadded, self.padded_weights, model.abstract_state.weights, model.state_specs.weights)
+
+  def logits(self, ids: npt.ArrayLike) -> jax.Array:
+    """Returns float32 logits [B, T, V] of tokens [B, T], by the forward pass of evaluation.
+
+    Each row is one document from its start, and its tokens are taken as they are: training rows begin with the
+    tokenizer's `bos_id`, so put it first. Logits at t are those of token t + 1. Each new [B, T] is compiled once.
+    """
+    ids = np.asarray(ids, np.int32)
+    if ids.ndim != 2:
+      raise UserError(f'ids of shape {ids.shape} must be [batch, length]: wrap one text in a list.')
+    step = self._forward_step(ids.shape)
+    return step(self.padded_weights, step.place({'ids': ids}))['logits']
+
+  def generate(
+    self,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+  ) -> list[str]:
+    """Returns the text that follows each prompt, the same as --mode decode_once gives.
+
+    Args:
+      prompts: texts; the token for the beginning of text is put before each.
+      max_tokens, temperature: None is the default of the task's DecodeSettings, `task.decode`.
+      seed: of the sampling; None is the experiment's.
+
+    Raises:
+      UserError: the job has no tokenizer, or a prompt does not fit the model.
+    """
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    steps, tokenizer = self._decoder
+    requests = []
+    for number, text in enumerate(prompts, 1):
+      prompt = Prompt(prompt=text, max_tokens=max_tokens, temperature=temperature, seed=seed)
+      requests.append(tokenizer.request(prompt, f'prompt {number}')[0])
+    if steps.settings.num_beams > 1:
+      beams = search(steps, self.padded_weights, requests, decode=tokenizer.decode)
+      texts = {number: found[0].text for number, found in beams}
+    else:
+      completions = generate(steps, self.padded_weights, requests, decode=tokenizer.decode)
+      texts = {number: completion.text for number, completion in completions}
+    return [texts[number] for number in range(len(requests))]
+
+  @functools.cached_property
+  def _forward_steps(self) -> dict[tuple[int, ...], CompiledStep]:
+    return {}
+
+  def _forward_step(self, shape: tuple[int, ...]) -> CompiledStep:
+    if shape not in self._forward_steps:
+      self._forward_steps[shape] = self.partitioned.forward_step({'ids': jax.ShapeDtypeStruct(shape, np.int32)})
+    return self._forward_steps[shape]
+
+  @functools.cached_property
+  def _decoder(self) -> tuple[DecodeSteps, PromptTokenizer]:
+    steps = DecodeSteps(self.partitioned)
+    return steps, PromptTokenizer(
+      tokenizer=self.tokenizer,
+      settings=steps.settings,
+      max_len=steps.max_len,
+      vocab_size=steps.vocab_size,
+      seed=self.job.experiment.seed,
+    )
+
+
+def _make_mesh(experiment: Experiment, sizes: Sequence[int] | None) -> Mesh:
+  """The mesh of all devices with the given sizes, with the experiment's own sizes, or with one long axis."""
+  spec, num_devices = experiment.mesh_spec(), jax.device_count()
+  if sizes is not None:
+    return dataclasses.replace(spec, ici_mesh_shape=tuple(sizes), dcn_mesh_shape=None).build()
+  try:
+    spec.sizes(num_devices)
+    return spec.build()
+  except UserError:
+    long = spec.axis_names.index('data') if 'data' in spec.axis_names else len(spec.axis_names) - 1
+    shape = tuple(num_devices if axis == long else 1 for axis in range(len(spec.axis_names)))
+    return dataclasses.replace(spec, ici_mesh_shape=shape, dcn_mesh_shape=None).build()

@@ -1,0 +1,99 @@
+"""`spmd_tasks.load`: the weights, logits and texts of a job's checkpoint, on its own mesh and on others."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks import UserError, exit_codes, load
+from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.config.resolve import resolve, to_json
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.sharding.mesh import MeshSpec
+from tests import binary
+
+# Experiments whose weights are padded on their own mesh, made smaller.
+JOBS = {
+  'dense': ('synthetic.Uneven', ['num_layers=1']),
+  'moe': ('moe.UnevenExperts', ['num_layers=1', 'seq_len=16', 'task.decode.num_slots=2', 'task.decode.min_bucket=16']),
+}
+IDS = np.random.default_rng(0).integers(1, 257, (3, 7))
+PROMPTS = [{'prompt': 'def f', 'max_tokens': 5, 'temperature': 1.0, 'seed': 3}]
+PROMPTS += [PROMPTS[0] | {'prompt': prompt} for prompt in ('ñ', 'x' * 9)]
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  """Directories as jobs leave them, with drawn weights: name -> (directory, Linen module, true weights on the host)."""
+  made = {}
+  for name, (experiment, overrides) in JOBS.items():
+    directory = tmp_path_factory.mktemp(name)
+    resolved = resolve(experiment, overrides)
+    model = partition_job(resolved.build())
+    assert model.padding_waste > 0
+    state = model.to_canonical(model.init(0))
+    (directory / 'config.json').write_text(json.dumps(to_json(resolved)))
+    checkpointer = Checkpointer(directory / 'checkpoints')
+    checkpointer.save(1, state)
+    checkpointer.close()
+    weights = jax.tree.map(
+      lambda x, true: np.reshape(x, true.shape), jax.device_get(state.weights), model.abstract_state.weights
+    )
+    made[name] = (directory, model.task.model, weights)
+  return made
+
+
+@pytest.mark.parametrize('name', JOBS)
+@pytest.mark.parametrize('mesh', ['own', 'all devices along data', 'one device'])
+def test_logits_are_those_of_the_linen_module(saved, name, mesh):
+  directory, module, weights = saved[name]
+  axes = resolve(JOBS[name][0]).experiment.mesh_axis_names
+  sizes = tuple(8 if axis == 'data' else 1 for axis in axes)
+  one_device = MeshSpec(axis_names=axes, ici_mesh_shape=(1,) * len(axes)).build(jax.devices()[:1])
+  lm = load(directory, mesh={'own': None, 'all devices along data': sizes, 'one device': one_device}[mesh])
+  assert lm.mesh.size == (1 if mesh == 'one device' else 8)
+  logits = lm.logits(IDS)
+  expected = jax.jit(module.apply)({'params': weights}, {'ids': IDS.astype(np.int32)})['logits']
+  assert (logits.shape, logits.dtype) == ((*IDS.shape, expected.shape[-1]), np.float32)
+  np.testing.assert_allclose(logits, expected, atol=2e-5)  # float32, summed in another order
+  assert lm.logits(IDS.tolist()) is not None  # lists too; compiled once per shape
+  assert len(lm._forward_steps) == 1
+
+
+@pytest.mark.parametrize('name', JOBS)
+def test_weights_have_their_true_shapes(saved, name):
+  directory, module, weights = saved[name]
+  lm = load(directory)
+  assert lm.step == 1
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(lm.weights), weights)
+  assert lm.model == module
+  assert all(leaf.sharding.mesh == lm.mesh for leaf in jax.tree.leaves(lm.weights))
+
+
+def test_texts_are_those_of_decode_once(saved, tmp_path):
+  directory, _, _ = saved['moe']
+  (tmp_path / 'prompts.jsonl').write_text(''.join(json.dumps(prompt) + '\n' for prompt in PROMPTS))
+  flags = ('--decode_input', tmp_path / 'prompts.jsonl', '--decode_output', tmp_path / 'output.jsonl')
+  assert binary.run_in_process('--mode', 'decode_once', '--job_log_dir', directory, *flags) == exit_codes.OK
+  lines = (tmp_path / 'output.jsonl').read_text().splitlines()
+  expected = [json.loads(line)['outputs'][0]['text'] for line in lines]
+  lm = load(directory)
+  texts = [prompt['prompt'] for prompt in PROMPTS]
+  assert lm.generate(texts, max_tokens=5, temperature=1.0, seed=3) == expected
+  assert lm.generate(texts[0], max_tokens=5, temperature=1.0, seed=3) == expected[:1]
+
+
+def test_what_does_not_fit_is_said_in_a_sentence(saved, tmp_path):
+  directory, _, _ = saved['dense']
+  with pytest.raises(UserError, match=r'config .*config.json cannot be read'):
+    load(tmp_path)
+  with pytest.raises(UserError, match='needs 4 devices but there are 8'):
+    load(directory, mesh=(1, 2, 2))
+  with pytest.raises(UserError, match='Nearest: num_layers'):
+    load(directory, overrides=['num_layer=2'])
+  lm = load(directory)
+  with pytest.raises(UserError, match=r'ids of shape \(3,\) must be \[batch, length\]'):
+    lm.logits([1, 2, 3])
+  with pytest.raises(UserError, match='prompt 1: the prompt is text, but .* no tokenizer'):
+    lm.generate(['def'])
