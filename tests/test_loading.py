@@ -95,5 +95,5 @@ def test_what_does_not_fit_is_said_in_a_sentence(saved, tmp_path):
   lm = load(directory)
   with pytest.raises(UserError, match=r'ids of shape \(3,\) must be \[batch, length\]'):
     lm.logits([1, 2, 3])
-  with pytest.raises(UserError, match='prompt 1: the prompt is text, but .* no tokenizer'):
+  with pytest.raises(UserError, match=r'prompt 1: the prompt is text, but .* no tokenizer'):
     lm.generate(['def'])
