@@ -24,11 +24,10 @@ from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.checkpoints.durable_files import absolute_path
 from spmd_tasks.config.resolve import from_json
 from spmd_tasks.config.saved_config import read_saved_config
-from spmd_tasks.decoding import DecodeSteps, Prompt, generate, search
+from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
 from spmd_tasks.inputs import Tokenizer
-from spmd_tasks.programs.decode_requests import PromptTokenizer, find_tokenizer
 from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_weights
 from spmd_tasks.runtime import CompiledStep, PartitionedModel
 from spmd_tasks.sharding import padding
@@ -91,10 +90,10 @@ class LoadedModel:
     """The mesh on which the weights lie."""
     return self.partitioned.mesh
 
-  @functools.cached_property
+  @property
   def tokenizer(self) -> Tokenizer | None:
     """The tokenizer of the job's inputs; None if they have none."""
-    return find_tokenizer(self.job)
+    return self.job.tokenizer
 
   @functools.cached_property
   def weights(self) -> Any:
