@@ -1,12 +1,15 @@
 """Every test process gets 8 fake CPU devices; implicit rank promotion raises.
 
-Compilation is most of what the tests wait for, so XLA optimises little, emits code the older and cheaper way (both
-divide that time by three) and keeps its programs in a cache that all processes of a run share, and later runs too.
+XLA's compilations are most of what the tests wait for. So XLA optimises little, emits code the older and cheaper way
+(both divide the time by three), and keeps its programs in one cache for all processes of a run and for later runs.
 Fake devices wait long for one another, because a busy machine may not run one of them for XLA's 40 seconds, after
-which it aborts; and they have more threads than devices (runtime/fake_devices.py). Processes that tests start inherit
-all that.
+which XLA aborts; and they have more threads than devices (spmd_tasks/distributed/fake_devices.py). Processes that
+tests start inherit all that, and are forked by one server (tests/fork_server.py).
+
+Workers (-n) take whole files, so that a file's fixtures are built once, and single cases of the files in `_SPREAD`.
 """
 
+import collections
 import contextlib
 import gc
 import os
@@ -25,6 +28,7 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.3')
 import jax
 import numpy as np
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from spmd_tasks.distributed.fake_devices import use_fake_devices
 from tests import forked
@@ -47,12 +51,41 @@ def pytest_configure(config: pytest.Config) -> None:
   server.enter_context(forked.running_server(directory))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-  """Leaves out the cases marked exhaustive, unless --all is given."""
-  left_out = [item for item in items if 'exhaustive' in item.keywords and not config.getoption('--all')]
-  if left_out:
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if 'exhaustive' not in item.keywords]
+  """Leaves out the cases marked exhaustive, unless --all is given; files with more slow tests come first."""
+  kept = [item for item in items if 'exhaustive' not in item.keywords or config.getoption('--all')]
+  if len(kept) < len(items):
+    config.hook.pytest_deselected(items=[item for item in items if 'exhaustive' in item.keywords])
+  num_slow = collections.Counter(item.path for item in kept if 'slow' in item.keywords)
+  items[:] = sorted(kept, key=lambda item: -num_slow[item.path])
+
+
+# Files of long cases that share little. Their cases go to whichever worker is free.
+_SPREAD = (
+  'multi_process/test_binary.py',
+  'multi_process/test_faults.py',
+  'programs/test_kills.py',
+  'runtime/test_moe_numbers_agree.py',
+  'runtime/test_numbers_agree.py',
+  'runtime/test_pipeline_numbers_agree.py',
+  'test_benchmarks.py',
+  'test_docs.py',
+)
+
+
+class _FilesAndCases(LoadScopeScheduling):
+  """Hands out whole files, or single cases of the files in _SPREAD."""
+
+  def _split_scope(self, nodeid: str) -> str:
+    file = nodeid.partition('::')[0]
+    return nodeid if file.endswith(_SPREAD) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> LoadScopeScheduling:
+  config.option.loadscopereorder = False  # the order of pytest_collection_modifyitems
+  return _FilesAndCases(config, log)
 
 
 _MAPS = Path('/proc/self/maps')
