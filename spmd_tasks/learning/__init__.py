@@ -12,11 +12,13 @@ Optimizer state is laid out over the mesh like the weights. A step whose loss or
 weights.
 
 Read learner.py, then optimizers.py and schedules.py (the settings that users write). accumulation.py cuts a batch into
-microbatches, skipping.py keeps state in skipped steps, adafactor.py treats stacked layers separately, expert_weights.py
-has the rules for mixtures of experts, and optimizer_specs.py lays out optimizer state.
+microbatches, from_optax.py wraps any optax optimizer, skipping.py keeps state in skipped steps, adafactor.py treats
+stacked layers separately, expert_weights.py has the rules for mixtures of experts, and optimizer_specs.py lays out
+optimizer state.
 """
 
 from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches
+from spmd_tasks.learning.from_optax import FromOptax
 from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer, global_norm
 from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Sgd
 from spmd_tasks.learning.schedules import (
@@ -33,6 +35,7 @@ __all__ = [
   'Adafactor',
   'AdamW',
   'Constant',
+  'FromOptax',
   'Learner',
   'LearnerState',
   'LearningRate',

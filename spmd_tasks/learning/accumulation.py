@@ -1,10 +1,11 @@
-"""Microbatches: the gradient of a large batch in parts, so that only one part's activations are alive at a time.
+"""Accumulates the gradient of a large batch over microbatches: one microbatch's activations are alive at a time.
+
+If the loss is a mean over tokens, the result is the gradient of the full batch. It is not for a loss that is not linear
+in the tokens: the load-balancing loss of a mixture of experts is a product of two means, each taken over one
+microbatch. This loss balances the experts within every microbatch, which is stricter than balance over the batch, and
+its reported mean is larger.
 
 Shapes: B batch rows, M microbatches, E experts.
-
-A loss that is a mean over tokens has the full batch's gradient. One that is not linear in the tokens has not: the
-load-balancing loss of a mixture of experts is a product of two means, each taken over one microbatch. It balances the
-experts within every microbatch, which is more than balance over the batch, and the reported mean of it is larger.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 
 
 def check_num_microbatches(batch_size: int, num_microbatches: int) -> None:
-  """Raises a ValueError if the batch cannot be cut into that many equal parts."""
+  """Raises a UserError if the batch cannot be cut into that many equal parts."""
   if num_microbatches < 1:
     raise UserError(f'num_microbatches is {num_microbatches}; it must be 1 (no accumulation) or more.')
   if batch_size % num_microbatches:
@@ -33,11 +34,11 @@ def check_num_microbatches(batch_size: int, num_microbatches: int) -> None:
 
 
 def split_microbatches(batch: Any, num_microbatches: int) -> Any:
-  """Leaves [B, ...] to [M, B/M, ...]; microbatch m holds rows m, M + m, 2M + m, ...
+  """Reshapes leaves [B, ...] to [M, B/M, ...]; microbatch m holds rows m, M + m, 2M + m, ...
 
-  Rows are dealt out in turn and not cut into M blocks, because a batch that is sharded over P data shards keeps rows
-  [p B/P, (p+1) B/P) on shard p. Dealt out, each shard gives B/(PM) of its own rows to every microbatch, so that no row
-  moves and every shard has work in every microbatch; in blocks, microbatch 0 would lie wholly on the first P/M shards.
+  Rows are strided over microbatches, not cut into M blocks, because shard p of P data shards has rows
+  [p B/P, (p+1) B/P). With strides, each shard gives B/(PM) of its own rows to every microbatch, so no row moves and
+  every shard has work in every microbatch. In blocks, microbatch 0 would lie entirely on the first P/M shards.
 
   Raises:
     UserError: leaves differ in their number of rows, or M does not divide it.
@@ -45,7 +46,7 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
   sizes = {leaf.shape[0] if leaf.ndim else -1 for leaf in jax.tree.leaves(batch)}
   if len(sizes) != 1 or -1 in sizes:
     shapes = jax.tree.map(lambda leaf: leaf.shape, batch)
-    raise UserError(f'the batch must consist of arrays with the same number of rows in dim 0; it has shapes {shapes}.')
+    raise UserError(f'the batch has shapes {shapes}; all its arrays must have the same number of rows in dim 0.')
   check_num_microbatches(sizes.pop(), num_microbatches)
 
   def split(leaf: jax.Array) -> jax.Array:
@@ -56,7 +57,7 @@ def split_microbatches(batch: Any, num_microbatches: int) -> Any:
 
 
 def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
-  """The mean of all rows from the microbatches' means [M, ...] and weights [M], in float32; 0 if all weights are 0."""
+  """Averages the microbatches' means [M, ...] by their weights [M], in float32; returns 0 if all weights are 0."""
   weights_M = weights_M.astype(jnp.float32)
   total = jnp.sum(weights_M)
   weighted = means_M.astype(jnp.float32) * weights_M.reshape(-1, *[1] * (means_M.ndim - 1))
@@ -64,7 +65,7 @@ def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
 
 
 def _combine(loss_outputs_M: Any) -> Any:
-  """One loss output from M stacked ones."""
+  """Combines M stacked loss outputs into one."""
   return loss_outputs_M.replace(
     loss=weighted_mean(loss_outputs_M.loss, loss_outputs_M.weight),
     weight=jnp.sum(loss_outputs_M.weight),
@@ -83,29 +84,29 @@ def accumulate_gradients(
   num_microbatches: int,
   mode: Literal['mean', 'sum'] = 'mean',
 ) -> tuple[Any, Any]:
-  """The loss output and the gradient of a batch, microbatch by microbatch.
+  """Computes the loss output and the gradient of a batch, microbatch by microbatch.
 
   Args:
     loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, and
       `loss_output` a pytree node with the fields `loss`, `weight`, `metrics` (name -> (mean, weight), scalars except
       for means [E]) and `per_example` (name -> [B]), and a method `replace`.
-    weights: what to differentiate by.
+    weights: the gradient is taken with respect to these.
     batch: tree of arrays [B, ...].
-    rng: given to `loss_fn` as it is with one microbatch; microbatch m of several gets `fold_in(rng, m)`. May be None.
+    rng: passed to `loss_fn` unchanged for one microbatch; microbatch m of several gets `fold_in(rng, m)`. May be None.
     num_microbatches: M; 1 differentiates the batch in one piece.
-    mode: 'mean': microbatch gradients are averaged with the microbatches' weights, which gives the full batch's
-      gradient also where microbatches hold different numbers of tokens. 'sum': they are added up, as T5X does; the
-      learning rate or the clipping threshold must then be chosen for M.
+    mode: 'mean': gradients are averaged by the microbatches' weights, which gives the full batch's gradient even if
+      microbatches have different numbers of tokens. 'sum': gradients are added, as T5X does; learning rate and clipping
+      threshold must then suit M.
 
   Returns:
-    (loss_output, gradients). Gradients are float32 and congruent to the weights. The loss and the metrics are those of
-    the full batch in both modes; `per_example` is empty if M > 1, since training does not read it.
+    (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss and metrics are those of the full
+    batch in both modes; `per_example` is empty if M > 1, because training does not read it.
 
   Raises:
     UserError: M does not divide B, or the mode is unknown.
   """
   if mode not in ('mean', 'sum'):
-    raise UserError(f"the accumulation mode is {mode!r}; it must be 'mean' or 'sum'.")
+    raise UserError(f"the accumulation mode is {mode!r}; it must be 'mean' or 'sum': choose one.")
   grad_fn = jax.grad(loss_fn, has_aux=True)
   if num_microbatches == 1:
     grads, loss_output = grad_fn(weights, batch, rng)
@@ -126,7 +127,7 @@ def accumulate_gradients(
   loss_output = _combine(loss_outputs_M)
   if mode == 'mean':
     total_weight = loss_output.weight.astype(jnp.float32)
-    # Without a single token every gradient is 0, and stays so.
+    # A batch without tokens has gradient 0, and the guarded division keeps it 0.
     inverse = 1 / jnp.where(total_weight == 0, 1.0, total_weight)
     grads = jax.tree.map(lambda g: g * inverse, grads)
   return loss_output, grads

@@ -1,17 +1,17 @@
-"""Adafactor's direction, one layer and one expert at a time: each gets the statistics that it would get alone.
+"""Computes Adafactor's direction for each layer and each expert separately.
+
+Second moments of a weight [..., R, C] are stored as their means over C (`v_row`) and over R (`v_col`), after Shazeer
+and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). A scanned weight [L, R,
+C] is L weights. Treated as one weight, L could become a factored dim, and one rms would cover all layers. Praxis avoids
+this with its "repeat prefix" vectorisation, this module with `jax.vmap` over optax's transformations.
+
+Weights of experts, [E, R, C] or [L, E, R, C] with the tag `expert`, are E weights per layer in the same way. Their
+moments are [L, E, R] and [L, E, C] and lie on the devices of their experts; clipping and parameter scale are computed
+per expert, as with T5X's factor rules for experts. A rarely chosen expert has small second moments when tokens reach
+it. With one rms over all experts, its step could be sqrt(E) times as long and would shorten the steps of the others.
+Below, "a layer's weight" means the weight of one expert of the layer, for weights of experts.
 
 Shapes: L layers of a scanned stack, E experts, R and C the two largest dims of one layer's weight (R <= C).
-
-Second moments of a weight [..., R, C] are kept as their means over C (`v_row`) and over R (`v_col`), after Shazeer and
-Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). A scanned weight [L, R, C] is
-L weights: without care L could count as a factored dim, and one rms would be taken over all layers. Praxis solves this
-with its "repeat prefix" vectorisation, and so does this module, with `jax.vmap` over optax's own pieces.
-
-Weights of experts, [E, R, C] or [L, E, R, C] with the tag `expert`, are E weights in the same way. So their moments are
-[L, E, R] and [L, E, C] and lie on the devices of their experts, and clipping and the parameter scale are each expert's
-own, as with T5X's factor rules for experts. A rarely chosen expert has small second moments when its turn comes: with
-one rms over all experts its step could be sqrt(E) times as long, and would shorten theirs. In what follows a layer's
-weight means that of one expert of the layer where there are experts.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from spmd_tasks.sharding import WeightSpec
 
 
 def num_separate_dims(weight: WeightSpec) -> int:
-  """How many leading dims count weights that Adafactor keeps apart: layers of a stack, then experts."""
+  """Returns how many leading dims count separate weights: layers of a stack, then experts."""
   return weight.stacked + (EXPERT_TAG in weight.tags)
 
 
@@ -41,23 +41,23 @@ def scale_by_adafactor(
 ) -> optax.GradientTransformation:
   """Divides by the factored root mean square, clips each layer's rms, multiplies by each layer's parameter scale.
 
-  The state is one `optax.FactoredState` over the whole tree: a scalar count, and `v_row`, `v_col` and `v` congruent to
-  the weights. Where a moment does not apply, it is a placeholder of one zero per layer: [1], [L, 1] for a stack,
-  [L, E, 1] for a stack of experts.
+  The state is one `optax.FactoredState` for the whole tree: a scalar count, and `v_row`, `v_col` and `v` congruent to
+  the weights. A moment that a weight does not need is a placeholder of one zero per layer: [1], [L, 1] for a stack, [L,
+  E, 1] for a stack of experts.
 
   Args:
     weight_specs: tree of WeightSpec congruent to the weights; read for `stacked` and the tag `expert`.
     decay_exponent: update t = 1, 2, ... keeps `1 - t ** -decay_exponent` of the old moments.
     min_dim_size_to_factor: a layer's weight is factored if its two largest dims have at least this size.
     epsilon: added to the squared gradient.
-    clipping_threshold: the largest rms of a layer's update before the parameter scale; None: off.
+    clipping_threshold: the largest rms of a layer's update before the parameter scale; None turns it off.
     multiply_by_parameter_scale: makes the learning rate relative to the rms of the layer's weight.
-    min_parameter_scale: the least such rms, so that weights of zeros can move.
+    min_parameter_scale: lower bound of that rms, so that weights of zeros can move.
   """
   factored_rms = optax.scale_by_factored_rms(
     decay_rate=decay_exponent, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=epsilon
   )
-  stateless = [optax.identity()]  # optax.chain does not take nothing.
+  stateless = [optax.identity()]  # optax.chain needs at least one transformation.
   if clipping_threshold is not None:
     stateless.append(optax.clip_by_block_rms(clipping_threshold))
   if multiply_by_parameter_scale:
@@ -89,7 +89,7 @@ def scale_by_adafactor(
 
   def update(grads: Any, state: optax.FactoredState, weights: Any) -> tuple[Any, optax.FactoredState]:
     def update_weight(spec: WeightSpec, *operands: jax.Array):
-      # The count is the same for all layers: it is not mapped over.
+      # The count is the same for all layers, so vmap does not map over it.
       return per_layer(update_layer, spec, (None, 0, 0, 0, 0, 0))(state.count, *operands)
 
     results = jax.tree.map(update_weight, weight_specs, grads, state.v_row, state.v_col, state.v, weights)

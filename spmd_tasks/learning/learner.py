@@ -1,4 +1,4 @@
-"""Learner: gradients and state in, new weights and new state out (optax underneath).
+"""Learner: computes new weights and new state from gradients and state (optax underneath).
 
 Usage, inside a training step:
 
@@ -32,7 +32,11 @@ ACCUMULATIONS = ('mean', 'sum')
 
 
 class Optimizer(Protocol):
-  """What the learner asks of an optimizer's settings; see `optimizers.py`."""
+  """The interface of an optimizer's settings; see `optimizers.py` and `from_optax.py`.
+
+  A settings class may also have `applies_learning_rate`, a bool: if true, directions include the learning rate, and the
+  learner does not multiply them.
+  """
 
   @property
   def learning_rate(self) -> schedules.LearningRate:
@@ -40,23 +44,23 @@ class Optimizer(Protocol):
     ...
 
   def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
-    """Gradients to a *descent direction*, which the learner multiplies by minus the learning rate.
+    """Returns a transformation from gradients to a *direction*. The learner multiplies it by minus the learning rate.
 
-    Weight decay is part of the direction. The learning rate is not: it belongs to the train state's step, which stands
-    still when a step is skipped, and not to a count of optax's own. A transformation that is not skippable
-    (`skipping.py`) is made so.
+    Weight decay is part of the direction. The learning rate is a function of the train state's step, which stands still
+    when a step is skipped, and not of a count in optax's state. The learner makes the transformation skippable
+    (`skipping.py`). `update` gets the extra arguments `learning_rate`, a float32 scalar, and `value`, the loss.
     """
     ...
 
 
 class LearnerState(struct.PyTreeNode):
-  """What the learner carries from step to step.
+  """The state of the learner between steps.
 
   Attributes:
     opt_state: optax's state, float32 unless the optimizer's settings say otherwise.
     ema_weights: float32, congruent to the weights; None without `ema_decay`.
     num_skipped: int32 scalar, how many steps were skipped since the start of the job.
-    num_skipped_in_a_row: int32 scalar, how many of them since the last good step.
+    num_skipped_in_a_row: int32 scalar, how many steps were skipped since the last good step.
   """
 
   opt_state: Any
@@ -66,7 +70,7 @@ class LearnerState(struct.PyTreeNode):
 
 
 def global_norm(tree: Any, weight_specs: Any) -> jax.Array:
-  """The L2 norm over all leaves of a tree congruent to the weights, a float32 scalar accumulated in float32."""
+  """Returns the L2 norm over all leaves of a tree congruent to the weights, float32 and accumulated in float32."""
   return jnp.sqrt(sum_of_squares(tree, weight_specs))
 
 
@@ -76,18 +80,18 @@ def _float32(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learner:
-  """Settings and the pure functions of one optimizer step.
+  """Settings and pure functions of one optimizer step.
 
   Attributes:
     optimizer: such as `AdamW(learning_rate=3e-4)`.
-    expert_grad_scale: the gradients of experts' weights are multiplied by it, first of all; see `expert_grads.py`.
-    balance_bias_rate: the step of routers' balance biases, DeepSeek-V3's by default; see `balance_bias.py`.
+    expert_grad_scale: factor of the gradients of experts' weights, applied first; see `expert_weights.py`.
+    balance_bias_rate: the size of a step of routers' balance biases, by default DeepSeek-V3's; see `expert_weights.py`.
     clip_value: each gradient element is clipped to [-clip_value, clip_value], before `clip_global_norm`; None: off.
-    clip_global_norm: gradients are scaled down to this global norm where they exceed it; None: off.
+    clip_global_norm: gradients whose global norm exceeds this are scaled down to it; None: off.
     ema_decay: of the moving average of the weights, `ema = decay * ema + (1 - decay) * weights`; None: no average.
-    num_microbatches: in how many parts the batch is differentiated; see `accumulation.py`.
-    accumulation: 'mean' equals the full batch; 'sum' adds up the microbatches' mean gradients, as T5X does.
-    max_consecutive_skips: the job stops when this many steps in a row were not finite; read by the training program.
+    num_microbatches: into how many parts the batch is cut for differentiation; see `accumulation.py`.
+    accumulation: 'mean' gives the gradient of the full batch; 'sum' adds the microbatches' mean gradients, as T5X does.
+    max_consecutive_skips: the training program stops after this many consecutive steps that were not finite.
   """
 
   optimizer: Optimizer
@@ -125,8 +129,8 @@ class Learner:
       )
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
-    """The state before the first step. Can be traced: `jax.eval_shape` of it gives the abstract state."""
-    # copy=True: the average must never share a buffer with the weights, because a step donates both.
+    """Returns the state before the first step. Traceable: `jax.eval_shape` of it gives the abstract state."""
+    # copy=True: a train step donates the average and the weights, so they must not share a buffer.
     ema_weights = None
     if self.ema_decay is not None:
       ema_weights = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), weights)
@@ -143,7 +147,7 @@ class Learner:
       grads = jax.tree.map(lambda g: jnp.clip(g, -bound, bound), grads)
       grad_norm = global_norm(grads, weight_specs)
     if self.clip_global_norm is not None:
-      # Exactly 1 up to the threshold, and no division by zero.
+      # The scale is exactly 1 up to the threshold, and never divides by zero.
       scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
       grads = jax.tree.map(lambda g: g * scale, grads)
     return grads
@@ -151,28 +155,29 @@ class Learner:
   def update(
     self, grads: Any, loss: jax.Array, step: jax.Array, state: LearnerState, weights: Any, weight_specs: Any
   ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
-    """One optimizer step.
+    """Computes one optimizer step.
 
     Args:
       grads: congruent to the weights.
-      loss: scalar; only asked whether it is finite.
-      step: int32 scalar, the train state's step, which the learning rate is a function of.
-      state: as `init` or the step before returned it.
-      weights: the weights that the gradients belong to.
+      loss: scalar; a step whose loss is not finite is skipped.
+      step: int32 scalar, the train state's step, at which the learning rate is evaluated.
+      state: as `init` or the previous step returned it.
+      weights: the weights of the gradients.
       weight_specs: tree of WeightSpec congruent to the weights.
 
     Returns:
       (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` after `expert_grad_scale`, before
-      clipping and without balance biases, `weight_norm` of all new weights, `learning_rate`, and `skipped`: 1 if loss
-      or gradients were not finite, so that weights, optimizer state and average are bit for bit the old ones. A
-      gradient norm that overflows float32 counts as not finite: the optimizer's second moments would overflow with it.
+      clipping and without balance biases; `weight_norm` of all new weights; `learning_rate`; and `skipped`, 1 if loss
+      or gradients were not finite. In a skipped step, weights, optimizer state and average are bit for bit the old
+      ones. A gradient norm that overflows float32 counts as not finite: the optimizer's second moments would overflow
+      with it.
     """
     grads = scale_expert_grads(_float32(grads), weight_specs, self.expert_grad_scale)
     optimized_grads, optimized_weights, optimized_specs = (
       without_balance_biases(tree, weight_specs) for tree in (grads, weights, weight_specs)
     )
     grad_norm = global_norm(optimized_grads, optimized_specs)
-    # One sum of squares answers for every gradient element: inf and nan survive it.
+    # The norm is finite only if every gradient element is: inf and nan propagate through the sum of squares.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     learning_rate = schedules.learning_rate_at(self.optimizer.learning_rate, step)
 
@@ -181,8 +186,12 @@ class Learner:
       state.opt_state,
       _float32(optimized_weights),
       is_finite=is_finite,
+      learning_rate=learning_rate,
+      value=loss,
     )
-    steps = jax.tree.map(lambda d: learning_rate * d, directions)
+    steps = directions
+    if not getattr(self.optimizer, 'applies_learning_rate', False):
+      steps = jax.tree.map(lambda d: learning_rate * d, directions)
     steps = with_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
     new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
     new_weights = keep_if_finite(is_finite, new_weights, weights)
@@ -208,7 +217,7 @@ class Learner:
     return new_weights, new_state, metrics
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
-    """One WeightSpec per leaf of the state: moments and averages are laid out like the weight that they belong to.
+    """Returns one WeightSpec per leaf of the state: moments and averages have the layout of their weight.
 
     Args:
       abstract_state: `jax.eval_shape` of `init`.

@@ -1,12 +1,13 @@
-"""How each leaf of an optimizer's state is laid out: like the weight that it belongs to.
+"""Lays out optimizer state over the mesh: each leaf gets the split dims of its weight.
 
-Optax states are nested tuples in which some subtrees have the structure of the weights. Those subtrees are found by
-structure, not by the name of the optimizer, so that any optax transformation works:
+Optax states are nested tuples in which some subtrees have the structure of the weights. These subtrees are found by
+structure, not by the name of the optimizer, so any optax transformation works:
 
 * a leaf of its weight's shape takes the weight's split dims;
+* a leaf with further dims in front of its weight's shape, such as L-BFGS's history, leaves these dims unsharded;
 * Adafactor's `v_row` and `v_col` take the split dims of the dimensions that were not averaged away;
 * scalars and placeholders of one element (per layer and expert) are replicated;
-* anything else in a weight's place is replicated too, and a warning names it.
+* any other leaf is replicated, and a warning names it if it has more than one element.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +27,11 @@ LeafRule = Callable[[str, Any, WeightSpec | None], WeightSpec]
 
 
 def factored_dims(shape: Sequence[int], num_separate: int) -> tuple[int, int] | None:
-  """Which dims of a weight `optax.scale_by_factored_rms` averages away: (dropped in v_col, dropped in v_row).
+  """Returns the dims that `optax.scale_by_factored_rms` averages away: (dropped in v_col, dropped in v_row).
 
-  These are the second largest and the largest dim of one layer's weight, ties as `np.argsort` breaks them, which is
-  optax's own rule; the `num_separate` leading dims count layers and experts and are never averaged. None if the weight
-  of one has fewer than 2 dims.
+  These are the second largest and the largest dim of one layer's weight; `np.argsort` breaks ties, as in optax. The
+  `num_separate` leading dims count layers and experts and are never averaged. Returns None if the weight of one layer
+  has fewer than 2 dims.
   """
   layer_shape = tuple(shape[num_separate:])
   if len(layer_shape) < 2:
@@ -48,13 +49,16 @@ def _replicated(leaf: Any) -> WeightSpec:
 
 
 def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
-  """Same shape: the weight's split dims; else replicated."""
+  """The rule for all leaves but factored moments: see the module's docstring."""
   shape = tuple(leaf.shape)
   if weight is not None:
     if shape == tuple(weight.shape):
       return dataclasses.replace(weight, init=None, dtype=leaf.dtype, split_dims=_weight_split_dims(weight))
     if shape == (*weight.shape[: num_separate_dims(weight)], 1):
       return dataclasses.replace(_replicated(leaf), stacked=weight.stacked, tags=weight.tags)
+    num_extra = len(shape) - len(weight.shape)
+    if num_extra > 0 and weight.shape and shape[num_extra:] == tuple(weight.shape):
+      return dataclasses.replace(_replicated(leaf), split_dims=(*[None] * num_extra, *_weight_split_dims(weight)))
   if math.prod(shape) != 1:
     if weight is not None:
       logging.warning(
@@ -71,12 +75,12 @@ def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
 
 
 def _moment_rule(is_row: bool) -> LeafRule:
-  """The rule for v_row or v_col of `optax.FactoredState`."""
+  """Returns the rule for v_row or v_col of `optax.FactoredState`."""
 
   def rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
     if weight is None:
       return _plain_rule(name, leaf, weight)
-    # 0 is for an optimizer that, unlike our Adafactor, takes a stack of layers or experts for one weight.
+    # 0 is for optax.adafactor, to which a stack of layers or experts is one weight.
     for num_separate in dict.fromkeys((num_separate_dims(weight), 0)):
       dims = factored_dims(weight.shape, num_separate)
       if dims is None:
@@ -103,7 +107,7 @@ def _is_masked(node: Any) -> bool:
 
 
 def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
-  """A tree like `abstract_state` with one WeightSpec (shape, dtype, split dims) per leaf.
+  """Returns a tree like `abstract_state` with one WeightSpec (shape, dtype, split dims) per leaf.
 
   Args:
     abstract_state: an optimizer state of arrays or `jax.ShapeDtypeStruct`s; any nesting of optax's.
@@ -133,7 +137,7 @@ def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
       if treedef == jax.tree.structure(0):
         return visit_leaves(name, node, None, rule)
       return treedef.unflatten([visit(name + jax.tree_util.keystr(path), child, rule) for path, child in children])
-    # In a weight's place there may also be nothing (optax.MaskedNode, None), or a small tree of its own.
+    # The place of a weight may also hold nothing (optax.MaskedNode, None) or a small tree.
     return weights_treedef.unflatten(
       [
         n if _is_masked(n) else visit_leaves(name + jax.tree_util.keystr(path), n, spec, rule)

@@ -1,9 +1,9 @@
-"""Optimizers' settings: AdamW, Adafactor, Sgd, Lion.
+"""Settings of optimizers: AdamW, Adafactor, Sgd, Lion. `from_optax.py` wraps any other optax optimizer.
 
-Each has a `learning_rate` (a number or a schedule) and `transformation(weight_specs)`: an optax transformation from
-gradients to the direction that the learner multiplies by minus the learning rate. Weight decay is decoupled and part of
-that direction, `weights -= learning_rate * (direction + weight_decay * weights)`; weights that carry one of
-`decay_exempt_tags` are left out of it.
+Each class has a `learning_rate` (a number or a schedule) and `transformation(weight_specs)`, which returns an optax
+transformation from gradients to a direction. The learner multiplies the direction by minus the learning rate. Weight
+decay is decoupled and part of the direction, `weights -= learning_rate * (direction + weight_decay * weights)`; weights
+with one of `decay_exempt_tags` do not decay.
 """
 
 import abc
@@ -16,7 +16,7 @@ import optax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning.adafactor import scale_by_adafactor
-from spmd_tasks.learning.schedules import LearningRate
+from spmd_tasks.learning.schedules import LearningRate, check_learning_rate
 from spmd_tasks.learning.skipping import SkippableTransformation, chain, scale_by_adam
 
 
@@ -31,11 +31,11 @@ def _add_decayed_weights(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings(abc.ABC):
-  """What all optimizers share.
+  """Settings that all optimizers have.
 
   Attributes:
     learning_rate: a number, or a schedule over the train state's step.
-    weight_decay: multiplied by the learning rate.
+    weight_decay: decoupled decay of the weights; the learning rate multiplies it too.
     decay_exempt_tags: weights with one of these tags (`WeightSpec.tags`) do not decay.
   """
 
@@ -45,8 +45,7 @@ class _Settings(abc.ABC):
 
   def __post_init__(self):
     name = type(self).__name__
-    if not callable(self.learning_rate) and not self.learning_rate >= 0:
-      raise UserError(f'{name}.learning_rate is {self.learning_rate}; it must be 0 or more, or a schedule.')
+    check_learning_rate(f'{name}.learning_rate', self.learning_rate)
     if isinstance(self.decay_exempt_tags, str):
       raise UserError(f'{name}.decay_exempt_tags is {self.decay_exempt_tags!r}; it must be a tuple of tags.')
     for field in dataclasses.fields(self):
@@ -62,10 +61,10 @@ class _Settings(abc.ABC):
 
   @abc.abstractmethod
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
-    """Gradients to the direction before weight decay."""
+    """Returns transformations from gradients to the direction before weight decay."""
 
   def transformation(self, weight_specs: Any) -> SkippableTransformation:
-    """Gradients to the direction to go against; `weight_specs` is a tree of WeightSpec congruent to the weights."""
+    """Returns the transformation from gradients to the direction, for a tree of WeightSpec congruent to the weights."""
     decay = _add_decayed_weights(weight_specs, self.weight_decay, self.decay_exempt_tags)
     return chain(*self._direction(weight_specs), *decay)
 
@@ -92,20 +91,20 @@ class AdamW(_Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor(_Settings):
-  """Adafactor as T5 and Pax use it; a scanned stack's layers are separate weights to it (see `adafactor.py`).
+  """Adafactor as T5 and Pax use it. Layers of a scanned stack are separate weights (see `adafactor.py`).
 
-  Unlike T5X's, `momentum` averages directions before they are multiplied by the learning rate; the two are the same
-  while the learning rate stands still.
+  `momentum` averages directions before the learning rate multiplies them, T5X's after. The two are equal while the
+  learning rate is constant.
 
   Attributes:
-    momentum: decay of an average of the directions (T5X's beta1, not debiased); None: none is kept.
-    momentum_dtype: of that average as stored.
+    momentum: decay of an average of the directions (T5X's beta1, not debiased); None: no average.
+    momentum_dtype: of the stored average.
     decay_exponent: update t = 1, 2, ... keeps `1 - t ** -decay_exponent` of the old second moments.
     min_dim_size_to_factor: second moments are factored where a layer's weight has two dims of at least this size.
     epsilon: added to the squared gradient.
-    clipping_threshold: the largest rms of one layer's direction before the parameter scale; None: off.
+    clipping_threshold: the largest rms of one layer's direction before the parameter scale; None turns it off.
     multiply_by_parameter_scale: makes the learning rate relative to the rms of the layer's weight.
-    min_parameter_scale: the least such rms.
+    min_parameter_scale: lower bound of that rms.
   """
 
   momentum: float | None = None
@@ -147,7 +146,7 @@ class Sgd(_Settings):
 
   Attributes:
     momentum: `trace = gradient + momentum * trace`; None: plain gradients.
-    nesterov: looks ahead by one more momentum step.
+    nesterov: whether the direction looks ahead by one more momentum step.
     momentum_dtype: of the stored trace.
   """
 
@@ -158,11 +157,11 @@ class Sgd(_Settings):
   def __post_init__(self):
     super().__post_init__()
     if self.nesterov and self.momentum is None:
-      raise UserError('Sgd.nesterov is True, which needs Sgd.momentum: set it, to 0.9 for example.')
+      raise UserError('Sgd.nesterov is True, which needs Sgd.momentum: set momentum, to 0.9 for example.')
 
   def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
     if self.momentum is None:
-      return [optax.identity()]  # optax.chain does not take nothing.
+      return [optax.identity()]  # optax.chain needs at least one transformation.
     return [optax.trace(self.momentum, nesterov=self.nesterov, accumulator_dtype=jnp.dtype(self.momentum_dtype))]
 
 
@@ -171,7 +170,7 @@ class Lion(_Settings):
   """The sign of an interpolated momentum (Chen et al., arXiv 2302.06675).
 
   Attributes:
-    beta1: how much of the momentum is in the direction's sign.
+    beta1: weight of the momentum in the interpolation whose sign is the direction.
     beta2: decay of the momentum.
     momentum_dtype: of the stored momentum.
   """

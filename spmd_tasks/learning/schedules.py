@@ -1,8 +1,11 @@
-"""Learning rate schedules: frozen settings, callable on a step, that return a float32 scalar.
+"""Learning rate schedules: frozen settings that return a float32 scalar for a step, computed by optax's schedules.
 
-Usage: `AdamW(learning_rate=LinearWarmupCosine(peak=3e-4, warmup_steps=100, total_steps=10_000))`.
+    AdamW(learning_rate=LinearWarmupCosine(peak=3e-4, warmup_steps=100, total_steps=10_000))
+    AdamW(learning_rate=optax.exponential_decay(1e-3, transition_steps=1000, decay_rate=0.9))
 
-Step 0 is the first update; a warmup rises linearly from 0 at step 0 to `peak` at `step == warmup_steps`.
+A learning rate is a number, a schedule, or any function of the step, such as an optax schedule.
+
+Step 0 is the first update. A warmup rises linearly from 0 at step 0 to `peak` at `step == warmup_steps`.
 """
 
 from collections.abc import Callable
@@ -19,9 +22,15 @@ LearningRate = float | Schedule
 
 
 def learning_rate_at(learning_rate: LearningRate, step: jax.typing.ArrayLike) -> jax.Array:
-  """The float32 scalar that a number or a schedule gives at `step`."""
+  """Evaluates a number or a schedule at `step`: a float32 scalar."""
   value = learning_rate(step) if callable(learning_rate) else learning_rate
   return jnp.asarray(value, jnp.float32)
+
+
+def check_learning_rate(name: str, learning_rate: LearningRate) -> None:
+  """Raises a UserError if the learning rate is neither a schedule nor a number of 0 or more."""
+  if not callable(learning_rate) and not learning_rate >= 0:
+    raise UserError(f'{name} is {learning_rate}; it must be 0 or more, or a schedule.')
 
 
 def _check_non_negative(name: str, value: float) -> None:
@@ -38,7 +47,7 @@ def _check_span(warmup_steps: int, total_steps: int) -> None:
 
 
 def _after_warmup(peak: float, warmup_steps: int, after: optax.Schedule, step: jax.typing.ArrayLike) -> jax.Array:
-  """Linear warmup, then `after`, which counts from 0 at the end of the warmup."""
+  """Evaluates a linear warmup followed by the schedule `after`, whose step 0 is the end of the warmup."""
   schedule = after
   if warmup_steps > 0:
     schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_steps), after], [warmup_steps])
@@ -60,7 +69,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmupConstant:
-  """Linear warmup to `peak`, which then stays."""
+  """Linear warmup to `peak`, then constant."""
 
   peak: float
   warmup_steps: int
@@ -75,7 +84,7 @@ class LinearWarmupConstant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmupCosine:
-  """Linear warmup, then half a cosine down to `final_fraction * peak` at `total_steps`, which then stays."""
+  """Linear warmup, then half a cosine down to `final_fraction * peak` at `total_steps`, then constant."""
 
   peak: float
   warmup_steps: int
@@ -94,7 +103,7 @@ class LinearWarmupCosine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmupLinear:
-  """Linear warmup, then a straight line down to `final_fraction * peak` at `total_steps`, which then stays."""
+  """Linear warmup, then a straight line down to `final_fraction * peak` at `total_steps`, then constant."""
 
   peak: float
   warmup_steps: int
@@ -113,9 +122,9 @@ class LinearWarmupLinear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmupRsqrt:
-  """Linear warmup, then `peak * sqrt(warmup_steps / step)`: the schedule of T5 and of the first Transformers.
+  """Linear warmup, then `peak * sqrt(warmup_steps / step)`, the schedule of the first Transformers.
 
-  T5's own is `peak = 1 / sqrt(warmup_steps)` with a flat warmup.
+  T5 uses `peak = 1 / sqrt(warmup_steps)`, and a constant rate in place of the warmup. Optax has no such schedule.
   """
 
   peak: float
@@ -124,11 +133,13 @@ class LinearWarmupRsqrt:
   def __post_init__(self):
     _check_non_negative('peak', self.peak)
     if self.warmup_steps < 1:
-      raise UserError(f'warmup_steps is {self.warmup_steps}; the decay is relative to it, so it must be 1 or more.')
+      raise UserError(
+        f'warmup_steps is {self.warmup_steps}; it must be 1 or more, because the decay is relative to it.'
+      )
 
   def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
     def after(num_since_warmup: jax.typing.ArrayLike) -> jax.Array:
-      # join_schedules evaluates both parts at every step; before the boundary the count is negative.
+      # join_schedules evaluates both parts at every step; during the warmup this count is negative.
       steps = self.warmup_steps + jnp.maximum(num_since_warmup, 0)
       return self.peak * jnp.sqrt(self.warmup_steps / steps)
 

@@ -1,0 +1,135 @@
+"""FromOptax: trains with any optax optimizer.
+
+    FromOptax(factory=optax.lamb, learning_rate=LinearWarmupCosine(...), arguments={'weight_decay': 0.1})
+
+Any other transformation, or a chain of several, becomes a function of the learning rate:
+
+    def clipped_yogi(learning_rate, max_delta):
+      return optax.chain(optax.clip(max_delta), optax.scale_by_yogi(), optax.scale_by_learning_rate(learning_rate))
+
+    FromOptax(factory=clipped_yogi, learning_rate=1e-3, arguments={'max_delta': 1.0})
+
+State of the optimizer is sharded, padded and checkpointed like the weights (`optimizer_specs.py`), and kept in a step
+that is not finite. The results are those of plain optax on unsharded weights of the same shapes. So a stack of layers
+[L, ...] is one weight to the optimizer: LAMB's trust ratio and Adafactor's factored moments are those of all L layers
+together. `Adafactor` in `optimizers.py` treats layers separately.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import difflib
+import inspect
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.learning.schedules import LearningRate, check_learning_rate, learning_rate_at
+from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite
+
+_LEARNING_RATE = 'learning_rate'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FromOptax:
+  """An optax optimizer, built by `factory(learning_rate=..., **arguments)`.
+
+  The learning rate is evaluated at the train state's step, which stands still when a step is skipped, and passed to the
+  factory in every step. Weights decay as optax decides: pass a `mask` in `arguments` to exempt norms and biases.
+
+  Attributes:
+    factory: function of `learning_rate` that returns an optax transformation whose updates include the learning rate.
+    learning_rate: a number, or a schedule over the train state's step.
+    arguments: the factory's other keyword arguments.
+
+  Raises:
+    UserError: the factory is not a function, or has no parameter `learning_rate` or no parameter for an argument.
+  """
+
+  # The updates of optax include the learning rate: some optimizers apply momentum or decay after it.
+  applies_learning_rate: ClassVar[bool] = True
+
+  factory: Callable[..., optax.GradientTransformation]
+  learning_rate: LearningRate
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if isinstance(self.factory, optax.GradientTransformation) or not callable(self.factory):
+      raise UserError(
+        f'FromOptax.factory is {type(self.factory).__name__}, not a function: pass optax.lamb, not optax.lamb(1e-3).'
+      )
+    check_learning_rate('FromOptax.learning_rate', self.learning_rate)
+    if _LEARNING_RATE in self.arguments:
+      raise UserError('FromOptax.arguments has learning_rate: set FromOptax.learning_rate instead.')
+    parameters = inspect.signature(self.factory).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+      return
+    if _LEARNING_RATE not in parameters:
+      raise UserError(
+        f'FromOptax.factory {self._name()} has no parameter learning_rate: pass a function of the learning rate that '
+        'returns optax.chain(..., optax.scale_by_learning_rate(learning_rate)).'
+      )
+    for name in self.arguments:
+      if name not in parameters:
+        nearest = difflib.get_close_matches(name, parameters, n=1)
+        remedy = f'did you mean {nearest[0]!r}?' if nearest else f'choose from {sorted(parameters)}.'
+        raise UserError(f'FromOptax.arguments has {name!r}, but {self._name()} has no such parameter: {remedy}')
+
+  def _name(self) -> str:
+    return getattr(self.factory, '__qualname__', repr(self.factory))
+
+  def _build(self, learning_rate: jax.Array) -> optax.GradientTransformationExtraArgs:
+    transformation = self.factory(**{_LEARNING_RATE: learning_rate}, **self.arguments)
+    if not isinstance(transformation, optax.GradientTransformation):
+      raise UserError(
+        f'FromOptax.factory {self._name()} returned {type(transformation).__name__}, not an optax transformation: '
+        'correct the factory.'
+      )
+    return optax.with_extra_args_support(transformation)
+
+  def transformation(self, weight_specs: Any) -> SkippableTransformation:
+    """Returns the transformation from gradients to the direction to go against, for Learner.
+
+    `update` takes the extra arguments `is_finite` (see SkippableTransformation), `learning_rate`, and `value`, the
+    loss.
+
+    Raises:
+      UserError: on the call of `init` or `update`: the state has PRNG keys, or the optimizer needs other arguments.
+    """
+    del weight_specs
+
+    def init(weights: Any) -> Any:
+      state = self._build(learning_rate_at(self.learning_rate, 0)).init(weights)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+          raise UserError(
+            f'the state of {self._name()} has a {leaf.dtype} at {jax.tree_util.keystr(path)}, which checkpoints cannot '
+            'store: choose an optimizer without random numbers.'
+          )
+      # Some states begin with the weights themselves. A train step donates both, so they must not share a buffer.
+      return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
+
+    def update(
+      grads: Any,
+      state: Any,
+      weights: Any = None,
+      *,
+      is_finite: jax.typing.ArrayLike,
+      learning_rate: jax.Array,
+      **extra_args: Any,
+    ) -> tuple[Any, Any]:
+      try:
+        updates, new_state = self._build(learning_rate).update(grads, state, weights, **extra_args)
+      except TypeError as error:
+        if 'required keyword-only argument' not in str(error):
+          raise
+        raise UserError(
+          f'{self._name()} cannot train here, because its update takes arguments that a train step does not have '
+          f'({error}): choose an optimizer without a line search.'
+        ) from error
+      # Optax adds updates to the weights; the learner subtracts directions.
+      return jax.tree.map(jnp.negative, updates), keep_if_finite(is_finite, new_state, state)
+
+    return SkippableTransformation(init, update)

@@ -1,0 +1,199 @@
+"""FromOptax trains as plain optax does on whole, unpadded weights: on uneven meshes, in microbatches, over restarts."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spmd_tasks.layers import LanguageModelLoss, declare_weight
+from spmd_tasks.learning import FromOptax, Learner, LinearWarmupCosine, Sgd
+from spmd_tasks.runtime import Task, partition_spmd_model
+from spmd_tasks.sharding import MeshSpec, WeightSpec
+
+NUM_STEPS = 3
+RATE = LinearWarmupCosine(peak=0.3, warmup_steps=2, total_steps=9)
+VOCAB, DIM = 9, 5  # which neither 4 nor 2 divides
+
+
+class TinyModel(nn.Module):
+  """Ids [B, T] to logits [B, T, V], with a weight that no axis divides, one of an even dim, and a vector."""
+
+  @nn.compact
+  def __call__(self, batch, train=False):
+    normal = nn.initializers.normal(0.5)
+    table = declare_weight(self, 'table', shape=(VOCAB, DIM), init=normal, split_dims=('data', 'mdl'))
+    kernel = declare_weight(self, 'kernel', shape=(DIM, 2, VOCAB), init=normal, split_dims=('data', None, 'mdl'))
+    scale = declare_weight(self, 'scale', shape=(DIM,), init=nn.initializers.ones, split_dims=('mdl',))
+    x = jnp.tanh(table[batch['ids']]) * scale[None, None]
+    return {'logits': jnp.einsum('BTD,DHV->BTV', x, kernel)}
+
+
+def clipped_adamw(learning_rate, max_delta):
+  return optax.chain(optax.clip(max_delta), optax.adamw(learning_rate, weight_decay=0.1))
+
+
+def only_matrices(weights):
+  return jax.tree.map(lambda w: w.ndim > 1, weights)
+
+
+OPTIMIZERS = {
+  'lamb': FromOptax(factory=optax.lamb, learning_rate=RATE, arguments={'weight_decay': 0.1}),
+  'adamw with a mask': FromOptax(
+    factory=optax.adamw, learning_rate=RATE, arguments={'weight_decay': 0.1, 'mask': only_matrices}
+  ),
+  # Its momentum and its weight decay come after the learning rate, so no direction could be scaled by it.
+  'adafactor': FromOptax(
+    factory=optax.adafactor,
+    learning_rate=RATE,
+    arguments={'min_dim_size_to_factor': 2, 'momentum': 0.9, 'weight_decay_rate': 0.01},
+  ),
+  'chain': FromOptax(factory=clipped_adamw, learning_rate=0.1, arguments={'max_delta': 0.01}),
+}
+
+
+def batches():
+  rng = np.random.default_rng(0)
+  for _ in range(NUM_STEPS):
+    ids = rng.integers(0, VOCAB, size=(8, 3)).astype(np.int32)
+    yield {'ids': ids, 'labels': (ids * 2 + 1) % VOCAB, 'weights': np.ones(ids.shape, np.float32)}
+
+
+def partitioned(optimizer, **settings):
+  task = Task(model=TinyModel(), loss=LanguageModelLoss(), learner=Learner(optimizer=optimizer, **settings))
+  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(4, 2)).build()
+  spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in next(batches()).items()}
+  return partition_spmd_model(task, mesh, spec)
+
+
+@functools.cache
+def trained(name, **settings):
+  """The weights before, and the model and its state after three steps."""
+  model = partitioned(OPTIMIZERS[name], **settings)
+  state = model.init(0)
+  start = jax.device_get(model.to_canonical(state).weights)
+  for batch in batches():
+    state, _ = model.train_step(state, model.train_step.place(batch))
+  return start, model, state
+
+
+def plain_optax(optimizer, model, weights):
+  """Plain optax on one device: the schedule is a number, made anew for each step."""
+  build = lambda step: optimizer.factory(
+    learning_rate=optimizer.learning_rate(step) if callable(optimizer.learning_rate) else optimizer.learning_rate,
+    **optimizer.arguments,
+  )
+  gradient = jax.jit(jax.grad(lambda w, batch: model.task.compute_loss(w, batch, train=True).loss))
+  state = build(0).init(weights)
+  for step, batch in enumerate(batches()):
+    updates, state = build(step).update(gradient(weights, batch), state, weights)
+    weights = optax.apply_updates(weights, updates)
+  return weights, state
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_equals_plain_optax_on_an_uneven_mesh(name):
+  start, model, state = trained(name)
+  expected_weights, expected_state = plain_optax(OPTIMIZERS[name], model, start)
+  got = model.to_canonical(state)
+  assert jax.tree.structure(got.learner.opt_state) == jax.tree.structure(expected_state)
+  for a, b in zip(
+    jax.tree.leaves((got.weights, got.learner.opt_state)), jax.tree.leaves((expected_weights, expected_state))
+  ):
+    # Another order of summation, in a quotient of moments.
+    np.testing.assert_allclose(jax.device_get(a), b, rtol=1e-4, atol=1e-5)
+  assert np.abs(expected_weights['table'] - start['table']).max() > 0.01
+
+
+def test_state_is_padded_and_sharded_like_its_weight():
+  _, model, _ = trained('lamb')
+  specs, padded = model.state_specs, model.padded_state
+  for moment in (0, 1):
+    moments = jax.tree.leaves(padded.learner.opt_state)[1 + 3 * moment : 4 + 3 * moment]
+    assert [m.shape for m in moments] == [w.shape for w in jax.tree.leaves(padded.weights)]
+    assert [m.sharding for m in moments] == [w.sharding for w in jax.tree.leaves(padded.weights)]
+  assert padded.weights['table'].shape == (12, 6)
+  assert specs.weights['table'] == jax.P('data', 'mdl')
+
+
+def test_microbatches_give_the_same_weights():
+  _, model, state = trained('lamb')
+  _, cut, cut_state = trained('lamb', num_microbatches=4, ema_decay=0.5)
+  for a, b in zip(
+    jax.tree.leaves(model.to_canonical(state).weights), jax.tree.leaves(cut.to_canonical(cut_state).weights)
+  ):
+    np.testing.assert_allclose(jax.device_get(a), jax.device_get(b), rtol=1e-4, atol=1e-5)
+
+
+def test_canonical_state_there_and_back_is_bit_exact():
+  _, model, state = trained('adafactor')
+  back = model.from_canonical(model.to_canonical(state))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
+
+
+WEIGHTS = {'table': jnp.arange(6.0).reshape(3, 2), 'bias': None}
+GRADS = {'table': jnp.ones((3, 2)), 'bias': None}
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_a_step_that_is_not_finite_leaves_the_state(name):
+  transformation = OPTIMIZERS[name].transformation(WEIGHTS)
+  update = lambda state, g, finite: transformation.update(
+    g, state, WEIGHTS, is_finite=jnp.bool(finite), learning_rate=jnp.float32(0.1), value=jnp.float32(1)
+  )
+  _, state = update(transformation.init(WEIGHTS), GRADS, True)
+  _, kept = update(state, jax.tree.map(lambda g: g * jnp.nan, GRADS), False)
+  jax.tree.map(np.testing.assert_array_equal, kept, state)
+  _, changed = update(state, GRADS, True)
+  assert not all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(state)))
+
+
+def one_step(optimizer, loss=1.0):
+  """The table after one step of the learner."""
+  weights, specs = {'table': WEIGHTS['table']}, {'table': WeightSpec(shape=(3, 2), init=None)}
+  learner = Learner(optimizer=optimizer)
+  state = learner.init(weights, specs)
+  new_weights, _, _ = learner.update({'table': GRADS['table']}, jnp.float32(loss), jnp.int32(0), state, weights, specs)
+  return new_weights['table']
+
+
+def polyak(learning_rate):
+  return optax.chain(optax.polyak_sgd(max_learning_rate=10.0), optax.scale(learning_rate))
+
+
+def test_a_transformation_may_read_the_loss():
+  """Polyak's step is the loss over the squared norm of the gradient, times the learning rate."""
+  optimizer = FromOptax(factory=polyak, learning_rate=0.5)
+  np.testing.assert_allclose(one_step(optimizer, loss=3.0), WEIGHTS['table'] - 0.5 * 3.0 / 6, rtol=1e-6)
+
+
+def test_an_optax_schedule_is_a_learning_rate():
+  schedule = optax.exponential_decay(0.5, transition_steps=1, decay_rate=0.5)
+  np.testing.assert_array_equal(one_step(Sgd(learning_rate=schedule)), WEIGHTS['table'] - 0.5)
+
+
+def no_transformation(learning_rate):
+  return learning_rate
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'factory': optax.lamb(1e-3)}, 'not a function: pass optax.lamb, not'),
+    ({'factory': 'lamb'}, 'FromOptax.factory is str, not a function'),
+    ({'learning_rate': -1.0}, 'FromOptax.learning_rate is -1.0'),
+    ({'arguments': {'learning_rate': 0.1}}, 'set FromOptax.learning_rate instead'),
+    ({'arguments': {'wight_decay': 0.1}}, "has 'wight_decay', but lamb has no .* did you mean 'weight_decay'"),
+    ({'arguments': {'zzzz': 0.1}}, r'choose from \[.*weight_decay'),
+    ({'factory': optax.scale_by_adam}, 'scale_by_adam has no parameter learning_rate: pass a function'),
+    ({'factory': no_transformation}, 'no_transformation returned .*, not an optax transformation'),
+    ({'factory': optax.lbfgs}, 'lbfgs cannot train here.* without a line search'),
+    ({'factory': optax.noisy_sgd, 'arguments': {'key': 0}}, r'noisy_sgd has a key<fry> at .*without random numbers'),
+  ],
+)
+def test_impossible_optimizers_are_refused(settings, message):
+  with pytest.raises(ValueError, match=message):
+    one_step(FromOptax(**({'factory': optax.lamb, 'learning_rate': 0.1} | settings)))
