@@ -240,6 +240,7 @@ def test_lead_leaves_when_another_process_is_lost():
   code, reason = left.get(timeout=5)
   assert code == exit_codes.PEER_FAILED
   assert 'process 1 of 2 is gone' in reason
+  assert list(far[0]) == []  # nothing follows, and the link's file is closed
 
 
 def test_strangers_are_not_admitted():
