@@ -1,9 +1,9 @@
-"""The greedy decode step of a dense language model as one would write it by hand for one model: plain jax.jit.
+"""The greedy decode step of a dense language model, written by hand for one model with plain jax.jit.
 
-What bench_serve.py measures the engine's step against. Nothing of spmd_tasks is in here. Every slot is in use, and its
-next token is the likeliest one: no other sampling, no likeliest tokens beside it, no ends of sequences. It takes the
-weights' tree of lm.DenseLanguageModel. In the caches heads come before positions, as the products over positions want
-them: the other order, which a model's layers compute in, is transposed at each step.
+bench_serve.py compares the engine's step with this one. The module uses nothing of spmd_tasks. Every slot is in use and
+gets the likeliest next token: there is no other sampling, no list of likeliest tokens, no end of a sequence. The step
+takes the weights of lm.DenseLanguageModel. In the caches, heads come before positions, because the products over
+positions need that order; the order in which a model's layers compute would be transposed at each step.
 
 Shapes: N slots, S positions, D model, H heads, K head dim, F ffn, V vocab, L layers.
 """
@@ -20,7 +20,7 @@ State = dict[str, jax.Array]
 
 
 def init_state(weights: Any, num_slots: int, max_len: int) -> State:
-  """Empty caches, keys and values [L, N, H, S, K]; tokens and positions int32 [N]."""
+  """Makes empty caches (keys and values [L, N, H, S, K]), tokens and positions (int32 [N])."""
   num_layers, _, num_heads, head_dim = weights['stack']['layers']['attention']['key']['kernel'].shape
   cache = jnp.zeros((num_layers, num_slots, num_heads, max_len, head_dim), jnp.float32)
   zeros = jnp.zeros(num_slots, jnp.int32)
@@ -28,7 +28,7 @@ def init_state(weights: Any, num_slots: int, max_len: int) -> State:
 
 
 def make_step() -> Callable[[Any, State], tuple[State, tuple[jax.Array, jax.Array]]]:
-  """(weights, state) -> (state, (the next tokens [N], their log-probabilities [N])); the state is donated."""
+  """Makes (weights, state) -> (state, (next tokens [N], their log-probabilities [N])), which donates the state."""
 
   def step(weights: Any, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
     table, layers = weights['embedding']['table'], weights['stack']['layers']
@@ -60,7 +60,7 @@ def make_step() -> Callable[[Any, State], tuple[State, tuple[jax.Array, jax.Arra
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logprobs = jnp.max(jax.nn.log_softmax(logits, axis=-1), axis=-1)
     slots = jnp.arange(tokens.shape[0])
-    # Written behind the loop over layers: one update in place, where a cache in the loop's carry would be copied.
+    # One update in place after the loop over layers; a cache in the loop's carry would be copied.
     state = {
       'keys': state['keys'].at[:, slots, :, positions].set(jnp.moveaxis(new_keys, 0, 1)),
       'values': state['values'].at[:, slots, :, positions].set(jnp.moveaxis(new_values, 0, 1)),

@@ -1,24 +1,25 @@
 #!/usr/bin/env python
-"""Serving, on a fixed trace of requests of mixed lengths: continuous against static batching, and what a layer costs.
+"""Benchmark of serving: continuous against static batching, and the overhead of the scheduler and of HTTP.
 
     .venv/bin/python scripts/bench_serve.py [--quick]
 
-64 requests for 8 slots of a small model with drawn weights, on one CPU device. The last line is one JSON object:
+64 requests of mixed lengths, always the same ones, run on 8 slots of a small model with random weights, on one CPU
+device. The last line is one JSON object:
 
-  ratio: decode steps of continuous batching over those of batches that wait for their longest; at most 0.7 wanted.
-  tokens_per_second_ratio: the same of tokens per second; at least 1.3 wanted.
-  slot_use: of continuous batching while requests wait; at least 0.90 wanted.
+  ratio: decode steps of continuous batching / those of static batches, which wait for their longest; goal: at most 0.7.
+  tokens_per_second_ratio: tokens per second of continuous / of static batching; goal: at least 1.3.
+  slot_use: slots in use per decode step of continuous batching, while requests wait; goal: at least 0.90.
   same_tokens: whether both gave the same tokens.
-  engine_over_floor: the engine's step in full slots over one written by hand (bare_decode.py), which gives the same
-    tokens, in CPU time and taken in turn; at most 1.1 wanted.
-  full_step_ms: a step in full slots. `bare` launches one ahead and reads, and does nothing with the tokens.
-  scheduler_overhead, http_overhead: over that, the median over rounds; at most 0.1 wanted. Through HTTP every request
-    is streamed, to a client that is another process on the same cores (stream_client.py).
-  event_loop_ms, client_ms: the CPU time of the server's event loop and of the client for each step in full slots,
-    start and end included.
-  queue_full_ms: p50, p95, p99 of a refusal's time through HTTP, with slots and queue full; at most 50 wanted.
-  ms: the same percentiles of the time to first token, the time per token and the time between events, for the trace
-    through HTTP where all requests come at once.
+  engine_over_floor: CPU time of the engine's step with full slots / of a step written by hand (bare_decode.py) that
+    gives the same tokens, measured in turn; goal: at most 1.1.
+  full_step_ms: a step with full slots. `bare` launches one step ahead, reads it, and ignores the tokens.
+  scheduler_overhead, http_overhead: relative to `bare`, median over rounds; goal: at most 0.1. Through HTTP every
+    request is a stream to a client in another process on the same cores (stream_client.py).
+  event_loop_ms, client_ms: CPU time of the server's event loop and of the client per step with full slots, start and
+    end included.
+  queue_full_ms: p50, p95, p99 of the time of a refusal through HTTP, with slots and queue full; goal: at most 50.
+  ms: the same percentiles of the time to the first token, the time per token and the time between events, when all
+    requests of the trace come at once through HTTP.
   load: the machine's load average at the end.
 """
 
@@ -51,7 +52,7 @@ STEPS_PER_ROUND = 8  # of the engine against the floor
 
 
 class Run(NamedTuple):
-  """One replay of the trace; slot_use is that of decode steps while requests wait."""
+  """One replay of the trace."""
 
   num_steps: int
   seconds: float
@@ -60,7 +61,7 @@ class Run(NamedTuple):
 
 
 def make_trace(num_requests, max_len):
-  """(prompt tokens, number of tokens to generate) of each request: short and long ones, the same each time."""
+  """Makes (prompt tokens, number of tokens to generate) of each request, short and long ones, always the same."""
   rng = np.random.default_rng(0)
   most = max_len // 2
   prompts = [rng.integers(3, 259, size=int(n)).tolist() for n in rng.integers(4, most, size=num_requests)]
@@ -69,7 +70,7 @@ def make_trace(num_requests, max_len):
 
 
 def make_engine(sizes):
-  """A warm engine with drawn weights."""
+  """Makes a warm engine with random weights."""
   job = resolve(MODEL, [*sizes, 'ici_mesh_shape=1,1,1', 'task.decode.num_top_logprobs=1']).build()
   model = partition_job(job)
   steps = DecodeSteps(model)
@@ -93,7 +94,7 @@ def tokens_by_sequence(deltas, sequences):
 
 
 def run_static(engine, trace, tokenizer):
-  """Through the same scheduler, which is given a batch only when it has nothing left to do."""
+  """Replays the trace in static batches: the scheduler gets a batch only when it has finished the one before."""
   scheduler, sequences, deltas = Scheduler(engine), sequences_of(trace, tokenizer), []
   began = time.perf_counter()
   for start in range(0, len(sequences), engine.num_slots):
@@ -104,7 +105,7 @@ def run_static(engine, trace, tokenizer):
 
 
 def run_continuous(engine, trace, tokenizer):
-  """All requests at once; slot use is counted while some of them wait."""
+  """Replays the trace with all requests queued at once; counts slot use while some of them wait."""
   scheduler, sequences, deltas, use = Scheduler(engine), sequences_of(trace, tokenizer), [], None
   scheduler.submit(sequences)
   began = time.perf_counter()
@@ -117,7 +118,7 @@ def run_continuous(engine, trace, tokenizer):
 
 
 def fill_slots(engine, tokenizer, length):
-  """A scheduler that has read one prompt into every slot and launched a step; `length` tokens are asked of each."""
+  """Makes a scheduler with a request for `length` tokens in every slot and one step launched."""
   scheduler = Scheduler(engine, prefill_budget=engine.num_slots * engine.max_len)
   scheduler.submit(sequences_of([([5 + slot], length) for slot in range(engine.num_slots)], tokenizer))
   scheduler.advance()
@@ -127,7 +128,7 @@ def fill_slots(engine, tokenizer, length):
 
 
 def seconds_per_full_step(engine, tokenizer, num_steps):
-  """The bare loop."""
+  """Times the bare loop over the engine."""
   fill_slots(engine, tokenizer, engine.max_len - 1)
   keep = np.ones(engine.num_slots, np.bool_)
   launched = engine.step(keep)
@@ -144,7 +145,7 @@ def seconds_per_full_step(engine, tokenizer, num_steps):
 
 
 def seconds_per_scheduled_step(engine, tokenizer, num_steps):
-  """The same with the scheduler, text and log-probabilities included."""
+  """Times the same steps with the scheduler, text and log-probabilities."""
   scheduler = fill_slots(engine, tokenizer, num_steps)
   before, began = scheduler.num_steps, time.perf_counter()
   while scheduler.has_work:
@@ -153,7 +154,7 @@ def seconds_per_scheduled_step(engine, tokenizer, num_steps):
 
 
 def compare_with_floor(engine, tokenizer, num_rounds):
-  """The median over rounds of the engine's CPU time over the floor's, which must give the same numbers."""
+  """Returns the median over rounds of the engine's CPU time / the floor's; checks that both give the same numbers."""
   fill_slots(engine, tokenizer, engine.max_len - 1)
   keep, bare_step = np.ones(engine.num_slots, np.bool_), bare_decode.make_step()
   state = bare_decode.init_state(engine.weights, engine.num_slots, engine.max_len)
@@ -182,7 +183,7 @@ def compare_with_floor(engine, tokenizer, num_rounds):
 
 
 def run_http(engine, steps, tokenizer, trace, *, extra=None, max_queued=None):
-  """What stream_client.py gives for the trace, and the CPU time of the event loop."""
+  """Serves the trace to stream_client.py; returns its result and the CPU time of the event loop."""
   settings = ServerSettings(port=0, max_queued=max_queued or len(trace))
   sock, lines, stop = listen(settings), queue.Queue(), threading.Event()
   served = ServedModel(
@@ -230,7 +231,7 @@ def run_http(engine, steps, tokenizer, trace, *, extra=None, max_queued=None):
 
 
 def seconds_per_http_step(times, num_steps):
-  """Of streams of one length: from when all of them have begun to when all have ended."""
+  """Returns seconds per step of streams of equal length, from the last one's first event to the end of all."""
   assert all(len(of_stream) == num_steps for of_stream in times), 'some tokens have no text of their own'
   return (max(of_stream[-1] for of_stream in times) - max(of_stream[0] for of_stream in times)) / (num_steps - 1)
 
@@ -269,7 +270,7 @@ def main():
 
   longest = engine.max_len - 1
   waiting = 2 * engine.num_slots
-  # The slots' requests, as many that wait, and what else fits the queue comes from the one that is sent repeatedly.
+  # Requests fill the slots and half of the queue; the request that is sent repeatedly fills the rest.
   crowd = run_http(engine, steps, tokenizer, [([5], longest)] * waiting, extra=([5], longest), max_queued=waiting)
 
   times = http['times']

@@ -1,11 +1,13 @@
 #!/usr/bin/env python
-"""A client that costs little: it reads streams of completions from bare sockets and notes when each event came.
+"""A cheap client: reads streams of completions from bare sockets and records when each event arrived.
 
-bench_serve.py runs it as a process of its own. A client library takes more of a core than the server does, and on a
-machine with two cores that would be measured as the server's. Its input is one JSON object: `address`, `bodies` of the
-requests, which are all sent at once, and `extra`, a body that is sent again and again meanwhile, until the queue is
-full and then for as long as it is; null: none. Its output is another: `times`, seconds after the start of each stream's
-events; `refused`, seconds that each 429 took; `cpu_seconds`, its own.
+bench_serve.py runs it as a process of its own. A client library uses more of a core than the server does; on a machine
+with two cores this would slow the server down.
+
+The input is one JSON object. `address`: of the server. `bodies`: requests, all sent at once. `extra`: a body that is
+sent repeatedly meanwhile, until the queue is full and as long as it stays full; or null. The output is another object.
+`times`: when each stream's events arrived, in seconds since the start. `refused`: seconds that each 429 took.
+`cpu_seconds`: CPU time of this process.
 """
 
 import json
@@ -17,13 +19,13 @@ import time
 from typing import Any
 
 PAUSE_S = 0.01  # between two extra requests
-EVENT, DONE = b'data: {', b'[DONE]'  # the second is the shorter one
+EVENT, DONE = b'data: {', b'[DONE]'  # DONE must be the shorter one
 
 Address = tuple[str, int]
 
 
 def post(address: Address, body: dict[str, Any]) -> socket.socket:
-  """Sends a request for a stream; the connection is for its answer only."""
+  """Sends a request for a stream on a connection of its own, and returns the connection."""
   data = json.dumps(body | {'stream': True}).encode()
   sock = socket.create_connection(address)
   head = 'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
@@ -32,9 +34,9 @@ def post(address: Address, body: dict[str, Any]) -> socket.socket:
 
 
 def read_streams(socks: list[socket.socket], began: float) -> list[list[float]]:
-  """Seconds after `began` of each stream's events, as far as they are told apart by when they came."""
+  """Returns when each stream's events arrived, in seconds after `began`; events of one read share their time."""
   times: list[list[float]] = [[] for _ in socks]
-  ends = [b''] * len(socks)  # of what was read, in which an event may have begun
+  ends = [b''] * len(socks)  # the last bytes read, in which an event may begin
   with selectors.DefaultSelector() as selector:
     for number, sock in enumerate(socks):
       selector.register(sock, selectors.EVENT_READ, number)
@@ -53,7 +55,7 @@ def read_streams(socks: list[socket.socket], began: float) -> list[list[float]]:
 
 
 def time_refusals(address: Address, body: dict[str, Any], is_over: threading.Event) -> list[float]:
-  """Seconds until each answer of status 429 was there."""
+  """Returns how many seconds each answer of status 429 took."""
   seconds, waiting = [], []
   while not is_over.is_set():
     began = time.perf_counter()

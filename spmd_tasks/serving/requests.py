@@ -118,6 +118,8 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
     ids = model.encode(model.chat_template.render(messages))
   except UserError as error:
     raise RequestError(f'messages: {error}', param='messages') from error
+  if not ids:
+    raise RequestError('messages render as no tokens: give one some content.', param='messages')
   _check_num_logprobs('top_logprobs', body.top_logprobs, model)
   if body.top_logprobs is not None and not body.logprobs:
     raise RequestError('top_logprobs needs logprobs to be true.', param='top_logprobs')
