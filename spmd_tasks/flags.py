@@ -69,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
   serving.add_argument('--port', type=int, metavar='N', help='default: 8000; 0 takes any free port')
   serving.add_argument('--api_key_file', metavar='FILE', help='a file with the key that every request must carry')
   serving.add_argument('--max_queued', type=int, metavar='N', help='texts that may wait for a slot; default: 64')
-  serving.add_argument('--drain_s', type=float, metavar='S', help='time for running requests after SIGTERM; default: 30')
+  serving.add_argument('--drain_s', type=float, metavar='S', help='for running requests after SIGTERM; default: 30')
   processes = parser.add_argument_group('several processes, where no launcher says it all')
   processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='where all others reach process 0')
   processes.add_argument('--num_processes', type=int, metavar='N')

@@ -61,7 +61,9 @@ class _Body(BaseModel):
     """Drops nulls, and unknown fields but for the first one: an error about each of 100,000 would take a second."""
     if not isinstance(fields, dict):
       return fields
-    known = cls.model_fields
+    known = cls.__pydantic_fields__
+    if fields.keys() <= known.keys() and None not in fields.values():
+      return fields
     kept = {name: value for name, value in fields.items() if name in known and value is not None}
     unknown = next((name for name in fields if name not in known), None)
     return kept if unknown is None else kept | {unknown: fields[unknown]}
