@@ -1,0 +1,27 @@
+"""The notebook of the docs runs from its first cell to its last, and its committed outputs are of the same cells."""
+
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+NOTEBOOK = Path(__file__).parents[1] / 'docs' / 'notebook.ipynb'
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
+  for name in ('JAX_NUM_CPU_DEVICES', 'XLA_FLAGS'):  # the notebook asks for its devices itself
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+  monkeypatch.setenv('PYTHONPATH', str(NOTEBOOK.parents[1]))
+  notebook = nbformat.read(NOTEBOOK, as_version=4)
+  client = nbclient.NotebookClient(notebook, timeout=240, kernel_name='python3', resources={'metadata': {'path': tmp_path}})
+  client.execute()  # a cell that raises is a CellExecutionError
+  assert (tmp_path / 'runs' / 'notebook' / 'config.json').exists()
+
+
+def test_every_cell_was_executed_in_order_and_has_its_output():
+  cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == 'code']
+  assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+  assert all(cell.outputs for cell in cells[:1] + cells[2:])
