@@ -16,9 +16,9 @@ from draw_request import request_life
 import svg
 
 from spmd_tasks.config.resolve import resolve
-from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.layers.pipeline.schedule import BackwardSchedule, Schedule
+from spmd_tasks.layers.pipeline import BackwardSchedule, Schedule
 
 PICTURES = Path(__file__).parents[1] / 'docs' / 'pictures'
 
