@@ -16,7 +16,8 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
   monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
   monkeypatch.setenv('PYTHONPATH', str(NOTEBOOK.parents[1]))
   notebook = nbformat.read(NOTEBOOK, as_version=4)
-  client = nbclient.NotebookClient(notebook, timeout=240, kernel_name='python3', resources={'metadata': {'path': tmp_path}})
+  resources = {'metadata': {'path': tmp_path}}
+  client = nbclient.NotebookClient(notebook, timeout=240, kernel_name='python3', resources=resources)
   client.execute()  # a cell that raises is a CellExecutionError
   assert (tmp_path / 'runs' / 'notebook' / 'config.json').exists()
 
