@@ -2,8 +2,8 @@
 
     spmd-tasks --exp pipeline.StdlibTiny --mode train --num_fake_devices 8 --job_log_dir runs/pipeline
 
-pipeline.StdlibTiny is lm.StdlibTiny on other devices, with the same losses: from 5.6 nats per byte to below 2.4 in 300
-steps.
+pipeline.StdlibTiny is lm.StdlibTiny on other devices, with the same losses: from 6.6 to 1.45 nats
+per byte in 300 steps.
 """
 
 from spmd_tasks import register

@@ -21,13 +21,15 @@ from mkdocs.structure.files import File, Files
 from spmd_tasks.config.registry import list_experiments
 
 ROOT = Path(__file__).parents[1]
+# Modules beside the packages whose public names are written without an `__all__`.
+MODULES = ('errors', 'experiment')
 # Files of the repository's top level that are pages of the site.
 TOP_LEVEL = {'README.md': 'index.md', 'CONTRIBUTING.md': 'contributing.md', 'CHANGELOG.md': 'changelog.md'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Face:
-  """A package with public names: its dotted name, its docstring, the entries of its `__all__`."""
+  """A package with public names: its dotted name, its docstring, the entries of its `__all__`; or one of MODULES."""
 
   package: str
   docstring: str
@@ -48,6 +50,9 @@ def faces(root: Path = ROOT) -> list[Face]:
     if names:
       package = '.'.join(path.parent.relative_to(root).parts)
       found.append(Face(package, ast.get_docstring(tree) or '', names))
+  for name in MODULES:
+    tree = ast.parse((root / 'spmd_tasks' / f'{name}.py').read_text(encoding='utf-8'))
+    found.append(Face(f'spmd_tasks.{name}', ast.get_docstring(tree) or '', own_names(tree)))
   return sorted(found, key=lambda face: face.package)
 
 
@@ -60,9 +65,17 @@ def public_names(tree: ast.Module) -> tuple[str, ...]:
   return ()
 
 
+def own_names(tree: ast.Module) -> tuple[str, ...]:
+  """The names without an underscore that a module binds itself, by definition or assignment."""
+  own = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+  return tuple(name for name in bound_names(own) if not name.startswith('_'))
+
+
 def identifier(package: str, name: str) -> str:
   """The dotted path under which griffe, which reads syntax only, finds a public name."""
   folder = ROOT.joinpath(*package.split('.'))
+  if folder.with_suffix('.py').is_file():
+    return f'{package}.{name}'
   if (folder / f'{name}.py').is_file():
     return f'{package}.{name}'
   tree = ast.parse((folder / '__init__.py').read_text(encoding='utf-8'))

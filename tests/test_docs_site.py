@@ -41,11 +41,15 @@ def test_every_public_name_has_an_api_entry(face, package):
 @pytest.mark.parametrize('face', FACES, ids=lambda face: face.package)
 def test_the_public_names_exist(face):
   module = importlib.import_module(face.package)
-  assert tuple(module.__all__) == face.names
+  if hasattr(module, '__path__'):
+    assert tuple(module.__all__) == face.names
   assert [name for name in face.names if not hasattr(module, name)] == []
 
 
-@pytest.mark.parametrize('face', FACES, ids=lambda face: face.package)
+PACKAGES = [face for face in FACES if face.package.rpartition('.')[2] not in docs_site.MODULES]
+
+
+@pytest.mark.parametrize('face', PACKAGES, ids=lambda face: face.package)
 def test_a_package_explains_itself_in_under_25_lines(face):
   assert 0 < len(face.docstring.splitlines()) < 25
 
