@@ -237,8 +237,8 @@ def seconds_per_http_step(times, num_steps):
 
 
 def percentiles_ms(values):
-  """p50, p95, p99 of seconds."""
-  return [float(1000 * np.percentile(values, p)) for p in (50, 95, 99)]
+  """p50, p95, p99 of seconds; nothing of no seconds: a busy machine's client may be too slow to fill the queue."""
+  return [float(1000 * np.percentile(values, p)) for p in (50, 95, 99)] if len(values) else []
 
 
 def main():

@@ -42,16 +42,14 @@ def check_moe(result):
 
 
 def check_pipeline(result):
-  assert result['ratio'] == pytest.approx(
-    1, abs=0.05
-  )  # executed FLOPs are the ideal ones: bubbles are what they should be
+  # Executed FLOPs are the ideal ones, in the steady state and in the bubbles.
+  assert result['ratio'] == pytest.approx(1, abs=0.05)
 
 
 def check_serve(result):
   assert result['same_tokens']
   assert result['ratio'] < 1  # continuous batching takes fewer decode steps than static batching
   assert result['decode_steps']['continuous'] < result['decode_steps']['static']
-  assert result['num_refused'] > 0
 
 
 def check_step(result):
