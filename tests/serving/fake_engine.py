@@ -1,8 +1,8 @@
 """FakeEngine: an engine without a model, whose tokens are known in advance.
 
-A prompt's answer is its own bytes again, in a circle; what was asked of the engine is kept in `log`. The bytes are read
-from a cache in which every place depends on all before it, as keys and values do: what was computed with other weights,
-behind other tokens or not at all gives another answer.
+The engine answers a prompt with the prompt's own bytes, repeated in a cycle, and records its calls in `log`. It reads
+the bytes from a cache in which each cell depends on all cells before it, as keys and values do: a cell that was
+computed with other weights, after other tokens or not at all changes the answer.
 """
 
 from collections.abc import Sequence
@@ -31,19 +31,19 @@ class Launched:
 
 
 def cell(before: int, token: int) -> int:
-  """What stands in the cache for a token behind a place."""
+  """The cell of a token, given the cell before it."""
   return (before * 1_000_003 + 12_345) % 2**31 * 512 + token
 
 
 def token_of(before: int, here: int) -> int:
-  """The token of a cell, if it belongs behind the one before it."""
+  """The token of a cell; NO_TOKEN if the cell does not follow from the one before it."""
   token = here % 512
   return token if cell(before, token) == here else NO_TOKEN
 
 
 @dataclasses.dataclass
 class Slot:
-  """A request whose prompt is read up to `length`, and how many of its tokens were given out."""
+  """A request, how many tokens of its prompt were read, and how many tokens were generated."""
 
   request: Request
   length: int
@@ -149,7 +149,7 @@ class FakeEngine:
     place = held.num_tokens % held.length
     cache = self.caches[slot]
     token = token_of(cache.get(place - 1, 0), cache.get(place, 0))
-    # Of this no prefill made a whole chunk: nobody may go on behind it.
+    # A generated token is in no chunk of a prefill, so no other prompt may reuse its cell.
     cache[held.length + held.num_tokens] = 0
     held.num_tokens += 1
     is_finished = token in held.request.stop_ids or held.num_tokens >= held.request.max_tokens

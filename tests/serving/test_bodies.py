@@ -1,4 +1,4 @@
-"""Bodies of requests: the sentences about wrong fields, and what hostile bodies cost, without a server."""
+"""Bodies, requests, settings and metrics without a server: sentences about wrong fields, costs of hostile bodies."""
 
 import dataclasses
 import time
@@ -6,6 +6,7 @@ import time
 import pytest
 
 from spmd_tasks.decoding import ChatTemplate, SamplingParams
+from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.serving import RequestError, ServerSettings
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, PublishBody, parse_json, validate
@@ -165,6 +166,14 @@ def test_a_chat_that_a_template_refuses_or_makes_empty_is_an_error_of_its_messag
     with pytest.raises(RequestError) as raised:
       chat_request(ASK, model, LIMITS)
     assert raised.value.param == 'messages'
+
+
+@pytest.mark.parametrize(
+  'name, value', [('port', 65536), ('api_key', 'two\nlines'), ('max_queued', 0), ('send_timeout_s', 0), ('drain_s', -1)]
+)
+def test_settings_out_of_range_are_named(name, value):
+  with pytest.raises(UserError, match='API key' if name == 'api_key' else name):
+    ServerSettings(**{name: value})
 
 
 def test_servers_count_apart_and_without_creation_times():

@@ -110,3 +110,23 @@ def test_a_model_that_cannot_warm_up_is_an_error_not_a_hang(make_thread):
   engine.warm_up = lambda: 1 / 0
   thread, _ = make_thread(engine)
   assert isinstance(thread.error, ZeroDivisionError)
+
+
+def test_an_action_between_sequences_that_fails_ends_the_engine(make_thread):
+  thread, _ = make_thread(FakeEngine())
+  assert thread.between_sequences(lambda: 7).result(5) == 7
+  with pytest.raises(ZeroDivisionError):
+    thread.between_sequences(lambda: 1 / 0).result(5)
+  wait_for(lambda: isinstance(thread.error, ZeroDivisionError) and not thread.is_alive)
+  with pytest.raises(EngineEndedError):
+    thread.between_sequences(lambda: 7)
+
+
+def test_an_action_that_still_waits_at_the_end_is_told(make_thread):
+  thread, posts = make_thread(FakeEngine(num_slots=1, max_len=100_000))
+  thread.submit([sequence(max_tokens=50_000)])
+  wait_for(lambda: posts)
+  action = thread.between_sequences(lambda: 7)
+  thread.stop()
+  with pytest.raises(EngineEndedError):
+    action.result(5)

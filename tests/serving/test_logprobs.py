@@ -1,4 +1,4 @@
-"""Log-probabilities over HTTP, of what is generated and of prompts, and what was reused, over a fake engine."""
+"""Log-probabilities of generated tokens and of prompts, and counts of reused tokens, over HTTP and a fake engine."""
 
 import pytest
 

@@ -43,7 +43,7 @@ def links(num_others=1):
 
 
 def follow_in_background(engine, link, left) -> Future:
-  """A thread that is left behind where a process would have been ended; `left` gets the code and the reason."""
+  """Follows in a thread; where the process would leave, `left` receives the exit code and the reason."""
   result = Future()
 
   def leave(code, reason):
@@ -61,7 +61,7 @@ def follow_in_background(engine, link, left) -> Future:
 
 
 class Pair:
-  """An engine that leads and one that follows; `left` is what would have ended the processes."""
+  """An engine that leads and one that follows; `left` receives the reasons why the processes would leave."""
 
   def __init__(self):
     self.engines = FakeEngine(), FakeEngine()
@@ -95,7 +95,7 @@ def run(scheduler):
 
 
 def settled(pair):
-  """The follower has done all that it was asked."""
+  """Waits until the follower has run all operations."""
   pair.followers.end(0)
   assert pair.followed.result(10) == 0
 
@@ -185,7 +185,7 @@ def test_a_process_that_is_gone_is_noticed_in_the_middle_of_an_operation(pair, m
       stepping.result(5)
   assert pair.followers.stop.is_set()
   gate.set()
-  # Where the server does not end by itself, the process does; the follower, whose own end it was here, says so too.
+  # If the server does not end by itself, the process leaves; the follower, whose link was closed here, leaves too.
   assert any('process 1 of 2 is gone' in pair.left.get(timeout=5) for _ in range(2))
 
 

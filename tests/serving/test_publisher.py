@@ -1,4 +1,4 @@
-"""Other weights while requests run: no request is dropped, and none has tokens of two checkpoints."""
+"""Publishing other weights while requests run: no request is dropped, and none has tokens of two checkpoints."""
 
 from concurrent.futures import ThreadPoolExecutor
 import threading
@@ -16,7 +16,7 @@ ASK = {'model': 'fake.Model', 'prompt': TOKENIZER.encode('abc'), 'max_tokens': 6
 
 
 def restore(step):
-  """The fake's weights are added to its tokens."""
+  """Gives (weights, step); FakeEngine adds its weights to its tokens."""
   if step == 404:
     raise ValueError('there is no checkpoint of step 404')
   return (1, 9) if step is None else (step, step)
