@@ -167,13 +167,7 @@ class LoadedModel:
   @functools.cached_property
   def _decoder(self) -> tuple[DecodeSteps, PromptTokenizer]:
     steps = DecodeSteps(self.partitioned)
-    return steps, PromptTokenizer(
-      tokenizer=self.tokenizer,
-      settings=steps.settings,
-      max_len=steps.max_len,
-      vocab_size=steps.vocab_size,
-      seed=self.job.experiment.seed,
-    )
+    return steps, PromptTokenizer.for_steps(steps, self.tokenizer, self.job.experiment.seed)
 
 
 def _make_mesh(experiment: Experiment, sizes: Sequence[int] | None) -> Mesh:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 from annotated_types import Ge, Lt, MinLen
 from etils import epath
 
+from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt, parse_json
@@ -158,6 +159,17 @@ class PromptTokenizer:
   max_len: int
   vocab_size: int
   seed: int
+
+  @classmethod
+  def for_steps(cls, steps: DecodeSteps, tokenizer: Tokenizer | None, seed: int) -> 'PromptTokenizer':
+    """A PromptTokenizer with the sizes of compiled steps."""
+    return cls(
+      tokenizer=tokenizer,
+      settings=steps.settings,
+      max_len=steps.max_len,
+      vocab_size=steps.vocab_size,
+      seed=seed,
+    )
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of tokens; empty without a tokenizer."""

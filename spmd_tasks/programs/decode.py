@@ -143,13 +143,7 @@ class Decoder:
     self._steps = steps
     self._on_step = on_step
     self._tensorboard = job.experiment.tensorboard
-    self._tokenizer = PromptTokenizer(
-      tokenizer=job.tokenizer,
-      settings=steps.settings,
-      max_len=steps.max_len,
-      vocab_size=steps.vocab_size,
-      seed=job.experiment.seed,
-    )
+    self._tokenizer = PromptTokenizer.for_steps(steps, job.tokenizer, job.experiment.seed)
     self._wanted: dict[str, list[_PromptRequest]] = {}
     for name, source in sources.items():
       self._wanted[name] = []

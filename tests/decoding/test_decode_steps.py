@@ -359,28 +359,3 @@ def test_beams_have_true_scores_and_beat_greedy(name):
       rows = run.logprobs([*ids, *beam.ids])[len(ids) - 1 : -1]
       np.testing.assert_allclose(beam.score, rows[np.arange(len(beam.ids)), beam.ids].sum(), atol=1e-3)
     assert beams[0].score >= sum(greedy[index].logprobs) - 1e-3
-
-
-def test_buckets():
-  assert DecodeSettings(min_bucket=4).buckets(16) == (4, 8, 16)
-  assert DecodeSettings(min_bucket=5).buckets(20) == (5, 8, 16, 20)
-  assert DecodeSettings(min_bucket=64).buckets(16) == (16,)
-
-
-@pytest.mark.parametrize(
-  'fields, message',
-  [
-    ({'num_slots': 0}, 'num_slots=0'),
-    ({'prefill_rows': 9}, 'prefill_rows=9 must be at most num_slots=8'),
-    ({'prefill_chunk': 8}, 'prefill_chunk=8 must be at least min_bucket=16'),
-    ({'temperature': -1.0}, 'temperature=-1.0'),
-    ({'top_p': 1.5}, 'top_p=1.5'),
-    ({'min_p': -0.5}, 'min_p=-0.5'),
-    ({'top_k': -1}, 'top_k=-1'),
-    ({'repetition_penalty': 0.0}, 'repetition_penalty=0.0'),
-    ({'num_top_logprobs': -1}, 'num_top_logprobs=-1'),
-  ],
-)
-def test_impossible_settings_are_errors(fields, message):
-  with pytest.raises(ValueError, match=message):
-    DecodeSettings(**fields)
