@@ -12,7 +12,7 @@ def test_a_request_takes_what_it_leaves_out_from_the_settings():
   settings = DecodeSettings(temperature=1.0, top_k=5, top_p=0.9)
   assert settings.sampling_for(given) == SamplingParams(temperature=0.0, top_k=5, top_p=0.9, min_p=0.5)
   given.top_p = 2.0
-  with pytest.raises(ValueError, match='top_p=2.0'):
+  with pytest.raises(ValueError, match=r'top_p=2\.0'):
     settings.sampling_for(given)
 
 
