@@ -99,7 +99,7 @@ BAD_INPUT = {
   'flag of serve': ((*TINY, *TRAIN, '--port', '0'), ['--port is for --mode serve']),
   'serve without text': (
     (*TINY, '--mode', 'serve', '--job_log_dir', 'HERE/job', '--port', '0'),
-    ['experiment synthetic.Tiny has no tokenizer', 'give one of its inputs a tokenizer'],
+    ['experiment synthetic.Tiny has no tokenizer', 'cannot be served as text'],
   ),
   'no such host': (
     ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--host', '192.0.2.1'),

@@ -1,29 +1,17 @@
 """Bodies, requests, settings and metrics without a server: sentences about wrong fields, costs of hostile bodies."""
 
-import dataclasses
 import time
 
 import pytest
 
-from spmd_tasks.decoding import ChatTemplate, SamplingParams
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.serving import RequestError, ServerSettings
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, PublishBody, parse_json, validate
 from spmd_tasks.serving.metrics import ServerMetrics
-from spmd_tasks.serving.requests import chat_request, completion_request
-from tests.serving.served import ASK, HELLO, MODEL
 
 LIMITS = ServerSettings()
 GOOD = {'model': 'm', 'prompt': 'a'}
 CHAT = {'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WithoutBos(ByteTokenizer):
-  """Has no token for the beginning of text."""
-
-  bos_id: None = dataclasses.field(default=None, init=False)
 
 
 def error_of(body_class, fields) -> RequestError:
@@ -144,28 +132,6 @@ def test_json_that_is_no_object_is_refused():
     with pytest.raises(RequestError) as raised:
       parse_json(data)
     assert raised.value.code == 'invalid_json'
-
-
-def test_what_a_request_leaves_out_is_the_experiments_default():
-  settings = dataclasses.replace(MODEL.settings, temperature=0.7, top_k=5, max_tokens=9)
-  model = dataclasses.replace(MODEL, settings=settings)
-  wanted = completion_request({'model': MODEL.name, 'prompt': ['a', 'b'], 'n': 2, 'top_k': 3}, model, LIMITS)
-  assert [request.sampling for request in wanted.requests] == [SamplingParams(temperature=0.7, top_k=3)] * 4
-  assert [request.max_tokens for request in wanted.requests] == [9] * 4
-  assert [request.sample for request in wanted.requests] == [0, 1, 0, 1]
-  assert len({request.seed for request in wanted.requests}) == 4
-  assert {request.seed for request in completion_request(HELLO | {'seed': -1}, model, LIMITS).requests} == {2**32 - 1}
-  chat = chat_request({name: value for name, value in ASK.items() if name != 'max_tokens'}, model, LIMITS)
-  assert chat.requests[0].max_tokens == 9
-  assert chat.requests[0].stop == MODEL.chat_template.stop
-
-
-def test_a_chat_that_a_template_refuses_or_makes_empty_is_an_error_of_its_messages():
-  for template in ('{{ raise_exception("no") }}', ''):
-    model = dataclasses.replace(MODEL, chat_template=ChatTemplate(template=template), tokenizer=WithoutBos())
-    with pytest.raises(RequestError) as raised:
-      chat_request(ASK, model, LIMITS)
-    assert raised.value.param == 'messages'
 
 
 @pytest.mark.parametrize(

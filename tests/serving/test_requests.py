@@ -5,12 +5,20 @@ import dataclasses
 import pytest
 
 from spmd_tasks.decoding import ChatTemplate, DecodeSettings, SamplingParams
+from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.serving import RequestError, ServerSettings
-from spmd_tasks.serving.requests import chat_request
+from spmd_tasks.serving.requests import chat_request, completion_request
 from tests.serving.fake_engine import TOKENIZER
-from tests.serving.served import ASK, MODEL
+from tests.serving.served import ASK, HELLO, MODEL
 
 SETTINGS = ServerSettings()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithoutBos(ByteTokenizer):
+  """Has no token for the beginning of text."""
+
+  bos_id: None = dataclasses.field(default=None, init=False)
 
 
 def test_the_template_sees_the_messages_and_the_tokenizer_puts_bos_before_its_text():
@@ -35,3 +43,24 @@ def test_sampling_parameters_come_from_the_body_and_then_from_the_settings():
   model = dataclasses.replace(MODEL, settings=DecodeSettings(temperature=0.5, top_k=3, num_top_logprobs=2))
   (request,) = chat_request(ASK | {'top_k': 0, 'min_p': 0.25, 'seed': 1}, model, SETTINGS).requests
   assert request.sampling == SamplingParams(temperature=0.5, min_p=0.25)
+
+
+def test_what_a_request_leaves_out_is_the_experiments_default():
+  settings = dataclasses.replace(MODEL.settings, temperature=0.7, top_k=5, max_tokens=9)
+  model = dataclasses.replace(MODEL, settings=settings)
+  wanted = completion_request({'model': MODEL.name, 'prompt': ['a', 'b'], 'n': 2, 'top_k': 3}, model, SETTINGS)
+  assert [request.sampling for request in wanted.requests] == [SamplingParams(temperature=0.7, top_k=3)] * 4
+  assert [request.max_tokens for request in wanted.requests] == [9] * 4
+  assert [request.sample for request in wanted.requests] == [0, 1, 0, 1]
+  assert len({request.seed for request in wanted.requests}) == 4
+  assert {request.seed for request in completion_request(HELLO | {'seed': -1}, model, SETTINGS).requests} == {2**32 - 1}
+  chat = chat_request({name: value for name, value in ASK.items() if name != 'max_tokens'}, model, SETTINGS)
+  assert chat.requests[0].max_tokens == 9
+  assert chat.requests[0].stop == MODEL.chat_template.stop
+
+
+def test_messages_that_render_as_no_tokens_are_the_clients_error():
+  model = dataclasses.replace(MODEL, chat_template=ChatTemplate(template=''), tokenizer=WithoutBos())
+  with pytest.raises(RequestError, match='no tokens') as caught:
+    chat_request(ASK, model, SETTINGS)
+  assert caught.value.param == 'messages'
