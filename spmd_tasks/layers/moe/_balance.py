@@ -4,7 +4,7 @@ Shapes: B batch, T sequence, E experts, k choices per token; G groups of S token
 N shards of the batch.
 
 All losses and statistics are functions of sums over tokens (`RoutingSums`), so the sums of parts of a batch can be
-added first (layers/statistics.py). The sums leave padding out and count the router's choices before any are dropped.
+added first (layers/base.py). The sums leave padding out and count the router's choices before any are dropped.
 For a batch of padding only, all losses and statistics are 0.
 
 The bias (Wang et al., 2024; DeepSeek-V3) is added to the scores for the choice of experts only. After every step it
