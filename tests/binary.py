@@ -89,6 +89,12 @@ def run_binary(*flags: object, limit_s: float = 200, **start) -> Finished:
   return finish(start_binary(*flags, **start), limit_s)
 
 
+def run_python(code: str, *, limit_s: float = 60, **start) -> Finished:
+  """`python -c <code>`, both streams piped."""
+  streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  return finish(start_process(['-c', code], **streams | start), limit_s)
+
+
 def run_in_process(*flags: object) -> int:
   """The same command line on this process's 8 fake devices; returns the exit code."""
   return main.run([str(flag) for flag in flags])

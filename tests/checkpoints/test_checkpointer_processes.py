@@ -5,7 +5,6 @@ import pathlib
 import random
 import socket
 import subprocess
-import sys
 import threading
 
 import checkpoint_worker
@@ -14,14 +13,15 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from tests import binary
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
 def start(num_devices: int, *argv: str) -> subprocess.Popen[str]:
   env = os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(num_devices), 'PYTHONPATH': str(REPOSITORY)}
-  return subprocess.Popen(
-    [sys.executable, checkpoint_worker.__file__, *argv],
+  return binary.start_process(
+    [checkpoint_worker.__file__, *argv],
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,

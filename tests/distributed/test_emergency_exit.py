@@ -1,7 +1,6 @@
 """How a process leaves in trouble: in subprocesses, since it is the process that ends; jax.distributed is pretended."""
 
 import faulthandler
-import subprocess
 import sys
 import textwrap
 
@@ -10,6 +9,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from tests import binary
 
 PREAMBLE = """
 import faulthandler, logging, multiprocessing, sys, time, threading
@@ -22,10 +22,8 @@ emergency = EmergencyExit()
 MULTI_PROCESS = 'jax.distributed.is_initialized = lambda: True\n'
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-  return subprocess.run(
-    [sys.executable, '-c', PREAMBLE + textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
-  )
+def run(code: str) -> binary.Finished:
+  return binary.run_python(PREAMBLE + textwrap.dedent(code))
 
 
 def test_a_single_process_just_raises():

@@ -8,6 +8,7 @@ import pytest
 
 from spmd_tasks.distributed import initialization
 from spmd_tasks.distributed.initialization import DistributedSettings, detect_cluster, initialize
+from tests import binary
 
 SLURM = {
   'SLURM_JOB_ID': '1234',
@@ -178,9 +179,6 @@ def test_jax_reads_the_same_environment_as_we_do(environ, monkeypatch):
 
 def test_the_coordinator_listens_on_the_given_address_only(tmp_path):
   """The real thing, at the cost of a subprocess: 127.0.0.1 answers, another of this machine's addresses does not."""
-  import subprocess
-  import sys
-
   with socket.socket() as probe:
     probe.bind(('127.0.0.1', 0))
     port = probe.getsockname()[1]
@@ -202,5 +200,5 @@ print(answers('127.0.0.1'), answers('127.0.0.2'), flush=True)
 import os
 os._exit(0)
 """
-  result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60, check=True)
+  result = binary.run_python(code)
   assert result.stdout.strip() == 'True False'

@@ -1,8 +1,6 @@
 """What the processes learn of each other from their records."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ import pytest
 
 from spmd_tasks.distributed import rank_records
 from spmd_tasks.distributed.rank_records import Position, RankRecords, open_rank_records
+from tests import binary
 
 
 def open_all(directory, num_processes=3):
@@ -51,7 +50,7 @@ def test_a_process_that_has_died_here_is_named(tmp_path):
     'from spmd_tasks.distributed.rank_records import *; '
     f'RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2).write_progress(Position(step=9), since=0.0)'
   )
-  subprocess.run([sys.executable, '-c', code], check=True, timeout=60)
+  assert binary.run_python(code).returncode == 0
   assert records[0].describe(Position(step=1), is_waiting=False)[1] == 'process 1 is gone from this host'
 
 

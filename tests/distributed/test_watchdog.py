@@ -1,7 +1,5 @@
 """When the watchdog fires, when it does not, and what it then says."""
 
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -12,6 +10,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.rank_records import RankRecords
 from spmd_tasks.distributed.watchdog import StepWatchdog
+from tests import binary
 
 
 class RecordingExit(EmergencyExit):
@@ -135,13 +134,7 @@ with watchdog.StepWatchdog(timeout_s=0.5, first_step_timeout_s=0.5, emergency=Em
   ],
 )
 def test_a_stuck_process_really_ends_with_its_stacks(call, returncode, message):
-  result = subprocess.run(
-    [sys.executable, '-c', textwrap.dedent(STUCK_SCRIPT).format(call=call)],
-    capture_output=True,
-    text=True,
-    timeout=60,
-    check=False,
-  )
+  result = binary.run_python(textwrap.dedent(STUCK_SCRIPT).format(call=call))
   assert result.returncode == returncode, result.stderr
   assert message in result.stderr
   assert 'in stuck_here' in result.stderr

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -22,6 +21,7 @@ from spmd_tasks.inputs.records import JsonLines, Parquet
 from spmd_tasks.inputs.text import StdlibText, TextFiles
 from spmd_tasks.inputs.text_input import TextInput
 from spmd_tasks.inputs.tokenizers import ByteTokenizer, train_bpe
+from tests import binary
 
 TEXTS = [f'<{i}>' + 'abcdefghij' * (i % 7) for i in range(40)]
 
@@ -312,7 +312,7 @@ def test_a_killed_process_leaves_no_worker_behind(jsonl):
     print('reading', flush=True)
     time.sleep(3600)
   """
-  parent = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, start_new_session=True)
+  parent = binary.start_process(['-c', code], stdout=subprocess.PIPE, start_new_session=True)
   try:
     assert parent.stdout.readline() == b'reading\n'
     parent.kill()
