@@ -8,33 +8,18 @@ moe.StdlibTiny goes from a cross entropy of 5.6 nats per byte to 1.42 in 300 ste
 import fiddle as fdl
 
 from spmd_tasks import register
-from spmd_tasks.experiment import DEFAULT_AXIS_RULES
-from spmd_tasks.layers.attention.attention import Attention
-from spmd_tasks.layers.attention.positions import Rotary
+from spmd_tasks.layers.attention import Attention, Rotary
 from spmd_tasks.layers.moe import CapacityEinsum, Dropless, TopKRouter
 from spmd_tasks.layers.transformer import TransformerBlock
 from spmd_tasks.recipes import MoeLanguageModel
-from spmd_tasks.sharding.expert_axes import data_expert_model_axes, data_model_axes
-
-# Over 8 devices: 2 data x 4 expert, and T5X's form with two data axes, 4 x 2.
-_EXPERT_4 = data_expert_model_axes(
-  num_devices=8, num_expert_partitions=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
-)
-_TWO_DATA_AXES = data_model_axes(num_devices=8, num_experts=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES)
-_EXPERT_4_MDL_2 = data_expert_model_axes(
-  num_devices=8, num_expert_partitions=4, num_partitions=2, base_rules=DEFAULT_AXIS_RULES
-)
-# 256 chips: 8 data x 8 expert x 4 mdl.
-_POD = data_expert_model_axes(num_devices=256, num_expert_partitions=8, num_partitions=4, base_rules=DEFAULT_AXIS_RULES)
+from spmd_tasks.sharding import DataExpertModelMesh, DataModelMesh
 
 
 @register
 class StdlibTiny(MoeLanguageModel):
   """8 experts, top 2, dropless, on the standard library's source; mesh data 2 x expert 4."""
 
-  mesh_axis_names = _EXPERT_4.mesh_axis_names
-  ici_mesh_shape = _EXPERT_4.ici_mesh_shape
-  axis_rules = _EXPERT_4.axis_rules
+  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=4)
   hidden_dims = 192
   num_train_steps = 300
   eval_every_steps = 100
@@ -45,9 +30,7 @@ class StdlibTiny(MoeLanguageModel):
 class SwitchTiny(MoeLanguageModel):
   """Switch Transformer's layer: 4 experts, top 1, capacity factor 1.25; T5X's two data axes, 4 x 2."""
 
-  mesh_axis_names = _TWO_DATA_AXES.mesh_axis_names
-  ici_mesh_shape = _TWO_DATA_AXES.ici_mesh_shape
-  axis_rules = _TWO_DATA_AXES.axis_rules
+  mesh = DataModelMesh(num_devices=8, num_experts=4)
   num_experts = 4
   num_selected_experts = 1
   num_train_steps = 300
@@ -64,9 +47,7 @@ class SwitchTiny(MoeLanguageModel):
 class UnevenExperts(MoeLanguageModel):
   """6 experts over an expert axis of 4; 3 heads, 91 hidden dims and 259 tokens over a mdl axis of 2."""
 
-  mesh_axis_names = _EXPERT_4_MDL_2.mesh_axis_names
-  ici_mesh_shape = _EXPERT_4_MDL_2.ici_mesh_shape
-  axis_rules = _EXPERT_4_MDL_2.axis_rules
+  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=4, num_partitions=2)
   num_experts = 6
   model_dims = 30
   num_layers = 3
@@ -82,9 +63,7 @@ class UnevenExperts(MoeLanguageModel):
 class Mixtral8x7B(MoeLanguageModel):
   """47B parameters, 13B of them at work per token (Jiang et al., 2024); mesh data 8 x expert 8 x mdl 4 (256 chips)."""
 
-  mesh_axis_names = _POD.mesh_axis_names
-  ici_mesh_shape = _POD.ici_mesh_shape
-  axis_rules = _POD.axis_rules
+  mesh = DataExpertModelMesh(num_devices=256, num_expert_partitions=8, num_partitions=4)
   vocab_size = 32_000
   model_dims = 4096
   num_layers = 32

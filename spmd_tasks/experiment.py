@@ -1,4 +1,4 @@
-"""Experiment, what a user subclasses, and Job, the built root that the programs run.
+"""Defines Experiment, which users subclass, and Job, the built experiment that the programs run.
 
     @register
     class StdlibTiny(Experiment):
@@ -14,7 +14,7 @@
       def train_input(self):
         return fdl.Config(TextInput, batch_size=32)
 
-Subclass again and override to vary. Experiments are frozen: what varies is said in fields, never assigned later.
+Subclass again and override to vary. Experiments are frozen: fields hold what varies, and nothing is assigned later.
 """
 
 import abc
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import types
 from typing import Any, ClassVar, dataclass_transform, get_type_hints
@@ -34,32 +35,11 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Input, Tokenizer
 from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
 from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding.mesh_layouts import DEFAULT_AXIS_RULES, MeshLayout
 from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
 
+MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
 _METHODS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
-
-# Weights: fully sharded over `data` on the embed dim, tensor-parallel over `mdl`, experts over `data` too (T5X).
-# Activations: batch over `replica` and `data`, the wide dims over `mdl`.
-DEFAULT_AXIS_RULES: AxisRules = (
-  ('batch', ('replica', 'data')),
-  ('vocab', 'mdl'),
-  ('mlp', 'mdl'),
-  ('heads', 'mdl'),
-  ('kv_heads', 'mdl'),
-  ('embed', 'data'),
-  ('head_dim', None),
-  ('layers', None),
-  ('norm', None),
-  ('expert', 'data'),
-  ('expert_embed', 'data'),  # where `expert` has taken `data`, unsharded
-  ('expert_mlp', 'mdl'),
-  ('seq', None),
-  ('act_embed', None),
-  ('act_vocab', 'mdl'),
-  ('act_mlp', 'mdl'),
-  ('act_heads', 'mdl'),
-  ('act_kv_heads', 'mdl'),
-)
 
 DEFAULT_INPUTS_SPLIT_MAPPING: Mapping[str, SplitDims] = FrozenDict(
   {'map_1d': ('batch',), 'map_2d': ('batch', None), 'map_3d': ('batch', None, None)}
@@ -97,6 +77,19 @@ class _FrozenFields:
   """Makes every subclass a frozen, keyword-only dataclass; its plain class attributes re-default inherited fields."""
 
   _fields_set_here: ClassVar[frozenset[str]] = frozenset()
+  _given: ClassVar[frozenset[str]]  # of each object: the fields that its constructor was given
+
+  def __new__(cls, *args: Any, **kwargs: Any):
+    self = super().__new__(cls)
+    object.__setattr__(self, '_given', frozenset(kwargs))
+    return self
+
+  def _setter_rank(self, name: str) -> float:
+    """Which of several fields was set last: 0 by the constructor, then by the class itself, then by its bases."""
+    if name in self._given:
+      return 0
+    setters = (vars(cls).get('_fields_set_here', ()) for cls in type(self).__mro__)
+    return next((rank for rank, names in enumerate(setters, 1) if name in names), math.inf)
 
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
@@ -136,7 +129,7 @@ class _FrozenFields:
 
 
 class Experiment(_FrozenFields, abc.ABC):
-  """All that one run is: mesh, axis rules, task, inputs, intervals. Frozen; subclass to vary.
+  """Everything that defines a run: mesh, axis rules, task, inputs, intervals. Frozen; subclass to vary.
 
   Intervals are in train steps and None means never (a checkpoint is always written at the end). Times are in seconds.
 
@@ -150,6 +143,9 @@ class Experiment(_FrozenFields, abc.ABC):
   dcn_mesh_shape: tuple[int, ...] | None = None
   # Ordered (logical name, mesh axes) pairs, see sharding/specs.py.
   axis_rules: AxisRules = DEFAULT_AXIS_RULES
+  # The mesh's names, sizes and rules in one field, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4);
+  # it fills the four fields above. One of them that is set later (in a subclass or by --set) wins over the layout.
+  mesh: MeshLayout | None = None
   # An input's split dims by its rank: map_1d, map_2d, ...; None leaves inputs sharded on batch as they enter.
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
 
@@ -185,6 +181,11 @@ class Experiment(_FrozenFields, abc.ABC):
   def __post_init__(self):
     for field in dataclasses.fields(self):
       object.__setattr__(self, field.name, _freeze(getattr(self, field.name)))
+    if self.mesh is not None:
+      axes = self.mesh.axes()
+      for name in MESH_FIELDS:
+        if self._setter_rank(name) > self._setter_rank('mesh'):
+          object.__setattr__(self, name, getattr(axes, name))
     for name in ('ici_mesh_shape', 'dcn_mesh_shape'):
       shape = getattr(self, name)
       if shape is not None and not (isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)):

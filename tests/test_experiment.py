@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
+import pickle
 import re
 from typing import ClassVar
 
 from flax.core import FrozenDict
 import pytest
 
-from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.experiment import DEFAULT_AXIS_RULES, MESH_FIELDS, Experiment, Job
+from spmd_tasks.sharding import DataExpertModelMesh, MeshAxes, MeshSpec, data_expert_model_axes
 
 
 class Base(Experiment):
@@ -219,6 +220,58 @@ def test_the_mesh_spec_is_that_of_the_fields():
   assert experiment.mesh_spec() == MeshSpec(
     axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 2, 4), dcn_mesh_shape=(2, 1, 1)
   )
+
+
+LAYOUT = DataExpertModelMesh(num_devices=8, num_expert_partitions=4)
+AXES = LAYOUT.axes()
+ON_ONE = MeshAxes(mesh_axis_names=('data',), ici_mesh_shape=(8,), axis_rules=(('batch', 'data'),))
+
+
+class WithLayout(Base):
+  mesh = LAYOUT
+
+
+class WithShape(WithLayout):
+  ici_mesh_shape = (1, 1, 4, 2)
+
+
+class WithLayoutAgain(WithShape):
+  mesh = ON_ONE
+
+
+@pytest.mark.parametrize(
+  'experiment, axes',
+  [
+    (WithLayout(), AXES),
+    (WithShape(), dataclasses.replace(AXES, ici_mesh_shape=(1, 1, 4, 2))),
+    (WithLayoutAgain(), ON_ONE),
+    (WithLayout(mesh=ON_ONE), ON_ONE),
+    (WithShape(mesh=ON_ONE), ON_ONE),
+    (WithLayout(ici_mesh_shape=(1, 8, 1, 1)), dataclasses.replace(AXES, ici_mesh_shape=(1, 8, 1, 1))),
+    (WithLayout(mesh=ON_ONE, ici_mesh_shape=(4,)), dataclasses.replace(ON_ONE, ici_mesh_shape=(4,))),
+    (Base(mesh=LAYOUT, dcn_mesh_shape=(1, 2, 1, 1)), dataclasses.replace(AXES, dcn_mesh_shape=(1, 2, 1, 1))),
+  ],
+)
+def test_a_mesh_layout_fills_what_was_not_set_later(experiment, axes):
+  assert {name: getattr(experiment, name) for name in MESH_FIELDS} == {
+    name: getattr(axes, name) for name in MESH_FIELDS
+  }
+  assert dataclasses.replace(experiment, seed=3).mesh_spec() == experiment.mesh_spec()
+  assert pickle.loads(pickle.dumps(experiment)) == experiment
+
+
+def test_a_layout_that_does_not_fit_is_refused():
+  with pytest.raises(ValueError, match='8 devices are not a multiple of the model parallelism 3'):
+    Base(mesh=DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_partitions=3))
+  with pytest.raises(ValueError, match='one size per axis'):
+    WithLayout(ici_mesh_shape=(8, 1, 1))
+
+
+def test_default_rules_of_layouts_are_those_of_the_constructors():
+  expected = data_expert_model_axes(
+    num_devices=8, num_expert_partitions=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
+  )
+  assert (AXES.axis_rules, AXES.ici_mesh_shape) == (expected.axis_rules, expected.ici_mesh_shape)
 
 
 @pytest.mark.parametrize('name', ['a.b', '../up', 'a b', ''])

@@ -81,6 +81,10 @@ def broken_files(tmp_path):
 TRAIN = ('--mode', 'train', '--job_log_dir', 'HERE/job')
 BAD_INPUT = {
   'no experiment': (TRAIN, ['give one of --exp NAME (--list shows the registered names) and --config FILE']),
+  'directory without a job': (
+    ('--mode', 'eval', '--job_log_dir', 'HERE/job'),
+    ['give one of --exp NAME', 'or neither with the --job_log_dir of a job that has begun'],
+  ),
   'two experiments': (
     ('--exp', 'synthetic.Tiny', '--config', 'HERE/cut.json', *TRAIN),
     ['give one of --exp NAME', '--config FILE'],
@@ -201,7 +205,7 @@ BAD_INPUT = {
   'config that is something else': (('--config', 'HERE/other.json', *TRAIN), ['no saved config']),
   'config of an experiment that is gone': (
     ('--config', 'HERE/gone.json', *TRAIN),
-    ["unknown experiment 'synthetic.Gone'"],
+    ["unknown experiment 'synthetic.Gone'", 'run the command in the directory from which it was trained'],
   ),
 }
 

@@ -24,7 +24,7 @@ from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.config.symbols import current_names
 from spmd_tasks.config.tree import DROP, UNSET, apply_changes, check_buildable, copy_config, fields_of, is_node, walk
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 
 _PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
 
@@ -93,6 +93,7 @@ def from_json(saved: Mapping[str, Any], overrides: Sequence[str] = ()) -> Resolv
   of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
   of_parts = {path: value for path, value in saved['config'].items() if is_part[path]}
   config = apply_changes(config, _changes_to(config, of_experiment))
+  _leave_mesh_to_its_layout(cls, config)
   changes = _changes_to(_parts_of(_build_experiment(cls, config)), of_parts)
   return _resolve(cls, config, changes, overrides, saved['overrides'])
 
@@ -120,6 +121,17 @@ def _resolve(
   return ResolvedConfig(
     name=registry.name_of(cls), experiment=experiment, parts=parts, overrides=dict(earlier_overrides) | given
   )
+
+
+def _leave_mesh_to_its_layout(cls: type, config: fdl.Config) -> None:
+  """Unsets mesh fields that say what the layout in `mesh` gives anyway, so that overrides of `mesh` have an effect."""
+  given = {name: getattr(config, name) for name in MESH_FIELDS if name in config.__arguments__}
+  for name in given:
+    delattr(config, name)
+  filled = _build_experiment(cls, config)
+  for name, value in given.items():
+    if getattr(filled, name) != value:
+      setattr(config, name, value)
 
 
 def _build_experiment(cls: type, config: fdl.Config) -> Experiment:

@@ -9,8 +9,9 @@ experiment map logical names to mesh axes. A dimension that its mesh axes do not
 step; the layers never see the padding. Inside a step, `constrain` lays out activations by the same rules.
 
 Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh), weights.py (the declaration
-of a weight), padding.py (uneven shapes). Then expert_axes.py (axis rules with expert parallelism), reductions.py (norms
-of sharded trees) and host_layout.py (the rows of a batch on one host).
+of a weight), padding.py (uneven shapes). Then expert_axes.py (axis rules with expert parallelism), mesh_layouts.py (mesh
+and rules as one field of an experiment), reductions.py (norms of sharded trees) and host_layout.py (the rows of a batch
+on one host).
 """
 
 from spmd_tasks.sharding.expert_axes import (
@@ -23,6 +24,14 @@ from spmd_tasks.sharding.expert_axes import (
 )
 from spmd_tasks.sharding.host_layout import HostDataLayout, host_data_layout
 from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding.mesh_layouts import (
+  DEFAULT_AXIS_RULES,
+  DataExpertModelMesh,
+  DataModelMesh,
+  HiddenShardingMesh,
+  MeshAxes,
+  MeshLayout,
+)
 from spmd_tasks.sharding.padding import evenly_divided_spec, pad, padded_shape, unpad
 from spmd_tasks.sharding.reductions import sum_of_squares
 from spmd_tasks.sharding.specs import (
@@ -56,11 +65,17 @@ from spmd_tasks.sharding.weights import (
 )
 
 __all__ = [
+  'DEFAULT_AXIS_RULES',
   'STACK_DIM',
   'AxisRules',
+  'DataExpertModelMesh',
+  'DataModelMesh',
   'ExpertAxes',
+  'HiddenShardingMesh',
   'HostDataLayout',
   'Initializer',
+  'MeshAxes',
+  'MeshLayout',
   'MeshSpec',
   'ShardingScope',
   'SplitDim',

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from small_experiments import Built, FeedForward, Incomplete, Input, Model, Optimizer, Reduction, Small, Task
 
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config.resolve import from_json, resolve, to_json
 from spmd_tasks.experiment import Experiment
 
 
@@ -190,3 +190,13 @@ def test_functions_make_parts_too():
       return fdl.Config(make_task, width=self.num_layers)
 
   assert resolve(FromFunction, ['task.scale=2', 'task.width=3']).build().task == (3, 2.0)
+
+
+def test_a_mesh_layout_is_set_by_path():
+  changed = resolve('moe.StdlibTiny', ['mesh.num_expert_partitions=2', 'mesh.num_partitions=2']).experiment
+  assert changed.ici_mesh_shape == (1, 2, 2, 2)
+  assert resolve('moe.StdlibTiny', ['ici_mesh_shape=1,1,8,1']).experiment.ici_mesh_shape == (1, 1, 8, 1)
+  again = from_json(to_json(resolve('moe.StdlibTiny')), ['mesh.num_expert_partitions=8']).experiment
+  assert again.ici_mesh_shape == (1, 1, 8, 1)
+  saved = to_json(resolve('moe.StdlibTiny', ['ici_mesh_shape=1,1,8,1']))
+  assert from_json(saved).experiment.ici_mesh_shape == (1, 1, 8, 1)

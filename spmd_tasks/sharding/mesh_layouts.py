@@ -1,0 +1,136 @@
+"""Mesh layouts: axis names, sizes and axis rules of an experiment in one field, which --set can change.
+
+    class Mixture(MoeLanguageModel):
+      mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=4)
+
+    spmd-tasks --exp my.Mixture --set mesh.num_expert_partitions=2 ...
+
+A layout fills the experiment's fields `mesh_axis_names`, `ici_mesh_shape`, `dcn_mesh_shape` and `axis_rules`.
+"""
+
+import dataclasses
+from typing import Protocol
+
+from spmd_tasks.sharding.expert_axes import data_expert_model_axes, data_model_axes, hidden_sharding_axes
+from spmd_tasks.sharding.specs import AxisRules
+
+# Weights: fully sharded over `data` on the embed dim, tensor-parallel over `mdl`, experts over `data` too (T5X).
+# Activations: batch over `replica` and `data`, the wide dims over `mdl`.
+DEFAULT_AXIS_RULES: AxisRules = (
+  ('batch', ('replica', 'data')),
+  ('vocab', 'mdl'),
+  ('mlp', 'mdl'),
+  ('heads', 'mdl'),
+  ('kv_heads', 'mdl'),
+  ('embed', 'data'),
+  ('head_dim', None),
+  ('layers', None),
+  ('norm', None),
+  ('expert', 'data'),
+  ('expert_embed', 'data'),  # where `expert` has taken `data`, unsharded
+  ('expert_mlp', 'mdl'),
+  ('seq', None),
+  ('act_embed', None),
+  ('act_vocab', 'mdl'),
+  ('act_mlp', 'mdl'),
+  ('act_heads', 'mdl'),
+  ('act_kv_heads', 'mdl'),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshAxes:
+  """A mesh that is written out: axis names, outermost first, their sizes, and the axis rules.
+
+  Fields:
+    mesh_axis_names: the axes.
+    ici_mesh_shape, dcn_mesh_shape: their sizes inside a slice and across slices; None: one slice.
+    axis_rules: ordered (logical name, mesh axes) pairs.
+  """
+
+  mesh_axis_names: tuple[str, ...]
+  ici_mesh_shape: tuple[int, ...]
+  dcn_mesh_shape: tuple[int, ...] | None = None
+  axis_rules: AxisRules = DEFAULT_AXIS_RULES
+
+  def axes(self) -> 'MeshAxes':
+    return self
+
+
+class MeshLayout(Protocol):
+  """The settings of a mesh; a frozen dataclass, so that --set reaches its fields."""
+
+  def axes(self) -> MeshAxes:
+    """Returns the mesh and its rules.
+
+    Raises:
+      UserError: the sizes do not fit together.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataExpertModelMesh:
+  """Mesh (replica, data, expert, mdl): an axis for the experts, see `data_expert_model_axes`.
+
+  Fields:
+    num_devices: of the whole mesh; `data` gets what the other two axes leave.
+    num_expert_partitions: over how many devices the experts are split.
+    num_partitions: the size of `mdl`.
+    base_rules: the axis rules of everything but experts.
+  """
+
+  num_devices: int
+  num_expert_partitions: int
+  num_partitions: int = 1
+  base_rules: AxisRules = DEFAULT_AXIS_RULES
+
+  def axes(self) -> MeshAxes:
+    return _of_experts(data_expert_model_axes(**_fields(self)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataModelMesh:
+  """Mesh (replica, data, mdl): experts along `data`, and `mdl` as a second data axis, see `data_model_axes`.
+
+  Fields:
+    num_devices: of the whole mesh.
+    num_experts: of the model.
+    num_partitions: model parallelism; with 1 and fewer experts than devices, `mdl` splits the batch.
+    base_rules: the axis rules of everything but experts.
+  """
+
+  num_devices: int
+  num_experts: int
+  num_partitions: int = 1
+  base_rules: AxisRules = DEFAULT_AXIS_RULES
+
+  def axes(self) -> MeshAxes:
+    return _of_experts(data_model_axes(**_fields(self)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiddenShardingMesh:
+  """Mesh (replica, data, expert, mdl): `data` splits the hidden layer of experts, see `hidden_sharding_axes`.
+
+  Fields:
+    num_devices: of the whole mesh.
+    num_experts, hidden_dim: of the model.
+    base_rules: the axis rules of everything but experts.
+  """
+
+  num_devices: int
+  num_experts: int
+  hidden_dim: int
+  base_rules: AxisRules = DEFAULT_AXIS_RULES
+
+  def axes(self) -> MeshAxes:
+    return _of_experts(hidden_sharding_axes(**_fields(self)))
+
+
+def _fields(layout) -> dict:
+  return {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
+
+
+def _of_experts(axes) -> MeshAxes:
+  return MeshAxes(mesh_axis_names=axes.mesh_axis_names, ici_mesh_shape=axes.ici_mesh_shape, axis_rules=axes.axis_rules)
