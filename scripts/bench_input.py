@@ -18,7 +18,7 @@ from typing import Any
 from alternation import print_result
 import jax
 
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.distributed.fake_devices import use_fake_devices
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs.prefetch import Prefetcher

@@ -40,7 +40,7 @@ import bare_decode
 import jax
 import numpy as np
 
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.decoding import ChatTemplate, DecodeSteps, GeneratedSequence, ModelEngine, Request, Scheduler
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server

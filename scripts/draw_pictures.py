@@ -15,7 +15,7 @@ from typing import Any
 from draw_request import request_life
 import svg
 
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers.pipeline import BackwardSchedule, Schedule

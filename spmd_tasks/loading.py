@@ -16,13 +16,13 @@ from typing import Any
 from etils import epath
 import flax.linen as nn
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import numpy as np
 import numpy.typing as npt
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
 from spmd_tasks.checkpoints.durable_files import absolute_path
-from spmd_tasks.config.resolve import from_json
+from spmd_tasks.config.resolution import from_json
 from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
 from spmd_tasks.errors import UserError
@@ -86,7 +86,7 @@ class LoadedModel:
     return self.job.task.model
 
   @property
-  def mesh(self) -> Mesh:
+  def mesh(self) -> Mesh | AbstractMesh:
     """The mesh on which the weights lie."""
     return self.partitioned.mesh
 

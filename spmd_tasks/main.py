@@ -54,7 +54,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_experiment(args: argparse.Namespace) -> int:
-  from spmd_tasks.config.resolve import to_json
+  from spmd_tasks.config import to_json
   from spmd_tasks.config.saved_config import format_config
 
   resolved = _resolve(args)
@@ -119,7 +119,7 @@ def _run_experiment(args: argparse.Namespace) -> int:
 def _resolve(args: argparse.Namespace) -> Any:
   """The resolved config that the flags name: an experiment, a saved config, or that of the job in --job_log_dir."""
   from spmd_tasks.checkpoints.durable_files import absolute_path
-  from spmd_tasks.config.resolve import from_json, resolve
+  from spmd_tasks.config import from_json, resolve
   from spmd_tasks.config.saved_config import read_saved_config
 
   if args.exp is not None and args.config is None:

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from tests import binary
 

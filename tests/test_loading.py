@@ -8,7 +8,7 @@ import pytest
 
 from spmd_tasks import UserError, exit_codes, load
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.config.resolve import resolve, to_json
+from spmd_tasks.config import resolve, to_json
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.sharding.mesh import MeshSpec
 from tests import binary

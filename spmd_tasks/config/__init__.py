@@ -1,1 +1,60 @@
-"""From names and command-line overrides to a built Job; beside main and experiments, only this knows Fiddle."""
+"""Configuration: from an experiment's name and `path=value` overrides to a built Job, and to JSON and back.
+
+    resolved = resolve('lm.StdlibTiny', ['num_layers=4', 'task.learner.clip_global_norm=0.5'])
+    job = resolved.build()
+    saved = to_json(resolved)                    # every field by path, as config.json has it
+    resolved = from_json(saved, ['seed=1'])
+
+Read in this order:
+  registry.py      names to experiment classes, and --list
+  resolution.py    overrides, defaults and saved values to one resolved config
+  overrides.py     one `path=value`, with the nearest names where a path does not exist
+  field_types.py, values.py    the type of a field, and the value of a text
+  tree.py          configs, dataclasses and Linen modules as one tree of fields
+  encoding.py, symbols.py, saved_config.py    values as JSON, names of classes, the file's form
+  changes.py       whether a resumed job computes the same numbers
+
+A name below is imported when it is first used, because --list must wait for neither JAX nor Fiddle.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from spmd_tasks.config.changes import diff, refuse_changed_config
+  from spmd_tasks.config.registry import UnknownExperimentError, list_experiments, register
+  from spmd_tasks.config.resolution import ResolvedConfig, from_json, resolve, to_json
+  from spmd_tasks.config.saved_config import format_config, read_saved_config
+  from spmd_tasks.config.symbols import symbol_of
+
+__all__ = [
+  'ResolvedConfig',
+  'UnknownExperimentError',
+  'diff',
+  'format_config',
+  'from_json',
+  'list_experiments',
+  'read_saved_config',
+  'refuse_changed_config',
+  'register',
+  'resolve',
+  'symbol_of',
+  'to_json',
+]
+
+_MODULES = {
+  'changes': ('diff', 'refuse_changed_config'),
+  'registry': ('UnknownExperimentError', 'list_experiments', 'register'),
+  'resolution': ('ResolvedConfig', 'from_json', 'resolve', 'to_json'),
+  'saved_config': ('format_config', 'read_saved_config'),
+  'symbols': ('symbol_of',),
+}
+
+
+def __getattr__(name: str) -> Any:
+  for module, names in _MODULES.items():
+    if name in names:
+      value = getattr(importlib.import_module(f'spmd_tasks.config.{module}'), name)
+      globals()[name] = value
+      return value
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -29,7 +29,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
 
   Args:
     job_log_dir: a job's directory, or a new one.
-    config: JSON, as `resolve.to_json` gives it.
+    config: JSON, as `to_json` gives it.
     mode: 'train', where everything that a step depends on must be the same, or 'eval': model, loss and experiment.
 
   Raises:

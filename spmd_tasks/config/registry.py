@@ -70,11 +70,11 @@ def list_experiments() -> list[tuple[str, str]]:
     found.update(_registered_in(path, path.stem))
   for name, modules in sorted(_modules_of_others().items()):
     for module in sorted(modules):
-      path = _source_of(module)
-      if path is None:
+      source = _source_of(module)
+      if source is None:
         found[f'{name}.*'] = f'cannot be listed: the source of {module}, an entry point, is not found'
       else:
-        found.update(_registered_in(path, name if len(modules) == 1 and not _is_own_module(name) else module))
+        found.update(_registered_in(source, name if len(modules) == 1 and not _is_own_module(name) else module))
   return list(found.items())
 
 

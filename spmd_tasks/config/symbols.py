@@ -106,7 +106,7 @@ def current_names(encoded: Any) -> Any:
     return [current_names(item) for item in encoded]
   if not isinstance(encoded, dict):
     return encoded
-  renamed = {}
+  renamed: dict[str, Any] = {}
   for key, item in encoded.items():
     if key in ('symbol', 'enum', 'object') and isinstance(item, str):
       renamed[key] = current_symbol(item)

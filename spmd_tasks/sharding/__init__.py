@@ -9,9 +9,9 @@ experiment map logical names to mesh axes. A dimension that its mesh axes do not
 step; the layers never see the padding. Inside a step, `constrain` lays out activations by the same rules.
 
 Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh), weights.py (the declaration
-of a weight), padding.py (uneven shapes). Then expert_axes.py (axis rules with expert parallelism), mesh_layouts.py (mesh
-and rules as one field of an experiment), reductions.py (norms of sharded trees) and host_layout.py (the rows of a batch
-on one host).
+of a weight), padding.py (uneven shapes). Then expert_axes.py (axis rules with expert parallelism), mesh_layouts.py (a
+mesh and its rules as one field of an experiment), reductions.py (norms of sharded trees) and host_layout.py (the rows
+of a batch on one host).
 """
 
 from spmd_tasks.sharding.expert_axes import (

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from spmd_tasks.config import resolve, to_json
 from spmd_tasks.config.changes import refuse_changed_config
-from spmd_tasks.config.resolve import resolve, to_json
 
 
 @pytest.fixture

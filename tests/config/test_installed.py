@@ -28,8 +28,9 @@ import spmd_tasks.experiments
 from spmd_tasks import main
 
 print(spmd_tasks.experiments.DIRECTORY)
-for flags in (['--list'], ['--exp', 'lm.StdlibTiny', '--print_config'], ['--exp', 'experiments.lm.Mine', '--print_config']):
-  assert main.run(flags) == 0
+assert main.run(['--list']) == 0
+for name in ('lm.StdlibTiny', 'experiments.lm.Mine'):
+  assert main.run(['--exp', name, '--print_config']) == 0
 """
 OWN = """
 from spmd_tasks.experiments.lm import StdlibTiny

@@ -8,7 +8,7 @@ import pytest
 from small_experiments import Small
 
 from spmd_tasks import exit_codes
-from spmd_tasks.config.resolve import from_json, resolve, to_json
+from spmd_tasks.config import from_json, resolve, to_json
 from spmd_tasks.errors import user_error_code
 from tests import binary
 

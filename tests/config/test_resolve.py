@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from small_experiments import Built, FeedForward, Incomplete, Input, Model, Optimizer, Reduction, Small, Task
 
-from spmd_tasks.config.resolve import from_json, resolve, to_json
+from spmd_tasks.config import from_json, resolve, to_json
 from spmd_tasks.experiment import Experiment
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.learning import Learner, Sgd, accumulate_gradients
 from spmd_tasks.learning.expert_weights import scale_expert_grads
 from spmd_tasks.sharding import WeightSpec

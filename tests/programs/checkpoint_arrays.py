@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from tests.programs.small_jobs import SMALL
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.programs.eval import evaluate
 from tests import binary

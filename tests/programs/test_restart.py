@@ -3,7 +3,7 @@
 import json
 
 from spmd_tasks import exit_codes
-from spmd_tasks.config.resolve import resolve, to_json
+from spmd_tasks.config import resolve, to_json
 from spmd_tasks.programs.job_directory import claim
 from tests import binary
 from tests.programs.small_jobs import SMALL

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from tests import binary
 from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays

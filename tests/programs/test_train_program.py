@@ -14,7 +14,7 @@ import types
 import numpy as np
 import pytest
 
-from spmd_tasks.config.resolve import resolve, to_json
+from spmd_tasks.config import resolve, to_json
 from tests import binary
 from tests.programs.small_jobs import SMALL
 

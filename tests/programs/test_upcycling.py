@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs.upcycling import initialize_from
 from tests import binary

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.experiment import Experiment, partition_job
 from spmd_tasks.runtime import PartitionedModel, TrainState
 

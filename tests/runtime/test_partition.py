@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers.losses import LanguageModelLoss
 from spmd_tasks.learning.learner import Learner
