@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from experiments.pipeline import CircularTiny
-from spmd_tasks.config.resolve import resolve
+from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LanguageModelLoss, declare_weight
 from spmd_tasks.learning import FromOptax, Learner, LinearWarmupCosine, Sgd
