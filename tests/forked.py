@@ -21,6 +21,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 
 SOCKET_VARIABLE = 'SPMD_TASKS_FORK_SERVER'  # names the server's socket to the processes of the tests
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -36,15 +37,27 @@ def running_server(directory: Path) -> Iterator[None]:
   left_out = ('JAX_', 'COVERAGE_', 'COV_')
   env = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
   env |= {'PYTHONPATH': str(REPOSITORY), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
-  server = subprocess.Popen(
-    [sys.executable, Path(__file__).with_name('fork_server.py'), path], stdin=subprocess.PIPE, env=env, cwd=REPOSITORY
-  )
+  with (directory / 'log').open('wb') as log:
+    server = subprocess.Popen(
+      [sys.executable, Path(__file__).with_name('fork_server.py'), path],
+      cwd=REPOSITORY,
+      env=env,
+      stdin=subprocess.PIPE,
+      stdout=log,
+      stderr=subprocess.STDOUT,
+    )
   os.environ[SOCKET_VARIABLE] = path
   try:
     yield
   finally:
     del os.environ[SOCKET_VARIABLE]
     server.communicate()
+
+
+def server_is_gone() -> RuntimeError:
+  """The error to raise, with what the server wrote at its end."""
+  log = Path(os.environ[SOCKET_VARIABLE]).with_name('log').read_text(errors='replace')
+  return RuntimeError(f'the fork server is gone; it wrote:\n{log}')
 
 
 def is_running() -> bool:
@@ -57,16 +70,14 @@ def request_process(
 ) -> tuple[socket.socket, int]:
   """Has the server fork; returns the connection, on which the wait status will come, and the child's pid."""
   connection = socket.socket(socket.AF_UNIX)
-  deadline_tries = 500
-  while True:
+  for _ in range(1500):  # 30 s
     try:
       connection.connect(os.environ[SOCKET_VARIABLE])
       break
-    except (FileNotFoundError, ConnectionRefusedError):
-      deadline_tries -= 1
-      if not deadline_tries:
-        raise
-      select.select([], [], [], 0.02)
+    except (FileNotFoundError, ConnectionRefusedError):  # it has only just been started
+      time.sleep(0.02)
+  else:
+    raise server_is_gone()
   body = json.dumps({'argv': list(argv), 'cwd': cwd, 'env': env, 'new_session': new_session}).encode()
   socket.send_fds(connection, [_HEADER.pack(len(body))], fds)
   connection.sendall(body)
@@ -74,7 +85,7 @@ def request_process(
   while not pid.endswith(b'\n'):
     byte = connection.recv(1)
     if not byte:
-      raise RuntimeError('the fork server is gone: its stderr says why')
+      raise server_is_gone()
     pid += byte
   return connection, int(pid)
 
@@ -120,7 +131,7 @@ class ForkedPopen(subprocess.Popen):
       return None
     text = self._connection.recv(64)
     if not text:
-      raise RuntimeError('the fork server is gone: its stderr says why')
+      raise server_is_gone()
     self._connection.close()
     self._connection = None
     self._handle_exitstatus(int(text))
