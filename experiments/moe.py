@@ -8,9 +8,9 @@ moe.StdlibTiny goes from a cross entropy of 5.6 nats per byte to 1.42 in 300 ste
 import fiddle as fdl
 
 from spmd_tasks import register
+from spmd_tasks.layers import TransformerBlock
 from spmd_tasks.layers.attention import Attention, Rotary
 from spmd_tasks.layers.moe import CapacityEinsum, Dropless, TopKRouter
-from spmd_tasks.layers.transformer import TransformerBlock
 from spmd_tasks.recipes import MoeLanguageModel
 from spmd_tasks.sharding import DataExpertModelMesh, DataModelMesh
 

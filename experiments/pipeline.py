@@ -10,8 +10,7 @@ from spmd_tasks import register
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments import lm, moe
 from spmd_tasks.recipes import PipelinedLanguageModel
-from spmd_tasks.sharding import stage_axis_rules
-from spmd_tasks.sharding.expert_axes import data_expert_model_axes
+from spmd_tasks.sharding import data_expert_model_axes, stage_axis_rules
 
 # Of a stage's 4 devices: 2 data x 2 expert.
 _EXPERT_2 = data_expert_model_axes(

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.layers.feed_forward import activation_function
+from spmd_tasks.layers import activation_function
 from spmd_tasks.layers.moe import (
   CapacityEinsum,
   CapacityGather,

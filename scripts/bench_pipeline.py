@@ -30,18 +30,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
-from spmd_tasks.layers.attention.attention import Attention
-from spmd_tasks.layers.feed_forward import GatedFeedForward
-from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.layers.pipeline.schedule import Schedule
-from spmd_tasks.layers.pipeline.stack import PipelinedStack
-from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
-from spmd_tasks.sharding import stage_axis_rules
-from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.specs import sharding_scope
-from spmd_tasks.sharding.weights import unbox_weights
+from spmd_tasks.layers import GatedFeedForward, RmsNorm, TransformerBlock, TransformerStack
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
+from spmd_tasks.sharding import MeshSpec, sharding_scope, stage_axis_rules, unbox_weights
 
 STAGES, DATA = 4, 2
 SEQ_LEN, MODEL_DIM, HIDDEN_DIM, NUM_HEADS = 64, 64, 192, 4

@@ -26,7 +26,7 @@ from alternation import alternate, paired_ratio, print_result, ratio
 import bare_step
 
 from spmd_tasks.config import resolve
-from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.experiment import partition_job
 
 EXPERIMENT = 'lm.StdlibTiny'  # 1 x 4 x 2 devices, width 128, 4 layers

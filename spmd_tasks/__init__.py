@@ -23,12 +23,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from spmd_tasks.config.registry import register
+  from spmd_tasks.config import register
   from spmd_tasks.errors import UserError
   from spmd_tasks.experiment import Experiment
-  from spmd_tasks.learning.learner import Learner
+  from spmd_tasks.learning import Learner
   from spmd_tasks.loading import LoadedModel, load
-  from spmd_tasks.runtime.task import Task
+  from spmd_tasks.runtime import Task
 
 __all__ = ['Experiment', 'Learner', 'LoadedModel', 'Task', 'UserError', 'load', 'register']
 

@@ -34,9 +34,7 @@ from spmd_tasks.decoding import ChatTemplate, PromptSource
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Input, Tokenizer
 from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
-from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.mesh_layouts import DEFAULT_AXIS_RULES, MeshLayout
-from spmd_tasks.sharding.specs import AxisRules, SplitDims, check_axis_rules
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
 MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
 _METHODS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')

@@ -117,7 +117,7 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 
 def distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
   """The `DistributedSettings` of the flags and of the experiment's timeouts."""
-  from spmd_tasks.distributed.initialization import DistributedSettings
+  from spmd_tasks.distributed import DistributedSettings
 
   return DistributedSettings(
     coordinator_address=args.coordinator_address,

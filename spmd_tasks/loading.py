@@ -20,15 +20,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import numpy as np
 import numpy.typing as npt
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.checkpoints.durable_files import absolute_path
-from spmd_tasks.config.resolution import from_json
-from spmd_tasks.config.saved_config import read_saved_config
+from spmd_tasks.checkpoints import Checkpointer, absolute_path
+from spmd_tasks.config import from_json, read_saved_config
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
 from spmd_tasks.inputs import Tokenizer
-from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_weights
+from spmd_tasks.programs import checkpoint_directory, restore_evaluation_weights
 from spmd_tasks.runtime import CompiledStep, PartitionedModel
 from spmd_tasks.sharding import padding
 

@@ -54,8 +54,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_experiment(args: argparse.Namespace) -> int:
-  from spmd_tasks.config import to_json
-  from spmd_tasks.config.saved_config import format_config
+  from spmd_tasks.config import format_config, to_json
 
   resolved = _resolve(args)
   config = to_json(resolved)
@@ -68,11 +67,10 @@ def _run_experiment(args: argparse.Namespace) -> int:
     raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
   check_flags_of_mode(args)
 
-  from spmd_tasks.checkpoints.durable_files import absolute_path
-  from spmd_tasks.config.changes import refuse_changed_config
-  from spmd_tasks.distributed.emergency_exit import EmergencyExit
-  from spmd_tasks.distributed.initialization import initialize
-  from spmd_tasks.programs.timing import StartupClock
+  from spmd_tasks.checkpoints import absolute_path
+  from spmd_tasks.config import refuse_changed_config
+  from spmd_tasks.distributed import EmergencyExit, initialize
+  from spmd_tasks.programs import StartupClock
 
   clock = StartupClock()
   emergency = EmergencyExit()
@@ -84,18 +82,18 @@ def _run_experiment(args: argparse.Namespace) -> int:
     if not args.accept_config_changes:
       refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
     if args.mode == 'train':
-      from spmd_tasks.programs.train import train
+      from spmd_tasks.programs import train
 
       config_json = json.dumps(config, indent=1) + '\n'
-      return train(job, job_log_dir, emergency=emergency, clock=clock, config_json=config_json)
+      return train.train(job, job_log_dir, emergency=emergency, clock=clock, config_json=config_json)
     if args.mode == 'eval':
-      from spmd_tasks.programs.eval import evaluate
+      from spmd_tasks.programs import eval as evaluation
 
-      return evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
+      return evaluation.evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
     if args.mode in ('decode', 'decode_once'):
-      from spmd_tasks.programs.decode import decode
+      from spmd_tasks.programs import decode
 
-      return decode(
+      return decode.decode(
         job,
         job_log_dir,
         emergency=emergency,
@@ -104,12 +102,12 @@ def _run_experiment(args: argparse.Namespace) -> int:
         step=args.checkpoint_step,
         watch=args.mode == 'decode',
       )
-    from spmd_tasks.programs.serve import serve, server_settings
+    from spmd_tasks.programs import serve
 
-    return serve(
+    return serve.serve(
       job,
       job_log_dir,
-      server_settings(**{name: getattr(args, name) for name in SERVE_FLAGS}),
+      serve.server_settings(**{name: getattr(args, name) for name in SERVE_FLAGS}),
       emergency=emergency,
       step=args.checkpoint_step,
       bind_address=args.coordinator_bind_address,
@@ -118,9 +116,8 @@ def _run_experiment(args: argparse.Namespace) -> int:
 
 def _resolve(args: argparse.Namespace) -> Any:
   """The resolved config that the flags name: an experiment, a saved config, or that of the job in --job_log_dir."""
-  from spmd_tasks.checkpoints.durable_files import absolute_path
-  from spmd_tasks.config import from_json, resolve
-  from spmd_tasks.config.saved_config import read_saved_config
+  from spmd_tasks.checkpoints import absolute_path
+  from spmd_tasks.config import from_json, read_saved_config, resolve
 
   if args.exp is not None and args.config is None:
     return resolve(args.exp, overrides_of(args))
@@ -141,7 +138,7 @@ def _use_fake_devices(num_devices: int | None) -> None:
     return
   if num_devices < 1:
     raise UserError(f'--num_fake_devices {num_devices} must be at least 1.')
-  from spmd_tasks.distributed.fake_devices import use_fake_devices
+  from spmd_tasks.distributed import use_fake_devices
 
   use_fake_devices(num_devices)
 

@@ -30,7 +30,7 @@ import numpy as np
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.distributed import use_fake_devices
 from tests import forked
 
 use_fake_devices(8)

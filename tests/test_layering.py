@@ -1,7 +1,8 @@
-"""A row of packages imports only rows below it, TensorFlow and Fiddle keep out, every module imports."""
+"""Checks the structure of the code: rows, faces, circles, file sizes, and where TensorFlow and Fiddle are allowed."""
 
 import ast
 from collections.abc import Iterator
+import graphlib
 from pathlib import Path
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / 'spmd_tasks'
 MAX_LINES = 400
+SMALL_LINES, MAX_SMALL = 50, 15
 
 # Top row first. Parts of the top row may import one another; parts of any other row may not.
 ROWS = (
@@ -122,10 +124,67 @@ def test_tensorflow_is_imported_inside_functions_only():
   assert not wrong, '\n'.join(wrong)
 
 
-def test_no_file_is_longer_than_a_sitting():
-  paths = [path for folder in ('spmd_tasks', 'tests', 'scripts') for path in (ROOT / folder).rglob('*.py')]
-  long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
-  assert not {path: lines for path, lines in long.items() if lines > MAX_LINES}, 'look for the second idea'
+def public_names(package: str) -> set[str]:
+  """`__all__` of a package's face, read from its source; empty for a module."""
+  path = ROOT / package.replace('.', '/') / '__init__.py'
+  for node in ast.parse(path.read_text()).body if path.exists() else ():
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
+      return set(ast.literal_eval(node.value))
+  return set()
+
+
+def test_other_packages_import_a_public_name_from_the_face():
+  faces = {dotted_name(path.parent / '__init__.py') for path in modules() if path.name == '__init__.py'}
+  wrong = []
+  for path, found in all_imports():
+    module, _, name = found.name.rpartition('.')
+    package = next((p for p in accumulated(module, reverse=True) if p in faces), 'spmd_tasks')
+    if part_of(package) in (None, part_of(dotted_name(path))) or module == package:
+      continue
+    if name in public_names(package):
+      wrong.append(f'{path.relative_to(ROOT)}:{found.line} imports {found.name}: import {name} from {package}')
+    elif any(part.startswith('_') for part in module.split('.')):
+      wrong.append(f'{path.relative_to(ROOT)}:{found.line} imports {found.name}, which is private to {package}')
+  assert not wrong, '\n'.join(wrong)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+  names = {dotted_name(path): path for path in modules()}
+  graph: dict[str, set[str]] = {name: set() for name in names}
+  for path, found in all_imports():
+    importer = dotted_name(path)
+    imported = next((name for name in accumulated(found.name, reverse=True) if name in names), None)
+    # A package's face imports its inner files; `spmd_tasks` itself is the face of everything.
+    if imported not in (None, importer, 'spmd_tasks') and importer != 'spmd_tasks':
+      graph[importer].add(imported)
+  graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
+
+
+def accumulated(name: str, *, reverse: bool = False) -> list[str]:
+  """`a.b.c` -> [`a`, `a.b`, `a.b.c`]."""
+  parts = name.split('.')
+  names = ['.'.join(parts[:end]) for end in range(1, len(parts) + 1)]
+  return names[::-1] if reverse else names
+
+
+def test_rooms_are_neither_too_large_nor_too_many():
+  folders = ('spmd_tasks', 'experiments', 'tests', 'scripts')
+  paths = [path for folder in folders for path in (ROOT / folder).rglob('*.py')]
+  lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+  assert not {path: count for path, count in lines.items() if count > MAX_LINES}, 'look for the second idea'
+  small = [
+    path
+    for path, count in lines.items()
+    if path.startswith('spmd_tasks/') and not path.endswith('__init__.py') and count < SMALL_LINES
+  ]
+  assert len(small) <= MAX_SMALL, 'merge what is one idea: ' + ', '.join(small)
+
+
+def test_every_face_explains_its_package_briefly():
+  for path in modules():
+    if path.name == '__init__.py':
+      docstring = ast.get_docstring(ast.parse(path.read_text())) or ''
+      assert 0 < len(docstring.splitlines()) < 25, path
 
 
 def test_every_module_imports_without_tensorflow_and_the_lower_rows_without_fiddle():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from spmd_tasks import UserError, exit_codes, load
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding import MeshSpec
 from tests import binary
 
 # Experiments whose weights are padded on their own mesh, made smaller.

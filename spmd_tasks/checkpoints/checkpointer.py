@@ -54,7 +54,7 @@ from spmd_tasks.checkpoints.manifest import (
   read_manifest,
 )
 from spmd_tasks.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
-from spmd_tasks.distributed.agreement import PrimaryError, all_agree, meet, primary_decides
+from spmd_tasks.distributed import PrimaryError, all_agree, meet, primary_decides
 from spmd_tasks.errors import UserError
 
 __all__ = ['CheckpointError', 'Checkpointer', 'Restored']

@@ -34,7 +34,7 @@ from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts, PromptSourc
 from spmd_tasks.decoding.requests import Chunk, Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
-from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
+from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 __all__ = [
   'ChatTemplate',

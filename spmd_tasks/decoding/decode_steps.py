@@ -24,11 +24,17 @@ from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch, slot_rows
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime.decode_settings import DecodeSettings
-from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.sharding import padding, stage_axis, without_axis
-from spmd_tasks.sharding.specs import sharding_scope, spec_axes, split_dims_to_partition_spec
-from spmd_tasks.sharding.weights import unbox_weights, weight_specs
+from spmd_tasks.runtime import DecodeSettings, PartitionedModel
+from spmd_tasks.sharding import (
+  padding,
+  sharding_scope,
+  spec_axes,
+  split_dims_to_partition_spec,
+  stage_axis,
+  unbox_weights,
+  weight_specs,
+  without_axis,
+)
 
 Weights = Any
 

@@ -22,7 +22,7 @@ from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt, parse_json
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings
 
 _Count = Annotated[int, Ge(0), Lt(2**31)]
 _Text = Annotated[str, MinLen(1)]

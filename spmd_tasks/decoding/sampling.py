@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.runtime.decode_settings import SamplingParams
+from spmd_tasks.runtime import SamplingParams
 
 
 class SamplingArrays(struct.PyTreeNode):

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.sampling import SamplingArrays, position_keys, request_keys, sample
-from spmd_tasks.runtime.decode_settings import SamplingParams
+from spmd_tasks.runtime import SamplingParams
 
 
 class Forward(Protocol):

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.checkpoints.durable_files import absolute_path
+from spmd_tasks.checkpoints import Checkpointer, absolute_path
 from spmd_tasks.decoding import (
   Completion,
   DecodeSteps,
@@ -26,10 +25,7 @@ from spmd_tasks.decoding import (
   generate,
   search,
 )
-from spmd_tasks.distributed.agreement import is_primary, primary_decides
-from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.preemption import PreemptionGuard
-from spmd_tasks.distributed.watchdog import watch_steps
+from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, primary_decides, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record

@@ -20,15 +20,11 @@ import jax
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.distributed.agreement import is_primary
-from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.preemption import PreemptionGuard
-from spmd_tasks.distributed.watchdog import watch_steps
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.inputs.base import Input
-from spmd_tasks.inputs.prefetch import Prefetcher
+from spmd_tasks.inputs import Input, Prefetcher
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.restore import PreemptedError, checkpoint_directory, checkpoints_to_use
 from spmd_tasks.runtime import CompiledStep, Metric, MetricsWriter, PartitionedModel, finish_metrics, make_writer

@@ -21,7 +21,7 @@ import types
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints.durable_files import is_remote, write_durably
+from spmd_tasks.checkpoints import is_remote, write_durably
 from spmd_tasks.errors import UserError
 
 EXPERIMENT_FILE = 'experiment.json'

@@ -18,7 +18,7 @@ from typing import Any
 from etils import epath
 import jax
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.decoding import DecodeSteps, ModelEngine
 from spmd_tasks.distributed import EmergencyExit, Position, PrimaryError, meet, primary_decides
 from spmd_tasks.errors import UserError

@@ -9,16 +9,11 @@ from etils import epath
 import jax
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.checkpoints.durable_files import write_durably
-from spmd_tasks.checkpoints.orbax_arrays import num_bytes
-from spmd_tasks.distributed.agreement import is_primary, primary_decides
-from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.preemption import PreemptionGuard
-from spmd_tasks.distributed.watchdog import watch_steps
+from spmd_tasks.checkpoints import Checkpointer, num_bytes, write_durably
+from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, primary_decides, watch_steps
 from spmd_tasks.experiment import Experiment, Job, partition_job
-from spmd_tasks.inputs.prefetch import Prefetcher
-from spmd_tasks.learning.accumulation import check_num_microbatches
+from spmd_tasks.inputs import Prefetcher
+from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.eval import Evaluator
 from spmd_tasks.programs.job_directory import CONFIG_FILE, claim
 from spmd_tasks.programs.progress import format_metrics, make_progress

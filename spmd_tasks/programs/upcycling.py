@@ -23,12 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.checkpoints.manifest import LeafEntry, describe_mismatches
+from spmd_tasks.checkpoints import Checkpointer, LeafEntry
+from spmd_tasks.checkpoints.manifest import describe_mismatches
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.sharding import match_fn
-from spmd_tasks.sharding.padding import evenly_divided_spec
+from spmd_tasks.sharding import evenly_divided_spec, match_fn
 
 _BLOCK = re.compile(r'(.*/layers/)block_(\d+)/(.*)')
 _EXPERTS = re.compile(r'(.*/)?experts/(up|gate|down)')

@@ -3,20 +3,20 @@
 import fiddle as fdl
 
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.inputs.text import StdlibText
-from spmd_tasks.inputs.text_input import TextInput
-from spmd_tasks.inputs.tokenizers import ByteTokenizer
-from spmd_tasks.layers.attention.attention import Attention
-from spmd_tasks.layers.embedding import TokenEmbedding
-from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
-from spmd_tasks.layers.language_model import LanguageModel
-from spmd_tasks.layers.losses import LanguageModelLoss
-from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.layers.transformer import TransformerBlock, TransformerStack
-from spmd_tasks.learning.learner import Learner
-from spmd_tasks.learning.optimizers import AdamW
-from spmd_tasks.learning.schedules import LinearWarmupCosine
-from spmd_tasks.runtime.task import Task
+from spmd_tasks.inputs import ByteTokenizer, StdlibText, TextInput
+from spmd_tasks.layers import (
+  FeedForward,
+  GatedFeedForward,
+  LanguageModel,
+  LanguageModelLoss,
+  RmsNorm,
+  TokenEmbedding,
+  TransformerBlock,
+  TransformerStack,
+)
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.learning import AdamW, Learner, LinearWarmupCosine
+from spmd_tasks.runtime import Task
 
 
 class DenseLanguageModel(Experiment):

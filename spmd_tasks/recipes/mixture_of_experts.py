@@ -2,8 +2,7 @@
 
 import fiddle as fdl
 
-from spmd_tasks.layers.feed_forward import GatedFeedForward
-from spmd_tasks.layers.losses import LanguageModelLoss
+from spmd_tasks.layers import GatedFeedForward, LanguageModelLoss
 from spmd_tasks.layers.moe import Dropless, ExpertComputation, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.recipes.dense import DenseLanguageModel
 

@@ -2,7 +2,7 @@
 
 import fiddle as fdl
 
-from spmd_tasks.inputs.synthetic import SyntheticText
+from spmd_tasks.inputs import SyntheticText
 from spmd_tasks.recipes.dense import DenseLanguageModel
 
 

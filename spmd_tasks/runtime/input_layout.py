@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import padding
-from spmd_tasks.sharding.specs import (
+from spmd_tasks.sharding import (
   AxisRules,
   SplitDims,
   infer_partition_spec_based_on_rank,
+  padding,
   shard_on_batch_dim_partition_spec,
 )
 

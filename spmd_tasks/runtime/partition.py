@@ -41,16 +41,18 @@ from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.steps import TrainState
 from spmd_tasks.runtime.task import Batch, Task
-from spmd_tasks.sharding import padding
-from spmd_tasks.sharding.specs import (
+from spmd_tasks.sharding import (
   AxisRules,
   SplitDims,
+  WeightSpec,
   check_axis_rules,
+  padding,
   sharding_scope,
   spec_axes,
   split_dims_to_partition_spec,
+  unbox_weights,
+  weight_specs,
 )
-from spmd_tasks.sharding.weights import WeightSpec, unbox_weights, weight_specs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

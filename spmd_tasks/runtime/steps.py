@@ -10,8 +10,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.learning.accumulation import accumulate_gradients
-from spmd_tasks.learning.learner import LearnerState
+from spmd_tasks.learning import LearnerState, accumulate_gradients
 from spmd_tasks.runtime.task import Batch, Task
 
 

@@ -12,8 +12,8 @@ import flax.linen as nn
 import jax
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.losses import LossOutput
-from spmd_tasks.learning.learner import Learner, LearnerState
+from spmd_tasks.layers import LossOutput
+from spmd_tasks.learning import Learner, LearnerState
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 Batch = dict[str, jax.Array]

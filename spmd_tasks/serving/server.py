@@ -25,7 +25,7 @@ import uvloop
 from spmd_tasks import exit_codes
 from spmd_tasks.decoding import Delta, Engine, Scheduler
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime.compilation import CompilationCounter
+from spmd_tasks.runtime import CompilationCounter
 from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.publisher import Publisher
 from spmd_tasks.serving.requests import ServedModel

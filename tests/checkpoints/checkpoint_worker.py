@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer
 
 SHAPE = (512, 2048)
 

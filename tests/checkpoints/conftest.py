@@ -6,7 +6,7 @@ import shutil
 from checkpoint_states import device_state
 import pytest
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer
 
 
 @pytest.fixture(scope='module')

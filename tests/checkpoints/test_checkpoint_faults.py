@@ -24,9 +24,7 @@ from etils import epath
 import jax
 import pytest
 
-from spmd_tasks.checkpoints import CheckpointSaveError, manifest
-from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
-from spmd_tasks.checkpoints.checkpointer import Checkpointer, CheckpointError
+from spmd_tasks.checkpoints import CheckpointDirectory, Checkpointer, CheckpointError, CheckpointSaveError, manifest
 
 
 def empty(step_directory: pathlib.Path) -> None:

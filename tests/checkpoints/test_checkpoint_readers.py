@@ -9,8 +9,7 @@ from etils import epath
 import orbax.checkpoint as ocp
 import pytest
 
-from spmd_tasks.checkpoints import checkpoint_directory
-from spmd_tasks.checkpoints.checkpointer import Checkpointer, CheckpointError
+from spmd_tasks.checkpoints import Checkpointer, CheckpointError, checkpoint_directory
 
 
 class Owner:

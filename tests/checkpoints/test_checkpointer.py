@@ -17,9 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.checkpoints import orbax_arrays
-from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
-from spmd_tasks.checkpoints.checkpointer import Checkpointer, CheckpointError
+from spmd_tasks.checkpoints import CheckpointDirectory, Checkpointer, CheckpointError, orbax_arrays
 
 
 def test_a_fresh_directory_restores_nothing(tmp_path):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer
 from tests import binary
 
 REPOSITORY = pathlib.Path(__file__).parents[2]

@@ -8,14 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd_tasks.checkpoints import CheckpointError
+from spmd_tasks.checkpoints import CheckpointError, DamagedCheckpointError, LeafEntry, leaf_entries
 from spmd_tasks.checkpoints import manifest as manifest_file
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
-  DamagedCheckpointError,
-  LeafEntry,
   describe_mismatches,
-  leaf_entries,
   leaf_mismatches,
   read_manifest,
   verify_files,

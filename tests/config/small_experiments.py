@@ -9,7 +9,7 @@ import fiddle as fdl
 from flax import linen as nn
 import jax.numpy as jnp
 
-from spmd_tasks.config.registry import register
+from spmd_tasks.config import register
 from spmd_tasks.experiment import Experiment
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config.field_types import DtypeName, describe_type, is_of_type, is_settable, type_of_field
-from spmd_tasks.sharding.specs import AxisRules, SplitDims
+from spmd_tasks.sharding import AxisRules, SplitDims
 
 
 class Color(enum.Enum):

@@ -12,9 +12,8 @@ import shutil
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.config import from_json, resolve, to_json
-from spmd_tasks.config.changes import refuse_changed_config
-from spmd_tasks.config.symbols import current_experiment, current_names, current_symbol, symbol_of
+from spmd_tasks.config import from_json, refuse_changed_config, resolve, symbol_of, to_json
+from spmd_tasks.config.symbols import current_experiment, current_names, current_symbol
 from spmd_tasks.recipes import MoeLanguageModel
 from tests import binary
 

@@ -11,7 +11,7 @@ import pytest
 
 from spmd_tasks.config.field_types import DtypeName, example_of, is_settable
 from spmd_tasks.config.values import TypeMismatchError, parse_value
-from spmd_tasks.sharding.specs import AxisRules, SplitDim, SplitDims
+from spmd_tasks.sharding import AxisRules, SplitDim, SplitDims
 
 
 class Color(enum.Enum):

@@ -26,11 +26,9 @@ from spmd_tasks.decoding import (
 )
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments.synthetic import Uneven
-from spmd_tasks.layers import BlockGroup
-from spmd_tasks.layers.pipeline.stack import PipelinedStack
-from spmd_tasks.layers.transformer import TransformerStack
-from spmd_tasks.runtime.compilation import CompilationCounter
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.layers import BlockGroup, TransformerStack
+from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.runtime import CompilationCounter, DecodeSettings
 from spmd_tasks.sharding import stage_axis_rules
 from tests.runtime.loss_curves import make_model
 from tests.runtime.moe_experiments import ExpertAxis

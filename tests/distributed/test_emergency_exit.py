@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed import EmergencyExit
 from tests import binary
 
 PREAMBLE = """

@@ -6,8 +6,7 @@ import socket
 import jax
 import pytest
 
-from spmd_tasks.distributed import initialization
-from spmd_tasks.distributed.initialization import DistributedSettings, detect_cluster, initialize
+from spmd_tasks.distributed import DistributedSettings, detect_cluster, initialization, initialize
 from tests import binary
 
 SLURM = {

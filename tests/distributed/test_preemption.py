@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed import PreemptionGuard
 
 
 def test_sigterm_is_answered_at_the_next_question_and_stays():

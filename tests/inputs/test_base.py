@@ -6,12 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import base
-from spmd_tasks.inputs.synthetic import SyntheticText
-from spmd_tasks.inputs.text import StdlibText
-from spmd_tasks.inputs.text_input import TextInput
-from spmd_tasks.inputs.tfdata_input import TfDataFunction, TfDataInput
-from spmd_tasks.inputs.tokenizers import ByteTokenizer
+from spmd_tasks.inputs import ByteTokenizer, StdlibText, SyntheticText, TextInput, TfDataFunction, TfDataInput, base
 
 
 @pytest.mark.parametrize('shard_count', [1, 2, 3, 6])

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
+from spmd_tasks.inputs import Block, ByteTokenizer
 from spmd_tasks.inputs._lane_reader import BlockReader
-from spmd_tasks.inputs.text import Block
-from spmd_tasks.inputs.tokenizers import ByteTokenizer
 
 
 class FaultySource:

@@ -8,8 +8,7 @@ import traceback
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs.prefetch import Prefetcher
-from spmd_tasks.inputs.synthetic import SyntheticText
+from spmd_tasks.inputs import Prefetcher, SyntheticText
 
 SETTINGS = SyntheticText(batch_size=2, seq_len=4, num_batches=7)
 

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet
-from spmd_tasks.inputs.text import OpenSource, TextSource
+from spmd_tasks.inputs import ArrayRecord, JsonLines, OpenSource, Parquet, TextSource
 
 TEXTS = [f'document {i} ' + 'é\n' * (i % 5) for i in range(23)]
 

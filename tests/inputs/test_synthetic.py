@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs.synthetic import SyntheticText
+from spmd_tasks.inputs import SyntheticText
 
 SETTINGS = SyntheticText(batch_size=6, seq_len=10, vocab_size=32, seed=3, noise=0.2)
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from spmd_tasks.inputs.text import OpenSource, StdlibText, TextFiles, TextSource
+from spmd_tasks.inputs import OpenSource, StdlibText, TextFiles, TextSource
 
 CONTENT = {
   'a.txt': 'one line\n' * 40,

@@ -16,11 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.inputs.prefetch import Prefetcher
-from spmd_tasks.inputs.records import JsonLines, Parquet
-from spmd_tasks.inputs.text import StdlibText, TextFiles
-from spmd_tasks.inputs.text_input import TextInput
-from spmd_tasks.inputs.tokenizers import ByteTokenizer, train_bpe
+from spmd_tasks.inputs import ByteTokenizer, JsonLines, Parquet, Prefetcher, StdlibText, TextFiles, TextInput, train_bpe
 from tests import binary
 
 TEXTS = [f'<{i}>' + 'abcdefghij' * (i % 7) for i in range(40)]

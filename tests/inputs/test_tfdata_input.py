@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import base
-from spmd_tasks.inputs.tfdata_input import TfDataFunction, TfDataInput, TfRecords, complete_example, import_tensorflow
+from spmd_tasks.inputs import TfDataFunction, TfDataInput, TfRecords, base
+from spmd_tasks.inputs.tfdata_input import complete_example, import_tensorflow
 
 ROWS = [list(range(3 + i, 3 + i + 1 + i % 6)) for i in range(22)]
 

@@ -6,7 +6,7 @@ import time
 import fiddle as fdl
 
 from spmd_tasks.experiments.synthetic import Uneven
-from spmd_tasks.inputs.synthetic import SyntheticText
+from spmd_tasks.inputs import SyntheticText
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

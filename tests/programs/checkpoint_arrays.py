@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from tests.programs.small_jobs import SMALL

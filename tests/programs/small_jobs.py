@@ -9,10 +9,7 @@ from typing import Any
 import fiddle as fdl
 import numpy as np
 
-from spmd_tasks.inputs.records import JsonLines
-from spmd_tasks.inputs.synthetic import SyntheticText
-from spmd_tasks.inputs.text_input import TextInput
-from spmd_tasks.inputs.tokenizers import ByteTokenizer
+from spmd_tasks.inputs import ByteTokenizer, JsonLines, SyntheticText, TextInput
 from spmd_tasks.recipes import SyntheticLanguageModel
 
 SMALL = 'tests.programs.small_jobs.Small'  # for --exp

@@ -15,7 +15,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve
-from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed import EmergencyExit
 from spmd_tasks.programs.eval import evaluate
 from tests import binary
 from tests.programs.checkpoint_arrays import saved_arrays

@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
-from spmd_tasks.layers import declare_weight
-from spmd_tasks.layers.losses import LanguageModelLoss
-from spmd_tasks.learning.learner import Learner
-from spmd_tasks.learning.optimizers import AdamW
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.layers import LanguageModelLoss, declare_weight
+from spmd_tasks.learning import AdamW, Learner
 from spmd_tasks.programs import Evaluator
 from spmd_tasks.runtime import Task, partition_spmd_model, read_jsonl
-from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding import MeshSpec
 
 B, T, V, L, E = 8, 4, 6, 2, 3
 # By microbatch of two, which are the even and the odd rows: the second has one token in four.

@@ -5,7 +5,8 @@ import time
 import jax
 import pytest
 
-from spmd_tasks.programs.timing import ProfileCapture, StartupClock, StepRates, format_startup
+from spmd_tasks.programs import StartupClock
+from spmd_tasks.programs.timing import ProfileCapture, StepRates, format_startup
 
 
 @pytest.fixture

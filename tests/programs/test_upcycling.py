@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs.upcycling import initialize_from

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 from spmd_tasks.runtime import ParameterRow, bytes_per_device, format_parameter_table, parameter_rows
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.sharding import WeightSpec
 
 EXPECTED_TABLE = """\
 name              shape        dtype     split dims             partition spec       padded shape  waste

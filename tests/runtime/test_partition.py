@@ -8,12 +8,10 @@ import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.layers.losses import LanguageModelLoss
-from spmd_tasks.learning.learner import Learner
-from spmd_tasks.learning.optimizers import Sgd
+from spmd_tasks.layers import LanguageModelLoss
+from spmd_tasks.learning import Learner, Sgd
 from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
-from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.weights import WeightSpec
+from spmd_tasks.sharding import MeshSpec, WeightSpec
 
 
 def partition(*overrides: str) -> PartitionedModel:

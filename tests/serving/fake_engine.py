@@ -12,7 +12,7 @@ import threading
 import numpy as np
 
 from spmd_tasks.decoding import Chunk, Outputs, Request
-from spmd_tasks.inputs.tokenizers import ByteTokenizer
+from spmd_tasks.inputs import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos_id

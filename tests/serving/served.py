@@ -12,7 +12,7 @@ import time
 import httpx
 
 from spmd_tasks.decoding import ChatTemplate
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 

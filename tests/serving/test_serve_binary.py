@@ -16,10 +16,10 @@ import numpy as np
 import openai
 import pytest
 
-from spmd_tasks.checkpoints.checkpointer import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.experiments.lm import UnevenTiny
-from spmd_tasks.inputs.tokenizers import ByteTokenizer
-from spmd_tasks.programs.restore import restore_evaluation_weights
+from spmd_tasks.inputs import ByteTokenizer
+from spmd_tasks.programs import restore_evaluation_weights
 from tests import binary
 from tests.runtime.loss_curves import make_model
 

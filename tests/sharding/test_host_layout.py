@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime.input_layout import make_input_layout
+from spmd_tasks.runtime import make_input_layout
 from spmd_tasks.sharding import host_data_layout
 
 TWO_DATA_AXES = ('data', 'mdl')

@@ -28,7 +28,7 @@ from spmd_tasks.layers.moe._slots import (
   expert_capacity,
   tokens_per_group,
 )
-from spmd_tasks.sharding.specs import SplitDims, constrain
+from spmd_tasks.sharding import SplitDims, constrain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,7 @@ from spmd_tasks.layers.moe._padded_all_to_all import padded_all_to_all
 from spmd_tasks.layers.moe._ragged_all_to_all import ragged_all_to_all
 from spmd_tasks.layers.moe._ring import ring
 from spmd_tasks.layers.moe._router import RouterOutput
-from spmd_tasks.sharding import padding
-from spmd_tasks.sharding.specs import SplitDims, current_sharding_scope, num_parts
+from spmd_tasks.sharding import SplitDims, current_sharding_scope, num_parts, padding
 
 # The ways to move tokens to experts on other devices.
 DISPATCHES: dict[str, Dispatch] = {

@@ -31,13 +31,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts, name_routing
 from spmd_tasks.layers.moe._permutation import Permutation, gather_rows, sort_by_expert
-from spmd_tasks.sharding.specs import (
-  ShardingScope,
-  SplitDims,
-  num_parts,
-  spec_axes,
-  split_dims_to_partition_spec,
-)
+from spmd_tasks.sharding import ShardingScope, SplitDims, num_parts, spec_axes, split_dims_to_partition_spec
 
 Axes = tuple[str, ...]
 

@@ -21,7 +21,7 @@ from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul, resolve_backen
 from spmd_tasks.layers.moe._loop_backend import ffn_by_loop
 from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather_rows, sort_by_expert
 from spmd_tasks.layers.transformer import ROUTING_NAME
-from spmd_tasks.sharding.specs import SplitDims, constrain
+from spmd_tasks.sharding import SplitDims, constrain
 
 
 class ExpertWeights(struct.PyTreeNode):

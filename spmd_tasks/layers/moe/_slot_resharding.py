@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers.moe._expert_parallel import Axes, expert_layout
 from spmd_tasks.layers.moe._experts import ExpertWeights, batched_ffn
-from spmd_tasks.sharding.specs import SplitDims, constrain, current_sharding_scope
+from spmd_tasks.sharding import SplitDims, constrain, current_sharding_scope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 
 from spmd_tasks.layers.moe import RouterOutput
 from spmd_tasks.layers.moe import _balance as balance
-from spmd_tasks.sharding.mesh import MeshSpec
+from spmd_tasks.sharding import MeshSpec
 
 L, B, T, E, K = 3, 4, 5, 6, 2
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
+from spmd_tasks.layers import FeedForward, GatedFeedForward
 from spmd_tasks.layers.moe import (
   CapacityEinsum,
   CapacityGather,
@@ -25,8 +25,7 @@ from spmd_tasks.layers.moe import (
   RouterOutput,
   Slots,
 )
-from spmd_tasks.sharding import padding
-from spmd_tasks.sharding.specs import sharding_scope, split_dims_to_partition_spec
+from spmd_tasks.sharding import padding, sharding_scope, split_dims_to_partition_spec
 
 FORMS = [CapacityEinsum, CapacityGather]
 both_forms = pytest.mark.parametrize('form', FORMS, ids=lambda form: form.__name__)

@@ -22,7 +22,7 @@ import pytest
 
 from spmd_tasks.layers.moe import Dropless
 from spmd_tasks.layers.moe._padded_all_to_all import _log_capacity
-from spmd_tasks.sharding.specs import sharding_scope, split_dims_to_partition_spec
+from spmd_tasks.sharding import sharding_scope, split_dims_to_partition_spec
 
 SCOPE = ({'expert': 4}, {'batch': 'expert'})
 KINDS = ('all-to-all', 'all-gather', 'all-reduce', 'reduce-scatter', 'collective-permute')

@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.linear import Linear
+from spmd_tasks.layers import Linear
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
-from spmd_tasks.sharding.specs import sharding_scope
-from spmd_tasks.sharding.weights import unbox_weights
+from spmd_tasks.sharding import sharding_scope, unbox_weights
 
 X, B, T, D, F = 4, 8, 3, 4, 6  # X devices, with an expert each
 

@@ -8,9 +8,7 @@ import pytest
 
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.layers.moe._expert_parallel import ExpertLayout, expert_layout, select_assignments
-from spmd_tasks.sharding.expert_axes import data_expert_model_axes, data_model_axes, hidden_sharding_axes
-from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.specs import ShardingScope
+from spmd_tasks.sharding import MeshSpec, ShardingScope, data_expert_model_axes, data_model_axes, hidden_sharding_axes
 
 ACTIVATION_SPLIT_DIMS = ('batch', 'seq', 'act_embed')
 FORMS = {

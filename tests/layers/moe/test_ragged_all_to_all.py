@@ -20,7 +20,7 @@ import pytest
 
 from spmd_tasks.layers.moe import DISPATCHES, Dropless
 from spmd_tasks.layers.moe._ragged_all_to_all import plan_routes, ragged_all_to_all
-from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding import sharding_scope
 
 X, E = 4, 2
 SCOPE = ({'data': 2, 'mdl': 2}, {'batch': ('data', 'mdl'), 'expert': ('data', 'mdl')})

@@ -16,9 +16,7 @@ from spmd_tasks.layers.moe import (
 )
 from spmd_tasks.layers.moe._balance import attach_balance_gradient
 from spmd_tasks.layers.moe._router import top_k_ids
-from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.specs import sharding_scope
-from spmd_tasks.sharding.weights import weight_specs
+from spmd_tasks.sharding import MeshSpec, sharding_scope, weight_specs
 
 B, T, D, E = 4, 6, 5, 7
 RULES = (('batch', 'data'), ('seq', None), ('embed', 'data'))
