@@ -9,7 +9,7 @@ Read in this order:
   registry.py      names to experiment classes, and --list
   resolution.py    overrides, defaults and saved values to one resolved config
   overrides.py     one `path=value`, with the nearest names where a path does not exist
-  field_types.py, values.py    the type of a field, and the value of a text
+  values.py        the type of a field, and the value of a text (pydantic)
   tree.py          configs, dataclasses and Linen modules as one tree of fields
   encoding.py, symbols.py, saved_config.py    values as JSON, names of classes, the file's form
   changes.py       whether a resumed job computes the same numbers

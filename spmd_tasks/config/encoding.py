@@ -17,9 +17,9 @@ from flax.core import FrozenDict
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.config.field_types import is_dtype
 from spmd_tasks.config.symbols import symbol_of
 from spmd_tasks.config.tree import is_node
+from spmd_tasks.config.values import is_dtype
 from spmd_tasks.errors import UserError
 
 _MAX_CLOSURE_DEPTH = 3

@@ -5,9 +5,8 @@ import difflib
 from typing import Any
 
 from spmd_tasks.config.encoding import encode_field, show
-from spmd_tasks.config.field_types import describe_type, example_of, is_settable, type_of_field
 from spmd_tasks.config.tree import UNSET, Field, fields_of, is_node, walk
-from spmd_tasks.config.values import TypeMismatchError, parse_value
+from spmd_tasks.config.values import describe_type, example_of, is_of_type, parse_value, type_of_field
 from spmd_tasks.errors import UserError
 
 Path = tuple[str, ...]
@@ -36,7 +35,7 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
   present = None if field.value is UNSET else field.value
   kind = type_of_field(path[-1], field.annotation, None if is_node(present) else present)
   if is_node(present):
-    if text == 'None' and _admits_none(kind):
+    if text == 'None' and kind is not Any and is_of_type(None, kind):
       return None
     raise UserError(
       f'{name}={text} cannot be set: {name} is a {show(encode_field(present))} with fields of its own. Set one of '
@@ -44,17 +43,15 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
     )
   try:
     return parse_value(text, kind)
-  except TypeMismatchError:
-    pass
+  except ValueError:
+    example = example_of(kind)
   now = '' if field.value is UNSET else f' (now {_shorten(show(encode_field(field.value)))})'
-  if not is_settable(kind):
+  if example is None:
     raise UserError(
       f'{name}={text} cannot be set from the command line: {name}{now} takes a {describe_type(kind)}: change it '
       "in the experiment's code."
     )
-  raise UserError(
-    f'{name}={text} is not of type {describe_type(kind)}{now}: write for example {name}={example_of(kind)}'
-  )
+  raise UserError(f'{name}={text} is not of type {describe_type(kind)}{now}: write for example {name}={example}')
 
 
 def find_field(root: Any, path: Path) -> Field:
@@ -88,14 +85,6 @@ def _unknown_path(root: Any, path: Path, depth: int, names: Sequence[str]) -> Us
   where = parent or 'the experiment'
   nearest = f'Nearest: {", ".join(near)}. ' if near else ''
   return UserError(f'unknown config path {full!r}: {where} has no {path[depth]!r}. {nearest}It has: {_list(names)}.')
-
-
-def _admits_none(kind: Any) -> bool:
-  """Whether the annotation says that the field may be None; one that says nothing does not."""
-  try:
-    return kind is not Any and parse_value('None', kind) is None
-  except TypeMismatchError:
-    return False
 
 
 def _shorten(text: str, limit: int = 80) -> str:

@@ -18,11 +18,11 @@ import fiddle as fdl
 
 from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import decode, encode, encode_field, show
-from spmd_tasks.config.field_types import describe_type, is_of_type, unwrap
 from spmd_tasks.config.overrides import Path, parse_override, split_override
 from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.config.symbols import current_names
 from spmd_tasks.config.tree import DROP, UNSET, apply_changes, check_buildable, copy_config, fields_of, is_node, walk
+from spmd_tasks.config.values import describe_type, is_of_type, unwrap
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 

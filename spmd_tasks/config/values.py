@@ -1,204 +1,303 @@
-"""Command-line text to a typed value; nothing is ever evaluated."""
+"""Reads the text of `--set path=value` as a value of the field's type, checks saved values, and describes types.
+
+The type is the field's annotation or, where that says nothing (`Any`, unresolvable), the type of the present value.
+pydantic checks values against types; this file adds how a text is spelled. Nothing in a text is ever evaluated.
+"""
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
+import enum
+import functools
+import inspect
+import operator
+import types
 import typing
-from typing import Any
+from typing import Annotated, Any, Literal, Never, Union
 
 import jax.numpy as jnp
 import numpy as np
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, TypeAdapter
 
-from spmd_tasks.config.field_types import (
-  NONE,
-  DtypeName,
-  is_dtype,
-  is_enum,
-  is_literal,
-  is_mapping,
-  is_sequence,
-  is_union,
-  item_types,
-  unwrap,
-)
+NONE = type(None)
+_SAYS_NOTHING = (Any, object, inspect.Parameter.empty)
 
 
-class TypeMismatchError(Exception):
-  """The text is no value of the type; the caller, who knows the config path, says so to the user."""
+class DtypeName(str):
+  """The type of a field that holds a dtype by its name, as `dtype: str = 'float32'` does."""
+
+
+class _Text(str):
+  """A text that still has to be read; every other value, a plain str too, is checked only."""
 
 
 def parse_value(text: str, kind: Any) -> Any:
-  """The value of type `kind` (see field_types.py) that a text denotes.
+  """Returns the value of type `kind` that a text denotes.
 
   bool `true`; int `4`, `1_000`, `1e6`; float `1e-3`, `inf`; str bare or quoted; `None`; tuples `1,2`, `(1, 2)`,
   `[1, 2]` or `4,`; enums, literals and dtypes by name; mappings as Python literals.
 
   Raises:
-    TypeMismatchError: the text is no value of the type.
+    ValueError: the text is no value of the type. The message is not for users; the caller knows the config path.
   """
-  text, kind = text.strip(), unwrap(kind)
-  if kind is Any:
-    return _parse_untyped(text)
-  if kind in _SCALARS:
-    return _SCALARS[kind](text)
-  if is_union(kind):
-    return _parse_union(text, typing.get_args(kind))
-  if is_literal(kind):
-    items = typing.get_args(kind)
-    return _pick(text, [(str(item), item) for item in items] + [(repr(item), item) for item in items])
-  if is_enum(kind):
-    return _pick(text, ((member.name, member) for member in kind))
-  if is_sequence(kind):
-    return _parse_sequence(text, kind)
-  if is_mapping(kind):
-    value = _literal(text)
-    if isinstance(value, dict):
-      return value
-  raise TypeMismatchError
+  return TypeAdapter(_readable(kind)).validate_python(_Text(text.strip()))
 
 
-def _parse_union(text: str, members: tuple[Any, ...]) -> Any:
-  """The first member, from the narrowest to the widest, that the text is a value of."""
-  is_listed = text[:1] in ('(', '[') or len(_split(text)) > 1
-
-  def width(kind: Any) -> int:
-    kind = unwrap(kind)
-    order = (NONE, bool, int, float)
-    if kind in order:
-      return order.index(kind)
-    if is_sequence(kind):
-      return 5 if is_listed or str not in members else 8
-    return 7 if kind is str else 9 if kind is Any else 4
-
-  for member in sorted(members, key=width):
-    try:
-      return parse_value(text, member)
-    except TypeMismatchError:
-      pass
-  raise TypeMismatchError
-
-
-def _parse_sequence(text: str, kind: Any) -> Any:
-  if text[:1] in ('(', '[') and text[-1:] == {'(': ')', '[': ']'}[text[0]] and _closes_at_end(text):
-    text = text[1:-1]
-  texts = _split(text)
-  kinds = item_types(kind, len(texts))
-  if len(kinds) != len(texts):
-    raise TypeMismatchError
-  items = [parse_value(item, item_kind) for item, item_kind in zip(texts, kinds)]
-  return items if (typing.get_origin(kind) or kind) is list else tuple(items)
-
-
-def _split(text: str) -> list[str]:
-  """The text at its top-level commas; a trailing comma ends the last item."""
-  parts, depth, quote, start = [], 0, '', 0
-  for i, char in enumerate(text):
-    if quote:
-      quote = '' if char == quote else quote
-    elif char in '\'"':
-      quote = char
-    elif char in '([{':
-      depth += 1
-    elif char in ')]}':
-      depth -= 1
-    elif char == ',' and depth == 0:
-      parts.append(text[start:i])
-      start = i + 1
-  parts.append(text[start:])
-  if not parts[-1].strip():
-    parts.pop()
-  return [part.strip() for part in parts]
-
-
-def _closes_at_end(text: str) -> bool:
-  """Whether the opening bracket is closed by the last character: true of `(1,2)`, not of `(1),(2)`."""
-  depth = 0
-  for i, char in enumerate(text):
-    depth += (char in '([') - (char in ')]')
-    if depth == 0:
-      return i == len(text) - 1
-  return False
-
-
-def _literal(text: str) -> Any:
+def is_of_type(value: Any, kind: Any) -> bool:
+  """Tells whether a plain value may stand in a field of the type; an int counts as a float, and a list as a tuple."""
   try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    raise TypeMismatchError from None
+    TypeAdapter(_readable(kind)).validate_python(value)
+  except ValueError:
+    return False
+  return True
 
 
-def _parse_untyped(text: str) -> Any:
-  for parse in (_parse_none, _parse_bool, int, float):
-    try:
-      return parse(text)
-    except (TypeMismatchError, ValueError):
-      pass
-  if text[:1] in ('(', '[') or len(_split(text)) > 1:
-    return _parse_sequence(text, tuple)
-  return _parse_str(text)
+def type_of_field(name: str, annotation: Any, present: Any) -> Any:
+  """Returns the type by which a field's text is read."""
+  if is_dtype(present):
+    return np.dtype
+  is_named_dtype = name == 'dtype' or name.endswith('_dtype')
+  if is_named_dtype and isinstance(present, str):
+    return DtypeName
+  kind = unwrap(annotation)
+  if kind is not Any:
+    return kind
+  if isinstance(present, (tuple, list)):
+    kinds = {type(item) for item in present}
+    item = kinds.pop() if len(kinds) == 1 else Any
+    return types.GenericAlias(type(present), (item,) if isinstance(present, list) else (item, ...))
+  if present is not None:
+    return type(present)
+  return np.dtype | None if is_named_dtype else Any
 
 
-def _parse_none(text: str) -> None:
-  if text != 'None':
-    raise TypeMismatchError
+def unwrap(kind: Any) -> Any:
+  """Returns the type behind Annotated, NewType and aliases; Any for an annotation that says nothing."""
+  while True:
+    if typing.get_origin(kind) in (Annotated, typing.Final):
+      kind = typing.get_args(kind)[0]
+    elif isinstance(kind, typing.NewType):
+      kind = kind.__supertype__
+    elif type(kind).__name__ == 'TypeAliasType':
+      kind = kind.__value__
+    elif kind in _SAYS_NOTHING or isinstance(kind, (str, typing.TypeVar, typing.ForwardRef)):
+      return Any
+    else:
+      return NONE if kind is None else kind
 
 
-def _parse_bool(text: str) -> bool:
-  return _pick(text.lower(), (('true', True), ('false', False)))
+def describe_type(kind: Any) -> str:
+  """Returns a type as a person writes it: `int`, `tuple[int, ...]`, `int | None`."""
+  kind = unwrap(kind)
+  if typing.get_origin(kind) in (Union, types.UnionType):
+    return ' | '.join(dict.fromkeys(map(describe_type, typing.get_args(kind))))
+  if choices := _choices(kind):
+    return f'one of {", ".join(map(_name_of, choices))}'
+  if kind in (NONE, np.dtype, DtypeName):
+    return 'None' if kind is NONE else 'dtype'
+  if isinstance(kind, type) and typing.get_origin(kind) is None:
+    return kind.__qualname__
+  return str(kind).replace('typing.', '').replace('collections.abc.', '')
 
 
-def _parse_int(text: str) -> int:
+def example_of(kind: Any) -> str | None:
+  """Returns a text that `parse_value` accepts; None where only `None` is one: functions, classes, objects."""
+  kind = unwrap(kind)
+  if typing.get_origin(kind) in (Union, types.UnionType):
+    examples = [example_of(member) for member in typing.get_args(kind) if member is not NONE]
+    return next((example for example in examples if example is not None), None)
+  if choices := _choices(kind):
+    return _name_of(choices[0])
+  if _is_sequence(kind):
+    items = _item_types(kind)
+    texts = [example_of(item) or 'None' for item in (items[:1] * 2 if items[-1] is ... else items)]
+    return ','.join(f'({text})' if ',' in text else text for text in texts)
+  if _is_a(kind, Mapping):
+    item = _key_and_item_types(kind)[1]
+    return f"{{'key': {parse_value(example_of(item) or 'None', item)!r}}}"
+  return _LEAVES[kind][1] if kind in _LEAVES else None
+
+
+def is_dtype(value: Any) -> bool:
+  """Tells whether a value is a dtype: `np.dtype('float32')`, `np.float32` or `jnp.bfloat16`."""
+  if isinstance(value, np.dtype) or type(value) is type(jnp.float32):
+    return True
+  return isinstance(value, type) and issubclass(value, np.generic)
+
+
+def _readable(kind: Any, is_beside_str: bool = False) -> Any:
+  """The type for pydantic: each part of it reads a `_Text`, and is strict about other values."""
+  kind = unwrap(kind)
+  if typing.get_origin(kind) in (Union, types.UnionType):
+    return _readable_union(kind)
+  read, _ = _LEAVES.get(kind, (_refuse, None))
+  checked: Any = Annotated[Any, AfterValidator(functools.partial(_check, kind=kind))]
+  if kind in (bool, int, float, str):
+    checked = Annotated[kind, Strict()]
+  elif choices := _choices(kind):
+    read = functools.partial(_read_choice, choices)
+  elif _is_sequence(kind):
+    read = functools.partial(_split, needs_comma=is_beside_str)
+    items = tuple(item if item is ... else _readable(item) for item in _item_types(kind))
+    checked = types.GenericAlias(list, items[:1]) if _is_a(kind, list) else types.GenericAlias(tuple, items)
+  elif _is_a(kind, Mapping):
+    read = functools.partial(_read_literal, kind=dict)
+    checked = types.GenericAlias(Mapping, tuple(map(_readable, _key_and_item_types(kind))))
+  return Annotated[checked, BeforeValidator(lambda value: read(value) if isinstance(value, _Text) else value)]
+
+
+def _readable_union(kind: Any) -> Any:
+  """The members from the narrowest to the widest; almost every text is a str."""
+  order = (NONE, bool, int, float)
+
+  def width(member: Any) -> int:
+    if member in order:
+      return order.index(member)
+    return 5 if _is_sequence(member) else 6 if member is str else 7 if member is Any else 4
+
+  members = sorted(dict.fromkeys(map(unwrap, typing.get_args(kind))), key=width)
+  readable = [_readable(member, is_beside_str=str in members) for member in members]
+  union = functools.reduce(operator.or_, readable)
+  return Annotated[union, Field(union_mode='left_to_right')] if len(members) > 1 else union
+
+
+def _check(value: Any, kind: Any) -> Any:
+  """Checks the types that pydantic does not know, and choices, of which pydantic takes True for 1."""
+  cls = typing.get_origin(kind) or kind
+  if choices := _choices(kind):
+    is_one = any(type(value) is type(choice) and value == choice for choice in choices)
+  elif kind is np.dtype:
+    is_one = is_dtype(value)
+  elif kind is DtypeName:
+    is_one = isinstance(value, str) and is_dtype(getattr(jnp, value, None))
+  elif cls is Any or not isinstance(cls, type):
+    is_one = True
+  else:
+    is_one = not getattr(cls, '_is_protocol', False) and isinstance(value, cls)
+  return value if is_one else _refuse(value)
+
+
+def _refuse(value: Any) -> Never:
+  raise ValueError(f'{value} is no value of the type')
+
+
+def _read_bool(text: str) -> bool:
+  return _read_choice((True, False), text.capitalize())
+
+
+def _read_int(text: str) -> int:
   try:
     return int(text)
   except ValueError:
-    value = _parse_float(text)
-    if '.' in text or not value.is_integer():
-      raise TypeMismatchError from None
-    return int(value)
+    value = float(text)
+    return int(value) if value.is_integer() and '.' not in text else _refuse(text)
 
 
-def _parse_float(text: str) -> float:
-  try:
-    return float(text)
-  except ValueError:
-    raise TypeMismatchError from None
-
-
-def _parse_str(text: str) -> str:
+def _read_str(text: str) -> str:
   if text == 'None':  # nearly always meant as the value None, which this field does not take
-    raise TypeMismatchError
-  if text[:1] in ('"', "'"):
-    value = _literal(text)
-    if not isinstance(value, str):
-      raise TypeMismatchError
-    return value
-  return text
+    _refuse(text)
+  return _read_literal(text, str) if text[:1] in ('"', "'") else str(text)
 
 
-def _parse_dtype(text: str) -> Any:
-  value = getattr(jnp, text, None)
-  if not is_dtype(value):
-    raise TypeMismatchError
-  return value
+def _read_choice(choices: Sequence[Any], text: str) -> Any:
+  for choice in choices:
+    if text in (_name_of(choice), repr(choice)):
+      return choice
+  return _refuse(text)
 
 
-def _parse_dtype_name(text: str) -> str:
-  _parse_dtype(text)
-  return text
+def _read_literal(text: str, kind: type) -> Any:
+  try:
+    value = ast.literal_eval(text)
+  except (SyntaxError, MemoryError, RecursionError):
+    _refuse(text)
+  return value if isinstance(value, kind) else _refuse(text)
 
 
-def _pick(text: str, choices: Iterable[tuple[str, Any]]) -> Any:
-  for name, value in choices:
-    if text == name:
-      return value
-  raise TypeMismatchError
+def _read_untyped(text: str) -> Any:
+  for read in (_LEAVES[NONE][0], _read_bool, int, float):
+    try:
+      return read(text)
+    except ValueError:
+      pass
+  try:
+    items = _split(text, needs_comma=True)
+  except ValueError:
+    return _read_str(text)
+  return tuple(map(_read_untyped, items))
 
 
-_SCALARS: dict[Any, Callable[[str], Any]] = {
-  NONE: _parse_none,
-  bool: _parse_bool,
-  int: _parse_int,
-  float: _parse_float,
-  str: _parse_str,
-  np.dtype: _parse_dtype,
-  DtypeName: _parse_dtype_name,
+def _split(text: str, *, needs_comma: bool) -> list[_Text]:
+  """The items of `1,2`, `(1, 2)` or `[1, 2]`, and of `1` unless a comma or bracket is needed."""
+  items = _split_at_commas(text)
+  if len(items) == 1 and text[:1] in ('(', '[') and text[-1] == _CLOSER_OF[text[0]]:
+    items = _split_at_commas(text[1:-1])
+  elif len(items) == 1 and needs_comma:
+    _refuse(text)
+  if not items[-1].strip():
+    items.pop()
+  return [_Text(item.strip()) for item in items]
+
+
+def _split_at_commas(text: str) -> list[str]:
+  """Splits at the commas outside of brackets and quotes."""
+  items, closers, quote = [''], '', ''
+  for char in text:
+    if quote:
+      quote = quote.replace(char, '')
+    elif char in '\'"' and items[-1].rstrip()[-1:] in ('', *'([{:,'):  # not the apostrophe of a word
+      quote = char
+    elif char in _CLOSER_OF:
+      closers += _CLOSER_OF[char]
+    elif char == closers[-1:]:
+      closers = closers[:-1]
+    elif char in ')]}':
+      _refuse(text)
+    elif char == ',' and not closers:
+      items.append('')
+      continue
+    items[-1] += char
+  return _refuse(text) if closers or quote else items
+
+
+def _item_types(kind: Any) -> tuple[Any, ...]:
+  """The types of the items of a sequence, of one and `...` if it may have any length."""
+  args = typing.get_args(kind)
+  return args if args and _is_a(kind, tuple) else (args[0] if args else Any, ...)
+
+
+def _key_and_item_types(kind: Any) -> tuple[Any, ...]:
+  args = typing.get_args(kind)
+  return args if len(args) == 2 else (Any, Any)
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+  if typing.get_origin(kind) is Literal:
+    return typing.get_args(kind)
+  return tuple(kind) if _is_a(kind, enum.Enum) else ()
+
+
+def _name_of(choice: Any) -> str:
+  return choice.name if isinstance(choice, enum.Enum) else str(choice)
+
+
+def _is_sequence(kind: Any) -> bool:
+  return _is_a(kind, Sequence) and not _is_a(kind, str)
+
+
+def _is_a(kind: Any, base: type) -> bool:
+  cls = typing.get_origin(kind) or kind
+  return isinstance(cls, type) and issubclass(cls, base)
+
+
+_CLOSER_OF = {'(': ')', '[': ']', '{': '}'}
+
+_LEAVES: dict[Any, tuple[Callable[[str], Any], str]] = {  # how a text is read, and an example
+  Any: (_read_untyped, '1'),
+  NONE: (lambda text: _read_choice((None,), text), 'None'),
+  bool: (_read_bool, 'true'),
+  int: (_read_int, '4'),
+  float: (float, '1e-3'),
+  str: (_read_str, 'some_text'),
+  np.dtype: (lambda text: getattr(jnp, text, None), 'bfloat16'),
+  DtypeName: (str, 'bfloat16'),
 }
