@@ -46,11 +46,12 @@ class ResolvedConfig:
     """Builds the parts, once and together: a config that is shared between them gives one shared object.
 
     Raises:
-      UserError: a part refuses its settings; the message begins with its config path.
+      UserError: a part refuses its settings; the message begins with its config path. Every other error of a part's
+        code keeps its type and traceback, and Fiddle adds the config path to its message.
     """
     try:
       built = fdl.build(self.parts)
-    except ValueError as error:
+    except UserError as error:
       raise _without_fiddle_context(error) from error
     return Job(name=self.name, experiment=self.experiment, **built)
 
@@ -218,7 +219,7 @@ def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
   return {path: value for path, value in changes.items() if path not in missing}
 
 
-def _without_fiddle_context(error: ValueError) -> UserError:
+def _without_fiddle_context(error: UserError) -> UserError:
   """`task.model: <what the part said>` from Fiddle's wrapped error."""
   message, _, context = str(error).partition('\n\nFiddle context:')
   _, _, path = context.partition(' at <root>')

@@ -10,6 +10,7 @@ from flax import linen as nn
 import jax.numpy as jnp
 
 from spmd_tasks.config import register
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 
 
@@ -41,7 +42,7 @@ class Optimizer:
   high: int = 2
 
   def __post_init__(self):
-    if self.low > self.high:
+    if self.low > self.high:  # no UserError: stands for a bug
       raise ValueError(f'low = {self.low} must not be above high = {self.high}.')
 
 
@@ -63,7 +64,7 @@ class Input:
 
   def __post_init__(self):
     if self.batch_size < 1:
-      raise ValueError(f'batch_size = {self.batch_size} must be positive.')
+      raise UserError(f'batch_size = {self.batch_size} must be positive.')
 
 
 @register
@@ -107,3 +108,12 @@ class Incomplete(Small):
 
   def train_input(self):
     return fdl.Config(Input)
+
+
+class Raising(Small):
+  """Raises in task() an error of the class that `error` names."""
+
+  error: str = 'ValueError'
+
+  def task(self):
+    raise {'ValueError': ValueError, 'UserError': UserError}[self.error]('num_layers=2 must be odd.')

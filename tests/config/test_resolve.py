@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import pytest
 from small_experiments import Built, FeedForward, Incomplete, Input, Model, Optimizer, Reduction, Small, Task
 
+from spmd_tasks import exit_codes
 from spmd_tasks.config import from_json, resolve, to_json
+from spmd_tasks.errors import UserError, user_error_code
 from spmd_tasks.experiment import Experiment
+from tests import binary
 
 
 def read(job, path):
@@ -155,8 +158,29 @@ def test_a_bad_override_is_answered_with_the_remedy(override, message):
 
 
 def test_a_part_that_refuses_its_settings_is_named_by_path():
-  with pytest.raises(ValueError, match=r'^eval_inputs.dev: batch_size = -3 must be positive.$'):
+  with pytest.raises(UserError, match=r'^eval_inputs.dev: batch_size = -3 must be positive.$'):
     resolve(Small, ['eval_inputs.dev.batch_size=-3']).build()
+
+
+def test_a_value_error_of_a_part_is_a_bug_whose_place_and_config_path_are_shown():
+  class Configured(Small):
+    def task(self):
+      return fdl.Config(Task, model=None, optimizer=fdl.Config(Optimizer, low=5))
+
+  with pytest.raises(ValueError, match=r"low = 5 must not be above high = 2(.|\n)*\['task'\].optimizer") as raised:
+    resolve(Configured).build()
+  assert user_error_code(raised.value) is None
+  assert raised.traceback[-1].path.name == 'small_experiments.py'
+
+
+def test_only_a_user_error_of_an_experiment_is_answered_in_a_sentence(capsys):
+  flags = ('--exp', 'small_experiments.Raising', '--print_config', '--set')
+  assert binary.run_in_process(*flags, 'error=UserError') == exit_codes.USAGE
+  assert capsys.readouterr().err == 'spmd-tasks: num_layers=2 must be odd.\n'
+  with pytest.raises(ValueError, match='must be odd') as raised:
+    binary.run_in_process(*flags, 'error=ValueError')
+  assert type(raised.value) is ValueError
+  assert raised.traceback[-1].path.name == 'small_experiments.py'
 
 
 @pytest.mark.parametrize(
