@@ -1,4 +1,4 @@
-"""`path=value` texts to changes of a config, typed, with the nearest names where a path does not exist."""
+"""Reads `path=value` overrides as typed values; for an unknown path the error lists the nearest names."""
 
 from collections.abc import Sequence
 import difflib
@@ -13,22 +13,22 @@ Path = tuple[str, ...]
 
 
 def split_override(override: str) -> tuple[Path, str]:
-  """The path and the text of `path=value`.
+  """Splits `path=value` into the path's names and the text of the value.
 
   Raises:
-    UserError: it has another form.
+    UserError: the override has another form.
   """
   path, equals, text = override.partition('=')
   if not equals or not all(path.strip().split('.')):
-    raise UserError(f'{override!r} is no override: write path=value, for example num_train_steps=100.')
+    raise UserError(f'{override!r} is not an override: write path=value, for example num_train_steps=100.')
   return tuple(path.strip().split('.')), text.strip()
 
 
 def parse_override(root: Any, path: Path, text: str) -> Any:
-  """The value that `text` denotes for the field of `root` at `path`.
+  """Returns the value that `text` denotes for the field of `root` at `path`.
 
   Raises:
-    UserError: there is no such path, or the text is no value of the field's type.
+    UserError: the path does not exist, or the text is not a value of the field's type.
   """
   field = find_field(root, path)
   name = '.'.join(path)
@@ -48,17 +48,17 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
   now = '' if field.value is UNSET else f' (now {_shorten(show(encode_field(field.value)))})'
   if example is None:
     raise UserError(
-      f'{name}={text} cannot be set from the command line: {name}{now} takes a {describe_type(kind)}: change it '
-      "in the experiment's code."
+      f'{name}={text} cannot be set from the command line: {name}{now} takes a {describe_type(kind)}: change '
+      "that in the experiment's code."
     )
   raise UserError(f'{name}={text} is not of type {describe_type(kind)}{now}: write for example {name}={example}')
 
 
 def find_field(root: Any, path: Path) -> Field:
-  """The field of `root` at `path`.
+  """Returns the field of `root` at `path`.
 
   Raises:
-    UserError: there is none; the message has the nearest names.
+    UserError: the path does not exist; the message lists the nearest names.
   """
   node, field = root, None
   for depth, name in enumerate(path):
@@ -78,13 +78,13 @@ def _unknown_path(root: Any, path: Path, depth: int, names: Sequence[str]) -> Us
   if not names:
     return UserError(f'unknown config path {full!r}: {parent} has no fields of its own; set {parent}=... itself.')
   near = [prefix + name for name in difflib.get_close_matches(path[depth], names, n=3, cutoff=0.5)]
-  if not near:  # a right name at the wrong place: `learning_rate` for `task.learner.learning_rate`
+  if not near:  # The name exists elsewhere: `learning_rate` as `task.learner.learning_rate`.
     known = [known for known, _ in walk(root)]
     last = difflib.get_close_matches(path[-1], {name.rpartition('.')[2] for name in known}, n=1, cutoff=0.8)
     near = [name for name in known if name.rpartition('.')[2] in last][:3]
   where = parent or 'the experiment'
   nearest = f'Nearest: {", ".join(near)}. ' if near else ''
-  return UserError(f'unknown config path {full!r}: {where} has no {path[depth]!r}. {nearest}It has: {_list(names)}.')
+  return UserError(f'unknown config path {full!r}: {where} has no {path[depth]!r}. {nearest}Fields: {_list(names)}.')
 
 
 def _shorten(text: str, limit: int = 80) -> str:

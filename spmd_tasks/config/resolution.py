@@ -1,11 +1,11 @@
-"""From an experiment's name and overrides to its resolved config, to JSON and back, and to a built Job.
+"""Resolves an experiment and its overrides to one config, writes that as JSON, reads JSON back, and builds the Job.
 
     resolved = resolve('lm.StdlibTiny', ['num_layers=4', 'task.learner.clip_global_norm=0.5'])
     job = resolved.build()
 
-A path that begins with a field of the experiment is set before `task()` and the inputs are asked for, so that they see
-it; one that begins with `task`, `train_input`, `eval_inputs.<name>` or `decode_inputs.<name>` changes their configs
-afterwards.
+An override of an experiment's field applies before `task()`, `train_input()` and the other methods are called, so that
+they see the new value. An override of `task`, `train_input`, `eval_inputs.<name>` or `decode_inputs.<name>` changes the
+config that the method returned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +31,10 @@ _PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-  """An experiment with all overrides applied, before anything of it is built.
+  """An experiment with all overrides applied, before its parts are built.
 
-  `parts` holds the Fiddle configs (or built objects) `task`, `train_input`, `eval_inputs` and
-  `decode_inputs` (dicts by name); `overrides` the values that were set, by path, as JSON.
+  `parts` contains the Fiddle configs (or built objects) `task`, `train_input`, `eval_inputs` and `decode_inputs` (the
+  last two are dicts by name). `overrides` contains the values that the user set, by path, as JSON.
   """
 
   name: str
@@ -57,29 +57,29 @@ class ResolvedConfig:
 
 
 def resolve(experiment: str | type[Experiment], overrides: Sequence[str] = ()) -> ResolvedConfig:
-  """The config of an experiment, by name or class, with `path=value` overrides; of two for one path the later wins.
+  """Resolves an experiment, given by name or class, with `path=value` overrides; the later one of a path wins.
 
   Raises:
-    UserError: unknown experiment or path, a value of another type, or settings that do not fit together.
+    UserError: the experiment or a path is unknown, a value has another type, or settings contradict each other.
   """
   cls = registry.get(experiment) if isinstance(experiment, str) else experiment
   return _resolve(cls, fdl.Config(cls), {}, overrides, {})
 
 
 def to_json(resolved: ResolvedConfig) -> dict[str, Any]:
-  """The experiment's name, its overrides, and every field's value by path, defaults included; strict JSON."""
+  """Returns strict JSON of the experiment's name, its overrides, and every field's value by path, with defaults."""
   config = {path: encode_field(field.value) for path, field in walk(_root_of(resolved.experiment, resolved.parts))}
   return {'experiment': resolved.name, 'overrides': dict(resolved.overrides), 'config': dict(sorted(config.items()))}
 
 
 def from_json(saved: Mapping[str, Any], overrides: Sequence[str] = ()) -> ResolvedConfig:
-  """The config that `to_json` saved, also where the code's defaults have changed since, with further overrides.
+  """Resolves the config that `to_json` saved, with further overrides.
 
-  A field that did not exist then has its default.
+  Saved values replace the code's defaults of today. A field that the code added since then has its default.
 
   Raises:
-    UserError: it has not the form of a saved config, a saved path does not exist any more, a value is not of the type
-      of its field, or a class, function or object is another one now.
+    UserError: the JSON is not a saved config, a saved path does not exist any more, a value is not of its field's type,
+      or the code now has another class, function or object at a path.
   """
   saved = checked_config(saved)
   try:
@@ -125,7 +125,7 @@ def _resolve(
 
 
 def _leave_mesh_to_its_layout(cls: type, config: fdl.Config) -> None:
-  """Unsets mesh fields that say what the layout in `mesh` gives anyway, so that overrides of `mesh` have an effect."""
+  """Unsets the mesh fields that equal the values from `mesh`, so that overrides of `mesh` have an effect."""
   given = {name: getattr(config, name) for name in MESH_FIELDS if name in config.__arguments__}
   for name in given:
     delattr(config, name)
@@ -164,7 +164,7 @@ def _root_of(experiment: Experiment, parts: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
-  """The changes that bring `root` back to the saved values."""
+  """Returns the changes that give `root` the saved values."""
   present = dict(walk(root))
   changes: dict[Path, Any] = {}
   refused = []
@@ -202,25 +202,25 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def _keys_of(encoded: Any) -> set[str]:
-  """The keys of an encoded dict of nodes."""
+  """Returns the keys of an encoded dict of nodes; an empty set for any other value."""
   return set(encoded.get('keys', ())) if isinstance(encoded, dict) else set()
 
 
 def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
-  """The changes that apply to `root`; what is to be dropped may be missing, all else must be there."""
+  """Returns the changes whose paths exist in `root`; only a key that is to be dropped may be missing."""
   present = dict(walk(root))
   missing = [path for path, value in changes.items() if '.'.join(path) not in present]
   lost = ['.'.join(path) for path in missing if changes[path] is not DROP]
   if lost:
     raise UserError(
-      f'the overrides remove {", ".join(lost)}, which the saved config sets to something else than the default: leave '
+      f'the overrides remove {", ".join(lost)}, which the saved config sets to another value than the default: leave '
       'those overrides out or start a new run.'
     )
   return {path: value for path, value in changes.items() if path not in missing}
 
 
 def _without_fiddle_context(error: UserError) -> UserError:
-  """`task.model: <what the part said>` from Fiddle's wrapped error."""
+  """Returns the error with the message `task.model: <message of the part>`, without Fiddle's context."""
   message, _, context = str(error).partition('\n\nFiddle context:')
   _, _, path = context.partition(' at <root>')
   path = path.partition(' with positional')[0]

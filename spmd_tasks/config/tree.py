@@ -1,7 +1,7 @@
-"""A config as a tree of named fields, whether Fiddle configs, built dataclasses and Linen modules, dicts or tuples.
+"""Reads and changes a config as a tree of named fields: Fiddle configs, dataclasses, Linen modules, dicts and tuples.
 
-A node has fields; everything else is a leaf. A dict or tuple is a node where it holds nodes, else it is one leaf (the
-keys of a dict leaf can be set one by one all the same). Paths are field names, keys and indices joined by dots.
+A node has fields; every other value is a leaf. A dict or tuple that contains nodes is a node, any other one is a leaf
+(`--set` reaches the keys of a dict leaf all the same). A path joins field names, keys and indices by dots.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -26,14 +26,14 @@ _NOT_FIELDS_OF_MODULES = ('parent', 'name')  # Linen's own
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-  """One field of a node: its present value, its default where it was not set, or UNSET, and its annotation."""
+  """One field of a node: the value that was set, else the default, else UNSET; and the annotation."""
 
   value: Any
   annotation: Any = Any
 
 
 def copy_config(root: Any) -> Any:
-  """A copy of the Fiddle configs and containers, which shares the leaves; what was shared inside stays shared."""
+  """Copies the Fiddle configs and containers but not the leaves; a config that occurs twice is copied once."""
 
   def copy(value: Any, state: daglish.State) -> Any:
     return state.map_children(value) if state.is_traversable(value) else value
@@ -42,6 +42,7 @@ def copy_config(root: Any) -> Any:
 
 
 def is_node(value: Any) -> bool:
+  """Tells whether a value has fields of its own."""
   if isinstance(value, fdl.Buildable) or _is_dataclass(value):
     return True
   if isinstance(value, Mapping):
@@ -50,7 +51,7 @@ def is_node(value: Any) -> bool:
 
 
 def fields_of(node: Any) -> dict[str, Field]:
-  """The fields of a node by name; none for a leaf that is no dict."""
+  """Returns the fields of a node, or the keys of a dict leaf, by name; {} for any other leaf."""
   if isinstance(node, fdl.Buildable):
     return _fields_of_buildable(node)
   if _is_dataclass(node):
@@ -68,7 +69,7 @@ def fields_of(node: Any) -> dict[str, Field]:
 
 
 def walk(root: Any, prefix: str = '') -> Iterator[tuple[str, Field]]:
-  """(path, field) of all nodes and leaves below `root`, parents first."""
+  """Yields (path, field) of all nodes and leaves below `root`, parents first."""
   for name, field in fields_of(root).items():
     path = f'{prefix}{name}'
     yield path, field
@@ -77,7 +78,7 @@ def walk(root: Any, prefix: str = '') -> Iterator[tuple[str, Field]]:
 
 
 def check_buildable(root: Any) -> None:
-  """Raises a ValueError if a config lies where Fiddle does not see it, or a field has no value."""
+  """Raises a UserError if Fiddle would not build a config inside `root`, or if a field has no value."""
   _check_reach(root, '', None)
   for path, field in walk(root):
     if field.value is UNSET:
@@ -85,9 +86,9 @@ def check_buildable(root: Any) -> None:
 
 
 def apply_changes(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
-  """`node` with the values at the given paths replaced; Fiddle configs are changed in place, all else is rebuilt.
+  """Returns `node` with the values at the given paths replaced; Fiddle configs change in place, other nodes are copied.
 
-  The fields of one built object change together, so that its own checks never see half of the changes.
+  All fields of one built object change together, so that the checks of its class see all changes.
   """
   if () in changes:
     return changes[()]
@@ -150,7 +151,7 @@ def _fields_of_buildable(node: fdl.Buildable) -> dict[str, Field]:
 
 @functools.cache
 def _type_hints(target: Hashable) -> dict[str, Any]:
-  """Resolved annotations; empty where they name what exists for type checkers only."""
+  """Returns the resolved annotations; {} if one of them names a type that only type checkers import."""
   is_plain_class = isinstance(target, type) and not dataclasses.is_dataclass(target)
   try:
     return typing.get_type_hints(getattr(target, '__init__') if is_plain_class else target)  # noqa: B009
@@ -159,7 +160,7 @@ def _type_hints(target: Hashable) -> dict[str, Any]:
 
 
 def _check_reach(node: Any, path: str, built: str | None) -> None:
-  """`built` names the object around `node` into which Fiddle does not look."""
+  """Checks below `node`; `built` names the object around `node` in which Fiddle does not search for configs."""
   if isinstance(node, fdl.Buildable) and built is not None:
     raise UserError(
       f'{path} is a config inside a {built}, where it would never be built: make that a fdl.Config (or a dict) as well.'

@@ -125,7 +125,7 @@ def is_dtype(value: Any) -> bool:
 
 
 def _readable(kind: Any, is_beside_str: bool = False) -> Any:
-  """The type for pydantic: each part of it reads a `_Text`, and is strict about other values."""
+  """Returns the type for pydantic: each part of the type reads a `_Text` and checks every other value strictly."""
   kind = unwrap(kind)
   if typing.get_origin(kind) in (Union, types.UnionType):
     return _readable_union(kind)
@@ -146,7 +146,7 @@ def _readable(kind: Any, is_beside_str: bool = False) -> Any:
 
 
 def _readable_union(kind: Any) -> Any:
-  """The members from the narrowest to the widest; almost every text is a str."""
+  """Orders the members from the narrowest to the widest, because almost every text is a str."""
   order = (NONE, bool, int, float)
 
   def width(member: Any) -> int:
@@ -161,7 +161,7 @@ def _readable_union(kind: Any) -> Any:
 
 
 def _check(value: Any, kind: Any) -> Any:
-  """Checks the types that pydantic does not know, and choices, of which pydantic takes True for 1."""
+  """Checks dtypes and instances, and choices too, because for pydantic True is a value of Literal[1]."""
   cls = typing.get_origin(kind) or kind
   if choices := _choices(kind):
     is_one = any(type(value) is type(choice) and value == choice for choice in choices)
@@ -227,7 +227,7 @@ def _read_untyped(text: str) -> Any:
 
 
 def _split(text: str, *, needs_comma: bool) -> list[_Text]:
-  """The items of `1,2`, `(1, 2)` or `[1, 2]`, and of `1` unless a comma or bracket is needed."""
+  """Returns the items of `1,2`, `(1, 2)` or `[1, 2]`, and of `1` unless a comma or bracket is needed."""
   items = _split_at_commas(text)
   if len(items) == 1 and text[:1] in ('(', '[') and text[-1] == _CLOSER_OF[text[0]]:
     items = _split_at_commas(text[1:-1])
@@ -260,7 +260,7 @@ def _split_at_commas(text: str) -> list[str]:
 
 
 def _item_types(kind: Any) -> tuple[Any, ...]:
-  """The types of the items of a sequence, of one and `...` if it may have any length."""
+  """Returns the types of a sequence's items; one type and `...` if the sequence may have any length."""
   args = typing.get_args(kind)
   return args if args and _is_a(kind, tuple) else (args[0] if args else Any, ...)
 
