@@ -7,15 +7,9 @@ per byte in 300 steps.
 """
 
 from spmd_tasks import register
-from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments import lm, moe
 from spmd_tasks.recipes import PipelinedLanguageModel
-from spmd_tasks.sharding import data_expert_model_axes, stage_axis_rules
-
-# Of a stage's 4 devices: 2 data x 2 expert.
-_EXPERT_2 = data_expert_model_axes(
-  num_devices=4, num_expert_partitions=2, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
-)
+from spmd_tasks.sharding import DataExpertModelMesh
 
 
 @register
@@ -47,9 +41,7 @@ class OneForwardOneBackwardTiny(PipelinedLanguageModel, lm.StdlibTiny):
 class MoeTiny(PipelinedLanguageModel, moe.StdlibTiny):
   """moe.StdlibTiny, dropless, over 2 stages x data 2 x expert 2."""
 
-  mesh_axis_names = ('replica', 'stage', 'data', 'expert', 'mdl')
-  ici_mesh_shape = (1, 2, 2, 2, 1)
-  axis_rules = stage_axis_rules(_EXPERT_2.axis_rules)
+  mesh = DataExpertModelMesh(num_devices=8, num_stages=2, num_expert_partitions=2)
   num_microbatches = 4
 
 

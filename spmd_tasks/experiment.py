@@ -143,6 +143,7 @@ class Experiment(_FrozenFields, abc.ABC):
   axis_rules: AxisRules = DEFAULT_AXIS_RULES
   # The mesh's names, sizes and rules in one field, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4);
   # it fills the four fields above. One of them that is set later (in a subclass or by --set) wins over the layout.
+  # dataclasses.replace sets all fields at once, so it cannot change the layout: give a subclass another one instead.
   mesh: MeshLayout | None = None
   # An input's split dims by its rank: map_1d, map_2d, ...; None leaves inputs sharded on batch as they enter.
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING

@@ -24,7 +24,7 @@ from spmd_tasks.checkpoints import Checkpointer, absolute_path
 from spmd_tasks.config import from_json, read_saved_config
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Experiment, Job, partition_job
+from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, partition_job
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.programs import checkpoint_directory, restore_evaluation_weights
 from spmd_tasks.runtime import CompiledStep, PartitionedModel
@@ -43,8 +43,8 @@ def load(
   Args:
     job_log_dir: the job's directory, with its config.json and checkpoints.
     step: the checkpoint's step; None is the newest.
-    mesh: the sizes of the experiment's mesh axes, such as (1, 4, 2), or a jax Mesh with these axes. None is the
-      experiment's own mesh if it has as many devices as there are; otherwise all devices lie along one axis.
+    mesh: the sizes of the experiment's mesh axes, such as (1, 4, 2), or a jax Mesh with these axes. None is the mesh of
+      `overrides`; else the saved mesh if it has as many devices as there are; else all devices lie along one axis.
     overrides: `path=value` changes of the saved config, such as 'task.decode.num_slots=2'.
 
   Raises:
@@ -53,7 +53,10 @@ def load(
   """
   directory = absolute_path(job_log_dir)
   job = from_json(read_saved_config(directory / 'config.json'), overrides).build()
-  partitioned = partition_job(job, mesh if isinstance(mesh, Mesh) else _make_mesh(job.experiment, mesh))
+  is_given = any(override.partition('=')[0].split('.')[0] in ('mesh', *MESH_FIELDS) for override in overrides)
+  if not isinstance(mesh, Mesh):
+    mesh = job.experiment.mesh_spec().build() if mesh is None and is_given else _make_mesh(job.experiment, mesh)
+  partitioned = partition_job(job, mesh)
   checkpointer = Checkpointer(checkpoint_directory(directory), read_only=True)
   try:
     padded_weights, restored = restore_evaluation_weights(partitioned, checkpointer, step)
@@ -115,11 +118,14 @@ class LoadedModel:
     Each row is one document from its start, and its tokens are taken as they are: training rows begin with the
     tokenizer's `bos_id`, so put it first. Logits at t are those of token t + 1. Each new [B, T] is compiled once.
     """
-    ids = np.asarray(ids, np.int32)
-    if ids.ndim != 2:
-      raise UserError(f'ids of shape {ids.shape} must be [batch, length]: wrap one text in a list.')
+    ids = np.asarray(ids)
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+      raise UserError(f'ids of shape {ids.shape}, {ids.dtype}, must be integers [batch, length]: wrap one text in a list.')
     step = self._forward_step(ids.shape)
-    return step(self.padded_weights, step.place({'ids': ids}))['logits']
+    logits = step(self.padded_weights, step.place({'ids': ids.astype(np.int32)}))['logits']
+    if ids.size and not 0 <= ids.min() <= ids.max() < logits.shape[-1]:
+      raise UserError(f'ids from {ids.min()} to {ids.max()} must lie in the vocabulary, [0, {logits.shape[-1]}).')
+    return logits
 
   def generate(
     self,

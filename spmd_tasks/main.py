@@ -43,11 +43,8 @@ def run(argv: Sequence[str] | None = None) -> int:
   try:
     return _run_experiment(args)
   except (UserError, JobError) as error:
-    code = user_error_code(error)
-    if code is None:
-      raise
     print(f'spmd-tasks: {error}', file=sys.stderr)
-    return code
+    return exit_codes.FAILED if isinstance(error, JobError) else exit_codes.USAGE
   except KeyboardInterrupt:
     print('spmd-tasks: interrupted; the same command goes on from the newest checkpoint', file=sys.stderr)
     return exit_codes.INTERRUPTED

@@ -43,11 +43,16 @@ def register(cls: T) -> T:
   """Registers an experiment class, so that --list shows its name and its docstring's first line.
 
   Raises:
-    UserError: there is no docstring.
+    UserError: there is no docstring, or another class has the name.
   """
   name = name_of(cls)
   if not (vars(cls).get('__doc__') or '').strip() or _is_dataclass_signature(cls):
     raise UserError(f'experiment {name} has no docstring: describe it in one line, which --list shows.')
+  other = _registry.get(name, cls)
+  if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+    raise UserError(
+      f'experiment {name} is registered twice, by {other.__module__} and by {cls.__module__}: rename one of them.'
+    )
   _registry[name] = cls
   return cls
 
@@ -73,8 +78,11 @@ def list_experiments() -> list[tuple[str, str]]:
       source = _source_of(module)
       if source is None:
         found[f'{name}.*'] = f'cannot be listed: the source of {module}, an entry point, is not found'
-      else:
+        continue
+      try:
         found.update(_registered_in(source, name if len(modules) == 1 and not _is_own_module(name) else module))
+      except (OSError, SyntaxError, ValueError) as error:  # one broken package must not hide the others
+        found[f'{name}.*'] = f'cannot be listed: {source}, an entry point, cannot be read ({error})'
   return list(found.items())
 
 

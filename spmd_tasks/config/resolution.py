@@ -94,6 +94,9 @@ def from_json(saved: Mapping[str, Any], overrides: Sequence[str] = ()) -> Resolv
   of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
   of_parts = {path: value for path, value in saved['config'].items() if is_part[path]}
   config = apply_changes(config, _changes_to(config, of_experiment))
+  for name in MESH_FIELDS:
+    if name in of_experiment:  # also a value that equals the bare default: the class's layout may give another one
+      setattr(config, name, decode(of_experiment[name]))
   _leave_mesh_to_its_layout(cls, config)
   changes = _changes_to(_parts_of(_build_experiment(cls, config)), of_parts)
   return _resolve(cls, config, changes, overrides, saved['overrides'])

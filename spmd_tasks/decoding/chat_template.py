@@ -28,6 +28,8 @@ _TRANSCRIPT = """\
 {% endfor %}
 {% if add_generation_prompt %}assistant: {% endif %}"""
 
+_TRANSCRIPT_STOP = ('\nuser:', '\nsystem:')
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
@@ -46,7 +48,7 @@ class ChatTemplate:
   """
 
   template: str = _TRANSCRIPT
-  stop: tuple[str, ...] = ('\nuser:', '\nsystem:')
+  stop: tuple[str, ...] = _TRANSCRIPT_STOP
   bos_token: str = ''
   eos_token: str = ''
 
@@ -55,7 +57,7 @@ class ChatTemplate:
 
   @classmethod
   def from_turns(
-    cls, turn: str = '{role}: {content}\n', *, reply: str = 'assistant: ', stop: Sequence[str] = ()
+    cls, turn: str = '{role}: {content}\n', *, reply: str = 'assistant: ', stop: Sequence[str] = _TRANSCRIPT_STOP
   ) -> 'ChatTemplate':
     """A template that writes every message as `turn`, with {role} and then {content} in it, and then `reply`."""
     if not 0 <= turn.find('{role}') < turn.find('{content}'):

@@ -9,10 +9,11 @@ A layout fills the experiment's fields `mesh_axis_names`, `ici_mesh_shape`, `dcn
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.expert_axes import data_expert_model_axes, data_model_axes, hidden_sharding_axes
-from spmd_tasks.sharding.specs import AxisRules
+from spmd_tasks.sharding.specs import AxisRules, stage_axis_rules
 
 # Weights: fully sharded over `data` on the embed dim, tensor-parallel over `mdl`, experts over `data` too (T5X).
 # Activations: batch over `replica` and `data`, the wide dims over `mdl`.
@@ -76,6 +77,7 @@ class DataExpertModelMesh:
   Fields:
     num_devices: of the whole mesh; `data` gets what the other two axes leave.
     num_expert_partitions: over how many devices the experts are split.
+    num_stages: stages of a pipeline; more than one adds the axis `stage` after `replica`.
     num_partitions: the size of `mdl`.
     base_rules: the axis rules of everything but experts.
   """
@@ -83,10 +85,26 @@ class DataExpertModelMesh:
   num_devices: int
   num_expert_partitions: int
   num_partitions: int = 1
+  num_stages: int = 1
   base_rules: AxisRules = DEFAULT_AXIS_RULES
 
   def axes(self) -> MeshAxes:
-    return _of_experts(data_expert_model_axes(**_fields(self)))
+    if self.num_stages < 1 or self.num_devices % self.num_stages:
+      raise UserError(f'num_stages={self.num_stages} must be at least 1 and divide num_devices={self.num_devices}.')
+    of_stage = data_expert_model_axes(
+      num_devices=self.num_devices // self.num_stages,
+      num_expert_partitions=self.num_expert_partitions,
+      num_partitions=self.num_partitions,
+      base_rules=self.base_rules,
+    )
+    if self.num_stages == 1:
+      return _of_experts(of_stage)
+    (replica, *names), (num_replicas, *sizes) = of_stage.mesh_axis_names, of_stage.ici_mesh_shape
+    return MeshAxes(
+      mesh_axis_names=(replica, 'stage', *names),
+      ici_mesh_shape=(num_replicas, self.num_stages, *sizes),
+      axis_rules=stage_axis_rules(of_stage.axis_rules),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,9 +146,9 @@ class HiddenShardingMesh:
     return _of_experts(hidden_sharding_axes(**_fields(self)))
 
 
-def _fields(layout) -> dict:
+def _fields(layout: Any) -> dict[str, Any]:
   return {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
 
 
-def _of_experts(axes) -> MeshAxes:
+def _of_experts(axes: Any) -> MeshAxes:
   return MeshAxes(mesh_axis_names=axes.mesh_axis_names, ici_mesh_shape=axes.ici_mesh_shape, axis_rules=axes.axis_rules)
