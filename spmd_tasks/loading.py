@@ -120,7 +120,9 @@ class LoadedModel:
     """
     ids = np.asarray(ids)
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
-      raise UserError(f'ids of shape {ids.shape}, {ids.dtype}, must be integers [batch, length]: wrap one text in a list.')
+      raise UserError(
+        f'ids of shape {ids.shape}, {ids.dtype}, must be integers [batch, length]: wrap one text in a list.'
+      )
     step = self._forward_step(ids.shape)
     logits = step(self.padded_weights, step.place({'ids': ids.astype(np.int32)}))['logits']
     if ids.size and not 0 <= ids.min() <= ids.max() < logits.shape[-1]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from spmd_tasks import exit_codes
 from spmd_tasks.config import registry
-from spmd_tasks.errors import JobError, UserError, user_error_code
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.flags import MODES, SERVE_FLAGS, check_flags_of_mode, distributed_settings, make_parser, overrides_of
 
 

@@ -93,7 +93,13 @@ def test_what_does_not_fit_is_said_in_a_sentence(saved, tmp_path):
   with pytest.raises(UserError, match='Nearest: num_layers'):
     load(directory, overrides=['num_layer=2'])
   lm = load(directory)
-  with pytest.raises(UserError, match=r'ids of shape \(3,\) must be \[batch, length\]'):
+  with pytest.raises(UserError, match=r'ids int64\[3\] must be integers \[batch, length\]'):
     lm.logits([1, 2, 3])
+  with pytest.raises(UserError, match=r'ids float64\[1, 1\] must be integers'):
+    lm.logits([[1.7]])
+  with pytest.raises(UserError, match='ids from 1 to 1000000 must lie in the vocabulary'):
+    lm.logits([[1, 1_000_000]])
+  with pytest.raises(UserError, match='needs 4 devices but there are 8'):
+    load(directory, overrides=['ici_mesh_shape=1,2,2'])
   with pytest.raises(UserError, match=r'prompt 1: the prompt is text, but .* no tokenizer'):
     lm.generate(['def'])

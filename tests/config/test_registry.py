@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+import re
 import subprocess
 import sys
 import textwrap
@@ -194,6 +195,14 @@ def test_an_entry_point_that_fails_says_so(installed, directory):
     registry.get('vision.Mine')
   with pytest.raises(ValueError, match=r"gone.Mine cannot be loaded: .* No module named 'not_there'"):
     registry.get('gone.Mine')
+
+
+def test_an_entry_point_that_cannot_be_read_hides_no_other(installed, directory):
+  (directory / 'site' / 'torn.py').write_text('class Torn(:')
+  installed({'torn': 'torn', 'speech': 'their_module'})
+  listed = dict(of_others())
+  assert 'speech.Mine' in listed
+  assert re.search(r'cannot be listed: .*torn\.py, an entry point, cannot be read', listed['torn.*'])
 
 
 def test_two_entry_points_of_one_name_are_told_apart_by_their_modules(installed):

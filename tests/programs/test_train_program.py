@@ -216,7 +216,16 @@ def test_tensorboard_events_without_tensorflow(cache_environment, tmp_path, monk
 
 
 def test_an_input_that_ends_leaves_the_last_step_saved(tmp_path, capsys):
-  flags = ('--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', tmp_path, '--set', 'train_input.num_batches=3')
+  flags = (
+    '--exp',
+    'synthetic.Tiny',
+    '--mode',
+    'train',
+    '--job_log_dir',
+    tmp_path,
+    '--set',
+    'train_input.num_batches=3',
+  )
   assert binary.run_in_process(*flags, '--set', 'ici_mesh_shape=1,8,1', '--set', 'tensorboard=false') == 1
   assert 'the training input ended after step 3 of 20; what was trained is saved' in capsys.readouterr().err
   assert binary.checkpoint_names(tmp_path) == ['checkpoint_00000003']
