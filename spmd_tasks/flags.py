@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument(
     '--job_log_dir',
     metavar='DIR',
-    help='where checkpoints, metrics and events go; alone, the job that began there, with its own settings',
+    help='where checkpoints, metrics and events go; without --exp, settings come from its config.json',
   )
   parser.add_argument(
     '--set',
@@ -57,27 +57,35 @@ def make_parser() -> argparse.ArgumentParser:
   shortcuts.add_argument('--seed', metavar='N')
   running = parser.add_argument_group('how it runs')
   running.add_argument('--num_fake_devices', type=int, metavar='N', help='run on N fake CPU devices')
-  running.add_argument('--checkpoint_step', type=int, metavar='N', help='not the newest checkpoint')
-  running.add_argument('--watch', action='store_true', help='eval: go on with every new checkpoint of a running job')
-  running.add_argument('--decode_input', metavar='FILE', help="decode: prompts, instead of the experiment's")
-  running.add_argument('--decode_output', metavar='FILE', help='decode_once: where the outputs of --decode_input go')
+  running.add_argument('--checkpoint_step', type=int, metavar='N', help='a step; default: the newest')
+  running.add_argument('--watch', action='store_true', help='eval: evaluate every new checkpoint of a running job')
+  running.add_argument('--decode_input', metavar='FILE', help="decode: a file of prompts, in place of the experiment's")
+  running.add_argument('--decode_output', metavar='FILE', help='decode_once: file for the outputs of --decode_input')
   running.add_argument(
-    '--accept_config_changes', action='store_true', help='go on although the config now gives other numbers'
+    '--accept_config_changes',
+    action='store_true',
+    help='resume with a changed config; its numbers will differ',
   )
   serving = parser.add_argument_group('--mode serve')
   serving.add_argument('--host', metavar='HOST', help='default: 127.0.0.1, which only this machine reaches')
   serving.add_argument('--port', type=int, metavar='N', help='default: 8000; 0 takes any free port')
   serving.add_argument('--api_key_file', metavar='FILE', help='a file with the key that every request must carry')
-  serving.add_argument('--max_queued', type=int, metavar='N', help='texts that may wait for a slot; default: 64')
-  serving.add_argument('--drain_s', type=float, metavar='S', help='for running requests after SIGTERM; default: 30')
-  processes = parser.add_argument_group('several processes, where no launcher says it all')
-  processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='where all others reach process 0')
+  serving.add_argument('--max_queued', type=int, metavar='N', help='sequences that may wait for a slot; default: 64')
+  serving.add_argument(
+    '--drain_s', type=float, metavar='S', help='seconds for running requests after SIGTERM; default: 30'
+  )
+  processes = parser.add_argument_group('several processes without a known launcher')
+  processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='the address of process 0 for all others')
   processes.add_argument('--num_processes', type=int, metavar='N')
   processes.add_argument('--process_id', type=int, metavar='I')
   processes.add_argument('--local_device_ids', metavar='0,1', help='the accelerators of this process; default: all')
-  processes.add_argument('--coordinator_bind_address', metavar='HOST:PORT', help='what process 0 listens on')
-  processes.add_argument('--cluster', metavar='NAME', default='auto', help='insist on a launcher, or none: run alone')
-  processes.add_argument('--initialization_timeout_s', type=int, default=300, metavar='S', help='to find each other')
+  processes.add_argument('--coordinator_bind_address', metavar='HOST:PORT', help='what address process 0 listens on')
+  processes.add_argument(
+    '--cluster', metavar='NAME', default='auto', help='the launcher to use; none: a single process'
+  )
+  processes.add_argument(
+    '--initialization_timeout_s', type=int, default=300, metavar='S', help='for all processes to connect'
+  )
   return parser
 
 
@@ -85,7 +93,7 @@ def check_flags_of_mode(args: argparse.Namespace) -> None:
   """Raises a UserError if a flag is given that the mode does not take."""
   if args.mode == 'train' and (args.checkpoint_step is not None or args.watch):
     raise UserError(
-      '--checkpoint_step and --watch are for --mode eval; training goes on from the newest checkpoint. To go back to '
+      '--checkpoint_step and --watch are for --mode eval; training continues from the newest checkpoint. To go back to '
       'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
     )
   if args.mode in ('decode', 'decode_once', 'serve') and args.watch:

@@ -52,6 +52,8 @@ def load(
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
   directory = absolute_path(job_log_dir)
+  if not (directory / 'config.json').exists():
+    raise UserError(f'{directory} has no config.json, so no job has begun there: correct the path, or train first.')
   job = from_json(read_saved_config(directory / 'config.json'), overrides).build()
   is_given = any(override.partition('=')[0].split('.')[0] in ('mesh', *MESH_FIELDS) for override in overrides)
   if not isinstance(mesh, Mesh):
@@ -65,7 +67,7 @@ def load(
   return LoadedModel(job=job, step=restored, partitioned=partitioned, padded_weights=padded_weights)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LoadedModel:
   """A model with a checkpoint's weights on a mesh; `load` makes it.
 
@@ -79,7 +81,16 @@ class LoadedModel:
   job: Job
   step: int
   partitioned: PartitionedModel
-  padded_weights: Any = dataclasses.field(repr=False)
+  padded_weights: Any
+
+  def __repr__(self) -> str:
+    axes = ' x '.join(f'{name} {size}' for name, size in self.partitioned.mesh.shape.items())
+    return f'LoadedModel({self.job.name}, step {self.step}, {self.num_parameters:,} parameters, mesh {axes})'
+
+  @property
+  def num_parameters(self) -> int:
+    """The number of parameters of the model, without padding."""
+    return self.partitioned.total_num_params
 
   @property
   def model(self) -> nn.Module:
@@ -120,9 +131,7 @@ class LoadedModel:
     """
     ids = np.asarray(ids)
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
-      raise UserError(
-        f'ids of shape {ids.shape}, {ids.dtype}, must be integers [batch, length]: wrap one text in a list.'
-      )
+      raise UserError(f'ids {ids.dtype}{list(ids.shape)} must be integers [batch, length]: wrap one text in a list.')
     step = self._forward_step(ids.shape)
     logits = step(self.padded_weights, step.place({'ids': ids.astype(np.int32)}))['logits']
     if ids.size and not 0 <= ids.min() <= ids.max() < logits.shape[-1]:

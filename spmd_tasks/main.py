@@ -51,6 +51,12 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_experiment(args: argparse.Namespace) -> int:
+  if not args.print_config:
+    if args.mode is None:
+      raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
+    if not args.job_log_dir:
+      raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
+    check_flags_of_mode(args)
   from spmd_tasks.config import format_config, to_json
 
   resolved = _resolve(args)
@@ -58,11 +64,6 @@ def _run_experiment(args: argparse.Namespace) -> int:
   if args.print_config:
     print(format_config(config))
     return exit_codes.OK
-  if args.mode is None:
-    raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
-  if not args.job_log_dir:
-    raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
-  check_flags_of_mode(args)
 
   from spmd_tasks.checkpoints import absolute_path
   from spmd_tasks.config import refuse_changed_config
@@ -118,16 +119,22 @@ def _resolve(args: argparse.Namespace) -> Any:
 
   if args.exp is not None and args.config is None:
     return resolve(args.exp, overrides_of(args))
-  path = args.config
-  if args.exp is None and path is None and args.job_log_dir:
-    own = absolute_path(args.job_log_dir) / 'config.json'
-    path = own if own.exists() else None
-  if args.exp is not None or path is None:
+  if args.exp is not None:
+    raise UserError('--exp and --config both name an experiment: give one of them.')
+  if args.config is not None:
+    return from_json(read_saved_config(args.config), overrides_of(args))
+  if not args.job_log_dir:
     raise UserError(
-      'give one of --exp NAME (--list shows the registered names) and --config FILE, or neither with the --job_log_dir '
-      'of a job that has begun, whose config.json is taken then.'
+      'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
+      '--job_log_dir of a job that has begun.'
     )
-  return from_json(read_saved_config(path), overrides_of(args))
+  own = absolute_path(args.job_log_dir) / 'config.json'
+  if not own.exists():
+    raise UserError(
+      f'{own} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME (--list '
+      'shows the registered names).'
+    )
+  return from_json(read_saved_config(own), overrides_of(args))
 
 
 def _use_fake_devices(num_devices: int | None) -> None:

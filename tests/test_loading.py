@@ -1,6 +1,7 @@
 """`spmd_tasks.load`: the weights, logits and texts of a job's checkpoint, on its own mesh and on others."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -86,13 +87,14 @@ def test_texts_are_those_of_decode_once(saved, tmp_path):
 
 def test_what_does_not_fit_is_said_in_a_sentence(saved, tmp_path):
   directory, _, _ = saved['dense']
-  with pytest.raises(UserError, match=r'config .*config.json cannot be read'):
+  with pytest.raises(UserError, match=r'has no config\.json, so no job has begun there'):
     load(tmp_path)
   with pytest.raises(UserError, match='needs 4 devices but there are 8'):
     load(directory, mesh=(1, 2, 2))
   with pytest.raises(UserError, match='Nearest: num_layers'):
     load(directory, overrides=['num_layer=2'])
   lm = load(directory)
+  assert re.fullmatch(r'LoadedModel\(.*, step \d+, [\d,]+ parameters, mesh .*\)', repr(lm))
   with pytest.raises(UserError, match=r'ids int64\[3\] must be integers \[batch, length\]'):
     lm.logits([1, 2, 3])
   with pytest.raises(UserError, match=r'ids float64\[1, 1\] must be integers'):

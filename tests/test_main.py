@@ -80,14 +80,17 @@ def broken_files(tmp_path):
 # Flags (HERE is the directory above), and what the sentence says: the value, the constraint, the remedy.
 TRAIN = ('--mode', 'train', '--job_log_dir', 'HERE/job')
 BAD_INPUT = {
-  'no experiment': (TRAIN, ['give one of --exp NAME (--list shows the registered names) and --config FILE']),
+  'no experiment': (
+    TRAIN,
+    ['HERE/job/config.json does not exist, so no job has begun there', 'start a job with --exp NAME'],
+  ),
   'directory without a job': (
     ('--mode', 'eval', '--job_log_dir', 'HERE/job'),
-    ['give one of --exp NAME', 'or neither with the --job_log_dir of a job that has begun'],
+    ['HERE/job/config.json does not exist', 'correct --job_log_dir'],
   ),
   'two experiments': (
     ('--exp', 'synthetic.Tiny', '--config', 'HERE/cut.json', *TRAIN),
-    ['give one of --exp NAME', '--config FILE'],
+    ['--exp and --config both name an experiment: give one of them'],
   ),
   'unknown experiment': (
     ('--exp', 'synthetic.Tniy', *TRAIN),

@@ -39,7 +39,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
   Args:
     job: the built experiment.
     job_log_dir: gets checkpoints, metrics and events; claimed once everything else has been checked.
-    emergency: the way out of a failure that other processes must hear of.
+    emergency: ends this process and tells the others when it fails.
     clock: counting since the start of the process.
     config_json: the resolved config, saved as `config.json`.
 
@@ -236,7 +236,7 @@ def _missing_evals(evaluator: Evaluator, first_step: int, experiment: Experiment
 
 def _describe(model: PartitionedModel, origin: str) -> str:
   axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
-  padding = f', {100 * model.padding_waste:.1f}% of them stored again as padding' if model.padding_waste else ''
+  padding = f', {100 * model.padding_waste:.1f}% more stored as padding' if model.padding_waste else ''
   padded = [
     f'{name}: {true.shape[0]} rows padded to {model.input_layout.padded[name].shape[0]}'
     for name, true in model.input_layout.spec.items()

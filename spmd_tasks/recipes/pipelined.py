@@ -3,11 +3,10 @@
 import fiddle as fdl
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.layers import TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule, check_microbatches_divide
 from spmd_tasks.recipes.dense import DenseLanguageModel
-from spmd_tasks.sharding import AxisRules, stage_axis, stage_axis_rules
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis, stage_axis_rules
 
 
 class PipelinedLanguageModel(DenseLanguageModel):

@@ -1,4 +1,4 @@
-"""Partitions a task over a mesh: the pure steps of `steps.py` become compiled, sharded steps. The heart of the project.
+"""Partitions a task over a mesh: the pure steps of `steps.py` become compiled, sharded steps.
 
 Usage:
 

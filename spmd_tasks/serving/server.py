@@ -188,7 +188,7 @@ class _Server:
   async def _drain(self) -> None:
     self._service.is_draining = True
     if not self.thread.is_idle:
-      self._announce(f'Draining: running requests have at most {self._settings.drain_s:g} s to end.')
+      self._announce(f'Stopping: waiting up to {self._settings.drain_s:g} s for running requests.')
     assert self._loop is not None
     end = self._loop.time() + self._settings.drain_s
     while not self.thread.is_idle and self.thread.error is None and len(self._signals) < 2 and self._loop.time() < end:
@@ -196,7 +196,7 @@ class _Server:
     num_cut = self.thread.num_queued + self.thread.scheduler.num_active
     await asyncio.to_thread(self.thread.stop)
     if self.thread.error is None:
-      self._announce(f'Drained. Texts cut: {num_cut}.')
+      self._announce(f'Server stopped; requests cut off: {num_cut}.')
 
   def _post(self, deltas: list[Delta]) -> None:
     assert self._loop is not None

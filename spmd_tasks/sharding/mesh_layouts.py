@@ -97,6 +97,12 @@ class DataExpertModelMesh:
       num_partitions=self.num_partitions,
       base_rules=self.base_rules,
     )
+    num_expert_partitions = of_stage.ici_mesh_shape[of_stage.mesh_axis_names.index('expert')]
+    if num_expert_partitions != self.num_expert_partitions:
+      raise UserError(
+        f'num_expert_partitions={self.num_expert_partitions} must divide the devices of a stage over num_partitions='
+        f'{self.num_partitions}; the next smaller number that does is {num_expert_partitions}.'
+      )
     if self.num_stages == 1:
       return _of_experts(of_stage)
     (replica, *names), (num_replicas, *sizes) = of_stage.mesh_axis_names, of_stage.ici_mesh_shape

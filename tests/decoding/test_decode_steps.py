@@ -24,12 +24,11 @@ from spmd_tasks.decoding import (
   generate,
   search,
 )
-from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers import BlockGroup, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.runtime import CompilationCounter, DecodeSettings
-from spmd_tasks.sharding import stage_axis_rules
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, stage_axis_rules
 from tests.runtime.loss_curves import make_model
 from tests.runtime.moe_experiments import ExpertAxis
 

@@ -147,7 +147,7 @@ def test_sigterm_to_both_lets_running_requests_end(client, shared_server):
   assert json.loads(rest[-2].removeprefix('data: '))['choices'][0]['finish_reason'] == 'length'
   ranks = job.wait(deadline_s=DEADLINE_S)
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
-  assert 'Drained. Texts cut: 0.' in ranks[0].log
+  assert 'Server stopped; requests cut off: 0.' in ranks[0].log
   shared_server.close()
 
 

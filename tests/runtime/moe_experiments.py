@@ -2,11 +2,10 @@
 
 import fiddle as fdl
 
-from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless
 from spmd_tasks.recipes import MoeLanguageModel
-from spmd_tasks.sharding import expert_axes
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, expert_axes
 
 _ON_8 = {'num_devices': 8, 'base_rules': DEFAULT_AXIS_RULES}
 _EXPERT = expert_axes.data_expert_model_axes(num_expert_partitions=4, num_partitions=1, **_ON_8)

@@ -1,8 +1,7 @@
 """The uneven models of the other comparisons, with more layers, as pipelines."""
 
-from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.recipes import PipelinedLanguageModel
-from spmd_tasks.sharding import expert_axes, stage_axis_rules
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, expert_axes, stage_axis_rules
 from tests.runtime import moe_experiments, uneven_experiments
 
 _EXPERT = expert_axes.data_expert_model_axes(

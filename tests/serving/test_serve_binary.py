@@ -288,4 +288,4 @@ def test_sigterm_lets_running_requests_end(server):
   assert reasons == ['length'] * 8
   assert server.process.returncode == 0, stderr
   assert 'Draining' in stdout
-  assert stdout.endswith('Drained. Texts cut: 0.\n')
+  assert stdout.endswith('Server stopped; requests cut off: 0.\n')

@@ -5,8 +5,8 @@ import re
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.sharding import (
+  DEFAULT_AXIS_RULES,
   MeshSpec,
   check_axis_rules,
   data_expert_model_axes,
