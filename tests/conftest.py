@@ -14,6 +14,7 @@ import contextlib
 import gc
 import os
 from pathlib import Path
+import sys
 import tempfile
 
 os.environ.setdefault(
@@ -52,6 +53,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+  """Saves what coverage has measured: xdist ends its workers by a signal, before coverage's own exit handler runs."""
+  coverage = sys.modules.get('coverage')
+  measured = coverage and coverage.Coverage.current()
+  if measured:
+    measured.save()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Leaves out the cases marked exhaustive, unless --all is given; files with more slow tests come first."""
   kept = [item for item in items if 'exhaustive' not in item.keywords or config.getoption('--all')]
