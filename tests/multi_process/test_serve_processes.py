@@ -140,7 +140,7 @@ def test_sigterm_to_both_lets_running_requests_end(client, shared_server):
     lines = response.iter_lines()
     first = next(lines)
     job.send(1, signal.SIGTERM)
-    job.wait_for_text(0, 'Draining', limit_s=DEADLINE_S)  # to whichever process it comes
+    job.wait_for_text(0, 'Stopping: ', limit_s=DEADLINE_S)  # to whichever process it comes
     job.send(0, signal.SIGTERM)
     rest = [line for line in [first, *lines] if line]
   assert rest[-1] == 'data: [DONE]'

@@ -326,7 +326,7 @@ def test_what_fits_the_budget_is_finished_and_the_rest_is_told():
       client.stream('POST', COMPLETIONS, json=short) as second,
     ):
       served.stop.set()
-      assert 'Draining' in served.lines.get(timeout=5)
+      assert 'Stopping: ' in served.lines.get(timeout=5)
       assert client.get('/ready').status_code == 503
       assert client.get('/health').status_code == 200
       refused = client.post(COMPLETIONS, json=HELLO)

@@ -287,5 +287,5 @@ def test_sigterm_lets_running_requests_end(server):
   reasons = [choice['finish_reason'] for chunk in chunks for choice in chunk['choices'] if choice['finish_reason']]
   assert reasons == ['length'] * 8
   assert server.process.returncode == 0, stderr
-  assert 'Draining' in stdout
+  assert 'Stopping: ' in stdout
   assert stdout.endswith('Server stopped; requests cut off: 0.\n')
