@@ -2,7 +2,8 @@
 
     spmd-tasks --exp moe.StdlibTiny --mode train --num_fake_devices 8 --job_log_dir runs/moe
 
-moe.StdlibTiny goes from a cross entropy of 5.6 nats per byte to 1.42 in 300 steps, in two minutes on two CPU cores.
+moe.StdlibTiny goes from a loss of 7.1 nats per byte to a cross entropy of 1.42 in 300 steps, in two minutes on two CPU
+cores.
 """
 
 import fiddle as fdl

@@ -17,7 +17,7 @@ from typing import Any
 
 from spmd_tasks import exit_codes
 from spmd_tasks.config import registry
-from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.errors import UserError, user_error_code
 from spmd_tasks.flags import MODES, SERVE_FLAGS, check_flags_of_mode, distributed_settings, make_parser, overrides_of
 
 
@@ -42,9 +42,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     return exit_codes.OK
   try:
     return _run_experiment(args)
-  except (UserError, JobError) as error:
+  except Exception as error:
+    code = user_error_code(error)
+    if code is None:
+      raise
     print(f'spmd-tasks: {error}', file=sys.stderr)
-    return exit_codes.FAILED if isinstance(error, JobError) else exit_codes.USAGE
+    return code
   except KeyboardInterrupt:
     print('spmd-tasks: interrupted; the same command goes on from the newest checkpoint', file=sys.stderr)
     return exit_codes.INTERRUPTED
