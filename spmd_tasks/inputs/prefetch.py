@@ -1,6 +1,8 @@
 """Prefetcher: reads batches ahead in a thread and pairs each batch with the input position after it."""
 
 from collections.abc import Callable, Iterator
+import contextlib
+import math
 import queue
 import sys
 import threading
@@ -15,6 +17,7 @@ T = TypeVar('T')
 
 # How long close() waits for a thread that does not answer; it is a daemon thread, so the process can still end.
 _JOIN_TIMEOUT_S = 5.0
+_LOOK_PERIOD_S = 0.005
 
 
 class Prefetcher(Generic[T]):
@@ -30,6 +33,10 @@ class Prefetcher(Generic[T]):
     depth: how many batches to keep ready.
     timeout_s: seconds to wait for one batch; a longer wait raises a JobError that shows where the thread is stuck.
       None waits without limit.
+    is_idle: tells whether the device has nothing else to do; only such waits count as `seconds_waited`.
+
+  Attributes:
+    seconds_waited: in `next`, while `is_idle`, all together: what the device has had to wait for the input.
   """
 
   def __init__(
@@ -38,17 +45,19 @@ class Prefetcher(Generic[T]):
     transform: Callable[[base.Batch], T] | None = None,
     depth: int = 2,
     timeout_s: float | None = None,
+    is_idle: Callable[[], bool] = lambda: True,
   ):
     if depth < 1:
       raise UserError(f'depth {depth} must be at least 1.')
     self._input = iterator
     self._transform = transform
     self._timeout_s = timeout_s
+    self._is_idle = is_idle
     self._queue: queue.Queue[tuple[Any, base.State | None, BaseException | None]] = queue.Queue(depth)
     self._stop = threading.Event()
     self._ended: BaseException | None = None
     self._closed = False
-    self.seconds_waited = 0.0  # in `next`, all together: what the device may have had to wait for the host
+    self.seconds_waited = 0.0
     self._thread = threading.Thread(target=self._run, name='input-prefetch', daemon=True)
     self._thread.start()
 
@@ -86,22 +95,33 @@ class Prefetcher(Generic[T]):
       raise UserError('this Prefetcher has been closed.')
     if self._ended is not None:
       raise self._ended
-    start = time.monotonic()
     try:
-      value, state, error = self._queue.get(timeout=self._timeout_s)
+      value, state, error = self._get()
     except queue.Empty:
       self._ended = JobError(
         f'the input has produced no batch for {self._timeout_s:g} s. If it is only slow, raise the timeout or add '
         f'workers. Its thread is at:\n{self._stack()}'
       )
       raise self._ended from None
-    finally:
-      self.seconds_waited += time.monotonic() - start
     if error is not None:
       self._ended = error
       raise error
     assert state is not None
     return value, state
+
+  def _get(self) -> tuple[Any, base.State | None, BaseException | None]:
+    """Returns the next item; raises queue.Empty after `timeout_s`. Looks now and then whether the device is idle."""
+    end = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
+    with contextlib.suppress(queue.Empty):
+      return self._queue.get_nowait()
+    while not self._is_idle() and time.monotonic() < end:
+      with contextlib.suppress(queue.Empty):
+        return self._queue.get(timeout=_LOOK_PERIOD_S)
+    start = time.monotonic()
+    try:
+      return self._queue.get(timeout=None if self._timeout_s is None else max(0.0, end - start))
+    finally:
+      self.seconds_waited += time.monotonic() - start
 
   def _stack(self) -> str:
     frame = sys._current_frames().get(self._thread.ident or 0)

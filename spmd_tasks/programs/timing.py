@@ -3,11 +3,11 @@
 clock = StartupClock()                        # phases before the first step
 with clock.phase('partition'):
   ...
-rates = StepRates.of(model, seconds_waited)   # steps and tokens per second, MFU, waiting for the input
+rates = StepRates.of(model, goodput)          # steps and tokens per second, MFU, waiting for the input
 profile = ProfileCapture((10, 12), directory) # a trace of steps [10, 12) by JAX's profiler
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import math
@@ -17,6 +17,7 @@ import time
 from etils import epath
 import jax
 
+from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.runtime import PartitionedModel, model_flops_per_train_step, peak_flops_per_device
 
 
@@ -36,11 +37,15 @@ class StartupClock:
   """Adds up named phases between the start of the process and its first finished step, in seconds.
 
   The time before the clock was made is the phase `imports`. Time that no phase covers is `other`.
+
+  Attributes:
+    begun: when the process was started, in seconds since the epoch.
+    phases: seconds by name.
   """
 
   def __init__(self):
-    self._begun = process_start_time()
-    self.phases: dict[str, float] = {'imports': time.time() - self._begun}
+    self.begun = process_start_time()
+    self.phases: dict[str, float] = {'imports': time.time() - self.begun}
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
@@ -57,7 +62,7 @@ class StartupClock:
 
   def finish(self) -> dict[str, float]:
     """Returns all phases, `other` and `total`; to be called when the first step has finished."""
-    total = time.time() - self._begun
+    total = time.time() - self.begun
     return self.phases | {'other': max(0.0, total - sum(self.phases.values())), 'total': total}
 
 
@@ -74,52 +79,37 @@ class StepRates:
   Attributes:
     tokens_per_step: positions of a training batch.
     peak_steps_per_second: steps per second at the devices' peak FLOP/s; None where the peak is not known.
-    seconds_waited: returns how long the loop has waited for its input so far.
+    goodput: counts the time in the loop.
   """
 
   tokens_per_step: int
   peak_steps_per_second: float | None
-  seconds_waited: Callable[[], float]
-  _last_step: int = -1
-  _last_time: float = 0.0
-  _last_waited: float = 0.0
+  goodput: Goodput
+  _last: tuple[int, float, float] = (-1, 0.0, 0.0)
 
   @classmethod
-  def of(cls, model: PartitionedModel, seconds_waited: Callable[[], float]) -> 'StepRates':
+  def of(cls, model: PartitionedModel, goodput: Goodput) -> 'StepRates':
     """Makes the rates of a model's training."""
-    return cls(
-      tokens_per_step=_num_tokens(model),
-      peak_steps_per_second=_peak_steps_per_second(model),
-      seconds_waited=seconds_waited,
-    )
+    return cls(tokens_per_step=_num_tokens(model), peak_steps_per_second=_peak_steps_per_second(model), goodput=goodput)
 
   def start(self, step: int) -> None:
     """Starts to measure after `step`, the first one, so that compilation is left out."""
-    self._last_step, self._last_time, self._last_waited = step, time.perf_counter(), self.seconds_waited()
-
-  @contextlib.contextmanager
-  def pause(self) -> Iterator[None]:
-    """Leaves the time inside the context out of the rates."""
-    start = time.perf_counter()
-    try:
-      yield
-    finally:
-      self._last_time += time.perf_counter() - start
+    self._last = step, *self.goodput.loop_seconds()
 
   def since_last(self, step: int) -> dict[str, float]:
     """Returns steps and tokens per second, host-wait fraction and MFU since the last call; {} if no step was made."""
-    now, waited, num_steps = time.perf_counter(), self.seconds_waited(), step - self._last_step
-    if num_steps <= 0:
+    last_step, last_seconds, last_waited = self._last
+    if step <= last_step:
       return {}
-    seconds = now - self._last_time
+    self.start(step)
+    steps_per_second = (step - last_step) / (self._last[1] - last_seconds)
     rates = {
-      'steps_per_second': num_steps / seconds,
-      'tokens_per_second': num_steps * self.tokens_per_step / seconds,
-      'host_wait_fraction': (waited - self._last_waited) / seconds,
+      'steps_per_second': steps_per_second,
+      'tokens_per_second': steps_per_second * self.tokens_per_step,
+      'host_wait_fraction': (self._last[2] - last_waited) / (self._last[1] - last_seconds),
     }
     if self.peak_steps_per_second is not None:
-      rates['mfu'] = num_steps / seconds / self.peak_steps_per_second
-    self._last_step, self._last_time, self._last_waited = step, now, waited
+      rates['mfu'] = steps_per_second / self.peak_steps_per_second
     return rates
 
 

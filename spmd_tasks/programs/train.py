@@ -15,6 +15,7 @@ from spmd_tasks.experiment import Experiment, Job, partition_job
 from spmd_tasks.inputs import Prefetcher
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.eval import Evaluator
+from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.job_directory import CONFIG_FILE, claim
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.restore import checkpoint_directory, restore_or_init
@@ -50,6 +51,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
   """
   experiment, learner = job.experiment, job.task.learner
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
+  goodput = Goodput(job_log_dir if is_primary() else None, begun=clock.begun)
   with contextlib.ExitStack() as stack, emergency.on_failure():
     # Everything that can be refused is checked before anything is written.
     with clock.phase('partition'):
@@ -61,6 +63,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
       iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
     if is_primary():
       stack.enter_context(claim(job_log_dir, experiment_name=job.name))
+    stack.callback(goodput.close)
 
     # The job's parts, each closed in reverse order at the end.
     watchdog = stack.enter_context(
@@ -78,12 +81,17 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
     )
     stack.callback(checkpointer.close)
-    with clock.phase('init or restore'):
+    with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
       state, first_step, origin = restore_or_init(model, checkpointer, job, iterator)
     if is_primary():  # now that the checkpoint has not refused the job
       write_durably(job_log_dir / CONFIG_FILE, config_json)
+    goodput.resume(first_step)
     batches = Prefetcher(
-      iterator, model.train_step.place, depth=experiment.prefetch_batches, timeout_s=experiment.input_timeout_s
+      iterator,
+      model.train_step.place,
+      depth=experiment.prefetch_batches,
+      timeout_s=experiment.input_timeout_s,
+      is_idle=lambda: loop.is_idle(),  # of the loop below, which takes the batches
     )
     stack.callback(batches.close)
     writer = make_writer(job_log_dir, tensorboard=experiment.tensorboard, primary=is_primary())
@@ -103,7 +111,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     compilations = stack.enter_context(CompilationCounter())
     profile = ProfileCapture(experiment.profile_steps, job_log_dir / 'profile')
     stack.callback(profile.close)
-    rates = StepRates.of(model, seconds_waited=lambda: batches.seconds_waited)
+    rates = StepRates.of(model, goodput)
 
     def checkpoint_is_due(step: int) -> bool:
       return _is_multiple(step, experiment.checkpoint_every_steps)
@@ -123,16 +131,17 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     )
 
     def save() -> None:
-      with watchdog.allow('checkpoint', experiment.first_step_timeout_s), rates.pause():
+      with watchdog.allow('checkpoint', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
         checkpointer.save(loop.step, model.to_canonical(loop.state), loop.input_state)
         if num_bytes(model.canonical_state) < _WRITTEN_AT_ONCE_BYTES:
           checkpointer.wait()
+      goodput.mark(loop.step)
 
     def evaluate(names: Sequence[str]) -> bool:
       """Evaluates these sets; returns False if SIGTERM came before the last one was finished."""
       weights = model.task.evaluation_weights(loop.state.weights, loop.state.learner)
       num_evaluated = 0
-      with watchdog.allow('eval', experiment.first_step_timeout_s), rates.pause():
+      with watchdog.allow('eval', experiment.first_step_timeout_s), goodput.spend('evaluation'):
         for name, metrics in evaluator.evaluate(weights, loop.step, names):
           evaluator.record(name, loop.step, metrics)
           progress.message(f'step {loop.step}  eval {name}: ' + format_metrics(metrics))
@@ -154,14 +163,17 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     if first_step >= experiment.num_train_steps:
       progress.message(f'Nothing to do: step {first_step} of {experiment.num_train_steps} is already saved.')
       return exit_codes.OK
-    model.train_step.compile()
+    with goodput.spend('compilation'):
+      model.train_step.compile()
     clock.add('trace', model.train_step.trace_seconds)
     clock.add('compile', model.train_step.compile_seconds)
 
     # The loop. One step is in flight while this body looks at the step before it, unless that step is awaited.
     last_saved, last_evaluated, num_programs = first_step, None, 0
     profile.after_step(first_step)
+    goodput.switch('steps')
     for step, is_skipped, step_metrics in loop:
+      goodput.step(step, is_skipped=is_skipped, seconds_waited=batches.seconds_waited)
       if is_skipped:
         progress.message(
           f'skipped an update after step {step}: loss {float(step_metrics["loss"])}, gradient norm '
@@ -176,7 +188,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
         if is_primary():
           (job_log_dir / 'startup.json').write_text(json.dumps(phases) + '\n')
         # Now rather than at the first use, hours later: an eval that cannot be compiled should fail here.
-        with watchdog.allow('compile', experiment.first_step_timeout_s):
+        with watchdog.allow('compile', experiment.first_step_timeout_s), goodput.spend('compilation'):
           evaluator.compile()
           model.compile_conversions()
         rates.start(step)
@@ -185,11 +197,15 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
       if step % experiment.log_every_steps == 0 or step in (first_step + 1, experiment.num_train_steps):
         metrics = finish_metrics(jax.device_get(step_metrics))
         del metrics['skipped']
-        metrics |= rates.since_last(step) | {
-          'num_skipped_steps': loop.num_skipped,
-          'padding_waste': model.padding_waste,
-          'num_compilations': compilations.num_programs - num_programs,
-        }
+        metrics |= (
+          rates.since_last(step)
+          | goodput.metrics()
+          | {
+            'num_skipped_steps': loop.num_skipped,
+            'padding_waste': model.padding_waste,
+            'num_compilations': compilations.num_programs - num_programs,
+          }
+        )
         writer.write(step, metrics)
         progress.log(step, metrics)
 
@@ -202,9 +218,10 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
       profile.after_step(step)
 
     # The end: no step is in flight, whatever ended the loop.
+    goodput.switch('program_end')
     if loop.step > last_saved:
       save()
-    with watchdog.allow('checkpoint', experiment.first_step_timeout_s):
+    with watchdog.allow('checkpoint', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
       checkpointer.wait()
     if loop.input_has_ended:
       raise TrainingInputEndedError(
@@ -215,6 +232,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
       return preempted()
     if last_evaluated != loop.step and not evaluate(evaluator.names):
       return preempted()
+    progress.message(goodput.end())
     return exit_codes.OK
 
 

@@ -94,6 +94,11 @@ class TrainingLoop:
     self.input_state: Any = None
     self.num_skipped = int(state.learner.num_skipped)
     self.input_has_ended = False
+    self._in_flight: dict[str, jax.Array] | None = None
+
+  def is_idle(self) -> bool:
+    """Returns whether every launched step has finished: the device has nothing to do."""
+    return self._in_flight is None or self._in_flight['skipped'].is_ready()
 
   def __iter__(self) -> Iterator[Outcome]:
     """Yields the outcome of every step, in order.
@@ -102,21 +107,25 @@ class TrainingLoop:
       TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite, or an update made weights that are
         not.
     """
-    in_flight: dict[str, jax.Array] | None = None
     expected = self.step  # counts the step in flight as applied, until its outcome is read
     while expected < self._num_train_steps and not self._should_stop():
       launched = self._launch(expected)
       if launched is None:
         break
-      if in_flight is not None:  # the step before this one; the device is busy with the new one meanwhile
-        yield from self._outcome(in_flight)
-      in_flight = launched
+      before, self._in_flight = self._in_flight, launched
+      if before is not None:  # the device is busy with the new step meanwhile
+        yield from self._outcome(before)
       expected = self.step + 1
       if expected >= self._num_train_steps or self._is_awaited(expected):
-        yield from self._outcome(in_flight)
-        in_flight, expected = None, self.step
-    if in_flight is not None:
-      yield from self._outcome(in_flight)
+        yield from self._finish()
+        expected = self.step
+    yield from self._finish()
+
+  def _finish(self) -> Iterator[Outcome]:
+    """Yields the outcome of the step in flight, if there is one."""
+    last, self._in_flight = self._in_flight, None
+    if last is not None:
+      yield from self._outcome(last)
 
   def _launch(self, step: int) -> dict[str, jax.Array] | None:
     """Launches the step after `step`; returns its metrics, or None where the input has ended."""

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from spmd_tasks.programs import StartupClock
+from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.timing import ProfileCapture, StepRates, format_startup
 
 
@@ -18,13 +19,16 @@ def clock(monkeypatch):
 
 
 def test_rates_count_from_the_last_logged_step(clock):
-  waited = [0.0]
-  rates = StepRates(tokens_per_step=64, peak_steps_per_second=8.0, seconds_waited=lambda: waited[0])
+  goodput = Goodput(None, begun=100.0, now=lambda: clock[0])
+  rates = StepRates(tokens_per_step=64, peak_steps_per_second=8.0, goodput=goodput)
+  goodput.switch('steps')
+  clock[0] += 3
+  goodput.step(1, is_skipped=False, seconds_waited=1.0)
   rates.start(1)
   clock[0] += 10
-  waited[0] = 4.0
-  with rates.pause():
+  with goodput.spend('evaluation'):
     clock[0] += 1000
+  goodput.step(21, is_skipped=False, seconds_waited=5.0)
   assert rates.since_last(21) == {
     'steps_per_second': 2.0,
     'tokens_per_second': 128.0,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config import resolve, to_json
+from spmd_tasks.programs.goodput import CAUSES
 from tests import binary
 from tests.programs.small_jobs import SMALL
 
@@ -34,6 +35,9 @@ EVERY_STEP = {
   'num_skipped_steps',
   'padding_waste',
   'num_compilations',
+  'goodput',
+  *(f'badput/{cause}' for cause in CAUSES),
+  'wall_seconds',
 }
 EVAL_METRICS = {'step', 'time', 'loss', 'cross_entropy', 'perplexity', 'z_loss', 'accuracy'}
 # Not of the first step, which compiles.
@@ -123,6 +127,7 @@ def test_nothing_else_is_left(finished_job):
     'config.json',
     'eval',
     'experiment.json',
+    'goodput.json',
     'job.lock',
     'metrics.jsonl',
     'parameters.txt',

@@ -1,0 +1,176 @@
+"""Every second of a job has one cause, over all its processes: with a clock that the test sets, and in a killed job."""
+
+import itertools
+import json
+import random
+import time
+
+from etils import epath
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.programs.goodput import CAUSES, RECORD_FILE, Goodput
+from tests import binary
+from tests.programs.small_jobs import SMALL
+
+
+class Life:
+  """One process of a job: a ledger and the clock that it reads."""
+
+  def __init__(self, directory, *, begun, first_step, startup=0.0):
+    self.time = begun
+    self.goodput = Goodput(epath.Path(directory), begun=begun, now=lambda: self.time)
+    self.step = first_step
+    self.waited = 0.0
+    self.time += startup
+    self.goodput.resume(first_step)
+
+  def spend(self, cause, seconds):
+    with self.goodput.spend(cause):
+      self.time += seconds
+
+  def steps(self, count, *, seconds, waited=0.0, is_skipped=False):
+    self.goodput.switch('steps')
+    for _ in range(count):
+      self.time += seconds
+      self.waited += waited
+      self.step += not is_skipped
+      self.goodput.step(self.step, is_skipped=is_skipped, seconds_waited=self.waited)
+
+  def seconds(self):
+    """Of each cause, those that lost nothing left out."""
+    metrics = self.goodput.metrics()
+    shares = {'steps': metrics['goodput']} | {cause: metrics[f'badput/{cause}'] for cause in CAUSES}
+    return {cause: round(share * metrics['wall_seconds'], 6) for cause, share in shares.items() if share > 1e-9}
+
+
+def test_every_second_of_one_process_has_its_cause(tmp_path):
+  life = Life(tmp_path, begun=1000.0, first_step=0, startup=7)
+  life.spend('compilation', 20)
+  life.steps(10, seconds=2, waited=0.5)
+  life.steps(2, seconds=3, is_skipped=True)
+  life.spend('checkpoint_save', 4)
+  life.spend('evaluation', 5)
+  assert life.seconds() == {
+    'program_startup': 7,
+    'compilation': 20,
+    'steps': 15,
+    'data_loading': 5,
+    'skipped_steps': 6,
+    'checkpoint_save': 4,
+    'evaluation': 5,
+  }
+  assert life.goodput.metrics()['wall_seconds'] == life.time - 1000
+  assert life.goodput.end() == (
+    'goodput 24.2% of 62 s; lost: compilation 32.3%, program_startup 11.3%, skipped_steps 9.7%, data_loading 8.1%, '
+    'evaluation 8.1%, checkpoint_save 6.5%'
+  )
+
+
+@pytest.mark.parametrize('restored, wasted', [(10, 14.0), (7, 20.0), (0, 34.0)])
+def test_a_restart_counts_the_steps_made_again_and_the_time_without_a_process(tmp_path, restored, wasted):
+  """Killed after step 17, two seconds into the next: steps 1 to 10 took 2 s each, the others 1 s less a wait."""
+  life = Life(tmp_path, begun=1000.0, first_step=0)
+  life.steps(10, seconds=2)
+  life.goodput.mark(10)
+  life.steps(7, seconds=2, waited=0.5)
+  life.time += 3.5
+  life.goodput.close()
+  killed = life.time
+
+  again = Life(tmp_path, begun=killed + 60, first_step=restored, startup=3)
+  seconds = again.seconds()
+  assert seconds.pop('infrastructure_recovery') == 60
+  assert seconds.pop('program_startup') == 3
+  assert seconds.pop('data_loading') == 3.5
+  assert seconds.pop('wasted_progress') == pytest.approx(wasted)
+  assert seconds.pop('steps', 0.0) == pytest.approx(34 - wasted)
+  assert not seconds
+  assert again.goodput.metrics()['wall_seconds'] == pytest.approx(again.time - 1000)
+
+
+def test_the_time_after_the_last_step_of_a_job_is_no_loss(tmp_path):
+  life = Life(tmp_path, begun=1000.0, first_step=0)
+  life.steps(10, seconds=1)
+  life.goodput.mark(10)
+  life.goodput.end()
+  life.goodput.close()
+  longer = Life(tmp_path, begun=9000.0, first_step=10)
+  longer.steps(10, seconds=1)
+  assert longer.seconds() == {'steps': 20}
+
+
+def test_shares_add_up_whatever_happens(tmp_path):
+  rng = random.Random(0)
+  begun = now = 5000.0
+  saved = 0
+  for _ in range(6):
+    life = Life(tmp_path, begun=now, first_step=saved, startup=rng.uniform(1, 9))
+    for _ in range(rng.randint(0, 12)):
+      life.steps(rng.randint(1, 5), seconds=rng.uniform(1, 3), waited=rng.uniform(0, 4), is_skipped=rng.random() < 0.2)
+      life.spend(rng.choice(['evaluation', 'checkpoint_save']), rng.uniform(0, 5))
+      if rng.random() < 0.5:
+        saved = life.step
+        life.goodput.mark(saved)
+    metrics = life.goodput.metrics()
+    assert metrics['wall_seconds'] == pytest.approx(life.time - begun)
+    assert metrics['goodput'] + sum(metrics[f'badput/{cause}'] for cause in CAUSES) == pytest.approx(1)
+    assert min(metrics.values()) >= -1e-9
+    life.goodput.close()
+    now = life.time + rng.uniform(0, 30)
+
+
+BROKEN = ['', '{', '[]', '{"format": 2}', '{"format": 1}', '\x00' * 40, 'nan', '{"a":' * 9999]
+
+
+@pytest.mark.parametrize('content', BROKEN, ids=lambda content: content[:12])
+def test_a_record_that_cannot_be_read_is_reported_and_counting_begins_anew(tmp_path, content, caplog):
+  (tmp_path / RECORD_FILE).write_text(content)
+  life = Life(tmp_path, begun=1000.0, first_step=30)
+  life.steps(2, seconds=1)
+  assert life.seconds() == {'steps': 2}
+  assert 'goodput counts from now on' in caplog.text
+  assert json.loads((tmp_path / RECORD_FILE).read_text())['marks'] == {'30': 0.0}
+
+
+def test_many_marks_are_thinned_and_the_time_between_them_is_estimated(tmp_path):
+  life = Life(tmp_path, begun=1000.0, first_step=0)
+  for _ in range(400):
+    life.steps(1, seconds=1)
+    life.goodput.mark(life.step)
+  life.goodput.close()
+  assert len(json.loads((tmp_path / RECORD_FILE).read_text())['marks']) <= 201
+  assert Life(tmp_path, begun=life.time, first_step=55).seconds() == {'steps': 55, 'wasted_progress': 345}
+
+
+@pytest.mark.slow
+def test_the_shares_of_a_killed_and_resumed_job_add_up_to_its_wall_time(cache_environment, tmp_path):
+  directory = tmp_path / 'job'
+  flags = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8, '--job_log_dir', directory)
+  flags += ('--set', 'train_input.seconds_per_batch=0.1', '--set', 'checkpoint_every_steps=10')
+  begun = time.time()
+  process = binary.start_binary(*flags, env=cache_environment)
+  while max((line['step'] for line in binary.metric_lines(directory)), default=0) < 14:
+    assert process.poll() is None, process.stderr.read()
+    time.sleep(0.01)
+  process.kill()
+  process.communicate()
+  time.sleep(2)
+  ended = binary.run_binary(*flags, env=cache_environment)
+  assert ended.returncode == exit_codes.OK, ended.stderr
+  assert 'goodput ' in ended.stderr.splitlines()[-1]
+
+  lines = binary.metric_lines(directory)
+  for line in lines:
+    assert line['goodput'] + sum(line[f'badput/{cause}'] for cause in CAUSES) == pytest.approx(1)
+    # Each line's wall time is that of day, from the start of the first process on.
+    assert abs(line['time'] - line['wall_seconds'] - begun) < 0.5
+  assert all(later['wall_seconds'] > earlier['wall_seconds'] for earlier, later in itertools.pairwise(lines))
+  before, after = lines[-11], lines[-1]
+  assert (before['step'], after['step']) == (14, 20) or before['step'] > 14
+  lost = {cause: after[f'badput/{cause}'] * after['wall_seconds'] for cause in CAUSES}
+  assert lost['wasted_progress'] > 0  # steps 11 to 14
+  assert 2 < lost['infrastructure_recovery'] < 10
+  assert lost['data_loading'] > 0.5  # most of 0.1 s a step, as these steps are short
+  assert lost['evaluation'] > 0
+  assert lost['checkpoint_restore'] > before['badput/checkpoint_restore'] * before['wall_seconds']
