@@ -94,7 +94,7 @@ class TrainingLoop:
     self.input_state: Any = None
     self.num_skipped = int(state.learner.num_skipped)
     self.input_has_ended = False
-    self._in_flight: dict[str, jax.Array] | None = None
+    self._in_flight: dict[str, Any] | None = None
 
   def is_idle(self) -> bool:
     """Returns whether every launched step has finished: the device has nothing to do."""
