@@ -20,11 +20,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import numpy as np
 import numpy.typing as npt
 
-from spmd_tasks.checkpoints import Checkpointer, absolute_path
+from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import from_json, read_saved_config
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, partition_job
+from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.programs import checkpoint_directory, restore_evaluation_weights
 from spmd_tasks.runtime import CompiledStep, PartitionedModel

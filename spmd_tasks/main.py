@@ -68,9 +68,9 @@ def _run_experiment(args: argparse.Namespace) -> int:
     print(format_config(config))
     return exit_codes.OK
 
-  from spmd_tasks.checkpoints import absolute_path
   from spmd_tasks.config import refuse_changed_config
   from spmd_tasks.distributed import EmergencyExit, initialize
+  from spmd_tasks.files import absolute_path
   from spmd_tasks.programs import StartupClock
 
   clock = StartupClock()
@@ -117,8 +117,8 @@ def _run_experiment(args: argparse.Namespace) -> int:
 
 def _resolve(args: argparse.Namespace) -> Any:
   """The resolved config that the flags name: an experiment, a saved config, or that of the job in --job_log_dir."""
-  from spmd_tasks.checkpoints import absolute_path
   from spmd_tasks.config import from_json, read_saved_config, resolve
+  from spmd_tasks.files import absolute_path
 
   if args.exp is not None and args.config is None:
     return resolve(args.exp, overrides_of(args))

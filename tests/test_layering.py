@@ -26,6 +26,7 @@ ROWS = (
   ('checkpoints',),
   ('learning', 'inputs', 'layers', 'distributed'),
   ('sharding',),
+  ('files',),
   ('errors',),
   ('exit_codes',),
 )

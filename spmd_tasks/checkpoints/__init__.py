@@ -10,12 +10,11 @@ falls back from a damaged checkpoint to the one before it. A checkpoint holds un
 in one dim, so any mesh, stage count or expert-parallel degree can restore it.
 
 Read checkpointer.py (what a program calls), checkpoint_directory.py (names, choosing and deleting), manifest.py
-(digests), orbax_arrays.py (array files), durable_files.py (atomic small files).
+(digests), orbax_arrays.py (array files).
 """
 
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.checkpoints.checkpointer import Checkpointer, Restored
-from spmd_tasks.checkpoints.durable_files import absolute_path, is_remote, sync_path, write_durably
 from spmd_tasks.checkpoints.manifest import (
   CheckpointChoiceError,
   CheckpointError,
@@ -35,10 +34,6 @@ __all__ = [
   'DamagedCheckpointError',
   'LeafEntry',
   'Restored',
-  'absolute_path',
-  'is_remote',
   'leaf_entries',
   'num_bytes',
-  'sync_path',
-  'write_durably',
 ]

@@ -17,7 +17,6 @@ import time
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints.durable_files import sync_path
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
   CheckpointError,
@@ -31,6 +30,7 @@ from spmd_tasks.checkpoints.manifest import (
   write_digests,
   write_manifest,
 )
+from spmd_tasks.files import sync_path
 
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
 _ANY_DIRECTORY = re.compile(r'checkpoint_\d+\.(partial|deleting|damaged-)')

@@ -44,7 +44,6 @@ from etils import epath
 import jax
 
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory, Stamp, input_file
-from spmd_tasks.checkpoints.durable_files import write_durably
 from spmd_tasks.checkpoints.manifest import (
   CheckpointChoiceError,
   CheckpointError,
@@ -56,6 +55,7 @@ from spmd_tasks.checkpoints.manifest import (
 from spmd_tasks.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
 from spmd_tasks.distributed import PrimaryError, all_agree, meet, primary_decides
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import write_durably
 
 __all__ = ['CheckpointError', 'Checkpointer', 'Restored']
 

@@ -22,8 +22,8 @@ from typing import Any
 from etils import epath
 import jax
 
-from spmd_tasks.checkpoints.durable_files import sync_path, write_durably
 from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.files import sync_path, write_durably
 
 MANIFEST_FILE = 'manifest.json'
 FORMAT = 1

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import Checkpointer, absolute_path
+from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.decoding import (
   Completion,
   DecodeSteps,
@@ -28,6 +28,7 @@ from spmd_tasks.decoding import (
 from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, primary_decides, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.files import absolute_path
 from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record
 from spmd_tasks.programs.progress import make_progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, PreemptedError, checkpoint_directory, checkpoints_to_use

@@ -13,9 +13,9 @@ from typing import Any
 
 from etils import epath
 
-from spmd_tasks.checkpoints import is_remote, sync_path, write_durably
 from spmd_tasks.decoding import Completion, Prompt, Request
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import is_remote, sync_path, write_durably
 from spmd_tasks.runtime import DecodeSettings
 
 

@@ -11,7 +11,6 @@ recorded again: the file keeps one line of it, from whichever job was first.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
-import json
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -24,10 +23,20 @@ from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Input, Prefetcher
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.restore import PreemptedError, checkpoint_directory, checkpoints_to_use
-from spmd_tasks.runtime import CompiledStep, Metric, MetricsWriter, PartitionedModel, finish_metrics, make_writer
+from spmd_tasks.runtime import (
+  METRICS_FILE,
+  CompiledStep,
+  Metric,
+  MetricsWriter,
+  PartitionedModel,
+  finish_metrics,
+  make_writer,
+  read_jsonl,
+)
 
 Averages = Mapping[str, clu_metrics.Average]
 
@@ -182,10 +191,9 @@ class Evaluator:
 
   def is_recorded(self, name: str, step: int) -> bool:
     """Returns whether the set's metrics file has a line of `step`; False in a remote directory, which has no file."""
-    path = self._directory(name) / 'metrics.jsonl'
-    lines = path.read_text(encoding='utf-8').splitlines(keepends=True) if path.exists() else []
-    # The last line may be incomplete: another job is writing it, or was killed.
-    return any(json.loads(line)['step'] == step for line in lines if line.endswith('\n'))
+    path = self._directory(name) / METRICS_FILE
+    with storage_errors(path):
+      return path.exists() and step in read_jsonl(path.parent)
 
   def close(self) -> None:
     """Closes the metrics files."""

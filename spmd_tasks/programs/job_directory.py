@@ -21,8 +21,8 @@ import types
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints import is_remote, write_durably
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import is_remote, write_durably
 
 EXPERIMENT_FILE = 'experiment.json'
 CONFIG_FILE = 'config.json'

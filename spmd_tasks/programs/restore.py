@@ -13,9 +13,10 @@ from absl import logging
 from etils import epath
 import jax
 
-from spmd_tasks.checkpoints import Checkpointer, CheckpointError, absolute_path
+from spmd_tasks.checkpoints import Checkpointer, CheckpointError
 from spmd_tasks.distributed import StepWatchdog, primary_decides
 from spmd_tasks.experiment import Job
+from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.programs.upcycling import initialize_from
 from spmd_tasks.runtime import PartitionedModel, TrainState

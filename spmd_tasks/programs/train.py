@@ -9,9 +9,10 @@ from etils import epath
 import jax
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import Checkpointer, num_bytes, write_durably
+from spmd_tasks.checkpoints import Checkpointer, num_bytes
 from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, primary_decides, watch_steps
 from spmd_tasks.experiment import Experiment, Job, partition_job
+from spmd_tasks.files import write_durably
 from spmd_tasks.inputs import Prefetcher
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.eval import Evaluator

@@ -15,13 +15,23 @@ from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep
 from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
-from spmd_tasks.runtime.metrics import Metric, Metrics, MetricsWriter, finish_metrics, make_writer, read_jsonl, scalars
+from spmd_tasks.runtime.metrics import (
+  METRICS_FILE,
+  Metric,
+  Metrics,
+  MetricsWriter,
+  finish_metrics,
+  make_writer,
+  read_jsonl,
+  scalars,
+)
 from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, format_parameter_table, parameter_rows
 from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
 from spmd_tasks.runtime.steps import TrainState
 from spmd_tasks.runtime.task import Batch, Task
 
 __all__ = [
+  'METRICS_FILE',
   'Batch',
   'CompilationCounter',
   'CompiledStep',

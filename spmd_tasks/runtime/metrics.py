@@ -6,7 +6,8 @@
 
 `<directory>/metrics.jsonl` holds one JSON object per logged step: `{"step": 10, "time": seconds since the epoch,
 "loss": 2.345..., "expert_load": [0.12..., ...]}`. A resumed job appends to the file. Steps that it executes again
-appear again, and the last line of a step counts.
+appear again, and the last line of a step counts. A line that is no such record (a disk's fault, an editor's) stops
+nobody: readers skip it, and the next writer moves it to `metrics.jsonl.bad_lines`.
 
 Event files are written with TensorBoard's own record writer. clu's writer needs TensorFlow, which slows the first steps
 by its import, prints lines that cannot be turned off, and takes GPU memory from JAX.
@@ -20,8 +21,13 @@ import socket
 import time
 from typing import Any, Protocol
 
+from absl import logging
 from etils import epath
 import numpy as np
+
+from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, sync_path, write_durably
+
+METRICS_FILE = 'metrics.jsonl'
 
 # A number, or one number per expert.
 Metric = float | list[float]
@@ -56,33 +62,63 @@ class MetricsWriter(Protocol):
 
 
 class JsonlWriter:
-  """Appends lines to `<directory>/metrics.jsonl` and flushes each, so that a killed job loses none."""
+  """Appends lines to `<directory>/metrics.jsonl`, each by one write, so that a killed job loses none.
+
+  The file is opened for every line: another job may have moved bad lines out of it in the meantime.
+  """
 
   def __init__(self, directory: epath.Path):
-    directory.mkdir(parents=True, exist_ok=True)
-    self._path = directory / 'metrics.jsonl'
-    self._drop_unfinished_line()
-    self._file = self._path.open('a', encoding='utf-8')
+    """Creates the file, or makes an existing one whole.
 
-  def _drop_unfinished_line(self) -> None:
-    if not self._path.exists():
-      return
-    content = self._path.read_bytes()
-    if not content.endswith(b'\n'):  # else another process may be appending to it
-      os.truncate(self._path, content.rfind(b'\n') + 1)
+    Raises:
+      StorageError: the file cannot be written; as `write` and `close`.
+    """
+    self._path = directory / METRICS_FILE
+    with storage_errors(self._path):
+      directory.mkdir(parents=True, exist_ok=True)
+      append(self._path, b'')
+      _mend(self._path)
 
   def write(self, step: int, metrics: Metrics) -> None:
     record = {'step': step, 'time': round(time.time(), 3)} | {
       name: [_json_number(x) for x in value] if isinstance(value, list) else _json_number(value)
       for name, value in metrics.items()
     }
-    self._file.write(json.dumps(record) + '\n')
-    self._file.flush()
+    with storage_errors(self._path):
+      append(self._path, json.dumps(record).encode() + b'\n')
 
   def close(self) -> None:
-    self._file.flush()
-    os.fsync(self._file.fileno())
-    self._file.close()
+    with storage_errors(self._path):
+      sync_path(self._path)
+
+
+def _mend(path: epath.Path) -> None:
+  """Drops an unfinished last line, which a kill has left, and moves lines that are no records to another file."""
+  content = read_bytes(path)
+  *lines, last = content.split(b'\n')
+  bad = [line for line in lines if line and _parse(line) is None]
+  if bad:
+    aside = path.with_name(f'{path.name}.bad_lines')
+    logging.error('%s: %d lines are no records; they are moved to %s.', path, len(bad), aside.name)
+    append(aside, b''.join(line + b'\n' for line in bad))
+    sync_path(aside)
+  mended = b''.join(line + b'\n' for line in [*lines, last] if _parse(line) is not None)
+  if mended != content:
+    write_durably(path, mended)
+
+
+def _parse(line: bytes) -> tuple[int, dict[str, Metric]] | None:
+  """Returns step and metrics of a line; None if it is no record."""
+  try:
+    record = json.loads(line.decode())
+    step = record.pop('step')
+    if type(step) is not int:
+      return None
+    return step, {
+      name: [float(x) for x in value] if isinstance(value, list) else float(value) for name, value in record.items()
+    }
+  except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+    return None
 
 
 def _json_number(value: float) -> float | str:
@@ -92,15 +128,12 @@ def _json_number(value: float) -> float | str:
 
 
 def read_jsonl(directory: epath.Path) -> dict[int, dict[str, Metric]]:
-  """Reads `<directory>/metrics.jsonl`: step -> metrics, the last ones of a step that was written twice."""
-  records = {}
-  for line in (directory / 'metrics.jsonl').read_text(encoding='utf-8').splitlines():
-    record = json.loads(line)
-    step = record.pop('step')
-    records[step] = {
-      name: [float(x) for x in value] if isinstance(value, list) else float(value) for name, value in record.items()
-    }
-  return records
+  """Reads `<directory>/metrics.jsonl`: step -> metrics, the last ones of a step that was written twice.
+
+  Skips an unfinished last line, which another job may be writing, and lines that are no records. Raises OSError.
+  """
+  lines = read_bytes(directory / METRICS_FILE).split(b'\n')[:-1]
+  return dict(record for line in lines if (record := _parse(line)) is not None)
 
 
 class TensorBoardWriter:
@@ -122,7 +155,9 @@ class TensorBoardWriter:
       from tensorboard.summary.writer.record_writer import RecordWriter
 
       name = f'events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}'
-      self._records = RecordWriter((self._directory / name).open('wb'))
+      with storage_errors(self._directory / name):
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._records = RecordWriter((self._directory / name).open('wb'))
       self._write(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2'))
     numbers, summary = scalars(metrics), summary_pb2.Summary()
     for name, vector in vectors(metrics).items():
@@ -133,12 +168,14 @@ class TensorBoardWriter:
     self._write(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
 
   def _write(self, event: Any) -> None:
-    self._records.write(event.SerializeToString())
-    self._records.flush()
+    with storage_errors(self._directory):
+      self._records.write(event.SerializeToString())
+      self._records.flush()
 
   def close(self) -> None:
     if self._records is not None:
-      self._records.close()
+      with storage_errors(self._directory):
+        self._records.close()
 
 
 class MultiWriter:
@@ -163,8 +200,6 @@ def make_writer(directory: epath.Path, *, tensorboard: bool, primary: bool) -> M
   """
   if not primary:
     return MultiWriter([])
-  from spmd_tasks.checkpoints import is_remote  # late, for the checkpoints' Orbax takes two seconds to import
-
   writers: list[MetricsWriter] = [] if is_remote(directory) else [JsonlWriter(directory)]
   if tensorboard:
     writers.append(TensorBoardWriter(directory))

@@ -103,3 +103,55 @@ def test_means_become_numbers_and_lists_at_full_precision():
   assert type(finished['cross_entropy']) is float
   assert finish_metrics({'cross_entropy': 1e4})['perplexity'] == math.inf
   assert finish_metrics({'loss': 1.0}) == {'loss': 1.0}
+
+
+BAD_LINES = {
+  'garbage': b'garbage\n',
+  'NULs': b'\0' * 20 + b'\n',
+  'two run together': b'{"step": 1, "loss": 9}{"step": 2, "loss": 9}\n',
+  'bad UTF-8': b'{"step": 1, "loss": 9, "\xff": 1}\n',
+  'no object': b'[1]\n',
+  'no step': b'{"loss": 9}\n',
+  'a step that is no number': b'{"step": "1", "loss": 9}\n',
+  'a value that is no number': b'{"step": 1, "loss": {"x": 9}}\n',
+  'a number too large': b'{"step": 1, "loss": 1' + b'0' * 400 + b'}\n',
+  'deep': b'{"step": 1, "loss": ' + b'[' * 100_000 + b'\n',
+}
+
+
+@pytest.mark.parametrize('place', ['first', 'middle', 'last'])
+@pytest.mark.parametrize('kind', BAD_LINES)
+def test_a_bad_line_is_skipped_by_readers_and_set_aside_by_the_next_writer(directory, kind, place, caplog):
+  path = directory / 'metrics.jsonl'
+  lines = path.read_bytes().splitlines(keepends=True)
+  bad = BAD_LINES[kind]
+  path.write_bytes(
+    b''.join({'first': [bad, *lines], 'middle': [lines[0], bad, lines[1]], 'last': [*lines, bad]}[place])
+  )
+  assert list(read_jsonl(directory)) == [1, 2]
+  assert [record['loss'] for record in read_jsonl(directory).values()] == [1 / 3, 2 / 3]
+  for _ in range(2):
+    make_writer(directory, tensorboard=False, primary=True).close()
+  assert path.read_bytes() == b''.join(lines)
+  assert (directory / 'metrics.jsonl.bad_lines').read_bytes() == bad
+  assert caplog.text.count('moved to metrics.jsonl.bad_lines') == 1
+
+
+@pytest.mark.parametrize('end, kept', [(b'{"step": 3, "lo', 2), (b'\0\0\0', 2), (b'{"step": 3, "loss": 1.0}', 3)])
+def test_an_unfinished_last_line_is_dropped_and_one_without_its_newline_is_kept(directory, end, kept):
+  path = directory / 'metrics.jsonl'
+  path.write_bytes(path.read_bytes() + end)
+  writer = make_writer(directory, tensorboard=False, primary=True)
+  writer.write(9, {'loss': 1})
+  writer.close()
+  assert list(read_jsonl(directory)) == [*range(1, kept + 1), 9]
+  assert not (directory / 'metrics.jsonl.bad_lines').exists()
+
+
+def test_a_writer_goes_on_in_the_file_that_another_job_has_mended(directory):
+  writer = make_writer(directory, tensorboard=False, primary=True)
+  path = directory / 'metrics.jsonl'
+  path.write_bytes(path.read_bytes() + b'garbage\n')
+  make_writer(directory, tensorboard=False, primary=True).close()
+  writer.write(3, {'loss': 1})
+  assert list(read_jsonl(directory)) == [1, 2, 3]

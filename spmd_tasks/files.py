@@ -1,0 +1,187 @@
+"""Reads and writes the small files of a job: atomically, durably, and with one sentence where that cannot be done.
+
+    write_durably(job_log_dir / 'config.json', text)     # replaced as a whole; survives a power failure
+    with storage_errors(path):                           # a full disk raises a StorageError, exit code 1
+      append(path, line)
+
+A local file is written beside its final name, flushed to the disk and renamed over it; the rename is flushed with the
+directory. Object stores (`gs://...`, through `etils.epath`) make a written object visible only as a whole. A FIFO or a
+device in place of a file raises; a plain `open` of it would block for ever.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import errno
+import os
+import re
+import stat
+
+from etils import epath
+
+from spmd_tasks.errors import JobError
+
+_FREE = 'free space there'
+_MOVE = 'move away what is in its place'
+# What is wrong with the storage, and what to do about it.
+_REMEDIES = {
+  errno.ENOSPC: _FREE,
+  errno.EDQUOT: f'{_FREE}, or have the quota raised',
+  errno.EFBIG: 'raise the limit of file sizes (ulimit -f)',
+  errno.EROFS: 'make the file system writable',
+  errno.EACCES: 'give this user the right to read and write there',
+  errno.EPERM: 'give this user the right to read and write there',
+  errno.EIO: 'check the storage (dmesg, the file server)',
+  errno.ESTALE: 'mount the storage again',
+  errno.ENODEV: 'mount the storage again',
+  errno.ENOTCONN: 'mount the storage again',
+  errno.EMFILE: 'raise the limit of open files (ulimit -n)',
+  errno.ENFILE: 'raise the limit of open files',
+  errno.ENAMETOOLONG: 'choose a shorter path',
+  errno.ELOOP: 'correct the symbolic link',
+  errno.EISDIR: _MOVE,
+  errno.ENOTDIR: _MOVE,
+  errno.EEXIST: _MOVE,
+  errno.ENXIO: _MOVE,
+  errno.EINVAL: _MOVE,
+  errno.ENOENT: 'bring the directory back',
+}
+_NATIVE_ERROR = re.compile(r"os_error_code='(\d+)'")
+
+
+class StorageError(JobError):
+  """A file of a running job cannot be read or written; the message states which one, why, and what to do."""
+
+
+def is_remote(path: epath.Path) -> bool:
+  """Whether `path` is in an object store rather than on a mounted file system (no locks, no fsync)."""
+  return '://' in os.fspath(path)
+
+
+def absolute_path(path: str) -> epath.Path:
+  """Makes a path from the command line absolute; expands `~`."""
+  expanded = epath.Path(path).expanduser()
+  return expanded if is_remote(expanded) else expanded.absolute()
+
+
+def sync_path(path: epath.Path) -> None:
+  """Flushes a local file's content, or a local directory's names, to the disk; does nothing for a remote path."""
+  if is_remote(path):
+    return
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def write_durably(path: epath.Path, content: str | bytes) -> None:
+  """Replaces `path` by a file with `content` (text: in UTF-8), atomically; the file survives a power failure."""
+  data = content.encode() if isinstance(content, str) else content
+  if is_remote(path):
+    path.write_bytes(data)
+    return
+  partial = path.parent / f'.{path.name}.partial'
+  with _open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+    try:
+      _write_all(descriptor, data)
+      os.fsync(descriptor)
+      os.replace(partial, path)
+    except OSError:
+      partial.unlink(missing_ok=True)
+      raise
+  sync_path(path.parent)
+
+
+def append(path: epath.Path, data: bytes) -> None:
+  """Appends to a local file, which is created if need be. The data survive a kill, not a power failure."""
+  with _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
+    _write_all(descriptor, data)
+
+
+def read_bytes(path: epath.Path) -> bytes:
+  """Reads a whole file. Raises OSError, also where `path` is a FIFO, a device or a directory."""
+  if is_remote(path):
+    return path.read_bytes()
+  with _open(path, os.O_RDONLY) as descriptor, open(descriptor, 'rb', closefd=False) as file:
+    return file.read()
+
+
+def read_text(path: epath.Path) -> str:
+  """Reads a whole file of UTF-8. Raises OSError as `read_bytes`, UnicodeDecodeError (a ValueError) for other bytes."""
+  return read_bytes(path).decode()
+
+
+@contextlib.contextmanager
+def storage_errors(path: epath.PathLike) -> Iterator[None]:
+  """Turns an error of the storage into a StorageError that names `path`, the reason and the remedy."""
+  try:
+    yield
+  except (JobError, KeyboardInterrupt):
+    raise
+  except Exception as error:
+    problem = describe_storage_error(error, path)
+    if problem is None:
+      raise
+    reason, remedy = problem
+    raise StorageError(
+      f'{os.fspath(path)} cannot be used: {reason}. What was complete before, every checkpoint included, is intact: '
+      f'{remedy}, and start the same command again.'
+    ) from error
+
+
+def describe_storage_error(error: BaseException, path: epath.PathLike) -> tuple[str, str] | None:
+  """Returns the reason and the remedy, as two phrases, of an error of the storage; None for any other error.
+
+  Args:
+    error: an OSError, or what a native library raised because of one.
+    path: where it happened.
+  """
+  found = _system_error(error)
+  if found is None or (found[0] not in _REMEDIES and not isinstance(error, OSError)):
+    return None
+  code, reason = found
+  if code == errno.ENOSPC and _has_no_inodes(epath.Path(path)):
+    return f'{reason} for another file (inodes)', f'remove files there (df -i {os.fspath(path)})'
+  return reason, _REMEDIES.get(code, 'check the path and the storage')
+
+
+def _system_error(error: BaseException | None) -> tuple[int, str] | None:
+  """Returns errno and text of an error, or of its first cause that has them; native code puts them into messages."""
+  while error is not None:
+    if isinstance(error, OSError) and error.errno is not None:
+      return error.errno, error.strerror or os.strerror(error.errno)
+    if found := _NATIVE_ERROR.search(str(error)):
+      return int(found[1]), os.strerror(int(found[1]))
+    error = error.__cause__ or error.__context__
+  return None
+
+
+def _has_no_inodes(path: epath.Path) -> bool:
+  while not path.exists() and path != path.parent:
+    path = path.parent
+  try:
+    system = os.statvfs(path)
+  except OSError:
+    return False
+  return system.f_files > 0 and system.f_favail == 0
+
+
+@contextlib.contextmanager
+def _open(path: epath.Path, flags: int) -> Iterator[int]:
+  """Opens a regular file."""
+  # Without O_NONBLOCK a FIFO would block right here.
+  descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+  try:
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+      if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+      raise OSError(errno.EINVAL, 'Not a regular file', os.fspath(path))
+    yield descriptor
+  finally:
+    os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+  while data:
+    data = data[os.write(descriptor, data) :]
