@@ -1,7 +1,8 @@
-"""Files of a job are written whole, and where that cannot be, one sentence names the file, the reason and the remedy."""
+"""Files of a job are written whole; where that cannot be, one sentence names the file, the reason and the remedy."""
 
 import errno
 import os
+import re
 import resource
 import socket
 
@@ -41,10 +42,11 @@ def test_what_is_no_file_is_refused_at_once_and_stays(tmp_path, monkeypatch, mak
   monkeypatch.chdir(tmp_path)  # the path of a socket must be short
   path = epath.Path('.file.partial')
   make(path)
-  with pytest.raises(files.StorageError, match=r'\.file\.partial cannot be used: .*move away what is in its place'):
-    with files.storage_errors(path):
-      use(path)
-  assert os.path.exists(path) and not os.path.isfile(path)
+  in_its_place = pytest.raises(files.StorageError, match=r'\.file\.partial cannot be used: .*move away what is in its')
+  with in_its_place, files.storage_errors(path):
+    use(path)
+  assert os.path.exists(path)
+  assert not os.path.isfile(path)
 
 
 REASONS = {
@@ -58,34 +60,34 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize('code', REASONS)
-def test_an_error_of_the_storage_is_a_sentence(code):
-  with pytest.raises(files.StorageError, match=rf'^/a/b cannot be used: {REASONS[code]}') as caught:
-    with files.storage_errors('/a/b'):
-      raise OSError(code, os.strerror(code))
+def sentence_of(error: Exception, path: os.PathLike | str) -> str:
+  with pytest.raises(files.StorageError) as caught, files.storage_errors(path):
+    raise error
   assert user_error_code(caught.value) == exit_codes.FAILED
   assert str(caught.value).endswith('and start the same command again.')
+  return str(caught.value)
+
+
+@pytest.mark.parametrize('code', REASONS)
+def test_an_error_of_the_storage_is_a_sentence(code):
+  assert re.match(f'/a/b cannot be used: {REASONS[code]}', sentence_of(OSError(code, os.strerror(code)), '/a/b'))
 
 
 def test_the_cause_of_an_error_is_looked_for_also_in_the_words_of_native_code():
-  with pytest.raises(files.StorageError, match='/a cannot be used: No space left on device'):
-    with files.storage_errors('/a'):
-      try:
-        raise ValueError("RESOURCE_EXHAUSTED: Failed to write 320 bytes: No space left on device [os_error_code='28']")
-      except ValueError as error:
-        raise RuntimeError('save failed') from error
+  error = RuntimeError('save failed')
+  error.__cause__ = ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']")
+  assert sentence_of(error, '/a').startswith('/a cannot be used: No space left on device')
 
 
 def test_an_error_that_is_not_of_the_storage_stays_as_it_is():
-  with pytest.raises(ValueError, match='^x$'), files.storage_errors('/a'):
-    raise ValueError('x')
+  with pytest.raises(KeyError), files.storage_errors('/a'):
+    raise KeyError('x')
 
 
 def test_a_file_without_inodes_left_is_told_from_one_without_space(tmp_path, monkeypatch):
   monkeypatch.setattr(os, 'statvfs', lambda path: os.statvfs_result((1, 1, 9, 9, 9, 100, 0, 0, 0, 255)))
-  with pytest.raises(files.StorageError, match=rf'inodes.*remove files there \(df -i {tmp_path}'):
-    with files.storage_errors(tmp_path / 'a' / 'b'):
-      raise OSError(errno.ENOSPC, 'No space left on device')
+  sentence = sentence_of(OSError(errno.ENOSPC, 'No space left on device'), tmp_path / 'a' / 'b')
+  assert re.search(rf'inodes.*remove files there \(df -i {tmp_path}', sentence)
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_part_of_the_new_one(tmp_path):
@@ -94,7 +96,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part_of_the_new_one(tmp_p
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # as a full disk, but without the rights to mount one
   try:
-    with pytest.raises(files.StorageError, match='File too large.*ulimit -f'), files.storage_errors(path):
+    with pytest.raises(files.StorageError, match=r'File too large.*ulimit -f'), files.storage_errors(path):
       files.write_durably(path, 'x' * 101)
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
