@@ -24,7 +24,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints import write_durably
+from spmd_tasks.files import write_durably
 
 RECORD_FILE = 'goodput.json'
 FORMAT = 1
