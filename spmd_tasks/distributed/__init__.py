@@ -7,9 +7,10 @@
         ...
 
 Read initialization.py (jax.distributed and its launchers), agreement.py (barriers and decisions of process 0),
-preemption.py (SIGTERM), then the three parts of failure handling: watchdog.py (no progress), rank_records.py (what
-processes tell each other through files), emergency_exit.py (how a process ends). fake_devices.py gives tests a mesh of
-CPU devices. docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
+preemption.py (SIGTERM), links.py (authenticated messages) and link_connections.py, then the three parts of failure
+handling: watchdog.py (no progress), rank_records.py (what processes tell each other through files), emergency_exit.py
+(how a process ends). fake_devices.py gives tests a mesh of CPU devices. docs/multi_host.md explains the behaviour,
+docs/design/0004-failure-handling.md the reasons.
 """
 
 from spmd_tasks.distributed.agreement import PrimaryError, all_agree, is_primary, meet, primary_decides
@@ -23,6 +24,8 @@ from spmd_tasks.distributed.initialization import (
   finish,
   initialize,
 )
+from spmd_tasks.distributed.link_connections import admit, connect_processes, join, listen_for_processes
+from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.rank_records import Failure, Position, Progress, RankRecords, open_rank_records
 from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
@@ -32,18 +35,24 @@ __all__ = [
   'DistributedSettings',
   'EmergencyExit',
   'Failure',
+  'Link',
+  'LinkError',
   'Position',
   'PreemptionGuard',
   'PrimaryError',
   'Progress',
   'RankRecords',
   'StepWatchdog',
+  'admit',
   'all_agree',
+  'connect_processes',
   'coordinator_host',
   'detect_cluster',
   'finish',
   'initialize',
   'is_primary',
+  'join',
+  'listen_for_processes',
   'meet',
   'open_rank_records',
   'primary_decides',

@@ -20,15 +20,17 @@ import jax
 
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.decoding import DecodeSteps, ModelEngine
-from spmd_tasks.distributed import EmergencyExit, Position, PrimaryError, meet, primary_decides
+from spmd_tasks.distributed import EmergencyExit, Position, PrimaryError, connect_processes, meet, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_weights
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
-from spmd_tasks.serving.multi_process import connect_processes, follow, lead
+from spmd_tasks.serving.multi_process import follow, lead
 
 # Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.
 _MIN_TOP_LOGPROBS = 5
+# Less than JAX's limit for heartbeats (30 s by default), after which JAX ends a process without a word to its clients.
+_SILENCE_LIMIT_S = 15.0
 _END_LIMIT_S = 30  # for the last process to come to the end
 
 
@@ -94,7 +96,7 @@ def serve(
       assert sock is not None
       return run_server(engine, served, settings, sock, restore=restore, announce=announce)
 
-    links = connect_processes(limit_s=limit_s, bind_address=bind_address)
+    links = connect_processes('serve', limit_s=limit_s, bind_address=bind_address, silence_limit_s=_SILENCE_LIMIT_S)
     emergency.set_position_source(lambda: Position(step=restored, activity='serve'))
     leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
     if sock is None:

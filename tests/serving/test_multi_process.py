@@ -2,11 +2,8 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
-import json
 import queue
-import socket
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ import pytest
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import CheckpointChoiceError
 from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
+from spmd_tasks.distributed import admit, join, listen_for_processes
 from spmd_tasks.serving.multi_process import (
   Followers,
   LeadingEngine,
@@ -22,9 +20,8 @@ from spmd_tasks.serving.multi_process import (
   follower,
   lead,
   leader,
-  link,
 )
-from spmd_tasks.serving.multi_process.link import admit, join, listen_for_processes, to_line
+from spmd_tasks.serving.multi_process.messages import to_message
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
 
@@ -36,10 +33,11 @@ def restore(step):
 
 def links(num_others=1):
   """(process 0's links, the others')"""
-  with listen_for_processes('127.0.0.1', 3) as listener, ThreadPoolExecutor() as pool:
+  others = range(1, num_others + 1)
+  with listen_for_processes('127.0.0.1') as listener, ThreadPoolExecutor() as pool:
     port = listener.getsockname()[1]
-    joined = [pool.submit(join, '127.0.0.1', port, 'secret', index + 1) for index in range(num_others)]
-    return admit(listener, 'secret', num_others), [each.result() for each in joined]
+    joined = [pool.submit(join, '127.0.0.1', port, b'secret', (0, index)) for index in others]
+    return admit(listener, b'secret', 0, others), [each.result() for each in joined]
 
 
 def follow_in_background(engine, link, left) -> Future:
@@ -197,7 +195,7 @@ def test_process_0_that_is_gone_ends_the_others(pair):
 
 
 def test_a_signal_to_another_process_stops_the_server(pair):
-  pair.far[0].send(to_line({'signal': 15}))
+  pair.far[0].send(to_message({'signal': 15}))
   assert pair.followers.stop.wait(5)
   assert not pair.followers.lost.done()
 
@@ -241,31 +239,3 @@ def test_lead_leaves_when_another_process_is_lost():
   assert code == exit_codes.PEER_FAILED
   assert 'process 1 of 2 is gone' in reason
   assert list(far[0]) == []  # nothing follows, and the link's file is closed
-
-
-def test_strangers_are_not_admitted():
-  with listen_for_processes('127.0.0.1', 3) as listener, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
-    address = listener.getsockname()
-    admitted = pool.submit(admit, listener, 'secret', 1)
-    for greeting in (
-      {'secret': 'guessed', 'process': 1}, {'secret': 'secret', 'process': 7}, {'process': 1}, [1], 'x' * 5000,
-    ):  # fmt: skip
-      stranger = stack.enter_context(socket.create_connection(address, timeout=5))
-      stranger.sendall(json.dumps(greeting).encode() + b'\n')
-      with contextlib.suppress(ConnectionResetError):
-        assert stranger.recv(1) == b''
-    link = join(*address, 'secret', 1)
-    assert [each.process_index for each in admitted.result(5)] == [1]
-    for each in (link, *admitted.result()):
-      each.close()
-
-
-def test_a_process_that_does_not_come_is_named(monkeypatch):
-  monkeypatch.setattr(link, '_CONNECT_LIMIT_S', 0.1)
-  started = time.monotonic()
-  with (
-    listen_for_processes('127.0.0.1', 1) as listener,
-    pytest.raises(RuntimeError, match='process 1, 2 did not connect'),
-  ):
-    admit(listener, 'secret', 2)
-  assert time.monotonic() - started < 5

@@ -20,7 +20,8 @@ import numpy as np
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import CheckpointChoiceError
 from spmd_tasks.decoding import Engine, Launched
-from spmd_tasks.serving.multi_process.link import Link, to_line
+from spmd_tasks.distributed import Link, LinkError
+from spmd_tasks.serving.multi_process.messages import from_message, to_message
 
 _SETTLE_S = 0.5  # without a new operation, until the outputs of the last launch are read
 _RESET_LIMIT_S = 10.0  # for process 0 to notice that an operation failed there too
@@ -53,10 +54,10 @@ def follow(
   threading.Thread(target=_receive, args=(link, operations, leave, is_over), name='operations', daemon=True).start()
   try:
     _pass_signals_on(link)
-    return _Follower(engine, operations, restore, on_reset=lambda: link.send(to_line({'reset': True}))).run()
+    return _Follower(engine, operations, restore, on_reset=lambda: link.send(to_message({'reset': True}))).run()
   except BaseException as error:
     with contextlib.suppress(OSError):
-      link.send(to_line({'error': f'{type(error).__name__}: {error}'[:_MAX_REASON_CHARS]}))
+      link.send(to_message({'error': f'{type(error).__name__}: {error}'[:_MAX_REASON_CHARS]}))
     raise
   finally:
     is_over.set()
@@ -150,22 +151,29 @@ class _Follower:
 def _receive(
   link: Link, operations: queue.SimpleQueue, leave: Callable[[int, str], object], is_over: threading.Event
 ) -> None:
-  for message in link:
-    if 'leave' in message:
-      leave(message['leave'], message['reason'])
-      return
-    operations.put(message)
-    if message['name'] == 'end':
-      return
+  reason = 'is gone: it was killed, or its log says why it ended'
+  try:
+    for message in map(from_message, link):
+      if 'leave' in message:
+        leave(message['leave'], message['reason'])
+        return
+      operations.put(message)
+      if message['name'] == 'end':
+        return
+  except LinkError as error:
+    reason = str(error)
   if not is_over.is_set():  # otherwise this process closed the link itself, and reports why
-    leave(exit_codes.PEER_FAILED, 'process 0 is gone: it was killed, or its log says why it ended')
+    leave(exit_codes.PEER_FAILED, f'process 0 {reason}')
 
 
 def _pass_signals_on(link: Link) -> None:
+  def send(number: int) -> None:
+    with contextlib.suppress(OSError):
+      link.send(to_message({'signal': number}))
+
   def pass_on(number: int, frame: types.FrameType | None) -> None:
     del frame
-    with contextlib.suppress(OSError):
-      link.send(to_line({'signal': number}))
+    threading.Thread(target=send, args=(number,), daemon=True).start()  # the handler may have interrupted a send
 
   if threading.current_thread() is threading.main_thread():
     for number in (signal.SIGTERM, signal.SIGINT):

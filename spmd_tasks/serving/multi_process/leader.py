@@ -27,8 +27,9 @@ import numpy as np
 
 from spmd_tasks import exit_codes
 from spmd_tasks.decoding import Chunk, Engine, Launched, Outputs
+from spmd_tasks.distributed import Link, LinkError
 from spmd_tasks.errors import JobError
-from spmd_tasks.serving.multi_process.link import Link, to_line
+from spmd_tasks.serving.multi_process.messages import from_message, to_message
 
 _LOST_LIMIT_S = 20.0  # from the loss of a process: to tell the clients, and to end in order
 _RESET_LIMIT_S = 60.0  # for the other processes to finish what runs and to empty their slots
@@ -264,10 +265,10 @@ class Followers:
     self._close()
 
   def _send(self, message: dict[str, Any]) -> None:
-    line = to_line(message)
+    data = to_message(message)
     for link in self._links:
       with contextlib.suppress(OSError):  # the thread that watches the link notices that it is closed
-        link.send(line)
+        link.send(data)
 
   def _close(self) -> None:
     self._is_over.set()
@@ -279,13 +280,16 @@ class Followers:
 
   def _watch(self, link: Link) -> None:
     reason = 'is gone: it was killed, or its log says why it ended'
-    for message in link:
-      if 'signal' in message:
-        self.stop.set()
-      elif 'reset' in message:
-        self._num_reset.release()
-      else:
-        reason = f'failed: {message["error"]}'
+    try:
+      for message in map(from_message, link):
+        if 'signal' in message:
+          self.stop.set()
+        elif 'reset' in message:
+          self._num_reset.release()
+        else:
+          reason = f'failed: {message["error"]}'
+    except LinkError as error:
+      reason = str(error)
     self._lose(PeerFailedError(f'process {link.process_index} of {len(self._links) + 1} {reason}'))
 
   def _lose(self, error: PeerFailedError) -> None:

@@ -1,0 +1,40 @@
+"""The messages between a server's processes: JSON, with the engine's chunks, requests and sampling settings in it.
+
+    link.send(to_message({'name': 'step', 'arguments': [keep]}))
+    for fields in map(from_message, link):
+      ...
+
+A message is data, never a pickle: nothing in it can name code.
+"""
+
+from collections.abc import Mapping
+import json
+from typing import Any
+
+from spmd_tasks.decoding import Chunk, Request, SamplingParams
+
+# What a message may contain beside JSON's own types.
+_TYPES = {'Chunk': Chunk, 'Request': Request, 'SamplingParams': SamplingParams}
+
+
+def to_message(fields: Mapping[str, Any]) -> bytes:
+  """Encodes an object of JSON's types, chunks, requests and sampling settings."""
+  return json.dumps(fields, default=_to_json).encode()
+
+
+def from_message(message: bytes | bytearray) -> dict[str, Any]:
+  """Decodes what `to_message` has encoded; arrays inside the three classes become tuples."""
+  return json.loads(message, object_hook=_from_json)
+
+
+def _to_json(value: Any) -> dict[str, Any]:
+  return {'type': type(value).__name__, **vars(value)}
+
+
+def _from_json(fields: dict[str, Any]) -> Any:
+  made = _TYPES.get(fields.get('type', ''))
+  if made is None:
+    return fields
+  return made(
+    **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items() if name != 'type'}
+  )
