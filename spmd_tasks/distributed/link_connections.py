@@ -107,7 +107,6 @@ def admit(
   links: dict[int, Link] = {}
   end = time.monotonic() + _CONNECT_LIMIT_S
   with contextlib.closing(_Door(listener, secret, process_index)) as door, contextlib.ExitStack() as on_error:
-    on_error.callback(lambda: [link.close() for link in links.values()])
     while len(links) < len(others):
       if time.monotonic() > end:
         missing = ', '.join(str(index) for index in others if index not in links)
@@ -119,7 +118,7 @@ def admit(
         index = handshake.joins
         if index in others and index not in links:
           sock.sendall(handshake.derive('admit'))
-          links[index] = handshake.link(sock, index, silence_limit_s)
+          links[index] = on_error.enter_context(contextlib.closing(handshake.link(sock, index, silence_limit_s)))
         else:
           logging.warning('closed a second or unexpected connection of process %d', index)
           sock.close()
