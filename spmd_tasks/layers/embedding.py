@@ -54,8 +54,9 @@ class TokenEmbedding(nn.Module, kw_only=True):
       )
 
   def __call__(self, ids: jax.Array) -> jax.Array:
-    """Returns [B, T, D] for ids [B, T]. An id outside the vocabulary gives a row of NaNs, never another token's row."""
+    """Returns [B, T, D] for ids [B, T]. An id outside [0, V) gives a row of NaNs, never another token's row."""
     table = constrain(self.table, self.lookup_split_dims)
+    ids = jnp.where(ids < 0, self.vocab_size, ids)  # `take` counts negative indices from the end, as numpy does
     # Rows are cast after the lookup so that the table's gradient is summed over repeated tokens in float32.
     x = jnp.take(table, ids, axis=0, mode='fill', fill_value=jnp.nan).astype(self.dtype)
     if self.scale_sqrt_depth:

@@ -42,7 +42,8 @@ class LanguageModelLoss:
 
   With label smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016). The z-loss
   keeps the softmax's normalizer near 1 (Chowdhery et al., 2022). The metric `cross_entropy` and its per-example value
-  include neither, so exp(cross_entropy) is the perplexity.
+  include neither, so exp(cross_entropy) is the perplexity. A label outside [0, V) makes the loss NaN, except where its
+  weight is 0, as that of a label -100 for "ignore" must be.
 
   Fields:
     z_loss_weight, label_smoothing: 0 turns them off.
@@ -101,7 +102,8 @@ class LanguageModelLoss:
     # A comparison and a sum instead of a gather: if V is sharded, every device sums its own slice.
     is_label = labels[..., None] == jnp.arange(logits.shape[-1])[None, None, :]
     label_logits = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    cross_entropy = log_normalizer - label_logits
+    is_known = (labels >= 0) & (labels < logits.shape[-1])
+    cross_entropy = jnp.where(is_known | (weights == 0), log_normalizer - label_logits, jnp.nan)
     objective = cross_entropy
     if self.label_smoothing:
       uniform = log_normalizer - jnp.mean(logits, axis=-1)  # cross-entropy to the uniform distribution

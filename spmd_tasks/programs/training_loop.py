@@ -165,5 +165,8 @@ class TrainingLoop:
 
   def _advice(self) -> str:
     if self.step == 0:
-      return 'No step was ever finite: look for ids outside vocab_size in the data, or for NaNs in it.'
-    return 'Lower the learning rate, clip gradients, or look at the data after that step.'
+      return 'No step was ever finite: look for ids or labels outside [0, vocab_size) in the data, or for NaNs in it.'
+    return (
+      'Lower the learning rate, clip gradients, or look at the data after that step: an id, or a label with a weight, '
+      'outside [0, vocab_size) makes the loss nan.'
+    )

@@ -58,10 +58,11 @@ def test_logits_of_bfloat16_operands_are_accumulated_in_float32(rng):
   np.testing.assert_allclose(logits, np.asarray(x, np.float64) @ table.T, rtol=1e-4, atol=1e-4)
 
 
-def test_an_unknown_token_is_loud():
+@pytest.mark.parametrize('unknown', [7, 8, -1, -7, -100, 2**31 - 1, -(2**31)])
+def test_an_unknown_token_is_loud(unknown):
   layer = TokenEmbedding(vocab_size=7, embed_dim=16)
-  x = np.asarray(layer.apply({'params': unbox_weights(_init(layer))}, np.array([[6, 7]])))
-  assert np.isfinite(x[0, 0]).all()
+  x = np.asarray(layer.apply({'params': unbox_weights(_init(layer))}, np.array([[6, unknown, 0]], np.int32)))
+  assert np.isfinite(x[0, [0, 2]]).all()
   assert np.isnan(x[0, 1]).all()
 
 

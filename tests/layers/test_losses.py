@@ -75,6 +75,31 @@ def test_a_batch_of_padding_has_loss_and_gradient_zero(rng):
   np.testing.assert_array_equal(gradient, np.zeros_like(logits))
 
 
+SETTINGS = [{}, {'label_smoothing': 0.1}, {'z_loss_weight': 1e-2}]
+
+
+@pytest.mark.parametrize('settings', SETTINGS)
+@pytest.mark.parametrize('unknown', [V, V + 5, -1, -100, 2**31 - 1])
+def test_an_unknown_label_makes_the_loss_nan(rng, unknown, settings):
+  logits, batch = _case(rng)
+  batch['labels'][0, 0] = unknown  # of weight 1
+  out = LanguageModelLoss(**settings)({'logits': logits}, batch)
+  assert np.isnan(out.loss)
+  assert np.isnan(out.metrics['cross_entropy'][0])
+  np.testing.assert_array_equal(np.isnan(out.per_example['cross_entropy']), [True, False, False])
+
+
+@pytest.mark.parametrize('settings', SETTINGS)
+@pytest.mark.parametrize('ignored', [V, -1, -100])
+def test_an_unknown_label_of_weight_0_is_harmless(rng, ignored, settings):
+  logits, batch = _case(rng)
+  labels = np.where(batch['weights'] == 0, ignored, batch['labels'])
+  loss = jax.value_and_grad(lambda x, labels: LanguageModelLoss(**settings)({'logits': x}, batch | labels).loss)
+  expected = loss(jnp.asarray(logits), {})
+  jax.tree.map(np.testing.assert_array_equal, loss(jnp.asarray(logits), {'labels': labels}), expected)
+  assert np.isfinite(expected[0])
+
+
 def test_equal_logits_predict_nothing():
   batch = {'labels': np.zeros((B, T), np.int32), 'weights': np.ones((B, T), np.float32)}
   assert LanguageModelLoss()({'logits': np.zeros((B, T, V), np.float32)}, batch).metrics['accuracy'][0] == 0.0
