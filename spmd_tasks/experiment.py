@@ -280,6 +280,25 @@ class Job:
     return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
 
 
+def check_vocabulary(job: Job) -> None:
+  """Checks that the model's embedding has a row for every id that a tokenizer of the job's inputs gives.
+
+  Raises:
+    UserError: a tokenizer has more ids; a text with one of them would make the loss nan.
+  """
+  vocab_size = getattr(getattr(job.task.model, 'embedding', None), 'vocab_size', None)
+  if vocab_size is None:  # another kind of model
+    return
+  inputs = {'train_input': job.train_input} | {f'eval_inputs.{name}': each for name, each in job.eval_inputs.items()}
+  for path, each in inputs.items():
+    tokenizer = getattr(each, 'tokenizer', None)
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+      raise UserError(
+        f'{path}.tokenizer has {tokenizer.vocab_size} ids but the model only vocab_size={vocab_size}: set vocab_size '
+        f'to {tokenizer.vocab_size} or more, or take the tokenizer of this vocabulary.'
+      )
+
+
 def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> PartitionedModel:
   """Partitions the job's task over a mesh, with the experiment's axis rules and the training input's element spec.
 

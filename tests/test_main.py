@@ -116,6 +116,10 @@ BAD_INPUT = {
     ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--api_key_file', 'HERE/none'),
     ['--api_key_file', 'cannot be read'],
   ),
+  'more ids than the vocabulary': (
+    ('--exp', 'lm.StdlibTiny', '--set', 'vocab_size=258', *TRAIN),
+    ['train_input.tokenizer has 259 ids', 'vocab_size=258', 'set vocab_size to 259'],
+  ),
   'no queue': (
     ('--exp', 'lm.StdlibTiny', '--mode', 'serve', '--job_log_dir', 'HERE/job', '--max_queued', '0'),
     ['max_queued=0 must be at least 1'],

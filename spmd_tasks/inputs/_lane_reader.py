@@ -38,14 +38,14 @@ class BlockReader:
 
     Raises:
       UserError: the block's content is damaged.
-      JobError: the block could not be read, or not within `timeout_s`.
+      JobError: the block could not be read, or not within `timeout_s`, or its file is not what it was.
     """
     if self._thread is None:
       self._thread = _Worker(self._read)
     try:
       return self._thread.call(index, self._timeout_s)
     except queue.Empty:
-      self._thread = None  # it is stuck; another attempt needs another thread
+      self.close()  # it is stuck, and ends when the read does; another attempt needs another thread
       raise JobError(
         f'reading {self._source.block_name(index)} has not ended within {self._timeout_s:g} s: the file system may '
         'hang. If it is only slow, raise read_timeout_s.'
@@ -57,6 +57,8 @@ class BlockReader:
     except ValueError as e:
       name = self._source.block_name(index)
       raise UserError(f'damaged input in {name}: {e}') from e
+    except JobError:
+      raise
     except Exception as e:
       name = self._source.block_name(index)
       raise JobError(f'reading {name} failed: {type(e).__name__}: {e}') from e

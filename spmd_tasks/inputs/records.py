@@ -1,13 +1,27 @@
 """Sources of documents in record files: JSON lines, Parquet and ArrayRecord. text.py defines sources and blocks."""
 
+import bisect
 from collections.abc import Sequence
+from concurrent import futures
 import dataclasses
+import itertools
 import json
 import os
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.text import DEFAULT_BLOCK_BYTES, Block, common_root, cut_files, expand_globs, file_fingerprint
+from spmd_tasks.inputs.text import (
+  DEFAULT_BLOCK_BYTES,
+  Block,
+  ListedFile,
+  common_root,
+  cut_files,
+  expand_globs,
+  file_fingerprint,
+  refuse_changed_size,
+)
+
+_NUM_OPENING_THREADS = 64  # as many ArrayRecord files are opened at a time
 
 
 def text_field(record: Any, field: str, where: str) -> str:
@@ -54,7 +68,8 @@ class OpenJsonLines:
   def __init__(self, paths: Sequence[str], field: str, block_bytes: int):
     self._paths = list(paths)
     self._field = field
-    self._cuts = cut_files([os.path.getsize(path) for path in paths], block_bytes)
+    self._sizes = [os.path.getsize(path) for path in paths]
+    self._cuts = cut_files(self._sizes, block_bytes)
     self._fingerprint = file_fingerprint(common_root(paths), paths, 'jsonl', field, block_bytes)
 
   def __len__(self) -> int:
@@ -69,25 +84,25 @@ class OpenJsonLines:
 
   def __getitem__(self, index: int) -> Block:
     file, start, end = self._cuts[index]
-    path = self._paths[file]
+    path, size = self._paths[file], self._sizes[file]
     documents = []
-    with open(path, 'rb') as f:
-      if start:
-        f.seek(start - 1)
-        f.readline()  # the line that began in the block before
-      while (position := f.tell()) < end:
-        line = f.readline()
+    with ListedFile(path, size) as f:
+      # The line that began in the block before; where it goes on behind this block, its rest is not read here.
+      position = start and start - 1 + len(f.read_line(start - 1, end))
+      while position < end:
+        line = f.read_line(position, size)
         if line.strip():
           try:
             documents.append((text_field(parse_json(line, 'it'), self._field, 'it'), True))
           except ValueError as e:
             # Counting lines means reading the file from its start: only for the message.
-            raise UserError(f'{path}:{self._line_number(path, position)}: {e}') from e
+            raise UserError(f'{path}:{self._line_number(f, position)}: {e}') from e
+        position += len(line)
     return Block(self.block_name(index), documents)
 
-  def _line_number(self, path: str, position: int) -> int:
-    with open(path, 'rb') as f:
-      return 1 + sum(f.read(min(1 << 20, position - at)).count(b'\n') for at in range(0, position, 1 << 20))
+  def _line_number(self, f: ListedFile, position: int) -> int:
+    chunk = 1 << 20
+    return 1 + sum(f.read(at, min(at + chunk, position)).count(b'\n') for at in range(0, position, chunk))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +127,7 @@ class OpenParquet:
     if block_rows < 1:
       raise UserError(f'block_rows {block_rows} must be at least 1.')
     self._paths = list(paths)
+    self._sizes = [os.path.getsize(path) for path in self._paths]
     self._field = field
     self._blocks = []  # (file, row group, first row in it, rows)
     for file, path in enumerate(self._paths):
@@ -152,11 +168,14 @@ class OpenParquet:
     if self._last_group is None or self._last_group[0] != (file, group):
       import pyarrow
 
+      path = self._paths[file]
       try:
-        with self._open_file(self._paths[file]) as opened:
+        with self._open_file(path) as opened:
           column = opened.read_row_group(group, columns=[self._field]).column(0)
       except (pyarrow.ArrowException, OSError) as e:
         raise UserError(f'{self.block_name(index)} cannot be read: {e}') from e
+      finally:  # also if nothing was raised: another file may have a row group of this number
+        refuse_changed_size(path, self._sizes[file])
       self._last_group = ((file, group), column)
     texts = self._last_group[1].slice(row, num_rows).to_pylist()
     for i, text in enumerate(texts):
@@ -188,45 +207,59 @@ class OpenArrayRecord:
 
   def __init__(self, paths: Sequence[str], field: str | None):
     self._paths = list(paths)
+    self._sizes = [os.path.getsize(path) for path in self._paths]
     self._field = field
-    self._reader: Any = None
-    self._num_records = len(self._open_reader())
+    self._readers: list[Any] | None = None
+    self._ends = list(itertools.accumulate(map(len, self._open_readers())))  # of each file's records
     # The format pads files to whole blocks: their sizes say little.
-    self._fingerprint = file_fingerprint(common_root(paths), paths, 'array_record', field, self._num_records)
+    self._fingerprint = file_fingerprint(common_root(paths), paths, 'array_record', field, len(self))
 
-  def _open_reader(self) -> Any:
-    if self._reader is None:
-      try:
-        from array_record.python import array_record_data_source
-      except ImportError as e:
-        raise ImportError(
-          'reading ArrayRecord files needs the array-record package: `pip install array-record`.'
-        ) from e
-      try:
-        self._reader = array_record_data_source.ArrayRecordDataSource(self._paths)
-      except Exception as e:  # it raises bare RuntimeErrors and ValueErrors
-        raise UserError(f'{self._paths} cannot be opened as ArrayRecord files: {e}') from e
-    return self._reader
+  def _open_readers(self) -> list[Any]:
+    if self._readers is None:
+      with futures.ThreadPoolExecutor(_NUM_OPENING_THREADS) as pool:
+        self._readers = list(pool.map(_open_array_record, self._paths, self._sizes))
+    return self._readers
 
   def __getstate__(self) -> dict[str, Any]:
-    return {**self.__dict__, '_reader': None}
+    return {**self.__dict__, '_readers': None}
 
   def __len__(self) -> int:
-    return self._num_records
+    return self._ends[-1]
+
+  def _place(self, index: int) -> tuple[int, int]:
+    """The file of record `index`, and the record's number in it."""
+    file = bisect.bisect_right(self._ends, index)
+    return file, index - (self._ends[file - 1] if file else 0)
 
   def block_name(self, index: int) -> str:
-    where = self._paths[0] if len(self._paths) == 1 else f'{self._paths[0]} and {len(self._paths) - 1} more'
-    return f'record {index} of {where}'
+    file, number = self._place(index)
+    return f'record {number} of {self._paths[file]}'
 
   def fingerprint(self) -> str:
     return self._fingerprint
 
   def __getitem__(self, index: int) -> Block:
     name = self.block_name(index)
-    record = self._open_reader()[index]
+    file, number = self._place(index)
+    try:
+      record = self._open_readers()[file][number]
+    finally:  # also if nothing was raised: behind the end of a file that was cut, records read as empty
+      refuse_changed_size(self._paths[file], self._sizes[file])
     if self._field is not None:
       return Block(name, [(text_field(parse_json(record, name), self._field, name), True)])
     try:
       return Block(name, [(record.decode('utf-8'), True)])
     except UnicodeDecodeError as e:
       raise UserError(f'{name} is not UTF-8 text ({e}). If it is JSON, name the `field` that holds the text.') from e
+
+
+def _open_array_record(path: str, size: int) -> Any:
+  try:
+    from array_record.python import array_record_data_source
+  except ImportError as e:
+    raise ImportError('reading ArrayRecord files needs the array-record package: `pip install array-record`.') from e
+  refuse_changed_size(path, size)
+  try:
+    return array_record_data_source.ArrayRecordDataSource([path])
+  except Exception as e:  # it raises bare RuntimeErrors and ValueErrors
+    raise UserError(f'{path} cannot be opened as an ArrayRecord file: {e}') from e

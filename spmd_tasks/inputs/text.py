@@ -13,9 +13,9 @@ import hashlib
 import os
 import platform
 import sysconfig
-from typing import Protocol, runtime_checkable
+from typing import BinaryIO, Protocol, runtime_checkable
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import JobError, UserError
 
 DEFAULT_BLOCK_BYTES = 1 << 16
 _MIN_BLOCK_BYTES = 16  # longer than any one character
@@ -101,6 +101,62 @@ def cut_files(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, in
   ]
 
 
+class ListedFile:
+  """A file of which as many bytes are read as it had when its source was opened: a context manager.
+
+  Every method raises a JobError that names the file if it has become shorter: its blocks would hold other text. Bytes
+  that were appended since then are not read.
+  """
+
+  def __init__(self, path: str, size: int):
+    self._path = path
+    self._size = size
+
+  def __enter__(self) -> 'ListedFile':
+    self._file: BinaryIO = open(self._path, 'rb')
+    if (now := os.fstat(self._file.fileno()).st_size) < self._size:
+      self._file.close()
+      raise self._is_shorter(now, self._size)
+    return self
+
+  def __exit__(self, *exc_info: object) -> None:
+    self._file.close()
+
+  def read(self, start: int, end: int) -> bytes:
+    """The bytes [start, end), up to the file's size."""
+    end = min(end, self._size)
+    self._file.seek(start)
+    data = self._file.read(max(end - start, 0))
+    if start + len(data) < end:
+      raise self._is_shorter(start + len(data), end)
+    return data
+
+  def read_line(self, start: int, end: int) -> bytes:
+    """The bytes from `start` up to the end of their line, at most up to `end` and to the file's size."""
+    end = min(end, self._size)
+    self._file.seek(start)
+    line = self._file.readline(max(end - start, 0))
+    if not line.endswith(b'\n') and start + len(line) < end:
+      raise self._is_shorter(start + len(line), end)
+    return line
+
+  def _is_shorter(self, found: int, needed: int) -> JobError:
+    return _changed_file(self._path, self._size, f'ends at byte {found}, before byte {needed}')
+
+
+def refuse_changed_size(path: str, size: int) -> None:
+  """Raises a JobError if a file does not have the `size` that it had when its source was opened."""
+  if (now := os.path.getsize(path)) != size:
+    raise _changed_file(path, size, f'has {now} bytes')
+
+
+def _changed_file(path: str, size: int, now: str) -> JobError:
+  return JobError(
+    f'{path} {now}, but it had {size} bytes when the job opened it: it was cut or replaced while the job reads it. Put '
+    'the same file back, and start the same command again.'
+  )
+
+
 def in_split(name: str, split: str, valid_fraction: float) -> bool:
   """Whether a file belongs to `split` ('all', 'train' or 'valid'), by a hash of its name: equal on every machine.
 
@@ -142,10 +198,9 @@ class OpenTextFiles:
   def __getitem__(self, index: int) -> Block:
     file, start, end = self._cuts[index]
     path, size = self._paths[file], self._sizes[file]
-    with open(path, 'rb') as f:
+    with ListedFile(path, size) as f:
       begin, stop = self._cut(f, start, size), self._cut(f, end, size)
-      f.seek(begin)
-      data = f.read(stop - begin)
+      data = f.read(begin, stop)
     try:
       text = data.decode('utf-8', errors=self._errors)
     except UnicodeDecodeError as e:
@@ -155,12 +210,11 @@ class OpenTextFiles:
       ) from e
     return Block(self.block_name(index), [(text, stop == size)] if text else [])
 
-  def _cut(self, f, nominal: int, size: int) -> int:
+  def _cut(self, f: ListedFile, nominal: int, size: int) -> int:
     """The byte where the text is cut: a function of the file and `nominal` alone, so that both neighbours agree."""
     if nominal == 0 or nominal >= size:
       return nominal
-    f.seek(nominal - 1)
-    window = f.read(self._window)
+    window = f.read(nominal - 1, nominal - 1 + self._window)
     line_end = window.find(b'\n')
     if line_end >= 0:
       return nominal + line_end

@@ -13,6 +13,7 @@ of the state, and a dataset that gives another batch there (an unseeded shuffle,
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import os
 from typing import Any, Protocol, runtime_checkable
 import zlib
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import base
-from spmd_tasks.inputs.text import common_root, expand_globs, file_fingerprint
+from spmd_tasks.inputs.text import common_root, expand_globs, file_fingerprint, refuse_changed_size
 
 
 @runtime_checkable
@@ -64,7 +65,18 @@ class TfRecords:
       return {target: example[name] for name, target in self.features.items()}
 
     files = expand_globs(self.pattern, 'TFRecord')
-    examples = tf.data.TFRecordDataset(files, compression_type=self.compression).shard(shard_count, shard_index)
+
+    def check_size(path, size):
+      refuse_changed_size(path.numpy().decode(), int(size))
+      return False  # this is no record
+
+    def records_of(path, size):
+      # At a file's end, because TensorFlow takes a file that was cut between two records for a whole one.
+      check = tf.data.Dataset.from_tensors(path).filter(lambda path: tf.py_function(check_size, [path, size], tf.bool))
+      return tf.data.TFRecordDataset(path, compression_type=self.compression).concatenate(check)
+
+    sizes = [os.path.getsize(path) for path in files]
+    examples = tf.data.Dataset.from_tensor_slices((files, sizes)).flat_map(records_of).shard(shard_count, shard_index)
     if self.shuffle_buffer:
       examples = examples.shuffle(self.shuffle_buffer, seed=self.seed, reshuffle_each_iteration=True)
     return examples.map(parse)
@@ -99,6 +111,9 @@ class TfDataInput:
   With `num_epochs=None` each host asks the source for its own shard, and the number of hosts cannot change between save
   and restore. A finite input is read whole by every host, which keeps its rows: all hosts see the same number of
   batches, the last one padded, and the number of hosts may change.
+
+  With `vocab_size`, an example with an id outside [0, vocab_size), or a label with a weight, is an error that names the
+  example; without it, only what no vocabulary has, such as a negative id.
   """
 
   source: TfDataSource
@@ -107,6 +122,7 @@ class TfDataInput:
   num_epochs: int | None = None
   max_batches: int | None = None
   pad_id: int = 0
+  vocab_size: int | None = None
 
   def __post_init__(self):
     if self.num_epochs is not None and self.num_epochs < 1:
@@ -143,11 +159,14 @@ def import_tensorflow() -> Any:
   return tf
 
 
-def complete_example(example: Mapping[str, np.ndarray], batch: base.Batch, row: int) -> None:
+def complete_example(
+  example: Mapping[str, np.ndarray], batch: base.Batch, row: int, vocab_size: int | None = None
+) -> None:
   """Writes an example into one row of a batch of padding, deriving the features that it lacks.
 
   Raises:
-    UserError: `ids` is missing, a feature is not 1-D, too long, or of another length than `ids`.
+    UserError: `ids` is missing, a feature is not 1-D, too long, or of another length than `ids`; an id, or a label with
+      a weight, is outside [0, vocab_size).
   """
   if 'ids' not in example:
     raise UserError(f"an example has no feature 'ids' (it has {sorted(example)}): name it in `features`.")
@@ -161,6 +180,15 @@ def complete_example(example: Mapping[str, np.ndarray], batch: base.Batch, row: 
       raise UserError(
         f'feature {name!r} has shape {np.shape(value)}, ids {ids.shape}: all must be 1-D of one length of at most '
         f'seq_len = {seq_len}. Split longer examples, or raise seq_len.'
+      )
+  limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+  is_weighted = np.asarray(example.get('weights', np.ones(len(ids)))) != 0
+  for name, counted in (('ids', np.ones(len(ids), bool)), ('labels', is_weighted)):
+    values = np.asarray(example.get(name, ids))
+    if (wrong := values[counted & ((values < 0) | (values >= limit))]).size:
+      raise UserError(
+        f'{name} have {wrong[0]}, which is outside the vocabulary, [0, {limit}): repair the example, or give a label '
+        'that is not to be learnt the weight 0.'
       )
   size = len(ids)
   derived = {
@@ -212,15 +240,19 @@ class TfDataIterator:
     batch = base.empty_batch(self._num_rows_read, s.seq_len, s.pad_id)
     num_read = 0
     for row in range(self._num_rows_read):
-      example = next(self._examples, None)
-      if example is None:
-        break
+      number = self._num_batches * self._num_rows_read + row
       try:
-        complete_example(example, batch, row)
-      except ValueError as e:
-        number = self._num_batches * self._num_rows_read + row
+        example = next(self._examples, None)
+        if example is None:
+          break
+        complete_example(example, batch, row, s.vocab_size)
+      except UserError as e:
         self._examples = None
         raise UserError(f'example {number} of {s.source}: {e}') from e
+      except Exception as e:  # TensorFlow's, which name no source and quote the stack of a Python function
+        self._examples = None
+        cause = str(e).partition('\nTraceback')[0]
+        raise JobError(f'reading example {number} of {s.source} failed: {type(e).__name__}: {cause}') from e
       num_read += 1
     if num_read == 0:
       raise StopIteration

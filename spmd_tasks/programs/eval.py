@@ -11,8 +11,10 @@ recorded again: the file keeps one line of it, from whichever job was first.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
+import math
 from typing import Any
 
+from absl import logging
 from clu import metrics as clu_metrics
 from etils import epath
 import jax
@@ -22,7 +24,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, watch_steps
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Input, Prefetcher
 from spmd_tasks.programs.progress import format_metrics, make_progress
@@ -69,6 +71,7 @@ def evaluate(
     raise UserError(f'--watch follows every new checkpoint, but --checkpoint_step {step} names one: give one of them.')
   if not job.eval_inputs:
     raise UserError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
+  check_vocabulary(job)
   model = partition_job(job)
   with contextlib.ExitStack() as stack, emergency.on_failure():
     watchdog = stack.enter_context(
@@ -230,7 +233,16 @@ class Evaluator:
         'eval_inputs().'
       )
     finished.append(jax.device_get(in_flight))
-    return finish_metrics(_mean_over_batches(finished)) | {'num_batches': len(finished)}
+    metrics = finish_metrics(_mean_over_batches(finished))
+    if not math.isfinite(metrics['loss']):
+      logging.warning(
+        'eval set %r: the loss of step %d is %s: look for ids or labels outside [0, vocab_size) in eval_inputs.%s.',
+        name,
+        step,
+        metrics['loss'],
+        name,
+      )
+    return metrics | {'num_batches': len(finished)}
 
 
 def _mean_over_batches(batches: list[Averages]) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import jax
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import Checkpointer, num_bytes
 from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, primary_decides, watch_steps
-from spmd_tasks.experiment import Experiment, Job, partition_job
+from spmd_tasks.experiment import Experiment, Job, check_vocabulary, partition_job
 from spmd_tasks.files import write_durably
 from spmd_tasks.inputs import Prefetcher
 from spmd_tasks.learning import check_num_microbatches
@@ -55,6 +55,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
   goodput = Goodput(job_log_dir if is_primary() else None, begun=clock.begun)
   with contextlib.ExitStack() as stack, emergency.on_failure():
     # Everything that can be refused is checked before anything is written.
+    check_vocabulary(job)
     with clock.phase('partition'):
       model = partition_job(job)
     check_num_microbatches(_batch_size(model), learner.num_microbatches)

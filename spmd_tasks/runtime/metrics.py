@@ -39,7 +39,7 @@ def finish_metrics(means: Mapping[str, np.typing.ArrayLike]) -> dict[str, Metric
   metrics: dict[str, Metric] = {name: np.asarray(mean, np.float64).tolist() for name, mean in means.items()}
   cross_entropy = scalars(metrics).get('cross_entropy')
   if cross_entropy is not None:
-    metrics['perplexity'] = math.exp(cross_entropy) if cross_entropy < 700 else math.inf
+    metrics['perplexity'] = math.inf if cross_entropy >= 700 else math.exp(cross_entropy)
   return metrics
 
 

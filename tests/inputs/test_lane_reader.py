@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import Block, ByteTokenizer
 from spmd_tasks.inputs._lane_reader import BlockReader
 
@@ -36,6 +37,7 @@ def fail(error):
   'error, expected, message',
   [
     (ValueError('bad line 7'), ValueError, 'damaged input in file.txt block 1: bad line 7'),
+    (JobError('a.txt ends at byte 3'), RuntimeError, '^a.txt ends at byte 3$'),
     (FileNotFoundError('gone'), RuntimeError, 'reading file.txt block 1 failed: FileNotFoundError: gone'),
   ],
 )
@@ -57,6 +59,9 @@ def test_a_read_that_hangs_is_an_error_in_bounded_time():
   assert reader[0].labels.tolist() == [ord('0') + 3, 2]
   released.set()
   reader.close()
+  while any(thread.name == 'input-block-reader' for thread in threading.enumerate()):
+    assert time.monotonic() - start < 10, 'a reading thread has not ended, although its read has'
+    time.sleep(0.01)
 
 
 def test_it_can_be_sent_to_a_worker_process_before_use():

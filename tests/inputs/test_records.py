@@ -1,13 +1,16 @@
 """JSON lines, Parquet and ArrayRecord: all documents, in order, and errors that name the record."""
 
 import json
+import os
 import pickle
+import time
 
 from array_record.python import array_record_module
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import ArrayRecord, JsonLines, OpenSource, Parquet, TextSource
 
 TEXTS = [f'document {i} ' + 'é\n' * (i % 5) for i in range(23)]
@@ -154,3 +157,50 @@ def test_empty_files_are_refused(tmp_path):
   write_parquet(tmp_path / 'a.parquet', pa.array([], pa.string()))
   with pytest.raises(ValueError, match='have no rows'):
     Parquet(pattern=f'{tmp_path}/a.parquet').open()
+
+
+LAST_FILES = {'jsonl': 'b.jsonl', 'jsonl_whole': 'b.jsonl', 'parquet': 'b.parquet', 'array_record': 'b.array_record'}
+
+
+@pytest.mark.parametrize('is_pickled', [False, True], ids=['here', 'in a worker'])
+@pytest.mark.parametrize('share', [0, 0.5, 0.98])
+@pytest.mark.parametrize('kind', LAST_FILES)
+def test_a_file_that_is_cut_while_it_is_read_is_named(sources, tmp_path, kind, share, is_pickled):
+  source, path = sources[kind].open(), tmp_path / LAST_FILES[kind]
+  last, size = len(source) - 1, path.stat().st_size
+  source[last], source[0]
+  if is_pickled:
+    source = pickle.loads(pickle.dumps(source))
+  os.truncate(path, int(size * share))
+  with pytest.raises(JobError, match=rf'{path} .*{int(size * share)}.*had {size} bytes.*same file back'):
+    source[last]
+
+
+def test_a_parquet_file_that_is_replaced_while_it_is_read_is_named(tmp_path):
+  path = tmp_path / 'a.parquet'
+  write_parquet(path, TEXTS)
+  source = Parquet(pattern=str(path)).open()
+  write_parquet(path, TEXTS[1:])  # the row groups 0 to 3 are as large as before
+  with pytest.raises(JobError, match=rf'{path} has'):
+    source[0]
+
+
+def test_lines_that_are_appended_while_a_file_is_read_change_no_block(sources, tmp_path):
+  for end in ('\n', ''):
+    write_jsonl(tmp_path / 'a.jsonl', TEXTS[:10])
+    (tmp_path / 'a.jsonl').write_text((tmp_path / 'a.jsonl').read_text().rstrip('\n') + end)
+    source = sources['jsonl'].open()
+    before = [source[i] for i in range(len(source))]
+    with (tmp_path / 'a.jsonl').open('a') as file:
+      file.write('{"text": "appended"}\n')
+    assert [source[i] for i in range(len(source))] == before
+
+
+def test_a_long_line_is_read_once(tmp_path):
+  path = tmp_path / 'long.jsonl'
+  path.write_text('{"text": "' + 'x' * 30_000_000 + '"}\n{"text": "short"}\n')
+  source = JsonLines(pattern=str(path), block_bytes=1 << 12).open()
+  started = time.monotonic()
+  lengths = [len(text) for i in range(len(source)) for text, _ in source[i].documents]
+  assert lengths == [30_000_000, 5]
+  assert time.monotonic() - started < 5  # 7,300 blocks; each read to the end of the line takes a minute

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import OpenSource, StdlibText, TextFiles, TextSource
 
 CONTENT = {
@@ -131,3 +132,34 @@ def test_a_file_that_is_not_utf8_is_named_with_the_byte(directory):
   source = TextFiles(pattern=f'{directory}/a.txt').open()
   with pytest.raises(ValueError, match=r'a\.txt is not UTF-8 text: byte 53 '):
     source[0]
+
+
+@pytest.mark.parametrize('size', [0, 100, 359])
+@pytest.mark.parametrize('block_bytes', [32, 1 << 16])
+def test_a_file_that_is_cut_while_it_is_read_is_named(directory, size, block_bytes):
+  path = directory / 'a.txt'
+  source = TextFiles(pattern=str(path), block_bytes=block_bytes).open()
+  os.truncate(path, size)
+  for block in range(len(source)):  # none trains on text of other places
+    with pytest.raises(JobError, match=rf'{path} ends at byte {size}, before byte 360.*had 360 bytes.*same file back'):
+      source[block]
+
+
+def test_a_file_that_is_cut_in_mid_read_is_named(directory, monkeypatch):
+  path = directory / 'a.txt'
+  source = TextFiles(pattern=str(path), block_bytes=32).open()
+  size_at_start = os.stat(path)
+  os.truncate(path, 70)
+  monkeypatch.setattr('os.fstat', lambda fd: size_at_start)  # the file was whole when it was opened for this block
+  assert source[0].documents
+  with pytest.raises(JobError, match=rf'{path} ends at byte 70, before byte'):
+    source[1]
+
+
+def test_bytes_that_are_appended_while_a_file_is_read_change_no_block(directory):
+  source = TextFiles(pattern=f'{directory}/**/*.txt', block_bytes=17).open()
+  before = [source[i] for i in range(len(source))]
+  for name in CONTENT:
+    with (directory / name).open('a') as file:
+      file.write('appended')
+  assert [source[i] for i in range(len(source))] == before

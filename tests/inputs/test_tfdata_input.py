@@ -3,10 +3,12 @@
 import dataclasses
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
 
+from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import TfDataFunction, TfDataInput, TfRecords, base
 from spmd_tasks.inputs.tfdata_input import complete_example, import_tensorflow
 
@@ -38,11 +40,28 @@ def test_features_that_are_there_are_kept():
     ({'ids': [[1]]}, r"'ids' has shape \(1, 1\)"),
     ({'ids': [1] * 5}, r'at most seq_len = 4'),
     ({'ids': [1], 'labels': [1, 2]}, r"'labels' has shape \(2,\), ids \(1,\)"),
+    ({'ids': [1, -1]}, r'ids have -1, which is outside the vocabulary, \[0, 9\)'),
+    ({'ids': [8, 9]}, r'ids have 9, '),
+    ({'ids': [8], 'labels': [-100]}, r'labels have -100, .*the weight 0'),
+    ({'ids': [8], 'labels': [2**32 + 1]}, r'labels have 4294967297, '),
   ],
 )
 def test_bad_examples_are_refused(example, message):
   with pytest.raises(ValueError, match=message):
-    complete_example({name: np.array(value) for name, value in example.items()}, base.empty_batch(1, 4), 0)
+    complete_example({name: np.array(value) for name, value in example.items()}, base.empty_batch(1, 4), 0, vocab_size=9)
+
+
+def test_no_vocabulary_has_these_ids():
+  for wrong in (-1, 2**31, 2**32 + 1):  # the last one would be 1 in int32
+    with pytest.raises(ValueError, match=f'ids have {wrong}, '):
+      complete_example({'ids': np.array([wrong])}, base.empty_batch(1, 4), 0)
+
+
+def test_a_label_of_weight_0_may_be_anything():
+  batch = base.empty_batch(1, 2)
+  example = {'ids': np.array([1, 2]), 'labels': np.array([-100, 3]), 'weights': np.array([0.0, 1.0])}
+  complete_example(example, batch, 0, vocab_size=9)
+  assert batch['labels'].tolist() == [[-100, 3]]
 
 
 @pytest.fixture(scope='module')
@@ -150,6 +169,20 @@ class TestWithTensorFlow:
     for change in ({'seq_len': 8}, {'source': dataclasses.replace(training.source, seed=6)}):
       with pytest.raises(ValueError, match=next(iter(change))):
         dataclasses.replace(training, **change).make_iterator().set_state(state)
+
+  @pytest.mark.parametrize('num_kept', [0, 5, 5.5])
+  def test_a_file_that_is_cut_while_it_is_read_is_named(self, tf, tmp_path, num_kept):
+    path = tmp_path / 'a.tfrecord'
+    with tf.io.TFRecordWriter(str(path)) as writer:
+      for _ in range(10):
+        feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[1, 2]))
+        example = tf.train.Example(features=tf.train.Features(feature={'ids': feature}))
+        writer.write(example.SerializeToString())
+    batches = TfDataInput(source=TfRecords(pattern=str(path)), batch_size=5, seq_len=2).make_iterator()
+    next(batches)
+    os.truncate(path, int(path.stat().st_size / 10 * num_kept))
+    with pytest.raises(JobError, match=rf'reading example \d+ of .*{path}'):
+      list(itertools.islice(batches, 20))
 
   def test_a_bad_example_is_named(self, records):
     source = TfRecords(pattern=records, features={'tokens': 'ids'})

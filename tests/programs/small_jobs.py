@@ -68,7 +68,7 @@ class FaultyText:
   Attributes:
     text: the input.
     spikes: position in the resulting sequence -> the loss weight of every token of the broken batch there, as text,
-      because JSON has no nan.
+      because JSON has no nan; or `ids=-1`, `labels=-1`: this token stands once in the batch.
     seconds_per_batch: how long each batch takes.
   """
 
@@ -108,7 +108,11 @@ class FaultyIterator:
     batch = next(self._text)
     if position in self._settings.spikes:
       self._text.set_state(before)  # the good batch is still to come
-      batch['weights'][:] = float(self._settings.spikes[position])
+      name, _, token = self._settings.spikes[position].rpartition('=')
+      if name:
+        batch[name][-1, 0] = int(token)
+      else:
+        batch['weights'][:] = float(token)
     return batch
 
   def get_state(self) -> dict[str, Any]:

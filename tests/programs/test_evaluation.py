@@ -112,6 +112,14 @@ def test_eval_changes_nothing_but_its_metrics(finished_job, tmp_path):
   assert sorted(path.name for path in directory.iterdir()) == ['checkpoints', 'eval']
 
 
+def test_ids_outside_the_vocabulary_make_an_eval_nan_and_say_so(finished_job, tmp_path, caplog):
+  directory = only_checkpoints(finished_job, tmp_path / 'job')
+  assert run_eval(directory, '--set', 'eval_inputs.valid.vocab_size=1000') == exit_codes.OK
+  assert eval_lines(directory, 'valid')[0]['loss'] == 'nan'
+  assert math.isfinite(eval_lines(directory, 'ragged')[0]['loss'])
+  assert "eval set 'valid': the loss of step 20 is nan: look for ids or labels outside [0, vocab_size)" in caplog.text
+
+
 def test_averaged_weights(finished_job, tmp_path):
   directory = only_checkpoints(finished_job, tmp_path / 'job')
   assert run_eval(directory, '--set', EMA) == exit_codes.OK

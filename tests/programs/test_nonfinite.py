@@ -1,4 +1,4 @@
-"""Batches that make the loss nan or inf: skipped without a trace in the state, counted, and the end of a job at last.
+"""Batches that make the loss nan or inf, also by a token outside the vocabulary: skipped without a trace in the state, counted, and the end of a job at last.
 
 The comparison is the finished job, whose input lacks these batches and is the same otherwise.
 """
@@ -13,10 +13,11 @@ from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
 from tests.programs.small_jobs import SMALL
 
 # Position in the input -> loss weight. Steps 4 and 12 are due for a checkpoint when the first try of each is skipped;
-# position 7 and 8 are two in a row; 1e38 is finite, but not its sum.
-SPIKES = {0: 'nan', 4: 'inf', 7: 'nan', 8: '-inf', 15: '1e38'}
+# position 7 and 8 are two in a row; 1e38 is finite, but not its sum. The vocabulary of 259 is padded to 260 on the mesh.
+SPIKES = {0: 'nan', 4: 'inf', 7: 'nan', 8: '-inf', 15: '1e38', 17: 'ids=-1', 18: 'ids=259', 20: 'labels=-1'}
+SPIKES |= {22: 'labels=259'}
 # Steps finished -> steps skipped until then.
-EXPECTED_SKIPS = [1] * 3 + [2] * 2 + [4] * 6 + [5] * 9
+EXPECTED_SKIPS = [1] * 3 + [2] * 2 + [4] * 6 + [5] + [7] + [8] + [9] * 6
 NUM_STEPS = 20
 
 

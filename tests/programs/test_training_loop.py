@@ -68,7 +68,7 @@ def test_it_stops_after_n_skips_in_a_row_and_says_that_the_weights_are_good():
 
 def test_a_job_without_a_single_good_step_gets_other_advice():
   _, _, error = run([SKIPPED] * 3, num_train_steps=9)
-  assert 'ids outside vocab_size' in str(error)
+  assert 'ids or labels outside [0, vocab_size)' in str(error)
 
 
 def test_weights_that_are_not_finite_are_never_acted_on():
