@@ -48,7 +48,7 @@ def test_features_that_are_there_are_kept():
 )
 def test_bad_examples_are_refused(example, message):
   with pytest.raises(ValueError, match=message):
-    complete_example({name: np.array(value) for name, value in example.items()}, base.empty_batch(1, 4), 0, vocab_size=9)
+    complete_example({name: np.array(value) for name, value in example.items()}, base.empty_batch(1, 4), 0, 9)
 
 
 def test_no_vocabulary_has_these_ids():

@@ -1,4 +1,6 @@
-"""Batches that make the loss nan or inf, also by a token outside the vocabulary: skipped without a trace in the state, counted, and the end of a job at last.
+"""Batches that make the loss nan or inf are skipped without a trace in the state, counted, and end a job at last.
+
+A spike is a loss weight, or a token outside the vocabulary of 259, which is padded to 260 on the mesh.
 
 The comparison is the finished job, whose input lacks these batches and is the same otherwise.
 """
@@ -13,7 +15,7 @@ from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
 from tests.programs.small_jobs import SMALL
 
 # Position in the input -> loss weight. Steps 4 and 12 are due for a checkpoint when the first try of each is skipped;
-# position 7 and 8 are two in a row; 1e38 is finite, but not its sum. The vocabulary of 259 is padded to 260 on the mesh.
+# position 7 and 8 are two in a row; 1e38 is finite, but not its sum.
 SPIKES = {0: 'nan', 4: 'inf', 7: 'nan', 8: '-inf', 15: '1e38', 17: 'ids=-1', 18: 'ids=259', 20: 'labels=-1'}
 SPIKES |= {22: 'labels=259'}
 # Steps finished -> steps skipped until then.
