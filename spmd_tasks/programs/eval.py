@@ -11,7 +11,6 @@ recorded again: the file keeps one line of it, from whichever job was first.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
-import math
 from typing import Any
 
 from absl import logging
@@ -233,16 +232,16 @@ class Evaluator:
         'eval_inputs().'
       )
     finished.append(jax.device_get(in_flight))
-    metrics = finish_metrics(_mean_over_batches(finished))
-    if not math.isfinite(metrics['loss']):
+    means = _mean_over_batches(finished)
+    if not np.isfinite(means['loss']):
       logging.warning(
         'eval set %r: the loss of step %d is %s: look for ids or labels outside [0, vocab_size) in eval_inputs.%s.',
         name,
         step,
-        metrics['loss'],
+        means['loss'],
         name,
       )
-    return metrics | {'num_batches': len(finished)}
+    return finish_metrics(means) | {'num_batches': len(finished)}
 
 
 def _mean_over_batches(batches: list[Averages]) -> dict[str, np.ndarray]:
