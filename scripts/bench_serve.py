@@ -74,7 +74,7 @@ def make_engine(sizes):
   job = resolve(MODEL, [*sizes, 'ici_mesh_shape=1,1,1', 'task.decode.num_top_logprobs=1']).build()
   model = partition_job(job)
   steps = DecodeSteps(model)
-  engine = ModelEngine(steps, model.init(0).weights)
+  engine = ModelEngine(steps, model.init(0).variables)
   engine.warm_up()
   return engine, steps, job.tokenizer
 

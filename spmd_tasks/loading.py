@@ -5,7 +5,7 @@ from spmd_tasks import load
 lm = load('runs/tiny')                                    # the newest checkpoint, on the devices that are there
 lm.generate(['import '], max_tokens=40, temperature=0.8)  # the same texts as --mode decode_once
 lm.logits(ids)                                            # float32 [B, T, V]
-lm.model.apply({'params': lm.weights}, {'ids': ids})      # the Linen module itself
+lm.model.apply(lm.variables, {'ids': ids})               # the Linen module itself
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
-from spmd_tasks.programs import checkpoint_directory, restore_evaluation_weights
-from spmd_tasks.runtime import CompiledStep, PartitionedModel
+from spmd_tasks.programs import checkpoint_directory, restore_evaluation_variables
+from spmd_tasks.runtime import CompiledStep, PartitionedModel, Variables
 from spmd_tasks.sharding import padding
 
 
@@ -62,10 +62,10 @@ def load(
   partitioned = partition_job(job, mesh)
   checkpointer = Checkpointer(checkpoint_directory(directory), read_only=True)
   try:
-    padded_weights, restored = restore_evaluation_weights(partitioned, checkpointer, step)
+    padded_variables, restored = restore_evaluation_variables(partitioned, checkpointer, step)
   finally:
     checkpointer.close()
-  return LoadedModel(job=job, step=restored, partitioned=partitioned, padded_weights=padded_weights)
+  return LoadedModel(job=job, step=restored, partitioned=partitioned, padded_variables=padded_variables)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -76,13 +76,14 @@ class LoadedModel:
     job: the built experiment: task, inputs, settings.
     step: the checkpoint's step.
     partitioned: the task on its mesh: shapes, shardings, the parameter table.
-    padded_weights: the weights as they are stored on the mesh; averaged ones if the task evaluates with them.
+    padded_variables: the model's variables as they are stored on the mesh, with the weights as `params`, averaged ones
+      if the task evaluates with them.
   """
 
   job: Job
   step: int
   partitioned: PartitionedModel
-  padded_weights: Any
+  padded_variables: Variables
 
   def __repr__(self) -> str:
     axes = ' x '.join(f'{name} {size}' for name, size in self.partitioned.mesh.shape.items())
@@ -95,7 +96,7 @@ class LoadedModel:
 
   @property
   def model(self) -> nn.Module:
-    """The Linen module, for `model.apply({'params': lm.weights}, {'ids': ids})`."""
+    """The Linen module, for `model.apply(lm.variables, {'ids': ids})`."""
     return self.job.task.model
 
   @property
@@ -109,10 +110,11 @@ class LoadedModel:
     return self.job.tokenizer
 
   @functools.cached_property
-  def weights(self) -> Any:
-    """The weights in their true shapes: a tree of jax arrays, sharded wherever the mesh divides a dimension evenly.
+  def variables(self) -> Variables:
+    """The model's variables in their true shapes, by collection; `params` are the weights.
 
-    A weight that needs no padding shares its memory with `padded_weights`; the others are copied, once.
+    Trees of jax arrays, sharded wherever the mesh divides a dimension evenly. An array that needs no padding shares its
+    memory with `padded_variables`; the others are copied, once.
     """
     model = self.partitioned
 
@@ -122,7 +124,12 @@ class LoadedModel:
       sharding = NamedSharding(model.mesh, padding.evenly_divided_spec(true.shape, spec, model.mesh.shape))
       return jax.jit(lambda x: padding.unpad(x, true), out_shardings=sharding)(x)
 
-    return jax.tree.map(unpadded, self.padded_weights, model.abstract_state.weights, model.state_specs.weights)
+    return jax.tree.map(unpadded, self.padded_variables, model.abstract_state.variables, model.state_specs.variables)
+
+  @property
+  def weights(self) -> Any:
+    """The weights in their true shapes: `variables['params']`."""
+    return self.variables['params']
 
   def logits(self, ids: npt.ArrayLike) -> jax.Array:
     """Returns float32 logits [B, T, V] of tokens [B, T], by the forward pass of evaluation.
@@ -134,7 +141,7 @@ class LoadedModel:
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
       raise UserError(f'ids {ids.dtype}{list(ids.shape)} must be integers [batch, length]: wrap one text in a list.')
     step = self._forward_step(ids.shape)
-    logits = step(self.padded_weights, step.place({'ids': ids.astype(np.int32)}))['logits']
+    logits = step(self.padded_variables, step.place({'ids': ids.astype(np.int32)}))['logits']
     if ids.size and not 0 <= ids.min() <= ids.max() < logits.shape[-1]:
       raise UserError(f'ids from {ids.min()} to {ids.max()} must lie in the vocabulary, [0, {logits.shape[-1]}).')
     return logits
@@ -164,10 +171,10 @@ class LoadedModel:
       prompt = Prompt(prompt=text, max_tokens=max_tokens, temperature=temperature, seed=seed)
       requests.append(tokenizer.request(prompt, f'prompt {number}')[0])
     if steps.settings.num_beams > 1:
-      beams = search(steps, self.padded_weights, requests, decode=tokenizer.decode)
+      beams = search(steps, self.padded_variables, requests, decode=tokenizer.decode)
       texts = {number: found[0].text for number, found in beams}
     else:
-      completions = generate(steps, self.padded_weights, requests, decode=tokenizer.decode)
+      completions = generate(steps, self.padded_variables, requests, decode=tokenizer.decode)
       texts = {number: completion.text for number, completion in completions}
     return [texts[number] for number in range(len(requests))]
 

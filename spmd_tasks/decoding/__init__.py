@@ -2,7 +2,7 @@
 
     steps = DecodeSteps(model)                                        # compiled for the model's mesh
     requests = [Request(ids=(1, 17, 34), max_tokens=20, sampling=SamplingParams(temperature=0.8))]
-    for number, completion in generate(steps, weights, requests, decode=tokenizer.decode):
+    for number, completion in generate(steps, variables, requests, decode=tokenizer.decode):
       print(completion.text)
 
 Read in this order:

@@ -47,7 +47,7 @@ class _Search(struct.PyTreeNode):
 
 def beam_search(
   forward: Forward,
-  weights: Any,
+  variables: Any,
   empty_cache: Any,
   ids: jax.Array,
   lengths: jax.Array,
@@ -64,7 +64,7 @@ def beam_search(
   possible texts. The search ends when no live text can reach a better score than the worst of W finished texts.
 
   Args:
-    forward, weights: the model.
+    forward, variables: the model.
     empty_cache: zeros [..., P * W, G, S, K]; S is at least a row's length + max_tokens, or an attention window.
     ids: int32 [P, T]; lengths: int32 [P], at least 1.
     max_tokens: int32 [P], from 1 to M.
@@ -80,7 +80,7 @@ def beam_search(
     'segment_pos': jnp.broadcast_to(columns, ids.shape),
     'logit_columns': lengths[:, None] - 1,
   }
-  logits, prompts = forward(weights, None, batch)
+  logits, prompts = forward(variables, None, batch)
   beam_shape = (num_prompts, num_beams)
   tokens = jnp.zeros((*beam_shape, max_new_tokens), jnp.int32)
 
@@ -130,7 +130,7 @@ def beam_search(
     positions = jnp.repeat(lengths, num_beams) + search.num_generated - 1
     is_live = (search.logprobs > -jnp.inf).reshape(-1).astype(jnp.int32)
     batch = {'ids': last, 'segment_ids': is_live[:, None], 'segment_pos': positions[:, None]}
-    logits, new = forward(weights, search.cache, batch)
+    logits, new = forward(variables, search.cache, batch)
     cache = write_tokens(search.cache, new, positions, is_live)
     return extend(search.replace(cache=cache), logits.reshape(*beam_shape, -1))
 

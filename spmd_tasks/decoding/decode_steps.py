@@ -2,10 +2,10 @@
 
     steps = DecodeSteps(model, settings)
     state = steps.init()
-    state, first = steps.prefill(weights, state, steps.make_batch(chunks))
-    state, outputs = steps.step(weights, state, keep)
+    state, first = steps.prefill(variables, state, steps.make_batch(chunks))
+    state, outputs = steps.step(variables, state, keep)
 
-As in training, stored arrays are padded, and the steps slice weights and caches to their true shapes before they
+As in training, stored arrays are padded, and the steps slice variables and caches to their true shapes before they
 compute. The state is donated: it is updated in place. Every process passes the same batches, as host arrays. Outputs
 are replicated; with `shard_outputs` their rows are split as the cache's slots are, and padded where the mesh does not
 divide them. Nothing is compiled after `compile()`, whatever the requests.
@@ -24,7 +24,7 @@ from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch, slot_rows
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime import DecodeSettings, PartitionedModel
+from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Variables
 from spmd_tasks.sharding import (
   padding,
   sharding_scope,
@@ -35,8 +35,6 @@ from spmd_tasks.sharding import (
   weight_specs,
   without_axis,
 )
-
-Weights = Any
 
 
 class DecodeSteps:
@@ -56,7 +54,7 @@ class DecodeSteps:
     """Partitions the state; compiles nothing yet.
 
     Args:
-      model: the partitioned model of the weights.
+      model: the partitioned model.
       settings: None takes the task's.
       shard_outputs: whether a device keeps only the outputs of its own rows, instead of all outputs.
 
@@ -115,22 +113,22 @@ class DecodeSteps:
       chunks, self.settings, max_len=self.max_len, num_columns=num_columns, score_prompts=score_prompts
     )
 
-  def prefill(self, weights: Weights, state: DecodeState, batch: PrefillBatch) -> tuple[DecodeState, Outputs]:
+  def prefill(self, variables: Variables, state: DecodeState, batch: PrefillBatch) -> tuple[DecodeState, Outputs]:
     """See step_functions.prefill."""
-    return self._prefill(batch)(weights, state, batch)
+    return self._prefill(batch)(variables, state, batch)
 
   def copy(self, state: DecodeState, sources: Sequence[int], slots: Sequence[int]) -> DecodeState:
     """Copies the keys and values of at most `prefill_rows` slots to others, where a prefill continues after them."""
     rows = self.settings.prefill_rows
     return self._copy()(state, np.resize(np.asarray(sources, np.int32), rows), slot_rows(slots, self.settings))
 
-  def step(self, weights: Weights, state: DecodeState, keep: np.ndarray) -> tuple[DecodeState, Outputs]:
+  def step(self, variables: Variables, state: DecodeState, keep: np.ndarray) -> tuple[DecodeState, Outputs]:
     """See step_functions.step."""
-    return self._step()(weights, state, keep)
+    return self._step()(variables, state, keep)
 
-  def search(self, weights: Weights, batch: PrefillBatch) -> beam.Beams:
+  def search(self, variables: Variables, batch: PrefillBatch) -> beam.Beams:
     """Beam search for each row of the batch; ignores its slots, seeds and sampling."""
-    return self._search(batch)(weights, batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
+    return self._search(batch)(variables, batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
 
   def compile(self, *, score_prompts: bool = False) -> None:
     """Compiles the step and a prefill per bucket; with `score_prompts` also the prefills that score prompts."""
@@ -168,10 +166,10 @@ class DecodeSteps:
     ]
 
   def _prefill(self, batch: PrefillBatch) -> Any:
-    def prefill(padded_weights, padded_state, batch):
+    def prefill(padded_variables, padded_state, batch):
       state, outputs = step_functions.prefill(
         self._forward,
-        self._true_weights(padded_weights),
+        self._model.true_variables(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         batch,
         num_top_logprobs=self.settings.num_top_logprobs,
@@ -190,10 +188,10 @@ class DecodeSteps:
     return self._compile('copy', copy, rows, rows, held=(self.padded_state,), out=self._state_shardings)
 
   def _step(self) -> Any:
-    def step(padded_weights, padded_state, keep):
+    def step(padded_variables, padded_state, keep):
       state, outputs = step_functions.step(
         self._forward,
-        self._true_weights(padded_weights),
+        self._model.true_variables(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         keep,
         num_top_logprobs=self.settings.num_top_logprobs,
@@ -206,14 +204,14 @@ class DecodeSteps:
     num_beams = self.settings.num_beams
     abstract_cache, specs, _ = self._abstract_cache(self.settings.prefill_rows * num_beams)
 
-    def search(padded_weights, *arrays):
+    def search(padded_variables, *arrays):
       def empty(leaf, spec):
         sharding = NamedSharding(self._model.mesh, spec)
         return jax.lax.with_sharding_constraint(jnp.zeros(leaf.shape, leaf.dtype), sharding)
 
       beams = beam.beam_search(
         self._forward,
-        self._true_weights(padded_weights),
+        self._model.true_variables(padded_variables),
         jax.tree.map(empty, abstract_cache, specs),
         *arrays,
         num_beams=num_beams,
@@ -223,12 +221,12 @@ class DecodeSteps:
       return self._whole_shards(beams)
 
     arguments = (batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
-    held, name = (self._model.padded_state.weights,), ('search', batch.ids.shape[1])
+    held, name = (self._model.padded_state.variables,), ('search', batch.ids.shape[1])
     return self._compile(name, search, *arguments, held=held, out=self._output_sharding)
 
   def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Compiles a function of weights, state and host arguments that returns (state, outputs)."""
-    held = (self._model.padded_state.weights, self.padded_state)
+    """Compiles a function of variables, state and host arguments that returns (state, outputs)."""
+    held = (self._model.padded_state.variables, self.padded_state)
     return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._output_sharding))
 
   def _compile(
@@ -264,17 +262,9 @@ class DecodeSteps:
 
     return padding.pad(outputs, jax.tree.map(padded, outputs))
 
-  def _true_weights(self, padded_weights: Weights) -> Weights:
-    model = self._model
-    weights = padding.unpad(padded_weights, model.abstract_state.weights)
-    return jax.tree.map(
-      lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, spec)),
-      weights,
-      model.state_specs.weights,
-    )
-
-  def _forward(self, weights: Weights, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-    variables = {'params': weights} | ({} if cache is None else {'cache': cache})
+  def _forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+    if cache is not None:
+      variables = variables | {'cache': cache}
     outputs, updated = self._model.task.model.apply(variables, batch, train=False, mutable='new_cache')
     return outputs['logits'], unbox_weights(updated['new_cache'])
 
@@ -285,21 +275,21 @@ class DecodeSteps:
       name: jax.ShapeDtypeStruct((num_rows, self.max_len), jnp.int32) for name in ('ids', 'segment_ids', 'segment_pos')
     }
 
-    def prefill(weights, batch):
-      return model.task.model.apply({'params': weights}, batch, train=False, mutable='new_cache')
+    def prefill(variables, batch):
+      return model.task.model.apply(variables, batch, train=False, mutable='new_cache')
 
     with sharding_scope(model.mesh, self._axis_rules):
-      outputs, variables = jax.eval_shape(prefill, model.abstract_state.weights, batch)
-    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not variables.get('new_cache'):
+      outputs, updated = jax.eval_shape(prefill, model.abstract_state.variables, batch)
+    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
       raise UserError(
         f'{type(model.task.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
         "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
       )
-    boxes = weight_specs(variables['new_cache'])
+    boxes = weight_specs(updated['new_cache'])
     specs = jax.tree.map(
       lambda box: split_dims_to_partition_spec(box.split_dims, model.mesh.axis_names, self._axis_rules), boxes
     )
-    return unbox_weights(variables['new_cache']), specs, outputs['logits'].shape[-1]
+    return unbox_weights(updated['new_cache']), specs, outputs['logits'].shape[-1]
 
 
 def _training_length(model: PartitionedModel) -> int:

@@ -1,6 +1,6 @@
 """ModelEngine: implements Engine with the compiled DecodeSteps of a model.
 
-    engine = ModelEngine(DecodeSteps(model), weights)
+    engine = ModelEngine(DecodeSteps(model), variables)
     engine.warm_up()                      # compiles; nothing is compiled afterwards
     scheduler = Scheduler(engine)
 
@@ -36,7 +36,7 @@ class ModelEngine:
   """The slots of one model; engine_contract.py documents the methods.
 
   Attributes:
-    weights: padded arrays on the mesh.
+    weights: the model's variables, padded arrays on the mesh.
     cache_epoch: changes by `reset` and by new weights.
   """
 

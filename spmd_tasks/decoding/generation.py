@@ -1,6 +1,6 @@
 """generate and search: a batch job's requests through the scheduler, or through beam search.
 
-    for number, completion in generate(steps, weights, requests, decode=tokenizer.decode):
+    for number, completion in generate(steps, variables, requests, decode=tokenizer.decode):
       print(number, completion.text)
 
 Both take an iterable of requests and yield completions in the order in which requests finish. The server does not use
@@ -10,7 +10,6 @@ them: it calls the scheduler itself, and sends every Delta on.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
-from typing import Any
 
 import jax
 
@@ -19,6 +18,7 @@ from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import FinishReason, GeneratedSequence, IncrementalText
 from spmd_tasks.decoding.requests import Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.runtime import Variables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Completion:
 
 def generate(
   steps: DecodeSteps,
-  weights: Any,
+  variables: Variables,
   requests: Iterable[Request],
   *,
   decode: Callable[[Sequence[int]], str],
@@ -59,12 +59,12 @@ def generate(
 
   Args:
     steps: compiled for the settings.
-    weights: padded arrays on the mesh.
+    variables: of the model, padded arrays on the mesh.
     requests: must fit `steps`: prompt and max_tokens at most max_len, at most max_stop_ids stop tokens.
     decode: turns tokens into text.
     on_step: called after each step.
   """
-  engine = ModelEngine(steps, weights)
+  engine = ModelEngine(steps, variables)
   engine.reset()
   # No reader waits for the next token of a sequence, so all free slots are filled before each step.
   scheduler = Scheduler(engine, prefill_budget=engine.num_slots * engine.max_len)
@@ -98,7 +98,7 @@ def _completion(sequence: GeneratedSequence) -> Completion:
 
 def search(
   steps: DecodeSteps,
-  weights: Any,
+  variables: Variables,
   requests: Iterable[Request],
   *,
   decode: Callable[[Sequence[int]], str],
@@ -110,7 +110,7 @@ def search(
   for start in range(0, len(waiting), num_rows):
     batch = waiting[start : start + num_rows]
     chunks = [chunk for row, request in enumerate(batch) for chunk in chunk_prompt(request, row, steps.max_len)]
-    beams = jax.device_get(steps.search(weights, steps.make_batch(chunks)))
+    beams = jax.device_get(steps.search(variables, steps.make_batch(chunks)))
     for row, request in enumerate(batch):
       completions = []
       for beam, length in enumerate(beams.lengths[row].tolist()):

@@ -1,7 +1,7 @@
-"""Prefill and step: the computations of decoding, as pure functions of weights, state and host arrays.
+"""Prefill and step: the computations of decoding, as pure functions of variables, state and host arrays.
 
-    state, first = prefill(forward, weights, state, batch)      # prompts into slots, and the first token of each
-    state, outputs = step(forward, weights, state, keep)        # the next token of every slot
+    state, first = prefill(forward, variables, state, batch)      # prompts into slots, and the first token of each
+    state, outputs = step(forward, variables, state, keep)        # the next token of every slot
 
 A long prompt is read in chunks, by one prefill after another; only its last chunk gives the first token.
 
@@ -31,11 +31,11 @@ from spmd_tasks.runtime import SamplingParams
 class Forward(Protocol):
   """A language model that reads a KV cache."""
 
-  def __call__(self, weights: Any, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+  def __call__(self, variables: Any, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
     """Returns (logits float32 [B, T, V], keys and values of the batch's tokens: leaves [..., B, G, T, K]).
 
     Args:
-      weights: of the model.
+      variables: of the model.
       cache: leaves [..., B, G, S, K], of the tokens before the batch's; None where there are none. Where a leaf's S is
         less than T, the new keys and values are those of each row's last S tokens.
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
@@ -115,7 +115,7 @@ def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) 
 
 
 def prefill(
-  forward: Forward, weights: Any, state: DecodeState, batch: PrefillBatch, *, num_top_logprobs: int = 0
+  forward: Forward, variables: Any, state: DecodeState, batch: PrefillBatch, *, num_top_logprobs: int = 0
 ) -> tuple[DecodeState, Outputs]:
   """Reads chunks of prompts into their slots and samples the first token of each prompt that ends; outputs are [P].
 
@@ -134,9 +134,9 @@ def prefill(
   cache = None if batch.before is None else take_slots(state.cache, batch.slots)
   scores = {}
   if batch.targets is None:
-    logits, new = forward(weights, cache, model_batch | {'logit_columns': last})
+    logits, new = forward(variables, cache, model_batch | {'logit_columns': last})
   else:
-    logits, new = forward(weights, cache, model_batch)
+    logits, new = forward(variables, cache, model_batch)
     scores = _score(logits, batch.targets, num_top_logprobs)
     logits = jnp.take_along_axis(logits, last[:, :, None], axis=1)
   logits = logits[:, 0]
@@ -170,7 +170,7 @@ def prefill(
 
 
 def step(
-  forward: Forward, weights: Any, state: DecodeState, keep: jax.Array, *, num_top_logprobs: int = 0
+  forward: Forward, variables: Any, state: DecodeState, keep: jax.Array, *, num_top_logprobs: int = 0
 ) -> tuple[DecodeState, Outputs]:
   """Samples the next token of every active slot; slots where `keep`, bool [N], is False become inactive instead."""
   state = state.replace(active=state.active & keep)
@@ -179,7 +179,7 @@ def step(
     'segment_ids': state.active[:, None].astype(jnp.int32),
     'segment_pos': state.positions[:, None],
   }
-  logits, new = forward(weights, state.cache, batch)
+  logits, new = forward(variables, state.cache, batch)
   cache = write_tokens(state.cache, new, state.positions, state.active.astype(jnp.int32))
   return _emit(logits[:, 0], state.replace(cache=cache), num_top_logprobs)
 

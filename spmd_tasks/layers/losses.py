@@ -23,12 +23,14 @@ class LossOutput(struct.PyTreeNode):
     weight: scalar, the denominator of that mean; the weight for averaging over several batches.
     metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar.
     per_example: name -> [B].
+    updated_variables: after a training step, the new values of the model's variables beside its weights, by collection.
   """
 
   loss: jax.Array
   weight: jax.Array
   metrics: dict[str, tuple[jax.Array, jax.Array]]
   per_example: dict[str, jax.Array]
+  updated_variables: Mapping[str, Any] = struct.field(default_factory=dict)
 
 
 def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:

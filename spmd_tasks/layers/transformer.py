@@ -20,7 +20,6 @@ from jax import checkpoint_policies
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention.kv_cache import CACHE, NEW_CACHE
 from spmd_tasks.layers.base import Statistics, WithSublayers, values_per_layer
 from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain
 
@@ -184,7 +183,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
     layer = nn.remat(layer, policy=policy, prevent_cse=not scan)
   return nn.scan(
     layer,
-    variable_axes={'params': 0, 'intermediates': 0, CACHE: 0, NEW_CACHE: 0},
+    variable_axes={True: 0},  # of every collection
     split_rngs={'params': True, 'dropout': True},
     in_axes=(nn.broadcast, nn.broadcast),
     length=num_layers,

@@ -30,6 +30,7 @@ from spmd_tasks.learning.schedules import (
   LinearWarmupRsqrt,
   Schedule,
 )
+from spmd_tasks.learning.skipping import keep_if_finite
 
 __all__ = [
   'Adafactor',
@@ -50,4 +51,5 @@ __all__ = [
   'accumulate_gradients',
   'check_num_microbatches',
   'global_norm',
+  'keep_if_finite',
 ]

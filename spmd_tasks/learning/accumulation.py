@@ -73,7 +73,15 @@ def _combine(loss_outputs_M: Any) -> Any:
       name: (weighted_mean(means, weights), jnp.sum(weights))
       for name, (means, weights) in loss_outputs_M.metrics.items()
     },
+    updated_variables=jax.tree.map(_mean_of_updates, loss_outputs_M.updated_variables),
   )
+
+
+def _mean_of_updates(values_M: jax.Array) -> jax.Array:
+  """Averages a variable that each microbatch updated from the same old value; integers are the last microbatch's."""
+  if not jnp.issubdtype(values_M.dtype, jnp.floating):
+    return values_M[-1]
+  return jnp.mean(values_M.astype(jnp.float32), axis=0).astype(values_M.dtype)
 
 
 def accumulate_gradients(
@@ -89,7 +97,7 @@ def accumulate_gradients(
   Args:
     loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, and
       `loss_output` a pytree node with the fields `loss`, `weight`, `metrics` (name -> (mean, weight), scalars except
-      for means [E]) and `per_example` (name -> [B]), and a method `replace`.
+      for means [E]), `per_example` (name -> [B]) and `updated_variables` (a tree), and a method `replace`.
     weights: the gradient is taken with respect to these.
     batch: tree of arrays [B, ...].
     rng: passed to `loss_fn` unchanged for one microbatch; microbatch m of several gets `fold_in(rng, m)`. May be None.
@@ -100,7 +108,8 @@ def accumulate_gradients(
 
   Returns:
     (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss and metrics are those of the full
-    batch in both modes; `per_example` is empty if M > 1, because training does not read it.
+    batch in both modes; `per_example` is empty if M > 1, because training does not read it. Updated variables are the
+    mean over microbatches: running means of a batch's statistics become those of the full batch.
 
   Raises:
     UserError: M does not divide B, or the mode is unknown.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
   from spmd_tasks.programs import decode, eval, serve, train
   from spmd_tasks.programs.eval import Evaluator
   from spmd_tasks.programs.job_directory import claim
-  from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_weights
+  from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_variables
   from spmd_tasks.programs.timing import StartupClock
   from spmd_tasks.programs.training_loop import TrainingDivergedError, TrainingInputEndedError, TrainingLoop
 
@@ -35,7 +35,7 @@ __all__ = [
   'claim',
   'decode',
   'eval',
-  'restore_evaluation_weights',
+  'restore_evaluation_variables',
   'serve',
   'train',
 ]
@@ -48,7 +48,7 @@ _MODULES = {
   'TrainingLoop': 'training_loop',
   'checkpoint_directory': 'restore',
   'claim': 'job_directory',
-  'restore_evaluation_weights': 'restore',
+  'restore_evaluation_variables': 'restore',
 }
 
 

@@ -1,11 +1,11 @@
-"""--mode=eval: evaluates a checkpoint's weights on every eval set, once or again for each new checkpoint.
+"""--mode=eval: evaluates a checkpoint on every eval set, once or again for each new checkpoint.
 
 Metrics go to the files that the training job's own evals write. A step that is recorded there already is shown and not
 recorded again: the file keeps one line of it, from whichever job was first.
 
 `Evaluator` is what this program and the training program share:
 
-    for name, metrics in evaluator.evaluate(weights, step):
+    for name, metrics in evaluator.evaluate(variables, step):
       evaluator.record(name, step, metrics)
 """
 
@@ -97,7 +97,7 @@ def evaluate(
     progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
     stack.callback(progress.close)
     try:
-      for weights, restored in checkpoints_to_use(
+      for variables, restored in checkpoints_to_use(
         model,
         checkpointer,
         step=step,
@@ -109,7 +109,7 @@ def evaluate(
         should_stop=guard.should_stop,
       ):
         num_finished = 0
-        for name, metrics in evaluator.evaluate(weights, restored):
+        for name, metrics in evaluator.evaluate(variables, restored):
           is_recorded = evaluator.is_recorded(name, restored)
           if not is_recorded:
             evaluator.record(name, restored, metrics)
@@ -172,17 +172,17 @@ class Evaluator:
     return list(self._inputs)
 
   def evaluate(
-    self, weights: Any, step: int, names: Iterable[str] | None = None
+    self, variables: Any, step: int, names: Iterable[str] | None = None
   ) -> Iterator[tuple[str, dict[str, Metric]]]:
     """Yields (eval set, its metrics) for each set. Ends early if `should_stop`: an unfinished set gives no metrics.
 
     Args:
-      weights: padded, on the mesh.
-      step: the train step of the weights.
+      variables: of the model, padded, on the mesh.
+      step: their train step.
       names: evaluate only these sets; None evaluates all.
     """
     for name in self.names if names is None else names:
-      metrics = self._evaluate_set(name, weights, step)
+      metrics = self._evaluate_set(name, variables, step)
       if metrics is None:
         return
       yield name, metrics
@@ -211,7 +211,7 @@ class Evaluator:
   def _directory(self, name: str) -> epath.Path:
     return self._job_log_dir / 'eval' / name
 
-  def _evaluate_set(self, name: str, weights: Any, step: int) -> dict[str, Metric] | None:
+  def _evaluate_set(self, name: str, variables: Any, step: int) -> dict[str, Metric] | None:
     """Returns the set's metrics; None if `should_stop` ended the evaluation."""
     eval_step = self._steps[name]
     iterator = self._inputs[name].make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
@@ -221,7 +221,7 @@ class Evaluator:
       for batch, _ in batches:
         if self._should_stop():
           return None
-        launched = eval_step(weights, batch)
+        launched = eval_step(variables, batch)
         if in_flight is not None:  # read one batch late: the device always has the next one
           finished.append(jax.device_get(in_flight))
         in_flight = launched

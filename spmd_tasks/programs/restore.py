@@ -7,7 +7,6 @@ for weights, step in checkpoints_to_use(model, checkpointer, watch=True, ...):  
 
 from collections.abc import Callable, Iterator
 import time
-from typing import Any
 
 from absl import logging
 from etils import epath
@@ -19,7 +18,7 @@ from spmd_tasks.experiment import Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.programs.upcycling import initialize_from
-from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime import PartitionedModel, TrainState, Variables
 
 LOOK_LIMIT_S = 300  # how long process 0 may take to look into a directory
 
@@ -71,23 +70,25 @@ def restore_or_init(
   return model.from_canonical(restored.state), restored.step, f'resuming after step {restored.step}'
 
 
-def restore_evaluation_weights(
+def restore_evaluation_variables(
   model: PartitionedModel, checkpointer: Checkpointer, step: int | None = None
-) -> tuple[Any, int]:
-  """Restores the weights that the task evaluates, raw or averaged, of one checkpoint (None: the newest).
+) -> tuple[Variables, int]:
+  """Restores the variables that the task evaluates of one checkpoint (None: the newest), its weights raw or averaged.
 
   Returns:
-    (padded weights on the mesh, the checkpoint's step).
+    (padded variables on the mesh, the checkpoint's step).
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
-  if model.task.eval_with_ema:
-    subtree, part = 'learner/ema_weights', lambda state: state.learner.ema_weights
-  else:
-    subtree, part = 'weights', lambda state: state.weights
-  restored = checkpointer.restore_weights(part(model.canonical_state), step, subtree=subtree)
-  return model.from_canonical(restored.state, part), restored.step
+  part = model.task.evaluation_variables
+  params, *others = part(model.canonical_state).items()
+  subtree = 'learner/ema_weights' if model.task.eval_with_ema else 'weights'
+  restored = checkpointer.restore_weights(params[1], step, subtree=subtree)
+  variables = {'params': restored.state}
+  for name, abstract in others:
+    variables[name] = checkpointer.restore_weights(abstract, restored.step, subtree=f'non_trainable/{name}').state
+  return model.from_canonical(variables, part), restored.step
 
 
 def checkpoints_to_use(
@@ -101,11 +102,11 @@ def checkpoints_to_use(
   watchdog: StepWatchdog,
   restore_limit_s: float,
   should_stop: Callable[[], bool],
-) -> Iterator[tuple[Any, int]]:
-  """Yields (padded weights, step) of one checkpoint, or with `watch` of every new checkpoint of a running job.
+) -> Iterator[tuple[Variables, int]]:
+  """Yields (padded variables, step) of one checkpoint, or with `watch` of every new checkpoint of a running job.
 
   Args:
-    model: whose weights are restored.
+    model: whose variables are restored.
     checkpointer: of the training job, read-only.
     step: the checkpoint's step; None takes the newest.
     watch: wait for new checkpoints until that of `last_step`. Checkpoints that a newer one has overtaken are left out.
@@ -126,10 +127,10 @@ def checkpoints_to_use(
       raise PreemptedError
     if not watch or newest_step(checkpointer) > used:
       with watchdog.allow('restore', restore_limit_s):
-        weights, restored = restore_evaluation_weights(model, checkpointer, step)
+        variables, restored = restore_evaluation_variables(model, checkpointer, step)
       if restored > used:  # not so where the newest checkpoint is damaged and the one before it was used already
         used = restored
-        yield weights, restored
+        yield variables, restored
     if not watch or used >= last_step:
       return
     time.sleep(poll_s)

@@ -23,7 +23,7 @@ from spmd_tasks.decoding import DecodeSteps, ModelEngine
 from spmd_tasks.distributed import EmergencyExit, Position, PrimaryError, connect_processes, meet, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_weights
+from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_variables
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
 from spmd_tasks.serving.multi_process import follow, lead
 
@@ -76,7 +76,7 @@ def serve(
 
     def restore(step: int | None) -> tuple[Any, int]:
       with contextlib.closing(Checkpointer(checkpoint_directory(job_log_dir), read_only=True)) as checkpointer:
-        return restore_evaluation_weights(model, checkpointer, step)
+        return restore_evaluation_variables(model, checkpointer, step)
 
     weights, restored = restore(step)
     served = ServedModel(

@@ -141,10 +141,10 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
 
     def evaluate(names: Sequence[str]) -> bool:
       """Evaluates these sets; returns False if SIGTERM came before the last one was finished."""
-      weights = model.task.evaluation_weights(loop.state.weights, loop.state.learner)
+      variables = model.task.evaluation_variables(loop.state)
       num_evaluated = 0
       with watchdog.allow('eval', experiment.first_step_timeout_s), goodput.spend('evaluation'):
-        for name, metrics in evaluator.evaluate(weights, loop.step, names):
+        for name, metrics in evaluator.evaluate(variables, loop.step, names):
           evaluator.record(name, loop.step, metrics)
           progress.message(f'step {loop.step}  eval {name}: ' + format_metrics(metrics))
           num_evaluated += 1

@@ -28,7 +28,7 @@ from spmd_tasks.runtime.metrics import (
 from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, format_parameter_table, parameter_rows
 from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
 from spmd_tasks.runtime.steps import TrainState
-from spmd_tasks.runtime.task import Batch, Task
+from spmd_tasks.runtime.task import Batch, Task, Variables
 
 __all__ = [
   'METRICS_FILE',
@@ -46,6 +46,7 @@ __all__ = [
   'SamplingParams',
   'Task',
   'TrainState',
+  'Variables',
   'bytes_per_device',
   'count_matmul_flops',
   'finish_metrics',

@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from spmd_tasks.layers.moe import override_grouped_matmul_backend
-from spmd_tasks.runtime.task import Task
+from spmd_tasks.runtime.task import Task, Variables
 
 # Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
 # A jax device is a chip, except on TPU v2, v3 and 7x, where it is one of a chip's two cores.
@@ -50,7 +50,7 @@ def peak_flops_per_device(device_kind: str) -> float | None:
 
 
 def model_flops_per_train_step(
-  task: Task, batch_spec: Mapping[str, jax.ShapeDtypeStruct], abstract_weights: Any
+  task: Task, batch_spec: Mapping[str, jax.ShapeDtypeStruct], abstract_variables: Variables
 ) -> int:
   """Counts the model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
 
@@ -59,12 +59,12 @@ def model_flops_per_train_step(
   a mixture of experts, only the experts that a token chose count.
   """
 
-  def forward(weights, batch, rng):
-    return task.compute_loss(weights, batch, train=True, rng=rng).loss
+  def forward(variables, batch, rng):
+    return task.compute_loss(variables, batch, train=True, rng=rng).loss
 
   rng = jax.eval_shape(lambda: jax.random.key(0))
   with override_grouped_matmul_backend('ragged_dot'):
-    return 3 * count_matmul_flops(forward, abstract_weights, dict(batch_spec), rng)
+    return 3 * count_matmul_flops(forward, abstract_variables, dict(batch_spec), rng)
 
 
 def count_matmul_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:

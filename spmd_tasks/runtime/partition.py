@@ -40,7 +40,7 @@ from spmd_tasks.runtime import steps
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.steps import TrainState
-from spmd_tasks.runtime.task import Batch, Task
+from spmd_tasks.runtime.task import Batch, Task, Variables
 from spmd_tasks.sharding import (
   AxisRules,
   SplitDims,
@@ -82,7 +82,7 @@ class PartitionedModel:
   padded_state: TrainState
   canonical_state: TrainState
   input_layout: InputLayout
-  _init_weights: Callable[[jax.Array], Any]
+  _init_variables: Callable[[jax.Array], Variables]
 
   @functools.cached_property
   def total_num_params(self) -> int:
@@ -116,8 +116,9 @@ class PartitionedModel:
   def _jit_init(self, adopt: Callable[..., Any]) -> Any:
     def init(rng, *given):
       with self._scope():
-        weights = adopt(self._init_weights(rng), *given)
-        state = steps.init_train_state(self.task, weights, self.weight_specs, jax.random.key_data(rng))
+        variables = self._init_variables(rng)
+        variables['params'] = adopt(variables['params'], *given)
+        state = steps.init_train_state(self.task, variables, self.weight_specs, jax.random.key_data(rng))
         return padding.pad(self._constrain(state), self.padded_state)
 
     return jax.jit(init, out_shardings=_shardings(self.padded_state))
@@ -147,32 +148,34 @@ class PartitionedModel:
     return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
 
   def eval_step(self, input_spec: InputSpec) -> CompiledStep:
-    """Makes the step `(padded weights, placed batch) -> replicated clu Averages` for batches of `input_spec`."""
-    return self._step_of_weights('eval_step', input_spec, functools.partial(steps.eval_step, self.task))
+    """Makes the step `(padded variables, placed batch) -> replicated clu Averages` for batches of `input_spec`."""
+    return self._step_of_variables('eval_step', input_spec, functools.partial(steps.eval_step, self.task))
 
   def forward_step(self, input_spec: InputSpec) -> CompiledStep:
-    """Makes the step `(padded weights, placed batch) -> replicated outputs of the model`, without dropout."""
-    apply = self.task.model.apply
-    return self._step_of_weights(
-      'forward_step', input_spec, lambda weights, batch: apply({'params': weights}, batch, train=False)
-    )
+    """Makes the step `(padded variables, placed batch) -> replicated predictions`, without dropout."""
+    return self._step_of_variables('forward_step', input_spec, self.task.predict)
 
-  def _step_of_weights(self, name: str, input_spec: InputSpec, function: Callable[[Any, Batch], Any]) -> CompiledStep:
+  def true_variables(self, padded_variables: Variables) -> Variables:
+    """Slices the padding off the model's variables, inside a compiled step under the mesh's axis rules."""
+    variables = padding.unpad(padded_variables, self.abstract_state.variables)
+    return _constrain(variables, self.state_specs.variables, self.mesh)
+
+  def _step_of_variables(
+    self, name: str, input_spec: InputSpec, function: Callable[[Variables, Batch], Any]
+  ) -> CompiledStep:
     layout = make_input_layout(input_spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
 
-    def step(padded_weights, padded_batch):
+    def step(padded_variables, padded_batch):
       with self._scope():
-        weights = padding.unpad(padded_weights, self.abstract_state.weights)
-        weights = _constrain(weights, self.state_specs.weights, self.mesh)
-        return function(weights, self._true_batch(padded_batch, layout))
+        return function(self.true_variables(padded_variables), self._true_batch(padded_batch, layout))
 
     step.__name__ = name  # of the compiled program, in profiles
     jitted = jax.jit(
       step,
-      in_shardings=(_shardings(self.padded_state.weights), _shardings(layout.padded)),
+      in_shardings=(_shardings(self.padded_state.variables), _shardings(layout.padded)),
       out_shardings=NamedSharding(self.mesh, PartitionSpec()),
     )
-    return CompiledStep(jitted, (self.padded_state.weights, layout.padded), layout)
+    return CompiledStep(jitted, (self.padded_state.variables, layout.padded), layout)
 
   def to_canonical(self, state: TrainState) -> TrainState:
     """Converts the live state to the layout of checkpoints, `canonical_state`: no padding, layers in one dim."""
@@ -237,35 +240,34 @@ def partition_spmd_model(
   axis_rules = tuple((name, target) for name, target in axis_rules)
   check_axis_rules(axis_rules, mesh.axis_names)
 
-  # 1. What the model declares: every weight with its split dims, in a tree like the weights.
+  # 1. What the model declares: every weight with its split dims, in a tree like the weights. So for other variables.
   def init_boxed(rng):
     batch = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in input_spec.items()}
-    variables = task.model.init({'params': rng}, batch, train=False)
-    if set(variables) != {'params'}:
-      raise UserError(
-        f'the model keeps variables beside its weights, {sorted(set(variables) - {"params"})}: only params are '
-        'supported, so declare each of them as a weight.'
-      )
-    return variables['params']
+    return task.init_variables(rng, batch)
 
-  def init_weights(rng):
-    return unbox_weights(init_boxed(rng))
+  def init_variables(rng):
+    return dict(unbox_weights(init_boxed(rng)))
 
   key = jax.eval_shape(lambda: _key(0))
   with sharding_scope(mesh, axis_rules):
-    specs = weight_specs(jax.eval_shape(init_boxed, key))
+    boxed = dict(jax.eval_shape(init_boxed, key))
+  specs = weight_specs(boxed.pop('params'))
+  non_trainable_specs = weight_specs(boxed, is_strict=False)
 
   # 2. The same for the whole state: the learner says how its own leaves are split, given those of the weights.
-  abstract_weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
+  abstract_variables = jax.tree.map(
+    lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), {'params': specs, **non_trainable_specs}
+  )
   key_data = jax.ShapeDtypeStruct((2,), jnp.uint32)
   abstract_state = jax.eval_shape(
-    lambda weights, rng: steps.init_train_state(task, weights, specs, rng), abstract_weights, key_data
+    lambda variables, rng: steps.init_train_state(task, variables, specs, rng), abstract_variables, key_data
   )
   leaf_specs = TrainState(
     step=WeightSpec(shape=(), init=None, split_dims=(), dtype=jnp.int32),
     rng=WeightSpec(shape=(2,), init=None, split_dims=(None,), dtype=jnp.uint32),
     weights=specs,
     learner=task.learner.state_split_dims(abstract_state.learner, specs),
+    non_trainable=non_trainable_specs,
   )
 
   # 3. Where each leaf lies on the mesh: its PartitionSpec, its padded shape and its canonical shape.
@@ -301,7 +303,7 @@ def partition_spmd_model(
     padded_state=jax.tree.map(padded, abstract_state, state_specs),
     canonical_state=jax.tree.map(canonical, abstract_state, leaf_specs, state_specs),
     input_layout=make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules),
-    _init_weights=init_weights,
+    _init_variables=init_variables,
   )
 
 

@@ -10,8 +10,8 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.learning import LearnerState, accumulate_gradients
-from spmd_tasks.runtime.task import Batch, Task
+from spmd_tasks.learning import LearnerState, accumulate_gradients, keep_if_finite
+from spmd_tasks.runtime.task import Batch, Task, Variables
 
 
 class TrainState(struct.PyTreeNode):
@@ -22,6 +22,7 @@ class TrainState(struct.PyTreeNode):
     rng: uint32[2], the job's base key data; step s draws from `fold_in(rng, s)`.
     weights: the model's parameters, a tree of arrays.
     learner: optimizer state, averaged weights and the counts of skipped steps.
+    non_trainable: the model's other variables by collection, such as `batch_stats`; they have no gradient.
 
   Shapes, PartitionSpecs and shardings come in trees of this class too, hence the loose types.
   """
@@ -30,19 +31,30 @@ class TrainState(struct.PyTreeNode):
   rng: Any
   weights: Any
   learner: LearnerState
+  non_trainable: Any = struct.field(default_factory=dict)
+
+  @property
+  def variables(self) -> Variables:
+    """All variables of the model by collection; the weights are `params`."""
+    return {'params': self.weights, **self.non_trainable}
 
 
-def init_train_state(task: Task, weights: Any, weight_specs: Any, rng: jax.Array) -> TrainState:
+def init_train_state(task: Task, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
   """Returns the state at step 0. `rng` is uint32[2] key data, from which every step derives its own key."""
+  weights = variables['params']
   return TrainState(
-    step=jnp.zeros((), jnp.int32), rng=rng, weights=weights, learner=task.learner.init(weights, weight_specs)
+    step=jnp.zeros((), jnp.int32),
+    rng=rng,
+    weights=weights,
+    learner=task.learner.init(weights, weight_specs),
+    non_trainable={name: tree for name, tree in variables.items() if name != 'params'},
   )
 
 
 def train_step(
   task: Task, weight_specs: Any, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """Applies one update. If the loss or a gradient is not finite, weights, optimizer state and step stay unchanged.
+  """Applies one update. If the loss or a gradient is not finite, variables, optimizer state and step stay unchanged.
 
   Returns:
     The new state, and metrics: float32 scalars, or vectors with one value per expert. The scalars `loss`,
@@ -50,7 +62,7 @@ def train_step(
   """
 
   def loss_fn(weights, microbatch, rng):
-    output = task.compute_loss(weights, microbatch, train=True, rng=rng)
+    output = task.compute_loss(state.variables | {'params': weights}, microbatch, train=True, rng=rng)
     return output.loss, output
 
   learner = task.learner
@@ -62,16 +74,19 @@ def train_step(
     gradients, output.loss, state.step, state.learner, state.weights, weight_specs
   )
   step = state.step + (1 - learner_metrics['skipped'].astype(jnp.int32))
+  non_trainable = keep_if_finite(
+    learner_metrics['skipped'] == 0, state.non_trainable | dict(output.updated_variables), state.non_trainable
+  )
   metrics = {name: mean for name, (mean, _) in output.metrics.items()}
   metrics |= {'loss': output.loss, 'loss_weight': output.weight} | learner_metrics
-  return state.replace(step=step, weights=weights, learner=learner_state), metrics
+  return state.replace(step=step, weights=weights, learner=learner_state, non_trainable=non_trainable), metrics
 
 
-def eval_step(task: Task, weights: Any, batch: Batch) -> dict[str, clu_metrics.Average]:
+def eval_step(task: Task, variables: Variables, batch: Batch) -> dict[str, clu_metrics.Average]:
   """Evaluates one batch. Returns averages over its loss weights, to be merged over the batches of the set.
 
   A metric with one value per expert has a vector as its total and a scalar as its count.
   """
-  output = task.compute_loss(weights, batch, train=False)
+  output = task.compute_loss(variables, batch, train=False)
   means = {'loss': (output.loss, output.weight)} | output.metrics
   return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}

@@ -1,7 +1,8 @@
 """Defines Task: a model with its loss, its learner and its decode settings.
 
 task = Task(model=LanguageModel(...), loss=LanguageModelLoss(), learner=Learner(optimizer=AdamW(learning_rate=0.01)))
-output = task.compute_loss(weights, batch, train=True, rng=rng)      # on true shapes, without any mesh
+variables = task.init_variables(rng, batch)                          # {'params': ..., 'batch_stats': ...}, boxed
+output = task.compute_loss(variables, batch, train=True, rng=rng)    # on true shapes, without any mesh
 """
 
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import jax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput
-from spmd_tasks.learning import Learner, LearnerState
+from spmd_tasks.learning import Learner
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 Batch = dict[str, jax.Array]
+Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,12 +46,28 @@ class Task:
     if self.eval_with_ema and self.learner.ema_decay is None:
       raise UserError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
 
-  def compute_loss(self, weights: Any, batch: Batch, *, train: bool, rng: jax.Array | None = None) -> LossOutput:
-    """Computes the loss of one batch. `rng` feeds dropout and is needed only when `train`."""
-    rngs = {} if rng is None else {'dropout': rng}
-    predictions = self.model.apply({'params': weights}, batch, train=train, rngs=rngs)
-    return self.loss(predictions, batch)
+  def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
+    """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""
+    return dict(self.model.init({'params': rng}, batch, train=False))
 
-  def evaluation_weights(self, weights: Any, learner_state: LearnerState) -> Any:
-    """Returns the weights that evaluation uses: raw or averaged."""
-    return learner_state.ema_weights if self.eval_with_ema else weights
+  def predict(self, variables: Variables, batch: Batch) -> Any:
+    """Returns the model's predictions, without dropout."""
+    return self.model.apply(variables, batch, train=False)
+
+  def compute_loss(
+    self, variables: Variables, batch: Batch, *, train: bool, rng: jax.Array | None = None
+  ) -> LossOutput:
+    """Computes the loss of one batch, and when `train` the new values of all variables but the weights.
+
+    `rng` feeds dropout and is needed only when `train`.
+    """
+    rngs = {} if rng is None else {'dropout': rng}
+    if not train or set(variables) == {'params'}:
+      return self.loss(self.model.apply(variables, batch, train=train, rngs=rngs), batch)
+    names = [name for name in variables if name != 'params']
+    predictions, updated = self.model.apply(variables, batch, train=True, rngs=rngs, mutable=names)
+    return self.loss(predictions, batch).replace(updated_variables=updated)
+
+  def evaluation_variables(self, state: Any) -> Variables:
+    """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
+    return state.variables | {'params': state.learner.ema_weights if self.eval_with_ema else state.weights}

@@ -95,14 +95,20 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
     return self.replace(split_dims=tuple(split_dims), stacked=self.stacked - 1)
 
 
-def weight_specs(boxed_weights: Any) -> Any:
+def weight_specs(boxed_weights: Any, *, is_strict: bool = True) -> Any:
   """Returns a tree of WeightSpecs (without initializers) for a tree of WeightBoxes, abstract or not.
+
+  Args:
+    boxed_weights: the tree; its leaves may be abstract.
+    is_strict: whether every leaf must have a box. If not, a leaf without one is not split.
 
   Raises:
     UserError: a weight was declared without a WeightSpec, so its split dims are unknown.
   """
 
   def spec_of(path, leaf) -> WeightSpec:
+    if not isinstance(leaf, WeightBox) and not is_strict:
+      return WeightSpec(shape=tuple(leaf.shape), init=None, split_dims=(None,) * leaf.ndim, dtype=leaf.dtype)
     if not isinstance(leaf, WeightBox):
       raise UserError(
         f'weight {jax.tree_util.keystr(path, simple=True, separator="/")} was declared without split dims: use '

@@ -97,7 +97,7 @@ class Run:
     experiment, shape = MESHES[name]
     self.model, _ = make_model(experiment, shape)
     state = self.model.init(0)
-    self.weights = state.weights
+    self.variables = state.variables
     canonical = jax.device_get(self.model.to_canonical(state)).weights
     self.true_weights = jax.tree.map(
       lambda w, true: w.reshape(true.shape), canonical, self.model.abstract_state.weights
@@ -110,7 +110,7 @@ class Run:
     self.apply = jax.jit(self.model.task.model.apply)
 
   def generate(self, requests) -> list[Completion]:
-    done = dict(generate(self.steps, self.weights, requests, decode=lambda tokens: ''))
+    done = dict(generate(self.steps, self.variables, requests, decode=lambda tokens: ''))
     return [done[index] for index in range(len(requests))]
 
   def logits(self, ids) -> np.ndarray:
@@ -182,7 +182,7 @@ def test_stop_tokens_and_strings_end_a_sequence_and_free_its_slot():
     return ''.join(f'<{token}>' for token in tokens)
 
   by_text = [dataclasses.replace(r, stop=(f'<{i}>',)) for r, i in zip(requests, stop_ids, strict=True)]
-  done = dict(generate(run.steps, run.weights, by_text, decode=decode))
+  done = dict(generate(run.steps, run.variables, by_text, decode=decode))
   for index, before in enumerate(whole):
     end = before.ids.index(stop_ids[index])
     assert done[index].text == decode(before.ids[:end])
@@ -203,7 +203,7 @@ def test_reused_chunks_give_the_bits_of_computed_ones(name):
   prefix = first.ids[: 2 * CHUNK]
   sampling = SamplingParams(temperature=1.5, repetition_penalty=1.5)
   second = Request(ids=(*prefix, 7), max_tokens=5, seed=1, sampling=sampling)
-  engine = ModelEngine(run.steps, run.weights)
+  engine = ModelEngine(run.steps, run.variables)
   assert engine.can_reuse
   with CompilationCounter() as compilations:
     engine.reset()
@@ -228,7 +228,7 @@ def _advance_all(scheduler, *sequences):
 def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
   """Prompts that begin alike, samples, scores, cancels and other weights, over reuse and prefills of two rows."""
   run = make_run('one device')
-  engine = ModelEngine(run.steps, run.weights, score_prompts=True)
+  engine = ModelEngine(run.steps, run.variables, score_prompts=True)
   document = rng.integers(1, 257, 12).tolist()
   requests = []
   for number in range(16):
@@ -270,20 +270,20 @@ def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
   assert scheduler.num_reused_tokens > 100
 
   long = next(kind for kind, r in enumerate(requests) if len(r.ids) > CHUNK and not r.score_prompt)
-  for weights in (run.model.init(1).weights, run.weights):
+  for weights in (run.model.init(1).variables, run.variables):
     engine.weights = weights
     first, second = sequence_of(long), sequence_of(long)
     _advance_all(scheduler, first, second)
     assert first.num_reused == 0 < second.num_reused
     assert first.logprobs == second.logprobs
-    assert (first.logprobs == expected[long]) == (weights is run.weights)
+    assert (first.logprobs == expected[long]) == (weights is run.variables)
 
 
 def test_outputs_stay_where_their_rows_are_if_asked():
   """3 slots and 2 rows of a prefill over a data axis of 2."""
   run = make_run('data 2 x mdl 4')
   steps = DecodeSteps(run.model, SETTINGS, shard_outputs=True)
-  engines = [ModelEngine(each, run.weights) for each in (run.steps, steps)]
+  engines = [ModelEngine(each, run.variables) for each in (run.steps, steps)]
   for engine in engines:
     engine.reset()
   chunks = chunk_prompt(make_requests()[0], 1, CHUNK)
@@ -292,7 +292,7 @@ def test_outputs_stay_where_their_rows_are_if_asked():
     np.testing.assert_array_equal(padded[: len(true)], true)
     assert not padded[len(true) :].any()
   assert outputs[1].tokens.shape == (4,)
-  _, step = steps.step(run.weights, steps.init(), np.zeros(3, np.bool_))
+  _, step = steps.step(run.variables, steps.init(), np.zeros(3, np.bool_))
   assert {shard.data.shape for shard in step.top_ids.addressable_shards} == {(2, 2)}
   assert step.top_ids.sharding.spec == jax.P(('replica', 'data'))
 
@@ -300,7 +300,7 @@ def test_outputs_stay_where_their_rows_are_if_asked():
 def test_the_scores_of_chunks_are_those_of_the_full_forward_pass():
   """Column t of a chunk is about the token behind it: also behind the chunk's last one."""
   run = make_run('one device')
-  engine = ModelEngine(run.steps, run.weights)
+  engine = ModelEngine(run.steps, run.variables)
   engine.reset()
   request = make_requests()[2]
   outputs = _read(engine, chunk_prompt(request, 0, CHUNK), score_prompts=True)
@@ -349,7 +349,7 @@ def test_beams_have_true_scores_and_beat_greedy(name):
   requests = make_requests()[1:4]
   steps = DecodeSteps(run.model, settings)
   greedy = run.generate(requests)
-  for index, beams in search(steps, run.weights, requests, decode=lambda tokens: ''):
+  for index, beams in search(steps, run.variables, requests, decode=lambda tokens: ''):
     ids = requests[index].ids
     assert len({tuple(beam.ids) for beam in beams}) == 3
     for beam in beams:

@@ -23,6 +23,7 @@ class LossOutput(struct.PyTreeNode):
   weight: jax.Array
   metrics: dict[str, Any]
   per_example: dict[str, jax.Array]
+  updated_variables: dict = struct.field(default_factory=dict)
 
 
 def loss_fn(weights, batch, rng):

@@ -133,6 +133,7 @@ class LossOutput(struct.PyTreeNode):
   weight: jax.Array
   metrics: dict
   per_example: dict
+  updated_variables: dict = struct.field(default_factory=dict)
 
 
 def test_t5x_parity():

@@ -90,7 +90,7 @@ def plain_optax(optimizer, model, weights):
     learning_rate=optimizer.learning_rate(step) if callable(optimizer.learning_rate) else optimizer.learning_rate,
     **optimizer.arguments,
   )
-  gradient = jax.jit(jax.grad(lambda w, batch: model.task.compute_loss(w, batch, train=True).loss))
+  gradient = jax.jit(jax.grad(lambda w, batch: model.task.compute_loss({'params': w}, batch, train=True).loss))
   state = build(0).init(weights)
   for step, batch in enumerate(batches()):
     updates, state = build(step).update(gradient(weights, batch), state, weights)

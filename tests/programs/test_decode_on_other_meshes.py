@@ -10,7 +10,7 @@ import pytest
 
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.decoding import DecodeSteps, Request, generate
-from spmd_tasks.programs import restore_evaluation_weights
+from spmd_tasks.programs import restore_evaluation_variables
 from spmd_tasks.runtime import DecodeSettings
 from tests.runtime.loss_curves import make_model
 from tests.runtime.pipeline_experiments import PipelinedExperts
@@ -36,11 +36,11 @@ def test_pipelined_padded_experts_give_the_tokens_of_the_full_forward_pass(tmp_p
   model, _ = make_model(PipelinedExperts, SERVED_ON, overrides=SIZES)
   assert trained.padding_waste > 0
   assert model.padding_waste > 0
-  weights, _ = restore_evaluation_weights(model, checkpointer, step=1)
+  variables, _ = restore_evaluation_variables(model, checkpointer, step=1)
   checkpointer.close()
   rng = np.random.default_rng(3)
   requests = [Request(ids=tuple(rng.integers(1, 257, length).tolist()), max_tokens=5) for length in (9, 3, 7, 1)]
-  done = dict(generate(DecodeSteps(model, SETTINGS), weights, requests, decode=lambda tokens: ''))
+  done = dict(generate(DecodeSteps(model, SETTINGS), variables, requests, decode=lambda tokens: ''))
 
   true_weights = jax.tree.map(
     lambda w, true: np.reshape(w, true.shape), jax.device_get(canonical.weights), trained.abstract_state.weights

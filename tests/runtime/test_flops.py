@@ -122,15 +122,15 @@ def test_a_train_step_is_three_forwards_however_the_stack_is_run(remat):
   model = Stack(remat=remat)
   batch_spec = {'x': shaped(7, 6)}
 
-  def compute_loss(weights, batch, *, train, rng):
+  def compute_loss(variables, batch, *, train, rng):
     assert train
-    predictions = model.apply({'params': weights}, batch, train=train, rngs={'dropout': rng})
+    predictions = model.apply(variables, batch, train=train, rngs={'dropout': rng})
     return SimpleNamespace(loss=jnp.square(predictions).mean())
 
   key = jax.eval_shape(lambda: jax.random.key(0))
-  weights = jax.eval_shape(lambda rng, batch: model.init(rng, batch, train=True), key, batch_spec)['params']
+  variables = jax.eval_shape(lambda rng, batch: model.init(rng, batch, train=True), key, batch_spec)
   forward = 4 * (2 * 7 * 6 * 10 * 2) + 2 * 7 * 6 * 3
-  assert model_flops_per_train_step(SimpleNamespace(compute_loss=compute_loss), batch_spec, weights) == 3 * forward
+  assert model_flops_per_train_step(SimpleNamespace(compute_loss=compute_loss), batch_spec, variables) == 3 * forward
 
 
 def test_a_language_model_costs_what_palm_says():
@@ -147,7 +147,7 @@ def test_a_language_model_costs_what_palm_says():
   L, D, H, K = weights['stack']['layers']['attention']['query']['kernel'].shape
   assert num_weights > L * 4 * D * H * K
   expected = B * T * (6 * num_weights + 12 * L * H * K * T)
-  assert model_flops_per_train_step(task, batch_spec, weights) == expected
+  assert model_flops_per_train_step(task, batch_spec, {'params': weights}) == expected
 
 
 @pytest.mark.parametrize('backend', [None, 'loop', 'ragged_dot'])
@@ -166,7 +166,7 @@ def test_a_mixture_of_experts_costs_its_chosen_experts_and_the_router(backend):
         task.model.init(jax.random.key(0), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch_spec))
       )
     )
-    return model_flops_per_train_step(task, batch_spec, weights['params'])
+    return model_flops_per_train_step(task, batch_spec, weights)
 
   # Two experts of half the width compute as much as the dense network.
   assert num_selected * mixture.hidden_dims == dense.hidden_dims

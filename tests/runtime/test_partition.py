@@ -84,10 +84,10 @@ def test_eval_step_takes_other_batches_and_leaves_the_weights(model):
   eval_step = model.eval_step(job.train_input.element_spec())
   state = model.init(0)
   batch = next(job.train_input.make_iterator())
-  averages = eval_step(state.weights, eval_step.place(batch))
+  averages = eval_step(state.variables, eval_step.place(batch))
   assert float(averages['loss'].count) == 3 * 16
   weights = jax.device_get(model.to_canonical(state).weights)
-  expected = model.task.compute_loss(weights, batch, train=False).loss  # no mesh, no padding
+  expected = model.task.compute_loss({'params': weights}, batch, train=False).loss  # no mesh, no padding
   np.testing.assert_allclose(averages['loss'].compute(), expected, rtol=1e-6)
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.weights))
 
@@ -113,8 +113,6 @@ class Wrong(nn.Module):
 
   @nn.compact
   def __call__(self, batch, train=False):
-    if self.how == 'batch statistics':
-      self.variable('batch_stats', 'mean', jnp.zeros, (3,))
     init = jax.nn.initializers.ones
     split_dims = {'twice': ('data', 'data'), 'unknown': ('dta', None)}.get(self.how, (None, None))
     spec = WeightSpec(shape=(3, 3), init=init, split_dims=split_dims)
@@ -128,7 +126,6 @@ class Wrong(nn.Module):
     ('twice', "use mesh axis 'data' twice"),
     ('unknown', "name 'dta', which is neither a mesh axis"),
     ('bare', 'weight kernel was declared without split dims: use declare_weight, or pass a WeightSpec'),
-    ('batch statistics', r"the model keeps variables beside its weights, \['batch_stats'\]"),
   ],
 )
 def test_models_that_cannot_be_partitioned(how, message):

@@ -19,7 +19,7 @@ import pytest
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.experiments.lm import UnevenTiny
 from spmd_tasks.inputs import ByteTokenizer
-from spmd_tasks.programs import restore_evaluation_weights
+from spmd_tasks.programs import restore_evaluation_variables
 from tests import binary
 from tests.runtime.loss_curves import make_model
 
@@ -180,7 +180,7 @@ def forward_logprobs(job, ids):
   """[1, T, V], of a forward pass without a cache on one device."""
   model, _ = make_model(UnevenTiny, (1, 1, 1), overrides=SHAPE[5::2])
   checkpointer = Checkpointer(job / 'checkpoints', read_only=True)
-  weights, _ = restore_evaluation_weights(model, checkpointer, None)
+  weights, _ = restore_evaluation_variables(model, checkpointer, None)
   checkpointer.close()
   logits = jax.jit(model.task.model.apply)({'params': weights}, {'ids': ids})['logits']
   return np.asarray(jax.nn.log_softmax(logits))

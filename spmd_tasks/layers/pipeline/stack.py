@@ -140,6 +140,11 @@ class PipelinedStack(WithSublayers, kw_only=True):
     return x, values_per_layer(aux)
 
   def _pipelined(self, scope: ShardingScope, axis: str, schedule: Schedule, batch: Microbatch, train: bool):
+    if others := sorted(set(self.variables) - {'params'}):
+      raise UserError(
+        f'the blocks of a pipeline keep variables beside their weights, {others}: that works in a TransformerStack '
+        'only; declare them as weights, or use one.'
+      )
     stage = Stage(
       block=self.block.clone(parent=None),
       remat_policy=self.remat_policy,

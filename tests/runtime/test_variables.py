@@ -1,0 +1,159 @@
+"""Variables beside the weights, such as batch statistics: kept on any mesh, padded, saved, evaluated, never trained."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.layers import LanguageModelLoss, TransformerStack
+from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.learning import AdamW, Learner
+from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.runtime import Task, partition_spmd_model
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, WeightSpec, stage_axis_rules
+
+B, T, D, F, V = 8, 6, 30, 90, 37
+SPEC = {'ids': jax.ShapeDtypeStruct((B, T), jnp.int32), 'labels': jax.ShapeDtypeStruct((B, T), jnp.int32)}
+SPEC['weights'] = jax.ShapeDtypeStruct((B, T), jnp.float32)
+
+
+class Block(nn.Module):
+  """A feed-forward block whose inputs are standardised by Linen's BatchNorm and whose hidden units have a running mean.
+
+  BatchNorm declares its statistics as plain arrays; the running mean [F] is split like the hidden units, and padded.
+  """
+
+  @nn.compact
+  def __call__(self, x, segment_ids=None, segment_pos=None, *, train=False):
+    weight = lambda name, shape, dims: self.param(
+      name, WeightSpec(shape=shape, init=nn.initializers.normal(0.3), split_dims=dims)
+    )
+    normed = nn.BatchNorm(use_running_average=not train, momentum=0.9, use_scale=False, use_bias=False)(x)
+    hidden = jnp.tanh(normed @ weight('up', (D, F), ('embed', 'mlp')))
+    mean = self.variable(
+      'activity', 'mean', lambda: WeightSpec(shape=(F,), init=nn.initializers.zeros, split_dims=('mlp',))(None)
+    )
+    value = mean.value
+    if train and not self.is_initializing():
+      mean.value = 0.9 * value + 0.1 * jnp.mean(hidden, axis=(0, 1))
+    return x + (hidden - value[None, None]) @ weight('down', (F, D), ('mlp', 'embed')), {}
+
+
+class Model(nn.Module):
+  stack: nn.Module
+
+  @nn.compact
+  def __call__(self, batch, train=False):
+    spec = WeightSpec(shape=(V, D), init=nn.initializers.normal(1.0), split_dims=('vocab', 'embed'))
+    table = self.param('table', spec)
+    x, _ = self.stack(table[batch['ids']], None, None, train=train)
+    return {'logits': x @ table.T}
+
+
+def make_model(shape=(1, 2, 4), num_microbatches=1, stack=TransformerStack, **settings):
+  stack = stack(block=Block(), num_layers=2, **settings)
+  learner = Learner(optimizer=AdamW(learning_rate=1e-2), num_microbatches=num_microbatches, ema_decay=0.9)
+  task = Task(model=Model(stack), loss=LanguageModelLoss(), learner=learner, eval_with_ema=True)
+  mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=shape).build(jax.devices()[: np.prod(shape)])
+  return partition_spmd_model(task, mesh, SPEC, axis_rules=DEFAULT_AXIS_RULES)
+
+
+def batches():
+  rng = np.random.default_rng(0)
+  for _ in range(5):
+    ids, labels = rng.integers(0, V, (2, B, T), np.int32)
+    yield {'ids': ids, 'labels': labels, 'weights': np.ones((B, T), np.float32)}
+
+
+def run(model):
+  state, losses = model.init(0), []
+  for batch in batches():
+    state, metrics = model.train_step(state, model.train_step.place(batch))
+    losses.append(float(metrics['loss']))
+  return state, losses
+
+
+@pytest.fixture(scope='module')
+def on_mesh():
+  model = make_model()
+  state, losses = run(model)
+  return model, state, losses, jax.device_get(model.to_canonical(state))
+
+
+def assert_same_statistics(state, expected, rtol):
+  for name in ('batch_stats', 'activity'):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol), state.non_trainable[name], expected[name]
+    )
+
+
+def test_one_curve_and_the_same_statistics_on_a_mesh_with_padding(on_mesh):
+  model, state, losses, canonical = on_mesh
+  alone = make_model((1, 1, 1))
+  state_alone, losses_alone = run(alone)
+  np.testing.assert_allclose(losses, losses_alone, rtol=1e-5)
+  assert_same_statistics(canonical, jax.device_get(state_alone.non_trainable), 1e-5)
+  assert model.padded_state.non_trainable['activity']['stack']['layers']['mean'].shape == (2, 92)
+  assert model.state_specs.non_trainable['activity']['stack']['layers']['mean'] == jax.P(None, 'mdl')
+  assert state.non_trainable['activity']['stack']['layers']['mean'].any()
+
+
+def test_a_running_mean_is_that_of_numpy(on_mesh):
+  model, *_ = on_mesh
+  start = jax.device_get(model.to_canonical(model.init(0)))
+  batch = next(batches())
+  state, _ = model.train_step(model.init(0), model.train_step.place(batch))
+  mean = jax.device_get(state).non_trainable['batch_stats']['stack']['layers']['BatchNorm_0']['mean'][0]
+  expected = start.weights['table'][batch['ids']].astype(np.float64).mean((0, 1)) * 0.1  # over the whole batch
+  np.testing.assert_allclose(mean[:D], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_microbatches_leave_the_mean_of_their_statistics(on_mesh):
+  model = make_model(num_microbatches=2)
+  batch = next(batches())
+  state, _ = model.train_step(model.init(0), model.train_step.place(batch))
+  whole, _ = on_mesh[0].train_step(on_mesh[0].init(0), on_mesh[0].train_step.place(batch))
+  first = lambda state: jax.device_get(state).non_trainable['batch_stats']['stack']['layers']['BatchNorm_0']['mean'][0]
+  np.testing.assert_allclose(first(state), first(whole), rtol=1e-5, atol=1e-7)
+
+
+def test_a_skipped_step_leaves_them(on_mesh):
+  model, *_ = on_mesh
+  state = model.init(0)
+  before = jax.device_get(state.non_trainable)
+  bad = next(batches()) | {'weights': np.full((B, T), np.nan, np.float32)}
+  state, metrics = model.train_step(state, model.train_step.place(bad))
+  assert float(metrics['skipped']) == 1
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.non_trainable), before)
+
+
+def test_saved_restored_on_another_mesh_and_evaluated_with_averaged_weights(on_mesh, tmp_path):
+  model, state, _, canonical = on_mesh
+  checkpointer = Checkpointer(tmp_path)
+  checkpointer.save(5, model.to_canonical(state))
+  checkpointer.wait()
+  other = make_model((1, 1, 3))
+  restored = other.from_canonical(checkpointer.restore(other.canonical_state).state)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(other.to_canonical(restored)), canonical)
+
+  variables, _ = restore_evaluation_variables(other, checkpointer)
+  checkpointer.close()
+  batch = next(batches())
+  step = other.eval_step(SPEC)
+  expected = model.task.compute_loss(
+    {'params': canonical.learner.ema_weights, **canonical.non_trainable}, batch, train=False
+  )
+  actual = step(variables, step.place(batch))['loss'].compute()
+  np.testing.assert_allclose(actual, expected.loss, rtol=1e-5)
+
+
+def test_the_blocks_of_a_pipeline_have_none():
+  stack = PipelinedStack(block=Block(), num_layers=2, num_microbatches=2)
+  task = Task(model=Model(stack), loss=LanguageModelLoss(), learner=Learner(optimizer=AdamW(learning_rate=1e-2)))
+  mesh = MeshSpec(axis_names=('stage', 'data'), ici_mesh_shape=(2, 1)).build(jax.devices()[:2])
+  rules = stage_axis_rules((('batch', 'data'),))
+  model = partition_spmd_model(task, mesh, SPEC, axis_rules=(*rules, ('embed', None), ('mlp', None), ('vocab', None)))
+  with pytest.raises(ValueError, match=r"keep variables beside their weights, \['activity', 'batch_stats'\]"):
+    model.train_step.compile()
