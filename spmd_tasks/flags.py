@@ -9,7 +9,7 @@ from spmd_tasks.errors import UserError
 
 MODES = ('train', 'eval', 'decode', 'decode_once', 'serve')
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
-SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'drain_s')
+SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'max_connections', 'drain_s')
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,6 +71,9 @@ def make_parser() -> argparse.ArgumentParser:
   serving.add_argument('--port', type=int, metavar='N', help='default: 8000; 0 takes any free port')
   serving.add_argument('--api_key_file', metavar='FILE', help='a file with the key that every request must carry')
   serving.add_argument('--max_queued', type=int, metavar='N', help='sequences that may wait for a slot; default: 64')
+  serving.add_argument(
+    '--max_connections', type=int, metavar='N', help='open connections, half of them from one host; default: 1000'
+  )
   serving.add_argument(
     '--drain_s', type=float, metavar='S', help='seconds for running requests after SIGTERM; default: 30'
   )

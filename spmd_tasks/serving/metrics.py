@@ -9,7 +9,7 @@ Events are counted as they happen; values that other objects hold are read when 
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -38,6 +38,8 @@ class ServerMetrics:
 
   Attributes:
     http_requests: counter of HTTP responses, by route and status.
+    open_connections: gauge of connections.
+    closed_connections: counter of connections that the server closed or refused because of its limits, by reason.
     sequences: counter of sequences that have ended, by finish_reason.
     first_token_s, between_tokens_s, request_s: histograms of seconds.
   """
@@ -52,6 +54,8 @@ class ServerMetrics:
     self._registry.register(_ReadMetrics(read))
     # Clients must not choose label values: new values would fill the memory.
     self.http_requests = self._counter('http_requests', 'HTTP responses.', 'route', 'status')
+    self.open_connections = Gauge(PREFIX + 'open_connections', 'Connections.', registry=self._registry)
+    self.closed_connections = self._counter('closed_connections', 'Connections closed by a limit.', 'reason')
     self.sequences = self._counter('sequences', 'Sequences that have ended.', 'finish_reason')
     self.first_token_s = self._histogram('time_to_first_token_seconds', 'From the request to its first text.')
     self.between_tokens_s = self._histogram('inter_token_seconds', 'Between two steps that brought text.')

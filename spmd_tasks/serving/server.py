@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from absl import logging
 import uvicorn
@@ -26,6 +26,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.decoding import Delta, Engine, Scheduler
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import CompilationCounter
+from spmd_tasks.serving.connections import ConnectionLimits
 from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.publisher import Publisher
 from spmd_tasks.serving.requests import ServedModel
@@ -33,11 +34,12 @@ from spmd_tasks.serving.routes import make_app
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 
-_BACKLOG = 1024  # connections that may wait to be accepted
+_BACKLOG = 128  # connections that may wait to be accepted: all at once, before one of them is refused
 _SEND_BUFFER = 1 << 18  # bytes; by default a stream that nobody reads would block only after megabytes
 _DISPATCH_LIMIT_S = 5.0
 _MAX_UNDISPATCHED = 4  # steps whose deltas may wait for the event loop
 _POLL_S = 0.02
+_KEEP_ALIVE_S = 30  # without a byte after an answer, until the connection is closed
 _CLOSE_LIMIT_S = 5  # for connections to close after everything was sent
 
 
@@ -148,6 +150,7 @@ class _Server:
       on_change=self._on_change,
     )
     self._service = Service(model, settings, self.thread, engine.num_slots, lambda: compilations.num_programs)
+    self._limits = ConnectionLimits(settings, self._service.metrics)
     self.publisher = Publisher(self._service, engine, restore, pauses=restore_pauses)
 
   async def run(self, sock: socket.socket, stop: threading.Event | None) -> int:
@@ -158,14 +161,15 @@ class _Server:
     http = _Uvicorn(
       uvicorn.Config(
         make_app(self._service, self.publisher),
-        http='h11',
+        http=cast('type[asyncio.Protocol]', self._limits.protocol),
         ws='none',
         loop='asyncio',
         lifespan='off',
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=30,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_LIMIT_S,
       )
     )

@@ -33,7 +33,7 @@ class WholeAnswer:
     self._bodies = bodies
 
   async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-    async with _exchange(self._service, self._answer, receive, send) as send:
+    async with _exchange(self._service, self._answer, receive):
       all_deltas: list[Delta] = []
       while _num_ended(all_deltas) < len(self._answer.sequences):
         deltas = await self._answer.next()
@@ -59,7 +59,7 @@ class StreamedAnswer:
     self._include_usage = include_usage
 
   async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-    async with _exchange(self._service, self._answer, receive, send) as send:
+    async with _exchange(self._service, self._answer, receive):
 
       async def send_events(events: list[bytes], *, is_last: bool = False) -> None:
         data = b''.join(events)
@@ -91,7 +91,7 @@ class StreamedAnswer:
 
 
 @contextlib.asynccontextmanager
-async def _exchange(service: Service, answer: Answer, receive: Receive, send: Send) -> AsyncIterator[Send]:
+async def _exchange(service: Service, answer: Answer, receive: Receive) -> AsyncIterator[None]:
   """Abandons the answer if the client disconnects during the body, and frees the answer's slots after the body."""
 
   async def listen() -> None:
@@ -102,46 +102,12 @@ async def _exchange(service: Service, answer: Answer, receive: Receive, send: Se
 
   listener = asyncio.create_task(listen())
   try:
-    async with asyncio.timeout(None) as limit:
-      with contextlib.closing(_TimedSend(send, limit, service.settings.send_timeout_s)) as timed_send:
-        yield timed_send
-  except (TimeoutError, OSError):
-    pass  # the client did not read in time, or is gone
+    yield
+  except OSError:
+    pass  # the client is gone
   finally:
     listener.cancel()
     service.end(answer)
-
-
-class _TimedSend:
-  """Wraps `send`: a message that the client does not take within some seconds ends `limit`.
-
-  One timer watches all messages of a stream, because a timer for each of thousands would cost too much.
-  """
-
-  def __init__(self, send: Send, limit: asyncio.Timeout, seconds: float):
-    self._send = send
-    self._limit = limit
-    self._seconds = seconds
-    self._loop = asyncio.get_running_loop()
-    self._begun: float | None = None  # when the send that is in progress began
-    self._watch()
-
-  async def __call__(self, message: Message) -> None:
-    self._begun = self._loop.time()
-    await self._send(message)
-    self._begun = None
-
-  def close(self) -> None:
-    """Ends the timer."""
-    self._timer.cancel()
-
-  def _watch(self) -> None:
-    now = self._loop.time()
-    end = (now if self._begun is None else self._begun) + self._seconds
-    if end <= now:
-      self._limit.reschedule(now)
-    else:
-      self._timer = self._loop.call_at(end, self._watch)
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -1,0 +1,185 @@
+"""Connections that are silent, slow or too many are closed, and nobody else waits for them: real sockets."""
+
+import contextlib
+import re
+import socket
+import subprocess
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests import binary
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.served import HELLO, metric, serving, wait_for
+
+GET = b'GET /health HTTP/1.1\r\nHost: localhost\r\n'
+POST = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+KEY = {'authorization': 'Bearer secret'}
+
+
+def connect(url, *, receive_buffer=None):
+  at = urlsplit(url)
+  sock = socket.socket()
+  sock.settimeout(5)
+  if receive_buffer is not None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+  sock.connect((at.hostname, at.port))
+  return sock
+
+
+def is_closed(sock) -> bool:
+  """Whether the server has closed the connection; drops what it has sent."""
+  sock.setblocking(False)
+  try:
+    while sock.recv(65536):
+      pass
+  except BlockingIOError:
+    return False
+  except ConnectionResetError:
+    pass
+  return True
+
+
+# --- clients that take their time ---
+
+# What a client sends first, and then byte by byte, if anything.
+SLOW = {
+  'nothing': (b'', b''),
+  'half a header': (GET[:-5], b''),
+  'a header byte by byte': (b'', GET + b'X-Padding: ' + b'a' * 1000),
+  'empty lines': (b'', b'\r\n' * 500),
+  'nothing after an answer': (GET + b'\r\n', b''),
+  'half a header after an answer': (GET + b'\r\n' + GET, b''),
+  'a header byte by byte after an answer': (GET + b'\r\n', GET + b'X-Padding: ' + b'a' * 1000),
+  'a body that nobody asked for': (GET + b'Content-Length: 1000\r\n\r\n', b'a' * 1000),
+  'a body that does not come': (POST + b'Content-Length: 1000\r\n\r\n{', b''),
+  'a body byte by byte': (POST + b'Content-Length: 1000\r\n\r\n{', b'a' * 900),
+  'a chunked body byte by byte': (POST + b'Transfer-Encoding: chunked\r\n\r\n', b'1\r\na\r\n' * 200),
+}
+
+
+def test_slow_clients_are_given_up(monkeypatch):
+  monkeypatch.setattr('spmd_tasks.serving.server._KEEP_ALIVE_S', 0.4)
+  with (
+    serving(FakeEngine(), header_timeout_s=0.4, body_timeout_s=0.4) as served,
+    contextlib.ExitStack() as stack,
+  ):
+    started = time.monotonic()
+    left = {}
+    for name, (first, rest) in SLOW.items():
+      sock = stack.enter_context(connect(served.url))
+      sock.sendall(first)
+      left[name] = (sock, bytearray(rest))
+    while left and time.monotonic() < started + 8:
+      time.sleep(0.02)
+      for name, (sock, rest) in list(left.items()):
+        if is_closed(sock):
+          del left[name]
+        elif rest:
+          with contextlib.suppress(OSError):
+            sock.send(bytes([rest.pop(0)]))
+    assert not left
+    with served.client() as client:
+      assert metric(client, 'open_connections') == 1
+      assert 'spmd_tasks_closed_connections_total{reason="no_header"}' in client.get('/metrics').text
+
+
+def test_clients_that_do_not_read_their_answers_are_given_up():
+  with (
+    serving(FakeEngine(), send_timeout_s=0.4) as served,
+    connect(served.url, receive_buffer=4096) as sock,
+    served.client() as client,
+  ):
+    sock.settimeout(0.2)
+    with contextlib.suppress(TimeoutError, ConnectionError):
+      for _ in range(2000):  # the page of each answer has some KB
+        sock.sendall((b'GET / HTTP/1.1\r\nHost: localhost\r\n\r\n') * 20)
+    wait_for(lambda: 'closed_connections_total{reason="not_read"} 1' in client.get('/metrics').text)
+    assert metric(client, 'open_connections') == 1
+
+
+def test_a_client_that_keeps_asking_keeps_its_connection():
+  with serving(FakeEngine(), header_timeout_s=0.3) as served, served.client() as client:
+    for _ in range(6):
+      time.sleep(0.1)
+      assert client.post('/v1/completions', json=HELLO).status_code == 200
+    assert client.get('/metrics').text.count('closed_connections_total{') == 0
+
+
+# --- too many ---
+
+
+def test_who_waits_longest_for_a_first_request_gives_way_and_who_has_one_does_not():
+  gate = threading.Event()
+  engine = FakeEngine()
+  engine.gate = gate
+  with serving(engine, max_connections=8) as served, contextlib.ExitStack() as stack:
+    idle = stack.enter_context(connect(served.url))  # half of 8 for this host
+    idle.sendall(GET + b'\r\n')
+    assert idle.recv(100).startswith(b'HTTP/1.1 200')
+    silent = [stack.enter_context(connect(served.url)) for _ in range(3)]
+    time.sleep(0.1)
+    assert not any(is_closed(each) for each in (idle, *silent))
+    busy = []
+    for expected in (silent[0], silent[1], silent[2], idle):
+      busy.append(stack.enter_context(connect(served.url)))
+      busy[-1].sendall(
+        POST + b'Content-Length: 57\r\n\r\n' + b'{"model": "fake.Model", "prompt": "abc", "max_tokens": 5}'
+      )
+      wait_for(lambda expected=expected: is_closed(expected))
+    with connect(served.url) as refused:
+      assert b'HTTP/1.1 503' in refused.recv(1000)
+    gate.set()
+    for sock in busy:
+      sock.settimeout(5)
+      assert sock.recv(1000).startswith(b'HTTP/1.1 200')
+
+
+SERVER = """
+import resource, sys, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.served import serving
+with serving(FakeEngine(), api_key='secret', header_timeout_s=2.0) as served:
+  print(served.url, flush=True)
+  sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope='module')
+def process():
+  """A server that may open 160 files."""
+  started = binary.start_process(
+    ['-c', SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  )
+  started.url = started.stdout.readline().strip()
+  yield started
+  if started.poll() is None:
+    started.communicate()
+
+
+def test_health_is_answered_while_hundreds_of_connections_are_silent(process):
+  """Without a key: more connections than descriptors, that send nothing or half a header, and are opened again."""
+  latencies = []
+  with contextlib.ExitStack() as stack, httpx.Client(base_url=process.url, headers=KEY, timeout=5) as kept:
+    for number in range(600):
+      sock = stack.enter_context(connect(process.url))
+      if number % 2:
+        with contextlib.suppress(OSError):
+          sock.sendall(GET[: number % 40])
+      if number % 20 == 0:
+        started = time.monotonic()
+        assert httpx.get(f'{process.url}/health', headers=KEY, timeout=5).status_code == 200
+        latencies.append(time.monotonic() - started)
+        assert kept.get('/health').status_code == 200
+    assert max(latencies) < 2, latencies
+    assert kept.post('/v1/completions', json=HELLO).status_code == 200
+    wait_for(lambda: metric(kept, 'open_connections') == 1)  # within header_timeout_s
+  _, stderr = process.communicate()
+  assert process.returncode == 0, stderr
+  warnings = re.findall(r'closed a connection of 127.0.0.1: .*', stderr)
+  assert 0 < len(warnings) < 5, stderr  # not a line for each
+  assert 'Traceback' not in stderr
