@@ -9,8 +9,8 @@
 Read initialization.py (jax.distributed and its launchers), agreement.py (barriers and decisions of process 0),
 preemption.py (SIGTERM), links.py (authenticated messages) and link_connections.py, then the three parts of failure
 handling: watchdog.py (no progress), rank_records.py (what processes tell each other through files), emergency_exit.py
-(how a process ends). fake_devices.py gives tests a mesh of CPU devices. docs/multi_host.md explains the behaviour,
-docs/design/0004-failure-handling.md the reasons.
+(how a process ends). slowest_process.py finds whom steps wait for; fake_devices.py gives tests a mesh of CPU devices.
+docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
 from spmd_tasks.distributed.agreement import PrimaryError, all_agree, is_primary, meet, primary_decides
@@ -28,6 +28,7 @@ from spmd_tasks.distributed.link_connections import admit, connect_processes, jo
 from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.rank_records import Failure, Position, Progress, RankRecords, open_rank_records
+from spmd_tasks.distributed.slowest_process import SlowestProcess
 from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
   'PrimaryError',
   'Progress',
   'RankRecords',
+  'SlowestProcess',
   'StepWatchdog',
   'admit',
   'all_agree',

@@ -150,10 +150,11 @@ class Goodput:
       seconds_waited: how long there was nothing to do but to wait for a batch, in all.
     """
     self.switch(self._cause)
-    waited = min(self._undecided, seconds_waited - self._waited)
+    waited = max(0.0, min(self._undecided, seconds_waited - self._waited))
     self._seconds['data_loading'] += waited
     self._seconds['skipped_steps' if is_skipped else _STEPS] += self._undecided - waited
-    self._undecided, self._waited, self._step = 0.0, seconds_waited, step
+    # Waits that were heard of late, those of other processes, are counted with the next steps.
+    self._undecided, self._waited, self._step = 0.0, self._waited + waited, step
 
   def mark(self, step: int) -> None:
     """Remembers the time until `step`, from which a later process may go on; writes the record."""

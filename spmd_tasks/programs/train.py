@@ -10,7 +10,14 @@ import jax
 
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import Checkpointer, num_bytes
-from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, primary_decides, watch_steps
+from spmd_tasks.distributed import (
+  EmergencyExit,
+  PreemptionGuard,
+  SlowestProcess,
+  is_primary,
+  primary_decides,
+  watch_steps,
+)
 from spmd_tasks.experiment import Experiment, Job, check_vocabulary, partition_job
 from spmd_tasks.files import write_durably
 from spmd_tasks.inputs import Prefetcher
@@ -114,6 +121,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     profile = ProfileCapture(experiment.profile_steps, job_log_dir / 'profile')
     stack.callback(profile.close)
     rates = StepRates.of(model, goodput)
+    slowest = SlowestProcess(on_change=progress.message)
 
     def checkpoint_is_due(step: int) -> bool:
       return _is_multiple(step, experiment.checkpoint_every_steps)
@@ -175,7 +183,8 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     profile.after_step(first_step)
     goodput.switch('steps')
     for step, is_skipped, step_metrics in loop:
-      goodput.step(step, is_skipped=is_skipped, seconds_waited=batches.seconds_waited)
+      waited = batches.seconds_waited + slowest.seconds_waited_elsewhere
+      goodput.step(step, is_skipped=is_skipped, seconds_waited=waited)
       if is_skipped:
         progress.message(
           f'skipped an update after step {step}: loss {float(step_metrics["loss"])}, gradient norm '
@@ -199,15 +208,18 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
       if step % experiment.log_every_steps == 0 or step in (first_step + 1, experiment.num_train_steps):
         metrics = finish_metrics(jax.device_get(step_metrics))
         del metrics['skipped']
-        metrics |= (
-          rates.since_last(step)
-          | goodput.metrics()
-          | {
-            'num_skipped_steps': loop.num_skipped,
-            'padding_waste': model.padding_waste,
-            'num_compilations': compilations.num_programs - num_programs,
-          }
+        metrics |= rates.since_last(step) | goodput.metrics()
+        metrics |= slowest.update(
+          step,
+          loop_seconds=goodput.loop_seconds()[0],
+          seconds_waited=batches.seconds_waited,
+          seconds_blocked=loop.seconds_blocked,
         )
+        metrics |= {
+          'num_skipped_steps': loop.num_skipped,
+          'padding_waste': model.padding_waste,
+          'num_compilations': compilations.num_programs - num_programs,
+        }
         writer.write(step, metrics)
         progress.log(step, metrics)
 

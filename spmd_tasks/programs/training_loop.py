@@ -14,6 +14,7 @@ that after every step that `is_awaited`, at the end, and when the iteration is o
 
 from collections.abc import Callable, Iterator
 import math
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,7 @@ class TrainingLoop:
     input_state: the input's position after the last launched batch.
     num_skipped: steps skipped since the job's first start.
     input_has_ended: there was no batch for the next step.
+    seconds_blocked: how long the host has waited for the results of steps.
   """
 
   def __init__(
@@ -94,6 +96,7 @@ class TrainingLoop:
     self.input_state: Any = None
     self.num_skipped = int(state.learner.num_skipped)
     self.input_has_ended = False
+    self.seconds_blocked = 0.0
     self._in_flight: dict[str, Any] | None = None
 
   def is_idle(self) -> bool:
@@ -141,7 +144,10 @@ class TrainingLoop:
 
   def _outcome(self, metrics: dict[str, jax.Array]) -> Iterator[Outcome]:
     """Waits for a step, counts it and yields its outcome; raises where the job must not go on."""
-    if float(metrics['skipped']):
+    start = time.perf_counter()
+    is_skipped = float(metrics['skipped'])
+    self.seconds_blocked += time.perf_counter() - start
+    if is_skipped:
       self.num_skipped += 1
       self._skipped_in_a_row += 1
       yield Outcome(self.step, True, metrics)

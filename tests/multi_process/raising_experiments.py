@@ -1,4 +1,4 @@
-"""synthetic.Uneven with an input that fails on one process."""
+"""synthetic.Uneven with an input that fails, or is slow, on one process."""
 
 import dataclasses
 import time
@@ -11,11 +11,15 @@ from spmd_tasks.inputs import SyntheticText
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailingText:
-  """SyntheticText that, where `fails`, raises on shard 1 instead of giving its batch `at_batch`."""
+  """SyntheticText that, where `fails`, raises on shard 1 instead of giving its batch `at_batch`.
+
+  `slow_s`: how long each batch of shard 1 takes.
+  """
 
   text: SyntheticText
   fails: bool = False
   at_batch: int = 8
+  slow_s: float = 0.0
 
   @property
   def batch_size(self):
@@ -29,7 +33,7 @@ class FailingText:
 
   def make_iterator(self, shard_index=0, shard_count=1):
     iterator = self.text.make_iterator(shard_index, shard_count)
-    return _FailingIterator(iterator, self) if shard_index == 1 and self.fails else iterator
+    return _FailingIterator(iterator, self) if shard_index == 1 and (self.fails or self.slow_s) else iterator
 
 
 class _FailingIterator:
@@ -38,9 +42,9 @@ class _FailingIterator:
 
   def __next__(self):
     self._count += 1
-    if self._count == self._settings.at_batch:
+    if self._settings.fails and self._count == self._settings.at_batch:
       raise OSError('shard 1 is unreadable')
-    time.sleep(0.05)  # so that the other process is well into the run
+    time.sleep(self._settings.slow_s or 0.05)  # the other process is to be well into the run
     return next(self._iterator)
 
   def __getattr__(self, name):
