@@ -1,0 +1,83 @@
+"""--mode=verify: checks that an experiment gives the same numbers however it is run, on fake devices.
+
+The experiment is shrunk, then each claim of `spmd_tasks.verification` is decided case by case. A case is printed when it
+is decided; the table and one line of JSON come last.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import time
+from typing import Any
+
+from spmd_tasks import exit_codes
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Job
+from spmd_tasks.verification import (
+  CLAIMS,
+  Bench,
+  Case,
+  Source,
+  Verdict,
+  format_case,
+  format_table,
+  scaled_mesh,
+  shrink,
+  summary,
+)
+
+Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Job, Mapping[str, Any]]]
+
+
+def verify(
+  resolve: Resolve,
+  flags: Sequence[str],
+  *,
+  num_devices: int,
+  claims: Sequence[str] | None = None,
+  num_cases: int = 0,
+  print_line: Callable[[str], None] = print,
+) -> int:
+  """Verifies an experiment; returns the exit code: OK, or FAILED if a claim is broken.
+
+  Args:
+    resolve: (overrides before the user's, overrides after the user's) -> (the built job, every field's value by path).
+    flags: that name the experiment and the user's own overrides, for commands that are printed and for child processes.
+    num_devices: how many devices there are.
+    claims: the names of the claims to decide; None: all.
+    num_cases: how many random meshes more.
+    print_line: prints a line.
+
+  Raises:
+    UserError: the experiment cannot be built, or a claim is unknown.
+  """
+  if unknown := sorted(set(claims or ()) - set(CLAIMS)):
+    raise UserError(f'--claims names {unknown[0]!r}, which is no claim: choose from {", ".join(CLAIMS)}.')
+  started = time.monotonic()
+  job, values = resolve((), ())
+  mesh = dict(scaled_mesh(job.experiment, num_devices))
+  shrunk = shrink(job, values, mesh)
+  print_line(f'{job.name} on {num_devices} devices; ' + ('shrunk: ' + ', '.join(shrunk.lines) if shrunk.lines else 'as it is'))
+  mesh_override = f'ici_mesh_shape={",".join(map(str, mesh.values()))}'
+  before = (*shrunk.overrides, mesh_override, 'dcn_mesh_shape=None')
+  source = Source(flags=tuple(flags), resolve=lambda overrides: resolve(before, (mesh_override, 'dcn_mesh_shape=None', *overrides)))
+  decided: list[tuple[Case, Verdict]] = []
+  with contextlib.closing(Bench(source, num_devices=num_devices, seed=job.experiment.seed)) as bench:
+    chosen = {name: CLAIMS[name] for name in CLAIMS if claims is None or name in claims}
+    cases = [case for claim in chosen.values() for case in claim.cases(bench, num_cases)]
+    bench.prepare(setting for case in cases for setting in case.settings)
+    for case in cases:
+      verdict = _decide(case, bench)
+      decided.append((case, verdict))
+      print_line(format_case(case, verdict))
+  print_line('')
+  print_line(format_table(decided, {name: claim.sentence for name, claim in CLAIMS.items()}))
+  print_line(f'in {time.monotonic() - started:.0f} s')
+  print_line(summary(decided))
+  return exit_codes.FAILED if any(verdict.status == 'BROKEN' for _, verdict in decided) else exit_codes.OK
+
+
+def _decide(case: Case, bench: Bench) -> Verdict:
+  try:
+    return case.decide(bench)
+  except UserError as error:
+    return Verdict(status='not applicable', detail=f'refused: {error}')

@@ -1,0 +1,56 @@
+"""The batches that are compared: the experiment's own, then ragged ones, so that a wrong mean cannot hide.
+
+Equal numbers of tokens in all rows would make the mean of the shards' means the mean of the batch. So every batch but
+the first has rows of different lengths: weights of 0 at the end, and for some rows segment ids of 0 too, as padding has.
+
+Shapes: B batch rows, T sequence.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import Input
+
+Batch = dict[str, np.ndarray]
+
+
+def draw_batches(train_input: Input, num_batches: int, seed: int) -> list[Batch]:
+  """Reads that many batches and makes all but the first ragged, where they have `weights` [B, T].
+
+  Raises:
+    UserError: the input ends before.
+  """
+  iterator, batches = train_input.make_iterator(), []
+  rng = np.random.default_rng(seed)
+  try:
+    for index in range(num_batches):
+      try:
+        batch = {name: np.array(values) for name, values in next(iterator).items()}
+      except StopIteration:
+        raise UserError(
+          f'the training input ends after {index} batches, but {num_batches} steps are compared: let it repeat itself.'
+        ) from None
+      batches.append(_ragged(batch, rng) if index else batch)
+  finally:
+    iterator.close()
+  return batches
+
+
+def _ragged(batch: Mapping[str, Any], rng: np.random.Generator) -> Batch:
+  batch = dict(batch)
+  weights = batch.get('weights')
+  if weights is None or weights.ndim != 2 or weights.shape[1] < 2:
+    return batch
+  num_rows, seq_len = weights.shape
+  lengths = rng.integers(1, seq_len + 1, num_rows)
+  lengths[rng.integers(num_rows)] = seq_len
+  is_kept = np.arange(seq_len) < lengths[:, None]
+  batch['weights'] = np.where(is_kept, weights, 0).astype(weights.dtype)
+  is_padded = rng.random(num_rows) < 0.5
+  for name in ('segment_ids', 'segment_pos'):
+    if name in batch and batch[name].shape == weights.shape:
+      batch[name] = np.where(is_kept | ~is_padded[:, None], batch[name], 0).astype(batch[name].dtype)
+  return batch

@@ -1,0 +1,190 @@
+"""Case: one claim about an experiment in one setting, and how it is decided; broken ones are reduced.
+
+    verdict = case.decide(bench)       # held, broken or not applicable
+
+A broken agreement is repeated on smaller and smaller meshes, axis by axis, as long as it still breaks.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, Literal, Protocol
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.verification._bench import Agreement, Bench
+from spmd_tasks.verification._layouts import smaller_meshes
+from spmd_tasks.verification._noise import Difference
+from spmd_tasks.verification._settings import Setting
+
+Status = Literal['held', 'BROKEN', 'not applicable']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+  """How a case ended.
+
+  Attributes:
+    status: 'not applicable' counts neither as held nor as broken.
+    detail: a phrase for the table: how near it came, what differs, or why it is not applicable.
+    notes: what was not compared, and why.
+    failure: of a broken case, plain JSON data for the last line.
+  """
+
+  status: Status
+  detail: str
+  notes: tuple[str, ...] = ()
+  failure: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Case(Protocol):
+  """A claim about the experiment in some setting.
+
+  Attributes:
+    claim: the name of the claim, an entry of CLAIMS.
+    subject: in which case it is checked, such as 'data 2 x mdl 4'.
+    settings: what `decide` runs, to be compiled ahead.
+  """
+
+  @property
+  def claim(self) -> str: ...
+  @property
+  def subject(self) -> str: ...
+  @property
+  def settings(self) -> Sequence[Setting]: ...
+  def decide(self, bench: Bench) -> Verdict:
+    """Decides the case.
+
+    Raises:
+      UserError: the experiment refuses a setting, which makes the case not applicable.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NotApplicable:
+  """A case that this experiment cannot have."""
+
+  claim: str
+  subject: str
+  reason: str
+  settings: tuple[Setting, ...] = ()
+
+  def decide(self, bench: Bench) -> Verdict:
+    return Verdict(status='not applicable', detail=self.reason)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+  """A case that is decided by a function, which is called with the bench."""
+
+  claim: str
+  subject: str
+  check: Callable[[Bench], Verdict]
+  settings: tuple[Setting, ...] = ()
+
+  def decide(self, bench: Bench) -> Verdict:
+    return self.check(bench)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agree:
+  """A setting whose steps are those of a reference.
+
+  Attributes:
+    setting, reference: the two settings.
+    ignored: metrics that may differ, by the documentation.
+    remark: what was changed for both sides, so that the documentation promises the same numbers.
+    train: also compare the curve of losses of training without a stop.
+  """
+
+  claim: str
+  setting: Setting
+  reference: Setting
+  case: str | None = None
+  ignored: tuple[str, ...] = ()
+  remark: str | None = None
+  train: bool = True
+
+  @property
+  def subject(self) -> str:
+    return self.case or str(self.setting)
+
+  @property
+  def settings(self) -> tuple[Setting, ...]:
+    return (self.reference, self.setting)
+
+  def decide(self, bench: Bench) -> Verdict:
+    found = bench.agree(self.setting, self.reference, ignored=self.ignored, train=self.train)
+    notes = (*found.notes, *([self.remark] if self.remark else []))
+    if found.first is None:
+      return held(found, notes)
+    smallest, first = self._reduce(bench, found.first)
+    return broken(bench, self.claim, self.setting, first, smallest, notes)
+
+  def _reduce(self, bench: Bench, first: Difference) -> tuple[Setting, Difference]:
+    """Returns the setting on the smallest mesh that still breaks, and the difference there."""
+    setting, shrinking = self.setting, True
+    while shrinking:
+      shrinking = False
+      for mesh in smaller_meshes(setting.mesh):
+        smaller = dataclasses.replace(setting, mesh=mesh)
+        if smaller == self.reference:
+          continue
+        try:
+          found = bench.agree(smaller, self.reference, ignored=self.ignored, train=first.is_of_curve)
+        except UserError:
+          continue
+        if found.first is not None:
+          setting, first, shrinking = smaller, found.first, True
+          break
+    return setting, first
+
+
+def held(found: Agreement, notes: tuple[str, ...] = ()) -> Verdict:
+  """Returns the verdict of a comparison without a difference that is too large; none, if nothing could be compared."""
+  if not found.num_steps or found.closest is None:
+    return Verdict(status='not applicable', detail='no step could be compared', notes=notes)
+  near = found.closest
+  share = f'{100 * near.difference / near.allowed:.0f}%' if near.allowed else '0%'
+  return Verdict(
+    status='held', detail=f'{found.num_steps} steps; at most {share} of what is allowed, {near.leaf}', notes=notes
+  )
+
+
+def broken(
+  bench: Bench,
+  claim: str,
+  setting: Setting,
+  first: Difference,
+  smallest: Setting | None = None,
+  notes: tuple[str, ...] = (),
+) -> Verdict:
+  """Returns the verdict of a broken case, with the command that shows it on the smallest mesh."""
+  smallest = smallest or setting
+  command = reproduce(bench, claim, smallest)
+  return Verdict(
+    status='BROKEN',
+    detail=str(first) + (f'; smallest mesh {smallest}' if smallest != setting else ''),
+    notes=(*notes, f'see it by itself: {command}'),
+    failure={
+      'claim': claim,
+      'mesh': dict(setting.mesh),
+      'overrides': list(setting.overrides),
+      'step': first.step,
+      'leaf': first.leaf,
+      'difference': first.difference,
+      'allowed': first.allowed,
+      'smallest_mesh': dict(smallest.mesh),
+      'command': command,
+    },
+  )
+
+
+def reproduce(bench: Bench, claim: str, setting: Setting) -> str:
+  """Returns the command that checks one claim in one setting."""
+  shape = ','.join(str(dict(setting.mesh).get(name, 1)) for name in bench.source.base.experiment.mesh_axis_names)
+  own = [f'--set {override}' for override in setting.overrides]
+  flags = ' '.join([*bench.source.flags, *own])
+  return (
+    f'spmd-tasks {flags} --mode verify --claims {claim} --ici_mesh_shape {shape} '
+    f'--num_fake_devices {setting.num_devices}'
+  )

@@ -1,0 +1,92 @@
+"""Makes a large experiment tiny, by the fields that it has: the settings that decide numbers stay, the sizes shrink.
+
+Only fields of known names and meaning change, those of the recipes. What is tiny already stays as it is, so does every
+experiment without such fields, and an override of the user wins.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from spmd_tasks.experiment import Job
+
+# Sizes up to which a field stays. A larger one becomes the cap, or a little less where it was odd.
+_CAPS = {
+  'num_layers': 4,
+  'seq_len': 16,
+  'batch_size': 8,
+  'eval_batches': 2,
+  'num_heads': 4,
+  'model_dims': 32,
+  'hidden_dims': 64,
+  'shared_hidden_dims': 32,
+  'num_experts': 8,
+  'num_selected_experts': 2,
+  'num_microbatches': 8,
+  'num_train_steps': 40,
+}
+_TINY = {'model_dims': 64, 'hidden_dims': 128, 'num_layers': 6, 'vocab_size': 512}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shrunk:
+  """What is verified in place of the experiment.
+
+  Attributes:
+    overrides: `path=value`.
+    lines: what they change, for the report.
+  """
+
+  overrides: tuple[str, ...]
+  lines: tuple[str, ...]
+
+
+def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> Shrunk:
+  """Chooses the overrides.
+
+  Args:
+    job: the built experiment.
+    values: the value of every field by its path.
+    mesh: the axis sizes on which it will be verified.
+  """
+  own = {name: value for name, value in values.items() if '.' not in name and isinstance(value, int | float | str)}
+  new: dict[str, Any] = {}
+
+  def at(name: str, default: int = 1) -> int:
+    return new.get(name, own.get(name, default))
+
+  for name, cap in _CAPS.items():
+    if isinstance(own.get(name), int) and own[name] > _TINY.get(name, cap):
+      new[name] = cap
+  stages = max(mesh.get('stage', 1), 1)
+  if 'num_microbatches' in own:
+    new['num_microbatches'] = max(stages, at('num_microbatches') // stages * stages)
+  if 'num_layers' in new:
+    groups = stages * at('num_repeats')
+    uneven = own['num_layers'] % groups != 0
+    new['num_layers'] = max(groups, 4 if groups in (1, 2, 4) else groups) + (at('num_repeats') if uneven else 0)
+  if 'batch_size' in own:
+    parts = max(at('num_microbatches'), _learner_microbatches(values))
+    new['batch_size'] = max(at('batch_size') // parts, 1) * parts
+  if 'num_heads' in own and ('num_heads' in new or 'model_dims' in new):
+    heads = at('num_heads')
+    new['model_dims'] = max(at('model_dims') // heads, 8) // 2 * 2 * heads
+    if own.get('num_kv_heads'):
+      new['num_kv_heads'] = max(heads * own['num_kv_heads'] // own['num_heads'], 1)
+  if own.get('vocab_size', 0) > _TINY['vocab_size'] and isinstance(own['vocab_size'], int):
+    new['vocab_size'] = max(job.tokenizer.vocab_size if job.tokenizer else 0, 64)
+  if own.get('dtype', 'float32') != 'float32':
+    new['dtype'] = 'float32'
+  changed = {name: value for name, value in new.items() if value != own[name]}
+  for path, value in values.items():
+    if path.startswith('task.') and value == 'ragged_all_to_all':  # does not compile on a CPU
+      changed[path] = 'padded_all_to_all'
+  return Shrunk(
+    overrides=tuple(f'{path}={value}' for path, value in changed.items()),
+    lines=tuple(f'{path} {values[path]} -> {value}' for path, value in changed.items()),
+  )
+
+
+def _learner_microbatches(values: Mapping[str, Any]) -> int:
+  count = values.get('task.learner.num_microbatches', 1)
+  return count if isinstance(count, int) else 1
