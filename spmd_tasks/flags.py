@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from spmd_tasks.errors import UserError
 
-MODES = ('train', 'eval', 'decode', 'decode_once', 'serve')
+MODES = ('train', 'eval', 'decode', 'decode_once', 'serve', 'verify')
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
 SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'max_connections', 'drain_s')
 
@@ -77,6 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
   serving.add_argument(
     '--drain_s', type=float, metavar='S', help='seconds for running requests after SIGTERM; default: 30'
   )
+  verifying = parser.add_argument_group('--mode verify')
+  verifying.add_argument('--claims', metavar='A,B', help='only these claims; default: all')
+  verifying.add_argument('--cases', type=int, metavar='N', help='N random meshes more; default: 0')
   processes = parser.add_argument_group('several processes without a known launcher')
   processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='the address of process 0 for all others')
   processes.add_argument('--num_processes', type=int, metavar='N')
@@ -111,7 +114,11 @@ def check_flags_of_mode(args: argparse.Namespace) -> None:
       f'--mode decode follows every new checkpoint, but --checkpoint_step {args.checkpoint_step} names one: take '
       '--mode decode_once.'
     )
-  if args.mode in ('train', 'eval', 'serve') and (args.decode_input is not None or args.decode_output is not None):
+  if args.mode != 'verify' and (args.claims is not None or args.cases is not None):
+    raise UserError('--claims and --cases are for --mode verify: leave them out.')
+  if args.mode in ('train', 'eval', 'serve', 'verify') and (
+    args.decode_input is not None or args.decode_output is not None
+  ):
     raise UserError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')
   if args.decode_output is not None and (args.mode == 'decode' or args.decode_input is None):
     raise UserError(
@@ -124,6 +131,15 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
   """`path=value` of the shortcuts and of every --set, in this order."""
   shortcuts = [f'{name}={getattr(args, name)}' for name in _SHORTCUTS if getattr(args, name) is not None]
   return shortcuts + args.overrides
+
+
+def identity_flags(args: argparse.Namespace) -> list[str]:
+  """The flags that name the experiment and the user's overrides, for another command about the same experiment."""
+  if args.exp is not None:
+    named = ['--exp', args.exp]
+  else:
+    named = ['--config', args.config or f'{args.job_log_dir}/config.json']
+  return named + [flag for override in overrides_of(args) for flag in ('--set', override)]
 
 
 def distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:

@@ -18,7 +18,15 @@ from typing import Any
 from spmd_tasks import exit_codes
 from spmd_tasks.config import registry
 from spmd_tasks.errors import UserError, user_error_code
-from spmd_tasks.flags import MODES, SERVE_FLAGS, check_flags_of_mode, distributed_settings, make_parser, overrides_of
+from spmd_tasks.flags import (
+  MODES,
+  SERVE_FLAGS,
+  check_flags_of_mode,
+  distributed_settings,
+  identity_flags,
+  make_parser,
+  overrides_of,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,9 +65,11 @@ def _run_experiment(args: argparse.Namespace) -> int:
   if not args.print_config:
     if args.mode is None:
       raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
-    if not args.job_log_dir:
+    if not args.job_log_dir and args.mode != 'verify':
       raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
     check_flags_of_mode(args)
+    if args.mode == 'verify':
+      return _verify(args)
   from spmd_tasks.config import format_config, to_json
 
   resolved = _resolve(args)
@@ -115,17 +125,45 @@ def _run_experiment(args: argparse.Namespace) -> int:
     )
 
 
-def _resolve(args: argparse.Namespace) -> Any:
-  """The resolved config that the flags name: an experiment, a saved config, or that of the job in --job_log_dir."""
+def _verify(args: argparse.Namespace) -> int:
+  """Runs --mode verify, which builds the experiment again and again, with overrides of its own."""
+  from spmd_tasks.config import to_json
+  from spmd_tasks.distributed import compile_quickly
+  from spmd_tasks.programs import verify
+
+  compile_quickly()
+  num_devices = verify.DEFAULT_NUM_DEVICES if args.num_fake_devices is None else args.num_fake_devices
+  _use_fake_devices(num_devices)
+
+  def resolve(before: Sequence[str], after: Sequence[str]) -> Any:
+    resolved = _resolve(args, before, after)
+    return resolved.build(), to_json(resolved)['config']
+
+  return verify.verify(
+    resolve,
+    identity_flags(args),
+    num_devices=num_devices,
+    claims=None if args.claims is None else args.claims.split(','),
+    num_cases=args.cases or 0,
+    directory=args.job_log_dir,
+  )
+
+
+def _resolve(args: argparse.Namespace, before: Sequence[str] = (), after: Sequence[str] = ()) -> Any:
+  """The resolved config that the flags name: an experiment, a saved config, or that of the job in --job_log_dir.
+
+  `before` and `after` are overrides before and after the user's.
+  """
   from spmd_tasks.config import from_json, read_saved_config, resolve
   from spmd_tasks.files import absolute_path
 
+  overrides = [*before, *overrides_of(args), *after]
   if args.exp is not None and args.config is None:
-    return resolve(args.exp, overrides_of(args))
+    return resolve(args.exp, overrides)
   if args.exp is not None:
     raise UserError('--exp and --config both name an experiment: give one of them.')
   if args.config is not None:
-    return from_json(read_saved_config(args.config), overrides_of(args))
+    return from_json(read_saved_config(args.config), overrides)
   if not args.job_log_dir:
     raise UserError(
       'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
@@ -137,7 +175,7 @@ def _resolve(args: argparse.Namespace) -> Any:
       f'{own} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME (--list '
       'shows the registered names).'
     )
-  return from_json(read_saved_config(own), overrides_of(args))
+  return from_json(read_saved_config(own), overrides)
 
 
 def _use_fake_devices(num_devices: int | None) -> None:

@@ -19,7 +19,7 @@ SMALL_LINES, MAX_SMALL = 50, 15
 ROWS = (
   ('main', 'experiments', 'recipes', 'config', 'flags', 'loading'),
   ('programs',),
-  ('planning', 'serving', 'bridges'),
+  ('planning', 'serving', 'bridges', 'verification'),
   ('experiment',),
   ('decoding',),
   ('runtime',),

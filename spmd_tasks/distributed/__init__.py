@@ -15,7 +15,7 @@ docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md 
 
 from spmd_tasks.distributed.agreement import PrimaryError, all_agree, is_primary, meet, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.distributed.fake_devices import compile_quickly, use_fake_devices
 from spmd_tasks.distributed.initialization import (
   CLUSTERS,
   DistributedSettings,
@@ -47,6 +47,7 @@ __all__ = [
   'StepWatchdog',
   'admit',
   'all_agree',
+  'compile_quickly',
   'connect_processes',
   'coordinator_host',
   'detect_cluster',

@@ -4,8 +4,8 @@
 
     code = train.train(job, job_log_dir, emergency=EmergencyExit(), clock=StartupClock(), config_json='{}')
 
-`train`, `eval`, `decode` and `serve` are modules. Each has one function that takes a built experiment (`Job`), runs it
-to its end and returns an exit code. Read `train.py` first, from top to bottom: it restores or initialises a state,
+`train`, `eval`, `decode`, `serve` and `verify` are modules. Each has one function that takes a built experiment (`Job`;
+`verify`: how to build it), runs it to its end and returns an exit code. Read `train.py` first, from top to bottom: it restores or initialises a state,
 iterates over the outcomes of steps, and logs, saves and evaluates in the body of that loop. Then read
 `training_loop.py` (why the host launches a step before it knows how the last one ended), `eval.py` (Evaluator),
 `restore.py` (what a program starts from), `job_directory.py` (one running job a directory), `goodput.py`, `timing.py`
@@ -18,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from spmd_tasks.programs import decode, eval, serve, train
+  from spmd_tasks.programs import decode, eval, serve, train, verify
   from spmd_tasks.programs.eval import Evaluator
   from spmd_tasks.programs.job_directory import claim
   from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_variables
@@ -38,6 +38,7 @@ __all__ = [
   'restore_evaluation_variables',
   'serve',
   'train',
+  'verify',
 ]
 
 _MODULES = {

@@ -25,6 +25,8 @@ from spmd_tasks.verification import (
   summary,
 )
 
+DEFAULT_NUM_DEVICES = 8
+
 Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Job, Mapping[str, Any]]]
 
 
@@ -35,7 +37,7 @@ def verify(
   num_devices: int,
   claims: Sequence[str] | None = None,
   num_cases: int = 0,
-  print_line: Callable[[str], None] = print,
+  directory: str | None = None,
 ) -> int:
   """Verifies an experiment; returns the exit code: OK, or FAILED if a claim is broken.
 
@@ -45,7 +47,7 @@ def verify(
     num_devices: how many devices there are.
     claims: the names of the claims to decide; None: all.
     num_cases: how many random meshes more.
-    print_line: prints a line.
+    directory: gets the files of child processes, in `verify/`; None: a temporary directory, removed at the end.
 
   Raises:
     UserError: the experiment cannot be built, or a claim is unknown.
@@ -56,10 +58,10 @@ def verify(
   job, values = resolve((), ())
   mesh = dict(scaled_mesh(job.experiment, num_devices))
   shrunk = shrink(job, values, mesh)
-  print_line(f'{job.name} on {num_devices} devices; ' + ('shrunk: ' + ', '.join(shrunk.lines) if shrunk.lines else 'as it is'))
-  mesh_override = f'ici_mesh_shape={",".join(map(str, mesh.values()))}'
-  before = (*shrunk.overrides, mesh_override, 'dcn_mesh_shape=None')
-  source = Source(flags=tuple(flags), resolve=lambda overrides: resolve(before, (mesh_override, 'dcn_mesh_shape=None', *overrides)))
+  changes = f'shrunk: {", ".join(shrunk.lines)}' if shrunk.lines else 'as it is, for nothing in it can be made smaller'
+  print_line(f'{job.name} on {num_devices} devices; {changes}')
+  on_mesh = (f'ici_mesh_shape={",".join(map(str, mesh.values()))}', 'dcn_mesh_shape=None')
+  source = Source(flags=tuple(flags), resolve=lambda overrides: resolve(shrunk.overrides, (*on_mesh, *overrides)))
   decided: list[tuple[Case, Verdict]] = []
   with contextlib.closing(Bench(source, num_devices=num_devices, seed=job.experiment.seed)) as bench:
     chosen = {name: CLAIMS[name] for name in CLAIMS if claims is None or name in claims}
@@ -74,6 +76,11 @@ def verify(
   print_line(f'in {time.monotonic() - started:.0f} s')
   print_line(summary(decided))
   return exit_codes.FAILED if any(verdict.status == 'BROKEN' for _, verdict in decided) else exit_codes.OK
+
+
+def print_line(line: str) -> None:
+  """Prints a line at once, also into a pipe."""
+  print(line, flush=True)
 
 
 def _decide(case: Case, bench: Bench) -> Verdict:

@@ -228,7 +228,12 @@ class Bench:
     updated = expected.runner.updated_from(before, result)
     changes = _changes(before, own)
     wrong, of_update, noise = compare(
-      updated, result.updated, update_spreads, 2.0**-23, step + 1, scale=lambda name: changes.get(name, largest(own[name]))
+      updated,
+      result.updated,
+      update_spreads,
+      2.0**-23,
+      step + 1,
+      scale=lambda name: changes.get(name, largest(own[name])),
     )
     for name in noise:
       notes.add('leaves', name)
@@ -247,9 +252,7 @@ def _compare_curves(runner: Runner, expected: Trajectory, notes: '_Notes') -> Di
   for step, (result, (loss, noise)) in enumerate(zip(results, expected.curve), 1):
     if result.nonzero_padding:
       leaf = result.nonzero_padding[0]
-      return Difference(
-        step=step, leaf=f'padding of {leaf}', difference=float('inf'), allowed=0.0, is_of_curve=True
-      )
+      return Difference(step=step, leaf=f'padding of {leaf}', difference=float('inf'), allowed=0.0, is_of_curve=True)
     if not np.isfinite(loss) or 16 * noise > _MAX_CURVE_NOISE * abs(loss):
       notes.add('the curve of losses from step', str(step))
       return None

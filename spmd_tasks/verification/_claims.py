@@ -6,12 +6,11 @@ import itertools
 
 import numpy as np
 
-
+from spmd_tasks.errors import UserError
 from spmd_tasks.verification._bench import Bench
 from spmd_tasks.verification._cases import Agree, Case, NotApplicable
 from spmd_tasks.verification._layouts import Mesh, draw_meshes, num_devices, scaled_mesh
 from spmd_tasks.verification._settings import Setting, build_job
-from spmd_tasks.errors import UserError
 
 ONE_DEVICE = Setting()
 _MAX_TRIES = 40

@@ -214,9 +214,7 @@ class Runner:
 
     def update(gradients, loss, state):
       with sharding_scope(model.mesh, model.axis_rules):
-        return model.task.learner.update(
-          gradients, loss, state.step, state.learner, state.weights, model.weight_specs
-        )
+        return model.task.learner.update(gradients, loss, state.step, state.learner, state.weights, model.weight_specs)
 
     return jax.jit(update)
 
