@@ -116,9 +116,8 @@ def check_flags_of_mode(args: argparse.Namespace) -> None:
     )
   if args.mode != 'verify' and (args.claims is not None or args.cases is not None):
     raise UserError('--claims and --cases are for --mode verify: leave them out.')
-  if args.mode in ('train', 'eval', 'serve', 'verify') and (
-    args.decode_input is not None or args.decode_output is not None
-  ):
+  decodes = args.mode in ('decode', 'decode_once')
+  if not decodes and (args.decode_input is not None or args.decode_output is not None):
     raise UserError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')
   if args.decode_output is not None and (args.mode == 'decode' or args.decode_input is None):
     raise UserError(

@@ -5,11 +5,11 @@
     code = train.train(job, job_log_dir, emergency=EmergencyExit(), clock=StartupClock(), config_json='{}')
 
 `train`, `eval`, `decode`, `serve` and `verify` are modules. Each has one function that takes a built experiment (`Job`;
-`verify`: how to build it), runs it to its end and returns an exit code. Read `train.py` first, from top to bottom: it restores or initialises a state,
-iterates over the outcomes of steps, and logs, saves and evaluates in the body of that loop. Then read
-`training_loop.py` (why the host launches a step before it knows how the last one ended), `eval.py` (Evaluator),
-`restore.py` (what a program starts from), `job_directory.py` (one running job a directory), `goodput.py`, `timing.py`
-and `progress.py` (what a job reports).
+`verify`: how to build it), runs it to its end and returns an exit code. Read `train.py` first, from top to bottom: it
+restores or initialises a state, iterates over the outcomes of steps, and logs, saves and evaluates in the body of that
+loop. Then read `training_loop.py` (why the host launches a step before it knows how the last one ended), `eval.py`
+(Evaluator), `restore.py` (what a program starts from), `job_directory.py` (one running job a directory), `goodput.py`,
+`timing.py` and `progress.py` (what a job reports).
 
 The other names below are imported when they are first used, so that a mode imports no more than it runs.
 """

@@ -1,7 +1,7 @@
 """The batches that are compared: the experiment's own, then ragged ones, so that a wrong mean cannot hide.
 
 Equal numbers of tokens in all rows would make the mean of the shards' means the mean of the batch. So every batch but
-the first has rows of different lengths: weights of 0 at the end, and for some rows segment ids of 0 too, as padding has.
+the first has rows of different lengths: weights of 0 at the end, and in some rows segment ids of 0 too, as in padding.
 
 Shapes: B batch rows, T sequence.
 """

@@ -227,14 +227,7 @@ class Bench:
     before, own = expected.state(step), expected.own_update(step)
     updated = expected.runner.updated_from(before, result)
     changes = _changes(before, own)
-    wrong, of_update, noise = compare(
-      updated,
-      result.updated,
-      update_spreads,
-      2.0**-23,
-      step + 1,
-      scale=lambda name: changes.get(name, largest(own[name])),
-    )
+    wrong, of_update, noise = compare(updated, result.updated, update_spreads, 2.0**-23, step + 1, changes)
     for name in noise:
       notes.add('leaves', name)
     return (wrong[0] if wrong else None), every + of_update

@@ -11,7 +11,7 @@ Noise is no excuse for everything: a leaf whose allowance exceeds MAX_SHARE of i
 step, and is reported as such. A jump is recognised by moving the weights a little further, in more directions.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 import dataclasses
 from typing import Any
 
@@ -88,7 +88,7 @@ def compare(
   spreads: dict[str, float],
   epsilon: float,
   step: int,
-  scale: Callable[[str], float] | None = None,
+  scales: Mapping[str, float] | None = None,
 ) -> tuple[list[Difference], list[Difference], list[str]]:
   """Compares all leaves of a step.
 
@@ -97,7 +97,7 @@ def compare(
     spreads: by name, see `spread`.
     epsilon: the rounding unit of the computation.
     step: counted from 1.
-    scale: name -> the size that roundings are relative to; None: the leaf's largest entry.
+    scales: name -> the size that roundings are relative to; of other leaves it is the largest entry.
 
   Returns:
     (leaves that differ by more than is allowed, largest first; all leaves; names of leaves that are only noise).
@@ -116,7 +116,7 @@ def compare(
     if noisy > max(MAX_SHARE * sizes[name], _MAX_SHARE_OF_LARGEST * largest_of[name.partition('/')[0]]):
       noise.append(name)
       continue
-    rounding = sizes[name] if scale is None else scale(name)
+    rounding = (scales or {}).get(name, sizes[name])
     allowed = noisy + ROUNDINGS * epsilon * rounding
     every.append(Difference(step=step, leaf=name, difference=distance(value, other[name]), allowed=allowed))
   wrong = [each for each in every if each.difference > each.allowed]

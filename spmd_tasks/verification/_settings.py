@@ -137,7 +137,8 @@ class Runner:
   def __init__(self, source: Source, setting: Setting):
     self.setting = setting
     self.job = build_job(source, setting)
-    task = dataclasses.replace(self.job.task, learner=_GradientRecorder(self.job.task.learner))
+    recorder: Any = _GradientRecorder(self.job.task.learner)
+    task = dataclasses.replace(self.job.task, learner=recorder)
     mesh = self.job.experiment.mesh_spec().build(jax.devices()[: setting.num_devices])
     self.model: PartitionedModel = partition_job(dataclasses.replace(self.job, task=task), mesh)
 

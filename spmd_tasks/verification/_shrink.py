@@ -49,7 +49,7 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> Shru
     values: the value of every field by its path.
     mesh: the axis sizes on which it will be verified.
   """
-  own = {name: value for name, value in values.items() if '.' not in name and isinstance(value, int | float | str)}
+  own: dict[str, Any] = {name: value for name, value in values.items() if '.' not in name}
   new: dict[str, Any] = {}
 
   def at(name: str, default: int = 1) -> int:
@@ -73,7 +73,7 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> Shru
     new['model_dims'] = max(at('model_dims') // heads, 8) // 2 * 2 * heads
     if own.get('num_kv_heads'):
       new['num_kv_heads'] = max(heads * own['num_kv_heads'] // own['num_heads'], 1)
-  if own.get('vocab_size', 0) > _TINY['vocab_size'] and isinstance(own['vocab_size'], int):
+  if isinstance(own.get('vocab_size'), int) and own['vocab_size'] > _TINY['vocab_size']:
     new['vocab_size'] = max(job.tokenizer.vocab_size if job.tokenizer else 0, 64)
   if own.get('dtype', 'float32') != 'float32':
     new['dtype'] = 'float32'
