@@ -37,8 +37,10 @@ def parse_json(data: bytes) -> dict[str, Any]:
   """
   # Not pydantic's parser, which refuses half of a surrogate pair without naming its field.
   try:
-    body = json.loads(data.decode('utf-8'), parse_constant=_refuse_constant)
-  except (ValueError, RecursionError) as error:
+    body = json.loads(data.decode('utf-8'), parse_constant=_refuse_constant, object_pairs_hook=_refuse_repetition)
+  except RecursionError:
+    raise RequestError('the body is nested too deeply.', code='invalid_json') from None
+  except ValueError as error:
     raise RequestError(f'the body is not JSON in UTF-8: {error}', code='invalid_json') from None
   if not isinstance(body, dict):
     raise RequestError(f'the body must be a JSON object, not {_kind(body)}.', code='invalid_json')
@@ -47,6 +49,16 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
   raise ValueError(f'{name} is not JSON')
+
+
+def _refuse_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Makes an object; with a name twice, a proxy that checks requests may have read another value than this server."""
+  fields = dict(pairs)
+  if len(fields) < len(pairs):
+    seen: set[str] = set()
+    name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    raise ValueError(f'an object has {name[:100]!r} twice')
+  return fields
 
 
 # --- models ---
@@ -131,7 +143,7 @@ class StreamOptions(_Body):
 class _GenerationBody(_Body):
   """The fields of both generating routes; None stands for the default in the experiment's `task.decode`."""
 
-  model: str
+  model: str | None = None
   n: Annotated[int, Field(ge=1, le=_INT32)] = 1
   temperature: Annotated[float, Field(ge=0, le=100)] | None = None
   top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -193,7 +205,7 @@ class Message(_Body):
   role: Literal['system', 'developer', 'user', 'assistant']
   content: Annotated[
     list[Annotated[_TextPart, BeforeValidator(_check_part)]], FailFast(), BeforeValidator(_split_content)
-  ]
+  ] = []
   name: Any = None
   refusal: Any = None
   tool_calls: Annotated[Any, _must_be([])] = []

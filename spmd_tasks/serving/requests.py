@@ -27,7 +27,7 @@ class ServedModel:
   """The model that requests are checked against.
 
   Fields:
-    name: the name that requests must give.
+    name: the name that requests give, if any.
     created: when the weights were loaded, in seconds since 1970.
     step: the training step of the weights.
     tokenizer, chat_template: those of the experiment.
@@ -121,7 +121,7 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
   if not ids:
     raise RequestError('messages render as no tokens: give one some content.', param='messages')
   _check_num_logprobs('top_logprobs', body.top_logprobs, model)
-  if body.top_logprobs is not None and not body.logprobs:
+  if body.top_logprobs and not body.logprobs:
     raise RequestError('top_logprobs needs logprobs to be true.', param='top_logprobs')
   max_tokens = body.max_completion_tokens or body.max_tokens
   if max_tokens is None:
@@ -132,9 +132,7 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
 
 
 def _check_name(fields: dict[str, Any], model: ServedModel) -> None:
-  name = fields.get('model')
-  if name is None:
-    raise RequestError(f'model is missing: give {model.name!r}.', param='model')
+  name = fields.get('model')  # may be left out
   if isinstance(name, str) and name != model.name:
     raise RequestError(
       f'model {name[:100]!r} is not served here; {model.name!r} is.', status=404, param='model', code='model_not_found'

@@ -59,7 +59,12 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
   return Starlette(
     routes=table,
     middleware=[Middleware(Guard, service=service, routes=frozenset(route.path for route in table))],
-    exception_handlers={RequestError: _request_error, HTTPException: _http_error, Exception: _bug},
+    exception_handlers={
+      RequestError: _request_error,
+      HTTPException: _http_error,
+      ClientDisconnect: _client_left,
+      Exception: _bug,
+    },
   )
 
 
@@ -190,7 +195,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
   return response
 
 
+async def _client_left(request: Request, error: Exception) -> Response:
+  return Response(status_code=499)  # for the metrics: nobody reads it
+
+
 async def _bug(request: Request, error: Exception) -> Response:
-  if not isinstance(error, ClientDisconnect):
-    logging.error('a request failed', exc_info=error)
+  logging.error('a request failed', exc_info=error)
   return error_response(RequestError('the server failed to handle this request.', status=500, code='internal_error'))

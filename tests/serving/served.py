@@ -85,9 +85,9 @@ def events(response):
 
 
 def metric(client, name) -> float:
-  """The value of a metric without labels; `name` is without its prefix."""
+  """The value of a metric; `name` is without its prefix, but with its labels. 0 if it has not been counted."""
   lines = client.get('/metrics').text.splitlines()
-  return next(float(line.split()[-1]) for line in lines if line.startswith(f'spmd_tasks_{name} '))
+  return next((float(line.split()[-1]) for line in lines if line.startswith(f'spmd_tasks_{name} ')), 0.0)
 
 
 def wait_for(condition, limit_s=10.0):

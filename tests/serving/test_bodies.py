@@ -1,5 +1,7 @@
 """Bodies, requests, settings and metrics without a server: sentences about wrong fields, costs of hostile bodies."""
 
+import contextlib
+import json
 import time
 
 import pytest
@@ -128,10 +130,35 @@ def test_a_body_with_many_mistakes_is_refused_at_the_first(fields):
 
 
 def test_json_that_is_no_object_is_refused():
-  for data in (b'', b'{', b'[1]', b'\xff', b'{"a": NaN}', b'[' * 100_000, b'{"a": ' + b'9' * 5000 + b'}'):
+  for data in (b'', b'{', b'[1]', b'\xff', b'{"a": NaN}', b'\xef\xbb\xbf{}', b'{"a": ' + b'9' * 5000 + b'}'):
     with pytest.raises(RequestError) as raised:
       parse_json(data)
     assert raised.value.code == 'invalid_json'
+
+
+@pytest.mark.parametrize(
+  'data', [b'[' * 100_000, b'{"a":' * 100_000, b'{"metadata": ' + b'[' * 5000 + b']' * 5000 + b'}']
+)
+def test_json_that_is_nested_too_deeply_is_refused_in_one_sentence(data):
+  with pytest.raises(RequestError, match=r'^the body is nested too deeply\.$'):
+    parse_json(data)
+
+
+@pytest.mark.parametrize('data', [b'{"n": 1, "n": 1}', b'{"a": [{"n": 1, "b": 2, "n": 3}]}'])
+def test_a_name_that_is_given_twice_is_refused(data):
+  with pytest.raises(RequestError, match="an object has 'n' twice"):
+    parse_json(data)
+
+
+@pytest.mark.parametrize('field', sorted({*CompletionBody.model_fields, *ChatBody.model_fields}))
+def test_what_is_nested_deep_or_large_in_a_field_is_taken_or_named(field):
+  """To the depth that JSON is parsed to, and numbers of as many digits as are read."""
+  for value in ('[' * 900 + ']' * 900, '{"a":' * 900 + '1' + '}' * 900, '9' * 4000, '1e999', '-1e-4000'):
+    for body_class, fields in ((CompletionBody, GOOD), (ChatBody, CHAT)):
+      data = json.dumps({name: value for name, value in fields.items() if name != field})
+      parsed = parse_json(f'{data[:-1]}, "{field}": {value}}}'.encode())
+      with contextlib.suppress(RequestError):
+        validate(body_class, parsed)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,6 @@ def has_no_delay(name, peer) -> bool:
 # --- what a client can get wrong ---
 
 BAD = [
-  (COMPLETIONS, {'model': None}, 400, 'model'),
   (COMPLETIONS, {'model': 3}, 400, 'model'),
   (COMPLETIONS, {'model': 'gpt-4'}, 404, 'model'),
   (COMPLETIONS, {'prompt': None}, 400, 'prompt'),
@@ -199,6 +198,7 @@ def test_what_is_wrong_is_named(client, path, change, status, param):
     (b'\xff\xfe', {}, 400),
     (b'{"model": NaN}', {}, 400),
     (b'[' * 100_000, {}, 400),
+    (b'{"n": 1, "n": 16}', {}, 400),
     (b'{"max_tokens": ' + b'9' * 5000 + b'}', {}, 400),
     (b'{}', {'content-type': 'text/plain'}, 415),
     (b'x' * 2_000_001, {}, 413),

@@ -32,6 +32,13 @@ def test_the_template_sees_the_messages_and_the_tokenizer_puts_bos_before_its_te
   assert request.stop == ('[',)
 
 
+@pytest.mark.parametrize('left_out', [{}, {'model': None}])
+def test_a_request_may_leave_out_all_but_its_prompt_or_messages(left_out):
+  assert completion_request({'prompt': 'abc'} | left_out, MODEL, SETTINGS).requests[0].ids
+  messages = [{'role': 'user', 'content': 'hi'}, {'role': 'assistant'}, {'role': 'user', 'content': None}]
+  assert chat_request({'messages': messages, 'top_logprobs': 0} | left_out, MODEL, SETTINGS).requests[0].ids
+
+
 def test_messages_that_the_template_refuses_are_the_clients_error():
   template = ChatTemplate(template="{{ raise_exception('the first message must be of the system') }}")
   with pytest.raises(RequestError, match='refuses the messages: the first message must be') as caught:
