@@ -4,6 +4,11 @@ import os
 import subprocess
 import sys
 
+import jax
+import pytest
+
+from spmd_tasks.distributed import use_fake_devices
+
 # Two collectives that do not wait for one another, one of them in a loop: with a thread per device this stands still
 # within some steps.
 PROGRAM = """
@@ -36,3 +41,10 @@ def test_a_device_may_be_in_two_collectives_at_once():
   )
   assert done.returncode == 0, done.stderr[-2000:]
   assert done.stdout.split() == ['8', '2.0']
+
+
+@pytest.mark.parametrize('given', ['', '--xla_cpu_enable_concurrency_optimized_scheduler=true'])
+def test_collectives_are_scheduled_as_data_flows_unless_the_flags_say_otherwise(given, monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', given)
+  use_fake_devices(jax.device_count())
+  assert os.environ['XLA_FLAGS'] == (given or '--xla_cpu_enable_concurrency_optimized_scheduler=false')
