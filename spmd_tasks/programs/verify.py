@@ -6,6 +6,8 @@ it is decided; the table and one line of JSON come last.
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+from pathlib import Path
+import tempfile
 import time
 from typing import Any
 
@@ -61,12 +63,24 @@ def verify(
   changes = f'shrunk: {", ".join(shrunk.lines)}' if shrunk.lines else 'as it is, for nothing in it can be made smaller'
   print_line(f'{job.name} on {num_devices} devices; {changes}')
   on_mesh = (f'ici_mesh_shape={",".join(map(str, mesh.values()))}', 'dcn_mesh_shape=None')
-  source = Source(flags=tuple(flags), resolve=lambda overrides: resolve(shrunk.overrides, (*on_mesh, *overrides)))
+  source = Source(
+    flags=tuple(flags),
+    resolve=lambda overrides: resolve(shrunk.overrides, (*on_mesh, *overrides)),
+    shrinking=shrunk.overrides,
+  )
   decided: list[tuple[Case, Verdict]] = []
-  with contextlib.closing(Bench(source, num_devices=num_devices, seed=job.experiment.seed)) as bench:
+  with contextlib.ExitStack() as stack:
+    if directory is None:
+      place = stack.enter_context(tempfile.TemporaryDirectory(prefix='spmd_tasks_verify_'))
+    else:
+      place = str(Path(directory).absolute() / 'verify')
+    bench = Bench(source, num_devices=num_devices, directory=place, seed=job.experiment.seed)
+    stack.callback(bench.close)
     chosen = {name: CLAIMS[name] for name in CLAIMS if claims is None or name in claims}
     cases = [case for claim in chosen.values() for case in claim.cases(bench, num_cases)]
     bench.prepare(setting for case in cases for setting in case.settings)
+    for case in cases:
+      case.begin(bench)
     for case in cases:
       verdict = _decide(case, bench)
       decided.append((case, verdict))

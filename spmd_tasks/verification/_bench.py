@@ -21,6 +21,7 @@ import numpy as np
 
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.verification._batches import Batch, draw_batches
+from spmd_tasks.verification._layouts import Mesh, scaled_mesh
 from spmd_tasks.verification._noise import Difference, compare, distance, largest, perturb, spread
 from spmd_tasks.verification._settings import Leaves, Runner, Setting, Source, StepResult, leaves_of
 
@@ -117,12 +118,27 @@ class Trajectory:
 class Bench:
   """An experiment on this process's devices, in any setting."""
 
-  def __init__(self, source: Source, *, num_devices: int, num_steps: int = 4, seed: int = 0):
-    self.source, self.num_devices, self.num_steps, self.seed = source, num_devices, num_steps, seed
+  def __init__(self, source: Source, *, num_devices: int, directory: str, num_steps: int = 4, seed: int = 0):
+    """Makes a bench; nothing is compiled yet.
+
+    Args:
+      source: the experiment.
+      num_devices: how many devices may be used.
+      directory: gets the files of child processes.
+      num_steps: how many steps are compared.
+      seed: of everything that is drawn.
+    """
+    self.source, self.num_devices, self.directory = source, num_devices, directory
+    self.num_steps, self.seed = num_steps, seed
     self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix='compile')
     self._runners: dict[Setting, concurrent.futures.Future[Runner]] = {}
     self._trajectories: dict[Setting, Trajectory] = {}
     self._lock = threading.Lock()
+
+  @functools.cached_property
+  def own_mesh(self) -> Mesh:
+    """The experiment's mesh, scaled to the devices."""
+    return scaled_mesh(self.source.base.experiment, self.num_devices)
 
   def prepare(self, settings: Iterable[Setting]) -> None:
     """Begins to compile these settings on other threads; `runner` waits for them."""
@@ -193,7 +209,7 @@ class Bench:
         notes.add('steps', f'{step + 1} (the loss is not finite)')
         break
       result = runner.step(expected.state(step), expected.batches[step])
-      wrong, every = self._compare_step(expected, step, result, ignored, notes)
+      wrong, every = self.compare_step(expected, step, result, ignored, notes)
       if wrong is not None:
         return Agreement(first=wrong, closest=wrong, num_steps=step + 1, notes=notes.lines())
       if every:
@@ -205,10 +221,16 @@ class Bench:
         return Agreement(first=wrong, closest=wrong, num_steps=num_compared, notes=notes.lines())
     return Agreement(first=None, closest=closest, num_steps=num_compared, notes=notes.lines())
 
-  def _compare_step(
-    self, expected: Trajectory, step: int, result: StepResult, ignored: Sequence[str], notes: '_Notes'
+  def compare_step(
+    self,
+    expected: Trajectory,
+    step: int,
+    result: StepResult,
+    ignored: Sequence[str] = (),
+    notes: '_Notes | None' = None,
   ) -> tuple[Difference | None, list[Difference]]:
     """Returns the worst difference that is too large, and all differences; none if the step jumps by itself."""
+    notes = notes or _Notes()
     if result.nonzero_padding:
       leaf = result.nonzero_padding[0]
       return Difference(step=step + 1, leaf=f'padding of {leaf}', difference=float('inf'), allowed=0.0), []
@@ -234,9 +256,9 @@ class Bench:
 
 
 def _changes(before: TrainState, after: Leaves) -> dict[str, float]:
-  """Returns by how much a step changes each weight at most, and two roundings of the weight itself."""
+  """Returns by how much a step changes each weight at most, and four roundings of the weight itself."""
   weights = leaves_of({'weights': before.weights})
-  return {name: distance(after[name], value) + largest(value) / 32 for name, value in weights.items()}
+  return {name: distance(after[name], value) + largest(value) / 16 for name, value in weights.items()}
 
 
 def _compare_curves(runner: Runner, expected: Trajectory, notes: '_Notes') -> Difference | None:

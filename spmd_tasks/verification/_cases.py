@@ -7,6 +7,7 @@ A broken agreement is repeated on smaller and smaller meshes, axis by axis, as l
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import shlex
 from typing import Any, Literal, Protocol
 
 from spmd_tasks.errors import UserError
@@ -50,6 +51,10 @@ class Case(Protocol):
   def subject(self) -> str: ...
   @property
   def settings(self) -> Sequence[Setting]: ...
+  def begin(self, bench: Bench) -> None:
+    """Starts what takes long and runs beside the other cases."""
+    ...
+
   def decide(self, bench: Bench) -> Verdict:
     """Decides the case.
 
@@ -59,8 +64,13 @@ class Case(Protocol):
     ...
 
 
+class _NothingToBegin:
+  def begin(self, bench: Bench) -> None:
+    del bench
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NotApplicable:
+class NotApplicable(_NothingToBegin):
   """A case that this experiment cannot have."""
 
   claim: str
@@ -73,7 +83,7 @@ class NotApplicable:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(_NothingToBegin):
   """A case that is decided by a function, which is called with the bench."""
 
   claim: str
@@ -86,7 +96,7 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Agree:
+class Agree(_NothingToBegin):
   """A setting whose steps are those of a reference.
 
   Attributes:
@@ -181,10 +191,9 @@ def broken(
 
 def reproduce(bench: Bench, claim: str, setting: Setting) -> str:
   """Returns the command that checks one claim in one setting."""
-  shape = ','.join(str(dict(setting.mesh).get(name, 1)) for name in bench.source.base.experiment.mesh_axis_names)
-  own = [f'--set {override}' for override in setting.overrides]
-  flags = ' '.join([*bench.source.flags, *own])
-  return (
-    f'spmd-tasks {flags} --mode verify --claims {claim} --ici_mesh_shape {shape} '
-    f'--num_fake_devices {setting.num_devices}'
-  )
+  experiment = bench.source.base.experiment
+  command = f'spmd-tasks {shlex.join(bench.source.flags)} --mode verify --claims {claim}'
+  if set(dict(setting.mesh)) - set(experiment.mesh_axis_names):  # the axis of a stack that was made a pipeline
+    return f'{command} --num_fake_devices {bench.num_devices} --seed {bench.seed}'
+  shape = ','.join(str(dict(setting.mesh).get(name, 1)) for name in experiment.mesh_axis_names)
+  return f'{command} --ici_mesh_shape {shape} --num_fake_devices {setting.num_devices}'

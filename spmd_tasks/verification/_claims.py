@@ -1,68 +1,31 @@
-"""The claims: for each its name, what it says, and the cases of an experiment."""
+"""The claims: for each its name, what it says, and the cases that an experiment has."""
 
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
-import itertools
 
-import numpy as np
-
-from spmd_tasks.errors import UserError
 from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Agree, Case, NotApplicable
-from spmd_tasks.verification._layouts import Mesh, draw_meshes, num_devices, scaled_mesh
-from spmd_tasks.verification._settings import Setting, build_job
-
-ONE_DEVICE = Setting()
-_MAX_TRIES = 40
+from spmd_tasks.verification._cases import Case
+from spmd_tasks.verification._mesh_claims import mesh_cases
+from spmd_tasks.verification._restart_claim import restart_cases
+from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases
+from spmd_tasks.verification._stack_claims import microbatch_cases, pipeline_cases, remat_cases, scan_cases
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-  """One sentence about numbers, and a function that yields its cases."""
+  """A sentence about numbers, and a function (bench, how many random cases more) that yields its cases."""
 
   sentence: str
   cases: Callable[[Bench, int], Iterator[Case]]
 
 
-def mesh_cases(bench: Bench, num_more: int) -> Iterator[Case]:
-  """Yields the experiment's own mesh, two others of all devices, an uneven one, and `num_more` drawn ones."""
-  own = scaled_mesh(bench.source.base.experiment, bench.num_devices)
-  names = [name for name, _ in own]
-  if num_devices(own) == 1:
-    yield NotApplicable(claim='mesh', subject="the experiment's mesh", reason='it is one device')
-  else:
-    yield agreement(bench, 'mesh', own)
-  rng = np.random.default_rng((bench.seed, 10))
-  all_devices = draw_meshes(names, [bench.num_devices], rng)
-  uneven = draw_meshes(names, [n for n in (3, 6, 5, 7) if n <= bench.num_devices] or [bench.num_devices], rng)
-  any_size = draw_meshes(names, rng.permutation(range(2, max(bench.num_devices, 2) + 1)).tolist(), rng)
-  seen = {own}
-  for meshes, wanted in ((all_devices, 2), (uneven, 1), (any_size, num_more)):
-    for mesh in itertools.islice(meshes, _MAX_TRIES + 4 * wanted):
-      if not wanted:
-        break
-      if mesh in seen or num_devices(mesh) == 1:
-        continue
-      seen.add(mesh)
-      if refusal(bench, Setting(mesh=mesh)) is None:
-        wanted -= 1
-        yield agreement(bench, 'mesh', mesh)
-
-
-def agreement(bench: Bench, claim: str, mesh: Mesh) -> Case:
-  """Returns the case that a mesh gives the numbers of one device."""
-  return Agree(claim=claim, setting=Setting(mesh=mesh), reference=ONE_DEVICE)
-
-
-def refusal(bench: Bench, setting: Setting) -> str | None:
-  """Returns why the experiment refuses a setting, as far as shapes tell; None if it takes it."""
-  try:
-    build_job(bench.source, setting)
-  except UserError as error:
-    return str(error)
-  return None
-
-
 CLAIMS: Mapping[str, Claim] = {
   'mesh': Claim(sentence='every mesh gives the numbers of one device, padded or not', cases=mesh_cases),
+  'pipeline': Claim(sentence='a pipeline of any schedule gives those of layers in sequence', cases=pipeline_cases),
+  'microbatches': Claim(sentence='microbatches of the learner give those of the full batch', cases=microbatch_cases),
+  'remat': Claim(sentence='rematerialisation changes no number', cases=remat_cases),
+  'scan': Claim(sentence='layers in a loop and unrolled give the same', cases=scan_cases),
+  'eval': Claim(sentence='evaluation gives the same on every mesh', cases=eval_cases),
+  'checkpoint': Claim(sentence='saved, restored on another mesh and trained on: the same', cases=checkpoint_cases),
+  'restart': Claim(sentence='killed and started again: every bit of an undisturbed run', cases=restart_cases),
 }

@@ -28,12 +28,14 @@ class Source:
   """An experiment that can be built with any overrides.
 
   Attributes:
-    flags: the flags that name it, such as ('--exp', 'lm.UnevenTiny'), also for a child process.
+    flags: the two that name it, such as '--exp', 'lm.UnevenTiny', and then the user's own overrides, for commands.
     resolve: `path=value` overrides -> (the built job, the value of every field by its path, as config.json has it).
+    shrinking: `path=value` of what is verified in its place, which come before the user's own.
   """
 
   flags: tuple[str, ...]
   resolve: Callable[[Sequence[str]], tuple[Job, Mapping[str, Any]]]
+  shrinking: tuple[str, ...] = ()
 
   @functools.cached_property
   def base(self) -> Job:
@@ -53,12 +55,12 @@ class Setting:
   Attributes:
     mesh: (axis, size) pairs in the order of the mesh; axes of size 1 may be left out.
     overrides: `path=value`, on top of the shrunk experiment.
-    change: changes the built job in a way that no override can; None: it stays.
+    change: changes the built job in a way that no override can, given the axes that its mesh lacks; None: it stays.
   """
 
   mesh: tuple[tuple[str, int], ...] = ()
   overrides: tuple[str, ...] = ()
-  change: Callable[[Job], Job] | None = None
+  change: Callable[[Job, Mapping[str, int]], Job] | None = None
 
   @property
   def num_devices(self) -> int:
@@ -78,7 +80,7 @@ def build_job(source: Source, setting: Setting) -> Job:
   shape = ','.join(str(sizes.pop(name, 1)) for name in names)
   job, _ = source.resolve((*setting.overrides, f'ici_mesh_shape={shape}', 'dcn_mesh_shape=None'))
   if setting.change is not None:
-    job = setting.change(job)
+    job = setting.change(job, sizes)
   if unknown := [axis for axis, size in sizes.items() if size > 1 and axis not in job.experiment.mesh_axis_names]:
     raise UserError(f'the mesh has no axis {unknown[0]!r}: its axes are {", ".join(job.experiment.mesh_axis_names)}.')
   return job
@@ -119,7 +121,7 @@ class StepResult:
   """What one train step made.
 
   Attributes:
-    forward: the task's metrics and the gradients, by name.
+    forward: the task's metrics, the gradients and the variables beside the weights, by name.
     state: the whole new state, canonical.
     updated: the learner's metrics, new weights, optimizer state and averages, by name.
     nonzero_padding: names of leaves whose padding is not zero after the step.
@@ -144,7 +146,7 @@ class Runner:
 
   def init(self) -> TrainState:
     """Returns the canonical state at step 0, in numpy."""
-    return self._to_numpy(self.model.init(self.job.experiment.seed))[0]
+    return self.to_numpy(self.model.init(self.job.experiment.seed))[0]
 
   def place(self, canonical: TrainState) -> TrainState:
     """Returns the live state with the numbers of a canonical one, made on the host without a compiled program."""
@@ -169,14 +171,18 @@ class Runner:
       results.append(result)
     return results
 
+  def step_from(self, live: TrainState, batch: Mapping[str, np.ndarray]) -> StepResult:
+    """Takes one step from a live state, which is used up."""
+    return self._step(live, batch)[1]
+
   def _step(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> tuple[TrainState, StepResult]:
     state, metrics = self.model.train_step(state, self.model.train_step.place(batch))
-    canonical, nonzero_padding = self._to_numpy(state)
+    canonical, nonzero_padding = self.to_numpy(state)
     metrics = {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
     return state, split_result(metrics, canonical, nonzero_padding)
 
-  def _to_numpy(self, state: TrainState) -> tuple[TrainState, tuple[str, ...]]:
-    """Returns the canonical state in numpy, and the names of leaves whose padding is not zero."""
+  def to_numpy(self, state: TrainState) -> tuple[TrainState, tuple[str, ...]]:
+    """Returns a live state in canonical shapes, and the names of leaves whose padding is not zero."""
     nonzero = []
 
     def unpad(path, x, true, canonical):
@@ -238,7 +244,7 @@ def split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str,
   forward = {name: value for name, value in metrics.items() if name not in _OF_LEARNER}
   updated = {name: value for name, value in metrics.items() if name in _OF_LEARNER}
   return StepResult(
-    forward=forward | leaves_of({'gradients': gradients}),
+    forward=forward | leaves_of({'gradients': gradients, 'non_trainable': state.non_trainable}),
     state=state,
     updated=updated | leaves_of({'weights': state.weights, 'learner': learner}),
     nonzero_padding=nonzero_padding,

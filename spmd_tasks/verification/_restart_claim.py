@@ -1,0 +1,188 @@
+"""The claim that a killed job, started again, computes what an undisturbed one does; with the real binary.
+
+Three processes train the shrunk experiment on its mesh: one is killed (SIGKILL) once it has a checkpoint, one continues
+its directory, one is never disturbed. Metrics of every step and every bit of the last checkpoint must be the same.
+"""
+
+from collections.abc import Iterator
+import concurrent.futures
+import os
+from pathlib import Path
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.runtime import read_jsonl
+from spmd_tasks.verification._bench import Bench
+from spmd_tasks.verification._cases import Case, Verdict, broken
+from spmd_tasks.verification._noise import Difference, distance
+from spmd_tasks.verification._settings import Setting, build_job, leaves_of
+
+_NUM_STEPS, _SAVE_EVERY = 12, 2
+_LIMIT_S = 600.0
+_JOB = {
+  'num_train_steps': _NUM_STEPS,
+  'checkpoint_every_steps': _SAVE_EVERY,
+  'checkpoint_max_to_keep': _NUM_STEPS,
+  'log_every_steps': 1,
+  'eval_every_steps': None,
+  'profile_steps': None,
+  'tensorboard': False,
+}
+
+
+class RestartCase:
+  """The case; its processes start with `begin` and run beside everything else."""
+
+  claim = 'restart'
+
+  def __init__(self, bench: Bench):
+    self.setting = Setting(mesh=bench.own_mesh)
+    self.subject = f'killed and started again, {self.setting}'
+    self.settings: tuple[Setting, ...] = ()
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='restart')
+    self._outcome: concurrent.futures.Future[Verdict] | None = None
+
+  def begin(self, bench: Bench) -> None:
+    """Starts the processes."""
+    self._outcome = self._thread.submit(self._run, bench)
+    self._thread.shutdown(wait=False)
+
+  def decide(self, bench: Bench) -> Verdict:
+    if self._outcome is None:
+      self.begin(bench)
+    assert self._outcome is not None
+    return self._outcome.result()
+
+  def _run(self, bench: Bench) -> Verdict:
+    killed, whole = Path(bench.directory) / 'killed', Path(bench.directory) / 'undisturbed'
+    processes = _Processes(bench, self.setting.num_devices)
+    try:
+      step = processes.kill_after_checkpoint(killed)
+      failed = processes.finish(processes.start(killed), processes.start(whole))
+    finally:
+      processes.close()
+    if failed:
+      return broken(bench, self.claim, self.setting, _difference(0, failed, float('inf')))
+    wrong = _first_difference(bench, self.setting, killed, whole)
+    if wrong is not None:
+      return broken(bench, self.claim, self.setting, wrong)
+    return Verdict(
+      status='held', detail=f'killed after step {step} of {_NUM_STEPS}; metrics and the last checkpoint, bit for bit'
+    )
+
+
+def restart_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+  """Yields the one case."""
+  del num_more
+  yield RestartCase(bench)
+
+
+class _Processes:
+  """Starts the binary on the shrunk experiment; `close` ends what still runs."""
+
+  def __init__(self, bench: Bench, num_devices: int):
+    experiment, own = bench.source.flags[:2], bench.source.flags[2:]
+    last = [f'ici_mesh_shape={",".join(str(size) for _, size in bench.own_mesh)}', 'dcn_mesh_shape=None']
+    last += [f'{name}={value}' for name, value in _JOB.items()]
+    before, after = ([f'--set={each}' for each in overrides] for overrides in (bench.source.shrinking, last))
+    self._flags = [*experiment, *before, *own, *after, '--mode', 'train', '--num_fake_devices', str(num_devices)]
+    cache = {
+      'JAX_COMPILATION_CACHE_DIR': str(Path(bench.directory) / 'compiled')
+    }  # the second process compiles nothing
+    self._env = {**cache, **os.environ, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+    self._running: list[subprocess.Popen] = []
+
+  def start(self, directory: Path) -> subprocess.Popen:
+    log = directory.with_suffix('.log')
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open('ab') as file:
+      process = subprocess.Popen(
+        [sys.executable, '-m', 'spmd_tasks.main', *self._flags, '--job_log_dir', str(directory)],
+        env=self._env,
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=file,
+      )
+    process.log = log  # type: ignore[attr-defined]
+    self._running.append(process)
+    return process
+
+  def kill_after_checkpoint(self, directory: Path) -> int:
+    """Starts a job and kills it once it has a checkpoint; returns the checkpoint's step, or that of its end."""
+    process = self.start(directory)
+    deadline = time.monotonic() + _LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+      saved = _saved_steps(directory)
+      if saved:
+        process.kill()
+        process.wait()
+        return max(_saved_steps(directory))
+      time.sleep(0.005)
+    process.kill()
+    process.wait()
+    return max(_saved_steps(directory), default=0)
+
+  def finish(self, *processes: subprocess.Popen) -> str | None:
+    """Waits for jobs to end; returns what the first that fails wrote last."""
+    for process in processes:
+      try:
+        code = process.wait(_LIMIT_S)
+      except subprocess.TimeoutExpired:
+        return f'a training job did not end within {_LIMIT_S:.0f} s'
+      if code:
+        lines = process.log.read_text(errors='replace').strip().splitlines()  # type: ignore[attr-defined]
+        return f'a training job ended with exit code {code}: {lines[-1] if lines else "it wrote nothing"}'
+    return None
+
+  def close(self) -> None:
+    for process in self._running:
+      if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _saved_steps(directory: Path) -> list[int]:
+  """Returns the steps of the checkpoints that are sealed."""
+  names = [path.name.rpartition('_')[2] for path in (directory / 'checkpoints').glob('checkpoint_*')]
+  return [int(name) for name in names if name.isdigit()]
+
+
+def _first_difference(bench: Bench, setting: Setting, killed: Path, whole: Path) -> Difference | None:
+  """Compares the metrics that a step computes, by step, then every leaf of the last checkpoints."""
+  from etils import epath
+
+  expected = bench.trajectory(Setting()).result(0)
+  names = {name for name in (*expected.forward, *expected.updated) if '/' not in name}
+  got, want = (read_jsonl(epath.Path(directory)) for directory in (killed, whole))
+  for step in range(1, _NUM_STEPS + 1):
+    if step not in got or step not in want:
+      return _difference(step, 'metrics.jsonl has no such step', float('inf'))
+    for name in sorted(names):
+      value, wanted = (np.asarray(record[step].get(name, np.nan)) for record in (got, want))
+      if not np.array_equal(value, wanted, equal_nan=True):
+        return _difference(step, name, distance(value, wanted))
+  job = build_job(bench.source, setting)
+  states = [_last_state(job, setting, directory) for directory in (killed, whole)]
+  for name, value in leaves_of(states[1]).items():
+    other = leaves_of(states[0])[name]
+    if value.tobytes() != other.tobytes():
+      return _difference(_NUM_STEPS, f'checkpoint: {name}', distance(value, other))
+  return None
+
+
+def _last_state(job: Job, setting: Setting, directory: Path) -> Any:
+  model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[: setting.num_devices]))
+  restored = Checkpointer(directory / 'checkpoints', read_only=True).restore(model.canonical_state, _NUM_STEPS)
+  assert restored is not None
+  return jax.device_get(restored.state)
+
+
+def _difference(step: int, leaf: str, size: float) -> Difference:
+  return Difference(step=step, leaf=leaf, difference=size, allowed=0.0)

@@ -1,0 +1,118 @@
+"""The claims about what is made of a trained state: evaluated, saved, restored on another mesh and trained on."""
+
+from collections.abc import Iterator, Mapping
+import tempfile
+from typing import Any
+
+from clu import metrics as clu_metrics
+import jax
+import numpy as np
+
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.verification._batches import draw_batches
+from spmd_tasks.verification._bench import Agreement, Bench
+from spmd_tasks.verification._cases import Case, Check, NotApplicable, Verdict, broken, held
+from spmd_tasks.verification._layouts import num_devices
+from spmd_tasks.verification._mesh_claims import other_mesh
+from spmd_tasks.verification._noise import Difference, compare, distance, perturb, spread
+from spmd_tasks.verification._settings import Leaves, Runner, Setting, leaves_of
+
+_SAVED_AFTER = 2  # steps
+
+
+def eval_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+  """Yields the case that an evaluation gives the same metrics on the experiment's mesh and on one device."""
+  del num_more
+  setting = Setting(mesh=bench.own_mesh if num_devices(bench.own_mesh) > 1 else other_mesh(bench))
+  if setting.num_devices == 1:
+    yield NotApplicable(claim='eval', subject='evaluation', reason='there is one device')
+    return
+  yield Check(
+    claim='eval',
+    subject=str(setting),
+    settings=(Setting(), setting),
+    check=lambda bench: _compare_evaluations(bench, setting),
+  )
+
+
+def _compare_evaluations(bench: Bench, setting: Setting) -> Verdict:
+  expected, runner = bench.trajectory(Setting()), bench.runner(setting)
+  step = bench.num_steps - 1
+  state, epsilon = expected.state(step), expected.runner.epsilon
+  rng = np.random.default_rng((bench.seed, 30))
+  moved = [state.replace(weights=perturb(state.weights, epsilon, rng)) for _ in range(3)]
+  sources = dict(expected.runner.job.eval_inputs) or {'train': expected.runner.job.train_input}
+  compared: list[Difference] = []
+  for name, source in sources.items():
+    batch = draw_batches(source, 2, bench.seed)[-1]
+    alone, *samples = _evaluate(expected.runner, [state, *moved], batch)
+    (other,) = _evaluate(runner, [state], batch)
+    wrong, every, _ = compare(alone, other, spread(alone, samples), epsilon, step)
+    if wrong:
+      first = Difference(**{**vars(wrong[0]), 'leaf': f'{name}: {wrong[0].leaf}'})
+      return broken(bench, 'eval', setting, first)
+    compared += every
+  closest = max(compared, key=lambda each: each.difference / max(each.allowed, 1e-30), default=None)
+  return held(Agreement(first=None, closest=closest, num_steps=1))
+
+
+def _evaluate(runner: Runner, states: list[Any], batch: Mapping[str, np.ndarray]) -> list[Leaves]:
+  """Evaluates one batch with each of the canonical states."""
+  spec = {name: jax.ShapeDtypeStruct(values.shape, values.dtype) for name, values in batch.items()}
+  eval_step = runner.model.eval_step(spec)
+  results = []
+  for state in states:
+    averages = jax.device_get(eval_step(runner.place(state).variables, eval_step.place(batch)))
+    means = {name: _mean(average) for name, average in averages.items()}
+    results.append(means)
+  return results
+
+
+def _mean(average: clu_metrics.Average) -> np.ndarray:
+  total, count = np.asarray(average.total, np.float64), np.asarray(average.count, np.float64)
+  return total / count if count else np.zeros_like(total)
+
+
+def checkpoint_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+  """Yields the case that a checkpoint of the experiment's mesh goes on, on another mesh, as if nothing had happened."""
+  del num_more
+  saved, restored = Setting(mesh=bench.own_mesh), Setting(mesh=other_mesh(bench))
+  if saved.num_devices == restored.num_devices == 1:
+    yield NotApplicable(claim='checkpoint', subject='saved and restored', reason='there is one device')
+    return
+  yield Check(
+    claim='checkpoint',
+    subject=f'saved on {saved}, restored on {restored}',
+    settings=(Setting(), saved, restored),
+    check=lambda bench: _move_checkpoint(bench, saved, restored),
+  )
+
+
+def _move_checkpoint(bench: Bench, saved: Setting, restored: Setting) -> Verdict:
+  expected = bench.trajectory(Setting())
+  source, target = bench.runner(saved), bench.runner(restored)
+  before = expected.state(_SAVED_AFTER)
+  with tempfile.TemporaryDirectory(prefix='spmd_tasks_verify_') as directory:
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(_SAVED_AFTER, source.model.to_canonical(source.place(before)), input_state={})
+    checkpointer.close()
+    found = Checkpointer(directory, read_only=True).restore(target.model.canonical_state)
+    assert found is not None
+    live = target.model.from_canonical(found.state)
+  state, nonzero_padding = target.to_numpy(live)
+  if nonzero_padding:
+    return broken(bench, 'checkpoint', restored, _of_checkpoint(f'padding of {nonzero_padding[0]}', float('inf')))
+  want = leaves_of(before)
+  for name, value in leaves_of(state).items():
+    if not np.array_equal(value, want[name], equal_nan=value.dtype.kind == 'f'):
+      return broken(bench, 'checkpoint', restored, _of_checkpoint(name, distance(value, want[name])))
+  wrong, every = bench.compare_step(expected, _SAVED_AFTER, target.step_from(live, expected.batches[_SAVED_AFTER]))
+  if wrong is not None:
+    return broken(bench, 'checkpoint', restored, wrong)
+  closest = max(every, key=lambda each: each.difference / max(each.allowed, 1e-30), default=None)
+  verdict = held(Agreement(first=None, closest=closest, num_steps=1))
+  return Verdict(status=verdict.status, detail=f'every bit of {len(want)} leaves; then {verdict.detail}')
+
+
+def _of_checkpoint(leaf: str, difference: float) -> Difference:
+  return Difference(step=_SAVED_AFTER, leaf=leaf, difference=difference, allowed=0.0)
