@@ -161,6 +161,7 @@ class Decoder:
     file = DecodedFile(path, [each.record for each in wanted])
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
     progress = make_progress(len(wanted), first, primary=is_primary())
+    progress.message(f'step {step}  decode {name}: {len(wanted)} prompts to {path}')
     began = time.perf_counter()
     lengths: list[int] = []
     try:
@@ -176,7 +177,7 @@ class Decoder:
       if is_primary() and not path.exists():
         file.finish()
       if first == len(wanted):
-        progress.message(f'step {step}  decode {name}: all {first} prompts are done already')
+        progress.message(f'step {step}  decode {name}: all {first} prompts are done already, in {path}')
         return
       metrics = _metrics(len(wanted) - first, lengths, time.perf_counter() - began)
       writer = make_writer(directory, tensorboard=self._tensorboard, primary=is_primary())
@@ -185,7 +186,7 @@ class Decoder:
       again = f' ({first} were done already)' if first else ''
       progress.message(
         f'step {step}  decode {name}: {len(wanted) - first} prompts, {sum(lengths)} tokens, '
-        f'{metrics["tokens_per_second"]:.0f} tokens/s{again}'
+        f'{metrics["tokens_per_second"]:.0f} tokens/s{again}, in {path}'
       )
     finally:
       file.close()

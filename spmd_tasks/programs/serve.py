@@ -4,7 +4,7 @@ With several processes, each holds its part of the weights; process 0 answers HT
 (serving/multi_process).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import functools
@@ -20,7 +20,15 @@ import jax
 
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.decoding import DecodeSteps, ModelEngine
-from spmd_tasks.distributed import EmergencyExit, Position, PrimaryError, connect_processes, meet, primary_decides
+from spmd_tasks.distributed import (
+  EmergencyExit,
+  Position,
+  PrimaryError,
+  connect_processes,
+  is_primary,
+  meet,
+  primary_decides,
+)
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_variables
@@ -67,6 +75,7 @@ def serve(
   if jax.process_count() > 1:
     # JAX's own handler would have all processes save a step. Until the server runs, an end at once loses nothing.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  announce: Callable[[str], None] = functools.partial(print, flush=True) if is_primary() else lambda line: None
   # Listen before the weights are loaded, so that a wrong address shows at once.
   with _listen_on_primary(settings, limit_s) as sock:
     model = partition_job(job)
@@ -78,7 +87,10 @@ def serve(
       with contextlib.closing(Checkpointer(checkpoint_directory(job_log_dir), read_only=True)) as checkpointer:
         return restore_evaluation_variables(model, checkpointer, step)
 
+    announce(f'Restoring {"the newest checkpoint" if step is None else f"step {step}"} of {job_log_dir}.')
+    began = time.monotonic()
     weights, restored = restore(step)
+    announce(f'Restored step {restored} in {time.monotonic() - began:.1f} s. Compiling for {model.mesh.size} devices.')
     served = ServedModel(
       name=job.name,
       created=int(time.time()),
@@ -91,7 +103,6 @@ def serve(
     )
     engine = ModelEngine(steps, weights, score_prompts=True)
     del weights  # the engine holds them, and may free them
-    announce = functools.partial(print, flush=True)
     if jax.process_count() == 1:
       assert sock is not None
       return run_server(engine, served, settings, sock, restore=restore, announce=announce)

@@ -87,7 +87,7 @@ def test_a_finished_file_is_not_decoded_again(decoded, capfd):
   directory, _ = decoded
   before = binary.snapshot(directory)
   assert binary.run_in_process(*flags_of(directory, '--decode_input', directory / 'prompts.jsonl')) == 0
-  assert 'all 5 prompts are done already' in capfd.readouterr().err
+  assert 'all 5 prompts are done already, in ' in capfd.readouterr().err
   assert binary.snapshot(directory) == before
 
 

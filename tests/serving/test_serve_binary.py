@@ -66,9 +66,14 @@ class Server:
     )  # fmt: skip
     self._stack.callback(process.communicate)
     self._stack.callback(process.kill)
-    line = process.stdout.readline()
-    found = re.fullmatch(r'Serving lm.UnevenTiny, step 3, at (http://127.0.0.1:\d+)\n', line)
-    assert found, (line, process.communicate(timeout=60) if process.poll() is not None else None)
+    lines = [process.stdout.readline() for _ in range(3)]
+    found = re.fullmatch(
+      r'Restoring the newest checkpoint of \S+/job\.\n'
+      r'Restored step 3 in [\d.]+ s\. Compiling for 2 devices\.\n'
+      r'Serving lm.UnevenTiny, step 3, at (http://127.0.0.1:\d+)\n',
+      ''.join(lines),
+    )
+    assert found, (lines, process.communicate(timeout=60) if process.poll() is not None else None)
     self.url = found[1]
     self.client = self._stack.enter_context(
       openai.OpenAI(base_url=f'{self.url}/v1', api_key='secret', max_retries=0, timeout=60)
