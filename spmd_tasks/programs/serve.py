@@ -38,7 +38,7 @@ from spmd_tasks.serving.multi_process import follow, lead
 # Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.
 _MIN_TOP_LOGPROBS = 5
 # Less than JAX's limit for heartbeats (30 s by default), after which JAX ends a process without a word to its clients.
-_SILENCE_LIMIT_S = 15.0
+_SILENCE_LIMIT_S = 20.0
 _END_LIMIT_S = 30  # for the last process to come to the end
 
 

@@ -194,6 +194,18 @@ def test_process_0_that_is_gone_ends_the_others(pair):
   assert 'process 0 is gone' in reason
 
 
+@pytest.mark.parametrize('data', [b'GET / HTTP/1.1\r\n\r\n' * 9, b'\x00' * 8 + b'x' * 32], ids=['http', 'forged'])
+def test_what_is_not_from_the_other_process_ends_the_job_with_that_reason(pair, data):
+  """Bytes that somebody has put into the connection; process 1 leaves as it does when process 0 is gone."""
+  pair.far[0]._sock.sendall(data)
+  assert pair.followers.stop.wait(5)
+  with pytest.raises(PeerFailedError, match=r'process 1 of 2 (claims a message of|did not send message 0 as it came)'):
+    pair.engine.reset()
+  code, reason = pair.left.get(timeout=5)
+  assert code == exit_codes.PEER_FAILED
+  assert 'process 0 is gone' in reason
+
+
 def test_a_signal_to_another_process_stops_the_server(pair):
   pair.far[0].send(to_message({'signal': 15}))
   assert pair.followers.stop.wait(5)
