@@ -15,6 +15,7 @@ import errno
 import os
 import re
 import stat
+from typing import IO
 
 from etils import epath
 
@@ -98,16 +99,25 @@ def append(path: epath.Path, data: bytes) -> None:
     _write_all(descriptor, data)
 
 
-def read_bytes(path: epath.Path) -> bytes:
-  """Reads a whole file. Raises OSError, also where `path` is a FIFO, a device or a directory."""
+@contextlib.contextmanager
+def open_bytes(path: epath.Path) -> Iterator[IO[bytes]]:
+  """Opens a file for reading. Raises OSError, also where `path` is a FIFO, a device or a directory."""
   if is_remote(path):
-    return path.read_bytes()
-  with _open(path, os.O_RDONLY) as descriptor, open(descriptor, 'rb', closefd=False) as file:
+    with path.open('rb') as file:
+      yield file
+  else:
+    with _open(path, os.O_RDONLY) as descriptor, open(descriptor, 'rb', closefd=False) as file:
+      yield file
+
+
+def read_bytes(path: epath.Path) -> bytes:
+  """Reads a whole file. Raises OSError as `open_bytes`."""
+  with open_bytes(path) as file:
     return file.read()
 
 
 def read_text(path: epath.Path) -> str:
-  """Reads a whole file of UTF-8. Raises OSError as `read_bytes`, UnicodeDecodeError (a ValueError) for other bytes."""
+  """Reads a whole file of UTF-8. Raises OSError as `open_bytes`, UnicodeDecodeError (a ValueError) for other bytes."""
   return read_bytes(path).decode()
 
 

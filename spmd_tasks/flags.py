@@ -66,6 +66,11 @@ def make_parser() -> argparse.ArgumentParser:
     action='store_true',
     help='resume with a changed config; its numbers will differ',
   )
+  running.add_argument(
+    '--begin_anew',
+    action='store_true',
+    help="train: if the job's checkpoints are lost, begin at step 0; what is left of it moves to earlier_1",
+  )
   serving = parser.add_argument_group('--mode serve')
   serving.add_argument('--host', metavar='HOST', help='default: 127.0.0.1, which only this machine reaches')
   serving.add_argument('--port', type=int, metavar='N', help='default: 8000; 0 takes any free port')
@@ -102,6 +107,8 @@ def check_flags_of_mode(args: argparse.Namespace) -> None:
       '--checkpoint_step and --watch are for --mode eval; training continues from the newest checkpoint. To go back to '
       'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
     )
+  if args.mode != 'train' and args.begin_anew:
+    raise UserError('--begin_anew is for --mode train: leave it out.')
   if args.mode in ('decode', 'decode_once', 'serve') and args.watch:
     raise UserError(
       '--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once and serve take one.'

@@ -20,14 +20,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import numpy as np
 import numpy.typing as npt
 
-from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.config import from_json, read_saved_config
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
-from spmd_tasks.programs import checkpoint_directory, restore_evaluation_variables
+from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
 from spmd_tasks.runtime import CompiledStep, PartitionedModel, Variables
 from spmd_tasks.sharding import padding
 
@@ -60,7 +59,7 @@ def load(
   if not isinstance(mesh, Mesh):
     mesh = job.experiment.mesh_spec().build() if mesh is None and is_given else _make_mesh(job.experiment, mesh)
   partitioned = partition_job(job, mesh)
-  checkpointer = Checkpointer(checkpoint_directory(directory), read_only=True)
+  checkpointer = SavedSteps(directory).open_checkpoints(read_only=True)
   try:
     padded_variables, restored = restore_evaluation_variables(partitioned, checkpointer, step)
   finally:

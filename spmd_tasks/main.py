@@ -96,7 +96,14 @@ def _run_experiment(args: argparse.Namespace) -> int:
       from spmd_tasks.programs import train
 
       config_json = json.dumps(config, indent=1) + '\n'
-      return train.train(job, job_log_dir, emergency=emergency, clock=clock, config_json=config_json)
+      return train.train(
+        job,
+        job_log_dir,
+        emergency=emergency,
+        clock=clock,
+        config_json=config_json,
+        begin_anew=args.begin_anew,
+      )
     if args.mode == 'eval':
       from spmd_tasks.programs import eval as evaluation
 

@@ -5,12 +5,15 @@
     checkpoint_00000100.deleting              being deleted, or left by a kill: removed by the next job
     checkpoint_00000100.damaged-<file>        set aside by a restore; never read or deleted again
 
+Other names, such as a user's copy `checkpoint_00000100.partial-backup`, are left alone.
+
 This file does not use Orbax and does not communicate: process 0 calls the methods that rename or delete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import os
 import re
 import time
 
@@ -30,10 +33,10 @@ from spmd_tasks.checkpoints.manifest import (
   write_digests,
   write_manifest,
 )
-from spmd_tasks.files import sync_path
+from spmd_tasks.files import describe_storage_error, sync_path
 
 _STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
-_ANY_DIRECTORY = re.compile(r'checkpoint_\d+\.(partial|deleting|damaged-)')
+_LEFTOVER = re.compile(r'(checkpoint_\d+)\.(partial|deleting(-\d+)?)')
 
 Stamp = tuple[int, int]
 
@@ -45,10 +48,17 @@ def input_file(process_index: int, num_processes: int) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointDirectory:
-  """The checkpoints below `path`; `num_hash_threads` files are hashed at a time."""
+  """The checkpoints below `path`.
+
+  Attributes:
+    path: the directory.
+    num_hash_threads: so many files are hashed at a time.
+    witness: asked where there is no checkpoint; says by what it is known that there was one, or None.
+  """
 
   path: epath.Path
-  num_hash_threads: int
+  num_hash_threads: int = 8
+  witness: Callable[[], str | None] = lambda: None
 
   def final(self, step: int) -> epath.Path:
     return self.path / f'checkpoint_{step:08d}'
@@ -91,13 +101,32 @@ class CheckpointDirectory:
     return 0
 
   def open(self) -> None:
-    """Creates the directory and removes checkpoints half-written or half-deleted by a killed job. Raises OSError."""
+    """Creates the directory and removes checkpoints half-written or half-deleted by a killed job.
+
+    Raises:
+      CheckpointError: there is a `loss`; nothing is created or removed then.
+      OSError: the directory cannot be created or written.
+    """
+    if not self._damaged():  # else `choose` names them
+      self._refuse_loss()
     self.path.mkdir(parents=True, exist_ok=True)
     for path in self._list():
-      kind = _ANY_DIRECTORY.match(path.name)
-      if kind and kind[1] in ('partial', 'deleting'):
+      leftover = _LEFTOVER.fullmatch(path.name)
+      if leftover and _step_of(path.with_name(leftover[1])) is not None and _is_own_directory(path):
         logging.info('Removing %s, left by an interrupted job.', path)
         path.rmtree()
+
+  def loss(self) -> str | None:
+    """Returns a sentence if there is no checkpoint although there is a witness that one was saved here; else None."""
+    if self.claimed_steps() or not (evidence := self.witness()):
+      return None
+    if self.claimed_steps():  # a job that is running has saved its first one just now
+      return None
+    what = 'holds no complete checkpoint' if self.path.exists() else 'does not exist'
+    return (
+      f'{self.path} {what}, but {evidence}. Mount its storage, or put the checkpoints back; or begin again at step 0 '
+      'on purpose: --mode train --begin_anew keeps what the job has left under another name.'
+    )
 
   def write_digests(self, step: int, process_index: int) -> None:
     """Hashes the array files that a process wrote into a partial checkpoint, for `complete`. Raises OSError."""
@@ -159,8 +188,7 @@ class CheckpointDirectory:
         added to this set and not read again; after a deletion during the reading, the directory is listed again.
 
     Raises:
-      CheckpointError: see `Checkpointer.restore`.
-      OSError: a file is there but cannot be read.
+      CheckpointError: see `Checkpointer.restore`; also if there is a `loss`.
     """
     steps = self.claimed_steps()
     if step is not None and step not in steps:
@@ -177,7 +205,8 @@ class CheckpointDirectory:
           logging.info('Checkpoint %s was deleted while it was verified; looking again.', path)
           return self.choose(step, wanted, prefix=prefix, rejected=rejected)
         if isinstance(problem, OSError):
-          raise
+          reason, remedy = describe_storage_error(problem, path) or (str(problem), 'check the storage')
+          raise CheckpointError(f'checkpoint {path} cannot be read: {reason}. It may be whole: {remedy}.') from problem
         if step is not None:
           whole = [other for other in self.complete_steps() if other != step]
           raise CheckpointError(
@@ -190,13 +219,21 @@ class CheckpointDirectory:
         else:
           aside = self.set_aside(path, f'damaged-{problem.file.replace("/", "_")}')
           logging.error('Checkpoint %s is damaged: %s. It is set aside as %s.', path, problem, aside.name)
-    damaged = sorted(path.name for path in self._list() if _step_of(path) is not None or '.damaged-' in path.name)
-    if damaged:
+    if damaged := self._damaged():
       raise CheckpointError(
         f'{self.path} has no checkpoint that is whole; damaged: {damaged}. Repair one and remove the suffix from '
-        'its name, or train in a new directory.'
+        'its name, or train in a new directory, or here with --begin_anew.'
       )
+    self._refuse_loss()
     return None
+
+  def _refuse_loss(self) -> None:
+    if sentence := self.loss():
+      raise CheckpointError(sentence)
+
+  def _damaged(self) -> list[str]:
+    """The names of checkpoints that are set aside as damaged, and of those that have not been looked at."""
+    return sorted(path.name for path in self._list() if _step_of(path) is not None or '.damaged-' in path.name)
 
   def _verify(self, path: epath.Path, wanted: Sequence[LeafEntry], prefix: str) -> None:
     """Compares the leaf table before reading any array; then reads and digests every file."""
@@ -223,5 +260,11 @@ class CheckpointDirectory:
 
 
 def _step_of(path: epath.Path) -> int | None:
+  """The step of a directory with the very name that a checkpoint is given; None for any other path."""
   match = _STEP_DIRECTORY.fullmatch(path.name)
-  return int(match[1]) if match else None
+  return int(match[1]) if match and path.name == f'checkpoint_{int(match[1]):08d}' else None
+
+
+def _is_own_directory(path: epath.Path) -> bool:
+  """Whether it is a directory and no link to one: links are made by people."""
+  return path.is_dir() and not os.path.islink(path)

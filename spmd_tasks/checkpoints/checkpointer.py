@@ -32,7 +32,7 @@ the owner deletes a checkpoint while the reader reads it, the reader takes the n
 not read a checkpoint again that it has found damaged, nor report it as `latest_step`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 import dataclasses
 import json
@@ -55,7 +55,7 @@ from spmd_tasks.checkpoints.manifest import (
 from spmd_tasks.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
 from spmd_tasks.distributed import PrimaryError, all_agree, meet, primary_decides
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import write_durably
+from spmd_tasks.files import describe_storage_error, write_durably
 
 __all__ = ['CheckpointError', 'Checkpointer', 'Restored']
 
@@ -89,6 +89,8 @@ class Checkpointer:
     max_to_keep: int | None = 3,
     keep_every_n_steps: int | None = None,
     read_only: bool = False,
+    on_saved: Callable[[int], None] | None = None,
+    witness: Callable[[], str | None] = lambda: None,
     num_hash_threads: int = 8,
     timeout_secs: int = 1200,
   ):
@@ -99,32 +101,40 @@ class Checkpointer:
       max_to_keep: number of newest checkpoints to keep; None keeps all.
       keep_every_n_steps: also keeps every checkpoint whose step is a multiple of this number, without limit.
       read_only: changes nothing: saves nothing, removes nothing, and skips damaged checkpoints without renaming them.
+      on_saved: called on process 0, in the background, with the step of each checkpoint that is complete.
+      witness: asked on process 0 where there is no checkpoint; says by what it is known that one was saved, or None.
       num_hash_threads: number of files hashed at a time.
       timeout_secs: seconds that processes wait for each other around one save or restore of a small state; the limit
         grows with the state (see the module's docstring).
 
     Raises:
-      CheckpointError: the directory cannot be created or written.
+      CheckpointError: the directory cannot be created or written; or it is empty, and there is a witness of a save.
       UserError: a setting is out of range.
     """
     for name, value in (('max_to_keep', max_to_keep), ('keep_every_n_steps', keep_every_n_steps)):
       if value is not None and value < 1:
         raise UserError(f'{name} = {value} must be at least 1, or None.')
-    self._directory = CheckpointDirectory(path=epath.Path(directory), num_hash_threads=num_hash_threads)
+    self._directory = CheckpointDirectory(
+      path=epath.Path(directory), num_hash_threads=num_hash_threads, witness=witness
+    )
     self._max_to_keep = max_to_keep
     self._keep_every_n_steps = keep_every_n_steps
     self._read_only = read_only
+    self._on_saved = on_saved
     self._is_primary = jax.process_index() == 0
     self._arrays = OrbaxArrays(timeout_secs)
     self._background = ThreadPoolExecutor(1, thread_name_prefix='checkpoint_seal')
     self._pending: tuple[int, Future[None]] | None = None
     self._rejected: set[Stamp] = set()
-    if self._is_primary and not read_only:
-      try:
-        self._directory.open()
-      except OSError as error:
-        raise CheckpointError(f'checkpoint directory {self._directory.path} cannot be used: {error}.') from error
-    meet('checkpoint_open', limit_s=timeout_secs)
+    if read_only:
+      meet('checkpoint_open', limit_s=timeout_secs)
+      return
+    try:
+      primary_decides(self._directory.open, 'checkpoint_open', limit_s=timeout_secs)
+    except PrimaryError as error:
+      raise CheckpointChoiceError(str(error)) from error
+    except OSError as error:
+      raise CheckpointError(f'checkpoint directory {self._directory.path} cannot be used: {error}.') from error
 
   def save(self, step: int, state: Any, input_state: Mapping[str, Any] | None = None) -> None:
     """Starts to save `state` as checkpoint `step`; returns when the arrays may be donated.
@@ -188,7 +198,10 @@ class Checkpointer:
 
   def latest_step(self) -> int | None:
     """The newest of `all_steps` that this object has not found damaged; None if there is none."""
-    return max((step for step in self.all_steps() if self._directory.stamp(step) not in self._rejected), default=None)
+    steps = [step for step in self.all_steps() if self._directory.stamp(step) not in self._rejected]
+    if not steps and (loss := self._directory.loss()):
+      logging.log_every_n_seconds(logging.WARNING, '%s', 60, loss)
+    return max(steps, default=None)
 
   def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
     """Restores a whole state, bit-exactly, onto the shardings of `abstract_state`.
@@ -202,7 +215,7 @@ class Checkpointer:
 
     Raises:
       CheckpointError: the state differs from the checkpoint in any leaf's name, shape or dtype; the step that was asked
-        for is missing or damaged; or there are checkpoints, and none that is whole.
+        for is missing or damaged; there are checkpoints, and none that is whole; or there is none any more.
     """
     return self._restore(abstract_state, step, subtree=None)
 
@@ -252,6 +265,8 @@ class Checkpointer:
     if not self._is_primary:
       return
     self._directory.complete(step, leaves, jax.process_count())
+    if self._on_saved is not None:
+      self._on_saved(step)
     if self._max_to_keep is not None:
       self._directory.delete_old(max_to_keep=self._max_to_keep, keep_every_n_steps=self._keep_every_n_steps)
 
@@ -311,10 +326,13 @@ class Checkpointer:
     if self._is_primary:
       self._directory.discard_partial(step)
     saved = step in self._directory.claimed_steps()
-    what = 'was saved, but older checkpoints could not be deleted' if saved else 'could not be saved'
+    what = 'was saved, but what follows a save failed' if saved else 'could not be saved'
+    reason, remedy = f'{type(error).__name__}: {error}', ''
+    if problem := describe_storage_error(error, self._directory.path):
+      reason, remedy = problem[0], f', all intact: {problem[1]}, and start the same command again'
     return CheckpointSaveError(
-      f'checkpoint of step {step} {what} in {self._directory.path}: {type(error).__name__}: {error}. '
-      f'Complete checkpoints: {self.all_steps()}.'
+      f'checkpoint of step {step} {what} in {self._directory.path}: {reason}. '
+      f'Complete checkpoints: {self.all_steps()}{remedy}.'
     )
 
 

@@ -14,6 +14,7 @@ GIL, so a process hashes `num_threads` files at a time, at about 1 GB/s per thre
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -23,13 +24,15 @@ from etils import epath
 import jax
 
 from spmd_tasks.errors import JobError, UserError
-from spmd_tasks.files import sync_path, write_durably
+from spmd_tasks.files import open_bytes, read_bytes, sync_path, write_durably
 
 MANIFEST_FILE = 'manifest.json'
 FORMAT = 1
 _PACKAGES = ('spmd_tasks', 'jax', 'orbax-checkpoint')
 _CHUNK_BYTES = 1 << 22
 _MAX_LISTED = 10
+# Nothing is there, or a directory or a FIFO is.
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 _DIGESTS = 'digests'  # below a checkpoint that is being written
 
 
@@ -170,8 +173,10 @@ def read_manifest(directory: epath.Path) -> Manifest:
     CheckpointError: the manifest is intact, but of another format.
   """
   try:
-    data = (directory / MANIFEST_FILE).read_bytes()
-  except (FileNotFoundError, NotADirectoryError):
+    data = read_bytes(directory / MANIFEST_FILE)
+  except OSError as error:
+    if error.errno not in _NO_FILE:
+      raise
     raise DamagedCheckpointError(MANIFEST_FILE, 'missing') from None
   try:
     body = json.loads(data)['body']
@@ -210,7 +215,9 @@ def verify_files(directory: epath.Path, manifest: Manifest, *, num_threads: int)
       if num_bytes != entry.num_bytes:
         return f'has {num_bytes} bytes instead of {entry.num_bytes}'
       _, digest = _hash_file(path)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except OSError as error:
+      if error.errno not in _NO_FILE:
+        raise
       return 'missing'
     return (
       None
@@ -272,7 +279,7 @@ def _files_below(directory: epath.Path, prefix: str = '') -> Iterator[str]:
 
 def _hash_file(path: epath.Path) -> tuple[int, str]:
   digest, num_bytes = hashlib.sha256(), 0
-  with path.open('rb') as file:
+  with open_bytes(path) as file:
     while chunk := file.read(_CHUNK_BYTES):
       digest.update(chunk)
       num_bytes += len(chunk)

@@ -5,11 +5,16 @@ same order. Names come from key paths alone, so the Python classes of the tree m
 """
 
 from collections.abc import Mapping
+import functools
+import logging
+import sys
 from typing import Any
 
 from etils import epath
 import jax
 import orbax.checkpoint as ocp
+
+from spmd_tasks.files import describe_storage_error
 
 _SLOWEST_BYTES_PER_S = 100_000_000
 
@@ -22,6 +27,7 @@ class OrbaxArrays:
   """
 
   def __init__(self, timeout_secs: int):
+    _quiet_failed_writes()
     self._timeout_secs = timeout_secs
     self.write_limit_s = timeout_secs
     self._writer = _make_writer(timeout_secs)
@@ -73,6 +79,26 @@ class OrbaxArrays:
 def num_bytes(tree: Any) -> int:
   """The size in bytes of all arrays (or ShapeDtypeStructs) of a tree."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@functools.cache
+def _quiet_failed_writes() -> None:
+  """Drops the tracebacks of Orbax's threads when the disk is full: the save raises the same error, as one sentence."""
+
+  def is_other_record(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or describe_storage_error(error, '.') is None
+
+  for name in ('absl', 'asyncio'):  # the loggers that the threads report to
+    logging.getLogger(name).addFilter(is_other_record)
+  show = sys.unraisablehook
+
+  def show_others(unraisable: Any) -> None:
+    # TensorStore's threads report here that they could not hand their outcome to the write that had failed.
+    if str(unraisable.exc_value) != 'Event loop is closed':
+      show(unraisable)
+
+  sys.unraisablehook = show_others
 
 
 def _make_writer(limit_s: int) -> ocp.AsyncCheckpointer:

@@ -14,6 +14,7 @@ from spmd_tasks.config.encoding import show
 from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.config.symbols import current_names
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import read_text
 
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
@@ -39,8 +40,8 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
   if not path.exists() or not any((job_log_dir / 'checkpoints').glob('checkpoint_*')):
     return  # nothing has been trained here
   try:
-    previous = checked_config(json.loads(path.read_text()))
-  except (ValueError, RecursionError) as error:
+    previous = checked_config(json.loads(read_text(path)))
+  except (OSError, ValueError, RecursionError) as error:
     raise UserError(
       f'{path} is not the config of the job that began there ({type(error).__name__}: {error}): put it back, or go on '
       'without comparing: --accept_config_changes.'

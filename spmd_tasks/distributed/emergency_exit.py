@@ -20,6 +20,7 @@ import functools
 import logging as stdlib_logging
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -41,6 +42,11 @@ _FLUSH_LIMIT_S = 5.0
 _LINGER_LIMIT_S = 5.0
 _CHILDREN_LIMIT_S = 1.0
 _TOTAL_LIMIT_S = 18.0
+
+# How the errors of collectives and of the coordination service begin; libraries raise them as several types.
+_LOST_CONNECTION = re.compile(
+  '(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): '
+)
 
 
 class EmergencyExit:
@@ -95,11 +101,25 @@ class EmergencyExit:
       raise
     except BaseException as error:
       if jax.distributed.is_initialized():
+        if self._is_seen_from_here(error):
+          reason = f'another process has left ({type(error).__name__} here)'
+          self.leave(exit_codes.PEER_FAILED, reason, details=str(error), has_stacks=False, is_own=False)
         if (user_code := user_error_code(error)) is not None:
           self.leave(user_code, str(error), has_stacks=False)
         reason = ''.join(traceback.format_exception_only(error)).strip()
         self.leave(exit_codes.FAILED, reason, details=''.join(traceback.format_exception(error)), has_stacks=False)
       raise
+
+  def _is_seen_from_here(self, error: BaseException) -> bool:
+    """Whether another process has told why it leaves, and the error is how its end looks from here."""
+    if self._records is None or not any(failure.is_own for failure in self._records.peer_failures()):
+      return False
+    cause: BaseException | None = error
+    while cause is not None:
+      if _LOST_CONNECTION.match(str(cause)):
+        return True
+      cause = cause.__cause__ or cause.__context__
+    return False
 
   def leave(
     self, code: int, reason: str, *, details: str = '', has_stacks: bool = True, is_own: bool = True

@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import read_text, storage_errors
 
 # How long a directory may take to show process 0's file. NFS keeps what it has seen of a directory for up to a minute.
 _VISIBLE_LIMIT_S = 90.0
@@ -97,9 +98,10 @@ class RankRecords:
     self._progress_dir = epath.Path(job_log_dir) / 'ranks' / 'progress'
     self._failures_dir = epath.Path(job_log_dir) / 'ranks' / 'failures'
     for directory, suffixes in ((self._progress_dir, ['json']), (self._failures_dir, ['json', 'stacks.txt'])):
-      directory.mkdir(parents=True, exist_ok=True)
-      for suffix in suffixes:
-        (directory / f'{process_index}.{suffix}').unlink(missing_ok=True)
+      with storage_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for suffix in suffixes:
+          (directory / f'{process_index}.{suffix}').unlink(missing_ok=True)
 
   def write_progress(self, position: Position, *, since: float):
     """Records where this process is, and since when (seconds since the epoch)."""
@@ -197,8 +199,9 @@ def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
   start_path = epath.Path(job_log_dir) / 'ranks' / 'start.txt'
   token = os.urandom(8)
   if process_index == 0:
-    start_path.parent.mkdir(parents=True, exist_ok=True)
-    _write(start_path, token.hex())
+    with storage_errors(start_path):
+      start_path.parent.mkdir(parents=True, exist_ok=True)
+      _write(start_path, token.hex())
   token = multihost_utils.broadcast_one_to_all(np.frombuffer(token, np.uint8)).tobytes()
   is_visible = _becomes_visible(start_path, token.hex())
   records = RankRecords(job_log_dir, process_index=process_index, num_processes=num_processes) if is_visible else None
@@ -220,7 +223,7 @@ def _becomes_visible(path: epath.Path, text: str) -> bool:
   limit = time.monotonic() + _VISIBLE_LIMIT_S
   while True:
     try:
-      if path.read_text() == text:
+      if read_text(path) == text:
         return True
     except (OSError, ValueError):  # Not there yet; or another file, of which nothing is known.
       pass
@@ -239,7 +242,7 @@ def _write(path: epath.Path, text: str):
 def _read(path: epath.Path, record_type: type) -> Any:
   """Reads a record; returns None if there is none or it cannot be read. Records only explain, so this never raises."""
   try:
-    values = json.loads(path.read_text())
+    values = json.loads(read_text(path))
     fields = {field.name: field.type for field in dataclasses.fields(record_type)}
     if set(values) != set(fields) or any(type(values[name]) is not fields[name] for name in fields):
       return None

@@ -8,8 +8,8 @@
 `verify`: how to build it), runs it to its end and returns an exit code. Read `train.py` first, from top to bottom: it
 restores or initialises a state, iterates over the outcomes of steps, and logs, saves and evaluates in the body of that
 loop. Then read `training_loop.py` (why the host launches a step before it knows how the last one ended), `eval.py`
-(Evaluator), `restore.py` (what a program starts from), `job_directory.py` (one running job a directory), `goodput.py`,
-`timing.py` and `progress.py` (what a job reports).
+(Evaluator), `restore.py` (what a program starts from), `saved_steps.py` (a lost job never starts again unasked),
+`job_directory.py` (one running job a directory), `goodput.py`, `timing.py` and `progress.py` (what a job reports).
 
 The other names below are imported when they are first used, so that a mode imports no more than it runs.
 """
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
   from spmd_tasks.programs import decode, eval, serve, train, verify
   from spmd_tasks.programs.eval import Evaluator
   from spmd_tasks.programs.job_directory import claim
-  from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_variables
+  from spmd_tasks.programs.restore import restore_evaluation_variables
+  from spmd_tasks.programs.saved_steps import SavedSteps
   from spmd_tasks.programs.timing import StartupClock
   from spmd_tasks.programs.training_loop import TrainingDivergedError, TrainingInputEndedError, TrainingLoop
 
 __all__ = [
   'Evaluator',
+  'SavedSteps',
   'StartupClock',
   'TrainingDivergedError',
   'TrainingInputEndedError',
   'TrainingLoop',
-  'checkpoint_directory',
   'claim',
   'decode',
   'eval',
@@ -43,11 +44,11 @@ __all__ = [
 
 _MODULES = {
   'Evaluator': 'eval',
+  'SavedSteps': 'saved_steps',
   'StartupClock': 'timing',
   'TrainingDivergedError': 'training_loop',
   'TrainingInputEndedError': 'training_loop',
   'TrainingLoop': 'training_loop',
-  'checkpoint_directory': 'restore',
   'claim': 'job_directory',
   'restore_evaluation_variables': 'restore',
 }

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.decoding import (
   Completion,
   DecodeSteps,
@@ -31,7 +30,8 @@ from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record
 from spmd_tasks.programs.progress import make_progress
-from spmd_tasks.programs.restore import LOOK_LIMIT_S, PreemptedError, checkpoint_directory, checkpoints_to_use
+from spmd_tasks.programs.restore import LOOK_LIMIT_S, PreemptedError, checkpoints_to_use
+from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import make_writer
 
 
@@ -90,7 +90,7 @@ def decode(
         raise PreemptedError
 
     decoder = Decoder(job, steps, sources, on_step)
-    checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
+    checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
     stack.callback(checkpointer.close)
     try:
       for weights, restored in checkpoints_to_use(
@@ -189,7 +189,6 @@ class Decoder:
         f'{metrics["tokens_per_second"]:.0f} tokens/s{again}, in {path}'
       )
     finally:
-      file.close()
       progress.close()
 
   def _complete(self, weights: Any, wanted: list[_PromptRequest]) -> Iterator[tuple[int, list[Completion]]]:

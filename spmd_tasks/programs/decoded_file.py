@@ -15,7 +15,7 @@ from etils import epath
 
 from spmd_tasks.decoding import Completion, Prompt, Request
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import is_remote, sync_path, write_durably
+from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, sync_path, write_durably
 from spmd_tasks.runtime import DecodeSettings
 
 
@@ -30,24 +30,25 @@ class DecodedFile:
     self._partial = path.parent / f'{path.name}.partial'
     self._requests = requests
     self._remote_lines: list[str] = []
-    self._file: Any = None
 
   def num_done(self) -> int:
     """Counts the requests, from the first on, that have a line already; cuts off an unfinished last line.
 
     Raises:
       UserError: the file holds outputs of other prompts or settings.
+      StorageError: the file cannot be read or written; as `append` and `finish`.
     """
-    if self._path.exists():
-      return self._check(self._path, self._path.read_bytes(), is_complete=True)
-    if not self._partial.exists():
-      return 0
-    content = self._partial.read_bytes()
-    whole = content[: content.rfind(b'\n') + 1]
-    num_done = self._check(self._partial, whole, is_complete=False)
-    if whole != content:
-      os.truncate(self._partial, len(whole))
-    return num_done
+    with storage_errors(self._path):
+      if self._path.exists():
+        return self._check(self._path, read_bytes(self._path), is_complete=True)
+      if not self._partial.exists():
+        return 0
+      content = read_bytes(self._partial)
+      whole = content[: content.rfind(b'\n') + 1]
+      num_done = self._check(self._partial, whole, is_complete=False)
+      if whole != content:
+        os.truncate(self._partial, len(whole))
+      return num_done
 
   def _check(self, path: epath.Path, content: bytes, *, is_complete: bool) -> int:
     lines = content.splitlines()
@@ -71,28 +72,20 @@ class DecodedFile:
     if is_remote(self._path):
       self._remote_lines.append(line)
       return
-    if self._file is None:
+    with storage_errors(self._partial):
       self._partial.parent.mkdir(parents=True, exist_ok=True)
-      self._file = self._partial.open('a', encoding='utf-8')
-    self._file.write(line)
-    self._file.flush()
+      append(self._partial, line.encode())
 
   def finish(self) -> None:
     """Gives the file its final name; call it when all requests have a line."""
-    if is_remote(self._path):
-      self._path.parent.mkdir(parents=True, exist_ok=True)
-      write_durably(self._path, ''.join(self._remote_lines))
-      return
-    self.close()
-    sync_path(self._partial)
-    os.replace(self._partial, self._path)
-    sync_path(self._path.parent)
-
-  def close(self) -> None:
-    """Closes the file; may be called again."""
-    if self._file is not None:
-      self._file.close()
-      self._file = None
+    with storage_errors(self._path):
+      if is_remote(self._path):
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(self._path, ''.join(self._remote_lines))
+        return
+      sync_path(self._partial)
+      os.replace(self._partial, self._path)
+      sync_path(self._path.parent)
 
 
 def request_record(prompt: Prompt, request: Request, num_outputs: int, settings: DecodeSettings) -> dict[str, Any]:

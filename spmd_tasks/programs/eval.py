@@ -20,14 +20,14 @@ import jax
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Input, Prefetcher
 from spmd_tasks.programs.progress import format_metrics, make_progress
-from spmd_tasks.programs.restore import PreemptedError, checkpoint_directory, checkpoints_to_use
+from spmd_tasks.programs.restore import PreemptedError, checkpoints_to_use
+from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import (
   METRICS_FILE,
   CompiledStep,
@@ -82,7 +82,7 @@ def evaluate(
       )
     )
     guard = stack.enter_context(PreemptionGuard())
-    checkpointer = Checkpointer(checkpoint_directory(job_log_dir), read_only=True)
+    checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
     stack.callback(checkpointer.close)
     evaluator = Evaluator(
       model,

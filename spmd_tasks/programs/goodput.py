@@ -24,7 +24,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spmd_tasks.files import write_durably
+from spmd_tasks.files import read_text, write_durably
 
 RECORD_FILE = 'goodput.json'
 FORMAT = 1
@@ -214,7 +214,7 @@ class Goodput:
     if self._path is None or not self._path.exists():
       return None
     try:
-      return _decode(json.loads(self._path.read_text()))
+      return _decode(json.loads(read_text(self._path)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
       logging.warning('goodput counts from now on: %s cannot be read (%s).', self._path, error)
       return None

@@ -22,11 +22,24 @@ from absl import logging
 from etils import epath
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import is_remote, write_durably
+from spmd_tasks.files import is_remote, read_text, write_durably
 
 EXPERIMENT_FILE = 'experiment.json'
 CONFIG_FILE = 'config.json'
 LOCK_FILE = 'job.lock'
+# What a job reads or writes, by kind; a path below may be missing.
+_FILES = (
+  EXPERIMENT_FILE,
+  CONFIG_FILE,
+  LOCK_FILE,
+  'newest_checkpoint.json',
+  'goodput.json',
+  'parameters.txt',
+  'startup.json',
+  'metrics.jsonl',
+  'eval/*/metrics.jsonl',
+)
+_DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks')
 # The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -66,6 +79,7 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
   """
   path = epath.Path(job_log_dir)
   try:
+    _check_kinds(path)
     _check_experiment(path, experiment_name)
     path.mkdir(parents=True, exist_ok=True)
     lock_file = _lock(path)
@@ -85,10 +99,20 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
   return JobDirectory(path=path, lock_file=lock_file)
 
 
+def _check_kinds(job_log_dir: epath.Path) -> None:
+  """Raises a UserError if something else is in the place of a file of the job (a FIFO would block) or a directory."""
+  if is_remote(job_log_dir):
+    return
+  for kind, is_kind, patterns in (('file', os.path.isfile, _FILES), ('directory', os.path.isdir, _DIRECTORIES)):
+    for path in (path for pattern in patterns for path in job_log_dir.glob(pattern)):
+      if path.exists() and not is_kind(path):  # a link to nothing is as good as nothing
+        raise UserError(f'{os.fspath(path)!r} is not a {kind}, but the job needs one there: move it away.')
+
+
 def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
   """Returns whether an experiment owns the directory already; raises UserError if another one does."""
   try:
-    text = (path / EXPERIMENT_FILE).read_text()
+    text = read_text(path / EXPERIMENT_FILE)
   except FileNotFoundError:
     return False
   try:

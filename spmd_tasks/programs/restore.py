@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import time
 
 from absl import logging
-from etils import epath
 import jax
 
 from spmd_tasks.checkpoints import Checkpointer, CheckpointError
@@ -17,6 +16,7 @@ from spmd_tasks.distributed import StepWatchdog, primary_decides
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
+from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.upcycling import initialize_from
 from spmd_tasks.runtime import PartitionedModel, TrainState, Variables
 
@@ -25,11 +25,6 @@ LOOK_LIMIT_S = 300  # how long process 0 may take to look into a directory
 
 class PreemptedError(Exception):
   """Ends a program after SIGTERM, from the point where the program noticed the signal."""
-
-
-def checkpoint_directory(job_log_dir: epath.Path) -> epath.Path:
-  """Returns the directory of a job's checkpoints."""
-  return job_log_dir / 'checkpoints'
 
 
 def restore_or_init(
@@ -44,14 +39,14 @@ def restore_or_init(
     (padded state, its step, a phrase that says where the state is from).
 
   Raises:
-    CheckpointError: there are checkpoints, but none that can be used.
+    CheckpointError: there are checkpoints, but none that can be used; or there were, and they are gone.
     UserError: the input cannot continue exactly where the checkpoint left it, or the weights of `init_from` do not fit.
   """
   experiment = job.experiment
   restored = checkpointer.restore(model.canonical_state)
   if restored is None and experiment.init_from is not None:
     directory = absolute_path(experiment.init_from)
-    other = Checkpointer(checkpoint_directory(directory), read_only=True)
+    other = SavedSteps(directory).open_checkpoints(read_only=True)
     try:
       state, step = initialize_from(model, other, experiment.seed, experiment.init_from_step)
     finally:

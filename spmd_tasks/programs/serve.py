@@ -18,7 +18,6 @@ from typing import Any
 from etils import epath
 import jax
 
-from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.decoding import DecodeSteps, ModelEngine
 from spmd_tasks.distributed import (
   EmergencyExit,
@@ -31,7 +30,8 @@ from spmd_tasks.distributed import (
 )
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.programs.restore import checkpoint_directory, restore_evaluation_variables
+from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
 from spmd_tasks.serving.multi_process import follow, lead
 
@@ -84,7 +84,7 @@ def serve(
     steps = DecodeSteps(model, dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top))
 
     def restore(step: int | None) -> tuple[Any, int]:
-      with contextlib.closing(Checkpointer(checkpoint_directory(job_log_dir), read_only=True)) as checkpointer:
+      with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
         return restore_evaluation_variables(model, checkpointer, step)
 
     announce(f'Restoring {"the newest checkpoint" if step is None else f"step {step}"} of {job_log_dir}.')

@@ -17,6 +17,7 @@ import time
 from etils import epath
 import jax
 
+from spmd_tasks.files import storage_errors
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.runtime import PartitionedModel, model_flops_per_train_step, peak_flops_per_device
 
@@ -141,7 +142,8 @@ class ProfileCapture:
     """Starts or ends the capture at its borders; to be called before the first step too, with the step restored."""
     is_inside = self._steps is not None and self._steps[0] <= step < self._steps[1]
     if is_inside and not self._running:
-      jax.profiler.start_trace(str(self._directory))
+      with storage_errors(self._directory):
+        jax.profiler.start_trace(str(self._directory))
       self._running = True
     elif not is_inside:
       self.close()
@@ -149,5 +151,6 @@ class ProfileCapture:
   def close(self) -> None:
     """Ends the capture, if one is running."""
     if self._running:
-      jax.profiler.stop_trace()
       self._running = False
+      with storage_errors(self._directory):
+        jax.profiler.stop_trace()

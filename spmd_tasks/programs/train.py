@@ -9,24 +9,27 @@ from etils import epath
 import jax
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import Checkpointer, num_bytes
+from spmd_tasks.checkpoints import num_bytes
 from spmd_tasks.distributed import (
   EmergencyExit,
   PreemptionGuard,
+  PrimaryError,
   SlowestProcess,
   is_primary,
   primary_decides,
   watch_steps,
 )
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, check_vocabulary, partition_job
-from spmd_tasks.files import write_durably
+from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import Prefetcher
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.eval import Evaluator
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.job_directory import CONFIG_FILE, claim
 from spmd_tasks.programs.progress import format_metrics, make_progress
-from spmd_tasks.programs.restore import checkpoint_directory, restore_or_init
+from spmd_tasks.programs.restore import LOOK_LIMIT_S, restore_or_init
+from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.timing import ProfileCapture, StartupClock, StepRates, format_startup
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
 from spmd_tasks.runtime import (
@@ -42,7 +45,15 @@ from spmd_tasks.runtime import (
 _WRITTEN_AT_ONCE_BYTES = 100_000_000
 
 
-def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock: StartupClock, config_json: str) -> int:
+def train(
+  job: Job,
+  job_log_dir: epath.Path,
+  *,
+  emergency: EmergencyExit,
+  clock: StartupClock,
+  config_json: str,
+  begin_anew: bool = False,
+) -> int:
   """Runs a training job to its end; returns an exit code: OK, or PREEMPTED after SIGTERM with everything saved.
 
   Args:
@@ -51,9 +62,11 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     emergency: ends this process and tells the others when it fails.
     clock: counting since the start of the process.
     config_json: the resolved config, saved as `config.json`.
+    begin_anew: begins at step 0 if the checkpoints of a job that ran here are gone, with its other files set aside.
 
   Raises:
     UserError: the job does not fit the devices, its input or its directory; nothing is written then.
+    StorageError: the disk is full, or fails otherwise.
     TrainingDivergedError: too many steps in a row were not finite.
     TrainingInputEndedError: the input has fewer batches than steps; the last step is saved.
   """
@@ -70,8 +83,17 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
       eval_input.element_spec()  # refuses bad settings now, not at the first eval
     with clock.phase('input'):
       iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
-    if is_primary():
+    saved = SavedSteps(job_log_dir)
+
+    def begin() -> None:
       stack.enter_context(claim(job_log_dir, experiment_name=job.name))
+      if begin_anew:
+        saved.begin_anew()
+
+    try:
+      primary_decides(begin, 'claim', limit_s=LOOK_LIMIT_S)
+    except PrimaryError as error:
+      raise UserError(str(error)) from error
     stack.callback(goodput.close)
 
     # The job's parts, each closed in reverse order at the end.
@@ -84,8 +106,7 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
       )
     )
     guard = stack.enter_context(PreemptionGuard())
-    checkpointer = Checkpointer(
-      checkpoint_directory(job_log_dir),
+    checkpointer = saved.open_checkpoints(
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
     )
@@ -93,7 +114,9 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
       state, first_step, origin = restore_or_init(model, checkpointer, job, iterator)
     if is_primary():  # now that the checkpoint has not refused the job
-      write_durably(job_log_dir / CONFIG_FILE, config_json)
+      with storage_errors(job_log_dir):
+        write_durably(job_log_dir / CONFIG_FILE, config_json)
+        saved.record(first_step)
     goodput.resume(first_step)
     batches = Prefetcher(
       iterator,
@@ -166,7 +189,8 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
     # Before the first step: reports, evals that the last job was ended in, compilation.
     progress.message(_describe(model, origin))
     if is_primary():
-      (job_log_dir / 'parameters.txt').write_text(format_parameter_table(model) + '\n')
+      with storage_errors(job_log_dir / 'parameters.txt'):
+        write_durably(job_log_dir / 'parameters.txt', format_parameter_table(model) + '\n')
     missing = _missing_evals(evaluator, first_step, experiment)
     if missing and not evaluate(missing):
       return preempted()
@@ -197,7 +221,8 @@ def train(job: Job, job_log_dir: epath.Path, *, emergency: EmergencyExit, clock:
         phases = clock.finish()
         progress.message(format_startup(phases))
         if is_primary():
-          (job_log_dir / 'startup.json').write_text(json.dumps(phases) + '\n')
+          with storage_errors(job_log_dir / 'startup.json'):
+            write_durably(job_log_dir / 'startup.json', json.dumps(phases) + '\n')
         # Now rather than at the first use, hours later: an eval that cannot be compiled should fail here.
         with watchdog.allow('compile', experiment.first_step_timeout_s), goodput.spend('compilation'):
           evaluator.compile()

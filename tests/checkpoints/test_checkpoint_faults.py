@@ -32,6 +32,11 @@ def empty(step_directory: pathlib.Path) -> None:
   step_directory.mkdir()
 
 
+def replace(path: pathlib.Path, make: Callable[[pathlib.Path], None]) -> None:
+  path.unlink()
+  make(path)
+
+
 DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
   'bit in array data': (lambda d: flip_bit(array_file(d)), 'state/.*content has changed'),
   'bit in input state': (lambda d: flip_bit(d / 'input/process_0_of_1.json'), 'input/process_0_of_1.json'),
@@ -43,6 +48,10 @@ DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
   'no manifest': (lambda d: (d / 'manifest.json').unlink(), 'manifest.json: missing'),
   'empty directory': (empty, 'manifest.json: missing'),
   'a file in its place': (lambda d: (shutil.rmtree(d), d.write_text('')), 'manifest.json: missing'),
+  'a FIFO as manifest': (lambda d: replace(d / 'manifest.json', os.mkfifo), 'manifest.json: missing'),
+  'a directory as manifest': (lambda d: replace(d / 'manifest.json', os.mkdir), 'manifest.json: missing'),
+  'a FIFO as array file': (lambda d: replace(array_file(d), os.mkfifo), 'state/.*has 0 bytes instead of'),
+  'a directory as array file': (lambda d: replace(array_file(d), os.mkdir), 'state/.*'),
   'another step': (lambda d: (shutil.rmtree(d), shutil.copytree(d.parent / 'checkpoint_00000001', d)), 'step 1'),
 }
 
@@ -114,6 +123,22 @@ def test_what_an_interrupted_job_left_is_removed_by_the_next_but_not_by_a_reader
   assert set(before) - set(names(directory)) == {'checkpoint_00000004.partial', 'checkpoint_00000000.deleting'}
 
 
+def test_names_that_are_not_exactly_ours_are_neither_removed_nor_taken_for_checkpoints(directory):
+  for name in ('00000055.partial-backup', '7.partial', '00000008.deleting.old', '9'):
+    (directory / f'checkpoint_{name}' / 'state').mkdir(parents=True)
+  (directory / 'checkpoint_00000056.partial').write_text('a file')
+  (directory / 'checkpoint_00000057.partial').symlink_to(directory / 'checkpoint_9')
+  shutil.copytree(directory / 'checkpoint_00000003', directory / 'checkpoint_3')
+  (directory / 'checkpoint_00000004.deleting-2').mkdir()  # of a job that was killed twice in the same deletion
+  before = names(directory)
+  checkpointer = Checkpointer(directory, max_to_keep=1)
+  assert_restores(checkpointer.restore(abstract_state()), 3)
+  checkpointer.save(4, device_state(4))
+  checkpointer.close()
+  ours = {f'checkpoint_{step:08d}' for step in (1, 2, 3)} | {'checkpoint_00000004.deleting-2'}
+  assert set(names(directory)) == set(before) - ours | {'checkpoint_00000004'}
+
+
 # Errors of a save.
 
 
@@ -128,7 +153,7 @@ def test_a_process_that_wrote_elsewhere_is_found_before_the_manifest(directory):
   assert steps.complete_steps() == [1, 2, 3]
 
 
-def test_a_full_disk_while_arrays_are_written_surfaces_at_the_next_call(directory):
+def test_a_full_disk_while_arrays_are_written_surfaces_at_the_next_call(directory, capfd):
   """RLIMIT_FSIZE makes the kernel refuse to grow a file, as a full disk does, without the rights to mount one."""
   checkpointer = Checkpointer(directory)
   big = {'x': jax.random.normal(jax.random.key(0), (1 << 19,))}
@@ -136,10 +161,17 @@ def test_a_full_disk_while_arrays_are_written_surfaces_at_the_next_call(director
   resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, hard))
   try:
     checkpointer.save(4, big)
-    with pytest.raises(CheckpointError, match=r'(?s)step 4 could not be saved .*Complete checkpoints: \[1, 2, 3\]'):
+    with pytest.raises(
+      CheckpointError, match=r'^checkpoint of step 4 could not be saved in \S+: File too large\. '
+    ) as error:
       checkpointer.wait()
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert str(error.value).endswith(
+    'File too large. Complete checkpoints: [1, 2, 3], all intact: raise the limit of file sizes (ulimit -f), and start '
+    'the same command again.'
+  )
+  assert 'Traceback' not in capfd.readouterr().err, "Orbax's threads need not say it again"
   assert names(directory) == [f'checkpoint_{step:08d}' for step in (1, 2, 3)], 'nothing is left to grow'
   assert_restores(checkpointer.restore(abstract_state()), 3)
   checkpointer.save(4, device_state(4))

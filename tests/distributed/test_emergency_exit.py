@@ -148,3 +148,38 @@ def test_an_abort_shows_the_stacks():
     """)
   assert result.returncode == -6
   assert 'Fatal Python error: Aborted' in result.stderr
+
+
+GLOO = "ValueError('UNKNOWN: Gloo AllGather failed: Connection reset by peer')"
+
+
+@pytest.mark.parametrize(
+  'error, peer_told, code',
+  [
+    (GLOO, True, exit_codes.PEER_FAILED),
+    (f'CheckpointSaveError("step 4 could not be saved") from {GLOO}', True, exit_codes.PEER_FAILED),
+    (f'CheckpointSaveError("step 4 could not be saved") from {GLOO}', False, exit_codes.FAILED),
+    ('CheckpointSaveError("disk full") from OSError(28, "No space left")', True, exit_codes.FAILED),
+    ('UserError("a setting of all processes")', True, exit_codes.USAGE),
+  ],
+)
+def test_a_lost_connection_to_a_process_that_has_told_why_it_leaves_is_no_failure_here(
+  tmp_path, error, peer_told, code
+):
+  """Such as Ctrl-C to one process while all of them save: that one ends with 130, the others with 44."""
+  result = run(
+    MULTI_PROCESS
+    + textwrap.dedent(f"""
+    from spmd_tasks.checkpoints import CheckpointSaveError
+    from spmd_tasks.distributed import RankRecords
+    from spmd_tasks.errors import UserError
+    own, peer = (RankRecords({str(tmp_path)!r}, process_index=index, num_processes=2) for index in (1, 0))
+    if {peer_told}:
+      peer.write_failure(step=3, reason='interrupted', is_own=True, stacks='')
+    emergency.attach(own)
+    with emergency.on_failure():
+      raise {error}
+    """)
+  )
+  assert result.returncode == code, result.stderr
+  assert ('process 0: interrupted' in result.stderr) == peer_told

@@ -10,6 +10,7 @@ import tempfile
 
 import pytest
 
+from spmd_tasks import exit_codes
 from spmd_tasks.programs import claim, job_directory
 from tests import binary
 
@@ -87,6 +88,50 @@ def test_a_claim_that_fails_does_not_keep_the_lock(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='cannot be used: No space left'):
       claim(tmp_path, experiment_name='lm.A')
   claim(tmp_path, experiment_name='lm.A').release()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'experiment.json',
+    'config.json',
+    'job.lock',
+    'newest_checkpoint.json',
+    'goodput.json',
+    'parameters.txt',
+    'startup.json',
+    'metrics.jsonl',
+    'eval/valid/metrics.jsonl',
+  ],
+)
+def test_what_is_no_file_in_the_place_of_a_file_is_refused_at_once(tmp_path, make, name):
+  path = tmp_path / name
+  path.parent.mkdir(parents=True, exist_ok=True)
+  make(path)
+  with pytest.raises(ValueError, match=f'{name}. is not a file, but the job needs one there: move it away'):
+    claim(tmp_path, experiment_name='lm.A')
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize('make', [os.mkfifo, pathlib.Path.touch])
+@pytest.mark.parametrize('name', ['checkpoints', 'eval', 'profile', 'ranks'])
+def test_what_is_no_directory_in_the_place_of_a_directory_is_refused_at_once(tmp_path, make, name):
+  make(tmp_path / name)
+  with pytest.raises(ValueError, match=f'{name}. is not a directory, but the job needs one there: move it away'):
+    claim(tmp_path, experiment_name='lm.A')
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize('mode', ['train', 'eval'])
+def test_a_config_that_is_no_file_is_refused_at_once(tmp_path, capfd, make, mode):
+  make(tmp_path / 'config.json')
+  (tmp_path / 'checkpoints' / 'checkpoint_00000002').mkdir(parents=True)
+  for flags in ([], ['--exp', 'synthetic.Tiny']):
+    assert binary.run_in_process(*flags, '--mode', mode, '--job_log_dir', tmp_path) == exit_codes.USAGE
+    assert 'config.json' in capfd.readouterr().err
 
 
 def test_a_path_below_a_file_is_refused(tmp_path):

@@ -130,6 +130,7 @@ def test_nothing_else_is_left(finished_job):
     'goodput.json',
     'job.lock',
     'metrics.jsonl',
+    'newest_checkpoint.json',
     'parameters.txt',
     'startup.json',
   ]

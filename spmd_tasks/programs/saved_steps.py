@@ -1,0 +1,125 @@
+"""SavedSteps: remembers outside of `checkpoints/` that a job has saved steps, so that no job begins again unasked.
+
+    saved = SavedSteps(job_log_dir)
+    checkpointer = saved.open_checkpoints(max_to_keep=3)  # records each save; refuses an empty directory after one
+    saved.begin_anew()                                    # --begin_anew: sets aside what the lost job has left
+
+A store that is not mounted looks like a new job: `checkpoints/` is gone or empty. Other files tell the two apart. The
+record, `newest_checkpoint.json`, is replaced after each save. A job of an older version has no record; its metrics tell
+that it went so far that a save must have been complete. A job that was ended before its first save begins again.
+"""
+
+from collections.abc import Sequence
+import itertools
+import json
+from typing import Any
+
+from absl import logging
+from etils import epath
+
+from spmd_tasks.checkpoints import CheckpointDirectory, Checkpointer
+from spmd_tasks.files import is_remote, read_text, storage_errors, sync_path, write_durably
+from spmd_tasks.programs.job_directory import CONFIG_FILE
+from spmd_tasks.runtime import METRICS_FILE, read_jsonl
+
+RECORD_FILE = 'newest_checkpoint.json'
+# What a job leaves beside its checkpoints. The record comes last: as long as it is there, the loss is noticed.
+_LEFT = (
+  f'{METRICS_FILE}*',
+  'events.out.tfevents.*',
+  'eval',
+  'decode',
+  'profile',
+  'goodput.json',
+  'startup.json',
+  'parameters.txt',
+  RECORD_FILE,
+)
+
+
+class SavedSteps:
+  """What is known of a job's saved steps without its checkpoints. Process 0 alone writes."""
+
+  def __init__(self, job_log_dir: epath.Path):
+    self._job_log_dir = job_log_dir
+    self._checkpoints = job_log_dir / 'checkpoints'
+    self._record = job_log_dir / RECORD_FILE
+
+  def open_checkpoints(self, **settings: Any) -> Checkpointer:
+    """Returns the job's Checkpointer; `settings` are arguments of its constructor, which every process calls."""
+    return Checkpointer(self._checkpoints, on_saved=self.record, witness=self.witness, **settings)
+
+  def record(self, step: int) -> None:
+    """Records that the checkpoint of `step` is complete; 0 records that nothing was saved yet. Raises OSError."""
+    write_durably(self._record, json.dumps({'step': step}) + '\n')
+
+  def witness(self) -> str | None:
+    """Says by which file it is known that a checkpoint was saved; None if nothing speaks for it.
+
+    Raises:
+      StorageError: a file is there, but cannot be read.
+    """
+    with storage_errors(self._job_log_dir):
+      try:
+        step = json.loads(read_text(self._record))['step']
+        return f'{self._record} says that step {step} was saved' if int(step) > 0 else None
+      except FileNotFoundError:
+        pass
+      except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        logging.warning('%s cannot be read (%s): looking at the metrics instead.', self._record, error)
+      return self._witness_of_metrics()
+
+  def begin_anew(self) -> None:
+    """Sets aside what the job has left, if it has no checkpoint to go on from.
+
+    Files go to `earlier_1` (`_2`, ...), those in `checkpoints/` to `checkpoints/earlier_1`: that may be another file
+    system. `config.json` is copied, as a start without --exp needs it.
+
+    Raises:
+      StorageError: a file cannot be moved; the same call goes on where this one has ended.
+    """
+    with storage_errors(self._job_log_dir):
+      if CheckpointDirectory(path=self._checkpoints).claimed_steps():
+        logging.warning('--begin_anew changes nothing: there are checkpoints in %s to go on from.', self._checkpoints)
+        return
+      left = [path for pattern in _LEFT for path in sorted(self._job_log_dir.glob(pattern))]
+      incomplete = [path for path in _children(self._checkpoints) if not path.name.startswith('earlier_')]
+      if not left and not incomplete:
+        return
+      names = (f'earlier_{number}' for number in itertools.count(1))
+      name = next(name for name in names if not (self._job_log_dir / name).exists())
+      aside = self._job_log_dir / name
+      aside.mkdir()
+      if (self._job_log_dir / CONFIG_FILE).exists():
+        (self._job_log_dir / CONFIG_FILE).copy(aside / CONFIG_FILE)
+      _move(incomplete, self._checkpoints / name)
+      _move(left, aside)
+    logging.warning('--begin_anew: what the job has left is now in %s.', aside)
+
+  def _witness_of_metrics(self) -> str | None:
+    """Looks how far the metrics go. The second save waits for the first, and follows the metrics of its step."""
+    try:
+      config = json.loads(read_text(self._job_log_dir / CONFIG_FILE))['config']
+      last, every = config['num_train_steps'], config['checkpoint_every_steps'] or float('inf')
+    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+      return None
+    for path in (self._job_log_dir, *_children(self._job_log_dir / 'eval')):
+      if not is_remote(path) and (path / METRICS_FILE).exists():
+        step = max(read_jsonl(path), default=0)
+        if step >= last or step > 2 * every:
+          return f'{path / METRICS_FILE} has step {step} of a job that saved every {config["checkpoint_every_steps"]}'
+    return None
+
+
+def _children(path: epath.Path) -> list[epath.Path]:
+  return sorted(path.iterdir()) if path.is_dir() else []
+
+
+def _move(paths: Sequence[epath.Path], target: epath.Path) -> None:
+  if not paths:
+    return
+  target.mkdir(exist_ok=True)
+  for path in paths:
+    path.rename(target / path.name)
+  sync_path(target)
+  sync_path(target.parent)

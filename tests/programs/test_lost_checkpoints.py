@@ -1,0 +1,142 @@
+"""A job whose checkpoints are gone stops with the reason; it begins again only if told to, and then loses nothing."""
+
+import json
+import os
+from pathlib import Path
+import re
+import shutil
+
+import pytest
+
+from spmd_tasks import exit_codes
+from tests import binary
+from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
+from tests.programs.small_jobs import SMALL
+
+RECORD = 'newest_checkpoint.json'
+
+
+def train(directory, *flags) -> int:
+  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, *flags)
+
+
+@pytest.fixture
+def lost_job(finished_job, tmp_path):
+  """A finished job without its checkpoints."""
+  return Path(shutil.copytree(finished_job, tmp_path / 'job', ignore=shutil.ignore_patterns('checkpoints')))
+
+
+def link_to_mount_point(directory):
+  (directory / 'not mounted').mkdir()
+  (directory / 'checkpoints').symlink_to(directory / 'not mounted')
+
+
+def only_partial(directory):
+  for step in (18, 20):
+    (directory / 'checkpoints' / f'checkpoint_{step:08d}.partial' / 'state').mkdir(parents=True)
+
+
+def without_record(directory):
+  (directory / RECORD).unlink()
+
+
+def only_eval_metrics(directory):
+  without_record(directory)
+  (directory / 'metrics.jsonl').unlink()
+
+
+LOSSES = {
+  'gone': (lambda directory: None, 'does not exist, but .*step 20'),
+  'empty': (lambda directory: (directory / 'checkpoints').mkdir(), 'holds no complete checkpoint, but .*step 20'),
+  'a link to an empty mount point': (link_to_mount_point, 'holds no complete checkpoint, but .*step 20'),
+  'all partial': (only_partial, 'holds no complete checkpoint, but .*step 20'),
+  'of an older version, without a record': (without_record, r'metrics\.jsonl has step 20'),
+  'of an older version, evaluated beside': (only_eval_metrics, r'eval/ragged/metrics\.jsonl has step 20'),
+  'a record that is damaged': (lambda directory: (directory / RECORD).write_bytes(b'\0\0'), r'jsonl has step 20'),
+}
+
+
+@pytest.mark.parametrize('loss', LOSSES)
+def test_a_job_whose_checkpoints_are_gone_stops_and_changes_nothing(lost_job, loss, capfd):
+  lose, reason = LOSSES[loss]
+  lose(lost_job)
+  before = binary.snapshot(lost_job)
+  for _ in range(2):
+    assert train(lost_job, '--num_train_steps', 40) == exit_codes.USAGE
+  sentence = capfd.readouterr().err.splitlines()[-1]
+  assert sentence.startswith(f'spmd-tasks: {lost_job}/checkpoints ')
+  assert re.search(reason, sentence)
+  assert '--begin_anew' in sentence
+  after = binary.snapshot(lost_job)
+  assert {path for path in after if after[path] != before.get(path)} <= {str(lost_job / 'job.lock'), str(lost_job)}
+
+
+@pytest.mark.parametrize('mode', ['eval', 'serve'])
+def test_readers_of_lost_checkpoints_say_that_there_were_some(lost_job, mode, capfd):
+  assert binary.run_in_process('--exp', SMALL, '--mode', mode, '--job_log_dir', lost_job) == exit_codes.USAGE
+  assert 'newest_checkpoint.json says that step 20 was saved' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize('has_record', [True, False])
+def test_a_job_that_was_ended_before_its_first_save_begins_again(finished_job, tmp_path, has_record):
+  directory = tmp_path / 'job'
+  directory.mkdir()
+  lines = (finished_job / 'metrics.jsonl').read_text().splitlines(keepends=True)
+  (directory / 'metrics.jsonl').write_text(''.join(lines[:3]))  # the save of step 2 was not complete
+  shutil.copy(finished_job / 'config.json', directory)
+  (directory / 'checkpoints' / 'checkpoint_00000002.partial').mkdir(parents=True)
+  if has_record:
+    (directory / RECORD).write_text('{"step": 0}\n')
+  assert train(directory, '--num_train_steps', 4) == exit_codes.OK
+  assert [line['step'] for line in binary.metric_lines(directory)] == [1, 2, 3, 1, 2, 3, 4]
+  assert json.loads((directory / RECORD).read_text()) == {'step': 4}
+  assert binary.checkpoint_names(directory) == ['checkpoint_00000002', 'checkpoint_00000004']
+
+
+def test_begin_anew_sets_everything_aside_and_gives_the_same_numbers_again(lost_job, finished_job):
+  only_partial(lost_job)
+  (lost_job / 'notes.txt').write_text("the user's")
+  (lost_job / 'job.lock').unlink()  # which names the process
+  before = {digest for _, digest in binary.snapshot(lost_job).values()}
+  assert train(lost_job, '--begin_anew', '--num_train_steps', 4) == exit_codes.OK
+  assert {digest for _, digest in binary.snapshot(lost_job).values()} >= before
+  assert binary.column(lost_job, 'loss') == {
+    step: loss for step, loss in binary.column(finished_job, 'loss').items() if step <= 4
+  }
+  assert binary.metric_lines(lost_job / 'earlier_1') == binary.metric_lines(finished_job)
+  assert binary.metric_lines(lost_job / 'earlier_1/eval/valid') == binary.metric_lines(finished_job / 'eval/valid')
+  partial = sorted(os.listdir(lost_job / 'checkpoints/earlier_1'))
+  assert partial == ['checkpoint_00000018.partial', 'checkpoint_00000020.partial']
+
+  # The same command goes on, as after a preemption; and the next loss is noticed again.
+  assert train(lost_job, '--begin_anew') == exit_codes.OK
+  assert_same_arrays(saved_arrays(lost_job, 20), saved_arrays(finished_job, 20))
+  shutil.rmtree(lost_job / 'checkpoints')
+  assert train(lost_job) == exit_codes.USAGE
+  assert train(lost_job, '--begin_anew', '--num_train_steps', 2) == exit_codes.OK
+  assert len(binary.metric_lines(lost_job / 'earlier_2')) == 20
+
+
+def test_begin_anew_after_damage_that_left_no_checkpoint(finished_job, tmp_path, capfd):
+  directory = Path(shutil.copytree(finished_job, tmp_path / 'job', ignore=shutil.ignore_patterns('checkpoint_*[0-9]')))
+  damaged = directory / 'checkpoints' / 'checkpoint_00000020'
+  shutil.copytree(finished_job / 'checkpoints' / 'checkpoint_00000020', damaged)
+  (damaged / 'manifest.json').write_text('{}')
+  assert train(directory) == exit_codes.USAGE
+  assert 'no checkpoint that is whole' in capfd.readouterr().err
+  assert train(directory, '--begin_anew', '--num_train_steps', 2) == exit_codes.OK
+  assert os.listdir(directory / 'checkpoints/earlier_1') == ['checkpoint_00000020.damaged-manifest.json']
+
+
+def test_begin_anew_of_a_new_directory_is_an_ordinary_start(tmp_path):
+  assert train(tmp_path / 'job', '--begin_anew', '--num_train_steps', 1) == exit_codes.OK
+  assert not list((tmp_path / 'job').glob('earlier*'))
+
+
+def test_going_back_on_purpose_is_no_loss(finished_job, tmp_path):
+  """The documented way: later checkpoints are moved away. The record then says what is there."""
+  directory = Path(shutil.copytree(finished_job, tmp_path / 'job'))
+  for step in range(6, 21, 2):
+    shutil.rmtree(directory / 'checkpoints' / f'checkpoint_{step:08d}')
+  assert train(directory, '--num_train_steps', 4) == exit_codes.OK
+  assert json.loads((directory / RECORD).read_text()) == {'step': 4}
