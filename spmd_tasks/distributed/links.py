@@ -12,7 +12,7 @@ whatever way, and the other end notices at once; with `silence_limit_s`, a proce
 Security: each direction of each connection has a key of its own. Every message carries an HMAC-SHA256 over its number,
 its length and its bytes: a message that is forged, changed, repeated, left out, reordered, or sent back to its sender
 ends the link with a LinkError. A message is bytes; never unpickle it. Nothing is encrypted, and neither is JAX's own
-traffic (docs/multi_host.md#security).
+traffic (docs/security.md).
 """
 
 from collections.abc import Iterator

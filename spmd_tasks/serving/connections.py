@@ -13,8 +13,10 @@ client that asks at once is served however many others are silent. Only when all
 import asyncio
 from collections import Counter
 import ipaddress
+import logging as stdlib_logging
 import os
 import resource
+import time
 from typing import Any
 
 from absl import logging
@@ -46,6 +48,7 @@ class ConnectionLimits:
     Raises:
       UserError: the process may not open enough files.
     """
+    stdlib_logging.getLogger('uvicorn.error').addFilter(_FEW_WARNINGS)
     self.settings = settings
     self._metrics = metrics
     self._num_closed = 0
@@ -103,6 +106,26 @@ class ConnectionLimits:
   def _waiting(self, peer: str | None) -> '_Connection | None':
     """The connection of this peer (None: of any) that has waited longest, preferably for a first request."""
     return next((each for group in (self._silent, self._idle) for each in group if peer in (None, each.peer)), None)
+
+
+class _FewWarnings(stdlib_logging.Filter):
+  """Drops a warning that was logged a moment ago: uvicorn has one for each request that is not HTTP."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self._logged: dict[str, float] = {}
+
+  def filter(self, record: stdlib_logging.LogRecord) -> bool:
+    if record.levelno != stdlib_logging.WARNING:
+      return True
+    now = time.monotonic()
+    is_new = now >= self._logged.get(record.msg, now - _LOG_EVERY_S) + _LOG_EVERY_S
+    if is_new:
+      self._logged[record.msg] = now
+    return is_new
+
+
+_FEW_WARNINGS = _FewWarnings()
 
 
 def _room_for_connections() -> int:

@@ -80,7 +80,7 @@ def connect(served, *, receive_buffer=None):
   return sock
 
 
-def test_raw_bytes_instead_of_http(served, rng):
+def test_raw_bytes_instead_of_http(served, rng, caplog):
   post = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
   messages = [
     b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',  # TLS
@@ -107,6 +107,7 @@ def test_raw_bytes_instead_of_http(served, rng):
         answer = b''
       assert answer == b'' or answer.startswith(b'HTTP/1.1'), (message[:40], answer[:80])
       assert not answer.startswith(b'HTTP/1.1 5'), (message[:40], answer[:200])
+  assert len([record for record in caplog.records if record.name == 'uvicorn.error']) < 4  # not one for each
   check_alive(served)
 
 
