@@ -1,10 +1,9 @@
 """Every test process gets 8 fake CPU devices; implicit rank promotion raises.
 
-XLA's compilations are most of what the tests wait for. So XLA optimises little, emits code the older and cheaper way
-(both divide the time by three), and keeps its programs in one cache for all processes of a run and for later runs.
-Fake devices wait long for one another, because a busy machine may not run one of them for XLA's 40 seconds, after
-which XLA aborts; and they have more threads than devices (spmd_tasks/distributed/fake_devices.py). Processes that
-tests start inherit all that, and are forked by one server (tests/fork_server.py).
+XLA's compilations are most of what the tests wait for. So XLA optimises little, and keeps its programs in one cache for
+all processes of a run and for later runs (tests/xla_settings.py). Fake devices have more threads than devices
+(spmd_tasks/distributed/fake_devices.py). Processes that tests start inherit all that, and are forked by one server
+(tests/fork_server.py).
 
 Workers (-n) take whole files, so that a file's fixtures are built once, and single cases of the files in `_SPREAD`.
 """
@@ -12,19 +11,13 @@ Workers (-n) take whole files, so that a file's fixtures are built once, and sin
 import collections
 import contextlib
 import gc
-import os
 from pathlib import Path
 import sys
 import tempfile
 
-os.environ.setdefault(
-  'XLA_FLAGS',
-  '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true '
-  '--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 '
-  '--xla_cpu_collective_call_terminate_timeout_seconds=300',
-)
-os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parents[1] / '.pytest_cache/xla'))
-os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.3')
+from tests import xla_settings
+
+xla_settings.set_environment()
 
 import jax
 import numpy as np

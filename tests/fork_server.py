@@ -9,13 +9,14 @@ These differ from a fresh process: imports are free and have happened, all child
 options of `python` and variables that only the interpreter's start reads have no effect. `scripts/test --all` starts
 every process afresh, and some tests always do (`fresh=True` of tests/binary.py).
 
-    python fork_server.py SOCKET    ends, and kills its children, when its stdin is closed
+    python fork_server.py SOCKET [MODULE...]    ends, and kills its children, when its stdin is closed
 
 A client connects to SOCKET, sends a header with its three streams attached and a Request as JSON (tests/forked.py),
 and reads two lines: the child's pid, and its wait status once it has ended. A connection that is closed earlier kills
 the child.
 """
 
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import gc
@@ -52,8 +53,8 @@ class Request:
   new_session: bool
 
 
-def preload() -> None:
-  """Imports every module of spmd_tasks; registered experiments and TensorFlow are left to the children."""
+def preload(others: Sequence[str]) -> None:
+  """Imports every module of spmd_tasks, and `others`; registered experiments and TensorFlow are left to the children."""
   import spmd_tasks
 
   for module in pkgutil.walk_packages(spmd_tasks.__path__, 'spmd_tasks.'):
@@ -63,6 +64,8 @@ def preload() -> None:
 
   assert not xla_bridge._backends, 'an import started a JAX backend, which does not outlive a fork'
   assert 'tensorflow' not in sys.modules, 'an import of spmd_tasks imported TensorFlow'
+  for name in others:
+    importlib.import_module(name)
   tasks = Path('/proc/self/task')
   assert not tasks.exists() or len(list(tasks.iterdir())) == 1, (
     'an import started a thread, which does not survive a fork'
@@ -74,7 +77,8 @@ def preload() -> None:
 class Server:
   """Accepts requests and watches the children: `serve` returns the Request in each child, and None in the server."""
 
-  def __init__(self, path: str):
+  def __init__(self, path: str, preloaded: Sequence[str]):
+    self._preloaded = preloaded
     self._listener = socket.socket(socket.AF_UNIX)
     self._listener.bind(path)
     self._listener.listen(64)
@@ -106,7 +110,7 @@ class Server:
         return None
       if self._listener in ready:
         if not is_loaded:
-          preload()
+          preload(self._preloaded)
           is_loaded = True
         if (request := self._accept()) is not None:
           return request
@@ -193,7 +197,7 @@ def _read_jax_environment() -> None:
 
 
 def main() -> Request | None:
-  return Server(sys.argv[1]).serve()
+  return Server(sys.argv[1], sys.argv[2:]).serve()
 
 
 if __name__ == '__main__':

@@ -31,7 +31,18 @@ _HEADER = struct.Struct('!Q')
 
 @contextlib.contextmanager
 def running_server(directory: Path) -> Iterator[None]:
-  """Starts the server with its socket and its programs in `directory`; ends it, and its children, afterwards."""
+  """Starts the server that all processes use, with its socket and its programs in `directory`; ends it afterwards."""
+  with running_extra_server(directory) as path:
+    os.environ[SOCKET_VARIABLE] = path
+    try:
+      yield
+    finally:
+      del os.environ[SOCKET_VARIABLE]
+
+
+@contextlib.contextmanager
+def running_extra_server(directory: Path, modules: Sequence[str] = ()) -> Iterator[str]:
+  """Starts a server that has imported `modules` too; yields its socket; ends it, and its children, afterwards."""
   path = str(directory / 'socket')
   # JAX's variables are the children's; numpy's threads would not survive a fork; coverage starts in the children.
   left_out = ('JAX_', 'COVERAGE_', 'COV_')
@@ -39,24 +50,22 @@ def running_server(directory: Path) -> Iterator[None]:
   env |= {'PYTHONPATH': str(REPOSITORY), 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
   with (directory / 'log').open('wb') as log:
     server = subprocess.Popen(
-      [sys.executable, Path(__file__).with_name('fork_server.py'), path],
+      [sys.executable, Path(__file__).with_name('fork_server.py'), path, *modules],
       cwd=REPOSITORY,
       env=env,
       stdin=subprocess.PIPE,
       stdout=log,
       stderr=subprocess.STDOUT,
     )
-  os.environ[SOCKET_VARIABLE] = path
   try:
-    yield
+    yield path
   finally:
-    del os.environ[SOCKET_VARIABLE]
     server.communicate()
 
 
-def server_is_gone() -> RuntimeError:
+def server_is_gone(server: str) -> RuntimeError:
   """The error to raise, with what the server wrote at its end."""
-  log = Path(os.environ[SOCKET_VARIABLE]).with_name('log').read_text(errors='replace')
+  log = Path(server).with_name('log').read_text(errors='replace')
   return RuntimeError(f'the fork server is gone; it wrote:\n{log}')
 
 
@@ -66,18 +75,28 @@ def is_running() -> bool:
 
 
 def request_process(
-  argv: Sequence[str], *, cwd: str, env: dict[str, str], fds: Sequence[int], new_session: bool = False
+  argv: Sequence[str],
+  *,
+  cwd: str,
+  env: dict[str, str],
+  fds: Sequence[int],
+  new_session: bool = False,
+  server: str | None = None,
 ) -> tuple[socket.socket, int]:
-  """Has the server fork; returns the connection, on which the wait status will come, and the child's pid."""
+  """Has the server fork; returns the connection, on which the wait status will come, and the child's pid.
+
+  `server` is the socket of an extra server; None takes the one that all processes use.
+  """
+  server = server or os.environ[SOCKET_VARIABLE]
   connection = socket.socket(socket.AF_UNIX)
   for _ in range(1500):  # 30 s
     try:
-      connection.connect(os.environ[SOCKET_VARIABLE])
+      connection.connect(server)
       break
     except (FileNotFoundError, ConnectionRefusedError):  # it has only just been started
       time.sleep(0.02)
   else:
-    raise server_is_gone()
+    raise server_is_gone(server)
   body = json.dumps({'argv': list(argv), 'cwd': cwd, 'env': env, 'new_session': new_session}).encode()
   socket.send_fds(connection, [_HEADER.pack(len(body))], fds)
   connection.sendall(body)
@@ -85,7 +104,7 @@ def request_process(
   while not pid.endswith(b'\n'):
     byte = connection.recv(1)
     if not byte:
-      raise server_is_gone()
+      raise server_is_gone(server)
     pid += byte
   return connection, int(pid)
 
@@ -93,7 +112,8 @@ def request_process(
 class ForkedPopen(subprocess.Popen):
   """A subprocess.Popen of `python <argv>`, forked by the server, which is its parent: os.waitpid does not know it."""
 
-  def __init__(self, argv: Sequence[str], *, env=None, **popen):
+  def __init__(self, argv: Sequence[str], *, env=None, server: str | None = None, **popen):
+    self._server = server or os.environ[SOCKET_VARIABLE]
     super().__init__(list(argv), env=dict(os.environ if env is None else env), **popen)
 
   def _execute_child(self, *given):
@@ -107,6 +127,7 @@ class ForkedPopen(subprocess.Popen):
         env={name: str(value) for name, value in given['env'].items()},
         fds=fds,
         new_session=given['start_new_session'],
+        server=self._server,
       )
     finally:
       names = ('p2cread', 'p2cwrite', 'c2pread', 'c2pwrite', 'errread', 'errwrite')
@@ -131,7 +152,7 @@ class ForkedPopen(subprocess.Popen):
       return None
     text = self._connection.recv(64)
     if not text:
-      raise server_is_gone()
+      raise server_is_gone(self._server)
     self._connection.close()
     self._connection = None
     self._handle_exitstatus(int(text))

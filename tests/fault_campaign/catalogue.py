@@ -1,0 +1,70 @@
+"""The kinds of faults, and which one has which number.
+
+    @kind('kill/at a random instant', share=4)
+    def kill_at_a_random_instant(scene: Scene) -> str:
+      ...                                        # raises BrokenPromiseError, or says why the promise was held
+
+A fault is a function of the campaign's seed and the fault's number alone, so any one of them can be run again.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import importlib
+import random
+
+from tests.fault_campaign.scene import Scene
+
+FAMILIES = (
+  'kills',
+  'signals',
+  # 'damage',
+  # 'disks',
+  # 'directories',
+)
+
+_KINDS: dict[str, 'Kind'] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+  """One kind of fault.
+
+  Attributes:
+    name: 'family/what happens'.
+    inject: makes the fault in a scene; returns why the promise was held.
+    share: how often it is drawn, compared with others.
+  """
+
+  name: str
+  inject: Callable[[Scene], str]
+  share: int
+
+
+def kind(name: str, *, share: int = 2) -> Callable[[Callable[[Scene], str]], Callable[[Scene], str]]:
+  """Registers a function as a kind of fault."""
+
+  def register(inject: Callable[[Scene], str]) -> Callable[[Scene], str]:
+    assert name not in _KINDS, name
+    _KINDS[name] = Kind(name=name, inject=inject, share=share)
+    return inject
+
+  return register
+
+
+def kinds() -> list[Kind]:
+  """All kinds, in the order of their files."""
+  for family in FAMILIES:
+    importlib.import_module(f'tests.fault_campaign.{family}')
+  return list(_KINDS.values())
+
+
+def kind_of(seed: int, number: int) -> Kind:
+  """The kind of fault `number`: every round has each kind as often as its share says, in an order of its own."""
+  one_round = [each for each in kinds() for _ in range(each.share)]
+  place = number % len(one_round)
+  random.Random(f'{seed} round {number // len(one_round)}').shuffle(one_round)
+  return one_round[place]
+
+
+def rng_of(seed: int, number: int) -> random.Random:
+  return random.Random(f'{seed} fault {number}')

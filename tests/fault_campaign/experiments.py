@@ -1,0 +1,228 @@
+"""The jobs that faults befall: 20 steps with a checkpoint every 5 and an eval every 10, on each kind of input and mesh.
+
+A step takes at least `seconds_per_batch`, so that a signal meets the job between any two steps.
+"""
+
+import dataclasses
+from pathlib import Path
+import time
+from typing import Any
+
+import fiddle as fdl
+
+from spmd_tasks.inputs import ByteTokenizer, JsonLines, TextFiles, TextInput, TfDataInput, TfRecords
+from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
+from tests.programs.small_jobs import FaultyText, Small
+
+NUM_STEPS = 20
+SAVE_INTERVAL = 5
+MAX_TO_KEEP = 2
+EVAL_INTERVAL = 10
+EVAL_SETS = ('valid',)
+
+
+class Plain(Small):
+  """One device, synthetic tokens."""
+
+  ici_mesh_shape = (1, 1, 1)
+  num_train_steps = NUM_STEPS
+  checkpoint_every_steps = SAVE_INTERVAL
+  checkpoint_max_to_keep = MAX_TO_KEEP
+  eval_every_steps = EVAL_INTERVAL
+  step_timeout_s = 60.0
+  input_timeout_s = 20.0
+  seconds_per_batch: float = 0.02
+
+  def train_input(self):
+    return fdl.copy_with(super().train_input(), seconds_per_batch=self.seconds_per_batch)
+
+  def eval_inputs(self):
+    return {'valid': super().eval_inputs()['valid']}
+
+
+class Padded(Plain):
+  """Every matrix padded, on data 2 x mdl 4."""
+
+  ici_mesh_shape = (1, 2, 4)
+
+
+class Experts(Plain, MoeLanguageModel):
+  """Four experts, on data 2 x mdl 2."""
+
+  ici_mesh_shape = (1, 2, 2)
+  num_experts = 4
+  num_selected_experts = 2
+
+
+class Pipelined(Plain, PipelinedLanguageModel):
+  """Two stages x data 2."""
+
+  mesh_axis_names = PipelinedLanguageModel.mesh_axis_names
+  axis_rules = PipelinedLanguageModel.axis_rules
+  ici_mesh_shape = (1, 2, 2, 1)
+  num_layers = 2
+  num_microbatches = 2
+
+  def stack(self) -> fdl.Config[PipelinedStack]:
+    return PipelinedLanguageModel.stack(self)
+
+
+class Read(Plain):
+  """Text from files below `data`, which `source` reads; `num_workers` processes read it."""
+
+  data: str = ''
+  num_workers: int = 0
+  read_timeout_s: float = 10.0
+
+  def source(self, split: str) -> Any:
+    raise NotImplementedError
+
+  def train_input(self):
+    text = fdl.Config(
+      TextInput,
+      source=self.source('train'),
+      tokenizer=fdl.Config(ByteTokenizer),
+      batch_size=self.batch_size,
+      seq_len=self.seq_len,
+      num_workers=self.num_workers,
+      read_timeout_s=self.read_timeout_s,
+    )
+    return fdl.Config(SlowInput, input=text, seconds_per_batch=self.seconds_per_batch)
+
+
+class Text(Read):
+  """TextFiles."""
+
+  def source(self, split):
+    return fdl.Config(TextFiles, pattern=f'{self.data}/*.txt', block_bytes=64)
+
+
+class Json(Read):
+  """JsonLines."""
+
+  def source(self, split):
+    return fdl.Config(JsonLines, pattern=f'{self.data}/*.jsonl', block_bytes=64)
+
+
+class TfData(Read):
+  """TFRecord files through tf.data."""
+
+  def train_input(self):
+    source = fdl.Config(TfRecords, pattern=f'{self.data}/*.tfrecord')
+    records = fdl.Config(TfDataInput, source=source, batch_size=self.batch_size, seq_len=self.seq_len)
+    return fdl.Config(SlowInput, input=records, seconds_per_batch=self.seconds_per_batch)
+
+
+class Pair(Plain):
+  """Two processes; the limits within which they must end are short."""
+
+  ici_mesh_shape = (1, 2, 2)
+  step_timeout_s = 10.0
+  heartbeat_timeout_s = 10
+  shutdown_timeout_s = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlowInput:
+  """Another input's batches, each after `seconds_per_batch`."""
+
+  input: Any
+  seconds_per_batch: float = 0.0
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('__') or name == 'input':
+      raise AttributeError(name)
+    return getattr(self.input, name)
+
+  @property
+  def batch_size(self) -> int:
+    return self.input.batch_size
+
+  def element_spec(self):
+    return self.input.element_spec()
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SlowIterator':
+    return SlowIterator(self.input.make_iterator(shard_index, shard_count), self.seconds_per_batch)
+
+  def reshard_states(self, states, shard_count: int):
+    return self.input.reshard_states(states, shard_count)
+
+
+class SlowIterator:
+  """A position in a SlowInput."""
+
+  def __init__(self, iterator: Any, seconds_per_batch: float):
+    self._iterator = iterator
+    self._seconds_per_batch = seconds_per_batch
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    time.sleep(self._seconds_per_batch)
+    return next(self._iterator)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._iterator, name)
+
+
+# How many devices each job has, and which files it reads.
+NUM_DEVICES = {'Padded': 8, 'Experts': 4, 'Pipelined': 4, 'Pair': 4}
+SUFFIXES = {'Text': 'txt', 'Json': 'jsonl', 'TfData': 'tfrecord'}
+
+
+def flags_of(job: str) -> list[str]:
+  """How a job is started, without its directories."""
+  return ['--exp', f'{__name__}.{job}', '--mode', 'train', '--num_fake_devices', str(NUM_DEVICES.get(job, 1))]
+
+
+def write_data(job: str, directory: Path) -> None:
+  """Writes the files that a job reads: the same ones in every directory."""
+  directory.mkdir()
+  suffix = SUFFIXES[job]
+  for number in range(4):
+    lines = [f'{number}: the {line}th line says {line * line} and ä{"." * (line % 7)}' for line in range(40)]
+    path = directory / f'part_{number}.{suffix}'
+    if job == 'Text':
+      path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    elif job == 'Json':
+      import json
+
+      path.write_text(''.join(json.dumps({'text': line}) + '\n' for line in lines))
+    else:
+      write_records(path, [[(number + line + i) % 250 for i in range(3 + line % 6)] for line in range(40)])
+
+
+def write_records(path: Path, examples: list[list[int]]) -> None:
+  """A TFRecord file of examples with one feature `ids`, by TensorBoard's writer and protocol buffers."""
+  from tensorboard.summary.writer.record_writer import RecordWriter
+
+  with path.open('wb') as file:
+    records = RecordWriter(file)
+    for ids in examples:
+      records.write(_example(ids))
+    records.flush()
+
+
+def _example(ids: list[int]) -> bytes:
+  """The bytes of tf.train.Example(features={'ids': Int64List(ids)}), without TensorFlow: four nested messages."""
+
+  def field(number: int, data: bytes) -> bytes:
+    return bytes([number << 3 | 2]) + _varint(len(data)) + data
+
+  int64_list = field(1, b''.join(map(_varint, ids)))
+  feature = field(3, int64_list)
+  entry = field(1, b'ids') + field(2, feature)
+  return field(1, field(1, entry))
+
+
+def _varint(value: int) -> bytes:
+  data = bytearray()
+  while value > 0x7F:
+    data.append(value & 0x7F | 0x80)
+    value >>= 7
+  return bytes([*data, value])
+
+
+__all__ = ['NUM_DEVICES', 'FaultyText', 'flags_of', 'write_data']

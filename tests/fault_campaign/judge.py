@@ -1,0 +1,197 @@
+"""What counts as kept: bit-equality with an undisturbed run, a refusal in one sentence, nothing lost or left behind.
+
+    compare_with_reference(directory, reference)      # raises BrokenPromiseError with the first difference
+
+A number is compared as it was written, so that every bit counts. Times and rates are left out.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_tasks.checkpoints import Checkpointer
+from tests.fault_campaign.experiments import EVAL_INTERVAL, EVAL_SETS, NUM_STEPS, SAVE_INTERVAL
+
+_TIMED = re.compile(r'time|second|mfu|goodput|lost|compilations|slowest|wait')
+_MUST_BE_THERE = {'loss', 'grad_norm', 'weight_norm', 'learning_rate', 'num_skipped_steps'}
+_STEP_NAME = re.compile(r'checkpoint_(\d{8})')
+
+
+class BrokenPromiseError(Exception):
+  """A promise was not kept; the message says which one, and how it shows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+  """What an undisturbed run gave.
+
+  Attributes:
+    directory: its job_log_dir, with all checkpoints.
+    metrics, evals: step -> name -> value; of evals by set before that.
+    digests: step -> the digest of its checkpoint's arrays and input positions.
+    operations: the file operations of the run, in their order, as injected.py records them.
+    seconds: how long it took from the beginning of the binary's code.
+  """
+
+  directory: Path
+  metrics: Mapping[int, Mapping[str, Any]]
+  evals: Mapping[str, Mapping[int, Mapping[str, Any]]]
+  digests: Mapping[int, str]
+  operations: list[tuple[str, str]]
+  seconds: float
+
+
+def check(condition: Any, sentence: str) -> None:
+  if not condition:
+    raise BrokenPromiseError(sentence)
+
+
+def metric_lines(path: Path) -> list[dict[str, Any]]:
+  """Every line of a metrics file with its step and the values that do not depend on time; none if there is no file."""
+  if not path.is_file():
+    return []
+  lines = []
+  for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+    try:
+      if not line.endswith(b'\n'):
+        continue
+      record = json.loads(line)
+      lines.append({name: value for name, value in record.items() if not _TIMED.search(name)})
+    except (ValueError, AttributeError):
+      raise BrokenPromiseError(f'line {number} of {path.name} is not a metrics record: {line[:80]!r}') from None
+  return lines
+
+
+def last_of_steps(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+  return {line['step']: line for line in lines}
+
+
+def complete_steps(job_log_dir: Path) -> list[int]:
+  """The steps whose directories have the name of a complete checkpoint."""
+  names = [path.name for path in (job_log_dir / 'checkpoints').glob('*')]
+  return sorted(int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match)
+
+
+def digest_of(job_log_dir: Path, step: int) -> str:
+  """Reads a checkpoint, verified, past the mesh; digests names, dtypes, shapes and bits, and the input's positions."""
+  checkpoint = job_log_dir / 'checkpoints' / f'checkpoint_{step:08d}'
+  leaves = json.loads((checkpoint / 'manifest.json').read_text())['body']['leaves']
+  abstract: dict[str, Any] = {}
+  for name, shape, dtype in leaves:
+    *parents, last = name.split('/')
+    place = abstract
+    for parent in parents:
+      place = place.setdefault(parent, {})
+    place[last] = jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+  checkpointer = Checkpointer(job_log_dir / 'checkpoints', read_only=True)
+  try:
+    restored = checkpointer.restore(abstract, step)
+  finally:
+    checkpointer.close()
+  digest = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_flatten_with_path(jax.device_get(restored.state))[0]:
+    digest.update(f'{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}'.encode() + np.asarray(leaf).tobytes())
+  digest.update(json.dumps(restored.input_states, sort_keys=True).encode())
+  return digest.hexdigest()
+
+
+def compare_lines(lines: list[dict[str, Any]], expected: Mapping[int, Mapping[str, Any]], what: str) -> None:
+  """Of every line, also those of steps that were executed again."""
+  for line in lines:
+    wanted = expected.get(line['step'])
+    check(wanted is not None, f'{what} has a step {line["step"]}, which the undisturbed run has not')
+    for name in wanted:
+      check(
+        name in line and line[name] == wanted[name],
+        f'{what}: {name} of step {line["step"]} is {line.get(name)!r}, undisturbed {wanted[name]!r}',
+      )
+
+
+def compare_with_reference(job_log_dir: Path, reference: Reference, *, leave_out: tuple[str, ...] = ()) -> None:
+  """All steps are there, and every metric, every eval and the kept checkpoints are those of the undisturbed run.
+
+  `leave_out` names metrics that the fault changes by its nature.
+
+  Raises:
+    BrokenPromiseError: something is missing, or differs.
+  """
+  expected = {
+    step: {name: value for name, value in line.items() if name not in leave_out}
+    for step, line in reference.metrics.items()
+  }
+  lines = metric_lines(job_log_dir / 'metrics.jsonl')
+  missing = sorted(set(expected) - {line['step'] for line in lines})
+  check(not missing, f'metrics.jsonl lacks the steps {missing}')
+  compare_lines(lines, expected, 'metrics.jsonl')
+  for name, evals in reference.evals.items():
+    found = metric_lines(job_log_dir / 'eval' / name / 'metrics.jsonl')
+    missing = sorted(set(evals) - {line['step'] for line in found})
+    check(not missing, f'eval {name} lacks the steps {missing}')
+    compare_lines(found, evals, f'eval {name}')
+  steps = complete_steps(job_log_dir)
+  check(steps and steps[-1] == NUM_STEPS, f'the last of the checkpoints {steps} is not that of step {NUM_STEPS}')
+  check_digests(job_log_dir, reference)
+
+
+def check_digests(job_log_dir: Path, reference: Reference) -> None:
+  """Every complete checkpoint whose step the undisturbed run saved has its bits."""
+  for step in complete_steps(job_log_dir):
+    if step in reference.digests:
+      try:
+        same = digest_of(job_log_dir, step) == reference.digests[step]
+      except Exception as error:  # also a checkpoint that cannot be read
+        raise BrokenPromiseError(f'checkpoint {step} cannot be read: {type(error).__name__}: {error}') from error
+      check(same, f'the arrays or the input position of checkpoint {step} differ from the undisturbed ones')
+
+
+def check_nothing_is_left(job_log_dir: Path) -> None:
+  """No half-written file or checkpoint stays behind a job that has ended well."""
+  left = [
+    str(path.relative_to(job_log_dir))
+    for path in sorted(job_log_dir.rglob('*'))
+    if re.search(r'\.(partial|deleting)$', path.name)
+  ]
+  check(not left, f'left behind: {left[:5]}')
+
+
+def check_refusal(ended: Any, codes: tuple[int, ...]) -> None:
+  """The process ended with one of these codes, with a sentence of its own and without a traceback."""
+  check('Traceback (most recent call last)' not in ended.stderr, f'a traceback: {last_line(ended.stderr)}')
+  check(ended.returncode in codes, f'exit code {ended.returncode}, expected {codes}: {last_line(ended.stderr)}')
+  check('spmd-tasks: ' in ended.stderr, f'exit code {ended.returncode} without a sentence: {last_line(ended.stderr)}')
+
+
+def last_line(text: str, limit: int = 200) -> str:
+  lines = [line for line in text.splitlines() if line.strip()]
+  return lines[-1][:limit] if lines else '(nothing on stderr)'
+
+
+def sentence_of(ended: Any, limit: int = 160) -> str:
+  """What the binary said at its end."""
+  said = [line for line in ended.stderr.splitlines() if line.startswith('spmd-tasks: ')]
+  return (said[-1].removeprefix('spmd-tasks: ') if said else last_line(ended.stderr))[:limit]
+
+
+def read_reference(directory: Path, operations: list[tuple[str, str]], seconds: float) -> Reference:
+  """Reads what an undisturbed run left; asserts that it is whole."""
+  metrics = last_of_steps(metric_lines(directory / 'metrics.jsonl'))
+  evals = {name: last_of_steps(metric_lines(directory / 'eval' / name / 'metrics.jsonl')) for name in EVAL_SETS}
+  assert sorted(metrics) == list(range(1, NUM_STEPS + 1)), sorted(metrics)
+  assert all(set(line) > _MUST_BE_THERE for line in metrics.values()), metrics[1]
+  assert all(sorted(steps) == list(range(EVAL_INTERVAL, NUM_STEPS + 1, EVAL_INTERVAL)) for steps in evals.values())
+  steps = range(SAVE_INTERVAL, NUM_STEPS + 1, SAVE_INTERVAL)
+  return Reference(
+    directory=directory,
+    metrics=metrics,
+    evals=evals,
+    digests={step: digest_of(directory, step) for step in steps},
+    operations=operations,
+    seconds=seconds,
+  )

@@ -1,0 +1,133 @@
+"""SIGKILL: at random instants, at any file operation, and at chosen places of the code."""
+
+import signal
+from typing import Any
+
+from spmd_tasks import exit_codes
+from tests.fault_campaign.catalogue import kind
+from tests.fault_campaign.experiments import NUM_STEPS
+from tests.fault_campaign.injected import Point
+from tests.fault_campaign.judge import check
+from tests.fault_campaign.scene import Ended, Scene, matching
+
+JOBS = ('Plain', 'Plain', 'Plain', 'Padded', 'Experts', 'Pipelined', 'Text', 'Json')
+CHANGES = ('write', 'rename', 'remove', 'rmdir', 'mkdir', 'truncate')
+
+# Name -> the function, and whether the kill is in it ('in'), before it or after it.
+PLACES = {
+  'while the weights are drawn': ('spmd_tasks.runtime.partition:PartitionedModel.init', 'in'),
+  'before the restore': ('spmd_tasks.checkpoints:Checkpointer.restore', 'before'),
+  'after the restore': ('spmd_tasks.checkpoints:Checkpointer.restore', 'after'),
+  'before a save': ('spmd_tasks.checkpoints:Checkpointer.save', 'before'),
+  'in mid-save': ('spmd_tasks.checkpoints:Checkpointer.save', 'in'),
+  'between save and manifest': ('spmd_tasks.checkpoints.checkpoint_directory:write_manifest', 'before'),
+  'between manifest and rename': ('spmd_tasks.checkpoints.checkpoint_directory:write_manifest', 'after'),
+  'before old checkpoints are pruned': ('spmd_tasks.checkpoints:CheckpointDirectory.delete_old', 'before'),
+  'while old checkpoints are pruned': ('spmd_tasks.checkpoints:CheckpointDirectory.delete_old', 'in'),
+  'before a metrics line': ('spmd_tasks.runtime.metrics:JsonlWriter.write', 'before'),
+  'after a metrics line': ('spmd_tasks.runtime.metrics:JsonlWriter.write', 'after'),
+  'in an eval': ('spmd_tasks.programs.eval:Evaluator._evaluate_set', 'in'),
+  'between eval and its record': ('spmd_tasks.programs.eval:Evaluator.record', 'before'),
+  'after the last wait for checkpoints': ('spmd_tasks.checkpoints:Checkpointer.wait', 'after'),
+}
+
+
+def killed(scene: Scene, ended: Ended) -> bool:
+  """Whether the kill came before the job's end; a job that was faster must be as undisturbed."""
+  if ended.returncode == -signal.SIGKILL:
+    return True
+  check(ended.returncode == exit_codes.OK, f'ended with {ended.returncode} before it was killed')
+  scene.check_as_undisturbed()
+  return False
+
+
+def go_on(scene: Scene) -> str:
+  """The restart after a kill, and what it did."""
+  seen = scene.steps()[-1:] or [0]
+  scene.resume()
+  return f'killed after step {seen[0]}; went on, bit for bit'
+
+
+@kind('kill/at a random instant', share=5)
+def kill_at_a_random_instant(scene: Scene) -> str:
+  scene.job = scene.rng.choice(JOBS)
+  num_kills = scene.rng.choice((1, 1, 2, 3))
+  why = []
+  for _ in range(num_kills):
+    delay = scene.rng.uniform(0, 1.1 * scene.reference.seconds)
+    scene.where += f'{delay:.3f} s '
+    process = scene.start()
+    scene.send_after(process, signal.SIGKILL, delay)
+    if not killed(scene, scene.finish(process)):
+      return 'ended before the kill'
+    why = scene.steps()[-1:] or [0]
+  scene.resume()
+  return f'killed {num_kills} times, last after step {why[0]}; went on, bit for bit'
+
+
+@kind('kill/at a file operation', share=6)
+def kill_at_a_file_operation(scene: Scene) -> str:
+  scene.job = scene.rng.choice(JOBS)
+  operations = scene.reference.operations
+  count = scene.rng.randrange(matching(operations, CHANGES, '^job/'))
+  scene.where = f'operation {count} of those that change files'
+  point = Point(operations=CHANGES, path='^job/', count=count, action='signal', value=signal.SIGKILL)
+  if not killed(scene, scene.run(points=[point])):
+    return 'fewer operations than in the undisturbed run'
+  return go_on(scene)
+
+
+@kind('kill/at a place of the code', share=8)
+def kill_at_a_place(scene: Scene) -> str:
+  scene.job = scene.rng.choice(JOBS)
+  name = scene.rng.choice(sorted(PLACES))
+  call, when = PLACES[name]
+  settings: dict[str, Any] = {'after': when == 'after'}
+  count = 0
+  if 'metrics' in name:
+    count = scene.rng.randrange(NUM_STEPS)
+  elif 'drawn' not in name and 'restore' not in name:
+    count = scene.rng.randrange(2)
+  if when == 'in':
+    settings['delay_s'] = scene.rng.uniform(0.0005, 0.02 if 'drawn' not in name else 0.3)
+  scene.where = f'{name}, occurrence {count}'
+  point = Point(call=call, count=count, action='signal', value=signal.SIGKILL, **settings)
+  if not killed(scene, scene.run(points=[point])):
+    return 'the place was passed too rarely'
+  return go_on(scene)
+
+
+@kind('kill/in mid-line of metrics', share=2)
+def kill_in_mid_line(scene: Scene) -> str:
+  """What a kill in a write leaves: a part of the last line, of the job's metrics or of an eval's."""
+  last_seen = scene.rng.randrange(6, NUM_STEPS + 1)
+  scene.begun(last_seen // 5 * 5, last_seen)
+  paths = [scene.job_log_dir / 'metrics.jsonl', *scene.job_log_dir.glob('eval/*/metrics.jsonl')]
+  path = scene.rng.choice(sorted(paths))
+  content = path.read_bytes()
+  last = content[:-1].rfind(b'\n') + 1
+  cut = scene.rng.randrange(last + 1, len(content))
+  path.write_bytes(content[:cut])
+  scene.where = f'{path.relative_to(scene.job_log_dir)} ends {len(content) - cut} bytes early'
+  scene.resume()
+  return 'went on, bit for bit'
+
+
+@kind('kill/again and again', share=1)
+def kill_again_and_again(scene: Scene) -> str:
+  """Kills every start soon after its first step, until the job has come to its end all the same."""
+  scene.job = scene.rng.choice(('Plain', 'Text'))
+  num_kills = 0
+  while num_kills < 12:
+    process = scene.start()
+    before = len(scene.steps())
+    wanted = before + scene.rng.randrange(4, 9)
+    scene.wait_until(process, lambda: len(scene.steps()) >= wanted)  # noqa: B023
+    process.send(signal.SIGKILL)
+    if not killed(scene, scene.finish(process)):
+      break
+    num_kills += 1
+  else:
+    check(False, f'{num_kills} kills, and the job is at step {scene.steps()[-1]} still')
+  scene.where = f'{num_kills} kills'
+  return 'came to its end, bit for bit'

@@ -1,0 +1,346 @@
+"""Scene: where one fault happens. It starts jobs, waits for what they do, and holds the promises that all faults share.
+
+    scene.job = 'Text'
+    process = scene.start()
+    scene.wait_until(process, lambda: len(scene.steps()) >= 7)
+    process.kill()
+    scene.finish(process)
+    scene.resume()                       # the same command: 0, and bit for bit the undisturbed run
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+import random
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from typing import Any
+
+from spmd_tasks import exit_codes
+from tests import binary
+from tests.fault_campaign import experiments, judge
+from tests.fault_campaign.experiments import MAX_TO_KEEP, NUM_STEPS, SAVE_INTERVAL
+from tests.fault_campaign.injected import Plan, Point
+from tests.fault_campaign.judge import Reference, check
+
+# From the start of a job to its end, on a machine that is busy with other things. Longer is a hang.
+DEADLINE_S = 90.0
+_ORPHAN_GRACE_S = 5.0  # workers look every second whether their job is still there
+_INJECTED = Path(__file__).with_name('injected.py')
+
+
+class HangError(Exception):
+  """A process did not end, or did not get where it should, within its deadline."""
+
+
+class SkippedError(Exception):
+  """This machine cannot make this fault; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ended:
+  """How a process ended: exit code, negative for a signal; its two streams; seconds; whether children were left."""
+
+  returncode: int
+  stdout: str
+  stderr: str
+  seconds: float
+
+
+class Started:
+  """A running process of a scene, the leader of a session, with its streams in files."""
+
+  def __init__(self, argv: Sequence[object], directory: Path, name: str, **start: Any):
+    self.entered = directory / f'{name}.entered'
+    self._paths = [directory / f'{name}.{stream}' for stream in ('out', 'err')]
+    self._began = time.monotonic()
+    with self._paths[0].open('wb') as out, self._paths[1].open('wb') as err:
+      streams = {'stdin': subprocess.DEVNULL, 'stdout': out, 'stderr': err}
+      self.process = binary.start_process(argv, start_new_session=True, **streams, **start)
+    self.pid = self.process.pid
+
+  @property
+  def stdout(self) -> str:
+    return self._paths[0].read_text(errors='replace')
+
+  @property
+  def stderr(self) -> str:
+    return self._paths[1].read_text(errors='replace')
+
+  def is_running(self) -> bool:
+    return self.process.poll() is None
+
+  def send(self, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(self.pid, signum)
+
+  def finish(self, limit_s: float) -> Ended:
+    """Waits for the end; raises HangError, with the process killed, after the limit."""
+    try:
+      self.process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+      tail = judge.last_line(self.stderr)
+      self.kill_session()
+      raise HangError(f'the process did not end within {limit_s:g} s; its last words: {tail}') from None
+    return Ended(
+      returncode=self.process.returncode,
+      stdout=self.stdout,
+      stderr=self.stderr,
+      seconds=time.monotonic() - self._began,
+    )
+
+  def session_is_empty(self) -> bool:
+    try:
+      os.killpg(self.pid, 0)
+    except ProcessLookupError:
+      return True
+    return False
+
+  def kill_session(self) -> None:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self.pid, signal.SIGKILL)
+    self.process.wait()
+
+
+class Scene:
+  """One fault's directory, random numbers and processes.
+
+  Attributes:
+    rng: the fault's own, a function of the seed and the fault's number.
+    job: the class of experiments.py that runs; set it before the first start.
+    where: what was drawn, for the report.
+    codes: the exit codes of all processes, in their order.
+  """
+
+  def __init__(self, path: Path, rng: random.Random, references: 'References'):
+    self.path = path
+    self.rng = rng
+    self.job = 'Plain'
+    self.where = ''
+    self.codes: list[int] = []
+    self.flags: list[str] = []  # of every start
+    self._references = references
+    self._started: list[Started] = []
+    self._closers = contextlib.ExitStack()
+    path.mkdir(parents=True)
+
+  @property
+  def job_log_dir(self) -> Path:
+    return self.path / 'job'
+
+  @property
+  def checkpoints(self) -> Path:
+    return self.job_log_dir / 'checkpoints'
+
+  @property
+  def reference(self) -> Reference:
+    return self._references.of(self.job)
+
+  # Processes.
+
+  def start(self, *flags: object, points: Sequence[Point] = (), name: str | None = None, **start: Any) -> Started:
+    """Starts the scene's job; `points` happen in it. `start` goes to binary.start_process."""
+    own = list(flags) or experiments.flags_of(self.job)
+    if not any(str(flag) == '--job_log_dir' for flag in own):
+      own += ['--job_log_dir', self.job_log_dir]
+    return self.start_injected([*own, *self._data_flags(), *self.flags], points, name=name, **start)
+
+  def start_injected(
+    self, flags: Sequence[object], points: Sequence[Point] = (), *, name: str | None = None, **start: Any
+  ) -> Started:
+    """Starts the binary with exactly these flags."""
+    name = name or f'run_{len(self._started)}'
+    plan = Plan(root=str(self.path), points=tuple(points), entered=str(self.path / f'{name}.entered'))
+    plan_path = self.path / f'{name}.plan.json'
+    plan_path.write_text(json.dumps(dataclasses.asdict(plan)))
+    return self.start_python([_INJECTED, plan_path, *flags], name, **start)
+
+  def start_python(self, argv: Sequence[object], name: str, **start: Any) -> Started:
+    environment = child_environment() | dict(start.pop('env', {}))
+    if self.job == 'TfData':
+      start.setdefault('server', self._references.tensorflow_server)
+    start = {'cwd': binary.REPOSITORY, 'env': environment} | start
+    self._started.append(Started([str(each) for each in argv], self.path, name, **start))
+    return self._started[-1]
+
+  def finish(self, process: Started, limit_s: float = DEADLINE_S) -> Ended:
+    """Waits for the process's end; everything that it started must end soon after it."""
+    ended = process.finish(limit_s)
+    self.codes.append(ended.returncode)
+    end = time.monotonic() + _ORPHAN_GRACE_S
+    while not process.session_is_empty() and time.monotonic() < end:
+      time.sleep(0.02)
+    check(process.session_is_empty(), 'processes that the job had started are still there')
+    check(ended.returncode != 97, judge.last_line(ended.stderr))
+    return ended
+
+  def run(self, *flags: object, points: Sequence[Point] = (), limit_s: float = DEADLINE_S, **start: Any) -> Ended:
+    return self.finish(self.start(*flags, points=points, **start), limit_s)
+
+  def wait_until(self, process: Started, condition: Callable[[], Any], limit_s: float = DEADLINE_S) -> bool:
+    """Waits; returns False if the process has ended instead."""
+    end = time.monotonic() + limit_s
+    while not condition():
+      if not process.is_running():
+        return bool(condition())
+      if time.monotonic() > end:
+        tail = judge.last_line(process.stderr)
+        process.kill_session()
+        raise HangError(f'the process did not get there within {limit_s:g} s; its last words: {tail}')
+      time.sleep(0.003)
+    return True
+
+  def send_after(self, process: Started, signum: int, delay_s: float) -> None:
+    """Sends a signal so many seconds after the binary's code began; not if the process has ended."""
+    self.wait_until(process, process.entered.exists)
+    self.pause(process, delay_s)
+    if process.is_running():
+      process.send(signum)
+
+  def pause(self, process: Started, seconds: float) -> None:
+    """Waits, at most to the process's end."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.is_running():
+      time.sleep(0.002)
+
+  # What a job left, and what it must leave.
+
+  def steps(self, job_log_dir: Path | None = None) -> list[int]:
+    """The steps of metrics.jsonl, in the order of its lines."""
+    return [line['step'] for line in judge.metric_lines((job_log_dir or self.job_log_dir) / 'metrics.jsonl')]
+
+  def resume(self, *, max_lost: int = SAVE_INTERVAL, leave_out: tuple[str, ...] = (), **run: Any) -> Ended:
+    """The same command again must end well, bit for bit as the undisturbed run, with at most `max_lost` steps again."""
+    before = self.steps()
+    ended = self.run(**run)
+    check(ended.returncode == exit_codes.OK, f'the restart ended with {ended.returncode}: {judge.sentence_of(ended)}')
+    check('Traceback (most recent call last)' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
+    again = self.steps()[len(before) :]
+    if before and again:
+      lost = before[-1] - (again[0] - 1)
+      check(lost <= max_lost, f'{lost} steps were lost; the interval is {SAVE_INTERVAL}')
+      check(lost >= 0, f'the restart left out {-lost} steps')
+    self.check_as_undisturbed(leave_out=leave_out)
+    return ended
+
+  def check_as_undisturbed(self, *, leave_out: tuple[str, ...] = ()) -> None:
+    judge.compare_with_reference(self.job_log_dir, self.reference, leave_out=leave_out)
+    judge.check_nothing_is_left(self.job_log_dir)
+    kept = judge.complete_steps(self.job_log_dir)
+    check(len(kept) <= MAX_TO_KEEP, f'{len(kept)} checkpoints are kept: {kept}')
+
+  def accept(self, ended: Ended, codes: tuple[int, ...], repair: Callable[[], Any] | None = None, **resume: Any) -> str:
+    """Either the job has gone on and is as undisturbed, or it refuses with one of `codes` and, repaired, goes on.
+
+    Returns:
+      A sentence that says which.
+    """
+    if ended.returncode == exit_codes.OK:
+      self.check_as_undisturbed(leave_out=resume.get('leave_out', ()))
+      return 'went on, bit for bit'
+    judge.check_refusal(ended, codes)
+    judge.check_digests(self.job_log_dir, self.reference)
+    if repair is not None:
+      repair()
+    self.resume(**resume)
+    return f'refused with {ended.returncode} ({judge.sentence_of(ended)}); then went on, bit for bit'
+
+  def begun(self, last_saved: int, last_seen: int) -> None:
+    """Makes job_log_dir what a job leaves that was killed after `last_seen`, its newest checkpoint at `last_saved`."""
+    assert last_saved % SAVE_INTERVAL == 0
+    assert last_saved <= last_seen <= NUM_STEPS
+    shutil.copytree(self.reference.directory, self.job_log_dir)
+    kept = range(last_saved, 0, -SAVE_INTERVAL)[:MAX_TO_KEEP]
+    for path in self.checkpoints.iterdir():
+      if path.name not in {f'checkpoint_{step:08d}' for step in kept}:
+        shutil.rmtree(path)
+    for path in (self.job_log_dir / 'metrics.jsonl', *self.job_log_dir.glob('eval/*/metrics.jsonl')):
+      last = last_seen if path.parent == self.job_log_dir else last_saved
+      lines = path.read_text().splitlines(keepends=True)
+      path.write_text(''.join(line for line in lines if json.loads(line)['step'] <= last))
+      if not path.read_text() and path.parent != self.job_log_dir:
+        path.unlink()
+
+  def write_data(self) -> Path:
+    """Writes the files that the job reads, if it reads any, and returns their directory."""
+    directory = self.path / 'data'
+    if self.job in experiments.SUFFIXES and not directory.exists():
+      experiments.write_data(self.job, directory)
+    return directory
+
+  def _data_flags(self) -> list[str]:
+    return ['--set', f'data={self.write_data()}'] if self.job in experiments.SUFFIXES else []
+
+  def at_end(self, action: Callable[..., Any], *arguments: Any) -> None:
+    """Calls `action` when the scene is closed, last one first."""
+    self._closers.callback(action, *arguments)
+
+  def close(self) -> None:
+    """Ends what still runs."""
+    for process in self._started:
+      process.kill_session()
+    self._closers.close()
+
+
+class References:
+  """The undisturbed runs of a campaign, each made when it is first asked for."""
+
+  def __init__(self, path: Path, tensorflow_server: Callable[[], str]):
+    self._path = path
+    self._known: dict[str, Reference] = {}
+    self._locks: dict[str, threading.Lock] = {}
+    self._make_server = tensorflow_server
+
+  @property
+  def tensorflow_server(self) -> str:
+    return self._make_server()
+
+  def of(self, job: str) -> Reference:
+    with self._locks.setdefault(job, threading.Lock()):
+      if job not in self._known:
+        self._known[job] = self._make(job)
+      return self._known[job]
+
+  def _make(self, job: str) -> Reference:
+    shutil.rmtree(self._path / job, ignore_errors=True)
+    scene = Scene(self._path / job, random.Random(0), self)
+    scene.job = job
+    name, recorded = 'undisturbed', scene.path / 'operations.jsonl'
+    plan = Plan(root=str(scene.path), entered=str(scene.path / f'{name}.entered'), recorded=str(recorded))
+    (scene.path / 'plan.json').write_text(json.dumps(dataclasses.asdict(plan)))
+    flags = [*experiments.flags_of(job), '--job_log_dir', scene.job_log_dir, *scene._data_flags()]
+    flags += ['--set', 'checkpoint_max_to_keep=100']
+    # Once to compile, once to see how long it takes and what it does.
+    for _ in range(2):
+      shutil.rmtree(scene.job_log_dir, ignore_errors=True)
+      process = scene.start_python([_INJECTED, scene.path / 'plan.json', *flags], name)
+      ended = process.finish(3 * DEADLINE_S)
+      assert ended.returncode == exit_codes.OK, ended.stderr
+    seconds = time.time() - process.entered.stat().st_mtime
+    operations = [tuple(json.loads(line)) for line in recorded.read_text().splitlines()]
+    scene.close()
+    return judge.read_reference(scene.job_log_dir, operations, seconds)
+
+
+def child_environment() -> Mapping[str, str]:
+  """The environment of all processes: one thread for numpy, every compiled program kept in the cache."""
+  left_out = ('JAX_NUM_CPU_DEVICES', 'PYTHONPATH')
+  own = {name: value for name, value in os.environ.items() if name not in left_out}
+  return own | {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'PYTHONPATH': str(binary.REPOSITORY),
+    'PYTHONUNBUFFERED': '1',
+  }
+
+
+def matching(operations: Sequence[tuple[str, str]], kinds: Sequence[str], pattern: str) -> int:
+  """How many of the recorded operations a Point with these settings sees."""
+  return sum(kind in kinds and bool(re.search(pattern, path)) for kind, path in operations)
