@@ -17,9 +17,10 @@ from tests.fault_campaign.scene import Scene
 FAMILIES = (
   'kills',
   'signals',
-  # 'damage',
-  # 'disks',
-  # 'directories',
+  'damage',
+  'disks',
+  'directories',
+  'inputs',
 )
 
 _KINDS: dict[str, 'Kind'] = {}

@@ -1,0 +1,257 @@
+"""Damage of what a job has on disk, between two runs: bits, ends, whole files, in checkpoints and beside them."""
+
+from collections.abc import Callable
+from pathlib import Path
+import random
+import shutil
+
+from spmd_tasks import exit_codes
+from tests.fault_campaign import judge
+from tests.fault_campaign.catalogue import kind
+from tests.fault_campaign.experiments import SAVE_INTERVAL
+from tests.fault_campaign.judge import check
+from tests.fault_campaign.scene import Scene
+
+JOBS = ('Plain', 'Plain', 'Padded', 'Experts', 'Pipelined', 'Text')
+# Refusals are for the user to mend: they come before anything has started.
+REFUSED = (exit_codes.USAGE,)
+
+
+def flip_bit(path: Path, rng: random.Random) -> None:
+  data = bytearray(path.read_bytes())
+  data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+  path.write_bytes(data)
+
+
+def flip_many(path: Path, rng: random.Random) -> None:
+  for _ in range(rng.randrange(2, 9)):
+    flip_bit(path, rng)
+
+
+def shorten(path: Path, rng: random.Random) -> None:
+  data = path.read_bytes()
+  path.write_bytes(data[: rng.randrange(len(data))])
+
+
+def lengthen(path: Path, rng: random.Random) -> None:
+  with path.open('ab') as file:
+    file.write(rng.randbytes(rng.randrange(1, 200)))
+
+
+def zero_page(path: Path, rng: random.Random) -> None:
+  """A page that was never written, as after a power failure."""
+  data = bytearray(path.read_bytes())
+  start = rng.randrange(len(data))
+  end = min(len(data), start + 4096)
+  data[start:end] = bytes(end - start)
+  path.write_bytes(data)
+
+
+def fill_with_garbage(path: Path, rng: random.Random) -> None:
+  path.write_bytes(rng.randbytes(path.stat().st_size))
+
+
+DAMAGES: dict[str, Callable[[Path, random.Random], object]] = {
+  'one bit': flip_bit,
+  'some bits': flip_many,
+  'truncated': shorten,
+  'emptied': lambda path, _: path.write_bytes(b''),
+  'longer': lengthen,
+  'a page of zeros': zero_page,
+  'garbage': fill_with_garbage,
+  'deleted': lambda path, _: path.unlink(),
+}
+
+
+def begin(scene: Scene) -> int:
+  """A job that has been killed with two checkpoints on disk; returns the step of the newer one."""
+  saved = scene.rng.choice((10, 15, 20))
+  scene.begun(saved, min(20, saved + scene.rng.randrange(SAVE_INTERVAL)))
+  return saved
+
+
+def files_of(scene: Scene, step: int) -> list[Path]:
+  directory = scene.checkpoints / f'checkpoint_{step:08d}'
+  return sorted(path for path in directory.rglob('*') if path.is_file() and path.stat().st_size)
+
+
+def changed(path: Path, damage: Callable[[], object]) -> bool:
+  before = path.read_bytes()
+  damage()
+  return not path.exists() or path.read_bytes() != before
+
+
+def go_on_without_the_newest(scene: Scene, step: int, *, is_damaged: bool = True) -> str:
+  """The restart sets the damaged newest checkpoint aside by its name, and goes on from the one before."""
+  seen = scene.steps()[-1]
+  ended = scene.run()
+  check(
+    ended.returncode == exit_codes.OK and 'Traceback (most' not in ended.stderr,
+    f'the restart ended with {ended.returncode}: {judge.sentence_of(ended)}',
+  )
+  aside = [path.name for path in scene.checkpoints.iterdir() if '.damaged-' in path.name]
+  check(bool(aside) == is_damaged, f'set aside: {aside}')
+  if is_damaged:
+    check(f'resuming after step {step - SAVE_INTERVAL}' in ended.stdout, 'it did not go on from the one before')
+    check(f'checkpoint_{step:08d} is damaged' in ended.stderr, 'the log does not say which checkpoint is damaged')
+  scene.check_as_undisturbed()
+  return f'{aside[0] if aside else "nothing"} set aside; went on after {seen}, bit for bit'
+
+
+@kind('damage/a file of the newest checkpoint', share=6)
+def damage_newest(scene: Scene) -> str:
+  scene.job = scene.rng.choice(JOBS)
+  step = begin(scene)
+  # Kinds of files rather than files, of which most are arrays.
+  by_kind: dict[str, list[Path]] = {}
+  for path in files_of(scene, step):
+    by_kind.setdefault(path.relative_to(scene.checkpoints).parts[1], []).append(path)
+  path = scene.rng.choice(by_kind[scene.rng.choice(sorted(by_kind))])
+  name = scene.rng.choice(sorted(DAMAGES))
+  scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
+  is_damaged = changed(path, lambda: DAMAGES[name](path, scene.rng))
+  return go_on_without_the_newest(scene, step, is_damaged=is_damaged)
+
+
+@kind('damage/files swapped between checkpoints', share=3)
+def swap_files(scene: Scene) -> str:
+  scene.job = scene.rng.choice(JOBS)
+  step = begin(scene)
+  older = scene.checkpoints / f'checkpoint_{step - SAVE_INTERVAL:08d}'
+  names = [path.relative_to(scene.checkpoints / f'checkpoint_{step:08d}') for path in files_of(scene, step)]
+  shared = [name for name in names if (older / name).is_file()]
+  name = scene.rng.choice(shared)
+  path = scene.checkpoints / f'checkpoint_{step:08d}' / name
+  scene.where = str(name)
+  is_damaged = changed(path, lambda: shutil.copy(older / name, path))
+  return go_on_without_the_newest(scene, step, is_damaged=is_damaged)
+
+
+@kind('damage/a directory of the newest checkpoint', share=3)
+def damage_directory(scene: Scene) -> str:
+  step = begin(scene)
+  newest = scene.checkpoints / f'checkpoint_{step:08d}'
+  older = scene.checkpoints / f'checkpoint_{step - SAVE_INTERVAL:08d}'
+  what = scene.rng.choice(('emptied', 'older in its place', 'no state', 'no input', 'state of the older one', 'half'))
+  scene.where = what
+  if what == 'emptied':
+    shutil.rmtree(newest)
+    newest.mkdir()
+  elif what == 'older in its place':
+    shutil.rmtree(newest)
+    shutil.copytree(older, newest)
+  elif what == 'no state':
+    shutil.rmtree(newest / 'state')
+  elif what == 'no input':
+    shutil.rmtree(newest / 'input')
+  elif what == 'state of the older one':
+    shutil.rmtree(newest / 'state')
+    shutil.copytree(older / 'state', newest / 'state')
+  else:
+    files = files_of(scene, step)
+    for path in scene.rng.sample(files, max(1, len(files) // 2)):
+      path.unlink()
+  return go_on_without_the_newest(scene, step)
+
+
+@kind('damage/all checkpoints', share=2)
+def damage_all(scene: Scene) -> str:
+  """Nothing is whole: the job must refuse, now and again, and go on when one of them is repaired."""
+  step = begin(scene)
+  whole = scene.path / 'whole'
+  shutil.copytree(scene.checkpoints, whole)
+  for each in (step, step - SAVE_INTERVAL):
+    path = scene.rng.choice(files_of(scene, each))
+    DAMAGES[scene.rng.choice(('one bit', 'emptied', 'deleted', 'garbage'))](path, scene.rng)
+  scene.where = f'steps {step - SAVE_INTERVAL} and {step}'
+  for _ in range(2):
+    ended = scene.run()
+    check(ended.returncode != exit_codes.OK, 'it started again from the beginning')
+    judge.check_refusal(ended, REFUSED)
+  shutil.rmtree(scene.checkpoints)
+  shutil.copytree(whole, scene.checkpoints)
+  scene.resume()
+  return f'refused twice ({judge.sentence_of(ended)}); repaired, went on, bit for bit'
+
+
+@kind('damage/metrics of the job', share=4)
+def damage_metrics(scene: Scene) -> str:
+  """Records are for people: damage must not block a restart, nor change what is trained."""
+  return _damage_lines(scene, scene.job_log_dir / 'metrics.jsonl')
+
+
+@kind('damage/metrics of an eval', share=4)
+def damage_eval_metrics(scene: Scene) -> str:
+  return _damage_lines(scene, scene.job_log_dir / 'eval' / 'valid' / 'metrics.jsonl')
+
+
+LINES: dict[str, Callable[[bytes, random.Random], bytes]] = {
+  'garbage': lambda line, rng: rng.randbytes(len(line)).replace(b'\n', b' '),
+  'zeros': lambda line, rng: bytes(len(line)),
+  'cut': lambda line, rng: line[: rng.randrange(len(line))],
+  'bad UTF-8': lambda line, rng: b'\xff\xfe' + line,
+  'another JSON value': lambda line, rng: rng.choice((b'7', b'null', b'[]', b'"step"', b'{}', b'{"step": "x"}')),
+  'deep JSON': lambda line, rng: b'[' * 100_000,
+  'empty': lambda line, rng: b'',
+  'two run together': lambda line, rng: line + line,
+}
+
+
+def _damage_lines(scene: Scene, path: Path) -> str:
+  begin(scene)
+  lines = path.read_bytes().splitlines()
+  number = scene.rng.randrange(len(lines))
+  name = scene.rng.choice(sorted(LINES))
+  scene.where = f'line {number + 1} of {len(lines)} of {path.name}: {name}'
+  lines[number] = LINES[name](lines[number], scene.rng)
+  path.write_bytes(b''.join(line + b'\n' for line in lines))
+  before = path.read_bytes()
+  ended = scene.run()
+  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
+  if ended.returncode == exit_codes.OK:
+    # Nothing that was there is lost, and apart from the damaged line everything is as undisturbed.
+    check(path.read_bytes().startswith(before), 'the restart has changed lines that were there')
+    good = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b''.join(line for at, line in enumerate(good) if at != number))
+    scene.check_as_undisturbed(may_lack=path)
+    return 'went on, bit for bit'
+  judge.check_refusal(ended, REFUSED)
+  check(path.name in ended.stderr, 'the refusal does not name the file')
+  good = before.splitlines(keepends=True)
+  path.write_bytes(b''.join(line for at, line in enumerate(good) if at != number))
+  scene.run()
+  scene.check_as_undisturbed(may_lack=path)
+  return f'refused ({judge.sentence_of(ended)}); without the line it went on, bit for bit'
+
+
+@kind('damage/config, lock and records', share=4)
+def damage_small_files(scene: Scene) -> str:
+  begin(scene)
+  names = ('config.json', 'experiment.json', 'job.lock', 'startup.json', 'parameters.txt')
+  path = scene.job_log_dir / scene.rng.choice(names)
+  name = scene.rng.choice(sorted(DAMAGES))
+  scene.where = f'{name}: {path.name}'
+  before = path.read_bytes()
+  if before:
+    DAMAGES[name](path, scene.rng)
+  return scene.accept(scene.run(), REFUSED, repair=lambda: path.write_bytes(before))
+
+
+@kind('damage/a checkpoint asked for by its step', share=2)
+def damage_step_asked_for(scene: Scene) -> str:
+  """`--mode eval --checkpoint_step N` of a damaged N never takes another step, and changes nothing."""
+  step = begin(scene)
+  path = scene.rng.choice(files_of(scene, step))
+  name = scene.rng.choice(('one bit', 'emptied', 'deleted', 'truncated', 'garbage'))
+  DAMAGES[name](path, scene.rng)
+  scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
+  before = sorted(each.name for each in scene.checkpoints.iterdir())
+  flags = ['eval' if flag == 'train' else flag for flag in scene.train_flags()]
+  ended = scene.run(*flags, '--checkpoint_step', step)
+  judge.check_refusal(ended, REFUSED)
+  check('is damaged' in ended.stderr, f'it does not say that the checkpoint is damaged: {judge.sentence_of(ended)}')
+  check(sorted(each.name for each in scene.checkpoints.iterdir()) == before, 'a reader has renamed something')
+  ended = scene.run(*flags)
+  check(ended.returncode == exit_codes.OK, f'eval of the newest whole one: {judge.sentence_of(ended)}')
+  check(f'step {step - SAVE_INTERVAL}  eval' in ended.stdout, 'eval did not take the newest whole checkpoint')
+  return go_on_without_the_newest(scene, step)

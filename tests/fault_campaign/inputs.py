@@ -1,0 +1,290 @@
+"""Inputs that change while they are read, that hold bad records, or whose workers die, hang or raise."""
+
+from collections.abc import Callable
+import json
+import os
+from pathlib import Path
+import random
+import shutil
+import signal
+
+from spmd_tasks import exit_codes
+from tests.fault_campaign import judge
+from tests.fault_campaign.catalogue import kind
+from tests.fault_campaign.injected import Point
+from tests.fault_campaign.judge import check
+from tests.fault_campaign.scene import Ended, Scene
+
+REFUSED = (exit_codes.USAGE, exit_codes.FAILED)
+
+
+def accept(scene: Scene, ended: Ended, repair: Callable[[], object], **resume) -> str:
+  """A job never trains on other data: it goes on bit for bit, or stops with a sentence and goes on with the data back."""
+  judge.compare_lines(judge.metric_lines(scene.job_log_dir / 'metrics.jsonl'), scene.reference.metrics, 'metrics.jsonl')
+  return scene.accept(ended, REFUSED, repair, **resume)
+
+
+def shrink(path: Path, rng: random.Random) -> None:
+  os.truncate(path, rng.randrange(1, path.stat().st_size))
+
+
+def replace(path: Path, rng: random.Random) -> None:
+  """Other data of the same size, by a rename as editors do it."""
+  data = bytearray(path.read_bytes())
+  for _ in range(20):
+    data[rng.randrange(len(data))] = ord('x')
+  new = path.with_name('new')
+  new.write_bytes(data)
+  new.replace(path)
+
+
+def grow(path: Path, rng: random.Random) -> None:
+  data = path.read_bytes()
+  with path.open('ab') as file:
+    file.write(data[: data.find(b'\n') + 1] * rng.randrange(1, 20))
+
+
+def become_directory(path: Path, _: random.Random) -> None:
+  path.unlink()
+  path.mkdir()
+
+
+def become_fifo(path: Path, _: random.Random) -> None:
+  path.unlink()
+  os.mkfifo(path)
+
+
+CHANGES: dict[str, Callable[[Path, random.Random], object]] = {
+  'shrunk': shrink,
+  'truncated to 0': lambda path, _: os.truncate(path, 0),
+  'deleted': lambda path, _: path.unlink(),
+  'grown': grow,
+  'a directory': become_directory,
+  'a FIFO': become_fifo,
+}
+
+
+@kind('input/a file changes while it is read', share=7)
+def file_changes(scene: Scene) -> str:
+  scene.job = scene.rng.choice(('Text', 'Text', 'Json', 'Json', 'TfData'))
+  workers = scene.rng.choice((0, 0, 1)) if scene.job != 'TfData' else 0
+  if workers:
+    scene.flags = ['--set', f'num_workers={workers}']
+  data, whole = scene.write_data(), scene.path / 'whole'
+  shutil.copytree(data, whole)
+  names = sorted(CHANGES) if scene.job != 'TfData' else ['shrunk', 'truncated to 0', 'deleted']
+  name = scene.rng.choice(names)
+  wanted = scene.rng.randrange(0, 16)
+  path = scene.rng.choice(sorted(data.iterdir()))
+  scene.where = f'{path.name} {name} after step {wanted}, {workers} workers'
+  process = scene.start()
+  if wanted:
+    scene.wait_until(process, lambda: len(scene.steps()) >= wanted)
+  else:
+    scene.wait_until(process, process.entered.exists)
+  process.send(signal.SIGSTOP)
+  CHANGES[name](path, scene.rng)
+  process.send(signal.SIGCONT)
+  ended = scene.finish(process)
+
+  def repair() -> None:
+    shutil.rmtree(data)
+    shutil.copytree(whole, data)
+
+  if name == 'grown' and ended.returncode != exit_codes.OK:
+    check('grown' in ended.stderr or path.name in ended.stderr, 'the sentence does not name the file')
+  if ended.returncode not in (exit_codes.OK, *REFUSED):
+    check(False, f'exit code {ended.returncode}: {judge.last_line(ended.stderr)}')
+  return accept(scene, ended, repair)
+
+
+@kind('input/a file changes between two runs', share=3)
+def file_changes_between(scene: Scene) -> str:
+  scene.job = scene.rng.choice(('Text', 'Json', 'TfData'))
+  data, whole = scene.write_data(), scene.path / 'whole'
+  shutil.copytree(data, whole)
+  process = scene.start()
+  scene.wait_until(process, lambda: len(scene.steps()) >= 7)
+  process.send(signal.SIGKILL)
+  scene.finish(process)
+  # Any other size is noticed before anything is read; a deletion or a new file too.
+  name = scene.rng.choice(('shrunk', 'truncated to 0', 'deleted', 'grown', 'a new file'))
+  path = scene.rng.choice(sorted(data.iterdir()))
+  scene.where = f'{path.name}: {name}'
+  if name == 'a new file':
+    shutil.copy(path, path.with_stem('part_9'))
+  else:
+    CHANGES[name](path, scene.rng)
+  ended = scene.run()
+  if ended.returncode == exit_codes.OK:
+    check(scene.job == 'TfData', 'it went on although the data are others')
+  shutil.rmtree(data)
+  shutil.copytree(whole, data)
+  if ended.returncode == exit_codes.OK:  # tf.data: what was read again was the same
+    scene.check_as_undisturbed()
+    return 'went on, bit for bit'
+  judge.check_refusal(ended, REFUSED)
+  scene.resume()
+  return f'refused ({judge.sentence_of(ended)}); with the data back it went on, bit for bit'
+
+
+RECORDS: dict[str, bytes] = {
+  'not JSON': b'{"text": ',
+  'no object': b'[1, 2]',
+  'no text': b'{"texts": "a"}',
+  'a number': b'{"text": 7}',
+  'bad UTF-8': b'{"text": "\xff\xfe"}',
+  'deep JSON': b'[' * 200_000,
+  'NULs': bytes(50),
+  'garbage': bytes(range(128, 256)),
+}
+
+
+@kind('input/a bad record', share=4)
+def bad_record(scene: Scene) -> str:
+  """The error names the file (and, of JSON lines, the line); without the record the job goes on."""
+  scene.job = scene.rng.choice(('Text', 'Json', 'Json', 'TfData'))
+  if scene.job != 'TfData' and scene.rng.random() < 0.3:
+    scene.flags = ['--set', 'num_workers=1']
+  data, whole = scene.write_data(), scene.path / 'whole'
+  shutil.copytree(data, whole)
+  path = scene.rng.choice(sorted(data.iterdir()))
+  content = path.read_bytes()
+  if scene.job == 'Json':
+    name = scene.rng.choice(sorted(RECORDS))
+    lines = content.splitlines(keepends=True)
+    lines[scene.rng.randrange(len(lines))] = RECORDS[name] + b'\n'
+    path.write_bytes(b''.join(lines))
+  else:
+    name = 'garbage'
+    start = scene.rng.randrange(len(content) - 30)
+    path.write_bytes(content[:start] + bytes(range(200, 230)) + content[start + 30 :])
+  scene.where = f'{name} in {path.name}'
+  ended = scene.run()
+  judge.check_refusal(ended, REFUSED)
+  check(path.name in ended.stderr, f'the sentence does not name the file: {judge.sentence_of(ended)}')
+  shutil.rmtree(data)
+  shutil.copytree(whole, data)
+  # Other sizes, other data: whatever was trained was of another data set.
+  shutil.rmtree(scene.job_log_dir)
+  scene.resume()
+  return f'refused ({judge.sentence_of(ended)})'
+
+
+def children_of(pid: int) -> list[int]:
+  """The processes that a process has started, theirs included."""
+  try:
+    own = [int(text) for text in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
+    for task in Path(f'/proc/{pid}/task').iterdir():
+      own += [int(text) for text in (task / 'children').read_text().split()]
+  except OSError:
+    return []
+  return sorted({*own, *[grandchild for child in own for grandchild in children_of(child)]})
+
+
+@kind('input/a worker is killed or stopped', share=3)
+def worker_killed(scene: Scene) -> str:
+  """An error in bounded time, no process left; then the job goes on, no example skipped or repeated."""
+  scene.job = scene.rng.choice(('Text', 'Json'))
+  scene.flags = ['--set', 'num_workers=2', '--set', 'read_timeout_s=3', '--set', 'input_timeout_s=6']
+  scene.flags += ['--set', 'seconds_per_batch=0.05']
+  signum = scene.rng.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV))
+  wanted = scene.rng.randrange(1, 8)
+  process = scene.start()
+  scene.wait_until(process, lambda: len(scene.steps()) >= wanted)
+  children = children_of(process.pid)
+  check(children or not process.is_running(), 'there are no workers')
+  if not children:
+    scene.finish(process)
+    scene.check_as_undisturbed()
+    return 'the job was faster'
+  child = scene.rng.choice(children)
+  scene.where = f'{signum.name} to one of {len(children)} after step {wanted}'
+  try:
+    os.kill(child, signum)
+  except ProcessLookupError:
+    return 'the worker had ended'
+  ended = scene.finish(process, limit_s=60)
+  return accept(scene, ended, lambda: None)
+
+
+@kind('input/a read raises or hangs', share=4)
+def read_raises(scene: Scene) -> str:
+  scene.job = scene.rng.choice(('Text', 'Json'))
+  scene.flags = ['--set', 'read_timeout_s=3', '--set', 'input_timeout_s=6']
+  name = scene.rng.choice(('EIO', 'RuntimeError', 'hangs', 'slow'))
+  action = {
+    'EIO': {'action': 'error', 'value': 5},
+    'RuntimeError': {'action': 'raise', 'value': 'this reader is broken'},
+    'hangs': {'action': 'sleep', 'value': 300},
+    'slow': {'action': 'sleep', 'value': 0.5},
+  }[name]
+  count = scene.rng.randrange(4, 40)
+  scene.where = f'{name} at read {count}'
+  ended = scene.run(points=[Point(operations=('read',), path='^data/', count=count, **action)])
+  check(name != 'slow' or ended.returncode == exit_codes.OK, f'a slow read ended it: {judge.sentence_of(ended)}')
+  if name == 'RuntimeError' and ended.returncode == exit_codes.FAILED:  # a bug of a user's code keeps its traceback
+    check('this reader is broken' in ended.stderr, 'the error is not shown')
+    judge.check_digests(scene.job_log_dir, scene.reference)
+    scene.resume()
+    return 'shown with its traceback; then went on, bit for bit'
+  return accept(scene, ended, lambda: None)
+
+
+@kind('input/tf.data raises', share=2)
+def tfdata_raises(scene: Scene) -> str:
+  """A record whose checksum is wrong, or that is cut."""
+  scene.job = 'TfData'
+  data, whole = scene.write_data(), scene.path / 'whole'
+  shutil.copytree(data, whole)
+  path = scene.rng.choice(sorted(data.iterdir()))
+  name = scene.rng.choice(('one bit', 'cut'))
+  content = bytearray(path.read_bytes())
+  if name == 'one bit':
+    content[scene.rng.randrange(len(content))] ^= 1 << scene.rng.randrange(8)
+  else:
+    del content[len(content) - scene.rng.randrange(1, 8) :]
+  path.write_bytes(content)
+  scene.where = f'{name} in {path.name}'
+  ended = scene.run()
+  judge.check_refusal(ended, REFUSED)
+  check(path.name in ended.stderr, f'the sentence does not name the file: {judge.sentence_of(ended)}')
+  shutil.rmtree(data)
+  shutil.copytree(whole, data)
+  scene.resume() if name == 'one bit' else (shutil.rmtree(scene.job_log_dir), scene.resume())
+  return f'refused ({judge.sentence_of(ended)})'
+
+
+@kind('input/NaN or inf in data', share=4)
+def not_finite(scene: Scene) -> str:
+  """Broken batches put in before good ones: skipped without a trace, counted; too many in a row end the job."""
+  scene.job = scene.rng.choice(('Plain', 'Padded', 'Experts', 'Pipelined'))
+  values = ('nan', 'inf', '-inf', '1e38')
+  spikes = {str(scene.rng.randrange(22)): scene.rng.choice(values) for _ in range(scene.rng.randrange(1, 6))}
+  limit = 3
+  in_a_row = scene.rng.random() < 0.3
+  if in_a_row:
+    first = scene.rng.randrange(1, 15)
+    spikes |= {str(first + i): scene.rng.choice(values) for i in range(limit)}
+  scene.where = json.dumps(spikes)
+  flags = ['--set', f'train_input.spikes={json.dumps(spikes)}']
+  flags += ['--set', f'task.learner.max_consecutive_skips={limit if in_a_row else 10}']
+  ended = scene.run(*scene.train_flags(), *flags)
+  judge.compare_lines(
+    [without(line, 'num_skipped_steps') for line in judge.metric_lines(scene.job_log_dir / 'metrics.jsonl')],
+    {step: without(line, 'num_skipped_steps') for step, line in scene.reference.metrics.items()},
+    'metrics.jsonl',
+  )
+  if ended.returncode == exit_codes.OK:
+    judge.compare_evals(scene.job_log_dir, scene.reference)
+    counted = judge.metric_lines(scene.job_log_dir / 'metrics.jsonl')[-1]['num_skipped_steps']
+    used = sum(int(position) < 20 + len(spikes) for position in spikes)
+    check(0 < counted <= used, f'{counted} steps were counted as skipped, of {used} broken batches')
+    return f'{counted:g} updates skipped; the rest is bit-equal'
+  judge.check_refusal(ended, (exit_codes.FAILED,))
+  check('in a row' in ended.stderr, judge.sentence_of(ended))
+  return f'{judge.sentence_of(ended)}'
+
+
+def without(line: dict, name: str) -> dict:
+  return {key: value for key, value in line.items() if key != name}
