@@ -11,13 +11,14 @@ Workers (-n) take whole files, so that a file's fixtures are built once, and sin
 import collections
 import contextlib
 import gc
+import os
 from pathlib import Path
 import sys
 import tempfile
 
 from tests import xla_settings
 
-xla_settings.set_environment()
+os.environ.update({**xla_settings.ENVIRONMENT, **os.environ})
 
 import jax
 import numpy as np

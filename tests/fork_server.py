@@ -54,7 +54,7 @@ class Request:
 
 
 def preload(others: Sequence[str]) -> None:
-  """Imports every module of spmd_tasks, and `others`; registered experiments and TensorFlow are left to the children."""
+  """Imports every module of spmd_tasks, and `others`; leaves registered experiments and TensorFlow to the children."""
   import spmd_tasks
 
   for module in pkgutil.walk_packages(spmd_tasks.__path__, 'spmd_tasks.'):

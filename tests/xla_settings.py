@@ -1,20 +1,17 @@
 """How tests have XLA compile: little optimisation, emitted the cheaper way (a third of the time), into one cache.
 
+    os.environ.update({**xla_settings.ENVIRONMENT, **os.environ})      # before JAX is imported
+
 Fake devices wait long for one another, because a busy machine may not run one of them for XLA's 40 seconds, after
 which XLA aborts.
 """
 
-import os
 from pathlib import Path
 
-
-def set_environment() -> None:
-  """Sets what the environment leaves open, for this process and those that it starts. Call it before importing JAX."""
-  os.environ.setdefault(
-    'XLA_FLAGS',
-    '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true '
-    '--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 '
-    '--xla_cpu_collective_call_terminate_timeout_seconds=300',
-  )
-  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parents[1] / '.pytest_cache/xla'))
-  os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.3')
+ENVIRONMENT = {
+  'XLA_FLAGS': '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true '
+  '--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 '
+  '--xla_cpu_collective_call_terminate_timeout_seconds=300',
+  'JAX_COMPILATION_CACHE_DIR': str(Path(__file__).parents[1] / '.pytest_cache/xla'),
+  'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
+}

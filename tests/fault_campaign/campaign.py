@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       if not wanted or kind_of(args.seed, number).name.startswith(wanted):
         numbers.append(number)
       number += 1
-  xla_settings.set_environment()
+  os.environ.update({**xla_settings.ENVIRONMENT, **os.environ})
   began, lines = time.monotonic(), []
   with (
     tempfile.TemporaryDirectory(prefix='fault_campaign_') as path,

@@ -19,7 +19,7 @@ REFUSED = (exit_codes.USAGE, exit_codes.FAILED)
 
 
 def accept(scene: Scene, ended: Ended, repair: Callable[[], object], **resume) -> str:
-  """A job never trains on other data: it goes on bit for bit, or stops with a sentence and goes on with the data back."""
+  """A job never trains on other data: it goes on bit for bit, or stops with a sentence until the data are back."""
   judge.compare_lines(judge.metric_lines(scene.job_log_dir / 'metrics.jsonl'), scene.reference.metrics, 'metrics.jsonl')
   return scene.accept(ended, REFUSED, repair, **resume)
 

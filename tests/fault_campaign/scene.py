@@ -41,7 +41,7 @@ class HangError(Exception):
 
 
 class SkippedError(Exception):
-  """This machine cannot make this fault; the message says why."""
+  """A fault that cannot be made on this machine; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
