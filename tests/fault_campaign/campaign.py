@@ -17,6 +17,7 @@ import json
 import os
 from pathlib import Path
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -27,7 +28,7 @@ from typing import Any
 from tests import forked, xla_settings
 from tests.fault_campaign.catalogue import kind_of, kinds, rng_of
 from tests.fault_campaign.judge import BrokenPromiseError
-from tests.fault_campaign.scene import HangError, References, Scene, SkippedError
+from tests.fault_campaign.scene import HangError, Scene, Shared, SkippedError
 
 VERDICTS = ('GOOD', 'BAD', 'HANG', 'SKIPPED', 'ERROR')
 
@@ -41,7 +42,7 @@ class Campaign:
     self._closers = contextlib.ExitStack()
     self._tensorflow_lock = threading.Lock()
     self._tensorflow_socket: str | None = None
-    self._references = References(path / 'undisturbed', self._tensorflow_server)
+    self._shared = Shared(path / 'shared', self._tensorflow_server)
     if not forked.is_running():
       self._closers.enter_context(forked.running_server(self._directory('server')))
 
@@ -49,6 +50,7 @@ class Campaign:
     return self
 
   def __exit__(self, *exc_info: Any) -> None:
+    self._shared.close()
     self._closers.close()
 
   def _directory(self, name: str) -> Path:
@@ -67,7 +69,7 @@ class Campaign:
     """Injects one fault and returns its line."""
     drawn = kind_of(self._seed, number)
     path = keep or self._path / f'fault_{number}'
-    scene = Scene(path, rng_of(self._seed, number), self._references)
+    scene = Scene(path, rng_of(self._seed, number), self._shared)
     began = time.monotonic()
     try:
       verdict, why = 'GOOD', drawn.inject(scene)
@@ -152,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbers.append(number)
       number += 1
   os.environ.update({**xla_settings.ENVIRONMENT, **os.environ})
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
   began, lines = time.monotonic(), []
   with (
     tempfile.TemporaryDirectory(prefix='fault_campaign_') as path,

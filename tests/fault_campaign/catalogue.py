@@ -21,6 +21,9 @@ FAMILIES = (
   'disks',
   'directories',
   'inputs',
+  'serving',
+  'decoding',
+  'security',
 )
 
 _KINDS: dict[str, 'Kind'] = {}

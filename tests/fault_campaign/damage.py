@@ -92,7 +92,7 @@ def go_on_without_the_newest(scene: Scene, step: int, *, is_damaged: bool = True
   aside = [path.name for path in scene.checkpoints.iterdir() if '.damaged-' in path.name]
   check(bool(aside) == is_damaged, f'set aside: {aside}')
   if is_damaged:
-    check(f'resuming after step {step - SAVE_INTERVAL}' in ended.stdout, 'it did not go on from the one before')
+    check(f'resuming after step {step - SAVE_INTERVAL}' in ended.stderr, 'it did not go on from the one before')
     check(f'checkpoint_{step:08d} is damaged' in ended.stderr, 'the log does not say which checkpoint is damaged')
   scene.check_as_undisturbed()
   return f'{aside[0] if aside else "nothing"} set aside; went on after {seen}, bit for bit'
@@ -253,5 +253,5 @@ def damage_step_asked_for(scene: Scene) -> str:
   check(sorted(each.name for each in scene.checkpoints.iterdir()) == before, 'a reader has renamed something')
   ended = scene.run(*flags)
   check(ended.returncode == exit_codes.OK, f'eval of the newest whole one: {judge.sentence_of(ended)}')
-  check(f'step {step - SAVE_INTERVAL}  eval' in ended.stdout, 'eval did not take the newest whole checkpoint')
+  check(f'step {step - SAVE_INTERVAL}  eval' in ended.stderr, 'eval did not take the newest whole checkpoint')
   return go_on_without_the_newest(scene, step)

@@ -53,7 +53,9 @@ def full_disk(scene: Scene) -> str:
   count = scene.rng.randrange(matching(operations, CHANGES, '^job/'))
   bytes_left = scene.rng.choice((0, 0, 4096, 8192, 20_000, 50_000, 100_000))
   scene.where = f'{bytes_left} bytes left at operation {count}'
-  return go_on(scene, Point(operations=CHANGES, path='job/', count=count, action='fill', value=bytes_left))
+  return go_on(
+    scene, Point(operations=CHANGES, path='job/', count=count, action='fill', value=[str(scene.disk), bytes_left])
+  )
 
 
 @kind('disk/no inodes', share=3)
@@ -63,7 +65,9 @@ def no_inodes(scene: Scene) -> str:
   count = scene.rng.randrange(matching(operations, CHANGES, '^job/'))
   num_left = scene.rng.choice((0, 0, 1, 2, 5, 10, 20))
   scene.where = f'{num_left} inodes left at operation {count}'
-  return go_on(scene, Point(operations=CHANGES, path='job/', count=count, action='inodes', value=num_left))
+  return go_on(
+    scene, Point(operations=CHANGES, path='job/', count=count, action='inodes', value=[str(scene.disk), num_left])
+  )
 
 
 @kind('disk/too small from the beginning', share=1)

@@ -38,8 +38,8 @@ class Point:
     count: which occurrence, the first is 0.
     lasting: all later occurrences too.
     action: 'signal', 'error', 'fill', 'inodes', 'sleep', 'truncate', 'write', 'delete' or 'raise'.
-    value: the signal's number, the errno, the bytes or inodes left free, seconds, [file, size], [file, text], a file
-      or the error's text.
+    value: the signal's number, the errno, [mount point, bytes or inodes left free], seconds, [file, size],
+      [file, text], a file or the error's text.
     delay_s: the action happens in a thread so many seconds later.
   """
 
@@ -88,32 +88,32 @@ class Occurrences:
 
   def see_operation(self, operation: str, path: str) -> None:
     if operation in self._point.operations and self._pattern.search(path):
-      self.see()
+      self.see(os.path.join(self._root, path))
 
-  def see(self) -> None:
+  def see(self, path: str = '') -> None:
     number, self._num_seen = self._num_seen, self._num_seen + 1
     if number == self._point.count or (self._point.lasting and number > self._point.count):
       if self._point.delay_s:
-        threading.Timer(self._point.delay_s, self._act).start()
+        threading.Timer(self._point.delay_s, self._act, [path]).start()
       else:
-        self._act()
+        self._act(path)
 
-  def _act(self) -> None:
+  def _act(self, path: str) -> None:
     action, value = self._point.action, self._point.value
     if action == 'signal':
       os.kill(os.getpid(), value)
       if value == signal.SIGKILL:
         time.sleep(60)  # no thread gets further than this
     elif action == 'error':
-      raise OSError(value, os.strerror(value), self._root)
+      raise OSError(value, os.strerror(value), path)
     elif action == 'raise':
       raise RuntimeError(value)
     elif action == 'sleep':
       time.sleep(value)
     elif action == 'fill':
-      fill_disk(self._root, bytes_left=value)
+      fill_disk(*value)
     elif action == 'inodes':
-      fill_inodes(self._root, num_left=value)
+      fill_inodes(*value)
     elif action == 'truncate':
       os.truncate(*value)
     elif action == 'write':
@@ -124,19 +124,26 @@ class Occurrences:
       raise ValueError(action)
 
 
-def fill_disk(directory: str, *, bytes_left: int) -> None:
-  """Writes a file until the file system of `directory` has only `bytes_left`, whole blocks of which it gives away."""
-  stats = os.statvfs(directory)
-  num_bytes = stats.f_bavail * stats.f_frsize - bytes_left
-  with open(Path(directory) / 'filler', 'ab') as file:
-    while num_bytes > 0:
-      num_bytes -= file.write(bytes(min(num_bytes, 1 << 20)))
+_MOST_BYTES, _MOST_INODES = 1 << 26, 10_000  # of a disk that may be filled
 
 
-def fill_inodes(directory: str, *, num_left: int) -> None:
-  fillers = Path(directory) / 'fillers'
+def fill_disk(mount_point: str, bytes_left: int) -> None:
+  """Writes a file until a small file system has only `bytes_left`, whole blocks of which it gives away."""
+  stats = os.statvfs(mount_point)
+  if not os.path.ismount(mount_point) or stats.f_blocks * stats.f_frsize > _MOST_BYTES:
+    raise RuntimeError(f'fault campaign: {mount_point} is no small file system of its own')
+  with open(Path(mount_point) / 'filler', 'ab') as file:
+    file.write(bytes(max(0, stats.f_bavail * stats.f_frsize - bytes_left)))
+
+
+def fill_inodes(mount_point: str, num_left: int) -> None:
+  """Makes empty files until a small file system has only `num_left` inodes."""
+  stats = os.statvfs(mount_point)
+  if not os.path.ismount(mount_point) or stats.f_files > _MOST_INODES:
+    raise RuntimeError(f'fault campaign: {mount_point} is no small file system of its own')
+  fillers = Path(mount_point) / 'fillers'
   fillers.mkdir(exist_ok=True)
-  for number in range(os.statvfs(directory).f_favail - num_left):
+  for number in range(stats.f_favail - num_left):
     (fillers / str(number)).touch()
 
 

@@ -8,7 +8,7 @@ scene.finish(process)
 scene.resume()                       # the same command: 0, and bit for bit the undisturbed run
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -119,14 +119,14 @@ class Scene:
     codes: the exit codes of all processes, in their order.
   """
 
-  def __init__(self, path: Path, rng: random.Random, references: 'References'):
+  def __init__(self, path: Path, rng: random.Random, shared: 'Shared'):
     self.path = path
     self.rng = rng
     self.job = 'Plain'
     self.where = ''
     self.codes: list[int] = []
     self.flags: list[str] = []  # of every start
-    self._references = references
+    self._shared = shared
     self._started: list[Started] = []
     self._closers = contextlib.ExitStack()
     self.job_log_dir = path / 'job'
@@ -139,7 +139,7 @@ class Scene:
 
   @property
   def reference(self) -> Reference:
-    return self._references.of(self.job)
+    return self._shared.reference(self.job)
 
   # Processes.
 
@@ -148,7 +148,7 @@ class Scene:
     own = list(flags) or self.train_flags()
     if not any(str(flag) == '--job_log_dir' for flag in own):
       own += ['--job_log_dir', self.job_log_dir]
-    return self.start_injected([*own, *self._data_flags(), *self.flags], points, name=name, **start)
+    return self.start_injected([*own, *self.data_flags(), *self.flags], points, name=name, **start)
 
   def train_flags(self) -> list[str]:
     """How the scene's job is started, without its directories."""
@@ -167,7 +167,7 @@ class Scene:
   def start_python(self, argv: Sequence[object], name: str, **start: Any) -> Started:
     environment = child_environment() | dict(start.pop('env', {}))
     if self.job == 'TfData':
-      start.setdefault('server', self._references.tensorflow_server)
+      start.setdefault('server', self._shared.tensorflow_server)
     start = {'cwd': binary.REPOSITORY, 'env': environment} | start
     self._started.append(Started([str(each) for each in argv], self.path, name, **start))
     return self._started[-1]
@@ -273,6 +273,8 @@ class Scene:
     for path in self.checkpoints.iterdir():
       if path.name not in {f'checkpoint_{step:08d}' for step in kept}:
         shutil.rmtree(path)
+    config = self.job_log_dir / 'config.json'  # it names the files that the job reads
+    config.write_text(config.read_text().replace(str(self.reference.directory.parent), str(self.path)))
     for path in (self.job_log_dir / 'metrics.jsonl', *self.job_log_dir.glob('eval/*/metrics.jsonl')):
       last = last_seen if path.parent == self.job_log_dir else last_saved
       lines = path.read_text().splitlines(keepends=True)
@@ -287,8 +289,12 @@ class Scene:
       experiments.write_data(self.job, directory)
     return directory
 
-  def _data_flags(self) -> list[str]:
+  def data_flags(self) -> list[str]:
     return ['--set', f'data={self.write_data()}'] if self.job in experiments.SUFFIXES else []
+
+  def campaign_server(self, make: Callable[['Scene'], Any]) -> contextlib.AbstractContextManager[Any]:
+    """The server that faults of clients share, made by `make` in a scene of its own."""
+    return self._shared.server(make)
 
   def at_end(self, action: Callable[..., Any], *arguments: Any) -> None:
     """Calls `action` when the scene is closed, last one first."""
@@ -301,33 +307,59 @@ class Scene:
     self._closers.close()
 
 
-class References:
-  """The undisturbed runs of a campaign, each made when it is first asked for."""
+class Shared:
+  """What the faults of a campaign share: undisturbed runs and one server, each made when it is first asked for."""
 
   def __init__(self, path: Path, tensorflow_server: Callable[[], str]):
     self._path = path
-    self._known: dict[str, Reference] = {}
+    self._references: dict[str, Reference] = {}
     self._locks: dict[str, threading.Lock] = {}
-    self._make_server = tensorflow_server
+    self._make_tensorflow_server = tensorflow_server
+    self._server_lock = threading.Lock()
+    self._server: Any = None
+    self._server_scene: Scene | None = None
+    self._num_servers = 0
 
   @property
   def tensorflow_server(self) -> str:
-    return self._make_server()
+    return self._make_tensorflow_server()
 
-  def of(self, job: str) -> Reference:
+  def reference(self, job: str) -> Reference:
     with self._locks.setdefault(job, threading.Lock()):
-      if job not in self._known:
-        self._known[job] = self._make(job)
-      return self._known[job]
+      if job not in self._references:
+        self._references[job] = self._run_undisturbed(job)
+      return self._references[job]
 
-  def _make(self, job: str) -> Reference:
+  @contextlib.contextmanager
+  def server(self, make: Callable[[Scene], Any]) -> Iterator[Any]:
+    """Yields the server that all faults of clients share; after a fault that it did not bear it is another one."""
+    with self._server_lock:
+      try:
+        if self._server is None:
+          self._num_servers += 1
+          self._server_scene = Scene(self._path / f'server_{self._num_servers}', random.Random(0), self)
+          self._server = make(self._server_scene)
+        yield self._server
+      except BaseException:
+        self._close_server()
+        raise
+
+  def _close_server(self) -> None:
+    if self._server_scene is not None:
+      self._server_scene.close()
+    self._server = self._server_scene = None
+
+  def close(self) -> None:
+    self._close_server()
+
+  def _run_undisturbed(self, job: str) -> Reference:
     shutil.rmtree(self._path / job, ignore_errors=True)
     scene = Scene(self._path / job, random.Random(0), self)
     scene.job = job
     name, recorded = 'undisturbed', scene.path / 'operations.jsonl'
     plan = Plan(root=str(scene.path), entered=str(scene.path / f'{name}.entered'), recorded=str(recorded))
     (scene.path / 'plan.json').write_text(json.dumps(dataclasses.asdict(plan)))
-    flags = [*experiments.flags_of(job), '--job_log_dir', scene.job_log_dir, *scene._data_flags()]
+    flags = [*scene.train_flags(), '--job_log_dir', scene.job_log_dir, *scene.data_flags()]
     flags += ['--set', 'checkpoint_max_to_keep=100']
     process = scene.start_python([_INJECTED, scene.path / 'plan.json', *flags], name)
     ended = process.finish(3 * DEADLINE_S)

@@ -1,0 +1,192 @@
+"""Decode and eval jobs that are killed, signalled or find damage, beside a training job or alone."""
+
+import json
+from pathlib import Path
+import signal
+
+from spmd_tasks import exit_codes
+from tests.fault_campaign import damage, judge
+from tests.fault_campaign.catalogue import kind
+from tests.fault_campaign.injected import Point
+from tests.fault_campaign.judge import check
+from tests.fault_campaign.kills import CHANGES
+from tests.fault_campaign.scene import Ended, Scene
+
+SIZES = ('--set', 'task.decode.max_len=24', '--set', 'task.decode.num_slots=2', '--set', 'task.decode.prefill_chunk=16')
+PROMPTS = [
+  {'prompt': f'{number}: the {number}th', 'max_tokens': 6, 'temperature': number % 2, 'n': 1 + number % 3 // 2}
+  for number in range(10)
+]
+
+
+def begin(scene: Scene) -> list[object]:
+  """A trained job and a file of prompts; returns the flags that decode them."""
+  scene.job = 'Text'
+  scene.begun(20, 20)
+  prompts = scene.path / 'prompts.jsonl'
+  prompts.write_text(''.join(json.dumps(prompt) + '\n' for prompt in PROMPTS))
+  flags = ['decode_once' if flag == 'train' else flag for flag in scene.train_flags()]
+  return [*flags, *SIZES, '--decode_input', prompts]
+
+
+def outputs_of(path: Path) -> list[object]:
+  """What was decoded, without what depends on time."""
+  check(path.is_file(), f'there is no {path.name}')
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  return [[line['index'], line['step'], line['outputs']] for line in lines]
+
+
+def undisturbed(scene: Scene, flags: list[object]) -> list[object]:
+  path = scene.path / 'undisturbed.jsonl'
+  ended = scene.run(*flags, '--decode_output', path)
+  check(ended.returncode == exit_codes.OK, f'an undisturbed decode ended with {ended.returncode}')
+  return outputs_of(path)
+
+
+def go_on(scene: Scene, flags: list[object]) -> str:
+  """The same command again ends well, with the outputs of an undisturbed run."""
+  path = scene.job_log_dir / 'decode' / 'prompts' / 'step_20.jsonl'
+  partial = path.with_name(f'{path.name}.partial')
+  num_done = partial.read_bytes().count(b'\n') if partial.exists() else 0
+  ended = scene.run(*flags)
+  check(ended.returncode == exit_codes.OK, f'the restart ended with {ended.returncode}: {judge.sentence_of(ended)}')
+  check(outputs_of(path) == undisturbed(scene, flags), 'the outputs differ from the undisturbed ones')
+  check(not partial.exists(), 'a partial file is left')
+  return f'{num_done} prompts were done; went on, the outputs are equal'
+
+
+@kind('decode/killed', share=3)
+def killed(scene: Scene) -> str:
+  flags = begin(scene)
+  signum = scene.rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+  place = scene.rng.choice(('line', 'operation'))
+  number = scene.rng.randrange(10)
+  scene.where = f'{signum.name} at {place} {number}'
+  if place == 'line':
+    call = 'spmd_tasks.programs.decoded_file:DecodedFile.append'
+    point = Point(call=call, after=scene.rng.random() < 0.5, count=number, action='signal', value=signum)
+  else:
+    point = Point(operations=CHANGES, path='^job/decode', count=number, action='signal', value=signum)
+  ended = scene.run(*flags, points=[point])
+  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
+  codes = {
+    signal.SIGKILL: (-signal.SIGKILL,),
+    signal.SIGTERM: (exit_codes.PREEMPTED,),
+    signal.SIGINT: (exit_codes.INTERRUPTED,),
+  }[signum]
+  check(ended.returncode in (*codes, exit_codes.OK), f'exit code {ended.returncode} after {signum.name}')
+  return go_on(scene, flags)
+
+
+@kind('decode/damage of its outputs', share=2)
+def damaged_outputs(scene: Scene) -> str:
+  """A cut last line is cut off and decoded again; anything else is refused by the file's name."""
+  flags = begin(scene)
+  point = Point(
+    call='spmd_tasks.programs.decoded_file:DecodedFile.append',
+    after=True,
+    count=6,
+    action='signal',
+    value=signal.SIGKILL,
+  )
+  scene.run(*flags, points=[point])
+  path = scene.job_log_dir / 'decode' / 'prompts' / 'step_20.jsonl.partial'
+  content = path.read_bytes()
+  name = scene.rng.choice(('cut', 'one bit', 'garbage', 'emptied', 'deep JSON'))
+  scene.where = name
+  if name == 'cut':
+    path.write_bytes(content[: len(content) - scene.rng.randrange(1, 40)])
+  elif name == 'deep JSON':
+    path.write_bytes(b'[' * 100_000 + b'\n' + content)
+  else:
+    damage.DAMAGES[name](path, scene.rng)
+  ended = scene.run(*flags)
+  if ended.returncode == exit_codes.OK:
+    if name == 'one bit':  # of a text rather than of the request, which nobody can tell
+      return 'went on'
+    check(outputs_of(path.with_suffix('')) == undisturbed(scene, flags), 'the outputs differ from the undisturbed ones')
+    return 'went on, the outputs are equal'
+  judge.check_refusal(ended, (exit_codes.USAGE,))
+  path.write_bytes(content)
+  return f'refused ({judge.sentence_of(ended)}); ' + go_on(scene, flags)
+
+
+@kind('decode/damaged checkpoint', share=1)
+def damaged_checkpoint(scene: Scene) -> str:
+  flags = begin(scene)
+  path = scene.rng.choice(damage.files_of(scene, 20))
+  name = scene.rng.choice(('one bit', 'emptied', 'deleted', 'garbage', 'truncated'))
+  damage.DAMAGES[name](path, scene.rng)
+  scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
+  asked = scene.run(*flags, '--checkpoint_step', 20)
+  judge.check_refusal(asked, (exit_codes.USAGE,))
+  ended = scene.run(*flags)
+  check(ended.returncode == exit_codes.OK, f'exit code {ended.returncode}: {judge.sentence_of(ended)}')
+  check((scene.job_log_dir / 'decode/prompts/step_15.jsonl').exists(), 'it did not take the newest whole checkpoint')
+  check((scene.checkpoints / 'checkpoint_00000020').is_dir(), 'a reader has renamed the checkpoint')
+  return 'refused where it was asked for, else the one before was taken'
+
+
+PROMPT_LINES = (
+  b'{"prompt": ',
+  b'[]',
+  b'{"prompt": 7}',
+  b'{}',
+  b'\xff\xfe',
+  b'[' * 100_000,
+  b'{"prompt": "a", "n": -1}',
+)
+
+
+@kind('decode/bad prompts', share=2)
+def bad_prompts(scene: Scene) -> str:
+  flags = begin(scene)
+  path = scene.path / 'prompts.jsonl'
+  lines = path.read_bytes().splitlines(keepends=True)
+  bad = scene.rng.choice(PROMPT_LINES)
+  lines[scene.rng.randrange(len(lines))] = bad + b'\n'
+  path.write_bytes(b''.join(lines))
+  scene.where = repr(bad[:30])
+  ended = scene.run(*flags)
+  judge.check_refusal(ended, (exit_codes.USAGE,))
+  check('prompts' in ended.stderr, f'the sentence does not name the file: {judge.sentence_of(ended)}')
+  return f'refused ({judge.sentence_of(ended)})'
+
+
+@kind('eval/beside a training job', share=2)
+def eval_beside(scene: Scene) -> str:
+  """An eval job that watches a training job, which is killed and goes on: both as undisturbed."""
+  train = scene.start()
+  watch = scene.start(*['eval' if flag == 'train' else flag for flag in scene.train_flags()], '--watch')
+  wanted = scene.rng.randrange(1, 18)
+  scene.where = f'the training job is killed after step {wanted}'
+  scene.wait_until(train, lambda: len(scene.steps()) >= wanted)
+  train.send(signal.SIGKILL)
+  scene.finish(train)
+  scene.resume()
+  ended = scene.finish(watch)
+  check(ended.returncode == exit_codes.OK, f'the eval job ended with {ended.returncode}: {judge.sentence_of(ended)}')
+  scene.check_as_undisturbed()
+  return 'both came to their end, bit for bit'
+
+
+@kind('eval/killed', share=2)
+def eval_killed(scene: Scene) -> str:
+  scene.begun(20, 20)
+  for path in scene.job_log_dir.glob('eval/*/metrics.jsonl'):
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(''.join(lines[:-1]))
+  flags = ['eval' if flag == 'train' else flag for flag in scene.train_flags()]
+  signum = scene.rng.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+  delay = scene.rng.uniform(0, scene.reference.seconds / 2)
+  scene.where = f'{signum.name} after {delay:.3f} s'
+  process = scene.start(*flags)
+  scene.send_after(process, signum, delay)
+  ended: Ended = scene.finish(process)
+  code = {signal.SIGKILL: -9, signal.SIGTERM: exit_codes.PREEMPTED, signal.SIGINT: exit_codes.INTERRUPTED}[signum]
+  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
+  check(ended.returncode in (code, exit_codes.OK), f'exit code {ended.returncode} after {signum.name}')
+  again = scene.run(*flags)
+  check(again.returncode == exit_codes.OK, f'the restart ended with {again.returncode}: {judge.sentence_of(again)}')
+  scene.check_as_undisturbed()
+  return f'exit code {ended.returncode}; then evaluated, bit for bit'
