@@ -24,6 +24,7 @@ FAMILIES = (
   'serving',
   'decoding',
   'security',
+  'processes',
 )
 
 _KINDS: dict[str, 'Kind'] = {}

@@ -13,6 +13,7 @@ from tests.fault_campaign.kills import CHANGES
 from tests.fault_campaign.scene import Ended, Scene
 
 SIZES = ('--set', 'task.decode.max_len=24', '--set', 'task.decode.num_slots=2', '--set', 'task.decode.prefill_chunk=16')
+APPEND = 'spmd_tasks.programs.decoded_file:DecodedFile.append'
 PROMPTS = [
   {'prompt': f'{number}: the {number}th', 'max_tokens': 6, 'temperature': number % 2, 'n': 1 + number % 3 // 2}
   for number in range(10)
@@ -63,8 +64,7 @@ def killed(scene: Scene) -> str:
   number = scene.rng.randrange(10)
   scene.where = f'{signum.name} at {place} {number}'
   if place == 'line':
-    call = 'spmd_tasks.programs.decoded_file:DecodedFile.append'
-    point = Point(call=call, after=scene.rng.random() < 0.5, count=number, action='signal', value=signum)
+    point = Point(call=APPEND, after=scene.rng.random() < 0.5, count=number, action='signal', value=signum)
   else:
     point = Point(operations=CHANGES, path='^job/decode', count=number, action='signal', value=signum)
   ended = scene.run(*flags, points=[point])
@@ -143,7 +143,7 @@ def bad_prompts(scene: Scene) -> str:
   flags = begin(scene)
   path = scene.path / 'prompts.jsonl'
   lines = path.read_bytes().splitlines(keepends=True)
-  bad = scene.rng.choice(PROMPT_LINES)
+  bad = scene.rng.choice(BAD_PROMPTS)
   lines[scene.rng.randrange(len(lines))] = bad + b'\n'
   path.write_bytes(b''.join(lines))
   scene.where = repr(bad[:30])

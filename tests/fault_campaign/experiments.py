@@ -4,6 +4,7 @@ A step takes at least `seconds_per_batch`, so that a signal meets the job betwee
 """
 
 import dataclasses
+import json
 from pathlib import Path
 import time
 from typing import Any
@@ -13,7 +14,7 @@ import fiddle as fdl
 from spmd_tasks.inputs import ByteTokenizer, JsonLines, TextFiles, TextInput, TfDataInput, TfRecords
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
-from tests.programs.small_jobs import FaultyText, Small
+from tests.programs.small_jobs import Small
 
 NUM_STEPS = 20
 SAVE_INTERVAL = 5
@@ -123,6 +124,10 @@ class Pair(Plain):
   shutdown_timeout_s = 5
 
 
+class PairText(Pair, Text):
+  """Two processes that read text, so that the model can be served."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlowInput:
   """Another input's batches, each after `seconds_per_batch`."""
@@ -168,8 +173,9 @@ class SlowIterator:
 
 
 # How many devices each job has, and which files it reads.
-NUM_DEVICES = {'Padded': 8, 'Experts': 4, 'Pipelined': 4, 'Pair': 4}
-SUFFIXES = {'Text': 'txt', 'Json': 'jsonl', 'TfData': 'tfrecord'}
+NUM_DEVICES = {'Padded': 8, 'Experts': 4, 'Pipelined': 4, 'Pair': 4, 'PairText': 4}
+PAIRS = ('Pair', 'PairText')  # of two processes
+SUFFIXES = {'Text': 'txt', 'PairText': 'txt', 'Json': 'jsonl', 'TfData': 'tfrecord'}
 
 
 def flags_of(job: str) -> list[str]:
@@ -184,11 +190,9 @@ def write_data(job: str, directory: Path) -> None:
   for number in range(4):
     lines = [f'{number}: the {line}th line says {line * line} and ä{"." * (line % 7)}' for line in range(40)]
     path = directory / f'part_{number}.{suffix}'
-    if job == 'Text':
+    if suffix == 'txt':
       path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
-    elif job == 'Json':
-      import json
-
+    elif suffix == 'jsonl':
       path.write_text(''.join(json.dumps({'text': line}) + '\n' for line in lines))
     else:
       write_records(path, [[(number + line + i) % 250 for i in range(3 + line % 6)] for line in range(40)])
@@ -223,6 +227,3 @@ def _varint(value: int) -> bytes:
     data.append(value & 0x7F | 0x80)
     value >>= 7
   return bytes([*data, value])
-
-
-__all__ = ['NUM_DEVICES', 'FaultyText', 'flags_of', 'write_data']

@@ -154,6 +154,11 @@ class Scene:
     """How the scene's job is started, without its directories."""
     return experiments.flags_of(self.job)
 
+  def free_name(self, name: str) -> str:
+    """A name for a process that none of the scene has yet."""
+    number = sum(1 for path in self.path.glob(f'{name}*.plan.json'))
+    return f'{name}_{number}' if number else name
+
   def start_injected(
     self, flags: Sequence[object], points: Sequence[Point] = (), *, name: str | None = None, **start: Any
   ) -> Started:
@@ -356,6 +361,8 @@ class Shared:
     shutil.rmtree(self._path / job, ignore_errors=True)
     scene = Scene(self._path / job, random.Random(0), self)
     scene.job = job
+    if job in experiments.PAIRS:
+      return self._run_undisturbed_pair(scene)
     name, recorded = 'undisturbed', scene.path / 'operations.jsonl'
     plan = Plan(root=str(scene.path), entered=str(scene.path / f'{name}.entered'), recorded=str(recorded))
     (scene.path / 'plan.json').write_text(json.dumps(dataclasses.asdict(plan)))
@@ -370,6 +377,15 @@ class Shared:
     operations = [tuple(json.loads(line)) for line in recorded.read_text().splitlines()]
     scene.close()
     return judge.read_reference(scene.job_log_dir, operations, seconds)
+
+  def _run_undisturbed_pair(self, scene: Scene) -> Reference:
+    from tests.fault_campaign.processes import Pair
+
+    began = time.monotonic()
+    ended = Pair(scene, '--set', 'checkpoint_max_to_keep=100').finish(3 * DEADLINE_S)
+    assert not any(each.returncode for each in ended), [each.stderr for each in ended]
+    scene.close()
+    return judge.read_reference(scene.job_log_dir, [], time.monotonic() - began)
 
 
 def child_environment() -> Mapping[str, str]:

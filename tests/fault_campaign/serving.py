@@ -26,6 +26,9 @@ from tests.fault_campaign.scene import HangError, Scene, Started
 
 COMPLETIONS = '/v1/completions'
 KEY = 'a-secret-key'
+SIZES: tuple[str, ...] = ()
+for _setting in ('max_len=256', 'prefill_chunk=16', 'num_slots=3'):
+  SIZES += ('--set', f'task.decode.{_setting}')
 HEADERS = {'authorization': f'Bearer {KEY}'}
 BODY = {'prompt': '3: the 7th line', 'max_tokens': 8, 'temperature': 0}
 LONG = BODY | {'max_tokens': 200, 'ignore_eos': True, 'stream': True}
@@ -42,7 +45,7 @@ class Server:
     key = scene.path / 'key'
     key.write_text(KEY)
     train = scene.train_flags()
-    self.process = scene.start(*['serve' if flag == 'train' else flag for flag in train], *_SIZES, '--port', 0,
+    self.process = scene.start(*['serve' if flag == 'train' else flag for flag in train], *SIZES, '--port', 0,
                                '--api_key_file', key, '--drain_s', 3, *flags)  # fmt: skip
     self.url = url_of(scene, self.process)
     self.port = int(self.url.rpartition(':')[2])
@@ -98,7 +101,7 @@ class Server:
     check(ended.returncode == exit_codes.OK, f'after SIGTERM the server ended with {ended.returncode}')
 
 
-_SIZES = (
+SIZES = (
   '--set',
   'task.decode.max_len=256',
   '--set',
@@ -352,7 +355,7 @@ def signal_while_loading(scene: Scene) -> str:
   delay = scene.rng.uniform(0, 3)
   scene.where = f'{signum.name} after {delay:.2f} s'
   flags = ['serve' if flag == 'train' else flag for flag in scene.train_flags()]
-  process = scene.start(*flags, *_SIZES, '--port', 0, '--drain_s', 1)
+  process = scene.start(*flags, *SIZES, '--port', 0, '--drain_s', 1)
   scene.send_after(process, signum, delay)
   ended = scene.finish(process)
   codes = {
@@ -360,7 +363,8 @@ def signal_while_loading(scene: Scene) -> str:
     signal.SIGINT: (exit_codes.OK, exit_codes.INTERRUPTED),
   }
   check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
-  check(ended.returncode in codes[signum], f'exit code {ended.returncode} after {signum.name}')
+  stopped = exit_codes.PREEMPTED if signum == signal.SIGTERM else exit_codes.INTERRUPTED
+  check(ended.returncode in (exit_codes.OK, stopped), f'exit code {ended.returncode} after {signum.name}')
   return f'exit code {ended.returncode}'
 
 

@@ -1,0 +1,449 @@
+"""Jobs and servers of two processes: one of them is lost, stopped, raises or is damaged, or a stranger connects.
+
+Whatever happens, all are out in bounded time, nonzero, none by a signal of ours alone but the one that got it; and the
+same commands go on, bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+import contextlib
+import os
+from pathlib import Path
+import random
+import re
+import shutil
+import signal
+import socket
+import threading
+import time
+
+import httpx
+
+from spmd_tasks import exit_codes
+from tests.fault_campaign import damage, disks, judge
+from tests.fault_campaign.catalogue import kind
+from tests.fault_campaign.experiments import NUM_STEPS
+from tests.fault_campaign.injected import Point
+from tests.fault_campaign.judge import check
+from tests.fault_campaign.kills import CHANGES, PLACES
+from tests.fault_campaign.scene import DEADLINE_S, Ended, Scene, Started
+from tests.fault_campaign.serving import BODY, HEADERS, KEY, LONG, SIZES, url_of
+
+END_LIMIT_S = 45.0  # from a fault until the last process is gone; the promise is 30 s on a machine with nothing else
+GOOD_ENDS = (exit_codes.FAILED, exit_codes.STUCK, exit_codes.PEER_FAILED, -signal.SIGABRT)
+
+
+class Pair:
+  """Two running processes of the scene's job."""
+
+  def __init__(
+    self, scene: Scene, *flags: object, points: Sequence[Sequence[Point]] = ((), ()), train: Sequence[object] = ()
+  ):
+    self.scene = scene
+    with socket.socket() as probe:
+      probe.bind(('127.0.0.1', 0))
+      self.port = probe.getsockname()[1]
+    command = [*(train or pair_flags(scene)), *flags]
+    self.ranks: list[Started] = []
+    for rank in range(2):
+      own = [f'--coordinator_address=127.0.0.1:{self.port}', '--num_processes=2', f'--process_id={rank}']
+      self.ranks.append(scene.start(*command, *own, points=points[rank], name=scene.free_name(f'rank_{rank}')))
+
+  def finish(self, limit_s: float = END_LIMIT_S) -> list[Ended]:
+    """Waits for both; the ends must lie within the limit of one another."""
+    end = time.monotonic() + DEADLINE_S
+    while all(rank.is_running() for rank in self.ranks) and time.monotonic() < end:
+      time.sleep(0.01)
+    return [self.scene.finish(rank, limit_s) for rank in self.ranks]
+
+  def wait_for_steps(self, number: int) -> bool:
+    return self.scene.wait_until(self.ranks[0], lambda: len(self.scene.steps()) >= number)
+
+  def stderr(self, rank: int) -> str:
+    return self.ranks[rank].stderr
+
+
+def pair_flags(scene: Scene) -> list[object]:
+  """The flags of the job, with each process's share of the devices."""
+  flags = scene.train_flags()
+  flags[flags.index('--num_fake_devices') + 1] = '2'
+  return flags
+
+
+def check_ends(ended: Sequence[Ended], *, signalled: dict[int, int]) -> str:
+  """The processes in `signalled` (rank -> signal) ended by it or in a good way; all others in a good way."""
+  for rank, each in enumerate(ended):
+    codes = (*GOOD_ENDS, *([-signalled[rank]] if rank in signalled else []))
+    check(each.returncode in codes, f'process {rank} ended with {each.returncode}: {judge.last_line(each.stderr)}')
+  return ', '.join(str(each.returncode) for each in ended)
+
+
+def go_on(scene: Scene) -> None:
+  """The same two commands again, and the numbers of two undisturbed processes."""
+  before = scene.steps()
+  ended = Pair(scene).finish(DEADLINE_S)
+  codes = [each.returncode for each in ended]
+  check(codes == [exit_codes.OK] * 2, f'the restart ended with {codes}: {judge.sentence_of(ended[0])}')
+  again = scene.steps()[len(before) :]
+  if before and again:
+    check(0 <= before[-1] - (again[0] - 1) <= 5, f'after step {before[-1]} the restart began with step {again[0]}')
+  scene.check_as_undisturbed()
+
+
+def finished(scene: Scene, ended: Sequence[Ended]) -> bool:
+  """Whether the job was faster than the fault."""
+  if any(each.returncode for each in ended):
+    return False
+  scene.check_as_undisturbed()
+  return True
+
+
+@kind('processes/one or both are killed', share=4)
+def killed(scene: Scene) -> str:
+  scene.job = 'Pair'
+  ranks = scene.rng.choice(((0,), (1,), (1,), (0, 1)))
+  wanted = scene.rng.randrange(0, 19)
+  scene.where = f'processes {ranks} after step {wanted}'
+  pair = Pair(scene)
+  if not wanted:
+    scene.pause(pair.ranks[0], scene.rng.uniform(0, 3))
+  elif not pair.wait_for_steps(wanted):
+    check(False, f'the job ended before step {wanted}: {judge.last_line(pair.stderr(0))}')
+  for rank in ranks:
+    pair.ranks[rank].send(signal.SIGKILL)
+  ended = pair.finish()
+  if finished(scene, ended):
+    return 'the job was faster'
+  # The end of process 0 ends the coordination service, which aborts the others.
+  codes = check_ends(ended, signalled=dict.fromkeys(ranks, signal.SIGKILL))
+  go_on(scene)
+  return f'exit codes {codes}; went on, bit for bit'
+
+
+@kind('processes/process 0 is killed while it saves', share=2)
+def primary_killed_in_save(scene: Scene) -> str:
+  scene.job = 'Pair'
+  names = [name for name in PLACES if any(word in name for word in ('save', 'manifest', 'pruned'))]
+  name, rank = scene.rng.choice(sorted(names)), scene.rng.choice((0, 0, 1))
+  if rank == 1:
+    name = scene.rng.choice(('before a save', 'in mid-save'))
+  call, when = PLACES[name]
+  delay = scene.rng.uniform(0.0005, 0.02) if when == 'in' else 0.0
+  point = Point(call=call, after=when == 'after', count=scene.rng.randrange(2), action='signal', value=signal.SIGKILL,
+                delay_s=delay)  # fmt: skip
+  scene.where = f'process {rank}: {name}, occurrence {point.count}'
+  points: list[Sequence[Point]] = [(), ()]
+  points[rank] = [point]
+  ended = Pair(scene, points=points).finish()
+  if finished(scene, ended):
+    return 'the place was passed too rarely'
+  codes = check_ends(ended, signalled={rank: signal.SIGKILL})
+  go_on(scene)
+  return f'exit codes {codes}; went on, bit for bit'
+
+
+@kind('processes/one raises', share=3)
+def one_raises(scene: Scene) -> str:
+  """An exception, or an error of the disk, in one process: the other leaves with the reason."""
+  scene.job = 'Pair'
+  rank = scene.rng.randrange(2)
+  points: list[Sequence[Point]] = [(), ()]
+  if scene.rng.random() < 0.6:
+    calls = ('spmd_tasks.programs.eval:Evaluator._evaluate_set', 'spmd_tasks.checkpoints:Checkpointer.save')
+    call = scene.rng.choice(calls)
+    points[rank] = [Point(call=call, count=scene.rng.randrange(2), action='raise', value='this rank is cursed')]
+    scene.where = f'process {rank} in {call.rpartition(":")[2]}'
+  else:
+    count = scene.rng.randrange(2, 30)
+    points[rank] = [Point(operations=CHANGES, path='^job/checkpoints', count=count, action='error', value=28)]
+    scene.where = f'process {rank}: ENOSPC at operation {count}'
+  ended = Pair(scene, points=points).finish()
+  if finished(scene, ended):
+    return 'the job did not notice'
+  for each in ended:
+    check(each.returncode in (*GOOD_ENDS, exit_codes.USAGE), f'exit code {each.returncode}')
+  check(ended[rank].returncode in (exit_codes.FAILED, exit_codes.USAGE), f'the culprit: {ended[rank].returncode}')
+  check('cursed' in ended[rank].stderr or 'No space' in ended[rank].stderr, 'the culprit does not say why')
+  go_on(scene)
+  return f'exit codes {[each.returncode for each in ended]}; went on, bit for bit'
+
+
+@kind('processes/one is stopped', share=2)
+def one_stopped(scene: Scene) -> str:
+  """SIGSTOP: the other finds out within the watchdog's limit and names it; a launcher then kills the stopped one."""
+  scene.job = 'Pair'
+  rank, wanted = scene.rng.randrange(2), scene.rng.randrange(1, 16)
+  scene.where = f'process {rank} after step {wanted}'
+  pair = Pair(scene)
+  check(pair.wait_for_steps(wanted), f'ended before step {wanted}')
+  pair.ranks[rank].send(signal.SIGSTOP)
+  other = scene.finish(pair.ranks[1 - rank], END_LIMIT_S)
+  continued = scene.rng.random() < 0.5
+  pair.ranks[rank].send(signal.SIGCONT if continued else signal.SIGKILL)
+  stopped = scene.finish(pair.ranks[rank], END_LIMIT_S)
+  if other.returncode == stopped.returncode == exit_codes.OK:
+    return 'the job was faster'
+  check(other.returncode in GOOD_ENDS, f'the other one ended with {other.returncode}')
+  check(stopped.returncode in (*GOOD_ENDS, -signal.SIGKILL), f'the stopped one ended with {stopped.returncode}')
+  if other.returncode == exit_codes.STUCK:
+    check(f'likely culprit: process {rank}' in other.stderr, 'the log does not name the stopped process')
+  go_on(scene)
+  return f'exit codes {other.returncode}, {stopped.returncode}; went on, bit for bit'
+
+
+@kind('processes/SIGTERM or SIGINT', share=3)
+def signals(scene: Scene) -> str:
+  scene.job = 'Pair'
+  signum = scene.rng.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT))
+  ranks = scene.rng.choice(((0,), (1,), (0, 1)))
+  wanted = scene.rng.randrange(1, 18)
+  scene.where = f'{signum.name} to {ranks} after step {wanted}'
+  pair = Pair(scene)
+  check(pair.wait_for_steps(wanted), f'ended before step {wanted}')
+  for rank in ranks:
+    pair.ranks[rank].send(signum)
+  ended = pair.finish()
+  if finished(scene, ended):
+    return 'the job was faster'
+  codes = [each.returncode for each in ended]
+  if signum == signal.SIGTERM:
+    check(codes == [exit_codes.PREEMPTED] * 2, f'exit codes {codes} after SIGTERM')
+    saved, seen = judge.complete_steps(scene.job_log_dir), scene.steps()
+    check(saved and saved[-1] == seen[-1], f'exit code 42 after step {seen[-1]}, but the checkpoints are {saved}')
+  else:
+    for rank, code in enumerate(codes):
+      wanted_codes = (exit_codes.INTERRUPTED, *(() if rank in ranks else (exit_codes.PEER_FAILED,)))
+      if len(ranks) == 2:
+        wanted_codes = (exit_codes.INTERRUPTED, exit_codes.PEER_FAILED)
+      check(code in wanted_codes, f'exit codes {codes} after SIGINT to {ranks}')
+  check(not any('could not be saved' in each.stderr for each in ended), 'a save is blamed for the signal')
+  go_on(scene)
+  return f'exit codes {codes}; went on, bit for bit'
+
+
+@kind('processes/a damaged checkpoint', share=2)
+def damaged(scene: Scene) -> str:
+  scene.job = 'Pair'
+  step = scene.rng.choice((10, 15))
+  scene.begun(step, step + 2)
+  path = scene.rng.choice(damage.files_of(scene, step))
+  name = scene.rng.choice(sorted(damage.DAMAGES))
+  is_damaged = damage.changed(path, lambda: damage.DAMAGES[name](path, scene.rng))
+  scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
+  ended = Pair(scene).finish(DEADLINE_S)
+  codes = [each.returncode for each in ended]
+  check(codes == [exit_codes.OK] * 2, f'exit codes {codes}: {judge.sentence_of(ended[0])}')
+  aside = [path.name for path in scene.checkpoints.iterdir() if '.damaged-' in path.name]
+  check(bool(aside) == is_damaged, f'set aside: {aside}')
+  scene.check_as_undisturbed()
+  return f'{aside or "nothing"} set aside; went on, bit for bit'
+
+
+@kind('processes/a full disk', share=1)
+def full_disk(scene: Scene) -> str:
+  scene.job = 'Pair'
+  disks.mount(scene, 'size=16m')
+  count, rank = scene.rng.randrange(3, 40), scene.rng.randrange(2)
+  left = scene.rng.choice((0, 8192))
+  scene.where = f'{left} bytes left at operation {count} of process {rank}'
+  points: list[Sequence[Point]] = [(), ()]
+  points[rank] = [Point(operations=CHANGES, path='job/', count=count, action='fill', value=[str(scene.disk), left])]
+  ended = Pair(scene, points=points).finish()
+  if finished(scene, ended):
+    return 'the job did not notice'
+  for each in ended:
+    check(each.returncode in (*GOOD_ENDS, exit_codes.USAGE), f'exit code {each.returncode}')
+  check(any('No space left' in each.stderr for each in ended), 'nobody says that the disk is full')
+  disks.make_room(scene)
+  go_on(scene)
+  return f'exit codes {[each.returncode for each in ended]}; went on, bit for bit'
+
+
+@kind('processes/another number of them goes on', share=1)
+def other_number(scene: Scene) -> str:
+  """Killed as two, continued as one on the same mesh: the saved state is exact, the steps after it agree closely."""
+  scene.job = 'Pair'
+  wanted = scene.rng.randrange(6, 16)
+  scene.where = f'both killed after step {wanted}'
+  pair = Pair(scene)
+  check(pair.wait_for_steps(wanted), f'ended before step {wanted}')
+  for rank in pair.ranks:
+    rank.send(signal.SIGKILL)
+  pair.finish()
+  judge.check_digests(scene.job_log_dir, scene.reference)
+  ended = scene.run('--exp', scene.train_flags()[1], '--mode', 'train', '--num_fake_devices', 4)
+  check(ended.returncode in (exit_codes.OK, exit_codes.USAGE), f'exit code {ended.returncode}')
+  if ended.returncode == exit_codes.OK:
+    last = judge.last_of_steps(judge.metric_lines(scene.job_log_dir / 'metrics.jsonl'))[NUM_STEPS]['loss']
+    expected = scene.reference.metrics[NUM_STEPS]['loss']
+    check(abs(last - expected) < 1e-4 * abs(expected), f'the last loss is {last}, of two processes {expected}')
+    return 'went on in one process'
+  judge.check_refusal(ended, (exit_codes.USAGE,))
+  go_on(scene)
+  return f'refused ({judge.sentence_of(ended)}); two went on, bit for bit'
+
+
+def attack(port: int, rng: random.Random, stop: threading.Event) -> None:
+  """Connects to a port again and again with garbage, half a message, or nothing at all; bounded in number."""
+  messages = (
+    b'',
+    b'GET / HTTP/1.1\r\n\r\n',
+    b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n',
+    b'{"secret": "x", "process": 1}\n',
+    b'[' * 5000,
+  )
+  with contextlib.ExitStack() as stack:
+    for _ in range(60):
+      if stop.wait(0.05):
+        return
+      with contextlib.suppress(OSError):
+        sock = stack.enter_context(socket.create_connection(('127.0.0.1', port), timeout=1))
+        sock.sendall(rng.choice((*messages, rng.randbytes(rng.randrange(1, 3000)))))
+
+
+@contextlib.contextmanager
+def attacked(find_ports: Callable[[], set[int]], rng: random.Random):
+  """Attacks each port that is found while the body runs."""
+  stop, threads, known = threading.Event(), [], set()
+
+  def look() -> None:
+    for _ in range(1500):
+      for port in find_ports() - known:
+        known.add(port)
+        threads.append(threading.Thread(target=attack, args=(port, rng, stop)))
+        threads[-1].start()
+      if stop.wait(0.02):
+        return
+
+  looking = threading.Thread(target=look)
+  looking.start()
+  try:
+    yield known
+  finally:
+    stop.set()
+    looking.join()
+    for thread in threads:
+      thread.join()
+
+
+def listening_ports(pid: int) -> set[int]:
+  """The loopback TCP ports on which a process listens."""
+  inodes, ports = set(), set()
+  with contextlib.suppress(OSError):
+    for fd in os.listdir(f'/proc/{pid}/fd'):
+      with contextlib.suppress(OSError):
+        found = re.fullmatch(r'socket:\[(\d+)\]', os.readlink(f'/proc/{pid}/fd/{fd}'))
+        inodes |= {found[1]} if found else set()
+    for table in ('tcp', 'tcp6'):
+      for line in Path(f'/proc/{pid}/net/{table}').read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == '0A' and fields[9] in inodes:
+          ports.add(int(fields[1].rpartition(':')[2], 16))
+  return ports
+
+
+@kind("processes/strangers at the job's ports", share=2)
+def strangers(scene: Scene) -> str:
+  """Garbage on every port that the job listens on, the coordinator's among them: bit for bit, or a loud end."""
+  scene.job = 'Pair'
+  pair = Pair(scene)
+  pids = [rank.pid for rank in pair.ranks]
+  with attacked(lambda: set().union(*map(listening_ports, pids)), random.Random(scene.rng.random())) as ports:
+    ended = pair.finish(DEADLINE_S)
+  scene.where = f'{len(ports)} ports'
+  check(ports, 'no port was found')
+  if finished(scene, ended):
+    return 'not disturbed, bit for bit'
+  codes = check_ends(ended, signalled={})
+  judge.check_digests(scene.job_log_dir, scene.reference)
+  go_on(scene)
+  return f'exit codes {codes}; without strangers it went on, bit for bit'
+
+
+# --- a server of two processes ---
+
+
+class PairServer:
+  """A server of two processes of the job `PairText`."""
+
+  def __init__(self, scene: Scene):
+    scene.job = 'PairText'
+    scene.begun(20, 20)
+    key = scene.path / 'key'
+    key.write_text(KEY)
+    flags = ['serve' if flag == 'train' else flag for flag in pair_flags(scene)]
+    self.pair = Pair(scene, *SIZES, '--port', 0, '--drain_s', 5, '--api_key_file', key, train=flags)
+    self.scene = scene
+
+  def wait(self) -> None:
+    self.url = url_of(self.scene, self.pair.ranks[0])
+    self.model = httpx.get(f'{self.url}/v1/models', headers=HEADERS, timeout=30).json()['data'][0]['id']
+
+  def complete(self) -> str:
+    response = httpx.post(f'{self.url}/v1/completions', json={'model': self.model} | BODY, headers=HEADERS, timeout=60)
+    check(response.status_code == 200, f'a good request is answered {response.status_code}')
+    return response.json()['choices'][0]['text']
+
+
+@kind('processes/a server loses one', share=3)
+def server_loses_one(scene: Scene) -> str:
+  """Streams end with an error, both processes end in seconds; a new server gives the same answer."""
+  server = PairServer(scene)
+  server.wait()
+  answer = server.complete()
+  rank = scene.rng.choice((0, 1, 1))
+  signum = scene.rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV))
+  delay = scene.rng.uniform(0, 0.3)
+  scene.where = f'{signum.name} to process {rank}'
+  rest: list[str] = []
+  with (
+    contextlib.suppress(httpx.TransportError),
+    httpx.stream(
+      'POST', f'{server.url}/v1/completions', json={'model': server.model} | LONG, headers=HEADERS, timeout=60
+    ) as response,
+  ):
+    lines = response.iter_lines()
+    rest = [next(lines)]
+    time.sleep(delay)
+    server.pair.ranks[rank].send(signum)
+    rest += [line for line in lines if line]
+  ended = server.pair.finish()
+  codes = [each.returncode for each in ended]
+  if signum == signal.SIGTERM:
+    check(codes == [exit_codes.OK] * 2, f'exit codes {codes} after SIGTERM')
+    check(rest[-1] == 'data: [DONE]', f'the stream ended with {rest[-1][:80]!r}')
+  else:
+    check_ends(ended, signalled={rank: signum})
+    if rank == 1 and rest:
+      told = 'error' in ''.join(rest[-3:]) or any('finish_reason": "' in line for line in rest)
+      check(told, f'the stream ended with {rest[-1][:80]!r}')
+  shutil.rmtree(scene.job_log_dir)
+  again = PairServer(scene)
+  again.wait()
+  check(again.complete() == answer, 'the same request has another answer after the restart')
+  for each in again.pair.ranks:
+    each.send(signal.SIGTERM)
+  codes_again = [each.returncode for each in again.pair.finish()]
+  check(codes_again == [exit_codes.OK] * 2, f'after SIGTERM the servers ended with {codes_again}')
+  return f'exit codes {codes}; the same answer after the restart'
+
+
+@kind("processes/strangers at a server's link", share=2)
+def strangers_at_link(scene: Scene) -> str:
+  """From the start on, garbage on every port but HTTP's: the server comes up, answers and ends well, or ends loudly."""
+  server = PairServer(scene)
+  pids = [rank.pid for rank in server.pair.ranks]
+  with attacked(lambda: set().union(*map(listening_ports, pids)), random.Random(scene.rng.random())) as ports:
+    started = scene.wait_until(server.pair.ranks[0], lambda: 'Serving ' in server.pair.ranks[0].stdout)
+    if started:
+      server.wait()
+      first = server.complete()
+  scene.where = f'{len(ports)} ports'
+  if not started:
+    codes = check_ends(server.pair.finish(), signalled={})
+    return f'exit codes {codes}, said so: {judge.sentence_of(server.pair.ranks[0])}'
+  check(server.complete() == first, 'the same request has another answer after the attack')
+  for rank in server.pair.ranks:
+    rank.send(signal.SIGTERM)
+  codes = [each.returncode for each in server.pair.finish()]
+  check(codes == [exit_codes.OK] * 2, f'after SIGTERM the servers ended with {codes}')
+  return 'the same answer; ended well'
