@@ -27,8 +27,9 @@ from typing import Any
 
 from tests import forked, xla_settings
 from tests.fault_campaign.catalogue import kind_of, kinds, rng_of
-from tests.fault_campaign.judge import BrokenPromiseError
-from tests.fault_campaign.scene import HangError, Scene, Shared, SkippedError
+from tests.fault_campaign.judge import BrokenPromiseError, Reference
+from tests.fault_campaign.scene import HangError, Scene, SkippedError
+from tests.fault_campaign.shared import Shared
 
 VERDICTS = ('GOOD', 'BAD', 'HANG', 'SKIPPED', 'ERROR')
 
@@ -36,7 +37,9 @@ VERDICTS = ('GOOD', 'BAD', 'HANG', 'SKIPPED', 'ERROR')
 class Campaign:
   """The fork servers and the undisturbed runs that the faults of a campaign share."""
 
-  def __init__(self, path: Path, seed: int):
+  def __init__(self, path: Path, seed: int, *, only_plain: bool = False):
+    """`only_plain`: on one device with synthetic tokens, where a fault does not need another job: the cheapest."""
+    self._only_plain = only_plain
     self._path = path
     self._seed = seed
     self._closers = contextlib.ExitStack()
@@ -65,11 +68,15 @@ class Campaign:
         self._tensorflow_socket = self._closers.enter_context(forked.running_extra_server(directory, ['tensorflow']))
       return self._tensorflow_socket
 
+  def reference(self, job: str) -> Reference:
+    """The undisturbed run of a job."""
+    return self._shared.reference(job)
+
   def run_fault(self, number: int, keep: Path | None = None) -> dict[str, Any]:
     """Injects one fault and returns its line."""
     drawn = kind_of(self._seed, number)
     path = keep or self._path / f'fault_{number}'
-    scene = Scene(path, rng_of(self._seed, number), self._shared)
+    scene = Scene(path, rng_of(self._seed, number), self._shared, only_plain=self._only_plain)
     began = time.monotonic()
     try:
       verdict, why = 'GOOD', drawn.inject(scene)

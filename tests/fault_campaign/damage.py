@@ -100,7 +100,7 @@ def go_on_without_the_newest(scene: Scene, step: int, *, is_damaged: bool = True
 
 @kind('damage/a file of the newest checkpoint', share=6)
 def damage_newest(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   step = begin(scene)
   # Kinds of files rather than files, of which most are arrays.
   by_kind: dict[str, list[Path]] = {}
@@ -115,7 +115,7 @@ def damage_newest(scene: Scene) -> str:
 
 @kind('damage/files swapped between checkpoints', share=3)
 def swap_files(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   step = begin(scene)
   older = scene.checkpoints / f'checkpoint_{step - SAVE_INTERVAL:08d}'
   names = [path.relative_to(scene.checkpoints / f'checkpoint_{step:08d}') for path in files_of(scene, step)]

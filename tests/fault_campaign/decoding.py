@@ -143,7 +143,7 @@ def bad_prompts(scene: Scene) -> str:
   flags = begin(scene)
   path = scene.path / 'prompts.jsonl'
   lines = path.read_bytes().splitlines(keepends=True)
-  bad = scene.rng.choice(BAD_PROMPTS)
+  bad = scene.rng.choice(PROMPT_LINES)
   lines[scene.rng.randrange(len(lines))] = bad + b'\n'
   path.write_bytes(b''.join(lines))
   scene.where = repr(bad[:30])

@@ -47,7 +47,7 @@ def go_on(scene: Scene, point: Point) -> str:
 
 @kind('disk/full', share=5)
 def full_disk(scene: Scene) -> str:
-  scene.job = scene.rng.choice(('Plain', 'Plain', 'Padded', 'Text'))
+  scene.choose_job(('Plain', 'Plain', 'Padded', 'Text'))
   operations = scene.reference.operations
   mount(scene, 'size=16m')
   count = scene.rng.randrange(matching(operations, CHANGES, '^job/'))
@@ -94,7 +94,7 @@ def lasting_errors(scene: Scene) -> str:
 
 
 def _error(scene: Scene, *, lasting: bool) -> str:
-  scene.job = scene.rng.choice(('Plain', 'Plain', 'Text'))
+  scene.choose_job(('Plain', 'Plain', 'Text'))
   code = scene.rng.choice((errno.EIO, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE))
   count = scene.rng.randrange(matching(scene.reference.operations, OPERATIONS, '^job/'))
   kinds = [kind for kind, path in scene.reference.operations if path.startswith('job/')]

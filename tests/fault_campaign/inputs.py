@@ -66,7 +66,7 @@ CHANGES: dict[str, Callable[[Path, random.Random], object]] = {
 
 @kind('input/a file changes while it is read', share=7)
 def file_changes(scene: Scene) -> str:
-  scene.job = scene.rng.choice(('Text', 'Text', 'Json', 'Json', 'TfData'))
+  scene.choose_job(('Text', 'Text', 'Json', 'Json', 'TfData'))
   workers = scene.rng.choice((0, 0, 1)) if scene.job != 'TfData' else 0
   if workers:
     scene.flags = ['--set', f'num_workers={workers}']
@@ -100,7 +100,7 @@ def file_changes(scene: Scene) -> str:
 
 @kind('input/a file changes between two runs', share=3)
 def file_changes_between(scene: Scene) -> str:
-  scene.job = scene.rng.choice(('Text', 'Json', 'TfData'))
+  scene.choose_job(('Text', 'Json', 'TfData'))
   data, whole = scene.write_data(), scene.path / 'whole'
   shutil.copytree(data, whole)
   process = scene.start()
@@ -143,7 +143,7 @@ RECORDS: dict[str, bytes] = {
 @kind('input/a bad record', share=4)
 def bad_record(scene: Scene) -> str:
   """The error names the file (and, of JSON lines, the line); without the record the job goes on."""
-  scene.job = scene.rng.choice(('Text', 'Json', 'Json', 'TfData'))
+  scene.choose_job(('Text', 'Json', 'Json', 'TfData'))
   if scene.job != 'TfData' and scene.rng.random() < 0.3:
     scene.flags = ['--set', 'num_workers=1']
   data, whole = scene.write_data(), scene.path / 'whole'
@@ -185,7 +185,7 @@ def children_of(pid: int) -> list[int]:
 @kind('input/a worker is killed or stopped', share=3)
 def worker_killed(scene: Scene) -> str:
   """An error in bounded time, no process left; then the job goes on, no example skipped or repeated."""
-  scene.job = scene.rng.choice(('Text', 'Json'))
+  scene.choose_job(('Text', 'Json'))
   scene.flags = ['--set', 'num_workers=2', '--set', 'read_timeout_s=3', '--set', 'input_timeout_s=6']
   scene.flags += ['--set', 'seconds_per_batch=0.05']
   signum = scene.rng.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV))
@@ -210,7 +210,7 @@ def worker_killed(scene: Scene) -> str:
 
 @kind('input/a read raises or hangs', share=4)
 def read_raises(scene: Scene) -> str:
-  scene.job = scene.rng.choice(('Text', 'Json'))
+  scene.choose_job(('Text', 'Json'))
   scene.flags = ['--set', 'read_timeout_s=3', '--set', 'input_timeout_s=6']
   name = scene.rng.choice(('EIO', 'RuntimeError', 'hangs', 'slow'))
   action = {
@@ -258,7 +258,7 @@ def tfdata_raises(scene: Scene) -> str:
 @kind('input/NaN or inf in data', share=4)
 def not_finite(scene: Scene) -> str:
   """Broken batches put in before good ones: skipped without a trace, counted; too many in a row end the job."""
-  scene.job = scene.rng.choice(('Plain', 'Padded', 'Experts', 'Pipelined'))
+  scene.choose_job(('Plain', 'Padded', 'Experts', 'Pipelined'))
   values = ('nan', 'inf', '-inf', '1e38')
   spikes = {str(scene.rng.randrange(22)): scene.rng.choice(values) for _ in range(scene.rng.randrange(1, 6))}
   limit = 3

@@ -102,6 +102,12 @@ def digest_of(job_log_dir: Path, step: int) -> str:
   return digest.hexdigest()
 
 
+def sealed(body: Any) -> str:
+  """A manifest with this content, its own digest made anew, as anybody can make it."""
+  digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+  return json.dumps({'body': body, 'sha256': digest}, indent=1) + '\n'
+
+
 def compare_lines(lines: list[dict[str, Any]], expected: Mapping[int, Mapping[str, Any]], what: str) -> None:
   """Of every line, also those of steps that were executed again."""
   for line in lines:

@@ -50,7 +50,7 @@ def go_on(scene: Scene) -> str:
 
 @kind('kill/at a random instant', share=5)
 def kill_at_a_random_instant(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   num_kills = scene.rng.choice((1, 1, 2, 3))
   why = []
   for _ in range(num_kills):
@@ -67,7 +67,7 @@ def kill_at_a_random_instant(scene: Scene) -> str:
 
 @kind('kill/at a file operation', share=6)
 def kill_at_a_file_operation(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   operations = scene.reference.operations
   count = scene.rng.randrange(matching(operations, CHANGES, '^job/'))
   scene.where = f'operation {count} of those that change files'
@@ -79,7 +79,7 @@ def kill_at_a_file_operation(scene: Scene) -> str:
 
 @kind('kill/at a place of the code', share=8)
 def kill_at_a_place(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   name = scene.rng.choice(sorted(PLACES))
   call, when = PLACES[name]
   settings: dict[str, Any] = {'after': when == 'after'}
@@ -116,7 +116,7 @@ def kill_in_mid_line(scene: Scene) -> str:
 @kind('kill/again and again', share=1)
 def kill_again_and_again(scene: Scene) -> str:
   """Kills every start soon after its first step, until the job has come to its end all the same."""
-  scene.job = scene.rng.choice(('Plain', 'Text'))
+  scene.choose_job(('Plain', 'Text'))
   num_kills = 0
   while num_kills < 12:
     process = scene.start()

@@ -1,4 +1,4 @@
-"""Jobs and servers of two processes: one of them is lost, stopped, raises or is damaged, or a stranger connects.
+"""Jobs of two processes: one of them is lost, stopped, raises or is damaged, or a stranger connects.
 
 Whatever happens, all are out in bounded time, nonzero, none by a signal of ours alone but the one that got it; and the
 same commands go on, bit for bit.
@@ -10,13 +10,10 @@ import os
 from pathlib import Path
 import random
 import re
-import shutil
 import signal
 import socket
 import threading
 import time
-
-import httpx
 
 from spmd_tasks import exit_codes
 from tests.fault_campaign import damage, disks, judge
@@ -26,7 +23,6 @@ from tests.fault_campaign.injected import Point
 from tests.fault_campaign.judge import check
 from tests.fault_campaign.kills import CHANGES, PLACES
 from tests.fault_campaign.scene import DEADLINE_S, Ended, Scene, Started
-from tests.fault_campaign.serving import BODY, HEADERS, KEY, LONG, SIZES, url_of
 
 END_LIMIT_S = 45.0  # from a fault until the last process is gone; the promise is 30 s on a machine with nothing else
 GOOD_ENDS = (exit_codes.FAILED, exit_codes.STUCK, exit_codes.PEER_FAILED, -signal.SIGABRT)
@@ -357,93 +353,3 @@ def strangers(scene: Scene) -> str:
   judge.check_digests(scene.job_log_dir, scene.reference)
   go_on(scene)
   return f'exit codes {codes}; without strangers it went on, bit for bit'
-
-
-# --- a server of two processes ---
-
-
-class PairServer:
-  """A server of two processes of the job `PairText`."""
-
-  def __init__(self, scene: Scene):
-    scene.job = 'PairText'
-    scene.begun(20, 20)
-    key = scene.path / 'key'
-    key.write_text(KEY)
-    flags = ['serve' if flag == 'train' else flag for flag in pair_flags(scene)]
-    self.pair = Pair(scene, *SIZES, '--port', 0, '--drain_s', 5, '--api_key_file', key, train=flags)
-    self.scene = scene
-
-  def wait(self) -> None:
-    self.url = url_of(self.scene, self.pair.ranks[0])
-    self.model = httpx.get(f'{self.url}/v1/models', headers=HEADERS, timeout=30).json()['data'][0]['id']
-
-  def complete(self) -> str:
-    response = httpx.post(f'{self.url}/v1/completions', json={'model': self.model} | BODY, headers=HEADERS, timeout=60)
-    check(response.status_code == 200, f'a good request is answered {response.status_code}')
-    return response.json()['choices'][0]['text']
-
-
-@kind('processes/a server loses one', share=3)
-def server_loses_one(scene: Scene) -> str:
-  """Streams end with an error, both processes end in seconds; a new server gives the same answer."""
-  server = PairServer(scene)
-  server.wait()
-  answer = server.complete()
-  rank = scene.rng.choice((0, 1, 1))
-  signum = scene.rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV))
-  delay = scene.rng.uniform(0, 0.3)
-  scene.where = f'{signum.name} to process {rank}'
-  rest: list[str] = []
-  with (
-    contextlib.suppress(httpx.TransportError),
-    httpx.stream(
-      'POST', f'{server.url}/v1/completions', json={'model': server.model} | LONG, headers=HEADERS, timeout=60
-    ) as response,
-  ):
-    lines = response.iter_lines()
-    rest = [next(lines)]
-    time.sleep(delay)
-    server.pair.ranks[rank].send(signum)
-    rest += [line for line in lines if line]
-  ended = server.pair.finish()
-  codes = [each.returncode for each in ended]
-  if signum == signal.SIGTERM:
-    check(codes == [exit_codes.OK] * 2, f'exit codes {codes} after SIGTERM')
-    check(rest[-1] == 'data: [DONE]', f'the stream ended with {rest[-1][:80]!r}')
-  else:
-    check_ends(ended, signalled={rank: signum})
-    if rank == 1 and rest:
-      told = 'error' in ''.join(rest[-3:]) or any('finish_reason": "' in line for line in rest)
-      check(told, f'the stream ended with {rest[-1][:80]!r}')
-  shutil.rmtree(scene.job_log_dir)
-  again = PairServer(scene)
-  again.wait()
-  check(again.complete() == answer, 'the same request has another answer after the restart')
-  for each in again.pair.ranks:
-    each.send(signal.SIGTERM)
-  codes_again = [each.returncode for each in again.pair.finish()]
-  check(codes_again == [exit_codes.OK] * 2, f'after SIGTERM the servers ended with {codes_again}')
-  return f'exit codes {codes}; the same answer after the restart'
-
-
-@kind("processes/strangers at a server's link", share=2)
-def strangers_at_link(scene: Scene) -> str:
-  """From the start on, garbage on every port but HTTP's: the server comes up, answers and ends well, or ends loudly."""
-  server = PairServer(scene)
-  pids = [rank.pid for rank in server.pair.ranks]
-  with attacked(lambda: set().union(*map(listening_ports, pids)), random.Random(scene.rng.random())) as ports:
-    started = scene.wait_until(server.pair.ranks[0], lambda: 'Serving ' in server.pair.ranks[0].stdout)
-    if started:
-      server.wait()
-      first = server.complete()
-  scene.where = f'{len(ports)} ports'
-  if not started:
-    codes = check_ends(server.pair.finish(), signalled={})
-    return f'exit codes {codes}, said so: {judge.sentence_of(server.pair.ranks[0])}'
-  check(server.complete() == first, 'the same request has another answer after the attack')
-  for rank in server.pair.ranks:
-    rank.send(signal.SIGTERM)
-  codes = [each.returncode for each in server.pair.finish()]
-  check(codes == [exit_codes.OK] * 2, f'after SIGTERM the servers ended with {codes}')
-  return 'the same answer; ended well'

@@ -1,5 +1,6 @@
 """Files that a stranger may have written: they name code, lead out of their directory, or hold objects of Python."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -98,8 +99,6 @@ def config_values(scene: Scene) -> str:
 @kind('security/a manifest leads out of its directory', share=2)
 def manifest_leads_out(scene: Scene) -> str:
   """A manifest whose digest is right, as a stranger can make it: its files must lie in the checkpoint."""
-  import hashlib
-
   saved = 10
   scene.begun(saved, saved + 1)
   newest = scene.checkpoints / f'checkpoint_{saved:08d}'
@@ -111,8 +110,7 @@ def manifest_leads_out(scene: Scene) -> str:
     (f'../../../{secret.name}', str(secret), '/etc/passwd', '../../../../../etc/passwd', '/dev/zero')
   )
   body['files'].append([name, 8, hashlib.sha256(b'a secret').hexdigest()])
-  digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-  path.write_text(json.dumps({'body': body, 'sha256': digest}, indent=1) + '\n')
+  path.write_text(judge.sealed(body))
   scene.where = name
   ended = scene.run()
   check(secret.read_text() == 'a secret', 'a file outside was changed')

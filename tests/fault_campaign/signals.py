@@ -35,7 +35,7 @@ def check_end(scene: Scene, ended: Ended, codes: tuple[int, ...]) -> str:
 
 @kind('signal/SIGTERM at a random instant', share=5)
 def sigterm_at_a_random_instant(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   delay = scene.rng.uniform(0, 1.05 * scene.reference.seconds)
   scene.where = f'{delay:.3f} s'
   process = scene.start()
@@ -45,7 +45,7 @@ def sigterm_at_a_random_instant(scene: Scene) -> str:
 
 @kind('signal/SIGTERM at a place of the code', share=4)
 def sigterm_at_a_place(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   name = scene.rng.choice(sorted(PLACES))
   call, when = PLACES[name]
   delay = scene.rng.uniform(0.0005, 0.02) if when == 'in' else 0.0
@@ -56,7 +56,7 @@ def sigterm_at_a_place(scene: Scene) -> str:
 
 @kind('signal/SIGTERM twice or more', share=3)
 def sigterm_twice(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   delay = scene.rng.uniform(0, scene.reference.seconds)
   process = scene.start()
   scene.send_after(process, signal.SIGTERM, delay)
@@ -71,7 +71,7 @@ def sigterm_twice(scene: Scene) -> str:
 
 @kind('signal/SIGINT at a random instant', share=4)
 def sigint_at_a_random_instant(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   delay = scene.rng.uniform(0, 1.05 * scene.reference.seconds)
   scene.where = f'{delay:.3f} s'
   process = scene.start()
@@ -81,7 +81,7 @@ def sigint_at_a_random_instant(scene: Scene) -> str:
 
 @kind('signal/SIGINT twice, or after SIGTERM', share=2)
 def sigint_twice(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   first = scene.rng.choice((signal.SIGINT, signal.SIGTERM))
   delay, pause = scene.rng.uniform(0, scene.reference.seconds), scene.rng.choice((0.0, 0.02, 0.2))
   scene.where = f'{first.name} after {delay:.3f} s, SIGINT {pause} s later'
@@ -105,7 +105,7 @@ def sigterm_in_imports(scene: Scene) -> str:
 
 @kind('signal/SIGSTOP and SIGCONT', share=1)
 def stop_and_continue(scene: Scene) -> str:
-  scene.job = scene.rng.choice(JOBS)
+  scene.choose_job(JOBS)
   delay, pause = scene.rng.uniform(0, scene.reference.seconds), scene.rng.uniform(0.05, 1.0)
   scene.where = f'{delay:.3f} s, for {pause:.2f} s'
   process = scene.start()

@@ -1,4 +1,4 @@
-"""Hostile, broken and slow clients of a server, a server that is killed, and checkpoints that are damaged under it.
+"""Hostile, broken and slow clients of a server.
 
 One server is shared by the faults of clients. After each it must be well, give the same answer as before, have no
 connection or thread more than before, and have logged no traceback.
@@ -10,7 +10,6 @@ import contextlib
 import json
 from pathlib import Path
 import re
-import shutil
 import signal
 import socket
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import httpx
 
 from spmd_tasks import exit_codes
-from tests.fault_campaign import damage, judge
+from tests.fault_campaign import judge
 from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.judge import check
 from tests.fault_campaign.scene import HangError, Scene, Started
@@ -319,94 +318,3 @@ def flood(scene: Scene) -> str:
     for answer in answers:
       check(answer.status_code != 200 or len(answer.json()['choices']) == 16, 'an answer lacks texts')
   return f'answered {sorted(statuses)}; the server is as before'
-
-
-# --- the server's own end, and its checkpoints ---
-
-
-@kind('serving/SIGTERM while it streams', share=2)
-def sigterm_while_streaming(scene: Scene) -> str:
-  """Running requests end or are told so, the exit code is 0."""
-  server = Server(scene)
-  delay, again = scene.rng.uniform(0, 0.5), scene.rng.random() < 0.5
-  scene.where = f'after {delay:.2f} s' + (', twice' if again else '')
-  with httpx.stream('POST', server.url + COMPLETIONS, json={'model': server.model} | LONG, headers=HEADERS,
-                    timeout=60) as response:  # fmt: skip
-    lines = response.iter_lines()
-    first = next(lines)
-    time.sleep(delay)
-    server.process.send(signal.SIGTERM)
-    if again:
-      time.sleep(0.05)
-      server.process.send(signal.SIGTERM)
-    rest = [line for line in [first, *lines] if line]
-  check(rest[-1] == 'data: [DONE]', f'the stream ended with {rest[-1][:80]!r}')
-  ended = scene.finish(server.process)
-  check(ended.returncode == exit_codes.OK, f'exit code {ended.returncode}: {judge.last_line(ended.stderr)}')
-  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
-  return 'drained, exit code 0'
-
-
-@kind('serving/a signal while it loads', share=2)
-def signal_while_loading(scene: Scene) -> str:
-  scene.job = 'Text'
-  scene.begun(20, 20)
-  signum = scene.rng.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT))
-  delay = scene.rng.uniform(0, 3)
-  scene.where = f'{signum.name} after {delay:.2f} s'
-  flags = ['serve' if flag == 'train' else flag for flag in scene.train_flags()]
-  process = scene.start(*flags, *SIZES, '--port', 0, '--drain_s', 1)
-  scene.send_after(process, signum, delay)
-  ended = scene.finish(process)
-  codes = {
-    signal.SIGTERM: (exit_codes.OK, exit_codes.PREEMPTED),
-    signal.SIGINT: (exit_codes.OK, exit_codes.INTERRUPTED),
-  }
-  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
-  stopped = exit_codes.PREEMPTED if signum == signal.SIGTERM else exit_codes.INTERRUPTED
-  check(ended.returncode in (exit_codes.OK, stopped), f'exit code {ended.returncode} after {signum.name}')
-  return f'exit code {ended.returncode}'
-
-
-@kind('serving/a damaged checkpoint', share=2)
-def damaged_checkpoint(scene: Scene) -> str:
-  """At the start it is skipped or refused; at a publish the server keeps what it serves."""
-  server = Server(scene)
-  path = scene.rng.choice(damage.files_of(scene, 20))
-  name = scene.rng.choice(('one bit', 'emptied', 'deleted', 'garbage', 'truncated'))
-  damage.DAMAGES[name](path, scene.rng)
-  scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
-  before = sorted(each.name for each in scene.checkpoints.iterdir())
-  response = server.post({'step': 20}, '/admin/publish')
-  check(response.status_code == 409, f'publish of the damaged step is answered {response.status_code}')
-  check(server.complete() == server.answer, 'after a refused publish the answers are others')
-  response = server.post({'step': 15}, '/admin/publish')
-  check(
-    response.status_code == 200, f'publish of a whole step is answered {response.status_code}: {response.text[:80]}'
-  )
-  check(sorted(each.name for each in scene.checkpoints.iterdir()) == before, 'the server has renamed something')
-  log = server.process.stderr
-  check('Traceback (most' not in log, f'the log has a traceback: {judge.last_line(log)}')
-  server.stop()
-  return 'refused with 409; a whole step was published'
-
-
-@kind('serving/killed and started again', share=1)
-def killed(scene: Scene) -> str:
-  server = Server(scene)
-  with (
-    contextlib.suppress(httpx.TransportError),
-    httpx.stream(
-      'POST', server.url + COMPLETIONS, json={'model': server.model} | LONG, headers=HEADERS, timeout=60
-    ) as response,
-  ):
-    for number, _ in enumerate(response.iter_lines()):
-      if number == 3:
-        server.process.send(signal.SIGKILL)
-  check(server.scene.finish(server.process).returncode == -signal.SIGKILL, 'it was not killed')
-  answer = server.answer
-  shutil.rmtree(scene.job_log_dir)
-  again = Server(scene, '--port', server.port)
-  check(again.answer == answer, 'the same request has another answer after the restart')
-  again.stop()
-  return 'the same answer after the restart'
