@@ -224,7 +224,6 @@ def keys_and_paths(scene: Scene) -> str:
     keys = (
       '',
       'Bearer',
-      'Bearer ',
       f'Bearer {KEY}x',
       f'Bearer {KEY[:-1]}',
       f'bearer  {KEY} ',
