@@ -137,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--first', type=int, default=0, metavar='NUMBER', help='the first fault; the others follow it')
   parser.add_argument('--only', type=int, metavar='NUMBER', help='this fault alone')
   parser.add_argument('--kinds', default='', metavar='TEXT,TEXT', help='only kinds whose name begins with one of these')
+  parser.add_argument('--plain', action='store_true', help='on one device with synthetic tokens, wherever that will do')
   parser.add_argument('--jobs', type=int, default=1, metavar='N', help='faults at a time')
   parser.add_argument('--keep', type=Path, metavar='DIR', help='with --only: the fault happens here, and stays')
   parser.add_argument('--out', type=Path, metavar='FILE', help='the lines go here too')
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   with (
     tempfile.TemporaryDirectory(prefix='fault_campaign_') as path,
     contextlib.nullcontext() if args.out is None else args.out.open('a') as out,
-    Campaign(Path(path), args.seed) as campaign,
+    Campaign(Path(path), args.seed, only_plain=args.plain) as campaign,
   ):
     for line in campaign.run(numbers, num_lanes=args.jobs, keep=args.keep):
       lines.append(line)

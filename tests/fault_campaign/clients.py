@@ -57,7 +57,9 @@ class Server:
 
   def post(self, body: Any, path: str = COMPLETIONS, **settings: Any) -> httpx.Response:
     settings = {'headers': HEADERS, 'timeout': ANSWER_LIMIT_S} | settings
-    content = body if isinstance(body, bytes) else json.dumps({'model': self.model} | body).encode()
+    if isinstance(body, dict) and path == COMPLETIONS:
+      body = {'model': self.model} | body
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = settings.pop('headers') | {'content-type': 'application/json'}
     return httpx.post(self.url + path, content=content, headers=headers, **settings)
 

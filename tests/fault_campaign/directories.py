@@ -75,6 +75,7 @@ FILES = (
   'job.lock',
   'parameters.txt',
   'startup.json',
+  'goodput.json',
 )
 DIRECTORIES = ('.', 'checkpoints', 'eval', 'eval/valid', 'ranks', 'checkpoints/newest', 'checkpoints/next.partial')
 

@@ -119,8 +119,8 @@ class Pair(Plain):
   """Two processes; the limits within which they must end are short."""
 
   ici_mesh_shape = (1, 2, 2)
-  step_timeout_s = 10.0
-  heartbeat_timeout_s = 10
+  step_timeout_s = 20.0
+  heartbeat_timeout_s = 15
   shutdown_timeout_s = 5
 
 

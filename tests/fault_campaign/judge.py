@@ -19,7 +19,7 @@ import numpy as np
 from spmd_tasks.checkpoints import Checkpointer
 from tests.fault_campaign.experiments import EVAL_INTERVAL, EVAL_SETS, NUM_STEPS, SAVE_INTERVAL
 
-_TIMED = re.compile(r'time|second|mfu|goodput|lost|compilations|slowest|wait')
+_TIMED = re.compile(r'time|second|goodput|badput|compilations|slowest|wait')
 _MUST_BE_THERE = {'loss', 'grad_norm', 'weight_norm', 'learning_rate', 'num_skipped_steps'}
 _STEP_NAME = re.compile(r'checkpoint_(\d{8})')
 
