@@ -54,10 +54,8 @@ def kill_at_a_random_instant(scene: Scene) -> str:
   num_kills = scene.rng.choice((1, 1, 2, 3))
   why = []
   for _ in range(num_kills):
-    delay = scene.rng.uniform(0, 1.1 * scene.reference.seconds)
-    scene.where += f'{delay:.3f} s '
     process = scene.start()
-    scene.send_after(process, signal.SIGKILL, delay)
+    scene.send_at_random_instant(process, signal.SIGKILL)
     if not killed(scene, scene.finish(process)):
       return 'ended before the kill'
     why = scene.steps()[-1:] or [0]

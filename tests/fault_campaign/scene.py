@@ -77,8 +77,10 @@ class Started:
     return self.process.poll() is None
 
   def send(self, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(self.pid, signum)
+    """Sends a signal, unless the process has ended."""
+    if self.is_running():
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(self.pid, signum)
 
   def finish(self, limit_s: float) -> Ended:
     """Waits for the end; raises HangError, with the process killed, after the limit."""
@@ -213,8 +215,22 @@ class Scene:
     """Sends a signal so many seconds after the binary's code began; not if the process has ended."""
     self.wait_until(process, process.entered.exists)
     self.pause(process, delay_s)
-    if process.is_running():
-      process.send(signum)
+    process.send(signum)
+
+  def send_at_random_instant(self, process: Started, signum: int) -> None:
+    self.wait_for_random_instant(process)
+    process.send(signum)
+
+  def wait_for_random_instant(self, process: Started) -> None:
+    """Returns at some time from the start of the binary's code to its end: by the clock, or soon after some step."""
+    delay, jitter = self.rng.uniform(0, 1.05 * self.reference.seconds), self.rng.uniform(0, 0.05)
+    step, by_clock = self.rng.randrange(1, NUM_STEPS + 1), self.rng.random() < 0.5
+    num_before = len(self.steps())
+    self.where += f'{delay:.3f} s; ' if by_clock else f'{jitter:.3f} s after {step} steps; '
+    self.wait_until(process, process.entered.exists)
+    if not by_clock:
+      self.wait_until(process, lambda: len(self.steps()) >= num_before + step)
+    self.pause(process, delay if by_clock else jitter)
 
   def pause(self, process: Started, seconds: float) -> None:
     """Waits, at most to the process's end."""

@@ -36,10 +36,8 @@ def check_end(scene: Scene, ended: Ended, codes: tuple[int, ...]) -> str:
 @kind('signal/SIGTERM at a random instant', share=5)
 def sigterm_at_a_random_instant(scene: Scene) -> str:
   scene.choose_job(JOBS)
-  delay = scene.rng.uniform(0, 1.05 * scene.reference.seconds)
-  scene.where = f'{delay:.3f} s'
   process = scene.start()
-  scene.send_after(process, signal.SIGTERM, delay)
+  scene.send_at_random_instant(process, signal.SIGTERM)
   return check_end(scene, scene.finish(process), AFTER_SIGTERM)
 
 
@@ -57,13 +55,11 @@ def sigterm_at_a_place(scene: Scene) -> str:
 @kind('signal/SIGTERM twice or more', share=3)
 def sigterm_twice(scene: Scene) -> str:
   scene.choose_job(JOBS)
-  delay = scene.rng.uniform(0, scene.reference.seconds)
   process = scene.start()
-  scene.send_after(process, signal.SIGTERM, delay)
-  scene.where = f'{delay:.3f} s'
+  scene.send_at_random_instant(process, signal.SIGTERM)
   for _ in range(scene.rng.randrange(1, 4)):
     pause = scene.rng.choice((0.0, 0.01, 0.1, 0.3))
-    scene.where += f', {pause} s later'
+    scene.where += f'again {pause} s later; '
     scene.pause(process, pause)
     process.send(signal.SIGTERM)
   return check_end(scene, scene.finish(process), AFTER_SIGTERM)
@@ -72,10 +68,8 @@ def sigterm_twice(scene: Scene) -> str:
 @kind('signal/SIGINT at a random instant', share=4)
 def sigint_at_a_random_instant(scene: Scene) -> str:
   scene.choose_job(JOBS)
-  delay = scene.rng.uniform(0, 1.05 * scene.reference.seconds)
-  scene.where = f'{delay:.3f} s'
   process = scene.start()
-  scene.send_after(process, signal.SIGINT, delay)
+  scene.send_at_random_instant(process, signal.SIGINT)
   return check_end(scene, scene.finish(process), AFTER_SIGINT)
 
 
@@ -83,10 +77,10 @@ def sigint_at_a_random_instant(scene: Scene) -> str:
 def sigint_twice(scene: Scene) -> str:
   scene.choose_job(JOBS)
   first = scene.rng.choice((signal.SIGINT, signal.SIGTERM))
-  delay, pause = scene.rng.uniform(0, scene.reference.seconds), scene.rng.choice((0.0, 0.02, 0.2))
-  scene.where = f'{first.name} after {delay:.3f} s, SIGINT {pause} s later'
+  pause = scene.rng.choice((0.0, 0.02, 0.2))
+  scene.where = f'{first.name}, SIGINT {pause} s later: '
   process = scene.start()
-  scene.send_after(process, first, delay)
+  scene.send_at_random_instant(process, first)
   scene.pause(process, pause)
   process.send(signal.SIGINT)
   codes = (exit_codes.INTERRUPTED, exit_codes.OK)
@@ -106,10 +100,10 @@ def sigterm_in_imports(scene: Scene) -> str:
 @kind('signal/SIGSTOP and SIGCONT', share=1)
 def stop_and_continue(scene: Scene) -> str:
   scene.choose_job(JOBS)
-  delay, pause = scene.rng.uniform(0, scene.reference.seconds), scene.rng.uniform(0.05, 1.0)
-  scene.where = f'{delay:.3f} s, for {pause:.2f} s'
+  pause = scene.rng.uniform(0.05, 1.0)
+  scene.where = f'for {pause:.2f} s: '
   process = scene.start()
-  scene.send_after(process, signal.SIGSTOP, delay)
+  scene.send_at_random_instant(process, signal.SIGSTOP)
   scene.pause(process, pause)
   process.send(signal.SIGCONT)
   ended = scene.finish(process)
@@ -122,10 +116,9 @@ def stop_and_continue(scene: Scene) -> str:
 def other_signals(scene: Scene) -> str:
   """Signals that end a process or that it ignores: either way the same command goes on."""
   signum = scene.rng.choice((signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1, signal.SIGQUIT, signal.SIGABRT))
-  delay = scene.rng.uniform(0, scene.reference.seconds)
-  scene.where = f'{signum.name} after {delay:.3f} s'
+  scene.where = f'{signum.name}: '
   process = scene.start()
-  scene.send_after(process, signum, delay)
+  scene.send_at_random_instant(process, signum)
   ended = scene.finish(process)
   check(ended.returncode in (exit_codes.OK, -signum), f'exit code {ended.returncode} after {signum.name}')
   if ended.returncode == exit_codes.OK:
