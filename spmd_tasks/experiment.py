@@ -161,6 +161,10 @@ class Experiment(_FrozenFields, abc.ABC):
   # The newest N checkpoints are kept, and every multiple of `checkpoint_keep_every_steps` for ever.
   checkpoint_max_to_keep: int = 3
   checkpoint_keep_every_steps: int | None = None
+  # Copies of the state in the memory of two processes each, in a RAM disk of each host: a restart in place goes on from
+  # them without reading the store (docs/operations.md). Each process needs up to four times its part of the state.
+  peer_copy_every_steps: int | None = None
+  peer_copy_directory: str = '/dev/shm'
   # The profiler captures steps [first, last).
   profile_steps: tuple[int, int] | None = None
   # Event files for TensorBoard beside metrics.jsonl, which is always written.
@@ -203,12 +207,19 @@ class Experiment(_FrozenFields, abc.ABC):
         f'init_from_step = {self.init_from_step!r} with init_from = {self.init_from!r} must be the step of a '
         'checkpoint of that job, or None for its newest.'
       )
-    for name in ('eval_every_steps', 'checkpoint_every_steps', 'checkpoint_keep_every_steps'):
+    for name in (
+      'eval_every_steps',
+      'checkpoint_every_steps',
+      'checkpoint_keep_every_steps',
+      'peer_copy_every_steps',
+    ):
       if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
     for name in (field.name for field in dataclasses.fields(self) if field.name.endswith('_timeout_s')):
       if not getattr(self, name) > 0:
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of seconds.')
+    if not self.peer_copy_directory.startswith('/'):
+      raise UserError(f'peer_copy_directory = {self.peer_copy_directory!r} must be an absolute path, such as /dev/shm.')
     if not isinstance(self.seed, int) or self.seed < 0:
       raise UserError(f'seed = {self.seed!r} must be an integer that is not negative.')
     steps = self.profile_steps

@@ -10,7 +10,8 @@ falls back from a damaged checkpoint to the one before it. A checkpoint holds un
 in one dim, so any mesh, stage count or expert-parallel degree can restore it.
 
 Read checkpointer.py (what a program calls), checkpoint_directory.py (names, choosing and deleting), manifest.py
-(digests), orbax_arrays.py (array files).
+(digests), orbax_arrays.py (array files). peer_copies.py keeps copies in the memory of two hosts beside all that, and
+memory_copies.py is their files.
 """
 
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
@@ -24,6 +25,7 @@ from spmd_tasks.checkpoints.manifest import (
   leaf_entries,
 )
 from spmd_tasks.checkpoints.orbax_arrays import num_bytes
+from spmd_tasks.checkpoints.peer_copies import PeerCopies, RestoredCopy
 
 __all__ = [
   'CheckpointChoiceError',
@@ -33,7 +35,9 @@ __all__ = [
   'Checkpointer',
   'DamagedCheckpointError',
   'LeafEntry',
+  'PeerCopies',
   'Restored',
+  'RestoredCopy',
   'leaf_entries',
   'num_bytes',
 ]

@@ -13,7 +13,7 @@ handling: watchdog.py (no progress), rank_records.py (what processes tell each o
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
-from spmd_tasks.distributed.agreement import PrimaryError, all_agree, is_primary, meet, primary_decides
+from spmd_tasks.distributed.agreement import PrimaryError, all_agree, gather, is_primary, meet, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.fake_devices import compile_quickly, use_fake_devices
 from spmd_tasks.distributed.initialization import (
@@ -24,7 +24,7 @@ from spmd_tasks.distributed.initialization import (
   finish,
   initialize,
 )
-from spmd_tasks.distributed.link_connections import admit, connect_processes, join, listen_for_processes
+from spmd_tasks.distributed.link_connections import admit, connect_pairs, connect_processes, join, listen_for_processes
 from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.distributed.rank_records import Failure, Position, Progress, RankRecords, open_rank_records
@@ -48,10 +48,12 @@ __all__ = [
   'admit',
   'all_agree',
   'compile_quickly',
+  'connect_pairs',
   'connect_processes',
   'coordinator_host',
   'detect_cluster',
   'finish',
+  'gather',
   'initialize',
   'is_primary',
   'join',

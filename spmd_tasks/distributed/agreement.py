@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 _MIN_BROADCAST_BYTES = 16384  # shorter answers share one compiled broadcast
+_MIN_GATHER_BYTES = 1024  # of each process
 
 
 class PrimaryError(Exception):
@@ -58,6 +59,19 @@ def all_agree(vote: bool, name: str, *, limit_s: int) -> bool:
     return vote
   meet(name, limit_s=limit_s)
   return bool(np.all(multihost_utils.process_allgather(np.asarray(vote))))
+
+
+def gather(value: Any, name: str, *, limit_s: int) -> list[Any]:
+  """Returns on every process the values (JSON, of any length) that all processes gave, by their index."""
+  data = json.dumps(value).encode()
+  if jax.process_count() == 1:
+    return [json.loads(data)]
+  meet(name, limit_s=limit_s)
+  longest = int(np.max(multihost_utils.process_allgather(np.asarray(len(data), np.int32))))
+  buffer = np.zeros(max(_MIN_GATHER_BYTES, 1 << (longest - 1).bit_length()), np.uint8)
+  buffer[: len(data)] = np.frombuffer(data, np.uint8)
+  rows = np.asarray(multihost_utils.process_allgather(buffer)).astype(np.uint8)
+  return [json.loads(row.tobytes().rstrip(b'\0')) for row in rows]
 
 
 def _broadcast(data: bytes) -> bytes:

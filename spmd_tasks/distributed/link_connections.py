@@ -1,6 +1,7 @@
 """connect_processes: makes links (links.py) between processes that prove to each other that they belong to the job.
 
     links = connect_processes('serve', limit_s=600)   # process 0: one link to each other process; others: one to it
+    joined, admitted = connect_pairs('ring', [(0, 1), (1, 2), (2, 0)], limit_s=600)
 
 A secret of 256 random bits reaches the processes by the job's own collectives; neither the coordination service nor a
 file or an environment variable holds it. The process that listens sends a nonce; the one that connects answers with its
@@ -11,6 +12,7 @@ A process listens only until the others have connected. Strangers cannot keep th
 """
 
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import dataclasses
 import hmac
@@ -24,7 +26,7 @@ from typing import Any
 from absl import logging
 import jax
 
-from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
+from spmd_tasks.distributed.agreement import PrimaryError, gather, primary_decides
 from spmd_tasks.distributed.initialization import coordinator_host
 from spmd_tasks.distributed.links import Link
 from spmd_tasks.errors import JobError, UserError
@@ -76,6 +78,40 @@ def connect_processes(
   with listener:
     others = range(1, jax.process_count())
     return admit(listener, bytes.fromhex(secret), 0, others, silence_limit_s=silence_limit_s)
+
+
+def connect_pairs(
+  name: str, pairs: Collection[tuple[int, int]], *, limit_s: int
+) -> tuple[dict[int, Link], dict[int, Link]]:
+  """Links pairs of processes; every process calls it with the same pairs.
+
+  Args:
+    name: what the links are for; names the barriers.
+    pairs: (the process that connects, the one that listens for it).
+    limit_s: how many seconds the processes wait for the slowest one to call it.
+
+  Returns:
+    This process's links to those that it connected to, and to those that connected to it, by their indices.
+
+  Raises:
+    JobError: a process did not connect.
+  """
+  own = jax.process_index()
+  secret = bytes.fromhex(primary_decides(lambda: secrets.token_hex(32), f'{name}_secret', limit_s=limit_s))
+  with listen_for_processes(_own_address()) as listener, ThreadPoolExecutor(1) as pool:
+    addresses = gather(listener.getsockname()[:2], f'{name}_addresses', limit_s=limit_s)
+    guests = [joins for joins, admits in pairs if admits == own]
+    admitted = pool.submit(admit, listener, secret, own, guests)
+    joined = {admits: join(*addresses[admits], secret, (admits, own)) for joins, admits in pairs if joins == own}
+    return joined, dict(zip(guests, admitted.result(), strict=True))
+
+
+def _own_address() -> str:
+  """Returns the address that this host has on the network of process 0."""
+  family, _, _, _, address = socket.getaddrinfo(coordinator_host(), 9, type=socket.SOCK_DGRAM)[0]
+  with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    probe.connect(address)  # of a datagram socket: nothing is sent
+    return probe.getsockname()[0]
 
 
 def listen_for_processes(host: str) -> socket.socket:

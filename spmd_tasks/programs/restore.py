@@ -11,7 +11,7 @@ import time
 from absl import logging
 import jax
 
-from spmd_tasks.checkpoints import Checkpointer, CheckpointError
+from spmd_tasks.checkpoints import Checkpointer, CheckpointError, PeerCopies
 from spmd_tasks.distributed import StepWatchdog, primary_decides
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import absolute_path
@@ -28,12 +28,16 @@ class PreemptedError(Exception):
 
 
 def restore_or_init(
-  model: PartitionedModel, checkpointer: Checkpointer, job: Job, iterator: InputIterator
+  model: PartitionedModel,
+  checkpointer: Checkpointer,
+  job: Job,
+  iterator: InputIterator,
+  copies: PeerCopies | None = None,
 ) -> tuple[TrainState, int, str]:
   """Returns the state that a training job starts from, and moves `iterator` to the position that belongs to it.
 
-  The job's own newest checkpoint comes first. Without one, the job starts at step 0 with the weights that the
-  experiment's `init_from` names, or with newly drawn weights.
+  The job's own newest checkpoint comes first, or the copies in memory where they are as new. Without both, the job
+  starts at step 0 with the weights that the experiment's `init_from` names, or with newly drawn weights.
 
   Returns:
     (padded state, its step, a phrase that says where the state is from).
@@ -43,6 +47,11 @@ def restore_or_init(
     UserError: the input cannot continue exactly where the checkpoint left it, or the weights of `init_from` do not fit.
   """
   experiment = job.experiment
+  if copies is not None:
+    newest = newest_step(checkpointer)
+    if (copied := copies.restore(newest if newest >= 0 else None)) is not None:
+      iterator.set_state(copied.input_state)
+      return copied.state, copied.step, f'resuming after step {copied.step} from {copied.origin}'
   restored = checkpointer.restore(model.canonical_state)
   if restored is None and experiment.init_from is not None:
     directory = absolute_path(experiment.init_from)

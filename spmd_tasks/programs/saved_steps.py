@@ -31,6 +31,7 @@ _LEFT = (
   'decode',
   'profile',
   'goodput.json',
+  'peer_copies.json',
   'startup.json',
   'parameters.txt',
   RECORD_FILE,

@@ -9,7 +9,7 @@ from etils import epath
 import jax
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import num_bytes
+from spmd_tasks.checkpoints import PeerCopies, num_bytes
 from spmd_tasks.distributed import (
   EmergencyExit,
   PreemptionGuard,
@@ -111,12 +111,18 @@ def train(
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
     )
     stack.callback(checkpointer.close)
+    copies = None
+    if experiment.peer_copy_every_steps is not None:
+      limit_s = math.ceil(experiment.first_step_timeout_s)
+      copies = stack.enter_context(
+        PeerCopies(experiment.peer_copy_directory, job_log_dir, model.padded_state, limit_s=limit_s)
+      )
     with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
-      state, first_step, origin = restore_or_init(model, checkpointer, job, iterator)
+      state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies)
     if is_primary():  # now that the checkpoint has not refused the job
       with storage_errors(job_log_dir):
         write_durably(job_log_dir / CONFIG_FILE, config_json)
-        saved.record(first_step)
+        saved.record(checkpointer.latest_step() or 0)
     goodput.resume(first_step)
     batches = Prefetcher(
       iterator,
@@ -149,6 +155,9 @@ def train(
     def checkpoint_is_due(step: int) -> bool:
       return _is_multiple(step, experiment.checkpoint_every_steps)
 
+    def copy_is_due(step: int) -> bool:
+      return _is_multiple(step, experiment.peer_copy_every_steps)
+
     def eval_is_due(step: int) -> bool:
       return _is_multiple(step, experiment.eval_every_steps)
 
@@ -158,7 +167,9 @@ def train(
       batches=batches,
       num_train_steps=experiment.num_train_steps,
       max_consecutive_skips=learner.max_consecutive_skips,
-      is_awaited=lambda step: checkpoint_is_due(step) or eval_is_due(step) or profile.changes_at(step),
+      is_awaited=lambda step: (
+        checkpoint_is_due(step) or copy_is_due(step) or eval_is_due(step) or profile.changes_at(step)
+      ),
       on_activity=watchdog.beat,
       should_stop=guard.should_stop,
     )
@@ -168,6 +179,13 @@ def train(
         checkpointer.save(loop.step, model.to_canonical(loop.state), loop.input_state)
         if num_bytes(model.canonical_state) < _WRITTEN_AT_ONCE_BYTES:
           checkpointer.wait()
+      goodput.mark(loop.step)
+
+    def copy() -> None:
+      assert copies is not None
+      newest = checkpointer.latest_step() if is_primary() else None
+      with watchdog.allow('copy', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
+        copies.copy(loop.step, loop.state, loop.input_state, newest)
       goodput.mark(loop.step)
 
     def evaluate(names: Sequence[str]) -> bool:
@@ -188,6 +206,8 @@ def train(
 
     # Before the first step: reports, evals that the last job was ended in, compilation.
     progress.message(_describe(model, origin))
+    if copies is not None:
+      progress.message(f'every {experiment.peer_copy_every_steps} steps the state is copied to memory: {copies}')
     if is_primary():
       with storage_errors(job_log_dir / 'parameters.txt'):
         write_durably(job_log_dir / 'parameters.txt', format_parameter_table(model) + '\n')
@@ -252,6 +272,8 @@ def train(
       if checkpoint_is_due(step):
         save()
         last_saved = step
+      if copy_is_due(step):
+        copy()
       if eval_is_due(step) and evaluate(evaluator.names):
         last_evaluated = step
       profile.after_step(step)
