@@ -242,7 +242,7 @@ def read_state(path: Path, abstract_state: Any) -> Any:
         offset += count * dtype.itemsize
 
   def restore(leaf: jax.ShapeDtypeStruct, own: Mapping[Any, np.ndarray]) -> jax.Array:
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: own[_block(index, leaf.shape)])
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: own[_block(index or (), leaf.shape)])
 
   return jax.tree.unflatten(structure, [restore(leaf, own) for leaf, own in zip(leaves, blocks, strict=True)])
 

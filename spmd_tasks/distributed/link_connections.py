@@ -102,7 +102,9 @@ def connect_pairs(
     addresses = gather(listener.getsockname()[:2], f'{name}_addresses', limit_s=limit_s)
     guests = [joins for joins, admits in pairs if admits == own]
     admitted = pool.submit(admit, listener, secret, own, guests)
-    joined = {admits: join(*addresses[admits], secret, (admits, own)) for joins, admits in pairs if joins == own}
+    joined = {}
+    for host, port, admits in [(*addresses[admits], admits) for joins, admits in pairs if joins == own]:
+      joined[admits] = join(host, port, secret, (admits, own))
     return joined, dict(zip(guests, admitted.result(), strict=True))
 
 

@@ -50,6 +50,7 @@ def restore_or_init(
   if copies is not None:
     newest = newest_step(checkpointer)
     if (copied := copies.restore(newest if newest >= 0 else None)) is not None:
+      assert copied.input_state is not None
       iterator.set_state(copied.input_state)
       return copied.state, copied.step, f'resuming after step {copied.step} from {copied.origin}'
   restored = checkpointer.restore(model.canonical_state)
