@@ -164,7 +164,7 @@ class Experiment(_FrozenFields, abc.ABC):
   # Copies of the state in the memory of two processes each, in a RAM disk of each host: a restart in place goes on from
   # them without reading the store (docs/operations.md). Each process needs up to four times its part of the state.
   peer_copy_every_steps: int | None = None
-  peer_copy_directory: str = '/dev/shm'
+  peer_copy_directory: str | None = None  # None: /dev/shm
   # The profiler captures steps [first, last).
   profile_steps: tuple[int, int] | None = None
   # Event files for TensorBoard beside metrics.jsonl, which is always written.
@@ -218,8 +218,8 @@ class Experiment(_FrozenFields, abc.ABC):
     for name in (field.name for field in dataclasses.fields(self) if field.name.endswith('_timeout_s')):
       if not getattr(self, name) > 0:
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of seconds.')
-    if not self.peer_copy_directory.startswith('/'):
-      raise UserError(f'peer_copy_directory = {self.peer_copy_directory!r} must be an absolute path, such as /dev/shm.')
+    if self.peer_copy_directory is not None and not self.peer_copy_directory.startswith('/'):
+      raise UserError(f'peer_copy_directory = {self.peer_copy_directory!r} must be an absolute path, or None.')
     if not isinstance(self.seed, int) or self.seed < 0:
       raise UserError(f'seed = {self.seed!r} must be an integer that is not negative.')
     steps = self.profile_steps

@@ -46,6 +46,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text, write_durably
 
 ID_FILE = 'peer_copies.json'
+RAM_DISK = '/dev/shm'  # of Linux
 _CHUNK_BYTES = 1 << 24
 _MAX_ROUNDS = 5  # a round fails for damage, which it removes
 

@@ -37,7 +37,9 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     UserError: another experiment, or settings that give other numbers; the message lists them.
   """
   path = job_log_dir / 'config.json'
-  if not path.exists() or not any((job_log_dir / 'checkpoints').glob('checkpoint_*')):
+  # Without a checkpoint a job may still go on from copies in memory (checkpoints/peer_copies.py).
+  has_state = any((job_log_dir / 'checkpoints').glob('checkpoint_*')) or (job_log_dir / 'peer_copies.json').exists()
+  if not path.exists() or not has_state:
     return  # nothing has been trained here
   try:
     previous = checked_config(json.loads(read_text(path)))

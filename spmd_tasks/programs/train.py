@@ -9,7 +9,7 @@ from etils import epath
 import jax
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import PeerCopies, num_bytes
+from spmd_tasks.checkpoints import RAM_DISK, PeerCopies, num_bytes
 from spmd_tasks.distributed import (
   EmergencyExit,
   PreemptionGuard,
@@ -113,10 +113,8 @@ def train(
     stack.callback(checkpointer.close)
     copies = None
     if experiment.peer_copy_every_steps is not None:
-      limit_s = math.ceil(experiment.first_step_timeout_s)
-      copies = stack.enter_context(
-        PeerCopies(experiment.peer_copy_directory, job_log_dir, model.padded_state, limit_s=limit_s)
-      )
+      directory, limit_s = experiment.peer_copy_directory or RAM_DISK, math.ceil(experiment.first_step_timeout_s)
+      copies = stack.enter_context(PeerCopies(directory, job_log_dir, model.padded_state, limit_s=limit_s))
     with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
       state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies)
     if is_primary():  # now that the checkpoint has not refused the job

@@ -1,5 +1,6 @@
-"""Copies in memory: bit-exact, digested, of one job and one start only, private; chosen only where every part is whole."""
+"""Copies in memory: bit-exact, digested, of one job and one start only, private; used only if every part is whole."""
 
+import contextlib
 import os
 import shutil
 import stat
@@ -80,7 +81,7 @@ def test_a_job_that_ends_well_leaves_nothing(start, tmp_path):
   with start() as copies:
     copies.copy(4, make_state(4), None, None)
   assert not list((tmp_path / 'ram').glob('*/*'))
-  with pytest.raises(ArithmeticError), start() as copies:
+  with contextlib.suppress(ArithmeticError), start() as copies:
     copy_and_die(copies, 8)
     raise ArithmeticError
   assert len(files(tmp_path)) == 1
@@ -185,11 +186,11 @@ def test_copies_are_private(start, tmp_path):
 def test_what_cannot_work_is_refused(start, tmp_path, monkeypatch):
   needed = 2 * local_num_bytes(abstract(make_state(0)))
   monkeypatch.setattr('spmd_tasks.checkpoints.memory_copies.MemoryCopies.free_bytes', lambda self: needed - 1)
-  with pytest.raises(UserError, match='GB of room on host .*enlarge it'):
+  with pytest.raises(UserError, match=r'GB of room on host .*enlarge it'):
     start()
   monkeypatch.undo()
   shutil.rmtree(tmp_path / 'ram')
-  with pytest.raises(UserError, match='peer_copy_directory = .* cannot hold copies'):
+  with pytest.raises(UserError, match=r'peer_copy_directory = .* cannot hold copies'):
     start()
 
 

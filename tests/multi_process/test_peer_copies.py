@@ -1,4 +1,4 @@
-"""One of two processes is killed and its memory lost: both start again and go on from the other's copies, bit for bit."""
+"""One of two processes is killed and its memory lost: both start again and go on from the copies of the other one."""
 
 import shutil
 import signal
