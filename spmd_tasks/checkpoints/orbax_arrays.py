@@ -72,7 +72,11 @@ class OrbaxArrays:
     return _from_nested(abstract, arrays)
 
   def close(self) -> None:
-    self._writer.close()
+    """Ends the threads; call it when every write has been waited for."""
+    try:
+      self._writer.close()
+    except Exception as error:
+      logging.info('Closing Orbax raises again what a failed write has raised: %s', error)
     self._reader.close()
 
 

@@ -112,12 +112,10 @@ def _check_kinds(job_log_dir: epath.Path) -> None:
 def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
   """Returns whether an experiment owns the directory already; raises UserError if another one does."""
   try:
-    text = read_text(path / EXPERIMENT_FILE)
+    owner = json.loads(read_text(path / EXPERIMENT_FILE))['experiment']
   except FileNotFoundError:
     return False
-  try:
-    owner = json.loads(text)['experiment']
-  except (ValueError, TypeError, KeyError):
+  except (ValueError, TypeError, KeyError, RecursionError):
     raise UserError(
       f'{os.fspath(path / EXPERIMENT_FILE)!r} does not say which experiment the directory belongs to: correct it to '
       f'{json.dumps({"experiment": experiment_name})}, or choose another job_log_dir.'

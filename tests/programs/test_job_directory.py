@@ -152,8 +152,8 @@ def test_a_directory_without_write_permission_is_refused(below):
     assert os.listdir(directory) == []
 
 
-@pytest.mark.parametrize('text', ['', '[]', '{"name": 1}', '\x00'])
+@pytest.mark.parametrize('text', [b'', b'[]', b'{"name": 1}', b'\0', b'{"experiment": "lm.A"}\x80', b'[' * 100_000])
 def test_an_owner_file_that_says_nothing_is_refused(tmp_path, text):
-  (tmp_path / 'experiment.json').write_text(text)
+  (tmp_path / 'experiment.json').write_bytes(text)
   with pytest.raises(ValueError, match='does not say which experiment'):
     claim(tmp_path, experiment_name='lm.A')

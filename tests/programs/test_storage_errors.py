@@ -1,0 +1,56 @@
+"""A file that cannot be written ends the job with one sentence; when it can, the same command goes on bit for bit."""
+
+import errno
+import os
+
+import pytest
+
+from spmd_tasks import exit_codes, files
+from tests import binary
+from tests.programs.checkpoint_arrays import assert_same_arrays, saved_arrays
+from tests.programs.small_jobs import SMALL
+
+
+def train(directory) -> int:
+  return binary.run_in_process('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, '--num_train_steps', 4)
+
+
+@pytest.mark.parametrize(
+  'name, num_good, code',
+  [
+    ('config.json', 0, errno.ENOSPC),
+    ('newest_checkpoint.json', 1, errno.EIO),  # after the first save
+    ('startup.json', 0, errno.EROFS),
+    ('metrics.jsonl', 5, errno.EDQUOT),  # in the middle of the run
+    ('eval/ragged/metrics.jsonl', 0, errno.EACCES),
+  ],
+)
+def test_the_sentence_names_the_file_and_the_reason_and_recovery_is_exact(
+  finished_job, tmp_path, monkeypatch, capfd, name, num_good, code
+):
+  directory, opened, num_opened = tmp_path / 'job', files._open, 0
+
+  def fail(path, *args):
+    nonlocal num_opened
+    if name.rpartition('/')[2] in path.name and name.rpartition('/')[0] in str(path.parent):
+      num_opened += 1
+      if num_opened > num_good:
+        raise OSError(code, os.strerror(code))
+    return opened(path, *args)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(files, '_open', fail)
+    assert train(directory) == exit_codes.FAILED
+  shown = capfd.readouterr().err
+  sentence = shown.splitlines()[-1]
+  assert sentence.startswith('spmd-tasks: ')
+  assert os.strerror(code) in sentence
+  assert str(directory) in sentence
+  assert 'start the same command again' in sentence
+  assert 'Traceback' not in shown
+
+  assert train(directory) == exit_codes.OK
+  expected = binary.column(finished_job, 'loss')
+  losses = {line['step']: line['loss'] for line in binary.metric_lines(directory)}
+  assert losses == {step: expected[step] for step in range(1, 5)}
+  assert_same_arrays(saved_arrays(directory, 4), saved_arrays(finished_job, 4))
