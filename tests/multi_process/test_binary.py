@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.programs import claim
 from spmd_tasks.runtime import read_jsonl
 
 pytestmark = pytest.mark.slow
@@ -87,6 +88,32 @@ def test_an_exception_on_one_process_ends_the_other_with_the_reason(tmp_path):
   again = train(tmp_path, tmp_path / 'job', 2, '--set', 'train_input.fails=false', '--accept_config_changes')
   assert [rank.returncode for rank in again] == [exit_codes.OK] * 2
   assert 'resuming after step 5' in again[0].log
+
+
+def test_ctrl_c_to_one_process_ends_the_other_as_well_as_it_was_also_while_they_save(tmp_path):
+  flags = ['--num_train_steps=100000', '--set', 'checkpoint_every_steps=1', '--set', 'eval_every_steps=None']
+  with Job(commands(tmp_path / 'job', 2, *flags), log_dir=tmp_path, num_devices=4) as job:
+    job.wait_for_text(0, 'step 3/', limit_s=START_S)
+    job.send(1, signal.SIGINT)
+    ranks = wait_for_end(job)
+  assert [rank.returncode for rank in ranks] == [exit_codes.PEER_FAILED, exit_codes.INTERRUPTED], ranks[0].log
+  assert 'process 1: interrupted' in ranks[0].log
+  assert 'Traceback' not in ranks[0].log + ranks[1].log
+
+
+def test_all_processes_refuse_a_directory_whose_checkpoints_are_gone_or_that_is_in_use(tmp_path):
+  lost, used = tmp_path / 'lost', tmp_path / 'used'
+  lost.mkdir()
+  (lost / 'newest_checkpoint.json').write_text('{"step": 60}\n')
+  with claim(used, experiment_name='tests.multi_process.raising_experiments.Job'):
+    for directory, reason in (
+      (lost, 'newest_checkpoint.json says that step 60 was saved'),
+      (used, 'in use by another'),
+    ):
+      ranks = train(tmp_path, directory, 2)
+      assert [rank.returncode for rank in ranks] == [exit_codes.USAGE] * 2, [rank.log for rank in ranks]
+      assert all(reason in rank.log for rank in ranks)
+      assert not any(rank.was_killed or 'Traceback' in rank.log for rank in ranks)
 
 
 def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path):
