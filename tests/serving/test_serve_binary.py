@@ -185,9 +185,9 @@ def forward_logprobs(job, ids):
   """[1, T, V], of a forward pass without a cache on one device."""
   model, _ = make_model(UnevenTiny, (1, 1, 1), overrides=SHAPE[5::2])
   checkpointer = Checkpointer(job / 'checkpoints', read_only=True)
-  weights, _ = restore_evaluation_variables(model, checkpointer, None)
+  variables, _ = restore_evaluation_variables(model, checkpointer, None)
   checkpointer.close()
-  logits = jax.jit(model.task.model.apply)({'params': weights}, {'ids': ids})['logits']
+  logits = jax.jit(model.task.model.apply)(variables, {'ids': ids})['logits']
   return np.asarray(jax.nn.log_softmax(logits))
 
 
