@@ -155,7 +155,8 @@ def admit(
       for sock, handshake in door.pass_in():
         index = handshake.joins
         if index in others and index not in links:
-          sock.sendall(handshake.derive('admit'))
+          with contextlib.suppress(OSError):  # it is gone already, and its link says so
+            sock.sendall(handshake.derive('admit'))
           links[index] = on_error.enter_context(contextlib.closing(handshake.link(sock, index, silence_limit_s)))
         else:
           logging.warning('closed a second or unexpected connection of process %d', index)

@@ -90,7 +90,7 @@ def serve(
     announce(f'Restoring {"the newest checkpoint" if step is None else f"step {step}"} of {job_log_dir}.')
     began = time.monotonic()
     weights, restored = restore(step)
-    announce(f'Restored step {restored} in {time.monotonic() - began:.1f} s. Compiling for {model.mesh.size} devices.')
+    announce(f'Restored step {restored} in {time.monotonic() - began:.1f} s. Compiling.')
     served = ServedModel(
       name=job.name,
       created=int(time.time()),

@@ -18,6 +18,7 @@ from typing import Any
 from absl import logging
 
 from spmd_tasks.decoding import Delta, GeneratedSequence, Scheduler
+from spmd_tasks.errors import JobError
 
 # The engine ends after this many failures with no successful step in between.
 _MAX_FAILURES = 3
@@ -158,6 +159,8 @@ class EngineThread:
           # A step's error shows one step later: two steps since the failure, or a finished text, prove a success.
           if self.scheduler.num_steps > failed_at + 1 or any(d.finish_reason in ('stop', 'length') for d in deltas):
             num_failures = 0
+        except JobError:  # another process is lost: no step can succeed
+          raise
         except Exception:
           num_failures += 1
           failed_at = self.scheduler.num_steps
@@ -171,7 +174,7 @@ class EngineThread:
         if not self.scheduler.num_active:
           self._run_actions()
     except BaseException as error:
-      logging.exception('the engine ended')
+      logging.error('the engine ended: %s', error, exc_info=None if isinstance(error, JobError) else error)
       self.error = error
     finally:
       self.is_ready = False

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
+from spmd_tasks.errors import JobError
 from spmd_tasks.serving import EngineEndedError, EngineThread, QueueFullError
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine, Launched
 from tests.serving.served import wait_for
@@ -91,6 +92,19 @@ def test_one_failure_ends_what_ran_three_end_the_engine(make_thread, caplog):
   assert not thread.is_ready
   with pytest.raises(EngineEndedError):
     thread.submit([sequence()])
+
+
+def test_an_error_that_no_step_survives_ends_the_engine_at_once_in_one_sentence(make_thread, caplog):
+  engine = FakeEngine()
+  thread, _ = make_thread(engine)
+  engine.fail_next = JobError('process 1 of 2 is gone')
+  one = sequence()
+  thread.submit([one])
+  wait_for(lambda: thread.error)
+  assert str(thread.error) == 'process 1 of 2 is gone'
+  wait_for(lambda: one.finish_reason == 'error')
+  assert caplog.messages == ['the engine ended: process 1 of 2 is gone']
+  assert 'Traceback' not in caplog.text
 
 
 def test_stop_cuts_what_runs(make_thread):

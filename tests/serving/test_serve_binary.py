@@ -69,7 +69,7 @@ class Server:
     lines = [process.stdout.readline() for _ in range(3)]
     found = re.fullmatch(
       r'Restoring the newest checkpoint of \S+/job\.\n'
-      r'Restored step 3 in [\d.]+ s\. Compiling for 2 devices\.\n'
+      r'Restored step 3 in [\d.]+ s\. Compiling\.\n'
       r'Serving lm.UnevenTiny, step 3, at (http://127.0.0.1:\d+)\n',
       ''.join(lines),
     )
