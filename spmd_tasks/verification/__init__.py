@@ -7,19 +7,24 @@
         print(format_case(case, case.decide(bench)))
 
 Read `_claims.py` first, the table of what is claimed, and `_cases.py`, how one case is decided. `_bench.py` compiles
-settings and compares steps with a reference's; `_settings.py` has the train step that also gives its gradients;
-`_noise.py` says how large a difference may be. `_layouts.py` draws meshes, `_shrink.py` makes an experiment tiny,
-`_batches.py` makes batches uneven, and `_report.py` prints.
+settings and keeps them; `_runner.py` has the train step that also gives its gradients; `_agreement.py` compares its
+steps with a reference's (`_trajectory.py`), and `_noise.py` says how large a difference may be. `_layouts.py` draws
+meshes, `_shrink.py` makes an experiment tiny, `_batches.py` makes batches uneven, `_promises.py` says what may differ
+by the documentation, and `_report.py` prints. The other files have the cases of the claims.
 """
 
-from spmd_tasks.verification._bench import Agreement, Bench
+from spmd_tasks.verification._agreement import Agreement, agree
+from spmd_tasks.verification._batches import draw_batches
+from spmd_tasks.verification._bench import Bench
 from spmd_tasks.verification._cases import Agree, Case, Check, NotApplicable, Verdict
 from spmd_tasks.verification._claims import CLAIMS, Claim
 from spmd_tasks.verification._layouts import all_meshes, draw_meshes, scaled_mesh
 from spmd_tasks.verification._noise import Difference
 from spmd_tasks.verification._report import format_case, format_table, summary
-from spmd_tasks.verification._settings import Runner, Setting, Source, StepResult
+from spmd_tasks.verification._runner import Runner, StepResult
+from spmd_tasks.verification._settings import Setting, Source, build_job
 from spmd_tasks.verification._shrink import Shrunk, shrink
+from spmd_tasks.verification._trajectory import Trajectory
 
 __all__ = [
   'CLAIMS',
@@ -36,8 +41,12 @@ __all__ = [
   'Shrunk',
   'Source',
   'StepResult',
+  'Trajectory',
   'Verdict',
+  'agree',
   'all_meshes',
+  'build_job',
+  'draw_batches',
   'draw_meshes',
   'format_case',
   'format_table',

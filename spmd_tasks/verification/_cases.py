@@ -11,7 +11,8 @@ import shlex
 from typing import Any, Literal, Protocol
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.verification._bench import Agreement, Bench
+from spmd_tasks.verification._agreement import Agreement
+from spmd_tasks.verification._bench import Bench
 from spmd_tasks.verification._layouts import smaller_meshes
 from spmd_tasks.verification._noise import Difference
 from spmd_tasks.verification._settings import Setting

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd_tasks.verification._settings import Leaves
+from spmd_tasks.verification._runner import Leaves
 
 SPREADS, ROUNDINGS = 16.0, 64.0
 MAX_SHARE = 1e-3

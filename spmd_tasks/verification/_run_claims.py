@@ -9,13 +9,15 @@ import jax
 import numpy as np
 
 from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.verification._agreement import Agreement, compare_step, nearest
 from spmd_tasks.verification._batches import draw_batches
-from spmd_tasks.verification._bench import Agreement, Bench
+from spmd_tasks.verification._bench import Bench
 from spmd_tasks.verification._cases import Case, Check, NotApplicable, Verdict, broken, held
 from spmd_tasks.verification._layouts import num_devices
 from spmd_tasks.verification._mesh_claims import other_mesh
 from spmd_tasks.verification._noise import Difference, compare, distance, perturb, spread
-from spmd_tasks.verification._settings import Leaves, Runner, Setting, leaves_of
+from spmd_tasks.verification._runner import Leaves, Runner, leaves_of
+from spmd_tasks.verification._settings import Setting
 
 _SAVED_AFTER = 2  # steps
 
@@ -52,7 +54,7 @@ def _compare_evaluations(bench: Bench, setting: Setting) -> Verdict:
       first = Difference(**{**vars(wrong[0]), 'leaf': f'{name}: {wrong[0].leaf}'})
       return broken(bench, 'eval', setting, first)
     compared += every
-  closest = max(compared, key=lambda each: each.difference / max(each.allowed, 1e-30), default=None)
+  closest = nearest(compared)
   return held(Agreement(first=None, closest=closest, num_steps=1))
 
 
@@ -106,10 +108,10 @@ def _move_checkpoint(bench: Bench, saved: Setting, restored: Setting) -> Verdict
   for name, value in leaves_of(state).items():
     if not np.array_equal(value, want[name], equal_nan=value.dtype.kind == 'f'):
       return broken(bench, 'checkpoint', restored, _of_checkpoint(name, distance(value, want[name])))
-  wrong, every = bench.compare_step(expected, _SAVED_AFTER, target.step_from(live, expected.batches[_SAVED_AFTER]))
+  wrong, every = compare_step(expected, _SAVED_AFTER, target.step_from(live, expected.batches[_SAVED_AFTER]))
   if wrong is not None:
     return broken(bench, 'checkpoint', restored, wrong)
-  closest = max(every, key=lambda each: each.difference / max(each.allowed, 1e-30), default=None)
+  closest = nearest(every)
   verdict = held(Agreement(first=None, closest=closest, num_steps=1))
   return Verdict(status=verdict.status, detail=f'every bit of {len(want)} leaves; then {verdict.detail}')
 

@@ -1,8 +1,4 @@
-"""Setting: one way to run an experiment, with a mesh and overrides; Runner: the compiled train step of a setting.
-
-A Runner steps from any canonical state: `step` starts from the numbers that it is given, on whatever mesh, and gives
-everything that the step made: metrics, gradients, weights, optimizer state, as numpy arrays of canonical shapes.
-"""
+"""Setting: one way to run an experiment, on a mesh and with overrides."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -10,17 +6,8 @@ import functools
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.learning import Learner, LearnerState
-from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.sharding import sharding_scope
-
-Leaves = dict[str, np.ndarray]  # name of a leaf, such as 'gradients/embedding/table' -> its values
+from spmd_tasks.experiment import Job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,17 +41,19 @@ class Setting:
 
   Attributes:
     mesh: (axis, size) pairs in the order of the mesh; axes of size 1 may be left out.
+    slices: dcn_mesh_shape, by which the sizes are multiplied; None: one slice.
     overrides: `path=value`, on top of the shrunk experiment.
     change: changes the built job in a way that no override can, given the axes that its mesh lacks; None: it stays.
   """
 
   mesh: tuple[tuple[str, int], ...] = ()
+  slices: tuple[int, ...] | None = None
   overrides: tuple[str, ...] = ()
   change: Callable[[Job, Mapping[str, int]], Job] | None = None
 
   @property
   def num_devices(self) -> int:
-    return math.prod(size for _, size in self.mesh)
+    return math.prod(size for _, size in self.mesh) * math.prod(self.slices or (1,))
 
   def __str__(self) -> str:
     return ' x '.join(f'{axis} {size}' for axis, size in self.mesh if size > 1) or 'one device'
@@ -78,184 +67,10 @@ def build_job(source: Source, setting: Setting) -> Job:
   """
   names, sizes = source.base.experiment.mesh_axis_names, dict(setting.mesh)
   shape = ','.join(str(sizes.pop(name, 1)) for name in names)
-  job, _ = source.resolve((*setting.overrides, f'ici_mesh_shape={shape}', 'dcn_mesh_shape=None'))
+  slices = None if setting.slices is None else ','.join(map(str, setting.slices))
+  job, _ = source.resolve((*setting.overrides, f'ici_mesh_shape={shape}', f'dcn_mesh_shape={slices}'))
   if setting.change is not None:
     job = setting.change(job, sizes)
   if unknown := [axis for axis, size in sizes.items() if size > 1 and axis not in job.experiment.mesh_axis_names]:
     raise UserError(f'the mesh has no axis {unknown[0]!r}: its axes are {", ".join(job.experiment.mesh_axis_names)}.')
   return job
-
-
-class _GradientRecorder:
-  """A learner that keeps the gradients of the last step in its state, beside the optimizer's."""
-
-  def __init__(self, learner: Learner):
-    self.learner = learner
-
-  def __getattr__(self, name: str) -> Any:
-    if name == 'learner':  # before __init__, when copied
-      raise AttributeError(name)
-    return getattr(self.learner, name)
-
-  def init(self, weights: Any, weight_specs: Any) -> LearnerState:
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    return _with_gradients(self.learner.init(weights, weight_specs), zeros)
-
-  def update(self, grads: Any, loss: Any, step: Any, state: LearnerState, weights: Any, weight_specs: Any) -> Any:
-    own = state.replace(opt_state=state.opt_state['optimizer'])
-    weights, new_state, metrics = self.learner.update(grads, loss, step, own, weights, weight_specs)
-    return weights, _with_gradients(new_state, grads), metrics
-
-  def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
-    own = abstract_state.replace(opt_state=abstract_state.opt_state['optimizer'])
-    float32 = jax.tree.map(lambda spec: dataclasses.replace(spec, init=None, dtype=jnp.float32), weight_specs)
-    return _with_gradients(self.learner.state_split_dims(own, weight_specs), float32)
-
-
-def _with_gradients(state: LearnerState, gradients: Any) -> LearnerState:
-  return state.replace(opt_state={'optimizer': state.opt_state, 'gradients': gradients})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepResult:
-  """What one train step made.
-
-  Attributes:
-    forward: the task's metrics, the gradients and the variables beside the weights, by name.
-    state: the whole new state, canonical.
-    updated: the learner's metrics, new weights, optimizer state and averages, by name.
-    nonzero_padding: names of leaves whose padding is not zero after the step.
-  """
-
-  forward: Leaves
-  state: TrainState
-  updated: Leaves
-  nonzero_padding: tuple[str, ...]
-
-
-class Runner:
-  """The experiment in one setting: a partitioned model whose train step also gives its gradients."""
-
-  def __init__(self, source: Source, setting: Setting):
-    self.setting = setting
-    self.job = build_job(source, setting)
-    recorder: Any = _GradientRecorder(self.job.task.learner)
-    task = dataclasses.replace(self.job.task, learner=recorder)
-    mesh = self.job.experiment.mesh_spec().build(jax.devices()[: setting.num_devices])
-    self.model: PartitionedModel = partition_job(dataclasses.replace(self.job, task=task), mesh)
-
-  def init(self) -> TrainState:
-    """Returns the canonical state at step 0, in numpy."""
-    return self.to_numpy(self.model.init(self.job.experiment.seed))[0]
-
-  def place(self, canonical: TrainState) -> TrainState:
-    """Returns the live state with the numbers of a canonical one, made on the host without a compiled program."""
-
-    def padded(x, true, target):
-      whole = np.zeros(target.shape, target.dtype)
-      whole[tuple(slice(0, size) for size in true.shape)] = np.asarray(x).reshape(true.shape)
-      return whole
-
-    state = jax.tree.map(padded, canonical, self.model.abstract_state, self.model.padded_state)
-    return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, self.model.padded_state))
-
-  def step(self, canonical: TrainState, batch: Mapping[str, np.ndarray]) -> StepResult:
-    """Takes one step from a canonical state."""
-    return self._step(self.place(canonical), batch)[1]
-
-  def steps(self, canonical: TrainState, batches: Sequence[Mapping[str, np.ndarray]]) -> list[StepResult]:
-    """Takes one step after another, the state staying on the mesh."""
-    state, results = self.place(canonical), []
-    for batch in batches:
-      state, result = self._step(state, batch)
-      results.append(result)
-    return results
-
-  def step_from(self, live: TrainState, batch: Mapping[str, np.ndarray]) -> StepResult:
-    """Takes one step from a live state, which is used up."""
-    return self._step(live, batch)[1]
-
-  def _step(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> tuple[TrainState, StepResult]:
-    state, metrics = self.model.train_step(state, self.model.train_step.place(batch))
-    canonical, nonzero_padding = self.to_numpy(state)
-    metrics = {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
-    return state, split_result(metrics, canonical, nonzero_padding)
-
-  def to_numpy(self, state: TrainState) -> tuple[TrainState, tuple[str, ...]]:
-    """Returns a live state in canonical shapes, and the names of leaves whose padding is not zero."""
-    nonzero = []
-
-    def unpad(path, x, true, canonical):
-      x, kept = np.asarray(x), tuple(slice(0, size) for size in true.shape)
-      if x.shape != true.shape:
-        rest = x.copy()
-        rest[kept] = 0
-        if rest.any():
-          nonzero.append(leaf_name(path))
-      return np.array(x[kept]).reshape(canonical.shape)
-
-    state = jax.tree_util.tree_map_with_path(
-      unpad, jax.device_get(state), self.model.abstract_state, self.model.canonical_state
-    )
-    return state, tuple(nonzero)
-
-  def updated_from(self, before: TrainState, result: StepResult) -> Leaves:
-    """Computes what the learner makes, in this setting, of the gradients and the loss that another one had."""
-    gradients = result.state.learner.opt_state['gradients']
-    true = self.model.abstract_state
-
-    def reshaped(tree, shapes):
-      return jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), tree, shapes)
-
-    weights, learner, metrics = self._update(
-      reshaped(gradients, true.learner.opt_state['gradients']), result.forward['loss'], reshaped(before, true)
-    )
-    state = before.replace(weights=weights, learner=learner)
-    state = jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), state, self.model.canonical_state)
-    metrics = {name: np.asarray(value) for name, value in metrics.items()}
-    return split_result(metrics, state, ()).updated
-
-  @functools.cached_property
-  def _update(self) -> Callable[..., Any]:
-    model = self.model
-
-    def update(gradients, loss, state):
-      with sharding_scope(model.mesh, model.axis_rules):
-        return model.task.learner.update(gradients, loss, state.step, state.learner, state.weights, model.weight_specs)
-
-    return jax.jit(update)
-
-  @functools.cached_property
-  def epsilon(self) -> float:
-    """The rounding unit of the coarsest type that the step computes in: 2^-23 for float32, 2^-7 for bfloat16."""
-    text = self.model.train_step.compile().as_text()
-    coarsest = next((name for mark, name in _COARSE_TYPES.items() if mark in text), 'float32')
-    return float(jnp.finfo(coarsest).eps)
-
-
-_COARSE_TYPES = {'bf16[': 'bfloat16', ' f16[': 'float16'}
-_OF_LEARNER = ('grad_norm', 'weight_norm', 'learning_rate', 'skipped')
-
-
-def split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str, ...]) -> StepResult:
-  """Sorts what a step made into what follows from weights and batch, and what the learner made of the gradients."""
-  gradients = state.learner.opt_state['gradients']
-  learner = state.learner.replace(opt_state=state.learner.opt_state['optimizer'])
-  forward = {name: value for name, value in metrics.items() if name not in _OF_LEARNER}
-  updated = {name: value for name, value in metrics.items() if name in _OF_LEARNER}
-  return StepResult(
-    forward=forward | leaves_of({'gradients': gradients, 'non_trainable': state.non_trainable}),
-    state=state,
-    updated=updated | leaves_of({'weights': state.weights, 'learner': learner}),
-    nonzero_padding=nonzero_padding,
-  )
-
-
-def leaves_of(tree: Any) -> Leaves:
-  """Returns a tree's leaves in numpy by their names."""
-  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {leaf_name(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def leaf_name(path: Any) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator='/')

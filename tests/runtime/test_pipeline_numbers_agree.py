@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints import Checkpointer
-from tests.runtime.loss_curves import assert_same_run, make_model, run, table
+from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 from tests.runtime.moe_experiments import AlongData
 from tests.runtime.pipeline_experiments import PipelinedAdafactor, PipelinedAdamW, PipelinedExperts
 from tests.runtime.uneven_experiments import Adafactor, AdamW
@@ -55,7 +55,7 @@ ONE_BY_ONE = [
 @pytest.mark.parametrize('name, experiment, shape, overrides, same', table(CASES, ONE_BY_ONE, fast=FAST))
 def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, same):
   plain, sizes = PLAIN[experiment]
-  assert_same_run(run(experiment, shape, overrides=overrides), run(plain, (1, 1, 1), overrides=(*sizes, *same)))
+  assert_same_run(runner(experiment, shape, overrides=overrides), reference(plain, (*sizes, *same)))
 
 
 MOVES = {

@@ -1,0 +1,78 @@
+"""--mode verify through the binary's `run`: every claim holds for the registered experiments and for a user's own.
+
+tests/verification shows that it finds what is wrong.
+"""
+
+import json
+import subprocess
+
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.config import registry
+from spmd_tasks.verification import CLAIMS
+from tests import binary
+
+TINY = [name for name, _ in registry.list_experiments() if 'Tiny' in name or 'Uneven' in name]
+FEW = {
+  'lm.UnevenTiny': 'checkpoint',
+  'synthetic.Tiny': 'mesh,microbatches',
+  'moe.UnevenExperts': 'eval',
+  'pipeline.MoeTiny': 'remat',
+}
+
+
+def verify(capsys, name: str, *flags: str) -> tuple[int, dict, str]:
+  """The exit code, the last line, and all that was printed."""
+  code = binary.run_in_process('--exp', name, '--mode', 'verify', *flags)
+  printed = capsys.readouterr().out
+  return code, json.loads(printed.splitlines()[-1]), printed
+
+
+def assert_holds(code: int, summary: dict, printed: str) -> None:
+  assert code == exit_codes.OK, printed
+  assert summary['broken'] == 0
+  assert summary['failures'] == []
+  assert summary['claims'] == summary['held'] > 0
+
+
+@pytest.fixture
+def forked_jobs(monkeypatch):
+  """The processes of `restart` are forked by the tests' server, which has imported the package."""
+
+  def start(argv, *, env, **streams):
+    return binary.start_process(argv[1:], env={**env, 'PYTHONPATH': str(binary.REPOSITORY)}, **streams)
+
+  monkeypatch.setattr('spmd_tasks.verification._restart_claim.start_process', start)
+
+
+def test_every_claim_about_a_users_own_experiment(capsys, forked_jobs, tmp_path):
+  name = 'tests.programs.own_experiments.Regression'
+  code, summary, printed = verify(capsys, name, '--job_log_dir', str(tmp_path), '--cases', '2')
+
+  assert_holds(code, summary, printed)
+  assert 'nothing in it can be made smaller' in printed
+  for claim in CLAIMS:
+    assert f'\n{claim} ' in printed, claim
+  assert (tmp_path / 'verify/killed/metrics.jsonl').exists()
+  # A plain model has no layers to pipeline, to rematerialise or to unroll; these claims count as neither.
+  assert summary['not_applicable'] >= 3
+
+
+@pytest.mark.parametrize('name', FEW)
+def test_claims_about_registered_experiments(capsys, name):
+  assert_holds(*verify(capsys, name, '--claims', FEW[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('name', TINY)
+def test_every_claim_about_every_tiny_experiment(capsys, name):
+  assert_holds(*verify(capsys, name, '--cases', '3'))
+
+
+def test_wrong_flags_are_one_sentence(capsys):
+  assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'verify', '--claims', 'mesh,psum') == 2
+  assert "--claims names 'psum', which is no claim: choose from mesh, pipeline" in capsys.readouterr().err
+  assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'eval', '--cases', '2', '--job_log_dir', 'x') == 2
+  assert '--claims and --cases are for --mode verify' in capsys.readouterr().err
