@@ -7,6 +7,7 @@ cut turns these off on both sides and says so.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import sys
 from typing import Any
 
 # Field of the model -> (the value that makes it independent of microbatches, why it is not).
@@ -58,15 +59,20 @@ def _by_microbatch(values: Mapping[str, Any]) -> tuple[str, ...]:
   )
 
 
-def paths_of(values: Mapping[str, Any], symbol: str) -> list[str]:
-  """Returns the paths of the model's parts of a class, such as 'PipelinedStack'."""
+def paths_of(values: Mapping[str, Any], part: type) -> list[str]:
+  """Returns the paths of the model's parts of a class, such as PipelinedStack, or of a subclass of the user's."""
   return [
     path
     for path, value in values.items()
-    if path.startswith('task.model')
-    and isinstance(value, Mapping)
-    and str(value.get('symbol', '')).rpartition(':')[2] == symbol
+    if path.startswith('task.model') and isinstance(value, Mapping) and _names(value.get('symbol'), part)
   ]
+
+
+def _names(symbol: Any, part: type) -> bool:
+  """Whether a symbol, such as 'package:Class', is that of a class or a subclass."""
+  module, _, name = str(symbol).partition(':')
+  found = getattr(sys.modules.get(module), name, None)  # loaded: the experiment was built
+  return isinstance(found, type) and issubclass(found, part)
 
 
 def paths_ending(values: Mapping[str, Any], field: str) -> list[str]:

@@ -56,7 +56,7 @@ def pipeline_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   """Yields a case for each schedule, of a model with a pipeline or of a plain stack that is made one."""
   del num_more
   job, values = bench.source.base, bench.source.values
-  paths = paths_of(values, 'PipelinedStack')
+  paths = paths_of(values, PipelinedStack)
   if not paths:
     try:
       _, stack = _plain_stack(job.task.model)
