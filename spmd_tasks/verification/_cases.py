@@ -105,6 +105,7 @@ class Agree(_NothingToBegin):
     ignored: metrics that may differ, by the documentation.
     remark: what was changed for both sides, so that the documentation promises the same numbers.
     train: also compare the curve of losses of training without a stop.
+    has_no_statistics: is for models without variables beside the weights, for these are statistics of a batch.
   """
 
   claim: str
@@ -114,6 +115,7 @@ class Agree(_NothingToBegin):
   ignored: tuple[str, ...] = ()
   remark: str | None = None
   train: bool = True
+  has_no_statistics: bool = False
 
   @property
   def subject(self) -> str:
@@ -124,6 +126,8 @@ class Agree(_NothingToBegin):
     return (self.reference, self.setting)
 
   def decide(self, bench: Bench) -> Verdict:
+    if self.has_no_statistics and (kept := bench.runner(self.reference).model.abstract_state.non_trainable):
+      return Verdict(status='not applicable', detail=f'{", ".join(kept)} are statistics of a batch')
     found = bench.agree(self.setting, self.reference, ignored=self.ignored, train=self.train)
     notes = (*found.notes, *([self.remark] if self.remark else []))
     if found.first is None:
@@ -157,8 +161,12 @@ def held(found: Agreement, notes: tuple[str, ...] = ()) -> Verdict:
   near = found.closest
   share = f'{100 * near.difference / near.allowed:.0f}%' if near.allowed else '0%'
   return Verdict(
-    status='held', detail=f'{found.num_steps} steps; at most {share} of what is allowed, {near.leaf}', notes=notes
+    status='held', detail=f'{_count(found.num_steps)}; at most {share} of what is allowed, {near.leaf}', notes=notes
   )
+
+
+def _count(num_steps: int) -> str:
+  return '1 step' if num_steps == 1 else f'{num_steps} steps'
 
 
 def broken(

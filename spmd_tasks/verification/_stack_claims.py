@@ -128,23 +128,40 @@ def microbatch_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   job, values = bench.source.base, bench.source.values
   path, subject = 'task.learner.num_microbatches', 'microbatches of the learner'
   batch_size, now = _batch_size(job), values.get(path)
-  count = next((count for count in (4, 2) if batch_size % count == 0), None) if now == 1 else 1
-  if now is None or count is None:
-    reason = f'{path} cannot be set' if now is None else f'neither 4 nor 2 divide the batch of {batch_size} rows'
+  found = _accumulation(bench, batch_size) if now == 1 else (bench.own_mesh, 1)
+  if now is None or found is None:
+    reason = f'{path} cannot be set' if now is None else f'neither 4 nor 2 fit the batch of {batch_size} rows'
     yield NotApplicable(claim='microbatches', subject=subject, reason=reason)
     return
   if values.get('task.learner.accumulation') == 'sum':
     yield NotApplicable(claim='microbatches', subject=subject, reason="accumulation 'sum' adds means, as it should")
     return
   turned_off = for_accumulation(values)
+  mesh, count = found
+  setting = Setting(mesh=mesh, overrides=(*turned_off.overrides, f'{path}={count}'))
   yield Agree(
     claim='microbatches',
-    setting=Setting(mesh=bench.own_mesh, overrides=(*turned_off.overrides, f'{path}={count}')),
+    setting=setting,
     reference=Setting(overrides=turned_off.overrides),
-    case=f'{count} instead of {now}, {Setting(mesh=bench.own_mesh)}',
+    case=f'{count} instead of {now}, {setting}',
     ignored=turned_off.ignored,
     remark=turned_off.remark,
+    has_no_statistics=True,
   )
+
+
+def _accumulation(bench: Bench, batch_size: int) -> tuple[Mesh, int] | None:
+  """Returns a mesh and a number of microbatches that fit the batch, also if a pipeline cuts each of them again."""
+  values, experiment = bench.source.values, bench.source.base.experiment
+  paths = paths_of(values, PipelinedStack)
+  stage = stage_axis(experiment.mesh_axis_names, experiment.axis_rules) if paths else None
+  without = tuple((name, 1 if name == stage else size) for name, size in bench.own_mesh)
+  for mesh in (bench.own_mesh, without):
+    parts = int(values[f'{paths[0]}.num_microbatches']) if stage and dict(mesh)[stage] > 1 else 1
+    for count in (4, 2):
+      if batch_size % (count * parts) == 0:
+        return mesh, count
+  return None
 
 
 def field_cases(bench: Bench, num_more: int, *, claim: str, field: str, new: Sequence[Any]) -> Iterator[Case]:

@@ -4,7 +4,6 @@ tests/verification shows that it finds what is wrong.
 """
 
 import json
-import subprocess
 
 import pytest
 

@@ -47,7 +47,7 @@ def test_sizes_shrink_and_settings_stay(name, changes):
   'name, mesh',
   [
     ('lm.UnevenTiny', {'replica': 1, 'data': 2, 'mdl': 4}),
-    ('lm.Dense70B', {'replica': 1, 'data': 2, 'mdl': 4}),
+    ('lm.Dense70B', {'replica': 2, 'data': 2, 'mdl': 2}),
     ('moe.Mixtral8x7B', {'replica': 1, 'data': 2, 'expert': 2, 'mdl': 2}),
     ('synthetic.Tiny', {'replica': 1, 'data': 1, 'mdl': 1}),
   ],
