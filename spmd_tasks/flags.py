@@ -34,6 +34,13 @@ def make_parser() -> argparse.ArgumentParser:
     '--exp', metavar='NAME', help='registered experiment, such as lm.StdlibTiny, or package.module.Class'
   )
   parser.add_argument('--config', metavar='FILE', help='a saved config.json, instead of --exp')
+  parser.add_argument(
+    '--experiment_path',
+    metavar='DIR',
+    action='append',
+    default=[],
+    help="a directory of your own modules: a saved config's experiment may be imported from it; repeatable",
+  )
   parser.add_argument('--mode', choices=MODES, help='what to run')
   parser.add_argument(
     '--job_log_dir',

@@ -37,6 +37,7 @@ def load(
   step: int | None = None,
   mesh: Mesh | Sequence[int] | None = None,
   overrides: Sequence[str] = (),
+  experiment_path: Sequence[epath.PathLike] = (),
 ) -> 'LoadedModel':
   """Loads the model of a training job, which may still be running; nothing is written.
 
@@ -46,15 +47,17 @@ def load(
     mesh: the sizes of the experiment's mesh axes, such as (1, 4, 2), or a jax Mesh with these axes. None is the mesh of
       `overrides`; else the saved mesh if it has as many devices as there are; else all devices lie along one axis.
     overrides: `path=value` changes of the saved config, such as 'task.decode.num_slots=2'.
+    experiment_path: directories from which the experiment's own module may be imported, if it is neither registered nor
+      imported already.
 
   Raises:
-    UserError: the directory has no usable config.json, or the mesh does not fit the devices or the model.
+    UserError: the directory has no usable config.json, its experiment may not be imported, or the mesh does not fit the devices or the model.
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
   directory = absolute_path(job_log_dir)
   if not (directory / 'config.json').exists():
     raise UserError(f'{directory} has no config.json, so no job has begun there: correct the path, or train first.')
-  job = from_json(read_saved_config(directory / 'config.json'), overrides).build()
+  job = from_json(read_saved_config(directory / 'config.json'), overrides, experiment_path).build()
   is_given = any(override.partition('=')[0].split('.')[0] in ('mesh', *MESH_FIELDS) for override in overrides)
   if not isinstance(mesh, Mesh):
     mesh = job.experiment.mesh_spec().build() if mesh is None and is_given else _make_mesh(job.experiment, mesh)

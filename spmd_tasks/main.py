@@ -5,32 +5,26 @@
     spmd-tasks --mode decode_once --job_log_dir runs/tiny --decode_input prompts.jsonl --num_fake_devices 8
 
 --exp takes a registered name or any importable package.module.Class. Without --exp, a job goes on with the settings
-that its directory holds. A mistake of the user is answered in one sentence and exit code 2; nothing is written then.
+that its directory holds; an experiment of one's own then needs --experiment_path, where its module lies. A mistake of
+the user is answered in one sentence and exit code 2; nothing is written then.
 """
 
-import argparse
 from collections.abc import Sequence
-import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spmd_tasks import exit_codes
-from spmd_tasks.config import registry
 from spmd_tasks.errors import UserError, user_error_code
-from spmd_tasks.flags import (
-  MODES,
-  SERVE_FLAGS,
-  check_flags_of_mode,
-  distributed_settings,
-  identity_flags,
-  make_parser,
-  overrides_of,
-)
+from spmd_tasks.sigterm import leave_on_sigterm
+
+if TYPE_CHECKING:
+  import argparse
 
 
 def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
+  leave_on_sigterm()  # first of all: every other import is in a function, so that this line is reached in milliseconds
   code = run(argv)
   if code == exit_codes.INTERRUPTED:  # threads may be in the middle of native code, for which an orderly end waits
     sys.stdout.flush()
@@ -41,12 +35,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: Sequence[str] | None = None) -> int:
   """Runs one command; returns the exit code."""
+  from spmd_tasks.config import list_experiments
+  from spmd_tasks.flags import make_parser
+
   args = make_parser().parse_args(argv)
   if args.list:
-    experiments = registry.list_experiments()
+    experiments = list_experiments()
     width = max(len(name) for name, _ in experiments) + 2
-    for name, line in experiments:
-      print(f'{name:{width}}{line}')
+    _show('\n'.join(f'{name:{width}}{line}' for name, line in experiments))
     return exit_codes.OK
   try:
     return _run_experiment(args)
@@ -61,7 +57,17 @@ def run(argv: Sequence[str] | None = None) -> int:
     return exit_codes.INTERRUPTED
 
 
-def _run_experiment(args: argparse.Namespace) -> int:
+def _show(text: str) -> None:
+  """Prints the answer of a command, of which a reader such as `head` may want only the beginning."""
+  try:
+    print(text, flush=True)
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest, which Python writes at its end
+
+
+def _run_experiment(args: 'argparse.Namespace') -> int:
+  from spmd_tasks.flags import MODES, SERVE_FLAGS, check_flags_of_mode, distributed_settings
+
   if not args.print_config:
     if args.mode is None:
       raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
@@ -75,7 +81,7 @@ def _run_experiment(args: argparse.Namespace) -> int:
   resolved = _resolve(args)
   config = to_json(resolved)
   if args.print_config:
-    print(format_config(config))
+    _show(format_config(config))
     return exit_codes.OK
 
   from spmd_tasks.config import refuse_changed_config
@@ -93,6 +99,8 @@ def _run_experiment(args: argparse.Namespace) -> int:
     if not args.accept_config_changes:
       refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
     if args.mode == 'train':
+      import json
+
       from spmd_tasks.programs import train
 
       config_json = json.dumps(config, indent=1) + '\n'
@@ -132,10 +140,11 @@ def _run_experiment(args: argparse.Namespace) -> int:
     )
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: 'argparse.Namespace') -> int:
   """Runs --mode verify, which builds the experiment again and again, with overrides of its own."""
   from spmd_tasks.config import to_json
   from spmd_tasks.distributed import compile_quickly
+  from spmd_tasks.flags import identity_flags
   from spmd_tasks.programs import verify
 
   compile_quickly()
@@ -156,21 +165,23 @@ def _verify(args: argparse.Namespace) -> int:
   )
 
 
-def _resolve(args: argparse.Namespace, before: Sequence[str] = (), after: Sequence[str] = ()) -> Any:
+def _resolve(args: 'argparse.Namespace', before: Sequence[str] = (), after: Sequence[str] = ()) -> Any:
   """The resolved config that the flags name: an experiment, a saved config, or that of the job in --job_log_dir.
 
   `before` and `after` are overrides before and after the user's.
   """
-  from spmd_tasks.config import from_json, read_saved_config, resolve
+  from spmd_tasks.config import add_to_search_path, from_json, read_saved_config, resolve
   from spmd_tasks.files import absolute_path
+  from spmd_tasks.flags import overrides_of
 
   overrides = [*before, *overrides_of(args), *after]
   if args.exp is not None and args.config is None:
+    add_to_search_path(args.experiment_path)
     return resolve(args.exp, overrides)
   if args.exp is not None:
     raise UserError('--exp and --config both name an experiment: give one of them.')
   if args.config is not None:
-    return from_json(read_saved_config(args.config), overrides)
+    return from_json(read_saved_config(args.config), overrides, args.experiment_path)
   if not args.job_log_dir:
     raise UserError(
       'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
@@ -182,7 +193,7 @@ def _resolve(args: argparse.Namespace, before: Sequence[str] = (), after: Sequen
       f'{own} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME (--list '
       'shows the registered names).'
     )
-  return from_json(read_saved_config(own), overrides)
+  return from_json(read_saved_config(own), overrides, args.experiment_path)
 
 
 def _use_fake_devices(num_devices: int | None) -> None:

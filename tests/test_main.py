@@ -56,6 +56,15 @@ def test_print_config_shows_every_field_with_its_overrides(capsys, tmp_path):
   assert not directory.exists()
 
 
+@pytest.mark.parametrize('flags', [('--list',), ('--exp', 'synthetic.Tiny', '--print_config')], ids=str)
+def test_a_reader_that_has_left_is_no_error(flags):
+  read_end, write_end = os.pipe()
+  os.close(read_end)  # as `head` does when it has read enough
+  ended = binary.finish(binary.start_binary(*flags, stdout=write_end))
+  os.close(write_end)
+  assert (ended.returncode, ended.stderr) == (exit_codes.OK, '')
+
+
 # --- what a person can get wrong ---
 
 
@@ -212,7 +221,7 @@ BAD_INPUT = {
   'config that is something else': (('--config', 'HERE/other.json', *TRAIN), ['no saved config']),
   'config of an experiment that is gone': (
     ('--config', 'HERE/gone.json', *TRAIN),
-    ["unknown experiment 'synthetic.Gone'", 'run the command in the directory from which it was trained'],
+    ["unknown experiment 'synthetic.Gone'", 'Nearest: synthetic.'],
   ),
 }
 
@@ -324,7 +333,7 @@ def own_directory(tmp_path):
   return tmp_path
 
 
-def test_an_experiment_of_the_current_directory_runs_by_the_installed_command(own_directory):
+def test_an_experiment_of_the_current_directory_runs_by_the_installed_command(own_directory, monkeypatch, capsys):
   command = Path(sys.executable).parent / 'spmd-tasks'
   flags = ('--exp', 'mypkg.mymodule.Mine', '--mode', 'train', '--job_log_dir', 'runs/mine')
   env = {name: value for name, value in os.environ.items() if name not in ('JAX_NUM_CPU_DEVICES', 'PYTHONPATH')}
@@ -334,6 +343,18 @@ def test_an_experiment_of_the_current_directory_runs_by_the_installed_command(ow
   assert list(binary.column(directory, 'loss')) == [1, 2, 3]
   assert json.loads((directory / 'config.json').read_text())['experiment'] == 'mypkg.mymodule.Mine'
   assert sorted(os.listdir(own_directory)) == ['mypkg', 'runs']
+
+  # Its directory alone has nothing imported: the sentence names the flag that goes on.
+  monkeypatch.chdir(own_directory)
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  again = ('--job_log_dir', directory, '--print_config')
+  assert binary.run_in_process(*again) == exit_codes.USAGE
+  message = capsys.readouterr().err
+  assert 'names the experiment mypkg.mymodule.Mine, which is not registered' in message
+  assert f'add --experiment_path {own_directory} ' in message
+  assert 'mypkg' not in sys.modules
+  assert binary.run_in_process(*again, '--experiment_path', own_directory) == exit_codes.OK
+  assert capsys.readouterr().out.startswith('experiment = mypkg.mymodule.Mine')
 
 
 def test_a_bug_in_ones_own_experiment_keeps_its_traceback(own_directory):

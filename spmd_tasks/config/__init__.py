@@ -7,6 +7,7 @@
 
 Read in this order:
   registry.py      names to experiment classes, and --list
+  search_path.py   which modules a saved config may have imported
   resolution.py    overrides, defaults and saved values to one resolved config
   overrides.py     one `path=value`, with the nearest names where a path does not exist
   values.py        the type of a field, and the value of a text (pydantic)
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
   from spmd_tasks.config.registry import UnknownExperimentError, list_experiments, register
   from spmd_tasks.config.resolution import ResolvedConfig, from_json, resolve, to_json
   from spmd_tasks.config.saved_config import format_config, read_saved_config
+  from spmd_tasks.config.search_path import add_to_search_path
   from spmd_tasks.config.symbols import symbol_of
 
 __all__ = [
   'ResolvedConfig',
   'UnknownExperimentError',
+  'add_to_search_path',
   'diff',
   'format_config',
   'from_json',
@@ -47,6 +50,7 @@ _MODULES = {
   'registry': ('UnknownExperimentError', 'list_experiments', 'register'),
   'resolution': ('ResolvedConfig', 'from_json', 'resolve', 'to_json'),
   'saved_config': ('format_config', 'read_saved_config'),
+  'search_path': ('add_to_search_path',),
   'symbols': ('symbol_of',),
 }
 

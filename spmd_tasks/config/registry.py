@@ -9,21 +9,26 @@ A name is one of three:
       vision = "their_package.experiments.vision"
 
 * `package.module.Class`: any importable class; the current directory counts.
+
+A name in a saved config may have less imported than one that the user types: `get_saved`, search_path.py.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import difflib
 import importlib
 from importlib import metadata
 import importlib.util
 import inspect
+import os
 from pathlib import Path
+import pkgutil
 import sys
 import traceback
 from types import ModuleType
 from typing import TypeVar
 
+from spmd_tasks.config.search_path import add_to_search_path, may_be_imported, place_of
 from spmd_tasks.config.symbols import public_module_of
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiments import DIRECTORY
@@ -119,20 +124,65 @@ def _source_of(module: str) -> Path | None:
 
 
 def get(name: str) -> type:
-  """The experiment class of a name.
+  """The experiment class of a name that the user typed; the current directory is put in front of sys.path.
 
   Raises:
     UnknownExperimentError: there is no such module or class; the message has the nearest names.
     UserError: the class is not an experiment, its module fails when it is imported (the message has the module's own
       error and line), or two packages register the module's name.
   """
+  return _registry.get(name) or _find_class(name, is_typed=True)
+
+
+def get_saved(name: str, experiment_path: Sequence[str | os.PathLike[str]] = ()) -> type:
+  """The experiment class of a name in a saved config, which alone never decides what is imported.
+
+  Args:
+    name: as `name_of` gave it.
+    experiment_path: directories whose modules may be imported, too; they are put in front of sys.path.
+
+  Raises:
+    UserError: as `get`; or the name's module is neither registered nor below `experiment_path`.
+  """
+  directories = add_to_search_path(experiment_path)
   if name in _registry:
     return _registry[name]
+  module_name, _ = _split(name)
+  points = _modules_of_others()
+  registered = {module.partition(':')[0] for modules in points.values() for module in modules}
+  if not _is_own_module(module_name) and module_name not in points:
+    top = module_name.partition('.')[0]
+    for module in sorted(registered):
+      if module.partition('.')[0] == top:  # importing it may import the module of a base class, which has this name
+        _import(name, module)
+    if not may_be_imported(module_name, registered, directories):
+      raise UserError(
+        f'the saved config names the experiment {name}, which is not registered, and a file alone never decides what '
+        f'is imported: {_remedy(top)} (in Python, import {module_name} first).'
+      )
+  return _find_class(name, is_typed=False)
+
+
+def _remedy(top: str) -> str:
+  place = place_of(top)
+  if place is None:
+    return f'add --experiment_path DIR, the directory that holds {top}'
+  return f'if you trust the code in {place}, add --experiment_path {place}'
+
+
+def _split(name: str) -> tuple[str, str]:
+  """The module and the class of a name."""
   module_name, _, class_name = name.rpartition('.')
   if not module_name or not all(part.isidentifier() for part in name.split('.')):
     raise _unknown(name)
-  module = _find_module(name, module_name)
-  cls = getattr(module, class_name, None)
+  return module_name, class_name
+
+
+def _find_class(name: str, *, is_typed: bool) -> type:
+  module_name, class_name = _split(name)
+  module = _find_module(name, module_name, in_current_directory=is_typed)
+  is_lazy = is_typed or module_name.partition('.')[0] == 'spmd_tasks'  # another module's __getattr__ might import others
+  cls = getattr(module, class_name, None) if is_lazy else vars(module).get(class_name)
   if cls is None:
     near = difflib.get_close_matches(class_name, _experiment_names(module), n=3, cutoff=0.5)
     raise _unknown(name, [f'{module_name}.{other}' for other in near])
@@ -152,7 +202,7 @@ def name_of(cls: type) -> str:
   return f'{public_module_of(cls) if is_ours else cls.__module__}.{cls.__name__}'
 
 
-def _find_module(name: str, module_name: str) -> ModuleType:
+def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> ModuleType:
   if '.' not in module_name:  # a registered name, which nothing in the current directory shadows
     if _is_own_module(module_name):
       return _import(name, f'{_EXPERIMENTS}.{module_name}')
@@ -164,9 +214,8 @@ def _find_module(name: str, module_name: str) -> ModuleType:
       )
     if modules:
       return _import(name, modules[0])
-  if '' not in sys.path and str(Path.cwd()) not in sys.path:
-    sys.path.insert(0, str(Path.cwd()))
-    importlib.invalidate_caches()
+  if in_current_directory and '' not in sys.path:
+    add_to_search_path([Path.cwd()])
   # Parents are imported one by one: a parent that is missing means "no such name", one that fails means a bug in it.
   parts = module_name.split('.')
   for end in range(1, len(parts) + 1):
@@ -176,7 +225,10 @@ def _find_module(name: str, module_name: str) -> ModuleType:
     except (ImportError, ValueError):
       spec = None
     if spec is None:
-      raise _unknown(name)
+      beside = [str(Path.cwd())] if end == 1 else getattr(module, '__path__', [])
+      siblings = [sibling.name for sibling in pkgutil.iter_modules(beside)] + ['spmd_tasks'] * (end == 1)
+      near = difflib.get_close_matches(parts[end - 1], siblings, n=2, cutoff=0.7)
+      raise _unknown(name, ['.'.join((*parts[: end - 1], each, *parts[end:], name.rpartition('.')[2])) for each in near])
     if spec.origin and Path(spec.origin).parent == DIRECTORY:  # experiments.lm, in our checkout
       prefix = f'{_EXPERIMENTS}.{Path(spec.origin).stem}'
     module = _import(name, prefix)
@@ -223,11 +275,25 @@ def _experiment_names(module: ModuleType) -> list[str]:
   return [key for key, value in vars(module).items() if _is_experiment(value) and value.__module__ == module.__name__]
 
 
-def _unknown(name: str, near: list[str] | None = None) -> UnknownExperimentError:
-  known = sorted({registered for registered, _ in list_experiments()} | set(_registry))
-  near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+def _unknown(name: str, near: Sequence[str] = ()) -> UnknownExperimentError:
+  near = [*near] or _nearest(name, sorted({registered for registered, _ in list_experiments()} | set(_registry)))
   nearest = f' Nearest: {", ".join(near)}.' if near else ''
   return UnknownExperimentError(
     f'unknown experiment {name!r}.{nearest} Use a registered name (--list shows them) or package.module.Class, '
     'importable from here or from the current directory.'
   )
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+  """The known names that are most like a wrong one: in all, else of the module most like its own, else by class."""
+  module, _, cls = name.rpartition('.')
+
+  def likeness(other: str) -> float:
+    return difflib.SequenceMatcher(None, cls, other.rpartition('.')[2]).ratio()
+
+  modules = difflib.get_close_matches(module, sorted({each.rpartition('.')[0] for each in known}), n=1, cutoff=0.6)
+  if modules and modules != [module]:
+    return sorted((each for each in known if each.rpartition('.')[0] == modules[0]), key=likeness, reverse=True)[:3]
+  near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+  near = near or sorted((each for each in known if likeness(each) >= 0.8), key=likeness, reverse=True)[:3]
+  return near or difflib.get_close_matches(name, known, n=3, cutoff=0.3)  # not very near, but names that exist

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import inspect
 import json
+import os
 from typing import Any
 
 import fiddle as fdl
@@ -72,23 +73,23 @@ def to_json(resolved: ResolvedConfig) -> dict[str, Any]:
   return {'experiment': resolved.name, 'overrides': dict(resolved.overrides), 'config': dict(sorted(config.items()))}
 
 
-def from_json(saved: Mapping[str, Any], overrides: Sequence[str] = ()) -> ResolvedConfig:
+def from_json(
+  saved: Mapping[str, Any],
+  overrides: Sequence[str] = (),
+  experiment_path: Sequence[str | os.PathLike[str]] = (),
+) -> ResolvedConfig:
   """Resolves the config that `to_json` saved, with further overrides.
 
-  Saved values replace the code's defaults of today. A field that the code added since then has its default.
+  Saved values replace the code's defaults of today. A field that the code added since then has its default. The file
+  decides neither what is imported nor what is called: its experiment is registered, imported already or in a module
+  below `experiment_path`, and every class and function comes from the experiment's own code.
 
   Raises:
-    UserError: the JSON is not a saved config, a saved path does not exist any more, a value is not of its field's type,
+    UserError: the experiment may not be imported; the JSON is not a saved config, a saved path does not exist any more, a value is not of its field's type,
       or the code now has another class, function or object at a path.
   """
   saved = checked_config(saved)
-  try:
-    cls = registry.get(saved['experiment'])
-  except registry.UnknownExperimentError as error:
-    raise UserError(
-      f'{error} The saved config names it: run the command in the directory from which it was trained, or put that '
-      'directory on PYTHONPATH.'
-    ) from error
+  cls = registry.get_saved(saved['experiment'], experiment_path)
   config = fdl.Config(cls)
   is_part = {path: path.split('.')[0] in _PARTS for path in saved['config']}
   of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}

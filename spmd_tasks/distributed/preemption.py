@@ -29,25 +29,37 @@ class PreemptionGuard:
 
   Under jax.distributed, the handler that `jax.distributed.initialize` has installed receives the signal; so initialize
   first. In a single process, the guard installs its own handler and restores the previous one on leaving the context.
+  A program that has nothing to save at first calls `start` later instead, and `stop` at its end.
   """
 
   def __init__(self):
     self._is_shared = jax.distributed.is_initialized()
     self._is_requested = False
     self._num_asked = 0
+    self._is_started = False
     self._previous: object = None
 
   def __enter__(self) -> 'PreemptionGuard':
-    if not self._is_shared:
+    self.start()
+    return self
+
+  def __exit__(self, *exc_info):
+    self.stop()
+
+  def start(self) -> None:
+    """Keeps SIGTERM for `should_stop` from now on. The second time this does nothing."""
+    if not self._is_shared and not self._is_started:
       if threading.current_thread() is not threading.main_thread():
         raise UserError(
           'a PreemptionGuard handles SIGTERM, which Python allows on the main thread only: enter it there.'
         )
       self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-    return self
+      self._is_started = True
 
-  def __exit__(self, *exc_info):
-    if not self._is_shared:
+  def stop(self) -> None:
+    """Restores what SIGTERM did before `start`, if that was called."""
+    if self._is_started:
+      self._is_started = False
       # None: a handler that was not set from Python, and cannot be put back from it.
       signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)  # type: ignore[arg-type]
 

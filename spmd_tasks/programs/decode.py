@@ -80,7 +80,8 @@ def decode(
         first_step_timeout_s=job.experiment.first_step_timeout_s,
       )
     )
-    guard = stack.enter_context(PreemptionGuard())
+    guard = PreemptionGuard()
+    stack.callback(guard.stop)
 
     restored = -1
 
@@ -106,6 +107,7 @@ def decode(
       ):
         with watchdog.allow('compile', job.experiment.first_step_timeout_s):
           decoder.compile()
+        guard.start()  # up to here SIGTERM loses nothing, and need not wait for the compiler
         for name in sources:
           directory = job_log_dir / 'decode' / name
           path = directory / f'step_{restored}.jsonl' if output_path is None else absolute_path(output_path)

@@ -81,7 +81,8 @@ def evaluate(
         first_step_timeout_s=experiment.first_step_timeout_s,
       )
     )
-    guard = stack.enter_context(PreemptionGuard())
+    guard = PreemptionGuard()
+    stack.callback(guard.stop)
     checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
     stack.callback(checkpointer.close)
     evaluator = Evaluator(
@@ -108,6 +109,9 @@ def evaluate(
         restore_limit_s=experiment.first_step_timeout_s,
         should_stop=guard.should_stop,
       ):
+        with watchdog.allow('compile', experiment.first_step_timeout_s):
+          evaluator.compile()
+        guard.start()  # up to here SIGTERM loses nothing, and need not wait for the compiler
         num_finished = 0
         for name, metrics in evaluator.evaluate(variables, restored):
           is_recorded = evaluator.is_recorded(name, restored)

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-import signal
 import socket
 import time
 from typing import Any
@@ -34,6 +33,7 @@ from spmd_tasks.programs.restore import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
 from spmd_tasks.serving.multi_process import follow, lead
+from spmd_tasks.sigterm import leave_on_sigterm
 
 # Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.
 _MIN_TOP_LOGPROBS = 5
@@ -74,7 +74,7 @@ def serve(
   limit_s = math.ceil(job.experiment.first_step_timeout_s)
   if jax.process_count() > 1:
     # JAX's own handler would have all processes save a step. Until the server runs, an end at once loses nothing.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_on_sigterm()
   announce: Callable[[str], None] = functools.partial(print, flush=True) if is_primary() else lambda line: None
   # Listen before the weights are loaded, so that a wrong address shows at once.
   with _listen_on_primary(settings, limit_s) as sock:

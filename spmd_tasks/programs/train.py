@@ -105,7 +105,8 @@ def train(
         first_step_timeout_s=experiment.first_step_timeout_s,
       )
     )
-    guard = stack.enter_context(PreemptionGuard())
+    guard = PreemptionGuard()
+    stack.callback(guard.stop)
     checkpointer = saved.open_checkpoints(
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
@@ -202,23 +203,25 @@ def train(
       progress.message(f'Preempted: {saved}; the same command goes on from there.')
       return exit_codes.PREEMPTED
 
-    # Before the first step: reports, evals that the last job was ended in, compilation.
+    # Before the first step: reports, compilation, evals that the last job was ended in.
     progress.message(_describe(model, origin))
     if copies is not None:
       progress.message(f'every {experiment.peer_copy_every_steps} steps the state is copied to memory: {copies}')
     if is_primary():
       with storage_errors(job_log_dir / 'parameters.txt'):
         write_durably(job_log_dir / 'parameters.txt', format_parameter_table(model) + '\n')
+    if first_step < experiment.num_train_steps:
+      with goodput.spend('compilation'):
+        model.train_step.compile()
+      clock.add('trace', model.train_step.trace_seconds)
+      clock.add('compile', model.train_step.compile_seconds)
+    guard.start()  # not before: up to here SIGTERM loses nothing, and need not wait for the compiler
     missing = _missing_evals(evaluator, first_step, experiment)
     if missing and not evaluate(missing):
       return preempted()
     if first_step >= experiment.num_train_steps:
       progress.message(f'Nothing to do: step {first_step} of {experiment.num_train_steps} is already saved.')
       return exit_codes.OK
-    with goodput.spend('compilation'):
-      model.train_step.compile()
-    clock.add('trace', model.train_step.trace_seconds)
-    clock.add('compile', model.train_step.compile_seconds)
 
     # The loop. One step is in flight while this body looks at the step before it, unless that step is awaited.
     last_saved, last_evaluated, num_programs = first_step, None, 0

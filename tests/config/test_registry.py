@@ -102,6 +102,26 @@ def test_a_misspelled_module_is_answered_with_registered_names():
 
 
 @pytest.mark.parametrize(
+  'name, nearest',
+  [
+    ('lm2.Tiny', 'lm.StdlibTiny, lm.UnevenTiny'),
+    ('synthetc.Tiny', 'synthetic.Tiny, '),
+    ('foo.StdlibTiny', 'lm.StdlibTiny'),
+    ('experimnts.Foo', r'(moe|lm|pipeline|synthetic)\.\w'),  # nothing is like it: some names that exist
+    ('spmd_task.recipes.DenseLanguageModel', 'spmd_tasks.recipes.DenseLanguageModel. '),
+    ('own_pakage.deeper.Mine', 'own_package.deeper.Mine. '),
+    ('own_package.depeer.Mine', 'own_package.deeper.Mine. '),
+  ],
+)
+def test_a_typo_in_a_module_is_answered_with_the_nearest_names(directory, name, nearest):
+  (directory / 'own_package').mkdir()
+  (directory / 'own_package' / '__init__.py').write_text('')
+  (directory / 'own_package' / 'deeper.py').write_text(EXPERIMENT)
+  with pytest.raises(registry.UnknownExperimentError, match=rf'Nearest: .*{nearest}'):
+    registry.get(name)
+
+
+@pytest.mark.parametrize(
   'source, message',
   [
     ('x = 1\ny = 1 / 0\n', r'importing broken_\d fails with ZeroDivisionError: .*broken_\d.py:2'),

@@ -1,0 +1,74 @@
+"""Ends a command that is told to end (SIGTERM) while it has nothing to save: as it starts, and as it ends.
+
+    leave_on_sigterm()                # the binary's first line
+    ...                               # imports, restoring, compilation: SIGTERM ends the process at once with PREEMPTED
+    with PreemptionGuard() as guard:  # its handler takes the place of ours, and gives it back afterwards
+
+A launcher that starts preempted jobs again then does so, too, where the signal came a second after the start. Only the
+standard library is imported, so that little time passes before the first line.
+
+A handler of Python runs when the main thread comes back from native code, which may be minutes later in a compilation.
+So a thread waits for the byte that Python's own signal handler writes at once (`signal.set_wakeup_fd`).
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import types
+
+from spmd_tasks import exit_codes
+
+_SENTENCE = b'spmd-tasks: preempted by SIGTERM with nothing to save; the same command goes on from here.\n'
+
+_first_to_leave = threading.Lock()
+_write_end: int | None = None  # of the pipe to the thread
+_process: int | None = None  # the process that the handler is for, rather than a child that was forked from it
+
+
+def leave_on_sigterm() -> None:
+  """Makes SIGTERM end the process at once with PREEMPTED until another handler is set; call it on the main thread."""
+  global _process, _write_end
+  _process = os.getpid()
+  signal.signal(signal.SIGTERM, _on_sigterm)
+  if _write_end is not None:
+    return
+  read_end, _write_end = os.pipe()
+  os.set_blocking(_write_end, False)
+  signal.set_wakeup_fd(_write_end, warn_on_full_buffer=False)
+  os.register_at_fork(
+    before=lambda: _wake(False), after_in_parent=lambda: _wake(True), after_in_child=lambda: _wake(False)
+  )
+  threading.Thread(target=_watch, args=(read_end,), name='sigterm', daemon=True).start()
+
+
+def _watch(read_end: int) -> None:
+  while numbers := os.read(read_end, 64):
+    if signal.SIGTERM in numbers and _is_ours():
+      _leave()
+
+
+def _is_ours() -> bool:
+  """Whether nobody has set another handler, who then answers the signal."""
+  return signal.getsignal(signal.SIGTERM) is _on_sigterm
+
+
+def _on_sigterm(signum: int, frame: types.FrameType | None) -> None:
+  del frame
+  if os.getpid() == _process:
+    _leave()
+  signal.signal(signum, signal.SIG_DFL)  # a forked child ends as any process does
+  os.kill(os.getpid(), signum)
+
+
+def _leave() -> None:
+  if _first_to_leave.acquire(blocking=False):
+    with contextlib.suppress(OSError):
+      os.write(2, _SENTENCE)  # the descriptor, as the signal may have come while sys.stderr was in use
+    os._exit(exit_codes.PREEMPTED)
+
+
+def _wake(is_on: bool) -> None:
+  """Switches the thread's waking off around a fork, because a signal to the child would wake the parent's thread."""
+  if _is_ours() and threading.current_thread() is threading.main_thread():
+    signal.set_wakeup_fd(_write_end if is_on and _write_end is not None else -1, warn_on_full_buffer=False)

@@ -1,0 +1,98 @@
+"""SIGTERM while a command has nothing to save: the code of preemption and one sentence, at once, at any moment."""
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+
+from spmd_tasks import exit_codes
+from tests import binary
+from tests.programs.small_jobs import SMALL
+
+SENTENCE = 'spmd-tasks: preempted by SIGTERM with nothing to save; the same command goes on from here.\n'
+TRAIN = ('--exp', SMALL, '--mode', 'train', '--num_fake_devices', 8)
+
+
+def handles_sigterm(process: subprocess.Popen) -> bool:
+  """Whether the process has begun: Python itself, before its first line of ours, has no handler."""
+  with open(f'/proc/{process.pid}/status') as status:
+    caught = next(line for line in status if line.startswith('SigCgt'))
+  return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def terminate(process: subprocess.Popen, delay_s: float = 0.0) -> binary.Finished:
+  deadline = time.monotonic() + 60
+  while not handles_sigterm(process):
+    assert process.poll() is None and time.monotonic() < deadline
+    time.sleep(0.001)
+  time.sleep(delay_s)
+  process.send_signal(signal.SIGTERM)
+  return binary.finish(process)
+
+
+# Imports take some seconds, which a process of the fork server has behind it.
+@pytest.mark.parametrize('delay_s, is_fresh', [(0.0, True), (0.4, True), (0.1, False), (1.0, False), (2.5, False)])
+def test_a_start_that_is_preempted_is_started_again(tmp_path, delay_s, is_fresh):
+  job = tmp_path / 'job'
+  process = binary.start_binary(*TRAIN, '--job_log_dir', job, fresh=is_fresh)
+  ended = terminate(process, delay_s)
+  assert ended.returncode == exit_codes.PREEMPTED, ended.stderr
+  assert ended.stderr.endswith(SENTENCE) or 'Preempted: ' in ended.stderr  # it may have come to its first steps
+  assert ended.seconds < 5
+  for path in job.glob('*.json'):
+    json.loads(path.read_text())
+
+
+COMPILATION = """
+import jax
+import numpy as np
+from spmd_tasks.sigterm import leave_on_sigterm
+
+leave_on_sigterm()
+ones, size = np.ones((300, 300), np.float32), (300, 300)
+fold = jax.jit(lambda: jax.lax.reduce_window(jax.numpy.asarray(ones), 0.0, jax.lax.add, size, (1, 1), 'SAME'))
+lowered = fold.lower()
+print('compiling', flush=True)
+lowered.compile()  # XLA folds the constant: more than a minute without a line of Python
+"""
+
+
+def test_a_long_compilation_does_not_delay_the_end():
+  streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.PIPE, 'text': True}
+  process = binary.start_process(['-c', COMPILATION], **streams)
+  assert process.stdout.readline() == 'compiling\n'
+  ended = terminate(process, delay_s=0.3)
+  assert (ended.returncode, ended.stderr) == (exit_codes.PREEMPTED, SENTENCE)
+  assert ended.seconds < 5
+
+
+HANDOVER = """
+import os, signal, subprocess, sys, time
+from spmd_tasks.distributed import PreemptionGuard
+from spmd_tasks.sigterm import leave_on_sigterm
+
+leave_on_sigterm()
+pid = os.fork()
+if pid == 0:
+  time.sleep(60)
+os.kill(pid, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+child.terminate()
+assert child.wait() == -signal.SIGTERM
+
+with PreemptionGuard() as guard:
+  os.kill(os.getpid(), signal.SIGTERM)
+  time.sleep(0.3)
+  assert guard.should_stop()
+print('saved', flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_a_guard_takes_the_signal_over_and_children_end_as_others_do():
+  ended = binary.run_python(HANDOVER, limit_s=60)
+  assert (ended.returncode, ended.stdout, ended.stderr) == (exit_codes.PREEMPTED, 'saved\n', SENTENCE)
