@@ -152,6 +152,7 @@ def identity_flags(args: argparse.Namespace) -> list[str]:
     named = ['--exp', args.exp]
   else:
     named = ['--config', args.config or f'{args.job_log_dir}/config.json']
+  named += [flag for directory in args.experiment_path for flag in ('--experiment_path', directory)]
   return named + [flag for override in overrides_of(args) for flag in ('--set', override)]
 
 
