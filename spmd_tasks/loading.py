@@ -51,7 +51,8 @@ def load(
       imported already.
 
   Raises:
-    UserError: the directory has no usable config.json, its experiment may not be imported, or the mesh does not fit the devices or the model.
+    UserError: the directory has no usable config.json, its experiment may not be imported, or the mesh does not fit the
+      devices or the model.
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
   directory = absolute_path(job_log_dir)

@@ -25,7 +25,8 @@ def handles_sigterm(process: subprocess.Popen) -> bool:
 def terminate(process: subprocess.Popen, delay_s: float = 0.0) -> binary.Finished:
   deadline = time.monotonic() + 60
   while not handles_sigterm(process):
-    assert process.poll() is None and time.monotonic() < deadline
+    assert process.poll() is None
+    assert time.monotonic() < deadline
     time.sleep(0.001)
   time.sleep(delay_s)
   process.send_signal(signal.SIGTERM)

@@ -181,8 +181,9 @@ def _split(name: str) -> tuple[str, str]:
 def _find_class(name: str, *, is_typed: bool) -> type:
   module_name, class_name = _split(name)
   module = _find_module(name, module_name, in_current_directory=is_typed)
-  is_lazy = is_typed or module_name.partition('.')[0] == 'spmd_tasks'  # another module's __getattr__ might import others
-  cls = getattr(module, class_name, None) if is_lazy else vars(module).get(class_name)
+  # A name in a file meets no module's own __getattr__, which might import others, except for our faces.
+  may_be_lazy = is_typed or module_name.partition('.')[0] == 'spmd_tasks'
+  cls = getattr(module, class_name, None) if may_be_lazy else vars(module).get(class_name)
   if cls is None:
     near = difflib.get_close_matches(class_name, _experiment_names(module), n=3, cutoff=0.5)
     raise _unknown(name, [f'{module_name}.{other}' for other in near])
@@ -225,10 +226,7 @@ def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> 
     except (ImportError, ValueError):
       spec = None
     if spec is None:
-      beside = [str(Path.cwd())] if end == 1 else getattr(module, '__path__', [])
-      siblings = [sibling.name for sibling in pkgutil.iter_modules(beside)] + ['spmd_tasks'] * (end == 1)
-      near = difflib.get_close_matches(parts[end - 1], siblings, n=2, cutoff=0.7)
-      raise _unknown(name, ['.'.join((*parts[: end - 1], each, *parts[end:], name.rpartition('.')[2])) for each in near])
+      raise _unknown(name, _with_other_part(name, end - 1))
     if spec.origin and Path(spec.origin).parent == DIRECTORY:  # experiments.lm, in our checkout
       prefix = f'{_EXPERIMENTS}.{Path(spec.origin).stem}'
     module = _import(name, prefix)
@@ -282,6 +280,16 @@ def _unknown(name: str, near: Sequence[str] = ()) -> UnknownExperimentError:
     f'unknown experiment {name!r}.{nearest} Use a registered name (--list shows them) or package.module.Class, '
     'importable from here or from the current directory.'
   )
+
+
+def _with_other_part(name: str, index: int) -> list[str]:
+  """The name with the nearest modules that exist in place of a part that does not; the parts before it are imported."""
+  parts = name.split('.')
+  around = sys.modules['.'.join(parts[:index])] if index else None
+  modules = pkgutil.iter_modules([str(Path.cwd())] if around is None else getattr(around, '__path__', []))
+  siblings = [module.name for module in modules] + ['spmd_tasks'] * (index == 0)
+  near = difflib.get_close_matches(parts[index], siblings, n=2, cutoff=0.7)
+  return ['.'.join((*parts[:index], each, *parts[index + 1 :])) for each in near]
 
 
 def _nearest(name: str, known: Sequence[str]) -> list[str]:

@@ -85,8 +85,8 @@ def from_json(
   below `experiment_path`, and every class and function comes from the experiment's own code.
 
   Raises:
-    UserError: the experiment may not be imported; the JSON is not a saved config, a saved path does not exist any more, a value is not of its field's type,
-      or the code now has another class, function or object at a path.
+    UserError: the experiment may not be imported; the JSON is not a saved config, a saved path does not exist any more,
+      a value is not of its field's type, or the code now has another class, function or object at a path.
   """
   saved = checked_config(saved)
   cls = registry.get_saved(saved['experiment'], experiment_path)

@@ -25,7 +25,7 @@ class Mine(Tiny):
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-  """The current directory, with modules of one's own and of others; what is imported from it is forgotten afterwards."""
+  """The current directory, with modules of one's own and of others; what is imported is forgotten afterwards."""
   for folder in ('labs/my_lab', 'labs/other_lab', 'evil/pack', 'nest'):
     (tmp_path / folder).mkdir(parents=True)
   attack = ATTACK.format(ran=str(tmp_path / 'ran'))
@@ -153,7 +153,10 @@ SYMBOLS = [
 ]
 
 
-@pytest.mark.parametrize('path', ['task', 'task.model.stack.block.ffn.activation', 'task.learner', 'model_dims', 'dtype'])
+PATHS = ('task', 'task.model.stack.block.ffn.activation', 'task.learner', 'model_dims', 'dtype')
+
+
+@pytest.mark.parametrize('path', PATHS)
 @pytest.mark.parametrize('value', SYMBOLS, ids=str)
 def test_a_symbol_in_a_file_is_compared_and_neither_imported_nor_called(directory, path, value):
   config = to_json(resolve('synthetic.Tiny'))
