@@ -111,7 +111,7 @@ BAD_INPUT = {
     ('--exp', 'spmd_tasks.experiment.Experiment', *TRAIN),
     ['does not define', 'task()', 'train_input()', 'name a subclass'],
   ),
-  'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train, eval, decode, decode_once, serve)']),
+  'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train, eval, decode, decode_once, serve, verify)']),
   'flag of serve': ((*TINY, *TRAIN, '--port', '0'), ['--port is for --mode serve']),
   'serve without text': (
     (*TINY, '--mode', 'serve', '--job_log_dir', 'HERE/job', '--port', '0'),
