@@ -65,17 +65,16 @@ class ConnectionLimits:
   def admit(self, connection: '_Connection') -> bool:
     """Takes a new connection if there is room, or if a waiting connection can make room."""
     peer = connection.peer
-    if self._connections[peer] >= max(1, self._max // 2):
-      reason, room = f'half of the {self._max} connections are of {peer}', self._waiting(peer)
-    elif self._connections.total() >= self._max:
-      reason, room = f'there are {self._max} connections', self._waiting(None)
-    else:
-      reason, room = '', connection
-    if room is None:
-      self.count_closed('refused', f'refused a connection from {peer}: {reason}, all with a request')
-      return False
-    if room is not connection:
-      room.give_up('gave_way', f'{reason}: the one that has waited longest gives way')
+    is_peer_full = self._connections[peer] >= self._max // 2
+    if is_peer_full or self._connections.total() >= self._max:
+      reason = (
+        f'half of the {self._max} connections are of {peer}' if is_peer_full else f'there are {self._max} connections'
+      )
+      longest = self._waiting(peer if is_peer_full else None)
+      if longest is None:
+        self.count_closed('refused', f'refused a connection from {peer}: {reason}, all with a request')
+        return False
+      longest.give_up('gave_way', f'{reason}: the one that has waited longest gives way')
     self._connections[peer] += 1
     self._metrics.open_connections.inc()
     self._silent[connection] = None

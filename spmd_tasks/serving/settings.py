@@ -44,9 +44,11 @@ class ServerSettings:
       raise UserError(f'port {self.port} must be from 0 (any free port) to 65535.')
     if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
       raise UserError('the API key must be printable ASCII characters on one line.')
-    for name in ('max_queued', 'max_body_bytes', 'max_choices', 'max_connections'):
+    for name in ('max_queued', 'max_body_bytes', 'max_choices'):
       if getattr(self, name) < 1:
         raise UserError(f'{name}={getattr(self, name)} must be at least 1.')
+    if self.max_connections < 2:
+      raise UserError(f'max_connections={self.max_connections} must be at least 2: half of them may be of one host.')
     for name in ('header_timeout_s', 'body_timeout_s', 'send_timeout_s'):
       if not getattr(self, name) > 0:
         raise UserError(f'{name}={getattr(self, name)} must be more than 0 seconds.')

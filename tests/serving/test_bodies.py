@@ -162,7 +162,16 @@ def test_what_is_nested_deep_or_large_in_a_field_is_taken_or_named(field):
 
 
 @pytest.mark.parametrize(
-  'name, value', [('port', 65536), ('api_key', 'two\nlines'), ('max_queued', 0), ('send_timeout_s', 0), ('drain_s', -1)]
+  'name, value',
+  [
+    ('port', 65536),
+    ('api_key', 'two\nlines'),
+    ('max_queued', 0),
+    ('max_connections', 1),
+    ('header_timeout_s', 0),
+    ('send_timeout_s', 0),
+    ('drain_s', -1),
+  ],
 )
 def test_settings_out_of_range_are_named(name, value):
   with pytest.raises(UserError, match='API key' if name == 'api_key' else name):
