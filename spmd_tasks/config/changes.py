@@ -20,7 +20,7 @@ _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
 # Fields of inputs and learners that decide how a job runs, not what it computes.
 _HOW_IT_RUNS = ('num_workers', 'worker_buffer_size', 'read_timeout_s', 'max_consecutive_skips')
-# The order in which a pipeline computes. Its number of microbatches does matter: to dropout, and to capacity groups.
+# The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
 _GENERATION = 'task.decode'  # training does not depend on it
 

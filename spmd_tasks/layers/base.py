@@ -1,4 +1,4 @@
-"""What every layer is written with: weights, their initializer, templates of sublayers, statistics.
+"""What every layer is written with: weights, their initializer, templates of sublayers, statistics, microbatches.
 
     class Scale(nn.Module):
       @nn.compact
@@ -10,9 +10,11 @@ Shapes: L layers.
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import math
+import threading
 from typing import Any, cast
 
 from flax import struct
@@ -96,6 +98,49 @@ class WithSublayers(nn.Module):
       if field.name != 'parent' and isinstance(value, nn.Module) and value.parent is None:
         object.__setattr__(self, field.name, value.clone(parent=None))
     super().__post_init__()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchPart:
+  """The part of the batch that a block is called with: rows [index * B / count, (index + 1) * B / count).
+
+  A pipeline calls its blocks with one microbatch at a time. A layer whose result for a row depends on the row's place
+  in the batch, or whose statistics are taken over parts of the batch, finds out with `current_batch_part`.
+
+  Attributes:
+    index: m, an int or a traced int32 scalar.
+    count: M; 1 for the whole batch.
+  """
+
+  index: Any = 0
+  count: int = 1
+
+
+class SmallMicrobatchError(UserError):
+  """A layer needs more rows of the batch at once than a microbatch has. A pipeline in evaluation then takes fewer."""
+
+
+_parts = threading.local()
+
+
+@contextlib.contextmanager
+def batch_part(part: BatchPart) -> Iterator[None]:
+  """Context in which layers are called with this part of the batch."""
+  previous = current_batch_part()
+  _parts.current = part
+  try:
+    yield
+  finally:
+    _parts.current = previous
+
+
+def current_batch_part() -> BatchPart:
+  """Returns the part of the innermost `batch_part`, the whole batch outside of one."""
+  return getattr(_parts, 'current', None) or BatchPart()
+
+
+# Name -> (numerator, denominator), float32 scalars, of a statistic that is a ratio of two sums.
+Ratios = Mapping[str, tuple[jax.Array, jax.Array]]
 
 
 class Statistics(struct.PyTreeNode, abc.ABC):

@@ -18,6 +18,7 @@ optimizer state.
 """
 
 from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches
+from spmd_tasks.learning.expert_weights import are_balance_biases
 from spmd_tasks.learning.from_optax import FromOptax
 from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer, global_norm
 from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Sgd
@@ -49,6 +50,7 @@ __all__ = [
   'Schedule',
   'Sgd',
   'accumulate_gradients',
+  'are_balance_biases',
   'check_num_microbatches',
   'global_norm',
   'keep_if_finite',

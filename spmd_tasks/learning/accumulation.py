@@ -9,6 +9,7 @@ Shapes: B batch rows, M microbatches, E experts.
 """
 
 from collections.abc import Callable
+import operator
 from typing import Any, Literal
 
 import jax
@@ -91,6 +92,7 @@ def accumulate_gradients(
   rng: jax.Array | None,
   num_microbatches: int,
   mode: Literal['mean', 'sum'] = 'mean',
+  is_sum: Any = None,
 ) -> tuple[Any, Any]:
   """Computes the loss output and the gradient of a batch, microbatch by microbatch.
 
@@ -105,6 +107,8 @@ def accumulate_gradients(
     mode: 'mean': gradients are averaged by the microbatches' weights, which gives the full batch's gradient even if
       microbatches have different numbers of tokens. 'sum': gradients are added, as T5X does; learning rate and clipping
       threshold must then suit M.
+    is_sum: a tree of bools congruent to the weights: which gradients are sums over the tokens, not derivatives of the
+      mean loss, and are added in both modes; None for none.
 
   Returns:
     (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss and metrics are those of the full
@@ -121,14 +125,19 @@ def accumulate_gradients(
     grads, loss_output = grad_fn(weights, batch, rng)
     return loss_output, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
+  is_added = jax.tree.map(lambda _: mode == 'sum', weights)
+  if is_sum is not None:
+    is_added = jax.tree.map(operator.or_, is_added, is_sum)
   batches_M = split_microbatches(batch, num_microbatches)
 
   def add_microbatch(total: Any, m_and_batch: tuple[jax.Array, Any]) -> tuple[Any, Any]:
     m, microbatch = m_and_batch
     microbatch_rng = None if rng is None else jax.random.fold_in(rng, m)
     grads, loss_output = grad_fn(weights, microbatch, microbatch_rng)
-    scale = loss_output.weight.astype(jnp.float32) if mode == 'mean' else jnp.ones((), jnp.float32)
-    total = jax.tree.map(lambda t, g: t + scale * g.astype(jnp.float32), total, grads)
+    scale = loss_output.weight.astype(jnp.float32)
+    total = jax.tree.map(
+      lambda t, g, added: t + (1.0 if added else scale) * g.astype(jnp.float32), total, grads, is_added
+    )
     return total, loss_output.replace(per_example={})
 
   zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
@@ -138,5 +147,5 @@ def accumulate_gradients(
     total_weight = loss_output.weight.astype(jnp.float32)
     # A batch without tokens has gradient 0, and the guarded division keeps it 0.
     inverse = 1 / jnp.where(total_weight == 0, 1.0, total_weight)
-    grads = jax.tree.map(lambda g: g * inverse, grads)
+    grads = jax.tree.map(lambda g, added: g if added else g * inverse, grads, is_added)
   return loss_output, grads

@@ -10,8 +10,8 @@ factor exists for parity.
 
 **Balance biases** (tag `balance_bias`). A router that balances without an auxiliary loss adds a bias per expert to the
 scores by which it chooses (Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3). The
-gradient that the train step returns for such a bias is the load of its expert minus the mean load, and the update is a
-step of fixed size against it:
+gradient that the train step returns for such a bias is the load of its expert minus the mean load, a sum over the tokens
+(layers/moe/_balance.py), and the update is a step of fixed size against it:
 
     bias -= rate * sign(load violation)
 
@@ -61,6 +61,11 @@ def scale_expert_grads(grads: Any, weight_specs: Any, scale: ExpertGradScale) ->
     return grad * float(spec.shape[spec.stacked] if scale == 't5x' else scale)
 
   return jax.tree.map(scaled, weight_specs, grads)
+
+
+def are_balance_biases(weight_specs: Any) -> Any:
+  """Returns a tree of bools congruent to the weights: which are balance biases."""
+  return jax.tree.map(lambda spec: BALANCE_BIAS_TAG in spec.tags, weight_specs)
 
 
 def without_balance_biases(tree: Any, weight_specs: Any) -> Any:

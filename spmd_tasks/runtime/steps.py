@@ -10,7 +10,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.learning import LearnerState, accumulate_gradients, keep_if_finite
+from spmd_tasks.learning import LearnerState, accumulate_gradients, are_balance_biases, keep_if_finite
 from spmd_tasks.runtime.task import Batch, Task, Variables
 
 
@@ -68,7 +68,13 @@ def train_step(
   learner = task.learner
   rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl='threefry2x32'), state.step)
   output, gradients = accumulate_gradients(
-    loss_fn, state.weights, batch, rng, learner.num_microbatches, learner.accumulation
+    loss_fn,
+    state.weights,
+    batch,
+    rng,
+    learner.num_microbatches,
+    learner.accumulation,
+    is_sum=are_balance_biases(weight_specs),
   )
   weights, learner_state, learner_metrics = learner.update(
     gradients, output.loss, state.step, state.learner, state.weights, weight_specs

@@ -71,7 +71,8 @@ def split_dims_to_partition_spec(
   Args:
     split_dims: one entry per tensor dimension (see the module's docstring); None for an unsharded tensor.
     mesh_axis_names: the axes of the mesh.
-    axis_rules: ordered (logical name, mesh axes) pairs.
+    axis_rules: ordered (logical name, mesh axes) pairs. Those of an experiment have no mesh axis's name; a rule that
+      has one, as `without_axis` makes it, replaces the axis.
 
   Raises:
     UserError: a name is neither a mesh axis nor a logical name, or a mesh axis is named twice.
@@ -79,19 +80,20 @@ def split_dims_to_partition_spec(
   if split_dims is None:
     return PartitionSpec()
   entries = [_axes_of(entry) for entry in split_dims]
-  direct = [axis for axes in entries for axis in axes if axis in mesh_axis_names]
+  rule_names = {name for name, _ in axis_rules}
+  direct_names = set(mesh_axis_names) - rule_names
+  direct = [axis for axes in entries for axis in axes if axis in direct_names]
   for axis in direct:
     if direct.count(axis) > 1:
       raise UserError(
         f'split dims {tuple(split_dims)} use mesh axis {axis!r} twice; a mesh axis can split one dim of a tensor only.'
       )
   used = set(direct)
-  rule_names = {name for name, _ in axis_rules}
   spec = []
   for axes in entries:
     resolved: list[str] = []
     for name in axes:
-      if name in mesh_axis_names:
+      if name in direct_names:
         resolved.append(name)
       elif name in rule_names:
         targets = (_axes_of(target) for rule, target in axis_rules if rule == name)
@@ -197,17 +199,19 @@ def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
 
 
 def stage_axis_rules(base_rules: AxisRules, axis: str = 'stage') -> AxisRules:
-  """Returns the base rules with `layers` split over `axis`, and `batch` also split over it, as its innermost axis.
+  """Returns the base rules with `layers` split over `axis`, and `batch` also split over it, as its outermost axis.
 
   Each stage then holds a run of layers. The batch is split over the stages outside of the pipeline, so that stages
-  share the work of embeddings and logits.
+  share the work of embeddings and logits. As the outermost axis of the batch, the stages hold runs of rows, which are
+  runs of microbatches. The name `layers` needs no rule if the axis itself is called so.
   """
   rules = [(name, axes) for name, axes in base_rules if name != 'layers']
 
   def widened(name: str, axes: SplitDim) -> SplitDim:
-    return (*_axes_of(axes), axis) if name == 'batch' else axes
+    return (axis, *_axes_of(axes)) if name == 'batch' else axes
 
-  return (('layers', axis), *((name, widened(name, axes)) for name, axes in rules))
+  stages = () if axis == 'layers' else (('layers', axis),)
+  return (*stages, *((name, widened(name, axes)) for name, axes in rules))
 
 
 def stage_axis(mesh_axis_names: Sequence[str], axis_rules: AxisRules) -> str | None:
@@ -226,9 +230,12 @@ def stage_axis(mesh_axis_names: Sequence[str], axis_rules: AxisRules) -> str | N
 
 
 def without_axis(axis: str, axis_rules: AxisRules) -> AxisRules:
-  """Returns the axis rules without an axis, for a region in which the axis is manual and no sharding may name it."""
+  """Returns the axis rules without an axis: no split dim then resolves to the axis, not even by the axis's own name.
+
+  For a region in which the axis is manual and no sharding may name it, or in which it has no part.
+  """
 
   def remove(axes: SplitDim) -> SplitDim:
     return _spec_entry([name for name in _axes_of(axes) if name != axis])
 
-  return tuple((name, remove(axes)) for name, axes in axis_rules)
+  return ((axis, None), *((name, remove(axes)) for name, axes in axis_rules))

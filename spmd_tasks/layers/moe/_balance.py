@@ -4,19 +4,20 @@ Shapes: B batch, T sequence, E experts, k choices per token; G groups of S token
 N shards of the batch.
 
 All losses and statistics are functions of sums over tokens (`RoutingSums`), so the sums of parts of a batch can be
-added first (layers/base.py). The sums leave padding out and count the router's choices before any are dropped.
-For a batch of padding only, all losses and statistics are 0.
+added first (layers/base.py): a pipeline adds those of its microbatches. Shards are shards of the whole batch then too.
+The sums leave padding out and count the router's choices before any are dropped. For a batch of padding only, all
+losses and statistics are 0.
 
 The bias (Wang et al., 2024; DeepSeek-V3) is added to the scores for the choice of experts only. After every step it
 moves by a fixed rate: up for experts below the mean load, down for experts above. The loss has no gradient with respect
 to the bias. The model reports the load as that *gradient*, because a step has no other state beside the weights.
-The load is linear in the counts, so the mean over microbatches with equally many tokens gives the load of the whole
-batch. The learner moves weights tagged `balance_bias` by `-rate * sign(gradient)`, outside the optimizer, clipping and
-norms.
+The gradient is a sum over tokens, in whole numbers, so the sum over microbatches is exactly that of the whole batch.
+The learner moves weights tagged `balance_bias` by `-rate * sign(gradient)`, outside the optimizer, clipping and norms.
 """
 
 from collections.abc import Mapping
 import itertools
+import math
 from typing import Any
 
 from flax import struct
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Statistics
+from spmd_tasks.layers.base import Statistics, current_batch_part
 from spmd_tasks.layers.moe._router import RouterOutput
 
 
@@ -39,8 +40,7 @@ class RoutingSums(Statistics):
     z: [N], squares of the log-normalizers.
     counts: [N, E], assignments per expert.
     chosen_scores: [N], over all assignments.
-    fractions: name -> scalar: sums over assignments, for values that a computation reports as fractions of the
-      assignments.
+    ratios: name -> (numerator, denominator), scalars, of values that a computation reports as ratios of two sums.
     divide_by_k: see `load_balance_loss`.
   """
 
@@ -50,33 +50,27 @@ class RoutingSums(Statistics):
   z: jax.Array
   counts: jax.Array
   chosen_scores: jax.Array
-  fractions: dict[str, jax.Array] = struct.field(default_factory=dict)
+  ratios: Mapping[str, tuple[jax.Array, jax.Array]] = struct.field(default_factory=dict)
   divide_by_k: bool = struct.field(pytree_node=False, default=False)
 
-  def with_fractions(self, fractions: Mapping[str, jax.Array]) -> 'RoutingSums':
-    """Returns the sums with these fractions of the assignments, such as the fraction dropped."""
-    num_assigned = jnp.sum(self.counts)
-    return self.replace(fractions={name: fraction * num_assigned for name, fraction in fractions.items()})
-
   def values(self) -> dict[str, jax.Array]:
-    """Returns `load_balance_loss`, `router_z_loss`, the `routing_statistics` and the fractions."""
-    num_assigned = jnp.sum(self.counts)
+    """Returns `load_balance_loss`, `router_z_loss`, the `routing_statistics` and the ratios."""
     losses = {'load_balance_loss': load_balance_loss(self), 'router_z_loss': router_z_loss(self)}
-    return losses | routing_statistics(self) | {name: _mean(x, num_assigned) for name, x in self.fractions.items()}
+    return losses | routing_statistics(self) | {name: _mean(*ratio) for name, ratio in self.ratios.items()}
 
 
 def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: bool = False) -> RoutingSums:
-  """Sums a batch's routing decision over its tokens.
+  """Sums the routing decision of a batch, or of the current `BatchPart` of one, over its tokens.
 
   Args:
-    routing: of the batch.
-    num_shards: N. The balance loss takes f and P over each N-th of the batch's rows and is the mean over these shards;
-      1 takes them over all tokens. T5X computes one loss per group and MegaBlocks one per data-parallel process; here
-      the numbers do not depend on the mesh.
+    routing: of the batch or of its part.
+    num_shards: N. The balance loss takes f and P over each N-th of the whole batch's rows and is the mean over these
+      shards; 1 takes them over all tokens. T5X computes one loss per group and MegaBlocks one per data-parallel
+      process; here the numbers do not depend on the mesh.
     divide_by_k: see `load_balance_loss`.
 
   Raises:
-    UserError: num_shards does not divide the batch.
+    UserError: num_shards does not divide the batch; the message calls it `load_balance_shards`, the layer's field.
   """
   tokens, assignments = _token_columns(routing), _assignment_columns(routing)
   if routing.slots is None:
@@ -129,16 +123,30 @@ def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
   return [jnp.sum(assigned, axis=1), jnp.sum(assigned * jax.lax.stop_gradient(routing.scores), axis=(1, 2))]
 
 
+def whole_batch_rows(routing: RouterOutput) -> list[int]:
+  """Returns the numbers that shards must divide: of the whole batch's rows, and of its groups if experts choose."""
+  leading = [routing.scores.shape[0]] + ([] if routing.slots is None else [routing.slots.token_ids.shape[0]])
+  return [n * current_batch_part().count for n in leading]
+
+
 def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
-  """Sums columns [B, ...] to [N, ...] in one reduction, so that a sharded B needs one all-reduce for all columns."""
-  num_rows = columns[0].shape[0]
-  if num_shards < 1 or num_rows % num_shards:
+  """Sums columns [B, ...] to [N, ...] in one reduction, so that a sharded B needs one all-reduce for all columns.
+
+  Part m of M of a batch is cut into pieces, lcm(M, N) of them in the whole batch, each of which lies in one shard.
+  """
+  part, num_rows = current_batch_part(), columns[0].shape[0]
+  if num_shards < 1 or num_rows * part.count % num_shards:
     raise UserError(
-      f'num_shards={num_shards} must be positive and divide the {num_rows} rows (or groups) of the batch: choose a '
-      f'divisor of {num_rows}.'
+      f'load_balance_shards={num_shards} must divide the {num_rows * part.count} rows (or groups) of the batch, which '
+      'is a microbatch where the learner takes microbatches: choose a divisor.'
     )
+  num_pieces = math.lcm(part.count, num_shards) // part.count
   flat = [column.reshape(num_rows, -1) for column in columns]
-  sums = jnp.sum(jnp.concatenate(flat, axis=1).reshape(num_shards, num_rows // num_shards, -1), axis=1)
+  sums = jnp.sum(jnp.concatenate(flat, axis=1).reshape(num_pieces, num_rows // num_pieces, -1), axis=1)
+  if part.count > 1 and num_shards > 1:
+    shard_ids = (part.index * num_pieces + jnp.arange(num_pieces)) * num_shards // (part.count * num_pieces)
+    is_in = shard_ids[None, :, None] == jnp.arange(num_shards)[:, None, None]
+    sums = jnp.sum(jnp.where(is_in, sums[None], 0.0), axis=1)
   parts = jnp.split(sums, list(itertools.accumulate(column.shape[1] for column in flat[:-1])), axis=1)
   return [part.reshape(num_shards, *column.shape[1:]) for part, column in zip(parts, columns, strict=True)]
 
@@ -191,19 +199,21 @@ def routing_statistics(sums: RoutingSums) -> dict[str, jax.Array]:
 
 
 def load_violation(counts: jax.Array) -> jax.Array:
-  """Returns how far each expert's load is above the mean, as a fraction of the mean: float32 [E], with sum 0.
+  """Returns E times how many assignments each expert has above the mean: float32 [E], with sum 0.
+
+  The factor keeps whole numbers whole: an expert with exactly the mean load has 0, in whatever order parts of a batch
+  are added.
 
   Args:
-    counts: float32 [E], assignments per expert. If all are 0, so is the result.
+    counts: float32 [E], assignments per expert.
   """
-  mean = jnp.mean(counts)
-  return (counts - mean) / jnp.where(mean == 0, 1.0, mean)
+  return counts.size * counts - jnp.sum(counts)
 
 
 def attach_balance_gradient(y: jax.Array, bias: jax.Array, sums: RoutingSums) -> jax.Array:
   """Returns y; its differentiation gives the balance bias [E] the load violation as gradient. For training only.
 
-  The load is the whole batch's, without padding, before any assignment is dropped.
+  The load is that of the real tokens, before any assignment is dropped; gradients of parts of a batch are to be added.
   """
   return attach_gradient(y, bias, load_violation(jnp.sum(sums.counts, axis=0)))
 

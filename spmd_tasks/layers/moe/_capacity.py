@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._experts import ExpertWeights
 from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather_rows, take_rows
 from spmd_tasks.layers.moe._router import RouterOutput
@@ -77,7 +78,7 @@ class CapacityComputation(abc.ABC):
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+  ) -> tuple[jax.Array, Ratios]:
     """Returns ([B, T, D] in x's dtype, statistics) for x [B, T, D].
 
     If experts choose, the router has decided groups and slots too, and the fields that shape these are not read.
@@ -197,16 +198,18 @@ def _pad_slots(slots: Slots, resharding: SlotResharding, num_groups: int, group_
   )
 
 
-def _statistics(routing: RouterOutput, assignment: SlotAssignment) -> dict[str, jax.Array]:
+def _statistics(routing: RouterOutput, assignment: SlotAssignment) -> Ratios:
   """Counts real tokens and experts only: padding takes no slot."""
   batch_size, length, num_experts = routing.scores.shape
   num_slots = batch_size * length // assignment.group_size * num_experts * assignment.slots.token_ids.shape[-1]
   num_used = jnp.sum(assignment.slots.token_ids < assignment.group_size, dtype=jnp.float32)
-  fraction_dropped = jnp.zeros((), jnp.float32)
+  num_chosen = num_used
   if routing.expert_ids is not None:
     num_chosen = jnp.sum(routing.expert_ids < num_experts, dtype=jnp.float32)
-    fraction_dropped = (num_chosen - num_used) / jnp.maximum(num_chosen, 1.0)
-  return {'fraction_dropped': fraction_dropped, 'expert_usage': num_used / num_slots}
+  return {
+    'fraction_dropped': (num_chosen - num_used, num_chosen),
+    'expert_usage': (num_used, jnp.float32(num_slots)),
+  }
 
 
 def _mask(assignment: SlotAssignment, dtype: Any) -> jax.Array:

@@ -7,7 +7,7 @@ device computes with the experts that it holds, and the chosen dispatch moves to
 _expert_parallel.py explains the meaning of each mesh axis.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._expert_parallel import (
   Axes,
   Dispatch,
@@ -75,10 +76,10 @@ class Dropless:
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+  ) -> tuple[jax.Array, Ratios]:
     """Returns (y [B, T, D] in x's dtype, statistics) for x [B, T, D].
 
-    The statistics are float32 scalars: `fraction_dropped`, and the capacity of an all-to-all.
+    The statistics are `fraction_dropped`, and the capacity of an all-to-all.
 
     Raises:
       UserError: the router lets experts choose; or see `apply_experts`.
@@ -104,7 +105,7 @@ class Dropless:
       dispatch=DISPATCHES[self.dispatch],
       capacity_factor=self.capacity_factor,
     )
-    return y.astype(x.dtype), {'fraction_dropped': jnp.zeros((), jnp.float32), **statistics}
+    return y.astype(x.dtype), {'fraction_dropped': (jnp.float32(0), jnp.float32(1)), **statistics}
 
 
 def apply_experts(
@@ -116,7 +117,7 @@ def apply_experts(
   activation_split_dims: SplitDims,
   dispatch: Dispatch,
   capacity_factor: float | None,
-) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+) -> tuple[jax.Array, Ratios]:
   """Returns (y [B, T, D], statistics): the sum of the experts' outputs by their gates, and the dispatch's statistics.
 
   Inside a `sharding_scope` every device computes with its own experts. Outside, this device holds all experts and all

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts, name_routing
 from spmd_tasks.layers.moe._permutation import Permutation, gather_rows, sort_by_expert
 from spmd_tasks.sharding import ShardingScope, SplitDims, num_parts, spec_axes, split_dims_to_partition_spec
@@ -169,11 +170,11 @@ class Exchange:
       return worst
     return min(worst, max(1, math.ceil(self.capacity_factor * balanced)))
 
-  def fraction_dropped(self, num_dropped: jax.Array, num_assigned: jax.Array) -> jax.Array:
-    """Returns a float32 scalar, the same on all devices, from each device's own counts."""
+  def fraction_dropped(self, num_dropped: jax.Array, num_assigned: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns numerator and denominator, float32, the same on all devices, from each device's own counts."""
     counts = jnp.stack([num_dropped, num_assigned]).astype(jnp.float32)
     all_dropped, all_assigned = jax.lax.psum(counts, self.all_axes)
-    return all_dropped / jnp.maximum(all_assigned, 1.0)
+    return all_dropped, all_assigned
 
 
 class Dispatch(Protocol):
@@ -181,10 +182,10 @@ class Dispatch(Protocol):
 
   def __call__(
     self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
-  ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+  ) -> tuple[jax.Array, Ratios]:
     """Returns (y [n, D], statistics): for each token of this device the sum of its experts' outputs by their gates.
 
-    The statistics are float32 scalars, the same on all devices. A dispatch that can drop assignments reports
+    The statistics are the same on all devices. A dispatch that can drop assignments reports
     `fraction_dropped`.
 
     Args:

@@ -19,8 +19,8 @@ import jax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.kv_cache import is_decoding
-from spmd_tasks.layers.base import WithSublayers, declare_weight
-from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums
+from spmd_tasks.layers.base import Ratios, WithSublayers, declare_weight
+from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums, whole_batch_rows
 from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
 from spmd_tasks.layers.moe._router import RouterOutput
@@ -31,11 +31,11 @@ class ExpertComputation(Protocol):
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (y, fractions): y [B, T, D] in x's dtype is the sum of the chosen experts' outputs by their gates.
+  ) -> tuple[jax.Array, Ratios]:
+    """Returns (y, ratios): y [B, T, D] in x's dtype is the sum of the chosen experts' outputs by their gates.
 
-    The fractions are float32 scalars. `fraction_dropped` is the fraction of the real tokens' choices that were not
-    computed.
+    The ratios are pairs of float32 scalars: numerator and denominator, which are added over the microbatches of a
+    pipeline. `fraction_dropped` is the fraction of the real tokens' choices that were not computed.
     """
     ...
 
@@ -55,7 +55,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       k + 1 experts if gates sum to 1.
     output_bias: whether to add a bias [D] to the result.
     load_balance_shards: the number of equal parts of the batch over which the balance loss is computed, see
-      `routing_sums`; 1 computes it over all tokens on all devices.
+      `routing_sums`; 1 computes it over all tokens on all devices. Outside of training, where batches may have other
+      sizes, the largest smaller number that divides the batch takes its place.
     load_balance_divide_by_k: see `load_balance_loss`.
   """
 
@@ -69,6 +70,8 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   load_balance_divide_by_k: bool = False
 
   def __post_init__(self):
+    if self.load_balance_shards < 1:
+      raise UserError(f'load_balance_shards={self.load_balance_shards} must be at least 1.')
     num_routed = getattr(self.router, 'num_experts', self.experts.num_experts)
     if num_routed != self.experts.num_experts:
       raise UserError(
@@ -92,15 +95,18 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     The sums' values `load_balance_loss` and `router_z_loss` enter the loss by the loss's `aux_loss_weights`.
 
     Raises:
-      UserError: a model with a router that looks ahead is decoding.
+      UserError: a model with a router that looks ahead is decoding; or load_balance_shards does not divide the
+        training batch.
     """
     decoding = is_decoding(self)
     token_mask = None if segment_ids is None else segment_ids != 0
     routing = self.router(x, token_mask, train=train)
     num_shards = 1 if decoding else self.load_balance_shards
+    if not train:
+      num_shards = max(n for n in range(1, num_shards + 1) if all(rows % n == 0 for rows in whole_batch_rows(routing)))
     sums = routing_sums(routing, num_shards=num_shards, divide_by_k=self.load_balance_divide_by_k)
     computation = self._without_drops(routing) if decoding else self.computation
-    y, fractions = computation(x, routing, self.experts(x.shape[-1]), train=train)
+    y, ratios = computation(x, routing, self.experts(x.shape[-1]), train=train)
     if train and routing.balance_bias is not None:
       y = attach_balance_gradient(y, routing.balance_bias, sums)
     if self.shared_expert is not None:
@@ -115,7 +121,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
         self, 'bias', shape=x.shape[-1:], init=nn.initializers.zeros, split_dims=(None,), tags=('no_decay',)
       )
       y = y + bias.astype(y.dtype)[None, None, :]
-    return y, {'routing': sums.with_fractions(fractions)}
+    return y, {'routing': sums.replace(ratios=ratios)}
 
   def _without_drops(self, routing: RouterOutput) -> ExpertComputation:
     if routing.expert_ids is None:

@@ -8,13 +8,13 @@ nothing is dropped, but X * P rows move where only R are real. A `capacity_facto
 do not fit are then dropped and counted.
 """
 
-from collections.abc import Mapping
 import functools
 
 from absl import logging
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._expert_parallel import Exchange, apply_to_received, exclusive_cumsum
 from spmd_tasks.layers.moe._experts import LocalExperts, name_routing
 from spmd_tasks.layers.moe._permutation import gather_rows, sort_by_expert, take_rows
@@ -22,7 +22,7 @@ from spmd_tasks.layers.moe._permutation import gather_rows, sort_by_expert, take
 
 def padded_all_to_all(
   x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
-) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+) -> tuple[jax.Array, Ratios]:
   """Implements Dispatch.
 
   Statistics:
@@ -48,7 +48,7 @@ def padded_all_to_all(
   results = send(apply_to_received(experts, rows, jnp.concatenate([received, unused], axis=1)))
   # Move back to one row per choice before applying the gates: their gradient then saves R rows instead of X * P.
   y = experts.combine(_move_rows(results, places, row_ids), gates, permutation)
-  statistics = {'pair_capacity': jnp.asarray(capacity, jnp.float32)}
+  statistics = {'pair_capacity': (jnp.float32(capacity), jnp.float32(1))}
   if exchange.capacity_factor is not None:
     num_assigned = jnp.sum(sizes)
     statistics['fraction_dropped'] = exchange.fraction_dropped(num_assigned - jnp.sum(sent), num_assigned)

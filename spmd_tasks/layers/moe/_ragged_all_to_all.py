@@ -8,7 +8,6 @@ buffer has a fixed size: by default room for the worst case. A `capacity_factor`
 not fit are then dropped and counted.
 """
 
-from collections.abc import Mapping
 import functools
 
 from flax import struct
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._expert_parallel import Axes, Exchange, apply_to_received, exclusive_cumsum
 from spmd_tasks.layers.moe._experts import LocalExperts, name_routing
 from spmd_tasks.layers.moe._permutation import gather_rows, sort_by_expert
@@ -86,7 +86,7 @@ def plan_routes(sizes: jax.Array, device: jax.Array, capacity: int) -> Routes:
 
 def ragged_all_to_all(
   x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
-) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+) -> tuple[jax.Array, Ratios]:
   """Implements Dispatch.
 
   Statistics:
@@ -109,7 +109,7 @@ def ragged_all_to_all(
   results = apply_to_received(experts, rows, routes.received)
   results = _send(exchange.axes, (num_rows, capacity), results, routes.back, routes.there)
   y = experts.combine(results, gates, permutation)
-  statistics = {'row_capacity': jnp.asarray(capacity, jnp.float32)}
+  statistics = {'row_capacity': (jnp.float32(capacity), jnp.float32(1))}
   if exchange.capacity_factor is not None:
     num_assigned = jnp.sum(sizes)
     num_dropped = num_assigned - jnp.sum(routes.there.send_sizes)

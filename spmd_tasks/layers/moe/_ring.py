@@ -11,20 +11,21 @@ where one hop holds n * k: on 8 fake devices that took 5 times the memory and wa
 tokens rotate a second time and the experts' outputs are computed again, so the saved memory does not grow with X.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._expert_parallel import Exchange
 from spmd_tasks.layers.moe._experts import LocalExperts
 
 
 def ring(
   x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
-) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+) -> tuple[jax.Array, Ratios]:
   """Implements Dispatch. Returns no statistics, because nothing is dropped."""
   return _ring(exchange, x, expert_ids, gates, experts), {}
 

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import FanInNormal, declare_weight
+from spmd_tasks.layers.base import FanInNormal, current_batch_part, declare_weight
 from spmd_tasks.layers.moe._slots import Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain, current_sharding_scope, padding, split_dims_to_partition_spec
@@ -171,11 +171,13 @@ class TopKRouter(Router, kw_only=True):
 class UniformRouter(TopKRouter, kw_only=True):
   """Sends assignment i, in order of tokens and choices, to expert i mod E, with the gates of the choice (MegaBlocks).
 
-  For benchmarks: the router costs as much as TopKRouter, and the experts are perfectly balanced.
+  For benchmarks: the router costs as much as TopKRouter, and the experts are perfectly balanced. The order is that of
+  the whole batch, also in a pipeline.
   """
 
   def _assign(self, chosen_ids: jax.Array) -> jax.Array:
-    return jnp.arange(chosen_ids.size, dtype=jnp.int32).reshape(chosen_ids.shape) % self.num_experts
+    first = current_batch_part().index * (chosen_ids.size % self.num_experts)
+    return (first + jnp.arange(chosen_ids.size, dtype=jnp.int32)).reshape(chosen_ids.shape) % self.num_experts
 
 
 class ExpertChoiceRouter(Router, kw_only=True):

@@ -4,7 +4,8 @@ Shapes: B batch, T sequence, G groups of S tokens, k choices per token, E expert
 
 Slots make all shapes static, whatever the routing: an expert computes C tokens per group, some slots stay empty, and an
 assignment that finds no free slot is dropped (GShard: Lepikhin et al., 2020). Groups are consecutive tokens of the
-batch. Groups do not depend on the mesh, so the same tokens are dropped on every mesh.
+batch. Groups do not depend on the mesh, so the same tokens are dropped on every mesh. In a pipeline a group lies within
+one microbatch, so groups do not depend on the microbatches either.
 """
 
 from flax import struct
@@ -13,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import SmallMicrobatchError, current_batch_part
 from spmd_tasks.layers.moe._permutation import sort_by_expert, take_rows
 from spmd_tasks.layers.transformer import ROUTING_NAME
 
@@ -51,11 +53,18 @@ def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> in
 
   Raises:
     UserError: group_size neither divides T, nor is a multiple of T that divides B * T.
+    SmallMicrobatchError: group_size fits the batch, but not a microbatch of the pipeline.
   """
   if group_size is None:
     return length
-  num_tokens = batch_size * length
+  num_tokens, num_parts = batch_size * length, current_batch_part().count
   if group_size < 1 or (length % group_size and (group_size % length or num_tokens % group_size)):
+    if group_size >= 1 and group_size % length == 0 and num_tokens * num_parts % group_size == 0:
+      raise SmallMicrobatchError(
+        f'group_size={group_size} makes groups of {group_size // length} rows of {length} tokens, but each of the '
+        f"pipeline's {num_parts} microbatches has {batch_size} rows, and a group lies within one: choose a smaller "
+        f'group_size, fewer microbatches or a larger batch.'
+      )
     raise UserError(
       f'group_size={group_size} does not fit a batch of {batch_size} rows of {length} tokens: choose a divisor of '
       f'{length}, a multiple of {length} that divides {num_tokens}, or None for one group per row.'

@@ -2,10 +2,11 @@
 
 Shapes: B batch rows, P stages, M microbatches, K = M / P microbatches of each stage, T sequence, D model.
 
-Cutting moves no row to another device. The mesh axes of `batch` split the rows, first axis outermost; `stage` is best
-one of them, so that stages share the work of embeddings and logits. A device then has B / (number of devices) rows. It
-cuts them into K parts, one for each microbatch of its stage. So a microbatch has rows of all data shards and of one
-stage.
+Microbatch m has rows [m B / M, (m + 1) B / M) of the batch. So it does not depend on the mesh which rows have a dropout
+mask or a group of an expert's capacity in common. Stage p stores microbatches p K to (p + 1) K - 1, which are rows
+[p B / P, (p + 1) B / P). No row moves between stages if the stage axis is the outermost of those that split the batch,
+as `stage_axis_rules` has it. Within a stage the other axes first split its rows, then the rows of each microbatch: an
+all-to-all, or nothing if K is 1.
 
 Moving goes one neighbour per tick. Stage p stores the K microbatches from p K on in K slots. In every tick one slot,
 the same on all stages, moves one stage down: stage 0 takes its own entry as input, and the last stage has room for a
@@ -13,9 +14,6 @@ result. Slot t mod K moves in tick t, so that stage 0 processes microbatch t in 
 than K. These functions run in a region that is manual over the stage axis, on trees of arrays.
 """
 
-from collections.abc import Sequence
-import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import ShardingScope, num_parts, spec_axes, split_dims_to_partition_spec
+from spmd_tasks.sharding import ShardingScope, SplitDim, spec_axes, split_dims_to_partition_spec, without_axis
 
 
 class Microbatch(NamedTuple):
@@ -34,86 +32,39 @@ class Microbatch(NamedTuple):
   segment_pos: jax.Array | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MicrobatchLayout:
-  """The layout of B rows on the mesh, and as M microbatches.
+def split_rows(tree: Any, num_microbatches: int, scope: ShardingScope, axis: str, batch_split_dim: SplitDim) -> Any:
+  """Reshapes leaves [B, ...] to [M, B / M, ...]; the stages split M, the batch's other axes the rows of a microbatch.
 
-  Attributes:
-    num_stages, num_microbatches: P and M.
-    outer, inner: the mesh axes that split the batch, outside and inside of the stage axis.
-    num_outer, num_inner: how many parts these axes make. Both are 1 if they do not divide a microbatch; rows then move.
+  Args:
+    tree: arrays of B rows.
+    num_microbatches: M.
+    scope: the mesh and the axis rules.
     axis: the stage axis.
+    batch_split_dim: of B.
   """
-
-  num_stages: int
-  num_microbatches: int
-  outer: tuple[str, ...]
-  inner: tuple[str, ...]
-  num_outer: int
-  num_inner: int
-  axis: str
-
-  @property
-  def spec(self) -> PartitionSpec:
-    """The PartitionSpec of the microbatches [M, B / M, ...]."""
-    return PartitionSpec(self.axis, (*self.outer, *self.inner))
-
-  def split(self, tree: Any, scope: ShardingScope) -> Any:
-    """Reshapes leaves [B, ...] to [M, B / M, ...]; the stages split M."""
-
-    def split_leaf(x):
-      rows = x.shape[0] // (self.num_outer * self.num_inner * self.num_microbatches)
-      slots = self.num_microbatches // self.num_stages
-      x = x.reshape(self.num_outer, self.num_stages, self.num_inner, slots, rows, *x.shape[1:])
-      x = x.transpose(1, 3, 0, 2, 4, *range(5, x.ndim))
-      x = x.reshape(self.num_microbatches, -1, *x.shape[5:])
-      return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, self.spec))
-
-    return jax.tree.map(split_leaf, tree)
-
-  def merge(self, tree: Any) -> Any:
-    """Reshapes leaves [M, B / M, ...] back to [B, ...]: the inverse of `split`."""
-
-    def merge_leaf(x):
-      x = x.reshape(
-        self.num_stages, -1, self.num_outer, self.num_inner, *_cut(x.shape, self.num_outer * self.num_inner)
-      )
-      x = x.transpose(2, 0, 3, 1, 4, *range(5, x.ndim))
-      return x.reshape(-1, *x.shape[5:])
-
-    return jax.tree.map(merge_leaf, tree)
+  axes = _data_axes(scope, axis, batch_split_dim)
+  tree = _constrain(tree, scope, (axis, *axes))
+  tree = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), tree)
+  return _constrain(tree, scope, axis, axes)
 
 
-def _cut(shape: Sequence[int], parts: int) -> tuple[int, ...]:
-  """Returns [M, B / M, ...] without M, the rows cut into parts."""
-  return (shape[1] // parts, *shape[2:])
+def merge_rows(tree: Any, scope: ShardingScope, axis: str, batch_split_dim: SplitDim) -> Any:
+  """Reshapes leaves [M, B / M, ...] back to [B, ...]: the inverse of `split_rows`."""
+  axes = _data_axes(scope, axis, batch_split_dim)
+  tree = _constrain(tree, scope, axis, axes)
+  tree = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+  return _constrain(tree, scope, (axis, *axes))
 
 
-def microbatch_layout(
-  scope: ShardingScope, axis: str, batch_split_dim: Any, batch_size: int, num_microbatches: int
-) -> MicrobatchLayout:
-  """Returns the layout of a batch of `batch_size` rows under the axis rules.
+def _data_axes(scope: ShardingScope, axis: str, batch_split_dim: SplitDim) -> tuple[str, ...]:
+  """Returns the mesh axes other than the stages' that split the batch."""
+  rules = without_axis(axis, scope.axis_rules)
+  return spec_axes(split_dims_to_partition_spec((batch_split_dim,), scope.mesh.axis_names, rules), 1)[0]
 
-  Raises:
-    UserError: the microbatches do not divide the batch.
-  """
-  check_microbatches_divide(batch_size, num_microbatches)
-  spec = split_dims_to_partition_spec((batch_split_dim,), scope.mesh.axis_names, scope.axis_rules)
-  axes = spec_axes(spec, 1)[0]
-  position = axes.index(axis) if axis in axes else len(axes)
-  outer, inner = axes[:position], axes[position + 1 :]
-  sizes = [num_parts(part, scope.mesh.shape) for part in (outer, inner)]
-  if batch_size // num_microbatches % math.prod(sizes):
-    sizes = [1, 1]
-  return MicrobatchLayout(
-    num_stages=scope.mesh.shape[axis],
-    num_microbatches=num_microbatches,
-    outer=outer,
-    inner=inner,
-    num_outer=sizes[0],
-    num_inner=sizes[1],
-    axis=axis,
-  )
+
+def _constrain(tree: Any, scope: ShardingScope, *spec: Any) -> Any:
+  sharding = NamedSharding(scope.mesh, PartitionSpec(*spec))
+  return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
 
 
 def check_microbatches_divide(batch_size: int, num_microbatches: int) -> None:

@@ -22,9 +22,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import WithSublayers, values_per_layer
+from spmd_tasks.layers.base import SmallMicrobatchError, WithSublayers, values_per_layer
 from spmd_tasks.layers.pipeline.loop import run_loop
-from spmd_tasks.layers.pipeline.microbatches import Microbatch, check_microbatches_divide, microbatch_layout
+from spmd_tasks.layers.pipeline.microbatches import (
+  Microbatch,
+  check_microbatches_divide,
+  merge_rows,
+  split_rows,
+)
 from spmd_tasks.layers.pipeline.one_forward_one_backward import run_one_forward_one_backward
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
@@ -53,10 +58,10 @@ class PipelinedStack(WithSublayers, kw_only=True):
   repeat. Checkpoints store [L, ...] in both cases. If P does not divide the layers, identity layers fill up the stages;
   checkpoints do not contain these.
 
-  Loss, gradients and the layers' statistics are those of the whole batch, whatever M. Dropout masks differ from those
-  of
-  TransformerStack: each layer and microbatch has its own, the same for every schedule. Variables that blocks `sow` are
-  discarded.
+  Microbatches are runs of consecutive rows. Loss, gradients and the layers' statistics are those of the whole batch,
+  whatever M. Outside of training, a batch that M does not fit is cut into fewer microbatches. Dropout masks differ from
+  those of TransformerStack: each layer and microbatch has its own, the same for every schedule and mesh. Variables that
+  blocks `sow` are discarded.
 
   Fields:
     block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
@@ -105,26 +110,29 @@ class PipelinedStack(WithSublayers, kw_only=True):
 
     Raises:
       UserError: M does not divide B, or P does not divide M.
+      SmallMicrobatchError: a layer needs more rows at once than a microbatch has. All three in training only.
     """
     scope = current_sharding_scope()
     axis = None if scope is None else stage_axis(scope.mesh.axis_names, scope.axis_rules)
     if scope is not None and axis is not None and scope.mesh.shape[axis] > 1:
-      schedule = self._schedule(scope.mesh.shape[axis], x.shape[0], is_strict=train or self.is_initializing())
-      if schedule is not None and not self.is_initializing():
-        return self._pipelined(scope, axis, schedule, Microbatch(x, segment_ids, segment_pos), train)
+      schedules = self._schedules(scope.mesh.shape[axis], x.shape[0], is_strict=train or self.is_initializing())
+      for schedule in () if self.is_initializing() else schedules:
+        try:
+          return self._pipelined(scope, axis, schedule, Microbatch(x, segment_ids, segment_pos), train)
+        except SmallMicrobatchError:
+          if train:
+            raise
+      logging.info('A batch of %d rows is not pipelined over %d stages.', x.shape[0], scope.mesh.shape[axis])
     return self._in_sequence(x, segment_ids, segment_pos, train)
 
-  def _schedule(self, num_stages: int, batch_size: int, is_strict: bool) -> Schedule | None:
-    """Returns the schedule. If not `is_strict`, reduces M to the largest that fits; returns None if none does."""
+  def _schedules(self, num_stages: int, batch_size: int, is_strict: bool) -> list[Schedule]:
+    """Returns the schedule; if not `is_strict`, those of all M that fit, from the largest."""
     counts = [self.num_microbatches]
-    if not is_strict:
+    if is_strict:
+      check_microbatches_divide(batch_size, self.num_microbatches)
+    else:
       counts = [m for m in range(self.num_microbatches, 0, -1) if batch_size % m == 0 and m % num_stages == 0]
-    if not counts:
-      logging.info('%d rows do not fit %d pipeline stages: layers run in sequence.', batch_size, num_stages)
-      return None
-    schedule = Schedule(num_stages=num_stages, num_microbatches=counts[0], num_repeats=self.num_repeats)
-    check_microbatches_divide(batch_size, counts[0])
-    return schedule
+    return [Schedule(num_stages=num_stages, num_microbatches=m, num_repeats=self.num_repeats) for m in counts]
 
   def _in_sequence(self, x, segment_ids, segment_pos, train):
     layers = scan_layers(num_layers=self.num_layers, scan=True, remat_policy_name=self.remat_policy, train=train)
@@ -151,10 +159,11 @@ class PipelinedStack(WithSublayers, kw_only=True):
       train=train,
       axis=axis,
       axis_rules=without_axis(axis, scope.axis_rules),
+      num_microbatches=schedule.num_microbatches,
       layers_per_repeat=self.num_layers // self.num_repeats,
       num_repeats=self.num_repeats,
     )
-    layout = microbatch_layout(scope, axis, self.batch_split_dim, batch.x.shape[0], schedule.num_microbatches)
+    microbatches = split_rows(batch, schedule.num_microbatches, scope, axis, self.batch_split_dim)
     layers_dim = int(self.num_repeats > 1)
     layers_spec = PartitionSpec(*[None] * layers_dim, axis)
     run = _RUN[self.schedule]
@@ -177,12 +186,12 @@ class PipelinedStack(WithSublayers, kw_only=True):
       check_vma=False,
       in_specs=(StageWeights(layers_spec, PartitionSpec()), PartitionSpec(axis)),
       out_specs=(PartitionSpec(axis), PartitionSpec(None, axis)),
-    )(StageWeights(weights, rng), layout.split(batch, scope))
+    )(StageWeights(weights, rng), microbatches)
 
     def by_layer(a):  # [V, P N, ...] to [L, ...]
       return a[:, : stage.layers_per_repeat].reshape(-1, *a.shape[2:])
 
-    return layout.merge(x), values_per_layer(jax.tree.map(by_layer, aux))
+    return merge_rows(x, scope, axis, self.batch_split_dim), values_per_layer(jax.tree.map(by_layer, aux))
 
 
 def _pad_layers(weight: jax.Array, dim: int, num_stages: int) -> jax.Array:

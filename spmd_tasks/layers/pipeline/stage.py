@@ -1,6 +1,7 @@
 """Stage: runs the layers of one pipeline stage on one microbatch.
 
-Shapes: B rows of a microbatch, T sequence, D model, L layers, V repeats, N layers of one stage in one repeat.
+Shapes: B rows of a microbatch, M microbatches, T sequence, D model, L layers, V repeats, N layers of one stage in one
+repeat.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.base import BatchPart, batch_part
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, tree_read, tree_where
 from spmd_tasks.layers.transformer import remat_policy
 from spmd_tasks.sharding import AxisRules, sharding_scope
@@ -35,6 +37,7 @@ class Stage:
     train: whether dropout is on.
     axis: the mesh axis of the stages.
     axis_rules: without the stage axis, for the block's activations.
+    num_microbatches: M.
     layers_per_repeat: L / V, without identity layers.
     num_repeats: V.
   """
@@ -44,6 +47,7 @@ class Stage:
   train: bool
   axis: str
   axis_rules: AxisRules
+  num_microbatches: int
   layers_per_repeat: int
   num_repeats: int
 
@@ -85,7 +89,8 @@ class Stage:
     if policy is not None:
       layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
     mesh: Any = jax.sharding.get_abstract_mesh()  # the mesh inside shard_map, whose stage axis is manual
-    with sharding_scope(mesh, self.axis_rules):
+    part = BatchPart(index=index, count=self.num_microbatches)
+    with sharding_scope(mesh, self.axis_rules), batch_part(part):
       x, aux = jax.lax.scan(layer, microbatch.x, (weights.layers, first + jnp.arange(num_layers)))
     return microbatch._replace(x=x), aux
 
