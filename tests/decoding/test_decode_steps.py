@@ -41,11 +41,11 @@ LENGTHS = (3, 1, 10, 5, 12, 4, 2)
 
 
 class Staged(Uneven):
-  """3 layers over 2 stages."""
+  """3 layers over 2 stages, whose axis has the name of the dim."""
 
-  mesh_axis_names = ('replica', 'stage', 'data', 'mdl')
+  mesh_axis_names = ('replica', 'layers', 'data', 'mdl')
   ici_mesh_shape = (1, 2, 2, 2)
-  axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES)
+  axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES, 'layers')
   num_layers = 3
 
   def stack(self):
@@ -76,9 +76,9 @@ MESHES = {
   'windows on data 2 x mdl 4': (Windowed, (1, 2, 4)),
   'bfloat16': (Bfloat16, (1, 1, 1)),
   'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1)),
-  'stage 2 x data 2 x mdl 2': (Staged, (1, 2, 2, 2)),
+  'layers 2 x data 2 x mdl 2': (Staged, (1, 2, 2, 2)),
 }
-SLOW = {'stage 2 x data 2 x mdl 2', 'windows on data 2 x mdl 4'}
+SLOW = {'layers 2 x data 2 x mdl 2', 'windows on data 2 x mdl 4'}
 ALL_MESHES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MESHES]
 
 

@@ -103,6 +103,29 @@ def test_sum_adds_up_the_microbatches_mean_gradients(weights, batch):
 
 
 @pytest.mark.parametrize('mode', ['mean', 'sum'])
+def test_a_gradient_that_is_a_sum_is_added_in_both_modes(mode, weights, batch):
+  """As the load of experts is, whatever the loss weights of the microbatches."""
+
+  def counting(weights, batch, rng):
+    _, output = loss_fn({'table': weights['table']}, batch, rng)
+    num_rows = jnp.float32(len(batch['weights']))
+    return output.loss + num_rows * jnp.sum(weights['count']), output
+
+  _, grads = accumulate_gradients(
+    counting,
+    weights | {'count': jnp.zeros(2)},
+    batch,
+    None,
+    4,
+    mode,
+    is_sum=dict.fromkeys(weights, False) | {'count': True},
+  )
+  np.testing.assert_array_equal(grads['count'], [B, B])
+  _, expected = accumulate_gradients(loss_fn, weights, batch, None, 4, mode)
+  np.testing.assert_array_equal(grads['table'], expected['table'])
+
+
+@pytest.mark.parametrize('mode', ['mean', 'sum'])
 def test_a_batch_of_padding_has_zero_gradient(mode, weights, batch):
   batch['weights'] = np.zeros_like(batch['weights'])
   output, grads = accumulate_gradients(loss_fn, weights, batch, None, 4, mode)

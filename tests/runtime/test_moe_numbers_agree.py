@@ -19,6 +19,9 @@ RECOMPUTE = ('remat_policy=full', f'{FFN}.computation.recompute_activation=True'
 MICROBATCHES = ('load_balance_weight=0',)
 BIAS = (f'{FFN}.router.score_function=sigmoid', f'{FFN}.router.balance_bias=True')
 EINSUM, GATHER = ('form=einsum',), ('form=gather',)
+PADDED = (
+  'is_padded=True',
+)  # and prompts without loss: the load of two microbatches is a sum, not a mean by loss weights
 NEVER_DROP = ('capacity_factor=0',)
 FAST = ('data 2 x expert 4', 'einsum, data 2 x expert 4')
 
@@ -31,11 +34,11 @@ CASES = [
   ('einsum, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), EINSUM, EINSUM),
   ('gather, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), GATHER, EINSUM),
   (
-    'expert 2 x mdl 4, 2 microbatches, bias balancing',
+    'expert 2 x mdl 4, 2 microbatches of padded text, bias balancing',
     ExpertAxis,
     (1, 1, 2, 4),
-    (*MICROBATCHES, *BIAS, TWO),
-    (*MICROBATCHES, *BIAS),
+    (*MICROBATCHES, *BIAS, *PADDED, TWO),
+    (*MICROBATCHES, *BIAS, *PADDED),
   ),
   ('data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), ALL_TO_ALL, ()),
   ('experts along data 4 x mdl 2', AlongData, (1, 4, 2), (), ()),

@@ -20,12 +20,22 @@ TEN, SIX = ('num_layers=10', 'batch_size=16'), ('num_layers=6', 'batch_size=16')
 PLAIN = {PipelinedAdamW: (AdamW, TEN), PipelinedAdafactor: (Adafactor, SIX), PipelinedExperts: (AlongData, SIX)}
 CIRCULAR = ('schedule=circular', 'num_repeats=2')
 ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
+FOUR = ('num_microbatches=4',)
 SIXTEEN, DOTS = ('num_microbatches=16',), ('remat_policy=dots_no_batch',)
 FAST = ('stage 4 x data 2', 'circular, stage 2 x data 2 x mdl 2')
 
 FFN = 'task.model.stack.block.ffn'
-# Both balance by bias, which the learner steps by sign, and never drop a token: capacity is counted by microbatch.
-GATHER = ('form=gather', 'capacity_factor=0', f'{FFN}.router.score_function=sigmoid', f'{FFN}.router.balance_bias=True')
+# What is taken over parts of a batch, of rows of different lengths: the balance loss over shards; biases, which follow
+# the load by its sign; tokens dropped from groups of two rows.
+SHARDS, BIAS = (
+  (f'{FFN}.load_balance_shards=4',),
+  tuple(f'{FFN}.router.{setting}' for setting in ('score_function=sigmoid', 'balance_bias=True')),
+)
+GROUPS = (f'{FFN}.computation.group_size=32',)
+PADDED = ('is_padded=True',)
+GATHER = ('form=gather', *GROUPS, *BIAS, *SHARDS, *PADDED)
+EINSUM = ('form=einsum', *GROUPS, *SHARDS, *PADDED)
+DROPLESS = (*BIAS, *SHARDS, *PADDED)
 
 # name, experiment, mesh, overrides, those of them that the plain stack has too
 TWO = 'task.learner.num_microbatches=2'
@@ -38,9 +48,9 @@ CASES = [
   ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, 'remat_policy=full'), ()),
   ('circular weights without stages', PipelinedAdamW, (1, 1, 2, 2), CIRCULAR, ()),
   ('Adafactor, circular, stage 2 x data 2 x mdl 2', PipelinedAdafactor, (1, 2, 2, 2), CIRCULAR, ()),
-  ('experts, circular, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), CIRCULAR, ()),
-  ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), ONE_F_ONE_B, ()),
-  ('experts by gather, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), GATHER, GATHER),
+  ('experts by einsum, circular', PipelinedExperts, (1, 2, 2, 2, 1), (*CIRCULAR, *EINSUM), EINSUM),
+  ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), (*ONE_F_ONE_B, *DROPLESS), DROPLESS),
+  ('experts by gather, stage 2 x data 4', PipelinedExperts, (1, 2, 4, 1, 1), (*FOUR, *GATHER), GATHER),
 ]
 ONE_BY_ONE = [
   ('circular, stage 4 x data 2, 16 microbatches', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, *SIXTEEN), ()),
@@ -49,6 +59,10 @@ ONE_BY_ONE = [
   ('2 microbatches of the learner', PipelinedAdamW, (1, 4, 2, 1), (TWO,), ()),
   ('experts, stage 2 x data 2 x expert 2', PipelinedExperts, (1, 2, 2, 2, 1), (), ()),
   ('experts, circular, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), CIRCULAR, ()),
+  ('experts by gather, stage 2 x expert 4', PipelinedExperts, (1, 2, 1, 4, 1), GATHER, GATHER),
+  ('experts by gather, circular', PipelinedExperts, (1, 2, 2, 2, 1), (*CIRCULAR, *GATHER), GATHER),
+  ('experts by gather, stage 4 x data 2', PipelinedExperts, (1, 4, 2, 1, 1), (*FOUR, *ONE_F_ONE_B, *GATHER), GATHER),
+  ('experts by einsum, stage 2 x data 4', PipelinedExperts, (1, 2, 4, 1, 1), (*FOUR, *EINSUM), EINSUM),
 ]
 
 

@@ -3,7 +3,13 @@
 Written from the definition: tokens ask for slots one after the other, and what has no slot adds nothing.
 """
 
+import jax.numpy as jnp
 import numpy as np
+
+
+def quotients(ratios):
+  """Name -> numerator / denominator, which are sums over the tokens; 0 if there are none."""
+  return {name: numerator / jnp.maximum(denominator, 1.0) for name, (numerator, denominator) in ratios.items()}
 
 
 def silu(x):

@@ -3,6 +3,7 @@
 Shapes: B batch, T sequence, D model, F ffn, E experts, k choices per token.
 """
 
+from capacity_reference import quotients
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +92,8 @@ def compute(computation, inputs, expert_ids):
   """(y, statistics). Gates are 0 for choices that are not routed, as in a RouterOutput."""
   inputs = jax.tree.map(jnp.asarray, inputs)
   gates = jnp.where(expert_ids == inputs['up'].shape[0], 0.0, inputs['gates'])
-  return computation(inputs['x'], routing_of(expert_ids, gates), expert_weights(inputs), train=True)
+  y, ratios = computation(inputs['x'], routing_of(expert_ids, gates), expert_weights(inputs), train=True)
+  return y, quotients(ratios)
 
 
 def mesh_and_rules(axis_sizes, rules):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmd_tasks.layers.base import BatchPart, batch_part
 from spmd_tasks.layers.moe import RouterOutput
 from spmd_tasks.layers.moe import _balance as balance
 from spmd_tasks.sharding import MeshSpec
@@ -166,13 +167,13 @@ def test_sums_of_the_parts_of_a_batch_add_up_to_the_values_of_the_whole(num_shar
 
   def sums(rows):
     part = jax.tree.map(lambda x: x[rows], routing)
-    return balance.routing_sums(part, num_shards=num_shards).with_fractions({'of_the_part': jnp.float32(rows[0])})
+    ratios = {'of_the_part': (jnp.float32(rows[0]), jnp.float32(len(rows)))}
+    return balance.routing_sums(part, num_shards=num_shards).replace(ratios=ratios)
 
   whole = sums(np.arange(B)).values()
   first, second = sums(np.array([0, 2])), sums(np.array([1, 3]))
   added = jax.tree.map(jnp.add, first, second).values()
-  fraction = added.pop('of_the_part')
-  np.testing.assert_allclose(fraction, jnp.sum(second.counts) / jnp.sum(first.counts + second.counts), rtol=1e-6)
+  assert added.pop('of_the_part') == (0 + 1) / (2 + 2)
   for name, value in added.items():
     np.testing.assert_allclose(value, whole[name], rtol=1e-5, err_msg=name)
 
@@ -204,7 +205,22 @@ def test_losses_and_statistics_of_a_sharded_batch_take_one_all_reduce(rng):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), reduce(sharded), reduce(routing))
 
 
+@pytest.mark.parametrize('num_parts', [1, 2, 4])
+@pytest.mark.parametrize('num_shards', [1, 2, 4])
+def test_shards_are_of_the_whole_batch_whatever_its_microbatches(num_parts, num_shards, rng):
+  routing = draw(rng, rng.random((B, T)) < 0.6)
+  expected = balance.routing_sums(routing, num_shards=num_shards)
+
+  def sums(m):
+    rows = slice(m * B // num_parts, (m + 1) * B // num_parts)
+    with batch_part(BatchPart(index=jnp.int32(m), count=num_parts)):
+      return balance.routing_sums(jax.tree.map(lambda x: x[rows], routing), num_shards=num_shards)
+
+  added = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), map(sums, range(num_parts)))
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), added, expected)
+
+
 @pytest.mark.parametrize('num_shards', [0, 3])
 def test_parts_that_do_not_divide_the_batch_are_refused(num_shards, rng):
-  with pytest.raises(ValueError, match=f'num_shards={num_shards} must be positive and divide the 4 rows'):
+  with pytest.raises(ValueError, match=f'load_balance_shards={num_shards} must divide the 4 rows'):
     load_balance_loss(draw(rng), num_shards=num_shards)

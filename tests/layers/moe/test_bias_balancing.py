@@ -16,8 +16,9 @@ from spmd_tasks.sharding import MeshSpec, sharding_scope
 L, B, T, D, E, K = 3, 8, 6, 5, 4, 2
 
 
-def test_violation_is_the_load_above_the_mean_as_a_fraction_of_it():
-  np.testing.assert_allclose(load_violation(jnp.array([4.0, 0.0, 2.0, 2.0])), [1.0, -1.0, 0.0, 0.0])
+def test_violation_is_the_load_above_the_mean_in_whole_numbers():
+  np.testing.assert_array_equal(load_violation(jnp.array([4.0, 0.0, 2.0, 2.0])), [8.0, -8.0, 0.0, 0.0])
+  np.testing.assert_array_equal(load_violation(jnp.array([1.0, 0.0, 0.0])), [2.0, -1.0, -1.0])
   np.testing.assert_array_equal(load_violation(jnp.zeros(3)), np.zeros(3))
 
 
@@ -88,9 +89,9 @@ def gradients(weights, x, mask, *, policy='none', train=True):
 
 
 def violations(ids):
-  """[L, E] in float64 for expert ids [L, B, T, k], E where padding is."""
-  counts = np.array([[(layer == e).sum() for e in range(E)] for layer in np.asarray(ids)], np.float64)
-  return counts / counts.mean(axis=1, keepdims=True) - 1
+  """[L, E] for expert ids [L, B, T, k], E where padding is."""
+  counts = np.array([[(layer == e).sum() for e in range(E)] for layer in np.asarray(ids)])
+  return E * counts - counts.sum(axis=1, keepdims=True)
 
 
 @pytest.mark.parametrize('policy', ['none', 'dots', 'full'])
@@ -98,8 +99,8 @@ def test_each_scanned_layers_bias_gets_its_own_violation(policy, rng):
   weights, x, mask = draw(rng)
   grads, ids = gradients(weights, x, mask, policy=policy)
   expected = violations(ids)
-  assert np.ptp(expected) > 0.2
-  np.testing.assert_allclose(grads['balance_bias'], expected, rtol=1e-5, atol=1e-6)
+  assert np.ptp(expected) > 10
+  np.testing.assert_array_equal(grads['balance_bias'], expected)
 
 
 def test_nothing_is_attached_in_evaluation_and_the_kernels_gradient_is_the_same(rng):
@@ -110,12 +111,12 @@ def test_nothing_is_attached_in_evaluation_and_the_kernels_gradient_is_the_same(
   np.testing.assert_array_equal(train['kernel'], evaluation['kernel'])
 
 
-def test_microbatches_average_to_the_whole_batch(rng):
-  weights, x, _ = draw(rng)
-  whole, _ = gradients(weights, x, None)
-  parts = [gradients(weights, x[i::2], None)[0]['balance_bias'] for i in range(2)]
+def test_microbatches_add_up_to_the_whole_batch(rng):
+  weights, x, mask = draw(rng)
+  whole, _ = gradients(weights, x, mask)
+  parts = [gradients(weights, x[i::2], mask[i::2])[0]['balance_bias'] for i in range(2)]
   # No layer mixes tokens, so every token takes the same way in either.
-  np.testing.assert_allclose(np.mean(parts, axis=0), whole['balance_bias'], rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(np.sum(parts, axis=0), whole['balance_bias'])
 
 
 def test_sharded_over_data_the_violation_is_the_whole_batchs(rng):
@@ -129,7 +130,7 @@ def test_sharded_over_data_the_violation_is_the_whole_batchs(rng):
       return gradients(weights, x, mask)
 
   grads, ids = sharded(weights, x, mask)
-  np.testing.assert_allclose(grads['balance_bias'], violations(ids), rtol=1e-5, atol=1e-6)
+  np.testing.assert_array_equal(grads['balance_bias'], violations(ids))
 
 
 def test_padding_only_violates_nothing(rng):
@@ -142,9 +143,9 @@ def test_steps_against_the_violation_even_the_load(rng):
   """What the learner does with the gradient, on one fixed batch: the greatest load falls to near the mean."""
   weights, x, _ = draw(rng)
   router = weights['layers']['router']
-  before = np.abs(violations(gradients(weights, x, None)[1])).max()
+  before = np.abs(violations(gradients(weights, x, None)[1])).max() / (B * T * K)
   for _ in range(100):
     grads, ids = gradients({'layers': {'router': router}}, x, None)
     router = router | {'balance_bias': router['balance_bias'] - 0.01 * np.sign(grads['balance_bias'])}
   assert before > 0.4
-  assert np.abs(violations(ids)).max() < 0.15
+  assert np.abs(violations(ids)).max() / (B * T * K) < 0.15

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import re
 
-from capacity_reference import capacity_result, central_differences, expert_ffn, kept_choices
+from capacity_reference import capacity_result, central_differences, expert_ffn, kept_choices, quotients
 import jax
 from jax.extend.core import jaxprs_in_params
 import jax.numpy as jnp
@@ -75,8 +75,8 @@ def value_and_gradients(computation, x, routing, weights, cotangent):
   """(y, (d x, d gates, d weights), statistics), of sum(y * cotangent)."""
 
   def loss(x, gates, weights):
-    y, statistics = computation(x, routing.replace(gates=gates), weights, train=True)
-    return jnp.sum(y * cotangent), (y, statistics)
+    y, ratios = computation(x, routing.replace(gates=gates), weights, train=True)
+    return jnp.sum(y * cotangent), (y, quotients(ratios))
 
   gradients, (y, statistics) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, routing.gates, weights)
   return y, gradients, statistics
@@ -140,7 +140,8 @@ def test_the_factor_outside_of_training_is_another(rng):
 
   def fraction_dropped(train, **settings):
     computation = CapacityGather(min_capacity=1, capacity_factor=0.5, **settings)
-    return jax.jit(lambda *args: computation(*args, train=train)[1]['fraction_dropped'])(x, routing, weights)
+    ratios = jax.jit(lambda *args: computation(*args, train=train)[1])(x, routing, weights)
+    return quotients(ratios)['fraction_dropped']
 
   assert fraction_dropped(True, eval_capacity_factor=0) == fraction_dropped(False) > 0
   assert fraction_dropped(False, eval_capacity_factor=0) == 0
@@ -212,8 +213,8 @@ def test_experts_that_chose_their_tokens(mesh_name, form, rng):
   def loss(x, gates, weights):
     slots = Slots(token_ids=jnp.asarray(token_ids, jnp.int32), gates=gates)
     routing = RouterOutput(logits=scores, scores=scores, token_mask=None, slots=slots)
-    y, statistics = form()(x, routing, weights, train=True)
-    return jnp.sum(y * cotangent), (y, statistics)
+    y, ratios = form()(x, routing, weights, train=True)
+    return jnp.sum(y * cotangent), (y, quotients(ratios))
 
   with contextlib.nullcontext() if mesh_name is None else sharding_scope(*mesh_and_rules(*MESHES[mesh_name][:2])):
     (d_x, d_gates, d_weights), (y, statistics) = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(

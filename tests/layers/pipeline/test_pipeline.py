@@ -22,7 +22,7 @@ from spmd_tasks.sharding import MeshSpec, sharding_scope, unbox_weights, weight_
 B, T, D = 16, 9, 12
 STAGES = {'data': 2, 'stage': 4}
 RULES = (
-  ('batch', ('data', 'stage')),
+  ('batch', ('stage', 'data')),
   ('layers', 'stage'),
   *((name, None) for name in ('embed', 'mlp', 'heads', 'kv_heads', 'head_dim', 'norm', 'seq')),
   *((name, None) for name in ('act_embed', 'act_mlp', 'act_heads', 'act_kv_heads')),
@@ -121,7 +121,7 @@ def compile_grad(stack, num_layers, mesh=None, rules=RULES, rngs=None):
   weights = split(make_weights(num_layers), stack.num_repeats)
   even = num_layers // stack.num_repeats % mesh.shape['stage'] == 0
   weights_shardings = NamedSharding(mesh, spec if even else jax.P())
-  x_sharding = NamedSharding(mesh, jax.P(('data', 'stage')))
+  x_sharding = NamedSharding(mesh, jax.P(('stage', 'data')))
   in_shardings = weights_shardings, x_sharding
   out_shardings = (None, in_shardings)
   compiled = jax.jit(run, in_shardings=in_shardings, out_shardings=out_shardings).lower(weights, inputs()[0]).compile()
@@ -178,7 +178,10 @@ def stage_neighbours(mesh):
 
 @pytest.mark.parametrize('name', ['gpipe', 'circular', 'one forward, one backward'])
 def test_microbatches_go_from_neighbour_to_neighbour_and_nowhere_else(name):
-  """Between stages: permutes of one microbatch. Other collectives, of gradients and losses, have no activations."""
+  """Between stages: permutes of one microbatch. Within a stage an all-to-all sorts the rows of its two microbatches.
+
+  Other collectives, of gradients and losses, have no activations.
+  """
   num_layers, settings = CASES[name]
   text, _ = pipelined(num_layers, **settings)
   collectives = re.findall(r'= (.*?) (all-[\w-]+|reduce-scatter|collective-[\w-]+)\((.*)', text)
@@ -187,26 +190,30 @@ def test_microbatches_go_from_neighbour_to_neighbour_and_nowhere_else(name):
   for rest in permutes:
     pairs = re.findall(r'(\d+),(\d+)', re.search(r'source_target_pairs=\{(.*?)\}\}', rest).group(1))
     assert {(int(a), int(b)) for a, b in pairs} <= stage_neighbours(make_mesh())
+  assert 'all-to-all' in [kind for _, kind, _ in collectives]
   for shape, kind, _ in collectives:
     if kind == 'collective-permute':
       assert re.fullmatch(rf'\w+\[1,{T}(,{D})?\].*', shape), f'more than a row of one microbatch is sent: {shape}'
+    elif kind == 'all-to-all':  # one shape for each device of a group: the groups are as large as a stage
+      assert len(re.findall(r'\w+\[', shape)) == make_mesh().shape['data'], shape
     else:
       assert not re.search(rf'\b{T}\b', re.sub(r'\{.*?\}', '', shape)), f'{kind} of activations: {shape}'
 
 
-def dropout_run(**settings):
+def dropout_run(mesh=None, rules=RULES, **settings):
   stack = PipelinedStack(block=make_block(dropout_rate=0.5), num_layers=8, num_microbatches=8, **settings)
-  compiled, args = compile_grad(stack, 8, rngs={'dropout': jax.random.key(3)})
+  compiled, args = compile_grad(stack, 8, mesh, rules, rngs={'dropout': jax.random.key(3)})
   (loss, outputs), (weights, x) = jax.device_get(compiled(*args))
   return (loss, outputs), (merge(weights, stack.num_repeats), x)
 
 
-def test_dropout_does_not_depend_on_the_schedule():
+def test_dropout_does_not_depend_on_the_schedule_or_the_mesh():
   gpipe = dropout_run()
   (_, (y, _)), _ = gpipe
   assert not np.allclose(y, reference(8)[0][1][0])
   assert_close(dropout_run(schedule='circular', num_repeats=2, remat_policy='full'), gpipe)
-  assert_close(dropout_run(schedule='one_forward_one_backward'), gpipe)
+  stages_innermost = (('batch', ('data', 'stage')), *RULES[1:])
+  assert_close(dropout_run(make_mesh(data=4, stage=2), stages_innermost, schedule='one_forward_one_backward'), gpipe)
 
 
 class Constant(nn.Module):
