@@ -72,7 +72,7 @@ class Program:
     repeats = getattr(stack, 'num_repeats', 1)
     weights = unbox_weights(jax.jit(stack.init)(jax.random.key(0), x)['params'])
     layers = PartitionSpec(*[None] * (repeats > 1), 'stage')
-    shardings = NamedSharding(mesh, layers), NamedSharding(mesh, PartitionSpec(('data', 'stage')))
+    shardings = NamedSharding(mesh, layers), NamedSharding(mesh, PartitionSpec(('stage', 'data')))
     self._args = jax.device_put((weights, x), shardings)
     start = time.process_time()
     lowered = jax.jit(gradient, in_shardings=shardings, out_shardings=shardings).lower(*self._args)

@@ -128,11 +128,12 @@ class PipelinedStack(WithSublayers, kw_only=True):
   def _schedules(self, num_stages: int, batch_size: int, is_strict: bool) -> list[Schedule]:
     """Returns the schedule; if not `is_strict`, those of all M that fit, from the largest."""
     counts = [self.num_microbatches]
+    if not is_strict:
+      counts = [m for m in range(self.num_microbatches, 0, -1) if batch_size % m == 0 and m % num_stages == 0]
+    schedules = [Schedule(num_stages=num_stages, num_microbatches=m, num_repeats=self.num_repeats) for m in counts]
     if is_strict:
       check_microbatches_divide(batch_size, self.num_microbatches)
-    else:
-      counts = [m for m in range(self.num_microbatches, 0, -1) if batch_size % m == 0 and m % num_stages == 0]
-    return [Schedule(num_stages=num_stages, num_microbatches=m, num_repeats=self.num_repeats) for m in counts]
+    return schedules
 
   def _in_sequence(self, x, segment_ids, segment_pos, train):
     layers = scan_layers(num_layers=self.num_layers, scan=True, remat_policy_name=self.remat_policy, train=train)
