@@ -19,9 +19,8 @@ RECOMPUTE = ('remat_policy=full', f'{FFN}.computation.recompute_activation=True'
 MICROBATCHES = ('load_balance_weight=0',)
 BIAS = (f'{FFN}.router.score_function=sigmoid', f'{FFN}.router.balance_bias=True')
 EINSUM, GATHER = ('form=einsum',), ('form=gather',)
+# Prompts have no loss, so that the load of the learner's microbatches is not their mean by loss weights.
 PADDED = ('is_padded=True', 'learning_rate=6e-3')
-  'is_padded=True',
-)  # and prompts without loss: the load of two microbatches is a sum, not a mean by loss weights
 NEVER_DROP = ('capacity_factor=0',)
 FAST = ('data 2 x expert 4', 'einsum, data 2 x expert 4')
 
