@@ -10,7 +10,7 @@ factor exists for parity.
 
 **Balance biases** (tag `balance_bias`). A router that balances without an auxiliary loss adds a bias per expert to the
 scores by which it chooses (Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3). The
-gradient that the train step returns for such a bias is the load of its expert minus the mean load, a sum over the tokens
+gradient that the train step returns for such a bias is the load of its expert minus the mean load, a sum over tokens
 (layers/moe/_balance.py), and the update is a step of fixed size against it:
 
     bias -= rate * sign(load violation)
