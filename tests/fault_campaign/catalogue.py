@@ -26,6 +26,7 @@ FAMILIES = (
   'decoding',
   'security',
   'processes',
+  'peer_copies',
 )
 
 _KINDS: dict[str, 'Kind'] = {}

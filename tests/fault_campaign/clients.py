@@ -228,7 +228,6 @@ def keys_and_paths(scene: Scene) -> str:
       'Bearer',
       f'Bearer {KEY}x',
       f'Bearer {KEY[:-1]}',
-      f'bearer  {KEY} ',
       'Basic eDp5',
       KEY * 2000,
     )

@@ -18,7 +18,7 @@ import time
 from spmd_tasks import exit_codes
 from tests.fault_campaign import damage, disks, judge
 from tests.fault_campaign.catalogue import kind
-from tests.fault_campaign.experiments import NUM_STEPS
+from tests.fault_campaign.experiments import NUM_STEPS, SAVE_INTERVAL
 from tests.fault_campaign.injected import Point
 from tests.fault_campaign.judge import check
 from tests.fault_campaign.kills import CHANGES, PLACES
@@ -74,15 +74,17 @@ def check_ends(ended: Sequence[Ended], *, signalled: dict[int, int]) -> str:
   return ', '.join(str(each.returncode) for each in ended)
 
 
-def go_on(scene: Scene) -> None:
+def go_on(scene: Scene, *flags: object, max_lost: int = SAVE_INTERVAL) -> None:
   """The same two commands again, and the numbers of two undisturbed processes."""
   before = scene.steps()
-  ended = Pair(scene).finish(DEADLINE_S)
+  ended = Pair(scene, *flags).finish(DEADLINE_S)
   codes = [each.returncode for each in ended]
   check(codes == [exit_codes.OK] * 2, f'the restart ended with {codes}: {judge.sentence_of(ended[0])}')
   again = scene.steps()[len(before) :]
   if before and again:
-    check(0 <= before[-1] - (again[0] - 1) <= 5, f'after step {before[-1]} the restart began with step {again[0]}')
+    check(
+      0 <= before[-1] - (again[0] - 1) <= max_lost, f'after step {before[-1]} the restart began with step {again[0]}'
+    )
   scene.check_as_undisturbed()
 
 
