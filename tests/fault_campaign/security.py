@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from spmd_tasks import exit_codes
+from tests.binary import REPOSITORY
 from tests.fault_campaign import judge
 from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.judge import check
@@ -43,17 +44,14 @@ def config_names_module(scene: Scene) -> str:
   path.write_text(json.dumps(saved))
   scene.where = f'{saved["experiment"]} by {name}, in {where}'
   flags = ['--mode', 'eval', '--job_log_dir', scene.job_log_dir, *(['--config', path] if name == '--config' else [])]
-  python_path = f'{scene.path / "path"}:{_repository()}'
+  flags += scene.rng.choice(([], ['--experiment_path', REPOSITORY]))  # which holds the job, and no `evil`
+  python_path = f'{scene.path / "path"}:{REPOSITORY}'
   process = scene.start_injected(flags, cwd=scene.path / 'here', env={'PYTHONPATH': python_path})
   ended = scene.finish(process)
   check(not mark.exists(), 'the module was imported')
   judge.check_refusal(ended, REFUSED)
   check('Zen of Python' not in ended.stdout, 'a module of the standard library was imported')
   return f'refused ({judge.sentence_of(ended)})'
-
-
-def _repository() -> Path:
-  return Path(__file__).parents[2]
 
 
 VALUES = (
@@ -85,6 +83,7 @@ def config_values(scene: Scene) -> str:
   path.write_text(json.dumps(saved))
   scene.where = f'{part}.{field} = {value!r}'
   flags = ['--mode', 'eval', '--job_log_dir', scene.job_log_dir, '--num_fake_devices', 1]
+  flags += ['--experiment_path', REPOSITORY]
   ended = scene.finish(scene.start_injected(flags, cwd=scene.path / 'here'))
   check(not mark.exists(), 'a module was imported')
   check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
