@@ -26,10 +26,10 @@ class Mine(Tiny):
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
   """The current directory, with modules of one's own and of others; what is imported is forgotten afterwards."""
-  for folder in ('labs/my_lab', 'labs/other_lab', 'evil/pack', 'nest'):
+  for folder in ('labs/my_lab', 'labs/other_lab', 'evil/pack', 'nest/inner'):
     (tmp_path / folder).mkdir(parents=True)
   attack = ATTACK.format(ran=str(tmp_path / 'ran'))
-  for name in ('evil_module.py', 'evil/pack/__init__.py', 'evil/pack/deeper.py', 'nest/deeper.py'):
+  for name in ('evil_module.py', 'evil/pack/__init__.py', 'evil/pack/deeper.py', 'nest/deeper.py', 'nest/inner/deepest.py'):
     (tmp_path / name).write_text(attack + EXPERIMENT)
   (tmp_path / 'labs/my_lab/notes.py').write_text(EXPERIMENT)
   (tmp_path / 'labs/other_lab/__init__.py').symlink_to(tmp_path / 'evil_module.py')
@@ -54,6 +54,7 @@ ATTACKS = [
   'pack.Mine',  # on sys.path, as PYTHONPATH and site-packages are
   'pack.deeper.Mine',
   'nest.deeper.Mine',  # a package without an __init__.py
+  'nest.inner.deepest.Mine',  # in another one
   'labs.other_lab.notes.Mine',  # below the search path, but its package is a link that leads out of it
   'evil.pack.deeper.Mine',
   'antigravity.Mine',  # of the standard library: opens a browser
