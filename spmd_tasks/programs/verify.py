@@ -9,6 +9,7 @@ import contextlib
 from pathlib import Path
 import tempfile
 import time
+import traceback
 from typing import Any
 
 from spmd_tasks import exit_codes
@@ -102,3 +103,7 @@ def _decide(case: Case, bench: Bench) -> Verdict:
     return case.decide(bench)
   except UserError as error:
     return Verdict(status='not applicable', detail=f'refused: {error}')
+  except Exception as error:  # a mesh on which the experiment cannot run at all is a finding too
+    traceback.print_exc()
+    message = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else "no message"}'
+    return Verdict(status='BROKEN', detail=message, failure={'error': message})

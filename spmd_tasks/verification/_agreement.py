@@ -44,8 +44,8 @@ def agree(
   runner: Runner,
   expected: Trajectory,
   *,
-  ignored: Sequence[str] = (),
-  num_steps: int | None = None,
+  metrics: Sequence[str] | None = None,
+  steps: Sequence[int] | None = None,
   train: bool = True,
 ) -> Agreement:
   """Compares a setting with a reference, step by step, up to the first difference.
@@ -53,18 +53,18 @@ def agree(
   Args:
     runner: the setting.
     expected: the reference.
-    ignored: names of metrics that may differ.
-    num_steps: compare only so many steps, each from the reference's state.
+    metrics: the names of those that must agree; None: all.
+    steps: which steps (from 0) to take from the reference's state; None: all.
     train: also compare the curve of losses of training without a stop.
   """
   closest: Difference | None = None
   notes, num_compared = Notes(), 0
-  for step in range(expected.num_steps if num_steps is None else num_steps):
+  for step in range(expected.num_steps) if steps is None else steps:
     if not np.isfinite(expected.result(step).forward['loss']):
       notes.add('steps', f'{step + 1} (the loss is not finite)')
       break
     result = runner.step(expected.state(step), expected.batches[step])
-    wrong, every = compare_step(expected, step, result, ignored, notes)
+    wrong, every = compare_step(expected, step, result, metrics, notes)
     if wrong is not None:
       return Agreement(first=wrong, closest=wrong, num_steps=step + 1, notes=notes.lines())
     if every:
@@ -78,7 +78,7 @@ def compare_step(
   expected: Trajectory,
   step: int,
   result: StepResult,
-  ignored: Sequence[str] = (),
+  metrics: Sequence[str] | None = None,
   notes: 'Notes | None' = None,
 ) -> tuple[Difference | None, list[Difference]]:
   """Returns the worst difference that is too large, and all differences; none if the reference jumps by itself."""
@@ -86,7 +86,11 @@ def compare_step(
   if result.nonzero_padding:
     return padding_difference(step + 1, result), []
   epsilon, spread = expected.runner.epsilon, expected.spread(step)
-  reference = {name: value for name, value in expected.result(step).forward.items() if name not in ignored}
+  reference = {
+    name: value
+    for name, value in expected.result(step).forward.items()
+    if metrics is None or '/' in name or name in metrics
+  }
   wrong, every, noise = compare(reference, result.forward, spread, epsilon, step + 1)
   if wrong:
     further = expected.spread_further(step)

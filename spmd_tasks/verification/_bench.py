@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 import concurrent.futures
+import contextlib
 import functools
 import threading
 
@@ -35,6 +36,7 @@ class Bench:
     self._runners: dict[Setting, concurrent.futures.Future[Runner]] = {}
     self._trajectories: dict[Setting, Trajectory] = {}
     self._lock = threading.Lock()
+    self.on_close = contextlib.ExitStack()
 
   @functools.cached_property
   def own_mesh(self) -> Mesh:
@@ -63,7 +65,8 @@ class Bench:
     return runner
 
   def close(self) -> None:
-    """Ends the threads that compile."""
+    """Ends the threads that compile, and what was given to `on_close.callback`."""
+    self.on_close.close()
     self._pool.shutdown(cancel_futures=True)
 
   def trajectory(self, setting: Setting) -> Trajectory:
@@ -79,14 +82,14 @@ class Bench:
     return self._trajectories[setting]
 
   def agree(
-    self, setting: Setting, reference: Setting, *, ignored: Sequence[str] = (), train: bool = True
+    self, setting: Setting, reference: Setting, *, metrics: Sequence[str] | None = None, train: bool = True
   ) -> Agreement:
     """Compares a setting with a reference, step by step, up to the first difference; see `agree`.
 
     Raises:
       UserError: the experiment refuses one of the settings.
     """
-    return agree(self.runner(setting), self.trajectory(reference), ignored=ignored, train=train)
+    return agree(self.runner(setting), self.trajectory(reference), metrics=metrics, train=train)
 
 
 def _shapes(runner: Runner) -> object:

@@ -102,7 +102,7 @@ class Agree(_NothingToBegin):
 
   Attributes:
     setting, reference: the two settings.
-    ignored: metrics that may differ, by the documentation.
+    metrics: the names of those that must agree; None: all.
     remark: what was changed for both sides, so that the documentation promises the same numbers.
     train: also compare the curve of losses of training without a stop.
     has_no_statistics: is for models without variables beside the weights, for these are statistics of a batch.
@@ -112,7 +112,7 @@ class Agree(_NothingToBegin):
   setting: Setting
   reference: Setting
   case: str | None = None
-  ignored: tuple[str, ...] = ()
+  metrics: tuple[str, ...] | None = None
   remark: str | None = None
   train: bool = True
   has_no_statistics: bool = False
@@ -128,7 +128,7 @@ class Agree(_NothingToBegin):
   def decide(self, bench: Bench) -> Verdict:
     if self.has_no_statistics and (kept := bench.runner(self.reference).model.abstract_state.non_trainable):
       return Verdict(status='not applicable', detail=f'{", ".join(kept)} are statistics of a batch')
-    found = bench.agree(self.setting, self.reference, ignored=self.ignored, train=self.train)
+    found = bench.agree(self.setting, self.reference, metrics=self.metrics, train=self.train)
     notes = (*found.notes, *([self.remark] if self.remark else []))
     if found.first is None:
       return held(found, notes)
@@ -145,7 +145,7 @@ class Agree(_NothingToBegin):
         if smaller == self.reference:
           continue
         try:
-          found = bench.agree(smaller, self.reference, ignored=self.ignored, train=first.is_of_curve)
+          found = bench.agree(smaller, self.reference, metrics=self.metrics, train=first.is_of_curve)
         except UserError:
           continue
         if found.first is not None:

@@ -1,8 +1,9 @@
 """What the documentation promises, and what it does not: settings by which numbers may differ, to be turned off.
 
 Some numbers depend on how a batch is cut into microbatches, and the guides say so: dropout draws a mask for each
-microbatch, capacity is counted within one, the learner's balance loss balances each. A claim that compares with another
-cut turns these off on both sides and says so.
+microbatch of a pipeline; the learner's microbatches are balanced each by itself, cut groups of an expert's capacity
+anew, and weigh what routers report by their tokens. A claim that compares with another cut turns these off on both
+sides and says so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,52 +11,47 @@ import dataclasses
 import sys
 from typing import Any
 
-# Field of the model -> (the value that makes it independent of microbatches, why it is not).
-_BY_MICROBATCH: Mapping[str, tuple[Any, str]] = {
-  'dropout_rate': (0.0, 'a mask for each microbatch'),
-  'jitter_eps': (0.0, 'a mask for each microbatch'),
-  'group_size': (None, 'groups are cut from a microbatch'),
-}
-_BALANCE_LOSS = 'task.loss.aux_loss_weights.load_balance_loss'
+# Fields of the model, and the value that makes each independent of microbatches.
+_RANDOM = {'dropout_rate': 0.0, 'jitter_eps': 0.0}
+_OF_GROUPS = {'group_size': None, 'load_balance_shards': 1}
+_AUX_WEIGHTS = 'task.loss.aux_loss_weights'
+# What the loss of a language model reports of tokens; all else is reported by layers.
+_OF_TOKENS = ('loss', 'loss_weight', 'cross_entropy', 'accuracy', 'z_loss')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TurnedOff:
-  """Overrides by which two cuts into microbatches agree, metrics that still may differ, and a remark for the report."""
+  """Overrides by which two cuts into microbatches agree, and the metrics that then do, None for all."""
 
   overrides: tuple[str, ...]
-  ignored: tuple[str, ...] = ()
+  metrics: tuple[str, ...] | None = None
 
   @property
   def remark(self) -> str | None:
+    """A phrase for the report; None if nothing is turned off."""
     parts = [f'with {" ".join(self.overrides)} on both sides'] if self.overrides else []
-    parts += [f'without the metric {name}' for name in self.ignored]
-    return ', '.join(parts) + ', which depend on microbatches' if parts else None
+    parts += ['without the metrics that layers report'] if self.metrics is not None else []
+    return ', '.join(parts) + ': they depend on microbatches' if parts else None
 
 
 def for_a_pipeline(values: Mapping[str, Any]) -> TurnedOff:
   """Returns what to turn off to compare a pipeline with layers in sequence."""
-  return TurnedOff(overrides=_by_microbatch(values))
+  return TurnedOff(overrides=_turn_off(values, _RANDOM))
 
 
 def for_accumulation(values: Mapping[str, Any]) -> TurnedOff:
   """Returns what to turn off to compare the learner's microbatches with the full batch."""
-  overrides, ignored = list(_by_microbatch(values)), []
-  weights = values.get('task.loss.aux_loss_weights')
-  if isinstance(weights, Mapping) and 'load_balance_loss' in weights.get('dict', {}):
-    overrides.append(f'{_BALANCE_LOSS}=0')
-  if any(path.endswith('.load_balance_shards') for path in values):  # a model with routers
-    ignored.append('load_balance_loss')
-  return TurnedOff(overrides=tuple(overrides), ignored=tuple(ignored))
+  overrides = _turn_off(values, {**_RANDOM, **_OF_GROUPS})
+  weights = values.get(_AUX_WEIGHTS)
+  aux = weights.get('dict', {}) if isinstance(weights, Mapping) else {}
+  overrides += tuple(f'{_AUX_WEIGHTS}.{name}=0' for name, weight in aux.items() if weight)
+  has_routers = bool(paths_ending(values, 'load_balance_shards'))
+  return TurnedOff(overrides=overrides, metrics=_OF_TOKENS if aux or has_routers else None)
 
 
-def _by_microbatch(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _turn_off(values: Mapping[str, Any], off: Mapping[str, Any]) -> tuple[str, ...]:
   return tuple(
-    f'{path}={off}'
-    for path, value in values.items()
-    if path.startswith('task.model') and (field := path.rpartition('.')[2]) in _BY_MICROBATCH
-    for off, _ in [_BY_MICROBATCH[field]]
-    if value != off
+    f'{path}={value}' for field, value in off.items() for path in paths_ending(values, field) if values[path] != value
   )
 
 

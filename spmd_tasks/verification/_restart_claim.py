@@ -10,9 +10,11 @@ import os
 from pathlib import Path
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
+from etils import epath
 import jax
 import numpy as np
 
@@ -46,32 +48,21 @@ class RestartCase:
   def __init__(self, bench: Bench):
     self.setting = Setting(mesh=bench.own_mesh)
     self.subject = f'killed and started again, {self.setting}'
-    self.settings: tuple[Setting, ...] = ()
+    self.settings = (Setting(),)
+    self._processes = _Processes(bench, self.setting.num_devices)
     self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='restart')
-    self._outcome: concurrent.futures.Future[Verdict] | None = None
+    self._ended: concurrent.futures.Future[tuple[int, str | None]] | None = None
 
   def begin(self, bench: Bench) -> None:
     """Starts the processes."""
-    self._outcome = self._thread.submit(self._run, bench)
+    bench.on_close.callback(self._processes.close)
+    self._ended = self._thread.submit(self._processes.run)
     self._thread.shutdown(wait=False)
 
   def decide(self, bench: Bench) -> Verdict:
-    if self._outcome is None:
-      self.begin(bench)
-    assert self._outcome is not None
-    return self._outcome.result()
-
-  def _run(self, bench: Bench) -> Verdict:
-    killed, whole = Path(bench.directory) / 'killed', Path(bench.directory) / 'undisturbed'
-    processes = _Processes(bench, self.setting.num_devices)
-    try:
-      step = processes.kill_after_checkpoint(killed)
-      failed = processes.finish(processes.start(killed), processes.start(whole))
-    finally:
-      processes.close()
-    if failed:
-      return broken(bench, self.claim, self.setting, _difference(0, failed, float('inf')))
-    wrong = _first_difference(bench, self.setting, killed, whole)
+    assert self._ended is not None
+    step, failed = self._ended.result()
+    wrong = _difference(0, failed, float('inf')) if failed else _first_difference(bench, self.setting, self._processes)
     if wrong is not None:
       return broken(bench, self.claim, self.setting, wrong)
     return Verdict(
@@ -90,24 +81,36 @@ start_process = subprocess.Popen
 
 
 class _Processes:
-  """Starts the binary on the shrunk experiment; `close` ends what still runs."""
+  """The jobs, of the binary on the shrunk experiment, in the directories `killed` and `whole`."""
 
   def __init__(self, bench: Bench, num_devices: int):
+    Path(bench.directory).mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix='restart_', dir=bench.directory))
+    self.killed, self.whole = directory / 'killed', directory / 'undisturbed'
     experiment, own = bench.source.flags[:2], bench.source.flags[2:]
     last = [f'ici_mesh_shape={",".join(str(size) for _, size in bench.own_mesh)}', 'dcn_mesh_shape=None']
     last += [f'{name}={value}' for name, value in _JOB.items()]
     before, after = ([f'--set={each}' for each in overrides] for overrides in (bench.source.shrinking, last))
     self._flags = [*experiment, *before, *own, *after, '--mode', 'train', '--num_fake_devices', str(num_devices)]
-    cache = {
-      'JAX_COMPILATION_CACHE_DIR': str(Path(bench.directory) / 'compiled')
-    }  # the second process compiles nothing
+    # What the first job compiles, the others read.
+    cache = {'JAX_COMPILATION_CACHE_DIR': str(directory / 'compiled')}
     self._env = {**cache, **os.environ, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
     self._running: list[subprocess.Popen] = []
 
-  def start(self, directory: Path) -> subprocess.Popen:
-    log = directory.with_suffix('.log')
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open('ab') as file:
+  def run(self) -> tuple[int, str | None]:
+    """Runs all jobs; returns the step after which one was killed, and what went wrong."""
+    step = self._kill_after_checkpoint(self.killed)
+    return step, self._finish(self.killed, self.whole)
+
+  def close(self) -> None:
+    """Ends what still runs."""
+    for process in self._running:
+      if process.poll() is None:
+        process.kill()
+        process.wait()
+
+  def _start(self, directory: Path) -> subprocess.Popen:
+    with directory.with_suffix('.log').open('ab') as file:
       process = start_process(
         [sys.executable, '-m', 'spmd_tasks.main', *self._flags, '--job_log_dir', str(directory)],
         env=self._env,
@@ -115,13 +118,12 @@ class _Processes:
         stdout=file,
         stderr=file,
       )
-    process.log = log  # type: ignore[attr-defined]
     self._running.append(process)
     return process
 
-  def kill_after_checkpoint(self, directory: Path) -> int:
+  def _kill_after_checkpoint(self, directory: Path) -> int:
     """Starts a job and kills it once it has a checkpoint; returns the checkpoint's step, or that of its end."""
-    process = self.start(directory)
+    process = self._start(directory)
     deadline = time.monotonic() + _LIMIT_S
     while process.poll() is None and time.monotonic() < deadline:
       saved = _saved_steps(directory)
@@ -134,23 +136,18 @@ class _Processes:
     process.wait()
     return max(_saved_steps(directory), default=0)
 
-  def finish(self, *processes: subprocess.Popen) -> str | None:
-    """Waits for jobs to end; returns what the first that fails wrote last."""
-    for process in processes:
+  def _finish(self, *directories: Path) -> str | None:
+    """Starts jobs and waits for their end; returns what the first that fails wrote last."""
+    processes = [self._start(directory) for directory in directories]
+    for directory, process in zip(directories, processes):
       try:
         code = process.wait(_LIMIT_S)
       except subprocess.TimeoutExpired:
         return f'a training job did not end within {_LIMIT_S:.0f} s'
       if code:
-        lines = process.log.read_text(errors='replace').strip().splitlines()  # type: ignore[attr-defined]
+        lines = directory.with_suffix('.log').read_text(errors='replace').strip().splitlines()
         return f'a training job ended with exit code {code}: {lines[-1] if lines else "it wrote nothing"}'
     return None
-
-  def close(self) -> None:
-    for process in self._running:
-      if process.poll() is None:
-        process.kill()
-        process.wait()
 
 
 def _saved_steps(directory: Path) -> list[int]:
@@ -159,13 +156,11 @@ def _saved_steps(directory: Path) -> list[int]:
   return [int(name) for name in names if name.isdigit()]
 
 
-def _first_difference(bench: Bench, setting: Setting, killed: Path, whole: Path) -> Difference | None:
+def _first_difference(bench: Bench, setting: Setting, jobs: _Processes) -> Difference | None:
   """Compares the metrics that a step computes, by step, then every leaf of the last checkpoints."""
-  from etils import epath
-
   expected = bench.trajectory(Setting()).result(0)
   names = {name for name in (*expected.forward, *expected.updated) if '/' not in name}
-  got, want = (read_jsonl(epath.Path(directory)) for directory in (killed, whole))
+  got, want = (read_jsonl(epath.Path(directory)) for directory in (jobs.killed, jobs.whole))
   for step in range(1, _NUM_STEPS + 1):
     if step not in got or step not in want:
       return _difference(step, 'metrics.jsonl has no such step', float('inf'))
@@ -174,7 +169,7 @@ def _first_difference(bench: Bench, setting: Setting, killed: Path, whole: Path)
       if not np.array_equal(value, wanted, equal_nan=True):
         return _difference(step, name, distance(value, wanted))
   job = build_job(bench.source, setting)
-  states = [_last_state(job, setting, directory) for directory in (killed, whole)]
+  states = [_last_state(job, setting, directory) for directory in (jobs.killed, jobs.whole)]
   for name, value in leaves_of(states[1]).items():
     other = leaves_of(states[0])[name]
     if value.tobytes() != other.tobytes():

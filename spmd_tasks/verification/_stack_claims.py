@@ -144,7 +144,7 @@ def microbatch_cases(bench: Bench, num_more: int) -> Iterator[Case]:
     setting=setting,
     reference=Setting(overrides=turned_off.overrides),
     case=f'{count} instead of {now}, {setting}',
-    ignored=turned_off.ignored,
+    metrics=turned_off.metrics,
     remark=turned_off.remark,
     has_no_statistics=True,
   )
