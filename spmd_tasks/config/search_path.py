@@ -80,7 +80,7 @@ def _find_spec(name: str, locations: Iterable[str] | None) -> ModuleSpec | None:
   try:
     if name in sys.modules or '.' not in name:
       return importlib.util.find_spec(name)
-    # By its last part: of a package without an __init__.py in another one, the finder would look for the imported outer one.
+    # By its last part: of a package without an __init__.py in another one, the finder would look for the outer one.
     return PathFinder.find_spec(name.rpartition('.')[2], list(locations or ()))
   except (ImportError, ValueError, AttributeError):
     return None
