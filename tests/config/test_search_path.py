@@ -29,8 +29,8 @@ def directory(tmp_path, monkeypatch):
   for folder in ('labs/my_lab', 'labs/other_lab', 'evil/pack', 'nest/inner'):
     (tmp_path / folder).mkdir(parents=True)
   attack = ATTACK.format(ran=str(tmp_path / 'ran'))
-  modules = ('evil_module.py', 'evil/pack/__init__.py', 'evil/pack/deeper.py', 'nest/deeper.py', 'nest/inner/deepest.py')
-  for name in modules:
+  names = ('evil_module.py', 'evil/pack/__init__.py', 'evil/pack/deeper.py', 'nest/deeper.py', 'nest/inner/deepest.py')
+  for name in names:
     (tmp_path / name).write_text(attack + EXPERIMENT)
   (tmp_path / 'labs/my_lab/notes.py').write_text(EXPERIMENT)
   (tmp_path / 'labs/other_lab/__init__.py').symlink_to(tmp_path / 'evil_module.py')
