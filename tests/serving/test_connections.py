@@ -62,9 +62,9 @@ SLOW = {
 
 
 def test_slow_clients_are_given_up(monkeypatch):
-  monkeypatch.setattr('spmd_tasks.serving.server._KEEP_ALIVE_S', 0.4)
+  monkeypatch.setattr('spmd_tasks.serving.server._KEEP_ALIVE_S', 1.0)
   with (
-    serving(FakeEngine(), header_timeout_s=0.4, body_timeout_s=0.4) as served,
+    serving(FakeEngine(), header_timeout_s=1.0, body_timeout_s=1.0) as served,
     contextlib.ExitStack() as stack,
   ):
     started = time.monotonic()
@@ -73,7 +73,7 @@ def test_slow_clients_are_given_up(monkeypatch):
       sock = stack.enter_context(connect(served.url))
       sock.sendall(first)
       left[name] = (sock, bytearray(rest))
-    while left and time.monotonic() < started + 8:
+    while left and time.monotonic() < started + 15:
       time.sleep(0.02)
       for name, (sock, rest) in list(left.items()):
         if is_closed(sock):
@@ -102,9 +102,9 @@ def test_clients_that_do_not_read_their_answers_are_given_up():
 
 
 def test_a_client_that_keeps_asking_keeps_its_connection():
-  with serving(FakeEngine(), header_timeout_s=0.3) as served, served.client() as client:
+  with serving(FakeEngine(), header_timeout_s=1.0) as served, served.client() as client:
     for _ in range(6):
-      time.sleep(0.1)
+      time.sleep(0.25)
       assert client.post('/v1/completions', json=HELLO).status_code == 200
     assert client.get('/metrics').text.count('closed_connections_total{') == 0
 
