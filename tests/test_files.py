@@ -27,7 +27,6 @@ def make_socket(path) -> None:
     sock.bind(os.fspath(path))
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize('make', [os.mkfifo, os.mkdir, make_socket])
 @pytest.mark.parametrize(
   'use',

@@ -90,7 +90,6 @@ def test_a_claim_that_fails_does_not_keep_the_lock(tmp_path, monkeypatch):
   claim(tmp_path, experiment_name='lm.A').release()
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize(
   'name',
@@ -114,7 +113,6 @@ def test_what_is_no_file_in_the_place_of_a_file_is_refused_at_once(tmp_path, mak
     claim(tmp_path, experiment_name='lm.A')
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize('make', [os.mkfifo, pathlib.Path.touch])
 @pytest.mark.parametrize('name', ['checkpoints', 'eval', 'profile', 'ranks'])
 def test_what_is_no_directory_in_the_place_of_a_directory_is_refused_at_once(tmp_path, make, name):
@@ -123,7 +121,6 @@ def test_what_is_no_directory_in_the_place_of_a_directory_is_refused_at_once(tmp
     claim(tmp_path, experiment_name='lm.A')
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize('mode', ['train', 'eval'])
 def test_a_config_that_is_no_file_is_refused_at_once(tmp_path, capfd, make, mode):
