@@ -153,7 +153,7 @@ class CheckpointDirectory:
   def discard_partial(self, step: int) -> None:
     """Removes the files of a failed save; only logs an error of doing so."""
     try:
-      if self.partial(step).exists():
+      if _is_own_directory(self.partial(step)):  # rmtree of a FIFO would block
         self.partial(step).rmtree()
     except OSError as error:
       logging.error('Could not remove %s: %s', self.partial(step), error)

@@ -204,6 +204,15 @@ def test_a_directory_that_cannot_be_made_is_an_error_at_once(tmp_path):
     Checkpointer(tmp_path / 'file' / 'checkpoints')
 
 
+@pytest.mark.parametrize('make', [os.mkfifo, pathlib.Path.touch])
+def test_what_is_in_the_place_of_a_new_checkpoint_is_an_error_of_the_save_and_stays(tmp_path, make):
+  checkpointer = Checkpointer(tmp_path)
+  make(tmp_path / 'checkpoint_00000001.partial')
+  with pytest.raises(CheckpointError, match=r'step 1 could not be saved .*move away what is in its place'):
+    checkpointer.save(1, device_state(1))
+  assert names(tmp_path) == ['checkpoint_00000001.partial']
+
+
 def test_a_directory_that_has_gone_is_an_error_of_the_save(tmp_path):
   checkpointer = Checkpointer(tmp_path / 'checkpoints')
   (tmp_path / 'checkpoints').rmdir()
