@@ -116,7 +116,7 @@ def test_evaluation_averages_vectors_over_batches(model, tmp_path):
     on_batch=lambda step: None,
     should_stop=lambda: False,
   )
-  ((name, metrics),) = evaluator.evaluate(model.init(0).weights, 7)
+  ((name, metrics),) = evaluator.evaluate(model.init(0).variables, 7)
   evaluator.record(name, 7, metrics)
   evaluator.close()
   record = read_jsonl(epath.Path(tmp_path / 'eval' / 'valid'))[7]
