@@ -1,0 +1,434 @@
+"""Random experiments and random layouts of them: one experiment has the same numbers on all of its layouts.
+
+    settings = draw_settings(random.Random(7))
+    job = make_job(settings, {})                       # on one device
+    layout = draw_layout(random.Random(8), settings)
+    job = make_job(settings, layout)
+
+Settings and layouts are flat dicts of plain values, fields of Drawn. A layout holds what must not change any number:
+the mesh and its axis rules, the schedule of a pipeline, remat, scan, and the form in which experts move tokens.
+"""
+
+from collections.abc import Mapping
+import math
+import random
+from typing import Any
+
+import fiddle as fdl
+import optax
+
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import Job
+from spmd_tasks.layers import BlockGroup, FeedForward, GatedFeedForward, LanguageModelLoss, LayerNorm
+from spmd_tasks.layers.attention import LearnedPositions
+from spmd_tasks.layers.moe import (
+  CapacityEinsum,
+  CapacityGather,
+  Dropless,
+  ExpertChoiceRouter,
+  Experts,
+  MixtureOfExperts,
+  TopKRouter,
+)
+from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.learning import Adafactor, AdamW, FromOptax, Sgd
+from spmd_tasks.recipes import SyntheticLanguageModel
+from spmd_tasks.sharding import (
+  DEFAULT_AXIS_RULES,
+  MeshSpec,
+  data_expert_model_axes,
+  data_model_axes,
+  hidden_sharding_axes,
+  stage_axis_rules,
+)
+from tests.verification.formed_text import FORMS, FormedText
+
+Settings = dict[str, Any]
+MAX_DEVICES = 8
+
+
+class Drawn(SyntheticLanguageModel):
+  """A small model in which everything can vary. Fields as in the classes that they configure."""
+
+  num_train_steps = 10
+  seq_len = 8
+  eval_batches = 1
+  rules: str = 'dense'  # the kind of axis rules, see _rules
+
+  form: str = 'full'
+  norm: str = 'rms'
+  tied: bool = True
+  rotary: bool = True
+  qk_norm: bool = False
+  use_bias: bool = False
+  window: int | None = None
+  label_smoothing: float = 0.0
+  dropout: float = 0.0
+
+  optimizer: str = 'adamw'
+  ema_decay: float | None = None
+  clip_global_norm: float | None = 1.0
+  grad_microbatches: int = 1
+  accumulation: str = 'mean'
+
+  ffn_kind: str = 'gated'  # plain, gated, dropless, einsum, gather, expert_choice
+  is_grouped: bool = False  # each layer is a dense block and one with `ffn_kind`
+  num_experts: int = 4
+  num_selected: int = 2
+  normalize_gates: float | None = 1.0
+  score_function: str = 'softmax'
+  balance_bias: bool = False
+  jitter: float = 0.0
+  shared_hidden_dims: int | None = None
+  shared_combination: str = 'sum'
+  output_bias: bool = False
+  load_balance_weight: float = 0.01
+  load_balance_shards: int = 1
+  divide_by_k: bool = False
+  capacity_factor: float = 1.0
+  group_size: int | None = None
+  priority: str = 'position'
+  renormalize: bool = False
+
+  # Of layouts.
+  schedule: str | None = None
+  num_microbatches: int = 1
+  num_repeats: int = 1
+  scan: bool = True
+  capacity_form: str = 'einsum'
+  dispatch: str = 'ring'
+  recompute: bool = False
+
+  def _norm(self):
+    return fdl.Config(LayerNorm) if self.norm == 'layer' else super().block(None).norm
+
+  def _moe(self):
+    if self.ffn_kind == 'expert_choice':
+      router = fdl.Config(
+        ExpertChoiceRouter,
+        num_experts=self.num_experts,
+        capacity_factor=self.capacity_factor,
+        group_size=self.group_size,
+        jitter_eps=self.jitter,
+      )
+    else:
+      router = fdl.Config(
+        TopKRouter,
+        num_experts=self.num_experts,
+        num_selected=self.num_selected,
+        normalize_gates=self.normalize_gates,
+        score_function=self.score_function,
+        balance_bias=self.balance_bias,
+        jitter_eps=self.jitter,
+      )
+    if self.ffn_kind == 'dropless':
+      computation = fdl.Config(Dropless, dispatch=self.dispatch, recompute_activation=self.recompute)
+    else:
+      computation = fdl.Config(
+        {'einsum': CapacityEinsum, 'gather': CapacityGather}[self.capacity_form],
+        capacity_factor=self.capacity_factor,
+        min_capacity=1,
+        group_size=self.group_size,
+        priority=self.priority,
+        renormalize=self.renormalize,
+      )
+    shared = None
+    if self.shared_hidden_dims is not None:
+      shared = fdl.Config(GatedFeedForward, hidden_dim=self.shared_hidden_dims, activation='silu')
+    return fdl.Config(
+      MixtureOfExperts,
+      router=router,
+      experts=fdl.Config(Experts, num_experts=self.num_experts, hidden_dim=self.hidden_dims),
+      computation=computation,
+      shared_expert=shared,
+      shared_combination=self.shared_combination,
+      output_bias=self.output_bias,
+      load_balance_shards=self.load_balance_shards,
+      load_balance_divide_by_k=self.divide_by_k,
+    )
+
+  def ffn(self):
+    if self.ffn_kind == 'plain':
+      return fdl.Config(FeedForward, hidden_dim=self.hidden_dims, use_bias=self.use_bias)
+    if self.ffn_kind == 'gated':
+      return super().ffn()
+    return self._moe()
+
+  def block(self, ffn):
+    block = super().block(ffn)
+    block.norm = self._norm()
+    block.dropout_rate = self.dropout
+    attention = block.attention
+    attention.qk_norm, attention.use_bias, attention.window = self.qk_norm, self.use_bias, self.window
+    if not self.rotary:
+      attention.rotary = None
+    return block
+
+  def stack(self):
+    block = self.block(self.ffn())
+    if self.is_grouped:
+      block = fdl.Config(BlockGroup, blocks=(self.block(super().ffn()), block))
+    stack = super().stack()
+    stack.block = block
+    if self.schedule is None:
+      stack.scan = self.scan
+      return stack
+    return fdl.Config(
+      PipelinedStack,
+      block=block,
+      num_layers=self.num_layers,
+      num_microbatches=self.num_microbatches,
+      schedule=self.schedule,
+      num_repeats=self.num_repeats,
+      remat_policy=self.remat_policy,
+    )
+
+  def loss(self):
+    weights = {}
+    if self.is_moe:
+      weights = {'load_balance_loss': self.load_balance_weight, 'router_z_loss': 1e-3}
+    return fdl.Config(
+      LanguageModelLoss, z_loss_weight=1e-4, label_smoothing=self.label_smoothing, aux_loss_weights=weights
+    )
+
+  @property
+  def is_moe(self) -> bool:
+    return self.ffn_kind not in ('plain', 'gated')
+
+  def task(self):
+    cfg = super().task()
+    cfg.model.embedding.tied = self.tied
+    cfg.model.final_norm = self._norm()
+    if not self.rotary:
+      cfg.model.positions = fdl.Config(LearnedPositions, max_len=self.seq_len)
+    learner = cfg.learner
+    rate = learner.optimizer.learning_rate
+    learner.optimizer = {
+      'adamw': fdl.Config(AdamW, learning_rate=rate, weight_decay=0.1),
+      'adafactor': fdl.Config(Adafactor, learning_rate=rate, min_dim_size_to_factor=6, momentum=0.9),
+      'sgd': fdl.Config(Sgd, learning_rate=rate, momentum=0.9, nesterov=True),
+      'lamb': fdl.Config(FromOptax, factory=optax.lamb, learning_rate=rate),
+      'optax_adafactor': fdl.Config(FromOptax, factory=_optax_adafactor, learning_rate=rate),
+    }[self.optimizer]
+    learner.clip_global_norm, learner.ema_decay = self.clip_global_norm, self.ema_decay
+    learner.num_microbatches, learner.accumulation = self.grad_microbatches, self.accumulation
+    return cfg
+
+  def train_input(self):
+    cfg = super().train_input()
+    fdl.update_callable(cfg, FormedText)
+    cfg.form = self.form
+    return cfg
+
+
+def _optax_adafactor(learning_rate: float) -> optax.GradientTransformation:
+  return optax.adafactor(learning_rate, min_dim_size_to_factor=6)
+
+
+def draw_settings(rng: random.Random) -> Settings:
+  """Draws an experiment: what it computes, whatever the layout. Most dims divide no mesh axis."""
+  heads, kv_share = rng.choice([(2, 1), (3, 1), (4, 2), (3, 3), (6, 3), (4, 4)])
+  batch_size = rng.choice([8, 8, 12, 16, 6])
+  settings: Settings = {
+    'seed': rng.randrange(1000),
+    'vocab_size': rng.choice([17, 24, 31, 33]),
+    'model_dims': heads * rng.choice([2, 4]) * rng.choice([1, 2]),
+    'num_heads': heads,
+    'num_kv_heads': heads // kv_share,
+    'num_layers': rng.choice([1, 2, 3, 4, 5]),
+    'hidden_dims': rng.choice([11, 12, 16, 18, 21]),
+    'batch_size': batch_size,
+    'form': rng.choice(FORMS),
+    'norm': rng.choice(['rms', 'rms', 'layer']),
+    'tied': rng.random() < 0.6,
+    'rotary': rng.random() < 0.7,
+    'qk_norm': rng.random() < 0.3,
+    'use_bias': rng.random() < 0.3,
+    'window': rng.choice([None, None, 3]),
+    'label_smoothing': rng.choice([0.0, 0.1]),
+    'optimizer': rng.choice(['adamw', 'adamw', 'adafactor', 'adafactor', 'sgd', 'lamb', 'optax_adafactor']),
+    'ema_decay': rng.choice([None, 0.9]),
+    'clip_global_norm': rng.choice([None, 1.0, 0.1]),
+    'grad_microbatches': rng.choice([1, 1, 1, 2, batch_size // 2]),
+    'dropout': rng.choice([0.0, 0.0, 0.0, 0.2]),
+    'ffn_kind': rng.choice(
+      ['plain', 'gated', 'gated', 'dropless', 'dropless', 'capacity', 'capacity', 'expert_choice']
+    ),
+  }
+  if settings['model_dims'] // heads % 2:
+    settings['model_dims'] *= 2  # rotary positions rotate pairs
+  if settings['grad_microbatches'] > 1:
+    settings['accumulation'] = rng.choice(['mean', 'mean', 'sum'])
+  if settings['ffn_kind'] in ('plain', 'gated'):
+    return settings
+  top_k = settings['ffn_kind'] != 'expert_choice'
+  experts = rng.choice([2, 3, 4, 5, 6, 8])
+  settings |= {
+    'num_layers': rng.choice([1, 2, 3]),  # a rounding may decide between experts: fewer layers, fewer decisions
+    'is_grouped': rng.random() < 0.25,
+    'num_experts': experts,
+    'shared_hidden_dims': rng.choice([None, None, 7, 10]),
+    'output_bias': rng.random() < 0.2,
+    'load_balance_weight': rng.choice([0.0, 0.01, 0.5]),
+    'divide_by_k': rng.random() < 0.3,
+    'jitter': rng.choice([0.0, 0.0, 0.0, 0.1]),
+    'capacity_factor': rng.choice([0.5, 1.0, 1.25, 2.0, 0.0] if top_k else [1.0, 2.0]),
+  }
+  rows = batch_size // settings['grad_microbatches']
+  if rows > 1:
+    settings['load_balance_shards'] = rng.choice([1, 1, 2 if rows % 2 == 0 else 1, rows])
+  if settings['ffn_kind'] != 'dropless':
+    sizes = [None, None, 4, 2] + [8 * n for n in (2, rows) if rows % n == 0]
+    settings['group_size'] = rng.choice(sizes)
+  if top_k:
+    settings |= {
+      'num_selected': rng.randint(1, min(3, experts)),
+      'normalize_gates': rng.choice([None, 1.0, 2.0]),
+      'score_function': rng.choice(['softmax', 'sigmoid']),
+      'balance_bias': rng.random() < 0.3,
+      'priority': rng.choice(['position', 'score']),
+      'renormalize': rng.random() < 0.3,
+    }
+    if settings['shared_hidden_dims']:
+      settings['shared_combination'] = rng.choice(['sum', 'mean'])
+  return settings
+
+
+def draw_layout(rng: random.Random, settings: Settings) -> Settings:
+  """Draws a layout of the experiment on 2 to 8 devices, over one or two slices."""
+  is_moe = settings['ffn_kind'] not in ('plain', 'gated')
+  layout: Settings = {
+    'remat_policy': rng.choice(['none', 'none', 'full', 'dots', 'dots_no_batch']),
+    'scan': rng.random() < 0.7,
+  }
+  if is_moe:
+    layout |= {
+      'capacity_form': rng.choice(['einsum', 'gather']),
+      'dispatch': rng.choice(['ring', 'padded_all_to_all']),
+      'recompute': rng.random() < 0.3,
+    }
+  num_devices = rng.choice([2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 8])
+  stages = 1
+  # Dropout masks of a pipeline are others than a plain stack's (PipelinedStack says so).
+  if rng.random() < 0.45 and not settings['dropout'] and not settings.get('jitter'):
+    stages = _draw_stages(rng, settings, num_devices, layout)
+  rest = num_devices // stages
+  kind = rng.choice(['dense', 'expert', 'two_data', 'hidden'] if is_moe else ['dense'])
+  names, sizes = ['replica', 'data', 'mdl'], None
+  if kind == 'expert' or (kind == 'two_data' and not _fits(_two_data, rest, settings)):
+    kind, names = 'expert', ['replica', 'data', 'expert', 'mdl']
+  elif kind == 'two_data':
+    sizes = list(_two_data(rest, settings).ici_mesh_shape)
+  elif kind == 'hidden':
+    names = ['replica', 'data', 'expert', 'mdl']
+    if _fits(_hidden, rest, settings):
+      sizes = list(_hidden(rest, settings).ici_mesh_shape)
+    else:
+      kind = 'expert'
+  if sizes is None:
+    sizes = _factorise(rng, rest, len(names))
+  if stages > 1:
+    names.insert(1, 'stage')
+    sizes.insert(1, stages)
+  dcn = [1] * len(sizes)
+  if rng.random() < 0.25:
+    axis = rng.choice([i for i, size in enumerate(sizes) if size > 1] or [0])
+    factor = rng.choice([f for f in (2, 3) if sizes[axis] % f == 0] or [1])
+    sizes[axis], dcn[axis] = sizes[axis] // factor, factor
+  layout |= {'rules': kind, 'mesh_axis_names': tuple(names), 'ici_mesh_shape': tuple(sizes)}
+  return layout | ({'dcn_mesh_shape': tuple(dcn)} if max(dcn) > 1 else {})
+
+
+def _draw_stages(rng: random.Random, settings: Settings, num_devices: int, layout: Settings) -> int:
+  """Chooses the number of stages, 1 if none fits, and sets the pipeline's schedule in the layout."""
+  rows = settings['batch_size'] // settings['grad_microbatches']
+  fitting = [
+    (stages, microbatches)
+    for stages in (2, 3, 4, 5, 8)
+    if num_devices % stages == 0
+    for microbatches in range(stages, rows + 1, stages)
+    if rows % microbatches == 0
+  ]
+  if not fitting:
+    return 1
+  stages, microbatches = rng.choice(fitting)
+  layers = settings['num_layers']
+  schedule = rng.choice(['gpipe', 'circular', 'one_forward_one_backward'])
+  repeats = 1
+  if schedule == 'circular':
+    repeats = rng.choice([r for r in (1, 2, 3, 4) if layers % r == 0])
+  layout |= {'schedule': schedule, 'num_microbatches': microbatches, 'num_repeats': repeats}
+  return stages
+
+
+def _factorise(rng: random.Random, number: int, num_factors: int) -> list[int]:
+  """Splits `number` into random factors whose product it is."""
+  factors = [1] * num_factors
+  for prime in (2, 2, 2, 3, 5, 7):
+    if number % prime == 0:
+      number //= prime
+      # `replica` is the dullest axis.
+      factors[rng.choice([*range(num_factors), *range(1, num_factors)])] *= prime
+  return factors
+
+
+def _two_data(num_devices: int, settings: Mapping[str, Any]) -> Any:
+  return data_model_axes(
+    num_devices=num_devices, num_experts=settings['num_experts'], num_partitions=1, base_rules=DEFAULT_AXIS_RULES
+  )
+
+
+def _hidden(num_devices: int, settings: Mapping[str, Any]) -> Any:
+  return hidden_sharding_axes(
+    num_devices=num_devices,
+    num_experts=settings['num_experts'],
+    hidden_dim=settings['hidden_dims'],
+    base_rules=DEFAULT_AXIS_RULES,
+  )
+
+
+def _fits(axes: Any, num_devices: int, settings: Mapping[str, Any]) -> bool:
+  try:
+    axes(num_devices, settings)
+  except ValueError:
+    return False
+  return True
+
+
+def _rules(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+  """The axis rules of the layout's kind; they depend on its sizes."""
+  has_stages = 'stage' in layout['mesh_axis_names']
+  spec = MeshSpec(
+    axis_names=layout['mesh_axis_names'],
+    ici_mesh_shape=layout['ici_mesh_shape'],
+    dcn_mesh_shape=layout.get('dcn_mesh_shape'),
+  )
+  sizes = spec.sizes(num_devices_of(layout))
+  num_devices = math.prod(size for axis, size in sizes.items() if axis != 'stage')
+  kind = layout['rules']
+  if kind == 'dense':
+    rules = DEFAULT_AXIS_RULES
+  elif kind == 'expert':
+    # Of any sizes: the rules name axes only.
+    rules = data_expert_model_axes(
+      num_devices=num_devices, num_expert_partitions=1, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
+    ).axis_rules
+  else:
+    rules = (_two_data if kind == 'two_data' else _hidden)(num_devices, settings).axis_rules
+  return stage_axis_rules(rules) if has_stages else rules
+
+
+def num_devices_of(layout: Mapping[str, Any]) -> int:
+  """The number of devices of a layout; {} is one device."""
+  return math.prod(layout.get('ici_mesh_shape', ())) * math.prod(layout.get('dcn_mesh_shape', ()))
+
+
+def make_job(settings: Mapping[str, Any], layout: Mapping[str, Any]) -> Job:
+  """Builds the job of the experiment on the layout; {} is one device."""
+  fields = dict(settings) | dict(layout)
+  if fields['ffn_kind'] == 'capacity':
+    fields['ffn_kind'] = 'gather'
+  if layout:
+    fields['axis_rules'] = tuple(_rules(layout, settings))
+  drawn = type('Case', (Drawn,), {'__module__': __name__, **fields})
+  return resolve(drawn, []).build()
