@@ -35,7 +35,6 @@ from spmd_tasks.learning import Adafactor, AdamW, FromOptax, Sgd
 from spmd_tasks.recipes import SyntheticLanguageModel
 from spmd_tasks.sharding import (
   DEFAULT_AXIS_RULES,
-  MeshSpec,
   data_expert_model_axes,
   data_model_axes,
   hidden_sharding_axes,
@@ -235,7 +234,7 @@ def draw_settings(rng: random.Random) -> Settings:
     'model_dims': heads * rng.choice([2, 4]) * rng.choice([1, 2]),
     'num_heads': heads,
     'num_kv_heads': heads // kv_share,
-    'num_layers': rng.choice([1, 2, 3, 4, 5]),
+    'num_layers': rng.choice([1, 2, 2, 3, 4, 5]),
     'hidden_dims': rng.choice([11, 12, 16, 18, 21]),
     'batch_size': batch_size,
     'form': rng.choice(FORMS),
@@ -264,7 +263,7 @@ def draw_settings(rng: random.Random) -> Settings:
   top_k = settings['ffn_kind'] != 'expert_choice'
   experts = rng.choice([2, 3, 4, 5, 6, 8])
   settings |= {
-    'num_layers': rng.choice([1, 2, 3]),  # a rounding may decide between experts: fewer layers, fewer decisions
+    'num_layers': rng.choice([1, 2, 2, 3]),  # a rounding may decide between experts: fewer layers, fewer decisions
     'is_grouped': rng.random() < 0.25,
     'num_experts': experts,
     'shared_hidden_dims': rng.choice([None, None, 7, 10]),
@@ -299,7 +298,7 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
   is_moe = settings['ffn_kind'] not in ('plain', 'gated')
   layout: Settings = {
     'remat_policy': rng.choice(['none', 'none', 'full', 'dots', 'dots_no_batch']),
-    'scan': rng.random() < 0.7,
+    'scan': rng.random() < 0.8,
   }
   if is_moe:
     layout |= {
@@ -397,14 +396,7 @@ def _fits(axes: Any, num_devices: int, settings: Mapping[str, Any]) -> bool:
 
 def _rules(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
   """The axis rules of the layout's kind; they depend on its sizes."""
-  has_stages = 'stage' in layout['mesh_axis_names']
-  spec = MeshSpec(
-    axis_names=layout['mesh_axis_names'],
-    ici_mesh_shape=layout['ici_mesh_shape'],
-    dcn_mesh_shape=layout.get('dcn_mesh_shape'),
-  )
-  sizes = spec.sizes(num_devices_of(layout))
-  num_devices = math.prod(size for axis, size in sizes.items() if axis != 'stage')
+  num_devices = math.prod(size for axis, size in mesh_of(layout) if axis != 'stage')
   kind = layout['rules']
   if kind == 'dense':
     rules = DEFAULT_AXIS_RULES
@@ -415,12 +407,14 @@ def _rules(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     ).axis_rules
   else:
     rules = (_two_data if kind == 'two_data' else _hidden)(num_devices, settings).axis_rules
-  return stage_axis_rules(rules) if has_stages else rules
+  return stage_axis_rules(rules) if 'stage' in layout['mesh_axis_names'] else rules
 
 
-def num_devices_of(layout: Mapping[str, Any]) -> int:
-  """The number of devices of a layout; {} is one device."""
-  return math.prod(layout.get('ici_mesh_shape', ())) * math.prod(layout.get('dcn_mesh_shape', ()))
+def mesh_of(layout: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+  """The (axis, size) pairs of a layout, over all slices."""
+  ici = layout['ici_mesh_shape']
+  dcn = layout.get('dcn_mesh_shape', (1,) * len(ici))
+  return tuple((name, i * d) for name, i, d in zip(layout['mesh_axis_names'], ici, dcn))
 
 
 def make_job(settings: Mapping[str, Any], layout: Mapping[str, Any]) -> Job:

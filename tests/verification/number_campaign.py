@@ -1,0 +1,158 @@
+"""scripts/number_campaign: random experiments on random layouts, each compared with one device.
+
+    scripts/number_campaign --cases 300 --seed 0             # exits with 1 if a number is wrong
+    scripts/number_campaign --seed 0 --only 17               # the layouts of one experiment again
+
+A layout is a case: a line of JSON says how it ended. Experiment e of a seed, and each of its layouts, is a function of
+(seed, e) alone. Steps are compared by spmd_tasks.verification: metrics, gradients, weights and optimizer state, within
+what rounding alone does to the reference. Every experiment runs in a fork of this process, so that imports are paid
+for once, and a program that aborts or hangs ends one experiment only.
+"""
+
+import argparse
+import collections
+from collections.abc import Iterator
+import contextlib
+import json
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+
+from spmd_tasks.distributed import compile_quickly, use_fake_devices
+from spmd_tasks.errors import UserError
+from spmd_tasks.verification import Bench, Setting, Source
+from tests.verification import random_experiments
+from tests.verification.random_experiments import MAX_DEVICES, Settings, draw_layout, draw_settings, make_job
+
+LAYOUTS_OF_AN_EXPERIMENT = 5
+NUM_STEPS = 2
+LIMIT_S = 900  # of one experiment; more is a hang
+BAD = ('wrong', 'crashed', 'hung')
+COMPARED = ('same', *BAD)
+
+
+def draw(seed: int, experiment: int) -> tuple[Settings, list[Settings]]:
+  """Draws an experiment and its layouts."""
+  settings = draw_settings(random.Random(f'{seed}/{experiment}'))
+  return settings, [
+    draw_layout(random.Random(f'{seed}/{experiment}/{layout}'), settings) for layout in range(LAYOUTS_OF_AN_EXPERIMENT)
+  ]
+
+
+def compare_layouts(settings: Settings, layouts: list[Settings]) -> Iterator[dict[str, Any]]:
+  """Yields how each layout compares with one device: `verdict`, and what differs."""
+
+  def resolve(overrides):
+    number = next((int(text.removeprefix('layout=')) for text in overrides if text.startswith('layout=')), None)
+    return make_job(settings, {} if number is None else layouts[number]), {}
+
+  with tempfile.TemporaryDirectory() as directory:
+    bench = Bench(Source(flags=(), resolve=resolve), num_devices=MAX_DEVICES, directory=directory, num_steps=NUM_STEPS)
+    with contextlib.closing(bench):
+      for number, layout in enumerate(layouts):
+        setting = Setting(mesh=random_experiments.mesh_of(layout), overrides=(f'layout={number}',))
+        try:
+          found = bench.agree(setting, Setting())
+        except UserError as error:
+          yield {'verdict': 'refused', 'reason': str(error)}
+          continue
+        if found.first is not None:
+          yield {'verdict': 'wrong', 'first': str(found.first)}
+        elif not found.num_steps:
+          yield {'verdict': 'not compared', 'reason': '; '.join(found.notes)}
+        else:
+          yield {'verdict': 'same', 'closest': str(found.closest), 'notes': found.notes}
+
+
+def run_experiment(seed: int, experiment: int, stream: Any) -> None:
+  """Writes a line to `stream` before and after each layout."""
+  compile_quickly()
+  use_fake_devices(MAX_DEVICES)
+  jax.config.update('jax_numpy_rank_promotion', 'raise')
+  settings, layouts = draw(seed, experiment)
+  results = compare_layouts(settings, layouts)
+  for number, layout in enumerate(layouts):
+    print(json.dumps({'begins': number}), file=stream, flush=True)
+    started = time.process_time()
+    try:
+      result = next(results)
+    except Exception as error:
+      result = {'verdict': 'crashed', 'reason': f'{type(error).__name__}: {error}'[:500]}
+      results = compare_layouts(settings, layouts)
+    result |= {'cpu_seconds': round(time.process_time() - started, 1), 'layout': layout}
+    if result['verdict'] != 'same':
+      result['settings'] = settings
+    print(json.dumps(result), file=stream, flush=True)
+
+
+def fork_experiment(seed: int, experiment: int) -> Iterator[dict[str, Any]]:
+  """Yields the results of an experiment's layouts, from a child process."""
+  read_end, write_end = os.pipe()
+  pid = os.fork()
+  if not pid:
+    os.close(read_end)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # XLA's stack traces
+    code = 1
+    try:
+      with os.fdopen(write_end, 'w') as stream:
+        run_experiment(seed, experiment, stream)
+      code = 0
+    finally:
+      os._exit(code)
+  os.close(write_end)
+  number, ended, deadline = None, 'crashed', time.monotonic() + LIMIT_S
+  with os.fdopen(read_end) as stream:
+    while True:
+      if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        os.kill(pid, signal.SIGKILL)
+        ended = 'hung'
+      line = stream.readline()
+      if not line:
+        break
+      result = json.loads(line)
+      if 'begins' in result:
+        number = result['begins']
+      else:
+        yield {'number': number, **result}
+        number = None
+  _, status = os.waitpid(pid, 0)
+  if number is not None or status:
+    settings, layouts = draw(seed, experiment)
+    reason = f'the process ended with {os.waitstatus_to_exitcode(status)}'
+    yield {'number': number, 'verdict': ended, 'reason': reason, 'layout': layouts[number or 0], 'settings': settings}
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Prints a line per case and the summary; returns the exit code."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--cases', type=int, default=20, help='how many layouts are compared; refused ones do not count')
+  parser.add_argument('--seed', type=int, default=0)
+  parser.add_argument('--first', type=int, default=0, metavar='E', help='begin with this experiment')
+  parser.add_argument('--only', type=int, metavar='E', help='only this experiment')
+  args = parser.parse_args(argv)
+  counts: collections.Counter[str] = collections.Counter()
+  started = time.monotonic()
+  experiment = args.first if args.only is None else args.only
+  while args.only in (None, experiment) and sum(counts[name] for name in COMPARED) < args.cases:
+    for result in fork_experiment(args.seed, experiment):
+      counts[result['verdict']] += 1
+      again = f'scripts/number_campaign --seed {args.seed} --only {experiment}'
+      print(json.dumps({'experiment': experiment, **result, 'again': again}), flush=True)
+    experiment += 1
+  compared = sum(counts[name] for name in COMPARED)
+  wrong = sum(counts[name] for name in BAD)
+  names = ('same', *BAD, 'refused', 'not compared')
+  summary = {'cases': compared, 'bad': wrong} | {name: counts[name] for name in names}
+  print(json.dumps(summary | {'next': experiment, 'seconds': round(time.monotonic() - started)}), flush=True)
+  return 1 if wrong else 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())
