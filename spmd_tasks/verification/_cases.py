@@ -132,26 +132,34 @@ class Agree(_NothingToBegin):
     notes = (*found.notes, *([self.remark] if self.remark else []))
     if found.first is None:
       return held(found, notes)
-    smallest, first = self._reduce(bench, found.first)
+    is_of_curve = found.first.is_of_curve
+
+    def find(smaller: Setting) -> Difference | None:
+      if smaller == self.reference:
+        return None
+      return bench.agree(smaller, self.reference, metrics=self.metrics, train=is_of_curve).first
+
+    smallest, first = reduced(self.setting, found.first, find)
     return broken(bench, self.claim, self.setting, first, smallest, notes)
 
-  def _reduce(self, bench: Bench, first: Difference) -> tuple[Setting, Difference]:
-    """Returns the setting on the smallest mesh that still breaks, and the difference there."""
-    setting, shrinking = self.setting, True
-    while shrinking:
-      shrinking = False
-      for mesh in smaller_meshes(setting.mesh):
-        smaller = dataclasses.replace(setting, mesh=mesh)
-        if smaller == self.reference:
-          continue
-        try:
-          found = bench.agree(smaller, self.reference, metrics=self.metrics, train=first.is_of_curve)
-        except UserError:
-          continue
-        if found.first is not None:
-          setting, first, shrinking = smaller, found.first, True
-          break
-    return setting, first
+
+def reduced(
+  setting: Setting, first: Difference, find: Callable[[Setting], Difference | None]
+) -> tuple[Setting, Difference]:
+  """Returns the setting on the smallest mesh on which `find` still finds a difference, and that difference."""
+  shrinking = True
+  while shrinking:
+    shrinking = False
+    for mesh in smaller_meshes(setting.mesh):
+      smaller = dataclasses.replace(setting, mesh=mesh)
+      try:
+        found = find(smaller)
+      except UserError:
+        continue
+      if found is not None:
+        setting, first, shrinking = smaller, found, True
+        break
+  return setting, first
 
 
 def held(found: Agreement, notes: tuple[str, ...] = ()) -> Verdict:

@@ -1,0 +1,161 @@
+"""The claim that decoding with a cache gives the log-probabilities of a full forward pass.
+
+Prompts are read in chunks, and texts grow greedily, token by token. Then one forward pass over the whole texts, on one
+device and without a cache, gives the log-probabilities of all tokens of the vocabulary at every position.
+
+Shapes: N texts, S positions, V vocabulary.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, chunk_prompt
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Job
+from spmd_tasks.layers.moe import CapacityComputation, Dropless
+from spmd_tasks.runtime import TrainState
+from spmd_tasks.verification._agreement import Agreement
+from spmd_tasks.verification._bench import Bench
+from spmd_tasks.verification._cases import Case, Check, Verdict, broken, held, reduced
+from spmd_tasks.verification._layouts import num_devices
+from spmd_tasks.verification._noise import ROUNDINGS, SPREADS, Difference, distance, largest, perturb
+from spmd_tasks.verification._runner import Runner
+from spmd_tasks.verification._settings import Setting
+from spmd_tasks.verification._trajectory import FURTHER
+
+_MAX_POSITIONS = 24
+_NUM_TEXTS = 3
+
+
+def decode_cases(bench: Bench, num_more: int) -> Iterator[Case]:
+  """Yields a case on one device and one on the experiment's mesh."""
+  del num_more
+  for setting in dict.fromkeys((Setting(), Setting(mesh=bench.own_mesh))):
+    if setting.mesh and num_devices(setting.mesh) == 1:
+      continue
+    yield Check(
+      claim='decode',
+      subject=str(setting),
+      settings=(Setting(), setting),
+      check=functools.partial(_compare_decoding, setting=setting),
+    )
+
+
+def _compare_decoding(bench: Bench, setting: Setting) -> Verdict:
+  state, full = bench.trajectory(Setting()).state(bench.num_steps - 1), _FullForward(bench)
+
+  def find(setting: Setting) -> Difference:
+    return full.difference(state, *_decode(bench.runner(setting), state, bench.seed))
+
+  first = find(setting)
+  if first.difference <= first.allowed:
+    return held(Agreement(first=None, closest=first, num_steps=1))
+
+  def find_broken(smaller: Setting) -> Difference | None:
+    found = find(smaller)
+    return found if found.difference > found.allowed else None
+
+  smallest, first = reduced(setting, first, find_broken)
+  return broken(bench, 'decode', setting, first, smallest)
+
+
+def _decode(runner: Runner, state: TrainState, seed: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the texts, int32 [N, S], and the log-probabilities of what follows each token but the last, [N, S - 1, V].
+
+  Raises:
+    UserError: the model cannot generate text.
+  """
+  ids = runner.job.train_input.element_spec().get('ids')
+  if ids is None or len(ids.shape) != 2 or ids.shape[1] < 2:
+    raise UserError('the training input has no ids [B, T], so this is no model of texts.')
+  length = min(ids.shape[1], _MAX_POSITIONS)
+  chunk = max(length // 4, 1)
+  settings = DecodeSettings(max_len=length, num_slots=_NUM_TEXTS, prefill_chunk=chunk, min_bucket=chunk)
+  vocab_size = DecodeSteps(runner.model, settings).vocab_size
+  steps = DecodeSteps(runner.model, dataclasses.replace(settings, num_top_logprobs=vocab_size))
+  variables, decode_state = runner.place(state).variables, steps.init()
+  rng = np.random.default_rng((seed, 40))
+  texts, table = [], np.zeros((_NUM_TEXTS, length, vocab_size))
+  outputs: Any
+  for slot, prompt_length in enumerate((min(2 * chunk + 1, length - 1), 1, chunk)):
+    text = rng.integers(1, vocab_size, prompt_length).tolist()
+    request = Request(ids=tuple(text), max_tokens=length - prompt_length)
+    for part in chunk_prompt(request, slot, steps.prefill_chunk):
+      decode_state, outputs = steps.prefill(variables, decode_state, steps.make_batch([part], score_prompts=True))
+      for column, position in enumerate(range(part.start, part.stop)):
+        table[slot, position, outputs.prompt_top_ids[0, column]] = outputs.prompt_top_logprobs[0, column]
+    texts.append([*text, int(outputs.tokens[0])])
+  while any(len(text) < length for text in texts):
+    decode_state, outputs = steps.step(variables, decode_state, np.ones(_NUM_TEXTS, np.bool_))
+    outputs = jax.device_get(outputs)
+    for slot, text in enumerate(texts):
+      if outputs.is_valid[slot]:
+        table[slot, len(text) - 1, outputs.top_ids[slot]] = outputs.top_logprobs[slot]
+        text.append(int(outputs.tokens[slot]))
+  return np.array(texts, np.int32), table[:, :-1]
+
+
+class _FullForward:
+  """One forward pass over whole texts, on one device, in which experts drop no token, as in decoding."""
+
+  def __init__(self, bench: Bench):
+    self._bench = bench
+    self._runner = Runner(bench.source, Setting(change=_without_drops))
+    self._step: Any = None
+
+  def difference(self, state: TrainState, texts: np.ndarray, decoded: np.ndarray) -> Difference:
+    """Returns the largest difference of log-probabilities [N, S - 1, V] at a position, with what is allowed."""
+    expected = self._log_probabilities(state, texts)
+    epsilon = self._bench.runner(Setting()).epsilon
+    rng = np.random.default_rng((self._bench.seed, 41))
+
+    def spread(units: float) -> float:
+      moved = [state.replace(weights=perturb(state.weights, units * epsilon, rng)) for _ in range(3)]
+      return max(distance(expected, self._log_probabilities(sample, texts)) for sample in moved)
+
+    allowed = SPREADS * spread(1.0) + ROUNDINGS * epsilon * largest(expected)
+    sizes = np.max(np.abs(expected - decoded), axis=-1)
+    text, position = np.unravel_index(np.argmax(np.nan_to_num(sizes, nan=np.inf)), sizes.shape)
+    difference = distance(expected[text, position], decoded[text, position])
+    if difference > allowed and spread(FURTHER) > difference / 4:
+      raise UserError('rounding alone makes the forward pass jump, as at a tie between experts.')
+    leaf = f'log-probabilities of text {text + 1} after {position + 1} tokens'
+    return Difference(step=self._bench.num_steps - 1, leaf=leaf, difference=difference, allowed=allowed)
+
+  def _log_probabilities(self, state: TrainState, texts: np.ndarray) -> np.ndarray:
+    positions = np.array(np.broadcast_to(np.arange(texts.shape[1], dtype=np.int32), texts.shape))
+    batch = {'ids': texts, 'segment_ids': np.ones_like(texts), 'segment_pos': positions}
+    if self._step is None:
+      spec = {name: jax.ShapeDtypeStruct(values.shape, values.dtype) for name, values in batch.items()}
+      self._step = self._runner.model.forward_step(spec)
+    predictions = self._step(self._runner.place(state).variables, self._step.place(batch))
+    logits = np.asarray(predictions['logits'], np.float64)[:, :-1]
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+
+
+def _without_drops(job: Job, sizes: Any) -> Job:
+  """Returns the job with experts that compute every token."""
+  del sizes
+
+  def change(part: Any) -> Any:
+    if isinstance(part, CapacityComputation):
+      return dataclasses.replace(part, capacity_factor=0.0, eval_capacity_factor=None)
+    if isinstance(part, Dropless):
+      return dataclasses.replace(part, capacity_factor=None)
+    if isinstance(part, tuple):
+      return tuple(change(each) for each in part)
+    if isinstance(part, nn.Module):
+      fields = [field.name for field in dataclasses.fields(part) if field.name not in ('parent', 'name')]
+      own = {name: getattr(part, name) for name in fields}
+      new = {name: change(value) for name, value in own.items()}
+      return part.clone(**{name: value for name, value in new.items() if value is not own[name]})
+    return part
+
+  return dataclasses.replace(job, task=dataclasses.replace(job.task, model=change(job.task.model)))
