@@ -71,12 +71,13 @@ def compare_layouts(settings: Settings, layouts: list[Settings]) -> Iterator[dic
           yield {'verdict': 'same', 'closest': str(found.closest), 'notes': found.notes}
 
 
-def run_experiment(seed: int, experiment: int, stream: Any) -> None:
-  """Writes a line to `stream` before and after each layout."""
+def run_experiment(seed: int, experiment: int, num_layouts: int, stream: Any) -> None:
+  """Writes a line to `stream` before and after each of the first layouts."""
   compile_quickly()
   use_fake_devices(MAX_DEVICES)
   jax.config.update('jax_numpy_rank_promotion', 'raise')
   settings, layouts = draw(seed, experiment)
+  layouts = layouts[:num_layouts]
   results = compare_layouts(settings, layouts)
   for number, layout in enumerate(layouts):
     print(json.dumps({'begins': number}), file=stream, flush=True)
@@ -85,15 +86,15 @@ def run_experiment(seed: int, experiment: int, stream: Any) -> None:
       result = next(results)
     except Exception as error:
       result = {'verdict': 'crashed', 'reason': f'{type(error).__name__}: {error}'[:500]}
-      results = compare_layouts(settings, layouts)
+      results = compare_layouts(settings, layouts[number + 1 :])
     result |= {'cpu_seconds': round(time.process_time() - started, 1), 'layout': layout}
     if result['verdict'] != 'same':
       result['settings'] = settings
     print(json.dumps(result), file=stream, flush=True)
 
 
-def fork_experiment(seed: int, experiment: int) -> Iterator[dict[str, Any]]:
-  """Yields the results of an experiment's layouts, from a child process."""
+def fork_experiment(seed: int, experiment: int, num_layouts: int) -> Iterator[dict[str, Any]]:
+  """Yields the results of an experiment's first layouts, from a child process."""
   read_end, write_end = os.pipe()
   pid = os.fork()
   if not pid:
@@ -102,7 +103,7 @@ def fork_experiment(seed: int, experiment: int) -> Iterator[dict[str, Any]]:
     code = 1
     try:
       with os.fdopen(write_end, 'w') as stream:
-        run_experiment(seed, experiment, stream)
+        run_experiment(seed, experiment, num_layouts, stream)
       code = 0
     finally:
       os._exit(code)
@@ -140,8 +141,8 @@ def main(argv: list[str] | None = None) -> int:
   counts: collections.Counter[str] = collections.Counter()
   started = time.monotonic()
   experiment = args.first if args.only is None else args.only
-  while args.only in (None, experiment) and sum(counts[name] for name in COMPARED) < args.cases:
-    for result in fork_experiment(args.seed, experiment):
+  while args.only in (None, experiment) and (missing := args.cases - sum(counts[name] for name in COMPARED)) > 0:
+    for result in fork_experiment(args.seed, experiment, min(missing, LAYOUTS_OF_AN_EXPERIMENT)):
       counts[result['verdict']] += 1
       again = f'scripts/number_campaign --seed {args.seed} --only {experiment}'
       print(json.dumps({'experiment': experiment, **result, 'again': again}), flush=True)

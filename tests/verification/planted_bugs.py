@@ -1,4 +1,4 @@
-"""Eight experiments of a user with a layer, loss, stack or optimizer of their own, each with one planted bug.
+"""Experiments of a user with a layer, loss, stack or optimizer of their own, each with one planted bug.
 
 Every bug is one that the user's own tests on one device do not see. `bug=False` gives the sound twin of the same
 experiment, which differs in the marked lines only.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 
-from spmd_tasks.layers import FanInNormal, LossOutput, declare_weight
+from spmd_tasks.layers import FanInNormal, GatedFeedForward, LossOutput, declare_weight
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.recipes import PipelinedLanguageModel, SyntheticLanguageModel
 from spmd_tasks.sharding import constrain, current_sharding_scope, pad, padded_shape, split_dims_to_partition_spec
@@ -317,3 +317,43 @@ class PadInOptimizer(Planted):
     cfg = super().task()
     cfg.learner.optimizer = fdl.Config(NormalizedMomentum, bug=self.bug)
     return cfg
+
+
+# 9. A layer that looks ahead, which no generated token can.
+
+
+class LooksAheadFfn(nn.Module, kw_only=True):
+  """Adds the mean of all tokens of the row, or of those up to each token, with a weight."""
+
+  bug: bool
+
+  @nn.compact
+  def __call__(self, x, segment_ids=None, *, train=False):
+    scale = declare_weight(self, 'scale', shape=x.shape[-1:], init=nn.initializers.ones, split_dims=('embed',))
+    y = jnp.mean(x, axis=1, keepdims=True) if self.bug else x  # <-
+    return jnp.broadcast_to(y * scale[None, None, :], x.shape), {}
+
+
+class LooksAhead(Planted):
+  def ffn(self):
+    return fdl.Config(LooksAheadFfn, bug=self.bug)
+
+
+# 10. A layer that keeps 4 bits where it should keep bfloat16's 8.
+
+
+class CoarseFfn(GatedFeedForward, kw_only=True):
+  """A gated feed-forward sublayer whose hidden layer is stored in float8."""
+
+  bug: bool = True
+
+  def _hidden(self, x):
+    hidden = super()._hidden(x)
+    if self.bug and hidden.dtype == jnp.bfloat16:
+      hidden = hidden.astype(jnp.float8_e5m2).astype(hidden.dtype)  # <-
+    return hidden
+
+
+class CoarseBfloat16(Planted):
+  def ffn(self):
+    return fdl.Config(CoarseFfn, hidden_dim=self.hidden_dims, dtype=self.dtype, bug=self.bug)
