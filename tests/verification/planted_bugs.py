@@ -339,18 +339,18 @@ class LooksAhead(Planted):
     return fdl.Config(LooksAheadFfn, bug=self.bug)
 
 
-# 10. A layer that keeps 4 bits where it should keep bfloat16's 8.
+# 10. A layer that keeps 8 bits of integers, without a scale, where it should keep those of bfloat16.
 
 
 class CoarseFfn(GatedFeedForward, kw_only=True):
-  """A gated feed-forward sublayer whose hidden layer is stored in float8."""
+  """A gated feed-forward sublayer whose hidden layer is stored in 8 bits."""
 
   bug: bool = True
 
   def _hidden(self, x):
     hidden = super()._hidden(x)
     if self.bug and hidden.dtype == jnp.bfloat16:
-      hidden = hidden.astype(jnp.float8_e5m2).astype(hidden.dtype)  # <-
+      hidden = hidden.astype(jnp.int8).astype(hidden.dtype)  # <-
     return hidden
 
 
