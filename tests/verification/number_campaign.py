@@ -28,8 +28,8 @@ import jax
 from spmd_tasks.distributed import compile_quickly, use_fake_devices
 from spmd_tasks.errors import UserError
 from spmd_tasks.verification import Bench, Setting, Source
-from tests.verification import random_experiments
-from tests.verification.random_experiments import MAX_DEVICES, Settings, draw_layout, draw_settings, make_job
+from tests.verification.random_experiments import draw_settings, make_job
+from tests.verification.random_layouts import MAX_DEVICES, Settings, draw_layout, mesh_of
 
 LAYOUTS_OF_AN_EXPERIMENT = 5
 NUM_STEPS = 2
@@ -57,7 +57,7 @@ def compare_layouts(settings: Settings, layouts: list[Settings]) -> Iterator[dic
     bench = Bench(Source(flags=(), resolve=resolve), num_devices=MAX_DEVICES, directory=directory, num_steps=NUM_STEPS)
     with contextlib.closing(bench):
       for number, layout in enumerate(layouts):
-        setting = Setting(mesh=random_experiments.mesh_of(layout), overrides=(f'layout={number}',))
+        setting = Setting(mesh=mesh_of(layout), overrides=(f'layout={number}',))
         try:
           found = bench.agree(setting, Setting())
         except UserError as error:

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from tests.verification.number_campaign import compare_layouts
-from tests.verification.random_experiments import draw_layout, draw_settings, make_job
+from tests.verification.random_experiments import draw_settings, make_job
+from tests.verification.random_layouts import draw_layout
 
 # Layouts that once failed, and how.
 ONCE_FAILED = [

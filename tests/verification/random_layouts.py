@@ -1,0 +1,145 @@
+"""Random layouts of an experiment on 2 to 8 fake devices, over one or two slices: meshes, axis rules, pipelines, remat.
+
+layout = draw_layout(random.Random(8), settings)        # fields of random_experiments.Drawn
+mesh_of(layout)                                         # (('replica', 1), ('stage', 2), ('data', 3), ('mdl', 1))
+"""
+
+from collections.abc import Mapping
+import math
+import random
+from typing import Any
+
+from spmd_tasks.sharding import (
+  DEFAULT_AXIS_RULES,
+  data_expert_model_axes,
+  data_model_axes,
+  hidden_sharding_axes,
+  stage_axis_rules,
+)
+
+Settings = dict[str, Any]
+MAX_DEVICES = 8
+
+
+def draw_layout(rng: random.Random, settings: Settings) -> Settings:
+  """Draws a layout of the experiment on 2 to 8 devices, over one or two slices."""
+  is_moe = settings['ffn_kind'] not in ('plain', 'gated')
+  layout: Settings = {
+    'remat_policy': rng.choice(['none', 'none', 'full', 'dots', 'dots_no_batch']),
+    'scan': rng.random() < 0.8,
+  }
+  if is_moe:
+    layout |= {
+      'capacity_form': rng.choice(['einsum', 'gather']),
+      'dispatch': rng.choice(['ring', 'padded_all_to_all']),
+      'recompute': rng.random() < 0.3,
+    }
+  num_devices = rng.choice([2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 8])
+  stages = 1
+  # Dropout masks of a pipeline are others than a plain stack's (PipelinedStack says so).
+  if rng.random() < 0.45 and not settings['dropout'] and not settings.get('jitter'):
+    stages = _draw_stages(rng, settings, num_devices, layout)
+  rest = num_devices // stages
+  kind = rng.choice(['dense', 'expert', 'two_data', 'hidden'] if is_moe else ['dense'])
+  names, sizes = ['replica', 'data', 'mdl'], None
+  if kind == 'expert' or (kind == 'two_data' and not _fits(_two_data, rest, settings)):
+    kind, names = 'expert', ['replica', 'data', 'expert', 'mdl']
+  elif kind == 'two_data':
+    sizes = list(_two_data(rest, settings).ici_mesh_shape)
+  elif kind == 'hidden':
+    names = ['replica', 'data', 'expert', 'mdl']
+    if _fits(_hidden, rest, settings):
+      sizes = list(_hidden(rest, settings).ici_mesh_shape)
+    else:
+      kind = 'expert'
+  if sizes is None:
+    sizes = _factorise(rng, rest, len(names))
+  if stages > 1:
+    names.insert(1, 'stage')
+    sizes.insert(1, stages)
+  dcn = [1] * len(sizes)
+  if rng.random() < 0.25:
+    axis = rng.choice([i for i, size in enumerate(sizes) if size > 1] or [0])
+    factor = rng.choice([f for f in (2, 3) if sizes[axis] % f == 0] or [1])
+    sizes[axis], dcn[axis] = sizes[axis] // factor, factor
+  layout |= {'rules': kind, 'mesh_axis_names': tuple(names), 'ici_mesh_shape': tuple(sizes)}
+  return layout | ({'dcn_mesh_shape': tuple(dcn)} if max(dcn) > 1 else {})
+
+
+def _draw_stages(rng: random.Random, settings: Settings, num_devices: int, layout: Settings) -> int:
+  """Chooses the number of stages, 1 if none fits, and sets the pipeline's schedule in the layout."""
+  rows = settings['batch_size'] // settings['grad_microbatches']
+  fitting = [
+    (stages, microbatches)
+    for stages in (2, 3, 4, 5, 8)
+    if num_devices % stages == 0
+    for microbatches in range(stages, rows + 1, stages)
+    if rows % microbatches == 0
+  ]
+  if not fitting:
+    return 1
+  stages, microbatches = rng.choice(fitting)
+  layers = settings['num_layers']
+  schedule = rng.choice(['gpipe', 'circular', 'one_forward_one_backward'])
+  repeats = 1
+  if schedule == 'circular':
+    repeats = rng.choice([r for r in (1, 2, 3, 4) if layers % r == 0])
+  layout |= {'schedule': schedule, 'num_microbatches': microbatches, 'num_repeats': repeats}
+  return stages
+
+
+def _factorise(rng: random.Random, number: int, num_factors: int) -> list[int]:
+  """Splits `number` into random factors whose product it is."""
+  factors = [1] * num_factors
+  for prime in (2, 2, 2, 3, 5, 7):
+    if number % prime == 0:
+      number //= prime
+      # `replica` is the dullest axis.
+      factors[rng.choice([*range(num_factors), *range(1, num_factors)])] *= prime
+  return factors
+
+
+def _two_data(num_devices: int, settings: Mapping[str, Any]) -> Any:
+  return data_model_axes(
+    num_devices=num_devices, num_experts=settings['num_experts'], num_partitions=1, base_rules=DEFAULT_AXIS_RULES
+  )
+
+
+def _hidden(num_devices: int, settings: Mapping[str, Any]) -> Any:
+  return hidden_sharding_axes(
+    num_devices=num_devices,
+    num_experts=settings['num_experts'],
+    hidden_dim=settings['hidden_dims'],
+    base_rules=DEFAULT_AXIS_RULES,
+  )
+
+
+def _fits(axes: Any, num_devices: int, settings: Mapping[str, Any]) -> bool:
+  try:
+    axes(num_devices, settings)
+  except ValueError:
+    return False
+  return True
+
+
+def rules_of(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+  """The axis rules of the layout's kind; they depend on its sizes."""
+  num_devices = math.prod(size for axis, size in mesh_of(layout) if axis != 'stage')
+  kind = layout['rules']
+  if kind == 'dense':
+    rules = DEFAULT_AXIS_RULES
+  elif kind == 'expert':
+    # Of any sizes: the rules name axes only.
+    rules = data_expert_model_axes(
+      num_devices=num_devices, num_expert_partitions=1, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
+    ).axis_rules
+  else:
+    rules = (_two_data if kind == 'two_data' else _hidden)(num_devices, settings).axis_rules
+  return stage_axis_rules(rules) if 'stage' in layout['mesh_axis_names'] else rules
+
+
+def mesh_of(layout: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+  """The (axis, size) pairs of a layout, over all slices."""
+  ici = layout['ici_mesh_shape']
+  dcn = layout.get('dcn_mesh_shape', (1,) * len(ici))
+  return tuple((name, i * d) for name, i, d in zip(layout['mesh_axis_names'], ici, dcn))
