@@ -110,6 +110,12 @@ def test_ones_own_experiment_goes_on_with_the_path_that_the_message_names(direct
   assert from_json(read).name == 'my_lab.notes.Mine'  # imported by now
 
 
+def test_packages_without_an_init_file_may_lie_in_one_another(directory):
+  (directory / 'labs/my_lab/inner').mkdir()
+  (directory / 'labs/my_lab/inner/notes.py').write_text(EXPERIMENT)
+  assert from_json(saved('my_lab.inner.notes.Mine'), experiment_path=('labs',)).name == 'my_lab.inner.notes.Mine'
+
+
 def test_without_a_place_the_message_says_what_to_name(directory):
   with pytest.raises(UserError, match='add --experiment_path DIR, the directory that holds gone_lab'):
     from_json(saved('gone_lab.notes.Mine'))
