@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import threading
 import time
 from typing import Any
@@ -10,6 +11,7 @@ from absl import flags
 import grain
 import numpy as np
 
+from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs._lane_reader import LaneReader
 
@@ -63,7 +65,17 @@ class WorkerStream:
     self._iterator.start_prefetch()
 
   def __next__(self) -> tuple[base.Batch, np.ndarray]:
-    element = next(self._iterator)
+    try:
+      element = next(self._iterator)
+    except RuntimeError as error:
+      ended = re.search(r'terminated unexpectedly with exit code (-?\d+)', str(error))
+      if ended is None:
+        raise
+      raise JobError(
+        f'a worker process of the input was terminated unexpectedly, with exit code {ended[1]} (-9: killed, as by the '
+        "kernel when memory runs out). See the lines above and the kernel's log; a smaller num_workers or "
+        'worker_buffer_size takes less memory. The same command goes on from the newest checkpoint.'
+      ) from error
     return {name: element[name] for name in base.BATCH_DTYPES}, np.array(element[_POSITIONS])
 
   def close(self) -> None:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import ByteTokenizer, JsonLines, Parquet, Prefetcher, StdlibText, TextFiles, TextInput, train_bpe
 from tests import binary
 
@@ -276,7 +277,7 @@ def test_an_error_in_a_worker_names_the_record_and_a_killed_worker_is_an_error(t
   worker.kill()
   start = time.monotonic()
   found = [first]
-  with pytest.raises(RuntimeError, match='terminated unexpectedly'):
+  with pytest.raises(JobError, match='terminated unexpectedly, with exit code -9'):
     found.extend(iterator)
   assert time.monotonic() - start < 30
   jsonl.write_text(jsonl.read_text().replace('<20>', '<"0>'))
