@@ -208,7 +208,8 @@ def worker_killed(scene: Scene) -> str:
     os.kill(child, signum)
   except ProcessLookupError:
     return 'the worker had ended'
-  ended = scene.finish(process, limit_s=60)
+  # The input's limit, then 25 s for each worker that does not end (Grain).
+  ended = scene.finish(process, limit_s=120)
   return accept(scene, ended, lambda: None)
 
 
