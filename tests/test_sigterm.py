@@ -96,4 +96,5 @@ time.sleep(60)
 
 def test_a_guard_takes_the_signal_over_and_children_end_as_others_do():
   ended = binary.run_python(HANDOVER, limit_s=60)
-  assert (ended.returncode, ended.stdout, ended.stderr) == (exit_codes.PREEMPTED, 'saved\n', SENTENCE)
+  assert (ended.returncode, ended.stdout) == (exit_codes.PREEMPTED, 'saved\n'), ended.stderr
+  assert ended.stderr.endswith(SENTENCE)  # after what newer Pythons say to a fork beside a thread
