@@ -27,8 +27,9 @@ import sys
 
 import pytest
 
-from spmd_tasks import exit_codes, main
+from spmd_tasks import exit_codes
 from spmd_tasks.config import registry
+from spmd_tasks.flags import make_parser
 from tests import forked
 
 ROOT = Path(__file__).parents[1]
@@ -220,7 +221,7 @@ def test_files_that_the_docs_name_exist(path):
 
 @pytest.mark.parametrize('path', ALL, ids=lambda path: path.stem)
 def test_flags_that_the_docs_name_exist(path):
-  known = {option for action in main.make_parser()._actions for option in action.option_strings}
+  known = {option for action in make_parser()._actions for option in action.option_strings}
   text = path.read_text(encoding='utf-8')
   commands = re.findall(r'(?:spmd-tasks|spmd_tasks\.main|scripts/quickstart)((?:[^\n\\]|\\\n)*)', text)
   used = {flag for command in commands for flag in re.findall(r'(?<![\w-])--\w[\w-]*', command)}
@@ -236,7 +237,7 @@ def test_the_two_commands_exist():
 
 def test_the_readme_shows_every_flag_and_every_experiment():
   text = README.read_text(encoding='utf-8')
-  flags = {option for action in main.make_parser()._actions for option in action.option_strings} - {'-h', '--help'}
+  flags = {option for action in make_parser()._actions for option in action.option_strings} - {'-h', '--help'}
   assert [flag for flag in sorted(flags) if f'`{flag}' not in text] == []
   assert [name for name, _ in registry.list_experiments() if f'`{name}`' not in text] == []
   assert len(text.splitlines()) <= 180
