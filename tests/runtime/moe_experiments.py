@@ -1,12 +1,8 @@
 """synthetic.Uneven with experts, in each form of sharing the mesh with them, for the tests that compare meshes."""
 
-import dataclasses
-
 import fiddle as fdl
-import numpy as np
 
 from spmd_tasks.experiments.synthetic import Uneven
-from spmd_tasks.inputs import SyntheticText
 from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless
 from spmd_tasks.recipes import MoeLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, expert_axes
@@ -17,22 +13,6 @@ _HIDDEN = expert_axes.hidden_sharding_axes(num_experts=4, hidden_dim=44, **_ON_8
 _TWO_DATA = expert_axes.data_model_axes(num_experts=4, num_partitions=1, **_ON_8)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PaddedText(SyntheticText):
-  """SyntheticText in rows of different lengths, most of the padding in the first rows; prompts have no loss."""
-
-  def make_iterator(self, shard_index: int = 0, shard_count: int = 1):
-    for batch in super().make_iterator(shard_index, shard_count):
-      rng = np.random.default_rng(batch['ids'][0])
-      shortest = np.linspace(1, self.seq_len, len(batch['ids']))
-      is_padding = np.arange(self.seq_len)[None] >= rng.integers(shortest, self.seq_len + 1)[:, None]
-      for name in ('ids', 'labels', 'segment_ids', 'segment_pos'):
-        batch[name][is_padding] = 0
-      is_prompt = np.arange(self.seq_len)[None] < np.where(shortest > self.seq_len / 2, 3, 0)[:, None]
-      batch['weights'][is_padding | is_prompt] = 0
-      yield batch
-
-
 class AlongData(Uneven, MoeLanguageModel):
   """6 experts, top 2, laid along the data axis by the default rules."""
 
@@ -40,13 +20,6 @@ class AlongData(Uneven, MoeLanguageModel):
   hidden_dims = 45
   form: str = 'dropless'
   capacity_factor: float = 1.5  # of the capacity forms; drops tokens
-  is_padded: bool = False
-
-  def train_input(self):
-    cfg = super().train_input()
-    if self.is_padded:
-      fdl.update_callable(cfg, PaddedText)
-    return cfg
 
   def computation(self):
     if self.form == 'dropless':

@@ -25,17 +25,16 @@ SIXTEEN, DOTS = ('num_microbatches=16',), ('remat_policy=dots_no_batch',)
 FAST = ('stage 4 x data 2', 'circular, stage 2 x data 2 x mdl 2')
 
 FFN = 'task.model.stack.block.ffn'
-# What is taken over parts of a batch, of rows of different lengths: the balance loss over shards; biases, which follow
-# the load by its sign; tokens dropped from groups of two rows.
+# What is taken over parts of a batch, whose rows have different lengths: the balance loss over shards; biases, which
+# follow the load by its sign; tokens dropped from groups of two rows.
 SHARDS, BIAS = (
   (f'{FFN}.load_balance_shards=4',),
   tuple(f'{FFN}.router.{setting}' for setting in ('score_function=sigmoid', 'balance_bias=True')),
 )
 GROUPS = (f'{FFN}.computation.group_size=32',)
-PADDED = ('is_padded=True',)
-GATHER = ('form=gather', *GROUPS, *BIAS, *SHARDS, *PADDED)
-EINSUM = ('form=einsum', *GROUPS, *SHARDS, *PADDED)
-DROPLESS = (*BIAS, *SHARDS, *PADDED)
+GATHER = ('form=gather', *GROUPS, *BIAS, *SHARDS)
+EINSUM = ('form=einsum', *GROUPS, *SHARDS)
+DROPLESS = (*BIAS, *SHARDS)
 
 # name, experiment, mesh, overrides, those of them that the plain stack has too
 TWO = 'task.learner.num_microbatches=2'
