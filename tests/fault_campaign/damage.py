@@ -205,23 +205,24 @@ def _damage_lines(scene: Scene, path: Path) -> str:
   scene.where = f'line {number + 1} of {len(lines)} of {path.name}: {name}'
   lines[number] = LINES[name](lines[number], scene.rng)
   path.write_bytes(b''.join(line + b'\n' for line in lines))
-  before = path.read_bytes()
+  whole = [line for at, line in enumerate(lines) if at != number]
   ended = scene.run()
+  was_refused = ended.returncode != exit_codes.OK
+  if was_refused:
+    judge.check_refusal(ended, REFUSED)
+    check(path.name in ended.stderr, 'the refusal does not name the file')
+    path.write_bytes(b''.join(line + b'\n' for line in whole))
+    ended = scene.run()
   check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
-  if ended.returncode == exit_codes.OK:
-    # Nothing that was there is lost, and apart from the damaged line, which is set aside, everything is as undisturbed.
-    aside = path.with_name(f'{path.name}.bad_lines')
-    kept = path.read_bytes().splitlines() + (aside.read_bytes().splitlines() if aside.exists() else [])
-    check({*before.splitlines()} <= {*kept, b''}, 'the restart has lost lines that were there')
-    scene.check_as_undisturbed(may_lack=path)
-    return 'went on, bit for bit'
-  judge.check_refusal(ended, REFUSED)
-  check(path.name in ended.stderr, 'the refusal does not name the file')
-  good = before.splitlines(keepends=True)
-  path.write_bytes(b''.join(line for at, line in enumerate(good) if at != number))
-  scene.run()
+  # All other lines stay as they were; the damaged one stays too, or is set aside.
+  aside = path.with_name(f'{path.name}.bad_lines')
+  found = path.read_bytes() + (aside.read_bytes() if aside.exists() else b'')
+  check(was_refused or lines[number] in found, 'the damaged line is lost')
+  after = [line for line in path.read_bytes().split(b'\n')[:-1] if line != lines[number] or line in whole]
+  check(after[: len(whole)] == whole, 'the restart has changed whole lines')
+  path.write_bytes(b''.join(line + b'\n' for line in after))
   scene.check_as_undisturbed(may_lack=path)
-  return f'refused ({judge.sentence_of(ended)}); without the line it went on, bit for bit'
+  return 'went on, bit for bit'
 
 
 @kind('damage/config, lock and records', share=4)

@@ -99,9 +99,11 @@ def kill_at_a_place(scene: Scene) -> str:
 def kill_in_mid_line(scene: Scene) -> str:
   """What a kill in a write leaves: a part of the last line, of the job's metrics or of an eval's."""
   last_seen = scene.rng.randrange(6, NUM_STEPS + 1)
+  name = 'metrics.jsonl'
+  if scene.rng.random() < 0.5:
+    name, last_seen = 'eval/valid/metrics.jsonl', scene.rng.choice((10, NUM_STEPS))  # where an eval is due
   scene.begun(last_seen // 5 * 5, last_seen)
-  paths = [scene.job_log_dir / 'metrics.jsonl', *scene.job_log_dir.glob('eval/*/metrics.jsonl')]
-  path = scene.rng.choice(sorted(paths))
+  path = scene.job_log_dir / name
   content = path.read_bytes()
   last = content[:-1].rfind(b'\n') + 1
   cut = scene.rng.randrange(last + 1, len(content))
