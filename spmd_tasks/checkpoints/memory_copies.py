@@ -172,7 +172,7 @@ class MemoryCopies:
         try:
           with open(path, 'rb') as file:
             found[path] = _read_header(file)[0]
-        except (OSError, ValueError, DamagedCopyError):
+        except (OSError, ValueError, RecursionError, DamagedCopyError):
           continue
     return found
 
@@ -217,7 +217,7 @@ def verify(path: Path) -> CopyHeader:
       if file.read() != digest.digest():
         raise DamagedCopyError('its content has changed (SHA-256)')
       return header
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise DamagedCopyError(str(error)) from error
 
 

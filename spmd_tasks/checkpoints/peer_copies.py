@@ -336,7 +336,8 @@ def _identify(job_log_dir: epath.Path) -> tuple[str, str]:
   path = job_log_dir / ID_FILE
   try:
     job = str(json.loads(read_text(path))['job'])
-  except (FileNotFoundError, ValueError, TypeError, KeyError):  # without its name, earlier copies are not this job's
+  except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+    # Without its name, earlier copies are not this job's.
     job = secrets.token_hex(16)
     write_durably(path, json.dumps({'job': job}) + '\n')
   return job, secrets.token_hex(8)

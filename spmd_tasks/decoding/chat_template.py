@@ -91,7 +91,7 @@ class ChatTemplate:
       return cls(template=text, stop=tuple(stop))
     try:
       config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise UserError(f'chat template {path} is not JSON: {error}.') from error
     template = config.get('chat_template') if isinstance(config, dict) else None
     if isinstance(template, list):  # several templates by name

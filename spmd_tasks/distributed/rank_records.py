@@ -247,5 +247,5 @@ def _read(path: epath.Path, record_type: type) -> Any:
     if set(values) != set(fields) or any(type(values[name]) is not fields[name] for name in fields):
       return None
     return record_type(**values)
-  except (OSError, ValueError, TypeError):
+  except (OSError, ValueError, TypeError, RecursionError):
     return None

@@ -39,7 +39,7 @@ def parse_json(data: bytes, where: str) -> Any:
   """Parses one JSON record; an error names its place, `where`."""
   try:
     return json.loads(data)
-  except ValueError as e:  # bad JSON or bad UTF-8
+  except (ValueError, RecursionError) as e:  # bad JSON, bad UTF-8, or a value nested too deeply
     raise UserError(f'{where} is not JSON: {e}. Repair or remove the record.') from e
 
 

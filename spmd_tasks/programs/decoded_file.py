@@ -57,7 +57,7 @@ class DecodedFile:
       is_same = is_same and all(
         json.loads(line)['request'] == request for line, request in zip(lines, self._requests, strict=False)
       )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
       is_same = False
     if not is_same:
       raise UserError(

@@ -133,6 +133,7 @@ def test_the_template_of_a_jinja_file(tmp_path):
     ('none.json', None, 'cannot be read: No such file'),
     ('bytes.jinja', b'\xff', 'cannot be read'),
     ('text.json', b'{', 'is not JSON'),
+    ('text.json', b'[' * 100_000, 'is not JSON'),
     ('empty.json', b'{}', "no text under the key 'chat_template'"),
     ('list.json', b'[]', "no text under the key 'chat_template'"),
     ('named.json', b'{"chat_template": [{"name": "x", "template": "y"}]}', "no text under the key 'chat_template'"),

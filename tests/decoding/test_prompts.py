@@ -44,6 +44,7 @@ def test_every_field_is_read():
   'fields, message',
   [
     (b'{', 'is not JSON'),
+    (b'[' * 100_000, 'is not JSON'),  # nested too deeply
     ([1], 'expected an object such as .*, found list'),
     ({'promt': 'x'}, "there is no field 'promt'; nearest: 'prompt'"),
     ({'zzzzz': 'x'}, "there is no field 'zzzzz'; there are prompt, prompt_ids, "),

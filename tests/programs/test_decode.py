@@ -8,9 +8,12 @@ import signal
 import subprocess
 import time
 
+from etils import epath
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.errors import UserError
+from spmd_tasks.programs.decoded_file import DecodedFile
 from tests import binary
 from tests.programs.small_jobs import SMALL
 
@@ -222,3 +225,10 @@ def test_outputs_of_other_prompts_are_not_overwritten(decoded, tmp_path, capfd):
   assert binary.run_in_process(*flags_of(directory, '--decode_input', other)) == exit_codes.USAGE
   assert 'holds outputs of other prompts or settings' in capfd.readouterr().err
   assert binary.snapshot(directory) == before
+
+
+@pytest.mark.parametrize('content', [b'[' * 100_000, b'\xff', b'7', b'{}'])
+def test_lines_that_are_no_outputs_are_not_overwritten(tmp_path, content):
+  (tmp_path / 'outputs.jsonl.partial').write_bytes(content + b'\n')
+  with pytest.raises(UserError, match='holds outputs of other prompts or settings'):
+    DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), [{}]).num_done()
