@@ -31,7 +31,7 @@ from spmd_tasks.verification import Bench, Setting, Source
 from tests.verification.random_experiments import draw_settings, make_job
 from tests.verification.random_layouts import MAX_DEVICES, Settings, draw_layout, mesh_of
 
-LAYOUTS_OF_AN_EXPERIMENT = 5
+LAYOUTS_OF_AN_EXPERIMENT = 10
 NUM_STEPS = 2
 LIMIT_S = 900  # of one experiment; more is a hang
 BAD = ('wrong', 'crashed', 'hung')
