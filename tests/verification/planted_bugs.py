@@ -256,11 +256,9 @@ class ShortStack(PipelinedStack, kw_only=True):
 
   bug: bool = True
 
-  def _schedule(self, num_stages, batch_size, is_strict):
-    schedule = super()._schedule(num_stages, batch_size, is_strict)
-    if schedule is None or not self.bug:
-      return schedule
-    return ShortSchedule(**dataclasses.asdict(schedule))
+  def _schedules(self, *args, **kwargs):
+    schedules = super()._schedules(*args, **kwargs)
+    return [ShortSchedule(**dataclasses.asdict(each)) for each in schedules] if self.bug else schedules
 
 
 class LostTick(PipelinedLanguageModel, Planted):
