@@ -1,6 +1,7 @@
 """Inputs that change while they are read, that hold bad records, or whose workers die, hang or raise."""
 
 from collections.abc import Callable
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -80,14 +81,11 @@ def file_changes(scene: Scene) -> str:
   shutil.copytree(data, whole)
   names = sorted(CHANGES) if scene.job != 'TfData' else ['shrunk', 'truncated to 0', 'deleted']
   name = scene.rng.choice(names)
-  wanted = scene.rng.randrange(0, 16)
+  wanted = scene.rng.randrange(1, 16)  # earlier the job has not looked which files there are, and how long
   path = scene.rng.choice(sorted(data.iterdir()))
   scene.where = f'{path.name} {name} after step {wanted}, {workers} workers'
   process = scene.start()
-  if wanted:
-    scene.wait_until(process, lambda: len(scene.steps()) >= wanted)
-  else:
-    scene.wait_until(process, process.entered.exists)
+  scene.wait_until(process, lambda: len(scene.steps()) >= wanted)
   process.send(signal.SIGSTOP)
   CHANGES[name](path, scene.rng)
   process.send(signal.SIGCONT)
@@ -209,7 +207,10 @@ def worker_killed(scene: Scene) -> str:
   except ProcessLookupError:
     return 'the worker had ended'
   # The input's limit, then 25 s for each worker that does not end (Grain).
-  ended = scene.finish(process, limit_s=120)
+  scene.wait_until(process, lambda: False, limit_s=120)
+  with contextlib.suppress(ProcessLookupError):
+    os.kill(child, signal.SIGCONT)  # who is stopped cannot see that the job has ended
+  ended = scene.finish(process)
   return accept(scene, ended, lambda: None)
 
 

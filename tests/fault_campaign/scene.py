@@ -262,17 +262,23 @@ class Scene:
       lost = before[-1] - (again[0] - 1)
       check(lost <= max_lost, f'{lost} steps were lost; the interval is {SAVE_INTERVAL}')
       check(lost >= 0, f'the restart left out {-lost} steps')
-    self.check_as_undisturbed(leave_out=leave_out, check_left=check_left)
+    # Where nothing was left to train, nothing was saved, and only a save deletes old checkpoints.
+    self.check_as_undisturbed(leave_out=leave_out, check_left=check_left, max_kept=MAX_TO_KEEP + (not again))
     return ended
 
   def check_as_undisturbed(
-    self, *, leave_out: tuple[str, ...] = (), may_lack: Path | None = None, check_left: bool = True
+    self,
+    *,
+    leave_out: tuple[str, ...] = (),
+    may_lack: Path | None = None,
+    check_left: bool = True,
+    max_kept: int = MAX_TO_KEEP,
   ) -> None:
     judge.compare_with_reference(self.job_log_dir, self.reference, leave_out=leave_out, may_lack=may_lack)
     if check_left:
       judge.check_nothing_is_left(self.job_log_dir)
     kept = judge.complete_steps(self.job_log_dir)
-    check(len(kept) <= MAX_TO_KEEP, f'{len(kept)} checkpoints are kept: {kept}')
+    check(len(kept) <= max_kept, f'{len(kept)} checkpoints are kept: {kept}')
 
   def accept(self, ended: Ended, codes: tuple[int, ...], repair: Callable[[], Any] | None = None, **resume: Any) -> str:
     """Either the job has gone on and is as undisturbed, or it refuses with one of `codes` and, repaired, goes on.

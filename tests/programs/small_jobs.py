@@ -87,7 +87,8 @@ class FaultyText:
     return FaultyIterator(self, self.text.make_iterator(shard_index, shard_count))
 
   def reshard_states(self, states: Sequence[dict[str, Any]], shard_count: int) -> list[dict[str, Any]]:
-    raise ValueError('read this input with as many processes as saved it.')
+    texts = self.text.reshard_states([state['text'] for state in states], shard_count)
+    return [{'position': states[0]['position'], 'text': text} for text in texts]
 
 
 class FaultyIterator:
