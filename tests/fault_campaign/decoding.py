@@ -161,7 +161,7 @@ def eval_beside(scene: Scene) -> str:
   watch = scene.start(*['eval' if flag == 'train' else flag for flag in scene.train_flags()], '--watch')
   wanted = scene.rng.randrange(1, 18)
   scene.where = f'the training job is killed after step {wanted}'
-  scene.wait_until(train, lambda: len(scene.steps()) >= wanted)
+  scene.wait_until(train, lambda: scene.num_steps() >= wanted)
   train.send(signal.SIGKILL)
   scene.finish(train)
   restarted = scene.run()

@@ -204,7 +204,7 @@ def second_job(scene: Scene) -> str:
   process = scene.start()
   wanted = scene.rng.randrange(1, 12)
   scene.where = f'after step {wanted}'
-  scene.wait_until(process, lambda: len(scene.steps()) >= wanted)
+  scene.wait_until(process, lambda: scene.num_steps() >= wanted)
   process.send(19)  # SIGSTOP: whatever changes meanwhile, the second one did
   before = binary.snapshot(scene.job_log_dir)
   second = scene.run(*scene.train_flags())
@@ -226,7 +226,7 @@ def gone_while_running(scene: Scene) -> str:
   wanted = scene.rng.randrange(1, 18)
   what = scene.rng.choice(('checkpoints', 'the newest checkpoint', 'metrics.jsonl', 'eval'))
   scene.where = f'{what} after step {wanted}'
-  scene.wait_until(process, lambda: len(scene.steps()) >= wanted)
+  scene.wait_until(process, lambda: scene.num_steps() >= wanted)
   process.send(19)
   aside = scene.path / 'aside'
   aside.mkdir()

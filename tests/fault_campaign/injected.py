@@ -23,7 +23,7 @@ import time
 from typing import Any
 
 _OPERATIONS = ('rename', 'remove', 'rmdir', 'mkdir', 'truncate', 'link', 'symlink')
-_NO_SUCH_POINT = 97  # the exit code where a plan names a function that is no more
+NO_SUCH_POINT = 97  # the exit code where a plan names a function that is no more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ def wrap(call: str, see: Callable[[], None], *, after: bool) -> None:
     function = getattr(owner, last)
   except (ImportError, AttributeError) as error:
     print(f'fault campaign: there is no {call}: {error}', file=sys.stderr)
-    sys.exit(_NO_SUCH_POINT)
+    sys.exit(NO_SUCH_POINT)
 
   @functools.wraps(function)
   def wrapped(*args, **kwargs):

@@ -19,10 +19,10 @@ from tests.fault_campaign.scene import Ended, Scene
 REFUSED = (exit_codes.USAGE, exit_codes.FAILED)
 
 
-def accept(scene: Scene, ended: Ended, repair: Callable[[], object], **resume) -> str:
+def accept(scene: Scene, ended: Ended, repair: Callable[[], object]) -> str:
   """A job never trains on other data: it goes on bit for bit, or stops with a sentence until the data are back."""
   judge.compare_lines(judge.metric_lines(scene.job_log_dir / 'metrics.jsonl'), scene.reference.metrics, 'metrics.jsonl')
-  return scene.accept(ended, REFUSED, repair, **resume)
+  return scene.accept(ended, REFUSED, repair)
 
 
 def check_names(scene: Scene, ended: Ended, path: Path) -> None:
@@ -85,7 +85,7 @@ def file_changes(scene: Scene) -> str:
   path = scene.rng.choice(sorted(data.iterdir()))
   scene.where = f'{path.name} {name} after step {wanted}, {workers} workers'
   process = scene.start()
-  scene.wait_until(process, lambda: len(scene.steps()) >= wanted)
+  scene.wait_until(process, lambda: scene.num_steps() >= wanted)
   process.send(signal.SIGSTOP)
   CHANGES[name](path, scene.rng)
   process.send(signal.SIGCONT)
@@ -108,7 +108,7 @@ def file_changes_between(scene: Scene) -> str:
   data, whole = scene.write_data(), scene.path / 'whole'
   shutil.copytree(data, whole)
   process = scene.start()
-  scene.wait_until(process, lambda: len(scene.steps()) >= 7)
+  scene.wait_until(process, lambda: scene.num_steps() >= 7)
   process.send(signal.SIGKILL)
   scene.finish(process)
   # Any other size is noticed before anything is read; a deletion or a new file too.
@@ -195,7 +195,7 @@ def worker_killed(scene: Scene) -> str:
   signum = scene.rng.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV))
   wanted = scene.rng.randrange(1, 8)
   process = scene.start()
-  scene.wait_until(process, lambda: len(scene.steps()) >= wanted)
+  scene.wait_until(process, lambda: scene.num_steps() >= wanted)
   children = children_of(process.pid)
   check(children or not process.is_running(), 'there are no workers')
   if not children:

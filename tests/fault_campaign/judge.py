@@ -120,21 +120,15 @@ def compare_lines(lines: list[dict[str, Any]], expected: Mapping[int, Mapping[st
       )
 
 
-def compare_with_reference(
-  job_log_dir: Path, reference: Reference, *, leave_out: tuple[str, ...] = (), may_lack: Path | None = None
-) -> None:
+def compare_with_reference(job_log_dir: Path, reference: Reference, *, may_lack: Path | None = None) -> None:
   """All steps are there, and every metric, every eval and the kept checkpoints are those of the undisturbed run.
 
-  `leave_out` names metrics that the fault changes by its nature, `may_lack` a metrics file of which it took a line.
+  `may_lack` is a metrics file of which the fault took a line.
 
   Raises:
     BrokenPromiseError: something is missing, or differs.
   """
-  expected = {
-    step: {name: value for name, value in line.items() if name not in leave_out}
-    for step, line in reference.metrics.items()
-  }
-  files = {job_log_dir / 'metrics.jsonl': expected}
+  files = {job_log_dir / 'metrics.jsonl': reference.metrics}
   files |= {job_log_dir / 'eval' / name / 'metrics.jsonl': evals for name, evals in reference.evals.items()}
   for path, wanted in files.items():
     lines, what = metric_lines(path), str(path.relative_to(job_log_dir))

@@ -120,9 +120,9 @@ def kill_again_and_again(scene: Scene) -> str:
   num_kills = 0
   while num_kills < 12:
     process = scene.start()
-    before = len(scene.steps())
+    before = scene.num_steps()
     wanted = before + scene.rng.randrange(4, 9)
-    scene.wait_until(process, lambda: len(scene.steps()) >= wanted)  # noqa: B023
+    scene.wait_until(process, lambda: scene.num_steps() >= wanted)  # noqa: B023
     process.send(signal.SIGKILL)
     if not killed(scene, scene.finish(process)):
       break

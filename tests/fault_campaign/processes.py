@@ -53,7 +53,7 @@ class Pair:
     return [self.scene.finish(rank, limit_s) for rank in self.ranks]
 
   def wait_for_steps(self, number: int) -> bool:
-    return self.scene.wait_until(self.ranks[0], lambda: len(self.scene.steps()) >= number)
+    return self.scene.wait_until(self.ranks[0], lambda: self.scene.num_steps() >= number)
 
   def stderr(self, rank: int) -> str:
     return self.ranks[rank].stderr
