@@ -40,6 +40,7 @@ def verify(bug: Planted, *flags: str):
     *('--exp', f'tests.verification.planted_bugs.{bug.name}', '--mode', 'verify', '--claims', bug.claim),
     *('--num_fake_devices', bug.num_devices, *flags),
   )
+  assert finished.stdout, finished.stderr
   return finished.returncode, json.loads(finished.stdout.splitlines()[-1])
 
 
