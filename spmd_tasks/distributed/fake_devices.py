@@ -23,9 +23,9 @@ def use_fake_devices(num_devices: int) -> None:
   other members have no thread left, the program hangs until XLA's timeout aborts the process. Therefore the pool gets
   four threads per device. XLA reads their number from `NPROC`; a value that is set already stays.
 
-  XLA's scheduler for concurrency, the CPU's default, may start two collectives of one device in another order than on
-  another device, and they wait for one another for ever (seen with one forward, one backward on stage 2 x mdl 3, jax
-  0.10). So it is turned off, unless XLA_FLAGS name it.
+  XLA's scheduler for concurrency, the CPU's default, is turned off unless XLA_FLAGS name it: with it, one forward, one
+  backward on stage 2 x mdl 3 never ends (jax 0.10), and without it does. Presumably devices then start collectives in
+  different orders.
   """
   os.environ.setdefault('NPROC', str(_THREADS_PER_DEVICE * num_devices))
   flags = os.environ.get('XLA_FLAGS', '')
