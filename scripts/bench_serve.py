@@ -157,13 +157,13 @@ def compare_with_floor(engine, tokenizer, num_rounds):
   """Returns the median over rounds of the engine's CPU time / the floor's; checks that both give the same numbers."""
   fill_slots(engine, tokenizer, engine.max_len - 1)
   keep, bare_step = np.ones(engine.num_slots, np.bool_), bare_decode.make_step()
-  state = bare_decode.init_state(engine.weights, engine.num_slots, engine.max_len)
+  state = bare_decode.init_state(engine.weights['params'], engine.num_slots, engine.max_len)
   state['tokens'] = 5 + np.arange(engine.num_slots, dtype=np.int32)
 
   def floor():
     nonlocal state
     for _ in range(STEPS_PER_ROUND):
-      state, outputs = bare_step(engine.weights, state)
+      state, outputs = bare_step(engine.weights['params'], state)
     return outputs
 
   def ours():
@@ -173,7 +173,7 @@ def compare_with_floor(engine, tokenizer, num_rounds):
     return outputs.tokens, outputs.logprobs
 
   for _ in range(2):  # the prefill's tokens, and those of the step that fill_slots launched
-    state, _ = bare_step(engine.weights, state)
+    state, _ = bare_step(engine.weights['params'], state)
   for (tokens, logprobs), (wanted, wanted_logprobs) in zip([ours(), ours()], [floor(), floor()], strict=True):
     np.testing.assert_array_equal(tokens, wanted)
     np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
