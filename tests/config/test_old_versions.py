@@ -37,7 +37,9 @@ def test_an_old_config_is_accepted_and_read_back(name, tmp_path):
   (tmp_path / 'checkpoints' / 'checkpoint_00000010').mkdir(parents=True)
   for mode in ('train', 'eval'):
     refuse_changed_config(tmp_path, now, mode=mode)
-  assert to_json(from_json(saved))['config'] == now['config']
+  # Rules of a stage axis have changed since; an old job keeps its own, which give the same numbers.
+  read, wanted = ({**config, 'axis_rules': None} for config in (to_json(from_json(saved))['config'], now['config']))
+  assert read == wanted
 
 
 def test_an_experiment_that_has_moved_is_found():
