@@ -1,0 +1,253 @@
+"""Paxml's checkpoints: a real one of Paxml 1.4.0 (tests/data/paxml_1_4_0), and those that this project writes."""
+
+import json
+from pathlib import Path
+import tarfile
+from typing import Any, NamedTuple
+
+from etils import epath
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+from spmd_tasks.bridges.pax import (
+  checkpoint_format,
+  open_pax_checkpoint,
+  pax_checkpoints,
+  read_pax_checkpoint,
+  write_pax_checkpoint,
+)
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.errors import UserError
+
+REAL = Path(__file__).parents[2] / 'data/paxml_1_4_0/dense_lm_ema.tar.xz'
+
+
+@pytest.fixture(scope='module')
+def real(tmp_path_factory):
+  """The directory `checkpoints` of a job of real Paxml 1.4.0: DenseLmEma on a mesh 1 x 4 x 2, after 3 steps."""
+  directory = tmp_path_factory.mktemp('paxml')
+  with tarfile.open(REAL) as archive:
+    archive.extractall(directory, filter='data')
+  return epath.Path(directory) / 'checkpoints'
+
+
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+  """A tree whose key paths give these names."""
+  tree: dict[str, Any] = {}
+  for name, leaf in leaves.items():
+    *parents, last = name.split('.')
+    place = tree
+    for parent in parents:
+      place = place.setdefault(parent, {})
+    place[last] = leaf
+  return tree
+
+
+def flat(tree: Any) -> dict[str, Any]:
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='.'): x for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def abstract(array: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def even_sharding(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> NamedSharding:
+  """Splits the last dims over as many axes as divide them."""
+  axes, spec = [*mesh.axis_names], []
+  for size in reversed(shape):
+    fits = bool(axes) and size % mesh.shape[axes[-1]] == 0
+    spec.append(axes.pop() if fits else None)
+  return NamedSharding(mesh, jax.P(*reversed(spec)))
+
+
+def read_raw(path: epath.Path, name: str) -> np.ndarray:
+  spec = {'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{path}/state/{name}/'}}
+  return ts.open(spec).result().read().result()
+
+
+@pytest.mark.parametrize('mesh_shape', [(1, 1), (4, 2), (1, 8)])
+def test_every_array_of_a_real_checkpoint_arrives_on_every_mesh(real, mesh_shape):
+  stored = open_pax_checkpoint(real).arrays
+  mesh = jax.make_mesh(mesh_shape, ('data', 'mdl'), devices=jax.devices()[: mesh_shape[0] * mesh_shape[1]])
+  target = nested({name: abstract(array, even_sharding(array.shape, mesh)) for name, array in stored.items()})
+  state = flat(read_pax_checkpoint(real, target))
+  assert len(state) == 71
+  for name, array in state.items():
+    assert array.sharding == even_sharding(array.shape, mesh)
+    np.testing.assert_array_equal(array, read_raw(real / 'checkpoint_00000003', name))
+
+
+def test_names_shapes_and_dtypes_are_those_that_paxml_says(real):
+  expected = json.loads((real.parent / 'expected.json').read_text())['checkpoints']['a']['arrays']
+  said = {
+    # Paxml's names have `_i` for item i of a list or tuple; expected.json separates all keys by dots.
+    f'opt_states_0.{name.split(".", 3)[2]}_{name.split(".", 3)[3]}' if name.startswith('opt_states.0.') else name: leaf
+    for name, leaf in expected.items()
+  }
+  stored = open_pax_checkpoint(real).arrays
+  assert {name: [[*array.shape], np.dtype(array.dtype).name] for name, array in stored.items()} == said
+
+
+def test_a_tree_without_optimizer_state_reads_the_variables_only(real):
+  stored = open_pax_checkpoint(real).arrays
+  target = nested({name: abstract(array) for name, array in stored.items() if name.startswith('mdl_vars.')})
+  state = read_pax_checkpoint(real / 'checkpoint_00000003', target)
+  assert state.keys() == {'mdl_vars'}
+  assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+  'change, problem',
+  [
+    ({'mdl_vars.params.lm.new.w': (3, 4)}, r'mdl_vars.params.lm.new.w float32\[3, 4\] is not in the checkpoint'),
+    (
+      {'mdl_vars.params.lm.final_ln.bias': (33,)},
+      r'mdl_vars.params.lm.final_ln.bias must be float32\[33\], but the checkpoint has float32\[32\]',
+    ),
+    (
+      {'mdl_vars.params.lm.final_ln.bias': (31,)},
+      r'mdl_vars.params.lm.final_ln.bias must be float32\[31\], but the checkpoint has float32\[32\]',
+    ),
+    ({'opt_states_0.no_prefix_4.count': None}, r'no_prefix_4.count int32\[\] of the checkpoint has no place'),
+  ],
+  ids=['missing', 'too large', 'too small', 'left over'],
+)
+def test_what_does_not_fit_is_named(real, change, problem):
+  leaves = {name: abstract(array) for name, array in open_pax_checkpoint(real).arrays.items()}
+  for name, shape in change.items():
+    leaves.pop(name, None)
+    if shape is not None:
+      leaves[name] = jax.ShapeDtypeStruct(shape, 'float32')
+  with pytest.raises(UserError, match=problem):
+    read_pax_checkpoint(real, nested(leaves))
+
+
+class Moments(NamedTuple):
+  count: Any
+  m: Any
+
+
+class State(struct.PyTreeNode):
+  """Has the key paths of Paxml's TrainState."""
+
+  step: Any
+  mdl_vars: Any
+  opt_states: Any
+  extra_state: Any = ()
+
+
+def small_state(mesh: jax.sharding.Mesh) -> State:
+  def put(array: Any) -> jax.Array:
+    return jax.device_put(array, even_sharding(array.shape, mesh))
+
+  weights = {'w': put(np.arange(48, dtype=np.float32).reshape(6, 8)), 'b': put(jnp.arange(3, dtype=jnp.bfloat16))}
+  moments = Moments(count=put(np.int32(3)), m={'w': put(np.ones((6, 8), np.float32)), 'b': optax.MaskedNode()})
+  return State(
+    step=put(np.uint32(3)),
+    mdl_vars={'params': weights, 'non_trainable': {'n': put(np.int8([1, 2]))}},
+    opt_states=[{'no_prefix': (optax.EmptyState(), moments), 'p#2.3#i-1.i-1': (moments,)}],
+  )
+
+
+def test_what_is_written_is_read_again(tmp_path):
+  mesh = jax.make_mesh((4, 2), ('data', 'mdl'))
+  state = small_state(mesh)
+  path = write_pax_checkpoint(tmp_path / 'checkpoints', 3, state)
+  assert sorted(open_pax_checkpoint(path).arrays) == [
+    'mdl_vars.non_trainable.n',
+    'mdl_vars.params.b',
+    'mdl_vars.params.w',
+    'opt_states_0.no_prefix_1.count',
+    'opt_states_0.no_prefix_1.m.w',
+    'opt_states_0.p#2.3#i-1.i-1_0.count',
+    'opt_states_0.p#2.3#i-1.i-1_0.m.w',
+    'step',
+  ]
+  restored = read_pax_checkpoint(path, jax.tree.map(lambda x: abstract(x, x.sharding), state))
+  jax.tree.map(np.testing.assert_array_equal, restored, state)
+  assert jax.tree.structure(restored) == jax.tree.structure(state)
+  with pytest.raises(UserError, match='checkpoint_00000003 exists'):
+    write_pax_checkpoint(tmp_path / 'checkpoints', 3, state)
+
+
+def test_the_files_are_those_that_paxml_writes(real, tmp_path):
+  """For the same arrays in the same parts: the same array headers, files and metadata."""
+  stored = open_pax_checkpoint(real)
+  leaves = {}
+  mesh = jax.make_mesh((4, 2), ('data', 'mdl'))
+  for name, array in stored.arrays.items():
+    chunk = array.store.chunk_layout.read_chunk.shape or ()
+    parts = [size // part for size, part in zip(array.shape, chunk, strict=True)]
+    spec = jax.P(*({1: None, 2: 'mdl', 4: 'data', 8: ('data', 'mdl')}[n] for n in parts))
+    leaves[name] = jax.device_put(read_raw(stored.path, name), NamedSharding(mesh, spec))
+  written = write_pax_checkpoint(tmp_path, 3, nested(leaves))
+
+  def files(path: epath.Path) -> set[str]:
+    return {str(Path(file).relative_to(path)) for file in Path(path).rglob('*') if file.is_file()}
+
+  assert files(written) == files(stored.path) - {'state/_sharding'}  # which says where arrays lay
+  for file in sorted(files(written)):
+    if file.endswith(('.zarray', 'metadata')):
+      assert json.loads((written / file).read_text()) == json.loads((stored.path / file).read_text()), file
+
+
+def test_padding_is_cut_off(tmp_path):
+  """A mesh of 4 stored [3, 7] as [4, 8]; optimizer state has no true shape in the checkpoint."""
+  stored = np.zeros((4, 8), np.float32)
+  stored[:3, :7] = np.arange(21).reshape(3, 7)
+  names = ('mdl_vars.params.w', 'opt_states_0_0.m.params.w')
+  path = write_pax_checkpoint(tmp_path, 0, nested(dict.fromkeys(names, stored)))
+  metadata = path / 'metadata/metadata'
+  metadata.write_text(metadata.read_text().replace('"unpadded_shape": [4, 8]', '"unpadded_shape": [3, 7]'))
+  restored = read_pax_checkpoint(path, nested({name: jax.ShapeDtypeStruct((3, 7), 'float32') for name in names}))
+  for name in names:
+    np.testing.assert_array_equal(flat(restored)[name], np.arange(21).reshape(3, 7))
+  with pytest.raises(UserError, match=r'params.w must be float32\[4, 8\], but the checkpoint has float32\[3, 7\]'):
+    read_pax_checkpoint(path, nested({names[0]: jax.ShapeDtypeStruct((4, 8), 'float32')}))
+  with pytest.raises(UserError, match=r'm.params.w must be float32\[5, 7\], but the checkpoint has float32\[4, 8\]'):
+    read_pax_checkpoint(path, nested({names[1]: jax.ShapeDtypeStruct((5, 7), 'float32')}))
+
+
+def test_a_checkpoint_with_ocdbt_is_read(tmp_path):
+  """Version 1.2, as Paxml writes it with tensorstore_use_ocdbt: Orbax's own names in one store."""
+  state = small_state(jax.make_mesh((1,), ('data',), devices=jax.devices()[:1]))
+  path = epath.Path(tmp_path) / 'checkpoint_00000003'
+  (path / 'metadata').mkdir(parents=True)
+  (path / 'metadata/metadata').write_text('{"version": 1.2, "train_state_metadata": {}}')
+  handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
+  handler.save(path / 'state', args=ocp.args.PyTreeSave(state))
+  handler.finalize(path / 'state')
+  handler.close()
+  restored = read_pax_checkpoint(path, jax.tree.map(abstract, state))
+  jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_complete_checkpoints_are_found_and_told_from_ours(real, tmp_path):
+  directory = epath.Path(tmp_path)
+  assert checkpoint_format(directory / 'missing') is None
+  assert checkpoint_format(directory) is None
+  own = Checkpointer(directory, max_to_keep=1)
+  own.save(5, {'w': jnp.zeros(2)}, input_state={})
+  own.close()
+  assert checkpoint_format(directory) == 'spmd_tasks'
+  for step in (3, 12):
+    write_pax_checkpoint(directory, step, {'step': np.uint32(step)})
+  unfinished = directory / 'checkpoint_00000020.orbax-checkpoint-tmp-17'
+  (unfinished / 'metadata').mkdir(parents=True)
+  (unfinished / 'metadata/metadata').write_text('{}')
+  assert [*pax_checkpoints(directory)] == [3, 12]
+  assert checkpoint_format(directory) == 'pax'
+  assert open_pax_checkpoint(directory).step == 12
+  with pytest.raises(UserError, match=r'no complete checkpoint of Paxml of step 20: its steps are \[3, 12\]'):
+    open_pax_checkpoint(directory, 20)
+  with pytest.raises(UserError, match='name the directory `checkpoints` of a Pax job'):
+    open_pax_checkpoint(directory / 'missing')
