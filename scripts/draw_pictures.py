@@ -92,7 +92,7 @@ def experiment_to_step() -> str:
       'Compiled train step',
       '(padded state, batch) -> (padded state, metrics)',
       'slice the padding off, run the pure step, pad again: one XLA program for all devices',
-      'spmd_tasks/runtime/steps.py',
+      'spmd_tasks/runtime/task.py',
     ),
   ]
   height, gap, top = 76, 26, 20

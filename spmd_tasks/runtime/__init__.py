@@ -5,7 +5,7 @@
     state = model.init(seed=0)                                                  # a sharded, padded TrainState
     state, metrics = model.train_step(state, model.train_step.place(batch))     # compiled by the first call
 
-Read in this order: `task.py` (model, loss, learner), `steps.py` (TrainState and the pure train and eval step),
+Read in this order: `task.py` (model, loss and learner, TrainState, and the pure train and eval step),
 `partition.py` (the heart: the same steps over a mesh, padded at the boundary), `input_layout.py` (how a batch goes from
 the hosts to the mesh) and `compilation.py`. What a job reports is made by `metrics.py` (files of metrics),
 `parameter_table.py` and `flops.py`. `decode_settings.py` holds what a task says about generating text.
@@ -27,8 +27,7 @@ from spmd_tasks.runtime.metrics import (
 )
 from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, format_parameter_table, parameter_rows
 from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
-from spmd_tasks.runtime.steps import TrainState
-from spmd_tasks.runtime.task import Batch, Task, Variables
+from spmd_tasks.runtime.task import Batch, Task, TrainState, Variables
 
 __all__ = [
   'METRICS_FILE',

@@ -1,4 +1,4 @@
-"""Partitions a task over a mesh: the pure steps of `steps.py` become compiled, sharded steps.
+"""Partitions a task over a mesh: the task's pure steps become compiled, sharded steps.
 
 Usage:
 
@@ -36,15 +36,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime import steps
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
-from spmd_tasks.runtime.steps import TrainState
-from spmd_tasks.runtime.task import Batch, Task, Variables
+from spmd_tasks.runtime.task import Batch, Task, TrainState, Variables
 from spmd_tasks.sharding import (
   AxisRules,
   SplitDims,
-  WeightSpec,
   check_axis_rules,
   padding,
   sharding_scope,
@@ -97,7 +94,7 @@ class PartitionedModel:
 
   def init(self, seed: int) -> TrainState:
     """Draws a padded TrainState at step 0, each shard on its own device. True weights are the same on every mesh."""
-    return self._jitted_init(_key(seed))
+    return self._jitted_init(self.task.make_key(seed))
 
   def init_with(self, seed: int, adopt: Callable[[Any, Any], Any], given: Any) -> TrainState:
     """Draws a TrainState as `init` does, with the true weights `adopt(drawn weights, given)`.
@@ -107,18 +104,18 @@ class PartitionedModel:
       adopt: returns the new weights, in true shapes. Drawn weights that `adopt` does not use are not computed.
       given: a tree of arrays on the mesh, such as another job's weights.
     """
-    return self._jit_init(adopt)(_key(seed), given)
+    return self._jit_init(adopt)(self.task.make_key(seed), given)
 
   def lower_init(self) -> Any:
     """Returns the lowered `init` (jax.stages.Lowered), for inspection and planning."""
-    return self._jitted_init.lower(_key(0))
+    return self._jitted_init.lower(self.task.make_key(0))
 
   def _jit_init(self, adopt: Callable[..., Any]) -> Any:
     def init(rng, *given):
       with self._scope():
         variables = self._init_variables(rng)
         variables['params'] = adopt(variables['params'], *given)
-        state = steps.init_train_state(self.task, variables, self.weight_specs, jax.random.key_data(rng))
+        state = self.task.init_state(variables, self.weight_specs, rng)
         return padding.pad(self._constrain(state), self.padded_state)
 
     return jax.jit(init, out_shardings=_shardings(self.padded_state))
@@ -136,7 +133,7 @@ class PartitionedModel:
       with self._scope():
         state = self._constrain(padding.unpad(padded_state, self.abstract_state))
         batch = self._true_batch(padded_batch, layout)
-        state, metrics = steps.train_step(self.task, self.weight_specs, state, batch)
+        state, metrics = self.task.train_step(self.weight_specs, state, batch)
         return padding.pad(self._constrain(state), self.padded_state), metrics
 
     jitted = jax.jit(
@@ -149,7 +146,7 @@ class PartitionedModel:
 
   def eval_step(self, input_spec: InputSpec) -> CompiledStep:
     """Makes the step `(padded variables, placed batch) -> replicated clu Averages` for batches of `input_spec`."""
-    return self._step_of_variables('eval_step', input_spec, functools.partial(steps.eval_step, self.task))
+    return self._step_of_variables('eval_step', input_spec, self.task.eval_step)
 
   def forward_step(self, input_spec: InputSpec) -> CompiledStep:
     """Makes the step `(padded variables, placed batch) -> replicated predictions`, without dropout."""
@@ -248,7 +245,7 @@ def partition_spmd_model(
   def init_variables(rng):
     return dict(unbox_weights(init_boxed(rng)))
 
-  key = jax.eval_shape(lambda: _key(0))
+  key = jax.eval_shape(lambda: task.make_key(0))
   with sharding_scope(mesh, axis_rules):
     boxed = dict(jax.eval_shape(init_boxed, key))
   specs = weight_specs(boxed.pop('params'))
@@ -258,17 +255,10 @@ def partition_spmd_model(
   abstract_variables = jax.tree.map(
     lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), {'params': specs, **non_trainable_specs}
   )
-  key_data = jax.ShapeDtypeStruct((2,), jnp.uint32)
   abstract_state = jax.eval_shape(
-    lambda variables, rng: steps.init_train_state(task, variables, specs, rng), abstract_variables, key_data
+    lambda variables, rng: task.init_state(variables, specs, rng), abstract_variables, key
   )
-  leaf_specs = TrainState(
-    step=WeightSpec(shape=(), init=None, split_dims=(), dtype=jnp.int32),
-    rng=WeightSpec(shape=(2,), init=None, split_dims=(None,), dtype=jnp.uint32),
-    weights=specs,
-    learner=task.learner.state_split_dims(abstract_state.learner, specs),
-    non_trainable=non_trainable_specs,
-  )
+  leaf_specs = task.state_weight_specs(abstract_state, specs, non_trainable_specs)
 
   # 3. Where each leaf lies on the mesh: its PartitionSpec, its padded shape and its canonical shape.
   def partition_spec(path, leaf):
@@ -305,11 +295,6 @@ def partition_spmd_model(
     input_layout=make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules),
     _init_variables=init_variables,
   )
-
-
-def _key(seed: int) -> jax.Array:
-  """Returns the seed's key, of one fixed generator: a job's numbers must not depend on JAX's default."""
-  return jax.random.key(seed, impl='threefry2x32')
 
 
 def _shardings(tree: Any) -> Any:

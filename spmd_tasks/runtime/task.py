@@ -1,24 +1,57 @@
-"""Defines Task: a model with its loss, its learner and its decode settings.
+"""Defines Task (a model, its loss, its learner, its decode settings), TrainState and the pure steps on it.
+
+The steps are plain mathematics on whole arrays of true shapes. There is no mesh, no sharding and no padding here;
+`partition.py` wraps them into compiled steps.
 
 task = Task(model=LanguageModel(...), loss=LanguageModelLoss(), learner=Learner(optimizer=AdamW(learning_rate=0.01)))
 variables = task.init_variables(rng, batch)                          # {'params': ..., 'batch_stats': ...}, boxed
-output = task.compute_loss(variables, batch, train=True, rng=rng)    # on true shapes, without any mesh
+state = task.init_state(variables, weight_specs, rng)
+state, metrics = task.train_step(weight_specs, state, batch)
 """
 
 from collections.abc import Callable
 import dataclasses
 from typing import Any
 
+from clu import metrics as clu_metrics
+from flax import struct
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput
-from spmd_tasks.learning import Learner
+from spmd_tasks.learning import Learner, LearnerState, accumulate_gradients, are_balance_biases, keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.sharding import WeightSpec
 
 Batch = dict[str, jax.Array]
 Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'
+
+
+class TrainState(struct.PyTreeNode):
+  """Everything that a training step changes. A pytree, donated to every training step.
+
+  Attributes:
+    step: int32 scalar, the number of updates applied so far (a skipped step does not count).
+    rng: uint32[2], the job's base key data; step s draws from `fold_in(rng, s)`.
+    weights: the model's parameters, a tree of arrays.
+    learner: optimizer state, averaged weights and the counts of skipped steps.
+    non_trainable: the model's other variables by collection, such as `batch_stats`; they have no gradient.
+
+  Shapes, PartitionSpecs and shardings come in trees of this class too, hence the loose types.
+  """
+
+  step: Any
+  rng: Any
+  weights: Any
+  learner: LearnerState
+  non_trainable: Any = struct.field(default_factory=dict)
+
+  @property
+  def variables(self) -> Variables:
+    """All variables of the model by collection; the weights are `params`."""
+    return {'params': self.weights, **self.non_trainable}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +101,78 @@ class Task:
     predictions, updated = self.model.apply(variables, batch, train=True, rngs=rngs, mutable=names)
     return self.loss(predictions, batch).replace(updated_variables=updated)
 
-  def evaluation_variables(self, state: Any) -> Variables:
+  def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
     return state.variables | {'params': state.learner.ema_weights if self.eval_with_ema else state.weights}
+
+  def make_key(self, seed: int) -> jax.Array:
+    """Returns the seed's key, of one fixed generator: a job's numbers must not depend on JAX's default."""
+    return jax.random.key(seed, impl='threefry2x32')
+
+  def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
+    """Returns the state at step 0. `rng` is the job's base key, from which every step derives its own."""
+    weights = variables['params']
+    return TrainState(
+      step=jnp.zeros((), jnp.int32),
+      rng=jax.random.key_data(rng),
+      weights=weights,
+      learner=self.learner.init(weights, weight_specs),
+      non_trainable={name: tree for name, tree in variables.items() if name != 'params'},
+    )
+
+  def state_weight_specs(self, abstract_state: TrainState, weight_specs: Any, non_trainable_specs: Any) -> TrainState:
+    """Returns one WeightSpec per leaf of the state: the learner says how its own leaves are split."""
+
+    def replicated(leaf: jax.ShapeDtypeStruct) -> WeightSpec:
+      return WeightSpec(shape=leaf.shape, init=None, split_dims=(None,) * leaf.ndim, dtype=leaf.dtype)
+
+    return TrainState(
+      step=replicated(abstract_state.step),
+      rng=replicated(abstract_state.rng),
+      weights=weight_specs,
+      learner=self.learner.state_split_dims(abstract_state.learner, weight_specs),
+      non_trainable=non_trainable_specs,
+    )
+
+  def train_step(self, weight_specs: Any, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Applies one update. If the loss or a gradient is not finite, variables, optimizer state and step stay unchanged.
+
+    Returns:
+      The new state, and metrics: float32 scalars, or vectors with one value per expert. The scalars `loss`,
+      `loss_weight` and `skipped` (0 or 1) are always among them.
+    """
+
+    def loss_fn(weights, microbatch, rng):
+      output = self.compute_loss(state.variables | {'params': weights}, microbatch, train=True, rng=rng)
+      return output.loss, output
+
+    learner = self.learner
+    rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl='threefry2x32'), state.step)
+    output, gradients = accumulate_gradients(
+      loss_fn,
+      state.weights,
+      batch,
+      rng,
+      learner.num_microbatches,
+      learner.accumulation,
+      is_sum=are_balance_biases(weight_specs),
+    )
+    weights, learner_state, learner_metrics = learner.update(
+      gradients, output.loss, state.step, state.learner, state.weights, weight_specs
+    )
+    step = state.step + (1 - learner_metrics['skipped'].astype(jnp.int32))
+    non_trainable = keep_if_finite(
+      learner_metrics['skipped'] == 0, state.non_trainable | dict(output.updated_variables), state.non_trainable
+    )
+    metrics = {name: mean for name, (mean, _) in output.metrics.items()}
+    metrics |= {'loss': output.loss, 'loss_weight': output.weight} | learner_metrics
+    return state.replace(step=step, weights=weights, learner=learner_state, non_trainable=non_trainable), metrics
+
+  def eval_step(self, variables: Variables, batch: Batch) -> dict[str, clu_metrics.Average]:
+    """Evaluates one batch. Returns averages over its loss weights, to be merged over the batches of the set.
+
+    A metric with one value per expert has a vector as its total and a scalar as its count.
+    """
+    output = self.compute_loss(variables, batch, train=False)
+    means = {'loss': (output.loss, output.weight)} | output.metrics
+    return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
