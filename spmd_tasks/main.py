@@ -78,6 +78,7 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
       return _verify(args)
   from spmd_tasks.config import format_config, to_json
 
+  _use_fake_devices(args.num_fake_devices)  # now: an experiment may ask for the number of devices
   resolved = _resolve(args)
   config = to_json(resolved)
   if args.print_config:
@@ -93,7 +94,6 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   emergency = EmergencyExit()
   job_log_dir = absolute_path(args.job_log_dir)
   with emergency.on_failure():
-    _use_fake_devices(args.num_fake_devices)
     initialize(distributed_settings(args, resolved.experiment))
     job = resolved.build()
     if not args.accept_config_changes:

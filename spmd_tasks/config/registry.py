@@ -8,7 +8,7 @@ A name is one of three:
       [project.entry-points."spmd_tasks.experiments"]
       vision = "their_package.experiments.vision"
 
-* `package.module.Class`: any importable class; the current directory counts.
+* `package.module.Class`: any importable class; the current directory counts. It may be an experiment of Pax.
 
 A name in a saved config may have less imported than one that the user types: `get_saved`, search_path.py.
 """
@@ -187,11 +187,16 @@ def _find_class(name: str, *, is_typed: bool) -> type:
   if cls is None:
     near = difflib.get_close_matches(class_name, _experiment_names(module), n=3, cutoff=0.5)
     raise _unknown(name, [f'{module_name}.{other}' for other in near])
-  if not _is_experiment(cls):
-    raise UserError(
-      f'{name} is not an experiment: --exp takes the name of a subclass of spmd_tasks.experiment.Experiment.'
-    )
-  return cls
+  if _is_experiment(cls):
+    return cls
+  if _is_pax_experiment(cls):
+    from spmd_tasks.bridges.pax import as_experiment
+
+    return as_experiment(cls)
+  raise UserError(
+    f'{name} is not an experiment: --exp takes the name of a subclass of spmd_tasks.experiment.Experiment, or of '
+    "Pax's BaseExperiment."
+  )
 
 
 def name_of(cls: type) -> str:
@@ -238,6 +243,9 @@ def _is_own_module(module_name: str) -> bool:
 
 
 def _import(name: str, module_name: str) -> ModuleType:
+  from spmd_tasks.bridges.pax import install_shims  # imports JAX
+
+  install_shims()
   try:
     return importlib.import_module(module_name)
   except Exception as error:
@@ -269,8 +277,20 @@ def _is_experiment(value: object) -> bool:
   return inspect.isclass(value) and issubclass(value, Experiment)
 
 
+def _is_pax_experiment(value: object) -> bool:
+  if 'paxml.base_experiment' not in sys.modules:  # then no class can be one of its
+    return False
+  from spmd_tasks.bridges.pax import is_pax_experiment
+
+  return is_pax_experiment(value)
+
+
 def _experiment_names(module: ModuleType) -> list[str]:
-  return [key for key, value in vars(module).items() if _is_experiment(value) and value.__module__ == module.__name__]
+  return [
+    key
+    for key, value in vars(module).items()
+    if (_is_experiment(value) or _is_pax_experiment(value)) and value.__module__ == module.__name__
+  ]
 
 
 def _unknown(name: str, near: Sequence[str] = ()) -> UnknownExperimentError:

@@ -51,7 +51,8 @@ class ResolvedConfig:
         code keeps its type and traceback, and Fiddle adds the config path to its message.
     """
     try:
-      built = fdl.build(self.parts)
+      build_parts = getattr(self.experiment, 'build_parts', fdl.build)  # Pax's configs are not built by Fiddle alone
+      built = build_parts(self.parts)
     except UserError as error:
       raise _without_fiddle_context(error) from error
     return Job(name=self.name, experiment=self.experiment, **built)
@@ -121,7 +122,8 @@ def _resolve(
   root = _root_of(experiment, parts)
   changed_parts = {path: parse_override(root, path, text) for path, text in on_parts}
   parts = apply_changes(parts, changed_parts)
-  check_buildable(parts)
+  if not hasattr(experiment, 'build_parts'):
+    check_buildable(parts)
   given = {'.'.join(path): encode(value) for path, value in (changes | changed_parts).items()}
   return ResolvedConfig(
     name=registry.name_of(cls), experiment=experiment, parts=parts, overrides=dict(earlier_overrides) | given

@@ -1,21 +1,39 @@
-"""Paxml and Praxis: reads and writes Paxml's checkpoints.
+"""Runs Praxis models and Pax experiments here, to the numbers of Paxml; reads and writes Paxml's checkpoints.
 
+    spmd-tasks --exp my_package.my_experiments.MyPaxExperiment --mode train --job_log_dir runs/pax
     state = read_pax_checkpoint('job/checkpoints/checkpoint_00000100', abstract_state)
 
-Read _checkpoint_files.py (names, shapes), then _checkpoint_arrays.py.
+`install_shims` makes Praxis and Paxml importable; it imports neither of them. Nor does the reader of checkpoints. The
+rest does, and importing Paxml takes seconds, because it imports TensorFlow. Read `_experiment.py` (a Pax experiment as
+one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones) and `_input.py`; then `_checkpoint_files.py`
+(names, shapes) and `_checkpoint_arrays.py`.
 """
 
-from spmd_tasks.bridges.pax._checkpoint_arrays import read_pax_checkpoint, write_pax_checkpoint
-from spmd_tasks.bridges.pax._checkpoint_files import (
-  PaxCheckpoint,
-  checkpoint_format,
-  open_pax_checkpoint,
-  pax_checkpoints,
-)
+from etils import epy
+
+from spmd_tasks.bridges.pax._shims import install_shims
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.bridges.pax._checkpoint_arrays import read_pax_checkpoint, write_pax_checkpoint
+  from spmd_tasks.bridges.pax._checkpoint_files import (
+    PaxCheckpoint,
+    checkpoint_format,
+    open_pax_checkpoint,
+    pax_checkpoints,
+  )
+  from spmd_tasks.bridges.pax._experiment import PaxExperiment, as_experiment, is_pax_experiment
+  from spmd_tasks.bridges.pax._input import PaxInput
+  from spmd_tasks.bridges.pax._task import PaxTask
 
 __all__ = [
   'PaxCheckpoint',
+  'PaxExperiment',
+  'PaxInput',
+  'PaxTask',
+  'as_experiment',
   'checkpoint_format',
+  'install_shims',
+  'is_pax_experiment',
   'open_pax_checkpoint',
   'pax_checkpoints',
   'read_pax_checkpoint',

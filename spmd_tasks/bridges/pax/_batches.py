@@ -1,0 +1,34 @@
+"""Converts batches: a Pax NestedMap has branches, a batch of ours is flat, with names such as `target/ids`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from praxis import py_utils
+
+
+def flatten_batch(batch: Any) -> dict[str, np.ndarray]:
+  """Returns the arrays of a NestedMap by path. Strings, which no device can hold, are left out.
+
+  64-bit numbers become those of 32 bits that JAX computes with.
+  """
+  found = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    array = np.asarray(leaf)
+    if array.dtype.kind in 'biufcV':  # V: bfloat16
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      found[name] = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+  return found
+
+
+def to_nested_map(batch: Mapping[str, Any]) -> py_utils.NestedMap:
+  """Returns the NestedMap of which `flatten_batch` gave the names; lists in it become maps by index."""
+  nested = py_utils.NestedMap()
+  for name, value in batch.items():
+    *branches, leaf = name.split('/')
+    node = nested
+    for branch in branches:
+      node = node.setdefault(branch, py_utils.NestedMap())
+    node[leaf] = value
+  return nested

@@ -1,0 +1,208 @@
+"""PaxExperiment: a `paxml.base_experiment.BaseExperiment`, unchanged, as an experiment of ours.
+
+    cls = as_experiment(my_package.MyPaxExperiment)      # a class with the fields of Experiment
+    cls(num_train_steps=5).task()                        # Pax' own config, as MyPaxExperiment().task() returns it
+
+Steps, intervals, mesh and seed of `task.train` and `task.model` become the defaults of our fields. The plain class
+attributes of the Pax experiment become fields too, so that `--set NUM_LAYERS=4` does what a subclass would do. Paths of
+its config are paths of ours: `--set task.train.learner.optimizer.learning_rate=0.1`.
+"""
+
+from collections.abc import Mapping, Sequence
+import functools
+import re
+from typing import Any, ClassVar
+
+from flax.core import FrozenDict
+from paxml import base_experiment
+from praxis import base_hyperparams, base_layer
+
+from spmd_tasks.bridges.pax._input import PaxInput
+from spmd_tasks.bridges.pax._support import refuse_unsupported
+from spmd_tasks.bridges.pax._task import PaxTask
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Experiment
+from spmd_tasks.sharding import AxisRules
+
+
+class PaxExperiment(Experiment):
+  """The base of the classes that `as_experiment` makes."""
+
+  axis_rules: AxisRules = ()
+  # Evaluate the averaged weights that the optimizer keeps.
+  eval_with_ema: bool = False
+  _pax_class: ClassVar[Any] = None
+  _pax_settings: ClassVar[tuple[str, ...]] = ()
+
+  def __post_init__(self):
+    if self._changed_settings():  # which may have changed the mesh or the steps
+      for name, value in _fields_of(self.pax_experiment().task()).items():
+        if name not in self._given:
+          object.__setattr__(self, name, value)
+    super().__post_init__()
+
+  def pax_experiment(self) -> Any:
+    """Returns the Pax experiment, with the attributes that were set from outside."""
+    cls, changed = self._pax_class, self._changed_settings()
+    if changed:
+      cls = type(cls.__name__, (cls,), changed | {'__module__': cls.__module__, '__doc__': cls.__doc__})
+    return cls()
+
+  def _changed_settings(self) -> dict[str, Any]:
+    cls, changed = self._pax_class, {}
+    for name in self._pax_settings:
+      default = getattr(cls, name)
+      value = _thawed(getattr(self, name), default)
+      if value != default:
+        changed[name] = value
+    return changed
+
+  def task(self) -> Any:
+    """Returns Pax' config of the task, with this experiment's mesh, steps and seed."""
+    experiment = self.pax_experiment()
+    experiment.validate()
+    task = experiment.task()
+    refuse_unsupported(experiment, task)
+    task.model.mesh_axis_names = list(self.mesh_axis_names)
+    task.model.ici_mesh_shape = list(self.ici_mesh_shape)
+    task.model.dcn_mesh_shape = None if self.dcn_mesh_shape is None else list(self.dcn_mesh_shape)
+    task.train.num_train_steps = self.num_train_steps
+    task.train.random_seed = self.seed
+    return task
+
+  def train_input(self) -> Any:
+    """Returns Pax' config of the one training dataset."""
+    datasets = self.pax_experiment().train_datasets()
+    if len(datasets) != 1:
+      raise UserError(
+        f'{self._pax_class.__name__} has {len(datasets)} training datasets; one is needed: mix several in one input.'
+      )
+    return datasets[0]
+
+  def eval_inputs(self) -> Mapping[str, Any]:
+    """Returns Pax' configs of the datasets that are not for training, by name."""
+    return _by_name(self.pax_experiment().eval_datasets())
+
+  def build_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Builds the configs of the parts: Praxis' own way, in which children are built by their owners.
+
+    Raises:
+      UserError: an override of `task` changed what a field of the experiment decides.
+    """
+    before, now = _fields_of(self.task()), _fields_of(parts['task'])
+    for name, value in now.items():
+      if value != before[name]:
+        raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
+    train_input = PaxInput(config=parts['train_input'])
+    return {
+      'task': PaxTask(
+        task=base_hyperparams.instantiate(parts['task']),
+        input_spec=train_input.element_spec(),
+        eval_with_ema=self.eval_with_ema,
+      ),
+      'train_input': train_input,
+      'eval_inputs': {name: PaxInput(config=each, is_training=False) for name, each in parts['eval_inputs'].items()},
+      'decode_inputs': {},
+    }
+
+
+@functools.cache
+def as_experiment(pax_class: type) -> type[PaxExperiment]:
+  """Makes the class of ours for a Pax experiment's class. It has the same name, module and docstring.
+
+  Raises:
+    UserError: the experiment uses what is not supported; the message names it.
+  """
+  experiment: Any = pax_class()
+  task = experiment.task()
+  refuse_unsupported(experiment, task)
+  settings = _plain_attributes(pax_class)
+  # An int may become a float. Other types are read off the value.
+  annotations = {name: int | float if type(value) is int else Any for name, value in settings.items()}
+  namespace = (
+    settings
+    | _fields_of(task)
+    | {
+      '__module__': pax_class.__module__,
+      '__qualname__': pax_class.__qualname__,
+      '__doc__': pax_class.__doc__ or f'{pax_class.__name__}, an experiment of Pax.',
+      '__annotations__': annotations,
+      '_pax_class': pax_class,
+      '_pax_settings': tuple(settings),
+    }
+  )
+  return type(pax_class.__name__, (PaxExperiment,), namespace)
+
+
+def is_pax_experiment(value: object) -> bool:
+  """Tells whether a value is the class of a Pax experiment."""
+  return isinstance(value, type) and issubclass(value, base_experiment.BaseExperiment)
+
+
+def _fields_of(task: Any) -> dict[str, Any]:
+  """Returns the fields of Experiment that Pax' config of the task decides."""
+  train, model = task.train, task.model
+  axis_names = tuple(model.mesh_axis_names)
+  dcn = model.dcn_mesh_shape
+  first = train.profiler_capture_step
+  return {
+    'mesh_axis_names': axis_names,
+    'ici_mesh_shape': tuple(model.ici_mesh_shape),
+    'dcn_mesh_shape': None if dcn is None or set(dcn) == {1} else tuple(dcn),
+    'inputs_split_mapping': _split_mapping(train.inputs_split_mapping, axis_names),
+    'seed': train.random_seed,
+    'num_train_steps': int(train.num_train_steps),
+    'log_every_steps': train.log_train_output_interval_steps or train.summary_interval_steps,
+    'eval_every_steps': train.eval_interval_steps or None,
+    'checkpoint_every_steps': train.save_interval_steps,
+    'checkpoint_max_to_keep': train.save_max_to_keep,
+    'profile_steps': None if first is None else (first, first + train.profiler_num_steps),
+    'eval_with_ema': train.eval_use_ema_states,
+  }
+
+
+def _split_mapping(mapping: Any, axis_names: Sequence[str]) -> Any:
+  if mapping is None:
+    return None
+  return FrozenDict(
+    {
+      name: None if dims is None else tuple(base_layer.to_partition_spec(dims, axis_names))
+      for name, dims in mapping.items()
+    }
+  )
+
+
+def _plain_attributes(cls: type) -> dict[str, Any]:
+  """Returns the class attributes that are numbers, texts, None or sequences of these, and no fields of Experiment."""
+  found = {}
+  for base in reversed(cls.__mro__):
+    for name, value in vars(base).items():
+      if not name.startswith('_') and not hasattr(PaxExperiment, name) and _is_plain(value):
+        found[name] = value
+      else:
+        found.pop(name, None)
+  return found
+
+
+def _is_plain(value: Any) -> bool:
+  if type(value) in (list, tuple):
+    return all(map(_is_plain, value))
+  return value is None or type(value) in (bool, int, float, str)
+
+
+def _thawed(value: Any, like: Any) -> Any:
+  """Returns frozen sequences as the lists and tuples that they were."""
+  if not isinstance(value, tuple) or not isinstance(like, list | tuple):
+    return value
+  items = [_thawed(item, like[i] if i < len(like) else None) for i, item in enumerate(value)]
+  return items if isinstance(like, list) else tuple(items)
+
+
+def _by_name(datasets: Sequence[Any]) -> dict[str, Any]:
+  named: dict[str, Any] = {}
+  for dataset in datasets:
+    name = re.sub(r'[^A-Za-z0-9_-]', '_', getattr(dataset, 'name', None) or 'input')
+    if name in named:
+      raise UserError(f'two eval datasets have the name {name!r}: give each its own, as Pax asks as well.')
+    named[name] = dataset
+  return named

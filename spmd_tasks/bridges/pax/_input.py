@@ -1,0 +1,141 @@
+"""PaxInput: a `praxis.base_input.BaseInput` as an input of ours, with a position that can be saved.
+
+    train_input = PaxInput(config=my_experiment.train_datasets()[0])
+
+A position is the input's own state where its class has one (`get_state`); otherwise it is the number of batches, and a
+restored job reads and drops that many. Which of the two it is, is logged.
+"""
+
+import base64
+from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+from absl import logging
+import jax
+from praxis import base_hyperparams
+
+from spmd_tasks.bridges.pax._batches import flatten_batch
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import Batch, State
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PaxInput:
+  """An input that Praxis' config describes.
+
+  Attributes:
+    config: the `pax_fiddle.Config` of a BaseInput. Its batch size is per process, as in Pax.
+    is_training: a training input must not end; an eval input gives `eval_loop_num_batches` batches, all if -1 or None.
+  """
+
+  config: Any
+  is_training: bool = True
+
+  @property
+  def batch_size(self) -> int:
+    """Rows of the global batch."""
+    return next(iter(self.element_spec().values())).shape[0]
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns global shapes and dtypes, read from the first batch of an input of its own."""
+    return self._element_spec
+
+  @functools.cached_property
+  def _element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    first = flatten_batch(self._make(0, jax.process_count()).get_next())
+    for name, rows in first.items():
+      if rows.ndim == 0:
+        raise UserError(f'input {self.config.name!r} gives {name!r} without a batch dim: give it a row per example.')
+    return {
+      name: jax.ShapeDtypeStruct((rows.shape[0] * jax.process_count(), *rows.shape[1:]), rows.dtype)
+      for name, rows in first.items()
+    }
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PaxInputIterator':
+    """Makes the input of one process: Pax' infeed host `shard_index` of `shard_count`."""
+    num_batches = None if self.is_training else self.config.eval_loop_num_batches
+    limit = None if num_batches in (None, -1) else num_batches
+    return PaxInputIterator(functools.partial(self._make, shard_index, shard_count), shard_count, limit)
+
+  def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
+    """Returns the states unchanged.
+
+    Raises:
+      UserError: another number of processes saved them: only the input itself knows which rows a process reads.
+    """
+    if len(states) != shard_count:
+      raise UserError(
+        f'input {self.config.name!r} was saved by {len(states)} processes and cannot be continued exactly by '
+        f'{shard_count}: run with {len(states)}, or start a new job from the weights (init_from).'
+      )
+    return list(states)
+
+  def _make(self, shard_index: int, shard_count: int) -> Any:
+    config = self.config.clone()
+    if not config.num_infeed_hosts:  # else the experiment has said how its hosts share the data
+      config.num_infeed_hosts, config.infeed_host_index = shard_count, shard_index
+    return base_hyperparams.instantiate(config)
+
+
+class PaxInputIterator:
+  """Yields the batches of one process, flat, and counts them."""
+
+  def __init__(self, make: Any, shard_count: int, limit: int | None):
+    self._make, self._shard_count, self._limit = make, shard_count, limit
+    self._input = make()
+    self._count = 0
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  def __next__(self) -> Batch:
+    if self._limit is not None and self._count >= self._limit:
+      raise StopIteration
+    try:
+      batch = flatten_batch(self._input.get_next())
+    except Exception as error:
+      if type(error).__name__ == 'OutOfRangeError':  # TensorFlow's word for the end
+        raise StopIteration from error
+      raise
+    self._count += 1
+    return batch
+
+  def get_state(self) -> State:
+    """Returns the number of batches and, where the input has one, its own state."""
+    state: State = {'num_batches': self._count, 'shard_count': self._shard_count}
+    try:
+      own = self._input.get_state()
+    except NotImplementedError:
+      return state
+    return state | {'own_state': base64.b64encode(own).decode()}
+
+  def set_state(self, state: State) -> None:
+    """Continues after the batch at which `state` was taken.
+
+    Raises:
+      UserError: the state is of another kind of input, or another number of processes saved it.
+    """
+    if state.get('shard_count') != self._shard_count or 'num_batches' not in state:
+      raise UserError(
+        f'the saved position {state} is not one of a Pax input with {self._shard_count} process(es): run with the '
+        'processes and the input that saved it, or start a new job.'
+      )
+    self._input = self._make()
+    if 'own_state' in state:
+      logging.info('The input %s continues by its own state.', type(self._input).__name__)
+      self._input.set_state(base64.b64decode(state['own_state']))
+    else:
+      logging.info(
+        'The input %s has no state of its own: %d batches are read and dropped.',
+        type(self._input).__name__,
+        state['num_batches'],
+      )
+      for _ in range(state['num_batches']):
+        self._input.get_next()
+    self._count = state['num_batches']
+
+  def close(self) -> None:
+    """Forgets the input."""
+    self._input = None

@@ -1,0 +1,135 @@
+"""Makes Praxis and Paxml importable on today's JAX: adds the names that they use and that no longer exist.
+
+    install_shims()      # cheap: nothing of Pax is imported yet
+    import praxis.layers
+
+Each shim acts when the module that needs it is imported, and only where a name is missing, so newer versions of Praxis
+and Paxml, which need fewer shims, get fewer. `install_shims` may be called again and again.
+"""
+
+from collections.abc import Callable
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import jax
+
+_PACKAGES = ('praxis', 'paxml')
+
+
+def install_shims() -> None:
+  """Applies the shims for Praxis and Paxml as soon as one of them is imported."""
+  if not any(isinstance(finder, _ShimFinder) for finder in sys.meta_path):
+    sys.meta_path.insert(0, _ShimFinder())
+  if any(package in sys.modules for package in _PACKAGES):
+    _add_names_to_jax()
+
+
+class _ShimFinder(importlib.abc.MetaPathFinder):
+  """Looks at every import: gives stand-ins for modules that Pax imports and does not need, and adds names to JAX."""
+
+  def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    if fullname in _PACKAGES:
+      _add_names_to_jax()
+    if fullname in _STAND_INS and _is_imported_by_pax(fullname):
+      return importlib.machinery.ModuleSpec(fullname, _StandInLoader(_STAND_INS[fullname]), is_package=True)
+    return None
+
+
+class _StandInLoader(importlib.abc.Loader):
+  def __init__(self, fill: Callable[[types.ModuleType], None]):
+    self._fill = fill
+
+  def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+    return _StandIn(spec.name)
+
+  def exec_module(self, module: types.ModuleType) -> None:
+    self._fill(module)
+
+
+class _StandIn(types.ModuleType):
+  """A module whose every unknown name is a class that cannot be made: good for annotations and isinstance."""
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('__'):
+      raise AttributeError(name)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+      raise ImportError(f'{self.__name__}.{name} is not installed beside spmd_tasks; it is needed for this input only.')
+
+    made = type(name, (), {'__init__': refuse, '__module__': self.__name__})
+    setattr(self, name, made)
+    return made
+
+
+def _is_imported_by_pax(fullname: str) -> bool:
+  """Whether a stand-in should answer: Pax is being imported, and the real module is not there or cannot be loaded."""
+  if not any(package in sys.modules for package in _PACKAGES):
+    return False
+  if fullname.startswith('lingvo.'):
+    return True  # the real ones load native parts, Matplotlib and TensorFlow
+  top = fullname.partition('.')[0]
+  return importlib.machinery.PathFinder.find_spec(top) is None
+
+
+def _fill_seqio(module: types.ModuleType) -> None:
+  """paxml.metric_utils and summary_utils name types of seqio.metrics in isinstance checks."""
+  module.metrics = importlib.import_module('seqio.metrics')  # type: ignore[attr-defined]
+
+
+def _fill_base_input_generator(module: types.ModuleType) -> None:
+  """paxml.tasks.lm.input_generator.SyntheticLmData, the input of lm_cloud, extends Lingvo's BaseInputGenerator."""
+  from lingvo.core import hyperparams
+
+  class BaseInputGenerator:
+    """As much of Lingvo's class as an input needs that defines `_InputBatch`."""
+
+    @classmethod
+    def Params(cls) -> Any:  # noqa: N802
+      params = hyperparams.InstantiableParams(cls)
+      params.Define('name', 'input', 'Name of this input.')
+      params.Define('batch_size', 0, 'Rows per process.')
+      return params
+
+    def __init__(self, params: Any):
+      self.params = params
+
+    def GetPreprocessedInputBatch(self) -> Any:  # noqa: N802
+      return self._InputBatch()  # type: ignore[attr-defined]
+
+  module.BaseInputGenerator = BaseInputGenerator  # type: ignore[attr-defined]
+
+
+_STAND_INS: dict[str, Callable[[types.ModuleType], None]] = {
+  'seqio': _fill_seqio,
+  'seqio.metrics': lambda module: None,
+  'lingvo.core.base_input_generator': _fill_base_input_generator,
+  'lingvo.core.layers': lambda module: None,
+  'lingvo.core.ops': lambda module: None,
+}
+
+
+def _add_names_to_jax() -> None:
+  # praxis.base_input names OpSharding of this module, for `custom_device_order`.
+  if importlib.util.find_spec('jax.lib.xla_client') is None and 'jax.lib.xla_client' not in sys.modules:
+    from jaxlib import xla_client
+
+    sys.modules['jax.lib.xla_client'] = xla_client
+    jax.lib.xla_client = xla_client  # type: ignore[attr-defined]
+  if not hasattr(jax, 'tree_map'):
+    jax.tree_map = _tree_map  # type: ignore[attr-defined]
+
+
+def _tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+  """jax.tree_map of earlier versions: a None in the first tree may meet anything in the others, and stays None."""
+
+  def is_none_or_leaf(x: Any) -> bool:
+    return x is None or (is_leaf is not None and is_leaf(x))
+
+  def apply(x: Any, *others: Any) -> Any:
+    return None if x is None and not (is_leaf is not None and is_leaf(x)) else f(x, *others)
+
+  return jax.tree.map(apply, tree, *rest, is_leaf=is_none_or_leaf)

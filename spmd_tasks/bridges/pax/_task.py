@@ -1,0 +1,248 @@
+"""PaxTask: a Paxml SingleTask as a task of ours; its steps are Paxml's own pure functions inside our partitioned step.
+
+    task = PaxTask(task=praxis.base_hyperparams.instantiate(task_config), input_spec=train_input.element_spec())
+    model = partition_spmd_model(task, mesh, task.input_spec)
+
+Loss, learner, optimizer state, random numbers and the order of all operations are those of `paxml.trainer_lib`, so a
+run follows the real Paxml. Ours are the mesh, the padding of uneven weights, checkpoints, inputs and the loop.
+
+The random numbers are drawn as `paxml.main` draws them: the generator is `rbg`; the key of `task.train.random_seed` is
+split into a key for the initial variables and the root of the train, eval and decode keys.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+from clu import metrics as clu_metrics
+import jax
+import jax.numpy as jnp
+from paxml import tasks_lib, train_states, trainer_lib
+from praxis import base_layer, py_utils
+
+from spmd_tasks.bridges.pax._batches import to_nested_map
+from spmd_tasks.bridges.pax._weights import box_variables, spec_of_partition
+from spmd_tasks.errors import UserError
+from spmd_tasks.learning import LearnerState
+from spmd_tasks.runtime import Batch, DecodeSettings, InputSpec, TrainState, Variables
+from spmd_tasks.sharding import WeightSpec, current_sharding_scope, sum_of_squares
+
+_PRNG_IMPL = 'rbg'
+# Metrics of ours by the name of the summary that Paxml's learner makes of the same number.
+_LEARNER_SUMMARIES = {'grad_norm': 'learning/raw_grad_norm', 'learning_rate': 'learning/lr'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaxLearner:
+  """What our programs ask of a learner; the update itself is Paxml's.
+
+  Attributes:
+    num_microbatches: Paxml does not accumulate gradients in its step.
+    max_consecutive_skips: no step counts as skipped: Paxml counts a step whose gradients are not finite as well.
+  """
+
+  num_microbatches: int = 1
+  max_consecutive_skips: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PaxTask:
+  """A built `paxml.tasks_lib.SingleTask` with the methods of our Task.
+
+  Attributes:
+    task: the SingleTask, with its model and its learner.
+    input_spec: name -> global shape and dtype of the training batch; the model's variables follow from it.
+    eval_with_ema: evaluate and decode the averaged weights that the optimizer keeps (`eval_use_ema_states`).
+    decode: settings of our own decoding engine.
+  """
+
+  task: tasks_lib.SingleTask
+  input_spec: InputSpec
+  eval_with_ema: bool = False
+  decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
+  learner: PaxLearner = PaxLearner()
+
+  @property
+  def model(self) -> Any:
+    """The Praxis model."""
+    return self.task.model
+
+  @functools.cached_property
+  def weight_hparams(self) -> Any:
+    """The model's variables as Praxis declares them: a tree of WeightHParams by collection."""
+    with _pax_scope():
+      declared = dict(self.model.abstract_init_with_metadata(to_nested_map(self.input_spec)))
+    declared.pop('params_axes', None)
+    return declared
+
+  def make_key(self, seed: int) -> jax.Array:
+    """Returns Paxml's root key of the seed."""
+    return jax.random.key(seed, impl=_PRNG_IMPL)
+
+  def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
+    """Draws the model's variables as Paxml does, with boxes of the split dims that Praxis declares."""
+    with _pax_scope():
+      _, init_key = jax.random.split(jax.random.key_data(rng))
+      state, _ = trainer_lib.initialize_model_state(
+        self.task,
+        init_key,
+        to_nested_map(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)),
+        discard_opt_states=True,
+        do_init_checkpoint_rules=False,
+        var_weight_hparams=self.weight_hparams,
+      )
+    return box_variables(state.mdl_vars, self.weight_hparams, self.model.mesh_axis_names)
+
+  def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
+    """Returns the state at step 0 with Paxml's optimizer state."""
+    with _pax_scope():
+      state = self.task.create_train_state(variables, self.weight_hparams)
+    return TrainState(
+      step=jnp.zeros((), jnp.int32),
+      rng=jax.random.key_data(rng),
+      weights=variables['params'],
+      learner=LearnerState(
+        opt_state=state.opt_states,
+        ema_weights=None,
+        num_skipped=jnp.zeros((), jnp.int32),
+        num_skipped_in_a_row=jnp.zeros((), jnp.int32),
+      ),
+      non_trainable={name: tree for name, tree in variables.items() if name != 'params'},
+    )
+
+  def state_weight_specs(self, abstract_state: TrainState, weight_specs: Any, non_trainable_specs: Any) -> TrainState:
+    """Returns one WeightSpec per leaf of the state; the optimizer's leaves are split as Paxml splits them."""
+    partition = self.task.create_train_state_partition_specs(self.weight_hparams)
+
+    def replicated(leaf: jax.ShapeDtypeStruct) -> WeightSpec:
+      return WeightSpec(shape=leaf.shape, init=None, split_dims=(None,) * leaf.ndim, dtype=leaf.dtype)
+
+    abstract_learner = abstract_state.learner
+    learner_specs = jax.tree.map(replicated, abstract_learner)
+    if partition is not None:
+      learner_specs = learner_specs.replace(
+        opt_state=jax.tree.map(spec_of_partition, abstract_learner.opt_state, partition.opt_states)
+      )
+    return TrainState(
+      step=replicated(abstract_state.step),
+      rng=replicated(abstract_state.rng),
+      weights=weight_specs,
+      learner=learner_specs,
+      non_trainable=non_trainable_specs,
+    )
+
+  def train_step(self, weight_specs: Any, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Applies Paxml's `train_step_single_learner`.
+
+    Returns:
+      The new state, and metrics: `loss`, `loss_weight`, `skipped` (always 0), the model's weighted scalars, and what
+      Paxml summarises as scalars.
+    """
+    with _pax_scope():
+      train_key, _, _ = jax.random.split(self._root_of_steps(state), 3)
+      new_state, output = trainer_lib.train_step_single_learner(
+        self.task,
+        _pax_state(state),
+        train_key,
+        to_nested_map(batch),
+        fprop_dtype=self.model.fprop_dtype,
+        var_weight_hparams=self.weight_hparams,
+      )
+    summaries = _scalar_summaries(output.summary_tensors)
+    metrics = {name: value for name, (value, _) in output.weighted_scalars.items()} | summaries
+    metrics |= {ours: summaries[theirs] for ours, theirs in _LEARNER_SUMMARIES.items() if theirs in summaries}
+    variables = dict(new_state.mdl_vars)
+    metrics |= {
+      'loss': output.loss,
+      'loss_weight': self._loss_weight(output),
+      'skipped': jnp.zeros(()),
+      'weight_norm': jnp.sqrt(sum_of_squares(variables['params'], weight_specs)),
+    }
+    state = state.replace(
+      step=new_state.step.astype(jnp.int32),
+      weights=variables.pop('params'),
+      learner=state.learner.replace(opt_state=new_state.opt_states),
+      non_trainable={name: variables[name] for name in state.non_trainable},
+    )
+    return state, {name: value.astype(jnp.float32) for name, value in metrics.items() if jnp.ndim(value) <= 1}
+
+  def eval_step(self, variables: Variables, batch: Batch) -> dict[str, clu_metrics.Average]:
+    """Evaluates one batch by Paxml's `eval_step_single_learner`; returns averages of its weighted scalars.
+
+    Raises:
+      UserError: the model returns a clu metric that is no weighted mean.
+    """
+    with _pax_scope():
+      root, _ = jax.random.split(jax.random.PRNGKey(self.task.train.random_seed))
+      _, eval_key, _ = jax.random.split(root, 3)
+      _, output = trainer_lib.eval_step_single_learner(
+        self.task,
+        train_states.TrainState(step=jnp.zeros((), jnp.uint32), mdl_vars=variables, opt_states=[]),
+        eval_key,
+        to_nested_map(batch),
+        fprop_dtype=self.model.fprop_dtype,
+        var_weight_hparams=self.weight_hparams,
+      )
+    for name, metric in (output.clu_metrics or {}).items():
+      raise UserError(
+        f'the eval metric {name!r} is a {type(metric).__name__} of clu; only weighted scalars, (value, weight), can be '
+        'averaged over batches here: return those from the model.'
+      )
+    means = dict(output.weighted_scalars) | {'loss': (output.loss, self._loss_weight(output))}
+    means = {
+      name: (mean.astype(jnp.float32), jnp.asarray(weight, jnp.float32)) for name, (mean, weight) in means.items()
+    }
+    return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
+
+  def predict(self, variables: Variables, batch: Batch) -> Any:
+    """Returns the model's predictions, in evaluation mode."""
+    with _pax_scope(), base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
+      model = self.model
+      return model.apply(variables, to_nested_map(batch), method=model.compute_predictions)
+
+  def evaluation_variables(self, state: TrainState) -> Variables:
+    """Returns the variables of a TrainState that evaluation uses: raw, or averaged by the optimizer."""
+    if not self.eval_with_ema:
+      return state.variables
+    averaged = tasks_lib.extract_ema(_pax_state(state)).mdl_vars
+    return state.variables | {'params': averaged['params']}
+
+  def _root_of_steps(self, state: TrainState) -> jax.Array:
+    root, _ = jax.random.split(state.rng)
+    return root
+
+  def _loss_weight(self, output: Any) -> jax.Array:
+    name = self.task.learners[0].loss_name
+    if name in output.weighted_scalars:
+      return jnp.asarray(output.weighted_scalars[name][1])
+    return jnp.ones(())  # several losses are added up: Paxml has no weight of their sum
+
+
+def _pax_state(state: TrainState) -> train_states.TrainState:
+  return train_states.TrainState(
+    step=state.step.astype(jnp.uint32) if hasattr(state.step, 'astype') else state.step,
+    mdl_vars=state.variables,
+    opt_states=state.learner.opt_state,
+  )
+
+
+@contextlib.contextmanager
+def _pax_scope() -> Any:
+  """Context for Paxml's functions: its generator is the default, and `maybe_shard` sees the mesh of the step."""
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(jax.default_prng_impl(_PRNG_IMPL))
+    scope = current_sharding_scope()
+    if scope is not None and isinstance(scope.mesh, jax.sharding.Mesh):
+      stack.enter_context(scope.mesh)
+    yield
+
+
+def _scalar_summaries(summaries: Any) -> dict[str, jax.Array]:
+  """Returns the summaries that are one number, by the name that Paxml gave, without the type at its end."""
+  found: dict[str, Any] = {}
+  for name, value in py_utils.NestedMap(summaries).FlattenItems():
+    values = value if isinstance(value, list | tuple) else [value]
+    if all(hasattr(item, 'ndim') and item.ndim == 0 for item in values):
+      found[name.removesuffix('_scalar').removesuffix('_aggregate')] = sum(values) / len(values)
+  return found

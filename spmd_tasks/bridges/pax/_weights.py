@@ -1,0 +1,44 @@
+"""Converts Praxis' declarations of variables (WeightHParams) to our boxes and WeightSpecs."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from praxis import base_layer
+
+from spmd_tasks.sharding import SplitDim, WeightBox, WeightSpec
+
+
+def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence[str] | None) -> dict[str, Any]:
+  """Puts each variable in a WeightBox with the split dims and collections of its WeightHParams.
+
+  Args:
+    variables: a tree of arrays by collection, abstract or not.
+    weight_hparams: a congruent tree of WeightHParams.
+    mesh_axis_names: of the model; indices in split dims count along it. None: nothing is split.
+  """
+
+  def box(hparams: base_layer.WeightHParams, value: Any) -> WeightBox:
+    split_dims: Iterable[Any] = ()
+    if mesh_axis_names is not None and hparams.tensor_split_dims_mapping is not None:
+      split_dims = base_layer.to_partition_spec(hparams.full_split_dims_mapping, mesh_axis_names)
+    return WeightBox(
+      value=value,
+      split_dims=_filled(split_dims, value.ndim),
+      tags=tuple(hparams.collections or ()),
+      stacked=0,  # checkpoints keep Pax' own layout of repeats and stages
+    )
+
+  return dict(jax.tree.map(box, weight_hparams, variables))
+
+
+def spec_of_partition(leaf: jax.ShapeDtypeStruct, partition: PartitionSpec) -> WeightSpec:
+  """Returns the WeightSpec of a leaf whose PartitionSpec is known."""
+  return WeightSpec(shape=leaf.shape, init=None, split_dims=_filled(partition, leaf.ndim), dtype=leaf.dtype)
+
+
+def _filled(entries: Iterable[Any], ndim: int) -> tuple[SplitDim, ...]:
+  """Returns one entry per dim: those of a spec that may be shorter, then None."""
+  given = [None if entry == () else entry for entry in entries]
+  return (*given, *[None] * (ndim - len(given)))
