@@ -13,6 +13,7 @@ So a thread waits for the byte that Python's own signal handler writes at once (
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import types
@@ -57,14 +58,17 @@ def _on_sigterm(signum: int, frame: types.FrameType | None) -> None:
   del frame
   if os.getpid() == _process:
     _leave()
-  signal.signal(signum, signal.SIG_DFL)  # a forked child ends as any process does
-  os.kill(os.getpid(), signum)
+  else:  # a forked child ends as any process does
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
 
 
 def _leave() -> None:
+  """Ends the process, or returns if another thread is just doing that."""
   if _first_to_leave.acquire(blocking=False):
     with contextlib.suppress(OSError):
-      os.write(2, _SENTENCE)  # the descriptor, as the signal may have come while sys.stderr was in use
+      if select.select([], [2], [], 0)[1]:  # nobody may be reading, and a full pipe would block
+        os.write(2, _SENTENCE)  # the descriptor, as the signal may have come while sys.stderr was in use
     os._exit(exit_codes.PREEMPTED)
 
 

@@ -253,7 +253,7 @@ def test_bad_input_gets_one_sentence_and_nothing_is_written(name, broken_files, 
 )
 def test_argparse_answers_for_the_flags_themselves(flags, part, capsys):
   with pytest.raises(SystemExit) as left:
-    main.main(flags)
+    main.run(flags)
   assert left.value.code == exit_codes.USAGE
   assert part in capsys.readouterr().err
 

@@ -38,6 +38,7 @@ class PreemptionGuard:
     self._num_asked = 0
     self._is_started = False
     self._previous: object = None
+    self._wakeup_fd = -1
 
   def __enter__(self) -> 'PreemptionGuard':
     self.start()
@@ -53,6 +54,8 @@ class PreemptionGuard:
         raise UserError(
           'a PreemptionGuard handles SIGTERM, which Python allows on the main thread only: enter it there.'
         )
+      # The thread of spmd_tasks/sigterm.py may wake after `stop`, and would end the process for a signal that came here.
+      self._wakeup_fd = signal.set_wakeup_fd(-1)
       self._previous = signal.signal(signal.SIGTERM, self._on_signal)
       self._is_started = True
 
@@ -62,6 +65,7 @@ class PreemptionGuard:
       self._is_started = False
       # None: a handler that was not set from Python, and cannot be put back from it.
       signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)  # type: ignore[arg-type]
+      signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
 
   def should_stop(self) -> bool:
     """Whether to save and leave now; true in every process from the same call on.
