@@ -126,7 +126,7 @@ def storage_errors(path: epath.PathLike) -> Iterator[None]:
   """Turns an error of the storage into a StorageError that names `path`, the reason and the remedy."""
   try:
     yield
-  except (JobError, KeyboardInterrupt):
+  except JobError:
     raise
   except Exception as error:
     problem = describe_storage_error(error, path)

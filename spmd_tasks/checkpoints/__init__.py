@@ -25,9 +25,10 @@ from spmd_tasks.checkpoints.manifest import (
   leaf_entries,
 )
 from spmd_tasks.checkpoints.orbax_arrays import num_bytes
-from spmd_tasks.checkpoints.peer_copies import RAM_DISK, PeerCopies, RestoredCopy
+from spmd_tasks.checkpoints.peer_copies import PEER_COPIES_FILE, RAM_DISK, PeerCopies, RestoredCopy
 
 __all__ = [
+  'PEER_COPIES_FILE',
   'RAM_DISK',
   'CheckpointChoiceError',
   'CheckpointDirectory',

@@ -14,6 +14,7 @@ as everybody can write into a RAM disk, and a state may be secret.
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -23,7 +24,7 @@ from pathlib import Path
 import shutil
 import stat
 import struct
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -91,7 +92,7 @@ def local_num_bytes(abstract_state: Any) -> int:
   return sum(
     math.prod(shape) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(abstract_state)
-    for _, shape in {_block(index, leaf.shape) for index in _local_indices(leaf)}
+    for _, shape in _blocks_of(leaf)
   )
 
 
@@ -132,11 +133,10 @@ class MemoryCopies:
     """Writes all but the digest of a copy of `state`, which may be donated afterwards; returns the unfinished file."""
     partial = self.path / f'{header.file_name}.partial'
     head = json.dumps(dataclasses.asdict(header)).encode()
-    with open(os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), 'wb', buffering=0) as file:
-      for data in (_MAGIC, _LENGTH.pack(len(head)), head):
-        _write_all(file, data)
-      for _, shard in _local_blocks(state):
-        _write_all(file, np.ascontiguousarray(shard.data).reshape(-1).view(np.uint8).data)
+    with _create_private(partial) as file:
+      file.write(_MAGIC + _LENGTH.pack(len(head)) + head)
+      for block in _local_blocks(state):
+        file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
     return partial
 
   def finish(self, partial: Path) -> Path:
@@ -156,7 +156,7 @@ class MemoryCopies:
       raise ValueError(f'{name!r} is not the name of a copy')
     partial = self.path / f'{name}.partial'
     try:
-      with open(os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), 'wb') as file:
+      with _create_private(partial) as file:
         for chunk in chunks:
           file.write(chunk)
       partial.rename(self.path / name)
@@ -252,20 +252,22 @@ def block_table(abstract_state: Any) -> list[list[Any]]:
   return [
     [number, list(start), list(shape)]
     for number, leaf in enumerate(jax.tree.leaves(abstract_state))
-    for start, shape in dict.fromkeys(_block(index, leaf.shape) for index in _local_indices(leaf))
+    for start, shape in _blocks_of(leaf)
   ]
 
 
-def _local_blocks(state: Any) -> Iterator[tuple[int, Any]]:
-  """Yields (number of the leaf, shard) for every block on this process's devices, once."""
-  for number, leaf in enumerate(jax.tree.leaves(state)):
+def _local_blocks(state: Any) -> Iterator[jax.Array]:
+  """Yields every block on this process's devices, once, in the order of `block_table`."""
+  for leaf in jax.tree.leaves(state):
     shards = {_block(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}
-    for block in dict.fromkeys(_block(index, leaf.shape) for index in _local_indices(leaf)):
-      yield number, shards[block]
+    for block in _blocks_of(leaf):
+      yield shards[block].data
 
 
-def _local_indices(leaf: Any) -> list[tuple[slice, ...]]:
-  return list(leaf.sharding.addressable_devices_indices_map(leaf.shape).values())
+def _blocks_of(leaf: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+  """(start, shape) of every block of an array or a ShapeDtypeStruct that lies on this process's devices, once."""
+  indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+  return list(dict.fromkeys(_block(index, leaf.shape) for index in indices))
 
 
 def _block(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -293,12 +295,11 @@ def _make_private(path: Path) -> None:
   path.mkdir(mode=0o700, parents=False, exist_ok=True)
   found = path.lstat()
   if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-    raise PermissionError(1, 'it belongs to another user', str(path))
+    raise PermissionError(errno.EPERM, 'it belongs to another user', str(path))
   if found.st_mode & 0o077:
     path.chmod(0o700)
 
 
-def _write_all(file: Any, data: Any) -> None:
-  view = memoryview(data)
-  while view:
-    view = view[file.write(view) :]
+def _create_private(path: Path) -> BinaryIO:
+  """Opens a new file for writing, or an emptied old one, that only this user can read."""
+  return open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), 'wb')

@@ -45,7 +45,7 @@ from spmd_tasks.distributed import Link, LinkError, all_agree, connect_pairs, ga
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text, write_durably
 
-ID_FILE = 'peer_copies.json'
+PEER_COPIES_FILE = 'peer_copies.json'  # in the job's directory: the job's random name
 RAM_DISK = '/dev/shm'  # of Linux
 _CHUNK_BYTES = 1 << 24
 _MAX_ROUNDS = 5  # a round fails for damage, which it removes
@@ -130,6 +130,7 @@ class PeerCopies:
       UserError: the RAM disk cannot be used, or is too small; on every process.
     """
     self._own, self._num = jax.process_index(), jax.process_count()
+    self._num_files = 2 if self._num == 1 else 4  # two generations: its own part, and that of its neighbour
     self._limit_s = limit_s
     self._abstract_state = abstract_state
     self._layout = layout_of(abstract_state)
@@ -151,8 +152,8 @@ class PeerCopies:
       threading.Thread(target=self._keep_from, args=(self._previous,), name='peer-copies', daemon=True).start()
 
   def __str__(self) -> str:
-    times = 2 if self._num == 1 else 4
-    return f'up to {times} x {self._num_bytes / 1e6:,.1f} MB of memory per process in {self._files.path.parent}'
+    size = f'{self._num_files} x {self._num_bytes / 1e6:,.1f} MB'
+    return f'up to {size} of memory per process in {self._files.path.parent}'
 
   def __enter__(self) -> 'PeerCopies':
     return self
@@ -318,7 +319,7 @@ class PeerCopies:
     return (header.job, header.num_processes, header.layout) == (self._job, self._num, self._layout)
 
   def _check_room(self, directory: str) -> None:
-    needed = self._num_bytes * (2 if self._num == 1 else 4)
+    needed = self._num_bytes * self._num_files
     rows = gather([socket.gethostname(), needed, self._files.free_bytes()], 'peer_copies_room', limit_s=self._limit_s)
     for host in sorted({host for host, _, _ in rows}):
       total = sum(needed for name, needed, _ in rows if name == host)
@@ -333,7 +334,7 @@ class PeerCopies:
 
 def _identify(job_log_dir: epath.Path) -> tuple[str, str]:
   """Returns the random names of the job, which its directory keeps, and of this start."""
-  path = job_log_dir / ID_FILE
+  path = job_log_dir / PEER_COPIES_FILE
   try:
     job = str(json.loads(read_text(path))['job'])
   except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):

@@ -5,7 +5,7 @@ import os
 import jax
 
 _THREADS_PER_DEVICE = 4
-_SCHEDULER = '--xla_cpu_enable_concurrency_optimized_scheduler'
+_SCHEDULER = '--xla_cpu_enable_concurrency_optimized_scheduler=false'
 _QUICK_COMPILATION = (
   '--xla_backend_optimization_level=0',
   '--xla_llvm_disable_expensive_passes=true',
@@ -28,9 +28,7 @@ def use_fake_devices(num_devices: int) -> None:
   different orders.
   """
   os.environ.setdefault('NPROC', str(_THREADS_PER_DEVICE * num_devices))
-  flags = os.environ.get('XLA_FLAGS', '')
-  if _SCHEDULER not in flags:
-    os.environ['XLA_FLAGS'] = f'{flags} {_SCHEDULER}=false'.strip()
+  _add_xla_flags(_SCHEDULER)
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', num_devices)
 
@@ -40,6 +38,11 @@ def compile_quickly() -> None:
 
   Only LLVM does less: how a program is partitioned over devices stays. Flags of the user stay too.
   """
+  _add_xla_flags(*_QUICK_COMPILATION)
+
+
+def _add_xla_flags(*flags: str) -> None:
+  """Adds flags to XLA_FLAGS, but for those that are set there already."""
   given = os.environ.get('XLA_FLAGS', '')
-  new = [flag for flag in _QUICK_COMPILATION if flag.partition('=')[0] not in given]
+  new = [flag for flag in flags if flag.partition('=')[0] not in given]
   os.environ['XLA_FLAGS'] = ' '.join([given, *new]).strip()

@@ -1,6 +1,6 @@
 """SlowestProcess: finds the process that all others wait for in every step, and what keeps it.
 
-    slowest = SlowestProcess(on_change=print)           # every process makes one, and calls it at the same steps
+    slowest = SlowestProcess(on_change=print, limit_s=600)   # every process makes one, and calls it at the same steps
     metrics |= slowest.update(step, loop_seconds=80.0, seconds_waited=1.0, seconds_blocked=70.0)
 
 The processes of a job run in lockstep: each step ends for all when the last one has joined its collectives. So the time
@@ -18,13 +18,13 @@ import dataclasses
 import socket
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from spmd_tasks.distributed.agreement import gather
+
 # The others wait for the slowest process for this share of the time, at least, if it is named.
 _NAMED_SHARE = 0.1
-_HOST_NAME_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,11 +90,12 @@ class SlowestProcess:
     seconds_waited_elsewhere: how much longer than this one another process waited for its batches, in all.
   """
 
-  def __init__(self, *, on_change: Callable[[str], None]):
+  def __init__(self, *, on_change: Callable[[str], None], limit_s: int):
     """Compiles the exchange; a collective call.
 
     Args:
       on_change: gets a sentence when another process is the slowest at two logged steps in a row, or none is any more.
+      limit_s: how many seconds the processes wait for the slowest one to make this object.
     """
     self.seconds_waited_elsewhere = 0.0
     self._on_change = on_change
@@ -114,9 +115,7 @@ class SlowestProcess:
     self._sharding = NamedSharding(mesh, PartitionSpec('device'))
     shape = jax.ShapeDtypeStruct((len(devices), 3), np.float32, sharding=self._sharding)
     self._gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(shape).compile()
-    name = socket.gethostname().encode()[:_HOST_NAME_BYTES].ljust(_HOST_NAME_BYTES, b'\0')
-    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(name, np.uint8))).astype(np.uint8)
-    self._hosts = [row.tobytes().rstrip(b'\0').decode(errors='replace') for row in names]
+    self._hosts = gather(socket.gethostname(), 'slowest_process_hosts', limit_s=limit_s)
 
   def update(
     self, step: int, *, loop_seconds: float, seconds_waited: float, seconds_blocked: float

@@ -25,8 +25,8 @@ from absl import logging
 from etils import epath
 
 from spmd_tasks.files import read_text, write_durably
+from spmd_tasks.programs.job_directory import GOODPUT_FILE
 
-RECORD_FILE = 'goodput.json'
 FORMAT = 1
 
 CAUSES: Mapping[str, str] = {
@@ -87,7 +87,7 @@ class Goodput:
       begun: when this process was started, in seconds since the epoch.
       now: the clock, in seconds since the epoch.
     """
-    self._path = directory / RECORD_FILE if directory is not None else None
+    self._path = directory / GOODPUT_FILE if directory is not None else None
     self._now = now
     self._begun = self._since = begun
     self._cause = 'program_startup'

@@ -23,21 +23,26 @@ from etils import epath
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import is_remote, read_text, write_durably
+from spmd_tasks.runtime import METRICS_FILE
 
 EXPERIMENT_FILE = 'experiment.json'
 CONFIG_FILE = 'config.json'
 LOCK_FILE = 'job.lock'
+NEWEST_CHECKPOINT_FILE = 'newest_checkpoint.json'
+GOODPUT_FILE = 'goodput.json'
+PARAMETERS_FILE = 'parameters.txt'
+STARTUP_FILE = 'startup.json'
 # What a job reads or writes, by kind; a path below may be missing.
 _FILES = (
   EXPERIMENT_FILE,
   CONFIG_FILE,
   LOCK_FILE,
-  'newest_checkpoint.json',
-  'goodput.json',
-  'parameters.txt',
-  'startup.json',
-  'metrics.jsonl',
-  'eval/*/metrics.jsonl',
+  NEWEST_CHECKPOINT_FILE,
+  GOODPUT_FILE,
+  PARAMETERS_FILE,
+  STARTUP_FILE,
+  METRICS_FILE,
+  f'eval/*/{METRICS_FILE}',
 )
 _DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks')
 # The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).

@@ -17,12 +17,17 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints import CheckpointDirectory, Checkpointer
+from spmd_tasks.checkpoints import PEER_COPIES_FILE, CheckpointDirectory, Checkpointer
 from spmd_tasks.files import is_remote, read_text, storage_errors, sync_path, write_durably
-from spmd_tasks.programs.job_directory import CONFIG_FILE
+from spmd_tasks.programs.job_directory import (
+  CONFIG_FILE,
+  GOODPUT_FILE,
+  NEWEST_CHECKPOINT_FILE,
+  PARAMETERS_FILE,
+  STARTUP_FILE,
+)
 from spmd_tasks.runtime import METRICS_FILE, read_jsonl
 
-RECORD_FILE = 'newest_checkpoint.json'
 # What a job leaves beside its checkpoints. The record comes last: as long as it is there, the loss is noticed.
 _LEFT = (
   f'{METRICS_FILE}*',
@@ -30,11 +35,11 @@ _LEFT = (
   'eval',
   'decode',
   'profile',
-  'goodput.json',
-  'peer_copies.json',
-  'startup.json',
-  'parameters.txt',
-  RECORD_FILE,
+  GOODPUT_FILE,
+  PEER_COPIES_FILE,
+  STARTUP_FILE,
+  PARAMETERS_FILE,
+  NEWEST_CHECKPOINT_FILE,
 )
 
 
@@ -44,7 +49,7 @@ class SavedSteps:
   def __init__(self, job_log_dir: epath.Path):
     self._job_log_dir = job_log_dir
     self._checkpoints = job_log_dir / 'checkpoints'
-    self._record = job_log_dir / RECORD_FILE
+    self._record = job_log_dir / NEWEST_CHECKPOINT_FILE
 
   def open_checkpoints(self, **settings: Any) -> Checkpointer:
     """Returns the job's Checkpointer; `settings` are arguments of its constructor, which every process calls."""

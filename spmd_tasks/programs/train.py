@@ -26,7 +26,7 @@ from spmd_tasks.inputs import Prefetcher
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.eval import Evaluator
 from spmd_tasks.programs.goodput import Goodput
-from spmd_tasks.programs.job_directory import CONFIG_FILE, claim
+from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, restore_or_init
 from spmd_tasks.programs.saved_steps import SavedSteps
@@ -149,7 +149,7 @@ def train(
     profile = ProfileCapture(experiment.profile_steps, job_log_dir / 'profile')
     stack.callback(profile.close)
     rates = StepRates.of(model, goodput)
-    slowest = SlowestProcess(on_change=progress.message)
+    slowest = SlowestProcess(on_change=progress.message, limit_s=math.ceil(experiment.first_step_timeout_s))
 
     def checkpoint_is_due(step: int) -> bool:
       return _is_multiple(step, experiment.checkpoint_every_steps)
@@ -208,8 +208,8 @@ def train(
     if copies is not None:
       progress.message(f'every {experiment.peer_copy_every_steps} steps the state is copied to memory: {copies}')
     if is_primary():
-      with storage_errors(job_log_dir / 'parameters.txt'):
-        write_durably(job_log_dir / 'parameters.txt', format_parameter_table(model) + '\n')
+      with storage_errors(job_log_dir / PARAMETERS_FILE):
+        write_durably(job_log_dir / PARAMETERS_FILE, format_parameter_table(model) + '\n')
     if first_step < experiment.num_train_steps:
       with goodput.spend('compilation'):
         model.train_step.compile()
@@ -242,8 +242,8 @@ def train(
         phases = clock.finish()
         progress.message(format_startup(phases))
         if is_primary():
-          with storage_errors(job_log_dir / 'startup.json'):
-            write_durably(job_log_dir / 'startup.json', json.dumps(phases) + '\n')
+          with storage_errors(job_log_dir / STARTUP_FILE):
+            write_durably(job_log_dir / STARTUP_FILE, json.dumps(phases) + '\n')
         # Now rather than at the first use, hours later: an eval that cannot be compiled should fail here.
         with watchdog.allow('compile', experiment.first_step_timeout_s), goodput.spend('compilation'):
           evaluator.compile()

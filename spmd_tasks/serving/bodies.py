@@ -6,6 +6,7 @@ The models check types and fixed ranges; requests.py checks what depends on the 
 the answer is either supported or refused. A field that is null counts as absent.
 """
 
+from collections import Counter
 import difflib
 import json
 from typing import Annotated, Any, Literal, TypeVar
@@ -55,8 +56,7 @@ def _refuse_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   """Makes an object; with a name twice, a proxy that checks requests may have read another value than this server."""
   fields = dict(pairs)
   if len(fields) < len(pairs):
-    seen: set[str] = set()
-    name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
     raise ValueError(f'an object has {name[:100]!r} twice')
   return fields
 

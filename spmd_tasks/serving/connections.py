@@ -92,7 +92,8 @@ class ConnectionLimits:
     self.set_waiting(connection, False)
     self._metrics.open_connections.dec()
     self._connections[connection.peer] -= 1
-    self._connections += Counter()  # drops peers without connections
+    if not self._connections[connection.peer]:
+      del self._connections[connection.peer]
 
   def count_closed(self, reason: str, sentence: str) -> None:
     """Counts a connection that the server closes, and logs it unless another one was logged a moment ago."""
@@ -149,7 +150,7 @@ class _Connection(H11Protocol):
     self._has_request = False
     self._timers: dict[str, asyncio.TimerHandle] = {}
 
-  def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+  def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as H11Protocol has it
     super().connection_made(transport)
     self.peer = _peer(self.client)
     self._is_admitted = self._limits.admit(self)

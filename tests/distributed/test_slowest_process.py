@@ -29,7 +29,7 @@ def test_the_slowest_process_and_its_cause(slow, wait_share, cause, num_even):
 
 def test_one_process_has_nobody_to_wait_for():
   messages = []
-  slowest = SlowestProcess(on_change=messages.append)
+  slowest = SlowestProcess(on_change=messages.append, limit_s=60)
   for step in range(3):
     assert slowest.update(step, loop_seconds=step, seconds_waited=step, seconds_blocked=0.0) == {}
   assert slowest.seconds_waited_elsewhere == 0

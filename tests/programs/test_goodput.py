@@ -9,7 +9,8 @@ from etils import epath
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.programs.goodput import CAUSES, RECORD_FILE, Goodput
+from spmd_tasks.programs.goodput import CAUSES, Goodput
+from spmd_tasks.programs.job_directory import GOODPUT_FILE
 from tests import binary
 from tests.programs.small_jobs import SMALL
 
@@ -125,12 +126,12 @@ BROKEN = ['', '{', '[]', '{"format": 2}', '{"format": 1}', '\x00' * 40, 'nan', '
 
 @pytest.mark.parametrize('content', BROKEN, ids=lambda content: content[:12])
 def test_a_record_that_cannot_be_read_is_reported_and_counting_begins_anew(tmp_path, content, caplog):
-  (tmp_path / RECORD_FILE).write_text(content)
+  (tmp_path / GOODPUT_FILE).write_text(content)
   life = Life(tmp_path, begun=1000.0, first_step=30)
   life.steps(2, seconds=1)
   assert life.seconds() == {'steps': 2}
   assert 'goodput counts from now on' in caplog.text
-  assert json.loads((tmp_path / RECORD_FILE).read_text())['marks'] == {'30': 0.0}
+  assert json.loads((tmp_path / GOODPUT_FILE).read_text())['marks'] == {'30': 0.0}
 
 
 def test_many_marks_are_thinned_and_the_time_between_them_is_estimated(tmp_path):
@@ -139,7 +140,7 @@ def test_many_marks_are_thinned_and_the_time_between_them_is_estimated(tmp_path)
     life.steps(1, seconds=1)
     life.goodput.mark(life.step)
   life.goodput.close()
-  assert len(json.loads((tmp_path / RECORD_FILE).read_text())['marks']) <= 201
+  assert len(json.loads((tmp_path / GOODPUT_FILE).read_text())['marks']) <= 201
   assert Life(tmp_path, begun=life.time, first_step=55).seconds() == {'steps': 55, 'wasted_progress': 345}
 
 
