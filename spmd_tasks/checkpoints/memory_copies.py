@@ -90,9 +90,7 @@ def layout_of(abstract_state: Any) -> str:
 def local_num_bytes(abstract_state: Any) -> int:
   """Counts the bytes of a copy: every block on this process's devices once."""
   return sum(
-    math.prod(shape) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(abstract_state)
-    for _, shape in _blocks_of(leaf)
+    math.prod(shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state) for _, shape in _blocks_of(leaf)
   )
 
 

@@ -54,7 +54,7 @@ class PreemptionGuard:
         raise UserError(
           'a PreemptionGuard handles SIGTERM, which Python allows on the main thread only: enter it there.'
         )
-      # Else the thread of spmd_tasks/sigterm.py, if it wakes after `stop`, ends the process for a signal that came here.
+      # Else the thread of sigterm.py, if it wakes after `stop`, would end the process for a signal that came here.
       self._wakeup_fd = signal.set_wakeup_fd(-1)
       self._previous = signal.signal(signal.SIGTERM, self._on_signal)
       self._is_started = True

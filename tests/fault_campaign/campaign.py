@@ -162,7 +162,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         numbers.append(number)
       number += 1
   os.environ.update({**xla_settings.ENVIRONMENT, **os.environ})
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
   began, lines = time.monotonic(), []
   with (
     tempfile.TemporaryDirectory(prefix='fault_campaign_') as path,
@@ -184,4 +183,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
   sys.exit(main())

@@ -25,9 +25,7 @@ from tests.fault_campaign.scene import HangError, Scene, Started
 
 COMPLETIONS = '/v1/completions'
 KEY = 'a-secret-key'
-SIZES: tuple[str, ...] = ()
-for _setting in ('max_len=256', 'prefill_chunk=16', 'num_slots=3'):
-  SIZES += ('--set', f'task.decode.{_setting}')
+SIZES = tuple(f'--set=task.decode.{setting}' for setting in ('max_len=256', 'prefill_chunk=16', 'num_slots=3'))
 HEADERS = {'authorization': f'Bearer {KEY}'}
 BODY = {'prompt': '3: the 7th line', 'max_tokens': 8, 'temperature': 0}
 LONG = BODY | {'max_tokens': 200, 'ignore_eos': True, 'stream': True}
@@ -43,9 +41,8 @@ class Server:
     self.scene = scene
     key = scene.path / 'key'
     key.write_text(KEY)
-    train = scene.train_flags()
-    self.process = scene.start(*['serve' if flag == 'train' else flag for flag in train], *SIZES, '--port', 0,
-                               '--api_key_file', key, '--drain_s', 3, *flags)  # fmt: skip
+    own = [*scene.command('serve'), *SIZES, '--port', 0, '--api_key_file', key, '--drain_s', 3]
+    self.process = scene.start(*own, *flags)
     self.url = url_of(scene, self.process)
     self.port = int(self.url.rpartition(':')[2])
     self.model = self.get('/v1/models').json()['data'][0]['id']
@@ -75,6 +72,12 @@ class Server:
   def connect(self) -> socket.socket:
     return socket.create_connection(('127.0.0.1', self.port), timeout=ANSWER_LIMIT_S)
 
+  def long_request(self) -> tuple[bytes, bytes]:
+    """The header and the body, as bytes for a socket, of a request whose answer is a long stream."""
+    body = json.dumps({'model': self.model} | LONG).encode()
+    head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+    return head + b'Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n' % (KEY.encode(), len(body)), body
+
   def check_well(self, log_before: str) -> None:
     """Healthy, with the same answer, without a traceback, and soon with as few connections and threads as before."""
     check(self.process.is_running(), f'the server has ended: {judge.last_line(self.process.stderr)}')
@@ -85,7 +88,7 @@ class Server:
     except httpx.TransportError as error:
       raise HangError(f'the server does not answer a good client: {type(error).__name__}: {error}') from error
     log = self.process.stderr.removeprefix(log_before)
-    check('Traceback (most' not in log, f'the log has a traceback: {judge.last_line(log)}')
+    judge.check_no_traceback(log)
     check(log.count('\n') < 30, f'the log has {log.count(chr(10))} lines of one fault')
     end = time.monotonic() + 40  # half a header may stay for a while
     while True:
@@ -100,16 +103,6 @@ class Server:
     self.process.send(signal.SIGTERM)
     ended = self.scene.finish(self.process)
     check(ended.returncode == exit_codes.OK, f'after SIGTERM the server ended with {ended.returncode}')
-
-
-SIZES = (
-  '--set',
-  'task.decode.max_len=256',
-  '--set',
-  'task.decode.prefill_chunk=16',
-  '--set',
-  'task.decode.num_slots=3',
-)
 
 
 def url_of(scene: Scene, process: Started) -> str:
@@ -134,10 +127,7 @@ def shared(scene: Scene) -> Iterator[Server]:
 def clients_leave(scene: Scene) -> str:
   """At any byte of what they send or read, orderly or by a reset."""
   with shared(scene) as server:
-    content = json.dumps({'model': server.model} | LONG).encode()
-    head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
-    head += b'Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n' % (KEY.encode(), len(content))
-    request = head + content
+    request = b''.join(server.long_request())
     num_clients = scene.rng.randrange(1, 30)
     scene.where = f'{num_clients} clients'
     for _ in range(num_clients):
@@ -262,12 +252,10 @@ def slow_clients(scene: Scene) -> str:
   with shared(scene) as server, contextlib.ExitStack() as stack:
     num_clients = scene.rng.randrange(2, 12)
     scene.where = f'{num_clients} clients'
-    content = json.dumps({'model': server.model} | LONG).encode()
-    head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
-    head += b'Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n' % (KEY.encode(), len(content))
+    head, body = server.long_request()
     for number in range(num_clients):
       sock = stack.enter_context(server.connect())
-      sock.sendall(head + (content if number % 2 else content[:5]))
+      sock.sendall(head + (body if number % 2 else body[:5]))
     began = time.monotonic()
     server.complete()
     waited = time.monotonic() - began

@@ -85,10 +85,8 @@ def go_on_without_the_newest(scene: Scene, step: int, *, is_damaged: bool = True
   """The restart sets the damaged newest checkpoint aside by its name, and goes on from the one before."""
   seen = scene.steps()[-1]
   ended = scene.run()
-  check(
-    ended.returncode == exit_codes.OK and 'Traceback (most' not in ended.stderr,
-    f'the restart ended with {ended.returncode}: {judge.sentence_of(ended)}',
-  )
+  check(ended.returncode == exit_codes.OK, f'the restart ended with {ended.returncode}: {judge.sentence_of(ended)}')
+  judge.check_no_traceback(ended.stderr)
   aside = [path.name for path in scene.checkpoints.iterdir() if '.damaged-' in path.name]
   check(bool(aside) == is_damaged, f'set aside: {aside}')
   if is_damaged:
@@ -158,8 +156,7 @@ def damage_directory(scene: Scene) -> str:
 def damage_all(scene: Scene) -> str:
   """Nothing is whole: the job must refuse, now and again, and go on when one of them is repaired."""
   step = begin(scene)
-  whole = scene.path / 'whole'
-  shutil.copytree(scene.checkpoints, whole)
+  restore = scene.backup(scene.checkpoints)
   for each in (step, step - SAVE_INTERVAL):
     path = scene.rng.choice(files_of(scene, each))
     DAMAGES[scene.rng.choice(('one bit', 'emptied', 'deleted', 'garbage'))](path, scene.rng)
@@ -168,8 +165,7 @@ def damage_all(scene: Scene) -> str:
     ended = scene.run()
     check(ended.returncode != exit_codes.OK, 'it started again from the beginning')
     judge.check_refusal(ended, REFUSED)
-  shutil.rmtree(scene.checkpoints)
-  shutil.copytree(whole, scene.checkpoints)
+  restore()
   scene.resume()
   return f'refused twice ({judge.sentence_of(ended)}); repaired, went on, bit for bit'
 
@@ -213,7 +209,7 @@ def _damage_lines(scene: Scene, path: Path) -> str:
     check(path.name in ended.stderr, 'the refusal does not name the file')
     path.write_bytes(b''.join(line + b'\n' for line in whole))
     ended = scene.run()
-  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
+  judge.check_no_traceback(ended.stderr)
   # All other lines stay as they were; the damaged one stays too, or is set aside.
   aside = path.with_name(f'{path.name}.bad_lines')
   found = path.read_bytes() + (aside.read_bytes() if aside.exists() else b'')
@@ -235,7 +231,7 @@ def damage_small_files(scene: Scene) -> str:
   before = path.read_bytes()
   if before:
     DAMAGES[name](path, scene.rng)
-  return scene.accept(scene.run(), REFUSED, repair=lambda: path.write_bytes(before))
+  return scene.accept(scene.run(), lambda: path.write_bytes(before), codes=REFUSED)
 
 
 @kind('damage/a checkpoint asked for by its step', share=2)
@@ -247,7 +243,7 @@ def damage_step_asked_for(scene: Scene) -> str:
   DAMAGES[name](path, scene.rng)
   scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
   before = sorted(each.name for each in scene.checkpoints.iterdir())
-  flags = ['eval' if flag == 'train' else flag for flag in scene.train_flags()]
+  flags = scene.command('eval')
   ended = scene.run(*flags, '--checkpoint_step', step)
   judge.check_refusal(ended, REFUSED)
   check('is damaged' in ended.stderr, f'it does not say that the checkpoint is damaged: {judge.sentence_of(ended)}')

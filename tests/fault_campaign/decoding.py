@@ -11,7 +11,7 @@ from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.injected import Point
 from tests.fault_campaign.judge import check
 from tests.fault_campaign.kills import CHANGES
-from tests.fault_campaign.scene import Ended, Scene
+from tests.fault_campaign.scene import Scene
 
 SIZES = ('--set', 'task.decode.max_len=24', '--set', 'task.decode.num_slots=2', '--set', 'task.decode.prefill_chunk=16')
 APPEND = 'spmd_tasks.programs.decoded_file:DecodedFile.append'
@@ -27,8 +27,7 @@ def begin(scene: Scene) -> list[object]:
   scene.begun(20, 20)
   prompts = scene.path / 'prompts.jsonl'
   prompts.write_text(''.join(json.dumps(prompt) + '\n' for prompt in PROMPTS))
-  flags = ['decode_once' if flag == 'train' else flag for flag in scene.train_flags()]
-  return [*flags, *SIZES, '--decode_input', prompts]
+  return [*scene.command('decode_once'), *SIZES, '--decode_input', prompts]
 
 
 def outputs_of(path: Path) -> list[object]:
@@ -69,13 +68,9 @@ def killed(scene: Scene) -> str:
   else:
     point = Point(operations=CHANGES, path='^job/decode', count=number, action='signal', value=signum)
   ended = scene.run(*flags, points=[point])
-  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
-  codes = {
-    signal.SIGKILL: (-signal.SIGKILL,),
-    signal.SIGTERM: (exit_codes.PREEMPTED,),
-    signal.SIGINT: (exit_codes.INTERRUPTED,),
-  }[signum]
-  check(ended.returncode in (*codes, exit_codes.OK), f'exit code {ended.returncode} after {signum.name}')
+  judge.check_no_traceback(ended.stderr)
+  codes = (exit_codes.OK, judge.CODE_AFTER[signum])
+  check(ended.returncode in codes, f'exit code {ended.returncode} after {signum.name}')
   return go_on(scene, flags)
 
 
@@ -83,14 +78,7 @@ def killed(scene: Scene) -> str:
 def damaged_outputs(scene: Scene) -> str:
   """A cut last line is cut off and decoded again; anything else is refused by the file's name."""
   flags = begin(scene)
-  point = Point(
-    call='spmd_tasks.programs.decoded_file:DecodedFile.append',
-    after=True,
-    count=6,
-    action='signal',
-    value=signal.SIGKILL,
-  )
-  scene.run(*flags, points=[point])
+  scene.run(*flags, points=[Point(call=APPEND, after=True, count=6, action='signal', value=signal.SIGKILL)])
   path = scene.job_log_dir / 'decode' / 'prompts' / 'step_20.jsonl.partial'
   content = path.read_bytes()
   name = scene.rng.choice(('cut', 'one bit', 'garbage', 'emptied', 'deep JSON'))
@@ -158,7 +146,7 @@ def bad_prompts(scene: Scene) -> str:
 def eval_beside(scene: Scene) -> str:
   """An eval job that watches a training job, which is killed and goes on: both as undisturbed."""
   train = scene.start()
-  watch = scene.start(*['eval' if flag == 'train' else flag for flag in scene.train_flags()], '--watch')
+  watch = scene.start(*scene.command('eval'), '--watch')
   wanted = scene.rng.randrange(1, 18)
   scene.where = f'the training job is killed after step {wanted}'
   scene.wait_until(train, lambda: scene.num_steps() >= wanted)
@@ -185,16 +173,16 @@ def eval_killed(scene: Scene) -> str:
   for path in scene.job_log_dir.glob('eval/*/metrics.jsonl'):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text(''.join(lines[:-1]))
-  flags = ['eval' if flag == 'train' else flag for flag in scene.train_flags()]
+  flags = scene.command('eval')
   signum = scene.rng.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
   delay = scene.rng.uniform(0, scene.reference.seconds / 2)
   scene.where = f'{signum.name} after {delay:.3f} s'
   process = scene.start(*flags)
   scene.send_after(process, signum, delay)
-  ended: Ended = scene.finish(process)
-  code = {signal.SIGKILL: -9, signal.SIGTERM: exit_codes.PREEMPTED, signal.SIGINT: exit_codes.INTERRUPTED}[signum]
-  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
-  check(ended.returncode in (code, exit_codes.OK), f'exit code {ended.returncode} after {signum.name}')
+  ended = scene.finish(process)
+  judge.check_no_traceback(ended.stderr)
+  codes = (exit_codes.OK, judge.CODE_AFTER[signum])
+  check(ended.returncode in codes, f'exit code {ended.returncode} after {signum.name}')
   again = scene.run(*flags)
   check(again.returncode == exit_codes.OK, f'the restart ended with {again.returncode}: {judge.sentence_of(again)}')
   scene.check_as_undisturbed()

@@ -3,6 +3,7 @@
 A full disk is a file system in memory, mounted for the scene; errors take the place of operations (injected.py).
 """
 
+from collections.abc import Sequence
 import errno
 import subprocess
 
@@ -12,10 +13,8 @@ from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.injected import Point
 from tests.fault_campaign.judge import check
 from tests.fault_campaign.kills import CHANGES
-from tests.fault_campaign.scene import Scene, SkippedError, matching
+from tests.fault_campaign.scene import Ended, Scene, SkippedError, matching
 
-# A job that was running fails; one that had nothing begun yet is refused.
-REFUSED = (exit_codes.FAILED, exit_codes.USAGE)
 OPERATIONS = (*CHANGES, 'read')
 
 
@@ -35,39 +34,34 @@ def make_room(scene: Scene) -> None:
     path.unlink()
 
 
-def go_on(scene: Scene, point: Point) -> str:
-  """The faulty run ends well or with a sentence; then there is room again, and it goes on."""
+def check_reason(ended: Ended) -> None:
+  named = ended.returncode == exit_codes.OK or 'No space left' in ended.stderr
+  check(named, f'the sentence does not name the reason: {judge.sentence_of(ended)}')
+
+
+def _fill(scene: Scene, options: str, action: str, lefts: Sequence[int], what: str) -> str:
+  """The disk is filled during the run, which ends well or with a sentence; then there is room again, and it goes on."""
+  operations = scene.reference.operations
+  mount(scene, options)
+  count = scene.rng.randrange(matching(operations, CHANGES, '^job/'))
+  left = scene.rng.choice(lefts)
+  scene.where = f'{left} {what} left at operation {count}'
+  point = Point(operations=CHANGES, path='job/', count=count, action=action, value=[str(scene.disk), left])
   ended = scene.run(points=[point])
-  if ended.returncode != exit_codes.OK:
-    check('No space left' in ended.stderr, f'the sentence does not name the reason: {judge.sentence_of(ended)}')
-  else:
-    make_room(scene)
-  return scene.accept(ended, REFUSED, repair=lambda: make_room(scene))
+  check_reason(ended)
+  make_room(scene)
+  return scene.accept(ended)
 
 
 @kind('disk/full', share=5)
 def full_disk(scene: Scene) -> str:
   scene.choose_job(('Plain', 'Plain', 'Padded', 'Text'))
-  operations = scene.reference.operations
-  mount(scene, 'size=16m')
-  count = scene.rng.randrange(matching(operations, CHANGES, '^job/'))
-  bytes_left = scene.rng.choice((0, 0, 4096, 8192, 20_000, 50_000, 100_000))
-  scene.where = f'{bytes_left} bytes left at operation {count}'
-  return go_on(
-    scene, Point(operations=CHANGES, path='job/', count=count, action='fill', value=[str(scene.disk), bytes_left])
-  )
+  return _fill(scene, 'size=16m', 'fill', (0, 0, 4096, 8192, 20_000, 50_000, 100_000), 'bytes')
 
 
 @kind('disk/no inodes', share=3)
 def no_inodes(scene: Scene) -> str:
-  operations = scene.reference.operations
-  mount(scene, 'size=16m,nr_inodes=400')
-  count = scene.rng.randrange(matching(operations, CHANGES, '^job/'))
-  num_left = scene.rng.choice((0, 0, 1, 2, 5, 10, 20))
-  scene.where = f'{num_left} inodes left at operation {count}'
-  return go_on(
-    scene, Point(operations=CHANGES, path='job/', count=count, action='inodes', value=[str(scene.disk), num_left])
-  )
+  return _fill(scene, 'size=16m,nr_inodes=400', 'inodes', (0, 0, 1, 2, 5, 10, 20), 'inodes')
 
 
 @kind('disk/too small from the beginning', share=1)
@@ -76,10 +70,9 @@ def small_disk(scene: Scene) -> str:
   scene.where = f'{kilobytes} KiB'
   mount(scene, f'size={kilobytes}k')
   ended = scene.run()
-  if ended.returncode != exit_codes.OK:
-    check('No space left' in ended.stderr, f'the sentence does not name the reason: {judge.sentence_of(ended)}')
+  check_reason(ended)
   grow = ['mount', '-o', 'remount,size=16m', scene.disk]
-  return scene.accept(ended, REFUSED, repair=lambda: subprocess.run(grow, check=True))
+  return scene.accept(ended, lambda: subprocess.run(grow, check=True))
 
 
 @kind('disk/one error', share=5)
@@ -96,12 +89,11 @@ def lasting_errors(scene: Scene) -> str:
 def _error(scene: Scene, *, lasting: bool) -> str:
   scene.choose_job(('Plain', 'Plain', 'Text'))
   code = scene.rng.choice((errno.EIO, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE))
-  count = scene.rng.randrange(matching(scene.reference.operations, OPERATIONS, '^job/'))
-  kinds = [kind for kind, path in scene.reference.operations if path.startswith('job/')]
-  place = [path for _, path in scene.reference.operations if path.startswith('job/')][count]
-  scene.where = f'{errno.errorcode[code]} at operation {count} ({kinds[count]} {place})'
+  seen = [each for each in scene.reference.operations if each[0] in OPERATIONS and each[1].startswith('job/')]
+  count = scene.rng.randrange(len(seen))
+  scene.where = f'{errno.errorcode[code]} at operation {count} ({" ".join(seen[count])})'
   point = Point(operations=OPERATIONS, path='^job/', count=count, lasting=lasting, action='error', value=code)
-  return scene.accept(scene.run(points=[point]), REFUSED)
+  return scene.accept(scene.run(points=[point]))
 
 
 @kind('disk/no permission', share=2)
@@ -115,4 +107,4 @@ def no_permission(scene: Scene) -> str:
   point = Point(operations=CHANGES, path=f'^{part}', lasting=True, action='error', value=errno.EACCES)
   ended = scene.run(points=[point])
   check(ended.returncode != exit_codes.OK, 'it ended well, although it could not write')
-  return scene.accept(ended, REFUSED)
+  return scene.accept(ended)

@@ -70,14 +70,11 @@ class Pipelined(Plain, PipelinedLanguageModel):
 
 
 class Read(Plain):
-  """Text from files below `data`, which `source` reads; `num_workers` processes read it."""
+  """Text of `source`, from files below `data`, by `num_workers` processes."""
 
   data: str = ''
   num_workers: int = 0
   read_timeout_s: float = 10.0
-
-  def source(self, split: str) -> Any:
-    raise NotImplementedError
 
   def train_input(self):
     text = fdl.Config(
@@ -172,15 +169,16 @@ class SlowIterator:
     return getattr(self._iterator, name)
 
 
-# How many devices each job has, and which files it reads.
+# How many devices each job has in all, and which files it reads.
 NUM_DEVICES = {'Padded': 8, 'Experts': 4, 'Pipelined': 4, 'Pair': 4, 'PairText': 4}
 PAIRS = ('Pair', 'PairText')  # of two processes
 SUFFIXES = {'Text': 'txt', 'PairText': 'txt', 'Json': 'jsonl', 'TfData': 'tfrecord'}
 
 
-def flags_of(job: str) -> list[str]:
-  """How a job is started, without its directories."""
-  return ['--exp', f'{__name__}.{job}', '--mode', 'train', '--num_fake_devices', str(NUM_DEVICES.get(job, 1))]
+def flags_of(job: str, mode: str) -> list[str]:
+  """The flags that start a job, without its directories."""
+  num_devices = NUM_DEVICES.get(job, 1) // (2 if job in PAIRS else 1)  # of each process
+  return ['--exp', f'{__name__}.{job}', '--mode', mode, '--num_fake_devices', str(num_devices)]
 
 
 def write_data(job: str, directory: Path) -> None:

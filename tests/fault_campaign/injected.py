@@ -4,7 +4,7 @@
 
 PLAN.json is a Plan. A point is a file operation below `root` (Python's audit events see every open, rename, mkdir,
 remove, ... that Python code makes, Orbax's included) or a call of a named function. At the chosen occurrence of the
-point an action happens: a signal to this process, an OSError in place of the operation, a full disk, a changed file.
+point an action happens: a signal to this process, an error in place of the operation, a full disk, a delay.
 """
 
 from collections.abc import Callable
@@ -37,9 +37,8 @@ class Point:
     after: of a call: when it has returned rather than before.
     count: which occurrence, the first is 0.
     lasting: all later occurrences too.
-    action: 'signal', 'error', 'fill', 'inodes', 'sleep', 'truncate', 'write', 'delete' or 'raise'.
-    value: the signal's number, the errno, [mount point, bytes or inodes left free], seconds, [file, size],
-      [file, text], a file or the error's text.
+    action: 'signal', 'error', 'fill', 'inodes', 'sleep' or 'raise'.
+    value: the signal's number, the errno, [mount point, bytes or inodes left free], seconds, or the error's text.
     delay_s: the action happens in a thread so many seconds later.
   """
 
@@ -114,12 +113,6 @@ class Occurrences:
       fill_disk(*value)
     elif action == 'inodes':
       fill_inodes(*value)
-    elif action == 'truncate':
-      os.truncate(*value)
-    elif action == 'write':
-      Path(value[0]).write_text(value[1])
-    elif action == 'delete':
-      os.remove(value)
     else:
       raise ValueError(action)
 
@@ -210,7 +203,12 @@ def main(plan_path: str, flags: list[str]) -> None:
     if point.call:
       wrap(point.call, each.see, after=point.after)
   if plan.recorded is not None or any(point.operations for point in plan.points):
-    watch_operations(plan.root, lambda operation, path: [see(operation, path) for see in sees] and None)
+
+    def see_all(operation: str, path: str) -> None:
+      for see in sees:
+        see(operation, path)
+
+    watch_operations(plan.root, see_all)
   sys.argv = ['spmd-tasks', *flags]
   sys.path[0] = os.getcwd()  # as `python -m` has it
   sys.modules.pop('spmd_tasks.main', None)

@@ -11,17 +11,27 @@ import hashlib
 import json
 from pathlib import Path
 import re
+import signal
 from typing import Any
 
 import jax
 import numpy as np
 
+from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import Checkpointer
 from tests.fault_campaign.experiments import EVAL_INTERVAL, EVAL_SETS, NUM_STEPS, SAVE_INTERVAL
 
 _TIMED = re.compile(r'time|second|goodput|badput|compilations|slowest|wait')
 _MUST_BE_THERE = {'loss', 'grad_norm', 'weight_norm', 'learning_rate', 'num_skipped_steps'}
 _STEP_NAME = re.compile(r'checkpoint_(\d{8})')
+
+REFUSED = (exit_codes.USAGE, exit_codes.FAILED)  # before anything is started, and by a job that was running
+# What the binary ends with after a signal.
+CODE_AFTER = {
+  signal.SIGKILL: -signal.SIGKILL,
+  signal.SIGTERM: exit_codes.PREEMPTED,
+  signal.SIGINT: exit_codes.INTERRUPTED,
+}
 
 
 class BrokenPromiseError(Exception):
@@ -166,11 +176,15 @@ def check_nothing_is_left(job_log_dir: Path) -> None:
   check(not left, f'left behind: {left[:5]}')
 
 
-def check_refusal(ended: Any, codes: tuple[int, ...]) -> None:
+def check_refusal(ended: Any, codes: tuple[int, ...] = REFUSED) -> None:
   """The process ended with one of these codes, with a sentence of its own and without a traceback."""
-  check('Traceback (most recent call last)' not in ended.stderr, f'a traceback: {last_line(ended.stderr)}')
+  check_no_traceback(ended.stderr)
   check(ended.returncode in codes, f'exit code {ended.returncode}, expected {codes}: {last_line(ended.stderr)}')
   check('spmd-tasks: ' in ended.stderr, f'exit code {ended.returncode} without a sentence: {last_line(ended.stderr)}')
+
+
+def check_no_traceback(stderr: str) -> None:
+  check('Traceback (most recent call last)' not in stderr, f'a traceback: {last_line(stderr)}')
 
 
 def last_line(text: str, limit: int = 200) -> str:

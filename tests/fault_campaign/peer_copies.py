@@ -55,9 +55,7 @@ def killed_while_copying(scene: Scene) -> str:
   scene.where = f'process {rank}, operation {count} of the copies'
   point = Point(operations=('write', 'rename', 'remove', 'mkdir'), path='^memory', count=count, action='signal',
                 value=signal.SIGKILL)  # fmt: skip
-  points: list[tuple[Point, ...]] = [(), ()]
-  points[rank] = (point,)
-  ended = Pair(scene, *flags, points=points).finish()
+  ended = Pair(scene, *flags, points={rank: [point]}).finish()
   if finished(scene, ended):
     return 'fewer operations than that'
   codes = check_ends(ended, signalled={rank: signal.SIGKILL})

@@ -4,8 +4,9 @@ Whatever happens, all are out in bounded time, nonzero, none by a signal of ours
 same commands go on, bit for bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import errno
 import os
 from pathlib import Path
 import random
@@ -21,8 +22,9 @@ from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.experiments import NUM_STEPS, SAVE_INTERVAL
 from tests.fault_campaign.injected import Point
 from tests.fault_campaign.judge import check
-from tests.fault_campaign.kills import CHANGES, PLACES
+from tests.fault_campaign.kills import CHANGES, PLACES, signal_at_place
 from tests.fault_campaign.scene import DEADLINE_S, Ended, Scene, Started
+from tests.multi_process.launch import coordinator_flags
 
 # From a fault until the last process is gone: the limits of `Pair` and 30 s.
 END_LIMIT_S = 60.0
@@ -32,18 +34,13 @@ GOOD_ENDS = (exit_codes.FAILED, exit_codes.STUCK, exit_codes.PEER_FAILED, -signa
 class Pair:
   """Two running processes of the scene's job."""
 
-  def __init__(
-    self, scene: Scene, *flags: object, points: Sequence[Sequence[Point]] = ((), ()), train: Sequence[object] = ()
-  ):
+  def __init__(self, scene: Scene, *flags: object, points: Mapping[int, Sequence[Point]] = {}, mode: str = 'train'):
+    """`points`: rank -> what happens in that process."""
     self.scene = scene
-    with socket.socket() as probe:
-      probe.bind(('127.0.0.1', 0))
-      self.port = probe.getsockname()[1]
-    command = [*(train or pair_flags(scene)), *flags]
     self.ranks: list[Started] = []
-    for rank in range(2):
-      own = [f'--coordinator_address=127.0.0.1:{self.port}', '--num_processes=2', f'--process_id={rank}']
-      self.ranks.append(scene.start(*command, *own, points=points[rank], name=scene.free_name(f'rank_{rank}')))
+    for rank, own in enumerate(coordinator_flags(num_processes=2)):
+      name = scene.free_name(f'rank_{rank}')
+      self.ranks.append(scene.start(*scene.command(mode), *flags, *own, points=points.get(rank, ()), name=name))
 
   def finish(self, limit_s: float = END_LIMIT_S) -> list[Ended]:
     """Waits for both; the ends must lie within the limit of one another."""
@@ -54,16 +51,6 @@ class Pair:
 
   def wait_for_steps(self, number: int) -> bool:
     return self.scene.wait_until(self.ranks[0], lambda: self.scene.num_steps() >= number)
-
-  def stderr(self, rank: int) -> str:
-    return self.ranks[rank].stderr
-
-
-def pair_flags(scene: Scene) -> list[object]:
-  """The flags of the job, with each process's share of the devices."""
-  flags = scene.train_flags()
-  flags[flags.index('--num_fake_devices') + 1] = '2'
-  return flags
 
 
 def check_ends(ended: Sequence[Ended], *, signalled: dict[int, int]) -> str:
@@ -106,7 +93,7 @@ def killed(scene: Scene) -> str:
   if not wanted:
     scene.pause(pair.ranks[0], scene.rng.uniform(0, 3))
   elif not pair.wait_for_steps(wanted):
-    check(False, f'the job ended before step {wanted}: {judge.last_line(pair.stderr(0))}')
+    check(False, f'the job ended before step {wanted}: {judge.last_line(pair.ranks[0].stderr)}')
   for rank in ranks:
     pair.ranks[rank].send(signal.SIGKILL)
   ended = pair.finish()
@@ -125,14 +112,9 @@ def primary_killed_in_save(scene: Scene) -> str:
   name, rank = scene.rng.choice(sorted(names)), scene.rng.choice((0, 0, 1))
   if rank == 1:
     name = scene.rng.choice(('before a save', 'in mid-save'))
-  call, when = PLACES[name]
-  delay = scene.rng.uniform(0.0005, 0.02) if when == 'in' else 0.0
-  point = Point(call=call, after=when == 'after', count=scene.rng.randrange(2), action='signal', value=signal.SIGKILL,
-                delay_s=delay)  # fmt: skip
+  point = signal_at_place(scene, name, signal.SIGKILL, count=scene.rng.randrange(2))
   scene.where = f'process {rank}: {name}, occurrence {point.count}'
-  points: list[Sequence[Point]] = [(), ()]
-  points[rank] = [point]
-  ended = Pair(scene, points=points).finish()
+  ended = Pair(scene, points={rank: [point]}).finish()
   if finished(scene, ended):
     return 'the place was passed too rarely'
   codes = check_ends(ended, signalled={rank: signal.SIGKILL})
@@ -145,17 +127,16 @@ def one_raises(scene: Scene) -> str:
   """An exception, or an error of the disk, in one process: the other leaves with the reason."""
   scene.job = 'Pair'
   rank = scene.rng.randrange(2)
-  points: list[Sequence[Point]] = [(), ()]
   if scene.rng.random() < 0.6:
     calls = ('spmd_tasks.programs.eval:Evaluator._evaluate_set', 'spmd_tasks.checkpoints:Checkpointer.save')
     call = scene.rng.choice(calls)
-    points[rank] = [Point(call=call, count=scene.rng.randrange(2), action='raise', value='this rank is cursed')]
+    point = Point(call=call, count=scene.rng.randrange(2), action='raise', value='this rank is cursed')
     scene.where = f'process {rank} in {call.rpartition(":")[2]}'
   else:
     count = scene.rng.randrange(2, 30)
-    points[rank] = [Point(operations=CHANGES, path='^job/checkpoints', count=count, action='error', value=28)]
+    point = Point(operations=CHANGES, path='^job/checkpoints', count=count, action='error', value=errno.ENOSPC)
     scene.where = f'process {rank}: ENOSPC at operation {count}'
-  ended = Pair(scene, points=points).finish()
+  ended = Pair(scene, points={rank: [point]}).finish()
   if finished(scene, ended):
     return 'the job did not notice'
   for each in ended:
@@ -244,9 +225,8 @@ def full_disk(scene: Scene) -> str:
   count, rank = scene.rng.randrange(3, 40), scene.rng.randrange(2)
   left = scene.rng.choice((0, 8192))
   scene.where = f'{left} bytes left at operation {count} of process {rank}'
-  points: list[Sequence[Point]] = [(), ()]
-  points[rank] = [Point(operations=CHANGES, path='job/', count=count, action='fill', value=[str(scene.disk), left])]
-  ended = Pair(scene, points=points).finish()
+  point = Point(operations=CHANGES, path='job/', count=count, action='fill', value=[str(scene.disk), left])
+  ended = Pair(scene, points={rank: [point]}).finish()
   if finished(scene, ended):
     return 'the job did not notice'
   for each in ended:
@@ -269,7 +249,7 @@ def other_number(scene: Scene) -> str:
     rank.send(signal.SIGKILL)
   pair.finish()
   judge.check_digests(scene.job_log_dir, scene.reference)
-  ended = scene.run('--exp', scene.train_flags()[1], '--mode', 'train', '--num_fake_devices', 4)
+  ended = scene.run(*scene.command(), '--num_fake_devices', 4)
   check(ended.returncode in (exit_codes.OK, exit_codes.USAGE), f'exit code {ended.returncode}')
   if ended.returncode == exit_codes.OK:
     last = judge.last_of_steps(judge.metric_lines(scene.job_log_dir / 'metrics.jsonl'))[NUM_STEPS]['loss']

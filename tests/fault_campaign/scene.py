@@ -1,11 +1,13 @@
 """Scene: where one fault happens. It starts jobs, waits for what they do, and holds the promises that all faults share.
 
-scene.job = 'Text'
-process = scene.start()
-scene.wait_until(process, lambda: scene.num_steps() >= 7)
-process.kill()
-scene.finish(process)
-scene.resume()                       # the same command: 0, and bit for bit the undisturbed run
+    scene.job = 'Text'
+    process = scene.start()
+    scene.wait_until(process, lambda: scene.num_steps() >= 7)
+    process.send(signal.SIGKILL)
+    scene.finish(process)
+    scene.resume()                       # the same command: 0, and bit for bit the undisturbed run
+
+A scene that is closed has ended what it started.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +66,7 @@ class Started:
       streams = {'stdin': subprocess.DEVNULL, 'stdout': out, 'stderr': err}
       self.process = binary.start_process(argv, start_new_session=True, **streams, **start)
     self.pid = self.process.pid
+    self._is_over = False
 
   @property
   def stdout(self) -> str:
@@ -101,13 +104,14 @@ class Started:
     try:
       os.killpg(self.pid, 0)
     except ProcessLookupError:
-      return True
-    return False
+      self._is_over = True
+    return self._is_over
 
   def kill_session(self) -> None:
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(self.pid, signal.SIGKILL)
-    self.process.wait()
+    if not self._is_over:  # then its number may be another session's
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(self.pid, signal.SIGKILL)
+      self.process.wait()
 
 
 class Scene:
@@ -152,14 +156,14 @@ class Scene:
 
   def start(self, *flags: object, points: Sequence[Point] = (), name: str | None = None, **start: Any) -> Started:
     """Starts the scene's job; `points` happen in it. `start` goes to binary.start_process."""
-    own = list(flags) or self.train_flags()
+    own = list(flags) or self.command()
     if not any(str(flag) == '--job_log_dir' for flag in own):
       own += ['--job_log_dir', self.job_log_dir]
     return self.start_injected([*own, *self.data_flags(), *self.flags], points, name=name, **start)
 
-  def train_flags(self) -> list[str]:
-    """How the scene's job is started, without its directories."""
-    return experiments.flags_of(self.job)
+  def command(self, mode: str = 'train') -> list[str]:
+    """The flags that start the scene's job, without its directories."""
+    return experiments.flags_of(self.job, mode)
 
   def free_name(self, name: str) -> str:
     """A name for a process that none of the scene has yet."""
@@ -167,21 +171,25 @@ class Scene:
     return f'{name}_{number}' if number else name
 
   def start_injected(
-    self, flags: Sequence[object], points: Sequence[Point] = (), *, name: str | None = None, **start: Any
+    self,
+    flags: Sequence[object],
+    points: Sequence[Point] = (),
+    *,
+    name: str | None = None,
+    recorded: str | None = None,
+    **start: Any,
   ) -> Started:
-    """Starts the binary with exactly these flags."""
+    """Starts the binary with exactly these flags; `recorded` is a file for its file operations."""
     name = name or f'run_{len(self._started)}'
-    plan = Plan(root=str(self.path), points=tuple(points), entered=str(self.path / f'{name}.entered'))
+    entered = str(self.path / f'{name}.entered')
+    plan = Plan(root=str(self.path), points=tuple(points), entered=entered, recorded=recorded)
     plan_path = self.path / f'{name}.plan.json'
     plan_path.write_text(json.dumps(dataclasses.asdict(plan)))
-    return self.start_python([INJECTED, plan_path, *flags], name, **start)
-
-  def start_python(self, argv: Sequence[object], name: str, **start: Any) -> Started:
     environment = child_environment() | dict(start.pop('env', {}))
     if self.job == 'TfData':
       start.setdefault('server', self._shared.tensorflow_server)
     start = {'cwd': binary.REPOSITORY, 'env': environment} | start
-    self._started.append(Started([str(each) for each in argv], self.path, name, **start))
+    self._started.append(Started([INJECTED, plan_path, *flags], self.path, name, **start))
     return self._started[-1]
 
   def finish(self, process: Started, limit_s: float = DEADLINE_S) -> Ended:
@@ -254,7 +262,7 @@ class Scene:
     before = self.steps()
     ended = self.run()
     check(ended.returncode == exit_codes.OK, f'the restart ended with {ended.returncode}: {judge.sentence_of(ended)}')
-    check('Traceback (most recent call last)' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
+    judge.check_no_traceback(ended.stderr)
     again = self.steps()[len(before) :]
     if before and again:
       lost = before[-1] - (again[0] - 1)
@@ -273,7 +281,9 @@ class Scene:
     kept = judge.complete_steps(self.job_log_dir)
     check(len(kept) <= max_kept, f'{len(kept)} checkpoints are kept: {kept}')
 
-  def accept(self, ended: Ended, codes: tuple[int, ...], repair: Callable[[], Any] | None = None) -> str:
+  def accept(
+    self, ended: Ended, repair: Callable[[], Any] = lambda: None, *, codes: tuple[int, ...] = judge.REFUSED
+  ) -> str:
     """Either the job has gone on and is as undisturbed, or it refuses with one of `codes` and, repaired, goes on.
 
     Returns:
@@ -284,8 +294,7 @@ class Scene:
       return 'went on, bit for bit'
     judge.check_refusal(ended, codes)
     judge.check_digests(self.job_log_dir, self.reference)
-    if repair is not None:
-      repair()
+    repair()
     self.resume()
     return f'refused with {ended.returncode} ({judge.sentence_of(ended)}); then went on, bit for bit'
 
@@ -313,6 +322,19 @@ class Scene:
     if self.job in experiments.SUFFIXES and not directory.exists():
       experiments.write_data(self.job, directory)
     return directory
+
+  def backup(self, path: Path) -> Callable[[], None]:
+    """Copies a directory; returns a function that puts the copy in the place of whatever is there then."""
+    copy = self.path / f'backup_of_{path.name}'
+    shutil.copytree(path, copy)
+
+    def restore() -> None:
+      if path.is_symlink():
+        path.unlink()
+      shutil.rmtree(path, ignore_errors=True)
+      shutil.copytree(copy, path)
+
+    return restore
 
   def data_flags(self) -> list[str]:
     return ['--set', f'data={self.write_data()}'] if self.job in experiments.SUFFIXES else []

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+import pickle
 
 from spmd_tasks import exit_codes
 from tests.binary import REPOSITORY
@@ -86,10 +87,10 @@ def config_values(scene: Scene) -> str:
   flags += ['--experiment_path', REPOSITORY]
   ended = scene.finish(scene.start_injected(flags, cwd=scene.path / 'here'))
   check(not mark.exists(), 'a module was imported')
-  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
-  check(ended.returncode in (exit_codes.OK, *REFUSED, exit_codes.FAILED), f'exit code {ended.returncode}')
+  judge.check_no_traceback(ended.stderr)
+  check(ended.returncode in (exit_codes.OK, *judge.REFUSED), f'exit code {ended.returncode}')
   if ended.returncode:
-    judge.check_refusal(ended, (*REFUSED, exit_codes.FAILED))
+    judge.check_refusal(ended)
   path.write_bytes(before)
   scene.resume()
   return 'refused or harmless; with the old config it went on, bit for bit'
@@ -116,13 +117,11 @@ def manifest_leads_out(scene: Scene) -> str:
   check(
     'a secret' not in ended.stdout + ended.stderr and 'root:' not in ended.stderr, 'the content of a file was shown'
   )
-  return scene.accept(ended, REFUSED, repair=lambda: None)
+  return scene.accept(ended, codes=REFUSED)
 
 
 @kind('security/pickles where JSON is read', share=1)
 def pickles(scene: Scene) -> str:
-  import pickle
-
   class Evil:
     def __reduce__(self):
       return open, (str(scene.path / 'mark'), 'w')
@@ -137,4 +136,4 @@ def pickles(scene: Scene) -> str:
   check(not (scene.path / 'mark').exists(), 'a pickle was loaded')
   if path.name == 'metrics.jsonl' and ended.returncode == exit_codes.OK:
     path.write_bytes(before + path.read_bytes().removeprefix(pickle.dumps(Evil())))
-  return scene.accept(ended, REFUSED, repair=lambda: path.exists() and path.write_bytes(before))
+  return scene.accept(ended, lambda: path.exists() and path.write_bytes(before), codes=REFUSED)

@@ -16,8 +16,13 @@ from tests.fault_campaign import damage, judge
 from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.clients import BODY, COMPLETIONS, HEADERS, KEY, LONG, SIZES, Server, url_of
 from tests.fault_campaign.judge import check
-from tests.fault_campaign.processes import Pair, attacked, check_ends, listening_ports, pair_flags
+from tests.fault_campaign.processes import Pair, attacked, check_ends, listening_ports
 from tests.fault_campaign.scene import Scene
+
+
+def stream(url: str) -> contextlib.AbstractContextManager[httpx.Response]:
+  """A long answer of the server, while it comes."""
+  return httpx.stream('POST', url + COMPLETIONS, json=LONG, headers=HEADERS, timeout=60)
 
 
 @kind('serving/SIGTERM while it streams', share=2)
@@ -26,8 +31,7 @@ def sigterm_while_streaming(scene: Scene) -> str:
   server = Server(scene)
   delay, again = scene.rng.uniform(0, 0.5), scene.rng.random() < 0.5
   scene.where = f'after {delay:.2f} s' + (', twice' if again else '')
-  with httpx.stream('POST', server.url + COMPLETIONS, json={'model': server.model} | LONG, headers=HEADERS,
-                    timeout=60) as response:  # fmt: skip
+  with stream(server.url) as response:
     lines = response.iter_lines()
     first = next(lines)
     time.sleep(delay)
@@ -39,7 +43,7 @@ def sigterm_while_streaming(scene: Scene) -> str:
   check(rest[-1] == 'data: [DONE]', f'the stream ended with {rest[-1][:80]!r}')
   ended = scene.finish(server.process)
   check(ended.returncode == exit_codes.OK, f'exit code {ended.returncode}: {judge.last_line(ended.stderr)}')
-  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
+  judge.check_no_traceback(ended.stderr)
   return 'drained, exit code 0'
 
 
@@ -50,13 +54,12 @@ def signal_while_loading(scene: Scene) -> str:
   signum = scene.rng.choice((signal.SIGTERM, signal.SIGTERM, signal.SIGINT))
   delay = scene.rng.uniform(0, 3)
   scene.where = f'{signum.name} after {delay:.2f} s'
-  flags = ['serve' if flag == 'train' else flag for flag in scene.train_flags()]
-  process = scene.start(*flags, *SIZES, '--port', 0, '--drain_s', 1)
+  process = scene.start(*scene.command('serve'), *SIZES, '--port', 0, '--drain_s', 1)
   scene.send_after(process, signum, delay)
   ended = scene.finish(process)
-  check('Traceback (most' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
-  stopped = exit_codes.PREEMPTED if signum == signal.SIGTERM else exit_codes.INTERRUPTED
-  check(ended.returncode in (exit_codes.OK, stopped), f'exit code {ended.returncode} after {signum.name}')
+  judge.check_no_traceback(ended.stderr)
+  codes = (exit_codes.OK, judge.CODE_AFTER[signum])
+  check(ended.returncode in codes, f'exit code {ended.returncode} after {signum.name}')
   return f'exit code {ended.returncode}'
 
 
@@ -77,8 +80,7 @@ def damaged_checkpoint(scene: Scene) -> str:
     response.status_code == 200, f'publish of a whole step is answered {response.status_code}: {response.text[:80]}'
   )
   check(sorted(each.name for each in scene.checkpoints.iterdir()) == before, 'the server has renamed something')
-  log = server.process.stderr
-  check('Traceback (most' not in log, f'the log has a traceback: {judge.last_line(log)}')
+  judge.check_no_traceback(server.process.stderr)
   server.stop()
   return 'refused with 409; a whole step was published'
 
@@ -86,12 +88,7 @@ def damaged_checkpoint(scene: Scene) -> str:
 @kind('serving/killed and started again', share=1)
 def killed(scene: Scene) -> str:
   server = Server(scene)
-  with (
-    contextlib.suppress(httpx.TransportError),
-    httpx.stream(
-      'POST', server.url + COMPLETIONS, json={'model': server.model} | LONG, headers=HEADERS, timeout=60
-    ) as response,
-  ):
+  with contextlib.suppress(httpx.TransportError), stream(server.url) as response:
     for number, _ in enumerate(response.iter_lines()):
       if number == 3:
         server.process.send(signal.SIGKILL)
@@ -115,16 +112,16 @@ class PairServer:
     scene.begun(20, 20)
     key = scene.path / 'key'
     key.write_text(KEY)
-    flags = ['serve' if flag == 'train' else flag for flag in pair_flags(scene)]
-    self.pair = Pair(scene, *SIZES, '--port', 0, '--drain_s', 5, '--api_key_file', key, train=flags)
+    self.pair = Pair(scene, *SIZES, '--port', 0, '--drain_s', 5, '--api_key_file', key, mode='serve')
     self.scene = scene
 
-  def wait(self) -> None:
-    self.url = url_of(self.scene, self.pair.ranks[0])
-    self.model = httpx.get(f'{self.url}/v1/models', headers=HEADERS, timeout=30).json()['data'][0]['id']
+  @property
+  def url(self) -> str:
+    """Where it serves; waits until it does."""
+    return url_of(self.scene, self.pair.ranks[0])
 
   def complete(self) -> str:
-    response = httpx.post(f'{self.url}/v1/completions', json={'model': self.model} | BODY, headers=HEADERS, timeout=60)
+    response = httpx.post(self.url + COMPLETIONS, json=BODY, headers=HEADERS, timeout=60)
     check(response.status_code == 200, f'a good request is answered {response.status_code}')
     return response.json()['choices'][0]['text']
 
@@ -133,19 +130,13 @@ class PairServer:
 def server_loses_one(scene: Scene) -> str:
   """Streams end with an error, both processes end in seconds; a new server gives the same answer."""
   server = PairServer(scene)
-  server.wait()
   answer = server.complete()
   rank = scene.rng.choice((0, 1, 1))
   signum = scene.rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV))
   delay = scene.rng.uniform(0, 0.3)
   scene.where = f'{signum.name} to process {rank}'
   rest: list[str] = []
-  with (
-    contextlib.suppress(httpx.TransportError),
-    httpx.stream(
-      'POST', f'{server.url}/v1/completions', json={'model': server.model} | LONG, headers=HEADERS, timeout=60
-    ) as response,
-  ):
+  with contextlib.suppress(httpx.TransportError), stream(server.url) as response:
     lines = response.iter_lines()
     rest = [next(lines)]
     time.sleep(delay)
@@ -163,7 +154,6 @@ def server_loses_one(scene: Scene) -> str:
       check(told, f'the stream ended with {rest[-1][:80]!r}')
   shutil.rmtree(scene.job_log_dir)
   again = PairServer(scene)
-  again.wait()
   check(again.complete() == answer, 'the same request has another answer after the restart')
   for each in again.pair.ranks:
     each.send(signal.SIGTERM)
@@ -180,7 +170,6 @@ def strangers_at_link(scene: Scene) -> str:
   with attacked(lambda: set().union(*map(listening_ports, pids)), random.Random(scene.rng.random())) as ports:
     started = scene.wait_until(server.pair.ranks[0], lambda: 'Serving ' in server.pair.ranks[0].stdout)
     if started:
-      server.wait()
       first = server.complete()
   scene.where = f'{len(ports)} ports'
   if not started:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 import contextlib
-import dataclasses
 import json
 from pathlib import Path
 import random
@@ -13,10 +12,9 @@ from typing import Any
 
 from spmd_tasks import exit_codes
 from tests.fault_campaign import experiments, judge
-from tests.fault_campaign.injected import Plan
 from tests.fault_campaign.judge import Reference
 from tests.fault_campaign.processes import Pair
-from tests.fault_campaign.scene import DEADLINE_S, INJECTED, Scene
+from tests.fault_campaign.scene import DEADLINE_S, Scene
 
 
 class Shared:
@@ -53,16 +51,14 @@ class Shared:
           self._server = make(self._server_scene)
         yield self._server
       except BaseException:
-        self._close_server()
+        self.close()
         raise
 
-  def _close_server(self) -> None:
+  def close(self) -> None:
+    """Ends the server."""
     if self._server_scene is not None:
       self._server_scene.close()
     self._server = self._server_scene = None
-
-  def close(self) -> None:
-    self._close_server()
 
   def _run_undisturbed(self, job: str) -> Reference:
     shutil.rmtree(self._path / job, ignore_errors=True)
@@ -70,12 +66,9 @@ class Shared:
     scene.job = job
     if job in experiments.PAIRS:
       return self._run_undisturbed_pair(scene)
-    name, recorded = 'undisturbed', scene.path / 'operations.jsonl'
-    plan = Plan(root=str(scene.path), entered=str(scene.path / f'{name}.entered'), recorded=str(recorded))
-    (scene.path / 'plan.json').write_text(json.dumps(dataclasses.asdict(plan)))
-    flags = [*scene.train_flags(), '--job_log_dir', scene.job_log_dir, *scene.data_flags()]
-    flags += ['--set', 'checkpoint_max_to_keep=100']
-    process = scene.start_python([INJECTED, scene.path / 'plan.json', *flags], name)
+    recorded = scene.path / 'operations.jsonl'
+    flags = ['--set', 'checkpoint_max_to_keep=100']
+    process = scene.start(*scene.command(), *flags, name='undisturbed', recorded=str(recorded))
     ended = process.finish(3 * DEADLINE_S)
     assert ended.returncode == exit_codes.OK, ended.stderr
     # Programs come from the cache of compiled ones from now on.

@@ -6,19 +6,15 @@ from spmd_tasks import exit_codes
 from tests.fault_campaign import judge
 from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.experiments import SAVE_INTERVAL
-from tests.fault_campaign.injected import Point
 from tests.fault_campaign.judge import check
-from tests.fault_campaign.kills import JOBS, PLACES
+from tests.fault_campaign.kills import JOBS, PLACES, signal_at_place
 from tests.fault_campaign.scene import Ended, Scene
 
-# What may follow a signal. 0: the job was done.
-AFTER_SIGTERM = (exit_codes.PREEMPTED, exit_codes.OK)
-AFTER_SIGINT = (exit_codes.INTERRUPTED, exit_codes.OK)
 
-
-def check_end(scene: Scene, ended: Ended, codes: tuple[int, ...]) -> str:
-  """The process has one of these exit codes and no traceback, and the same command goes on from there."""
-  check('Traceback (most recent call last)' not in ended.stderr, f'a traceback: {judge.last_line(ended.stderr)}')
+def check_end(scene: Scene, ended: Ended, *signums: int) -> str:
+  """The job was done, or one of these signals ended it without a traceback, and the same command goes on from there."""
+  codes = (exit_codes.OK, *(judge.CODE_AFTER[signum] for signum in signums))
+  judge.check_no_traceback(ended.stderr)
   check(ended.returncode in codes, f'exit code {ended.returncode}, expected {codes}: {judge.last_line(ended.stderr)}')
   if ended.returncode == exit_codes.OK:
     scene.check_as_undisturbed()
@@ -38,18 +34,15 @@ def sigterm_at_a_random_instant(scene: Scene) -> str:
   scene.choose_job(JOBS)
   process = scene.start()
   scene.send_at_random_instant(process, signal.SIGTERM)
-  return check_end(scene, scene.finish(process), AFTER_SIGTERM)
+  return check_end(scene, scene.finish(process), signal.SIGTERM)
 
 
 @kind('signal/SIGTERM at a place of the code', share=4)
 def sigterm_at_a_place(scene: Scene) -> str:
   scene.choose_job(JOBS)
-  name = scene.rng.choice(sorted(PLACES))
-  call, when = PLACES[name]
-  delay = scene.rng.uniform(0.0005, 0.02) if when == 'in' else 0.0
-  scene.where = name
-  point = Point(call=call, after=when == 'after', action='signal', value=signal.SIGTERM, delay_s=delay)
-  return check_end(scene, scene.run(points=[point]), AFTER_SIGTERM)
+  scene.where = scene.rng.choice(sorted(PLACES))
+  point = signal_at_place(scene, scene.where, signal.SIGTERM)
+  return check_end(scene, scene.run(points=[point]), signal.SIGTERM)
 
 
 @kind('signal/SIGTERM twice or more', share=3)
@@ -62,7 +55,7 @@ def sigterm_twice(scene: Scene) -> str:
     scene.where += f'again {pause} s later; '
     scene.pause(process, pause)
     process.send(signal.SIGTERM)
-  return check_end(scene, scene.finish(process), AFTER_SIGTERM)
+  return check_end(scene, scene.finish(process), signal.SIGTERM)
 
 
 @kind('signal/SIGINT at a random instant', share=4)
@@ -70,7 +63,7 @@ def sigint_at_a_random_instant(scene: Scene) -> str:
   scene.choose_job(JOBS)
   process = scene.start()
   scene.send_at_random_instant(process, signal.SIGINT)
-  return check_end(scene, scene.finish(process), AFTER_SIGINT)
+  return check_end(scene, scene.finish(process), signal.SIGINT)
 
 
 @kind('signal/SIGINT twice, or after SIGTERM', share=2)
@@ -83,8 +76,7 @@ def sigint_twice(scene: Scene) -> str:
   scene.send_at_random_instant(process, first)
   scene.pause(process, pause)
   process.send(signal.SIGINT)
-  codes = (exit_codes.INTERRUPTED, exit_codes.OK)
-  return check_end(scene, scene.finish(process), codes if first == signal.SIGINT else (*codes, exit_codes.PREEMPTED))
+  return check_end(scene, scene.finish(process), first, signal.SIGINT)
 
 
 @kind('signal/SIGTERM while a fresh process imports', share=1)
@@ -94,7 +86,7 @@ def sigterm_in_imports(scene: Scene) -> str:
   scene.where = f'{delay:.3f} s'
   process = scene.start(fresh=True)
   scene.send_after(process, signal.SIGTERM, delay)
-  return check_end(scene, scene.finish(process), AFTER_SIGTERM)
+  return check_end(scene, scene.finish(process), signal.SIGTERM)
 
 
 @kind('signal/SIGSTOP and SIGCONT', share=1)
