@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, watch_steps
+from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, StepWatchdog, is_primary, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
@@ -85,16 +85,7 @@ def evaluate(
     stack.callback(guard.stop)
     checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
     stack.callback(checkpointer.close)
-    evaluator = Evaluator(
-      model,
-      job.eval_inputs,
-      job_log_dir,
-      tensorboard=experiment.tensorboard,
-      input_timeout_s=experiment.input_timeout_s,
-      on_batch=lambda step: watchdog.beat(step, 'eval'),
-      should_stop=guard.should_stop,
-    )
-    stack.callback(evaluator.close)
+    evaluator = open_evaluator(stack, job, model, job_log_dir, watchdog=watchdog, guard=guard)
     progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
     stack.callback(progress.close)
     try:
@@ -126,6 +117,29 @@ def evaluate(
     except PreemptedError:
       progress.message('Preempted: the same command evaluates again.')
       return exit_codes.PREEMPTED
+
+
+def open_evaluator(
+  stack: contextlib.ExitStack,
+  job: Job,
+  model: PartitionedModel,
+  job_log_dir: epath.Path,
+  *,
+  watchdog: StepWatchdog,
+  guard: PreemptionGuard,
+) -> 'Evaluator':
+  """Makes the Evaluator of a job's eval sets, which `stack` closes: batches are beats, and SIGTERM ends an eval."""
+  evaluator = Evaluator(
+    model,
+    job.eval_inputs,
+    job_log_dir,
+    tensorboard=job.experiment.tensorboard,
+    input_timeout_s=job.experiment.input_timeout_s,
+    on_batch=lambda step: watchdog.beat(step, 'eval'),
+    should_stop=guard.should_stop,
+  )
+  stack.callback(evaluator.close)
+  return evaluator
 
 
 class Evaluator:

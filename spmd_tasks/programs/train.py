@@ -1,6 +1,6 @@
 """--mode=train: restores or initialises a state, trains it, and saves and evaluates at intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import json
 import math
@@ -22,9 +22,9 @@ from spmd_tasks.distributed import (
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.inputs import Prefetcher
+from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
-from spmd_tasks.programs.eval import Evaluator
+from spmd_tasks.programs.eval import Evaluator, open_evaluator
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
 from spmd_tasks.programs.progress import format_metrics, make_progress
@@ -34,6 +34,7 @@ from spmd_tasks.programs.timing import ProfileCapture, StartupClock, StepRates, 
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
 from spmd_tasks.runtime import (
   CompilationCounter,
+  Metric,
   PartitionedModel,
   finish_metrics,
   format_parameter_table,
@@ -70,30 +71,14 @@ def train(
     TrainingDivergedError: too many steps in a row were not finite.
     TrainingInputEndedError: the input has fewer batches than steps; the last step is saved.
   """
-  experiment, learner = job.experiment, job.task.learner
+  experiment = job.experiment
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
   goodput = Goodput(job_log_dir if is_primary() else None, begun=clock.begun)
   with contextlib.ExitStack() as stack, emergency.on_failure():
     # Everything that can be refused is checked before anything is written.
-    check_vocabulary(job)
-    with clock.phase('partition'):
-      model = partition_job(job)
-    check_num_microbatches(_batch_size(model), learner.num_microbatches)
-    for eval_input in job.eval_inputs.values():
-      eval_input.element_spec()  # refuses bad settings now, not at the first eval
-    with clock.phase('input'):
-      iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+    model, iterator = _check(job, clock)
     saved = SavedSteps(job_log_dir)
-
-    def begin() -> None:
-      stack.enter_context(claim(job_log_dir, experiment_name=job.name))
-      if begin_anew:
-        saved.begin_anew()
-
-    try:
-      primary_decides(begin, 'claim', limit_s=LOOK_LIMIT_S)
-    except PrimaryError as error:
-      raise UserError(str(error)) from error
+    _claim(stack, job, job_log_dir, saved, begin_anew=begin_anew)
     stack.callback(goodput.close)
 
     # The job's parts, each closed in reverse order at the end.
@@ -133,45 +118,25 @@ def train(
     stack.callback(batches.close)
     writer = make_writer(job_log_dir, tensorboard=experiment.tensorboard, primary=is_primary())
     stack.callback(writer.close)
-    evaluator = Evaluator(
-      model,
-      job.eval_inputs,
-      job_log_dir,
-      tensorboard=experiment.tensorboard,
-      input_timeout_s=experiment.input_timeout_s,
-      on_batch=lambda step: watchdog.beat(step, 'eval'),
-      should_stop=guard.should_stop,
-    )
-    stack.callback(evaluator.close)
+    evaluator = open_evaluator(stack, job, model, job_log_dir, watchdog=watchdog, guard=guard)
     progress = make_progress(experiment.num_train_steps, first_step, primary=is_primary())
     stack.callback(progress.close)
-    compilations = stack.enter_context(CompilationCounter())
     profile = ProfileCapture(experiment.profile_steps, job_log_dir / 'profile')
     stack.callback(profile.close)
-    rates = StepRates.of(model, goodput)
     slowest = SlowestProcess(on_change=progress.message, limit_s=math.ceil(experiment.first_step_timeout_s))
-
-    def checkpoint_is_due(step: int) -> bool:
-      return _is_multiple(step, experiment.checkpoint_every_steps)
-
-    def copy_is_due(step: int) -> bool:
-      return _is_multiple(step, experiment.peer_copy_every_steps)
-
-    def eval_is_due(step: int) -> bool:
-      return _is_multiple(step, experiment.eval_every_steps)
-
+    intervals = (experiment.checkpoint_every_steps, experiment.peer_copy_every_steps, experiment.eval_every_steps)
     loop = TrainingLoop(
       train_step=model.train_step,
       state=state,
       batches=batches,
       num_train_steps=experiment.num_train_steps,
-      max_consecutive_skips=learner.max_consecutive_skips,
-      is_awaited=lambda step: (
-        checkpoint_is_due(step) or copy_is_due(step) or eval_is_due(step) or profile.changes_at(step)
-      ),
+      max_consecutive_skips=job.task.learner.max_consecutive_skips,
+      is_awaited=lambda step: any(_is_multiple(step, every) for every in intervals) or profile.changes_at(step),
       on_activity=watchdog.beat,
       should_stop=guard.should_stop,
     )
+    compilations = stack.enter_context(CompilationCounter())
+    logged = _LoggedMetrics(model, goodput, batches, loop, slowest, compilations)
 
     def save() -> None:
       with watchdog.allow('checkpoint', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
@@ -224,7 +189,7 @@ def train(
       return exit_codes.OK
 
     # The loop. One step is in flight while this body looks at the step before it, unless that step is awaited.
-    last_saved, last_evaluated, num_programs = first_step, None, 0
+    last_saved, last_evaluated = first_step, None
     profile.after_step(first_step)
     goodput.switch('steps')
     for step, is_skipped, step_metrics in loop:
@@ -248,34 +213,20 @@ def train(
         with watchdog.allow('compile', experiment.first_step_timeout_s), goodput.spend('compilation'):
           evaluator.compile()
           model.compile_conversions()
-        rates.start(step)
-        num_programs = compilations.num_programs
+        logged.start(step)
 
       if step % experiment.log_every_steps == 0 or step in (first_step + 1, experiment.num_train_steps):
-        metrics = finish_metrics(jax.device_get(step_metrics))
-        del metrics['skipped']
-        metrics |= rates.since_last(step) | goodput.metrics()
-        metrics |= slowest.update(
-          step,
-          loop_seconds=goodput.loop_seconds()[0],
-          seconds_waited=batches.seconds_waited,
-          seconds_blocked=loop.seconds_blocked,
-        )
-        metrics |= {
-          'num_skipped_steps': loop.num_skipped,
-          'padding_waste': model.padding_waste,
-          'num_compilations': compilations.num_programs - num_programs,
-        }
+        metrics = logged.metrics(step, step_metrics)
         writer.write(step, metrics)
         progress.log(step, metrics)
 
       # The checkpoint first: it is written while the eval runs, and a failing eval loses nothing.
-      if checkpoint_is_due(step):
+      if _is_multiple(step, experiment.checkpoint_every_steps):
         save()
         last_saved = step
-      if copy_is_due(step):
+      if _is_multiple(step, experiment.peer_copy_every_steps):
         copy()
-      if eval_is_due(step) and evaluate(evaluator.names):
+      if _is_multiple(step, experiment.eval_every_steps) and evaluate(evaluator.names):
         last_evaluated = step
       profile.after_step(step)
 
@@ -296,6 +247,74 @@ def train(
       return preempted()
     progress.message(goodput.end())
     return exit_codes.OK
+
+
+def _check(job: Job, clock: StartupClock) -> tuple[PartitionedModel, InputIterator]:
+  """Returns the partitioned model and the training input's iterator. Raises UserError for what cannot be trained."""
+  check_vocabulary(job)
+  with clock.phase('partition'):
+    model = partition_job(job)
+  check_num_microbatches(_batch_size(model), job.task.learner.num_microbatches)
+  for eval_input in job.eval_inputs.values():
+    eval_input.element_spec()  # refuses bad settings now, not at the first eval
+  with clock.phase('input'):
+    return model, job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+
+
+def _claim(
+  stack: contextlib.ExitStack, job: Job, job_log_dir: epath.Path, saved: SavedSteps, *, begin_anew: bool
+) -> None:
+  """Claims the directory, on process 0 and until the stack is closed. Raises UserError on every process."""
+
+  def claim_here() -> None:
+    stack.enter_context(claim(job_log_dir, experiment_name=job.name))
+    if begin_anew:
+      saved.begin_anew()
+
+  try:
+    primary_decides(claim_here, 'claim', limit_s=LOOK_LIMIT_S)
+  except PrimaryError as error:
+    raise UserError(str(error)) from error
+
+
+class _LoggedMetrics:
+  """Adds to the metrics of a logged step what has happened since the one before."""
+
+  def __init__(
+    self,
+    model: PartitionedModel,
+    goodput: Goodput,
+    batches: Prefetcher,
+    loop: TrainingLoop,
+    slowest: SlowestProcess,
+    compilations: CompilationCounter,
+  ):
+    self._model, self._goodput, self._batches, self._loop = model, goodput, batches, loop
+    self._slowest, self._compilations = slowest, compilations
+    self._rates = StepRates.of(model, goodput)
+    self._num_programs = 0
+
+  def start(self, step: int) -> None:
+    """Counts from now on, after `step`, the first one: everything is compiled."""
+    self._rates.start(step)
+    self._num_programs = self._compilations.num_programs
+
+  def metrics(self, step: int, step_metrics: Mapping[str, jax.Array]) -> dict[str, Metric]:
+    """Returns all metrics of a step; waits for the step. A collective call."""
+    metrics = finish_metrics(jax.device_get(step_metrics))
+    del metrics['skipped']
+    metrics |= self._rates.since_last(step) | self._goodput.metrics()
+    metrics |= self._slowest.update(
+      step,
+      loop_seconds=self._goodput.loop_seconds()[0],
+      seconds_waited=self._batches.seconds_waited,
+      seconds_blocked=self._loop.seconds_blocked,
+    )
+    return metrics | {
+      'num_skipped_steps': self._loop.num_skipped,
+      'padding_waste': self._model.padding_waste,
+      'num_compilations': self._compilations.num_programs - self._num_programs,
+    }
 
 
 def _is_multiple(step: int, every_steps: int | None) -> bool:
