@@ -75,9 +75,13 @@ from spmd_tasks.distributed import PreemptionGuard
 from spmd_tasks.sigterm import leave_on_sigterm
 
 leave_on_sigterm()
+read_end, write_end = os.pipe()
 pid = os.fork()
 if pid == 0:
+  os.write(write_end, b'ready')
   time.sleep(60)
+  os._exit(0)  # never the lines below, in which a pid of 0 is the process group: the tests' server, and pytest itself
+os.read(read_end, 5)  # Python drops a signal that comes before it has forked
 os.kill(pid, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
