@@ -201,7 +201,7 @@ def test_a_full_ram_disk_ends_the_copies_and_not_the_job(start, tmp_path, monkey
   def write(*args):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr('spmd_tasks.checkpoints.memory_copies._write_all', write)
+  monkeypatch.setattr('spmd_tasks.checkpoints.memory_copies._create_private', write)
   copies.copy(8, make_state(8), None, None)
   copies.copy(12, make_state(12), None, None)
   assert 'No space left on device' in caplog.text
