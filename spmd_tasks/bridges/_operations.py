@@ -1,0 +1,238 @@
+"""Operations of the rules that convert weights: each maps arrays to arrays and has an inverse.
+
+They work on numpy arrays, on jax.Arrays and under `jax.eval_shape`. Dims are counted from the last one, so that an
+operation also converts a stack of weights at once. None of them changes values, except Offset and Scale.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.errors import UserError
+
+Arrays = tuple[Any, ...]  # numpy arrays, jax.Arrays, or tracers
+Shape = tuple[int, ...]
+
+
+class Operation(Protocol):
+  """Maps several arrays to several arrays. Operations with one array in and out apply to each array by itself."""
+
+  def __call__(self, arrays: Arrays) -> Arrays: ...
+
+  def inverse(self) -> 'Operation':
+    """Returns the operation that undoes this one."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose:
+  """Permutes the last `len(order)` dims: dim i of the result is dim `order[i]` of the input, counted among these."""
+
+  order: tuple[int, ...]
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return tuple(self._transpose(array) for array in arrays)
+
+  def _transpose(self, array: Any) -> Any:
+    first = array.ndim - len(self.order)
+    return array.transpose((*range(first), *(first + i for i in self.order)))
+
+  def inverse(self) -> 'Transpose':
+    return Transpose(tuple(np.argsort(self.order).tolist()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshape:
+  """Replaces the last dims `before` by `after`, in row-major order."""
+
+  before: Shape
+  after: Shape
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return tuple(self._reshape(array) for array in arrays)
+
+  def _reshape(self, array: Any) -> Any:
+    first = array.ndim - len(self.before)
+    if array.shape[max(first, 0) :] != self.before:
+      raise ValueError(f'an array {list(array.shape)} does not end in the dims {list(self.before)}')
+    return array.reshape((*array.shape[:first], *self.after))
+
+  def inverse(self) -> 'Reshape':
+    return Reshape(self.after, self.before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Take:
+  """Reorders dim `dim` (negative): entry i of the result is entry `indices[i]` of the input, a permutation."""
+
+  dim: int
+  indices: tuple[int, ...]
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return tuple(_numpy_of(arrays).take(array, np.array(self.indices), axis=self.dim) for array in arrays)
+
+  def inverse(self) -> 'Take':
+    return Take(self.dim, tuple(np.argsort(self.indices).tolist()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Offset:
+  """Adds a number, in float32: a scale that is stored as its difference from 1 is `Offset(1.0)` away from ours."""
+
+  value: float
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return tuple(array.astype('float32') + np.float32(self.value) for array in arrays)
+
+  def inverse(self) -> 'Offset':
+    return Offset(-self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+  """Multiplies by a number other than 0, in float32."""
+
+  value: float
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return tuple(array.astype('float32') * np.float32(self.value) for array in arrays)
+
+  def inverse(self) -> 'Scale':
+    return Scale(1.0 / self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+  """Makes one array of several equal ones, with a new dim `dim` (negative, counted in the result); `num` of them."""
+
+  dim: int
+  num: int
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return (_numpy_of(arrays).stack(arrays, axis=self.dim),)
+
+  def inverse(self) -> 'Unstack':
+    return Unstack(self.dim, self.num)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unstack:
+  """The inverse of Stack."""
+
+  dim: int
+  num: int
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    (array,) = arrays
+    return tuple(_numpy_of(arrays).take(array, i, axis=self.dim) for i in range(self.num))
+
+  def inverse(self) -> Stack:
+    return Stack(self.dim, self.num)
+
+
+@dataclasses.dataclass(frozen=True)
+class Concatenate:
+  """Joins arrays along dim `dim` (negative), where they have these sizes."""
+
+  dim: int
+  sizes: tuple[int, ...]
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return (_numpy_of(arrays).concatenate(arrays, axis=self.dim),)
+
+  def inverse(self) -> 'Split':
+    return Split(self.dim, self.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+  """The inverse of Concatenate."""
+
+  dim: int
+  sizes: tuple[int, ...]
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    (array,) = arrays
+    return tuple(_numpy_of(arrays).split(array, np.cumsum(self.sizes)[:-1].tolist(), axis=self.dim))
+
+  def inverse(self) -> Concatenate:
+    return Concatenate(self.dim, self.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+  """Copies one array `num` times: a weight that the source ties and the target does not."""
+
+  num: int
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return arrays * self.num
+
+  def inverse(self) -> 'Unify':
+    return Unify(self.num)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unify:
+  """The inverse of Repeat: takes one of `num` arrays, which must all be equal.
+
+  Raises:
+    UserError: they differ.
+  """
+
+  num: int
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    first, *others = arrays
+    if not _are_abstract(arrays) and any(not np.array_equal(first, other) for other in others):
+      raise UserError(f'{self.num} weights {list(first.shape)} that the other model ties differ from each other')
+    return (first,)
+
+  def inverse(self) -> Repeat:
+    return Repeat(self.num)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill:
+  """Makes an array of one number out of none: a weight that the source does without."""
+
+  shape: Shape
+  value: float
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return (np.full(self.shape, self.value, np.float32),)
+
+  def inverse(self) -> 'Empty':
+    return Empty(self.shape, self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Empty:
+  """The inverse of Fill: drops an array that holds one number everywhere.
+
+  Raises:
+    UserError: it holds another number.
+  """
+
+  shape: Shape
+  value: float
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    (array,) = arrays
+    if not _are_abstract(arrays) and not np.all(np.asarray(array) == self.value):
+      raise UserError(f'a weight {list(array.shape)} that the other model does without is not {self.value} everywhere')
+    return ()
+
+  def inverse(self) -> Fill:
+    return Fill(self.shape, self.value)
+
+
+def _numpy_of(arrays: Arrays) -> Any:
+  return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
+
+
+def _are_abstract(arrays: Arrays) -> bool:
+  return any(isinstance(array, jax.core.Tracer) for array in arrays)

@@ -1,0 +1,199 @@
+"""RuleTable: converts the weights of one model into those of another, by invertible rules.
+
+    table = RuleTable(
+      rules=(
+        Rule('lm.head.w', 'embedding/table', Transpose((1, 0))),
+        Rule(['a.q', 'a.k', 'a.v'], 'qkv', Stack(-4, 3)),
+        *(Rule(f'layers.{i}.norm', ('stack/norm', i), Offset(1.0)) for i in range(num_layers)),
+      ),
+      source='the checkpoint',
+      target='the model',
+    )
+    table.check(abstract_source, abstract_target)
+    weights = dict(table.convert(source.__getitem__, abstract_target))
+    source = dict(table.inverse().convert(weights.__getitem__, abstract_source))
+
+A tree of weights is a flat mapping of names. A slot is a whole weight, or one place in its leading, stacked dims:
+`('stack/norm', 3)` is layer 3 of a weight [L, D], and `('experts/up', 3, 7)` is expert 7 of that layer. A rule connects
+slots of both sides by operations, each of which has an inverse.
+
+`check` needs shapes only and finds every weight without a rule. `convert` holds one target weight at a time (several,
+where a rule cuts one weight into them).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.bridges._operations import Arrays, Operation, Shape
+from spmd_tasks.checkpoints.manifest import describe_mismatches
+from spmd_tasks.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+  """A weight, or one place in its leading dims.
+
+  Attributes:
+    name: of the weight.
+    index: the place; () for the whole weight.
+  """
+
+  name: str
+  index: tuple[int, ...] = ()
+
+  def __str__(self) -> str:
+    return self.name + (str(list(self.index)) if self.index else '')
+
+
+SlotLike = Slot | str | tuple[Any, ...]
+
+
+class Rule:
+  """Connects slots of the source and slots of the target: applies the operations in turn to the former, in order.
+
+  A slot may be written as a name, and a slot with an index as (name, *index). Several slots are a list.
+  """
+
+  def __init__(self, source: SlotLike | list[SlotLike], target: SlotLike | list[SlotLike], *operations: Operation):
+    self.source = _slots(source)
+    self.target = _slots(target)
+    self.operations = operations
+
+  def inverse(self) -> 'Rule':
+    return Rule([*self.target], [*self.source], *(op.inverse() for op in reversed(self.operations)))
+
+  def __str__(self) -> str:
+    sides = (', '.join(map(str, slots)) or 'nothing' for slots in (self.source, self.target))
+    return ' -> '.join(sides)
+
+  def apply(self, arrays: Arrays) -> Arrays:
+    for operation in self.operations:
+      arrays = operation(arrays)
+    return arrays
+
+
+def _slots(slots: SlotLike | list[SlotLike]) -> tuple[Slot, ...]:
+  if isinstance(slots, list):
+    return tuple(slot for item in slots for slot in _slots(item))
+  if isinstance(slots, str):
+    return (Slot(slots),)
+  return (slots if isinstance(slots, Slot) else Slot(slots[0], tuple(slots[1:])),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleTable:
+  """The rules between two trees of weights.
+
+  Attributes:
+    rules: together they use every weight of both sides exactly once.
+    source, target: what the sides are called in errors.
+  """
+
+  rules: tuple[Rule, ...]
+  source: str
+  target: str
+
+  def inverse(self) -> 'RuleTable':
+    """Returns the table that converts back."""
+    return RuleTable(rules=tuple(rule.inverse() for rule in self.rules), source=self.target, target=self.source)
+
+  def check(self, source: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    """Checks that the rules convert all of `source` into all of `target`.
+
+    Args:
+      source, target: name -> array or jax.ShapeDtypeStruct.
+
+    Raises:
+      UserError: a weight is left over, missing, used twice, or has another shape than its rule gives; all are named.
+    """
+    problems = [
+      *_misuses(self.source, source, [slot for rule in self.rules for slot in rule.source]),
+      *_misuses(self.target, target, [slot for rule in self.rules for slot in rule.target]),
+    ]
+    problems = problems or [problem for rule in self.rules for problem in self._mismatches(rule, source, target)]
+    if problems:
+      raise UserError(
+        f'the weights of {self.source} and of {self.target} do not fit each other:\n{describe_mismatches(problems)}\n'
+        'Compare the settings of both models.'
+      )
+
+  def convert(self, read: Callable[[str], Any], target: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (name, array) for each weight of the target, in the dtype that it has there.
+
+    Args:
+      read: returns a weight of the source: an array, or anything that `[index]` turns into one, such as a file.
+      target: name -> array or jax.ShapeDtypeStruct.
+
+    Raises:
+      UserError: an operation cannot be applied to these values; the weight is named.
+    """
+    parts: dict[str, dict[tuple[int, ...], Any]] = {}
+    for rule in self.rules:
+      try:
+        arrays = rule.apply(tuple(_array(read(slot.name)[slot.index]) for slot in rule.source))
+      except UserError as error:
+        raise UserError(f'{rule} cannot be converted: {error}.') from error
+      for slot, array in zip(rule.target, arrays, strict=True):
+        found = parts.setdefault(slot.name, {})
+        found[slot.index] = array
+        stacked = target[slot.name].shape[: len(slot.index)]
+        if len(found) == math.prod(stacked):
+          yield slot.name, _join(parts.pop(slot.name), stacked).astype(target[slot.name].dtype)
+
+  def _mismatches(self, rule: Rule, source: Mapping[str, Any], target: Mapping[str, Any]) -> Iterator[str]:
+    given = tuple(tuple(source[slot.name].shape[len(slot.index) :]) for slot in rule.source)
+    try:
+      made = _result_shapes(rule.operations, given)
+    except (ValueError, TypeError, IndexError) as error:
+      yield f'{rule} cannot be applied to {_text(given)}: {error}'
+      return
+    wanted = tuple(tuple(target[slot.name].shape[len(slot.index) :]) for slot in rule.target)
+    if made != wanted:
+      yield f'{rule} gives {_text(made)}, but {self.target} has {_text(wanted)}'
+
+
+def _misuses(side: str, weights: Mapping[str, Any], slots: list[Slot]) -> Iterator[str]:
+  """Describes each weight that the slots do not use exactly once."""
+  used: dict[str, list[tuple[int, ...]]] = {}
+  for slot in slots:
+    used.setdefault(slot.name, []).append(slot.index)
+  for name in used.keys() - weights.keys():
+    yield f'{side} has no {name}'
+  for name, weight in weights.items():
+    shape = tuple(weight.shape)
+    if name not in used:
+      yield f'{side} has {name} {list(shape)}, which nothing on the other side corresponds to'
+      continue
+    places = list(itertools.product(*map(range, shape[: len(used[name][0])])))
+    if sorted(used[name]) != places:
+      yield f'{side} has {name} {list(shape)}, of which {len(set(used[name]) & set(places))} of {len(places)} are used'
+
+
+@functools.lru_cache(maxsize=4096)
+def _result_shapes(operations: tuple[Operation, ...], shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+  abstract = tuple(jax.ShapeDtypeStruct(shape, 'float32') for shape in shapes)
+  made = jax.eval_shape(lambda *arrays: Rule([], [], *operations).apply(arrays), *abstract)
+  return tuple(array.shape for array in made)
+
+
+def _text(shapes: tuple[Shape, ...]) -> str:
+  return ', '.join(str(list(shape)) for shape in shapes)
+
+
+def _array(value: Any) -> Any:
+  return value if isinstance(value, jax.Array) else np.asarray(value)
+
+
+def _join(parts: Mapping[tuple[int, ...], Any], stacked: Shape) -> Any:
+  """Stacks the parts by index: arrays [...] to [*stacked, ...]."""
+  arrays = [parts[index] for index in sorted(parts)]
+  numpy = jnp if any(isinstance(array, jax.Array) for array in arrays) else np
+  return numpy.stack(arrays).reshape((*stacked, *arrays[0].shape)) if stacked else arrays[0]
