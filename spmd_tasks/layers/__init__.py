@@ -25,6 +25,7 @@ from spmd_tasks.layers.base import (
   Statistics,
   WithSublayers,
   declare_weight,
+  soft_cap,
   values_per_layer,
 )
 from spmd_tasks.layers.embedding import TokenEmbedding
@@ -71,5 +72,6 @@ __all__ = [
   'activation_function',
   'declare_weight',
   'remat_policy',
+  'soft_cap',
   'values_per_layer',
 ]

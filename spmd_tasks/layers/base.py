@@ -20,6 +20,7 @@ from typing import Any, cast
 from flax import struct
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import Initializer, SplitDims, WeightSpec
@@ -80,6 +81,14 @@ class FanInNormal:
     # place.
     stddev = math.sqrt(self.scale / max(1, fan_in)) / 0.87962566103423978
     return jax.nn.initializers.truncated_normal(stddev)(rng, shape, dtype)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+  """Returns cap * tanh(x / cap), which lies within +-cap and is close to x where x is small (Gemma 2, 2024).
+
+  With `cap=None` it returns x.
+  """
+  return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 class WithSublayers(nn.Module):

@@ -10,23 +10,27 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import FanInNormal, declare_weight
+from spmd_tasks.layers.base import FanInNormal, declare_weight, soft_cap
 from spmd_tasks.sharding import Initializer, SplitDims, constrain
 
 
 class TokenEmbedding(nn.Module, kw_only=True):
   """Token embedding: `embedding(ids)` looks up rows, `embedding.attend(x)` returns float32 logits over the vocabulary.
 
-  Weights: `table` [V, D]; with `tied=False` also `softmax_kernel` [D, V].
+  Weights: `table` [V, D]; with `tied=False` also `softmax_kernel` [D, V]; with `logits_bias` also `logits_bias` [V].
 
   Fields:
     vocab_size, embed_dim: V and D.
     tied: whether the logits are x . table^T (Press and Wolf, 2017) or use the separate `softmax_kernel`.
     scale_sqrt_depth: whether looked-up rows are multiplied by sqrt(D). They then enter the residual stream with unit
       variance, while the table's variance of 1/D suits the tied logits (Vaswani et al., 2017; Pax's name).
+    scale_logits: whether x is divided by sqrt(D) before the logits, which suits a table of unit variance (T5: Raffel et
+      al., 2020).
+    logits_bias: whether to add a bias to the logits (initially zero, tagged `no_decay`).
+    logits_cap: bounds the logits softly, see `soft_cap`; None does not.
     dtype: of the looked-up rows and of the operands of the logits' matmul. Logits are accumulated in float32.
     table_init: initializer of the table; None means normal with variance 1/D.
-    table_split_dims, softmax_split_dims: of the two weights.
+    table_split_dims, softmax_split_dims, bias_split_dims: of the weights.
     lookup_split_dims: of the table during the lookup. An all-gather of the fully sharded dim first lets the rows come
       out split on batch; otherwise XLA gathers the rows of all devices and cuts them again.
     activation_split_dims, logits_split_dims: of the embeddings and of the logits.
@@ -36,10 +40,14 @@ class TokenEmbedding(nn.Module, kw_only=True):
   embed_dim: int
   tied: bool = True
   scale_sqrt_depth: bool = True
+  scale_logits: bool = False
+  logits_bias: bool = False
+  logits_cap: float | None = None
   dtype: Any = 'float32'
   table_init: Initializer | None = None
   table_split_dims: SplitDims = ('vocab', 'embed')
   softmax_split_dims: SplitDims = ('embed', 'vocab')
+  bias_split_dims: SplitDims = ('vocab',)
   lookup_split_dims: SplitDims = ('vocab', 'act_embed')
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   logits_split_dims: SplitDims = ('batch', 'seq', 'act_vocab')
@@ -51,6 +59,15 @@ class TokenEmbedding(nn.Module, kw_only=True):
     if not self.tied:
       self.softmax_kernel = declare_weight(
         self, 'softmax_kernel', shape=shape[::-1], init=FanInNormal(), split_dims=self.softmax_split_dims
+      )
+    if self.logits_bias:
+      self.bias = declare_weight(
+        self,
+        'logits_bias',
+        shape=shape[:1],
+        init=jax.nn.initializers.zeros,
+        split_dims=self.bias_split_dims,
+        tags=('no_decay',),
       )
 
   def __call__(self, ids: jax.Array) -> jax.Array:
@@ -71,4 +88,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
     else:
       kernel = self.softmax_kernel.astype(self.dtype)
       logits = jnp.einsum('BTD,DV->BTV', x, kernel, preferred_element_type=jnp.float32)
-    return constrain(logits, self.logits_split_dims)
+    if self.scale_logits:
+      logits = logits / math.sqrt(self.embed_dim)
+    if self.logits_bias:
+      logits = logits + self.bias[None, None, :]
+    return constrain(soft_cap(logits, self.logits_cap), self.logits_split_dims)

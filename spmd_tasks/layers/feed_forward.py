@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, Statistics
@@ -23,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'gelu_exact': lambda x: jax.nn.gelu(x, approximate=False),
   'relu': jax.nn.relu,
   'silu': jax.nn.silu,
+  'squared_relu': lambda x: jnp.square(jax.nn.relu(x)),  # Primer (So et al., 2021)
 }
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention.positions import LearnedPositions
+from spmd_tasks.layers.attention.positions import LearnedPositions, SinusoidalPositions
 from spmd_tasks.layers.base import WithSublayers
 from spmd_tasks.layers.embedding import TokenEmbedding
 
@@ -23,13 +23,13 @@ class LanguageModel(WithSublayers, kw_only=True):
     embedding: embeds the tokens and computes the logits.
     stack: stack(x, segment_ids, segment_pos, train=...) -> (x, aux), such as TransformerStack.
     final_norm: normalizes x before the logits.
-    positions: learned positions, added to the embeddings; None for rotary attention.
+    positions: learned or sinusoidal positions, added to the embeddings; None for rotary attention.
   """
 
   embedding: TokenEmbedding
   stack: nn.Module
   final_norm: nn.Module
-  positions: LearnedPositions | None = None
+  positions: LearnedPositions | SinusoidalPositions | None = None
 
   @nn.compact
   def __call__(self, batch: Mapping[str, jax.Array], train: bool = False) -> dict[str, Any]:

@@ -32,6 +32,17 @@ def test_logits(rng, tied):
   np.testing.assert_allclose(logits, x.astype(np.float64) @ kernel, rtol=1e-5, atol=1e-5)
 
 
+def test_logits_are_scaled_biased_and_capped(rng):
+  layer = TokenEmbedding(vocab_size=7, embed_dim=16, scale_logits=True, logits_bias=True, logits_cap=2.0)
+  boxed = _init(layer)
+  assert weight_specs(boxed)['logits_bias'].split_dims == ('vocab',)
+  weights = unbox_weights(boxed) | {'logits_bias': rng.normal(size=7).astype(np.float32)}
+  x = rng.normal(size=(2, 3, 16)).astype(np.float32)
+  expected = x.astype(np.float64) @ np.asarray(weights['table']).T / 4 + weights['logits_bias']
+  logits = layer.apply({'params': weights}, x, method='attend')
+  np.testing.assert_allclose(logits, 2 * np.tanh(expected / 2), rtol=1e-5, atol=1e-5)
+
+
 def test_tied_gradient_comes_from_both_uses():
   layer = TokenEmbedding(vocab_size=7, embed_dim=16)
   weights = unbox_weights(_init(layer))

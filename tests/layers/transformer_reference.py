@@ -48,7 +48,13 @@ def rotate(vector, position, max_wavelength=10_000.0):
   return out
 
 
-def attention(x, weights, segment_ids, segment_pos, *, causal=True, window=None, rotary=True, qk_norm=False):
+def soft_cap(x, cap):
+  return x if cap is None else cap * np.tanh(x / cap)
+
+
+def attention(
+  x, weights, segment_ids, segment_pos, *, causal=True, window=None, rotary=True, qk_norm=False, logit_cap=None
+):
   """X [B, T, D] -> [B, T, D], one query at a time."""
   kernels = {name: weights[name]['kernel'] for name in ('query', 'key', 'value', 'out')}
   biases = {name: weights[name].get('bias', 0.0) for name in kernels}
@@ -65,12 +71,15 @@ def attention(x, weights, segment_ids, segment_pos, *, causal=True, window=None,
       for t, position in enumerate(segment_pos[row]):
         query[t] = [rotate(vector, position) for vector in query[t]]
         key[t] = [rotate(vector, position) for vector in key[t]]
+    if 'per_dim_scale' in weights:
+      query = query * np.log(1 + np.exp(weights['per_dim_scale'])) / np.log(2)
     for t in range(x.shape[1]):
       visible = [s for s in range(x.shape[1]) if segment_ids[row, s] == segment_ids[row, t] and (s <= t or not causal)]
       visible = visible if window is None else [s for s in visible if s > t - window]
       for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
         logits = np.array([query[t, head] @ key[s, kv_head] for s in visible]) / math.sqrt(head_dim)
+        logits = soft_cap(logits, logit_cap)
         probabilities = np.exp(logits - logits.max())
         probabilities /= probabilities.sum()
         attended = sum(p * value[s, kv_head] for p, s in zip(probabilities, visible, strict=True))

@@ -4,7 +4,8 @@
     y = attention.apply(variables, x, segment_ids, segment_pos)  # [B, T, D] -> [B, T, D]
 
 `Attention` is multi-head, grouped-query or multi-query attention, optionally within a window. Positions are rotary
-(`Rotary`, a field of `Attention`) or learned (`LearnedPositions`, a field of `LanguageModel`).
+(`Rotary`, a field of `Attention`), learned or sinusoidal (`LearnedPositions`, `SinusoidalPositions`, fields of
+`LanguageModel`).
 
 A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
 call's tokens to `new_cache` and reads the earlier ones from the collection `cache`.
@@ -21,7 +22,7 @@ from spmd_tasks.layers.attention.kv_cache import (
   read_cache,
   write_new_cache,
 )
-from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary
+from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary, SinusoidalPositions
 
 __all__ = [
   'CACHE',
@@ -29,6 +30,7 @@ __all__ = [
   'Attention',
   'LearnedPositions',
   'Rotary',
+  'SinusoidalPositions',
   'attend_to_cache',
   'is_decoding',
   'read_cache',

@@ -3,15 +3,17 @@
 Shapes: B batch, T sequence, D model, H query heads, G key/value heads, K head dim.
 """
 
+import math
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
-from spmd_tasks.layers.base import FanInNormal
+from spmd_tasks.layers.base import FanInNormal, declare_weight, soft_cap
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims
@@ -30,9 +32,9 @@ class Attention(nn.Module, kw_only=True):
   """Self-attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
 
   Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`); with `qk_norm`
-    also
-  `query_norm` and `key_norm` [K]. Query head h reads key/value head h // (H // G). The softmax is float32 whatever the
-  dtype. During generation, keys and values are cached (kv_cache.py).
+  also `query_norm` and `key_norm` [K], with `per_dim_scale` also `per_dim_scale` [K]. Query head h reads
+  key/value head h // (H // G). The softmax is float32 whatever the dtype. During generation, keys and values are cached
+  (kv_cache.py).
 
   Fields:
     num_heads: H.
@@ -43,6 +45,9 @@ class Attention(nn.Module, kw_only=True):
       Mistral 7B: Jiang et al., 2023). Needs `causal`, and bounds the length of the KV cache. None: all.
     rotary: rotary positions of queries and keys; None for models with other positions.
     qk_norm: whether queries and keys each pass an RmsNorm over K before the rotation (Henry et al., 2020).
+    per_dim_scale: whether feature i of the queries is multiplied by softplus(s_i) / softplus(0) after the rotation, for
+      a learned vector s that starts at zero (Lingvo, Pax).
+    logit_cap: bounds the attention logits softly, see `soft_cap`; needs the implementation 'xla'. None does not.
     use_bias: whether all four projections have a bias.
     dtype: of the computation.
     init_scale, out_init_scale: FanInNormal's scale for the three input projections and for the output projection.
@@ -60,6 +65,8 @@ class Attention(nn.Module, kw_only=True):
   window: int | None = None
   rotary: Rotary | None = Rotary()
   qk_norm: bool = False
+  per_dim_scale: bool = False
+  logit_cap: float | None = None
   use_bias: bool = False
   dtype: Any = 'float32'
   init_scale: float = 1.0
@@ -77,6 +84,11 @@ class Attention(nn.Module, kw_only=True):
       raise UserError(
         f'window={self.window} with causal={self.causal} is impossible: a window counts 1 or more tokens and needs '
         'causal=True, so set both, or window=None.'
+      )
+    if self.logit_cap is not None and (self.logit_cap <= 0 or self.implementation == 'cudnn'):
+      raise UserError(
+        f'logit_cap={self.logit_cap} with implementation={self.implementation!r} is impossible: a cap is positive, and '
+        "cuDNN has none, so choose implementation='xla' or logit_cap=None."
       )
     super().__post_init__()
 
@@ -142,6 +154,12 @@ class Attention(nn.Module, kw_only=True):
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
+    if self.per_dim_scale:
+      zeros = jax.nn.initializers.zeros
+      scale = declare_weight(
+        self, 'per_dim_scale', shape=(head_dim,), init=zeros, split_dims=(None,), tags=('no_decay',)
+      )
+      query = query * (jax.nn.softplus(scale) / math.log(2.0)).astype(query.dtype)[None, None, None, :]
     cached = None
     if is_decoding(self):
       if not self.causal or segment_pos is None:
@@ -153,7 +171,13 @@ class Attention(nn.Module, kw_only=True):
       cached = read_cache(self)
     if cached is not None:
       assert segment_pos is not None
-      attended = attend_to_cache(query, key, value, cached, segment_ids, segment_pos, window=self.window)
+      attended = attend_to_cache(
+        query, key, value, cached, segment_ids, segment_pos, window=self.window, logit_cap=self.logit_cap
+      )
+    elif self.logit_cap is not None:
+      attended = _capped_attention(
+        query, key, value, segment_ids, causal=self.causal, window=self.window, logit_cap=self.logit_cap
+      )
     else:
       mask = None if segment_ids is None else segment_mask(segment_ids)
       attended = jax.nn.dot_product_attention(
@@ -176,3 +200,28 @@ class Attention(nn.Module, kw_only=True):
       activation_split_dims=self.activation_split_dims,
       name='out',
     )(attended)
+
+
+def _capped_attention(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segment_ids: jax.Array | None,
+  *,
+  causal: bool,
+  window: int | None,
+  logit_cap: float,
+) -> jax.Array:
+  """Computes [B, T, H, K] as jax.nn.dot_product_attention does by XLA, with capped logits, which that has not."""
+  num_rows, length, num_heads, head_dim = query.shape
+  grouped = query.reshape(num_rows, length, key.shape[2], num_heads // key.shape[2], head_dim)
+  logits = jnp.einsum('BTGHK,BSGK->BGHTS', grouped, key, preferred_element_type=jnp.float32)
+  logits = soft_cap(logits / math.sqrt(head_dim), logit_cap)
+  distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+  may_see = jnp.ones((1, 1, length, length), bool) if segment_ids is None else segment_mask(segment_ids)
+  if causal:
+    may_see &= (distance >= 0)[None, None]
+  if window is not None:
+    may_see &= (distance < window)[None, None]
+  weights = jax.nn.softmax(jnp.where(may_see[:, :, None], logits, -jnp.inf), axis=-1).astype(value.dtype)
+  return jnp.einsum('BGHTS,BSGK->BTGHK', weights, value).reshape(query.shape)

@@ -27,6 +27,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.base import soft_cap
 from spmd_tasks.sharding import SplitDims, WeightBox
 
 CACHE = 'cache'
@@ -86,6 +87,7 @@ def attend_to_cache(
   segment_pos: jax.Array,
   *,
   window: int | None = None,
+  logit_cap: float | None = None,
 ) -> jax.Array:
   """Computes causal attention of this call's tokens to earlier calls' tokens and to one another: [B, T, H, K].
 
@@ -98,6 +100,7 @@ def attend_to_cache(
     segment_pos: int32 [B, T], consecutive positions in the sequence; the cache holds the positions before the first.
       Positions of padding are ignored.
     window: how many tokens each token sees, including itself; None: all before it.
+    logit_cap: bounds the logits softly, see `soft_cap`.
   """
   num_rows, num_columns, num_heads, head_dim = query.shape
   num_groups = key.shape[2]
@@ -107,7 +110,7 @@ def attend_to_cache(
 
   def logits(keys: jax.Array) -> jax.Array:
     products = jnp.einsum('BTGHK,BGSK->BGHTS', grouped, keys, preferred_element_type=jnp.float32)
-    return products / math.sqrt(head_dim)
+    return soft_cap(products / math.sqrt(head_dim), logit_cap)
 
   columns = jnp.arange(num_columns)
   start = segment_pos[:, :1]

@@ -14,7 +14,7 @@ from spmd_tasks.layers import (
   TransformerBlock,
   TransformerStack,
 )
-from spmd_tasks.layers.attention import Attention, LearnedPositions
+from spmd_tasks.layers.attention import Attention, LearnedPositions, SinusoidalPositions
 from spmd_tasks.layers.moe import (
   CapacityGather,
   Dropless,
@@ -32,11 +32,12 @@ NUM_STEPS = 4
 NUM_POSITIONS = 12
 
 
-def _block(ffn=None, **attention):
+def _block(ffn=None, post_norm=False, **attention):
   return TransformerBlock(
     attention=Attention(num_heads=4, head_dim=6, **attention),
     ffn=ffn or GatedFeedForward(hidden_dim=20),
     norm=RmsNorm(),
+    post_norm=post_norm,
   )
 
 
@@ -65,6 +66,9 @@ MODELS = {
   'multi-head': _model(_stack(_block())),
   'grouped, qk_norm, bias, unrolled': _model(
     _stack(_block(num_kv_heads=2, qk_norm=True, use_bias=True), scan=False, remat_policy='full')
+  ),
+  'capped logits, scaled dims, normed outputs, sinusoidal positions': _model(
+    _stack(_block(rotary=None, post_norm=True, logit_cap=0.5, per_dim_scale=True)), SinusoidalPositions()
   ),
   'learned positions': _model(_stack(_block(rotary=None)), LearnedPositions(max_len=NUM_POSITIONS)),
   'dense and dropless': _model(_stack(BlockGroup(blocks=(_block(), _block(_experts(Dropless())))))),
