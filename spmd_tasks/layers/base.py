@@ -12,9 +12,9 @@ Shapes: L layers.
 import abc
 from collections.abc import Iterator, Mapping
 import contextlib
+import contextvars
 import dataclasses
 import math
-import threading
 from typing import Any, cast
 
 from flax import struct
@@ -129,23 +129,23 @@ class SmallMicrobatchError(UserError):
   """A layer needs more rows of the batch at once than a microbatch has. A pipeline in evaluation then takes fewer."""
 
 
-_parts = threading.local()
+_WHOLE_BATCH = BatchPart()
+_current_part: contextvars.ContextVar[BatchPart] = contextvars.ContextVar('batch_part', default=_WHOLE_BATCH)
 
 
 @contextlib.contextmanager
 def batch_part(part: BatchPart) -> Iterator[None]:
   """Context in which layers are called with this part of the batch."""
-  previous = current_batch_part()
-  _parts.current = part
+  token = _current_part.set(part)
   try:
     yield
   finally:
-    _parts.current = previous
+    _current_part.reset(token)
 
 
 def current_batch_part() -> BatchPart:
   """Returns the part of the innermost `batch_part`, the whole batch outside of one."""
-  return getattr(_parts, 'current', None) or BatchPart()
+  return _current_part.get()
 
 
 # Name -> (numerator, denominator), float32 scalars, of a statistic that is a ratio of two sums.

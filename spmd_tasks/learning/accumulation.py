@@ -9,7 +9,6 @@ Shapes: B batch rows, M microbatches, E experts.
 """
 
 from collections.abc import Callable
-import operator
 from typing import Any, Literal
 
 import jax
@@ -125,9 +124,8 @@ def accumulate_gradients(
     grads, loss_output = grad_fn(weights, batch, rng)
     return loss_output, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-  is_added = jax.tree.map(lambda _: mode == 'sum', weights)
-  if is_sum is not None:
-    is_added = jax.tree.map(operator.or_, is_added, is_sum)
+  if is_sum is None or mode == 'sum':
+    is_sum = jax.tree.map(lambda _: mode == 'sum', weights)
   batches_M = split_microbatches(batch, num_microbatches)
 
   def add_microbatch(total: Any, m_and_batch: tuple[jax.Array, Any]) -> tuple[Any, Any]:
@@ -136,16 +134,14 @@ def accumulate_gradients(
     grads, loss_output = grad_fn(weights, microbatch, microbatch_rng)
     scale = loss_output.weight.astype(jnp.float32)
     total = jax.tree.map(
-      lambda t, g, added: t + (1.0 if added else scale) * g.astype(jnp.float32), total, grads, is_added
+      lambda t, g, added: t + (1.0 if added else scale) * g.astype(jnp.float32), total, grads, is_sum
     )
     return total, loss_output.replace(per_example={})
 
   zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
   grads, loss_outputs_M = jax.lax.scan(add_microbatch, zeros, (jnp.arange(num_microbatches), batches_M))
   loss_output = _combine(loss_outputs_M)
-  if mode == 'mean':
-    total_weight = loss_output.weight.astype(jnp.float32)
-    # A batch without tokens has gradient 0, and the guarded division keeps it 0.
-    inverse = 1 / jnp.where(total_weight == 0, 1.0, total_weight)
-    grads = jax.tree.map(lambda g, added: g if added else g * inverse, grads, is_added)
-  return loss_output, grads
+  total_weight = loss_output.weight.astype(jnp.float32)
+  # A batch without tokens has gradient 0, and the guarded division keeps it 0.
+  inverse = 1 / jnp.where(total_weight == 0, 1.0, total_weight)
+  return loss_output, jax.tree.map(lambda g, added: g if added else g * inverse, grads, is_sum)

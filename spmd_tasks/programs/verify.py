@@ -6,6 +6,7 @@ it is decided; the table and one line of JSON come last.
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import functools
 from pathlib import Path
 import tempfile
 import time
@@ -29,6 +30,8 @@ from spmd_tasks.verification import (
 )
 
 DEFAULT_NUM_DEVICES = 8
+
+_print = functools.partial(print, flush=True)  # at once, also into a pipe
 
 Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Job, Mapping[str, Any]]]
 
@@ -62,7 +65,7 @@ def verify(
   mesh = dict(scaled_mesh(job.experiment, num_devices))
   shrunk = shrink(job, values, mesh)
   changes = f'shrunk: {", ".join(shrunk.lines)}' if shrunk.lines else 'as it is, for nothing in it can be made smaller'
-  print_line(f'{job.name} on {num_devices} devices; {changes}')
+  _print(f'{job.name} on {num_devices} devices; {changes}')
   on_mesh = (f'ici_mesh_shape={",".join(map(str, mesh.values()))}', 'dcn_mesh_shape=None')
   source = Source(
     flags=tuple(flags),
@@ -85,17 +88,12 @@ def verify(
     for case in cases:
       verdict = _decide(case, bench)
       decided.append((case, verdict))
-      print_line(format_case(case, verdict))
-  print_line('')
-  print_line(format_table(decided, {name: claim.sentence for name, claim in CLAIMS.items()}))
-  print_line(f'in {time.monotonic() - started:.0f} s')
-  print_line(summary(decided))
+      _print(format_case(case, verdict))
+  _print('')
+  _print(format_table(decided))
+  _print(f'in {time.monotonic() - started:.0f} s')
+  _print(summary(decided))
   return exit_codes.FAILED if any(verdict.status == 'BROKEN' for _, verdict in decided) else exit_codes.OK
-
-
-def print_line(line: str) -> None:
-  """Prints a line at once, also into a pipe."""
-  print(line, flush=True)
 
 
 def _decide(case: Case, bench: Bench) -> Verdict:

@@ -1,26 +1,24 @@
 """Verifies an experiment: one device, any mesh, pipelines, microbatches, restarts and so on give the same numbers.
 
     source = Source(flags=('--exp', 'lm.UnevenTiny'), resolve=resolve)      # resolve(overrides) -> (job, values)
-    bench = Bench(source, num_devices=8)
-    for claim in CLAIMS.values():
-      for case in claim.cases(bench, 0):
-        print(format_case(case, case.decide(bench)))
+    bench = Bench(source, num_devices=8, directory='verify')
+    for case in CLAIMS['mesh'].cases(bench, 0):
+      print(format_case(case, case.decide(bench)))
 
 Read `_claims.py` first, the table of what is claimed, and `_cases.py`, how one case is decided. `_bench.py` compiles
 settings and keeps them; `_runner.py` has the train step that also gives its gradients; `_agreement.py` compares its
 steps with a reference's (`_trajectory.py`), and `_noise.py` says how large a difference may be. `_layouts.py` draws
-meshes, `_shrink.py` makes an experiment tiny, `_batches.py` makes batches uneven, `_promises.py` says what may differ
-by the documentation, and `_report.py` prints. The other files have the cases of the claims.
+meshes, `_shrink.py` makes an experiment tiny, `_batches.py` makes batches uneven, and `_promises.py` says what may
+differ by the documentation. The files `*_claim.py` and `*_claims.py` have the cases.
 """
 
 from spmd_tasks.verification._agreement import Agreement, agree
 from spmd_tasks.verification._batches import draw_batches
 from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Agree, Case, Check, NotApplicable, Verdict
-from spmd_tasks.verification._claims import CLAIMS, Claim
+from spmd_tasks.verification._cases import Case, Verdict
+from spmd_tasks.verification._claims import CLAIMS, Claim, format_case, format_table, summary
 from spmd_tasks.verification._layouts import all_meshes, draw_meshes, scaled_mesh
 from spmd_tasks.verification._noise import Difference
-from spmd_tasks.verification._report import format_case, format_table, summary
 from spmd_tasks.verification._runner import Runner, StepResult
 from spmd_tasks.verification._settings import Setting, Source, build_job
 from spmd_tasks.verification._shrink import Shrunk, shrink
@@ -28,14 +26,11 @@ from spmd_tasks.verification._trajectory import Trajectory
 
 __all__ = [
   'CLAIMS',
-  'Agree',
   'Agreement',
   'Bench',
   'Case',
-  'Check',
   'Claim',
   'Difference',
-  'NotApplicable',
   'Runner',
   'Setting',
   'Shrunk',

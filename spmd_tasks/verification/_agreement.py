@@ -14,11 +14,10 @@ import dataclasses
 
 import numpy as np
 
-from spmd_tasks.verification._noise import MAX_SHARE, ROUNDINGS, SPREADS, Difference, compare, largest
+from spmd_tasks.verification._noise import FLOAT32, MAX_SHARE, ROUNDINGS, SPREADS, Difference, compare, largest
 from spmd_tasks.verification._runner import Runner, StepResult
 from spmd_tasks.verification._trajectory import FURTHER, Trajectory
 
-_FLOAT32 = 2.0**-23
 # A step jumps if weights moved FURTHER times as far move a leaf so many times more than FURTHER times as far.
 _JUMP = 8.0
 
@@ -104,7 +103,7 @@ def compare_step(
     return wrong[0], every
   updated = expected.runner.updated_from(expected.state(step), result)
   of_update = compare(
-    updated, result.updated, expected.spread_of_update(step), _FLOAT32, step + 1, expected.changes(step)
+    updated, result.updated, expected.spread_of_update(step), FLOAT32, step + 1, expected.changes(step)
   )
   for name in (*noise, *of_update[2]):
     notes.add('leaves that are only noise', name)

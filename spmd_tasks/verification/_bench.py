@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 import concurrent.futures
 import contextlib
 import functools
-import threading
 
 import jax
 
@@ -35,7 +34,6 @@ class Bench:
     self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix='compile')
     self._runners: dict[Setting, concurrent.futures.Future[Runner]] = {}
     self._trajectories: dict[Setting, Trajectory] = {}
-    self._lock = threading.Lock()
     self.on_close = contextlib.ExitStack()
 
   @functools.cached_property
@@ -46,9 +44,8 @@ class Bench:
   def prepare(self, settings: Iterable[Setting]) -> None:
     """Begins to compile these settings on other threads; `runner` waits for them."""
     for setting in settings:
-      with self._lock:
-        if setting not in self._runners:
-          self._runners[setting] = self._pool.submit(self._compile, setting)
+      if setting not in self._runners:
+        self._runners[setting] = self._pool.submit(self._compile, setting)
 
   def runner(self, setting: Setting) -> Runner:
     """Returns the compiled setting.

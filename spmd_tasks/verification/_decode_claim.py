@@ -20,11 +20,9 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.layers.moe import CapacityComputation, Dropless
 from spmd_tasks.runtime import TrainState
-from spmd_tasks.verification._agreement import Agreement
 from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Case, Check, Verdict, broken, held, reduced
-from spmd_tasks.verification._layouts import num_devices
-from spmd_tasks.verification._noise import ROUNDINGS, SPREADS, Difference, distance, largest, perturb
+from spmd_tasks.verification._cases import Case, Verdict, broken, held, reduced
+from spmd_tasks.verification._noise import ROUNDINGS, SPREADS, Difference, distance, largest, moved
 from spmd_tasks.verification._runner import Runner
 from spmd_tasks.verification._settings import Setting
 from spmd_tasks.verification._trajectory import FURTHER
@@ -37,13 +35,11 @@ def decode_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   """Yields a case on one device and one on the experiment's mesh."""
   del num_more
   for setting in dict.fromkeys((Setting(), Setting(mesh=bench.own_mesh))):
-    if setting.mesh and num_devices(setting.mesh) == 1:
-      continue
-    yield Check(
+    yield Case(
       claim='decode',
       subject=str(setting),
       settings=(Setting(), setting),
-      check=functools.partial(_compare_decoding, setting=setting),
+      decide=functools.partial(_compare_decoding, setting=setting),
     )
 
 
@@ -55,7 +51,7 @@ def _compare_decoding(bench: Bench, setting: Setting) -> Verdict:
 
   first = find(setting)
   if first.difference <= first.allowed:
-    return held(Agreement(first=None, closest=first, num_steps=1))
+    return held(first, 1)
 
   def find_broken(smaller: Setting) -> Difference | None:
     found = find(smaller)
@@ -116,8 +112,8 @@ class _FullForward:
     rng = np.random.default_rng((self._bench.seed, 41))
 
     def spread(units: float) -> float:
-      moved = [state.replace(weights=perturb(state.weights, units * epsilon, rng)) for _ in range(3)]
-      return max(distance(expected, self._log_probabilities(sample, texts)) for sample in moved)
+      samples = [moved(state, units * epsilon, rng) for _ in range(3)]
+      return max(distance(expected, self._log_probabilities(sample, texts)) for sample in samples)
 
     allowed = SPREADS * spread(1.0) + ROUNDINGS * epsilon * largest(expected)
     sizes = np.max(np.abs(expected - decoded), axis=-1)

@@ -1,11 +1,10 @@
 """The meshes to compare: the experiment's, scaled to the devices that there are, and others that are drawn for it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import math
 
 import numpy as np
 
-from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 
 Mesh = tuple[tuple[str, int], ...]
@@ -24,7 +23,7 @@ def scaled_mesh(experiment: Experiment, num_devices: int) -> Mesh:
   sizes = [i * d for i, d in zip(ici, dcn)]
   while math.prod(sizes) > num_devices:
     axis = max(range(len(sizes)), key=lambda axis: sizes[axis])
-    sizes[axis] = max(1, sizes[axis] // _smallest_factor(sizes[axis]))
+    sizes[axis] //= _smallest_factor(sizes[axis])
   return tuple(zip(names, sizes))
 
 
@@ -74,12 +73,5 @@ def smaller_meshes(mesh: Mesh) -> Iterator[Mesh]:
           yield (*mesh[:axis], (name, new), *mesh[axis + 1 :])
 
 
-def num_devices(mesh: Mesh | Mapping[str, int]) -> int:
-  """Returns the number of devices of a mesh."""
-  return math.prod(dict(mesh).values())
-
-
 def _smallest_factor(size: int) -> int:
-  if size < 2:
-    raise UserError(f'a mesh axis of size {size} cannot be made smaller.')
   return next(factor for factor in range(2, size + 1) if size % factor == 0)

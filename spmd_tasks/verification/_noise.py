@@ -18,10 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd_tasks.runtime import TrainState
 from spmd_tasks.verification._runner import Leaves
 
 SPREADS, ROUNDINGS = 16.0, 64.0
 MAX_SHARE = 1e-3
+FLOAT32 = 2.0**-23  # the rounding unit
 # A leaf far smaller than the largest of its kind may be all noise: its allowance is also good up to this share of that.
 _MAX_SHARE_OF_LARGEST = 1e-5
 
@@ -41,6 +43,11 @@ class Difference:
 
   def __str__(self) -> str:
     return f'step {self.step}, {self.leaf}: differs by {self.difference:.3g}, allowed {self.allowed:.3g}'
+
+
+def moved(state: TrainState, epsilon: float, rng: np.random.Generator) -> TrainState:
+  """Returns the state with every weight moved by at most `epsilon` of itself."""
+  return state.replace(weights=perturb(state.weights, epsilon, rng))
 
 
 def perturb(tree: Any, epsilon: float, rng: np.random.Generator) -> Any:

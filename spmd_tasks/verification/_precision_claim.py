@@ -6,17 +6,16 @@ several times that distance is expected, and no more than ROUNDED_VALUES times. 
 nothing was computed in bfloat16.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import functools
-from typing import Any
 
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.verification._agreement import Agreement, nearest
+from spmd_tasks.verification._agreement import nearest
 from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Case, Check, NotApplicable, Verdict, broken, held
-from spmd_tasks.verification._noise import Difference, perturb
+from spmd_tasks.verification._cases import Case, Verdict, broken, held, not_applicable
+from spmd_tasks.verification._noise import Difference, moved
 from spmd_tasks.verification._runner import StepResult
 from spmd_tasks.verification._settings import Setting
 
@@ -28,29 +27,20 @@ _NUM_SAMPLES = 3
 def precision_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   """Yields the case that the experiment with every `dtype` of its model set to bfloat16 is near."""
   del num_more
-  paths = _dtype_paths(bench.source.values)
+  values = bench.source.values
+  own = ['dtype'] if values.get('dtype') == 'float32' else []  # the experiment's field sets those of all parts
+  paths = own or [path for path in bench.source.paths_ending('dtype') if values[path] == 'float32']
   if not paths:
     reason = 'no part of the model has a field dtype that is float32'
-    yield NotApplicable(claim='bfloat16', subject='bfloat16', reason=reason)
+    yield not_applicable('bfloat16', 'bfloat16', reason)
     return
   setting = Setting(overrides=tuple(f'{path}=bfloat16' for path in paths))
-  yield Check(
+  yield Case(
     claim='bfloat16',
     subject=f'{paths[0]}=bfloat16' + (f' and {len(paths) - 1} more' if len(paths) > 1 else ''),
     settings=(Setting(), setting),
-    check=functools.partial(_compare_precisions, setting=setting),
+    decide=functools.partial(_compare_precisions, setting=setting),
   )
-
-
-def _dtype_paths(values: Mapping[str, Any]) -> list[str]:
-  """Returns the experiment's own field, or else those of all parts of the model."""
-  if values.get('dtype') == 'float32':
-    return ['dtype']
-  return [
-    path
-    for path, value in values.items()
-    if path.startswith('task.model.') and path.endswith('.dtype') and value == 'float32'
-  ]
 
 
 def _compare_precisions(bench: Bench, setting: Setting) -> Verdict:
@@ -59,10 +49,7 @@ def _compare_precisions(bench: Bench, setting: Setting) -> Verdict:
   compared: list[Difference] = []
   for step in range(bench.num_steps):
     state, batch, expected = exact.state(step), exact.batches[step], exact.result(step)
-    samples = [
-      exact.runner.step(state.replace(weights=perturb(state.weights, ROUNDING, rng)), batch)
-      for _ in range(_NUM_SAMPLES)
-    ]
+    samples = [exact.runner.step(moved(state, ROUNDING, rng), batch) for _ in range(_NUM_SAMPLES)]
     found = _distances(expected, rounded.step(state, batch))
     spreads = [_distances(expected, sample) for sample in samples]
     for leaf, difference in found.items():
@@ -74,7 +61,7 @@ def _compare_precisions(bench: Bench, setting: Setting) -> Verdict:
   wrong = [each for each in compared if not each.difference <= each.allowed]
   if wrong:
     return broken(bench, 'bfloat16', setting, wrong[0])
-  return held(Agreement(first=None, closest=nearest(compared), num_steps=bench.num_steps))
+  return held(nearest(compared), bench.num_steps)
 
 
 def _distances(expected: StepResult, other: StepResult) -> dict[str, float]:
@@ -88,17 +75,11 @@ def _of_curves(bench: Bench, setting: Setting) -> list[Difference]:
   """Compares the losses of training without a stop, while the weights drift apart."""
   exact = bench.trajectory(Setting())
   rng = np.random.default_rng((bench.seed, 51))
-
-  def curve(runner: Any, state: Any) -> np.ndarray:
-    return np.array([float(result.forward['loss']) for result in runner.steps(state, exact.batches)])
-
-  start = exact.state(0)
-  moved = [
-    curve(exact.runner, start.replace(weights=perturb(start.weights, ROUNDING, rng))) for _ in range(_NUM_SAMPLES)
-  ]
+  start, batches = exact.state(0), exact.batches
+  samples = [exact.runner.losses(moved(start, ROUNDING, rng), batches) for _ in range(_NUM_SAMPLES)]
   # Each step adds its own roundings to those of the steps before.
-  spreads = np.maximum.accumulate(np.max(np.abs(np.array(moved) - exact.losses), axis=0))
-  differences = np.abs(curve(bench.runner(setting), start) - exact.losses)
+  spreads = np.maximum.accumulate(np.max(np.abs(np.array(samples) - exact.losses), axis=0))
+  differences = np.abs(bench.runner(setting).losses(start, batches) - exact.losses)
   leaf, allowed = 'loss of training without a stop', ROUNDED_VALUES * spreads
   return [
     Difference(step=step, leaf=leaf, difference=float(d), allowed=float(a))

@@ -6,10 +6,11 @@ anew, and weigh what routers report by their tokens. A claim that compares with 
 sides and says so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
-import sys
 from typing import Any
+
+from spmd_tasks.verification._settings import Source
 
 # Fields of the model, and the value that makes each independent of microbatches.
 _RANDOM = {'dropout_rate': 0.0, 'jitter_eps': 0.0}
@@ -34,48 +35,25 @@ class TurnedOff:
     return ', '.join(parts) + ': they depend on microbatches' if parts else None
 
 
-def for_a_pipeline(values: Mapping[str, Any]) -> TurnedOff:
+def for_a_pipeline(source: Source) -> TurnedOff:
   """Returns what to turn off to compare a pipeline with layers in sequence."""
-  return TurnedOff(overrides=_turn_off(values, _RANDOM))
+  return TurnedOff(overrides=_turn_off(source, _RANDOM))
 
 
-def for_accumulation(values: Mapping[str, Any]) -> TurnedOff:
+def for_accumulation(source: Source) -> TurnedOff:
   """Returns what to turn off to compare the learner's microbatches with the full batch."""
-  overrides = _turn_off(values, {**_RANDOM, **_OF_GROUPS})
-  weights = values.get(_AUX_WEIGHTS)
+  overrides = _turn_off(source, _RANDOM | _OF_GROUPS)
+  weights = source.values.get(_AUX_WEIGHTS)
   aux = weights.get('dict', {}) if isinstance(weights, Mapping) else {}
   overrides += tuple(f'{_AUX_WEIGHTS}.{name}=0' for name, weight in aux.items() if weight)
-  has_routers = bool(paths_ending(values, 'load_balance_shards'))
+  has_routers = bool(source.paths_ending('load_balance_shards'))
   return TurnedOff(overrides=overrides, metrics=_OF_TOKENS if aux or has_routers else None)
 
 
-def _turn_off(values: Mapping[str, Any], off: Mapping[str, Any]) -> tuple[str, ...]:
+def _turn_off(source: Source, off: Mapping[str, Any]) -> tuple[str, ...]:
   return tuple(
-    f'{path}={value}' for field, value in off.items() for path in paths_ending(values, field) if values[path] != value
+    f'{path}={value}'
+    for field, value in off.items()
+    for path in source.paths_ending(field)
+    if source.values[path] != value
   )
-
-
-def paths_of(values: Mapping[str, Any], part: type) -> list[str]:
-  """Returns the paths of the model's parts of a class, such as PipelinedStack, or of a subclass of the user's."""
-  return [
-    path
-    for path, value in values.items()
-    if path.startswith('task.model') and isinstance(value, Mapping) and _names(value.get('symbol'), part)
-  ]
-
-
-def _names(symbol: Any, part: type) -> bool:
-  """Whether a symbol, such as 'package:Class', is that of a class or a subclass."""
-  module, _, name = str(symbol).partition(':')
-  found = getattr(sys.modules.get(module), name, None)  # loaded: the experiment was built
-  return isinstance(found, type) and issubclass(found, part)
-
-
-def paths_ending(values: Mapping[str, Any], field: str) -> list[str]:
-  """Returns the paths of a field in all parts of the model."""
-  return [path for path in values if path.startswith('task.model.') and path.rpartition('.')[2] == field]
-
-
-def set_all(paths: Sequence[str], value: Any) -> tuple[str, ...]:
-  """Returns the overrides that give all these fields one value."""
-  return tuple(f'{path}={value}' for path in paths)

@@ -6,6 +6,7 @@ its directory, one is never disturbed. Metrics of every step and every bit of th
 
 from collections.abc import Iterator
 import concurrent.futures
+import functools
 import os
 from pathlib import Path
 import subprocess
@@ -40,53 +41,41 @@ _JOB = {
 }
 
 
-class RestartCase:
-  """The case; its processes start with `begin` and run beside everything else."""
-
-  claim = 'restart'
-
-  def __init__(self, bench: Bench):
-    self.setting = Setting(mesh=bench.own_mesh)
-    self.subject = f'killed and started again, {self.setting}'
-    self.settings = (Setting(),)
-    self._processes = _Processes(bench, self.setting.num_devices)
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='restart')
-    self._ended: concurrent.futures.Future[tuple[int, str | None]] | None = None
-
-  def begin(self, bench: Bench) -> None:
-    """Starts the processes."""
-    bench.on_close.callback(self._processes.close)
-    self._ended = self._thread.submit(self._processes.run)
-    self._thread.shutdown(wait=False)
-
-  def decide(self, bench: Bench) -> Verdict:
-    assert self._ended is not None
-    step, failed = self._ended.result()
-    wrong = _difference(0, failed, float('inf')) if failed else _first_difference(bench, self.setting, self._processes)
-    if wrong is not None:
-      return broken(bench, self.claim, self.setting, wrong)
-    return Verdict(
-      status='held', detail=f'killed after step {step} of {_NUM_STEPS}; metrics and the last checkpoint, bit for bit'
-    )
-
-
 def restart_cases(bench: Bench, num_more: int) -> Iterator[Case]:
-  """Yields the one case."""
+  """Yields the one case; its processes run beside all other cases."""
   del num_more
-  yield RestartCase(bench)
+  setting = Setting(mesh=bench.own_mesh)
+  jobs = _Jobs(bench, setting.num_devices)
+  yield Case(
+    claim='restart',
+    subject=f'killed and started again, {setting}',
+    decide=functools.partial(_compare_jobs, setting=setting, jobs=jobs),
+    settings=(Setting(),),
+    begin=jobs.begin,
+  )
+
+
+def _compare_jobs(bench: Bench, setting: Setting, jobs: '_Jobs') -> Verdict:
+  step, failed = jobs.wait()
+  wrong = _difference(0, failed, float('inf')) if failed else _first_difference(bench, setting, jobs)
+  if wrong is not None:
+    return broken(bench, 'restart', setting, wrong)
+  return Verdict(
+    status='held', detail=f'killed after step {step} of {_NUM_STEPS}; metrics and the last checkpoint, bit for bit'
+  )
 
 
 # Tests start processes in another way, which is faster.
 start_process = subprocess.Popen
 
 
-class _Processes:
-  """The jobs, of the binary on the shrunk experiment, in the directories `killed` and `whole`."""
+class _Jobs:
+  """Processes of the binary, which train the shrunk experiment in the directories `killed` and `undisturbed`."""
 
   def __init__(self, bench: Bench, num_devices: int):
     Path(bench.directory).mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix='restart_', dir=bench.directory))
-    self.killed, self.whole = directory / 'killed', directory / 'undisturbed'
+    self.killed, self.undisturbed = directory / 'killed', directory / 'undisturbed'
     experiment, own = bench.source.flags[:2], bench.source.flags[2:]
     last = [f'ici_mesh_shape={",".join(str(size) for _, size in bench.own_mesh)}', 'dcn_mesh_shape=None']
     last += [f'{name}={value}' for name, value in _JOB.items()]
@@ -96,14 +85,24 @@ class _Processes:
     cache = {'JAX_COMPILATION_CACHE_DIR': str(directory / 'compiled')}
     self._env = {**cache, **os.environ, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
     self._running: list[subprocess.Popen] = []
+    self._ended: concurrent.futures.Future[tuple[int, str | None]]
 
-  def run(self) -> tuple[int, str | None]:
-    """Runs all jobs; returns the step after which one was killed, and what went wrong."""
+  def begin(self, bench: Bench) -> None:
+    """Starts the jobs, on another thread; the end of the bench is theirs too."""
+    bench.on_close.callback(self._close)
+    thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='restart')
+    self._ended = thread.submit(self._run)
+    thread.shutdown(wait=False)
+
+  def wait(self) -> tuple[int, str | None]:
+    """Waits for the jobs; returns the step after which one was killed, and what went wrong."""
+    return self._ended.result()
+
+  def _run(self) -> tuple[int, str | None]:
     step = self._kill_after_checkpoint(self.killed)
-    return step, self._finish(self.killed, self.whole)
+    return step, self._finish(self.killed, self.undisturbed)
 
-  def close(self) -> None:
-    """Ends what still runs."""
+  def _close(self) -> None:
     for process in self._running:
       if process.poll() is None:
         process.kill()
@@ -156,11 +155,11 @@ def _saved_steps(directory: Path) -> list[int]:
   return [int(name) for name in names if name.isdigit()]
 
 
-def _first_difference(bench: Bench, setting: Setting, jobs: _Processes) -> Difference | None:
+def _first_difference(bench: Bench, setting: Setting, jobs: _Jobs) -> Difference | None:
   """Compares the metrics that a step computes, by step, then every leaf of the last checkpoints."""
   expected = bench.trajectory(Setting()).result(0)
   names = {name for name in (*expected.forward, *expected.updated) if '/' not in name}
-  got, want = (read_jsonl(epath.Path(directory)) for directory in (jobs.killed, jobs.whole))
+  got, want = (read_jsonl(epath.Path(directory)) for directory in (jobs.killed, jobs.undisturbed))
   for step in range(1, _NUM_STEPS + 1):
     if step not in got or step not in want:
       return _difference(step, 'metrics.jsonl has no such step', float('inf'))
@@ -169,7 +168,7 @@ def _first_difference(bench: Bench, setting: Setting, jobs: _Processes) -> Diffe
       if not np.array_equal(value, wanted, equal_nan=True):
         return _difference(step, name, distance(value, wanted))
   job = build_job(bench.source, setting)
-  states = [_last_state(job, setting, directory) for directory in (jobs.killed, jobs.whole)]
+  states = [_last_state(job, setting, directory) for directory in (jobs.killed, jobs.undisturbed)]
   for name, value in leaves_of(states[1]).items():
     other = leaves_of(states[0])[name]
     if value.tobytes() != other.tobytes():

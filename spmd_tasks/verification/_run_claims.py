@@ -1,6 +1,8 @@
 """The claims about what is made of a trained state: evaluated, saved, restored on another mesh and trained on."""
 
 from collections.abc import Iterator, Mapping
+import dataclasses
+import functools
 import tempfile
 from typing import Any
 
@@ -9,13 +11,12 @@ import jax
 import numpy as np
 
 from spmd_tasks.checkpoints import Checkpointer
-from spmd_tasks.verification._agreement import Agreement, compare_step, nearest
+from spmd_tasks.verification._agreement import compare_step, nearest
 from spmd_tasks.verification._batches import draw_batches
 from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Case, Check, NotApplicable, Verdict, broken, held
-from spmd_tasks.verification._layouts import num_devices
+from spmd_tasks.verification._cases import Case, Verdict, broken, held, not_applicable
 from spmd_tasks.verification._mesh_claims import other_mesh
-from spmd_tasks.verification._noise import Difference, compare, distance, perturb, spread
+from spmd_tasks.verification._noise import Difference, compare, distance, moved, spread
 from spmd_tasks.verification._runner import Leaves, Runner, leaves_of
 from spmd_tasks.verification._settings import Setting
 
@@ -25,15 +26,16 @@ _SAVED_AFTER = 2  # steps
 def eval_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   """Yields the case that an evaluation gives the same metrics on the experiment's mesh and on one device."""
   del num_more
-  setting = Setting(mesh=bench.own_mesh if num_devices(bench.own_mesh) > 1 else other_mesh(bench))
+  own = Setting(mesh=bench.own_mesh)
+  setting = own if own.num_devices > 1 else Setting(mesh=other_mesh(bench))
   if setting.num_devices == 1:
-    yield NotApplicable(claim='eval', subject='evaluation', reason='there is one device')
+    yield not_applicable('eval', 'evaluation', 'there is one device')
     return
-  yield Check(
+  yield Case(
     claim='eval',
     subject=str(setting),
     settings=(Setting(), setting),
-    check=lambda bench: _compare_evaluations(bench, setting),
+    decide=functools.partial(_compare_evaluations, setting=setting),
   )
 
 
@@ -42,20 +44,18 @@ def _compare_evaluations(bench: Bench, setting: Setting) -> Verdict:
   step = bench.num_steps - 1
   state, epsilon = expected.state(step), expected.runner.epsilon
   rng = np.random.default_rng((bench.seed, 30))
-  moved = [state.replace(weights=perturb(state.weights, epsilon, rng)) for _ in range(3)]
+  states = [state, *(moved(state, epsilon, rng) for _ in range(3))]
   sources = dict(expected.runner.job.eval_inputs) or {'train': expected.runner.job.train_input}
   compared: list[Difference] = []
   for name, source in sources.items():
     batch = draw_batches(source, 2, bench.seed)[-1]
-    alone, *samples = _evaluate(expected.runner, [state, *moved], batch)
+    alone, *samples = _evaluate(expected.runner, states, batch)
     (other,) = _evaluate(runner, [state], batch)
     wrong, every, _ = compare(alone, other, spread(alone, samples), epsilon, step)
     if wrong:
-      first = Difference(**{**vars(wrong[0]), 'leaf': f'{name}: {wrong[0].leaf}'})
-      return broken(bench, 'eval', setting, first)
+      return broken(bench, 'eval', setting, dataclasses.replace(wrong[0], leaf=f'{name}: {wrong[0].leaf}'))
     compared += every
-  closest = nearest(compared)
-  return held(Agreement(first=None, closest=closest, num_steps=1))
+  return held(nearest(compared), 1)
 
 
 def _evaluate(runner: Runner, states: list[Any], batch: Mapping[str, np.ndarray]) -> list[Leaves]:
@@ -65,14 +65,12 @@ def _evaluate(runner: Runner, states: list[Any], batch: Mapping[str, np.ndarray]
   results = []
   for state in states:
     averages = jax.device_get(eval_step(runner.place(state).variables, eval_step.place(batch)))
-    means = {name: _mean(average) for name, average in averages.items()}
-    results.append(means)
+    results.append({name: _mean(average) for name, average in averages.items()})
   return results
 
 
 def _mean(average: clu_metrics.Average) -> np.ndarray:
-  total, count = np.asarray(average.total, np.float64), np.asarray(average.count, np.float64)
-  return total / count if count else np.zeros_like(total)
+  return np.asarray(average.total, np.float64) / (float(average.count) or 1.0)
 
 
 def checkpoint_cases(bench: Bench, num_more: int) -> Iterator[Case]:
@@ -80,13 +78,13 @@ def checkpoint_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   del num_more
   saved, restored = Setting(mesh=bench.own_mesh), Setting(mesh=other_mesh(bench))
   if saved.num_devices == restored.num_devices == 1:
-    yield NotApplicable(claim='checkpoint', subject='saved and restored', reason='there is one device')
+    yield not_applicable('checkpoint', 'saved and restored', 'there is one device')
     return
-  yield Check(
+  yield Case(
     claim='checkpoint',
     subject=f'saved on {saved}, restored on {restored}',
     settings=(Setting(), saved, restored),
-    check=lambda bench: _move_checkpoint(bench, saved, restored),
+    decide=functools.partial(_move_checkpoint, saved=saved, restored=restored),
   )
 
 
@@ -108,12 +106,11 @@ def _move_checkpoint(bench: Bench, saved: Setting, restored: Setting) -> Verdict
   for name, value in leaves_of(state).items():
     if not np.array_equal(value, want[name], equal_nan=value.dtype.kind == 'f'):
       return broken(bench, 'checkpoint', restored, _of_checkpoint(name, distance(value, want[name])))
-  wrong, every = compare_step(expected, _SAVED_AFTER, target.step_from(live, expected.batches[_SAVED_AFTER]))
+  wrong, every = compare_step(expected, _SAVED_AFTER, target.step_from(live, expected.batches[_SAVED_AFTER])[1])
   if wrong is not None:
     return broken(bench, 'checkpoint', restored, wrong)
-  closest = nearest(every)
-  verdict = held(Agreement(first=None, closest=closest, num_steps=1))
-  return Verdict(status=verdict.status, detail=f'every bit of {len(want)} leaves; then {verdict.detail}')
+  verdict = held(nearest(every), 1)
+  return dataclasses.replace(verdict, detail=f'every bit of {len(want)} leaves; then {verdict.detail}')
 
 
 def _of_checkpoint(leaf: str, difference: float) -> Difference:

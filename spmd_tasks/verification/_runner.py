@@ -97,25 +97,30 @@ class Runner:
 
   def step(self, canonical: TrainState, batch: Mapping[str, np.ndarray]) -> StepResult:
     """Takes one step from a canonical state."""
-    return self._step(self.place(canonical), batch)[1]
+    return self.steps(canonical, [batch])[0]
 
   def steps(self, canonical: TrainState, batches: Sequence[Mapping[str, np.ndarray]]) -> list[StepResult]:
     """Takes one step after another, the state staying on the mesh."""
-    state, results = self.place(canonical), []
+    live, results = self.place(canonical), []
     for batch in batches:
-      state, result = self._step(state, batch)
+      live, result = self.step_from(live, batch)
       results.append(result)
     return results
 
-  def step_from(self, live: TrainState, batch: Mapping[str, np.ndarray]) -> StepResult:
-    """Takes one step from a live state, which is used up."""
-    return self._step(live, batch)[1]
+  def losses(self, canonical: TrainState, batches: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+    """Returns the loss of each of these steps, float64."""
+    live, losses = self.place(canonical), []
+    for batch in batches:
+      live, metrics = self.model.train_step(live, self.model.train_step.place(batch))
+      losses.append(float(metrics['loss']))
+    return np.array(losses)
 
-  def _step(self, state: TrainState, batch: Mapping[str, np.ndarray]) -> tuple[TrainState, StepResult]:
-    state, metrics = self.model.train_step(state, self.model.train_step.place(batch))
-    canonical, nonzero_padding = self.to_numpy(state)
+  def step_from(self, live: TrainState, batch: Mapping[str, np.ndarray]) -> tuple[TrainState, StepResult]:
+    """Takes one step from a live state, which is used up; returns the new one too."""
+    live, metrics = self.model.train_step(live, self.model.train_step.place(batch))
+    canonical, nonzero_padding = self.to_numpy(live)
     metrics = {name: np.asarray(value) for name, value in jax.device_get(metrics).items()}
-    return state, split_result(metrics, canonical, nonzero_padding)
+    return live, _split_result(metrics, canonical, nonzero_padding)
 
   def to_numpy(self, state: TrainState) -> tuple[TrainState, tuple[str, ...]]:
     """Returns a live state in canonical shapes, and the names of leaves whose padding is not zero."""
@@ -149,7 +154,7 @@ class Runner:
     state = before.replace(weights=weights, learner=learner)
     state = jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), state, self.model.canonical_state)
     metrics = {name: np.asarray(value) for name, value in metrics.items()}
-    return split_result(metrics, state, ()).updated
+    return _split_result(metrics, state, ()).updated
 
   @functools.cached_property
   def _update(self) -> Callable[..., Any]:
@@ -173,7 +178,7 @@ _COARSE_TYPES = {'bf16[': 'bfloat16', ' f16[': 'float16'}
 _OF_LEARNER = ('grad_norm', 'weight_norm', 'learning_rate', 'skipped')
 
 
-def split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str, ...]) -> StepResult:
+def _split_result(metrics: Leaves, state: TrainState, nonzero_padding: tuple[str, ...]) -> StepResult:
   """Sorts what a step made into what follows from weights and batch, and what the learner made of the gradients."""
   gradients = state.learner.opt_state['gradients']
   learner = state.learner.replace(opt_state=state.learner.opt_state['optimizer'])

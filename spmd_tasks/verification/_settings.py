@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
+import sys
 from typing import Any
 
 from spmd_tasks.errors import UserError
@@ -25,14 +26,37 @@ class Source:
   shrinking: tuple[str, ...] = ()
 
   @functools.cached_property
+  def _resolved(self) -> tuple[Job, Mapping[str, Any]]:
+    return self.resolve(())
+
+  @property
   def base(self) -> Job:
     """The experiment without further overrides."""
-    return self.resolve(())[0]
+    return self._resolved[0]
 
-  @functools.cached_property
+  @property
   def values(self) -> Mapping[str, Any]:
     """The value of every field of `base` by its path."""
-    return self.resolve(())[1]
+    return self._resolved[1]
+
+  def paths_of(self, part: type) -> list[str]:
+    """Returns the paths of the model's parts of a class, such as PipelinedStack, or of a subclass of the user's."""
+    return [
+      path
+      for path, value in self.values.items()
+      if path.startswith('task.model') and isinstance(value, Mapping) and _names(value.get('symbol'), part)
+    ]
+
+  def paths_ending(self, field: str) -> list[str]:
+    """Returns the paths of a field in all parts of the model."""
+    return [path for path in self.values if path.startswith('task.model.') and path.endswith(f'.{field}')]
+
+
+def _names(symbol: Any, part: type) -> bool:
+  """Whether a symbol, such as 'package:Class', is that of a class or a subclass."""
+  module, _, name = str(symbol).partition(':')
+  found = getattr(sys.modules.get(module), name, None)  # loaded: the experiment was built
+  return isinstance(found, type) and issubclass(found, part)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +64,7 @@ class Setting:
   """One way to run the experiment; two equal settings share one compiled program.
 
   Attributes:
-    mesh: (axis, size) pairs in the order of the mesh; axes of size 1 may be left out.
+    mesh: (axis, size) pairs in the order of the mesh; those of size 1 are dropped.
     slices: dcn_mesh_shape, by which the sizes are multiplied; None: one slice.
     overrides: `path=value`, on top of the shrunk experiment.
     change: changes the built job in a way that no override can, given the axes that its mesh lacks; None: it stays.
@@ -51,12 +75,15 @@ class Setting:
   overrides: tuple[str, ...] = ()
   change: Callable[[Job, Mapping[str, int]], Job] | None = None
 
+  def __post_init__(self):
+    object.__setattr__(self, 'mesh', tuple((axis, size) for axis, size in self.mesh if size > 1))
+
   @property
   def num_devices(self) -> int:
     return math.prod(size for _, size in self.mesh) * math.prod(self.slices or (1,))
 
   def __str__(self) -> str:
-    return ' x '.join(f'{axis} {size}' for axis, size in self.mesh if size > 1) or 'one device'
+    return ' x '.join(f'{axis} {size}' for axis, size in self.mesh) or 'one device'
 
 
 def build_job(source: Source, setting: Setting) -> Job:
@@ -71,6 +98,6 @@ def build_job(source: Source, setting: Setting) -> Job:
   job, _ = source.resolve((*setting.overrides, f'ici_mesh_shape={shape}', f'dcn_mesh_shape={slices}'))
   if setting.change is not None:
     job = setting.change(job, sizes)
-  if unknown := [axis for axis, size in sizes.items() if size > 1 and axis not in job.experiment.mesh_axis_names]:
+  if unknown := [axis for axis in sizes if axis not in job.experiment.mesh_axis_names]:
     raise UserError(f'the mesh has no axis {unknown[0]!r}: its axes are {", ".join(job.experiment.mesh_axis_names)}.')
   return job

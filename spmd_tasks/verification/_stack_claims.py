@@ -1,6 +1,6 @@
 """The claims about how the layers of a model are run: in a pipeline, with remat, unrolled, in microbatches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -10,12 +10,12 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.layers import TransformerStack
-from spmd_tasks.layers.pipeline import SCHEDULES, PipelinedStack
+from spmd_tasks.layers.pipeline import SCHEDULES, PipelinedStack, ScheduleName
 from spmd_tasks.sharding import stage_axis, stage_axis_rules
 from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Agree, Case, NotApplicable
+from spmd_tasks.verification._cases import Case, Verdict, agreement, not_applicable
 from spmd_tasks.verification._layouts import Mesh
-from spmd_tasks.verification._promises import for_a_pipeline, for_accumulation, paths_ending, paths_of, set_all
+from spmd_tasks.verification._promises import for_a_pipeline, for_accumulation
 from spmd_tasks.verification._settings import Setting
 
 _STAGE = 'stage'  # the axis that a mesh gets whose model is made a pipeline
@@ -25,7 +25,7 @@ _STAGE = 'stage'  # the axis that a mesh gets whose model is made a pipeline
 class AsPipeline:
   """Makes the model's stack of layers a pipeline, over an axis that the mesh gets for it; a change of a Setting."""
 
-  schedule: str
+  schedule: ScheduleName
   num_microbatches: int
   num_repeats: int
 
@@ -35,7 +35,7 @@ class AsPipeline:
       block=stack.block,
       num_layers=stack.num_layers,
       remat_policy=stack.remat_policy,
-      schedule=self.schedule,  # type: ignore[arg-type]
+      schedule=self.schedule,
       num_microbatches=self.num_microbatches,
       num_repeats=self.num_repeats,
     )
@@ -56,62 +56,53 @@ def pipeline_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   """Yields a case for each schedule, of a model with a pipeline or of a plain stack that is made one."""
   del num_more
   job, values = bench.source.base, bench.source.values
-  paths = paths_of(values, PipelinedStack)
-  if not paths:
-    try:
-      _, stack = _plain_stack(job.task.model)
-    except UserError as error:
-      yield NotApplicable(claim='pipeline', subject='any schedule', reason=str(error))
-      return
-    num_layers = stack.num_layers
-  else:
-    num_layers = int(values[f'{paths[0]}.num_layers'])
-  turned_off = for_a_pipeline(values)
+  paths = bench.source.paths_of(PipelinedStack)
+  try:
+    num_layers = int(values[f'{paths[0]}.num_layers']) if paths else _plain_stack(job.task.model)[1].num_layers
+  except UserError as error:
+    yield not_applicable('pipeline', 'any schedule', str(error))
+    return
+  own_microbatches = int(values[f'{paths[0]}.num_microbatches']) if paths else None
+  turned_off = for_a_pipeline(bench.source)
   reference = Setting(overrides=turned_off.overrides)
   for schedule in SCHEDULES:
-    mesh = _pipeline_mesh(bench, schedule, int(values[f'{paths[0]}.num_microbatches']) if paths else None)
+    mesh = _pipeline_mesh(bench, schedule, own_microbatches)
     if mesh is None:
       reason = f'no number of microbatches fits the batch of {_batch_size(job)} rows on {bench.num_devices} devices'
-      yield NotApplicable(claim='pipeline', subject=schedule, reason=reason)
+      yield not_applicable('pipeline', schedule, reason)
       continue
-    num_repeats = 1
-    if schedule == 'circular':
-      num_repeats = next((repeats for repeats in (2, 3, num_layers) if num_layers % repeats == 0), 1)
+    num_repeats = next(n for n in (2, 3, num_layers) if num_layers % n == 0) if schedule == 'circular' else 1
     if paths:
       own = [f'{path}.{name}' for path in paths for name in (f'schedule={schedule}', f'num_repeats={num_repeats}')]
-      setting = Setting(mesh=mesh, overrides=(*turned_off.overrides, *own))
+      setting = Setting(mesh=mesh, overrides=(*reference.overrides, *own))
     else:
       stages = dict(mesh)[_STAGE]
       num_microbatches = stages * max(m for m in (1, 2) if _batch_size(job) % (stages * m) == 0)
       change = AsPipeline(schedule=schedule, num_microbatches=num_microbatches, num_repeats=num_repeats)
-      setting = Setting(mesh=mesh, overrides=turned_off.overrides, change=change)
-    yield Agree(
-      claim='pipeline',
-      setting=setting,
-      reference=reference,
-      case=f'{schedule}, {setting}',
-      remark=turned_off.remark,
-    )
+      setting = Setting(mesh=mesh, overrides=reference.overrides, change=change)
+    yield agreement('pipeline', setting, reference, subject=f'{schedule}, {setting}', remark=turned_off.remark)
 
 
-def _pipeline_mesh(bench: Bench, schedule: str, num_microbatches: int | None) -> Mesh | None:
-  """Returns the experiment's mesh if it has stages; else one that is drawn, or None if nothing fits."""
-  names = bench.source.base.experiment.mesh_axis_names
-  axis = stage_axis(names, bench.source.base.experiment.axis_rules)
-  own = bench.own_mesh
-  if num_microbatches is not None and axis is not None and dict(own)[axis] > 1:
-    return own
-  axis, names = (axis, names) if num_microbatches is not None and axis else (_STAGE, (names[0], _STAGE, *names[1:]))
-  batch_size = _batch_size(bench.source.base)
-  counts = [
-    stages
-    for stages in (2, 4)
-    if stages <= bench.num_devices
-    and (batch_size % stages == 0 if num_microbatches is None else num_microbatches % stages == 0)
-  ]
+def _pipeline_mesh(bench: Bench, schedule: ScheduleName, own_microbatches: int | None) -> Mesh | None:
+  """Returns the experiment's mesh if it has stages; else one that is drawn, or None if nothing fits.
+
+  Args:
+    bench: the experiment.
+    schedule: each has a mesh of its own.
+    own_microbatches: of a model with a pipeline; None for a plain stack, whose mesh gets an axis for the stages.
+  """
+  experiment = bench.source.base.experiment
+  names = experiment.mesh_axis_names
+  axis = None if own_microbatches is None else stage_axis(names, experiment.axis_rules)
+  if axis is None:
+    axis, names = _STAGE, (names[0], _STAGE, *names[1:])
+  elif dict(bench.own_mesh)[axis] > 1:
+    return bench.own_mesh
+  divided = own_microbatches or _batch_size(bench.source.base)
+  counts = [stages for stages in (2, 4) if stages <= bench.num_devices and divided % stages == 0]
   if not counts:
     return None
-  rng = np.random.default_rng((bench.seed, 20, list(SCHEDULES).index(schedule)))
+  rng = np.random.default_rng((bench.seed, 20, SCHEDULES.index(schedule)))
   sizes = dict.fromkeys(names, 1)
   sizes[axis] = int(rng.choice(counts))
   others = [name for name in names[1:] if name != axis]
@@ -131,29 +122,37 @@ def microbatch_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   found = _accumulation(bench, batch_size) if now == 1 else (bench.own_mesh, 1)
   if now is None or found is None:
     reason = f'{path} cannot be set' if now is None else f'neither 4 nor 2 fit the batch of {batch_size} rows'
-    yield NotApplicable(claim='microbatches', subject=subject, reason=reason)
+    yield not_applicable('microbatches', subject, reason)
     return
   if values.get('task.learner.accumulation') == 'sum':
-    yield NotApplicable(claim='microbatches', subject=subject, reason="accumulation 'sum' adds means, as it should")
+    yield not_applicable('microbatches', subject, "accumulation 'sum' adds means, as it should")
     return
-  turned_off = for_accumulation(values)
+  turned_off = for_accumulation(bench.source)
   mesh, count = found
   setting = Setting(mesh=mesh, overrides=(*turned_off.overrides, f'{path}={count}'))
-  yield Agree(
-    claim='microbatches',
-    setting=setting,
-    reference=Setting(overrides=turned_off.overrides),
-    case=f'{count} instead of {now}, {setting}',
+  reference = Setting(overrides=turned_off.overrides)
+  case = agreement(
+    'microbatches',
+    setting,
+    reference,
+    subject=f'{count} instead of {now}, {setting}',
     metrics=turned_off.metrics,
     remark=turned_off.remark,
-    has_no_statistics=True,
   )
+
+  def decide(bench: Bench) -> Verdict:
+    # Variables beside the weights are statistics of a batch, so microbatches make others.
+    if kept := bench.runner(reference).model.abstract_state.non_trainable:
+      return Verdict(status='not applicable', detail=f'{", ".join(kept)} are statistics of a batch')
+    return case.decide(bench)
+
+  yield dataclasses.replace(case, decide=decide)
 
 
 def _accumulation(bench: Bench, batch_size: int) -> tuple[Mesh, int] | None:
   """Returns a mesh and a number of microbatches that fit the batch, also if a pipeline cuts each of them again."""
   values, experiment = bench.source.values, bench.source.base.experiment
-  paths = paths_of(values, PipelinedStack)
+  paths = bench.source.paths_of(PipelinedStack)
   stage = stage_axis(experiment.mesh_axis_names, experiment.axis_rules) if paths else None
   without = tuple((name, 1 if name == stage else size) for name, size in bench.own_mesh)
   for mesh in (bench.own_mesh, without):
@@ -164,7 +163,7 @@ def _accumulation(bench: Bench, batch_size: int) -> tuple[Mesh, int] | None:
   return None
 
 
-def field_cases(bench: Bench, num_more: int, *, claim: str, field: str, new: Sequence[Any]) -> Iterator[Case]:
+def _field_cases(bench: Bench, num_more: int, *, claim: str, field: str, new: tuple[Any, Any]) -> Iterator[Case]:
   """Yields the case that a field of the model's stacks changes no number.
 
   Args:
@@ -172,21 +171,20 @@ def field_cases(bench: Bench, num_more: int, *, claim: str, field: str, new: Seq
     num_more: not used.
     claim: the name of the claim.
     field: the field's name.
-    new: the first value that the field does not have is set, wherever the model has the field.
+    new: the first of these values that is new to the field anywhere is set, wherever the model has the field.
   """
   del num_more
-  values = bench.source.values
-  paths = paths_ending(values, field)
+  values, paths = bench.source.values, bench.source.paths_ending(field)
   if not paths:
-    yield NotApplicable(claim=claim, subject=field, reason=f'no part of the model has a field {field}')
+    yield not_applicable(claim, field, f'no part of the model has a field {field}')
     return
   value = next(value for value in new if any(str(values[path]) != str(value) for path in paths))
-  setting = Setting(mesh=bench.own_mesh, overrides=set_all(paths, value))
-  yield Agree(claim=claim, setting=setting, reference=Setting(), case=f'{field} {value}, {setting}')
+  setting = Setting(mesh=bench.own_mesh, overrides=tuple(f'{path}={value}' for path in paths))
+  yield agreement(claim, setting, Setting(), subject=f'{field} {value}, {setting}')
 
 
-remat_cases = functools.partial(field_cases, claim='remat', field='remat_policy', new=('full', 'none'))
-scan_cases = functools.partial(field_cases, claim='scan', field='scan', new=(False, True))
+remat_cases = functools.partial(_field_cases, claim='remat', field='remat_policy', new=('full', 'none'))
+scan_cases = functools.partial(_field_cases, claim='scan', field='scan', new=(False, True))
 
 
 def _plain_stack(model: Any) -> tuple[str, TransformerStack]:

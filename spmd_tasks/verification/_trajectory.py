@@ -1,6 +1,6 @@
 """Trajectory: the steps of a reference, and what rounding does to each of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -9,12 +9,11 @@ import numpy as np
 
 from spmd_tasks.runtime import TrainState
 from spmd_tasks.verification._batches import Batch
-from spmd_tasks.verification._noise import distance, perturb, spread
+from spmd_tasks.verification._noise import FLOAT32, distance, moved, perturb, spread
 from spmd_tasks.verification._runner import Leaves, Runner, StepResult, leaves_of
 
 FURTHER = 16.0  # how many units in the last place weights are moved to find out whether a step jumps
 _NUM_SAMPLES, _NUM_FURTHER_SAMPLES = 3, 10
-_FLOAT32 = 2.0**-23
 
 
 class Trajectory:
@@ -30,9 +29,7 @@ class Trajectory:
       seed: of the directions in which weights are moved.
     """
     self.runner, self.batches = runner, batches
-    self._results: list[StepResult] = []
-    self._states = [initial]
-    self._seed = seed
+    self._initial, self._seed = initial, seed
 
   @property
   def num_steps(self) -> int:
@@ -41,24 +38,19 @@ class Trajectory:
 
   def state(self, step: int) -> TrainState:
     """Returns the canonical state before step `step` (from 0)."""
-    while len(self._states) <= step:
-      self.result(len(self._states) - 1)
-    return self._states[step]
+    return self.result(step - 1).state if step else self._initial
 
+  @functools.cache  # noqa: B019 lives as long as the trajectory
   def result(self, step: int) -> StepResult:
     """Returns what step `step` (from 0) made."""
-    while len(self._results) <= step:
-      done = len(self._results)
-      self._results.append(self.runner.step(self._states[done], self.batches[done]))
-      self._states.append(self._results[done].state)
-    return self._results[step]
+    return self.runner.step(self.state(step), self.batches[step])
 
   @functools.cached_property
   def losses(self) -> np.ndarray:
     """The loss of each step."""
     return np.array([float(self.result(step).forward['loss']) for step in range(self.num_steps)])
 
-  @functools.cache  # noqa: B019 lives as long as the trajectory
+  @functools.cache  # noqa: B019
   def spread(self, step: int) -> dict[str, float]:
     """Returns how far rounding moves each metric and gradient of a step."""
     return self._spread(step, _NUM_SAMPLES, self.runner.epsilon)
@@ -69,15 +61,13 @@ class Trajectory:
     return self._spread(step, _NUM_FURTHER_SAMPLES, FURTHER * self.runner.epsilon)
 
   def _spread(self, step: int, num_samples: int, epsilon: float) -> dict[str, float]:
-    state, samples = self.state(step), []
-    for sample in range(num_samples):
-      rng = np.random.default_rng((self._seed, step, sample, int(epsilon / _FLOAT32)))
-      moved = state.replace(weights=perturb(state.weights, epsilon, rng))
-      samples.append(self.runner.step(moved, self.batches[step]).forward)
+    seeds = [(self._seed, step, sample, int(epsilon / FLOAT32)) for sample in range(num_samples)]
+    states = [moved(self.state(step), epsilon, np.random.default_rng(seed)) for seed in seeds]
+    samples = [self.runner.step(state, self.batches[step]).forward for state in states]
     return spread(self.result(step).forward, samples)
 
   @functools.cache  # noqa: B019
-  def own_update(self, step: int) -> Leaves:
+  def _own_update(self, step: int) -> Leaves:
     """Returns what the learner makes of the reference's own gradients."""
     return self.runner.updated_from(self.state(step), self.result(step))
 
@@ -86,12 +76,12 @@ class Trajectory:
     """Returns how far rounding of the gradients moves what the learner makes of them."""
     rng = np.random.default_rng((self._seed, step, 1))
     result, before = self.result(step), self.state(step)
-    moved = [_with_gradients(result, perturb(_gradients(result), _FLOAT32, rng)) for _ in range(_NUM_SAMPLES)]
-    return spread(self.own_update(step), [self.runner.updated_from(before, each) for each in moved])
+    samples = [_with_gradients(result, perturb(_gradients(result), FLOAT32, rng)) for _ in range(_NUM_SAMPLES)]
+    return spread(self._own_update(step), [self.runner.updated_from(before, sample) for sample in samples])
 
   def changes(self, step: int) -> dict[str, float]:
     """Returns by how much a step changes each weight at most, and four roundings of the weight itself."""
-    before, after = leaves_of({'weights': self.state(step).weights}), self.own_update(step)
+    before, after = leaves_of({'weights': self.state(step).weights}), self._own_update(step)
     return {
       name: distance(after[name], value) + float(np.max(np.abs(value), initial=0)) / 16
       for name, value in before.items()
@@ -100,15 +90,10 @@ class Trajectory:
   @functools.cache  # noqa: B019
   def spread_of_losses(self, further: bool = False) -> np.ndarray:
     """Returns how far rounding of the first weights moves the losses of training without a stop."""
-    num_samples, epsilon = (_NUM_FURTHER_SAMPLES, FURTHER) if further else (2, 1.0)
-    return np.max([np.abs(losses - self.losses) for losses in self._losses(num_samples, epsilon)], axis=0)
-
-  def _losses(self, num_samples: int, units: float) -> Iterator[np.ndarray]:
-    start = self.state(0)
-    for sample in range(num_samples):
-      rng = np.random.default_rng((self._seed, sample, int(units)))
-      moved = start.replace(weights=perturb(start.weights, units * self.runner.epsilon, rng))
-      yield np.array([float(result.forward['loss']) for result in self.runner.steps(moved, self.batches)])
+    num_samples, units = (_NUM_FURTHER_SAMPLES, FURTHER) if further else (2, 1.0)
+    rngs = [np.random.default_rng((self._seed, sample, int(units))) for sample in range(num_samples)]
+    starts = [moved(self._initial, units * self.runner.epsilon, rng) for rng in rngs]
+    return np.max([np.abs(self.runner.losses(start, self.batches) - self.losses) for start in starts], axis=0)
 
 
 def _gradients(result: StepResult) -> Any:

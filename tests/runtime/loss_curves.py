@@ -74,6 +74,5 @@ def assert_same_run(other: Runner, expected: Trajectory, metrics: Sequence[str] 
   """Six of the 20 steps are the reference's, and so is the whole loss curve."""
   found = agree(other, expected, metrics=metrics, steps=COMPARED)
   assert found.first is None, f'{found.first}; {found.notes}'
-  assert found.num_steps >= len(COMPARED) - 1, (
-    found.notes
-  )  # rounding alone decides between two experts in few steps only
+  # Rounding alone may decide between two experts, in one step at most.
+  assert found.num_steps >= len(COMPARED) - 1, found.notes

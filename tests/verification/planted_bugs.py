@@ -19,9 +19,9 @@ from spmd_tasks.layers import FanInNormal, GatedFeedForward, LossOutput, declare
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.recipes import PipelinedLanguageModel, SyntheticLanguageModel
 from spmd_tasks.sharding import constrain, current_sharding_scope, pad, padded_shape, split_dims_to_partition_spec
-from tests.verification.formed_text import FormedText
 
 BATCH_AXES = ('replica', 'data')
+ROWS = P(BATCH_AXES)
 
 
 class Planted(SyntheticLanguageModel):
@@ -41,23 +41,29 @@ class Planted(SyntheticLanguageModel):
   num_train_steps = 4
 
 
-class OfPaddedText(Planted):
-  """Trains on rows of different lengths."""
-
-  def train_input(self):
-    cfg = super().train_input()
-    fdl.update_callable(cfg, FormedText)
-    return cfg
+def own_ffn(layer):
+  """The method `ffn` of an experiment with a feed-forward layer of the user's."""
+  return lambda self: fdl.Config(layer, hidden_dim=self.hidden_dims, bug=self.bug)
 
 
-def on_devices(function, *arrays, in_specs=P(BATCH_AXES), out_specs=P()):
+def on_devices(function, *arrays, in_specs, out_specs=P()):
   """Calls `function` on every device with its parts of the arrays; zeros fill up what the mesh does not divide."""
   mesh = current_sharding_scope().mesh
-  specs = in_specs if isinstance(in_specs, tuple) else (in_specs,) * len(arrays)
   even = [
-    pad(a, jax.ShapeDtypeStruct(padded_shape(a.shape, spec, mesh.shape), a.dtype)) for a, spec in zip(arrays, specs)
+    pad(a, jax.ShapeDtypeStruct(padded_shape(a.shape, spec, mesh.shape), a.dtype)) for a, spec in zip(arrays, in_specs)
   ]
-  return jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*even)
+  return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*even)
+
+
+def ffn_weights(layer, embed_dim):
+  """The weights [D, F] and [F, D] of a feed-forward layer."""
+  return [
+    declare_weight(layer, name, shape=shape, init=FanInNormal(), split_dims=split_dims)
+    for name, shape, split_dims in (
+      ('up', (embed_dim, layer.hidden_dim), ('embed', 'mlp')),
+      ('down', (layer.hidden_dim, embed_dim), ('mlp', 'embed')),
+    )
+  ]
 
 
 # 1. A layer with a missing psum.
@@ -71,120 +77,86 @@ class RowParallelFfn(nn.Module, kw_only=True):
 
   @nn.compact
   def __call__(self, x, segment_ids=None, *, train=False):
-    embed_dim = x.shape[-1]
-    up = declare_weight(self, 'up', shape=(embed_dim, self.hidden_dim), init=FanInNormal(), split_dims=('embed', 'mlp'))
-    down = declare_weight(
-      self, 'down', shape=(self.hidden_dim, embed_dim), init=FanInNormal(), split_dims=('mlp', 'embed')
-    )
-    if current_sharding_scope() is None:
-      return nn.relu(x @ up) @ down, {}
-
     def of_device(x, up, down):
       y = nn.relu(x @ up) @ down
       return y if self.bug else jax.lax.psum(y, 'mdl')  # <-
 
-    rows = P(BATCH_AXES)
-    y = on_devices(of_device, x, up, down, in_specs=(rows, P(None, 'mdl'), P('mdl')), out_specs=rows)
+    in_specs = (ROWS, P(None, 'mdl'), P('mdl'))
+    y = on_devices(of_device, x, *ffn_weights(self, x.shape[-1]), in_specs=in_specs, out_specs=ROWS)
     return y[: x.shape[0]], {}
 
 
 class MissingPsum(Planted):
-  def ffn(self):
-    return fdl.Config(RowParallelFfn, hidden_dim=self.hidden_dims, bug=self.bug)
+  ffn = own_ffn(RowParallelFfn)
 
 
-# 2. A loss that averages over the local batch.
+# 2. A loss that averages over the local batch, and 4. a wrong shard of labels.
 
 
-def cross_entropy(logits, labels):
-  return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+def loss_sums(logits, labels, weights):
+  """The summed cross-entropy of the tokens, and their summed weight."""
+  return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, labels) * weights), jnp.sum(weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedLoss:
   """The mean cross-entropy over the tokens, each device summing its own rows."""
 
-  bug: bool
+  is_local: bool = False
+  is_reordered: bool = False
 
   def __call__(self, predictions, batch) -> LossOutput:
     def of_device(logits, labels, weights):
-      total, weight = jnp.sum(cross_entropy(logits, labels) * weights), jnp.sum(weights)
-      if self.bug:
+      total, weight = loss_sums(logits, labels, weights)
+      if self.is_local:
         return jax.lax.pmean(total / jnp.maximum(weight, 1), BATCH_AXES)  # <-
       return jax.lax.psum(total, BATCH_AXES) / jax.lax.psum(weight, BATCH_AXES)
 
-    loss = on_devices(of_device, predictions['logits'], batch['labels'], batch['weights'])
+    labels = P(BATCH_AXES[::-1]) if self.is_reordered else ROWS  # <-
+    arrays = predictions['logits'], batch['labels'], batch['weights']
+    loss = on_devices(of_device, *arrays, in_specs=(ROWS, labels, labels))
     return LossOutput(loss=loss, weight=jnp.sum(batch['weights']), metrics={}, per_example={})
 
 
-class LocalMean(OfPaddedText):
+class LocalMean(Planted):
   def loss(self):
-    return fdl.Config(ShardedLoss, bug=self.bug)
-
-
-# 3. An rng folded by device.
-
-
-class ShardedDropoutFfn(RowParallelFfn, kw_only=True):
-  """The sound layer of 1, with dropout of its output."""
-
-  rate: float = 0.25
-
-  @nn.compact
-  def __call__(self, x, segment_ids=None, *, train=False):
-    y, aux = RowParallelFfn(hidden_dim=self.hidden_dim, bug=False, name='ffn')(x)
-    if not train:
-      return y, aux
-    rng = self.make_rng('dropout')
-
-    def of_device(y):
-      rng_of_device = jax.random.fold_in(rng, jax.lax.axis_index('data'))  # <-
-      return y * jax.random.bernoulli(rng_of_device, 1 - self.rate, y.shape) / (1 - self.rate)
-
-    if not self.bug:
-      return y * jax.random.bernoulli(rng, 1 - self.rate, y.shape) / (1 - self.rate), aux
-    rows = P(BATCH_AXES)
-    return on_devices(of_device, y, out_specs=rows)[: y.shape[0]], aux
-
-
-class RngOfDevice(Planted):
-  def ffn(self):
-    return fdl.Config(ShardedDropoutFfn, hidden_dim=self.hidden_dims, bug=self.bug)
-
-
-# 4. A wrong shard of labels.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicatedLabelsLoss:
-  """The mean cross-entropy; every device has all labels and cuts out those of its own rows."""
-
-  bug: bool
-
-  def __call__(self, predictions, batch) -> LossOutput:
-    sizes = current_sharding_scope().mesh.shape
-    num_parts = sizes['replica'] * sizes['data']
-    num_missing = -batch['labels'].shape[0] % num_parts
-    labels, weights = (jnp.pad(batch[name], ((0, num_missing), (0, 0))) for name in ('labels', 'weights'))
-
-    def of_device(logits):
-      replica, data = jax.lax.axis_index('replica'), jax.lax.axis_index('data')
-      part = replica + sizes['replica'] * data if self.bug else replica * sizes['data'] + data  # <-
-      own_labels, own_weights = (
-        jax.lax.dynamic_slice_in_dim(a, part * logits.shape[0], logits.shape[0]) for a in (labels, weights)
-      )
-      totals = jnp.stack([jnp.sum(cross_entropy(logits, own_labels) * own_weights), jnp.sum(own_weights)])
-      return jax.lax.psum(totals, BATCH_AXES)
-
-    total, weight = on_devices(of_device, predictions['logits'])
-    return LossOutput(loss=total / weight, weight=weight, metrics={}, per_example={})
+    return fdl.Config(ShardedLoss, is_local=self.bug)
 
 
 class WrongLabels(Planted):
   ici_mesh_shape = (2, 2, 1)
 
   def loss(self):
-    return fdl.Config(ReplicatedLabelsLoss, bug=self.bug)
+    return fdl.Config(ShardedLoss, is_reordered=self.bug)
+
+
+# 3. An rng folded by device.
+
+
+class DropoutFfn(GatedFeedForward, kw_only=True):
+  """A gated feed-forward sublayer with dropout of its hidden layer."""
+
+  bug: bool
+
+  def _hidden(self, x):
+    hidden = super()._hidden(x)
+    if not self.has_rng('dropout'):
+      return hidden
+    rng = self.make_rng('dropout')
+
+    def drop(rng, hidden):
+      return hidden * jax.random.bernoulli(rng, 0.75, hidden.shape) / 0.75
+
+    def of_device(hidden):
+      return drop(jax.random.fold_in(rng, jax.lax.axis_index('data')), hidden)  # <-
+
+    if not self.bug:
+      return drop(rng, hidden)
+    return on_devices(of_device, hidden, in_specs=(ROWS,), out_specs=ROWS)[: x.shape[0]]
+
+
+class RngOfDevice(Planted):
+  ffn = own_ffn(DropoutFfn)
 
 
 # 5. A pad that leaks into a norm.
@@ -198,14 +170,11 @@ class NormedHiddenFfn(nn.Module, kw_only=True):
 
   @nn.compact
   def __call__(self, x, segment_ids=None, *, train=False):
-    embed_dim, hidden_dim = x.shape[-1], self.hidden_dim
-    up = declare_weight(self, 'up', shape=(embed_dim, hidden_dim), init=FanInNormal(), split_dims=('embed', 'mlp'))
-    down = declare_weight(self, 'down', shape=(hidden_dim, embed_dim), init=FanInNormal(), split_dims=('mlp', 'embed'))
-    scope = current_sharding_scope()
-    num_missing = 0 if scope is None else -hidden_dim % scope.mesh.shape['mdl']
+    up, down = ffn_weights(self, x.shape[-1])
+    num_missing = -self.hidden_dim % current_sharding_scope().mesh.shape['mdl']
     hidden = jnp.pad(x @ up, ((0, 0), (0, 0), (0, num_missing)))
     hidden = constrain(hidden, ('batch', 'seq', 'act_mlp'))
-    size = hidden.shape[-1] if self.bug else hidden_dim  # <-
+    size = hidden.shape[-1] if self.bug else self.hidden_dim  # <-
     mean_square = jnp.sum(jnp.square(hidden), axis=-1, keepdims=True) / size
     hidden = nn.relu(hidden * jax.lax.rsqrt(mean_square + 1e-6))
     return hidden @ jnp.pad(down, ((0, num_missing), (0, 0))), {}
@@ -214,9 +183,7 @@ class NormedHiddenFfn(nn.Module, kw_only=True):
 class PadInNorm(Planted):
   ici_mesh_shape = (1, 1, 4)
   hidden_dims = 10
-
-  def ffn(self):
-    return fdl.Config(NormedHiddenFfn, hidden_dim=self.hidden_dims, bug=self.bug)
+  ffn = own_ffn(NormedHiddenFfn)
 
 
 # 6. A microbatch mean of means.
@@ -229,13 +196,12 @@ class WeightOfRowsLoss:
   bug: bool
 
   def __call__(self, predictions, batch) -> LossOutput:
-    weights = batch['weights']
-    loss = jnp.sum(cross_entropy(predictions['logits'], batch['labels']) * weights) / jnp.maximum(jnp.sum(weights), 1)
-    weight = jnp.asarray(len(weights), jnp.float32) if self.bug else jnp.sum(weights)  # <-
-    return LossOutput(loss=loss, weight=weight, metrics={}, per_example={})
+    total, num_tokens = loss_sums(predictions['logits'], batch['labels'], batch['weights'])
+    weight = jnp.float32(len(batch['weights'])) if self.bug else num_tokens  # <-
+    return LossOutput(loss=total / jnp.maximum(num_tokens, 1), weight=weight, metrics={}, per_example={})
 
 
-class MeanOfMeans(OfPaddedText):
+class MeanOfMeans(Planted):
   def loss(self):
     return fdl.Config(WeightOfRowsLoss, bug=self.bug)
 
@@ -278,30 +244,24 @@ class LostTick(PipelinedLanguageModel, Planted):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormalizedMomentum:
-  """Momentum, divided by the root mean square of each weight's gradient; each device sums its own part of it."""
+  """Momentum, divided by the root mean square of each weight's gradient."""
 
   bug: bool
   learning_rate: float = 1e-2
 
   def transformation(self, weight_specs) -> optax.GradientTransformation:
-    def rms(grad, weight_spec):
+    def mean_square_by_device(grad, weight_spec):
       scope = current_sharding_scope()
-      assert scope is not None
-      mesh = scope.mesh
-      spec = split_dims_to_partition_spec(weight_spec.split_dims, mesh.axis_names, scope.axis_rules)
-      even = pad(grad, jax.ShapeDtypeStruct(padded_shape(grad.shape, spec, mesh.shape), grad.dtype))
+      axis_names = scope.mesh.axis_names
+      spec = split_dims_to_partition_spec(weight_spec.split_dims, axis_names, scope.axis_rules)
+      return on_devices(lambda part: jax.lax.pmean(jnp.mean(jnp.square(part)), axis_names), grad, in_specs=(spec,))
 
-      def of_device(part):
-        return jax.lax.pmean(jnp.mean(jnp.square(part)), mesh.axis_names)
-
-      mean = jax.shard_map(of_device, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)(even)
-      if not self.bug:
-        mean = mean * (even.size / grad.size)  # <-
-      return jnp.sqrt(mean) + 1e-6
+    def normalize(grad, weight_spec):
+      mean_square = mean_square_by_device(grad, weight_spec) if self.bug else jnp.mean(jnp.square(grad))  # <-
+      return grad / (jnp.sqrt(mean_square) + 1e-6)
 
     def update(grads, state, weights=None):
-      normed = jax.tree.map(lambda g, spec: g / rms(g, spec), grads, weight_specs)
-      momentum = jax.tree.map(lambda m, n: 0.9 * m + n, state, normed)
+      momentum = jax.tree.map(lambda m, g, spec: 0.9 * m + normalize(g, spec), state, grads, weight_specs)
       return momentum, momentum
 
     return optax.GradientTransformation(lambda weights: jax.tree.map(jnp.zeros_like, weights), update)
@@ -323,6 +283,7 @@ class PadInOptimizer(Planted):
 class LooksAheadFfn(nn.Module, kw_only=True):
   """Adds the mean of all tokens of the row, or of those up to each token, with a weight."""
 
+  hidden_dim: int
   bug: bool
 
   @nn.compact
@@ -333,8 +294,7 @@ class LooksAheadFfn(nn.Module, kw_only=True):
 
 
 class LooksAhead(Planted):
-  def ffn(self):
-    return fdl.Config(LooksAheadFfn, bug=self.bug)
+  ffn = own_ffn(LooksAheadFfn)
 
 
 # 10. A layer that keeps 8 bits of integers, without a scale, where it should keep those of bfloat16.
@@ -343,7 +303,7 @@ class LooksAhead(Planted):
 class CoarseFfn(GatedFeedForward, kw_only=True):
   """A gated feed-forward sublayer whose hidden layer is stored in 8 bits."""
 
-  bug: bool = True
+  bug: bool
 
   def _hidden(self, x):
     hidden = super()._hidden(x)

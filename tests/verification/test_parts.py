@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config import resolve, to_json
-from spmd_tasks.verification import Check, Verdict, all_meshes, draw_batches, draw_meshes, scaled_mesh, shrink, summary
+from spmd_tasks.verification import Case, Verdict, all_meshes, draw_batches, draw_meshes, scaled_mesh, shrink, summary
 from spmd_tasks.verification._layouts import smaller_meshes
 from spmd_tasks.verification._noise import compare
 
@@ -112,7 +112,7 @@ def test_noise_is_no_excuse_for_everything():
 
 
 def test_the_last_line_counts_claims_that_apply():
-  cases = [Check(claim='mesh', subject=str(index), check=lambda bench: None) for index in range(3)]
+  cases = [Case(claim='mesh', subject=str(index), decide=lambda bench: None) for index in range(3)]
   verdicts = [
     Verdict(status='held', detail=''),
     Verdict(status='BROKEN', detail='', failure={'leaf': 'loss'}),

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 from spmd_tasks.errors import UserError
 
 ScheduleName = Literal['gpipe', 'circular', 'one_forward_one_backward']
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
