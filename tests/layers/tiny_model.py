@@ -3,6 +3,7 @@
 d_model 30, heads 3, ffn 90, vocab 257: no dim that a power of two divides, but d_model and ffn by 2.
 """
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +17,22 @@ from spmd_tasks.layers import (
   TransformerStack,
 )
 from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.base import WithSublayers
 from spmd_tasks.sharding import unbox_weights
 
 VOCAB = 257
+
+
+class FfnBlock(WithSublayers, kw_only=True):
+  """A transformer block without attention, which compiles in half the time."""
+
+  ffn: nn.Module
+  norm: nn.Module = RmsNorm()
+
+  @nn.compact
+  def __call__(self, x, segment_ids=None, segment_pos=None, *, train=False):
+    y, aux = self.ffn(self.norm(x), segment_ids, train=train)
+    return x + y, aux
 
 
 def tiny_model(

@@ -19,13 +19,14 @@ from spmd_tasks.layers import FanInNormal, GatedFeedForward, LossOutput, declare
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.recipes import PipelinedLanguageModel, SyntheticLanguageModel
 from spmd_tasks.sharding import constrain, current_sharding_scope, pad, padded_shape, split_dims_to_partition_spec
+from tests.layers.tiny_model import FfnBlock
 
 BATCH_AXES = ('replica', 'data')
 ROWS = P(BATCH_AXES)
 
 
 class Planted(SyntheticLanguageModel):
-  """A model of width 8 on data 2 x mdl 2, with one bug."""
+  """A model of width 8 on data 2 x mdl 2, with one bug; without attention, which no bug but one concerns."""
 
   bug: bool = True
 
@@ -39,6 +40,9 @@ class Planted(SyntheticLanguageModel):
   batch_size = 8
   eval_batches = 1
   num_train_steps = 4
+
+  def block(self, ffn):
+    return fdl.Config(FfnBlock, ffn=ffn, norm=super().block(ffn).norm)
 
 
 def own_ffn(layer):
@@ -268,8 +272,8 @@ class NormalizedMomentum:
 
 
 class PadInOptimizer(Planted):
-  ici_mesh_shape = (1, 1, 4)
-  hidden_dims = 10
+  ici_mesh_shape = (1, 1, 2)
+  hidden_dims = 9
 
   def task(self):
     cfg = super().task()
@@ -294,6 +298,7 @@ class LooksAheadFfn(nn.Module, kw_only=True):
 
 
 class LooksAhead(Planted):
+  block = SyntheticLanguageModel.block
   ffn = own_ffn(LooksAheadFfn)
 
 

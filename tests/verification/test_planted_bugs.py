@@ -28,8 +28,8 @@ BUGS = [
   Planted('WrongLabels', 'mesh', 4, {'replica': 2, 'data': 2}),
   Planted('PadInNorm', 'mesh', 4, {'mdl': 4}),
   Planted('MeanOfMeans', 'microbatches', 1, {}),
-  Planted('LostTick', 'pipeline', 4, {'stage': 2}),
-  Planted('PadInOptimizer', 'mesh', 4, {'mdl': 4}, leaf='learner/'),
+  Planted('LostTick', 'pipeline', 2, {'stage': 2}),
+  Planted('PadInOptimizer', 'mesh', 2, {'mdl': 2}, leaf='learner/'),
   Planted('LooksAhead', 'decode', 1, {}, leaf='log-probabilities'),
   Planted('CoarseBfloat16', 'bfloat16', 1, {}),
 ]
@@ -53,8 +53,7 @@ def test_a_planted_bug_is_found(bug):
   assert first['claim'] == bug.claim
   assert first['step'] >= 1
   assert first['difference'] > first['allowed']
-  smallest = [{axis: n for axis, n in each['smallest_mesh'].items() if n > 1} for each in summary['failures']]
-  assert bug.smallest_mesh in smallest
+  assert bug.smallest_mesh in [each['smallest_mesh'] for each in summary['failures']]
   assert first['leaf'].startswith(bug.leaf)
 
 

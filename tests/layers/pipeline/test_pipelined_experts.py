@@ -8,15 +8,13 @@ numbers of the one device are compared with numpy's in float64.
 import functools
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import RmsNorm, TransformerStack
-from spmd_tasks.layers.base import WithSublayers
+from spmd_tasks.layers import TransformerStack
 from spmd_tasks.layers.moe import (
   CapacityEinsum,
   CapacityGather,
@@ -30,6 +28,7 @@ from spmd_tasks.layers.moe import (
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, sharding_scope, stage_axis_rules, unbox_weights
 from tests.layers.moe.capacity_reference import kept_choices
+from tests.layers.tiny_model import FfnBlock
 
 B, T, D, E, K = 16, 6, 8, 6, 2
 # 'layers' is named in the mesh, and so holds the stages without a rule.
@@ -72,21 +71,9 @@ CASES = {
 }  # fmt: skip
 
 
-class Block(WithSublayers, kw_only=True):
-  """A transformer block without attention, which compiles in half the time."""
-
-  ffn: nn.Module
-
-  @nn.compact
-  def __call__(self, x, segment_ids=None, segment_pos=None, *, train=False):
-    del segment_pos
-    y, aux = self.ffn(RmsNorm(name='norm')(x), segment_ids, train=train)
-    return x + y, aux
-
-
 def make_block(router, computation, num_shards):
   experts = Experts(num_experts=E, hidden_dim=10)
-  return Block(
+  return FfnBlock(
     ffn=MixtureOfExperts(router=router, experts=experts, computation=computation, load_balance_shards=num_shards)
   )
 
