@@ -251,4 +251,5 @@ def damage_step_asked_for(scene: Scene) -> str:
   ended = scene.run(*flags)
   check(ended.returncode == exit_codes.OK, f'eval of the newest whole one: {judge.sentence_of(ended)}')
   check(f'step {step - SAVE_INTERVAL}  eval' in ended.stderr, 'eval did not take the newest whole checkpoint')
+  judge.keep_steps(scene.job_log_dir / 'eval/valid/metrics.jsonl', scene.reference.evals['valid'])
   return go_on_without_the_newest(scene, step)

@@ -1,6 +1,5 @@
 """Decode and eval jobs that are killed, signalled or find damage, beside a training job or alone."""
 
-from collections.abc import Container
 import json
 from pathlib import Path
 import signal
@@ -156,15 +155,9 @@ def eval_beside(scene: Scene) -> str:
   check(restarted.returncode == exit_codes.OK, f'the restart ended with {restarted.returncode}')
   ended = scene.finish(watch)
   check(ended.returncode == exit_codes.OK, f'the eval job ended with {ended.returncode}: {judge.sentence_of(ended)}')
-  keep_steps(scene.job_log_dir / 'eval/valid/metrics.jsonl', scene.reference.evals['valid'])
+  judge.keep_steps(scene.job_log_dir / 'eval/valid/metrics.jsonl', scene.reference.evals['valid'])
   scene.check_as_undisturbed()
   return 'both came to their end, bit for bit'
-
-
-def keep_steps(path: Path, steps: Container[int]) -> None:
-  """Leaves only these steps in a metrics file: an eval job evaluates every checkpoint that it sees."""
-  lines = path.read_text().splitlines(keepends=True)
-  path.write_text(''.join(line for line in lines if json.loads(line)['step'] in steps))
 
 
 @kind('eval/killed', share=2)

@@ -5,7 +5,7 @@
 A number is compared as it was written, so that every bit counts. Times and rates are left out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 import dataclasses
 import hashlib
 import json
@@ -214,3 +214,9 @@ def read_reference(directory: Path, operations: list[tuple[str, str]], seconds: 
     operations=operations,
     seconds=seconds,
   )
+
+
+def keep_steps(path: Path, steps: Container[int]) -> None:
+  """Leaves only these steps in a metrics file: an eval job evaluates every checkpoint that it sees."""
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text(''.join(line for line in lines if json.loads(line)['step'] in steps))
