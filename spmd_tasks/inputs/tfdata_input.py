@@ -13,6 +13,7 @@ of the state, and a dataset that gives another batch there (an unseeded shuffle,
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import os
 from typing import Any, Protocol, runtime_checkable
 import zlib
@@ -221,6 +222,7 @@ class TfDataIterator:
     """The examples behind the first `num_skipped`."""
     tf = import_tensorflow()
     s = self._settings
+    _ = self._identity
     shard = (0, 1) if s.num_epochs is not None else (self._shard['shard_index'], self._shard['shard_count'])
     options = tf.data.Options()
     options.deterministic = True
@@ -262,7 +264,9 @@ class TfDataIterator:
       return batch
     return {name: rows[self._rows.start : self._rows.stop] for name, rows in batch.items()}
 
+  @functools.cached_property
   def _identity(self) -> base.State:
+    """What the position belongs to: the files as they were when reading began, also if one is deleted meanwhile."""
     s = self._settings
     identity = {'kind': 'tf.data', 'source': s.source.fingerprint()}
     identity.update({name: getattr(s, name) for name in ('batch_size', 'seq_len', 'num_epochs', 'pad_id')})
@@ -270,10 +274,10 @@ class TfDataIterator:
 
   def get_state(self) -> base.State:
     progress = {'num_batches': self._num_batches, 'last_digest': self._last_digest}
-    return {**self._identity(), **self._shard, **progress}
+    return {**self._identity, **self._shard, **progress}
 
   def set_state(self, state: base.State) -> None:
-    base.check_state(state, self._identity())
+    base.check_state(state, self._identity)
     num_batches = int(state['num_batches'])
     self._examples = None
     self._num_batches = max(num_batches - 1, 0)

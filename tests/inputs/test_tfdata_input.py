@@ -1,9 +1,11 @@
 """tf.data inputs: the same protocol, exact positions, and a dataset that is not deterministic is refused."""
 
 import dataclasses
+import glob
 import itertools
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -183,6 +185,18 @@ class TestWithTensorFlow:
     os.truncate(path, int(path.stat().st_size / 10 * num_kept))
     with pytest.raises(JobError, match=rf'reading example \d+ of .*{path}'):
       list(itertools.islice(batches, 20))
+
+  def test_a_position_belongs_to_the_files_that_were_read(self, training, records, tmp_path):
+    """A file that is deleted meanwhile, and put back later, does not make the state one of other data."""
+    for path in glob.glob(records):
+      shutil.copy(path, tmp_path)
+    pattern = f'{tmp_path}/*.tfrecord'
+    settings = dataclasses.replace(training, source=dataclasses.replace(training.source, pattern=pattern))
+    batches = settings.make_iterator()
+    next(batches)
+    before = batches.get_state()
+    next(iter(tmp_path.iterdir())).unlink()
+    assert batches.get_state() == before
 
   def test_a_bad_example_is_named(self, records):
     source = TfRecords(pattern=records, features={'tokens': 'ids'})
