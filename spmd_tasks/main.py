@@ -78,11 +78,9 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
       return _verify(args)
   from spmd_tasks.config import format_config, to_json
 
-  _use_fake_devices(args.num_fake_devices)  # now: an experiment may ask for the number of devices
-  resolved = _resolve(args)
-  config = to_json(resolved)
+  _use_fake_devices(args.num_fake_devices)
   if args.print_config:
-    _show(format_config(config))
+    _show(format_config(to_json(_resolve(args))))
     return exit_codes.OK
 
   from spmd_tasks.config import refuse_changed_config
@@ -94,7 +92,9 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   emergency = EmergencyExit()
   job_log_dir = absolute_path(args.job_log_dir)
   with emergency.on_failure():
-    initialize(distributed_settings(args, resolved.experiment))
+    # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
+    resolved = _resolve(args, prepare=lambda experiment: initialize(distributed_settings(args, experiment)))
+    config = to_json(resolved)
     job = resolved.build()
     if not args.accept_config_changes:
       refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
@@ -165,10 +165,13 @@ def _verify(args: 'argparse.Namespace') -> int:
   )
 
 
-def _resolve(args: 'argparse.Namespace', before: Sequence[str] = (), after: Sequence[str] = ()) -> Any:
+def _resolve(
+  args: 'argparse.Namespace', before: Sequence[str] = (), after: Sequence[str] = (), prepare: Any = None
+) -> Any:
   """The resolved config that the flags name: an experiment, a saved config, or that of the job in --job_log_dir.
 
-  `before` and `after` are overrides before and after the user's.
+  `before` and `after` are overrides before and after the user's; `prepare` is called with the experiment before its
+  parts are made.
   """
   from spmd_tasks.config import add_to_search_path, from_json, read_saved_config, resolve
   from spmd_tasks.files import absolute_path
@@ -177,11 +180,11 @@ def _resolve(args: 'argparse.Namespace', before: Sequence[str] = (), after: Sequ
   overrides = [*before, *overrides_of(args), *after]
   if args.exp is not None and args.config is None:
     add_to_search_path(args.experiment_path)
-    return resolve(args.exp, overrides)
+    return resolve(args.exp, overrides, prepare)
   if args.exp is not None:
     raise UserError('--exp and --config both name an experiment: give one of them.')
   if args.config is not None:
-    return from_json(read_saved_config(args.config), overrides, args.experiment_path)
+    return from_json(read_saved_config(args.config), overrides, args.experiment_path, prepare)
   if not args.job_log_dir:
     raise UserError(
       'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
@@ -193,7 +196,7 @@ def _resolve(args: 'argparse.Namespace', before: Sequence[str] = (), after: Sequ
       f'{own} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME (--list '
       'shows the registered names).'
     )
-  return from_json(read_saved_config(own), overrides, args.experiment_path)
+  return from_json(read_saved_config(own), overrides, args.experiment_path, prepare)
 
 
 def _use_fake_devices(num_devices: int | None) -> None:

@@ -58,7 +58,7 @@ def preload(others: Sequence[str]) -> None:
   import spmd_tasks
 
   for module in pkgutil.walk_packages(spmd_tasks.__path__, 'spmd_tasks.'):
-    if not module.name.startswith(('spmd_tasks.experiments', 'spmd_tasks._experiments')):
+    if not module.name.startswith(('spmd_tasks.experiments', 'spmd_tasks._experiments', 'spmd_tasks.bridges.pax.')):
       importlib.import_module(module.name)
   from jax._src import xla_bridge
 

@@ -243,9 +243,8 @@ def _is_own_module(module_name: str) -> bool:
 
 
 def _import(name: str, module_name: str) -> ModuleType:
-  from spmd_tasks.bridges.pax import install_shims  # imports JAX
+  import spmd_tasks.bridges.pax  # noqa: F401  lets an experiment's module import Praxis and Paxml; imports JAX
 
-  install_shims()
   try:
     return importlib.import_module(module_name)
   except Exception as error:

@@ -8,7 +8,7 @@ they see the new value. An override of `task`, `train_input`, `eval_inputs.<name
 config that the method returned.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import inspect
 import json
@@ -27,6 +27,7 @@ from spmd_tasks.config.values import describe_type, is_of_type, unwrap
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 
+Prepare = Callable[[Experiment], None]
 _PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
 
 
@@ -58,14 +59,21 @@ class ResolvedConfig:
     return Job(name=self.name, experiment=self.experiment, **built)
 
 
-def resolve(experiment: str | type[Experiment], overrides: Sequence[str] = ()) -> ResolvedConfig:
+def resolve(
+  experiment: str | type[Experiment], overrides: Sequence[str] = (), prepare: Prepare | None = None
+) -> ResolvedConfig:
   """Resolves an experiment, given by name or class, with `path=value` overrides; the later one of a path wins.
+
+  Args:
+    experiment: the name or class.
+    overrides: each `path=value`.
+    prepare: called with the experiment before its parts are made, which may ask JAX for the number of devices.
 
   Raises:
     UserError: the experiment or a path is unknown, a value has another type, or settings contradict each other.
   """
   cls = registry.get(experiment) if isinstance(experiment, str) else experiment
-  return _resolve(cls, fdl.Config(cls), {}, overrides, {})
+  return _resolve(cls, fdl.Config(cls), {}, overrides, {}, prepare)
 
 
 def to_json(resolved: ResolvedConfig) -> dict[str, Any]:
@@ -78,8 +86,9 @@ def from_json(
   saved: Mapping[str, Any],
   overrides: Sequence[str] = (),
   experiment_path: Sequence[str | os.PathLike[str]] = (),
+  prepare: Prepare | None = None,
 ) -> ResolvedConfig:
-  """Resolves the config that `to_json` saved, with further overrides.
+  """Resolves the config that `to_json` saved, with further overrides. `prepare`: as in `resolve`.
 
   Saved values replace the code's defaults of today. A field that the code added since then has its default. The file
   decides neither what is imported nor what is called: its experiment is registered, imported already or in a module
@@ -100,8 +109,11 @@ def from_json(
     if name in of_experiment:  # also a value that equals the bare default: the class's layout may give another one
       setattr(config, name, decode(of_experiment[name]))
   _leave_mesh_to_its_layout(cls, config)
-  changes = _changes_to(_parts_of(_build_experiment(cls, config)), of_parts)
-  return _resolve(cls, config, changes, overrides, saved['overrides'])
+  as_saved = _build_experiment(cls, config)
+  if prepare is not None:
+    prepare(as_saved)
+  changes = _changes_to(_parts_of(as_saved), of_parts)
+  return _resolve(cls, config, changes, overrides, saved['overrides'], None)
 
 
 def _resolve(
@@ -110,12 +122,15 @@ def _resolve(
   part_changes: Mapping[Path, Any],
   overrides: Sequence[str],
   earlier_overrides: Mapping[str, Any],
+  prepare: Prepare | None,
 ) -> ResolvedConfig:
   split = [split_override(override) for override in overrides]
   on_experiment = [(path, text) for path, text in split if path[0] in fields_of(config)]
   on_parts = [(path, text) for path, text in split if path[0] not in fields_of(config)]
   changes = {path: parse_override(config, path, text) for path, text in on_experiment}
   experiment = _build_experiment(cls, apply_changes(config, changes))
+  if prepare is not None:
+    prepare(experiment)
   parts = _parts_of(experiment)
   parts = apply_changes(parts, _check_paths(parts, part_changes))
   # The experiment's fields are in the tree too, for the nearest names.

@@ -86,12 +86,18 @@ def restore_evaluation_variables(
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
-  part = model.task.evaluation_variables
-  params, *others = part(model.canonical_state).items()
-  subtree = 'learner/ema_weights' if model.task.eval_with_ema else 'weights'
-  restored = checkpointer.restore_weights(params[1], step, subtree=subtree)
+  part, canonical = model.task.evaluation_variables, model.canonical_state
+  wanted = part(canonical)
+  weights = wanted.pop('params')
+  subtree = 'weights' if weights is canonical.weights else 'learner/ema_weights'
+  if subtree != 'weights' and weights is not canonical.learner.ema_weights:  # they are spread over the state, as in Pax
+    restored = checkpointer.restore(canonical, step)
+    if restored is None:
+      raise CheckpointError('there is no checkpoint to restore weights from: correct the path, or train first.')
+    return model.from_canonical(part(restored.state), part), restored.step
+  restored = checkpointer.restore_weights(weights, step, subtree=subtree)
   variables = {'params': restored.state}
-  for name, abstract in others:
+  for name, abstract in wanted.items():
     variables[name] = checkpointer.restore_weights(abstract, restored.step, subtree=f'non_trainable/{name}').state
   return model.from_canonical(variables, part), restored.step
 

@@ -3,15 +3,19 @@
     spmd-tasks --exp my_package.my_experiments.MyPaxExperiment --mode train --job_log_dir runs/pax
     state = read_pax_checkpoint('job/checkpoints/checkpoint_00000100', abstract_state)
 
-`install_shims` makes Praxis and Paxml importable; it imports neither of them. Nor does the reader of checkpoints. The
-rest does, and importing Paxml takes seconds, because it imports TensorFlow. Read `_experiment.py` (a Pax experiment as
-one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones) and `_input.py`; then `_checkpoint_files.py`
-(names, shapes) and `_checkpoint_arrays.py`.
+Importing this package makes Praxis and Paxml importable (`_shims.py`) and imports neither of them. The reader of
+checkpoints needs neither; the rest does, and importing Paxml takes seconds, because it imports TensorFlow.
+
+Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
+`_praxis_task.py` (a Praxis model with our learner) and `_input.py`; then `_checkpoint_files.py` (names, shapes) and
+`_checkpoint_arrays.py`.
 """
 
 from etils import epy
 
 from spmd_tasks.bridges.pax._shims import install_shims
+
+install_shims()
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.pax._checkpoint_arrays import read_pax_checkpoint, write_pax_checkpoint
@@ -23,6 +27,7 @@ with epy.lazy_api_imports(globals()):
   )
   from spmd_tasks.bridges.pax._experiment import PaxExperiment, as_experiment, is_pax_experiment
   from spmd_tasks.bridges.pax._input import PaxInput
+  from spmd_tasks.bridges.pax._praxis_task import PraxisTask
   from spmd_tasks.bridges.pax._task import PaxTask
 
 __all__ = [
@@ -30,6 +35,7 @@ __all__ = [
   'PaxExperiment',
   'PaxInput',
   'PaxTask',
+  'PraxisTask',
   'as_experiment',
   'checkpoint_format',
   'install_shims',

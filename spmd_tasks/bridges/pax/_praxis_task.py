@@ -1,0 +1,148 @@
+"""PraxisTask: a Praxis model as the model of our Task, with our learner. Paxml and its TensorFlow are not needed.
+
+    def task(self):
+      return fdl.Config(
+        PraxisTask,
+        model=pax_fiddle.Config(layers.LanguageModel, name='lm', lm_tpl=...),
+        learner=fdl.Config(Learner, optimizer=fdl.Config(AdamW, learning_rate=3e-4)),
+      )
+
+A Praxis model computes predictions and loss in one call and returns weighted scalars, `{name: (value, weight)}`; one of
+them is differentiated, the others are metrics. Losses that its layers add (`aux_loss`) are inside it.
+"""
+
+from collections.abc import Mapping
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from praxis import base_hyperparams, base_layer
+
+from spmd_tasks.bridges.pax._batches import to_nested_map
+from spmd_tasks.bridges.pax._weights import box_variables
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import LossOutput
+from spmd_tasks.runtime import Batch, Task, Variables
+from spmd_tasks.sharding import current_sharding_scope
+
+_PRNG_IMPL = 'threefry2x32'  # of our keys
+_NOT_STORED = ('aux_loss', 'summaries', 'params_axes')
+_NO_BFLOAT16 = base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PraxisTask(Task):
+  """A task whose model is Praxis'.
+
+  Attributes:
+    model: the `pax_fiddle.Config` of a `praxis.base_model.BaseModel`, or a built one. For its split dims to hold, its
+      `mesh_axis_names` must be those of the experiment.
+    loss: not used: the model computes its loss.
+    loss_name: which of the model's weighted scalars is differentiated.
+  """
+
+  model: Any
+  loss: Any = None
+  loss_name: str = 'total_loss'
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not isinstance(self.model, base_layer.BaseLayer):
+      object.__setattr__(self, 'model', base_hyperparams.instantiate(self.model))
+
+  def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
+    """Draws the model's variables, with boxes of the split dims and collections that Praxis declares."""
+    inputs = _inputs(batch)
+    with praxis_scope(do_eval=False):
+      declared = dict(self.model.abstract_init_with_metadata(inputs))
+      variables = dict(self.model.init(_rngs(rng), self._cast_inputs(inputs)))
+    for name in _NOT_STORED:
+      declared.pop(name, None)
+      variables.pop(name, None)
+    return box_variables(variables, declared, self.model.mesh_axis_names)
+
+  def predict(self, variables: Variables, batch: Batch) -> Any:
+    """Returns the model's predictions, in evaluation mode."""
+    inputs = _inputs(batch)
+    with praxis_scope(do_eval=True):
+      variables = self._cast_variables(variables, inputs)
+      return self.model.apply(variables, self._cast_inputs(inputs), method=self.model.compute_predictions)
+
+  def compute_loss(
+    self, variables: Variables, batch: Batch, *, train: bool, rng: jax.Array | None = None
+  ) -> LossOutput:
+    """Computes loss, metrics and, when `train`, the new values of all variables but the weights.
+
+    Raises:
+      UserError: the model returns no weighted scalar of the name `loss_name`, or one that is no (value, weight).
+    """
+    inputs = _inputs(batch)
+    stored = [name for name in variables if name != 'params']
+    with praxis_scope(do_eval=not train):
+      (metrics, _), updated = self.model.apply(
+        self._cast_variables(variables, inputs),
+        self._cast_inputs(inputs),
+        rngs={} if rng is None else _rngs(rng),
+        mutable=[*_NOT_STORED, *stored],
+      )
+    means = {}
+    for name, value in metrics.items():
+      if not isinstance(value, tuple | list) or len(value) != 2:
+        raise UserError(
+          f'the metric {name!r} of {type(self.model).__name__} is a {type(value).__name__}: return (value, weight).'
+        )
+      means[name] = (jnp.asarray(value[0], jnp.float32), jnp.asarray(value[1], jnp.float32))
+    if self.loss_name not in means:
+      raise UserError(
+        f'{type(self.model).__name__} returns no {self.loss_name!r} to differentiate: set task.loss_name to one of '
+        f'{sorted(means)}.'
+      )
+    loss, weight = means.pop(self.loss_name)
+    like = {name: variables[name] for name in stored}
+    new = {name: jax.tree.map(lambda x, old: x.astype(old.dtype), updated[name], like[name]) for name in stored}
+    return LossOutput(loss=loss, weight=weight, metrics=means, per_example={}, updated_variables=new if train else {})
+
+  def _cast_inputs(self, inputs: Any) -> Any:
+    return jax.tree.map(self._cast, inputs)
+
+  def _cast_variables(self, variables: Variables, inputs: Any) -> Variables:
+    """Returns the variables in the model's `fprop_dtype`, but those that Praxis declares to stay float32."""
+    if self.model.fprop_dtype == jnp.float32:
+      return variables
+    declared = self.model.abstract_init_with_metadata(inputs)
+
+    def cast(x: jax.Array, hparams: base_layer.WeightHParams) -> jax.Array:
+      return x if _NO_BFLOAT16 in (hparams.collections or ()) else self._cast(x)
+
+    return jax.tree.map(cast, dict(variables), {name: declared[name] for name in variables})
+
+  def _cast(self, x: jax.Array) -> jax.Array:
+    return x.astype(self.model.fprop_dtype) if x.dtype == jnp.float32 else x
+
+
+@contextlib.contextmanager
+def praxis_scope(*, do_eval: bool) -> Any:
+  """Context in which a Praxis layer is initialized or applied: its mode, and the mesh that `maybe_shard` asks for."""
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(jax.default_prng_impl(_PRNG_IMPL))
+    hparams = base_layer.JaxContext.HParams(do_eval=do_eval)
+    stack.enter_context(base_layer.JaxContext.new_context(hparams=hparams))
+    scope = current_sharding_scope()
+    if scope is not None and isinstance(scope.mesh, jax.sharding.Mesh):
+      stack.enter_context(scope.mesh)
+    yield
+
+
+def _rngs(rng: jax.Array) -> dict[str, jax.Array]:
+  """Returns the keys of Praxis' streams."""
+  keys = jax.random.split(jax.random.key_data(rng), 3)
+  return dict(zip(('params', 'random', 'dropout'), keys, strict=True))
+
+
+def _inputs(batch: Mapping[str, jax.Array]) -> Any:
+  """Returns the batch as Praxis' models read it: with `paddings`, 1 where there is no token."""
+  if 'paddings' not in batch and 'segment_ids' in batch:
+    batch = {**batch, 'paddings': (batch['segment_ids'] == 0).astype(jnp.float32)}
+  return to_nested_map(batch)

@@ -1,0 +1,140 @@
+"""Experiments of Pax, unmodified, run by the binary: Paxml's own losses, every layout, kill and resume, overrides.
+
+tests/data/pax_lab holds two of them and what the real Paxml 1.4.0 computed on 8 devices.
+"""
+
+import json
+from pathlib import Path
+import signal
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from spmd_tasks import exit_codes
+from tests import binary
+from tests.bridges.pax.conftest import PAX_EXPERIMENTS
+
+DENSE, EMA, MOE = 'pax_lab.dense_lm.DenseLm', 'pax_lab.dense_lm.DenseLmEma', 'pax_lab.moe_lm.MoeLm'
+LOSSES = json.loads((PAX_EXPERIMENTS / 'pax_lab' / 'expected_losses.json').read_text())['losses']
+TRAIN = ('--mode', 'train', '--set', 'log_every_steps=1')
+SAVED = ('--set', 'checkpoint_every_steps=5', '--set', 'eval_every_steps=10')
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope='module')
+def dense_job(run_pax, tmp_path_factory):
+  """DenseLmEma, whose loss is that of DenseLm, trained 20 steps on 8 devices; its evals take the averaged weights."""
+  directory = tmp_path_factory.mktemp('dense')
+  flags = ('--exp', EMA, *TRAIN, *SAVED, '--set', 'eval_with_ema=true')
+  finished = run_pax(*flags, '--job_log_dir', directory, '--num_fake_devices', 8)
+  assert finished.returncode == 0, finished.stderr
+  return directory
+
+
+def test_the_losses_are_those_of_paxml_from_the_seed_alone(dense_job, run_pax, tmp_path):
+  finished = run_pax('--exp', MOE, *TRAIN, '--job_log_dir', tmp_path, '--num_fake_devices', 8)
+  assert finished.returncode == 0, finished.stderr
+  np.testing.assert_allclose(list(binary.column(tmp_path, 'loss').values()), LOSSES[MOE], rtol=1e-6)
+  np.testing.assert_allclose(list(binary.column(dense_job, 'loss').values()), LOSSES[DENSE], rtol=1e-6)
+
+
+def test_a_killed_job_goes_on_bit_for_bit(dense_job, start_pax, run_pax, tmp_path):
+  """Killed in mid-run; the input has no state of its own, so its batches are counted."""
+  flags = (
+    '--exp',
+    EMA,
+    *TRAIN,
+    *SAVED,
+    '--set',
+    'eval_with_ema=true',
+    '--job_log_dir',
+    tmp_path,
+    '--num_fake_devices',
+    8,
+  )
+  process = start_pax(*flags)
+  deadline = time.monotonic() + 200
+  while not (tmp_path / 'checkpoints' / 'checkpoint_00000010').exists():
+    assert process.poll() is None, process.stderr.read()
+    assert time.monotonic() < deadline
+    time.sleep(0.005)
+  process.send_signal(signal.SIGKILL)
+  process.communicate()
+  finished = run_pax('--mode', 'train', '--job_log_dir', tmp_path, '--num_fake_devices', 8)  # from its saved config
+  assert finished.returncode == 0, finished.stderr
+  assert 'resuming after step 1' in finished.stderr  # 10 or 15
+  for name in ('loss', 'weight_norm', 'grad_norm'):
+    assert binary.column(tmp_path, name) == binary.column(dense_job, name)
+  states = [
+    ocp.PyTreeCheckpointHandler().restore(job / 'checkpoints' / 'checkpoint_00000020' / 'state')
+    for job in (tmp_path, dense_job)
+  ]
+  assert jax.tree.all(jax.tree.map(np.array_equal, *states))
+
+
+def test_an_eval_job_computes_what_the_training_job_recorded(dense_job, run_pax):
+  """The averaged weights are taken out of Pax' optimizer state, which the checkpoint holds."""
+  flags = ('--job_log_dir', dense_job, '--mode', 'eval', '--num_fake_devices', 8)
+  finished = run_pax(*flags)
+  assert finished.returncode == 0, finished.stderr
+  recorded = binary.metric_lines(dense_job / 'eval' / 'valid')[-1]
+  assert recorded['step'] == 20
+  assert f'loss {recorded["loss"]:.4f}' in finished.stderr
+  raw = run_pax(*flags, '--set', 'eval_with_ema=false', '--accept_config_changes')
+  assert raw.returncode == 0, raw.stderr
+  assert f'loss {recorded["loss"]:.4f}' not in raw.stderr
+
+
+@pytest.mark.parametrize(
+  'flags',
+  [
+    pytest.param(('--num_fake_devices', 1, '--set', 'ici_mesh_shape=1,1,1'), id='one device'),
+    pytest.param(('--num_fake_devices', 6, '--set', 'ICI_MESH_SHAPE=1,2,3'), id='data 2 x mdl 3, padded'),
+    pytest.param(
+      ('--num_fake_devices', 5, '--set', 'ici_mesh_shape=1,5,1'), id='data 5, padded', marks=pytest.mark.exhaustive
+    ),
+  ],
+)
+def test_one_loss_curve_on_every_layout(run_pax, flags, tmp_path):
+  finished = run_pax('--exp', DENSE, *TRAIN, '--set', 'num_train_steps=8', '--job_log_dir', tmp_path, *flags)
+  assert finished.returncode == 0, finished.stderr
+  np.testing.assert_allclose(list(binary.column(tmp_path, 'loss').values()), LOSSES[DENSE][:8], rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+  'overrides, lines',
+  [
+    (('NUM_LAYERS=3',), ('task.model.lm_tpl.stacked_transformer_tpl.x_times = 3',)),
+    (('ICI_MESH_SHAPE=1,2,1',), ('ici_mesh_shape = (1, 2, 1)', 'task.model.ici_mesh_shape = [1, 2, 1]')),
+    (('task.train.learner.optimizer.beta1=0.5',), ('task.train.learner.optimizer.beta1 = 0.5',)),
+    (('num_train_steps=7',), ('task.train.num_train_steps = 7', 'checkpoint_every_steps = 10')),
+    (('train_input.seed=5',), ('train_input.seed = 5', 'eval_inputs.valid.seed = 2')),
+  ],
+)
+def test_overrides_reach_class_attributes_and_the_config(run_pax, overrides, lines):
+  flags = [flag for override in overrides for flag in ('--set', override)]
+  finished = run_pax('--exp', DENSE, '--print_config', *flags)
+  assert finished.returncode == 0, finished.stderr
+  assert set(lines) <= set(finished.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+  'experiment, flags, words',
+  [
+    (DENSE, ('--set', 'task.train.num_train_steps=3'), 'set num_train_steps itself'),
+    (DENSE, ('--set', 'task.train.save_interval_stepz=3'), 'Nearest: task.train.save_interval_steps'),
+    ('paxml.tasks.lm.params.lm_cloud.LmCloudTransformerAdamTest', (), 'asks for pmap'),
+    ('pax_lab.dense_lm.DenseLn', (), 'pax_lab.dense_lm.DenseLm'),
+  ],
+)
+def test_what_is_not_possible_is_refused_in_one_sentence(run_pax, experiment, flags, words, tmp_path):
+  directory = Path(tmp_path, 'job')
+  finished = run_pax('--exp', experiment, *TRAIN, *flags, '--job_log_dir', directory, '--num_fake_devices', 8)
+  assert finished.returncode == exit_codes.USAGE
+  assert words in finished.stderr
+  assert 'Traceback' not in finished.stderr
+  assert not directory.exists()

@@ -1,0 +1,44 @@
+"""The names that Praxis and Paxml find in JAX, and the modules that stand in for what they import in vain."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from spmd_tasks.bridges.pax import _shims
+
+
+@pytest.mark.parametrize(
+  'trees, result',
+  [
+    (((1, 2), (10, 20)), (11, 22)),
+    (((1, None), (10, None)), (11, None)),
+    (((1, None), (10, 20)), (11, None)),  # jax.tree.map refuses this one
+    (((1, {'a': 2}), (10, {'a': 20})), (11, {'a': 22})),
+  ],
+)
+def test_none_meets_anything_and_stays_none(trees, result):
+  assert _shims._tree_map(lambda *x: sum(x), *trees) == result
+
+
+def test_is_leaf_decides_about_none_too():
+  assert _shims._tree_map(lambda x: 'leaf', (None, 1), is_leaf=lambda x: x is None) == ('leaf', 'leaf')
+
+
+def test_a_missing_type_of_a_stand_in_is_a_class_that_cannot_be_made():
+  module = _shims._StandIn('lingvo.core.ops')
+  assert not isinstance(3, module.Anything)
+  with pytest.raises(ImportError, match=r'lingvo\.core\.ops\.Anything is not installed'):
+    module.Anything()
+  assert module.Anything is module.Anything
+
+
+def test_praxis_layers_import_without_tensorflow():
+  """In a process of its own. Names that JAX has are left alone."""
+  program = (
+    'import sys, jax; jax.tree_map = "own"; import spmd_tasks.bridges.pax; import praxis.layers; '
+    'assert "tensorflow" not in sys.modules; assert jax.tree_map == "own"'
+  )
+  subprocess.run([sys.executable, '-W', 'ignore', '-c', program], check=True, timeout=120)
+  assert not hasattr(jax, 'tree_map') or 'praxis' in sys.modules
