@@ -3,12 +3,14 @@
 Outputs go to `<job_log_dir>/decode/<name>/step_<N>.jsonl`, one line per prompt; metrics go to the same directory. A job
 that is started again continues after the last whole line. It gives the same outputs, because an output depends only on
 the weights, the prompt and the seed.
+
+A task with a `make_decoder`, as that of a Pax experiment, decodes batches of its own in its own way.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from etils import epath
 
@@ -62,15 +64,9 @@ def decode(
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: there are no prompts, they do not fit the model, or a file holds the outputs of other prompts.
   """
-  sources: dict[str, PromptSource] = dict(job.decode_inputs)
-  if input_path is not None:
-    sources = {epath.Path(input_path).stem: PromptFile(path=input_path)}
-  if not sources:
-    raise UserError(
-      f'experiment {job.name} has no decode inputs: give --decode_input FILE, or return some from its decode_inputs().'
-    )
+  make_decoder = getattr(job.task, 'make_decoder', None)
+  sources = _sources(job, input_path, decodes_batches=make_decoder is not None)
   model = partition_job(job)
-  steps = DecodeSteps(model)
   with contextlib.ExitStack() as stack, emergency.on_failure():
     watchdog = stack.enter_context(
       watch_steps(
@@ -90,7 +86,16 @@ def decode(
       if guard.should_stop():
         raise PreemptedError
 
-    decoder = Decoder(job, steps, sources, on_step)
+    decoder: _AnyDecoder
+    if make_decoder is None:
+      decoder = Decoder(job, DecodeSteps(model), sources, job_log_dir, output_path, on_step)
+    else:
+      progress = make_progress(len(sources), 0, primary=is_primary())
+      stack.callback(progress.close)
+      tensorboard = job.experiment.tensorboard
+      decoder = make_decoder(
+        model, sources, job_log_dir, tensorboard=tensorboard, on_batch=on_step, report=progress.message
+      )
     checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
     stack.callback(checkpointer.close)
     try:
@@ -109,14 +114,37 @@ def decode(
           decoder.compile()
         guard.start()  # up to here SIGTERM loses nothing, and need not wait for the compiler
         for name in sources:
-          directory = job_log_dir / 'decode' / name
-          path = directory / f'step_{restored}.jsonl' if output_path is None else absolute_path(output_path)
-          decoder.run(name, weights, restored, path, directory)
+          decoder.run(name, weights, restored)
       return exit_codes.OK
     except PreemptedError:
       if is_primary():
-        print('Preempted: the same command continues after the last finished prompt.', flush=True)
+        print('Preempted: the same command continues after what is finished.', flush=True)
       return exit_codes.PREEMPTED
+
+
+def _sources(job: Job, input_path: str | None, *, decodes_batches: bool) -> dict[str, Any]:
+  """Returns the named inputs to decode; raises a UserError where there are none, or not of the task's kind."""
+  if decodes_batches and input_path is not None:
+    raise UserError(
+      f'--decode_input {input_path} is a file of prompts, but {job.name} decodes batches of its own datasets: leave it '
+      'out, and return the inputs from decode_datasets().'
+    )
+  if input_path is not None:
+    return {epath.Path(input_path).stem: PromptFile(path=input_path)}
+  if not job.decode_inputs:
+    remedy = 'return some from its decode_datasets()'
+    if not decodes_batches:
+      remedy = 'give --decode_input FILE, or return some from its decode_inputs()'
+    raise UserError(f'experiment {job.name} has no decode inputs: {remedy}.')
+  return dict(job.decode_inputs)
+
+
+class _AnyDecoder(Protocol):
+  """Decodes named inputs with the weights of one checkpoint after another."""
+
+  def compile(self) -> None: ...
+
+  def run(self, name: str, weights: Any, step: int) -> None: ...
 
 
 class _PromptRequest(NamedTuple):
@@ -138,8 +166,18 @@ class _PromptRequest(NamedTuple):
 class Decoder:
   """Decodes sets of prompts; the constructor reads and checks all of them."""
 
-  def __init__(self, job: Job, steps: DecodeSteps, sources: dict[str, PromptSource], on_step: Callable[[], None]):
+  def __init__(
+    self,
+    job: Job,
+    steps: DecodeSteps,
+    sources: dict[str, PromptSource],
+    job_log_dir: epath.Path,
+    output_path: str | None,
+    on_step: Callable[[], None],
+  ):
     self._steps = steps
+    self._directory = job_log_dir / 'decode'
+    self._output_path = output_path
     self._on_step = on_step
     self._tensorboard = job.experiment.tensorboard
     self._tokenizer = PromptTokenizer.for_steps(steps, job.tokenizer, job.experiment.seed)
@@ -157,8 +195,10 @@ class Decoder:
       score_prompts=any(each.request.score_prompt for wanted in self._wanted.values() for each in wanted)
     )
 
-  def run(self, name: str, weights: Any, step: int, path: epath.Path, directory: epath.Path) -> None:
-    """Decodes the prompts that have no line in `path` yet, and writes the metrics of `step` to `directory`."""
+  def run(self, name: str, weights: Any, step: int) -> None:
+    """Decodes the prompts that have no line in the file of outputs yet, and writes the metrics of `step`."""
+    directory = self._directory / name
+    path = directory / f'step_{step}.jsonl' if self._output_path is None else absolute_path(self._output_path)
     wanted = self._wanted[name]
     file = DecodedFile(path, [each.record for each in wanted])
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)

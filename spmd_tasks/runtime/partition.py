@@ -38,7 +38,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
-from spmd_tasks.runtime.task import Batch, Task, TrainState, Variables
+from spmd_tasks.runtime.task import Task, TrainState, Variables
 from spmd_tasks.sharding import (
   AxisRules,
   SplitDims,
@@ -146,33 +146,42 @@ class PartitionedModel:
 
   def eval_step(self, input_spec: InputSpec) -> CompiledStep:
     """Makes the step `(padded variables, placed batch) -> replicated clu Averages` for batches of `input_spec`."""
-    return self._step_of_variables('eval_step', input_spec, self.task.eval_step)
+    return self.batch_step('eval_step', input_spec, self.task.eval_step)
 
   def forward_step(self, input_spec: InputSpec) -> CompiledStep:
     """Makes the step `(padded variables, placed batch) -> replicated predictions`, without dropout."""
-    return self._step_of_variables('forward_step', input_spec, self.task.predict)
+    return self.batch_step('forward_step', input_spec, self.task.predict)
 
   def true_variables(self, padded_variables: Variables) -> Variables:
     """Slices the padding off the model's variables, inside a compiled step under the mesh's axis rules."""
     variables = padding.unpad(padded_variables, self.abstract_state.variables)
     return _constrain(variables, self.state_specs.variables, self.mesh)
 
-  def _step_of_variables(
-    self, name: str, input_spec: InputSpec, function: Callable[[Variables, Batch], Any]
+  def batch_step(
+    self, name: str, input_spec: InputSpec, function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct
   ) -> CompiledStep:
+    """Compiles a function of true variables and batches to `(padded variables, placed batch, *arguments) -> outputs`.
+
+    Args:
+      name: of the compiled program, in profiles.
+      input_spec: global shapes and dtypes of the batches.
+      function: `(variables, batch, *arguments) -> outputs`, any tree of arrays; the outputs are replicated.
+      arguments: shapes and dtypes of further arguments, the same host arrays on every process.
+    """
     layout = make_input_layout(input_spec, self.mesh, self.inputs_split_mapping, self.axis_rules)
+    replicated = NamedSharding(self.mesh, PartitionSpec())
 
-    def step(padded_variables, padded_batch):
+    def step(padded_variables, padded_batch, *arguments):
       with self._scope():
-        return function(self.true_variables(padded_variables), self._true_batch(padded_batch, layout))
+        return function(self.true_variables(padded_variables), self._true_batch(padded_batch, layout), *arguments)
 
-    step.__name__ = name  # of the compiled program, in profiles
+    step.__name__ = name
     jitted = jax.jit(
       step,
-      in_shardings=(_shardings(self.padded_state.variables), _shardings(layout.padded)),
-      out_shardings=NamedSharding(self.mesh, PartitionSpec()),
+      in_shardings=(_shardings(self.padded_state.variables), _shardings(layout.padded), *[replicated] * len(arguments)),
+      out_shardings=replicated,
     )
-    return CompiledStep(jitted, (self.padded_state.variables, layout.padded), layout)
+    return CompiledStep(jitted, (self.padded_state.variables, layout.padded, *arguments), layout)
 
   def to_canonical(self, state: TrainState) -> TrainState:
     """Converts the live state to the layout of checkpoints, `canonical_state`: no padding, layers in one dim."""

@@ -22,6 +22,18 @@ def flatten_batch(batch: Any) -> dict[str, np.ndarray]:
   return found
 
 
+def take_strings(batch: Any) -> dict[str, Any]:
+  """Returns the texts of a NestedMap, which `flatten_batch` leaves out, in branches like its own."""
+  found: dict[str, Any] = {}
+  for name, value in batch.items():
+    if hasattr(value, 'items'):
+      if texts := take_strings(value):
+        found[name] = texts
+    elif np.asarray(value).dtype.kind in 'OSU':
+      found[name] = value
+  return found
+
+
 def to_nested_map(batch: Mapping[str, Any]) -> py_utils.NestedMap:
   """Returns the NestedMap of which `flatten_batch` gave the names; lists in it become maps by index."""
   nested = py_utils.NestedMap()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import functools
 import re
 from typing import Any, ClassVar
+import warnings
 
 from flax.core import FrozenDict
 from paxml import base_experiment
@@ -83,6 +84,11 @@ class PaxExperiment(Experiment):
     """Returns Pax' configs of the datasets that are not for training, by name."""
     return _by_name(self.pax_experiment().eval_datasets())
 
+  def decode_inputs(self) -> Mapping[str, Any]:
+    """Returns Pax' configs of the datasets to decode, by name."""
+    with warnings.catch_warnings(action='ignore', category=DeprecationWarning):  # by an experiment without any
+      return _by_name(self.pax_experiment().decode_datasets())
+
   def build_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Builds the configs of the parts: Praxis' own way, in which children are built by their owners.
 
@@ -101,8 +107,10 @@ class PaxExperiment(Experiment):
         eval_with_ema=self.eval_with_ema,
       ),
       'train_input': train_input,
-      'eval_inputs': {name: PaxInput(config=each, is_training=False) for name, each in parts['eval_inputs'].items()},
-      'decode_inputs': {},
+      **{
+        part: {name: PaxInput(config=each, is_training=False) for name, each in parts[part].items()}
+        for part in ('eval_inputs', 'decode_inputs')
+      },
     }
 
 
@@ -203,6 +211,6 @@ def _by_name(datasets: Sequence[Any]) -> dict[str, Any]:
   for dataset in datasets:
     name = re.sub(r'[^A-Za-z0-9_-]', '_', getattr(dataset, 'name', None) or 'input')
     if name in named:
-      raise UserError(f'two eval datasets have the name {name!r}: give each its own, as Pax asks as well.')
+      raise UserError(f'two datasets have the name {name!r}: give each its own, as Pax asks as well.')
     named[name] = dataset
   return named

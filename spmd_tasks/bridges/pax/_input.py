@@ -44,7 +44,7 @@ class PaxInput:
 
   @functools.cached_property
   def _element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    first = flatten_batch(self._make(0, jax.process_count()).get_next())
+    first = flatten_batch(self.make(0, jax.process_count()).get_next())
     for name, rows in first.items():
       if rows.ndim == 0:
         raise UserError(f'input {self.config.name!r} gives {name!r} without a batch dim: give it a row per example.')
@@ -57,7 +57,7 @@ class PaxInput:
     """Makes the input of one process: Pax' infeed host `shard_index` of `shard_count`."""
     num_batches = None if self.is_training else self.config.eval_loop_num_batches
     limit = None if num_batches in (None, -1) else num_batches
-    return PaxInputIterator(functools.partial(self._make, shard_index, shard_count), shard_count, limit)
+    return PaxInputIterator(functools.partial(self.make, shard_index, shard_count), shard_count, limit)
 
   def reshard_states(self, states: Sequence[State], shard_count: int) -> list[State]:
     """Returns the states unchanged.
@@ -72,7 +72,8 @@ class PaxInput:
       )
     return list(states)
 
-  def _make(self, shard_index: int, shard_count: int) -> Any:
+  def make(self, shard_index: int, shard_count: int) -> Any:
+    """Makes Praxis' own input object of one process."""
     config = self.config.clone()
     if not config.num_infeed_hosts:  # else the experiment has said how its hosts share the data
       config.num_infeed_hosts, config.infeed_host_index = shard_count, shard_index
@@ -93,12 +94,7 @@ class PaxInputIterator:
   def __next__(self) -> Batch:
     if self._limit is not None and self._count >= self._limit:
       raise StopIteration
-    try:
-      batch = flatten_batch(self._input.get_next())
-    except Exception as error:
-      if type(error).__name__ == 'OutOfRangeError':  # TensorFlow's word for the end
-        raise StopIteration from error
-      raise
+    batch = flatten_batch(next_batch(self._input))
     self._count += 1
     return batch
 
@@ -139,3 +135,13 @@ class PaxInputIterator:
   def close(self) -> None:
     """Forgets the input."""
     self._input = None
+
+
+def next_batch(pax_input: Any) -> Any:
+  """Returns the next batch of Praxis' own input object, a NestedMap; raises StopIteration at the end."""
+  try:
+    return pax_input.get_next()
+  except Exception as error:
+    if type(error).__name__ == 'OutOfRangeError':  # TensorFlow's word for the end
+      raise StopIteration from error
+    raise

@@ -13,6 +13,7 @@ _REPLACED_PARTS = {
   'executor': 'the training loop is ours',
   'train_programs': "the training step is Paxml's, but the loop around it is ours",
   'eval_programs': "the eval step is Paxml's, but the loop around it is ours",
+  'decode_programs': "the decode step is Paxml's, but the loop around it is ours",
 }
 # Fields of task.train: value that means "off", and the reason.
 _TRAIN_FIELDS = {

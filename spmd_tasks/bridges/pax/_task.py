@@ -18,7 +18,7 @@ from typing import Any
 from clu import metrics as clu_metrics
 import jax
 import jax.numpy as jnp
-from paxml import tasks_lib, train_states, trainer_lib
+from paxml import summary_utils, tasks_lib, train_states, trainer_lib
 from praxis import base_layer, py_utils
 
 from spmd_tasks.bridges.pax._batches import to_nested_map
@@ -200,6 +200,47 @@ class PaxTask:
     with _pax_scope(), base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
       model = self.model
       return model.apply(variables, to_nested_map(batch), method=model.compute_predictions)
+
+  def decode_step(self, variables: Variables, batch: Batch, step: jax.Array, number: jax.Array) -> Any:
+    """Decodes one batch by Paxml's `decode_step`.
+
+    Args:
+      variables: of the model.
+      batch: of a decode dataset.
+      step: int32, the train step of the variables.
+      number: int32, of the batch in its dataset, from 1.
+
+    Returns:
+      A `trainer_lib.StepFnOutput` with weighted scalars, per-example outputs, summaries and clu metrics.
+    """
+    settings = self.task.decode
+    with _pax_scope():
+      root, _ = jax.random.split(jax.random.PRNGKey(settings.random_seed))
+      key, _ = jax.random.split(root)
+      if settings.prng_key_fold_with_batch_index:
+        key = jax.random.fold_in(key, number)
+      (scalars, per_example, clu_metrics), updated = trainer_lib.decode_step(
+        self.model,
+        train_states.TrainState(step=step.astype(jnp.uint32), mdl_vars=variables, opt_states=[]),
+        key,
+        self.weight_hparams,
+        to_nested_map(batch),
+        self.model.fprop_dtype,
+        settings.apply_mutable_list,
+      )
+    return trainer_lib.StepFnOutput(
+      loss=None,
+      weighted_scalars=scalars,
+      per_example_out=per_example,
+      summary_tensors=summary_utils.flatten_flax_summaries(updated.get(base_layer.SUMMARIES, {})),
+      clu_metrics=clu_metrics,
+    )
+
+  def make_decoder(self, *arguments: Any, **named: Any) -> Any:
+    """Makes the PaxDecoder of a job, by which programs.decode decodes batches instead of prompts."""
+    from spmd_tasks.bridges.pax._decode import PaxDecoder
+
+    return PaxDecoder(*arguments, **named)
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState that evaluation uses: raw, or averaged by the optimizer."""

@@ -1,0 +1,220 @@
+"""PaxDecoder: decodes the datasets of a Pax experiment by the model's own `decode`, and writes what Paxml writes.
+
+    decoder = PaxDecoder(model, job.decode_inputs, job_log_dir, tensorboard=True, on_batch=..., report=print)
+    decoder.run('valid', variables, step)
+
+    <job_log_dir>/decoder_out/<dataset>/decoder_out_<step>_shard_0.jsonl    a value of process_decode_out on each line
+    <job_log_dir>/decoder_out/<dataset>/decoder_out_<step>_shard_0.pickle   the list of its (key, value) pairs
+    <job_log_dir>/summaries/decode_test_<dataset>/                          metrics: events, and metrics.jsonl
+
+Both files appear as a whole, the .jsonl last: a dataset that has one is not decoded again with the same checkpoint. A
+job that was stopped decodes an unfinished dataset from its start, and writes the same outputs. Every checkpoint decodes
+a dataset from its start: all batches where the input says `reset_for_eval`, else `eval_loop_num_batches`. Process 0
+processes and writes the outputs of all processes, as in Paxml.
+"""
+
+import collections
+from collections.abc import Callable, Iterator, Mapping
+import itertools
+import pathlib
+import tempfile
+from typing import Any, cast
+
+from absl import logging
+from clu import values as clu_values
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+from paxml import base_metrics, io_utils, metric_utils, summary_utils
+from praxis import base_hyperparams, base_layer, pax_fiddle
+
+from spmd_tasks.bridges.pax._batches import flatten_batch, take_strings
+from spmd_tasks.bridges.pax._input import PaxInput, next_batch
+from spmd_tasks.distributed import is_primary, primary_decides
+from spmd_tasks.errors import UserError
+from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.runtime import PartitionedModel, Variables, make_writer
+
+_LOOK_LIMIT_S = 300
+
+
+class PaxDecoder:
+  """Decodes each dataset with any number of checkpoints."""
+
+  def __init__(
+    self,
+    model: PartitionedModel,
+    inputs: Mapping[str, PaxInput],
+    job_log_dir: epath.Path,
+    *,
+    tensorboard: bool,
+    on_batch: Callable[[], None],
+    report: Callable[[str], None],
+  ):
+    """Makes a decoder; nothing is compiled or written yet.
+
+    Args:
+      model: a partitioned PaxTask.
+      inputs: the datasets by name.
+      job_log_dir: gets the outputs and metrics.
+      tensorboard: write event files too.
+      on_batch: called before every batch; may raise to end the decoding.
+      report: shows a line to the user.
+    """
+    self._task = cast(Any, model.task)  # a PaxTask
+    self._inputs = inputs
+    self._job_log_dir = job_log_dir
+    self._tensorboard = tensorboard
+    self._on_batch = on_batch
+    self._report = report
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    self._steps = {
+      name: model.batch_step('decode_step', each.element_spec(), self._task.decode_step, number, number)
+      for name, each in inputs.items()
+    }
+
+  @property
+  def names(self) -> list[str]:
+    """The datasets."""
+    return list(self._inputs)
+
+  def compile(self) -> None:
+    """Compiles the decode steps; does nothing the second time."""
+    for step in self._steps.values():
+      step.compile()
+
+  def run(self, name: str, variables: Variables, step: int) -> None:
+    """Decodes a dataset, unless its outputs are there already.
+
+    Args:
+      name: of the dataset.
+      variables: of the model, padded, on the mesh.
+      step: their train step.
+
+    Raises:
+      UserError: the dataset has no batch, or a batch has texts, which several processes cannot pass on.
+      StorageError: the outputs cannot be written.
+    """
+    dataset = self._inputs[name].make(jax.process_index(), jax.process_count())
+    directory = self._job_log_dir / 'decoder_out' / dataset.name
+    stem = f'decoder_out_{step}_shard_0'
+    done = directory / f'{stem}.jsonl'
+    with storage_errors(done):
+      if primary_decides(done.exists, 'is_decoded', limit_s=_LOOK_LIMIT_S):
+        self._report(f'step {step}  decode {name}: done already, in {done}')
+        return
+    self._report(f'step {step}  decode {name}: to {done}')
+    decoded = _DecodedDataset(self._task.task)
+    for batch, (arrays, texts) in enumerate(self._batches(dataset), start=1):
+      self._on_batch()
+      decode_step = self._steps[name]
+      placed = decode_step.place(arrays)
+      output = jax.device_get(decode_step(variables, placed, np.int32(step), np.int32(batch)))
+      if is_primary():
+        decoded.add(dataset, output, texts)
+    if is_primary():
+      if not decoded.num_batches:
+        raise UserError(f'decode dataset {name!r} has no batch, its source is empty: correct decode_datasets().')
+      metrics = decoded.metrics()
+      writer = make_writer(
+        self._job_log_dir / 'summaries' / f'decode_test_{dataset.name}', tensorboard=self._tensorboard, primary=True
+      )
+      writer.write(step, metrics)
+      writer.close()
+      _write_outputs(directory, stem, decoded.outputs)
+      shown = ''.join(f'  {key} {value:.6g}' for key, value in metrics.items() if not key.endswith('-weight'))
+      self._report(
+        f'step {step}  decode {name}: {len(decoded.outputs)} outputs of {decoded.num_batches} batches{shown}'
+      )
+
+  def _batches(self, dataset: Any) -> Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]:
+    """Yields (arrays, texts) of the batches that Paxml decodes. The dataset is not read ahead: it may keep a state."""
+    limit = None if dataset.reset_for_eval or dataset.eval_loop_num_batches == -1 else dataset.eval_loop_num_batches
+    for _ in itertools.count() if limit is None else range(limit):
+      try:
+        batch = next_batch(dataset)
+      except StopIteration:
+        return
+      texts = take_strings(batch)
+      if texts and jax.process_count() > 1:
+        raise UserError(
+          f'decode dataset {dataset.name!r} has texts in its batches ({", ".join(sorted(texts))}), which a process '
+          'cannot pass on to process 0, where outputs are processed: leave them out, or decode by one process.'
+        )
+      yield flatten_batch(batch), texts
+
+
+class _DecodedDataset:
+  """Gathers what one dataset's batches give, as Paxml's decode program does.
+
+  Attributes:
+    outputs: the (key, value) pairs of process_decode_out.
+    num_batches: how many batches were added.
+  """
+
+  def __init__(self, task: Any):
+    self._task = task
+    self._decode_metrics, self._process_metrics = (
+      base_hyperparams.instantiate(task.metrics or pax_fiddle.Config(base_metrics.MeanMetrics)) for _ in range(2)
+    )
+    self._clu_metrics: dict[str, Any] = {}
+    self._process_clu_metrics: dict[str, Any] = {}
+    self._summaries: dict[str, list[Any]] = collections.defaultdict(list)
+    self.outputs: list[tuple[str, Any]] = []
+    self.num_batches = 0
+
+  def add(self, dataset: Any, output: Any, texts: Mapping[str, Any]) -> None:
+    """Adds the outputs (host arrays) of a decode step, and the texts of its batch, to what there is."""
+    self.num_batches += 1
+    self._decode_metrics.store(output.weighted_scalars)
+    self._clu_metrics = metric_utils.merge_clu_metrics(self._clu_metrics, output.clu_metrics)
+    for name, value in summary_utils.flatten_summary_dict(output.summary_tensors):
+      self._summaries[name].append(value)
+    per_example = output.per_example_out
+    per_example.update(texts)
+    with jax.default_device(jax.local_devices(backend='cpu')[0]):
+      scalars, pairs, clu_metrics = self._task.model.process_decode_out(dataset, per_example)
+    self._process_metrics.store(scalars)
+    self.outputs.extend(pairs)
+    if clu_metrics:
+      self._process_clu_metrics = metric_utils.merge_clu_metrics(self._process_clu_metrics, clu_metrics)
+
+  def metrics(self) -> dict[str, float]:
+    """Returns the metrics over all batches, by the names of Paxml's summaries; images and the like are left out."""
+    found = {}
+    for prefix, means in (('decode_metrics', self._decode_metrics), ('process_decode_metrics', self._process_metrics)):
+      for name, (value, weight) in means.finalize().items():
+        found[f'{prefix}/{name}'] = value
+        found[f'{prefix}/{name}-weight'] = weight
+    left_out = []
+    for name, values in self._summaries.items():
+      if base_layer.get_summary_base_type(base_layer.get_summary_type_from_key(name)) is base_layer.SummaryType.SCALAR:
+        found[name] = np.mean([np.mean(value) for value in values])
+      else:
+        left_out.append(name)
+    for metrics in (self._clu_metrics, self._process_clu_metrics):
+      for name, value in metric_utils.compute_metric_values(metrics).items():
+        if isinstance(value, clu_values.Scalar):
+          found[self._task.decode.metrics_prefix + name] = value.value
+        else:
+          left_out.append(name)
+    if left_out:
+      logging.warning('These summaries of decoding are no numbers and are not written: %s.', ', '.join(left_out))
+    return {name: float(np.mean(value)) for name, value in found.items()}
+
+
+def _write_outputs(directory: epath.Path, stem: str, outputs: list[tuple[str, Any]]) -> None:
+  """Has Paxml write its two files in a temporary directory, and moves them to `directory` as they are complete."""
+  with storage_errors(directory), tempfile.TemporaryDirectory() as temporary:
+    made = pathlib.Path(temporary)
+    suffixes = ['.pickle', '.jsonl']
+    try:
+      io_utils.write_key_value_pairs(made / stem, outputs)
+    except TypeError as error:  # Paxml, too, leaves out a file that cannot be made
+      unfinished = '.jsonl' if (made / f'{stem}.jsonl').exists() else '.pickle'
+      suffixes = suffixes[: suffixes.index(unfinished)]
+      logging.error('%s: process_decode_out gives what %s files cannot hold: %s', directory / stem, unfinished, error)
+    directory.mkdir(parents=True, exist_ok=True)
+    for suffix in suffixes:
+      write_durably(directory / f'{stem}{suffix}', (made / f'{stem}{suffix}').read_bytes())
