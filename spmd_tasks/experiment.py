@@ -285,9 +285,9 @@ class Job:
 
   @property
   def tokenizer(self) -> Tokenizer | None:
-    """The tokenizer of the training input, or else of an eval set; None where no input has one."""
-    inputs = (self.train_input, *self.eval_inputs.values())
-    tokenizers = (getattr(source, 'tokenizer', None) for source in inputs)
+    """The tokenizer of the training input, or else of an eval set or of the task; None where none has one."""
+    sources = (self.train_input, *self.eval_inputs.values(), self.task)
+    tokenizers = (getattr(source, 'tokenizer', None) for source in sources)
     return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
 
 

@@ -65,7 +65,8 @@ def load(
   partitioned = partition_job(job, mesh)
   checkpointer = SavedSteps(directory).open_checkpoints(read_only=True)
   try:
-    padded_variables, restored = restore_evaluation_variables(partitioned, checkpointer, step)
+    part = job.task.decoding_variables
+    padded_variables, restored = restore_evaluation_variables(partitioned, checkpointer, step, part)
   finally:
     checkpointer.close()
   return LoadedModel(job=job, step=restored, partitioned=partitioned, padded_variables=padded_variables)

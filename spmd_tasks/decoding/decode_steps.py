@@ -263,10 +263,8 @@ class DecodeSteps:
     return padding.pad(outputs, jax.tree.map(padded, outputs))
 
   def _forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-    if cache is not None:
-      variables = variables | {'cache': cache}
-    outputs, updated = self._model.task.model.apply(variables, batch, train=False, mutable='new_cache')
-    return outputs['logits'], unbox_weights(updated['new_cache'])
+    logits, new = self._model.task.decode_forward(variables, cache, batch)
+    return logits, unbox_weights(new)
 
   def _abstract_cache(self, num_rows: int) -> tuple[Any, Any, int]:
     """Returns (shapes of the cache, its PartitionSpecs, V) for rows of max_len, by tracing a prefill."""
@@ -276,20 +274,15 @@ class DecodeSteps:
     }
 
     def prefill(variables, batch):
-      return model.task.model.apply(variables, batch, train=False, mutable='new_cache')
+      return model.task.decode_forward(variables, None, batch)
 
     with sharding_scope(model.mesh, self._axis_rules):
-      outputs, updated = jax.eval_shape(prefill, model.abstract_state.variables, batch)
-    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
-      raise UserError(
-        f'{type(model.task.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
-        "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
-      )
-    boxes = weight_specs(updated['new_cache'])
+      logits, boxed = jax.eval_shape(prefill, model.abstract_state.variables, batch)
     specs = jax.tree.map(
-      lambda box: split_dims_to_partition_spec(box.split_dims, model.mesh.axis_names, self._axis_rules), boxes
+      lambda box: split_dims_to_partition_spec(box.split_dims, model.mesh.axis_names, self._axis_rules),
+      weight_specs(boxed),
     )
-    return unbox_weights(updated['new_cache']), specs, outputs['logits'].shape[-1]
+    return unbox_weights(boxed), specs, logits.shape[-1]
 
 
 def _training_length(model: PartitionedModel) -> int:

@@ -30,6 +30,7 @@ from spmd_tasks.inputs.tfdata_input import TfDataFunction, TfDataInput, TfDataSo
 from spmd_tasks.inputs.tokenizers import (
   BpeTokenizer,
   ByteTokenizer,
+  IdTokenizer,
   Tokenizer,
   decode_generated,
   encode_prompt,
@@ -43,6 +44,7 @@ __all__ = [
   'Block',
   'BpeTokenizer',
   'ByteTokenizer',
+  'IdTokenizer',
   'Input',
   'InputIterator',
   'JsonLines',

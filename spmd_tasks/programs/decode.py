@@ -103,6 +103,7 @@ def decode(
         model,
         checkpointer,
         step=step,
+        part=model.task.decoding_variables,
         watch=watch,
         last_step=job.experiment.num_train_steps,
         poll_s=poll_s,

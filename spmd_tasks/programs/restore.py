@@ -76,9 +76,19 @@ def restore_or_init(
 
 
 def restore_evaluation_variables(
-  model: PartitionedModel, checkpointer: Checkpointer, step: int | None = None
+  model: PartitionedModel,
+  checkpointer: Checkpointer,
+  step: int | None = None,
+  part: Callable[[TrainState], Variables] | None = None,
 ) -> tuple[Variables, int]:
-  """Restores the variables that the task evaluates of one checkpoint (None: the newest), its weights raw or averaged.
+  """Restores the variables that the task evaluates of one checkpoint, its weights raw or averaged.
+
+  Args:
+    model: whose variables are restored.
+    checkpointer: of the training job.
+    step: the checkpoint's step; None takes the newest.
+    part: selects the variables; None takes `evaluation_variables` of the task, and those who generate text pass its
+      `decoding_variables`.
 
   Returns:
     (padded variables on the mesh, the checkpoint's step).
@@ -86,7 +96,9 @@ def restore_evaluation_variables(
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
-  part, canonical = model.task.evaluation_variables, model.canonical_state
+  canonical = model.canonical_state
+  if part is None:
+    part = model.task.evaluation_variables
   wanted = part(canonical)
   weights = wanted.pop('params')
   subtree = 'weights' if weights is canonical.weights else 'learner/ema_weights'
@@ -107,6 +119,7 @@ def checkpoints_to_use(
   checkpointer: Checkpointer,
   *,
   step: int | None = None,
+  part: Callable[[TrainState], Variables] | None = None,
   watch: bool = False,
   last_step: int,
   poll_s: float,
@@ -120,6 +133,7 @@ def checkpoints_to_use(
     model: whose variables are restored.
     checkpointer: of the training job, read-only.
     step: the checkpoint's step; None takes the newest.
+    part: as in `restore_evaluation_variables`.
     watch: wait for new checkpoints until that of `last_step`. Checkpoints that a newer one has overtaken are left out.
     last_step: the job's number of train steps.
     poll_s: seconds between two looks for a new checkpoint.
@@ -138,7 +152,7 @@ def checkpoints_to_use(
       raise PreemptedError
     if not watch or newest_step(checkpointer) > used:
       with watchdog.allow('restore', restore_limit_s):
-        variables, restored = restore_evaluation_variables(model, checkpointer, step)
+        variables, restored = restore_evaluation_variables(model, checkpointer, step, part)
       if restored > used:  # not so where the newest checkpoint is damaged and the one before it was used already
         used = restored
         yield variables, restored

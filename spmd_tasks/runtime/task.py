@@ -9,7 +9,7 @@ state = task.init_state(variables, weight_specs, rng)
 state, metrics = task.train_step(weight_specs, state, batch)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
@@ -101,9 +101,33 @@ class Task:
     predictions, updated = self.model.apply(variables, batch, train=True, rngs=rngs, mutable=names)
     return self.loss(predictions, batch).replace(updated_variables=updated)
 
+  def decode_forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+    """Reads a batch's tokens after those in the KV cache, as `Forward` of decoding/step_functions.py says.
+
+    Returns:
+      (logits float32 [B, T, V], keys and values of the tokens: leaves [..., B, G, T, K], in boxes of their split dims
+      at least where `cache` is None).
+
+    Raises:
+      UserError: the model cannot generate text.
+    """
+    if cache is not None:
+      variables = variables | {'cache': cache}
+    outputs, updated = self.model.apply(variables, batch, train=False, mutable='new_cache')
+    if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
+      raise UserError(
+        f'{type(self.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
+        "'logits' and leave the keys and values of its attention in the collection 'new_cache', as LanguageModel does."
+      )
+    return outputs['logits'], updated['new_cache']
+
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
     return state.variables | {'params': state.learner.ema_weights if self.eval_with_ema else state.weights}
+
+  def decoding_variables(self, state: TrainState) -> Variables:
+    """Returns the variables of a TrainState that text is generated with: those of evaluation."""
+    return self.evaluation_variables(state)
 
   def make_key(self, seed: int) -> jax.Array:
     """Returns the seed's key, of one fixed generator: a job's numbers must not depend on JAX's default."""

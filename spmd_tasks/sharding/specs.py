@@ -220,6 +220,8 @@ def stage_axis(mesh_axis_names: Sequence[str], axis_rules: AxisRules) -> str | N
   Raises:
     UserError: several axes split `layers`.
   """
+  if 'layers' not in {*mesh_axis_names, *(name for name, _ in axis_rules)}:  # as in a Pax experiment
+    return None
   spec = split_dims_to_partition_spec(('layers',), mesh_axis_names, axis_rules)
   axes = spec_axes(spec, 1)[0]
   if len(axes) > 1:

@@ -23,6 +23,7 @@ from spmd_tasks.bridges.pax._support import refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
+from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.sharding import AxisRules
 
 
@@ -32,6 +33,10 @@ class PaxExperiment(Experiment):
   axis_rules: AxisRules = ()
   # Evaluate the averaged weights that the optimizer keeps.
   eval_with_ema: bool = False
+  # Serving: how many sequences at once, and how many positions each has; None: `seqlen` of the decoder, or else the
+  # length of the training input.
+  serve_num_slots: int = 8
+  serve_max_len: int | None = None
   _pax_class: ClassVar[Any] = None
   _pax_settings: ClassVar[tuple[str, ...]] = ()
 
@@ -100,11 +105,16 @@ class PaxExperiment(Experiment):
       if value != before[name]:
         raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
     train_input = PaxInput(config=parts['train_input'])
+    task = base_hyperparams.instantiate(parts['task'])
+    decoder = getattr(task.model, 'decoder_tpl', None)
     return {
       'task': PaxTask(
-        task=base_hyperparams.instantiate(parts['task']),
+        task=task,
         input_spec=train_input.element_spec(),
         eval_with_ema=self.eval_with_ema,
+        decode=DecodeSettings(
+          num_slots=self.serve_num_slots, max_len=self.serve_max_len or getattr(decoder, 'seqlen', None) or None
+        ),
       ),
       'train_input': train_input,
       **{

@@ -104,6 +104,15 @@ class PraxisTask(Task):
     new = {name: jax.tree.map(lambda x, old: x.astype(old.dtype), updated[name], like[name]) for name in stored}
     return LossOutput(loss=loss, weight=weight, metrics=means, per_example={}, updated_variables=new if train else {})
 
+  def decode_forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+    """Reads tokens after those in a KV cache, by Praxis' own `extend_step`; as Task.decode_forward."""
+    from spmd_tasks.bridges.pax._kv_cache import read_tokens
+
+    paddings = (batch['segment_ids'] == 0).astype(jnp.float32)
+    inputs = to_nested_map({**batch, 'labels': batch['ids'], 'weights': 1 - paddings, 'paddings': paddings})
+    with praxis_scope(do_eval=True):
+      return read_tokens(self.model, self._cast_variables(variables, inputs), cache, batch)
+
   def _cast_inputs(self, inputs: Any) -> Any:
     return jax.tree.map(self._cast, inputs)
 

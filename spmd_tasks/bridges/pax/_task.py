@@ -18,12 +18,14 @@ from typing import Any
 from clu import metrics as clu_metrics
 import jax
 import jax.numpy as jnp
+import numpy as np
 from paxml import summary_utils, tasks_lib, train_states, trainer_lib
 from praxis import base_layer, py_utils
 
 from spmd_tasks.bridges.pax._batches import to_nested_map
 from spmd_tasks.bridges.pax._weights import box_variables, spec_of_partition
 from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import IdTokenizer
 from spmd_tasks.learning import LearnerState
 from spmd_tasks.runtime import Batch, DecodeSettings, InputSpec, TrainState, Variables
 from spmd_tasks.sharding import WeightSpec, current_sharding_scope, sum_of_squares
@@ -53,7 +55,7 @@ class PaxTask:
   Attributes:
     task: the SingleTask, with its model and its learner.
     input_spec: name -> global shape and dtype of the training batch; the model's variables follow from it.
-    eval_with_ema: evaluate and decode the averaged weights that the optimizer keeps (`eval_use_ema_states`).
+    eval_with_ema: evaluate the averaged weights that the optimizer keeps (`eval_use_ema_states`).
     decode: settings of our own decoding engine.
   """
 
@@ -236,6 +238,29 @@ class PaxTask:
       clu_metrics=clu_metrics,
     )
 
+  def decode_forward(self, variables: Variables, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    """Reads tokens after those in a KV cache for our decoding engine, by Praxis' own `extend_step`.
+
+    Raises:
+      UserError: a part of the model cannot be served; the message names it.
+    """
+    from spmd_tasks.bridges.pax._kv_cache import read_tokens
+
+    context = base_layer.JaxContext.HParams(do_eval=True)
+    with _pax_scope(), base_layer.JaxContext.new_context(hparams=context):
+      return read_tokens(self.model, self._in_fprop_dtype(variables), cache, batch)
+
+  def _in_fprop_dtype(self, variables: Variables) -> Variables:
+    """Returns the variables as Paxml's steps hand them to the model: in bfloat16 where the model computes in it."""
+    if self.model.fprop_dtype != jnp.bfloat16:
+      return variables
+
+    def convert(hparams: base_layer.WeightHParams, value: jax.Array) -> jax.Array:
+      keep = value.dtype != jnp.float32 or base_layer.var_disallow_bfloat16_conversion(hparams)
+      return value if keep else value.astype(jnp.bfloat16)
+
+    return {name: jax.tree.map(convert, self.weight_hparams[name], tree) for name, tree in variables.items()}
+
   def make_decoder(self, *arguments: Any, **named: Any) -> Any:
     """Makes the PaxDecoder of a job, by which programs.decode decodes batches instead of prompts."""
     from spmd_tasks.bridges.pax._decode import PaxDecoder
@@ -244,8 +269,30 @@ class PaxTask:
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState that evaluation uses: raw, or averaged by the optimizer."""
-    if not self.eval_with_ema:
-      return state.variables
+    return self._averaged_variables(state) if self.eval_with_ema else state.variables
+
+  def decoding_variables(self, state: TrainState) -> Variables:
+    """Returns the variables that Paxml's decode jobs use: averaged wherever the optimizer averages."""
+    return self._averaged_variables(state) if tasks_lib.has_ema(self.task) else state.variables
+
+  @property
+  def tokenizer(self) -> IdTokenizer | None:
+    """A tokenizer of ids written as numbers, because Praxis' inputs have none that encodes; None without a vocabulary.
+
+    Raises:
+      UserError: the decoder ends texts by several ids.
+    """
+    lm, decoder = getattr(self.model, 'lm_tpl', None), getattr(self.model, 'decoder_tpl', None)
+    if decoder is None or not getattr(lm, 'vocab_size', 0):
+      return None
+    ends = np.atleast_1d(decoder.eos_id)
+    if len(ends) > 1:
+      raise UserError(
+        f'decoder_tpl.eos_id = {decoder.eos_id}: a text ends by one id here; name the others as stop ids.'
+      )
+    return IdTokenizer(vocab_size=lm.vocab_size, eos_id=int(ends[0]))
+
+  def _averaged_variables(self, state: TrainState) -> Variables:
     averaged = tasks_lib.extract_ema(_pax_state(state)).mdl_vars
     return state.variables | {'params': averaged['params']}
 

@@ -25,7 +25,7 @@ def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence
       split_dims = base_layer.to_partition_spec(hparams.full_split_dims_mapping, mesh_axis_names)
     return WeightBox(
       value=value,
-      split_dims=_filled(split_dims, value.ndim),
+      split_dims=filled_split_dims(split_dims, value.ndim),
       tags=tuple(hparams.collections or ()),
       stacked=0,  # checkpoints keep Pax' own layout of repeats and stages
     )
@@ -35,10 +35,10 @@ def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence
 
 def spec_of_partition(leaf: jax.ShapeDtypeStruct, partition: PartitionSpec) -> WeightSpec:
   """Returns the WeightSpec of a leaf whose PartitionSpec is known."""
-  return WeightSpec(shape=leaf.shape, init=None, split_dims=_filled(partition, leaf.ndim), dtype=leaf.dtype)
+  return WeightSpec(shape=leaf.shape, init=None, split_dims=filled_split_dims(partition, leaf.ndim), dtype=leaf.dtype)
 
 
-def _filled(entries: Iterable[Any], ndim: int) -> tuple[SplitDim, ...]:
+def filled_split_dims(entries: Iterable[Any], ndim: int) -> tuple[SplitDim, ...]:
   """Returns one entry per dim: those of a spec that may be shorter, then None."""
   given = [None if entry == () else entry for entry in entries]
   return (*given, *[None] * (ndim - len(given)))

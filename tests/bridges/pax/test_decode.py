@@ -1,0 +1,100 @@
+"""Pax experiments decode and generate as Paxml and Praxis do."""
+
+import json
+from pathlib import Path
+import pickle
+
+import numpy as np
+import pytest
+
+from spmd_tasks import exit_codes
+from tests import binary
+
+DECODE = 'pax_lab.decode_lm.DecodeLm'
+SCRIPT = Path(__file__).with_name('paxml_decoding.py')
+FAKE = ('--num_fake_devices', 8)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope='module')
+def job(run_pax, tmp_path_factory):
+  """DecodeLm after 3 steps and a decode job, which ends after the last checkpoint, on a mesh 1 x 4 x 2."""
+  directory = tmp_path_factory.mktemp('decode')
+  flags = ('--exp', DECODE, '--job_log_dir', directory, '--num_train_steps', 3, *FAKE)
+  for mode in ('train', 'decode'):
+    finished = run_pax('--mode', mode, *flags)
+    assert finished.returncode == 0, finished.stderr
+  return directory
+
+
+def outputs(directory: Path) -> dict[str, list]:
+  """The values of every dataset, as the .jsonl holds them."""
+  files = sorted(directory.glob('decoder_out/*/*.jsonl'))
+  return {
+    str(file.relative_to(directory)): [json.loads(line) for line in file.read_text().splitlines()] for file in files
+  }
+
+
+def scalars(directory: Path) -> dict[str, float]:
+  """The last value of every tag of TensorBoard's, which Paxml writes as tensors."""
+  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+  from tensorboard.util import tensor_util
+
+  events = EventAccumulator(str(directory)).Reload()
+  tags = events.Tags()
+  return {tag: events.Scalars(tag)[-1].value for tag in tags['scalars']} | {
+    tag: float(tensor_util.make_ndarray(events.Tensors(tag)[-1].tensor_proto)) for tag in tags['tensors']
+  }
+
+
+def test_a_decode_job_writes_what_paxmls_decode_program_writes(job, run_pax, tmp_path):
+  """Weights averaged, texts passed on; all of a dataset that is reset for eval, else one batch. Ours on 8 devices."""
+  finished = run_pax('program', job, tmp_path, command=[SCRIPT])
+  assert finished.returncode == 0, finished.stderr
+  ours, theirs = outputs(job), outputs(tmp_path)
+  assert [(name, len(values)) for name, values in ours.items()] == [
+    ('decoder_out/first/decoder_out_3_shard_0.jsonl', 7),
+    ('decoder_out/prompts/decoder_out_3_shard_0.jsonl', 14),
+  ]
+  for name, values in theirs.items():
+    for our, their in zip(ours[name], values, strict=True):
+      np.testing.assert_allclose(our.pop('logprobs'), their.pop('logprobs'), atol=1e-5)
+      assert our == their
+    pickled = [pickle.loads((root / name).with_suffix('.pickle').read_bytes()) for root in (job, tmp_path)]
+    assert [key for key, _ in pickled[0]] == [key for key, _ in pickled[1]]
+  for dataset in ('prompts', 'first'):
+    assert scalars(job / 'summaries' / f'decode_test_{dataset}') == pytest.approx(
+      scalars(tmp_path / 'summaries' / f'decode_test_{dataset}')
+    )
+
+
+def test_what_is_decoded_is_not_decoded_again(job, run_pax):
+  before = binary.snapshot(job / 'decoder_out')
+  finished = run_pax('--mode', 'decode_once', '--job_log_dir', job, *FAKE)
+  assert finished.returncode == 0, finished.stderr
+  assert 'decode prompts: done already' in finished.stderr
+  assert binary.snapshot(job / 'decoder_out') == before
+
+
+def test_the_engine_generates_the_tokens_of_model_decode(run_pax):
+  """Prompts of one chunk and of two, and more of them than slots."""
+  finished = run_pax('greedy', DECODE, command=[SCRIPT])
+  assert finished.returncode == 0, finished.stderr
+  tokens = json.loads(finished.stdout.splitlines()[-1])
+  assert tokens['ours'] == tokens['theirs']
+  assert len({token for ids in tokens['ours'] for token in ids}) > 4  # no constant answers
+
+
+@pytest.mark.parametrize(
+  'experiment, flags, words',
+  [
+    (DECODE, ('--decode_input', 'prompts.jsonl'), 'decodes batches of its own datasets'),
+    ('pax_lab.dense_lm.DenseLm', (), 'return some from its decode_datasets()'),
+  ],
+)
+def test_what_cannot_be_decoded_is_refused_in_one_sentence(run_pax, experiment, flags, words, tmp_path):
+  finished = run_pax('--exp', experiment, '--mode', 'decode_once', '--job_log_dir', tmp_path / 'job', *flags, *FAKE)
+  assert finished.returncode == exit_codes.USAGE
+  assert words in finished.stderr
+  assert 'Traceback' not in finished.stderr
