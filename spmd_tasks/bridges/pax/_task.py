@@ -282,15 +282,14 @@ class PaxTask:
     Raises:
       UserError: the decoder ends texts by several ids.
     """
-    lm, decoder = getattr(self.model, 'lm_tpl', None), getattr(self.model, 'decoder_tpl', None)
-    if decoder is None or not getattr(lm, 'vocab_size', 0):
+    vocab_size = getattr(getattr(self.model, 'lm_tpl', None), 'vocab_size', 0)
+    decoder = getattr(self.model, 'decoder_tpl', None)
+    if decoder is None or not vocab_size:
       return None
     ends = np.atleast_1d(decoder.eos_id)
     if len(ends) > 1:
-      raise UserError(
-        f'decoder_tpl.eos_id = {decoder.eos_id}: a text ends by one id here; name the others as stop ids.'
-      )
-    return IdTokenizer(vocab_size=lm.vocab_size, eos_id=int(ends[0]))
+      raise UserError(f'decoder_tpl.eos_id = {decoder.eos_id}: a text ends by one id here.')
+    return IdTokenizer(vocab_size=vocab_size, eos_id=int(ends[0]))
 
   def _averaged_variables(self, state: TrainState) -> Variables:
     averaged = tasks_lib.extract_ema(_pax_state(state)).mdl_vars

@@ -30,9 +30,9 @@ def job(run_pax, tmp_path_factory):
 
 def outputs(directory: Path) -> dict[str, list]:
   """The values of every dataset, as the .jsonl holds them."""
-  files = sorted(directory.glob('decoder_out/*/*.jsonl'))
   return {
-    str(file.relative_to(directory)): [json.loads(line) for line in file.read_text().splitlines()] for file in files
+    str(file.relative_to(directory)): [json.loads(line) for line in file.read_text().splitlines()]
+    for file in sorted(directory.glob('decoder_out/*/*.jsonl'))
   }
 
 
