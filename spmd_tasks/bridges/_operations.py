@@ -1,7 +1,7 @@
 """Operations of the rules that convert weights: each maps arrays to arrays and has an inverse.
 
 They work on numpy arrays, on jax.Arrays and under `jax.eval_shape`. Dims are counted from the last one, so that an
-operation also converts a stack of weights at once. None of them changes values, except Offset and Scale.
+operation also converts a stack of weights at once. Only Offset changes values.
 """
 
 import dataclasses
@@ -89,19 +89,6 @@ class Offset:
 
   def inverse(self) -> 'Offset':
     return Offset(-self.value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-  """Multiplies by a number other than 0, in float32."""
-
-  value: float
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return tuple(array.astype('float32') * np.float32(self.value) for array in arrays)
-
-  def inverse(self) -> 'Scale':
-    return Scale(1.0 / self.value)
 
 
 @dataclasses.dataclass(frozen=True)

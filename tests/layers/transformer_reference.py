@@ -53,7 +53,17 @@ def soft_cap(x, cap):
 
 
 def attention(
-  x, weights, segment_ids, segment_pos, *, causal=True, window=None, rotary=True, qk_norm=False, logit_cap=None
+  x,
+  weights,
+  segment_ids,
+  segment_pos,
+  *,
+  causal=True,
+  window=None,
+  rotary=True,
+  qk_norm=False,
+  logit_cap=None,
+  scale=None,
 ):
   """X [B, T, D] -> [B, T, D], one query at a time."""
   kernels = {name: weights[name]['kernel'] for name in ('query', 'key', 'value', 'out')}
@@ -78,7 +88,7 @@ def attention(
       visible = visible if window is None else [s for s in visible if s > t - window]
       for head in range(num_heads):
         kv_head = head // (num_heads // num_kv_heads)
-        logits = np.array([query[t, head] @ key[s, kv_head] for s in visible]) / math.sqrt(head_dim)
+        logits = np.array([query[t, head] @ key[s, kv_head] for s in visible]) * (scale or head_dim**-0.5)
         logits = soft_cap(logits, logit_cap)
         probabilities = np.exp(logits - logits.max())
         probabilities /= probabilities.sum()

@@ -9,6 +9,9 @@ checkpoints needs neither; the rest does, and importing Paxml takes seconds, bec
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
 `_praxis_task.py` (a Praxis model with our learner) and `_input.py`; then `_checkpoint_files.py` (names, shapes) and
 `_checkpoint_arrays.py`.
+
+`translate_language_model` makes one of our language models of a Praxis one, weights included: read `_praxis_model.py`,
+`_praxis_stack.py` and `_praxis_layers.py`.
 """
 
 from etils import epy
@@ -27,6 +30,7 @@ with epy.lazy_api_imports(globals()):
   )
   from spmd_tasks.bridges.pax._experiment import PaxExperiment, as_experiment, is_pax_experiment
   from spmd_tasks.bridges.pax._input import PaxInput
+  from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language_model
   from spmd_tasks.bridges.pax._praxis_task import PraxisTask
   from spmd_tasks.bridges.pax._task import PaxTask
 
@@ -36,6 +40,7 @@ __all__ = [
   'PaxInput',
   'PaxTask',
   'PraxisTask',
+  'Translation',
   'as_experiment',
   'checkpoint_format',
   'install_shims',
@@ -43,5 +48,6 @@ __all__ = [
   'open_pax_checkpoint',
   'pax_checkpoints',
   'read_pax_checkpoint',
+  'translate_language_model',
   'write_pax_checkpoint',
 ]

@@ -47,6 +47,7 @@ class Attention(nn.Module, kw_only=True):
     qk_norm: whether queries and keys each pass an RmsNorm over K before the rotation (Henry et al., 2020).
     per_dim_scale: whether feature i of the queries is multiplied by softplus(s_i) / softplus(0) after the rotation, for
       a learned vector s that starts at zero (Lingvo, Pax).
+    softmax_scale: factor of the attention logits; None means 1 / sqrt(K).
     logit_cap: bounds the attention logits softly, see `soft_cap`; needs the implementation 'xla'. None does not.
     use_bias: whether all four projections have a bias.
     dtype: of the computation.
@@ -66,6 +67,7 @@ class Attention(nn.Module, kw_only=True):
   rotary: Rotary | None = Rotary()
   qk_norm: bool = False
   per_dim_scale: bool = False
+  softmax_scale: float | None = None
   logit_cap: float | None = None
   use_bias: bool = False
   dtype: Any = 'float32'
@@ -172,11 +174,26 @@ class Attention(nn.Module, kw_only=True):
     if cached is not None:
       assert segment_pos is not None
       attended = attend_to_cache(
-        query, key, value, cached, segment_ids, segment_pos, window=self.window, logit_cap=self.logit_cap
+        query,
+        key,
+        value,
+        cached,
+        segment_ids,
+        segment_pos,
+        window=self.window,
+        softmax_scale=self.softmax_scale,
+        logit_cap=self.logit_cap,
       )
     elif self.logit_cap is not None:
       attended = _capped_attention(
-        query, key, value, segment_ids, causal=self.causal, window=self.window, logit_cap=self.logit_cap
+        query,
+        key,
+        value,
+        segment_ids,
+        causal=self.causal,
+        window=self.window,
+        softmax_scale=self.softmax_scale,
+        logit_cap=self.logit_cap,
       )
     else:
       mask = None if segment_ids is None else segment_mask(segment_ids)
@@ -185,6 +202,7 @@ class Attention(nn.Module, kw_only=True):
         key,
         value,
         mask=mask,
+        scale=self.softmax_scale,
         is_causal=self.causal,
         # Documents are contiguous, so the distance of two columns is the distance within the document.
         local_window_size=None if self.window is None else (self.window - 1, 0),
@@ -210,13 +228,14 @@ def _capped_attention(
   *,
   causal: bool,
   window: int | None,
+  softmax_scale: float | None,
   logit_cap: float,
 ) -> jax.Array:
   """Computes [B, T, H, K] as jax.nn.dot_product_attention does by XLA, with capped logits, which that has not."""
   num_rows, length, num_heads, head_dim = query.shape
   grouped = query.reshape(num_rows, length, key.shape[2], num_heads // key.shape[2], head_dim)
   logits = jnp.einsum('BTGHK,BSGK->BGHTS', grouped, key, preferred_element_type=jnp.float32)
-  logits = soft_cap(logits / math.sqrt(head_dim), logit_cap)
+  logits = soft_cap(logits * (softmax_scale or 1.0 / math.sqrt(head_dim)), logit_cap)
   distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
   may_see = jnp.ones((1, 1, length, length), bool) if segment_ids is None else segment_mask(segment_ids)
   if causal:

@@ -87,6 +87,7 @@ def attend_to_cache(
   segment_pos: jax.Array,
   *,
   window: int | None = None,
+  softmax_scale: float | None = None,
   logit_cap: float | None = None,
 ) -> jax.Array:
   """Computes causal attention of this call's tokens to earlier calls' tokens and to one another: [B, T, H, K].
@@ -100,6 +101,7 @@ def attend_to_cache(
     segment_pos: int32 [B, T], consecutive positions in the sequence; the cache holds the positions before the first.
       Positions of padding are ignored.
     window: how many tokens each token sees, including itself; None: all before it.
+    softmax_scale: factor of the logits; None means 1 / sqrt(K).
     logit_cap: bounds the logits softly, see `soft_cap`.
   """
   num_rows, num_columns, num_heads, head_dim = query.shape
@@ -110,7 +112,7 @@ def attend_to_cache(
 
   def logits(keys: jax.Array) -> jax.Array:
     products = jnp.einsum('BTGHK,BGSK->BGHTS', grouped, keys, preferred_element_type=jnp.float32)
-    return soft_cap(products / math.sqrt(head_dim), logit_cap)
+    return soft_cap(products * (softmax_scale or 1.0 / math.sqrt(head_dim)), logit_cap)
 
   columns = jnp.arange(num_columns)
   start = segment_pos[:, :1]

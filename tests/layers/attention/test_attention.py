@@ -25,9 +25,19 @@ def _weights(layer, x, rng):
     {'num_heads': 3, 'causal': False, 'rotary': None},
     {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 2},
     {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 3, 'logit_cap': 0.5, 'per_dim_scale': True},
-    {'num_heads': 3, 'causal': False, 'logit_cap': 0.5},
+    {'num_heads': 3, 'causal': False, 'logit_cap': 0.5, 'softmax_scale': 0.7},
+    {'num_heads': 3, 'softmax_scale': 0.7},
   ],
-  ids=['multi-head', 'grouped', 'multi-query', 'bidirectional', 'window', 'capped, scaled', 'capped bidirectional'],
+  ids=[
+    'multi-head',
+    'grouped',
+    'multi-query',
+    'bidirectional',
+    'window',
+    'capped, scaled',
+    'capped bidirectional',
+    'scale',
+  ],
 )
 def test_attention(rng, fields):
   x = rng.normal(size=(2, 6, 30)).astype(np.float32)
@@ -43,6 +53,7 @@ def test_attention(rng, fields):
     rotary=layer.rotary is not None,
     qk_norm=layer.qk_norm,
     logit_cap=layer.logit_cap,
+    scale=layer.softmax_scale,
   )
   actual = layer.apply({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
   np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

@@ -68,7 +68,8 @@ MODELS = {
     _stack(_block(num_kv_heads=2, qk_norm=True, use_bias=True), scan=False, remat_policy='full')
   ),
   'capped logits, scaled dims, normed outputs, sinusoidal positions': _model(
-    _stack(_block(rotary=None, post_norm=True, logit_cap=0.5, per_dim_scale=True)), SinusoidalPositions()
+    _stack(_block(rotary=None, post_norm=True, logit_cap=0.5, softmax_scale=0.7, per_dim_scale=True)),
+    SinusoidalPositions(),
   ),
   'learned positions': _model(_stack(_block(rotary=None)), LearnedPositions(max_len=NUM_POSITIONS)),
   'dense and dropless': _model(_stack(BlockGroup(blocks=(_block(), _block(_experts(Dropless())))))),
