@@ -235,8 +235,12 @@ def _becomes_visible(path: epath.Path, text: str) -> bool:
 def _write(path: epath.Path, text: str):
   """Replaces the file atomically, so that no reader sees a part of it."""
   partial = path.with_name(f'.{path.name}.partial')
-  partial.write_text(text)
-  partial.replace(path)
+  try:
+    partial.write_text(text)
+    partial.replace(path)
+  except OSError:  # such as a full disk, where the file may be there, empty
+    partial.unlink(missing_ok=True)
+    raise
 
 
 def _read(path: epath.Path, record_type: type) -> Any:

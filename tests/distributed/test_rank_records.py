@@ -1,9 +1,11 @@
 """What the processes learn of each other from their records."""
 
+import errno
 import os
 import threading
 import time
 
+from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
@@ -66,6 +68,19 @@ def test_opening_clears_what_an_earlier_run_left(tmp_path):
   open_all(tmp_path)
   assert records[0].peer_failures() == []
   assert not list(tmp_path.glob('ranks/*/1.*'))
+
+
+def test_a_full_disk_leaves_no_part_of_a_record(tmp_path, monkeypatch):
+  records, *_ = open_all(tmp_path)
+
+  def write_text(path, text):
+    path.touch()
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr(epath.Path(tmp_path).__class__, 'write_text', write_text)
+  with pytest.raises(OSError, match='No space left'):
+    records.write_failure(step=3, reason='out of memory', is_own=True, stacks='main thread')
+  assert list((tmp_path / 'ranks' / 'failures').iterdir()) == []
 
 
 def test_records_that_are_damaged_or_of_a_larger_job_are_passed_over(tmp_path):
