@@ -74,7 +74,7 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path, monkeypatch):
   records, *_ = open_all(tmp_path)
 
   def write_text(path, text):
-    path.touch()
+    os.mknod(path)
     raise OSError(errno.ENOSPC, 'No space left on device')
 
   monkeypatch.setattr(epath.Path(tmp_path).__class__, 'write_text', write_text)
