@@ -22,7 +22,17 @@ from spmd_tasks.config.encoding import decode, encode, encode_field, show
 from spmd_tasks.config.overrides import Path, parse_override, split_override
 from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.config.symbols import current_names
-from spmd_tasks.config.tree import DROP, UNSET, apply_changes, check_buildable, copy_config, fields_of, is_node, walk
+from spmd_tasks.config.tree import (
+  DROP,
+  UNSET,
+  apply_changes,
+  check_buildable,
+  copy_config,
+  fields_of,
+  is_node,
+  walk,
+  with_pax_configs_unbuilt,
+)
 from spmd_tasks.config.values import describe_type, is_of_type, unwrap
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
@@ -52,8 +62,10 @@ class ResolvedConfig:
         code keeps its type and traceback, and Fiddle adds the config path to its message.
     """
     try:
-      build_parts = getattr(self.experiment, 'build_parts', fdl.build)  # Pax's configs are not built by Fiddle alone
-      built = build_parts(self.parts)
+      if hasattr(self.experiment, 'build_parts'):  # an experiment of Pax
+        built = self.experiment.build_parts(self.parts)
+      else:
+        built = fdl.build(with_pax_configs_unbuilt(self.parts))
     except UserError as error:
       raise _without_fiddle_context(error) from error
     return Job(name=self.name, experiment=self.experiment, **built)

@@ -41,6 +41,30 @@ def copy_config(root: Any) -> Any:
   return daglish.MemoizedTraversal.run(copy, root)
 
 
+def with_pax_configs_unbuilt(root: Any) -> Any:
+  """Returns a config of which `fdl.build` hands configs of Praxis over as they are: their owner instantiates them.
+
+  They hold templates, which Praxis leaves unbuilt and Fiddle would build.
+  """
+
+  def wrap(value: Any, state: daglish.State) -> Any:
+    if isinstance(value, fdl.Buildable) and type(value).__module__.startswith('praxis.'):
+      return fdl.Config(_Unbuilt(value))
+    return state.map_children(value) if state.is_traversable(value) else value
+
+  return daglish.MemoizedTraversal.run(wrap, root)
+
+
+class _Unbuilt:
+  """A function without arguments that returns a config."""
+
+  def __init__(self, config: fdl.Buildable):
+    self._config = config
+
+  def __call__(self) -> fdl.Buildable:
+    return self._config
+
+
 def is_node(value: Any) -> bool:
   """Tells whether a value has fields of its own."""
   if isinstance(value, fdl.Buildable) or _is_dataclass(value):

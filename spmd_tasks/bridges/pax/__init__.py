@@ -7,11 +7,9 @@ Importing this package makes Praxis and Paxml importable (`_shims.py`) and impor
 checkpoints needs neither; the rest does, and importing Paxml takes seconds, because it imports TensorFlow.
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
-`_praxis_task.py` (a Praxis model with our learner) and `_input.py`; then `_checkpoint_files.py` (names, shapes) and
-`_checkpoint_arrays.py`.
-
-`translate_language_model` makes one of our language models of a Praxis one, weights included: read `_praxis_model.py`,
-`_praxis_stack.py` and `_praxis_layers.py`.
+`_praxis_task.py` (Praxis models and layers in experiments of ours) and `_input.py`; then `_checkpoint_files.py` (names,
+`_praxis_task.py` (Praxis models and layers in experiments of ours) and `_input.py`; then `_checkpoint_files.py` (its
+included: `_praxis_model.py`, `_praxis_stack.py` and `_praxis_layers.py`.
 """
 
 from etils import epy
@@ -31,7 +29,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.pax._experiment import PaxExperiment, as_experiment, is_pax_experiment
   from spmd_tasks.bridges.pax._input import PaxInput
   from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language_model
-  from spmd_tasks.bridges.pax._praxis_task import PraxisTask
+  from spmd_tasks.bridges.pax._praxis_task import PraxisLayer, PraxisTask
   from spmd_tasks.bridges.pax._task import PaxTask
 
 __all__ = [
@@ -39,6 +37,7 @@ __all__ = [
   'PaxExperiment',
   'PaxInput',
   'PaxTask',
+  'PraxisLayer',
   'PraxisTask',
   'Translation',
   'as_experiment',

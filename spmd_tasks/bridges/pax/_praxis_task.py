@@ -1,4 +1,6 @@
-"""PraxisTask: a Praxis model as the model of our Task, with our learner. Paxml and its TensorFlow are not needed.
+"""PraxisTask and PraxisLayer: Praxis models and layers in experiments of ours. Neither needs Paxml and its TensorFlow.
+
+A whole model, with our learner:
 
     def task(self):
       return fdl.Config(
@@ -9,6 +11,11 @@
 
 A Praxis model computes predictions and loss in one call and returns weighted scalars, `{name: (value, weight)}`; one of
 them is differentiated, the others are metrics. Losses that its layers add (`aux_loss`) are inside it.
+
+A single layer, as a Linen module; our stacks scan, pipeline and pad it as they do their own:
+
+    norm = PraxisLayer(config=pax_fiddle.Config(layers.LayerNorm, dim=64))
+    y = norm(x)
 """
 
 from collections.abc import Mapping
@@ -16,9 +23,10 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from praxis import base_hyperparams, base_layer
+from praxis import base_hyperparams, base_layer, pax_fiddle
 
 from spmd_tasks.bridges.pax._batches import to_nested_map
 from spmd_tasks.bridges.pax._weights import box_variables
@@ -29,6 +37,7 @@ from spmd_tasks.sharding import current_sharding_scope
 
 _PRNG_IMPL = 'threefry2x32'  # of our keys
 _NOT_STORED = ('aux_loss', 'summaries', 'params_axes')
+_STORED_BY_LAYERS = (base_layer.PARAMS, base_layer.NON_TRAINABLE, 'batch_stats')
 _NO_BFLOAT16 = base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
 
 
@@ -55,7 +64,7 @@ class PraxisTask(Task):
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with boxes of the split dims and collections that Praxis declares."""
     inputs = _inputs(batch)
-    with praxis_scope(do_eval=False):
+    with _praxis_scope(do_eval=False):
       declared = dict(self.model.abstract_init_with_metadata(inputs))
       variables = dict(self.model.init(_rngs(rng), self._cast_inputs(inputs)))
     for name in _NOT_STORED:
@@ -66,7 +75,7 @@ class PraxisTask(Task):
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, in evaluation mode."""
     inputs = _inputs(batch)
-    with praxis_scope(do_eval=True):
+    with _praxis_scope(do_eval=True):
       variables = self._cast_variables(variables, inputs)
       return self.model.apply(variables, self._cast_inputs(inputs), method=self.model.compute_predictions)
 
@@ -80,7 +89,7 @@ class PraxisTask(Task):
     """
     inputs = _inputs(batch)
     stored = [name for name in variables if name != 'params']
-    with praxis_scope(do_eval=not train):
+    with _praxis_scope(do_eval=not train):
       (metrics, _), updated = self.model.apply(
         self._cast_variables(variables, inputs),
         self._cast_inputs(inputs),
@@ -110,7 +119,7 @@ class PraxisTask(Task):
 
     paddings = (batch['segment_ids'] == 0).astype(jnp.float32)
     inputs = to_nested_map({**batch, 'labels': batch['ids'], 'weights': 1 - paddings, 'paddings': paddings})
-    with praxis_scope(do_eval=True):
+    with _praxis_scope(do_eval=True):
       return read_tokens(self.model, self._cast_variables(variables, inputs), cache, batch)
 
   def _cast_inputs(self, inputs: Any) -> Any:
@@ -131,8 +140,57 @@ class PraxisTask(Task):
     return x.astype(self.model.fprop_dtype) if x.dtype == jnp.float32 else x
 
 
+class PraxisLayer(nn.Module):
+  """Calls a Praxis layer with the arguments of its own `__call__`.
+
+  Weights under `layer`, in Praxis' structure; other variables in their collections. A layer may use the rng `dropout`.
+
+  Fields:
+    config: the `pax_fiddle.Config` of a `praxis.base_layer.BaseLayer`. For its split dims to hold, its
+      `mesh_axis_names` must be those of the experiment.
+  """
+
+  config: Any
+
+  @nn.compact
+  def __call__(self, *args: Any, train: bool = False, **kwargs: Any) -> Any:
+    """Applies the layer; not `train` is Praxis' `do_eval`.
+
+    Raises:
+      UserError: the layer adds a loss, which nothing here would read.
+    """
+    with pax_fiddle.empty_flax_module_stack():  # else it would be a submodule, with Praxis' boxes in our scope
+      layer = base_hyperparams.instantiate(self.config)
+    with _praxis_scope(do_eval=not train):
+      declared = dict(layer.abstract_init_with_metadata(*args, **kwargs))
+
+      def draw(rng: Any, name: str) -> Any:
+        variables = layer.init(_rngs(rng), *args, **kwargs)
+        return box_variables({name: variables[name]}, {name: declared[name]}, layer.mesh_axis_names)[name]
+
+      variables, others = {}, {}
+      for name in (name for name in _STORED_BY_LAYERS if declared.get(name)):
+        if name == base_layer.PARAMS:
+          variables[name] = self.param('layer', draw, name)
+        else:
+          others[name] = self.variable(name, 'layer', lambda name=name: draw(self.make_rng('params'), name))
+          variables[name] = others[name].value
+      rngs = _rngs(self.make_rng('dropout')) if self.has_rng('dropout') else {}
+      mutable = [*others, base_layer.AUX_LOSS, base_layer.SUMMARIES] if train else [base_layer.SUMMARIES]
+      output, updated = layer.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+    if updated.get(base_layer.AUX_LOSS):
+      raise UserError(
+        f'{type(layer).__name__} adds a loss, which a layer of ours returns as a statistic: take one of ours, or take '
+        'the whole model by PraxisTask.'
+      )
+    if train and not self.is_initializing():
+      for name, variable in others.items():
+        variable.value = updated[name]
+    return output
+
+
 @contextlib.contextmanager
-def praxis_scope(*, do_eval: bool) -> Any:
+def _praxis_scope(*, do_eval: bool) -> Any:
   """Context in which a Praxis layer is initialized or applied: its mode, and the mesh that `maybe_shard` asks for."""
   with contextlib.ExitStack() as stack:
     stack.enter_context(jax.default_prng_impl(_PRNG_IMPL))

@@ -26,11 +26,18 @@ def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence
     return WeightBox(
       value=value,
       split_dims=filled_split_dims(split_dims, value.ndim),
-      tags=tuple(hparams.collections or ()),
+      tags=_tags(hparams),
       stacked=0,  # checkpoints keep Pax' own layout of repeats and stages
     )
 
   return dict(jax.tree.map(box, weight_hparams, variables))
+
+
+def _tags(hparams: base_layer.WeightHParams) -> tuple[str, ...]:
+  """Returns the names of the collections, and our tag for those without weight decay."""
+  collections = tuple(hparams.collections or ())
+  is_undecayed = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION in collections
+  return (*collections, 'no_decay') if is_undecayed else collections
 
 
 def spec_of_partition(leaf: jax.ShapeDtypeStruct, partition: PartitionSpec) -> WeightSpec:

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 
+import spmd_tasks.bridges.pax  # noqa: F401  lets the tests import Praxis
 from tests import binary, forked
 
 PAX_EXPERIMENTS = Path(__file__).parents[2] / 'data'  # holds the package pax_lab
