@@ -104,7 +104,9 @@ def no_permission(scene: Scene) -> str:
   if saved:
     scene.begun(saved, saved + 2)
   scene.where = f'{part}, after step {saved}'
-  point = Point(operations=CHANGES, path=f'^{part}', lasting=True, action='error', value=errno.EACCES)
+  # config.json is replaced by .config.json.partial, which is the file that is written.
+  path = '^' + part.replace('/config.json', r'/\.?config\.json')
+  point = Point(operations=CHANGES, path=path, lasting=True, action='error', value=errno.EACCES)
   ended = scene.run(points=[point])
   check(ended.returncode != exit_codes.OK, 'it ended well, although it could not write')
   return scene.accept(ended)

@@ -7,8 +7,8 @@ Importing this package makes Praxis and Paxml importable (`_shims.py`) and impor
 checkpoints needs neither; the rest does, and importing Paxml takes seconds, because it imports TensorFlow.
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
-`_praxis_task.py` (Praxis models and layers in experiments of ours) and `_input.py`; then `_checkpoint_files.py` (names,
-`_praxis_task.py` (Praxis models and layers in experiments of ours) and `_input.py`; then `_checkpoint_files.py` (its
+`_praxis_task.py` (Praxis models and layers in experiments of ours) and `_input.py`; then `_checkpoint_files.py` and
+`_checkpoint_arrays.py`. `translate_language_model` makes one of our language models of a Praxis one, weights
 included: `_praxis_model.py`, `_praxis_stack.py` and `_praxis_layers.py`.
 """
 
