@@ -34,7 +34,7 @@ from spmd_tasks.bridges.pax._input import PaxInput, next_batch
 from spmd_tasks.distributed import is_primary, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.runtime import PartitionedModel, Variables, make_writer
+from spmd_tasks.runtime import CompiledStep, PartitionedModel, Variables, make_writer
 
 _LOOK_LIMIT_S = 300
 
@@ -62,22 +62,13 @@ class PaxDecoder:
       on_batch: called before every batch; may raise to end the decoding.
       report: shows a line to the user.
     """
-    self._task = cast(Any, model.task)  # a PaxTask
+    self._task = cast(Any, model.task).task
     self._inputs = inputs
     self._job_log_dir = job_log_dir
     self._tensorboard = tensorboard
     self._on_batch = on_batch
     self._report = report
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    self._steps = {
-      name: model.batch_step('decode_step', each.element_spec(), self._task.decode_step, number, number)
-      for name, each in inputs.items()
-    }
-
-  @property
-  def names(self) -> list[str]:
-    """The datasets."""
-    return list(self._inputs)
+    self._steps = _compiled_steps(model, inputs)
 
   def compile(self) -> None:
     """Compiles the decode steps; does nothing the second time."""
@@ -105,7 +96,7 @@ class PaxDecoder:
         self._report(f'step {step}  decode {name}: done already, in {done}')
         return
     self._report(f'step {step}  decode {name}: to {done}')
-    decoded = _DecodedDataset(self._task.task)
+    decoded = _DecodedDataset(self._task)
     for batch, (arrays, texts) in enumerate(self._batches(dataset), start=1):
       self._on_batch()
       decode_step = self._steps[name]
@@ -143,6 +134,21 @@ class PaxDecoder:
           'cannot pass on to process 0, where outputs are processed: leave them out, or decode by one process.'
         )
       yield flatten_batch(batch), texts
+
+
+def _compiled_steps(model: PartitionedModel, inputs: Mapping[str, PaxInput]) -> dict[str, CompiledStep]:
+  """Makes one step per dataset; datasets of the same shapes share one step, so that it is compiled once."""
+  number = jax.ShapeDtypeStruct((), jnp.int32)
+  decode_step = cast(Any, model.task).decode_step
+  by_spec: dict[Any, CompiledStep] = {}
+  steps = {}
+  for name, each in inputs.items():
+    spec = each.element_spec()
+    key = tuple((field, leaf.shape, leaf.dtype) for field, leaf in sorted(spec.items()))
+    if key not in by_spec:
+      by_spec[key] = model.batch_step('decode_step', spec, decode_step, number, number)
+    steps[name] = by_spec[key]
+  return steps
 
 
 class _DecodedDataset:

@@ -45,7 +45,10 @@ def run_decode_program(job_log_dir: epath.Path, output: epath.Path, experiment_p
   task, hparams = job.task.task, job.task.weight_hparams
 
   class PlainJit:
-    """In place of Paxml's partitioner: a step is a jitted function of one device."""
+    """In place of Paxml's partitioner: a step is a jitted function of one device, compiled once for all datasets."""
+
+    def __init__(self):
+      self._jitted = None
 
     def preprocess_input_config(self, config):
       return config
@@ -54,15 +57,17 @@ def run_decode_program(job_log_dir: epath.Path, output: epath.Path, experiment_p
       return jax.tree.map(jnp.asarray, batch)
 
     def partition(self, step, inputs_shape_dtype, is_eval):
-      jitted = jax.jit(lambda *arguments: step(task, *arguments, task.model.fprop_dtype, hparams))
-      return lambda state, key, batch, static_args: jitted(state, key, batch), None
+      if self._jitted is None:
+        self._jitted = jax.jit(lambda *arguments: step(task, *arguments, task.model.fprop_dtype, hparams))
+      return lambda state, key, batch, static_args: self._jitted(state, key, batch), None
 
   with jax.default_prng_impl('rbg'):
     root, _ = jax.random.split(jax.random.PRNGKey(task.decode.random_seed))
     decode_key, _ = jax.random.split(root)
+    partitioner = PlainJit()
     for dataset in job.decode_inputs.values():
       program = decode_programs.SingleTaskDecodeProgram(dataset.config.clone())
-      program.setup(task, PlainJit(), output, decode_key)
+      program.setup(task, partitioner, output, decode_key)
       program.run(tasks_lib.extract_ema(trained).to_eval_state(), restored.step)
       program.shutdown()
 

@@ -89,12 +89,13 @@ def test_the_engine_generates_the_tokens_of_model_decode(run_pax):
 @pytest.mark.parametrize(
   'experiment, flags, words',
   [
-    (DECODE, ('--decode_input', 'prompts.jsonl'), 'decodes batches of its own datasets'),
-    ('pax_lab.dense_lm.DenseLm', (), 'return some from its decode_datasets()'),
+    (DECODE, ('--mode', 'decode_once', '--decode_input', 'prompts.jsonl'), 'decodes batches of its own datasets'),
+    ('pax_lab.dense_lm.DenseLm', ('--mode', 'decode_once'), 'return some from its decode_datasets()'),
+    ('pax_lab.moe_lm.MoeLm', ('--mode', 'serve', '--port', 0), 'all slots share the capacity of its experts'),
   ],
 )
-def test_what_cannot_be_decoded_is_refused_in_one_sentence(run_pax, experiment, flags, words, tmp_path):
-  finished = run_pax('--exp', experiment, '--mode', 'decode_once', '--job_log_dir', tmp_path / 'job', *flags, *FAKE)
+def test_what_is_not_possible_is_refused_in_one_sentence(run_pax, experiment, flags, words, tmp_path):
+  finished = run_pax('--exp', experiment, *flags, '--job_log_dir', tmp_path / 'job', *FAKE)
   assert finished.returncode == exit_codes.USAGE
   assert words in finished.stderr
   assert 'Traceback' not in finished.stderr
