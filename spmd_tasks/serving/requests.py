@@ -44,8 +44,15 @@ class ServedModel:
   vocab_size: int
 
   def encode(self, text: str) -> tuple[int, ...]:
-    """Turns a prompt into tokens, after the token for the beginning of text if there is one."""
-    return encode_prompt(self.tokenizer, text)
+    """Turns a prompt into tokens, after the token for the beginning of text if there is one.
+
+    Raises:
+      RequestError: the tokenizer refuses the text, as one of ids refuses words.
+    """
+    try:
+      return encode_prompt(self.tokenizer, text)
+    except UserError as error:
+      raise RequestError(f'{error}') from error
 
   def decode(self, ids: Sequence[int]) -> str:
     """Turns tokens into text; ids beyond the tokenizer's vocabulary, which a padded model may have, add no text."""

@@ -5,7 +5,16 @@ import pickle
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import BpeTokenizer, ByteTokenizer, Tokenizer, decode_generated, encode_prompt, train_bpe
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import (
+  BpeTokenizer,
+  ByteTokenizer,
+  IdTokenizer,
+  Tokenizer,
+  decode_generated,
+  encode_prompt,
+  train_bpe,
+)
 
 TEXTS = ['', 'hello', ' two  spaces\n\ttab', 'déjà vu', '漢字 🙂 \x00\x7f', 'a' * 300]
 
@@ -83,3 +92,12 @@ def test_errors_name_the_file_and_the_remedy(bpe, tmp_path):
   with pytest.raises(ValueError, match='at least 256'):
     train_bpe(['a'], str(tmp_path / 'small.json'), vocab_size=200)
   assert BpeTokenizer(path=bpe.path, bos_token=None, pad_token=None).bos_id is None
+
+
+def test_ids_written_as_numbers_are_a_text():
+  tokenizer = IdTokenizer(vocab_size=64, eos_id=63)
+  assert tokenizer.encode('5 17\n3') == [5, 17, 3]
+  assert tokenizer.decode([5]) + tokenizer.decode([17, 63]) == tokenizer.decode([5, 17]) == ' 5 17'
+  for text in ('5 64', '5, 17', '-1', '²'):
+    with pytest.raises(UserError, match='is no id: this model has no tokenizer'):
+      tokenizer.encode(text)
