@@ -55,6 +55,16 @@ def make_parser() -> argparse.ArgumentParser:
     dest='overrides',
     help='set any field of the config; repeatable; --print_config shows the paths',
   )
+  parser.add_argument(
+    '--translate',
+    metavar='NAME',
+    help='write the Pax experiment package.module.Class as an experiment of ours, and exit',
+  )
+  parser.add_argument(
+    '--translate_output',
+    metavar='FILE',
+    help='--translate: the file to write; default: <class>_native.py, in small letters',
+  )
   parser.add_argument('--list', action='store_true', help='list the registered experiments')
   parser.add_argument('--print_config', action='store_true', help='print every field of the config and exit')
   shortcuts = parser.add_argument_group('shortcuts for --set')

@@ -45,7 +45,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     _show('\n'.join(f'{name:{width}}{line}' for name, line in experiments))
     return exit_codes.OK
   try:
-    return _run_experiment(args)
+    return _translate(args) if args.translate else _run_experiment(args)
   except Exception as error:
     code = user_error_code(error)
     if code is None:
@@ -138,6 +138,28 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
       step=args.checkpoint_step,
       bind_address=args.coordinator_bind_address,
     )
+
+
+def _translate(args: 'argparse.Namespace') -> int:
+  """Writes a Pax experiment as one of ours, and shows what it lacks and that both compute the same."""
+  from pathlib import Path
+
+  from spmd_tasks.bridges.pax import translate_experiment
+
+  args.exp = args.translate
+  path = Path(args.translate_output or f'{args.exp.rpartition(".")[2].lower()}_native.py')
+  if path.exists():
+    raise UserError(f'{path} exists: choose another file by --translate_output, or delete it.')
+  _use_fake_devices(args.num_fake_devices)
+  translated = translate_experiment(_resolve(args).build())
+  path.write_text(translated.text)
+  lists = {
+    'Not translated, so the outputs differ': translated.missing,
+    'Not translated, so training differs': translated.training_only,
+  }
+  shown = [line for title, notes in lists.items() if notes for line in (f'{title}:', *(f'  {note}' for note in notes))]
+  _show('\n'.join([f'wrote {path}', *shown, str(translated.comparison)]))
+  return exit_codes.OK
 
 
 def _verify(args: 'argparse.Namespace') -> int:

@@ -9,6 +9,9 @@ from spmd_tasks.learning import schedules
 
 COSINE = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.1)
 LINEAR = schedules.LinearWarmupLinear(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.25)
+EXPONENTIAL = schedules.LinearWarmupExponential(
+  peak=2.0, warmup_steps=4, decay_start=6, decay_end=10, final_fraction=0.25
+)
 RSQRT = schedules.LinearWarmupRsqrt(peak=2.0, warmup_steps=4)
 FLAT = schedules.LinearWarmupConstant(peak=2.0, warmup_steps=4)
 NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8)
@@ -32,6 +35,12 @@ NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8
     (LINEAR, 8, 1.25),
     (LINEAR, 12, 0.5),
     (LINEAR, 100, 0.5),
+    (EXPONENTIAL, 2, 1.0),
+    (EXPONENTIAL, 5, 2.0),
+    (EXPONENTIAL, 6, 2.0),
+    (EXPONENTIAL, 8, 1.0),
+    (EXPONENTIAL, 10, 0.5),
+    (EXPONENTIAL, 11, 0.5),
     (RSQRT, 0, 0.0),
     (RSQRT, 2, 1.0),
     (RSQRT, 4, 2.0),
@@ -67,6 +76,10 @@ def test_a_number_is_a_learning_rate_too():
   [
     (lambda: schedules.LinearWarmupCosine(peak=1.0, warmup_steps=5, total_steps=5), 'total_steps 5 must be larger'),
     (lambda: schedules.LinearWarmupLinear(peak=1.0, warmup_steps=-1, total_steps=5), 'warmup_steps is -1'),
+    (
+      lambda: schedules.LinearWarmupExponential(peak=1.0, warmup_steps=5, decay_start=4, decay_end=9),
+      'the decay starts after the warmup',
+    ),
     (lambda: schedules.LinearWarmupRsqrt(peak=1.0, warmup_steps=0), 'must be 1 or more'),
     (lambda: schedules.LinearWarmupConstant(peak=-1.0, warmup_steps=0), 'peak is -1.0'),
     (lambda: schedules.Constant(value=float('nan')), 'value is nan'),

@@ -9,7 +9,8 @@ checkpoints needs neither; the rest does, and importing Paxml takes seconds, bec
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
 `_praxis_task.py` (Praxis models and layers in experiments of ours) and `_input.py`; then `_checkpoint_files.py` and
 `_checkpoint_arrays.py`. `translate_language_model` makes one of our language models of a Praxis one, weights
-included: `_praxis_model.py`, `_praxis_stack.py` and `_praxis_layers.py`.
+included: `_praxis_model.py`, `_praxis_stack.py` and `_praxis_layers.py`. `translate_experiment` writes a whole
+experiment: `_native_experiment.py`.
 """
 
 from etils import epy
@@ -28,6 +29,7 @@ with epy.lazy_api_imports(globals()):
   )
   from spmd_tasks.bridges.pax._experiment import PaxExperiment, as_experiment, is_pax_experiment
   from spmd_tasks.bridges.pax._input import PaxInput
+  from spmd_tasks.bridges.pax._native_experiment import TranslatedExperiment, pax_dataset, translate_experiment
   from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language_model
   from spmd_tasks.bridges.pax._praxis_task import PraxisLayer, PraxisTask
   from spmd_tasks.bridges.pax._task import PaxTask
@@ -39,6 +41,7 @@ __all__ = [
   'PaxTask',
   'PraxisLayer',
   'PraxisTask',
+  'TranslatedExperiment',
   'Translation',
   'as_experiment',
   'checkpoint_format',
@@ -46,7 +49,9 @@ __all__ = [
   'is_pax_experiment',
   'open_pax_checkpoint',
   'pax_checkpoints',
+  'pax_dataset',
   'read_pax_checkpoint',
+  'translate_experiment',
   'translate_language_model',
   'write_pax_checkpoint',
 ]

@@ -256,7 +256,12 @@ def translate_experts(
   settings.ignore('input_dims', 'hidden_dims', 'apply_padding_first', 'ln_tpl', 'norm_policy', 'num_experts')
   settings.ignore('num_groups', 'min_group_size', 'gating_func', 'expert_weight_shards', 'explicit_fan_in_fan_out_axes')
   settings.ignore('relu_dropout_prob', 'residual_dropout_prob', 'residual_droppath_prob')
-  settings.ignore('internal_gshard_variance_scaling_fan_in_init', 'moe_load_balance_loss_weight')
+  settings.ignore('internal_gshard_variance_scaling_fan_in_init')
+  settings.report.balance_weights.append(settings.read('moe_load_balance_loss_weight'))
+  settings.report.training.append(
+    f'{settings.path}: the load balance loss counts both choices of a token over the batch, in Praxis the first one '
+    'over each group'
+  )
   factor, least = settings.read('unadjusted_expert_capacity_factor'), settings.read('expert_capacity_dim')
   if gating == 'top2':
     computation: ExpertComputation = _capacity(
@@ -276,6 +281,7 @@ def translate_experts(
       dtype=context.dtype,
     ),
     computation=computation,
+    load_balance_divide_by_k=True,
   )
   settings.finish()
   names = {'gate': 'router/kernel', 'wi_0': 'experts/up', 'wo_0': 'experts/down'}

@@ -22,8 +22,9 @@ from spmd_tasks.bridges.pax._praxis_layers import Context, Translated, Untransla
 from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
 from spmd_tasks.bridges.pax._praxis_stack import translate_stack
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import LanguageModel, TokenEmbedding
+from spmd_tasks.layers import BlockGroup, LanguageModel, LanguageModelLoss, TokenEmbedding
 from spmd_tasks.layers.attention import LearnedPositions, SinusoidalPositions
+from spmd_tasks.layers.moe import MixtureOfExperts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,14 @@ class Translation:
 
   Attributes:
     model: ours, unbound.
+    loss: ours.
     table: from Praxis's weights to ours.
     missing: settings of Praxis that change the outputs and that ours cannot express; () for an exact translation.
     training_only: settings that change training only, and that ours cannot express.
   """
 
   model: LanguageModel
+  loss: LanguageModelLoss
   table: RuleTable
   missing: tuple[str, ...]
   training_only: tuple[str, ...]
@@ -81,7 +84,8 @@ def _translate(settings: Settings, report: Report, tokens_shape: tuple[int, int]
   )
   lm.ignore('packed_input', 'model_type', 'skip_aux_loss', 'record_activations_in_xent_output')
   lm.training_only('entropy_loss_weight')
-  embedding, positions = _translate_embedding(lm, context), _translate_positions(lm, dtype)
+  softmax = _required(lm, 'softmax_tpl')
+  embedding, positions = _translate_embedding(lm, softmax, context), _translate_positions(lm, dtype)
   stack, stack_rules = translate_stack(_required(lm, 'stacked_transformer_tpl'), 'lm.transformer.', 'stack/', context)
   final_norm = translate_norm(_required(lm, 'final_ln_tpl'), dtype)
   lm.finish()
@@ -99,6 +103,7 @@ def _translate(settings: Settings, report: Report, tokens_shape: tuple[int, int]
   ]
   return Translation(
     model=model,
+    loss=_loss(softmax, model, report),
     table=RuleTable(rules=tuple(rules), source='the Praxis model', target='its translation'),
     missing=tuple(dict.fromkeys(report.outputs)),
     training_only=tuple(dict.fromkeys(report.training)),
@@ -113,9 +118,23 @@ def _required(settings: Settings, name: str) -> Settings:
   return child
 
 
-def _translate_embedding(lm: Settings, context: Context) -> Translated:
+def _loss(softmax: Settings, model: LanguageModel, report: Report) -> LanguageModelLoss:
+  """Translates the loss, whose settings Praxis keeps in the softmax layer and in the layers with experts."""
+  smoothing, vocab_size = softmax.read('label_smoothing_prob'), model.embedding.vocab_size
+  if softmax.class_name != 'GShardSharedEmbeddingSoftmax':  # the others spread it over the wrong labels only
+    smoothing *= vocab_size / (vocab_size - 1)
+  stack: Any = model.stack
+  blocks = stack.block.blocks if isinstance(stack.block, BlockGroup) else (stack.block,)
+  num_mixtures = stack.num_layers * sum(isinstance(block.ffn, MixtureOfExperts) for block in blocks)
+  weights = {'load_balance_loss': report.balance_weights[0] * num_mixtures} if num_mixtures else {}
+  return LanguageModelLoss(
+    z_loss_weight=softmax.read('z_loss_weight'), label_smoothing=smoothing, aux_loss_weights=weights
+  )
+
+
+def _translate_embedding(lm: Settings, softmax: Settings, context: Context) -> Translated:
   """Translates the softmax layer, and the embedding if it is not the softmax layer's own."""
-  softmax, separate = _required(lm, 'softmax_tpl'), lm.child('separate_embedding_tpl')
+  separate = lm.child('separate_embedding_tpl')
   softmax.ignore('input_dims', 'num_classes', 'lookup_style', 'bias_init', 'chunk_size', 'array_lookup_tpl')
   softmax.ignore('label_smoothing_prob', 'label_smoothing_apply_for_eval', 'z_loss_weight')  # of the loss
   softmax.ignore('use_tgt_labels_size_as_loss_denominator')

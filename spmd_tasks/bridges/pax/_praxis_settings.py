@@ -38,10 +38,12 @@ class Report:
   Attributes:
     outputs: settings that change what the model computes; with any of these, outputs differ.
     training: settings that change training only, such as dropout of attention weights.
+    balance_weights: of the load balance losses of the layers with experts.
   """
 
   outputs: list[str] = dataclasses.field(default_factory=list)
   training: list[str] = dataclasses.field(default_factory=list)
+  balance_weights: list[float] = dataclasses.field(default_factory=list)
 
 
 class Settings:

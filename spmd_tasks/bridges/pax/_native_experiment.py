@@ -1,0 +1,286 @@
+"""translate_experiment: a Pax experiment as the source of an experiment of ours, compared with the original.
+
+    translated = translate_experiment(job)        # of a PaxExperiment
+    translated.text                               # a Python file with a class of the same name
+    print(translated.comparison)
+
+Model, loss, mesh, steps and the optimizer Adam are translated; the input stays that of the Pax experiment, behind
+`pax_dataset`, until one writes another. Whatever cannot be said in our terms is listed, at the top of the file too.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language_model
+from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.learning import AdamW, Constant, Learner, LinearWarmupExponential
+from spmd_tasks.runtime import Task
+from spmd_tasks.sharding import unbox_weights
+
+if TYPE_CHECKING:
+  from spmd_tasks.bridges.pax._input import PaxInput
+
+_FIELDS = (
+  'mesh_axis_names',
+  'ici_mesh_shape',
+  'dcn_mesh_shape',
+  'seed',
+  'num_train_steps',
+  'log_every_steps',
+  'eval_every_steps',
+  'checkpoint_every_steps',
+  'checkpoint_max_to_keep',
+)
+_PLAIN_AXES = {'replica', 'data', 'mdl'}  # of DEFAULT_AXIS_RULES, which are Pax's training-optimized layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+  """What both models compute from the same weights and batch, in evaluation.
+
+  Attributes:
+    logits: the greatest difference over all tokens but padding, and the greatest absolute logit.
+    cross_entropies: Praxis's and ours, nats per token.
+    num_parameters: how many numbers were converted.
+  """
+
+  logits: tuple[float, float]
+  cross_entropies: tuple[float, float]
+  num_parameters: int
+
+  def __str__(self) -> str:
+    return (
+      f'{self.num_parameters:,} parameters converted. On the first batch, Pax and this experiment compute the '
+      f'cross-entropy {self.cross_entropies[0]:.7f} and {self.cross_entropies[1]:.7f}; logits, of up to '
+      f'{self.logits[1]:.2f}, differ by at most {self.logits[0]:.1e}.'
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TranslatedExperiment:
+  """The file, what it lacks, and the comparison.
+
+  Attributes:
+    text: Python source.
+    missing: what changes the model's outputs and could not be translated.
+    training_only: what changes training only, and could not be translated.
+    comparison: of both models.
+  """
+
+  text: str
+  missing: tuple[str, ...]
+  training_only: tuple[str, ...]
+  comparison: Comparison
+
+
+def translate_experiment(job: Job) -> TranslatedExperiment:
+  """Translates the job of a Pax experiment with a language model.
+
+  Raises:
+    UserError: the experiment is not one of Pax, or its model has a layer without a counterpart here.
+  """
+  from spmd_tasks.bridges.pax._task import PaxTask  # imports Paxml, and that TensorFlow
+
+  if not isinstance(job.task, PaxTask):
+    raise UserError(f'{job.name} is not an experiment of Pax: there is nothing to translate.')
+  spec = job.task.input_spec
+  translation = translate_language_model(job.task.model, spec['ids'].shape if 'ids' in spec else None)
+  report = Report()
+  learner = _translate_learner(job.task.task.learners[0], report)
+  missing = translation.missing
+  if unknown := set(job.experiment.mesh_axis_names) - _PLAIN_AXES - {'stage'}:
+    report.training.append(f'mesh_axis_names: no axis rules are known for {sorted(unknown)}; set `axis_rules`')
+  training_only = (*translation.training_only, *report.training)
+  task = Task(model=translation.model, loss=translation.loss, learner=learner, eval_with_ema=job.task.eval_with_ema)
+  return TranslatedExperiment(
+    text=_source_file(job, task, (*missing, *training_only)),
+    missing=missing,
+    training_only=training_only,
+    comparison=_compare(job, translation),
+  )
+
+
+def pax_dataset(experiment: str, name: str | None = None) -> 'PaxInput':
+  """Returns a dataset of a Pax experiment as an input of ours.
+
+  Args:
+    experiment: `package.module.Class`.
+    name: of an eval dataset; None for the training dataset.
+  """
+  from spmd_tasks.bridges.pax._input import PaxInput
+
+  module, _, cls = experiment.rpartition('.')
+  made = getattr(importlib.import_module(module), cls)()
+  if name is None:
+    return PaxInput(config=made.train_datasets()[0])
+  return PaxInput(config=next(each for each in made.eval_datasets() if each.name == name), is_training=False)
+
+
+def _translate_learner(learner: Any, report: Report) -> Learner:
+  """Translates Paxml's learner; anything but Adam becomes AdamW with the same learning rate, and is reported."""
+  optimizer = Settings(learner.optimizer, 'learner.optimizer', report)
+  rate = _learning_rate(optimizer)
+  fields: dict[str, Any] = {'learning_rate': rate}
+  if optimizer.class_name == 'Adam':
+    fields |= {name: optimizer.read(name) for name in ('beta1', 'beta2', 'epsilon', 'weight_decay')}
+    if cap := optimizer.read('clip_threshold'):
+      report.training.append(f'{optimizer.path}.clip_threshold={cap}: Adam has no cap of its updates here')
+    if fields['weight_decay']:
+      report.training.append(
+        f'{optimizer.path}.weight_decay: norms and biases do not decay here, in Praxis they do, norms to a scale of 1'
+      )
+  else:
+    report.training.append(f'{optimizer.path}: {optimizer.class_name}; AdamW stands in its place')
+  clip, decay = optimizer.read('clip_gradient_norm_to_value'), optimizer.read('ema_decay')
+  if decay:
+    report.training.append(
+      f'{optimizer.path}.ema_decay: the average is of the weights after an update, in Pax before it'
+    )
+  return Learner(optimizer=AdamW(**fields), clip_global_norm=clip or None, ema_decay=decay or None)
+
+
+def _learning_rate(optimizer: Settings) -> Any:
+  rate, schedule = optimizer.read('learning_rate'), optimizer.child('lr_schedule')
+  if schedule is None:
+    return rate
+  if schedule.class_name == 'LinearRampupExponentialDecay':
+    start = schedule.read('decay_start')
+    return LinearWarmupExponential(
+      peak=rate * schedule.read('max'),
+      warmup_steps=schedule.read('warmup_steps'),
+      decay_start=start,
+      decay_end=schedule.read('decay_end'),
+      final_fraction=schedule.read('min_ratio'),
+    )
+  if schedule.class_name == 'Constant':
+    return Constant(value=rate * schedule.read('value'))
+  optimizer.report.training.append(f'{schedule.path}: {schedule.class_name}; a constant rate stands in its place')
+  return rate
+
+
+def _compare(job: Job, translation: Translation) -> Comparison:
+  """Draws the Pax model's variables, converts them, and lets both models compute the first batch."""
+  task: Any = job.task
+  first = next(iter(job.train_input.make_iterator()))
+  batch = {name: jnp.asarray(array) for name, array in first.items()}
+  variables = jax.jit(lambda: unbox_weights(task.init_variables(task.make_key(job.experiment.seed), batch)))()
+  source = _flat(variables['params'], '.')
+  abstract = _flat(unbox_weights(jax.eval_shape(translation.model.init, jax.random.key(0), batch)['params']), '/')
+  translation.table.check(source, abstract)
+  weights = dict(translation.table.convert(source.__getitem__, abstract))
+  theirs = np.asarray(jax.jit(task.predict)(variables, batch).logits, np.float32)
+  tree = traverse_util.unflatten_dict(weights, sep='/')
+  predictions = jax.jit(translation.model.apply)({'params': tree}, batch)
+  ours = np.asarray(predictions['logits'], np.float32)
+  is_token = np.asarray(batch['weights']) > 0
+  entropies = [
+    float(translation.loss({'logits': logits, 'aux': predictions['aux']}, batch).metrics['cross_entropy'][0])
+    for logits in (theirs, ours)
+  ]
+  return Comparison(
+    logits=(float(np.abs(theirs - ours)[is_token].max()), float(np.abs(theirs)[is_token].max())),
+    cross_entropies=(entropies[0], entropies[1]),
+    num_parameters=sum(array.size for array in source.values()),
+  )
+
+
+def _flat(tree: Any, separator: str) -> dict[str, Any]:
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator=separator): leaf for path, leaf in leaves}
+
+
+def _source_file(job: Job, task: Task, notes: tuple[str, ...]) -> str:
+  """Returns the Python source of the experiment."""
+  cls, experiment = type(job.experiment), job.experiment
+  name = f'{cls.__module__}.{cls.__qualname__}'
+  defaults = {field.name: field.default for field in dataclasses.fields(Experiment)}
+  fields = [
+    f'{field} = {getattr(experiment, field)!r}' for field in _FIELDS if getattr(experiment, field) != defaults[field]
+  ]
+  imports = {'fiddle': {'fdl'}, 'spmd_tasks': {'Experiment'}, 'spmd_tasks.bridges.pax': {'pax_dataset'}}
+  if 'stage' in experiment.mesh_axis_names:
+    fields.append('axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES)')
+    imports['spmd_tasks.sharding'] = {'DEFAULT_AXIS_RULES', 'stage_axis_rules'}
+  body = _config_source(task, 2, imports)
+  listed = ''.join(f'\n* {note}' for note in notes) or '\n* nothing'
+  lines = [
+    f'"""{cls.__qualname__}, translated from {name} by `spmd-tasks --translate`.',
+    '',
+    f'Not translated:{listed}',
+    '"""',
+    '',
+    *_import_lines(imports),
+    '',
+    '',
+    f'class {cls.__qualname__}(Experiment):',
+    f'  """{(cls.__doc__ or cls.__qualname__).splitlines()[0]}"""',
+    '',
+    *(f'  {line}' for line in fields),
+    '',
+    '  def task(self):',
+    f'    return {body}',
+    '',
+    '  def train_input(self):',
+    f'    return fdl.Config(pax_dataset, experiment={name!r})',
+  ]
+  if job.eval_inputs:
+    lines += ['', '  def eval_inputs(self):', '    return {']
+    lines += [
+      f'      {each!r}: fdl.Config(pax_dataset, experiment={name!r}, name={each!r}),' for each in job.eval_inputs
+    ]
+    lines += ['    }']
+  return '\n'.join(lines) + '\n'
+
+
+def _config_source(value: Any, depth: int, imports: dict[str, set[str]]) -> str:
+  """Returns the source of a Fiddle config of a built object: its class and the fields that have other values."""
+  if isinstance(value, tuple) and any(dataclasses.is_dataclass(item) for item in value):
+    return '(' + ', '.join(_config_source(item, depth, imports) for item in value) + ',)'
+  if not dataclasses.is_dataclass(value):
+    return repr(dict(value) if isinstance(value, Mapping) else value)
+  cls = type(value)
+  imports.setdefault(_face_of(cls), set()).add(cls.__name__)
+  indent = '  ' * (depth + 1)
+  arguments = [f'{indent}{name}={_config_source(each, depth + 1, imports)},' for name, each in _changed_fields(value)]
+  if not arguments:
+    return f'fdl.Config({cls.__name__})'
+  return '\n'.join(['fdl.Config(', f'{indent}{cls.__name__},', *arguments, '  ' * depth + ')'])
+
+
+def _changed_fields(value: Any) -> Iterator[tuple[str, Any]]:
+  for field in dataclasses.fields(value):
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+      default = field.default_factory()
+    each = getattr(value, field.name)
+    if field.init and field.name not in ('parent', 'name') and (default is dataclasses.MISSING or each != default):
+      yield field.name, each
+
+
+def _face_of(cls: type) -> str:
+  """Returns the package from which the public name of a class is imported."""
+  package = cls.__module__
+  while package:
+    module = importlib.import_module(package)
+    if cls.__name__ in getattr(module, '__all__', ()):
+      return package
+    package = package.rpartition('.')[0]
+  return cls.__module__
+
+
+def _import_lines(imports: Mapping[str, set[str]]) -> list[str]:
+  ours = sorted(package for package in imports if package != 'fiddle')
+  return [
+    'import fiddle as fdl',
+    '',
+    *(f'from {package} import {", ".join(sorted(imports[package], key=str.lower))}' for package in ours),
+  ]

@@ -1,0 +1,43 @@
+"""--translate: a Pax experiment becomes a file of ours, which runs; both models compute the same from equal weights."""
+
+import re
+
+import pytest
+
+from tests import binary
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_pax_experiment_becomes_one_of_ours(run_pax, tmp_path):
+  path = tmp_path / 'moe_native.py'
+  flags = ('--translate', 'pax_lab.moe_lm.MoeLm', '--translate_output', path, '--num_fake_devices', 8)
+  finished = run_pax(*flags)
+  assert finished.returncode == 0, finished.stderr
+  lines = finished.stdout.splitlines()
+  assert f'wrote {path}' in lines
+  assert any('ShardedAdafactor; AdamW stands in its place' in line for line in lines)
+  theirs, ours, difference = re.search(
+    r'the cross-entropy ([\d.]+) and ([\d.]+); .* differ by at most (\S+)\.$', lines[-1]
+  ).groups()
+  assert abs(float(theirs) - float(ours)) < 1e-5
+  assert float(difference) < 1e-5
+
+  job = tmp_path / 'job'
+  finished = run_pax(
+    *('--exp', 'moe_native.MoeLm', '--experiment_path', tmp_path, '--mode', 'train', '--job_log_dir', job),
+    *('--num_fake_devices', 8, '--num_train_steps', 2, '--set', 'log_every_steps=1'),
+  )
+  assert finished.returncode == 0, finished.stderr
+  assert list(binary.column(job, 'loss')) == [1, 2]
+
+  again = run_pax(*flags)
+  assert again.returncode == 2
+  assert f'{path} exists: choose another file by --translate_output' in again.stderr
+
+
+def test_an_experiment_of_ours_needs_no_translation(run_pax, tmp_path):
+  finished = run_pax('--translate', 'synthetic.Uneven', '--translate_output', tmp_path / 'file.py')
+  assert finished.returncode == 2
+  assert 'is not an experiment of Pax: there is nothing to translate' in finished.stderr
+  assert not list(tmp_path.iterdir())
