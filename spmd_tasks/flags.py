@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from spmd_tasks.errors import UserError
 
-MODES = ('train', 'eval', 'decode', 'decode_once', 'serve', 'verify')
+MODES = ('train', 'eval', 'decode', 'decode_once', 'serve', 'verify', 'export')
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
 SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'max_connections', 'drain_s')
 
@@ -78,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
   running.add_argument('--watch', action='store_true', help='eval: evaluate every new checkpoint of a running job')
   running.add_argument('--decode_input', metavar='FILE', help="decode: a file of prompts, in place of the experiment's")
   running.add_argument('--decode_output', metavar='FILE', help='decode_once: file for the outputs of --decode_input')
+  running.add_argument('--export_to', metavar='DIR', help="export: a Pax job's directory, for a checkpoint of this job")
   running.add_argument(
     '--accept_config_changes',
     action='store_true',
@@ -130,6 +131,8 @@ def check_flags_of_mode(args: argparse.Namespace) -> None:
     raise UserError(
       '--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once and serve take one.'
     )
+  if (args.mode == 'export') != (args.export_to is not None):
+    raise UserError('--mode export and --export_to DIR belong together: give both, or neither.')
   given = [name for name in SERVE_FLAGS if getattr(args, name) is not None]
   if args.mode != 'serve' and given:
     raise UserError(f'--{given[0]} is for --mode serve: leave it out.')

@@ -128,6 +128,12 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
         step=args.checkpoint_step,
         watch=args.mode == 'decode',
       )
+    if args.mode == 'export':
+      from spmd_tasks.programs import export
+
+      return export.export(
+        job, job_log_dir, absolute_path(args.export_to), emergency=emergency, step=args.checkpoint_step
+      )
     from spmd_tasks.programs import serve
 
     return serve.serve(
