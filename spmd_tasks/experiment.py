@@ -202,9 +202,10 @@ class Experiment(_FrozenFields, abc.ABC):
     for name in ('num_train_steps', 'log_every_steps', 'checkpoint_max_to_keep', 'prefetch_batches'):
       if not _is_positive(getattr(self, name)):
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
-    if self.init_from_step is not None and (self.init_from is None or not _is_positive(self.init_from_step)):
+    origin = getattr(self, 'continue_from', None) or self.init_from
+    if self.init_from_step is not None and (origin is None or not _is_positive(self.init_from_step)):
       raise UserError(
-        f'init_from_step = {self.init_from_step!r} with init_from = {self.init_from!r} must be the step of a '
+        f'init_from_step = {self.init_from_step!r} with init_from = {origin!r} must be the step of a '
         'checkpoint of that job, or None for its newest.'
       )
     for name in (

@@ -54,6 +54,9 @@ def restore_or_init(
       iterator.set_state(copied.input_state)
       return copied.state, copied.step, f'resuming after step {copied.step} from {copied.origin}'
   restored = checkpointer.restore(model.canonical_state)
+  first_state = getattr(experiment, 'first_state', None)  # of an experiment of Pax
+  if restored is None and first_state is not None and (first := first_state(model)) is not None:
+    return first
   if restored is None and experiment.init_from is not None:
     directory = absolute_path(experiment.init_from)
     other = SavedSteps(directory).open_checkpoints(read_only=True)

@@ -159,7 +159,7 @@ def pax_checkpoints(directory: epath.PathLike) -> dict[int, PaxCheckpoint]:
   """Returns Paxml's complete checkpoints in `<job>/checkpoints` by ascending step; {} if there is none."""
   directory = epath.Path(directory)
   paths = list(directory.iterdir()) if directory.is_dir() else []
-  found = [PaxCheckpoint(path) for path in paths if _is_complete(path)]
+  found = [PaxCheckpoint(path) for path in paths if is_complete(path)]
   return {checkpoint.step: checkpoint for checkpoint in sorted(found, key=lambda checkpoint: checkpoint.step)}
 
 
@@ -183,7 +183,7 @@ def open_pax_checkpoint(directory: epath.PathLike, step: int | None = None) -> P
     UserError: there is none.
   """
   directory = epath.Path(directory)
-  if step is None and _is_complete(directory):
+  if step is None and is_complete(directory):
     return PaxCheckpoint(directory)
   found = pax_checkpoints(directory)
   if not found or (step is not None and step not in found):
@@ -193,7 +193,7 @@ def open_pax_checkpoint(directory: epath.PathLike, step: int | None = None) -> P
   return found[max(found) if step is None else step]
 
 
-def _is_complete(path: epath.Path) -> bool:
+def is_complete(path: epath.Path) -> bool:
   """Whether Paxml gave a directory its final name. In an object store, where nothing is renamed, a file says so."""
   return (
     _STEP_DIRECTORY.fullmatch(path.name) is not None

@@ -19,11 +19,12 @@ from paxml import base_experiment
 from praxis import base_hyperparams, base_layer
 
 from spmd_tasks.bridges.pax._input import PaxInput
+from spmd_tasks.bridges.pax._start import is_pax_job, state_from_pax, variables_from_pax
 from spmd_tasks.bridges.pax._support import refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.runtime import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings, PartitionedModel, TrainState
 from spmd_tasks.sharding import AxisRules
 
 
@@ -33,6 +34,10 @@ class PaxExperiment(Experiment):
   axis_rules: AxisRules = ()
   # Evaluate the averaged weights that the optimizer keeps.
   eval_with_ema: bool = False
+  # A job of Paxml, whose newest checkpoint (or that of `init_from_step`) a new job goes on from: variables, optimizer
+  # state and step. Its input begins anew, as it does where Paxml restarts. `init_from` may name one too, for the
+  # variables alone.
+  continue_from: str | None = None
   # Serving: how many sequences at once, and how many positions each has; None: `seqlen` of the decoder, or else the
   # length of the training input.
   serve_num_slots: int = 8
@@ -93,6 +98,16 @@ class PaxExperiment(Experiment):
     """Returns Pax' configs of the datasets to decode, by name."""
     with warnings.catch_warnings(action='ignore', category=DeprecationWarning):  # by an experiment without any
       return _by_name(self.pax_experiment().decode_datasets())
+
+  def first_state(self, model: PartitionedModel) -> tuple[TrainState, int, str] | None:
+    """Returns the state that a new job starts from, its step and origin; None if no job of Paxml is named."""
+    if self.continue_from is not None and self.init_from is not None:
+      raise UserError('continue_from and init_from both say where a new job starts: give one of them.')
+    if self.continue_from is not None:
+      return state_from_pax(model, self.continue_from, self.init_from_step, self.seed)
+    if self.init_from is not None and is_pax_job(self.init_from):
+      return variables_from_pax(model, self.init_from, self.init_from_step, self.seed)
+    return None
 
   def build_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Builds the configs of the parts: Praxis' own way, in which children are built by their owners.

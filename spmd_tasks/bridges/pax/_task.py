@@ -145,7 +145,7 @@ class PaxTask:
       train_key, _, _ = jax.random.split(self._root_of_steps(state), 3)
       new_state, output = trainer_lib.train_step_single_learner(
         self.task,
-        _pax_state(state),
+        pax_state(state),
         train_key,
         to_nested_map(batch),
         fprop_dtype=self.model.fprop_dtype,
@@ -292,7 +292,7 @@ class PaxTask:
     return IdTokenizer(vocab_size=vocab_size, eos_id=int(ends[0]))
 
   def _averaged_variables(self, state: TrainState) -> Variables:
-    averaged = tasks_lib.extract_ema(_pax_state(state)).mdl_vars
+    averaged = tasks_lib.extract_ema(pax_state(state)).mdl_vars
     return state.variables | {'params': averaged['params']}
 
   def _root_of_steps(self, state: TrainState) -> jax.Array:
@@ -306,7 +306,8 @@ class PaxTask:
     return jnp.ones(())  # several losses are added up: Paxml has no weight of their sum
 
 
-def _pax_state(state: TrainState) -> train_states.TrainState:
+def pax_state(state: TrainState) -> train_states.TrainState:
+  """Returns a TrainState of Paxml with the leaves of ours."""
   return train_states.TrainState(
     step=state.step.astype(jnp.uint32) if hasattr(state.step, 'astype') else state.step,
     mdl_vars=state.variables,

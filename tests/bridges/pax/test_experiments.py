@@ -6,6 +6,7 @@ tests/data/pax_lab holds two of them and what the real Paxml 1.4.0 computed on 8
 import json
 from pathlib import Path
 import signal
+import tarfile
 import time
 
 import jax
@@ -19,6 +20,8 @@ from tests.bridges.pax.conftest import PAX_EXPERIMENTS
 
 DENSE, EMA, MOE = 'pax_lab.dense_lm.DenseLm', 'pax_lab.dense_lm.DenseLmEma', 'pax_lab.moe_lm.MoeLm'
 LOSSES = json.loads((PAX_EXPERIMENTS / 'pax_lab' / 'expected_losses.json').read_text())['losses']
+# Steps 4 and 5 from Paxml's checkpoint by Paxml's own step, its arrays read by TensorStore, on one device.
+CONTINUED = [4.193216800689697, 4.155379295349121]
 TRAIN = ('--mode', 'train', '--set', 'log_every_steps=1')
 SAVED = ('--set', 'checkpoint_every_steps=5', '--set', 'eval_every_steps=10')
 
@@ -103,6 +106,50 @@ def test_one_loss_curve_on_every_layout(run_pax, flags, tmp_path):
   finished = run_pax('--exp', DENSE, *TRAIN, '--set', 'num_train_steps=8', '--job_log_dir', tmp_path, *flags)
   assert finished.returncode == 0, finished.stderr
   np.testing.assert_allclose(list(binary.column(tmp_path, 'loss').values()), LOSSES[DENSE][:8], rtol=2e-6)
+
+
+@pytest.fixture(scope='module')
+def paxml_job(tmp_path_factory):
+  """A job of the real Paxml with the checkpoint of step 3."""
+  directory = tmp_path_factory.mktemp('paxml')
+  with tarfile.open(PAX_EXPERIMENTS / 'paxml_1_4_0' / 'dense_lm_ema.tar.xz') as archive:
+    archive.extractall(directory, filter='data')
+  return directory
+
+
+@pytest.mark.parametrize(
+  'num_devices, mesh', [(8, '1,4,2'), (3, '1,1,3'), pytest.param(1, '1,1,1', marks=pytest.mark.exhaustive)]
+)
+def test_a_checkpoint_of_paxml_goes_on(run_pax, paxml_job, tmp_path, num_devices, mesh):
+  """With its optimizer state, on any mesh: 4.2121453 is what Paxml itself evaluated. Nothing is written to its job."""
+  before = sorted(path.name for path in (paxml_job / 'checkpoints').iterdir())
+  flags = (
+    '--exp',
+    'pax_lab.restored.Restored',
+    *TRAIN,
+    '--set',
+    f'ici_mesh_shape={mesh}',
+    '--num_fake_devices',
+    num_devices,
+  )
+  flags += ('--set', 'num_train_steps=5', '--set', 'eval_every_steps=1', '--job_log_dir', tmp_path)
+  finished = run_pax(*flags, '--set', f'continue_from={paxml_job}')
+  assert finished.returncode == 0, finished.stderr
+  assert 'going on after step 3' in finished.stderr
+  evaluated = {line['step']: line['loss'] for line in binary.metric_lines(tmp_path / 'eval' / 'given')}
+  assert list(evaluated) == [3, 4, 5]
+  assert evaluated[3] == pytest.approx(4.2121453285217285, rel=2e-6)
+  # The optimizer's moments are those of 3 steps of Paxml: steps 4 and 5 by Paxml's own functions, without a mesh.
+  assert list(binary.column(tmp_path, 'loss').values()) == pytest.approx(CONTINUED, rel=2e-6)
+  assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
+
+
+def test_only_the_weights_of_a_job_of_paxml_are_taken_by_init_from(run_pax, paxml_job, tmp_path):
+  flags = ('--exp', 'pax_lab.restored.Restored', *TRAIN, '--num_fake_devices', 8, '--job_log_dir', tmp_path)
+  finished = run_pax(*flags, '--set', 'num_train_steps=1', '--set', f'init_from={paxml_job}')
+  assert finished.returncode == 0, finished.stderr
+  assert 'starting from the weights of' in finished.stderr
+  assert binary.column(tmp_path, 'loss')[1] == pytest.approx(CONTINUED[0], rel=2e-6)  # the same batch and weights
 
 
 @pytest.mark.parametrize(
