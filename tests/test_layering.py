@@ -188,10 +188,22 @@ def test_every_face_explains_its_package_briefly():
       assert 0 < len(docstring.splitlines()) < 25, path
 
 
+def importers_of_pax() -> set[Path]:
+  """The modules that import Praxis or Paxml, and with them TensorFlow, by themselves or through others of these."""
+  eager = [(path, f'{found.name}.') for path, found in all_imports() if not found.lazy and path.name != '__init__.py']
+  found: set[Path] = set()
+  while True:
+    names = ('praxis.', 'paxml.', *(f'{dotted_name(path)}.' for path in found))
+    more = {path for path, name in eager if name.startswith(names)}
+    if more <= found:
+      return found
+    found |= more
+
+
 def test_every_module_imports_without_tensorflow_and_the_lower_rows_without_fiddle():
   """In one fresh process. Warnings are errors where a module of ours is to blame; dependencies keep theirs."""
-  of_pax = {path for path, found in all_imports() if found.name.split('.')[0] in ('praxis', 'paxml') and not found.lazy}
-  names = [dotted_name(path) for path in modules() if path.name != '__main__.py' and path not in of_pax]
+  left_out = importers_of_pax()
+  names = [dotted_name(path) for path in modules() if path.name != '__main__.py' and path not in left_out]
   top = [name for name in names if part_of(name) in MAY_IMPORT_FIDDLE]
   lower = [name for name in names if name not in top]
   program = f"""
