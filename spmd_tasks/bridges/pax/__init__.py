@@ -7,10 +7,10 @@ Importing this package makes Praxis and Paxml importable (`_shims.py`) and impor
 checkpoints needs neither; the rest does, and importing Paxml takes seconds, because it imports TensorFlow.
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
-`_praxis_task.py` (Praxis models and layers in experiments of ours) and `_input.py`; then `_checkpoint_files.py` and
-`_checkpoint_arrays.py`. `translate_language_model` makes one of our language models of a Praxis one, weights
-included: `_praxis_model.py`, `_praxis_stack.py` and `_praxis_layers.py`. `translate_experiment` writes a whole
-experiment: `_native_experiment.py`.
+`_praxis_task.py` (Praxis models and layers in experiments of ours), `_input.py`, `_decode.py` (decode jobs) and
+`_kv_cache.py` (serving); then `_checkpoint_files.py` and `_checkpoint_arrays.py`. `translate_language_model` makes one
+of our language models of a Praxis one, weights included: `_praxis_model.py`, `_praxis_stack.py` and
+`_praxis_layers.py`. `translate_experiment` writes a whole experiment: `_native_experiment.py`.
 """
 
 from etils import epy

@@ -8,9 +8,11 @@ and Paxml, which need fewer shims, get fewer. `install_shims` may be called agai
 """
 
 from collections.abc import Callable
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 from typing import Any
@@ -121,6 +123,26 @@ def _add_names_to_jax() -> None:
     jax.lib.xla_client = xla_client  # type: ignore[attr-defined]
   if not hasattr(jax, 'tree_map'):
     jax.tree_map = _tree_map  # type: ignore[attr-defined]
+  # praxis.decoder_utils, for beam search, gives jnp.reshape its shape by an earlier name.
+  if 'newshape' not in inspect.signature(jax.numpy.reshape).parameters:
+    jax.numpy.reshape = _with_newshape(jax.numpy.reshape)
+
+
+def _with_newshape(reshape: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns a jnp.reshape that takes its shape as `newshape` too."""
+
+  @functools.wraps(reshape)
+  def with_newshape(a: Any, *args: Any, **kwargs: Any) -> Any:
+    if 'newshape' in kwargs:
+      kwargs['shape'] = kwargs.pop('newshape')
+    return reshape(a, *args, **kwargs)
+
+  signature = inspect.signature(reshape)
+  newshape = inspect.Parameter('newshape', inspect.Parameter.KEYWORD_ONLY, default=None)
+  with_newshape.__signature__ = signature.replace(  # type: ignore[attr-defined]
+    parameters=[*signature.parameters.values(), newshape]
+  )
+  return with_newshape
 
 
 def _tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -1,9 +1,11 @@
 """The names that Praxis and Paxml find in JAX, and the modules that stand in for what they import in vain."""
 
+import inspect
 import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from spmd_tasks.bridges.pax import _shims
@@ -32,6 +34,13 @@ def test_a_missing_type_of_a_stand_in_is_a_class_that_cannot_be_made():
   with pytest.raises(ImportError, match=r'lingvo\.core\.ops\.Anything is not installed'):
     module.Anything()
   assert module.Anything is module.Anything
+
+
+def test_reshape_takes_its_shape_by_the_earlier_name_too():
+  reshape = _shims._with_newshape(np.reshape)
+  for shaped in (reshape(np.arange(6), (2, 3)), reshape(np.arange(6), newshape=(2, 3))):
+    assert shaped.tolist() == [[0, 1, 2], [3, 4, 5]]
+  assert 'newshape' in inspect.signature(reshape).parameters  # so that no second wrapper is put around it
 
 
 def test_praxis_layers_import_without_tensorflow():
