@@ -111,7 +111,10 @@ BAD_INPUT = {
     ('--exp', 'spmd_tasks.experiment.Experiment', *TRAIN),
     ['does not define', 'task()', 'train_input()', 'name a subclass'],
   ),
-  'no mode': ((*TINY, '--job_log_dir', 'HERE/job'), ['give --mode (train, eval, decode, decode_once, serve, verify)']),
+  'no mode': (
+    (*TINY, '--job_log_dir', 'HERE/job'),
+    ['give --mode (train, eval, decode, decode_once, serve, verify, export)'],
+  ),
   'flag of serve': ((*TINY, *TRAIN, '--port', '0'), ['--port is for --mode serve']),
   'serve without text': (
     (*TINY, '--mode', 'serve', '--job_log_dir', 'HERE/job', '--port', '0'),

@@ -8,7 +8,7 @@ import tensorstore as ts
 from spmd_tasks.bridges.pax import open_pax_checkpoint
 from tests.bridges.pax.test_checkpoints import real  # noqa: F401  a fixture
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive  # two processes; what is written is tested in test_checkpoints.py
 
 
 def read(path: epath.Path, name: str) -> np.ndarray:

@@ -184,6 +184,7 @@ def weights_and_logits(config: Any) -> tuple[dict[str, Any], np.ndarray]:
   return flat(weights, '.'), np.asarray(logits(weights, praxis_batch()))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore')  # of Praxis
 @pytest.mark.parametrize(
   'name', [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
