@@ -95,7 +95,9 @@ def test_an_eval_job_computes_what_the_training_job_recorded(dense_job, run_pax)
 @pytest.mark.parametrize(
   'flags',
   [
-    pytest.param(('--num_fake_devices', 1, '--set', 'ici_mesh_shape=1,1,1'), id='one device'),
+    pytest.param(
+      ('--num_fake_devices', 1, '--set', 'ici_mesh_shape=1,1,1'), id='one device', marks=pytest.mark.exhaustive
+    ),
     pytest.param(('--num_fake_devices', 6, '--set', 'ICI_MESH_SHAPE=1,2,3'), id='data 2 x mdl 3, padded'),
     pytest.param(
       ('--num_fake_devices', 5, '--set', 'ici_mesh_shape=1,5,1'), id='data 5, padded', marks=pytest.mark.exhaustive
@@ -144,6 +146,7 @@ def test_a_checkpoint_of_paxml_goes_on(run_pax, paxml_job, tmp_path, num_devices
   assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
 
 
+@pytest.mark.exhaustive
 def test_only_the_weights_of_a_job_of_paxml_are_taken_by_init_from(run_pax, paxml_job, tmp_path):
   flags = ('--exp', 'pax_lab.restored.Restored', *TRAIN, '--num_fake_devices', 8, '--job_log_dir', tmp_path)
   finished = run_pax(*flags, '--set', 'num_train_steps=1', '--set', f'init_from={paxml_job}')
