@@ -217,7 +217,11 @@ def test_logits_agree_and_the_weights_go_back(name):
     (lambda p: p.layer.set(norm_policy='post'), ["norm_policy='post': only 'pre' and 'primer_hybrid'"], []),
     (lambda p: p.ffn.set(residual_weight=0.5), ['tr_fflayer_tpl.residual_weight=0.5'], []),
     (lambda p: p.stack.set(atten_dropout_prob=0.1), [], ['block.atten_dropout_prob=0.1']),
-    (experts(0, gating_logit_cap=5.0), ['moe_layer_tpl.gating_logit_cap=5.0'], []),
+    (
+      experts(0, gating_logit_cap=5.0),
+      ['moe_layer_tpl.gating_logit_cap=5.0'],
+      ['the load balance loss counts both choices'],
+    ),
   ],
   ids=['convolution', 'post-norm', 'residual weight', 'dropout', 'router cap'],
 )
