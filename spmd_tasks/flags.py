@@ -3,17 +3,26 @@
 import argparse
 import difflib
 import math
+import sys
 from typing import Any, NoReturn
 
 from spmd_tasks.errors import UserError
 
 MODES = ('train', 'eval', 'decode', 'decode_once', 'serve', 'verify', 'export')
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
+_FDL = '--fdl.'
 SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'max_connections', 'drain_s')
 
 
 class _Parser(argparse.ArgumentParser):
   """Answers a wrong flag in one sentence, as the binary answers every mistake of the user."""
+
+  def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    """Reads `--fdl.PATH=VALUE`, as Paxml has it, as `--set PATH=VALUE`."""
+    given = sys.argv[1:] if args is None else args
+    return super().parse_known_args(
+      [f'--set={flag.removeprefix(_FDL)}' if flag.startswith(_FDL) else flag for flag in given], namespace
+    )
 
   def error(self, message: str) -> NoReturn:
     flags = [flag for action in self._actions for flag in action.option_strings]

@@ -166,8 +166,7 @@ def test_only_the_weights_of_a_job_of_paxml_are_taken_by_init_from(run_pax, paxm
   ],
 )
 def test_overrides_reach_class_attributes_and_the_config(run_pax, overrides, lines):
-  flags = [flag for override in overrides for flag in ('--set', override)]
-  finished = run_pax('--exp', DENSE, '--print_config', *flags)
+  finished = run_pax('--exp', DENSE, '--print_config', *(f'--fdl.{override}' for override in overrides))
   assert finished.returncode == 0, finished.stderr
   assert set(lines) <= set(finished.stdout.splitlines())
 
