@@ -267,6 +267,7 @@ def _claim(
   """Claims the directory, on process 0 and until the stack is closed. Raises UserError on every process."""
 
   def claim_here() -> None:
+    _refuse_job_of_paxml(job_log_dir)
     stack.enter_context(claim(job_log_dir, experiment_name=job.name))
     if begin_anew:
       saved.begin_anew()
@@ -275,6 +276,20 @@ def _claim(
     primary_decides(claim_here, 'claim', limit_s=LOOK_LIMIT_S)
   except PrimaryError as error:
     raise UserError(str(error)) from error
+
+
+def _refuse_job_of_paxml(job_log_dir: epath.Path) -> None:
+  """Paxml gives its checkpoints the names of ours; to us each would be a damaged one, to be set aside."""
+  checkpoints = job_log_dir / 'checkpoints'
+  if not checkpoints.is_dir() or (job_log_dir / CONFIG_FILE).exists():
+    return
+  from spmd_tasks.bridges.pax import checkpoint_format  # imports TensorStore
+
+  if checkpoint_format(checkpoints) == 'pax':
+    raise UserError(
+      f'{checkpoints} holds checkpoints of Paxml: choose another --job_log_dir, and let a Pax experiment go on from '
+      f'this one by --set continue_from={job_log_dir}.'
+    )
 
 
 class _LoggedMetrics:

@@ -146,6 +146,17 @@ def test_a_checkpoint_of_paxml_goes_on(run_pax, paxml_job, tmp_path, num_devices
   assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
 
 
+def test_a_directory_with_checkpoints_of_paxml_is_not_taken_for_ones_own(paxml_job):
+  before = sorted(path.name for path in (paxml_job / 'checkpoints').iterdir())
+  finished = binary.run_binary('--exp', 'synthetic.Tiny', '--mode', 'train', '--job_log_dir', paxml_job)
+  assert finished.returncode == exit_codes.USAGE
+  assert (
+    f'choose another --job_log_dir, and let a Pax experiment go on from this one by --set continue_from={paxml_job}'
+    in (finished.stderr)
+  )
+  assert sorted(path.name for path in (paxml_job / 'checkpoints').iterdir()) == before
+
+
 @pytest.mark.exhaustive
 def test_only_the_weights_of_a_job_of_paxml_are_taken_by_init_from(run_pax, paxml_job, tmp_path):
   flags = ('--exp', 'pax_lab.restored.Restored', *TRAIN, '--num_fake_devices', 8, '--job_log_dir', tmp_path)
