@@ -173,14 +173,15 @@ def is_pax_experiment(value: object) -> bool:
 
 
 def _fields_of(task: Any) -> dict[str, Any]:
-  """Returns the fields of Experiment that Pax' config of the task decides."""
+  """Returns the fields of Experiment that Pax' config of the task decides. A task for pmap has one axis, of size 1."""
   train, model = task.train, task.model
-  axis_names = tuple(model.mesh_axis_names)
+  is_for_pmap = model.ici_mesh_shape is None or model.mesh_axis_names is None
+  axis_names = ('data',) if is_for_pmap else tuple(model.mesh_axis_names)
   dcn = model.dcn_mesh_shape
   first = train.profiler_capture_step
   return {
     'mesh_axis_names': axis_names,
-    'ici_mesh_shape': tuple(model.ici_mesh_shape),
+    'ici_mesh_shape': (1,) if is_for_pmap else tuple(model.ici_mesh_shape),
     'dcn_mesh_shape': None if dcn is None or set(dcn) == {1} else tuple(dcn),
     'inputs_split_mapping': _split_mapping(train.inputs_split_mapping, axis_names),
     'seed': train.random_seed,

@@ -39,11 +39,6 @@ def _reasons(experiment: Any, task: Any) -> Iterator[str]:
   for name, reason in _REPLACED_PARTS.items():
     if getattr(type(experiment), name) is not getattr(base_experiment.BaseExperiment, name):
       yield f'it defines {name}(), but {reason}'
-  if task.model.ici_mesh_shape is None or task.model.mesh_axis_names is None:
-    yield (
-      'task.model.ici_mesh_shape is None, which asks for pmap: set ici_mesh_shape and mesh_axis_names, for example '
-      "[1, 8, 1] and ['replica', 'data', 'mdl']"
-    )
   if isinstance(task.train.learner, list | tuple):
     yield f'task.train.learner is a list of {len(task.train.learner)} learners; Paxml itself updates with one'
   if task.early_stopping_fn is not None:
