@@ -23,6 +23,18 @@ _HOW_IT_RUNS = ('num_workers', 'worker_buffer_size', 'read_timeout_s', 'max_cons
 # The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
 _GENERATION = 'task.decode'  # training does not depend on it
+# Fields of layers that were added after configs without them had been saved: the value (as JSON) that computes what the
+# code before them did.
+_BEFORE_IT_WAS_ADDED = {
+  'bias_split_dims': ['vocab'],
+  'logit_cap': None,
+  'logits_bias': False,
+  'logits_cap': None,
+  'per_dim_scale': False,
+  'post_norm': False,
+  'scale_logits': False,
+  'softmax_scale': None,
+}
 
 
 def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *, mode: str) -> None:
@@ -54,6 +66,10 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
       f'{config["experiment"]!r}: choose another job_log_dir.'
     )
   previous['config'] = {path: current_names(value) for path, value in previous['config'].items()}
+  added = {path: path.rpartition('.')[2] for path in config['config'] if path not in previous['config']}
+  previous['config'] |= {
+    path: _BEFORE_IT_WAS_ADDED[name] for path, name in added.items() if name in _BEFORE_IT_WAS_ADDED
+  }
   lines = diff(previous, config)
   changes = [line for line in lines if _matters(line.partition(': ')[0], _TRAINING if mode == 'train' else _EVALUATION)]
   if changes:

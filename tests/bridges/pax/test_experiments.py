@@ -45,6 +45,7 @@ def test_the_losses_are_those_of_paxml_from_the_seed_alone(dense_job, run_pax, t
   np.testing.assert_allclose(list(binary.column(dense_job, 'loss').values()), LOSSES[DENSE], rtol=1e-6)
 
 
+@pytest.mark.filterwarnings('ignore:Sharding info not provided when restoring')
 def test_a_killed_job_goes_on_bit_for_bit(dense_job, start_pax, run_pax, tmp_path):
   """Killed in mid-run; the input has no state of its own, so its batches are counted."""
   flags = (
