@@ -187,7 +187,7 @@ def _flush():
 def _end_children():
   """Ends the children of this process: os._exit leaves them running, although they are daemons."""
   for child in multiprocessing.active_children():
-    child.terminate()
+    child.kill()  # SIGTERM would not end one that is stopped
 
 
 def _wait_for_peers(records: RankRecords):

@@ -16,7 +16,9 @@ from spmd_tasks.inputs import base
 from spmd_tasks.inputs._lane_reader import LaneReader
 
 _POSITIONS = 'positions'
+_WORKER = 'worker'  # the worker's process id
 
+_CLOSE_LIMIT_S = 2.0  # for a worker to end by itself, and then for Grain to see that it was killed
 _PARENT_PERIOD_S = 1.0  # between two looks at whether the job's process is still there
 
 
@@ -43,7 +45,7 @@ class LaneDatasetIterator(grain.DatasetIterator):
 
   def __next__(self) -> dict[str, np.ndarray]:
     batch, self._positions = next(self._batches)
-    return {**batch, _POSITIONS: self._positions}
+    return {**batch, _POSITIONS: self._positions, _WORKER: np.array(os.getpid())}
 
   def get_state(self) -> dict[str, Any]:
     return {_POSITIONS: self._positions.tolist()}
@@ -63,6 +65,7 @@ class WorkerStream:
     dataset = LaneDataset(reader, positions).mp_prefetch(options, worker_init_fn=_leave_with_parent)
     self._iterator = iter(dataset)
     self._iterator.start_prefetch()
+    self._worker: int | None = None  # its process id, once it has answered
 
   def __next__(self) -> tuple[base.Batch, np.ndarray]:
     try:
@@ -76,10 +79,19 @@ class WorkerStream:
         "kernel when memory runs out). See the lines above and the kernel's log; a smaller num_workers or "
         'worker_buffer_size takes less memory. The same command goes on from the newest checkpoint.'
       ) from error
+    self._worker = int(element[_WORKER])
     return {name: element[name] for name in base.BATCH_DTYPES}, np.array(element[_POSITIONS])
 
   def close(self) -> None:
-    self._iterator.close()
+    """Ends the worker, in bounded time also if it is stopped (SIGSTOP) or stuck, for which Grain would wait 25 s."""
+    closing = threading.Thread(target=self._iterator.close, name='close-worker', daemon=True)
+    closing.start()
+    closing.join(_CLOSE_LIMIT_S)
+    if closing.is_alive():
+      for child in multiprocessing.active_children():
+        if child.pid == self._worker:
+          child.kill()
+      closing.join(_CLOSE_LIMIT_S)
 
 
 def _leave_with_parent(worker_index: int, num_workers: int) -> None:

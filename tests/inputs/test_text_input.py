@@ -287,6 +287,18 @@ def test_an_error_in_a_worker_names_the_record_and_a_killed_worker_is_an_error(t
   assert_same(found, take(training, len(found))[0])
 
 
+@pytest.mark.slow
+def test_an_input_with_a_stopped_worker_is_closed_in_bounded_time(training):
+  iterator = dataclasses.replace(training, num_workers=2).make_iterator()
+  next(iterator)
+  stopped, _ = multiprocessing.active_children()
+  os.kill(stopped.pid, signal.SIGSTOP)
+  start = time.monotonic()
+  iterator.close()
+  assert time.monotonic() - start < 15  # Grain alone waits 25 s, or forever
+  assert not multiprocessing.active_children()
+
+
 def is_anyone_left(session):
   try:
     os.killpg(session, 0)
