@@ -27,12 +27,20 @@ _GENERATION = 'task.decode'  # training does not depend on it
 # code before them did.
 _BEFORE_IT_WAS_ADDED = {
   'bias_split_dims': ['vocab'],
+  'clip_qkv': None,
   'logit_cap': None,
   'logits_bias': False,
   'logits_cap': None,
+  'num_dims': 1,
+  'num_features': None,
+  'out_bias': None,
   'per_dim_scale': False,
   'post_norm': False,
+  'pre_norm': True,
   'scale_logits': False,
+  'scale_plus_one': False,
+  'scaling': None,
+  'sinks': False,
   'softmax_scale': None,
 }
 

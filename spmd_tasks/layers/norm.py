@@ -1,6 +1,6 @@
 """RMS and layer normalization over the last dim, computed in float32 whatever the dtype.
 
-Shapes: x [..., D] -> [..., D]; the scale and the bias are [D], tagged `no_decay`.
+Shapes: x [..., D] -> [..., D]; the scale and the bias are [D], tagged `no_decay`. H heads, K head dim.
 """
 
 from typing import Any
@@ -13,29 +13,43 @@ from spmd_tasks.layers.base import declare_weight
 from spmd_tasks.sharding import Initializer, SplitDims
 
 
-def _vector(module: nn.Module, name: str, x: jax.Array, init: Initializer, split_dims: SplitDims) -> jax.Array:
-  """Declares a weight [D] and returns it with x's rank."""
-  vector = declare_weight(module, name, shape=x.shape[-1:], init=init, split_dims=split_dims, tags=('no_decay',))
-  return vector.reshape((1,) * (x.ndim - 1) + (-1,))
+def _vector(
+  module: nn.Module, name: str, x: jax.Array, init: Initializer, split_dims: SplitDims, num_dims: int = 1
+) -> jax.Array:
+  """Declares a weight of x's last dims and returns it with x's rank."""
+  shape = x.shape[x.ndim - num_dims :]
+  vector = declare_weight(module, name, shape=shape, init=init, split_dims=split_dims, tags=('no_decay',))
+  return vector.reshape((1,) * (x.ndim - num_dims) + shape)
 
 
 class RmsNorm(nn.Module, kw_only=True):
   """RMS normalization: x / sqrt(mean(x^2) + epsilon) * scale (Zhang and Sennrich, 2019). An all-zero row gives zeros.
 
-  Weight: `scale` [D].
+  Weight: `scale` [D], or [H, K] for two dims.
 
-  Fields: `epsilon` avoids a division by zero; `dtype` of the output; `split_dims` of the scale.
+  Fields:
+    epsilon: avoids a division by zero.
+    scale_plus_one: whether x is multiplied by 1 + scale, with a scale that starts at zero, so that weight decay pulls
+      the factor to 1 (Gemma; Pax's default).
+    num_dims: how many trailing dims are normalized together: 2 for all heads of [..., H, K] (OLMo 2, OLMoE).
+    dtype: of the output.
+    split_dims: of the scale.
   """
 
   epsilon: float = 1e-6
+  scale_plus_one: bool = False
+  num_dims: int = 1
   dtype: Any = 'float32'
   split_dims: SplitDims = ('norm',)
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    scale = _vector(self, 'scale', x, jax.nn.initializers.ones, self.split_dims)
+    init = jax.nn.initializers.zeros if self.scale_plus_one else jax.nn.initializers.ones
+    scale = _vector(self, 'scale', x, init, self.split_dims, self.num_dims)
+    if self.scale_plus_one:
+      scale = 1.0 + scale
     x = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    mean_square = jnp.mean(jnp.square(x), axis=tuple(range(-self.num_dims, 0)), keepdims=True)
     return (x * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(self.dtype)
 
 

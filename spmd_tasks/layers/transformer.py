@@ -61,15 +61,16 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
 class TransformerBlock(WithSublayers, kw_only=True):
   """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x)) (Xiong et al., 2020).
 
-  Weights under `attention`, `attention_norm`, `ffn`, `ffn_norm`, with `post_norm` also `attention_post_norm` and
-  `ffn_post_norm`. The residual stream keeps the dtype of the block's
-  input (the embedding's), whatever dtype the sublayers compute in.
+  Weights under `attention`, `ffn`, with `pre_norm` also `attention_norm` and `ffn_norm`, with `post_norm` also
+  `attention_post_norm` and `ffn_post_norm`. The residual stream keeps the dtype of the block's input (the embedding's),
+  whatever dtype the sublayers compute in.
 
   Fields:
     attention, ffn: the sublayers.
     norm: template of all norms.
-    post_norm: whether each sublayer's output is normalized too, before it is added to the residual stream (Ding et al.,
-      2021; Primer, Gemma 2).
+    pre_norm: whether each sublayer's input is normalized.
+    post_norm: whether each sublayer's output is normalized, before it is added to the residual stream: beside its input
+      (Ding et al., 2021; Primer, Gemma 2), or alone (OLMo 2, with `pre_norm=False`).
     dropout_rate: of each sublayer's output in training; needs the rng `dropout`.
     activation_split_dims: of the residual stream.
   """
@@ -77,6 +78,7 @@ class TransformerBlock(WithSublayers, kw_only=True):
   attention: nn.Module
   ffn: nn.Module
   norm: nn.Module
+  pre_norm: bool = True
   post_norm: bool = False
   dropout_rate: float = 0.0
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
@@ -92,16 +94,15 @@ class TransformerBlock(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, Aux]:
     """Returns ([B, T, D], aux of the ffn) for x [B, T, D]; segment_ids and segment_pos are int32 [B, T] or None."""
     dropout = nn.Dropout(rate=self.dropout_rate, deterministic=not train)
-    normed = self.norm.copy(name='attention_norm')(x)
-    y = dropout(self._post_norm('attention_post_norm', self.attention(normed, segment_ids, segment_pos, train=train)))
+    y = self.attention(self._norm('attention_norm', x, self.pre_norm), segment_ids, segment_pos, train=train)
+    y = dropout(self._norm('attention_post_norm', y, self.post_norm))
     x = constrain(x + y.astype(x.dtype), self.activation_split_dims)
-    normed = self.norm.copy(name='ffn_norm')(x)
-    y, aux = self.ffn(normed, segment_ids, train=train)
-    y = dropout(self._post_norm('ffn_post_norm', y))
+    y, aux = self.ffn(self._norm('ffn_norm', x, self.pre_norm), segment_ids, train=train)
+    y = dropout(self._norm('ffn_post_norm', y, self.post_norm))
     return constrain(x + y.astype(x.dtype), self.activation_split_dims), aux
 
-  def _post_norm(self, name: str, y: jax.Array) -> jax.Array:
-    return self.norm.copy(name=name)(y) if self.post_norm else y
+  def _norm(self, name: str, x: jax.Array, is_present: bool) -> jax.Array:
+    return self.norm.copy(name=name)(x) if is_present else x
 
 
 class BlockGroup(WithSublayers, kw_only=True):

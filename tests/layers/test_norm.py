@@ -4,13 +4,21 @@ import pytest
 import transformer_reference as reference
 
 from spmd_tasks.layers import LayerNorm, RmsNorm
-from spmd_tasks.sharding import weight_specs
+from spmd_tasks.sharding import unbox_weights, weight_specs
 
 
 def test_rms_norm(rng):
   x, scale = rng.normal(size=(2, 3, 30)).astype(np.float32), rng.normal(size=30).astype(np.float32)
   expected = reference.rms_norm(x.astype(np.float64), scale, epsilon=1e-3)
   np.testing.assert_allclose(RmsNorm(epsilon=1e-3).apply({'params': {'scale': scale}}, x), expected, rtol=1e-5)
+
+
+def test_rms_norm_of_all_heads_by_one_plus_scale(rng):
+  x, scale = rng.normal(size=(2, 3, 6, 4)).astype(np.float32), rng.normal(size=(6, 4)).astype(np.float32)
+  norm = RmsNorm(epsilon=1e-3, scale_plus_one=True, num_dims=2, split_dims=('heads', 'head_dim'))
+  expected = reference.rms_norm(x.astype(np.float64), 1 + scale, epsilon=1e-3)
+  np.testing.assert_allclose(norm.apply({'params': {'scale': scale}}, x), expected, rtol=1e-5)
+  assert not np.any(unbox_weights(norm.init(jax.random.key(0), x))['params']['scale'])
 
 
 @pytest.mark.parametrize('use_bias', [True, False])

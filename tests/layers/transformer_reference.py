@@ -16,7 +16,9 @@ def to_float64(tree):
 
 
 def rms_norm(x, scale, epsilon=1e-6):
-  return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
+  """Over the last dims, as many as the scale has."""
+  dims = tuple(range(-np.ndim(scale), 0))
+  return x / np.sqrt((x**2).mean(dims, keepdims=True) + epsilon) * scale
 
 
 def layer_norm(x, scale, bias, epsilon=1e-6):
@@ -36,15 +38,17 @@ def silu(x):
   return x / (1 + np.exp(-x))
 
 
-def rotate(vector, position, max_wavelength=10_000.0):
-  """Rotary embedding of one head's vector [K], pair by pair: feature i with feature i + K/2."""
-  half = len(vector) // 2
-  out = np.empty_like(vector)
+def rotate(vector, position, max_wavelength=10_000.0, *, num_features=None, frequencies=None, amplitude=1.0):
+  """Rotary embedding of one head's vector [K], pair by pair: feature i with feature i + d/2 of the first d."""
+  num_features = num_features or len(vector)
+  half = num_features // 2
+  out = np.array(vector)
   for i in range(half):
-    angle = position * max_wavelength ** (-2 * i / len(vector))
+    frequency = max_wavelength ** (-2 * i / num_features) if frequencies is None else frequencies[i]
+    angle = position * frequency
     a, b = vector[i], vector[i + half]
-    out[i] = a * math.cos(angle) - b * math.sin(angle)
-    out[i + half] = b * math.cos(angle) + a * math.sin(angle)
+    out[i] = (a * math.cos(angle) - b * math.sin(angle)) * amplitude
+    out[i + half] = (b * math.cos(angle) + a * math.sin(angle)) * amplitude
   return out
 
 
@@ -62,6 +66,8 @@ def attention(
   window=None,
   rotary=True,
   qk_norm=False,
+  epsilon=1e-6,
+  clip=np.inf,
   logit_cap=None,
   scale=None,
 ):
@@ -76,11 +82,14 @@ def attention(
       np.einsum('td,dhk->thk', x[row], kernels[name]) + biases[name] for name in ('query', 'key', 'value')
     )
     if qk_norm:
-      query, key = rms_norm(query, weights['query_norm']['scale']), rms_norm(key, weights['key_norm']['scale'])
-    if rotary:
+      query = rms_norm(query, weights['query_norm']['scale'], epsilon)
+      key = rms_norm(key, weights['key_norm']['scale'], epsilon)
+    query, key, value = (x.clip(-clip, clip) for x in (query, key, value))
+    if rotary is not False:
+      settings = {} if rotary is True else rotary
       for t, position in enumerate(segment_pos[row]):
-        query[t] = [rotate(vector, position) for vector in query[t]]
-        key[t] = [rotate(vector, position) for vector in key[t]]
+        query[t] = [rotate(vector, position, **settings) for vector in query[t]]
+        key[t] = [rotate(vector, position, **settings) for vector in key[t]]
     if 'per_dim_scale' in weights:
       query = query * np.log(1 + np.exp(weights['per_dim_scale'])) / np.log(2)
     for t in range(x.shape[1]):
@@ -90,8 +99,9 @@ def attention(
         kv_head = head // (num_heads // num_kv_heads)
         logits = np.array([query[t, head] @ key[s, kv_head] for s in visible]) * (scale or head_dim**-0.5)
         logits = soft_cap(logits, logit_cap)
-        probabilities = np.exp(logits - logits.max())
-        probabilities /= probabilities.sum()
+        sink = [weights['sinks'][head]] if 'sinks' in weights else []
+        probabilities = np.exp(np.array([*logits, *sink]) - logits.max())
+        probabilities = probabilities[: len(logits)] / probabilities.sum()
         attended = sum(p * value[s, kv_head] for p, s in zip(probabilities, visible, strict=True))
         result[row, t] += attended @ kernels['out'][head]
       result[row, t] += biases['out']

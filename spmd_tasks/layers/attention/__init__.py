@@ -10,10 +10,11 @@
 A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
 call's tokens to `new_cache` and reads the earlier ones from the collection `cache`.
 
-Read attention.py, then positions.py; kv_cache.py explains generation.
+Read attention.py, then positions.py and rotary_scaling.py; kv_cache.py explains generation.
 """
 
-from spmd_tasks.layers.attention.attention import Attention, segment_mask
+from spmd_tasks.layers.attention.attend import attend, segment_mask
+from spmd_tasks.layers.attention.attention import Attention
 from spmd_tasks.layers.attention.kv_cache import (
   CACHE,
   NEW_CACHE,
@@ -23,17 +24,32 @@ from spmd_tasks.layers.attention.kv_cache import (
   write_new_cache,
 )
 from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary, SinusoidalPositions
+from spmd_tasks.layers.attention.rotary_scaling import (
+  LinearScaling,
+  Llama3Scaling,
+  LongRopeScaling,
+  RotaryScaling,
+  YarnScaling,
+  yarn_magnitude,
+)
 
 __all__ = [
   'CACHE',
   'NEW_CACHE',
   'Attention',
   'LearnedPositions',
+  'LinearScaling',
+  'Llama3Scaling',
+  'LongRopeScaling',
   'Rotary',
+  'RotaryScaling',
   'SinusoidalPositions',
+  'YarnScaling',
+  'attend',
   'attend_to_cache',
   'is_decoding',
   'read_cache',
   'segment_mask',
   'write_new_cache',
+  'yarn_magnitude',
 ]

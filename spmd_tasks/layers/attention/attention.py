@@ -11,30 +11,22 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention.attend import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
-from spmd_tasks.layers.base import FanInNormal, declare_weight, soft_cap
+from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims
 
 
-def segment_mask(segment_ids: jax.Array) -> jax.Array:
-  """Returns the mask of packed text, bool [B, 1, T, T]: true where query and key belong to the same document.
-
-  Padding (segment 0) attends to padding only. Every query then has a key, so its softmax is finite, and no token of a
-  document reads padding.
-  """
-  return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-
-
-class Attention(nn.Module, kw_only=True):
+class Attention(WithSublayers, kw_only=True):
   """Self-attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
 
   Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`); with `qk_norm`
-  also `query_norm` and `key_norm` [K], with `per_dim_scale` also `per_dim_scale` [K]. Query head h reads
-  key/value head h // (H // G). The softmax is float32 whatever the dtype. During generation, keys and values are cached
-  (kv_cache.py).
+  also `query_norm` and `key_norm` (each under `.../scale`), with `per_dim_scale` also `per_dim_scale` [K], with `sinks`
+  also `sinks` [H]. Query head h reads key/value head h // (H // G). The softmax is float32 whatever the dtype. During
+  generation, keys and values are cached (kv_cache.py).
 
   Fields:
     num_heads: H.
@@ -44,12 +36,18 @@ class Attention(nn.Module, kw_only=True):
     window: how many tokens of its document a token sees, counting itself and those before it (Beltagy et al., 2020;
       Mistral 7B: Jiang et al., 2023). Needs `causal`, and bounds the length of the KV cache. None: all.
     rotary: rotary positions of queries and keys; None for models with other positions.
-    qk_norm: whether queries and keys each pass an RmsNorm over K before the rotation (Henry et al., 2020).
+    qk_norm: whether queries and keys each pass an RmsNorm over K before the rotation (Henry et al., 2020). A template
+      in place of True says which: with `num_dims=2` it is one norm over all heads, with scales [H, K] and [G, K]
+      (OLMo 2), which are split as the kernels are.
+    clip_qkv: bound of the absolute values of queries, keys and values before the rotation (OLMoE, DBRX); None: none.
     per_dim_scale: whether feature i of the queries is multiplied by softplus(s_i) / softplus(0) after the rotation, for
       a learned vector s that starts at zero (Lingvo, Pax).
     softmax_scale: factor of the attention logits; None means 1 / sqrt(K).
     logit_cap: bounds the attention logits softly, see `soft_cap`; needs the implementation 'xla'. None does not.
-    use_bias: whether all four projections have a bias.
+    sinks: whether each head has a learned logit that takes part in the softmax and has no value, so that the head may
+      attend to nothing (gpt-oss); needs the implementation 'xla'.
+    use_bias: whether the projections have a bias.
+    out_bias: whether the output projection has one; None means `use_bias`. Qwen 2 has biases but this.
     dtype: of the computation.
     init_scale, out_init_scale: FanInNormal's scale for the three input projections and for the output projection.
     implementation: of jax.nn.dot_product_attention: 'xla', 'cudnn' (GPU, 16-bit dtypes), or None for JAX's choice.
@@ -65,11 +63,14 @@ class Attention(nn.Module, kw_only=True):
   causal: bool = True
   window: int | None = None
   rotary: Rotary | None = Rotary()
-  qk_norm: bool = False
+  qk_norm: bool | RmsNorm = False
+  clip_qkv: float | None = None
   per_dim_scale: bool = False
   softmax_scale: float | None = None
   logit_cap: float | None = None
+  sinks: bool = False
   use_bias: bool = False
+  out_bias: bool | None = None
   dtype: Any = 'float32'
   init_scale: float = 1.0
   out_init_scale: float = 1.0
@@ -91,6 +92,12 @@ class Attention(nn.Module, kw_only=True):
       raise UserError(
         f'logit_cap={self.logit_cap} with implementation={self.implementation!r} is impossible: a cap is positive, and '
         "cuDNN has none, so choose implementation='xla' or logit_cap=None."
+      )
+    if self.sinks and self.implementation == 'cudnn':
+      raise UserError("sinks=True with implementation='cudnn' is impossible: cuDNN has none, so choose 'xla'.")
+    if self.clip_qkv is not None and not self.clip_qkv > 0:
+      raise UserError(
+        f'clip_qkv={self.clip_qkv} must be positive, or None to leave queries, keys and values as they are.'
       )
     super().__post_init__()
 
@@ -151,8 +158,10 @@ class Attention(nn.Module, kw_only=True):
     key = project('key', num_kv_heads, self.kv_split_dims, self.kv_activation_split_dims)
     value = project('value', num_kv_heads, self.kv_split_dims, self.kv_activation_split_dims)
     if self.qk_norm:
-      query = RmsNorm(dtype=self.dtype, name='query_norm')(query)
-      key = RmsNorm(dtype=self.dtype, name='key_norm')(key)
+      query = self._qk_norm('query_norm', self.query_split_dims)(query)
+      key = self._qk_norm('key_norm', self.kv_split_dims)(key)
+    if self.clip_qkv is not None:
+      query, key, value = (jnp.clip(x, -self.clip_qkv, self.clip_qkv) for x in (query, key, value))
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
@@ -162,6 +171,12 @@ class Attention(nn.Module, kw_only=True):
         self, 'per_dim_scale', shape=(head_dim,), init=zeros, split_dims=(None,), tags=('no_decay',)
       )
       query = query * (jax.nn.softplus(scale) / math.log(2.0)).astype(query.dtype)[None, None, None, :]
+    sinks = None
+    if self.sinks:
+      zeros, split_dims = jax.nn.initializers.zeros, self.query_split_dims and self.query_split_dims[1:2]
+      sinks = declare_weight(
+        self, 'sinks', shape=(self.num_heads,), init=zeros, split_dims=split_dims, tags=('no_decay',)
+      )
     cached = None
     if is_decoding(self):
       if not self.causal or segment_pos is None:
@@ -169,49 +184,26 @@ class Attention(nn.Module, kw_only=True):
           f'causal={self.causal}, segment_pos {"missing" if segment_pos is None else "given"}: generation needs causal '
           'attention and positions, so set causal=True and pass segment_pos.'
         )
-      write_new_cache(self, key, value, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
-      cached = read_cache(self)
+      new = {'key': key, 'value': value}
+      write_new_cache(self, new, self.kv_activation_split_dims, segment_ids=segment_ids, window=self.window)
+      cached = read_cache(self, 'key', 'value')
+    logits: Any = {
+      'window': self.window,
+      'softmax_scale': self.softmax_scale,
+      'logit_cap': self.logit_cap,
+      'sinks': sinks,
+    }
     if cached is not None:
       assert segment_pos is not None
-      attended = attend_to_cache(
-        query,
-        key,
-        value,
-        cached,
-        segment_ids,
-        segment_pos,
-        window=self.window,
-        softmax_scale=self.softmax_scale,
-        logit_cap=self.logit_cap,
-      )
-    elif self.logit_cap is not None:
-      attended = _capped_attention(
-        query,
-        key,
-        value,
-        segment_ids,
-        causal=self.causal,
-        window=self.window,
-        softmax_scale=self.softmax_scale,
-        logit_cap=self.logit_cap,
-      )
+      attended = attend_to_cache(query, key, value, cached, segment_ids, segment_pos, **logits)
     else:
-      mask = None if segment_ids is None else segment_mask(segment_ids)
-      attended = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        scale=self.softmax_scale,
-        is_causal=self.causal,
-        # Documents are contiguous, so the distance of two columns is the distance within the document.
-        local_window_size=None if self.window is None else (self.window - 1, 0),
-        implementation=self.implementation,
+      attended = attend(
+        query, key, value, segment_ids, causal=self.causal, implementation=self.implementation, **logits
       )
     return Linear(
       output_dims=x.shape[-1],
       num_input_dims=2,
-      use_bias=self.use_bias,
+      use_bias=self.use_bias if self.out_bias is None else self.out_bias,
       dtype=self.dtype,
       kernel_init=FanInNormal(scale=self.out_init_scale, num_input_dims=2),
       split_dims=self.out_split_dims,
@@ -219,28 +211,9 @@ class Attention(nn.Module, kw_only=True):
       name='out',
     )(attended)
 
-
-def _capped_attention(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  segment_ids: jax.Array | None,
-  *,
-  causal: bool,
-  window: int | None,
-  softmax_scale: float | None,
-  logit_cap: float,
-) -> jax.Array:
-  """Computes [B, T, H, K] as jax.nn.dot_product_attention does by XLA, with capped logits, which that has not."""
-  num_rows, length, num_heads, head_dim = query.shape
-  grouped = query.reshape(num_rows, length, key.shape[2], num_heads // key.shape[2], head_dim)
-  logits = jnp.einsum('BTGHK,BSGK->BGHTS', grouped, key, preferred_element_type=jnp.float32)
-  logits = soft_cap(logits * (softmax_scale or 1.0 / math.sqrt(head_dim)), logit_cap)
-  distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-  may_see = jnp.ones((1, 1, length, length), bool) if segment_ids is None else segment_mask(segment_ids)
-  if causal:
-    may_see &= (distance >= 0)[None, None]
-  if window is not None:
-    may_see &= (distance < window)[None, None]
-  weights = jax.nn.softmax(jnp.where(may_see[:, :, None], logits, -jnp.inf), axis=-1).astype(value.dtype)
-  return jnp.einsum('BGHTS,BSGK->BTGHK', weights, value).reshape(query.shape)
+  def _qk_norm(self, name: str, split_dims: SplitDims) -> RmsNorm:
+    if not isinstance(self.qk_norm, RmsNorm):
+      return RmsNorm(dtype=self.dtype, name=name)
+    if self.qk_norm.num_dims == 1:
+      return self.qk_norm.copy(name=name)
+    return self.qk_norm.copy(name=name, split_dims=None if split_dims is None else tuple(split_dims)[-2:])

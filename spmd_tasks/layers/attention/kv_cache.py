@@ -21,12 +21,14 @@ the matmuls over entries.
 Shapes: B batch (or slots), T tokens of this call, S cache entries, H query heads, G key/value heads, K head dim.
 """
 
+from collections.abc import Mapping
 import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.attention.attend import masked_softmax
 from spmd_tasks.layers.base import soft_cap
 from spmd_tasks.sharding import SplitDims, WeightBox
 
@@ -41,54 +43,55 @@ def is_decoding(module: nn.Module) -> bool:
 
 def write_new_cache(
   module: nn.Module,
-  key: jax.Array,
-  value: jax.Array,
+  arrays: Mapping[str, jax.Array],
   split_dims: SplitDims,
   *,
   segment_ids: jax.Array | None = None,
   window: int | None = None,
 ) -> None:
-  """Writes keys and values of this call's tokens to `new_cache` as [B, G, T, K], with split dims in that order.
+  """Writes arrays of this call's tokens to `new_cache` as [B, G, T, K], with split dims in that order.
 
   If T exceeds the window, only each row's last [B, G, window, K] are written: no later token sees the others.
 
   Args:
     module: the attention whose collections are used.
-    key, value: [B, T, G, K], with `split_dims`.
+    arrays: name, such as 'key' or 'value', to [B, T, G, K], with `split_dims`.
+    split_dims: one entry per dim, or None.
     segment_ids, window: as in `attend_to_cache`.
   """
-  num_columns = key.shape[1]
-  if window is not None and num_columns > window:
-    if segment_ids is None:
-      lengths = jnp.full(key.shape[:1], num_columns)
-    else:
-      lengths = jnp.sum(segment_ids != 0, axis=1)
-    kept = jnp.maximum(lengths - window, 0)[:, None] + jnp.arange(window)[None, :]
-    key, value = (jnp.take_along_axis(x, kept[:, :, None, None], axis=1) for x in (key, value))
-  rows, columns, heads, features = split_dims or (None,) * key.ndim
-  for name, x in (('key', key), ('value', value)):
+  rows, columns, heads, features = split_dims or (None,) * 4
+  for name, x in arrays.items():
+    num_columns = x.shape[1]
+    if window is not None and num_columns > window:
+      if segment_ids is None:
+        lengths = jnp.full(x.shape[:1], num_columns)
+      else:
+        lengths = jnp.sum(segment_ids != 0, axis=1)
+      kept = jnp.maximum(lengths - window, 0)[:, None] + jnp.arange(window)[None, :]
+      x = jnp.take_along_axis(x, kept[:, :, None, None], axis=1)
     box = WeightBox(value=jnp.swapaxes(x, 1, 2), split_dims=(rows, heads, columns, features), tags=(), stacked=0)
     module.put_variable(NEW_CACHE, f'cached_{name}', box)
 
 
-def read_cache(module: nn.Module) -> tuple[jax.Array, jax.Array] | None:
-  """Returns the module's keys and values [B, G, S, K] of earlier calls, or None in the first call."""
-  if not module.has_variable(CACHE, 'cached_key'):
+def read_cache(module: nn.Module, *names: str) -> tuple[jax.Array, ...] | None:
+  """Returns the module's arrays of these names, [B, G, S, K], of earlier calls, or None in the first call."""
+  if not module.has_variable(CACHE, f'cached_{names[0]}'):
     return None
-  return module.get_variable(CACHE, 'cached_key'), module.get_variable(CACHE, 'cached_value')
+  return tuple(module.get_variable(CACHE, f'cached_{name}') for name in names)
 
 
 def attend_to_cache(
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
-  cached: tuple[jax.Array, jax.Array],
+  cached: tuple[jax.Array, ...],
   segment_ids: jax.Array | None,
   segment_pos: jax.Array,
   *,
   window: int | None = None,
   softmax_scale: float | None = None,
   logit_cap: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Computes causal attention of this call's tokens to earlier calls' tokens and to one another: [B, T, H, K].
 
@@ -103,6 +106,7 @@ def attend_to_cache(
     window: how many tokens each token sees, including itself; None: all before it.
     softmax_scale: factor of the logits; None means 1 / sqrt(K).
     logit_cap: bounds the logits softly, see `soft_cap`.
+    sinks: [H], see `masked_softmax`.
   """
   num_rows, num_columns, num_heads, head_dim = query.shape
   num_groups = key.shape[2]
@@ -135,7 +139,7 @@ def attend_to_cache(
   )[:, None, None]
   # Logits are concatenated instead of keys, so that the cache is not copied.
   joined = jnp.concatenate([logits(cached_key), logits(jnp.swapaxes(key, 1, 2))], axis=-1)
-  weights = jax.nn.softmax(jnp.where(mask, joined, -jnp.inf), axis=-1).astype(value.dtype)
+  weights = masked_softmax(joined, mask, sinks).astype(value.dtype)
 
   def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.einsum('BGHTS,BGSK->BTGHK', weights, values)

@@ -2,13 +2,16 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.attention import Attention, Rotary, segment_mask
+from spmd_tasks.layers import RmsNorm
+from spmd_tasks.layers.attention import Attention, LinearScaling, Rotary, segment_mask
 from spmd_tasks.sharding import unbox_weights, weight_specs
 import tests.layers.transformer_reference as reference
 
 # Two documents and padding in the first row, padding only in the second.
 SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 0], [0, 0, 0, 0, 0, 0]])
 SEGMENT_POS = np.array([[0, 1, 2, 0, 1, 0], [0, 0, 0, 0, 0, 0]])
+
+GROUPED = {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4}
 
 
 def _weights(layer, x, rng):
@@ -27,6 +30,11 @@ def _weights(layer, x, rng):
     {'num_heads': 6, 'num_kv_heads': 2, 'head_dim': 4, 'window': 3, 'logit_cap': 0.5, 'per_dim_scale': True},
     {'num_heads': 3, 'causal': False, 'logit_cap': 0.5, 'softmax_scale': 0.7},
     {'num_heads': 3, 'softmax_scale': 0.7},
+    {**GROUPED, 'qk_norm': RmsNorm(epsilon=0.1), 'use_bias': True, 'out_bias': False},
+    {**GROUPED, 'qk_norm': RmsNorm(epsilon=0.1, num_dims=2), 'clip_qkv': 0.8},
+    {**GROUPED, 'sinks': True, 'window': 3, 'out_bias': True},
+    {'num_heads': 3, 'sinks': True, 'logit_cap': 0.5, 'causal': False},
+    {'num_heads': 3, 'rotary': Rotary(max_wavelength=50.0, num_features=4, scaling=LinearScaling(factor=4.0))},
   ],
   ids=[
     'multi-head',
@@ -37,6 +45,11 @@ def _weights(layer, x, rng):
     'capped, scaled',
     'capped bidirectional',
     'scale',
+    'norm per head',
+    'norm over heads, clipped',
+    'sinks in a window',
+    'capped bidirectional sinks',
+    'partial scaled rotation',
   ],
 )
 def test_attention(rng, fields):
@@ -50,13 +63,23 @@ def test_attention(rng, fields):
     SEGMENT_POS,
     causal=layer.causal,
     window=layer.window,
-    rotary=layer.rotary is not None,
-    qk_norm=layer.qk_norm,
+    rotary=_rotation(layer.rotary),
+    qk_norm=bool(layer.qk_norm),
+    epsilon=getattr(layer.qk_norm, 'epsilon', 1e-6),
+    clip=layer.clip_qkv or np.inf,
     logit_cap=layer.logit_cap,
     scale=layer.softmax_scale,
   )
   actual = layer.apply({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
   np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def _rotation(rotary):
+  if rotary is None or rotary == Rotary():
+    return rotary is not None
+  d = rotary.num_features
+  frequencies = rotary.max_wavelength ** (-np.arange(0, d, 2) / d) / rotary.scaling.factor
+  return {'num_features': d, 'frequencies': frequencies}
 
 
 def test_no_segment_ids_means_one_document(rng):
@@ -87,6 +110,20 @@ def test_padding_rows_have_finite_gradients(rng):
     assert np.abs(leaf).max() > 0
 
 
+def test_a_norm_over_heads_is_split_as_the_heads_are():
+  x = np.zeros((2, 6, 30), np.float32)
+  layer = Attention(**GROUPED, qk_norm=RmsNorm(num_dims=2), sinks=True)
+  specs = weight_specs(jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params'])
+  found = {name: (spec.shape, spec.split_dims) for name, spec in [
+    ('query', specs['query_norm']['scale']), ('key', specs['key_norm']['scale']), ('sinks', specs['sinks'])
+  ]}  # fmt: skip
+  assert found == {
+    'query': ((6, 4), ('heads', 'head_dim')),
+    'key': ((2, 4), ('kv_heads', 'head_dim')),
+    'sinks': ((6,), ('heads',)),
+  }
+
+
 def test_split_dims():
   x = np.zeros((2, 6, 30), np.float32)
   layer = Attention(num_heads=6, num_kv_heads=2, head_dim=4)
@@ -108,6 +145,8 @@ def test_split_dims():
     ({'num_heads': 3, 'rotary': Rotary()}, 'needs segment_pos'),
     ({'num_heads': 3, 'window': 0}, 'window=0 with causal=True'),
     ({'num_heads': 3, 'window': 2, 'causal': False}, 'window=2 with causal=False'),
+    ({'num_heads': 3, 'clip_qkv': 0.0}, 'clip_qkv=0.0 must be positive'),
+    ({'num_heads': 3, 'sinks': True, 'implementation': 'cudnn'}, 'sinks=True'),
   ],
 )
 def test_impossible_settings_are_errors(fields, message):

@@ -14,7 +14,7 @@ from spmd_tasks.layers import (
   TransformerBlock,
   TransformerStack,
 )
-from spmd_tasks.layers.attention import Attention, LearnedPositions, SinusoidalPositions
+from spmd_tasks.layers.attention import Attention, LearnedPositions, Rotary, SinusoidalPositions, YarnScaling
 from spmd_tasks.layers.moe import (
   CapacityGather,
   Dropless,
@@ -32,12 +32,13 @@ NUM_STEPS = 4
 NUM_POSITIONS = 12
 
 
-def _block(ffn=None, post_norm=False, **attention):
+def _block(ffn=None, post_norm=False, pre_norm=True, **attention):
   return TransformerBlock(
     attention=Attention(num_heads=4, head_dim=6, **attention),
     ffn=ffn or GatedFeedForward(hidden_dim=20),
     norm=RmsNorm(),
     post_norm=post_norm,
+    pre_norm=pre_norm,
   )
 
 
@@ -70,6 +71,19 @@ MODELS = {
   'capped logits, scaled dims, normed outputs, sinusoidal positions': _model(
     _stack(_block(rotary=None, post_norm=True, logit_cap=0.5, softmax_scale=0.7, per_dim_scale=True)),
     SinusoidalPositions(),
+  ),
+  'sinks, norm over heads, partial rotation, norms behind sublayers': _model(
+    _stack(
+      _block(
+        num_kv_heads=2,
+        sinks=True,
+        qk_norm=RmsNorm(epsilon=1e-5, num_dims=2),
+        clip_qkv=1.5,
+        rotary=Rotary(num_features=4, scaling=YarnScaling(factor=4.0, original_length=4)),
+        pre_norm=False,
+        post_norm=True,
+      )
+    )
   ),
   'learned positions': _model(_stack(_block(rotary=None)), LearnedPositions(max_len=NUM_POSITIONS)),
   'dense and dropless': _model(_stack(BlockGroup(blocks=(_block(), _block(_experts(Dropless())))))),

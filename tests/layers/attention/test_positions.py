@@ -2,7 +2,15 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.attention import LearnedPositions, Rotary, SinusoidalPositions
+from spmd_tasks.layers.attention import (
+  LearnedPositions,
+  LinearScaling,
+  Llama3Scaling,
+  LongRopeScaling,
+  Rotary,
+  SinusoidalPositions,
+  YarnScaling,
+)
 from spmd_tasks.sharding import unbox_weights, weight_specs
 import tests.layers.transformer_reference as reference
 
@@ -28,9 +36,56 @@ def test_rotary_products_depend_on_the_distance_only(rng):
   assert abs(product(7, 3) - product(8, 3)) > 1e-3
 
 
-def test_rotary_rejects_an_odd_head_dim():
-  with pytest.raises(ValueError, match='head_dim is 5: choose an even'):
-    Rotary()(np.zeros((1, 1, 1, 5), np.float32), np.zeros((1, 1), np.int32))
+@pytest.mark.parametrize(
+  'rotary, head_dim, message',
+  [
+    (Rotary(), 5, 'head_dim is 5: choose an even'),
+    (Rotary(num_features=6), 4, 'head_dim is 4 and num_features is 6: choose an even'),
+    (Rotary(num_features=3), 4, 'num_features is 3: choose an even'),
+    (
+      Rotary(scaling=LongRopeScaling(factor=2.0, original_length=8, short_factors=(1.0,), long_factors=(2.0, 3.0))),
+      4,
+      'short_factors has 1 numbers, but 2 pairs',
+    ),
+  ],
+)
+def test_features_that_are_not_pairs_are_errors(rotary, head_dim, message):
+  with pytest.raises(ValueError, match=message):
+    rotary(np.zeros((1, 1, 1, head_dim), np.float32), np.zeros((1, 1), np.int32))
+
+
+def test_the_first_features_rotate_by_scaled_frequencies_and_grow_by_the_amplitude(rng):
+  x = rng.normal(size=(2, 4, 3, 10)).astype(np.float32)
+  frequencies = 500.0 ** (-np.arange(3) / 3) / (2.0, 3.0, 5.0)
+  scaling = LongRopeScaling(
+    factor=4.0, original_length=16, short_factors=(1.0,) * 3, long_factors=(2.0, 3.0, 5.0), is_long=True
+  )
+  settings = {'num_features': 6, 'frequencies': frequencies, 'amplitude': 1.5**0.5}  # 1 + ln 4 / ln 16
+  expected = np.array(
+    [[[reference.rotate(v, p, **settings) for v in token] for token, p in zip(*row)] for row in zip(x, POSITIONS)]
+  )
+  actual = Rotary(max_wavelength=500.0, num_features=6, scaling=scaling)(x, POSITIONS)
+  np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scaled_frequencies_and_amplitudes():
+  """By hand from the papers' formulas; tests/layers/test_against_transformers.py compares with transformers."""
+  frequencies = np.array([1.0, 0.1, 0.01, 0.001])
+  wavelengths = 2 * np.pi / frequencies  # 6.3, 63, 628 and 6283 tokens
+  np.testing.assert_allclose(LinearScaling(factor=4.0).scale(frequencies, 1e4), frequencies / 4, rtol=1e-6)
+  # 1024 tokens are 163, 16.3, 1.63 and 0.163 waves: kept, kept, (1.63 - 1) / (4 - 1) of the way, divided by 8.
+  kept = (1024 / wavelengths[2] - 1) / 3
+  expected = [1.0, 0.1, 0.01 * (kept + (1 - kept) / 8), 0.001 / 8]
+  np.testing.assert_allclose(
+    Llama3Scaling(factor=8.0, original_length=1024).scale(frequencies, 1e4), expected, rtol=1e-6
+  )
+  # 32 waves fit at pair 4 ln(1024 / (64 pi)) / ln 10000 = 0.71, 1 wave at 2.21: a ramp from pair 0 to pair 3.
+  yarn = YarnScaling(factor=8.0, original_length=1024)
+  expected = [1.0, 0.1 * (2 / 3 + 1 / 3 / 8), 0.01 * (1 / 3 + 2 / 3 / 8), 0.001 / 8]
+  np.testing.assert_allclose(yarn.scale(frequencies, 1e4), expected, rtol=1e-5)
+  assert yarn.amplitude() == pytest.approx(1 + 0.1 * np.log(8))
+  both = YarnScaling(factor=8.0, original_length=1024, mscale=1.0, mscale_all_dim=0.5)
+  assert both.amplitude() == pytest.approx((1 + 0.1 * np.log(8)) / (1 + 0.05 * np.log(8)))
 
 
 def test_learned_positions_are_added(rng):

@@ -1,0 +1,158 @@
+"""Scalings of rotary frequencies, for texts longer than those that a model was first trained on.
+
+    Rotary(max_wavelength=500_000.0, scaling=Llama3Scaling(factor=8.0, original_length=8192))
+
+A scaling changes the frequency of each pair of features, and may enlarge sine and cosine by an `amplitude` A, so that
+attention logits grow by A^2. Each formula is that of transformers' modeling_rope_utils.py (version 5), whose names for
+the fields are given in quotes.
+
+Shapes: d features that rotate.
+"""
+
+import abc
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryScaling(abc.ABC):
+  """Base of the scalings: divides frequencies by `factor` ("factor"), each kind in its own manner."""
+
+  factor: float
+
+  def __post_init__(self):
+    if not self.factor > 0:
+      raise UserError(f'factor={self.factor} must be positive: it divides the frequencies of a rotary position.')
+
+  @abc.abstractmethod
+  def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
+    """Returns the scaled frequencies, float32 [d/2], in radians per token, highest first as the argument is."""
+
+  def amplitude(self) -> float:
+    """Returns A, the factor of sine and cosine."""
+    return 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling(RotaryScaling):
+  """Divides all frequencies by `factor`: position interpolation (Chen et al., 2023; "linear")."""
+
+  def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
+    return frequencies / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(RotaryScaling):
+  """Divides low frequencies by `factor`, keeps high ones, and interpolates between (Llama 3.1: 2024; "llama3").
+
+  Fields:
+    original_length: of the first training, in tokens ("original_max_position_embeddings").
+    low_frequency_factor, high_frequency_factor: a frequency with fewer waves than the first in `original_length` tokens
+      is low, one with more than the second is high ("low_freq_factor", "high_freq_factor").
+  """
+
+  original_length: int
+  low_frequency_factor: float = 1.0
+  high_frequency_factor: float = 4.0
+
+  def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
+    num_waves = self.original_length * frequencies / (2 * math.pi)
+    low, high = self.low_frequency_factor, self.high_frequency_factor
+    kept = jnp.clip((num_waves - low) / (high - low), 0.0, 1.0)
+    return (1.0 - kept) * frequencies / self.factor + kept * frequencies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling(RotaryScaling):
+  """Divides frequencies by `factor` along a ramp over the pairs, and enlarges the logits (YaRN: Peng et al., 2023).
+
+  Fields:
+    original_length: of the first training, in tokens ("original_max_position_embeddings").
+    beta_fast, beta_slow: pairs with more waves than the first in `original_length` tokens are kept, those with fewer
+      than the second are divided.
+    truncate: whether the ends of the ramp are whole pairs.
+    mscale, mscale_all_dim: A is m(mscale) / m(mscale_all_dim) if both are given (DeepSeek), m(1) otherwise, with
+      m(c) = `yarn_magnitude(factor, c)`.
+    attention_factor: A, if given.
+  """
+
+  original_length: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  truncate: bool = True
+  mscale: float | None = None
+  mscale_all_dim: float | None = None
+  attention_factor: float | None = None
+
+  def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
+    num_pairs = frequencies.shape[0]
+
+    def pair_with(num_waves: float) -> float:
+      ratio = self.original_length / (2 * math.pi * num_waves)
+      return num_pairs * math.log(ratio) / math.log(max_wavelength)
+
+    low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
+    if self.truncate:
+      low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    width = high - low or 0.001  # a step, not a division by 0
+    divided = jnp.clip((jnp.arange(num_pairs, dtype=jnp.float32) - low) / width, 0.0, 1.0)
+    return divided * frequencies / self.factor + (1.0 - divided) * frequencies
+
+  def amplitude(self) -> float:
+    if self.attention_factor is not None:
+      return self.attention_factor
+    if self.mscale and self.mscale_all_dim:
+      return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
+    return yarn_magnitude(self.factor)
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+  """Returns m = 0.1 * mscale * ln(factor) + 1, and 1 for a factor of at most 1.
+
+  DeepSeek also multiplies the softmax scale by the square of this for its `mscale_all_dim`.
+  """
+  return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRopeScaling(RotaryScaling):
+  """Divides the frequency of every pair by a number of its own (LongRoPE: Ding et al., 2024; Phi-3; "longrope").
+
+  There are two lists of these numbers, for texts up to `original_length` tokens and for longer ones. transformers picks
+  one by the longest text of each batch, and computes the cache again when a text outgrows the first list. Here the
+  model picks one for all texts (as vLLM does), so that no text depends on the others of its batch, and cached keys stay
+  valid.
+
+  Fields:
+    factor: the greatest length / original_length; only A depends on it.
+    original_length: L0, of the first training, in tokens ("original_max_position_embeddings").
+    short_factors, long_factors: [d/2] each.
+    is_long: whether positions rotate by the `long_factors`.
+    attention_factor: A; None means sqrt(1 + ln(factor) / ln(L0)), and 1 for a factor of at most 1.
+  """
+
+  original_length: int
+  short_factors: tuple[float, ...]
+  long_factors: tuple[float, ...]
+  is_long: bool = False
+  attention_factor: float | None = None
+
+  def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
+    name = 'long_factors' if self.is_long else 'short_factors'
+    factors = getattr(self, name)
+    if len(factors) != frequencies.shape[0]:
+      raise UserError(
+        f'{name} has {len(factors)} numbers, but {frequencies.shape[0]} pairs of features rotate: give one per pair.'
+      )
+    return frequencies / jnp.asarray(factors, jnp.float32)
+
+  def amplitude(self) -> float:
+    if self.attention_factor is not None:
+      return self.attention_factor
+    return 1.0 if self.factor <= 1.0 else math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_length))
