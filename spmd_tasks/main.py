@@ -11,6 +11,7 @@ the user is answered in one sentence and exit code 2; nothing is written then.
 
 from collections.abc import Sequence
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt: Python's own end prints no traceback
   sys.exit(code)
 
 

@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from absl import logging
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from spmd_tasks.errors import UserError
@@ -178,6 +179,12 @@ class _Connection(H11Protocol):
       self._limits.set_waiting(self, True)
       # uvicorn closes an idle connection; this is for one that sends, but no request, or that reads no answer.
       self._start('no_header', self.timeout_keep_alive + self._limits.settings.header_timeout_s)
+
+  def send_400_response(self, msg: str) -> None:
+    if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+      super().send_400_response(msg)
+    else:  # the request that breaks HTTP, by its body, has its answer already
+      self.transport.close()
 
   def pause_writing(self) -> None:
     super().pause_writing()

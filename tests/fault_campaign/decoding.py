@@ -68,8 +68,7 @@ def killed(scene: Scene) -> str:
     point = Point(operations=CHANGES, path='^job/decode', count=number, action='signal', value=signum)
   ended = scene.run(*flags, points=[point])
   judge.check_no_traceback(ended.stderr)
-  codes = (exit_codes.OK, judge.CODE_AFTER[signum])
-  check(ended.returncode in codes, f'exit code {ended.returncode} after {signum.name}')
+  check(ended.returncode in judge.CODES_AFTER[signum], f'exit code {ended.returncode} after {signum.name}')
   return go_on(scene, flags)
 
 
@@ -174,8 +173,7 @@ def eval_killed(scene: Scene) -> str:
   scene.send_after(process, signum, delay)
   ended = scene.finish(process)
   judge.check_no_traceback(ended.stderr)
-  codes = (exit_codes.OK, judge.CODE_AFTER[signum])
-  check(ended.returncode in codes, f'exit code {ended.returncode} after {signum.name}')
+  check(ended.returncode in judge.CODES_AFTER[signum], f'exit code {ended.returncode} after {signum.name}')
   again = scene.run(*flags)
   check(again.returncode == exit_codes.OK, f'the restart ended with {again.returncode}: {judge.sentence_of(again)}')
   scene.check_as_undisturbed()

@@ -58,8 +58,7 @@ def signal_while_loading(scene: Scene) -> str:
   scene.send_after(process, signum, delay)
   ended = scene.finish(process)
   judge.check_no_traceback(ended.stderr)
-  codes = (exit_codes.OK, judge.CODE_AFTER[signum])
-  check(ended.returncode in codes, f'exit code {ended.returncode} after {signum.name}')
+  check(ended.returncode in judge.CODES_AFTER[signum], f'exit code {ended.returncode} after {signum.name}')
   return f'exit code {ended.returncode}'
 
 

@@ -109,6 +109,15 @@ def test_a_client_that_keeps_asking_keeps_its_connection():
     assert client.get('/metrics').text.count('closed_connections_total{') == 0
 
 
+def test_a_body_that_breaks_http_after_its_answer_only_ends_the_connection(caplog):
+  with serving(FakeEngine()) as served, connect(served.url) as sock:
+    sock.sendall(GET + b'Transfer-Encoding: chunked\r\n\r\n')  # /health does not wait for a body
+    assert sock.recv(65536).startswith(b'HTTP/1.1 200')
+    sock.sendall(b'zz\r\n')
+    wait_for(lambda: is_closed(sock))
+  assert not [record for record in caplog.records if record.exc_info]
+
+
 # --- too many ---
 
 
