@@ -26,7 +26,7 @@ _MUST_BE_THERE = {'loss', 'grad_norm', 'weight_norm', 'learning_rate', 'num_skip
 _STEP_NAME = re.compile(r'checkpoint_(\d{8})')
 
 REFUSED = (exit_codes.USAGE, exit_codes.FAILED)  # before anything is started, and by a job that was running
-# What the binary ends with after a signal. SIGINT ends Python itself in its last moments; a shell says 130 in both cases.
+# What the binary ends with after a signal. SIGINT ends Python itself in its last moments; a shell says 130 to both.
 CODES_AFTER = {
   signal.SIGKILL: (exit_codes.OK, -signal.SIGKILL),
   signal.SIGTERM: (exit_codes.OK, exit_codes.PREEMPTED),

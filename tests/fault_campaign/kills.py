@@ -99,10 +99,11 @@ def kill_at_a_place(scene: Scene) -> str:
 def kill_in_mid_line(scene: Scene) -> str:
   """What a kill in a write leaves: a part of the last line, of the job's metrics or of an eval's."""
   last_seen = scene.rng.randrange(6, NUM_STEPS + 1)
-  name = 'metrics.jsonl'
+  name, saved = 'metrics.jsonl', last_seen - 1  # a step's line is written before its checkpoint
   if scene.rng.random() < 0.5:
-    name, last_seen = 'eval/valid/metrics.jsonl', scene.rng.choice((EVAL_INTERVAL, NUM_STEPS))
-  scene.begun(last_seen // SAVE_INTERVAL * SAVE_INTERVAL, last_seen)
+    last_seen = scene.rng.choice((EVAL_INTERVAL, NUM_STEPS))
+    name, saved = 'eval/valid/metrics.jsonl', last_seen
+  scene.begun(saved // SAVE_INTERVAL * SAVE_INTERVAL, last_seen)
   path = scene.job_log_dir / name
   content = path.read_bytes()
   last = content[:-1].rfind(b'\n') + 1
