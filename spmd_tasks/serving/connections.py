@@ -181,9 +181,12 @@ class _Connection(H11Protocol):
       self._start('no_header', self.timeout_keep_alive + self._limits.settings.header_timeout_s)
 
   def send_400_response(self, msg: str) -> None:
+    if self.cycle is not None and not self.cycle.response_complete:  # the body of a request breaks HTTP
+      self.cycle.disconnected = True  # so that uvicorn drops the application's answer
+      self.cycle.message_event.set()
     if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
       super().send_400_response(msg)
-    else:  # the request that breaks HTTP, by its body, has its answer already
+    else:  # an answer has been sent, or begun
       self.transport.close()
 
   def pause_writing(self) -> None:

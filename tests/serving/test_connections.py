@@ -109,11 +109,17 @@ def test_a_client_that_keeps_asking_keeps_its_connection():
     assert client.get('/metrics').text.count('closed_connections_total{') == 0
 
 
-def test_a_body_that_breaks_http_after_its_answer_only_ends_the_connection(caplog):
+@pytest.mark.parametrize('waits', [False, True])
+def test_a_body_that_breaks_http_only_ends_the_connection(caplog, waits):
+  head, body = GET + b'Transfer-Encoding: chunked\r\n\r\n', b'zz\r\n'  # /health does not wait for a body
   with serving(FakeEngine()) as served, connect(served.url) as sock:
-    sock.sendall(GET + b'Transfer-Encoding: chunked\r\n\r\n')  # /health does not wait for a body
-    assert sock.recv(65536).startswith(b'HTTP/1.1 200')
-    sock.sendall(b'zz\r\n')
+    if waits:
+      sock.sendall(head)
+      assert sock.recv(65536).startswith(b'HTTP/1.1 200')
+      sock.sendall(body)
+    else:
+      sock.sendall(head + body)
+      assert sock.recv(65536).startswith(b'HTTP/1.1 400')
     wait_for(lambda: is_closed(sock))
   assert not [record for record in caplog.records if record.exc_info]
 
