@@ -86,7 +86,7 @@ def identifier(package: str, name: str) -> str:
 
 
 def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
-  """The names that statements bind, also under `if TYPE_CHECKING`, but not inside of functions."""
+  """The names that statements bind, also under `if TYPE_CHECKING` and lazy imports, but not inside of functions."""
   for node in body:
     if isinstance(node, ast.ImportFrom | ast.Import):
       yield from (alias.asname or alias.name for alias in node.names)
@@ -95,7 +95,7 @@ def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
     elif isinstance(node, ast.Assign | ast.AnnAssign):
       targets = node.targets if isinstance(node, ast.Assign) else [node.target]
       yield from (target.id for target in targets if isinstance(target, ast.Name))
-    elif isinstance(node, ast.If):
+    elif isinstance(node, ast.If | ast.With):
       yield from bound_names(node.body)
 
 

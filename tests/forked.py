@@ -23,7 +23,10 @@ import subprocess
 import sys
 import time
 
-SOCKET_VARIABLE = 'SPMD_TASKS_FORK_SERVER'  # names the server's socket to the processes of the tests
+# They name the servers' sockets to the processes of the tests.
+SOCKET_VARIABLE = 'SPMD_TASKS_FORK_SERVER'
+PAX_SOCKET_VARIABLE = 'SPMD_TASKS_PAX_FORK_SERVER'
+_SERVERS = {SOCKET_VARIABLE: (), PAX_SOCKET_VARIABLE: ('spmd_tasks.bridges.pax._experiment',)}  # and what each imports
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 _HEADER = struct.Struct('!Q')
@@ -31,13 +34,17 @@ _HEADER = struct.Struct('!Q')
 
 @contextlib.contextmanager
 def running_server(directory: Path) -> Iterator[None]:
-  """Starts the server that all processes use, with its socket and its programs in `directory`; ends it afterwards."""
-  with running_extra_server(directory) as path:
-    os.environ[SOCKET_VARIABLE] = path
-    try:
-      yield
-    finally:
-      del os.environ[SOCKET_VARIABLE]
+  """Starts the servers that all processes use, with their sockets in `directory`; ends them afterwards.
+
+  One of them has imported Paxml too. A server imports at its first request: one that nobody asks costs nothing.
+  """
+  with contextlib.ExitStack() as servers:
+    for number, (variable, modules) in enumerate(_SERVERS.items()):
+      own = directory / str(number)
+      own.mkdir()
+      os.environ[variable] = servers.enter_context(running_extra_server(own, modules))
+      servers.callback(os.environ.pop, variable)
+    yield
 
 
 @contextlib.contextmanager

@@ -68,9 +68,16 @@ CHECKS = {
 }
 
 
+# Others hold what these claim without a clock: one program for any depth (below), no compilation in the loop
+# (tests/multi_process/test_lost_process.py).
+EXHAUSTIVE = {'bench_compile.py', 'bench_moe.py', 'bench_step.py'}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize('script', SCRIPTS)
+@pytest.mark.parametrize(
+  'script', [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in EXHAUSTIVE)) for name in SCRIPTS]
+)
 def test_last_line_is_one_json_object_that_holds_the_claims_without_a_clock(script):
   result = run_quickly(script)
   assert math.isfinite(result['ratio'])

@@ -43,7 +43,8 @@ def test_the_public_names_exist(face):
   module = importlib.import_module(face.package)
   if hasattr(module, '__path__'):
     assert tuple(module.__all__) == face.names
-  assert [name for name in face.names if not hasattr(module, name)] == []
+  if face.package != 'spmd_tasks.bridges.pax':  # its names import Paxml, see tests/bridges/pax/test_shims.py
+    assert [name for name in face.names if not hasattr(module, name)] == []
 
 
 PACKAGES = [face for face in FACES if face.package.rpartition('.')[2] not in docs_site.MODULES]
@@ -122,11 +123,13 @@ def test_names_are_found_where_a_face_binds_them():
 import os.path as path
 if TYPE_CHECKING:
   from spmd_tasks.a import B
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.g import H
 C: int = 1
 def d():
   from spmd_tasks.e import F
 """
-  assert set(docs_site.bound_names(ast.parse(source).body)) == {'path', 'B', 'C', 'd'}
+  assert set(docs_site.bound_names(ast.parse(source).body)) == {'path', 'B', 'C', 'H', 'd'}
 
 
 @pytest.mark.parametrize(

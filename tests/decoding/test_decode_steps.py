@@ -78,8 +78,8 @@ MESHES = {
   'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1)),
   'layers 2 x data 2 x mdl 2': (Staged, (1, 2, 2, 2)),
 }
-SLOW = {'layers 2 x data 2 x mdl 2', 'windows on data 2 x mdl 4'}
-ALL_MESHES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MESHES]
+MARKS = {'layers 2 x data 2 x mdl 2': pytest.mark.slow, 'windows on data 2 x mdl 4': pytest.mark.exhaustive}
+ALL_MESHES = [pytest.param(name, marks=MARKS.get(name, ())) for name in MESHES]
 
 
 def make_requests(**fields) -> list[Request]:
@@ -342,7 +342,7 @@ def test_no_tokens_wanted_scores_the_prompt():
   assert len(completion.prompt_logprobs) == len(request.ids)
 
 
-@pytest.mark.parametrize('name', ['windows', pytest.param('data 2 x mdl 4', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', ['windows', pytest.param('data 2 x mdl 4', marks=pytest.mark.exhaustive)])
 def test_beams_have_true_scores_and_beat_greedy(name):
   run = make_run(name)
   settings = dataclasses.replace(SETTINGS, num_beams=3, prefill_chunk=MAX_LEN, min_bucket=MAX_LEN, length_penalty=0.0)

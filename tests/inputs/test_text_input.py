@@ -256,7 +256,7 @@ def test_bad_settings_are_refused(training, bad):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['training', 'evaluation'])
+@pytest.mark.parametrize('kind', ['training', pytest.param('evaluation', marks=pytest.mark.exhaustive)])
 def test_worker_processes_give_the_same_batches_and_exchange_states(request, kind):
   alone = request.getfixturevalue(kind)
   workers = dataclasses.replace(alone, num_workers=2)

@@ -75,6 +75,7 @@ def wait_for_end(job: Job) -> list[RankResult]:
   return ranks
 
 
+@pytest.mark.exhaustive  # test_faults.py has the exception, test_lost_process.py a job that goes on after its end
 def test_an_exception_on_one_process_ends_the_other_with_the_reason(tmp_path):
   flags = ['--set', 'train_input.fails=true']
   with Job(commands(tmp_path / 'job', 2, *flags), log_dir=tmp_path, num_devices=4) as job:
@@ -115,6 +116,7 @@ def test_all_processes_refuse_a_directory_whose_checkpoints_are_gone_or_that_is_
       assert not any(rank.was_killed or 'Traceback' in rank.log for rank in ranks)
 
 
+@pytest.mark.exhaustive  # test_lost_process.py kills one too
 def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path):
   with Job(commands(tmp_path / 'job', 2, '--num_train_steps=100000'), log_dir=tmp_path, num_devices=4) as job:
     job.wait_for_text(0, 'step 3/', limit_s=START_S)
@@ -124,6 +126,7 @@ def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path):
   assert 'process 0 of 2' in ranks[0].log or 'heartbeat' in ranks[0].log
 
 
+@pytest.mark.exhaustive  # one process alone: programs/test_kills.py; two of them in mid-training: below
 def test_sigterm_in_an_eval_ends_it_everywhere_after_the_same_batch(tmp_path):
   directory = tmp_path / 'job'
   flags = ['--set', 'eval_every_steps=5', '--set', 'eval_inputs.valid.num_batches=1000000']

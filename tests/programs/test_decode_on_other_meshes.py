@@ -23,7 +23,9 @@ TRAINED_ON = (1, 2, 1, 2, 2)
 SERVED_ON = (1, 1, 2, 1, 4)
 
 
-@pytest.mark.slow
+# By default: pipelines, experts and padding each in tests/decoding/test_decode_steps.py, moved checkpoints in
+# tests/runtime.
+@pytest.mark.exhaustive
 def test_pipelined_padded_experts_give_the_tokens_of_the_full_forward_pass(tmp_path):
   trained, train_input = make_model(PipelinedExperts, TRAINED_ON, overrides=SIZES)
   batch = trained.train_step.place(next(train_input.make_iterator()))

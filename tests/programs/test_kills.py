@@ -79,14 +79,22 @@ def assert_same_losses(directory: Path, finished_job: Path) -> None:
       assert line[name] == expected[line['step']][name], (name, line['step'])
 
 
+# When to kill: after this step, and whether in the middle of a save.
+KILLS = ((3, True), (9, False), (15, True))
+MORE_KILLS = ((3, True), (6, False), (9, True), (12, False), (15, True))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kill_9_at_any_moment_changes_no_bit(finished_job, start, tmp_path):
+@pytest.mark.parametrize(
+  'kills', [pytest.param(KILLS, id='3 times'), pytest.param(MORE_KILLS, id='5 times', marks=pytest.mark.exhaustive)]
+)
+def test_kill_9_at_any_moment_changes_no_bit(finished_job, start, tmp_path, kills):
   directory = tmp_path / 'job'
   flags = (*FLAGS, '--job_log_dir', directory, '--set', 'checkpoint_max_to_keep=3')
   rng = random.Random(0)
   num_again = 0
-  for target, is_mid_save in ((3, True), (6, False), (9, True), (12, False), (15, True)):
+  for target, is_mid_save in kills:
     before = steps_of(directory)
     process = start(*flags)
     wait_until(process, lambda: max(steps_of(directory)[len(before) :], default=0) >= target)  # noqa: B023

@@ -42,7 +42,9 @@ def first_loss(dense_job, tmp_path_factory):
 @pytest.mark.parametrize(
   'experiment, flags',
   [
-    (UPCYCLED, ['--set', 'num_experts=1', '--set', 'num_selected_experts=1']),
+    pytest.param(
+      *(UPCYCLED, ['--set', 'num_experts=1', '--set', 'num_selected_experts=1']), marks=pytest.mark.exhaustive
+    ),
     (UPCYCLED, []),
     (f'{JOBS}EverySecondUpcycled', ['--set', 'num_experts=3', '--set', 'has_shared_expert=true']),
   ],

@@ -68,7 +68,7 @@ def test_factored_moments_are_sharded_like_the_weight():
   assert columns == jax.P(None, 'mdl')
 
 
-@pytest.mark.parametrize('batch_size', [4, 12])
+@pytest.mark.parametrize('batch_size', [4, pytest.param(12, marks=pytest.mark.exhaustive)])
 def test_a_batch_that_the_devices_do_not_divide(batch_size):
   overrides = (f'batch_size={batch_size}',)
   model, train_input = make_model(AdamW, (1, 2, 4), overrides=overrides)

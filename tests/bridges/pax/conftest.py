@@ -1,9 +1,9 @@
 """Processes of the binary that have imported Paxml already: its import costs each 15 s of CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+import os
 from pathlib import Path
 import subprocess
-import tempfile
 
 import pytest
 
@@ -14,19 +14,10 @@ PAX_EXPERIMENTS = Path(__file__).parents[2] / 'data'  # holds the package pax_la
 
 
 @pytest.fixture(scope='session')
-def start_pax() -> Iterator[Callable[..., subprocess.Popen]]:
-  """Starts the binary, with pax_lab importable, from a server that has imported Paxml."""
-
-  def start(*flags: object, **popen: object) -> subprocess.Popen:
-    return binary.start_binary(*flags, '--experiment_path', PAX_EXPERIMENTS, **popen)
-
-  if not forked.is_running():
-    yield start
-    return
-  with tempfile.TemporaryDirectory(prefix='spmd_tasks_') as directory:
-    modules = ['spmd_tasks.bridges.pax._experiment']
-    with forked.running_extra_server(Path(directory), modules) as server:
-      yield lambda *flags, **popen: start(*flags, server=server, **popen)
+def start_pax() -> Callable[..., subprocess.Popen]:
+  """Starts the binary, with pax_lab importable, from the server that has imported Paxml."""
+  server = {'server': os.environ[forked.PAX_SOCKET_VARIABLE]} if forked.is_running() else {}
+  return lambda *flags, **popen: binary.start_binary(*flags, '--experiment_path', PAX_EXPERIMENTS, **server, **popen)
 
 
 @pytest.fixture(scope='session')

@@ -74,7 +74,7 @@ def test_the_loss_is_praxis_own(small_lm):
   np.testing.assert_allclose(losses[0], expected, rtol=2e-6)
 
 
-@pytest.mark.parametrize('mesh', ['1,1,1', '1,3,2'])
+@pytest.mark.parametrize('mesh', [pytest.param('1,1,1', marks=pytest.mark.exhaustive), '1,3,2'])
 def test_one_curve_on_every_layout(small_lm, mesh):
   """1 x 3 x 2 pads the 20, 30 and 31 dims of the weights."""
   model, state, batch = small_lm

@@ -1,7 +1,6 @@
 """The names that Praxis and Paxml find in JAX, and the modules that stand in for what they import in vain."""
 
 import inspect
-import subprocess
 import sys
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.bridges.pax import _shims
+from tests import binary
 
 
 @pytest.mark.parametrize(
@@ -49,5 +49,16 @@ def test_praxis_layers_import_without_tensorflow():
     'import sys, jax; jax.tree_map = "own"; import spmd_tasks.bridges.pax; import praxis.layers; '
     'assert "tensorflow" not in sys.modules; assert jax.tree_map == "own"'
   )
-  subprocess.run([sys.executable, '-W', 'ignore', '-c', program], check=True, timeout=120)
+  finished = binary.run_python(program, limit_s=120)
+  assert finished.returncode == 0, finished.stderr
   assert not hasattr(jax, 'tree_map') or 'praxis' in sys.modules
+
+
+@pytest.mark.slow
+def test_every_public_name_exists(run_pax):
+  program = (
+    'from spmd_tasks.bridges import pax; missing = [name for name in pax.__all__ if not hasattr(pax, name)]; '
+    'assert missing == [], missing'
+  )
+  finished = run_pax(command=('-c', program))
+  assert finished.returncode == 0, finished.stderr
