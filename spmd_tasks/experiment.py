@@ -150,8 +150,8 @@ class Experiment(_FrozenFields, abc.ABC):
 
   seed: int = 0
   # The job_log_dir of another job, from whose newest checkpoint (or that of `init_from_step`) a new job takes its
-  # weights: the same model's, or a dense one's to become experts (programs/upcycling.py). A job with a checkpoint of
-  # its own continues from that.
+  # weights: the same model's, or a dense one's to become experts (programs/upcycling.py); or hf:FOLDER, a model of a
+  # family of Hugging Face. A job with a checkpoint of its own continues from that.
   init_from: str | None = None
   init_from_step: int | None = None
   num_train_steps: int = 1000

@@ -66,7 +66,9 @@ def load(
   checkpointer = SavedSteps(directory).open_checkpoints(read_only=True)
   try:
     part = job.task.decoding_variables
-    padded_variables, restored = restore_evaluation_variables(partitioned, checkpointer, step, part)
+    padded_variables, restored = restore_evaluation_variables(
+      partitioned, checkpointer, step, part, experiment=job.experiment
+    )
   finally:
     checkpointer.close()
   return LoadedModel(job=job, step=restored, partitioned=partitioned, padded_variables=padded_variables)

@@ -25,17 +25,19 @@ from spmd_tasks.runtime import PartitionedModel, format_parameter_table
 GOLDEN = Path(__file__).parent / 'golden'
 IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
 EXPERIMENTS = dict(registry.list_experiments())
+# An experiment that takes its sizes from a folder.
+OVERRIDES = {name: ('model=tests/data/huggingface/llama',) for name in ('hf.Model', 'hf.PipelinedModel')}
 
 
 @functools.cache
 def partitioned(name: str) -> PartitionedModel:
   """The experiment on its own mesh, without devices."""
-  job = resolve(name).build()
+  job = resolve(name, OVERRIDES.get(name, ())).build()
   return partition_job(job, job.experiment.mesh_spec().build_abstract())
 
 
 MADE = {
-  'config': lambda name: format_config(to_json(resolve(name))),
+  'config': lambda name: format_config(to_json(resolve(name, OVERRIDES.get(name, ())))),
   'parameters': lambda name: format_parameter_table(partitioned(name)),
 }
 CASES = [(name, kind) for name in EXPERIMENTS for kind in MADE]

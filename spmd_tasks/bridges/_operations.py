@@ -1,7 +1,7 @@
 """Operations of the rules that convert weights: each maps arrays to arrays and has an inverse.
 
-They work on numpy arrays, on jax.Arrays and under `jax.eval_shape`. Dims are counted from the last one, so that an
-operation also converts a stack of weights at once. Only Offset changes values.
+They work on numpy arrays, on jax.Arrays, and on LazyArrays, of which parts are read later (_lazy_arrays.py). Dims are
+counted from the last one, so that an operation also converts a stack of weights at once. Only Offset changes values.
 """
 
 import dataclasses
@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks.bridges import _lazy_arrays
+from spmd_tasks.bridges._lazy_arrays import LazyArray
 from spmd_tasks.errors import UserError
 
-Arrays = tuple[Any, ...]  # numpy arrays, jax.Arrays, or tracers
+Arrays = tuple[Any, ...]  # numpy arrays, jax.Arrays, LazyArrays or tracers
 Shape = tuple[int, ...]
 
 
@@ -62,6 +64,42 @@ class Reshape:
 
   def inverse(self) -> 'Reshape':
     return Reshape(self.after, self.before)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitHeads:
+  """Splits the last dim [H * K] into [H, K], for any H."""
+
+  head_dim: int
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return tuple(self._split(array) for array in arrays)
+
+  def _split(self, array: Any) -> Any:
+    if array.shape[-1] % self.head_dim:
+      raise ValueError(f'the last dim of an array {list(array.shape)} does not consist of heads of {self.head_dim}')
+    return array.reshape((*array.shape[:-1], array.shape[-1] // self.head_dim, self.head_dim))
+
+  def inverse(self) -> 'MergeHeads':
+    return MergeHeads(self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeHeads:
+  """The inverse of SplitHeads."""
+
+  head_dim: int
+
+  def __call__(self, arrays: Arrays) -> Arrays:
+    return tuple(self._merge(array) for array in arrays)
+
+  def _merge(self, array: Any) -> Any:
+    if array.ndim < 2 or array.shape[-1] != self.head_dim:
+      raise ValueError(f'an array {list(array.shape)} does not end in heads of {self.head_dim}')
+    return array.reshape((*array.shape[:-2], array.shape[-2] * self.head_dim))
+
+  def inverse(self) -> SplitHeads:
+    return SplitHeads(self.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +256,8 @@ class Empty:
 
 
 def _numpy_of(arrays: Arrays) -> Any:
+  if any(isinstance(array, LazyArray) for array in arrays):
+    return _lazy_arrays
   return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
 
 

@@ -18,7 +18,8 @@ A tree of weights is a flat mapping of names. A slot is a whole weight, or one p
 slots of both sides by operations, each of which has an inverse.
 
 `check` needs shapes only and finds every weight without a rule. `convert` holds one target weight at a time (several,
-where a rule cuts one weight into them).
+where a rule cuts one weight into them). `lazily` reads nothing: each part of a target weight that is asked for later
+takes the parts of the source that it needs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks.bridges import _lazy_arrays
+from spmd_tasks.bridges._lazy_arrays import LazyArray
 from spmd_tasks.bridges._operations import Arrays, Operation, Shape
 from spmd_tasks.checkpoints.manifest import describe_mismatches
 from spmd_tasks.errors import UserError
@@ -148,6 +151,15 @@ class RuleTable:
         if len(found) == math.prod(stacked):
           yield slot.name, _join(parts.pop(slot.name), stacked).astype(target[slot.name].dtype)
 
+  def lazily(self, source: Mapping[str, LazyArray], target: Mapping[str, Any]) -> dict[str, LazyArray]:
+    """Returns each weight of the target, in the dtype that it has there, as an array that is read part by part."""
+    parts: dict[str, dict[tuple[int, ...], Any]] = {}
+    for rule in self.rules:
+      arrays = rule.apply(tuple(source[slot.name][slot.index] for slot in rule.source))
+      for slot, array in zip(rule.target, arrays, strict=True):
+        parts.setdefault(slot.name, {})[slot.index] = array
+    return {name: _stack_lazily(found).astype(target[name].dtype) for name, found in parts.items()}
+
   def _mismatches(self, rule: Rule, source: Mapping[str, Any], target: Mapping[str, Any]) -> Iterator[str]:
     given = tuple(tuple(source[slot.name].shape[len(slot.index) :]) for slot in rule.source)
     try:
@@ -197,3 +209,14 @@ def _join(parts: Mapping[tuple[int, ...], Any], stacked: Shape) -> Any:
   arrays = [parts[index] for index in sorted(parts)]
   numpy = jnp if any(isinstance(array, jax.Array) for array in arrays) else np
   return numpy.stack(arrays).reshape((*stacked, *arrays[0].shape)) if stacked else arrays[0]
+
+
+def _stack_lazily(parts: Mapping[tuple[int, ...], Any]) -> LazyArray:
+  """Stacks the parts by index, dim by dim, so that a part of any dim is read without the rest."""
+  if () in parts:
+    (array,) = parts.values()
+    return array if isinstance(array, LazyArray) else _lazy_arrays.lazy_array(array)
+  places = sorted({index[0] for index in parts})
+  return _lazy_arrays.stack(
+    [_stack_lazily({index[1:]: part for index, part in parts.items() if index[0] == i}) for i in places], 0
+  )

@@ -203,6 +203,10 @@ class Checkpointer:
       logging.log_every_n_seconds(logging.WARNING, '%s', 60, loss)
     return max(steps, default=None)
 
+  def is_fresh(self) -> bool:
+    """Whether there is no checkpoint, and nothing says that one was ever saved."""
+    return not self.all_steps() and self._directory.loss() is None
+
   def restore(self, abstract_state: Any, step: int | None = None) -> Restored | None:
     """Restores a whole state, bit-exactly, onto the shardings of `abstract_state`.
 

@@ -102,10 +102,10 @@ def decode(
       for weights, restored in checkpoints_to_use(
         model,
         checkpointer,
+        job.experiment,
         step=step,
         part=model.task.decoding_variables,
         watch=watch,
-        last_step=job.experiment.num_train_steps,
         poll_s=poll_s,
         watchdog=watchdog,
         restore_limit_s=job.experiment.first_step_timeout_s,

@@ -92,9 +92,9 @@ def evaluate(
       for variables, restored in checkpoints_to_use(
         model,
         checkpointer,
+        experiment,
         step=step,
         watch=watch,
-        last_step=experiment.num_train_steps,
         poll_s=poll_s,
         watchdog=watchdog,
         restore_limit_s=experiment.first_step_timeout_s,

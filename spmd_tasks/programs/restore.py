@@ -13,9 +13,10 @@ import jax
 
 from spmd_tasks.checkpoints import Checkpointer, CheckpointError, PeerCopies
 from spmd_tasks.distributed import StepWatchdog, primary_decides
-from spmd_tasks.experiment import Job
+from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
+from spmd_tasks.programs.pretrained import pretrained_folder, state_from_folder, variables_from_folder
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.upcycling import initialize_from
 from spmd_tasks.runtime import PartitionedModel, TrainState, Variables
@@ -57,6 +58,8 @@ def restore_or_init(
   first_state = getattr(experiment, 'first_state', None)  # of an experiment of Pax
   if restored is None and first_state is not None and (first := first_state(model)) is not None:
     return first
+  if restored is None and (folder := pretrained_folder(experiment)) is not None:
+    return state_from_folder(model, folder, experiment.seed), 0, f'starting from the weights of {folder}'
   if restored is None and experiment.init_from is not None:
     directory = absolute_path(experiment.init_from)
     other = SavedSteps(directory).open_checkpoints(read_only=True)
@@ -83,8 +86,12 @@ def restore_evaluation_variables(
   checkpointer: Checkpointer,
   step: int | None = None,
   part: Callable[[TrainState], Variables] | None = None,
+  *,
+  experiment: Experiment | None = None,
 ) -> tuple[Variables, int]:
   """Restores the variables that the task evaluates of one checkpoint, its weights raw or averaged.
+
+  A new job whose `init_from` names a folder in Hugging Face's format has the weights of that, at step 0.
 
   Args:
     model: whose variables are restored.
@@ -92,6 +99,7 @@ def restore_evaluation_variables(
     step: the checkpoint's step; None takes the newest.
     part: selects the variables; None takes `evaluation_variables` of the task, and those who generate text pass its
       `decoding_variables`.
+    experiment: of the training job; None: the weights must be in a checkpoint.
 
   Returns:
     (padded variables on the mesh, the checkpoint's step).
@@ -99,6 +107,9 @@ def restore_evaluation_variables(
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
+  folder = None if step or experiment is None else pretrained_folder(experiment)
+  if folder is not None and primary_decides(checkpointer.is_fresh, 'is_fresh', limit_s=LOOK_LIMIT_S):
+    return variables_from_folder(model, folder), 0
   canonical = model.canonical_state
   if part is None:
     part = model.task.evaluation_variables
@@ -120,11 +131,11 @@ def restore_evaluation_variables(
 def checkpoints_to_use(
   model: PartitionedModel,
   checkpointer: Checkpointer,
+  experiment: Experiment,
   *,
   step: int | None = None,
   part: Callable[[TrainState], Variables] | None = None,
   watch: bool = False,
-  last_step: int,
   poll_s: float,
   watchdog: StepWatchdog,
   restore_limit_s: float,
@@ -135,10 +146,11 @@ def checkpoints_to_use(
   Args:
     model: whose variables are restored.
     checkpointer: of the training job, read-only.
+    experiment: of that job.
     step: the checkpoint's step; None takes the newest.
     part: as in `restore_evaluation_variables`.
-    watch: wait for new checkpoints until that of `last_step`. Checkpoints that a newer one has overtaken are left out.
-    last_step: the job's number of train steps.
+    watch: wait for new checkpoints until that of the last train step. Checkpoints that a newer one has overtaken are
+      left out.
     poll_s: seconds between two looks for a new checkpoint.
     watchdog: gets a beat before every look.
     restore_limit_s: how long one restore may take.
@@ -155,11 +167,11 @@ def checkpoints_to_use(
       raise PreemptedError
     if not watch or newest_step(checkpointer) > used:
       with watchdog.allow('restore', restore_limit_s):
-        variables, restored = restore_evaluation_variables(model, checkpointer, step, part)
+        variables, restored = restore_evaluation_variables(model, checkpointer, step, part, experiment=experiment)
       if restored > used:  # not so where the newest checkpoint is damaged and the one before it was used already
         used = restored
         yield variables, restored
-    if not watch or used >= last_step:
+    if not watch or used >= experiment.num_train_steps:
       return
     time.sleep(poll_s)
 

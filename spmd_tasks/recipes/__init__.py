@@ -11,12 +11,20 @@
 
 Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()`, `loss()`, `tokenizer()` and
 `source(split)`: override one and call `super()`. Read `dense.py` first; `mixture_of_experts.py` and `pipelined.py`
-override what differs.
+override what differs. `pretrained.py` starts from a folder in Hugging Face's format.
 """
 
 from spmd_tasks.recipes.dense import DenseLanguageModel
 from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
 from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
+from spmd_tasks.recipes.pretrained import PipelinedPretrainedModel, PretrainedLanguageModel
 from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
 
-__all__ = ['DenseLanguageModel', 'MoeLanguageModel', 'PipelinedLanguageModel', 'SyntheticLanguageModel']
+__all__ = [
+  'DenseLanguageModel',
+  'MoeLanguageModel',
+  'PipelinedLanguageModel',
+  'PipelinedPretrainedModel',
+  'PretrainedLanguageModel',
+  'SyntheticLanguageModel',
+]

@@ -96,21 +96,22 @@ class PartitionedModel:
     """Draws a padded TrainState at step 0, each shard on its own device. True weights are the same on every mesh."""
     return self._jitted_init(self.task.make_key(seed))
 
-  def init_with(self, seed: int, adopt: Callable[[Any, Any], Any], given: Any) -> TrainState:
+  def init_with(self, seed: int, adopt: Callable[[Any, Any], Any], given: Any, *, donate: bool = False) -> TrainState:
     """Draws a TrainState as `init` does, with the true weights `adopt(drawn weights, given)`.
 
     Args:
       seed: the seed of the drawn weights.
       adopt: returns the new weights, in true shapes. Drawn weights that `adopt` does not use are not computed.
       given: a tree of arrays on the mesh, such as another job's weights.
+      donate: whether the new state may use the memory of `given`, which must be arrays like its weights.
     """
-    return self._jit_init(adopt)(self.task.make_key(seed), given)
+    return self._jit_init(adopt, donate_argnums=(1,) if donate else ())(self.task.make_key(seed), given)
 
   def lower_init(self) -> Any:
     """Returns the lowered `init` (jax.stages.Lowered), for inspection and planning."""
     return self._jitted_init.lower(self.task.make_key(0))
 
-  def _jit_init(self, adopt: Callable[..., Any]) -> Any:
+  def _jit_init(self, adopt: Callable[..., Any], donate_argnums: tuple[int, ...] = ()) -> Any:
     def init(rng, *given):
       with self._scope():
         variables = self._init_variables(rng)
@@ -118,7 +119,7 @@ class PartitionedModel:
         state = self.task.init_state(variables, self.weight_specs, rng)
         return padding.pad(self._constrain(state), self.padded_state)
 
-    return jax.jit(init, out_shardings=_shardings(self.padded_state))
+    return jax.jit(init, out_shardings=_shardings(self.padded_state), donate_argnums=donate_argnums)
 
   @functools.cached_property
   def _jitted_init(self) -> Any:

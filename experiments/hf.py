@@ -1,0 +1,20 @@
+"""Models from a folder in Hugging Face's format: config.json, safetensors, tokenizer.json.
+
+    spmd-tasks --exp hf.Model --set model=models/llama --mode train --job_log_dir runs/tuned
+    spmd-tasks --exp hf.Model --set model=models/llama --mode serve --job_log_dir runs/served
+
+Training starts from the folder's weights; eval, decode and serve use them as long as the job has no checkpoint.
+"""
+
+from spmd_tasks import register
+from spmd_tasks.recipes import PipelinedPretrainedModel, PretrainedLanguageModel
+
+
+@register
+class Model(PretrainedLanguageModel):
+  """Any model of a family of Hugging Face that is known here: --set model=FOLDER."""
+
+
+@register
+class PipelinedModel(PipelinedPretrainedModel):
+  """The same over the stages of a pipeline: --set model=FOLDER --ici_mesh_shape 1,2,1,4."""

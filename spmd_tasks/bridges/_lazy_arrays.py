@@ -1,0 +1,233 @@
+"""LazyArray: an array in a file, or one made of such arrays, of which any part can be read without the rest.
+
+    kernel = LazyArray((6, 4), np.dtype('float32'), read)     # read(index) reads a part, index = one slice per dim
+    heads = kernel.transpose((1, 0)).reshape((4, 3, 2))       # nothing is read
+    heads.read((slice(0, 4), slice(1, 2), slice(0, 2)))       # reads two rows of the kernel
+
+The methods and functions are those of numpy that the operations of _operations.py call, so that one table of rules
+converts whole arrays as well as parts of them: each device gets its shard of a weight, and no process holds more than
+its own shards and the tensor that it reads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Index = tuple[slice, ...]  # one slice per dim, with numbers as start and stop, and no step
+Shape = tuple[int, ...]
+
+
+class LazyArray:
+  """An array whose values are read on demand; `np.asarray` reads all of it."""
+
+  def __init__(self, shape: Sequence[int], dtype: npt.DTypeLike, read: Callable[[Index], np.ndarray]):
+    """Makes an array.
+
+    Args:
+      shape, dtype: of the array.
+      read: returns the part at an index, in any dtype.
+    """
+    self.shape: Shape = tuple(shape)
+    self.dtype = np.dtype(dtype)
+    self._read = read
+
+  @property
+  def ndim(self) -> int:
+    return len(self.shape)
+
+  def read(self, index: Index) -> np.ndarray:
+    """Returns the part of the array at the index, in the array's dtype."""
+    return np.asarray(self._read(index), self.dtype)
+
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    whole = self.read(tuple(slice(0, size) for size in self.shape))
+    return whole if dtype is None else whole.astype(dtype)
+
+  def __getitem__(self, place: tuple[int, ...]) -> 'LazyArray':
+    """Returns the array at one place of the leading dims."""
+    first = tuple(slice(i, i + 1) for i in place)
+    return LazyArray(
+      self.shape[len(place) :],
+      self.dtype,
+      lambda index: self.read((*first, *index)).reshape([_length(part) for part in index]),
+    )
+
+  def astype(self, dtype: npt.DTypeLike) -> 'LazyArray':
+    return LazyArray(self.shape, dtype, lambda index: self.read(index).astype(dtype))
+
+  def __add__(self, number: np.number) -> 'LazyArray':
+    return LazyArray(self.shape, self.dtype, lambda index: self.read(index) + number)
+
+  def transpose(self, order: Sequence[int]) -> 'LazyArray':
+    back = np.argsort(order)
+    shape = [self.shape[dim] for dim in order]
+    return LazyArray(
+      shape, self.dtype, lambda index: self.read(tuple(index[dim] for dim in back)).transpose(tuple(order))
+    )
+
+  def reshape(self, shape: Sequence[int]) -> 'LazyArray':
+    """Returns the array in another shape. A part of it is read as the smallest block that has it."""
+    size = math.prod(self.shape)
+    if -1 in shape:
+      rest = -math.prod(shape)
+      shape = [size // rest if dim == -1 else dim for dim in shape]
+    if math.prod(shape) != size:
+      raise ValueError(f'an array {list(self.shape)} cannot have the shape {list(shape)}')
+    groups = list(_same_sized_groups(self.shape, tuple(shape)))
+
+    def read(index: Index) -> np.ndarray:
+      source: list[slice] = []
+      block: list[int] = []  # the shape of what is read, in the new dims
+      inner: list[slice] = []  # the wanted part of that
+      for before, after in groups:
+        wanted = index[len(block) : len(block) + len(after)]
+        if len(before) <= 1:
+          covered = _covering_run(after, wanted)
+          source += [slice(*_flat_range(after, covered))] if before else []
+        elif len(after) <= 1:
+          rows = _covering_rows(before, wanted[0] if after else slice(0, 1))
+          source += rows
+          covered = (slice(*_flat_range(before, rows)),) if after else ()
+        else:  # no run of dims of one side is one dim of the other: read all of them
+          source += [slice(0, size) for size in before]
+          covered = tuple(slice(0, size) for size in after)
+        block += [_length(part) for part in covered]
+        inner += [slice(part.start - c.start, part.stop - c.start) for part, c in zip(wanted, covered)]
+      return self.read(tuple(source)).reshape(block)[tuple(inner)]
+
+    return LazyArray(shape, self.dtype, read)
+
+  def cut(self, dim: int, start: int, stop: int) -> 'LazyArray':
+    """Returns entries [start, stop) of a dim."""
+    dim %= self.ndim
+
+    def read(index: Index) -> np.ndarray:
+      moved = slice(index[dim].start + start, index[dim].stop + start)
+      return self.read((*index[:dim], moved, *index[dim + 1 :]))
+
+    return LazyArray((*self.shape[:dim], stop - start, *self.shape[dim + 1 :]), self.dtype, read)
+
+
+def take(array: LazyArray, indices: Any, axis: int) -> LazyArray:
+  """As numpy.take: reorders a dim, or, with one number, removes it."""
+  axis %= array.ndim
+  if np.ndim(indices) == 0:
+    one = array.cut(axis, int(indices), int(indices) + 1)
+    return one.reshape((*array.shape[:axis], *array.shape[axis + 1 :]))
+
+  def read(index: Index) -> np.ndarray:
+    wanted = np.asarray(indices)[index[axis]]
+    if not len(wanted):
+      return np.zeros([_length(part) for part in index], array.dtype)
+    low, high = int(wanted.min()), int(wanted.max())
+    return np.take(array.read((*index[:axis], slice(low, high + 1), *index[axis + 1 :])), wanted - low, axis=axis)
+
+  return LazyArray((*array.shape[:axis], len(indices), *array.shape[axis + 1 :]), array.dtype, read)
+
+
+def stack(arrays: Sequence[Any], axis: int) -> LazyArray:
+  """As numpy.stack."""
+  ndim = arrays[0].ndim + 1
+  axis %= ndim
+  if len({tuple(array.shape) for array in arrays}) > 1:
+    raise ValueError(f'arrays of different shapes cannot be stacked: {[list(array.shape) for array in arrays]}')
+  shape = arrays[0].shape
+  return concatenate([_lazy(array).reshape((*shape[:axis], 1, *shape[axis:])) for array in arrays], axis)
+
+
+def concatenate(arrays: Sequence[Any], axis: int) -> LazyArray:
+  """As numpy.concatenate."""
+  parts = [_lazy(array) for array in arrays]
+  axis %= parts[0].ndim
+  sizes = [part.shape[axis] for part in parts]
+  if len({(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}) > 1:
+    raise ValueError(f'arrays of these shapes cannot be joined: {[list(part.shape) for part in parts]}')
+  ends = np.cumsum(sizes).tolist()
+  dtype = np.result_type(*{part.dtype for part in parts})
+
+  def read(index: Index) -> np.ndarray:
+    wanted = index[axis]
+    made = np.empty([_length(part) for part in index], dtype)
+    for part, end in zip(parts, ends):
+      begin = end - part.shape[axis]
+      start, stop = max(wanted.start, begin), min(wanted.stop, end)
+      if start < stop:
+        place = (slice(None),) * axis + (slice(start - wanted.start, stop - wanted.start),)
+        made[place] = part.read((*index[:axis], slice(start - begin, stop - begin), *index[axis + 1 :]))
+    return made
+
+  return LazyArray((*parts[0].shape[:axis], ends[-1], *parts[0].shape[axis + 1 :]), dtype, read)
+
+
+def split(array: LazyArray, points: Sequence[int], axis: int) -> list[LazyArray]:
+  """As numpy.split."""
+  ends = [*points, array.shape[axis]]
+  if sorted(ends) != ends:
+    raise ValueError(f'a dim of {array.shape[axis]} cannot be cut at {list(points)}')
+  return [array.cut(axis, start, stop) for start, stop in zip([0, *points], ends)]
+
+
+def lazy_array(array: Any) -> LazyArray:
+  """Returns an array that is there as a LazyArray."""
+  return LazyArray(array.shape, array.dtype, lambda index: np.asarray(array[index]))
+
+
+def _lazy(array: Any) -> LazyArray:
+  return array if isinstance(array, LazyArray) else lazy_array(array)
+
+
+def _length(part: slice) -> int:
+  return part.stop - part.start
+
+
+def _same_sized_groups(before: Shape, after: Shape) -> Iterator[tuple[Shape, Shape]]:
+  """Pairs the shortest runs of dims with the same product: [6, 4] and [2, 3, 4] give ([6], [2, 3]) and ([4], [4])."""
+  i = j = 0
+  while i < len(before) or j < len(after):
+    first_i, first_j = i, j
+    left = right = 1
+    if i < len(before):
+      left, i = before[i], i + 1
+    if j < len(after):
+      right, j = after[j], j + 1
+    while left != right:
+      if left < right:
+        left, i = left * before[i], i + 1
+      else:
+        right, j = right * after[j], j + 1
+    yield before[first_i:i], after[first_j:j]
+
+
+def _covering_run(shape: Shape, index: Index) -> Index:
+  """Returns the smallest index that has the given one and is one run of the flat array."""
+  covered: list[slice] = []
+  is_whole = False  # after the first dim of which more than one entry is wanted
+  for size, part in zip(shape, index):
+    covered.append(slice(0, size) if is_whole else part)
+    is_whole = is_whole or _length(part) != 1
+  return tuple(covered)
+
+
+def _flat_range(shape: Shape, run: Index) -> tuple[int, int]:
+  """Returns start and stop of an index that is one run of the flat array."""
+  start = last = 0
+  for size, part in zip(shape, run):
+    start, last = start * size + part.start, last * size + part.stop - 1
+  return start, last + 1
+
+
+def _covering_rows(shape: Shape, flat: slice) -> Index:
+  """Returns the smallest index that is one run of the flat array and has a range of it."""
+  index: list[slice] = []
+  start, stop = flat.start, flat.stop
+  for dim in range(len(shape)):
+    inner = math.prod(shape[dim + 1 :])
+    low, high = start // inner, -(-stop // inner)
+    index.append(slice(low, high))
+    if high - low > 1:
+      return (*index, *(slice(0, size) for size in shape[dim + 1 :]))
+    start, stop = start - low * inner, stop - low * inner
+  return tuple(index)

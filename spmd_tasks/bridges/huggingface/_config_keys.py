@@ -1,0 +1,235 @@
+"""Keys of a config.json: each kind reads a setting into fields of a Decoder, and writes it back.
+
+    Key('num_hidden_layers', 'num_layers', int, 32)   # one key, one field, the family's default
+    Only('hidden_act', 'silu')                        # a key of which one value is understood here
+
+A key may be absent: then it has the default of its family in `transformers`. null counts as absent where the default is
+None. A key that no entry of the family reads is an error, unless it cannot change what the model computes.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any, Protocol
+
+from spmd_tasks.bridges.huggingface._decoder import Decoder
+from spmd_tasks.errors import UserError
+
+Values = dict[str, Any]
+
+# Keys of every config.json that say nothing about what the model computes. Dropout acts in training only, and is not
+# used here; auxiliary losses are the experiment's.
+_INERT = {
+  *('model_type', 'architectures', 'transformers_version', '_name_or_path', 'auto_map', 'dtype', 'torch_dtype'),
+  *('use_cache', 'initializer_range', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'sep_token_id', 'unk_token_id'),
+  *('attention_dropout', 'resid_pdrop', 'embd_pdrop', 'attn_pdrop', 'hidden_dropout', 'classifier_dropout'),
+  *('output_router_logits', 'router_aux_loss_coef', 'aux_loss_alpha', 'seq_aux', 'router_jitter_noise'),
+  *('max_position_embeddings', 'pretraining_tp', '_attn_implementation', 'attn_implementation', 'use_return_dict'),
+  *('return_dict', 'output_hidden_states', 'output_attentions', 'torchscript', 'use_bfloat16', 'pruned_heads'),
+  *('chunk_size_feed_forward', 'is_decoder', 'cross_attention_hidden_size', 'decoder_start_token_id', 'prefix'),
+  *('finetuning_task', 'id2label', 'label2id', 'task_specific_params', 'problem_type', 'tokenizer_class'),
+  *('max_length', 'min_length', 'do_sample', 'early_stopping', 'num_beams', 'num_beam_groups', 'diversity_penalty'),
+  *('temperature', 'top_k', 'top_p', 'typical_p', 'repetition_penalty', 'length_penalty', 'no_repeat_ngram_size'),
+  *('encoder_no_repeat_ngram_size', 'bad_words_ids', 'num_return_sequences', 'output_scores', 'forced_bos_token_id'),
+  *('return_dict_in_generate', 'forced_eos_token_id', 'remove_invalid_values', 'exponential_decay_length_penalty'),
+  *('suppress_tokens', 'begin_suppress_tokens', 'tf_legacy_loss', 'cache_implementation', 'unsloth_version'),
+}
+# Keys that change what is computed, where they have another value than this.
+_NEUTRAL = {
+  'is_encoder_decoder': False,
+  'add_cross_attention': False,
+  'tie_encoder_decoder': False,
+  'per_layer_config': None,
+}
+_JSON_TYPES = (str, int, float, bool, list, dict)
+
+
+class Config:
+  """A config.json that remembers which of its keys were read."""
+
+  def __init__(self, values: Mapping[str, Any], path: str):
+    self.values = values
+    self.path = path
+    self._unread = set(values) - _INERT
+
+  def read(self, key: str, kind: Any, default: Any) -> Any:
+    """Returns a value of the type `kind` (one or a tuple of them), or the default where the key is absent or null.
+
+    Raises:
+      UserError: the value is of another type.
+    """
+    self._unread.discard(key)
+    value = self.values.get(key)
+    if value is None:
+      return default
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if float in kinds and type(value) is int:
+      return float(value)
+    if type(value) not in kinds:
+      raise self.error(key, f'must be of type {" or ".join(each.__name__ for each in kinds)}')
+    return value
+
+  def error(self, key: str, reason: str) -> UserError:
+    return UserError(f'{self.path} has {key} = {self.values.get(key)!r}, but it {reason}.')
+
+  def has(self, key: str) -> bool:
+    return self.values.get(key) is not None
+
+  def finish(self) -> None:
+    """Raises a UserError that names the keys that were not read."""
+    for key, value in _NEUTRAL.items():
+      if key in self._unread and self.values[key] != value:
+        raise self.error(key, f'must be {value!r}, as nothing else is understood here')
+    unknown = sorted(self._unread - _NEUTRAL.keys())
+    if unknown:
+      values = ', '.join(f'{key} = {self.values[key]!r:.60}' for key in unknown)
+      raise UserError(
+        f'{self.path} has settings that are not known for this family, so that the outputs could be others: {values}.'
+      )
+
+
+class Entry(Protocol):
+  """One setting, in both directions."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    """Returns fields of the Decoder. `known` are the fields that earlier entries have read."""
+    ...
+
+  def write(self, decoder: Decoder) -> Values:
+    """Returns keys of config.json."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """A key that is a field of the Decoder; `aliases` are its other names, and `default` may be a function of fields."""
+
+  key: str
+  field: str
+  kind: Any
+  default: Any = None
+  aliases: tuple[str, ...] = ()
+
+  def read(self, config: Config, known: Values) -> Values:
+    default = self.default(known) if callable(self.default) else self.default
+    for key in (self.key, *self.aliases):
+      default = config.read(key, self.kind, default)
+    if default is None:
+      raise UserError(f'{config.path} has no {self.key}, which its family needs.')
+    if type(default) in (int, float) and not default > 0:
+      raise config.error(self.key, 'must be positive')
+    return {self.field: default}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {self.key: getattr(decoder, self.field)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+  """A key of which one value is understood; the first value is the family's default and what is written."""
+
+  key: str
+  value: Any
+  also: tuple[Any, ...] = ()
+
+  def read(self, config: Config, known: Values) -> Values:
+    value = config.read(self.key, _JSON_TYPES, self.value)
+    if value not in (self.value, *self.also):
+      raise config.error(self.key, f'must be {self.value!r}: nothing else is understood here')
+    return {}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {} if self.value is None else {self.key: self.value}
+
+
+_ACTIVATIONS = {
+  'silu': 'silu',
+  'swish': 'silu',
+  'gelu_pytorch_tanh': 'gelu',
+  'gelu_new': 'gelu',
+  'gelu_fast': 'gelu',
+  'gelu': 'gelu_exact',
+  'relu': 'relu',
+  'relu2': 'squared_relu',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+  """The activation of the feed-forward sublayers, by the names of `transformers`."""
+
+  key: str = 'hidden_act'
+  default: str = 'silu'
+
+  def read(self, config: Config, known: Values) -> Values:
+    name = config.read(self.key, str, self.default)
+    if name not in _ACTIVATIONS:
+      raise config.error(self.key, f'must be one of {", ".join(_ACTIVATIONS)}')
+    return {'activation': _ACTIVATIONS[name]}
+
+  def write(self, decoder: Decoder) -> Values:
+    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    if _ACTIVATIONS[self.default] == decoder.activation:
+      return {self.key: self.default}
+    if decoder.activation not in names:
+      raise UserError(f'activation {decoder.activation!r} has no name in transformers.')
+    return {self.key: names[decoder.activation]}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBias:
+  """`attention_bias`: of all four projections."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    value = config.read('attention_bias', bool, False)
+    return {'qkv_bias': value, 'out_bias': value}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {'attention_bias': decoder.qkv_bias}
+
+
+@dataclasses.dataclass(frozen=True)
+class AllWindowed:
+  """`sliding_window` of every layer; null for none."""
+
+  default: int | None = None
+
+  def read(self, config: Config, known: Values) -> Values:
+    absent = self.default if 'sliding_window' not in config.values else None
+    window = config.read('sliding_window', int, absent)
+    return {'window': window, 'windowed': (window is not None,) * known['num_layers']}
+
+  def write(self, decoder: Decoder) -> Values:
+    if len(set(decoder.windowed)) > 1:
+      raise UserError('some layers have a window and others have none.')
+    return {'sliding_window': decoder.window}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTypes:
+  """`layer_types`, or without it the pattern of the family: `is_windowed(layer, config)`.
+
+  With `use_key`, the window counts only where `use_sliding_window` is true.
+  """
+
+  is_windowed: Callable[[int, Config], bool]
+  default_window: int | None
+  use_key: bool = False
+
+  def read(self, config: Config, known: Values) -> Values:
+    window = config.read('sliding_window', int, self.default_window)
+    layers = range(known['num_layers'])
+    is_used = config.read('use_sliding_window', bool, False) if self.use_key else True
+    types = config.read('layer_types', list, None)
+    windowed = tuple(self.is_windowed(layer, config) for layer in layers)
+    if types is not None:
+      if len(types) < len(layers) or set(types) - {'full_attention', 'sliding_attention'}:
+        raise config.error('layer_types', f"must name 'full_attention' or 'sliding_attention' for {len(layers)} layers")
+      windowed = tuple(types[layer] == 'sliding_attention' for layer in layers)
+    if not is_used or window is None:
+      windowed = (False,) * len(layers)
+    return {'window': window if any(windowed) else None, 'windowed': windowed}
+
+  def write(self, decoder: Decoder) -> Values:
+    types = ['sliding_attention' if is_windowed else 'full_attention' for is_windowed in decoder.windowed]
+    used = {'use_sliding_window': any(decoder.windowed)} if self.use_key else {}
+    return {'sliding_window': decoder.window, 'layer_types': types, **used}

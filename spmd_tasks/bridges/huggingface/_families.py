@@ -1,0 +1,382 @@
+"""FAMILIES: one table per family of models: its keys in config.json, its tensors' names, and what it never varies.
+
+    family = family_of(config)
+    decoder = family.read(config)              # config.json -> Decoder
+    family.write(decoder)                      # Decoder -> config.json
+    family.rules(decoder, places)              # tensors in files <-> our weights
+
+Defaults are those of the family in transformers 5.23: a key that is absent has them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import re
+from typing import Any
+
+from spmd_tasks.bridges._rules import Rule
+from spmd_tasks.bridges.huggingface._config_keys import (
+  Activation,
+  AllWindowed,
+  AttentionBias,
+  Config,
+  Entry,
+  Key,
+  LayerTypes,
+  Only,
+  Values,
+)
+from spmd_tasks.bridges.huggingface._decoder import Decoder, Mixture, Place
+from spmd_tasks.bridges.huggingface._rope import Rope
+from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, llama_rules
+from spmd_tasks.errors import UserError
+
+Rules = Callable[[Decoder, Sequence[Place], TensorNames], Iterator[Rule]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+  """A family of models.
+
+  Attributes:
+    architecture: the class in `transformers`.
+    keys: the settings that vary.
+    fixed: fields of the Decoder that are the same for all models of the family.
+    names, rules: of the tensors.
+    ignored: patterns of names in files that are no weights.
+    base: a prefix of all names but the head's, which old files leave out; '' if there is none.
+  """
+
+  architecture: str
+  keys: tuple[Entry, ...]
+  fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  names: TensorNames = dataclasses.field(default_factory=TensorNames)
+  rule_maker: Rules = llama_rules
+  ignored: tuple[str, ...] = (r'.*rotary_emb\.inv_freq',)
+  base: str = ''
+
+  def read(self, config: Config) -> Decoder:
+    """Returns the Decoder of a config.json. Raises a UserError that names a key that cannot be understood."""
+    values: Values = {}
+    for entry in self.keys:
+      values |= entry.read(config, values)
+    config.finish()
+    return Decoder(**values, **self.fixed)
+
+  def write(self, decoder: Decoder) -> Values:
+    """Returns the keys of config.json that say what the Decoder is.
+
+    Raises:
+      UserError: no config.json of this family does.
+    """
+    written: Values = {}
+    for entry in self.keys:
+      written |= entry.write(decoder)
+    again = self.read(Config(written, 'the written config.json'))
+    for field in dataclasses.fields(decoder):
+      wanted, made = getattr(decoder, field.name), getattr(again, field.name)
+      if wanted != made:
+        raise UserError(f'{self.architecture} has {field.name} = {made!r} and not {wanted!r}.')
+    return written
+
+  def rules(self, decoder: Decoder, places: Sequence[Place]) -> tuple[Rule, ...]:
+    """Returns the rules from the tensors in files to our weights, as checkpoints have them."""
+    return tuple(self.rule_maker(decoder, places, self.names))
+
+  def full_name(self, name: str) -> str:
+    """Returns a tensor's name with the prefix that old files leave out."""
+    return name if name.startswith(self.base) or name == self.names.head else self.base + name
+
+  def is_ignored(self, name: str, decoder: Decoder) -> bool:
+    """Whether a tensor in a file is no weight of the model. A head that is tied to the table is left out."""
+    if decoder.tied and name == self.names.head:
+      return True
+    return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureKeys:
+  """Experts in every layer, all of one size: Mixtral, Qwen-MoE, OLMoE.
+
+  Attributes:
+    num_experts: the key; `aliases` are other names for it.
+    default_experts, default_selected: what the family has.
+    hidden_dim: the key of F of an expert, and the family's default.
+    normalized_key: whether gates are divided by their sum; None: always.
+  """
+
+  num_experts: str
+  aliases: tuple[str, ...]
+  default_experts: int
+  default_selected: int
+  hidden_dim: tuple[str, int]
+  normalized_key: str | None = 'norm_topk_prob'
+
+  def read(self, config: Config, known: Values) -> Values:
+    num_experts = self.default_experts
+    for key in (self.num_experts, *self.aliases):
+      num_experts = config.read(key, int, num_experts)
+    mixture = Mixture(
+      num_experts=num_experts,
+      num_selected=config.read('num_experts_per_tok', int, self.default_selected),
+      hidden_dim=config.read(self.hidden_dim[0], int, self.hidden_dim[1]),
+      normalized=self.normalized_key is None or config.read(self.normalized_key, bool, False),
+    )
+    return {'mixture': mixture, 'mixed': (True,) * known['num_layers']}
+
+  def write(self, decoder: Decoder) -> Values:
+    mixture = decoder.mixture
+    if mixture is None or not all(decoder.mixed):
+      raise UserError('not every layer has experts.')
+    normalized = {} if self.normalized_key is None else {self.normalized_key: mixture.normalized}
+    return {
+      self.num_experts: mixture.num_experts,
+      'num_experts_per_tok': mixture.num_selected,
+      self.hidden_dim[0]: mixture.hidden_dim,
+      **normalized,
+    }
+
+
+def _sizes(
+  vocab_size: int,
+  hidden_size: int,
+  intermediate_size: int,
+  num_layers: int,
+  num_heads: int,
+  num_kv_heads: int | None = None,
+  head_dim: int | None = None,
+  eps: float = 1e-6,
+  tied: bool = False,
+) -> tuple[Entry, ...]:
+  """The keys that all families share; the arguments are the family's defaults."""
+  return (
+    Key('vocab_size', 'vocab_size', int, vocab_size),
+    Key('hidden_size', 'embed_dim', int, hidden_size),
+    Key('intermediate_size', 'hidden_dim', int, intermediate_size),
+    Key('num_hidden_layers', 'num_layers', int, num_layers),
+    Key('num_attention_heads', 'num_heads', int, num_heads),
+    Key('num_key_value_heads', 'num_kv_heads', int, num_kv_heads or (lambda known: known['num_heads'])),
+    Key('head_dim', 'head_dim', int, head_dim or (lambda known: known['embed_dim'] // known['num_heads'])),
+    Key('rms_norm_eps', 'norm_eps', float, eps),
+    Key('tie_word_embeddings', 'tied', bool, tied),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+  """`query_pre_attn_scalar`: attention logits are divided by its root."""
+
+  default: int = 256
+
+  def read(self, config: Config, known: Values) -> Values:
+    return {'softmax_scale': config.read('query_pre_attn_scalar', float, float(self.default)) ** -0.5}
+
+  def write(self, decoder: Decoder) -> Values:
+    scale = decoder.head_dim**-0.5 if decoder.softmax_scale is None else decoder.softmax_scale
+    number = scale**-2
+    return {'query_pre_attn_scalar': round(number) if abs(number - round(number)) < 1e-9 * number else number}
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalNumber:
+  """A number that may be null, or absent with the family's default, for none."""
+
+  key: str
+  field: str
+  default: float | None = None
+
+  def read(self, config: Config, known: Values) -> Values:
+    absent = self.default if self.key not in config.values else None
+    return {self.field: config.read(self.key, float, absent)}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {self.key: getattr(decoder, self.field)}
+
+
+@dataclasses.dataclass(frozen=True)
+class OriginalLength:
+  """Phi-3's `original_max_position_embeddings`, which `Rope` reads."""
+
+  default: int
+
+  def read(self, config: Config, known: Values) -> Values:
+    return {}
+
+  def write(self, decoder: Decoder) -> Values:
+    scaling = None if decoder.rotary is None else decoder.rotary.scaling
+    return {'original_max_position_embeddings': getattr(scaling, 'original_length', self.default)}
+
+
+def _gemma_is_windowed(layer: int, config: Config) -> bool:
+  pattern = 6
+  for key in ('sliding_window_pattern', '_sliding_window_pattern'):
+    pattern = config.read(key, int, pattern)
+  return (layer + 1) % pattern != 0
+
+
+_QWEN_WINDOW = LayerTypes(
+  lambda layer, config: layer >= config.read('max_window_layers', int, 28), default_window=4096, use_key=True
+)
+
+FAMILIES: dict[str, Family] = {
+  'llama': Family(
+    architecture='LlamaForCausalLM',
+    keys=(
+      *_sizes(32_000, 4096, 11_008, 32, 32),
+      Activation(),
+      Rope(),
+      AttentionBias(),
+      Key('mlp_bias', 'mlp_bias', bool, False),
+    ),
+  ),
+  'mistral': Family(
+    architecture='MistralForCausalLM',
+    keys=(*_sizes(32_000, 4096, 14_336, 32, 32, 8), Activation(), Rope(), AllWindowed(4096)),
+  ),
+  'mixtral': Family(
+    architecture='MixtralForCausalLM',
+    keys=(
+      *_sizes(32_000, 4096, 14_336, 32, 32, 8, eps=1e-5),
+      Activation(),
+      Rope(1e6),
+      AllWindowed(),
+      MixtureKeys('num_local_experts', ('num_experts',), 8, 2, ('intermediate_size', 14_336), None),
+    ),
+    names=TensorNames(
+      router='block_sparse_moe.gate',
+      expert='block_sparse_moe.experts.{}.',
+      expert_gate='w1',
+      expert_up='w3',
+      expert_down='w2',
+    ),
+  ),
+  'qwen2': Family(
+    architecture='Qwen2ForCausalLM',
+    keys=(*_sizes(151_936, 4096, 22_016, 32, 32, 32), Activation(), Rope(), _QWEN_WINDOW),
+    fixed={'qkv_bias': True},
+  ),
+  'qwen3': Family(
+    architecture='Qwen3ForCausalLM',
+    keys=(
+      *_sizes(151_936, 4096, 22_016, 32, 32, 32, 128),
+      Activation(),
+      Rope(),
+      _QWEN_WINDOW,
+      AttentionBias(),
+    ),
+    fixed={'qk_norm': 'head'},
+  ),
+  'qwen3_moe': Family(
+    architecture='Qwen3MoeForCausalLM',
+    keys=(
+      *_sizes(151_936, 2048, 6144, 24, 32, 4),
+      Activation(),
+      Rope(),
+      Only('use_sliding_window', False),
+      Only('sliding_window', None),
+      AttentionBias(),
+      Only('decoder_sparse_step', 1),
+      Only('mlp_only_layers', []),
+      MixtureKeys('num_experts', ('num_local_experts',), 128, 8, ('moe_intermediate_size', 768)),
+    ),
+    fixed={'qk_norm': 'head'},
+  ),
+  'olmo2': Family(
+    architecture='Olmo2ForCausalLM',
+    keys=(*_sizes(50_304, 4096, 11_008, 32, 32, eps=1e-5), Activation(), Rope(), AttentionBias()),
+    fixed={'qk_norm': 'flat', 'pre_norm': False, 'post_norm': True},
+  ),
+  'olmoe': Family(
+    architecture='OlmoeForCausalLM',
+    keys=(
+      *_sizes(50_304, 2048, 2048, 16, 16, eps=1e-5),
+      Activation(),
+      Rope(),
+      AttentionBias(),
+      OptionalNumber('clip_qkv', 'clip_qkv'),
+      MixtureKeys('num_experts', (), 64, 8, ('intermediate_size', 2048)),
+    ),
+    fixed={'qk_norm': 'flat'},
+  ),
+  'gemma2': Family(
+    architecture='Gemma2ForCausalLM',
+    keys=(
+      *_sizes(256_000, 2304, 9216, 26, 8, 4, 256, tied=True),
+      Activation('hidden_activation', 'gelu_pytorch_tanh'),
+      Only('hidden_act', None, ('gelu_pytorch_tanh', 'gelu')),  # which `hidden_activation` overrides
+      Rope(),
+      LayerTypes(lambda layer, config: layer % 2 == 0, default_window=4096),
+      AttentionBias(),
+      QueryScale(),
+      OptionalNumber('final_logit_softcapping', 'logits_cap', 30.0),
+      OptionalNumber('attn_logit_softcapping', 'attention_cap', 50.0),
+      Only('use_bidirectional_attention', None, (False,)),
+    ),
+    fixed={'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True},
+    names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
+  ),
+  'gemma3_text': Family(
+    architecture='Gemma3ForCausalLM',
+    keys=(
+      *_sizes(262_208, 2304, 9216, 26, 8, 4, 256, tied=True),
+      Activation('hidden_activation', 'gelu_pytorch_tanh'),
+      Rope(1e6, 10_000.0),
+      LayerTypes(_gemma_is_windowed, default_window=4096),
+      AttentionBias(),
+      QueryScale(),
+      OptionalNumber('final_logit_softcapping', 'logits_cap'),
+      OptionalNumber('attn_logit_softcapping', 'attention_cap'),
+      Only('use_bidirectional_attention', None, (False,)),
+    ),
+    fixed={'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True, 'qk_norm': 'head'},
+    names=TensorNames(ffn_norm='pre_feedforward_layernorm'),
+  ),
+  'glm4': Family(
+    architecture='Glm4ForCausalLM',
+    keys=(
+      *_sizes(151_552, 4096, 13_696, 40, 32, 2, 128, eps=1.5625e-7),
+      Activation(),
+      Rope(partial=0.5),
+      Key('attention_bias', 'qkv_bias', bool, True),
+    ),
+    fixed={'post_norm': True},
+    names=TensorNames(
+      attention_post_norm='post_self_attn_layernorm',
+      ffn_post_norm='post_mlp_layernorm',
+      gate_up='mlp.gate_up_proj',
+      interleaved=True,
+    ),
+  ),
+  'phi3': Family(
+    architecture='Phi3ForCausalLM',
+    keys=(
+      *_sizes(32_064, 3072, 8192, 32, 32, eps=1e-5),
+      Activation(),
+      Rope(max_length=4096),
+      OriginalLength(4096),
+      AllWindowed(),
+    ),
+    names=TensorNames(qkv='self_attn.qkv_proj', gate_up='mlp.gate_up_proj'),
+  ),
+  'gpt2': Family(
+    architecture='GPT2LMHeadModel',
+    keys=(
+      Key('vocab_size', 'vocab_size', int, 50_257),
+      Key('n_embd', 'embed_dim', int, 768),
+      Key('n_layer', 'num_layers', int, 12),
+      Key('n_head', 'num_heads', int, 12),
+      Key('n_inner', 'hidden_dim', int, lambda known: 4 * known['embed_dim']),
+      Key('n_positions', 'positions', int, 1024),
+      Key('layer_norm_epsilon', 'norm_eps', float, 1e-5),
+      Key('tie_word_embeddings', 'tied', bool, True),
+      Activation('activation_function', 'gelu_new'),
+      Only('scale_attn_weights', True),
+      Only('scale_attn_by_inverse_layer_idx', False),
+      Only('reorder_and_upcast_attn', False, (True,)),
+    ),
+    fixed={'norm': 'layer', 'gated': False, 'mlp_bias': True, 'qkv_bias': True, 'out_bias': True},
+    names=TensorNames(table='transformer.wte.weight', layer='transformer.h.{}.'),
+    rule_maker=gpt2_rules,
+    ignored=(r'.*\.attn\.(bias|masked_bias)',),
+    base='transformer.',
+  ),
+}

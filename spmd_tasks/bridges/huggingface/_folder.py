@@ -1,0 +1,170 @@
+"""Folder: a model in Hugging Face's format, its config read, its weights waiting in their files.
+
+folder = open_folder('models/llama')
+model = folder.build_model(dtype='bfloat16')
+weights = folder.read_weights(partitioned_model)     # each process reads the bytes of its shards
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from flax import traverse_util
+import jax
+import numpy as np
+
+from spmd_tasks.bridges._lazy_arrays import LazyArray
+from spmd_tasks.bridges._rules import RuleTable
+from spmd_tasks.bridges.huggingface._config_keys import Config
+from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model, describe_model, layer_places
+from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
+from spmd_tasks.bridges.huggingface._safetensors import read_tensors
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import LanguageModel
+from spmd_tasks.runtime import PartitionedModel
+
+CONFIG_FILE = 'config.json'
+OnWeight = Callable[[int], None]  # called with the bytes of each weight that has been read
+
+
+def is_model_folder(path: os.PathLike | str) -> bool:
+  """Whether a directory has the config.json of a model of Hugging Face's."""
+  try:
+    return isinstance(json.loads((Path(path) / CONFIG_FILE).read_text(encoding='utf-8'))['model_type'], str)
+  except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    return False
+
+
+def open_folder(path: os.PathLike | str) -> 'Folder':
+  """Reads the config.json of a folder. Code that the folder may have is not run.
+
+  Raises:
+    UserError: there is none, its family is unknown here, or it has a setting that is.
+  """
+  path = Path(path).expanduser()
+  file = path / CONFIG_FILE
+  try:
+    values = json.loads(file.read_text(encoding='utf-8'))
+    if not isinstance(values, dict):
+      raise ValueError('it is no object')
+  except FileNotFoundError as error:
+    raise UserError(f"{file} does not exist: give the folder of a model in Hugging Face's format.") from error
+  except (OSError, ValueError, RecursionError) as error:
+    raise UserError(f'{file} cannot be read: {error}.') from error
+  model_type = values.get('model_type')
+  family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+  architectures = values.get('architectures') or [family and family.architecture]
+  if family is None or architectures != [family.architecture]:
+    own_code = ', with code of its own (auto_map), which is not run' if 'auto_map' in values else ''
+    raise UserError(
+      f'{file} is of a model {values.get("architectures")} of type {model_type!r}{own_code}: known here are '
+      f'{", ".join(each.architecture for each in FAMILIES.values())}.'
+    )
+  return Folder(path=path, config=values, family=family, decoder=family.read(Config(values, str(file))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Folder:
+  """A model in a folder; `open_folder` makes it.
+
+  Attributes:
+    path: of the folder.
+    config: the content of config.json.
+    family, decoder: what that says.
+  """
+
+  path: Path
+  config: Mapping[str, Any]
+  family: Family
+  decoder: Decoder
+
+  @property
+  def dtype(self) -> str:
+    """The dtype that the config names for the weights; float32 where it names none."""
+    return self.config.get('dtype') or self.config.get('torch_dtype') or 'float32'
+
+  def build_model(self, *, dtype: str | None = None) -> LanguageModel:
+    """Returns the model, unbound; it computes in `dtype`, or in the folder's where that is None."""
+    return build_model(self.decoder, dtype=dtype or self.dtype)
+
+  @functools.cached_property
+  def tensors(self) -> dict[str, LazyArray]:
+    """Every tensor of the model, by the name in the files. Raises a UserError as `read_tensors`."""
+    found = read_tensors(self.path)
+    return {
+      name: tensor
+      for given, tensor in found.items()
+      if not self.family.is_ignored(name := self.family.full_name(given), self.decoder)
+    }
+
+  def lazy_weights(self, model: Any, abstract_weights: Any) -> dict[str, LazyArray]:
+    """Returns our weights by name, in the layout of checkpoints; nothing is read.
+
+    Args:
+      model: a LanguageModel that computes what the folder's does.
+      abstract_weights: its weights as checkpoints have them: a tree of ShapeDtypeStructs.
+
+    Raises:
+      UserError: the model has other settings, or the files lack a tensor, have one more, or one of another shape.
+    """
+    self._check_model(model)
+    wanted = traverse_util.flatten_dict(abstract_weights, sep='/')
+    rules = self.family.rules(self.decoder, layer_places(model.stack))
+    table = RuleTable(rules=rules, source=str(self.path), target='the model')
+    table.check(self.tensors, wanted)
+    for name, tensor in self.tensors.items():
+      if tensor.dtype.kind not in 'fV':  # V: bfloat16 and the like
+        raise UserError(f'{self.path} has {name} in {tensor.dtype}: a weight is of a floating type.')
+    return table.lazily(self.tensors, wanted)
+
+  def read_weights(self, model: PartitionedModel, *, on_weight: OnWeight = lambda num_bytes: None) -> Any:
+    """Reads the weights onto the mesh, as the partitioner stores them: padded, each device its own shard.
+
+    Args:
+      model: of a task whose model computes what the folder's does.
+      on_weight: called after each weight, with its bytes on this process.
+
+    Raises:
+      UserError: as `lazy_weights`; nothing has been read then.
+    """
+    lazy = self.lazy_weights(model.task.model, model.canonical_state.weights)
+    true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
+    padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
+    weights = {}
+    for name, leaf in padded.items():
+      weights[name] = _place(lazy[name].reshape(true[name].shape), leaf)
+      on_weight(sum(shard.data.nbytes for shard in weights[name].addressable_shards))
+    return traverse_util.unflatten_dict(weights, sep='/')
+
+  def _check_model(self, model: Any) -> None:
+    decoder = describe_model(model)
+    differences = [
+      f'{field.name} = {getattr(decoder, field.name)!r} and not {getattr(self.decoder, field.name)!r}'
+      for field in dataclasses.fields(decoder)
+      if getattr(decoder, field.name) != getattr(self.decoder, field.name)
+    ]
+    if differences:
+      raise UserError(
+        f'the model differs from that of {self.path}, whose weights it cannot take: it has {"; ".join(differences)}.'
+      )
+
+
+def _place(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:
+  """Reads each device's part of an array onto it, padded with zeros to the shape of `padded`."""
+  shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # devices may hold the same part
+
+  def read(index: Any) -> np.ndarray:
+    bounds = tuple(part.indices(size)[:2] for part, size in zip(index, padded.shape))
+    if bounds not in shards:
+      made = np.zeros([stop - start for start, stop in bounds], padded.dtype)
+      true = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(bounds, array.shape))
+      if all(part.start < part.stop for part in true):
+        made[tuple(slice(0, part.stop - part.start) for part in true)] = array.read(true)
+      shards[bounds] = made
+    return shards[bounds]
+
+  return jax.make_array_from_callback(padded.shape, padded.sharding, read)

@@ -1,0 +1,196 @@
+"""Reads and writes safetensors files: lazily, by slices, without pickle.
+
+    tensors = read_tensors(folder)                      # name -> LazyArray, of model.safetensors or of its shards
+    writer = write_tensors(folder, {name: array})       # shards of at most 5 GB, and their index
+
+The format: 8 bytes with the length of the header, the header in JSON (name -> dtype, shape, offsets), the data. A part
+of a tensor is read into the array that is asked for; the `safetensors` library maps whole files into memory instead,
+and its interface to numpy has no bfloat16.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import json
+import math
+import os
+from pathlib import Path
+import re
+import struct
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from spmd_tasks.bridges._lazy_arrays import Index, LazyArray
+from spmd_tasks.errors import UserError
+
+_DTYPES = {
+  'F64': np.dtype('float64'),
+  'F32': np.dtype('float32'),
+  'F16': np.dtype('float16'),
+  'BF16': np.dtype(ml_dtypes.bfloat16),
+  'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
+  'F8_E5M2': np.dtype(ml_dtypes.float8_e5m2),
+  'I64': np.dtype('int64'),
+  'I32': np.dtype('int32'),
+  'I16': np.dtype('int16'),
+  'I8': np.dtype('int8'),
+  'U8': np.dtype('uint8'),
+  'BOOL': np.dtype('bool'),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` writes them
+SINGLE_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
+
+
+def read_tensors(folder: Path) -> dict[str, LazyArray]:
+  """Returns every tensor of a folder. Headers are read and checked against the sizes of the files, and no data.
+
+  Raises:
+    UserError: there is no safetensors file, or one is truncated, damaged or not as its index says.
+  """
+  if (folder / INDEX_FILE).exists():
+    return _read_sharded(folder)
+  if (folder / SINGLE_FILE).exists():
+    return _read_file(folder / SINGLE_FILE)
+  pickles = sorted(path.name for pattern in ('*.bin', '*.pt', '*.pth') for path in folder.glob(pattern))
+  if pickles:
+    raise UserError(
+      f'{folder} has its weights as pickle ({pickles[0]}), which can run code and is not read here: convert them to '
+      'safetensors, as save_pretrained(...) of transformers does.'
+    )
+  raise UserError(f'{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give a folder with weights.')
+
+
+def _read_sharded(folder: Path) -> dict[str, LazyArray]:
+  try:
+    weight_map = json.loads((folder / INDEX_FILE).read_text(encoding='utf-8'))['weight_map']
+    files = sorted(set(weight_map.values()))
+  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    raise UserError(f'{folder / INDEX_FILE} cannot be read ({error!r}): download it again.') from error
+  for file in files:
+    if not isinstance(file, str) or not re.fullmatch(r'[\w.-]+\.safetensors', file):
+      raise UserError(f'{folder / INDEX_FILE} names the file {file!r}: only safetensors files beside it are read.')
+    if not (folder / file).is_file():
+      raise UserError(f'{folder} lacks {file}, which its {INDEX_FILE} names: download it again.')
+  tensors: dict[str, LazyArray] = {}
+  for file in files:
+    found = _read_file(folder / file)
+    wrong = sorted({name for name, place in weight_map.items() if place == file} ^ found.keys())
+    if wrong:
+      raise UserError(f'{folder / file} and {INDEX_FILE} disagree about the tensor {wrong[0]}: download both again.')
+    tensors |= found
+  return tensors
+
+
+def _read_file(path: Path) -> dict[str, LazyArray]:
+  with path.open('rb') as file:
+    num_bytes = os.fstat(file.fileno()).st_size
+    prefix = file.read(8)
+    length = struct.unpack('<Q', prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
+    if length > min(_MAX_HEADER_BYTES, num_bytes):
+      raise UserError(f'{path} is no safetensors file, or is truncated ({num_bytes} bytes): download it again.')
+    header = file.read(length)
+  begin = 8 + length
+  tensors, expected = {}, 0
+  try:
+    entries = json.loads(header)
+    entries.pop('__metadata__', None)
+    for name, entry in entries.items():
+      shape, (start, stop) = tuple(map(int, entry['shape'])), entry['data_offsets']
+      if entry['dtype'] not in _DTYPES:
+        raise UserError(f'{path} has {name} in the dtype {entry["dtype"]}: known here are {sorted(_DTYPES)}.')
+      dtype = _DTYPES[entry['dtype']]
+      if start < 0 or min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f'{name} {list(shape)} at {start}:{stop}')
+      tensors[name] = LazyArray(shape, dtype, _reader(path, begin + start, shape, dtype))
+      expected = max(expected, begin + stop)
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    raise UserError(f'{path} has a damaged header ({error!r}): download it again.') from error
+  if num_bytes < expected:
+    raise UserError(f'{path} is truncated: it has {num_bytes} of {expected} bytes: download it again.')
+  return tensors
+
+
+def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Index], np.ndarray]:
+  def read(index: Index) -> np.ndarray:
+    sizes = [part.stop - part.start for part in index]
+    if sizes[1:] == list(shape[1:]):  # whole rows: one run of the file
+      row = math.prod(shape[1:]) * dtype.itemsize
+      made = np.empty(sizes, dtype)
+      with path.open('rb', buffering=0) as file:
+        file.seek(offset + (index[0].start * row if index else 0))
+        view: Any = memoryview(made.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        done = 0
+        while done < len(view):
+          if not (count := file.readinto(view[done:])):
+            raise UserError(f'{path} has become shorter while it was read: download it again.')
+          done += count
+      return made
+    mapped = np.memmap(path, np.uint8, 'r', offset, (math.prod(shape) * dtype.itemsize,))
+    return np.array(mapped.view(dtype).reshape(shape)[index])  # a copy, so that the map can go
+
+  return read
+
+
+def write_tensors(
+  folder: Path,
+  tensors: Mapping[str, LazyArray],
+  *,
+  is_writer: bool = True,
+  max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> Iterator[str]:
+  """Writes the tensors into one file, or into shards with an index; yields the name of each that is written.
+
+  Args:
+    folder: exists.
+    tensors: each is read once, whole, one after the other.
+    is_writer: whether this process writes. The others read too, where reading is a computation of all processes.
+    max_shard_bytes: a shard is closed before it would be larger.
+  """
+  shards = _shards(tensors, max_shard_bytes)
+  weight_map: dict[str, str] = {}
+  for number, names in enumerate(shards, 1):
+    file_name = SINGLE_FILE if len(shards) == 1 else f'model-{number:05}-of-{len(shards):05}.safetensors'
+    weight_map |= dict.fromkeys(names, file_name)
+    path = folder / file_name if is_writer else Path(os.devnull)
+    with path.open('wb') as file:
+      file.write(_header({name: tensors[name] for name in names}))
+      for name in names:
+        array = np.ascontiguousarray(np.asarray(tensors[name]))
+        file.write(memoryview(array.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+        yield name
+      file.flush()
+      if is_writer:
+        os.fsync(file.fileno())
+  if is_writer and len(shards) > 1:
+    index = {'metadata': {'total_size': sum(map(_num_bytes, tensors.values()))}, 'weight_map': weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+
+
+def _shards(tensors: Mapping[str, LazyArray], max_bytes: int) -> list[list[str]]:
+  shards: list[list[str]] = [[]]
+  size = 0
+  for name, tensor in tensors.items():
+    size += _num_bytes(tensor)
+    if size > max_bytes and shards[-1]:
+      shards.append([])
+      size = _num_bytes(tensor)
+    shards[-1].append(name)
+  return shards
+
+
+def _num_bytes(tensor: Any) -> int:
+  return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _header(tensors: Mapping[str, LazyArray]) -> bytes:
+  entries: dict[str, Any] = {'__metadata__': {'format': 'pt'}}  # `transformers` asks for it
+  start = 0
+  for name, tensor in tensors.items():
+    stop = start + _num_bytes(tensor)
+    entries[name] = {'dtype': _NAMES[tensor.dtype], 'shape': list(tensor.shape), 'data_offsets': [start, stop]}
+    start = stop
+  header = json.dumps(entries).encode()
+  header += b' ' * (-len(header) % 8)
+  return struct.pack('<Q', len(header)) + header

@@ -1,0 +1,139 @@
+"""Language models that start from a folder in Hugging Face's format: the base of the registered `hf` experiments."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import fiddle as fdl
+import flax.linen as nn
+
+from spmd_tasks.bridges.huggingface import Folder, open_folder
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Experiment
+from spmd_tasks.files import absolute_path
+from spmd_tasks.inputs import IdTokenizer, StdlibText, TextInput
+from spmd_tasks.layers import LanguageModelLoss
+from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.learning import AdamW, Learner, LinearWarmupCosine
+from spmd_tasks.runtime import Task
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis_rules
+
+
+class PretrainedLanguageModel(Experiment):
+  """The model of a folder, trained further on packed text; `source` gives the text.
+
+  Without a checkpoint of its own, a job evaluates, decodes and serves the folder's weights.
+  """
+
+  # The folder: config.json, safetensors, tokenizer.json.
+  model: str = ''
+  dtype: str | None = None  # of the computation; None: the folder's. Weights are float32 in training.
+  remat_policy: str = 'none'
+
+  seq_len: int = 512
+  batch_size: int = 16
+  eval_batches: int | None = 8
+
+  learning_rate: float = 1e-5
+  warmup_fraction: float = 0.05  # of num_train_steps
+  weight_decay: float = 0.0
+
+  @property
+  def pretrained(self) -> str:
+    """The folder whose weights a new job starts from, if `init_from` names no others."""
+    return self.model
+
+  @functools.cached_property
+  def folder(self) -> Folder:
+    """The folder, its config read."""
+    if not self.model:
+      raise UserError("this experiment needs a folder in Hugging Face's format: --set model=FOLDER.")
+    return open_folder(absolute_path(self.model))
+
+  def language_model(self) -> fdl.Config:
+    """The model of the folder, as a config whose every field can be set."""
+    model = _config_of(self.folder.build_model(dtype=self.dtype))
+    model.stack.remat_policy = self.remat_policy
+    return model
+
+  def loss(self) -> fdl.Config[LanguageModelLoss]:
+    """The training loss: cross-entropy alone, as in `transformers`."""
+    return fdl.Config(LanguageModelLoss)
+
+  def task(self) -> fdl.Config[Task]:
+    schedule = fdl.Config(
+      LinearWarmupCosine,
+      peak=self.learning_rate,
+      warmup_steps=round(self.warmup_fraction * self.num_train_steps),
+      total_steps=self.num_train_steps,
+      final_fraction=0.1,
+    )
+    optimizer = fdl.Config(AdamW, learning_rate=schedule, beta2=0.95, weight_decay=self.weight_decay)
+    learner = fdl.Config(Learner, optimizer=optimizer, clip_global_norm=1.0)
+    return fdl.Config(Task, model=self.language_model(), loss=self.loss(), learner=learner)
+
+  def tokenizer(self) -> fdl.Config:
+    """The folder's tokenizer; without a tokenizer.json, ids written as numbers."""
+    eos_id = self.folder.config.get('eos_token_id')
+    eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
+    return fdl.Config(IdTokenizer, vocab_size=self.folder.decoder.vocab_size, eos_id=eos_id or 0)
+
+  def source(self, split: str) -> fdl.Config:
+    """The text of a split, 'train' or 'valid': the config of any TextSource, such as TextFiles or StdlibText."""
+    return fdl.Config(StdlibText, split=split)
+
+  def train_input(self) -> fdl.Config[TextInput]:
+    return self._packed_text('train', seed=self.seed)
+
+  def eval_inputs(self) -> dict[str, fdl.Config[TextInput]]:
+    return {'valid': self._packed_text('valid', num_epochs=1, shuffle=False, max_batches=self.eval_batches)}
+
+  def _packed_text(self, split: str, **settings: Any) -> fdl.Config[TextInput]:
+    return fdl.Config(
+      TextInput,
+      source=self.source(split),
+      tokenizer=self.tokenizer(),
+      batch_size=self.batch_size,
+      seq_len=self.seq_len,
+      **settings,
+    )
+
+
+class PipelinedPretrainedModel(PretrainedLanguageModel):
+  """The same, with the layers split over the stages of a pipeline. `num_microbatches` is a multiple of the stages."""
+
+  mesh_axis_names: tuple[str, ...] = ('replica', 'stage', 'data', 'mdl')
+  ici_mesh_shape: tuple[int, ...] = (1, 1, 1, 1)
+  axis_rules: AxisRules = stage_axis_rules(DEFAULT_AXIS_RULES)
+  num_microbatches: int = 8
+  schedule: str = 'gpipe'
+  num_repeats: int = 1
+
+  def language_model(self) -> fdl.Config:
+    model = super().language_model()
+    model.stack = fdl.Config(
+      PipelinedStack,
+      block=model.stack.block,
+      num_layers=model.stack.num_layers,
+      num_microbatches=self.num_microbatches,
+      schedule=self.schedule,
+      num_repeats=self.num_repeats,
+      remat_policy=self.remat_policy,
+    )
+    return model
+
+
+def _config_of(value: Any) -> Any:
+  """Returns the config that builds an unbound module, or a frozen dataclass of settings."""
+  if isinstance(value, tuple):
+    return tuple(map(_config_of, value))
+  if not dataclasses.is_dataclass(value):
+    return value
+  fields = [field for field in dataclasses.fields(value) if field.init and field.name not in ('parent', 'name')]
+  given = {field.name: getattr(value, field.name) for field in fields}
+  changed = {
+    field.name: _config_of(given[field.name])
+    for field in fields
+    if isinstance(given[field.name], nn.Module) or given[field.name] != field.default
+  }
+  return fdl.Config(type(value), **changed)
