@@ -1,7 +1,8 @@
 r"""ChatTemplate: renders a conversation as the text that a language model continues.
 
     ChatTemplate()                                          # a plain transcript
-    ChatTemplate.from_file('tokenizer_config.json')         # the template of a Hugging Face model
+    ChatTemplate.from_folder('models/qwen')                 # the templates of a Hugging Face model
+    ChatTemplate.from_file('tokenizer_config.json')         # or of one file
     ChatTemplate.from_turns('<{role}>{content}\n', reply='<assistant>', stop=('\n<',))
     ChatTemplate(template='{% for message in messages %}...{% endfor %}', stop=())
 
@@ -10,14 +11,13 @@ Templates are in Jinja, with the variables, filters and whitespace rules of Hugg
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import datetime
-import functools
 import json
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import FolderTokenizer, read_json_object
 
 if TYPE_CHECKING:
   import jinja2
@@ -35,25 +35,33 @@ _TRANSCRIPT_STOP = ('\nuser:', '\nsystem:')
 class ChatTemplate:
   """A Jinja template in Hugging Face's format, and where the model's answer ends. The default is a plain transcript.
 
-  A template may use `messages`, `add_generation_prompt`, `bos_token`, `eos_token`, `tools` and `documents` (both None),
-  the functions `raise_exception(sentence)` and `strftime_now(format)`, and the filter `tojson`.
+  A template may use `messages`, `tools`, `documents`, `add_generation_prompt`, `bos_token`, `eos_token`, the variables
+  of a request's `chat_template_kwargs`, the functions `raise_exception(sentence)`, `strftime_now(format)`, `namespace`
+  and `dict`, and the filter `tojson`.
 
   Fields:
     template: the Jinja source.
+    tool_template: another one for requests with tools; None takes `template` for them too.
     stop: strings at which the answer ends, in addition to the end of text. The default fits the transcript.
-    bos_token, eos_token: texts for the template. The server puts the tokenizer's bos before the text in any case, once.
+    bos_token, eos_token: texts for the template.
+    writes_bos: whether the template itself writes the beginning of text, where the model has one. If not, the server
+      puts the tokenizer's bos before the text, unless it is there.
 
   Raises:
     UserError: the template is not valid Jinja; the message has its line.
   """
 
   template: str = _TRANSCRIPT
+  tool_template: str | None = None
   stop: tuple[str, ...] = _TRANSCRIPT_STOP
   bos_token: str = ''
   eos_token: str = ''
+  writes_bos: bool = False
 
   def __post_init__(self):
     _compile(self.template)
+    if self.tool_template is not None:
+      _compile(self.tool_template)
 
   @classmethod
   def from_turns(
@@ -93,84 +101,118 @@ class ChatTemplate:
       config = json.loads(text)
     except (ValueError, RecursionError) as error:
       raise UserError(f'chat template {path} is not JSON: {error}.') from error
-    template = config.get('chat_template') if isinstance(config, dict) else None
-    if isinstance(template, list):  # several templates by name
-      template = {each.get('name'): each.get('template') for each in template if isinstance(each, dict)}.get('default')
-    if not isinstance(template, str):
+    config = config if isinstance(config, dict) else {}
+    templates = _named_templates(config)
+    if 'default' not in templates:
       raise UserError(
         f"{path} has no text under the key 'chat_template': give the model's chat_template.jinja, or write a template."
       )
     return cls(
-      template=template,
+      template=templates['default'],
+      tool_template=templates.get('tool_use'),
       stop=tuple(stop),
       bos_token=_special_token(config.get('bos_token')),
       eos_token=_special_token(config.get('eos_token')),
     )
 
-  def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-    """Renders messages with `role` and `content`; with `add_generation_prompt` the text ends where the answer begins.
+  @classmethod
+  def from_folder(cls, path: str) -> 'ChatTemplate | None':
+    """Reads the templates of a model's folder as transformers does; None where the folder has none.
+
+    Templates are in chat_template.jinja and additional_chat_templates/NAME.jinja, or else in tokenizer_config.json
+    under `chat_template`: a text, or a list of texts with names.
 
     Raises:
-      UserError: the template refuses the messages, or fails.
+      UserError: a file cannot be read, or has templates with names but none named default.
     """
-    import jinja2
-
+    folder = epath.Path(path).expanduser()
+    tokenizer = FolderTokenizer(path=str(folder))
+    named = {'default': folder / 'chat_template.jinja'}
+    if (folder / 'additional_chat_templates').is_dir():
+      named |= {file.stem: file for file in sorted((folder / 'additional_chat_templates').glob('*.jinja'))}
     try:
-      return _compile(self.template).render(
-        messages=list(messages),
-        add_generation_prompt=add_generation_prompt,
-        bos_token=self.bos_token,
-        eos_token=self.eos_token,
-        tools=None,
-        documents=None,
+      templates = {name: file.read_text(encoding='utf-8') for name, file in named.items() if file.exists()}
+    except (OSError, UnicodeDecodeError) as error:
+      raise UserError(f'the chat templates of {path} cannot be read: {error}.') from error
+    templates = templates or _named_templates(read_json_object(str(folder / 'tokenizer_config.json')))
+    if not templates:
+      return None
+    if 'default' not in templates:
+      names = ', '.join(sorted(templates))
+      raise UserError(f'{path} has the chat templates {names}, but none named default: add that one.')
+    return cls(
+      template=templates['default'],
+      tool_template=templates.get('tool_use'),
+      stop=(),
+      bos_token=tokenizer.special_tokens.get('bos_token', ''),
+      eos_token=tokenizer.special_tokens.get('eos_token', ''),
+      writes_bos=True,
+    )
+
+  def render(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    **variables: Any,
+  ) -> str:
+    """Renders a conversation, as transformers' `apply_chat_template(..., tokenize=False)`.
+
+    Args:
+      messages: each with `role`, and `content` or what else the template reads.
+      tools: descriptions of functions that the answer may call, in the format of OpenAI's API.
+      documents: texts with titles, for templates that know them.
+      add_generation_prompt: whether the text ends where the answer begins.
+      **variables: further variables of the template, such as enable_thinking.
+
+    Raises:
+      UserError: the template refuses the messages, fails, or takes too much time or memory.
+    """
+    from spmd_tasks.decoding import _template_sandbox
+
+    source = self.template if tools is None or self.tool_template is None else self.tool_template
+    try:
+      return _template_sandbox.render_template(
+        _compile(source),
+        {
+          'bos_token': self.bos_token,
+          'eos_token': self.eos_token,
+          **variables,
+          'messages': [_with_reasoning(message) for message in messages],
+          'tools': None if tools is None else list(tools),
+          'documents': None if documents is None else list(documents),
+          'add_generation_prompt': add_generation_prompt,
+        },
       )
-    except _RefusedError as error:
+    except _template_sandbox.RefusedError as error:
       raise UserError(f'the chat template refuses the messages: {error}') from error
-    except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except _template_sandbox.LimitError as error:
+      raise UserError(f'the chat template is stopped in line {_line_of(error)}: {error}.') from error
+    except Exception as error:  # a template is a program, which may raise anything
       sentence = str(error).rstrip('.')
       raise UserError(f'the chat template fails in line {_line_of(error)} for these messages: {sentence}.') from error
 
 
-class _RefusedError(Exception):
-  """A template called raise_exception."""
-
-
-@functools.cache
 def _compile(template: str) -> 'jinja2.Template':
   """Compiles a template as transformers does."""
   import jinja2
-  import jinja2.ext
-  import jinja2.sandbox
 
-  class GenerationBlock(jinja2.ext.Extension):
-    """Accepts `{% generation %}...{% endgeneration %}`, which marks the assistant's tokens for training."""
+  from spmd_tasks.decoding import _template_sandbox
 
-    tags = {'generation'}
-
-    def parse(self, parser):
-      next(parser.stream)
-      return parser.parse_statements(('name:endgeneration',), drop_needle=True)
-
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
-  )
-  environment.filters['tojson'] = _to_json
-  environment.globals['raise_exception'] = _refuse
-  environment.globals['strftime_now'] = lambda format: datetime.datetime.now().strftime(format)
   try:
-    return environment.from_string(template)
+    return _template_sandbox.compile_template(template)
   except jinja2.TemplateSyntaxError as error:
     sentence = str(error.message).rstrip('.')
     raise UserError(f'the chat template is not valid Jinja in line {error.lineno}: {sentence}.') from error
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
-  """Replaces Jinja's own filter, which escapes the characters of HTML."""
-  return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
-
-
-def _refuse(sentence: str) -> NoReturn:
-  raise _RefusedError(sentence)
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+  """A message whose reasoning has all the names that templates read."""
+  names = ('reasoning_content', 'thinking', 'reasoning')
+  reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+  return message if reasoning is None else {'thinking': reasoning, **message, 'reasoning_content': reasoning}
 
 
 def _line_of(error: BaseException) -> int | str:
@@ -186,6 +228,14 @@ def _line_of(error: BaseException) -> int | str:
 
 def _literal(text: str) -> str:
   return json.dumps(text, ensure_ascii=False)
+
+
+def _named_templates(config: Mapping[str, Any]) -> dict[str, str]:
+  """The templates of a tokenizer_config.json by name."""
+  found = config.get('chat_template')
+  entries = found if isinstance(found, list) else [{'name': 'default', 'template': found}]
+  texts = {each.get('name'): each.get('template') for each in entries if isinstance(each, dict)}
+  return {name: text for name, text in texts.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _special_token(value: Any) -> str:

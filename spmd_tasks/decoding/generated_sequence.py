@@ -34,11 +34,22 @@ class IncrementalText:
     stop: the stop string that ended the text, None where none did.
   """
 
-  def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
+  def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, before: Sequence[int] = ()):
+    """Begins an empty text.
+
+    Args:
+      decode: turns tokens into text.
+      stop: the stop strings.
+      before: the tokens that the text continues; decoders may give a token another text at the beginning than after
+        others, as those of SentencePiece models drop a space there.
+    """
     self._decode = decode
     self._stops = tuple(stop)
-    self._tokens: list[int] = []  # the window: the last tokens, which the next token's text may depend on
-    self._num_taken = 0  # characters of the window's text that are in earlier pieces
+    self._tokens = list(before[-_WINDOW:])  # the window: the last tokens, which the next token's text may depend on
+    known = decode(self._tokens)
+    if known.endswith(_UNFINISHED):  # half a character, which is no part of the continuation
+      self._tokens, known = [], ''
+    self._num_taken = len(known)  # characters of the window's text that are in earlier pieces
     self._held = ''
     self.text = ''
     self.stop: str | None = None
@@ -47,18 +58,26 @@ class IncrementalText:
     """Adds a token; returns the piece of text that it completes, which may be empty."""
     self._tokens.append(token)
     whole = self._decode(self._tokens)
-    # Only the last U+FFFD may still become a character: earlier invalid bytes stay invalid, whatever follows.
-    stable = whole[:-1] if whole.endswith(_UNFINISHED) else whole
+    # Bytes may still become characters; decoders of single bytes (ByteFallback) give U+FFFD for each byte of a run, also
+    # of the characters in it, until the run is whole. A longer run than the window is no text.
+    stable = whole.rstrip(_UNFINISHED)
+    if len(whole) - len(stable) > 2 * _WINDOW:
+      stable = whole[:-1]
     piece = stable[self._num_taken :]
     self._num_taken = max(self._num_taken, len(stable))
     if len(self._tokens) > _WINDOW and stable == whole:
       # Decoders that join tokens need the previous character, which may consist of several tokens.
       for num_kept in range(1, 5):
         last = self._decode(self._tokens[-num_kept:])
-        if _UNFINISHED not in last:
+        if last and _UNFINISHED not in last:  # special tokens have no text
           self._tokens, self._num_taken = self._tokens[-num_kept:], len(last)
           break
     return self._release(piece, is_last=False)
+
+  @property
+  def num_chars(self) -> int:
+    """Number of characters so far, with those that may begin a stop string."""
+    return len(self.text) + len(self._held)
 
   def finish(self) -> str:
     """Returns the last piece; call it when no token follows."""
@@ -143,13 +162,11 @@ class GeneratedSequence:
     self.num_tokens = 0
     self.logprobs: list[TokenLogprob] = []
     self.finish_reason: FinishReason | None = None
-    self._decode = decode
-    self._text = IncrementalText(decode, request.stop)
+    self._text = IncrementalText(decode, request.stop, before=request.ids)
     self._prompt_text = IncrementalText(decode)
     self._num_prompt_chars = len(decode(request.ids)) if request.score_prompt else 0
     self._has_logprobs = has_logprobs
     self._num_released = 0  # how many logprobs are in earlier deltas; the text of the others is held back
-    self._offset = 0
 
   @property
   def text(self) -> str:
@@ -187,8 +204,7 @@ class GeneratedSequence:
       token = int(outputs.tokens[row])
       top = tuple(zip(outputs.top_ids[row].tolist(), outputs.top_logprobs[row].tolist(), strict=True))
       logprob = float(outputs.logprobs[row])
-      self.logprobs.append(TokenLogprob(token=token, offset=self._offset, logprob=logprob, top=top))
-      self._offset += len(self._decode([token]))
+      self.logprobs.append(TokenLogprob(token=token, offset=self._text.num_chars, logprob=logprob, top=top))
 
   def _take_scores(self, outputs: Outputs, row: int, chunk: Chunk) -> None:
     """Adds the scores of the tokens that follow the chunk's tokens; the prompt's first token has no score."""

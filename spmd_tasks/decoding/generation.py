@@ -118,7 +118,7 @@ def search(
           continue
         ids = beams.tokens[row, beam, :length].tolist()
         is_stopped = ids[-1] in request.stop_ids
-        text = IncrementalText(decode, request.stop)
+        text = IncrementalText(decode, request.stop, before=request.ids)
         for token in ids[:-1] if is_stopped else ids:
           text.push(token)
         text.finish()

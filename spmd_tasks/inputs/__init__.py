@@ -6,8 +6,9 @@ An Input is settings; `make_iterator(shard_index, shard_count)` gives one host's
 function of the settings and the position alone, so hosts and workers may change between save and restore.
 
 Read base.py (the contract and the fields of a batch), then text_input.py (packed text from any TextSource), text.py and
-records.py (sources: files, JSON lines, Parquet, ArrayRecord), tokenizers.py, tfdata_input.py (tf.data), synthetic.py
-(made-up tokens), prefetch.py (reads ahead in a thread). TensorFlow, Grain, PyArrow and `tokenizers` load on first use.
+records.py (sources: files, JSON lines, Parquet, ArrayRecord), tokenizers.py, folder_tokenizer.py, tfdata_input.py
+(tf.data), synthetic.py (made-up tokens), prefetch.py (reads ahead in a thread). TensorFlow, Grain, PyArrow and
+`tokenizers` load on first use.
 """
 
 from spmd_tasks.inputs.base import (
@@ -21,6 +22,7 @@ from spmd_tasks.inputs.base import (
   language_model_spec,
   shard_rows,
 )
+from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_json
 from spmd_tasks.inputs.synthetic import SyntheticText
@@ -44,6 +46,7 @@ __all__ = [
   'Block',
   'BpeTokenizer',
   'ByteTokenizer',
+  'FolderTokenizer',
   'IdTokenizer',
   'Input',
   'InputIterator',
@@ -68,6 +71,7 @@ __all__ = [
   'encode_prompt',
   'language_model_spec',
   'parse_json',
+  'read_json_object',
   'shard_rows',
   'train_bpe',
 ]

@@ -20,7 +20,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
-from spmd_tasks.inputs.tokenizers import Tokenizer
+from spmd_tasks.inputs.tokenizers import Tokenizer, encode_prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def tokenize_documents(documents: Sequence[tuple[str, bool]], tokenizer: Tokeniz
   texts are left out.
   """
   ids, labels, ends, total = [], [], [], 0
-  start = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.int32)
+  start = np.array(encode_prompt(tokenizer, ''), np.int32)
   end = np.array([tokenizer.eos_id], np.int32)
   for text, is_end in documents:
     tokens = tokenizer.encode_array(text)

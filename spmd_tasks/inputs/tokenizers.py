@@ -42,8 +42,19 @@ class Tokenizer(Protocol):
     ...
 
 
+@runtime_checkable
+class PromptEncoder(Protocol):
+  """A tokenizer that puts more than `bos_id` before a text."""
+
+  def encode_prompt(self, text: str) -> tuple[int, ...]:
+    """The ids of `text` after those with which every text begins, once."""
+    ...
+
+
 def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
   """The ids of a prompt: they begin with bos where the vocabulary has one, also where `text` does not contain it."""
+  if isinstance(tokenizer, PromptEncoder):
+    return tokenizer.encode_prompt(text)
   ids = tuple(tokenizer.encode(text))
   if tokenizer.bos_id is None or ids[:1] == (tokenizer.bos_id,):
     return ids
@@ -136,14 +147,7 @@ class BpeTokenizer:
 
   @functools.cached_property
   def _tokenizer(self) -> Any:
-    import tokenizers
-
-    if not os.path.exists(self.path):
-      raise UserError(f'there is no tokenizer file {self.path}: train one with train_bpe, or correct the path.')
-    try:
-      return tokenizers.Tokenizer.from_file(self.path)
-    except Exception as e:  # the library raises a bare Exception
-      raise UserError(f'{self.path} is not a tokenizer.json of the tokenizers library: {e}') from e
+    return load_tokenizer_file(self.path)
 
   def __getstate__(self) -> dict[str, Any]:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -183,8 +187,29 @@ class BpeTokenizer:
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
   def fingerprint(self) -> str:
-    with open(self.path, 'rb') as f:
-      return 'bpe ' + hashlib.blake2b(f.read(), digest_size=16).hexdigest()
+    return 'bpe ' + digest_of(self.path)
+
+
+def load_tokenizer_file(path: str) -> Any:
+  """The `tokenizers.Tokenizer` of a tokenizer.json.
+
+  Raises:
+    UserError: there is no such file, or it is of another kind.
+  """
+  import tokenizers
+
+  if not os.path.exists(path):
+    raise UserError(f'there is no tokenizer file {path}: train one with train_bpe, or correct the path.')
+  try:
+    return tokenizers.Tokenizer.from_file(path)
+  except Exception as e:  # the library raises a bare Exception
+    raise UserError(f'{path} is not a tokenizer.json of the tokenizers library: {e}') from e
+
+
+def digest_of(path: str) -> str:
+  """A digest of a file's bytes."""
+  with open(path, 'rb') as f:
+    return hashlib.blake2b(f.read(), digest_size=16).hexdigest()
 
 
 def train_bpe(texts: Iterable[str], path: str, vocab_size: int, min_frequency: int = 2) -> BpeTokenizer:

@@ -53,10 +53,20 @@ def test_the_beginning_of_a_stop_string_is_held_back():
   assert [text.push(byte) for byte in b'a sto-'] == ['a', ' ', '', '', '', 'sto-']
 
 
-def test_decoders_that_join_tokens():
-  """The first token of what is decoded loses its space, as with SentencePiece."""
-  words = [f' w{i}' for i in range(100)]
-  text = IncrementalText(lambda tokens: ''.join(words[token] for token in tokens).removeprefix(' '))
-  for token in range(100):
+@pytest.mark.parametrize('num_before', [0, 1, 40])
+def test_decoders_that_join_tokens(num_before):
+  """The first token of what is decoded loses its space, as with SentencePiece; each ninth token is special."""
+  words = ['' if i % 9 == 8 else f' w{i}' for i in range(200)]
+
+  def join(tokens):
+    return ''.join(words[token] for token in tokens).removeprefix(' ')
+
+  text = IncrementalText(join, before=range(num_before))
+  for token in range(num_before, 200):
     text.push(token)
-  assert text.text == ''.join(words).removeprefix(' ')
+  assert join(range(num_before)) + text.text == join(range(200))
+
+
+def test_a_continuation_does_not_complete_half_a_character_of_the_prompt():
+  text = IncrementalText(decode, before='a日'.encode()[:-1])
+  assert text.push('日'.encode()[-1]) + text.push(ord('b')) + text.finish() == '\ufffdb'

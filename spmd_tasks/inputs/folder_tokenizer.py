@@ -1,0 +1,143 @@
+"""FolderTokenizer: the tokenizer of a folder in Hugging Face's format."""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs.tokenizers import digest_of, load_tokenizer_file
+
+_CONFIG = 'tokenizer_config.json'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderTokenizer:
+  """Reads `tokenizer.json` of a model's folder, and the names of its special tokens beside it.
+
+  What stands before a text (bos, or several tokens) is what the file's post-processor puts there; the `bos_token_id` of
+  config.json is not read, because models have one that use none. The end of text is the `eos_token` of
+  tokenizer_config.json or special_tokens_map.json, or else the first `eos_token_id` of generation_config.json or
+  config.json. Files are read on first use; nothing in them is run.
+  """
+
+  path: str
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {'path': self.path}
+
+  @functools.cached_property
+  def _tokenizer(self) -> Any:
+    path = self._file('tokenizer.json')
+    if not os.path.exists(path) and os.path.isdir(os.path.expanduser(self.path)):
+      raise UserError(
+        f"{self.path} has no tokenizer.json: write one by transformers' "
+        'AutoTokenizer.from_pretrained(...).save_pretrained(...).'
+      )
+    tokenizer = load_tokenizer_file(path)
+    tokenizer.no_padding()  # a file may have been saved with the settings of its training
+    tokenizer.no_truncation()
+    return tokenizer
+
+  @functools.cached_property
+  def special_tokens(self) -> dict[str, str]:
+    """The texts of special tokens by name, `bos_token`, `eos_token`, ...; those that the folder names."""
+    found = read_json_object(self._file('special_tokens_map.json')) | read_json_object(self._file(_CONFIG))
+    texts = {name: _token_text(value) for name, value in found.items() if name.endswith('_token')}
+    return {name: text for name, text in texts.items() if text is not None}
+
+  @functools.cached_property
+  def eos_id(self) -> int:
+    if (named := self._special_id('eos_token')) is not None:
+      return named
+    for file in ('generation_config.json', 'config.json'):
+      ids = np.atleast_1d(read_json_object(self._file(file)).get('eos_token_id') or []).tolist()
+      if ids and isinstance(ids[0], int):
+        return ids[0]
+    raise UserError(f'{self.path} names no end of text: set eos_token in its {_CONFIG}.')
+
+  @functools.cached_property
+  def pad_id(self) -> int:
+    return self._special_id('pad_token') or 0
+
+  @functools.cached_property
+  def prefix_ids(self) -> tuple[int, ...]:
+    """The tokens that the post-processor puts before a text."""
+    encoding = self._tokenizer.encode('a', add_special_tokens=True)
+    num_added = encoding.special_tokens_mask.index(0) if 0 in encoding.special_tokens_mask else 0
+    return tuple(encoding.ids[:num_added])
+
+  @property
+  def bos_id(self) -> int | None:
+    """The last token that is put before a text."""
+    return self.prefix_ids[-1] if self.prefix_ids else None
+
+  @functools.cached_property
+  def vocab_size(self) -> int:
+    """The largest id and one: ids need not be dense."""
+    return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+  def encode(self, text: str) -> list[int]:
+    return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+  def encode_prompt(self, text: str) -> tuple[int, ...]:
+    """As transformers' `tokenizer(text)`, but no token for the beginning of text is put before one in `text`."""
+    ids = tuple(self.encode(text))
+    if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
+      return ids
+    return (*self.prefix_ids, *ids)
+
+  def encode_array(self, text: str) -> np.ndarray:
+    return np.array(self.encode(text), np.int32)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of `ids`; special tokens and ids outside the vocabulary give nothing.
+
+    Some decoders drop a space before the first token, so decode a continuation together with tokens before it.
+    """
+    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+  def fingerprint(self) -> str:
+    return 'folder ' + digest_of(self._file('tokenizer.json'))
+
+  def to_json(self) -> str:
+    """The tokenizer as the text of a tokenizer.json."""
+    return self._tokenizer.to_str()
+
+  def _file(self, name: str) -> str:
+    return os.path.join(os.path.expanduser(self.path), name)
+
+  def _special_id(self, name: str) -> int | None:
+    text = self.special_tokens.get(name)
+    found = None if text is None else self._tokenizer.token_to_id(text)
+    if text is not None and found is None:
+      raise UserError(f'{self.path}: its {name} {text!r} is no token of its tokenizer.json.')
+    return found
+
+
+def read_json_object(path: str) -> dict[str, Any]:
+  """The object in a JSON file of a folder; empty where there is no such file.
+
+  Raises:
+    UserError: the file is not a JSON object.
+  """
+  try:
+    with open(path, encoding='utf-8') as f:
+      value = json.load(f)
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError, RecursionError) as error:
+    raise UserError(f'{path} cannot be read as JSON: {error}.') from error
+  if not isinstance(value, dict):
+    raise UserError(f'{path} must hold a JSON object, not {type(value).__name__}.')
+  return value
+
+
+def _token_text(value: Any) -> str | None:
+  """The text of a special token: a string, or an object with the key `content`."""
+  text = value.get('content') if isinstance(value, dict) else value
+  return text if isinstance(text, str) else None

@@ -1,0 +1,116 @@
+"""Prompts of a folder, as transformers makes them: tokens of texts, and conversations by ten families' templates."""
+
+from pathlib import Path
+import shutil
+
+import pytest
+
+from spmd_tasks.decoding import ChatTemplate, IncrementalText
+from spmd_tasks.inputs import FolderTokenizer, encode_prompt
+from tests.model_folders import PREFIXES, TEXTS, write_tokenizer
+
+TEMPLATES = Path(__file__).parents[1] / 'data' / 'chat_templates'
+WEATHER = {
+  'type': 'function',
+  'function': {
+    'name': 'weather',
+    'description': 'The weather <now>, in °C',
+    'parameters': {
+      'type': 'object',
+      'properties': {
+        'city': {'type': 'string', 'description': 'Where'},
+        'unit': {'type': 'string', 'enum': ['°C', '°F']},
+        'days': {'type': 'array', 'items': {'type': 'integer'}, 'default': 1},
+      },
+      'required': ['city'],
+    },
+  },
+}
+CALL = {'id': 'call_123456789', 'type': 'function', 'function': {'name': 'weather', 'arguments': {'city': 'Zürich'}}}
+SYSTEM, ASK, MORE = [
+  {'role': role, 'content': text}
+  for role, text in (('system', ' be <brief> '), ('user', 'é {{ x }}\n'), ('user', ' and Bern? '))
+]
+SAY = {'role': 'assistant', 'content': '<think>\nwhy\n</think>\n\nIt is 7 °C.'}
+CALLS = {'role': 'assistant', 'content': '', 'tool_calls': [CALL]}
+TOLD = {'role': 'tool', 'content': '{"celsius": 7}', 'tool_call_id': 'call_123456789', 'name': 'weather'}
+TALKS = {
+  'one': ([ASK], {}),
+  'turns': ([SYSTEM, ASK, SAY, MORE], {}),
+  'whole': ([ASK, SAY], {'add_generation_prompt': False}),
+  'thinking off': ([SYSTEM, ASK], {'enable_thinking': False, 'thinking': True, 'reasoning_effort': 'low'}),
+  'tools': ([SYSTEM, ASK], {'tools': [WEATHER, WEATHER]}),
+  'called': ([ASK, CALLS, TOLD], {'tools': [WEATHER]}),
+  'reasoned': ([ASK, CALLS | {'reasoning': 'hm'}, TOLD, SAY | {'reasoning_content': 'so'}], {'tools': [WEATHER]}),
+  'in no order': ([MORE, ASK, TOLD], {}),
+}
+
+
+def reference(folder):
+  from transformers import PreTrainedTokenizerFast
+
+  return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+  return {kind: write_tokenizer(tmp_path_factory.mktemp(kind), kind) for kind in PREFIXES}
+
+
+@pytest.mark.parametrize('kind', PREFIXES)
+def test_tokens(folders, kind):
+  ours, theirs = FolderTokenizer(path=str(folders[kind])), reference(folders[kind])
+  assert (ours.eos_id, ours.pad_id, ours.vocab_size) == (theirs.eos_token_id, theirs.pad_token_id, len(theirs))
+  for text in [*TEXTS, '', ' two  spaces ', 'x<|im_end|> y', 'a\n\tb']:
+    ids = theirs(text)['input_ids']
+    assert list(encode_prompt(ours, text)) == ids
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    for split in range(1, len(ids)):  # a stream's pieces, after every beginning
+      if theirs.decode(ids[:split], skip_special_tokens=True).endswith('\ufffd'):
+        continue
+      pieces = IncrementalText(ours.decode, before=ids[:split])
+      text_after = ''.join(pieces.push(token) for token in ids[split:]) + pieces.finish()
+      assert ours.decode(ids[:split]) + text_after == ours.decode(ids)
+
+
+def test_every_conversation_by_every_template(folders, tmp_path):
+  shutil.copytree(folders['byte_level'], tmp_path, dirs_exist_ok=True)
+  theirs, ours = reference(tmp_path), FolderTokenizer(path=str(tmp_path))
+  num_rendered = 0
+  for path in sorted(TEMPLATES.glob('*.jinja')):
+    source = path.read_text()
+    (tmp_path / 'chat_template.jinja').write_text(source)
+    template = ChatTemplate.from_folder(str(tmp_path))
+    assert template.writes_bos
+    for name, (messages, settings) in TALKS.items():
+      settings = {'add_generation_prompt': True} | settings
+      try:
+        expected = theirs.apply_chat_template(messages, chat_template=source, tokenize=False, **settings)
+      except Exception as error:
+        with pytest.raises(ValueError, match=r'the chat template (refuses|fails)') as refused:
+          template.render(messages, **settings)
+        assert str(error).rstrip('.') in str(refused.value), (path.name, name)
+        continue
+      rendered = template.render(messages, **settings)
+      assert rendered == expected, (path.name, name)
+      encoded = theirs.apply_chat_template(messages, chat_template=source, return_dict=False, **settings)
+      assert ours.encode(rendered) == encoded, (path.name, name)
+      num_rendered += 1
+  assert num_rendered >= 70
+
+
+def test_named_templates(folders, tmp_path):
+  shutil.copytree(folders['byte_level'], tmp_path, dirs_exist_ok=True)
+  (tmp_path / 'additional_chat_templates').mkdir()
+  (tmp_path / 'chat_template.jinja').write_text('plain')
+  (tmp_path / 'additional_chat_templates' / 'tool_use.jinja').write_text('{{ eos_token }}{{ tools | length }}')
+  theirs, ours = reference(tmp_path), ChatTemplate.from_folder(str(tmp_path))
+  for tools in (None, [], [WEATHER]):
+    expected = theirs.apply_chat_template([ASK], tools=tools, tokenize=False)
+    assert ours.render([ASK], tools=tools) == expected
+  listed = [{'name': name, 'template': name} for name in ('default', 'tool_use')]
+  write_tokenizer(tmp_path / 'listed', chat_template=listed)
+  theirs, ours = reference(tmp_path / 'listed'), ChatTemplate.from_folder(str(tmp_path / 'listed'))
+  for tools in (None, [WEATHER]):
+    assert ours.render([ASK], tools=tools) == theirs.apply_chat_template([ASK], tools=tools, tokenize=False)

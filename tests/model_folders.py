@@ -1,0 +1,48 @@
+"""Folders in Hugging Face's format with small trained tokenizers, as the families have them."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+TEXTS = ['the cat sat on the mat and the hat', 'a dog ate that {"name": "cat", "age": 7}', 'été 漢字 🙂', 'def f(x): return x']
+SPECIAL = ['<pad>', '<s>', '</s>', '<|im_start|>', '<|im_end|>', '[gMASK]']
+PREFIXES = {'byte_level': ['<s>'], 'metaspace': ['<s>'], 'no_bos': [], 'two': ['[gMASK]', '<s>']}
+
+
+def write_tokenizer(folder: Path, kind: str = 'byte_level', **config) -> Path:
+  """Writes tokenizer.json and tokenizer_config.json; `kind` is a key of PREFIXES, `config` goes into the latter."""
+  folder.mkdir(parents=True, exist_ok=True)
+  if kind == 'metaspace':
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token=None))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])
+    tokenizer.decoder = decoders.Sequence(
+      [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
+    )
+    special = [*SPECIAL, *(f'<0x{byte:02X}>' for byte in range(256))]
+    alphabet = sorted(set('▁ ' + ''.join(TEXTS[:2] + TEXTS[3:])))
+    # Not special, as in sentencepiece's files: they are only the names of bytes.
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text.replace(' ', '▁') for text in (*TEXTS[:2], TEXTS[3])] * 9, trainer)
+    saved = json.loads(tokenizer.to_str())
+    saved['added_tokens'] = [entry for entry in saved['added_tokens'] if entry['content'] in SPECIAL]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(saved))
+  else:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS * 9, trainer)
+  tokenizer.add_tokens(['<tool_call>', '</tool_call>'])  # not special: they are part of the text
+  prefix = PREFIXES[kind]
+  if prefix:
+    tokenizer.post_processor = processors.TemplateProcessing(
+      single=' '.join([*prefix, '$A']), special_tokens=[(token, tokenizer.token_to_id(token)) for token in prefix]
+    )
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  named = {'bos_token': '<s>', 'eos_token': {'__type': 'AddedToken', 'content': '</s>'}, 'pad_token': '<pad>'}
+  backend = {'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False}
+  (folder / 'tokenizer_config.json').write_text(json.dumps(named | backend | config))
+  return folder
