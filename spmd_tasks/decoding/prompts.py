@@ -183,7 +183,7 @@ class PromptTokenizer:
     """
     ids = self._ids(prompt, where)
     max_tokens = self._max_tokens(prompt, len(ids), where)
-    end = () if self.tokenizer is None else (self.tokenizer.eos_id,)
+    end = self.settings.end_ids(None if self.tokenizer is None else self.tokenizer.eos_id)
     stop_ids = tuple(dict.fromkeys((*end, *prompt.stop_ids)))
     if len(stop_ids) > self.settings.max_stop_ids:
       raise UserError(

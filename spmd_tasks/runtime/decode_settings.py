@@ -54,6 +54,7 @@ class DecodeSettings(SamplingParams):
     prefill_rows: P, how many prompts one prefill reads.
     prefill_chunk: longer prompts are read in chunks of this many tokens. Beam search reads whole prompts.
     min_bucket: chunks are padded to this length or to the next power of two; each such length is compiled once.
+    eos_ids: tokens that end a text; None is the tokenizer's end of text.
     max_stop_ids: how many stop tokens a request may have, the end of text included.
     num_top_logprobs: how many of the likeliest tokens are reported beside each token.
     max_tokens: how many tokens a request generates by default; None generates until max_len.
@@ -66,6 +67,7 @@ class DecodeSettings(SamplingParams):
   prefill_rows: int = 1
   prefill_chunk: int = 256
   min_bucket: int = 16
+  eos_ids: tuple[int, ...] | None = None
   max_stop_ids: int = 4
   num_top_logprobs: int = 0
   max_tokens: int | None = None
@@ -85,6 +87,8 @@ class DecodeSettings(SamplingParams):
       )
     if self.prefill_rows > self.num_slots:
       raise UserError(f'prefill_rows={self.prefill_rows} must be at most num_slots={self.num_slots}.')
+    if self.eos_ids is not None and len(self.eos_ids) > self.max_stop_ids:
+      raise UserError(f'eos_ids={self.eos_ids} are more than max_stop_ids={self.max_stop_ids}: raise max_stop_ids.')
     if self.num_top_logprobs < 0:
       raise UserError(f'num_top_logprobs={self.num_top_logprobs} must not be negative.')
     super().__post_init__()
@@ -97,6 +101,10 @@ class DecodeSettings(SamplingParams):
     """
     values = {field.name: getattr(given, field.name) for field in dataclasses.fields(SamplingParams)}
     return SamplingParams(**{name: getattr(self, name) if own is None else own for name, own in values.items()})
+
+  def end_ids(self, eos_id: int | None) -> tuple[int, ...]:
+    """The tokens that end a text, given the tokenizer's end of text."""
+    return self.eos_ids if self.eos_ids is not None else () if eos_id is None else (eos_id,)
 
   def buckets(self, longest: int) -> tuple[int, ...]:
     """The lengths to which chunks are padded: min_bucket, the powers of two above it, and `longest` as the last one."""

@@ -246,7 +246,7 @@ def _checked_stop(body: CompletionBody | ChatBody, limits: ServerSettings) -> tu
 def _stop_ids(body: CompletionBody | ChatBody, model: ServedModel) -> tuple[int, ...]:
   if not all(0 <= token < model.vocab_size for token in body.stop_token_ids):
     raise RequestError(f'stop_token_ids must be tokens below {model.vocab_size}.', param='stop_token_ids')
-  end = () if body.ignore_eos else (model.tokenizer.eos_id,)
+  end = () if body.ignore_eos else model.settings.end_ids(model.tokenizer.eos_id)
   stop_ids = tuple(dict.fromkeys((*end, *body.stop_token_ids)))
   if len(stop_ids) > model.settings.max_stop_ids:
     raise RequestError(
