@@ -6,7 +6,12 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-TEXTS = ['the cat sat on the mat and the hat', 'a dog ate that {"name": "cat", "age": 7}', 'été 漢字 🙂', 'def f(x): return x']
+TEXTS = [
+  'the cat sat on the mat and the hat',
+  'a dog ate that {"name": "cat", "age": 7}',
+  'été 漢字 🙂',
+  'def f(x): return x',
+]
 SPECIAL = ['<pad>', '<s>', '</s>', '<|im_start|>', '<|im_end|>', '[gMASK]']
 PREFIXES = {'byte_level': ['<s>'], 'metaspace': ['<s>'], 'no_bos': [], 'two': ['[gMASK]', '<s>']}
 
@@ -23,7 +28,9 @@ def write_tokenizer(folder: Path, kind: str = 'byte_level', **config) -> Path:
     special = [*SPECIAL, *(f'<0x{byte:02X}>' for byte in range(256))]
     alphabet = sorted(set('▁ ' + ''.join(TEXTS[:2] + TEXTS[3:])))
     # Not special, as in sentencepiece's files: they are only the names of bytes.
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+      vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([text.replace(' ', '▁') for text in (*TEXTS[:2], TEXTS[3])] * 9, trainer)
     saved = json.loads(tokenizer.to_str())
     saved['added_tokens'] = [entry for entry in saved['added_tokens'] if entry['content'] in SPECIAL]
@@ -33,7 +40,9 @@ def write_tokenizer(folder: Path, kind: str = 'byte_level', **config) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+      vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(TEXTS * 9, trainer)
   tokenizer.add_tokens(['<tool_call>', '</tool_call>'])  # not special: they are part of the text
   prefix = PREFIXES[kind]

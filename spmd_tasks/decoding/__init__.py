@@ -13,15 +13,16 @@ Read in this order:
   decode_steps.py        these functions, compiled for a mesh
   engine_contract.py     Engine: the interface between scheduler and model; engine.py implements it
   scheduler.py           which sequence is in which slot; prefix_cache.py finds slots that hold a prompt's beginning
-  generated_sequence.py  a request's tokens and text as they grow
+  generated_sequence.py  a request's tokens and text as they grow; constraints.py says which tokens may come next
   generation.py          `generate` and `search`, for batch jobs
   prompts.py, chat_template.py    what a request is made from: a line of JSON, a conversation
 """
 
 from spmd_tasks.decoding.chat_template import ChatTemplate
+from spmd_tasks.decoding.constraints import Grammars, Matcher
 from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine import ModelEngine
-from spmd_tasks.decoding.engine_contract import Engine, Launched
+from spmd_tasks.decoding.engine_contract import Engine, Launched, TokenMasks
 from spmd_tasks.decoding.generated_sequence import (
   Delta,
   FinishReason,
@@ -47,8 +48,10 @@ __all__ = [
   'Engine',
   'FinishReason',
   'GeneratedSequence',
+  'Grammars',
   'IncrementalText',
   'Launched',
+  'Matcher',
   'ModelEngine',
   'Outputs',
   'Prompt',
@@ -60,6 +63,7 @@ __all__ = [
   'SamplingParams',
   'Scheduler',
   'TokenLogprob',
+  'TokenMasks',
   'chunk_prompt',
   'generate',
   'search',

@@ -149,6 +149,10 @@ class ChatTemplate:
       writes_bos=True,
     )
 
+  def mentions(self, name: str) -> bool:
+    """Whether the template has this word, without which it cannot use a variable or a role of that name."""
+    return name in self.template or name in (self.tool_template or '')
+
   def render(
     self,
     messages: Sequence[Mapping[str, Any]],

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from spmd_tasks.decoding import beam, step_functions
+from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch, slot_rows
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
 from spmd_tasks.errors import UserError
@@ -106,12 +107,18 @@ class DecodeSteps:
 
     return self._compile('init', empty, out=self._state_shardings)()
 
-  def make_batch(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> PrefillBatch:
-    """The arrays of a prefill, padded to the bucket of the longest chunk; see make_prefill_batch."""
+  def make_batch(
+    self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: Mapping[int, np.ndarray] | None = None
+  ) -> PrefillBatch:
+    """The arrays of a prefill, padded to the bucket of the longest chunk; see make_prefill_batch.
+
+    With `masks`, the token masks of some rows, other rows may begin with any token.
+    """
     num_columns = self.bucket(max(chunk.stop - chunk.start for chunk in chunks))
-    return make_prefill_batch(
+    batch = make_prefill_batch(
       chunks, self.settings, max_len=self.max_len, num_columns=num_columns, score_prompts=score_prompts
     )
+    return batch if masks is None else batch.replace(masks=self._mask_rows(masks, self.settings.prefill_rows))
 
   def prefill(self, variables: Variables, state: DecodeState, batch: PrefillBatch) -> tuple[DecodeState, Outputs]:
     """See step_functions.prefill."""
@@ -122,16 +129,25 @@ class DecodeSteps:
     rows = self.settings.prefill_rows
     return self._copy()(state, np.resize(np.asarray(sources, np.int32), rows), slot_rows(slots, self.settings))
 
-  def step(self, variables: Variables, state: DecodeState, keep: np.ndarray) -> tuple[DecodeState, Outputs]:
-    """See step_functions.step."""
-    return self._step()(variables, state, keep)
+  def step(
+    self, variables: Variables, state: DecodeState, keep: np.ndarray, masks: Mapping[int, np.ndarray] | None = None
+  ) -> tuple[DecodeState, Outputs]:
+    """See step_functions.step; `masks` are the token masks of some slots, and without any another program runs."""
+    if not masks:
+      return self._step()(variables, state, keep)
+    return self._step(masked=True)(variables, state, keep, self._mask_rows(masks, self.settings.num_slots))
 
   def search(self, variables: Variables, batch: PrefillBatch) -> beam.Beams:
     """Beam search for each row of the batch; ignores its slots, seeds and sampling."""
     return self._search(batch)(variables, batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
 
-  def compile(self, *, score_prompts: bool = False) -> None:
-    """Compiles the step and a prefill per bucket; with `score_prompts` also the prefills that score prompts."""
+  def compile(self, *, score_prompts: bool = False, constrain: bool = False) -> None:
+    """Compiles the step and a prefill per bucket.
+
+    Args:
+      score_prompts: whether also the prefills that score prompts.
+      constrain: whether all prefills take token masks; then also the step that takes them.
+    """
     chunks = self.any_chunks()
     if self.settings.num_beams > 1:
       for chunk in chunks:
@@ -139,11 +155,13 @@ class DecodeSteps:
       return
     self.init()
     self._step()
+    if constrain:
+      self._step(masked=True)
     if self.can_copy:
       self._copy()
     for chunk in chunks:
       for score in (False, True) if score_prompts else (False,):
-        self._prefill(self.make_batch([chunk], score_prompts=score))
+        self._prefill(self.make_batch([chunk], score_prompts=score, masks={} if constrain else None))
 
   def bucket(self, length: int) -> int:
     """The shortest bucket that holds a chunk of `length` tokens."""
@@ -176,7 +194,7 @@ class DecodeSteps:
       )
       return padding.pad(state, self.padded_state), self._whole_shards(outputs)
 
-    name = ('prefill', batch.ids.shape[1], batch.before is None, batch.targets is None)
+    name = ('prefill', batch.ids.shape[1], batch.before is None, batch.targets is None, batch.masks is None)
     return self._compile_stateful(name, prefill, batch)
 
   def _copy(self) -> Any:
@@ -187,18 +205,24 @@ class DecodeSteps:
     rows = np.zeros(self.settings.prefill_rows, np.int32)
     return self._compile('copy', copy, rows, rows, held=(self.padded_state,), out=self._state_shardings)
 
-  def _step(self) -> Any:
-    def step(padded_variables, padded_state, keep):
+  def _step(self, *, masked: bool = False) -> Any:
+    def step(padded_variables, padded_state, keep, masks=None):
       state, outputs = step_functions.step(
         self._forward,
         self._model.true_variables(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         keep,
+        masks,
         num_top_logprobs=self.settings.num_top_logprobs,
       )
       return padding.pad(state, self.padded_state), self._whole_shards(outputs)
 
-    return self._compile_stateful('step', step, np.zeros(self.settings.num_slots, np.bool_))
+    num_slots = self.settings.num_slots
+    masks = (self._mask_rows({}, num_slots),) if masked else ()
+    return self._compile_stateful(('step', masked), step, np.zeros(num_slots, np.bool_), *masks)
+
+  def _mask_rows(self, masks: Mapping[int, np.ndarray], num_rows: int) -> Any:
+    return mask_rows(masks, num_rows, self.vocab_size)
 
   def _search(self, batch: PrefillBatch) -> Any:
     num_beams = self.settings.num_beams

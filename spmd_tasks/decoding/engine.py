@@ -15,7 +15,9 @@ from absl import logging
 import jax
 import numpy as np
 
+from spmd_tasks.decoding.constraints import num_words
 from spmd_tasks.decoding.decode_steps import DecodeSteps
+from spmd_tasks.decoding.engine_contract import TokenMasks
 from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.step_functions import Outputs
 
@@ -40,10 +42,18 @@ class ModelEngine:
     cache_epoch: changes by `reset` and by new weights.
   """
 
-  def __init__(self, steps: DecodeSteps, weights: Any, *, score_prompts: bool = False):
-    """Compiles nothing yet; with `score_prompts`, `warm_up` also compiles the prefills that score prompts."""
+  def __init__(self, steps: DecodeSteps, weights: Any, *, score_prompts: bool = False, constrain: bool = False):
+    """Compiles nothing yet.
+
+    Args:
+      steps: of the model.
+      weights: the model's variables.
+      score_prompts: whether `warm_up` also compiles the prefills that score prompts.
+      constrain: whether sequences may have token masks.
+    """
     self._steps = steps
     self._score_prompts = score_prompts
+    self._constrain = constrain
     self._state: Any = None
     self._weights = weights
     self.cache_epoch = 0
@@ -80,13 +90,16 @@ class ModelEngine:
   def warm_up(self) -> None:
     started = time.monotonic()
     scoring = (False, True) if self._score_prompts else (False,)
-    self._steps.compile(score_prompts=self._score_prompts)
+    self._steps.compile(score_prompts=self._score_prompts, constrain=self._constrain)
     self.reset()
     chunks = self._steps.any_chunks()
     for chunk in chunks:
       for score in scoring:
         self.prefill([chunk], score_prompts=score).read()
-    self.step(np.zeros(self.num_slots, np.bool_)).read()
+    nobody = np.zeros(self.num_slots, np.bool_)
+    self.step(nobody).read()
+    if self._constrain:
+      self.step(nobody, {0: np.zeros(num_words(self._steps.vocab_size), np.uint32)}).read()
     self.reset()
     logging.info('compiled %d prefills in %.1f s', len(chunks) * len(scoring), time.monotonic() - started)
 
@@ -98,14 +111,18 @@ class ModelEngine:
   def prefill_cost(self, chunk: Chunk) -> int:
     return self._steps.bucket(chunk.stop - chunk.start) * self.prefill_rows
 
-  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> _OnDevice:
+  def prefill(
+    self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
+  ) -> _OnDevice:
     copied = [chunk for chunk in chunks if chunk.source != chunk.slot]
     if copied:
       self._state = self._steps.copy(self._state, [c.source for c in copied], [c.slot for c in copied])
-    batch = self._steps.make_batch(chunks, score_prompts=score_prompts)
+    batch = self._steps.make_batch(
+      chunks, score_prompts=score_prompts, masks=(masks or {}) if self._constrain else None
+    )
     self._state, outputs = self._steps.prefill(self._weights, self._state, batch)
     return _OnDevice(outputs)
 
-  def step(self, keep: np.ndarray) -> _OnDevice:
-    self._state, outputs = self._steps.step(self._weights, self._state, keep)
+  def step(self, keep: np.ndarray, masks: TokenMasks | None = None) -> _OnDevice:
+    self._state, outputs = self._steps.step(self._weights, self._state, keep, masks)
     return _OnDevice(outputs)

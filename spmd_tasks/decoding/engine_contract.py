@@ -15,13 +15,16 @@ read may be reused, not generated tokens.
 Shapes: N slots, R rows of a prefill (or N of a step), C tokens of a whole chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.step_functions import Outputs
+
+# Which tokens a row or slot may take: uint32 [W], see constraints.py.
+TokenMasks = Mapping[int, np.ndarray]
 
 
 class Launched(Protocol):
@@ -72,7 +75,9 @@ class Engine(Protocol):
     """The number of tokens that a prefill of this chunk computes, padding and unused rows included."""
     ...
 
-  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Launched:
+  def prefill(
+    self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
+  ) -> Launched:
     """Reads chunks into their slots; row i of the outputs is the token after chunk i, valid where its prompt ends.
 
     Args:
@@ -80,9 +85,15 @@ class Engine(Protocol):
         each of them alone; either all are the first ones of their prompts or none is. Where a chunk's `source` is
         another slot, that slot's tokens before `start` are copied first.
       score_prompts: whether the outputs have the log-probabilities of the tokens that follow the chunks' tokens.
+      masks: of the rows whose first token is constrained.
     """
     ...
 
-  def step(self, keep: np.ndarray) -> Launched:
-    """Computes the next token of every slot; where `keep`, bool [N], is False, the slot's sequence is abandoned."""
+  def step(self, keep: np.ndarray, masks: TokenMasks | None = None) -> Launched:
+    """Computes the next token of every slot.
+
+    Args:
+      keep: bool [N]; where it is False, the slot's sequence is abandoned.
+      masks: of the slots whose token is constrained.
+    """
     ...

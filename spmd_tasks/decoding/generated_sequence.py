@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any, Literal
 
+from spmd_tasks.decoding.constraints import Matcher
 from spmd_tasks.decoding.requests import Chunk, Request
 from spmd_tasks.decoding.step_functions import Outputs
 
@@ -58,8 +59,8 @@ class IncrementalText:
     """Adds a token; returns the piece of text that it completes, which may be empty."""
     self._tokens.append(token)
     whole = self._decode(self._tokens)
-    # Bytes may still become characters; decoders of single bytes (ByteFallback) give U+FFFD for each byte of a run, also
-    # of the characters in it, until the run is whole. A longer run than the window is no text.
+    # Bytes may still become characters. Decoders of single bytes (ByteFallback) give U+FFFD for each byte of a run,
+    # also for those of whole characters, until the run is whole. A longer run than the window is no text.
     stable = whole.rstrip(_UNFINISHED)
     if len(whole) - len(stable) > 2 * _WINDOW:
       stable = whole[:-1]
@@ -137,6 +138,7 @@ class GeneratedSequence:
 
   Attributes:
     request: the request.
+    matcher: allows the tokens that may come next; None where the request is not constrained.
     index, owner: for the caller; this class does not use them.
     num_launched: number of tokens whose computation was launched.
     num_reused: number of the prompt's tokens that a slot's cache held already.
@@ -152,9 +154,11 @@ class GeneratedSequence:
     *,
     index: int = 0,
     has_logprobs: bool = False,
+    matcher: Matcher | None = None,
     owner: Any = None,
   ):
     self.request = request
+    self.matcher = matcher
     self.index = index
     self.owner = owner
     self.num_launched = 0
@@ -191,6 +195,10 @@ class GeneratedSequence:
     piece = self._text.push(token)
     if self._text.stop is not None:
       return self._finish('stop', piece)
+    if self.matcher is not None:
+      self.matcher.take(token)
+      if self.matcher.is_over:
+        return self._finish('error' if self.matcher.has_failed else 'stop', piece)
     if bool(outputs.is_finished[row]):
       return self._finish('length', piece)
     return Delta(sequence=self, text=piece, logprobs=self._release(len(self.logprobs)) if piece else ())

@@ -4,7 +4,7 @@
     chunks = chunk_prompt(request, slot=0, size=256)
     batch = make_prefill_batch(chunks[:1], settings, max_len=1024, num_columns=256)
 
-Shapes: N slots, P rows of a prefill, T tokens of a chunk, S positions, K stop ids.
+Shapes: N slots, P rows of a prefill, T tokens of a chunk, S positions, K stop ids, W words of a token mask.
 """
 
 from collections.abc import Iterable, Sequence
@@ -96,6 +96,7 @@ class PrefillBatch(struct.PyTreeNode):
     seeds, samples: uint32 [P], see sampling.request_keys.
     stop_ids: int32 [P, K], tokens that end the sequence, padded with -1.
     sampling: arrays [P].
+    masks: uint32 [P, W], the tokens that may come first (constraints.py); None where no request is constrained.
   """
 
   ids: jax.Array
@@ -109,6 +110,7 @@ class PrefillBatch(struct.PyTreeNode):
   samples: jax.Array
   stop_ids: jax.Array
   sampling: SamplingArrays
+  masks: jax.Array | None = None
 
 
 def make_prefill_batch(

@@ -2,7 +2,7 @@
 
 A row's token depends on its logits, its key and its parameters only: neither the other rows nor the row's place matter.
 
-Shapes: N rows (slots), V vocabulary. Everything is float32.
+Shapes: N rows (slots), V vocabulary, W = ceil(V / 32) words. Everything is float32.
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,13 @@ class SamplingArrays(struct.PyTreeNode):
       return np.array([getattr(row, field.name) for row in rows], dtype)
 
     return cls(**{field.name: column(field) for field in dataclasses.fields(SamplingParams)})
+
+
+def mask_logits(logits: jax.Array, masks: jax.Array) -> jax.Array:
+  """Logits [N, V] with -inf for the tokens whose bits in `masks`, uint32 [N, W], are 0."""
+  bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :] & 1
+  allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[-1]]
+  return jnp.where(allowed > 0, logits, -jnp.inf)
 
 
 def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ Prompts are read in chunks between the steps, so that a long prompt delays the o
 
 The device is one step ahead of the host: step t + 1 is launched before step t is read. So the host learns one step late
 that a sequence ended by its own tokens, and discards the step that was launched in between; a sequence that ends by its
-length frees its slot at once. The scheduler uses no threads, networks or clocks: the same submissions give the same
+length frees its slot at once. While a constrained sequence is in a slot (constraints.py), each step is read before the
+next one is launched. The scheduler uses no threads, networks or clocks: the same submissions give the same
 launches on every process.
 
 Shapes: N slots, C tokens of a whole chunk.
@@ -106,6 +107,8 @@ class Scheduler:
       admit: whether queued sequences may take slots.
     """
     self._prefill(admit)
+    if any(sequence is not None and sequence.matcher is not None for sequence in self._slots):
+      self._fetch_all()  # the next tokens that a grammar allows follow from the tokens so far
     rows: list[_Row] = [
       (slot, slot, sequence, None)
       for slot, sequence in enumerate(self._slots)
@@ -114,12 +117,10 @@ class Scheduler:
     if rows:
       keep = np.zeros(len(self._slots), np.bool_)
       keep[[slot for slot, *_ in rows]] = True
-      self._launch(self._engine.step(keep), rows)
+      self._launch(self._engine.step(keep, _masks({slot: sequence for slot, _, sequence, _ in rows})), rows)
       self.num_steps += 1
       self.num_slot_steps += len(rows)
-    while len(self._in_flight) > (1 if self.num_active else 0):
-      self._fetch(*self._in_flight[0])
-      self._in_flight.popleft()  # after the fetch: if it raises, `recover` still needs the rows
+    self._fetch_all(but=1 if self.num_active else 0)
     return self._take_outbox()
 
   def recover(self) -> list[Delta]:
@@ -203,7 +204,8 @@ class Scheduler:
         self.num_reused_tokens += chunk.start
       rows.append((row, chunk.slot, sequence, chunk))
     score = chunks[0].request.score_prompt
-    launched = self._engine.prefill(chunks, score_prompts=score)
+    last = {row: sequence for row, _, sequence, chunk in rows if chunk and chunk.stop == len(chunk.request.ids)}
+    launched = self._engine.prefill(chunks, score_prompts=score, masks=_masks(last))
     self.num_prefills += 1
     for chunk in chunks:
       self._prefixes.note(chunk)
@@ -238,6 +240,12 @@ class Scheduler:
     deltas, self._outbox = self._outbox, []
     return deltas
 
+  def _fetch_all(self, but: int = 0) -> None:
+    """Fetches the outputs of all launches but the last `but` ones."""
+    while len(self._in_flight) > but:
+      self._fetch(*self._in_flight[0])
+      self._in_flight.popleft()  # after the fetch: if it raises, `recover` still needs the rows
+
   def _fetch(self, launched: Launched, rows: list[_Row]) -> None:
     outputs = launched.read()
     for row, slot, sequence, chunk in rows:
@@ -249,3 +257,8 @@ class Scheduler:
         self._release(slot)
       if delta.text or delta.logprobs or delta.finish_reason is not None:
         self._outbox.append(delta)
+
+
+def _masks(sequences: dict[int, GeneratedSequence]) -> dict[int, np.ndarray] | None:
+  """The token masks of constrained sequences; None where there are none."""
+  return {row: each.matcher.mask for row, each in sequences.items() if each.matcher is not None} or None

@@ -13,7 +13,7 @@ The KV cache is a tree of arrays [..., N, G, S, K] over slots. Position p is at 
 positions, or the length of an attention window where the window is shorter: then the leaf is a ring.
 
 Shapes: N slots, P rows of a prefill, T tokens of its chunks, S positions (in a cache: places), V vocabulary, K stop ids
-(in a cache: head dim), G key/value heads, n top logprobs; `...` counts layers.
+(in a cache: head dim), G key/value heads, n top logprobs, W words of V bits; `...` counts layers.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.decoding.requests import PrefillBatch
-from spmd_tasks.decoding.sampling import SamplingArrays, position_keys, request_keys, sample
+from spmd_tasks.decoding.sampling import SamplingArrays, mask_logits, position_keys, request_keys, sample
 from spmd_tasks.runtime import SamplingParams
 
 
@@ -75,7 +75,7 @@ class Outputs(struct.PyTreeNode):
 
   Attributes:
     tokens: int32 [N].
-    logprobs: float32 [N], of the token by the model itself: before penalty, temperature and cuts.
+    logprobs: float32 [N], of the token by the model itself: before masks, penalty, temperature and cuts.
     top_ids, top_logprobs: [N, n], the likeliest tokens.
     is_valid: bool [N], whether the row was active; the other fields mean nothing where it was not.
     is_finished: bool [N], whether the token is the row's last.
@@ -159,7 +159,7 @@ def prefill(
     stop_ids=batch.stop_ids,
     sampling=batch.sampling,
   )
-  placed, outputs = _emit(logits, placed, num_top_logprobs)
+  placed, outputs = _emit(logits, placed, batch.masks, num_top_logprobs)
 
   def insert(old, new):
     return old.at[batch.slots].set(new.astype(old.dtype), mode='drop')
@@ -170,9 +170,18 @@ def prefill(
 
 
 def step(
-  forward: Forward, variables: Any, state: DecodeState, keep: jax.Array, *, num_top_logprobs: int = 0
+  forward: Forward,
+  variables: Any,
+  state: DecodeState,
+  keep: jax.Array,
+  masks: jax.Array | None = None,
+  *,
+  num_top_logprobs: int = 0,
 ) -> tuple[DecodeState, Outputs]:
-  """Samples the next token of every active slot; slots where `keep`, bool [N], is False become inactive instead."""
+  """Samples the next token of every active slot; slots where `keep`, bool [N], is False become inactive instead.
+
+  With `masks`, uint32 [N, W], the tokens are those that constraints.py allows.
+  """
   state = state.replace(active=state.active & keep)
   batch = {
     'ids': state.tokens[:, None],
@@ -181,13 +190,16 @@ def step(
   }
   logits, new = forward(variables, state.cache, batch)
   cache = write_tokens(state.cache, new, state.positions, state.active.astype(jnp.int32))
-  return _emit(logits[:, 0], state.replace(cache=cache), num_top_logprobs)
+  return _emit(logits[:, 0], state.replace(cache=cache), masks, num_top_logprobs)
 
 
-def _emit(logits: jax.Array, state: DecodeState, num_top_logprobs: int) -> tuple[DecodeState, Outputs]:
+def _emit(
+  logits: jax.Array, state: DecodeState, masks: jax.Array | None, num_top_logprobs: int
+) -> tuple[DecodeState, Outputs]:
   """Samples the token that follows each row's position."""
   positions = state.positions + 1
-  tokens = sample(logits, position_keys(state.keys, positions), state.seen, state.sampling)
+  allowed = logits if masks is None else mask_logits(logits, masks)
+  tokens = sample(allowed, position_keys(state.keys, positions), state.seen, state.sampling)
   logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
   top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
   is_finished = jnp.any(tokens[:, None] == state.stop_ids, axis=-1) | (positions + 1 >= state.ends)

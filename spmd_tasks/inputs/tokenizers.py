@@ -186,6 +186,10 @@ class BpeTokenizer:
   def decode(self, ids: Sequence[int]) -> str:
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+  def to_json(self) -> str:
+    """The tokenizer as the text of a tokenizer.json."""
+    return self._tokenizer.to_str()
+
   def fingerprint(self) -> str:
     return 'bpe ' + digest_of(self.path)
 

@@ -17,7 +17,7 @@ from typing import Any
 from etils import epath
 import jax
 
-from spmd_tasks.decoding import DecodeSteps, ModelEngine
+from spmd_tasks.decoding import DecodeSteps, Grammars, ModelEngine
 from spmd_tasks.distributed import (
   EmergencyExit,
   Position,
@@ -102,8 +102,9 @@ def serve(
       settings=steps.settings,
       max_len=steps.max_len,
       vocab_size=steps.vocab_size,
+      grammars=Grammars(tokenizer, vocab_size=steps.vocab_size, end_ids=steps.settings.end_ids(tokenizer.eos_id)),
     )
-    engine = ModelEngine(steps, weights, score_prompts=True)
+    engine = ModelEngine(steps, weights, score_prompts=True, constrain=True)
     del weights  # the engine holds them, and may free them
     if jax.process_count() == 1:
       assert sock is not None

@@ -156,6 +156,11 @@ class _GenerationBody(_Body):
   ignore_eos: bool = False
   stream: bool = False
   stream_options: StreamOptions | None = None
+  structured_outputs: dict[str, Any] | None = None
+  guided_json: Any = None
+  guided_regex: Any = None
+  guided_choice: Any = None
+  guided_grammar: Any = None
   presence_penalty: Annotated[Any, _must_be(0)] = 0
   frequency_penalty: Annotated[Any, _must_be(0)] = 0
   logit_bias: Annotated[Any, _must_be({})] = {}
@@ -202,13 +207,15 @@ class _TextPart(BaseModel):
 class Message(_Body):
   """One turn of a conversation."""
 
-  role: Literal['system', 'developer', 'user', 'assistant']
+  role: Literal['system', 'developer', 'user', 'assistant', 'tool']
   content: Annotated[
     list[Annotated[_TextPart, BeforeValidator(_check_part)]], FailFast(), BeforeValidator(_split_content)
   ] = []
-  name: Any = None
+  name: str | None = None
   refusal: Any = None
-  tool_calls: Annotated[Any, _must_be([])] = []
+  reasoning_content: str | None = None
+  tool_calls: list[Any] = []
+  tool_call_id: str | None = None
   annotations: Annotated[Any, _must_be([])] = []
   audio: Annotated[Any, _must_be()] = None
 
@@ -216,6 +223,15 @@ class Message(_Body):
   def text(self) -> str:
     """The content as one text."""
     return ''.join(part.text for part in self.content)
+
+
+def _check_format(value: dict[str, Any]) -> dict[str, Any]:
+  schema = value.get('json_schema')
+  if value.get('type') not in ('text', 'json_object', 'json_schema'):
+    raise PydanticCustomError('format', "must have the type 'text', 'json_object' or 'json_schema'.")
+  if schema is not None and not isinstance(schema, dict):
+    raise PydanticCustomError('format', 'must have an object as json_schema.')
+  return value
 
 
 class ChatBody(_GenerationBody):
@@ -226,10 +242,12 @@ class ChatBody(_GenerationBody):
   max_tokens: Annotated[int, Field(ge=1, le=_INT32)] | None = None
   logprobs: bool = False
   top_logprobs: Annotated[int, Field(ge=0, le=_INT32)] | None = None
-  response_format: Annotated[Any, _must_be({'type': 'text'})] = None
-  tools: Annotated[Any, _must_be([])] = []
+  response_format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = None
+  tools: list[Any] = []
   functions: Annotated[Any, _must_be([])] = []
   tool_choice: Annotated[Any, _must_be('none', 'auto')] = None
+  documents: list[dict[str, Any]] | None = None
+  chat_template_kwargs: dict[str, Any] = {}
   modalities: Annotated[Any, _must_be(['text'])] = None
   parallel_tool_calls: Any = None
 
@@ -255,6 +273,7 @@ _SENTENCES = {
   'bool_type': 'must be true or false, not {value}.',
   'list_type': 'must be an array, not {value}.',
   'model_type': 'must be an object, not {value}.',
+  'dict_type': 'must be an object, not {value}.',
   'greater_than_equal': 'must be at least {ge}, not {value}.',
   'less_than_equal': 'must be at most {le}, not {value}.',
   'too_short': 'must not be empty.',

@@ -12,12 +12,14 @@ import dataclasses
 import secrets
 from typing import Any, Literal
 
-from spmd_tasks.decoding import ChatTemplate, DecodeSettings, Request
+from spmd_tasks.decoding import ChatTemplate, DecodeSettings, Grammars, Matcher, Request
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt
-from spmd_tasks.serving.bodies import ChatBody, CompletionBody, validate
+from spmd_tasks.serving.bodies import ChatBody, CompletionBody, Message, validate
 from spmd_tasks.serving.errors import RequestError
+from spmd_tasks.serving.output_format import compile_format
 from spmd_tasks.serving.settings import ServerSettings
+from spmd_tasks.serving.tool_calls import calls_for_template, tool_names
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
@@ -31,6 +33,7 @@ class ServedModel:
     created: when the weights were loaded, in seconds since 1970.
     step: the training step of the weights.
     tokenizer, chat_template: those of the experiment.
+    grammars: compiles the forms that requests give for their output; None supports none.
     settings, max_len, vocab_size: those of the compiled steps.
   """
 
@@ -42,6 +45,7 @@ class ServedModel:
   settings: DecodeSettings
   max_len: int
   vocab_size: int
+  grammars: Grammars | None = None
 
   def encode(self, text: str) -> tuple[int, ...]:
     """Turns a prompt into tokens, after the token for the beginning of text if there is one.
@@ -69,6 +73,8 @@ class GenerationRequest:
     echoes: the text before each choice's generated text.
     num_prompt_tokens: of all prompts, each counted once.
     num_logprobs: how many of the likeliest tokens are reported beside each token; None reports no log-probabilities.
+    matcher: allows the tokens of the output; every choice takes a copy. None allows all.
+    tool_names: of the tools that the output may call; None where it is text.
     stream: whether the answer is a stream of events.
     include_usage: whether the stream's last event counts tokens.
   """
@@ -80,6 +86,8 @@ class GenerationRequest:
   num_logprobs: int | None
   stream: bool
   include_usage: bool
+  matcher: Matcher | None = None
+  tool_names: frozenset[str] | None = None
 
 
 def completion_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:
@@ -119,12 +127,11 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
   """
   _check_name(fields, model)
   body = validate(ChatBody, fields)
-  roles = {'developer': 'system'}
-  messages = [{'role': roles.get(turn.role, turn.role), 'content': turn.text} for turn in body.messages]
-  try:
-    ids = model.encode(model.chat_template.render(messages))
-  except UserError as error:
-    raise RequestError(f'messages: {error}', param='messages') from error
+  tools = None if body.tool_choice == 'none' else body.tools or None
+  names = None if tools is None else tool_names(tools)
+  if names and body.parallel_tool_calls is False:
+    raise RequestError('parallel_tool_calls cannot be false on this server: leave it out.', param='parallel_tool_calls')
+  ids = _conversation(body, model, tools)
   if not ids:
     raise RequestError('messages render as no tokens: give one some content.', param='messages')
   _check_num_logprobs('top_logprobs', body.top_logprobs, model)
@@ -135,7 +142,42 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
     room = model.max_len - len(ids)
     max_tokens = max(1, min(room, model.settings.max_tokens or room))
   num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-  return _generation_request(body, model, limits, [(ids, '')], max_tokens=max_tokens, num_logprobs=num_logprobs)
+  wanted = _generation_request(body, model, limits, [(ids, '')], max_tokens=max_tokens, num_logprobs=num_logprobs)
+  if names and wanted.matcher is not None:
+    raise RequestError('tools cannot be called in an output whose form is fixed: leave one out.', param='tools')
+  return dataclasses.replace(wanted, tool_names=names)
+
+
+_TEMPLATE_VARIABLES = ('messages', 'tools', 'documents', 'add_generation_prompt', 'self')
+
+
+def _conversation(body: ChatBody, model: ServedModel, tools: list[Any] | None) -> tuple[int, ...]:
+  """The tokens of a chat's messages."""
+  template = model.chat_template
+  given = {'tools': tools, 'documents': body.documents, 'tool_calls': any(turn.tool_calls for turn in body.messages)}
+  given |= body.chat_template_kwargs
+  for name, value in given.items():
+    if name in body.chat_template_kwargs and (name in _TEMPLATE_VARIABLES or not name.isidentifier()):
+      raise RequestError(f'chat_template_kwargs cannot have {name[:100]!r}.', param='chat_template_kwargs')
+    if value and not template.mentions(name):
+      field = name if name in ('tools', 'documents') else 'messages' if name == 'tool_calls' else 'chat_template_kwargs'
+      raise RequestError(f"this model's chat template has no {name[:100]}: leave them out.", param=field)
+  messages = [_turn(turn, f'messages[{number}]', template) for number, turn in enumerate(body.messages)]
+  try:
+    text = template.render(messages, tools=tools, documents=body.documents, **body.chat_template_kwargs)
+    return tuple(model.tokenizer.encode(text)) if template.writes_bos else model.encode(text)
+  except UserError as error:
+    raise RequestError(f'messages: {error}', param='messages') from error
+
+
+def _turn(turn: Message, path: str, template: ChatTemplate) -> dict[str, Any]:
+  """A message as templates read it."""
+  role = 'system' if turn.role == 'developer' and not template.mentions('developer') else turn.role
+  made: dict[str, Any] = {'role': role, 'content': turn.text}
+  if turn.tool_calls:
+    made['tool_calls'] = calls_for_template(turn.tool_calls, path)
+  given = {name: getattr(turn, name) for name in ('name', 'tool_call_id', 'reasoning_content')}
+  return made | {name: value for name, value in given.items() if value is not None}
 
 
 def _check_name(fields: dict[str, Any], model: ServedModel) -> None:
@@ -185,6 +227,7 @@ def _generation_request(
   if body.stream_options is not None and not body.stream:
     raise RequestError('stream_options needs stream to be true.', param='stream_options')
   sampling = model.settings.sampling_for(body)
+  matcher = compile_format(body, model.grammars, () if body.ignore_eos else _end_ids(model))
   requests = tuple(
     Request(
       ids=ids,
@@ -207,6 +250,7 @@ def _generation_request(
     num_logprobs=num_logprobs,
     stream=body.stream,
     include_usage=body.stream_options is not None and body.stream_options.include_usage,
+    matcher=matcher,
   )
 
 
@@ -246,10 +290,14 @@ def _checked_stop(body: CompletionBody | ChatBody, limits: ServerSettings) -> tu
 def _stop_ids(body: CompletionBody | ChatBody, model: ServedModel) -> tuple[int, ...]:
   if not all(0 <= token < model.vocab_size for token in body.stop_token_ids):
     raise RequestError(f'stop_token_ids must be tokens below {model.vocab_size}.', param='stop_token_ids')
-  end = () if body.ignore_eos else model.settings.end_ids(model.tokenizer.eos_id)
+  end = () if body.ignore_eos else _end_ids(model)
   stop_ids = tuple(dict.fromkeys((*end, *body.stop_token_ids)))
   if len(stop_ids) > model.settings.max_stop_ids:
     raise RequestError(
       f'stop_token_ids and the end of text are more than {model.settings.max_stop_ids} tokens.', param='stop_token_ids'
     )
   return stop_ids
+
+
+def _end_ids(model: ServedModel) -> tuple[int, ...]:
+  return model.settings.end_ids(model.tokenizer.eos_id)

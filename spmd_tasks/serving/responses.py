@@ -15,6 +15,7 @@ from typing import Any
 
 from spmd_tasks.decoding import Delta, GeneratedSequence, TokenLogprob
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
+from spmd_tasks.serving.tool_calls import ToolCallParser
 
 
 class ResponseBodies:
@@ -26,6 +27,8 @@ class ResponseBodies:
     self._is_chat = wanted.kind == 'chat'
     self._id = f'{"chatcmpl" if self._is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self._created = int(time.time())
+    names = wanted.tool_names
+    self._parsers = {} if names is None else {index: ToolCallParser(names) for index in range(len(wanted.requests))}
     self._head = f'data: {_encode(self._body([], is_chunk=True))}'.removesuffix(']}')
 
   def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:
@@ -41,10 +44,18 @@ class ResponseBodies:
       text = texts[sequence.index]
       choice: dict[str, Any] = {
         'index': sequence.index,
-        'finish_reason': sequence.finish_reason,
         'logprobs': self._logprobs(logprobs[sequence.index], sequence.index),
       }
-      choice |= {'message': {'role': 'assistant', 'content': text}} if self._is_chat else {'text': text}
+      if self._is_chat:
+        message: dict[str, Any] = {'role': 'assistant', 'content': text}
+        if self._parsers:
+          message['content'], calls = self._parsers[sequence.index].push(text, is_last=True)
+          if calls:
+            message |= {'content': message['content'] or None, 'tool_calls': [call.as_json() for call in calls]}
+        choice['message'] = message
+      else:
+        choice['text'] = text
+      choice['finish_reason'] = self._finish_reason(sequence.index, sequence.finish_reason)
       choices.append(choice)
     return self._body(choices, is_chunk=False) | {'usage': self._usage(sequences)}
 
@@ -68,9 +79,28 @@ class ResponseBodies:
       'logprobs': self._logprobs(delta.logprobs, delta.sequence.index) if delta.logprobs else None,
       'finish_reason': delta.finish_reason,
     }
-    choice |= {'delta': {'content': delta.text} if delta.text else {}} if self._is_chat else {'text': delta.text}
+    choice |= {'delta': self._chat_delta(delta)} if self._is_chat else {'text': delta.text}
+    if self._parsers:
+      choice['finish_reason'] = self._finish_reason(delta.sequence.index, delta.finish_reason)
+      if not choice['delta'] and not choice['logprobs'] and choice['finish_reason'] is None:
+        return b''  # held back: it may become a call
     # This runs for every token, so the beginning that all chunks share is encoded only once.
     return f'{self._head}{_encode(choice)}]}}\n\n'.encode()
+
+  def _chat_delta(self, delta: Delta) -> dict[str, Any]:
+    parser = self._parsers.get(delta.sequence.index)
+    if parser is None:
+      return {'content': delta.text} if delta.text else {}
+    first = parser.num_calls
+    content, calls = parser.push(delta.text, is_last=delta.finish_reason is not None)
+    made: dict[str, Any] = {'content': content} if content else {}
+    if calls:
+      made['tool_calls'] = [{'index': first + place} | call.as_json() for place, call in enumerate(calls)]
+    return made
+
+  def _finish_reason(self, index: int, reason: str | None) -> str | None:
+    has_calls = index in self._parsers and self._parsers[index].num_calls > 0
+    return 'tool_calls' if has_calls and reason == 'stop' else reason
 
   def usage_chunk(self, sequences: Iterable[GeneratedSequence]) -> dict[str, Any]:
     """Makes the chunk that counts tokens."""

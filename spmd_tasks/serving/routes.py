@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import contextlib
 import importlib.resources
 import json
+import re
 from typing import Any
 
 from absl import logging
@@ -31,8 +32,10 @@ from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.streaming import StreamedAnswer, WholeAnswer
 
-# Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams.
+# Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams. So are
+# those with a grammar, and chats, whose templates are programs.
 _QUICK_BYTES = 16_384
+_FORM_FIELD = re.compile(rb'"(structured_outputs|guided_)')
 # A body that is too large is read on, up to this multiple of the limit and for this long; see _discard.
 _DISCARD_FACTOR = 8
 _DISCARD_LIMIT_S = 2.0
@@ -125,7 +128,8 @@ class _Routes:
     def parse() -> GenerationRequest:
       return read(parse_json(data), service.model, service.settings)
 
-    wanted = parse() if len(data) <= _QUICK_BYTES else await asyncio.to_thread(parse)
+    is_quick = read is completion_request and len(data) <= _QUICK_BYTES and not _FORM_FIELD.search(data)
+    wanted = parse() if is_quick else await asyncio.to_thread(parse)
     answer = service.begin(wanted)
     bodies = ResponseBodies(service.model, wanted)
     if wanted.stream:

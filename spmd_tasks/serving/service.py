@@ -34,7 +34,14 @@ class Answer:
 
   def __init__(self, wanted: GenerationRequest, model: ServedModel):
     self.sequences = [
-      GeneratedSequence(request, model.decode, index=index, has_logprobs=wanted.num_logprobs is not None, owner=self)
+      GeneratedSequence(
+        request,
+        model.decode,
+        index=index,
+        has_logprobs=wanted.num_logprobs is not None,
+        matcher=None if wanted.matcher is None else wanted.matcher.copy(),
+        owner=self,
+      )
       for index, request in enumerate(wanted.requests)
     ]
     self.begun = time.monotonic()

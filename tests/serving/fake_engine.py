@@ -67,6 +67,7 @@ class FakeEngine:
     self.num_slots, self.prefill_rows, self.max_len, self.num_top = num_slots, prefill_rows, max_len, num_top
     self.prefill_chunk, self.can_reuse = prefill_chunk, can_reuse
     self.log: list[tuple] = []
+    self.tokens: list[list[int]] = []  # of each launch
     self.fail_next: Exception | None = None
     self.gate = gate
     self.is_warm = False
@@ -99,7 +100,7 @@ class FakeEngine:
     bucket = max(MIN_BUCKET, 1 << (chunk.stop - chunk.start - 1).bit_length())
     return min(bucket, self.prefill_chunk) * self.prefill_rows
 
-  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Launched:
+  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks=None) -> Launched:
     self.log.append(('prefill', tuple(chunk.slot for chunk in chunks)))
     assert 0 < len(chunks) <= self.prefill_rows
     assert len({chunk.slot for chunk in chunks}) == len(chunks)
@@ -117,7 +118,7 @@ class FakeEngine:
       for place in range(chunk.start, chunk.stop):
         cache[place] = cell(cache.get(place - 1, 0), (chunk.request.ids[place] + self.weights) % 512)
       self.slots[chunk.slot] = Slot(chunk.request, chunk.stop)
-      rows.append(self._next(chunk.slot))
+      rows.append(self._next(chunk.slot, (masks or {}).get(len(rows))))
     outputs = self._outputs(rows + [None] * (self.prefill_rows - len(rows)))
     return Launched(self._score(outputs, chunks) if score_prompts else outputs)
 
@@ -131,7 +132,7 @@ class FakeEngine:
     is_next = held is not None and held.request is request and held.length == chunk.start
     assert chunk.start == 0 or is_next or (self.can_reuse and not score_prompts)
 
-  def step(self, keep: np.ndarray) -> Launched:
+  def step(self, keep: np.ndarray, masks=None) -> Launched:
     if self.gate is not None:
       self.gate.wait(10)
     self.log.append(('step', tuple(keep.tolist())))
@@ -140,15 +141,18 @@ class FakeEngine:
       if not kept and held is not None and held.length == len(held.request.ids):
         self.slots[slot] = None
     error, self.fail_next = self.fail_next, None
-    return Launched(self._outputs([self._next(slot) for slot in range(self.num_slots)]), error)
+    return Launched(self._outputs([self._next(slot, (masks or {}).get(slot)) for slot in range(self.num_slots)]), error)
 
-  def _next(self, slot: int):
+  def _next(self, slot: int, mask=None):
     held = self.slots[slot]
     if held is None or held.length < len(held.request.ids) or not held.request.max_tokens:
       return None
     place = held.num_tokens % held.length
     cache = self.caches[slot]
     token = token_of(cache.get(place - 1, 0), cache.get(place, 0))
+    if mask is not None:  # the first allowed token from there on
+      allowed = [other for other in range(TOKENIZER.vocab_size) if mask[other // 32] >> np.uint32(other % 32) & 1]
+      token = min(allowed, key=lambda other: (other < token, other))
     # A generated token is in no chunk of a prefill, so no other prompt may reuse its cell.
     cache[held.length + held.num_tokens] = 0
     held.num_tokens += 1
@@ -159,6 +163,7 @@ class FakeEngine:
 
   def _outputs(self, rows) -> Outputs:
     tokens = np.array([0 if row is None else row[0] for row in rows], np.int32)
+    self.tokens.append(tokens.tolist())
     return Outputs(
       tokens=tokens,
       logprobs=-tokens.astype(np.float32) / 100,

@@ -11,7 +11,7 @@ import time
 
 import httpx
 
-from spmd_tasks.decoding import ChatTemplate
+from spmd_tasks.decoding import ChatTemplate, Grammars
 from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
@@ -25,6 +25,7 @@ MODEL = ServedModel(
   settings=DecodeSettings(num_top_logprobs=2),
   max_len=128,
   vocab_size=TOKENIZER.vocab_size,
+  grammars=Grammars(TOKENIZER, vocab_size=TOKENIZER.vocab_size, end_ids=(TOKENIZER.eos_id,)),
 )
 
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
@@ -49,13 +50,20 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-  engine: FakeEngine | None = None, *, max_len: int = 128, wait: bool = True, restore=None, leave=os._exit, **settings
+  engine: FakeEngine | None = None,
+  *,
+  max_len: int = 128,
+  wait: bool = True,
+  restore=None,
+  leave=os._exit,
+  chat_template: ChatTemplate = MODEL.chat_template,
+  **settings,
 ) -> Iterator[Served]:
   engine = engine or FakeEngine(max_len=max_len)
   limits = ServerSettings(**{'port': 0, 'drain_s': 5.0} | settings)
   sock = listen(limits)
   stop, lines, codes = threading.Event(), queue.Queue(), []
-  model = dataclasses.replace(MODEL, max_len=engine.max_len)
+  model = dataclasses.replace(MODEL, max_len=engine.max_len, chat_template=chat_template)
 
   def run():
     try:

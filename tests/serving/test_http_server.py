@@ -174,8 +174,8 @@ BAD = [
   (CHAT, {'messages': [{'role': 'user', 'content': 'x' * 500}]}, 400, 'messages'),
   (CHAT, {'max_tokens': 0}, 400, 'max_tokens'),
   (CHAT, {'top_logprobs': 1}, 400, 'top_logprobs'),
-  (CHAT, {'tools': [{'type': 'function'}]}, 400, 'tools'),
-  (CHAT, {'response_format': {'type': 'json_object'}}, 400, 'response_format'),
+  (CHAT, {'tools': [{'type': 'function'}]}, 400, 'tools[0]'),
+  (CHAT, {'response_format': {'type': 'yaml'}}, 400, 'response_format'),
   (CHAT, {'prompt': 'x'}, 400, 'prompt'),
 ]
 

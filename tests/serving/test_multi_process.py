@@ -10,7 +10,7 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import CheckpointChoiceError
-from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
+from spmd_tasks.decoding import GeneratedSequence, Grammars, Request, Scheduler
 from spmd_tasks.distributed import admit, join, listen_for_processes
 from spmd_tasks.serving.multi_process import (
   Followers,
@@ -113,6 +113,20 @@ def test_the_same_operations_reach_both_in_the_same_order(pair):
   assert pair.left.empty()
 
 
+def test_token_masks_reach_the_others(pair):
+  grammars = Grammars(TOKENIZER, vocab_size=TOKENIZER.vocab_size, end_ids=())
+  scheduler = Scheduler(pair.engine)
+  free, bound = sequences(2)
+  bound.matcher = grammars.compile('regex', '[x-z]+')
+  scheduler.submit([free, bound])
+  run(scheduler)
+  settled(pair)
+  assert set(bound.text) <= set('xyz')
+  assert len(bound.text) == bound.request.max_tokens
+  leading, followed = pair.engines
+  assert followed.tokens == leading.tokens
+
+
 def test_weights_are_restored_and_dropped_on_both(pair):
   pair.engine.weights, step = pair.engine.restore(5)
   assert step == 5
@@ -162,7 +176,7 @@ def test_what_fails_on_another_process_only_ends_the_job(pair, monkeypatch):
 def test_what_fails_on_process_0_before_its_launch_ends_the_job(pair, monkeypatch):
   monkeypatch.setattr(leader, '_RESET_LIMIT_S', 0.1)
   pair.engines[1].gate = gate = threading.Event()  # its step waits for process 0's, which never comes
-  monkeypatch.setattr(pair.engines[0], 'step', lambda keep: 1 / 0)
+  monkeypatch.setattr(pair.engines[0], 'step', lambda keep, masks: 1 / 0)
   scheduler = Scheduler(pair.engine)
   scheduler.submit(sequences(1))
   with pytest.raises(ZeroDivisionError):

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.skipif(
 class SlowEngine(FakeEngine):
   """Its texts can be seen to grow."""
 
-  def step(self, keep):
+  def step(self, keep, masks=None):
     time.sleep(0.02)
-    return super().step(keep)
+    return super().step(keep, masks)
 
 
 @pytest.fixture(scope='module')

@@ -212,6 +212,38 @@ def test_chat_whole_and_streamed(client):
   assert chunks[-1].usage.completion_tokens == 8
 
 
+def test_output_in_the_form_that_was_asked_for_in_company(client, server):
+  """Forms, whole and streamed, beside free requests that have the tokens that they have alone, and nothing compiles."""
+  free = {'prompt': 'a prompt of several chunks, which is read again', 'temperature': 1.0, 'seed': 5, 'max_tokens': 40}
+  alone = complete(client, **free).choices[0].text
+  schema = {'type': 'object', 'properties': {'ok': {'type': 'boolean'}}, 'required': ['ok']}
+  schema |= {'additionalProperties': False, 'x-guidance': {'whitespace_flexible': False}}
+  form = {'type': 'json_schema', 'json_schema': {'name': 'ok', 'schema': schema}}
+  ask = {'model': MODEL, 'messages': [{'role': 'user', 'content': 'hi'}], 'temperature': 1.0}
+
+  def chat(seed):
+    return client.chat.completions.create(**ask, seed=seed, n=2, response_format=form, max_tokens=20).choices
+
+  def complete_regex(seed):
+    pieces = complete(
+      client, temperature=1.5, seed=seed, max_tokens=30, stream=True, extra_body={'guided_regex': '[a-f]{3}(0|1)+x'}
+    )
+    return ''.join(piece.choices[0].text for piece in pieces)
+
+  with ThreadPoolExecutor(8) as pool:
+    frees = [pool.submit(complete, client, **free) for _ in range(3)]
+    chats = [pool.submit(chat, seed) for seed in range(3)]
+    texts = [pool.submit(complete_regex, seed) for seed in range(3)]
+  assert {each.result().choices[0].text for each in frees} == {alone}
+  for choice in (choice for each in chats for choice in each.result()):
+    assert json.loads(choice.message.content)['ok'] in (True, False)
+    assert choice.finish_reason == 'stop'
+  for seed, text in enumerate(each.result() for each in texts):
+    assert re.fullmatch('[a-f]{3}[01]+x?', text)
+    assert text == complete_regex(seed)  # as alone
+  assert metric(server.url, 'late_compilations') == 0
+
+
 def test_errors_name_the_field(client, server):
   with pytest.raises(openai.BadRequestError) as error:
     complete(client, max_tokens=1000)

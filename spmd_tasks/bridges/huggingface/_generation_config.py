@@ -10,7 +10,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import read_json_object
 
 # Fields that change what is generated and have no counterpart here, and the values with which they change nothing.
-_UNSUPPORTED = {
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
   'num_beams': (1,),
   'typical_p': (1, 1.0),
   'epsilon_cutoff': (0,),
@@ -49,7 +49,7 @@ def generation_defaults(folder: str) -> dict[str, Any]:
   ends = config.get('eos_token_id')
   if ends is None:
     ends = read_json_object(os.path.join(os.path.dirname(path), 'config.json')).get('eos_token_id')
-  lost = {name: config[name] for name, neutral in _UNSUPPORTED.items() if name in config and config[name] not in neutral}
+  lost = {name: value for name, value in config.items() if value not in _UNSUPPORTED.get(name, (value,))}
   if lost:
     logging.warning('%s: these settings have no counterpart here and are left out: %s', path, lost)
 

@@ -21,7 +21,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import CheckpointChoiceError
 from spmd_tasks.decoding import Engine, Launched
 from spmd_tasks.distributed import Link, LinkError
-from spmd_tasks.serving.multi_process.messages import from_message, to_message
+from spmd_tasks.serving.multi_process.messages import from_message, to_message, unpack_masks
 
 _SETTLE_S = 0.5  # without a new operation, until the outputs of the last launch are read
 _RESET_LIMIT_S = 10.0  # for process 0 to notice that an operation failed there too
@@ -82,8 +82,10 @@ class _Follower:
     self._calls: dict[str, Callable[..., Launched | None]] = {
       'warm_up': engine.warm_up,
       'reset': self._reset,
-      'prefill': lambda chunks, score_prompts: engine.prefill(chunks, score_prompts=score_prompts),
-      'step': lambda keep: engine.step(np.array(keep, np.bool_)),
+      'prefill': lambda chunks, score_prompts, masks: engine.prefill(
+        chunks, score_prompts=score_prompts, masks=unpack_masks(masks)
+      ),
+      'step': lambda keep, masks: engine.step(np.array(keep, np.bool_), unpack_masks(masks)),
       'restore': self._restore_weights,
       'drop_weights': lambda: setattr(engine, 'weights', None),
     }

@@ -26,10 +26,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.decoding import Chunk, Engine, Launched, Outputs
+from spmd_tasks.decoding import Chunk, Engine, Launched, Outputs, TokenMasks
 from spmd_tasks.distributed import Link, LinkError
 from spmd_tasks.errors import JobError
-from spmd_tasks.serving.multi_process.messages import from_message, to_message
+from spmd_tasks.serving.multi_process.messages import from_message, pack_masks, to_message
 
 _LOST_LIMIT_S = 20.0  # from the loss of a process: to tell the clients, and to end in order
 _RESET_LIMIT_S = 60.0  # for the other processes to finish what runs and to empty their slots
@@ -142,14 +142,17 @@ class LeadingEngine:
   def prefill_cost(self, chunk: Chunk) -> int:
     return self._engine.prefill_cost(chunk)
 
-  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Launched:
-    self._followers.send('prefill', [_without_later_tokens(chunk) for chunk in chunks], score_prompts)
-    launched = self._await(functools.partial(self._engine.prefill, chunks, score_prompts=score_prompts))
-    return _Awaited(self._await, launched)
+  def prefill(
+    self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
+  ) -> Launched:
+    sent = [_without_later_tokens(chunk) for chunk in chunks]
+    self._followers.send('prefill', sent, score_prompts, pack_masks(masks))
+    call = functools.partial(self._engine.prefill, chunks, score_prompts=score_prompts, masks=masks)
+    return _Awaited(self._await, self._await(call))
 
-  def step(self, keep: np.ndarray) -> Launched:
-    self._followers.send('step', keep.tolist())
-    return _Awaited(self._await, self._await(self._engine.step, keep))
+  def step(self, keep: np.ndarray, masks: TokenMasks | None = None) -> Launched:
+    self._followers.send('step', keep.tolist(), pack_masks(masks))
+    return _Awaited(self._await, self._await(self._engine.step, keep, masks))
 
   def restore(self, step: int | None) -> tuple[Any, int]:
     """Returns a checkpoint's (weights, step), for `weights`; the other processes replace their weights themselves."""

@@ -7,11 +7,14 @@
 A message is data, never a pickle: nothing in it can name code.
 """
 
+import base64
 from collections.abc import Mapping
 import json
 from typing import Any
 
-from spmd_tasks.decoding import Chunk, Request, SamplingParams
+import numpy as np
+
+from spmd_tasks.decoding import Chunk, Request, SamplingParams, TokenMasks
 
 # What a message may contain beside JSON's own types.
 _TYPES = {'Chunk': Chunk, 'Request': Request, 'SamplingParams': SamplingParams}
@@ -25,6 +28,16 @@ def to_message(fields: Mapping[str, Any]) -> bytes:
 def from_message(message: bytes | bytearray) -> dict[str, Any]:
   """Decodes what `to_message` has encoded; arrays inside the three classes become tuples."""
   return json.loads(message, object_hook=_from_json)
+
+
+def pack_masks(masks: TokenMasks | None) -> list[list[Any]]:
+  """Token masks for a message: pairs of a row and its words in base64. Process 0 alone computes them."""
+  return [[row, base64.b64encode(mask.astype('<u4').tobytes()).decode()] for row, mask in (masks or {}).items()]
+
+
+def unpack_masks(pairs: list[list[Any]]) -> TokenMasks | None:
+  """The masks that `pack_masks` packed."""
+  return {row: np.frombuffer(base64.b64decode(words), '<u4') for row, words in pairs} or None
 
 
 def _to_json(value: Any) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""Constrained output: a grammar says which tokens may come next (through the library llguidance).
+
+    grammars = Grammars(tokenizer, vocab_size=steps.vocab_size, end_ids=(2,))
+    matcher = grammars.compile('json_schema', '{"type": "object"}')   # UserError where the schema is wrong
+    matcher.mask                     # uint32 [W]: bit v % 32 of word v // 32 says whether token v may come next
+    matcher.take(token)              # after each token
+    matcher.is_over                  # whether only the end of text may follow
+
+Masks are computed on the host, between the steps. Shapes: V vocabulary, W = ceil(V / 32) words.
+"""
+
+from collections.abc import Mapping, Sequence
+import functools
+import json
+import threading
+from typing import Any, Literal
+
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import BpeTokenizer, ByteTokenizer, FolderTokenizer, Tokenizer
+
+Kind = Literal['json_schema', 'regex', 'grammar', 'choice']
+_MAX_CHARS = 100_000
+
+
+def num_words(vocab_size: int) -> int:
+  """W."""
+  return (vocab_size + 31) // 32
+
+
+def mask_rows(masks: Mapping[int, np.ndarray], num_rows: int, vocab_size: int) -> np.ndarray:
+  """Masks uint32 [num_rows, W] from those of some rows; the other rows may take any token."""
+  array = np.full((num_rows, num_words(vocab_size)), 0xFFFFFFFF, np.uint32)
+  for row, mask in masks.items():
+    array[row] = mask
+  return array
+
+
+class Grammars:
+  """Compiles grammars for one tokenizer."""
+
+  def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]):
+    """Reads nothing yet.
+
+    Args:
+      tokenizer: of the model.
+      vocab_size: V, at least the tokenizer's.
+      end_ids: tokens that may end a text that the grammar accepts.
+    """
+    self._tokenizer = tokenizer
+    self._vocab_size = vocab_size
+    self._end_ids = tuple(end_ids)
+    self._lock = threading.Lock()
+
+  def compile(self, kind: Kind, text: str, *, end_ids: Sequence[int] | None = None) -> 'Matcher':
+    """Makes the matcher of one sequence, before its first token.
+
+    Args:
+      kind: the language of `text`: a JSON schema, a regular expression, a grammar in Lark's notation, or a JSON array
+        of the texts to choose from.
+      text: what the generated text must match as a whole.
+      end_ids: tokens that end the sequence; None takes the model's.
+
+    Raises:
+      UserError: `text` is wrong, uses what llguidance does not have, or is too large; the message is a clause.
+    """
+    import llguidance
+
+    if len(text) > _MAX_CHARS:
+      raise UserError(f'it has {len(text)} characters, more than {_MAX_CHARS}')
+    try:
+      if kind == 'json_schema':
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
+      elif kind == 'regex':
+        grammar = llguidance.LLMatcher.grammar_from_regex(text)
+      else:
+        choices = json.loads(text) if kind == 'choice' else ()
+        choices = ' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        grammar = llguidance.LLMatcher.grammar_from_lark(f'start: {choices}' if choices else text)
+    except ValueError as error:
+      raise UserError(_clause(str(error))) from error
+    with self._lock:  # the first call builds the table of tokens
+      tokenizer = self._table
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+      raise UserError(_clause(matcher.get_error()))
+    end_ids = self._end_ids if end_ids is None else end_ids
+    made = Matcher(matcher, self._vocab_size, end_ids, all_ends=[*tokenizer.eos_tokens, *end_ids])
+    if made.is_over:
+      raise UserError('no token of this model can begin it')
+    return made
+
+  @functools.cached_property
+  def _table(self) -> Any:
+    """The tokenizer as llguidance reads it."""
+    import llguidance
+
+    if isinstance(self._tokenizer, ByteTokenizer):
+      return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(self._tokenizer)))
+    if isinstance(self._tokenizer, BpeTokenizer | FolderTokenizer):
+      ends = list(self._end_ids or (self._tokenizer.eos_id,))
+      return llguidance.LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=ends)
+    raise UserError(f'there are no grammars for tokens of a {type(self._tokenizer).__name__}')
+
+
+class Matcher:
+  """How far a sequence is in its grammar.
+
+  Attributes:
+    mask: uint32 [W], which tokens may come next.
+    is_over: whether nothing but the end of text may follow.
+    has_failed: whether that is because the grammar became too complex for llguidance's limits.
+  """
+
+  def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], all_ends: Sequence[int]):
+    """Wraps a matcher of llguidance.
+
+    Args:
+      matcher: llguidance's.
+      vocab_size: V.
+      end_ids: the tokens that may end the text where the grammar accepts it.
+      all_ends: these, and others that are ends for llguidance and never allowed.
+    """
+    self._matcher = matcher
+    self._vocab_size = vocab_size
+    self._end_ids = tuple(end_ids)
+    self._all_ends = frozenset(all_ends)
+    self._update()
+
+  def copy(self) -> 'Matcher':
+    """One for another sequence, at the same place."""
+    return Matcher(self._matcher.deep_copy(), self._vocab_size, self._end_ids, tuple(self._all_ends))
+
+  def take(self, token: int) -> None:
+    """Goes on after a token that the mask allows, which is no end of text."""
+    self._matcher.consume_token(token)  # an error shows in is_over and has_failed
+    self._update()
+
+  def _update(self) -> None:
+    self.mask = np.zeros(num_words(self._vocab_size), np.uint32)
+    self.is_over = self._matcher.is_stopped()
+    words = np.frombuffer(b'' if self.is_over else self._matcher.compute_bitmask(), np.uint32)
+    self.has_failed = self._matcher.is_error()
+    if self.is_over or self.has_failed:
+      self.is_over = True
+      return
+    size = min(len(words), len(self.mask))
+    self.mask[:size] = words[:size]
+    ends = self._end_ids if self._matcher.is_accepting() else ()
+    for token in self._all_ends:
+      bit = np.uint32(1 << token % 32)
+      self.mask[token // 32] &= ~bit
+      if token in ends:
+        self.mask[token // 32] |= bit
+    self.is_over = not self.mask.any()
+
+
+class _Bytes:
+  """A ByteTokenizer as llguidance's TokenizerWrapper wants it."""
+
+  def __init__(self, tokenizer: ByteTokenizer):
+    self.eos_token_id, self.bos_token_id = tokenizer.eos_id, tokenizer.bos_id
+    self.special_token_ids = list(range(tokenizer.num_special))
+    self.tokens = [b'<pad>', b'<bos>', b'<eos>', *(bytes([byte]) for byte in range(256))]
+
+  def __call__(self, text: bytes) -> list[int]:
+    return [byte + len(self.special_token_ids) for byte in text]
+
+
+def _clause(message: str) -> str:
+  """An error of llguidance on one line, without the picture of its place."""
+  first, *rest = message.strip().splitlines() or ['it is not valid']
+  return ' '.join([first, *(line for line in rest if line.startswith('error:'))]).rstrip('.')[:300]

@@ -1,0 +1,125 @@
+"""Whatever is drawn from the allowed tokens matches the grammar, for any tokenizer, and ends where it may."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding import Grammars
+from spmd_tasks.decoding.constraints import mask_rows
+from spmd_tasks.decoding.sampling import mask_logits
+from spmd_tasks.inputs import ByteTokenizer, FolderTokenizer, IdTokenizer
+from tests.model_folders import write_tokenizer
+
+SCHEMA = {
+  'type': 'object',
+  'properties': {'name': {'enum': ['cat', 'été']}, 'age': {'type': 'integer', 'minimum': 3, 'maximum': 120}},
+  'required': ['name', 'age'],
+  'additionalProperties': False,
+}
+NUM_BEYOND = 45  # rows of the vocabulary that the tokenizer lacks
+
+
+@pytest.fixture(scope='module', params=['bytes', 'byte_level', 'metaspace'])
+def tokenizer(request, tmp_path_factory):
+  if request.param == 'bytes':
+    return ByteTokenizer()
+  return FolderTokenizer(path=str(write_tokenizer(tmp_path_factory.mktemp('folder'), request.param)))
+
+
+def allowed_ids(matcher) -> np.ndarray:
+  return np.flatnonzero(np.unpackbits(matcher.mask.view(np.uint8), bitorder='little'))
+
+
+def draw(matcher, ends, rng, most=60) -> tuple[list[int], bool]:
+  """Tokens drawn from the masks, and whether the text is complete."""
+  ids = []
+  while not matcher.is_over and len(ids) < most:
+    token = int(rng.choice(allowed_ids(matcher)))
+    if token in ends:
+      return ids, True
+    ids.append(token)
+    matcher.take(token)
+  return ids, matcher.is_over
+
+
+def matches_schema(text):
+  value = json.loads(text)
+  return value['name'] in ('cat', 'été') and 3 <= value['age'] <= 120 and len(value) == 2
+
+
+@pytest.mark.parametrize(
+  'kind, grammar, matches',
+  [
+    ('regex', '[a-c]{2}(x|été)?[0-9]+', lambda text: re.fullmatch('[a-c]{2}(x|été)?[0-9]+', text)),
+    ('json_schema', json.dumps(SCHEMA | {'x-guidance': {'whitespace_flexible': False}}), matches_schema),
+    ('choice', '["the cat", "the\\n\\"mat\\"", "été"]', lambda text: text in ('the cat', 'the\n"mat"', 'été')),
+    ('grammar', 'start: pair ("," pair)*\npair: /[a-z]/ "=" /[0-9]/', lambda text: re.fullmatch(
+      '[a-z]=[0-9](,[a-z]=[0-9])*', text)),
+  ],
+)  # fmt: skip
+def test_what_is_drawn_matches(tokenizer, rng, kind, grammar, matches):
+  ends = (tokenizer.eos_id, tokenizer.encode('<|im_end|>')[0])
+  grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size + NUM_BEYOND, end_ids=ends)
+  matcher = grammars.compile(kind, grammar)
+  num_complete = 0
+  for _ in range(20):
+    ids, is_complete = draw(matcher.copy(), ends, rng)
+    num_complete += is_complete
+    assert max(ids) < tokenizer.vocab_size
+    if is_complete:
+      assert matches(tokenizer.decode(ids)), tokenizer.decode(ids)
+  assert num_complete >= 15
+
+
+def test_the_end_is_allowed_only_where_the_grammar_accepts_it(tokenizer):
+  eos = tokenizer.eos_id
+  other = tokenizer.encode('z')[-1]
+  (a,) = set(tokenizer.encode('aa')[-1:])
+  grammars = Grammars(tokenizer, vocab_size=tokenizer.vocab_size, end_ids=(eos,))
+  for ends in [(eos,), (eos, other), ()]:
+    matcher = grammars.compile('regex', '(aa)+', end_ids=ends)
+    assert not {eos, other} & set(allowed_ids(matcher).tolist())
+    for token in tokenizer.encode('aa') if a != tokenizer.encode('a')[-1] else [a, a]:
+      matcher.take(token)
+    assert {eos, other} & set(allowed_ids(matcher).tolist()) == set(ends)
+
+
+@pytest.mark.parametrize(
+  'kind, grammar, message',
+  [
+    ('regex', '(', 'unclosed group'),
+    ('json_schema', '{"type": "foo"}', 'Invalid type'),
+    ('json_schema', '{"not": {"type": "string"}}', 'not'),
+    ('json_schema', '[', 'expected value'),
+    ('grammar', 'start: other', 'unknown name'),
+    ('regex', 'a' * 100_001, '100001 characters'),
+  ],
+)
+def test_wrong_grammars_are_refused(kind, grammar, message):
+  grammars = Grammars(ByteTokenizer(), vocab_size=259, end_ids=(2,))
+  with pytest.raises(ValueError, match=message) as refused:
+    grammars.compile(kind, grammar)
+  assert '\n' not in str(refused.value)
+
+
+def test_an_error_of_the_grammar_ends_its_sequence():
+  matcher = Grammars(ByteTokenizer(), vocab_size=259, end_ids=(2,)).compile('regex', 'ab')
+  matcher.take(ByteTokenizer().encode('x')[0])
+  assert matcher.is_over
+  assert matcher.has_failed
+
+
+def test_tokenizers_without_texts_have_no_grammars():
+  with pytest.raises(ValueError, match='IdTokenizer'):
+    Grammars(IdTokenizer(vocab_size=9, eos_id=1), vocab_size=9, end_ids=(1,)).compile('regex', 'a')
+
+
+def test_masks_of_rows_leave_other_rows_as_they_are(rng):
+  logits = jnp.asarray(rng.normal(size=(3, 70)), jnp.float32)
+  mask = np.array([0b101, 0, 1 << 5], np.uint32)
+  masked = np.asarray(mask_logits(logits, mask_rows({1: mask}, 3, 70)))
+  np.testing.assert_array_equal(masked[[0, 2]], np.asarray(logits)[[0, 2]])
+  assert np.flatnonzero(masked[1] > -np.inf).tolist() == [0, 2, 69]

@@ -1,0 +1,174 @@
+"""Tool calls in and out, and outputs of a fixed form, over HTTP and a fake engine that repeats its prompt."""
+
+import json
+import re
+
+import openai
+import pytest
+
+from spmd_tasks.decoding import ChatTemplate
+from spmd_tasks.serving.tool_calls import ToolCallParser
+from tests.serving.served import serving
+
+TOOLS = [{'type': 'function', 'function': {'name': name, 'parameters': {}}} for name in ('weather', 'time')]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+BARE = ' {"name": "time", "parameters": {}}'
+ZURICH = ('weather', '{"city": "Zürich"}')
+
+
+@pytest.mark.parametrize(
+  'text, content, calls',
+  [
+    ('plain <tool', 'plain <tool', []),
+    (CALL, '', [ZURICH]),
+    (f'so:\n{CALL}\n{CALL}\n', 'so:\n', [ZURICH, ZURICH]),
+    (f'{CALL} and', ' and', [ZURICH]),
+    (BARE, '', [('time', '{}')]),
+    ('{"type": "function", "name": "time", "parameters": {}}', '', [('time', '{}')]),
+    (f'{BARE} more', f'{BARE} more', []),
+    ('{"answer": 1}', '{"answer": 1}', []),
+    ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
+    (CALL[:-3], CALL[:-3], []),
+    (CALL.replace('weather', 'rm'), CALL.replace('weather', 'rm'), []),
+    (CALL.replace('{"city"', '{city'), CALL.replace('{"city"', '{city'), []),
+    ('<tool_call>[]</tool_call>' + CALL, '<tool_call>[]</tool_call>', [ZURICH]),
+    ('', '', []),
+  ],
+)
+def test_calls_are_found_however_the_text_is_cut(text, content, calls):
+  for size in (1, 2, 7, 1000):
+    parser = ToolCallParser({'weather', 'time'})
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    results = [parser.push(piece, is_last=False) for piece in pieces] + [parser.push('', is_last=True)]
+    assert ''.join(found for found, _ in results) == content
+    assert [(call.name, call.arguments) for _, found in results for call in found] == calls
+    assert parser.num_calls == len(calls)
+
+
+def test_a_plain_object_is_not_held_back():
+  parser = ToolCallParser({'time'})
+  assert [parser.push(piece, is_last=False)[0] for piece in ('{', '"na', 'ms":', '1')] == ['', '', '{"nams":', '1']
+
+
+ECHO = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{# tools tool_calls enable_thinking #}"
+
+
+@pytest.fixture(scope='module')
+def server():
+  template = ChatTemplate(template=ECHO, stop=('#',), writes_bos=True)
+  with serving(max_len=512, chat_template=template) as served:
+    yield served
+
+
+@pytest.fixture(scope='module')
+def client(server):
+  with openai.OpenAI(base_url=f'{server.url}/v1', api_key='none', max_retries=0, timeout=20) as client:
+    yield client
+
+
+def ask(client, content, **settings):
+  messages = [{'role': 'user', 'content': content}]
+  return client.chat.completions.create(**{'model': 'fake.Model', 'messages': messages, 'max_tokens': 200} | settings)
+
+
+def test_a_client_gets_calls_whole_and_streamed(client):
+  (choice,) = ask(client, f'so: {CALL}{CALL}#', tools=TOOLS).choices
+  assert (choice.finish_reason, choice.message.content) == ('tool_calls', 'so: ')
+  assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [ZURICH] * 2
+  assert len({call.id for call in choice.message.tool_calls}) == 2
+  chunks = [chunk.choices[0] for chunk in ask(client, f'so: {CALL}{CALL}#', tools=TOOLS, stream=True)]
+  assert ''.join(chunk.delta.content or '' for chunk in chunks) == 'so: '
+  calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+  assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [(0, *ZURICH), (1, *ZURICH)]
+  assert chunks[-1].finish_reason == 'tool_calls'
+  assert ask(client, f'{BARE}#', tools=TOOLS).choices[0].message.content is None
+
+
+def test_without_tools_calls_are_text(client):
+  for settings in ({}, {'tools': TOOLS, 'tool_choice': 'none'}):
+    (choice,) = ask(client, f'{CALL}#', **settings).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, 'stop')
+
+
+def test_a_conversation_with_calls_goes_to_the_template():
+  template = ChatTemplate(template='{{ tools | length }}{{ messages | tojson }}#{# tool_calls #}', stop=('#',))
+  call = {'id': 'call_1', 'type': 'function', 'function': {'name': 'time', 'arguments': '{"zone": "é"}'}}
+  turns = [
+    {'role': 'developer', 'content': [{'type': 'text', 'text': 'be'}, {'type': 'text', 'text': ' brief'}]},
+    {'role': 'assistant', 'content': None, 'tool_calls': [call], 'reasoning_content': 'hm'},
+    {'role': 'tool', 'tool_call_id': 'call_1', 'content': '12:00'},
+  ]
+  with serving(max_len=1024, chat_template=template) as served, served.client() as client:
+    asked = {'messages': turns, 'tools': TOOLS, 'max_tokens': 500}
+    text = client.post('/v1/chat/completions', json=asked).json()['choices'][0]['message']['content']
+  assert json.loads(text[1:]) == [
+    {'role': 'system', 'content': 'be brief'},
+    {
+      'role': 'assistant', 'content': '', 'reasoning_content': 'hm', 'thinking': 'hm',
+      'tool_calls': [call | {'function': {'name': 'time', 'arguments': {'zone': 'é'}}}],
+    },
+    {'role': 'tool', 'content': '12:00', 'tool_call_id': 'call_1'},
+  ]  # fmt: skip
+
+
+SCHEMA = {'type': 'object', 'properties': {'n': {'type': 'integer'}}, 'required': ['n'], 'additionalProperties': False}
+JSON_SCHEMA = {'type': 'json_schema', 'json_schema': {'name': 'n', 'schema': SCHEMA}}
+
+
+@pytest.mark.parametrize(
+  'content, settings, pattern',
+  [
+    ('abab', {'extra_body': {'guided_regex': '[0-9]{3}'}}, '000'),
+    ('99', {'extra_body': {'structured_outputs': {'regex': '[0-9]{3}'}}}, '999'),
+    ('x', {'extra_body': {'guided_choice': ['yes', 'no']}}, 'yes'),
+    ('x', {'extra_body': {'guided_grammar': 'start: "a" "b"'}}, 'ab'),
+    ('{"n":7}', {'response_format': JSON_SCHEMA}, r'\\{"n":7\\}'),
+    ('{}', {'response_format': {'type': 'json_object'}}, r'\\{\\}'),
+  ],
+)
+def test_the_output_has_the_form_that_was_asked_for(client, content, settings, pattern):
+  whole = ask(client, content, n=2, **settings)
+  for choice in whole.choices:
+    assert re.fullmatch(pattern.replace('\\\\', '\\'), choice.message.content), choice
+    assert choice.finish_reason == 'stop'
+  streamed = [chunk.choices[0].delta.content or '' for chunk in ask(client, content, stream=True, **settings)]
+  assert ''.join(streamed) == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+  'settings, field, message',
+  [
+    ({'tools': [{'type': 'web'}]}, 'tools[0]', 'must be an object of type function'),
+    ({'tools': TOOLS, 'tool_choice': 'required'}, 'tool_choice', 'not supported'),
+    ({'tools': TOOLS, 'parallel_tool_calls': False}, 'parallel_tool_calls', 'cannot be false'),
+    ({'tools': TOOLS, 'response_format': {'type': 'json_object'}}, 'tools', 'form is fixed'),
+    ({'response_format': {'type': 'xml'}}, 'response_format', "'json_object'"),
+    ({'response_format': {'type': 'json_schema'}}, 'response_format.json_schema.schema', 'must be a JSON schema'),
+    ({'extra_body': {'guided_regex': '('}}, 'guided_regex', 'unclosed group'),
+    ({'extra_body': {'guided_choice': []}}, 'guided_choice', 'array of strings'),
+    ({'extra_body': {'guided_regex': 'a', 'guided_json': {}}}, 'guided_regex', 'one form'),
+    ({'extra_body': {'structured_outputs': {'structural_tag': 'x'}}}, 'structured_outputs.structural_tag', 'not supp'),
+    ({'extra_body': {'chat_template_kwargs': {'messages': []}}}, 'chat_template_kwargs', "cannot have 'messages'"),
+    ({'extra_body': {'chat_template_kwargs': {'thinking_budget': 3}}}, 'chat_template_kwargs', 'no thinking_budget'),
+    ({'extra_body': {'documents': [{'text': 'x'}]}}, 'documents', 'no documents'),
+  ],
+)
+def test_what_cannot_be_had_is_refused_in_a_sentence(client, settings, field, message):
+  with pytest.raises(openai.BadRequestError, match=re.escape(message)) as refused:
+    ask(client, 'x', **settings)
+  assert refused.value.param == field
+
+
+def test_calls_without_json_arguments_are_refused(client):
+  call = {'id': '1', 'type': 'function', 'function': {'name': 'time', 'arguments': '{'}}
+  turns = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'tool_calls': [call]}]
+  with pytest.raises(openai.BadRequestError, match='must be a JSON object, as text') as refused:
+    ask(client, '', messages=turns)
+  assert refused.value.param == 'messages[1].tool_calls[0].function.arguments'
+
+
+def test_a_template_without_tools_refuses_them():
+  with serving() as served, served.client() as client:
+    answer = client.post('/v1/chat/completions', json={'messages': [{'role': 'user', 'content': 'x'}], 'tools': TOOLS})
+  assert answer.status_code == 400
+  assert answer.json()['error']['message'] == "this model's chat template has no tools: leave them out."
