@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save_file
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -54,4 +56,28 @@ def write_tokenizer(folder: Path, kind: str = 'byte_level', **config) -> Path:
   named = {'bos_token': '<s>', 'eos_token': {'__type': 'AddedToken', 'content': '</s>'}, 'pad_token': '<pad>'}
   backend = {'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False}
   (folder / 'tokenizer_config.json').write_text(json.dumps(named | backend | config))
+  return folder
+
+
+def write_llama(folder: Path, kind: str = 'byte_level', *, dtype=np.float32, **config) -> Path:
+  """Writes a small Llama with random weights and the tokenizer of `kind`; `config` goes into generation_config.json."""
+  write_tokenizer(folder, kind, chat_template=config.pop('chat_template', None))
+  vocab_size, dim, ffn, heads, kv_heads, head_dim = 440, 24, 40, 3, 1, 8
+  sizes = {'hidden_size': dim, 'intermediate_size': ffn, 'num_attention_heads': heads, 'num_key_value_heads': kv_heads}
+  sizes |= {'num_hidden_layers': 2, 'head_dim': head_dim, 'vocab_size': vocab_size, 'max_position_embeddings': 256}
+  llama = {'model_type': 'llama', 'architectures': ['LlamaForCausalLM'], 'rms_norm_eps': 1e-6, 'eos_token_id': 2}
+  (folder / 'config.json').write_text(json.dumps(llama | sizes | {'dtype': np.dtype(dtype).name}))
+  (folder / 'generation_config.json').write_text(json.dumps(config))
+  rng = np.random.default_rng(0)
+  layer = {
+    'self_attn.q_proj': (heads * head_dim, dim), 'self_attn.k_proj': (kv_heads * head_dim, dim),
+    'self_attn.v_proj': (kv_heads * head_dim, dim), 'self_attn.o_proj': (dim, heads * head_dim),
+    'mlp.gate_proj': (ffn, dim), 'mlp.up_proj': (ffn, dim), 'mlp.down_proj': (dim, ffn),
+  }  # fmt: skip
+  shapes = {'model.embed_tokens': (vocab_size, dim), 'lm_head': (vocab_size, dim)}
+  shapes |= {f'model.layers.{i}.{name}': shape for i in range(2) for name, shape in layer.items()}
+  weights = {f'{name}.weight': rng.normal(0, shape[-1] ** -0.5, shape).astype(dtype) for name, shape in shapes.items()}
+  norms = ['model.norm', *(f'model.layers.{i}.{n}_layernorm' for i in range(2) for n in ('input', 'post_attention'))]
+  weights |= {f'{name}.weight': np.ones(dim, dtype) for name in norms}
+  save_file(weights, folder / 'model.safetensors', metadata={'format': 'pt'})
   return folder

@@ -7,15 +7,16 @@ from typing import Any
 import fiddle as fdl
 import flax.linen as nn
 
-from spmd_tasks.bridges.huggingface import Folder, open_folder
+from spmd_tasks.bridges.huggingface import Folder, generation_defaults, open_folder
+from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path
-from spmd_tasks.inputs import IdTokenizer, StdlibText, TextInput
+from spmd_tasks.inputs import FolderTokenizer, IdTokenizer, StdlibText, TextInput
 from spmd_tasks.layers import LanguageModelLoss
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.learning import AdamW, Learner, LinearWarmupCosine
-from spmd_tasks.runtime import Task
+from spmd_tasks.runtime import DecodeSettings, Task
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis_rules
 
 
@@ -70,10 +71,17 @@ class PretrainedLanguageModel(Experiment):
     )
     optimizer = fdl.Config(AdamW, learning_rate=schedule, beta2=0.95, weight_decay=self.weight_decay)
     learner = fdl.Config(Learner, optimizer=optimizer, clip_global_norm=1.0)
-    return fdl.Config(Task, model=self.language_model(), loss=self.loss(), learner=learner)
+    decode = fdl.Config(DecodeSettings, **generation_defaults(str(self.folder.path)))
+    return fdl.Config(Task, model=self.language_model(), loss=self.loss(), learner=learner, decode=decode)
+
+  def chat_template(self) -> ChatTemplate:
+    """The folder's; without one, a plain transcript."""
+    return ChatTemplate.from_folder(str(self.folder.path)) or super().chat_template()
 
   def tokenizer(self) -> fdl.Config:
     """The folder's tokenizer; without a tokenizer.json, ids written as numbers."""
+    if (self.folder.path / 'tokenizer.json').exists():
+      return fdl.Config(FolderTokenizer, path=str(self.folder.path))
     eos_id = self.folder.config.get('eos_token_id')
     eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
     return fdl.Config(IdTokenizer, vocab_size=self.folder.decoder.vocab_size, eos_id=eos_id or 0)

@@ -1,0 +1,86 @@
+"""A folder in Hugging Face's format, served by the real binary: its tokenizer, its template, its defaults."""
+
+import json
+import re
+
+import openai
+import pytest
+
+from spmd_tasks.decoding import ChatTemplate
+from spmd_tasks.inputs import FolderTokenizer
+from tests import binary
+from tests.decoding.test_as_transformers_does import CALLS, TALKS, TEMPLATES, TOLD, WEATHER
+from tests.model_folders import write_llama
+
+pytestmark = pytest.mark.slow
+EOS = [2, 4]
+FORM = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': {'enum': ['the cat', 7]}}}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  source = (TEMPLATES / 'qwen3.jinja').read_text()
+  settings = {'do_sample': True, 'temperature': 1.5, 'max_new_tokens': 12, 'eos_token_id': EOS}
+  return write_llama(tmp_path_factory.mktemp('llama'), chat_template=source, **settings)
+
+
+@pytest.fixture(scope='module')
+def client(folder):
+  process = binary.start_binary(
+    '--exp', 'hf.Model', '--set', f'model={folder}', '--mode', 'serve', '--job_log_dir', folder / 'job', '--port', 0,
+    '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--set', 'task.decode.max_len=512',
+    '--set', 'task.decode.num_slots=3', '--set', 'task.decode.min_bucket=64', '--set', 'task.decode.prefill_chunk=64',
+  )  # fmt: skip
+  try:
+    lines = []
+    while not lines or 'Serving' not in lines[-1]:
+      lines.append(process.stdout.readline())
+      assert lines[-1], (lines, process.communicate(timeout=60))
+    url = re.search(r'http://\S+', lines[-1])[0]
+    with openai.OpenAI(base_url=f'{url}/v1', api_key='none', max_retries=0, timeout=120) as client:
+      yield client
+  finally:
+    process.kill()
+    process.communicate()
+
+
+def ask(client, messages, **settings):
+  return client.chat.completions.create(**{'model': 'hf.Model', 'messages': messages} | settings)
+
+
+@pytest.mark.parametrize('name', ['turns', 'tools', 'thinking off', 'called'])
+def test_the_prompt_is_the_template_s(client, folder, name):
+  messages, settings = TALKS[name]
+  template, tokenizer = ChatTemplate.from_folder(str(folder)), FolderTokenizer(path=str(folder))
+  if name == 'thinking off':
+    settings = {'enable_thinking': False}
+  num_tokens = len(tokenizer.encode(template.render(messages, **settings)))
+  asked = {'tools': settings['tools']} if 'tools' in settings else {'extra_body': {'chat_template_kwargs': settings}}
+  answer = ask(client, json.loads(json.dumps(messages)), **asked)
+  assert answer.usage.prompt_tokens == num_tokens
+  assert answer.usage.completion_tokens <= 12
+
+
+def test_defaults_and_ends_are_those_of_generation_config(client):
+  texts = [ask(client, TALKS['one'][0], seed=seed).choices[0].message.content for seed in range(3)]
+  assert len(set(texts)) == 3  # sampled
+  greedy = [ask(client, TALKS['one'][0], seed=seed, temperature=0).choices[0].message.content for seed in range(2)]
+  assert greedy[0] == greedy[1]
+  reasons = {ask(client, TALKS['one'][0], seed=seed, max_tokens=400).choices[0].finish_reason for seed in range(2)}
+  assert reasons == {'stop'}  # 2 of 440 tokens end a text
+
+
+def test_streams_are_the_whole_and_forms_hold(client):
+  for settings in ({'temperature': 0.0}, {'seed': 3}, {'seed': 4, 'response_format': FORM}):
+    whole = ask(client, TALKS['one'][0], logprobs=True, top_logprobs=2, **settings).choices[0]
+    chunks = [chunk.choices[0] for chunk in ask(client, TALKS['one'][0], stream=True, **settings)]
+    assert ''.join(chunk.delta.content or '' for chunk in chunks) == whole.message.content
+    if 'response_format' in settings:
+      assert json.loads(whole.message.content) in ('the cat', 7)
+
+
+def test_errors_of_the_template_are_the_client_s(client):
+  answer = ask(client, [TALKS['one'][0][0], CALLS, TOLD], tools=[WEATHER])
+  assert answer.choices[0].finish_reason in ('stop', 'length')
+  with pytest.raises(openai.BadRequestError, match='no documents'):
+    ask(client, TALKS['one'][0], extra_body={'documents': [{'text': 'x'}]})
