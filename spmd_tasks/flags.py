@@ -87,7 +87,12 @@ def make_parser() -> argparse.ArgumentParser:
   running.add_argument('--watch', action='store_true', help='eval: evaluate every new checkpoint of a running job')
   running.add_argument('--decode_input', metavar='FILE', help="decode: a file of prompts, in place of the experiment's")
   running.add_argument('--decode_output', metavar='FILE', help='decode_once: file for the outputs of --decode_input')
-  running.add_argument('--export_to', metavar='DIR', help="export: a Pax job's directory, for a checkpoint of this job")
+  running.add_argument(
+    '--out', '--export_to', dest='export_to', metavar='DIR', help="export: a new folder, or a Pax job's directory"
+  )
+  running.add_argument(
+    '--format', choices=('hf', 'pax'), help="export: a folder of Hugging Face's format, or a checkpoint of Paxml"
+  )
   running.add_argument(
     '--accept_config_changes',
     action='store_true',
@@ -141,7 +146,9 @@ def check_flags_of_mode(args: argparse.Namespace) -> None:
       '--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once and serve take one.'
     )
   if (args.mode == 'export') != (args.export_to is not None):
-    raise UserError('--mode export and --export_to DIR belong together: give both, or neither.')
+    raise UserError('--mode export and --out DIR belong together: give both, or neither.')
+  if args.mode != 'export' and args.format is not None:
+    raise UserError('--format is for --mode export: leave it out.')
   given = [name for name in SERVE_FLAGS if getattr(args, name) is not None]
   if args.mode != 'serve' and given:
     raise UserError(f'--{given[0]} is for --mode serve: leave it out.')

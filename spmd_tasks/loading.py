@@ -3,6 +3,7 @@
 from spmd_tasks import load
 
 lm = load('runs/tiny')                                    # the newest checkpoint, on the devices that are there
+lm = load('models/llama')                                 # or a folder in Hugging Face's format
 lm.generate(['import '], max_tokens=40, temperature=0.8)  # the same texts as --mode decode_once
 lm.logits(ids)                                            # float32 [B, T, V]
 lm.model.apply(lm.variables, {'ids': ids})               # the Linen module itself
@@ -20,7 +21,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import numpy as np
 import numpy.typing as npt
 
-from spmd_tasks.config import from_json, read_saved_config
+from spmd_tasks.bridges.huggingface import is_model_folder
+from spmd_tasks.config import from_json, read_saved_config, resolve
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, partition_job
@@ -42,7 +44,7 @@ def load(
   """Loads the model of a training job, which may still be running; nothing is written.
 
   Args:
-    job_log_dir: the job's directory, with its config.json and checkpoints.
+    job_log_dir: the job's directory, with its config.json and checkpoints; or a folder in Hugging Face's format.
     step: the checkpoint's step; None is the newest.
     mesh: the sizes of the experiment's mesh axes, such as (1, 4, 2), or a jax Mesh with these axes. None is the mesh of
       `overrides`; else the saved mesh if it has as many devices as there are; else all devices lie along one axis.
@@ -58,7 +60,10 @@ def load(
   directory = absolute_path(job_log_dir)
   if not (directory / 'config.json').exists():
     raise UserError(f'{directory} has no config.json, so no job has begun there: correct the path, or train first.')
-  job = from_json(read_saved_config(directory / 'config.json'), overrides, experiment_path).build()
+  if is_model_folder(directory):
+    job = resolve('hf.Model', [f'model={directory}', *overrides]).build()
+  else:
+    job = from_json(read_saved_config(directory / 'config.json'), overrides, experiment_path).build()
   is_given = any(override.partition('=')[0].split('.')[0] in ('mesh', *MESH_FIELDS) for override in overrides)
   if not isinstance(mesh, Mesh):
     mesh = job.experiment.mesh_spec().build() if mesh is None and is_given else _make_mesh(job.experiment, mesh)

@@ -73,11 +73,14 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   if not args.print_config:
     if args.mode is None:
       raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
-    if not args.job_log_dir and args.mode != 'verify':
+    if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve'):
       raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
     check_flags_of_mode(args)
     if args.mode == 'verify':
       return _verify(args)
+  import contextlib
+  import tempfile
+
   from spmd_tasks.config import format_config, to_json
 
   _use_fake_devices(args.num_fake_devices)
@@ -89,13 +92,19 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   from spmd_tasks.distributed import EmergencyExit, initialize
   from spmd_tasks.files import absolute_path
   from spmd_tasks.programs import StartupClock
+  from spmd_tasks.programs.pretrained import pretrained_folder
 
   clock = StartupClock()
   emergency = EmergencyExit()
-  job_log_dir = absolute_path(args.job_log_dir)
-  with emergency.on_failure():
+  with emergency.on_failure(), contextlib.ExitStack() as stack:
     # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
     resolved = _resolve(args, prepare=lambda experiment: initialize(distributed_settings(args, experiment)))
+    if args.job_log_dir:
+      job_log_dir = absolute_path(args.job_log_dir)
+    elif pretrained_folder(resolved.experiment):  # a model without a job
+      job_log_dir = absolute_path(stack.enter_context(tempfile.TemporaryDirectory(prefix='spmd_tasks_')))
+    else:
+      raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
     config = to_json(resolved)
     job = resolved.build()
     if not args.accept_config_changes:
@@ -134,7 +143,12 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
       from spmd_tasks.programs import export
 
       return export.export(
-        job, job_log_dir, absolute_path(args.export_to), emergency=emergency, step=args.checkpoint_step
+        job,
+        job_log_dir,
+        absolute_path(args.export_to),
+        emergency=emergency,
+        step=args.checkpoint_step,
+        format=args.format,
       )
     from spmd_tasks.programs import serve
 

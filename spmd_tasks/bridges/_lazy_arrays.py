@@ -10,9 +10,11 @@ its own shards and the tensor that it reads.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+import functools
 import math
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -231,3 +233,20 @@ def _covering_rows(shape: Shape, flat: slice) -> Index:
       return (*index, *(slice(0, size) for size in shape[dim + 1 :]))
     start, stop = start - low * inner, stop - low * inner
   return tuple(index)
+
+
+def device_array(array: jax.Array) -> LazyArray:
+  """Returns a sharded array as a LazyArray. Reading a part of it is a computation in which all processes take part."""
+
+  def read(index: Index) -> np.ndarray:
+    starts = tuple(np.int32(part.start) for part in index)
+    part = _slice_on_all_devices(array.sharding, tuple(map(_length, index)))(array, starts)
+    return np.asarray(part.addressable_data(0))
+
+  return LazyArray(array.shape, array.dtype, read)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slice_on_all_devices(sharding: Any, sizes: Shape) -> Callable[..., jax.Array]:
+  replicated = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+  return jax.jit(lambda array, starts: jax.lax.dynamic_slice(array, starts, sizes), out_shardings=replicated)

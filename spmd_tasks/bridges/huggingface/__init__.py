@@ -3,17 +3,29 @@
     folder = open_folder('models/llama')
     folder.build_model(dtype='bfloat16')           # LanguageModel(...), unbound
     folder.read_weights(partitioned_model)         # sharded and padded; each process reads the bytes of its shards
+    export_folder(Path('out'), model, weights)     # a folder that `transformers` loads
 
 No code of a folder is run, and no pickle is read. A key of config.json or a tensor that is not understood is an error.
 
 Read `_families.py` (one table per family), then `_config_keys.py` and `_rope.py` (kinds of keys), `_decoder.py` (what a
-config says, as a model of ours and back), `_tensors.py` (rules between tensors and weights), `_folder.py` and
-`_safetensors.py` (reading and writing), `_generation_config.py` (defaults of requests).
+config says, as a model of ours and back), `_tensors.py` (rules between tensors and weights), `_folder.py`,
+`_export.py` and `_safetensors.py` (reading and writing), `_generation_config.py` (defaults of requests).
 """
 
 from spmd_tasks.bridges.huggingface._decoder import Decoder, describe_model
+from spmd_tasks.bridges.huggingface._export import export_folder
 from spmd_tasks.bridges.huggingface._families import FAMILIES
-from spmd_tasks.bridges.huggingface._folder import Folder, is_model_folder, open_folder
+from spmd_tasks.bridges.huggingface._folder import Folder, is_model_folder, open_folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
 
-__all__ = ['FAMILIES', 'Decoder', 'Folder', 'describe_model', 'generation_defaults', 'is_model_folder', 'open_folder']
+__all__ = [
+  'FAMILIES',
+  'Decoder',
+  'Folder',
+  'describe_model',
+  'export_folder',
+  'generation_defaults',
+  'is_model_folder',
+  'open_folder',
+  'weights_on_mesh',
+]

@@ -7,7 +7,7 @@ A key may be absent: then it has the default of its family in `transformers`. nu
 None. A key that no entry of the family reads is an error, unless it cannot change what the model computes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ Values = dict[str, Any]
 
 # Keys of every config.json that say nothing about what the model computes. Dropout acts in training only, and is not
 # used here; auxiliary losses are the experiment's.
-_INERT = {
+INERT = {
   *('model_type', 'architectures', 'transformers_version', '_name_or_path', 'auto_map', 'dtype', 'torch_dtype'),
   *('use_cache', 'initializer_range', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'sep_token_id', 'unk_token_id'),
   *('attention_dropout', 'resid_pdrop', 'embd_pdrop', 'attn_pdrop', 'hidden_dropout', 'classifier_dropout'),
@@ -49,7 +49,7 @@ class Config:
   def __init__(self, values: Mapping[str, Any], path: str):
     self.values = values
     self.path = path
-    self._unread = set(values) - _INERT
+    self._unread = set(values) - INERT
 
   def read(self, key: str, kind: Any, default: Any) -> Any:
     """Returns a value of the type `kind` (one or a tuple of them), or the default where the key is absent or null.
@@ -74,12 +74,12 @@ class Config:
   def has(self, key: str) -> bool:
     return self.values.get(key) is not None
 
-  def finish(self) -> None:
-    """Raises a UserError that names the keys that were not read."""
+  def finish(self, inert: Collection[str]) -> None:
+    """Raises a UserError that names the keys that were not read, except those in `inert`."""
     for key, value in _NEUTRAL.items():
       if key in self._unread and self.values[key] != value:
         raise self.error(key, f'must be {value!r}, as nothing else is understood here')
-    unknown = sorted(self._unread - _NEUTRAL.keys())
+    unknown = sorted(self._unread - _NEUTRAL.keys() - set(inert))
     if unknown:
       values = ', '.join(f'{key} = {self.values[key]!r:.60}' for key in unknown)
       raise UserError(

@@ -43,6 +43,7 @@ class Family:
     fixed: fields of the Decoder that are the same for all models of the family.
     names, rules: of the tensors.
     ignored: patterns of names in files that are no weights.
+    inert: keys of config.json that change nothing that is computed.
     base: a prefix of all names but the head's, which old files leave out; '' if there is none.
   """
 
@@ -52,6 +53,7 @@ class Family:
   names: TensorNames = dataclasses.field(default_factory=TensorNames)
   rule_maker: Rules = llama_rules
   ignored: tuple[str, ...] = (r'.*rotary_emb\.inv_freq',)
+  inert: tuple[str, ...] = ()
   base: str = ''
 
   def read(self, config: Config) -> Decoder:
@@ -59,7 +61,7 @@ class Family:
     values: Values = {}
     for entry in self.keys:
       values |= entry.read(config, values)
-    config.finish()
+    config.finish(self.inert)
     return Decoder(**values, **self.fixed)
 
   def write(self, decoder: Decoder) -> Values:
@@ -377,6 +379,10 @@ FAMILIES: dict[str, Family] = {
     names=TensorNames(table='transformer.wte.weight', layer='transformer.h.{}.'),
     rule_maker=gpt2_rules,
     ignored=(r'.*\.attn\.(bias|masked_bias)',),
+    inert=(
+      *('summary_type', 'summary_use_proj', 'summary_activation', 'summary_proj_to_labels', 'summary_first_dropout'),
+      *('n_ctx', 'gradient_checkpointing'),
+    ),
     base='transformer.',
   ),
 }

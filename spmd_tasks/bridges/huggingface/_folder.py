@@ -17,7 +17,7 @@ from flax import traverse_util
 import jax
 import numpy as np
 
-from spmd_tasks.bridges._lazy_arrays import LazyArray
+from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import Config
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model, describe_model, layer_places
@@ -151,6 +151,20 @@ class Folder:
       raise UserError(
         f'the model differs from that of {self.path}, whose weights it cannot take: it has {"; ".join(differences)}.'
       )
+
+
+def weights_on_mesh(model: PartitionedModel, padded_weights: Any) -> dict[str, LazyArray]:
+  """Returns weights that are stored on the mesh by name, in the layout of checkpoints; reading a part gathers it."""
+  padded = traverse_util.flatten_dict(padded_weights, sep='/')
+  true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
+  canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
+  weights = {}
+  for name, array in padded.items():
+    lazy = device_array(array)
+    for dim, size in enumerate(true[name].shape):
+      lazy = lazy.cut(dim, 0, size)
+    weights[name] = lazy.reshape(canonical[name].shape)
+  return weights
 
 
 def _place(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:

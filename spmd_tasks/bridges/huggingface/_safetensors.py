@@ -39,8 +39,20 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-_MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` writes them
+MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` writes them
 SINGLE_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
+
+
+def dtype_of(name: str) -> np.dtype:
+  """Returns the dtype of a name in a config.json, such as bfloat16.
+
+  Raises:
+    UserError: weights cannot have it.
+  """
+  for dtype in _NAMES:
+    if dtype.name == name and (dtype.kind == 'f' or name == 'bfloat16'):
+      return dtype
+  raise UserError(f'the dtype {name!r} is not one of weights: choose float32, bfloat16 or float16.')
 
 
 def read_tensors(folder: Path) -> dict[str, LazyArray]:
@@ -138,7 +150,7 @@ def write_tensors(
   tensors: Mapping[str, LazyArray],
   *,
   is_writer: bool = True,
-  max_shard_bytes: int = _MAX_SHARD_BYTES,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Iterator[str]:
   """Writes the tensors into one file, or into shards with an index; yields the name of each that is written.
 
