@@ -28,11 +28,14 @@ _GENERATION = 'task.decode'  # training does not depend on it
 _BEFORE_IT_WAS_ADDED = {
   'bias_split_dims': ['vocab'],
   'clip_qkv': None,
+  'group_score': 'max',
   'logit_cap': None,
   'logits_bias': False,
   'logits_cap': None,
   'num_dims': 1,
   'num_features': None,
+  'num_groups': 1,
+  'num_selected_groups': None,
   'out_bias': None,
   'per_dim_scale': False,
   'post_norm': False,
@@ -42,6 +45,7 @@ _BEFORE_IT_WAS_ADDED = {
   'scaling': None,
   'sinks': False,
   'softmax_scale': None,
+  'use_bias': False,
 }
 
 

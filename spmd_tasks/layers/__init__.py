@@ -14,10 +14,11 @@ A layer names the split dims of its weights and activations ('embed', 'mlp', 'ba
 experiment map these names to mesh axes. A layer never sees the mesh or padding. Sublayers are fields: replace a field
 to replace a sublayer.
 
-Subpackages, imported by their own names: `layers.attention` (Attention, positions, KV cache), `layers.moe` (mixtures of
-experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
+Subpackages, imported by their own names: `layers.attention` (Attention, LatentAttention, positions, KV cache),
+`layers.moe` (mixtures of experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
 
-Read base.py (how a layer declares weights) and linear.py, then transformer.py, language_model.py and losses.py.
+Read base.py (how a layer declares weights) and linear.py, then transformer.py, stack_sequence.py, language_model.py and
+losses.py.
 """
 
 from spmd_tasks.layers.base import (
@@ -39,6 +40,7 @@ from spmd_tasks.layers.language_model import LanguageModel
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput
 from spmd_tasks.layers.norm import LayerNorm, RmsNorm
+from spmd_tasks.layers.stack_sequence import StackSequence
 from spmd_tasks.layers.transformer import (
   REMAT_POLICIES,
   ROUTING_NAME,
@@ -64,6 +66,7 @@ __all__ = [
   'Linear',
   'LossOutput',
   'RmsNorm',
+  'StackSequence',
   'Statistics',
   'TokenEmbedding',
   'TransformerBlock',

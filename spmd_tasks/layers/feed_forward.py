@@ -28,21 +28,45 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def _clamped_swiglu(up: jax.Array, gate: jax.Array) -> jax.Array:
+  """gpt-oss (2025): (up + 1) * gate * sigmoid(1.702 gate), with gate at most 7 and up within +-7."""
+  gate = jnp.minimum(gate, 7.0)
+  return (jnp.clip(up, -7.0, 7.0) + 1.0) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+# Functions of up and gate that are not act(gate) * up.
+GATED_ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {'clamped_swiglu': _clamped_swiglu}
+
+
 def activation_function(name: str) -> Callable[[jax.Array], jax.Array]:
   """Returns the activation of that name.
 
   Raises:
     UserError: ACTIVATIONS has no such name.
   """
-  if name not in ACTIVATIONS:
-    raise UserError(f'activation {name!r} is unknown: choose one of {sorted(ACTIVATIONS)}.')
+  check_activation(name, gated=False)
   return ACTIVATIONS[name]
 
 
+def check_activation(name: str, *, gated: bool) -> None:
+  """Raises a UserError if `hidden_layer` has no activation of that name, with or without a gate."""
+  names = {*ACTIVATIONS, *GATED_ACTIVATIONS} if gated else {*ACTIVATIONS}
+  if name not in names:
+    remark = ' (it needs a gate)' if name in GATED_ACTIVATIONS else ''
+    raise UserError(f'activation {name!r} is unknown{remark}: choose one of {sorted(names)}.')
+
+
 def hidden_layer(activation: str, up: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-  """Computes act(up), or act(gate) * up with a gate, from pre-activations [..., F]."""
-  function = activation_function(activation)
-  return function(up) if gate is None else function(gate) * up
+  """Computes the hidden layer from pre-activations [..., F]: act(up), or with a gate act(gate) * up.
+
+  The activation is a name in ACTIVATIONS, or with a gate one in GATED_ACTIVATIONS, which have formulas of their own.
+  """
+  if gate is None:
+    return activation_function(activation)(up)
+  check_activation(activation, gated=True)
+  if activation in GATED_ACTIVATIONS:
+    return GATED_ACTIVATIONS[activation](up, gate)
+  return ACTIVATIONS[activation](gate) * up
 
 
 class FeedForward(nn.Module, kw_only=True):

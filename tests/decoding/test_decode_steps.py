@@ -25,10 +25,11 @@ from spmd_tasks.decoding import (
   search,
 )
 from spmd_tasks.experiments.synthetic import Uneven
-from spmd_tasks.layers import BlockGroup, TransformerStack
+from spmd_tasks.layers import BlockGroup, StackSequence, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.runtime import CompilationCounter, DecodeSettings
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, stage_axis_rules
+from tests.runtime.family_experiments import Families
 from tests.runtime.loss_curves import make_model
 from tests.runtime.moe_experiments import ExpertAxis
 
@@ -53,16 +54,19 @@ class Staged(Uneven):
 
 
 class Windowed(Uneven):
-  """Blocks with windows shorter than a chunk and longer than one, in turns; one key/value head for 3."""
+  """Windows shorter than a chunk, longer than one, and none; one key/value head for 3; sinks."""
 
   num_layers = 1
   num_kv_heads = 1
 
   def stack(self):
-    blocks = [self.block(self.ffn()), self.block(self.ffn())]
-    for block, window in zip(blocks, (3, 6), strict=True):
+    blocks = [self.block(self.ffn()) for _ in range(3)]
+    for block, window in zip(blocks, (3, 6, None), strict=True):
       block.attention.window = window
-    return fdl.Config(TransformerStack, block=fdl.Config(BlockGroup, blocks=tuple(blocks)), num_layers=1)
+      block.attention.sinks = True
+    windows, last = fdl.Config(BlockGroup, blocks=tuple(blocks[:2])), blocks[2]
+    stacks = tuple(fdl.Config(TransformerStack, block=block, num_layers=1) for block in (windows, last))
+    return fdl.Config(StackSequence, stacks=stacks)
 
 
 class Bfloat16(Uneven):
@@ -77,8 +81,13 @@ MESHES = {
   'bfloat16': (Bfloat16, (1, 1, 1)),
   'data 2 x expert 4': (ExpertAxis, (1, 2, 4, 1)),
   'layers 2 x data 2 x mdl 2': (Staged, (1, 2, 2, 2)),
+  'latent attention, then windows and experts, on data 2 x mdl 4': (Families, (1, 1, 2, 4)),
 }
-MARKS = {'layers 2 x data 2 x mdl 2': pytest.mark.slow, 'windows on data 2 x mdl 4': pytest.mark.exhaustive}
+MARKS = {
+  'layers 2 x data 2 x mdl 2': pytest.mark.slow,
+  'windows on data 2 x mdl 4': pytest.mark.exhaustive,
+  'latent attention, then windows and experts, on data 2 x mdl 4': pytest.mark.exhaustive,
+}
 ALL_MESHES = [pytest.param(name, marks=MARKS.get(name, ())) for name in MESHES]
 
 

@@ -16,6 +16,7 @@ from spmd_tasks.layers import (
   FeedForward,
   LayerNorm,
   RmsNorm,
+  StackSequence,
   Statistics,
   TransformerBlock,
   TransformerStack,
@@ -115,6 +116,14 @@ class Constant(nn.Module):
     return jnp.full_like(x, self.value), {'input': InputSum(num_tokens=jnp.float32(x[..., 0].size), total=total)}
 
 
+class Silent(nn.Module):
+  """A feed-forward sublayer that adds nothing and reports nothing."""
+
+  @nn.compact
+  def __call__(self, x, segment_ids=None, *, train=False):
+    return jnp.zeros_like(x), {}
+
+
 class Zeros(nn.Module):
   """An attention sublayer that adds nothing."""
 
@@ -169,6 +178,33 @@ def test_a_block_group_is_its_blocks_in_sequence():
   inputs = np.asarray(x) + np.cumsum([0.0, 1.0, -3.0, 1.0]).reshape(4, 1, 1, 1)  # of the four layers, in order
   normed = inputs / np.sqrt(np.mean(inputs**2, axis=-1, keepdims=True))
   np.testing.assert_allclose(aux['mean'], normed.sum(axis=(1, 2, 3)) / 6, rtol=1e-3)
+
+
+def test_a_sequence_of_stacks_is_its_layers_in_order():
+  """A stack of three layers is one of two and one of one, and reports what they report."""
+  model = tiny_model(num_layers=3)
+  weights, batch = random_weights(model), packed_batch()
+  parts = tuple(model.stack.clone(num_layers=n) for n in (2, 1))
+  layers = weights['stack']['layers']
+  split = {
+    'stack_0': {'layers': jax.tree.map(lambda w: w[:2], layers)},
+    'stack_1': {'layers': jax.tree.map(lambda w: w[2:], layers)},
+  }
+  expected = model.apply({'params': weights}, batch)['logits']
+  actual = model.clone(stack=StackSequence(stacks=parts)).apply({'params': weights | {'stack': split}}, batch)['logits']
+  np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+  x = jnp.zeros((2, 3, 8))
+  silent = TransformerStack(block=TransformerBlock(attention=Zeros(), ffn=Silent(), norm=RmsNorm()), num_layers=2)
+  sequence = StackSequence(stacks=(_dropout_stack(1), silent, _dropout_stack(2)))
+  (_, aux), _ = sequence.init_with_output(jax.random.key(0), x)
+  np.testing.assert_allclose(aux['mean'], [0.0, 8.0, 8.0], atol=1e-3)
+  assert aux['vector'].shape == (3, 1)
+
+
+def test_a_sequence_needs_stacks():
+  with pytest.raises(ValueError, match='stacks is empty'):
+    StackSequence(stacks=())
 
 
 def test_sublayers_are_replaceable():

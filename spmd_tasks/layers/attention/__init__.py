@@ -3,14 +3,15 @@
     attention = Attention(num_heads=32, num_kv_heads=8, head_dim=128, rotary=Rotary(max_wavelength=500_000.0))
     y = attention.apply(variables, x, segment_ids, segment_pos)  # [B, T, D] -> [B, T, D]
 
-`Attention` is multi-head, grouped-query or multi-query attention, optionally within a window. Positions are rotary
+`Attention` is multi-head, grouped-query or multi-query attention, optionally within a window; `LatentAttention` is
+DeepSeek's multi-head latent attention, with a small cache. Positions are rotary
 (`Rotary`, a field of `Attention`), learned or sinusoidal (`LearnedPositions`, `SinusoidalPositions`, fields of
 `LanguageModel`).
 
 A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
 call's tokens to `new_cache` and reads the earlier ones from the collection `cache`.
 
-Read attention.py, then positions.py and rotary_scaling.py; kv_cache.py explains generation.
+Read attention.py, then positions.py, rotary_scaling.py and latent.py; kv_cache.py explains generation.
 """
 
 from spmd_tasks.layers.attention.attend import attend, segment_mask
@@ -23,6 +24,7 @@ from spmd_tasks.layers.attention.kv_cache import (
   read_cache,
   write_new_cache,
 )
+from spmd_tasks.layers.attention.latent import LatentAttention
 from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary, SinusoidalPositions
 from spmd_tasks.layers.attention.rotary_scaling import (
   LinearScaling,
@@ -37,6 +39,7 @@ __all__ = [
   'CACHE',
   'NEW_CACHE',
   'Attention',
+  'LatentAttention',
   'LearnedPositions',
   'LinearScaling',
   'Llama3Scaling',

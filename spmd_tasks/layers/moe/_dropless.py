@@ -7,7 +7,6 @@ device computes with the experts that it holds, and the chosen dispatch moves to
 _expert_parallel.py explains the meaning of each mesh axis.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -145,10 +144,11 @@ def apply_experts(
     return experts.apply_to_tokens(x, expert_ids, gates), {}
   axis_sizes = scope.mesh.shape
   tokens_spec = PartitionSpec(layout.batch, layout.seq, None)
-  weight_specs = _map_weights(
-    experts.weights,
-    lambda _: PartitionSpec(layout.expert, layout.up_embed, layout.hidden),
-    lambda _: PartitionSpec(layout.expert, layout.hidden, layout.down_embed),
+  weight_specs = experts.weights.map(
+    up=lambda _: PartitionSpec(layout.expert, layout.up_embed, layout.hidden),
+    down=lambda _: PartitionSpec(layout.expert, layout.hidden, layout.down_embed),
+    up_bias=lambda _: PartitionSpec(layout.expert, layout.hidden),
+    down_bias=lambda _: PartitionSpec(layout.expert, None),
   )
   exchange = Exchange(
     axes=layout.exchange,
@@ -178,7 +178,7 @@ def apply_experts(
     expert_ids, gates = select_assignments(
       expert_ids, gates, num_experts=num_experts, layout=layout, axis_sizes=axis_sizes
     )
-    local_experts = experts.replace(weights=_gather_embed(weights, layout, shape[-1]))
+    local_experts = experts.replace(weights=_weights_of_device(weights, layout, shape[-1]))
     if layout.exchange:
       y, statistics = dispatch(x, expert_ids, gates, local_experts, exchange)
     else:
@@ -204,16 +204,12 @@ def apply_experts(
   return jax.lax.slice(y, (0, 0, 0), x.shape), statistics
 
 
-def _map_weights(
-  weights: ExpertWeights, map_up: Callable[[jax.Array], Any], map_down: Callable[[jax.Array], Any]
-) -> Any:
-  """Maps `up` and `gate` by one function and `down` by the other."""
-  gate = None if weights.gate is None else map_up(weights.gate)
-  return weights.replace(up=map_up(weights.up), down=map_down(weights.down), gate=gate)
+def _weights_of_device(weights: ExpertWeights, layout: ExpertLayout, model_dim: int) -> ExpertWeights:
+  """Returns the weights that a device computes with: of its experts and its part of F, with all of D.
 
-
-def _gather_embed(weights: ExpertWeights, layout: ExpertLayout, model_dim: int) -> ExpertWeights:
-  """Gathers all of D. Inside the `shard_map`, so that the gradients are reduce-scattered."""
+  D is gathered inside the `shard_map`, so that the gradients are reduce-scattered. The results for the parts of F are
+  summed; `down_bias` counts in the first part only.
+  """
 
   def gather(weight: jax.Array, axes: Axes, dim: int) -> jax.Array:
     if not axes:
@@ -221,10 +217,13 @@ def _gather_embed(weights: ExpertWeights, layout: ExpertLayout, model_dim: int) 
     weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
     return jax.lax.slice_in_dim(weight, 0, model_dim, axis=dim)
 
-  return _map_weights(
-    weights,
-    lambda weight: gather(weight, layout.up_embed, 1),
-    lambda weight: gather(weight, layout.down_embed, 2),
+  def keep_once(bias: jax.Array) -> jax.Array:
+    return jnp.where(jax.lax.axis_index(layout.hidden) == 0, bias, 0) if layout.hidden else bias
+
+  return weights.map(
+    up=lambda weight: gather(weight, layout.up_embed, 1),
+    down=lambda weight: gather(weight, layout.down_embed, 2),
+    down_bias=keep_once,
   )
 
 

@@ -7,6 +7,7 @@ with a different number of rows per expert (dropless). `batched_ffn` applies the
 (capacity). `LocalExperts` holds the experts of one device and applies them to tokens that chose them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import struct
@@ -16,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.layers.base import FanInNormal, declare_weight
-from spmd_tasks.layers.feed_forward import activation_function, hidden_layer
+from spmd_tasks.layers.feed_forward import check_activation, hidden_layer
 from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul, resolve_backend
 from spmd_tasks.layers.moe._loop_backend import ffn_by_loop
 from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather_rows, sort_by_expert
@@ -27,13 +28,16 @@ from spmd_tasks.sharding import SplitDims, constrain
 class ExpertWeights(struct.PyTreeNode):
   """The weights in the dtype of the computation, their activation and their split dims.
 
-  Expert e maps x to act(x . up[e]) . down[e], or, if gated, to (act(x . gate[e]) * (x . up[e])) . down[e].
+  Expert e maps x to act(x . up[e]) . down[e], or, if gated, to (act(x . gate[e]) * (x . up[e])) . down[e], each product
+  with its bias added if there are biases.
 
   Attributes:
     up: [E, D, F].
     down: [E, F, D].
     gate: [E, D, F], or None for a plain network.
-    activation: a name in ACTIVATIONS.
+    up_bias, gate_bias: [E, F], or None.
+    down_bias: [E, D], or None.
+    activation: see `hidden_layer`.
     up_split_dims, down_split_dims: of `up` and `gate`, and of `down`.
   """
 
@@ -43,16 +47,39 @@ class ExpertWeights(struct.PyTreeNode):
   activation: str = struct.field(pytree_node=False)
   up_split_dims: SplitDims = struct.field(pytree_node=False)
   down_split_dims: SplitDims = struct.field(pytree_node=False)
+  up_bias: jax.Array | None = None
+  gate_bias: jax.Array | None = None
+  down_bias: jax.Array | None = None
+
+  def inputs(self) -> list[tuple[jax.Array, jax.Array | None]]:
+    """Returns the kernels into the hidden layer with their biases, in the order of `hidden_layer`'s arguments."""
+    return [(self.up, self.up_bias)] + ([] if self.gate is None else [(self.gate, self.gate_bias)])
+
+  def map(
+    self,
+    *,
+    up: Callable[[jax.Array], Any],
+    down: Callable[[jax.Array], Any],
+    up_bias: Callable[[jax.Array], Any] = lambda bias: bias,
+    down_bias: Callable[[jax.Array], Any] = lambda bias: bias,
+  ) -> Any:
+    """Returns these weights with `up` and `gate` mapped by one function, `down` by another, and likewise the biases."""
+    functions = {'up': up, 'gate': up, 'down': down, 'up_bias': up_bias, 'gate_bias': up_bias, 'down_bias': down_bias}
+    weights = {name: getattr(self, name) for name in functions}
+    return self.replace(**{name: functions[name](x) for name, x in weights.items() if x is not None})
 
 
 class Experts(nn.Module, kw_only=True):
   """Declares the weights `up`, `down` and, if gated, `gate`, all tagged `expert`.
 
+  With `use_bias` also `up_bias`, `gate_bias` and `down_bias`, tagged `expert` and `no_decay`.
+
   Fields:
     num_experts: E.
     hidden_dim: F.
     gated: whether there is a `gate`.
-    activation: a name in ACTIVATIONS.
+    use_bias: whether every projection of every expert has a bias (gpt-oss).
+    activation: see `hidden_layer`.
     dtype: of the computation; weights are float32.
     init_scale, down_init_scale: variance scale of the kernels into and out of the hidden layer.
     up_split_dims, down_split_dims: of these kernels.
@@ -61,6 +88,7 @@ class Experts(nn.Module, kw_only=True):
   num_experts: int
   hidden_dim: int
   gated: bool = True
+  use_bias: bool = False
   activation: str = 'silu'
   dtype: Any = 'float32'
   init_scale: float = 1.0
@@ -71,7 +99,7 @@ class Experts(nn.Module, kw_only=True):
   @nn.compact
   def __call__(self, model_dim: int) -> ExpertWeights:
     """Returns the weights for inputs of `model_dim`, cast to `dtype`."""
-    activation_function(self.activation)  # raises for an unknown name
+    check_activation(self.activation, gated=self.gated)
 
     def declare(name: str, num_inputs: int, num_outputs: int, scale: float, split_dims: SplitDims) -> jax.Array:
       weight = declare_weight(
@@ -84,7 +112,21 @@ class Experts(nn.Module, kw_only=True):
       )
       return weight.astype(self.dtype)
 
+    def declare_bias(name: str, num_outputs: int, split_dims: SplitDims) -> jax.Array | None:
+      if not self.use_bias:
+        return None
+      bias = declare_weight(
+        self,
+        name,
+        shape=(self.num_experts, num_outputs),
+        init=jax.nn.initializers.zeros,
+        split_dims=split_dims,
+        tags=('expert', 'no_decay'),
+      )
+      return bias.astype(self.dtype)
+
     gate = declare('gate', model_dim, self.hidden_dim, self.init_scale, self.up_split_dims) if self.gated else None
+    hidden_split_dims = self.up_split_dims and (self.up_split_dims[0], self.up_split_dims[2])
     return ExpertWeights(
       up=declare('up', model_dim, self.hidden_dim, self.init_scale, self.up_split_dims),
       down=declare('down', self.hidden_dim, model_dim, self.down_init_scale, self.down_split_dims),
@@ -92,6 +134,10 @@ class Experts(nn.Module, kw_only=True):
       activation=self.activation,
       up_split_dims=self.up_split_dims,
       down_split_dims=self.down_split_dims,
+      up_bias=declare_bias('up_bias', self.hidden_dim, hidden_split_dims),
+      gate_bias=declare_bias('gate_bias', self.hidden_dim, hidden_split_dims) if self.gated else None,
+      # Not split over D: the devices that hold parts of an expert's hidden layer sum whole results.
+      down_bias=declare_bias('down_bias', model_dim, self.down_split_dims and (self.down_split_dims[0], None)),
     )
 
 
@@ -117,21 +163,27 @@ def grouped_ffn(
     backend: of the grouped matmuls; see `grouped_matmul`.
   """
   backend = resolve_backend(backend)
+  down = (weights.down, weights.down_bias)
   if backend == 'loop':
-    return ffn_by_loop(weights.activation, rows, group_sizes, weights.up, weights.gate, weights.down)
+    return ffn_by_loop(weights.activation, rows, group_sizes, weights.inputs(), down)
 
-  def multiply(rows: jax.Array, kernels: jax.Array) -> jax.Array:
-    return grouped_matmul(rows, kernels, group_sizes, backend=backend)
+  def project(rows: jax.Array, kernels: jax.Array, biases: jax.Array | None) -> jax.Array:
+    y = grouped_matmul(rows, kernels, group_sizes, backend=backend)
+    if biases is None:
+      return y
+    num_rows = rows.shape[0]
+    biases = jnp.repeat(biases, group_sizes, axis=0, total_repeat_length=num_rows)
+    is_used = jnp.arange(num_rows) < jnp.sum(group_sizes)
+    return y + jnp.where(is_used[:, None], biases, 0)
 
-  up = multiply(rows, weights.up)
-  gate = None if weights.gate is None else multiply(rows, weights.gate)
+  pre_activations = [project(rows, *pair) for pair in weights.inputs()]
 
-  def project_down(up: jax.Array, gate: jax.Array | None, down: jax.Array) -> jax.Array:
-    return multiply(hidden_layer(weights.activation, up, gate), down)
+  def project_down(pre_activations: list[jax.Array], kernels: jax.Array, biases: jax.Array | None) -> jax.Array:
+    return project(hidden_layer(weights.activation, *pre_activations), kernels, biases)
 
   if recompute_activation:
     project_down = jax.checkpoint(project_down)  # its gradients need the hidden layer, but not its result again
-  return project_down(up, gate, weights.down)
+  return project_down(pre_activations, *down)
 
 
 def batched_ffn(rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: SplitDims = None) -> jax.Array:
@@ -143,12 +195,12 @@ def batched_ffn(rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: S
     hidden_split_dims: of the hidden layer [E, ..., F].
   """
 
-  def multiply(rows: jax.Array, kernels: jax.Array) -> jax.Array:
-    return jnp.einsum('e...i,eio->e...o', rows, kernels)
+  def project(rows: jax.Array, kernels: jax.Array, biases: jax.Array | None) -> jax.Array:
+    y = jnp.einsum('e...i,eio->e...o', rows, kernels)
+    return y if biases is None else y + biases.reshape(len(biases), *[1] * (y.ndim - 2), -1)
 
-  up = constrain(multiply(rows, weights.up), hidden_split_dims)
-  gate = None if weights.gate is None else constrain(multiply(rows, weights.gate), hidden_split_dims)
-  return multiply(hidden_layer(weights.activation, up, gate), weights.down)
+  pre_activations = [constrain(project(rows, *pair), hidden_split_dims) for pair in weights.inputs()]
+  return project(hidden_layer(weights.activation, *pre_activations), weights.down, weights.down_bias)
 
 
 class LocalExperts(struct.PyTreeNode):

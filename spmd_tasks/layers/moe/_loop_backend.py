@@ -17,7 +17,7 @@ reading it back. The gradient of a weight is written once per expert, not summed
 Shapes: R rows, E groups (experts), S rows of a block; K and N the dims of a matrix; D model, F ffn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 import math
 from typing import Any, NamedTuple, TypeVar
@@ -186,50 +186,78 @@ def _multiply_backward(saved, d_result):
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
+class Projection(NamedTuple):
+  """A linear map of each expert.
+
+  Attributes:
+    kernels: [E, K, N].
+    biases: [E, 1, N], or None.
+  """
+
+  kernels: jax.Array
+  biases: jax.Array | None
+
+  def apply(self, block: RowBlock, x: jax.Array) -> jax.Array:
+    """Returns float32 [S, N] for rows x [S, K] of the block's group."""
+    y = dot(x, block.read_matrix(self.kernels), 1, 0)
+    return y if self.biases is None else y + block.read_matrix(self.biases)
+
+  def add_gradient(self, block: RowBlock, x: jax.Array, d_y: jax.Array) -> 'Projection':
+    """Returns these sums of gradients, [E, K, N] and [E, 1, N], with those of a block added."""
+    kernels = block.add_matrix(self.kernels, dot(x, d_y, 0, 0))
+    if self.biases is None:
+      return Projection(kernels, None)
+    return Projection(kernels, block.add_matrix(self.biases, jnp.sum(d_y, axis=0, keepdims=True, dtype=jnp.float32)))
+
+
 def ffn_by_loop(
   activation: str,
   rows: jax.Array,
   group_sizes: jax.Array,
-  up: jax.Array,
-  gate: jax.Array | None,
-  down: jax.Array,
+  inputs: Sequence[tuple[jax.Array, jax.Array | None]],
+  down: tuple[jax.Array, jax.Array | None],
 ) -> jax.Array:
   """Computes `grouped_ffn` block by block, always recomputing the activation.
 
   Args:
-    activation: a name in ACTIVATIONS.
+    activation: see `hidden_layer`.
     rows: [R, D], sorted by expert.
     group_sizes: int32 [E].
-    up, gate: [E, D, F]; gate is None for a plain network.
-    down: [E, F, D].
+    inputs: kernels [E, D, F] into the hidden layer with their biases [E, F] or None, in the order of `hidden_layer`'s
+      arguments.
+    down: the kernel [E, F, D] with its bias [E, D] or None.
   """
-  rows, group_sizes, up, gate, down = vary_alike(rows, group_sizes, up, gate, down)
-  inputs = (up,) if gate is None else (up, gate)
-  return _ffn(activation, rows, group_sizes, inputs, down)
+  weights = [weight for pair in (*inputs, down) for weight in pair]
+  rows, group_sizes, *arrays = vary_alike(rows, group_sizes, *weights)
+  projections = [
+    Projection(kernels, None if biases is None else biases[:, None, :])
+    for kernels, biases in zip(arrays[::2], arrays[1::2])
+  ]
+  return _ffn(activation, rows, group_sizes, tuple(projections[:-1]), projections[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ffn(activation, rows, group_sizes, inputs, down):
-  """`inputs` are the kernels [E, D, F] into the hidden layer, in the order of `hidden_layer`'s arguments."""
+  """`inputs` are the projections into the hidden layer, in the order of `hidden_layer`'s arguments."""
   return _run_ffn(activation, rows, group_sizes, inputs, down, saved=())[0]
 
 
 def _run_ffn(activation, rows, group_sizes, inputs, down, saved):
-  """Returns the result and `saved`: arrays [R, F], one per input kernel or none, filled with the pre-activations."""
+  """Returns the result and `saved`: arrays [R, F], one per input projection or none, with the pre-activations."""
 
   def body(block: RowBlock, carry):
     result, saved = carry
     x = block.read(rows)
-    pre_activations = [dot(x, block.read_matrix(kernels), 1, 0).astype(rows.dtype) for kernels in inputs]
+    pre_activations = [projection.apply(block, x).astype(rows.dtype) for projection in inputs]
     saved = tuple(block.write(*pair) for pair in zip(saved, pre_activations))
     hidden = hidden_layer(activation, *pre_activations)
-    return block.write(result, dot(hidden, block.read_matrix(down), 1, 0)), saved
+    return block.write(result, down.apply(block, hidden)), saved
 
   return for_each_block(body, (jnp.zeros_like(rows), saved), rows.shape[0], group_sizes)
 
 
 def _ffn_forward(activation, rows, group_sizes, inputs, down):
-  empty = jnp.zeros_like(rows, shape=(rows.shape[0], down.shape[1]))
+  empty = jnp.zeros_like(rows, shape=(rows.shape[0], down.kernels.shape[1]))
   result, saved = _run_ffn(activation, rows, group_sizes, inputs, down, (empty,) * len(inputs))
   return result, (rows, group_sizes, inputs, down, saved)
 
@@ -241,17 +269,17 @@ def _ffn_backward(activation, residuals, d_result):
     d_rows, d_inputs, d_down = carry
     x, d_block = block.read(rows), block.read(d_result)
     hidden, pull_back = jax.vjp(functools.partial(hidden_layer, activation), *[block.read(pre) for pre in saved])
-    d_hidden = dot(d_block, block.read_matrix(down), 1, 1).astype(rows.dtype)
-    d_down = block.add_matrix(d_down, dot(hidden, d_block, 0, 0))
+    d_hidden = dot(d_block, block.read_matrix(down.kernels), 1, 1).astype(rows.dtype)
+    d_down = d_down.add_gradient(block, hidden, d_block)
     d_pres = pull_back(d_hidden)
-    d_inputs = tuple(block.add_matrix(d, dot(x, d_pre, 0, 0)) for d, d_pre in zip(d_inputs, d_pres))
-    d_xs = [dot(d_pre, block.read_matrix(kernels), 1, 1) for kernels, d_pre in zip(inputs, d_pres)]
+    d_inputs = tuple(d.add_gradient(block, x, d_pre) for d, d_pre in zip(d_inputs, d_pres))
+    d_xs = [dot(d_pre, block.read_matrix(projection.kernels), 1, 1) for projection, d_pre in zip(inputs, d_pres)]
     return block.write(d_rows, functools.reduce(jnp.add, d_xs)), d_inputs, d_down
 
-  zeros = functools.partial(jnp.zeros_like, dtype=jnp.float32)
-  carry = jnp.zeros_like(rows), tuple(map(zeros, inputs)), zeros(down)
-  d_rows, d_inputs, d_down = for_each_block(body, carry, rows.shape[0], group_sizes)
-  return d_rows, None, tuple(d.astype(kernels.dtype) for d, kernels in zip(d_inputs, inputs)), d_down.astype(down.dtype)
+  zeros = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), (inputs, down))
+  d_rows, *sums = for_each_block(body, (jnp.zeros_like(rows), *zeros), rows.shape[0], group_sizes)
+  d_inputs, d_down = jax.tree.map(lambda d, weights: d.astype(weights.dtype), tuple(sums), (inputs, down))
+  return d_rows, None, d_inputs, d_down
 
 
 _ffn.defvjp(_ffn_forward, _ffn_backward)

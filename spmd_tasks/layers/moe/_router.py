@@ -10,6 +10,8 @@ Routers compute in float32 at the highest matmul precision, whatever x's dtype: 
 changes a token's whole output.
 """
 
+from typing import Literal
+
 from flax import struct
 import flax.linen as nn
 import jax
@@ -50,10 +52,11 @@ class RouterOutput(struct.PyTreeNode):
 
 
 class Router(nn.Module, kw_only=True):
-  """Base class: projects tokens to logits. Weight `kernel` [D, E].
+  """Base class: projects tokens to logits. Weight `kernel` [D, E]; with `use_bias` also `bias` [E].
 
   Fields:
     num_experts: E.
+    use_bias: whether the logits have a bias (initially zero, tagged `no_decay`; gpt-oss).
     jitter_eps: in training the input is multiplied by U(1 - eps, 1 + eps) (Switch: Fedus et al., 2022); needs the rng
       `dropout`.
     init_scale: variance scale of the kernel.
@@ -62,6 +65,7 @@ class Router(nn.Module, kw_only=True):
   """
 
   num_experts: int
+  use_bias: bool = False
   jitter_eps: float = 0.0
   init_scale: float = 1.0
   split_dims: SplitDims = ('embed', None)
@@ -88,7 +92,14 @@ class Router(nn.Module, kw_only=True):
       split_dims=self.split_dims,
     )
     logits = jnp.einsum('btd,de->bte', x, kernel, precision='highest')
+    if self.use_bias:
+      logits = logits + self._per_expert('bias', tags=('no_decay',))[None, None, :]
     return constrain(logits, self.activation_split_dims)
+
+  def _per_expert(self, name: str, tags: tuple[str, ...]) -> jax.Array:
+    """Declares a weight [E] that starts at zero."""
+    zeros = jax.nn.initializers.zeros
+    return declare_weight(self, name, shape=(self.num_experts,), init=zeros, split_dims=(None,), tags=tags)
 
 
 class TopKRouter(Router, kw_only=True):
@@ -104,6 +115,11 @@ class TopKRouter(Router, kw_only=True):
     gate_scale: factor of the gates after normalization (DeepSeek's routed scaling factor).
     balance_bias: whether to add a bias per expert to the scores for the choice only, not for the gates (balancing
       without an auxiliary loss: Wang et al., 2024).
+    num_groups: into how many groups of consecutive ids the experts fall; 1 for no groups.
+    num_selected_groups: a token chooses among the experts of this many groups, the best by `group_score` (DeepSeek-V2:
+      2024); None for all.
+    group_score: of a group: 'max', the best of its experts' scores (DeepSeek-V2), or 'top2_sum', the sum of the two
+      best, balance bias included (DeepSeek-V3: 2024).
   """
 
   num_selected: int
@@ -111,6 +127,9 @@ class TopKRouter(Router, kw_only=True):
   normalize_gates: float | None = None
   gate_scale: float = 1.0
   balance_bias: bool = False
+  num_groups: int = 1
+  num_selected_groups: int | None = None
+  group_score: Literal['max', 'top2_sum'] = 'max'
 
   def __post_init__(self):
     if not 1 <= self.num_selected <= self.num_experts:
@@ -123,7 +142,24 @@ class TopKRouter(Router, kw_only=True):
       raise UserError(
         f'normalize_gates={self.normalize_gates} must be the p > 0 of a p-norm, or None to leave the gates as they are.'
       )
+    self._check_groups()
     super().__post_init__()
+
+  def _check_groups(self) -> None:
+    if self.group_score not in ('max', 'top2_sum'):
+      raise UserError(f"group_score={self.group_score!r} must be 'max' or 'top2_sum'.")
+    groups, experts = self.num_groups, self.num_experts
+    if groups < 1 or experts % groups or (self.group_score == 'top2_sum' and experts // groups < 2):
+      raise UserError(
+        f'num_groups={groups} must divide num_experts={experts}, with two experts or more in a group where '
+        "group_score='top2_sum' sums two of them."
+      )
+    selected = groups if self.num_selected_groups is None else self.num_selected_groups
+    if not 1 <= selected <= groups or self.num_selected > selected * (experts // groups):
+      raise UserError(
+        f'num_selected_groups={selected} must be from 1 to num_groups={groups}, and these groups of '
+        f'{experts // groups} experts must have the num_selected={self.num_selected} that a token chooses.'
+      )
 
   @nn.compact
   def __call__(self, x: jax.Array, token_mask: jax.Array | None = None, *, train: bool = False) -> RouterOutput:
@@ -132,16 +168,13 @@ class TopKRouter(Router, kw_only=True):
     log_affinities = LOG_AFFINITIES[self.score_function](logits)
     # Logits order the experts as the scores do, but have no ties where scores round to 0 or 1.
     preferences, bias = logits, None
+    if self.balance_bias or self.group_score == 'top2_sum':
+      preferences = jnp.exp(log_affinities)
     if self.balance_bias:
-      bias = declare_weight(
-        self,
-        'balance_bias',
-        shape=(self.num_experts,),
-        init=jax.nn.initializers.zeros,
-        split_dims=(None,),
-        tags=('balance_bias', 'no_decay'),
-      )
-      preferences = jnp.exp(log_affinities) + bias[None, None, :]
+      bias = self._per_expert('balance_bias', tags=('balance_bias', 'no_decay'))
+      preferences = preferences + bias[None, None, :]
+    if self.num_selected_groups is not None:
+      preferences = self._of_best_groups(preferences, self.num_selected_groups)
     chosen_ids = top_k_ids(preferences, self.num_selected, self.activation_split_dims)
     chosen_ids = checkpoint_name(chosen_ids, ROUTING_NAME)
     log_gates = jnp.take_along_axis(log_affinities, chosen_ids, axis=-1)
@@ -162,6 +195,17 @@ class TopKRouter(Router, kw_only=True):
       gates=checkpoint_name(gates, ROUTING_NAME),
       balance_bias=bias,
     )
+
+  def _of_best_groups(self, preferences: jax.Array, num_selected: int) -> jax.Array:
+    """Returns the preferences [B, T, E] with -inf for the experts of the groups that a token does not choose."""
+    grouped = jax.lax.stop_gradient(preferences).reshape(*preferences.shape[:2], self.num_groups, -1)
+    scores = jnp.max(grouped, axis=-1)
+    if self.group_score == 'top2_sum':
+      is_best = jnp.argmax(grouped, axis=-1)[..., None] == jnp.arange(grouped.shape[-1])[None, None, None]
+      scores = scores + jnp.max(jnp.where(is_best, -jnp.inf, grouped), axis=-1)
+    group_ids = top_k_ids(scores, num_selected, self.activation_split_dims)
+    is_chosen = jnp.any(group_ids[..., None] == jnp.arange(self.num_groups)[None, None, None], axis=2)  # [B, T, groups]
+    return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(preferences.shape)
 
   def _assign(self, chosen_ids: jax.Array) -> jax.Array:
     """Returns the experts that compute the tokens, int32 [B, T, k], given the experts that the tokens chose."""

@@ -105,12 +105,12 @@ class SlotResharding:
     num_experts, _, hidden_dim = weights.up.shape
     more_experts = self.padded_num_experts(num_experts) - num_experts
     more_hidden = _round_up(hidden_dim, self._num_parts(self.hidden)) - hidden_dim
-    up_padding = ((0, more_experts), (0, 0), (0, more_hidden))
-    return dataclasses.replace(
-      weights,
-      up=jnp.pad(weights.up, up_padding),
-      down=jnp.pad(weights.down, ((0, more_experts), (0, more_hidden), (0, 0))),
-      gate=None if weights.gate is None else jnp.pad(weights.gate, up_padding),
+    experts, hidden, whole = (0, more_experts), (0, more_hidden), (0, 0)
+    return weights.map(
+      up=lambda x: jnp.pad(x, (experts, whole, hidden)),
+      down=lambda x: jnp.pad(x, (experts, hidden, whole)),
+      up_bias=lambda x: jnp.pad(x, (experts, hidden)),
+      down_bias=lambda x: jnp.pad(x, (experts, whole)),
     )
 
 

@@ -10,11 +10,19 @@ from spmd_tasks.layers import (
   GatedFeedForward,
   LanguageModel,
   RmsNorm,
+  StackSequence,
   TokenEmbedding,
   TransformerBlock,
   TransformerStack,
 )
-from spmd_tasks.layers.attention import Attention, LearnedPositions, Rotary, SinusoidalPositions, YarnScaling
+from spmd_tasks.layers.attention import (
+  Attention,
+  LatentAttention,
+  LearnedPositions,
+  Rotary,
+  SinusoidalPositions,
+  YarnScaling,
+)
 from spmd_tasks.layers.moe import (
   CapacityGather,
   Dropless,
@@ -87,6 +95,20 @@ MODELS = {
   ),
   'learned positions': _model(_stack(_block(rotary=None)), LearnedPositions(max_len=NUM_POSITIONS)),
   'dense and dropless': _model(_stack(BlockGroup(blocks=(_block(), _block(_experts(Dropless())))))),
+  'latent attention': _model(
+    _stack(
+      TransformerBlock(
+        attention=LatentAttention(
+          num_heads=3, query_rank=7, kv_rank=5, nope_head_dim=6, rope_head_dim=4, value_head_dim=3, softmax_scale=0.4
+        ),
+        ffn=GatedFeedForward(hidden_dim=20),
+        norm=RmsNorm(),
+      )
+    )
+  ),
+  'a sequence of stacks': _model(
+    StackSequence(stacks=(_stack(_block()), TransformerStack(block=_block(_experts(Dropless())), num_layers=1)))
+  ),
   'capacity': _model(_stack(_block(_experts(_ROOMY)))),
   'circular pipeline': _model(
     PipelinedStack(block=_block(), num_layers=2, num_microbatches=2, schedule='circular', num_repeats=2)

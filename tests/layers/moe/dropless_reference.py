@@ -13,11 +13,12 @@ from spmd_tasks.sharding import MeshSpec, check_axis_rules, sharding_scope
 
 UP_SPLIT_DIMS = ('expert', 'expert_embed', 'expert_mlp')
 DOWN_SPLIT_DIMS = ('expert', 'expert_mlp', 'expert_embed')
+BIASES = ('up_bias', 'gate_bias', 'down_bias')
 LOGICAL_NAMES = ('batch', 'seq', 'act_embed', 'expert', 'expert_embed', 'expert_mlp')
 
 
-def draw_inputs(rng, *, B=8, T=3, D=4, F=6, E=4, k=2, gated=True):
-  """The arrays that have gradients: x, gates and the weights, by name; and d_y [B, T, D]."""
+def draw_inputs(rng, *, B=8, T=3, D=4, F=6, E=4, k=2, gated=True, bias=False):
+  """The arrays that have gradients: x, gates and weights, by name; and d_y [B, T, D]. Biases are of gated experts."""
   inputs = {
     'x': rng.normal(size=(B, T, D)),
     'gates': rng.uniform(0.1, 1.0, size=(B, T, k)),
@@ -26,6 +27,8 @@ def draw_inputs(rng, *, B=8, T=3, D=4, F=6, E=4, k=2, gated=True):
   }
   if gated:
     inputs['gate'] = rng.normal(size=(E, D, F)) / D**0.5
+  if bias:
+    inputs |= {name: rng.normal(size=(E, size)) for name, size in zip(BIASES, (F, F, D))}
   return {name: array.astype(np.float32) for name, array in inputs.items()}, rng.normal(size=(B, T, D))
 
 
@@ -53,11 +56,12 @@ def loop_over_assignments(inputs, expert_ids, d_y):
     if e == len(up):
       continue
     token, weight, d_token = x[b, t], gates[b, t, choice], d_y[b, t]
-    pre_activation = token @ (up if gate is None else gate)[e]
+    up_bias, gate_bias, down_bias = (inputs[name][e] if name in inputs else 0.0 for name in BIASES)
+    pre_activation = token @ (up if gate is None else gate)[e] + gate_bias
     sigmoid = 1 / (1 + np.exp(-pre_activation))
     act, d_act = pre_activation * sigmoid, sigmoid * (1 + pre_activation * (1 - sigmoid))
-    linear = 1.0 if gate is None else token @ up[e]
-    result = (act * linear) @ down[e]
+    linear = 1.0 if gate is None else token @ up[e] + up_bias
+    result = (act * linear) @ down[e] + down_bias
     y[b, t] += weight * result
     d['gates'][b, t, choice] += result @ d_token
     d_hidden = down[e] @ (weight * d_token)
@@ -68,6 +72,9 @@ def loop_over_assignments(inputs, expert_ids, d_y):
     if gate is not None:
       d['up'][e] += np.outer(token, d_hidden * act)
       d['x'][b, t] += up[e] @ (d_hidden * act)
+    if 'up_bias' in inputs:
+      for name, d_result in zip(BIASES, (d_hidden * act, d_pre_activation, weight * d_token)):
+        d[name][e] += d_result
   return y, d
 
 
@@ -79,6 +86,7 @@ def expert_weights(inputs):
     activation='silu',
     up_split_dims=UP_SPLIT_DIMS,
     down_split_dims=DOWN_SPLIT_DIMS,
+    **{name: inputs[name] for name in BIASES if name in inputs},
   )
 
 

@@ -42,15 +42,15 @@ LAYOUTS = {
     {'batch': 'data', 'expert': 'data', 'expert_mlp': 'mdl'},
     {},
   ),
-  'data 2 (FSDP) x expert 2 x mdl 2': (
+  'data 2 (FSDP) x expert 2 x mdl 2, biases': (
     {'data': 2, 'expert': 2, 'mdl': 2},
     {'batch': ('data', 'expert'), 'expert_embed': 'data', 'expert_mlp': 'mdl'},
-    {},
+    {'bias': True},
   ),
-  'hidden sharding, 4 experts on 8 devices': (
+  'hidden sharding, 4 experts on 8 devices, biases': (
     {'expert': 4, 'hidden': 2},
     {'batch': ('expert', 'hidden'), 'expert_mlp': 'hidden'},
-    {},
+    {'bias': True},
   ),
   'replication, 4 experts on 8 devices': (
     {'data': 4, 'mdl': 2},
@@ -72,10 +72,10 @@ LAYOUTS = {
     {'batch': ('data', 'expert'), 'expert_embed': 'data'},
     {'E': 6, 'B': 5, 'D': 5, 'F': 7},
   ),
-  'uneven in all of batch, sequence and hidden layer': (
+  'uneven in all of batch, sequence and hidden layer, biases': (
     {'a': 2, 'b': 2, 'mdl': 2},
     {'batch': 'a', 'seq': 'b', 'expert': 'a', 'expert_mlp': ('b', 'mdl')},
-    {'E': 3, 'B': 3, 'T': 5, 'F': 5},
+    {'E': 3, 'B': 3, 'T': 5, 'F': 5, 'bias': True},
   ),
 }
 # These have no tokens to exchange: one program for all dispatches.
@@ -103,7 +103,7 @@ def test_is_the_loop_over_assignments(name, dispatch, rng):
   axis_sizes, rules, dims = (LAYOUTS | LAYOUTS_WITHOUT_EXCHANGE)[name]
   run = value_and_gradients(Dropless(dispatch=dispatch), *mesh_and_rules(axis_sizes, rules))
   inputs, d_y = draw_inputs(rng, **dims)
-  id_dims = {dim: size for dim, size in dims.items() if dim not in 'DF'}
+  id_dims = {dim: size for dim, size in dims.items() if dim not in ('D', 'F', 'bias')}
   for routing in ('mixed', 'one expert', 'no expert'):
     expert_ids = draw_expert_ids(rng, routing, **id_dims)
     result = run(inputs, expert_ids, d_y)
@@ -116,7 +116,7 @@ def test_a_plain_network_in_bfloat16(rng):
   inputs, d_y = draw_inputs(rng, gated=False)
   inputs = {name: array if name == 'gates' else jnp.asarray(array, jnp.bfloat16) for name, array in inputs.items()}
   expert_ids = draw_expert_ids(rng, 'mixed')
-  mesh, rules = mesh_and_rules(*LAYOUTS['data 2 (FSDP) x expert 2 x mdl 2'][:2])
+  mesh, rules = mesh_and_rules(*LAYOUTS['data 2 (FSDP) x expert 2 x mdl 2, biases'][:2])
   y, gradients, _ = value_and_gradients(Dropless(), mesh, rules)(inputs, expert_ids, d_y)
   expected_y, expected, _ = value_and_gradients(Dropless())(inputs, expert_ids, d_y)
   assert y.dtype == jnp.bfloat16

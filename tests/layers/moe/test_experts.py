@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import ExpertWeights, grouped_ffn
+from spmd_tasks.layers.moe import Experts, ExpertWeights, grouped_ffn
 from spmd_tasks.layers.moe._experts import batched_ffn
 
 NUM_ROWS, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM, NUM_LAYERS = 64, 4, 6, 10, 3
@@ -115,6 +115,49 @@ def test_equals_float64_reference(rng, backend, recompute_activation, dtype, act
   sizes = GROUP_SIZES[name]
   actual = compiled(backend, recompute_activation)(rows, jnp.array(sizes, jnp.int32), weights, d_result)
   assert_equals_reference(actual, sizes, rows, weights, d_result)
+
+
+def with_biases(weights, rng):
+  """Away from zero, and large enough for the limits of gpt-oss's activation."""
+  sizes = {'up_bias': HIDDEN_DIM, 'gate_bias': HIDDEN_DIM, 'down_bias': MODEL_DIM}
+  return weights.replace(
+    **{name: jnp.asarray(6 * rng.standard_normal((NUM_EXPERTS, size)), 'float32') for name, size in sizes.items()}
+  )
+
+
+def expert_of_gpt_oss(e, rows, weights):
+  """Rows [R, D] through expert e, as its paper has it, with JAX's own gradients."""
+  up = jnp.clip(rows @ weights.up[e] + weights.up_bias[e][None], -7, 7)
+  gate = jnp.minimum(rows @ weights.gate[e] + weights.gate_bias[e][None], 7)
+  return ((up + 1) * gate / (1 + jnp.exp(-1.702 * gate))) @ weights.down[e] + weights.down_bias[e][None]
+
+
+@pytest.mark.parametrize('recompute_activation', [False, True])
+@pytest.mark.parametrize('backend', ['loop', 'ragged_dot'])
+def test_biases_and_a_clamped_activation(rng, backend, recompute_activation):
+  if backend == 'loop' and recompute_activation:
+    pytest.skip('the loop recomputes always')
+  rows, d_result = make_rows(rng), make_rows(rng)
+  weights, sizes = with_biases(make_weights(rng, 'clamped_swiglu', True), rng), GROUP_SIZES['rows past the end']
+  actual = compiled(backend, recompute_activation)(rows, jnp.array(sizes, jnp.int32), weights, d_result)
+
+  def reference(rows, weights):
+    starts = np.cumsum(sizes) - sizes
+    parts = [expert_of_gpt_oss(e, rows[i : i + n], weights) for e, (i, n) in enumerate(zip(starts, sizes))]
+    return jnp.concatenate([*parts, jnp.zeros((NUM_ROWS - sum(sizes), MODEL_DIM))])
+
+  result, pull_back = jax.vjp(reference, rows, weights)
+  for ours, expected in zip(jax.tree.leaves(actual), jax.tree.leaves((result, *pull_back(d_result))), strict=True):
+    np.testing.assert_allclose(ours, expected, atol=1e-5 * max(1.0, np.abs(expected).max()), rtol=0)
+  batched = batched_ffn(rows.reshape(NUM_EXPERTS, 4, 4, MODEL_DIM), weights)
+  for e in range(NUM_EXPERTS):
+    expected = expert_of_gpt_oss(e, rows.reshape(NUM_EXPERTS, 16, MODEL_DIM)[e], weights)
+    np.testing.assert_allclose(batched[e].reshape(16, MODEL_DIM), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_activation_with_a_formula_of_its_own_needs_a_gate():
+  with pytest.raises(ValueError, match=r"'clamped_swiglu' is unknown \(it needs a gate\): choose one of"):
+    Experts(num_experts=2, hidden_dim=3, gated=False, activation='clamped_swiglu').init(jax.random.key(0), 4)
 
 
 @pytest.mark.parametrize('backend', ['loop', 'ragged_dot'])

@@ -32,6 +32,7 @@ CASES = {
     'gate_scale': 2.5,
     'balance_bias': True,
   },
+  'gpt-oss': {'num_selected': 2, 'normalize_gates': 1.0, 'use_bias': True},
   'sigmoid': {'num_selected': 1, 'score_function': 'sigmoid'},
   'all experts': {'num_selected': E, 'normalize_gates': 1.0, 'balance_bias': True},
 }
@@ -41,6 +42,7 @@ def draw(rng, num_experts=E):
   weights = {
     'kernel': rng.normal(size=(D, num_experts)).astype(np.float32),
     'balance_bias': rng.normal(size=num_experts).astype(np.float32),
+    'bias': rng.normal(size=num_experts).astype(np.float32),
   }
   return rng.normal(size=(B, T, D)).astype(np.float32), weights, rng.random((B, T)) < 0.7
 
@@ -55,10 +57,15 @@ def reference(
   normalize_gates=None,
   gate_scale=1.0,
   balance_bias=False,
+  use_bias=False,
+  num_groups=1,
+  num_selected_groups=1,
+  group_score='max',
   expert_ids=None,
 ):
   """The decision in float64. `expert_ids` fixes the choice, as differences of this function need."""
   logits = x.astype(np.float64) @ weights['kernel'].astype(np.float64)
+  logits += weights['bias'] if use_bias else 0
   scores, gates = np.zeros_like(logits), np.zeros((*mask.shape, num_selected))
   ids = np.full(gates.shape, logits.shape[-1])
   for b, t in np.ndindex(*mask.shape):
@@ -67,6 +74,10 @@ def reference(
     scores[b, t] = affinities / affinities.sum()
     if mask[b, t]:
       preferences = affinities + (weights['balance_bias'] if balance_bias else 0)
+      groups = np.split(np.arange(len(preferences)), num_groups)
+      best = [np.sort(preferences[group])[::-1][: 1 if group_score == 'max' else 2].sum() for group in groups]
+      for group in np.argsort(-np.array(best))[num_selected_groups:]:
+        preferences[groups[group]] = -np.inf
       chosen = np.argsort(-preferences, kind='stable')[:num_selected] if expert_ids is None else expert_ids[b, t]
       ids[b, t], gates[b, t] = chosen, affinities[chosen]
       if normalize_gates is not None:
@@ -75,8 +86,10 @@ def reference(
 
 
 def route(x, weights, mask, *, router=TopKRouter, train=False, num_experts=E, **settings):
-  if not settings.get('balance_bias'):
-    weights = {'kernel': weights['kernel']}
+  names = (
+    ['kernel'] + ['balance_bias'] * settings.get('balance_bias', False) + ['bias'] * settings.get('use_bias', False)
+  )
+  weights = {name: weights[name] for name in names}
   apply = jax.jit(router(num_experts=num_experts, **settings).apply, static_argnames='train')
   return apply({'params': weights}, x, mask, train=train, rngs={'dropout': jax.random.key(1)})
 
@@ -90,6 +103,38 @@ def test_is_the_reference(settings, rng):
     assert actual.dtype == ('int32' if name == 'expert_ids' else 'float32')
     np.testing.assert_allclose(actual, value, rtol=1e-5, atol=1e-6, err_msg=name)
   np.testing.assert_array_equal(routing.token_mask, mask)
+
+
+GROUPS = {
+  'DeepSeek-V2': {'num_selected': 3, 'num_groups': 4, 'num_selected_groups': 2},
+  'DeepSeek-V3': CASES['deepseek'] | {'num_groups': 4, 'num_selected_groups': 2, 'group_score': 'top2_sum'},
+  'V3 without a bias': {'num_selected': 4, 'num_groups': 2, 'num_selected_groups': 1, 'group_score': 'top2_sum'},
+}
+
+
+@pytest.mark.parametrize('settings', GROUPS.values(), ids=GROUPS)
+def test_a_token_chooses_in_its_best_groups_only(settings, rng):
+  x, weights, mask = draw(rng, num_experts=12)
+  routing, expected = route(x, weights, mask, num_experts=12, **settings), reference(x, weights, mask, **settings)
+  for name, value in expected.items():
+    np.testing.assert_allclose(getattr(routing, name), value, rtol=1e-5, atol=1e-6, err_msg=name)
+  without_groups = reference(x, weights, mask, **{k: v for k, v in settings.items() if 'group' not in k})
+  assert np.any(without_groups['expert_ids'] != expected['expert_ids'])
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'num_selected': 2, 'num_groups': 5}, 'num_groups=5 must divide num_experts=12'),
+    ({'num_selected': 2, 'num_groups': 12, 'group_score': 'top2_sum'}, 'num_groups=12 must divide .* two experts'),
+    ({'num_selected': 4, 'num_groups': 4, 'num_selected_groups': 1}, 'num_selected_groups=1 must be .* num_selected=4'),
+    ({'num_selected': 2, 'num_groups': 4, 'num_selected_groups': 5}, 'num_selected_groups=5 must be from 1 to'),
+    ({'num_selected': 2, 'group_score': 'mean'}, "group_score='mean' must be 'max'"),
+  ],
+)
+def test_impossible_groups_are_errors(settings, message):
+  with pytest.raises(ValueError, match=message):
+    TopKRouter(num_experts=12, **settings)
 
 
 @pytest.mark.parametrize('settings', CASES.values(), ids=CASES)

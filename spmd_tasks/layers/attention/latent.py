@@ -1,0 +1,166 @@
+"""LatentAttention: attention whose keys and values are made from one small vector per token, which is all it caches.
+
+    attention = LatentAttention(
+      num_heads=128, query_rank=1536, kv_rank=512, nope_head_dim=128, rope_head_dim=64, value_head_dim=128
+    )
+
+Multi-head latent attention (MLA) of DeepSeek-V2 (2024, arXiv 2405.04434) and DeepSeek-V3. In training every head's keys
+and values are computed. In generation, the products with `kv_up` move from keys and values, of which there are as many
+as cached tokens, to queries and results, of which there are few:
+
+    query . (latent . key_up) = (query . key_up^T) . latent
+
+so that all heads read the cache itself, as multi-query attention does, with latents as keys and as values.
+
+Shapes: B batch, T sequence, D model, H heads, Q and C rank of queries' and of keys' and values' latent vectors, N and R
+features of a head without and with rotary position, V features of a head's value.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention.attend import attend
+from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
+from spmd_tasks.layers.attention.positions import Rotary
+from spmd_tasks.layers.base import FanInNormal, declare_weight
+from spmd_tasks.layers.linear import Linear
+from spmd_tasks.layers.norm import RmsNorm
+from spmd_tasks.sharding import SplitDims, constrain
+
+
+class LatentAttention(nn.Module, kw_only=True):
+  """Causal self-attention through latent vectors; has the call signature of `Attention`.
+
+  Weights: `query_down` [D, Q], `query_norm` [Q] and `query_up` [Q, H, N + R], or with `query_rank=None` only `query`
+  [D, H, N + R]; `kv_down` [D, C + R], `kv_norm` [C], `out` [H, V, D] (under `.../kernel`, norms under `.../scale`), and
+  `kv_up` [C, H, N + V] itself. Of a head's features the first N have no position. The R features of a key, the last of
+  `kv_down`, are the same for all heads. The cache has one array, `cached_latent` [B, 1, S, C + R]: normed latents and
+  rotated keys.
+
+  Fields:
+    num_heads: H.
+    query_rank, kv_rank: Q and C; None for queries that are projected at once.
+    nope_head_dim, rope_head_dim, value_head_dim: N, R and V.
+    rotary: positions of the R features.
+    softmax_scale: factor of the attention logits; None means 1 / sqrt(N + R). DeepSeek multiplies that by the square of
+      `yarn_magnitude(factor, mscale_all_dim)`.
+    epsilon: of the norms of the latent vectors.
+    use_bias: whether `query_down`, `kv_down` and `out` have a bias.
+    dtype: of the computation.
+    init_scale, out_init_scale: FanInNormal's scale for all projections but the output's, and for that.
+    query_split_dims, down_split_dims, up_split_dims, out_split_dims: of `query`; of `query_down` and `kv_down`; of
+      `query_up` and `kv_up`; of `out`.
+    heads_activation_split_dims: of queries, keys and values [B, T, H, ...].
+    latent_split_dims: of latent vectors [B, T, C + R]; they are small, and the same on all devices that split heads.
+    activation_split_dims: of the output.
+  """
+
+  num_heads: int
+  query_rank: int | None = None
+  kv_rank: int
+  nope_head_dim: int
+  rope_head_dim: int
+  value_head_dim: int
+  rotary: Rotary = Rotary()
+  softmax_scale: float | None = None
+  epsilon: float = 1e-6
+  use_bias: bool = False
+  dtype: Any = 'float32'
+  init_scale: float = 1.0
+  out_init_scale: float = 1.0
+  query_split_dims: SplitDims = ('embed', 'heads', 'head_dim')
+  down_split_dims: SplitDims = ('embed', None)
+  up_split_dims: SplitDims = ('embed', 'heads', 'head_dim')
+  out_split_dims: SplitDims = ('heads', 'head_dim', 'embed')
+  heads_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
+  latent_split_dims: SplitDims = ('batch', 'seq', None)
+  activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> jax.Array:
+    """Returns [B, T, D] for x [B, T, D]; segment_ids (or None) and segment_pos are int32 [B, T].
+
+    Raises:
+      UserError: positions are missing.
+    """
+    del train
+    if segment_pos is None:
+      raise UserError('latent attention needs segment_pos: pass it.')
+    query, query_rope = jnp.split(self._query(x), [self.nope_head_dim], axis=-1)
+    query_rope = self.rotary(query_rope, segment_pos)
+    latent, key_rope = jnp.split(self._down('kv_down', self.kv_rank + self.rope_head_dim, x), [self.kv_rank], axis=-1)
+    latent = RmsNorm(epsilon=self.epsilon, dtype=self.dtype, name='kv_norm')(latent)
+    key_rope = self.rotary(key_rope[:, :, None, :], segment_pos)
+    shape = (self.kv_rank, self.num_heads, self.nope_head_dim + self.value_head_dim)
+    kv_up = declare_weight(
+      self, 'kv_up', shape=shape, init=FanInNormal(scale=self.init_scale), split_dims=self.up_split_dims
+    ).astype(self.dtype)
+    scale = self.softmax_scale or (self.nope_head_dim + self.rope_head_dim) ** -0.5
+
+    cached = None
+    joint = jnp.concatenate([latent[:, :, None, :], key_rope], axis=-1)  # [B, T, 1, C + R]
+    if is_decoding(self):
+      rows, columns, features = self.latent_split_dims or (None,) * 3
+      write_new_cache(self, {'latent': joint}, (rows, columns, None, features), segment_ids=segment_ids)
+      cached = read_cache(self, 'latent')
+    if cached is None:
+      keys_and_values = constrain(jnp.einsum('BTC,CHM->BTHM', latent, kv_up), self.heads_activation_split_dims)
+      key, value = jnp.split(keys_and_values, [self.nope_head_dim], axis=-1)
+      key = jnp.concatenate([key, jnp.broadcast_to(key_rope, query_rope.shape)], axis=-1)
+      query = jnp.concatenate([query, query_rope], axis=-1)
+      attended = attend(query, key, value, segment_ids, softmax_scale=scale)
+    else:
+      key_up, value_up = jnp.split(kv_up, [self.nope_head_dim], axis=-1)
+      query = constrain(jnp.einsum('BTHN,CHN->BTHC', query, key_up), self.heads_activation_split_dims)
+      query = jnp.concatenate([query, query_rope], axis=-1)
+      # The rotated keys pass as values too: a slice of the cache would be a copy of it.
+      attended = attend_to_cache(query, joint, joint, cached * 2, segment_ids, segment_pos, softmax_scale=scale)
+      attended = jnp.einsum('BTHC,CHV->BTHV', attended[..., : self.kv_rank], value_up)
+    return Linear(
+      output_dims=x.shape[-1],
+      num_input_dims=2,
+      use_bias=self.use_bias,
+      dtype=self.dtype,
+      kernel_init=FanInNormal(scale=self.out_init_scale, num_input_dims=2),
+      split_dims=self.out_split_dims,
+      activation_split_dims=self.activation_split_dims,
+      name='out',
+    )(attended)
+
+  def _query(self, x: jax.Array) -> jax.Array:
+    """Returns the queries of all heads, [B, T, H, N + R], not rotated."""
+    name, split_dims = 'query', self.query_split_dims
+    if self.query_rank is not None:
+      x = self._down('query_down', self.query_rank, x)
+      x = RmsNorm(epsilon=self.epsilon, dtype=self.dtype, name='query_norm')(x)
+      name, split_dims = 'query_up', self.up_split_dims
+    return Linear(
+      output_dims=(self.num_heads, self.nope_head_dim + self.rope_head_dim),
+      dtype=self.dtype,
+      kernel_init=FanInNormal(scale=self.init_scale),
+      split_dims=split_dims,
+      activation_split_dims=self.heads_activation_split_dims,
+      name=name,
+    )(x)
+
+  def _down(self, name: str, rank: int, x: jax.Array) -> jax.Array:
+    return Linear(
+      output_dims=rank,
+      use_bias=self.use_bias,
+      dtype=self.dtype,
+      kernel_init=FanInNormal(scale=self.init_scale),
+      split_dims=self.down_split_dims,
+      activation_split_dims=self.latent_split_dims,
+      name=name,
+    )(x)

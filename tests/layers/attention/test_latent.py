@@ -1,0 +1,102 @@
+"""Latent attention against float64 numpy that computes every head's keys and values; test_kv_cache.py generates."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.attention import LatentAttention, Rotary, YarnScaling
+from spmd_tasks.sharding import unbox_weights, weight_specs
+import tests.layers.transformer_reference as reference
+
+B, T, D, H, N, R, V, C, Q = 2, 6, 30, 3, 6, 4, 5, 8, 7
+SEGMENT_IDS = np.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
+SEGMENT_POS = np.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+
+
+def make_layer(**fields):
+  dims = {'num_heads': H, 'kv_rank': C, 'nope_head_dim': N, 'rope_head_dim': R, 'value_head_dim': V}
+  return LatentAttention(**dims, **fields)
+
+
+def draw_weights(layer, rng):
+  x = np.zeros((B, T, D), np.float32)
+  abstract = jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params']
+  return jax.tree.map(lambda w: (0.3 * rng.normal(size=w.shape)).astype(np.float32), unbox_weights(abstract))
+
+
+def latent_attention(x, weights, *, scale, epsilon=1e-6, amplitude=1.0):
+  """[B, T, D], token by token and head by head; the frequencies are Rotary's own, scaled or not."""
+  weights = reference.to_float64(weights)
+  project = lambda name, x: x @ weights[name]['kernel'] + weights[name].get('bias', 0.0)
+  down = project('kv_down', x)
+  latent, key_rope = reference.rms_norm(down[..., :C], weights['kv_norm']['scale'], epsilon), down[..., C:]
+  if 'query' in weights:
+    query = np.einsum('btd,dhk->bthk', x, weights['query']['kernel'])
+  else:
+    latent_query = reference.rms_norm(project('query_down', x), weights['query_norm']['scale'], epsilon)
+    query = np.einsum('btq,qhk->bthk', latent_query, weights['query_up']['kernel'])
+  y = np.zeros_like(x)
+  for b, t, h in np.ndindex(B, T, H):
+    visible = [s for s in range(t + 1) if SEGMENT_IDS[b, s] == SEGMENT_IDS[b, t]]
+    rotate = lambda vector, s, b=b: reference.rotate(vector, SEGMENT_POS[b, s], amplitude=amplitude)
+    turned = rotate(query[b, t, h, N:], t)
+    keys_and_values = [latent[b, s] @ weights['kv_up'][:, h] for s in visible]
+    logits = [
+      query[b, t, h, :N] @ kv[:N] + turned @ rotate(key_rope[b, s], s) for kv, s in zip(keys_and_values, visible)
+    ]
+    probabilities = np.exp(scale * np.array(logits))
+    attended = sum(p * kv[N:] for p, kv in zip(probabilities / probabilities.sum(), keys_and_values))
+    y[b, t] += attended @ weights['out']['kernel'][h]
+  return y + weights['out'].get('bias', 0.0)
+
+
+@pytest.mark.parametrize(
+  'fields, settings',
+  [
+    ({}, {'scale': (N + R) ** -0.5}),
+    ({'query_rank': Q, 'epsilon': 0.1, 'use_bias': True}, {'scale': (N + R) ** -0.5, 'epsilon': 0.1}),
+    (
+      {'query_rank': Q, 'softmax_scale': 0.7, 'rotary': Rotary(scaling=YarnScaling(factor=1.0, original_length=64))},
+      {'scale': 0.7},
+    ),
+    (
+      {
+        'rotary': Rotary(scaling=YarnScaling(factor=1.0, original_length=64, attention_factor=1.3)),
+        'softmax_scale': 0.5,
+      },
+      {'scale': 0.5, 'amplitude': 1.3},
+    ),
+  ],
+  ids=['direct queries', 'latent queries, biases', 'scale', 'amplitude'],
+)
+def test_is_attention_to_keys_and_values_of_every_head(rng, fields, settings):
+  layer, x = make_layer(**fields), rng.normal(size=(B, T, D)).astype(np.float32)
+  weights = draw_weights(layer, rng)
+  actual = layer.apply({'params': weights}, x, SEGMENT_IDS, SEGMENT_POS)
+  np.testing.assert_allclose(actual, latent_attention(x.astype(np.float64), weights, **settings), rtol=1e-4, atol=1e-5)
+
+
+def test_split_dims_and_the_cache():
+  layer, x = make_layer(query_rank=Q), np.zeros((B, T, D), np.float32)
+  specs = weight_specs(jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params'])
+  kernels = {name: spec.get('kernel') if isinstance(spec, dict) else spec for name, spec in specs.items()}
+  assert {name: (spec.shape, spec.split_dims) for name, spec in kernels.items() if spec} == {
+    'query_down': ((D, Q), ('embed', None)),
+    'query_up': ((Q, H, N + R), ('embed', 'heads', 'head_dim')),
+    'kv_down': ((D, C + R), ('embed', None)),
+    'kv_up': ((C, H, N + V), ('embed', 'heads', 'head_dim')),
+    'out': ((H, V, D), ('heads', 'head_dim', 'embed')),
+  }
+  weights = unbox_weights(jax.eval_shape(layer.init, jax.random.key(0), x, SEGMENT_IDS, SEGMENT_POS)['params'])
+
+  def prefill(weights):
+    return layer.apply({'params': weights}, jnp.zeros((B, T, D)), SEGMENT_IDS, SEGMENT_POS, mutable='new_cache')[1]
+
+  (cached,) = jax.tree.leaves(unbox_weights(jax.eval_shape(prefill, weights)))
+  assert cached.shape == (B, 1, T, C + R)
+
+
+def test_positions_are_needed():
+  with pytest.raises(ValueError, match='needs segment_pos'):
+    make_layer().init(jax.random.key(0), np.zeros((B, T, D), np.float32))
