@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import os
 import signal
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from spmd_tasks import exit_codes
@@ -22,17 +24,31 @@ from spmd_tasks.sigterm import leave_on_sigterm
 if TYPE_CHECKING:
   import argparse
 
+_THREADS_LIMIT_S = 5.0
+
 
 def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
   leave_on_sigterm()  # first of all: every other import is in a function, so that this line is reached in milliseconds
   code = run(argv)
-  if code == exit_codes.INTERRUPTED:  # threads may be in the middle of native code, for which an orderly end waits
+  # What Python's own end would wait for: threads in the middle of native code, and threads of Orbax, which wait for a
+  # save that has failed for minutes.
+  if code == exit_codes.INTERRUPTED or (code == exit_codes.FAILED and _threads_remain(_THREADS_LIMIT_S)):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
   signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt: Python's own end prints no traceback
   sys.exit(code)
+
+
+def _threads_remain(limit_s: float) -> bool:
+  """Waits for the threads that keep a process alive; returns whether some run on after `limit_s` seconds."""
+  end = time.monotonic() + limit_s
+  while any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+    if time.monotonic() > end:
+      return True
+    time.sleep(0.02)
+  return False
 
 
 def run(argv: Sequence[str] | None = None) -> int:

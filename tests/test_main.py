@@ -368,3 +368,15 @@ def test_a_bug_in_ones_own_experiment_keeps_its_traceback(own_directory):
   assert "name 'undefined_name' is not defined" in ended.stderr
   assert f'{own_directory}/mypkg/mymodule.py' in ended.stderr
   assert not (own_directory / 'runs').exists()
+
+
+def test_a_job_that_failed_ends_although_a_thread_does_not():
+  code = f"""if True:
+    import threading, time
+    from spmd_tasks import main
+    main._THREADS_LIMIT_S = 0.2
+    main.run = lambda argv: {exit_codes.FAILED}
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    main.main()
+  """
+  assert binary.run_binary(command=('-c', code)).returncode == exit_codes.FAILED
