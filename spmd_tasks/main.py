@@ -30,6 +30,7 @@ _THREADS_LIMIT_S = 5.0
 def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
   leave_on_sigterm()  # first of all: every other import is in a function, so that this line is reached in milliseconds
+  signal.signal(signal.SIGINT, _on_sigint)
   code = run(argv)
   # What Python's own end would wait for: threads in the middle of native code, and threads of Orbax, which wait for a
   # save that has failed for minutes.
@@ -39,6 +40,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     os._exit(code)
   signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt: Python's own end prints no traceback
   sys.exit(code)
+
+
+def _on_sigint(signum: int, frame: Any) -> None:
+  """Ends the command in order, by KeyboardInterrupt; a second SIGINT ends the process at once, without tracebacks."""
+  del frame
+  signal.signal(signum, lambda signum, frame: os._exit(exit_codes.INTERRUPTED))
+  raise KeyboardInterrupt
 
 
 def _threads_remain(limit_s: float) -> bool:
