@@ -8,9 +8,10 @@ checkpoints needs neither; the rest does, and importing Paxml takes seconds, bec
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
 `_praxis_task.py` (Praxis models and layers in experiments of ours), `_input.py`, `_decode.py` (decode jobs) and
-`_kv_cache.py` (serving); then `_checkpoint_files.py` and `_checkpoint_arrays.py`. `translate_language_model` makes one
-of our language models of a Praxis one, weights included: `_praxis_model.py`, `_praxis_stack.py` and
-`_praxis_layers.py`. `translate_experiment` writes a whole experiment: `_native_experiment.py`.
+`_kv_cache.py` (serving); then `_checkpoint_files.py`, `_checkpoint_arrays.py` and `_loading_rules.py` (parts of other
+jobs). `translate_language_model` makes one of our language models of a Praxis one, weights included:
+`_praxis_model.py`, `_praxis_stack.py`, `_praxis_layers.py`. `translate_experiment` writes a whole experiment:
+`_native_experiment.py`.
 """
 
 from etils import epy

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from praxis import py_utils
 
@@ -32,6 +33,18 @@ def take_strings(batch: Any) -> dict[str, Any]:
     elif np.asarray(value).dtype.kind in 'OSU':
       found[name] = value
   return found
+
+
+def complete_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a batch with all that a language model of Praxis asks for; `ids` [B, T] alone are one document a row."""
+  if 'ids' not in batch:
+    return dict(batch)
+  ids = jnp.asarray(batch['ids'])
+  ones = jnp.ones(ids.shape, jnp.int32)
+  positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+  batch = {'labels': ids, 'segment_ids': ones, 'segment_pos': positions} | dict(batch)
+  paddings = (batch['segment_ids'] == 0).astype(jnp.float32)
+  return {'paddings': paddings, 'weights': 1 - paddings} | batch
 
 
 def to_nested_map(batch: Mapping[str, Any]) -> py_utils.NestedMap:

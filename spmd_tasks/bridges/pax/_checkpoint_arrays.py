@@ -22,6 +22,7 @@ from spmd_tasks.bridges.pax._checkpoint_files import (
   METADATA,
   STATE,
   PaxCheckpoint,
+  StoredArray,
   key_value_store,
   open_pax_checkpoint,
   pax_name,
@@ -55,11 +56,23 @@ def read_pax_checkpoint(path: epath.PathLike, abstract_state: Any) -> Any:
   paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
   wanted = {checkpoint.name_of(key_path): leaf for key_path, leaf in paths}
   _check(checkpoint, wanted)
+  values = read_arrays(checkpoint.arrays, wanted)
+  return jax.tree_util.tree_unflatten(structure, [values[name] for name in wanted])
+
+
+def read_arrays(stored: Mapping[str, StoredArray], wanted: Mapping[str, Any]) -> dict[str, Any]:
+  """Reads arrays by name, cut to the shapes of `wanted`: jax.ShapeDtypeStructs as `read_pax_checkpoint` takes them.
+
+  Raises:
+    UserError: an array has another shape or dtype.
+  """
+  if problems := [line for name, leaf in wanted.items() if (line := _mismatch(name, stored[name], leaf))]:
+    raise UserError(f'the checkpoint does not fit the experiment:\n{describe_mismatches(problems)}')
   values: dict[str, Any] = {}
   for names in _batches(wanted):
-    reads = {name: _start_to_read(checkpoint.arrays[name].store, wanted[name]) for name in names}
+    reads = {name: _start_to_read(stored[name].store, wanted[name]) for name in names}
     values |= {name: _place(wanted[name], parts) for name, parts in reads.items()}
-  return jax.tree_util.tree_unflatten(structure, [values[name] for name in wanted])
+  return values
 
 
 def write_pax_checkpoint(directory: epath.PathLike, step: int, state: Any) -> epath.Path:
@@ -106,8 +119,8 @@ def _check(checkpoint: PaxCheckpoint, wanted: Mapping[str, Any]) -> None:
   for name, leaf in wanted.items():
     if (array := stored.get(name)) is None:
       problems.append(f'{name} {_describe_array(leaf)} is not in the checkpoint')
-    elif not array.fits(leaf.shape) or not _is_convertible(array.dtype, leaf.dtype):
-      problems.append(f'{name} must be {_describe_array(leaf)}, but the checkpoint has {_describe_array(array)}')
+    elif line := _mismatch(name, array, leaf):
+      problems.append(line)
   problems += [
     f'{name} {_describe_array(array)} of the checkpoint has no place in the model'
     for name, array in stored.items()
@@ -118,6 +131,12 @@ def _check(checkpoint: PaxCheckpoint, wanted: Mapping[str, Any]) -> None:
       f'{checkpoint.path} does not fit the experiment:\n{describe_mismatches(problems)}\nUse the experiment that wrote '
       'it, with its sizes, layers and learner.'
     )
+
+
+def _mismatch(name: str, array: StoredArray, leaf: Any) -> str | None:
+  if array.fits(leaf.shape) and _is_convertible(array.dtype, leaf.dtype):
+    return None
+  return f'{name} must be {_describe_array(leaf)}, but the checkpoint has {_describe_array(array)}'
 
 
 def _describe_array(array: Any) -> str:

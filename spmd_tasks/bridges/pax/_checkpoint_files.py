@@ -121,6 +121,8 @@ class PaxCheckpoint:
         yield name
 
   def _true_shapes(self) -> dict[str, tuple[int, ...]]:
+    if not (self.path / METADATA).exists():  # a checkpoint of ours
+      return {}
     described = json.loads(read_text(self.path / METADATA)).get('train_state_metadata', {})
 
     def walk(node: Mapping[str, Any], name: str) -> Iterator[tuple[str, tuple[int, ...]]]:

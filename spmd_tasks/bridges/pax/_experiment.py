@@ -19,6 +19,7 @@ from paxml import base_experiment
 from praxis import base_hyperparams, base_layer
 
 from spmd_tasks.bridges.pax._input import PaxInput
+from spmd_tasks.bridges.pax._loading_rules import state_from_rules
 from spmd_tasks.bridges.pax._start import is_pax_job, state_from_pax, variables_from_pax
 from spmd_tasks.bridges.pax._support import refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
@@ -100,13 +101,16 @@ class PaxExperiment(Experiment):
       return _by_name(self.pax_experiment().decode_datasets())
 
   def first_state(self, model: PartitionedModel) -> tuple[TrainState, int, str] | None:
-    """Returns the state that a new job starts from, its step and origin; None if no job of Paxml is named."""
+    """Returns the state that a new job starts from, its step and origin; None if nothing else is named."""
     if self.continue_from is not None and self.init_from is not None:
       raise UserError('continue_from and init_from both say where a new job starts: give one of them.')
     if self.continue_from is not None:
       return state_from_pax(model, self.continue_from, self.init_from_step, self.seed)
     if self.init_from is not None and is_pax_job(self.init_from):
       return variables_from_pax(model, self.init_from, self.init_from_step, self.seed)
+    assert isinstance(model.task, PaxTask)
+    if self.init_from is None and (rules := model.task.task.train.init_from_checkpoint_rules):
+      return state_from_rules(model, rules, self.seed)
     return None
 
   def build_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:

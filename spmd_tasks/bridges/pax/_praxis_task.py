@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from praxis import base_hyperparams, base_layer, pax_fiddle
 
-from spmd_tasks.bridges.pax._batches import to_nested_map
+from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
 from spmd_tasks.bridges.pax._weights import box_variables
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput
@@ -73,11 +73,16 @@ class PraxisTask(Task):
     return box_variables(variables, declared, self.model.mesh_axis_names)
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
-    """Returns the model's predictions, in evaluation mode."""
-    inputs = _inputs(batch)
+    """Returns the model's predictions, in evaluation mode. Of a language model the `ids` of the batch suffice."""
+    inputs = to_nested_map(complete_tokens(batch))
     with _praxis_scope(do_eval=True):
-      variables = self._cast_variables(variables, inputs)
-      return self.model.apply(variables, self._cast_inputs(inputs), method=self.model.compute_predictions)
+      predictions, _ = self.model.apply(
+        self._cast_variables(variables, inputs),
+        self._cast_inputs(inputs),
+        method=self.model.compute_predictions,
+        mutable=_NOT_STORED,
+      )
+    return predictions
 
   def compute_loss(
     self, variables: Variables, batch: Batch, *, train: bool, rng: jax.Array | None = None

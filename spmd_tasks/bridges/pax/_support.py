@@ -20,7 +20,6 @@ _TRAIN_FIELDS = {
   'external_checkpoint_path': 'name the job in init_from instead',
   'external_checkpoint_handler': 'checkpoints are read by our own reader',
   'restore_transformations': 'checkpoints are read by our own reader',
-  'init_from_checkpoint_rules': 'name the job in init_from instead',
 }
 
 

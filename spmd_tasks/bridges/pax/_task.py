@@ -15,6 +15,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from absl import logging
 from clu import metrics as clu_metrics
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ import numpy as np
 from paxml import summary_utils, tasks_lib, train_states, trainer_lib
 from praxis import base_layer, py_utils
 
-from spmd_tasks.bridges.pax._batches import to_nested_map
+from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
 from spmd_tasks.bridges.pax._weights import box_variables, spec_of_partition
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import IdTokenizer
@@ -115,7 +116,7 @@ class PaxTask:
 
   def state_weight_specs(self, abstract_state: TrainState, weight_specs: Any, non_trainable_specs: Any) -> TrainState:
     """Returns one WeightSpec per leaf of the state; the optimizer's leaves are split as Paxml splits them."""
-    partition = self.task.create_train_state_partition_specs(self.weight_hparams)
+    partition = self._partition_specs()
 
     def replicated(leaf: jax.ShapeDtypeStruct) -> WeightSpec:
       return WeightSpec(shape=leaf.shape, init=None, split_dims=(None,) * leaf.ndim, dtype=leaf.dtype)
@@ -133,6 +134,19 @@ class PaxTask:
       learner=learner_specs,
       non_trainable=non_trainable_specs,
     )
+
+  def _partition_specs(self) -> Any:
+    """Returns Paxml's PartitionSpecs of its TrainState; None where its optimizer knows none, as those for pmap do."""
+    try:
+      return self.task.create_train_state_partition_specs(self.weight_hparams)
+    except ValueError as error:
+      if 'init_partition_spec' not in str(error):
+        raise
+      logging.warning(
+        'The optimizer %s has no split dims for its state, which is therefore on every device as a whole.',
+        type(self.task.learners[0].optimizer).__name__,
+      )
+      return None
 
   def train_step(self, weight_specs: Any, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     """Applies Paxml's `train_step_single_learner`.
@@ -198,10 +212,16 @@ class PaxTask:
     return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
-    """Returns the model's predictions, in evaluation mode."""
-    with _pax_scope(), base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
-      model = self.model
-      return model.apply(variables, to_nested_map(batch), method=model.compute_predictions)
+    """Returns the model's predictions, in evaluation mode. Of a language model the `ids` of the batch suffice."""
+    model, hparams = self.model, base_layer.JaxContext.HParams(do_eval=True)
+    with _pax_scope(), base_layer.JaxContext.new_context(hparams=hparams):
+      predictions, _ = model.apply(
+        self._in_fprop_dtype(variables),
+        to_nested_map(complete_tokens(batch)),
+        method=model.compute_predictions,
+        mutable=self.task.evaluate.apply_mutable_list,
+      )
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, predictions)
 
   def decode_step(self, variables: Variables, batch: Batch, step: jax.Array, number: jax.Array) -> Any:
     """Decodes one batch by Paxml's `decode_step`.

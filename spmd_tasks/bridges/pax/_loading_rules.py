@@ -1,0 +1,186 @@
+"""Applies `task.train.init_from_checkpoint_rules`: a new job takes parts of other jobs' checkpoints, as in Paxml.
+
+    task.train.init_from_checkpoint_rules = {
+        '/jobs/old/checkpoints': tasks_lib.CheckpointLoadingRules(
+            task_p=OldExperiment().task(), load_rules=[(r'params/decoder/lm/(.*)', 'params/lm/{}')])}
+
+A variable, named by its path with slashes, takes the first rule of the first checkpoint whose pattern matches at its
+start. A source that begins with `ema/` is the average of that weight. What no rule names keeps its new value, and so
+does the optimizer's state unless a rule loads it. The checkpoints are Paxml's, or ours of a Pax experiment. Both know
+the shapes of their arrays, so `task_p` and `input_specs_provider_p` are not looked at.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import re
+from typing import Any
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.bridges.pax._checkpoint_arrays import read_arrays
+from spmd_tasks.bridges.pax._checkpoint_files import (
+  PaxCheckpoint,
+  StoredArray,
+  checkpoint_format,
+  open_pax_checkpoint,
+)
+from spmd_tasks.checkpoints import CheckpointDirectory
+from spmd_tasks.errors import UserError
+from spmd_tasks.files import absolute_path
+from spmd_tasks.runtime import PartitionedModel, TrainState
+
+_EMA = 'ema/'
+_AVERAGE = re.compile(r'\d+/(?:.*/)?ema/((?:params|non_trainable)/.*)')  # in a state of optimizers
+# Where a checkpoint of ours has what Paxml's TrainState has.
+_OWN_PLACES = {'weights/': 'variables/params/', 'non_trainable/': 'variables/', 'learner/opt_state/': 'opt_state/'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
+  """A checkpoint: its arrays by names that begin with the collection, or with the number of the learner."""
+
+  path: Any
+  step: int
+  variables: Mapping[str, StoredArray]
+  opt_state: Mapping[str, StoredArray]
+
+  def variable(self, name: str) -> StoredArray | None:
+    """Returns a variable, or for `ema/<name>` its average; where it was not trained it has none, and is its own."""
+    if not name.startswith(_EMA):
+      return self.variables.get(name)
+    averages = {match[1]: array for key, array in self.opt_state.items() if (match := _AVERAGE.fullmatch(key))}
+    wanted = name.removeprefix(_EMA)
+    return averages.get(wanted, self.variables.get(wanted)) if averages else None
+
+
+def state_from_rules(model: PartitionedModel, all_rules: Mapping[str, Any], seed: int) -> tuple[TrainState, int, str]:
+  """Makes a new state and overwrites what the rules name.
+
+  Args:
+    model: the partitioned Pax experiment.
+    all_rules: the directory of a job, its `checkpoints`, or one checkpoint -> `paxml.tasks_lib.CheckpointLoadingRules`.
+    seed: of the new values.
+
+  Returns:
+    (padded state, its step, a phrase that says where it is from).
+
+  Raises:
+    UserError: a checkpoint lacks an array that a rule names or has it in another shape, or `safe_load` is set and a
+      pattern matches no variable.
+  """
+  canonical = model.canonical_state
+  variables, opt_state = _by_name(canonical.variables), _by_name(canonical.learner.opt_state)
+  new: dict[str, jax.Array] = {}
+  new_opt_state: dict[str, jax.Array] = {}
+  step: int | None = None
+  for directory, rules in all_rules.items():
+    source = _open(directory, rules.step)
+    origins = _origins(variables.keys() - new.keys(), rules, safe=rules.safe_load)
+    new |= _read(source, origins, source.variable, variables)
+    if rules.partial_load_opt_states:
+      origins = _origins(opt_state.keys() - new_opt_state.keys(), rules, safe=False)
+      new_opt_state |= _read(source, origins, source.opt_state.get, opt_state)
+    elif rules.load_opt_states and not new_opt_state:
+      new_opt_state = _read(source, {name: name for name in opt_state}, source.opt_state.get, opt_state)
+    step = source.step if rules.load_step and step is None else step
+  logging.info('Taken by init_from_checkpoint_rules: %s', ', '.join(sorted(new)))
+  state = model.init(seed)
+  loaded = _overwritten(model, state, lambda s: s.variables, new)
+  state = state.replace(
+    weights=loaded.pop('params'),
+    non_trainable={name: loaded[name] for name in state.non_trainable},
+    learner=state.learner.replace(opt_state=_overwritten(model, state, lambda s: s.learner.opt_state, new_opt_state)),
+  )
+  if step is not None:
+    state = state.replace(step=jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding))
+  places = ' and '.join(map(str, all_rules))
+  return state, step or 0, f'starting with {len(new)} of {len(variables)} variables of {places}'
+
+
+def _origins(names: Iterable[str], rules: Any, *, safe: bool) -> dict[str, str]:
+  """Returns the name in the checkpoint of each name that a rule matches."""
+  patterns = [(re.compile(pattern), origin) for pattern, origin in rules.load_rules]
+  ignored = [re.compile(pattern) for pattern in rules.ignore_rules or ()]
+  found, unused = {}, {pattern.pattern for pattern, _ in patterns}
+  for name in sorted(names):
+    if any(pattern.match(name) for pattern in ignored):
+      continue
+    for pattern, origin in patterns:
+      if match := pattern.match(name):
+        found[name] = origin.format(*match.groups()).replace('.', '/')
+        unused.discard(pattern.pattern)
+        break
+  if safe and unused:
+    raise UserError(
+      f'init_from_checkpoint_rules has safe_load, and these patterns match no variable: {sorted(unused)}.'
+    )
+  return found
+
+
+def _read(
+  source: _Source,
+  origins: Mapping[str, str],
+  find: Callable[[str], StoredArray | None],
+  targets: Mapping[str, jax.ShapeDtypeStruct],
+) -> dict[str, jax.Array]:
+  stored = {name: array for name, origin in origins.items() if (array := find(origin)) is not None}
+  if missing := sorted(origin for name, origin in origins.items() if name not in stored):
+    raise UserError(
+      f'init_from_checkpoint_rules asks for {missing[0]!r} and {len(missing) - 1} others that {source.path} does not '
+      f'hold; it holds, for one, {min(source.variables, default=None)!r}. Correct the rules.'
+    )
+  return read_arrays(stored, {name: targets[name] for name in stored})
+
+
+def _overwritten(model: PartitionedModel, state: TrainState, part: Callable[[TrainState], Any], new: Any) -> Any:
+  """Returns a part of the state with new arrays, which come unpadded, in their places."""
+  placed = model.from_canonical(new, lambda s: {name: _by_name(part(s))[name] for name in new}) if new else {}
+  return jax.tree_util.tree_map_with_path(lambda path, old: placed.get(_name(path), old), part(state))
+
+
+def _open(directory: str, step: int | None) -> _Source:
+  path = absolute_path(directory)
+  if (path / 'checkpoints').is_dir():
+    path /= 'checkpoints'
+  if checkpoint_format(path) == 'spmd_tasks':
+    own = CheckpointDirectory(path=path)
+    step = own.choose(step, own.saved_leaves(step) or (), prefix='', rejected=set())  # and verify it
+    assert step is not None
+    arrays = PaxCheckpoint(own.final(step)).arrays
+    named = {_own_name(name): _unpadded(array) for name, array in arrays.items()}
+  else:
+    checkpoint = open_pax_checkpoint(path, step)
+    path, step = checkpoint.path, checkpoint.step
+    named = {_pax_name(name): array for name, array in checkpoint.arrays.items()}
+
+  def below(prefix: str) -> dict[str, StoredArray]:
+    return {name.removeprefix(prefix): array for name, array in named.items() if name.startswith(prefix)}
+
+  return _Source(path=path, step=step, variables=below('variables/'), opt_state=below('opt_state/'))
+
+
+def _unpadded(array: StoredArray) -> StoredArray:
+  return dataclasses.replace(array, true_shape=tuple(array.store.shape))
+
+
+def _own_name(name: str) -> str:
+  name = name.replace('.', '/')
+  return next((to + name.removeprefix(place) for place, to in _OWN_PLACES.items() if name.startswith(place)), name)
+
+
+def _pax_name(name: str) -> str:
+  """Returns `opt_state/0/no_prefix/2/m/params/w` for opt_states_0.no_prefix_2.m.params.w."""
+  if name.startswith('opt_states'):
+    state, *variable = re.split(r'(?=\.(?:params|non_trainable|batch_stats)\.)', name, maxsplit=1)
+    name = re.sub(r'_(\d+)(?=[._]|$)', r'.\1', state).replace('opt_states', 'opt_state', 1) + ''.join(variable)
+  return name.replace('mdl_vars', 'variables', 1).replace('.', '/')
+
+
+def _name(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='/').replace('.', '/')
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+  return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

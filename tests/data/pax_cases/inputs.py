@@ -1,0 +1,100 @@
+"""Inputs: shards per host, a state of their own, few rows, evals of several kinds."""
+
+import json
+
+import jax
+import numpy as np
+from paxml.tasks.lm.params import lm_cloud
+from praxis import base_input, pax_fiddle, py_utils
+
+from pax_cases import transformers
+from pax_lab import dense_lm
+
+
+class Sharded(base_input.BaseInput):
+  """Each host makes its own rows of a global batch that does not depend on the number of hosts; it has a state."""
+
+  seq_len: int = 16
+  vocab_size: int = 40
+
+  def __post_init__(self):
+    super().__post_init__()
+    self._number = 0
+
+  def get_next(self):
+    hosts, host = max(self.num_infeed_hosts, 1), self.infeed_host_index
+    tokens = dense_lm.toy_tokens(7, self._number, self.batch_size * hosts, self.seq_len, self.vocab_size)
+    tokens = tokens[host * self.batch_size : (host + 1) * self.batch_size]
+    self._number += 1
+    ones = np.ones((self.batch_size, self.seq_len), np.float32)
+    return py_utils.NestedMap(
+      ids=tokens[:, :-1],
+      labels=tokens[:, 1:],
+      paddings=1 - ones,
+      weights=ones,
+      segment_ids=ones.astype(np.int32),
+      segment_pos=np.tile(np.arange(self.seq_len, dtype=np.int32), (self.batch_size, 1)),
+    )
+
+  def _get_state_internal(self):
+    return json.dumps(self._number).encode()
+
+  def _set_state_internal(self, state):
+    self._number = json.loads(state)
+
+  def reset(self):
+    self._number = 0
+
+
+class Hosts(transformers.Dropout):
+  """Eight rows over all processes, shared out by JAX's own numbers as Pax users do; resumed by the input's state."""
+
+  NUM_TRAIN_STEPS = 6
+
+  def datasets(self):
+    hosts = dict(num_infeed_hosts=jax.process_count(), infeed_host_index=jax.process_index())
+    rows = self.BATCH_SIZE // jax.process_count()
+    return [
+      pax_fiddle.Config(Sharded, name='train', batch_size=rows, is_training=True, **hosts),
+      pax_fiddle.Config(
+        Sharded, name='valid', batch_size=rows, is_training=False, eval_loop_num_batches=2, reset_for_eval=True, **hosts
+      ),
+    ]
+
+  def change(self, task, lm):
+    super().change(task, lm)
+    task.train.enable_input_checkpointing = True
+
+
+class FewRows(transformers.SmallLm):
+  """Three rows on four devices; evals by one batch without a reset, by two, and to the end."""
+
+  BATCH_SIZE = 3
+  EVAL_INTERVAL_STEPS = 3
+
+  def datasets(self):
+    common = dict(seq_len=self.SEQ_LEN, vocab_size=self.VOCAB_SIZE, is_training=False, batch_size=3)
+    return [
+      super().datasets()[0],
+      pax_fiddle.Config(dense_lm.ToyLmInput, name='two', seed=2, reset_for_eval=True, eval_loop_num_batches=2, **common),
+      pax_fiddle.Config(
+        dense_lm.ToyLmInput, name='all', seed=3, reset_for_eval=True, eval_loop_num_batches=None, num_batches=3, **common
+      ),
+    ]
+
+
+class Cloud(lm_cloud.LmCloudSpmdTest):
+  """Paxml's own experiment for a test on a CPU, scaled down further; its input is Lingvo's."""
+
+  PERCORE_BATCH_SIZE = 2
+  MAX_SEQ_LEN = 16
+  VOCAB_SIZE = 64
+  MODEL_DIMS = 16
+  HIDDEN_DIMS = 32
+  EVAL_INTERVAL_STEPS = 3
+  ICI_MESH_SHAPE = [1, 2, 2]
+
+  def task(self):
+    task = super().task()
+    task.train.num_train_steps = 6
+    return task

@@ -1,0 +1,211 @@
+"""Learners: optimizers, schedules, clipping, skipping, decay, averages, accumulation, frozen weights."""
+
+import optax
+from paxml import learners
+from paxml import sgf
+from praxis import optimizers as opt
+from praxis import pax_fiddle, schedules
+
+from pax_cases import transformers
+
+
+class Learned(transformers.SmallLm):
+  """The base of these cases: `optimizer` replaces Adam."""
+
+  LEARNING_RATE = 1e-2
+
+  def optimizer(self, **settings):
+    """Returns the config of Adam with a constant rate, clipped."""
+    return self.configured(opt.Adam, **(dict(beta1=0.9, beta2=0.99, clip_gradient_norm_to_value=1.0) | settings))
+
+  def configured(self, cls, **settings):
+    constant = pax_fiddle.Config(schedules.Constant, value=1.0)
+    return pax_fiddle.Config(cls, **(dict(learning_rate=self.LEARNING_RATE, lr_schedule=constant) | settings))
+
+  def change(self, task, lm):
+    task.train.learner.optimizer = self.optimizer()
+
+
+class ShardedAdafactor(Learned):
+  """As the largest models of Pax use it: factored, no momentum, decay by power, weight decay."""
+
+  def optimizer(self):
+    return self.configured(
+      opt.ShardedAdafactor, decay_method='pow', decay_pow=0.8, weight_decay=1e-3, min_dim_size_to_factor=4,
+      multiply_by_parameter_scale=True, per_var_learning_summary=True,
+    )
+
+
+class AdafactorInt8(Learned):
+  """Momentum in int8, and weight decay by name."""
+
+  def optimizer(self):
+    return self.configured(
+      opt.ShardedAdafactor, decay_method='adam', decay_adam=0.99, beta1=0.9, quantized_dtype='int8',
+      weight_decay={'.*ff_layer.*': 1e-2, '.*': 0.0}, layerwise_adaptation=True,
+    )
+
+
+class Sgd(Learned):
+  """Momentum with Nesterov, an L2 regularizer, each gradient clipped by its own norm."""
+
+  def optimizer(self):
+    return self.configured(
+      opt.ShardedSgd, momentum=0.9, nesterov=True, l2_regularizer_weight=1e-2,
+      clip_gradient_single_norm_to_value=0.3,
+    )
+
+
+class Adagrad(Learned):
+  """Adagrad with sharded state."""
+
+  def optimizer(self):
+    return self.configured(opt.ShardedAdagrad)
+
+
+class Lion(Learned):
+  """Lion with momentum in bfloat16."""
+
+  LEARNING_RATE = 1e-3
+
+  def optimizer(self):
+    return self.configured(opt.Lion, weight_decay=0.1)
+
+
+class Decoupled(Learned):
+  """Decoupled weight decay, cosine with a linear ramp-up."""
+
+  def optimizer(self):
+    schedule = pax_fiddle.Config(
+      schedules.LinearRampupCosineDecay, warmup_steps=2, decay_start=3, decay_end=8, min_ratio=0.1, max=1.0
+    )
+    return super().optimizer(decoupled_weight_decay=0.1, lr_schedule=schedule)
+
+
+class Averaged(Learned):
+  """Evaluates averaged weights."""
+
+  EVAL_INTERVAL_STEPS = 3
+
+  def change(self, task, lm):
+    task.train.learner.optimizer = self.optimizer(ema_decay=0.8)
+    task.train.eval_use_ema_states = True
+
+
+class Accumulated(Learned):
+  """Applies Adam to the sum of every two batches' gradients."""
+
+  def change(self, task, lm):
+    task.train.learner.optimizer = self.configured(
+      opt.ShardedStaticAccumulator, optimizer_tpl=self.optimizer(), num_sub_batches=2, clip_gradient_norm_to_value=1.0
+    )
+
+
+class Frozen(Learned):
+  """Only the feed-forward layers are trained; the rest has no optimizer state."""
+
+  def change(self, task, lm):
+    super().change(task, lm)
+    task.train.learner.bprop_variable_inclusion = ['.*ff_layer.*']
+
+
+class FrozenEmbedding(Learned):
+  """The embedding is not trained; its optimizer state is kept."""
+
+  def change(self, task, lm):
+    super().change(task, lm)
+    task.train.learner.bprop_variable_exclusion = ['.*softmax.*']
+    task.train.learner.keep_optimizer_state_for_excluded_vars = True
+
+
+class Skipping(Learned):
+  """Steps with a gradient norm above 1 are skipped: some of them."""
+
+  def change(self, task, lm):
+    task.train.learner.optimizer = self.optimizer(clip_gradient_norm_to_value=0.0)
+    task.train.learner.skip_step_gradient_norm_value = 1.2
+
+
+class Unvectorized(Learned):
+  """Adafactor over the stacked layers as one weight."""
+
+  def change(self, task, lm):
+    task.train.learner.optimizer = self.configured(
+      opt.ShardedAdafactor, decay_method='adam', decay_adam=0.99, min_dim_size_to_factor=2,
+      respect_skip_lp_regularization=True,
+    )
+    task.train.learner.vectorize_on_repeat_prefix = False
+
+
+class TwoOptimizers(Learned):
+  """Adafactor for the softmax, Adam for the rest."""
+
+  def change(self, task, lm):
+    task.train.learner = pax_fiddle.Config(
+      learners.MultiOptimizerLearner,
+      loss_name='total_loss',
+      optimizer=self.optimizer(),
+      auxiliary_optimizers=[self.configured(opt.ShardedAdafactor, decay_method='adam', decay_adam=0.99)],
+      auxiliary_regex=['.*/lm/softmax/.*'],
+      auxiliary_names=['softmax'],
+    )
+
+
+class Optax(Learned):
+  """A transformation of optax, with the average of Praxis."""
+
+  def change(self, task, lm):
+    task.train.learner.optimizer = self.configured(
+      opt.OptaxOptimizer,
+      grad_tx=optax.chain(optax.scale_by_adam(b2=0.99), optax.scale_by_learning_rate(1e-2)),
+      clip_gradient_norm_to_value=1.0,
+      ema_decay=0.8,
+    )
+
+
+class Elastic(Learned):
+  """Elastic weight consolidation pulls the weights back to the first ones."""
+
+  def optimizer(self):
+    return super().optimizer(ewc_regularizer_weight=0.1)
+
+
+class Shampoo(Learned):
+  """Distributed Shampoo."""
+
+  def optimizer(self):
+    return self.configured(
+      opt.ShardedDistributedShampoo,
+      block_size=16,
+      start_preconditioning_step=2,
+      preconditioning_compute_steps=1,
+      num_devices_for_pjit=4,
+      mesh_axis_names=self.MESH_AXIS_NAMES,
+      tensor_split_dims_mapping=[-1, 1, 2],
+      tensor_split_dims_mapping_for_inverse_pth_root=[1, -1, 2],
+    )
+
+
+class Scheduled(Learned):
+  """Piecewise: cycles of polynomial ramps, then exponential decay."""
+
+  def optimizer(self):
+    schedule = pax_fiddle.Config(
+      schedules.PiecewiseSchedule,
+      boundaries=[3],
+      schedules=[
+        pax_fiddle.Config(schedules.Polynomial, start=(0, 0.1), limit=(3, 1.0), power=2),
+        pax_fiddle.Config(schedules.Exponential, start=(0, 1.0), limit=(5, 0.1)),
+      ],
+    )
+    return super().optimizer(lr_schedule=schedule)
+
+
+class Private(Learned):
+  """Differentially private gradients: clipped and noised, in microbatches."""
+
+  def change(self, task, lm):
+    super().change(task, lm)
+    task.train.learner.stochastic_gradient = pax_fiddle.Config(
+      sgf.DpSgdStochasticGradient, l2_norm_clip=0.5, noise_multiplier=0.1, inner_batch_size=4
+    )
