@@ -1,0 +1,241 @@
+"""Folders in Hugging Face's format without transformers: weights out and in, bit by bit; and what is refused."""
+
+import json
+from pathlib import Path
+import shutil
+
+from flax import traverse_util
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from spmd_tasks.bridges._lazy_arrays import lazy_array
+from spmd_tasks.bridges.huggingface import FAMILIES, export_folder, open_folder
+from spmd_tasks.bridges.huggingface._config_keys import Config
+from spmd_tasks.bridges.huggingface._decoder import build_model, describe_model
+from spmd_tasks.errors import UserError
+from spmd_tasks.sharding import unbox_weights
+from tests.bridges.huggingface.tiny_configs import CONFIGS
+
+SHARD_BYTES = 40_000
+
+
+def decoder_of(config):
+  return FAMILIES[config['model_type']].read(Config(config, 'config.json'))
+
+
+def abstract_weights(model):
+  def init():
+    ids = np.zeros((1, 4), np.int32)
+    return unbox_weights(model.init({'params': jax.random.key(0)}, {'ids': ids}))['params']
+
+  return jax.eval_shape(init)
+
+
+def random_weights(model, dtype, rng):
+  flat = traverse_util.flatten_dict(abstract_weights(model), sep='/')
+  return {name: rng.normal(size=leaf.shape).astype(dtype).astype(np.float32) for name, leaf in flat.items()}
+
+
+def write_folder(path, name, rng, dtype='float32'):
+  """Writes a folder of random weights, as the export of a job would; returns model and weights."""
+  config = CONFIGS[name]
+  model = build_model(decoder_of(config))
+  weights = random_weights(model, jax.numpy.dtype(dtype), rng)
+  # Several families may have the model: the folder's own decides.
+  path.mkdir(parents=True)
+  (path / 'config.json').write_text(json.dumps(config))
+  origin = open_folder(path)
+  shutil.rmtree(path)
+  origin.__dict__['tensors'] = {}
+  lazy = {key: lazy_array(value) for key, value in weights.items()}
+  export_folder(path, model, lazy, origin=origin, dtype=dtype, max_shard_bytes=SHARD_BYTES)
+  return model, weights
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_weights_go_into_a_folder_and_come_back_bit_by_bit(name, tmp_path, rng):
+  model, weights = write_folder(tmp_path / 'model', name, rng)
+  folder = open_folder(tmp_path / 'model')
+  assert folder.decoder == decoder_of(CONFIGS[name])
+  assert describe_model(model) == folder.decoder
+  read = folder.lazy_weights(model, abstract_weights(model))
+  assert read.keys() == weights.keys()
+  for key, value in weights.items():
+    np.testing.assert_array_equal(np.asarray(read[key]), value, err_msg=key)
+
+
+def test_a_folder_in_16_bits_keeps_them(tmp_path, rng):
+  write_folder(tmp_path / 'model', 'llama3', rng, 'bfloat16')
+  folder = open_folder(tmp_path / 'model')
+  assert folder.dtype == 'bfloat16'
+  assert {tensor.dtype.name for tensor in folder.tensors.values()} == {'bfloat16'}
+
+
+def test_the_files_are_those_of_the_safetensors_library(tmp_path, rng):
+  write_folder(tmp_path / 'model', 'mixtral', rng)
+  files = sorted((tmp_path / 'model').glob('*.safetensors'))
+  assert len(files) > 3
+  index = json.loads((tmp_path / 'model' / 'model.safetensors.index.json').read_text())
+  loaded = {}
+  for path in files:
+    loaded |= (found := load_file(path))
+    assert {index['weight_map'][name] for name in found} == {path.name}
+  ours = open_folder(tmp_path / 'model').tensors
+  assert ours.keys() == loaded.keys() == index['weight_map'].keys()
+  for name, value in loaded.items():
+    np.testing.assert_array_equal(np.asarray(ours[name]), value)
+
+
+def test_experts_are_in_the_order_of_their_numbers(tmp_path, rng):
+  _, weights = write_folder(tmp_path / 'model', 'qwen3_moe', rng)
+  folder = open_folder(tmp_path / 'model')
+  for e in (2, 10, 11):
+    up = np.asarray(folder.tensors[f'model.layers.1.mlp.experts.{e}.up_proj.weight'])
+    np.testing.assert_array_equal(up.T, weights['stack/layers/ffn/experts/up'][1, e])
+
+
+OLD_LLAMA = CONFIGS['llama3'] | {'rope_theta': 5e5}
+OLD_GEMMA = CONFIGS['gemma3_text'] | {'rope_theta': 1e6, 'rope_local_base_freq': 1e4, 'sliding_window_pattern': 6}
+
+
+@pytest.mark.parametrize(
+  'old, new',
+  [
+    (
+      OLD_LLAMA | {'rope_parameters': None, 'rope_scaling': CONFIGS['llama3']['rope_parameters']},
+      CONFIGS['llama3'],
+    ),
+    (
+      OLD_GEMMA | {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}},
+      CONFIGS['gemma3_text'],
+    ),
+    (CONFIGS['mistral'] | {'rope_theta': 1e4, 'rope_scaling': None, 'torch_dtype': 'float16'}, CONFIGS['mistral']),
+    (CONFIGS['glm4'] | {'partial_rotary_factor': 0.5}, CONFIGS['glm4']),
+  ],
+)
+def test_the_old_keys_of_a_config_say_the_same(old, new):
+  assert decoder_of(old) == decoder_of(new)
+
+
+def test_the_defaults_are_the_familys():
+  config = {'model_type': 'mixtral'}
+  decoder = decoder_of(config)
+  assert (decoder.rotary.max_wavelength, decoder.norm_eps, decoder.head_dim) == (1e6, 1e-5, 128)
+
+
+CHANGES = {
+  'an unknown setting': ({'clever_attention': 3}, 'clever_attention = 3'),
+  'a neutral setting with an effect': ({'is_encoder_decoder': True}, 'is_encoder_decoder = True'),
+  'a setting of another type': ({'num_hidden_layers': '3'}, "num_hidden_layers = '3', but it must be of type int"),
+  'an unknown activation': ({'hidden_act': 'tanh'}, "hidden_act = 'tanh'"),
+  'an unknown rotary type': ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, "of type 'dynamic'"),
+  'an unknown rotary setting': ({'rope_scaling': {'type': 'linear', 'factor': 2.0, 'x': 1}}, "'x': 1"),
+  'an unknown family': ({'model_type': 'mamba', 'architectures': ['MambaForCausalLM']}, 'MambaForCausalLM'),
+  'code of its own': ({'model_type': 'mine', 'auto_map': {}}, 'code of its own (auto_map), which is not run'),
+  'another head': ({'architectures': ['LlamaForSequenceClassification']}, 'LlamaForSequenceClassification'),
+}
+
+
+@pytest.mark.parametrize('case', CHANGES)
+def test_a_config_that_is_not_understood_is_refused(case, tmp_path):
+  changed, message = CHANGES[case]
+  (tmp_path / 'config.json').write_text(json.dumps(CONFIGS['llama'] | changed))
+  with pytest.raises(UserError) as refused:
+    open_folder(tmp_path)
+  assert message in str(refused.value)
+  assert '\n' not in str(refused.value)
+
+
+def _without(path, name):
+  tensors = load_file(path / 'model.safetensors')
+  del tensors[name]
+  save_file(tensors, path / 'model.safetensors')
+
+
+def _with(path, name, value):
+  save_file(load_file(path / 'model.safetensors') | {name: value}, path / 'model.safetensors')
+
+
+def _truncate(path, size):
+  data = (path / 'model.safetensors').read_bytes()
+  (path / 'model.safetensors').write_bytes(data[:size])
+
+
+def _pickle(path):
+  (path / 'model.safetensors').rename(path / 'pytorch_model.bin')
+
+
+def _index(path, file):
+  names = load_file(path / 'model.safetensors')
+  index = {'metadata': {}, 'weight_map': dict.fromkeys(names, file)}
+  (path / 'model.safetensors.index.json').write_text(json.dumps(index))
+
+
+NORM = 'model.norm.weight'
+DAMAGES = {
+  'a missing tensor': (lambda path: _without(path, NORM), f'has no {NORM}'),
+  'an extra tensor': (lambda path: _with(path, 'model.extra.weight', np.zeros(3, np.float32)), 'model.extra.weight'),
+  'a wrong shape': (lambda path: _with(path, NORM, np.zeros(7, np.float32)), 'gives [7], but the model has [30]'),
+  'whole numbers': (lambda path: _with(path, NORM, np.zeros(30, np.int32)), f'{NORM} in int32'),
+  'a truncated file': (lambda path: _truncate(path, -5), 'is truncated: it has'),
+  'a truncated header': (lambda path: _truncate(path, 100), 'is truncated'),
+  'an empty file': (lambda path: _truncate(path, 0), 'is truncated'),
+  'a pickle': (_pickle, 'as pickle (pytorch_model.bin)'),
+  'no weights': (lambda path: (path / 'model.safetensors').unlink(), 'has neither model.safetensors nor'),
+  'an index of nothing': (lambda path: _index(path, 'model-1.safetensors'), 'lacks model-1.safetensors'),
+  'an index of elsewhere': (lambda path: _index(path, '../model.safetensors'), "'../model.safetensors'"),
+}
+
+
+@pytest.fixture(scope='module')
+def whole_folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp('folders') / 'llama'
+  model, _ = write_folder(path, 'llama3', np.random.default_rng(0))
+  tensors = {}
+  for file in path.glob('*.safetensors'):
+    tensors |= load_file(file)
+    file.unlink()
+  (path / 'model.safetensors.index.json').unlink()
+  save_file(tensors, path / 'model.safetensors')
+  return path, model
+
+
+@pytest.mark.parametrize('damage', DAMAGES)
+def test_weights_that_do_not_fit_are_refused(damage, whole_folder, tmp_path):
+  path, model = whole_folder
+  shutil.copytree(path, tmp_path / 'model')
+  harm, message = DAMAGES[damage]
+  harm(tmp_path / 'model')
+  with pytest.raises(UserError) as refused:
+    open_folder(tmp_path / 'model').lazy_weights(model, abstract_weights(model))
+  assert message in str(refused.value)
+
+
+def test_tensors_that_are_no_weights_are_left_out(whole_folder, tmp_path):
+  path, model = whole_folder  # tied: files of older versions have the head all the same
+  shutil.copytree(path, tmp_path / 'model')
+  _with(tmp_path / 'model', 'lm_head.weight', np.zeros((259, 30), np.float32))
+  _with(tmp_path / 'model', 'model.layers.0.self_attn.rotary_emb.inv_freq', np.zeros(4, np.float32))
+  assert open_folder(tmp_path / 'model').lazy_weights(model, abstract_weights(model))
+
+
+def test_weights_of_another_model_are_refused(whole_folder):
+  path, _ = whole_folder
+  other = build_model(decoder_of(CONFIGS['llama3'] | {'rms_norm_eps': 1e-3}))
+  with pytest.raises(UserError, match=r'norm_eps = 0\.001 and not 1e-06'):
+    open_folder(path).lazy_weights(other, abstract_weights(other))
+
+
+def test_a_model_of_no_family_is_not_exported(tmp_path):
+  model = build_model(decoder_of(CONFIGS['llama']))
+  model = model.clone(embedding=model.embedding.clone(scale_logits=True))
+  with pytest.raises(UserError, match=r'embedding\.scale_logits = True'):
+    export_folder(tmp_path / 'out', model, {})
+  assert not (tmp_path / 'out').exists()
+
+
+def test_a_folder_is_not_written_over(tmp_path):
+  with pytest.raises(UserError, match='exists'):
+    export_folder(Path(tmp_path), build_model(decoder_of(CONFIGS['llama'])), {})

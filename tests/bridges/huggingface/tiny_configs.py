@@ -1,0 +1,61 @@
+"""config.json of small models of each family: uneven vocabularies, heads and widths."""
+
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+  'vocab_size': 259,
+  'hidden_size': 30,
+  'intermediate_size': 44,
+  'num_hidden_layers': 3,
+  'num_attention_heads': 3,
+  'num_key_value_heads': 3,
+  'head_dim': 8,
+  'max_position_embeddings': 256,
+}
+_PLAIN = {key: value for key, value in _SIZES.items() if key != 'head_dim'}  # head_dim is 10
+_EXPERTS = {'num_experts_per_tok': 3, 'intermediate_size': 20}
+_YARN = {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'original_max_position_embeddings': 16}
+_LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
+
+# Name -> config; several of one family have names of their own and a `model_type`.
+CONFIGS: dict[str, dict[str, Any]] = {
+  'llama': _SIZES | {'num_attention_heads': 6, 'num_key_value_heads': 2, 'attention_bias': True, 'mlp_bias': True},
+  'llama3': _SIZES
+  | {'model_type': 'llama', 'tie_word_embeddings': True}
+  | {'rope_parameters': _LLAMA3 | {'rope_theta': 5e5, 'original_max_position_embeddings': 16}},
+  'mistral': _SIZES | {'sliding_window': 7},
+  'mixtral': _SIZES | _EXPERTS | {'num_local_experts': 12, 'sliding_window': None},
+  'qwen2': _PLAIN
+  | {'num_hidden_layers': 4, 'use_sliding_window': True, 'sliding_window': 5, 'max_window_layers': 0}
+  | {
+    'rope_parameters': {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'original_max_position_embeddings': 16}
+  },
+  'qwen3': _SIZES | {'tie_word_embeddings': True, 'rms_norm_eps': 1e-2},
+  'qwen3_moe': _SIZES | _EXPERTS | {'num_experts': 12, 'moe_intermediate_size': 20, 'norm_topk_prob': True},
+  'olmo2': _PLAIN | {'num_key_value_heads': 1},
+  'olmoe': _PLAIN | _EXPERTS | {'num_experts': 12, 'clip_qkv': 0.3},
+  'gemma2': _SIZES | {'num_hidden_layers': 4, 'sliding_window': 5, 'query_pre_attn_scalar': 7},
+  'gemma3_text': _SIZES
+  | {'num_hidden_layers': 6, 'sliding_window': 5, 'query_pre_attn_scalar': 7}
+  | {
+    'rope_parameters': {
+      'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e6},
+      'sliding_attention': {'rope_type': 'default', 'rope_theta': 1e4},
+    }
+  },
+  'glm4': _SIZES | {'num_key_value_heads': 1, 'pad_token_id': 0, 'eos_token_id': [1, 2]},
+  'phi3': _PLAIN
+  | {'hidden_size': 48, 'num_key_value_heads': 1, 'pad_token_id': 0, 'original_max_position_embeddings': 64}
+  | {
+    'rope_parameters': {
+      'rope_type': 'longrope',
+      'rope_theta': 1e4,
+      'partial_rotary_factor': 0.75,
+      'short_factor': [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+      'long_factor': [2.0, 2.1, 2.2, 2.3, 2.4, 2.5],
+    }
+  },
+  'gpt2': {'vocab_size': 259, 'n_positions': 256, 'n_embd': 30, 'n_layer': 3, 'n_head': 3},
+}
+for _name, _config in CONFIGS.items():
+  _config.setdefault('model_type', _name)

@@ -1,0 +1,73 @@
+"""LazyArrays: parts of transposed, reshaped, joined and cut arrays, without the rest."""
+
+import numpy as np
+import pytest
+
+from spmd_tasks.bridges import _lazy_arrays as lazy_arrays
+from spmd_tasks.bridges._lazy_arrays import LazyArray
+
+
+class Source:
+  """An array in a file: counts what is read of it."""
+
+  def __init__(self, *shape):
+    self.values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    self.num_read = 0
+    self.lazy = LazyArray(shape, 'float32', self._read)
+
+  def _read(self, index):
+    assert all(0 <= part.start < part.stop <= size for part, size in zip(index, self.values.shape))
+    self.num_read += self.values[index].size
+    return self.values[index]
+
+
+def assert_parts_are_equal(lazy, whole, rng):
+  assert lazy.shape == whole.shape
+  np.testing.assert_array_equal(np.asarray(lazy), whole)
+  for _ in range(30):
+    index = tuple(slice(*sorted(rng.choice(size + 1, 2, replace=False).tolist())) for size in whole.shape)
+    np.testing.assert_array_equal(lazy.read(index), whole[index])
+
+
+@pytest.mark.parametrize(
+  'before, after',
+  [
+    ((6, 4), (6, 2, 2)),
+    ((6, 4), (24,)),
+    ((24,), (2, 3, 4)),
+    ((2, 3, 4), (24,)),
+    ((2, 6), (3, 4)),
+    ((1, 6, 1, 4), (6, 4)),
+    ((2, 4, 3), (8, 3)),
+    ((2, 2, 3), (4, 3, 1)),
+    ((1,), (1, 1)),
+  ],
+)
+def test_parts_of_a_reshaped_array(before, after, rng):
+  source = Source(*before)
+  assert_parts_are_equal(source.lazy.reshape(after), source.values.reshape(after), rng)
+
+
+@pytest.mark.parametrize(
+  'lazy, whole',
+  [
+    (lambda a, b: a.transpose((2, 0, 1)), lambda a, b: a.transpose((2, 0, 1))),
+    (lambda a, b: a[1, 2], lambda a, b: a[1, 2]),
+    (lambda a, b: lazy_arrays.take(a, (3, 1, 0, 2, 4), -1), lambda a, b: a[:, :, [3, 1, 0, 2, 4]]),
+    (lambda a, b: lazy_arrays.take(a, 2, 1), lambda a, b: a[:, 2]),
+    (lambda a, b: lazy_arrays.stack([a, b], -2), lambda a, b: np.stack([a, b], -2)),
+    (lambda a, b: lazy_arrays.concatenate([a, b], 0), lambda a, b: np.concatenate([a, b])),
+    (lambda a, b: lazy_arrays.split(a, (1, 3), 2)[1], lambda a, b: a[:, :, 1:3]),
+    (lambda a, b: a.astype('float16') + np.float16(1), lambda a, b: a.astype('float16') + np.float16(1)),
+  ],
+)
+def test_parts_of_what_the_operations_make(lazy, whole, rng):
+  a, b = Source(3, 4, 5), Source(3, 4, 5)
+  assert_parts_are_equal(lazy(a.lazy, b.lazy), whole(a.values, b.values), rng)
+
+
+def test_no_more_is_read_than_the_part_needs():
+  kernels = [Source(6, 8) for _ in range(4)]  # [H * K, D] of four layers
+  heads = lazy_arrays.stack([kernel.lazy.transpose((1, 0)).reshape((8, 3, 2)) for kernel in kernels], 0)
+  heads.read((slice(2, 4), slice(0, 4), slice(1, 2), slice(0, 2)))  # two layers, half of D, one of three heads
+  assert [kernel.num_read for kernel in kernels] == [0, 0, 8, 8]
