@@ -12,7 +12,8 @@ config says, as a model of ours and back), `_tensors.py` (rules between tensors 
 `_export.py` and `_safetensors.py` (reading and writing), `_generation_config.py` (defaults of requests).
 """
 
-from spmd_tasks.bridges.huggingface._decoder import Decoder, describe_model
+from spmd_tasks.bridges.huggingface._decoder import Decoder
+from spmd_tasks.bridges.huggingface._describe import describe_model
 from spmd_tasks.bridges.huggingface._export import export_folder
 from spmd_tasks.bridges.huggingface._families import FAMILIES
 from spmd_tasks.bridges.huggingface._folder import Folder, is_model_folder, open_folder, weights_on_mesh

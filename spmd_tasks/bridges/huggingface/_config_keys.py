@@ -179,8 +179,10 @@ class Activation:
 class AttentionBias:
   """`attention_bias`: of all four projections."""
 
+  default: bool = False
+
   def read(self, config: Config, known: Values) -> Values:
-    value = config.read('attention_bias', bool, False)
+    value = config.read('attention_bias', bool, self.default)
     return {'qkv_bias': value, 'out_bias': value}
 
   def write(self, decoder: Decoder) -> Values:

@@ -18,7 +18,8 @@ import numpy as np
 from spmd_tasks.bridges._lazy_arrays import LazyArray
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import INERT, Values
-from spmd_tasks.bridges.huggingface._decoder import Decoder, describe_model, layer_places
+from spmd_tasks.bridges.huggingface._decoder import Decoder
+from spmd_tasks.bridges.huggingface._describe import describe_model, layer_places
 from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
 from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder
 from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, dtype_of, write_tensors
@@ -116,13 +117,12 @@ def _tensors(
   if dtype is not None:
     dtypes = dict.fromkeys(names, dtype_of(dtype))
   elif origin is not None:
-    default = dtype_of(origin.dtype)
-    dtypes = {name: origin.tensors[name].dtype if name in origin.tensors else default for name in names}
+    dtypes = {name: dtype_of(origin.stored_dtype(name)) for name in names}
   else:
     dtypes = dict.fromkeys(names, np.dtype('float32'))
   made = table.lazily(weights, {name: _Typed(dtypes[name]) for name in names})
   table.check(weights, made)  # of the weights, each is used exactly once
-  return made
+  return made if origin is None else made | origin.tensors_aside
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,8 +25,19 @@ from spmd_tasks.bridges.huggingface._config_keys import (
   Only,
   Values,
 )
-from spmd_tasks.bridges.huggingface._decoder import Decoder, Mixture, Place
+from spmd_tasks.bridges.huggingface._decoder import Decoder
+from spmd_tasks.bridges.huggingface._describe import Place
+from spmd_tasks.bridges.huggingface._quantized import check_quantization
 from spmd_tasks.bridges.huggingface._rope import Rope
+from spmd_tasks.bridges.huggingface._special_keys import (
+  HeadNorm,
+  LatentKeys,
+  MixtureKeys,
+  OptionalNumber,
+  OriginalLength,
+  QueryScale,
+  SharedMixtureKeys,
+)
 from spmd_tasks.bridges.huggingface._tensors import TensorNames, gpt2_rules, llama_rules
 from spmd_tasks.errors import UserError
 
@@ -61,6 +72,7 @@ class Family:
     values: Values = {}
     for entry in self.keys:
       values |= entry.read(config, values)
+    check_quantization(config)
     config.finish(self.inert)
     return Decoder(**values, **self.fixed)
 
@@ -94,48 +106,10 @@ class Family:
       return True
     return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
-
-@dataclasses.dataclass(frozen=True)
-class MixtureKeys:
-  """Experts in every layer, all of one size: Mixtral, Qwen-MoE, OLMoE.
-
-  Attributes:
-    num_experts: the key; `aliases` are other names for it.
-    default_experts, default_selected: what the family has.
-    hidden_dim: the key of F of an expert, and the family's default.
-    normalized_key: whether gates are divided by their sum; None: always.
-  """
-
-  num_experts: str
-  aliases: tuple[str, ...]
-  default_experts: int
-  default_selected: int
-  hidden_dim: tuple[str, int]
-  normalized_key: str | None = 'norm_topk_prob'
-
-  def read(self, config: Config, known: Values) -> Values:
-    num_experts = self.default_experts
-    for key in (self.num_experts, *self.aliases):
-      num_experts = config.read(key, int, num_experts)
-    mixture = Mixture(
-      num_experts=num_experts,
-      num_selected=config.read('num_experts_per_tok', int, self.default_selected),
-      hidden_dim=config.read(self.hidden_dim[0], int, self.hidden_dim[1]),
-      normalized=self.normalized_key is None or config.read(self.normalized_key, bool, False),
-    )
-    return {'mixture': mixture, 'mixed': (True,) * known['num_layers']}
-
-  def write(self, decoder: Decoder) -> Values:
-    mixture = decoder.mixture
-    if mixture is None or not all(decoder.mixed):
-      raise UserError('not every layer has experts.')
-    normalized = {} if self.normalized_key is None else {self.normalized_key: mixture.normalized}
-    return {
-      self.num_experts: mixture.num_experts,
-      'num_experts_per_tok': mixture.num_selected,
-      self.hidden_dim[0]: mixture.hidden_dim,
-      **normalized,
-    }
+  def is_aside(self, name: str, decoder: Decoder) -> bool:
+    """Whether a tensor is of a head that predicts further tokens: it is not used, and exported as it was."""
+    layer = re.match(re.escape(self.names.layer).replace(r'\{\}', r'(\d+)'), name)
+    return layer is not None and int(layer[1]) >= decoder.num_layers
 
 
 def _sizes(
@@ -163,49 +137,20 @@ def _sizes(
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class QueryScale:
-  """`query_pre_attn_scalar`: attention logits are divided by its root."""
-
-  default: int = 256
-
-  def read(self, config: Config, known: Values) -> Values:
-    return {'softmax_scale': config.read('query_pre_attn_scalar', float, float(self.default)) ** -0.5}
-
-  def write(self, decoder: Decoder) -> Values:
-    scale = decoder.head_dim**-0.5 if decoder.softmax_scale is None else decoder.softmax_scale
-    number = scale**-2
-    return {'query_pre_attn_scalar': round(number) if abs(number - round(number)) < 1e-9 * number else number}
+def _latent_sizes(vocab_size: int, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> Any:
+  """The keys that DeepSeek's versions share, whose heads have no single size."""
+  return (
+    *(entry for entry in _sizes(vocab_size, hidden_size, intermediate_size, num_layers, num_heads) if _is_kept(entry)),
+    LatentKeys(),
+    Activation(),
+    Rope(),
+    AttentionBias(),
+    Only('mlp_bias', False),
+  )
 
 
-@dataclasses.dataclass(frozen=True)
-class OptionalNumber:
-  """A number that may be null, or absent with the family's default, for none."""
-
-  key: str
-  field: str
-  default: float | None = None
-
-  def read(self, config: Config, known: Values) -> Values:
-    absent = self.default if self.key not in config.values else None
-    return {self.field: config.read(self.key, float, absent)}
-
-  def write(self, decoder: Decoder) -> Values:
-    return {self.key: getattr(decoder, self.field)}
-
-
-@dataclasses.dataclass(frozen=True)
-class OriginalLength:
-  """Phi-3's `original_max_position_embeddings`, which `Rope` reads."""
-
-  default: int
-
-  def read(self, config: Config, known: Values) -> Values:
-    return {}
-
-  def write(self, decoder: Decoder) -> Values:
-    scaling = None if decoder.rotary is None else decoder.rotary.scaling
-    return {'original_max_position_embeddings': getattr(scaling, 'original_length', self.default)}
+def _is_kept(entry: Any) -> bool:
+  return entry.key != 'head_dim'
 
 
 def _gemma_is_windowed(layer: int, config: Config) -> bool:
@@ -347,6 +292,63 @@ FAMILIES: dict[str, Family] = {
       gate_up='mlp.gate_up_proj',
       interleaved=True,
     ),
+  ),
+  'glm4_moe': Family(
+    architecture='Glm4MoeForCausalLM',
+    keys=(
+      *_sizes(151_552, 4096, 10_944, 46, 96, 8, eps=1e-5),
+      Activation(),
+      Rope(partial=0.5),
+      Key('attention_bias', 'qkv_bias', bool, False),
+      HeadNorm(),
+      SharedMixtureKeys(128, 8, 1, 1408, 1, 1.0, (1, 1), True),
+    ),
+    inert=('num_nextn_predict_layers',),
+  ),
+  'gpt_oss': Family(
+    architecture='GptOssForCausalLM',
+    keys=(
+      *_sizes(201_088, 2880, 2880, 36, 64, 8, 64, eps=1e-5),
+      Only('hidden_act', 'silu'),
+      Only('swiglu_alpha', 1.702),
+      Only('swiglu_limit', 7.0),
+      Rope(
+        150_000.0,
+        default={
+          'rope_type': 'yarn',
+          'factor': 32.0,
+          'beta_fast': 32.0,
+          'beta_slow': 1.0,
+          'truncate': False,
+          'original_max_position_embeddings': 4096,
+        },
+      ),
+      LayerTypes(lambda layer, config: layer % 2 == 0, default_window=128),
+      AttentionBias(True),
+      MixtureKeys('num_local_experts', ('num_experts',), 128, 4, ('intermediate_size', 2880), None, use_bias=True),
+    ),
+    fixed={'sinks': True, 'activation': 'clamped_swiglu'},
+    names=TensorNames(router='mlp.router'),
+    inert=('experts_per_token', 'initial_context_length'),
+  ),
+  'deepseek_v2': Family(
+    architecture='DeepseekV2ForCausalLM',
+    keys=(
+      *_latent_sizes(102_400, 4096, 11_008, 32, 32),
+      SharedMixtureKeys(64, None, 2, 1407, 0, 1.0, (None, None), False),
+    ),
+    names=TensorNames(interleaved=True),
+    inert=('ep_size',),
+  ),
+  'deepseek_v3': Family(
+    architecture='DeepseekV3ForCausalLM',
+    keys=(
+      *_latent_sizes(129_280, 7168, 18_432, 61, 128),
+      Only('rope_interleave', True),
+      SharedMixtureKeys(256, 8, 1, 2048, 3, 2.5, (8, 4), True),
+    ),
+    names=TensorNames(interleaved=True),
+    inert=('ep_size', 'num_nextn_predict_layers'),
   ),
   'phi3': Family(
     architecture='Phi3ForCausalLM',

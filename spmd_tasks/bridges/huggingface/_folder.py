@@ -20,8 +20,10 @@ import numpy as np
 from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import Config
-from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model, describe_model, layer_places
+from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
+from spmd_tasks.bridges.huggingface._describe import describe_model, layer_places
 from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
+from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import read_tensors
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LanguageModel
@@ -94,12 +96,27 @@ class Folder:
   @functools.cached_property
   def tensors(self) -> dict[str, LazyArray]:
     """Every tensor of the model, by the name in the files. Raises a UserError as `read_tensors`."""
-    found = read_tensors(self.path)
-    return {
-      name: tensor
-      for given, tensor in found.items()
-      if not self.family.is_ignored(name := self.family.full_name(given), self.decoder)
-    }
+    return {name: tensor for name, tensor in self._all_tensors[0].items() if not self._is_aside(name)}
+
+  @functools.cached_property
+  def tensors_aside(self) -> dict[str, LazyArray]:
+    """The tensors of heads that predict further tokens, which the model does not have."""
+    return {name: tensor for name, tensor in self._all_tensors[0].items() if self._is_aside(name)}
+
+  def stored_dtype(self, name: str) -> str:
+    """Returns the dtype in which a tensor is stored, or the folder's for one that is quantized or absent."""
+    tensors, quantized = self._all_tensors
+    return tensors[name].dtype.name if name in tensors and name not in quantized else self.dtype
+
+  @functools.cached_property
+  def _all_tensors(self) -> tuple[dict[str, LazyArray], set[str]]:
+    names = ((self.family.full_name(given), tensor) for given, tensor in read_tensors(self.path).items())
+    known = {name: tensor for name, tensor in names if not self.family.is_ignored(name, self.decoder)}
+    rows, columns = (self.config.get('quantization_config') or {}).get('weight_block_size') or (128, 128)
+    return dequantize(known, (rows, columns))
+
+  def _is_aside(self, name: str) -> bool:
+    return self.family.is_aside(name, self.decoder)
 
   def lazy_weights(self, model: Any, abstract_weights: Any) -> dict[str, LazyArray]:
     """Returns our weights by name, in the layout of checkpoints; nothing is read.

@@ -86,7 +86,9 @@ class Rope:
     implied = {'rope_theta': theta, 'partial_rotary_factor': config.read('partial_rotary_factor', float, self.partial)}
     own_length = config.read('original_max_position_embeddings', int, None)  # Phi-3's, which comes first
     lengths = (own_length, config.read('max_position_embeddings', int, self.max_length))
-    head_dim = known.get('rope_dim') or known.get('head_dim') or known['embed_dim'] // known['num_heads']
+    head_dim = known.get('head_dim') or known['embed_dim'] // known['num_heads']
+    if 'latent' in known:
+      head_dim = known['latent'].rope_dim
     if self.local_theta is None:
       if not given and not old and not config.has('rope_theta'):
         given = self.default

@@ -12,7 +12,8 @@ import dataclasses
 from spmd_tasks.bridges._operations import Operation, SplitHeads, Take, Transpose, Unstack
 from spmd_tasks.bridges._operations import Split as SplitDim
 from spmd_tasks.bridges._rules import Rule
-from spmd_tasks.bridges.huggingface._decoder import Decoder, Place
+from spmd_tasks.bridges.huggingface._decoder import Decoder
+from spmd_tasks.bridges.huggingface._describe import Place
 
 _TRANSPOSE = Transpose((1, 0))
 
@@ -46,6 +47,7 @@ class TensorNames:
   gate_up: str | None = None
   down: str = 'mlp.down_proj'
   router: str = 'mlp.gate'
+  shared: str = 'mlp.shared_experts.'
   expert: str = 'mlp.experts.{}.'
   expert_gate: str = 'gate_proj'
   expert_up: str = 'up_proj'
@@ -66,7 +68,7 @@ def llama_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -
     if decoder.post_norm:
       yield layer.rule(f'{names.attention_post_norm}.weight', 'attention_post_norm/scale')
       yield layer.rule(f'{names.ffn_post_norm}.weight', 'ffn_post_norm/scale')
-    yield from _attention(layer, decoder, names)
+    yield from (_attention if decoder.latent is None else _latent_attention)(layer, decoder, names)
     yield from _experts(layer, decoder, names) if decoder.mixed[i] else _feed_forward(layer, decoder, names)
 
 
@@ -111,10 +113,41 @@ def _attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[
     yield layer.rule(f'{names.key_norm}.weight', 'attention/key_norm/scale', *split)
 
 
-def pairs_to_halves(num_features: int, size: int) -> Take:
-  """Returns the reordering of a last dim, of which the first features rotate in pairs of neighbours, for our Rotary."""
+def _latent_attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
+  latent = decoder.latent
+  assert latent is not None
+  heads, nope = SplitHeads(decoder.head_dim), latent.nope_dim
+  query = pairs_to_halves(latent.rope_dim, latent.rope_dim, before=nope)
+  key = pairs_to_halves(latent.rope_dim, latent.rope_dim, before=latent.kv_rank)
+  if latent.query_rank is None:
+    yield layer.rule('self_attn.q_proj.weight', 'attention/query/kernel', _TRANSPOSE, heads, query)
+  else:
+    yield layer.rule('self_attn.q_a_proj.weight', 'attention/query_down/kernel', _TRANSPOSE)
+    yield layer.rule('self_attn.q_a_layernorm.weight', 'attention/query_norm/scale')
+    yield layer.rule('self_attn.q_b_proj.weight', 'attention/query_up/kernel', _TRANSPOSE, heads, query)
+  yield layer.rule('self_attn.kv_a_proj_with_mqa.weight', 'attention/kv_down/kernel', _TRANSPOSE, key)
+  yield layer.rule('self_attn.kv_a_layernorm.weight', 'attention/kv_norm/scale')
+  keys_and_values = SplitHeads(nope + latent.value_dim)
+  yield layer.rule('self_attn.kv_b_proj.weight', 'attention/kv_up', _TRANSPOSE, keys_and_values)
+  values = SplitHeads(latent.value_dim)
+  yield layer.rule(f'{names.out}.weight', 'attention/out/kernel', values, Transpose((1, 2, 0)))
+  if decoder.qkv_bias:
+    if latent.query_rank is not None:
+      yield layer.rule('self_attn.q_a_proj.bias', 'attention/query_down/bias')
+    yield layer.rule('self_attn.kv_a_proj_with_mqa.bias', 'attention/kv_down/bias', key)
+    yield layer.rule(f'{names.out}.bias', 'attention/out/bias')
+
+
+def pairs_to_halves(num_features: int, size: int, before: int = 0) -> Take:
+  """Returns the reordering of a last dim, of which some features rotate in pairs of neighbours, for our Rotary.
+
+  Args:
+    num_features: how many rotate.
+    size: how many there are, from the first that rotates.
+    before: how many come before that.
+  """
   order = [*range(0, num_features, 2), *range(1, num_features, 2), *range(num_features, size)]
-  return Take(-1, tuple(order))
+  return Take(-1, (*range(before), *(before + i for i in order)))
 
 
 def _feed_forward(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
@@ -133,9 +166,27 @@ def _experts(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Ru
   mixture = decoder.mixture
   assert mixture is not None
   yield layer.rule(f'{names.router}.weight', 'ffn/router/kernel', _TRANSPOSE)
+  if mixture.balance_bias:
+    yield layer.rule(f'{names.router}.e_score_correction_bias', 'ffn/router/balance_bias')
+  if mixture.shared_dim is not None:
+    for ours, theirs in (('gate', 'gate_proj'), ('up', 'up_proj'), ('down', 'down_proj')):
+      yield layer.rule(f'{names.shared}{theirs}.weight', f'ffn/shared_expert/{ours}/kernel', _TRANSPOSE)
+  if mixture.use_bias:
+    yield from _interleaved_experts(layer, mixture.hidden_dim, names)
+    return
   for e in range(mixture.num_experts):
     for ours, theirs in (('gate', names.expert_gate), ('up', names.expert_up), ('down', names.expert_down)):
       yield layer.rule(f'{names.expert.format(e)}{theirs}.weight', f'ffn/experts/{ours}', _TRANSPOSE, expert=e)
+
+
+def _interleaved_experts(layer: _Layer, hidden_dim: int, names: TensorNames) -> Iterator[Rule]:
+  """gpt-oss: all experts in one tensor, [in, out], in which the columns of gate and up take turns."""
+  halves = (pairs_to_halves(2 * hidden_dim, 2 * hidden_dim), SplitDim(-1, (hidden_dim, hidden_dim)))
+  yield layer.rule(f'{names.router}.bias', 'ffn/router/bias')
+  for kind in ('', '_bias'):
+    gate_and_up = [f'ffn/experts/gate{kind}', f'ffn/experts/up{kind}']
+    yield layer.rule(f'mlp.experts.gate_up_proj{kind}', gate_and_up, *halves)
+    yield layer.rule(f'mlp.experts.down_proj{kind}', f'ffn/experts/down{kind}')
 
 
 def gpt2_rules(decoder: Decoder, places: Sequence[Place], names: TensorNames) -> Iterator[Rule]:

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from spmd_tasks.bridges._lazy_arrays import lazy_array
 from spmd_tasks.bridges.huggingface import FAMILIES, export_folder, open_folder
 from spmd_tasks.bridges.huggingface._config_keys import Config
-from spmd_tasks.bridges.huggingface._decoder import build_model, describe_model
+from spmd_tasks.bridges.huggingface._decoder import build_model
+from spmd_tasks.bridges.huggingface._describe import describe_model
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import unbox_weights
 from tests.bridges.huggingface.tiny_configs import CONFIGS
@@ -48,7 +49,7 @@ def write_folder(path, name, rng, dtype='float32'):
   (path / 'config.json').write_text(json.dumps(config))
   origin = open_folder(path)
   shutil.rmtree(path)
-  origin.__dict__['tensors'] = {}
+  origin.__dict__['_all_tensors'] = ({}, set())
   lazy = {key: lazy_array(value) for key, value in weights.items()}
   export_folder(path, model, lazy, origin=origin, dtype=dtype, max_shard_bytes=SHARD_BYTES)
   return model, weights

@@ -17,6 +17,16 @@ _EXPERTS = {'num_experts_per_tok': 3, 'intermediate_size': 20}
 _YARN = {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'original_max_position_embeddings': 16}
 _LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 
+_LATENT = {
+  'kv_lora_rank': 18,
+  'qk_nope_head_dim': 6,
+  'qk_rope_head_dim': 4,
+  'v_head_dim': 10,
+  'n_routed_experts': 12,
+  'num_experts_per_tok': 3,
+  'moe_intermediate_size': 20,
+}
+
 # Name -> config; several of one family have names of their own and a `model_type`.
 CONFIGS: dict[str, dict[str, Any]] = {
   'llama': _SIZES | {'num_attention_heads': 6, 'num_key_value_heads': 2, 'attention_bias': True, 'mlp_bias': True},
@@ -44,6 +54,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     }
   },
   'glm4': _SIZES | {'num_key_value_heads': 1, 'pad_token_id': 0, 'eos_token_id': [1, 2]},
+  'glm4_moe': _SIZES
+  | {'num_key_value_heads': 1, 'num_experts_per_tok': 3, 'n_routed_experts': 12, 'moe_intermediate_size': 20}
+  | {'n_group': 4, 'topk_group': 2, 'first_k_dense_replace': 1, 'use_qk_norm': True, 'attention_bias': True}
+  | {'routed_scaling_factor': 1.5},
+  'gpt_oss': _SIZES
+  | {'num_hidden_layers': 4, 'num_local_experts': 6, 'num_experts_per_tok': 2, 'sliding_window': 5}
+  | {'rope_parameters': _YARN | {'truncate': False}},
+  'deepseek_v2': _PLAIN
+  | _LATENT
+  | {'q_lora_rank': None, 'n_shared_experts': 2, 'n_group': 3, 'topk_group': 2, 'routed_scaling_factor': 16.0}
+  | {'topk_method': 'group_limited_greedy', 'first_k_dense_replace': 1},
+  'deepseek_v3': _PLAIN
+  | _LATENT
+  | {'q_lora_rank': 14, 'n_shared_experts': 1, 'n_group': 4, 'topk_group': 2, 'first_k_dense_replace': 2}
+  | {'rope_parameters': _YARN | {'mscale': 1.0, 'mscale_all_dim': 0.7}, 'attention_bias': True},
   'phi3': _PLAIN
   | {'hidden_size': 48, 'num_key_value_heads': 1, 'pad_token_id': 0, 'original_max_position_embeddings': 64}
   | {

@@ -1,0 +1,210 @@
+"""describe_model: a LanguageModel as the Decoder that it is, whoever wrote it; and where its layers' weights are.
+
+The description is a guess that is checked: the model of the guessed Decoder is built, and any setting in which the two
+models differ is an error that names it.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any
+
+from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture, build_model
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import (
+  BlockGroup,
+  GatedFeedForward,
+  LanguageModel,
+  LayerNorm,
+  RmsNorm,
+  StackSequence,
+  TransformerBlock,
+  TransformerStack,
+)
+from spmd_tasks.layers.attention import Attention, LatentAttention, LongRopeScaling, Rotary
+from spmd_tasks.layers.moe import MixtureOfExperts
+from spmd_tasks.layers.pipeline import PipelinedStack
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where a layer's weights are: `prefix` of their names, and the index in their stacked dims, as in checkpoints."""
+
+  prefix: str
+  index: tuple[int, ...]
+  block: TransformerBlock
+
+
+def layer_places(stack: Any, prefix: str = 'stack/') -> list[Place]:
+  """Returns the places of a stack's layers, in the order of execution.
+
+  Raises:
+    UserError: the stack is of another kind than those that are made here.
+  """
+  if isinstance(stack, StackSequence):
+    return [place for i, each in enumerate(stack.stacks) for place in layer_places(each, f'{prefix}stack_{i}/')]
+  if not isinstance(stack, TransformerStack | PipelinedStack):
+    raise UserError(f'a {type(stack).__name__} has no counterpart in any family of Hugging Face.')
+  blocks: dict[str, Any] = {'': stack.block}
+  if isinstance(stack.block, BlockGroup):
+    blocks = {f'block_{i}/': block for i, block in enumerate(stack.block.blocks)}
+  if not all(isinstance(block, TransformerBlock) for block in blocks.values()):
+    names = [type(block).__name__ for block in blocks.values()]
+    raise UserError(f'blocks {names} have no counterpart in any family of Hugging Face.')
+  return [
+    Place(f'{prefix}layers/{name}', (i,), block) for i in range(stack.num_layers) for name, block in blocks.items()
+  ]
+
+
+def describe_model(model: Any) -> Decoder:
+  """Returns the Decoder whose model computes what this one does.
+
+  Raises:
+    UserError: no Decoder says what the model is; the settings in question are named.
+  """
+  if not isinstance(model, LanguageModel):
+    raise UserError(f'a {type(model).__name__} is no LanguageModel, so that no family of Hugging Face has it.')
+  blocks = [place.block for place in layer_places(model.stack)]
+  try:
+    decoder = _guess(model, blocks)
+  except (AttributeError, TypeError) as error:
+    raise UserError(f'the model has parts that no family of Hugging Face has ({error}).') from error
+  built = build_model(decoder)
+  differences = _differences(_settings(built, layer_places(built.stack)), _settings(model, layer_places(model.stack)))
+  if differences:
+    raise UserError(f'no family of Hugging Face has these settings of the model: {"; ".join(differences[:5])}.')
+  return decoder
+
+
+def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
+  """Returns the Decoder that the model is, if any is: nothing is checked here."""
+  mixed = tuple(isinstance(block.ffn, MixtureOfExperts) for block in blocks)
+  dense = next((block.ffn for block, is_mixed in zip(blocks, mixed) if not is_mixed), None)
+  experts = next((block.ffn for block, is_mixed in zip(blocks, mixed) if is_mixed), None)
+  mixture: Mixture | None = None
+  hidden: Any = dense
+  if experts is not None:
+    hidden = experts.experts if dense is None else dense
+    mixture = Mixture(
+      num_experts=experts.experts.num_experts,
+      num_selected=experts.router.num_selected,
+      hidden_dim=experts.experts.hidden_dim,
+      normalized=experts.router.normalize_gates is not None,
+      score_function=experts.router.score_function,
+      gate_scale=experts.router.gate_scale,
+      balance_bias=experts.router.balance_bias,
+      num_groups=experts.router.num_groups,
+      num_selected_groups=experts.router.num_selected_groups,
+      group_score=experts.router.group_score,
+      use_bias=experts.router.use_bias,
+      shared_dim=None if experts.shared_expert is None else experts.shared_expert.hidden_dim,
+    )
+  return Decoder(
+    vocab_size=model.embedding.vocab_size,
+    embed_dim=model.embedding.embed_dim,
+    num_layers=len(blocks),
+    hidden_dim=hidden.hidden_dim,
+    activation=hidden.activation,
+    gated=dense is None or isinstance(dense, GatedFeedForward),
+    mlp_bias=dense is not None and dense.use_bias,
+    norm='layer' if isinstance(model.final_norm, LayerNorm) else 'rms',
+    norm_eps=model.final_norm.epsilon,
+    tied=model.embedding.tied,
+    scaled_embedding=model.embedding.scale_sqrt_depth,
+    logits_cap=model.embedding.logits_cap,
+    norm_plus_one=getattr(model.final_norm, 'scale_plus_one', False),
+    pre_norm=blocks[0].pre_norm,
+    post_norm=blocks[0].post_norm,
+    positions=None if model.positions is None else model.positions.max_len,
+    mixture=mixture,
+    mixed=mixed,
+    **_guess_attention([block.attention for block in blocks], model.embedding.embed_dim),
+  )
+
+
+def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any]:
+  first = attentions[0]
+  if isinstance(first, LatentAttention):
+    latent = Latent(
+      query_rank=first.query_rank,
+      kv_rank=first.kv_rank,
+      nope_dim=first.nope_head_dim,
+      rope_dim=first.rope_head_dim,
+      value_dim=first.value_head_dim,
+    )
+    biases = {'qkv_bias': first.use_bias, 'out_bias': first.use_bias}
+    return {'num_heads': first.num_heads, 'latent': latent, 'rotary': first.rotary, **biases}
+  local = next((each for each in attentions if each.window is not None), None)
+  full = next((each for each in attentions if each.window is None), first)
+  return {
+    'num_heads': first.num_heads,
+    'num_kv_heads': first.num_kv_heads or first.num_heads,
+    'head_dim': first.head_dim or embed_dim // first.num_heads,
+    'attention_cap': first.logit_cap,
+    'rotary': _canonical_rotary(full.rotary),
+    'local_rotary': None if local is None else _canonical_rotary(local.rotary),
+    'qkv_bias': first.use_bias,
+    'out_bias': first.use_bias if first.out_bias is None else first.out_bias,
+    'qk_norm': _qk_norm_kind(first.qk_norm),
+    'clip_qkv': first.clip_qkv,
+    'softmax_scale': first.softmax_scale,
+    'sinks': first.sinks,
+    'window': None if local is None else local.window,
+    'windowed': tuple(each.window is not None for each in attentions),
+  }
+
+
+def _qk_norm_kind(norm: Any) -> str | None:
+  if not norm:
+    return None
+  return 'flat' if isinstance(norm, RmsNorm) and norm.num_dims == 2 else 'head'
+
+
+def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
+  """Returns the rotary positions without what a config.json does not say: which factors of LongRoPE are in use."""
+  if rotary is None or not isinstance(rotary.scaling, LongRopeScaling):
+    return rotary
+  return dataclasses.replace(rotary, scaling=dataclasses.replace(rotary.scaling, is_long=False))
+
+
+# Settings that say how a model is computed, initialised or trained, and not what it computes.
+_NO_MATTER = {
+  *('dtype', 'parent', 'name', 'implementation', 'dropout_rate', 'jitter_eps', 'computation'),
+  *('init_scale', 'out_init_scale', 'down_init_scale', 'table_init'),
+  *('load_balance_shards', 'load_balance_divide_by_k'),
+}
+
+
+def _settings(model: Any, places: Sequence[Place]) -> dict[str, Any]:
+  """Returns the settings that decide what a model computes, by path."""
+  parts = {'embedding': model.embedding, 'final_norm': model.final_norm, 'positions': model.positions}
+  parts |= {f'layer {i}': place.block for i, place in enumerate(places)}
+  found: dict[str, Any] = {}
+  for name, part in parts.items():
+    _collect(part, name, model.embedding.embed_dim, found)
+  return found
+
+
+def _collect(value: Any, path: str, embed_dim: int, found: dict[str, Any]) -> None:
+  if isinstance(value, Rotary):
+    value = _canonical_rotary(value)
+  if not dataclasses.is_dataclass(value) or isinstance(value, Rotary):
+    found[path] = value
+    return
+  found[path] = type(value).__name__
+  fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+  if isinstance(value, Attention):  # None stands for a number
+    fields['num_kv_heads'] = value.num_kv_heads or value.num_heads
+    fields['head_dim'] = value.head_dim or embed_dim // value.num_heads
+    fields['out_bias'] = value.use_bias if value.out_bias is None else value.out_bias
+    fields['qk_norm'] = RmsNorm() if value.qk_norm is True else value.qk_norm
+  for name, item in fields.items():
+    if name not in _NO_MATTER and not name.endswith('split_dims'):
+      _collect(item, f'{path}.{name}', embed_dim, found)
+
+
+def _differences(expressible: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
+  return [
+    f'{path} = {actual.get(path)!r}, not {expressible.get(path)!r}'
+    for path in dict.fromkeys([*expressible, *actual])
+    if actual.get(path) != expressible.get(path)
+  ]

@@ -1,0 +1,93 @@
+"""Quantized tensors, read as the numbers that they stand for, part by part: MXFP4 (gpt-oss) and fp8 blocks (DeepSeek).
+
+An export writes plain numbers: nothing is quantized here.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from spmd_tasks.bridges._lazy_arrays import Index, LazyArray
+from spmd_tasks.bridges.huggingface._config_keys import Config
+from spmd_tasks.errors import UserError
+
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_MXFP4_BLOCK = 32
+_IGNORED = ('modules_to_not_convert', 'activation_scheme', 'dequantize', 'quant_method', 'fmt', 'weight_block_size')
+
+
+def check_quantization(config: Config) -> None:
+  """Raises a UserError if a config's `quantization_config` is of a kind that is not read here."""
+  given = config.read('quantization_config', dict, {})
+  kinds = {None: (), 'mxfp4': (), 'fp8': ('weight_block_size',)}
+  if given.get('quant_method') not in kinds or (given.get('fmt') or 'e4m3') != 'e4m3':
+    raise config.error('quantization_config', 'must be mxfp4 or fp8 (e4m3): nothing else is read')
+  unknown = sorted(set(given) - set(_IGNORED))
+  if unknown:
+    raise config.error('quantization_config', f'has the unknown setting {unknown[0]}')
+
+
+def dequantize(tensors: Mapping[str, LazyArray], block: tuple[int, int]) -> tuple[dict[str, LazyArray], set[str]]:
+  """Returns the tensors with quantized ones replaced by what they stand for, and the names of these.
+
+  Args:
+    tensors: by name. MXFP4: `x_blocks` uint8 [..., rows, n, 16] with `x_scales` uint8 [..., rows, n] is x, transposed:
+      [..., 32 n, rows]. fp8: `x_scale_inv` [rows / block, columns / block] belongs to `x` [rows, columns].
+    block: rows and columns that one number of an fp8 scale is for.
+
+  Raises:
+    UserError: a scale is missing, or has a shape that does not fit.
+  """
+  found, quantized = {}, set()
+  for name, tensor in tensors.items():
+    if name.endswith('_blocks') and tensor.dtype == np.uint8:
+      base = name.removesuffix('_blocks')
+      found[base] = _mxfp4(base, tensor, tensors.get(f'{base}_scales'))
+      quantized.add(base)
+    elif tensor.dtype.itemsize == 1 and tensor.dtype.name.startswith('float8'):
+      found[name] = _fp8(name, tensor, tensors.get(f'{name}_scale_inv'), block)
+      quantized.add(name)
+    elif not (name.endswith('_scales') and name.replace('_scales', '_blocks') in tensors):
+      found[name] = tensor
+  return {name: found[name] for name in found if not _is_scale(name, quantized)}, quantized
+
+
+def _is_scale(name: str, quantized: set[str]) -> bool:
+  return name.endswith('_scale_inv') and name.removesuffix('_scale_inv') in quantized
+
+
+def _mxfp4(name: str, blocks: LazyArray, scales: LazyArray | None) -> LazyArray:
+  *leading, rows, num_blocks, half = blocks.shape
+  if scales is None or scales.shape != blocks.shape[:-1] or 2 * half != _MXFP4_BLOCK:
+    shape = None if scales is None else list(scales.shape)
+    raise UserError(f'{name}_blocks {list(blocks.shape)} and {name}_scales {shape} do not belong together.')
+
+  def read(index: Index) -> np.ndarray:
+    *first, wanted, row = index
+    low, high = wanted.start // _MXFP4_BLOCK, -(-wanted.stop // _MXFP4_BLOCK)
+    block = (*first, row, slice(low, high))
+    packed = blocks.read((*block, slice(0, half)))
+    values = np.stack([_FP4[packed & 15], _FP4[packed >> 4]], axis=-1)  # the low half of a byte comes first
+    values = values.reshape((*packed.shape[:-1], _MXFP4_BLOCK))
+    values = np.ldexp(values, scales.read(block).astype(np.int32)[..., None] - 127)
+    flat = values.reshape((*values.shape[:-2], -1))[
+      ..., wanted.start - low * _MXFP4_BLOCK : wanted.stop - low * _MXFP4_BLOCK
+    ]
+    return np.swapaxes(flat, -1, -2)
+
+  return LazyArray((*leading, num_blocks * _MXFP4_BLOCK, rows), 'float32', read)
+
+
+def _fp8(name: str, values: LazyArray, scales: LazyArray | None, block: tuple[int, int]) -> LazyArray:
+  if scales is None or scales.shape != tuple(-(-size // step) for size, step in zip(values.shape, block)):
+    shape = None if scales is None else list(scales.shape)
+    raise UserError(f'{name} {list(values.shape)} in fp8 and {name}_scale_inv {shape} do not belong together.')
+
+  def read(index: Index) -> np.ndarray:
+    covered = tuple(slice(part.start // step, -(-part.stop // step)) for part, step in zip(index, block))
+    scale = scales.read(covered).astype(np.float32)
+    for axis, (part, step) in enumerate(zip(index, block)):
+      scale = np.take(scale, np.arange(part.start, part.stop) // step - covered[axis].start, axis=axis)
+    return values.read(index).astype(np.float32) * scale
+
+  return LazyArray(values.shape, 'float32', read)

@@ -1,0 +1,219 @@
+"""Keys of a config.json that say several things at once: experts, latent attention, Gemma's and Phi's own."""
+
+import dataclasses
+
+from spmd_tasks.bridges.huggingface._config_keys import Config, Values
+from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture
+from spmd_tasks.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureKeys:
+  """Experts in every layer, all of one size: Mixtral, Qwen-MoE, OLMoE.
+
+  Attributes:
+    num_experts: the key; `aliases` are other names for it.
+    default_experts, default_selected: what the family has.
+    hidden_dim: the key of F of an expert, and the family's default.
+    normalized_key: whether gates are divided by their sum; None: always.
+    use_bias: whether the router and the experts have biases.
+  """
+
+  num_experts: str
+  aliases: tuple[str, ...]
+  default_experts: int
+  default_selected: int
+  hidden_dim: tuple[str, int]
+  normalized_key: str | None = 'norm_topk_prob'
+  use_bias: bool = False
+
+  def read(self, config: Config, known: Values) -> Values:
+    num_experts = self.default_experts
+    for key in (self.num_experts, *self.aliases):
+      num_experts = config.read(key, int, num_experts)
+    mixture = Mixture(
+      num_experts=num_experts,
+      num_selected=config.read('num_experts_per_tok', int, self.default_selected),
+      hidden_dim=config.read(self.hidden_dim[0], int, self.hidden_dim[1]),
+      normalized=self.normalized_key is None or config.read(self.normalized_key, bool, False),
+      use_bias=self.use_bias,
+    )
+    return {'mixture': mixture, 'mixed': (True,) * known['num_layers']}
+
+  def write(self, decoder: Decoder) -> Values:
+    mixture = decoder.mixture
+    if mixture is None or not all(decoder.mixed):
+      raise UserError('not every layer has experts.')
+    normalized = {} if self.normalized_key is None else {self.normalized_key: mixture.normalized}
+    return {
+      self.num_experts: mixture.num_experts,
+      'num_experts_per_tok': mixture.num_selected,
+      self.hidden_dim[0]: mixture.hidden_dim,
+      **normalized,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMixtureKeys:
+  """Experts beside shared ones, after some dense layers: DeepSeek and GLM-4-MoE.
+
+  Attributes:
+    num_experts, num_selected, num_shared, hidden_dim, num_dense: the family's defaults.
+    gate_scale, groups: its defaults of `routed_scaling_factor`, and of `n_group` and `topk_group`.
+    is_sigmoid: whether scores are sigmoids with a bias (DeepSeek-V3), or a softmax (DeepSeek-V2).
+  """
+
+  num_experts: int
+  num_selected: int | None
+  num_shared: int
+  hidden_dim: int
+  num_dense: int
+  gate_scale: float
+  groups: tuple[int | None, int | None]
+  is_sigmoid: bool
+
+  def read(self, config: Config, known: Values) -> Values:
+    num_experts = config.read('n_routed_experts', int, config.read('num_local_experts', int, self.num_experts))
+    num_selected = config.read('num_experts_per_tok', int, self.num_selected)
+    if num_selected is None:
+      raise UserError(f'{config.path} has no num_experts_per_tok, which its family needs.')
+    num_groups = config.read('n_group', int, self.groups[0]) or 1
+    num_selected_groups = config.read('topk_group', int, self.groups[1])
+    score = 'sigmoid' if self.is_sigmoid else 'softmax'
+    methods = ('noaux_tc',) if self.is_sigmoid else ('greedy', 'group_limited_greedy')
+    method = config.read('topk_method', str, methods[0])
+    if method not in methods or config.read('scoring_func', str, score) != score:
+      raise config.error('topk_method', f'must be {" or ".join(methods)}, with scoring_func {score!r}')
+    if num_groups == 1 or method == 'greedy':
+      num_groups, num_selected_groups = 1, None
+    if config.read('moe_layer_freq', int, 1) != 1:
+      raise config.error('moe_layer_freq', 'must be 1')
+    normalized = config.read('norm_topk_prob', bool, self.is_sigmoid)
+    if normalized and not self.is_sigmoid:
+      raise config.error('norm_topk_prob', 'must be False, as transformers ignores it')
+    hidden_dim = config.read('moe_intermediate_size', int, self.hidden_dim)
+    mixture = Mixture(
+      num_experts=num_experts,
+      num_selected=num_selected,
+      hidden_dim=hidden_dim,
+      normalized=normalized,
+      score_function=score,
+      gate_scale=config.read('routed_scaling_factor', float, self.gate_scale),
+      balance_bias=self.is_sigmoid,
+      num_groups=num_groups,
+      num_selected_groups=num_selected_groups,
+      group_score='top2_sum' if self.is_sigmoid else 'max',
+      shared_dim=hidden_dim * config.read('n_shared_experts', int, self.num_shared),
+    )
+    num_dense = config.read('first_k_dense_replace', int, self.num_dense)
+    return {'mixture': mixture, 'mixed': tuple(layer >= num_dense for layer in range(known['num_layers']))}
+
+  def write(self, decoder: Decoder) -> Values:
+    mixture = decoder.mixture
+    if mixture is None or mixture.shared_dim is None or mixture.shared_dim % mixture.hidden_dim:
+      raise UserError('there are no experts beside shared ones whose size is a multiple of theirs.')
+    num_dense = decoder.mixed.index(True)
+    grouped = mixture.num_selected_groups is not None
+    method = {} if self.is_sigmoid else {'topk_method': 'group_limited_greedy' if grouped else 'greedy'}
+    return {
+      'n_routed_experts': mixture.num_experts,
+      'num_experts_per_tok': mixture.num_selected,
+      'moe_intermediate_size': mixture.hidden_dim,
+      'n_shared_experts': mixture.shared_dim // mixture.hidden_dim,
+      'first_k_dense_replace': num_dense,
+      'routed_scaling_factor': mixture.gate_scale,
+      'norm_topk_prob': mixture.normalized,
+      'n_group': mixture.num_groups,
+      'topk_group': mixture.num_selected_groups or 1,
+      **method,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentKeys:
+  """The sizes of DeepSeek's latent attention, by the family's defaults."""
+
+  def read(self, config: Config, known: Values) -> Values:
+    has_rank = config.values.get('q_lora_rank', 1536) is not None
+    latent = Latent(
+      query_rank=config.read('q_lora_rank', int, 1536) if has_rank else config.read('q_lora_rank', int, None),
+      kv_rank=config.read('kv_lora_rank', int, 512),
+      nope_dim=config.read('qk_nope_head_dim', int, 128),
+      rope_dim=config.read('qk_rope_head_dim', int, 64),
+      value_dim=config.read('v_head_dim', int, 128),
+    )
+    for key, value in (('head_dim', latent.rope_dim), ('qk_head_dim', latent.nope_dim + latent.rope_dim)):
+      if config.read(key, int, value) != value:
+        raise config.error(key, f'follows from other keys and must be {value}')
+    return {'latent': latent}
+
+  def write(self, decoder: Decoder) -> Values:
+    latent = decoder.latent
+    if latent is None:
+      raise UserError('the attention has no latent vectors.')
+    return {
+      'q_lora_rank': latent.query_rank,
+      'kv_lora_rank': latent.kv_rank,
+      'qk_nope_head_dim': latent.nope_dim,
+      'qk_rope_head_dim': latent.rope_dim,
+      'v_head_dim': latent.value_dim,
+      'head_dim': latent.rope_dim,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNorm:
+  """`use_qk_norm`: whether queries and keys are normalized, head by head."""
+
+  key: str = 'use_qk_norm'
+
+  def read(self, config: Config, known: Values) -> Values:
+    return {'qk_norm': 'head' if config.read(self.key, bool, False) else None}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {self.key: decoder.qk_norm == 'head'}
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+  """`query_pre_attn_scalar`: attention logits are divided by its root."""
+
+  default: int = 256
+
+  def read(self, config: Config, known: Values) -> Values:
+    return {'softmax_scale': config.read('query_pre_attn_scalar', float, float(self.default)) ** -0.5}
+
+  def write(self, decoder: Decoder) -> Values:
+    scale = decoder.head_dim**-0.5 if decoder.softmax_scale is None else decoder.softmax_scale
+    number = scale**-2
+    return {'query_pre_attn_scalar': round(number) if abs(number - round(number)) < 1e-9 * number else number}
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalNumber:
+  """A number that may be null, or absent with the family's default, for none."""
+
+  key: str
+  field: str
+  default: float | None = None
+
+  def read(self, config: Config, known: Values) -> Values:
+    absent = self.default if self.key not in config.values else None
+    return {self.field: config.read(self.key, float, absent)}
+
+  def write(self, decoder: Decoder) -> Values:
+    return {self.key: getattr(decoder, self.field)}
+
+
+@dataclasses.dataclass(frozen=True)
+class OriginalLength:
+  """Phi-3's `original_max_position_embeddings`, which `Rope` reads."""
+
+  default: int
+
+  def read(self, config: Config, known: Values) -> Values:
+    return {}
+
+  def write(self, decoder: Decoder) -> Values:
+    scaling = None if decoder.rotary is None else decoder.rotary.scaling
+    return {'original_max_position_embeddings': getattr(scaling, 'original_length', self.default)}
