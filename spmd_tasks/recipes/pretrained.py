@@ -54,7 +54,8 @@ class PretrainedLanguageModel(Experiment):
   def language_model(self) -> fdl.Config:
     """The model of the folder, as a config whose every field can be set."""
     model = _config_of(self.folder.build_model(dtype=self.dtype))
-    model.stack.remat_policy = self.remat_policy
+    for stack in _stacks_of(model):
+      stack.remat_policy = self.remat_policy
     return model
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:
@@ -119,16 +120,26 @@ class PipelinedPretrainedModel(PretrainedLanguageModel):
 
   def language_model(self) -> fdl.Config:
     model = super().language_model()
-    model.stack = fdl.Config(
+    # Of several stacks in sequence, the longest: the others are a few layers at one end.
+    longest = max(_stacks_of(model), key=lambda stack: stack.num_layers)
+    pipelined = fdl.Config(
       PipelinedStack,
-      block=model.stack.block,
-      num_layers=model.stack.num_layers,
+      block=longest.block,
+      num_layers=longest.num_layers,
       num_microbatches=self.num_microbatches,
       schedule=self.schedule,
       num_repeats=self.num_repeats,
       remat_policy=self.remat_policy,
     )
+    if model.stack is longest:
+      model.stack = pipelined
+    else:
+      model.stack.stacks = tuple(pipelined if stack is longest else stack for stack in model.stack.stacks)
     return model
+
+
+def _stacks_of(model: fdl.Config) -> tuple[fdl.Config, ...]:
+  return getattr(model.stack, 'stacks', None) or (model.stack,)
 
 
 def _config_of(value: Any) -> Any:
