@@ -176,16 +176,16 @@ class LoadedModel:
       UserError: the job has no tokenizer, or a prompt does not fit the model.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    steps, tokenizer = self._decoder
+    steps, tokenizer, variables = self._decoder
     requests = []
     for number, text in enumerate(prompts, 1):
       prompt = Prompt(prompt=text, max_tokens=max_tokens, temperature=temperature, seed=seed)
       requests.append(tokenizer.request(prompt, f'prompt {number}')[0])
     if steps.settings.num_beams > 1:
-      beams = search(steps, self.padded_variables, requests, decode=tokenizer.decode)
+      beams = search(steps, variables, requests, decode=tokenizer.decode)
       texts = {number: found[0].text for number, found in beams}
     else:
-      completions = generate(steps, self.padded_variables, requests, decode=tokenizer.decode)
+      completions = generate(steps, variables, requests, decode=tokenizer.decode)
       texts = {number: completion.text for number, completion in completions}
     return [texts[number] for number in range(len(requests))]
 
@@ -199,9 +199,10 @@ class LoadedModel:
     return self._forward_steps[shape]
 
   @functools.cached_property
-  def _decoder(self) -> tuple[DecodeSteps, PromptTokenizer]:
+  def _decoder(self) -> tuple[DecodeSteps, PromptTokenizer, Variables]:
     steps = DecodeSteps(self.partitioned)
-    return steps, PromptTokenizer.for_steps(steps, self.tokenizer, self.job.experiment.seed)
+    tokenizer = PromptTokenizer.for_steps(steps, self.tokenizer, self.job.experiment.seed)
+    return steps, tokenizer, steps.storage.store(self.padded_variables, free=False)
 
 
 def _make_mesh(experiment: Experiment, sizes: Sequence[int] | None) -> Mesh:

@@ -2,6 +2,7 @@
 
     steps = DecodeSteps(model, settings)
     state = steps.init()
+    variables = steps.storage.store(variables)      # the model's, unless the settings have a weights_dtype
     state, first = steps.prefill(variables, state, steps.make_batch(chunks))
     state, outputs = steps.step(variables, state, keep)
 
@@ -24,6 +25,7 @@ from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch, slot_rows
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
+from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Variables
 from spmd_tasks.sharding import (
@@ -43,6 +45,7 @@ class DecodeSteps:
 
   Attributes:
     settings: the sizes.
+    storage: how the variables that the steps take are stored; its `store` makes them from the model's.
     max_len: S.
     prefill_chunk: C, the length at which prompts are cut: the setting's, at most max_len.
     buckets: the lengths of chunks for which prefills are compiled.
@@ -63,6 +66,7 @@ class DecodeSteps:
       UserError: the model cannot generate text, or its training input has no length to take as max_len.
     """
     self.settings = model.task.decode if settings is None else settings
+    self.storage = WeightStorage(model, self.settings.weights_dtype)
     self._model = model
     # Decoding runs the layers one after another; their weights stay sharded over the pipeline stages.
     axis = stage_axis(model.mesh.axis_names, model.axis_rules)
@@ -187,7 +191,7 @@ class DecodeSteps:
     def prefill(padded_variables, padded_state, batch):
       state, outputs = step_functions.prefill(
         self._forward,
-        self._model.true_variables(padded_variables),
+        self.storage.true(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         batch,
         num_top_logprobs=self.settings.num_top_logprobs,
@@ -209,7 +213,7 @@ class DecodeSteps:
     def step(padded_variables, padded_state, keep, masks=None):
       state, outputs = step_functions.step(
         self._forward,
-        self._model.true_variables(padded_variables),
+        self.storage.true(padded_variables),
         padding.unpad(padded_state, self.abstract_state),
         keep,
         masks,
@@ -235,7 +239,7 @@ class DecodeSteps:
 
       beams = beam.beam_search(
         self._forward,
-        self._model.true_variables(padded_variables),
+        self.storage.true(padded_variables),
         jax.tree.map(empty, abstract_cache, specs),
         *arrays,
         num_beams=num_beams,
@@ -245,12 +249,12 @@ class DecodeSteps:
       return self._whole_shards(beams)
 
     arguments = (batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
-    held, name = (self._model.padded_state.variables,), ('search', batch.ids.shape[1])
+    held, name = (self.storage.padded,), ('search', batch.ids.shape[1])
     return self._compile(name, search, *arguments, held=held, out=self._output_sharding)
 
   def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Compiles a function of variables, state and host arguments that returns (state, outputs)."""
-    held = (self._model.padded_state.variables, self.padded_state)
+    held = (self.storage.padded, self.padded_state)
     return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._output_sharding))
 
   def _compile(

@@ -87,8 +87,10 @@ def decode(
         raise PreemptedError
 
     decoder: _AnyDecoder
+    store: Callable[[Any], Any] = lambda variables: variables
     if make_decoder is None:
-      decoder = Decoder(job, DecodeSteps(model), sources, job_log_dir, output_path, on_step)
+      steps = DecodeSteps(model)
+      decoder, store = Decoder(job, steps, sources, job_log_dir, output_path, on_step), steps.storage.store
     else:
       progress = make_progress(len(sources), 0, primary=is_primary())
       stack.callback(progress.close)
@@ -113,6 +115,7 @@ def decode(
       ):
         with watchdog.allow('compile', job.experiment.first_step_timeout_s):
           decoder.compile()
+        weights = store(weights)
         guard.start()  # up to here SIGTERM loses nothing, and need not wait for the compiler
         for name in sources:
           decoder.run(name, weights, restored)

@@ -85,9 +85,10 @@ def serve(
 
     def restore(step: int | None) -> tuple[Any, int]:
       with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
-        return restore_evaluation_variables(
+        variables, restored = restore_evaluation_variables(
           model, checkpointer, step, model.task.decoding_variables, experiment=job.experiment
         )
+      return steps.storage.store(variables), restored
 
     announce(f'Restoring {"the newest checkpoint" if step is None else f"step {step}"} of {job_log_dir}.')
     began = time.monotonic()

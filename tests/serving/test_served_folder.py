@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's format, served by the real binary: its tokenizer, its template, its defaults."""
+"""A folder in Hugging Face's format, served by the real binary: its tokenizer, its template, its defaults; in int8."""
 
 import json
 import re
@@ -28,8 +28,9 @@ def folder(tmp_path_factory):
 def client(folder):
   process = binary.start_binary(
     '--exp', 'hf.Model', '--set', f'model={folder}', '--mode', 'serve', '--job_log_dir', folder / 'job', '--port', 0,
-    '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--set', 'task.decode.max_len=512',
+    '--num_fake_devices', 2, '--ici_mesh_shape', '1,1,2', '--set', 'task.decode.max_len=1024',
     '--set', 'task.decode.num_slots=3', '--set', 'task.decode.min_bucket=64', '--set', 'task.decode.prefill_chunk=64',
+    '--set', 'task.decode.weights_dtype=int8',
   )  # fmt: skip
   try:
     lines = []
@@ -66,8 +67,10 @@ def test_defaults_and_ends_are_those_of_generation_config(client):
   assert len(set(texts)) == 3  # sampled
   greedy = [ask(client, TALKS['one'][0], seed=seed, temperature=0).choices[0].message.content for seed in range(2)]
   assert greedy[0] == greedy[1]
-  reasons = {ask(client, TALKS['one'][0], seed=seed, max_tokens=400).choices[0].finish_reason for seed in range(2)}
-  assert reasons == {'stop'}  # 2 of 440 tokens end a text
+  form = {'guided_regex': 'a*'}  # few tokens are allowed, among them both ends
+  for ignore_eos, reason in ((False, 'stop'), (True, 'length')):
+    answer = ask(client, TALKS['one'][0], seed=1, n=2, extra_body=form | {'ignore_eos': ignore_eos})
+    assert {choice.finish_reason for choice in answer.choices} == {reason}
 
 
 def test_streams_are_the_whole_and_forms_hold(client):
