@@ -18,8 +18,14 @@ from spmd_tasks.files import read_text
 
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
-# Fields of inputs and learners that decide how a job runs, not what it computes.
-_HOW_IT_RUNS = ('num_workers', 'worker_buffer_size', 'read_timeout_s', 'max_consecutive_skips')
+# Fields of inputs and learners that decide how a job runs, not what it computes; below them those of Pax' layers and
+# inputs, where each process has a number of its own.
+_HOW_IT_RUNS = (
+  *('num_workers', 'worker_buffer_size', 'read_timeout_s', 'max_consecutive_skips'),
+  *('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names', 'infeed_host_index'),
+)
+# Of Pax' `task.train` these decide numbers; the others are steps, intervals and limits. Its seed is `seed`.
+_PAX_TRAIN, _PAX_TRAIN_NUMBERS = 'task.train', ('task.train.learner', 'task.train.apply_mutable_list')
 # The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
 _GENERATION = 'task.decode'  # training does not depend on it
@@ -110,4 +116,6 @@ def _matters(path: str, parts: Sequence[str]) -> bool:
     return path == part or path.startswith(f'{part}.')
 
   is_numbers = path.rpartition('.')[2] not in _HOW_IT_RUNS and path not in _PIPELINE and not is_within(_GENERATION)
+  if is_within(_PAX_TRAIN) and not any(map(is_within, _PAX_TRAIN_NUMBERS)):
+    is_numbers = False
   return is_numbers and any(is_within(part) for part in parts)

@@ -47,6 +47,28 @@ def test_a_pipeline_may_change_its_stages_and_its_schedule_but_not_its_microbatc
     refuse_changed_config(job_log_dir, to_json(resolve('pipeline.StdlibTiny', ['num_microbatches=16'])), mode='train')
 
 
+@pytest.mark.parametrize(
+  'path, verdict',
+  [
+    ('task.train.learner.optimizer.beta1', 'refused'),
+    ('task.model.lm_tpl.vocab_size', 'refused'),
+    ('train_input.num_infeed_hosts', 'refused'),
+    ('train_input.infeed_host_index', 'free'),  # each process has its own
+    ('task.train.num_train_steps', 'free'),
+    ('task.model.lm_tpl.softmax_tpl.ici_mesh_shape', 'free'),
+  ],
+)
+def test_of_a_pax_experiment_numbers_alone_may_not_change(job_log_dir, path, verdict):
+  saved = to_json(resolve('synthetic.Tiny'))
+  changed = saved | {'config': saved['config'] | {path: 1}}
+  (job_log_dir / 'config.json').write_text(json.dumps(saved | {'config': saved['config'] | {path: 0}}))
+  if verdict == 'free':
+    refuse_changed_config(job_log_dir, changed, mode='train')
+  else:
+    with pytest.raises(ValueError, match=f'{path}: 0 -> 1'):
+      refuse_changed_config(job_log_dir, changed, mode='train')
+
+
 def test_another_experiment_is_refused_in_every_mode(job_log_dir):
   config = to_json(resolve('synthetic.Uneven'))
   for mode in ('train', 'eval'):

@@ -124,8 +124,14 @@ class PaxTask:
     abstract_learner = abstract_state.learner
     learner_specs = jax.tree.map(replicated, abstract_learner)
     if partition is not None:
+      # By path: what the optimizer leaves out is a MaskedNode in the state, and None here where it is one of optax.
+      by_path = dict(jax.tree_util.tree_leaves_with_path(partition.opt_states))
+
+      def split(path: Any, leaf: jax.ShapeDtypeStruct) -> WeightSpec:
+        return spec_of_partition(leaf, by_path[path])
+
       learner_specs = learner_specs.replace(
-        opt_state=jax.tree.map(spec_of_partition, abstract_learner.opt_state, partition.opt_states)
+        opt_state=jax.tree_util.tree_map_with_path(split, abstract_learner.opt_state)
       )
     return TrainState(
       step=replicated(abstract_state.step),

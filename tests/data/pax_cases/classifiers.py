@@ -152,7 +152,8 @@ class Vit(Classifier):
     network = pax_fiddle.Config(
       layers.VisionTransformer,
       entry_layers_tpl=pax_fiddle.Config(
-        layers.VitEntryLayers, pos_emb_shapes=(2, 2), patch_size=4, input_dims=48, output_dims=16, image_channels=3
+        layers.VitEntryLayers, pos_emb_shapes=(2, 2), patch_size=4, input_dims=48, output_dims=16,
+        pos_emb_tpl=pax_fiddle.Config(layers.TrainablePositionalEmbedding, embedding_dims=16)
       ),
       transformer_layers_tpl=pax_fiddle.Config(
         layers.StackedTransformer, num_layers=2, num_heads=2, model_dims=16, hidden_dims=32, residual_droppath_prob=0.1

@@ -126,15 +126,15 @@ class Skipping(Learned):
     task.train.learner.skip_step_gradient_norm_value = 1.2
 
 
-class Unvectorized(Learned):
-  """Adafactor over the stacked layers as one weight."""
+class Unregularized(Learned):
+  """Adafactor without decay, and a summary of every gradient's norm."""
 
   def change(self, task, lm):
     task.train.learner.optimizer = self.configured(
       opt.ShardedAdafactor, decay_method='adam', decay_adam=0.99, min_dim_size_to_factor=2,
       respect_skip_lp_regularization=True,
     )
-    task.train.learner.vectorize_on_repeat_prefix = False
+    task.train.learner.grad_norm_individual_vars = True
 
 
 class TwoOptimizers(Learned):

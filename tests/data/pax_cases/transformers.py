@@ -128,12 +128,12 @@ class RelativeXl(SmallLm):
 
 
 class LocalAttention(SmallLm):
-  """A window of 6 tokens in blocks of 4."""
+  """A window of 4 tokens in blocks of 4."""
 
   def change_layer(self, layer):
     attention = pax_fiddle.Config(layers.LocalSelfAttention)
     attention.copy_fields_from(layer.tr_atten_tpl)
-    attention.block_size, attention.left_context, attention.right_context = 4, 6, 0
+    attention.block_size, attention.left_context, attention.right_context = 4, 4, 0
     layer.tr_atten_tpl = attention
 
 
@@ -143,7 +143,7 @@ class Alibi(SmallLm):
   def change_layer(self, layer):
     attention = pax_fiddle.Config(layers.LocalSelfAttentionAlibi)
     attention.copy_fields_from(layer.tr_atten_tpl)
-    attention.block_size, attention.left_context, attention.right_context = 4, 6, 0
+    attention.block_size, attention.left_context, attention.right_context = 4, 4, 0
     layer.tr_atten_tpl = attention
 
 
