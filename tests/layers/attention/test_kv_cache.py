@@ -10,7 +10,6 @@ from spmd_tasks.layers import (
   GatedFeedForward,
   LanguageModel,
   RmsNorm,
-  StackSequence,
   TokenEmbedding,
   TransformerBlock,
   TransformerStack,
@@ -105,9 +104,6 @@ MODELS = {
         norm=RmsNorm(),
       )
     )
-  ),
-  'a sequence of stacks': _model(
-    StackSequence(stacks=(_stack(_block()), TransformerStack(block=_block(_experts(Dropless())), num_layers=1)))
   ),
   'capacity': _model(_stack(_block(_experts(_ROOMY)))),
   'circular pipeline': _model(
