@@ -157,8 +157,9 @@ class RuleTable:
     for rule in self.rules:
       arrays = rule.apply(tuple(source[slot.name][slot.index] for slot in rule.source))
       for slot, array in zip(rule.target, arrays, strict=True):
-        parts.setdefault(slot.name, {})[slot.index] = array
-    return {name: _stack_lazily(found).astype(target[name].dtype) for name, found in parts.items()}
+        # Cast before they are stacked: one part after the other, not all at once.
+        parts.setdefault(slot.name, {})[slot.index] = array.astype(target[slot.name].dtype)
+    return {name: _stack_lazily(found) for name, found in parts.items()}
 
   def _mismatches(self, rule: Rule, source: Mapping[str, Any], target: Mapping[str, Any]) -> Iterator[str]:
     given = tuple(tuple(source[slot.name].shape[len(slot.index) :]) for slot in rule.source)

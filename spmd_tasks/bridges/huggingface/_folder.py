@@ -191,11 +191,14 @@ def _place(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:
   def read(index: Any) -> np.ndarray:
     bounds = tuple(part.indices(size)[:2] for part, size in zip(index, padded.shape))
     if bounds not in shards:
-      made = np.zeros([stop - start for start, stop in bounds], padded.dtype)
       true = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(bounds, array.shape))
-      if all(part.start < part.stop for part in true):
-        made[tuple(slice(0, part.stop - part.start) for part in true)] = array.read(true)
-      shards[bounds] = made
+      if bounds == tuple((part.start, part.stop) for part in true):
+        shards[bounds] = array.read(true)
+      else:
+        made = np.zeros([stop - start for start, stop in bounds], padded.dtype)
+        if all(part.start < part.stop for part in true):
+          made[tuple(slice(0, part.stop - part.start) for part in true)] = array.read(true)
+        shards[bounds] = made
     return shards[bounds]
 
   return jax.make_array_from_callback(padded.shape, padded.sharding, read)

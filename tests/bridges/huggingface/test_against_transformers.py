@@ -84,10 +84,10 @@ def made(tmp_path_factory):
       config._experts_implementation = 'eager'
       model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
       with torch.no_grad():
-        for key, value in [*model.named_parameters(), *model.named_buffers()]:
-          if 'inv_freq' not in key:
-            scale, mean = (0.1 if value.ndim == 1 else 0.08), float('norm' in key)
-            value.copy_(torch.randn_like(value) * scale + mean)
+        biases = [item for item in model.named_buffers() if 'e_score_correction_bias' in item[0]]
+        for key, value in [*model.named_parameters(), *biases]:
+          scale, mean = (0.1 if value.ndim == 1 else 0.08), float('norm' in key)
+          value.copy_(torch.randn_like(value) * scale + mean)
       path = tmp_path_factory.mktemp('folders') / name
       model.save_pretrained(path, max_shard_size='40KB')
       cache[name] = model, path
@@ -123,7 +123,7 @@ def test_logits(name, made):
   with torch.no_grad():
     expected = theirs(torch.tensor(random_ids())).logits.numpy()
   with jax.default_matmul_precision('highest'):
-    model = load(path, mesh=mesh_of((1, 1, 1)))
+    model = load(path, mesh=mesh_of((1, 1, 1)), overrides=['seq_len=128'])
     assert_close(np.asarray(model.logits(random_ids())), expected, 1e-5)
 
 
@@ -184,7 +184,7 @@ def test_greedy_tokens_with_a_cache(name, mesh, made):
     torch.tensor(prompts), attention_mask=torch.ones(2, 11), do_sample=False, max_new_tokens=NUM_GENERATED,
     pad_token_id=EOS,
   ).tolist()  # fmt: skip
-  settings = ['task.decode.max_len=96', 'task.decode.num_slots=2', 'task.decode.min_bucket=32']
+  settings = ['seq_len=128', 'task.decode.max_len=96', 'task.decode.num_slots=2', 'task.decode.min_bucket=32']
   with jax.default_matmul_precision('highest'):
     model = load(path, mesh=mesh_of(GENERATING[mesh]), overrides=settings)
     texts = model.generate([' '.join(map(str, row)) for row in prompts.tolist()], max_tokens=NUM_GENERATED)
