@@ -4,7 +4,8 @@
     state = read_pax_checkpoint('job/checkpoints/checkpoint_00000100', abstract_state)
 
 Importing this package makes Praxis and Paxml importable (`_shims.py`) and imports neither of them. The reader of
-checkpoints needs neither; the rest does, and importing Paxml takes seconds, because it imports TensorFlow.
+checkpoints needs neither; the rest does. TensorFlow and others that Paxml imports wait until something uses them
+(`_deferred_imports.py`).
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
 `_praxis_task.py` (Praxis models and layers in experiments of ours), `_input.py`, `_decode.py` (decode jobs) and

@@ -7,6 +7,7 @@ Each shim acts when the module that needs it is imported, and only where a name 
 and Paxml, which need fewer shims, get fewer. `install_shims` may be called again and again.
 """
 
+import ast
 from collections.abc import Callable
 import functools
 import importlib.abc
@@ -19,13 +20,15 @@ from typing import Any
 
 import jax
 
+from spmd_tasks.bridges.pax._deferred_imports import DeferringFinder
+
 _PACKAGES = ('praxis', 'paxml')
 
 
 def install_shims() -> None:
   """Applies the shims for Praxis and Paxml as soon as one of them is imported."""
   if not any(isinstance(finder, _ShimFinder) for finder in sys.meta_path):
-    sys.meta_path.insert(0, _ShimFinder())
+    sys.meta_path[:0] = [_ShimFinder(), DeferringFinder()]
   if any(package in sys.modules for package in _PACKAGES):
     _add_names_to_jax()
 
@@ -36,6 +39,7 @@ class _ShimFinder(importlib.abc.MetaPathFinder):
   def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
     if fullname in _PACKAGES:
       _add_names_to_jax()
+      _find_lambdas_quickly()
     if fullname in _STAND_INS and _is_imported_by_pax(fullname):
       return importlib.machinery.ModuleSpec(fullname, _StandInLoader(_STAND_INS[fullname]), is_package=True)
     return None
@@ -126,6 +130,35 @@ def _add_names_to_jax() -> None:
   # praxis.decoder_utils, for beam search, gives jnp.reshape its shape by an earlier name.
   if 'newshape' not in inspect.signature(jax.numpy.reshape).parameters:
     jax.numpy.reshape = _with_newshape(jax.numpy.reshape)
+
+
+def _find_lambdas_quickly() -> None:
+  """Lets Fiddle's auto_config, which Praxis applies to lambdas in defaults of fields, find their source by `ast`.
+
+  Fiddle's own way parses and copies the whole module in Python for each of them: 7 s for those in praxis.optimizers and
+  paxml.tasks_lib.
+  """
+  from fiddle._src.experimental import auto_config
+
+  find = getattr(auto_config, '_getsource_for_lambda', None)
+  if find is None or hasattr(find, '__wrapped__'):
+    return
+
+  @functools.wraps(find)
+  def find_quickly(fn: Callable[..., Any]) -> str:
+    source = ''.join(inspect.findsource(fn)[0])
+    at_line = [
+      node
+      for node in ast.walk(_parse(source))
+      if isinstance(node, ast.Lambda) and node.lineno == fn.__code__.co_firstlineno
+    ]
+    text = ast.get_source_segment(source, at_line[0]) if len(at_line) == 1 else None
+    return find(fn) if text is None else f'({text})'  # may have several lines
+
+  auto_config._getsource_for_lambda = find_quickly
+
+
+_parse = functools.lru_cache(maxsize=2)(ast.parse)
 
 
 def _with_newshape(reshape: Callable[..., Any]) -> Callable[..., Any]:

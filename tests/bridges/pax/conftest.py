@@ -1,4 +1,4 @@
-"""Processes of the binary that have imported Paxml already: its import costs each 15 s of CPU."""
+"""Processes of the binary that have imported Paxml already: its import costs each 5 s of CPU."""
 
 from collections.abc import Callable
 import os

@@ -1,6 +1,9 @@
 """The names that Praxis and Paxml find in JAX, and the modules that stand in for what they import in vain."""
 
+import ast
 import inspect
+import os
+import subprocess
 import sys
 
 import jax
@@ -62,3 +65,31 @@ def test_every_public_name_exists(run_pax):
   )
   finished = run_pax(command=('-c', program))
   assert finished.returncode == 0, finished.stderr
+
+
+def test_a_pax_experiment_imports_neither_tensorflow_nor_sympy_until_they_are_used():
+  """In a process of its own, which then asks for a name of TensorFlow by a module of Paxml."""
+  program = (
+    'import sys, spmd_tasks.bridges.pax; from pax_lab import dense_lm; from paxml import summary_utils; '
+    'dense_lm.DenseLm().datasets(); late = {"tensorflow", "sympy", "keras"}; assert not late & set(sys.modules); '
+    'assert not isinstance(3, summary_utils.SummaryWriter); assert not late & set(sys.modules); '
+    'assert issubclass(summary_utils.tf.errors.OutOfRangeError, Exception)'
+  )
+  subprocess.run(
+    [sys.executable, '-W', 'ignore', '-c', program],
+    check=True,
+    timeout=240,
+    env=os.environ | {'PYTHONPATH': os.pathsep.join(['.', 'tests/data'])},
+  )
+
+
+def test_the_source_of_a_lambda_is_what_fiddle_finds():
+  from fiddle._src.experimental import auto_config
+
+  _shims._find_lambdas_quickly()
+  find = auto_config._getsource_for_lambda
+  one = lambda x: [x,  # fmt: skip  # noqa: E731
+                   -1]  # fmt: skip
+  assert ast.dump(ast.parse(find(one), mode='eval')) == ast.dump(ast.parse('lambda x: [x, -1]', mode='eval'))
+  with pytest.raises(ValueError, match='multiple lambdas'):
+    find([lambda: 1, lambda: 2][0])
