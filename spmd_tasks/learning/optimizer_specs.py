@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from spmd_tasks.learning.adafactor import num_separate_dims
-from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding import WeightSpec, replicated_spec
 
 LeafRule = Callable[[str, Any, WeightSpec | None], WeightSpec]
 
@@ -44,10 +44,6 @@ def _weight_split_dims(weight: WeightSpec) -> tuple[Any, ...]:
   return weight.split_dims if weight.split_dims is not None else (None,) * len(weight.shape)
 
 
-def _replicated(leaf: Any) -> WeightSpec:
-  return WeightSpec(shape=tuple(leaf.shape), init=None, split_dims=(None,) * len(leaf.shape), dtype=leaf.dtype)
-
-
 def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
   """The rule for all leaves but factored moments: see the module's docstring."""
   shape = tuple(leaf.shape)
@@ -55,10 +51,10 @@ def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
     if shape == tuple(weight.shape):
       return dataclasses.replace(weight, init=None, dtype=leaf.dtype, split_dims=_weight_split_dims(weight))
     if shape == (*weight.shape[: num_separate_dims(weight)], 1):
-      return dataclasses.replace(_replicated(leaf), stacked=weight.stacked, tags=weight.tags)
+      return dataclasses.replace(replicated_spec(leaf), stacked=weight.stacked, tags=weight.tags)
     num_extra = len(shape) - len(weight.shape)
     if num_extra > 0 and weight.shape and shape[num_extra:] == tuple(weight.shape):
-      return dataclasses.replace(_replicated(leaf), split_dims=(*[None] * num_extra, *_weight_split_dims(weight)))
+      return dataclasses.replace(replicated_spec(leaf), split_dims=(*[None] * num_extra, *_weight_split_dims(weight)))
   if math.prod(shape) != 1:
     if weight is not None:
       logging.warning(
@@ -71,7 +67,7 @@ def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
       logging.warning(
         'Optimizer state %s of shape %s belongs to no weight: it is replicated on every device.', name, shape
       )
-  return _replicated(leaf)
+  return replicated_spec(leaf)
 
 
 def _moment_rule(is_row: bool) -> LeafRule:

@@ -44,6 +44,7 @@ from spmd_tasks.sharding import (
   SplitDims,
   check_axis_rules,
   padding,
+  replicated_spec,
   sharding_scope,
   spec_axes,
   split_dims_to_partition_spec,
@@ -268,7 +269,13 @@ def partition_spmd_model(
   abstract_state = jax.eval_shape(
     lambda variables, rng: task.init_state(variables, specs, rng), abstract_variables, key
   )
-  leaf_specs = task.state_weight_specs(abstract_state, specs, non_trainable_specs)
+  leaf_specs = TrainState(
+    step=replicated_spec(abstract_state.step),
+    rng=replicated_spec(abstract_state.rng),
+    weights=specs,
+    learner=task.learner_specs(abstract_state.learner, specs),
+    non_trainable=non_trainable_specs,
+  )
 
   # 3. Where each leaf lies on the mesh: its PartitionSpec, its padded shape and its canonical shape.
   def partition_spec(path, leaf):

@@ -23,7 +23,6 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.learning import Learner, LearnerState, accumulate_gradients, are_balance_biases, keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
-from spmd_tasks.sharding import WeightSpec
 
 Batch = dict[str, jax.Array]
 Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'
@@ -144,19 +143,9 @@ class Task:
       non_trainable={name: tree for name, tree in variables.items() if name != 'params'},
     )
 
-  def state_weight_specs(self, abstract_state: TrainState, weight_specs: Any, non_trainable_specs: Any) -> TrainState:
-    """Returns one WeightSpec per leaf of the state: the learner says how its own leaves are split."""
-
-    def replicated(leaf: jax.ShapeDtypeStruct) -> WeightSpec:
-      return WeightSpec(shape=leaf.shape, init=None, split_dims=(None,) * leaf.ndim, dtype=leaf.dtype)
-
-    return TrainState(
-      step=replicated(abstract_state.step),
-      rng=replicated(abstract_state.rng),
-      weights=weight_specs,
-      learner=self.learner.state_split_dims(abstract_state.learner, weight_specs),
-      non_trainable=non_trainable_specs,
-    )
+  def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
+    """Returns one WeightSpec per leaf of the learner's state: the learner says how they are split."""
+    return self.learner.state_split_dims(abstract_learner, weight_specs)
 
   def train_step(self, weight_specs: Any, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
     """Applies one update. If the loss or a gradient is not finite, variables, optimizer state and step stay unchanged.

@@ -108,7 +108,7 @@ def weight_specs(boxed_weights: Any, *, is_strict: bool = True) -> Any:
 
   def spec_of(path, leaf) -> WeightSpec:
     if not isinstance(leaf, WeightBox) and not is_strict:
-      return WeightSpec(shape=tuple(leaf.shape), init=None, split_dims=(None,) * leaf.ndim, dtype=leaf.dtype)
+      return replicated_spec(leaf)
     if not isinstance(leaf, WeightBox):
       raise UserError(
         f'weight {jax.tree_util.keystr(path, simple=True, separator="/")} was declared without split dims: use '
@@ -124,6 +124,11 @@ def weight_specs(boxed_weights: Any, *, is_strict: bool = True) -> Any:
     )
 
   return jax.tree_util.tree_map_with_path(spec_of, boxed_weights, is_leaf=lambda x: isinstance(x, WeightBox))
+
+
+def replicated_spec(leaf: Any) -> WeightSpec:
+  """Returns the WeightSpec of an array, abstract or not, that every device holds as a whole."""
+  return WeightSpec(shape=tuple(leaf.shape), init=None, split_dims=(None,) * len(leaf.shape), dtype=leaf.dtype)
 
 
 def unbox_weights(boxed_weights: Any) -> Any:

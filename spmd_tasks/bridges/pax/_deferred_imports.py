@@ -97,7 +97,7 @@ class _Deferred:
     return self._path.partition('.')[0] in sys.modules and isinstance(value, _named(self._path))
 
   def __or__(self, other: Any) -> Any:
-    return typing.Union[self, other]  # noqa: UP007: in an annotation
+    return typing.Union[self, other]  # noqa: UP007
 
   __ror__ = __or__
 

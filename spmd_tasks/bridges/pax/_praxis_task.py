@@ -19,8 +19,8 @@ A single layer, as a Linen module; our stacks scan, pipeline and pad it as they 
 """
 
 from collections.abc import Mapping
-import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -29,16 +29,15 @@ import jax.numpy as jnp
 from praxis import base_hyperparams, base_layer, pax_fiddle
 
 from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
+from spmd_tasks.bridges.pax._context import cast_floats, cast_variables, praxis_context
 from spmd_tasks.bridges.pax._weights import box_variables
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.runtime import Batch, Task, Variables
-from spmd_tasks.sharding import current_sharding_scope
 
-_PRNG_IMPL = 'threefry2x32'  # of our keys
+_praxis_context = functools.partial(praxis_context, 'threefry2x32')  # the generator of our keys
 _NOT_STORED = ('aux_loss', 'summaries', 'params_axes')
 _STORED_BY_LAYERS = (base_layer.PARAMS, base_layer.NON_TRAINABLE, 'batch_stats')
-_NO_BFLOAT16 = base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,9 +63,9 @@ class PraxisTask(Task):
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with boxes of the split dims and collections that Praxis declares."""
     inputs = _inputs(batch)
-    with _praxis_scope(do_eval=False):
+    with _praxis_context(do_eval=False):
       declared = dict(self.model.abstract_init_with_metadata(inputs))
-      variables = dict(self.model.init(_rngs(rng), self._cast_inputs(inputs)))
+      variables = dict(self.model.init(_rngs(rng), cast_floats(inputs, self.model.fprop_dtype)))
     for name in _NOT_STORED:
       declared.pop(name, None)
       variables.pop(name, None)
@@ -75,10 +74,10 @@ class PraxisTask(Task):
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, in evaluation mode. Of a language model the `ids` of the batch suffice."""
     inputs = to_nested_map(complete_tokens(batch))
-    with _praxis_scope(do_eval=True):
+    with _praxis_context(do_eval=True):
       predictions, _ = self.model.apply(
         self._cast_variables(variables, inputs),
-        self._cast_inputs(inputs),
+        cast_floats(inputs, self.model.fprop_dtype),
         method=self.model.compute_predictions,
         mutable=_NOT_STORED,
       )
@@ -94,10 +93,10 @@ class PraxisTask(Task):
     """
     inputs = _inputs(batch)
     stored = [name for name in variables if name != 'params']
-    with _praxis_scope(do_eval=not train):
+    with _praxis_context(do_eval=not train):
       (metrics, _), updated = self.model.apply(
         self._cast_variables(variables, inputs),
-        self._cast_inputs(inputs),
+        cast_floats(inputs, self.model.fprop_dtype),
         rngs={} if rng is None else _rngs(rng),
         mutable=[*_NOT_STORED, *stored],
       )
@@ -124,25 +123,13 @@ class PraxisTask(Task):
 
     paddings = (batch['segment_ids'] == 0).astype(jnp.float32)
     inputs = to_nested_map({**batch, 'labels': batch['ids'], 'weights': 1 - paddings, 'paddings': paddings})
-    with _praxis_scope(do_eval=True):
+    with _praxis_context(do_eval=True):
       return read_tokens(self.model, self._cast_variables(variables, inputs), cache, batch)
 
-  def _cast_inputs(self, inputs: Any) -> Any:
-    return jax.tree.map(self._cast, inputs)
-
   def _cast_variables(self, variables: Variables, inputs: Any) -> Variables:
-    """Returns the variables in the model's `fprop_dtype`, but those that Praxis declares to stay float32."""
     if self.model.fprop_dtype == jnp.float32:
       return variables
-    declared = self.model.abstract_init_with_metadata(inputs)
-
-    def cast(x: jax.Array, hparams: base_layer.WeightHParams) -> jax.Array:
-      return x if _NO_BFLOAT16 in (hparams.collections or ()) else self._cast(x)
-
-    return jax.tree.map(cast, dict(variables), {name: declared[name] for name in variables})
-
-  def _cast(self, x: jax.Array) -> jax.Array:
-    return x.astype(self.model.fprop_dtype) if x.dtype == jnp.float32 else x
+    return cast_variables(variables, self.model.abstract_init_with_metadata(inputs), self.model.fprop_dtype)
 
 
 class PraxisLayer(nn.Module):
@@ -166,7 +153,7 @@ class PraxisLayer(nn.Module):
     """
     with pax_fiddle.empty_flax_module_stack():  # else it would be a submodule, with Praxis' boxes in our scope
       layer = base_hyperparams.instantiate(self.config)
-    with _praxis_scope(do_eval=not train):
+    with _praxis_context(do_eval=not train):
       declared = dict(layer.abstract_init_with_metadata(*args, **kwargs))
 
       def draw(rng: Any, name: str) -> Any:
@@ -192,19 +179,6 @@ class PraxisLayer(nn.Module):
       for name, variable in others.items():
         variable.value = updated[name]
     return output
-
-
-@contextlib.contextmanager
-def _praxis_scope(*, do_eval: bool) -> Any:
-  """Context in which a Praxis layer is initialized or applied: its mode, and the mesh that `maybe_shard` asks for."""
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(jax.default_prng_impl(_PRNG_IMPL))
-    hparams = base_layer.JaxContext.HParams(do_eval=do_eval)
-    stack.enter_context(base_layer.JaxContext.new_context(hparams=hparams))
-    scope = current_sharding_scope()
-    if scope is not None and isinstance(scope.mesh, jax.sharding.Mesh):
-      stack.enter_context(scope.mesh)
-    yield
 
 
 def _rngs(rng: jax.Array) -> dict[str, jax.Array]:

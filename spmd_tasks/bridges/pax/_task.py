@@ -10,7 +10,6 @@ The random numbers are drawn as `paxml.main` draws them: the generator is `rbg`;
 split into a key for the initial variables and the root of the train, eval and decode keys.
 """
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -24,14 +23,16 @@ from paxml import summary_utils, tasks_lib, train_states, trainer_lib
 from praxis import base_layer, py_utils
 
 from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
+from spmd_tasks.bridges.pax._context import cast_variables, praxis_context
 from spmd_tasks.bridges.pax._weights import box_variables, spec_of_partition
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import IdTokenizer
 from spmd_tasks.learning import LearnerState
 from spmd_tasks.runtime import Batch, DecodeSettings, InputSpec, TrainState, Variables
-from spmd_tasks.sharding import WeightSpec, current_sharding_scope, sum_of_squares
+from spmd_tasks.sharding import WeightSpec, replicated_spec, sum_of_squares
 
 _PRNG_IMPL = 'rbg'
+_pax_context = functools.partial(praxis_context, _PRNG_IMPL)  # Paxml's functions set the mode by themselves
 # Metrics of ours by the name of the summary that Paxml's learner makes of the same number.
 _LEARNER_SUMMARIES = {'grad_norm': 'learning/raw_grad_norm', 'learning_rate': 'learning/lr'}
 
@@ -74,7 +75,7 @@ class PaxTask:
   @functools.cached_property
   def weight_hparams(self) -> Any:
     """The model's variables as Praxis declares them: a tree of WeightHParams by collection."""
-    with _pax_scope():
+    with _pax_context():
       declared = dict(self.model.abstract_init_with_metadata(to_nested_map(self.input_spec)))
     declared.pop('params_axes', None)
     return declared
@@ -85,7 +86,7 @@ class PaxTask:
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables as Paxml does, with boxes of the split dims that Praxis declares."""
-    with _pax_scope():
+    with _pax_context():
       _, init_key = jax.random.split(jax.random.key_data(rng))
       state, _ = trainer_lib.initialize_model_state(
         self.task,
@@ -99,7 +100,7 @@ class PaxTask:
 
   def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:
     """Returns the state at step 0 with Paxml's optimizer state."""
-    with _pax_scope():
+    with _pax_context():
       state = self.task.create_train_state(variables, self.weight_hparams)
     return TrainState(
       step=jnp.zeros((), jnp.int32),
@@ -114,32 +115,19 @@ class PaxTask:
       non_trainable={name: tree for name, tree in variables.items() if name != 'params'},
     )
 
-  def state_weight_specs(self, abstract_state: TrainState, weight_specs: Any, non_trainable_specs: Any) -> TrainState:
-    """Returns one WeightSpec per leaf of the state; the optimizer's leaves are split as Paxml splits them."""
+  def learner_specs(self, abstract_learner: LearnerState, weight_specs: Any) -> LearnerState:
+    """Returns one WeightSpec per leaf of the learner's state, split as Paxml splits them."""
     partition = self._partition_specs()
+    specs = jax.tree.map(replicated_spec, abstract_learner)
+    if partition is None:
+      return specs
+    # By path: what the optimizer leaves out is a MaskedNode in the state, and None here where it is one of optax.
+    by_path = dict(jax.tree_util.tree_leaves_with_path(partition.opt_states))
 
-    def replicated(leaf: jax.ShapeDtypeStruct) -> WeightSpec:
-      return WeightSpec(shape=leaf.shape, init=None, split_dims=(None,) * leaf.ndim, dtype=leaf.dtype)
+    def split(path: Any, leaf: jax.ShapeDtypeStruct) -> WeightSpec:
+      return spec_of_partition(leaf, by_path[path])
 
-    abstract_learner = abstract_state.learner
-    learner_specs = jax.tree.map(replicated, abstract_learner)
-    if partition is not None:
-      # By path: what the optimizer leaves out is a MaskedNode in the state, and None here where it is one of optax.
-      by_path = dict(jax.tree_util.tree_leaves_with_path(partition.opt_states))
-
-      def split(path: Any, leaf: jax.ShapeDtypeStruct) -> WeightSpec:
-        return spec_of_partition(leaf, by_path[path])
-
-      learner_specs = learner_specs.replace(
-        opt_state=jax.tree_util.tree_map_with_path(split, abstract_learner.opt_state)
-      )
-    return TrainState(
-      step=replicated(abstract_state.step),
-      rng=replicated(abstract_state.rng),
-      weights=weight_specs,
-      learner=learner_specs,
-      non_trainable=non_trainable_specs,
-    )
+    return specs.replace(opt_state=jax.tree_util.tree_map_with_path(split, abstract_learner.opt_state))
 
   def _partition_specs(self) -> Any:
     """Returns Paxml's PartitionSpecs of its TrainState; None where its optimizer knows none, as those for pmap do."""
@@ -161,7 +149,7 @@ class PaxTask:
       The new state, and metrics: `loss`, `loss_weight`, `skipped` (always 0), the model's weighted scalars, and what
       Paxml summarises as scalars.
     """
-    with _pax_scope():
+    with _pax_context():
       train_key, _, _ = jax.random.split(self._root_of_steps(state), 3)
       new_state, output = trainer_lib.train_step_single_learner(
         self.task,
@@ -195,7 +183,7 @@ class PaxTask:
     Raises:
       UserError: the model returns a clu metric that is no weighted mean.
     """
-    with _pax_scope():
+    with _pax_context():
       root, _ = jax.random.split(jax.random.PRNGKey(self.task.train.random_seed))
       _, eval_key, _ = jax.random.split(root, 3)
       _, output = trainer_lib.eval_step_single_learner(
@@ -219,10 +207,10 @@ class PaxTask:
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, in evaluation mode. Of a language model the `ids` of the batch suffice."""
-    model, hparams = self.model, base_layer.JaxContext.HParams(do_eval=True)
-    with _pax_scope(), base_layer.JaxContext.new_context(hparams=hparams):
+    model = self.model
+    with _pax_context(do_eval=True):
       predictions, _ = model.apply(
-        self._in_fprop_dtype(variables),
+        cast_variables(variables, self.weight_hparams, model.fprop_dtype),
         to_nested_map(complete_tokens(batch)),
         method=model.compute_predictions,
         mutable=self.task.evaluate.apply_mutable_list,
@@ -242,7 +230,7 @@ class PaxTask:
       A `trainer_lib.StepFnOutput` with weighted scalars, per-example outputs, summaries and clu metrics.
     """
     settings = self.task.decode
-    with _pax_scope():
+    with _pax_context():
       root, _ = jax.random.split(jax.random.PRNGKey(settings.random_seed))
       key, _ = jax.random.split(root)
       if settings.prng_key_fold_with_batch_index:
@@ -272,20 +260,9 @@ class PaxTask:
     """
     from spmd_tasks.bridges.pax._kv_cache import read_tokens
 
-    context = base_layer.JaxContext.HParams(do_eval=True)
-    with _pax_scope(), base_layer.JaxContext.new_context(hparams=context):
-      return read_tokens(self.model, self._in_fprop_dtype(variables), cache, batch)
-
-  def _in_fprop_dtype(self, variables: Variables) -> Variables:
-    """Returns the variables as Paxml's steps hand them to the model: in bfloat16 where the model computes in it."""
-    if self.model.fprop_dtype != jnp.bfloat16:
-      return variables
-
-    def convert(hparams: base_layer.WeightHParams, value: jax.Array) -> jax.Array:
-      keep = value.dtype != jnp.float32 or base_layer.var_disallow_bfloat16_conversion(hparams)
-      return value if keep else value.astype(jnp.bfloat16)
-
-    return {name: jax.tree.map(convert, self.weight_hparams[name], tree) for name, tree in variables.items()}
+    with _pax_context(do_eval=True):
+      variables = cast_variables(variables, self.weight_hparams, self.model.fprop_dtype)
+      return read_tokens(self.model, variables, cache, batch)
 
   def make_decoder(self, *arguments: Any, **named: Any) -> Any:
     """Makes the PaxDecoder of a job, by which programs.decode decodes batches instead of prompts."""
@@ -339,17 +316,6 @@ def pax_state(state: TrainState) -> train_states.TrainState:
     mdl_vars=state.variables,
     opt_states=state.learner.opt_state,
   )
-
-
-@contextlib.contextmanager
-def _pax_scope() -> Any:
-  """Context for Paxml's functions: its generator is the default, and `maybe_shard` sees the mesh of the step."""
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(jax.default_prng_impl(_PRNG_IMPL))
-    scope = current_sharding_scope()
-    if scope is not None and isinstance(scope.mesh, jax.sharding.Mesh):
-      stack.enter_context(scope.mesh)
-    yield
 
 
 def _scalar_summaries(summaries: Any) -> dict[str, jax.Array]:
