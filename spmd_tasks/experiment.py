@@ -33,7 +33,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd_tasks.decoding import ChatTemplate, PromptSource
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Input, Tokenizer
-from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
+from spmd_tasks.runtime import PartitionedModel, Task, TrainState, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
 MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
@@ -135,6 +135,9 @@ class Experiment(_FrozenFields, abc.ABC):
     UserError: the mesh shapes, axis rules or intervals do not fit together; the message names the field.
   """
 
+  # Whether Fiddle builds what the methods below return; otherwise `build_parts` does.
+  is_built_by_fiddle: ClassVar[bool] = True
+
   # Mesh axes, outermost first, with their sizes inside a slice (ICI) and across slices (DCN; None: one slice).
   mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
   ici_mesh_shape: tuple[int, ...] = (1, 1, 1)
@@ -202,10 +205,9 @@ class Experiment(_FrozenFields, abc.ABC):
     for name in ('num_train_steps', 'log_every_steps', 'checkpoint_max_to_keep', 'prefetch_batches'):
       if not _is_positive(getattr(self, name)):
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
-    origin = getattr(self, 'continue_from', None) or self.init_from
-    if self.init_from_step is not None and (origin is None or not _is_positive(self.init_from_step)):
+    if self.init_from_step is not None and (self.origin() is None or not _is_positive(self.init_from_step)):
       raise UserError(
-        f'init_from_step = {self.init_from_step!r} with init_from = {origin!r} must be the step of a '
+        f'init_from_step = {self.init_from_step!r} with init_from = {self.origin()!r} must be the step of a '
         'checkpoint of that job, or None for its newest.'
       )
     for name in (
@@ -248,6 +250,21 @@ class Experiment(_FrozenFields, abc.ABC):
   def decode_inputs(self) -> Mapping[str, Any]:
     """Name -> the `fdl.Config` of prompts, such as a PromptFile; the name is also the directory of the outputs."""
     return {}
+
+  def build_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Builds the configs by name: `task`, `train_input`, `eval_inputs`, `decode_inputs`; see `is_built_by_fiddle`."""
+    raise NotImplementedError
+
+  def origin(self) -> str | None:
+    """The job that a new job starts from; `init_from_step` is one of its steps."""
+    return self.init_from
+
+  def first_state(self, model: PartitionedModel) -> tuple[TrainState, int, str] | None:
+    """The padded state that a new job starts from, its step and where it is from, if this reads it; otherwise None.
+
+    `init_from` is read without this where it names a job of this program.
+    """
+    return None
 
   def chat_template(self) -> ChatTemplate:
     """The template by which a conversation with the served model becomes text."""

@@ -62,10 +62,10 @@ class ResolvedConfig:
         code keeps its type and traceback, and Fiddle adds the config path to its message.
     """
     try:
-      if hasattr(self.experiment, 'build_parts'):  # an experiment of Pax
-        built = self.experiment.build_parts(self.parts)
-      else:
+      if self.experiment.is_built_by_fiddle:
         built = fdl.build(with_pax_configs_unbuilt(self.parts))
+      else:
+        built = self.experiment.build_parts(self.parts)
     except UserError as error:
       raise _without_fiddle_context(error) from error
     return Job(name=self.name, experiment=self.experiment, **built)
@@ -149,7 +149,7 @@ def _resolve(
   root = _root_of(experiment, parts)
   changed_parts = {path: parse_override(root, path, text) for path, text in on_parts}
   parts = apply_changes(parts, changed_parts)
-  if not hasattr(experiment, 'build_parts'):
+  if experiment.is_built_by_fiddle:
     check_buildable(parts)
   given = {'.'.join(path): encode(value) for path, value in (changes | changed_parts).items()}
   return ResolvedConfig(

@@ -55,8 +55,7 @@ def restore_or_init(
       iterator.set_state(copied.input_state)
       return copied.state, copied.step, f'resuming after step {copied.step} from {copied.origin}'
   restored = checkpointer.restore(model.canonical_state)
-  first_state = getattr(experiment, 'first_state', None)  # of an experiment of Pax
-  if restored is None and first_state is not None and (first := first_state(model)) is not None:
+  if restored is None and (first := experiment.first_state(model)) is not None:
     return first
   if restored is None and (folder := pretrained_folder(experiment)) is not None:
     return state_from_folder(model, folder, experiment.seed), 0, f'starting from the weights of {folder}'

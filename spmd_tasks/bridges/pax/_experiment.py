@@ -32,6 +32,7 @@ from spmd_tasks.sharding import AxisRules
 class PaxExperiment(Experiment):
   """The base of the classes that `as_experiment` makes."""
 
+  is_built_by_fiddle: ClassVar[bool] = False
   axis_rules: AxisRules = ()
   # Evaluate the averaged weights that the optimizer keeps.
   eval_with_ema: bool = False
@@ -99,6 +100,10 @@ class PaxExperiment(Experiment):
     """Returns Pax' configs of the datasets to decode, by name."""
     with warnings.catch_warnings(action='ignore', category=DeprecationWarning):  # by an experiment without any
       return _by_name(self.pax_experiment().decode_datasets())
+
+  def origin(self) -> str | None:
+    """Returns the job that a new job starts from."""
+    return self.continue_from or self.init_from
 
   def first_state(self, model: PartitionedModel) -> tuple[TrainState, int, str] | None:
     """Returns the state that a new job starts from, its step and origin; None if nothing else is named."""
