@@ -8,7 +8,8 @@ A name is one of three:
       [project.entry-points."spmd_tasks.experiments"]
       vision = "their_package.experiments.vision"
 
-* `package.module.Class`: any importable class; the current directory counts. It may be an experiment of Pax.
+* `package.module.Class`: any importable class; the current directory counts. It may be an experiment of Pax, and
+  `tasks.` is short for `paxml.tasks.`, as in Paxml.
 
 A name in a saved config may have less imported than one that the user types: `get_saved`, search_path.py.
 """
@@ -131,7 +132,12 @@ def get(name: str) -> type:
     UserError: the class is not an experiment, its module fails when it is imported (the message has the module's own
       error and line), or two packages register the module's name.
   """
-  return _registry.get(name) or _find_class(name, is_typed=True)
+  try:
+    return _registry.get(name) or _find_class(name, is_typed=True)
+  except UnknownExperimentError:
+    if not name.startswith('tasks.'):
+      raise
+    return _find_class(f'paxml.{name}', is_typed=True)  # Paxml's own experiments have such names in its registry
 
 
 def get_saved(name: str, experiment_path: Sequence[str | os.PathLike[str]] = ()) -> type:

@@ -1,13 +1,15 @@
 """Decides which modules a saved config may have imported: registered ones, and those that the user gave the place of.
 
 A config.json may come from anyone, and importing a module runs it. So the name in a file imports only
-* what is part of this package, or registered by an entry point of an installed one, and
+* what is part of this package or of an installed Paxml or Praxis, or registered by an entry point, and
 * modules whose files lie below a directory of --experiment_path.
 A module that the process has imported already is only looked up. Nothing is imported to find that out.
 """
 
 from collections.abc import Iterable, Sequence
+import contextlib
 import importlib
+from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 import importlib.util
 import os
@@ -46,7 +48,16 @@ def may_be_imported(module_name: str, registered: Iterable[str], directories: Se
   """
   if module_name in sys.modules or module_name in registered or module_name.startswith('spmd_tasks.'):
     return True
-  return _lies_below(module_name, directories)
+  return _lies_below(module_name, [*directories, *_installed_bridges()])
+
+
+def _installed_bridges() -> list[Path]:
+  """Returns where Paxml and Praxis were installed, whose experiments run here; not a folder of that name elsewhere."""
+  places = []
+  for name in ('paxml', 'praxis'):
+    with contextlib.suppress(metadata.PackageNotFoundError):
+      places.append(Path(str(metadata.distribution(name).locate_file(name))).resolve())
+  return places
 
 
 def place_of(top: str) -> Path | None:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from spmd_tasks.config import from_json, read_saved_config, registry, resolve, to_json
+from spmd_tasks.config import from_json, read_saved_config, registry, resolve, search_path, to_json
 from spmd_tasks.errors import UserError
 
 ATTACK = "from pathlib import Path\nPath({ran!r}).open('a').write(__name__ + '\\n')\n"
@@ -89,6 +89,20 @@ def test_the_search_path_is_all_that_may_be_imported(directory, name, monkeypatc
   with pytest.raises(UserError, match='not registered'):
     from_json(saved(name), experiment_path=('.',))
   assert name.partition('.')[0] not in sys.modules
+
+
+def test_modules_of_an_installed_paxml_may_be_imported_and_not_those_of_a_folder_of_that_name(tmp_path, monkeypatch):
+  name = 'paxml.tasks.vision.params.mnist'
+  for module in [each for each in sys.modules if each.partition('.')[0] == 'paxml']:
+    monkeypatch.delitem(sys.modules, module)
+  assert search_path.may_be_imported(name, (), [])
+  folder = tmp_path.joinpath(*name.split('.'))
+  folder.mkdir(parents=True)
+  for path in (folder, *folder.parents):
+    if path.is_relative_to(tmp_path / 'paxml'):
+      (path / '__init__.py').touch()
+  monkeypatch.syspath_prepend(tmp_path)
+  assert not search_path.may_be_imported(name, (), [])
 
 
 def test_ones_own_experiment_goes_on_with_the_path_that_the_message_names(directory):
