@@ -33,7 +33,7 @@ from spmd_tasks.sharding.mesh_layouts import (
   MeshLayout,
 )
 from spmd_tasks.sharding.padding import evenly_divided_spec, pad, padded_shape, unpad
-from spmd_tasks.sharding.reductions import sum_of_squares
+from spmd_tasks.sharding.reductions import sum_of_squares, sums_of_squares
 from spmd_tasks.sharding.specs import (
   AxisRules,
   ShardingScope,
@@ -108,6 +108,7 @@ __all__ = [
   'stage_axis_rules',
   'standard_logical_axis_rules',
   'sum_of_squares',
+  'sums_of_squares',
   'unbox_weights',
   'unpad',
   'weight_specs',

@@ -1,4 +1,4 @@
-"""sum_of_squares: sums a whole tree of sharded weights with one all-reduce.
+"""sum_of_squares and sums_of_squares: sum a whole tree of sharded weights with one all-reduce.
 
 The compiler makes one all-reduce of every weight's sum, or two for a weight that is split in two dims. For a model of
 ten weights on 8 fake devices, the two norms of a train step (of gradients and of weights) were 34 of its 62 reduced
@@ -6,13 +6,13 @@ buffers, and 5% of its time, because XLA's CPU backend waits for each buffer sep
 own slices of all weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import (
@@ -33,10 +33,21 @@ def sum_of_squares(tree: Any, weight_specs: Any) -> jax.Array:
     weight_specs: tree of WeightSpec. Inside a `sharding_scope` its split dims are the layout of the leaves; outside it
       is not read.
   """
+  return _reduce(tree, weight_specs, functools.partial(sum, start=jnp.zeros((), jnp.float32)))
+
+
+def sums_of_squares(tree: Any, weight_specs: Any) -> Any:
+  """Returns the sum of the squares of each leaf, a tree of float32 scalars; arguments as those of `sum_of_squares`."""
+  sums = _reduce(tree, weight_specs, jnp.stack)
+  return jax.tree.unflatten(jax.tree.structure(tree), list(sums))
+
+
+def _reduce(tree: Any, weight_specs: Any, combine: Callable[[list[jax.Array]], jax.Array]) -> jax.Array:
+  """Combines the sums of squares of all leaves: each device of its own slices, then one all-reduce."""
   leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
   scope = current_sharding_scope()
   if scope is None:
-    return _local_sum(leaves)
+    return combine([_local_sum(x) for x in leaves])
   mesh, specs = scope.mesh, []
   weights: list[WeightSpec] = jax.tree.leaves(weight_specs)
   for i, (leaf, weight) in enumerate(zip(leaves, weights, strict=True)):
@@ -44,25 +55,17 @@ def sum_of_squares(tree: Any, weight_specs: Any) -> jax.Array:
     even = jax.ShapeDtypeStruct(padding.padded_shape(leaf.shape, spec, mesh.shape), leaf.dtype)
     leaves[i] = padding.pad(constrain(leaf, weight.split_dims), even)
     specs.append(spec)
-  return _reduce(leaves, specs, mesh)
-
-
-def _local_sum(leaves: Sequence[jax.Array]) -> jax.Array:
-  return sum((jnp.sum(jnp.square(x)) for x in leaves), start=jnp.zeros((), jnp.float32))
-
-
-def _reduce(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> jax.Array:
-  """Sums evenly split leaves: each device its own slices, then one all-reduce over the axes that split any leaf."""
   used = [[axis for axes in spec_axes(spec, x.ndim) for axis in axes] for spec, x in zip(specs, leaves)]
   all_used = sorted(set().union(*used))
 
   @functools.partial(jax.shard_map, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec())
   def reduce(*slices):
-    total = jnp.zeros((), jnp.float32)
-    for x, axes in zip(slices, used):
-      # All devices along an axis that does not split this leaf hold the same slice, and all of them count it.
-      num_copies = num_parts([axis for axis in all_used if axis not in axes], mesh.shape)
-      total += _local_sum([x]) / num_copies
-    return jax.lax.psum(total, all_used)
+    # All devices along an axis that does not split a leaf hold the same slice, and all of them count it.
+    copies = [num_parts([axis for axis in all_used if axis not in axes], mesh.shape) for axes in used]
+    return jax.lax.psum(combine([_local_sum(x) / count for x, count in zip(slices, copies)]), all_used)
 
   return reduce(*leaves)
+
+
+def _local_sum(x: jax.Array) -> jax.Array:
+  return jnp.sum(jnp.square(x))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.sharding import MeshSpec, WeightSpec, sharding_scope, sum_of_squares
+from spmd_tasks.sharding import MeshSpec, WeightSpec, sharding_scope, sum_of_squares, sums_of_squares
 
 AXES = ('replica', 'data', 'mdl')
 RULES = (('embed', 'data'), ('mlp', 'mdl'), ('layers', None))
@@ -23,10 +23,10 @@ def draw(rng):
   return {name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in SPECS.items()}
 
 
-def compiled_sum(mesh, specs):
+def compiled_sum(mesh, specs, sum_squares=sum_of_squares):
   def sum_in_scope(tree):
     with sharding_scope(mesh, RULES):
-      return sum_of_squares(tree, specs)
+      return sum_squares(tree, specs)
 
   return jax.jit(sum_in_scope)
 
@@ -38,18 +38,20 @@ def test_is_the_true_sum_on_every_mesh(shape, rng):
   expected = sum(np.sum(np.square(x.astype(np.float64))) for x in tree.values())
   np.testing.assert_allclose(compiled_sum(mesh, SPECS)(tree), expected, rtol=1e-6)
   np.testing.assert_allclose(sum_of_squares(tree, SPECS), expected, rtol=1e-6)
+  for name, of_one in compiled_sum(mesh, SPECS, sums_of_squares)(tree).items():
+    np.testing.assert_allclose(of_one, np.sum(np.square(tree[name].astype(np.float64))), rtol=1e-6)
 
 
 def test_replicated_leaves_need_no_all_reduce_and_others_one():
   mesh = MeshSpec(axis_names=AXES, ici_mesh_shape=(1, 4, 2)).build()
 
-  def num_all_reduces(*names):
+  def num_all_reduces(*names, sum_squares=sum_of_squares):
     specs = {name: SPECS[name] for name in names}
     tree = {name: jnp.zeros(spec.shape) for name, spec in specs.items()}
-    return compiled_sum(mesh, specs).lower(tree).compile().as_text().count(' all-reduce(')
+    return compiled_sum(mesh, specs, sum_squares).lower(tree).compile().as_text().count(' all-reduce(')
 
   assert num_all_reduces('replicated') == 0
-  assert num_all_reduces(*SPECS) == 1
+  assert num_all_reduces(*SPECS) == num_all_reduces(*SPECS, sum_squares=sums_of_squares) == 1
 
 
 def test_narrow_leaves_are_summed_in_float32():

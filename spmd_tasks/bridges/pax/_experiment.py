@@ -129,12 +129,15 @@ class PaxExperiment(Experiment):
       if value != before[name]:
         raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
     train_input = PaxInput(config=parts['train_input'])
-    task = base_hyperparams.instantiate(parts['task'])
+    task_config = parts['task'].clone()
+    task_config.train.variable_norm_summary = False
+    task = base_hyperparams.instantiate(task_config)
     decoder = getattr(task.model, 'decoder_tpl', None)
     return {
       'task': PaxTask(
         task=task,
         input_spec=train_input.element_spec(),
+        variable_norms=parts['task'].train.variable_norm_summary,
         eval_with_ema=self.eval_with_ema,
         decode=DecodeSettings(
           num_slots=self.serve_num_slots, max_len=self.serve_max_len or getattr(decoder, 'seqlen', None) or None
@@ -199,9 +202,20 @@ def _fields_of(task: Any) -> dict[str, Any]:
     'eval_every_steps': train.eval_interval_steps or None,
     'checkpoint_every_steps': train.save_interval_steps,
     'checkpoint_max_to_keep': train.save_max_to_keep,
+    'checkpoint_keep_every_hours': _hours(train.save_keep_interval_duration),
     'profile_steps': None if first is None else (first, first + train.profiler_num_steps),
     'eval_with_ema': train.eval_use_ema_states,
   }
+
+
+def _hours(duration: str | None) -> float | None:
+  """Returns the hours of a duration of Paxml, such as '12h' or '90m'; without a unit it has seconds."""
+  if not duration:
+    return None
+  found = re.fullmatch(r'(\d+)([smhd]?)', str(duration))
+  if found is None:
+    raise UserError(f"task.train.save_keep_interval_duration = {duration!r} must be a duration such as '12h' or '90m'.")
+  return int(found[1]) * {'': 1 / 3600, 's': 1 / 3600, 'm': 1 / 60, 'h': 1, 'd': 24}[found[2]] or None
 
 
 def _split_mapping(mapping: Any, axis_names: Sequence[str]) -> Any:

@@ -29,7 +29,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import IdTokenizer
 from spmd_tasks.learning import LearnerState
 from spmd_tasks.runtime import Batch, DecodeSettings, InputSpec, TrainState, Variables
-from spmd_tasks.sharding import WeightSpec, replicated_spec, sum_of_squares
+from spmd_tasks.sharding import WeightSpec, replicated_spec, sums_of_squares
 
 _PRNG_IMPL = 'rbg'
 _pax_context = functools.partial(praxis_context, _PRNG_IMPL)  # Paxml's functions set the mode by themselves
@@ -57,12 +57,15 @@ class PaxTask:
   Attributes:
     task: the SingleTask, with its model and its learner.
     input_spec: name -> global shape and dtype of the training batch; the model's variables follow from it.
+    variable_norms: whether the metrics hold the norm of each variable (`variable_norm_summary`, which the task itself
+      has off: Paxml's own norms are two collectives for each variable, ours are one for all).
     eval_with_ema: evaluate the averaged weights that the optimizer keeps (`eval_use_ema_states`).
     decode: settings of our own decoding engine.
   """
 
   task: tasks_lib.SingleTask
   input_spec: InputSpec
+  variable_norms: bool = False
   eval_with_ema: bool = False
   decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
   learner: PaxLearner = PaxLearner()
@@ -163,11 +166,14 @@ class PaxTask:
     metrics = {name: value for name, (value, _) in output.weighted_scalars.items()} | summaries
     metrics |= {ours: summaries[theirs] for ours, theirs in _LEARNER_SUMMARIES.items() if theirs in summaries}
     variables = dict(new_state.mdl_vars)
+    squares = sums_of_squares(variables['params'], weight_specs)
+    if self.variable_norms:
+      metrics |= _variable_norms(variables, squares)
     metrics |= {
       'loss': output.loss,
       'loss_weight': self._loss_weight(output),
       'skipped': jnp.zeros(()),
-      'weight_norm': jnp.sqrt(sum_of_squares(variables['params'], weight_specs)),
+      'weight_norm': jnp.sqrt(jax.tree.reduce(jnp.add, squares)),
     }
     state = state.replace(
       step=new_state.step.astype(jnp.int32),
@@ -316,6 +322,20 @@ def pax_state(state: TrainState) -> train_states.TrainState:
     mdl_vars=state.variables,
     opt_states=state.learner.opt_state,
   )
+
+
+def _variable_norms(variables: Variables, squares: Any) -> dict[str, jax.Array]:
+  """Returns what Paxml summarises, by its names: the root of the mean square of each variable.
+
+  `squares` are the sums of the squares of the weights.
+  """
+  others = {name: tree for name, tree in variables.items() if name != 'params'}
+  sums = {'params': squares} | jax.tree.map(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), others)
+  norms = jax.tree.map(lambda total, x: jnp.sqrt(total / x.size), sums, variables)
+  return {
+    f'vars/{jax.tree_util.keystr(path, simple=True, separator="/")}': norm
+    for path, norm in jax.tree_util.tree_leaves_with_path(norms)
+  }
 
 
 def _scalar_summaries(summaries: Any) -> dict[str, jax.Array]:
