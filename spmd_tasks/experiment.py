@@ -161,9 +161,11 @@ class Experiment(_FrozenFields, abc.ABC):
   log_every_steps: int = 10
   eval_every_steps: int | None = None
   checkpoint_every_steps: int | None = None
-  # The newest N checkpoints are kept, and every multiple of `checkpoint_keep_every_steps` for ever.
+  # The newest N checkpoints are kept; for ever every multiple of `checkpoint_keep_every_steps`, and the first one with
+  # each that was saved so many hours after the last of these.
   checkpoint_max_to_keep: int = 3
   checkpoint_keep_every_steps: int | None = None
+  checkpoint_keep_every_hours: float | None = None
   # Copies of the state in the memory of two processes each, in a RAM disk of each host: a restart in place goes on from
   # them without reading the store (docs/operations.md). Each process needs up to four times its part of the state.
   peer_copy_every_steps: int | None = None
@@ -218,6 +220,9 @@ class Experiment(_FrozenFields, abc.ABC):
     ):
       if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
+    hours = self.checkpoint_keep_every_hours
+    if hours is not None and not hours > 0:
+      raise UserError(f'checkpoint_keep_every_hours = {hours!r} must be a positive number of hours, or None.')
     for name in (field.name for field in dataclasses.fields(self) if field.name.endswith('_timeout_s')):
       if not getattr(self, name) > 0:
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of seconds.')

@@ -13,6 +13,7 @@ This file does not use Orbax and does not communicate: process 0 calls the metho
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import time
@@ -158,10 +159,16 @@ class CheckpointDirectory:
     except OSError as error:
       logging.error('Could not remove %s: %s', self.partial(step), error)
 
-  def delete_old(self, *, max_to_keep: int, keep_every_n_steps: int | None) -> None:
-    """Keeps the newest `max_to_keep` checkpoints and every step that `keep_every_n_steps` divides. Raises OSError."""
+  def delete_old(
+    self, *, max_to_keep: int, keep_every_n_steps: int | None = None, keep_every_hours: float | None = None
+  ) -> None:
+    """Deletes all checkpoints but those that `Checkpointer` keeps. Raises OSError."""
+    kept_at = -math.inf
     for step in self.complete_steps()[:-max_to_keep]:
-      if keep_every_n_steps is None or step % keep_every_n_steps:
+      _, saved_at = self.stamp(step)
+      if keep_every_hours is not None and saved_at - kept_at >= 3600 * keep_every_hours:
+        kept_at = saved_at
+      elif keep_every_n_steps is None or step % keep_every_n_steps:
         # Renamed first: a half-deleted checkpoint must never look like a damaged one.
         self.set_aside(self.final(step), 'deleting').rmtree()
 

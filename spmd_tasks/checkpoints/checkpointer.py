@@ -88,6 +88,7 @@ class Checkpointer:
     *,
     max_to_keep: int | None = 3,
     keep_every_n_steps: int | None = None,
+    keep_every_hours: float | None = None,
     read_only: bool = False,
     on_saved: Callable[[int], None] | None = None,
     witness: Callable[[], str | None] = lambda: None,
@@ -100,6 +101,8 @@ class Checkpointer:
       directory: a directory for checkpoints only.
       max_to_keep: number of newest checkpoints to keep; None keeps all.
       keep_every_n_steps: also keeps every checkpoint whose step is a multiple of this number, without limit.
+      keep_every_hours: also keeps the oldest checkpoint, and the next one that was saved so many hours after the last
+        of those, without limit.
       read_only: changes nothing: saves nothing, removes nothing, and skips damaged checkpoints without renaming them.
       on_saved: called on process 0, in the background, with the step of each checkpoint that is complete.
       witness: asked on process 0 where there is no checkpoint; says by what it is known that one was saved, or None.
@@ -111,6 +114,8 @@ class Checkpointer:
       CheckpointError: the directory cannot be created or written; or it is empty, and there is a witness of a save.
       UserError: a setting is out of range.
     """
+    if keep_every_hours is not None and not keep_every_hours > 0:
+      raise UserError(f'keep_every_hours = {keep_every_hours} must be a positive number, or None.')
     for name, value in (('max_to_keep', max_to_keep), ('keep_every_n_steps', keep_every_n_steps)):
       if value is not None and value < 1:
         raise UserError(f'{name} = {value} must be at least 1, or None.')
@@ -118,7 +123,7 @@ class Checkpointer:
       path=epath.Path(directory), num_hash_threads=num_hash_threads, witness=witness
     )
     self._max_to_keep = max_to_keep
-    self._keep_every_n_steps = keep_every_n_steps
+    self._kept = {'keep_every_n_steps': keep_every_n_steps, 'keep_every_hours': keep_every_hours}
     self._read_only = read_only
     self._on_saved = on_saved
     self._is_primary = jax.process_index() == 0
@@ -272,7 +277,7 @@ class Checkpointer:
     if self._on_saved is not None:
       self._on_saved(step)
     if self._max_to_keep is not None:
-      self._directory.delete_old(max_to_keep=self._max_to_keep, keep_every_n_steps=self._keep_every_n_steps)
+      self._directory.delete_old(max_to_keep=self._max_to_keep, **self._kept)
 
   def _restore(self, abstract: Any, step: int | None, *, subtree: str | None) -> Restored | None:
     self.wait()

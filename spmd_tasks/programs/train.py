@@ -95,6 +95,7 @@ def train(
     checkpointer = saved.open_checkpoints(
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
+      keep_every_hours=experiment.checkpoint_keep_every_hours,
     )
     stack.callback(checkpointer.close)
     copies = None

@@ -1,6 +1,7 @@
 """Checkpoints in one process: bit-exact on any mesh, mismatches refused, the newest kept."""
 
 from collections.abc import Callable
+import os
 from typing import Any
 
 from checkpoint_states import (
@@ -171,6 +172,19 @@ def test_the_bytes_to_verify_are_told_by_the_newest_manifest_that_can_be_read(di
   assert steps.num_bytes() == 3 * num_bytes(3)
   (directory / 'checkpoint_00000003' / 'manifest.json').write_text('{}')
   assert steps.num_bytes() == 3 * num_bytes(2)
+
+
+def test_the_first_checkpoint_is_kept_and_each_that_is_hours_younger_than_the_last_kept(tmp_path):
+  """Of checkpoints that were saved half an hour apart, and one late."""
+  directory = CheckpointDirectory(path=epath.Path(tmp_path))
+  for step, hour in enumerate((0, 0.5, 1, 1.5, 2.4, 2.9, 3.4, 3.9)):
+    directory.final(step).mkdir()
+    (manifest := directory.final(step) / 'manifest.json').write_text('')
+    os.utime(manifest, (0, 3600 * hour))
+  directory.delete_old(max_to_keep=1, keep_every_hours=1)
+  assert directory.complete_steps() == [0, 2, 4, 6, 7]
+  directory.delete_old(max_to_keep=1, keep_every_hours=1)  # the same again
+  assert directory.complete_steps() == [0, 2, 4, 6, 7]
 
 
 @pytest.mark.parametrize('setting', ['max_to_keep', 'keep_every_n_steps'])
