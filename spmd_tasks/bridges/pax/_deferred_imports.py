@@ -84,7 +84,8 @@ class _Deferred:
 
   def _is_being_defined(self, caller: types.FrameType) -> bool:
     """Whether the module's body or the text of an annotation asks: Python runs both under the name `<module>`."""
-    is_text = caller.f_code.co_name == '<module>' and caller.f_globals is vars(self._importer)
+    scopes = caller.f_globals, caller.f_locals  # typing gives the module's names as the one or the other
+    is_text = caller.f_code.co_name == '<module>' and any(scope is vars(self._importer) for scope in scopes)
     return is_text or getattr(self._importer.__spec__, '_initializing', False)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:

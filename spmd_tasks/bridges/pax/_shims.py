@@ -14,10 +14,12 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import logging
 import sys
 import types
 from typing import Any
 
+from absl import logging as absl_logging
 import jax
 
 from spmd_tasks.bridges.pax._deferred_imports import DeferringFinder
@@ -40,9 +42,27 @@ class _ShimFinder(importlib.abc.MetaPathFinder):
     if fullname in _PACKAGES:
       _add_names_to_jax()
       _find_lambdas_quickly()
+      if _FirstDeprecation not in map(type, absl_logging.get_absl_logger().filters):
+        absl_logging.get_absl_logger().addFilter(_FirstDeprecation())
     if fullname in _STAND_INS and _is_imported_by_pax(fullname):
       return importlib.machinery.ModuleSpec(fullname, _StandInLoader(_STAND_INS[fullname]), is_package=True)
     return None
+
+
+class _FirstDeprecation(logging.Filter):
+  """Lets a deprecation of Praxis' settings be logged once; Praxis does at each of a dozen instantiations."""
+
+  def __init__(self):
+    super().__init__()
+    self._logged: set[str] = set()
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    text = str(record.msg)
+    if not text.startswith('DEPRECATION WARNING: p.'):
+      return True
+    is_first = text not in self._logged
+    self._logged.add(text)
+    return is_first
 
 
 class _StandInLoader(importlib.abc.Loader):

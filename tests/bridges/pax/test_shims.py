@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -88,8 +89,15 @@ def test_the_source_of_a_lambda_is_what_fiddle_finds():
 
   _shims._find_lambdas_quickly()
   find = auto_config._getsource_for_lambda
-  one = lambda x: [x,  # fmt: skip  # noqa: E731
-                   -1]  # fmt: skip
-  assert ast.dump(ast.parse(find(one), mode='eval')) == ast.dump(ast.parse('lambda x: [x, -1]', mode='eval'))
+  one = lambda x: (x, -1)
+  assert ast.dump(ast.parse(find(one), mode='eval')) == ast.dump(ast.parse('lambda x: (x, -1)', mode='eval'))
   with pytest.raises(ValueError, match='multiple lambdas'):
     find([lambda: 1, lambda: 2][0])
+
+
+def test_a_deprecation_of_praxis_is_logged_once(caplog):
+  logger = logging.getLogger('praxis_like')
+  logger.addFilter(_shims._FirstDeprecation())
+  for text in ('DEPRECATION WARNING: p.weight_decay will go', 'DEPRECATION WARNING: p.weight_decay will go', 'a', 'a'):
+    logger.warning(text)
+  assert [record.msg[0] for record in caplog.records] == ['D', 'a', 'a']
