@@ -48,16 +48,18 @@ def may_be_imported(module_name: str, registered: Iterable[str], directories: Se
   """
   if module_name in sys.modules or module_name in registered or module_name.startswith('spmd_tasks.'):
     return True
-  return _lies_below(module_name, [*directories, *_installed_bridges()])
+  return _lies_below(module_name, [*directories, *_installed_bridges(module_name.partition('.')[0])])
 
 
-def _installed_bridges() -> list[Path]:
-  """Returns where Paxml and Praxis were installed, whose experiments run here; not a folder of that name elsewhere."""
-  places = []
-  for name in ('paxml', 'praxis'):
+def _installed_bridges(top: str) -> list[Path]:
+  """Returns where `top` was installed if it is Paxml or Praxis, whose experiments run here; else an empty list.
+
+  A folder of that name elsewhere on the search path is another one.
+  """
+  if top in ('paxml', 'praxis'):
     with contextlib.suppress(metadata.PackageNotFoundError):
-      places.append(Path(str(metadata.distribution(name).locate_file(name))).resolve())
-  return places
+      return [Path(str(metadata.distribution(top).locate_file(top))).resolve()]
+  return []
 
 
 def place_of(top: str) -> Path | None:
