@@ -141,6 +141,10 @@ class Checkpointer:
     except OSError as error:
       raise CheckpointError(f'checkpoint directory {self._directory.path} cannot be used: {error}.') from error
 
+  def prepare(self) -> None:
+    """Makes everything that the first `save` needs, such as the import of Orbax."""
+    self._arrays.prepare()
+
   def save(self, step: int, state: Any, input_state: Mapping[str, Any] | None = None) -> None:
     """Starts to save `state` as checkpoint `step`; returns when the arrays may be donated.
 

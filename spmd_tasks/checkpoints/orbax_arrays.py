@@ -8,13 +8,15 @@ from collections.abc import Mapping
 import functools
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 import jax
-import orbax.checkpoint as ocp
 
 from spmd_tasks.files import describe_storage_error
+
+if TYPE_CHECKING:
+  import orbax.checkpoint as ocp  # takes a second to import: when something is written or read, or by `prepare`
 
 _SLOWEST_BYTES_PER_S = 100_000_000
 
@@ -30,9 +32,12 @@ class OrbaxArrays:
     _quiet_failed_writes()
     self._timeout_secs = timeout_secs
     self.write_limit_s = timeout_secs
-    self._writer = _make_writer(timeout_secs)
-    # The handler itself: a Checkpointer ends with a device collective that a process with an error never enters.
-    self._reader = ocp.PyTreeCheckpointHandler()
+    self._writer: ocp.AsyncCheckpointer | None = None
+
+  def prepare(self) -> None:
+    """Imports Orbax and makes the writer, so that the first write does not have to."""
+    if self._writer is None:
+      self._writer = _make_writer(self.write_limit_s)
 
   def limit_s(self, num_bytes: int) -> int:
     """Seconds that processes wait for each other around a write or read of `num_bytes`."""
@@ -40,26 +45,35 @@ class OrbaxArrays:
 
   def write(self, path: epath.Path, state: Any) -> None:
     """Starts to write; returns when the arrays may be donated."""
+    import orbax.checkpoint as ocp
+
     limit_s = self.limit_s(num_bytes(state))
     if limit_s > self.write_limit_s:  # Orbax takes its limit when it is made
-      self._writer.close()
-      self._writer, self.write_limit_s = _make_writer(limit_s), limit_s
+      self.close()
+      self.write_limit_s = limit_s
+    self.prepare()
+    assert self._writer is not None
     self._writer.save(path, args=ocp.args.PyTreeSave(_to_nested(state)))
 
   def wait_until_written(self) -> None:
     """Returns when the arrays of all processes are written; raises the error of a failed write."""
-    self._writer.wait_until_finished()
+    if self._writer is not None:
+      self._writer.wait_until_finished()
 
   def read(self, path: epath.Path, abstract: Any, subtree: str | None) -> Any:
     """Reads the arrays of `abstract` (ShapeDtypeStructs; without a sharding: onto this process's first device).
 
     `subtree` is the key path of `abstract` in the written tree; None reads the whole tree.
     """
+    import orbax.checkpoint as ocp
+
     names = subtree.split('/') if subtree else []
     nested = _to_nested(jax.tree.map(_with_sharding, abstract))
     for name in reversed(names):
       nested = {name: nested}
-    arrays = self._reader.restore(
+    # The handler itself: a Checkpointer ends with a device collective that a process with an error never enters.
+    reader = ocp.PyTreeCheckpointHandler()
+    arrays = reader.restore(
       path,
       args=ocp.args.PyTreeRestore(
         item=nested,
@@ -67,17 +81,20 @@ class OrbaxArrays:
         partial_restore=subtree is not None,
       ),
     )
+    reader.close()
     for name in names:
       arrays = arrays[name]
     return _from_nested(abstract, arrays)
 
   def close(self) -> None:
     """Ends the threads; call it when every write has been waited for."""
+    if self._writer is None:
+      return
     try:
       self._writer.close()
     except Exception as error:
       logging.info('Closing Orbax raises again what a failed write has raised: %s', error)
-    self._reader.close()
+    self._writer = None
 
 
 def num_bytes(tree: Any) -> int:
@@ -105,7 +122,9 @@ def _quiet_failed_writes() -> None:
   sys.unraisablehook = show_others
 
 
-def _make_writer(limit_s: int) -> ocp.AsyncCheckpointer:
+def _make_writer(limit_s: int) -> 'ocp.AsyncCheckpointer':
+  import orbax.checkpoint as ocp
+
   # Replicas share the writing of an array by slicing it, and each slice is compiled. Not worth it for a small one.
   handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
   registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))

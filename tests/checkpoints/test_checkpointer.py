@@ -155,6 +155,7 @@ def test_what_a_save_may_take_grows_with_the_state(tmp_path, monkeypatch):
   monkeypatch.setattr(orbax_arrays, '_SLOWEST_BYTES_PER_S', 100)
   monkeypatch.setattr(orbax_arrays, '_make_writer', lambda limit_s: (limits.append(limit_s), make_writer(limit_s))[1])
   checkpointer = Checkpointer(tmp_path, timeout_secs=30)
+  checkpointer.prepare()
   for step in (1, 2):
     checkpointer.save(step, {'x': jnp.zeros((10, 50), jnp.float32), 'y': jnp.zeros(100, jnp.bfloat16)})
   checkpointer.close()
