@@ -28,7 +28,7 @@ from spmd_tasks.programs.eval import Evaluator, open_evaluator
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
 from spmd_tasks.programs.progress import format_metrics, make_progress
-from spmd_tasks.programs.restore import LOOK_LIMIT_S, restore_or_init
+from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.timing import ProfileCapture, StartupClock, StepRates, format_startup
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
@@ -102,6 +102,8 @@ def train(
     if experiment.peer_copy_every_steps is not None:
       directory, limit_s = experiment.peer_copy_directory or RAM_DISK, math.ceil(experiment.first_step_timeout_s)
       copies = stack.enter_context(PeerCopies(directory, job_log_dir, model.padded_state, limit_s=limit_s))
+    if experiment.origin() is None and newest_step(checkpointer) < 0:
+      model.train_step.start_compiling()  # while the new state is drawn
     with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
       state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies)
     if is_primary():  # now that the checkpoint has not refused the job
@@ -214,6 +216,7 @@ def train(
         with watchdog.allow('compile', experiment.first_step_timeout_s), goodput.spend('compilation'):
           evaluator.compile()
           model.compile_conversions()
+          checkpointer.prepare()
         logged.start(step)
 
       if step % experiment.log_every_steps == 0 or step in (first_step + 1, experiment.num_train_steps):

@@ -9,6 +9,7 @@ Usage:
       print(compilations.num_programs - warm, 'programs compiled after the first step')
 """
 
+from concurrent.futures import Future, ThreadPoolExecutor
 import time
 from typing import Any, Self
 
@@ -34,6 +35,7 @@ class CompiledStep:
     self._jitted = jitted
     self._abstract_arguments = abstract_arguments
     self._compiled: Any = None
+    self._compiling: Future[None] | None = None
     self.layout = layout
     self.place = layout.place
     self.trace_seconds = 0.0
@@ -43,15 +45,27 @@ class CompiledStep:
     """Returns the lowered program (jax.stages.Lowered), for inspection and planning."""
     return self._jitted.lower(*self._abstract_arguments)
 
+  def start_compiling(self) -> None:
+    """Starts to compile in a thread, so that another program can be compiled meanwhile; `compile` waits for it."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix='compile')
+    self._compiling = thread.submit(self._compile)
+    thread.shutdown(wait=False)
+
   def compile(self) -> Any:
     """Returns the compiled program (jax.stages.Compiled), made by the first call."""
     if self._compiled is None:
-      start = time.perf_counter()
-      lowered = self.lower()
-      traced = time.perf_counter()
-      self._compiled = lowered.compile()
-      self.trace_seconds, self.compile_seconds = traced - start, time.perf_counter() - traced
+      if self._compiling is None:
+        self._compile()
+      else:
+        self._compiling.result()
     return self._compiled
+
+  def _compile(self) -> None:
+    start = time.perf_counter()
+    lowered = self.lower()
+    traced = time.perf_counter()
+    self._compiled = lowered.compile()
+    self.trace_seconds, self.compile_seconds = traced - start, time.perf_counter() - traced
 
   def __call__(self, *arguments: Any) -> Any:
     return (self._compiled or self.compile())(*arguments)
