@@ -41,6 +41,12 @@ def check_moe(result):
     assert all(milliseconds > 0 for milliseconds in times.values())
 
 
+def check_pax(result):
+  figures = result['pax_lab.dense_lm.DenseLm']
+  assert figures['loss_difference'] < 1e-6
+  assert figures['ours'].keys() == figures['paxml'].keys() >= {'first_step_s', 'step_ms_cpu'}
+
+
 def check_pipeline(result):
   # Executed FLOPs are the ideal ones, in the steady state and in the bubbles.
   assert result['ratio'] == pytest.approx(1, abs=0.05)
@@ -62,6 +68,7 @@ CHECKS = {
   'bench_compile.py': check_compile,
   'bench_input.py': check_input,
   'bench_moe.py': check_moe,
+  'bench_pax.py': check_pax,
   'bench_pipeline.py': check_pipeline,
   'bench_serve.py': check_serve,
   'bench_step.py': check_step,
@@ -70,7 +77,7 @@ CHECKS = {
 
 # Others hold what these claim without a clock: one program for any depth (below), no compilation in the loop
 # (tests/multi_process/test_lost_process.py).
-EXHAUSTIVE = {'bench_compile.py', 'bench_moe.py', 'bench_step.py'}
+EXHAUSTIVE = {'bench_compile.py', 'bench_pax.py', 'bench_moe.py', 'bench_step.py'}
 
 
 @pytest.mark.slow
