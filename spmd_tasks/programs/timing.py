@@ -37,8 +37,8 @@ def process_start_time() -> float:
 class StartupClock:
   """Adds up named phases between the start of the process and its first finished step, in seconds.
 
-  The time before the clock was made is the phase `imports`. Time that no phase covers is `other`. Phases may overlap: of
-  a new job, the train step is traced and compiled while the first state is drawn.
+  The time before the clock was made is the phase `imports`. Time that no phase covers is `other`. Phases may overlap: a
+  new job traces and compiles its train step while it draws its first state.
 
   Attributes:
     begun: when the process was started, in seconds since the epoch.

@@ -3,8 +3,6 @@
 import ast
 import inspect
 import logging
-import os
-import subprocess
 import sys
 
 import jax
@@ -71,17 +69,14 @@ def test_every_public_name_exists(run_pax):
 def test_a_pax_experiment_imports_neither_tensorflow_nor_sympy_until_they_are_used():
   """In a process of its own, which then asks for a name of TensorFlow by a module of Paxml."""
   program = (
-    'import sys, spmd_tasks.bridges.pax; from pax_lab import dense_lm; from paxml import summary_utils; '
+    'import sys; sys.path.append("tests/data"); import spmd_tasks.bridges.pax; from pax_lab import dense_lm; '
+    'from paxml import summary_utils; '
     'dense_lm.DenseLm().datasets(); late = {"tensorflow", "sympy", "keras"}; assert not late & set(sys.modules); '
     'assert not isinstance(3, summary_utils.SummaryWriter); assert not late & set(sys.modules); '
     'assert issubclass(summary_utils.tf.errors.OutOfRangeError, Exception)'
   )
-  subprocess.run(
-    [sys.executable, '-W', 'ignore', '-c', program],
-    check=True,
-    timeout=240,
-    env=os.environ | {'PYTHONPATH': os.pathsep.join(['.', 'tests/data'])},
-  )
+  finished = binary.run_python(program, limit_s=240)
+  assert finished.returncode == 0, finished.stderr
 
 
 def test_the_source_of_a_lambda_is_what_fiddle_finds():
