@@ -123,7 +123,8 @@ class Checkpointer:
       path=epath.Path(directory), num_hash_threads=num_hash_threads, witness=witness
     )
     self._max_to_keep = max_to_keep
-    self._kept = {'keep_every_n_steps': keep_every_n_steps, 'keep_every_hours': keep_every_hours}
+    self._keep_every_n_steps = keep_every_n_steps
+    self._keep_every_hours = keep_every_hours
     self._read_only = read_only
     self._on_saved = on_saved
     self._is_primary = jax.process_index() == 0
@@ -281,7 +282,11 @@ class Checkpointer:
     if self._on_saved is not None:
       self._on_saved(step)
     if self._max_to_keep is not None:
-      self._directory.delete_old(max_to_keep=self._max_to_keep, **self._kept)
+      self._directory.delete_old(
+        max_to_keep=self._max_to_keep,
+        keep_every_n_steps=self._keep_every_n_steps,
+        keep_every_hours=self._keep_every_hours,
+      )
 
   def _restore(self, abstract: Any, step: int | None, *, subtree: str | None) -> Restored | None:
     self.wait()

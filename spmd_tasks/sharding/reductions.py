@@ -33,7 +33,7 @@ def sum_of_squares(tree: Any, weight_specs: Any) -> jax.Array:
     weight_specs: tree of WeightSpec. Inside a `sharding_scope` its split dims are the layout of the leaves; outside it
       is not read.
   """
-  return _reduce(tree, weight_specs, functools.partial(sum, start=jnp.zeros((), jnp.float32)))
+  return _reduce(tree, weight_specs, lambda sums: sum(sums, start=jnp.zeros((), jnp.float32)))
 
 
 def sums_of_squares(tree: Any, weight_specs: Any) -> Any:

@@ -34,7 +34,7 @@ class DeferringFinder(importlib.abc.MetaPathFinder):
   """Finds the importing modules of `_DEFERRED`, to be loaded with an `__import__` of their own."""
 
   def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-    names = _DEFERRED.get(fullname) or _DEFERRED.get(fullname.partition('.')[0])
+    names = _DEFERRED.get(fullname) or _DEFERRED.get(fullname.partition('.')[0]) or ()
     spec = importlib.machinery.PathFinder.find_spec(fullname, path) if names else None
     if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
       spec.loader = _DeferringLoader(fullname, spec.loader.path, names)
