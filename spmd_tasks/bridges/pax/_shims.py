@@ -158,8 +158,7 @@ def _find_lambdas_quickly() -> None:
   Fiddle's own way parses and copies the whole module in Python for each of them: 7 s for those in praxis.optimizers and
   paxml.tasks_lib.
   """
-  from fiddle._src.experimental import auto_config
-
+  auto_config: Any = importlib.import_module('fiddle._src.experimental.auto_config')  # Praxis' Fiddle: we use none here
   find = getattr(auto_config, '_getsource_for_lambda', None)
   if find is None or hasattr(find, '__wrapped__'):
     return
