@@ -170,22 +170,6 @@ class Elastic(Learned):
     return super().optimizer(ewc_regularizer_weight=0.1)
 
 
-class Shampoo(Learned):
-  """Distributed Shampoo."""
-
-  def optimizer(self):
-    return self.configured(
-      opt.ShardedDistributedShampoo,
-      block_size=16,
-      start_preconditioning_step=2,
-      preconditioning_compute_steps=1,
-      num_devices_for_pjit=4,
-      mesh_axis_names=self.MESH_AXIS_NAMES,
-      tensor_split_dims_mapping=[-1, 1, 2],
-      tensor_split_dims_mapping_for_inverse_pth_root=[1, -1, 2],
-    )
-
-
 class Scheduled(Learned):
   """Piecewise: cycles of polynomial ramps, then exponential decay."""
 
