@@ -1,7 +1,9 @@
 """Loading and exporting a folder in Hugging Face's format, against transformers: seconds, and the peak of host memory.
 
     python scripts/bench_huggingface.py                    # makes a Llama of 2 GB below a temporary directory
-    python scripts/bench_huggingface.py --layers 2         # smaller
+    python scripts/bench_huggingface.py --quick            # a layer of it
+
+The last line is a JSON object of all figures, by measurement; `ratio` is ours to theirs, of the CPU time of loading.
 
 Each measurement is a process of its own; the peak is its VmHWM, beside what it was before, with the libraries imported.
 Both sides hold the weights in float32 after loading, as training does, and write bfloat16.
@@ -129,11 +131,13 @@ def make_folder(path: Path, num_layers: int) -> None:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
   parser.add_argument('--layers', type=int, default=17)
+  parser.add_argument('--quick', action='store_true', help='one layer')
   parser.add_argument('--directory', help='for the folders; default: a temporary one')
   args = parser.parse_args()
+  results = {}
   with tempfile.TemporaryDirectory(dir=args.directory) as directory:
     folder = Path(directory) / 'made'
-    make_folder(folder, args.layers)
+    make_folder(folder, 1 if args.quick else args.layers)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**30
     print(f'a folder of {size:.2f} GiB in bfloat16')
     for name, program in PROGRAMS.items():
@@ -144,12 +148,14 @@ def main() -> None:
       if ended.returncode:
         print(ended.stderr, file=sys.stderr)
         sys.exit(1)
-      result = json.loads(ended.stdout.splitlines()[-1])
+      result = results[name] = json.loads(ended.stdout.splitlines()[-1])
       print(
         f'{name:22} {result["seconds"]:6.1f} s   CPU {result["cpu"]:5.1f} s   peak {result["peak_gb"]:5.2f} GiB'
         f'   (before it {result["imports_gb"]:5.2f})',
         flush=True,
       )
+  ratio = results['load, ours']['cpu'] / results['load, transformers']['cpu']
+  print(json.dumps(results | {'ratio': ratio}))
 
 
 if __name__ == '__main__':

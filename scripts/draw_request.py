@@ -39,8 +39,9 @@ class RecordingEngine:
     """A whole chunk's."""
     return self.prefill_chunk
 
-  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False) -> Any:
+  def prefill(self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: Any = None) -> Any:
     """Records the chunks' slots."""
+    assert masks is None  # no request is constrained
     self.launches.append(('prefill', {chunk.slot: chunk.request.seed for chunk in chunks}))
     finished = []
     for chunk in chunks:
@@ -48,8 +49,9 @@ class RecordingEngine:
       finished.append(chunk.stop == len(chunk.request.ids) and self._next(chunk.slot))
     return _Launched(finished)
 
-  def step(self, keep: np.ndarray) -> Any:
+  def step(self, keep: np.ndarray, masks: Any = None) -> Any:
     """Records the slots in use."""
+    assert masks is None
     slots = [int(slot) for slot in np.flatnonzero(keep)]
     self.launches.append(('step', {slot: self._by_slot[slot].seed for slot in slots}))
     return _Launched([slot in slots and self._next(slot) for slot in range(self.num_slots)])

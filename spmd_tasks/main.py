@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
   leave_on_sigterm()  # first of all: every other import is in a function, so that this line is reached in milliseconds
   signal.signal(signal.SIGINT, _on_sigint)
   code = run(argv)
-  # What Python's own end would wait for: threads in the middle of native code, and threads of Orbax, which wait for a
-  # save that has failed for minutes.
-  if code == exit_codes.INTERRUPTED or (code == exit_codes.FAILED and _threads_remain(_THREADS_LIMIT_S)):
+  # What Python's own end would wait for: threads in the middle of native code, such as the compiler, and threads of
+  # Orbax, which wait for a save that has failed for minutes.
+  if code == exit_codes.INTERRUPTED or (code != exit_codes.OK and _threads_remain(_THREADS_LIMIT_S)):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

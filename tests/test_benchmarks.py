@@ -29,6 +29,11 @@ def check_compile(result):
   assert deep == pytest.approx(shallow, rel=0.02)  # the program does not grow with depth
 
 
+def check_huggingface(result):
+  assert result.keys() > {'load, ours', 'load, transformers', 'export, ours', 'export, transformers'}
+  assert result['export, ours']['peak_gb'] < result['load, ours']['peak_gb'] + 0.2  # a tensor at a time
+
+
 def check_input(result):
   assert 0.95 < result['filled_fraction'] <= 1  # rows are packed
   assert 0 <= result['host_wait_fraction'] <= 1
@@ -66,6 +71,7 @@ def check_step(result):
 
 CHECKS = {
   'bench_compile.py': check_compile,
+  'bench_huggingface.py': check_huggingface,
   'bench_input.py': check_input,
   'bench_moe.py': check_moe,
   'bench_pax.py': check_pax,
@@ -77,7 +83,7 @@ CHECKS = {
 
 # Others hold what these claim without a clock: one program for any depth (below), no compilation in the loop
 # (tests/multi_process/test_lost_process.py).
-EXHAUSTIVE = {'bench_compile.py', 'bench_pax.py', 'bench_moe.py', 'bench_step.py'}
+EXHAUSTIVE = {'bench_compile.py', 'bench_huggingface.py', 'bench_pax.py', 'bench_moe.py', 'bench_step.py'}
 
 
 @pytest.mark.slow

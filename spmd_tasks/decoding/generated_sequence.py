@@ -51,6 +51,7 @@ class IncrementalText:
     if known.endswith(_UNFINISHED):  # half a character, which is no part of the continuation
       self._tokens, known = [], ''
     self._num_taken = len(known)  # characters of the window's text that are in earlier pieces
+    self._num_waiting = 0  # tokens since a character was completed
     self._held = ''
     self.text = ''
     self.stop: str | None = None
@@ -60,10 +61,12 @@ class IncrementalText:
     self._tokens.append(token)
     whole = self._decode(self._tokens)
     # Bytes may still become characters. Decoders of single bytes (ByteFallback) give U+FFFD for each byte of a run,
-    # also for those of whole characters, until the run is whole. A longer run than the window is no text.
+    # also for those of whole characters, until the run is whole. A character has at most 4 bytes, so after 4 tokens
+    # without another character only the last 3 bytes may still begin one.
     stable = whole.rstrip(_UNFINISHED)
-    if len(whole) - len(stable) > 2 * _WINDOW:
-      stable = whole[:-1]
+    self._num_waiting = self._num_waiting + 1 if len(stable) <= self._num_taken < len(whole) else 0
+    if self._num_waiting >= 4:
+      stable = whole[: max(len(stable), len(whole) - 3)]
     piece = stable[self._num_taken :]
     self._num_taken = max(self._num_taken, len(stable))
     if len(self._tokens) > _WINDOW and stable == whole:

@@ -101,7 +101,8 @@ def test_startup_times_add_up(finished_job):
   assert phases.keys() == {'imports', 'partition', 'input', 'init or restore', 'trace', 'compile', 'other', 'total'}
   assert all(seconds >= 0 for seconds in phases.values())
   total = phases.pop('total')
-  np.testing.assert_allclose(sum(phases.values()), total, rtol=1e-6)
+  assert max(phases.values()) < total
+  assert sum(phases.values()) > total - 1e-3  # more where phases overlap
   # The rest is the first batch and the first step, not a phase that nobody has named.
   assert phases['other'] < 0.5 * (total - phases['imports'])
 

@@ -69,7 +69,7 @@ def test_the_first_features_rotate_by_scaled_frequencies_and_grow_by_the_amplitu
 
 
 def test_scaled_frequencies_and_amplitudes():
-  """By hand from the papers' formulas; tests/layers/test_against_transformers.py compares with transformers."""
+  """By hand from the papers' formulas; tests/layers/test_modules_of_transformers.py compares with transformers."""
   frequencies = np.array([1.0, 0.1, 0.01, 0.001])
   wavelengths = 2 * np.pi / frequencies  # 6.3, 63, 628 and 6283 tokens
   np.testing.assert_allclose(LinearScaling(factor=4.0).scale(frequencies, 1e4), frequencies / 4, rtol=1e-6)
