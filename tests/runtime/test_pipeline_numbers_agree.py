@@ -43,10 +43,11 @@ CASES = [
   ('circular, stage 2 x data 2 x mdl 2', PipelinedAdamW, (1, 2, 2, 2), CIRCULAR, ()),
   ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, 'remat_policy=full'), ()),
   ('circular weights without stages', PipelinedAdamW, (1, 1, 2, 2), CIRCULAR, ()),
-  ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), (*ONE_F_ONE_B, *DROPLESS), DROPLESS),
 ]
-# Of what is left out by default, the capacity forms in a pipeline are compared in tests/layers/pipeline too.
+# Of what is left out by default, experts in a pipeline are compared in tests/layers/pipeline too, and by each schedule in
+# tests/programs/test_verify.py.
 ONE_BY_ONE = [
+  ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), (*ONE_F_ONE_B, *DROPLESS), DROPLESS),
   ('experts by einsum, circular', PipelinedExperts, (1, 2, 2, 2, 1), (*CIRCULAR, *EINSUM), EINSUM),
   ('stage 2 x mdl 4, remat', PipelinedAdamW, (1, 2, 1, 4), ('remat_policy=full', 'num_microbatches=2'), ()),
   ('circular, 16 microbatches, remat', PipelinedAdamW, (1, 4, 2, 1), (*CIRCULAR, *SIXTEEN, *DOTS), ()),
