@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-  signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to interrupt: Python's own end prints no traceback
+  # Nothing is left to save or to interrupt: Python's own end neither changes the exit code nor prints a traceback.
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
   sys.exit(code)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+import signal
 import subprocess
 import sys
 import textwrap
@@ -380,3 +381,17 @@ def test_a_job_that_failed_ends_although_a_thread_does_not():
     main.main()
   """
   assert binary.run_binary(command=('-c', code)).returncode == exit_codes.FAILED
+
+
+def test_sigterm_while_python_ends_does_not_change_the_exit_code():
+  code = """if True:
+    import atexit, time
+    from spmd_tasks import main
+    main.run = lambda argv: 0
+    atexit.register(lambda: (print('ending', flush=True), time.sleep(1)))
+    main.main()
+  """
+  process = binary.start_binary(command=('-c', code))
+  assert process.stdout.readline() == 'ending\n'
+  process.send_signal(signal.SIGTERM)
+  assert binary.finish(process).returncode == exit_codes.OK
