@@ -44,8 +44,8 @@ CASES = [
   ('one forward, one backward, stage 8', PipelinedAdamW, (1, 8, 1, 1), (*ONE_F_ONE_B, 'remat_policy=full'), ()),
   ('circular weights without stages', PipelinedAdamW, (1, 1, 2, 2), CIRCULAR, ()),
 ]
-# Of what is left out by default, experts in a pipeline are compared in tests/layers/pipeline too, and with each schedule
-# in tests/programs/test_verify.py.
+# Of what is left out by default, experts in a pipeline are compared in tests/layers/pipeline too, and by all
+# schedules in tests/programs/test_verify.py.
 ONE_BY_ONE = [
   ('experts, one forward, one backward', PipelinedExperts, (1, 4, 1, 2, 1), (*ONE_F_ONE_B, *DROPLESS), DROPLESS),
   ('experts by einsum, circular', PipelinedExperts, (1, 2, 2, 2, 1), (*CIRCULAR, *EINSUM), EINSUM),
