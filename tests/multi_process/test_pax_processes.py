@@ -9,7 +9,7 @@ import pytest
 from spmd_tasks import exit_codes
 from spmd_tasks.runtime import read_jsonl
 
-pytestmark = pytest.mark.exhaustive  # five imports of Paxml
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]  # nine imports of Paxml
 
 EXPERIMENTS = Path(__file__).parents[1] / 'data'
 
