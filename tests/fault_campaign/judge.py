@@ -85,7 +85,7 @@ def last_of_steps(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 def complete_steps(job_log_dir: Path) -> list[int]:
   """The steps whose directories have the name of a complete checkpoint."""
-  names = [path.name for path in (job_log_dir / 'checkpoints').glob('*')]
+  names = [path.name for path in (job_log_dir / 'checkpoints').glob('*') if path.is_dir()]
   return sorted(int(match[1]) for match in map(_STEP_NAME.fullmatch, names) if match)
 
 
