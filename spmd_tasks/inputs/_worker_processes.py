@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from absl import flags
+from absl import flags, logging
 import grain
 import numpy as np
 
@@ -84,14 +84,22 @@ class WorkerStream:
 
   def close(self) -> None:
     """Ends the worker, in bounded time also if it is stopped (SIGSTOP) or stuck, for which Grain would wait 25 s."""
-    closing = threading.Thread(target=self._iterator.close, name='close-worker', daemon=True)
+
+    def close_iterator() -> None:
+      try:
+        self._iterator.close()
+      except (
+        Exception
+      ) as error:  # such as of its pipes, when a signal came while they were used; the worker ends anyway
+        logging.info('Grain could not close the input: %s: %s', type(error).__name__, error)
+
+    closing = threading.Thread(target=close_iterator, name='close-worker', daemon=True)
     closing.start()
     closing.join(_CLOSE_LIMIT_S)
-    if closing.is_alive():
-      for child in multiprocessing.active_children():
-        if child.pid == self._worker:
-          child.kill()
-      closing.join(_CLOSE_LIMIT_S)
+    for child in multiprocessing.active_children():
+      if child.pid == self._worker:
+        child.kill()
+    closing.join(_CLOSE_LIMIT_S)
 
 
 def _leave_with_parent(worker_index: int, num_workers: int) -> None:

@@ -20,6 +20,7 @@ from jax import checkpoint_policies
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention import ATTENTION_NAME
 from spmd_tasks.layers.base import Statistics, WithSublayers, values_per_layer
 from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain
 
@@ -30,17 +31,18 @@ Aux = Mapping[str, Statistics]
 ROUTING_NAME = 'routing'
 
 _routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
+_routing_and_attention = checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME)
 
 # Name -> `jax.checkpoint` policy: which values of a layer are kept for its backward pass. From most memory to least.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   # No remat: everything is kept.
   'none': None,
-  # Keeps the results of all matmuls, including attention's [B, H, T, T] logits.
-  'dots': checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, _routing),
-  # Keeps the results of matmuls with weights only. Attention is recomputed, which is cheap for the memory that it
-  # frees.
+  # Keeps the results of all matmuls, including attention's [B, H, T, T] logits where no kernel avoids them.
+  'dots': checkpoint_policies.save_from_both_policies(checkpoint_policies.dots_saveable, _routing_and_attention),
+  # Keeps the results of matmuls with weights, and of an attention kernel. Plain attention is recomputed, which is cheap
+  # for the memory that it frees.
   'dots_no_batch': checkpoint_policies.save_from_both_policies(
-    checkpoint_policies.dots_with_no_batch_dims_saveable, _routing
+    checkpoint_policies.dots_with_no_batch_dims_saveable, _routing_and_attention
   ),
   # Keeps the input of each layer only.
   'full': _routing,

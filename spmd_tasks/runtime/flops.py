@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from spmd_tasks.layers.attention import override_attention
 from spmd_tasks.layers.moe import override_grouped_matmul_backend
 from spmd_tasks.runtime.task import Task, Variables
 
@@ -63,7 +64,7 @@ def model_flops_per_train_step(
     return task.compute_loss(variables, batch, train=True, rng=rng).loss
 
   rng = jax.eval_shape(lambda: jax.random.key(0))
-  with override_grouped_matmul_backend('ragged_dot'):
+  with override_grouped_matmul_backend('ragged_dot'), override_attention('xla'):
     return 3 * count_matmul_flops(forward, abstract_variables, dict(batch_spec), rng)
 
 

@@ -19,9 +19,10 @@ import contextlib
 import dataclasses
 import math
 import threading
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
 
@@ -163,6 +164,23 @@ class ShardingScope:
   mesh: Mesh | AbstractMesh
   axis_rules: AxisRules
 
+  @property
+  def platform(self) -> str | None:
+    """The platform of the mesh's devices, such as 'cpu', 'gpu' or 'tpu'; None for a mesh that knows none.
+
+    A step may be compiled for devices that this process does not have, so `jax.default_backend()` is another question.
+    """
+    if isinstance(self.mesh, Mesh):
+      return self.mesh.devices.flat[0].platform
+    device = getattr(self.mesh, 'abstract_device', None)  # of a mesh inside a `shard_map`
+    return None if device is None else device.platform
+
+  def free_mesh(self) -> tuple[Any, frozenset[str]]:
+    """Returns the mesh for a `shard_map` at this place, and its axes that no enclosing `shard_map` has made manual."""
+    context = jax.sharding.get_abstract_mesh()
+    manual = {name for name, kind in zip(context.axis_names, context.axis_types) if kind == AxisType.Manual}
+    return (context if manual else self.mesh), frozenset(self.mesh.axis_names) - manual
+
 
 _scopes = threading.local()
 
@@ -181,6 +199,12 @@ def sharding_scope(mesh: Mesh | AbstractMesh, axis_rules: AxisRules) -> Iterator
 def current_sharding_scope() -> ShardingScope | None:
   """Returns the scope of the innermost `sharding_scope`, None outside of one."""
   return getattr(_scopes, 'current', None)
+
+
+def current_platform() -> str:
+  """Returns the platform that the current step is compiled for: that of the scope's mesh, else JAX's default."""
+  scope = current_sharding_scope()
+  return (scope and scope.platform) or jax.default_backend()
 
 
 def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:

@@ -334,3 +334,19 @@ def test_a_killed_process_leaves_no_worker_behind(jsonl):
     parent.stdout.close()
     with contextlib.suppress(ProcessLookupError):
       os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_an_error_of_a_worker_that_ends_already_prints_no_traceback(monkeypatch):
+  from spmd_tasks.inputs import _worker_processes  # imports Grain
+
+  class Ending:
+    def close(self) -> None:
+      raise ValueError('Invalid file descriptor: -1')  # as of a process whose pipes another thread has closed
+
+  stream = object.__new__(_worker_processes.WorkerStream)
+  monkeypatch.setattr(stream, '_iterator', Ending(), raising=False)
+  monkeypatch.setattr(stream, '_worker', None, raising=False)
+  printed = []
+  monkeypatch.setattr(threading, 'excepthook', printed.append)
+  stream.close()
+  assert printed == []

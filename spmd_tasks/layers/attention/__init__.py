@@ -11,10 +11,19 @@ DeepSeek's multi-head latent attention, with a small cache. Positions are rotary
 A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
 call's tokens to `new_cache` and reads the earlier ones from the collection `cache`.
 
-Read attention.py, then positions.py, rotary_scaling.py and latent.py; kv_cache.py explains generation.
+Read attention.py, then attend.py (the implementations, a kernel per platform), positions.py, rotary_scaling.py and
+latent.py; kv_cache.py explains generation.
 """
 
-from spmd_tasks.layers.attention.attend import attend, segment_mask
+from spmd_tasks.layers.attention._plain import segment_mask
+from spmd_tasks.layers.attention._splash import ATTENTION_NAME
+from spmd_tasks.layers.attention.attend import (
+  IMPLEMENTATIONS,
+  AttentionCall,
+  attend,
+  override_attention,
+  resolve_implementation,
+)
 from spmd_tasks.layers.attention.attention import Attention
 from spmd_tasks.layers.attention.kv_cache import (
   CACHE,
@@ -36,9 +45,12 @@ from spmd_tasks.layers.attention.rotary_scaling import (
 )
 
 __all__ = [
+  'ATTENTION_NAME',
   'CACHE',
+  'IMPLEMENTATIONS',
   'NEW_CACHE',
   'Attention',
+  'AttentionCall',
   'LatentAttention',
   'LearnedPositions',
   'LinearScaling',
@@ -51,7 +63,9 @@ __all__ = [
   'attend',
   'attend_to_cache',
   'is_decoding',
+  'override_attention',
   'read_cache',
+  'resolve_implementation',
   'segment_mask',
   'write_new_cache',
   'yarn_magnitude',

@@ -1,24 +1,39 @@
-"""Attention of the tokens of a call to one another: masks, capped logits, sinks, and the weighted sum of values.
+"""Attention of the tokens of a call to one another, by one of several implementations.
+
+    attend(query, key, value, segment_ids, window=4096, implementation='splash')
+
+  'xla'        the plain computation, with all scores [B, H, T, S] in memory; on every platform.
+  'blockwise'  the plain computation for a few hundred queries at a time (_blockwise.py); on every platform.
+  'cudnn'      cuDNN's kernel, through `jax.nn.dot_product_attention`; NVIDIA GPUs, 16-bit dtypes.
+  'splash'     JAX's Pallas kernel for TPUs (_splash.py).
+
+None takes the best that the mesh's devices and the call allow, and logs it once with the reason. One that is asked for
+by name and cannot be had is an error.
 
 Shapes: B batch, T sequence (S as seen by queries), H query heads, G key/value heads, K head dim, V dim of a value.
 """
 
-import math
+from collections.abc import Iterator
+import contextlib
+import contextvars
+import dataclasses
+import functools
 from typing import Literal
 
+from absl import logging
 import jax
-import jax.numpy as jnp
 
-from spmd_tasks.layers.base import soft_cap
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention._blockwise import attend_blockwise
+from spmd_tasks.layers.attention._plain import attend_plainly
+from spmd_tasks.layers.attention._splash import attend_by_splash
+from spmd_tasks.sharding import SplitDims, current_platform
 
+Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
+IMPLEMENTATIONS: tuple[Implementation, ...] = ('xla', 'blockwise', 'cudnn', 'splash')
+_LONG = 1024  # from this T on, the scores of all queries at once are worth avoiding
 
-def segment_mask(segment_ids: jax.Array) -> jax.Array:
-  """Returns the mask of packed text, bool [B, 1, T, T]: true where query and key belong to the same document.
-
-  Padding (segment 0) attends to padding only. Every query then has a key, so its softmax is finite, and no token of a
-  document reads padding.
-  """
-  return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+_override: contextvars.ContextVar[Implementation | None] = contextvars.ContextVar('attention', default=None)
 
 
 def attend(
@@ -32,7 +47,8 @@ def attend(
   softmax_scale: float | None = None,
   logit_cap: float | None = None,
   sinks: jax.Array | None = None,
-  implementation: Literal['xla', 'cudnn'] | None = None,
+  implementation: Implementation | None = None,
+  split_dims: SplitDims = None,
 ) -> jax.Array:
   """Computes the attention of all tokens of a batch to one another: [B, T, H, V].
 
@@ -41,47 +57,124 @@ def attend(
     segment_ids: int32 [B, T], the document of each token; None: one document per row.
     causal, window, softmax_scale, logit_cap, implementation: see `Attention`.
     sinks: [H], see `masked_softmax`.
+    split_dims: of `query`; a kernel runs on each device's rows and heads.
+
+  Raises:
+    UserError: the implementation that is asked for cannot compute this, or not on these devices.
   """
-  if logit_cap is None and sinks is None and key.shape == value.shape:
-    return jax.nn.dot_product_attention(
-      query,
-      key,
-      value,
-      mask=None if segment_ids is None else segment_mask(segment_ids),
-      scale=softmax_scale,
-      is_causal=causal,
-      # Documents are contiguous, so the distance of two columns is the distance within the document.
-      local_window_size=None if window is None else (window - 1, 0),
-      implementation=implementation,
+  call = AttentionCall(
+    platform=current_platform(),
+    dtype=query.dtype.name,
+    length=query.shape[1],
+    head_dim=query.shape[-1],
+    value_dim=value.shape[-1],
+    has_cap=logit_cap is not None,
+    has_sinks=sinks is not None,
+  )
+  options = {'causal': causal, 'window': window, 'softmax_scale': softmax_scale}
+  match resolve_implementation(implementation, call):
+    case 'splash':
+      return attend_by_splash(
+        query,
+        key,
+        value,
+        segment_ids,
+        **options,
+        logit_cap=logit_cap,
+        sinks=sinks,
+        split_dims=split_dims,
+        interpret=call.platform != 'tpu',
+      )
+    case 'blockwise':
+      return attend_blockwise(query, key, value, segment_ids, **options, logit_cap=logit_cap, sinks=sinks)
+    case 'cudnn':
+      return attend_plainly(query, key, value, segment_ids, **options, implementation='cudnn')
+    case _:
+      return attend_plainly(query, key, value, segment_ids, **options, logit_cap=logit_cap, sinks=sinks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+  """What decides which implementations can compute a call.
+
+  Attributes:
+    platform: of the devices that the call is compiled for: 'cpu', 'gpu' or 'tpu'.
+    dtype: of the queries.
+    length: T.
+    head_dim, value_dim: K and V.
+    has_cap, has_sinks: whether logits are capped, and whether heads have sinks.
+  """
+
+  platform: str
+  dtype: str
+  length: int
+  head_dim: int
+  value_dim: int
+  has_cap: bool = False
+  has_sinks: bool = False
+
+  def obstacle(self, implementation: str) -> str | None:
+    """Returns why `implementation` cannot compute this call, None if it can."""
+    if implementation == 'splash' and self.platform != 'tpu':
+      return f"is a kernel for TPUs, and the mesh's devices are of the platform {self.platform!r}"
+    if implementation == 'cudnn':
+      if self.platform != 'gpu':
+        return f"is a library for NVIDIA GPUs, and the mesh's devices are of the platform {self.platform!r}"
+      if self.dtype not in ('bfloat16', 'float16'):
+        return f'needs a dtype of 16 bits, not {self.dtype}'
+      if self.has_cap or self.has_sinks:
+        return f'has no {"logit cap" if self.has_cap else "sinks"}'
+      if self.head_dim != self.value_dim or self.head_dim % 8 or self.head_dim > 128:
+        return (
+          f'needs heads whose keys and values have the same multiple of 8 of at most 128 features, not {self.head_dim} '
+          f'and {self.value_dim}'
+        )
+    return None
+
+
+def resolve_implementation(asked: str | None, call: AttentionCall) -> str:
+  """Returns the implementation to use: that of the override, else the one that is asked for, else the best one.
+
+  Raises:
+    UserError: the one that is asked for is unknown or cannot compute the call.
+  """
+  if (overridden := _override.get()) is not None:
+    return overridden
+  if asked is None:
+    return _best_implementation(call)
+  if asked not in IMPLEMENTATIONS:
+    raise UserError(
+      f'implementation={asked!r} of attention is unknown: choose one of {", ".join(IMPLEMENTATIONS)}, or None.'
     )
-  num_rows, length, num_heads, head_dim = query.shape
-  grouped = query.reshape(num_rows, length, key.shape[2], num_heads // key.shape[2], head_dim)
-  logits = jnp.einsum('BTGHK,BSGK->BGHTS', grouped, key, preferred_element_type=jnp.float32)
-  logits = soft_cap(logits * (softmax_scale or 1.0 / math.sqrt(head_dim)), logit_cap)
-  distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-  may_see = jnp.ones((1, 1, length, length), bool) if segment_ids is None else segment_mask(segment_ids)
-  if causal:
-    may_see &= (distance >= 0)[None, None]
-  if window is not None:
-    may_see &= (distance < window)[None, None]
-  weights = masked_softmax(logits, may_see[:, :, None], sinks).astype(value.dtype)
-  attended = jnp.einsum('BGHTS,BSGV->BTGHV', weights, value)
-  return attended.reshape(num_rows, length, num_heads, value.shape[-1])
+  if obstacle := call.obstacle(asked):
+    raise UserError(f'implementation={asked!r} of attention {obstacle}: choose another, or None for the best there is.')
+  return asked
 
 
-def masked_softmax(logits: jax.Array, mask: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-  """Returns the softmax over S, float32, of the logits where the mask is true, and 0 elsewhere.
+@functools.cache
+def _best_implementation(call: AttentionCall) -> str:
+  """The best implementation for a call, decided and logged once per process and kind of call."""
+  long = f'{call.length} tokens' if call.length >= _LONG else None
+  preferred = {'tpu': 'splash', 'gpu': 'cudnn'}.get(call.platform)
+  obstacle = call.obstacle(preferred) if preferred else None
+  if preferred and not obstacle:
+    name, reason = preferred, f'the devices are of the platform {call.platform!r}'
+  else:
+    name = 'blockwise' if long else 'xla'
+    reason = f'{preferred} {obstacle}' if obstacle else f'{long or f"only {call.length} tokens"} on {call.platform!r}'
+  logging.info('Attention is computed by %r: %s.', name, reason)
+  return name
 
-  Args:
-    logits: float32 [B, G, H/G, T, S].
-    mask: bool, of a shape that broadcasts to that of the logits.
-    sinks: [H], one more logit per head, whose share of the softmax is dropped, so that a head may attend to nothing
-      (StreamingLLM: Xiao et al., 2024; gpt-oss: 2025). None: no such logit.
+
+@contextlib.contextmanager
+def override_attention(implementation: Implementation) -> Iterator[None]:
+  """Makes every attention traced in this context use one implementation, whatever it asks for.
+
+  For counting FLOPs, which kernels hide from the jaxpr, and for tests: on other platforms than a TPU, 'splash' is
+  interpreted.
   """
-  masked = jnp.where(mask, logits, -jnp.inf)
-  if sinks is None:
-    return jax.nn.softmax(masked, axis=-1)
-  sink = sinks.astype(jnp.float32).reshape(1, *logits.shape[1:3], 1, 1)
-  highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(masked, axis=-1, keepdims=True), sink))
-  weights = jnp.exp(masked - highest)
-  return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - highest))
+  token = _override.set(implementation)
+  try:
+    yield
+  finally:
+    _override.reset(token)

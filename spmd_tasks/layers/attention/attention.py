@@ -4,14 +4,14 @@ Shapes: B batch, T sequence, D model, H query heads, G key/value heads, K head d
 """
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention.attend import attend
+from spmd_tasks.layers.attention.attend import Implementation, attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
 from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight
@@ -43,14 +43,15 @@ class Attention(WithSublayers, kw_only=True):
     per_dim_scale: whether feature i of the queries is multiplied by softplus(s_i) / softplus(0) after the rotation, for
       a learned vector s that starts at zero (Lingvo, Pax).
     softmax_scale: factor of the attention logits; None means 1 / sqrt(K).
-    logit_cap: bounds the attention logits softly, see `soft_cap`; needs the implementation 'xla'. None does not.
+    logit_cap: bounds the attention logits softly, see `soft_cap`; None does not.
     sinks: whether each head has a learned logit that takes part in the softmax and has no value, so that the head may
-      attend to nothing (gpt-oss); needs the implementation 'xla'.
+      attend to nothing (gpt-oss).
     use_bias: whether the projections have a bias.
     out_bias: whether the output projection has one; None means `use_bias`. Qwen 2 has biases but this.
     dtype: of the computation.
     init_scale, out_init_scale: FanInNormal's scale for the three input projections and for the output projection.
-    implementation: of jax.nn.dot_product_attention: 'xla', 'cudnn' (GPU, 16-bit dtypes), or None for JAX's choice.
+    implementation: 'xla', 'blockwise', 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs), see attend.py; None for the best that
+      the mesh's devices have.
     query_split_dims, kv_split_dims, out_split_dims: of the kernels.
     query_activation_split_dims: of the queries [B, T, H, K].
     kv_activation_split_dims: of keys and values [B, T, G, K].
@@ -74,7 +75,7 @@ class Attention(WithSublayers, kw_only=True):
   dtype: Any = 'float32'
   init_scale: float = 1.0
   out_init_scale: float = 1.0
-  implementation: Literal['xla', 'cudnn'] | None = None
+  implementation: Implementation | None = None
   query_split_dims: SplitDims = ('embed', 'heads', 'head_dim')
   kv_split_dims: SplitDims = ('embed', 'kv_heads', 'head_dim')
   out_split_dims: SplitDims = ('heads', 'head_dim', 'embed')
@@ -88,13 +89,10 @@ class Attention(WithSublayers, kw_only=True):
         f'window={self.window} with causal={self.causal} is impossible: a window counts 1 or more tokens and needs '
         'causal=True, so set both, or window=None.'
       )
-    if self.logit_cap is not None and (self.logit_cap <= 0 or self.implementation == 'cudnn'):
+    if self.logit_cap is not None and self.logit_cap <= 0:
       raise UserError(
-        f'logit_cap={self.logit_cap} with implementation={self.implementation!r} is impossible: a cap is positive, and '
-        "cuDNN has none, so choose implementation='xla' or logit_cap=None."
+        f'logit_cap={self.logit_cap} must be positive, or None to leave the attention logits as they are.'
       )
-    if self.sinks and self.implementation == 'cudnn':
-      raise UserError("sinks=True with implementation='cudnn' is impossible: cuDNN has none, so choose 'xla'.")
     if self.clip_qkv is not None and not self.clip_qkv > 0:
       raise UserError(
         f'clip_qkv={self.clip_qkv} must be positive, or None to leave queries, keys and values as they are.'
@@ -198,7 +196,14 @@ class Attention(WithSublayers, kw_only=True):
       attended = attend_to_cache(query, key, value, cached, segment_ids, segment_pos, **logits)
     else:
       attended = attend(
-        query, key, value, segment_ids, causal=self.causal, implementation=self.implementation, **logits
+        query,
+        key,
+        value,
+        segment_ids,
+        causal=self.causal,
+        implementation=self.implementation,
+        split_dims=self.query_activation_split_dims,
+        **logits,
       )
     return Linear(
       output_dims=x.shape[-1],

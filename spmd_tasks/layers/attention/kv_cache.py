@@ -28,7 +28,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention.attend import masked_softmax
+from spmd_tasks.layers.attention._plain import masked_softmax
 from spmd_tasks.layers.base import soft_cap
 from spmd_tasks.sharding import SplitDims, WeightBox
 

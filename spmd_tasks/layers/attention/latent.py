@@ -119,7 +119,9 @@ class LatentAttention(nn.Module, kw_only=True):
       key, value = jnp.split(keys_and_values, [self.nope_head_dim], axis=-1)
       key = jnp.concatenate([key, jnp.broadcast_to(key_rope, query_rope.shape)], axis=-1)
       query = jnp.concatenate([query, query_rope], axis=-1)
-      attended = attend(query, key, value, segment_ids, softmax_scale=scale)
+      attended = attend(
+        query, key, value, segment_ids, softmax_scale=scale, split_dims=self.heads_activation_split_dims
+      )
     else:
       key_up, value_up = jnp.split(kv_up, [self.nope_head_dim], axis=-1)
       query = constrain(jnp.einsum('BTHN,CHN->BTHC', query, key_up), self.heads_activation_split_dims)

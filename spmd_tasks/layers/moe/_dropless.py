@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios
@@ -30,7 +30,7 @@ from spmd_tasks.layers.moe._padded_all_to_all import padded_all_to_all
 from spmd_tasks.layers.moe._ragged_all_to_all import ragged_all_to_all
 from spmd_tasks.layers.moe._ring import ring
 from spmd_tasks.layers.moe._router import RouterOutput
-from spmd_tasks.sharding import SplitDims, current_sharding_scope, num_parts, padding
+from spmd_tasks.sharding import ShardingScope, SplitDims, current_sharding_scope, num_parts, padding
 
 # The ways to move tokens to experts on other devices.
 DISPATCHES: dict[str, Dispatch] = {
@@ -153,7 +153,7 @@ def apply_experts(
   exchange = Exchange(
     axes=layout.exchange,
     num_devices=num_parts(layout.exchange, axis_sizes),
-    platform=scope.mesh.devices.flat[0].platform if isinstance(scope.mesh, Mesh) else None,
+    platform=scope.platform,
     capacity_factor=capacity_factor,
     all_axes=layout.all_axes,
   )
@@ -192,7 +192,7 @@ def apply_experts(
 
   if layout.up_embed or layout.down_embed:
     apply_on_device = jax.checkpoint(apply_on_device, policy=_save_all_but_gathered_weights, prevent_cse=False)
-  mesh, axis_names = _mesh_and_free_axes(scope.mesh, layout, x)
+  mesh, axis_names = _mesh_and_free_axes(scope, layout, x)
   y, statistics = jax.shard_map(
     apply_on_device,
     mesh=mesh,
@@ -259,10 +259,10 @@ def _sum_parts_backward(axes, num_devices, _, d_sum):
 _sum_parts.defvjp(_sum_parts_forward, _sum_parts_backward)
 
 
-def _mesh_and_free_axes(mesh: Mesh | AbstractMesh, layout: ExpertLayout, x: jax.Array) -> tuple[Any, set[str]]:
-  """Returns the mesh for a `shard_map` at this place, and its axes that no enclosing `shard_map` has made manual."""
-  context = jax.sharding.get_abstract_mesh()
-  manual = {name for name, kind in zip(context.axis_names, context.axis_types) if kind == AxisType.Manual}
+def _mesh_and_free_axes(scope: ShardingScope, layout: ExpertLayout, x: jax.Array) -> tuple[Any, frozenset[str]]:
+  """Returns the scope's `free_mesh`; refuses what this layer cannot do inside another `shard_map`."""
+  mesh, free = scope.free_mesh()
+  manual = set(scope.mesh.axis_names) - free
   taken = sorted(manual.intersection(layout.all_axes))
   if taken:
     raise UserError(
@@ -274,4 +274,4 @@ def _mesh_and_free_axes(mesh: Mesh | AbstractMesh, layout: ExpertLayout, x: jax.
       f'an enclosing shard_map over {sorted(manual)} checks varying axes, which this layer does not support: give that '
       'shard_map check_vma=False.'
     )
-  return (context if manual else mesh), set(mesh.axis_names) - manual
+  return mesh, free

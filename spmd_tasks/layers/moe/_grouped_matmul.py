@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe._loop_backend import multiply_by_loop
+from spmd_tasks.sharding import current_platform
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -123,7 +124,7 @@ def resolve_backend(backend: str | None) -> str:
   """
   backend = _backend_override.get() or backend
   if backend is None:
-    return best_grouped_matmul_backend(jax.default_backend())
+    return best_grouped_matmul_backend(current_platform())
   if backend not in GROUPED_MATMUL_BACKENDS:
     raise UserError(f'backend {backend!r} is unknown: choose one of {sorted(GROUPED_MATMUL_BACKENDS)}, or None.')
   return backend

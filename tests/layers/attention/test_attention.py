@@ -146,7 +146,7 @@ def test_split_dims():
     ({'num_heads': 3, 'window': 0}, 'window=0 with causal=True'),
     ({'num_heads': 3, 'window': 2, 'causal': False}, 'window=2 with causal=False'),
     ({'num_heads': 3, 'clip_qkv': 0.0}, 'clip_qkv=0.0 must be positive'),
-    ({'num_heads': 3, 'sinks': True, 'implementation': 'cudnn'}, 'sinks=True'),
+    ({'num_heads': 3, 'rotary': None, 'implementation': 'cudnn'}, 'is a library for NVIDIA GPUs'),
   ],
 )
 def test_impossible_settings_are_errors(fields, message):

@@ -1,0 +1,203 @@
+"""The implementations of attention give the numbers of a plain computation in float64, forward and backward."""
+
+import dataclasses
+import logging
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention import AttentionCall, attend, override_attention, resolve_implementation
+from spmd_tasks.layers.attention._blockwise import attend_blockwise
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, sharding_scope
+
+HEADS = ('batch', 'seq', 'act_heads', None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """A call of attention: [rows, length, heads, head_dim] queries, kv_heads keys and values of value_dim."""
+
+  rows: int = 2
+  length: int = 150
+  heads: int = 4
+  kv_heads: int = 2
+  head_dim: int = 8
+  value_dim: int = 8
+  causal: bool = True
+  window: int | None = None
+  cap: float | None = None
+  has_sinks: bool = False
+  is_packed: bool = True
+  dtype: str = 'float32'
+
+
+CASES = {
+  'packed': Case(),
+  'window, sinks, cap': Case(window=40, has_sinks=True, cap=5.0, kv_heads=1),
+  'one document': Case(is_packed=False, length=128, kv_heads=4),
+}
+MORE = {
+  'not causal': Case(causal=False, is_packed=False),
+  'not causal, packed': Case(causal=False),
+  'window of one token': Case(window=1),
+  'window longer than the row': Case(window=400, is_packed=False),
+  'values of another size': Case(head_dim=24, value_dim=16, kv_heads=4),
+  'one token': Case(length=1, is_packed=False),
+  'long': Case(length=700, window=300, rows=1),
+  'bfloat16': Case(dtype='bfloat16'),
+}
+EXHAUSTIVE = [pytest.param(case, id=name, marks=pytest.mark.exhaustive) for name, case in MORE.items()]
+TABLE = [pytest.param(case, id=name) for name, case in CASES.items()] + EXHAUSTIVE
+
+
+def arguments(case: Case, rng: np.random.Generator):
+  """(query, key, value, sinks or None), segment ids or None; the last document of a row is padding."""
+
+  def normal(*shape):
+    return jnp.asarray(rng.normal(size=shape), case.dtype)
+
+  query = normal(case.rows, case.length, case.heads, case.head_dim)
+  key = normal(case.rows, case.length, case.kv_heads, case.head_dim)
+  value = normal(case.rows, case.length, case.kv_heads, case.value_dim)
+  sinks = jnp.asarray(rng.normal(size=case.heads), 'float32') if case.has_sinks else None
+  segments = None
+  if case.is_packed:
+    starts = np.sort(rng.integers(1, case.length, size=(case.rows, 3)), axis=1)
+    segments = (1 + (np.arange(case.length)[None, :, None] >= starts[:, None, :]).sum(-1)) % 4
+  return (query, key, value, sinks), None if segments is None else jnp.asarray(segments, jnp.int32)
+
+
+def reference(case: Case, arrays, segments) -> np.ndarray:
+  """Attention in float64, one head after another."""
+  query, key, value, sinks = (None if x is None else np.asarray(x, np.float64) for x in arrays)
+  out = np.zeros((case.rows, case.length, case.heads, case.value_dim))
+  distance = np.arange(case.length)[:, None] - np.arange(case.length)[None, :]
+  for row in range(case.rows):
+    may_see = np.ones_like(distance, bool)
+    may_see &= distance >= 0 if case.causal else True
+    may_see &= distance < case.window if case.window is not None else True
+    if segments is not None:
+      ids = np.asarray(segments[row])
+      may_see &= ids[:, None] == ids[None, :]
+    for head in range(case.heads):
+      of_group = head // (case.heads // case.kv_heads)
+      logits = query[row, :, head] @ key[row, :, of_group].T / np.sqrt(case.head_dim)
+      if case.cap is not None:
+        logits = case.cap * np.tanh(logits / case.cap)
+      weights = np.where(may_see, np.exp(logits), 0.0)
+      total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[head]))
+      out[row, :, head] = weights / total @ value[row, :, of_group]
+  return out
+
+
+def values_and_gradients(case: Case, arrays, segments, **options):
+  """The results and the gradients of a weighted sum of them, whose weights are the same for every implementation."""
+  weight = jnp.asarray(np.random.default_rng(1).normal(size=(case.rows, case.length, case.heads, case.value_dim)))
+
+  @jax.jit
+  def compute(query, key, value, sinks):
+    def total(arrays):
+      *qkv, sinks = arrays
+      out = attend(*qkv, segments, causal=case.causal, window=case.window, logit_cap=case.cap, sinks=sinks, **options)
+      return jnp.sum(out.astype(jnp.float32) * weight), out
+
+    (_, out), gradients = jax.value_and_grad(total, has_aux=True)((query, key, value, sinks))
+    return out, gradients
+
+  return compute(*arrays)
+
+
+def assert_close(found, wanted, tolerance: float, what: str) -> None:
+  """Within `tolerance` of the largest number of each array, or of 0.1 where all are smaller."""
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert np.isfinite(a).all(), what
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(0.1, np.abs(b).max()), err_msg=what)
+
+
+@pytest.mark.parametrize('case', TABLE)
+def test_every_implementation_gives_the_same_numbers(case, monkeypatch):
+  monkeypatch.setitem(attend_blockwise.__kwdefaults__, 'block', 48)
+  arrays, segments = arguments(case, np.random.default_rng(0))
+  tolerance = 1e-5 if case.dtype == 'float32' else 2e-2
+  wanted = values_and_gradients(case, arrays, segments, implementation='xla')
+  assert_close(wanted[0], reference(case, arrays, segments), tolerance, 'xla against float64')
+  for name in ('blockwise', 'splash'):
+    with override_attention(name):
+      found = values_and_gradients(case, arrays, segments)
+    assert_close(found, wanted, tolerance, name)
+
+
+@pytest.mark.parametrize(
+  'heads, kv_heads, sizes',
+  [
+    (6, 3, (2, 4)),
+    pytest.param(3, 3, (3, 2), marks=pytest.mark.exhaustive),
+    pytest.param(8, 2, (2, 4), marks=pytest.mark.exhaustive),
+    pytest.param(4, 1, (1, 8), marks=pytest.mark.exhaustive),
+  ],
+)
+def test_kernels_run_on_a_mesh_that_divides_neither_rows_nor_heads(heads, kv_heads, sizes):
+  case = Case(rows=3, heads=heads, kv_heads=kv_heads, length=40, has_sinks=True, window=16)
+  arrays, segments = arguments(case, np.random.default_rng(0))
+  wanted = values_and_gradients(case, arrays, segments, implementation='xla')
+  num_devices = sizes[0] * sizes[1]
+  mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, *sizes)).build(jax.devices()[:num_devices])
+  for name in ('splash', 'blockwise'):
+    with sharding_scope(mesh, DEFAULT_AXIS_RULES), override_attention(name):
+      found = values_and_gradients(case, arrays, segments, split_dims=HEADS)
+    assert_close(found, wanted, 1e-5, name)
+
+
+def test_a_split_sequence_is_refused_by_splash():
+  arrays, segments = arguments(Case(), np.random.default_rng(0))
+  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 2)).build(jax.devices()[:4])
+  rules = (('batch', None), ('seq', 'data'), ('act_heads', 'mdl'))
+  with (
+    sharding_scope(mesh, rules),
+    override_attention('splash'),
+    pytest.raises(UserError, match=r"split it over \('data',\)"),
+  ):
+    attend(*arrays[:3], segments, split_dims=HEADS)
+
+
+CALL = AttentionCall(platform='tpu', dtype='bfloat16', length=4096, head_dim=128, value_dim=128)
+
+
+@pytest.mark.parametrize(
+  'changes, name, reason',
+  [
+    ({}, 'splash', "platform 'tpu'"),
+    ({'platform': 'gpu'}, 'cudnn', "platform 'gpu'"),
+    ({'platform': 'gpu', 'dtype': 'float32'}, 'blockwise', 'cudnn needs a dtype of 16 bits, not float32'),
+    ({'platform': 'gpu', 'has_sinks': True}, 'blockwise', 'cudnn has no sinks'),
+    ({'platform': 'gpu', 'value_dim': 64, 'length': 100}, 'xla', 'not 128 and 64'),
+    ({'platform': 'cpu'}, 'blockwise', "4096 tokens on 'cpu'"),
+    ({'platform': 'cpu', 'length': 64}, 'xla', "only 64 tokens on 'cpu'"),
+  ],
+)
+def test_the_best_implementation_is_chosen_and_logged_once(changes, name, reason, caplog):
+  call = dataclasses.replace(CALL, **changes)
+  sys.modules[attend.__module__]._best_implementation.cache_clear()
+  with caplog.at_level(logging.INFO):
+    assert [resolve_implementation(None, call), resolve_implementation(None, call)] == [name, name]
+  assert [reason in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(
+  'asked, changes, message',
+  [
+    ('flash', {}, "implementation='flash' of attention is unknown: choose one of xla, blockwise, cudnn, splash"),
+    ('splash', {'platform': 'cpu'}, "is a kernel for TPUs, and the mesh's devices are of the platform 'cpu'"),
+    ('cudnn', {}, "is a library for NVIDIA GPUs, and the mesh's devices are of the platform 'tpu'"),
+    ('cudnn', {'platform': 'gpu', 'has_cap': True}, 'has no logit cap'),
+    ('cudnn', {'platform': 'gpu', 'head_dim': 256, 'value_dim': 256}, 'at most 128 features, not 256 and 256'),
+  ],
+)
+def test_what_is_asked_for_and_cannot_be_had_is_an_error(asked, changes, message):
+  with pytest.raises(UserError, match=message):
+    resolve_implementation(asked, dataclasses.replace(CALL, **changes))
