@@ -139,6 +139,7 @@ def _kernel(
   """The kernel for the heads of a device: `(query [H, T, K], key [G, T, K], value [G, T, V], segments, sinks)`."""
   from jax.experimental.pallas.ops.tpu import splash_attention  # Pallas takes a second to import
 
+  mask: Any
   shape = (length, length)
   if window is not None:
     mask = splash_attention.LocalMask(shape, window_size=(window - 1, 0), offset=0)

@@ -18,7 +18,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 from absl import logging
 import jax
@@ -71,7 +71,7 @@ def attend(
     has_cap=logit_cap is not None,
     has_sinks=sinks is not None,
   )
-  options = {'causal': causal, 'window': window, 'softmax_scale': softmax_scale}
+  options: Any = {'causal': causal, 'window': window, 'softmax_scale': softmax_scale}
   match resolve_implementation(implementation, call):
     case 'splash':
       return attend_by_splash(
