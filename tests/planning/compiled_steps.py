@@ -1,0 +1,56 @@
+"""Three small training steps, compiled once per test process: dense, mixture of experts, pipelined."""
+
+import functools
+from typing import Any, NamedTuple
+
+import fiddle as fdl
+
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.experiments.synthetic import Tiny
+from spmd_tasks.layers.moe import Dropless
+from spmd_tasks.planning.scheduled_program import ScheduledProgram, read_program
+from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.sharding import DataExpertModelMesh
+
+
+class Dense(Tiny):
+  """Fully sharded over data 4, tensor parallel over mdl 2."""
+
+  ici_mesh_shape = (1, 4, 2)
+
+
+class Mixture(MoeLanguageModel, Tiny):
+  """8 experts, top 2, one per device."""
+
+  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=8)
+  num_experts = 8
+
+  def computation(self):
+    return fdl.Config(Dropless, dispatch='padded_all_to_all')
+
+
+class Pipelined(PipelinedLanguageModel, Tiny):
+  """4 stages of a layer each, data 2, 4 microbatches."""
+
+  ici_mesh_shape = (1, 4, 2, 1)
+  num_layers = 4
+  num_microbatches = 4
+
+
+class CompiledStep(NamedTuple):
+  """A training step, compiled for 8 fake CPU devices."""
+
+  job: Job
+  model: PartitionedModel
+  compiled: Any
+  program: ScheduledProgram
+
+
+@functools.cache
+def compiled_step(experiment: type) -> CompiledStep:
+  job = resolve(experiment).build()
+  model = partition_job(job)
+  compiled = model.train_step.compile()
+  return CompiledStep(job, model, compiled, read_program(compiled.as_text()))

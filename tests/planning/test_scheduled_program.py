@@ -1,0 +1,173 @@
+"""Compiled programs read from their text: shapes, attributes, loops, how often things run, and unknown lines."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmd_tasks.planning._hlo_text import parse_attributes, parse_shape
+from spmd_tasks.planning._products import program_flops
+from spmd_tasks.planning.scheduled_program import read_program
+from spmd_tasks.runtime import count_matmul_flops
+
+
+@pytest.mark.parametrize(
+  'text, num_bytes, stored_bytes',
+  [
+    ('f32[]', 4, 4),
+    ('bf16[3,5]{1,0}', 30, 30),
+    ('f32[3,200]{1,0:T(8,128)}', 2400, 8 * 256 * 4),
+    ('bf16[200,3]{0,1:T(8,128)(2,1)}', 1200, 8 * 256 * 2),  # dim 0 is minor
+    ('f32[4,1000]{1,0:T(1024)S(1)}', 16000, 4 * 1024 * 4),
+    ('s4[7]{0:E(4)}', 4, 4),
+    ('(f32[2]{0}, /*index=1*/(s32[], pred[3]), token[])', 8 + 4 + 3, 15),
+    ('f8e4m3fn[10]', 10, 10),
+    ('nonsense', 0, 0),
+  ],
+)
+def test_shapes(text, num_bytes, stored_bytes):
+  shape = parse_shape(text)
+  assert (shape.num_bytes, shape.stored_bytes) == (num_bytes, stored_bytes)
+
+
+def test_attributes_may_hold_quotes_and_brackets():
+  text = 'dims={1,{2}}, metadata={op_name="f(\\"a, b\\")={" source_line=3}, backend_config={"a":{"b":"}"}}, flag=true'
+  assert parse_attributes(text) == {
+    'dims': '{1,{2}}',
+    'metadata': '{op_name="f(\\"a, b\\")={" source_line=3}',
+    'backend_config': '{"a":{"b":"}"}}',
+    'flag': 'true',
+  }
+
+
+PROGRAM = """\
+HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, num_partitions=4
+
+%condition (arg: (s32[], f32[8,8])) -> pred[] {
+  %arg = (s32[], f32[8,8]{1,0}) parameter(0)
+  %bound = s32[] constant(10)
+  %counter = s32[] get-tuple-element(%arg), index=0
+  ROOT %less = pred[] compare(%counter, %bound), direction=LT
+}
+
+%fused (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  ROOT %dot = f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (arg.1: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %arg.1 = (s32[], f32[8,8]{1,0}) parameter(0)
+  %counter.1 = s32[] get-tuple-element(%arg.1), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%counter.1, %two)
+  %x = f32[8,8]{1,0} get-tuple-element(%arg.1), index=1
+  %f = f32[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused, metadata={op_name="jit(f)/while/dot \\"x\\""}, \
+backend_config={"window_config":{"estimated_cycles":"1234"}}
+  what the compilers of next year print
+  ROOT %out = (s32[], f32[8,8]{1,0}) tuple(%next, %f)
+}
+
+ENTRY %main (a: f32[8,8]) -> (f32[8,8]) {
+  %a = f32[8,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %one = s32[] constant(1)
+  %init = (s32[], f32[8,8]{1,0}) tuple(%one, %a)
+  %loop = (s32[], f32[8,8]{1,0}) while(%init), condition=%condition, body=%body
+  %result = f32[8,8]{1,0} get-tuple-element(%loop), index=1
+  %kernel = f32[8,8]{1,0} custom-call(f32[8,8]{1,0} %result), custom_call_target="tpu_custom_call"
+  ROOT %tuple = (f32[8,8]{1,0}) tuple(%kernel)
+}
+
+FileNames
+1 "f.py"
+"""
+
+
+def test_a_program_with_a_loop():
+  program = read_program(PROGRAM)
+  assert (program.name, program.attributes['num_partitions'], program.entry.name) == ('jit_f', '4', 'main')
+  assert program.trip_counts == {'loop': 5}  # 1, 3, 5, 7, 9
+  assert program.executions == {'main': 1, 'body': 5, 'condition': 6}
+  fusion = program.computations['body'].by_name['f']
+  assert (fusion.op_name, fusion.estimated_cycles, fusion.operands) == ('jit(f)/while/dot "x"', 1234, ('x',))
+  kernel = program.entry.by_name['kernel']
+  assert (kernel.custom_call_target, kernel.operands) == ('tpu_custom_call', ('result',))
+  assert program_flops(program) == 5 * 2 * 8 * 8 * 8
+
+
+def test_a_line_that_cannot_be_read_is_kept_and_counted():
+  program = read_program(PROGRAM)
+  assert program.num_unknown == 1
+  unknown = [each for each in program.computations['body'].instructions if each.opcode == 'unknown']
+  assert unknown[0].tail == 'what the compilers of next year print'
+
+
+def test_a_text_without_a_program_is_refused():
+  with pytest.raises(ValueError, match='a text of 5 characters holds no HLO computation'):
+    read_program('hello')
+
+
+@pytest.mark.parametrize(
+  'change, trips',
+  [
+    (('direction=LT', 'direction=LE'), 5),
+    (('constant(10)', 'constant(11)'), 5),
+    (('constant(10)', 'constant(12)'), 6),
+    (('constant(1)', 'constant(20)'), 0),
+    (('compare(%counter, %bound), direction=LT', 'compare(%bound, %counter), direction=GT'), 5),
+    (('body=%body\n', 'body=%body, backend_config={"known_trip_count":{"n":"3"}}\n'), 3),
+    (('%one = s32[] constant(1)', '%one = s32[] bitcast(%a)'), None),  # decided by an argument
+    (('s32[] add(%counter.1, %two)', 's32[] multiply(%counter.1, %two)'), None),
+  ],
+)
+def test_trip_counts(change, trips):
+  program = read_program(PROGRAM.replace(*change))
+  assert program.trip_counts == {'loop': trips}
+  assert bool(program.unknown_loops) == (trips is None)
+
+
+def layers(x, stack, is_odd):
+  """A scan over [L, ...] of a scan of 3, in which a branch is taken."""
+
+  def layer(x, kernel):
+    x = jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ kernel), x)
+    return jax.lax.cond(is_odd, lambda x: x @ kernel @ kernel, lambda x: x, x), None
+
+  return jax.lax.scan(layer, x, stack)[0].sum()
+
+
+def test_flops_of_what_xla_compiled_are_those_of_the_jaxpr():
+  arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((16, 8), 'f4'), ((5, 8, 8), 'f4'), ((), '?'))]
+  program = read_program(jax.jit(layers).lower(*arguments).compile().as_text())
+  assert (program.num_unknown, program.unknown_loops) == (0, ())
+  assert program_flops(program) == count_matmul_flops(layers, *arguments) == 5 * (3 + 2) * 2 * 16 * 8 * 8
+  assert {5, 3} <= set(program.trip_counts.values())
+
+
+CONVOLUTION = """\
+HloModule m
+
+ENTRY %main (a: f32[6,4], b: f32[4,8]) -> f32[6,8] {{
+  %a = {lhs} parameter(0)
+  %b = {rhs} parameter(1)
+  ROOT %c = {out} convolution(%a, %b), {attributes}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+  'lhs, rhs, out, attributes, flops',
+  [
+    ('f32[6,4]', 'f32[4,8]', 'f32[6,8]', 'dim_labels=bf_io->bf', 2 * 6 * 4 * 8),
+    # A product batched over 3, as the TPU compiler writes it: of 3 positions of the window one meets an element.
+    (
+      'f32[3,6,4]', 'f32[3,4,8]', 'f32[3,6,8]',
+      'window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf', 2 * 3 * 6 * 4 * 8,
+    ),
+    # 10 outputs, a kernel of 3 with padding 1: the ends meet 2 elements instead of 3.
+    ('f32[2,10,8]', 'f32[3,8,4]', 'f32[2,10,4]', 'window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f', 64 * 2 * 28),
+    ('f32[2,9,8]', 'f32[3,8,4]', 'f32[2,4,4]', 'window={size=3 stride=2}, dim_labels=b0f_0io->b0f', 64 * 2 * 12),
+    ('f32[2,9,8]', 'f32[3,8,4]', 'f32[2,5,4]', 'window={size=3 rhs_dilate=2}, dim_labels=b0f_0io->b0f', 64 * 2 * 15),
+  ],
+)  # fmt: skip
+def test_products_written_as_convolutions(lhs, rhs, out, attributes, flops):
+  program = read_program(CONVOLUTION.format(lhs=lhs, rhs=rhs, out=out, attributes=attributes))
+  assert program_flops(program) == flops
