@@ -14,6 +14,7 @@ mesh and its rules as one field of an experiment), reductions.py (norms of shard
 of a batch on one host).
 """
 
+from spmd_tasks.sharding._mesh_shapes import nearest_hybrid_shape, nearest_shapes
 from spmd_tasks.sharding.expert_axes import (
   ExpertAxes,
   data_expert_model_axes,
@@ -97,6 +98,8 @@ __all__ = [
   'infer_partition_spec_based_on_rank',
   'match_fn',
   'merge_stacked',
+  'nearest_hybrid_shape',
+  'nearest_shapes',
   'num_parts',
   'pad',
   'padded_shape',

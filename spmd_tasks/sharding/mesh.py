@@ -2,18 +2,25 @@
 
 ICI is the fast network within a slice (or within one host), DCN the slow network between slices. An axis of ICI size i
 and DCN size d has i * d devices; its DCN part is the outer one, as in Pax and T5X.
+
+Every shape that multiplies to the devices can be built, on tori of TPU chips too (_torus.py). What DCN runs between are
+the *granules*: the slices of TPUs; the hosts of GPUs, which XLA numbers as slices; or else the processes. A DCN shape
+that is not theirs is refused, because an axis across them would be taken for fast.
 """
 
+import collections
 from collections.abc import Sequence
 import dataclasses
 import math
+from typing import Any
 
 import jax
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.sharding._mesh_shapes import nearest_hybrid_shape, nearest_shapes, shape_text
+from spmd_tasks.sharding._torus import arrange
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +72,11 @@ class MeshSpec:
     if wanted != num_devices:
       dcn_text = f' x dcn_mesh_shape {tuple(dcn)}' if self.dcn_mesh_shape else ''
       num_slices = math.prod(dcn)
-      remedy = f'set --ici_mesh_shape to {len(ici)} sizes whose product is {num_devices // num_slices}'
+      nearest = [shape_text(shape) for shape in nearest_shapes(ici, max(1, num_devices // num_slices), limit=2)]
+      remedy = (
+        f'set --ici_mesh_shape to {len(ici)} sizes whose product is {num_devices // num_slices}, such as '
+        f'{" or ".join(nearest)}'
+      )
       if num_devices % num_slices:
         remedy = f'{num_slices} slices do not divide them, so set --dcn_mesh_shape to sizes whose product does'
       raise UserError(
@@ -77,11 +88,7 @@ class MeshSpec:
   def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Builds the jax Mesh over `devices` (default: all) with automatic (GSPMD) axes."""
     devices = list(jax.devices() if devices is None else devices)
-    ici, dcn = self._shapes(len(devices))
-    if math.prod(dcn) > 1:
-      array = _hybrid_device_array(ici, dcn, devices)
-    else:
-      array = mesh_utils.create_device_mesh(ici, devices)
+    array = device_array(*self._shapes(len(devices)), devices)
     return Mesh(array, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
 
   def build_abstract(self) -> AbstractMesh:
@@ -96,29 +103,64 @@ class MeshSpec:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _hybrid_device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-  """Returns devices [ici*dcn ...] with granules (slices, or else processes) along the DCN part.
+def device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+  """Returns the devices as an array [ici * dcn ...], with granules (slices, hosts or processes) along the DCN part.
 
-  On CPUs and on a single machine there are no slices; equal runs of devices stand for them.
+  On CPUs and on a single machine there are no granules; equal runs of devices stand for them.
+
+  Args:
+    ici, dcn: one size per mesh axis; together they multiply to the devices.
+    devices: of any platform; of a TPU's they are asked for `coords`, `core_on_chip` and `device_kind`.
 
   Raises:
-    UserError: there are several slices or processes, and neither number equals the DCN size.
+    UserError: there are several granules, and their number is not the DCN size.
   """
   num_granules = math.prod(dcn)
-  slices = {getattr(device, 'slice_index', None) for device in devices}
-  processes = {device.process_index for device in devices}
-  if len(slices) == num_granules and None not in slices:
-    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices)
-  if len(processes) == num_granules:
-    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, process_is_granule=True)
-  if max(len(slices), len(processes)) > 1 and devices[0].platform != 'cpu':
-    of_slices = f'{len(slices)} slice(s) and ' if None not in slices else ''
-    raise UserError(
-      f'dcn_mesh_shape {tuple(dcn)} is for {num_granules} slices, but the {len(devices)} devices belong to '
-      f'{of_slices}{len(processes)} process(es): set --dcn_mesh_shape to sizes whose product is the number of slices '
-      'or processes, and --ici_mesh_shape to the devices of one.'
-    )
-  granules = np.asarray(devices, dtype=object).reshape(*dcn, *ici)
+  granules = _granules(num_granules, devices, ici, dcn)
+  if granules is not None:
+    arrays = np.stack([arrange(ici, granule) for granule in granules])
+  else:
+    arrays = np.asarray(devices, dtype=object)
   ndim = len(ici)
-  interleaved = granules.transpose([dim for pair in zip(range(ndim), range(ndim, 2 * ndim)) for dim in pair])
-  return interleaved.reshape([d * i for d, i in zip(dcn, ici)])
+  interleaved = [dim for pair in zip(range(ndim), range(ndim, 2 * ndim)) for dim in pair]
+  return arrays.reshape(*dcn, *ici).transpose(interleaved).reshape([d * i for d, i in zip(dcn, ici)])
+
+
+def _granules(wanted: int, devices: Sequence[Any], ici: Sequence[int], dcn: Sequence[int]) -> list[list[Any]] | None:
+  """Returns the devices of each granule in order; None: there are none, and any run of devices may be one."""
+  slices, processes = _grouped(devices, 'slice_index'), _grouped(devices, 'process_index')
+  platform = devices[0].platform
+  if wanted == 1 and not (platform == 'tpu' and len(slices) > 1):  # GPUs of several hosts may be one mesh without DCN
+    return [list(devices)]
+  for groups in (slices, processes):
+    if len(groups) == wanted:
+      return _of_equal_size(groups)
+  if platform == 'cpu' or max(len(slices), len(processes)) <= 1:
+    return None
+  groups = slices if len(slices) > 1 else processes
+  names = [f'{len(found)} {name}' for name, found in (('slice(s)', slices), ('process(es)', processes)) if found]
+  inner, outer = nearest_hybrid_shape(ici, dcn, len(groups), len(devices) // len(groups))
+  raise UserError(
+    f'dcn_mesh_shape {tuple(dcn)} is for {wanted} slice{"s" * (wanted > 1)}, but the {len(devices)} devices belong to '
+    f'{" and ".join(names)}: set --dcn_mesh_shape to sizes whose product is the number of slices or processes, and '
+    f'--ici_mesh_shape to the devices of one, such as --dcn_mesh_shape {shape_text(outer)} --ici_mesh_shape '
+    f'{shape_text(inner)}.'
+  )
+
+
+def _grouped(devices: Sequence[Any], attribute: str) -> list[list[Any]]:
+  """Returns the devices by the value of an attribute, in its order; no groups where a device lacks it."""
+  groups: dict[Any, list[Any]] = collections.defaultdict(list)
+  for device in devices:
+    groups[getattr(device, attribute, None)].append(device)  # a TPU of one slice raises AttributeError
+  return [] if None in groups else [groups[key] for key in sorted(groups)]
+
+
+def _of_equal_size(groups: list[list[Any]]) -> list[list[Any]]:
+  sizes = sorted({len(group) for group in groups})
+  if len(sizes) > 1:
+    raise UserError(
+      f'the slices or processes have {sizes[0]} to {sizes[-1]} devices, but a mesh needs as many of each: take slices '
+      'of one topology.'
+    )
+  return groups

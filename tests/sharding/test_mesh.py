@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.sharding import MeshSpec
-from spmd_tasks.sharding.mesh import _hybrid_device_array
+from spmd_tasks.sharding.mesh import device_array
 
 AXES = ('replica', 'data', 'mdl')
 
@@ -79,7 +79,7 @@ def fake_devices(granule_of_id, attribute, platform='fake'):
 def test_real_slices_else_processes_are_what_the_dcn_axes_run_over(attribute, ici, dcn):
   num_granules = int(np.prod(dcn))
   granule_of_id = {i: i % num_granules for i in range(8)}  # interleaved, not consecutive
-  array = _hybrid_device_array(ici, dcn, fake_devices(granule_of_id, attribute))
+  array = device_array(ici, dcn, fake_devices(granule_of_id, attribute))
   assert array.shape == tuple(i * d for i, d in zip(ici, dcn))
   assert sorted(device.id for device in array.flat) == list(range(8))
   for position in np.ndindex(array.shape):
@@ -93,14 +93,14 @@ def test_real_slices_else_processes_are_what_the_dcn_axes_run_over(attribute, ic
 def test_slices_that_are_not_those_of_the_mesh_are_refused(attribute, words):
   devices = fake_devices({i: i % 4 for i in range(8)}, attribute)
   with pytest.raises(ValueError, match=r'dcn_mesh_shape \(2, 1, 1\) is for 2 slices') as error:
-    _hybrid_device_array((1, 2, 2), (2, 1, 1), devices)
+    device_array((1, 2, 2), (2, 1, 1), devices)
   assert words in str(error.value)
 
 
 @pytest.mark.parametrize('granules, platform', [(4, 'cpu'), (1, 'fake')])
 def test_on_cpus_and_on_one_machine_runs_of_devices_stand_for_slices(granules, platform):
   devices = fake_devices({i: i % granules for i in range(8)}, 'process_index', platform)
-  array = _hybrid_device_array((1, 2, 2), (2, 1, 1), devices)
+  array = device_array((1, 2, 2), (2, 1, 1), devices)
   assert [device.id for device in array[0].flat] == [7, 6, 5, 4]
 
 

@@ -1,0 +1,61 @@
+"""Finds the mesh shapes near one that cannot be built: every way to split devices over axes, nearest first.
+
+    nearest_shapes((1, 8, 4), 64)  # [(1, 16, 4), (1, 8, 8), (2, 8, 4)]
+
+Plain arithmetic on numbers of devices; it knows nothing of networks.
+"""
+
+from collections.abc import Iterator, Sequence
+import math
+
+
+def factorizations(total: int, num_axes: int) -> Iterator[tuple[int, ...]]:
+  """Yields every tuple of `num_axes` positive sizes whose product is `total`."""
+  if num_axes == 1:
+    yield (total,)
+    return
+  for size in _divisors(total):
+    for rest in factorizations(total // size, num_axes - 1):
+      yield (size, *rest)
+
+
+def nearest_shapes(wanted: Sequence[int], total: int, limit: int = 3) -> list[tuple[int, ...]]:
+  """Returns up to `limit` shapes of `total` devices, nearest to the wanted one first.
+
+  The distance is the sum of |log2(size / wanted size)|. Among equals comes first what opens no axis of size 1, and then
+  what keeps the inner axes, which have the most traffic.
+  """
+
+  def distance(shape: tuple[int, ...]) -> tuple:
+    changes = [round(abs(math.log2(size / want)), 9) for size, want in zip(shape, wanted)]
+    opened = sum(want == 1 < size for size, want in zip(shape, wanted))
+    return round(sum(changes), 6), opened, changes[::-1]
+
+  return sorted(factorizations(total, len(wanted)), key=distance)[:limit]
+
+
+def nearest_hybrid_shape(
+  ici: Sequence[int], dcn: Sequence[int], num_slices: int, slice_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  """Returns the (ICI, DCN) shapes of `num_slices` slices of `slice_size` devices that are nearest to those given.
+
+  The axes keep their whole sizes (ICI x DCN) where that is possible: only what runs across slices changes.
+  """
+  whole = [i * d for i, d in zip(ici, dcn)]
+  outer_shapes = nearest_shapes(dcn, num_slices, limit=10_000)
+  for outer in outer_shapes:
+    inner = tuple(size // part for size, part in zip(whole, outer))
+    if math.prod(inner) == slice_size and all(size % part == 0 for size, part in zip(whole, outer)):
+      return inner, outer
+  wanted = [max(1, size // part) for size, part in zip(whole, outer_shapes[0])]
+  return nearest_shapes(wanted, slice_size)[0], outer_shapes[0]
+
+
+def shape_text(shape: Sequence[int]) -> str:
+  """Formats a shape as its flag takes it: 1,8,4."""
+  return ','.join(map(str, shape))
+
+
+def _divisors(number: int) -> list[int]:
+  small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+  return small + [number // size for size in reversed(small) if size * size != number]

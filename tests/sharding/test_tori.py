@@ -1,0 +1,179 @@
+"""Meshes of real pods: every shape of the right size builds on every torus and on GPU nodes, near neighbours stay near.
+
+The devices are stand-ins with the attributes that matter; test_real_tori.py compares them with libtpu's.
+"""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.sharding import MeshSpec, nearest_hybrid_shape, nearest_shapes
+from spmd_tasks.sharding._mesh_shapes import factorizations
+from spmd_tasks.sharding._torus import _torus, split_torus
+from spmd_tasks.sharding.mesh import device_array
+from tests.sharding.stand_in_devices import gpu_devices, tpu_devices
+
+# ici, dcn, chip, topology: the registered experiments for pods on what they are for.
+RECIPES = {
+  'lm.Dense1B on v5e': ((1, 8, 4), None, 'v5e', '4x8'),
+  'lm.Dense1B on v5p': ((1, 8, 4), None, 'v5p', '4x4x2'),
+  'lm.Dense1B on v6e': ((1, 8, 4), None, 'v6e', '4x8'),
+  'lm.Dense1B on v4': ((1, 8, 4), None, 'v4', '2x4x4'),
+  'lm.Dense70B': ((1, 64, 4), (4, 1, 1), 'v5p', '8x8x4'),
+  'pipeline.Dense70B': ((1, 2, 32, 4), (1, 4, 1, 1), 'v5p', '8x8x4'),
+  'moe on v5p': ((1, 8, 8, 4), None, 'v5p', '8x8x4'),
+  'moe on v6e': ((1, 8, 8, 4), None, 'v6e', '16x16'),
+}
+TOPOLOGIES = [
+  ('v4', '2x2x1'),
+  ('v4', '4x4x4'),
+  ('v4', '4x4x8'),
+  ('v5e', '2x4'),
+  ('v5e', '4x4'),
+  ('v5e', '8x8'),
+  ('v5e', '16x16'),
+  ('v5p', '2x2x2'),
+  ('v5p', '4x4x2'),
+  ('v5p', '8x8x4'),
+  ('v5p', '4x4x12'),  # a factor 3
+  ('v5p', '4x4x28'),  # sizes that mesh_utils of jax 0.10.2 cannot split if it is asked to
+  ('v5p', '4x4x20'),
+  ('v6e', '2x4'),
+  ('v6e', '4x8'),
+  ('v6e', '16x16'),
+]
+
+
+def random_shape(rng, total, num_axes):
+  """Sizes of `num_axes` axes with the product `total`, prime by prime."""
+  sizes = [1] * num_axes
+  factor = 2
+  while total > 1:
+    while total % factor == 0:
+      sizes[rng.randrange(num_axes)] *= factor
+      total //= factor
+    factor += 1
+  return tuple(sizes)
+
+
+def random_cases(count):
+  rng = random.Random(0)
+  for _ in range(count):
+    chip, topology = rng.choice(TOPOLOGIES)
+    num_slices = rng.choice([1, 1, 2, 4, 6])
+    num_axes = rng.randint(1, 5)
+    per_slice = math.prod(map(int, topology.split('x')))
+    ici = random_shape(rng, per_slice, num_axes)
+    dcn = random_shape(rng, num_slices, num_axes) if num_slices > 1 else None
+    yield pytest.param(ici, dcn, chip, topology, id=f'{num_slices}x{chip}:{topology} {ici} {dcn}')
+
+
+def check_array(array, ici, dcn, devices):
+  """Every device is there once, and the DCN part of each axis is what runs across slices."""
+  dcn = dcn or (1,) * len(ici)
+  assert array.shape == tuple(i * d for i, d in zip(ici, dcn))
+  assert sorted(device.id for device in array.flat) == sorted(device.id for device in devices)
+  if math.prod(dcn) > 1:
+    for position in np.ndindex(array.shape):
+      outer = [at // i for at, i in zip(position, ici)]
+      assert array[position].slice_index == np.ravel_multi_index(outer, dcn)
+
+
+@pytest.mark.parametrize(
+  'ici, dcn, chip, topology', [*(pytest.param(*case, id=name) for name, case in RECIPES.items()), *random_cases(50)]
+)
+def test_every_shape_of_the_right_size_builds_on_a_torus(ici, dcn, chip, topology):
+  devices = tpu_devices(chip, topology, math.prod(dcn or (1,)))
+  check_array(device_array(ici, dcn or (1,) * len(ici), devices), ici, dcn, devices)
+
+
+@pytest.mark.parametrize('process_per_gpu', [False, True])
+@pytest.mark.parametrize('ici, dcn', [((1, 2, 4), (4, 1, 1)), ((2, 1, 4), (1, 4, 1)), ((1, 8, 4), None), ((32,), None)])
+def test_every_shape_of_the_right_size_builds_on_gpu_nodes(ici, dcn, process_per_gpu):
+  devices = gpu_devices(4, process_per_gpu=process_per_gpu)
+  check_array(device_array(ici, dcn or (1,) * len(ici), devices[::-1]), ici, dcn, devices)
+
+
+def hops(array, torus, axis):
+  """The mean distance of neighbours along a mesh axis, in links of a torus that wraps around where it has 4 or more."""
+  place = {device.id: at for at, device in np.ndenumerate(torus)}
+  steps = []
+  for one, other in zip(np.moveaxis(array, axis, 0)[:-1].flat, np.moveaxis(array, axis, 0)[1:].flat):
+    apart = [abs(a - b) for a, b in zip(place[one.id], place[other.id])]
+    steps.append(sum(min(d, n - d) if n >= 4 else d for d, n in zip(apart, torus.shape)))
+  return sum(steps) / len(steps)
+
+
+@pytest.mark.parametrize('name', ['lm.Dense1B on v5p', 'lm.Dense70B', 'pipeline.Dense70B', 'moe on v5p', 'moe on v6e'])
+def test_neighbours_along_the_inner_axes_are_neighbours_in_the_network(name):
+  ici, _, chip, topology = RECIPES[name]
+  devices = tpu_devices(chip, topology)
+  array, naive = device_array(ici, (1,) * len(ici), devices), np.array(devices, dtype=object).reshape(ici)
+  torus = _torus(devices)
+  assert hops(array, torus, len(ici) - 1) == 1
+  for axis in (len(ici) - 1, len(ici) - 2):
+    assert hops(array, torus, axis) <= hops(naive, torus, axis)
+
+
+def test_the_stages_of_dense70b_share_a_dim_of_the_torus_with_the_data_axis():
+  """Stage 2 x data 32 x mdl 4 on 8x8x4: mdl is z, data x and lines of four in y; stages are four chips apart."""
+  array = device_array((1, 2, 32, 4), (1, 1, 1, 1), tpu_devices('v5p', '8x8x4'))
+  one, other = array[0, 0, 0, 0].coords, array[0, 1, 0, 0].coords
+  assert sorted(abs(a - b) for a, b in zip(one, other)) == [0, 0, 4]
+  assert {device.coords[:2] for device in array[0, 0, 0]} == {one[:2]}
+
+
+@pytest.mark.parametrize('shape', [(4, 4, 28), (448,), (14, 32), (2, 7, 32), (28, 16), (64, 7), (7, 4, 2, 8)])
+def test_the_splitting_of_our_own_takes_any_sizes(shape):
+  torus = np.arange(4 * 4 * 28).reshape(4, 4, 28, 1)
+  mesh = split_torus(torus, shape)
+  assert mesh.shape == shape
+  assert sorted(mesh.flat) == list(range(448))
+
+
+@pytest.mark.parametrize('shape', [(2, 4), (8, 1), (1, 2, 2, 2)])
+def test_two_devices_per_chip_build_too(shape):
+  devices = tpu_devices('v4', '2x2x1', num_cores=2)
+  check_array(device_array(shape, (1,) * len(shape), devices), shape, None, devices)
+
+
+@pytest.mark.parametrize(
+  'ici, dcn, devices, words',
+  [
+    ((1, 128, 4), (1, 1, 1), tpu_devices('v5p', '8x8x4', 2),
+     ['dcn_mesh_shape (1, 1, 1) is for 1 slice,', '2 slice(s)', '--dcn_mesh_shape 1,2,1 --ici_mesh_shape 1,64,4']),
+    ((1, 16, 4), (8, 1, 1), tpu_devices('v5p', '4x4x8', 4),
+     ['is for 8 slices', '4 slice(s) and 128 process(es)', '--dcn_mesh_shape 4,1,1 --ici_mesh_shape 2,16,4']),
+    ((1, 2, 4), (2, 1, 1), gpu_devices(4)[:16] + gpu_devices(4)[24:], ['3 slice(s)', '--dcn_mesh_shape']),
+    ((3, 1), (1, 1), tpu_devices('v5e', '2x4')[:3], ['3 devices', 'box of', 'take all devices']),
+    ((2, 6), (2, 1), tpu_devices('v5e', '2x4', 2)[:12], ['4 to 8 devices', 'slices of one topology']),
+  ],
+)  # fmt: skip
+def test_what_cannot_be_built_is_refused_in_one_sentence(ici, dcn, devices, words):
+  with pytest.raises(UserError) as error:
+    device_array(ici, dcn, devices)
+  for word in words:
+    assert word in str(error.value)
+  assert '\n' not in str(error.value)
+
+
+def test_a_mesh_of_the_wrong_size_names_the_nearest_that_is_right():
+  spec = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 8, 4))
+  with pytest.raises(UserError, match='product is 64, such as 1,16,4 or 1,8,8'):
+    spec.sizes(64)
+
+
+def test_nearest_shapes_multiply_to_the_devices_and_are_near():
+  assert nearest_shapes((1, 8, 4), 32, 1) == [(1, 8, 4)]
+  assert nearest_shapes((1, 8, 4), 64) == [(1, 16, 4), (1, 8, 8), (2, 8, 4)]
+  assert nearest_shapes((1, 8, 4), 96, 1) == [(1, 24, 4)]
+  assert nearest_shapes((1, 8, 4), 7, 1) == [(1, 7, 1)]
+  assert len(set(factorizations(2048, 4))) == 364
+
+
+def test_axes_keep_their_whole_sizes_when_only_the_slices_are_others():
+  assert nearest_hybrid_shape((1, 16, 4), (8, 1, 1), 4, 128) == ((2, 16, 4), (4, 1, 1))
+  assert nearest_hybrid_shape((1, 64, 4), (1, 1, 1), 4, 64) == ((1, 16, 4), (1, 4, 1))
