@@ -58,6 +58,7 @@ class Dense1B(DenseLanguageModel):
   """1.2B parameters, bfloat16 compute, grouped-query attention; mesh data 8 x mdl 4 (32 chips)."""
 
   ici_mesh_shape = (1, 8, 4)
+  target = 'v5p:4x4x2'
   vocab_size = 32_000
   model_dims = 2048
   num_layers = 24
@@ -81,6 +82,7 @@ class Dense70B(Dense1B):
 
   ici_mesh_shape = (1, 64, 4)
   dcn_mesh_shape = (4, 1, 1)
+  target = '4x v5p:8x8x4'
   model_dims = 8192
   num_layers = 80
   num_heads = 64

@@ -65,6 +65,7 @@ class Mixtral8x7B(MoeLanguageModel):
   """47B parameters, 13B of them at work per token (Jiang et al., 2024); mesh data 8 x expert 8 x mdl 4 (256 chips)."""
 
   mesh = DataExpertModelMesh(num_devices=256, num_expert_partitions=8, num_partitions=4)
+  target = 'v5p:8x8x4'
   vocab_size = 32_000
   model_dims = 4096
   num_layers = 32

@@ -151,6 +151,10 @@ class Experiment(_FrozenFields, abc.ABC):
   # An input's split dims by its rank: map_1d, map_2d, ...; None leaves inputs sharded on batch as they enter.
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
 
+  # The accelerators that the experiment is made for, such as 'v5p:4x4x2', which --mode plan plans for; training runs on
+  # those that there are.
+  target: str | None = None
+
   seed: int = 0
   # The job_log_dir of another job, from whose newest checkpoint (or that of `init_from_step`) a new job takes its
   # weights: the same model's, or a dense one's to become experts (programs/upcycling.py); or hf:FOLDER, a model of a

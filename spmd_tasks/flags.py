@@ -8,9 +8,10 @@ from typing import Any, NoReturn
 
 from spmd_tasks.errors import UserError
 
-MODES = ('train', 'eval', 'decode', 'decode_once', 'serve', 'verify', 'export')
+MODES = ('train', 'eval', 'decode', 'decode_once', 'serve', 'plan', 'verify', 'export')
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
 _FDL = '--fdl.'
+PLAN_FLAGS = ('target', 'plan_out', 'plan_steps')
 SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'max_connections', 'drain_s')
 
 
@@ -114,6 +115,14 @@ def make_parser() -> argparse.ArgumentParser:
   serving.add_argument(
     '--drain_s', type=float, metavar='S', help='seconds for running requests after SIGTERM; default: 30'
   )
+  planning = parser.add_argument_group('--mode plan')
+  planning.add_argument(
+    '--target',
+    metavar='CHIPS',
+    help="v5p:4x4x2, v6e:16x16, '2x v5p:8x8x4' (slices), h200:8, h100:8x4 (nodes), cpu:N; default: the experiment's",
+  )
+  planning.add_argument('--plan_out', metavar='DIR', help='also write the plan as plan.json')
+  planning.add_argument('--plan_steps', metavar='A,B', help='of train, eval, prefill, decode; default: train')
   verifying = parser.add_argument_group('--mode verify')
   verifying.add_argument('--claims', metavar='A,B', help='only these claims; default: all')
   verifying.add_argument('--cases', type=int, metavar='N', help='N random meshes more; default: 0')
@@ -152,6 +161,13 @@ def check_flags_of_mode(args: argparse.Namespace) -> None:
   given = [name for name in SERVE_FLAGS if getattr(args, name) is not None]
   if args.mode != 'serve' and given:
     raise UserError(f'--{given[0]} is for --mode serve: leave it out.')
+  given = [name for name in PLAN_FLAGS if getattr(args, name)]
+  if args.mode != 'plan' and given:
+    raise UserError(f'--{given[0]} is for --mode plan: leave it out.')
+  if args.mode == 'plan' and args.num_fake_devices is not None:
+    raise UserError(
+      f'--num_fake_devices is for running; --mode plan compiles only: give --target cpu:{args.num_fake_devices}.'
+    )
   if args.mode == 'decode' and args.checkpoint_step is not None:
     raise UserError(
       f'--mode decode follows every new checkpoint, but --checkpoint_step {args.checkpoint_step} names one: take '

@@ -99,11 +99,13 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   if not args.print_config:
     if args.mode is None:
       raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
-    if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve'):
+    if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve', 'plan'):
       raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
     check_flags_of_mode(args)
     if args.mode == 'verify':
       return _verify(args)
+    if args.mode == 'plan':
+      return _plan(args)
   import contextlib
   import tempfile
 
@@ -233,6 +235,22 @@ def _verify(args: 'argparse.Namespace') -> int:
     num_cases=args.cases or 0,
     directory=args.job_log_dir,
   )
+
+
+def _plan(args: 'argparse.Namespace') -> int:
+  """Runs --mode plan, which builds the experiment for devices that are not there."""
+  from spmd_tasks.files import absolute_path
+  from spmd_tasks.programs import plan
+
+  def resolve(after: Sequence[str], prepare: Any = None) -> Any:
+    return _resolve(args, after=after, prepare=prepare).build()
+
+  settings = plan.PlanSettings(
+    target=args.target,
+    steps=tuple((args.plan_steps or 'train').split(',')),
+    directory=absolute_path(args.plan_out) if args.plan_out else None,
+  )
+  return plan.plan(resolve, settings)
 
 
 def _resolve(

@@ -167,6 +167,14 @@ class DecodeSteps:
       for score in (False, True) if score_prompts else (False,):
         self._prefill(self.make_batch([chunk], score_prompts=score, masks={} if constrain else None))
 
+  def lower_prefill(self) -> Any:
+    """Returns the lowered prefill of the longest chunk that a prompt begins with, for inspection and planning."""
+    return self._prefill(self.make_batch([self.any_chunks()[len(self.buckets) - 1]]), make=self._lower_stateful)
+
+  def lower_step(self) -> Any:
+    """Returns the lowered step (jax.stages.Lowered), for inspection and planning."""
+    return self._step(make=self._lower_stateful)
+
   def bucket(self, length: int) -> int:
     """The shortest bucket that holds a chunk of `length` tokens."""
     return next(bucket for bucket in self.buckets if bucket >= length)
@@ -187,7 +195,7 @@ class DecodeSteps:
       for bucket in self.buckets
     ]
 
-  def _prefill(self, batch: PrefillBatch) -> Any:
+  def _prefill(self, batch: PrefillBatch, make: Callable[..., Any] | None = None) -> Any:
     def prefill(padded_variables, padded_state, batch):
       state, outputs = step_functions.prefill(
         self._forward,
@@ -199,7 +207,7 @@ class DecodeSteps:
       return padding.pad(state, self.padded_state), self._whole_shards(outputs)
 
     name = ('prefill', batch.ids.shape[1], batch.before is None, batch.targets is None, batch.masks is None)
-    return self._compile_stateful(name, prefill, batch)
+    return (make or self._compile_stateful)(name, prefill, batch)
 
   def _copy(self) -> Any:
     def copy(padded_state, sources, slots):
@@ -209,7 +217,7 @@ class DecodeSteps:
     rows = np.zeros(self.settings.prefill_rows, np.int32)
     return self._compile('copy', copy, rows, rows, held=(self.padded_state,), out=self._state_shardings)
 
-  def _step(self, *, masked: bool = False) -> Any:
+  def _step(self, *, masked: bool = False, make: Callable[..., Any] | None = None) -> Any:
     def step(padded_variables, padded_state, keep, masks=None):
       state, outputs = step_functions.step(
         self._forward,
@@ -223,7 +231,7 @@ class DecodeSteps:
 
     num_slots = self.settings.num_slots
     masks = (self._mask_rows({}, num_slots),) if masked else ()
-    return self._compile_stateful(('step', masked), step, np.zeros(num_slots, np.bool_), *masks)
+    return (make or self._compile_stateful)(('step', masked), step, np.zeros(num_slots, np.bool_), *masks)
 
   def _mask_rows(self, masks: Mapping[int, np.ndarray], num_rows: int) -> Any:
     return mask_rows(masks, num_rows, self.vocab_size)
@@ -257,12 +265,21 @@ class DecodeSteps:
     held = (self.storage.padded, self.padded_state)
     return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._output_sharding))
 
+  def _lower_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Lowers what `_compile_stateful` compiles."""
+    held = (self.storage.padded, self.padded_state)
+    return self._lower(function, *arguments, held=held, out=(self._state_shardings, self._output_sharding))
+
   def _compile(
     self, name: Any, function: Callable[..., Any], *arguments: Any, held: tuple[Any, ...] = (), out: Any
   ) -> Any:
-    """Compiles `function` once: its first arguments are trees on the mesh (`held`), the others host arrays."""
-    if name in self._compiled:
-      return self._compiled[name]
+    """Compiles `function` once, as `_lower` has it."""
+    if name not in self._compiled:
+      self._compiled[name] = self._lower(function, *arguments, held=held, out=out).compile()
+    return self._compiled[name]
+
+  def _lower(self, function: Callable[..., Any], *arguments: Any, held: tuple[Any, ...] = (), out: Any) -> Any:
+    """Lowers `function`: its first arguments are trees on the mesh (`held`), the others host arrays."""
 
     def scoped(*given):
       with sharding_scope(self._model.mesh, self._axis_rules):
@@ -278,8 +295,7 @@ class DecodeSteps:
       donate_argnums=tuple(i for i, tree in enumerate(held) if tree is self.padded_state),
     )
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
-    self._compiled[name] = jitted.lower(*held, *abstract).compile()
-    return self._compiled[name]
+    return jitted.lower(*held, *abstract)
 
   def _whole_shards(self, outputs: Any) -> Any:
     """Pads outputs with zero rows to a number of rows that their mesh axes divide."""

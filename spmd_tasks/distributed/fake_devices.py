@@ -15,19 +15,20 @@ _QUICK_COMPILATION = (
 )
 
 
-def use_fake_devices(num_devices: int) -> None:
+def use_fake_devices(num_devices: int, *, num_threads: int | None = None) -> None:
   """Replaces all devices by `num_devices` CPU devices of this process; call it before JAX is asked for its devices.
 
   All fake devices share one pool of threads; XLA's default is one thread per device. A device can take part in several
   collectives at once, one of them in a loop, and holds a thread in each. If every thread waits in a collective whose
   other members have no thread left, the program hangs until XLA's timeout aborts the process. Therefore the pool gets
-  four threads per device. XLA reads their number from `NPROC`; a value that is set already stays.
+  four threads per device, or `num_threads` where programs are compiled but not run. XLA reads their number from
+  `NPROC`; a value that is set already stays.
 
   XLA's scheduler for concurrency, the CPU's default, is turned off unless XLA_FLAGS name it: with it, one forward, one
   backward on stage 2 x mdl 3 never ends (jax 0.10), and without it does. Presumably devices then start collectives in
   different orders.
   """
-  os.environ.setdefault('NPROC', str(_THREADS_PER_DEVICE * num_devices))
+  os.environ.setdefault('NPROC', str(num_threads or _THREADS_PER_DEVICE * num_devices))
   _add_xla_flags(_SCHEDULER)
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', num_devices)

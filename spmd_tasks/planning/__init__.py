@@ -1,0 +1,40 @@
+"""Plans: what a run will need and cost on accelerators that are not there, by compiling it for them.
+
+    target = parse_target('v5p:4x4x2')
+    plan = make_plan(job, target)              # compiles the very step that training runs
+    print(format_plan(plan.to_json()))         # memory, weights, collectives, time
+
+`--mode plan` (programs/plan.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA
+GPUs; where one is not installed, the CPU's takes its place and the plan says so.
+
+Read targets.py (what `v5p:4x4x2` means) with chips.py (published figures) and _compilers.py (compile-only devices);
+compiling.py (a step is compiled, or refused for its memory); step_plan.py and plan.py (what is read of it); weights.py
+(why a weight is replicated or padded); text.py.
+"""
+
+from spmd_tasks.planning.chips import CHIPS, Chip
+from spmd_tasks.planning.compiling import STEPS, Compilation, OutOfMemory, compile_step
+from spmd_tasks.planning.plan import Plan, make_plan, mesh_devices
+from spmd_tasks.planning.step_plan import StepPlan
+from spmd_tasks.planning.targets import Target, has_compiler, parse_target
+from spmd_tasks.planning.text import format_plan
+from spmd_tasks.planning.weights import WeightRow, weight_rows
+
+__all__ = [
+  'CHIPS',
+  'STEPS',
+  'Chip',
+  'Compilation',
+  'OutOfMemory',
+  'Plan',
+  'StepPlan',
+  'Target',
+  'WeightRow',
+  'compile_step',
+  'format_plan',
+  'has_compiler',
+  'make_plan',
+  'mesh_devices',
+  'parse_target',
+  'weight_rows',
+]

@@ -1,0 +1,158 @@
+"""Formats plan.json as text for a terminal.
+
+print(format_plan(plan.to_json()))
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_GIB = 2**30
+_MAX_WEIGHTS = 12
+_MAX_COLLECTIVES = 12
+
+Json = Mapping[str, Any]
+
+
+def format_plan(plan: Json) -> str:
+  """Returns the verdict, then memory, weights, collectives, time, pipeline, suggestions and what is assumed."""
+  sections = [_verdict(plan), *(section for name in plan['steps'] for section in _step(plan, name)), _weights(plan)]
+  sections += [_pipeline(plan), _suggestions(plan), _list('assumed', plan.get('assumptions', ())), _versions(plan)]
+  return '\n\n'.join('\n'.join(lines) for lines in sections if lines) + '\n'
+
+
+def _verdict(plan: Json) -> list[str]:
+  axes = ' x '.join(f'{axis} {size}' for axis, size in plan['mesh'].items() if size > 1) or 'one device'
+  slices = f' in {plan["num_slices"]} slices' if plan['num_slices'] > 1 else ''
+  head = f'{plan["experiment"]} on {plan["target"]}: {plan["num_devices"]:,} devices{slices}, mesh {axes}'
+  size = f'{plan["num_params"]:,} parameters, {plan["tokens_per_step"]:,} tokens a step'
+  return [head, size, *(f'note: {note}' for note in plan['notes']), _fits(plan), *_speed(plan)]
+
+
+def _fits(plan: Json) -> str:
+  needed = f'{gib(plan["peak_bytes"])} per device'
+  if plan['fits'] is None:
+    return f'needs {needed}'
+  available, difference = plan['hbm_bytes'], plan['hbm_bytes'] - plan['peak_bytes']
+  if plan['fits']:
+    used = plan['peak_bytes'] / available
+    return f'FITS: {needed} of {gib(available)}, {used:.0%}' + (f', {gib(difference)} free' if difference >= 0 else '')
+  return f'DOES NOT FIT: {needed}, {gib(-difference)} more than the {gib(available)} that there are'
+
+
+def _speed(plan: Json) -> list[str]:
+  seconds = plan.get('predicted_step_s')
+  if seconds is None:
+    return []
+  rate = plan['tokens_per_step'] / seconds / plan['num_devices']
+  mfu = '' if plan.get('predicted_mfu') is None else f', MFU {plan["predicted_mfu"]:.1%}'
+  error = '' if plan.get('error_bar') is None else f' (within a factor of {plan["error_bar"]:g}, see "assumed")'
+  return [f'predicted: {duration(seconds)} a step, {rate:,.0f} tokens/s per device{mfu}{error}']
+
+
+def _step(plan: Json, name: str) -> Iterator[list[str]]:
+  step = plan['steps'][name]
+  peak = step['peak_bytes'] or 1
+  rows = [(part, gib(size), f'{size / peak:.0%}') for part, size in step['memory'].items() if size]
+  title = f'memory per device, {name} step' if len(plan['steps']) > 1 else 'memory per device'
+  yield [f'{title}:', *table([*rows, ('total', gib(step['peak_bytes']), '')])]
+  if step.get('largest'):
+    largest = [(gib(each['bytes']), f'{each["dtype"]}{each["shape"]}', each['name']) for each in step['largest'][:10]]
+    yield ['largest:', *table(largest)]
+  if step.get('collectives'):
+    yield _collectives(step['collectives'])
+  if step.get('top_operations'):
+    operations = [
+      (duration(each['seconds']), f'{each["share"]:.0%}', f'{each["count"]:,} x', each['op_name'] or each['name'])
+      for each in step['top_operations'][:10]
+    ]
+    yield ['operations that take longest:', *table(operations)]
+  if step.get('roofline'):
+    yield _roofline(step['roofline'])
+
+
+def _collectives(collectives: Sequence[Json]) -> list[str]:
+  """One line per kind, axes, network and whether it is asynchronous: those of many layers together."""
+  groups: dict[tuple[str, ...], list[float]] = {}
+  for each in collectives:
+    key = (each['kind'], ' x '.join(each['axes']) or '-', each['network'], 'async' if each['is_asynchronous'] else '')
+    count, sent = groups.setdefault(key, [0, 0])
+    groups[key] = [count + each['count'], sent + each['count'] * each['bytes_per_device']]
+  largest = sorted(groups.items(), key=lambda item: -item[1][1])
+  rows = [(kind, axes, network, f'{n:,.0f} x', gib(sent), a) for (kind, axes, network, a), (n, sent) in largest]
+  return ['collectives, sent by one device in a step:', *table(rows[:_MAX_COLLECTIVES]), *_more(rows, _MAX_COLLECTIVES)]
+
+
+def _roofline(roofline: Json) -> list[str]:
+  seconds = roofline.get('seconds', {})
+  rows = [(name, duration(value)) for name, value in seconds.items() if value is not None]
+  return ['roofline, each resource alone at its peak:', *table(rows)] if rows else []
+
+
+def _weights(plan: Json) -> list[str]:
+  rows = [('weight', 'shape', 'split over', 'stored as', 'waste', 'per device', 'why')]
+  for row in plan['weights'][:_MAX_WEIGHTS]:
+    spec = ', '.join('+'.join(axes) or '-' for axes in row['spec'])
+    stored = str(row['padded_shape']) if row['padded_shape'] != row['shape'] else '-'
+    waste = f'{row["waste"]:.2%}' if row['waste'] else '-'
+    rows.append((row['name'], str(row['shape']), f'({spec})', stored, waste, gib(row['bytes_per_device']), row['why']))
+  return ['weights, the largest on a device first:', *table(rows), *_more(plan['weights'], _MAX_WEIGHTS)]
+
+
+def _pipeline(plan: Json) -> list[str]:
+  pipeline = plan['pipeline']
+  if pipeline is None:
+    return []
+  repeats = f', {pipeline["repeats"]} repeats' if pipeline['repeats'] > 1 else ''
+  return [
+    f'pipeline: {pipeline["stages"]} stages, {pipeline["microbatches"]} microbatches, {pipeline["schedule"]}{repeats}: '
+    f'{pipeline["ticks"]} ticks, of which {pipeline["bubble"]:.1%} are bubble on each stage'
+  ]
+
+
+def _suggestions(plan: Json) -> list[str]:
+  if not plan['suggestions']:
+    return []
+  rows = []
+  for each in plan['suggestions']:
+    verdict = 'fits' if each['fits'] else 'does not fit'
+    seconds = '' if each.get('predicted_step_s') is None else f'{duration(each["predicted_step_s"])} a step'
+    rows.append((each['setting'], verdict, gib(each['peak_bytes']), seconds))
+  return ['changes, each of them compiled:', *table(rows)]
+
+
+def _versions(plan: Json) -> list[str]:
+  versions = ', '.join(f'{package} {version}' for package, version in plan['versions'].items())
+  seconds = sum(step['trace_seconds'] + step['compile_seconds'] for step in plan['steps'].values())
+  return [f'compiled in {seconds:.0f} s by {versions}']
+
+
+def _list(title: str, lines: Sequence[str]) -> list[str]:
+  return [f'{title}:', *(f'  {line}' for line in lines)] if lines else []
+
+
+def _more(rows: Sequence[Any], shown: int) -> list[str]:
+  return [f'  and {len(rows) - shown} more: --plan_out DIR writes all to plan.json'] if len(rows) > shown else []
+
+
+def gib(num_bytes: float) -> str:
+  """Formats bytes: 23.8 GiB, 512.0 MiB, 3.1 KiB."""
+  for unit, size in (('GiB', _GIB), ('MiB', 2**20), ('KiB', 2**10)):
+    if abs(num_bytes) >= size:
+      return f'{num_bytes / size:,.1f} {unit}'
+  return f'{num_bytes:.0f} B'
+
+
+def duration(seconds: float) -> str:
+  """Formats seconds: 1.28 s, 12.3 ms, 45 us."""
+  for unit, size in (('s', 1.0), ('ms', 1e-3)):
+    if seconds >= size:
+      return f'{seconds / size:.3g} {unit}'
+  return f'{seconds * 1e6:.3g} us'
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+  """Aligns cells to the left, indented by two spaces."""
+  if not rows:
+    return []
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  return ['  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -1,0 +1,143 @@
+"""A plan says what the run then does: on CPUs its memory and FLOPs are those of the compiled training step."""
+
+import json
+
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.config import resolve
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.planning import STEPS, format_plan, has_compiler, make_plan, parse_target
+from spmd_tasks.planning.compiling import read_refusal
+from spmd_tasks.runtime import bytes_per_device
+from tests import binary
+
+KEYS = {
+  *('fits', 'hbm_bytes', 'peak_bytes', 'argument_bytes', 'temp_bytes', 'predicted_step_s', 'predicted_mfu'),
+  *('collectives', 'weights', 'assumptions', 'experiment', 'target', 'mesh', 'memory', 'pipeline', 'suggestions'),
+}
+
+
+def job_of(name: str, *overrides: str):
+  return resolve(name, overrides).build()
+
+
+@pytest.mark.parametrize(
+  'name', ['synthetic.Uneven', pytest.param('pipeline.MoeTiny', marks=[pytest.mark.exhaustive, pytest.mark.slow])]
+)
+def test_plan_and_run_agree_on_memory_and_flops(name):
+  job = job_of(name)
+  plan = make_plan(job, parse_target('cpu:8'), show_progress=False)
+
+  program = partition_job(job).train_step.compile()  # as programs/train.py does
+  memory, step = program.memory_analysis(), plan.first
+  assert (step.argument_bytes, step.temp_bytes) == (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+  assert step.output_bytes - step.alias_bytes == memory.output_size_in_bytes - memory.alias_size_in_bytes
+  assert step.flops == program.cost_analysis()['flops']
+  assert step.temp_bytes > 0
+  assert plan.fits is None  # nobody says how much memory a CPU has
+
+
+def test_the_parts_of_the_state_are_those_of_the_model():
+  job = job_of('synthetic.Uneven')
+  plan = make_plan(job, parse_target('cpu:8'), show_progress=False)
+  model = partition_job(job)
+  memory = plan.first.memory
+  assert memory['weights'] == bytes_per_device(model.padded_state.weights)
+  assert memory['optimizer'] == bytes_per_device(model.padded_state.learner)
+  assert sum(memory.values()) == plan.peak_bytes
+
+
+def test_every_step_is_planned_on_request():
+  plan = make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=STEPS, show_progress=False)
+  assert list(plan.to_json()['steps']) == list(STEPS)
+  assert plan.steps['eval'].peak_bytes < plan.steps['train'].peak_bytes
+  text = format_plan(plan.to_json())
+  assert 'memory per device, decode step:' in text
+
+
+def test_the_bubble_of_a_pipeline():
+  plan = make_plan(job_of('pipeline.CircularTiny'), parse_target('cpu:8'), steps=['eval'], show_progress=False)
+  assert plan.pipeline['stages'] == 2
+  assert plan.pipeline['bubble'] == 1 / (8 * 2 + 1)
+
+
+@pytest.mark.parametrize(
+  'target, overrides, parts',
+  [
+    ('v5p:2x2x1', (), ["target 'v5p:2x2x1' has 4 chips", 'needs 8', "--target 'v5p:2x2x2'"]),
+    ('2x v5p:2x2x1', (), ["target '2x v5p:2x2x1' has 2 slice(s)", 'is for 1', "--target 'v5p:2x2x2'"]),
+    ('cpu:4', (), ["target 'cpu:4' has 4 chips", "--target 'cpu:8'", '--ici_mesh_shape']),
+  ],
+)
+def test_chips_that_are_not_the_meshs_are_refused(target, overrides, parts):
+  with pytest.raises(UserError) as raised:
+    make_plan(job_of('synthetic.Uneven', *overrides), parse_target(target), show_progress=False)
+  for part in parts:
+    assert part in str(raised.value)
+
+
+def test_the_command_prints_a_plan_and_writes_it(tmp_path, capsys):
+  code = binary.run_in_process(
+    '--exp', 'synthetic.Uneven', '--mode', 'plan', '--target', 'cpu', '--plan_out', str(tmp_path / 'plan')
+  )
+  printed = capsys.readouterr().out
+  assert code == exit_codes.OK
+  assert printed.startswith('synthetic.Uneven on cpu:8: 8 devices, mesh data 2 x mdl 4')
+  plan = json.loads((tmp_path / 'plan' / 'plan.json').read_text())
+  assert plan.keys() >= KEYS
+  assert printed == format_plan(plan) + '\n'
+
+
+@pytest.mark.parametrize(
+  'flags, parts',
+  [
+    ((), ['no target is named', '--target']),
+    (('--target', 'v5p'), ['no shape']),
+    (('--target', 'cpu', '--plan_steps', 'train,serve'), ["'serve', which is no step"]),
+    (('--target', 'cpu', '--num_fake_devices', '8'), ['--target cpu:8']),
+  ],
+)
+def test_what_cannot_be_planned_is_one_sentence(flags, parts, capsys):
+  assert binary.run_in_process('--exp', 'synthetic.Uneven', '--mode', 'plan', *flags) == exit_codes.USAGE
+  message = capsys.readouterr().err
+  for part in parts:
+    assert part in message
+  assert message.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+  'message, needed, is_temporaries',
+  [
+    ('RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 55.80G of 15.75G hbm. Exceeded ...', 55.8, False),
+    (
+      'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (68.03G) exceeds '
+      'available HBM (15.75G).',
+      68.03,
+      True,
+    ),
+  ],
+)
+def test_the_compilers_refusal_is_read(message, needed, is_temporaries):
+  refused = read_refusal(message)
+  assert (refused.needed_bytes, refused.available_bytes) == (round(needed * 2**30), round(15.75 * 2**30))
+  assert refused.is_temporaries == is_temporaries
+
+
+def test_another_error_is_no_refusal():
+  assert read_refusal('INVALID_ARGUMENT: Used 3G of 1G hbm') is None
+
+
+@pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
+def test_a_program_that_does_not_fit_is_an_answer(capfd):
+  """A matrix of 8 GB on each of 8 v5e, and Adam's two like it."""
+  job = job_of('synthetic.Tiny', 'ici_mesh_shape=1,4,2', 'model_dims=65536', 'vocab_size=131072', 'num_layers=1')
+  plan = make_plan(job, parse_target('v5e:2x4'))
+  assert plan.fits is False
+  assert plan.first.compilation.out_of_memory.available_bytes == plan.target.chip.hbm_bytes
+  assert plan.peak_bytes > plan.first.hbm_bytes
+  assert 'DOES NOT FIT' in format_plan(plan.to_json())
+  captured = capfd.readouterr()
+  assert 'plan: compiling the train step for v5e:2x4 needs more memory than there is' in captured.err
+  assert len(captured.err.splitlines()) < 5, 'the compiler is kept quiet'
