@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import numpy as np
 import numpy.typing as npt
 
-from spmd_tasks.bridges.huggingface import is_model_folder
 from spmd_tasks.config import from_json, read_saved_config, resolve
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
 from spmd_tasks.errors import UserError
@@ -29,6 +28,7 @@ from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
+from spmd_tasks.programs.pretrained import is_model_folder
 from spmd_tasks.runtime import CompiledStep, PartitionedModel, Variables
 from spmd_tasks.sharding import padding
 

@@ -107,6 +107,8 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
     if args.mode == 'plan':
       return _plan(args)
   import contextlib
+  import secrets
+  import shutil
   import tempfile
 
   from spmd_tasks.config import format_config, to_json
@@ -129,8 +131,9 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
     resolved = _resolve(args, prepare=lambda experiment: initialize(distributed_settings(args, experiment)))
     if args.job_log_dir:
       job_log_dir = absolute_path(args.job_log_dir)
-    elif pretrained_folder(resolved.experiment):  # a model without a job
-      job_log_dir = absolute_path(stack.enter_context(tempfile.TemporaryDirectory(prefix='spmd_tasks_')))
+    elif pretrained_folder(resolved.experiment):  # a model without a job: this directory is only made for reports
+      job_log_dir = absolute_path(tempfile.gettempdir()) / f'spmd_tasks_{secrets.token_hex(8)}'
+      stack.callback(shutil.rmtree, job_log_dir, ignore_errors=True)
     else:
       raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
     config = to_json(resolved)

@@ -15,11 +15,15 @@ import math
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 Index = tuple[slice, ...]  # one slice per dim, with numbers as start and stop, and no step
 Shape = tuple[int, ...]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_TILE = 128  # rows that are transposed at a time, so that their pages stay in the processor's table of pages
 
 
 class LazyArray:
@@ -42,7 +46,16 @@ class LazyArray:
 
   def read(self, index: Index) -> np.ndarray:
     """Returns the part of the array at the index, in the array's dtype."""
-    return np.asarray(self._read(index), self.dtype)
+    part = np.asarray(self._read(index))
+    if part.dtype == self.dtype:
+      return part
+    made = np.empty(part.shape, self.dtype)
+    copy_into(made, part)
+    return made
+
+  def read_into(self, target: np.ndarray, index: Index) -> None:
+    """Writes the part of the array at the index into `target`, in the array's dtype or a wider one."""
+    copy_into(target, self._read(index) if target.dtype == self.dtype else self.read(index))
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     whole = self.read(tuple(slice(0, size) for size in self.shape))
@@ -58,7 +71,7 @@ class LazyArray:
     )
 
   def astype(self, dtype: npt.DTypeLike) -> 'LazyArray':
-    return LazyArray(self.shape, dtype, lambda index: self.read(index).astype(dtype))
+    return self if self.dtype == dtype else LazyArray(self.shape, dtype, self.read)
 
   def __add__(self, number: np.number) -> 'LazyArray':
     return LazyArray(self.shape, self.dtype, lambda index: self.read(index) + number)
@@ -158,7 +171,7 @@ def concatenate(arrays: Sequence[Any], axis: int) -> LazyArray:
       start, stop = max(wanted.start, begin), min(wanted.stop, end)
       if start < stop:
         place = (slice(None),) * axis + (slice(start - wanted.start, stop - wanted.start),)
-        made[place] = part.read((*index[:axis], slice(start - begin, stop - begin), *index[axis + 1 :]))
+        part.read_into(made[place], (*index[:axis], slice(start - begin, stop - begin), *index[axis + 1 :]))
     return made
 
   return LazyArray((*parts[0].shape[:axis], ends[-1], *parts[0].shape[axis + 1 :]), dtype, read)
@@ -235,15 +248,62 @@ def _covering_rows(shape: Shape, flat: slice) -> Index:
   return tuple(index)
 
 
+def copy_into(target: np.ndarray, source: np.ndarray) -> None:
+  """As `target[...] = source`; faster where the source is transposed, and from bfloat16 to float32."""
+  source = np.asarray(source)
+  if source.dtype == _BFLOAT16 and target.dtype == np.float32 and target.strides[-1:] == (4,):
+    # The bits of a bfloat16 are the upper half of a float32's.
+    halves = target.view(np.uint16)
+    halves[..., 0::2] = 0
+    target, source = halves[..., 1::2], source.view(np.uint16)
+  _copy_in_tiles(target, source)
+
+
+def _copy_in_tiles(target: np.ndarray, source: np.ndarray) -> None:
+  dims = [dim for dim, size in enumerate(source.shape) if size > 1]
+  strides = [source.strides[dim] for dim in dims]
+  if strides == sorted(strides, reverse=True):
+    target[...] = source
+    return
+  outer = dims[int(np.argmax(strides))]
+  num_rows = math.prod(source.shape[dim] for dim in dims if source.strides[dim] not in (min(strides), max(strides)))
+  step = 1 if outer == dims[0] else max(1, _TILE // num_rows)
+  for start in range(0, source.shape[outer], step):
+    rows = (slice(None),) * outer + (slice(start, start + step),)
+    if outer == dims[0]:
+      _copy_in_tiles(target[rows], source[rows])
+    else:
+      target[rows] = source[rows]
+
+
 def device_array(array: jax.Array) -> LazyArray:
-  """Returns a sharded array as a LazyArray. Reading a part of it is a computation in which all processes take part."""
+  """Returns a sharded array as a LazyArray.
 
-  def read(index: Index) -> np.ndarray:
-    starts = tuple(np.int32(part.start) for part in index)
-    part = _slice_on_all_devices(array.sharding, tuple(map(_length, index)))(array, starts)
-    return np.asarray(part.addressable_data(0))
+  Where this process does not hold all of it, or an accelerator does, reading a part of it is a computation in which all
+  processes take part.
+  """
+  is_here = array.is_fully_addressable and all(shard.device.platform == 'cpu' for shard in array.addressable_shards)
+  read = _read_from_memory if is_here else _read_by_computation
+  return LazyArray(array.shape, array.dtype, functools.partial(read, array))
 
-  return LazyArray(array.shape, array.dtype, read)
+
+def _read_from_memory(array: jax.Array, index: Index) -> np.ndarray:
+  made = np.empty([_length(part) for part in index], array.dtype)
+  for shard in array.addressable_shards:
+    if shard.replica_id == 0:
+      bounds = [part.indices(size)[:2] for part, size in zip(shard.index, array.shape)]
+      common = [(max(start, part.start), min(stop, part.stop)) for (start, stop), part in zip(bounds, index)]
+      if all(start < stop for start, stop in common):
+        there = tuple(slice(start - part.start, stop - part.start) for (start, stop), part in zip(common, index))
+        here = tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(common, bounds))
+        made[there] = np.asarray(shard.data)[here]  # no copy before this one
+  return made
+
+
+def _read_by_computation(array: jax.Array, index: Index) -> np.ndarray:
+  starts = tuple(np.int32(part.start) for part in index)
+  part = _slice_on_all_devices(array.sharding, tuple(map(_length, index)))(array, starts)
+  return np.asarray(part.addressable_data(0))
 
 
 @functools.lru_cache(maxsize=1024)

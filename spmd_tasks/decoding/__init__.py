@@ -10,10 +10,12 @@ Read in this order:
   sampling.py            from logits to a token, with separate parameters for every row
   step_functions.py      prefill and step as pure functions over slots and their KV cache
   beam.py                beam search as a pure function
+  weight_storage.py      weights in fewer bits than in training
   decode_steps.py        these functions, compiled for a mesh
   engine_contract.py     Engine: the interface between scheduler and model; engine.py implements it
   scheduler.py           which sequence is in which slot; prefix_cache.py finds slots that hold a prompt's beginning
   generated_sequence.py  a request's tokens and text as they grow; constraints.py says which tokens may come next
+  output_form.py         what a request says about the form of its output
   generation.py          `generate` and `search`, for batch jobs
   prompts.py, chat_template.py    what a request is made from: a line of JSON, a conversation
 """
@@ -31,10 +33,12 @@ from spmd_tasks.decoding.generated_sequence import (
   TokenLogprob,
 )
 from spmd_tasks.decoding.generation import Completion, generate, search
+from spmd_tasks.decoding.output_form import FormError, OutputForm, wanted_form
 from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts, PromptSource, PromptTokenizer
 from spmd_tasks.decoding.requests import Chunk, Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
+from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 __all__ = [
@@ -47,12 +51,14 @@ __all__ = [
   'Delta',
   'Engine',
   'FinishReason',
+  'FormError',
   'GeneratedSequence',
   'Grammars',
   'IncrementalText',
   'Launched',
   'Matcher',
   'ModelEngine',
+  'OutputForm',
   'Outputs',
   'Prompt',
   'PromptFile',
@@ -64,7 +70,9 @@ __all__ = [
   'Scheduler',
   'TokenLogprob',
   'TokenMasks',
+  'WeightStorage',
   'chunk_prompt',
   'generate',
   'search',
+  'wanted_form',
 ]

@@ -27,6 +27,7 @@ from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_pref
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.attention import longest_text
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Variables
 from spmd_tasks.sharding import (
   padding,
@@ -282,7 +283,7 @@ class DecodeSteps:
     """Lowers `function`: its first arguments are trees on the mesh (`held`), the others host arrays."""
 
     def scoped(*given):
-      with sharding_scope(self._model.mesh, self._axis_rules):
+      with sharding_scope(self._model.mesh, self._axis_rules), longest_text(self.max_len):
         return function(*given)
 
     jitted = jax.jit(

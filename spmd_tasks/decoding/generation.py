@@ -13,6 +13,7 @@ import itertools
 
 import jax
 
+from spmd_tasks.decoding.constraints import Matcher
 from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import FinishReason, GeneratedSequence, IncrementalText
@@ -53,6 +54,7 @@ def generate(
   requests: Iterable[Request],
   *,
   decode: Callable[[Sequence[int]], str],
+  matchers: Sequence[Matcher | None] | None = None,
   on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, Completion]]:
   """Yields (number of the request, completion) in the order in which requests finish.
@@ -62,14 +64,18 @@ def generate(
     variables: of the model, padded arrays on the mesh.
     requests: must fit `steps`: prompt and max_tokens at most max_len, at most max_stop_ids stop tokens.
     decode: turns tokens into text.
+    matchers: of the forms of the requests' texts, each before its first token; None where no request has one.
     on_step: called after each step.
   """
-  engine = ModelEngine(steps, variables)
+  engine = ModelEngine(steps, variables, constrain=matchers is not None)
   engine.reset()
   # No reader waits for the next token of a sequence, so all free slots are filled before each step.
   scheduler = Scheduler(engine, prefill_budget=engine.num_slots * engine.max_len)
   waiting = (
-    GeneratedSequence(request, decode, index=index, has_logprobs=True) for index, request in enumerate(requests)
+    GeneratedSequence(
+      request, decode, index=index, has_logprobs=True, matcher=None if matchers is None else matchers[index]
+    )
+    for index, request in enumerate(requests)
   )
   while True:
     scheduler.submit(itertools.islice(waiting, engine.num_slots - scheduler.num_queued))

@@ -2,6 +2,7 @@ r"""Prompts: JSON lines that a decoding job continues, and the requests that the
 
     {"prompt": "def fibonacci(", "max_tokens": 40, "temperature": 0.8, "seed": 7, "n": 3, "stop": ["\n\n"]}
     {"prompt_ids": [1, 17, 34], "score_prompt": true}
+    {"prompt": "Yes or no?", "structured_outputs": {"regex": "yes|no"}}
 
 Every field except the prompt has a default in the task's DecodeSettings; null stands for the default.
 """
@@ -18,7 +19,9 @@ from typing import Annotated, Any, ClassVar, Protocol
 from annotated_types import Ge, Lt, MinLen
 from etils import epath
 
+from spmd_tasks.decoding.constraints import Grammars, Matcher
 from spmd_tasks.decoding.decode_steps import DecodeSteps
+from spmd_tasks.decoding.output_form import wanted_form
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt, parse_json
@@ -41,6 +44,7 @@ class Prompt:
     repetition_penalty, temperature, top_k, top_p, min_p: see SamplingParams.
     stop, stop_ids: strings and tokens that end a continuation, in addition to the end of text.
     score_prompt: whether the prompt's own log-probabilities are wanted.
+    response_format, structured_outputs: the form of the continuations, as in requests to the server (output_form.py).
     id: any JSON value; the output's line repeats it.
   """
 
@@ -59,6 +63,8 @@ class Prompt:
   stop: tuple[_Text, ...] = ()
   stop_ids: tuple[_Count, ...] = ()
   score_prompt: bool = False
+  response_format: dict[str, Any] | None = None
+  structured_outputs: dict[str, Any] | None = None
   id: Any = None
 
 
@@ -211,6 +217,30 @@ class PromptTokenizer:
       sampling=sampling,
     )
     return request, num_outputs
+
+  def matcher(self, prompt: Prompt, where: str) -> Matcher | None:
+    """Returns the matcher of the form that a prompt gives for its continuations; None where it gives none.
+
+    Raises:
+      UserError: there is no such form, or this job cannot have it; the message begins with `where`.
+    """
+    try:
+      form = wanted_form(prompt)
+      if form is None:
+        return None
+      if self.settings.num_beams > 1:
+        raise UserError(f'beam search has no {form.field}: set task.decode.num_beams to 1.')
+      if self.tokenizer is None:
+        raise UserError(f"{form.field} is about text, but the experiment's inputs have no tokenizer.")
+      return form.compile(self._grammars)
+    except UserError as error:
+      raise UserError(f'{where}: {error}') from error
+
+  @functools.cached_property
+  def _grammars(self) -> Grammars:
+    assert self.tokenizer is not None
+    end_ids = self.settings.end_ids(self.tokenizer.eos_id)
+    return Grammars(self.tokenizer, vocab_size=self.vocab_size, end_ids=end_ids)
 
   def _ids(self, prompt: Prompt, where: str) -> tuple[int, ...]:
     if prompt.prompt_ids is not None:

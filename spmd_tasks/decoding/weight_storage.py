@@ -2,6 +2,7 @@
 
     storage = WeightStorage(model, 'int8')
     stored = storage.store(variables)         # on the mesh; frees the originals
+    stored = storage.store_one(name, weight)  # or one weight at a time, while others are still read
     variables = storage.true(stored)          # inside a compiled step
 
 In int8, a kernel has one float32 scale per output channel (LLM.int8, Dettmers et al., 2022, without outliers), and a
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
-from flax import struct
+from flax import struct, traverse_util
 from flax.core import meta
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,19 @@ class WeightStorage:
       self.padded['params'] = jax.tree_util.tree_map_with_path(plan, model.padded_state.weights, model.weight_specs)
     self._is_plain = dtype is None
 
+  @functools.cached_property
+  def _plans(self) -> dict[str, Any]:
+    return traverse_util.flatten_dict(self.padded['params'], sep='/')
+
+  @property
+  def dtypes(self) -> dict[str, Any]:
+    """The dtypes in which weights can be read from a file to be held as they are, by name."""
+    return {name: plan.dtype for name, plan in self._plans.items() if not isinstance(plan, Quantized)}
+
+  def store_one(self, name: str, weight: jax.Array) -> Any:
+    """Converts one padded weight, which it frees. `store` leaves such weights as they are."""
+    return _convert(True, self._plans[name], weight)
+
   def store(self, variables: Variables, *, free: bool = True) -> Variables:
     """Converts padded variables weight by weight; with `free`, frees each one that was converted."""
     if self._is_plain:
@@ -122,9 +136,9 @@ def _plan(dtype: str, path: Any, leaf: jax.ShapeDtypeStruct, spec: WeightSpec) -
   )
 
 
-def _convert(free: bool, planned: Any, weight: jax.Array) -> Any:
+def _convert(free: bool, planned: Any, weight: Any) -> Any:
   """Stores one weight as planned."""
-  if not isinstance(planned, Quantized) and planned.dtype == weight.dtype:
+  if isinstance(weight, Quantized) or (not isinstance(planned, Quantized) and planned.dtype == weight.dtype):
     return weight
   stored = _converter(jax.tree.structure(planned), tuple(jax.tree.leaves(planned)))(weight)
   if free:

@@ -101,6 +101,10 @@ class FolderTokenizer:
     """
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+  def decode_all(self, ids: Sequence[int]) -> str:
+    """The text of `ids` with special tokens by their names; ids outside the vocabulary give nothing."""
+    return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
   def fingerprint(self) -> str:
     return 'folder ' + digest_of(self._file('tokenizer.json'))
 

@@ -18,11 +18,13 @@ from spmd_tasks import exit_codes
 from spmd_tasks.decoding import (
   Completion,
   DecodeSteps,
+  Matcher,
   Prompt,
   PromptFile,
   PromptSource,
   PromptTokenizer,
   Request,
+  WeightStorage,
   generate,
   search,
 )
@@ -87,10 +89,10 @@ def decode(
         raise PreemptedError
 
     decoder: _AnyDecoder
-    store: Callable[[Any], Any] = lambda variables: variables
+    storage: WeightStorage | None = None
     if make_decoder is None:
       steps = DecodeSteps(model)
-      decoder, store = Decoder(job, steps, sources, job_log_dir, output_path, on_step), steps.storage.store
+      decoder, storage = Decoder(job, steps, sources, job_log_dir, output_path, on_step), steps.storage
     else:
       progress = make_progress(len(sources), 0, primary=is_primary())
       stack.callback(progress.close)
@@ -107,6 +109,7 @@ def decode(
         job.experiment,
         step=step,
         part=model.task.decoding_variables,
+        storage=storage,
         watch=watch,
         poll_s=poll_s,
         watchdog=watchdog,
@@ -115,7 +118,7 @@ def decode(
       ):
         with watchdog.allow('compile', job.experiment.first_step_timeout_s):
           decoder.compile()
-        weights = store(weights)
+        weights = weights if storage is None else storage.store(weights)
         guard.start()  # up to here SIGTERM loses nothing, and need not wait for the compiler
         for name in sources:
           decoder.run(name, weights, restored)
@@ -158,12 +161,14 @@ class _PromptRequest(NamedTuple):
     prompt: as it was read.
     request: its first sample.
     num_outputs: how many samples or beams are wanted.
+    matcher: of the form of its outputs; None where that is open.
     record: what the outputs depend on beside the weights, as JSON.
   """
 
   prompt: Prompt
   request: Request
   num_outputs: int
+  matcher: Matcher | None
   record: dict[str, Any]
 
 
@@ -189,14 +194,17 @@ class Decoder:
     for name, source in sources.items():
       self._wanted[name] = []
       for number, prompt in enumerate(source.read(), start=1):
-        request, num_outputs = self._tokenizer.request(prompt, f'{name}, prompt {number}')
+        where = f'{name}, prompt {number}'
+        request, num_outputs = self._tokenizer.request(prompt, where)
+        matcher = self._tokenizer.matcher(prompt, where)
         record = request_record(prompt, request, num_outputs, steps.settings)
-        self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, record))
+        self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, matcher, record))
 
   def compile(self) -> None:
     """Compiles the programs that these prompts need; does nothing the second time."""
     self._steps.compile(
-      score_prompts=any(each.request.score_prompt for wanted in self._wanted.values() for each in wanted)
+      score_prompts=any(each.request.score_prompt for wanted in self._wanted.values() for each in wanted),
+      constrain=any(each.matcher is not None for wanted in self._wanted.values() for each in wanted),
     )
 
   def run(self, name: str, weights: Any, step: int) -> None:
@@ -247,8 +255,12 @@ class Decoder:
       return
     owners = [(number, sample) for number, each in enumerate(wanted) for sample in range(each.num_outputs)]
     samples = (wanted[number].request.as_sample(sample) for number, sample in owners)
+    matchers = None
+    if any(each.matcher is not None for wanted in self._wanted.values() for each in wanted):
+      matchers = [each.matcher and each.matcher.copy() for each in wanted for _ in range(each.num_outputs)]
     unfinished: dict[int, dict[int, Completion]] = {}
-    for index, completion in generate(self._steps, weights, samples, decode=decode, on_step=self._on_step):
+    made = generate(self._steps, weights, samples, decode=decode, matchers=matchers, on_step=self._on_step)
+    for index, completion in made:
       number, sample = owners[index]
       done = unfinished.setdefault(number, {})
       done[sample] = completion

@@ -4,15 +4,19 @@ state = state_from_folder(model, folder, seed)      # a new training state, at s
 variables = variables_from_folder(model, folder)    # for eval, decode and serve, where nothing was trained yet
 """
 
+import json
 import math
+import os
+from pathlib import Path
 import sys
 from typing import Any
 
 from flax import traverse_util
 import jax
+import numpy as np
 from tqdm import tqdm
 
-from spmd_tasks.bridges.huggingface import open_folder
+from spmd_tasks.decoding import WeightStorage
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
@@ -35,6 +39,14 @@ def pretrained_folder(experiment: Experiment) -> str | None:
   return str(absolute_path(origin.removeprefix(_PREFIX)))
 
 
+def is_model_folder(path: os.PathLike | str) -> bool:
+  """Returns whether a directory has the config.json of a model in Hugging Face's format, of whatever family."""
+  try:
+    return isinstance(json.loads((Path(path) / 'config.json').read_text(encoding='utf-8'))['model_type'], str)
+  except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    return False
+
+
 def state_from_folder(model: PartitionedModel, folder: str, seed: int) -> TrainState:
   """Returns a padded training state at step 0 with the weights of a folder.
 
@@ -46,18 +58,27 @@ def state_from_folder(model: PartitionedModel, folder: str, seed: int) -> TrainS
   return model.init_with(seed, lambda drawn, given: padding.unpad(given, abstract), weights, donate=True)
 
 
-def variables_from_folder(model: PartitionedModel, folder: str) -> Variables:
-  """Returns the padded variables with the weights of a folder. Raises a UserError as `state_from_folder`."""
+def variables_from_folder(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Variables:
+  """Returns the padded variables with the weights of a folder. Raises a UserError as `state_from_folder`.
+
+  With a storage, each weight is held as that holds it from the moment when it is read.
+  """
   if others := sorted(model.abstract_state.non_trainable):
     raise UserError(f'the model has variables beside its weights, {others}, which no folder has.')
-  return {'params': _read(model, folder)}
+  return {'params': _read(model, folder, storage)}
 
 
-def _read(model: PartitionedModel, folder: str) -> Any:
+def _read(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Any:
+  from spmd_tasks.bridges.huggingface import open_folder  # most jobs begin without a folder
+
   opened = open_folder(folder)
-  leaves = traverse_util.flatten_dict(model.padded_state.weights).values()
+  leaves = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
   num_local = len(jax.local_devices())
-  total = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * num_local for leaf in leaves)
+  dtypes = {} if storage is None else storage.dtypes
+  total = sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(dtypes.get(name, leaf.dtype)).itemsize * num_local
+    for name, leaf in leaves.items()
+  )
   bar = tqdm(
     total=total,
     unit='B',
@@ -67,4 +88,6 @@ def _read(model: PartitionedModel, folder: str) -> Any:
     disable=not is_primary() or not sys.stderr.isatty(),
   )
   with bar:
-    return opened.read_weights(model, on_weight=bar.update)
+    if storage is None:
+      return opened.read_weights(model, on_weight=bar.update)
+    return opened.read_weights(model, dtypes=storage.dtypes, store=storage.store_one, on_weight=bar.update)

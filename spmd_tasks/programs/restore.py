@@ -12,6 +12,7 @@ from absl import logging
 import jax
 
 from spmd_tasks.checkpoints import Checkpointer, CheckpointError, PeerCopies
+from spmd_tasks.decoding import WeightStorage
 from spmd_tasks.distributed import StepWatchdog, primary_decides
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
@@ -87,6 +88,7 @@ def restore_evaluation_variables(
   part: Callable[[TrainState], Variables] | None = None,
   *,
   experiment: Experiment | None = None,
+  storage: WeightStorage | None = None,
 ) -> tuple[Variables, int]:
   """Restores the variables that the task evaluates of one checkpoint, its weights raw or averaged.
 
@@ -99,6 +101,8 @@ def restore_evaluation_variables(
     part: selects the variables; None takes `evaluation_variables` of the task, and those who generate text pass its
       `decoding_variables`.
     experiment: of the training job; None: the weights must be in a checkpoint.
+    storage: weights from a folder are held as it says from the moment when they are read, so that there is never a copy
+      of all in float32. Those of a checkpoint are not: `storage.store` is for the caller, in both cases.
 
   Returns:
     (padded variables on the mesh, the checkpoint's step).
@@ -108,7 +112,7 @@ def restore_evaluation_variables(
   """
   folder = None if step or experiment is None else pretrained_folder(experiment)
   if folder is not None and primary_decides(checkpointer.is_fresh, 'is_fresh', limit_s=LOOK_LIMIT_S):
-    return variables_from_folder(model, folder), 0
+    return variables_from_folder(model, folder, storage), 0
   canonical = model.canonical_state
   if part is None:
     part = model.task.evaluation_variables
@@ -134,6 +138,7 @@ def checkpoints_to_use(
   *,
   step: int | None = None,
   part: Callable[[TrainState], Variables] | None = None,
+  storage: WeightStorage | None = None,
   watch: bool = False,
   poll_s: float,
   watchdog: StepWatchdog,
@@ -147,7 +152,7 @@ def checkpoints_to_use(
     checkpointer: of the training job, read-only.
     experiment: of that job.
     step: the checkpoint's step; None takes the newest.
-    part: as in `restore_evaluation_variables`.
+    part, storage: as in `restore_evaluation_variables`.
     watch: wait for new checkpoints until that of the last train step. Checkpoints that a newer one has overtaken are
       left out.
     poll_s: seconds between two looks for a new checkpoint.
@@ -166,7 +171,9 @@ def checkpoints_to_use(
       raise PreemptedError
     if not watch or newest_step(checkpointer) > used:
       with watchdog.allow('restore', restore_limit_s):
-        variables, restored = restore_evaluation_variables(model, checkpointer, step, part, experiment=experiment)
+        variables, restored = restore_evaluation_variables(
+          model, checkpointer, step, part, experiment=experiment, storage=storage
+        )
       if restored > used:  # not so where the newest checkpoint is damaged and the one before it was used already
         used = restored
         yield variables, restored

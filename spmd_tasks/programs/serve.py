@@ -86,7 +86,12 @@ def serve(
     def restore(step: int | None) -> tuple[Any, int]:
       with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
         variables, restored = restore_evaluation_variables(
-          model, checkpointer, step, model.task.decoding_variables, experiment=job.experiment
+          model,
+          checkpointer,
+          step,
+          model.task.decoding_variables,
+          experiment=job.experiment,
+          storage=steps.storage,
         )
       return steps.storage.store(variables), restored
 

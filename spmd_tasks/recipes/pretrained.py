@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 import flax.linen as nn
 
-from spmd_tasks.bridges.huggingface import Folder, generation_defaults, open_folder
 from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
@@ -18,6 +17,9 @@ from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.learning import AdamW, Learner, LinearWarmupCosine
 from spmd_tasks.runtime import DecodeSettings, Task
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis_rules
+
+if TYPE_CHECKING:  # this module is imported for every job
+  from spmd_tasks.bridges.huggingface import Folder
 
 
 class PretrainedLanguageModel(Experiment):
@@ -45,8 +47,10 @@ class PretrainedLanguageModel(Experiment):
     return self.model
 
   @functools.cached_property
-  def folder(self) -> Folder:
+  def folder(self) -> 'Folder':
     """The folder, its config read."""
+    from spmd_tasks.bridges.huggingface import open_folder
+
     if not self.model:
       raise UserError("this experiment needs a folder in Hugging Face's format: --set model=FOLDER.")
     return open_folder(absolute_path(self.model))
@@ -72,8 +76,14 @@ class PretrainedLanguageModel(Experiment):
     )
     optimizer = fdl.Config(AdamW, learning_rate=schedule, beta2=0.95, weight_decay=self.weight_decay)
     learner = fdl.Config(Learner, optimizer=optimizer, clip_global_norm=1.0)
-    decode = fdl.Config(DecodeSettings, **generation_defaults(str(self.folder.path)))
-    return fdl.Config(Task, model=self.language_model(), loss=self.loss(), learner=learner, decode=decode)
+    return fdl.Config(Task, model=self.language_model(), loss=self.loss(), learner=learner, decode=self.decode())
+
+  def decode(self) -> fdl.Config[DecodeSettings]:
+    """Generation as the folder's files say; its weights are held in bfloat16 where the model computes in it."""
+    from spmd_tasks.bridges.huggingface import generation_defaults
+
+    held = 'bfloat16' if (self.dtype or self.folder.dtype) == 'bfloat16' else None
+    return fdl.Config(DecodeSettings, weights_dtype=held, **generation_defaults(str(self.folder.path)))
 
   def chat_template(self) -> ChatTemplate:
     """The folder's; without one, a plain transcript."""

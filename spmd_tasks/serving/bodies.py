@@ -234,6 +234,18 @@ def _check_format(value: dict[str, Any]) -> dict[str, Any]:
   return value
 
 
+def _check_tool_choice(value: Any) -> Any:
+  function = value.get('function') if isinstance(value, dict) and value.get('type') == 'function' else None
+  if value not in ('none', 'auto', 'required') and not (
+    isinstance(function, dict) and isinstance(function.get('name'), str)
+  ):
+    raise PydanticCustomError(
+      'tool_choice',
+      "must be 'none', 'auto', 'required', or an object of type function with a function that has a name.",
+    )
+  return value
+
+
 class ChatBody(_GenerationBody):
   """POST /v1/chat/completions."""
 
@@ -245,11 +257,11 @@ class ChatBody(_GenerationBody):
   response_format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = None
   tools: list[Any] = []
   functions: Annotated[Any, _must_be([])] = []
-  tool_choice: Annotated[Any, _must_be('none', 'auto')] = None
+  tool_choice: Annotated[Any, AfterValidator(_check_tool_choice)] = None
   documents: list[dict[str, Any]] | None = None
   chat_template_kwargs: dict[str, Any] = {}
   modalities: Annotated[Any, _must_be(['text'])] = None
-  parallel_tool_calls: Any = None
+  parallel_tool_calls: bool | None = None
 
 
 class PublishBody(_Body):

@@ -12,14 +12,22 @@ import dataclasses
 import secrets
 from typing import Any, Literal
 
-from spmd_tasks.decoding import ChatTemplate, DecodeSettings, Grammars, Matcher, Request
+from spmd_tasks.decoding import (
+  ChatTemplate,
+  DecodeSettings,
+  FormError,
+  Grammars,
+  Matcher,
+  OutputForm,
+  Request,
+  wanted_form,
+)
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt
+from spmd_tasks.inputs import FolderTokenizer, Tokenizer, decode_generated, encode_prompt
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, Message, validate
 from spmd_tasks.serving.errors import RequestError
-from spmd_tasks.serving.output_format import compile_format
 from spmd_tasks.serving.settings import ServerSettings
-from spmd_tasks.serving.tool_calls import calls_for_template, tool_names
+from spmd_tasks.serving.tool_calls import CALL_END, call_schema, calls_for_template, tool_names
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
@@ -62,6 +70,15 @@ class ServedModel:
     """Turns tokens into text; ids beyond the tokenizer's vocabulary, which a padded model may have, add no text."""
     return decode_generated(self.tokenizer, ids)
 
+  @property
+  def has_channels(self) -> bool:
+    """Whether answers have messages in channels, as those of gpt-oss."""
+    return isinstance(self.tokenizer, FolderTokenizer) and self.chat_template.mentions('<|channel|>')
+
+  def decode_all(self, ids: Sequence[int]) -> str:
+    """As `decode`, with special tokens by their names, where the tokenizer is a folder's."""
+    return self.tokenizer.decode_all(ids) if isinstance(self.tokenizer, FolderTokenizer) else self.decode(ids)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
@@ -75,6 +92,8 @@ class GenerationRequest:
     num_logprobs: how many of the likeliest tokens are reported beside each token; None reports no log-probabilities.
     matcher: allows the tokens of the output; every choice takes a copy. None allows all.
     tool_names: of the tools that the output may call; None where it is text.
+    one_call: whether the output ends after its first call.
+    has_channels: whether the output's special tokens part it into messages.
     stream: whether the answer is a stream of events.
     include_usage: whether the stream's last event counts tokens.
   """
@@ -88,6 +107,8 @@ class GenerationRequest:
   include_usage: bool
   matcher: Matcher | None = None
   tool_names: frozenset[str] | None = None
+  one_call: bool = False
+  has_channels: bool = False
 
 
 def completion_request(fields: dict[str, Any], model: ServedModel, limits: ServerSettings) -> GenerationRequest:
@@ -129,8 +150,7 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
   body = validate(ChatBody, fields)
   tools = None if body.tool_choice == 'none' else body.tools or None
   names = None if tools is None else tool_names(tools)
-  if names and body.parallel_tool_calls is False:
-    raise RequestError('parallel_tool_calls cannot be false on this server: leave it out.', param='parallel_tool_calls')
+  forced = _forced_call(body, tools)
   ids = _conversation(body, model, tools)
   if not ids:
     raise RequestError('messages render as no tokens: give one some content.', param='messages')
@@ -142,10 +162,28 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
     room = model.max_len - len(ids)
     max_tokens = max(1, min(room, model.settings.max_tokens or room))
   num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-  wanted = _generation_request(body, model, limits, [(ids, '')], max_tokens=max_tokens, num_logprobs=num_logprobs)
-  if names and wanted.matcher is not None:
+  is_single = bool(names) and body.parallel_tool_calls is False
+  wanted = _generation_request(
+    body, model, limits, [(ids, '')], max_tokens=max_tokens, num_logprobs=num_logprobs, form=forced, one_call=is_single
+  )
+  if names and wanted.matcher is not None and forced is None:
     raise RequestError('tools cannot be called in an output whose form is fixed: leave one out.', param='tools')
-  return dataclasses.replace(wanted, tool_names=names)
+  return dataclasses.replace(wanted, tool_names=names, one_call=is_single, has_channels=model.has_channels)
+
+
+def _forced_call(body: ChatBody, tools: list[Any] | None) -> OutputForm | None:
+  """The form of an answer that is a call, of a certain function or of any; None where a call is left to the model."""
+  if body.tool_choice in (None, 'none', 'auto'):
+    return None
+  chosen = tools or []
+  if body.tool_choice != 'required':
+    name = body.tool_choice['function']['name']
+    chosen = [tool for tool in chosen if tool['function']['name'] == name]
+    if not chosen:
+      raise RequestError(f'tool_choice names {name[:100]!r}, which is not among the tools.', param='tool_choice')
+  elif not chosen:
+    raise RequestError("tool_choice 'required' needs tools to choose from.", param='tool_choice')
+  return OutputForm(field='tool_choice', kind='json_schema', value=call_schema(chosen))
 
 
 _TEMPLATE_VARIABLES = ('messages', 'tools', 'documents', 'add_generation_prompt', 'self')
@@ -216,18 +254,24 @@ def _generation_request(
   max_tokens: int,
   num_logprobs: int | None,
   echo: bool = False,
+  form: OutputForm | None = None,
+  one_call: bool = False,
 ) -> GenerationRequest:
   """Checks and resolves the fields that both routes have."""
   is_chat = isinstance(body, ChatBody)
   _check_sizes(body, model, limits, [ids for ids, _ in prompts], max_tokens)
   stop = _checked_stop(body, limits)
   if is_chat:
-    stop = (*stop, *model.chat_template.stop)
+    stop = (*stop, *model.chat_template.stop, *([CALL_END] if one_call else []))
   stop_ids = _stop_ids(body, model)
   if body.stream_options is not None and not body.stream:
     raise RequestError('stream_options needs stream to be true.', param='stream_options')
   sampling = model.settings.sampling_for(body)
-  matcher = compile_format(body, model.grammars, () if body.ignore_eos else _end_ids(model))
+  try:
+    form = wanted_form(body, *([] if form is None else [form]))
+    matcher = None if form is None else form.compile(model.grammars, () if body.ignore_eos else _end_ids(model))
+  except FormError as error:
+    raise RequestError(str(error), param=error.field) from error
   requests = tuple(
     Request(
       ids=ids,

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from spmd_tasks.decoding import Delta, GeneratedSequence, TokenLogprob
+from spmd_tasks.serving.channels import ChannelParser
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
 from spmd_tasks.serving.tool_calls import ToolCallParser
 
@@ -27,8 +28,13 @@ class ResponseBodies:
     self._is_chat = wanted.kind == 'chat'
     self._id = f'{"chatcmpl" if self._is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self._created = int(time.time())
-    names = wanted.tool_names
-    self._parsers = {} if names is None else {index: ToolCallParser(names) for index in range(len(wanted.requests))}
+    self._parsers: dict[int, ToolCallParser | ChannelParser] = {}
+    if wanted.has_channels:
+      self._parsers = {index: ChannelParser(wanted.tool_names or ()) for index in range(len(wanted.requests))}
+    elif wanted.tool_names is not None:
+      self._parsers = {
+        index: ToolCallParser(wanted.tool_names, one_call=wanted.one_call) for index in range(len(wanted.requests))
+      }
     self._head = f'data: {_encode(self._body([], is_chunk=True))}'.removesuffix(']}')
 
   def whole(self, sequences: Iterable[GeneratedSequence], deltas: Iterable[Delta]) -> dict[str, Any]:
@@ -49,7 +55,10 @@ class ResponseBodies:
       if self._is_chat:
         message: dict[str, Any] = {'role': 'assistant', 'content': text}
         if self._parsers:
-          message['content'], calls = self._parsers[sequence.index].push(text, is_last=True)
+          parser = self._parsers[sequence.index]
+          message['content'], calls = parser.push(text, is_last=True)
+          if reasoning := parser.take_reasoning():
+            message['reasoning_content'] = reasoning
           if calls:
             message |= {'content': message['content'] or None, 'tool_calls': [call.as_json() for call in calls]}
         choice['message'] = message
@@ -94,6 +103,8 @@ class ResponseBodies:
     first = parser.num_calls
     content, calls = parser.push(delta.text, is_last=delta.finish_reason is not None)
     made: dict[str, Any] = {'content': content} if content else {}
+    if reasoning := parser.take_reasoning():
+      made['reasoning_content'] = reasoning
     if calls:
       made['tool_calls'] = [{'index': first + place} | call.as_json() for place, call in enumerate(calls)]
     return made

@@ -36,7 +36,7 @@ class Answer:
     self.sequences = [
       GeneratedSequence(
         request,
-        model.decode,
+        model.decode_all if wanted.has_channels else model.decode,
         index=index,
         has_logprobs=wanted.num_logprobs is not None,
         matcher=None if wanted.matcher is None else wanted.matcher.copy(),

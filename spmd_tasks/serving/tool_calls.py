@@ -17,7 +17,7 @@ from typing import Any
 
 from spmd_tasks.serving.errors import RequestError
 
-_START, _END = '<tool_call>', '</tool_call>'
+_START, CALL_END = '<tool_call>', '</tool_call>'
 _BARE = re.compile(r'\s*\{\s*"(name|type)"\s*:')
 _CALL_KEYS = {'name', 'arguments', 'parameters', 'type', 'id'}
 
@@ -42,9 +42,15 @@ class ToolCallParser:
     num_calls: calls so far.
   """
 
-  def __init__(self, names: Collection[str]):
-    """Knows the tools of a request by their names."""
+  def __init__(self, names: Collection[str], *, one_call: bool = False):
+    """Begins an empty text.
+
+    Args:
+      names: of the tools of a request.
+      one_call: whether the text was ended before its first CALL_END; a call may then lack it.
+    """
     self._names = names
+    self._one_call = one_call
     self._held = ''
     self._may_be_bare = True  # whether the text so far may be the beginning of one JSON object
     self._gap: str | None = None  # white space since the last call, which is content only where text follows
@@ -53,6 +59,8 @@ class ToolCallParser:
   def push(self, piece: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
     """Adds a piece; returns (content, calls) that are certain now."""
     text, self._held = self._held + piece, ''
+    if is_last and self._one_call and self._call(text.rpartition(_START)[2]) is not None and _START in text:
+      text += CALL_END
     content, calls = '', list[ToolCall]()
     if self._may_be_bare:
       self._may_be_bare = _may_begin_bare_call(text)
@@ -61,9 +69,9 @@ class ToolCallParser:
         return '', []
       if self._may_be_bare and (call := self._call(text)) is not None:
         calls, text = [call], ''
-    while (start := text.find(_START)) >= 0 and (end := text.find(_END, start)) >= 0:
+    while (start := text.find(_START)) >= 0 and (end := text.find(CALL_END, start)) >= 0:
       call = self._call(text[start + len(_START) : end])
-      end += len(_END)
+      end += len(CALL_END)
       content += self._content(text[: end if call is None else start])
       if call is not None:
         calls.append(call)
@@ -74,6 +82,10 @@ class ToolCallParser:
       text, self._held = text[:kept], text[kept:]
     self.num_calls += len(calls)
     return content + self._content(text), calls
+
+  def take_reasoning(self) -> str:
+    """Nothing: these texts have none apart from their content."""
+    return ''
 
   def _content(self, text: str) -> str:
     """The text that is content for certain."""
@@ -130,6 +142,25 @@ def calls_for_template(calls: Any, path: str) -> list[dict[str, Any]]:
       raise RequestError(f'{where} must be a JSON object, as text.', param=where)
     made.append({'type': 'function', **call, 'function': {**function, 'arguments': arguments}})
   return made
+
+
+def call_schema(tools: list[Any]) -> dict[str, Any]:
+  """The JSON schema of one call of any of these tools, as the parser reads it."""
+  calls = [
+    {
+      'type': 'object',
+      'properties': {
+        'name': {'const': tool['function']['name']},
+        'arguments': {'type': 'object'} | (tool['function'].get('parameters') or {}),
+      },
+      'required': ['name', 'arguments'],
+      'additionalProperties': False,
+    }
+    for tool in tools
+  ]
+  # As json.dumps writes it and models have seen it. Where any white space may stand, small models write it for ever.
+  spaces = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}
+  return (calls[0] if len(calls) == 1 else {'anyOf': calls}) | {'x-guidance': spaces}
 
 
 def tool_names(tools: list[Any]) -> frozenset[str]:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+import re
 import shutil
 import signal
 import subprocess
@@ -61,6 +62,23 @@ def decoded(finished_job, tmp_path_factory):
   prompts = write_prompts(directory)
   assert binary.run_in_process(*flags_of(directory, '--decode_input', prompts)) == 0
   return directory, lines_of(directory / 'decode' / 'prompts' / 'step_20.jsonl')
+
+
+def test_continuations_have_the_forms_that_their_prompts_give(decoded, finished_job, tmp_path):
+  directory = checkpoints_of(finished_job, tmp_path / 'job')
+  enum = {'type': 'json_schema', 'json_schema': {'schema': {'enum': ['ab', 7]}}}
+  prompts = [
+    {'prompt': 'x', 'structured_outputs': {'regex': '[0-9]{3}'}, 'temperature': 1.0, 'n': 3},
+    PROMPTS[0],
+    {'prompt': 'x', 'response_format': enum},
+  ]
+  path = write_prompts(tmp_path, prompts)
+  assert binary.run_in_process(*flags_of(directory, '--decode_input', path)) == 0
+  formed, free, chosen = lines_of(directory / 'decode' / 'prompts' / 'step_20.jsonl')
+  assert all(re.fullmatch('[0-9]{3}', output['text']) for output in formed['outputs'])
+  assert formed['request']['structured_outputs'] == {'regex': '[0-9]{3}'}
+  assert free['outputs'][0]['ids'] == decoded[1][0]['outputs'][0]['ids']
+  assert json.loads(chosen['outputs'][0]['text']) in ('ab', 7)
 
 
 def test_one_line_per_prompt_in_order(decoded):

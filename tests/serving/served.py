@@ -57,6 +57,7 @@ def serving(
   restore=None,
   leave=os._exit,
   chat_template: ChatTemplate = MODEL.chat_template,
+  tokenizer=TOKENIZER,
   **settings,
 ) -> Iterator[Served]:
   engine = engine or FakeEngine(max_len=max_len)
@@ -64,6 +65,8 @@ def serving(
   sock = listen(limits)
   stop, lines, codes = threading.Event(), queue.Queue(), []
   model = dataclasses.replace(MODEL, max_len=engine.max_len, chat_template=chat_template)
+  if tokenizer is not TOKENIZER:
+    model = dataclasses.replace(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
 
   def run():
     try:

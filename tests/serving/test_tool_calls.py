@@ -84,6 +84,41 @@ def test_a_client_gets_calls_whole_and_streamed(client):
   assert ask(client, f'{BARE}#', tools=TOOLS).choices[0].message.content is None
 
 
+def choice_of(name):
+  return {'type': 'function', 'function': {'name': name}}
+
+
+CITY = {
+  'type': 'object',
+  'properties': {'city': {'enum': ['Bern']}},
+  'required': ['city'],
+  'additionalProperties': False,
+}
+
+
+@pytest.mark.parametrize('choice, names', [('required', ('weather', 'time')), (choice_of('time'), ('time',))])
+def test_a_call_can_be_required(client, choice, names):
+  """The fake engine would say something else: the grammar leaves it no choice."""
+  tools = [tool | {'function': tool['function'] | {'parameters': CITY}} for tool in TOOLS]
+  settings = {'tools': tools, 'tool_choice': choice}
+  (answer,) = ask(client, 'no', **settings).choices
+  assert (answer.finish_reason, answer.message.content) == ('tool_calls', None)
+  (call,) = answer.message.tool_calls
+  assert call.function.name in names
+  assert json.loads(call.function.arguments) == {'city': 'Bern'}
+  chunks = [chunk.choices[0] for chunk in ask(client, 'no', stream=True, **settings)]
+  (streamed,) = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+  assert streamed.function == type(streamed.function)(**call.function.model_dump())
+
+
+def test_without_parallel_calls_the_answer_ends_after_the_first(client):
+  (choice,) = ask(client, f'so: {CALL}{CALL}#', tools=TOOLS, parallel_tool_calls=False).choices
+  assert (choice.finish_reason, choice.message.content) == ('tool_calls', 'so: ')
+  assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [ZURICH]
+  (choice,) = ask(client, 'plain#', tools=TOOLS, parallel_tool_calls=False).choices
+  assert (choice.finish_reason, choice.message.content) == ('stop', 'plain')
+
+
 def test_without_tools_calls_are_text(client):
   for settings in ({}, {'tools': TOOLS, 'tool_choice': 'none'}):
     (choice,) = ask(client, f'{CALL}#', **settings).choices
@@ -139,8 +174,11 @@ def test_the_output_has_the_form_that_was_asked_for(client, content, settings, p
   'settings, field, message',
   [
     ({'tools': [{'type': 'web'}]}, 'tools[0]', 'must be an object of type function'),
-    ({'tools': TOOLS, 'tool_choice': 'required'}, 'tool_choice', 'not supported'),
-    ({'tools': TOOLS, 'parallel_tool_calls': False}, 'parallel_tool_calls', 'cannot be false'),
+    ({'tools': TOOLS, 'tool_choice': 'any'}, 'tool_choice', "must be 'none', 'auto', 'required'"),
+    ({'tools': [], 'tool_choice': 'required'}, 'tool_choice', 'needs tools'),
+    ({'tools': TOOLS, 'tool_choice': choice_of('rm')}, 'tool_choice', 'not among the tools'),
+    ({'tools': TOOLS, 'tool_choice': 'required', 'extra_body': {'guided_regex': 'a'}}, 'tool_choice', 'one form'),
+    ({'tools': TOOLS, 'parallel_tool_calls': 'no'}, 'parallel_tool_calls', 'true or false'),
     ({'tools': TOOLS, 'response_format': {'type': 'json_object'}}, 'tools', 'form is fixed'),
     ({'response_format': {'type': 'xml'}}, 'response_format', "'json_object'"),
     ({'response_format': {'type': 'json_schema'}}, 'response_format.json_schema.schema', 'must be a JSON schema'),

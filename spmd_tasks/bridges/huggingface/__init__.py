@@ -16,7 +16,7 @@ from spmd_tasks.bridges.huggingface._decoder import Decoder
 from spmd_tasks.bridges.huggingface._describe import describe_model
 from spmd_tasks.bridges.huggingface._export import export_folder
 from spmd_tasks.bridges.huggingface._families import FAMILIES
-from spmd_tasks.bridges.huggingface._folder import Folder, is_model_folder, open_folder, weights_on_mesh
+from spmd_tasks.bridges.huggingface._folder import Folder, open_folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
   'describe_model',
   'export_folder',
   'generation_defaults',
-  'is_model_folder',
   'open_folder',
   'weights_on_mesh',
 ]

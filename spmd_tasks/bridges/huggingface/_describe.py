@@ -163,7 +163,7 @@ def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
   """Returns the rotary positions without what a config.json does not say: which factors of LongRoPE are in use."""
   if rotary is None or not isinstance(rotary.scaling, LongRopeScaling):
     return rotary
-  return dataclasses.replace(rotary, scaling=dataclasses.replace(rotary.scaling, is_long=False))
+  return dataclasses.replace(rotary, scaling=dataclasses.replace(rotary.scaling, is_long=None))
 
 
 # Settings that say how a model is computed, initialised or trained, and not what it computes.

@@ -137,6 +137,8 @@ def _config(
   settings: Mapping[str, Any],
   tensors: Mapping[str, LazyArray],
 ) -> Values:
+  if origin is None:  # without these keys, transformers would take tokens of the family's own vocabulary
+    settings = {'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None, **settings}
   kept = {} if origin is None else {key: value for key, value in origin.config.items() if key in INERT}
   for key in ('auto_map', 'torch_dtype'):
     kept.pop(key, None)

@@ -355,7 +355,7 @@ FAMILIES: dict[str, Family] = {
     keys=(
       *_sizes(32_064, 3072, 8192, 32, 32, eps=1e-5),
       Activation(),
-      Rope(max_length=4096),
+      Rope(max_length=4096, partial=1.0),
       OriginalLength(4096),
       AllWindowed(),
     ),

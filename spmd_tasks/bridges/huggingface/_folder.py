@@ -11,15 +11,17 @@ import functools
 import json
 import os
 from pathlib import Path
+import re
 from typing import Any
 
 from flax import traverse_util
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array
 from spmd_tasks.bridges._rules import RuleTable
-from spmd_tasks.bridges.huggingface._config_keys import Config
+from spmd_tasks.bridges.huggingface._config_keys import INERT, Config
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
 from spmd_tasks.bridges.huggingface._describe import describe_model, layer_places
 from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
@@ -30,15 +32,19 @@ from spmd_tasks.layers import LanguageModel
 from spmd_tasks.runtime import PartitionedModel
 
 CONFIG_FILE = 'config.json'
+# Gemma 3 of text and images: its text model is the family _TEXT_TYPE under other names, old or new.
+_WRAPPER, _WRAPPER_ARCHITECTURE, _TEXT_TYPE = 'gemma3', 'Gemma3ForConditionalGeneration', 'gemma3_text'
+_WRAPPER_KEYS = {
+  *('text_config', 'vision_config', 'mm_tokens_per_image', 'boi_token_index', 'eoi_token_index', 'image_token_index')
+}
+_TEXT_PREFIXES = {
+  'language_model.lm_head.': 'lm_head.',
+  'language_model.model.': 'model.',
+  'model.language_model.': 'model.',
+}
+_IMAGE_PART = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
 OnWeight = Callable[[int], None]  # called with the bytes of each weight that has been read
-
-
-def is_model_folder(path: os.PathLike | str) -> bool:
-  """Whether a directory has the config.json of a model of Hugging Face's."""
-  try:
-    return isinstance(json.loads((Path(path) / CONFIG_FILE).read_text(encoding='utf-8'))['model_type'], str)
-  except (OSError, ValueError, KeyError, TypeError, RecursionError):
-    return False
+Store = Callable[[str, jax.Array], Any]  # makes of a weight, given its name, the form in which it is held
 
 
 def open_folder(path: os.PathLike | str) -> 'Folder':
@@ -57,6 +63,9 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
     raise UserError(f"{file} does not exist: give the folder of a model in Hugging Face's format.") from error
   except (OSError, ValueError, RecursionError) as error:
     raise UserError(f'{file} cannot be read: {error}.') from error
+  is_text_part = (values.get('model_type'), values.get('architectures')) == (_WRAPPER, [_WRAPPER_ARCHITECTURE])
+  if is_text_part:
+    values = _text_part(values, file)
   model_type = values.get('model_type')
   family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
   architectures = values.get('architectures') or [family and family.architecture]
@@ -66,7 +75,21 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
       f'{file} is of a model {values.get("architectures")} of type {model_type!r}{own_code}: known here are '
       f'{", ".join(each.architecture for each in FAMILIES.values())}.'
     )
-  return Folder(path=path, config=values, family=family, decoder=family.read(Config(values, str(file))))
+  decoder = family.read(Config(values, str(file)))
+  return Folder(path=path, config=values, family=family, decoder=decoder, is_text_part=is_text_part)
+
+
+def _text_part(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+  """Returns the config of the text model in that of a model of text and images."""
+  text = values.get('text_config')
+  if not isinstance(text, dict) or text.get('model_type') != _TEXT_TYPE:
+    raise UserError(f'{file} has no text_config of type {_TEXT_TYPE!r}: download it again.')
+  shared = {key: values[key] for key in values if key in INERT or key == 'tie_word_embeddings'}
+  unknown = sorted(values.keys() - shared.keys() - _WRAPPER_KEYS)
+  if unknown:
+    raise UserError(f'{file} has settings that are not known for this family: {", ".join(unknown)}.')
+  given = {key: value for key, value in shared.items() if value is not None and key != 'model_type'}
+  return text | given | {'architectures': [FAMILIES[_TEXT_TYPE].architecture]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,12 +100,14 @@ class Folder:
     path: of the folder.
     config: the content of config.json.
     family, decoder: what that says.
+    is_text_part: whether the files also have a model of images, which is left out.
   """
 
   path: Path
   config: Mapping[str, Any]
   family: Family
   decoder: Decoder
+  is_text_part: bool = False
 
   @property
   def dtype(self) -> str:
@@ -110,7 +135,10 @@ class Folder:
 
   @functools.cached_property
   def _all_tensors(self) -> tuple[dict[str, LazyArray], set[str]]:
-    names = ((self.family.full_name(given), tensor) for given, tensor in read_tensors(self.path).items())
+    found = read_tensors(self.path)
+    if self.is_text_part:
+      found = {_text_name(name): tensor for name, tensor in found.items() if not _IMAGE_PART.match(name)}
+    names = ((self.family.full_name(given), tensor) for given, tensor in found.items())
     known = {name: tensor for name, tensor in names if not self.family.is_ignored(name, self.decoder)}
     rows, columns = (self.config.get('quantization_config') or {}).get('weight_block_size') or (128, 128)
     return dequantize(known, (rows, columns))
@@ -138,23 +166,38 @@ class Folder:
         raise UserError(f'{self.path} has {name} in {tensor.dtype}: a weight is of a floating type.')
     return table.lazily(self.tensors, wanted)
 
-  def read_weights(self, model: PartitionedModel, *, on_weight: OnWeight = lambda num_bytes: None) -> Any:
+  def read_weights(
+    self,
+    model: PartitionedModel,
+    *,
+    dtypes: Mapping[str, npt.DTypeLike] = {},
+    store: Store = lambda name, weight: weight,
+    on_weight: OnWeight = lambda num_bytes: None,
+  ) -> Any:
     """Reads the weights onto the mesh, as the partitioner stores them: padded, each device its own shard.
 
     Args:
       model: of a task whose model computes what the folder's does.
+      dtypes: of weights, by name, that are held in another dtype than in training. In the dtype of the file, a weight
+        is read without any other copy of it.
+      store: called with each weight as soon as it is read.
       on_weight: called after each weight, with its bytes on this process.
 
     Raises:
       UserError: as `lazy_weights`; nothing has been read then.
     """
-    lazy = self.lazy_weights(model.task.model, model.canonical_state.weights)
+    canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
+    wanted = {name: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)) for name, leaf in canonical.items()}
+    lazy = self.lazy_weights(model.task.model, traverse_util.unflatten_dict(wanted, sep='/'))
     true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
     padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
     weights = {}
     for name, leaf in padded.items():
-      weights[name] = _place(lazy[name].reshape(true[name].shape), leaf)
-      on_weight(sum(shard.data.nbytes for shard in weights[name].addressable_shards))
+      weight = _place(lazy[name].reshape(true[name].shape), leaf)
+      num_bytes = sum(shard.data.nbytes for shard in weight.addressable_shards)
+      weights[name] = store(name, weight)
+      del weight
+      on_weight(num_bytes)
     return traverse_util.unflatten_dict(weights, sep='/')
 
   def _check_model(self, model: Any) -> None:
@@ -168,6 +211,12 @@ class Folder:
       raise UserError(
         f'the model differs from that of {self.path}, whose weights it cannot take: it has {"; ".join(differences)}.'
       )
+
+
+def _text_name(name: str) -> str:
+  """Returns the name of a tensor as the text model alone has it."""
+  old = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), '')
+  return _TEXT_PREFIXES.get(old, '') + name.removeprefix(old)
 
 
 def weights_on_mesh(model: PartitionedModel, padded_weights: Any) -> dict[str, LazyArray]:
@@ -195,9 +244,9 @@ def _place(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:
       if bounds == tuple((part.start, part.stop) for part in true):
         shards[bounds] = array.read(true)
       else:
-        made = np.zeros([stop - start for start, stop in bounds], padded.dtype)
+        made = np.zeros([stop - start for start, stop in bounds], array.dtype)
         if all(part.start < part.stop for part in true):
-          made[tuple(slice(0, part.stop - part.start) for part in true)] = array.read(true)
+          array.read_into(made[tuple(slice(0, part.stop - part.start) for part in true)], true)
         shards[bounds] = made
     return shards[bounds]
 

@@ -68,14 +68,14 @@ class Rope:
   Attributes:
     theta: the family's default.
     local_theta: its default for layers with a window; None: they have the same positions as the others.
-    partial: the part of a head that rotates, where no key says it.
+    partial: the part of a head that rotates, where no key says it; None: all of it, as `transformers` ignores the key.
     default: the `rope_parameters` of a config.json that has none.
     max_length: the family's default of `max_position_embeddings`.
   """
 
   theta: float = 10_000.0
   local_theta: float | None = None
-  partial: float = 1.0
+  partial: float | None = None
   default: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   max_length: int = 131_072
 
@@ -83,7 +83,10 @@ class Rope:
     given = config.read('rope_parameters', dict, {})
     old = config.read('rope_scaling', dict, {})
     theta = config.read('rope_theta', float, self.theta)
-    implied = {'rope_theta': theta, 'partial_rotary_factor': config.read('partial_rotary_factor', float, self.partial)}
+    implied = {
+      'rope_theta': theta,
+      'partial_rotary_factor': config.read('partial_rotary_factor', float, self.partial or 1.0),
+    }
     own_length = config.read('original_max_position_embeddings', int, None)  # Phi-3's, which comes first
     lengths = (own_length, config.read('max_position_embeddings', int, self.max_length))
     head_dim = known.get('head_dim') or known['embed_dim'] // known['num_heads']
@@ -92,7 +95,10 @@ class Rope:
     if self.local_theta is None:
       if not given and not old and not config.has('rope_theta'):
         given = self.default
-      return {'rotary': read_rotary(implied | (old or given), head_dim, lengths, config)}
+      rotary = read_rotary(implied | (old or given), head_dim, lengths, config)
+      if self.partial is None and rotary.num_features is not None:
+        raise UserError(f'{config.path} has a partial_rotary_factor, which transformers ignores in this family.')
+      return {'rotary': rotary}
     nested = given if {'full_attention', 'sliding_attention'} <= given.keys() else {}
     if given and not nested:
       raise config.error('rope_parameters', "must have the keys 'full_attention' and 'sliding_attention'")
@@ -103,6 +109,8 @@ class Rope:
     }
 
   def write(self, decoder: Decoder) -> Values:
+    if self.partial is None and decoder.rotary is not None and decoder.rotary.num_features is not None:
+      raise UserError('only a part of each head has rotary positions.')
     if self.local_theta is None:
       return {'rope_parameters': write_rotary(decoder.rotary, decoder)}
     return {

@@ -41,6 +41,7 @@ from spmd_tasks.layers.attention.rotary_scaling import (
   LongRopeScaling,
   RotaryScaling,
   YarnScaling,
+  longest_text,
   yarn_magnitude,
 )
 
@@ -63,6 +64,7 @@ __all__ = [
   'attend',
   'attend_to_cache',
   'is_decoding',
+  'longest_text',
   'override_attention',
   'read_cache',
   'resolve_implementation',

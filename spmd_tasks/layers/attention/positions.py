@@ -51,12 +51,13 @@ class Rotary:
       )
     fraction = jnp.arange(0, num_features, 2, dtype=jnp.float32) / num_features
     frequencies = self.max_wavelength**-fraction  # [d/2]
-    if self.scaling is not None:
-      frequencies = self.scaling.scale(frequencies, self.max_wavelength)
+    scaling = None if self.scaling is None else self.scaling.for_rows(x.shape[1])
+    if scaling is not None:
+      frequencies = scaling.scale(frequencies, self.max_wavelength)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
     sin, cos = jnp.sin(angles), jnp.cos(angles)  # [B, T, 1, d/2]
-    if self.scaling is not None:
-      sin, cos = sin * self.scaling.amplitude(), cos * self.scaling.amplitude()
+    if scaling is not None:
+      sin, cos = sin * scaling.amplitude(), cos * scaling.amplitude()
     first, second = jnp.split(x[..., :num_features].astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return rotated if num_features == head_dim else jnp.concatenate([rotated, x[..., num_features:]], axis=-1)

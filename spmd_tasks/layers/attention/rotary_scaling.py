@@ -10,6 +10,9 @@ Shapes: d features that rotate.
 """
 
 import abc
+from collections.abc import Iterator
+import contextlib
+import contextvars
 import dataclasses
 import math
 
@@ -17,6 +20,18 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+
+_LONGEST_TEXT: contextvars.ContextVar[int | None] = contextvars.ContextVar('longest_text', default=None)
+
+
+@contextlib.contextmanager
+def longest_text(num_tokens: int) -> Iterator[None]:
+  """While a function is traced: its rows are parts of texts of up to `num_tokens`, as those of generation are."""
+  token = _LONGEST_TEXT.set(num_tokens)
+  try:
+    yield
+  finally:
+    _LONGEST_TEXT.reset(token)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +43,10 @@ class RotaryScaling(abc.ABC):
   def __post_init__(self):
     if not self.factor > 0:
       raise UserError(f'factor={self.factor} must be positive: it divides the frequencies of a rotary position.')
+
+  def for_rows(self, num_columns: int) -> 'RotaryScaling':
+    """Returns the scaling for rows of `num_columns` tokens, or for the texts that `longest_text` says."""
+    return self
 
   @abc.abstractmethod
   def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
@@ -125,23 +144,28 @@ class LongRopeScaling(RotaryScaling):
   """Divides the frequency of every pair by a number of its own (LongRoPE: Ding et al., 2024; Phi-3; "longrope").
 
   There are two lists of these numbers, for texts up to `original_length` tokens and for longer ones. transformers picks
-  one by the longest text of each batch, and computes the cache again when a text outgrows the first list. Here the
-  model picks one for all texts (as vLLM does), so that no text depends on the others of its batch, and cached keys stay
-  valid.
+  one by the longest text of each batch, and computes the cache again when a text outgrows the first list. Here sizes
+  that are compiled decide, so that no text depends on the others of its batch and cached keys stay valid: the length of
+  rows in training, evaluation and `logits`, and `max_len` in generation (as vLLM does).
 
   Fields:
     factor: the greatest length / original_length; only A depends on it.
     original_length: L0, of the first training, in tokens ("original_max_position_embeddings").
     short_factors, long_factors: [d/2] each.
-    is_long: whether positions rotate by the `long_factors`.
+    is_long: whether positions rotate by the `long_factors`; None: where texts may be longer than `original_length`.
     attention_factor: A; None means sqrt(1 + ln(factor) / ln(L0)), and 1 for a factor of at most 1.
   """
 
   original_length: int
   short_factors: tuple[float, ...]
   long_factors: tuple[float, ...]
-  is_long: bool = False
+  is_long: bool | None = None
   attention_factor: float | None = None
+
+  def for_rows(self, num_columns: int) -> 'LongRopeScaling':
+    if self.is_long is not None:
+      return self
+    return dataclasses.replace(self, is_long=(_LONGEST_TEXT.get() or num_columns) > self.original_length)
 
   def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
     name = 'long_factors' if self.is_long else 'short_factors'

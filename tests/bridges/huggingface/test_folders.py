@@ -120,6 +120,42 @@ def test_the_old_keys_of_a_config_say_the_same(old, new):
   assert decoder_of(old) == decoder_of(new)
 
 
+WRAPPER = {
+  'model_type': 'gemma3',
+  'architectures': ['Gemma3ForConditionalGeneration'],
+  'vision_config': {'model_type': 'siglip_vision_model'},
+  'image_token_index': 7,
+  'eos_token_id': [1, 2],
+  'dtype': 'float32',
+}
+
+
+@pytest.mark.parametrize('prefix', ['language_model.model.', 'model.language_model.'])
+def test_the_text_part_of_a_model_of_text_and_images(prefix, tmp_path, rng):
+  model, weights = write_folder(tmp_path / 'model', 'gemma3_text', rng)
+  tensors = {'vision_tower.x.weight': np.zeros(3, np.float32), 'model.multi_modal_projector.y': np.zeros(3, np.float32)}
+  for file in (tmp_path / 'model').glob('*.safetensors'):
+    tensors |= {name.replace('model.', prefix, 1): value for name, value in load_file(file).items()}
+    file.unlink()
+  (tmp_path / 'model' / 'model.safetensors.index.json').unlink()
+  save_file(tensors, tmp_path / 'model' / 'model.safetensors')
+  config = json.loads((tmp_path / 'model' / 'config.json').read_text())
+  text = {key: value for key, value in config.items() if key != 'architectures'} | {'dtype': None, 'eos_token_id': 1}
+  (tmp_path / 'model' / 'config.json').write_text(json.dumps(WRAPPER | {'text_config': text}))
+  folder = open_folder(tmp_path / 'model')
+  assert folder.decoder == decoder_of(config)
+  read = folder.lazy_weights(model, abstract_weights(model))
+  for key, value in weights.items():
+    np.testing.assert_array_equal(np.asarray(read[key]), value, err_msg=key)
+  export_folder(tmp_path / 'text', model, read, origin=folder)
+  exported = open_folder(tmp_path / 'text')
+  assert not exported.is_text_part
+  assert exported.config['eos_token_id'] == [1, 2]
+  (tmp_path / 'model' / 'config.json').write_text(json.dumps(WRAPPER | {'text_config': text, 'audio_config': {}}))
+  with pytest.raises(UserError, match='audio_config'):
+    open_folder(tmp_path / 'model')
+
+
 def test_the_defaults_are_the_familys():
   config = {'model_type': 'mixtral'}
   decoder = decoder_of(config)
@@ -133,6 +169,7 @@ CHANGES = {
   'an unknown activation': ({'hidden_act': 'tanh'}, "hidden_act = 'tanh'"),
   'an unknown rotary type': ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, "of type 'dynamic'"),
   'an unknown rotary setting': ({'rope_scaling': {'type': 'linear', 'factor': 2.0, 'x': 1}}, "'x': 1"),
+  'a rotary setting that its family ignores': ({'partial_rotary_factor': 0.5}, 'transformers ignores'),
   'an unknown family': ({'model_type': 'mamba', 'architectures': ['MambaForCausalLM']}, 'MambaForCausalLM'),
   'code of its own': ({'model_type': 'mine', 'auto_map': {}}, 'code of its own (auto_map), which is not run'),
   'another head': ({'architectures': ['LlamaForSequenceClassification']}, 'LlamaForSequenceClassification'),

@@ -70,7 +70,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
   | {'q_lora_rank': 14, 'n_shared_experts': 1, 'n_group': 4, 'topk_group': 2, 'first_k_dense_replace': 2}
   | {'rope_parameters': _YARN | {'mscale': 1.0, 'mscale_all_dim': 0.7}, 'attention_bias': True},
   'phi3': _PLAIN
-  | {'hidden_size': 48, 'num_key_value_heads': 1, 'pad_token_id': 0, 'original_max_position_embeddings': 64}
+  | {'hidden_size': 48, 'num_key_value_heads': 1, 'pad_token_id': 0, 'original_max_position_embeddings': 96}
   | {
     'rope_parameters': {
       'rope_type': 'longrope',
@@ -82,5 +82,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
   },
   'gpt2': {'vocab_size': 259, 'n_positions': 256, 'n_embd': 30, 'n_layer': 3, 'n_head': 3},
 }
+# Of texts longer than the first ones in training; those above are shorter, also when they have been continued.
+CONFIGS['phi3_long'] = CONFIGS['phi3'] | {'model_type': 'phi3', 'original_max_position_embeddings': 8}
 for _name, _config in CONFIGS.items():
   _config.setdefault('model_type', _name)

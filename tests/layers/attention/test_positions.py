@@ -1,3 +1,6 @@
+import contextlib
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from spmd_tasks.layers.attention import (
   Rotary,
   SinusoidalPositions,
   YarnScaling,
+  longest_text,
 )
 from spmd_tasks.sharding import unbox_weights, weight_specs
 import tests.layers.transformer_reference as reference
@@ -66,6 +70,18 @@ def test_the_first_features_rotate_by_scaled_frequencies_and_grow_by_the_amplitu
   )
   actual = Rotary(max_wavelength=500.0, num_features=6, scaling=scaling)(x, POSITIONS)
   np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  'num_columns, text, is_long', [(4, None, False), (17, None, True), (4, 17, True), (17, 16, False)]
+)
+def test_long_factors_are_those_of_long_texts(num_columns, text, is_long, rng):
+  x = rng.normal(size=(1, num_columns, 1, 6)).astype(np.float32)
+  positions = np.arange(num_columns)[None]
+  scaling = LongRopeScaling(factor=4.0, original_length=16, short_factors=(1.0,) * 3, long_factors=(2.0, 3.0, 5.0))
+  expected = Rotary(scaling=dataclasses.replace(scaling, is_long=is_long))(x, positions)
+  with contextlib.nullcontext() if text is None else longest_text(text):
+    np.testing.assert_array_equal(Rotary(scaling=scaling)(x, positions), expected)
 
 
 def test_scaled_frequencies_and_amplitudes():
