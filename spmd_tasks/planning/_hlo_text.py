@@ -102,6 +102,7 @@ class Shape:
 
 
 NO_SHAPE = Shape('opaque')
+HOST_MEMORY = 5  # a layout's memory space, `S(5)`
 
 
 @functools.lru_cache(maxsize=50_000)

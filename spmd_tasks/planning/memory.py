@@ -1,0 +1,253 @@
+"""Says what holds a device's memory when a compiled step needs the most of it.
+
+    parts = memory_parts(compiled, read_program(compiled.as_text()), model)
+    parts.total, parts.activations, parts.largest[0]
+
+Arguments live all the time: the state and the batch, as the compiler stores them, tiles padded. Whatever else lives is
+found from the schedule (`_lifetimes.py`): which buffers hold a value that is still needed. The sum is compared with the
+compiler's own figure, `compiler_bytes`. It counts what is live at the peak; `temp_size_in_bytes` of
+`memory_analysis()` is larger on TPUs, because it counts gaps between buffers too.
+
+What a buffer is for is read from JAX's names. An operation of the forward pass is called `jvp(...)`, one of the
+backward pass `transpose(jvp(...))`.
+
+    gradients      made by the backward pass and needed by the optimizer, in the shape of a weight or of its shard
+    activations    made by the forward pass and needed by the backward pass
+    temporaries    everything else: operands and results of the moment, gathered weights, buffers of collectives
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+
+from spmd_tasks.planning._instructions import Instruction
+from spmd_tasks.planning._lifetimes import Buffer, Lifetimes
+from spmd_tasks.planning.scheduled_program import ScheduledProgram
+from spmd_tasks.runtime import PartitionedModel
+
+# JAX's name of an argument -> the part that it belongs to. Steps other than training have `variables` as their state.
+_ARGUMENTS = (
+  (re.compile(r"state\.weights|variables\['params'\]"), 'weights'),
+  (re.compile(r'state\.learner'), 'optimizer'),
+  (re.compile(r'state\.(step|rng|non_trainable)|variables\['), 'other_state'),
+  (re.compile(r'batch\['), 'batch'),
+)
+_COPIES = frozenset(
+  {'copy', 'copy-start', 'copy-done', 'bitcast', 'get-tuple-element', 'convert', 'transpose', 'reshape'}
+)
+_MAX_STEPS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveBuffer:
+  """An array that lives at the peak.
+
+  Attributes:
+    name: of the argument, or of the instruction that makes it.
+    part: the attribute of MemoryParts that counts it.
+    op_name: JAX's name of what makes it, with the layer.
+    dtype, shape: of one device's array.
+    num_bytes: in memory, tiles padded.
+  """
+
+  name: str
+  part: str
+  op_name: str
+  dtype: str
+  shape: tuple[int, ...]
+  num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+  """Bytes of one device at the peak, by what they hold.
+
+  Attributes:
+    weights, optimizer, other_state, batch: arguments of the step. The optimizer's include a moving average of weights.
+    other_arguments: all other arguments, such as the cache of a decode step.
+    gradients, activations, temporaries: see the module's docstring.
+    outputs: results that do not take the place of a donated argument.
+    on_chip: arrays in the chip's vector memory, which the compiler's figure counts too.
+    program: the machine code.
+    padding: how much of the state is padding: true shapes to even shards, and shards to tiles. A part of the others.
+    compiler_bytes: the compiler's figure for the sum.
+    largest: the largest arrays, at most 20.
+  """
+
+  weights: int
+  optimizer: int
+  other_state: int
+  batch: int
+  other_arguments: int
+  gradients: int
+  activations: int
+  temporaries: int
+  outputs: int
+  on_chip: int
+  program: int
+  padding: int
+  compiler_bytes: int
+  largest: Sequence[LiveBuffer]
+
+  def parts(self) -> dict[str, int]:
+    """Returns part -> bytes; together they are `total`."""
+    left_out = ('padding', 'compiler_bytes', 'largest')
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in left_out}
+
+  @property
+  def total(self) -> int:
+    """The sum of the parts."""
+    return sum(self.parts().values())
+
+
+def memory_parts(compiled: Any, program: ScheduledProgram, model: PartitionedModel) -> MemoryParts:
+  """Finds what holds the memory at the peak.
+
+  Args:
+    compiled: the jax.stages.Compiled step, or what its `memory_analysis()` returns.
+    program: the same step, read from `compiled.as_text()`.
+    model: the partitioned model whose step it is.
+  """
+  analysis = compiled.memory_analysis() if hasattr(compiled, 'memory_analysis') else compiled
+  arguments = list(_arguments(program))
+  live = [*arguments, *_live_at_peak(program, _weight_dims(model))]
+  sums: dict[str, int] = {}
+  for each in live:
+    sums[each.part] = sums.get(each.part, 0) + each.num_bytes
+  sums['program'] = analysis.generated_code_size_in_bytes
+  names = [field.name for field in dataclasses.fields(MemoryParts)][: len(dataclasses.fields(MemoryParts)) - 3]
+  return MemoryParts(
+    **{name: sums.get(name, 0) for name in names},
+    padding=_padding(program, arguments, model),
+    compiler_bytes=compiler_bytes(analysis),
+    largest=sorted(live, key=lambda each: -each.num_bytes)[:20],
+  )
+
+
+def compiler_bytes(analysis: Any) -> int:
+  """Returns the compiler's figure for the peak, from `memory_analysis()`: arguments, what is live, and the program.
+
+  The TPU compiler states it. The CPU and GPU compilers, which tell how they placed their buffers, place temporaries in
+  one block of a size that is known.
+  """
+  code = analysis.generated_code_size_in_bytes
+  if not analysis.serialized_buffer_assignment_proto and analysis.peak_memory_in_bytes:
+    return analysis.peak_memory_in_bytes + code
+  results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+  return analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes + code
+
+
+def _arguments(program: ScheduledProgram) -> Iterator[LiveBuffer]:
+  for parameter in program.entry.parameters:
+    part = next((part for pattern, part in _ARGUMENTS if pattern.search(parameter.op_name)), 'other_arguments')
+    for leaf in parameter.shape.leaves():
+      yield LiveBuffer(
+        name=parameter.op_name or parameter.name,
+        part=part,
+        op_name='',
+        dtype=leaf.dtype,
+        shape=leaf.dims,
+        num_bytes=leaf.stored_bytes,
+      )
+
+
+def _live_at_peak(program: ScheduledProgram, weight_dims: set[tuple[int, ...]]) -> list[LiveBuffer]:
+  lifetimes = Lifetimes(program)
+  buffers = lifetimes.reusing_operands(list(lifetimes.buffers()))
+  changes: dict[int, int] = {}
+  for each in buffers:
+    changes[each.begin] = changes.get(each.begin, 0) + each.shape.stored_bytes
+    changes[each.end + 1] = changes.get(each.end + 1, 0) - each.shape.stored_bytes
+  live_bytes, peak, time_of_peak = 0, -1, 0
+  for time in sorted(changes):
+    live_bytes += changes[time]
+    if live_bytes > peak:
+      peak, time_of_peak = live_bytes, time
+  return [
+    LiveBuffer(
+      name=each.instruction.name,
+      part=_part(each, weight_dims),
+      op_name=_made_for(each),
+      dtype=each.shape.dtype,
+      shape=each.shape.dims,
+      num_bytes=each.shape.stored_bytes,
+    )
+    for each in buffers
+    if each.begin <= time_of_peak <= each.end
+  ]
+
+
+def _part(buffer: Buffer, weight_dims: set[tuple[int, ...]]) -> str:
+  if buffer.shape.memory_space:
+    return 'on_chip'
+  if buffer.last_user is None:
+    return 'outputs'
+  made, needed = _made_for(buffer), buffer.last_user.op_name
+  dims = tuple(size for size in buffer.shape.dims if size > 1)
+  if 'transpose(' in made and 'jvp(' not in needed and dims in weight_dims:
+    return 'gradients'
+  if 'jvp(' in made and 'transpose(' not in made and 'transpose(' in needed:
+    return 'activations'
+  return 'temporaries'
+
+
+def _made_for(buffer: Buffer) -> str:
+  """JAX's name of what makes a buffer; of a copy, of what it copies; of a loop's first state, of the loop."""
+  instruction: Instruction | None = buffer.instruction
+  by_name = buffer.computation.by_name
+  for _ in range(_MAX_STEPS):
+    if instruction is None or 'jvp(' in instruction.op_name:
+      break
+    instruction = by_name.get(instruction.operands[0]) if instruction.opcode in _COPIES else None
+  if instruction is not None:
+    return instruction.op_name
+  names = {buffer.instruction.name}
+  for each in buffer.computation.instructions:
+    if names & set(each.operands):
+      if 'jvp(' in each.op_name:
+        return each.op_name
+      if each.opcode in _COPIES or each.opcode == 'tuple':
+        names.add(each.name)
+  return buffer.instruction.op_name
+
+
+def _weight_dims(model: PartitionedModel) -> set[tuple[int, ...]]:
+  """Returns the dims that a gradient can have: each weight's, true, padded, of one shard; with and without layers."""
+  found: set[tuple[int, ...]] = set()
+  for true, padded in zip(
+    jax.tree.leaves(model.abstract_state.weights), jax.tree.leaves(model.padded_state.weights), strict=True
+  ):
+    for shape in (true.shape, padded.shape, padded.sharding.shard_shape(padded.shape)):
+      for dims in (shape, shape[1:]):
+        found.add(tuple(size for size in dims if size > 1))
+  return found
+
+
+def _padding(program: ScheduledProgram, arguments: Sequence[LiveBuffer], model: PartitionedModel) -> int:
+  """Returns the bytes of the state that hold no value: of even shards, and of tiles."""
+  tiles = sum(
+    leaf.stored_bytes - leaf.num_bytes
+    for parameter, argument in zip(program.entry.parameters, arguments)
+    if argument.part in ('weights', 'optimizer', 'other_state')
+    for leaf in parameter.shape.leaves()
+  )
+  uneven = 0.0
+  has_optimizer = any(each.part == 'optimizer' for each in arguments)
+  true, padded = (
+    (model.abstract_state, model.padded_state)
+    if has_optimizer
+    else (model.abstract_state.variables, model.padded_state.variables)
+  )
+  for leaf, stored in zip(jax.tree.leaves(true), jax.tree.leaves(padded), strict=True):
+    shard = math.prod(stored.sharding.shard_shape(stored.shape)) * _item_size(stored)
+    if leaf.shape != stored.shape:
+      uneven += shard * (1 - math.prod(leaf.shape) / math.prod(stored.shape))
+  return tiles + round(uneven)
+
+
+def _item_size(leaf: jax.ShapeDtypeStruct) -> int:
+  return 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize

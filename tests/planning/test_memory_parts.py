@@ -1,0 +1,41 @@
+"""What holds the memory at the peak adds up to the compiler's figure, and the state's parts are the model's own."""
+
+import math
+
+import jax
+import pytest
+
+from spmd_tasks.planning.memory import memory_parts
+from tests.planning.compiled_steps import Dense, Mixture, Pipelined, compiled_step
+
+
+def shard_bytes(tree) -> int:
+  leaves = [leaf for leaf in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+  return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+@pytest.mark.parametrize('experiment', [Dense, Mixture, Pipelined])
+def test_the_parts_add_up_to_what_the_compiler_says(experiment):
+  _, model, compiled, program = compiled_step(experiment)
+  parts = memory_parts(compiled, program, model)
+  analysis = compiled.memory_analysis()
+  whole = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+  assert parts.compiler_bytes == pytest.approx(whole, rel=0.01)  # nearly all of the output is the donated state
+  assert parts.total == pytest.approx(parts.compiler_bytes, rel=0.05)
+  assert parts.weights == shard_bytes(model.padded_state.weights)
+  assert parts.optimizer == shard_bytes(model.padded_state.learner)
+  assert parts.batch == shard_bytes(model.input_layout.padded)
+  assert sum(parts.parts().values()) == parts.total
+  assert all(a.num_bytes >= b.num_bytes for a, b in zip(parts.largest, parts.largest[1:]))
+
+
+def test_gradients_and_activations_at_the_peak():
+  """The peak is inside of the backward loop: the gradients of all layers are there, and what the loop still needs."""
+  _, model, compiled, program = compiled_step(Dense)
+  parts = memory_parts(compiled, program, model)
+  assert parts.gradients == shard_bytes(model.padded_state.weights['stack'])
+  largest = parts.largest[0]
+  num_layers, rows, seq_len, model_dims = 2, 8 // 4, 16, 32
+  assert (largest.part, math.prod(largest.shape)) == ('activations', num_layers * rows * seq_len * model_dims)
+  assert largest.op_name == 'jit(train_step)/jvp(LanguageModel)/stack/while'
+  assert parts.activations > 10 * largest.num_bytes  # Tiny rematerialises nothing
