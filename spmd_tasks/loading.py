@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from spmd_tasks.config import from_json, read_saved_config, resolve
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
+from spmd_tasks.distributed import skip_absent_tpu
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, partition_job
 from spmd_tasks.files import absolute_path
@@ -57,6 +58,7 @@ def load(
       devices or the model.
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
+  skip_absent_tpu()
   directory = absolute_path(job_log_dir)
   if not (directory / 'config.json').exists():
     raise UserError(f'{directory} has no config.json, so no job has begun there: correct the path, or train first.')

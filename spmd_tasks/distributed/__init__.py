@@ -23,6 +23,7 @@ from spmd_tasks.distributed.initialization import (
   detect_cluster,
   finish,
   initialize,
+  skip_absent_tpu,
 )
 from spmd_tasks.distributed.link_connections import admit, connect_pairs, connect_processes, join, listen_for_processes
 from spmd_tasks.distributed.links import Link, LinkError
@@ -61,6 +62,7 @@ __all__ = [
   'meet',
   'open_rank_records',
   'primary_decides',
+  'skip_absent_tpu',
   'use_fake_devices',
   'watch_steps',
 ]

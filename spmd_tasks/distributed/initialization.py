@@ -13,8 +13,10 @@ nothing and returns at once.
 from collections.abc import Mapping
 import dataclasses
 import glob
+import importlib.metadata
 import importlib.util
 import os
+import pkgutil
 from typing import Any
 
 from absl import logging
@@ -25,6 +27,8 @@ from spmd_tasks.errors import UserError
 
 CLUSTERS = ('slurm', 'ompi', 'gketpu', 'gcetpu', 'k8s')  # JAX's names, in JAX's order of preference.
 
+_TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
+_GPU_FILES = ('/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg')
 _CPU_COLLECTIVE_TIMEOUT = '--xla_cpu_collective_timeout_seconds'
 
 _explicit_coordinator: str | None = None  # the address that `initialize` was given
@@ -85,6 +89,7 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
     RuntimeError: JAX is already in use, or the processes did not find each other in time.
   """
   environ = os.environ if environ is None else environ
+  skip_absent_tpu()
   if settings.is_explicit:
     if settings.num_processes == 1:
       return False
@@ -122,6 +127,26 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
     **connection,
   )
   return True
+
+
+def skip_absent_tpu() -> None:
+  """Keeps JAX from starting libtpu on a machine without a TPU, where it is installed for planning.
+
+  There libtpu would search for a TPU and complain on stderr. Call this before the first use of a device. JAX_PLATFORMS
+  decides where it is set, and JAX itself where an accelerator is installed that is not known here.
+  """
+  if jax.config.jax_platforms or importlib.util.find_spec('libtpu') is None or 'JAX_FORCE_TPU_INIT' in os.environ:
+    return
+  if any(map(glob.glob, _TPU_FILES)):
+    return
+  installed = importlib.util.find_spec('jax_plugins')
+  folders = [] if installed is None else list(installed.submodule_search_locations or ())
+  plugins = {module.name for module in pkgutil.iter_modules(folders)}
+  plugins |= {point.name for point in importlib.metadata.entry_points(group='jax_plugins')}
+  if any('cuda' not in plugin for plugin in plugins):
+    return
+  has_gpu = bool(plugins) and any(map(os.path.exists, _GPU_FILES))
+  jax.config.update('jax_platforms', 'cuda,cpu' if has_gpu else 'cpu')
 
 
 def finish():
@@ -184,7 +209,7 @@ def detect_cluster(environ: Mapping[str, str]) -> str | None:
     if hosts is not None:
       return 'gketpu' if ',' in hosts or _count(environ, 'MEGASCALE_NUM_SLICES') > 1 else None
     # A Cloud TPU VM learns of its slice from a metadata server, which is left to JAX; elsewhere there is no such file.
-    if 'TPU_SKIP_MDS_QUERY' not in environ and (glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*')):
+    if 'TPU_SKIP_MDS_QUERY' not in environ and any(map(glob.glob, _TPU_FILES)):
       return 'gcetpu'
   if 'KUBERNETES_SERVICE_HOST' in environ and 'JOB_COMPLETION_INDEX' in environ:
     return 'k8s'

@@ -16,13 +16,12 @@ import jax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
-from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.planning.compiling import STEPS, compile_step
+from spmd_tasks.planning.pipeline import pipeline_report
 from spmd_tasks.planning.step_plan import StepPlan, plan_step
 from spmd_tasks.planning.targets import Target, target_of
 from spmd_tasks.planning.weights import WeightRow, weight_rows
-from spmd_tasks.runtime import PartitionedModel, model_flops_per_train_step
-from spmd_tasks.sharding import stage_axis
+from spmd_tasks.runtime import model_flops_per_train_step
 
 _COMPILER_PACKAGES = {'tpu': 'libtpu', 'gpu': 'jax-cuda13-plugin', 'cpu': 'jaxlib'}
 
@@ -35,6 +34,7 @@ class Plan:
     experiment: its name.
     target: the chips.
     mesh: size of each axis.
+    dcn_mesh: how much of each size lies across slices; None: one slice.
     num_params: of the model, without padding.
     tokens_per_step: positions of a training batch.
     model_flops: of a training step on all devices together; rematerialisation and padding are not counted.
@@ -48,6 +48,7 @@ class Plan:
   experiment: str
   target: Target
   mesh: dict[str, int]
+  dcn_mesh: dict[str, int] | None
   num_params: int
   tokens_per_step: int
   model_flops: int
@@ -75,19 +76,21 @@ class Plan:
 
   def to_json(self) -> dict[str, Any]:
     """The plan as plan.json has it; docs/planning.md lists the keys."""
-    chip = dataclasses.asdict(self.target.chip)
-    first = self.first.to_json()
+    chip, first = self.target.chip, self.first.to_json()
     return {
       'experiment': self.experiment,
       'target': self.target.name,
       'num_devices': self.target.num_devices,
       'num_slices': self.target.num_slices,
       'compiler': self.target.compiler,
-      'chip': chip,
+      'chip': chip.name,
+      'chip_figures': dataclasses.asdict(chip),
       'mesh': self.mesh,
+      'dcn_mesh': self.dcn_mesh,
       'num_params': self.num_params,
       'tokens_per_step': self.tokens_per_step,
       'model_flops': self.model_flops,
+      'step': next(iter(self.steps)),
       **first,
       'fits': self.fits,
       'steps': {name: step.to_json() for name, step in self.steps.items()},
@@ -123,6 +126,7 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
     experiment=job.name,
     target=target,
     mesh=dict(mesh.shape),
+    dcn_mesh=job.experiment.dcn_mesh_shape and dict(zip(mesh.axis_names, job.experiment.dcn_mesh_shape)),
     num_params=model.total_num_params,
     tokens_per_step=max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values()),
     model_flops=model_flops_per_train_step(job.task, model.input_layout.spec, model.abstract_state.variables),
@@ -131,7 +135,7 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
       for step in steps
     },
     weights=weight_rows(model),
-    pipeline=_pipeline(job, model),
+    pipeline=pipeline_report(job, model),
     notes=tuple(notes),
   )
 
@@ -163,28 +167,6 @@ def check_num_devices(experiment: Experiment, target: Target) -> None:
       f'target {target.name!r} has {target.num_slices} slice(s) but {mesh} is for {num_slices}: {remedy}set '
       f'--dcn_mesh_shape to sizes whose product is {target.num_slices}.'
     )
-
-
-def _pipeline(job: Job, model: PartitionedModel) -> dict[str, Any] | None:
-  axis = stage_axis(model.mesh.axis_names, model.axis_rules)
-  num_stages = 1 if axis is None else model.mesh.shape[axis]
-  stack = getattr(job.task.model, 'stack', None)
-  stacks = (stack, *(getattr(stack, 'stacks', None) or ()))
-  pipelined = next((each for each in stacks if isinstance(each, PipelinedStack)), None)
-  if num_stages == 1 or pipelined is None:
-    return None
-  schedule = Schedule(
-    num_stages=num_stages, num_microbatches=pipelined.num_microbatches, num_repeats=pipelined.num_repeats
-  )
-  return {
-    'axis': axis,
-    'stages': num_stages,
-    'microbatches': pipelined.num_microbatches,
-    'repeats': pipelined.num_repeats,
-    'schedule': pipelined.schedule,
-    'ticks': schedule.num_ticks,
-    'bubble': schedule.bubble_fraction,
-  }
 
 
 def _versions(target: Target) -> dict[str, str]:

@@ -18,15 +18,18 @@ class StepPlan:
 
   Attributes:
     compilation: the compiled program, or the refusal.
+    is_checked: whether the compiler refuses what does not fit, as that of TPUs does.
     hbm_bytes: what the chip has; None on a CPU.
-    peak_bytes: what the step needs: arguments, results that share no memory with them, temporaries and program.
-    argument_bytes, output_bytes, alias_bytes, temp_bytes, program_bytes: the compiler's own figures.
+    peak_bytes: what the step needs at its peak, the program included.
+    argument_bytes, output_bytes, alias_bytes, temp_bytes, program_bytes: the compiler's own figures. A TPU's
+      temporaries count more than is held at once.
     memory: bytes by what holds them; they add up to `peak_bytes`.
     flops: as the compiler counts them, loop bodies once; None where it does not say.
     assumptions: what the figures rest on, beside the compiler.
   """
 
   compilation: Compilation
+  is_checked: bool
   hbm_bytes: int | None
   peak_bytes: int
   argument_bytes: int
@@ -45,8 +48,7 @@ class StepPlan:
       return False
     if self.hbm_bytes is None:
       return None
-    # The TPU's compiler counts with room that it does not use, and refuses what does not fit: it decides.
-    return self.peak_bytes <= self.hbm_bytes
+    return self.is_checked or self.peak_bytes <= self.hbm_bytes
 
   def to_json(self) -> dict[str, Any]:
     """The step's part of plan.json."""
@@ -80,6 +82,7 @@ def plan_step(compilation: Compilation, model: PartitionedModel, target: Target)
     temporaries = refused.needed_bytes - (0 if refused.is_temporaries else arguments)
     return StepPlan(
       compilation=compilation,
+      is_checked=True,
       hbm_bytes=refused.available_bytes,
       peak_bytes=arguments + temporaries,
       argument_bytes=arguments,
@@ -90,10 +93,15 @@ def plan_step(compilation: Compilation, model: PartitionedModel, target: Target)
   arguments, temporaries = analysis.argument_size_in_bytes, analysis.temp_size_in_bytes
   outputs, aliases = analysis.output_size_in_bytes, analysis.alias_size_in_bytes
   program = analysis.generated_code_size_in_bytes
-  peak = arguments + outputs - aliases + temporaries + program
+  if target.compiler == 'tpu':
+    peak = analysis.peak_memory_in_bytes + program
+  else:
+    peak = arguments + outputs - aliases + temporaries + program
   rest = {'arguments, rounded up': max(0, arguments - sum(held.values()))} if compilation.step == 'train' else {}
+  known = held | rest | {'outputs': outputs - aliases, 'program': program}
   return StepPlan(
     compilation=compilation,
+    is_checked=target.compiler == 'tpu',
     hbm_bytes=target.chip.hbm_bytes,
     peak_bytes=peak,
     argument_bytes=arguments,
@@ -101,7 +109,7 @@ def plan_step(compilation: Compilation, model: PartitionedModel, target: Target)
     alias_bytes=aliases,
     temp_bytes=temporaries,
     program_bytes=program,
-    memory=held | rest | {'temporaries': temporaries, 'outputs': outputs - aliases, 'program': program},
+    memory=known | {'temporaries': peak - sum(known.values())},
     flops=_flops(compilation.program),
   )
 

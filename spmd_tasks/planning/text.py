@@ -105,7 +105,7 @@ def _pipeline(plan: Json) -> list[str]:
   repeats = f', {pipeline["repeats"]} repeats' if pipeline['repeats'] > 1 else ''
   return [
     f'pipeline: {pipeline["stages"]} stages, {pipeline["microbatches"]} microbatches, {pipeline["schedule"]}{repeats}: '
-    f'{pipeline["ticks"]} ticks, of which {pipeline["bubble"]:.1%} are bubble on each stage'
+    f'{pipeline["num_ticks"]} ticks, of which {pipeline["bubble"]:.1%} are bubble on each stage'
   ]
 
 

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -201,3 +203,13 @@ os._exit(0)
 """
   result = binary.run_python(code)
   assert result.stdout.strip() == 'True False'
+
+
+def test_libtpu_that_is_installed_for_planning_is_not_started_where_there_is_no_tpu():
+  program = 'from spmd_tasks.distributed import *; initialize(DistributedSettings()); import jax; print(jax.devices())'
+  environment = {name: value for name, value in os.environ.items() if name not in ('JAX_PLATFORMS', 'XLA_FLAGS')}
+  done = subprocess.run(
+    [sys.executable, '-c', program], cwd=binary.REPOSITORY, env=environment, capture_output=True, text=True, check=True
+  )
+  assert done.stdout == '[CpuDevice(id=0)]\n'
+  assert done.stderr == ''

@@ -57,12 +57,6 @@ def test_every_step_is_planned_on_request():
   assert 'memory per device, decode step:' in text
 
 
-def test_the_bubble_of_a_pipeline():
-  plan = make_plan(job_of('pipeline.CircularTiny'), parse_target('cpu:8'), steps=['eval'], show_progress=False)
-  assert plan.pipeline['stages'] == 2
-  assert plan.pipeline['bubble'] == 1 / (8 * 2 + 1)
-
-
 @pytest.mark.parametrize(
   'target, overrides, parts',
   [
