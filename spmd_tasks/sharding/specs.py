@@ -238,6 +238,16 @@ def stage_axis_rules(base_rules: AxisRules, axis: str = 'stage') -> AxisRules:
   return (*stages, *((name, widened(name, axes)) for name, axes in rules))
 
 
+def context_axis_rules(base_rules: AxisRules, axis: str = 'context') -> AxisRules:
+  """Returns the base rules with `seq`, the tokens of a sequence, split over `axis` (context parallelism).
+
+  The devices of `axis` share their rows, so they would hold the same weights: the rule of `embed`, by which weights are
+  fully sharded, gets the axis too.
+  """
+  rules = [(name, axes) for name, axes in base_rules if name != 'seq']
+  return (('seq', axis), *((name, (*_axes_of(axes), axis) if name == 'embed' else axes) for name, axes in rules))
+
+
 def stage_axis(mesh_axis_names: Sequence[str], axis_rules: AxisRules) -> str | None:
   """Returns the mesh axis of the pipeline's stages, which is the one that splits `layers`; None if there is none.
 

@@ -27,24 +27,35 @@ def attend_blockwise(
   logit_cap: float | None,
   sinks: jax.Array | None,
   block: int = BLOCK,
+  key_segments: jax.Array | None = None,
+  first_column: jax.Array | int = 0,
 ) -> jax.Array:
-  """Computes `attend` for `block` queries at a time."""
+  """Computes `attend` for `block` queries at a time.
+
+  Args:
+    query, key, value, segment_ids, causal, window, softmax_scale, logit_cap, sinks: see `attend`; there may be fewer
+      queries than keys.
+    block: C.
+    key_segments: int32 [B, S], the documents of the keys; None: those of the queries.
+    first_column: where the first query stands among the keys.
+  """
   num_rows, length, num_heads, _ = query.shape
+  total = key.shape[1]
   block = min(block, length)
   num_blocks = -(-length // block)
   added = num_blocks * block - length
-  reach = 0 if window is None else min(window - 1, length)  # how many keys before its own a block of queries reads
-  num_keys = length if window is None else block + reach
+  reach = 0 if window is None else min(window - 1, total)  # how many keys before its own a block of queries reads
+  num_keys = total if window is None else block + reach
+  if key_segments is None:
+    key_segments = segment_ids
   if window is not None:
     key, value = (_pad(x, reach, added) for x in (key, value))
-    key_segments = None if segment_ids is None else _pad(segment_ids, reach, added)
-  else:
-    key_segments = segment_ids
+    key_segments = None if key_segments is None else _pad(key_segments, reach, added)
 
   def attend_block(
     index: jax.Array, queries: jax.Array, query_segments: jax.Array | None, key: jax.Array, value: jax.Array
   ) -> jax.Array:
-    first = index * block
+    first = first_column + index * block
     columns, start = first + jnp.arange(block), jnp.zeros_like(first)
     keys, values, segments = key, value, key_segments
     if window is not None:  # column c of the row is at c + reach of the padded keys
@@ -53,9 +64,9 @@ def attend_blockwise(
       segments = None if segments is None else jax.lax.dynamic_slice_in_dim(segments, first, num_keys, axis=1)
     key_columns = start + jnp.arange(num_keys)
     may_see = visible(columns, key_columns, query_segments, segments, causal=causal, window=window)
-    may_see &= ((key_columns >= 0) & (key_columns < length))[None, None, :]
+    may_see &= ((key_columns >= 0) & (key_columns < total))[None, None, :]
     # Queries that fill the last block see every key: a softmax of nothing would be NaN, and so would its gradient.
-    may_see |= (columns >= length)[None, :, None]
+    may_see |= (columns >= first_column + length)[None, :, None]
     return attend_to_visible(
       queries, keys, values, may_see, softmax_scale=softmax_scale, logit_cap=logit_cap, sinks=sinks
     )

@@ -1,7 +1,7 @@
 """Attention by splash, JAX's Pallas kernel for TPUs: no scores in memory, and masked blocks are skipped.
 
-The kernel runs on one device, for some rows and heads: inside a `shard_map` over the axes that split queries. Heads
-that these axes do not divide are padded. So is a sequence that the kernel's tiles, of 128 tokens, do not divide.
+The kernel runs on one device, for some rows and heads. Where the tokens of a sequence are split over devices, each
+gathers all keys and values; see _context.py for which queries it computes.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, V dim of a value.
 """
@@ -12,16 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import (
-  SplitDims,
-  current_sharding_scope,
-  num_parts,
-  spec_axes,
-  split_dims_to_partition_spec,
-)
+from spmd_tasks.layers.attention._context import balanced_order, exchange, gather_tokens, undo_exchange
+from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices
 
 _TILE = 128
 _LARGEST_BLOCK = 1024
@@ -41,111 +34,83 @@ def attend_by_splash(
   softmax_scale: float | None,
   logit_cap: float | None,
   sinks: jax.Array | None,
-  split_dims: SplitDims,
+  layout: AttentionLayout,
   interpret: bool,
 ) -> jax.Array:
-  """Computes `attend` by the kernel; `interpret` runs it on any platform, slowly.
+  """Computes `attend` by the kernel; `interpret` runs it on any platform, slowly."""
+  query = query * jnp.asarray(softmax_scale or 1.0 / math.sqrt(query.shape[-1]), query.dtype)
+  axes, is_split = layout.tokens, layout.num_tokens > 1
 
-  Raises:
-    UserError: the sequence is split over a mesh axis.
-  """
-  num_rows, length, num_heads, head_dim = query.shape
-  scope = current_sharding_scope()
-  batch_axes: tuple[str, ...] = ()
-  head_axes: tuple[str, ...] = ()
-  row_parts = head_parts = 1
-  if scope is not None:
-    spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
-    batch_axes, sequence_axes, head_axes, _ = spec_axes(spec, 4)
-    if num_parts(sequence_axes, scope.mesh.shape) > 1:
-      raise UserError(
-        "implementation='splash' of attention needs all of a sequence on each device, but the axis rules split it "
-        f"over {sequence_axes}: set the rule of 'seq' to None, or choose another implementation."
-      )
-    row_parts, head_parts = num_parts(batch_axes, scope.mesh.shape), num_parts(head_axes, scope.mesh.shape)
+  def make_kernel(num_heads: int, length: int) -> Any:
+    return _kernel(num_heads, length, causal, window, logit_cap, layout.num_tokens, interpret)
 
-  # Every device gets whole groups of query heads, each with its key/value head.
-  repeats = _repeats(num_heads, key.shape[2], head_parts)
-  if repeats > 1:
-    key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
-  heads_per_group = num_heads // key.shape[2]
-  padded_length = -(-length // _TILE) * _TILE
-  if padded_length > length and not causal and segment_ids is None:
-    segment_ids = jnp.ones((num_rows, length), jnp.int32)
-  query = query * jnp.asarray(softmax_scale or 1.0 / math.sqrt(head_dim), query.dtype)
+  def attend_local(query, key, value, segments, sinks, kernel):
+    if kernel is None:
+      kernel = make_kernel(query.shape[2], query.shape[1] * layout.num_tokens)
+    key_segments = segments
+    if is_split:
+      query = exchange(query, axes)
+      segments = None if segments is None else exchange(segments, axes)
+      key, value, key_segments = gather_tokens((key, value, key_segments), axes)
 
-  def pad(x: jax.Array, multiples: tuple[int, ...], fill: int = 0) -> jax.Array:
-    widths = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples)]
-    return x if not any(after for _, after in widths) else jnp.pad(x, widths, constant_values=fill)
-
-  query = pad(query, (row_parts, _TILE, head_parts * heads_per_group, 1))
-  key, value = (pad(x, (row_parts, _TILE, head_parts, 1)) for x in (key, value))
-  segments = None if segment_ids is None else pad(segment_ids, (row_parts, _TILE), -1)
-  sinks = None if sinks is None else pad(sinks.astype(jnp.float32), (head_parts * heads_per_group,))
-
-  def on_device(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
-  ) -> jax.Array:
-    kernel = _kernel(query.shape[2], padded_length, causal, window, logit_cap, interpret)
-
-    def attend_row(query, key, value, segments):
+    def attend_row(query, key, value, segments, key_segments):
       by_head = (jnp.moveaxis(x, 1, 0) for x in (query, key, value))
-      return jnp.moveaxis(kernel(*by_head, None if segments is None else _segment_ids(segments), sinks), 0, 1)
+      return jnp.moveaxis(kernel(*by_head, _segment_ids(segments, key_segments), sinks), 0, 1)
 
-    return jax.vmap(attend_row)(query, key, value, segments)
+    attended = jax.vmap(attend_row)(query, key, value, segments, key_segments)
+    return undo_exchange(attended, axes) if is_split else attended
 
-  if scope is not None:
-    mesh, axis_names = scope.free_mesh()
-    heads_spec = PartitionSpec(batch_axes, None, head_axes, None)
-    on_device = jax.shard_map(
-      on_device,
-      mesh=mesh,
-      axis_names=axis_names,
-      in_specs=(
-        heads_spec,
-        heads_spec,
-        heads_spec,
-        None if segments is None else PartitionSpec(batch_axes, None),
-        None if sinks is None else PartitionSpec(head_axes),
-      ),
-      out_specs=heads_spec,
-      check_vma=False,  # kernels do not track varying axes
-    )
-  attended = on_device(query, key, value, segments, sinks)
-  return attended[:num_rows, :length, :num_heads]
+  return attend_on_devices(
+    attend_local,
+    query,
+    key,
+    value,
+    segment_ids,
+    None if sinks is None else sinks.astype(jnp.float32),
+    layout=layout,
+    tile=2 * _TILE if is_split else _TILE,
+    causal=causal,
+    table=make_kernel if causal else None,
+  )
 
 
-def _repeats(num_heads: int, num_kv_heads: int, parts: int) -> int:
-  """How often to repeat each key/value head so that `parts` devices get groups of heads with the least padding."""
-  per_group = num_heads // num_kv_heads
-  choices = [repeats for repeats in range(1, per_group + 1) if per_group % repeats == 0]
-
-  def padded_heads(repeats: int) -> int:
-    return -(-num_kv_heads * repeats // parts) * parts * (per_group // repeats)
-
-  return min(choices, key=lambda repeats: (padded_heads(repeats), repeats))
-
-
-def _segment_ids(segments: jax.Array) -> Any:
+def _segment_ids(segments: jax.Array | None, key_segments: jax.Array | None) -> Any:
   from jax.experimental.pallas.ops.tpu import splash_attention
 
-  return splash_attention.SegmentIds(q=segments, kv=segments)
+  if segments is None or key_segments is None:
+    return None
+  return splash_attention.SegmentIds(q=segments, kv=key_segments)
 
 
 @functools.lru_cache(maxsize=32)
 def _kernel(
-  num_heads: int, length: int, causal: bool, window: int | None, logit_cap: float | None, interpret: bool
+  num_heads: int,
+  length: int,
+  causal: bool,
+  window: int | None,
+  logit_cap: float | None,
+  num_parts: int,
+  interpret: bool,
 ) -> Any:
-  """The kernel for the heads of a device: `(query [H, T, K], key [G, T, K], value [G, T, V], segments, sinks)`."""
+  """The kernel for the heads of a device: `(query [H, T, K], key [G, T, K], value [G, T, V], segments, sinks)`.
+
+  With T split into parts, the kernel is a tree of tables; the part of device i is for the queries that `exchange` gives
+  it.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention  # Pallas takes a second to import
 
   mask: Any
-  shape = (length, length)
+  shape, num_tables = (length, length), num_parts
   if window is not None:
     mask = splash_attention.LocalMask(shape, window_size=(window - 1, 0), offset=0)
-  else:
-    mask = splash_attention.CausalMask(shape) if causal else splash_attention.FullMask(shape)
-  block = next(size for size in range(_LARGEST_BLOCK, 0, -_TILE) if length % size == 0)
+  elif causal:
+    mask = splash_attention.CausalMask(shape)
+  else:  # the same for every part, which JAX's tables of parts cannot say
+    mask, num_tables = splash_attention.FullMask((length // num_parts, length)), 1
+  if causal and num_parts > 1:
+    mask.q_sequence = balanced_order(length, num_parts)  # which query stands where
+  run = length // (2 * num_parts) if num_parts > 1 else length  # queries that follow one another
+  block = next(size for size in range(_LARGEST_BLOCK, 0, -_TILE) if run % size == 0)
   compute = next(size for size in range(min(block, _LARGEST_BLOCK // 2), 0, -_TILE) if block % size == 0)
   with jax.ensure_compile_time_eval():  # the mask's tables are constants of the program
     return splash_attention.make_splash_mha(
@@ -161,7 +126,7 @@ def _kernel(
         block_kv_dq=block,
       ),
       head_shards=1,
-      q_seq_shards=1,
+      q_seq_shards=num_tables,
       attn_logits_soft_cap=logit_cap,
       residual_checkpoint_name=ATTENTION_NAME,
       interpret=interpret,

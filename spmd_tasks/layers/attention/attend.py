@@ -6,6 +6,9 @@
   'blockwise'  the plain computation for a few hundred queries at a time (_blockwise.py); on every platform.
   'cudnn'      cuDNN's kernel, through `jax.nn.dot_product_attention`; NVIDIA GPUs, 16-bit dtypes.
   'splash'     JAX's Pallas kernel for TPUs (_splash.py).
+  'ring'       keys and values go round the devices that share a sequence (_context.py); only for those.
+
+Where the mesh splits the tokens of a sequence, all but 'ring' gather keys and values.
 
 None takes the best that the mesh's devices and the call allow, and logs it once with the reason. One that is asked for
 by name and cannot be had is an error.
@@ -24,13 +27,15 @@ from absl import logging
 import jax
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention._blockwise import attend_blockwise
+from spmd_tasks.layers.attention._blockwise import BLOCK, attend_blockwise
+from spmd_tasks.layers.attention._context import attend_by_ring, attend_gathered
+from spmd_tasks.layers.attention._on_devices import attention_layout
 from spmd_tasks.layers.attention._plain import attend_plainly
 from spmd_tasks.layers.attention._splash import attend_by_splash
 from spmd_tasks.sharding import SplitDims, current_platform
 
-Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
-IMPLEMENTATIONS: tuple[Implementation, ...] = ('xla', 'blockwise', 'cudnn', 'splash')
+Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash', 'ring']
+IMPLEMENTATIONS: tuple[Implementation, ...] = ('xla', 'blockwise', 'cudnn', 'splash', 'ring')
 _LONG = 1024  # from this T on, the scores of all queries at once are worth avoiding
 
 _override: contextvars.ContextVar[Implementation | None] = contextvars.ContextVar('attention', default=None)
@@ -62,6 +67,7 @@ def attend(
   Raises:
     UserError: the implementation that is asked for cannot compute this, or not on these devices.
   """
+  layout = attention_layout(split_dims)
   call = AttentionCall(
     platform=current_platform(),
     dtype=query.dtype.name,
@@ -70,27 +76,24 @@ def attend(
     value_dim=value.shape[-1],
     has_cap=logit_cap is not None,
     has_sinks=sinks is not None,
+    num_token_parts=layout.num_tokens,
   )
+  name = resolve_implementation(implementation, call)
+  tensors = (query, key, value, segment_ids)
   options: Any = {'causal': causal, 'window': window, 'softmax_scale': softmax_scale}
-  match resolve_implementation(implementation, call):
-    case 'splash':
-      return attend_by_splash(
-        query,
-        key,
-        value,
-        segment_ids,
-        **options,
-        logit_cap=logit_cap,
-        sinks=sinks,
-        split_dims=split_dims,
-        interpret=call.platform != 'tpu',
-      )
-    case 'blockwise':
-      return attend_blockwise(query, key, value, segment_ids, **options, logit_cap=logit_cap, sinks=sinks)
-    case 'cudnn':
-      return attend_plainly(query, key, value, segment_ids, **options, implementation='cudnn')
-    case _:
-      return attend_plainly(query, key, value, segment_ids, **options, logit_cap=logit_cap, sinks=sinks)
+  every_option: Any = {**options, 'logit_cap': logit_cap, 'sinks': sinks}
+  if name == 'ring':
+    return attend_by_ring(*tensors, **every_option, layout=layout)
+  if name == 'splash':
+    return attend_by_splash(*tensors, **every_option, layout=layout, interpret=call.platform != 'tpu')
+  if call.num_token_parts > 1:
+    block = BLOCK if name == 'blockwise' else query.shape[1]
+    return attend_gathered(*tensors, **every_option, layout=layout, block=block)
+  if name == 'blockwise':
+    return attend_blockwise(*tensors, **every_option)
+  if name == 'cudnn':
+    return attend_plainly(*tensors, **options, implementation='cudnn')
+  return attend_plainly(*tensors, **every_option)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,7 @@ class AttentionCall:
     length: T.
     head_dim, value_dim: K and V.
     has_cap, has_sinks: whether logits are capped, and whether heads have sinks.
+    num_token_parts: into how many parts the mesh splits T.
   """
 
   platform: str
@@ -112,12 +116,17 @@ class AttentionCall:
   value_dim: int
   has_cap: bool = False
   has_sinks: bool = False
+  num_token_parts: int = 1
 
   def obstacle(self, implementation: str) -> str | None:
     """Returns why `implementation` cannot compute this call, None if it can."""
     if implementation == 'splash' and self.platform != 'tpu':
       return f"is a kernel for TPUs, and the mesh's devices are of the platform {self.platform!r}"
+    if implementation == 'ring' and self.num_token_parts == 1:
+      return 'is for devices that share a sequence, but no mesh axis of several devices splits it'
     if implementation == 'cudnn':
+      if self.num_token_parts > 1:
+        return f'needs all of a sequence on each device, but the mesh splits it into {self.num_token_parts} parts'
       if self.platform != 'gpu':
         return f"is a library for NVIDIA GPUs, and the mesh's devices are of the platform {self.platform!r}"
       if self.dtype not in ('bfloat16', 'float16'):

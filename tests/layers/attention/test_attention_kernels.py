@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import sys
 
 import jax
@@ -12,8 +13,10 @@ import pytest
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import AttentionCall, attend, override_attention, resolve_implementation
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
+from spmd_tasks.layers.attention._context import balanced_order
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, sharding_scope
 
+attend_module = sys.modules[attend.__module__]  # which the function hides
 HEADS = ('batch', 'seq', 'act_heads', None)
 
 
@@ -112,11 +115,11 @@ def values_and_gradients(case: Case, arrays, segments, **options):
 
 
 def assert_close(found, wanted, tolerance: float, what: str) -> None:
-  """Within `tolerance` of the largest number of each array, or of 0.1 where all are smaller."""
+  """Within `tolerance` of the largest number of each array, or of 1 where all are smaller."""
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     assert np.isfinite(a).all(), what
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(0.1, np.abs(b).max()), err_msg=what)
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1, np.abs(b).max()), err_msg=what)
 
 
 @pytest.mark.parametrize('case', TABLE)
@@ -153,16 +156,40 @@ def test_kernels_run_on_a_mesh_that_divides_neither_rows_nor_heads(heads, kv_hea
     assert_close(found, wanted, 1e-5, name)
 
 
-def test_a_split_sequence_is_refused_by_splash():
-  arrays, segments = arguments(Case(), np.random.default_rng(0))
-  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 2)).build(jax.devices()[:4])
-  rules = (('batch', None), ('seq', 'data'), ('act_heads', 'mdl'))
-  with (
-    sharding_scope(mesh, rules),
-    override_attention('splash'),
-    pytest.raises(UserError, match=r"split it over \('data',\)"),
-  ):
-    attend(*arrays[:3], segments, split_dims=HEADS)
+CONTEXT = [
+  ('ring', Case(length=37, has_sinks=True, window=16, cap=5.0), (1, 4, 2)),
+  ('splash', Case(length=500, has_sinks=True), (1, 2, 2)),
+  ('blockwise', Case(length=37, heads=3, kv_heads=3, window=16), (2, 2, 2)),
+]
+MORE_CONTEXT = [
+  ('ring', Case(causal=False, is_packed=False, length=45), (2, 4, 1)),
+  ('ring', Case(length=45, heads=6, kv_heads=2), (1, 8, 1)),
+  ('splash', Case(length=700, window=300, heads=3, kv_heads=3), (1, 4, 2)),
+  ('splash', Case(causal=False, is_packed=False), (1, 2, 1)),
+  ('xla', Case(cap=5.0, is_packed=False), (1, 8, 1)),
+  ('blockwise', Case(causal=False, is_packed=False, length=45), (1, 4, 1)),
+]
+
+
+@pytest.mark.parametrize(
+  'name, case, sizes', CONTEXT + [pytest.param(*row, marks=pytest.mark.exhaustive) for row in MORE_CONTEXT]
+)
+def test_a_sequence_that_is_split_over_devices_has_the_same_numbers(name, case, sizes, monkeypatch):
+  monkeypatch.setattr(attend_module, 'BLOCK', 8)
+  arrays, segments = arguments(case, np.random.default_rng(0))
+  wanted = values_and_gradients(case, arrays, segments, implementation='xla')
+  axis_names = ('data', 'context', 'mdl')
+  mesh = MeshSpec(axis_names=axis_names, ici_mesh_shape=sizes).build(jax.devices()[: math.prod(sizes)])
+  rules = (('batch', 'data'), ('seq', 'context'), ('act_heads', 'mdl'))
+  with sharding_scope(mesh, rules), override_attention(name):
+    found = values_and_gradients(case, arrays, segments, split_dims=HEADS)
+  assert_close(found, wanted, 1e-5, name)
+
+
+def test_every_device_sees_as_many_keys():
+  order = balanced_order(48, 4).reshape(4, 12)
+  assert order[1].tolist() == [6, 7, 8, 9, 10, 11, 36, 37, 38, 39, 40, 41]
+  assert len({int(row.sum()) for row in order}) == 1
 
 
 CALL = AttentionCall(platform='tpu', dtype='bfloat16', length=4096, head_dim=128, value_dim=128)
@@ -182,7 +209,7 @@ CALL = AttentionCall(platform='tpu', dtype='bfloat16', length=4096, head_dim=128
 )
 def test_the_best_implementation_is_chosen_and_logged_once(changes, name, reason, caplog):
   call = dataclasses.replace(CALL, **changes)
-  sys.modules[attend.__module__]._best_implementation.cache_clear()
+  attend_module._best_implementation.cache_clear()
   with caplog.at_level(logging.INFO):
     assert [resolve_implementation(None, call), resolve_implementation(None, call)] == [name, name]
   assert [reason in record.getMessage() for record in caplog.records] == [True]
@@ -191,10 +218,12 @@ def test_the_best_implementation_is_chosen_and_logged_once(changes, name, reason
 @pytest.mark.parametrize(
   'asked, changes, message',
   [
-    ('flash', {}, "implementation='flash' of attention is unknown: choose one of xla, blockwise, cudnn, splash"),
+    ('flash', {}, "implementation='flash' of attention is unknown: choose one of xla, blockwise, cudnn, splash, ring"),
     ('splash', {'platform': 'cpu'}, "is a kernel for TPUs, and the mesh's devices are of the platform 'cpu'"),
     ('cudnn', {}, "is a library for NVIDIA GPUs, and the mesh's devices are of the platform 'tpu'"),
     ('cudnn', {'platform': 'gpu', 'has_cap': True}, 'has no logit cap'),
+    ('cudnn', {'platform': 'gpu', 'num_token_parts': 2}, 'the mesh splits it into 2 parts'),
+    ('ring', {}, 'no mesh axis of several devices splits it'),
     ('cudnn', {'platform': 'gpu', 'head_dim': 256, 'value_dim': 256}, 'at most 128 features, not 256 and 256'),
   ],
 )

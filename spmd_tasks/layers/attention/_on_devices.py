@@ -1,0 +1,144 @@
+"""Runs a function of one device's queries, keys and values on every device of the mesh.
+
+Rows, heads and, for context parallelism, the tokens of a sequence are split as the queries are. What the mesh does not
+divide is padded. A key/value head that serves heads of several devices is repeated.
+
+Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, V dim of a value.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_tasks.sharding import (
+  SplitDims,
+  current_sharding_scope,
+  num_parts,
+  spec_axes,
+  split_dims_to_partition_spec,
+)
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionLayout:
+  """The mesh axes, of more than one device, that split queries, and into how many parts.
+
+  Attributes:
+    rows, tokens, heads: the axes that split B, T and H.
+    num_rows, num_tokens, num_heads: the numbers of parts.
+  """
+
+  rows: Axes = ()
+  tokens: Axes = ()
+  heads: Axes = ()
+  num_rows: int = 1
+  num_tokens: int = 1
+  num_heads: int = 1
+
+
+def attention_layout(split_dims: SplitDims) -> AttentionLayout:
+  """Returns how the current mesh and axis rules split queries of these split dims; nothing outside of a scope."""
+  scope = current_sharding_scope()
+  if scope is None or split_dims is None:
+    return AttentionLayout()
+  sizes = scope.mesh.shape
+  spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+  rows, tokens, heads, _ = (tuple(axis for axis in axes if sizes[axis] > 1) for axes in spec_axes(spec, 4))
+  return AttentionLayout(
+    rows=rows,
+    tokens=tokens,
+    heads=heads,
+    num_rows=num_parts(rows, sizes),
+    num_tokens=num_parts(tokens, sizes),
+    num_heads=num_parts(heads, sizes),
+  )
+
+
+def attend_on_devices(
+  attend_local: Callable[..., jax.Array],
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segment_ids: jax.Array | None,
+  sinks: jax.Array | None,
+  *,
+  layout: AttentionLayout,
+  tile: int,
+  causal: bool,
+  table: Callable[[int, int], Any] | None = None,
+) -> jax.Array:
+  """Returns [B, T, H, V], computed on each device from its part.
+
+  Args:
+    attend_local: (query [b, t, h, K], key [b, t, g, K], value [b, t, g, V], segment ids [b, t] or None, sinks [h] or
+      None, table) -> [b, t, h, V], where t is a multiple of `tile`, and g divides h. Tokens that were added at the end
+      have segment -1; a causal attention without segments needs none for them.
+    query, key, value, segment_ids, sinks: see `attend`.
+    layout: of the queries.
+    tile: t is a multiple of it.
+    causal: whether tokens see earlier ones only.
+    table: (h, padded T) -> a tree of arrays with a method `manual_sharding_spec`, of which each device gets its tokens'
+      part.
+  """
+  num_rows, length, num_heads, _ = query.shape
+  repeats = _repeats(num_heads, key.shape[2], layout.num_heads)
+  if repeats > 1:
+    key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
+  group = num_heads // key.shape[2]
+  token_multiple = layout.num_tokens * tile
+  if length % token_multiple and not causal and segment_ids is None:
+    segment_ids = jnp.ones((num_rows, length), jnp.int32)
+  query = _pad(query, (layout.num_rows, token_multiple, layout.num_heads * group, 1))
+  key, value = (_pad(x, (layout.num_rows, token_multiple, layout.num_heads, 1)) for x in (key, value))
+  segments = None if segment_ids is None else _pad(segment_ids, (layout.num_rows, token_multiple), -1)
+  sinks = None if sinks is None else _pad(sinks, (layout.num_heads * group,))
+  made = table(query.shape[2] // layout.num_heads, query.shape[1]) if table else None
+
+  scope = current_sharding_scope()
+  if scope is None:
+    attended = attend_local(query, key, value, segments, sinks, made)
+  else:
+    mesh, axis_names = scope.free_mesh()
+    heads_spec = PartitionSpec(layout.rows, layout.tokens, layout.heads, None)
+    table_spec = (
+      None if made is None else made.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, layout.tokens)))
+    )
+    attended = jax.shard_map(
+      attend_local,
+      mesh=mesh,
+      axis_names=axis_names,
+      in_specs=(
+        heads_spec,
+        heads_spec,
+        heads_spec,
+        None if segments is None else PartitionSpec(layout.rows, layout.tokens),
+        None if sinks is None else PartitionSpec(layout.heads),
+        table_spec,
+      ),
+      out_specs=heads_spec,
+      check_vma=False,  # kernels do not track varying axes
+    )(query, key, value, segments, sinks, made)
+  return attended[:num_rows, :length, :num_heads]
+
+
+def _pad(x: jax.Array, multiples: tuple[int, ...], fill: int = 0) -> jax.Array:
+  """Fills every dim at its end up to a multiple."""
+  widths = [(0, -size % multiple) for size, multiple in zip(x.shape, multiples)]
+  return x if not any(after for _, after in widths) else jnp.pad(x, widths, constant_values=fill)
+
+
+def _repeats(num_heads: int, num_kv_heads: int, parts: int) -> int:
+  """How often to repeat each key/value head so that `parts` devices get whole groups of heads with least padding."""
+  per_group = num_heads // num_kv_heads
+  choices = [repeats for repeats in range(1, per_group + 1) if per_group % repeats == 0]
+
+  def padded_heads(repeats: int) -> int:
+    return -(-num_kv_heads * repeats // parts) * parts * (per_group // repeats)
+
+  return min(choices, key=lambda repeats: (padded_heads(repeats), repeats))
