@@ -71,7 +71,9 @@ class DecodeSteps:
     self._model = model
     # Decoding runs the layers one after another; their weights stay sharded over the pipeline stages.
     axis = stage_axis(model.mesh.axis_names, model.axis_rules)
-    self._axis_rules = model.axis_rules if axis is None else without_axis(axis, model.axis_rules)
+    rules = model.axis_rules if axis is None else without_axis(axis, model.axis_rules)
+    # A call has few tokens, and the cache grows by them: devices that split a training sequence all compute the same.
+    self._axis_rules = tuple((name, None if name == 'seq' else axes) for name, axes in rules)
     self._replicated = NamedSharding(model.mesh, PartitionSpec())
     self.max_len = self.settings.max_len or _training_length(model)
     self.prefill_chunk = min(self.settings.prefill_chunk, self.max_len)

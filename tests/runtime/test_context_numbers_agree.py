@@ -1,0 +1,80 @@
+"""One truth for numbers, with long sequences: tokens split over a context axis give the one-device loss curve."""
+
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding import DecodeSteps, Request, generate
+from spmd_tasks.runtime import DecodeSettings
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules, stage_axis_rules
+from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
+from tests.runtime.moe_experiments import AlongData
+from tests.runtime.pipeline_experiments import PipelinedAdamW
+from tests.runtime.uneven_experiments import AdamW
+
+ATTENTION = 'task.model.stack.block.attention'
+RING, BLOCKWISE = (f'{ATTENTION}.implementation=ring',), (f'{ATTENTION}.implementation=blockwise',)
+WINDOW, REMAT = (f'{ATTENTION}.window=5',), ('remat_policy=full',)
+TEN = ('num_layers=10', 'batch_size=16')
+
+
+class Context(AdamW):
+  """synthetic.Uneven with its sequences over an axis, too."""
+
+  mesh_axis_names = ('replica', 'data', 'context', 'mdl')
+  ici_mesh_shape = (1, 1, 2, 4)
+  axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)
+
+
+class ContextExperts(AlongData):
+  """Experts along `data`, sequences along `context`."""
+
+  mesh = None
+  mesh_axis_names = ('replica', 'data', 'context', 'mdl')
+  ici_mesh_shape = (1, 2, 2, 2)
+  axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)
+
+
+class PipelinedContext(PipelinedAdamW):
+  """Stages, and sequences along `context`."""
+
+  mesh_axis_names = ('replica', 'stage', 'data', 'context', 'mdl')
+  ici_mesh_shape = (1, 2, 1, 4, 1)
+  axis_rules = context_axis_rules(stage_axis_rules(DEFAULT_AXIS_RULES))
+
+
+BASES = {Context: (AdamW, ()), ContextExperts: (AlongData, ()), PipelinedContext: (AdamW, TEN)}
+
+# name, experiment, mesh, overrides, those of them that change the numbers
+CASES = [('context 4 x mdl 2, ring', Context, (1, 1, 4, 2), RING, ())]
+ONE_BY_ONE = [
+  ('context 8', Context, (1, 1, 8, 1), (), ()),
+  ('data 2 x context 2 x mdl 2, window', Context, (1, 2, 2, 2), (*BLOCKWISE, *WINDOW, *REMAT), WINDOW),
+  ('context 2 x mdl 4, ring, window, remat', Context, (1, 1, 2, 4), (*RING, *WINDOW, *REMAT), WINDOW),
+  ('experts, data 2 x context 2 x mdl 2', ContextExperts, (1, 2, 2, 2), (), ()),
+  ('experts, context 8, ring', ContextExperts, (1, 1, 8, 1), RING, ()),
+  ('stage 2 x context 4', PipelinedContext, (1, 2, 1, 4, 1), (), ()),
+  ('stage 2 x context 2 x mdl 2, ring', PipelinedContext, (1, 2, 1, 2, 2), RING, ()),
+]
+
+
+@pytest.mark.parametrize('name, experiment, shape, overrides, same', table(CASES, ONE_BY_ONE, fast=()))
+def test_one_loss_curve_and_one_state(name, experiment, shape, overrides, same):
+  base, base_overrides = BASES[experiment]
+  other = runner(experiment, shape, overrides=overrides)
+
+  assert_same_run(other, reference(base, (*base_overrides, *same)))
+
+
+@pytest.mark.exhaustive
+def test_text_is_generated_as_on_one_device():
+  settings = DecodeSettings(max_len=16, num_slots=3, min_bucket=4, prefill_chunk=8)
+  rng = np.random.default_rng(3)
+  requests = [Request(ids=tuple(rng.integers(1, 257, length).tolist()), max_tokens=5) for length in (9, 3, 7, 1)]
+  texts = []
+  for shape in ((1, 1, 1, 1), (1, 2, 2, 2)):
+    model, _ = make_model(Context, shape)
+    steps = DecodeSteps(model, settings)
+    done = dict(generate(steps, model.init(0).variables, requests, decode=lambda tokens: ''))
+    texts.append([done[index].ids for index in range(len(requests))])
+  assert texts[0] == texts[1]
+  assert len(set(map(tuple, texts[0]))) > 1
