@@ -93,4 +93,4 @@ def percent(fraction: float | None) -> str:
   """Formats a fraction as a percentage with the digits that it deserves."""
   if fraction is None:
     return 'unknown'
-  return f'{fraction:.1%}' if fraction < 0.1 else f'{fraction:.0%}'
+  return f'{fraction:.1%}' if fraction < 0.1 or 0.99 < fraction < 1 else f'{fraction:.0%}'

@@ -55,10 +55,10 @@ def _header(plan: Plan) -> Html:
   slices = plan.get('num_slices') or 1
   devices = f'{plan["num_devices"]:,} devices' if plan.get('num_devices') else None
   parts = [
-    (plan.get('chip') or {}).get('name'),
+    plan.get('chip'),
     devices and (f'{devices} in {slices} slices' if slices > 1 else devices),
     'mesh ' + ' x '.join(axes) if axes else 'one device',
-    f'{next(iter(plan["steps"]))} step' if plan.get('steps') else None,
+    f'{plan["step"]} step' if plan.get('step') else None,
   ]
   return tag(
     'header',
@@ -134,7 +134,8 @@ def _memory(plan: Plan) -> Html | None:
   colours = {name: f'bg{at % _COLOURS}' for at, name in enumerate(parts)}
   if peak - sum(parts.values()) > 0.005 * peak:
     parts, colours = {**parts, 'not attributed': peak - sum(parts.values())}, {**colours, 'not attributed': 'bg8'}
-  full = max(sum(parts.values()), limit or 0)
+  is_small = bool(limit) and peak < 0.1 * limit  # the bar is then the peak, because nothing could be seen
+  full = sum(parts.values()) if is_small else max(sum(parts.values()), limit or 0)
   bar = [
     tag(
       'div',
@@ -146,7 +147,7 @@ def _memory(plan: Plan) -> Html | None:
     for name, held in parts.items()
   ]
   marks: list[Html] = []
-  if limit:
+  if limit and not is_small:
     at = 100 * limit / full
     if peak > limit:
       marks.append(tag('div', class_='over', style=f'left:{at:.3f}%;right:{100 - 100 * peak / full:.3f}%'))
@@ -156,6 +157,8 @@ def _memory(plan: Plan) -> Html | None:
     [join(tag('span', class_=f'swatch {colours[name]}'), _name(name)), size(held), percent(held / peak)]
     for name, held in parts.items()
   ]
+  if is_small:
+    marks.append(tag('div', f'the bar is {percent(peak / limit)} of a device', class_='small'))
   rows.append([tag('b', 'peak'), tag('b', size(peak)), percent(peak / limit) + ' of the device' if limit else ''])
   padding = plan.get('padding_bytes')
   note = tag('p', f'Of this, {size(padding)} are padding.', class_='pale') if padding else None
@@ -169,7 +172,7 @@ def _memory(plan: Plan) -> Html | None:
 
 
 def _time(plan: Plan) -> Html | None:
-  figures = {**(plan.get('chip') or {}), **(plan.get('roofline') or {})}
+  figures = {**(plan.get('chip_figures') or {}), **(plan.get('roofline') or {})}
   figures['hbm_bytes'] = (plan.get('roofline') or {}).get('hbm_bytes')  # moved in a step, not what a chip has
   step = plan.get('predicted_step_s')
   bounds = [
