@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmd_tasks.layers.attention._context import balanced_order, exchange, gather_tokens, undo_exchange
 from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices
@@ -101,10 +102,8 @@ def _kernel(
 
   mask: Any
   shape, num_tables = (length, length), num_parts
-  if window is not None:
-    mask = splash_attention.LocalMask(shape, window_size=(window - 1, 0), offset=0)
-  elif causal:
-    mask = splash_attention.CausalMask(shape)
+  if causal:
+    mask = _causal_mask(shape, window)
   else:  # the same for every part, which JAX's tables of parts cannot say
     mask, num_tables = splash_attention.FullMask((length // num_parts, length)), 1
   if causal and num_parts > 1:
@@ -131,3 +130,27 @@ def _kernel(
       residual_checkpoint_name=ATTENTION_NAME,
       interpret=interpret,
     )
+
+
+def _causal_mask(shape: tuple[int, int], window: int | None) -> Any:
+  """JAX's mask, with shortcuts for blocks that are seen by all queries or by none: of 128k tokens most blocks are."""
+  from jax.experimental.pallas.ops.tpu import splash_attention
+
+  base: Any = splash_attention.CausalMask if window is None else splash_attention.LocalMask
+
+  class Mask(base):
+    def __getitem__(self, slices: Any) -> np.ndarray:
+      queries, keys = self.q_sequence[slices[0]], range(*slices[1].indices(shape[1]))
+      nearest, farthest = int(queries.min()) - keys[-1], int(queries.max()) - keys[0]
+      if nearest >= 0 and (window is None or farthest < window):
+        return _uniform(True, len(queries), len(keys))
+      if farthest < 0 or (window is not None and nearest >= window):
+        return _uniform(False, len(queries), len(keys))
+      return super().__getitem__(slices)
+
+  return Mask(shape) if window is None else Mask(shape, window_size=(window - 1, 0), offset=0)
+
+
+@functools.cache
+def _uniform(value: bool, *shape: int) -> np.ndarray:
+  return np.full(shape, value)

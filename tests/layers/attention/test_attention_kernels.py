@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import AttentionCall, attend, override_attention, resolve_implementation
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._context import balanced_order
+from spmd_tasks.planning import parse_target
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, sharding_scope
 
 attend_module = sys.modules[attend.__module__]  # which the function hides
@@ -230,3 +232,19 @@ def test_the_best_implementation_is_chosen_and_logged_once(changes, name, reason
 def test_what_is_asked_for_and_cannot_be_had_is_an_error(asked, changes, message):
   with pytest.raises(UserError, match=message):
     resolve_implementation(asked, dataclasses.replace(CALL, **changes))
+
+
+def test_splash_compiles_for_a_tpu():
+  pytest.importorskip('libtpu', reason="the TPU compiler is not installed: pip install '.[plan-tpu]'")
+  mesh = MeshSpec(axis_names=('context', 'mdl'), ici_mesh_shape=(2, 2)).build(parse_target('v5p:2x2x1').devices())
+  case = Case(heads=3, kv_heads=3, head_dim=20, value_dim=20, length=300, window=100, dtype='bfloat16')
+  arrays, segments = arguments(case, np.random.default_rng(0))
+
+  def loss(query, key, value, segments):
+    with sharding_scope(mesh, (('batch', None), ('seq', 'context'), ('act_heads', 'mdl'))):
+      return attend(query, key, value, segments, window=case.window, split_dims=HEADS).sum()
+
+  replicated = NamedSharding(mesh, PartitionSpec())
+  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in (*arrays[:3], segments)]
+  compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes).compile()
+  assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3  # forward, and two of the backward pass
