@@ -77,6 +77,7 @@ def attend(
     has_cap=logit_cap is not None,
     has_sinks=sinks is not None,
     num_token_parts=layout.num_tokens,
+    is_here=current_platform() == jax.default_backend(),
   )
   name = resolve_implementation(implementation, call)
   tensors = (query, key, value, segment_ids)
@@ -107,6 +108,7 @@ class AttentionCall:
     head_dim, value_dim: K and V.
     has_cap, has_sinks: whether logits are capped, and whether heads have sinks.
     num_token_parts: into how many parts the mesh splits T.
+    is_here: whether this process has such devices; else it only compiles for them.
   """
 
   platform: str
@@ -117,6 +119,7 @@ class AttentionCall:
   has_cap: bool = False
   has_sinks: bool = False
   num_token_parts: int = 1
+  is_here: bool = True
 
   def obstacle(self, implementation: str) -> str | None:
     """Returns why `implementation` cannot compute this call, None if it can."""
@@ -129,10 +132,14 @@ class AttentionCall:
         return f'needs all of a sequence on each device, but the mesh splits it into {self.num_token_parts} parts'
       if self.platform != 'gpu':
         return f"is a library for NVIDIA GPUs, and the mesh's devices are of the platform {self.platform!r}"
+      if not self.is_here:
+        return 'asks the GPU what it can do, and this process has none'
       if self.dtype not in ('bfloat16', 'float16'):
         return f'needs a dtype of 16 bits, not {self.dtype}'
       if self.has_cap or self.has_sinks:
         return f'has no {"logit cap" if self.has_cap else "sinks"}'
+      if self.length % 2:
+        return f'needs an even number of tokens, not {self.length}'
       if self.head_dim != self.value_dim or self.head_dim % 8 or self.head_dim > 128:
         return (
           f'needs heads whose keys and values have the same multiple of 8 of at most 128 features, not {self.head_dim} '

@@ -204,6 +204,8 @@ CALL = AttentionCall(platform='tpu', dtype='bfloat16', length=4096, head_dim=128
     ({'platform': 'gpu'}, 'cudnn', "platform 'gpu'"),
     ({'platform': 'gpu', 'dtype': 'float32'}, 'blockwise', 'cudnn needs a dtype of 16 bits, not float32'),
     ({'platform': 'gpu', 'has_sinks': True}, 'blockwise', 'cudnn has no sinks'),
+    ({'platform': 'gpu', 'is_here': False}, 'blockwise', 'asks the GPU what it can do'),
+    ({'platform': 'gpu', 'length': 4097}, 'blockwise', 'an even number of tokens, not 4097'),
     ({'platform': 'gpu', 'value_dim': 64, 'length': 100}, 'xla', 'not 128 and 64'),
     ({'platform': 'cpu'}, 'blockwise', "4096 tokens on 'cpu'"),
     ({'platform': 'cpu', 'length': 64}, 'xla', "only 64 tokens on 'cpu'"),
