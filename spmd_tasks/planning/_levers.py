@@ -27,12 +27,14 @@ class Lever:
     options: the overrides of each value, from the weakest change to the strongest.
     factors: by which each option divides the activations; empty where that is not known.
     note: what the change costs.
+    changes_numbers: whether the run learns something else.
   """
 
   name: str
   options: tuple[Overrides, ...]
   factors: tuple[int, ...] = ()
   note: str = ''
+  changes_numbers: bool = False
 
 
 def levers(job: Job, values: Mapping[str, Any]) -> list[Lever]:
@@ -120,7 +122,7 @@ def _mesh(job: Job) -> Lever | None:
   wide = next((axis for axis in _axes_of(experiment.axis_rules, 'mlp') if axis in names), None)
   if wide is None or -1 in shape:
     return None
-  options = []
+  options: list[Overrides] = []
   while len(options) < 2:
     donors = [names.index(axis) for axis in batch_axes(experiment.axis_rules) if axis in names and axis != wide]
     donor = max(donors, key=lambda at: shape[at], default=None)
@@ -136,7 +138,7 @@ def _momentum(values: Mapping[str, Any]) -> Lever | None:
   if values.get(_MOMENTUM) != 'float32':
     return None
   note = "changes the numbers: Adam's first moment is rounded to 8 bits of mantissa"
-  return Lever(name='optimizer dtype', options=((f'{_MOMENTUM}=bfloat16',),), note=note)
+  return Lever(name='optimizer dtype', options=((f'{_MOMENTUM}=bfloat16',),), note=note, changes_numbers=True)
 
 
 def _batch(job: Job, values: Mapping[str, Any]) -> Lever | None:
@@ -151,10 +153,13 @@ def _batch(job: Job, values: Mapping[str, Any]) -> Lever | None:
     options=tuple((f'batch_size={batch // factor}',) for factor in factors),
     factors=tuple(factors),
     note='changes what is learned: a smaller batch',
+    changes_numbers=True,
   )
 
 
 def _axes_of(rules: AxisRules, name: str) -> tuple[str, ...]:
   """The mesh axes of the first axis rule of a logical name."""
   axes = next((axes for rule, axes in rules if rule == name), None)
-  return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+  if isinstance(axes, str):
+    return (axes,)
+  return () if axes is None or isinstance(axes, int) else tuple(axes)

@@ -17,7 +17,7 @@ class Html(str):
 
 def join(*children: Any) -> Html:
   """Joins children; None is left out, lists and tuples are taken apart."""
-  parts = []
+  parts: list[str] = []
   for child in children:
     if isinstance(child, Html):
       parts.append(child)

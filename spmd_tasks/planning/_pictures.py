@@ -174,7 +174,7 @@ def pipeline_ticks(ticks: Sequence[Sequence[str | None]]) -> Html:
     y = 18 + stage * cell_y
     shapes.append(tag('text', f'stage {stage}', x=left - 8, y=y + 16, text_anchor='end'))
     for tick, entry in enumerate(row):
-      box = {'x': left + tick * cell_x, 'y': y, 'width': cell_x - 1, 'height': cell_y - 2}
+      box: dict[str, float] = {'x': left + tick * cell_x, 'y': y, 'width': cell_x - 1, 'height': cell_y - 2}
       if entry is None:
         shapes.append(tag('rect', **box, fill=_HATCH, class_='bubble'))
         continue

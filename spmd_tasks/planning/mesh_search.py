@@ -104,7 +104,7 @@ def search_plans(
     _, _, setting = heapq.heappop(queue)
     trial = bench.try_setting(setting.overrides(values)) if gate.lets_in(setting) else None
     # What cannot be compiled still leads on to its neighbours, after those of every plan.
-    rank = trial.rank if trial is not None else (2, gate.state_bytes.get((setting.ici, setting.dcn), math.inf), 0)
+    rank = trial.rank if trial is not None else (2, gate.state_bytes.get((setting.ici, setting.dcn), math.inf))
     needs_less = trial is None or not trial.fits
     for place, neighbour in enumerate(_neighbours(setting, job, needs_less)):
       if neighbour not in seen:

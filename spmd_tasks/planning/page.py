@@ -69,7 +69,9 @@ def _header(plan: Plan) -> Html:
 
 
 def _verdict(plan: Plan) -> Html:
-  peak, limit = plan.get('peak_bytes'), plan.get('hbm_bytes')
+  peaks = [each.get('peak_bytes') or 0 for each in (plan, *(plan.get('steps') or {}).values())]
+  peak, limit = max(peaks) or None, plan.get('hbm_bytes')
+  detail: str | None
   if plan.get('fits') is None or not limit:
     words, colour = (f'Needs {size(peak)} per device', 'open') if peak else ('Memory is not known', 'open')
     detail = 'No limit is known for these devices.'
@@ -134,7 +136,7 @@ def _memory(plan: Plan) -> Html | None:
   colours = {name: f'bg{at % _COLOURS}' for at, name in enumerate(parts)}
   if peak - sum(parts.values()) > 0.005 * peak:
     parts, colours = {**parts, 'not attributed': peak - sum(parts.values())}, {**colours, 'not attributed': 'bg8'}
-  is_small = bool(limit) and peak < 0.1 * limit  # the bar is then the peak, because nothing could be seen
+  is_small = bool(limit) and peak < 0.1 * (limit or 0)  # the bar is then the peak, because nothing could be seen
   full = sum(parts.values()) if is_small else max(sum(parts.values()), limit or 0)
   bar = [
     tag(
@@ -157,7 +159,7 @@ def _memory(plan: Plan) -> Html | None:
     [join(tag('span', class_=f'swatch {colours[name]}'), _name(name)), size(held), percent(held / peak)]
     for name, held in parts.items()
   ]
-  if is_small:
+  if limit and is_small:
     marks.append(tag('div', f'the bar is {percent(peak / limit)} of a device', class_='small'))
   rows.append([tag('b', 'peak'), tag('b', size(peak)), percent(peak / limit) + ' of the device' if limit else ''])
   padding = plan.get('padding_bytes')

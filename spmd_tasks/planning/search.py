@@ -42,11 +42,10 @@ class Trial:
   note: str = ''
 
   @property
-  def rank(self) -> tuple:
+  def rank(self) -> tuple[int, float]:
     """Sorts what fits first, the fastest first; of what does not fit, the smallest first."""
-    if self.fits:
-      return 0, math.inf if self.predicted_step_s is None else self.predicted_step_s, self.peak_bytes or 0
-    return 1, math.inf if self.peak_bytes is None else self.peak_bytes, 0
+    figure = self.predicted_step_s if self.fits else self.peak_bytes
+    return 0 if self.fits else 1, math.inf if figure is None else figure
 
   def to_json(self) -> dict[str, Any]:
     """The row in plan.json's `suggestions`."""
@@ -69,8 +68,13 @@ class Bench:
 
   @property
   def trials(self) -> list[Trial]:
-    """What was compiled, the best first."""
+    """What was compiled, the best first; among equals what was tried first."""
     return sorted((trial for trial in self._tried.values() if trial is not None), key=lambda trial: trial.rank)
+
+  @property
+  def num_fitting(self) -> int:
+    """How many of the trials fit."""
+    return sum(trial.fits for trial in self.trials)
 
   @property
   def is_spent(self) -> bool:
@@ -122,7 +126,8 @@ def changes_that_fit(
   """Finds the smallest changes with which a run fits that does not, by compiling them.
 
   Each lever alone, the cheapest first: of its values the weakest that fits. Then levers together: the first ones at
-  their strongest, the last one as weak as it may be.
+  their strongest, the last one as weak as it may be. What changes the numbers of the run (another dtype of optimizer
+  state, a smaller batch) is tried only where nothing else suffices.
 
   Args:
     plan_with: compiles the experiment with further overrides.
@@ -137,25 +142,33 @@ def changes_that_fit(
   """
   job, values = resolve(())
   bench = Bench(plan_with, limit, progress)
-  choices = levers(job, values)
-
-  def num_fitting() -> int:
-    return sum(trial.fits for trial in bench.trials)
-
-  for_several = limit // 3  # compilations kept for levers together, where none fits alone
-  for lever in choices:
-    has_room = num_fitting() > 0 or bench.num_compiled < limit - for_several
-    if num_fitting() < wanted and has_room and _may_suffice(lever, base):
-      _weakest_that_fits(bench, lever, (), base)
-  together: Overrides = ()
-  notes: list[str] = []
-  for lever in [each for each in choices if not num_fitting() or _may_suffice(each, base)]:
-    if num_fitting() >= wanted:
-      break
-    if together and _weakest_that_fits(bench, lever, together, base, notes):
-      break
-    together, notes = (*together, *lever.options[-1]), [*notes, lever.note]
+  all_levers = levers(job, values)
+  harmless = [lever for lever in all_levers if not lever.changes_numbers]
+  _try_alone(bench, harmless, base, wanted, limit - limit // 3)
+  _try_together(bench, [lever for lever in harmless if _may_suffice(lever, base)], base, wanted)
+  if not bench.num_fitting:
+    _try_alone(bench, [lever for lever in all_levers if lever.changes_numbers], base, wanted, limit)
+  if not bench.num_fitting:
+    _try_together(bench, all_levers, base, wanted)
   return bench.trials
+
+
+def _try_alone(bench: Bench, choices: Sequence[Lever], base: PlanJson, wanted: int, limit: int) -> None:
+  """Tries each lever without others; while nothing fits, only until `limit` compilations."""
+  for lever in choices:
+    has_room = bench.num_fitting > 0 or bench.num_compiled < limit
+    if bench.num_fitting < wanted and has_room and _may_suffice(lever, base):
+      _weakest_that_fits(bench, lever, (), base)
+
+
+def _try_together(bench: Bench, choices: Sequence[Lever], base: PlanJson, wanted: int) -> None:
+  """Tries each lever beside the strongest values of those before it, until one fits."""
+  others: Overrides = ()
+  notes: list[str] = []
+  for lever in choices:
+    if bench.num_fitting >= wanted or (others and _weakest_that_fits(bench, lever, others, base, notes)):
+      break
+    others, notes = (*others, *lever.options[-1]), [*notes, lever.note]
 
 
 def _weakest_that_fits(
@@ -164,11 +177,14 @@ def _weakest_that_fits(
   """Compiles values of a lever, beside other changes, until the weakest that fits is known."""
   low, high, found = 0, len(lever.options), None
   known = bench.known(others)
-  at = _first_guess(lever, base, known.peak_bytes if known else base['peak_bytes'])
+  peak = known.peak_bytes if known else base['peak_bytes']
+  at = _first_guess(lever, base, peak)
   while low < high and not bench.is_spent:
     trial = bench.try_setting((*others, *lever.options[at]), '; '.join((*notes, lever.note)))
     if trial is not None and trial.fits:
       found, high = trial, at
+    elif trial is not None and not others and trial.peak_bytes and peak and trial.peak_bytes >= peak:
+      break  # it makes things worse, and more of it would too
     else:
       low = at + 1
     at = (low + high) // 2
@@ -176,9 +192,12 @@ def _weakest_that_fits(
 
 
 def _first_guess(lever: Lever, base: PlanJson, peak: float | None) -> int:
-  """The index of the value to begin with: that by which activations must be divided, if they alone shrink."""
+  """The index of the value to begin with: that by which activations must be divided, if they alone shrink.
+
+  One that is too weak costs little: compilers refuse in seconds what they compile in minutes.
+  """
   if not lever.factors or not peak or not base['hbm_bytes']:
-    return len(lever.options) - 1
+    return 0
   kept = min(base['argument_bytes'] or 0.0, 0.95 * base['hbm_bytes'])
   wanted = (peak - kept) / (base['hbm_bytes'] - kept)
   return next((at for at, factor in enumerate(lever.factors) if factor >= wanted), len(lever.factors) - 1)

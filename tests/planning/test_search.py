@@ -38,6 +38,7 @@ def test_the_weakest_change_of_each_setting_is_found_and_the_fastest_comes_first
   assert len(fitting) >= 2
   assert [trial.predicted_step_s for trial in fitting] == sorted(trial.predicted_step_s for trial in fitting)
   settings = {' '.join(trial.setting): trial for trial in trials}
+  assert not any('batch_size' in setting for setting in settings)  # nothing else is learned
   assert settings['task.learner.num_microbatches=4'].fits
   assert not settings['task.learner.num_microbatches=2'].fits
   for trial in trials:
