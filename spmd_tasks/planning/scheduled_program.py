@@ -23,6 +23,7 @@ from spmd_tasks.planning._instructions import CALLS, CallGraph, Computation, Ins
 from spmd_tasks.planning._loops import trip_count
 
 _HEADER = re.compile(r'(ENTRY )?%?([^\s(]+) (?:\(.*)?\{\s*$')
+_END = re.compile(r'\}(, execution_thread="[^"]*")?\s*')
 _NO_WORK = frozenset({'parameter', 'tuple', 'get-tuple-element', 'bitcast', 'constant', 'while', 'conditional', 'call'})
 
 
@@ -151,20 +152,23 @@ def read_program(text: str) -> ScheduledProgram:
   """
   attributes: dict[str, str] = {}
   name, entry, current = '', '', None
-  computations: dict[str, list[Instruction]] = {}
+  lines: dict[str, list[str]] = {}
   for line in text.splitlines():
     if current is not None:
-      if line.startswith('}'):
+      if _END.fullmatch(line):
         current = None
-      elif line.strip():
-        computations[current].append(read_instruction(line))
+      elif line.startswith('  ') or not lines[current]:
+        lines[current].append(line)
+      else:
+        lines[current][-1] += line  # an attribute with a line break, such as the settings of a kernel
     elif line.startswith('HloModule '):
       first, _, rest = line.removeprefix('HloModule ').partition(',')
       name, attributes = first.strip(), parse_attributes(rest)
     elif header := _HEADER.match(line):
       current = header[2]
-      computations[current] = []
+      lines[current] = []
       entry = current if header[1] else entry
+  computations = {key: [read_instruction(line) for line in of_key if line.strip()] for key, of_key in lines.items()}
   found = {key: Computation(key, tuple(instructions)) for key, instructions in computations.items() if instructions}
   if not found:
     raise ValueError(f'a text of {len(text)} characters holds no HLO computation: give it `compiled.as_text()`.')

@@ -72,7 +72,10 @@ ENTRY %main (a: f32[8,8]) -> (f32[8,8]) {
   %init = (s32[], f32[8,8]{1,0}) tuple(%one, %a)
   %loop = (s32[], f32[8,8]{1,0}) while(%init), condition=%condition, body=%body
   %result = f32[8,8]{1,0} get-tuple-element(%loop), index=1
-  %kernel = f32[8,8]{1,0} custom-call(f32[8,8]{1,0} %result), custom_call_target="tpu_custom_call"
+  %kernel = f32[8,8]{1,0} custom-call(f32[8,8]{1,0} %result), custom_call_target="tpu_custom_call", \
+frontend_attributes={settings={
+"block":"{\\"q\\": 1}"
+}}, metadata={op_name="kernel"}
   ROOT %tuple = (f32[8,8]{1,0}) tuple(%kernel)
 }
 
@@ -89,7 +92,7 @@ def test_a_program_with_a_loop():
   fusion = program.computations['body'].by_name['f']
   assert (fusion.op_name, fusion.estimated_cycles, fusion.operands) == ('jit(f)/while/dot "x"', 1234, ('x',))
   kernel = program.entry.by_name['kernel']
-  assert (kernel.custom_call_target, kernel.operands) == ('tpu_custom_call', ('result',))
+  assert (kernel.custom_call_target, kernel.operands, kernel.op_name) == ('tpu_custom_call', ('result',), 'kernel')
   assert program_flops(program) == 5 * 2 * 8 * 8 * 8
 
 

@@ -1,0 +1,189 @@
+"""Predicts how long one execution of a compiled step takes, and on what: the compiler's cycles, kernels, networks.
+
+    prediction = predict_time(program, collectives(program, mesh), chip, mesh, model_flops=..., num_tokens=...)
+    prediction.seconds, prediction.mfu, prediction.top[0]
+
+The program runs in the order of its schedule (`_schedule.py`). An instruction takes the cycles that the TPU compiler
+estimates; where there is no such estimate (on GPU and CPU: everywhere) it takes its roofline (`_costs.py`). Collectives
+take their bytes over the published bandwidth of their links (`_links.py`); the program waits for what is not hidden by
+other work. Loops count as often as they run.
+
+`roofline` is the least that the step can take: its FLOPs at peak, its bytes of memory, its bytes of network, whichever
+takes longest. `serial_s` is what it takes if nothing overlaps.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+
+from jax.sharding import Mesh
+
+from spmd_tasks.planning._costs import CAUSAL_SHARE, KERNEL_EFFICIENCY
+from spmd_tasks.planning._links import Links
+from spmd_tasks.planning._schedule import Operation, Schedule
+from spmd_tasks.planning.chips import Chip
+from spmd_tasks.planning.collectives import Collective
+from spmd_tasks.planning.scheduled_program import ScheduledProgram
+
+CYCLES_ERROR = 0.25  # how far the sum of the compiler's cycles is assumed to be from the time on a chip, at most
+NUM_TOP = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+  """What a step needs of one device at least; seconds are None where the chip's figures are not known.
+
+  Attributes:
+    flops: of matrix products and kernels, rematerialisation included.
+    hbm_bytes: read and written.
+    ici_bytes, dcn_bytes: sent.
+    flops_s, hbm_s, ici_s, dcn_s: how long each takes alone, at the chip's published rates.
+  """
+
+  flops: float
+  hbm_bytes: float
+  ici_bytes: float
+  dcn_bytes: float
+  flops_s: float | None
+  hbm_s: float | None
+  ici_s: float | None
+  dcn_s: float | None
+
+  @property
+  def seconds(self) -> float | None:
+    """The longest of the four."""
+    known = [each for each in (self.flops_s, self.hbm_s, self.ici_s, self.dcn_s) if each is not None]
+    return max(known, default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimePrediction:
+  """The predicted time of one step.
+
+  Attributes:
+    seconds: of the step; None where the chip's figures are not known (CPU).
+    by_kind: seconds by 'cycles' (the compiler's), 'roofline', 'kernel', and by 'ici' and 'dcn' that nothing hides; they
+      add up to `seconds`.
+    hidden_s: seconds of collectives during which other work runs.
+    serial_s: the step's seconds if nothing overlapped.
+    low_s, high_s: the error bar: the roofline, or the compiler's cycles less 25%; nothing overlapped, cycles plus 25%,
+      and kernels at half of the assumed efficiency.
+    roofline: the least that the step needs.
+    top: the ten operations that take longest.
+    tokens_per_second_per_chip, mfu: None without tokens or model FLOPs.
+    unknown: operations without any estimate; they count 0 seconds.
+    assumptions: what is assumed, a sentence each.
+  """
+
+  seconds: float | None
+  by_kind: Mapping[str, float]
+  hidden_s: float
+  serial_s: float
+  low_s: float | None
+  high_s: float | None
+  roofline: Roofline
+  top: Sequence[Operation]
+  tokens_per_second_per_chip: float | None
+  mfu: float | None
+  unknown: Sequence[str]
+  assumptions: Sequence[str]
+
+
+def predict_time(
+  program: ScheduledProgram,
+  collectives: Sequence[Collective],
+  chip: Chip,
+  mesh: Mesh,
+  *,
+  model_flops: float | None = None,
+  num_tokens: int | None = None,
+  kernel_flops: Mapping[str, float] | None = None,
+) -> TimePrediction:
+  """Predicts the time of one execution of a program.
+
+  Args:
+    program: a compiled step.
+    collectives: those of `collectives(program, mesh)`.
+    chip: the published figures of the devices.
+    mesh: the mesh; on TPUs its devices' coordinates say which links a collective has.
+    model_flops: of the step on all devices together, as `runtime.model_flops_per_train_step` counts them.
+    num_tokens: of the step on all devices together.
+    kernel_flops: part of the name of a kernel -> FLOPs of one call on one device, for kernels that are not known here.
+  """
+  links = Links(mesh, chip)
+  schedule = Schedule(program, collectives, chip, links, kernel_flops or {})
+  operations = schedule.operations()
+  by_kind: dict[str, float] = {}
+  for each in operations:
+    by_kind[each.basis] = by_kind.get(each.basis, 0) + each.seconds
+  total = sum(by_kind.values())
+  roofline = _roofline(schedule, collectives, links, chip)
+  on_network = (roofline.ici_s or 0) + (roofline.dcn_s or 0)
+  exposed = by_kind.get('ici', 0) + by_kind.get('dcn', 0)
+  serial = total - exposed + on_network
+  is_known = chip.peak_flops is not None and chip.hbm_bandwidth is not None
+  error = CYCLES_ERROR * by_kind.get('cycles', 0)
+  seconds = total if is_known else None
+  top = sorted(operations, key=lambda each: -each.seconds)[:NUM_TOP]
+  return TimePrediction(
+    seconds=seconds,
+    by_kind=by_kind,
+    hidden_s=max(0.0, on_network - exposed),
+    serial_s=serial,
+    low_s=min(total, max(roofline.seconds or 0, total - error)) if is_known else None,
+    high_s=serial + error + by_kind.get('kernel', 0) if is_known else None,
+    roofline=roofline,
+    top=[dataclasses.replace(each, share=each.seconds / total) for each in top],
+    tokens_per_second_per_chip=num_tokens / seconds / mesh.size if num_tokens and seconds else None,
+    mfu=model_flops / (seconds * mesh.size * chip.peak_flops) if model_flops and seconds and chip.peak_flops else None,
+    unknown=schedule.unknown,
+    assumptions=_assumptions(schedule, by_kind, chip),
+  )
+
+
+def _roofline(schedule: Schedule, collectives: Sequence[Collective], links: Links, chip: Chip) -> Roofline:
+  flops, moved = schedule.totals()
+  sent, busy = {'ici': 0.0, 'dcn': 0.0}, {'ici': 0.0, 'dcn': 0.0}
+  for each in collectives:
+    sent[each.network] += each.bytes_per_step
+    busy[each.network] += links.seconds(each) * each.count
+  return Roofline(
+    flops=flops,
+    hbm_bytes=moved,
+    ici_bytes=sent['ici'],
+    dcn_bytes=sent['dcn'],
+    flops_s=flops / chip.peak_flops if chip.peak_flops else None,
+    hbm_s=moved / chip.hbm_bandwidth if chip.hbm_bandwidth else None,
+    ici_s=busy['ici'] if chip.ici_bandwidth else None,
+    dcn_s=busy['dcn'] if chip.dcn_bandwidth else None,
+  )
+
+
+def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip) -> list[str]:
+  program, lines = schedule.program, []
+  if chip.peak_flops is None:
+    lines.append(f'No published figures of {chip.name} are used, so no time is predicted.')
+  elif by_kind.get('cycles') and chip.clock_hz:
+    lines.append(
+      f"{by_kind['cycles']:.3g} s are the compiler's own estimated cycles at {chip.clock_hz / 1e9:g} GHz, taken as "
+      f'right within {CYCLES_ERROR:.0%}; {by_kind.get("roofline", 0):.3g} s are the roofline of operations without one.'
+    )
+  else:
+    lines.append(
+      'The compiler estimates no cycles: every operation takes its roofline, at the peak rates of the chip; the true '
+      'time is longer.'
+    )
+  if by_kind.get('kernel'):
+    lines.append(
+      f'Kernels (custom calls) run at {KERNEL_EFFICIENCY:.0%} of peak FLOP/s, and attention kernels skip '
+      f'{1 - CAUSAL_SHARE:.0%} of the scores (causal).'
+    )
+  lines.append('Collectives run at the published bandwidth of their links, without latency and without contention.')
+  for names, what in (
+    (schedule.unknown, 'operation(s) without any estimate count 0 s'),
+    (program.unknown_loops, 'loop(s) whose length the program decides as it runs count one pass'),
+  ):
+    if names:
+      lines.append(f'{len(names)} {what}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}.')
+  if program.num_unknown:
+    lines.append(f"{program.num_unknown} line(s) of the program's text could not be read.")
+  return lines

@@ -1,0 +1,189 @@
+"""Predicted times: a schedule by hand, a real TPU program (tests/data), and what is said where nothing is known.
+
+The TPU program is the training step of lm.StdlibTiny for v5e:2x4 (libtpu 0.0.42.1), bfloat16, remat `dots_no_batch`, on
+the mesh data 4 x mdl 2, without the tables of source lines.
+"""
+
+import functools
+import gzip
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.planning._products import program_flops
+from spmd_tasks.planning.chips import CHIPS, CPU, Chip
+from spmd_tasks.planning.collectives import collectives
+from spmd_tasks.planning.memory import memory_parts
+from spmd_tasks.planning.scheduled_program import ScheduledProgram, read_program
+from spmd_tasks.planning.time import predict_time
+from spmd_tasks.runtime import bytes_per_device, count_matmul_flops
+from tests.planning.compiled_steps import Dense, Mixture, compiled_step
+
+CHIP = Chip(
+  name='test', platform='tpu', peak_flops=1e6, hbm_bandwidth=1e6, clock_hz=1000.0, ici_bandwidth=100.0, ici_links=4,
+  dcn_bandwidth=10.0, torus_dims=2,
+)  # fmt: skip
+
+
+def tpu_mesh(shape: dict[str, int], torus: tuple[int, ...]) -> Any:
+  size = int(np.prod(torus))
+  coordinates = [tuple(map(int, np.unravel_index(index, torus))) for index in range(size)]
+  devices = [SimpleNamespace(platform='tpu', slice_index=None, coords=coords) for coords in coordinates]
+  array = np.array(devices).reshape(list(shape.values()))
+  return SimpleNamespace(devices=array, axis_names=tuple(shape), shape=shape, size=size)
+
+
+PROGRAM = """\
+HloModule by_hand, is_scheduled=true, num_partitions=4
+
+%condition (c: (s32[], f32[25])) -> pred[] {
+  %c = (s32[], f32[25]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%fused (p: f32[25]) -> f32[25] {
+  %p = f32[25]{0} parameter(0)
+  ROOT %m = f32[25]{0} negate(%p)
+}
+
+%body (b: (s32[], f32[25])) -> (s32[], f32[25]) {
+  %b = (s32[], f32[25]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%b), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%j, %one), backend_config={"window_config":{"estimated_cycles":"9223372036854775807"}}
+  %x = f32[25]{0} get-tuple-element(%b), index=1
+  %start = (f32[25]{0}, f32[50]{0}) all-gather-start(%x), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %work = f32[25]{0} fusion(%x), kind=kLoop, calls=%fused, backend_config={"window_config":{"estimated_cycles":"400"}}
+  %done = f32[50]{0} all-gather-done(%start)
+  %sum = f32[25]{0} all-reduce(%work), replica_groups={{0,2},{1,3}}, to_apply=%add
+  ROOT %out = (s32[], f32[25]{0}) tuple(%next, %sum)
+}
+
+ENTRY %main (a: f32[25]) -> f32[25] {
+  %a = f32[25]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[25]{0}) tuple(%zero, %a)
+  %loop = (s32[], f32[25]{0}) while(%init), condition=%condition, body=%body
+  %result = f32[25]{0} get-tuple-element(%loop), index=1
+  %q = f32[2,100,10]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %kernel = f32[2,100,10]{2,1,0} custom-call(%q, %q, %q), custom_call_target="tpu_custom_call", \
+metadata={op_name="jit(f)/splash_mha_fwd"}
+  ROOT %copied = f32[25]{0} copy(%result)
+}
+"""
+
+
+def test_a_schedule_by_hand():
+  """Each pass: 0.4 s of work hides 0.4 of the 1 s that 100 bytes take; the sum of 100 bytes over two takes 1 s."""
+  program = read_program(PROGRAM)
+  mesh = tpu_mesh({'data': 2, 'mdl': 2}, (2, 2))
+  found = collectives(program, mesh)
+  prediction = predict_time(program, found, CHIP, mesh, model_flops=1e6, num_tokens=80)
+  products = 2 * 2 * (2 * 100 * 10) * 100 / 2  # scores and values, of which the causal mask leaves half
+  kernel = products / (0.6 * CHIP.peak_flops)
+  small = (2 * 100 + 4 * 9) / 1e6  # bytes over bandwidth: the copy, and the condition, which runs 4 times
+  assert prediction.by_kind == pytest.approx(
+    {'cycles': 1.2, 'ici': 3 * (0.6 + 1), 'kernel': kernel, 'roofline': small}, 0.02
+  )
+  assert prediction.seconds == pytest.approx(sum(prediction.by_kind.values()))
+  assert prediction.hidden_s == pytest.approx(3 * 0.4)
+  assert prediction.serial_s == pytest.approx(prediction.seconds + prediction.hidden_s)
+  assert prediction.roofline.ici_s == prediction.roofline.seconds == pytest.approx(6)
+  assert prediction.low_s == pytest.approx(prediction.seconds - 1.2 / 4)  # more than its roofline
+  assert prediction.high_s == pytest.approx(prediction.serial_s + 1.2 / 4 + kernel)
+  assert [(each.name, each.count) for each in prediction.top][:3] == [('sum', 3), ('start', 3), ('work', 3)]
+  assert prediction.mfu == pytest.approx(1e6 / (prediction.seconds * 4 * CHIP.peak_flops))
+  assert prediction.tokens_per_second_per_chip == pytest.approx(80 / prediction.seconds / 4)
+  assert prediction.unknown == ('next ()',)
+  text = ' '.join(prediction.assumptions)
+  for words in ('estimated cycles at 1e-06 GHz', '60% of peak', 'without latency', 'estimate count 0 s: next'):
+    assert words in text
+
+
+@functools.cache
+def tpu_step() -> tuple[ScheduledProgram, Any]:
+  text = gzip.decompress((Path(__file__).parents[1] / 'data/tpu_train_step.hlo.gz').read_bytes()).decode()
+  settings = ['ici_mesh_shape=1,4,2', 'dtype=bfloat16', 'remat_policy=dots_no_batch']
+  return read_program(text), partition_job(resolve('lm.StdlibTiny', settings).build())
+
+
+def test_a_real_tpu_program():
+  program, _ = tpu_step()
+  mesh = tpu_mesh({'replica': 1, 'data': 4, 'mdl': 2}, (2, 4))
+  found = collectives(program, mesh)
+  assert (program.num_unknown, program.unknown_loops, sorted(program.trip_counts.values())) == (0, (), [4, 4])
+  # Every layer gathers 7 matrices of 128 x 64 (attention, x4) or 128 x 192 (ffn, x3), halves along mdl, twice.
+  matrices = 4 * 128 * 128 / 2 + 3 * 128 * 384 / 2
+  gathered = sum(
+    each.bytes_per_step for each in found if each.kind == 'all_gather' and each.axes == ('data',) and each.count == 4
+  )
+  assert gathered == 2 * 4 * 3 / 4 * matrices * 2
+  scattered = sum(each.bytes_per_step for each in found if each.kind == 'reduce_scatter')
+  table = 260 * 128 / 2  # float32, of the lookup and of the logits; without `out`, which is summed whole
+  assert scattered == 3 / 4 * (4 * (matrices - 128 * 128 / 2) * 2 + 2 * table * 4)
+  assert {each.network for each in found} == {'ici'}
+  assert sum(each.is_asynchronous for each in found) == 9
+  prediction = predict_time(program, found, CHIPS['v5e'], mesh)
+  low, high = prediction.low_s or 0, prediction.high_s or 0
+  assert 0 < low <= (prediction.seconds or 0) <= high
+  cycles = sum(step.count * (step.instruction.estimated_cycles or 0) for step in program.steps())
+  assert prediction.by_kind['cycles'] == pytest.approx(cycles / CHIPS['v5e'].clock_hz)
+  assert prediction.unknown == ()
+
+
+def test_flops_of_a_tpu_program_are_those_of_the_step():
+  program, model = tpu_step()
+  assert program_flops(program) * 8 == pytest.approx(step_flops(model), rel=0.03)
+
+
+def test_flops_of_a_cpu_program_are_those_of_the_step():
+  step = compiled_step(Dense)
+  assert program_flops(step.program) * 8 == pytest.approx(step_flops(step.model), rel=0.03)
+
+
+def step_flops(model: Any) -> int:
+  batch = {name: spec for name, spec in model.input_layout.padded.items()}
+  return count_matmul_flops(
+    lambda state, batch: model.task.train_step(model.weight_specs, state, batch), model.abstract_state, batch
+  )
+
+
+def test_memory_of_a_tpu_program():
+  """The figures are those of memory_analysis() when the program was compiled."""
+  program, model = tpu_step()
+  analysis = SimpleNamespace(
+    generated_code_size_in_bytes=4_005_376,
+    peak_memory_in_bytes=10_774_528,
+    serialized_buffer_assignment_proto=b'',
+  )
+  parts = memory_parts(analysis, program, model)
+  assert parts.compiler_bytes == 10_774_528 + 4_005_376
+  assert parts.total == pytest.approx(parts.compiler_bytes, rel=0.05)
+  state = parts.weights + parts.optimizer + parts.other_state
+  assert parts.padding == pytest.approx(state - bytes_per_device(model.padded_state), rel=1e-3)  # tiles of 8 x 128
+
+
+def test_on_cpus_nothing_is_predicted_and_that_is_said():
+  step = compiled_step(Mixture)
+  found = collectives(step.program, step.model.mesh)
+  prediction = predict_time(step.program, found, CPU, step.model.mesh, model_flops=1e9)
+  assert (prediction.seconds, prediction.mfu, prediction.low_s) == (None, None, None)
+  assert prediction.roofline.flops > 0
+  assert prediction.assumptions[0] == 'No published figures of cpu are used, so no time is predicted.'
+  assert any('loop(s) whose length the program decides as it runs' in line for line in prediction.assumptions)
+
+
+def test_without_cycles_the_roofline_is_predicted():
+  step = compiled_step(Dense)
+  found = collectives(step.program, step.model.mesh)
+  prediction = predict_time(step.program, found, CHIPS['h100'], step.model.mesh)
+  assert (prediction.seconds or 0) > 0
+  assert set(prediction.by_kind) <= {'roofline', 'ici', 'dcn'}
+  assert 'The compiler estimates no cycles' in prediction.assumptions[0]
