@@ -43,6 +43,7 @@ _BEFORE_IT_WAS_ADDED = {
   'num_groups': 1,
   'num_selected_groups': None,
   'out_bias': None,
+  'overflow': 'drop',
   'per_dim_scale': False,
   'post_norm': False,
   'pre_norm': True,

@@ -9,7 +9,7 @@ _expert_parallel.py explains the meaning of each mesh axis.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from spmd_tasks.layers.moe._expert_parallel import (
 )
 from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts
 from spmd_tasks.layers.moe._padded_all_to_all import padded_all_to_all
+from spmd_tasks.layers.moe._passes import dispatch_in_passes
 from spmd_tasks.layers.moe._ragged_all_to_all import ragged_all_to_all
 from spmd_tasks.layers.moe._ring import ring
 from spmd_tasks.layers.moe._router import RouterOutput
@@ -46,8 +47,10 @@ class Dropless:
 
   Fields:
     dispatch: a name in DISPATCHES: how tokens reach experts on other devices.
-    capacity_factor: the size of an all-to-all's buffers, as a multiple of the rows under balanced routing. Rows that do
-      not fit are dropped and counted in `fraction_dropped`. None makes room for the worst case, so nothing is dropped.
+    capacity_factor: the size of an all-to-all's buffers, as a multiple of the rows under balanced routing. None makes
+      room for the worst case.
+    overflow: what becomes of rows that do not fit: 'drop' them and count them in `fraction_dropped`, or do them in
+      further 'passes', as many as the routing needs.
     recompute_activation: save only the experts' inputs and pre-activations for the backward pass.
     saved_bits: bits per element that is saved for the gradient of the gates: 8, 4, or None for the dtype's own.
     backend: of the grouped matmuls: 'loop', 'tokamax' or 'ragged_dot'; None for the best on this platform.
@@ -56,6 +59,7 @@ class Dropless:
 
   dispatch: str = 'ring'
   capacity_factor: float | None = None
+  overflow: Literal['drop', 'passes'] = 'drop'
   recompute_activation: bool = False
   saved_bits: int | None = None
   backend: str | None = None
@@ -72,6 +76,13 @@ class Dropless:
         )
       if not self.capacity_factor > 0:
         raise UserError(f'capacity_factor={self.capacity_factor} must be positive, or None for the worst case.')
+    if self.overflow not in ('drop', 'passes'):
+      raise UserError(f"overflow={self.overflow!r} is unknown: choose 'drop' or 'passes'.")
+    if self.overflow == 'passes' and self.capacity_factor is None:
+      raise UserError(
+        "overflow='passes' with capacity_factor=None has no effect, because buffers for the worst case never overflow: "
+        'set capacity_factor, such as 1.25.'
+      )
 
   def __call__(
     self, x: jax.Array, routing: RouterOutput, weights: ExpertWeights, *, train: bool
@@ -95,13 +106,14 @@ class Dropless:
       saved_bits=self.saved_bits,
       backend=self.backend,
     )
+    dispatch = DISPATCHES[self.dispatch]
     y, statistics = apply_experts(
       x.astype(weights.up.dtype),
       routing.expert_ids,
       routing.gates,
       experts,
       activation_split_dims=self.activation_split_dims,
-      dispatch=DISPATCHES[self.dispatch],
+      dispatch=dispatch_in_passes(dispatch) if self.overflow == 'passes' else dispatch,
       capacity_factor=self.capacity_factor,
     )
     return y.astype(x.dtype), {'fraction_dropped': (jnp.float32(0), jnp.float32(1)), **statistics}

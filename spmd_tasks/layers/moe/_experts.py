@@ -8,7 +8,7 @@ with a different number of rows per expert (dropless). `batched_ffn` applies the
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from flax import struct
 import flax.linen as nn
@@ -23,6 +23,8 @@ from spmd_tasks.layers.moe._loop_backend import ffn_by_loop
 from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather_rows, sort_by_expert
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
+
+Decision = TypeVar('Decision')
 
 
 class ExpertWeights(struct.PyTreeNode):
@@ -257,6 +259,6 @@ def _one_choice_per_expert(expert_ids: jax.Array, gates: jax.Array, num_experts:
   return jnp.where(jnp.any(is_chosen, axis=-1), experts[None, :], num_experts), gates
 
 
-def name_routing(permutation: Permutation) -> Permutation:
-  """Names the permutation as a routing decision. Every remat policy saves these, so the backward pass does not sort."""
-  return jax.tree.map(lambda array: checkpoint_name(array, ROUTING_NAME), permutation)
+def name_routing(decision: Decision) -> Decision:
+  """Names the arrays of a routing decision. Every remat policy saves these, so the backward pass does not sort."""
+  return jax.tree.map(lambda array: checkpoint_name(array, ROUTING_NAME), decision)

@@ -120,6 +120,23 @@ def test_what_has_no_room_is_dropped_and_counted(capacity_factor, capacity, rng)
     assert result[2]['pair_capacity'] == capacity
 
 
+@pytest.mark.parametrize('capacity_factor, most', [(1.0, 4), (0.4, 12), (4.0, 1)])
+def test_what_has_no_room_goes_in_a_further_pass(capacity_factor, most, rng):
+  inputs, d_y = draw_inputs(rng, E=8)
+  computation = Dropless(dispatch='padded_all_to_all', capacity_factor=capacity_factor, overflow='passes')
+  run = value_and_gradients(computation, *mesh_and_rules(*SCOPE))
+  num_passes = {}
+  for routing in ('mixed', 'one expert', 'no expert'):
+    expert_ids = draw_expert_ids(rng, routing, E=8)
+    result = run(inputs, expert_ids, d_y)
+    assert_is_reference(result, inputs, expert_ids, d_y)
+    assert result[2]['fraction_dropped'] == 0
+    num_passes[routing] = int(result[2].get('num_passes', 1))
+  # Of 'one expert', each device sends its 6 tokens to the first one.
+  assert num_passes['no expert'] == 1
+  assert num_passes['one expert'] == {4: 2, 12: 6, 1: 1}[most]
+
+
 def test_padding_takes_no_room(rng):
   """6 experts as 8 on 4 devices, and 5 rows of tokens as 8: padding is not routed, and none of it is counted."""
   inputs, d_y = draw_inputs(rng, B=5, E=6)

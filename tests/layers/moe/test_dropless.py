@@ -116,6 +116,8 @@ def test_no_remat_policy_sorts_twice(dispatch, policy, rng):
   [
     ({'dispatch': 'rings'}, r"dispatch 'rings' is unknown: choose one of \['ring', 'padded_all_to_all'"),
     ({'capacity_factor': 2.0}, r"capacity_factor=2.0 has no effect with dispatch='ring'"),
+    ({'overflow': 'passes'}, "overflow='passes' with capacity_factor=None has no effect"),
+    ({'overflow': 'wait'}, "overflow='wait' is unknown"),
     ({'dispatch': 'padded_all_to_all', 'capacity_factor': 0.0}, 'capacity_factor=0.0 must be positive, or None'),
     ({'dispatch': 'padded_all_to_all', 'capacity_factor': float('nan')}, 'capacity_factor=nan must be positive'),
   ],
