@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Mapping, Sequence
 import math
+import re
 from typing import Any
 
 from spmd_tasks.planning._markup import Html, duration, join, percent, size, table, tag
@@ -10,6 +11,12 @@ from spmd_tasks.planning._pictures import bars, weight_drawing
 
 Plan = Mapping[str, Any]
 _NETWORKS = {'ici': 'ICI', 'dcn': 'DCN'}
+_SHORTER = (
+  (re.compile(r'^jit\(\w+\)/'), ''),
+  (re.compile(r'transpose\(jvp\(\w*\)\)/'), 'backward: '),
+  (re.compile(r'jvp\(\w*\)/'), 'forward: '),
+  (re.compile(r'/(while|body|closed_call|checkpoint|rematted_computation)(?=/|$)'), ''),
+)
 
 
 def suggestions(plan: Plan) -> Html | None:
@@ -86,7 +93,7 @@ def collectives(plan: Plan) -> Html | None:
   for each in plan['collectives']:
     axes, network = ' + '.join(each.get('axes') or ()) or 'unknown axis', str(each.get('network') or 'ici')
     per_axis[axes, network] += _bytes_of(each)
-    lines[each.get('kind'), axes, network, bool(each.get('is_asynchronous'))].append(each)
+    lines[each.get('kind'), axes, network, _how(each)].append(each)
   pictures = bars(
     [
       (f'{axes} over {_NETWORKS.get(network, network)}', total, size(total), 'bg3' if network == 'dcn' else 'bg2')
@@ -94,20 +101,27 @@ def collectives(plan: Plan) -> Html | None:
     ]
   )
   rows = []
-  for (kind, axes, network, hidden), members in sorted(lines.items(), key=lambda item: -sum(map(_bytes_of, item[1]))):
+  for (kind, axes, network, how), members in sorted(lines.items(), key=lambda item: -sum(map(_bytes_of, item[1]))):
     count, total = sum(each.get('count') or 1 for each in members), sum(map(_bytes_of, members))
-    seconds = [each['seconds'] for each in members if each.get('seconds') is not None]
-    how = tag('span', 'asynchronous', class_='tag good') if hidden else tag('span', 'synchronous', class_='tag')
     main = max(members, key=_bytes_of)
     name = join(
       tag('span', str(kind).replace('_', ' '), class_='nowrap'), tag('div', _layer(main), class_='small wide')
     )
-    cells = [name, axes, _NETWORKS.get(network, network), f'{count:,}', size(total / count), size(total), how]
-    rows.append([*cells, duration(sum(seconds))] if seconds else [*cells, ''])
-  header = ['kind', 'axis', 'network', 'per step', 'bytes each', 'bytes per step', '', 'time']
+    rows.append(
+      [
+        name,
+        axes,
+        _NETWORKS.get(network, network),
+        f'{count:,}',
+        size(total / count),
+        size(total),
+        tag('span', how, class_='tag' if how == 'synchronous' else 'tag good'),
+      ]
+    )
+  header = ['kind', 'axis', 'network', 'per step', 'bytes each', 'bytes per step', '']
   caption = 'Bytes that one device sends per step, with loops counted by their trips.'
   return join(
-    heading, tag('p', caption, class_='pale'), pictures, table(header, rows, numeric=(3, 4, 5, 7), class_='broad')
+    heading, tag('p', caption, class_='pale'), pictures, table(header, rows, numeric=(3, 4, 5), class_='broad')
   )
 
 
@@ -160,6 +174,12 @@ def _num_parts(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
   return math.prod(mesh.get(axis, 1) for axis in axes)
 
 
+def _how(collective: Mapping[str, Any]) -> str:
+  if collective.get('is_collective_matmul'):
+    return 'inside a matmul'
+  return 'asynchronous' if collective.get('is_asynchronous') else 'synchronous'
+
+
 def _bytes_of(collective: Mapping[str, Any]) -> float:
   return (collective.get('bytes_per_device') or 0) * (collective.get('count') or 1)
 
@@ -171,5 +191,8 @@ def _shape_text(buffer: Mapping[str, Any]) -> str:
 
 
 def _layer(operation: Mapping[str, Any]) -> str:
-  """Where in the model an operation or a tensor comes from."""
-  return str(operation.get('op_name') or operation.get('name') or '')
+  """Where in the model an operation or a tensor comes from, without what JAX's transformations add to each name."""
+  name = str(operation.get('op_name') or operation.get('name') or '')
+  for pattern, short in _SHORTER:
+    name = pattern.sub(short, name)
+  return name

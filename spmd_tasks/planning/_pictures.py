@@ -129,7 +129,7 @@ def roofline(figures: Mapping[str, Any], step_s: float | None) -> Html:
   turned = f'translate(14 {top + height / 2}) rotate(-90)'
   shapes.append(tag('text', 'FLOP/s per device', transform=turned, text_anchor='middle'))
   label = f'Roofline: {quantity(intensity)} FLOPs per byte, the ridge is at {quantity(ridge)}'
-  box = f'0 0 {left + width + 14} {top + height + 42}'
+  box = f'0 0 {left + width + 20} {top + height + 42}'
   return tag('svg', tag('title', label), shapes, viewBox=box, class_='chart', role='img')
 
 

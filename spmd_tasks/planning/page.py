@@ -16,6 +16,13 @@ from spmd_tasks.planning._pictures import hatch_pattern, pipeline_ticks, rooflin
 
 Plan = Mapping[str, Any]
 _COMPILERS = {'tpu': 'the compiler of TPUs', 'gpu': 'the compiler of GPUs', 'cpu': 'the compiler of CPUs'}
+_KINDS = {
+  'cycles': "compiler's cycles",
+  'roofline': 'others, by their roofline',
+  'kernel': 'kernels',
+  'ici': 'ICI, not hidden',
+  'dcn': 'DCN, not hidden',
+}
 _COLOURS = 8  # bg0 ... bg7; bg8 is for what is not attributed
 
 
@@ -192,7 +199,9 @@ def _time(plan: Plan) -> Html | None:
     tag('h3', 'Lower bounds, each alone') if bounds else None,
     times([*bounds, ('predicted step', step, 'bg6')]) if bounds else None,
     tag('h3', 'What the predicted step is made of') if kinds else None,
-    times([(_name(kind), seconds, f'bg{at % _COLOURS}') for at, (kind, seconds) in enumerate(kinds)])
+    times(
+      [(_KINDS.get(kind) or _name(kind), seconds, f'bg{at % _COLOURS}') for at, (kind, seconds) in enumerate(kinds)]
+    )
     if kinds
     else None,
   )
