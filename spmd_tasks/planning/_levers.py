@@ -44,7 +44,14 @@ def levers(job: Job, values: Mapping[str, Any]) -> list[Lever]:
     job: the built experiment.
     values: the value of every field by its path, as config.json has it.
   """
-  found = [_remat(values), _microbatches(job, values), _mesh(job), _momentum(values), _batch(job, values)]
+  found = [
+    _remat(values),
+    _pipeline(values),
+    _microbatches(job, values),
+    _mesh(job),
+    _momentum(values),
+    _batch(job, values),
+  ]
   return [lever for lever in found if lever is not None and lever.options]
 
 
@@ -95,6 +102,21 @@ def _remat(values: Mapping[str, Any]) -> Lever | None:
   present = max(order.index(values[path]) for path in paths)
   options = tuple(remat_overrides(values, policy) for policy in order[present + 1 :])
   return Lever(name='remat policy', options=options, note='recomputes more in the backward pass')
+
+
+def _pipeline(values: Mapping[str, Any]) -> Lever | None:
+  """More microbatches, which are smaller; at last the schedule that keeps few of them."""
+  present, batch, schedule = (values.get(name) for name in ('num_microbatches', 'batch_size', 'schedule'))
+  if not isinstance(present, int) or not isinstance(batch, int) or not isinstance(schedule, str):
+    return None
+  counts = [count for count in (present * 2, present * 4) if batch % count == 0]
+  options: list[Overrides] = [(f'num_microbatches={count}',) for count in counts]
+  if schedule != 'one_forward_one_backward':
+    strongest = 'schedule=one_forward_one_backward', *(('num_repeats=1',) if values.get('num_repeats', 1) != 1 else ())
+    options.append(strongest)
+  return Lever(
+    name='pipeline', options=tuple(options), note='smaller microbatches, or fewer of them kept in a pipeline'
+  )
 
 
 def _microbatches(job: Job, values: Mapping[str, Any]) -> Lever | None:

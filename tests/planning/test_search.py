@@ -30,6 +30,16 @@ def test_the_levers_of_dense1b_are_in_the_order_of_their_cost():
   assert found['batch'][0] == ('batch_size=256',)
 
 
+def test_a_pipeline_has_its_own_microbatches_and_schedule():
+  job, values = Formula('pipeline.Dense70B').resolve(())
+  options = next(lever.options for lever in levers(job, values) if lever.name == 'pipeline')
+  assert options == (
+    ('num_microbatches=64',),
+    ('num_microbatches=128',),
+    ('schedule=one_forward_one_backward', 'num_repeats=1'),
+  )
+
+
 def test_the_weakest_change_of_each_setting_is_found_and_the_fastest_comes_first():
   formula = Formula()  # 53.6 GiB on a chip with 15.75
   trials, lines = search(formula)
