@@ -1,6 +1,6 @@
 """The instructions and computations of a compiled program, and how one line of its text is read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import json
@@ -100,6 +100,15 @@ class Computation:
   @functools.cached_property
   def by_name(self) -> Mapping[str, Instruction]:
     return {instruction.name: instruction for instruction in self.instructions}
+
+  @functools.cached_property
+  def users(self) -> Mapping[str, Sequence[Instruction]]:
+    """Name -> the instructions that take its result."""
+    found: dict[str, list[Instruction]] = {}
+    for instruction in self.instructions:
+      for name in dict.fromkeys(instruction.operands):
+        found.setdefault(name, []).append(instruction)
+    return found
 
   @functools.cached_property
   def root(self) -> Instruction:

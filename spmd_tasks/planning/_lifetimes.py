@@ -64,7 +64,6 @@ class Lifetimes:
     self._program = program
     self._times: dict[tuple[str, str], tuple[int, int]] = {}
     self._spans: dict[str, tuple[int, int]] = {}
-    self._users: dict[str, dict[str, list[Instruction]]] = {}
     self._uses: dict[tuple[str, str, Path], _Use] = {}
     self._flatten(program.entry, 0)
 
@@ -116,16 +115,12 @@ class Lifetimes:
 
   def _flatten(self, computation: Computation, time: int) -> int:
     begin = time
-    users: dict[str, list[Instruction]] = {}
     for instruction in computation.instructions:
       start, time = time, time + 1
       for called, _ in self._program.runs(instruction):
         if called in self._program.computations:
           time = self._flatten(self._program.computations[called], time)
       self._times[computation.name, instruction.name] = (start, time - 1)
-      for name in dict.fromkeys(instruction.operands):
-        users.setdefault(name, []).append(instruction)
-    self._users[computation.name] = users
     self._spans[computation.name] = (begin, time)
     return time
 
@@ -144,7 +139,7 @@ class Lifetimes:
       caller = self._program.graph.callers.get(computation.name)
       if caller and caller[1].opcode in ('call', 'conditional', 'async-start') and caller[0].name in self._spans:
         yield self._last_use(caller[0], caller[1].name, path, depth)
-    for user in self._users[computation.name].get(name, ()):
+    for user in computation.users.get(name, ()):
       end = self._times[computation.name, user.name][1]
       opcode = user.opcode
       if opcode == 'tuple':
@@ -166,10 +161,10 @@ class Lifetimes:
       else:
         yield _Use(end, user)
         if opcode.endswith('-start') or opcode in ('send', 'recv'):  # reads its operand until the done
-          for done in self._users[computation.name].get(user.name, ()):
+          for done in computation.users.get(user.name, ()):
             yield _Use(self._times[computation.name, done.name][1], done)
-        for result, operand in self._aliases(computation, user).items():
-          if operand < len(user.operands) and user.operands[operand] == name:
+        for result, number in self._aliases(computation, user).items():
+          if number < len(user.operands) and user.operands[number] == name:
             yield self._last_use(computation, user.name, result, depth)
 
   def _aliases(self, computation: Computation, instruction: Instruction) -> Mapping[Path, int]:
@@ -199,7 +194,7 @@ class Lifetimes:
       else:
         continue
       for path in paths:
-        source = _origin(computation, computation.root.name, path)
+        source = origin_of(computation, computation.root.name, path)
         if source:
           found.add((name, *source))
     return found
@@ -208,7 +203,7 @@ class Lifetimes:
     return instruction.opcode in _ELEMENTWISE or (instruction.opcode == 'fusion' and 'kind=kLoop' in instruction.tail)
 
 
-def _origin(computation: Computation, name: str, path: Path) -> tuple[str, Path] | None:
+def origin_of(computation: Computation, name: str, path: Path) -> tuple[str, Path] | None:
   """Returns the instruction and the array in its result where a value is made, through tuples and views."""
   for _ in range(_MAX_DEPTH):
     instruction = computation.by_name.get(name)
@@ -230,11 +225,11 @@ def _updates_in(fused: Computation) -> Mapping[Path, int]:
   """Returns the results of a fusion that update one of its parameters in place: path -> number of the parameter."""
   found: dict[Path, int] = {}
   for path, _ in _leaves(fused.root.shape):
-    origin = _origin(fused, fused.root.name, path)
+    origin = origin_of(fused, fused.root.name, path)
     update = fused.by_name.get(origin[0]) if origin else None
     if update is None or update.opcode != 'dynamic-update-slice':
       continue
-    target = _origin(fused, update.operands[0], ())
+    target = origin_of(fused, update.operands[0], ())
     parameter = fused.by_name.get(target[0]) if target else None
     if parameter is not None and parameter.opcode == 'parameter' and parameter.literal.isdigit():
       found[path] = int(parameter.literal)

@@ -70,7 +70,8 @@ def _mesh_groups(axes: str, device_ids: str | None, group_axes: str) -> Groups:
   # Split every axis that is named in part into what comes before the part, the part, and what comes after it.
   parts = {(name, int(pre), int(size)) for name, pre, size in _GROUP_AXIS.findall(group_axes) if size}
   whole = {name for name, _, size in _GROUP_AXIS.findall(group_axes) if not size}
-  dims, grouped = [], []
+  dims: list[int] = []
+  grouped: list[int] = []
   for name, size in sizes.items():
     cuts = sorted({1, size, *(n for part, pre, k in parts if part == name for n in (pre, pre * k))})
     for start, end in itertools.pairwise(cuts):

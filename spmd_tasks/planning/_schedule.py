@@ -10,6 +10,7 @@ import dataclasses
 from spmd_tasks.planning._costs import Cost, instruction_cost
 from spmd_tasks.planning._instructions import Computation, Instruction
 from spmd_tasks.planning._links import Links
+from spmd_tasks.planning._names import op_name_of
 from spmd_tasks.planning.chips import Chip
 from spmd_tasks.planning.collectives import Collective
 from spmd_tasks.planning.scheduled_program import ScheduledProgram
@@ -91,9 +92,8 @@ class Schedule:
       for instruction in computation.instructions:
         cost = self._cost(computation, instruction)
         if cost.seconds > 0:
-          found.append(
-            _operation(instruction.name, name, instruction.op_name, cost.seconds, count, cost.basis, cost.flops)
-          )
+          op_name = op_name_of(self.program, computation, instruction)
+          found.append(_operation(instruction.name, name, op_name, cost.seconds, count, cost.basis, cost.flops))
       for wait in self._waits.get(name, ()):
         each = wait.collective
         found.append(_operation(each.start, name, each.op_name, wait.seconds, count, each.network, 0))

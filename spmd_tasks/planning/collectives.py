@@ -24,6 +24,7 @@ import numpy as np
 
 from spmd_tasks.planning._async_pairs import ScheduledCollective, between_slices, scheduled_collectives
 from spmd_tasks.planning._hlo_text import Shape
+from spmd_tasks.planning._names import op_name_of
 from spmd_tasks.planning._replica_groups import Groups, replica_groups, source_target_pairs, varying_axes
 from spmd_tasks.planning.scheduled_program import ScheduledProgram
 
@@ -86,11 +87,13 @@ def collectives(
     slice_of: device -> the index of its slice (node).
   """
   slices = np.array([slice_of(device) for device in mesh.devices.flat])
-  found = (_collective(each, dict(mesh.shape), slices) for each in scheduled_collectives(program))
+  found = (_collective(program, each, dict(mesh.shape), slices) for each in scheduled_collectives(program))
   return [each for each in found if each is not None]
 
 
-def _collective(scheduled: ScheduledCollective, axis_sizes: Mapping[str, int], slices: np.ndarray) -> Collective | None:
+def _collective(
+  program: ScheduledProgram, scheduled: ScheduledCollective, axis_sizes: Mapping[str, int], slices: np.ndarray
+) -> Collective | None:
   kind, attributes = scheduled.kind, scheduled.instruction.attributes
   is_permute = kind == 'collective_permute'
   if between_slices(scheduled.instruction):
@@ -116,7 +119,7 @@ def _collective(scheduled: ScheduledCollective, axis_sizes: Mapping[str, int], s
     network='dcn' if any((slices[group] != slices[group[0]]).any() for group in groups) else 'ici',
     is_asynchronous=scheduled.hides_work,
     is_collective_matmul='windowed_dot_general' in scheduled.computation.name,
-    op_name=scheduled.instruction.op_name or scheduled.start.op_name,
+    op_name=scheduled.instruction.op_name or op_name_of(program, scheduled.computation, scheduled.start),
     dtype=largest.dtype,
     shape=largest.dims,
     computation=scheduled.computation.name,

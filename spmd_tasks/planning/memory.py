@@ -26,6 +26,7 @@ import jax
 
 from spmd_tasks.planning._instructions import Instruction
 from spmd_tasks.planning._lifetimes import Buffer, Lifetimes
+from spmd_tasks.planning._names import loop_element_name, op_name_of
 from spmd_tasks.planning.scheduled_program import ScheduledProgram
 from spmd_tasks.runtime import PartitionedModel
 
@@ -167,26 +168,29 @@ def _live_at_peak(program: ScheduledProgram, weight_dims: set[tuple[int, ...]]) 
     live_bytes += changes[time]
     if live_bytes > peak:
       peak, time_of_peak = live_bytes, time
-  return [
-    LiveBuffer(
-      name=each.instruction.name,
-      part=_part(each, weight_dims),
-      op_name=_made_for(each),
-      dtype=each.shape.dtype,
-      shape=each.shape.dims,
-      num_bytes=each.shape.stored_bytes,
-    )
-    for each in buffers
-    if each.begin <= time_of_peak <= each.end
-  ]
+  found = []
+  for each in buffers:
+    if each.begin <= time_of_peak <= each.end:
+      made = _made_by(program, each)
+      found.append(
+        LiveBuffer(
+          name=each.instruction.name,
+          part=_part(program, each, made, weight_dims),
+          op_name=made,
+          dtype=each.shape.dtype,
+          shape=each.shape.dims,
+          num_bytes=each.shape.stored_bytes,
+        )
+      )
+  return found
 
 
-def _part(buffer: Buffer, weight_dims: set[tuple[int, ...]]) -> str:
+def _part(program: ScheduledProgram, buffer: Buffer, made: str, weight_dims: set[tuple[int, ...]]) -> str:
   if buffer.shape.memory_space:
     return 'on_chip'
   if buffer.last_user is None:
     return 'outputs'
-  made, needed = _made_for(buffer), buffer.last_user.op_name
+  needed = op_name_of(program, buffer.computation, buffer.last_user)
   dims = tuple(size for size in buffer.shape.dims if size > 1)
   if 'transpose(' in made and 'jvp(' not in needed and dims in weight_dims:
     return 'gradients'
@@ -195,24 +199,38 @@ def _part(buffer: Buffer, weight_dims: set[tuple[int, ...]]) -> str:
   return 'temporaries'
 
 
-def _made_for(buffer: Buffer) -> str:
-  """JAX's name of what makes a buffer; of a copy, of what it copies; of a loop's first state, of the loop."""
-  instruction: Instruction | None = buffer.instruction
+def _made_by(program: ScheduledProgram, buffer: Buffer) -> str:
+  """JAX's name of what makes a buffer; of a copy, what it copies; of a loop's state, what the loop writes there."""
   by_name = buffer.computation.by_name
+  source, element = buffer.instruction, 0
   for _ in range(_MAX_STEPS):
-    if instruction is None or 'jvp(' in instruction.op_name:
+    if 'jvp(' in source.op_name or source.opcode not in _COPIES or source.operands[0] not in by_name:
       break
-    instruction = by_name.get(instruction.operands[0]) if instruction.opcode in _COPIES else None
-  if instruction is not None:
-    return instruction.op_name
-  names = {buffer.instruction.name}
-  for each in buffer.computation.instructions:
-    if names & set(each.operands):
-      if 'jvp(' in each.op_name:
-        return each.op_name
-      if each.opcode in _COPIES or each.opcode == 'tuple':
-        names.add(each.name)
-  return buffer.instruction.op_name
+    element = int(source.attributes.get('index', element))
+    source = by_name[source.operands[0]]
+  if source.opcode == 'while':
+    return loop_element_name(program, source, element) or op_name_of(program, buffer.computation, source)
+  if '/closed_call/' not in source.op_name:
+    loop = _loop_of(buffer)
+    name = loop_element_name(program, *loop) if loop else ''
+    if 'jvp(' in name:
+      return name
+  return op_name_of(program, buffer.computation, buffer.instruction)
+
+
+def _loop_of(buffer: Buffer) -> tuple[Instruction, int] | None:
+  """Returns the loop whose first state holds a buffer, and the number of the element."""
+  users = buffer.computation.users
+  names = [buffer.instruction.name]
+  for name in names:
+    for user in users.get(name, ()):
+      if user.opcode in _COPIES and user.opcode != 'get-tuple-element' and len(names) < _MAX_STEPS:
+        names.append(user.name)
+      if user.opcode == 'tuple':
+        loop = next((each for each in users.get(user.name, ()) if each.opcode == 'while'), None)
+        if loop is not None:
+          return loop, user.operands.index(name)
+  return None
 
 
 def _weight_dims(model: PartitionedModel) -> set[tuple[int, ...]]:
