@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.base import FanInNormal, declare_weight, soft_cap
-from spmd_tasks.sharding import Initializer, SplitDims, constrain
+from spmd_tasks.sharding import Initializer, SplitDims, constrain, gather_for_tokens
 
 
 class TokenEmbedding(nn.Module, kw_only=True):
@@ -83,11 +83,12 @@ class TokenEmbedding(nn.Module, kw_only=True):
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits, float32 [B, T, V], for x [B, T, D]."""
     x = x.astype(self.dtype)
-    if self.tied:
-      logits = jnp.einsum('BTD,VD->BTV', x, self.table.astype(self.dtype), preferred_element_type=jnp.float32)
-    else:
-      kernel = self.softmax_kernel.astype(self.dtype)
-      logits = jnp.einsum('BTD,DV->BTV', x, kernel, preferred_element_type=jnp.float32)
+    kernel = (self.table if self.tied else self.softmax_kernel).astype(self.dtype)
+    if self.logits_split_dims is not None and x.size >= kernel.size:  # see Linear
+      split_dims = self.table_split_dims if self.tied else self.softmax_split_dims
+      kernel = gather_for_tokens(kernel, split_dims, self.logits_split_dims[:2])
+    equation = 'BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'
+    logits = jnp.einsum(equation, x, kernel, preferred_element_type=jnp.float32)
     if self.scale_logits:
       logits = logits / math.sqrt(self.embed_dim)
     if self.logits_bias:

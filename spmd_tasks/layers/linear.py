@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.base import FanInNormal, declare_weight
-from spmd_tasks.sharding import Initializer, SplitDims, constrain
+from spmd_tasks.sharding import Initializer, SplitDims, constrain, gather_for_tokens
 
 
 class Linear(nn.Module, kw_only=True):
@@ -47,7 +47,10 @@ class Linear(nn.Module, kw_only=True):
     shape = x.shape[x.ndim - self.num_input_dims :] + output_dims
     kernel_init = self.kernel_init or FanInNormal(num_input_dims=self.num_input_dims)
     kernel = declare_weight(self, 'kernel', shape=shape, init=kernel_init, split_dims=self.split_dims)
-    y = jnp.tensordot(x.astype(self.dtype), kernel.astype(self.dtype), axes=self.num_input_dims)
+    kernel = kernel.astype(self.dtype)
+    if self.activation_split_dims is not None and x.size >= kernel.size:  # fewer tokens, as in decoding, travel instead
+      kernel = gather_for_tokens(kernel, self.split_dims, self.activation_split_dims[: x.ndim - self.num_input_dims])
+    y = jnp.tensordot(x.astype(self.dtype), kernel, axes=self.num_input_dims)
     if self.use_bias:
       bias_split_dims = None if self.split_dims is None else self.split_dims[self.num_input_dims :]
       bias = declare_weight(

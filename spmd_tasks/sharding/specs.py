@@ -222,6 +222,35 @@ def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))
 
 
+def gather_for_tokens(weight: jax.Array, split_dims: SplitDims, token_split_dims: SplitDims) -> jax.Array:
+  """Gathers a weight over the mesh axes that split the tokens it is multiplied with (fully sharded data parallelism).
+
+  Left alone, XLA may multiply by one device's part after another and add up the results, which is slow where parts are
+  small. Its gradient is reduced over the axes and scattered. Outside a `sharding_scope` this is the identity.
+
+  Args:
+    weight: in the dtype of the computation, so that few bytes are gathered.
+    split_dims: of the weight.
+    token_split_dims: of the dims of the activations that count tokens, such as ('batch', 'seq').
+  """
+  scope = current_sharding_scope()
+  if scope is None or split_dims is None or token_split_dims is None:
+    return weight
+  names = scope.mesh.axis_names
+  of_tokens = {
+    axis
+    for axes in spec_axes(
+      split_dims_to_partition_spec(token_split_dims, names, scope.axis_rules), len(token_split_dims)
+    )
+    for axis in axes
+  }
+  axes = spec_axes(split_dims_to_partition_spec(split_dims, names, scope.axis_rules), weight.ndim)
+  kept = [_spec_entry([axis for axis in each if axis not in of_tokens]) for each in axes]
+  if not of_tokens.intersection(axis for each in axes for axis in each):
+    return weight
+  return jax.lax.with_sharding_constraint(weight, NamedSharding(scope.mesh, PartitionSpec(*kept)))
+
+
 def stage_axis_rules(base_rules: AxisRules, axis: str = 'stage') -> AxisRules:
   """Returns the base rules with `layers` split over `axis`, and `batch` also split over it, as its outermost axis.
 
