@@ -65,6 +65,7 @@ class TimePrediction:
       add up to `seconds`.
     hidden_s: seconds of collectives during which other work runs.
     serial_s: the step's seconds if nothing overlapped.
+    recomputed_s: seconds of operations that the compiler computes a second time, for lack of memory.
     low_s, high_s: the error bar: the roofline, or the compiler's cycles less 25%; nothing overlapped, cycles plus 25%,
       and kernels at half of the assumed efficiency.
     roofline: the least that the step needs.
@@ -78,6 +79,7 @@ class TimePrediction:
   by_kind: Mapping[str, float]
   hidden_s: float
   serial_s: float
+  recomputed_s: float
   low_s: float | None
   high_s: float | None
   roofline: Roofline
@@ -129,6 +131,7 @@ def predict_time(
     by_kind=by_kind,
     hidden_s=max(0.0, on_network - exposed),
     serial_s=serial,
+    recomputed_s=sum(each.seconds for each in operations if '.remat' in each.name),
     low_s=min(total, max(roofline.seconds or 0, total - error)) if is_known else None,
     high_s=serial + error + by_kind.get('kernel', 0) if is_known else None,
     roofline=roofline,

@@ -75,7 +75,7 @@ ENTRY %main (a: f32[25]) -> f32[25] {
   %q = f32[2,100,10]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
   %kernel = f32[2,100,10]{2,1,0} custom-call(%q, %q, %q), custom_call_target="tpu_custom_call", \
 metadata={op_name="jit(f)/splash_mha_fwd"}
-  ROOT %copied = f32[25]{0} copy(%result)
+  ROOT %copied.remat = f32[25]{0} copy(%result)
 }
 """
 
@@ -94,6 +94,7 @@ def test_a_schedule_by_hand():
   )
   assert prediction.seconds == pytest.approx(sum(prediction.by_kind.values()))
   assert prediction.hidden_s == pytest.approx(3 * 0.4)
+  assert prediction.recomputed_s == pytest.approx(2 * 100 / 1e6)
   assert prediction.serial_s == pytest.approx(prediction.seconds + prediction.hidden_s)
   assert prediction.roofline.ici_s == prediction.roofline.seconds == pytest.approx(6)
   assert prediction.low_s == pytest.approx(prediction.seconds - 1.2 / 4)  # more than its roofline
