@@ -1,5 +1,6 @@
 """LazyArrays: parts of transposed, reshaped, joined and cut arrays, without the rest."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -64,6 +65,29 @@ def test_parts_of_a_reshaped_array(before, after, rng):
 def test_parts_of_what_the_operations_make(lazy, whole, rng):
   a, b = Source(3, 4, 5), Source(3, 4, 5)
   assert_parts_are_equal(lazy(a.lazy, b.lazy), whole(a.values, b.values), rng)
+
+
+@pytest.mark.parametrize('order', [(0, 1, 2), (1, 0, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
+@pytest.mark.parametrize('dtypes', [('float32', 'float32'), ('bfloat16', 'float32'), ('float32', 'bfloat16')])
+def test_tiles_of_a_transposed_array_are_copied(order, dtypes, rng):
+  for shape in ((40, 70, 30), (3, 300, 33), (500, 1, 40), (1, 1, 7), (0, 5, 7), (300, 300, 1)):
+    source = rng.normal(size=shape).astype(dtypes[0]).transpose(order)
+    target = np.full((*source.shape[:2], source.shape[2] + 3), 7, dtypes[1])
+    lazy_arrays.copy_into(target[..., :-3], source)
+    np.testing.assert_array_equal(target[..., :-3], source.astype(dtypes[1]))
+    assert (target[..., -3:] == 7).all()
+    np.testing.assert_array_equal(lazy_arrays.contiguous(source), source)
+
+
+def test_sharded_arrays_are_read_from_memory_and_by_computation(rng):
+  mesh = jax.make_mesh((2, 4), ('data', 'mdl'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  whole = rng.normal(size=(4, 8, 3)).astype(np.float32)
+  for spec in ((None, 'mdl'), ('data', 'mdl', None), (None, ('data', 'mdl')), ()):
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    array = jax.device_put(whole, sharding)
+    for index in (np.s_[0:4, 0:8, 0:3], np.s_[1:3, 1:7, 2:3]):
+      np.testing.assert_array_equal(lazy_arrays.device_array(array).read(index), whole[index])
+      np.testing.assert_array_equal(lazy_arrays._read_by_computation(array, index), whole[index])
 
 
 def test_no_more_is_read_than_the_part_needs():

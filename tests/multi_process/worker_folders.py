@@ -29,16 +29,16 @@ def counted(tensors: dict[str, LazyArray]) -> tuple[dict[str, LazyArray], list[i
   return {name: note(tensor) for name, tensor in tensors.items()}, sizes
 
 
-def own_bytes(weights) -> int:
-  """The bytes of this process's different shards, with their padding."""
-  return sum(
-    math.prod(part.stop - part.start for part in index) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(weights)
-    for index in {
-      tuple(slice(*part.indices(size)[:2]) for part, size in zip(shard.index, leaf.shape)): None
-      for shard in leaf.addressable_shards
-    }
-  )
+def own_bytes(weights, true) -> int:
+  """The bytes of this process's different shards, without their padding."""
+  total = 0
+  for leaf, abstract in zip(jax.tree.leaves(weights), jax.tree.leaves(true), strict=True):
+    shards = set()
+    for shard in leaf.addressable_shards:
+      bounds = [part.indices(size)[:2] for part, size in zip(shard.index, leaf.shape)]
+      shards.add(tuple((start, min(stop, size)) for (start, stop), size in zip(bounds, abstract.shape)))
+    total += sum(math.prod(max(0, stop - start) for start, stop in bounds) for bounds in shards) * leaf.dtype.itemsize
+  return total
 
 
 def run(args: argparse.Namespace) -> None:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
   total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in folder.tensors.values())
   folder.__dict__['tensors'], sizes = counted(folder.tensors)
   weights = folder.read_weights(model)
-  report = {'read': sum(sizes), 'own': own_bytes(weights), 'total': total}
+  report = {'read': sum(sizes), 'own': own_bytes(weights, model.abstract_state.weights), 'total': total}
   on_mesh = weights_on_mesh(model, weights)
   origin = open_folder(args.folder)
   export_folder(Path(args.out), job.task.model, on_mesh, origin=origin, is_writer=is_primary(), max_shard_bytes=40_000)

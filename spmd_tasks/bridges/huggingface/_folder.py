@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from spmd_tasks.bridges._lazy_arrays import LazyArray, device_array
+from spmd_tasks.bridges._lazy_arrays import LazyArray, contiguous, device_array
 from spmd_tasks.bridges._rules import RuleTable
 from spmd_tasks.bridges.huggingface._config_keys import INERT, Config
 from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
@@ -242,7 +242,7 @@ def _place(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:
     if bounds not in shards:
       true = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(bounds, array.shape))
       if bounds == tuple((part.start, part.stop) for part in true):
-        shards[bounds] = array.read(true)
+        shards[bounds] = contiguous(array.read(true))
       else:
         made = np.zeros([stop - start for start, stop in bounds], array.dtype)
         if all(part.start < part.stop for part in true):

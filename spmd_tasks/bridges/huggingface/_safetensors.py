@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from spmd_tasks.bridges._lazy_arrays import Index, LazyArray
+from spmd_tasks.bridges._lazy_arrays import Index, LazyArray, contiguous
 from spmd_tasks.errors import UserError
 
 _DTYPES = {
@@ -169,7 +169,7 @@ def write_tensors(
     with path.open('wb') as file:
       file.write(_header({name: tensors[name] for name in names}))
       for name in names:
-        array = np.ascontiguousarray(np.asarray(tensors[name]))
+        array = contiguous(np.asarray(tensors[name]))
         file.write(memoryview(array.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
         yield name
       file.flush()
