@@ -6,7 +6,8 @@
 The last line is a JSON object of all figures, by measurement; `ratio` is ours to theirs, of the CPU time of loading.
 
 Each measurement is a process of its own; the peak is its VmHWM, beside what it was before, with the libraries imported.
-Both sides hold the weights in float32 after loading, as training does, and write bfloat16.
+Both sides hold the weights in float32 after loading, as training does, or in bfloat16, as generation does (not with
+--quick), and write bfloat16.
 """
 
 import argparse
@@ -49,6 +50,10 @@ model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.fl
 total = sum(float(value.sum()) for value in model.parameters())  # reads what is only mapped
 """
 )
+_HOLD_OURS = _LOAD_OURS.replace(
+  'variables_from_folder(model, folder)', "variables_from_folder(model, folder, WeightStorage(model, 'bfloat16'))"
+).replace('import jax\n', 'import jax\nfrom spmd_tasks.decoding import WeightStorage\n', 1)
+_HOLD_THEIRS = _LOAD_THEIRS.replace('dtype=torch.float32', 'dtype=torch.bfloat16')
 _EXPORT_OURS = (
   _COMMON
   + """
@@ -80,6 +85,8 @@ print(json.dumps({'seconds': seconds, 'cpu': cpu, 'imports_gb': imported, 'peak_
 PROGRAMS = {
   'load, ours': _LOAD_OURS,
   'load, transformers': _LOAD_THEIRS,
+  'load in 16 bits, ours': _HOLD_OURS,
+  'load in 16 bits, transformers': _HOLD_THEIRS,
   'export, ours': _EXPORT_OURS,
   'export, transformers': _EXPORT_THEIRS,
 }
@@ -141,6 +148,8 @@ def main() -> None:
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**30
     print(f'a folder of {size:.2f} GiB in bfloat16')
     for name, program in PROGRAMS.items():
+      if args.quick and '16 bits' in name:
+        continue
       out = Path(directory) / name.replace(', ', '_')
       ended = subprocess.run(
         [sys.executable, '-c', program + _END, str(folder), str(out)], capture_output=True, text=True, check=False
@@ -150,7 +159,7 @@ def main() -> None:
         sys.exit(1)
       result = results[name] = json.loads(ended.stdout.splitlines()[-1])
       print(
-        f'{name:22} {result["seconds"]:6.1f} s   CPU {result["cpu"]:5.1f} s   peak {result["peak_gb"]:5.2f} GiB'
+        f'{name:30} {result["seconds"]:6.1f} s   CPU {result["cpu"]:5.1f} s   peak {result["peak_gb"]:5.2f} GiB'
         f'   (before it {result["imports_gb"]:5.2f})',
         flush=True,
       )

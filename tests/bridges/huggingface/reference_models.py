@@ -54,7 +54,7 @@ class Reference:
     self.name = name
     self.path = directory / name
     torch.manual_seed(0)
-    settings = CONFIGS[name] | {'bos_token_id': None, 'eos_token_id': EOS}
+    settings = copy.deepcopy(CONFIGS[name]) | {'bos_token_id': None, 'eos_token_id': EOS}  # which the config changes
     config = CONFIG_MAPPING[settings['model_type']](**{k: v for k, v in settings.items() if k != 'model_type'})
     config._experts_implementation = 'eager'
     self.model = quiet_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

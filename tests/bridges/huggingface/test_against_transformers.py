@@ -133,24 +133,23 @@ def test_logits_in_16_bits(name, reference):
   our_error, their_error, distance = (
     np.median(np.abs(a - b)) / np.median(np.abs(exact)) for a, b in ((ours, exact), (theirs, exact), (ours, theirs))
   )
-  print(f'{name}: errors {our_error:.4f} and {their_error:.4f}, distance {distance:.4f}')
-  assert our_error <= 1.5 * their_error
+  assert our_error <= 1.25 * their_error
   assert distance <= 2 * their_error
 
 
-@pytest.mark.parametrize('name', CONFIGS)
-@pytest.mark.parametrize('begins', ['there', 'here'])
-def test_transformers_loads_what_is_exported(name, begins, reference, tmp_path):
+@pytest.mark.parametrize('name', NAMES)
+def test_transformers_loads_what_is_exported(name, reference, tmp_path):
   """Nothing is missing or unexpected, and the logits have the same bits; also where no folder was the origin."""
   theirs = reference(name)
   folder = open_folder(theirs.path)
   model = folder.build_model()
   weights = folder.lazy_weights(model, abstract_weights(model))
-  export_folder(tmp_path / 'ours', model, weights, origin=folder if begins == 'there' else None)
-  again, amiss = load_reference(tmp_path / 'ours', 'float32')
-  assert not amiss
-  assert type(again) is type(theirs.model)
-  np.testing.assert_array_equal(logits_of(again), theirs.logits)
+  for place, origin in (('there', folder), ('here', None)):
+    export_folder(tmp_path / place, model, weights, origin=origin)
+    again, amiss = load_reference(tmp_path / place, 'float32')
+    assert not amiss, place
+    assert type(again) is type(theirs.model)
+    np.testing.assert_array_equal(logits_of(again), theirs.logits, err_msg=place)
 
 
 @pytest.mark.exhaustive

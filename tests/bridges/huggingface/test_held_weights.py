@@ -1,0 +1,38 @@
+"""Weights of a folder are held in fewer bits from the moment when they are read; they have the bits of a conversion."""
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.config import resolve
+from spmd_tasks.decoding import WeightStorage
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.programs.pretrained import variables_from_folder
+from tests.bridges.huggingface.test_folders import write_folder
+
+
+@pytest.fixture(scope='module')
+def model_and_path(tmp_path_factory):
+  path = tmp_path_factory.mktemp('folders') / 'qwen3_moe'
+  write_folder(path, 'qwen3_moe', np.random.default_rng(0), 'bfloat16')  # 3 heads, 12 experts, vocabulary 259
+  job = resolve('hf.Model', [f'model={path}', 'ici_mesh_shape=1,2,4']).build()
+  assert job.task.decode.weights_dtype == 'bfloat16'  # as the folder
+  return partition_job(job), str(path)
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
+def test_weights_are_read_as_they_are_held(dtype, model_and_path):
+  model, path = model_and_path
+  storage = WeightStorage(model, dtype)
+  converted = storage.store(variables_from_folder(model, path))
+  arrived = {}
+  one_by_one = storage.store_one
+  storage.store_one = lambda name, weight: [arrived.setdefault(name, weight.dtype), one_by_one(name, weight)][1]
+  read = variables_from_folder(model, path, storage)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(read), jax.device_get(converted))
+  assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, converted)
+  assert storage.store(read)['params']['embedding']['table'] is read['params']['embedding']['table']
+  expected = 'bfloat16' if dtype == 'bfloat16' else 'float32'  # of the kernels, which int8 converts one at a time
+  assert arrived['stack/layers/ffn/experts/up'] == expected
+  assert arrived['embedding/table'] == 'bfloat16'
+  assert arrived['final_norm/scale'] == 'float32'
