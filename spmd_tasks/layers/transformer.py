@@ -20,7 +20,7 @@ from jax import checkpoint_policies
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import ATTENTION_NAME
+from spmd_tasks.layers.attention import ATTENTION_INPUTS_NAME, ATTENTION_NAME
 from spmd_tasks.layers.base import Statistics, WithSublayers, values_per_layer
 from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain
 
@@ -44,6 +44,8 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'dots_no_batch': checkpoint_policies.save_from_both_policies(
     checkpoint_policies.dots_with_no_batch_dims_saveable, _routing_and_attention
   ),
+  # Keeps the input of each layer, and the inputs and results of an attention kernel, which is dear to run again.
+  'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME),
   # Keeps the input of each layer only.
   'full': _routing,
 }

@@ -24,7 +24,7 @@ from spmd_tasks.layers.attention.attend import (
   override_attention,
   resolve_implementation,
 )
-from spmd_tasks.layers.attention.attention import Attention
+from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME, Attention
 from spmd_tasks.layers.attention.kv_cache import (
   CACHE,
   NEW_CACHE,
@@ -46,6 +46,7 @@ from spmd_tasks.layers.attention.rotary_scaling import (
 )
 
 __all__ = [
+  'ATTENTION_INPUTS_NAME',
   'ATTENTION_NAME',
   'CACHE',
   'IMPLEMENTATIONS',

@@ -6,6 +6,7 @@ gathers all keys and values; see _context.py for which queries it computes.
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, V dim of a value.
 """
 
+import concurrent.futures
 import functools
 import math
 from typing import Any
@@ -111,25 +112,28 @@ def _kernel(
   run = length // (2 * num_parts) if num_parts > 1 else length  # queries that follow one another
   block = next(size for size in range(_LARGEST_BLOCK, 0, -_TILE) if run % size == 0)
   compute = next(size for size in range(min(block, _LARGEST_BLOCK // 2), 0, -_TILE) if block % size == 0)
-  with jax.ensure_compile_time_eval():  # the mask's tables are constants of the program
-    return splash_attention.make_splash_mha(
-      mask=splash_attention.MultiHeadMask([mask] * num_heads),
-      block_sizes=splash_attention.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=compute,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=compute,
-        block_q_dq=block,
-        block_kv_dq=block,
-      ),
-      head_shards=1,
-      q_seq_shards=num_tables,
-      attn_logits_soft_cap=logit_cap,
-      residual_checkpoint_name=ATTENTION_NAME,
-      interpret=interpret,
-    )
+  make = functools.partial(
+    splash_attention.make_splash_mha,
+    mask=splash_attention.MultiHeadMask([mask] * num_heads),
+    block_sizes=splash_attention.BlockSizes(
+      block_q=block,
+      block_kv=block,
+      block_kv_compute=compute,
+      block_q_dkv=block,
+      block_kv_dkv=block,
+      block_kv_dkv_compute=compute,
+      block_q_dq=block,
+      block_kv_dq=block,
+    ),
+    head_shards=1,
+    q_seq_shards=num_tables,
+    attn_logits_soft_cap=logit_cap,
+    residual_checkpoint_name=ATTENTION_NAME,
+    interpret=interpret,
+  )
+  # The mask's tables are constants of the program. The caller is tracing a step; a fresh thread has no trace context.
+  with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
+    return executor.submit(lambda: jax.tree.map(np.asarray, make())).result()
 
 
 def _causal_mask(shape: tuple[int, int], window: int | None) -> Any:

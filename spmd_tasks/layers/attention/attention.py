@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
@@ -18,6 +19,8 @@ from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
 from spmd_tasks.sharding import SplitDims
+
+ATTENTION_INPUTS_NAME = 'attention_inputs'  # the `checkpoint_name` of queries, keys and values, as they are compared
 
 
 class Attention(WithSublayers, kw_only=True):
@@ -191,6 +194,7 @@ class Attention(WithSublayers, kw_only=True):
       'logit_cap': self.logit_cap,
       'sinks': sinks,
     }
+    query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
       assert segment_pos is not None
       attended = attend_to_cache(query, key, value, cached, segment_ids, segment_pos, **logits)
