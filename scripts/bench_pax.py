@@ -4,33 +4,38 @@
     .venv/bin/python scripts/bench_pax.py [--quick] [--paxml_python PAXENV/bin/python] [--num_rounds 2]
 
 The last line is one JSON object. The same classes (pax_models.py, and DenseLm of the tests) are run by `spmd-tasks
---exp ... --mode train` and by `paxml.main` (paxml_run.py), in fresh processes on 8 fake devices that take turns. By
-default Paxml is that of our environment, without our shims; `--paxml_python` names another.
+--exp ... --mode train` and by `paxml.main` (paxml_run.py), in fresh processes on 8 fake devices. By default Paxml is
+that of our environment, without our shims; `--paxml_python` names another.
 
-For each experiment, ours over Paxml's, of the medians: `first_step` and `first_step_cpu`, from the start of the process
-to the end of step 1, at most 0.5 wanted; `step` and `step_cpu`, at most 1 wanted. `ratio` is the largest `step_cpu`.
-CPU times are those of all threads, and hardly mind a busy machine. `loss_difference` is the largest relative one.
+A round starts both jobs, one after the other, each until its first step and stopped there (SIGSTOP). Then each gets its
+turn for a few steps while the other is stopped, again and again. So neighbouring turns meet the same load.
+
+For each experiment, ours over Paxml's: `first_step` and `first_step_cpu`, from the start of the process to the end of
+step 1, of the medians, at most 0.5 wanted; `step` and `step_cpu`, the median of the ratios of neighbouring turns, at
+most 1 wanted. `ratio` is the largest `step_cpu`. CPU times are those of all threads, and mind a busy machine less.
+`loss_difference` is the largest relative one.
 """
 
 import argparse
-from collections.abc import Sequence
-import itertools
+from collections.abc import Iterator
+import contextlib
 import json
 import os
 from pathlib import Path
-import re
+import signal
 from statistics import median
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, Self
 
 from alternation import print_result
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERIMENTS = ('pax_models.Dense', 'pax_models.Moe', 'pax_lab.dense_lm.DenseLm')
-Mark = dict[str, float]  # step, time and CPU time since the start of the process, loss
+# And the steps of a turn: CPU time is read with a resolution of 10 ms.
+EXPERIMENTS = {'pax_models.Dense': 3, 'pax_models.Moe': 3, 'pax_lab.dense_lm.DenseLm': 60}
+FOR_EVER = 1_000_000
 TICKS = os.sysconf('SC_CLK_TCK')
 
 
@@ -41,88 +46,126 @@ def environment() -> dict[str, str]:
   return kept | {'PYTHONPATH': os.pathsep.join(map(str, paths)), 'TF_CPP_MIN_LOG_LEVEL': '3'}
 
 
-def run_paxml(python: str, experiment: str, num_steps: int, every: int) -> list[Mark]:
-  """Returns Paxml's marks."""
-  began = time.time()
-  command = [python, '-W', 'ignore', str(ROOT / 'scripts' / 'paxml_run.py'), experiment, str(num_steps), str(every)]
-  finished = subprocess.run(command, env=environment(), capture_output=True, text=True)
-  if finished.returncode:
-    raise RuntimeError(f'Paxml failed with {experiment}:\n{finished.stderr[-3000:]}')
-  marks = json.loads(finished.stdout.splitlines()[-1])['marks']
-  return [mark | {'time': mark['time'] - began} for mark in marks]
+class Training:
+  """A training job that runs in turns.
+
+  Attributes:
+    first_step: seconds from the start of the process to the end of step 1, on the clock and of CPU.
+    turns: seconds of a step in each turn, on the clock and of CPU.
+    losses: by step.
+  """
+
+  def __init__(self, command: list[str], env: dict[str, str], output: Path, marks: Path, first_mark: Path):
+    """Starts a job and stops it after its first step.
+
+    Args:
+      command: of the process.
+      env: of the process.
+      output: gets both streams.
+      marks: the file in which a line of JSON with `step` and `loss` appears after the first and every n-th step.
+      first_mark: a file that is there, and not empty, once the first step has ended.
+    """
+    self._output, self._marks, self._num_marks = output, marks, 0
+    self.turns: list[tuple[float, float]] = []
+    self.losses: dict[int, float] = {}
+    began = time.monotonic()
+    with output.open('w') as file:
+      self._process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+    self._wait_until(lambda: first_mark.exists() and first_mark.stat().st_size)
+    self.first_step = time.monotonic() - began, self._cpu_seconds()
+    self._read_marks(1)
+    self._process.send_signal(signal.SIGSTOP)
+
+  @classmethod
+  def of_paxml(cls, python: str, experiment: str, every: int, directory: Path) -> Self:
+    """Starts Paxml's own main."""
+    marks = directory / 'marks.jsonl'
+    command = [python, '-W', 'ignore', str(ROOT / 'scripts' / 'paxml_run.py'), experiment, str(every), str(marks)]
+    env = environment() | {'TMPDIR': str(directory)}  # for its job's directory
+    return cls(command, env, directory / 'output', marks, marks)
+
+  @classmethod
+  def of_ours(cls, experiment: str, every: int, directory: Path) -> Self:
+    """Starts our binary."""
+    settings = {'num_train_steps': FOR_EVER, 'log_every_steps': every, 'step_timeout_s': FOR_EVER}
+    settings |= {'input_timeout_s': FOR_EVER, 'eval_every_steps': None, 'checkpoint_every_steps': None}
+    flags = ['--exp', experiment, '--mode', 'train', '--num_fake_devices', '8', '--job_log_dir', str(directory)]
+    flags += [flag for name, value in settings.items() for flag in ('--set', f'{name}={value}')]
+    env = environment()
+    env['PYTHONPATH'] = f'{ROOT}{os.pathsep}{env["PYTHONPATH"]}'
+    command = [sys.executable, '-W', 'ignore', '-m', 'spmd_tasks.main', *flags]
+    return cls(command, env, directory / 'output', directory / 'metrics.jsonl', directory / 'startup.json')
+
+  def turn(self, every: int, *, is_counted: bool) -> None:
+    """Runs until the next mark, `every` steps after the last one."""
+    began, cpu = time.monotonic(), self._cpu_seconds()
+    self._process.send_signal(signal.SIGCONT)
+    self._read_marks(1)
+    self._process.send_signal(signal.SIGSTOP)
+    if is_counted:
+      self.turns.append(((time.monotonic() - began) / every, (self._cpu_seconds() - cpu) / every))
+
+  def kill(self) -> None:
+    """Ends the job."""
+    self._process.kill()
+    self._process.wait()
+
+  def _read_marks(self, num_new: int) -> None:
+    wanted = self._num_marks + num_new
+    self._wait_until(lambda: self._marks.exists() and self._marks.read_bytes().count(b'\n') >= wanted)
+    for line in map(json.loads, self._marks.read_text().splitlines()[self._num_marks : wanted]):
+      self.losses[line['step']] = line['loss']
+    self._num_marks = wanted
+
+  def _wait_until(self, is_done: Any) -> None:
+    while not is_done():
+      if self._process.poll() is not None:
+        raise RuntimeError(f'{self._process.args} failed:\n{self._output.read_text()[-3000:]}')
+      time.sleep(0.005)
+
+  def _cpu_seconds(self) -> float:
+    """The CPU time that the process has used on all its threads."""
+    fields = Path(f'/proc/{self._process.pid}/stat').read_text().rpartition(')')[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def run_ours(experiment: str, num_steps: int, every: int) -> list[Mark]:
-  """Returns the marks of our binary: its CPU time is looked up when a line appears in metrics.jsonl."""
-  settings = f'num_train_steps={num_steps}', f'log_every_steps={every}', 'eval_every_steps=None'
-  sets = [flag for setting in (*settings, 'checkpoint_every_steps=None') for flag in ('--set', setting)]
-  env = environment()
-  env['PYTHONPATH'] = f'{ROOT}{os.pathsep}{env["PYTHONPATH"]}'
-  with tempfile.TemporaryDirectory() as job:
-    flags = ['--exp', experiment, '--mode', 'train', '--num_fake_devices', '8', '--job_log_dir', job, *sets]
-    startup, metrics = Path(job) / 'startup.json', Path(job) / 'metrics.jsonl'
-    first: Mark = {}
-    marks: list[Mark] = []
-    with tempfile.TemporaryFile('w+') as output:
-      began = time.time()
-      command = [sys.executable, '-W', 'ignore', '-m', 'spmd_tasks.main', *flags]
-      process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
-      while process.poll() is None:
-        time.sleep(0.005)
-        cpu = cpu_seconds(process.pid)
-        if not first and startup.exists():  # written at the end of the first step
-          first = {'step': 1, 'time': time.time() - began, 'cpu': cpu}
-        lines = metrics.read_text().rpartition('\n')[0].splitlines() if metrics.exists() else []
-        for line in map(json.loads, lines[len(marks) :]):
-          marks.append({'step': line['step'], 'time': line['time'] - began, 'cpu': cpu, 'loss': line['loss']})
-      if process.returncode:
-        output.seek(0)
-        raise RuntimeError(f'{" ".join(command)} failed:\n{output.read()[-3000:]}')
-    return [marks[0] | first, *marks[1:]]
+@contextlib.contextmanager
+def both_started(experiment: str, paxml_python: str, every: int, *, ours_first: bool) -> Iterator[dict[str, Training]]:
+  """Starts both jobs up to their first steps; kills them afterwards."""
+  with contextlib.ExitStack() as stack:
+    started: dict[str, Training] = {}
+    for name in ('ours', 'paxml') if ours_first else ('paxml', 'ours'):
+      directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='bench_pax_')))
+      if name == 'ours':
+        started[name] = Training.of_ours(experiment, every, directory)
+      else:
+        started[name] = Training.of_paxml(paxml_python, experiment, every, directory)
+      stack.callback(started[name].kill)
+    yield started
 
 
-def cpu_seconds(pid: int) -> float:
-  """The CPU time that a process has used on all its threads; 0 if it has ended."""
-  try:
-    fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
-  except OSError:
-    return 0.0
-  return (int(fields[11]) + int(fields[12])) / TICKS
-
-
-def figures(runs: Sequence[list[Mark]], every: int) -> dict[str, float]:
-  """Returns medians over runs: seconds to the end of the first step, and milliseconds of a step."""
-  found: dict[str, float] = {}
-  for clock, suffix in (('time', ''), ('cpu', '_cpu')):
-    found[f'first_step_s{suffix}'] = median(run[0][clock] for run in runs)
-    steps = []
-    for run in runs:
-      at = [mark for mark in run if mark['step'] % every == 0]
-      steps += [(b[clock] - a[clock]) / every for a, b in itertools.pairwise(at)]
-    found[f'step_ms{suffix}'] = 1000 * median(steps)
-  return found
-
-
-def loss_difference(ours: list[Mark], paxml: list[Mark]) -> float:
-  """Returns the largest relative difference of losses after the same steps."""
-  expected = {mark['step']: mark['loss'] for mark in paxml}
-  pairs = [(mark['loss'], expected[mark['step']]) for mark in ours if mark['step'] in expected]
-  return max(abs(a - b) / abs(b) for a, b in pairs)
-
-
-def compare(experiment: str, paxml_python: str, num_rounds: int, num_steps: int, every: int) -> dict[str, Any]:
-  """Runs both in turn and returns their figures and ratios."""
-  run = {
-    'paxml': lambda: run_paxml(paxml_python, experiment, num_steps, every),
-    'ours': lambda: run_ours(experiment, num_steps, every),
-  }
-  runs: dict[str, list[list[Mark]]] = {name: [] for name in run}
+def compare(experiment: str, paxml_python: str, num_rounds: int, num_turns: int, every: int) -> dict[str, Any]:
+  """Runs both and returns their figures and ratios."""
+  rounds = []
   for i in range(num_rounds):
-    for name in list(run)[:: -1 if i % 2 else 1]:
-      runs[name].append(run[name]())
-  found: dict[str, Any] = {name: figures(each, every) for name, each in runs.items()}
-  ratios = {re.sub('_m?s(?=_cpu|$)', '', name): found['ours'][name] / found['paxml'][name] for name in found['ours']}
-  return ratios | found | {'loss_difference': loss_difference(runs['ours'][0], runs['paxml'][0])}
+    with both_started(experiment, paxml_python, every, ours_first=i % 2 == 1) as jobs:
+      for turn in range(num_turns + 1):
+        for name in ('ours', 'paxml') if turn % 2 else ('paxml', 'ours'):
+          jobs[name].turn(every, is_counted=turn > 0)  # the first one also has the second step of all
+      rounds.append(jobs)
+  found: dict[str, Any] = {'ours': {}, 'paxml': {}}
+  for clock, suffix in enumerate(('', '_cpu')):
+    for name in ('ours', 'paxml'):
+      found[name][f'first_step_s{suffix}'] = median(jobs[name].first_step[clock] for jobs in rounds)
+      found[name][f'step_ms{suffix}'] = 1000 * median(turn[clock] for jobs in rounds for turn in jobs[name].turns)
+    found[f'first_step{suffix}'] = found['ours'][f'first_step_s{suffix}'] / found['paxml'][f'first_step_s{suffix}']
+    found[f'step{suffix}'] = median(
+      ours[clock] / paxml[clock]
+      for jobs in rounds
+      for ours, paxml in zip(jobs['ours'].turns, jobs['paxml'].turns, strict=True)
+    )
+  ours, paxml = rounds[0]['ours'].losses, rounds[0]['paxml'].losses
+  return found | {'loss_difference': max(abs(ours[step] - paxml[step]) / abs(paxml[step]) for step in ours)}
 
 
 def main() -> None:
@@ -130,14 +173,14 @@ def main() -> None:
   parser.add_argument('--quick', action='store_true', help='the smallest experiment, once: does it run?')
   parser.add_argument('--paxml_python', default=sys.executable, help='of the environment with Paxml')
   parser.add_argument('--num_rounds', type=int, default=2, help='per experiment')
+  parser.add_argument('--num_turns', type=int, default=5, help='of each job in a round')
   parser.add_argument('--experiment', action='append', help=f'one or several of {", ".join(EXPERIMENTS)}')
   args = parser.parse_args()
-  experiments = args.experiment or (EXPERIMENTS[-1:] if args.quick else EXPERIMENTS)
+  experiments = args.experiment or (list(EXPERIMENTS)[-1:] if args.quick else list(EXPERIMENTS))
   found = {}
   for experiment in experiments:
-    found[experiment] = compare(
-      experiment, args.paxml_python, 1 if args.quick else args.num_rounds, *((4, 2) if args.quick else (16, 5))
-    )
+    sizes = (1, 1, 2) if args.quick else (args.num_rounds, args.num_turns, EXPERIMENTS[experiment])
+    found[experiment] = compare(experiment, args.paxml_python, *sizes)
     print_result(experiment=experiment, **found[experiment])  # already worth reading while the rest is measured
   print_result(ratio=max(each['step_cpu'] for each in found.values()), num_rounds=args.num_rounds, **found)
 

@@ -1,11 +1,11 @@
-"""Runs one experiment by the real `paxml.main` and prints its times; bench_pax.py starts it, in a process of its own.
+"""Runs one experiment by the real `paxml.main` until it is killed; bench_pax.py starts it, in a process of its own.
 
-    python paxml_run.py pax_models.Dense 21 5      # 21 steps; times after the first one and after every fifth
+    python paxml_run.py pax_models.Dense 5 marks.jsonl      # step and loss after the first step and after every fifth
 
 Only Paxml and JAX are needed here, not spmd_tasks. Nothing of Paxml is changed, but for what does not run on Python
 3.11 and today's JAX: names that JAX no longer has are given back, modules without a wheel (seqio and others, named by
-imports alone) are stood in for, and checkpoints, whose Orbax is another one, are not written. Its loop is as it is; a
-clock around `run` waits for the step whose time is taken.
+imports alone) are stood in for, and checkpoints, whose Orbax is another one, are not written. Its loop is as it is;
+around `run`, the step that is written down is waited for.
 """
 
 import importlib
@@ -15,11 +15,7 @@ import json
 import os
 import sys
 import tempfile
-import time
 import types
-
-os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
-os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 
 class StandIn(types.ModuleType):
@@ -88,7 +84,9 @@ class NoCheckpointer:
 
 
 def main() -> None:
-  name, num_steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+  name, every, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+  os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   sys.meta_path.insert(0, StandIns())
   import jax
 
@@ -100,7 +98,7 @@ def main() -> None:
 
   module, _, cls = name.rpartition('.')
   experiment = getattr(importlib.import_module(module), cls)
-  marks = []
+  marks = open(path, 'w', buffering=1)  # noqa: SIM115  until the process ends
 
   class TimedProgram(programs.SingleTaskTrainProgram):
     """Paxml's own program."""
@@ -109,18 +107,18 @@ def main() -> None:
       output = super().run(state, step)
       if step == 0 or (step + 1) % every == 0:
         jax.block_until_ready((output.loss, output.state))
-        marks.append({'step': step + 1, 'time': time.time(), 'cpu': time.process_time(), 'loss': float(output.loss)})
+        marks.write(json.dumps({'step': step + 1, 'loss': float(output.loss)}) + '\n')
       return output
 
   class Timed(experiment):
-    """The experiment, with its number of steps, without evals in between."""
+    """The experiment without an end, and without evals in between."""
 
     def train_programs(self):
       return [TimedProgram()]
 
     def task(self):
       task = super().task()
-      task.train.num_train_steps, task.train.eval_interval_steps = num_steps, None
+      task.train.num_train_steps, task.train.eval_interval_steps = 1_000_000, None
       task.train.summary_interval_steps = 1000
       return task
 
@@ -138,7 +136,6 @@ def main() -> None:
     except SystemExit as error:
       if error.code:
         raise
-  print(json.dumps({'marks': marks, 'jax': jax.__version__}), flush=True)
 
 
 if __name__ == '__main__':

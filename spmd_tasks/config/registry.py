@@ -15,7 +15,7 @@ A name in a saved config may have less imported than one that the user types: `g
 """
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import difflib
 import importlib
 from importlib import metadata
@@ -124,8 +124,12 @@ def _source_of(module: str) -> Path | None:
   return next((file for file in files if file.is_file()), None)
 
 
-def get(name: str) -> type:
+def get(name: str, before_pax: Callable[[], None] | None = None) -> type:
   """The experiment class of a name that the user typed; the current directory is put in front of sys.path.
+
+  Args:
+    name: of a registered experiment, or package.module.Class.
+    before_pax: called before the `task()` of a Pax experiment, which may ask JAX for its devices.
 
   Raises:
     UnknownExperimentError: there is no such module or class; the message has the nearest names.
@@ -133,19 +137,23 @@ def get(name: str) -> type:
       error and line), or two packages register the module's name.
   """
   try:
-    return _registry.get(name) or _find_class(name, is_typed=True)
+    return _registry.get(name) or _find_class(name, is_typed=True, before_pax=before_pax)
   except UnknownExperimentError:
     if not name.startswith('tasks.'):
       raise
-    return _find_class(f'paxml.{name}', is_typed=True)  # Paxml's own experiments have such names in its registry
+    # Paxml's own experiments have such names in its registry.
+    return _find_class(f'paxml.{name}', is_typed=True, before_pax=before_pax)
 
 
-def get_saved(name: str, experiment_path: Sequence[str | os.PathLike[str]] = ()) -> type:
+def get_saved(
+  name: str, experiment_path: Sequence[str | os.PathLike[str]] = (), before_pax: Callable[[], None] | None = None
+) -> type:
   """The experiment class of a name in a saved config, which alone never decides what is imported.
 
   Args:
     name: as `name_of` gave it.
     experiment_path: directories whose modules may be imported, too; they are put in front of sys.path.
+    before_pax: as in `get`.
 
   Raises:
     UserError: as `get`; or the name's module is neither registered nor below `experiment_path`.
@@ -166,7 +174,7 @@ def get_saved(name: str, experiment_path: Sequence[str | os.PathLike[str]] = ())
         f'the saved config names the experiment {name}, which is not registered, and a file alone never decides what '
         f'is imported: {_remedy(top)} (in Python, import {module_name} first).'
       )
-  return _find_class(name, is_typed=False)
+  return _find_class(name, is_typed=False, before_pax=before_pax)
 
 
 def _remedy(top: str) -> str:
@@ -184,7 +192,7 @@ def _split(name: str) -> tuple[str, str]:
   return module_name, class_name
 
 
-def _find_class(name: str, *, is_typed: bool) -> type:
+def _find_class(name: str, *, is_typed: bool, before_pax: Callable[[], None] | None) -> type:
   module_name, class_name = _split(name)
   module = _find_module(name, module_name, in_current_directory=is_typed)
   # A name in a file meets no module's own __getattr__, which might import others, except for our faces.
@@ -198,6 +206,8 @@ def _find_class(name: str, *, is_typed: bool) -> type:
   if _is_pax_experiment(cls):
     from spmd_tasks.bridges.pax import as_experiment
 
+    if before_pax is not None:
+      before_pax()
     return as_experiment(cls)
   raise UserError(
     f'{name} is not an experiment: --exp takes the name of a subclass of spmd_tasks.experiment.Experiment, or of '

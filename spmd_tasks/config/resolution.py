@@ -39,6 +39,8 @@ from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 
 Prepare = Callable[[Experiment], None]
 _PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
+# The timeouts of an experiment, which no `task()` of Pax decides.
+_TIMEOUTS = ('heartbeat_timeout_s', 'shutdown_timeout_s', 'first_step_timeout_s')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,12 +81,23 @@ def resolve(
   Args:
     experiment: the name or class.
     overrides: each `path=value`.
-    prepare: called with the experiment before its parts are made, which may ask JAX for the number of devices.
+    prepare: called with the experiment before its parts are made, which may ask JAX for the number of devices. Fields
+      of a Pax experiment are made of its task, so this is called before, with one that has nothing but its timeouts,
+      and with the experiment again.
 
   Raises:
     UserError: the experiment or a path is unknown, a value has another type, or settings contradict each other.
   """
-  cls = registry.get(experiment) if isinstance(experiment, str) else experiment
+
+  def before_pax() -> None:
+    if prepare is not None:
+      config = fdl.Config(Experiment)
+      split = [split_override(override) for override in overrides]
+      prepare(
+        _only_timeouts({path[0]: parse_override(config, path, text) for path, text in split if _is_timeout(path)})
+      )
+
+  cls = registry.get(experiment, before_pax) if isinstance(experiment, str) else experiment
   return _resolve(cls, fdl.Config(cls), {}, overrides, {}, prepare)
 
 
@@ -111,7 +124,12 @@ def from_json(
       a value is not of its field's type, or the code now has another class, function or object at a path.
   """
   saved = checked_config(saved)
-  cls = registry.get_saved(saved['experiment'], experiment_path)
+
+  def before_pax() -> None:
+    if prepare is not None:
+      prepare(_only_timeouts({name: decode(saved['config'][name]) for name in _TIMEOUTS if name in saved['config']}))
+
+  cls = registry.get_saved(saved['experiment'], experiment_path, before_pax)
   config = fdl.Config(cls)
   is_part = {path: path.split('.')[0] in _PARTS for path in saved['config']}
   of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
@@ -155,6 +173,25 @@ def _resolve(
   return ResolvedConfig(
     name=registry.name_of(cls), experiment=experiment, parts=parts, overrides=dict(earlier_overrides) | given
   )
+
+
+def _is_timeout(path: Path) -> bool:
+  return len(path) == 1 and path[0] in _TIMEOUTS
+
+
+def _only_timeouts(values: Mapping[str, Any]) -> Experiment:
+  """Returns an experiment with these timeouts, without a task and inputs."""
+
+  class OnlyTimeouts(Experiment):
+    """Stands for an experiment whose other fields are not known yet."""
+
+    def task(self) -> Any:
+      raise NotImplementedError
+
+    def train_input(self) -> Any:
+      raise NotImplementedError
+
+  return OnlyTimeouts(**values)
 
 
 def _leave_mesh_to_its_layout(cls: type, config: fdl.Config) -> None:

@@ -82,12 +82,15 @@ class DistributedSettings:
 def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None = None) -> bool:
   """Connects this process to the other processes of the job; returns whether the job has several (or may have).
 
-  Call this before the first use of a device. `environ` replaces the process's own environment in tests.
+  Call this before the first use of a device; a second call changes nothing. `environ` replaces the process's own
+  environment in tests.
 
   Raises:
     UserError: the environment requires a package that is not installed.
     RuntimeError: JAX is already in use, or the processes did not find each other in time.
   """
+  if jax.distributed.is_initialized():
+    return True
   environ = os.environ if environ is None else environ
   skip_absent_tpu()
   if settings.is_explicit:

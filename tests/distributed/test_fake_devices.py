@@ -1,5 +1,6 @@
 """Fake devices do not starve each other of threads."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -48,3 +49,22 @@ def test_collectives_are_scheduled_as_data_flows_unless_the_flags_say_otherwise(
   monkeypatch.setenv('XLA_FLAGS', given)
   use_fake_devices(jax.device_count())
   assert os.environ['XLA_FLAGS'] == (given or '--xla_cpu_enable_concurrency_optimized_scheduler=false')
+
+
+class Mallinfo2(ctypes.Structure):
+  """What glibc's mallinfo2 returns; `hblks` counts the buffers that are mapped on their own."""
+
+  _fields_ = [(name, ctypes.c_size_t) for name in ('arena', 'ordblks', 'smblks', 'hblks', *'abcdef')]
+
+
+def test_large_buffers_come_from_memory_that_is_kept():
+  """A buffer that is mapped on its own goes back to the kernel when it is freed, after every step."""
+  libc = ctypes.CDLL(None)
+  if not hasattr(libc, 'mallinfo2') or any(name.startswith('MALLOC_') for name in os.environ):
+    pytest.skip('no glibc from 2.33 on, or an allocator that the environment sets')
+  libc.mallinfo2.restype = Mallinfo2
+  libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+  before = libc.mallinfo2().hblks
+  buffer = libc.malloc(2**25)
+  assert libc.mallinfo2().hblks == before
+  libc.free(buffer)

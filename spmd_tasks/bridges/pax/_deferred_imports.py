@@ -20,6 +20,7 @@ from typing import Any
 _DEFERRED = {
   'praxis.base_input': ('tensorflow',),
   'paxml': ('tensorflow',),  # for event files and inputs of tf.data; otherwise named in annotations
+  'paxml.automl_interfaces': ('pyglove',),  # whose values an experiment may have as attributes
   'clu.periodic_actions': ('clu.metric_writers',),  # which imports TensorFlow
   'lingvo.core.nested_map': ('tensorflow',),
   'lingvo.core.hyperparams': ('lingvo.core.symbolic',),  # which imports SymPy, for symbols in Lingvo's own configs
@@ -27,7 +28,7 @@ _DEFERRED = {
   'optax_shampoo.distributed_shampoo': ('jax.experimental.sparse',),
 }
 # Of these, functions ask too whether a value is an instance of some class, which needs no import.
-_ONLY_CLASSES = ('tensorflow.python.trackable.data_structures',)
+_ONLY_CLASSES = ('tensorflow.python.trackable.data_structures', 'pyglove', 'pyglove.hyper')
 
 
 class DeferringFinder(importlib.abc.MetaPathFinder):

@@ -21,7 +21,7 @@ from praxis import base_hyperparams, base_layer
 from spmd_tasks.bridges.pax._input import PaxInput
 from spmd_tasks.bridges.pax._loading_rules import state_from_rules
 from spmd_tasks.bridges.pax._start import is_pax_job, state_from_pax, variables_from_pax
-from spmd_tasks.bridges.pax._support import refuse_unsupported
+from spmd_tasks.bridges.pax._support import reason_it_cannot_run, refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
@@ -142,6 +142,7 @@ class PaxExperiment(Experiment):
         decode=DecodeSettings(
           num_slots=self.serve_num_slots, max_len=self.serve_max_len or getattr(decoder, 'seqlen', None) or None
         ),
+        cannot_run=reason_it_cannot_run(parts['task']),
       ),
       'train_input': train_input,
       **{

@@ -73,13 +73,13 @@ class TranslatedExperiment:
     text: Python source.
     missing: what changes the model's outputs and could not be translated.
     training_only: what changes training only, and could not be translated.
-    comparison: of both models.
+    comparison: of both models; a sentence where the Pax model cannot be computed.
   """
 
   text: str
   missing: tuple[str, ...]
   training_only: tuple[str, ...]
-  comparison: Comparison
+  comparison: Comparison | str
 
 
 def translate_experiment(job: Job) -> TranslatedExperiment:
@@ -101,11 +101,12 @@ def translate_experiment(job: Job) -> TranslatedExperiment:
     report.training.append(f'mesh_axis_names: no axis rules are known for {sorted(unknown)}; set `axis_rules`')
   training_only = (*translation.training_only, *report.training)
   task = Task(model=translation.model, loss=translation.loss, learner=learner, eval_with_ema=job.task.eval_with_ema)
+  reason = job.task.cannot_run
   return TranslatedExperiment(
     text=_source_file(job, task, (*missing, *training_only)),
     missing=missing,
     training_only=training_only,
-    comparison=_compare(job, translation),
+    comparison=_compare(job, translation) if reason is None else f'Not compared, because Pax cannot run it: {reason}.',
   )
 
 

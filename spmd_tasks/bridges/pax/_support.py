@@ -1,9 +1,11 @@
 """Refuses what a Pax experiment asks for and a run here does not do, by name and with the reason."""
 
 from collections.abc import Iterator
+import inspect
 from typing import Any
 
 from paxml import base_experiment
+from praxis import layers, optimizers, pax_fiddle
 
 from spmd_tasks.errors import UserError
 
@@ -21,6 +23,8 @@ _TRAIN_FIELDS = {
   'external_checkpoint_handler': 'checkpoints are read by our own reader',
   'restore_transformations': 'checkpoints are read by our own reader',
 }
+# Of those that praxis.optimizers.DistributedShampoo passes on: what optax-shampoo 0.0.6, the newest, does not take.
+_SHAMPOO_ARGUMENTS = ('cholesky', 'qr_based_root', 'eigh', 'compression_rank', 'average_grad', 'reuse_preconditioner')
 
 
 def refuse_unsupported(experiment: Any, task: Any) -> None:
@@ -45,3 +49,50 @@ def _reasons(experiment: Any, task: Any) -> Iterator[str]:
   for name, reason in _TRAIN_FIELDS.items():
     if value := getattr(task.train, name):
       yield f'task.train.{name} = {str(value)[:60]}: {reason}'
+  yield from _shampoo_reasons(task.train.learner)
+
+
+def _shampoo_reasons(learner: Any) -> Iterator[str]:
+  known = inspect.signature(optimizers.distributed_shampoo_optimizer).parameters
+  missing = [name for name in _SHAMPOO_ARGUMENTS if name not in known]
+  for config, path in _configs(learner, optimizers.DistributedShampoo):
+    if missing:
+      yield (
+        f'task.train.learner{path} is {config.cls.__name__}, to which Praxis gives arguments that the installed '
+        f'optax-shampoo does not take ({", ".join(missing)}): take another optimizer'
+      )
+
+
+def reason_it_cannot_run(task: Any) -> str | None:
+  """Returns why the model of a config cannot be computed on today's JAX, by Paxml or here; None if it can.
+
+  `--translate` reads such models all the same.
+  """
+  return '; '.join(_pipeline_reasons(task.model)) or None
+
+
+def _pipeline_reasons(model: Any) -> Iterator[str]:
+  for config, path in _configs(model, layers.PipelinedTransformer):
+    if config.circular_repeat > 1:
+      yield (
+        f'task.model{path} has circular_repeat = {config.circular_repeat}, but JAX since 0.4.30 refuses the nested '
+        'vmaps of circular pipelines in Praxis: set it to 1, or write the experiment for our circular pipeline by '
+        '--translate'
+      )
+    if _is_config_of(config.pipeline_stage, layers.StackedTransformerRepeated):
+      yield (
+        f'task.model{path} has a StackedTransformerRepeated as pipeline_stage, and Praxis fails on the summaries of '
+        'repeated layers in a pipeline: put a StackedTransformer of that many layers there, or write the experiment '
+        'for our pipeline by --translate'
+      )
+
+
+def _configs(root: Any, cls: type) -> Iterator[tuple[Any, str]]:
+  """Yields the configs of a class and its subclasses below `root`, itself included, with their paths: `.lm_tpl`."""
+  for value, path in pax_fiddle.daglish.iterate(root):
+    if _is_config_of(value, cls):
+      yield value, pax_fiddle.daglish.path_str(path)
+
+
+def _is_config_of(value: Any, cls: type) -> bool:
+  return isinstance(value, pax_fiddle.Config) and isinstance(value.cls, type) and issubclass(value.cls, cls)

@@ -61,6 +61,7 @@ class PaxTask:
       has off: Paxml's own norms are two collectives for each variable, ours are one for all).
     eval_with_ema: evaluate the averaged weights that the optimizer keeps (`eval_use_ema_states`).
     decode: settings of our own decoding engine.
+    cannot_run: why the model cannot be computed here, if it cannot; it is refused when it is put on a mesh.
   """
 
   task: tasks_lib.SingleTask
@@ -68,6 +69,7 @@ class PaxTask:
   variable_norms: bool = False
   eval_with_ema: bool = False
   decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
+  cannot_run: str | None = None
   learner: PaxLearner = PaxLearner()
 
   @property
@@ -88,7 +90,13 @@ class PaxTask:
     return jax.random.key(seed, impl=_PRNG_IMPL)
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
-    """Draws the model's variables as Paxml does, with boxes of the split dims that Praxis declares."""
+    """Draws the model's variables as Paxml does, with boxes of the split dims that Praxis declares.
+
+    Raises:
+      UserError: the model cannot be computed here.
+    """
+    if self.cannot_run is not None:
+      raise UserError(f'this experiment cannot run here, nor in Paxml: {self.cannot_run}.')
     with _pax_context():
       _, init_key = jax.random.split(jax.random.key_data(rng))
       state, _ = trainer_lib.initialize_model_state(

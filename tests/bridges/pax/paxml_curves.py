@@ -18,6 +18,7 @@ import tempfile
 import traceback
 from typing import Any
 
+from scripts.paxml_run import NoCheckpointer
 from spmd_tasks.bridges.pax import _shims
 
 DATA = Path(__file__).parents[2] / 'data'
@@ -50,7 +51,6 @@ def run_paxml(name: str) -> dict[str, Any]:
   import numpy as np
   from paxml import experiment_registry, programs, train
   from paxml import main as paxml_main
-  from praxis import py_utils
 
   module_name, class_name = name.split('.')
   module = importlib.import_module(f'pax_cases.{module_name}')
@@ -69,24 +69,6 @@ def run_paxml(name: str) -> dict[str, Any]:
       loss_name = self._task.learners[0].loss_name
       evals.setdefault(self.eval_input.name, {})[int(step)] = float(output.eval_metrics[loss_name])
       return output
-
-  class NoCheckpointer:
-    step_to_restore = None
-
-    def __init__(self, checkpoint_type):
-      self.checkpoint_type = checkpoint_type
-
-    def get_model_states(self, partitioner, metadata, key, train_input=None):
-      key, state, provenance = partitioner.initialize_prng_key_and_train_state(key, None, self.checkpoint_type)
-      return state, provenance, py_utils.total_num_vars(state.mdl_vars), key
-
-    def save_if_needed(self, *args, **kwargs):
-      pass
-
-    save_final = wait_until_finished = save_if_needed
-
-    def reached_preemption(self, step):
-      return False
 
   def train_programs(self):
     return [TrainProgram()]

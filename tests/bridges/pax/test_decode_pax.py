@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 import pickle
+import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -75,6 +77,28 @@ def test_what_is_decoded_is_not_decoded_again(job, run_pax):
   assert finished.returncode == 0, finished.stderr
   assert 'decode prompts: done already' in finished.stderr
   assert binary.snapshot(job / 'decoder_out') == before
+
+
+@pytest.mark.exhaustive
+def test_sigterm_ends_a_decode_job_that_then_begins_its_dataset_anew(job, start_pax, run_pax, tmp_path):
+  """The unfinished dataset has no outputs; the same command gives those of a job that nobody stopped."""
+  flags = ('--mode', 'decode_once', *FAKE, '--set', 'decode_inputs.prompts.num_batches=400', '--accept_config_changes')
+  whole, stopped = tmp_path / 'whole', tmp_path / 'stopped'
+  for copy in (whole, stopped):
+    shutil.copytree(job, copy, ignore=shutil.ignore_patterns('decoder_out'))
+  finished = run_pax(*flags, '--job_log_dir', whole)
+  assert finished.returncode == 0, finished.stderr
+  process = start_pax(*flags, '--job_log_dir', stopped)
+  for line in process.stderr:
+    if 'decode prompts: to ' in line:  # compiled, and decoding
+      break
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(60) == exit_codes.PREEMPTED
+  assert not outputs(stopped)
+  finished = run_pax(*flags, '--job_log_dir', stopped)
+  assert finished.returncode == 0, finished.stderr
+  assert outputs(stopped) == outputs(whole)
+  assert len(outputs(whole)['decoder_out/prompts/decoder_out_3_shard_0.jsonl']) == 400 * 7
 
 
 def test_the_engine_generates_the_tokens_of_model_decode(run_pax):

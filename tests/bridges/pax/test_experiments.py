@@ -125,6 +125,7 @@ def paxml_job(tmp_path_factory):
   [
     (3, '1,1,3'),
     pytest.param(8, '1,4,2', marks=pytest.mark.exhaustive),
+    pytest.param(8, '1,1,8', marks=pytest.mark.exhaustive),
     pytest.param(1, '1,1,1', marks=pytest.mark.exhaustive),
   ],
 )
@@ -195,12 +196,29 @@ def test_overrides_reach_class_attributes_and_the_config(run_pax):
     (DENSE, ('--set', 'task.train.save_interval_stepz=3'), 'Nearest: task.train.save_interval_steps'),
     ('tasks.lm.params.lm_cloud.LmCloudTransformerAdamTest', (), 'set --ici_mesh_shape to 1 sizes'),
     ('pax_lab.dense_lm.DenseLn', (), 'pax_lab.dense_lm.DenseLm'),
+    (
+      'pax_cases.pipelines.Circular',
+      ('--num_fake_devices', 4),
+      'task.model.lm_tpl.stacked_transformer_tpl has circular_repeat = 2, but JAX since 0.4.30 refuses',
+    ),
+    pytest.param(
+      'pax_cases.refused.RepeatedInStages',
+      ('--num_fake_devices', 4),
+      'has a StackedTransformerRepeated as pipeline_stage, and Praxis fails on the summaries',
+      marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+      'pax_cases.refused.Shampoo',
+      (),
+      'task.train.learner.optimizer is ShardedDistributedShampoo, to which Praxis gives arguments',
+      marks=pytest.mark.exhaustive,
+    ),
   ],
 )
 def test_what_is_not_possible_is_refused_in_one_sentence(run_pax, experiment, flags, words, tmp_path):
   directory = Path(tmp_path, 'job')
-  finished = run_pax('--exp', experiment, *TRAIN, *flags, '--job_log_dir', directory, '--num_fake_devices', 8)
-  assert finished.returncode == exit_codes.USAGE
+  finished = run_pax('--exp', experiment, *TRAIN, '--job_log_dir', directory, '--num_fake_devices', 8, *flags)
+  assert finished.returncode == exit_codes.USAGE, finished.stderr
   assert words in finished.stderr
   assert 'Traceback' not in finished.stderr
   assert not directory.exists()

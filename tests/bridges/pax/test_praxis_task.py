@@ -10,6 +10,7 @@ import pytest
 
 from spmd_tasks.bridges.pax import PraxisLayer, PraxisTask
 from spmd_tasks.config import resolve
+from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, generate
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.sharding import unbox_weights
@@ -82,6 +83,23 @@ def test_one_curve_on_every_layout(small_lm, mesh):
   other, other_state, _ = make(own_experiments.SmallLm, sizes, f'ici_mesh_shape={mesh}')
   expected, _ = curve(model, jax.tree.map(jnp.copy, state), batch)
   np.testing.assert_allclose(curve(other, other_state, batch)[0], expected, rtol=2e-5)
+
+
+def test_the_engine_generates_what_the_model_predicts(small_lm):
+  """Greedy tokens by `decode_forward`, prompts of one chunk and of two; `predict` reads the whole texts at once."""
+  model, state, _ = small_lm
+  settings = DecodeSettings(max_len=12, num_slots=2, prefill_chunk=4, min_bucket=4)
+  prompts = [(3,), (5, 7, 11, 2, 9), (8, 1)]
+  requests = [Request(ids=prompt, max_tokens=6) for prompt in prompts]
+  generated = generate(DecodeSteps(model, settings), state.variables, requests, decode=lambda ids: '')
+  tokens = {number: tuple(completion.ids) for number, completion in generated}
+  ids = np.zeros((len(prompts), 12), np.int32)
+  for number, prompt in enumerate(prompts):
+    ids[number, : len(prompt) + 6] = prompt + tokens[number]
+  step = model.forward_step({'ids': jax.ShapeDtypeStruct(ids.shape, ids.dtype)})
+  predicted = np.argmax(step(state.variables, step.place({'ids': ids})).logits, axis=-1)
+  for number, prompt in enumerate(prompts):
+    assert tuple(predicted[number, len(prompt) - 1 :][:6]) == tokens[number]
 
 
 def test_split_dims_and_collections_are_those_of_praxis(small_lm):

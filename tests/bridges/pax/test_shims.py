@@ -66,12 +66,13 @@ def test_every_public_name_exists(run_pax):
   assert finished.returncode == 0, finished.stderr
 
 
-def test_a_pax_experiment_imports_neither_tensorflow_nor_sympy_until_they_are_used():
+def test_a_pax_experiment_imports_neither_tensorflow_nor_others_until_they_are_used():
   """In a process of its own, which then asks for a name of TensorFlow by a module of Paxml."""
   program = (
     'import sys; sys.path.append("tests/data"); import spmd_tasks.bridges.pax; from pax_lab import dense_lm; '
     'from paxml import summary_utils; '
-    'dense_lm.DenseLm().datasets(); late = {"tensorflow", "sympy", "keras"}; assert not late & set(sys.modules); '
+    'late = {"tensorflow", "sympy", "keras", "pyglove"}; '
+    'dense_lm.DenseLm().datasets(); assert not late & set(sys.modules); '
     'assert not isinstance(3, summary_utils.SummaryWriter); assert not late & set(sys.modules); '
     'assert issubclass(summary_utils.tf.errors.OutOfRangeError, Exception)'
   )
