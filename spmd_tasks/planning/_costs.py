@@ -19,7 +19,7 @@ from spmd_tasks.planning.scheduled_program import ScheduledProgram
 
 KERNEL_EFFICIENCY = 0.6  # of peak FLOP/s; published attention and grouped-matmul kernels reach 0.5 to 0.75
 
-Basis = Literal['cycles', 'roofline', 'kernel', 'unknown']
+Basis = Literal['cycles', 'roofline', 'kernel']
 
 _CONTROL = frozenset({'while', 'conditional', 'call', 'async-start', 'async-update', 'async-done'})
 # Custom calls that only tell the compiler something.
@@ -43,13 +43,15 @@ class Cost:
     seconds: how long it takes.
     flops: of products inside of it.
     hbm_bytes: read and written in the device's main memory.
-    basis: 'cycles' of the compiler; 'roofline'; 'kernel': FLOPs at an assumed efficiency; 'unknown': counts 0 seconds.
+    basis: 'cycles' of the compiler; 'roofline'; 'kernel': FLOPs at an assumed efficiency.
+    is_known: whether that is an estimate; if not, the bytes of a kernel count, or nothing.
   """
 
   seconds: float
   flops: float
   hbm_bytes: float
   basis: Basis
+  is_known: bool = True
 
 
 _NO_COST = Cost(0, 0, 0, 'roofline')
@@ -78,17 +80,17 @@ def instruction_cost(
     if _MARKERS.search(instruction.custom_call_target):
       return _NO_COST
     flops = _kernel_flops(instruction, computation, kernel_flops) or flops
-    basis = 'kernel' if flops else 'unknown' if instruction.custom_call_target == 'tpu_custom_call' else 'roofline'
+    basis = 'kernel' if flops or instruction.custom_call_target == 'tpu_custom_call' else 'roofline'
   cycles = instruction.estimated_cycles
   if cycles == UNKNOWN_CYCLES:
-    return Cost(0, flops, moved, 'unknown')
+    return Cost(0, flops, moved, 'cycles', is_known=False)
   if cycles and chip.clock_hz:
     return Cost(cycles / chip.clock_hz, flops, moved, 'cycles')
   seconds = 0.0
   if chip.peak_flops and chip.hbm_bandwidth:
     efficiency = KERNEL_EFFICIENCY if basis == 'kernel' else 1
     seconds = max(flops / (chip.peak_flops * efficiency), moved / chip.hbm_bandwidth)
-  return Cost(seconds, flops, moved, basis)
+  return Cost(seconds, flops, moved, basis, is_known=basis != 'kernel' or flops > 0)
 
 
 def _kernel_flops(instruction: Instruction, computation: Computation, stated: Mapping[str, float]) -> float:

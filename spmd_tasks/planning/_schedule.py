@@ -53,7 +53,7 @@ class Schedule:
 
   Attributes:
     program: the program.
-    unknown: instructions without any estimate, as `name (op_name)`; they count 0 seconds.
+    unknown: instructions without an estimate of their work, as `name (op_name)`.
   """
 
   def __init__(
@@ -81,7 +81,7 @@ class Schedule:
     self.unknown = tuple(
       f'{name} ({program.computations[computation].by_name[name].op_name})'
       for (computation, name), cost in self._costs.items()
-      if cost.basis == 'unknown'
+      if not cost.is_known
     )
 
   def operations(self) -> list[Operation]:

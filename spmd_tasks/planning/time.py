@@ -71,7 +71,8 @@ class TimePrediction:
     roofline: the least that the step needs.
     top: the ten operations that take longest.
     tokens_per_second_per_chip, mfu: None without tokens or model FLOPs.
-    unknown: operations without any estimate; they count 0 seconds.
+    unknown: operations without an estimate of their work, kernels and where the compiler says so; kernels count the
+      time of their bytes, others 0 seconds.
     assumptions: what is assumed, a sentence each.
   """
 
@@ -182,7 +183,7 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip) -
     )
   lines.append('Collectives run at the published bandwidth of their links, without latency and without contention.')
   for names, what in (
-    (schedule.unknown, 'operation(s) without any estimate count 0 s'),
+    (schedule.unknown, 'operation(s) without an estimate of their work count at most their bytes'),
     (program.unknown_loops, 'loop(s) whose length the program decides as it runs count one pass'),
   ):
     if names:

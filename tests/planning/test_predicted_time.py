@@ -104,7 +104,7 @@ def test_a_schedule_by_hand():
   assert prediction.tokens_per_second_per_chip == pytest.approx(80 / prediction.seconds / 4)
   assert prediction.unknown == ('next ()',)
   text = ' '.join(prediction.assumptions)
-  for words in ('estimated cycles at 1e-06 GHz', '60% of peak', 'without latency', 'estimate count 0 s: next'):
+  for words in ('estimated cycles at 1e-06 GHz', '60% of peak', 'without latency', 'count at most their bytes: next'):
     assert words in text
 
 
