@@ -55,7 +55,7 @@ class UnevenTiny(DenseLanguageModel):
 
 @register
 class Dense1B(DenseLanguageModel):
-  """1.2B parameters, bfloat16 compute, grouped-query attention; mesh data 8 x mdl 4 (32 chips)."""
+  """1.2B parameters, bfloat16 compute, grouped-query attention; mesh data 32 (32 chips)."""
 
   ici_mesh_shape = (1, 8, 4)
   target = 'v5p:4x4x2'
@@ -66,7 +66,7 @@ class Dense1B(DenseLanguageModel):
   num_kv_heads = 8
   hidden_dims = 5632
   dtype = 'bfloat16'
-  remat_policy = 'dots_no_batch'
+  remat_policy = 'attention'
   seq_len = 2048
   batch_size = 512
   num_train_steps = 50_000
@@ -78,9 +78,9 @@ class Dense1B(DenseLanguageModel):
 
 @register
 class Dense70B(Dense1B):
-  """70B parameters on real pods: 4 slices of 256 chips, mesh data 4 x 64 x mdl 4."""
+  """70B parameters on real pods: 4 slices of 256 chips, mesh data 4 x 128 x mdl 2."""
 
-  ici_mesh_shape = (1, 64, 4)
+  ici_mesh_shape = (1, 128, 2)
   dcn_mesh_shape = (4, 1, 1)
   target = '4x v5p:8x8x4'
   model_dims = 8192
