@@ -11,7 +11,7 @@ from spmd_tasks.errors import UserError
 MODES = ('train', 'eval', 'decode', 'decode_once', 'serve', 'plan', 'verify', 'export')
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
 _FDL = '--fdl.'
-PLAN_FLAGS = ('target', 'plan_out', 'plan_steps')
+PLAN_FLAGS = ('target', 'plan_out', 'plan_steps', 'plan_search', 'plan_trials')
 SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'max_connections', 'drain_s')
 
 
@@ -121,8 +121,14 @@ def make_parser() -> argparse.ArgumentParser:
     metavar='CHIPS',
     help="v5p:4x4x2, v6e:16x16, '2x v5p:8x8x4' (slices), h200:8, h100:8x4 (nodes), cpu:N; default: the experiment's",
   )
-  planning.add_argument('--plan_out', metavar='DIR', help='also write the plan as plan.json')
+  planning.add_argument('--plan_out', metavar='DIR', help='also write the plan as plan.json and plan.html')
   planning.add_argument('--plan_steps', metavar='A,B', help='of train, eval, prefill, decode; default: train')
+  planning.add_argument(
+    '--plan_search', action='store_true', help='search for the best mesh, microbatches and remat policies'
+  )
+  planning.add_argument(
+    '--plan_trials', type=int, metavar='N', help='settings to compile, to find some that fit (8) or the best (12)'
+  )
   verifying = parser.add_argument_group('--mode verify')
   verifying.add_argument('--claims', metavar='A,B', help='only these claims; default: all')
   verifying.add_argument('--cases', type=int, metavar='N', help='N random meshes more; default: 0')
@@ -161,9 +167,11 @@ def check_flags_of_mode(args: argparse.Namespace) -> None:
   given = [name for name in SERVE_FLAGS if getattr(args, name) is not None]
   if args.mode != 'serve' and given:
     raise UserError(f'--{given[0]} is for --mode serve: leave it out.')
-  given = [name for name in PLAN_FLAGS if getattr(args, name)]
+  given = [name for name in PLAN_FLAGS if getattr(args, name) not in (None, False)]
   if args.mode != 'plan' and given:
     raise UserError(f'--{given[0]} is for --mode plan: leave it out.')
+  if (args.plan_trials or 0) < 0 or (args.plan_search and args.plan_trials == 0):
+    raise UserError(f'--plan_trials {args.plan_trials} must be at least 1; without --plan_search 0 means none.')
   if args.mode == 'plan' and args.num_fake_devices is not None:
     raise UserError(
       f'--num_fake_devices is for running; --mode plan compiles only: give --target cpu:{args.num_fake_devices}.'

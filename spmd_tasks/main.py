@@ -242,16 +242,20 @@ def _verify(args: 'argparse.Namespace') -> int:
 
 def _plan(args: 'argparse.Namespace') -> int:
   """Runs --mode plan, which builds the experiment for devices that are not there."""
+  from spmd_tasks.config import to_json
   from spmd_tasks.files import absolute_path
   from spmd_tasks.programs import plan
 
-  def resolve(after: Sequence[str], prepare: Any = None) -> Any:
-    return _resolve(args, after=after, prepare=prepare).build()
+  def resolve(after: Sequence[str], prepare: Any) -> Any:
+    resolved = _resolve(args, after=after, prepare=prepare)
+    return resolved.build(), to_json(resolved)['config']
 
   settings = plan.PlanSettings(
     target=args.target,
     steps=tuple((args.plan_steps or 'train').split(',')),
     directory=absolute_path(args.plan_out) if args.plan_out else None,
+    search=args.plan_search,
+    num_trials=args.plan_trials,
   )
   return plan.plan(resolve, settings)
 

@@ -9,15 +9,19 @@ GPUs; where one is not installed, the CPU's takes its place and the plan says so
 
 Read targets.py (what `v5p:4x4x2` means) with chips.py (published figures) and _compilers.py (compile-only devices);
 compiling.py (a step is compiled, or refused for its memory); step_plan.py and plan.py (what is read of it); weights.py
-(why a weight is replicated or padded); text.py.
+(why a weight is replicated or padded); text.py and page.py (the report). What is read of a program begins in
+scheduled_program.py: collectives.py, memory.py. search.py finds settings that fit, mesh_search.py the best.
 """
 
 from spmd_tasks.planning.chips import CHIPS, Chip
 from spmd_tasks.planning.compiling import STEPS, Compilation, OutOfMemory, compile_step
+from spmd_tasks.planning.mesh_search import format_search, search_plans
+from spmd_tasks.planning.page import plan_page
 from spmd_tasks.planning.plan import Plan, make_plan, mesh_devices
+from spmd_tasks.planning.search import changes_that_fit
 from spmd_tasks.planning.step_plan import StepPlan
 from spmd_tasks.planning.targets import Target, has_compiler, parse_target
-from spmd_tasks.planning.text import format_plan
+from spmd_tasks.planning.text import format_plan, format_suggestions
 from spmd_tasks.planning.weights import WeightRow, weight_rows
 
 __all__ = [
@@ -30,11 +34,16 @@ __all__ = [
   'StepPlan',
   'Target',
   'WeightRow',
+  'changes_that_fit',
   'compile_step',
   'format_plan',
+  'format_search',
+  'format_suggestions',
   'has_compiler',
   'make_plan',
   'mesh_devices',
   'parse_target',
+  'plan_page',
+  'search_plans',
   'weight_rows',
 ]

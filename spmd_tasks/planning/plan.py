@@ -121,22 +121,27 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
   check_num_devices(job.experiment, target)
   mesh = job.experiment.mesh_spec().build(target.devices())
   model = partition_job(job, mesh)
-  notes = [] if target.note is None else [target.note]
+  num_tokens = max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values())
+  model_flops = model_flops_per_train_step(job.task, model.input_layout.spec, model.abstract_state.variables)
+  planned = {}
+  dcn_shape = job.experiment.dcn_mesh_shape
+  for step in steps:
+    compilation = compile_step(job, model, step, target, show_progress=show_progress)
+    trained = {'num_tokens': num_tokens, 'model_flops': model_flops} if step == 'train' else {}
+    num_slices = math.prod(dcn_shape or (1,))
+    planned[step] = plan_step(compilation, model, target, num_slices=num_slices, **trained)
   return Plan(
     experiment=job.name,
     target=target,
     mesh=dict(mesh.shape),
-    dcn_mesh=job.experiment.dcn_mesh_shape and dict(zip(mesh.axis_names, job.experiment.dcn_mesh_shape)),
+    dcn_mesh=None if dcn_shape is None else dict(zip(mesh.axis_names, dcn_shape)),
     num_params=model.total_num_params,
-    tokens_per_step=max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values()),
-    model_flops=model_flops_per_train_step(job.task, model.input_layout.spec, model.abstract_state.variables),
-    steps={
-      step: plan_step(compile_step(job, model, step, target, show_progress=show_progress), model, target)
-      for step in steps
-    },
+    tokens_per_step=num_tokens,
+    model_flops=model_flops,
+    steps=planned,
     weights=weight_rows(model),
     pipeline=pipeline_report(job, model),
-    notes=tuple(notes),
+    notes=() if target.note is None else (target.note,),
   )
 
 

@@ -9,6 +9,15 @@ from typing import Any
 _GIB = 2**30
 _MAX_WEIGHTS = 12
 _MAX_COLLECTIVES = 12
+_MAX_BUFFERS = 8
+_MAX_NAME = 70
+_KINDS = {
+  'cycles': 'cycles that the compiler estimates',
+  'roofline': 'operations at their roofline',
+  'kernel': 'hand-written kernels',
+  'ici': 'waiting for ICI',
+  'dcn': 'waiting for DCN',
+}
 
 Json = Mapping[str, Any]
 
@@ -43,31 +52,43 @@ def _speed(plan: Json) -> list[str]:
   seconds = plan.get('predicted_step_s')
   if seconds is None:
     return []
-  rate = plan['tokens_per_step'] / seconds / plan['num_devices']
-  mfu = '' if plan.get('predicted_mfu') is None else f', MFU {plan["predicted_mfu"]:.1%}'
-  error = '' if plan.get('error_bar') is None else f' (within a factor of {plan["error_bar"]:g}, see "assumed")'
-  return [f'predicted: {duration(seconds)} a step, {rate:,.0f} tokens/s per device{mfu}{error}']
+  rate = plan.get('tokens_per_s_per_chip')
+  facts = [f'{duration(seconds)} a step']
+  if plan.get('predicted_step_low_s') is not None:
+    facts[0] += f' ({duration(plan["predicted_step_low_s"])} to {duration(plan["predicted_step_high_s"])})'
+  facts += [] if rate is None else [f'{rate:,.0f} tokens/s per device']
+  facts += [] if plan.get('predicted_mfu') is None else [f'MFU {plan["predicted_mfu"]:.1%}']
+  return ['predicted: ' + ', '.join(facts)]
 
 
 def _step(plan: Json, name: str) -> Iterator[list[str]]:
   step = plan['steps'][name]
   peak = step['peak_bytes'] or 1
-  rows = [(part, gib(size), f'{size / peak:.0%}') for part, size in step['memory'].items() if size]
+  rows = [(_words(part), gib(size), f'{size / peak:.0%}') for part, size in step['memory'].items() if size]
   title = f'memory per device, {name} step' if len(plan['steps']) > 1 else 'memory per device'
-  yield [f'{title}:', *table([*rows, ('total', gib(step['peak_bytes']), '')])]
+  rows.append(('the compiler says', gib(step['peak_bytes']), ''))
+  yield [f'{title}:', *table(rows)]
   if step.get('largest'):
-    largest = [(gib(each['bytes']), f'{each["dtype"]}{each["shape"]}', each['name']) for each in step['largest'][:10]]
-    yield ['largest:', *table(largest)]
+    largest = [
+      (gib(each['bytes']), f'{each["dtype"]}{each["shape"]}', each['part'], _tail(each['op_name'] or each['name']))
+      for each in step['largest'][:_MAX_BUFFERS]
+    ]
+    yield ['largest at the peak:', *table(largest)]
   if step.get('collectives'):
     yield _collectives(step['collectives'])
   if step.get('top_operations'):
     operations = [
-      (duration(each['seconds']), f'{each["share"]:.0%}', f'{each["count"]:,} x', each['op_name'] or each['name'])
+      (
+        duration(each['seconds']),
+        f'{each["share"]:.0%}',
+        f'{each["count"]:,} x',
+        _tail(each['op_name'] or each['name']),
+      )
       for each in step['top_operations'][:10]
     ]
     yield ['operations that take longest:', *table(operations)]
-  if step.get('roofline'):
-    yield _roofline(step['roofline'])
+  if step.get('predicted_step_s') is not None:
+    yield _time(step)
 
 
 def _collectives(collectives: Sequence[Json]) -> list[str]:
@@ -82,10 +103,23 @@ def _collectives(collectives: Sequence[Json]) -> list[str]:
   return ['collectives, sent by one device in a step:', *table(rows[:_MAX_COLLECTIVES]), *_more(rows, _MAX_COLLECTIVES)]
 
 
-def _roofline(roofline: Json) -> list[str]:
-  seconds = roofline.get('seconds', {})
-  rows = [(name, duration(value)) for name, value in seconds.items() if value is not None]
-  return ['roofline, each resource alone at its peak:', *table(rows)] if rows else []
+def _time(step: Json) -> list[str]:
+  """What the time goes to, and what each resource alone would need."""
+  seconds = step['predicted_step_s']
+  rows = [
+    (_KINDS.get(kind, kind), duration(spent), f'{spent / seconds:.0%}') for kind, spent in step['time_by_kind'].items()
+  ]
+  if step.get('hidden_s'):
+    rows.append(('collectives behind other work', duration(step['hidden_s']), ''))
+  roofline = step['roofline']
+  alone = [
+    ('matrix products', roofline['compute_s'], f'{roofline["flops"] / 1e12:,.1f} TFLOP'),
+    ('HBM', roofline['hbm_s'], gib(roofline['hbm_bytes'])),
+    ('ICI', roofline['ici_s'], gib(roofline['ici_bytes'])),
+    ('DCN', roofline['dcn_s'], gib(roofline['dcn_bytes'])),
+  ]
+  rows += [(f'{name} alone, at its peak', duration(spent), amount) for name, spent, amount in alone if spent]
+  return ['time of a step:', *table(rows)]
 
 
 def _weights(plan: Json) -> list[str]:
@@ -109,15 +143,21 @@ def _pipeline(plan: Json) -> list[str]:
   ]
 
 
+def format_suggestions(plan: Json) -> str:
+  """Returns the changes that were tried, one per line."""
+  return '\n'.join(_suggestions(plan)) + '\n'
+
+
 def _suggestions(plan: Json) -> list[str]:
   if not plan['suggestions']:
     return []
   rows = []
   for each in plan['suggestions']:
-    verdict = 'fits' if each['fits'] else 'does not fit'
+    verdict, setting = 'fits' if each['fits'] else 'does not fit', ' '.join(each['setting'])
     seconds = '' if each.get('predicted_step_s') is None else f'{duration(each["predicted_step_s"])} a step'
-    rows.append((each['setting'], verdict, gib(each['peak_bytes']), seconds))
-  return ['changes, each of them compiled:', *table(rows)]
+    needed = '' if each['peak_bytes'] is None else gib(each['peak_bytes'])
+    rows.append((setting, verdict, needed, seconds, each.get('note') or ''))
+  return ['settings, each of them compiled:', *table(rows)]
 
 
 def _versions(plan: Json) -> list[str]:
@@ -132,6 +172,15 @@ def _list(title: str, lines: Sequence[str]) -> list[str]:
 
 def _more(rows: Sequence[Any], shown: int) -> list[str]:
   return [f'  and {len(rows) - shown} more: --plan_out DIR writes all to plan.json'] if len(rows) > shown else []
+
+
+def _words(key: str) -> str:
+  return key.replace('_', ' ')
+
+
+def _tail(name: str) -> str:
+  """The end of a long name, which says most."""
+  return name if len(name) <= _MAX_NAME else f'...{name[3 - _MAX_NAME :]}'
 
 
 def gib(num_bytes: float) -> str:

@@ -1,12 +1,15 @@
 """--mode=plan: what a run will need and cost on named accelerators, without having them.
 
 The experiment's own steps are compiled for the target. The report goes to stdout, and with `--plan_out` as plan.json
-into a directory.
+and plan.html into a directory. If a step does not fit, changes of the settings are compiled until some do. With
+`--plan_search` the mesh, microbatches and remat policies are searched instead, and the best one is reported.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import json
+import sys
 from typing import Any
 
 from etils import epath
@@ -15,11 +18,27 @@ from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.planning import Target, format_plan, make_plan, mesh_devices, parse_target
+from spmd_tasks.planning import (
+  Plan,
+  Target,
+  changes_that_fit,
+  format_plan,
+  format_search,
+  format_suggestions,
+  make_plan,
+  mesh_devices,
+  parse_target,
+  plan_page,
+  search_plans,
+)
 
-PLAN_FILE = 'plan.json'
+PLAN_FILE, PAGE_FILE = 'plan.json', 'plan.html'
+DEFAULT_TRIALS, DEFAULT_SEARCH_TRIALS = 8, 12
 
-Resolve = Callable[[Sequence[str], Callable[[Experiment], None]], Job]
+_print = functools.partial(print, flush=True)  # at once, also into a pipe
+_note = functools.partial(print, file=sys.stderr, flush=True)
+
+Resolve = Callable[[Sequence[str], Callable[[Experiment], None]], tuple[Job, Mapping[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,38 +48,102 @@ class PlanSettings:
   Attributes:
     target: as `--target` gives it; None takes the experiment's own.
     steps: the steps to compile.
-    directory: gets plan.json; None: nothing is written.
+    directory: gets plan.json and plan.html; None: nothing is written.
+    search: whether to search for the best settings.
+    num_trials: how many settings may be compiled, beside the experiment's own; None: 8, or 12 of a search.
   """
 
   target: str | None = None
   steps: Sequence[str] = ('train',)
   directory: epath.Path | None = None
+  search: bool = False
+  num_trials: int | None = None
 
 
 def plan(resolve: Resolve, settings: PlanSettings) -> int:
   """Plans an experiment; returns the exit code: OK, or FAILED if it does not fit.
 
   Args:
-    resolve: (overrides after the user's, called with the experiment before its parts are made) -> the built job.
+    resolve: (overrides after the user's, called with the experiment before its parts are made) -> the built job, and
+      every field's value by path.
     settings: the flags.
 
   Raises:
     UserError: the experiment cannot be built, or not be planned for the target.
   """
-  targets: list[Target] = []
-
-  def start_devices(experiment: Experiment) -> None:
-    # The experiment's inputs may ask JAX for its devices, so it starts before they are made: with those of the plan.
-    targets.append(target_of_experiment(settings.target, experiment))
-    targets[-1].devices()
-
-  job = resolve((), start_devices)
-  made = make_plan(job, targets[-1], steps=settings.steps)
-  report = made.to_json()
-  if settings.directory is not None:
-    write_plan(settings.directory, report)
-  print(format_plan(report), flush=True)
+  bench = _Bench(resolve, settings)
+  if settings.search:
+    return _search(bench, settings)
+  made = bench.plan(())
+  _report(made, settings.directory)
+  num_trials = DEFAULT_TRIALS if settings.num_trials is None else settings.num_trials
+  if made.fits is False and num_trials:
+    _note(f'plan: looking for changes that fit, by compiling at most {num_trials}; --plan_trials 0 leaves this out')
+    trials = changes_that_fit(bench.plan_train, bench.resolve, made.to_json(), limit=num_trials, progress=_note)
+    made = dataclasses.replace(made, suggestions=tuple(trial.to_json() for trial in trials))
+    _print(format_suggestions(made.to_json()))
+    _write(made, settings.directory)
   return exit_codes.FAILED if made.fits is False else exit_codes.OK
+
+
+def _search(bench: '_Bench', settings: PlanSettings) -> int:
+  """Ranks settings, then reports the best of them."""
+  target = bench.start()
+  found = search_plans(
+    bench.plan_train,
+    bench.resolve,
+    num_devices=target.num_devices,
+    num_slices=target.num_slices if target.chip.platform == 'tpu' else 1,
+    hbm_bytes=target.chip.hbm_bytes,
+    limit=settings.num_trials or DEFAULT_SEARCH_TRIALS,
+    progress=_note,
+  )
+  _print(f'the best settings for {target.name}:\n{format_search(found)}\n')
+  made = bench.plan(found.trials[0].setting)
+  suggestions = tuple(trial.to_json() for trial in found.trials)
+  _report(dataclasses.replace(made, suggestions=suggestions), settings.directory)
+  return exit_codes.FAILED if made.fits is False else exit_codes.OK
+
+
+class _Bench:
+  """Plans the experiment with overrides, each set of them once, always for the target of the experiment as it is."""
+
+  def __init__(self, resolve: Resolve, settings: PlanSettings):
+    self._resolve, self._settings = resolve, settings
+    self._target: Target | None = None
+    self._plans: dict[tuple[tuple[str, ...], tuple[str, ...]], Plan] = {}
+
+  def start(self) -> Target:
+    """Returns the target, for which JAX has started."""
+    if self._target is None:
+      self.resolve(())
+    assert self._target is not None
+    return self._target
+
+  def _start_devices(self, experiment: Experiment) -> None:
+    # The experiment's inputs may ask JAX for its devices, so it starts before they are made: with those of the plan.
+    if self._target is None:
+      self._target = target_of_experiment(self._settings.target, experiment)
+    self._target.devices()
+
+  def resolve(self, overrides: Sequence[str]) -> tuple[Job, Mapping[str, Any]]:
+    """Builds the experiment with further overrides."""
+    return self._resolve(overrides, self._start_devices)
+
+  def plan(self, overrides: Sequence[str]) -> Plan:
+    """Plans all steps that the flags name."""
+    return self._plan(overrides, self._settings.steps)
+
+  def plan_train(self, overrides: Sequence[str]) -> dict[str, Any]:
+    """Plans the training step alone; returns plan.json."""
+    return self._plan(overrides, ('train',)).to_json()
+
+  def _plan(self, overrides: Sequence[str], steps: Sequence[str]) -> Plan:
+    key = (tuple(overrides), tuple(steps))
+    if key not in self._plans:
+      job, _ = self.resolve(overrides)
+      self._plans[key] = make_plan(job, self.start(), steps=steps)
+    return self._plans[key]
 
 
 def target_of_experiment(text: str | None, experiment: Experiment) -> Target:
@@ -78,8 +161,16 @@ def target_of_experiment(text: str | None, experiment: Experiment) -> Target:
   return parse_target(text, num_cpu_devices=mesh_devices(experiment))
 
 
-def write_plan(directory: epath.Path, report: dict[str, Any]) -> None:
-  """Writes plan.json."""
+def _report(made: Plan, directory: epath.Path | None) -> None:
+  _write(made, directory)  # first: a reader of stdout may want only its beginning
+  _print(format_plan(made.to_json()))
+
+
+def _write(made: Plan, directory: epath.Path | None) -> None:
+  if directory is None:
+    return
+  report = made.to_json()
   with storage_errors(directory):
     directory.mkdir(parents=True, exist_ok=True)
     write_durably(directory / PLAN_FILE, json.dumps(report, indent=1) + '\n')
+    write_durably(directory / PAGE_FILE, plan_page(report))

@@ -1,56 +1,59 @@
 """A plan says what the run then does: on CPUs its memory and FLOPs are those of the compiled training step."""
 
-import json
-
 import pytest
 
-from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.planning import STEPS, format_plan, has_compiler, make_plan, parse_target
+from spmd_tasks.planning._products import program_flops
 from spmd_tasks.planning.compiling import read_refusal
+from spmd_tasks.planning.scheduled_program import read_program
 from spmd_tasks.runtime import bytes_per_device
-from tests import binary
 
-KEYS = {
-  *('fits', 'hbm_bytes', 'peak_bytes', 'argument_bytes', 'temp_bytes', 'predicted_step_s', 'predicted_mfu'),
-  *('collectives', 'weights', 'assumptions', 'experiment', 'target', 'mesh', 'memory', 'pipeline', 'suggestions'),
-}
+XLA = 'task.model.stack.block.attention.implementation=xla'  # compiles faster than a kernel
 
 
 def job_of(name: str, *overrides: str):
   return resolve(name, overrides).build()
 
 
-@pytest.mark.parametrize(
-  'name', ['synthetic.Uneven', pytest.param('pipeline.MoeTiny', marks=[pytest.mark.exhaustive, pytest.mark.slow])]
-)
-def test_plan_and_run_agree_on_memory_and_flops(name):
-  job = job_of(name)
-  plan = make_plan(job, parse_target('cpu:8'), show_progress=False)
+@pytest.fixture(scope='module')
+def plan():
+  return make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=STEPS, show_progress=False)
 
+
+def agrees_with_the_run(plan, job) -> None:
   program = partition_job(job).train_step.compile()  # as programs/train.py does
   memory, step = program.memory_analysis(), plan.first
   assert (step.argument_bytes, step.temp_bytes) == (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
   assert step.output_bytes - step.alias_bytes == memory.output_size_in_bytes - memory.alias_size_in_bytes
-  assert step.flops == program.cost_analysis()['flops']
+  assert step.compiler_flops == program.cost_analysis()['flops']
+  assert step.time.roofline.flops == program_flops(read_program(program.as_text()))
   assert step.temp_bytes > 0
   assert plan.fits is None  # nobody says how much memory a CPU has
 
 
-def test_the_parts_of_the_state_are_those_of_the_model():
-  job = job_of('synthetic.Uneven')
-  plan = make_plan(job, parse_target('cpu:8'), show_progress=False)
-  model = partition_job(job)
+def test_plan_and_run_agree_on_memory_and_flops(plan):
+  agrees_with_the_run(plan, job_of('synthetic.Uneven'))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('name', ['pipeline.MoeTiny', 'moe.UnevenExperts', 'lm.UnevenTiny'])
+def test_plan_and_run_agree_on_other_experiments(name):
+  agrees_with_the_run(make_plan(job_of(name), parse_target('cpu:8'), show_progress=False), job_of(name))
+
+
+def test_the_parts_of_the_state_are_those_of_the_model(plan):
+  model = partition_job(job_of('synthetic.Uneven'))
   memory = plan.first.memory
   assert memory['weights'] == bytes_per_device(model.padded_state.weights)
   assert memory['optimizer'] == bytes_per_device(model.padded_state.learner)
-  assert sum(memory.values()) == plan.peak_bytes
+  assert sum(memory.values()) == pytest.approx(plan.peak_bytes, rel=0.05)
 
 
-def test_every_step_is_planned_on_request():
-  plan = make_plan(job_of('synthetic.Uneven'), parse_target('cpu:8'), steps=STEPS, show_progress=False)
+def test_every_step_is_planned_on_request(plan):
   assert list(plan.to_json()['steps']) == list(STEPS)
   assert plan.steps['eval'].peak_bytes < plan.steps['train'].peak_bytes
   text = format_plan(plan.to_json())
@@ -70,35 +73,6 @@ def test_chips_that_are_not_the_meshs_are_refused(target, overrides, parts):
     make_plan(job_of('synthetic.Uneven', *overrides), parse_target(target), show_progress=False)
   for part in parts:
     assert part in str(raised.value)
-
-
-def test_the_command_prints_a_plan_and_writes_it(tmp_path, capsys):
-  code = binary.run_in_process(
-    '--exp', 'synthetic.Uneven', '--mode', 'plan', '--target', 'cpu', '--plan_out', str(tmp_path / 'plan')
-  )
-  printed = capsys.readouterr().out
-  assert code == exit_codes.OK
-  assert printed.startswith('synthetic.Uneven on cpu:8: 8 devices, mesh data 2 x mdl 4')
-  plan = json.loads((tmp_path / 'plan' / 'plan.json').read_text())
-  assert plan.keys() >= KEYS
-  assert printed == format_plan(plan) + '\n'
-
-
-@pytest.mark.parametrize(
-  'flags, parts',
-  [
-    ((), ['no target is named', '--target']),
-    (('--target', 'v5p'), ['no shape']),
-    (('--target', 'cpu', '--plan_steps', 'train,serve'), ["'serve', which is no step"]),
-    (('--target', 'cpu', '--num_fake_devices', '8'), ['--target cpu:8']),
-  ],
-)
-def test_what_cannot_be_planned_is_one_sentence(flags, parts, capsys):
-  assert binary.run_in_process('--exp', 'synthetic.Uneven', '--mode', 'plan', *flags) == exit_codes.USAGE
-  message = capsys.readouterr().err
-  for part in parts:
-    assert part in message
-  assert message.count('\n') == 1
 
 
 @pytest.mark.parametrize(
@@ -126,7 +100,7 @@ def test_another_error_is_no_refusal():
 @pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
 def test_a_program_that_does_not_fit_is_an_answer(capfd):
   """A matrix of 8 GB on each of 8 v5e, and Adam's two like it."""
-  job = job_of('synthetic.Tiny', 'ici_mesh_shape=1,4,2', 'model_dims=65536', 'vocab_size=131072', 'num_layers=1')
+  job = job_of('synthetic.Tiny', 'ici_mesh_shape=1,4,2', 'model_dims=65536', 'vocab_size=131072', 'num_layers=1', XLA)
   plan = make_plan(job, parse_target('v5e:2x4'))
   assert plan.fits is False
   assert plan.first.compilation.out_of_memory.available_bytes == plan.target.chip.hbm_bytes

@@ -1,0 +1,99 @@
+"""--mode plan as a user runs it: what it prints and writes, what it answers if a step does not fit, and its search."""
+
+import json
+
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.planning import CHIPS, format_plan, has_compiler
+from tests import binary
+
+KEYS = {
+  *('fits', 'hbm_bytes', 'peak_bytes', 'argument_bytes', 'temp_bytes', 'predicted_step_s', 'predicted_mfu'),
+  *('collectives', 'weights', 'assumptions', 'experiment', 'target', 'mesh', 'memory', 'pipeline', 'suggestions'),
+}
+
+
+def plan(*flags: object) -> int:
+  return binary.run_in_process('--exp', 'synthetic.Uneven', '--mode', 'plan', *flags)
+
+
+def test_the_command_prints_a_plan_and_writes_it(tmp_path, capsys):
+  code = plan('--target', 'cpu', '--plan_out', tmp_path / 'plan')
+  printed = capsys.readouterr().out
+  assert code == exit_codes.OK
+  assert printed.startswith('synthetic.Uneven on cpu:8: 8 devices, mesh data 2 x mdl 4')
+  written = json.loads((tmp_path / 'plan' / 'plan.json').read_text())
+  assert written.keys() >= KEYS
+  assert printed == format_plan(written) + '\n'
+  page = (tmp_path / 'plan' / 'plan.html').read_text()
+  assert 'synthetic.Uneven on cpu:8' in page
+
+
+@pytest.mark.parametrize(
+  'flags, parts',
+  [
+    ((), ['no target is named', '--target']),
+    (('--target', 'v5p'), ['no shape']),
+    (('--target', 'cpu', '--plan_steps', 'train,serve'), ["'serve', which is no step"]),
+    (('--target', 'cpu', '--plan_steps', 'train,train'), ['name each step once']),
+    (('--target', 'cpu', '--num_fake_devices', '8'), ['--target cpu:8']),
+    (('--target', 'cpu', '--plan_search', '--plan_trials', '0'), ['--plan_trials 0 must be at least 1']),
+    (('--target', 'cpu:4'), ["target 'cpu:4' has 4 chips", "--target 'cpu:8'"]),
+    (('--target', 'cpu', '--set', 'batch_size=nine'), ['batch_size']),
+  ],
+)
+def test_what_cannot_be_planned_is_one_sentence(flags, parts, capsys):
+  assert plan(*flags) == exit_codes.USAGE
+  message = capsys.readouterr().err
+  for part in parts:
+    assert part in message
+  assert message.count('\n') == 1
+
+
+def test_flags_of_plan_in_another_mode_are_refused(tmp_path, capsys):
+  flags = ('--exp', 'synthetic.Uneven', '--mode', 'train', '--job_log_dir', tmp_path / 'job', '--target', 'cpu')
+  assert binary.run_in_process(*flags) == exit_codes.USAGE
+  assert '--target is for --mode plan' in capsys.readouterr().err
+  assert not (tmp_path / 'job').exists()
+
+
+@pytest.fixture
+def tiny_chips(monkeypatch):
+  """Eight v5e whose memory holds the step of synthetic.Uneven only with a smaller batch, by the CPU's compiler."""
+  monkeypatch.setattr('spmd_tasks.planning.targets.has_compiler', lambda platform: platform == 'cpu')
+
+  def set_memory(num_bytes: int) -> None:
+    object.__setattr__(CHIPS['v5e'], 'hbm_bytes', num_bytes)
+
+  before = CHIPS['v5e'].hbm_bytes
+  yield set_memory
+  set_memory(before)
+
+
+def test_what_does_not_fit_gets_changes_that_do(tiny_chips, tmp_path, capsys):
+  tiny_chips(600_000)
+  code = plan('--target', 'v5e:2x4', '--plan_out', tmp_path, '--set', 'batch_size=64', '--plan_trials', '5')
+  printed = capsys.readouterr().out
+  assert code == exit_codes.FAILED
+  assert 'note: libtpu, the TPU compiler, is not installed' in printed
+  assert 'DOES NOT FIT' in printed
+  written = json.loads((tmp_path / 'plan.json').read_text())
+  assert written['fits'] is False
+  fitting = [each for each in written['suggestions'] if each['fits']]
+  assert fitting
+  assert all(each['peak_bytes'] <= 600_000 for each in fitting)
+  assert ' '.join(fitting[0]['setting']) in printed
+
+
+@pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_search_finds_a_mesh_for_other_chips(tmp_path, capsys):
+  code = plan('--target', 'v5e:2x2', '--plan_search', '--plan_trials', '3', '--plan_out', tmp_path)
+  printed = capsys.readouterr().out
+  assert code == exit_codes.OK
+  assert printed.startswith('the best settings for v5e:2x2:')
+  written = json.loads((tmp_path / 'plan.json').read_text())
+  assert written['num_devices'] == 4
+  assert len(written['suggestions']) == 3
