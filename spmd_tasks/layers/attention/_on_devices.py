@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.sharding import (
   SplitDims,
@@ -106,9 +106,10 @@ def attend_on_devices(
   else:
     mesh, axis_names = scope.free_mesh()
     heads_spec = PartitionSpec(layout.rows, layout.tokens, layout.heads, None)
-    table_spec = (
-      None if made is None else made.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, layout.tokens)))
-    )
+    table_spec = None
+    if made is not None:  # which asks for shapes only, and knows no axes that are manual
+      plain_mesh = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.axis_names))
+      table_spec = made.manual_sharding_spec(NamedSharding(plain_mesh, PartitionSpec(None, layout.tokens)))
     attended = jax.shard_map(
       attend_local,
       mesh=mesh,

@@ -188,6 +188,31 @@ def test_a_sequence_that_is_split_over_devices_has_the_same_numbers(name, case, 
   assert_close(found, wanted, 1e-5, name)
 
 
+@pytest.mark.parametrize('name', ['splash', pytest.param('ring', marks=pytest.mark.exhaustive)])
+def test_kernels_run_inside_the_stages_of_a_pipeline(name):
+  case = Case(length=40, heads=2)
+  arrays, segments = arguments(case, np.random.default_rng(0))
+  query, key, value, _ = arrays
+  wanted = attend(query, key, value, segments, implementation='xla')
+  mesh = MeshSpec(axis_names=('stage', 'context', 'mdl'), ici_mesh_shape=(2, 2, 2)).build()
+
+  def stage(query, key, value, segments):
+    rules = (('batch', None), ('seq', 'context'), ('act_heads', 'mdl'))
+    with sharding_scope(jax.sharding.get_abstract_mesh(), rules), override_attention(name):
+      return attend(query[0], key[0], value[0], segments[0], split_dims=HEADS)[None]
+
+  stages = jax.shard_map(
+    stage,
+    mesh=mesh,
+    axis_names={'stage'},
+    in_specs=(PartitionSpec('stage'),) * 4,
+    out_specs=PartitionSpec('stage'),
+    check_vma=False,
+  )
+  found = jax.jit(stages)(*(jnp.stack([x, x]) for x in (query, key, value, segments)))
+  assert_close(list(found), [wanted, wanted], 1e-5, name)
+
+
 def test_every_device_sees_as_many_keys():
   order = balanced_order(48, 4).reshape(4, 12)
   assert order[1].tolist() == [6, 7, 8, 9, 10, 11, 36, 37, 38, 39, 40, 41]
