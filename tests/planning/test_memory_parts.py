@@ -29,15 +29,14 @@ def test_the_parts_add_up_to_what_the_compiler_says(experiment):
   assert all(a.num_bytes >= b.num_bytes for a, b in zip(parts.largest, parts.largest[1:]))
 
 
-def test_gradients_and_activations_at_the_peak():
-  """The peak is inside of the backward loop: the gradients of all layers are there, and what the loop still needs."""
+def test_activations_at_the_peak():
+  """Tiny rematerialises nothing: what the backward loop needs of every layer is most of the memory."""
   _, model, compiled, program = compiled_step(Dense)
   parts = memory_parts(compiled, program, model)
-  assert parts.gradients == shard_bytes(model.padded_state.weights['stack'])
   largest = parts.largest[0]
   num_layers, rows, seq_len, model_dims = 2, 8 // 4, 16, 32
   assert (largest.part, math.prod(largest.shape)) == ('activations', num_layers * rows * seq_len * model_dims)
   assert largest.op_name.startswith('jit(train_step)/jvp(LanguageModel)/stack/while/')
   names = ' '.join(each.op_name for each in parts.largest)
-  assert 'layers/attention/' in names
-  assert parts.activations > 10 * largest.num_bytes  # Tiny rematerialises nothing
+  assert 'layers/ffn/ffn._hidden' in names
+  assert parts.activations > max(10 * largest.num_bytes, parts.total / 2)
