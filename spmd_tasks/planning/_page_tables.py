@@ -61,7 +61,7 @@ def largest(plan: Plan) -> Html | None:
     return None
   rows = [
     [join(tag('code', _shape_text(each)), tag('div', _layer(each), class_='small')), size(each.get('bytes'))]
-    for each in plan['largest'][:12]
+    for each in plan['largest'][:9]
   ]
   return tag('div', table(['largest tensors', 'bytes'], rows, numeric=(1,)))
 
@@ -72,8 +72,9 @@ def operations(plan: Plan) -> Html | None:
   if not top:
     return None
   rows = []
+  longest = max(each.get('share') or 0 for each in top) or 1
   for each in top[:10]:
-    width = f'width:{100 * min(1, each.get("share") or 0):.1f}%'
+    width = f'width:{100 * (each.get("share") or 0) / longest:.1f}%'
     share = tag('div', tag('div', class_='fill bg2', style=width), class_='track', style='min-width:4rem')
     name = join(tag('code', each.get('name')), tag('div', _layer(each), class_='small'))
     rows.append([name, duration(each.get('seconds')), percent(each.get('share')), share, f'{each.get("count") or 1:,}'])

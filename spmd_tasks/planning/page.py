@@ -23,7 +23,7 @@ _KINDS = {
   'ici': 'ICI, not hidden',
   'dcn': 'DCN, not hidden',
 }
-_COLOURS = 8  # bg0 ... bg7; bg8 is for what is not attributed
+_COLOURS = 9  # bg0 ... bg8, of which the last is grey
 
 
 def plan_page(plan: Plan) -> str:
@@ -170,7 +170,9 @@ def _memory(plan: Plan) -> Html | None:
     marks.append(tag('div', f'the bar is {percent(peak / limit)} of a device', class_='small'))
   rows.append([tag('b', 'peak'), tag('b', size(peak)), percent(peak / limit) + ' of the device' if limit else ''])
   padding = plan.get('padding_bytes')
-  note = tag('p', f'Of this, {size(padding)} are padding.', class_='pale') if padding else None
+  note = (
+    tag('p', f'Of this, {size(padding)} are padding.', class_='pale') if padding and padding > 0.001 * peak else None
+  )
   return join(
     tag('h2', 'Memory per device'),
     tag('div', tag('div', bar, class_='bar'), marks, class_='memory'),

@@ -69,7 +69,7 @@ def sample_plan() -> dict[str, Any]:
     'peak_bytes': int(55.8 * GIB),
     'argument_bytes': int(0.46 * GIB),
     'temp_bytes': int(55.3 * GIB),
-    'padding_bytes': 3 * 2**20,
+    'padding_bytes': 300 * 2**20,
     'out_of_memory': {
       'needed_bytes': int(55.8 * GIB),
       'available_bytes': int(15.75 * GIB),
