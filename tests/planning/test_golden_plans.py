@@ -1,0 +1,112 @@
+"""Golden plans: what the recipes for pods need and cost on their targets, so that a change of it shows in review.
+
+One small plan is compiled by default; those of the recipes take minutes each and are run by `scripts/test --all`.
+`scripts/update_golden --plans` writes them anew. They are the work of one version of libtpu: with another they are
+skipped.
+"""
+
+import importlib.metadata
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from spmd_tasks.config import registry, resolve
+from spmd_tasks.planning import Plan, has_compiler, make_plan, mesh_devices, parse_target
+
+GOLDEN = Path(__file__).parents[1] / 'golden' / 'plans'
+IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
+MIN_POD = 32
+# The compiler gives the same program every time; the tolerances are for small changes that nobody needs to review.
+TOLERANCES = {
+  **dict.fromkeys(('hbm_bytes', 'peak_bytes', 'argument_bytes', 'temp_bytes'), 0.01),
+  **dict.fromkeys(('flops', 'network_bytes'), 0.01),
+  'predicted_step_s': 0.03,
+}
+RECIPES = (
+  *('lm.Dense1B', 'lm.Dense70B', 'lm.Llama8B', 'lm.LongLlama8B'),
+  *('moe.Mixtral8x7B', 'moe.FineGrained16B', 'pipeline.Dense70B'),
+)
+SMALL = ('synthetic.Uneven', 'v5e:2x4')
+CASES = [
+  pytest.param(*SMALL, id=SMALL[0]),
+  *(pytest.param(name, None, id=name, marks=[pytest.mark.exhaustive, pytest.mark.slow]) for name in RECIPES),
+]
+
+
+def golden_of(plan: Plan) -> dict[str, object]:
+  """What a golden file keeps of a plan."""
+  json_plan = plan.to_json()
+  network: dict[str, float] = {}
+  for each in json_plan['collectives']:
+    key = f'{each["kind"]} {" x ".join(each["axes"])} {each["network"]}'
+    network[key] = network.get(key, 0) + each['count'] * each['bytes_per_device']
+  made_here = ('network_bytes', 'flops')
+  kept = ('experiment', 'target', 'fits', *(name for name in TOLERANCES if name not in made_here))
+  return {name: json_plan[name] for name in kept} | {
+    'flops': json_plan['roofline'] and json_plan['roofline']['flops'],
+    'network_bytes': network,
+    'versions': json_plan['versions'],
+  }
+
+
+def differences(golden: dict, made: dict) -> list[str]:
+  """A line for each figure that moved by more than its tolerance."""
+  lines = [f'{name}: {golden[name]} -> {made[name]}' for name in ('target', 'fits') if golden[name] != made[name]]
+  for name, tolerance in TOLERANCES.items():
+    before, after = ({'': side[name]} if not isinstance(side[name], dict) else side[name] for side in (golden, made))
+    for key in sorted({*before, *after}):
+      old, new = before.get(key) or 0, after.get(key) or 0
+      if abs(new - old) > tolerance * abs(old):
+        change = f' ({new / old - 1:+.1%})' if old else ''
+        lines.append(f'{name} {key}: {old:,} -> {new:,}{change}')
+  return lines
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
+@pytest.mark.parametrize('name, target', CASES)
+def test_the_plan_is_what_its_golden_file_says(name, target):
+  path = GOLDEN / f'{name}.json'
+  job = resolve(name, ()).build()
+  text = target or job.experiment.target
+  if not IS_UPDATING:
+    if not path.exists():
+      pytest.skip(f'{path.name} does not exist yet: scripts/update_golden --plans {name}')
+    golden = json.loads(path.read_text(encoding='utf-8'))
+    version = importlib.metadata.version('libtpu')
+    if golden['versions'].get('libtpu') != version:
+      pytest.skip(f'{path.name} was made by libtpu {golden["versions"].get("libtpu")}, here is {version}')
+  made = golden_of(make_plan(job, parse_target(text), show_progress=False))
+  if IS_UPDATING:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made, indent=1) + '\n', encoding='utf-8')
+    golden = made
+  assert not differences(golden, made), (
+    f'the plan of {name} on {text} has changed:\n' + '\n'.join(differences(golden, made)) + '\nIf you mean it, run '
+    'scripts/update_golden --plans and commit the files with the change.'
+  )
+
+
+def test_every_recipe_for_a_pod_names_its_target():
+  for name, _ in registry.list_experiments():
+    overrides = ('model=tests/data/huggingface/llama',) if name.startswith('hf.') else ()
+    experiment = resolve(name, overrides).experiment
+    is_pod = (mesh_devices(experiment) or 0) >= MIN_POD
+    assert (experiment.target is not None) == is_pod == (name in RECIPES), name
+    if is_pod:
+      target = parse_target(experiment.target)
+      assert target.num_devices == mesh_devices(experiment)
+
+
+def test_a_figure_that_moves_is_reported():
+  golden = {'target': 'v5p:2x2x1', 'fits': True} | {name: 100.0 for name in TOLERANCES}
+  golden['network_bytes'] = {'all_gather data ici': 100.0}
+  moved = golden | {'peak_bytes': 103.0, 'temp_bytes': 100.5, 'network_bytes': {'all_to_all data ici': 7.0}}
+  assert differences(golden, golden) == []
+  assert differences(golden, moved) == [
+    'peak_bytes : 100.0 -> 103.0 (+3.0%)',
+    'network_bytes all_gather data ici: 100.0 -> 0 (-100.0%)',
+    'network_bytes all_to_all data ici: 0 -> 7.0',
+  ]
