@@ -147,6 +147,10 @@ def _add_names_to_jax() -> None:
     jax.lib.xla_client = xla_client  # type: ignore[attr-defined]
   if not hasattr(jax, 'tree_map'):
     jax.tree_map = _tree_map  # type: ignore[attr-defined]
+  # praxis.py_utils, for updates of variables by name, and paxml.sgf, for private gradients.
+  for name in ('tree_flatten', 'tree_unflatten'):
+    if not hasattr(jax, name):
+      setattr(jax, name, getattr(jax.tree_util, name))
   # praxis.decoder_utils, for beam search, gives jnp.reshape its shape by an earlier name.
   if 'newshape' not in inspect.signature(jax.numpy.reshape).parameters:
     jax.numpy.reshape = _with_newshape(jax.numpy.reshape)

@@ -82,7 +82,7 @@ def test_what_is_decoded_is_not_decoded_again(job, run_pax):
 @pytest.mark.exhaustive
 def test_sigterm_ends_a_decode_job_that_then_begins_its_dataset_anew(job, start_pax, run_pax, tmp_path):
   """The unfinished dataset has no outputs; the same command gives those of a job that nobody stopped."""
-  flags = ('--mode', 'decode_once', *FAKE, '--set', 'decode_inputs.prompts.num_batches=400', '--accept_config_changes')
+  flags = ('--mode', 'decode_once', *FAKE, '--set', 'decode_inputs.prompts.num_batches=60', '--accept_config_changes')
   whole, stopped = tmp_path / 'whole', tmp_path / 'stopped'
   for copy in (whole, stopped):
     shutil.copytree(job, copy, ignore=shutil.ignore_patterns('decoder_out'))
@@ -98,7 +98,7 @@ def test_sigterm_ends_a_decode_job_that_then_begins_its_dataset_anew(job, start_
   finished = run_pax(*flags, '--job_log_dir', stopped)
   assert finished.returncode == 0, finished.stderr
   assert outputs(stopped) == outputs(whole)
-  assert len(outputs(whole)['decoder_out/prompts/decoder_out_3_shard_0.jsonl']) == 400 * 7
+  assert len(outputs(whole)['decoder_out/prompts/decoder_out_3_shard_0.jsonl']) == 60 * 7
 
 
 def test_the_engine_generates_the_tokens_of_model_decode(run_pax):

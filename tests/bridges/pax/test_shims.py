@@ -49,7 +49,8 @@ def test_praxis_layers_import_without_tensorflow():
   """In a process of its own. Names that JAX has are left alone."""
   program = (
     'import sys, jax; jax.tree_map = "own"; import spmd_tasks.bridges.pax; import praxis.layers; '
-    'assert "tensorflow" not in sys.modules; assert jax.tree_map == "own"'
+    'assert "tensorflow" not in sys.modules; assert jax.tree_map == "own"; '
+    'assert jax.tree_unflatten(jax.tree_flatten([1, 2])[1], "ab") == ["a", "b"]'
   )
   finished = binary.run_python(program, limit_s=120)
   assert finished.returncode == 0, finished.stderr
