@@ -62,7 +62,7 @@ class UnevenTiny(DenseLanguageModel):
 class Dense1B(DenseLanguageModel):
   """1.2B parameters, bfloat16 compute, grouped-query attention; mesh data 32 (32 chips)."""
 
-  ici_mesh_shape = (1, 8, 4)
+  ici_mesh_shape = (1, 32, 1)
   target = 'v5p:4x4x2'
   vocab_size = 32_000
   model_dims = 2048
