@@ -36,9 +36,13 @@ PLAN_FILE, PAGE_FILE = 'plan.json', 'plan.html'
 DEFAULT_TRIALS, DEFAULT_SEARCH_TRIALS = 8, 12
 
 _print = functools.partial(print, flush=True)  # at once, also into a pipe
-_note = functools.partial(print, file=sys.stderr, flush=True)
 
 Resolve = Callable[[Sequence[str], Callable[[Experiment], None]], tuple[Job, Mapping[str, Any]]]
+
+
+def _note(line: str) -> None:
+  """Says on stderr what is being done, beside the report on stdout."""
+  print(line, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
