@@ -83,7 +83,7 @@ CHECKS = {
 
 # Others hold what these claim without a clock: one program for any depth (below), no compilation in the loop
 # (tests/multi_process/test_lost_process.py).
-EXHAUSTIVE = {'bench_compile.py', 'bench_huggingface.py', 'bench_pax.py', 'bench_moe.py', 'bench_step.py'}
+EXHAUSTIVE = {name for name in CHECKS if name not in ('bench_input.py', 'bench_serve.py')}
 
 
 @pytest.mark.slow

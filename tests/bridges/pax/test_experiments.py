@@ -194,7 +194,12 @@ def test_overrides_reach_class_attributes_and_the_config(run_pax):
   [
     (DENSE, ('--set', 'task.train.num_train_steps=3'), 'set num_train_steps itself'),
     (DENSE, ('--set', 'task.train.save_interval_stepz=3'), 'Nearest: task.train.save_interval_steps'),
-    ('tasks.lm.params.lm_cloud.LmCloudTransformerAdamTest', (), 'set --ici_mesh_shape to 1 sizes'),
+    pytest.param(  # imports what Paxml's own experiments need, for 15 s
+      'tasks.lm.params.lm_cloud.LmCloudTransformerAdamTest',
+      (),
+      'set --ici_mesh_shape to 1 sizes',
+      marks=pytest.mark.exhaustive,
+    ),
     ('pax_lab.dense_lm.DenseLn', (), 'pax_lab.dense_lm.DenseLm'),
     (
       'pax_cases.pipelines.Circular',
