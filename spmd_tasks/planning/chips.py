@@ -33,7 +33,7 @@ class Chip:
     dcn_bandwidth: bytes/s that one chip sends over the network between slices (GPU: between nodes).
     torus_dims: dims of a slice's torus: 3 or 2; 0 where a switch connects the chips.
     host_chips: chips of one host, as a shape in the torus; (8,) for a GPU node.
-    sources: where the figures are published.
+    sources: where the figures are published, and what is assumed.
   """
 
   name: str
@@ -50,8 +50,8 @@ class Chip:
   sources: tuple[str, ...] = ()
 
 
-def _tpu(name: str, *, torus_dims: int, **figures) -> Chip:
-  sources = (_TPU_DOCS.format(name), _LIBTPU, _MXU_CLOCK)
+def _tpu(name: str, *, torus_dims: int, assumed: tuple[str, ...] = (), **figures) -> Chip:
+  sources = (_TPU_DOCS.format(name), _LIBTPU, _MXU_CLOCK, *assumed)
   host_chips = (2, 2, 1) if torus_dims == 3 else (2, 2)
   return Chip(
     name=name,
@@ -94,6 +94,7 @@ CHIPS: dict[str, Chip] = {
       clock_hz=1.05e9,
       ici_bandwidth=50e9,
       dcn_bandwidth=6.25e9,
+      assumed=("assumed: DCN bandwidth as v5p's, usable memory as of 1.25 GiB less than 32",),
     ),
     _tpu(
       'v5e',
