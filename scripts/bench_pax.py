@@ -1,19 +1,21 @@
 #!/usr/bin/env python
-"""Pax experiments here against the real Paxml: time of a step, and time to the end of the first one.
+"""Training here against the real Paxml: time of a step, time to the end of the first one, and memory.
 
-    .venv/bin/python scripts/bench_pax.py [--quick] [--paxml_python PAXENV/bin/python] [--num_rounds 2]
+    .venv/bin/python scripts/bench_pax.py [--quick] [--paxml_python PAXENV/bin/python] [--num_rounds 2] [--native]
 
 The last line is one JSON object. The same classes (pax_models.py, and DenseLm of the tests) are run by `spmd-tasks
---exp ... --mode train` and by `paxml.main` (paxml_run.py), in fresh processes on 8 fake devices. By default Paxml is
-that of our environment, without our shims; `--paxml_python` names another.
+--exp ... --mode train` and by `paxml.main` (paxml_run.py), in fresh processes on 8 fake devices. With `--native`, ours
+are the same models as experiments of our own (native_models.py). By default Paxml is that of our environment, without
+our shims; `--paxml_python` names another.
 
 A round starts both jobs, one after the other, each until its first step and stopped there (SIGSTOP). Then each gets its
 turn for a few steps while the other is stopped, again and again. So neighbouring turns meet the same load.
 
 For each experiment, ours over Paxml's: `first_step` and `first_step_cpu`, from the start of the process to the end of
-step 1, of the medians, at most 0.5 wanted; `step` and `step_cpu`, the median of the ratios of neighbouring turns, at
-most 1 wanted. `ratio` is the largest `step_cpu`. CPU times are those of all threads, and mind a busy machine less.
-`loss_difference` is the largest relative one.
+step 1, of the medians, at most 0.5 wanted (native: 0.4); `step` and `step_cpu`, the median of the ratios of neighbouring
+turns, at most 1 wanted; `peak_memory`, of the processes' largest resident sizes (native: at most 0.6 wanted). `ratio` is
+the largest `step_cpu`. CPU times are those of all threads, and mind a busy machine less. `loss_difference`, where both
+run the same class, is the largest relative one.
 """
 
 import argparse
@@ -33,8 +35,19 @@ from typing import Any, Self
 from alternation import print_result
 
 ROOT = Path(__file__).resolve().parents[1]
-# And the steps of a turn: CPU time is read with a resolution of 10 ms.
-EXPERIMENTS = {'pax_models.Dense': 3, 'pax_models.Moe': 3, 'pax_lab.dense_lm.DenseLm': 60}
+# Ours, and Paxml's that it is compared with.
+PAX = {name: name for name in ('pax_models.Dense', 'pax_models.Moe', 'pax_lab.dense_lm.DenseLm')}
+NATIVE = {
+  'native_models.Dense': 'pax_models.Dense',
+  'native_models.MoeDropless': 'pax_models.Moe',
+  'native_models.MoeCapacity': 'pax_models.Moe',
+  'native_models.Pipeline': 'pax_models.Pipeline',
+  'native_models.OneForwardOneBackward': 'pax_models.Pipeline',
+  'native_models.PipelineMoeDropless': 'pax_models.PipelineMoe',
+  'native_models.PipelineMoeCapacity': 'pax_models.PipelineMoe',
+}
+# Steps of a turn, 3 where nothing is said: CPU time is read with a resolution of 10 ms.
+STEPS_OF_A_TURN = {'pax_lab.dense_lm.DenseLm': 60}
 FOR_EVER = 1_000_000
 TICKS = os.sysconf('SC_CLK_TCK')
 
@@ -105,6 +118,12 @@ class Training:
     if is_counted:
       self.turns.append(((time.monotonic() - began) / every, (self._cpu_seconds() - cpu) / every))
 
+  @property
+  def peak_memory_mb(self) -> float:
+    """The largest resident size that the process has had."""
+    status = Path(f'/proc/{self._process.pid}/status').read_text()
+    return int(status.partition('VmHWM:')[2].split()[0]) / 1024
+
   def kill(self) -> None:
     """Ends the job."""
     self._process.kill()
@@ -130,7 +149,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def both_started(experiment: str, paxml_python: str, every: int, *, ours_first: bool) -> Iterator[dict[str, Training]]:
+def both_started(
+  experiment: str, paxml_experiment: str, paxml_python: str, every: int, *, ours_first: bool
+) -> Iterator[dict[str, Training]]:
   """Starts both jobs up to their first steps; kills them afterwards."""
   with contextlib.ExitStack() as stack:
     started: dict[str, Training] = {}
@@ -139,20 +160,23 @@ def both_started(experiment: str, paxml_python: str, every: int, *, ours_first: 
       if name == 'ours':
         started[name] = Training.of_ours(experiment, every, directory)
       else:
-        started[name] = Training.of_paxml(paxml_python, experiment, every, directory)
+        started[name] = Training.of_paxml(paxml_python, paxml_experiment, every, directory)
       stack.callback(started[name].kill)
     yield started
 
 
-def compare(experiment: str, paxml_python: str, num_rounds: int, num_turns: int, every: int) -> dict[str, Any]:
+def compare(
+  experiment: str, paxml_experiment: str, paxml_python: str, num_rounds: int, num_turns: int, every: int
+) -> dict[str, Any]:
   """Runs both and returns their figures and ratios."""
-  rounds = []
+  rounds, memory = [], []
   for i in range(num_rounds):
-    with both_started(experiment, paxml_python, every, ours_first=i % 2 == 1) as jobs:
+    with both_started(experiment, paxml_experiment, paxml_python, every, ours_first=i % 2 == 1) as jobs:
       for turn in range(num_turns + 1):
         for name in ('ours', 'paxml') if turn % 2 else ('paxml', 'ours'):
           jobs[name].turn(every, is_counted=turn > 0)  # the first one also has the second step of all
       rounds.append(jobs)
+      memory.append({name: job.peak_memory_mb for name, job in jobs.items()})
   found: dict[str, Any] = {'ours': {}, 'paxml': {}}
   for clock, suffix in enumerate(('', '_cpu')):
     for name in ('ours', 'paxml'):
@@ -164,6 +188,11 @@ def compare(experiment: str, paxml_python: str, num_rounds: int, num_turns: int,
       for jobs in rounds
       for ours, paxml in zip(jobs['ours'].turns, jobs['paxml'].turns, strict=True)
     )
+  for name in ('ours', 'paxml'):
+    found[name]['peak_memory_mb'] = median(each[name] for each in memory)
+  found['peak_memory'] = found['ours']['peak_memory_mb'] / found['paxml']['peak_memory_mb']
+  if experiment != paxml_experiment:
+    return found  # their weights are drawn by different rules
   ours, paxml = rounds[0]['ours'].losses, rounds[0]['paxml'].losses
   return found | {'loss_difference': max(abs(ours[step] - paxml[step]) / abs(paxml[step]) for step in ours)}
 
@@ -174,13 +203,18 @@ def main() -> None:
   parser.add_argument('--paxml_python', default=sys.executable, help='of the environment with Paxml')
   parser.add_argument('--num_rounds', type=int, default=2, help='per experiment')
   parser.add_argument('--num_turns', type=int, default=5, help='of each job in a round')
-  parser.add_argument('--experiment', action='append', help=f'one or several of {", ".join(EXPERIMENTS)}')
+  parser.add_argument('--native', action='store_true', help='experiments of ours against those of Paxml')
+  choices = list(PAX | NATIVE)
+  parser.add_argument('--experiment', action='append', choices=choices, help='one of ours; can be given again')
   args = parser.parse_args()
-  experiments = args.experiment or (list(EXPERIMENTS)[-1:] if args.quick else list(EXPERIMENTS))
+  experiments = args.experiment or list(NATIVE if args.native else PAX)
+  if args.quick and not args.experiment:
+    experiments = experiments[:1] if args.native else experiments[-1:]
   found = {}
   for experiment in experiments:
-    sizes = (1, 1, 2) if args.quick else (args.num_rounds, args.num_turns, EXPERIMENTS[experiment])
-    found[experiment] = compare(experiment, args.paxml_python, *sizes)
+    every = STEPS_OF_A_TURN.get(experiment, 3)
+    sizes = (1, 1, 2) if args.quick else (args.num_rounds, args.num_turns, every)
+    found[experiment] = compare(experiment, (PAX | NATIVE)[experiment], args.paxml_python, *sizes)
     print_result(experiment=experiment, **found[experiment])  # already worth reading while the rest is measured
   print_result(ratio=max(each['step_cpu'] for each in found.values()), num_rounds=args.num_rounds, **found)
 

@@ -1,6 +1,7 @@
-"""Two language models as a user of Paxml writes them, dense and with experts, for bench_pax.py.
+"""Language models as a user of Paxml writes them, dense and with experts, pipelined and not, for bench_pax.py.
 
-4 layers, width 256, feed-forward 1024, 8 heads, 256 positions, batch 16, mesh replica 1 x data 4 x mdl 2.
+4 layers, width 256, feed-forward 1024, 8 heads, 256 positions, batch 16. Mesh: replica 1 x data 4 x mdl 2, or stage 4 x
+replica 1 x data 1 x mdl 2.
 """
 
 import jax.numpy as jnp
@@ -41,8 +42,14 @@ class AffineText(base_input.BaseInput):
     self._index = 0
 
 
-class Dense(model_params.TransformerLmSpmdAdafactor):
-  """Adam, layers repeated by a scan, everything recomputed in the backward pass."""
+def add_experts(transformer, num_groups):
+  """Makes every feed-forward layer of a StackedTransformer's config a mixture of 8 experts, top 2."""
+  transformer.num_experts, transformer.num_groups, transformer.gating_func = 8, num_groups, 'top2'
+  transformer.moe_layers = list(range(transformer.num_layers))
+
+
+class Common:
+  """Adam; everything is recomputed in the backward pass."""
 
   NUM_LAYERS = 4
   VOCAB_SIZE = 512
@@ -52,9 +59,7 @@ class Dense(model_params.TransformerLmSpmdAdafactor):
   HIDDEN_DIMS = 1024
   FPROP_DTYPE = jnp.float32
   ACTIVATION_CLS = layers.GELU
-  USE_REPEATED_LAYER = True
   CHECKPOINT_POLICY = layers.AutodiffCheckpointType.SAVE_NOTHING
-  ICI_MESH_SHAPE = [1, 4, 2]
   LEARNING_RATE = 1e-3
   SUMMARY_INTERVAL_STEPS = 1000
   BATCH_SIZE = 16
@@ -71,6 +76,13 @@ class Dense(model_params.TransformerLmSpmdAdafactor):
     return task
 
 
+class Dense(Common, model_params.TransformerLmSpmdAdafactor):
+  """Layers repeated by a scan."""
+
+  USE_REPEATED_LAYER = True
+  ICI_MESH_SHAPE = [1, 4, 2]
+
+
 class Moe(Dense):
   """The same with 8 experts in every layer, top 2."""
 
@@ -78,8 +90,40 @@ class Moe(Dense):
     task = super().task()
     stack = task.model.lm_tpl.stacked_transformer_tpl
     block = stack.block
-    block.num_experts, block.num_groups, block.gating_func = 8, 8, 'top2'
-    block.moe_layers = list(range(block.num_layers))
+    add_experts(block, num_groups=8)
     model_params.set_sharding_annotations_v1(task, True, self.ICI_MESH_SHAPE, self.DCN_MESH_SHAPE)
     model_params.maybe_setup_moe_params(stack)
+    return task
+
+
+class Pipeline(Common, model_params.TransformerLmSpmdPipelineAdafactor):
+  """4 stages of a layer, 8 microbatches of 2 rows."""
+
+  NUM_STAGES = 4
+  NUM_MICROBATCHES = 8
+  ICI_MESH_SHAPE = [4, 1, 1, 2]
+  TRAINING_OPTIMIZED_SHARDING = True
+
+
+class PipelineMoe(Pipeline):
+  """The same with experts."""
+
+  def task(self):
+    task = super().task()
+    add_experts(task.model.lm_tpl.stacked_transformer_tpl.pipeline_stage, num_groups=2)
+    final_out = task.model.lm_tpl.stacked_transformer_tpl.activation_split_dims_mapping.final_out
+    task.model.lm_tpl = pax_fiddle.get_callable(task.model.lm_tpl).set_sharding_params_v1(
+      task.model.lm_tpl,
+      replica_axis='replica',
+      data_axis='data',
+      mdl_axis='mdl',
+      ici_mesh_shape=self.ICI_MESH_SHAPE,
+      dcn_mesh_shape=self.DCN_MESH_SHAPE,
+      mesh_axis_names=['stage', 'replica', 'data', 'mdl'],
+      training_optimized=True,
+    )
+    stack = task.model.lm_tpl.stacked_transformer_tpl
+    stack.weight_split_dims_mapping.stages = ['stage']
+    stack.activation_split_dims_mapping.final_out = final_out
+    model_params.maybe_setup_moe_params(stack.pipeline_stage)
     return task
