@@ -46,9 +46,7 @@ class MoeDropless(Dense, MoeLanguageModel):
       activation='gelu',
       dtype=self.dtype,
     )
-    return fdl.Config(
-      MixtureOfExperts, router=self.router(), experts=experts, computation=self.computation()
-    )
+    return fdl.Config(MixtureOfExperts, router=self.router(), experts=experts, computation=self.computation())
 
   def loss(self):
     return MoeLanguageModel.loss(self)
