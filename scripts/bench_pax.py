@@ -12,10 +12,10 @@ A round starts both jobs, one after the other, each until its first step and sto
 turn for a few steps while the other is stopped, again and again. So neighbouring turns meet the same load.
 
 For each experiment, ours over Paxml's: `first_step` and `first_step_cpu`, from the start of the process to the end of
-step 1, of the medians, at most 0.5 wanted (native: 0.4); `step` and `step_cpu`, the median of the ratios of neighbouring
-turns, at most 1 wanted; `peak_memory`, of the processes' largest resident sizes (native: at most 0.6 wanted). `ratio` is
-the largest `step_cpu`. CPU times are those of all threads, and mind a busy machine less. `loss_difference`, where both
-run the same class, is the largest relative one.
+step 1, of the medians, at most 0.5 wanted (native: 0.4); `step` and `step_cpu`, the median of the ratios of
+neighbouring turns, at most 1 wanted; `peak_memory`, of the processes' largest resident sizes (native: at most 0.6
+wanted). `ratio` is the largest `step_cpu`. CPU times are those of all threads, and mind a busy machine less.
+`loss_difference`, where both run the same class, is the largest relative one.
 """
 
 import argparse
