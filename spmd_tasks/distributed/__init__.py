@@ -15,7 +15,7 @@ docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md 
 
 from spmd_tasks.distributed.agreement import PrimaryError, all_agree, gather, is_primary, meet, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.fake_devices import compile_quickly, use_fake_devices
+from spmd_tasks.distributed.fake_devices import compile_quickly, return_freed_memory, use_fake_devices
 from spmd_tasks.distributed.initialization import (
   CLUSTERS,
   DistributedSettings,
@@ -62,6 +62,7 @@ __all__ = [
   'meet',
   'open_rank_records',
   'primary_decides',
+  'return_freed_memory',
   'skip_absent_tpu',
   'use_fake_devices',
   'watch_steps',

@@ -17,6 +17,7 @@ from spmd_tasks.distributed import (
   SlowestProcess,
   is_primary,
   primary_decides,
+  return_freed_memory,
   watch_steps,
 )
 from spmd_tasks.errors import UserError
@@ -183,6 +184,7 @@ def train(
         model.train_step.compile()
       clock.add('trace', model.train_step.trace_seconds)
       clock.add('compile', model.train_step.compile_seconds)
+      return_freed_memory()
     guard.start()  # not before: up to here SIGTERM loses nothing, and need not wait for the compiler
     missing = _missing_evals(evaluator, first_step, experiment)
     if missing and not evaluate(missing):
