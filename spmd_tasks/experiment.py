@@ -164,6 +164,12 @@ class Experiment(_FrozenFields, abc.ABC):
   num_train_steps: int = 1000
   log_every_steps: int = 10
   eval_every_steps: int | None = None
+  # Texts that continue these prompts, with the settings of task.decode, are written to <job_log_dir>/samples while the
+  # job trains. As a chat, each prompt is the first message of a conversation, rendered by `chat_template()`.
+  sample_every_steps: int | None = None
+  sample_prompts: tuple[str, ...] = ()
+  sample_max_tokens: int = 64
+  sample_as_chat: bool = False
   checkpoint_every_steps: int | None = None
   # The newest N checkpoints are kept; for ever every multiple of `checkpoint_keep_every_steps`, and the first one with
   # each that was saved so many hours after the last of these.
@@ -208,7 +214,13 @@ class Experiment(_FrozenFields, abc.ABC):
       rules = tuple((name, axes) for name, axes in DEFAULT_AXIS_RULES if name not in self.mesh_axis_names)
       object.__setattr__(self, 'axis_rules', rules)
     check_axis_rules(self.axis_rules, self.mesh_axis_names)
-    for name in ('num_train_steps', 'log_every_steps', 'checkpoint_max_to_keep', 'prefetch_batches'):
+    for name in (
+      'num_train_steps',
+      'log_every_steps',
+      'checkpoint_max_to_keep',
+      'prefetch_batches',
+      'sample_max_tokens',
+    ):
       if not _is_positive(getattr(self, name)):
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
     if self.init_from_step is not None and (self.origin() is None or not _is_positive(self.init_from_step)):
@@ -218,12 +230,18 @@ class Experiment(_FrozenFields, abc.ABC):
       )
     for name in (
       'eval_every_steps',
+      'sample_every_steps',
       'checkpoint_every_steps',
       'checkpoint_keep_every_steps',
       'peer_copy_every_steps',
     ):
       if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
+    prompts = self.sample_prompts
+    if not isinstance(prompts, tuple) or not all(isinstance(text, str) and text for text in prompts):
+      raise UserError(f'sample_prompts = {prompts!r} must be a tuple of texts that are not empty.')
+    if self.sample_every_steps is not None and not prompts:
+      raise UserError(f'sample_every_steps = {self.sample_every_steps} needs prompts: set sample_prompts.')
     hours = self.checkpoint_keep_every_hours
     if hours is not None and not hours > 0:
       raise UserError(f'checkpoint_keep_every_hours = {hours!r} must be a positive number of hours, or None.')

@@ -35,7 +35,7 @@ CAUSES: Mapping[str, str] = {
   'checkpoint_restore': 'reading the state that a process goes on from',
   'data_loading': 'no step was running, because the next batch was not there',
   'checkpoint_save': 'the loop waited for a checkpoint',
-  'evaluation': 'evaluations during the training and at its end',
+  'evaluation': 'evaluations and samples, during the training and at its end',
   'skipped_steps': 'steps whose loss or gradient was not finite',
   'wasted_progress': 'steps that a restart made again',
   'program_end': 'closing what a process has opened, and waiting for other processes',

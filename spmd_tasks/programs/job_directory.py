@@ -43,8 +43,9 @@ _FILES = (
   STARTUP_FILE,
   METRICS_FILE,
   f'eval/*/{METRICS_FILE}',
+  'samples/samples.txt',
 )
-_DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks')
+_DIRECTORIES = ('checkpoints', 'eval', 'profile', 'ranks', 'samples')
 # The errors of flock on a file system without locks (Lustre without -o flock, some FUSE).
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 

@@ -34,6 +34,7 @@ _LEFT = (
   'events.out.tfevents.*',
   'eval',
   'decode',
+  'samples',
   'profile',
   GOODPUT_FILE,
   PEER_COPIES_FILE,

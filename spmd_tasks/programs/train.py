@@ -23,13 +23,14 @@ from spmd_tasks.distributed import (
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.inputs import InputIterator, Prefetcher, progress_of
+from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.eval import Evaluator, open_evaluator
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
+from spmd_tasks.programs.samples import make_sampler
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.timing import ProfileCapture, StartupClock, StepRates, format_startup
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
@@ -78,6 +79,7 @@ def train(
   with contextlib.ExitStack() as stack, emergency.on_failure():
     # Everything that can be refused is checked before anything is written.
     model, iterator = _check(job, clock)
+    sampler = make_sampler(job, model, job_log_dir)
     saved = SavedSteps(job_log_dir)
     _claim(stack, job, job_log_dir, saved, begin_anew=begin_anew)
     stack.callback(goodput.close)
@@ -123,12 +125,18 @@ def train(
     writer = make_writer(job_log_dir, tensorboard=experiment.tensorboard, primary=is_primary())
     stack.callback(writer.close)
     evaluator = open_evaluator(stack, job, model, job_log_dir, watchdog=watchdog, guard=guard)
+    if sampler is not None:
+      stack.callback(sampler.close)
+      sampler.resume(first_step)
     progress = make_progress(experiment.num_train_steps, first_step, primary=is_primary())
     stack.callback(progress.close)
     profile = ProfileCapture(experiment.profile_steps, job_log_dir / 'profile')
     stack.callback(profile.close)
     slowest = SlowestProcess(on_change=progress.message, limit_s=math.ceil(experiment.first_step_timeout_s))
-    intervals = (experiment.checkpoint_every_steps, experiment.peer_copy_every_steps, experiment.eval_every_steps)
+    intervals = (
+      *(experiment.checkpoint_every_steps, experiment.peer_copy_every_steps),
+      *(experiment.eval_every_steps, experiment.sample_every_steps),
+    )
     loop = TrainingLoop(
       train_step=model.train_step,
       state=state,
@@ -140,7 +148,7 @@ def train(
       should_stop=guard.should_stop,
     )
     compilations = stack.enter_context(CompilationCounter())
-    logged = _LoggedMetrics(job, model, goodput, batches, loop, slowest, compilations)
+    logged = _LoggedMetrics(model, goodput, batches, loop, slowest, compilations)
 
     def save() -> None:
       with watchdog.allow('checkpoint', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
@@ -167,6 +175,16 @@ def train(
           num_evaluated += 1
       return num_evaluated == len(names)
 
+    def sample_if_due(step: int) -> bool:
+      """Writes the texts of `step` unless they are written; returns False if SIGTERM came first."""
+      if sampler is None or not _is_multiple(step, experiment.sample_every_steps) or sampler.is_recorded(step):
+        return True
+      with watchdog.allow('sample', experiment.first_step_timeout_s), goodput.spend('evaluation'):
+        is_done = sampler.sample(model.task.decoding_variables(loop.state), step, guard.should_stop)
+      if is_done:
+        progress.message(f'step {step}  samples: in {sampler.path}')
+      return is_done
+
     def preempted() -> int:
       saved = f'step {loop.step} is saved' if loop.step else 'before the first step'
       progress.message(f'Preempted: {saved}; the same command goes on from there.')
@@ -188,6 +206,8 @@ def train(
     guard.start()  # not before: up to here SIGTERM loses nothing, and need not wait for the compiler
     missing = _missing_evals(evaluator, first_step, experiment)
     if missing and not evaluate(missing):
+      return preempted()
+    if not sample_if_due(first_step):
       return preempted()
     if first_step >= experiment.num_train_steps:
       progress.message(f'Nothing to do: step {first_step} of {experiment.num_train_steps} is already saved.')
@@ -217,6 +237,8 @@ def train(
         # Now rather than at the first use, hours later: an eval that cannot be compiled should fail here.
         with watchdog.allow('compile', experiment.first_step_timeout_s), goodput.spend('compilation'):
           evaluator.compile()
+          if sampler is not None:
+            sampler.compile()
           model.compile_conversions()
           checkpointer.prepare()
         logged.start(step)
@@ -234,6 +256,7 @@ def train(
         copy()
       if _is_multiple(step, experiment.eval_every_steps) and evaluate(evaluator.names):
         last_evaluated = step
+      sample_if_due(step)
       profile.after_step(step)
 
     # The end: no step is in flight, whatever ended the loop.
@@ -248,6 +271,8 @@ def train(
         'Let the input repeat itself (num_epochs or num_batches = None), or lower num_train_steps.'
       )
     if loop.step < experiment.num_train_steps:
+      return preempted()
+    if not sample_if_due(loop.step):
       return preempted()
     if last_evaluated != loop.step and not evaluate(evaluator.names):
       return preempted()
@@ -303,7 +328,6 @@ class _LoggedMetrics:
 
   def __init__(
     self,
-    job: Job,
     model: PartitionedModel,
     goodput: Goodput,
     batches: Prefetcher,
@@ -311,7 +335,6 @@ class _LoggedMetrics:
     slowest: SlowestProcess,
     compilations: CompilationCounter,
   ):
-    self._input = job.train_input
     self._model, self._goodput, self._batches, self._loop = model, goodput, batches, loop
     self._slowest, self._compilations = slowest, compilations
     self._rates = StepRates.of(model, goodput)
@@ -333,7 +356,6 @@ class _LoggedMetrics:
       seconds_waited=self._batches.seconds_waited,
       seconds_blocked=self._loop.seconds_blocked,
     )
-    metrics |= progress_of(self._input, self._loop.outcome_input_state)
     return metrics | {
       'num_skipped_steps': self._loop.num_skipped,
       'padding_waste': self._model.padding_waste,

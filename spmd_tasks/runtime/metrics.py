@@ -35,14 +35,8 @@ Metrics = Mapping[str, Metric]
 
 
 def finish_metrics(means: Mapping[str, np.typing.ArrayLike]) -> dict[str, Metric]:
-  """Turns means (scalars or [E]) into numbers and lists, exact in float64, and adds perplexity to cross entropy.
-
-  Of a mixture of inputs, the loss of a source without a token in this batch is left out.
-  """
+  """Turns means (scalars or [E]) into numbers and lists, exact in float64, and adds perplexity to cross entropy."""
   metrics: dict[str, Metric] = {name: np.asarray(mean, np.float64).tolist() for name, mean in means.items()}
-  for name in [name for name in metrics if name.startswith('loss/')]:
-    if metrics.get(name.replace('loss', 'loss_weight', 1)) == 0:
-      del metrics[name]
   cross_entropy = scalars(metrics).get('cross_entropy')
   if cross_entropy is not None:
     metrics['perplexity'] = math.inf if cross_entropy >= 700 else math.exp(cross_entropy)
@@ -154,8 +148,29 @@ class TensorBoardWriter:
     self._records: Any = None
 
   def write(self, step: int, metrics: Metrics) -> None:
-    from tensorboard.compat.proto import event_pb2, summary_pb2
+    from tensorboard.compat.proto import summary_pb2
     from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+
+    numbers, summary = scalars(metrics), summary_pb2.Summary()
+    for name, vector in vectors(metrics).items():
+      numbers |= {f'{name}/{i:03d}': value for i, value in enumerate(vector)}
+      if all(map(math.isfinite, vector)):  # a histogram has no place for the others
+        summary.MergeFrom(histogram_pb(name, vector))
+    summary.value.extend(summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items())
+    self._write(step, summary)
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    """Writes texts in Markdown by their tags."""
+    from tensorboard.compat.proto import summary_pb2
+    from tensorboard.plugins.text.summary_v2 import text_pb
+
+    summary = summary_pb2.Summary()
+    for tag, text in texts.items():
+      summary.MergeFrom(text_pb(tag, text))
+    self._write(step, summary)
+
+  def _write(self, step: int, summary: Any) -> None:
+    from tensorboard.compat.proto import event_pb2
 
     if self._records is None:
       from tensorboard.summary.writer.record_writer import RecordWriter
@@ -164,16 +179,10 @@ class TensorBoardWriter:
       with storage_errors(self._directory / name):
         self._directory.mkdir(parents=True, exist_ok=True)
         self._records = RecordWriter((self._directory / name).open('wb'))
-      self._write(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2'))
-    numbers, summary = scalars(metrics), summary_pb2.Summary()
-    for name, vector in vectors(metrics).items():
-      numbers |= {f'{name}/{i:03d}': value for i, value in enumerate(vector)}
-      if all(map(math.isfinite, vector)):  # a histogram has no place for the others
-        summary.MergeFrom(histogram_pb(name, vector))
-    summary.value.extend(summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items())
-    self._write(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
+      self._write_event(event_pb2.Event(wall_time=time.time(), file_version='brain.Event:2'))
+    self._write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
 
-  def _write(self, event: Any) -> None:
+  def _write_event(self, event: Any) -> None:
     with storage_errors(self._directory):
       self._records.write(event.SerializeToString())
       self._records.flush()

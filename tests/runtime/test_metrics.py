@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spmd_tasks.runtime import finish_metrics, make_writer, read_jsonl
+from spmd_tasks.runtime import TensorBoardWriter, finish_metrics, make_writer, read_jsonl
 
 LOAD = [0.1, 0.7, 0.15, 0.05]
 STEPS = {
@@ -71,6 +71,17 @@ def test_what_is_not_finite_is_written_all_the_same(tmp_path):
   events = EventAccumulator(str(directory)).Reload()
   assert math.isnan(events.Scalars('expert_load/000')[0].value)
   assert events.Tags()['tensors'] == []
+
+
+def test_texts(tmp_path):
+  writer = TensorBoardWriter(epath.Path(tmp_path))
+  writer.write_texts(3, {'sample_01': '    a', 'sample_02': 'é'})
+  writer.write_texts(6, {'sample_01': '    b'})
+  writer.close()
+  events = EventAccumulator(str(tmp_path)).Reload()
+  texts = [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors('sample_01')]
+  assert texts == [(3, '    a'), (6, '    b')]
+  assert events.SummaryMetadata('sample_02').plugin_data.plugin_name == 'text'
 
 
 def test_an_interrupted_line_is_dropped_and_the_last_of_a_step_counts(directory):

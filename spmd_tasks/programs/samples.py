@@ -1,0 +1,196 @@
+"""Sampler: texts that a training job generates at intervals, for people to read.
+
+    sampler = make_sampler(job, model, job_log_dir)        # None where the experiment asks for none
+    sampler.resume(first_step)                             # forgets the samples of steps that are made again
+    sampler.sample(variables, step)
+
+They are written to `<job_log_dir>/samples/samples.txt`, and to event files beside it:
+
+    --- step 200, 2026-11-22 22:10:05
+    > def area(
+    | self, width, height):
+    |   return width * height
+    --- end of step 200
+
+Lines of prompts begin with `> `, lines of generated text with `| `; nothing generated can be taken for a mark. Each
+step is appended by one write. A resumed job cuts off what later steps have written, because it makes these steps again;
+so each step stands there once. Event files keep both, as those of metrics do.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import re
+import time
+from typing import Any
+
+from etils import epath
+
+from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, Request, generate, search
+from spmd_tasks.distributed import is_primary, primary_decides
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, write_durably
+from spmd_tasks.inputs import Tokenizer
+from spmd_tasks.programs.restore import LOOK_LIMIT_S
+from spmd_tasks.runtime import PartitionedModel, TensorBoardWriter, Variables
+
+SAMPLES_DIRECTORY = 'samples'
+SAMPLES_FILE = 'samples.txt'
+_BLOCK = re.compile(rb'--- step (\d+), [^\n]*\n(?:[>|][^\n]*\n)*--- end of step \1\n')
+
+
+class _StoppedError(Exception):
+  """The job is to end before the samples are finished."""
+
+
+def make_sampler(job: Job, model: PartitionedModel, job_log_dir: epath.Path) -> 'Sampler | None':
+  """Makes the sampler of a job; None if its experiment has no `sample_every_steps`. Nothing is compiled or written.
+
+  Raises:
+    UserError: the model cannot generate text, the job has no tokenizer, or a prompt does not fit the model.
+  """
+  experiment = job.experiment
+  if experiment.sample_every_steps is None:
+    return None
+  if hasattr(job.task, 'make_decoder') or job.tokenizer is None:
+    lacks = 'a tokenizer in its inputs' if job.tokenizer is None else 'a model that continues prompts'
+    raise UserError(f'sample_every_steps = {experiment.sample_every_steps} needs {lacks}: set it to None.')
+  num_prompts, decode = len(experiment.sample_prompts), job.task.decode
+  settings = dataclasses.replace(
+    decode,
+    num_slots=min(decode.num_slots, num_prompts),
+    prefill_rows=min(decode.prefill_rows, num_prompts),
+    num_top_logprobs=0,
+  )
+  steps = DecodeSteps(model, settings)
+  tokenizer = PromptTokenizer.for_steps(steps, job.tokenizer, experiment.seed)
+  requests = []
+  for number, text in enumerate(experiment.sample_prompts, 1):
+    request, _ = tokenizer.request(_prompt(experiment, job.tokenizer, text), f'sample_prompts, text {number}')
+    requests.append(dataclasses.replace(request, max_tokens=min(request.max_tokens, experiment.sample_max_tokens)))
+  return Sampler(
+    steps,
+    tokenizer,
+    experiment.sample_prompts,
+    requests,
+    job_log_dir / SAMPLES_DIRECTORY,
+    tensorboard=experiment.tensorboard,
+  )
+
+
+def _prompt(experiment: Experiment, tokenizer: Tokenizer, text: str) -> Prompt:
+  """The prompt of a text, or of a conversation that begins with it."""
+  if not experiment.sample_as_chat:
+    return Prompt(prompt=text)
+  template = experiment.chat_template()
+  rendered = template.render([{'role': 'user', 'content': text}])
+  if template.writes_bos:
+    return Prompt(prompt_ids=tuple(tokenizer.encode(rendered)), stop=template.stop)
+  return Prompt(prompt=rendered, stop=template.stop)
+
+
+class Sampler:
+  """Generates texts with the weights of a step, and writes them; `make_sampler` makes it.
+
+  Attributes:
+    path: of the text file.
+  """
+
+  def __init__(
+    self,
+    steps: DecodeSteps,
+    tokenizer: PromptTokenizer,
+    prompts: Sequence[str],
+    requests: Sequence[Request],
+    directory: epath.Path,
+    *,
+    tensorboard: bool,
+  ):
+    self._steps = steps
+    self._tokenizer = tokenizer
+    self._prompts = prompts
+    self._requests = requests
+    self.path = directory / SAMPLES_FILE
+    self._events = TensorBoardWriter(directory) if tensorboard and is_primary() else None
+    self._newest: int | None = None
+
+  def compile(self) -> None:
+    """Compiles what generates texts now instead of at the first interval."""
+    self._steps.compile()
+
+  def resume(self, first_step: int) -> None:
+    """Cuts off the samples of steps after `first_step`, and what a kill left of a step. A collective call."""
+
+    def cut() -> int | None:
+      if is_remote(self.path):  # has event files only
+        return first_step
+      with storage_errors(self.path):
+        if not self.path.exists():
+          return None
+        content = read_bytes(self.path)
+        end, newest = 0, None
+        while (block := _BLOCK.match(content, end)) and int(block[1]) <= first_step:
+          end, newest = block.end(), int(block[1])
+        if end < len(content):
+          write_durably(self.path, content[:end])
+        return newest
+
+    self._newest = primary_decides(cut, 'samples', limit_s=LOOK_LIMIT_S)
+
+  def is_recorded(self, step: int) -> bool:
+    """Whether the file has the samples of `step`, the newest one."""
+    return self._newest == step
+
+  def sample(self, variables: Variables, step: int, should_stop: Callable[[], bool] = lambda: False) -> bool:
+    """Generates the texts and writes them; returns False, with nothing written, if `should_stop` came first.
+
+    Args:
+      variables: of the model, padded, on the mesh; they are left as they are.
+      step: their train step.
+      should_stop: asked after each step of the generation.
+    """
+
+    def on_step() -> None:
+      if should_stop():
+        raise _StoppedError
+
+    try:
+      texts = self._generate(self._steps.storage.store(variables, free=False), on_step)
+    except _StoppedError:
+      return False
+    if is_primary():
+      self._write(step, texts)
+    self._newest = step
+    return True
+
+  def close(self) -> None:
+    """Closes the event files."""
+    if self._events is not None:
+      self._events.close()
+
+  def _generate(self, stored: Variables, on_step: Callable[[], None]) -> list[str]:
+    settings: dict[str, Any] = {'decode': self._tokenizer.decode, 'on_step': on_step}
+    if self._steps.settings.num_beams > 1:
+      found = {number: beams[0] for number, beams in search(self._steps, stored, self._requests, **settings)}
+    else:
+      found = dict(generate(self._steps, stored, self._requests, **settings))
+    return [found[number].text for number in range(len(self._requests))]
+
+  def _write(self, step: int, texts: Sequence[str]) -> None:
+    lines = [f'--- step {step}, {time.strftime("%Y-%m-%d %H:%M:%S")}']
+    for prompt, text in zip(self._prompts, texts, strict=True):
+      lines += [f'> {line}' for line in prompt.split('\n')] + [f'| {line}' for line in text.split('\n')]
+    lines.append(f'--- end of step {step}')
+    if not is_remote(self.path):
+      with storage_errors(self.path):
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        append(self.path, '\n'.join([*lines, '']).encode(errors='replace'))
+    if self._events is not None:
+      pairs = enumerate(zip(self._prompts, texts, strict=True), 1)
+      self._events.write_texts(step, {f'sample_{i:02d}': _markdown(prompt, text) for i, (prompt, text) in pairs})
+
+
+def _markdown(prompt: str, text: str) -> str:
+  """Both texts as blocks of code: by indents, which no text can end."""
+  blocks = ['\n'.join(f'    {line}' for line in part.split('\n')) for part in (prompt, text)]
+  return f'prompt\n\n{blocks[0]}\n\nsample\n\n{blocks[1]}\n'
