@@ -191,6 +191,10 @@ class GeneratedSequence:
     token = int(outputs.tokens[row])
     self.num_tokens += 1
     if token in self.request.stop_ids:
+      if self.request.score_prompt:
+        # Clients that score a prompt ask for one token more, and drop the last entry: it must be there.
+        self._take_logprob(outputs, row)
+        return self._finish('stop')
       delta = self._finish('stop')
       self._take_logprob(outputs, row)  # after the release: a stop token belongs to no text
       return delta

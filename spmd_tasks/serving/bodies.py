@@ -217,6 +217,7 @@ class Message(_Body):
   tool_calls: list[Any] = []
   tool_call_id: str | None = None
   annotations: Annotated[Any, _must_be([])] = []
+  type: Any = None  # which lm-eval before 0.4.12 sends
   audio: Annotated[Any, _must_be()] = None
 
   @property
@@ -262,6 +263,21 @@ class ChatBody(_GenerationBody):
   chat_template_kwargs: dict[str, Any] = {}
   modalities: Annotated[Any, _must_be(['text'])] = None
   parallel_tool_calls: bool | None = None
+
+
+class TokenizeBody(_Body):
+  """POST /tokenize; `add_special_tokens` puts before the prompt what completions put there."""
+
+  model: str | None = None
+  prompt: Annotated[str, AfterValidator(_check_characters)]
+  add_special_tokens: bool = True
+
+
+class DetokenizeBody(_Body):
+  """POST /detokenize."""
+
+  model: str | None = None
+  tokens: Annotated[list[int], PlainValidator(_check_tokens)]
 
 
 class PublishBody(_Body):

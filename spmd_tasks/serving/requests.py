@@ -117,7 +117,7 @@ def completion_request(fields: dict[str, Any], model: ServedModel, limits: Serve
   Raises:
     RequestError: names the field that is wrong.
   """
-  _check_name(fields, model)
+  check_model_name(fields, model)
   body = validate(CompletionBody, fields)
   if len(body.prompt) > limits.max_choices:
     raise RequestError(
@@ -146,7 +146,7 @@ def chat_request(fields: dict[str, Any], model: ServedModel, limits: ServerSetti
   Raises:
     RequestError: names the field that is wrong.
   """
-  _check_name(fields, model)
+  check_model_name(fields, model)
   body = validate(ChatBody, fields)
   tools = None if body.tool_choice == 'none' else body.tools or None
   names = None if tools is None else tool_names(tools)
@@ -218,8 +218,9 @@ def _turn(turn: Message, path: str, template: ChatTemplate) -> dict[str, Any]:
   return made | {name: value for name, value in given.items() if value is not None}
 
 
-def _check_name(fields: dict[str, Any], model: ServedModel) -> None:
-  name = fields.get('model')  # may be left out
+def check_model_name(fields: dict[str, Any], model: ServedModel) -> None:
+  """Refuses a request for another model; a request may leave the name out."""
+  name = fields.get('model')
   if isinstance(name, str) and name != model.name:
     raise RequestError(
       f'model {name[:100]!r} is not served here; {model.name!r} is.', status=404, param='model', code='model_not_found'

@@ -31,6 +31,7 @@ from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.streaming import StreamedAnswer, WholeAnswer
+from spmd_tasks.serving.tokenizing import detokenize, tokenize, tokenizer_info
 
 # Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams. So are
 # those with a grammar, and chats, whose templates are programs.
@@ -56,6 +57,9 @@ def make_app(service: Service, publisher: Publisher) -> Starlette:
     Route('/v1/models/{name:path}', routes.model),
     Route('/v1/completions', routes.completions, methods=['POST']),
     Route('/v1/chat/completions', routes.chat_completions, methods=['POST']),
+    Route('/tokenize', routes.tokenize, methods=['POST']),
+    Route('/detokenize', routes.detokenize, methods=['POST']),
+    Route('/tokenizer_info', routes.tokenizer_info),
     Route('/admin/publish', routes.publish, methods=['POST']),
     Route('/admin/unpublish', routes.unpublish, methods=['POST']),
   ]
@@ -107,6 +111,20 @@ class _Routes:
 
   async def chat_completions(self, request: Request) -> Response:
     return await self._generate(request, chat_request)
+
+  async def tokenize(self, request: Request) -> Response:
+    data = await self._read_body(request)
+    return JSONResponse(await self._run(lambda: tokenize(parse_json(data), self._service.model), len(data)))
+
+  async def detokenize(self, request: Request) -> Response:
+    data = await self._read_body(request)
+    return JSONResponse(await self._run(lambda: detokenize(parse_json(data), self._service.model), len(data)))
+
+  async def tokenizer_info(self, request: Request) -> Response:
+    return JSONResponse(tokenizer_info(self._service.model))
+
+  async def _run(self, function: Callable[[], dict[str, Any]], num_bytes: int) -> dict[str, Any]:
+    return function() if num_bytes <= _QUICK_BYTES else await asyncio.to_thread(function)
 
   async def publish(self, request: Request) -> Response:
     body = validate(PublishBody, parse_json(await self._read_body(request)))

@@ -30,7 +30,7 @@ class ServerSettings:
   max_queued: int = 64
   max_body_bytes: int = 2_000_000
   max_choices: int = 16
-  max_stop_strings: int = 4
+  max_stop_strings: int = 16
   max_stop_chars: int = 256
   max_connections: int = 1000
   header_timeout_s: float = 10.0

@@ -154,7 +154,7 @@ BAD = [
   (COMPLETIONS, {'logprobs': 3}, 400, 'logprobs'),
   (COMPLETIONS, {'echo': True, 'max_tokens': -1}, 400, 'max_tokens'),
   (COMPLETIONS, {'stop': ''}, 400, 'stop'),
-  (COMPLETIONS, {'stop': ['a'] * 5}, 400, 'stop'),
+  (COMPLETIONS, {'stop': ['a'] * 17}, 400, 'stop'),
   (COMPLETIONS, {'stop': [1]}, 400, 'stop'),
   (COMPLETIONS, {'stop': 'x' * 257}, 400, 'stop'),
   (COMPLETIONS, {'stop_token_ids': [3, 4, 5, 6]}, 400, 'stop_token_ids'),
