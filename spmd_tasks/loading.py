@@ -9,7 +9,7 @@ lm.logits(ids)                                            # float32 [B, T, V]
 lm.model.apply(lm.variables, {'ids': ids})               # the Linen module itself
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spmd_tasks.config import from_json, read_saved_config, resolve
-from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, generate, search
+from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, TextScore, generate, score_texts, search
 from spmd_tasks.distributed import skip_absent_tpu
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, partition_job
@@ -159,9 +159,14 @@ class LoadedModel:
       raise UserError(f'ids from {ids.min()} to {ids.max()} must lie in the vocabulary, [0, {logits.shape[-1]}).')
     return logits
 
+  @property
+  def max_len(self) -> int:
+    """The most tokens of a text that is generated or scored: `task.decode.max_len`, or else the training length."""
+    return self._decoder[0].max_len
+
   def generate(
     self,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Prompt],
     *,
     max_tokens: int | None = None,
     temperature: float | None = None,
@@ -170,26 +175,56 @@ class LoadedModel:
     """Returns the text that follows each prompt, the same as --mode decode_once gives.
 
     Args:
-      prompts: texts; the token for the beginning of text is put before each.
-      max_tokens, temperature: None is the default of the task's DecodeSettings, `task.decode`.
+      prompts: texts, before each of which the token for the beginning of text is put; or Prompts, with settings of
+        their own.
+      max_tokens, temperature: of the texts; None is the default of the task's DecodeSettings, `task.decode`.
       seed: of the sampling; None is the experiment's.
 
     Raises:
       UserError: the job has no tokenizer, or a prompt does not fit the model.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+
+    def read(prompt: str | Prompt) -> Prompt:
+      if isinstance(prompt, Prompt):
+        return prompt
+      return Prompt(prompt=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+    texts = dict(self.complete(list(map(read, prompts))))
+    return [texts[number] for number in range(len(prompts))]
+
+  def complete(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str]]:
+    """Yields (number of the prompt, the text that follows it) in the order in which texts are finished.
+
+    Raises:
+      UserError: as `generate`.
+    """
     steps, tokenizer, variables = self._decoder
-    requests = []
-    for number, text in enumerate(prompts, 1):
-      prompt = Prompt(prompt=text, max_tokens=max_tokens, temperature=temperature, seed=seed)
-      requests.append(tokenizer.request(prompt, f'prompt {number}')[0])
+    requests = [tokenizer.request(prompt, f'prompt {number}')[0] for number, prompt in enumerate(prompts, 1)]
     if steps.settings.num_beams > 1:
-      beams = search(steps, variables, requests, decode=tokenizer.decode)
-      texts = {number: found[0].text for number, found in beams}
+      for number, beams in search(steps, variables, requests, decode=tokenizer.decode):
+        yield number, beams[0].text
     else:
-      completions = generate(steps, variables, requests, decode=tokenizer.decode)
-      texts = {number: completion.text for number, completion in completions}
-    return [texts[number] for number in range(len(requests))]
+      for number, completion in generate(steps, variables, requests, decode=tokenizer.decode):
+        yield number, completion.text
+
+  def score(
+    self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, num_rows: int = 8
+  ) -> Iterator[tuple[int, TextScore]]:
+    """Yields (number of the text, log-probabilities of its continuation), longest texts first.
+
+    The weights are held as for generation (`task.decode.weights_dtype`).
+
+    Args:
+      texts: (tokens of a context, tokens of its continuation), at least one each, taken as they are: put the
+        tokenizer's `bos_id` first where training rows have it.
+      num_rows: how many texts are read at once.
+
+    Raises:
+      UserError: a text is too long, or has tokens outside the vocabulary.
+    """
+    steps, _, variables = self._decoder
+    return score_texts(steps, variables, texts, num_rows=num_rows)
 
   @functools.cached_property
   def _forward_steps(self) -> dict[tuple[int, ...], CompiledStep]:

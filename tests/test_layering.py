@@ -17,7 +17,7 @@ SMALL_LINES, MAX_SMALL = 50, 15
 
 # Top row first. Parts of the top row may import one another; parts of any other row may not.
 ROWS = (
-  ('main', 'experiments', 'recipes', 'config', 'flags', 'loading'),
+  ('main', 'experiments', 'recipes', 'config', 'flags', 'loading', 'lm_eval'),
   ('programs',),
   ('planning', 'serving', 'bridges', 'verification'),
   ('experiment',),
@@ -31,7 +31,7 @@ ROWS = (
   ('exit_codes',),
 )
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
-MAY_IMPORT_FIDDLE = {'main', 'config', 'experiments', 'recipes', 'loading'}
+MAY_IMPORT_FIDDLE = {'main', 'config', 'experiments', 'recipes', 'loading', 'lm_eval'}
 
 
 class Import(NamedTuple):

@@ -16,7 +16,7 @@ Read in this order:
   scheduler.py           which sequence is in which slot; prefix_cache.py finds slots that hold a prompt's beginning
   generated_sequence.py  a request's tokens and text as they grow; constraints.py says which tokens may come next
   output_form.py         what a request says about the form of its output
-  generation.py          `generate` and `search`, for batch jobs
+  generation.py          `generate` and `search`, for batch jobs; scoring.py scores texts that are given
   prompts.py, chat_template.py    what a request is made from: a line of JSON, a conversation
 """
 
@@ -37,6 +37,7 @@ from spmd_tasks.decoding.output_form import FormError, OutputForm, wanted_form
 from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts, PromptSource, PromptTokenizer
 from spmd_tasks.decoding.requests import Chunk, Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
+from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.runtime import DecodeSettings, SamplingParams
@@ -68,11 +69,13 @@ __all__ = [
   'Request',
   'SamplingParams',
   'Scheduler',
+  'TextScore',
   'TokenLogprob',
   'TokenMasks',
   'WeightStorage',
   'chunk_prompt',
   'generate',
+  'score_texts',
   'search',
   'wanted_form',
 ]

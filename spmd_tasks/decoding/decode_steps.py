@@ -24,7 +24,7 @@ import numpy as np
 from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch, slot_rows
-from spmd_tasks.decoding.step_functions import DecodeState, Outputs
+from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import longest_text
@@ -143,6 +143,15 @@ class DecodeSteps:
     if not masks:
       return self._step()(variables, state, keep)
     return self._step(masked=True)(variables, state, keep, self._mask_rows(masks, self.settings.num_slots))
+
+  def score(self, variables: Variables, batch: ScoreBatch) -> Scores:
+    """See step_functions.score. Each shape of batch is compiled once, on first use."""
+
+    def score(padded_variables, batch):
+      return self._whole_shards(step_functions.score(self._forward, self.storage.true(padded_variables), batch))
+
+    name, held = ('score', *batch.ids.shape, batch.columns.shape[1]), (self.storage.padded,)
+    return self._compile(name, score, batch, held=held, out=self._output_sharding)(variables, batch)
 
   def search(self, variables: Variables, batch: PrefillBatch) -> beam.Beams:
     """Beam search for each row of the batch; ignores its slots, seeds and sampling."""

@@ -233,6 +233,54 @@ def _score(logits: jax.Array, targets: jax.Array, num_top_logprobs: int) -> dict
   }
 
 
+class ScoreBatch(struct.PyTreeNode):
+  """B texts whose last tokens are scored, as the arrays that `score` takes.
+
+  Attributes:
+    ids: int32 [B, T], padded at the end; without the last token of each text, which nothing follows.
+    lengths: int32 [B], at least 1.
+    columns: int32 [B, C], the columns of T that a scored token follows.
+    targets: int32 [B, C], the scored tokens; -1 where there is none.
+  """
+
+  ids: Any
+  lengths: Any
+  columns: Any
+  targets: Any
+
+
+class Scores(struct.PyTreeNode):
+  """What the model says of a ScoreBatch.
+
+  Attributes:
+    logprobs: float32 [B, C], of each target given the tokens before it; 0 where there is none.
+    are_likeliest: bool [B, C], whether no other token is likelier.
+  """
+
+  logprobs: jax.Array
+  are_likeliest: jax.Array
+
+
+def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
+  """Computes the log-probabilities of given tokens. Uses no slots, and logits of the asked columns only."""
+  columns = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)[None, :]
+  is_text = columns < batch.lengths[:, None]
+  model_batch = {
+    'ids': batch.ids,
+    'segment_ids': is_text.astype(jnp.int32),
+    'segment_pos': jnp.where(is_text, columns, 0),
+    'logit_columns': batch.columns,
+  }
+  logits, _ = forward(variables, None, model_batch)
+  logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+  is_target = batch.targets >= 0
+  of_targets = jnp.take_along_axis(logprobs, jnp.maximum(batch.targets, 0)[:, :, None], axis=-1)[..., 0]
+  return Scores(
+    logprobs=jnp.where(is_target, of_targets, 0.0),
+    are_likeliest=(jnp.argmax(logprobs, axis=-1) == batch.targets) | ~is_target,
+  )
+
+
 def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *, slots: jax.Array | None = None) -> Any:
   """Writes the keys and values of every row's tokens to the places of their positions.
 

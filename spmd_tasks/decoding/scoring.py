@@ -1,0 +1,132 @@
+"""score_texts: the log-probabilities of texts that are given, for evaluations and for the choice among answers.
+
+    texts = [((1, 17, 34), (5, 6)), ((1, 17, 34), (7,))]              # (context, continuation)
+    for number, score in score_texts(steps, variables, texts, num_rows=8):
+      print(number, score.logprob, score.is_greedy)
+
+Texts are sorted by length and padded to few shapes: T is min_bucket or a power of two above it, at most max_len, and C,
+the number of scored tokens, is 8 or a power of two. Each pair of these is compiled once. Padding and the other rows of
+a batch change nothing: experts drop no token here, as in generation.
+
+Shapes: B rows, T tokens, C scored tokens.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+
+from spmd_tasks.decoding.decode_steps import DecodeSteps
+from spmd_tasks.decoding.step_functions import ScoreBatch, Scores
+from spmd_tasks.errors import UserError
+from spmd_tasks.runtime import Variables
+
+_MIN_COLUMNS = 8
+
+Text = tuple[Sequence[int], Sequence[int]]  # the tokens of a context, and of what follows it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextScore:
+  """What a model says of a continuation.
+
+  Fields:
+    logprobs: natural logarithms of the probabilities of its tokens, each given all tokens before.
+    is_greedy: whether each of its tokens is the likeliest one, so that greedy decoding would have written it.
+  """
+
+  logprobs: tuple[float, ...]
+  is_greedy: bool
+
+  @property
+  def logprob(self) -> float:
+    """The log-probability of the whole continuation."""
+    return sum(self.logprobs)
+
+
+def score_texts(
+  steps: DecodeSteps,
+  variables: Variables,
+  texts: Sequence[Text],
+  *,
+  num_rows: int,
+  on_batch: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[int, TextScore]]:
+  """Yields (number of the text, score), longest texts first.
+
+  Args:
+    steps: of the model; `max_len` bounds a text without its last token.
+    variables: of the model, stored as `steps.storage` does.
+    texts: contexts and continuations of at least one token each.
+    num_rows: B, how many texts are read at once.
+    on_batch: called after each batch.
+
+  Raises:
+    UserError: a text is empty, too long, or has tokens outside the vocabulary.
+  """
+  shapes = [_shape_of(steps, number, text) for number, text in enumerate(texts)]
+  order = sorted(range(len(texts)), key=lambda number: shapes[number], reverse=True)
+  in_flight: deque[tuple[list[int], Scores]] = deque()
+  for shape, group in itertools.groupby(order, key=lambda number: shapes[number]):
+    alike = list(group)
+    for first in range(0, len(alike), num_rows):
+      numbers = alike[first : first + num_rows]
+      batch = _make_batch([texts[number] for number in numbers], num_rows, *shape)
+      in_flight.append((numbers, steps.score(variables, batch)))
+      if len(in_flight) > 1:  # read one batch late: the device always has the next one
+        yield from _read(texts, *in_flight.popleft())
+      on_batch()
+  while in_flight:
+    yield from _read(texts, *in_flight.popleft())
+
+
+def _shape_of(steps: DecodeSteps, number: int, text: Text) -> tuple[int, int]:
+  """Returns (T, C) of the program that scores a text."""
+  context, continuation = text
+  if not context or not continuation:
+    raise UserError(f'text {number + 1} to score needs a context and a continuation of at least one token each.')
+  length = len(context) + len(continuation) - 1
+  if length > steps.max_len:
+    raise UserError(
+      f'text {number + 1} to score has {length} tokens before its last one, more than max_len {steps.max_len}: shorten '
+      'its context, or raise task.decode.max_len.'
+    )
+  lowest, highest = (find(find(context), find(continuation)) for find in (min, max))
+  if not 0 <= lowest <= highest < steps.vocab_size:
+    raise UserError(
+      f'text {number + 1} to score has tokens from {lowest} to {highest}, outside the vocabulary of {steps.vocab_size}.'
+    )
+  num_tokens = next(bucket for bucket in steps.settings.buckets(steps.max_len) if bucket >= length)
+  num_columns = max(_MIN_COLUMNS, 1 << (len(continuation) - 1).bit_length())
+  return num_tokens, min(num_columns, num_tokens)
+
+
+def _make_batch(texts: Sequence[Text], num_rows: int, num_tokens: int, num_columns: int) -> ScoreBatch:
+  """The arrays of at most `num_rows` texts; further rows score nothing."""
+  ids = np.zeros((num_rows, num_tokens), np.int32)
+  lengths = np.ones(num_rows, np.int32)
+  columns = np.zeros((num_rows, num_columns), np.int32)
+  targets = np.full((num_rows, num_columns), -1, np.int32)
+  for row, (context, continuation) in enumerate(texts):
+    read = [*context, *continuation[:-1]]
+    ids[row, : len(read)] = read
+    lengths[row] = len(read)
+    columns[row, : len(continuation)] = np.arange(len(context) - 1, len(read))
+    targets[row, : len(continuation)] = continuation
+  return ScoreBatch(ids=ids, lengths=lengths, columns=columns, targets=targets)
+
+
+def _read(texts: Sequence[Text], numbers: Sequence[int], scores: Scores) -> Iterator[tuple[int, TextScore]]:
+  """Yields the scores of a batch; waits for it."""
+  scores = jax.device_get(scores)
+  for row, number in enumerate(numbers):
+    size = len(texts[number][1])
+    yield (
+      number,
+      TextScore(
+        logprobs=tuple(scores.logprobs[row, :size].tolist()), is_greedy=bool(scores.are_likeliest[row, :size].all())
+      ),
+    )

@@ -1,0 +1,290 @@
+"""HarnessModel: the model interface of EleutherAI's lm-eval over a job's checkpoint or a folder of Hugging Face's.
+
+Texts become tokens as with the harness's own `hf` model, so that both give the same numbers for the same weights: what
+the tokenizer puts before a text stands before a context too, an empty context is the token for the beginning of text,
+and what is too long loses its beginning.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+import hashlib
+from typing import Any
+
+from absl import logging
+from jax.sharding import Mesh
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from spmd_tasks.decoding import ChatTemplate, Prompt
+from spmd_tasks.distributed import use_fake_devices
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import FolderTokenizer, Tokenizer, encode_prompt
+from spmd_tasks.loading import load
+
+_AUTO_ROWS = 32
+_SAMPLING = ('top_k', 'top_p', 'min_p', 'repetition_penalty')
+
+# What the harness gives as one request: texts or None, tokens of the context, tokens of the continuation.
+_TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+@register_model('spmd_tasks')
+class HarnessModel(TemplateLM):
+  """A model for lm-eval: log-likelihoods, rolling log-likelihoods, generated texts.
+
+  Attributes:
+    loaded: the LoadedModel.
+  """
+
+  def __init__(
+    self,
+    path: str,
+    *,
+    step: int | None = None,
+    mesh: Mesh | Sequence[int] | str | int | None = None,
+    batch_size: int | str = 1,
+    max_length: int | None = None,
+    max_gen_toks: int = 256,
+    add_bos_token: bool | None = None,
+    prefix_token_id: int | None = None,
+    experiment_path: str | Sequence[str] = (),
+    num_fake_devices: int | None = None,
+    max_batch_size: int | None = None,
+    device: str | None = None,
+    **overrides: Any,
+  ):
+    """Loads the model. The arguments are those of `--model_args`.
+
+    Args:
+      path: a job's directory, or a folder in Hugging Face's format.
+      step: the checkpoint's step; None is the newest.
+      mesh: the sizes of the experiment's mesh axes, as 1x2x4; None as in `spmd_tasks.load`.
+      batch_size: how many texts are scored at once; 'auto' is 32. Generation takes task.decode.num_slots.
+      max_length: the most tokens of a text; None is `task.decode.max_len`, or else the training length.
+      max_gen_toks: how many tokens are generated where a task does not say.
+      add_bos_token: whether the token for the beginning of text stands before texts; None as in prompts.
+      prefix_token_id: the token before texts without a context; None is the beginning of text, or else its end.
+      experiment_path: directories of the experiment's own module; in a string, with `:` between them.
+      num_fake_devices: run on so many fake CPU devices.
+      max_batch_size: not used.
+      device: must be None: JAX finds its devices.
+      **overrides: changes of the config, as --set has them, such as task.decode.num_slots=16.
+
+    Raises:
+      UserError: the directory, the mesh or an argument is wrong, or the job has no tokenizer.
+      CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    super().__init__()
+    if device not in (None, 'None'):
+      raise UserError(f'device={device} has no meaning here: JAX finds its devices; leave it out.')
+    if num_fake_devices is not None:
+      use_fake_devices(num_fake_devices)
+    self._rows = _AUTO_ROWS if str(batch_size).startswith('auto') else int(batch_size)
+    if self._rows < 1:
+      raise UserError(f"batch_size={batch_size} must be at least 1, or 'auto'.")
+    changes = {'task.decode.max_len': max_length} | overrides
+    self.loaded = load(
+      path,
+      step=step,
+      mesh=_mesh_sizes(mesh),
+      overrides=[f'{name}={value}' for name, value in changes.items() if value is not None],
+      experiment_path=experiment_path.split(':') if isinstance(experiment_path, str) else experiment_path,
+    )
+    if self.loaded.tokenizer is None:
+      raise UserError(f'{path} has no tokenizer in its inputs, so its model cannot be evaluated on texts.')
+    self._tokenizer: Tokenizer = self.loaded.tokenizer
+    if self.loaded.job.task.decode.num_beams > 1:
+      raise UserError('the harness generates greedily or samples, without beams: give task.decode.num_beams=1.')
+    self._max_gen_toks = max_gen_toks
+    self._add_bos = add_bos_token
+    self._prefix_id = prefix_token_id
+    self._template: ChatTemplate = self.loaded.job.experiment.chat_template()
+
+  # --- what the harness asks about the model ---
+
+  @property
+  def max_length(self) -> int:
+    """The most tokens that the model reads of a text."""
+    return self.loaded.max_len
+
+  @property
+  def max_gen_toks(self) -> int:
+    return self._max_gen_toks
+
+  @property
+  def batch_size(self) -> int:
+    return self._rows
+
+  @property
+  def eot_token_id(self) -> int:
+    return self._tokenizer.eos_id
+
+  @property
+  def prefix_token_id(self) -> int:
+    """The token before a text without a context."""
+    if self._prefix_id is not None:
+      return self._prefix_id
+    if self._tokenizer.bos_id is not None:
+      return self._tokenizer.bos_id
+    if isinstance(self._tokenizer, FolderTokenizer):  # some name a beginning of text that they put before none
+      named = self._tokenizer.encode(self._tokenizer.special_tokens.get('bos_token', ''))
+      if len(named) == 1:
+        return named[0]
+    return self.eot_token_id
+
+  @property
+  def tokenizer_name(self) -> str:
+    """Names tokenizer and template in the harness's caches."""
+    named = f'{self._tokenizer.fingerprint()} {self._template.template}'
+    return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+
+  def get_model_info(self) -> dict[str, Any]:
+    """What the harness's results say about the model."""
+    mesh = {name: int(size) for name, size in self.loaded.mesh.shape.items()}
+    return {
+      'model_num_parameters': self.loaded.num_parameters,
+      'model_step': self.loaded.step,
+      'model_mesh': mesh,
+      'max_length': self.max_length,
+    }
+
+  # --- text to tokens ---
+
+  def tok_encode(
+    self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **kwargs: Any
+  ) -> list[int]:
+    """Returns the tokens of a text; by default those of a prompt, with what the tokenizer puts before it."""
+    del kwargs
+    with_bos = self._add_bos if add_special_tokens is None else add_special_tokens
+    ids = list(self._tokenizer.encode(string) if with_bos is False else encode_prompt(self._tokenizer, string))
+    return ids[-left_truncate_len:] if left_truncate_len else ids
+
+  def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    """Renders a conversation; without the generation prompt its last message is left open, to be continued."""
+    text = self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
+    if add_generation_prompt:
+      return text
+    last = chat_history[-1]['content']
+    start = text.rfind(last.strip())
+    if start < 0:
+      raise UserError('the chat template changes the last message, so that no answer can continue it.')
+    keeps_spaces = text.startswith(last.lstrip(), start)
+    return text[: start + len(last.lstrip() if keeps_spaces else last.strip())]
+
+  def chat_template(self, chat_template: bool | str = False) -> str | None:
+    """The source of the template, for the harness's results; None if the run does not use one."""
+    return self._template.template if chat_template else None
+
+  # --- requests ---
+
+  def _loglikelihood_tokens(
+    self, requests: Sequence[_TokenRequest], disable_tqdm: bool = False, **kwargs: Any
+  ) -> list[tuple[float, bool]]:
+    """Returns (log-likelihood, whether greedy decoding writes it) of each continuation, in order."""
+    del kwargs
+    texts, num_cut = [], 0
+    for _, context, continuation in requests:
+      if len(continuation) > self.max_length:
+        raise UserError(
+          f'a task has a continuation of {len(continuation)} tokens, more than max_length={self.max_length}: raise '
+          'max_length.'
+        )
+      whole = [*context, *continuation]
+      num_cut += len(whole) > self.max_length + 1
+      start = max(0, len(whole) - self.max_length - 1)
+      texts.append((whole[start : len(whole) - len(continuation)], continuation))
+    if num_cut:
+      logging.warning(
+        '%d of %d texts are longer than max_length=%d tokens and lose their beginning: raise max_length, if the model '
+        'knows longer texts.',
+        *(num_cut, len(texts), self.max_length),
+      )
+    answers: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
+    with tqdm(total=len(texts), desc='log-likelihoods', disable=disable_tqdm) as progress:
+      for number, score in self.loaded.score(texts, num_rows=self._rows):
+        answers[number] = (score.logprob, score.is_greedy)
+        if requests[number][0] is not None:
+          self.cache_hook.add_partial('loglikelihood', requests[number][0], answers[number])
+        progress.update()
+    return answers
+
+  def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    """Returns the log-likelihood of each whole text, read in windows of max_length tokens that overlap by one."""
+    windows: list[_TokenRequest] = []
+    owners: list[int] = []
+    for number, request in enumerate(requests):
+      pairs = get_rolling_token_windows(
+        token_list=self.tok_encode(request.args[0]),
+        prefix_token=self.prefix_token_id,
+        max_seq_len=self.max_length,
+        context_len=1,
+      )
+      for pair in pairs:
+        windows.append((None, *make_disjoint_window(pair)))
+        owners.append(number)
+    totals = [0.0] * len(requests)
+    for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+      totals[owner] += logprob
+    for request, total in zip(requests, totals, strict=True):
+      self.cache_hook.add_partial('loglikelihood_rolling', request.args, total)
+    return totals
+
+  def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    """Returns the text that follows each context, greedily unless a task samples, up to its stop strings."""
+    seen: Counter[str] = Counter()
+    prompts = []
+    for request in requests:
+      context, settings = request.args
+      prompts.append(self._prompt(context, settings, sample=seen[context]))
+      seen[context] += 1  # a task that asks the same several times wants several draws
+    texts = [''] * len(prompts)
+    with tqdm(total=len(prompts), desc='texts', disable=disable_tqdm) as progress:
+      for number, text in self.loaded.complete(prompts):
+        texts[number] = text
+        self.cache_hook.add_partial('generate_until', requests[number].args, text)
+        progress.update()
+    return texts
+
+  def _prompt(self, context: str, settings: Mapping[str, Any], *, sample: int) -> Prompt:
+    """The prompt of a request, by the settings that the harness calls generation_kwargs."""
+    wanted: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self._max_gen_toks))
+    max_tokens, stop = wanted.pop('max_gen_toks'), wanted.pop('until')
+    temperature = wanted.pop('temperature', None)
+    if not wanted.pop('do_sample', False):
+      temperature = 0.0
+    sampling = {name: wanted.pop(name) for name in _SAMPLING if name in wanted}
+    if wanted:
+      raise UserError(
+        f'the generation_kwargs of a task have {", ".join(sorted(wanted))}, which this model does not know: leave '
+        f'them out; it knows until, do_sample, max_gen_toks, temperature, {", ".join(_SAMPLING)}.'
+      )
+    room = self.max_length - max_tokens
+    if room < 1:
+      raise UserError(
+        f'a task generates {max_tokens} tokens, but texts have at most max_length={self.max_length}: raise max_length, '
+        'or give --gen_kwargs max_gen_toks=N.'
+      )
+    return Prompt(
+      prompt_ids=tuple(self.tok_encode(context, left_truncate_len=room)),
+      max_tokens=max_tokens,
+      temperature=temperature,
+      seed=self.loaded.job.experiment.seed + sample,
+      stop=tuple(text for text in stop if text),
+      **sampling,
+    )
+
+
+def _mesh_sizes(mesh: Mesh | Sequence[int] | str | int | None) -> Mesh | Sequence[int] | None:
+  """The sizes in a text such as 1x2x4."""
+  if isinstance(mesh, int):
+    return (mesh,)
+  if not isinstance(mesh, str):
+    return mesh
+  try:
+    return tuple(int(size) for size in mesh.split('x'))
+  except ValueError:
+    raise UserError(f'mesh={mesh} must be the sizes of the mesh axes with x between them, such as 1x2x4.') from None

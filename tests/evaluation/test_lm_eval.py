@@ -1,0 +1,210 @@
+"""EleutherAI's harness on our models, directly and over HTTP, against its own model of transformers."""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks import UserError, load
+from spmd_tasks.decoding import DecodeSteps, ModelEngine
+from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
+from spmd_tasks.sharding import MeshSpec
+from tests import binary
+from tests.evaluation.harness_tasks import TASKS, answers, evaluate, import_harness, metrics, write_tasks
+from tests.model_folders import PREFIXES, write_llama
+
+MAX_LENGTH = 62  # the harness's models of servers with 64 have as much
+SMALL = {'task.decode.num_slots': 4, 'task.decode.min_bucket': 32, 'task.decode.prefill_chunk': 32}
+TEMPLATE = (
+  '{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}'
+  '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+)
+exhaustive = pytest.mark.exhaustive
+
+
+@pytest.fixture(scope='module')
+def harness(tmp_path_factory):
+  logging.getLogger('lm_eval').setLevel(logging.ERROR)
+  return import_harness(tmp_path_factory.mktemp('huggingface'))
+
+
+@pytest.fixture(scope='module')
+def tasks(harness, tmp_path_factory):
+  return write_tasks(tmp_path_factory.mktemp('tasks'))
+
+
+@pytest.fixture(scope='module')
+def made(harness, tasks, tmp_path_factory):
+  """Kind -> (folder with a tokenizer of this kind, the harness's results with transformers)."""
+  known = {}
+
+  def make(kind):
+    if kind not in known:
+      from lm_eval.models.huggingface import HFLM
+
+      folder = write_llama(tmp_path_factory.mktemp(kind), kind, chat_template=TEMPLATE)
+      theirs = HFLM(pretrained=str(folder), device='cpu', batch_size=4, max_length=MAX_LENGTH)
+      known[kind] = folder, evaluate(theirs, tasks)
+    return known[kind]
+
+  return make
+
+
+def our_model(folder, **arguments):
+  from spmd_tasks.lm_eval import HarnessModel
+
+  return HarnessModel(path=str(folder), **{'max_length': MAX_LENGTH, 'batch_size': 3} | SMALL | arguments)
+
+
+def one_device():
+  return MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)).build(jax.devices()[:1])
+
+
+def assert_same(ours, theirs):
+  """Log-likelihoods to float32's rounding, summed over up to 60 tokens; texts and what is greedy exactly."""
+  found, expected = answers(ours), answers(theirs)
+  assert found.keys() <= expected.keys()
+  for task in found:
+    assert len(found[task]) == len(expected[task])
+    for mine, yours in zip(found[task], expected[task], strict=True):
+      if task == 'write':
+        assert mine == yours
+      else:
+        np.testing.assert_allclose(np.array(mine, float), np.array(yours, float), rtol=2e-5, atol=2e-4, err_msg=task)
+    for name, value in metrics(ours)[task].items():
+      np.testing.assert_allclose(value, metrics(theirs)[task][name], rtol=1e-3, err_msg=f'{task} {name}')
+
+
+@pytest.mark.parametrize('mesh', [pytest.param('one device', marks=exhaustive), '1x2x4'])
+def test_all_kinds_of_requests_get_the_answers_of_transformers(made, tasks, mesh):
+  folder, theirs = made('byte_level')
+  ours = our_model(folder, mesh=one_device() if mesh == 'one device' else mesh)
+  assert ours.loaded.mesh.size == (1 if mesh == 'one device' else 8)
+  results = evaluate(ours, tasks)
+  assert_same(results, theirs)
+  assert set(answers(results)) == set(TASKS)
+  assert any(text for texts in answers(results)['write'] for text in texts)
+  assert len(results['samples']['ending'][4]['arguments'][0][0].split()) > MAX_LENGTH  # something was cut
+  assert results['config']['model_mesh']['mdl'] == (1 if mesh == 'one device' else 4)
+
+
+@exhaustive
+@pytest.mark.parametrize('kind', [kind for kind in PREFIXES if kind != 'byte_level'])
+def test_every_kind_of_tokenizer(made, tasks, kind):
+  folder, theirs = made(kind)
+  assert_same(evaluate(our_model(folder), tasks), theirs)
+
+
+def test_conversations_are_rendered_as_by_transformers(made, tasks):
+  folder, _ = made('byte_level')
+  from lm_eval.models.huggingface import HFLM
+
+  theirs = HFLM(pretrained=str(folder), device='cpu')
+  ours = our_model(folder)
+  turns = [{'role': 'user', 'content': 'the cat '}, {'role': 'assistant', 'content': ' sat  '}]
+  for history, prompted in ((turns[:1], True), (turns, True), (turns, False)):
+    rendered = ours.apply_chat_template(history, prompted)
+    assert rendered == theirs.apply_chat_template(history, prompted)
+    assert ours.tok_encode(rendered) == theirs.tok_encode(rendered)
+  assert ours.chat_template(True) == theirs.chat_template(True)
+  assert (ours.prefix_token_id, ours.eot_token_id) == (theirs.prefix_token_id, theirs.eot_token_id)
+  assert set(ours.tokenizer_name) <= set('0123456789abcdef')  # part of the name of a cache's file
+
+
+def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(made, harness):
+  from lm_eval.api.instance import Instance
+
+  folder, _ = made('byte_level')
+  ours = our_model(folder)
+
+  def ask(**settings):
+    requests = [Instance('generate_until', {}, ('the cat', settings), i) for i in range(3)]
+    return ours.generate_until(requests, disable_tqdm=True)
+
+  sampled = ask(do_sample=True, temperature=1.5, max_gen_toks=8)
+  assert len(set(sampled)) == 3
+  assert ask(do_sample=True, temperature=1.5, max_gen_toks=8) == sampled
+  assert len(set(ask(temperature=0.0, max_gen_toks=8))) == 1
+  with pytest.raises(UserError, match='have num_beams, which this model does not know'):
+    ask(num_beams=2)
+  with pytest.raises(UserError, match='generates 62 tokens, but texts have at most max_length=62'):
+    ask(max_gen_toks=62)
+  for arguments, sentence in (
+    ({'mesh': '1,2'}, 'mesh=1,2 must be the sizes'),
+    ({'batch_size': 0}, "batch_size=0 must be at least 1, or 'auto'"),
+    ({'device': 'cuda'}, 'device=cuda has no meaning here'),
+    ({'batchsize': 2}, 'batch_size'),
+  ):
+    with pytest.raises(UserError, match=sentence):
+      our_model(folder, **arguments)
+
+
+@contextlib.contextmanager
+def server_of(folder):
+  """A server with the real engine, on 8 devices, in a thread; yields its address."""
+  lm = load(folder, mesh=(1, 2, 4), overrides=[*(f'{name}={value}' for name, value in SMALL.items()),
+                                               'task.decode.max_len=64'])  # fmt: skip
+  steps = DecodeSteps(lm.partitioned, dataclasses.replace(lm.job.task.decode, num_top_logprobs=5))
+  template = lm.job.experiment.chat_template()
+  model = ServedModel(
+    name='tiny', created=1, step=0, tokenizer=lm.tokenizer, chat_template=template, settings=steps.settings,
+    max_len=steps.max_len, vocab_size=steps.vocab_size,
+  )  # fmt: skip
+  settings, stop, lines = ServerSettings(port=0), threading.Event(), []
+  engine = ModelEngine(steps, lm.padded_variables, score_prompts=True)
+  sock = listen(settings)
+  run = lambda: run_server(engine, model, settings, sock, restore=None, announce=lines.append, stop=stop)
+  thread = threading.Thread(target=run)
+  thread.start()
+  try:
+    while not any('Serving' in line for line in lines):
+      assert thread.is_alive()
+      time.sleep(0.05)
+    yield url_of(sock)
+  finally:
+    stop.set()
+    thread.join(30)
+
+
+def test_the_server_answers_the_harness_as_the_model_does(made, tasks, monkeypatch):
+  folder, theirs = made('byte_level')
+  monkeypatch.setenv('OPENAI_API_KEY', 'none')
+  with server_of(folder) as url:
+    shared = {'model': 'tiny', 'base_url': f'{url}/v1/completions', 'max_length': MAX_LENGTH + 2}
+    by_folder = shared | {'tokenizer': str(folder), 'tokenizer_backend': 'huggingface', 'add_bos_token': True}
+    # Without a context, the harness's own clients and its own model of transformers differ in what they send.
+    results = evaluate('local-completions', tasks, ('choice', 'whole', 'write'), model_args=by_folder, batch_size=4)
+    assert_same(results, theirs)
+    # By the server's tokenizer, several requests at a time; nothing stands before texts then.
+    results = evaluate('local-completions', tasks, ['ending'], model_args=shared | {'num_concurrent': 3})
+    assert_same(results, evaluate(our_model(folder, add_bos_token=False), tasks, ['ending']))
+    chat = {'model': 'tiny', 'base_url': f'{url}/v1/chat/completions', 'max_length': MAX_LENGTH + 2}
+    results = evaluate('local-chat-completions', tasks, ['write'], model_args=chat, apply_chat_template=True)
+  expected = evaluate(our_model(folder), tasks, ['write'], apply_chat_template=True)
+  assert answers(results) == answers(expected)
+
+
+@exhaustive
+def test_the_command(made, tasks, tmp_path):
+  folder, theirs = made('byte_level')
+  arguments = f'path={folder},mesh=1x2x4,num_fake_devices=8,max_length={MAX_LENGTH},task.decode.num_slots=4'
+  finished = binary.run_binary(
+    'run', '--model', 'spmd_tasks', '--model_args', arguments, '--include_path', tasks, '--tasks', 'choice,write',
+    '--batch_size', 'auto', '--output_path', tmp_path,
+    command=('-m', 'spmd_tasks.lm_eval'), fresh=True, env={'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
+  )  # fmt: skip
+  assert finished.returncode == 0, finished.stderr
+  for task in ('choice', 'write'):
+    for name, value in metrics(theirs)[task].items():
+      assert f'{value:.4f}' in finished.stdout, (task, name)
+  wrong = binary.run_binary(
+    'run', '--model', 'spmd_tasks', '--model_args', f'path={tmp_path}', '--include_path', tasks, '--tasks', 'choice',
+    command=('-m', 'spmd_tasks.lm_eval'), fresh=True, env={'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
+  )  # fmt: skip
+  assert wrong.returncode == 2
+  assert wrong.stderr.splitlines()[-1].startswith(f'spmd_tasks.lm_eval: {tmp_path} has no config.json')
