@@ -7,8 +7,8 @@ function of the settings and the position alone, so hosts and workers may change
 
 Read base.py (the contract and the fields of a batch), then text_input.py (packed text from any TextSource), text.py and
 records.py (sources: files, JSON lines, Parquet, ArrayRecord), tokenizers.py, folder_tokenizer.py, tfdata_input.py
-(tf.data), synthetic.py (made-up tokens), prefetch.py (reads ahead in a thread). TensorFlow, Grain, PyArrow and
-`tokenizers` load on first use.
+(tf.data), synthetic.py (made-up tokens), mixture.py (rows of several inputs by weights), prefetch.py (reads ahead in a
+thread). TensorFlow, Grain, PyArrow and `tokenizers` load on first use.
 """
 
 from spmd_tasks.inputs.base import (
@@ -20,9 +20,12 @@ from spmd_tasks.inputs.base import (
   check_state,
   empty_batch,
   language_model_spec,
+  progress_of,
   shard_rows,
+  source_ids_name,
 )
 from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
+from spmd_tasks.inputs.mixture import Mixture
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_json
 from spmd_tasks.inputs.synthetic import SyntheticText
@@ -51,6 +54,7 @@ __all__ = [
   'Input',
   'InputIterator',
   'JsonLines',
+  'Mixture',
   'OpenSource',
   'Parquet',
   'Prefetcher',
@@ -71,7 +75,9 @@ __all__ = [
   'encode_prompt',
   'language_model_spec',
   'parse_json',
+  'progress_of',
   'read_json_object',
   'shard_rows',
+  'source_ids_name',
   'train_bpe',
 ]

@@ -8,7 +8,7 @@ A batch is a dict of [B, T] arrays: `ids` (int32, what the model reads), `labels
 (int32, position within the segment).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -18,6 +18,9 @@ from spmd_tasks.errors import UserError
 
 Batch = dict[str, np.ndarray]
 State = dict[str, Any]
+
+# What begins the name of the entry, int32 [B], that says of which source each row of a mixture is; see source_ids_name.
+SOURCE_IDS = 'source_ids:'
 
 BATCH_DTYPES: Mapping[str, Any] = {
   'ids': np.int32,
@@ -115,6 +118,26 @@ def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:
     )
   rows = batch_size // shard_count
   return range(shard_index * rows, (shard_index + 1) * rows)
+
+
+def source_ids_name(names: Iterable[str]) -> str:
+  """The name of the entry of a mixture's batch that numbers the sources; it holds their names, for a loss to find them.
+
+  Source i of `names` has the number i, and a row of padding -1. layers/losses.py reads it.
+  """
+  return SOURCE_IDS + ','.join(names)
+
+
+def epochs_of(source: Input, state: State) -> float | None:
+  """How often an input has been read at a position, from its method `epochs(state)`; None where it has none."""
+  method = getattr(source, 'epochs', None)
+  return None if method is None else method(state)
+
+
+def progress_of(source: Input, state: State) -> dict[str, float]:
+  """Metrics of a position, by name, from an input's method `progress(state)`; {} where it has none."""
+  method = getattr(source, 'progress', None)
+  return {} if method is None else dict(method(state))
 
 
 def check_state(state: State, expected: Mapping[str, Any]) -> None:

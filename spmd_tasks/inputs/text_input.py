@@ -91,6 +91,17 @@ class TextInput:
       resharded.append({**states[0], 'shard_index': index, 'shard_count': shard_count, 'lanes': own})
     return resharded
 
+  def epochs(self, state: base.State) -> float | None:
+    """How often the source has been read at a position, on average over the lanes of its shard, to a block.
+
+    None for positions that were saved without the number of blocks.
+    """
+    if 'num_blocks' not in state:
+      return None
+    num_lanes = self.batch_size if self.num_epochs is None else 1
+    blocks_per_lane = sum(num_read for num_read, _, _ in state['lanes']) / len(state['lanes'])
+    return blocks_per_lane * num_lanes / state['num_blocks']
+
 
 class TextIterator:
   """The batches of one shard of a TextInput. Its state is plain JSON data."""
@@ -99,6 +110,7 @@ class TextIterator:
     self._settings = settings
     self._shard = {'shard_index': shard_index, 'shard_count': shard_count}
     source = settings.source.open()
+    self._num_blocks = len(source)
     self._identity = {
       'kind': 'text',
       'source': source.fingerprint(),
@@ -161,7 +173,8 @@ class TextIterator:
 
   def get_state(self) -> base.State:
     lanes = np.concatenate(self._positions).tolist()
-    return {**self._identity, **self._shard, 'num_batches': self._num_batches, 'lanes': lanes}
+    progress = {'num_batches': self._num_batches, 'num_blocks': self._num_blocks, 'lanes': lanes}
+    return {**self._identity, **self._shard, **progress}
 
   def set_state(self, state: base.State) -> None:
     base.check_state(state, self._identity)

@@ -38,7 +38,7 @@ from spmd_tasks.layers.feed_forward import (
 )
 from spmd_tasks.layers.language_model import LanguageModel
 from spmd_tasks.layers.linear import Linear
-from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput
+from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, losses_by_source
 from spmd_tasks.layers.norm import LayerNorm, RmsNorm
 from spmd_tasks.layers.stack_sequence import StackSequence
 from spmd_tasks.layers.transformer import (
@@ -74,6 +74,7 @@ __all__ = [
   'WithSublayers',
   'activation_function',
   'declare_weight',
+  'losses_by_source',
   'remat_policy',
   'soft_cap',
   'values_per_layer',

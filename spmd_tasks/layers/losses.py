@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 
+_SOURCE_IDS = 'source_ids:'  # as inputs/base.py has it
+
 
 class LossOutput(struct.PyTreeNode):
   """The result of a loss.
@@ -38,6 +40,33 @@ def _divide(total: jax.Array, weight: jax.Array) -> jax.Array:
   return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
+def losses_by_source(
+  losses: jax.Array, weights: jax.Array, batch: Mapping[str, Any]
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+  """Returns the metrics `loss/<source>` of a mixture of inputs: (mean over the source's tokens, their weight).
+
+  Any loss can add them to its metrics. Without an entry that names sources there are none, and nothing is computed.
+
+  Args:
+    losses: float32 [B, T] or [B].
+    weights: of the same shape.
+    batch: of a mixture, it has an entry `source_ids:<name>,<name>,...`, int32 [B]: the number of each row's source in
+      the list of names, -1 for padding (inputs/mixture.py).
+  """
+  entries = [name for name in batch if name.startswith(_SOURCE_IDS)]
+  if not entries:
+    return {}
+  [entry] = entries
+  names = entry.removeprefix(_SOURCE_IDS).split(',')
+  is_source = batch[entry][None, :] == jnp.arange(len(names))[:, None]  # [S, B]
+  axes = tuple(range(1, losses.ndim))
+  rows = jnp.stack([jnp.sum(losses * weights, axis=axes), jnp.sum(weights, axis=axes)])  # [2, B]
+  # Not a product: a row with a NaN is not to reach the other sources.
+  totals, row_weights = jnp.sum(jnp.where(is_source, rows[:, None, :], 0.0), axis=2)  # [S] each
+  means = _divide(totals, row_weights)
+  return {f'loss/{name}': (means[i], row_weights[i]) for i, name in enumerate(names)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModelLoss:
   """Mean over tokens of smoothed cross-entropy + z_loss_weight * logsumexp(logits)^2, weighted by `batch['weights']`.
@@ -45,7 +74,8 @@ class LanguageModelLoss:
   With label smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016). The z-loss
   keeps the softmax's normalizer near 1 (Chowdhery et al., 2022). The metric `cross_entropy` and its per-example value
   include neither, so exp(cross_entropy) is the perplexity. A label outside [0, V) makes the loss NaN, except where its
-  weight is 0, as that of a label -100 for "ignore" must be.
+  weight is 0, as that of a label -100 for "ignore" must be. For a mixture of inputs, the metric `loss/<source>` is the
+  loss on the tokens of one source, without aux losses.
 
   Fields:
     z_loss_weight, label_smoothing: 0 turns them off.
@@ -124,6 +154,7 @@ class LanguageModelLoss:
     *totals, weight = jnp.sum(stack * weights[None], axis=(1, 2))
     loss, *means = (_divide(total, weight) for total in totals)
     metrics = {name: (mean, weight) for name, mean in zip(per_token, means, strict=True)}
+    metrics |= losses_by_source(objective, weights, batch)
     aux = predictions.get('aux', {})
     self._check_aux_losses(aux)
     if taken := sorted({'loss', *metrics}.intersection(aux)):

@@ -23,7 +23,7 @@ from spmd_tasks.distributed import (
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.inputs import InputIterator, Prefetcher
+from spmd_tasks.inputs import InputIterator, Prefetcher, progress_of
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.eval import Evaluator, open_evaluator
 from spmd_tasks.programs.goodput import Goodput
@@ -148,7 +148,7 @@ def train(
       should_stop=guard.should_stop,
     )
     compilations = stack.enter_context(CompilationCounter())
-    logged = _LoggedMetrics(model, goodput, batches, loop, slowest, compilations)
+    logged = _LoggedMetrics(job, model, goodput, batches, loop, slowest, compilations)
 
     def save() -> None:
       with watchdog.allow('checkpoint', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
@@ -328,6 +328,7 @@ class _LoggedMetrics:
 
   def __init__(
     self,
+    job: Job,
     model: PartitionedModel,
     goodput: Goodput,
     batches: Prefetcher,
@@ -335,6 +336,7 @@ class _LoggedMetrics:
     slowest: SlowestProcess,
     compilations: CompilationCounter,
   ):
+    self._input = job.train_input
     self._model, self._goodput, self._batches, self._loop = model, goodput, batches, loop
     self._slowest, self._compilations = slowest, compilations
     self._rates = StepRates.of(model, goodput)
@@ -356,6 +358,7 @@ class _LoggedMetrics:
       seconds_waited=self._batches.seconds_waited,
       seconds_blocked=self._loop.seconds_blocked,
     )
+    metrics |= progress_of(self._input, self._loop.outcome_input_state)
     return metrics | {
       'num_skipped_steps': self._loop.num_skipped,
       'padding_waste': self._model.padding_waste,

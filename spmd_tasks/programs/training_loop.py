@@ -45,6 +45,13 @@ class Outcome(NamedTuple):
   metrics: dict[str, jax.Array]
 
 
+class _Launched(NamedTuple):
+  """A step in flight: its metrics, on the devices, and the input's position after its batch."""
+
+  metrics: dict[str, Any]
+  input_state: Any
+
+
 class TrainingLoop:
   """An iterable of outcomes that runs `train_step` over placed batches until `num_train_steps` updates are applied.
 
@@ -54,6 +61,7 @@ class TrainingLoop:
     state: the live, padded TrainState, after the last launched step.
     step: updates applied, up to the last outcome.
     input_state: the input's position after the last launched batch.
+    outcome_input_state: the same after the batch of the last outcome.
     num_skipped: steps skipped since the job's first start.
     input_has_ended: there was no batch for the next step.
     seconds_blocked: how long the host has waited for the results of steps.
@@ -94,14 +102,15 @@ class TrainingLoop:
     self.state = state
     self.step = int(state.step)
     self.input_state: Any = None
+    self.outcome_input_state: Any = None
     self.num_skipped = int(state.learner.num_skipped)
     self.input_has_ended = False
     self.seconds_blocked = 0.0
-    self._in_flight: dict[str, Any] | None = None
+    self._in_flight: _Launched | None = None
 
   def is_idle(self) -> bool:
     """Returns whether every launched step has finished: the device has nothing to do."""
-    return self._in_flight is None or self._in_flight['skipped'].is_ready()
+    return self._in_flight is None or self._in_flight.metrics['skipped'].is_ready()
 
   def __iter__(self) -> Iterator[Outcome]:
     """Yields the outcome of every step, in order.
@@ -130,8 +139,8 @@ class TrainingLoop:
     if last is not None:
       yield from self._outcome(last)
 
-  def _launch(self, step: int) -> dict[str, jax.Array] | None:
-    """Launches the step after `step`; returns its metrics, or None where the input has ended."""
+  def _launch(self, step: int) -> _Launched | None:
+    """Launches the step after `step`; returns None where the input has ended."""
     self._on_activity(step, 'input')
     try:
       batch, self.input_state = next(self._batches)
@@ -140,10 +149,11 @@ class TrainingLoop:
       return None
     self._on_activity(step, 'step')
     self.state, metrics = self._train_step(self.state, batch)
-    return metrics
+    return _Launched(metrics, self.input_state)
 
-  def _outcome(self, metrics: dict[str, jax.Array]) -> Iterator[Outcome]:
+  def _outcome(self, launched: _Launched) -> Iterator[Outcome]:
     """Waits for a step, counts it and yields its outcome; raises where the job must not go on."""
+    metrics, self.outcome_input_state = launched
     start = time.perf_counter()
     is_skipped = float(metrics['skipped'])
     self.seconds_blocked += time.perf_counter() - start

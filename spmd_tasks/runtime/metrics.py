@@ -35,8 +35,14 @@ Metrics = Mapping[str, Metric]
 
 
 def finish_metrics(means: Mapping[str, np.typing.ArrayLike]) -> dict[str, Metric]:
-  """Turns means (scalars or [E]) into numbers and lists, exact in float64, and adds perplexity to cross entropy."""
+  """Turns means (scalars or [E]) into numbers and lists, exact in float64, and adds perplexity to cross entropy.
+
+  Of a mixture of inputs, the loss of a source without a token in this batch is left out.
+  """
   metrics: dict[str, Metric] = {name: np.asarray(mean, np.float64).tolist() for name, mean in means.items()}
+  for name in [name for name in metrics if name.startswith('loss/')]:
+    if metrics.get(name.replace('loss', 'loss_weight', 1)) == 0:
+      del metrics[name]
   cross_entropy = scalars(metrics).get('cross_entropy')
   if cross_entropy is not None:
     metrics['perplexity'] = math.inf if cross_entropy >= 700 else math.exp(cross_entropy)

@@ -152,7 +152,8 @@ class Task:
 
     Returns:
       The new state, and metrics: float32 scalars, or vectors with one value per expert. The scalars `loss`,
-      `loss_weight` and `skipped` (0 or 1) are always among them.
+      `loss_weight` and `skipped` (0 or 1) are always among them. Of a mixture of inputs, `loss/<source>` and its
+      weight `loss_weight/<source>` are among them.
     """
 
     def loss_fn(weights, microbatch, rng):
@@ -178,6 +179,11 @@ class Task:
       learner_metrics['skipped'] == 0, state.non_trainable | dict(output.updated_variables), state.non_trainable
     )
     metrics = {name: mean for name, (mean, _) in output.metrics.items()}
+    metrics |= {
+      name.replace('loss', 'loss_weight', 1): weight
+      for name, (_, weight) in output.metrics.items()
+      if name.startswith('loss/')
+    }
     metrics |= {'loss': output.loss, 'loss_weight': output.weight} | learner_metrics
     return state.replace(step=step, weights=weights, learner=learner_state, non_trainable=non_trainable), metrics
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import fiddle as fdl
 
-from spmd_tasks.inputs import ByteTokenizer, JsonLines, TextFiles, TextInput, TfDataInput, TfRecords
+from spmd_tasks.inputs import (
+  ByteTokenizer,
+  JsonLines,
+  Mixture,
+  SyntheticText,
+  TextFiles,
+  TextInput,
+  TfDataInput,
+  TfRecords,
+)
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
 from tests.programs.small_jobs import Small
@@ -112,6 +121,38 @@ class TfData(Read):
     return fdl.Config(SlowInput, input=records, seconds_per_batch=self.seconds_per_batch)
 
 
+class Mixed(Read):
+  """A mixture of endless JsonLines, of others that are repeated, and of made-up tokens that end."""
+
+  def train_input(self):
+    sizes = {'batch_size': self.batch_size, 'seq_len': self.seq_len}
+    made_up = fdl.Config(SyntheticText, vocab_size=self.vocab_size, num_batches=4, **sizes)
+    mixture = fdl.Config(
+      Mixture,
+      sources={
+        'long': self._lines('[012]'),
+        'short': self._lines('3', num_epochs=1, packing=False),
+        'made_up': made_up,
+      },
+      weights={'long': 0.3, 'short': 0.4, 'made_up': 0.3},
+      weight_changes=((8, {'long': 0.6, 'short': 0.2, 'made_up': 0.2}),),
+      when_ended={'short': 'repeat', 'made_up': 'drop'},
+    )
+    return fdl.Config(SlowInput, input=mixture, seconds_per_batch=self.seconds_per_batch)
+
+  def _lines(self, parts, **settings):
+    return fdl.Config(
+      TextInput,
+      source=fdl.Config(JsonLines, pattern=f'{self.data}/part_{parts}.jsonl', block_bytes=64),
+      tokenizer=fdl.Config(ByteTokenizer),
+      batch_size=self.batch_size,
+      seq_len=self.seq_len,
+      num_workers=self.num_workers,
+      read_timeout_s=self.read_timeout_s,
+      **settings,
+    )
+
+
 class Pair(Plain):
   """Two processes; the limits within which they must end are short."""
 
@@ -172,7 +213,7 @@ class SlowIterator:
 # How many devices each job has in all, and which files it reads.
 NUM_DEVICES = {'Padded': 8, 'Experts': 4, 'Pipelined': 4, 'Pair': 4, 'PairText': 4}
 PAIRS = ('Pair', 'PairText')  # of two processes
-SUFFIXES = {'Text': 'txt', 'PairText': 'txt', 'Json': 'jsonl', 'TfData': 'tfrecord'}
+SUFFIXES = {'Text': 'txt', 'PairText': 'txt', 'Json': 'jsonl', 'Mixed': 'jsonl', 'TfData': 'tfrecord'}
 
 
 def flags_of(job: str, mode: str) -> list[str]:

@@ -277,3 +277,23 @@ def not_finite(scene: Scene) -> str:
 
 def without(line: dict, name: str) -> dict:
   return {key: value for key, value in line.items() if key != name}
+
+
+@kind('input/a mixture is killed', share=3)
+def mixture_killed(scene: Scene) -> str:
+  """Each start is killed between two batches, or in one, as a source ends, begins anew or changes its weight."""
+  scene.job = 'Mixed'
+  scene.flags = ['--set', f'num_workers={scene.rng.choice((0, 0, 1))}']
+  num_kills = scene.rng.choice((1, 2, 3))
+  for number in range(num_kills):
+    process = scene.start()
+    wanted = scene.num_steps() + scene.rng.randrange(1, 9)
+    scene.wait_until(process, lambda: scene.num_steps() >= wanted)  # noqa: B023
+    process.send(signal.SIGKILL)
+    ended = scene.finish(process)
+    if ended.returncode != -signal.SIGKILL:
+      check(ended.returncode == exit_codes.OK, f'ended with {ended.returncode} before it was killed')
+      scene.check_as_undisturbed()
+      return f'ended before kill {number + 1}'
+  scene.resume()
+  return f'{num_kills} kills; went on, bit for bit'

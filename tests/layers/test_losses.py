@@ -196,3 +196,29 @@ def test_bfloat16_logits_are_summed_in_float32(rng):
   rounded = jnp.asarray(logits, 'bfloat16')
   means, _ = _reference(np.asarray(rounded, np.float32), batch, 0.0, 0.0)
   np.testing.assert_allclose(LanguageModelLoss()({'logits': rounded}, batch).loss, means['loss'], rtol=1e-5)
+
+
+def test_losses_of_the_sources_of_a_mixture_are_means_over_their_tokens(rng):
+  logits, batch = _case(rng)
+  batch['weights'][1, 1] = 1.0
+  ids = {'source_ids:code,none,web': np.array([2, 0, 2], np.int32)}  # the last row is padding
+  loss = LanguageModelLoss(label_smoothing=0.1, z_loss_weight=1e-2)
+  out, plain = loss({'logits': logits}, batch | ids), loss({'logits': logits}, batch)
+  assert set(out.metrics) - set(plain.metrics) == {'loss/code', 'loss/none', 'loss/web'}
+  np.testing.assert_array_equal(out.loss, plain.loss)
+  for name, rows in (('code', [1]), ('web', [0, 2])):
+    alone = loss({'logits': logits[rows]}, {key: x[rows] for key, x in batch.items()})
+    mean, weight = out.metrics[f'loss/{name}']
+    np.testing.assert_allclose(mean, alone.loss, rtol=1e-6)
+    np.testing.assert_allclose(weight, batch['weights'][rows].sum(), rtol=1e-6)
+  assert [float(x) for x in out.metrics['loss/none']] == [0, 0]
+
+
+def test_a_broken_row_breaks_the_loss_of_its_own_source_only(rng):
+  logits, batch = _case(rng)
+  batch['weights'][:] = 1.0
+  batch['labels'][1, 0] = V
+  ids = {'source_ids:code,web': np.array([0, 1, -1], np.int32)}
+  metrics = LanguageModelLoss()({'logits': logits}, batch | ids).metrics
+  assert np.isfinite(metrics['loss/code'][0])
+  assert np.isnan(metrics['loss/web'][0])

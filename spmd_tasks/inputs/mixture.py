@@ -1,0 +1,244 @@
+"""Mixture: batches whose rows are from several inputs, by named weights.
+
+    Mixture(
+      sources={'code': TextInput(...), 'web': TfDataInput(...)},
+      weights={'code': 0.3, 'web': 0.7},
+      weight_changes=((10_000, {'code': 0.5, 'web': 0.5}),),   # for the batches behind the first 10,000
+      when_ended={'code': 'repeat', 'web': 'stop'},
+    )
+
+A row of a source's batch is one example, also if it packs several documents. Row r of the mixture's batches takes the
+rows r of the source's batches, one after another. So each row of a source is used once and in its order, a host reads
+of every source the rows that are its own, as without a mixture, and the batches are the same ones for any number of
+hosts. Which source a row is from follows from the seed, the weights and the batches before (_row_choice.py): after any
+number of batches with the same weights, every source has given the rows that its weight says, to less than one row.
+
+All hosts compute the choice for all rows, and so read the same number of batches of every source at the same time.
+They agree without a word when a source has ended, and the saved positions of a source fit together when the number of
+hosts changes.
+
+A batch has one more entry, int32 [B], which says of which source each row is (-1: a row of padding, once every source
+has ended). Its name, `source_ids_name(names)`, holds the names of the sources in the order of their numbers. The loss
+of language models finds it and reports `loss/<source>` and `loss_weight/<source>`.
+
+Why not Grain's own mixing? `MapDataset.mix` needs examples with random access, and packed rows have none.
+`IterDataset.mix` mixes the stream of one process: with another number of processes the batches are others, and a
+position does not fit. Both round the weights to a hundredth of the smallest one, keep them for ever, and end with the
+first source that ends.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from fractions import Fraction
+
+import jax
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import _mixture_settings, base
+from spmd_tasks.inputs._repeated import Repeated
+from spmd_tasks.inputs._row_choice import RowChoice
+from spmd_tasks.inputs._source_reader import SourceReader, naming
+from spmd_tasks.inputs.tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+  """Batches whose rows are from several inputs of the same batch size and shapes.
+
+  Fields:
+    sources: name -> input. Names become parts of names of metrics.
+    weights: name -> the source's part of the rows, in proportion to their sum; 0 leaves it out for now.
+    weight_changes: (number of batches, weights) pairs: behind that many batches other weights hold.
+    when_ended: what happens when a source has no row left for its turn, for all sources or by name ('stop' for those
+      that are not named). 'stop' ends the mixture before that batch. 'repeat' begins the source anew, its epochs one
+      behind the other without padding; every host then reads it whole. 'drop' goes on without it, the weights of the
+      others in the same proportion as before; the mixture ends with the last row of the last source.
+    seed: of the numbers that decide which rows of a batch are from which source.
+
+  Raises (on construction):
+    UserError: the names of weights are not those of the sources, or a value cannot be used.
+  """
+
+  sources: Mapping[str, base.Input]
+  weights: Mapping[str, float]
+  weight_changes: Sequence[tuple[int, Mapping[str, float]]] = ()
+  when_ended: str | Mapping[str, str] = 'stop'
+  seed: int = 0
+
+  def __post_init__(self):
+    _mixture_settings.check_names(self.sources)
+    _mixture_settings.check_weights('weights', self.weights, self.sources)
+    _mixture_settings.check_changes(self.weight_changes, self.sources)
+    _mixture_settings.check_answers(self.when_ended, self.sources)
+    if not isinstance(self.seed, int) or self.seed < 0:
+      raise UserError(f'seed {self.seed!r} of the mixture must be an integer that is not negative.')
+
+  @property
+  def batch_size(self) -> int:
+    return next(iter(self.sources.values())).batch_size
+
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    """The tokenizer of the sources that have one; they have the same one."""
+    tokenizers = (getattr(source, 'tokenizer', None) for source in self.sources.values())
+    return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """The spec of all sources, and the entry that says of which source each row is.
+
+    Raises:
+      UserError: the sources' specs differ; the message names two of them.
+    """
+    ids = jax.ShapeDtypeStruct((self.batch_size,), np.int32)
+    return {**_mixture_settings.common_spec(self.sources), base.source_ids_name(self.sources): ids}
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'MixtureIterator':
+    return MixtureIterator(self, shard_index, shard_count)
+
+  def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
+    for state in states:
+      base.check_state(state, {'kind': 'mixture', 'names': list(self.sources)})
+    numbers = [_batch_numbers(state) for state in states]
+    if any(each != numbers[0] for each in numbers):
+      raise UserError(f'the shards were saved at different batches, {[s["choice"]["num_batches"] for s in states]}.')
+    resharded: list[base.State] = [{**states[0], 'sources': {}} for _ in range(shard_count)]
+    for name, source in self.endless_where_repeated().items():
+      own = [state['sources'][name] for state in states]
+      with naming(name):
+        positions = source.reshard_states([each['position'] for each in own], shard_count)
+      for state, position in zip(resharded, positions, strict=True):
+        state['sources'][name] = {**own[0], 'position': position}
+    return resharded
+
+  def progress(self, state: base.State) -> dict[str, float]:
+    """Metrics of a position: `rows/<source>`, the rows that it has given, and `epochs/<source>` where that is known.
+
+    Epochs are those of the rows that this host reads, up to a batch or two of the source behind the position.
+    """
+    choice, metrics = state['choice'], {}
+    for name, least, beyond in zip(state['names'], choice['rows_read'], choice['rows_read_beyond'], strict=True):
+      metrics[f'rows/{name}'] = float(least * len(beyond) + sum(beyond))
+    for name, source in self.endless_where_repeated().items():
+      epochs = base.epochs_of(source, state['sources'][name]['position'])
+      if epochs is not None:
+        metrics[f'epochs/{name}'] = epochs
+    return metrics
+
+  def answer(self, name: str) -> str:
+    """What happens when a source has ended: 'stop', 'repeat' or 'drop'."""
+    return self.when_ended if isinstance(self.when_ended, str) else self.when_ended.get(name, 'stop')
+
+  def endless_where_repeated(self) -> dict[str, base.Input]:
+    """The sources by name, those to be repeated as inputs without end."""
+    return {
+      name: Repeated(input=source) if self.answer(name) == 'repeat' else source for name, source in self.sources.items()
+    }
+
+
+class MixtureIterator:
+  """The batches of one shard of a Mixture. Its state is plain JSON data."""
+
+  def __init__(self, settings: Mixture, shard_index: int, shard_count: int):
+    spec = settings.element_spec()
+    _mixture_settings.check_tokenizers(settings.sources)
+    self._settings = settings
+    self._schedule = [(0, _proportions(settings, settings.weights))]
+    self._schedule += [(first, _proportions(settings, weights)) for first, weights in settings.weight_changes]
+    self._rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
+    self._ids_name = base.source_ids_name(settings.sources)
+    self._spec = {name: entry for name, entry in spec.items() if name != self._ids_name}
+    self._choice = RowChoice(settings.batch_size, self._schedule, settings.seed)
+    self._has_stopped = False
+    self._closed = False
+    self._readers: list[SourceReader] = []
+    try:
+      for name, source in settings.endless_where_repeated().items():
+        self._readers.append(SourceReader(name, source, shard_index, shard_count))
+    except BaseException:
+      self.close()
+      raise
+
+  def __iter__(self) -> Iterator[base.Batch]:
+    return self
+
+  def __next__(self) -> base.Batch:
+    if self._closed:
+      raise UserError('this input iterator has been closed: make another one from its settings.')
+    choice = self._choose_and_read()
+    batch = self._assemble(choice)
+    self._choice.advance(choice)
+    for reader, rows_read in zip(self._readers, self._choice.rows_read, strict=True):
+      reader.forget_until(int(rows_read.min()))
+    return batch
+
+  def _choose_and_read(self) -> np.ndarray:
+    """Returns the source of each row of the next batch, int32 [B], and has read these rows.
+
+    Every host comes here with the same choice, reads as many batches and finds the same ends.
+    """
+    while not self._has_stopped:
+      choice = self._choice.choose()
+      if choice is None:
+        break
+      needed = self._choice.num_batches_needed(choice)
+      ended = [source for source, reader in enumerate(self._readers) if not reader.read_until(needed[source])]
+      if not ended:
+        return choice
+      for source in ended:
+        reader = self._readers[source]
+        if reader.num_read == 0:
+          raise UserError(f'source {reader.name!r} of the mixture is empty: put examples in it, or leave it out.')
+        if self._settings.answer(reader.name) == 'stop':
+          self._has_stopped = True
+        else:
+          self._choice.ends[source] = reader.num_read
+    raise StopIteration
+
+  def _assemble(self, choice: np.ndarray) -> base.Batch:
+    """Returns this shard's rows of the batch whose rows have the sources `choice`, int32 [B]."""
+    ids = choice[self._rows.start : self._rows.stop]
+    batch = {name: np.zeros((len(ids), *entry.shape[1:]), entry.dtype) for name, entry in self._spec.items()}
+    for source, reader in enumerate(self._readers):
+      rows = np.flatnonzero(ids == source)
+      numbers = self._choice.rows_read[source, self._rows.start + rows]
+      for number in np.unique(numbers):
+        own, read = rows[numbers == number], reader.batch(int(number))
+        for name, values in batch.items():
+          values[own] = read[name][own]
+    return {**batch, self._ids_name: ids.astype(np.int32)}
+
+  def _identity(self, num_batches: int) -> base.State:
+    """What a position belongs to; of the weights, those that decided the first `num_batches` batches."""
+    s = self._settings
+    decided = [[first, [str(weight) for weight in weights]] for first, weights in self._schedule if first < num_batches]
+    identity = {'kind': 'mixture', 'names': list(s.sources), 'batch_size': s.batch_size, 'seed': s.seed}
+    return {**identity, 'weights': decided}
+
+  def get_state(self) -> base.State:
+    sources = {reader.name: reader.get_state() for reader in self._readers}
+    return {**self._identity(self._choice.num_batches), 'choice': self._choice.get_state(), 'sources': sources}
+
+  def set_state(self, state: base.State) -> None:
+    base.check_state(state, {'kind': 'mixture'})
+    base.check_state(state, self._identity(int(state['choice']['num_batches'])))
+    for reader in self._readers:
+      reader.set_state(state['sources'][reader.name])
+    self._choice.set_state(state['choice'])
+    self._has_stopped = False
+
+  def close(self) -> None:
+    self._closed = True
+    for reader in self._readers:
+      reader.close()
+
+
+def _proportions(settings: Mixture, weights: Mapping[str, float]) -> list[Fraction]:
+  """The weights in the order of the sources, exactly as they are written, divided by their sum."""
+  exact = [Fraction(str(weights[name])) for name in settings.sources]
+  return [weight / sum(exact) for weight in exact]
+
+
+def _batch_numbers(state: base.State) -> tuple[object, ...]:
+  """What the states of all shards of a moment have in common: how many batches were made, and read of each source."""
+  return state['choice'], {name: source['first_batch'] for name, source in state['sources'].items()}

@@ -1,0 +1,337 @@
+"""A mixture reads the same examples in the same order on any number of hosts, killed and resumed anywhere."""
+
+import collections
+import dataclasses
+import itertools
+import json
+import random
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spmd_tasks.errors import JobError
+from spmd_tasks.inputs import (
+  ByteTokenizer,
+  Input,
+  InputIterator,
+  JsonLines,
+  Mixture,
+  Parquet,
+  SyntheticText,
+  TfDataFunction,
+  TfDataInput,
+  source_ids_name,
+)
+from tests.inputs.mixed import B, T, close, read, shards, synthetic, text, undisturbed
+
+
+@pytest.fixture
+def write(tmp_path):
+  """Writes `count` documents that differ in every piece, as JSON lines or Parquet; returns their source."""
+
+  def write(name, count, kind='jsonl'):
+    texts = [f'{name}{i}:' + ''.join(f'{name}{i},{j};' for j in range(i % 9)) for i in range(count)]
+    path = tmp_path / f'{name}.{kind}'
+    if kind == 'parquet':
+      pq.write_table(pa.table({'text': texts}), path)
+      return Parquet(pattern=str(path), block_rows=3)
+    path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
+    return JsonLines(pattern=str(path), block_bytes=150)
+
+  return write
+
+
+def numbers(shard_index, shard_count):
+  """90 examples with an id of their own, as tf.data."""
+  import tensorflow as tf
+
+  return tf.data.Dataset.range(90).shard(shard_count, shard_index).map(lambda n: {'ids': tf.range(n, n + 9)})
+
+
+def tf_numbers(**settings) -> TfDataInput:
+  return TfDataInput(source=TfDataFunction(function=numbers, name='numbers'), batch_size=B, seq_len=T, **settings)
+
+
+@pytest.fixture
+def mixtures(write):
+  """Mixtures of every kind of source, and of every way to end."""
+  web, code, chat = write('w', 300), write('c', 120, 'parquet'), write('i', 25)
+  made_up = synthetic(seed=7)
+  return {
+    'endless': Mixture(
+      sources={'web': text(web, seed=1), 'code': text(code, seed=2), 'made_up': made_up},
+      weights={'web': 0.61, 'code': 0.3, 'made_up': 0.09},
+    ),
+    'changing': Mixture(
+      sources={'web': text(web), 'code': text(code, packing=False), 'made_up': made_up},
+      weights={'web': 1, 'code': 1, 'made_up': 0},
+      weight_changes=((7, {'web': 0.2, 'code': 0, 'made_up': 0.8}), (19, {'web': 3, 'code': 2, 'made_up': 1})),
+      seed=5,
+    ),
+    'repeated': Mixture(
+      sources={'web': text(web), 'chat': text(chat, num_epochs=1, packing=False), 'code': text(code, num_epochs=2)},
+      weights={'web': 0.5, 'chat': 0.3, 'code': 0.2},
+      when_ended={'chat': 'repeat', 'code': 'drop'},
+    ),
+    'dropped': Mixture(
+      sources={
+        'web': text(web, num_epochs=1),
+        'chat': text(chat, num_epochs=1),
+        'code': text(code, num_epochs=1),
+        'made_up': synthetic(num_batches=3),
+      },
+      weights={'web': 0.1, 'chat': 0.4, 'code': 0.3, 'made_up': 0.2},
+      when_ended='drop',
+    ),
+    'nested': Mixture(
+      sources={
+        'texts': Mixture(sources={'web': text(web), 'code': text(code)}, weights={'web': 2, 'code': 1}),
+        'made_up': made_up,
+      },
+      weights={'texts': 0.75, 'made_up': 0.25},
+    ),
+  }
+
+
+KINDS = ('endless', 'changing', 'repeated', 'dropped', 'nested')
+
+
+def test_follows_the_protocols(mixtures):
+  settings = mixtures['endless']
+  assert isinstance(settings, Input)
+  iterator = settings.make_iterator(1, 2)
+  assert isinstance(iterator, InputIterator)
+  batch = next(iterator)
+  spec = settings.element_spec()
+  assert {name: (len(x), x.dtype) for name, x in batch.items()} == {k: (B // 2, v.dtype) for k, v in spec.items()}
+  assert spec[source_ids_name(['web', 'code', 'made_up'])].shape == (B,)
+  assert settings.tokenizer == ByteTokenizer()
+  iterator.close()
+  with pytest.raises(ValueError, match='has been closed'):
+    next(iterator)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('shard_count', [3, 12])
+def test_the_examples_do_not_depend_on_the_number_of_hosts(mixtures, kind, shard_count):
+  iterators = shards(mixtures[kind], shard_count)
+  assert read(iterators, 25) == undisturbed(mixtures[kind], 25)
+  close(iterators)
+
+
+def run_with_kills(settings: Mixture, seed: int, count: int, counts=(1, 2, 3, 4, 6, 12)) -> list[tuple[int, ...]]:
+  """Reads steps, saves, goes on, is killed, and goes on from what was saved, on another number of hosts."""
+  rng = random.Random(seed)
+  steps: list[tuple[int, ...]] = []
+  states: list = []
+  while len(steps) < count:
+    num_hosts = rng.choice(counts)
+    iterators = shards(settings, num_hosts)
+    if states:
+      for iterator, state in zip(iterators, settings.reshard_states(states, num_hosts)):
+        iterator.set_state(state)
+    read_now = read(iterators, rng.choice((0, 1, 2, 5, 9)))
+    steps += read_now
+    states = json.loads(json.dumps([iterator.get_state() for iterator in iterators]))
+    ended = not read(iterators, rng.choice((1, 3)))  # read but not saved, and so read again
+    close(iterators)
+    if ended:
+      break
+  return steps
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('seed', [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_killed_and_resumed_on_other_hosts_it_reads_the_same_examples(mixtures, kind, seed):
+  steps = run_with_kills(mixtures[kind], seed, 30)
+  assert steps == undisturbed(mixtures[kind], max(30, len(steps)))[: len(steps)]
+  assert len(steps) > 12
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('seed', range(2, 12))
+def test_killed_and_resumed_often(mixtures, kind, seed):
+  steps = run_with_kills(mixtures[kind], seed, 120)
+  assert steps == undisturbed(mixtures[kind], max(120, len(steps)))[: len(steps)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('num_workers', [1, 2])
+def test_worker_processes_change_nothing(mixtures, num_workers):
+  settings = mixtures['repeated']
+  sources = {name: dataclasses.replace(each, num_workers=num_workers) for name, each in settings.sources.items()}
+  steps = run_with_kills(dataclasses.replace(settings, sources=sources), 3, 20, counts=(1, 2))
+  assert steps == undisturbed(settings, len(steps))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('answer', ['repeat', 'drop'])
+def test_tf_data_is_a_source_too(write, answer):
+  settings = Mixture(
+    sources={'numbers': tf_numbers(num_epochs=1), 'web': text(write('w', 100))},
+    weights={'numbers': 0.5, 'web': 0.5},
+    when_ended={'numbers': answer},
+  )
+  steps = run_with_kills(settings, 0, 40)
+  assert steps == undisturbed(settings, len(steps))
+
+
+@pytest.mark.exhaustive
+def test_endless_tf_data_is_a_source_for_a_fixed_number_of_hosts():
+  settings = Mixture(sources={'numbers': tf_numbers(), 'made_up': synthetic()}, weights={'numbers': 1, 'made_up': 1})
+  states = [iterator.get_state() for iterator in shards(settings, 2)]
+  with pytest.raises(ValueError, match="source 'numbers' of the mixture: "):
+    settings.reshard_states(states, 3)
+
+
+@pytest.mark.parametrize('kind', ['endless', 'changing', 'nested'])
+def test_every_row_of_a_source_is_used_once_and_in_order(mixtures, kind):
+  settings = mixtures[kind]
+  names = list(settings.sources)
+  used = collections.defaultdict(list)  # (source, row) -> its rows, in order
+  for batch in itertools.islice(settings.make_iterator(), 30):
+    for row, source in enumerate(batch[source_ids_name(names)]):
+      used[names[source], row].append(batch['ids'][row])
+  for name, source in settings.sources.items():
+    alone = list(itertools.islice(source.make_iterator(), 30))
+    for row in range(B):
+      for number, ids in enumerate(used[name, row]):
+        np.testing.assert_array_equal(ids, alone[number]['ids'][row])
+
+
+def source_counts(settings, count=None) -> np.ndarray:
+  """How many rows of each batch each source gives: [steps, sources]."""
+  names = list(settings.sources)
+  iterator = settings.make_iterator()
+  ids = [batch[source_ids_name(names)] for batch in itertools.islice(iterator, count)]
+  iterator.close()
+  return np.array([[(row == source).sum() for source in range(len(names))] for row in ids])
+
+
+def test_proportions_are_exact_to_less_than_one_row(mixtures):
+  totals = source_counts(mixtures['endless'], 50).cumsum(axis=0)
+  wanted = np.array([0.61, 0.3, 0.09]) * B * np.arange(1, 51)[:, None]
+  assert np.abs(totals - wanted).max() < 1
+
+
+def test_weights_change_at_the_given_steps(mixtures):
+  counts = source_counts(mixtures['changing'], 30)
+  for steps, weights in ((slice(0, 7), (0.5, 0.5, 0)), (slice(7, 19), (0.2, 0, 0.8)), (slice(19, 30), (3, 2, 1))):
+    share = np.array(weights) / sum(weights)
+    assert np.abs(counts[steps].sum(axis=0) - share * counts[steps].sum()).max() < 1
+
+
+def tokens_of(batches) -> int:
+  return int(sum(batch['weights'].sum() for batch in batches))
+
+
+def test_dropped_sources_are_read_to_their_last_token(mixtures):
+  settings = mixtures['dropped']
+  batches = list(settings.make_iterator())
+  assert tokens_of(batches) == sum(tokens_of(source.make_iterator()) for source in settings.sources.values())
+  ids = np.concatenate([batch[source_ids_name(settings.sources)] for batch in batches])
+  weights = np.concatenate([batch['weights'] for batch in batches])
+  assert not weights[ids < 0].any()  # padding
+  # While all sources last, their proportions hold; then the others' among themselves.
+  counts = source_counts(settings)
+  assert np.abs(counts[:5].sum(axis=0) - np.array([0.1, 0.4, 0.3, 0.2]) * 5 * B).max() < 1
+
+
+def test_stop_ends_it_before_the_first_batch_that_a_source_cannot_fill(write):
+  settings = Mixture(
+    sources={'long': synthetic(), 'short': synthetic(num_batches=3, seed=1)}, weights={'long': 3, 'short': 1}
+  )
+  counts = source_counts(settings)
+  assert len(counts) == 12  # 3 batches of 12 rows, 3 rows in each of the mixture's
+  iterator = settings.make_iterator()
+  assert len(list(iterator)) == 12
+  assert next(iterator, None) is None
+  again = settings.make_iterator()
+  again.set_state(json.loads(json.dumps(iterator.get_state())))
+  assert next(again, None) is None
+
+
+def test_repeat_begins_anew_without_padding_and_counts_epochs(write):
+  chat = text(write('i', 25), num_epochs=1, packing=False, shuffle=False)
+  rows = [row for batch in chat.make_iterator() for row in batch['ids'][batch['weights'].any(axis=1)]]
+  assert len(rows) % B  # the epoch ends within a batch
+  settings = Mixture(
+    sources={'chat': chat, 'made_up': synthetic()}, weights={'chat': 0.5, 'made_up': 0.5}, when_ended='repeat'
+  )
+  iterator = settings.make_iterator()
+  read_rows = collections.Counter()
+  epochs = []
+  while not epochs or epochs[-1] < 4:
+    batch = next(iterator)
+    of_chat = batch[source_ids_name(settings.sources)] == 0
+    assert batch['weights'][of_chat].any(axis=1).all()
+    read_rows.update(row.tobytes() for row in batch['ids'][of_chat])
+    epochs.append(settings.progress(iterator.get_state())['epochs/chat'])
+  assert epochs == sorted(epochs)
+  expected = collections.Counter(row.tobytes() for row in rows)
+  assert read_rows.keys() == expected.keys()
+  for row, count in read_rows.items():
+    assert 3 * expected[row] <= count <= 6 * expected[row]
+
+
+def test_progress_counts_rows_and_epochs_per_source(mixtures):
+  settings = mixtures['endless']
+  iterator = settings.make_iterator()
+  for _ in range(40):
+    next(iterator)
+  progress = settings.progress(json.loads(json.dumps(iterator.get_state())))
+  assert progress['rows/web'] + progress['rows/code'] + progress['rows/made_up'] == 40 * B
+  assert 'epochs/made_up' not in progress
+  counted = iterator.get_state()['sources']['web']['position']
+  # Every lane has read blocks of its own, and those of all lanes are the source again and again.
+  assert progress['epochs/web'] == sum(lane[0] for lane in counted['lanes']) / counted['num_blocks']
+  assert progress['epochs/web'] > 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing:
+  """A source whose third batch cannot be read the first time."""
+
+  input: SyntheticText
+
+  def __getattr__(self, name):
+    if name.startswith('__'):
+      raise AttributeError(name)
+    return getattr(self.input, name)
+
+  def make_iterator(self, shard_index=0, shard_count=1):
+    iterator = self.input.make_iterator(shard_index, shard_count)
+    left = [2]
+
+    class Iterator:
+      def __next__(self):
+        left[0] -= 1
+        if left[0] == -1:
+          raise JobError('the disk is gone')
+        return next(iterator)
+
+      def __getattr__(self, name):
+        return getattr(iterator, name)
+
+    return Iterator()
+
+
+@pytest.mark.parametrize('answer', ['stop', 'repeat'])
+def test_an_error_names_the_source_and_loses_no_row(answer):
+  good = {'a': synthetic(), 'b': synthetic(seed=1)}
+  weights = {'a': 1, 'b': 2}
+  settings = Mixture(sources={**good, 'b': Failing(good['b'])}, weights=weights, when_ended=answer)
+  [iterator] = shards(settings, 1)
+  steps = []
+
+  def read_on():
+    while True:
+      steps.extend(read([iterator], 1))
+
+  with pytest.raises(JobError, match="source 'b' of the mixture: the disk is gone"):
+    read_on()
+  steps += read([iterator], 10)
+  assert steps == undisturbed(Mixture(sources=good, weights=weights, when_ended=answer), len(steps))

@@ -1,0 +1,58 @@
+"""A job on a mixture reports each source's loss, tokens, rows and epochs, and resumes with every bit of them."""
+
+import numpy as np
+import pytest
+
+from tests import binary
+from tests.programs.mixture_jobs import NAME
+
+BATCH_SIZE = 8
+SOURCES = ('made_up', 'texts')
+
+
+def train(directory, *flags) -> int:
+  return binary.run_in_process('--exp', NAME, '--mode', 'train', '--job_log_dir', directory, *flags)
+
+
+@pytest.fixture(scope='module')
+def whole(compiled_once, tmp_path_factory):
+  """The metrics of an undisturbed job by step, and those of its evaluation."""
+  directory = tmp_path_factory.mktemp('mixture') / 'whole'
+  assert train(directory) == 0
+  [evaluation] = binary.metric_lines(directory / 'eval' / 'both')
+  return {line['step']: line for line in binary.metric_lines(directory)}, evaluation
+
+
+def test_every_source_has_its_loss_and_tokens(whole):
+  lines, evaluation = whole
+  for line in lines.values():
+    weights = [line[f'loss_weight/{name}'] for name in SOURCES]
+    losses = [line.get(f'loss/{name}', 0.0) for name in SOURCES]
+    assert sum(weights) == line['loss_weight']
+    np.testing.assert_allclose(np.dot(losses, weights) / sum(weights), line['loss'], rtol=1e-5)
+  assert lines[16]['loss/made_up'] != lines[16]['loss/texts']
+  assert {'loss/made_up', 'loss/texts'} <= evaluation.keys()
+
+
+def test_rows_follow_the_weights_and_epochs_are_counted(whole):
+  lines, _ = whole
+  for step, line in lines.items():
+    texts = 0.3 * BATCH_SIZE * min(step, 6) + 0.8 * BATCH_SIZE * max(step - 6, 0)
+    assert line['rows/texts'] + line['rows/made_up'] == step * BATCH_SIZE
+    assert abs(line['rows/texts'] - texts) < (1 if step <= 6 else 2)
+  epochs = [line['epochs/texts'] for line in lines.values()]
+  assert epochs == sorted(epochs)
+  assert epochs[-1] >= 1
+
+
+def test_resumed_it_goes_on_with_every_bit(whole, tmp_path):
+  lines, evaluation = whole
+  assert train(tmp_path / 'job', '--num_train_steps', 5) == 0
+  assert train(tmp_path / 'job') == 0
+  resumed = binary.metric_lines(tmp_path / 'job')
+  assert [line['step'] for line in resumed] == list(range(1, 17))
+  for line in resumed:
+    wanted = lines[line['step']]
+    for name in (key for key in wanted if key.startswith(('loss', 'rows/', 'epochs/', 'grad_norm', 'weight_norm'))):
+      assert line[name] == wanted[name], (name, line['step'])
+  assert binary.metric_lines(tmp_path / 'job' / 'eval' / 'both')[-1]['loss/texts'] == evaluation['loss/texts']
