@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from spmd_tasks.errors import UserError
 
-MODES = ('train', 'eval', 'decode', 'decode_once', 'serve', 'plan', 'verify', 'export')
+MODES = ('train', 'eval', 'decode', 'decode_once', 'serve', 'plan', 'verify', 'export', 'preview')
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
 _FDL = '--fdl.'
 PLAN_FLAGS = ('target', 'plan_out', 'plan_steps', 'plan_search', 'plan_trials')
@@ -104,6 +104,12 @@ def make_parser() -> argparse.ArgumentParser:
     action='store_true',
     help="train: if the job's checkpoints are lost, begin at step 0; what is left of it moves to earlier_1",
   )
+  running.add_argument(
+    '--num_examples',
+    type=int,
+    metavar='N',
+    help='preview: how many examples of the training input; default: 4',
+  )
   serving = parser.add_argument_group('--mode serve')
   serving.add_argument('--host', metavar='HOST', help='default: 127.0.0.1, which only this machine reaches')
   serving.add_argument('--port', type=int, metavar='N', help='default: 8000; 0 takes any free port')
@@ -183,6 +189,10 @@ def check_flags_of_mode(args: argparse.Namespace) -> None:
     )
   if args.mode != 'verify' and (args.claims is not None or args.cases is not None):
     raise UserError('--claims and --cases are for --mode verify: leave them out.')
+  if args.mode != 'preview' and args.num_examples is not None:
+    raise UserError('--num_examples is for --mode preview: leave it out.')
+  if args.num_examples is not None and args.num_examples < 1:
+    raise UserError(f'--num_examples {args.num_examples} must be at least 1.')
   decodes = args.mode in ('decode', 'decode_once')
   if not decodes and (args.decode_input is not None or args.decode_output is not None):
     raise UserError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')

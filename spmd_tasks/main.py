@@ -99,13 +99,15 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   if not args.print_config:
     if args.mode is None:
       raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
-    if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve', 'plan'):
+    if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve', 'plan', 'preview'):
       raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
     check_flags_of_mode(args)
     if args.mode == 'verify':
       return _verify(args)
     if args.mode == 'plan':
       return _plan(args)
+    if args.mode == 'preview':
+      return _preview(args)
   import contextlib
   import secrets
   import shutil
@@ -258,6 +260,15 @@ def _plan(args: 'argparse.Namespace') -> int:
     num_trials=args.plan_trials,
   )
   return plan.plan(resolve, settings)
+
+
+def _preview(args: 'argparse.Namespace') -> int:
+  """Runs --mode preview, which reads the training input only."""
+  from spmd_tasks.programs import preview
+
+  _use_fake_devices(args.num_fake_devices)
+  job = _resolve(args).build()
+  return preview.preview(job, args.num_examples or preview.DEFAULT_NUM_EXAMPLES)
 
 
 def _resolve(

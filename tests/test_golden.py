@@ -27,6 +27,9 @@ IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
 EXPERIMENTS = dict(registry.list_experiments())
 # An experiment that takes its sizes from a folder.
 OVERRIDES = {name: ('model=tests/data/huggingface/llama',) for name in ('hf.Model', 'hf.PipelinedModel')}
+OVERRIDES |= {
+  f'finetune.{name}': ('model=tests/data/huggingface/llama', 'data=examples.jsonl') for name in ('FullSft', 'FullDpo')
+}
 
 
 @functools.cache

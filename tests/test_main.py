@@ -114,7 +114,7 @@ BAD_INPUT = {
   ),
   'no mode': (
     (*TINY, '--job_log_dir', 'HERE/job'),
-    ['give --mode (train, eval, decode, decode_once, serve, plan, verify, export)'],
+    ['give --mode (train, eval, decode, decode_once, serve, plan, verify, export, preview)'],
   ),
   'flag of serve': ((*TINY, *TRAIN, '--port', '0'), ['--port is for --mode serve']),
   'serve without text': (

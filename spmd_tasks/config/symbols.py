@@ -13,9 +13,11 @@ from typing import Any
 # Public package of today -> the modules whose classes it exports, as versions up to e2bba1f (November 2026) saved them.
 # All names are without `spmd_tasks.`; a package that has the name of the old module needs no row.
 _OLD_MODULES = {
-  'decoding': ('inputs.chat_template', 'inputs.prompts'),
+  'decoding': ('inputs.prompts',),
   'inputs': (
+    'decoding.chat_template',
     'inputs.base',
+    'inputs.chat_template',
     'inputs.grain_input',
     'inputs.packing',
     'inputs.records',

@@ -17,10 +17,9 @@ Read in this order:
   generated_sequence.py  a request's tokens and text as they grow; constraints.py says which tokens may come next
   output_form.py         what a request says about the form of its output
   generation.py          `generate` and `search`, for batch jobs; scoring.py scores texts that are given
-  prompts.py, chat_template.py    what a request is made from: a line of JSON, a conversation
+  prompts.py             what a request is made from: a line of JSON; for conversations inputs/chat_template.py
 """
 
-from spmd_tasks.decoding.chat_template import ChatTemplate
 from spmd_tasks.decoding.constraints import Grammars, Matcher
 from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.engine import ModelEngine
@@ -40,6 +39,7 @@ from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
 from spmd_tasks.decoding.weight_storage import WeightStorage
+from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 __all__ = [

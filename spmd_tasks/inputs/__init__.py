@@ -6,9 +6,10 @@ An Input is settings; `make_iterator(shard_index, shard_count)` gives one host's
 function of the settings and the position alone, so hosts and workers may change between save and restore.
 
 Read base.py (the contract and the fields of a batch), then text_input.py (packed text from any TextSource), text.py and
-records.py (sources: files, JSON lines, Parquet, ArrayRecord), tokenizers.py, folder_tokenizer.py, tfdata_input.py
-(tf.data), synthetic.py (made-up tokens), mixture.py (rows of several inputs by weights), prefetch.py (reads ahead in a
-thread). TensorFlow, Grain, PyArrow and `tokenizers` load on first use.
+records.py (sources: files, JSON lines, Parquet, ArrayRecord), tokenizers.py, folder_tokenizer.py, conversations.py and
+chat_template.py (instruction tuning), preferences.py (pairs of answers), tfdata_input.py (tf.data), synthetic.py
+(made-up tokens), mixture.py (rows of several inputs by weights), prefetch.py (reads ahead in a thread). TensorFlow,
+Grain, PyArrow, Jinja and `tokenizers` load on first use.
 """
 
 from spmd_tasks.inputs.base import (
@@ -24,8 +25,11 @@ from spmd_tasks.inputs.base import (
   shard_rows,
   source_ids_name,
 )
+from spmd_tasks.inputs.chat_template import ChatTemplate
+from spmd_tasks.inputs.conversations import ConversationInput, Conversations
 from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
 from spmd_tasks.inputs.mixture import Mixture
+from spmd_tasks.inputs.preferences import PreferenceInput, Preferences, read_references
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_json
 from spmd_tasks.inputs.synthetic import SyntheticText
@@ -49,6 +53,9 @@ __all__ = [
   'Block',
   'BpeTokenizer',
   'ByteTokenizer',
+  'ChatTemplate',
+  'ConversationInput',
+  'Conversations',
   'FolderTokenizer',
   'IdTokenizer',
   'Input',
@@ -57,6 +64,8 @@ __all__ = [
   'Mixture',
   'OpenSource',
   'Parquet',
+  'PreferenceInput',
+  'Preferences',
   'Prefetcher',
   'State',
   'StdlibText',
@@ -77,6 +86,7 @@ __all__ = [
   'parse_json',
   'progress_of',
   'read_json_object',
+  'read_references',
   'shard_rows',
   'source_ids_name',
   'train_bpe',

@@ -13,9 +13,8 @@ import numpy as np
 
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import base
-from spmd_tasks.inputs._packing import Lane, TokenBlock, pack_batch, tokenize_documents
+from spmd_tasks.inputs._packing import BlockEncoder, Lane, TokenBlock, pack_batch
 from spmd_tasks.inputs.text import OpenSource
-from spmd_tasks.inputs.tokenizers import Tokenizer
 
 
 class BlockReader:
@@ -24,9 +23,9 @@ class BlockReader:
   Reading happens in a thread of its own, so that a file system that hangs becomes an error after `timeout_s` seconds.
   """
 
-  def __init__(self, source: OpenSource, tokenizer: Tokenizer, timeout_s: float):
+  def __init__(self, source: OpenSource, encoder: BlockEncoder, timeout_s: float):
     self._source = source
-    self._tokenizer = tokenizer
+    self._encoder = encoder
     self._timeout_s = timeout_s
     self._thread: _Worker | None = None
 
@@ -53,7 +52,7 @@ class BlockReader:
 
   def _read(self, index: int) -> TokenBlock:
     try:
-      return tokenize_documents(self._source[index].documents, self._tokenizer)
+      return self._encoder.encode(self._source[index])
     except ValueError as e:
       name = self._source.block_name(index)
       raise UserError(f'damaged input in {name}: {e}') from e
@@ -77,14 +76,15 @@ class LaneReader:
     source: the opened source.
     lanes: indices of the lanes to read, of `num_lanes` in all.
     rows: for a finite input, which rows of the global batch to keep; its one lane is dealt to all rows in turn.
-    tokenizer, batch_size, ...: the fields of the same names of TextInput.
+    encoder: makes tokens of the source's blocks.
+    batch_size, seq_len, ...: the fields of the same names of TextInput.
   """
 
   source: OpenSource
   num_lanes: int
   lanes: tuple[int, ...]
   rows: range | None = None
-  tokenizer: Tokenizer
+  encoder: BlockEncoder
   batch_size: int
   seq_len: int
   seed: int
@@ -94,10 +94,13 @@ class LaneReader:
   read_timeout_s: float
 
   def batches(self, positions: np.ndarray) -> Iterator[tuple[base.Batch, np.ndarray]]:
-    """Yields batches of these lanes' rows with the positions after them: int64 [len(lanes), 3], as Lane.position."""
+    """Yields batches of these lanes' rows with the positions after them: int64 [len(lanes), 5].
+
+    A position is `Lane.position` and the two numbers of `Lane.num_too_long`.
+    """
     import grain
 
-    reader = BlockReader(self.source, self.tokenizer, self.read_timeout_s)
+    reader = BlockReader(self.source, self.encoder, self.read_timeout_s)
     blocks = grain.MapDataset.source(reader)
     if self.shuffle:
       blocks = blocks.seed(self.seed).shuffle()
@@ -107,14 +110,19 @@ class LaneReader:
       return blocks[index] if index < len(blocks) else None
 
     try:
-      lanes = [Lane(lane, self.num_lanes, read_block, len(self.source), self.packing) for lane in self.lanes]
-      for lane, position in zip(lanes, positions.tolist(), strict=True):
+      lanes = [
+        Lane(lane, self.num_lanes, read_block, len(self.source), self.packing, self.encoder.keeps_whole)
+        for lane in self.lanes
+      ]
+      for lane, (*position, truncated, skipped) in zip(lanes, positions.tolist(), strict=True):
         lane.seek(*position)
+        lane.num_too_long[:] = truncated, skipped
       row_lanes = lanes if self.rows is None else lanes * self.batch_size
-      while (batch := pack_batch(row_lanes, self.seq_len, self.tokenizer.pad_id)) is not None:
+      pad_id, dtypes = self.encoder.pad_id, self.encoder.dtypes
+      while (batch := pack_batch(row_lanes, self.seq_len, pad_id, dtypes)) is not None:
         if self.rows is not None:
           batch = {name: rows[self.rows.start : self.rows.stop] for name, rows in batch.items()}
-        yield batch, np.array([lane.position for lane in lanes], np.int64)
+        yield batch, np.array([(*lane.position, *lane.num_too_long) for lane in lanes], np.int64)
     finally:
       reader.close()
 

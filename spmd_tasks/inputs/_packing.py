@@ -12,14 +12,16 @@ would hold neighbouring text. Therefore this file does not use it.
 Legend: T sequence length, N tokens of a block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+from typing import Any, ClassVar, Protocol
 import zlib
 
 import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
+from spmd_tasks.inputs.text import Block
 from spmd_tasks.inputs.tokenizers import Tokenizer, encode_prompt
 
 
@@ -27,15 +29,69 @@ from spmd_tasks.inputs.tokenizers import Tokenizer, encode_prompt
 class TokenBlock:
   """The tokens of one block of documents.
 
-  ids, labels: int32 [N]; ends: for each document, the offset in them at which it ends, increasing.
+  Fields:
+    ids, labels: int32 [N].
+    ends: for each document, the offset in them at which it ends, increasing.
+    arrays: further arrays of the batch by name, [N] each; without `weights` every token has weight 1.
+    num_truncated, num_skipped: documents of the block that were too long, and were cut or left out.
   """
 
   ids: np.ndarray
   labels: np.ndarray
   ends: tuple[int, ...]
+  arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+  num_truncated: int = 0
+  num_skipped: int = 0
 
   def digest(self) -> int:
-    return zlib.crc32(self.labels.tobytes(), zlib.crc32(self.ids.tobytes()))
+    digest = zlib.crc32(self.labels.tobytes(), zlib.crc32(self.ids.tobytes()))
+    for name in sorted(self.arrays):
+      digest = zlib.crc32(self.arrays[name].tobytes(), digest)
+    return digest
+
+
+class BlockEncoder(Protocol):
+  """Makes tokens of a source's blocks. Picklable, because worker processes use it too.
+
+  Attributes:
+    pad_id: the id in padding.
+    dtypes: the arrays of a batch, each [B, T], by name.
+    keeps_whole: whether a block is never divided between two rows; then no block has more than T tokens.
+  """
+
+  @property
+  def pad_id(self) -> int: ...
+  @property
+  def dtypes(self) -> Mapping[str, Any]: ...
+  @property
+  def keeps_whole(self) -> bool: ...
+
+  def encode(self, block: Block) -> TokenBlock:
+    """The tokens of a block. Raises a UserError if its content cannot be used."""
+    ...
+
+  def identity(self) -> dict[str, Any]:
+    """Plain data that differ where the same block would give other tokens."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEncoder:
+  """The BlockEncoder of plain documents, which are cut where a row ends."""
+
+  tokenizer: Tokenizer
+  keeps_whole: ClassVar[bool] = False
+  dtypes: ClassVar[Mapping[str, Any]] = base.BATCH_DTYPES
+
+  @property
+  def pad_id(self) -> int:
+    return self.tokenizer.pad_id
+
+  def encode(self, block: Block) -> TokenBlock:
+    return tokenize_documents(block.documents, self.tokenizer)
+
+  def identity(self) -> dict[str, Any]:
+    return {'tokenizer': self.tokenizer.fingerprint()}
 
 
 def tokenize_documents(documents: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> TokenBlock:
@@ -71,6 +127,7 @@ class Lane:
     read_block: returns a block's tokens, or None behind the last one.
     max_empty_blocks: that many blocks without any token in a row are an error, not a reason to search for ever.
     packing: False puts one document, or one piece of T tokens of it, in each row.
+    keeps_whole: a block is not divided between rows: one that does not fit in what is left of a row begins the next.
   """
 
   def __init__(
@@ -80,12 +137,15 @@ class Lane:
     read_block: Callable[[int], TokenBlock | None],
     max_empty_blocks: int,
     packing: bool = True,
+    keeps_whole: bool = False,
   ):
     self._lane = lane
     self._num_lanes = num_lanes
     self._read_block = read_block
     self._max_empty_blocks = max_empty_blocks
     self._packing = packing
+    self._keeps_whole = keeps_whole
+    self.num_too_long = np.zeros(2, np.int64)  # documents truncated and skipped in the blocks behind the current one
     self._num_read = 0
     self._offset = 0
     self._next_document = 0
@@ -131,7 +191,9 @@ class Lane:
         return self._block
       num_empty = num_empty + 1 if self._block.ids.size == 0 else 0
       if num_empty >= self._max_empty_blocks:
-        raise UserError(f'{num_empty} blocks of text in a row are empty: the source has no text to train on.')
+        why = 'all are longer than seq_len' if self._block.num_skipped else 'the source has no text to train on'
+        raise UserError(f'{num_empty} blocks of text in a row are empty: {why}.')
+      self.num_too_long += (self._block.num_truncated, self._block.num_skipped)
       self._num_read, self._offset, self._next_document, self._block = self._num_read + 1, 0, 0, None
 
   def fill_row(self, batch: base.Batch, row: int, positions: np.ndarray) -> bool:
@@ -140,7 +202,7 @@ class Lane:
     used, segment = 0, 0
     while used < seq_len:
       block = self._current()
-      if block is None:
+      if block is None or (self._keeps_whole and block.ids.size > self._offset + seq_len - used):
         break
       start, document_end = self._offset, block.ends[self._next_document]
       count = min(seq_len - used, document_end - start)
@@ -149,20 +211,24 @@ class Lane:
       batch['ids'][row, here] = block.ids[start : start + count]
       batch['labels'][row, here] = block.labels[start : start + count]
       batch['weights'][row, here] = 1
+      for name, values in block.arrays.items():
+        batch[name][row, here] = values[start : start + count]
       batch['segment_ids'][row, here] = segment
       batch['segment_pos'][row, here] = positions[:count]
       used += count
       self._offset += count
       if self._offset == document_end:
         self._next_document += 1
-      if not self._packing:
+      if not self._packing and not (self._keeps_whole and self._offset < block.ids.size):
         break
     return used > 0
 
 
-def pack_batch(lanes: Sequence[Lane], seq_len: int, pad_id: int = 0) -> base.Batch | None:
+def pack_batch(
+  lanes: Sequence[Lane], seq_len: int, pad_id: int = 0, dtypes: Mapping[str, Any] = base.BATCH_DTYPES
+) -> base.Batch | None:
   """One row from each lane, [len(lanes), T]; a lane may be named for several rows. None once every lane has ended."""
-  batch = base.empty_batch(len(lanes), seq_len, pad_id)
+  batch = base.empty_batch(len(lanes), seq_len, pad_id, dtypes)
   positions = np.arange(seq_len, dtype=np.int32)
   filled = [lane.fill_row(batch, row, positions) for row, lane in enumerate(lanes)]
   return batch if any(filled) else None

@@ -62,6 +62,7 @@ class WorkerStream:
     if not flags.FLAGS.is_parsed():
       flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which only a program run by absl.app has parsed
     options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=buffer_size)
+    self._names = tuple(reader.encoder.dtypes)
     dataset = LaneDataset(reader, positions).mp_prefetch(options, worker_init_fn=_leave_with_parent)
     self._iterator = iter(dataset)
     self._iterator.start_prefetch()
@@ -80,7 +81,7 @@ class WorkerStream:
         'worker_buffer_size takes less memory. The same command goes on from the newest checkpoint.'
       ) from error
     self._worker = int(element[_WORKER])
-    return {name: element[name] for name in base.BATCH_DTYPES}, np.array(element[_POSITIONS])
+    return {name: element[name] for name in self._names}, np.array(element[_POSITIONS])
 
   def close(self) -> None:
     """Ends the worker, in bounded time also if it is stopped (SIGSTOP) or stuck, for which Grain would wait 25 s."""

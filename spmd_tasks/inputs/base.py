@@ -84,7 +84,9 @@ class Input(Protocol):
     ...
 
 
-def language_model_spec(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+def language_model_spec(
+  batch_size: int, seq_len: int, dtypes: Mapping[str, Any] = BATCH_DTYPES
+) -> dict[str, jax.ShapeDtypeStruct]:
   """The element spec of a language model's batch: [B, T] each.
 
   Raises:
@@ -92,13 +94,13 @@ def language_model_spec(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDty
   """
   if batch_size < 1 or seq_len < 1:
     raise UserError(f'batch_size {batch_size} and seq_len {seq_len} must be at least 1.')
-  return {name: jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for name, dtype in BATCH_DTYPES.items()}
+  return {name: jax.ShapeDtypeStruct((batch_size, seq_len), dtype) for name, dtype in dtypes.items()}
 
 
-def empty_batch(num_rows: int, seq_len: int, pad_id: int = 0) -> Batch:
+def empty_batch(num_rows: int, seq_len: int, pad_id: int = 0, dtypes: Mapping[str, Any] = BATCH_DTYPES) -> Batch:
   """A batch of padding, [num_rows, T] each: `pad_id` in ids and labels, zeros elsewhere."""
   fill = {'ids': pad_id, 'labels': pad_id}
-  return {name: np.full((num_rows, seq_len), fill.get(name, 0), dtype) for name, dtype in BATCH_DTYPES.items()}
+  return {name: np.full((num_rows, seq_len), fill.get(name, 0), dtype) for name, dtype in dtypes.items()}
 
 
 def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:

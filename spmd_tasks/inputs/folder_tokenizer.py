@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.tokenizers import digest_of, load_tokenizer_file
+from spmd_tasks.inputs.tokenizers import digest_of, load_tokenizer_file, offsets_of
 
 _CONFIG = 'tokenizer_config.json'
 
@@ -93,6 +93,9 @@ class FolderTokenizer:
 
   def encode_array(self, text: str) -> np.ndarray:
     return np.array(self.encode(text), np.int32)
+
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    return offsets_of(self._tokenizer.encode(text, add_special_tokens=False))
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of `ids`; special tokens and ids outside the vocabulary give nothing.

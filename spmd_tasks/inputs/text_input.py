@@ -14,16 +14,20 @@ change between save and restore, and the batches stay exactly the same. A restor
 from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
+from absl import logging
 import jax
 import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs._lane_reader import LaneReader
+from spmd_tasks.inputs._packing import BlockEncoder, TextEncoder
 from spmd_tasks.inputs.text import TextSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
+
+_PER_LANE = ('lanes', 'num_too_long')  # of a saved position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,8 @@ class TextInput:
   worker_buffer_size: int = 2
   read_timeout_s: float = 120.0
 
+  kind: ClassVar[str] = 'text'  # in saved positions
+
   def __post_init__(self):
     if self.seq_len < 1:
       raise UserError(f'seq_len {self.seq_len} must be at least 1.')
@@ -67,7 +73,11 @@ class TextInput:
       )
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-    return base.language_model_spec(self.batch_size, self.seq_len)
+    return base.language_model_spec(self.batch_size, self.seq_len, self.block_encoder().dtypes)
+
+  def block_encoder(self) -> BlockEncoder:
+    """What makes tokens of the blocks of the source."""
+    return TextEncoder(self.tokenizer)
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'TextIterator':
     return TextIterator(self, shard_index, shard_count)
@@ -83,12 +93,14 @@ class TextInput:
     if len(set(batches)) > 1:
       raise UserError(f'the shards were saved after different numbers of batches, {batches}.')
     endless = self.num_epochs is None
-    lanes = [lane for state in states for lane in state['lanes']] if endless else states[0]['lanes']
     resharded = []
     for index in range(shard_count):
       rows = base.shard_rows(self.batch_size, index, shard_count)
-      own = lanes[rows.start : rows.stop] if endless else lanes
-      resharded.append({**states[0], 'shard_index': index, 'shard_count': shard_count, 'lanes': own})
+      own = {}
+      for name in [name for name in _PER_LANE if name in states[0]]:
+        every = [lane for state in states for lane in state[name]] if endless else states[0][name]
+        own[name] = every[rows.start : rows.stop] if endless else every
+      resharded.append({**states[0], 'shard_index': index, 'shard_count': shard_count, **own})
     return resharded
 
   def epochs(self, state: base.State) -> float | None:
@@ -111,27 +123,31 @@ class TextIterator:
     self._shard = {'shard_index': shard_index, 'shard_count': shard_count}
     source = settings.source.open()
     self._num_blocks = len(source)
+    self._encoder = settings.block_encoder()
     self._identity = {
-      'kind': 'text',
+      'kind': settings.kind,
       'source': source.fingerprint(),
-      'tokenizer': settings.tokenizer.fingerprint(),
+      **self._encoder.identity(),
       **{
         name: getattr(settings, name) for name in ('batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing')
       },
     }
     rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
-    names = ('tokenizer', 'batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing', 'read_timeout_s')
-    shared: dict[str, Any] = {'source': source} | {name: getattr(settings, name) for name in names}
+    names = ('batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing', 'read_timeout_s')
+    shared: dict[str, Any] = {'source': source, 'encoder': self._encoder} | {
+      name: getattr(settings, name) for name in names
+    }
     if settings.num_epochs is None:
       num_groups = min(max(settings.num_workers, 1), len(rows))
       lanes = [tuple(int(row) for row in part) for part in np.array_split(rows, num_groups)]
       self._readers = [LaneReader(num_lanes=settings.batch_size, lanes=part, **shared) for part in lanes]
     else:
       self._readers = [LaneReader(num_lanes=1, lanes=(0,), rows=rows, **shared)]
-    self._positions = [np.zeros((len(reader.lanes), 3), np.int64) for reader in self._readers]
+    self._positions = [np.zeros((len(reader.lanes), 5), np.int64) for reader in self._readers]
     self._num_batches = 0
     self._streams: list[Any] | None = None
     self._closed = False
+    self._num_reported = 0  # documents that were too long, when that was last logged
 
   def __iter__(self) -> Iterator[base.Batch]:
     return self
@@ -152,9 +168,10 @@ class TextIterator:
       raise
     self._positions = [positions for _, positions in parts]
     self._num_batches += 1
+    self._report_too_long()
     if len(parts) == 1:
       return parts[0][0]
-    return {name: np.concatenate([batch[name] for batch, _ in parts]) for name in base.BATCH_DTYPES}
+    return {name: np.concatenate([batch[name] for batch, _ in parts]) for name in parts[0][0]}
 
   def _start_streams(self) -> list[Any]:
     if self._settings.num_workers == 0:
@@ -172,8 +189,10 @@ class TextIterator:
       stream.close()
 
   def get_state(self) -> base.State:
-    lanes = np.concatenate(self._positions).tolist()
-    progress = {'num_batches': self._num_batches, 'num_blocks': self._num_blocks, 'lanes': lanes}
+    positions = np.concatenate(self._positions)
+    progress = {'num_batches': self._num_batches, 'num_blocks': self._num_blocks, 'lanes': positions[:, :3].tolist()}
+    if self._encoder.keeps_whole:
+      progress['num_too_long'] = positions[:, 3:].tolist()
     return {**self._identity, **self._shard, **progress}
 
   def set_state(self, state: base.State) -> None:
@@ -192,10 +211,31 @@ class TextIterator:
       raise UserError(
         f'the saved input state is damaged: lanes have shape {positions.shape}, expected {(expected, 3)}.'
       )
+    too_long = np.array(state.get('num_too_long', np.zeros((expected, 2))), np.int64).reshape(expected, 2)
     self._stop_streams()
     ends = np.cumsum([len(reader.lanes) for reader in self._readers])[:-1]
-    self._positions = np.split(positions, ends)
+    self._positions = np.split(np.concatenate([positions, too_long], axis=1), ends)
     self._num_batches = int(state['num_batches'])
+
+  @property
+  def num_too_long(self) -> tuple[int, int]:
+    """How many documents so far were truncated, and how many left out, because they did not fit in a row."""
+    truncated, skipped = np.concatenate(self._positions)[:, 3:].sum(axis=0).tolist()
+    return truncated, skipped
+
+  def _report_too_long(self) -> None:
+    """Logs how many documents were too long: the first time, and whenever there are ten times as many."""
+    truncated, skipped = self.num_too_long
+    if truncated + skipped >= max(1, 10 * self._num_reported):
+      self._num_reported = truncated + skipped
+      logging.warning(
+        '%d batches were read so far; %d documents in them were truncated and %d left out, because they have more than '
+        'seq_len = %d tokens.',
+        self._num_batches,
+        truncated,
+        skipped,
+        self._settings.seq_len,
+      )
 
   def close(self) -> None:
     self._closed = True

@@ -51,6 +51,15 @@ class PromptEncoder(Protocol):
     ...
 
 
+@runtime_checkable
+class OffsetEncoder(Protocol):
+  """A tokenizer that knows which characters its tokens are."""
+
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of `text` as `encode_array`, and each token's characters [start, end): int64 [num_tokens, 2]."""
+    ...
+
+
 def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
   """The ids of a prompt: they begin with bos where the vocabulary has one, also where `text` does not contain it."""
   if isinstance(tokenizer, PromptEncoder):
@@ -84,6 +93,12 @@ class ByteTokenizer:
 
   def encode(self, text: str) -> list[int]:
     return self.encode_array(text).tolist()
+
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    points = np.frombuffer(text.encode('utf-32-le'), np.uint32)
+    num_bytes = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
+    starts = np.repeat(np.arange(len(points), dtype=np.int64), num_bytes)
+    return self.encode_array(text), np.stack([starts, starts + 1], axis=1)
 
   def decode(self, ids: Sequence[int]) -> str:
     """Exact for what `encode` made; a sequence of bytes that is not UTF-8, as a model may sample, gives U+FFFD."""
@@ -183,6 +198,9 @@ class BpeTokenizer:
   def encode_array(self, text: str) -> np.ndarray:
     return np.array(self.encode(text), np.int32)
 
+  def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    return offsets_of(self._tokenizer.encode(text, add_special_tokens=False))
+
   def decode(self, ids: Sequence[int]) -> str:
     return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
@@ -208,6 +226,11 @@ def load_tokenizer_file(path: str) -> Any:
     return tokenizers.Tokenizer.from_file(path)
   except Exception as e:  # the library raises a bare Exception
     raise UserError(f'{path} is not a tokenizer.json of the tokenizers library: {e}') from e
+
+
+def offsets_of(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+  """The ids of a `tokenizers.Encoding`, int32 [N], and the characters of each token, int64 [N, 2]."""
+  return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def digest_of(path: str) -> str:

@@ -17,8 +17,8 @@ to replace a sublayer.
 Subpackages, imported by their own names: `layers.attention` (Attention, LatentAttention, positions, KV cache),
 `layers.moe` (mixtures of experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
 
-Read base.py (how a layer declares weights) and linear.py, then transformer.py, stack_sequence.py, language_model.py and
-losses.py.
+Read base.py (how a layer declares weights) and linear.py, then transformer.py, stack_sequence.py, language_model.py,
+losses.py and preference_loss.py.
 """
 
 from spmd_tasks.layers.base import (
@@ -40,6 +40,7 @@ from spmd_tasks.layers.language_model import LanguageModel
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, losses_by_source
 from spmd_tasks.layers.norm import LayerNorm, RmsNorm
+from spmd_tasks.layers.preference_loss import PairLogProbs, PreferenceLoss, pair_log_probs
 from spmd_tasks.layers.stack_sequence import StackSequence
 from spmd_tasks.layers.transformer import (
   REMAT_POLICIES,
@@ -65,6 +66,8 @@ __all__ = [
   'LayerNorm',
   'Linear',
   'LossOutput',
+  'PairLogProbs',
+  'PreferenceLoss',
   'RmsNorm',
   'StackSequence',
   'Statistics',
@@ -75,6 +78,7 @@ __all__ = [
   'activation_function',
   'declare_weight',
   'losses_by_source',
+  'pair_log_probs',
   'remat_policy',
   'soft_cap',
   'values_per_layer',

@@ -68,17 +68,10 @@ def losses_by_source(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageModelLoss:
-  """Mean over tokens of smoothed cross-entropy + z_loss_weight * logsumexp(logits)^2, weighted by `batch['weights']`.
-
-  With label smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016). The z-loss
-  keeps the softmax's normalizer near 1 (Chowdhery et al., 2022). The metric `cross_entropy` and its per-example value
-  include neither, so exp(cross_entropy) is the perplexity. A label outside [0, V) makes the loss NaN, except where its
-  weight is 0, as that of a label -100 for "ignore" must be. For a mixture of inputs, the metric `loss/<source>` is the
-  loss on the tokens of one source, without aux losses.
+class WithAuxLosses:
+  """The part of a loss that layers report, such as the balance losses of routers.
 
   Fields:
-    z_loss_weight, label_smoothing: 0 turns them off.
     aux_loss_weights: name of an entry of `predictions['aux']` -> its weight in the loss. Balance losses of routers
       enter the loss here. Every entry's mean over layers is also a metric, without this weight: a scalar, or a vector
       [E] for an entry with one value per expert.
@@ -86,14 +79,32 @@ class LanguageModelLoss:
       any number. Guards against a mean over fewer layers than the model has (MegaBlocks).
   """
 
-  z_loss_weight: float = 0.0
-  label_smoothing: float = 0.0
   aux_loss_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
   num_aux_layers: int | None = None
 
-  def __post_init__(self):
-    if not 0.0 <= self.label_smoothing < 1.0:
-      raise UserError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1: 0 turns it off.')
+  def add_aux_losses(
+    self,
+    loss: jax.Array,
+    weight: jax.Array,
+    metrics: dict[str, tuple[jax.Array, jax.Array]],
+    aux: Mapping[str, jax.Array],
+  ) -> tuple[jax.Array, dict[str, tuple[jax.Array, jax.Array]]]:
+    """Returns the loss with the aux losses, and the metrics with the mean of every entry of `aux` over its layers.
+
+    Raises:
+      UserError: `aux_loss_weights` and `aux` do not fit together, or an entry has the name of another metric.
+    """
+    self._check_aux_losses(aux)
+    if taken := sorted({'loss', *metrics}.intersection(aux)):
+      raise UserError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them in the layer.")
+    metrics = dict(metrics)
+    for name, values in aux.items():
+      mean = jnp.mean(jnp.atleast_1d(values).astype(jnp.float32), axis=0)
+      mean = jnp.where(weight == 0, 0.0, mean)  # whatever the layers report for a batch of padding
+      metrics[name] = (mean, weight)
+      if name in self.aux_loss_weights:
+        loss = loss + self.aux_loss_weights[name] * mean
+    return loss, metrics
 
   def _check_aux_losses(self, aux: Mapping[str, jax.Array]) -> None:
     """Raises a UserError if an aux loss is missing, is a vector, or is not reported by `num_aux_layers` layers."""
@@ -115,6 +126,29 @@ class LanguageModelLoss:
           f'{num_layers} layers report the aux loss {name!r}, but num_aux_layers is {self.num_aux_layers}: correct it, '
           'or pass on the aux of every layer and pipeline stage.'
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModelLoss(WithAuxLosses):
+  """Mean over tokens of smoothed cross-entropy + z_loss_weight * logsumexp(logits)^2, weighted by `batch['weights']`.
+
+  With label smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016). The z-loss
+  keeps the softmax's normalizer near 1 (Chowdhery et al., 2022). The metric `cross_entropy` and its per-example value
+  include neither, so exp(cross_entropy) is the perplexity. A label outside [0, V) makes the loss NaN, except where its
+  weight is 0, as that of a label -100 for "ignore" must be. For a mixture of inputs, the metric `loss/<source>` is the
+  loss on the tokens of one source, without aux losses.
+
+  Fields:
+    z_loss_weight, label_smoothing: 0 turns them off.
+    aux_loss_weights, num_aux_layers: as in WithAuxLosses.
+  """
+
+  z_loss_weight: float = 0.0
+  label_smoothing: float = 0.0
+
+  def __post_init__(self):
+    if not 0.0 <= self.label_smoothing < 1.0:
+      raise UserError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1: 0 turns it off.')
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput.
@@ -155,15 +189,6 @@ class LanguageModelLoss:
     loss, *means = (_divide(total, weight) for total in totals)
     metrics = {name: (mean, weight) for name, mean in zip(per_token, means, strict=True)}
     metrics |= losses_by_source(objective, weights, batch)
-    aux = predictions.get('aux', {})
-    self._check_aux_losses(aux)
-    if taken := sorted({'loss', *metrics}.intersection(aux)):
-      raise UserError(f"the entries {taken} of aux have the names of the loss's own metrics: rename them in the layer.")
-    for name, values in aux.items():
-      mean = jnp.mean(jnp.atleast_1d(values).astype(jnp.float32), axis=0)
-      mean = jnp.where(weight == 0, 0.0, mean)  # whatever the layers report for a batch of padding
-      metrics[name] = (mean, weight)
-      if name in self.aux_loss_weights:
-        loss = loss + self.aux_loss_weights[name] * mean
+    loss, metrics = self.add_aux_losses(loss, weight, metrics, predictions.get('aux', {}))
     per_example = {'cross_entropy': jnp.sum(cross_entropy * weights, axis=-1), 'num_tokens': jnp.sum(weights, axis=-1)}
     return LossOutput(loss=loss, weight=weight, metrics=metrics, per_example=per_example)

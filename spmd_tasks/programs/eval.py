@@ -26,6 +26,7 @@ from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Input, Prefetcher
 from spmd_tasks.programs.progress import format_metrics, make_progress
+from spmd_tasks.programs.references import name_references
 from spmd_tasks.programs.restore import PreemptedError, checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import (
@@ -71,6 +72,7 @@ def evaluate(
   if not job.eval_inputs:
     raise UserError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
   check_vocabulary(job)
+  job = name_references(job, job_log_dir)
   model = partition_job(job)
   with contextlib.ExitStack() as stack, emergency.on_failure():
     watchdog = stack.enter_context(

@@ -1,7 +1,8 @@
 """--mode=train: restores or initialises a state, trains it, and saves and evaluates at intervals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import contextlib
+import functools
 import json
 import math
 
@@ -23,22 +24,22 @@ from spmd_tasks.distributed import (
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.inputs import InputIterator, Prefetcher, progress_of
+from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.eval import Evaluator, open_evaluator
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
+from spmd_tasks.programs.logged_metrics import LoggedMetrics
 from spmd_tasks.programs.progress import format_metrics, make_progress
+from spmd_tasks.programs.references import compute_references, name_references, reads_references
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
 from spmd_tasks.programs.samples import make_sampler
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.programs.timing import ProfileCapture, StartupClock, StepRates, format_startup
+from spmd_tasks.programs.timing import ProfileCapture, StartupClock, format_startup
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
 from spmd_tasks.runtime import (
   CompilationCounter,
-  Metric,
   PartitionedModel,
-  finish_metrics,
   format_parameter_table,
   make_writer,
 )
@@ -73,6 +74,7 @@ def train(
     TrainingDivergedError: too many steps in a row were not finite.
     TrainingInputEndedError: the input has fewer batches than steps; the last step is saved.
   """
+  job = name_references(job, job_log_dir)
   experiment = job.experiment
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
   goodput = Goodput(job_log_dir if is_primary() else None, begun=clock.begun)
@@ -114,6 +116,11 @@ def train(
         write_durably(job_log_dir / CONFIG_FILE, config_json)
         saved.record(checkpointer.latest_step() or 0)
     goodput.resume(first_step)
+    notes: list[str] = []
+    if reads_references(job, job_log_dir):
+      with watchdog.allow('reference', experiment.first_step_timeout_s), goodput.spend('evaluation'):
+        on_batch = functools.partial(watchdog.beat, first_step, 'reference')
+        notes = compute_references(job, model, state, first_step, job_log_dir, on_batch=on_batch)
     batches = Prefetcher(
       iterator,
       model.train_step.place,
@@ -148,7 +155,7 @@ def train(
       should_stop=guard.should_stop,
     )
     compilations = stack.enter_context(CompilationCounter())
-    logged = _LoggedMetrics(job, model, goodput, batches, loop, slowest, compilations)
+    logged = LoggedMetrics(job, model, goodput, batches, loop, slowest, compilations)
 
     def save() -> None:
       with watchdog.allow('checkpoint', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
@@ -191,7 +198,8 @@ def train(
       return exit_codes.PREEMPTED
 
     # Before the first step: reports, compilation, evals that the last job was ended in.
-    progress.message(_describe(model, origin))
+    for line in (_describe(model, origin), *notes):
+      progress.message(line)
     if copies is not None:
       progress.message(f'every {experiment.peer_copy_every_steps} steps the state is copied to memory: {copies}')
     if is_primary():
@@ -321,49 +329,6 @@ def _refuse_job_of_paxml(job_log_dir: epath.Path) -> None:
       f'{checkpoints} holds checkpoints of Paxml: choose another --job_log_dir, and let a Pax experiment go on from '
       f'this one by --set continue_from={job_log_dir}.'
     )
-
-
-class _LoggedMetrics:
-  """Adds to the metrics of a logged step what has happened since the one before."""
-
-  def __init__(
-    self,
-    job: Job,
-    model: PartitionedModel,
-    goodput: Goodput,
-    batches: Prefetcher,
-    loop: TrainingLoop,
-    slowest: SlowestProcess,
-    compilations: CompilationCounter,
-  ):
-    self._input = job.train_input
-    self._model, self._goodput, self._batches, self._loop = model, goodput, batches, loop
-    self._slowest, self._compilations = slowest, compilations
-    self._rates = StepRates.of(model, goodput)
-    self._num_programs = 0
-
-  def start(self, step: int) -> None:
-    """Counts from now on, after `step`, the first one: everything is compiled."""
-    self._rates.start(step)
-    self._num_programs = self._compilations.num_programs
-
-  def metrics(self, step: int, step_metrics: Mapping[str, jax.Array]) -> dict[str, Metric]:
-    """Returns all metrics of a step; waits for the step. A collective call."""
-    metrics = finish_metrics(jax.device_get(step_metrics))
-    del metrics['skipped']
-    metrics |= self._rates.since_last(step) | self._goodput.metrics()
-    metrics |= self._slowest.update(
-      step,
-      loop_seconds=self._goodput.loop_seconds()[0],
-      seconds_waited=self._batches.seconds_waited,
-      seconds_blocked=self._loop.seconds_blocked,
-    )
-    metrics |= progress_of(self._input, self._loop.outcome_input_state)
-    return metrics | {
-      'num_skipped_steps': self._loop.num_skipped,
-      'padding_waste': self._model.padding_waste,
-      'num_compilations': self._compilations.num_programs - self._num_programs,
-    }
 
 
 def _is_multiple(step: int, every_steps: int | None) -> bool:

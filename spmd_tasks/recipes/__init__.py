@@ -11,10 +11,12 @@
 
 Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()`, `loss()`, `tokenizer()` and
 `source(split)`: override one and call `super()`. Read `dense.py` first; `mixture_of_experts.py` and `pipelined.py`
-override what differs. `pretrained.py` starts from a folder in Hugging Face's format.
+override what differs. `pretrained.py` starts from a folder in Hugging Face's format, and
+`instruction_tuning.py` tunes such a model on conversations and on pairs of answers.
 """
 
 from spmd_tasks.recipes.dense import DenseLanguageModel
+from spmd_tasks.recipes.instruction_tuning import InstructionTuning, PreferenceTuning
 from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
 from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
 from spmd_tasks.recipes.pretrained import PipelinedPretrainedModel, PretrainedLanguageModel
@@ -22,9 +24,11 @@ from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
 
 __all__ = [
   'DenseLanguageModel',
+  'InstructionTuning',
   'MoeLanguageModel',
   'PipelinedLanguageModel',
   'PipelinedPretrainedModel',
+  'PreferenceTuning',
   'PretrainedLanguageModel',
   'SyntheticLanguageModel',
 ]

@@ -9,6 +9,7 @@ import pytest
 from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import Block, ByteTokenizer
 from spmd_tasks.inputs._lane_reader import BlockReader
+from spmd_tasks.inputs._packing import TextEncoder
 
 
 class FaultySource:
@@ -42,7 +43,7 @@ def fail(error):
   ],
 )
 def test_errors_name_the_block_and_the_others_can_still_be_read(error, expected, message):
-  reader = BlockReader(FaultySource(lambda: fail(error)), ByteTokenizer(), timeout_s=30)
+  reader = BlockReader(FaultySource(lambda: fail(error)), TextEncoder(ByteTokenizer()), timeout_s=30)
   with pytest.raises(expected, match=message):
     reader[1]
   assert reader[2].ids.tolist() == [1, ord('2') + 3]
@@ -51,7 +52,7 @@ def test_errors_name_the_block_and_the_others_can_still_be_read(error, expected,
 
 def test_a_read_that_hangs_is_an_error_in_bounded_time():
   released = threading.Event()
-  reader = BlockReader(FaultySource(lambda: released.wait(60)), ByteTokenizer(), timeout_s=0.3)
+  reader = BlockReader(FaultySource(lambda: released.wait(60)), TextEncoder(ByteTokenizer()), timeout_s=0.3)
   start = time.monotonic()
   with pytest.raises(RuntimeError, match=r'reading file.txt block 1 has not ended within 0.3 s.*read_timeout_s'):
     reader[1]
@@ -65,5 +66,5 @@ def test_a_read_that_hangs_is_an_error_in_bounded_time():
 
 
 def test_it_can_be_sent_to_a_worker_process_before_use():
-  reader = pickle.loads(pickle.dumps(BlockReader([1, 2], ByteTokenizer(), timeout_s=1)))
+  reader = pickle.loads(pickle.dumps(BlockReader([1, 2], TextEncoder(ByteTokenizer()), timeout_s=1)))
   assert len(reader) == 2

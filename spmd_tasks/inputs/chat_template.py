@@ -11,13 +11,15 @@ Templates are in Jinja, with the variables, filters and whitespace rules of Hugg
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import datetime
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import FolderTokenizer, read_json_object
+from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
 
 if TYPE_CHECKING:
   import jinja2
@@ -29,6 +31,8 @@ _TRANSCRIPT = """\
 {% if add_generation_prompt %}assistant: {% endif %}"""
 
 _TRANSCRIPT_STOP = ('\nuser:', '\nsystem:')
+
+_MARK = re.compile(r'\{%[-+]?\s*generation\s*[-+]?%\}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,22 +178,79 @@ class ChatTemplate:
     Raises:
       UserError: the template refuses the messages, fails, or takes too much time or memory.
     """
-    from spmd_tasks.decoding import _template_sandbox
+    return self._render(messages, tools, documents, add_generation_prompt, variables)[0]
 
-    source = self.template if tools is None or self.tool_template is None else self.tool_template
+  def render_marked(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    now: datetime.datetime | None = None,
+    **variables: Any,
+  ) -> tuple[str, list[tuple[int, int]] | None]:
+    """Renders a whole conversation, and says which of its characters the template marks as the assistant's.
+
+    Args:
+      messages, tools, variables: as in `render`.
+      now: the time that the template's `strftime_now` formats; None: the clock's.
+
+    Returns:
+      (the text, the (start, end) characters that `{% generation %}` blocks wrote; None if the template has none).
+
+    Raises:
+      UserError: as `render`; or a block is in a macro or a variable, so that its place in the text is not known.
+    """
+    has_marks = _MARK.search(self._source(tools)) is not None
+    text, spans = self._render(messages, tools, None, False, variables, now=now, marked=has_marks)
+    return text, spans if has_marks else None
+
+  def render_at(
+    self,
+    now: datetime.datetime | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool,
+    **variables: Any,
+  ) -> str:
+    """As `render`, with `now` as the time that the template's `strftime_now` formats."""
+    return self._render(messages, tools, None, add_generation_prompt, variables, now=now)[0]
+
+  def _source(self, tools: Sequence[Any] | None) -> str:
+    return self.template if tools is None or self.tool_template is None else self.tool_template
+
+  def _render(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+    *,
+    now: datetime.datetime | None = None,
+    marked: bool = False,
+  ) -> tuple[str, list[tuple[int, int]]]:
+    from spmd_tasks.inputs import _template_sandbox
+
+    template = _compile(self._source(tools))
+    values = {
+      'bos_token': self.bos_token,
+      'eos_token': self.eos_token,
+      **variables,
+      'messages': [_with_reasoning(message) for message in messages],
+      'tools': None if tools is None else list(tools),
+      'documents': None if documents is None else list(documents),
+      'add_generation_prompt': add_generation_prompt,
+    }
     try:
-      return _template_sandbox.render_template(
-        _compile(source),
-        {
-          'bos_token': self.bos_token,
-          'eos_token': self.eos_token,
-          **variables,
-          'messages': [_with_reasoning(message) for message in messages],
-          'tools': None if tools is None else list(tools),
-          'documents': None if documents is None else list(documents),
-          'add_generation_prompt': add_generation_prompt,
-        },
-      )
+      if marked:
+        return _template_sandbox.render_marked(template, values, now)
+      return _template_sandbox.render_template(template, values, now), []
+    except _template_sandbox.MarkError as error:
+      raise UserError(
+        'the chat template has a {% generation %} block in a macro, a {% set %} or a filter, where its place in the '
+        'text is not known: move the block out to where the text is written.'
+      ) from error
     except _template_sandbox.RefusedError as error:
       raise UserError(f'the chat template refuses the messages: {error}') from error
     except _template_sandbox.LimitError as error:
@@ -203,7 +264,7 @@ def _compile(template: str) -> 'jinja2.Template':
   """Compiles a template as transformers does."""
   import jinja2
 
-  from spmd_tasks.decoding import _template_sandbox
+  from spmd_tasks.inputs import _template_sandbox
 
   try:
     return _template_sandbox.compile_template(template)

@@ -28,6 +28,8 @@ _MAX_WIDTH = 100_000
 _WIDE_FORMAT = re.compile(r'[%{][^%{}]*?(?:\d{6}|\*)')
 _SIZED_FILTERS = ('batch', 'center', 'format', 'indent', 'slice')  # these take a width or a number of items
 _deadline = contextvars.ContextVar('deadline', default=float('inf'))
+_now: contextvars.ContextVar[datetime.datetime | None] = contextvars.ContextVar('now', default=None)
+_marks: contextvars.ContextVar['_Marks | None'] = contextvars.ContextVar('marks', default=None)
 
 
 class RefusedError(Exception):
@@ -38,23 +40,60 @@ class LimitError(Exception):
   """A template takes too long or makes something too large."""
 
 
-def render_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-  """The text of a template that `compile_template` made.
+class MarkError(Exception):
+  """A template writes a `{% generation %}` block into a macro or a variable, so that its place is not known."""
+
+
+class _Marks:
+  """Where `{% generation %}` blocks write, as it is found while a template is rendered."""
+
+  def __init__(self):
+    self.position = 0  # characters written so far
+    self.found: list[tuple[int, str]] = []  # where a block begins, and its text
+
+
+def render_template(
+  template: jinja2.Template, variables: Mapping[str, Any], now: datetime.datetime | None = None
+) -> str:
+  """The text of a template that `compile_template` made. `now` is the time for `strftime_now`; None: the clock's.
 
   Raises:
     RefusedError, LimitError: see there.
     Exception: whatever else a template may raise.
   """
-  reset = _deadline.set(time.monotonic() + _LIMIT_S)
+  return _render(template, variables, now)[0]
+
+
+def render_marked(
+  template: jinja2.Template, variables: Mapping[str, Any], now: datetime.datetime | None = None
+) -> tuple[str, list[tuple[int, int]]]:
+  """As `render_template`, with the (start, end) characters that the `{% generation %}` blocks wrote, in order.
+
+  Raises:
+    MarkError: a block's place in the text is not known.
+  """
+  text, marks = _render(template, variables, now)
+  for start, written in marks.found:
+    if text[start : start + len(written)] != written:
+      raise MarkError
+  return text, [(start, start + len(written)) for start, written in marks.found if written]
+
+
+def _render(
+  template: jinja2.Template, variables: Mapping[str, Any], now: datetime.datetime | None
+) -> tuple[str, _Marks]:
+  marks = _Marks()
+  resets = [(_deadline, _deadline.set(time.monotonic() + _LIMIT_S)), (_marks, _marks.set(marks)), (_now, _now.set(now))]
   try:
-    pieces, size = [], 0
+    pieces = []
     for piece in template.generate(**variables):
-      size += len(piece)
-      _check_size(size)
+      marks.position += len(piece)
+      _check_size(marks.position)
       pieces.append(piece)
-    return ''.join(pieces)
+    return ''.join(pieces), marks
   finally:
-    _deadline.reset(reset)
+    for variable, token in resets:
+      variable.reset(token)
 
 
 @functools.cache
@@ -64,7 +103,7 @@ def compile_template(source: str) -> jinja2.Template:
   environment.filters['tojson'] = _to_json
   environment.filters.update({name: _bounded(environment.filters[name]) for name in _SIZED_FILTERS})
   environment.globals['raise_exception'] = _refuse
-  environment.globals['strftime_now'] = lambda format: datetime.datetime.now().strftime(format)
+  environment.globals['strftime_now'] = lambda format: (_now.get() or datetime.datetime.now()).strftime(format)
   environment.globals['namespace'] = _Namespace
   environment.globals['dict'] = _MakeDict()
   return environment.from_string(source)
@@ -139,7 +178,10 @@ class _GenerationBlock(jinja2.ext.Extension):
     return nodes.CallBlock(self.call_method('text_of'), [], [], body).set_lineno(line)
 
   def text_of(self, caller) -> str:
-    return caller()
+    text = caller()
+    if (marks := _marks.get()) is not None:
+      marks.found.append((marks.position, text))
+    return text
 
 
 class _Namespace(jinja2.utils.Namespace):

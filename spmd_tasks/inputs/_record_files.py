@@ -1,0 +1,183 @@
+"""Files of records with random access: JSON lines, Parquet and Arrow. Each record is a block of its own.
+
+Shuffling permutes blocks, so that whole records are shuffled, and a position is a number of records. For that, opening
+reads JSON lines once, to know where each record begins, and Parquet into memory; Arrow files are mapped. The bytes are
+digested on the way: a file that changes, even at the same size, does not continue another's position.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import os
+from typing import Any
+import zlib
+
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs.records import parse_json
+from spmd_tasks.inputs.text import (
+  Block,
+  ListedFile,
+  common_root,
+  expand_globs,
+  file_fingerprint,
+  refuse_changed_size,
+)
+
+_JSON_LINES, _PARQUET, _ARROW = ('.jsonl', '.json', '.ndjson'), ('.parquet', '.pq'), ('.arrow', '.feather', '.ipc')
+_CHUNK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """A record, and its number among those of all files."""
+
+  index: int
+  values: Mapping[str, Any]
+
+
+class OpenRecordFiles:
+  """Opened files of records: block `i` holds record `i`, a Record, as its one document."""
+
+  def __init__(self, pattern: str | Sequence[str], required: Sequence[str], optional: Sequence[str] = ()):
+    """Opens the files that the glob patterns match; of Parquet and Arrow only the named columns are read.
+
+    Raises:
+      UserError: no file matches, one is of an unknown kind, cannot be read or lacks a column, or there is no record.
+    """
+    paths = expand_globs(pattern, 'record')
+    self._files = [_open_file(path, required, optional) for path in paths]
+    self._starts = np.cumsum([0, *map(len, self._files)])
+    if len(self) == 0:
+      raise UserError(f'the files of {pattern!r} have no records: correct the path, or write one record per line.')
+    digests = tuple(file.digest for file in self._files)
+    self._fingerprint = file_fingerprint(common_root(paths), paths, 'records', *required, *optional, digests)
+
+  def __len__(self) -> int:
+    return int(self._starts[-1])
+
+  def _place(self, index: int) -> tuple[Any, int]:
+    file = int(np.searchsorted(self._starts, index, side='right')) - 1
+    return self._files[file], index - int(self._starts[file])
+
+  def block_name(self, index: int) -> str:
+    file, number = self._place(index)
+    return file.name(number)
+
+  def fingerprint(self) -> str:
+    return self._fingerprint
+
+  def __getitem__(self, index: int) -> Block:
+    file, number = self._place(index)
+    return Block(file.name(number), [(Record(index, file.read(number)), True)])
+
+
+def _open_file(path: str, required: Sequence[str], optional: Sequence[str]) -> Any:
+  suffix = os.path.splitext(path)[1].lower()
+  if suffix in _JSON_LINES:
+    return _JsonLinesFile(path)
+  if suffix in _PARQUET or suffix in _ARROW:
+    return _TableFile(path, tuple(required), tuple(optional))
+  known = ', '.join((*_JSON_LINES, *_PARQUET, *_ARROW))
+  raise UserError(f'{path} is of an unknown kind: give a file whose name ends in one of {known}.')
+
+
+class _JsonLinesFile:
+  """One JSON object per line; blank lines are skipped."""
+
+  def __init__(self, path: str):
+    self._path, self._size = path, os.path.getsize(path)
+    starts, lines, position, digest = [], [], 0, 0
+    with open(path, 'rb') as f:
+      for number, line in enumerate(f, 1):
+        if line.strip():
+          starts.append(position)
+          lines.append(number)
+        position += len(line)
+        digest = zlib.crc32(line, digest)
+    self._starts, self._lines = np.array(starts, np.int64), np.array(lines, np.int64)
+    self.digest = digest
+
+  def __len__(self) -> int:
+    return len(self._starts)
+
+  def name(self, number: int) -> str:
+    return f'{self._path}:{self._lines[number]}'
+
+  def read(self, number: int) -> Mapping[str, Any]:
+    start = int(self._starts[number])
+    with ListedFile(self._path, self._size) as f:
+      record = parse_json(f.read_line(start, self._size), 'it')
+    if not isinstance(record, dict):
+      raise UserError(f'it is {_kind_of(record)}, not a JSON object: write one object per line.')
+    return record
+
+
+class _TableFile:
+  """A Parquet file, held in memory, or an Arrow file (IPC, as a file or as a stream), mapped."""
+
+  def __init__(self, path: str, required: tuple[str, ...], optional: tuple[str, ...]):
+    self._path, self._size = path, os.path.getsize(path)
+    self._required, self._optional = required, optional
+    digest = 0
+    with open(path, 'rb') as f:
+      while chunk := f.read(_CHUNK):
+        digest = zlib.crc32(chunk, digest)
+    self.digest = digest
+    self._table: Any = None
+    self._num_rows = self._opened().num_rows
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {**self.__dict__, '_table': None}
+
+  def _opened(self) -> Any:
+    if self._table is None:
+      import pyarrow
+
+      try:
+        table = _read_table(self._path)
+      except (pyarrow.ArrowException, OSError) as e:
+        raise UserError(f'{self._path} is not a readable Parquet or Arrow file: {e}') from e
+      finally:
+        refuse_changed_size(self._path, self._size)
+      if missing := [name for name in self._required if name not in table.column_names]:
+        raise UserError(
+          f'{self._path} has no column {missing[0]!r} (it has {table.column_names}): name the right field.'
+        )
+      self._table = table.select([name for name in table.column_names if name in (*self._required, *self._optional)])
+    return self._table
+
+  def __len__(self) -> int:
+    return self._num_rows
+
+  def name(self, number: int) -> str:
+    return f'{self._path} row {number}'
+
+  def read(self, number: int) -> Mapping[str, Any]:
+    row = self._opened().slice(number, 1).to_pylist()[0]
+    return {name: _without_missing(value) for name, value in row.items() if value is not None}
+
+
+def _read_table(path: str) -> Any:
+  import pyarrow
+  import pyarrow.parquet
+
+  if os.path.splitext(path)[1].lower() in _PARQUET:
+    return pyarrow.parquet.ParquetFile(path).read()
+  mapped = pyarrow.memory_map(path)
+  try:
+    return pyarrow.ipc.open_file(mapped).read_all()
+  except pyarrow.ArrowInvalid:
+    mapped.seek(0)
+    return pyarrow.ipc.open_stream(mapped).read_all()
+
+
+def _without_missing(value: Any) -> Any:
+  """A value of a table without the fields that are null: a table's objects have the fields of all rows."""
+  if isinstance(value, dict):
+    return {name: _without_missing(item) for name, item in value.items() if item is not None or name == 'content'}
+  return [_without_missing(item) for item in value] if isinstance(value, list) else value
+
+
+def _kind_of(value: Any) -> str:
+  return {list: 'a list', str: 'a text', type(None): 'null'}.get(type(value), f'a {type(value).__name__}')

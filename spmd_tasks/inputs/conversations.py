@@ -1,0 +1,248 @@
+r"""ConversationInput: packed batches of conversations, whose loss is on what the assistant wrote.
+
+    ConversationInput(
+      source=Conversations(pattern='chats.jsonl'),       # lines {"messages": [{"role": ..., "content": ...}]}
+      tokenizer=FolderTokenizer(path='models/qwen'),
+      template=ChatTemplate.from_folder('models/qwen'),
+      batch_size=32,
+      seq_len=2048,
+    )
+
+Everything else is TextInput's: lanes, workers, exact positions. A conversation is never divided between two rows: one
+that does not fit in what is left of a row begins the next, and one longer than a row is an error, is cut, or is left
+out, as `too_long` says.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import datetime
+import hashlib
+import json
+from typing import Any, ClassVar
+
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import base
+from spmd_tasks.inputs._assistant_turns import Spans, render_turns, tokens_of_spans
+from spmd_tasks.inputs._packing import TokenBlock
+from spmd_tasks.inputs._record_files import OpenRecordFiles, Record
+from spmd_tasks.inputs.chat_template import ChatTemplate
+from spmd_tasks.inputs.text import Block
+from spmd_tasks.inputs.text_input import TextInput, TextIterator
+from spmd_tasks.inputs.tokenizers import OffsetEncoder, Tokenizer, encode_prompt
+
+_TOO_LONG = ('error', 'truncate', 'skip')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversations:
+  """Conversations in JSON lines, Parquet or Arrow files (a glob pattern or several), by the ends of their names.
+
+  A record has the messages in `messages_field`, each an object with `role`, `content` and what else the template
+  reads (`tool_calls`, `reasoning_content`, ...); and the tools that the assistant may call in `tools_field`, if any,
+  in the format of OpenAI's API. Both may also be JSON as text.
+  """
+
+  pattern: str | tuple[str, ...]
+  messages_field: str = 'messages'
+  tools_field: str = 'tools'
+
+  def open(self) -> OpenRecordFiles:
+    return OpenRecordFiles(self.pattern, [self.messages_field], [self.tools_field])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversationInput(TextInput):
+  """Packed batches of conversations; the fields of TextInput, and these.
+
+  Fields:
+    source: Conversations.
+    template: writes the conversations as text, and says which of it is the assistant's.
+    template_variables: further variables of the template, such as {'enable_thinking': False}.
+    too_long: a conversation of more than T tokens is an 'error', or its end is cut ('truncate'), or it is left out
+      ('skip'). A cut one in which nothing of the assistant is left is left out. How many there were is in the log.
+    date: what a template takes for today (year-month-day), so that examples are the same on every day.
+  """
+
+  template: ChatTemplate = dataclasses.field(default_factory=ChatTemplate)
+  template_variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  too_long: str = 'error'
+  date: str = '2026-01-01'
+
+  kind: ClassVar[str] = 'conversations'
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.too_long not in _TOO_LONG:
+      raise UserError(f'too_long = {self.too_long!r} must be one of {", ".join(map(repr, _TOO_LONG))}.')
+    self.renderer()
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> TextIterator:
+    if not isinstance(self.tokenizer, OffsetEncoder):
+      raise UserError(
+        f'{type(self.tokenizer).__name__} cannot say which characters its tokens are, so that the loss cannot be on '
+        "the assistant's alone: use a model's folder with a tokenizer.json."
+      )
+    return super().make_iterator(shard_index, shard_count)
+
+  def renderer(self) -> 'Renderer':
+    """What writes messages as tokens."""
+    return Renderer(
+      tokenizer=self.tokenizer, template=self.template, variables=dict(self.template_variables), date=self.date
+    )
+
+  def block_encoder(self) -> Any:
+    fields = (getattr(self.source, 'messages_field', 'messages'), getattr(self.source, 'tools_field', 'tools'))
+    return ConversationEncoder(
+      renderer=self.renderer(),
+      messages_field=fields[0],
+      tools_field=fields[1],
+      seq_len=self.seq_len,
+      too_long=self.too_long,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Renderer:
+  """Writes messages as tokens, by a chat template and a tokenizer."""
+
+  tokenizer: Tokenizer
+  template: ChatTemplate
+  variables: Mapping[str, Any]
+  date: str
+
+  def __post_init__(self):
+    _ = self.now
+
+  @property
+  def now(self) -> datetime.datetime:
+    """The time that templates are given."""
+    try:
+      return datetime.datetime.fromisoformat(self.date)
+    except (TypeError, ValueError) as e:
+      raise UserError(f'date = {self.date!r} must be a year, month and day, such as 2026-01-31.') from e
+
+  def turns(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a conversation, int32 [N], and which of them the assistant wrote, bool [N]."""
+    text, spans = render_turns(self.template, messages, tools, self.variables, self.now)
+    return self.encode(text, spans, ends=messages[-1]['role'] == 'assistant')
+
+  def encode(self, text: str, spans: Spans, *, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of a text, int32 [N], and which of them lie in its spans, bool [N].
+
+    Where the template does not write the beginning of text itself, it is put before, as before a prompt; and the end
+    of text behind a text that `ends` with the assistant's, unless it is there.
+    """
+    assert isinstance(self.tokenizer, OffsetEncoder)
+    ids, offsets = self.tokenizer.encode_with_offsets(text)
+    mask = tokens_of_spans(offsets, spans)
+    if self.template.writes_bos:
+      return ids, mask
+    start = np.array(encode_prompt(self.tokenizer, ''), np.int32)
+    if start.size and not np.array_equal(ids[: start.size], start):
+      ids, mask = np.concatenate([start, ids]), np.concatenate([np.zeros(start.size, bool), mask])
+    if ends and self.tokenizer.eos_id not in ids[-2:].tolist():
+      ids, mask = np.append(ids, np.int32(self.tokenizer.eos_id)), np.append(mask, True)
+    return ids, mask
+
+  def identity(self) -> dict[str, Any]:
+    """Plain data that differ where the same messages would give other tokens."""
+    written = dataclasses.asdict(self.template) | {'variables': self.variables, 'date': self.date}
+    digest = hashlib.blake2b(json.dumps(written, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return {'tokenizer': self.tokenizer.fingerprint(), 'template': digest}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversationEncoder:
+  """The BlockEncoder of conversations: one record is one document."""
+
+  renderer: Renderer
+  messages_field: str
+  tools_field: str
+  seq_len: int
+  too_long: str
+  keeps_whole: ClassVar[bool] = True
+  dtypes: ClassVar[Mapping[str, Any]] = base.BATCH_DTYPES
+
+  @property
+  def pad_id(self) -> int:
+    return self.renderer.tokenizer.pad_id
+
+  def encode(self, block: Block) -> TokenBlock:
+    ((record, _),) = block.documents
+    assert isinstance(record, Record)
+    messages = messages_of(record.values, self.messages_field)
+    ids, mask = self.renderer.turns(messages, tools_of(record.values, self.tools_field))
+    if not mask[1:].any():
+      raise UserError("no token of the conversation is the assistant's, so that nothing can be learnt: remove it.")
+    num_truncated = 0
+    if ids.size - 1 > self.seq_len:
+      if self.too_long == 'error':
+        raise UserError(
+          f'the conversation has {ids.size - 1} tokens, but a row only seq_len = {self.seq_len}: raise seq_len, or set '
+          "too_long to 'truncate' or 'skip'."
+        )
+      ids, mask = ids[: self.seq_len + 1], mask[: self.seq_len + 1]
+      if self.too_long == 'skip' or not mask[1:].any():
+        return empty_block(self.dtypes, num_skipped=1)
+      num_truncated = 1
+    weights = mask[1:].astype(np.float32)
+    return TokenBlock(ids[:-1], ids[1:], (ids.size - 1,), {'weights': weights}, num_truncated=num_truncated)
+
+  def identity(self) -> dict[str, Any]:
+    return self.renderer.identity() | {'too_long': self.too_long}
+
+
+def empty_block(dtypes: Mapping[str, Any], num_skipped: int) -> TokenBlock:
+  """The block of a record that is left out."""
+  arrays = {name: np.zeros(0, dtype) for name, dtype in dtypes.items() if name not in ('ids', 'labels')}
+  del arrays['segment_ids'], arrays['segment_pos']
+  return TokenBlock(np.zeros(0, np.int32), np.zeros(0, np.int32), (), arrays, num_skipped=num_skipped)
+
+
+def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
+  """The messages in a field of a record.
+
+  Raises:
+    UserError: they are missing, or are not a list of objects with a role and something said.
+  """
+  if field not in record:
+    raise UserError(f'there is no field {field!r} (it has {sorted(record)[:20]}): name the field with the messages.')
+  messages = _parsed(record[field], field)
+  if not isinstance(messages, list) or not messages:
+    raise UserError(f'{field!r} must be a list of at least one message, not {_show(messages)}.')
+  for number, message in enumerate(messages):
+    where = f'{field}[{number}]'
+    if not isinstance(message, dict) or not isinstance(message.get('role'), str):
+      raise UserError(f"{where} must be an object with a text 'role', not {_show(message)}.")
+    if message.get('content') is None and not message.get('tool_calls'):
+      raise UserError(f"{where}, of the role {message['role']!r}, has neither 'content' nor 'tool_calls': add one.")
+    if not isinstance(message.get('content'), str | list | None):
+      raise UserError(f"{where} must have a text as its 'content', not {_show(message['content'])}.")
+  return messages
+
+
+def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:
+  """The tools in a field of a record; None where it has none. Raises a UserError if they are not a list of objects."""
+  tools = _parsed(record.get(field), field)
+  if not tools:
+    return None
+  if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    raise UserError(f'{field!r} must be a list of objects, not {_show(tools)}.')
+  return tools
+
+
+def _parsed(value: Any, field: str) -> Any:
+  """A field's value, which may be JSON as text, as tables have it whose objects differ."""
+  if not isinstance(value, str) or not value.strip():
+    return value
+  try:
+    return json.loads(value)
+  except (ValueError, RecursionError) as e:
+    raise UserError(f'{field!r} is a text that is not JSON: {e}.') from e
+
+
+def _show(value: Any) -> str:
+  text = json.dumps(value, ensure_ascii=False, default=str)
+  return text if len(text) < 60 else f'{text[:60]}...'

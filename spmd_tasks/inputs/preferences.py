@@ -1,0 +1,244 @@
+r"""PreferenceInput: packed pairs of a preferred and a rejected answer to one prompt, for PreferenceLoss.
+
+    PreferenceInput(
+      source=Preferences(pattern='pairs.jsonl'),     # lines {"prompt": ..., "chosen": ..., "rejected": ...}
+      tokenizer=..., template=..., batch_size=32, seq_len=4096,
+    )
+
+A pair is two segments of one row: the prompt with the chosen answer, which has an odd segment id, and the prompt with
+the rejected one, with the even id after it. Segments do not see one another, so that the model is that of any packed
+text; and a pair is never divided, so that neither hosts, microbatches nor pipelines matter to it. Rows hold as many
+whole pairs as fit in T tokens.
+
+A batch has the arrays of any language model's, `weights` 1 on the tokens of the answers, and `reference_log_probs`
+float32: at the first token of each answer the log-probability that the reference model gives to the whole answer, and 0
+elsewhere. The training program computes them once (programs/references.py) and `reference` names its file.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+import io
+from typing import Any, ClassVar
+
+from etils import epath
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import base
+from spmd_tasks.inputs._assistant_turns import added_span
+from spmd_tasks.inputs._packing import TokenBlock
+from spmd_tasks.inputs._record_files import OpenRecordFiles, Record
+from spmd_tasks.inputs.conversations import ConversationInput, Renderer, empty_block, messages_of, tools_of
+from spmd_tasks.inputs.text import Block
+from spmd_tasks.inputs.text_input import TextIterator
+
+_ANSWERS = ('chosen', 'rejected')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preferences:
+  """Pairs of answers in JSON lines, Parquet or Arrow files (a glob pattern or several), by the ends of their names.
+
+  A record has `prompt`, `chosen` and `rejected`: all three texts, or all three lists of messages; and `tools`, if any.
+  Without `prompt` the answers are whole conversations, and what they have in common at the beginning is the prompt.
+  """
+
+  pattern: str | tuple[str, ...]
+
+  def open(self) -> OpenRecordFiles:
+    return OpenRecordFiles(self.pattern, _ANSWERS, ['prompt', 'tools'])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceInput(ConversationInput):
+  """Packed batches of pairs; the fields of ConversationInput, and these.
+
+  Fields:
+    source: Preferences.
+    too_long: as there, of the tokens of both segments of a pair; 'truncate' cuts each to T/2 tokens.
+    reference: the file of the reference model's log-probabilities; None: the training program names its own.
+    reference_free: the reference model gives the same probability to every answer; no file is read.
+  """
+
+  reference: str | None = None
+  reference_free: bool = False
+
+  kind: ClassVar[str] = 'preferences'
+
+  def block_encoder(self) -> 'PreferenceEncoder':
+    return PreferenceEncoder(
+      renderer=self.renderer(),
+      seq_len=self.seq_len,
+      too_long=self.too_long,
+      reference=self.reference,
+      reference_free=self.reference_free,
+    )
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> TextIterator:
+    if self.reference is None and not self.reference_free:
+      raise UserError(
+        "this input needs the reference model's log-probabilities, which --mode train computes before its first step: "
+        'train first, or set reference to their file, or reference_free=True.'
+      )
+    return super().make_iterator(shard_index, shard_count)
+
+  def without_reference(self) -> 'PreferenceInput':
+    """The same pairs, with zeros for the reference model's log-probabilities."""
+    return dataclasses.replace(self, reference=None, reference_free=True)
+
+  def numbered(self) -> 'NumberedPairs':
+    """Every pair once and in order, with its number and without a reference."""
+    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    once: dict[str, Any] = {'num_epochs': 1, 'shuffle': False, 'packing': True, 'max_batches': None, 'num_workers': 0}
+    return NumberedPairs(**fields | once | {'reference': None, 'reference_free': True})
+
+
+class NumberedPairs(PreferenceInput):
+  """Pairs whose batches have, in place of the reference, `record_index`: int32, 1 + the number of a token's record."""
+
+  def block_encoder(self) -> 'PreferenceEncoder':
+    return dataclasses.replace(super().block_encoder(), numbered=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceEncoder:
+  """The BlockEncoder of pairs: one record is two documents, in the order chosen, rejected."""
+
+  renderer: Renderer
+  seq_len: int
+  too_long: str
+  reference: str | None
+  reference_free: bool
+  numbered: bool = False
+  keeps_whole: ClassVar[bool] = True
+
+  def __getstate__(self) -> dict[str, Any]:
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+  @property
+  def dtypes(self) -> Mapping[str, Any]:
+    return {
+      **base.BATCH_DTYPES,
+      **({'record_index': np.int32} if self.numbered else {'reference_log_probs': np.float32}),
+    }
+
+  @property
+  def pad_id(self) -> int:
+    return self.renderer.tokenizer.pad_id
+
+  @functools.cached_property
+  def _references(self) -> np.ndarray:
+    """float32 [N, 2]: of every record the log-probabilities of its chosen and its rejected answer; NaN: left out."""
+    assert self.reference is not None
+    return read_references(self.reference)
+
+  def encode(self, block: Block) -> TokenBlock:
+    ((record, _),) = block.documents
+    assert isinstance(record, Record)
+    pair = [self._encode_answer(record.values, name) for name in _ANSWERS]
+    num_truncated, num_tokens = 0, sum(ids.size - 1 for ids, _ in pair)
+    if num_tokens > self.seq_len:
+      if self.too_long == 'error':
+        raise UserError(
+          f'the pair has {num_tokens} tokens, its prompt counted twice, but a row only seq_len = {self.seq_len}: raise '
+          "seq_len, or set too_long to 'truncate' or 'skip'."
+        )
+      pair = [(ids[: self.seq_len // 2 + 1], mask[: self.seq_len // 2 + 1]) for ids, mask in pair]
+      if self.too_long == 'skip' or not all(mask[1:].any() for _, mask in pair):
+        return empty_block(self.dtypes, num_skipped=1)
+      num_truncated = 1
+    ids = np.concatenate([ids[:-1] for ids, _ in pair])
+    labels = np.concatenate([ids[1:] for ids, _ in pair])
+    weights = np.concatenate([mask[1:] for _, mask in pair]).astype(np.float32)
+    ends = tuple(np.cumsum([ids.size - 1 for ids, _ in pair]).tolist())
+    if self.numbered:
+      own = {'record_index': np.full(ids.size, record.index + 1, np.int32)}
+    else:
+      references = np.zeros(ids.size, np.float32)
+      if self.reference is not None:
+        first = [int(np.argmax(weights[: ends[0]])), ends[0] + int(np.argmax(weights[ends[0] :]))]
+        references[first] = self._reference_of(record.index)
+      own = {'reference_log_probs': references}
+    return TokenBlock(ids, labels, ends, {'weights': weights, **own}, num_truncated=num_truncated)
+
+  def _reference_of(self, index: int) -> np.ndarray:
+    if index >= len(self._references) or np.isnan(self._references[index]).any():
+      raise UserError(f'{self.reference} has no log-probabilities of record {index}: it is of other data. Delete it.')
+    return self._references[index]
+
+  def _encode_answer(self, record: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of the prompt with one answer, and which of them are the answer's."""
+    missing = [each for each in _ANSWERS if each not in record]
+    if missing:
+      raise UserError(
+        f'there is no field {missing[0]!r} (it has {sorted(record)[:20]}): a pair has chosen and rejected.'
+      )
+    given = [record[each] for each in ('prompt', *_ANSWERS) if record.get(each) is not None]
+    if all(isinstance(each, str) for each in given) and not given[-1].lstrip().startswith('[{'):
+      prompt, answer = record.get('prompt') or '', record[name]
+      if not answer:
+        raise UserError(f'{name!r} is empty: a pair has two answers.')
+      ids, mask = self._encode_text(prompt, answer)
+    else:
+      ids, mask = self._encode_messages(record, name)
+    if not mask[1:].any():
+      raise UserError(f'no token of {name!r} is behind the prompt: a pair has two answers.')
+    return ids, mask
+
+  def _encode_text(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
+    """A plain text: bos, prompt, answer, eos; the answer and the eos are what is compared."""
+    plain = dataclasses.replace(self.renderer, template=dataclasses.replace(self.renderer.template, writes_bos=False))
+    text = prompt + answer
+    return plain.encode(text, [(len(prompt), len(text))], ends=True)
+
+  def _encode_messages(self, record: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """A conversation: what rendering the answer's messages adds to rendering the prompt's."""
+    answer, renderer = messages_of(record, name), self.renderer
+    if record.get('prompt') is None:
+      others = messages_of(record, next(each for each in _ANSWERS if each != name))
+      prompt, answer = _divide(answer, others)
+    else:
+      prompt = messages_of(record, 'prompt')
+    if not prompt or not answer or answer[-1]['role'] != 'assistant':
+      raise UserError(f"{name!r} must end with a message of the assistant, behind the prompt's messages.")
+    tools, whole = tools_of(record, 'tools'), [*prompt, *answer]
+    at = {'tools': tools, **renderer.variables}
+    text = renderer.template.render_at(renderer.now, whole, add_generation_prompt=False, **at)
+    span = added_span(
+      renderer.template, prompt, whole, tools, renderer.variables, renderer.now, number=len(prompt), whole=text
+    )
+    return renderer.encode(text, [span], ends=True)
+
+  def identity(self) -> dict[str, Any]:
+    return self.renderer.identity() | {'too_long': self.too_long, 'reference_free': self.reference_free}
+
+
+def _divide(
+  answer: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """Two conversations' common beginning, up to the last message of the user in it, and the rest of the first."""
+  common = 0
+  while common < min(len(answer), len(other)) and answer[common] == other[common]:
+    common += 1
+  while common and answer[common - 1]['role'] == 'assistant':
+    common -= 1
+  return list(answer[:common]), list(answer[common:])
+
+
+def read_references(path: str) -> np.ndarray:
+  """The log-probabilities in a file of programs/references.py: float32 [N, 2].
+
+  Raises:
+    UserError: it is missing or damaged.
+  """
+  try:
+    values = np.load(io.BytesIO(epath.Path(path).read_bytes()), allow_pickle=False)
+  except (OSError, ValueError, EOFError) as e:
+    raise UserError(
+      f"{path}, the reference model's log-probabilities, cannot be read ({e}): put it back, or train in a new "
+      '--job_log_dir, which computes them.'
+    ) from e
+  if values.ndim != 2 or values.shape[1] != 2 or values.dtype != np.float32:
+    raise UserError(f'{path} holds {values.dtype}{list(values.shape)}, not float32 [N, 2]: put the right file back.')
+  return values

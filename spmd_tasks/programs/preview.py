@@ -1,0 +1,103 @@
+"""--mode preview: prints the first examples of the training input as the model will read them.
+
+Each example is the text of one packed segment. What the loss is on is in colour; without colours (where the output is
+no terminal, or NO_COLOR is set) it stands between « and ». Nothing is compiled, and no weight is read.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import sys
+from typing import Any, TextIO
+
+import numpy as np
+
+from spmd_tasks import exit_codes
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Job
+from spmd_tasks.inputs import BATCH_DTYPES, Input, PreferenceInput, Tokenizer
+
+DEFAULT_NUM_EXAMPLES = 4
+_LEARNT, _READ, _TITLE, _OFF = '\x1b[1;32m', '\x1b[2m', '\x1b[36m', '\x1b[0m'
+
+
+def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | None = None) -> int:
+  """Prints examples of a job's training input; returns the exit code OK.
+
+  Args:
+    job: the built experiment.
+    num_examples: how many.
+    out: where to; None: the standard output.
+
+  Raises:
+    UserError: the input has no tokenizer or no such arrays, or its data cannot be used.
+  """
+  out = sys.stdout if out is None else out
+  given = job.train_input
+  is_pairs = isinstance(given, PreferenceInput)
+  if isinstance(given, PreferenceInput):
+    given = given.without_reference()
+  missing = sorted(set(BATCH_DTYPES) - set(given.element_spec()))
+  if job.tokenizer is None or missing:
+    lacks = f'has no {missing[0]}' if missing else 'has no tokenizer'
+    raise UserError(f'the training input {lacks}, so that its examples cannot be shown as text.')
+  is_coloured = out.isatty() and 'NO_COLOR' not in os.environ
+  shown = 0
+  for batch in _batches(given):
+    for title, pieces in examples_of(batch, job.tokenizer, ('rejected', 'chosen') if is_pairs else ()):
+      if shown == num_examples:
+        return exit_codes.OK
+      shown += 1
+      out.write(format_example(f'{shown}: {title}', pieces, is_coloured) + '\n')
+  if not shown:
+    raise UserError('the training input has no examples: correct its source.')
+  return exit_codes.OK
+
+
+def _batches(given: Input) -> Iterator[Mapping[str, np.ndarray]]:
+  iterator = given.make_iterator()
+  try:
+    yield from iterator
+  finally:
+    iterator.close()
+
+
+def examples_of(
+  batch: Mapping[str, np.ndarray], tokenizer: Tokenizer, names: Sequence[str] = ()
+) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+  """Yields of each segment of a batch a title, and its text in pieces (text, whether the loss is on it).
+
+  With `names` segment s is called names[s % len(names)].
+  """
+  for row in range(batch['ids'].shape[0]):
+    segment_ids = batch['segment_ids'][row]
+    for segment in range(1, int(segment_ids.max(initial=0)) + 1):
+      at = np.flatnonzero(segment_ids == segment)
+      ids = np.append(batch['ids'][row, at[:1]], batch['labels'][row, at])
+      is_learnt = np.append(False, batch['weights'][row, at] > 0)
+      name = f'{names[segment % len(names)]}, ' if names else ''
+      title = f'{name}row {row}, segment {segment}, {at.size} tokens, the loss on {int(is_learnt.sum())}'
+      yield title, list(_pieces(ids, is_learnt, tokenizer))
+
+
+def _pieces(ids: np.ndarray, is_learnt: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+  """The text of runs of tokens. Each is decoded together with all tokens before it, as decoders need."""
+  decode: Any = getattr(tokenizer, 'decode_all', tokenizer.decode)
+  ends = [*(np.flatnonzero(np.diff(is_learnt)) + 1).tolist(), ids.size]
+  start, before = 0, ''
+  for end in ends:
+    text = decode(ids[:end].tolist())
+    yield text[len(before) :], bool(is_learnt[start])
+    start, before = end, text
+
+
+def format_example(title: str, pieces: Iterable[tuple[str, bool]], is_coloured: bool) -> str:
+  """An example with its title, in the colours of a terminal or between signs."""
+  if not is_coloured:
+    return f'--- {title}\n' + ''.join(f'«{text}»' if is_learnt else text for text, is_learnt in pieces)
+  # Of each line by itself, so that a pager which shows some of the lines has their colours.
+  coloured = [_coloured(text, _LEARNT if is_learnt else _READ) for text, is_learnt in pieces]
+  return f'{_TITLE}--- {title}{_OFF}\n' + ''.join(coloured)
+
+
+def _coloured(text: str, colour: str) -> str:
+  return '\n'.join(f'{colour}{line}{_OFF}' if line else '' for line in text.split('\n'))

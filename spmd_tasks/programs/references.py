@@ -1,0 +1,179 @@
+"""Computes the reference model's log-probabilities of pairs of answers, before the first step of a job.
+
+    job = name_references(job, job_log_dir)           # its inputs read <job_log_dir>/reference/<input>.npy
+    compute_references(job, model, state, ...)        # of the weights that the job starts from
+
+The reference is the model that training starts from, so that one pass over the pairs with these weights gives all that
+the loss needs of it, and no second model is held while training. With LoRA the weights at the start compute what the
+base does. A resumed job reads the files that it wrote at its start.
+"""
+
+from collections.abc import Callable, Iterator
+import dataclasses
+import hashlib
+import io
+import json
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_tasks.distributed import primary_decides
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Job
+from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.inputs import PreferenceInput, Prefetcher
+from spmd_tasks.layers import pair_log_probs
+from spmd_tasks.runtime import PartitionedModel, TrainState
+
+_DIRECTORY = 'reference'
+_WRITE_LIMIT_S = 600
+
+
+def name_references(job: Job, job_log_dir: epath.Path) -> Job:
+  """Returns the job with the files of its own directory as the references of all inputs that name none."""
+
+  def named(name: str, each: object) -> object:
+    if isinstance(each, PreferenceInput) and each.reference is None and not each.reference_free:
+      return dataclasses.replace(each, reference=str(job_log_dir / _DIRECTORY / f'{name}.npy'))
+    return each
+
+  return dataclasses.replace(
+    job,
+    train_input=named('train_input', job.train_input),
+    eval_inputs={name: named(f'eval_{name}', each) for name, each in job.eval_inputs.items()},
+  )
+
+
+def reads_references(job: Job, job_log_dir: epath.Path) -> bool:
+  """Whether inputs of the job, as `name_references` returns it, read files of its own directory."""
+  return bool(_own(job, job_log_dir))
+
+
+def _own(job: Job, job_log_dir: epath.Path) -> list[PreferenceInput]:
+  inputs = [each for each in (job.train_input, *job.eval_inputs.values()) if isinstance(each, PreferenceInput)]
+  return [each for each in inputs if each.reference and epath.Path(each.reference).parent == job_log_dir / _DIRECTORY]
+
+
+def compute_references(
+  job: Job,
+  model: PartitionedModel,
+  state: TrainState,
+  step: int,
+  job_log_dir: epath.Path,
+  *,
+  on_batch: Callable[[], None],
+) -> list[str]:
+  """Writes the references of a job that starts, and checks that those of a job that goes on are there.
+
+  Args:
+    job: as `name_references` returns it.
+    model, state, step: what the job starts from.
+    job_log_dir: the files of inputs that name others are not written.
+    on_batch: called after every batch.
+
+  Returns:
+    Lines for the user.
+
+  Raises:
+    UserError: the job goes on, but a file is missing or is of other pairs; or a pair cannot be used.
+  """
+  lines = []
+  for each in _own(job, job_log_dir):
+    path = epath.Path(each.reference or '')
+    identity = _identity(each)
+    if step > 0:
+      _check(path, identity)
+      continue
+    values = _compute(each.numbered(), model, state, job.experiment.input_timeout_s, on_batch)
+    num_left_out = int(np.isnan(values[:, 0]).sum())
+    buffer = io.BytesIO()
+    np.save(buffer, values)
+    about = {'pairs': identity, 'num_pairs': len(values), 'num_left_out': num_left_out, 'digest': _digest(buffer)}
+
+    def write(path=path, buffer=buffer, about=about) -> None:
+      with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, buffer.getvalue())
+        write_durably(path.with_suffix('.json'), json.dumps(about, indent=1) + '\n')
+
+    primary_decides(write, f'write_{path.stem}', limit_s=_WRITE_LIMIT_S)
+    lines.append(
+      f'the reference model gives the {len(values) - num_left_out} chosen answers log-probability '
+      f'{np.nanmean(values[:, 0]):.2f} on average and the rejected ones {np.nanmean(values[:, 1]):.2f}: {path}'
+    )
+  return lines
+
+
+def _compute(
+  pairs: PreferenceInput, model: PartitionedModel, state: TrainState, timeout_s: float, on_batch: Callable[[], None]
+) -> np.ndarray:
+  """float32 [N, 2]: log-probabilities of every record's chosen and rejected answer; NaN for one that is left out."""
+
+  def reference_step(variables, batch):
+    logits = model.task.predict(variables, batch)['logits']
+    sums = pair_log_probs(logits, batch | {'reference_log_probs': jnp.zeros_like(batch['weights'])})
+    # The number of a pair's record, of its first segment's tokens. [B, P]
+    num_pairs = sums.chosen.shape[1]
+    is_chosen = batch['segment_ids'] % 2 == 1
+
+    def records_of(records, segment_ids):
+      return jax.ops.segment_max(records, segment_ids // 2, num_segments=num_pairs)
+
+    records = jax.vmap(records_of)(jnp.where(is_chosen, batch['record_index'], 0), batch['segment_ids'])
+    return jnp.stack([sums.chosen, sums.rejected], axis=-1), jnp.maximum(records, 0)
+
+  values = np.full((len(pairs.source.open()), 2), np.nan, np.float32)
+  is_known = np.zeros(len(values), bool)
+  step = model.batch_step('reference_step', pairs.element_spec(), reference_step)
+  variables = state.variables
+  iterator = pairs.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+  with Prefetcher(iterator, step.place, timeout_s=timeout_s) as batches:
+    for log_probs, records in _one_behind(step(variables, batch) for batch, _ in batches):
+      on_batch()
+      log_probs, records = np.asarray(log_probs), np.asarray(records)
+      is_pair = records > 0
+      values[records[is_pair] - 1] = log_probs[is_pair]
+      is_known[records[is_pair] - 1] = True
+  if not np.isfinite(values[is_known]).all():
+    raise UserError(
+      'a log-probability of the reference model is not finite: look for ids outside the vocabulary in the pairs, and '
+      'for weights that are not finite in the model.'
+    )
+  return values
+
+
+def _one_behind(launched: Iterator) -> Iterator:
+  """Yields each item after the next one was made, so that the device always has work."""
+  last = next(launched, None)
+  for item in launched:
+    yield last
+    last = item
+  if last is not None:
+    yield last
+
+
+def _identity(pairs: PreferenceInput) -> dict[str, object]:
+  """What decides a pair's tokens."""
+  return {
+    'source': pairs.source.open().fingerprint(), 'seq_len': pairs.seq_len, **pairs.block_encoder().identity()
+  }  # fmt: skip
+
+
+def _digest(buffer: io.BytesIO) -> str:
+  return hashlib.blake2b(buffer.getvalue(), digest_size=16).hexdigest()
+
+
+def _check(path: epath.Path, identity: dict[str, object]) -> None:
+  remedy = 'put it back, or train from the start in a new --job_log_dir.'
+  try:
+    about = json.loads(path.with_suffix('.json').read_text())
+    content = path.read_bytes()
+  except (OSError, ValueError) as error:
+    raise UserError(f"{path}, the reference model's log-probabilities, cannot be read ({error}): {remedy}") from error
+  if _digest(io.BytesIO(content)) != about.get('digest'):
+    raise UserError(f"{path}, the reference model's log-probabilities, is damaged: {remedy}")
+  if about.get('pairs') != identity:
+    changed = [name for name, value in identity.items() if about.get('pairs', {}).get(name) != value]
+    raise UserError(f'{path} has log-probabilities of other pairs ({", ".join(changed)} changed): {remedy}')

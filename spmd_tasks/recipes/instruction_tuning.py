@@ -1,0 +1,123 @@
+"""Bases of tuning on conversations and on pairs of answers: what is read, and what the loss is on.
+
+They say nothing of which weights are trained, so that another base can:
+
+    class LoraSft(InstructionTuning, LowRankTuning):
+      '''Low-rank adapters, trained on conversations.'''
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import fiddle as fdl
+from flax.core import FrozenDict
+
+from spmd_tasks.decoding import ChatTemplate
+from spmd_tasks.errors import UserError
+from spmd_tasks.files import absolute_path
+from spmd_tasks.inputs import ConversationInput, Conversations, FolderTokenizer, PreferenceInput, Preferences
+from spmd_tasks.layers import PreferenceLoss
+from spmd_tasks.recipes.pretrained import PretrainedLanguageModel
+
+
+class InstructionTuning(PretrainedLanguageModel):
+  """The model of a folder, trained on conversations; the loss is on what the assistant says."""
+
+  # JSON lines, Parquet or Arrow files (glob patterns) whose records have `messages`; of the eval set, if there is one.
+  data: str | tuple[str, ...] = ''
+  eval_data: str | tuple[str, ...] = ''
+  # A Jinja file in place of the folder's chat template, such as one that marks the assistant's text.
+  chat_template_file: str = ''
+  # Further variables of the chat template, such as {'enable_thinking': False}.
+  template_variables: Mapping[str, Any] = FrozenDict()
+  # A conversation longer than a row: 'error', 'truncate' or 'skip'.
+  too_long: str = 'error'
+  packing: bool = True
+  num_input_workers: int = 0
+
+  seq_len = 2048
+
+  def chat_template(self) -> ChatTemplate:
+    """The template of `chat_template_file`, else the folder's; without one, a plain transcript."""
+    if not self.chat_template_file:
+      return super().chat_template()
+    given = ChatTemplate.from_file(str(absolute_path(self.chat_template_file)))
+    special = FolderTokenizer(path=str(self.folder.path)).special_tokens
+    return dataclasses.replace(
+      given,
+      bos_token=given.bos_token or special.get('bos_token', ''),
+      eos_token=given.eos_token or special.get('eos_token', ''),
+      writes_bos=True,
+    )
+
+  def source(self, split: str) -> fdl.Config:
+    """The conversations of a split, 'train' or 'valid'."""
+    return fdl.Config(Conversations, pattern=self._files(split))
+
+  def train_input(self) -> fdl.Config:
+    return self._examples('train', seed=self.seed, num_workers=self.num_input_workers)
+
+  def eval_inputs(self) -> dict[str, fdl.Config]:
+    if not self.eval_data:
+      return {}
+    return {'valid': self._examples('valid', num_epochs=1, shuffle=False, max_batches=self.eval_batches)}
+
+  def _files(self, split: str) -> str | tuple[str, ...]:
+    given = self.data if split == 'train' else self.eval_data
+    if not given:
+      raise UserError(f'{type(self).__name__} needs its data: --set data=FILE, in JSON lines, Parquet or Arrow.')
+    return given
+
+  def _examples(self, split: str, **settings: Any) -> fdl.Config:
+    template = self.chat_template()
+    fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
+    return fdl.Config(
+      self._input_class(),
+      source=self.source(split),
+      tokenizer=self.tokenizer(),
+      template=fdl.Config(ChatTemplate, **fields),
+      template_variables=dict(self.template_variables),
+      too_long=self.too_long,
+      packing=self.packing,
+      batch_size=self.batch_size,
+      seq_len=self.seq_len,
+      **settings,
+    )
+
+  def _input_class(self) -> type[ConversationInput]:
+    return ConversationInput
+
+
+class PreferenceTuning(InstructionTuning):
+  """The model of a folder, trained on pairs of a chosen and a rejected answer (DPO).
+
+  The files' records have `prompt`, `chosen` and `rejected`: texts, or lists of messages. Both answers of a pair, each
+  behind the prompt, share a row of `seq_len` tokens. The reference is the model that training starts from.
+  """
+
+  # 'sigmoid' (DPO) or 'ipo'; how strongly the model is held to the reference; log-probabilities per token of an answer.
+  preference_loss: str = 'sigmoid'
+  beta: float = 0.1
+  length_normalized: bool = False
+  label_smoothing: float = 0.0
+
+  seq_len = 4096
+  learning_rate = 1e-6
+
+  def loss(self) -> fdl.Config:
+    """The loss on pairs."""
+    return fdl.Config(
+      PreferenceLoss,
+      kind=self.preference_loss,
+      beta=self.beta,
+      length_normalized=self.length_normalized,
+      label_smoothing=self.label_smoothing,
+    )
+
+  def source(self, split: str) -> fdl.Config:
+    """The pairs of a split, 'train' or 'valid'."""
+    return fdl.Config(Preferences, pattern=self._files(split))
+
+  def _input_class(self) -> type[ConversationInput]:
+    return PreferenceInput

@@ -1,0 +1,245 @@
+"""ConversationInput: whole conversations in packed rows, the loss on the assistant's tokens, resumed exactly."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, ConversationInput, Conversations, IdTokenizer
+
+TEMPLATE = ChatTemplate(
+  template="{% for m in messages %}<{{ m.role[0] }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }};"
+  '{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}',
+  writes_bos=True,
+)
+TALKS = [
+  [{'role': 'user', 'content': 'q' * (i % 5)}, {'role': 'assistant', 'content': f'{i}' + 'a' * (i % 11)}]
+  for i in range(37)
+]
+
+
+def rendered(talk):
+  return ''.join(f'<{m["role"][0]}>{m["content"]}' + ';' * (m['role'] == 'assistant') for m in talk)
+
+
+def write_jsonl(path, talks=TALKS):
+  path.write_text('\n\n'.join(json.dumps({'messages': talk}) for talk in talks) + '\n')
+  return path
+
+
+@pytest.fixture
+def training(tmp_path):
+  source = Conversations(pattern=str(write_jsonl(tmp_path / 'talks.jsonl')))
+  return ConversationInput(
+    source=source, tokenizer=ByteTokenizer(), template=TEMPLATE, batch_size=4, seq_len=48, seed=1
+  )
+
+
+def once(training, **changes):
+  return dataclasses.replace(training, num_epochs=1, shuffle=False, **changes)
+
+
+def take(settings, count=None, state=None, shard=(0, 1)):
+  iterator = settings.make_iterator(*shard)
+  if state is not None:
+    iterator.set_state(json.loads(json.dumps(state)))
+  batches = list(itertools.islice(iterator, count))
+  state = iterator.get_state()
+  iterator.close()
+  return batches, state
+
+
+def assert_same(batches, others):
+  assert len(batches) == len(others)
+  for batch, other in zip(batches, others):
+    assert batch.keys() == other.keys()
+    for name in batch:
+      np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+
+
+def join(shards):
+  return [{name: np.concatenate([batch[name] for batch in step]) for name in step[0]} for step in zip(*shards)]
+
+
+def segments(batches):
+  """(all tokens, learnt tokens) of every segment, as text."""
+  decode = ByteTokenizer().decode
+  for batch in batches:
+    for row in range(len(batch['ids'])):
+      for segment in range(1, batch['segment_ids'][row].max() + 1):
+        at = batch['segment_ids'][row] == segment
+        assert batch['segment_pos'][row, at].tolist() == list(range(at.sum()))
+        labels, weights = batch['labels'][row, at], batch['weights'][row, at]
+        yield decode([batch['ids'][row, at][0], *labels]), decode(labels[weights > 0])
+
+
+def test_one_epoch_has_every_conversation_once_and_whole(training):
+  batches, _ = take(once(training))
+  found = list(segments(batches))
+  assert [text for text, _ in found] == [rendered(talk) for talk in TALKS]
+  assert [learnt for _, learnt in found] == [talk[1]['content'] + ';' for talk in TALKS]
+  assert any(batch['segment_ids'].max() > 1 for batch in batches)  # packed
+  shuffled = dataclasses.replace(training, num_epochs=2)
+  twice = [text for text, _ in segments(take(shuffled)[0])]
+  assert sorted(twice[:37]) == sorted(twice[37:]) == sorted(rendered(talk) for talk in TALKS)
+  assert twice[:37] != twice[37:]
+  alone = take(once(training, packing=False))[0]
+  assert max(batch['segment_ids'].max() for batch in alone) == 1
+  assert list(segments(alone)) == found
+
+
+@pytest.mark.parametrize('shard_count', [2, 4])
+@pytest.mark.parametrize('num_epochs', [None, 2])
+def test_any_number_of_hosts_goes_on_exactly(training, shard_count, num_epochs):
+  settings = dataclasses.replace(training, num_epochs=num_epochs, too_long='skip', seq_len=16)
+  whole, end = take(settings, 14)
+  assert sum(map(sum, end['num_too_long'])) > 0
+  assert_same(join([take(settings, 14, shard=(i, shard_count))[0] for i in range(shard_count)]), whole)
+  for position in (0, 1, 7):
+    _, state = take(settings, position)
+    rest, final = take(settings, len(whole) - position, state)
+    assert_same(rest, whole[position:])
+    assert final == end
+  states = [take(settings, 5, shard=(i, shard_count))[1] for i in range(shard_count)]
+  for new_count in (1, 2, 4):
+    resharded = settings.reshard_states(states[::-1], new_count)
+    rest = [take(settings, len(whole) - 5, state, (i, new_count)) for i, state in enumerate(resharded)]
+    assert_same(join([batches for batches, _ in rest]), whole[5:])
+    if num_epochs is None:
+      assert [lane for _, state in rest for lane in state['num_too_long']] == end['num_too_long']
+
+
+@pytest.mark.exhaustive
+def test_worker_processes_read_the_same(training):
+  assert_same(take(dataclasses.replace(training, num_workers=2), 6)[0], take(training, 6)[0])
+
+
+def test_all_kinds_of_files_are_the_same(training, tmp_path):
+  """Tables give null to what an object lacks, and may hold objects as JSON; those of a file are one table."""
+  talks = [*TALKS, [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': None, 'tool_calls': [{'n': 1}]}]]
+  template = dataclasses.replace(TEMPLATE, template=TEMPLATE.template.replace('{{ m.content }};', '{{ m | tojson }};'))
+  settings = once(training, template=template, seq_len=128)
+  lines = write_jsonl(tmp_path / 'all.jsonl', talks)
+  expected = take(dataclasses.replace(settings, source=Conversations(pattern=str(lines))))[0]
+  table = pa.table({'messages': talks, 'id': list(range(38))})
+  pq.write_table(table, tmp_path / 'all.parquet', row_group_size=7)
+  pa.feather.write_feather(table, tmp_path / 'all.feather', compression='uncompressed')
+  with pa.ipc.new_stream(str(tmp_path / 'all.arrow'), table.schema) as stream:
+    stream.write_table(table, max_chunksize=10)
+  pq.write_table(pa.table({'messages': [json.dumps(talk) for talk in talks]}), tmp_path / 'text.parquet')
+  for name in ('all.parquet', 'all.feather', 'all.arrow', 'text.parquet'):
+    source = Conversations(pattern=str(tmp_path / name))
+    assert_same(take(dataclasses.replace(settings, source=source))[0], expected)
+
+
+def test_tools_and_variables_reach_the_template(training, tmp_path):
+  tool = {'type': 'function', 'function': {'name': 'f'}}
+  template = dataclasses.replace(
+    TEMPLATE, template='{{ tools | tojson if tools else 0 }}{{ mood }}{% generation %}!{% endgeneration %}'
+  )
+  path = tmp_path / 'tools.jsonl'
+  talks = [{'messages': TALKS[0]}, {'messages': TALKS[0], 'tools': [tool]}, {'messages': TALKS[0], 'tools': None}]
+  path.write_text(''.join(json.dumps(talk) + '\n' for talk in talks))
+  settings = once(training, template=template, template_variables={'mood': 'calm'}, seq_len=99)
+  batches, _ = take(dataclasses.replace(settings, source=Conversations(pattern=str(path))))
+  assert [text for text, _ in segments(batches)] == ['0calm!', json.dumps([tool]) + 'calm!', '0calm!']
+
+
+def test_a_plain_transcript_begins_and_ends_as_text_does(training):
+  batches, _ = take(once(training, template=ChatTemplate(), seq_len=64, packing=False))
+  ids, labels, weights = (batches[0][name][0] for name in ('ids', 'labels', 'weights'))
+  assert ids[0] == ByteTokenizer().bos_id
+  assert labels[weights > 0].tolist() == [*ByteTokenizer().encode('0\n'), ByteTokenizer().eos_id]
+
+
+def test_a_conversation_longer_than_a_row(training, caplog):
+  lengths = [len(rendered(talk)) - 1 for talk in TALKS]
+  with pytest.raises(
+    ValueError, match=r'talks\.jsonl:\d+: the conversation has \d+ tokens, but .*seq_len = 16.*too_long'
+  ):
+    take(once(training, seq_len=16))
+  skipped, state = take(once(training, seq_len=16, too_long='skip'))
+  texts = [rendered(talk) for talk in TALKS]
+  assert [text for text, _ in segments(skipped)] == [t for t, n in zip(texts, lengths) if n <= 16]
+  assert state['num_too_long'] == [[0, sum(n > 16 for n in lengths)]]
+  cut, state = take(once(training, seq_len=16, too_long='truncate'))
+  assert [text for text, _ in segments(cut)] == [text[:17] for text in texts]
+  assert state['num_too_long'] == [[sum(n > 16 for n in lengths), 0]]
+  assert 'documents in them were truncated' in caplog.text
+  # Cut before the assistant says anything: left out.
+  nothing, state = take(once(training, seq_len=9, too_long='truncate'))
+  assert all(learnt for _, learnt in segments(nothing))
+  assert state['num_too_long'][0][1] > 0
+  with pytest.raises(ValueError, match='in a row are empty: all are longer than seq_len'):
+    take(dataclasses.replace(training, seq_len=2, too_long='skip'), 1)
+
+
+GOOD = json.dumps({'messages': TALKS[0]})
+
+
+@pytest.mark.parametrize(
+  'content, message',
+  [
+    ('', 'have no records: correct the path'),
+    ('\n \n', 'have no records'),
+    (GOOD + '\n{"messages": [', r'talks\.jsonl:2: it is not JSON'),
+    (GOOD + '\n\n[1]', r'talks\.jsonl:3: it is a list, not a JSON object'),
+    ('{"text": "a"}', r"talks\.jsonl:1: there is no field 'messages' \(it has \['text'\]\)"),
+    ('{"messages": []}', "'messages' must be a list of at least one message, not \\[\\]"),
+    ('{"messages": "[1"}', "'messages' is a text that is not JSON"),
+    ('{"messages": [{"from": "human", "value": "a"}]}', r"messages\[0\] must be an object with a text 'role'"),
+    ('{"messages": [{"role": "user"}]}', r"messages\[0\], of the role 'user', has neither 'content' nor"),
+    ('{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\] must have a text as its 'content', not 3"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', r'no turn of the assistant \(its roles are user\)'),
+    ('{"messages": [{"role": "assistant", "content": "a"}], "tools": 3}', "'tools' must be a list of objects, not 3"),
+  ],
+)
+def test_files_that_cannot_be_used(training, tmp_path, content, message):
+  (tmp_path / 'talks.jsonl').write_text(content)
+  with pytest.raises(ValueError, match=message) as refused:
+    take(once(training))
+  assert '\n' not in str(refused.value)
+
+
+def test_tables_that_cannot_be_used(training, tmp_path):
+  pq.write_table(pa.table({'text': ['a']}), tmp_path / 'a.parquet')
+  (tmp_path / 'b.parquet').write_bytes(b'PAR1')
+  (tmp_path / 'c.csv').write_text('a')
+  for name, message in (
+    ('a', "has no column 'messages'"),
+    ('b', 'not a readable Parquet'),
+    ('c', 'of an unknown kind'),
+  ):
+    source = Conversations(pattern=f'{tmp_path}/{name}.*')
+    with pytest.raises(ValueError, match=message):
+      take(dataclasses.replace(training, source=source), 1)
+
+
+def test_other_settings_or_content_refuse_a_position(training, tmp_path):
+  _, state = take(training, 3)
+  changes = {'too_long': 'skip', 'template_variables': {'a': 1}, 'date': '2020-01-01', 'template': ChatTemplate()}
+  for name, value in changes.items():
+    with pytest.raises(ValueError, match=r'the saved input state has (too_long|template) = '):
+      dataclasses.replace(training, **{name: value}).make_iterator().set_state(state)
+  path = tmp_path / 'talks.jsonl'
+  path.write_text(path.read_text().replace('qqqq', 'qqqp'))  # of the same size
+  with pytest.raises(ValueError, match='the saved input state has source = '):
+    training.make_iterator().set_state(state)
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    ({'too_long': 'cut'}, "too_long = 'cut' must be one of 'error', 'truncate', 'skip'"),
+    ({'date': 'today'}, "date = 'today' must be a year, month and day"),
+    ({'tokenizer': IdTokenizer(vocab_size=9, eos_id=0)}, 'IdTokenizer cannot say which characters its tokens are'),
+  ],
+)
+def test_settings_that_cannot_be_used(training, change, message):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(training, **change).make_iterator()

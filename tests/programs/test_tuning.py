@@ -1,0 +1,158 @@
+"""Tuning a folder on conversations and on pairs of answers, as a user starts it: previews, steps, restarts."""
+
+import io
+import json
+
+from etils import epath
+import numpy as np
+import pytest
+
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.programs import preview
+from spmd_tasks.programs.pretrained import state_from_folder
+from spmd_tasks.programs.references import compute_references, name_references
+from tests.binary import column, run_binary
+from tests.model_folders import write_llama
+
+TEMPLATE = (
+  "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+  "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+  '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+)
+SMALL = ('seq_len=64', 'batch_size=4', 'tensorboard=False', 'log_every_steps=1', 'prefetch_batches=1')
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  path = tmp_path_factory.mktemp('model')
+  write_llama(path, 'byte_level', chat_template=TEMPLATE)
+  rows = [('the cat', 'sat'), ('a dog', 'ate that'), ('x', 'é漢'), ('the hat', 'and the mat ' * 3)]
+  talks = [[{'role': 'user', 'content': a}, {'role': 'assistant', 'content': b}] for a, b in rows]
+  lines = [json.dumps({'messages': talk}) + '\n' for talk in talks]
+  (path / 'talks.jsonl').write_text(''.join(lines))
+  pairs = [{'prompt': a, 'chosen': b, 'rejected': f' {b[::-1]} on'} for a, b in rows * 3]
+  (path / 'pairs.jsonl').write_text(''.join(json.dumps(pair) + '\n' for pair in pairs))
+  return path
+
+
+def job_of(name, folder, data, *overrides):
+  return resolve(name, [f'model={folder}', f'data={folder / data}', *SMALL, *overrides]).build()
+
+
+class Terminal(io.StringIO):
+  """A stream that says of itself that it is a terminal."""
+
+  def isatty(self):
+    return True
+
+
+def test_a_preview_shows_what_is_learnt(folder, monkeypatch):
+  monkeypatch.delenv('NO_COLOR', raising=False)
+  job = job_of('finetune.FullSft', folder, 'talks.jsonl', 'train_input.shuffle=False', 'train_input.num_epochs=1')
+  plain, coloured = io.StringIO(), Terminal()
+  assert preview.preview(job, 2, plain) == preview.preview(job, 2, coloured) == 0
+  assert '\x1b' not in plain.getvalue()
+  learnt = '<|im_start|>assistant\n«sat<|im_end|>»\n'
+  assert plain.getvalue().startswith('--- 1: row 0, segment 1, ')
+  assert '<|im_start|>user\nthe cat<|im_end|>\n' + learnt in plain.getvalue()
+  assert plain.getvalue().count('--- ') == 2
+  assert '\x1b[1;32msat<|im_end|>\x1b[0m' in coloured.getvalue()
+  monkeypatch.setenv('NO_COLOR', '1')
+  again = Terminal()
+  preview.preview(job, 2, again)
+  assert again.getvalue() == plain.getvalue()
+
+
+def test_a_preview_of_pairs_needs_no_reference(folder):
+  out = io.StringIO()
+  preview.preview(job_of('finetune.FullDpo', folder, 'pairs.jsonl'), 2, out)
+  assert '1: chosen, row 0' in out.getvalue()
+  assert '2: rejected, row 0' in out.getvalue()
+
+
+def test_references_are_the_log_probabilities_of_each_pair_in_its_own_row(folder, tmp_path):
+  """Computed on two devices in packed rows; compared with single pairs on one."""
+  directory = epath.Path(tmp_path / 'job')
+  given = ('too_long=skip', 'seq_len=44', f'eval_data={folder / "pairs.jsonl"}')
+  job = name_references(job_of('finetune.FullDpo', folder, 'pairs.jsonl', 'ici_mesh_shape=1,2,1', *given), directory)
+  model = partition_job(job, mesh_of(job))
+  state = state_from_folder(model, str(folder), 0)
+  beats = []
+  lines = compute_references(job, model, state, 0, directory, on_batch=lambda: beats.append(1))
+  assert len(lines) == 2
+  assert beats
+  found = np.load(directory / 'reference' / 'train_input.npy')
+  np.testing.assert_array_equal(found, np.load(directory / 'reference' / 'eval_valid.npy'))
+  about = json.loads((directory / 'reference' / 'train_input.json').read_text())
+  assert about['num_pairs'] == 12
+  assert 0 < about['num_left_out'] == np.isnan(found[:, 0]).sum() < 12
+  expected = log_probs_of_single_pairs(job, model, state)
+  np.testing.assert_allclose(found, expected, rtol=2e-5)
+  # A job that goes on takes them as they are, or says what is wrong.
+  assert compute_references(job, model, state, 3, directory, on_batch=lambda: None) == []
+  other = name_references(job_of('finetune.FullDpo', folder, 'pairs.jsonl', 'seq_len=45', 'too_long=skip'), directory)
+  with pytest.raises(ValueError, match=r'of other pairs \(seq_len changed\)'):
+    compute_references(other, model, state, 3, directory, on_batch=lambda: None)
+  path = directory / 'reference' / 'train_input.npy'
+  path.write_bytes(path.read_bytes()[:-4] + b'abcd')
+  with pytest.raises(ValueError, match=r'train_input\.npy, .*, is damaged: put it back'):
+    compute_references(job, model, state, 3, directory, on_batch=lambda: None)
+  path.unlink()
+  with pytest.raises(ValueError, match='cannot be read'):
+    compute_references(job, model, state, 3, directory, on_batch=lambda: None)
+
+
+def mesh_of(job):
+  import jax
+
+  return job.experiment.mesh_spec().build(jax.devices()[: np.prod(job.experiment.ici_mesh_shape)])
+
+
+def log_probs_of_single_pairs(job, model, state):
+  """float32 [N, 2], by the plain logits of each text alone; NaN for pairs that do not fit in a row."""
+  import jax
+
+  from spmd_tasks.inputs._record_files import Record
+  from spmd_tasks.inputs.text import Block
+
+  encoder = job.train_input.without_reference().block_encoder()
+  source = job.train_input.source.open()
+  weights = model.to_canonical(state).weights
+  found = np.full((len(source), 2), np.nan, np.float32)
+  predict = jax.jit(lambda weights, ids: job.task.predict({'params': weights}, {'ids': ids})['logits'])
+  weights = jax.device_put(jax.tree.map(np.asarray, weights))
+  for index in range(len(source)):
+    block = source[index]
+    assert isinstance(block, Block)
+    assert isinstance(block.documents[0][0], Record)
+    tokens = encoder.encode(block)
+    for answer, (start, end) in enumerate(zip((0, *tokens.ends), tokens.ends)):
+      ids = np.zeros((1, 44), np.int32)
+      ids[0, : end - start] = tokens.ids[start:end]
+      log_probs = jax.nn.log_softmax(predict(weights, ids)[0, : end - start], axis=-1)
+      chosen = np.take_along_axis(np.asarray(log_probs), tokens.labels[start:end, None], axis=1)[:, 0]
+      found[index, answer] = (chosen * tokens.arrays['weights'][start:end]).sum()
+  return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'name, data', [('FullDpo', 'pairs.jsonl'), pytest.param('FullSft', 'talks.jsonl', marks=pytest.mark.exhaustive)]
+)
+def test_a_job_learns_and_goes_on_after_a_stop_as_if_there_was_none(name, data, folder, tmp_path):
+  settings = [f'model={folder}', f'data={folder / data}', f'eval_data={folder / data}', *SMALL]
+  schedule = 'task.learner.optimizer.learning_rate'
+  settings += ['learning_rate=3e-3', f'{schedule}.warmup_steps=0', f'{schedule}.total_steps=600']
+  flags = ['--exp', f'finetune.{name}', '--mode', 'train', *(word for each in settings for word in ('--set', each))]
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  for directory, num_steps in ((whole, 6), (parts, 3), (parts, 6)):
+    finished = run_binary(*flags, '--num_train_steps', num_steps, '--job_log_dir', directory)
+    assert finished.returncode == 0, finished.stderr
+  losses = column(whole, 'loss')
+  assert losses == column(parts, 'loss')
+  assert losses[6] < losses[1]
+  if name == 'FullDpo':
+    assert abs(losses[1] - np.log(2)) < 1e-5  # the model is the reference
+    assert column(whole, 'reward_margin')[6] > 0
+    assert column(whole, 'reward_accuracy')[6] > 0.5
