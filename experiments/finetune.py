@@ -1,14 +1,15 @@
 """Fine-tuning of models from a folder in Hugging Face's format; docs/fine_tuning.md is the guide.
 
-    spmd-tasks --exp finetune.FullSft --set model=models/llama --set data=chats.jsonl --mode preview
-    spmd-tasks --exp finetune.FullSft --set model=models/llama --set data=chats.jsonl --mode train --job_log_dir runs/a
+    spmd-tasks --exp finetune.LoraSft --set model=models/llama --set data=chats.jsonl --mode preview
+    spmd-tasks --exp finetune.LoraSft --set model=models/llama --set data=chats.jsonl --mode train --job_log_dir runs/a
     spmd-tasks --exp finetune.FullDpo --set model=models/tuned --set data=pairs.jsonl --mode train --job_log_dir runs/b
+    spmd-tasks --mode export --format peft --job_log_dir runs/a --out models/adapter
 
 Training starts from the folder's weights; `--mode export --format hf` writes such a folder again.
 """
 
 from spmd_tasks import register
-from spmd_tasks.recipes import InstructionTuning, PreferenceTuning
+from spmd_tasks.recipes import InstructionTuning, LowRankTuning, PreferenceTuning
 
 
 @register
@@ -19,3 +20,20 @@ class FullSft(InstructionTuning):
 @register
 class FullDpo(PreferenceTuning):
   """All weights of a model, trained on pairs of answers: --set model=FOLDER --set data=FILE."""
+
+
+@register
+class LoraSft(LowRankTuning, InstructionTuning):
+  """Low-rank adapters of a model, trained on conversations: --set model=FOLDER --set data=FILE."""
+
+
+@register
+class LoraDpo(LowRankTuning, PreferenceTuning):
+  """Low-rank adapters of a model, trained on pairs of answers: --set model=FOLDER --set data=FILE."""
+
+  learning_rate = 5e-6
+
+
+@register
+class LoraText(LowRankTuning):
+  """Low-rank adapters of a model, trained on text: --set model=FOLDER."""

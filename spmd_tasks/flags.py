@@ -92,7 +92,9 @@ def make_parser() -> argparse.ArgumentParser:
     '--out', '--export_to', dest='export_to', metavar='DIR', help="export: a new folder, or a Pax job's directory"
   )
   running.add_argument(
-    '--format', choices=('hf', 'pax'), help="export: a folder of Hugging Face's format, or a checkpoint of Paxml"
+    '--format',
+    choices=('hf', 'peft', 'pax'),
+    help="export: a folder of Hugging Face's format, one of peft with the adapters alone, or a checkpoint of Paxml",
   )
   running.add_argument(
     '--accept_config_changes',

@@ -24,6 +24,16 @@ def run_quickly(script):
   return json.loads(finished.stdout.splitlines()[-1])
 
 
+def check_low_rank(result):
+  full, low_rank = (result['kinds'][name] for name in ('all weights', 'rank 16'))
+  for each in (full, low_rank):  # but for norms, which are held in float32, and counts
+    assert sum(each['parts'].get(part, 0) for part in ('weights', 'optimizer')) == pytest.approx(
+      each['state_bytes_by_arithmetic'], rel=0.02
+    )
+  assert result['ratio'] < 0.8
+  assert low_rank['model_flops'] < full['model_flops']
+
+
 def check_compile(result):
   shallow, deep = (result['layers'][depth]['num_hlo_instructions'] for depth in ('4', '32'))
   assert deep == pytest.approx(shallow, rel=0.02)  # the program does not grow with depth
@@ -73,6 +83,7 @@ CHECKS = {
   'bench_compile.py': check_compile,
   'bench_huggingface.py': check_huggingface,
   'bench_input.py': check_input,
+  'bench_low_rank.py': check_low_rank,
   'bench_moe.py': check_moe,
   'bench_pax.py': check_pax,
   'bench_pipeline.py': check_pipeline,

@@ -26,9 +26,11 @@ GOLDEN = Path(__file__).parent / 'golden'
 IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'
 EXPERIMENTS = dict(registry.list_experiments())
 # An experiment that takes its sizes from a folder.
-OVERRIDES = {name: ('model=tests/data/huggingface/llama',) for name in ('hf.Model', 'hf.PipelinedModel')}
+OVERRIDES = {
+  name: ('model=tests/data/huggingface/llama',) for name in EXPERIMENTS if name.startswith(('hf.', 'finetune.'))
+}
 OVERRIDES |= {
-  f'finetune.{name}': ('model=tests/data/huggingface/llama', 'data=examples.jsonl') for name in ('FullSft', 'FullDpo')
+  name: (*overrides, 'data=examples.jsonl') for name, overrides in OVERRIDES.items() if name.endswith(('Sft', 'Dpo'))
 }
 
 

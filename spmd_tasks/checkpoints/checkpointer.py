@@ -9,6 +9,7 @@ One checkpoint is one directory:
 
     checkpoint_00000100/
       state/                   the arrays, by Orbax (OCDBT), each under its key path
+      base.json                where the frozen weights are, if the checkpoint has only those that are trained
       input/process_0_of_2.json   where each process stands in its input
       manifest.json            size and digest of every file, the leaf table; written last
 
@@ -59,7 +60,7 @@ from spmd_tasks.files import describe_storage_error, write_durably
 
 __all__ = ['CheckpointError', 'Checkpointer', 'Restored']
 
-_STATE = 'state'
+_STATE, _BASE_FILE = 'state', 'base.json'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,12 +72,14 @@ class Restored:
     state: the tree that was asked for, of jax.Arrays with its shardings.
     input_state: what this process passed to `save`; None if it passed None, or if the number of processes has changed.
     input_states: what every process passed to `save`, in the order of the processes that saved.
+    base: what the Checkpointer that saved it was given as `base`; None if it was None.
   """
 
   step: int
   state: Any
   input_state: dict[str, Any] | None
   input_states: list[dict[str, Any] | None]
+  base: dict[str, Any] | None = None
 
 
 class Checkpointer:
@@ -92,6 +95,7 @@ class Checkpointer:
     read_only: bool = False,
     on_saved: Callable[[int], None] | None = None,
     witness: Callable[[], str | None] = lambda: None,
+    base: Mapping[str, Any] | None = None,
     num_hash_threads: int = 8,
     timeout_secs: int = 1200,
   ):
@@ -106,6 +110,7 @@ class Checkpointer:
       read_only: changes nothing: saves nothing, removes nothing, and skips damaged checkpoints without renaming them.
       on_saved: called on process 0, in the background, with the step of each checkpoint that is complete.
       witness: asked on process 0 where there is no checkpoint; says by what it is known that one was saved, or None.
+      base: JSON that each checkpoint keeps: what its state is to be completed with.
       num_hash_threads: number of files hashed at a time.
       timeout_secs: seconds that processes wait for each other around one save or restore of a small state; the limit
         grows with the state (see the module's docstring).
@@ -126,6 +131,7 @@ class Checkpointer:
     self._keep_every_n_steps = keep_every_n_steps
     self._keep_every_hours = keep_every_hours
     self._read_only = read_only
+    self._base = base
     self._on_saved = on_saved
     self._is_primary = jax.process_index() == 0
     self._arrays = OrbaxArrays(timeout_secs)
@@ -141,6 +147,11 @@ class Checkpointer:
       raise CheckpointChoiceError(str(error)) from error
     except OSError as error:
       raise CheckpointError(f'checkpoint directory {self._directory.path} cannot be used: {error}.') from error
+
+  @property
+  def path(self) -> epath.Path:
+    """The directory of the checkpoints."""
+    return self._directory.path
 
   def prepare(self) -> None:
     """Makes everything that the first `save` needs, such as the import of Orbax."""
@@ -172,6 +183,8 @@ class Checkpointer:
       own_input = partial / input_file(jax.process_index(), jax.process_count())
       own_input.parent.mkdir(parents=True, exist_ok=True)
       write_durably(own_input, _to_json(input_state))
+      if self._base is not None and self._is_primary:
+        write_durably(partial / _BASE_FILE, _to_json(self._base))
       self._arrays.write(partial / _STATE, state)
     except Exception as error:
       raise self._save_error(step, error) from error
@@ -324,6 +337,7 @@ class Checkpointer:
       input_states = [
         json.loads((path / input_file(index, num_processes)).read_text()) for index in range(num_processes)
       ]
+      base = json.loads((path / _BASE_FILE).read_text()) if (path / _BASE_FILE).exists() else None
     except Exception as error:
       if self._read_only and not path.exists():
         return None
@@ -337,6 +351,7 @@ class Checkpointer:
       state=state,
       input_state=input_states[jax.process_index()] if num_processes == jax.process_count() else None,
       input_states=input_states,
+      base=base,
     )
 
   def _save_error(self, step: int, error: Exception) -> CheckpointSaveError:

@@ -32,8 +32,10 @@ _GENERATION = 'task.decode'  # training does not depend on it
 # Fields of layers that were added after configs without them had been saved: the value (as JSON) that computes what the
 # code before them did.
 _BEFORE_IT_WAS_ADDED = {
+  'adapters': [],
   'bias_split_dims': ['vocab'],
   'clip_qkv': None,
+  'frozen_dtype': None,
   'group_score': 'max',
   'logit_cap': None,
   'logits_bias': False,
@@ -52,6 +54,7 @@ _BEFORE_IT_WAS_ADDED = {
   'scaling': None,
   'sinks': False,
   'softmax_scale': None,
+  'trained': None,
   'use_bias': False,
 }
 

@@ -7,8 +7,8 @@
 
 In int8, a kernel has one float32 scale per output channel (LLM.int8, Dettmers et al., 2022, without outliers), and a
 layer computes with `values * scales` where it reads the kernel: one layer at a time, also in a scanned stack. Weights
-with the vocabulary are held in bfloat16 then, because a lookup would scale the whole table. Vectors, biases and routers
-stay as they are.
+with the vocabulary are held in bfloat16 then, because a lookup would scale the whole table. Vectors, biases, routers
+and low-rank adapters stay as they are.
 """
 
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def _plan(dtype: str, path: Any, leaf: jax.ShapeDtypeStruct, spec: WeightSpec) -
   """The stored form of a padded weight, abstract."""
   name = jax.tree_util.keystr(path, simple=True, separator='/')
   split_dims = (spec.split_dims or (None,) * len(leaf.shape))[spec.stacked :]
-  is_kernel = len(split_dims) >= 2 and 'no_decay' not in spec.tags and 'router' not in name
+  is_kernel = len(split_dims) >= 2 and not {'no_decay', 'adapter'}.intersection(spec.tags) and 'router' not in name
   if not is_kernel or not jnp.issubdtype(leaf.dtype, jnp.floating):
     return leaf
   if dtype == 'bfloat16' or 'vocab' in split_dims or name.endswith('table'):

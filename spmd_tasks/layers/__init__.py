@@ -18,9 +18,19 @@ Subpackages, imported by their own names: `layers.attention` (Attention, LatentA
 `layers.moe` (mixtures of experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
 
 Read base.py (how a layer declares weights) and linear.py, then transformer.py, stack_sequence.py, language_model.py,
-losses.py and preference_loss.py.
+losses.py and preference_loss.py. adapters.py has low-rank adapters (LoRA), which layers with projections take as a
+field.
 """
 
+from spmd_tasks.layers.adapters import (
+  ADAPTER_TAG,
+  AdapterNames,
+  LowRankAdapter,
+  adaptable_weights,
+  adapters_of,
+  column_lengths,
+  merge_low_rank,
+)
 from spmd_tasks.layers.base import (
   FanInNormal,
   Statistics,
@@ -54,8 +64,10 @@ from spmd_tasks.layers.transformer import (
 
 __all__ = [
   'ACTIVATIONS',
+  'ADAPTER_TAG',
   'REMAT_POLICIES',
   'ROUTING_NAME',
+  'AdapterNames',
   'Aux',
   'BlockGroup',
   'FanInNormal',
@@ -66,6 +78,7 @@ __all__ = [
   'LayerNorm',
   'Linear',
   'LossOutput',
+  'LowRankAdapter',
   'PairLogProbs',
   'PreferenceLoss',
   'RmsNorm',
@@ -76,8 +89,12 @@ __all__ = [
   'TransformerStack',
   'WithSublayers',
   'activation_function',
+  'adaptable_weights',
+  'adapters_of',
+  'column_lengths',
   'declare_weight',
   'losses_by_source',
+  'merge_low_rank',
   'pair_log_probs',
   'remat_policy',
   'soft_cap',

@@ -3,6 +3,7 @@
 Shapes: B batch, T sequence, V vocab, D model.
 """
 
+from collections.abc import Mapping
 import math
 from typing import Any
 
@@ -10,6 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank
 from spmd_tasks.layers.base import FanInNormal, declare_weight, soft_cap
 from spmd_tasks.sharding import Initializer, SplitDims, constrain, gather_for_tokens
 
@@ -34,6 +37,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     lookup_split_dims: of the table during the lookup. An all-gather of the fully sharded dim first lets the rows come
       out split on batch; otherwise XLA gathers the rows of all devices and cuts them again.
     activation_split_dims, logits_split_dims: of the embeddings and of the logits.
+    adapters: a low-rank adapter of `softmax_kernel`, which a tied embedding does not have.
   """
 
   vocab_size: int
@@ -51,6 +55,12 @@ class TokenEmbedding(nn.Module, kw_only=True):
   lookup_split_dims: SplitDims = ('vocab', 'act_embed')
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   logits_split_dims: SplitDims = ('batch', 'seq', 'act_vocab')
+  adapters: tuple[LowRankAdapter, ...] = ()
+
+  @staticmethod
+  def adaptable(layer: Any) -> Mapping[str, str]:
+    """Returns the projections that can have adapters; see adapters.py."""
+    return {} if layer.tied else {'softmax_kernel': 'softmax_kernel'}
 
   def setup(self):
     table_init = self.table_init or jax.nn.initializers.normal(1.0 / math.sqrt(self.embed_dim))
@@ -59,6 +69,20 @@ class TokenEmbedding(nn.Module, kw_only=True):
     if not self.tied:
       self.softmax_kernel = declare_weight(
         self, 'softmax_kernel', shape=shape[::-1], init=FanInNormal(), split_dims=self.softmax_split_dims
+      )
+    adapter = None if self.tied else adapter_of(self.adapters, 'softmax_kernel')
+    self.low_rank = None
+    if adapter is not None:
+      if adapter.use_dora:
+        raise UserError('an adapter of softmax_kernel cannot have use_dora: leave that weight out of the patterns.')
+      self.low_rank = declare_low_rank(
+        self,
+        adapter,
+        prefix='softmax_kernel_',
+        shape=shape[::-1],
+        split_dims=self.softmax_split_dims,
+        dtype=self.dtype,
+        token_split_dims=self.logits_split_dims and self.logits_split_dims[:2],
       )
     if self.logits_bias:
       self.bias = declare_weight(
@@ -89,6 +113,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
       kernel = gather_for_tokens(kernel, split_dims, self.logits_split_dims[:2])
     equation = 'BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'
     logits = jnp.einsum(equation, x, kernel, preferred_element_type=jnp.float32)
+    if self.low_rank is not None:
+      logits = logits + self.low_rank.apply(self, x).astype(jnp.float32)
     if self.scale_logits:
       logits = logits / math.sqrt(self.embed_dim)
     if self.logits_bias:

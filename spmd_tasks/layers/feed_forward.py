@@ -6,7 +6,7 @@ returns Statistics of its routing in the dict.
 Shapes: B batch, T sequence, D model, F ffn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, kernels
 from spmd_tasks.layers.base import FanInNormal, Statistics
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.sharding import SplitDims
@@ -82,6 +83,7 @@ class FeedForward(nn.Module, kw_only=True):
     init_scale, down_init_scale: FanInNormal's scale for the kernels into and out of the hidden layer.
     up_split_dims, down_split_dims: of the kernels.
     hidden_split_dims, activation_split_dims: of the hidden layer and of the output.
+    adapters: low-rank adapters of `up`, `down` and `gate`.
   """
 
   hidden_dim: int
@@ -94,6 +96,13 @@ class FeedForward(nn.Module, kw_only=True):
   down_split_dims: SplitDims = ('mlp', 'embed')
   hidden_split_dims: SplitDims = ('batch', 'seq', 'act_mlp')
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+  adapters: tuple[LowRankAdapter, ...] = ()
+
+  @staticmethod
+  def adaptable(layer: Any) -> Mapping[str, str]:
+    """Returns the projections that can have adapters; see adapters.py."""
+    del layer
+    return kernels('up', 'down')
 
   def _up(self, name: str, x: jax.Array) -> jax.Array:
     return Linear(
@@ -103,6 +112,7 @@ class FeedForward(nn.Module, kw_only=True):
       kernel_init=FanInNormal(scale=self.init_scale),
       split_dims=self.up_split_dims,
       activation_split_dims=self.hidden_split_dims,
+      adapter=adapter_of(self.adapters, name),
       name=name,
     )(x)
 
@@ -123,6 +133,7 @@ class FeedForward(nn.Module, kw_only=True):
       kernel_init=FanInNormal(scale=self.down_init_scale),
       split_dims=self.down_split_dims,
       activation_split_dims=self.activation_split_dims,
+      adapter=adapter_of(self.adapters, 'down'),
       name='down',
     )(self._hidden(x))
     return y, {}
@@ -133,6 +144,12 @@ class GatedFeedForward(FeedForward, kw_only=True):
 
   GEGLU with activation 'gelu', SwiGLU with 'silu'. Has FeedForward's fields and weights, and the weight `gate` [D, F].
   """
+
+  @staticmethod
+  def adaptable(layer: Any) -> Mapping[str, str]:
+    """Returns the projections that can have adapters; see adapters.py."""
+    del layer
+    return kernels('gate', 'up', 'down')
 
   def _hidden(self, x: jax.Array) -> jax.Array:
     gate = self._up('gate', x)

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.adapters import LowRankAdapter, declare_low_rank, declare_magnitude
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.sharding import Initializer, SplitDims, constrain, gather_for_tokens
 
@@ -21,16 +22,17 @@ class Linear(nn.Module, kw_only=True):
   The kernel keeps one dim per logical dim ([D, H, K], never [D, H*K]). Each dim has its own split dim, so a mesh axis
   that does not divide H never forces a reshape across devices.
 
-  Weights: `kernel`; with `use_bias` also `bias`.
+  Weights: `kernel`; with `use_bias` also `bias`; with `adapter` also `lora_a` and `lora_b` (adapters.py).
 
   Fields:
     output_dims: sizes of the output's dims; an int for one dim.
     num_input_dims: how many trailing dims of the input are contracted. Their sizes are read from the input.
     use_bias: whether to add a bias (initially zero, tagged `no_decay`).
-    dtype: of the computation and the output. Weights are always float32.
+    dtype: of the computation and the output.
     kernel_init: initializer of the kernel; None means FanInNormal.
     split_dims: of the kernel, one entry per dim. The bias takes the last ones.
     activation_split_dims: of the output; None leaves its layout to the compiler.
+    adapter: a low-rank adapter beside the kernel; None for none.
   """
 
   output_dims: int | tuple[int, ...]
@@ -40,17 +42,20 @@ class Linear(nn.Module, kw_only=True):
   kernel_init: Initializer | None = None
   split_dims: SplitDims = ('embed', 'mlp')
   activation_split_dims: SplitDims = None
+  adapter: LowRankAdapter | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     output_dims = (self.output_dims,) if isinstance(self.output_dims, int) else tuple(self.output_dims)
     shape = x.shape[x.ndim - self.num_input_dims :] + output_dims
     kernel_init = self.kernel_init or FanInNormal(num_input_dims=self.num_input_dims)
-    kernel = declare_weight(self, 'kernel', shape=shape, init=kernel_init, split_dims=self.split_dims)
-    kernel = kernel.astype(self.dtype)
+    declared = declare_weight(self, 'kernel', shape=shape, init=kernel_init, split_dims=self.split_dims)
+    kernel = declared.astype(self.dtype)
     if self.activation_split_dims is not None and x.size >= kernel.size:  # fewer tokens, as in decoding, travel instead
       kernel = gather_for_tokens(kernel, self.split_dims, self.activation_split_dims[: x.ndim - self.num_input_dims])
     y = jnp.tensordot(x.astype(self.dtype), kernel, axes=self.num_input_dims)
+    if self.adapter is not None:
+      y = self._adapted(y, x, declared)
     if self.use_bias:
       bias_split_dims = None if self.split_dims is None else self.split_dims[self.num_input_dims :]
       bias = declare_weight(
@@ -64,3 +69,22 @@ class Linear(nn.Module, kw_only=True):
       # The reshape makes the ranks equal: implicit rank promotion raises in this project.
       y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     return constrain(y, self.activation_split_dims)
+
+  def _adapted(self, y: jax.Array, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Returns y = x . kernel with the adapter's part."""
+    assert self.adapter is not None
+    split_dims, num_tokens_dims = self.activation_split_dims, x.ndim - self.num_input_dims
+    weights = declare_low_rank(
+      self,
+      self.adapter,
+      shape=kernel.shape,
+      num_input_dims=self.num_input_dims,
+      split_dims=self.split_dims,
+      dtype=self.dtype,
+      token_split_dims=None if split_dims is None else split_dims[:num_tokens_dims],
+    )
+    y = y + weights.apply(self, x)
+    if self.adapter.use_dora:
+      scale = declare_magnitude(self, kernel, weights, self.split_dims).astype(self.dtype)
+      y = y * scale.reshape((1,) * num_tokens_dims + scale.shape)
+    return y

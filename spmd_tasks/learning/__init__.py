@@ -13,13 +13,14 @@ weights.
 
 Read learner.py, then optimizers.py and schedules.py (the settings that users write). accumulation.py cuts a batch into
 microbatches, from_optax.py wraps any optax optimizer, skipping.py keeps state in skipped steps, adafactor.py treats
-stacked layers separately, expert_weights.py has the rules for mixtures of experts, and optimizer_specs.py lays out
-optimizer state.
+stacked layers separately, expert_weights.py has the rules for mixtures of experts, frozen_weights.py those for weights
+that rest, and optimizer_specs.py lays out optimizer state.
 """
 
 from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches
 from spmd_tasks.learning.expert_weights import are_balance_biases
 from spmd_tasks.learning.from_optax import FromOptax
+from spmd_tasks.learning.frozen_weights import FROZEN_TAG, are_frozen, fill_in, mark_frozen, without_frozen
 from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer, global_norm
 from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Sgd
 from spmd_tasks.learning.schedules import (
@@ -35,6 +36,7 @@ from spmd_tasks.learning.schedules import (
 from spmd_tasks.learning.skipping import keep_if_finite
 
 __all__ = [
+  'FROZEN_TAG',
   'Adafactor',
   'AdamW',
   'Constant',
@@ -53,7 +55,11 @@ __all__ = [
   'Sgd',
   'accumulate_gradients',
   'are_balance_biases',
+  'are_frozen',
   'check_num_microbatches',
+  'fill_in',
   'global_norm',
   'keep_if_finite',
+  'mark_frozen',
+  'without_frozen',
 ]

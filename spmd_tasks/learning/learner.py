@@ -5,7 +5,7 @@ Usage, inside a training step:
     new_weights, new_state, metrics = learner.update(grads, loss, step, state, weights, weight_specs)
 
 The arithmetic is float32 whatever the dtype of the weights. A step whose loss or gradients are not finite changes
-nothing but the counts of skipped steps.
+nothing but the counts of skipped steps. Frozen weights (frozen_weights.py) take no part in any of it.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from spmd_tasks.learning.expert_weights import (
   with_balance_bias_steps,
   without_balance_biases,
 )
+from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
 from spmd_tasks.sharding import WeightSpec, sum_of_squares
 
@@ -58,7 +59,7 @@ class LearnerState(struct.PyTreeNode):
 
   Attributes:
     opt_state: optax's state, float32 unless the optimizer's settings say otherwise.
-    ema_weights: float32, congruent to the weights; None without `ema_decay`.
+    ema_weights: float32, congruent to the trained weights; None without `ema_decay`.
     num_skipped: int32 scalar, how many steps were skipped since the start of the job.
     num_skipped_in_a_row: int32 scalar, how many steps were skipped since the last good step.
   """
@@ -130,6 +131,7 @@ class Learner:
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
     """Returns the state before the first step. Traceable: `jax.eval_shape` of it gives the abstract state."""
+    weights, weight_specs = (without_frozen(tree, weight_specs) for tree in (weights, weight_specs))
     # copy=True: a train step donates the average and the weights, so they must not share a buffer.
     ema_weights = None
     if self.ema_decay is not None:
@@ -158,7 +160,7 @@ class Learner:
     """Computes one optimizer step.
 
     Args:
-      grads: congruent to the weights.
+      grads: congruent to the weights; those of frozen weights may be None.
       loss: scalar; a step whose loss is not finite is skipped.
       step: int32 scalar, the train state's step, at which the learning rate is evaluated.
       state: as `init` or the previous step returned it.
@@ -167,11 +169,13 @@ class Learner:
 
     Returns:
       (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` after `expert_grad_scale`, before
-      clipping and without balance biases; `weight_norm` of all new weights; `learning_rate`; and `skipped`, 1 if loss
-      or gradients were not finite. In a skipped step, weights, optimizer state and average are bit for bit the old
-      ones. A gradient norm that overflows float32 counts as not finite: the optimizer's second moments would overflow
-      with it.
+      clipping and without balance biases; `weight_norm` of all trained weights after the step; `learning_rate`; and
+      `skipped`, 1 if loss or gradients were not finite. In a skipped step, weights, optimizer state and
+      average are bit for bit the old ones. A gradient norm that overflows float32 counts as not finite: the optimizer's
+      second moments would overflow with it.
     """
+    all_weights = weights
+    grads, weights, weight_specs = (without_frozen(tree, weight_specs) for tree in (grads, weights, weight_specs))
     grads = scale_expert_grads(_float32(grads), weight_specs, self.expert_grad_scale)
     optimized_grads, optimized_weights, optimized_specs = (
       without_balance_biases(tree, weight_specs) for tree in (grads, weights, weight_specs)
@@ -214,7 +218,7 @@ class Learner:
       'learning_rate': learning_rate,
       'skipped': skipped.astype(jnp.float32),
     }
-    return new_weights, new_state, metrics
+    return fill_in(new_weights, all_weights), new_state, metrics
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
     """Returns one WeightSpec per leaf of the state: moments and averages have the layout of their weight.
@@ -227,6 +231,7 @@ class Learner:
     def scalar(leaf: Any) -> WeightSpec:
       return WeightSpec(shape=(), init=None, split_dims=(), dtype=leaf.dtype)
 
+    weight_specs = without_frozen(weight_specs, weight_specs)
     optimized_specs = without_balance_biases(weight_specs, weight_specs)
     return abstract_state.replace(
       opt_state=optimizer_specs.state_weight_specs(abstract_state.opt_state, optimized_specs),

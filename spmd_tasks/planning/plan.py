@@ -122,7 +122,9 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
   mesh = job.experiment.mesh_spec().build(target.devices())
   model = partition_job(job, mesh)
   num_tokens = max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values())
-  model_flops = model_flops_per_train_step(job.task, model.input_layout.spec, model.abstract_state.variables)
+  model_flops = model_flops_per_train_step(
+    job.task, model.input_layout.spec, model.abstract_state.variables, model.weight_specs
+  )
   planned = {}
   dcn_shape = job.experiment.dcn_mesh_shape
   for step in steps:

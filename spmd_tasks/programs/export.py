@@ -2,9 +2,11 @@
 
     spmd-tasks --mode export --format hf --job_log_dir runs/tuned --out models/tuned
     spmd-tasks --mode export --format hf --exp hf.Model --set model=models/llama --out models/again
+    spmd-tasks --mode export --format peft --job_log_dir runs/lora --out models/adapter
     spmd-tasks --mode export --job_log_dir runs/pax --export_to jobs/pax     # jobs/pax/checkpoints/checkpoint_<step>
 
-A folder has the weights that the job evaluates with, averaged ones if there are any. For Paxml, the variables, the
+A folder has the weights that the job evaluates with, averaged ones if there are any, with low-rank adapters merged into
+the weights that they belong to; a folder of `peft` has the adapters alone. For Paxml, the variables, the
 optimizer state and the step are exported. The input's position is not: Paxml begins with the first batch of its input.
 """
 
@@ -20,16 +22,17 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from spmd_tasks import exit_codes
-from spmd_tasks.bridges.huggingface import export_folder, open_folder, weights_on_mesh
+from spmd_tasks.bridges.huggingface import export_adapter, export_folder, open_folder, weights_on_mesh
 from spmd_tasks.checkpoints import CheckpointError
 from spmd_tasks.distributed import EmergencyExit, is_primary, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import is_remote
-from spmd_tasks.programs.pretrained import pretrained_folder
+from spmd_tasks.layers import adapters_of
+from spmd_tasks.programs.pretrained import describe_base, pretrained_folder
 from spmd_tasks.programs.restore import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime import PartitionedModel, merge_adapters
 
 
 def export(
@@ -49,15 +52,15 @@ def export(
     target: a folder that does not exist yet; or the directory of a Pax job, new or not.
     emergency: the way out of a failure that other processes must hear of.
     step: the checkpoint's step; None takes the newest.
-    format: 'hf' or 'pax'; None: 'pax' for an experiment of Pax, else 'hf'.
+    format: 'hf', 'peft' or 'pax'; None: 'pax' for an experiment of Pax, else 'hf'.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: the format cannot express the model, or the target has something already.
   """
   is_pax = hasattr(job.task, 'task')  # asking the class of the task would import Paxml
-  if (format or ('pax' if is_pax else 'hf')) == 'hf':
-    return _export_folder(job, job_log_dir, target, emergency=emergency, step=step)
+  if (format or ('pax' if is_pax else 'hf')) in ('hf', 'peft'):
+    return _export_folder(job, job_log_dir, target, emergency=emergency, step=step, only_adapters=format == 'peft')
   if not is_pax:
     raise UserError(f'{job.name} is not an experiment of Pax: leave --format out, or give --format hf.')
   from spmd_tasks.bridges.pax import write_pax_checkpoint
@@ -89,7 +92,13 @@ def export(
 
 
 def _export_folder(
-  job: Job, job_log_dir: epath.Path, target: epath.Path, *, emergency: EmergencyExit, step: int | None
+  job: Job,
+  job_log_dir: epath.Path,
+  target: epath.Path,
+  *,
+  emergency: EmergencyExit,
+  step: int | None,
+  only_adapters: bool,
 ) -> int:
   if is_remote(target):
     raise UserError(f'{target} is not on a mounted file system: export to a local folder, and copy that.')
@@ -104,15 +113,31 @@ def _export_folder(
     tqdm(unit='tensor', file=sys.stderr, disable=not is_primary() or not sys.stderr.isatty()) as bar,
   ):
     origin = None if folder is None else open_folder(folder)
+    if only_adapters and origin is None:
+      raise UserError(f'{job.name} starts from no folder, which adapters would belong to: use --format hf.')
+    has_adapters = bool(adapters_of(job.task.model))
     checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
     try:
-      if origin is not None and not step and checkpointer.is_fresh():
+      if origin is not None and not step and not has_adapters and checkpointer.is_fresh():
         restored, weights = 0, origin.lazy_weights(job.task.model, model.canonical_state.weights)
       else:
-        variables, restored = restore_evaluation_variables(model, checkpointer, step)
-        weights = weights_on_mesh(model, variables['params'])
+        variables, restored = restore_evaluation_variables(model, checkpointer, step, experiment=job.experiment)
+        params = variables['params']
+        if has_adapters and not only_adapters:
+          params = merge_adapters(model, params)
+        weights = weights_on_mesh(model, params)
     finally:
       checkpointer.close()
+
+    if only_adapters:
+      assert folder is not None
+      assert origin is not None
+      digest = describe_base(folder)['sha256']
+      local = Path(os.fspath(target))
+      num = export_adapter(local, job.task.model, weights, base=origin, digest=digest, is_writer=is_primary())
+      if is_primary():
+        print(f'exported step {restored} to {target}: adapters of {num} Linears', flush=True)
+      return exit_codes.OK
 
     def on_tensor(done: int, total: int) -> None:
       bar.total = total

@@ -2,8 +2,15 @@
 
 state = state_from_folder(model, folder, seed)      # a new training state, at step 0
 variables = variables_from_folder(model, folder)    # for eval, decode and serve, where nothing was trained yet
+weights = frozen_from_folder(model, folder)         # what a checkpoint of trained weights leaves out
+
+An experiment whose `adapter` names a folder of `peft` takes the weights of its low-rank adapters from that.
 """
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+import functools
+import hashlib
 import json
 import math
 import os
@@ -13,18 +20,23 @@ from typing import Any
 
 from flax import traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from spmd_tasks.checkpoints import CheckpointError, Restored
 from spmd_tasks.decoding import WeightStorage
-from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed import is_primary, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path
-from spmd_tasks.runtime import PartitionedModel, TrainState, Variables
+from spmd_tasks.layers import ADAPTER_TAG, adapters_of
+from spmd_tasks.learning import FROZEN_TAG, fill_in
+from spmd_tasks.runtime import Part, PartitionedModel, TrainState, Variables, whole_state, with_magnitudes
 from spmd_tasks.sharding import padding
 
 _PREFIX = 'hf:'
+_DIGEST_LIMIT_S = 3600
 
 
 def pretrained_folder(experiment: Experiment) -> str | None:
@@ -47,32 +59,134 @@ def is_model_folder(path: os.PathLike | str) -> bool:
     return False
 
 
-def state_from_folder(model: PartitionedModel, folder: str, seed: int) -> TrainState:
-  """Returns a padded training state at step 0 with the weights of a folder.
+def base_folder(model: PartitionedModel, experiment: Experiment) -> str | None:
+  """Returns the folder with the frozen weights of a job, which its checkpoints leave out; None if they have all."""
+  return pretrained_folder(experiment) if model.has_frozen_weights else None
+
+
+def saved_part(model: PartitionedModel, experiment: Experiment) -> Part:
+  """Returns which part of a job's state its checkpoints have."""
+  return whole_state if base_folder(model, experiment) is None else model.trained_part
+
+
+def adapter_folder(experiment: Experiment) -> str | None:
+  """Returns the folder of `peft` that the experiment's adapters start from; None if they are drawn."""
+  own = getattr(experiment, 'adapter', None)
+  return str(absolute_path(own)) if own else None
+
+
+def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: str | None = None) -> TrainState:
+  """Returns a padded training state at step 0 with the weights of a folder, and of that of an adapter.
+
+  Adapters without a folder of their own are drawn.
 
   Raises:
     UserError: the folder cannot be read, or its model is not that of the task.
   """
-  abstract = model.abstract_state.weights
   weights = _read(model, folder)
-  return model.init_with(seed, lambda drawn, given: padding.unpad(given, abstract), weights, donate=True)
+  is_dora = any(each.use_dora for each in adapters_of(model.task.model).values()) and adapter is None
+  if adapter is not None:
+    weights = fill_in(weights, _read_adapter(model, folder, adapter))
+
+  def adopt(drawn: Any, given: Any) -> Any:
+    def true(leaf: Any, shape: Any) -> Any:
+      return None if leaf is None else padding.unpad(leaf, shape)
+
+    adopted = fill_in(jax.tree.map(true, given, model.abstract_state.weights, is_leaf=_is_none), drawn)
+    return with_magnitudes(model, adopted) if is_dora else adopted
+
+  return model.init_with(seed, adopt, weights, donate=True)
 
 
-def variables_from_folder(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Variables:
+def variables_from_folder(
+  model: PartitionedModel, folder: str, storage: WeightStorage | None = None, adapter: str | None = None
+) -> Variables:
   """Returns the padded variables with the weights of a folder. Raises a UserError as `state_from_folder`.
 
+  Adapters without a folder of their own are zero, so that the model is its base.
   With a storage, each weight is held as that holds it from the moment when it is read.
   """
   if others := sorted(model.abstract_state.non_trainable):
     raise UserError(f'the model has variables beside its weights, {others}, which no folder has.')
-  return {'params': _read(model, folder, storage)}
+  weights = _read(model, folder, storage)
+  if adapter is not None:
+    return {'params': fill_in(weights, _read_adapter(model, folder, adapter))}
+  weights = fill_in(weights, jax.tree.map(_zeros, weights, model.padded_state.weights, is_leaf=_is_none))
+  return {'params': weights if storage is not None else with_magnitudes(model, weights)}
 
 
-def _read(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Any:
+def frozen_from_folder(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Any:
+  """Returns the padded frozen weights, a tree like all weights with None for those that are trained."""
+  return _read(model, folder, storage, only_frozen=True)
+
+
+def folder_digest(folder: str) -> str:
+  """Returns a SHA-256 over config.json and all safetensors files of a folder, in hexadecimal. Reads them whole."""
+  paths = sorted(path for pattern in ('config.json', '*.safetensors') for path in Path(folder).glob(pattern))
+  states = [path.stat() for path in paths]
+  return _digest_of(tuple((path, state.st_size, state.st_mtime_ns) for path, state in zip(paths, states)))
+
+
+@functools.lru_cache(maxsize=8)
+def _digest_of(files: tuple[tuple[Path, int, int], ...]) -> str:
+  """Hashes files; their sizes and times are arguments, so that a file that has changed is read again."""
+
+  def digest(path: Path) -> str:
+    with path.open('rb') as file:
+      return hashlib.file_digest(file, 'sha256').hexdigest()
+
+  paths = [path for path, _, _ in files]
+  with ThreadPoolExecutor(8, thread_name_prefix='folder_digest') as pool:
+    lines = [f'{digest}  {path.name}\n' for path, digest in zip(paths, pool.map(digest, paths))]
+  return hashlib.sha256(''.join(lines).encode()).hexdigest()
+
+
+def describe_base(folder: str) -> dict[str, str]:
+  """Returns what a checkpoint of trained weights says about the folder with the others; all processes call it."""
+  digest = primary_decides(lambda: folder_digest(folder), 'folder_digest', limit_s=_DIGEST_LIMIT_S)
+  return {'folder': folder, 'sha256': digest}
+
+
+def check_base(restored: Restored, base: Mapping[str, str], checkpoints: os.PathLike | str) -> None:
+  """Raises a CheckpointError if a checkpoint belongs to another base than that of the job."""
+  saved = restored.base or {}
+  if saved.get('sha256') != base['sha256']:
+    raise CheckpointError(
+      f'the checkpoint of step {restored.step} in {checkpoints} has adapters of the base {saved.get("folder")} with '
+      f'the digest {str(saved.get("sha256"))[:12]}, but {base["folder"]} has {base["sha256"][:12]}: give the folder '
+      'that they were trained on, unchanged.'
+    )
+
+
+def _is_none(leaf: Any) -> bool:
+  return leaf is None
+
+
+def _zeros(weight: Any, padded: Any) -> Any:
+  """Returns zeros in the place of a weight that was not read."""
+  if weight is not None:
+    return None
+  return jax.jit(lambda: jnp.zeros(padded.shape, padded.dtype), out_shardings=padded.sharding)()
+
+
+def _read_adapter(model: PartitionedModel, folder: str, adapter: str) -> Any:
+  from spmd_tasks.bridges.huggingface import open_adapter, open_folder
+
+  return open_adapter(adapter).read_weights(model, open_folder(folder))
+
+
+def _read(
+  model: PartitionedModel, folder: str, storage: WeightStorage | None = None, *, only_frozen: bool = False
+) -> Any:
   from spmd_tasks.bridges.huggingface import open_folder  # most jobs begin without a folder
 
   opened = open_folder(folder)
+  specs = traverse_util.flatten_dict(model.weight_specs, sep='/')
+  left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
+  if only_frozen:
+    left_out |= {name for name, spec in specs.items() if FROZEN_TAG not in spec.tags}
   leaves = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
+  leaves = {name: leaf for name, leaf in leaves.items() if name not in left_out}
   num_local = len(jax.local_devices())
   dtypes = {} if storage is None else storage.dtypes
   total = sum(
@@ -89,5 +203,7 @@ def _read(model: PartitionedModel, folder: str, storage: WeightStorage | None = 
   )
   with bar:
     if storage is None:
-      return opened.read_weights(model, on_weight=bar.update)
-    return opened.read_weights(model, dtypes=storage.dtypes, store=storage.store_one, on_weight=bar.update)
+      return opened.read_weights(model, names=leaves, on_weight=bar.update)
+    return opened.read_weights(
+      model, names=leaves, dtypes=storage.dtypes, store=storage.store_one, on_weight=bar.update
+    )

@@ -17,7 +17,18 @@ from spmd_tasks.distributed import StepWatchdog, primary_decides
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
-from spmd_tasks.programs.pretrained import pretrained_folder, state_from_folder, variables_from_folder
+from spmd_tasks.learning import fill_in, without_frozen
+from spmd_tasks.programs.pretrained import (
+  adapter_folder,
+  base_folder,
+  check_base,
+  describe_base,
+  frozen_from_folder,
+  pretrained_folder,
+  saved_part,
+  state_from_folder,
+  variables_from_folder,
+)
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.upcycling import initialize_from
 from spmd_tasks.runtime import PartitionedModel, TrainState, Variables
@@ -55,11 +66,13 @@ def restore_or_init(
       assert copied.input_state is not None
       iterator.set_state(copied.input_state)
       return copied.state, copied.step, f'resuming after step {copied.step} from {copied.origin}'
-  restored = checkpointer.restore(model.canonical_state)
+  part = saved_part(model, experiment)
+  restored = checkpointer.restore(part(model.canonical_state))
   if restored is None and (first := experiment.first_state(model)) is not None:
     return first
   if restored is None and (folder := pretrained_folder(experiment)) is not None:
-    return state_from_folder(model, folder, experiment.seed), 0, f'starting from the weights of {folder}'
+    state = state_from_folder(model, folder, experiment.seed, adapter_folder(experiment))
+    return state, 0, f'starting from the weights of {folder}'
   if restored is None and experiment.init_from is not None:
     directory = absolute_path(experiment.init_from)
     other = SavedSteps(directory).open_checkpoints(read_only=True)
@@ -78,7 +91,11 @@ def restore_or_init(
     input_state = job.train_input.reshard_states(positions, jax.process_count())[jax.process_index()]
   iterator.set_state(input_state)
   logging.info('Restored step %d from %d process(es).', restored.step, len(positions))
-  return model.from_canonical(restored.state), restored.step, f'resuming after step {restored.step}'
+  state = model.from_canonical(restored.state, part)
+  if (base := base_folder(model, experiment)) is not None:
+    check_base(restored, describe_base(base), checkpointer.path)
+    state = state.replace(weights=fill_in(state.weights, frozen_from_folder(model, base)))
+  return state, restored.step, f'resuming after step {restored.step}'
 
 
 def restore_evaluation_variables(
@@ -92,7 +109,8 @@ def restore_evaluation_variables(
 ) -> tuple[Variables, int]:
   """Restores the variables that the task evaluates of one checkpoint, its weights raw or averaged.
 
-  A new job whose `init_from` names a folder in Hugging Face's format has the weights of that, at step 0.
+  A new job whose `init_from` names a folder in Hugging Face's format has the weights of that, at step 0. Frozen weights
+  are always those of the folder, where there is one.
 
   Args:
     model: whose variables are restored.
@@ -112,7 +130,8 @@ def restore_evaluation_variables(
   """
   folder = None if step or experiment is None else pretrained_folder(experiment)
   if folder is not None and primary_decides(checkpointer.is_fresh, 'is_fresh', limit_s=LOOK_LIMIT_S):
-    return variables_from_folder(model, folder, storage), 0
+    return variables_from_folder(model, folder, storage, adapter_folder(experiment)), 0
+  base = None if experiment is None else base_folder(model, experiment)
   canonical = model.canonical_state
   if part is None:
     part = model.task.evaluation_variables
@@ -124,11 +143,19 @@ def restore_evaluation_variables(
     if restored is None:
       raise CheckpointError('there is no checkpoint to restore weights from: correct the path, or train first.')
     return model.from_canonical(part(restored.state), part), restored.step
+  if base is not None:
+    weights = without_frozen(weights, model.weight_specs)
   restored = checkpointer.restore_weights(weights, step, subtree=subtree)
   variables = {'params': restored.state}
   for name, abstract in wanted.items():
     variables[name] = checkpointer.restore_weights(abstract, restored.step, subtree=f'non_trainable/{name}').state
-  return model.from_canonical(variables, part), restored.step
+  if base is None:
+    return model.from_canonical(variables, part), restored.step
+  assert part is not None
+  check_base(restored, describe_base(base), checkpointer.path)
+  select = part
+  variables = model.from_canonical(variables, lambda state: select(model.trained_part(state)))
+  return variables | {'params': fill_in(variables['params'], frozen_from_folder(model, base, storage))}, restored.step
 
 
 def checkpoints_to_use(

@@ -125,7 +125,9 @@ def _peak_steps_per_second(model: PartitionedModel) -> float | None:
   peak = peak_flops_per_device(jax.devices()[0].device_kind)
   if peak is None:
     return None
-  flops = model_flops_per_train_step(model.task, model.input_layout.spec, model.abstract_state.variables)
+  flops = model_flops_per_train_step(
+    model.task, model.input_layout.spec, model.abstract_state.variables, model.weight_specs
+  )
   return peak * model.mesh.size / flops
 
 

@@ -30,6 +30,7 @@ from spmd_tasks.programs.eval import Evaluator, open_evaluator
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
 from spmd_tasks.programs.logged_metrics import LoggedMetrics
+from spmd_tasks.programs.pretrained import base_folder, describe_base, saved_part
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.references import compute_references, name_references, reads_references
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
@@ -97,7 +98,10 @@ def train(
     )
     guard = PreemptionGuard()
     stack.callback(guard.stop)
+    base = base_folder(model, experiment)
+    part = saved_part(model, experiment)
     checkpointer = saved.open_checkpoints(
+      base=None if base is None else describe_base(base),
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
       keep_every_hours=experiment.checkpoint_keep_every_hours,
@@ -159,8 +163,8 @@ def train(
 
     def save() -> None:
       with watchdog.allow('checkpoint', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
-        checkpointer.save(loop.step, model.to_canonical(loop.state), loop.input_state)
-        if num_bytes(model.canonical_state) < _WRITTEN_AT_ONCE_BYTES:
+        checkpointer.save(loop.step, model.to_canonical(loop.state, part), loop.input_state)
+        if num_bytes(part(model.canonical_state)) < _WRITTEN_AT_ONCE_BYTES:
           checkpointer.wait()
       goodput.mark(loop.step)
 
@@ -247,7 +251,7 @@ def train(
           evaluator.compile()
           if sampler is not None:
             sampler.compile()
-          model.compile_conversions()
+          model.compile_conversions(part)
           checkpointer.prepare()
         logged.start(step)
 

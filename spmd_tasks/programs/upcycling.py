@@ -9,8 +9,8 @@ A dense feed-forward network becomes E equal experts (Komatsuzaki et al., "Spars
 
 and likewise `gate` and `down`. Layer g * n + i of a plain stack becomes layer g of `block_i` in a stack of BlockGroups
 of n blocks, so that every n-th layer of a dense model can become a mixture. Weights of the same name are copied, so
-that the same model can be trained further on other data. Routers are drawn anew. Any other weight without a source is
-an error, and so is any weight of the source that the new model has no use for.
+that the same model can be trained further on other data. Routers and low-rank adapters are drawn anew. Any other weight
+without a source is an error, and so is any weight of the source that the new model has no use for.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +32,7 @@ from spmd_tasks.sharding import evenly_divided_spec, match_fn
 _BLOCK = re.compile(r'(.*/layers/)block_(\d+)/(.*)')
 _EXPERTS = re.compile(r'(.*/)?experts/(up|gate|down)')
 _SHARED = re.compile(r'(.*/)?shared_expert/(.*)')
-_is_routers = match_fn(r'(.*/)?router/')
+_is_drawn = match_fn(r'(.*/)?(router/|(\w+_)?lora_[ab]$)')
 _is_ffn_bias = match_fn(r'(.*/)?(up|gate|down)/bias$')
 
 
@@ -74,7 +74,7 @@ class Origin:
 
 
 def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ...]]) -> dict[str, Origin]:
-  """Finds the origin of every weight of `target`, except those of routers.
+  """Finds the origin of every weight of `target`, except those of routers and low-rank adapters.
 
   Args:
     source: the weights of a checkpoint.
@@ -94,7 +94,7 @@ def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ..
           f'{name} {list(shape)} needs {origin.name} {list(origin.shape)}, but the checkpoint has '
           f'{list(saved[origin.name].shape)}'
         )
-    elif not _is_routers(name):
+    elif not _is_drawn(name):
       problems.append(f'{name} {list(shape)} needs {origin.name} {list(origin.shape)}, which the checkpoint lacks')
   used = {origin.name for origin in origins.values()}
   for leaf in source:

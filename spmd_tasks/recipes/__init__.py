@@ -11,12 +11,14 @@
 
 Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()`, `loss()`, `tokenizer()` and
 `source(split)`: override one and call `super()`. Read `dense.py` first; `mixture_of_experts.py` and `pipelined.py`
-override what differs. `pretrained.py` starts from a folder in Hugging Face's format, and
-`instruction_tuning.py` tunes such a model on conversations and on pairs of answers.
+override what differs. `pretrained.py` starts from a folder in Hugging Face's format; `instruction_tuning.py` tunes such
+a model on conversations and on pairs of answers, and `fine_tuning.py` trains low-rank adapters of it.
 """
 
 from spmd_tasks.recipes.dense import DenseLanguageModel
+from spmd_tasks.recipes.fine_tuning import LowRankTuning
 from spmd_tasks.recipes.instruction_tuning import InstructionTuning, PreferenceTuning
+from spmd_tasks.recipes.low_rank import add_adapters
 from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
 from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
 from spmd_tasks.recipes.pretrained import PipelinedPretrainedModel, PretrainedLanguageModel
@@ -25,10 +27,12 @@ from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
 __all__ = [
   'DenseLanguageModel',
   'InstructionTuning',
+  'LowRankTuning',
   'MoeLanguageModel',
   'PipelinedLanguageModel',
   'PipelinedPretrainedModel',
   'PreferenceTuning',
   'PretrainedLanguageModel',
   'SyntheticLanguageModel',
+  'add_adapters',
 ]

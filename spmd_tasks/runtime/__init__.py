@@ -7,14 +7,16 @@
 
 Read in this order: `task.py` (model, loss and learner, TrainState, and the pure train and eval step),
 `partition.py` (the heart: the same steps over a mesh, padded at the boundary), `input_layout.py` (how a batch goes from
-the hosts to the mesh) and `compilation.py`. What a job reports is made by `metrics.py` (files of metrics),
-`parameter_table.py` and `flops.py`. `decode_settings.py` holds what a task says about generating text.
+the hosts to the mesh), `compilation.py` and `merging.py` (low-rank adapters, made part of the weights). What a job
+reports is made by `metrics.py` (files of metrics), `parameter_table.py` and `flops.py`. `decode_settings.py` holds what
+a task says about generating text.
 """
 
 from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep
 from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
+from spmd_tasks.runtime.merging import merge_adapters, with_magnitudes
 from spmd_tasks.runtime.metrics import (
   METRICS_FILE,
   Metric,
@@ -27,7 +29,7 @@ from spmd_tasks.runtime.metrics import (
   scalars,
 )
 from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, format_parameter_table, parameter_rows
-from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
+from spmd_tasks.runtime.partition import Part, PartitionedModel, partition_spmd_model, whole_state
 from spmd_tasks.runtime.task import Batch, Task, TrainState, Variables
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
   'Metrics',
   'MetricsWriter',
   'ParameterRow',
+  'Part',
   'PartitionedModel',
   'SamplingParams',
   'Task',
@@ -54,10 +57,13 @@ __all__ = [
   'format_parameter_table',
   'make_input_layout',
   'make_writer',
+  'merge_adapters',
   'model_flops_per_train_step',
   'parameter_rows',
   'partition_spmd_model',
   'peak_flops_per_device',
   'read_jsonl',
   'scalars',
+  'whole_state',
+  'with_magnitudes',
 ]

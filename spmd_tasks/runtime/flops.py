@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from spmd_tasks.layers.attention import override_attention
 from spmd_tasks.layers.moe import override_grouped_matmul_backend
+from spmd_tasks.learning import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.task import Task, Variables
 
 # Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
@@ -51,21 +52,41 @@ def peak_flops_per_device(device_kind: str) -> float | None:
 
 
 def model_flops_per_train_step(
-  task: Task, batch_spec: Mapping[str, jax.ShapeDtypeStruct], abstract_variables: Variables
+  task: Task,
+  batch_spec: Mapping[str, jax.ShapeDtypeStruct],
+  abstract_variables: Variables,
+  weight_specs: Any = None,
 ) -> int:
   """Counts the model FLOPs of one update on a global batch of `batch_spec`: three times those of the forward pass.
 
   The backward pass has two products for each product of the forward pass, one per operand's gradient. Products that
   remat computes again are not counted. Attention counts in full, masked or not. An embedding lookup counts nothing. In
   a mixture of experts, only the experts that a token chose count.
+
+  Frozen weights of `weight_specs` have no gradient, and the products for those are left out.
   """
 
   def forward(variables, batch, rng):
     return task.compute_loss(variables, batch, train=True, rng=rng).loss
 
+  def backward(trained, variables, batch, rng):
+    def loss(trained):
+      return forward(variables | {'params': fill_in(trained, variables['params'])}, batch, rng)
+
+    return jax.grad(loss)(trained)
+
   rng = jax.eval_shape(lambda: jax.random.key(0))
+  arguments = (abstract_variables, dict(batch_spec), rng)
   with override_grouped_matmul_backend('ragged_dot'), override_attention('xla'):
-    return 3 * count_matmul_flops(forward, abstract_variables, dict(batch_spec), rng)
+    flops = 3 * count_matmul_flops(forward, *arguments)
+    if weight_specs is not None and are_frozen(weight_specs):
+      weights = abstract_variables['params']
+      of_all, of_trained = (
+        count_matmul_flops(backward, trained, *arguments)
+        for trained in (weights, without_frozen(weights, weight_specs))
+      )
+      flops -= of_all - of_trained
+    return flops
 
 
 def count_matmul_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:

@@ -36,12 +36,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.learning import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.compilation import CompiledStep
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.task import Task, TrainState, Variables
 from spmd_tasks.sharding import (
   AxisRules,
   SplitDims,
+  WeightSpec,
   check_axis_rules,
   padding,
   replicated_spec,
@@ -51,6 +53,13 @@ from spmd_tasks.sharding import (
   unbox_weights,
   weight_specs,
 )
+
+Part = Callable[[TrainState], Any]  # selects a subtree of a TrainState, or of a tree like one
+
+
+def whole_state(state: TrainState) -> TrainState:
+  """The part of a TrainState that is all of it."""
+  return state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,6 +101,15 @@ class PartitionedModel:
     """Returns the fraction of the stored weights that is padding."""
     padded = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.padded_state.weights))
     return 1 - self.total_num_params / padded
+
+  @functools.cached_property
+  def has_frozen_weights(self) -> bool:
+    """Whether the task leaves some weights as they are."""
+    return are_frozen(self.weight_specs)
+
+  def trained_part(self, state: TrainState) -> TrainState:
+    """Returns a TrainState (or a tree like one) without frozen weights: None is in their places."""
+    return state.replace(weights=without_frozen(state.weights, self.weight_specs))
 
   def init(self, seed: int) -> TrainState:
     """Draws a padded TrainState at step 0, each shard on its own device. True weights are the same on every mesh."""
@@ -136,7 +154,10 @@ class PartitionedModel:
         state = self._constrain(padding.unpad(padded_state, self.abstract_state))
         batch = self._true_batch(padded_batch, layout)
         state, metrics = self.task.train_step(self.weight_specs, state, batch)
-        return padding.pad(self._constrain(state), self.padded_state), metrics
+        new = padding.pad(self._constrain(state), self.padded_state)
+        if self.has_frozen_weights:  # which stay where they are
+          new = new.replace(weights=fill_in(self.trained_part(new).weights, padded_state.weights))
+        return new, metrics
 
     jitted = jax.jit(
       train_step,
@@ -185,11 +206,16 @@ class PartitionedModel:
     )
     return CompiledStep(jitted, (self.padded_state.variables, layout.padded, *arguments), layout)
 
-  def to_canonical(self, state: TrainState) -> TrainState:
-    """Converts the live state to the layout of checkpoints, `canonical_state`: no padding, layers in one dim."""
-    return self._to_canonical(state)
+  def to_canonical(self, state: TrainState, part: Part = whole_state) -> Any:
+    """Converts the live state to the layout of checkpoints, `canonical_state`: no padding, layers in one dim.
 
-  def from_canonical(self, state: Any, part: Callable[[TrainState], Any] = lambda state: state) -> Any:
+    Args:
+      state: padded.
+      part: selects what is converted, such as `trained_part`.
+    """
+    return self._conversion(part)(part(state))
+
+  def from_canonical(self, state: Any, part: Part = whole_state) -> Any:
     """Converts a restored state to the live layout: the inverse of `to_canonical`.
 
     Args:
@@ -201,16 +227,21 @@ class PartitionedModel:
       lambda tree: padding.pad(_reshape(tree, true), padded), part(self.canonical_state), padded
     )(state)
 
-  def compile_conversions(self) -> None:
+  def compile_conversions(self, part: Part = whole_state) -> None:
     """Compiles `to_canonical` now, so that the first checkpoint does not have to."""
-    _ = self._to_canonical
+    self._conversion(part)
+
+  def _conversion(self, part: Part) -> Callable[[Any], Any]:
+    if part not in self._conversions:
+      true, canonical = part(self.abstract_state), part(self.canonical_state)
+      self._conversions[part] = _compile_conversion(
+        lambda tree: _reshape(padding.unpad(tree, true), canonical), part(self.padded_state), canonical
+      )
+    return self._conversions[part]
 
   @functools.cached_property
-  def _to_canonical(self) -> Callable[[TrainState], TrainState]:
-    true, canonical = self.abstract_state, self.canonical_state
-    return _compile_conversion(
-      lambda tree: _reshape(padding.unpad(tree, true), canonical), self.padded_state, canonical
-    )
+  def _conversions(self) -> dict[Part, Callable[[Any], Any]]:
+    return {}
 
   def _scope(self):
     return sharding_scope(self.mesh, self.axis_rules)
@@ -254,12 +285,15 @@ def partition_spmd_model(
     return task.init_variables(rng, batch)
 
   def init_variables(rng):
-    return dict(unbox_weights(init_boxed(rng)))
+    variables = dict(unbox_weights(init_boxed(rng)))
+    return variables | {'params': jax.tree.map(_cast, variables['params'], specs)}
 
   key = jax.eval_shape(lambda: task.make_key(0))
   with sharding_scope(mesh, axis_rules):
     boxed = dict(jax.eval_shape(init_boxed, key))
   specs = weight_specs(boxed.pop('params'))
+  if isinstance(task, Task):
+    specs = task.mark_weights(specs)
   non_trainable_specs = weight_specs(boxed, is_strict=False)
 
   # 2. The same for the whole state: the learner says how its own leaves are split, given those of the weights.
@@ -312,6 +346,10 @@ def partition_spmd_model(
     input_layout=make_input_layout(input_spec, mesh, inputs_split_mapping, axis_rules),
     _init_variables=init_variables,
   )
+
+
+def _cast(weight: jax.Array, spec: WeightSpec) -> jax.Array:
+  return weight if weight.dtype == spec.dtype else weight.astype(spec.dtype)
 
 
 def _shardings(tree: Any) -> Any:

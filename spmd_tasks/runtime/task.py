@@ -21,7 +21,16 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput
-from spmd_tasks.learning import Learner, LearnerState, accumulate_gradients, are_balance_biases, keep_if_finite
+from spmd_tasks.learning import (
+  Learner,
+  LearnerState,
+  accumulate_gradients,
+  are_balance_biases,
+  fill_in,
+  keep_if_finite,
+  mark_frozen,
+  without_frozen,
+)
 from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 Batch = dict[str, jax.Array]
@@ -63,9 +72,12 @@ class Task:
     learner: turns gradients into new weights.
     eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones.
     decode: how text is generated.
+    trained: patterns of the names of weights that are trained, such as ('lora_',); the others are frozen: they have no
+      gradient and no optimizer state. None: all are trained.
+    frozen_dtype: in which frozen kernels are held, such as 'bfloat16'; None: float32.
 
   Raises (on construction):
-    UserError: `eval_with_ema` without averaged weights.
+    UserError: `eval_with_ema` without averaged weights or with frozen ones, or `frozen_dtype` without these.
   """
 
   model: nn.Module
@@ -73,14 +85,26 @@ class Task:
   learner: Learner
   eval_with_ema: bool = False
   decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
+  trained: tuple[str, ...] | None = None
+  frozen_dtype: str | None = None
 
   def __post_init__(self):
     if self.eval_with_ema and self.learner.ema_decay is None:
       raise UserError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
+    if self.eval_with_ema and self.trained is not None:
+      raise UserError('eval_with_ema=True averages all weights, but task.trained leaves some frozen: leave one out.')
+    if self.frozen_dtype is not None and self.trained is None:
+      raise UserError(f'frozen_dtype={self.frozen_dtype!r} needs frozen weights: set task.trained, such as ("lora_",).')
+    if self.frozen_dtype not in (None, 'float32', 'bfloat16'):
+      raise UserError(f"frozen_dtype={self.frozen_dtype!r} must be 'float32' or 'bfloat16'.")
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""
     return dict(self.model.init({'params': rng}, batch, train=False))
+
+  def mark_weights(self, weight_specs: Any) -> Any:
+    """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of weights that rest."""
+    return weight_specs if self.trained is None else mark_frozen(weight_specs, self.trained, self.frozen_dtype)
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, without dropout."""
@@ -155,8 +179,10 @@ class Task:
       `loss_weight` and `skipped` (0 or 1) are always among them. Of a mixture of inputs, `loss/<source>` and its
       weight `loss_weight/<source>` are among them.
     """
+    trained, trained_specs = (without_frozen(tree, weight_specs) for tree in (state.weights, weight_specs))
 
-    def loss_fn(weights, microbatch, rng):
+    def loss_fn(trained, microbatch, rng):
+      weights = fill_in(trained, state.weights)
       output = self.compute_loss(state.variables | {'params': weights}, microbatch, train=True, rng=rng)
       return output.loss, output
 
@@ -164,12 +190,12 @@ class Task:
     rng = jax.random.fold_in(jax.random.wrap_key_data(state.rng, impl='threefry2x32'), state.step)
     output, gradients = accumulate_gradients(
       loss_fn,
-      state.weights,
+      trained,
       batch,
       rng,
       learner.num_microbatches,
       learner.accumulation,
-      is_sum=are_balance_biases(weight_specs),
+      is_sum=are_balance_biases(trained_specs),
     )
     weights, learner_state, learner_metrics = learner.update(
       gradients, output.loss, state.step, state.learner, state.weights, weight_specs

@@ -10,8 +10,8 @@ step; the layers never see the padding. Inside a step, `constrain` lays out acti
 
 Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh), weights.py (the declaration
 of a weight), padding.py (uneven shapes). Then expert_axes.py (axis rules with expert parallelism), mesh_layouts.py (a
-mesh and its rules as one field of an experiment), reductions.py (norms of sharded trees) and host_layout.py (the rows
-of a batch on one host).
+mesh and its rules as one field of an experiment), reductions.py (norms of sharded trees), weight_names.py (patterns of
+names) and host_layout.py (the rows of a batch on one host).
 """
 
 from spmd_tasks.sharding._mesh_shapes import nearest_hybrid_shape, nearest_shapes
@@ -56,6 +56,7 @@ from spmd_tasks.sharding.specs import (
   stage_axis_rules,
   without_axis,
 )
+from spmd_tasks.sharding.weight_names import matching_names
 from spmd_tasks.sharding.weights import (
   STACK_DIM,
   Initializer,
@@ -101,6 +102,7 @@ __all__ = [
   'host_data_layout',
   'infer_partition_spec_based_on_rank',
   'match_fn',
+  'matching_names',
   'merge_stacked',
   'nearest_hybrid_shape',
   'nearest_shapes',

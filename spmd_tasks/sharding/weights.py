@@ -38,7 +38,8 @@ class WeightSpec:
     split_dims: one entry per dim; None for a weight that is not sharded.
     dtype: of the stored weight.
     tags: names that other parts read: `no_decay` (no weight decay), `expert` (split by expert parallelism),
-      `balance_bias` (updated by expert load, not by the optimizer).
+      `balance_bias` (updated by expert load, not by the optimizer), `adapter` (of a low-rank adapter), `frozen` (not
+      trained).
     stacked: how many leading dims count layers: one per `nn.scan`, two in a circular pipeline.
   """
 

@@ -19,7 +19,7 @@ from etils import epath
 import jax
 import numpy as np
 
-from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.checkpoints import Checkpointer, leaf_entries
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.runtime import read_jsonl
 from spmd_tasks.verification._bench import Bench
@@ -178,7 +178,11 @@ def _first_difference(bench: Bench, setting: Setting, jobs: _Jobs) -> Difference
 
 def _last_state(job: Job, setting: Setting, directory: Path) -> Any:
   model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[: setting.num_devices]))
-  restored = Checkpointer(directory / 'checkpoints', read_only=True).restore(model.canonical_state, _NUM_STEPS)
+  checkpointer, state = Checkpointer(directory / 'checkpoints', read_only=True), model.canonical_state
+  names = {leaf.name for leaf in checkpointer.saved_leaves(_NUM_STEPS)}
+  if not names.issuperset(leaf.name for leaf in leaf_entries(state.weights)):  # frozen weights are in a folder
+    state = model.trained_part(state)
+  restored = checkpointer.restore(state, _NUM_STEPS)
   assert restored is not None
   return jax.device_get(restored.state)
 

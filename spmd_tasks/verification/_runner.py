@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.learning import Learner, LearnerState
+from spmd_tasks.learning import Learner, LearnerState, without_frozen
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.sharding import sharding_scope
 from spmd_tasks.verification._settings import Setting, Source, build_job
@@ -34,7 +34,7 @@ class _GradientRecorder:
     return getattr(self.learner, name)
 
   def init(self, weights: Any, weight_specs: Any) -> LearnerState:
-    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), without_frozen(weights, weight_specs))
     return _with_gradients(self.learner.init(weights, weight_specs), zeros)
 
   def update(self, grads: Any, loss: Any, step: Any, state: LearnerState, weights: Any, weight_specs: Any) -> Any:
@@ -45,6 +45,7 @@ class _GradientRecorder:
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
     own = abstract_state.replace(opt_state=abstract_state.opt_state['optimizer'])
     float32 = jax.tree.map(lambda spec: dataclasses.replace(spec, init=None, dtype=jnp.float32), weight_specs)
+    float32 = without_frozen(float32, weight_specs)
     return _with_gradients(self.learner.state_split_dims(own, weight_specs), float32)
 
 

@@ -9,7 +9,8 @@ No code of a folder is run, and no pickle is read. A key of config.json or a ten
 
 Read `_families.py` (one table per family), then `_config_keys.py` and `_rope.py` (kinds of keys), `_decoder.py` (what a
 config says, as a model of ours and back), `_tensors.py` (rules between tensors and weights), `_folder.py`,
-`_export.py` and `_safetensors.py` (reading and writing), `_generation_config.py` (defaults of requests).
+`_export.py` and `_safetensors.py` (reading and writing), `_generation_config.py` (defaults of requests), `_peft.py`
+(low-rank adapters in folders of `peft`).
 """
 
 from spmd_tasks.bridges.huggingface._decoder import Decoder
@@ -18,14 +19,18 @@ from spmd_tasks.bridges.huggingface._export import export_folder
 from spmd_tasks.bridges.huggingface._families import FAMILIES
 from spmd_tasks.bridges.huggingface._folder import Folder, open_folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
+from spmd_tasks.bridges.huggingface._peft import AdapterFolder, export_adapter, open_adapter
 
 __all__ = [
   'FAMILIES',
+  'AdapterFolder',
   'Decoder',
   'Folder',
   'describe_model',
+  'export_adapter',
   'export_folder',
   'generation_defaults',
+  'open_adapter',
   'open_folder',
   'weights_on_mesh',
 ]

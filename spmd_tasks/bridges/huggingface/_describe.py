@@ -171,6 +171,7 @@ _NO_MATTER = {
   *('dtype', 'parent', 'name', 'implementation', 'dropout_rate', 'jitter_eps', 'computation'),
   *('init_scale', 'out_init_scale', 'down_init_scale', 'table_init'),
   *('load_balance_shards', 'load_balance_divide_by_k'),
+  *('adapters', 'adapter'),  # weights of their own, beside those of the base
 }
 
 

@@ -5,7 +5,7 @@ model = folder.build_model(dtype='bfloat16')
 weights = folder.read_weights(partitioned_model)     # each process reads the bytes of its shards
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import functools
 import json
@@ -28,7 +28,7 @@ from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
 from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import read_tensors
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import LanguageModel
+from spmd_tasks.layers import ADAPTER_TAG, LanguageModel
 from spmd_tasks.runtime import PartitionedModel
 
 CONFIG_FILE = 'config.json'
@@ -170,6 +170,7 @@ class Folder:
     self,
     model: PartitionedModel,
     *,
+    names: Collection[str] | None = None,
     dtypes: Mapping[str, npt.DTypeLike] = {},
     store: Store = lambda name, weight: weight,
     on_weight: OnWeight = lambda num_bytes: None,
@@ -177,23 +178,30 @@ class Folder:
     """Reads the weights onto the mesh, as the partitioner stores them: padded, each device its own shard.
 
     Args:
-      model: of a task whose model computes what the folder's does.
+      model: of a task whose model computes what the folder's does, apart from adapters.
+      names: of the weights that are read; None: of all.
       dtypes: of weights, by name, that are held in another dtype than in training. In the dtype of the file, a weight
         is read without any other copy of it.
       store: called with each weight as soon as it is read.
       on_weight: called after each weight, with its bytes on this process.
 
+    Returns:
+      A tree like the weights, with None for adapters and for what was not asked for.
+
     Raises:
       UserError: as `lazy_weights`; nothing has been read then.
     """
+    specs = traverse_util.flatten_dict(model.weight_specs, sep='/')
     canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
+    canonical = {name: leaf for name, leaf in canonical.items() if ADAPTER_TAG not in specs[name].tags}
     wanted = {name: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)) for name, leaf in canonical.items()}
     lazy = self.lazy_weights(model.task.model, traverse_util.unflatten_dict(wanted, sep='/'))
     true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
     padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
-    weights = {}
-    for name, leaf in padded.items():
-      weight = _place(lazy[name].reshape(true[name].shape), leaf)
+    weights: dict[str, Any] = dict.fromkeys(padded)
+    for name in canonical if names is None else names:
+      leaf = padded[name]
+      weight = place_on_mesh(lazy[name].reshape(true[name].shape), leaf)
       num_bytes = sum(shard.data.nbytes for shard in weight.addressable_shards)
       weights[name] = store(name, weight)
       del weight
@@ -233,7 +241,7 @@ def weights_on_mesh(model: PartitionedModel, padded_weights: Any) -> dict[str, L
   return weights
 
 
-def _place(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:
+def place_on_mesh(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:
   """Reads each device's part of an array onto it, padded with zeros to the shape of `padded`."""
   shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # devices may hold the same part
 

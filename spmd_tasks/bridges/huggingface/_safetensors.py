@@ -64,7 +64,7 @@ def read_tensors(folder: Path) -> dict[str, LazyArray]:
   if (folder / INDEX_FILE).exists():
     return _read_sharded(folder)
   if (folder / SINGLE_FILE).exists():
-    return _read_file(folder / SINGLE_FILE)
+    return read_file(folder / SINGLE_FILE)
   pickles = sorted(path.name for pattern in ('*.bin', '*.pt', '*.pth') for path in folder.glob(pattern))
   if pickles:
     raise UserError(
@@ -87,7 +87,7 @@ def _read_sharded(folder: Path) -> dict[str, LazyArray]:
       raise UserError(f'{folder} lacks {file}, which its {INDEX_FILE} names: download it again.')
   tensors: dict[str, LazyArray] = {}
   for file in files:
-    found = _read_file(folder / file)
+    found = read_file(folder / file)
     wrong = sorted({name for name, place in weight_map.items() if place == file} ^ found.keys())
     if wrong:
       raise UserError(f'{folder / file} and {INDEX_FILE} disagree about the tensor {wrong[0]}: download both again.')
@@ -95,7 +95,8 @@ def _read_sharded(folder: Path) -> dict[str, LazyArray]:
   return tensors
 
 
-def _read_file(path: Path) -> dict[str, LazyArray]:
+def read_file(path: Path) -> dict[str, LazyArray]:
+  """Returns every tensor of one file. Raises a UserError as `read_tensors`."""
   with path.open('rb') as file:
     num_bytes = os.fstat(file.fileno()).st_size
     prefix = file.read(8)

@@ -3,6 +3,7 @@
 Shapes: B batch, T sequence, D model, H query heads, G key/value heads, K head dim.
 """
 
+from collections.abc import Mapping
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, kernels
 from spmd_tasks.layers.attention.attend import Implementation, attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
@@ -59,6 +61,7 @@ class Attention(WithSublayers, kw_only=True):
     query_activation_split_dims: of the queries [B, T, H, K].
     kv_activation_split_dims: of keys and values [B, T, G, K].
     activation_split_dims: of the output.
+    adapters: low-rank adapters of `query`, `key`, `value` and `out`.
   """
 
   num_heads: int
@@ -85,6 +88,13 @@ class Attention(WithSublayers, kw_only=True):
   query_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
   kv_activation_split_dims: SplitDims = ('batch', 'seq', 'act_kv_heads', None)
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+  adapters: tuple[LowRankAdapter, ...] = ()
+
+  @staticmethod
+  def adaptable(layer: Any) -> Mapping[str, str]:
+    """Returns the projections that can have adapters; see layers/adapters.py."""
+    del layer
+    return kernels('query', 'key', 'value', 'out')
 
   def __post_init__(self):
     if self.window is not None and (self.window < 1 or not self.causal):
@@ -152,6 +162,7 @@ class Attention(WithSublayers, kw_only=True):
         kernel_init=FanInNormal(scale=self.init_scale),
         split_dims=split_dims,
         activation_split_dims=activation_split_dims,
+        adapter=adapter_of(self.adapters, name),
         name=name,
       )(x)
 
@@ -217,6 +228,7 @@ class Attention(WithSublayers, kw_only=True):
       kernel_init=FanInNormal(scale=self.out_init_scale, num_input_dims=2),
       split_dims=self.out_split_dims,
       activation_split_dims=self.activation_split_dims,
+      adapter=adapter_of(self.adapters, 'out'),
       name='out',
     )(attended)
 

@@ -16,6 +16,7 @@ Shapes: B batch, T sequence, D model, H heads, Q and C rank of queries' and of k
 features of a head without and with rotary position, V features of a head's value.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, kernels
 from spmd_tasks.layers.attention.attend import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
@@ -57,6 +59,7 @@ class LatentAttention(nn.Module, kw_only=True):
     heads_activation_split_dims: of queries, keys and values [B, T, H, ...].
     latent_split_dims: of latent vectors [B, T, C + R]; they are small, and the same on all devices that split heads.
     activation_split_dims: of the output.
+    adapters: low-rank adapters of the projections but `kv_up`, which decoding applies in two parts.
   """
 
   num_heads: int
@@ -79,6 +82,12 @@ class LatentAttention(nn.Module, kw_only=True):
   heads_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
   latent_split_dims: SplitDims = ('batch', 'seq', None)
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
+  adapters: tuple[LowRankAdapter, ...] = ()
+
+  @staticmethod
+  def adaptable(layer: Any) -> Mapping[str, str]:
+    """Returns the projections that can have adapters; see layers/adapters.py."""
+    return kernels(*(('query',) if layer.query_rank is None else ('query_down', 'query_up')), 'kv_down', 'out')
 
   @nn.compact
   def __call__(
@@ -137,6 +146,7 @@ class LatentAttention(nn.Module, kw_only=True):
       kernel_init=FanInNormal(scale=self.out_init_scale, num_input_dims=2),
       split_dims=self.out_split_dims,
       activation_split_dims=self.activation_split_dims,
+      adapter=adapter_of(self.adapters, 'out'),
       name='out',
     )(attended)
 
@@ -153,6 +163,7 @@ class LatentAttention(nn.Module, kw_only=True):
       kernel_init=FanInNormal(scale=self.init_scale),
       split_dims=split_dims,
       activation_split_dims=self.heads_activation_split_dims,
+      adapter=adapter_of(self.adapters, name),
       name=name,
     )(x)
 
@@ -164,5 +175,6 @@ class LatentAttention(nn.Module, kw_only=True):
       kernel_init=FanInNormal(scale=self.init_scale),
       split_dims=self.down_split_dims,
       activation_split_dims=self.latent_split_dims,
+      adapter=adapter_of(self.adapters, name),
       name=name,
     )(x)

@@ -7,7 +7,7 @@ with a different number of rows per expert (dropless). `batched_ffn` applies the
 (capacity). `LocalExperts` holds the experts of one device and applies them to tokens that chose them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flax import struct
@@ -16,6 +16,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import check_activation, hidden_layer
 from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul, resolve_backend
@@ -85,6 +87,7 @@ class Experts(nn.Module, kw_only=True):
     dtype: of the computation; weights are float32.
     init_scale, down_init_scale: variance scale of the kernels into and out of the hidden layer.
     up_split_dims, down_split_dims: of these kernels.
+    adapters: low-rank adapters of `up`, `down` and `gate`, of each expert its own.
   """
 
   num_experts: int
@@ -97,6 +100,12 @@ class Experts(nn.Module, kw_only=True):
   down_init_scale: float = 1.0
   up_split_dims: SplitDims = ('expert', 'expert_embed', 'expert_mlp')
   down_split_dims: SplitDims = ('expert', 'expert_mlp', 'expert_embed')
+  adapters: tuple[LowRankAdapter, ...] = ()
+
+  @staticmethod
+  def adaptable(layer: Any) -> Mapping[str, str]:
+    """Returns the weights that can have adapters; see layers/adapters.py."""
+    return {name: name for name in ('up', 'down', *(('gate',) if layer.gated else ()))}
 
   @nn.compact
   def __call__(self, model_dim: int) -> ExpertWeights:
@@ -111,8 +120,10 @@ class Experts(nn.Module, kw_only=True):
         init=FanInNormal(scale=scale, num_stacked_dims=1),
         split_dims=split_dims,
         tags=('expert',),
-      )
-      return weight.astype(self.dtype)
+      ).astype(self.dtype)
+      if (adapter := adapter_of(self.adapters, name)) is not None:
+        weight = weight + self._adapter_product(adapter, name, weight.shape, split_dims)
+      return weight
 
     def declare_bias(name: str, num_outputs: int, split_dims: SplitDims) -> jax.Array | None:
       if not self.use_bias:
@@ -141,6 +152,28 @@ class Experts(nn.Module, kw_only=True):
       # Not split over D: the devices that hold parts of an expert's hidden layer sum whole results.
       down_bias=declare_bias('down_bias', model_dim, self.down_split_dims and (self.down_split_dims[0], None)),
     )
+
+  def _adapter_product(self, adapter: LowRankAdapter, name: str, shape: tuple[int, ...], split_dims: SplitDims) -> Any:
+    """Returns what an adapter adds to the kernels of all experts.
+
+    A token's experts are where its row is sent, and kernels are what travels to it; so the product joins the kernels of
+    a layer, for one layer at a time. Their gradient is that of the product, and is not kept.
+    """
+    if adapter.use_dora or adapter.dropout_rate:
+      raise UserError(
+        f'the adapter of experts/{name} has use_dora={adapter.use_dora} and dropout_rate={adapter.dropout_rate}, which '
+        'experts do not support: leave them out, or leave the experts out of the patterns.'
+      )
+    return declare_low_rank(
+      self,
+      adapter,
+      prefix=f'{name}_',
+      shape=shape,
+      num_stacked_dims=1,
+      split_dims=split_dims,
+      dtype=self.dtype,
+      tags=('expert',),
+    ).product()
 
 
 def grouped_ffn(

@@ -1,0 +1,58 @@
+"""Bases of fine-tuning: a model of a folder, with all its weights trained or with low-rank adapters (LoRA) alone."""
+
+import fiddle as fdl
+
+from spmd_tasks.layers import LowRankAdapter
+from spmd_tasks.recipes.low_rank import add_adapters
+from spmd_tasks.recipes.pretrained import PretrainedLanguageModel
+from spmd_tasks.runtime import Task
+
+
+class LowRankTuning(PretrainedLanguageModel):
+  """The model of a folder, of which low-rank adapters are trained; its own weights are frozen.
+
+  Checkpoints have the adapters alone, and name the folder with its digest.
+  """
+
+  # Patterns of weights that get an adapter, searched in names such as 'stack/layers/attention/query/kernel'.
+  lora_targets: tuple[str, ...] = ('attention/', 'ffn/')
+  lora_rank: int = 16
+  lora_alpha: float = 32.0
+  lora_dropout: float = 0.0
+  use_rslora: bool = False  # divides alpha by the root of the rank
+  use_dora: bool = False  # also trains the lengths of the kernels' columns
+  # Patterns of further weights that are trained, such as ('norm/',).
+  also_trained: tuple[str, ...] = ()
+  # How the frozen kernels are held: 'bfloat16' or 'float32'; None: as the folder has them.
+  base_dtype: str | None = None
+  # A folder in the format of `peft`, whose adapters the job starts from; it decides all settings of the adapters.
+  adapter: str = ''
+
+  learning_rate: float = 2e-4
+
+  def language_model(self) -> fdl.Config:
+    """The folder's model with adapters."""
+    model = super().language_model()
+    if self.adapter:
+      from spmd_tasks.bridges.huggingface import open_adapter
+      from spmd_tasks.files import absolute_path
+
+      for name, adapter in open_adapter(absolute_path(self.adapter)).adapters(self.folder).items():
+        add_adapters(model, [f'^{name}$'], adapter, setting=f'adapter = {self.adapter!r}')
+      return model
+    adapter = LowRankAdapter(
+      rank=self.lora_rank,
+      alpha=self.lora_alpha,
+      dropout_rate=self.lora_dropout,
+      use_rslora=self.use_rslora,
+      use_dora=self.use_dora,
+    )
+    add_adapters(model, self.lora_targets, adapter, setting='lora_targets')
+    return model
+
+  def task(self) -> fdl.Config[Task]:
+    task = super().task()
+    task.trained = ('lora_', *self.also_trained)
+    held = self.base_dtype or self.folder.dtype
+    task.frozen_dtype = held if held == 'bfloat16' else None
+    return task

@@ -1,0 +1,48 @@
+"""Merges low-rank adapters into the weights that they belong to, on the mesh: one weight at a time.
+
+weights = merge_adapters(model, state.weights)      # those of the model without adapters, padded, float32
+"""
+
+import functools
+from typing import Any
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.layers import ADAPTER_TAG, AdapterNames, adapters_of, column_lengths, merge_low_rank
+from spmd_tasks.runtime.partition import PartitionedModel
+
+
+def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
+  """Returns the weights without those of adapters; a kernel that had one computes the same alone, in float32.
+
+  Args:
+    model: whose weights these are.
+    padded_weights: as they are stored on the mesh. The padding stays zero.
+  """
+  weights = traverse_util.flatten_dict(padded_weights, sep='/')
+  specs = traverse_util.flatten_dict(model.weight_specs, sep='/')
+  for name, adapter in adapters_of(model.task.model).items():
+    names, kernel = AdapterNames(kernel=name), weights[name]
+    num_stacked = specs[name].stacked + ('expert' in specs[name].tags)
+    merge = functools.partial(merge_low_rank, adapter, num_stacked_dims=num_stacked)
+    parts = (kernel, weights[names.a], weights[names.b], weights.get(names.magnitude))
+    weights[name] = jax.jit(merge, out_shardings=kernel.sharding)(*parts)
+  kept = {name: weight for name, weight in weights.items() if ADAPTER_TAG not in specs[name].tags}
+  return traverse_util.unflatten_dict(kept, sep='/')
+
+
+def with_magnitudes(model: PartitionedModel, weights: Any) -> Any:
+  """Returns true or padded weights in which DoRA's magnitudes are the lengths of their kernels' columns.
+
+  So they are drawn, for kernels that are drawn; here they follow kernels that were read.
+  """
+  flat = traverse_util.flatten_dict(weights, sep='/')
+  specs = traverse_util.flatten_dict(model.weight_specs, sep='/')
+  for name, adapter in adapters_of(model.task.model).items():
+    if adapter.use_dora:
+      magnitude, stacked = AdapterNames(kernel=name).magnitude, specs[name].stacked
+      num_inputs = flat[name].ndim - flat[magnitude].ndim
+      flat[magnitude] = column_lengths(flat[name], num_inputs, stacked).astype(jnp.float32)
+  return traverse_util.unflatten_dict(flat, sep='/')

@@ -1,0 +1,164 @@
+"""Low-rank adapters of Linears and experts: the published formulas, the base's numbers at the start, merging."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import GatedFeedForward, Linear, LowRankAdapter, TokenEmbedding, adaptable_weights, adapters_of
+from spmd_tasks.layers.adapters import merge_low_rank
+from spmd_tasks.layers.attention import Attention, LatentAttention
+from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
+from spmd_tasks.sharding import unbox_weights
+
+X = np.random.default_rng(0).normal(size=(2, 5, 3, 4)).astype(np.float32)
+KINDS = {
+  'lora': LowRankAdapter(rank=2, alpha=6.0),
+  'rslora': LowRankAdapter(rank=2, alpha=6.0, use_rslora=True),
+  'dora': LowRankAdapter(rank=2, alpha=6.0, use_dora=True),
+}
+
+
+def drawn(module, *inputs, seed=1):
+  """Random weights of a module, none of them zero."""
+  shapes = unbox_weights(jax.eval_shape(module.init, jax.random.key(0), *inputs)['params'])
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda leaf: (rng.normal(size=leaf.shape) * 0.3).astype(leaf.dtype), shapes)
+
+
+def apply(module, weights, *inputs, **settings):
+  with jax.default_matmul_precision('highest'):
+    return np.asarray(module.apply({'params': weights}, *inputs, **settings))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_linear_computes_the_published_formula_and_so_does_its_merged_kernel(kind):
+  adapter = KINDS[kind]
+  linear = Linear(output_dims=(2, 7), num_input_dims=2, use_bias=True, split_dims=None, adapter=adapter)
+  weights = drawn(linear, X)
+  kernel, a, b = (np.asarray(weights[name], np.float64) for name in ('kernel', 'lora_a', 'lora_b'))
+  adapted = kernel + (6 / np.sqrt(2) if kind == 'rslora' else 6 / 2) * np.tensordot(a, b, 1)
+  if kind == 'dora':
+    adapted *= weights['lora_magnitude'] / np.sqrt((adapted**2).sum((0, 1)))
+  expected = np.tensordot(X, adapted, 2) + weights['bias']
+  np.testing.assert_allclose(apply(linear, weights, X), expected, rtol=1e-5, atol=1e-5)
+  merged = merge_low_rank(
+    adapter, weights['kernel'], weights['lora_a'], weights['lora_b'], weights.get('lora_magnitude')
+  )
+  np.testing.assert_allclose(merged, adapted, rtol=1e-5, atol=1e-6)
+  plain = Linear(output_dims=(2, 7), num_input_dims=2, use_bias=True, split_dims=None)
+  alone = apply(plain, {'kernel': merged, 'bias': weights['bias']}, X)
+  np.testing.assert_allclose(alone, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_new_adapter_changes_no_bit_and_is_as_peft_draws_it():
+  plain, adapted = (Linear(output_dims=64, split_dims=None, adapter=each) for each in (None, KINDS['lora']))
+  x = X.reshape(10, 12)
+  y, before = plain.init_with_output(jax.random.key(0), x)
+  z, after = adapted.init_with_output(jax.random.key(0), x)
+  np.testing.assert_array_equal(y, z)
+  a = unbox_weights(after['params'])['lora_a']
+  assert a.shape == (12, 2)
+  assert 0.5 * 12**-0.5 < np.abs(a).max() <= 12**-0.5  # uniform; 24 draws
+  assert not np.any(unbox_weights(after['params'])['lora_b'])
+  np.testing.assert_array_equal(*(unbox_weights(each['params'])['kernel'] for each in (before, after)))
+
+
+def test_dora_starts_with_the_lengths_of_the_kernels_columns():
+  adapted = Linear(output_dims=6, split_dims=None, adapter=KINDS['dora'])
+  x = X.reshape(10, 12)
+  y, variables = adapted.init_with_output(jax.random.key(0), x)
+  weights = unbox_weights(variables['params'])
+  np.testing.assert_allclose(weights['lora_magnitude'], np.linalg.norm(weights['kernel'], axis=0), rtol=1e-6)
+  np.testing.assert_allclose(
+    y, apply(Linear(output_dims=6, split_dims=None), {'kernel': weights['kernel']}, x), rtol=1e-5
+  )
+
+
+def test_dropout_is_of_the_adapters_input_and_in_training_only():
+  linear = Linear(output_dims=4, split_dims=None, adapter=LowRankAdapter(rank=12, alpha=12.0, dropout_rate=0.5))
+  x = np.ones((1000, 12), np.float32)
+  weights = {'kernel': np.zeros((12, 4)), 'lora_a': np.eye(12), 'lora_b': np.full((12, 4), 1 / 12)}
+  np.testing.assert_allclose(apply(linear, weights, x), 1.0, rtol=1e-6)
+  y = apply(linear, weights, x, rngs={'dropout': jax.random.key(1)})
+  assert len(np.unique(y.round(4))) > 5
+  assert abs(y.mean() - 1) < 0.05
+
+
+def test_experts_have_adapters_of_their_own_each():
+  adapter = LowRankAdapter(rank=2, alpha=2.0, names=('up', 'gate', 'down'))
+  layers = [
+    MixtureOfExperts(
+      router=TopKRouter(num_experts=3, num_selected=2),
+      experts=Experts(num_experts=3, hidden_dim=5, adapters=adapters),
+      computation=Dropless(backend='ragged_dot'),
+    )
+    for adapters in ((adapter,), ())
+  ]
+  x = jax.numpy.asarray(X.reshape(2, 5, 12))
+  weights = drawn(layers[0], x)
+  experts = weights['experts']
+  assert experts['up_lora_a'].shape == (3, 12, 2)
+  assert experts['down_lora_b'].shape == (3, 2, 12)
+  merged = {
+    name: merge_low_rank(
+      adapter, experts[name], experts[f'{name}_lora_a'], experts[f'{name}_lora_b'], num_stacked_dims=1
+    )
+    for name in ('up', 'gate', 'down')
+  }
+  np.testing.assert_allclose(
+    merged['up'][2], experts['up'][2] + experts['up_lora_a'][2] @ experts['up_lora_b'][2], rtol=1e-5
+  )
+  with jax.default_matmul_precision('highest'):
+    ours, _ = layers[0].apply({'params': weights}, x)
+    theirs, _ = layers[1].apply({'params': weights | {'experts': merged}}, x)
+  np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_logits_have_an_adapter_where_the_embedding_is_not_tied():
+  adapters = (LowRankAdapter(rank=2, alpha=2.0, names=('softmax_kernel',)),)
+  embedding = TokenEmbedding(vocab_size=9, embed_dim=12, tied=False, adapters=adapters)
+  x = X.reshape(2, 5, 12)
+
+  class Logits(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      return embedding.copy(name='embedding').attend(x)
+
+  weights = drawn(Logits(), x)
+  own = weights['embedding']
+  kernel = own['softmax_kernel'] + own['softmax_kernel_lora_a'] @ own['softmax_kernel_lora_b']
+  np.testing.assert_allclose(apply(Logits(), weights, x), x @ np.asarray(kernel), rtol=1e-4, atol=1e-5)
+  assert not adaptable_weights(TokenEmbedding(vocab_size=9, embed_dim=12))
+
+
+@pytest.mark.parametrize(
+  'layer, inputs',
+  [
+    (Attention(num_heads=3, adapters=()), ()),
+    (LatentAttention(num_heads=2, kv_rank=4, nope_head_dim=2, rope_head_dim=2, value_head_dim=3), ()),
+    (LatentAttention(num_heads=2, query_rank=4, kv_rank=4, nope_head_dim=2, rope_head_dim=2, value_head_dim=3), ()),
+    (GatedFeedForward(hidden_dim=5), ()),
+  ],
+)
+def test_what_a_layer_calls_adaptable_it_adapts(layer, inputs):
+  """Every name is a weight of the layer, and gets its two matrices."""
+  places = adaptable_weights(layer)
+  layer = layer.clone(adapters=(LowRankAdapter(rank=2, alpha=2.0, names=tuple(own for _, own in places.values())),))
+  assert adapters_of(layer).keys() == places.keys()
+  x, ids = np.ones((1, 4, 12), np.float32), np.zeros((1, 4), np.int32)
+  shapes = jax.eval_shape(layer.init, jax.random.key(0), x, ids, *([] if 'Feed' in type(layer).__name__ else [ids]))
+  for name in places:
+    own = shapes['params'][name.split('/')[0]]
+    assert own.keys() == {'kernel', 'lora_a', 'lora_b'}
+    assert own['lora_a'].value.shape[-1] == own['lora_b'].value.shape[0] == 2
+    assert own['lora_a'].split_dims[:-1] + own['lora_b'].split_dims[1:] == own['kernel'].split_dims
+
+
+@pytest.mark.parametrize(
+  'settings, said', [({'rank': 0}, 'rank'), ({'alpha': 0.0}, 'alpha'), ({'dropout_rate': 1.0}, 'dropout_rate')]
+)
+def test_settings_that_cannot_be_are_one_sentence(settings, said):
+  with pytest.raises(UserError, match=said):
+    LowRankAdapter(**{'rank': 2, 'alpha': 2.0} | settings)

@@ -1,0 +1,87 @@
+"""Frozen weights: they have no gradient, no state and no decay, and stay as they are, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, fill_in, mark_frozen, without_frozen
+from spmd_tasks.sharding import WeightSpec, matching_names
+
+NAMES = ['stack/layers/attention/query/kernel', 'stack/layers/attention/out/kernel', 'embedding/table']
+
+
+def specs_of(weights):
+  return jax.tree.map(lambda w: WeightSpec(shape=w.shape, init=None, split_dims=(None,) * w.ndim), weights)
+
+
+@pytest.mark.parametrize(
+  'optimizer',
+  [
+    AdamW(learning_rate=0.1, weight_decay=0.1),
+    Adafactor(learning_rate=0.1),
+    Lion(learning_rate=0.1),
+  ],
+  ids=lambda each: type(each).__name__,
+)
+def test_what_is_trained_is_trained_as_if_it_were_alone(optimizer):
+  weights = {'a': {'kernel': jnp.ones((2, 3)), 'lora_a': jnp.full((2, 1), 2.0)}, 'b': jnp.ones((4,))}
+  specs = mark_frozen(specs_of(weights), ('lora_', '^b$'))
+  assert specs['a']['kernel'].tags == ('frozen',)
+  alone = {'a': {'lora_a': weights['a']['lora_a']}, 'b': weights['b']}
+  learner = Learner(optimizer=optimizer, clip_global_norm=1.0, ema_decay=0.9)
+  grads = {'a': {'kernel': None, 'lora_a': jnp.full((2, 1), 3.0)}, 'b': jnp.ones((4,))}
+  state, other = learner.init(weights, specs), learner.init(alone, specs_of(alone))
+  new, state, metrics = learner.update(grads, jnp.float32(1), jnp.int32(0), state, weights, specs)
+  expected, other, others = learner.update(
+    {'a': {'lora_a': grads['a']['lora_a']}, 'b': grads['b']},
+    jnp.float32(1),
+    jnp.int32(0),
+    other,
+    alone,
+    specs_of(alone),
+  )
+  np.testing.assert_array_equal(new['a']['kernel'], weights['a']['kernel'])
+  np.testing.assert_array_equal(new['a']['lora_a'], expected['a']['lora_a'])
+  jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(state), jax.tree.leaves(other))
+  jax.tree.map(np.testing.assert_array_equal, metrics, others)
+  shapes = jax.eval_shape(lambda: learner.init(weights, specs))
+  split = learner.state_split_dims(shapes, specs)
+  assert len(jax.tree.leaves(split)) == len(jax.tree.leaves(state))
+
+
+def test_kernels_may_be_held_in_bfloat16_and_vectors_are_not():
+  weights = {
+    'kernel': jnp.ones((2, 3)),
+    'router': {'kernel': jnp.ones((2, 3))},
+    'scale': jnp.ones(3),
+    'lora_a': jnp.ones((2, 1)),
+  }
+  specs = mark_frozen(specs_of(weights), ('lora_',), 'bfloat16')
+  dtypes = {name: str(jnp.dtype(spec.dtype)) for name, spec in specs.items() if name != 'router'}
+  assert dtypes == {'kernel': 'bfloat16', 'scale': 'float32', 'lora_a': 'float32'}
+  assert specs['router']['kernel'].dtype == jnp.float32
+
+
+def test_trees_without_frozen_weights_are_filled_in_again():
+  weights = {'a': jnp.ones(2), 'b': {'lora_a': jnp.zeros(2)}}
+  specs = mark_frozen(specs_of(weights), ('lora_',))
+  pruned = without_frozen(weights, specs)
+  assert pruned['a'] is None
+  assert without_frozen(pruned, specs) == pruned
+  assert fill_in(pruned, weights)['a'] is weights['a']
+  assert fill_in(pruned, weights)['b']['lora_a'] is weights['b']['lora_a']
+
+
+def test_a_pattern_that_meets_no_weight_names_near_ones():
+  assert matching_names(['attention/(query|value)'], NAMES, setting='it') == NAMES[:1]
+  assert matching_names(['table', 'out'], NAMES, setting='it') == NAMES[1:]
+  with pytest.raises(
+    UserError, match=r"lora_targets has 'attention/querry'.*near are stack/layers/attention/query/ker"
+  ):
+    matching_names(['table', 'attention/querry'], NAMES, setting='lora_targets')
+  with pytest.raises(UserError, match='no regular expression'):
+    matching_names(['('], NAMES, setting='lora_targets')
+  with pytest.raises(UserError, match=r'tuple of patterns'):
+    matching_names('table', NAMES, setting='lora_targets')

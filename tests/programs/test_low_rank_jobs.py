@@ -1,0 +1,119 @@
+"""Jobs of low-rank adapters through the binary: their checkpoints, how they go on, what they export and load."""
+
+import json
+import shutil
+
+from etils import epath
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from spmd_tasks import load
+from spmd_tasks.checkpoints.manifest import read_manifest
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.programs.pretrained import state_from_folder
+from tests import binary
+from tests.model_folders import write_llama
+
+JOB = 'tests.programs.low_rank_jobs.Small'
+IDS = np.random.default_rng(0).integers(3, 250, (2, 12))
+
+
+def run(mode, directory, *flags):
+  return binary.run_in_process('--mode', mode, '--job_log_dir', directory, *flags)
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+  return write_llama(tmp_path_factory.mktemp('base') / 'llama')
+
+
+@pytest.fixture(scope='module')
+def job(base, tmp_path_factory):
+  """Four steps, with checkpoints of steps 2 and 4. Not to be written to."""
+  directory = tmp_path_factory.mktemp('low_rank') / 'job'
+  assert run('train', directory, '--exp', JOB, '--set', f'model={base}') == 0
+  return directory
+
+
+@pytest.fixture(scope='module')
+def logits(job):
+  with jax.default_matmul_precision('highest'):
+    return np.asarray(load(job).logits(IDS))
+
+
+def test_it_begins_with_the_numbers_of_its_base_bit_for_bit(base, logits):
+  found = {}
+  for experiment in (JOB, f'{JOB}OfAll'):
+    model = partition_job(resolve(experiment, [f'model={base}']).build())
+    step = model.forward_step({'ids': jax.ShapeDtypeStruct(IDS.shape, np.int32)})
+    state = state_from_folder(model, str(base), 0)
+    found[experiment] = np.asarray(step(state.variables, step.place({'ids': IDS.astype(np.int32)}))['logits'])
+  np.testing.assert_array_equal(*found.values())
+  assert np.abs(logits - found[JOB]).max() > 1e-3  # the job was trained
+
+
+def test_a_checkpoint_has_the_adapters_alone_and_names_their_base(base, job):
+  checkpoint = epath.Path(job) / 'checkpoints/checkpoint_00000004'
+  names = [leaf.name for leaf in read_manifest(checkpoint).leaves if leaf.name.startswith('weights/')]
+  assert len(names) == 14
+  assert all('lora_' in name for name in names)
+  said = json.loads((checkpoint / 'base.json').read_text())
+  assert said['folder'] == str(base)
+  assert len(said['sha256']) == 64
+
+
+def test_a_job_that_was_ended_goes_on_with_the_same_numbers(base, job, tmp_path):
+  flags = ('--exp', JOB, '--set', f'model={base}')
+  shutil.copytree(job, tmp_path / 'job')
+  shutil.rmtree(tmp_path / 'job/checkpoints/checkpoint_00000004')
+  (tmp_path / 'job/newest_checkpoint.json').write_text('{"step": 2}\n')
+  assert run('train', tmp_path / 'job', *flags) == 0
+  lines = binary.metric_lines(tmp_path / 'job')
+  again = {line['step']: line['loss'] for line in lines[4:]}
+  assert again == {step: loss for step, loss in binary.column(job, 'loss').items() if step > 2}
+
+
+def test_another_base_is_refused(base, job, tmp_path, capsys):
+  other = tmp_path / 'other'
+  shutil.copytree(base, other)
+  tensors = load_file(other / 'model.safetensors')
+  save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, other / 'model.safetensors')
+  assert run('eval', job, '--set', f'model={other}') == 2
+  said = capsys.readouterr().err.strip().splitlines()[-1]
+  assert f'has adapters of the base {base}' in said
+  assert 'give the folder that they were trained on' in said
+
+
+def test_what_is_merged_computes_the_same(base, job, logits, tmp_path):
+  assert run('export', job, '--format', 'hf', '--out', tmp_path / 'merged') == 0
+  assert load_file(tmp_path / 'merged/model.safetensors').keys() == load_file(base / 'model.safetensors').keys()
+  with jax.default_matmul_precision('highest'):
+    merged = np.asarray(load(tmp_path / 'merged', overrides=('seq_len=16',)).logits(IDS))
+  np.testing.assert_allclose(merged, logits, rtol=0, atol=1e-5 * np.abs(logits).max())
+
+
+def test_adapters_go_into_a_folder_of_peft_and_come_back_bit_by_bit(base, job, logits, tmp_path):
+  assert run('export', job, '--format', 'peft', '--out', tmp_path / 'adapter') == 0
+  config = json.loads((tmp_path / 'adapter/adapter_config.json').read_text())
+  assert (config['r'], config['lora_alpha'], config['peft_type']) == (4, 16.0, 'LORA')
+  assert config['target_modules'] == sorted(f'{name}_proj' for name in ('q', 'k', 'v', 'o', 'gate', 'up', 'down'))
+  tensors = load_file(tmp_path / 'adapter/adapter_model.safetensors')
+  assert len(tensors) == 2 * 2 * 7
+  assert tensors['base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight'].shape == (4, 24)
+  flags = ('--exp', JOB, '--set', f'model={base}', '--set', f'adapter={tmp_path / "adapter"}')
+  assert run('eval', tmp_path / 'job', *flags) == 0
+  assert run('eval', job) == 0
+  ours, theirs = (binary.column(path / 'eval/valid', 'loss') for path in (tmp_path / 'job', job))
+  assert ours[0] == theirs[4]
+
+
+def test_a_pattern_that_is_in_no_name_is_one_sentence(base, tmp_path, capsys):
+  flags = ('--exp', JOB, '--set', f'model={base}', '--set', 'lora_targets=("attention/querry",)')
+  assert run('train', tmp_path / 'job', *flags) == 2
+  said = capsys.readouterr().err.strip()
+  assert "lora_targets has 'attention/querry', which is in no name of a weight" in said
+  assert 'stack/layers/attention/query/kernel' in said
+  assert not (tmp_path / 'job').exists()

@@ -1,0 +1,57 @@
+"""The uneven models of the other comparisons with most weights frozen: adapters and the embedding are trained."""
+
+import fiddle as fdl
+
+from spmd_tasks.layers import LowRankAdapter
+from spmd_tasks.learning import AdamW
+from spmd_tasks.recipes import PipelinedLanguageModel, add_adapters
+from tests.runtime import moe_experiments, uneven_experiments
+from tests.runtime.pipeline_experiments import PipelinedExperts
+
+
+def with_adapters(task: fdl.Config, **settings) -> fdl.Config:
+  """The task of which adapters of every projection of its blocks are trained, and the embedding."""
+  adapter = LowRankAdapter(**{'rank': 5, 'alpha': 20.0} | settings)
+  add_adapters(task.model, ('attention/', 'ffn/'), adapter)
+  task.trained = ('lora_', 'embedding/')
+  task.learner.optimizer = fdl.Config(AdamW, learning_rate=0.02, weight_decay=0.01)
+  return task
+
+
+class LowRank(uneven_experiments.AdamW):
+  """Rank 5, which no axis divides; it is not split."""
+
+  num_layers = 6
+  batch_size = 16
+
+  def task(self):
+    return with_adapters(super().task())
+
+
+class Dora(LowRank):
+  """The same with DoRA."""
+
+  def task(self):
+    return with_adapters(super(LowRank, self).task(), use_dora=True)
+
+
+class LowRankExperts(moe_experiments.AlongData):
+  """Adapters of experts too, which are split over the data axis."""
+
+  num_layers = 6
+  batch_size = 16
+
+  def task(self):
+    return with_adapters(super().task())
+
+
+class PipelinedLowRank(PipelinedLanguageModel, LowRank):
+  """The axes are (replica, stage, data, mdl)."""
+
+
+class PipelinedDora(PipelinedLanguageModel, Dora):
+  """The same with DoRA."""
+
+
+class PipelinedLowRankExperts(PipelinedExperts, LowRankExperts):
+  """The axes are (replica, stage, data, expert, mdl)."""

@@ -1,0 +1,82 @@
+"""One truth for numbers with frozen weights: low-rank adapters train alike on every mesh, padded and pipelined.
+
+The model of test_numbers_agree.py; of its weights, adapters and the embedding are trained.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.runtime import model_flops_per_train_step
+from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
+from tests.runtime.low_rank_experiments import (
+  Dora,
+  LowRank,
+  LowRankExperts,
+  PipelinedDora,
+  PipelinedLowRank,
+  PipelinedLowRankExperts,
+)
+from tests.runtime.uneven_experiments import AdamW
+
+CIRCULAR = ('schedule=circular', 'num_repeats=2')
+ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
+CASES = [('data 2 x mdl 4', LowRank, LowRank, (1, 2, 4), ())]
+ONE_BY_ONE = [
+  ('one forward, one backward, stage 4 x data 2', LowRank, PipelinedLowRank, (1, 4, 2, 1), ONE_F_ONE_B),
+  ('data 8', LowRank, LowRank, (1, 8, 1), ('task.model.stack.remat_policy=full',)),
+  ('2 microbatches', LowRank, LowRank, (1, 2, 4), ('task.learner.num_microbatches=2',)),
+  ('stage 4 x data 2', LowRank, PipelinedLowRank, (1, 4, 2, 1), ()),
+  ('circular, stage 2 x data 2 x mdl 2', LowRank, PipelinedLowRank, (1, 2, 2, 2), CIRCULAR),
+  ('DoRA, data 2 x mdl 4', Dora, Dora, (1, 2, 4), ()),
+  ('DoRA, stage 4 x data 2', Dora, PipelinedDora, (1, 4, 2, 1), ()),
+  ('experts, expert 8', LowRankExperts, LowRankExperts, (1, 8, 1), ()),
+  ('experts, stage 2 x data 2 x expert 2', LowRankExperts, PipelinedLowRankExperts, (1, 2, 2, 2, 1), ()),
+]
+
+
+@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table(CASES, ONE_BY_ONE, fast=()))
+def test_one_loss_curve_and_one_state(name, plain, experiment, shape, overrides):
+  assert_same_run(runner(experiment, shape, overrides=overrides), reference(plain))
+
+
+def leaves(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+  }
+
+
+def test_frozen_weights_have_no_state_and_are_split_and_padded_as_before():
+  """The kernels of the plain model are where they were; adapters have the split dims of the kernels they belong to."""
+  (plain, _), (model, _) = make_model(AdamW, (1, 2, 4), overrides=('num_layers=6',)), make_model(LowRank, (1, 2, 4))
+  before, padded = leaves(plain.padded_state.weights), leaves(model.padded_state.weights)
+  assert {name: leaf for name, leaf in padded.items() if 'lora_' not in name} == before
+  layer = 'stack/layers/attention/query/'
+  kernel, a, b = (padded[layer + name] for name in ('kernel', 'lora_a', 'lora_b'))
+  assert a.shape == (*kernel.shape[:2], 5)
+  assert b.shape == (kernel.shape[0], 5, *kernel.shape[2:])
+  assert (*a.sharding.spec[:2], *b.sharding.spec[2:]) == (*kernel.sharding.spec,)
+  assert model.abstract_state.weights['stack']['layers']['attention']['query']['lora_a'].shape == (6, 30, 5)
+  trained = {name for name in padded if 'lora_' in name or 'embedding' in name}
+  state = leaves(model.abstract_state.learner)
+  assert len([name for name in state if '/mu/' in name or '/nu/' in name]) == 2 * len(trained)
+  assert {name.removeprefix('ema_weights/') for name in state if name.startswith('ema_weights/')} == trained
+
+
+def test_the_gradient_of_a_frozen_weight_is_not_computed():
+  """A step's products are those of the forward pass, of the inputs' gradients, and of what is trained."""
+  (plain, _), (model, _) = make_model(AdamW, (1, 1, 1), overrides=('num_layers=6',)), make_model(LowRank, (1, 1, 1))
+  full, low_rank = (
+    model_flops_per_train_step(each.task, each.input_layout.spec, each.abstract_state.variables, each.weight_specs)
+    for each in (plain, model)
+  )
+  frozen = sum(
+    int(np.prod(leaf.shape)) for name, leaf in leaves(plain.abstract_state.weights).items() if 'kernel' in name
+  )
+  added = sum(
+    int(np.prod(leaf.shape)) for name, leaf in leaves(model.abstract_state.weights).items() if 'lora_' in name
+  )
+  tokens = int(np.prod(model.input_layout.spec['ids'].shape))
+  # The plain model has half the batch.
+  assert plain.input_layout.spec['ids'].shape[0] * 2 == model.input_layout.spec['ids'].shape[0]
+  assert low_rank == 2 * full - 2 * tokens * frozen + 6 * tokens * added
