@@ -83,6 +83,7 @@ def _render(
   template: jinja2.Template, variables: Mapping[str, Any], now: datetime.datetime | None
 ) -> tuple[str, _Marks]:
   marks = _Marks()
+  resets: list[tuple[contextvars.ContextVar[Any], contextvars.Token[Any]]]
   resets = [(_deadline, _deadline.set(time.monotonic() + _LIMIT_S)), (_marks, _marks.set(marks)), (_now, _now.set(now))]
   try:
     pieces = []

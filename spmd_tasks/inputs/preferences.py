@@ -152,6 +152,7 @@ class PreferenceEncoder:
     labels = np.concatenate([ids[1:] for ids, _ in pair])
     weights = np.concatenate([mask[1:] for _, mask in pair]).astype(np.float32)
     ends = tuple(np.cumsum([ids.size - 1 for ids, _ in pair]).tolist())
+    own: dict[str, np.ndarray]
     if self.numbered:
       own = {'record_index': np.full(ids.size, record.index + 1, np.int32)}
     else:

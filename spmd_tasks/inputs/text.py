@@ -13,7 +13,7 @@ import hashlib
 import os
 import platform
 import sysconfig
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from spmd_tasks.errors import JobError, UserError
 
@@ -31,10 +31,13 @@ _STDLIB_SKIPPED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """One block: (text, is_end) pairs, where is_end is False if the text continues in another block."""
+  """One block: (text, is_end) pairs, where is_end is False if the text continues in another block.
+
+  In place of a text may be what the input's encoder reads: a record (_record_files.py).
+  """
 
   name: str
-  documents: Sequence[tuple[str, bool]]
+  documents: Sequence[tuple[Any, bool]]
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ from spmd_tasks.distributed import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.inputs import PreferenceInput, Prefetcher
+from spmd_tasks.inputs import Input, PreferenceInput, Prefetcher
 from spmd_tasks.layers import pair_log_probs
 from spmd_tasks.runtime import PartitionedModel, TrainState
 
@@ -34,7 +34,7 @@ _WRITE_LIMIT_S = 600
 def name_references(job: Job, job_log_dir: epath.Path) -> Job:
   """Returns the job with the files of its own directory as the references of all inputs that name none."""
 
-  def named(name: str, each: object) -> object:
+  def named(name: str, each: Input) -> Input:
     if isinstance(each, PreferenceInput) and each.reference is None and not each.reference_free:
       return dataclasses.replace(each, reference=str(job_log_dir / _DIRECTORY / f'{name}.npy'))
     return each

@@ -36,7 +36,7 @@ class InstructionTuning(PretrainedLanguageModel):
   packing: bool = True
   num_input_workers: int = 0
 
-  seq_len = 2048
+  seq_len: int = 2048
 
   def chat_template(self) -> ChatTemplate:
     """The template of `chat_template_file`, else the folder's; without one, a plain transcript."""
@@ -72,8 +72,9 @@ class InstructionTuning(PretrainedLanguageModel):
   def _examples(self, split: str, **settings: Any) -> fdl.Config:
     template = self.chat_template()
     fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
+    input_class: Any = self._input_class()
     return fdl.Config(
-      self._input_class(),
+      input_class,
       source=self.source(split),
       tokenizer=self.tokenizer(),
       template=fdl.Config(ChatTemplate, **fields),
@@ -102,8 +103,8 @@ class PreferenceTuning(InstructionTuning):
   length_normalized: bool = False
   label_smoothing: float = 0.0
 
-  seq_len = 4096
-  learning_rate = 1e-6
+  seq_len: int = 4096
+  learning_rate: float = 1e-6
 
   def loss(self) -> fdl.Config:
     """The loss on pairs."""

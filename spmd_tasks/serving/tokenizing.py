@@ -28,6 +28,7 @@ def tokenize(fields: dict[str, Any], model: ServedModel) -> dict[str, Any]:
   check_model_name(fields, model)
   body = validate(TokenizeBody, fields)
   named = {_token_name(token): token for token in special_ids(model.tokenizer).values()}
+  ids: tuple[int, ...]
   if body.prompt in named:
     ids = (named[body.prompt],)
   elif body.add_special_tokens:
