@@ -31,7 +31,6 @@ def check_low_rank(result):
       each['state_bytes_by_arithmetic'], rel=0.02
     )
   assert result['ratio'] < 0.8
-  assert low_rank['model_flops'] < full['model_flops']
 
 
 def check_compile(result):

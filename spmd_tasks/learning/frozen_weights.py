@@ -12,6 +12,7 @@ maps over weights.
 import dataclasses
 from typing import Any
 
+from flax.core import meta
 import jax
 import jax.numpy as jnp
 
@@ -59,5 +60,12 @@ def without_frozen(tree: Any, weight_specs: Any) -> Any:
 
 
 def fill_in(tree: Any, other: Any) -> Any:
-  """Returns the tree with each None in it replaced by what the other tree has in its place."""
-  return jax.tree.map(lambda leaf, own: own if leaf is None else leaf, tree, other, is_leaf=lambda leaf: leaf is None)
+  """Returns the tree with each None in it replaced by what the other tree has in its place.
+
+  A weight that is held as several arrays (a Linen box) is one leaf.
+  """
+
+  def is_leaf(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, meta.AxisMetadata)
+
+  return jax.tree.map(lambda leaf, own: leaf if jax.tree.leaves(leaf) else own, tree, other, is_leaf=is_leaf)

@@ -84,7 +84,7 @@ def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: 
     UserError: the folder cannot be read, or its model is not that of the task.
   """
   weights = _read(model, folder)
-  is_dora = any(each.use_dora for each in adapters_of(model.task.model).values()) and adapter is None
+  is_dora = _has_dora(model) and adapter is None
   if adapter is not None:
     weights = fill_in(weights, _read_adapter(model, folder, adapter))
 
@@ -108,11 +108,17 @@ def variables_from_folder(
   """
   if others := sorted(model.abstract_state.non_trainable):
     raise UserError(f'the model has variables beside its weights, {others}, which no folder has.')
-  weights = _read(model, folder, storage)
+  is_dora = _has_dora(model) and adapter is None  # its magnitudes are those of numbers, not of what is stored of them
+  weights = _read(model, folder, None if is_dora else storage)
   if adapter is not None:
     return {'params': fill_in(weights, _read_adapter(model, folder, adapter))}
-  weights = fill_in(weights, jax.tree.map(_zeros, weights, model.padded_state.weights, is_leaf=_is_none))
-  return {'params': weights if storage is not None else with_magnitudes(model, weights)}
+  flat = traverse_util.flatten_dict(weights, sep='/')
+  if not any(leaf is None for leaf in flat.values()):
+    return {'params': weights}
+  padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
+  flat = {name: _zeros(padded[name]) if leaf is None else leaf for name, leaf in flat.items()}
+  weights = traverse_util.unflatten_dict(flat, sep='/')
+  return {'params': with_magnitudes(model, weights) if is_dora else weights}
 
 
 def frozen_from_folder(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Any:
@@ -158,14 +164,15 @@ def check_base(restored: Restored, base: Mapping[str, str], checkpoints: os.Path
     )
 
 
+def _has_dora(model: PartitionedModel) -> bool:
+  return any(adapter.use_dora for adapter in adapters_of(model.task.model).values())
+
+
 def _is_none(leaf: Any) -> bool:
   return leaf is None
 
 
-def _zeros(weight: Any, padded: Any) -> Any:
-  """Returns zeros in the place of a weight that was not read."""
-  if weight is not None:
-    return None
+def _zeros(padded: jax.ShapeDtypeStruct) -> jax.Array:
   return jax.jit(lambda: jnp.zeros(padded.shape, padded.dtype), out_shardings=padded.sharding)()
 
 
