@@ -5,8 +5,8 @@
 
 The model is Llama 3.1 8B by its config.json alone, on four v5p chips; nothing runs. The last line is one JSON object:
 bytes of one device at the peak by what holds them, what arithmetic says of the state (twelve bytes a trained parameter,
-two a frozen one), and predicted seconds. `ratio` is the peak of rank 16 over that of all weights. `--quick` compiles a
-tiny model for one CPU.
+two a frozen one, one in int8), and predicted seconds. `ratio` is the peak of rank 16 over that of all weights.
+`--quick` compiles a tiny model for one CPU.
 """
 
 import argparse
@@ -40,6 +40,7 @@ TINY |= {'num_attention_heads': 4, 'num_key_value_heads': 2}
 KINDS = {
   'all weights': ('hf.Model', ()),
   'rank 16': ('finetune.LoraText', ('lora_rank=16',)),
+  'rank 16, base in int8': ('finetune.LoraText', ('lora_rank=16', 'base_dtype=int8')),
   'rank 64': ('finetune.LoraText', ('lora_rank=64',)),
   'rank 16, attention': ('finetune.LoraText', ('lora_rank=16', 'lora_targets=("attention/",)')),
 }
@@ -57,7 +58,7 @@ def measure(experiment: str, overrides: tuple[str, ...], folder: Path, target: s
     'frozen_parameters': frozen,
     'peak_bytes': step.peak_bytes,
     'parts': {name: size for name, size in step.memory.items() if size},
-    'state_bytes_by_arithmetic': (12 * trained + 2 * frozen) / num_devices,
+    'state_bytes_by_arithmetic': (12 * trained + (1 if 'int8' in str(overrides) else 2) * frozen) / num_devices,
     'model_flops': made.model_flops,
     'predicted_seconds': None if step.time is None else step.time.seconds,
     'fits': step.fits,

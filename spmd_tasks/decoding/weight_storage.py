@@ -15,39 +15,14 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
-from flax import struct, traverse_util
-from flax.core import meta
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import PartitionedModel, Task, Variables
-from spmd_tasks.sharding import WeightSpec, padding, spec_axes
-
-
-class Quantized(struct.PyTreeNode, meta.AxisMetadata):
-  """A kernel in int8 and its scales; Linen unboxes it where a layer reads the kernel.
-
-  Attributes:
-    values: int8.
-    scales: float32, of size 1 in the dims that are contracted.
-  """
-
-  values: Any
-  scales: Any
-
-  def unbox(self) -> Any:
-    return self.values.astype(self.scales.dtype) * jnp.broadcast_to(self.scales, self.values.shape)
-
-  def replace_boxed(self, val: Any) -> Any:
-    return val
-
-  def add_axis(self, index: int, params: dict[Any, Any]) -> 'Quantized':
-    return self
-
-  def remove_axis(self, index: int, params: dict[Any, Any]) -> 'Quantized':
-    return self
+from spmd_tasks.sharding import Quantized, WeightSpec, contracted_dims, is_quantized, padding, quantize, spec_axes
 
 
 class WeightStorage:
@@ -73,7 +48,8 @@ class WeightStorage:
     self.padded: Variables = dict(model.padded_state.variables)
     if dtype is not None:
       plan = functools.partial(_plan, dtype)
-      self.padded['params'] = jax.tree_util.tree_map_with_path(plan, model.padded_state.weights, model.weight_specs)
+      weights, specs = model.padded_state.weights, model.weight_specs
+      self.padded['params'] = jax.tree_util.tree_map_with_path(plan, weights, specs, is_leaf=is_quantized)
     self._is_plain = dtype is None
 
   @functools.cached_property
@@ -94,8 +70,8 @@ class WeightStorage:
     if self._is_plain:
       return variables
     convert = functools.partial(_convert, free)
-    is_leaf = lambda leaf: isinstance(leaf, Quantized)
-    return variables | {'params': jax.tree.map(convert, self.padded['params'], variables['params'], is_leaf=is_leaf)}
+    held = jax.tree.map(convert, self.padded['params'], variables['params'], is_leaf=is_quantized)
+    return variables | {'params': held}
 
   def true(self, stored: Variables) -> Variables:
     """Slices the padding off stored variables, inside a compiled step under the mesh's axis rules."""
@@ -104,6 +80,8 @@ class WeightStorage:
 
     def true(leaf, shape, spec):
       if isinstance(leaf, Quantized):
+        if isinstance(shape, Quantized):  # as in training
+          shape, spec = shape.values, spec.values
         sizes = [1 if held == 1 else size for held, size in zip(leaf.scales.shape, shape.shape, strict=True)]
         scales = padding.unpad(leaf.scales, jax.ShapeDtypeStruct(sizes, leaf.scales.dtype))
         return leaf.replace(values=true(leaf.values, shape, spec), scales=scales)
@@ -111,11 +89,13 @@ class WeightStorage:
       return jax.lax.with_sharding_constraint(padding.unpad(leaf, shape), sharding)
 
     shapes, specs = self._model.abstract_state.variables, self._model.state_specs.variables
-    return jax.tree.map(true, stored, shapes, specs, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    return jax.tree.map(true, stored, shapes, specs, is_leaf=is_quantized)
 
 
-def _plan(dtype: str, path: Any, leaf: jax.ShapeDtypeStruct, spec: WeightSpec) -> Any:
+def _plan(dtype: str, path: Any, leaf: Any, spec: WeightSpec) -> Any:
   """The stored form of a padded weight, abstract."""
+  if isinstance(leaf, Quantized):
+    return leaf
   name = jax.tree_util.keystr(path, simple=True, separator='/')
   split_dims = (spec.split_dims or (None,) * len(leaf.shape))[spec.stacked :]
   is_kernel = len(split_dims) >= 2 and not {'no_decay', 'adapter'}.intersection(spec.tags) and 'router' not in name
@@ -123,9 +103,7 @@ def _plan(dtype: str, path: Any, leaf: jax.ShapeDtypeStruct, spec: WeightSpec) -
     return leaf
   if dtype == 'bfloat16' or 'vocab' in split_dims or name.endswith('table'):
     return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
-  first = spec.stacked + ('expert' in spec.tags)
-  # [..., D] -> ...: one dim is contracted; ... -> [D]: all but the last one.
-  contracted = range(first, len(leaf.shape) - 1) if split_dims[-1] == 'embed' else (first,)
+  contracted = contracted_dims(spec)
   assert isinstance(leaf.sharding, NamedSharding)
   axes = [() if dim in contracted else axis for dim, axis in enumerate(spec_axes(leaf.sharding.spec, len(leaf.shape)))]
   shape = tuple(1 if dim in contracted else size for dim, size in enumerate(leaf.shape))
@@ -153,10 +131,7 @@ def _converter(structure: Any, planned: tuple[jax.ShapeDtypeStruct, ...]) -> Cal
     if len(planned) == 1:
       return weight.astype(planned[0].dtype)
     dims = tuple(dim for dim, size in enumerate(planned[1].shape) if size == 1)
-    largest = jnp.max(jnp.abs(weight), axis=dims, keepdims=True)
-    scales = jnp.where(largest > 0, largest / 127, 1.0).astype(jnp.float32)
-    values = jnp.round(weight / jnp.broadcast_to(scales, weight.shape)).astype(jnp.int8)
-    return Quantized(values=values, scales=scales)
+    return quantize(weight, dims)
 
   shardings = jax.tree.unflatten(structure, [leaf.sharding for leaf in planned])
   return jax.jit(convert, out_shardings=shardings)

@@ -32,7 +32,7 @@ from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path
 from spmd_tasks.layers import ADAPTER_TAG, adapters_of
 from spmd_tasks.learning import FROZEN_TAG, fill_in
-from spmd_tasks.runtime import Part, PartitionedModel, TrainState, Variables, whole_state, with_magnitudes
+from spmd_tasks.runtime import Part, PartitionedModel, TrainState, Variables, flat_specs, whole_state, with_magnitudes
 from spmd_tasks.sharding import padding
 
 _PREFIX = 'hf:'
@@ -188,17 +188,19 @@ def _read(
   from spmd_tasks.bridges.huggingface import open_folder  # most jobs begin without a folder
 
   opened = open_folder(folder)
-  specs = traverse_util.flatten_dict(model.weight_specs, sep='/')
+  specs = flat_specs(model.weight_specs)
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
   if only_frozen:
     left_out |= {name for name, spec in specs.items() if FROZEN_TAG not in spec.tags}
   leaves = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
   leaves = {name: leaf for name, leaf in leaves.items() if name not in left_out}
   num_local = len(jax.local_devices())
-  dtypes = {} if storage is None else storage.dtypes
+  storage = storage or WeightStorage(model, None)  # as in training, where frozen kernels may be in int8
+  dtypes = storage.dtypes
   total = sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(dtypes.get(name, leaf.dtype)).itemsize * num_local
+    math.prod(part.sharding.shard_shape(part.shape)) * np.dtype(dtypes.get(name, part.dtype)).itemsize * num_local
     for name, leaf in leaves.items()
+    for part in jax.tree.leaves(leaf)
   )
   bar = tqdm(
     total=total,
@@ -209,8 +211,6 @@ def _read(
     disable=not is_primary() or not sys.stderr.isatty(),
   )
   with bar:
-    if storage is None:
-      return opened.read_weights(model, names=leaves, on_weight=bar.update)
     return opened.read_weights(
       model, names=leaves, dtypes=storage.dtypes, store=storage.store_one, on_weight=bar.update
     )

@@ -4,7 +4,7 @@ import fiddle as fdl
 
 from spmd_tasks.layers import LowRankAdapter
 from spmd_tasks.recipes.low_rank import add_adapters
-from spmd_tasks.recipes.pretrained import PretrainedLanguageModel
+from spmd_tasks.recipes.pretrained import PretrainedLanguageModel, stacks_of
 from spmd_tasks.runtime import Task
 
 
@@ -23,7 +23,7 @@ class LowRankTuning(PretrainedLanguageModel):
   use_dora: bool = False  # also trains the lengths of the kernels' columns
   # Patterns of further weights that are trained, such as ('norm/',).
   also_trained: tuple[str, ...] = ()
-  # How the frozen kernels are held: 'bfloat16' or 'float32'; None: as the folder has them.
+  # How the frozen kernels are held: 'float32', 'bfloat16' or 'int8'; None: as the folder has them.
   base_dtype: str | None = None
   # A folder in the format of `peft`, whose adapters the job starts from; it decides all settings of the adapters.
   adapter: str = ''
@@ -33,6 +33,9 @@ class LowRankTuning(PretrainedLanguageModel):
   def language_model(self) -> fdl.Config:
     """The folder's model with adapters."""
     model = super().language_model()
+    for stack in stacks_of(model):
+      if self.base_dtype == 'int8' and stack.remat_policy == 'none':
+        stack.remat_policy = 'dots'  # the backward pass reads int8 again, rather than numbers made of it and kept
     if self.adapter:
       from spmd_tasks.bridges.huggingface import open_adapter
       from spmd_tasks.files import absolute_path
@@ -54,5 +57,5 @@ class LowRankTuning(PretrainedLanguageModel):
     task = super().task()
     task.trained = ('lora_', *self.also_trained)
     held = self.base_dtype or self.folder.dtype
-    task.frozen_dtype = held if held == 'bfloat16' else None
+    task.frozen_dtype = held if held in ('bfloat16', 'int8') else None
     return task

@@ -58,7 +58,7 @@ class PretrainedLanguageModel(Experiment):
   def language_model(self) -> fdl.Config:
     """The model of the folder, as a config whose every field can be set."""
     model = _config_of(self.folder.build_model(dtype=self.dtype))
-    for stack in _stacks_of(model):
+    for stack in stacks_of(model):
       stack.remat_policy = self.remat_policy
     return model
 
@@ -131,7 +131,7 @@ class PipelinedPretrainedModel(PretrainedLanguageModel):
   def language_model(self) -> fdl.Config:
     model = super().language_model()
     # Of several stacks in sequence, the longest: the others are a few layers at one end.
-    longest = max(_stacks_of(model), key=lambda stack: stack.num_layers)
+    longest = max(stacks_of(model), key=lambda stack: stack.num_layers)
     pipelined = fdl.Config(
       PipelinedStack,
       block=longest.block,
@@ -148,7 +148,8 @@ class PipelinedPretrainedModel(PretrainedLanguageModel):
     return model
 
 
-def _stacks_of(model: fdl.Config) -> tuple[fdl.Config, ...]:
+def stacks_of(model: fdl.Config) -> tuple[fdl.Config, ...]:
+  """Returns the stacks of a model in sequence, or its one stack."""
   return getattr(model.stack, 'stacks', None) or (model.stack,)
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+import jax.numpy as jnp
 
 from spmd_tasks.layers.attention import override_attention
 from spmd_tasks.layers.moe import override_grouped_matmul_backend
 from spmd_tasks.learning import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.task import Task, Variables
+from spmd_tasks.sharding import WeightSpec, is_quantized
 
 # Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
 # A jax device is a chip, except on TPU v2, v3 and 7x, where it is one of a chip's two cores.
@@ -80,13 +82,24 @@ def model_flops_per_train_step(
   with override_grouped_matmul_backend('ragged_dot'), override_attention('xla'):
     flops = 3 * count_matmul_flops(forward, *arguments)
     if weight_specs is not None and are_frozen(weight_specs):
-      weights = abstract_variables['params']
+      weights = jax.tree.map(_numbers, abstract_variables['params'], is_leaf=is_quantized)
+      weight_specs = jax.tree.map(_numbers, weight_specs, is_leaf=is_quantized)
+      arguments = (abstract_variables | {'params': weights}, *arguments[1:])
       of_all, of_trained = (
         count_matmul_flops(backward, trained, *arguments)
         for trained in (weights, without_frozen(weights, weight_specs))
       )
       flops -= of_all - of_trained
     return flops
+
+
+def _numbers(leaf: Any) -> Any:
+  """Returns what stands for a kernel in int8 without its scales, as if it were held in float32."""
+  if not is_quantized(leaf):
+    return leaf
+  if isinstance(leaf.values, WeightSpec):
+    return leaf.values
+  return jax.ShapeDtypeStruct(leaf.values.shape, jnp.float32)
 
 
 def count_matmul_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers import ADAPTER_TAG, AdapterNames, adapters_of, column_lengths, merge_low_rank
 from spmd_tasks.runtime.partition import PartitionedModel
+from spmd_tasks.sharding import WeightSpec, is_quantized
 
 
 def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
@@ -21,8 +22,8 @@ def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
     model: whose weights these are.
     padded_weights: as they are stored on the mesh. The padding stays zero.
   """
-  weights = traverse_util.flatten_dict(padded_weights, sep='/')
-  specs = traverse_util.flatten_dict(model.weight_specs, sep='/')
+  weights = {name: _numbers(leaf) for name, leaf in traverse_util.flatten_dict(padded_weights, sep='/').items()}
+  specs = flat_specs(model.weight_specs)
   for name, adapter in adapters_of(model.task.model).items():
     names, kernel = AdapterNames(kernel=name), weights[name]
     num_stacked = specs[name].stacked + ('expert' in specs[name].tags)
@@ -33,16 +34,29 @@ def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
   return traverse_util.unflatten_dict(kept, sep='/')
 
 
+def flat_specs(weight_specs: Any) -> dict[str, WeightSpec]:
+  """Returns name -> WeightSpec; of a kernel in int8, that of its values."""
+  flat = traverse_util.flatten_dict(weight_specs, sep='/')
+  return {name: spec.values if is_quantized(spec) else spec for name, spec in flat.items()}
+
+
+def _numbers(weight: Any) -> Any:
+  """Returns a weight as numbers, on the same devices."""
+  if not is_quantized(weight):
+    return weight
+  return jax.jit(lambda weight: weight.unbox(), out_shardings=weight.values.sharding)(weight)
+
+
 def with_magnitudes(model: PartitionedModel, weights: Any) -> Any:
   """Returns true or padded weights in which DoRA's magnitudes are the lengths of their kernels' columns.
 
   So they are drawn, for kernels that are drawn; here they follow kernels that were read.
   """
   flat = traverse_util.flatten_dict(weights, sep='/')
-  specs = traverse_util.flatten_dict(model.weight_specs, sep='/')
+  specs = flat_specs(model.weight_specs)
   for name, adapter in adapters_of(model.task.model).items():
     if adapter.use_dora:
       magnitude, stacked = AdapterNames(kernel=name).magnitude, specs[name].stacked
-      num_inputs = flat[name].ndim - flat[magnitude].ndim
-      flat[magnitude] = column_lengths(flat[name], num_inputs, stacked).astype(jnp.float32)
+      kernel = flat[name].unbox() if is_quantized(flat[name]) else flat[name]
+      flat[magnitude] = column_lengths(kernel, kernel.ndim - flat[magnitude].ndim, stacked).astype(jnp.float32)
   return traverse_util.unflatten_dict(flat, sep='/')

@@ -42,10 +42,13 @@ from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_l
 from spmd_tasks.runtime.task import Task, TrainState, Variables
 from spmd_tasks.sharding import (
   AxisRules,
+  Quantized,
   SplitDims,
   WeightSpec,
   check_axis_rules,
+  contracted_dims,
   padding,
+  quantize,
   replicated_spec,
   sharding_scope,
   spec_axes,
@@ -348,7 +351,9 @@ def partition_spmd_model(
   )
 
 
-def _cast(weight: jax.Array, spec: WeightSpec) -> jax.Array:
+def _cast(weight: jax.Array, spec: WeightSpec | Quantized) -> Any:
+  if isinstance(spec, Quantized):
+    return quantize(weight, contracted_dims(spec.values))
   return weight if weight.dtype == spec.dtype else weight.astype(spec.dtype)
 
 

@@ -74,7 +74,7 @@ class Task:
     decode: how text is generated.
     trained: patterns of the names of weights that are trained, such as ('lora_',); the others are frozen: they have no
       gradient and no optimizer state. None: all are trained.
-    frozen_dtype: in which frozen kernels are held, such as 'bfloat16'; None: float32.
+    frozen_dtype: in which frozen kernels are held, 'bfloat16' or 'int8'; None: float32.
 
   Raises (on construction):
     UserError: `eval_with_ema` without averaged weights or with frozen ones, or `frozen_dtype` without these.
@@ -95,8 +95,8 @@ class Task:
       raise UserError('eval_with_ema=True averages all weights, but task.trained leaves some frozen: leave one out.')
     if self.frozen_dtype is not None and self.trained is None:
       raise UserError(f'frozen_dtype={self.frozen_dtype!r} needs frozen weights: set task.trained, such as ("lora_",).')
-    if self.frozen_dtype not in (None, 'float32', 'bfloat16'):
-      raise UserError(f"frozen_dtype={self.frozen_dtype!r} must be 'float32' or 'bfloat16'.")
+    if self.frozen_dtype not in (None, 'float32', 'bfloat16', 'int8'):
+      raise UserError(f"frozen_dtype={self.frozen_dtype!r} must be 'float32', 'bfloat16' or 'int8'.")
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""

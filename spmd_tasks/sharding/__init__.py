@@ -11,7 +11,7 @@ step; the layers never see the padding. Inside a step, `constrain` lays out acti
 Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh), weights.py (the declaration
 of a weight), padding.py (uneven shapes). Then expert_axes.py (axis rules with expert parallelism), mesh_layouts.py (a
 mesh and its rules as one field of an experiment), reductions.py (norms of sharded trees), weight_names.py (patterns of
-names) and host_layout.py (the rows of a batch on one host).
+names), quantized.py (kernels in int8) and host_layout.py (the rows of a batch on one host).
 """
 
 from spmd_tasks.sharding._mesh_shapes import nearest_hybrid_shape, nearest_shapes
@@ -34,6 +34,7 @@ from spmd_tasks.sharding.mesh_layouts import (
   MeshLayout,
 )
 from spmd_tasks.sharding.padding import evenly_divided_spec, pad, padded_shape, unpad
+from spmd_tasks.sharding.quantized import Quantized, contracted_dims, is_quantized, quantize, quantized_spec
 from spmd_tasks.sharding.reductions import sum_of_squares, sums_of_squares
 from spmd_tasks.sharding.specs import (
   AxisRules,
@@ -83,6 +84,7 @@ __all__ = [
   'MeshAxes',
   'MeshLayout',
   'MeshSpec',
+  'Quantized',
   'ShardingScope',
   'SplitDim',
   'SplitDims',
@@ -91,6 +93,7 @@ __all__ = [
   'check_axis_rules',
   'constrain',
   'context_axis_rules',
+  'contracted_dims',
   'current_platform',
   'current_sharding_scope',
   'data_expert_model_axes',
@@ -101,6 +104,7 @@ __all__ = [
   'hidden_sharding_axes',
   'host_data_layout',
   'infer_partition_spec_based_on_rank',
+  'is_quantized',
   'match_fn',
   'matching_names',
   'merge_stacked',
@@ -109,6 +113,8 @@ __all__ = [
   'num_parts',
   'pad',
   'padded_shape',
+  'quantize',
+  'quantized_spec',
   'replicated_spec',
   'shard_on_batch_dim_partition_spec',
   'sharding_scope',

@@ -117,3 +117,28 @@ def test_a_pattern_that_is_in_no_name_is_one_sentence(base, tmp_path, capsys):
   assert "lora_targets has 'attention/querry', which is in no name of a weight" in said
   assert 'stack/layers/attention/query/kernel' in said
   assert not (tmp_path / 'job').exists()
+
+
+@pytest.mark.exhaustive
+def test_a_base_in_int8_is_near_trains_goes_on_and_is_exported(base, logits, tmp_path):
+  """Values and scales are frozen and padded as the kernels are; what is merged is what was computed with."""
+  flags = ('--exp', JOB, '--set', f'model={base}', '--set', 'base_dtype=int8')
+  assert run('train', tmp_path / 'job', *flags) == 0
+  model = partition_job(resolve(JOB, [f'model={base}', 'base_dtype=int8']).build())
+  kernel = model.abstract_state.weights['stack']['layers']['attention']['query']['kernel']
+  assert (str(kernel.values.dtype), kernel.values.shape, kernel.scales.shape) == ('int8', (2, 24, 3, 8), (2, 1, 3, 8))
+  with jax.default_matmul_precision('highest'):
+    ours = np.asarray(load(tmp_path / 'job').logits(IDS))
+  assert np.abs(ours - logits).max() < 0.2 * np.abs(logits).max()
+  losses = binary.column(tmp_path / 'job', 'loss')
+  shutil.rmtree(tmp_path / 'job/checkpoints/checkpoint_00000004')
+  (tmp_path / 'job/newest_checkpoint.json').write_text('{"step": 2}\n')
+  assert run('train', tmp_path / 'job', *flags) == 0
+  assert {line['step']: line['loss'] for line in binary.metric_lines(tmp_path / 'job')[4:]} == {
+    3: losses[3],
+    4: losses[4],
+  }
+  assert run('export', tmp_path / 'job', '--format', 'hf', '--out', tmp_path / 'merged') == 0
+  with jax.default_matmul_precision('highest'):
+    merged = np.asarray(load(tmp_path / 'merged', overrides=('seq_len=16',)).logits(IDS))
+  np.testing.assert_allclose(merged, ours, rtol=0, atol=2e-5 * np.abs(ours).max())

@@ -29,7 +29,8 @@ from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import read_tensors
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import ADAPTER_TAG, LanguageModel
-from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime import PartitionedModel, flat_specs
+from spmd_tasks.sharding import is_quantized
 
 CONFIG_FILE = 'config.json'
 # Gemma 3 of text and images: its text model is the family _TEXT_TYPE under other names, old or new.
@@ -191,13 +192,12 @@ class Folder:
     Raises:
       UserError: as `lazy_weights`; nothing has been read then.
     """
-    specs = traverse_util.flatten_dict(model.weight_specs, sep='/')
-    canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
+    specs = flat_specs(model.weight_specs)
+    canonical = _flat(model.canonical_state.weights)
     canonical = {name: leaf for name, leaf in canonical.items() if ADAPTER_TAG not in specs[name].tags}
     wanted = {name: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)) for name, leaf in canonical.items()}
     lazy = self.lazy_weights(model.task.model, traverse_util.unflatten_dict(wanted, sep='/'))
-    true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
-    padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
+    true, padded = _flat(model.abstract_state.weights), _flat(model.padded_state.weights)
     weights: dict[str, Any] = dict.fromkeys(padded)
     for name in canonical if names is None else names:
       leaf = padded[name]
@@ -230,8 +230,7 @@ def _text_name(name: str) -> str:
 def weights_on_mesh(model: PartitionedModel, padded_weights: Any) -> dict[str, LazyArray]:
   """Returns weights that are stored on the mesh by name, in the layout of checkpoints; reading a part gathers it."""
   padded = traverse_util.flatten_dict(padded_weights, sep='/')
-  true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
-  canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
+  true, canonical = _flat(model.abstract_state.weights), _flat(model.canonical_state.weights)
   weights = {}
   for name, array in padded.items():
     lazy = device_array(array)
@@ -239,6 +238,17 @@ def weights_on_mesh(model: PartitionedModel, padded_weights: Any) -> dict[str, L
       lazy = lazy.cut(dim, 0, size)
     weights[name] = lazy.reshape(canonical[name].shape)
   return weights
+
+
+def _flat(weights: Any) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns abstract weights by name; of a kernel that is held in int8, the numbers in float32."""
+
+  def numbers(leaf: Any) -> Any:
+    if not is_quantized(leaf):
+      return leaf
+    return jax.ShapeDtypeStruct(leaf.values.shape, np.float32, sharding=leaf.values.sharding)
+
+  return {name: numbers(leaf) for name, leaf in traverse_util.flatten_dict(weights, sep='/').items()}
 
 
 def place_on_mesh(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:

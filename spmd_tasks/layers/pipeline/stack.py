@@ -41,6 +41,7 @@ from spmd_tasks.sharding import (
   merge_stacked,
   split_stacked,
   stage_axis,
+  unbox_weights,
   without_axis,
 )
 
@@ -174,7 +175,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
         weights = weights._replace(layers=jax.tree.map(lambda w: jnp.swapaxes(w, 0, 1), weights.layers))
       return run(stage, schedule, weights, microbatches)
 
-    weights = nn.meta.unbox(self.variables['params']['layers'])
+    weights = unbox_weights(self.variables['params']['layers'])  # kernels in int8 stay so until a layer reads them
     weights = jax.tree.map(lambda w: _pad_layers(w, layers_dim, schedule.num_stages), weights)
     rng = self.make_rng('dropout') if train and self.has_rng('dropout') else None
     # check_vma tracks which arrays are equal on all stages. Every array with a gradient belongs to one stage, so
