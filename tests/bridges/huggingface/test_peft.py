@@ -35,7 +35,8 @@ from tests.bridges.huggingface.reference_models import (
 # What `peft` says of transformers' names is not ours.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore::FutureWarning', 'ignore::UserWarning')]
 
-NUM_STEPS, LEARNING_RATE = 20, 0.003
+# Adam divides by the root of gradients that are zero but for rounding: EPSILON is above these.
+NUM_STEPS, LEARNING_RATE, EPSILON = 20, 0.003, 1e-5
 ALL, ATTENTION = 'all-linear', ['q_proj', 'v_proj']
 # name -> model, settings of LoraConfig
 CASES = {
@@ -47,6 +48,7 @@ CASES = {
   'latent': ('deepseek_v3', {'target_modules': ['q_a_proj', 'q_b_proj', 'kv_a_proj_with_mqa', 'o_proj']}),
   'two alphas': ('llama3', {'target_modules': ALL, 'rank_pattern': {'o_proj': 2}, 'alpha_pattern': {'o_proj': 3}}),
 }
+SLOWLY = {'norms of heads': 0.0003}  # at a higher rate this model doubles each difference in every step
 NAMES = [pytest.param(name, marks=() if name == 'llama3' else pytest.mark.exhaustive) for name in CASES]
 MESHES = [(1, 1, 1), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)]
 
@@ -57,10 +59,11 @@ class Tuned(LowRankTuning):
   batch_size = B
   seq_len = T
   adapter = 'given'
+  learning_rate = LEARNING_RATE
 
   def task(self):
     task = super().task()
-    task.learner.optimizer = fdl.Config(AdamW, learning_rate=LEARNING_RATE)
+    task.learner.optimizer = fdl.Config(AdamW, learning_rate=self.learning_rate, epsilon=EPSILON)
     task.learner.clip_global_norm = None
     return task
 
@@ -97,7 +100,8 @@ class Peft:
     self.losses = []
     ids = torch.tensor(random_ids())
     trained = [value for value in self.model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    self.learning_rate = SLOWLY.get(name, LEARNING_RATE)
+    optimizer = torch.optim.AdamW(trained, lr=self.learning_rate, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.0)
     self.model.train()
     for _ in range(NUM_STEPS):
       loss = self.model(ids, labels=ids).loss
@@ -125,9 +129,18 @@ def reference(tmp_path_factory):
   return get
 
 
-def partitioned(theirs, sizes, cls=Tuned):
+def partitioned(theirs, sizes, cls=Tuned, *overrides):
   mesh = ','.join(map(str, sizes))
-  job = resolve(cls, [f'model={theirs.base.path}', f'adapter={theirs.adapter}', f'ici_mesh_shape={mesh}']).build()
+  job = resolve(
+    cls,
+    [
+      f'model={theirs.base.path}',
+      f'adapter={theirs.adapter}',
+      f'ici_mesh_shape={mesh}',
+      f'learning_rate={theirs.learning_rate}',
+      *overrides,
+    ],
+  ).build()
   devices = jax.devices()[: int(np.prod(sizes))]
   return partition_job(job, job.experiment.mesh_spec().build(devices)), job
 
@@ -163,7 +176,7 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   for _ in range(NUM_STEPS):
     state, metrics = model.train_step(state, model.train_step.place(batch))
     losses.append(float(metrics['cross_entropy']))
-  assert losses[-1] < 0.95 * losses[0]
+  assert losses[-1] < 0.97 * losses[0]
   np.testing.assert_allclose(losses, theirs.losses, rtol=1e-4)
 
   base, target = open_folder(theirs.base.path), tmp_path / 'ours'
@@ -185,7 +198,7 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
 @pytest.mark.exhaustive
 def test_the_same_curve_in_a_pipeline(reference):
   theirs = reference('llama3')
-  model, job = partitioned(theirs, (1, 2, 2, 2), TunedInStages)
+  model, job = partitioned(theirs, (1, 2, 2, 2), TunedInStages, 'num_microbatches=2')
   state = state_from_folder(model, str(theirs.base.path), 0, str(theirs.adapter))
   batch = next(iter(job.train_input.make_iterator()))
   batch['ids'], batch['labels'] = random_ids().astype(np.int32), np.roll(random_ids(), -1, 1).astype(np.int32)
