@@ -16,7 +16,6 @@ import tempfile
 from typing import Any
 
 from alternation import print_result
-import jax
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
@@ -51,7 +50,7 @@ def measure(experiment: str, overrides: tuple[str, ...], folder: Path, target: s
   made = make_plan(job, parse_target(target), show_progress=False)
   model = partition_job(job, job.experiment.mesh_spec().build_abstract())
   step, num_devices = made.steps['train'], made.target.num_devices
-  trained = sum(leaf.size for leaf in jax.tree.leaves(model.trained_part(model.abstract_state).weights))
+  trained = model.num_trained_params
   frozen = model.total_num_params - trained
   return {
     'trained_parameters': trained,

@@ -130,6 +130,7 @@ def restore_evaluation_variables(
   """
   folder = None if step or experiment is None else pretrained_folder(experiment)
   if folder is not None and primary_decides(checkpointer.is_fresh, 'is_fresh', limit_s=LOOK_LIMIT_S):
+    assert experiment is not None
     return variables_from_folder(model, folder, storage, adapter_folder(experiment)), 0
   base = None if experiment is None else base_folder(model, experiment)
   canonical = model.canonical_state

@@ -359,10 +359,13 @@ def _describe(model: PartitionedModel, origin: str) -> str:
     for name, true in model.input_layout.spec.items()
     if true.shape != model.input_layout.padded[name].shape
   ]
-  return (
-    f'{model.total_num_params:,} parameters{padding}, mesh {axes} ({model.mesh.size} {jax.devices()[0].platform} '
-    f'devices), {origin}' + (f'; the batch is smaller than the mesh wants ({padded[0]})' if padded else '')
-  )
+  trained = ''
+  if model.has_frozen_weights:
+    share = model.num_trained_params / model.total_num_params
+    trained = f', {model.num_trained_params:,} of them trained ({share:.2%})'
+  note = f'; the batch is smaller than the mesh wants ({padded[0]})' if padded else ''
+  devices = f'{model.mesh.size} {jax.devices()[0].platform} devices'
+  return f'{model.total_num_params:,} parameters{trained}{padding}, mesh {axes} ({devices}), {origin}{note}'
 
 
 def _batch_size(model: PartitionedModel) -> int:

@@ -88,8 +88,9 @@ def format_parameter_table(model: PartitionedModel) -> str:
     for row in parameter_rows(model)
   ]
   weights, learner = bytes_per_device(model.padded_state.weights), bytes_per_device(model.padded_state.learner)
+  trained = f', {model.num_trained_params:,} of them trained' if model.has_frozen_weights else ''
   totals = [
-    f'total: {model.total_num_params:,} parameters, padding waste {model.padding_waste:.2%}',
+    f'total: {model.total_num_params:,} parameters{trained}, padding waste {model.padding_waste:.2%}',
     f'bytes per device: weights {weights:,}, optimizer state {learner:,}, together {weights + learner:,}',
   ]
   return '\n'.join([*_align([header, *lines]), *totals]) + '\n'

@@ -100,6 +100,11 @@ class PartitionedModel:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_state.weights))
 
   @functools.cached_property
+  def num_trained_params(self) -> int:
+    """Counts the parameters that are not frozen."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.trained_part(self.abstract_state).weights))
+
+  @functools.cached_property
   def padding_waste(self) -> float:
     """Returns the fraction of the stored weights that is padding."""
     padded = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.padded_state.weights))

@@ -55,6 +55,10 @@ def test_it_begins_with_the_numbers_of_its_base_bit_for_bit(base, logits):
   assert np.abs(logits - found[JOB]).max() > 1e-3  # the job was trained
 
 
+def test_the_job_says_how_much_of_it_is_trained(job):
+  assert ', 2,816 of them trained' in (job / 'parameters.txt').read_text()
+
+
 def test_a_checkpoint_has_the_adapters_alone_and_names_their_base(base, job):
   checkpoint = epath.Path(job) / 'checkpoints/checkpoint_00000004'
   names = [leaf.name for leaf in read_manifest(checkpoint).leaves if leaf.name.startswith('weights/')]
