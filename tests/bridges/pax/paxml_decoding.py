@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from praxis import base_layer, py_utils
 
+from spmd_tasks.bridges.pax import install_shims
 from spmd_tasks.config import add_to_search_path, from_json, read_saved_config, resolve
 from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.experiment import partition_job
@@ -113,6 +114,7 @@ def compare_greedy(experiment: str, experiment_path: str) -> dict[str, list]:
 
 
 if __name__ == '__main__':
+  install_shims()
   what, *arguments, _, path = sys.argv[1:]  # ends by --experiment_path PATH
   if what == 'program':
     run_decode_program(*map(epath.Path, arguments), path)

@@ -93,7 +93,8 @@ def test_sigterm_ends_a_decode_job_that_then_begins_its_dataset_anew(job, start_
     if 'decode prompts: to ' in line:  # compiled, and decoding
       break
   process.send_signal(signal.SIGTERM)
-  assert process.wait(60) == exit_codes.PREEMPTED
+  process.communicate(timeout=60)
+  assert process.returncode == exit_codes.PREEMPTED
   assert not outputs(stopped)
   finished = run_pax(*flags, '--job_log_dir', stopped)
   assert finished.returncode == 0, finished.stderr
