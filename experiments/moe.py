@@ -8,12 +8,12 @@ cores.
 
 import fiddle as fdl
 
-from spmd_tasks import register
+from spmd_tasks import Task, register
 from spmd_tasks.layers import TransformerBlock
-from spmd_tasks.layers.attention import Attention, Rotary
+from spmd_tasks.layers.attention import Attention, LatentAttention, Rotary
 from spmd_tasks.layers.moe import CapacityEinsum, Dropless, TopKRouter
 from spmd_tasks.recipes import MoeLanguageModel
-from spmd_tasks.sharding import DataExpertModelMesh, DataModelMesh
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, DataModelMesh
 
 
 @register
@@ -62,9 +62,10 @@ class UnevenExperts(MoeLanguageModel):
 
 @register
 class Mixtral8x7B(MoeLanguageModel):
-  """47B parameters, 13B of them at work per token (Jiang et al., 2024); mesh data 8 x expert 8 x mdl 4 (256 chips)."""
+  """47B parameters, 13B of them at work per token (Jiang et al., 2024); mesh data 256 (256 chips)."""
 
-  mesh = DataExpertModelMesh(num_devices=256, num_expert_partitions=8, num_partitions=4)
+  # One layer's experts, 2.8 GB in bfloat16, are gathered while others compute; tokens stay where they are.
+  mesh = DataExpertModelMesh(num_devices=256, num_expert_partitions=1)
   target = 'v5p:8x8x4'
   vocab_size = 32_000
   model_dims = 4096
@@ -73,9 +74,9 @@ class Mixtral8x7B(MoeLanguageModel):
   num_kv_heads = 8
   hidden_dims = 14_336
   dtype = 'bfloat16'
-  remat_policy = 'dots_no_batch'
+  remat_policy = 'attention_and_ffn'
   seq_len = 4096
-  batch_size = 1024
+  batch_size = 512
   num_train_steps = 100_000
   learning_rate = 3e-4
   eval_every_steps = 1000
@@ -88,9 +89,6 @@ class Mixtral8x7B(MoeLanguageModel):
     attention: fdl.Config[Attention] = block.attention
     attention.rotary = fdl.Config(Rotary, max_wavelength=self.rotary_wavelength)
     return block
-
-  def computation(self) -> fdl.Config[Dropless]:
-    return fdl.Config(Dropless, dispatch='ragged_all_to_all', recompute_activation=True)
 
 
 @register
@@ -106,8 +104,103 @@ class FineGrained16B(Mixtral8x7B):
   shared_hidden_dims = 2816
   num_experts = 64
   num_selected_experts = 6
+  batch_size = 1024
   load_balance_weight = 1e-4
   rotary_wavelength = 1e4
 
   def router(self) -> fdl.Config[TopKRouter]:
     return fdl.copy_with(super().router(), score_function='sigmoid', balance_bias=True)
+
+
+@register
+class Qwen3Moe30B(Mixtral8x7B):
+  """Qwen3-30B-A3B: 30.5B parameters, 128 experts of which a token takes 8 (Qwen, 2025); mesh data 64 (64 chips)."""
+
+  mesh = DataExpertModelMesh(num_devices=64, num_expert_partitions=1)
+  target = 'v5p:4x4x4'
+  vocab_size = 151_936
+  model_dims = 2048
+  num_layers = 48
+  num_heads = 32
+  num_kv_heads = 4
+  hidden_dims = 768
+  num_experts = 128
+  num_selected_experts = 8
+  batch_size = 256
+  load_balance_weight = 1e-3
+
+  def block(self, ffn: fdl.Config) -> fdl.Config[TransformerBlock]:
+    block = super().block(ffn)
+    block.attention.head_dim = 128
+    block.attention.qk_norm = True
+    return block
+
+  def task(self) -> fdl.Config[Task]:
+    return _untied(super().task())
+
+
+@register
+class DeepSeekV3Like(Mixtral8x7B):
+  """671B parameters, 37B at work (DeepSeek-V3, 2024); mesh data 16 x expert 32, tokens sent to experts (512 chips)."""
+
+  # Weights beside the experts are split over both axes.
+  mesh = DataExpertModelMesh(
+    num_devices=512,
+    num_expert_partitions=32,
+    base_rules=(('embed', ('data', 'expert')), *(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'embed')),
+  )
+  target = 'v5p:8x8x8'
+  vocab_size = 129_280
+  model_dims = 7168
+  num_layers = 61
+  num_dense_layers = 3
+  dense_hidden_dims = 18_432
+  num_heads = 128
+  num_kv_heads = None
+  hidden_dims = 2048
+  shared_hidden_dims = 2048
+  num_experts = 256
+  num_selected_experts = 8
+  batch_size = 512
+  remat_policy = 'full'
+  load_balance_weight = 1e-4
+  router_z_weight = 0.0
+  rotary_wavelength = 1e4
+
+  def block(self, ffn: fdl.Config) -> fdl.Config[TransformerBlock]:
+    attention = fdl.Config(
+      LatentAttention,
+      num_heads=self.num_heads,
+      query_rank=1536,
+      kv_rank=512,
+      nope_head_dim=128,
+      rope_head_dim=64,
+      value_head_dim=128,
+      rotary=fdl.Config(Rotary, max_wavelength=self.rotary_wavelength),
+      dtype=self.dtype,
+    )
+    return fdl.copy_with(super().block(ffn), attention=attention)
+
+  def task(self) -> fdl.Config[Task]:
+    return _untied(super().task())
+
+  def router(self) -> fdl.Config[TopKRouter]:
+    return fdl.copy_with(
+      super().router(),
+      score_function='sigmoid',
+      balance_bias=True,
+      gate_scale=2.5,
+      num_groups=8,
+      num_selected_groups=4,
+      group_score='top2_sum',
+    )
+
+  def computation(self) -> fdl.Config[Dropless]:
+    return fdl.Config(Dropless, dispatch='padded_all_to_all', capacity_factor=1.25, overflow='passes')
+
+
+def _untied(task: fdl.Config[Task]) -> fdl.Config[Task]:
+  """Gives the model a matrix of its own for the logits."""
+  task.model.embedding.tied = False
+  task.model.embedding.scale_sqrt_depth = False
+  return task

@@ -11,6 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
@@ -18,6 +19,9 @@ from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, kernels
 from spmd_tasks.layers.base import FanInNormal, Statistics
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.sharding import SplitDims
+
+# The `checkpoint_name` of the pre-activations of hidden layers, for remat policies.
+PRE_ACTIVATIONS_NAME = 'pre_activations'
 
 # 'gelu' is the tanh approximation (GPT-2, T5, JAX's default); 'gelu_exact' uses erf (BERT).
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -105,7 +109,7 @@ class FeedForward(nn.Module, kw_only=True):
     return kernels('up', 'down')
 
   def _up(self, name: str, x: jax.Array) -> jax.Array:
-    return Linear(
+    pre_activation = Linear(
       output_dims=self.hidden_dim,
       use_bias=self.use_bias,
       dtype=self.dtype,
@@ -115,6 +119,7 @@ class FeedForward(nn.Module, kw_only=True):
       adapter=adapter_of(self.adapters, name),
       name=name,
     )(x)
+    return checkpoint_name(pre_activation, PRE_ACTIVATIONS_NAME)
 
   def _hidden(self, x: jax.Array) -> jax.Array:
     """Computes the hidden layer [B, T, F] for x [B, T, D]; the variants differ only here."""

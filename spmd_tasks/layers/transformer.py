@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import ATTENTION_INPUTS_NAME, ATTENTION_NAME
 from spmd_tasks.layers.base import Statistics, WithSublayers, values_per_layer
+from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME
 from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain
 
 Aux = Mapping[str, Statistics]
@@ -43,6 +44,11 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   # for the memory that it frees.
   'dots_no_batch': checkpoint_policies.save_from_both_policies(
     checkpoint_policies.dots_with_no_batch_dims_saveable, _routing_and_attention
+  ),
+  # Keeps the input of each layer, the inputs and results of an attention kernel, and the pre-activations of dense
+  # feed-forward networks: of all products only that after attention is computed again.
+  'attention_and_ffn': checkpoint_policies.save_only_these_names(
+    ROUTING_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME, PRE_ACTIVATIONS_NAME
   ),
   # Keeps the input of each layer, and the inputs and results of an attention kernel, which is dear to run again.
   'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME),

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import re
 
+from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
 from spmd_tasks.planning._hlo_text import parse_attributes
 from spmd_tasks.planning._instructions import CALLS, CallGraph, Computation, Instruction, read_instruction
 from spmd_tasks.planning._loops import trip_count
@@ -72,8 +73,8 @@ class ScheduledProgram:
   def executions(self) -> Mapping[str, float]:
     """Computation -> how often one execution of the program runs it, without what is inside of fusions.
 
-    A loop with an unknown trip count counts once (`unknown_loops` names them), and of a conditional's branches only
-    the one with the most work.
+    A loop with an unknown trip count counts once (`unknown_loops` names them), but for those of `rare_loops`, which
+    do not count; of a conditional's branches only the one with the most work counts.
     """
     counts: dict[str, float] = {}
 
@@ -90,11 +91,17 @@ class ScheduledProgram:
   @property
   def unknown_loops(self) -> tuple[str, ...]:
     """The loops that run but whose trip counts are unknown, as `loop (op_name)`."""
-    return tuple(
-      f'{step.instruction.name} ({step.instruction.op_name})'
-      for step in self.steps()
-      if step.instruction.opcode == 'while' and self.trip_counts[step.instruction.name] is None
-    )
+    return self._untold_loops(is_rare=False)
+
+  @property
+  def rare_loops(self) -> tuple[str, ...]:
+    """The loops for which the usual number of passes is none: experts' rows that did not fit the first time."""
+    return self._untold_loops(is_rare=True)
+
+  def _untold_loops(self, is_rare: bool) -> tuple[str, ...]:
+    loops = [step.instruction for step in self.steps() if step.count and step.instruction.opcode == 'while']
+    untold = [loop for loop in loops if self.trip_counts[loop.name] is None and _is_rare(loop) == is_rare]
+    return tuple(f'{loop.name} ({loop.op_name})' for loop in untold)
 
   def steps(self, *, inside_fusions: bool = False) -> Iterator[Step]:
     """Yields every instruction that runs, computation by computation.
@@ -119,7 +126,7 @@ class ScheduledProgram:
     match instruction.opcode:
       case 'while':
         known = self.trip_counts[instruction.name]
-        trips = 1 if known is None else known
+        trips = (0 if _is_rare(instruction) else 1) if known is None else known
         for name in called.get('body', ()):
           yield name, trips
         for name in called.get('condition', ()):
@@ -139,6 +146,10 @@ class ScheduledProgram:
     own = sum(each.shape.num_bytes for each in computation.instructions if each.opcode not in _NO_WORK)
     inner = (self._work(called) * times for each in computation.instructions for called, times in self.runs(each))
     return own + sum(inner)
+
+
+def _is_rare(loop: Instruction) -> bool:
+  return FURTHER_PASSES_NAME in loop.op_name
 
 
 def read_program(text: str) -> ScheduledProgram:

@@ -2,7 +2,7 @@
 
 import fiddle as fdl
 
-from spmd_tasks.layers import GatedFeedForward, LanguageModelLoss
+from spmd_tasks.layers import GatedFeedForward, LanguageModelLoss, StackSequence, TransformerStack
 from spmd_tasks.layers.moe import Dropless, ExpertComputation, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.recipes.dense import DenseLanguageModel
 
@@ -10,12 +10,15 @@ from spmd_tasks.recipes.dense import DenseLanguageModel
 class MoeLanguageModel(DenseLanguageModel):
   """A decoder-only transformer whose feed-forward sublayers are dropless mixtures of gated experts.
 
-  `hidden_dims` is one expert's, `shared_hidden_dims` that of an expert which every token passes, None for none.
+  `hidden_dims` is one expert's, `shared_hidden_dims` that of an expert which every token passes, None for none. The
+  first `num_dense_layers` of the `num_layers` layers have one network of `dense_hidden_dims` instead of experts.
   """
 
   num_experts: int = 8
   num_selected_experts: int = 2
   shared_hidden_dims: int | None = None
+  num_dense_layers: int = 0
+  dense_hidden_dims: int | None = None
   load_balance_weight: float = 0.01
   router_z_weight: float = 1e-3
 
@@ -30,9 +33,7 @@ class MoeLanguageModel(DenseLanguageModel):
     return fdl.Config(Dropless)
 
   def ffn(self) -> fdl.Config[MixtureOfExperts]:
-    shared = None
-    if self.shared_hidden_dims is not None:
-      shared = fdl.Config(GatedFeedForward, hidden_dim=self.shared_hidden_dims, activation='silu', dtype=self.dtype)
+    shared = None if self.shared_hidden_dims is None else self._gated(self.shared_hidden_dims)
     return fdl.Config(
       MixtureOfExperts,
       router=self.router(),
@@ -41,6 +42,22 @@ class MoeLanguageModel(DenseLanguageModel):
       shared_expert=shared,
     )
 
+  def stack(self) -> fdl.Config[TransformerStack] | fdl.Config[StackSequence]:
+    mixtures = super().stack()
+    if not self.num_dense_layers:
+      return mixtures
+    mixtures.num_layers -= self.num_dense_layers
+    dense = fdl.copy_with(
+      super().stack(),
+      block=self.block(self._gated(self.dense_hidden_dims or self.hidden_dims)),
+      num_layers=self.num_dense_layers,
+    )
+    return fdl.Config(StackSequence, stacks=(dense, mixtures))
+
   def loss(self) -> fdl.Config[LanguageModelLoss]:
     weights = {'load_balance_loss': self.load_balance_weight, 'router_z_loss': self.router_z_weight}
-    return fdl.copy_with(super().loss(), aux_loss_weights=weights, num_aux_layers=self.num_layers)
+    num_mixtures = self.num_layers - self.num_dense_layers
+    return fdl.copy_with(super().loss(), aux_loss_weights=weights, num_aux_layers=num_mixtures)
+
+  def _gated(self, hidden_dim: int) -> fdl.Config[GatedFeedForward]:
+    return fdl.Config(GatedFeedForward, hidden_dim=hidden_dim, activation='silu', dtype=self.dtype)

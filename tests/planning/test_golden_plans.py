@@ -26,7 +26,8 @@ TOLERANCES = {
 }
 RECIPES = (
   *('lm.Dense1B', 'lm.Dense70B', 'lm.Llama8B', 'lm.LongLlama8B'),
-  *('moe.Mixtral8x7B', 'moe.FineGrained16B', 'pipeline.Dense70B'),
+  *('moe.Mixtral8x7B', 'moe.FineGrained16B', 'moe.Qwen3Moe30B', 'moe.DeepSeekV3Like'),
+  'pipeline.Dense70B',
 )
 SMALL = ('synthetic.Uneven', 'v5e:2x4')
 CASES = [

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from spmd_tasks.planning._hlo_text import parse_attributes, parse_shape
+from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
 from spmd_tasks.planning._products import program_flops
 from spmd_tasks.planning.scheduled_program import read_program
 from spmd_tasks.runtime import count_matmul_flops
@@ -125,6 +126,15 @@ def test_trip_counts(change, trips):
   program = read_program(PROGRAM.replace(*change))
   assert program.trip_counts == {'loop': trips}
   assert bool(program.unknown_loops) == (trips is None)
+
+
+def test_loops_for_what_did_not_fit_experts_buffers_count_none():
+  """Their length follows from the routing; under balanced routing it is none."""
+  of_unknown_length = PROGRAM.replace('%one = s32[] constant(1)', '%one = s32[] bitcast(%a)')
+  named = f'body=%body, metadata={{op_name="jit(f)/{FURTHER_PASSES_NAME}/while"}}\n'
+  program = read_program(of_unknown_length.replace('body=%body\n', named))
+  assert program.executions == {'main': 1, 'body': 0, 'condition': 1}
+  assert (program.unknown_loops, len(program.rare_loops)) == ((), 1)
 
 
 def layers(x, stack, is_odd):

@@ -30,7 +30,6 @@ def shrunk(name: str, *overrides: str) -> dict[str, str]:
     ('synthetic.Uneven', {}),
     ('lm.UnevenTiny', {'seq_len': '16', 'eval_batches': '2', 'num_train_steps': '40'}),
     ('lm.Dense1B', {'num_layers': '4', 'num_heads': '4', 'num_kv_heads': '2', 'vocab_size': '259', 'dtype': 'float32'}),
-    ('moe.Mixtral8x7B', {'task.model.stack.block.ffn.computation.dispatch': 'padded_all_to_all'}),
     ('moe.FineGrained16B', {'num_experts': '8', 'num_selected_experts': '2', 'shared_hidden_dims': '32'}),
     ('pipeline.OneForwardOneBackwardTiny', {'num_layers': '5', 'batch_size': '8', 'model_dims': '32'}),
     ('pipeline.Dense70B', {'num_layers': '4', 'num_microbatches': '8', 'batch_size': '8'}),
@@ -43,12 +42,18 @@ def test_sizes_shrink_and_settings_stay(name, changes):
     assert not found
 
 
+def test_a_dispatch_that_a_cpu_lacks_is_replaced():
+  path = 'task.model.stack.block.ffn.computation.dispatch'
+  assert shrunk('moe.Mixtral8x7B', f'{path}=ragged_all_to_all')[path] == 'padded_all_to_all'
+
+
 @pytest.mark.parametrize(
   'name, mesh',
   [
     ('lm.UnevenTiny', {'replica': 1, 'data': 2, 'mdl': 4}),
     ('lm.Dense70B', {'replica': 2, 'data': 2, 'mdl': 2}),
-    ('moe.Mixtral8x7B', {'replica': 1, 'data': 2, 'expert': 2, 'mdl': 2}),
+    ('moe.Mixtral8x7B', {'replica': 1, 'data': 8, 'expert': 1, 'mdl': 1}),
+    ('moe.DeepSeekV3Like', {'replica': 1, 'data': 2, 'expert': 4, 'mdl': 1}),
     ('synthetic.Tiny', {'replica': 1, 'data': 1, 'mdl': 1}),
   ],
 )

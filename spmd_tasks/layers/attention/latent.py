@@ -31,7 +31,7 @@ from spmd_tasks.layers.attention.positions import Rotary
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding import SplitDims, constrain, gather_for_tokens
 
 
 class LatentAttention(nn.Module, kw_only=True):
@@ -124,6 +124,8 @@ class LatentAttention(nn.Module, kw_only=True):
       write_new_cache(self, {'latent': joint}, (rows, columns, None, features), segment_ids=segment_ids)
       cached = read_cache(self, 'latent')
     if cached is None:
+      if self.heads_activation_split_dims is not None:
+        kv_up = gather_for_tokens(kv_up, self.up_split_dims, self.heads_activation_split_dims[:2])
       keys_and_values = constrain(jnp.einsum('BTC,CHM->BTHM', latent, kv_up), self.heads_activation_split_dims)
       key, value = jnp.split(keys_and_values, [self.nope_head_dim], axis=-1)
       key = jnp.concatenate([key, jnp.broadcast_to(key_rope, query_rope.shape)], axis=-1)

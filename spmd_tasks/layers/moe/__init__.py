@@ -16,7 +16,7 @@ statistics.
 Reading order, one idea per file:
   _layer.py, _router.py, _balance.py             the layer, the decision, losses that balance the load
   _experts.py, _permutation.py                   the networks, and sorting tokens by expert
-  _grouped_matmul.py, _loop_backend.py           their matmuls on TPU and GPU, and on CPU
+  _grouped_matmul.py, _loop_backend.py, _megablox_backend.py   their matmuls, on CPU, and on TPU
   _dropless.py, _expert_parallel.py              dropless computation, and the meaning of each mesh axis
   _ring.py, _padded_all_to_all.py, _ragged_all_to_all.py   three ways to move tokens between devices
   _capacity.py, _slots.py, _slot_resharding.py   computation with a capacity
@@ -39,6 +39,7 @@ from spmd_tasks.layers.moe._grouped_matmul import (
   override_grouped_matmul_backend,
 )
 from spmd_tasks.layers.moe._layer import ExpertComputation, MixtureOfExperts
+from spmd_tasks.layers.moe._passes import FURTHER_PASSES_NAME
 from spmd_tasks.layers.moe._router import (
   ExpertChoiceRouter,
   Router,
@@ -50,6 +51,7 @@ from spmd_tasks.layers.moe._slots import Slots
 
 __all__ = [
   'DISPATCHES',
+  'FURTHER_PASSES_NAME',
   'GROUPED_MATMUL_BACKENDS',
   'CapacityComputation',
   'CapacityEinsum',

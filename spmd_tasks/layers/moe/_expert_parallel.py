@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts, name_routing
-from spmd_tasks.layers.moe._permutation import Permutation, gather_rows, sort_by_expert
+from spmd_tasks.layers.moe._permutation import move_rows, sort_by_expert
 from spmd_tasks.sharding import ShardingScope, SplitDims, num_parts, spec_axes, split_dims_to_partition_spec
 
 Axes = tuple[str, ...]
@@ -201,31 +201,30 @@ class Dispatch(Protocol):
     ...
 
 
-def apply_to_received(experts: LocalExperts, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+def apply_to_received(
+  experts: LocalExperts, rows: jax.Array, expert_ids: jax.Array, gates: jax.Array | None
+) -> jax.Array:
   """Applies this device's experts to rows received from all devices; for the all-to-all dispatches.
 
   Args:
     experts: of this device.
-    rows: [R, D], sorted by sender, then by expert.
-    sizes: int32 [X, E or E + 1], the number of rows from each sender for each expert. Column E counts rows without
-      content. Rows after the last counted row have no content either.
+    rows: [R, D], in any order.
+    expert_ids: int32 [R]. The id E marks a row without content.
+    gates: float32 [R], factors of the results, or None.
 
   Returns:
     [R, D], each result in the place of its row; zeros for rows without content.
   """
-  num_rows, (num_senders, width) = rows.shape[0], sizes.shape
-  column_ids = jnp.tile(jnp.arange(width, dtype=jnp.int32), num_senders)
-  row_ids = jnp.repeat(
-    jnp.append(column_ids, experts.num_experts),
-    jnp.append(sizes.reshape(-1), num_rows - jnp.sum(sizes)),
-    total_repeat_length=num_rows,
-  )
-  by_expert = name_routing(sort_by_expert(row_ids[:, None], experts.num_experts))
-  back = Permutation(
-    token_ids=by_expert.positions[:, 0], positions=by_expert.token_ids[:, None], group_sizes=by_expert.group_sizes
-  )
-  results = experts.apply_to_rows(gather_rows(rows, by_expert), by_expert.group_sizes)
-  return gather_rows(results, back)
+  num_rows = rows.shape[0]
+  by_expert = sort_by_expert(expert_ids[:, None], experts.num_experts)
+  group_sizes, sources = by_expert.group_sizes, by_expert.token_ids
+  has_content = expert_ids < experts.num_experts
+  targets = jnp.where(has_content, by_expert.positions[:, 0], num_rows)
+  group_sizes, sources, targets = name_routing((group_sizes, sources, targets))
+  sorted_gates = None if gates is None else move_rows(gates, sources, targets)
+  results = experts.apply_to_rows(move_rows(rows, sources, targets), group_sizes, sorted_gates)
+  return move_rows(results, targets, sources)
+
 
 
 def exclusive_cumsum(sizes: jax.Array, axis: int = 0) -> jax.Array:

@@ -19,10 +19,18 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank
 from spmd_tasks.layers.base import FanInNormal, declare_weight
-from spmd_tasks.layers.feed_forward import check_activation, hidden_layer
-from spmd_tasks.layers.moe._grouped_matmul import grouped_matmul, resolve_backend
+from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, check_activation, hidden_layer
+from spmd_tasks.layers.moe._grouped_matmul import clear_rows_from, grouped_matmul, resolve_backend
 from spmd_tasks.layers.moe._loop_backend import ffn_by_loop
-from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather_rows, sort_by_expert
+from spmd_tasks.layers.moe._permutation import (
+  Permutation,
+  combine_rows,
+  gather_gates,
+  gather_rows,
+  sort_by_expert,
+  sum_rows,
+  without_unrouted,
+)
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 
@@ -181,8 +189,10 @@ def grouped_ffn(
   group_sizes: jax.Array,
   weights: ExpertWeights,
   *,
+  gates: jax.Array | None = None,
   recompute_activation: bool = False,
   backend: str | None = None,
+  clear_rest: bool = True,
 ) -> jax.Array:
   """Applies each expert's network to its own rows. Returns [R, D], in the rows' dtype.
 
@@ -192,33 +202,46 @@ def grouped_ffn(
     rows: [R, D], sorted by expert.
     group_sizes: int32 [E], rows per expert, with a sum of at most R.
     weights: of all E experts, in the rows' dtype.
+    gates: float32 [R], factors of the results; None for 1. They multiply the hidden layer, so that their gradient needs
+      no results.
     recompute_activation: save only the rows and the pre-activation [R, F], and compute the activation again in the
       backward pass (MegaBlocks' memory-optimized form). The backend 'loop' always recomputes, because that is faster
       on CPU.
     backend: of the grouped matmuls; see `grouped_matmul`.
+    clear_rest: False leaves the results and gradients of rows after the last group undefined, where that is faster.
   """
   backend = resolve_backend(backend)
   down = (weights.down, weights.down_bias)
   if backend == 'loop':
-    return ffn_by_loop(weights.activation, rows, group_sizes, weights.inputs(), down)
+    return ffn_by_loop(weights.activation, rows, gates, group_sizes, weights.inputs(), down)
+  num_rows, num_used = rows.shape[0], jnp.sum(group_sizes)
 
-  def project(rows: jax.Array, kernels: jax.Array, biases: jax.Array | None) -> jax.Array:
-    y = grouped_matmul(rows, kernels, group_sizes, backend=backend)
+  def project(
+    rows: jax.Array, kernels: jax.Array, biases: jax.Array | None, gates: jax.Array | None = None
+  ) -> jax.Array:
+    y = grouped_matmul(rows, kernels, group_sizes, backend=backend, clear_rest=False)
     if biases is None:
       return y
-    num_rows = rows.shape[0]
     biases = jnp.repeat(biases, group_sizes, axis=0, total_repeat_length=num_rows)
-    is_used = jnp.arange(num_rows) < jnp.sum(group_sizes)
+    if gates is not None:
+      biases = (gates[:, None] * biases).astype(y.dtype)
+    is_used = jnp.arange(num_rows) < num_used
     return y + jnp.where(is_used[:, None], biases, 0)
 
-  pre_activations = [project(rows, *pair) for pair in weights.inputs()]
-
   def project_down(pre_activations: list[jax.Array], kernels: jax.Array, biases: jax.Array | None) -> jax.Array:
-    return project(hidden_layer(weights.activation, *pre_activations), kernels, biases)
+    hidden = hidden_layer(weights.activation, *pre_activations)
+    if gates is not None:
+      hidden = (gates[:, None] * hidden).astype(hidden.dtype)
+    return project(hidden, kernels, biases, gates)
 
+  if clear_rest:
+    rows = clear_rows_from(num_used, rows)
+  pre_activations = [checkpoint_name(project(rows, *pair), PRE_ACTIVATIONS_NAME) for pair in weights.inputs()]
   if recompute_activation:
     project_down = jax.checkpoint(project_down)  # its gradients need the hidden layer, but not its result again
-  return project_down(pre_activations, *down)
+  result = project_down(pre_activations, *down)
+  return clear_rows_from(num_used, result) if clear_rest else result
+
 
 
 def batched_ffn(rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: SplitDims = None) -> jax.Array:
@@ -257,15 +280,40 @@ class LocalExperts(struct.PyTreeNode):
   def num_experts(self) -> int:
     return self.weights.up.shape[0]
 
-  def apply_to_rows(self, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Returns [R, D] for rows [R, D] sorted by expert; group_sizes is int32 [E]."""
+  def apply_to_rows(self, rows: jax.Array, group_sizes: jax.Array, gates: jax.Array | None) -> jax.Array:
+    """Returns [R, D] for rows [R, D] sorted by expert, times gates float32 [R]; group_sizes is int32 [E].
+
+    The results of rows after the last group are undefined.
+    """
     return grouped_ffn(
-      rows, group_sizes, self.weights, recompute_activation=self.recompute_activation, backend=self.backend
+      rows,
+      group_sizes,
+      self.weights,
+      gates=gates,
+      recompute_activation=self.recompute_activation,
+      backend=self.backend,
+      clear_rest=False,
     )
 
-  def combine(self, rows: jax.Array, gates: jax.Array, permutation: Permutation) -> jax.Array:
-    """Returns [n, D]: each token's rows summed by their gates float32 [n, k]."""
-    return combine_rows(rows, gates, permutation, saved_bits=self.saved_bits)
+  def permute_and_apply(
+    self,
+    apply: Callable[[jax.Array, jax.Array | None], jax.Array],
+    x: jax.Array,
+    gates: jax.Array,
+    permutation: Permutation,
+  ) -> jax.Array:
+    """Returns [n, D]: for each token of x [n, D] the sum of `apply`'s results by gates float32 [n, k].
+
+    Args:
+      apply: maps rows [R, D] in the order of `permutation`, and their gates [R], to results; gates of None are applied
+        here, because `saved_bits` says how to keep the results for the gradient of the gates.
+      x, gates: of the tokens.
+      permutation: of their assignments.
+    """
+    rows = gather_rows(x, permutation)
+    if self.saved_bits is not None:
+      return combine_rows(apply(rows, None), gates, permutation, saved_bits=self.saved_bits)
+    return sum_rows(apply(rows, gather_gates(gates, permutation)), permutation)
 
   def apply_to_tokens(self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
     """Returns [..., D]: for each token the sum of its experts' outputs by their gates.
@@ -279,9 +327,12 @@ class LocalExperts(struct.PyTreeNode):
     x, expert_ids, gates = (array.reshape(-1, array.shape[-1]) for array in (x, expert_ids, gates))
     if self.num_experts < expert_ids.shape[1]:
       expert_ids, gates = _one_choice_per_expert(expert_ids, gates, self.num_experts)
-    permutation = name_routing(sort_by_expert(expert_ids, self.num_experts))
-    rows = self.apply_to_rows(gather_rows(x, permutation), permutation.group_sizes)
-    return self.combine(rows, gates, permutation).reshape(shape)
+    permutation = name_routing(without_unrouted(sort_by_expert(expert_ids, self.num_experts)))
+
+    def apply(rows: jax.Array, row_gates: jax.Array | None) -> jax.Array:
+      return self.apply_to_rows(rows, permutation.group_sizes, row_gates)
+
+    return self.permute_and_apply(apply, x, gates, permutation).reshape(shape)
 
 
 def _one_choice_per_expert(expert_ids: jax.Array, gates: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:

@@ -5,6 +5,7 @@ Shapes: R rows, E groups (experts), K in, N out.
 The backends share one signature, `backend(rows, weights, group_sizes)`:
 
   'loop'        block by block (_loop_backend.py); for CPU, where `ragged_dot` multiplies every row by every matrix.
+  'megablox'    JAX's Pallas kernel (_megablox_backend.py); for TPU.
   'tokamax'     Triton and Mosaic kernels of the optional package tokamax; for GPU and TPU.
   'ragged_dot'  `jax.lax.ragged_dot`; always available, but computes dense products on CPU and possibly elsewhere.
 
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.moe._loop_backend import multiply_by_loop
+from spmd_tasks.layers.moe._megablox_backend import multiply_by_megablox
 from spmd_tasks.sharding import current_platform
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -60,12 +62,22 @@ def multiply_by_tokamax(
 
 
 GROUPED_MATMUL_BACKENDS: Mapping[str, GroupedMatmul] = types.MappingProxyType(
-  {'loop': multiply_by_loop, 'tokamax': multiply_by_tokamax, 'ragged_dot': multiply_by_ragged_dot}
+  {
+    'loop': multiply_by_loop,
+    'megablox': multiply_by_megablox,
+    'tokamax': multiply_by_tokamax,
+    'ragged_dot': multiply_by_ragged_dot,
+  }
 )
 
 
 def grouped_matmul(
-  rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, backend: str | None = None
+  rows: jax.Array,
+  weights: jax.Array,
+  group_sizes: jax.Array,
+  *,
+  backend: str | None = None,
+  clear_rest: bool = True,
 ) -> jax.Array:
   """Returns [R, N], in the rows' dtype: each row times its group's matrix, accumulated in float32.
 
@@ -76,27 +88,29 @@ def grouped_matmul(
     weights: [E, K, N].
     group_sizes: int32 [E], rows per group, with a sum of at most R.
     backend: a name in GROUPED_MATMUL_BACKENDS; None for the best on this platform.
+    clear_rest: False leaves the results and gradients of rows after the last group undefined, where that is faster.
 
   Raises:
     UserError: the backend is unknown.
   """
   multiply = GROUPED_MATMUL_BACKENDS[resolve_backend(backend)]
-  if multiply is multiply_by_loop:  # neither reads nor writes rows after the last group
+  # The loop neither reads nor writes rows after the last group; nor does the kernel, which starts without zeros there.
+  if multiply is multiply_by_loop or (multiply is multiply_by_megablox and not clear_rest):
     return multiply(rows, weights, group_sizes)
   num_used = jnp.sum(group_sizes)
-  return _clear_rows_from(num_used, multiply(_clear_rows_from(num_used, rows), weights, group_sizes))
+  return clear_rows_from(num_used, multiply(clear_rows_from(num_used, rows), weights, group_sizes))
 
 
 @jax.custom_vjp
-def _clear_rows_from(start: jax.Array, rows: jax.Array) -> jax.Array:
+def clear_rows_from(start: jax.Array, rows: jax.Array) -> jax.Array:
   """Zeroes `rows` [R, N] and their gradient from row `start` on. Plain autodiff would save a mask [R, N]."""
   keep = jnp.arange(rows.shape[0], dtype=jnp.int32) < start
   return jnp.where(keep[:, None], rows, jnp.zeros((), rows.dtype))
 
 
-_clear_rows_from.defvjp(
-  lambda start, rows: (_clear_rows_from(start, rows), start),
-  lambda start, d_rows: (None, _clear_rows_from(start, d_rows)),
+clear_rows_from.defvjp(
+  lambda start, rows: (clear_rows_from(start, rows), start),
+  lambda start, d_rows: (None, clear_rows_from(start, d_rows)),
 )
 
 
@@ -135,7 +149,9 @@ def best_grouped_matmul_backend(platform: str) -> str:
   """Returns the name of the best backend for a platform ('cpu', 'gpu', 'tpu'), decided and logged once per process."""
   if platform == 'cpu':
     name, reason = 'loop', 'the platform is CPU'
-  elif platform not in ('gpu', 'tpu'):
+  elif platform == 'tpu':
+    name, reason = 'megablox', 'the platform is TPU'
+  elif platform != 'gpu':
     name, reason = 'ragged_dot', f'there is no other backend for {platform}'
   elif error := _why_tokamax_fails():
     name, reason = 'ragged_dot', f'tokamax cannot be used: {error}'

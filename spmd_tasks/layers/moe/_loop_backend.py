@@ -10,8 +10,8 @@ group. A group is therefore one block if some size fits, and the sizes are close
 size of balanced groups. A larger group (skewed routing) is split into blocks of the largest size and one block for the
 rest. The work follows the groups' sizes, not R.
 
-`ffn_by_loop` applies an expert's whole network to a block while the block is in the cache, and saves only the
-pre-activation of the hidden layer, because computing an activation again costs less than writing it to memory and
+`ffn_by_loop` applies an expert's whole network, gates included, to a block while the block is in the cache. It saves only
+the pre-activation of the hidden layer, because computing an activation again costs less than writing it to memory and
 reading it back. The gradient of a weight is written once per expert, not summed over all experts.
 
 Shapes: R rows, E groups (experts), S rows of a block; K and N the dims of a matrix; D model, F ffn.
@@ -23,9 +23,10 @@ import math
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.layers.feed_forward import hidden_layer
+from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, hidden_layer
 
 Carry = TypeVar('Carry')
 
@@ -197,22 +198,29 @@ class Projection(NamedTuple):
   kernels: jax.Array
   biases: jax.Array | None
 
-  def apply(self, block: RowBlock, x: jax.Array) -> jax.Array:
-    """Returns float32 [S, N] for rows x [S, K] of the block's group."""
+  def apply(self, block: RowBlock, x: jax.Array, gates: jax.Array | None = None) -> jax.Array:
+    """Returns float32 [S, N] for rows x [S, K] of the block's group; gates [S, 1] multiply the biases only."""
     y = dot(x, block.read_matrix(self.kernels), 1, 0)
-    return y if self.biases is None else y + block.read_matrix(self.biases)
+    if self.biases is None:
+      return y
+    bias = block.read_matrix(self.biases)
+    return y + (bias if gates is None else gates * bias)
 
-  def add_gradient(self, block: RowBlock, x: jax.Array, d_y: jax.Array) -> 'Projection':
+  def add_gradient(
+    self, block: RowBlock, x: jax.Array, d_y: jax.Array, gates: jax.Array | None = None
+  ) -> 'Projection':
     """Returns these sums of gradients, [E, K, N] and [E, 1, N], with those of a block added."""
     kernels = block.add_matrix(self.kernels, dot(x, d_y, 0, 0))
     if self.biases is None:
       return Projection(kernels, None)
-    return Projection(kernels, block.add_matrix(self.biases, jnp.sum(d_y, axis=0, keepdims=True, dtype=jnp.float32)))
+    d_bias = d_y if gates is None else gates * d_y
+    return Projection(kernels, block.add_matrix(self.biases, jnp.sum(d_bias, axis=0, keepdims=True, dtype=jnp.float32)))
 
 
 def ffn_by_loop(
   activation: str,
   rows: jax.Array,
+  gates: jax.Array | None,
   group_sizes: jax.Array,
   inputs: Sequence[tuple[jax.Array, jax.Array | None]],
   down: tuple[jax.Array, jax.Array | None],
@@ -222,64 +230,78 @@ def ffn_by_loop(
   Args:
     activation: see `hidden_layer`.
     rows: [R, D], sorted by expert.
+    gates: float32 [R], or None.
     group_sizes: int32 [E].
     inputs: kernels [E, D, F] into the hidden layer with their biases [E, F] or None, in the order of `hidden_layer`'s
       arguments.
     down: the kernel [E, F, D] with its bias [E, D] or None.
   """
   weights = [weight for pair in (*inputs, down) for weight in pair]
-  rows, group_sizes, *arrays = vary_alike(rows, group_sizes, *weights)
+  rows, gates, group_sizes, *arrays = vary_alike(rows, gates, group_sizes, *weights)
   projections = [
     Projection(kernels, None if biases is None else biases[:, None, :])
     for kernels, biases in zip(arrays[::2], arrays[1::2])
   ]
-  return _ffn(activation, rows, group_sizes, tuple(projections[:-1]), projections[-1])
+  gates = None if gates is None else gates[:, None]
+  return _ffn(activation, rows, gates, group_sizes, tuple(projections[:-1]), projections[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ffn(activation, rows, group_sizes, inputs, down):
-  """`inputs` are the projections into the hidden layer, in the order of `hidden_layer`'s arguments."""
-  return _run_ffn(activation, rows, group_sizes, inputs, down, saved=())[0]
+def _ffn(activation, rows, gates, group_sizes, inputs, down):
+  """`gates` are [R, 1], or None; `inputs` the projections into the hidden layer, in the order of its arguments."""
+  return _run_ffn(activation, rows, gates, group_sizes, inputs, down, saved=())[0]
 
 
-def _run_ffn(activation, rows, group_sizes, inputs, down, saved):
+def _run_ffn(activation, rows, gates, group_sizes, inputs, down, saved):
   """Returns the result and `saved`: arrays [R, F], one per input projection or none, with the pre-activations."""
 
   def body(block: RowBlock, carry):
     result, saved = carry
-    x = block.read(rows)
+    x, gate = block.read(rows), None if gates is None else block.read(gates)
     pre_activations = [projection.apply(block, x).astype(rows.dtype) for projection in inputs]
     saved = tuple(block.write(*pair) for pair in zip(saved, pre_activations))
-    hidden = hidden_layer(activation, *pre_activations)
-    return block.write(result, down.apply(block, hidden)), saved
+    hidden = _weigh(hidden_layer(activation, *pre_activations), gate)
+    return block.write(result, down.apply(block, hidden, gate)), saved
 
   return for_each_block(body, (jnp.zeros_like(rows), saved), rows.shape[0], group_sizes)
 
 
-def _ffn_forward(activation, rows, group_sizes, inputs, down):
+def _weigh(hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
+  return hidden if gate is None else (gate * hidden).astype(hidden.dtype)
+
+
+def _ffn_forward(activation, rows, gates, group_sizes, inputs, down):
   empty = jnp.zeros_like(rows, shape=(rows.shape[0], down.kernels.shape[1]))
-  result, saved = _run_ffn(activation, rows, group_sizes, inputs, down, (empty,) * len(inputs))
-  return result, (rows, group_sizes, inputs, down, saved)
+  result, saved = _run_ffn(activation, rows, gates, group_sizes, inputs, down, (empty,) * len(inputs))
+  saved = tuple(checkpoint_name(each, PRE_ACTIVATIONS_NAME) for each in saved)
+  return result, (rows, gates, group_sizes, inputs, down, saved)
 
 
 def _ffn_backward(activation, residuals, d_result):
-  rows, group_sizes, inputs, down, saved = residuals
+  rows, gates, group_sizes, inputs, down, saved = residuals
 
   def body(block: RowBlock, carry):
-    d_rows, d_inputs, d_down = carry
+    d_rows, d_gates, d_inputs, d_down = carry
     x, d_block = block.read(rows), block.read(d_result)
+    gate = None if gates is None else block.read(gates)
     hidden, pull_back = jax.vjp(functools.partial(hidden_layer, activation), *[block.read(pre) for pre in saved])
-    d_hidden = dot(d_block, block.read_matrix(down.kernels), 1, 1).astype(rows.dtype)
-    d_down = d_down.add_gradient(block, hidden, d_block)
-    d_pres = pull_back(d_hidden)
+    d_hidden = dot(d_block, block.read_matrix(down.kernels), 1, 1)
+    if gate is not None:
+      d_gate = jnp.sum(hidden * d_hidden, axis=1, keepdims=True, dtype=jnp.float32)
+      if down.biases is not None:
+        d_gate += jnp.sum(d_block * block.read_matrix(down.biases), axis=1, keepdims=True, dtype=jnp.float32)
+      d_gates = block.write(d_gates, d_gate)
+      d_hidden = gate * d_hidden
+    d_down = d_down.add_gradient(block, _weigh(hidden, gate), d_block, gate)
+    d_pres = pull_back(d_hidden.astype(rows.dtype))
     d_inputs = tuple(d.add_gradient(block, x, d_pre) for d, d_pre in zip(d_inputs, d_pres))
     d_xs = [dot(d_pre, block.read_matrix(projection.kernels), 1, 1) for projection, d_pre in zip(inputs, d_pres)]
-    return block.write(d_rows, functools.reduce(jnp.add, d_xs)), d_inputs, d_down
+    return block.write(d_rows, functools.reduce(jnp.add, d_xs)), d_gates, d_inputs, d_down
 
-  zeros = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), (inputs, down))
-  d_rows, *sums = for_each_block(body, (jnp.zeros_like(rows), *zeros), rows.shape[0], group_sizes)
+  zeros = jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), (gates, inputs, down))
+  d_rows, d_gates, *sums = for_each_block(body, (jnp.zeros_like(rows), *zeros), rows.shape[0], group_sizes)
   d_inputs, d_down = jax.tree.map(lambda d, weights: d.astype(weights.dtype), tuple(sums), (inputs, down))
-  return d_rows, None, d_inputs, d_down
+  return d_rows, None if gates is None else d_gates.astype(gates.dtype), None, d_inputs, d_down
 
 
 _ffn.defvjp(_ffn_forward, _ffn_backward)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._expert_parallel import Exchange, apply_to_received, exclusive_cumsum
 from spmd_tasks.layers.moe._experts import LocalExperts, name_routing
-from spmd_tasks.layers.moe._permutation import gather_rows, sort_by_expert, take_rows
+from spmd_tasks.layers.moe._permutation import Permutation, sort_by_expert
 
 
 def padded_all_to_all(
@@ -34,24 +34,27 @@ def padded_all_to_all(
     balanced=num_rows / num_devices, worst=x.shape[0] * min(expert_ids.shape[1], experts.num_experts)
   )
   _log_capacity(capacity, num_rows, num_devices)
-  permutation = name_routing(sort_by_expert(expert_ids, num_devices * experts.num_experts))
-  sizes = permutation.group_sizes.reshape(num_devices, experts.num_experts)
-  sent = jnp.diff(jnp.minimum(jnp.cumsum(sizes, axis=1), capacity), axis=1, prepend=0)
-  row_ids, places = _fill_buffers(jnp.sum(sizes, axis=1), capacity, num_rows)
+  by_expert = sort_by_expert(expert_ids, num_devices * experts.num_experts)
+  sizes = by_expert.group_sizes.reshape(num_devices, experts.num_experts)
+  buffers = name_routing(_fill_buffers(by_expert, expert_ids // experts.num_experts, jnp.sum(sizes, axis=1), capacity))
 
   def send(blocks: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(blocks, exchange.axes, 0, 0, tiled=True)
 
-  rows = send(_move_rows(gather_rows(x, permutation), row_ids, places))
-  received = send(sent)
-  unused = capacity - jnp.sum(received, axis=1, keepdims=True)
-  results = send(apply_to_received(experts, rows, jnp.concatenate([received, unused], axis=1)))
-  # Move back to one row per choice before applying the gates: their gradient then saves R rows instead of X * P.
-  y = experts.combine(_move_rows(results, places, row_ids), gates, permutation)
+  ends = jnp.minimum(jnp.cumsum(sizes, axis=1), capacity)  # of each expert's rows in each device's buffer
+  places = jnp.arange(capacity, dtype=jnp.int32)
+  received_ids = jnp.sum(places[None, :, None] >= send(ends)[:, None, :], axis=-1, dtype=jnp.int32)
+  received_ids = name_routing(received_ids.reshape(-1))
+
+  def apply(rows: jax.Array, row_gates: jax.Array | None) -> jax.Array:
+    row_gates = None if row_gates is None else send(row_gates)
+    return send(apply_to_received(experts, send(rows), received_ids, row_gates))
+
+  y = experts.permute_and_apply(apply, x, gates, buffers)
   statistics = {'pair_capacity': (jnp.float32(capacity), jnp.float32(1))}
   if exchange.capacity_factor is not None:
     num_assigned = jnp.sum(sizes)
-    statistics['fraction_dropped'] = exchange.fraction_dropped(num_assigned - jnp.sum(sent), num_assigned)
+    statistics['fraction_dropped'] = exchange.fraction_dropped(num_assigned - jnp.sum(ends[:, -1]), num_assigned)
   return y, statistics
 
 
@@ -67,54 +70,29 @@ def _log_capacity(capacity: int, num_rows: int, num_devices: int) -> None:
   )
 
 
-def _fill_buffers(sizes: jax.Array, capacity: int, num_rows: int) -> tuple[jax.Array, jax.Array]:
-  """Assigns rows to places in the X send buffers of P places each.
+def _fill_buffers(by_expert: Permutation, devices: jax.Array, sizes: jax.Array, capacity: int) -> Permutation:
+  """Returns the order of the rows in the X send buffers of P places each.
 
   Args:
-    sizes: int32 [X], rows for each device; rows are sorted by device.
+    by_expert: the order by expert, and therefore by device.
+    devices: int32 [n, k], each assignment's device, X where it is not routed.
+    sizes: int32 [X], rows for each device.
     capacity: P.
-    num_rows: R.
-
-  Returns:
-    (int32 [X * P], the row in each place, R for an empty place; int32 [R], the place of each row, X * P for a row
-    without a place).
   """
-  num_devices = sizes.shape[0]
+  assert by_expert.assignments is not None
+  num_devices, num_assignments = sizes.shape[0], devices.size
   starts, place = exclusive_cumsum(sizes), jnp.arange(capacity, dtype=jnp.int32)
-  row_ids = jnp.where(place[None, :] < sizes[:, None], starts[:, None] + place[None, :], num_rows)
-  # Rows that are not routed come last, as rows for one more device that has no buffer.
-  rest = num_rows - jnp.sum(sizes)
-  device = jnp.repeat(
-    jnp.arange(num_devices + 1, dtype=jnp.int32), jnp.append(sizes, rest), total_repeat_length=num_rows
+  # Each buffer is a slice of the rows; the padding keeps the last slices within bounds.
+  rows = jnp.pad(by_expert.assignments, (0, capacity), constant_values=num_assignments)
+  slices = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(rows, start, capacity))(starts)
+  assignments = jnp.where(place[None, :] < sizes[:, None], slices, num_assignments).reshape(-1)
+  # Comparisons replace a look-up, which is slow on TPUs.
+  is_to = devices[..., None] == jnp.arange(num_devices, dtype=devices.dtype)[None, None, :]
+  places = by_expert.positions - jnp.sum(jnp.where(is_to, starts[None, None, :], 0), axis=-1)
+  has_place = (devices < num_devices) & (places < capacity)
+  return Permutation(
+    token_ids=assignments // devices.shape[1],  # n where there is no assignment, since num_assignments = n * k
+    positions=jnp.where(has_place, devices * capacity + places, num_devices * capacity),
+    group_sizes=jnp.minimum(sizes, capacity),
+    assignments=assignments,
   )
-  place = jnp.arange(num_rows, dtype=jnp.int32) - jnp.append(starts, 0)[device]
-  has_place = (device < num_devices) & (place < capacity)
-  return row_ids.reshape(-1), jnp.where(has_place, device * capacity + place, num_devices * capacity)
-
-
-@jax.custom_vjp
-def _move_rows(rows: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-  """Moves rows from one order to another.
-
-  Args:
-    rows: [M, D].
-    sources: int32 [N], the row for each place, M for none.
-    targets: int32 [M], the place of each row, N for none: the inverse of `sources`, which moves the gradient back.
-
-  Returns:
-    [N, D], zeros for a place without a row.
-  """
-  del targets
-  return take_rows(rows, sources)
-
-
-def _move_rows_forward(rows, sources, targets):
-  return _move_rows(rows, sources, targets), (sources, targets)
-
-
-def _move_rows_backward(residuals, d_moved):
-  sources, targets = residuals
-  return _move_rows(d_moved, targets, sources), None, None
-
-
-_move_rows.defvjp(_move_rows_forward, _move_rows_backward)

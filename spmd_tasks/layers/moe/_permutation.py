@@ -9,7 +9,11 @@ the second into a scatter-add, which is slower on CPU and has no fixed order of 
 
     permutation = sort_by_expert(expert_ids, num_experts)
     rows = gather_rows(x, permutation)                     # [R, D], sorted by expert
-    y = combine_rows(network(rows), gates, permutation)    # [n, D]
+    row_gates = gather_gates(gates, permutation)           # [R]
+    y = sum_rows(network(rows, row_gates), permutation)    # [n, D]
+
+The gates go into the network, so that the backward pass needs none of its results. `combine_rows` weighs the results
+instead and keeps them for the gradient of the gates.
 """
 
 import functools
@@ -20,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.sharding import current_platform
 
 INT32_MAX = np.iinfo(np.int32).max
 
@@ -28,14 +33,19 @@ class Permutation(struct.PyTreeNode):
   """The order of the rows by expert, and its inverse.
 
   Attributes:
-    token_ids: int32 [R], each row's token; n for a row without a token, which only capacity produces.
+    token_ids: int32 [R], each row's token; n for a row without a token, which buffers of fixed sizes have.
     positions: int32 [n, k], each assignment's row (the inverse); R for an assignment without a row.
     group_sizes: int32 [E], the number of rows per expert. Rows after their sum belong to no expert.
+    assignments: int32 [R], each row's assignment, numbered token * k + choice; n * k for a row without one. None where
+      no gates are gathered.
+    is_full: whether every row has a token.
   """
 
   token_ids: jax.Array
   positions: jax.Array
   group_sizes: jax.Array
+  assignments: jax.Array | None = None
+  is_full: bool = struct.field(pytree_node=False, default=False)
 
 
 def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> Permutation:
@@ -52,17 +62,35 @@ def sort_by_expert(expert_ids: jax.Array, num_experts: int) -> Permutation:
     order = jax.lax.sort(flat_ids * num_rows + iota, is_stable=False) % num_rows
   else:
     order = jnp.argsort(flat_ids, stable=True).astype(jnp.int32)
-  positions = jnp.zeros_like(order).at[order].set(iota, unique_indices=True, mode='promise_in_bounds')
+  if current_platform() == 'tpu':  # where a scatter writes one element after another
+    _, positions = jax.lax.sort((order, iota), num_keys=1, is_stable=False)
+    experts = jnp.arange(num_experts, dtype=flat_ids.dtype)
+    group_sizes = jnp.sum(flat_ids[:, None] == experts[None, :], axis=0, dtype=jnp.int32)
+  else:
+    positions = jnp.zeros_like(order).at[order].set(iota, unique_indices=True, mode='promise_in_bounds')
+    group_sizes = jnp.zeros(num_experts, jnp.int32).at[flat_ids].add(1, mode='drop')
   return Permutation(
     token_ids=order // num_choices,
     positions=positions.reshape(expert_ids.shape),
-    group_sizes=jnp.zeros(num_experts, jnp.int32).at[flat_ids].add(1, mode='drop'),
+    group_sizes=group_sizes,
+    assignments=order,
+    is_full=True,
   )
 
 
-def take_rows(x: jax.Array, ids: jax.Array) -> jax.Array:
-  """Returns x[ids], with zeros for ids past the end."""
-  return x.at[ids].get(mode='fill', fill_value=0)
+def without_unrouted(permutation: Permutation) -> Permutation:
+  """Returns a permutation by `sort_by_expert` in which assignments that are not routed have no position.
+
+  Whatever a network leaves in their rows is then not read.
+  """
+  positions, num_rows = permutation.positions, permutation.token_ids.shape[0]
+  is_routed = positions < jnp.sum(permutation.group_sizes)
+  return permutation.replace(positions=jnp.where(is_routed, positions, num_rows))
+
+
+def take_rows(x: jax.Array, ids: jax.Array, *, in_bounds: bool = False) -> jax.Array:
+  """Returns x[ids], with zeros for ids past the end; `in_bounds` promises that there are none."""
+  return x.at[ids].get(mode='promise_in_bounds') if in_bounds else x.at[ids].get(mode='fill', fill_value=0)
 
 
 def sum_rows_per_token(rows: jax.Array, positions: jax.Array) -> jax.Array:
@@ -77,7 +105,7 @@ def gather_rows(x: jax.Array, permutation: Permutation) -> jax.Array:
 
   Assignments that are not routed have a row too, which holds their token. The gradient is a gather and a sum over k.
   """
-  return take_rows(x, permutation.token_ids)
+  return take_rows(x, permutation.token_ids, in_bounds=permutation.is_full)
 
 
 def _gather_rows_forward(x, permutation):
@@ -89,6 +117,74 @@ def _gather_rows_backward(positions, d_rows):
 
 
 gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+
+
+@jax.custom_vjp
+def sum_rows(rows: jax.Array, permutation: Permutation) -> jax.Array:
+  """Returns [n, D]: the sum of each token's rows, for rows [R, D]. The transpose of `gather_rows`.
+
+  Rows that no assignment has a position for may hold any value, NaN included, and their gradient has no meaning.
+  """
+  return sum_rows_per_token(rows, permutation.positions)
+
+
+def _sum_rows_forward(rows, permutation):
+  return sum_rows(rows, permutation), permutation
+
+
+def _sum_rows_backward(permutation, d_result):
+  return take_rows(d_result, permutation.token_ids, in_bounds=permutation.is_full), None
+
+
+sum_rows.defvjp(_sum_rows_forward, _sum_rows_backward)
+
+
+@jax.custom_vjp
+def gather_gates(gates: jax.Array, permutation: Permutation) -> jax.Array:
+  """Returns [R]: each row's gate, for gates [n, k]; 0 for a row without an assignment.
+
+  Rows that no assignment has a position for give the gates no gradient, whatever theirs is.
+  """
+  return take_rows(gates.reshape(-1), permutation.assignments, in_bounds=permutation.is_full)
+
+
+def _gather_gates_forward(gates, permutation):
+  return gather_gates(gates, permutation), permutation.positions
+
+
+def _gather_gates_backward(positions, d_row_gates):
+  return take_rows(d_row_gates, positions), None
+
+
+gather_gates.defvjp(_gather_gates_forward, _gather_gates_backward)
+
+
+@jax.custom_vjp
+def move_rows(rows: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+  """Moves rows from one order to another.
+
+  Args:
+    rows: [M, ...].
+    sources: int32 [N], the row for each place, M for none.
+    targets: int32 [M], the place of each row, N for none: the inverse of `sources`, which moves the gradient back.
+
+  Returns:
+    [N, ...], zeros for a place without a row.
+  """
+  del targets
+  return take_rows(rows, sources)
+
+
+def _move_rows_forward(rows, sources, targets):
+  return move_rows(rows, sources, targets), (sources, targets)
+
+
+def _move_rows_backward(residuals, d_moved):
+  sources, targets = residuals
+  return move_rows(d_moved, targets, sources), None, None
+
+
+move_rows.defvjp(_move_rows_forward, _move_rows_backward)
 
 
 def combine_rows(

@@ -18,7 +18,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._expert_parallel import Axes, Exchange, apply_to_received, exclusive_cumsum
 from spmd_tasks.layers.moe._experts import LocalExperts, name_routing
-from spmd_tasks.layers.moe._permutation import gather_rows, sort_by_expert
+from spmd_tasks.layers.moe._permutation import sort_by_expert, without_unrouted
 
 
 class Route(struct.PyTreeNode):
@@ -102,19 +102,39 @@ def ragged_all_to_all(
   capacity = exchange.capacity(
     balanced=num_rows, worst=num_devices * x.shape[0] * min(expert_ids.shape[1], experts.num_experts)
   )
-  permutation = name_routing(sort_by_expert(expert_ids, num_devices * experts.num_experts))
+  permutation = name_routing(without_unrouted(sort_by_expert(expert_ids, num_devices * experts.num_experts)))
   sizes = permutation.group_sizes.reshape(num_devices, experts.num_experts)
   routes = plan_routes(jax.lax.all_gather(sizes, exchange.axes), jax.lax.axis_index(exchange.axes), capacity)
-  rows = _send(exchange.axes, (capacity, num_rows), gather_rows(x, permutation), routes.there, routes.back)
-  results = apply_to_received(experts, rows, routes.received)
-  results = _send(exchange.axes, (num_rows, capacity), results, routes.back, routes.there)
-  y = experts.combine(results, gates, permutation)
+  received_ids = name_routing(_expert_ids(routes.received, capacity))
+
+  def send(rows: jax.Array) -> jax.Array:
+    return _send(exchange.axes, (capacity, num_rows), rows, routes.there, routes.back)
+
+  def apply(rows: jax.Array, row_gates: jax.Array | None) -> jax.Array:
+    row_gates = None if row_gates is None else send(row_gates[:, None])[:, 0]
+    results = apply_to_received(experts, send(rows), received_ids, row_gates)
+    return _send(exchange.axes, (num_rows, capacity), results, routes.back, routes.there)
+
+  y = experts.permute_and_apply(apply, x, gates, permutation)
   statistics = {'row_capacity': (jnp.float32(capacity), jnp.float32(1))}
   if exchange.capacity_factor is not None:
     num_assigned = jnp.sum(sizes)
     num_dropped = num_assigned - jnp.sum(routes.there.send_sizes)
     statistics['fraction_dropped'] = exchange.fraction_dropped(num_dropped, num_assigned)
   return y, statistics
+
+
+def _expert_ids(received: jax.Array, capacity: int) -> jax.Array:
+  """Returns int32 [M]: the expert of each row of the receiving buffer, E for a row without content.
+
+  Args:
+    received: int32 [X, E], rows by sender and expert, in this order.
+    capacity: M.
+  """
+  num_experts = received.shape[1]
+  ends = jnp.cumsum(received.reshape(-1))
+  segments = jnp.sum(jnp.arange(capacity, dtype=jnp.int32)[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+  return jnp.where(segments < ends.shape[0], segments % num_experts, num_experts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

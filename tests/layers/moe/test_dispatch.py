@@ -164,15 +164,15 @@ def test_the_capacity_is_logged_once(monkeypatch):
   ]
 
 
-# Of a gradient's program, float32 only. Tokens travel there and back, forward and backward.
+# Of a gradient's program, float32 only. Tokens travel there and back, forward and backward; gates and their gradients once.
 PROGRAMS = {
   # Nothing else: the experts' weights and their gradients stay where they are.
-  'expert 4': (*SCOPE, {('all-to-all', 'f32[16,10]'): 4}),
+  'expert 4': (*SCOPE, {('all-to-all', 'f32[16,10]'): 4, ('all-to-all', 'f32[16]'): 2}),
   # Gradients of one expert's three matrices are summed over `data`.
   'data 2 x expert 4': (
     {'data': 2, 'expert': 4},
     {'batch': ('data', 'expert')},
-    {('all-to-all', 'f32[8,10]'): 4, ('all-reduce', 'f32[1,10,14]'): 2, ('all-reduce', 'f32[1,14,10]'): 1},
+    {('all-to-all', 'f32[8,10]'): 4, ('all-to-all', 'f32[8]'): 2, ('all-reduce', 'f32[1,10,14]'): 2, ('all-reduce', 'f32[1,14,10]'): 1},
   ),
   # One expert's matrices are gathered over `data`, and their gradients scattered.
   'FSDP': (
@@ -180,6 +180,7 @@ PROGRAMS = {
     {'batch': ('data', 'expert'), 'expert_embed': 'data'},
     {
       ('all-to-all', 'f32[8,10]'): 4,
+      ('all-to-all', 'f32[8]'): 2,
       ('all-gather', 'f32[1,10,14]'): 2,
       ('all-gather', 'f32[1,14,10]'): 1,
       ('reduce-scatter', 'f32[1,5,14]'): 2,
@@ -192,6 +193,7 @@ PROGRAMS = {
     {'batch': 'expert', 'expert_mlp': 'mdl'},
     {
       ('all-to-all', 'f32[64,10]'): 4,
+      ('all-to-all', 'f32[64]'): 2,
       ('all-reduce', 'f32[32,10]'): 1,
       ('all-reduce', 'f32[8,4,10]'): 1,
       ('all-reduce', 'f32[8,4,2]'): 1,

@@ -155,6 +155,32 @@ def test_biases_and_a_clamped_activation(rng, backend, recompute_activation):
     np.testing.assert_allclose(batched[e].reshape(16, MODEL_DIM), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize('backend', ['loop', 'ragged_dot'])
+def test_gates_multiply_the_results(rng, backend):
+  """Biases included; the gates of rows past the end are NaN, and take no part."""
+  rows, d_result = make_rows(rng), make_rows(rng)
+  weights, sizes = with_biases(make_weights(rng, 'silu', True), rng), jnp.array(GROUP_SIZES['rows past the end'])
+  num_used = sum(GROUP_SIZES['rows past the end'])
+  gates = jnp.asarray(rng.uniform(0.1, 1.0, NUM_ROWS), jnp.float32)
+
+  def inside(rows, weights, gates):
+    return grouped_ffn(rows, sizes, weights, gates=gates, backend=backend)
+
+  def outside(rows, weights, gates):
+    return gates[:, None] * grouped_ffn(rows, sizes, weights, backend='ragged_dot')
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def with_gradients(ffn, *args):
+    result, pull_back = jax.vjp(ffn, *args)
+    return result, *pull_back(d_result)
+
+  *actual, d_gates = with_gradients(inside, rows, weights, gates.at[num_used:].set(jnp.nan))
+  *expected, expected_d_gates = with_gradients(outside, rows, weights, gates)
+  np.testing.assert_allclose(d_gates[:num_used], expected_d_gates[:num_used], rtol=1e-4, atol=1e-4)
+  for ours, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(ours, other, atol=1e-5 * max(1.0, np.abs(other).max()), rtol=0)
+
+
 def test_an_activation_with_a_formula_of_its_own_needs_a_gate():
   with pytest.raises(ValueError, match=r"'clamped_swiglu' is unknown \(it needs a gate\): choose one of"):
     Experts(num_experts=2, hidden_dim=3, gated=False, activation='clamped_swiglu').init(jax.random.key(0), 4)

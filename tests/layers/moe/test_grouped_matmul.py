@@ -8,10 +8,13 @@ import importlib.util
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
 from spmd_tasks.layers.moe import _grouped_matmul, best_grouped_matmul_backend, grouped_matmul
+from spmd_tasks.planning import parse_target
+from spmd_tasks.sharding import MeshSpec, sharding_scope
 
 NUM_ROWS, NUM_GROUPS, NUM_INPUTS, NUM_OUTPUTS = 64, 4, 6, 5
 GROUP_SIZES = {
@@ -23,7 +26,7 @@ GROUP_SIZES = {
   'rows past the end': (5, 9, 0, 13),
 }
 TOKAMAX = pytest.param('tokamax', marks=pytest.mark.skipif(not importlib.util.find_spec('tokamax'), reason='optional'))
-BACKENDS = ['loop', 'ragged_dot', TOKAMAX]
+BACKENDS = ['loop', 'megablox', 'ragged_dot', TOKAMAX]
 TOLERANCES = {'float32': 1e-5, 'bfloat16': 2e-2}  # of the largest value; the reference reads the same rounded inputs
 
 
@@ -115,7 +118,7 @@ def test_a_backend_of_another_name_is_refused():
   [
     ('cpu', '', 'loop'),
     ('gpu', '', 'tokamax'),
-    ('tpu', '', 'tokamax'),
+    ('tpu', 'no such kernel', 'megablox'),
     ('gpu', 'no such kernel', 'ragged_dot'),
     ('rocm', '', 'ragged_dot'),
   ],
@@ -131,9 +134,33 @@ def test_the_best_backend_is_found_and_logged_once(monkeypatch, platform, failur
     best_grouped_matmul_backend.cache_clear()  # what another test asks for must not be ours
   (message,) = messages
   assert repr(expected) in message
-  assert failure in message
+  assert platform == 'tpu' or failure in message
 
 
 def test_the_trial_of_tokamax_says_why_it_fails():
   error = _grouped_matmul._why_tokamax_fails()
   assert error == '' if importlib.util.find_spec('tokamax') else 'not installed' in error
+
+
+def test_megablox_is_refused_on_a_gpu(monkeypatch):
+  monkeypatch.setattr('spmd_tasks.layers.moe._megablox_backend.current_platform', lambda: 'gpu')
+  with pytest.raises(ValueError, match="'megablox' is a kernel for TPUs, and the devices are of the platform 'gpu'"):
+    grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), backend='megablox')
+
+
+def test_megablox_compiles_for_a_tpu():
+  """Tiles of the sizes that the recipes have, for the memory of the oldest TPU: result and both gradients."""
+  pytest.importorskip('libtpu', reason="the TPU compiler is not installed: pip install '.[plan-tpu]'")
+  mesh = MeshSpec(axis_names=('data',), ici_mesh_shape=(4,)).build(parse_target('v5e:2x2').devices())
+  place = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P()))
+  rows, weights = place((1024, 1408), 'bfloat16'), place((4, 1408, 1024), 'bfloat16')
+
+  def loss(rows, weights, group_sizes):
+    with sharding_scope(mesh, ()):
+      return jnp.sum(grouped_matmul(rows, weights, group_sizes, clear_rest=False).astype(jnp.float32) ** 2)
+
+  on_devices = jax.shard_map(
+    jax.grad(loss, argnums=(0, 1)), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+  )
+  compiled = jax.jit(on_devices).lower(rows, weights, place((4,), 'int32')).compile()
+  assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
