@@ -185,7 +185,10 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip) -
   for names, what in (
     (schedule.unknown, 'operation(s) without an estimate of their work count at most their bytes'),
     (program.unknown_loops, 'loop(s) whose length the program decides as it runs count one pass'),
-    (program.rare_loops, 'loop(s) do what did not fit the buffers of experts, and count none: balanced routing needs none'),
+    (
+      program.rare_loops,
+      'loop(s) for what does not fit the buffers of experts count none, as with balanced routing',
+    ),
   ):
     if names:
       lines.append(f'{len(names)} {what}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}.')

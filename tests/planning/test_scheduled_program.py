@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd_tasks.planning._hlo_text import parse_attributes, parse_shape
 from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
+from spmd_tasks.planning._hlo_text import parse_attributes, parse_shape
 from spmd_tasks.planning._products import program_flops
 from spmd_tasks.planning.scheduled_program import read_program
 from spmd_tasks.runtime import count_matmul_flops

@@ -226,7 +226,6 @@ def apply_to_received(
   return move_rows(results, targets, sources)
 
 
-
 def exclusive_cumsum(sizes: jax.Array, axis: int = 0) -> jax.Array:
   """Returns the start of each part if parts of these sizes follow one another."""
   return jnp.cumsum(sizes, axis=axis, dtype=sizes.dtype) - sizes

@@ -243,7 +243,6 @@ def grouped_ffn(
   return clear_rows_from(num_used, result) if clear_rest else result
 
 
-
 def batched_ffn(rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: SplitDims = None) -> jax.Array:
   """Applies each expert's network to equally many rows: [E, ..., D] to [E, ..., D], in the rows' dtype.
 

@@ -10,9 +10,9 @@ group. A group is therefore one block if some size fits, and the sizes are close
 size of balanced groups. A larger group (skewed routing) is split into blocks of the largest size and one block for the
 rest. The work follows the groups' sizes, not R.
 
-`ffn_by_loop` applies an expert's whole network, gates included, to a block while the block is in the cache. It saves only
-the pre-activation of the hidden layer, because computing an activation again costs less than writing it to memory and
-reading it back. The gradient of a weight is written once per expert, not summed over all experts.
+`ffn_by_loop` applies an expert's whole network, gates included, to a block while the block is in the cache. It saves
+only the pre-activation of the hidden layer, because computing an activation again costs less than writing it to memory
+and reading it back. The gradient of a weight is written once per expert, not summed over all experts.
 
 Shapes: R rows, E groups (experts), S rows of a block; K and N the dims of a matrix; D model, F ffn.
 """
@@ -206,9 +206,7 @@ class Projection(NamedTuple):
     bias = block.read_matrix(self.biases)
     return y + (bias if gates is None else gates * bias)
 
-  def add_gradient(
-    self, block: RowBlock, x: jax.Array, d_y: jax.Array, gates: jax.Array | None = None
-  ) -> 'Projection':
+  def add_gradient(self, block: RowBlock, x: jax.Array, d_y: jax.Array, gates: jax.Array | None = None) -> 'Projection':
     """Returns these sums of gradients, [E, K, N] and [E, 1, N], with those of a block added."""
     kernels = block.add_matrix(self.kernels, dot(x, d_y, 0, 0))
     if self.biases is None:

@@ -164,7 +164,8 @@ def test_the_capacity_is_logged_once(monkeypatch):
   ]
 
 
-# Of a gradient's program, float32 only. Tokens travel there and back, forward and backward; gates and their gradients once.
+# Of a gradient's program, float32 only. Tokens travel there and back, forward and backward; gates there, and their
+# gradients back.
 PROGRAMS = {
   # Nothing else: the experts' weights and their gradients stay where they are.
   'expert 4': (*SCOPE, {('all-to-all', 'f32[16,10]'): 4, ('all-to-all', 'f32[16]'): 2}),
@@ -172,7 +173,12 @@ PROGRAMS = {
   'data 2 x expert 4': (
     {'data': 2, 'expert': 4},
     {'batch': ('data', 'expert')},
-    {('all-to-all', 'f32[8,10]'): 4, ('all-to-all', 'f32[8]'): 2, ('all-reduce', 'f32[1,10,14]'): 2, ('all-reduce', 'f32[1,14,10]'): 1},
+    {
+      ('all-to-all', 'f32[8,10]'): 4,
+      ('all-to-all', 'f32[8]'): 2,
+      ('all-reduce', 'f32[1,10,14]'): 2,
+      ('all-reduce', 'f32[1,14,10]'): 1,
+    },
   ),
   # One expert's matrices are gathered over `data`, and their gradients scattered.
   'FSDP': (

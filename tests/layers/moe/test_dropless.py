@@ -73,7 +73,7 @@ def test_fewer_saved_bits_change_the_gradient_of_the_gates_only(mesh, rng):
   y, gradients, _ = value_and_gradients(Dropless(), *scope)(inputs, expert_ids, d_y)
   y_8, gradients_8, _ = value_and_gradients(Dropless(saved_bits=8), *scope)(inputs, expert_ids, d_y)
   gates, gates_8 = gradients.pop('gates'), gradients_8.pop('gates')
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (y, gradients), (y_8, gradients_8))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), (y, gradients), (y_8, gradients_8))
   np.testing.assert_allclose(gates_8, gates, atol=0.05)
   assert np.any(gates_8 != gates)
 
