@@ -140,6 +140,15 @@ class Qwen3Moe30B(Mixtral8x7B):
 
 
 @register
+class Qwen3Moe30BOnH200(Qwen3Moe30B):
+  """moe.Qwen3Moe30B on 8 H200; mesh data 8."""
+
+  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=1)
+  target = 'h200:8'
+  batch_size = 16
+
+
+@register
 class DeepSeekV3Like(Mixtral8x7B):
   """671B parameters, 37B at work (DeepSeek-V3, 2024); mesh data 16 x expert 32, tokens sent to experts (512 chips)."""
 

@@ -79,6 +79,7 @@ class DataExpertModelMesh:
     num_expert_partitions: over how many devices the experts are split.
     num_stages: stages of a pipeline; more than one adds the axis `stage` after `replica`.
     num_partitions: the size of `mdl`.
+    num_replicas: the size of `replica`, over which weights are not split, so that they are gathered from fewer devices.
     base_rules: the axis rules of everything but experts.
   """
 
@@ -86,13 +87,20 @@ class DataExpertModelMesh:
   num_expert_partitions: int
   num_partitions: int = 1
   num_stages: int = 1
+  num_replicas: int = 1
   base_rules: AxisRules = DEFAULT_AXIS_RULES
 
   def axes(self) -> MeshAxes:
-    if self.num_stages < 1 or self.num_devices % self.num_stages:
-      raise UserError(f'num_stages={self.num_stages} must be at least 1 and divide num_devices={self.num_devices}.')
+    if self.num_replicas < 1 or self.num_devices % self.num_replicas:
+      raise UserError(f'num_replicas={self.num_replicas} must be at least 1 and divide num_devices={self.num_devices}.')
+    num_devices = self.num_devices // self.num_replicas
+    if self.num_stages < 1 or num_devices % self.num_stages:
+      raise UserError(
+        f'num_stages={self.num_stages} must be at least 1 and divide num_devices={self.num_devices} over num_replicas='
+        f'{self.num_replicas}.'
+      )
     of_stage = data_expert_model_axes(
-      num_devices=self.num_devices // self.num_stages,
+      num_devices=num_devices // self.num_stages,
       num_expert_partitions=self.num_expert_partitions,
       num_partitions=self.num_partitions,
       base_rules=self.base_rules,
@@ -103,12 +111,12 @@ class DataExpertModelMesh:
         f'num_expert_partitions={self.num_expert_partitions} must divide the devices of a stage over num_partitions='
         f'{self.num_partitions}; the next smaller number that does is {num_expert_partitions}.'
       )
+    (replica, *names), (_, *sizes) = of_stage.mesh_axis_names, of_stage.ici_mesh_shape
     if self.num_stages == 1:
-      return _of_experts(of_stage)
-    (replica, *names), (num_replicas, *sizes) = of_stage.mesh_axis_names, of_stage.ici_mesh_shape
+      return dataclasses.replace(_of_experts(of_stage), ici_mesh_shape=(self.num_replicas, *sizes))
     return MeshAxes(
       mesh_axis_names=(replica, 'stage', *names),
-      ici_mesh_shape=(num_replicas, self.num_stages, *sizes),
+      ici_mesh_shape=(self.num_replicas, self.num_stages, *sizes),
       axis_rules=stage_axis_rules(of_stage.axis_rules),
     )
 
