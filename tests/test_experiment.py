@@ -267,6 +267,18 @@ def test_a_layout_that_does_not_fit_is_refused():
     WithLayout(ici_mesh_shape=(8, 1, 1))
 
 
+def test_replicas_of_a_mesh_with_experts():
+  """Weights are split over `data` alone, batches over both."""
+  axes = DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_replicas=2).axes()
+  assert dict(zip(axes.mesh_axis_names, axes.ici_mesh_shape)) == {'replica': 2, 'data': 2, 'expert': 2, 'mdl': 1}
+  rules = dict(axes.axis_rules)
+  assert (set(rules['batch']), rules['expert_embed']) == ({'replica', 'expert', 'data'}, 'data')
+  staged = DataExpertModelMesh(num_devices=8, num_expert_partitions=1, num_stages=2, num_replicas=2).axes()
+  assert staged.ici_mesh_shape == (2, 2, 2, 1, 1)
+  with pytest.raises(ValueError, match='num_replicas=3 must be at least 1 and divide num_devices=8'):
+    DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_replicas=3).axes()
+
+
 def test_default_rules_of_layouts_are_those_of_the_constructors():
   expected = data_expert_model_axes(
     num_devices=8, num_expert_partitions=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES

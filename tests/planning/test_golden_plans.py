@@ -95,6 +95,8 @@ def test_the_plan_is_what_its_golden_file_says(name, target):
 
 def test_every_recipe_for_a_pod_names_its_target():
   for name, _ in registry.list_experiments():
+    if name.startswith('finetune.'):  # they need a folder and data, and have no pod
+      continue
     overrides = ('model=tests/data/huggingface/llama',) if name.startswith('hf.') else ()
     experiment = resolve(name, overrides).experiment
     is_pod = (mesh_devices(experiment) or 0) >= MIN_POD

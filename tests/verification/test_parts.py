@@ -52,7 +52,7 @@ def test_a_dispatch_that_a_cpu_lacks_is_replaced():
   [
     ('lm.UnevenTiny', {'replica': 1, 'data': 2, 'mdl': 4}),
     ('lm.Dense70B', {'replica': 2, 'data': 2, 'mdl': 2}),
-    ('moe.Mixtral8x7B', {'replica': 1, 'data': 8, 'expert': 1, 'mdl': 1}),
+    ('moe.Mixtral8x7B', {'replica': 2, 'data': 4, 'expert': 1, 'mdl': 1}),
     ('moe.DeepSeekV3Like', {'replica': 1, 'data': 2, 'expert': 4, 'mdl': 1}),
     ('synthetic.Tiny', {'replica': 1, 'data': 1, 'mdl': 1}),
   ],
