@@ -48,7 +48,9 @@ CASES = {
   'latent': ('deepseek_v3', {'target_modules': ['q_a_proj', 'q_b_proj', 'kv_a_proj_with_mqa', 'o_proj']}),
   'two alphas': ('llama3', {'target_modules': ALL, 'rank_pattern': {'o_proj': 2}, 'alpha_pattern': {'o_proj': 3}}),
 }
-SLOWLY = {'norms of heads': 0.0003}  # at a higher rate this model doubles each difference in every step
+SLOWLY = {
+  'norms of heads': 0.0001
+}  # this model multiplies rounding by a hundred, and by two in each step at a higher rate
 NAMES = [pytest.param(name, marks=() if name == 'llama3' else pytest.mark.exhaustive) for name in CASES]
 MESHES = [(1, 1, 1), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)]
 
@@ -192,7 +194,7 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   export_folder(tmp_path / 'merged', model.task.model, merged, origin=base)
   alone, amiss = load_reference(tmp_path / 'merged', 'float32')
   assert not amiss
-  near(logits_of(alone), logits_of(loaded), 1e-5)
+  near(logits_of(alone), logits_of(loaded), 1e-4 if name in SLOWLY else 1e-5)
 
 
 @pytest.mark.exhaustive
