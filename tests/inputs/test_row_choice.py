@@ -122,13 +122,13 @@ def test_a_position_is_plain_data(num_before):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize('weights', [*WEIGHTS, *itertools.product((1, 3, 10), repeat=4)])
-@pytest.mark.parametrize('batch_size', [2, 16, 100, 512])
+@pytest.mark.parametrize('weights', [*WEIGHTS, *itertools.product((1, 30), repeat=4)])
+@pytest.mark.parametrize('batch_size', [2, 100, 512])
 def test_long_runs(weights, batch_size):
   weights = fractions(weights)
   choice = RowChoice(batch_size, [(0, weights)], seed=1)
   spread = 0
-  for number, _ in enumerate(choices(choice, 1000), 0):
+  for number, _ in enumerate(choices(choice, 500)):
     spread = max(spread, int((choice.rows_read.max(axis=1) - choice.rows_read.min(axis=1)).max()))
     given = choice.rows_read.sum(axis=1)
     assert all(abs(had - weight * batch_size * number) < 1 for had, weight in zip(given.tolist(), weights))

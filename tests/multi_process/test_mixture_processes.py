@@ -12,7 +12,7 @@ import pytest
 from spmd_tasks import exit_codes
 from spmd_tasks.runtime import read_jsonl
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 START_S = 120.0
 NUM_STEPS = 20
@@ -38,7 +38,7 @@ def check_same(job_log_dir: Path, other: Path) -> None:
 
 
 def test_ended_at_some_steps_and_gone_on_with_other_numbers_of_processes(tmp_path):
-  starts = [(1, 20, 'alone'), (2, 7, 'shared'), (4, 13, 'shared'), (1, 16, 'shared'), (2, 20, 'shared')]
+  starts = [(1, 20, 'alone'), (2, 7, 'shared'), (4, 13, 'shared'), (1, 20, 'shared')]
   for number, (num_processes, num_steps, directory) in enumerate(starts):
     with job(tmp_path / f'logs_{number}', tmp_path / directory, num_processes, f'--num_train_steps={num_steps}') as run:
       ranks = run.wait(deadline_s=START_S)
