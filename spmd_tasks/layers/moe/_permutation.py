@@ -145,6 +145,7 @@ def gather_gates(gates: jax.Array, permutation: Permutation) -> jax.Array:
 
   Rows that no assignment has a position for give the gates no gradient, whatever theirs is.
   """
+  assert permutation.assignments is not None
   return take_rows(gates.reshape(-1), permutation.assignments, in_bounds=permutation.is_full)
 
 
