@@ -105,7 +105,7 @@ class FineGrained16B(Mixtral8x7B):
   shared_hidden_dims = 2816
   num_experts = 64
   num_selected_experts = 6
-  batch_size = 1024
+  batch_size = 1536
   load_balance_weight = 1e-4
   rotary_wavelength = 1e4
 
