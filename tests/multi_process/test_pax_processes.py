@@ -56,5 +56,5 @@ def test_a_task_may_ask_for_the_devices_of_all_processes(tmp_path):
   run(tmp_path, 1, *named, 4, '--job_log_dir', alone)
   run(tmp_path, 2, *named, 2, '--job_log_dir', shared)
   run(tmp_path, 2, *flags, 4, '--job_log_dir', shared)
-  assert losses(shared) == losses(alone)
+  assert losses(shared) == pytest.approx(losses(alone), rel=1e-6)  # sums of gradients over processes
   assert len(losses(alone)) == 4

@@ -128,7 +128,8 @@ class PaxExperiment(Experiment):
     for name, value in now.items():
       if value != before[name]:
         raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
-    train_input = PaxInput(config=parts['train_input'])
+    train_input = PaxInput(config=_on_this_host(parts['train_input'], self.train_input()))
+    own = {'eval_inputs': self.eval_inputs(), 'decode_inputs': self.decode_inputs()}
     task_config = parts['task'].clone()
     task_config.train.variable_norm_summary = False
     task = base_hyperparams.instantiate(task_config)
@@ -146,8 +147,11 @@ class PaxExperiment(Experiment):
       ),
       'train_input': train_input,
       **{
-        part: {name: PaxInput(config=each, is_training=False) for name, each in parts[part].items()}
-        for part in ('eval_inputs', 'decode_inputs')
+        part: {
+          name: PaxInput(config=_on_this_host(each, datasets.get(name)), is_training=False)
+          for name, each in parts[part].items()
+        }
+        for part, datasets in own.items()
       },
     }
 
@@ -254,6 +258,18 @@ def _thawed(value: Any, like: Any) -> Any:
     return value
   items = [_thawed(item, like[i] if i < len(like) else None) for i, item in enumerate(value)]
   return items if isinstance(like, list) else tuple(items)
+
+
+def _on_this_host(dataset: Any, own: Any) -> Any:
+  """Returns a dataset's config with the host of this process, as `own`, the experiment's own dataset, has it.
+
+  A config that was saved has the host of the process that saved it, where the experiment asks JAX for its number.
+  """
+  if own is None:
+    return dataset
+  dataset = dataset.clone()
+  dataset.num_infeed_hosts, dataset.infeed_host_index = own.num_infeed_hosts, own.infeed_host_index
+  return dataset
 
 
 def _by_name(datasets: Sequence[Any]) -> dict[str, Any]:
