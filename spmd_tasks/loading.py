@@ -216,7 +216,7 @@ class LoadedModel:
     The weights are held as for generation (`task.decode.weights_dtype`).
 
     Args:
-      texts: (tokens of a context, tokens of its continuation), at least one each, taken as they are: put the
+      texts: (tokens of a context, at least one; tokens of its continuation), taken as they are: put the
         tokenizer's `bos_id` first where training rows have it.
       num_rows: how many texts are read at once.
 

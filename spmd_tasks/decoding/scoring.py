@@ -60,15 +60,19 @@ def score_texts(
   Args:
     steps: of the model; `max_len` bounds a text without its last token.
     variables: of the model, stored as `steps.storage` does.
-    texts: contexts and continuations of at least one token each.
+    texts: contexts of at least one token, and continuations; one without tokens has the log-probability 0.
     num_rows: B, how many texts are read at once.
     on_batch: called after each batch.
 
   Raises:
-    UserError: a text is empty, too long, or has tokens outside the vocabulary.
+    UserError: a context is empty, or a text too long, or has tokens outside the vocabulary.
   """
   shapes = [_shape_of(steps, number, text) for number, text in enumerate(texts)]
-  order = sorted(range(len(texts)), key=lambda number: shapes[number], reverse=True)
+  for number, (_, continuation) in enumerate(texts):
+    if not continuation:
+      yield number, TextScore(logprobs=(), is_greedy=True)
+  scored = [number for number, (_, continuation) in enumerate(texts) if continuation]
+  order = sorted(scored, key=lambda number: shapes[number], reverse=True)
   in_flight: deque[tuple[list[int], Scores]] = deque()
   for shape, group in itertools.groupby(order, key=lambda number: shapes[number]):
     alike = list(group)
@@ -86,21 +90,21 @@ def score_texts(
 def _shape_of(steps: DecodeSteps, number: int, text: Text) -> tuple[int, int]:
   """Returns (T, C) of the program that scores a text."""
   context, continuation = text
-  if not context or not continuation:
-    raise UserError(f'text {number + 1} to score needs a context and a continuation of at least one token each.')
-  length = len(context) + len(continuation) - 1
+  if not context:
+    raise UserError(f'text {number + 1} to score needs a context of at least one token, such as bos.')
+  length = len(context) + max(len(continuation), 1) - 1
   if length > steps.max_len:
     raise UserError(
       f'text {number + 1} to score has {length} tokens before its last one, more than max_len {steps.max_len}: shorten '
       'its context, or raise task.decode.max_len.'
     )
-  lowest, highest = (find(find(context), find(continuation)) for find in (min, max))
+  lowest, highest = (find(*context, *continuation, context[0]) for find in (min, max))
   if not 0 <= lowest <= highest < steps.vocab_size:
     raise UserError(
       f'text {number + 1} to score has tokens from {lowest} to {highest}, outside the vocabulary of {steps.vocab_size}.'
     )
   num_tokens = next(bucket for bucket in steps.settings.buckets(steps.max_len) if bucket >= length)
-  num_columns = max(_MIN_COLUMNS, 1 << (len(continuation) - 1).bit_length())
+  num_columns = max(_MIN_COLUMNS, 1 << (max(len(continuation), 1) - 1).bit_length())
   return num_tokens, min(num_columns, num_tokens)
 
 

@@ -70,8 +70,7 @@ class HarnessModel(TemplateLM):
       prefix_token_id: the token before texts without a context; None is the beginning of text, or else its end.
       experiment_path: directories of the experiment's own module; in a string, with `:` between them.
       num_fake_devices: run on so many fake CPU devices.
-      max_batch_size: not used.
-      device: must be None: JAX finds its devices.
+      max_batch_size, device: not used; the harness gives them by itself, and JAX finds its devices.
       **overrides: changes of the config, as --set has them, such as task.decode.num_slots=16.
 
     Raises:
@@ -79,8 +78,6 @@ class HarnessModel(TemplateLM):
       CheckpointError: there is no such checkpoint, or it is damaged.
     """
     super().__init__()
-    if device not in (None, 'None'):
-      raise UserError(f'device={device} has no meaning here: JAX finds its devices; leave it out.')
     if num_fake_devices is not None:
       use_fake_devices(num_fake_devices)
     self._rows = _AUTO_ROWS if str(batch_size).startswith('auto') else int(batch_size)

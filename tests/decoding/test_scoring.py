@@ -35,13 +35,13 @@ def test_scores_are_those_of_the_logits(model, num_rows):
     assert scores[number].is_greedy == is_greedy
     assert scores[number].logprob == pytest.approx(sum(logprobs), abs=1e-4)
   assert scores[5].is_greedy
+  assert [(score.logprob, score.is_greedy) for _, score in model.score([((1, 7), ())])] == [(0, True)]
 
 
 @pytest.mark.parametrize(
   'text, sentence',
   [
-    (((), (1,)), 'text 1 to score needs a context and a continuation'),
-    (((1,), ()), 'text 1 to score needs a context and a continuation'),
+    (((), (1,)), 'text 1 to score needs a context of at least one token'),
     (((1,) * 60, (1, 2)), 'has 61 tokens before its last one, more than max_len 60'),
     (((1,), (440,)), r'has tokens from 1 to 440, outside the vocabulary of 440'),
     (((-1,), (4,)), r'has tokens from -1 to 4, outside'),

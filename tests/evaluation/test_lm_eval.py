@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import logging
 import threading
 import time
@@ -65,14 +66,19 @@ def one_device():
   return MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, 1, 1)).build(jax.devices()[:1])
 
 
-def assert_same(ours, theirs):
-  """Log-likelihoods to float32's rounding, summed over up to 60 tokens; texts and what is greedy exactly."""
+def assert_same(ours, theirs, *, is_sentencepiece=False):
+  """Log-likelihoods to float32's rounding, summed over up to 60 tokens; texts and what is greedy exactly.
+
+  The harness's own model decodes a continuation alone, which loses the first space with sentencepiece's tokenizers.
+  """
   found, expected = answers(ours), answers(theirs)
   assert found.keys() <= expected.keys()
   for task in found:
     assert len(found[task]) == len(expected[task])
     for mine, yours in zip(found[task], expected[task], strict=True):
       if task == 'write':
+        if is_sentencepiece:  # bytes that are no text are not decoded alike in a stream and at once
+          mine, yours = ([text.removeprefix(' ').partition('\ufffd')[0] for text in texts] for texts in (mine, yours))
         assert mine == yours
       else:
         np.testing.assert_allclose(np.array(mine, float), np.array(yours, float), rtol=2e-5, atol=2e-4, err_msg=task)
@@ -97,7 +103,7 @@ def test_all_kinds_of_requests_get_the_answers_of_transformers(made, tasks, mesh
 @pytest.mark.parametrize('kind', [kind for kind in PREFIXES if kind != 'byte_level'])
 def test_every_kind_of_tokenizer(made, tasks, kind):
   folder, theirs = made(kind)
-  assert_same(evaluate(our_model(folder), tasks), theirs)
+  assert_same(evaluate(our_model(folder), tasks), theirs, is_sentencepiece=kind == 'metaspace')
 
 
 def test_conversations_are_rendered_as_by_transformers(made, tasks):
@@ -137,7 +143,6 @@ def test_repeated_requests_are_different_draws_and_wrong_settings_sentences(made
   for arguments, sentence in (
     ({'mesh': '1,2'}, 'mesh=1,2 must be the sizes'),
     ({'batch_size': 0}, "batch_size=0 must be at least 1, or 'auto'"),
-    ({'device': 'cuda'}, 'device=cuda has no meaning here'),
     ({'batchsize': 2}, 'batch_size'),
   ):
     with pytest.raises(UserError, match=sentence):
@@ -199,9 +204,9 @@ def test_the_command(made, tasks, tmp_path):
     command=('-m', 'spmd_tasks.lm_eval'), fresh=True, env={'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
   )  # fmt: skip
   assert finished.returncode == 0, finished.stderr
-  for task in ('choice', 'write'):
-    for name, value in metrics(theirs)[task].items():
-      assert f'{value:.4f}' in finished.stdout, (task, name)
+  (file,) = tmp_path.rglob('results_*.json')
+  found = metrics(json.loads(file.read_text()))
+  assert found == {task: pytest.approx(metrics(theirs)[task]) for task in ('choice', 'write')}
   wrong = binary.run_binary(
     'run', '--model', 'spmd_tasks', '--model_args', f'path={tmp_path}', '--include_path', tasks, '--tasks', 'choice',
     command=('-m', 'spmd_tasks.lm_eval'), fresh=True, env={'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
