@@ -28,6 +28,8 @@ from xdist.scheduler import LoadScopeScheduling
 from spmd_tasks.distributed import use_fake_devices
 from tests import forked
 
+# A process that loads Triton beside TensorFlow aborts, as both bring LLVM; PyTorch does without on a CPU.
+sys.modules['triton'] = None  # type: ignore[assignment]  # importing it raises ImportError
 use_fake_devices(8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 

@@ -22,7 +22,8 @@ def test_the_levers_of_dense1b_are_in_the_order_of_their_cost():
   job, values = formula.resolve(())
   found = {lever.name: lever.options for lever in levers(job, values)}
   assert list(found) == ['remat policy', 'microbatches', 'mesh', 'optimizer dtype', 'batch']
-  assert found['remat policy'] == (('remat_policy=attention',), ('remat_policy=full',))
+  policies = ('remat_policy=attention_and_ffn',), ('remat_policy=attention',), ('remat_policy=full',)
+  assert found['remat policy'] == policies
   assert [option[0] for option in found['microbatches']] == [
     f'task.learner.num_microbatches={count}' for count in (2, 4, 8, 16, 32, 64)
   ]
