@@ -30,7 +30,7 @@ def tokenize(fields: dict[str, Any], model: ServedModel) -> dict[str, Any]:
   named = {_token_name(token): token for token in special_ids(model.tokenizer).values()}
   ids: tuple[int, ...]
   if body.prompt in named:
-    ids: tuple[int, ...] = (named[body.prompt],)
+    ids = (named[body.prompt],)
   elif body.add_special_tokens:
     ids = model.encode(body.prompt)
   else:
