@@ -163,3 +163,57 @@ class LongLlama8B(Llama8B):
   seq_len = 131_072
   batch_size = 4
   remat_policy = 'full'
+
+
+@register
+class Llama8BOnV6e(Llama8B):
+  """lm.Llama8B on 64 v6e chips, which have a third of a v5p's memory; mesh data 64."""
+
+  target = 'v6e:8x8'
+  batch_size = 128
+  num_logit_chunks = 8
+
+
+@register
+class Llama70B(Llama8B):
+  """Llama 3's 70B parameters on sequences of 8,192; mesh data 512 (512 chips)."""
+
+  target = 'v5p:8x8x8'
+  ici_mesh_shape = (1, 512, 1)
+  model_dims = 8192
+  num_layers = 80
+  num_heads = 64
+  num_kv_heads = 8
+  hidden_dims = 28_672
+  batch_size = 512
+  learning_rate = 1.5e-4
+
+
+@register
+class Llama70BOnV6e(Llama70B):
+  """lm.Llama70B on 256 v6e chips; mesh data 256."""
+
+  target = 'v6e:16x16'
+  ici_mesh_shape = (1, 256, 1)
+  batch_size = 256
+  remat_policy = 'full'
+  num_logit_chunks = 8
+
+
+@register
+class Dense1BOnH200(Dense1B):
+  """lm.Dense1B on 8 H200; mesh data 8."""
+
+  target = 'h200:8'
+  ici_mesh_shape = (1, 8, 1)
+  batch_size = 128
+
+
+@register
+class Llama8BOnH200(Llama8B):
+  """lm.Llama8B on 8 H200; mesh data 8."""
+
+  target = 'h200:8'
+  ici_mesh_shape = (1, 8, 1)
+  batch_size = 32
+  num_logit_chunks = 8

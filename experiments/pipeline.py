@@ -9,7 +9,7 @@ per byte in 300 steps.
 from spmd_tasks import register
 from spmd_tasks.experiments import lm, moe
 from spmd_tasks.recipes import PipelinedLanguageModel
-from spmd_tasks.sharding import DataExpertModelMesh
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, residual_axis_rules, stage_axis_rules
 
 
 @register
@@ -47,10 +47,13 @@ class MoeTiny(PipelinedLanguageModel, moe.StdlibTiny):
 
 @register
 class Dense70B(PipelinedLanguageModel, lm.Dense70B):
-  """lm.Dense70B over 8 stages, two in each of 4 slices of 256 chips, circular; stage 8 x data 32 x mdl 4."""
+  """lm.Dense70B over 4 stages, each a slice of 256 chips, circular; stage 4 x data 128 x mdl 2."""
 
-  ici_mesh_shape = (1, 2, 32, 4)
+  ici_mesh_shape = (1, 1, 128, 2)
   dcn_mesh_shape = (1, 4, 1, 1)
-  num_microbatches = 32
+  # The residual stream is split over mdl between layers, so that a stage keeps and sends half of it.
+  axis_rules = stage_axis_rules(residual_axis_rules(DEFAULT_AXIS_RULES))
+  num_microbatches = 8
   schedule = 'circular'
-  num_repeats = 2
+  num_repeats = 5
+  remat_policy = 'dots_no_batch'

@@ -18,7 +18,7 @@ import svg
 from spmd_tasks.config import resolve
 from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.layers.pipeline import BackwardSchedule, Schedule
+from spmd_tasks.layers.pipeline import Schedule
 
 PICTURES = Path(__file__).parents[1] / 'docs' / 'pictures'
 
@@ -217,7 +217,6 @@ def pipeline_ticks() -> str:
   stages, microbatches = 4, 8
   gpipe = Schedule(num_stages=stages, num_microbatches=microbatches)
   circular = Schedule(num_stages=stages, num_microbatches=microbatches, num_repeats=2)
-  backward = BackwardSchedule(num_stages=stages, num_microbatches=microbatches)
   cell, left = 38, 110
   drawing = svg.Drawing(left + cell * circular.num_ticks + 20, 690, "A pipeline's ticks per schedule")
 
@@ -259,25 +258,20 @@ def pipeline_ticks() -> str:
   head(y, 'circular', note, circular.num_ticks)
   forward_grid(y, circular, cell - 4)
   y += 225
-  num_ticks = backward.cool_down.stop
   note = (
-    'The backward pass: F computes a microbatch again, B goes backward. '
-    f'Stage 0 keeps the inputs of at most {backward.max_in_flight} microbatches.'
+    "The backward pass: F computes a microbatch again from its stage's input, B goes backward. "
+    "The forward pass is gpipe's."
   )
-  head(y, 'one_forward_one_backward', note, num_ticks)
+  head(y, 'one_forward_one_backward', note, gpipe.num_ticks)
   for stage in range(stages):
     top = y + 52 + stage * cell
     drawing.text(20, top + 21, f'stage {stage}', size=13)
-    for tick in range(num_ticks):
+    for tick in range(gpipe.num_ticks):
       x = left + tick * cell
       drawing.rect(x, top, cell - 4, cell - 6, fill='white', line=svg.PADDING, radius=2)
-      halves = [('F', backward.forward(stage, tick)), ('B', backward.backward(stage, tick))]
-      working = [(name, microbatch) for name, (microbatch, is_work) in halves if is_work]
-      allowed = [('F', tick < backward.cool_down.start), ('B', tick >= backward.steady.start)]
-      working = [item for item in working if dict(allowed)[item[0]]]
-      for name, microbatch in working:
-        offset = 0 if name == 'F' else (cell - 4) / 2
-        square(x + offset, top, (cell - 4) / 2, microbatch, f'{name}{microbatch}', size=11)
+      microbatch, _, is_work = gpipe.work(stages - 1 - stage, tick)
+      for half, name in enumerate('FB' if is_work else ''):
+        square(x + half * (cell - 4) / 2, top, (cell - 4) / 2, microbatch, f'{name}{microbatch}', size=11)
   return drawing.svg()
 
 

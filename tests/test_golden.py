@@ -94,6 +94,7 @@ def test_golden_files_are_the_same_on_every_machine(name, kind):
     ('lm.Dense1B', 1.2e9),
     ('lm.Dense70B', 70e9),
     ('lm.Llama8B', 8e9),
+    ('lm.Llama70B', 70e9),
     ('moe.Mixtral8x7B', 47e9),
     ('moe.FineGrained16B', 16.7e9),
     ('moe.Qwen3Moe30B', 30.5e9),
@@ -109,7 +110,7 @@ def test_models_are_as_large_as_they_say(name, claim):
 def test_every_claimed_size_is_checked():
   """A docstring with a size must be among the cases of the test above."""
   claiming = {name for name, line in EXPERIMENTS.items() if re.search(r'\d[MB] parameters', line)}
-  dense = {'lm.StdlibTiny', 'lm.StdlibSmall', 'lm.Dense1B', 'lm.Dense70B', 'lm.Llama8B'}
+  dense = {'lm.StdlibTiny', 'lm.StdlibSmall', 'lm.Dense1B', 'lm.Dense70B', 'lm.Llama8B', 'lm.Llama70B'}
   mixtures = {'moe.Mixtral8x7B', 'moe.FineGrained16B', 'moe.Qwen3Moe30B', 'moe.DeepSeekV3Like'}
   assert claiming == dense | mixtures
 

@@ -43,6 +43,7 @@ _BEFORE_IT_WAS_ADDED = {
   'num_dims': 1,
   'num_features': None,
   'num_groups': 1,
+  'num_logit_chunks': 1,
   'num_selected_groups': None,
   'out_bias': None,
   'overflow': 'drop',

@@ -46,6 +46,7 @@ from spmd_tasks.layers.feed_forward import (
   GatedFeedForward,
   activation_function,
 )
+from spmd_tasks.layers.label_scores import LabelScores, label_scores
 from spmd_tasks.layers.language_model import LanguageModel
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, losses_by_source
@@ -73,6 +74,7 @@ __all__ = [
   'FanInNormal',
   'FeedForward',
   'GatedFeedForward',
+  'LabelScores',
   'LanguageModel',
   'LanguageModelLoss',
   'LayerNorm',
@@ -93,6 +95,7 @@ __all__ = [
   'adapters_of',
   'column_lengths',
   'declare_weight',
+  'label_scores',
   'losses_by_source',
   'merge_low_rank',
   'pair_log_probs',

@@ -3,7 +3,7 @@
 Shapes: B batch, T sequence, V vocab, D model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import math
 from typing import Any
 
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank
 from spmd_tasks.layers.base import FanInNormal, declare_weight, soft_cap
-from spmd_tasks.sharding import Initializer, SplitDims, constrain, gather_for_tokens
+from spmd_tasks.layers.label_scores import LabelScores, label_scores, label_scores_in_chunks
+from spmd_tasks.layers.linear import multiply_gathered
+from spmd_tasks.sharding import Initializer, SplitDims, constrain
 
 
 class TokenEmbedding(nn.Module, kw_only=True):
@@ -106,17 +108,39 @@ class TokenEmbedding(nn.Module, kw_only=True):
 
   def attend(self, x: jax.Array) -> jax.Array:
     """Returns logits, float32 [B, T, V], for x [B, T, D]."""
-    x = x.astype(self.dtype)
-    kernel = (self.table if self.tied else self.softmax_kernel).astype(self.dtype)
-    if self.logits_split_dims is not None and x.size >= kernel.size:  # see Linear
-      split_dims = self.table_split_dims if self.tied else self.softmax_split_dims
-      kernel = gather_for_tokens(kernel, split_dims, self.logits_split_dims[:2])
+    weights, logits_of = self._logits(x)
+    return logits_of(weights, x)
+
+  def label_scores(self, x: jax.Array, labels: jax.Array, *, num_chunks: int) -> LabelScores:
+    """Returns `label_scores(attend(x), labels)` for x [B, T, D] and labels int32 [B, T], T / num_chunks at a time.
+
+    With an adapter of the softmax kernel all logits are computed at once.
+    """
+    if self.low_rank is not None:  # it reads this module's variables and rngs, which a loop must not
+      return label_scores(self.attend(x), labels)
+    weights, logits_of = self._logits(x)
+    return label_scores_in_chunks(logits_of, weights, x, labels, num_chunks=num_chunks)
+
+  def _logits(self, x: jax.Array) -> tuple[Any, Callable[[Any, jax.Array], jax.Array]]:
+    """Returns (weights, function of them and of a part of x that computes its logits)."""
+    weights = (self.table if self.tied else self.softmax_kernel, self.bias if self.logits_bias else None)
     equation = 'BTD,VD->BTV' if self.tied else 'BTD,DV->BTV'
-    logits = jnp.einsum(equation, x, kernel, preferred_element_type=jnp.float32)
-    if self.low_rank is not None:
-      logits = logits + self.low_rank.apply(self, x).astype(jnp.float32)
-    if self.scale_logits:
-      logits = logits / math.sqrt(self.embed_dim)
-    if self.logits_bias:
-      logits = logits + self.bias[None, None, :]
-    return constrain(soft_cap(logits, self.logits_cap), self.logits_split_dims)
+    split_dims, token_split_dims = self.table_split_dims if self.tied else self.softmax_split_dims, None
+    if self.logits_split_dims is not None and x.size >= weights[0].size:  # see Linear
+      token_split_dims = self.logits_split_dims[:2]
+
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+      return jnp.einsum(equation, x, kernel, preferred_element_type=jnp.float32)
+
+    def logits_of(weights: Any, x: jax.Array) -> jax.Array:
+      kernel, bias = weights
+      logits = multiply_gathered(product, x.astype(self.dtype), kernel, self.dtype, split_dims, token_split_dims)
+      if self.low_rank is not None:
+        logits = logits + self.low_rank.apply(self, x.astype(self.dtype)).astype(jnp.float32)
+      if self.scale_logits:
+        logits = logits / math.sqrt(self.embed_dim)
+      if bias is not None:
+        logits = logits + bias[None, None, :]
+      return constrain(soft_cap(logits, self.logits_cap), self.logits_split_dims)
+
+    return weights, logits_of

@@ -24,26 +24,37 @@ class LanguageModel(WithSublayers, kw_only=True):
     stack: stack(x, segment_ids, segment_pos, train=...) -> (x, aux), such as TransformerStack.
     final_norm: normalizes x before the logits.
     positions: learned or sinusoidal positions, added to the embeddings; None for rotary attention.
+    num_logit_chunks: with more than 1, and with `labels` in the batch, the logits of this part of the tokens are in
+      memory at a time, and the model returns the `label_scores` that its loss needs in place of all logits. It must
+      divide T. Worth it where B x T x V is large: float32 logits of 8,192 tokens and 128,256 words are 4.2 GB.
   """
 
   embedding: TokenEmbedding
   stack: nn.Module
   final_norm: nn.Module
   positions: LearnedPositions | SinusoidalPositions | None = None
+  num_logit_chunks: int = 1
+
+  def __post_init__(self):
+    if self.num_logit_chunks < 1:
+      raise UserError(
+        f'num_logit_chunks={self.num_logit_chunks} must be at least 1, which computes all logits at once.'
+      )
+    super().__post_init__()
 
   @nn.compact
   def __call__(self, batch: Mapping[str, jax.Array], train: bool = False) -> dict[str, Any]:
-    """Returns {'logits': float32 [B, T, V], 'aux': {name: [L]}}.
+    """Returns {'logits': float32 [B, T, V], 'aux': {name: [L]}}; with `num_logit_chunks` 'label_scores' for the logits.
 
     Args:
       batch: `ids` int32 [B, T], and optionally `segment_ids` and `segment_pos` (both int32 [B, T]): the document of
         each token (0: padding) and the position in it. Without `segment_ids` a row is one document; without
         `segment_pos` positions count from the start of the row. With `logit_columns` int32 [B, n] the logits are those
-        of these columns of T only, [B, n, V].
+        of these columns of T only, [B, n, V]. `labels` int32 [B, T] are needed for `num_logit_chunks` only.
       train: whether dropout is on, which needs the rng `dropout`.
 
     Raises:
-      UserError: the batch has `segment_ids` without `segment_pos`.
+      UserError: the batch has `segment_ids` without `segment_pos`; or `num_logit_chunks` does not divide T.
     """
     ids, segment_ids, segment_pos = batch['ids'], batch.get('segment_ids'), batch.get('segment_pos')
     if segment_pos is None:
@@ -58,4 +69,8 @@ class LanguageModel(WithSublayers, kw_only=True):
     x, aux = self.stack(x, segment_ids, segment_pos, train=train)
     if 'logit_columns' in batch:
       x = jnp.take_along_axis(x, batch['logit_columns'][:, :, None], axis=1)
-    return {'logits': self.embedding.attend(self.final_norm(x)), 'aux': dict(aux)}
+    x = self.final_norm(x)
+    if self.num_logit_chunks > 1 and 'labels' in batch and 'logit_columns' not in batch:
+      scores = self.embedding.label_scores(x, batch['labels'], num_chunks=self.num_logit_chunks)
+      return {'label_scores': scores, 'aux': dict(aux)}
+    return {'logits': self.embedding.attend(x), 'aux': dict(aux)}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.label_scores import predicted_label_scores
 
 _SOURCE_IDS = 'source_ids:'  # as inputs/base.py has it
 
@@ -154,31 +155,25 @@ class LanguageModelLoss(WithAuxLosses):
     """Computes the LossOutput.
 
     Args:
-      predictions: `logits` float [B, T, V]; optionally `aux` {name: scalar, [L], or [L, E] for one value per expert},
-        which `aux_loss_weights` needs.
+      predictions: `logits` float [B, T, V], or in their place `label_scores`, the LabelScores [B, T] of logits and
+        labels; optionally `aux` {name: scalar, [L], or [L, E] for one value per expert}, which `aux_loss_weights`
+        needs.
       batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding).
 
     Raises:
       UserError: `aux_loss_weights` names an entry that the model does not report, reports per expert, or reports for
         another number of layers than `num_aux_layers`; or an entry has the name of another metric.
     """
-    logits, labels = predictions['logits'].astype(jnp.float32), batch['labels']
     weights = batch['weights'].astype(jnp.float32)
-    log_normalizer = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
-    # A comparison and a sum instead of a gather: if V is sharded, every device sums its own slice.
-    is_label = labels[..., None] == jnp.arange(logits.shape[-1])[None, None, :]
-    label_logits = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    is_known = (labels >= 0) & (labels < logits.shape[-1])
-    cross_entropy = jnp.where(is_known | (weights == 0), log_normalizer - label_logits, jnp.nan)
+    scores = predicted_label_scores(predictions, batch['labels'])
+    log_normalizer = scores.log_normalizer  # [B, T]
+    cross_entropy = jnp.where(scores.is_known | (weights == 0), log_normalizer - scores.label_logit, jnp.nan)
     objective = cross_entropy
     if self.label_smoothing:
-      uniform = log_normalizer - jnp.mean(logits, axis=-1)  # cross-entropy to the uniform distribution
+      uniform = log_normalizer - scores.mean_logit  # cross-entropy to the uniform distribution
       objective = (1.0 - self.label_smoothing) * cross_entropy + self.label_smoothing * uniform
-    # The label is compared with the maximum of the other logits. XLA's CPU backend runs an argmax 20 times slower than
-    # a max (and a max over a `where` 8 times slower, hence the subtraction), and over a sharded V an argmax also moves
-    # indices. A tie counts as wrong, so that a collapsed model does not look perfect.
-    highest_other = jnp.max(jax.lax.stop_gradient(logits) - 1e30 * is_label, axis=-1)
-    correct = (label_logits > highest_other).astype(jnp.float32)
+    # A tie with another logit counts as wrong, so that a collapsed model does not look perfect.
+    correct = (scores.label_logit > scores.highest_other).astype(jnp.float32)
     per_token = {'cross_entropy': cross_entropy, 'accuracy': correct}
     if self.z_loss_weight:
       per_token['z_loss'] = self.z_loss_weight * jnp.square(log_normalizer)

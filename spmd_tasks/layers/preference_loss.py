@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.losses import LossOutput, WithAuxLosses, losses_by_source
 
 _KINDS = ('sigmoid', 'ipo')
@@ -36,23 +37,19 @@ class PairLogProbs(NamedTuple):
   num_rejected: jax.Array
 
 
-def pair_log_probs(logits: jax.Array, batch: Mapping[str, jax.Array]) -> PairLogProbs:
+def pair_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> PairLogProbs:
   """Sums the log-probabilities of the answers' tokens.
 
   Args:
-    logits: float [B, T, V].
+    predictions: `logits` float [B, T, V], or in their place `label_scores`.
     batch: `labels`, `segment_ids` int32 [B, T], `weights` float [B, T] (1 on answers), and `reference_log_probs`
       float [B, T], whose sum over a segment is the reference model's log-probability of its answer.
   """
-  logits, labels = logits.astype(jnp.float32), batch['labels']
   weights = batch['weights'].astype(jnp.float32)
-  log_normalizer = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
-  # A comparison and a sum instead of a gather: if V is sharded, every device sums its own slice.
-  is_label = labels[..., None] == jnp.arange(logits.shape[-1])[None, None, :]
-  log_probs = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1) - log_normalizer
-  is_known = (labels >= 0) & (labels < logits.shape[-1])
-  log_probs = jnp.where(weights == 0, 0.0, jnp.where(is_known, log_probs, jnp.nan)) * weights
-  num_pairs = labels.shape[1] // 2
+  scores = predicted_label_scores(predictions, batch['labels'])
+  log_probs = scores.label_logit - scores.log_normalizer
+  log_probs = jnp.where(weights == 0, 0.0, jnp.where(scores.is_known, log_probs, jnp.nan)) * weights
+  num_pairs = weights.shape[1] // 2
   per_token = jnp.stack([log_probs, batch['reference_log_probs'].astype(jnp.float32), weights], axis=-1)  # [B, T, 3]
 
   def sum_segments(values, segment_ids):
@@ -104,10 +101,10 @@ class PreferenceLoss(WithAuxLosses):
     """Computes the LossOutput, whose weight is the number of pairs.
 
     Args:
-      predictions: `logits` float [B, T, V]; optionally `aux`, as for LanguageModelLoss.
+      predictions: as for `pair_log_probs`; optionally `aux`, as for LanguageModelLoss.
       batch: as for `pair_log_probs`.
     """
-    pairs = pair_log_probs(predictions['logits'], batch)
+    pairs = pair_log_probs(predictions, batch)
     is_pair = (pairs.num_chosen > 0) & (pairs.num_rejected > 0)
     chosen, rejected = pairs.chosen - pairs.reference_chosen, pairs.rejected - pairs.reference_rejected
     if self.length_normalized:

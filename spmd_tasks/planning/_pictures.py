@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import math
 from typing import Any
 
-from spmd_tasks.layers.pipeline import BackwardSchedule, Schedule
+from spmd_tasks.layers.pipeline import Schedule
 from spmd_tasks.planning._markup import Html, duration, join, percent, quantity, tag
 
 _HATCH = 'url(#hatch)'
@@ -134,28 +134,24 @@ def roofline(figures: Mapping[str, Any], step_s: float | None) -> Html:
 
 
 def tick_rows(pipeline: Mapping[str, Any]) -> list[list[str | None]]:
-  """Returns what each stage processes in each tick: None in a bubble, 'F3', 'F3.1' (repeat 1), 'F3 B1' (both).
+  """Returns what each stage processes in each tick: None in a bubble, 'F3', 'F3.1' (repeat 1), 'F3 B3' (both).
 
-  Of gpipe and circular the forward pass; the backward pass has the same ticks in the reverse order.
+  Of gpipe and circular the forward pass; the backward pass has the same ticks in the reverse order. Of one forward, one
+  backward the backward pass; the forward pass is gpipe's.
 
   Args:
     pipeline: plan.json's `pipeline`, with stages, microbatches, repeats and schedule.
   """
   stages, microbatches, repeats = pipeline['stages'], pipeline['microbatches'], pipeline.get('repeats') or 1
-  if pipeline.get('schedule') == 'one_forward_one_backward':
-    both = BackwardSchedule(num_stages=stages, num_microbatches=microbatches)
-
-    def halves(stage: int, tick: int) -> str | None:
-      made = [('F', both.forward(stage, tick)), ('B', both.backward(stage, tick))]
-      return ' '.join(f'{half}{microbatch}' for half, (microbatch, is_work) in made if is_work) or None
-
-    return [[halves(stage, tick) for tick in range(both.cool_down.stop)] for stage in range(stages)]
   schedule = Schedule(num_stages=stages, num_microbatches=microbatches, num_repeats=repeats)
 
   def entry(stage: int, tick: int) -> str | None:
     microbatch, repeat, is_work = schedule.work(stage, tick)
     return (f'F{microbatch}.{repeat}' if repeats > 1 else f'F{microbatch}') if is_work else None
 
+  if pipeline.get('schedule') == 'one_forward_one_backward':
+    rows = [[entry(stages - 1 - stage, tick) for tick in range(schedule.num_ticks)] for stage in range(stages)]
+    return [[each and f'{each} B{each[1:]}' for each in row] for row in rows]
   return [[entry(stage, tick) for tick in range(schedule.num_ticks)] for stage in range(stages)]
 
 

@@ -10,7 +10,7 @@ pipeline. A None is a bubble.
 from typing import Any
 
 from spmd_tasks.experiment import Job
-from spmd_tasks.layers.pipeline import BackwardSchedule, PipelinedStack, Schedule
+from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.sharding import stage_axis
 
@@ -47,8 +47,9 @@ def _ticks(name: str, schedule: Schedule, stage: int) -> list[Tick]:
   forward = [_forward(schedule, stage, tick) for tick in range(schedule.num_ticks)]
   if name != 'one_forward_one_backward':  # the backward pass is the forward pass in reverse
     return [*forward, *(work and f'B{work[1:]}' for work in reversed(forward))]
-  both = BackwardSchedule(num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
-  return [*forward, *(_both(both, stage, tick) for tick in range(both.cool_down.stop))]
+  # A stage runs a microbatch forward again and then backward, beginning with the last stage.
+  backward = (_forward(schedule, schedule.num_stages - 1 - stage, tick) for tick in range(schedule.num_ticks))
+  return [*forward, *(work and f'{work} B{work[1:]}' for work in backward)]
 
 
 def _forward(schedule: Schedule, stage: int, tick: int) -> Tick:
@@ -56,15 +57,3 @@ def _forward(schedule: Schedule, stage: int, tick: int) -> Tick:
   if not is_work:
     return None
   return f'F{microbatch}.{repeat}' if schedule.num_repeats > 1 else f'F{microbatch}'
-
-
-def _both(schedule: BackwardSchedule, stage: int, tick: int) -> Tick:
-  """The two halves of a tick of one forward, one backward."""
-  halves = []
-  if tick < schedule.steady.stop:
-    microbatch, is_work = schedule.forward(stage, tick)
-    halves += [f'F{microbatch}'] * bool(is_work)
-  if tick >= schedule.steady.start:
-    microbatch, is_work = schedule.backward(stage, tick)
-    halves += [f'B{microbatch}'] * bool(is_work)
-  return ' '.join(halves) or None

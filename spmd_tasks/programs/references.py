@@ -112,8 +112,8 @@ def _compute(
   """float32 [N, 2]: log-probabilities of every record's chosen and rejected answer; NaN for one that is left out."""
 
   def reference_step(variables, batch):
-    logits = model.task.predict(variables, batch)['logits']
-    sums = pair_log_probs(logits, batch | {'reference_log_probs': jnp.zeros_like(batch['weights'])})
+    predictions = model.task.predict(variables, batch)
+    sums = pair_log_probs(predictions, batch | {'reference_log_probs': jnp.zeros_like(batch['weights'])})
     # The number of a pair's record, of its first segment's tokens. [B, P]
     num_pairs = sums.chosen.shape[1]
     is_chosen = batch['segment_ids'] % 2 == 1

@@ -30,6 +30,7 @@ class DenseLanguageModel(Experiment):
   hidden_dims: int = 384
   dtype: str = 'float32'  # of the computation; weights are float32
   remat_policy: str = 'none'
+  num_logit_chunks: int = 1  # of LanguageModel
 
   seq_len: int = 128
   batch_size: int = 16
@@ -70,6 +71,7 @@ class DenseLanguageModel(Experiment):
       embedding=fdl.Config(TokenEmbedding, vocab_size=self.vocab_size, embed_dim=self.model_dims, dtype=self.dtype),
       stack=self.stack(),
       final_norm=fdl.Config(RmsNorm, dtype=self.dtype),
+      num_logit_chunks=self.num_logit_chunks,
     )
     schedule = fdl.Config(
       LinearWarmupCosine,

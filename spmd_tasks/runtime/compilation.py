@@ -10,6 +10,8 @@ Usage:
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import re
 import time
 from typing import Any, Self
 
@@ -20,6 +22,28 @@ from spmd_tasks.runtime.input_layout import InputLayout
 # JAX (0.10 and 0.11) reports this event each time that a program is missing from its caches in memory. Reading the
 # program back from a persistent compilation cache counts too, since the step waits for that as well.
 _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
+
+
+# Options of the TPU's compiler that let the gathers of weights run beside products, as MaxText's published commands for
+# v5p and v6e set them by LIBTPU_INIT_ARGS. Without them each layer waits for its weights.
+_TPU_OPTIONS = (
+  'xla_enable_async_all_gather',
+  'xla_tpu_enable_async_collective_fusion',
+  'xla_tpu_enable_async_collective_fusion_fuse_all_gather',
+  'xla_tpu_enable_async_collective_fusion_multiple_steps',
+  'xla_tpu_overlap_compute_collective_tc',
+)
+
+
+def compiler_options(platform: str | None) -> dict[str, str] | None:
+  """Returns the compiler's options for a training step on the devices of a platform, 'cpu', 'gpu' or 'tpu'.
+
+  An option that the environment variable LIBTPU_INIT_ARGS names is left to it.
+  """
+  if platform != 'tpu':
+    return None
+  given = os.environ.get('LIBTPU_INIT_ARGS', '')
+  return {name: 'true' for name in _TPU_OPTIONS if not re.search(rf'\b{name}\b', given)}
 
 
 class CompiledStep:

@@ -37,12 +37,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import are_frozen, fill_in, without_frozen
-from spmd_tasks.runtime.compilation import CompiledStep
+from spmd_tasks.runtime.compilation import CompiledStep, compiler_options
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.task import Task, TrainState, Variables
 from spmd_tasks.sharding import (
   AxisRules,
   Quantized,
+  ShardingScope,
   SplitDims,
   WeightSpec,
   check_axis_rules,
@@ -172,6 +173,7 @@ class PartitionedModel:
       in_shardings=(_shardings(self.padded_state), _shardings(layout.padded)),
       out_shardings=(_shardings(self.padded_state), NamedSharding(self.mesh, PartitionSpec())),
       donate_argnums=0,
+      compiler_options=compiler_options(ShardingScope(self.mesh, self.axis_rules).platform),
     )
     return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
 

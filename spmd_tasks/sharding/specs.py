@@ -222,11 +222,20 @@ def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))
 
 
+def is_split_over_tokens(split_dims: SplitDims, token_split_dims: SplitDims) -> bool:
+  """Returns whether `gather_for_tokens` has anything to gather: an axis of several devices splits weight and tokens."""
+  scope = current_sharding_scope()
+  if scope is None or split_dims is None or token_split_dims is None:
+    return False
+  of_weight, of_tokens = (_axes_in_use(each, scope) for each in (split_dims, token_split_dims))
+  return any(scope.mesh.shape[axis] > 1 for axis in of_weight & of_tokens)
+
+
 def gather_for_tokens(weight: jax.Array, split_dims: SplitDims, token_split_dims: SplitDims) -> jax.Array:
   """Gathers a weight over the mesh axes that split the tokens it is multiplied with (fully sharded data parallelism).
 
   Left alone, XLA may multiply by one device's part after another and add up the results, which is slow where parts are
-  small. Its gradient is reduced over the axes and scattered. Outside a `sharding_scope` this is the identity.
+  small. Its gradient is reduced over the axes and scattered. The identity where `is_split_over_tokens` is false.
 
   Args:
     weight: in the dtype of the computation, so that few bytes are gathered.
@@ -234,21 +243,19 @@ def gather_for_tokens(weight: jax.Array, split_dims: SplitDims, token_split_dims
     token_split_dims: of the dims of the activations that count tokens, such as ('batch', 'seq').
   """
   scope = current_sharding_scope()
-  if scope is None or split_dims is None or token_split_dims is None:
+  if scope is None or not is_split_over_tokens(split_dims, token_split_dims):
     return weight
-  names = scope.mesh.axis_names
-  of_tokens = {
-    axis
-    for axes in spec_axes(
-      split_dims_to_partition_spec(token_split_dims, names, scope.axis_rules), len(token_split_dims)
-    )
-    for axis in axes
-  }
-  axes = spec_axes(split_dims_to_partition_spec(split_dims, names, scope.axis_rules), weight.ndim)
+  of_tokens = _axes_in_use(token_split_dims, scope)
+  axes = spec_axes(split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules), weight.ndim)
   kept = [_spec_entry([axis for axis in each if axis not in of_tokens]) for each in axes]
-  if not of_tokens.intersection(axis for each in axes for axis in each):
-    return weight
   return jax.lax.with_sharding_constraint(weight, NamedSharding(scope.mesh, PartitionSpec(*kept)))
+
+
+def _axes_in_use(split_dims: SplitDims, scope: ShardingScope) -> set[str]:
+  """The mesh axes that the axis rules give to split dims."""
+  assert split_dims is not None
+  spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+  return {axis for axes in spec_axes(spec, len(split_dims)) for axis in axes}
 
 
 def stage_axis_rules(base_rules: AxisRules, axis: str = 'stage') -> AxisRules:
@@ -265,6 +272,17 @@ def stage_axis_rules(base_rules: AxisRules, axis: str = 'stage') -> AxisRules:
 
   stages = () if axis == 'layers' else (('layers', axis),)
   return (*stages, *((name, widened(name, axes)) for name, axes in rules))
+
+
+def residual_axis_rules(base_rules: AxisRules, axis: str = 'mdl') -> AxisRules:
+  """Returns the base rules with `act_embed`, the features of the residual stream, split over `axis` as well.
+
+  Between sublayers a device of a tensor-parallel group then holds its part of the activations instead of all of them:
+  what remat keeps and what a pipeline sends is divided by the axis. The sum behind a sublayer becomes a reduce-scatter,
+  and an all-gather before the next one. Megatron's sequence parallelism splits the tokens instead (Korthikanti et al.,
+  2022).
+  """
+  return tuple((name, axis if name == 'act_embed' else axes) for name, axes in base_rules)
 
 
 def context_axis_rules(base_rules: AxisRules, axis: str = 'context') -> AxisRules:

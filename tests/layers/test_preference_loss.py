@@ -116,7 +116,7 @@ def test_aux_losses_are_added():
 
 def test_log_probabilities_of_answers():
   batch, logits = packed_pairs()
-  pairs = pair_log_probs(logits, batch)
+  pairs = pair_log_probs({'logits': logits}, batch)
   assert pairs.chosen.shape == (B, T // 2)
   assert pairs.num_chosen[:2, :2].tolist() == [[1, 1], [6, 0]]
   assert pairs.num_rejected[:2, :2].tolist() == [[3, 5], [8, 0]]

@@ -1,4 +1,4 @@
-"""Three small training steps, compiled once per test process: dense, mixture of experts, pipelined."""
+"""Small training steps, compiled once per test process: dense, experts, pipelined, long sequences by two ways."""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from spmd_tasks.layers.moe import Dropless
 from spmd_tasks.planning.scheduled_program import ScheduledProgram, read_program
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
 from spmd_tasks.runtime import PartitionedModel
-from spmd_tasks.sharding import DataExpertModelMesh
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, context_axis_rules
 
 
 class Dense(Tiny):
@@ -37,6 +37,23 @@ class Pipelined(PipelinedLanguageModel, Tiny):
   ici_mesh_shape = (1, 4, 2, 1)
   num_layers = 4
   num_microbatches = 4
+
+
+class Context(Tiny):
+  """Sequences over context 4, beside data 2; attention gathers keys and values."""
+
+  mesh_axis_names = ('replica', 'data', 'context', 'mdl')
+  ici_mesh_shape = (1, 2, 4, 1)
+  axis_rules = context_axis_rules(DEFAULT_AXIS_RULES)
+
+
+class Ring(Context):
+  """The same, and keys and values go round."""
+
+  def block(self, ffn):
+    block = super().block(ffn)
+    block.attention.implementation = 'ring'
+    return block
 
 
 class CompiledStep(NamedTuple):

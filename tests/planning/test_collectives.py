@@ -13,7 +13,7 @@ import pytest
 from spmd_tasks.planning._replica_groups import replica_groups, source_target_pairs, varying_axes
 from spmd_tasks.planning.collectives import collectives
 from spmd_tasks.planning.scheduled_program import read_program
-from tests.planning.compiled_steps import Dense, Mixture, Pipelined, compiled_step
+from tests.planning.compiled_steps import Context, Dense, Mixture, Pipelined, Ring, compiled_step
 
 B, T, D, F, V, L = 8, 16, 32, 64, 64, 2
 BYTES = 4
@@ -27,12 +27,12 @@ def measured(experiment: type, kind: str, axis: str) -> float:
 
 
 def test_fully_sharded_data_parallelism():
-  """Each matrix is gathered once, because Tiny rematerialises nothing, and its gradient is summed once."""
+  """Each matrix is gathered for the forward and for the backward pass, and its gradient is summed once."""
   data, mdl = 4, 2
   matrices = L * (4 * D * D + 3 * D * F) / mdl
   table = V * D / mdl  # gathered once; its gradient is that of the lookup and that of the logits
   norms = (2 * L + 1) * D
-  gathered = (data - 1) / data * (matrices + table) * BYTES
+  gathered = (data - 1) / data * (2 * matrices + table) * BYTES
   # XLA's CPU compiler sums the whole gradient and then takes a slice; a reduce scatter would send half.
   summed = 2 * (data - 1) / data * (matrices + 2 * table + norms) * BYTES
   assert measured(Dense, 'all_gather', 'data') == pytest.approx(gathered, rel=0.05)
@@ -62,6 +62,28 @@ def test_pipeline_parallelism():
   num_ticks = num_microbatches + num_stages - 1
   expected = num_ticks * (2 * (activation + positions) + 2 * activation)
   assert measured(Pipelined, 'collective_permute', 'stage') == pytest.approx(expected, rel=0.05)
+
+
+def test_context_parallelism_with_gathered_keys_and_values():
+  """Each layer gathers keys and values, and sums and scatters their gradients; documents are gathered too."""
+  data, n = 2, 4
+  part, documents = B / data * T / n * D * BYTES, B / data * T / n * 4
+  gathered = L * (n - 1) * (2 * part + documents)
+  scattered = L * (n - 1) * 2 * part
+  assert measured(Context, 'all_gather', 'context') == pytest.approx(gathered, rel=0.05)
+  assert measured(Context, 'reduce_scatter', 'context') == pytest.approx(scattered, rel=0.05)
+
+
+def test_context_parallelism_with_a_ring():
+  """Keys and values go n times to the neighbour, and their gradients back.
+
+  Queries, keys and values go to the device whose turn they are, and results come back: 4 parts, and their gradients.
+  """
+  data, n = 2, 4
+  part, documents = B / data * T / n * D * BYTES, B / data * T / n * 4
+  expected = L * (2 * (2 * n + 4) * part + (n + 1) * documents)
+  assert measured(Ring, 'collective_permute', 'context') == pytest.approx(expected, rel=0.05)
+  assert measured(Ring, 'all_gather', 'context') < part  # documents only
 
 
 @pytest.mark.parametrize(

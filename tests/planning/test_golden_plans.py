@@ -25,11 +25,12 @@ TOLERANCES = {
   'predicted_step_s': 0.03,
 }
 RECIPES = (
-  *('lm.Dense1B', 'lm.Dense70B', 'lm.Llama8B', 'lm.LongLlama8B'),
+  *('lm.Dense1B', 'lm.Dense70B', 'lm.Llama8B', 'lm.Llama8BOnV6e', 'lm.LongLlama8B', 'lm.Llama70B', 'lm.Llama70BOnV6e'),
   *('moe.Mixtral8x7B', 'moe.FineGrained16B', 'moe.Qwen3Moe30B', 'moe.DeepSeekV3Like'),
   'pipeline.Dense70B',
 )
-NODES = ('moe.Qwen3Moe30BOnH200',)  # of 8 GPUs; their compiler takes 4 GB of wheels
+# Of 8 GPUs; their compiler takes 4 GB of wheels.
+NODES = ('lm.Dense1BOnH200', 'lm.Llama8BOnH200', 'moe.Qwen3Moe30BOnH200')
 SMALL = ('synthetic.Uneven', 'v5e:2x4')
 CASES = [
   pytest.param(*SMALL, id=SMALL[0]),

@@ -13,6 +13,7 @@ from tests.runtime.uneven_experiments import AdamW
 
 ATTENTION = 'task.model.stack.block.attention'
 RING, BLOCKWISE = (f'{ATTENTION}.implementation=ring',), (f'{ATTENTION}.implementation=blockwise',)
+CHUNKS = ('num_logit_chunks=4',)
 WINDOW, REMAT = (f'{ATTENTION}.window=5',), ('remat_policy=full',)
 TEN = ('num_layers=10', 'batch_size=16')
 
@@ -45,7 +46,7 @@ class PipelinedContext(PipelinedAdamW):
 BASES = {Context: (AdamW, ()), ContextExperts: (AlongData, ()), PipelinedContext: (AdamW, TEN)}
 
 # name, experiment, mesh, overrides, those of them that change the numbers
-CASES = [('context 4 x mdl 2, ring', Context, (1, 1, 4, 2), RING, ())]
+CASES = [('context 4 x mdl 2, ring, logits in chunks', Context, (1, 1, 4, 2), (*RING, *CHUNKS), ())]
 ONE_BY_ONE = [
   ('context 8', Context, (1, 1, 8, 1), (), ()),
   ('data 2 x context 2 x mdl 2, window', Context, (1, 2, 2, 2), (*BLOCKWISE, *WINDOW, *REMAT), WINDOW),

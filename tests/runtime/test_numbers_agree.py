@@ -14,6 +14,7 @@ from tests.runtime.uneven_experiments import Adafactor, AdamW
 DROPOUT = ('task.model.stack.block.dropout_rate=0.1',)
 TWO_MICROBATCHES, FOUR_MICROBATCHES = (('task.learner.num_microbatches=2',), ('task.learner.num_microbatches=4',))
 REMAT, UNROLLED = ('remat_policy=full',), ('task.model.stack.scan=False',)
+CHUNKS = ('num_logit_chunks=4',)
 FAST = ('data 2 x mdl 4', 'Adafactor, data 2 x mdl 4')
 CASES = [
   ('data 2 x mdl 4', AdamW, (1, 2, 4), {}),
@@ -21,10 +22,10 @@ CASES = [
   ('mdl 8, 2 microbatches', AdamW, (1, 1, 8), {'overrides': TWO_MICROBATCHES}),
   ('replica 2 x data 2 x mdl 2, full remat, unrolled', AdamW, (2, 2, 2), {'overrides': REMAT + UNROLLED}),
   (
-    'two slices of data 2 x mdl 2, 4 microbatches',
+    'two slices of data 2 x mdl 2, 4 microbatches, logits in chunks',
     AdamW,
     (1, 2, 2),
-    {'dcn': (1, 2, 1), 'overrides': FOUR_MICROBATCHES},
+    {'dcn': (1, 2, 1), 'overrides': FOUR_MICROBATCHES + CHUNKS},
   ),
   ('Adafactor, data 2 x mdl 4', Adafactor, (1, 2, 4), {}),
 ]
@@ -37,6 +38,7 @@ ONE_BY_ONE = [
   ('4 microbatches on one device', AdamW, (1, 1, 1), {'overrides': FOUR_MICROBATCHES}),
   ('full remat', AdamW, (1, 2, 4), {'overrides': REMAT}),
   ('layers unrolled', AdamW, (1, 2, 4), {'overrides': UNROLLED}),
+  ('logits in chunks', AdamW, (1, 2, 4), {'overrides': CHUNKS}),
   ('dropout', AdamW, (1, 2, 4), {'overrides': DROPOUT, 'reference': DROPOUT}),
   ('Adafactor, mdl 8', Adafactor, (1, 1, 8), {}),
 ]

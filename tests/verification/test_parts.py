@@ -32,7 +32,7 @@ def shrunk(name: str, *overrides: str) -> dict[str, str]:
     ('lm.Dense1B', {'num_layers': '4', 'num_heads': '4', 'num_kv_heads': '2', 'vocab_size': '259', 'dtype': 'float32'}),
     ('moe.FineGrained16B', {'num_experts': '8', 'num_selected_experts': '2', 'shared_hidden_dims': '32'}),
     ('pipeline.OneForwardOneBackwardTiny', {'num_layers': '5', 'batch_size': '8', 'model_dims': '32'}),
-    ('pipeline.Dense70B', {'num_layers': '4', 'num_microbatches': '8', 'batch_size': '8'}),
+    ('pipeline.Dense70B', {'num_layers': '10', 'batch_size': '8'}),
   ],
 )
 def test_sizes_shrink_and_settings_stay(name, changes):

@@ -10,6 +10,7 @@ Shapes: as in _plain.py; N blocks, C queries of a block.
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.attention._options import AttentionOptions
 from spmd_tasks.layers.attention._plain import attend_to_visible, visible
 
 BLOCK = 256
@@ -20,12 +21,8 @@ def attend_blockwise(
   key: jax.Array,
   value: jax.Array,
   segment_ids: jax.Array | None,
+  options: AttentionOptions,
   *,
-  causal: bool,
-  window: int | None,
-  softmax_scale: float | None,
-  logit_cap: float | None,
-  sinks: jax.Array | None,
   block: int = BLOCK,
   key_segments: jax.Array | None = None,
   first_column: jax.Array | int = 0,
@@ -33,13 +30,13 @@ def attend_blockwise(
   """Computes `attend` for `block` queries at a time.
 
   Args:
-    query, key, value, segment_ids, causal, window, softmax_scale, logit_cap, sinks: see `attend`; there may be fewer
-      queries than keys.
+    query, key, value, segment_ids, options: see `attend`; there may be fewer queries than keys.
     block: C.
     key_segments: int32 [B, S], the documents of the keys; None: those of the queries.
     first_column: where the first query stands among the keys.
   """
   num_rows, length, num_heads, _ = query.shape
+  window = options.window
   total = key.shape[1]
   block = min(block, length)
   num_blocks = -(-length // block)
@@ -63,13 +60,11 @@ def attend_blockwise(
       keys, values = (jax.lax.dynamic_slice_in_dim(x, first, num_keys, axis=1) for x in (key, value))
       segments = None if segments is None else jax.lax.dynamic_slice_in_dim(segments, first, num_keys, axis=1)
     key_columns = start + jnp.arange(num_keys)
-    may_see = visible(columns, key_columns, query_segments, segments, causal=causal, window=window)
+    may_see = visible(columns, key_columns, query_segments, segments, options)
     may_see &= ((key_columns >= 0) & (key_columns < total))[None, None, :]
     # Queries that fill the last block see every key: a softmax of nothing would be NaN, and so would its gradient.
     may_see |= (columns >= first_column + length)[None, :, None]
-    return attend_to_visible(
-      queries, keys, values, may_see, softmax_scale=softmax_scale, logit_cap=logit_cap, sinks=sinks
-    )
+    return attend_to_visible(queries, keys, values, may_see, options)
 
   attend_block = jax.checkpoint(attend_block, prevent_cse=False)
   queries = _blocks(_pad(query, 0, added), num_blocks)

@@ -16,6 +16,7 @@ device and `undo_exchange` the results back, so that no other part of the model 
 Shapes: as in attend.py; P devices along the axes that split the tokens, t = T / P tokens of one.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ import numpy as np
 
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._on_devices import AttentionLayout, Axes, attend_on_devices
+from spmd_tasks.layers.attention._options import AttentionOptions
 from spmd_tasks.layers.attention._plain import visible
 from spmd_tasks.layers.base import soft_cap
 
@@ -33,12 +35,8 @@ def attend_gathered(
   key: jax.Array,
   value: jax.Array,
   segment_ids: jax.Array | None,
+  options: AttentionOptions,
   *,
-  causal: bool,
-  window: int | None,
-  softmax_scale: float | None,
-  logit_cap: float | None,
-  sinks: jax.Array | None,
   layout: AttentionLayout,
   block: int,
 ) -> jax.Array:
@@ -51,17 +49,13 @@ def attend_gathered(
       key,
       value,
       segments,
-      causal=causal,
-      window=window,
-      softmax_scale=softmax_scale,
-      logit_cap=logit_cap,
-      sinks=sinks,
+      dataclasses.replace(options, sinks=sinks),
       block=block,
       key_segments=key_segments,
       first_column=jax.lax.axis_index(layout.tokens) * query.shape[1],
     )
 
-  return attend_on_devices(attend_local, query, key, value, segment_ids, sinks, layout=layout, tile=1, causal=causal)
+  return attend_on_devices(attend_local, query, key, value, segment_ids, options, layout=layout, tile=1)
 
 
 def attend_by_ring(
@@ -69,25 +63,21 @@ def attend_by_ring(
   key: jax.Array,
   value: jax.Array,
   segment_ids: jax.Array | None,
+  options: AttentionOptions,
   *,
-  causal: bool,
-  window: int | None,
-  softmax_scale: float | None,
-  logit_cap: float | None,
-  sinks: jax.Array | None,
   layout: AttentionLayout,
 ) -> jax.Array:
   """Computes `attend` while keys and values go round; the scores of t queries and t keys are in memory at a time."""
   axes, num_parts = layout.tokens, layout.num_tokens
-  scale = softmax_scale or query.shape[-1] ** -0.5
+  scale = options.scale(query.shape[-1])
 
   @jax.checkpoint
   def add(total: Total, queries: Run, keys: Run) -> Total:
     """Adds to the sums what a run of queries sees in a run of keys."""
     assert keys.value is not None
     logits = jnp.einsum('BTGHK,BSGK->BGHTS', queries.key, keys.key, preferred_element_type=jnp.float32)
-    may_see = visible(queries.columns, keys.columns, queries.segments, keys.segments, causal=causal, window=window)
-    logits = jnp.where(may_see[:, None, None], soft_cap(logits * scale, logit_cap), -jnp.inf)
+    may_see = visible(queries.columns, keys.columns, queries.segments, keys.segments, options)
+    logits = jnp.where(may_see[:, None, None], soft_cap(logits * scale, options.logit_cap), -jnp.inf)
     highest = jnp.maximum(total.highest, jax.lax.stop_gradient(jnp.max(logits, axis=-1)))
     shrink = jnp.exp(total.highest - highest)
     weights = jnp.exp(logits - highest[..., None])
@@ -111,7 +101,7 @@ def attend_by_ring(
       source = (me - distance) % num_parts
       early_keys, late_keys = _halves(Run(others[0], others[1], others[2], order[source]))
       late_total = add(late_total, late, early_keys)
-      if causal:  # of the other pairs of runs, the mask hides all but one, or two of a device's own
+      if options.causal:  # of the other pairs of runs, the mask hides all but one, or two of a device's own
         early_total = jax.lax.cond(source <= me, add, _skip, early_total, early, early_keys)
         late_total = jax.lax.cond(source >= me, add, _skip, late_total, late, late_keys)
       else:
@@ -134,7 +124,7 @@ def attend_by_ring(
     attended = jnp.concatenate([results(total) for total in totals], axis=1).astype(value.dtype)
     return undo_exchange(attended.reshape(num_rows, length, num_heads, -1), axes)
 
-  return attend_on_devices(attend_local, query, key, value, segment_ids, sinks, layout=layout, tile=2, causal=causal)
+  return attend_on_devices(attend_local, query, key, value, segment_ids, options, layout=layout, tile=2)
 
 
 class Run(NamedTuple):

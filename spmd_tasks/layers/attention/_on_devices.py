@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from spmd_tasks.layers.attention._options import AttentionOptions
 from spmd_tasks.sharding import (
   SplitDims,
   current_sharding_scope,
@@ -66,11 +67,10 @@ def attend_on_devices(
   key: jax.Array,
   value: jax.Array,
   segment_ids: jax.Array | None,
-  sinks: jax.Array | None,
+  options: AttentionOptions,
   *,
   layout: AttentionLayout,
   tile: int,
-  causal: bool,
   table: Callable[[int, int], Any] | None = None,
 ) -> jax.Array:
   """Returns [B, T, H, V], computed on each device from its part.
@@ -79,10 +79,9 @@ def attend_on_devices(
     attend_local: (query [b, t, h, K], key [b, t, g, K], value [b, t, g, V], segment ids [b, t] or None, sinks [h] or
       None, table) -> [b, t, h, V], where t is a multiple of `tile`, and g divides h. Tokens that were added at the end
       have segment -1; a causal attention without segments needs none for them.
-    query, key, value, segment_ids, sinks: see `attend`.
+    query, key, value, segment_ids, options: see `attend`.
     layout: of the queries.
     tile: t is a multiple of it.
-    causal: whether tokens see earlier ones only.
     table: (h, padded T) -> a tree of arrays with a method `manual_sharding_spec`, of which each device gets its tokens'
       part.
   """
@@ -92,12 +91,12 @@ def attend_on_devices(
     key, value = jnp.repeat(key, repeats, axis=2), jnp.repeat(value, repeats, axis=2)
   group = num_heads // key.shape[2]
   token_multiple = layout.num_tokens * tile
-  if length % token_multiple and not causal and segment_ids is None:
+  if length % token_multiple and not options.causal and segment_ids is None:
     segment_ids = jnp.ones((num_rows, length), jnp.int32)
   query = _pad(query, (layout.num_rows, token_multiple, layout.num_heads * group, 1))
   key, value = (_pad(x, (layout.num_rows, token_multiple, layout.num_heads, 1)) for x in (key, value))
   segments = None if segment_ids is None else _pad(segment_ids, (layout.num_rows, token_multiple), -1)
-  sinks = None if sinks is None else _pad(sinks, (layout.num_heads * group,))
+  sinks = None if options.sinks is None else _pad(options.sinks, (layout.num_heads * group,))
   made = table(query.shape[2] // layout.num_heads, query.shape[1]) if table else None
 
   scope = current_sharding_scope()

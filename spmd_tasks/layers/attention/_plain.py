@@ -3,12 +3,12 @@
 Shapes: B batch, T queries, S keys, H query heads, G key/value heads, K head dim, V dim of a value.
 """
 
-import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.attention._options import AttentionOptions
 from spmd_tasks.layers.base import soft_cap
 
 
@@ -26,30 +26,26 @@ def attend_plainly(
   key: jax.Array,
   value: jax.Array,
   segment_ids: jax.Array | None,
+  options: AttentionOptions,
   *,
-  causal: bool,
-  window: int | None,
-  softmax_scale: float | None,
-  logit_cap: float | None = None,
-  sinks: jax.Array | None = None,
   implementation: Literal['xla', 'cudnn'] = 'xla',
 ) -> jax.Array:
   """Computes `attend`; what `jax.nn.dot_product_attention` can compute, by it."""
-  if logit_cap is None and sinks is None and key.shape == value.shape:
+  if options.logit_cap is None and options.sinks is None and key.shape == value.shape:
     return jax.nn.dot_product_attention(
       query,
       key,
       value,
       mask=None if segment_ids is None else segment_mask(segment_ids),
-      scale=softmax_scale,
-      is_causal=causal,
+      scale=options.softmax_scale,
+      is_causal=options.causal,
       # Documents are contiguous, so the distance of two columns is the distance within the document.
-      local_window_size=None if window is None else (window - 1, 0),
+      local_window_size=None if options.window is None else (options.window - 1, 0),
       implementation=implementation,
     )
   columns = jnp.arange(query.shape[1])
-  may_see = visible(columns, columns, segment_ids, segment_ids, causal=causal, window=window)
-  return attend_to_visible(query, key, value, may_see, softmax_scale=softmax_scale, logit_cap=logit_cap, sinks=sinks)
+  may_see = visible(columns, columns, segment_ids, segment_ids, options)
+  return attend_to_visible(query, key, value, may_see, options)
 
 
 def visible(
@@ -57,25 +53,23 @@ def visible(
   key_columns: jax.Array,
   query_segments: jax.Array | None,
   key_segments: jax.Array | None,
-  *,
-  causal: bool,
-  window: int | None,
+  options: AttentionOptions,
 ) -> jax.Array:
   """Returns the mask [B or 1, T, S]: true where a query may see a key.
 
   Args:
     query_columns, key_columns: int32 [T] and [S], the places in the row.
     query_segments, key_segments: int32 [B, T] and [B, S], the documents; None: one document per row.
-    causal, window: see `Attention`.
+    options: of which `causal` and `window` count.
   """
   distance = query_columns[:, None] - key_columns[None, :]
   may_see = jnp.ones((1, *distance.shape), bool)
   if query_segments is not None and key_segments is not None:
     may_see = query_segments[:, :, None] == key_segments[:, None, :]
-  if causal:
+  if options.causal:
     may_see &= (distance >= 0)[None]
-  if window is not None:
-    may_see &= (distance < window)[None]
+  if options.window is not None:
+    may_see &= (distance < options.window)[None]
   return may_see
 
 
@@ -84,10 +78,7 @@ def attend_to_visible(
   key: jax.Array,
   value: jax.Array,
   may_see: jax.Array,
-  *,
-  softmax_scale: float | None,
-  logit_cap: float | None,
-  sinks: jax.Array | None,
+  options: AttentionOptions,
 ) -> jax.Array:
   """Returns [B, T, H, V]: the values [B, S, G, V] weighted by queries [B, T, H, K] and keys [B, S, G, K].
 
@@ -96,8 +87,8 @@ def attend_to_visible(
   num_rows, length, num_heads, head_dim = query.shape
   grouped = query.reshape(num_rows, length, key.shape[2], num_heads // key.shape[2], head_dim)
   logits = jnp.einsum('BTGHK,BSGK->BGHTS', grouped, key, preferred_element_type=jnp.float32)
-  logits = soft_cap(logits * (softmax_scale or 1.0 / math.sqrt(head_dim)), logit_cap)
-  weights = masked_softmax(logits, may_see[:, None, None], sinks).astype(value.dtype)
+  logits = soft_cap(logits * options.scale(head_dim), options.logit_cap)
+  weights = masked_softmax(logits, may_see[:, None, None], options.sinks).astype(value.dtype)
   attended = jnp.einsum('BGHTS,BSGV->BTGHV', weights, value)
   return attended.reshape(num_rows, length, num_heads, value.shape[-1])
 

@@ -7,8 +7,8 @@ Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, V dim
 """
 
 import concurrent.futures
+import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from spmd_tasks.layers.attention._context import balanced_order, exchange, gather_tokens, undo_exchange
 from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices
+from spmd_tasks.layers.attention._options import AttentionOptions
 
 _TILE = 128
 _LARGEST_BLOCK = 1024
@@ -30,21 +31,17 @@ def attend_by_splash(
   key: jax.Array,
   value: jax.Array,
   segment_ids: jax.Array | None,
+  options: AttentionOptions,
   *,
-  causal: bool,
-  window: int | None,
-  softmax_scale: float | None,
-  logit_cap: float | None,
-  sinks: jax.Array | None,
   layout: AttentionLayout,
   interpret: bool,
 ) -> jax.Array:
   """Computes `attend` by the kernel; `interpret` runs it on any platform, slowly."""
-  query = query * jnp.asarray(softmax_scale or 1.0 / math.sqrt(query.shape[-1]), query.dtype)
+  query = query * jnp.asarray(options.scale(query.shape[-1]), query.dtype)
   axes, is_split = layout.tokens, layout.num_tokens > 1
 
   def make_kernel(num_heads: int, length: int) -> Any:
-    return _kernel(num_heads, length, causal, window, logit_cap, layout.num_tokens, interpret)
+    return _kernel(num_heads, length, options.causal, options.window, options.logit_cap, layout.num_tokens, interpret)
 
   def attend_local(query, key, value, segments, sinks, kernel):
     if kernel is None:
@@ -68,11 +65,10 @@ def attend_by_splash(
     key,
     value,
     segment_ids,
-    None if sinks is None else sinks.astype(jnp.float32),
+    dataclasses.replace(options, sinks=None if options.sinks is None else options.sinks.astype(jnp.float32)),
     layout=layout,
     tile=2 * _TILE if is_split else _TILE,
-    causal=causal,
-    table=make_kernel if causal else None,
+    table=make_kernel if options.causal else None,
   )
 
 

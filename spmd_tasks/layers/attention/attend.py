@@ -21,7 +21,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 from absl import logging
 import jax
@@ -30,6 +30,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._blockwise import BLOCK, attend_blockwise
 from spmd_tasks.layers.attention._context import attend_by_ring, attend_gathered
 from spmd_tasks.layers.attention._on_devices import attention_layout
+from spmd_tasks.layers.attention._options import AttentionOptions
 from spmd_tasks.layers.attention._plain import attend_plainly
 from spmd_tasks.layers.attention._splash import attend_by_splash
 from spmd_tasks.sharding import SplitDims, current_platform
@@ -80,21 +81,19 @@ def attend(
     is_here=current_platform() == jax.default_backend(),
   )
   name = resolve_implementation(implementation, call)
-  tensors = (query, key, value, segment_ids)
-  options: Any = {'causal': causal, 'window': window, 'softmax_scale': softmax_scale}
-  every_option: Any = {**options, 'logit_cap': logit_cap, 'sinks': sinks}
+  options = AttentionOptions(
+    causal=causal, window=window, softmax_scale=softmax_scale, logit_cap=logit_cap, sinks=sinks
+  )
+  args = (query, key, value, segment_ids, options)
   if name == 'ring':
-    return attend_by_ring(*tensors, **every_option, layout=layout)
+    return attend_by_ring(*args, layout=layout)
   if name == 'splash':
-    return attend_by_splash(*tensors, **every_option, layout=layout, interpret=call.platform != 'tpu')
+    return attend_by_splash(*args, layout=layout, interpret=call.platform != 'tpu')
   if call.num_token_parts > 1:
-    block = BLOCK if name == 'blockwise' else query.shape[1]
-    return attend_gathered(*tensors, **every_option, layout=layout, block=block)
+    return attend_gathered(*args, layout=layout, block=BLOCK if name == 'blockwise' else query.shape[1])
   if name == 'blockwise':
-    return attend_blockwise(*tensors, **every_option)
-  if name == 'cudnn':
-    return attend_plainly(*tensors, **options, implementation='cudnn')
-  return attend_plainly(*tensors, **every_option)
+    return attend_blockwise(*args)
+  return attend_plainly(*args, implementation='cudnn' if name == 'cudnn' else 'xla')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,11 @@ microbatches are cut and moved), stage.py (one stage), then loop.py (gpipe, circ
 """
 
 from spmd_tasks.layers.pipeline.microbatches import check_microbatches_divide
-from spmd_tasks.layers.pipeline.schedule import SCHEDULES, BackwardSchedule, Schedule, ScheduleName
+from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from spmd_tasks.layers.pipeline.stack import PipelinedStack
 
 __all__ = [
   'SCHEDULES',
-  'BackwardSchedule',
   'PipelinedStack',
   'Schedule',
   'ScheduleName',

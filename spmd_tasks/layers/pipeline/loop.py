@@ -39,6 +39,19 @@ def run_loop(
   Returns:
     (x of the K microbatches after all layers, the aux of this stage's layers [V, N, ...] summed over all microbatches).
   """
+  return _run(stage, schedule, weights, microbatches, keep_inputs=False)[0]
+
+
+def run_loop_and_keep_inputs(
+  stage: Stage, schedule: Schedule, weights: StageWeights, microbatches: Microbatch
+) -> tuple[tuple[jax.Array, Any], Microbatch]:
+  """Returns (what `run_loop` returns, what entered the stage in each tick, [ticks, ...])."""
+  return _run(stage, schedule, weights, microbatches, keep_inputs=True)
+
+
+def _run(
+  stage: Stage, schedule: Schedule, weights: StageWeights, microbatches: Microbatch, *, keep_inputs: bool
+) -> tuple[tuple[jax.Array, Any], Any]:
   axis, p = stage.axis, jax.lax.axis_index(stage.axis)
   # Stage 0 gets a result of the last stage one tick later, which is P ticks after the input entered. It needs the
   # result M ticks after the input entered; a delay line holds the result for the other M - P ticks.
@@ -54,15 +67,17 @@ def run_loop(
     if is_circular:
       delayed = tree_write(delayed, t % (delay + 1), below)
       first = tree_where(t < schedule.num_microbatches, leaving, tree_read(delayed, (t + 1) % (delay + 1)))
-    result, aux = stage(weights, tree_where(p == 0, first, below), index, repeat, is_work)
+    entering = tree_where(p == 0, first, below)
+    result, aux = stage(weights, entering, index, repeat, is_work)
     slots = write_slot(slots, t, arriving, result, axis)
-    return (slots, send_up(result, axis), delayed, _add_aux(total, aux, repeat, is_work)), None
+    carry = (slots, send_up(result, axis), delayed, _add_aux(total, aux, repeat, is_work))
+    return carry, entering if keep_inputs else None
 
   total = _zero_aux(stage, weights, idle, schedule.num_repeats)
   delayed = jax.tree.map(lambda x: jnp.stack([x] * (delay + 1)), idle) if is_circular else None
   carry = (microbatches, idle, delayed, total)
-  (slots, _, _, total), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.num_ticks))
-  return slots_in_order(slots.x, schedule.num_stages - 1), total
+  (slots, _, _, total), inputs = jax.lax.scan(tick, carry, jnp.arange(schedule.num_ticks))
+  return (slots_in_order(slots.x, schedule.num_stages - 1), total), inputs
 
 
 def _zero_aux(stage: Stage, weights: StageWeights, microbatch: Microbatch, num_repeats: int) -> Any:

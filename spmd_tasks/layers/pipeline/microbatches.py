@@ -63,8 +63,13 @@ def _data_axes(scope: ShardingScope, axis: str, batch_split_dim: SplitDim) -> tu
 
 
 def _constrain(tree: Any, scope: ShardingScope, *spec: Any) -> Any:
-  sharding = NamedSharding(scope.mesh, PartitionSpec(*spec))
-  return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
+  """Constrains the first dims of every array."""
+
+  def constrain_leaf(x: jax.Array) -> jax.Array:
+    rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))  # features stay split as they are
+    return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, PartitionSpec(*spec, *rest)))
+
+  return jax.tree.map(constrain_leaf, tree)
 
 
 def check_microbatches_divide(batch_size: int, num_microbatches: int) -> None:

@@ -9,6 +9,8 @@ A stage without a microbatch in a tick has a *bubble*.
     stage 1   .  0  1  2  3          stage 1   .  0  1  0' 1'
 
 A circular tick runs 1/V of the layers. The bubble is P - 1 ticks for every V, so V repeats make it V times shorter.
+The backward pass has as many ticks: that of gpipe and circular is the forward pass in reverse; that of one forward, one
+backward takes the microbatches in their order, from the last stage to the first.
 
 GPipe: Huang et al., 2019. Circular (interleaved) stages: Narayanan et al., 2021. One forward, one backward (PipeDream):
 Narayanan et al., 2019.
@@ -64,51 +66,3 @@ class Schedule:
     num_steps = self.num_microbatches * self.num_repeats
     is_work = (step >= 0) & (step < num_steps)
     return step % self.num_microbatches, (step // self.num_microbatches) % self.num_repeats, is_work
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BackwardSchedule:
-  """The backward pass of one forward, one backward: M microbatches, each recomputed forward shortly before.
-
-    P = 2, M = 3        warm-up  steady       cool-down
-    tick                0        1   2   3    4
-    stage 0, forward    0        1   2   .
-    stage 0, backward            .   0   1    2
-    stage 1, forward    .        0   1   2
-    stage 1, backward            0   1   2    .
-
-  The last stage runs backward with a microbatch in the tick in which it ran forward with it; the stages before it
-  follow, one tick apart. At most `max_in_flight` microbatches have run forward and not yet backward, for every M. Only
-  steady ticks have both halves, so each half has as many ticks as a forward pass, and the same bubble.
-  """
-
-  num_stages: int
-  num_microbatches: int
-
-  @property
-  def warm_up(self) -> range:
-    return range(self.num_stages - 1)
-
-  @property
-  def steady(self) -> range:
-    return range(self.num_stages - 1, self.num_stages - 1 + self.num_microbatches)
-
-  @property
-  def cool_down(self) -> range:
-    return range(self.steady.stop, self.steady.stop + self.num_stages - 1)
-
-  @property
-  def max_in_flight(self) -> int:
-    """How many inputs stage 0 must store at once; stage p stores 2 (P - 1 - p) + 1."""
-    return 2 * self.num_stages - 1
-
-  def forward(self, stage: Any, tick: Any) -> tuple[Any, Any]:
-    """Returns (microbatch, whether it is work) of the forward half; in a bubble the microbatch is any in range."""
-    return self._clip(tick - stage)
-
-  def backward(self, stage: Any, tick: Any) -> tuple[Any, Any]:
-    """Returns the same for the backward half."""
-    return self._clip(tick - 2 * (self.num_stages - 1) + stage)
-
-  def _clip(self, microbatch: Any) -> tuple[Any, Any]:
-    return microbatch % self.num_microbatches, (microbatch >= 0) & (microbatch < self.num_microbatches)

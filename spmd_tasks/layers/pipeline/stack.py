@@ -68,8 +68,8 @@ class PipelinedStack(WithSublayers, kw_only=True):
     block: template of the layers: block(x, segment_ids, segment_pos, train=...) -> (x, aux).
     num_layers: L.
     num_microbatches: M, a multiple of P. A larger M gives a shorter bubble and smaller matmuls.
-    schedule: 'gpipe'; 'circular', for a shorter bubble; or 'one_forward_one_backward', for memory that does not grow
-      with M, at the cost of another forward pass.
+    schedule: 'gpipe'; 'circular', for a shorter bubble; or 'one_forward_one_backward', which keeps one activation per
+      microbatch and runs each layer forward twice.
     num_repeats: V, how often a microbatch passes all stages of a circular pipeline; 1 for the other schedules.
     remat_policy: a name in REMAT_POLICIES: which values each layer keeps for its backward pass.
     batch_split_dim: the split dim of B in the activations of the blocks.

@@ -1,0 +1,116 @@
+"""Logits in chunks: the loss, its metrics and every gradient are those of all logits at once, on any mesh."""
+
+import jax
+import numpy as np
+import pytest
+
+from spmd_tasks.layers import LabelScores, LanguageModelLoss
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules, sharding_scope
+from tests.layers.tiny_model import VOCAB, packed_batch, random_weights, tiny_model
+
+LOSS = LanguageModelLoss(z_loss_weight=1e-2, label_smoothing=0.1)
+EMBEDDINGS = {
+  'tied, capped': {'logits_cap': 2.0, 'scale_logits': True},
+  'a kernel and a bias': {'tied': False, 'logits_bias': True},
+}
+MESHES = {
+  'one device': None,
+  'data 2 x mdl 4': (
+    ('replica', 'data', 'mdl'),
+    (1, 2, 4),
+    DEFAULT_AXIS_RULES,
+  ),  # which divides neither rows nor vocabulary
+  'data 2 x context 2 x mdl 2': (
+    ('replica', 'data', 'context', 'mdl'),
+    (1, 2, 2, 2),
+    context_axis_rules(DEFAULT_AXIS_RULES),
+  ),
+}
+
+
+def model_of(embedding, num_chunks, *, num_layers=1):
+  model = tiny_model(num_layers=num_layers)
+  return model.clone(embedding=model.embedding.clone(**EMBEDDINGS[embedding]), num_logit_chunks=num_chunks)
+
+
+def batch_of(rng):
+  """A packed batch with fractional weights, and with labels of -100 where the weight is 0."""
+  batch = packed_batch()
+  weights = np.asarray(batch['weights']) * rng.choice([0.0, 0.5, 1.0], size=batch['weights'].shape)
+  weights[1, 0] = 1.0
+  labels = np.where(weights == 0, -100, batch['labels'])
+  return batch | {'weights': weights.astype(np.float32), 'labels': labels.astype(np.int32)}
+
+
+def run(model, weights, batch, mesh=None):
+  def loss(weights):
+    output = LOSS(model.apply({'params': weights}, batch), batch)
+    return output.loss, output
+
+  def gradient(weights):
+    if mesh is None:
+      return jax.value_and_grad(loss, has_aux=True)(weights)
+    names, shape, rules = mesh
+    with sharding_scope(MeshSpec(axis_names=names, ici_mesh_shape=shape).build(), rules):
+      return jax.value_and_grad(loss, has_aux=True)(weights)
+
+  return jax.device_get(jax.jit(gradient)(weights))
+
+
+@pytest.mark.parametrize(
+  'embedding, mesh',
+  [
+    ('tied, capped', 'one device'),
+    ('a kernel and a bias', 'data 2 x mdl 4'),
+    pytest.param('a kernel and a bias', 'one device', marks=pytest.mark.exhaustive),
+    pytest.param('tied, capped', 'data 2 x mdl 4', marks=pytest.mark.exhaustive),
+    pytest.param('tied, capped', 'data 2 x context 2 x mdl 2', marks=pytest.mark.exhaustive),
+  ],
+)
+def test_loss_and_gradients_are_those_of_all_logits_at_once(rng, embedding, mesh):
+  batch = batch_of(rng)
+  weights = random_weights(model_of(embedding, 1))
+  expected = run(model_of(embedding, 1), weights, batch)
+  got = run(model_of(embedding, 4), weights, batch, MESHES[mesh])
+  for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+    scale = max(1e-3, np.max(np.abs(b)))
+    np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6 * scale, err_msg=jax.tree_util.keystr(path))
+
+
+def test_the_logits_are_never_whole():
+  """No array of the gradient's program is [B, T, V]."""
+  batch = packed_batch()
+  weights = random_weights(model_of('tied, capped', 1))
+
+  def has_all_logits(num_chunks):
+    model = model_of('tied, capped', num_chunks)
+
+    def loss(weights):
+      return LOSS(model.apply({'params': weights}, batch), batch).loss
+
+    return f'f32[3,8,{VOCAB}]' in str(jax.make_jaxpr(jax.grad(loss))(weights))
+
+  assert has_all_logits(1)
+  assert not has_all_logits(4)
+
+
+def test_without_labels_the_model_returns_logits():
+  model, batch = model_of('tied, capped', 4), packed_batch()
+  weights = random_weights(model)
+  ids_only = {name: batch[name] for name in ('ids', 'segment_ids', 'segment_pos')}
+  abstract = jax.eval_shape(model.apply, {'params': weights}, ids_only)
+  assert abstract['logits'].shape == (3, 8, VOCAB)
+  scores = jax.eval_shape(model.apply, {'params': weights}, batch)['label_scores']
+  assert isinstance(scores, LabelScores)
+  assert scores.log_normalizer.shape == (3, 8)
+
+
+@pytest.mark.parametrize('num_chunks, message', [(3, 'must divide the 8 tokens of a row'), (0, 'must be at least 1')])
+def test_impossible_chunks_are_errors(num_chunks, message):
+  batch = packed_batch()
+
+  def build():
+    return jax.eval_shape(model_of('tied, capped', num_chunks).init, jax.random.key(0), batch)
+
+  with pytest.raises(ValueError, match=f'num_logit_chunks={num_chunks} {message}'):
+    build()
