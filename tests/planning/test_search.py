@@ -35,8 +35,8 @@ def test_a_pipeline_has_its_own_microbatches_and_schedule():
   job, values = Formula('pipeline.Dense70B').resolve(())
   options = next(lever.options for lever in levers(job, values) if lever.name == 'pipeline')
   assert options == (
-    ('num_microbatches=64',),
-    ('num_microbatches=128',),
+    ('num_microbatches=16',),
+    ('num_microbatches=32',),
     ('schedule=one_forward_one_backward', 'num_repeats=1'),
   )
 
