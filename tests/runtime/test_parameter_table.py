@@ -61,6 +61,7 @@ def model():
         {'mu': stored((258, 32), table), 'count': stored((), P(), jnp.int32)},
       ),
     ),
+    has_frozen_weights=False,
     total_num_params=18_541,
     padding_waste=1 - 18_541 / 19_807,
   )

@@ -36,6 +36,7 @@ ONCE_FAILED = [
       'ici_mesh_shape': (1, 2, 1, 3),
     },
     id="collectives waited for one another until XLA's timeout",
+    marks=pytest.mark.exhaustive,
   )
 ]
 

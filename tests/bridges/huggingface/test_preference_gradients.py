@@ -61,7 +61,8 @@ def of_trl(model, tokenizer, references):
   return loss.item(), {name: value.grad.numpy() for name, value in model.named_parameters() if value.grad is not None}
 
 
-@pytest.mark.parametrize('mesh', ['1,1,1', pytest.param('1,2,4', marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # tests/layers/test_preference_loss.py holds the formula at the logits in every run
+@pytest.mark.parametrize('mesh', ['1,1,1', '1,2,4'])
 def test_loss_and_every_gradient_are_those_of_trl(mesh, tmp_path):
   folder = write_llama(tmp_path / 'model')
   theirs, _ = load_reference(folder, 'float32')
