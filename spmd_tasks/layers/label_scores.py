@@ -1,4 +1,4 @@
-"""LabelScores: the four numbers per token that a language-model loss needs of its logits, which are [B, T, V].
+"""LabelScores: what a language-model loss needs to know of its logits [B, T, V], a few numbers per token.
 
     scores = label_scores(logits, labels)
     scores = label_scores_in_chunks(logits_of, weights, x, labels, num_chunks=8)   # never all logits at once

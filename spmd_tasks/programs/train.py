@@ -145,8 +145,10 @@ def train(
     stack.callback(profile.close)
     slowest = SlowestProcess(on_change=progress.message, limit_s=math.ceil(experiment.first_step_timeout_s))
     intervals = (
-      *(experiment.checkpoint_every_steps, experiment.peer_copy_every_steps),
-      *(experiment.eval_every_steps, experiment.sample_every_steps),
+      experiment.checkpoint_every_steps,
+      experiment.peer_copy_every_steps,
+      experiment.eval_every_steps,
+      experiment.sample_every_steps,
     )
     loop = TrainingLoop(
       train_step=model.train_step,

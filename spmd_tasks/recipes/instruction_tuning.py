@@ -2,7 +2,7 @@
 
 They say nothing of which weights are trained, so that another base can:
 
-    class LoraSft(InstructionTuning, LowRankTuning):
+    class LoraSft(LowRankTuning, InstructionTuning):
       '''Low-rank adapters, trained on conversations.'''
 """
 

@@ -1,4 +1,4 @@
-"""add_adapters: gives low-rank adapters to the weights of a model that patterns name, in its config."""
+"""Low-rank adapters (LoRA): the base of experiments that train them alone, and how a model gets them by patterns."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -7,7 +7,62 @@ from typing import Any
 import fiddle as fdl
 
 from spmd_tasks.layers import LowRankAdapter, adaptable_weights
+from spmd_tasks.recipes.pretrained import PretrainedLanguageModel, stacks_of
+from spmd_tasks.runtime import Task
 from spmd_tasks.sharding import matching_names
+
+
+class LowRankTuning(PretrainedLanguageModel):
+  """The model of a folder, of which low-rank adapters are trained; its own weights are frozen.
+
+  Checkpoints have the adapters alone, and name the folder with its digest.
+  """
+
+  # Patterns of weights that get an adapter, searched in names such as 'stack/layers/attention/query/kernel'.
+  lora_targets: tuple[str, ...] = ('attention/', 'ffn/')
+  lora_rank: int = 16
+  lora_alpha: float = 32.0
+  lora_dropout: float = 0.0
+  use_rslora: bool = False  # divides alpha by the root of the rank
+  use_dora: bool = False  # also trains the lengths of the kernels' columns
+  # Patterns of further weights that are trained, such as ('norm/',).
+  also_trained: tuple[str, ...] = ()
+  # How the frozen kernels are held: 'float32', 'bfloat16' or 'int8'; None: as the folder has them.
+  base_dtype: str | None = None
+  # A folder in the format of `peft`, whose adapters the job starts from; it decides all settings of the adapters.
+  adapter: str = ''
+
+  learning_rate: float = 2e-4
+
+  def language_model(self) -> fdl.Config:
+    """The folder's model with adapters."""
+    model = super().language_model()
+    for stack in stacks_of(model):
+      if self.base_dtype == 'int8' and stack.remat_policy == 'none':
+        stack.remat_policy = 'dots'  # the backward pass reads int8 again, rather than numbers made of it and kept
+    if self.adapter:
+      from spmd_tasks.bridges.huggingface import open_adapter
+      from spmd_tasks.files import absolute_path
+
+      for name, adapter in open_adapter(absolute_path(self.adapter)).adapters(self.folder).items():
+        add_adapters(model, [f'^{name}$'], adapter, setting=f'adapter = {self.adapter!r}')
+      return model
+    adapter = LowRankAdapter(
+      rank=self.lora_rank,
+      alpha=self.lora_alpha,
+      dropout_rate=self.lora_dropout,
+      use_rslora=self.use_rslora,
+      use_dora=self.use_dora,
+    )
+    add_adapters(model, self.lora_targets, adapter, setting='lora_targets')
+    return model
+
+  def task(self) -> fdl.Config[Task]:
+    task = super().task()
+    task.trained = ('lora_', *self.also_trained)
+    held = self.base_dtype or self.folder.dtype
+    task.frozen_dtype = held if held in ('bfloat16', 'int8') else None
+    return task
 
 
 def add_adapters(

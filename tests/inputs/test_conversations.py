@@ -1,16 +1,15 @@
 """ConversationInput: whole conversations in packed rows, the loss on the assistant's tokens, resumed exactly."""
 
 import dataclasses
-import itertools
 import json
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, ConversationInput, Conversations, IdTokenizer
+from tests.inputs.batches import assert_same, join, take
 
 TEMPLATE = ChatTemplate(
   template="{% for m in messages %}<{{ m.role[0] }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }};"
@@ -42,28 +41,6 @@ def training(tmp_path):
 
 def once(training, **changes):
   return dataclasses.replace(training, num_epochs=1, shuffle=False, **changes)
-
-
-def take(settings, count=None, state=None, shard=(0, 1)):
-  iterator = settings.make_iterator(*shard)
-  if state is not None:
-    iterator.set_state(json.loads(json.dumps(state)))
-  batches = list(itertools.islice(iterator, count))
-  state = iterator.get_state()
-  iterator.close()
-  return batches, state
-
-
-def assert_same(batches, others):
-  assert len(batches) == len(others)
-  for batch, other in zip(batches, others):
-    assert batch.keys() == other.keys()
-    for name in batch:
-      np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
-
-
-def join(shards):
-  return [{name: np.concatenate([batch[name] for batch in step]) for name in step[0]} for step in zip(*shards)]
 
 
 def segments(batches):

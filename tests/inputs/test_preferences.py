@@ -1,13 +1,13 @@
 """PreferenceInput: whole pairs in packed rows, weights on the answers, references at their beginnings."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
 import pytest
 
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, PreferenceInput, Preferences
+from tests.inputs.batches import take
 
 PAIRS = [{'prompt': 'p' * (i % 4), 'chosen': f'{i}c', 'rejected': f'{i}' + 'r' * (i % 3)} for i in range(23)]
 EOS = ByteTokenizer().eos_id
@@ -27,14 +27,6 @@ def pairs(tmp_path):
     num_epochs=1,
     shuffle=False,
   )
-
-
-def take(settings, count=None, state=None, shard=(0, 1)):
-  iterator = settings.make_iterator(*shard)
-  if state is not None:
-    iterator.set_state(json.loads(json.dumps(state)))
-  batches = list(itertools.islice(iterator, count))
-  return batches, iterator.get_state()
 
 
 def answers(batches):

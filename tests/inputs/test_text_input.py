@@ -19,6 +19,7 @@ import pytest
 from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import ByteTokenizer, JsonLines, Parquet, Prefetcher, StdlibText, TextFiles, TextInput, train_bpe
 from tests import binary
+from tests.inputs.batches import assert_same, join, take
 
 TEXTS = [f'<{i}>' + 'abcdefghij' * (i % 7) for i in range(40)]
 
@@ -39,28 +40,6 @@ def training(jsonl) -> TextInput:
 @pytest.fixture
 def evaluation(training) -> TextInput:
   return dataclasses.replace(training, num_epochs=1, shuffle=False)
-
-
-def take(settings, count=None, state=None, shard=(0, 1)):
-  iterator = settings.make_iterator(*shard)
-  if state is not None:
-    iterator.set_state(json.loads(json.dumps(state)))
-  batches = list(itertools.islice(iterator, count))
-  state = iterator.get_state()
-  iterator.close()
-  return batches, state
-
-
-def assert_same(batches, others):
-  assert len(batches) == len(others)
-  for batch, other in zip(batches, others):
-    assert batch.keys() == other.keys()
-    for name in batch:
-      np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
-
-
-def join(shards):
-  return [{name: np.concatenate([batch[name] for batch in step]) for name in step[0]} for step in zip(*shards)]
 
 
 @pytest.mark.parametrize('shard_count', [2, 4])

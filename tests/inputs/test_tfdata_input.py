@@ -3,7 +3,6 @@
 import dataclasses
 import glob
 import itertools
-import json
 import os
 import shutil
 
@@ -13,6 +12,7 @@ import pytest
 from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import TfDataFunction, TfDataInput, TfRecords, base
 from spmd_tasks.inputs.tfdata_input import complete_example, import_tensorflow
+from tests.inputs.batches import take
 
 ROWS = [list(range(3 + i, 3 + i + 1 + i % 6)) for i in range(22)]
 
@@ -97,14 +97,6 @@ def training(records) -> TfDataInput:
 def evaluation(records) -> TfDataInput:
   source = TfRecords(pattern=records, features={'tokens': 'ids'})
   return TfDataInput(source=source, batch_size=4, seq_len=6, num_epochs=1)
-
-
-def take(settings, count=None, state=None, shard=(0, 1)):
-  iterator = settings.make_iterator(*shard)
-  if state is not None:
-    iterator.set_state(json.loads(json.dumps(state)))
-  batches = list(itertools.islice(iterator, count))
-  return batches, iterator.get_state()
 
 
 def assert_same(batches, others):

@@ -48,6 +48,19 @@ OnWeight = Callable[[int], None]  # called with the bytes of each weight that ha
 Store = Callable[[str, jax.Array], Any]  # makes of a weight, given its name, the form in which it is held
 
 
+def read_config(file: Path, remedy: str) -> dict[str, Any]:
+  """Reads a config in JSON; `remedy` says what to do if there is none. Raises a UserError if it cannot be read."""
+  try:
+    values = json.loads(file.read_text(encoding='utf-8'))
+    if not isinstance(values, dict):
+      raise ValueError('it is no object')
+  except FileNotFoundError as error:
+    raise UserError(f'{file} does not exist: {remedy}.') from error
+  except (OSError, ValueError, RecursionError) as error:
+    raise UserError(f'{file} cannot be read: {error}.') from error
+  return values
+
+
 def open_folder(path: os.PathLike | str) -> 'Folder':
   """Reads the config.json of a folder. Code that the folder may have is not run.
 
@@ -56,14 +69,7 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
   """
   path = Path(path).expanduser()
   file = path / CONFIG_FILE
-  try:
-    values = json.loads(file.read_text(encoding='utf-8'))
-    if not isinstance(values, dict):
-      raise ValueError('it is no object')
-  except FileNotFoundError as error:
-    raise UserError(f"{file} does not exist: give the folder of a model in Hugging Face's format.") from error
-  except (OSError, ValueError, RecursionError) as error:
-    raise UserError(f'{file} cannot be read: {error}.') from error
+  values = read_config(file, "give the folder of a model in Hugging Face's format")
   is_text_part = (values.get('model_type'), values.get('architectures')) == (_WRAPPER, [_WRAPPER_ARCHITECTURE])
   if is_text_part:
     values = _text_part(values, file)

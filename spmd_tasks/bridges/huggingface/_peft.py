@@ -29,7 +29,7 @@ from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array
 from spmd_tasks.bridges._operations import Operation
 from spmd_tasks.bridges._rules import Rule, Slot
 from spmd_tasks.bridges.huggingface._describe import layer_places
-from spmd_tasks.bridges.huggingface._folder import Folder, place_on_mesh
+from spmd_tasks.bridges.huggingface._folder import Folder, place_on_mesh, read_config
 from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, read_file, write_tensors
 from spmd_tasks.bridges.huggingface._tensors import llama_rules
 from spmd_tasks.errors import UserError
@@ -90,14 +90,7 @@ def open_adapter(path: os.PathLike | str) -> 'AdapterFolder':
   """
   path = Path(path).expanduser()
   file = path / CONFIG_FILE
-  try:
-    config = json.loads(file.read_text(encoding='utf-8'))
-    if not isinstance(config, dict):
-      raise ValueError('it is no object')
-  except FileNotFoundError as error:
-    raise UserError(f'{file} does not exist: give a folder that save_pretrained of `peft` has written.') from error
-  except (OSError, ValueError, RecursionError) as error:
-    raise UserError(f'{file} cannot be read: {error}.') from error
+  config = read_config(file, 'give a folder that save_pretrained of `peft` has written')
   if config.get('peft_type') != 'LORA' or config.get('bias', 'none') != 'none':
     raise UserError(
       f"{file} has peft_type {config.get('peft_type')!r} and bias {config.get('bias')!r}: only 'LORA' without trained "
