@@ -5,6 +5,7 @@ from spmd_tasks import load
 lm = load('runs/tiny')                                    # the newest checkpoint, on the devices that are there
 lm = load('models/llama')                                 # or a folder in Hugging Face's format
 lm.generate(['import '], max_tokens=40, temperature=0.8)  # the same texts as --mode decode_once
+lm.generate(['import '], adapter='french')                # if the experiment has `adapters`
 lm.logits(ids)                                            # float32 [B, T, V]
 lm.model.apply(lm.variables, {'ids': ids})               # the Linen module itself
 """
@@ -171,6 +172,7 @@ class LoadedModel:
     max_tokens: int | None = None,
     temperature: float | None = None,
     seed: int | None = None,
+    adapter: str | None = None,
   ) -> list[str]:
     """Returns the text that follows each prompt, the same as --mode decode_once gives.
 
@@ -179,6 +181,7 @@ class LoadedModel:
         their own.
       max_tokens, temperature: of the texts; None is the default of the task's DecodeSettings, `task.decode`.
       seed: of the sampling; None is the experiment's.
+      adapter: the name of one of the experiment's `adapters`; None generates with the model alone.
 
     Raises:
       UserError: the job has no tokenizer, or a prompt does not fit the model.
@@ -188,7 +191,7 @@ class LoadedModel:
     def read(prompt: str | Prompt) -> Prompt:
       if isinstance(prompt, Prompt):
         return prompt
-      return Prompt(prompt=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+      return Prompt(prompt=prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, adapter=adapter)
 
     texts = dict(self.complete(list(map(read, prompts))))
     return [texts[number] for number in range(len(prompts))]
@@ -209,7 +212,7 @@ class LoadedModel:
         yield number, completion.text
 
   def score(
-    self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, num_rows: int = 8
+    self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], *, num_rows: int = 8, adapter: str | None = None
   ) -> Iterator[tuple[int, TextScore]]:
     """Yields (number of the text, log-probabilities of its continuation), longest texts first.
 
@@ -219,12 +222,14 @@ class LoadedModel:
       texts: (tokens of a context, at least one; tokens of its continuation), taken as they are: put the
         tokenizer's `bos_id` first where training rows have it.
       num_rows: how many texts are read at once.
+      adapter: as in `generate`.
 
     Raises:
       UserError: a text is too long, or has tokens outside the vocabulary.
     """
-    steps, _, variables = self._decoder
-    return score_texts(steps, variables, texts, num_rows=num_rows)
+    steps, tokenizer, variables = self._decoder
+    number = 0 if adapter is None else tokenizer.adapter_number(adapter, 'score')
+    return score_texts(steps, variables, texts, num_rows=num_rows, adapter=number)
 
   @functools.cached_property
   def _forward_steps(self) -> dict[tuple[int, ...], CompiledStep]:

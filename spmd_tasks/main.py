@@ -124,6 +124,7 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   from spmd_tasks.distributed import EmergencyExit, initialize
   from spmd_tasks.files import absolute_path
   from spmd_tasks.programs import StartupClock
+  from spmd_tasks.programs.adapter_stacks import refuse_adapters
   from spmd_tasks.programs.pretrained import pretrained_folder
 
   clock = StartupClock()
@@ -140,6 +141,8 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
       raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
     config = to_json(resolved)
     job = resolved.build()
+    if args.mode in ('train', 'eval', 'export'):
+      refuse_adapters(job.experiment, f'--mode {args.mode}')
     if not args.accept_config_changes:
       refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
     if args.mode == 'train':

@@ -24,6 +24,12 @@ def run_quickly(script):
   return json.loads(finished.stdout.splitlines()[-1])
 
 
+def check_adapters(result):
+  assert result['ratios']['0'] == 1
+  of_one, of_four = (result['adapter_mib'][number] for number in ('1', '4'))  # and that of number 0
+  assert of_four == pytest.approx(of_one * 5 / 2)
+
+
 def check_low_rank(result):
   full, low_rank = (result['kinds'][name] for name in ('all weights', 'rank 16'))
   for each in (full, low_rank):  # but for norms, which are held in float32, and counts
@@ -79,6 +85,7 @@ def check_step(result):
 
 
 CHECKS = {
+  'bench_adapters.py': check_adapters,
   'bench_compile.py': check_compile,
   'bench_huggingface.py': check_huggingface,
   'bench_input.py': check_input,

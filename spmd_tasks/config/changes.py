@@ -34,6 +34,7 @@ _GENERATION = 'task.decode'  # training does not depend on it
 _BEFORE_IT_WAS_ADDED = {
   'adapters': [],
   'bias_split_dims': ['vocab'],
+  'choices': [],
   'clip_qkv': None,
   'frozen_dtype': None,
   'group_score': 'max',

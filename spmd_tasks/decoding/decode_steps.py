@@ -27,8 +27,9 @@ from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_pref
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers import adapter_choices
 from spmd_tasks.layers.attention import longest_text
-from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Variables
+from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task, Variables
 from spmd_tasks.sharding import (
   padding,
   sharding_scope,
@@ -52,6 +53,7 @@ class DecodeSteps:
     buckets: the lengths of chunks for which prefills are compiled.
     can_copy: whether a copy of a slot holds every token of its source; False where the cache of a layer is a ring.
     vocab_size: V.
+    adapter_names: of the low-rank adapters that a request can choose by their numbers, from 1 on.
     abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
   """
 
@@ -68,6 +70,7 @@ class DecodeSteps:
     """
     self.settings = model.task.decode if settings is None else settings
     self.storage = WeightStorage(model, self.settings.weights_dtype)
+    self.adapter_names = adapter_choices(model.task.model) if isinstance(model.task, Task) else ()
     self._model = model
     # Decoding runs the layers one after another; their weights stay sharded over the pipeline stages.
     axis = stage_axis(model.mesh.axis_names, model.axis_rules)
@@ -319,6 +322,8 @@ class DecodeSteps:
     return padding.pad(outputs, jax.tree.map(padded, outputs))
 
   def _forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+    if not self.adapter_names:
+      batch = {name: each for name, each in batch.items() if name != 'adapters'}
     logits, new = self._model.task.decode_forward(variables, cache, batch)
     return logits, unbox_weights(new)
 

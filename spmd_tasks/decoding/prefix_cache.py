@@ -1,17 +1,18 @@
 """PrefixTable: finds the slots whose KV caches hold the beginning of a new prompt.
 
-    length, slots = table.longest(ids)    # these slots hold the prompt's first `length` tokens: they need no prefill
-    table.note(chunk)                     # after a prefill of the chunk was launched
+    length, slots = table.longest(request)  # these slots hold the prompt's first `length` tokens: they need no prefill
+    table.note(chunk)                       # after a prefill of the chunk was launched
 
 The table is a tree of whole chunks, keyed by all of their tokens, so that no prompt is mistaken for another (as in the
-radix tree of SGLang: Zheng et al., 2024; here cut at multiples of C). An entry lasts until its slot's next prefill,
+radix tree of SGLang: Zheng et al., 2024; here cut at multiples of C). Each low-rank adapter has a tree of its own,
+because it gives the same tokens other keys and values. An entry lasts until its slot's next prefill,
 also after the slot's sequence has ended.
 """
 
 from collections.abc import Set
 
 from spmd_tasks.decoding.engine_contract import Engine
-from spmd_tasks.decoding.requests import Chunk
+from spmd_tasks.decoding.requests import Chunk, Request
 
 
 class _Node:
@@ -32,10 +33,10 @@ class PrefixTable:
     self._size = engine.prefill_chunk
     self._clear()
 
-  def longest(self, ids: tuple[int, ...]) -> tuple[int, Set[int]]:
+  def longest(self, request: Request) -> tuple[int, Set[int]]:
     """Returns (length of the longest held beginning, the slots that hold it); at least one token is left to read."""
     self._check()
-    node, length = self._root, 0
+    ids, node, length = request.ids, self._roots.get(request.adapter, _Node()), 0
     for stop in range(self._size, len(ids), self._size):
       child = node.children.get(ids[length:stop])
       if child is None:
@@ -59,7 +60,7 @@ class PrefixTable:
     self._check()
     old, path = self._paths[chunk.slot], self._paths[chunk.source][: chunk.start // self._size]
     if self.can_be_reused(chunk):
-      parent = path[-1] if path else self._root
+      parent = path[-1] if path else self._roots.setdefault(chunk.request.adapter, _Node())
       tokens = chunk.request.ids[chunk.start : chunk.stop]
       path.append(parent.children.setdefault(tokens, _Node(parent, tokens)))
     self._paths[chunk.slot] = path
@@ -76,5 +77,5 @@ class PrefixTable:
 
   def _clear(self) -> None:
     self._epoch = self._engine.cache_epoch
-    self._root = _Node()
+    self._roots: dict[int, _Node] = {}  # by the adapter's number
     self._paths: list[list[_Node]] = [[] for _ in range(self._engine.num_slots)]

@@ -3,6 +3,7 @@ r"""Prompts: JSON lines that a decoding job continues, and the requests that the
     {"prompt": "def fibonacci(", "max_tokens": 40, "temperature": 0.8, "seed": 7, "n": 3, "stop": ["\n\n"]}
     {"prompt_ids": [1, 17, 34], "score_prompt": true}
     {"prompt": "Yes or no?", "structured_outputs": {"regex": "yes|no"}}
+    {"prompt": "Bonjour", "adapter": "french"}
 
 Every field except the prompt has a default in the task's DecodeSettings; null stands for the default.
 """
@@ -45,6 +46,7 @@ class Prompt:
     stop, stop_ids: strings and tokens that end a continuation, in addition to the end of text.
     score_prompt: whether the prompt's own log-probabilities are wanted.
     response_format, structured_outputs: the form of the continuations, as in requests to the server (output_form.py).
+    adapter: the name of the low-rank adapter that the model has, where several were loaded; None: it has none.
     id: any JSON value; the output's line repeats it.
   """
 
@@ -65,6 +67,7 @@ class Prompt:
   score_prompt: bool = False
   response_format: dict[str, Any] | None = None
   structured_outputs: dict[str, Any] | None = None
+  adapter: str | None = None
   id: Any = None
 
 
@@ -156,7 +159,7 @@ class PromptTokenizer:
 
   Attributes:
     tokenizer: None where the experiment has none: prompts and generated sequences are then tokens only.
-    settings, max_len, vocab_size: of the steps.
+    settings, max_len, vocab_size, adapter_names: of the steps.
     seed: of prompts without a seed.
   """
 
@@ -165,6 +168,7 @@ class PromptTokenizer:
   max_len: int
   vocab_size: int
   seed: int
+  adapter_names: tuple[str, ...] = ()
 
   @classmethod
   def for_steps(cls, steps: DecodeSteps, tokenizer: Tokenizer | None, seed: int) -> 'PromptTokenizer':
@@ -175,6 +179,7 @@ class PromptTokenizer:
       max_len=steps.max_len,
       vocab_size=steps.vocab_size,
       seed=seed,
+      adapter_names=steps.adapter_names,
     )
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -215,8 +220,22 @@ class PromptTokenizer:
       stop=prompt.stop,
       score_prompt=prompt.score_prompt or max_tokens == 0,
       sampling=sampling,
+      adapter=0 if prompt.adapter is None else self.adapter_number(prompt.adapter, where),
     )
     return request, num_outputs
+
+  def adapter_number(self, name: str, where: str) -> int:
+    """Returns the number of the adapter of that name.
+
+    Raises:
+      UserError: there is none, or beams are searched; the message begins with `where`.
+    """
+    if name not in self.adapter_names:
+      known = f'there are {", ".join(self.adapter_names)}' if self.adapter_names else 'this job has none'
+      raise UserError(f"{where}: there is no adapter {name!r}; {known}: set the experiment's `adapters`.")
+    if self.settings.num_beams > 1:
+      raise UserError(f'{where}: beam search has no adapters: set task.decode.num_beams to 1.')
+    return 1 + self.adapter_names.index(name)
 
   def matcher(self, prompt: Prompt, where: str) -> Matcher | None:
     """Returns the matcher of the form that a prompt gives for its continuations; None where it gives none.

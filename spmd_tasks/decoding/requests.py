@@ -31,6 +31,7 @@ class Request:
     stop: strings that end the sequence; the text ends before the first of them.
     score_prompt: whether the prompt's own log-probabilities are wanted.
     sampling: how tokens are drawn.
+    adapter: the number of the low-rank adapter that the model has for this request; 0 is none.
   """
 
   ids: tuple[int, ...]
@@ -41,6 +42,7 @@ class Request:
   stop: tuple[str, ...] = ()
   score_prompt: bool = False
   sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+  adapter: int = 0
 
   def as_sample(self, sample: int) -> 'Request':
     """Another draw for the same prompt; only the first draw scores the prompt."""
@@ -96,6 +98,7 @@ class PrefillBatch(struct.PyTreeNode):
     seeds, samples: uint32 [P], see sampling.request_keys.
     stop_ids: int32 [P, K], tokens that end the sequence, padded with -1.
     sampling: arrays [P].
+    adapters: int32 [P], the number of each row's low-rank adapter; 0 is none.
     masks: uint32 [P, W], the tokens that may come first (constraints.py); None where no request is constrained.
   """
 
@@ -110,6 +113,7 @@ class PrefillBatch(struct.PyTreeNode):
   samples: jax.Array
   stop_ids: jax.Array
   sampling: SamplingArrays
+  adapters: jax.Array
   masks: jax.Array | None = None
 
 
@@ -152,6 +156,7 @@ def make_prefill_batch(
     samples=rows(np.uint32, [request.sample for request in requests], 0),
     stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, settings.max_stop_ids),
     sampling=SamplingArrays.from_params([request.sampling for request in requests], settings.prefill_rows),
+    adapters=rows(np.int32, [request.adapter for request in requests], 0),
   )
 
 

@@ -162,7 +162,7 @@ class Scheduler:
   def _first_chunk(self, sequence: GeneratedSequence, free: list[int]) -> Chunk:
     """Chooses a prompt's slot and its source: the slot that holds its beginning, or else the least useful slot."""
     request = sequence.request
-    length, holders = (0, frozenset[int]()) if request.score_prompt else self._prefixes.longest(request.ids)
+    length, holders = (0, frozenset[int]()) if request.score_prompt else self._prefixes.longest(request)
     exact = [slot for slot in free if slot in holders and self._prefixes.num_held(slot) == length]
     slot = exact[0] if exact else min(free, key=lambda slot: self._prefixes.num_held(slot) > 0)
     return self._chunk(sequence, slot, length, slot if slot in holders or not holders else min(holders))
@@ -187,7 +187,8 @@ class Scheduler:
     """Whether a chunk has the same tokens as another one, so that it can reuse that one after this prefill."""
     ids = new.request.ids
     return (
-      self._prefixes.can_be_reused(other)
+      new.request.adapter == other.request.adapter
+      and self._prefixes.can_be_reused(other)
       and other.start == new.start
       and other.stop < len(ids)
       and ids[: other.stop] == other.request.ids[: other.stop]

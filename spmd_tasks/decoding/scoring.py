@@ -53,6 +53,7 @@ def score_texts(
   texts: Sequence[Text],
   *,
   num_rows: int,
+  adapter: int = 0,
   on_batch: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, TextScore]]:
   """Yields (number of the text, score), longest texts first.
@@ -62,6 +63,7 @@ def score_texts(
     variables: of the model, stored as `steps.storage` does.
     texts: contexts of at least one token, and continuations; one without tokens has the log-probability 0.
     num_rows: B, how many texts are read at once.
+    adapter: the number of the low-rank adapter that the model has; 0 is none.
     on_batch: called after each batch.
 
   Raises:
@@ -78,7 +80,7 @@ def score_texts(
     alike = list(group)
     for first in range(0, len(alike), num_rows):
       numbers = alike[first : first + num_rows]
-      batch = _make_batch([texts[number] for number in numbers], num_rows, *shape)
+      batch = _make_batch([texts[number] for number in numbers], num_rows, *shape, adapter)
       in_flight.append((numbers, steps.score(variables, batch)))
       if len(in_flight) > 1:  # read one batch late: the device always has the next one
         yield from _read(texts, *in_flight.popleft())
@@ -108,7 +110,7 @@ def _shape_of(steps: DecodeSteps, number: int, text: Text) -> tuple[int, int]:
   return num_tokens, min(num_columns, num_tokens)
 
 
-def _make_batch(texts: Sequence[Text], num_rows: int, num_tokens: int, num_columns: int) -> ScoreBatch:
+def _make_batch(texts: Sequence[Text], num_rows: int, num_tokens: int, num_columns: int, adapter: int) -> ScoreBatch:
   """The arrays of at most `num_rows` texts; further rows score nothing."""
   ids = np.zeros((num_rows, num_tokens), np.int32)
   lengths = np.ones(num_rows, np.int32)
@@ -120,7 +122,8 @@ def _make_batch(texts: Sequence[Text], num_rows: int, num_tokens: int, num_colum
     lengths[row] = len(read)
     columns[row, : len(continuation)] = np.arange(len(context) - 1, len(read))
     targets[row, : len(continuation)] = continuation
-  return ScoreBatch(ids=ids, lengths=lengths, columns=columns, targets=targets)
+  adapters = np.full(num_rows, adapter, np.int32)
+  return ScoreBatch(ids=ids, lengths=lengths, columns=columns, targets=targets, adapters=adapters)
 
 
 def _read(texts: Sequence[Text], numbers: Sequence[int], scores: Scores) -> Iterator[tuple[int, TextScore]]:

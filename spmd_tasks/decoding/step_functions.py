@@ -39,7 +39,7 @@ class Forward(Protocol):
       cache: leaves [..., B, G, S, K], of the tokens before the batch's; None where there are none. Where a leaf's S is
         less than T, the new keys and values are those of each row's last S tokens.
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
-        are those of n columns only.
+        are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none.
     """
     ...
 
@@ -57,6 +57,7 @@ class DecodeState(struct.PyTreeNode):
     seen: bool [N, V], the tokens that the slot's text contains.
     stop_ids: int32 [N, K].
     sampling: arrays [N].
+    adapters: int32 [N], the number of each slot's low-rank adapter; 0 is none.
   """
 
   cache: Any
@@ -68,6 +69,7 @@ class DecodeState(struct.PyTreeNode):
   seen: jax.Array
   stop_ids: jax.Array
   sampling: SamplingArrays
+  adapters: jax.Array
 
 
 class Outputs(struct.PyTreeNode):
@@ -111,6 +113,7 @@ def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) 
     seen=full(False, jnp.bool_, vocab_size),
     stop_ids=full(-1, jnp.int32, num_stop_ids),
     sampling=SamplingArrays.from_params([SamplingParams()] * num_slots, num_slots),
+    adapters=full(0, jnp.int32),
   )
 
 
@@ -129,6 +132,7 @@ def prefill(
     'segment_ids': is_prompt.astype(jnp.int32),
     # Padding may lie beyond the last position.
     'segment_pos': jnp.where(is_prompt, batch.starts[:, None] + columns, 0),
+    'adapters': batch.adapters,
   }
   last = jnp.maximum(batch.lengths - 1, 0)[:, None]
   cache = None if batch.before is None else take_slots(state.cache, batch.slots)
@@ -158,6 +162,7 @@ def prefill(
     seen=seen,
     stop_ids=batch.stop_ids,
     sampling=batch.sampling,
+    adapters=batch.adapters,
   )
   placed, outputs = _emit(logits, placed, batch.masks, num_top_logprobs)
 
@@ -187,6 +192,7 @@ def step(
     'ids': state.tokens[:, None],
     'segment_ids': state.active[:, None].astype(jnp.int32),
     'segment_pos': state.positions[:, None],
+    'adapters': state.adapters,
   }
   logits, new = forward(variables, state.cache, batch)
   cache = write_tokens(state.cache, new, state.positions, state.active.astype(jnp.int32))
@@ -241,12 +247,14 @@ class ScoreBatch(struct.PyTreeNode):
     lengths: int32 [B], at least 1.
     columns: int32 [B, C], the columns of T that a scored token follows.
     targets: int32 [B, C], the scored tokens; -1 where there is none.
+    adapters: int32 [B], the number of each row's low-rank adapter; 0 is none.
   """
 
   ids: Any
   lengths: Any
   columns: Any
   targets: Any
+  adapters: Any
 
 
 class Scores(struct.PyTreeNode):
@@ -270,6 +278,7 @@ def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
     'segment_ids': is_text.astype(jnp.int32),
     'segment_pos': jnp.where(is_text, columns, 0),
     'logit_columns': batch.columns,
+    'adapters': batch.adapters,
   }
   logits, _ = forward(variables, None, model_batch)
   logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

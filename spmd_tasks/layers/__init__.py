@@ -19,14 +19,16 @@ Subpackages, imported by their own names: `layers.attention` (Attention, LatentA
 
 Read base.py (how a layer declares weights) and linear.py, then transformer.py, stack_sequence.py, language_model.py,
 losses.py and preference_loss.py. adapters.py has low-rank adapters (LoRA), which layers with projections take as a
-field.
+field; adapter_rows.py computes with several of them in one batch.
 """
 
+from spmd_tasks.layers.adapter_rows import adapters_of_rows
 from spmd_tasks.layers.adapters import (
   ADAPTER_TAG,
   AdapterNames,
   LowRankAdapter,
   adaptable_weights,
+  adapter_choices,
   adapters_of,
   column_lengths,
   merge_low_rank,
@@ -92,7 +94,9 @@ __all__ = [
   'WithSublayers',
   'activation_function',
   'adaptable_weights',
+  'adapter_choices',
   'adapters_of',
+  'adapters_of_rows',
   'column_lengths',
   'declare_weight',
   'label_scores',

@@ -10,7 +10,10 @@ what their weights are called. The weights of an adapter lie beside that weight,
 `kernel` [I..., O...] has `lora_a` [I..., R], `lora_b` [R, O...] and with DoRA `lora_magnitude` [O...]. A weight that is
 not called `kernel`, such as `up` of experts, has `up_lora_a` and `up_lora_b`.
 
-Shapes: I the dims of a kernel that are contracted, O the others, R rank, E experts.
+With `choices`, several adapters lie beside the kernel, stacked: A [N, I..., R], B [N, R, O...], and with DoRA the
+columns' factors `lora_scale` [N, O...]; adapter_rows.py says which row of a batch has which.
+
+Shapes: I the dims of a kernel that are contracted, O the others, R rank, E experts, N adapters to choose from.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.adapter_rows import apply_stacked, take_rows
 from spmd_tasks.layers.base import declare_weight
 from spmd_tasks.sharding import SplitDims, constrain, gather_for_tokens
 
@@ -43,6 +47,8 @@ class LowRankAdapter:
     use_rslora: divides by the root of the rank instead, so that the rank does not change the size of steps.
     use_dora: also trains the length of each column of the adapted kernel.
     names: the projections that have it, where a layer has several.
+    choices: names of several adapters of at most this rank, one of which (or none) each row of a batch has when text is
+      generated. They are only read from elsewhere, each with its own scale in its B.
   """
 
   rank: int
@@ -51,6 +57,7 @@ class LowRankAdapter:
   use_rslora: bool = False
   use_dora: bool = False
   names: tuple[str, ...] = ()
+  choices: tuple[str, ...] = ()
 
   def __post_init__(self):
     if not isinstance(self.rank, int) or self.rank < 1:
@@ -77,8 +84,8 @@ class LowRankWeights:
 
   Attributes:
     adapter: its settings.
-    a: [E?, I..., R].
-    b: [E?, R, O...].
+    a: [E?, I..., R], or [N, I..., R] with `choices`.
+    b: [E?, R, O...], or [N, R, O...].
     num_input_dims: how many dims I has.
     num_stacked_dims: how many dims count separate kernels, as E does.
     token_split_dims: of the dims of inputs that count tokens, such as ('batch', 'seq'); None: not known.
@@ -92,11 +99,28 @@ class LowRankWeights:
   token_split_dims: SplitDims
 
   def product(self) -> jax.Array:
-    """Returns what the adapter adds to the kernel, [E?, I..., O...]."""
+    """Returns what the adapter adds to the kernel, [E?, I..., O...].
+
+    Raises:
+      UserError: there are several adapters to choose from, and a kernel has only one product.
+    """
+    if self.adapter.choices:
+      raise UserError(
+        f'adapters to choose from ({", ".join(self.adapter.choices)}) cannot join a kernel that all rows share, as '
+        'those of experts do: leave such weights out of the patterns.'
+      )
     return low_rank_product(self.adapter, self.a, self.b, self.num_stacked_dims)
 
   def apply(self, module: nn.Module, x: jax.Array) -> jax.Array:
     """Returns what the adapter adds to x . kernel: [..., O...] for x [..., I...], without the kernel's product."""
+    if self.adapter.choices:
+      return apply_stacked(
+        x.astype(self.a.dtype),
+        self.a,
+        self.b,
+        num_input_dims=self.num_input_dims,
+        token_split_dims=self.token_split_dims,
+      )
     rate = self.adapter.dropout_rate
     if rate and module.has_rng('dropout'):
       keep = jax.random.bernoulli(module.make_rng('dropout'), 1 - rate, x.shape)
@@ -137,11 +161,13 @@ def declare_low_rank(
   bound = 1 / math.sqrt(math.prod(inputs))
   a_split = None if split_dims is None else (*split_dims[:end], None)
   b_split = None if split_dims is None else (*split_dims[:num_stacked_dims], None, *split_dims[end:])
-  tags = (ADAPTER_TAG, *tags)
+  tags, choices = (ADAPTER_TAG, *tags), _num_choices(adapter)
+  if choices:  # in front of all other dims, and not split
+    a_split, b_split = (split and (None, *split) for split in (a_split, b_split))
   a = declare_weight(
     module,
     f'{prefix}lora_a',
-    shape=(*stacked, *inputs, adapter.rank),
+    shape=(*choices, *stacked, *inputs, adapter.rank),
     init=lambda rng, shape, dtype: jax.random.uniform(rng, shape, dtype, -bound, bound),
     split_dims=a_split,
     tags=tags,
@@ -149,12 +175,12 @@ def declare_low_rank(
   b = declare_weight(
     module,
     f'{prefix}lora_b',
-    shape=(*stacked, adapter.rank, *outputs),
+    shape=(*choices, *stacked, adapter.rank, *outputs),
     init=jax.nn.initializers.zeros,
     split_dims=b_split,
     tags=tags,
   ).astype(dtype)
-  if token_split_dims is not None:
+  if token_split_dims is not None and not choices:  # the tokens of generation are fewer than the numbers of adapters
     a, b = gather_for_tokens(a, a_split, token_split_dims), gather_for_tokens(b, b_split, token_split_dims)
   return LowRankWeights(
     adapter=adapter,
@@ -171,7 +197,8 @@ def declare_magnitude(
 ) -> jax.Array:
   """Declares DoRA's magnitudes [O...] and returns them divided by the lengths of the adapted kernel's columns.
 
-  As in the paper (section 4.3) and in `peft`, no gradient goes through the lengths.
+  As in the paper (section 4.3) and in `peft`, no gradient goes through the lengths. Where there are several adapters to
+  choose from, `declare_scales` takes the place of this.
   """
   num_inputs = weights.num_input_dims
   adapted = jax.lax.stop_gradient(kernel.astype(jnp.float32) + weights.product().astype(jnp.float32))
@@ -184,6 +211,31 @@ def declare_magnitude(
     tags=(ADAPTER_TAG, 'no_decay'),
   )
   return magnitude / column_lengths(adapted, num_inputs)
+
+
+def declare_scales(module: nn.Module, weights: LowRankWeights, x: jax.Array, split_dims: SplitDims) -> jax.Array:
+  """Declares the factors [N, O...] of several adapters' columns, 1 without DoRA; returns those of each row, [B, O...].
+
+  Args:
+    module: the Linen module that declared the kernel.
+    weights: of the adapters.
+    x: the input, [B, ...].
+    split_dims: of the kernel.
+  """
+  scales = declare_weight(
+    module,
+    'lora_scale',
+    shape=(*_num_choices(weights.adapter), *weights.b.shape[2:]),
+    init=jax.nn.initializers.ones,
+    split_dims=None if split_dims is None else (None, *split_dims[weights.num_input_dims :]),
+    tags=(ADAPTER_TAG, 'no_decay'),
+  )
+  return take_rows(scales, x)
+
+
+def _num_choices(adapter: LowRankAdapter) -> tuple[int, ...]:
+  """Returns (N,), or () for a single adapter."""
+  return (len(adapter.choices) + 1,) if adapter.choices else ()
 
 
 def column_lengths(kernel: jax.Array, num_input_dims: int, num_stacked_dims: int = 0) -> jax.Array:
@@ -246,6 +298,10 @@ class AdapterNames:
   def magnitude(self) -> str:
     return f'{self.prefix}lora_magnitude'
 
+  @property
+  def scale(self) -> str:
+    return f'{self.prefix}lora_scale'
+
 
 def adaptable_weights(model: Any, class_of: Callable[[Any], Any] = type) -> dict[str, tuple[Any, str]]:
   """Finds the weights of a model that can have adapters: weight name -> (layer, name of its projection).
@@ -281,6 +337,11 @@ def adapters_of(model: Any) -> dict[str, LowRankAdapter]:
   """Returns the adapters of a model, an unbound module, by the names of the weights that they belong to."""
   found = {name: adapter_of(layer.adapters, own) for name, (layer, own) in adaptable_weights(model).items()}
   return {name: adapter for name, adapter in found.items() if adapter is not None}
+
+
+def adapter_choices(model: Any) -> tuple[str, ...]:
+  """Returns the names of the adapters that rows of a batch can choose from, in the order of their numbers from 1 on."""
+  return next((adapter.choices for adapter in adapters_of(model).values()), ())
 
 
 def kernels(*names: str) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.adapters import LowRankAdapter, declare_low_rank, declare_magnitude
+from spmd_tasks.layers.adapters import LowRankAdapter, declare_low_rank, declare_magnitude, declare_scales
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.sharding import Initializer, SplitDims, constrain, gather_for_tokens, is_split_over_tokens
 
@@ -89,7 +89,10 @@ class Linear(nn.Module, kw_only=True):
       token_split_dims=None if split_dims is None else split_dims[:num_tokens_dims],
     )
     y = y + weights.apply(self, x)
-    if self.adapter.use_dora:
+    if self.adapter.use_dora and self.adapter.choices:
+      scale = declare_scales(self, weights, x, self.split_dims).astype(self.dtype)
+      y = y * scale.reshape(scale.shape[:1] + (1,) * (num_tokens_dims - 1) + scale.shape[1:])
+    elif self.adapter.use_dora:
       scale = declare_magnitude(self, kernel, weights, self.split_dims).astype(self.dtype)
       y = y * scale.reshape((1,) * num_tokens_dims + scale.shape)
     return y

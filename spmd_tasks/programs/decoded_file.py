@@ -93,8 +93,8 @@ def request_record(prompt: Prompt, request: Request, num_outputs: int, settings:
   record: dict[str, Any] = {'prompt': prompt.prompt} if prompt.prompt is not None else {}
   record |= {'prompt_ids': list(request.ids), 'n': num_outputs, 'max_tokens': request.max_tokens}
   record |= {'stop_ids': list(request.stop_ids), 'stop': list(request.stop)}
-  forms = {'response_format': prompt.response_format, 'structured_outputs': prompt.structured_outputs}
-  record |= {name: form for name, form in forms.items() if form is not None}
+  more = {name: getattr(prompt, name) for name in ('response_format', 'structured_outputs', 'adapter')}
+  record |= {name: value for name, value in more.items() if value is not None}
   if settings.num_beams > 1:
     return record | {'num_beams': settings.num_beams, 'length_penalty': settings.length_penalty}
   sampling = dataclasses.asdict(request.sampling)

@@ -121,6 +121,11 @@ def variables_from_folder(
   return {'params': with_magnitudes(model, weights) if is_dora else weights}
 
 
+def base_from_folder(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Any:
+  """Returns the padded weights of a folder, a tree like all weights with None for those of adapters."""
+  return _read(model, folder, storage)
+
+
 def frozen_from_folder(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Any:
   """Returns the padded frozen weights, a tree like all weights with None for those that are trained."""
   return _read(model, folder, storage, only_frozen=True)

@@ -14,10 +14,12 @@ import jax
 from spmd_tasks.checkpoints import Checkpointer, CheckpointError, PeerCopies
 from spmd_tasks.decoding import WeightStorage
 from spmd_tasks.distributed import StepWatchdog, primary_decides
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.learning import fill_in, without_frozen
+from spmd_tasks.programs.adapter_stacks import adapter_sources, variables_with_adapters
 from spmd_tasks.programs.pretrained import (
   adapter_folder,
   base_folder,
@@ -129,9 +131,17 @@ def restore_evaluation_variables(
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
   folder = None if step or experiment is None else pretrained_folder(experiment)
+  sources = {} if experiment is None else adapter_sources(experiment)
   if folder is not None and primary_decides(checkpointer.is_fresh, 'is_fresh', limit_s=LOOK_LIMIT_S):
     assert experiment is not None
+    if sources:
+      return variables_with_adapters(model, folder, sources, storage), 0
     return variables_from_folder(model, folder, storage, adapter_folder(experiment)), 0
+  if sources:
+    raise UserError(
+      f'adapters = {sorted(sources)} are served over a folder, and not over a checkpoint in {checkpointer.path}: leave '
+      'out --job_log_dir and the step; a trained model can be exported to a folder (--mode export --format hf).'
+    )
   base = None if experiment is None else base_folder(model, experiment)
   canonical = model.canonical_state
   if part is None:

@@ -101,6 +101,7 @@ def serve(
     announce(f'Restored step {restored} in {time.monotonic() - began:.1f} s. Compiling.')
     served = ServedModel(
       name=job.name,
+      adapters=steps.adapter_names,
       created=int(time.time()),
       step=restored,
       tokenizer=tokenizer,

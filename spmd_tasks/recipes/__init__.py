@@ -12,12 +12,14 @@
 Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()`, `loss()`, `tokenizer()` and
 `source(split)`: override one and call `super()`. Read `dense.py` first; `mixture_of_experts.py` and `pipelined.py`
 override what differs. `pretrained.py` starts from a folder in Hugging Face's format; `instruction_tuning.py` tunes such
-a model on conversations and on pairs of answers, and `low_rank.py` trains low-rank adapters of it.
+a model on conversations and on pairs of answers, and `low_rank.py` trains low-rank adapters of it, several
+of which `served_adapters.py` puts beside one model.
 """
 
+from spmd_tasks.recipes.adapter_configs import add_adapters
 from spmd_tasks.recipes.dense import DenseLanguageModel
 from spmd_tasks.recipes.instruction_tuning import InstructionTuning, PreferenceTuning
-from spmd_tasks.recipes.low_rank import LowRankTuning, add_adapters
+from spmd_tasks.recipes.low_rank import LowRankTuning
 from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
 from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
 from spmd_tasks.recipes.pretrained import PipelinedPretrainedModel, PretrainedLanguageModel

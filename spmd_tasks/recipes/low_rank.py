@@ -1,15 +1,12 @@
-"""Low-rank adapters (LoRA): the base of experiments that train them alone, and how a model gets them by patterns."""
-
-from collections.abc import Sequence
-import dataclasses
-from typing import Any
+"""Low-rank adapters (LoRA): the base of experiments that train them alone."""
 
 import fiddle as fdl
 
-from spmd_tasks.layers import LowRankAdapter, adaptable_weights
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import LowRankAdapter
+from spmd_tasks.recipes.adapter_configs import add_adapters
 from spmd_tasks.recipes.pretrained import PretrainedLanguageModel, stacks_of
 from spmd_tasks.runtime import Task
-from spmd_tasks.sharding import matching_names
 
 
 class LowRankTuning(PretrainedLanguageModel):
@@ -36,6 +33,10 @@ class LowRankTuning(PretrainedLanguageModel):
 
   def language_model(self) -> fdl.Config:
     """The folder's model with adapters."""
+    if self.adapters:
+      raise UserError(
+        f'adapters = {dict(self.adapters)!r} are served over a model alone: --exp hf.Model --set model={self.model}.'
+      )
     model = super().language_model()
     for stack in stacks_of(model):
       if self.base_dtype == 'int8' and stack.remat_policy == 'none':
@@ -63,42 +64,3 @@ class LowRankTuning(PretrainedLanguageModel):
     held = self.base_dtype or self.folder.dtype
     task.frozen_dtype = held if held in ('bfloat16', 'int8') else None
     return task
-
-
-def add_adapters(
-  model: fdl.Config, patterns: Sequence[str], adapter: LowRankAdapter, *, setting: str = 'patterns'
-) -> list[str]:
-  """Gives a low-rank adapter to each weight whose name a pattern is found in; returns the names.
-
-  Args:
-    model: the config of a LanguageModel, which is changed. A weight that has an adapter gets this one instead.
-    patterns: regular expressions that are searched in names such as 'stack/layers/attention/query/kernel'.
-    adapter: its settings; `names` is not read.
-    setting: where the patterns are from, for errors.
-
-  Raises:
-    UserError: a pattern is in no name; the message names near ones.
-  """
-  places = adaptable_weights(model, class_of=_class_of)
-  names = matching_names(patterns, places, setting=setting)
-  chosen: dict[int, tuple[Any, list[str]]] = {}
-  for name in names:
-    layer, projection = places[name]
-    chosen.setdefault(id(layer), (layer, []))[1].append(projection)
-  for layer, projections in chosen.values():
-    kept = []
-    for other in layer.adapters:
-      others = tuple(name for name in other.names if name not in projections)
-      if others:
-        other.names = others
-        kept.append(other)
-    layer.adapters = (*kept, _config(dataclasses.replace(adapter, names=tuple(projections))))
-  return names
-
-
-def _config(adapter: LowRankAdapter) -> fdl.Config[LowRankAdapter]:
-  return fdl.Config(LowRankAdapter, **dataclasses.asdict(adapter))
-
-
-def _class_of(node: Any) -> Any:
-  return fdl.get_callable(node) if isinstance(node, fdl.Buildable) else type(node)

@@ -1,10 +1,12 @@
 """Language models that start from a folder in Hugging Face's format: the base of the registered `hf` experiments."""
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
+from flax.core import FrozenDict
 import flax.linen as nn
 
 from spmd_tasks.decoding import ChatTemplate
@@ -20,6 +22,7 @@ from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis_rules
 
 if TYPE_CHECKING:  # this module is imported for every job
   from spmd_tasks.bridges.huggingface import Folder
+  from spmd_tasks.programs.adapter_stacks import AdapterSource
 
 
 class PretrainedLanguageModel(Experiment):
@@ -32,6 +35,9 @@ class PretrainedLanguageModel(Experiment):
   model: str = ''
   dtype: str | None = None  # of the computation; None: the folder's. Weights are float32 in training.
   remat_policy: str = 'none'
+  # Low-rank adapters that requests choose by name where text is generated, such as {'french': 'peft/french', 'legal':
+  # 'runs/lora'}: folders of `peft`, and directories of jobs that train adapters of the same folder.
+  adapters: Mapping[str, str] = FrozenDict()
 
   seq_len: int = 512
   batch_size: int = 16
@@ -60,7 +66,21 @@ class PretrainedLanguageModel(Experiment):
     model = _config_of(self.folder.build_model(dtype=self.dtype))
     for stack in stacks_of(model):
       stack.remat_policy = self.remat_policy
+    if self.adapters:
+      from spmd_tasks.recipes.served_adapters import add_choices
+
+      add_choices(model, self.adapter_sources())
     return model
+
+  @functools.cached_property
+  def _adapter_sources(self) -> 'dict[str, AdapterSource]':
+    from spmd_tasks.recipes.served_adapters import open_sources  # which imports what trains adapters
+
+    return open_sources(self.adapters, self.folder)
+
+  def adapter_sources(self) -> 'dict[str, AdapterSource]':
+    """What `adapters` names, in the order of the numbers that requests choose them by, from 1 on."""
+    return self._adapter_sources if self.adapters else {}
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:
     """The training loss: cross-entropy alone, as in `transformers`."""

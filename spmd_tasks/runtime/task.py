@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import LossOutput
+from spmd_tasks.layers import LossOutput, adapters_of_rows
 from spmd_tasks.learning import (
   Learner,
   LearnerState,
@@ -136,7 +136,8 @@ class Task:
     """
     if cache is not None:
       variables = variables | {'cache': cache}
-    outputs, updated = self.model.apply(variables, batch, train=False, mutable='new_cache')
+    with adapters_of_rows(batch.get('adapters')):
+      outputs, updated = self.model.apply(variables, batch, train=False, mutable='new_cache')
     if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
       raise UserError(
         f'{type(self.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '

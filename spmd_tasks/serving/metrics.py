@@ -40,7 +40,8 @@ class ServerMetrics:
     http_requests: counter of HTTP responses, by route and status.
     open_connections: gauge of connections.
     closed_connections: counter of connections that the server closed or refused because of its limits, by reason.
-    sequences: counter of sequences that have ended, by finish_reason.
+    sequences: counter of sequences that have ended, by finish_reason and the name of the model or adapter.
+    tokens_of: counter of the tokens of these sequences, by the name of the model or adapter.
     first_token_s, between_tokens_s, request_s: histograms of seconds.
   """
 
@@ -56,7 +57,8 @@ class ServerMetrics:
     self.http_requests = self._counter('http_requests', 'HTTP responses.', 'route', 'status')
     self.open_connections = Gauge(PREFIX + 'open_connections', 'Connections.', registry=self._registry)
     self.closed_connections = self._counter('closed_connections', 'Connections closed by a limit.', 'reason')
-    self.sequences = self._counter('sequences', 'Sequences that have ended.', 'finish_reason')
+    self.sequences = self._counter('sequences', 'Sequences that have ended.', 'finish_reason', 'model')
+    self.tokens_of = self._counter('model_generated_tokens', 'Tokens of sequences that have ended.', 'model')
     self.first_token_s = self._histogram('time_to_first_token_seconds', 'From the request to its first text.')
     self.between_tokens_s = self._histogram('inter_token_seconds', 'Between two steps that brought text.')
     self.request_s = self._histogram('request_seconds', 'From the request to its end.')

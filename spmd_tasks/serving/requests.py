@@ -38,6 +38,8 @@ class ServedModel:
 
   Fields:
     name: the name that requests give, if any.
+    adapters: the names that requests give instead where they want the model with one of its low-rank adapters, in the
+      order of the adapters' numbers from 1 on.
     created: when the weights were loaded, in seconds since 1970.
     step: the training step of the weights.
     tokenizer, chat_template: those of the experiment.
@@ -54,6 +56,16 @@ class ServedModel:
   max_len: int
   vocab_size: int
   grammars: Grammars | None = None
+  adapters: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    if self.name in self.adapters:
+      raise UserError(f'adapters has the name {self.name!r}, which is that of the model itself: choose another one.')
+
+  @property
+  def names(self) -> tuple[str, ...]:
+    """The names that requests can give: a name's place is the number of its adapter, 0 for none."""
+    return (self.name, *self.adapters)
 
   def encode(self, text: str) -> tuple[int, ...]:
     """Turns a prompt into tokens, after the token for the beginning of text if there is one.
@@ -86,6 +98,7 @@ class GenerationRequest:
 
   Fields:
     kind: the route.
+    model: the name of the model, or of its adapter, that answers.
     requests: one per choice, in the order of the choices: all samples of the first prompt, then of the next.
     echoes: the text before each choice's generated text.
     num_prompt_tokens: of all prompts, each counted once.
@@ -99,6 +112,7 @@ class GenerationRequest:
   """
 
   kind: Literal['completion', 'chat']
+  model: str
   requests: tuple[Request, ...]
   echoes: tuple[str, ...]
   num_prompt_tokens: int
@@ -221,10 +235,18 @@ def _turn(turn: Message, path: str, template: ChatTemplate) -> dict[str, Any]:
 def check_model_name(fields: dict[str, Any], model: ServedModel) -> None:
   """Refuses a request for another model; a request may leave the name out."""
   name = fields.get('model')
-  if isinstance(name, str) and name != model.name:
+  if isinstance(name, str) and name not in model.names:
     raise RequestError(
-      f'model {name[:100]!r} is not served here; {model.name!r} is.', status=404, param='model', code='model_not_found'
+      f'model {name[:100]!r} is not served here; {_listed(model.names)}.',
+      status=404,
+      param='model',
+      code='model_not_found',
     )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+  shown = ', '.join(map(repr, names[:20])) + (', ...' if len(names) > 20 else '')
+  return f'{shown} {"is" if len(names) == 1 else "are"}'
 
 
 def _check_num_logprobs(field: str, number: int | None, model: ServedModel) -> None:
@@ -260,6 +282,7 @@ def _generation_request(
 ) -> GenerationRequest:
   """Checks and resolves the fields that both routes have."""
   is_chat = isinstance(body, ChatBody)
+  name = model.name if body.model is None else body.model
   _check_sizes(body, model, limits, [ids for ids, _ in prompts], max_tokens)
   stop = _checked_stop(body, limits)
   if is_chat:
@@ -283,12 +306,14 @@ def _generation_request(
       stop=stop,
       score_prompt=echo and num_logprobs is not None,
       sampling=sampling,
+      adapter=model.names.index(name),
     )
     for ids, _ in prompts
     for sample in range(body.n)
   )
   return GenerationRequest(
     kind='chat' if is_chat else 'completion',
+    model=name,
     requests=requests,
     echoes=tuple(text if echo else '' for _, text in prompts for _ in range(body.n)),
     num_prompt_tokens=sum(len(ids) for ids, _ in prompts),

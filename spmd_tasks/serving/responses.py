@@ -123,7 +123,7 @@ class ResponseBodies:
       'id': self._id,
       'object': kind,
       'created': self._created,
-      'model': self._model.name,
+      'model': self._wanted.model,
       'choices': choices,
     }
 

@@ -26,7 +26,13 @@ from spmd_tasks.serving.bodies import PublishBody, UnpublishBody, parse_json, va
 from spmd_tasks.serving.errors import RequestError, error_response
 from spmd_tasks.serving.middleware import Guard
 from spmd_tasks.serving.publisher import Publisher
-from spmd_tasks.serving.requests import GenerationRequest, ServedModel, chat_request, completion_request
+from spmd_tasks.serving.requests import (
+  GenerationRequest,
+  ServedModel,
+  chat_request,
+  check_model_name,
+  completion_request,
+)
 from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
@@ -79,7 +85,7 @@ class _Routes:
   def __init__(self, service: Service, publisher: Publisher, page: str):
     self._service = service
     self._publisher = publisher
-    self._page = page.replace('{{model}}', json.dumps(service.model.name).replace('<', '\\u003c'))
+    self._page = page.replace('{{models}}', json.dumps(service.model.names).replace('<', '\\u003c'))
 
   async def page(self, request: Request) -> Response:
     # The page loads nothing from other sites, and no other site can frame it.
@@ -99,12 +105,12 @@ class _Routes:
     return PlainTextResponse(self._service.metrics.exposition(), media_type='text/plain; version=0.0.4')
 
   async def models(self, request: Request) -> Response:
-    return JSONResponse({'object': 'list', 'data': [self._card()] if self._service.is_published else []})
+    names = self._service.model.names if self._service.is_published else ()
+    return JSONResponse({'object': 'list', 'data': [self._card(name) for name in names]})
 
   async def model(self, request: Request) -> Response:
-    if request.path_params['name'] != self._service.model.name:
-      raise RequestError('this server has no such model.', status=404, param='model', code='model_not_found')
-    return JSONResponse(self._card())
+    check_model_name({'model': request.path_params['name']}, self._service.model)
+    return JSONResponse(self._card(request.path_params['name']))
 
   async def completions(self, request: Request) -> Response:
     return await self._generate(request, completion_request)
@@ -154,15 +160,17 @@ class _Routes:
       return StreamedAnswer(service, answer, bodies, include_usage=wanted.include_usage)
     return WholeAnswer(service, answer, bodies)
 
-  def _card(self) -> dict[str, Any]:
+  def _card(self, name: str) -> dict[str, Any]:
+    """What the list of models says of the model, or of one of its adapters, whose `parent` it is."""
     model = self._service.model
     return {
-      'id': model.name,
+      'id': name,
       'object': 'model',
       'created': model.created,
       'owned_by': 'spmd-tasks',
       'step': model.step,
       'max_model_len': model.max_len,
+      'parent': None if name == model.name else model.name,
     }
 
 

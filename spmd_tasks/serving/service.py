@@ -75,7 +75,7 @@ class Answer:
 
 
 class Service:
-  """One served model.
+  """One served model, alone and with each of its adapters.
 
   Attributes:
     model: the served model; the publisher replaces it.
@@ -181,7 +181,9 @@ class Service:
       answer: Answer = delta.sequence.owner
       answer.add(delta)
       if delta.finish_reason is not None:
-        self.metrics.sequences.labels(delta.finish_reason).inc()
+        name = self.model.names[delta.sequence.request.adapter]
+        self.metrics.sequences.labels(delta.finish_reason, name).inc()
+        self.metrics.tokens_of.labels(name).inc(delta.sequence.num_tokens)
       if delta.text and id(answer) not in seen:
         seen.add(id(answer))
         if answer.last_token is None:

@@ -10,9 +10,9 @@ from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
 
 
-def sequence(text, max_tokens, *, score_prompt=False):
+def sequence(text, max_tokens, *, score_prompt=False, adapter=0):
   ids = tuple(TOKENIZER.encode(text))
-  request = Request(ids=ids, max_tokens=max_tokens, stop_ids=(EOS,), score_prompt=score_prompt)
+  request = Request(ids=ids, max_tokens=max_tokens, stop_ids=(EOS,), score_prompt=score_prompt, adapter=adapter)
   return GeneratedSequence(request, TOKENIZER.decode, has_logprobs=True)
 
 
@@ -27,7 +27,7 @@ def run(scheduler, *sequences):
 
 
 def circle(text, num, shift=0):
-  """What the fake answers: the prompt's tokens in a circle, moved by its weights."""
+  """What the fake answers: the prompt's tokens in a circle, moved by its weights and the number of the adapter."""
   tokens = [token + shift for token in TOKENIZER.encode(text)]
   return TOKENIZER.decode([tokens[i % len(tokens)] for i in range(num)])
 
@@ -58,7 +58,10 @@ def test_any_schedule_gives_each_sequence_the_tokens_it_has_alone(seed):
     if event < 0.25:
       text = documents[int(rng.integers(2))][: int(rng.integers(1, 41))]
       text += ''.join(rng.choice(list('xyz'), size=int(rng.integers(0, 12))))
-      new = [sequence(text, int(rng.integers(1, 60)), score_prompt=event < 0.03) for _ in range(rng.integers(1, 3))]
+      new = [
+        sequence(text, int(rng.integers(1, 60)), score_prompt=event < 0.03, adapter=int(rng.integers(0, 1 + seed % 3)))
+        for _ in range(rng.integers(1, 3))
+      ]
       sequences += new
       texts.update(dict.fromkeys(new, text))
       scheduler.submit(new)
@@ -75,7 +78,7 @@ def test_any_schedule_gives_each_sequence_the_tokens_it_has_alone(seed):
     note(scheduler.advance())
 
   for each in sequences:
-    expected = circle(texts[each], each.request.max_tokens, shifts[each])
+    expected = circle(texts[each], each.request.max_tokens, shifts[each] + each.request.adapter)
     assert expected.startswith(each.text)
     assert each.finish_reason != 'length' or each.text == expected
     assert not (each.request.score_prompt and each.num_reused)
@@ -163,6 +166,16 @@ def test_other_weights_and_an_emptied_engine_leave_nothing_to_reuse():
     run(scheduler, first, second)
     assert (first.num_reused, second.num_reused) == (0, 16)
     assert first.text == second.text == circle(text, 30, engine.weights)
+
+
+def test_an_adapter_reuses_its_own_chunks_alone():
+  engine = FakeEngine(num_slots=6, prefill_rows=2)
+  scheduler = Scheduler(engine)
+  text = 'a prompt of some chunks'
+  sequences = [sequence(text, 30, adapter=adapter) for adapter in (0, 1, 2, 1, 0)]
+  run(scheduler, *sequences)
+  assert [each.num_reused for each in sequences] == [0, 0, 0, 16, 16]
+  assert [each.text for each in sequences] == [circle(text, 30, each.request.adapter) for each in sequences]
 
 
 def test_a_prompt_that_is_scored_is_read_whole_and_by_itself():

@@ -72,7 +72,7 @@ class FakeEngine:
     self.gate = gate
     self.is_warm = False
     self.cache_epoch = 0
-    self._weights = 0  # added to each token
+    self._weights = 0  # added to each token, as is the number of the request's adapter
     self._empty()
 
   @property
@@ -116,7 +116,8 @@ class FakeEngine:
     for chunk in chunks:
       cache = self.caches[chunk.slot]
       for place in range(chunk.start, chunk.stop):
-        cache[place] = cell(cache.get(place - 1, 0), (chunk.request.ids[place] + self.weights) % 512)
+        token = (chunk.request.ids[place] + self.weights + chunk.request.adapter) % 512
+        cache[place] = cell(cache.get(place - 1, 0), token)
       self.slots[chunk.slot] = Slot(chunk.request, chunk.stop)
       rows.append(self._next(chunk.slot, (masks or {}).get(len(rows))))
     outputs = self._outputs(rows + [None] * (self.prefill_rows - len(rows)))

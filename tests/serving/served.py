@@ -58,13 +58,14 @@ def serving(
   leave=os._exit,
   chat_template: ChatTemplate = MODEL.chat_template,
   tokenizer=TOKENIZER,
+  adapters: tuple[str, ...] = (),
   **settings,
 ) -> Iterator[Served]:
   engine = engine or FakeEngine(max_len=max_len)
   limits = ServerSettings(**{'port': 0, 'drain_s': 5.0} | settings)
   sock = listen(limits)
   stop, lines, codes = threading.Event(), queue.Queue(), []
-  model = dataclasses.replace(MODEL, max_len=engine.max_len, chat_template=chat_template)
+  model = dataclasses.replace(MODEL, max_len=engine.max_len, chat_template=chat_template, adapters=adapters)
   if tokenizer is not TOKENIZER:
     model = dataclasses.replace(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
 

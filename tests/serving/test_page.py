@@ -8,6 +8,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.serving.fake_engine import FakeEngine
@@ -129,6 +130,21 @@ def test_markup_is_shown_and_not_run(page):
   assert page['given'].text == markup
   assert page.browser.find_elements(By.TAG_NAME, 'img') == []
   assert page.browser.title == 'fake.Model'
+
+
+def test_several_names_can_be_chosen_and_one_is_not_shown(browser, page):
+  assert not page['models'].is_displayed()
+  with serving(adapters=('one up', 'two up')) as served:
+    browser.get(served.url)
+    page = Page(browser)
+    assert page['name'].text == 'fake.Model'
+    assert page['models'].is_displayed()
+    page.fill(prompt='abc', max_tokens=7)
+    Select(page['model']).select_by_visible_text('two up')
+    page['go'].click()
+    page.wait(page.is_idle)
+    assert page['new'].text == 'cdecdec'[: len(page['new'].text)]
+    assert page['error'].text == ''
 
 
 def test_a_key_as_the_password_opens_the_page_and_answers(browser):

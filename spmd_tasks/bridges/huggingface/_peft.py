@@ -178,12 +178,30 @@ class AdapterFolder:
       different = sorted(name for name in {*own, *wanted} if own.get(name) != wanted.get(name))
       raise UserError(f'{self.path} and the model differ in the adapter of {different[0]}: let the folder decide.')
     canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
-    names = {name: AdapterNames(kernel=name) for name in own}
+    made = self.read_arrays({name: leaf.shape for name, leaf in canonical.items()}, base)
+    true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
+    padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
+    weights: dict[str, Any] = dict.fromkeys(padded)
+    for name, array in made.items():
+      weights[name] = place_on_mesh(lazy_array(array).reshape(true[name].shape), padded[name])
+    return traverse_util.unflatten_dict(weights, sep='/')
+
+  def read_arrays(self, shapes: Mapping[str, tuple[int, ...]], base: Folder) -> dict[str, np.ndarray]:
+    """Reads the adapters into arrays in the layout of checkpoints, float32, by the names of our weights.
+
+    Args:
+      shapes: of the weights of the adapters, and of any others. A layer for which the folder has none gets zeros.
+      base: the folder of the model.
+
+    Raises:
+      UserError: a shape does not fit.
+    """
+    names = {name: AdapterNames(kernel=name) for name in self.adapters(base)}
     made = {
-      part: np.zeros(canonical[part].shape, np.float32)
+      part: np.zeros(shapes[part], np.float32)
       for each in names.values()
       for part in (each.a, each.b, each.magnitude)
-      if part in canonical
+      if part in shapes
     }
     for module, parts in self._found(base):
       each, place = names[module.slot.name], module.slot.index
@@ -197,12 +215,7 @@ class AdapterFolder:
       made[each.b][place] = np.moveaxis(b[row_of], -1, 0)
       if each.magnitude in made:
         made[each.magnitude][place] = np.asarray(parts['lora_magnitude_vector']).reshape(-1)[row_of]
-    true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
-    padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
-    weights: dict[str, Any] = dict.fromkeys(padded)
-    for name, array in made.items():
-      weights[name] = place_on_mesh(lazy_array(array).reshape(true[name].shape), padded[name])
-    return traverse_util.unflatten_dict(weights, sep='/')
+    return made
 
 
 def export_adapter(

@@ -1,0 +1,102 @@
+"""Several low-rank adapters beside the model of a folder, which requests choose by name: `adapters` of an experiment.
+
+    spmd-tasks --exp hf.Model --set model=FOLDER --mode serve --set 'adapters={"french": "peft/fr", "law": "runs/lora"}'
+
+An adapter is a folder of `peft`, or the directory of a job that trains adapters of the same folder.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import re
+from typing import Any
+
+from etils import epath
+import fiddle as fdl
+
+from spmd_tasks.bridges.huggingface import Folder, open_adapter
+from spmd_tasks.config import from_json, read_saved_config
+from spmd_tasks.errors import UserError
+from spmd_tasks.files import absolute_path
+from spmd_tasks.layers import LowRankAdapter, adaptable_weights
+from spmd_tasks.programs.adapter_stacks import AdapterSource
+from spmd_tasks.recipes.adapter_configs import add_adapters, class_of
+
+_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}')
+
+
+def open_sources(adapters: Mapping[str, str], folder: Folder) -> dict[str, AdapterSource]:
+  """Finds out what each adapter is, by name.
+
+  Args:
+    adapters: name -> a folder of `peft`, or the directory of a job.
+    folder: of the base.
+
+  Raises:
+    UserError: a name or a place cannot be used.
+  """
+  sources = {}
+  for name, path in adapters.items():
+    if not _NAME.fullmatch(name):
+      raise UserError(f'adapters has the name {name!r}: use letters, digits and . _ : / - only, at most 100.')
+    place = absolute_path(path)
+    if (place / 'adapter_config.json').exists():
+      sources[name] = AdapterSource(path=str(place), is_job=False, adapters=open_adapter(place).adapters(folder))
+    elif (place / 'config.json').exists():
+      sources[name] = AdapterSource(path=str(place), is_job=True, adapters=_adapters_of_job(place, folder))
+    else:
+      raise UserError(
+        f'adapters has {name!r} in {place}, where there is neither an adapter_config.json of peft nor the config.json '
+        'of a job: correct the path.'
+      )
+  return sources
+
+
+def add_choices(model: fdl.Config, sources: Mapping[str, AdapterSource]) -> None:
+  """Makes room beside each kernel of a model's config for the adapters of all sources.
+
+  Raises:
+    UserError: a source adapts what the model does not have.
+  """
+  known = adaptable_weights(model, class_of=class_of)
+  for name, source in sources.items():
+    for kernel in source.adapters:
+      if kernel not in known:
+        raise UserError(f'the adapter {name!r} in {source.path} adapts {kernel}, which this model does not have.')
+      if not kernel.endswith('kernel'):  # what a product of its own with x belongs to is called so
+        raise UserError(
+          f'the adapter {name!r} in {source.path} adapts {kernel}, which all rows of a batch share: adapters of '
+          'experts and of kv_up cannot be chosen by name. Serve that one alone (a job: --job_log_dir), or merge it '
+          '(--mode export --format hf).'
+        )
+  for kernel in sorted({kernel for source in sources.values() for kernel in source.adapters}):
+    own = [source.adapters[kernel] for source in sources.values() if kernel in source.adapters]
+    rank = max(adapter.rank for adapter in own)
+    choice = LowRankAdapter(
+      rank=rank, alpha=float(rank), use_dora=any(adapter.use_dora for adapter in own), choices=tuple(sources)
+    )
+    add_adapters(model, [f'^{re.escape(kernel)}$'], choice, setting='adapters')
+
+
+def _adapters_of_job(directory: epath.Path, folder: Folder) -> dict[str, LowRankAdapter]:
+  saved = read_saved_config(directory / 'config.json')
+  # The digest of the folder says whether it is the same; its path need not be.
+  overrides = [f'model={folder.path}'] if 'model' in saved['config'] else []
+  try:
+    model = from_json(saved, overrides).parts['task'].model
+  except UserError as error:  # as where the job's experiment is a class of the user's own, which a file cannot import
+    raise UserError(
+      f'the job in {directory} cannot be read: {error} A folder of peft needs no experiment: --mode export '
+      '--format peft.'
+    ) from error
+  found: dict[str, LowRankAdapter] = {}
+  for name, (layer, projection) in adaptable_weights(model, class_of=class_of).items():
+    for each in _built(layer.adapters):
+      if projection in each.names and not each.choices:
+        found[name] = dataclasses.replace(each, names=())
+  if not found:
+    raise UserError(f'the job in {directory} has no low-rank adapters: serve it alone (--job_log_dir {directory}).')
+  return found
+
+
+def _built(adapters: Any) -> list[LowRankAdapter]:
+  return [fdl.build(each) if isinstance(each, fdl.Buildable) else each for each in adapters]

@@ -1,0 +1,87 @@
+"""Several low-rank adapters beside one kernel: each row computes what a Linear with its adapter alone computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import Linear, LowRankAdapter, adapter_choices, adapters_of_rows
+from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(4, 5, 3, 4)).astype(np.float32)
+NUMBERS = np.array([2, 0, 1, 2], np.int32)
+ALONE = {
+  'wide': LowRankAdapter(rank=3, alpha=6.0),
+  'narrow': LowRankAdapter(rank=2, alpha=6.0, use_rslora=True, use_dora=True),
+}
+SHAPES = {'kernel': (3, 4, 2, 7), 'bias': (2, 7), 'lora_a': (3, 4, 3), 'lora_b': (3, 2, 7), 'lora_magnitude': (2, 7)}
+DRAWN = {name: (RNG.normal(size=shape) * 0.3).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def linear(adapter):
+  return Linear(output_dims=(2, 7), num_input_dims=2, use_bias=True, split_dims=None, adapter=adapter)
+
+
+def own_weights(number):
+  """Those of the base, or of it with adapter 1 or 2 alone."""
+  weights = {name: DRAWN[name] for name in ('kernel', 'bias')}
+  if number:
+    weights |= {'lora_a': DRAWN['lora_a'] * number, 'lora_b': DRAWN['lora_b'] / number}
+  if number == 2:
+    weights = weights | {'lora_a': weights['lora_a'][..., :2], 'lora_b': weights['lora_b'][:2]}
+    weights['lora_magnitude'] = DRAWN['lora_magnitude']
+  return weights
+
+
+def stacked_weights(num_more=0):
+  """The stacks of both adapters and, if wanted, of more that no row has: numbers that would be seen in any sum."""
+  a, b, scale = np.zeros((3, 3, 4, 3)), np.zeros((3, 3, 2, 7)), np.ones((3, 2, 7))
+  for number, adapter in enumerate(ALONE.values(), 1):
+    own = own_weights(number)
+    a[number, ..., : adapter.rank], b[number, : adapter.rank] = own['lora_a'], own['lora_b'] * adapter.scale
+    if adapter.use_dora:
+      adapted = own['kernel'] + adapter.scale * np.tensordot(own['lora_a'], own['lora_b'], 1)
+      scale[number] = own['lora_magnitude'] / np.sqrt((adapted**2).sum((0, 1)))
+  stacks = {'lora_a': a, 'lora_b': b, 'lora_scale': scale}
+  more = {name: np.full((num_more, *stack.shape[1:]), 1e6) for name, stack in stacks.items()}
+  stacks = {name: np.concatenate([stack, more[name]]).astype(np.float32) for name, stack in stacks.items()}
+  return own_weights(0) | stacks
+
+
+def apply(module, weights, x, numbers=None):
+  with jax.default_matmul_precision('highest'), adapters_of_rows(None if numbers is None else jnp.asarray(numbers)):
+    return np.asarray(module.apply({'params': weights}, x))
+
+
+@pytest.mark.parametrize('num_more', [0, 20])
+@pytest.mark.parametrize('num_tokens', [1, 5])
+def test_each_row_computes_what_its_adapter_alone_does(num_tokens, num_more):
+  x = X[:, :num_tokens]
+  choices = (*ALONE, *(f'other {i}' for i in range(num_more)))
+  together = linear(LowRankAdapter(rank=3, alpha=3.0, use_dora=True, choices=choices))
+  weights = stacked_weights(num_more)
+  ours = apply(together, weights, x, NUMBERS)
+  base = apply(linear(None), own_weights(0), x)
+  np.testing.assert_array_equal(ours[NUMBERS == 0], base[NUMBERS == 0])
+  for row, number in enumerate(NUMBERS):
+    alone = linear([None, *ALONE.values()][number])
+    theirs = apply(alone, own_weights(number), x[row : row + 1])[0]
+    np.testing.assert_allclose(ours[row], theirs, rtol=1e-5, atol=1e-5)
+  others = apply(together, weights, x, np.where(NUMBERS == 2, 2, 1 - NUMBERS))
+  np.testing.assert_array_equal(ours[NUMBERS == 2], others[NUMBERS == 2])  # whatever adapters the others have
+  np.testing.assert_array_equal(apply(together, weights, x), base)
+  assert adapter_choices(together) == ()  # which is not in a model, where layers say what can be adapted
+
+
+def test_adapters_of_experts_cannot_be_chosen():
+  layer = MixtureOfExperts(
+    router=TopKRouter(num_experts=3, num_selected=2),
+    experts=Experts(
+      num_experts=3, hidden_dim=5, adapters=(LowRankAdapter(rank=2, alpha=2.0, names=('up',), choices=('a', 'b')),)
+    ),
+    computation=Dropless(backend='ragged_dot'),
+  )
+  with pytest.raises(UserError, match=r'adapters to choose from \(a, b\) cannot join a kernel that all rows share'):
+    jax.eval_shape(layer.init, jax.random.key(0), X.reshape(4, 5, 12))

@@ -1,0 +1,93 @@
+"""Names of adapters in requests: what they choose, what is said of them, and what is counted; by a fake engine."""
+
+from concurrent.futures import ThreadPoolExecutor
+import dataclasses
+
+import numpy as np
+import pytest
+
+from spmd_tasks.decoding import Chunk, Request
+from spmd_tasks.errors import UserError
+from spmd_tasks.serving.multi_process.messages import from_message, to_message
+from tests.serving.fake_engine import TOKENIZER
+from tests.serving.served import ASK, CHAT, COMPLETIONS, HELLO, MODEL, events, metric, serving, wait_for
+
+NAMES = ('fake.Model', 'one', 'two')
+TEXTS = {'fake.Model': 'abcabca', 'one': 'bcdbcdb', 'two': 'cdecdec'}  # the fake adds the adapter's number to each byte
+BODY = HELLO | {'prompt': [TOKENIZER.encode('abc')]}
+
+
+@pytest.fixture(scope='module')
+def served():
+  with serving(adapters=NAMES[1:]) as served:
+    yield served
+
+
+@pytest.fixture
+def client(served):
+  with served.client() as client:
+    yield client
+
+
+def text_of(client, **fields):
+  answer = client.post(COMPLETIONS, json=BODY | fields).json()
+  return answer['choices'][0]['text'], answer['model']
+
+
+def test_requests_of_all_names_are_answered_at_once_each_by_its_own(client):
+  def counted():
+    return [metric(client, f'model_generated_tokens_total{{model="{name}"}}') for name in NAMES]
+
+  before = counted()
+  asked = [*NAMES, None] * 4
+  with ThreadPoolExecutor(8) as pool:
+    answers = list(pool.map(lambda name: text_of(client, model=name), asked))
+  assert answers == [(TEXTS[name or 'fake.Model'], name or 'fake.Model') for name in asked]
+  wait_for(lambda: np.subtract(counted(), before).tolist() == [2 * 4 * 7, 4 * 7, 4 * 7])
+  assert metric(client, 'sequences_total{finish_reason="length",model="two"}') >= 4
+
+
+def test_chats_streams_samples_scores_and_forms_have_adapters_too(client):
+  chat = client.post(CHAT, json=ASK | {'model': 'one'}).json()
+  assert chat['model'] == 'one'
+  with client.stream('POST', COMPLETIONS, json=BODY | {'model': 'two', 'stream': True}) as response:
+    chunks = events(response)
+  assert ''.join(chunk['choices'][0]['text'] for chunk in chunks) == TEXTS['two']
+  assert {chunk['model'] for chunk in chunks} == {'two'}
+  fields = {'n': 2, 'echo': True, 'logprobs': 1}
+  choices = client.post(COMPLETIONS, json=BODY | {'model': 'one', **fields}).json()['choices']
+  assert [choice['text'] for choice in choices] == ['abc' + TEXTS['one']] * 2
+  form = {'structured_outputs': {'regex': 'b[a-z]*'}, 'model': 'one'}
+  assert client.post(COMPLETIONS, json=BODY | form).json()['choices'][0]['text'].startswith('bcdb')
+
+
+def test_the_list_of_models_names_all_and_their_parent(client):
+  cards = client.get('/v1/models').json()['data']
+  assert [card['id'] for card in cards] == [*NAMES]
+  assert [card['parent'] for card in cards] == [None, 'fake.Model', 'fake.Model']
+  assert client.get('/v1/models/two').json() == cards[2]
+
+
+@pytest.mark.parametrize('route', [COMPLETIONS, CHAT, '/tokenize'])
+def test_an_unknown_name_is_an_error_that_lists_those_that_are_served(client, route):
+  answer = client.post(route, json=BODY | {'model': 'three'})
+  assert answer.status_code == 404
+  error = answer.json()['error']
+  assert (error['type'], error['param'], error['code']) == ('not_found_error', 'model', 'model_not_found')
+  assert error['message'] == "model 'three' is not served here; 'fake.Model', 'one', 'two' are."
+  assert client.get('/v1/models/three').status_code == 404
+
+
+def test_the_tokenizer_s_routes_take_any_of_the_names(client):
+  assert client.post('/tokenize', json={'prompt': 'abc', 'model': 'two'}).json()['count'] == 3 + 1
+  assert client.post('/detokenize', json={'tokens': TOKENIZER.encode('abc'), 'model': 'one'}).status_code == 200
+
+
+def test_an_adapter_cannot_have_the_name_of_the_model():
+  with pytest.raises(UserError, match=r"the name 'fake.Model', which is that of the model itself"):
+    dataclasses.replace(MODEL, adapters=('one', 'fake.Model'))
+
+
+def test_other_processes_are_told_the_adapter():
+  chunk = Chunk(request=Request(ids=(1, 2), max_tokens=3, adapter=2), slot=0, start=0, stop=2, source=0)
+  assert from_message(to_message({'chunk': chunk}))['chunk'] == chunk

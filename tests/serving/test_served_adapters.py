@@ -1,0 +1,273 @@
+"""Several low-rank adapters over one base in one batch: each name answers as its merged model alone does.
+
+Folders of `peft` of different ranks, targets and kinds, and a job of ours; merged by numpy, or by our export.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+import json
+import queue
+import shutil
+import threading
+
+import jax
+import numpy as np
+import openai
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from spmd_tasks import load
+from spmd_tasks.checkpoints import CheckpointError
+from spmd_tasks.config import resolve
+from spmd_tasks.decoding import ChatTemplate, DecodeSteps, ModelEngine, Request, generate, score_texts
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.inputs import decode_generated
+from spmd_tasks.programs.adapter_stacks import adapter_sources, variables_with_adapters
+from spmd_tasks.programs.pretrained import variables_from_folder
+from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
+from tests import binary
+from tests.adapter_folders import ATTENTION, FEED_FORWARD, write_adapter, write_merged
+from tests.model_folders import write_llama
+
+JOB = 'tests.programs.low_rank_jobs.Small'
+SIZES = ('max_len=64', 'num_slots=4', 'prefill_chunk=16', 'min_bucket=16', 'num_top_logprobs=2')
+KINDS = {
+  'all': {'modules': (*ATTENTION, *FEED_FORWARD, 'lm_head'), 'rank': 4, 'alpha': 6.0, 'seed': 1},
+  'rslora': {
+    'modules': ATTENTION[::2],
+    'rank': 2,
+    'alpha': 3.0,
+    'seed': 2,
+    'use_rslora': True,
+  },
+  'dora': {'modules': ('self_attn.q_proj', *FEED_FORWARD), 'rank': 3, 'alpha': 3.0, 'seed': 3, 'use_dora': True},
+}
+PROMPTS = np.random.default_rng(0).integers(10, 250, (2, 21)).tolist()  # the second of two chunks is reused, or not
+NUM_TOKENS = 8
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory):
+  return write_llama(tmp_path_factory.mktemp('served') / 'llama')
+
+
+@pytest.fixture(scope='module')
+def adapters(base, tmp_path_factory):
+  """Name -> the folder of the adapter; `job` is the directory of a job that has trained one."""
+  directory = tmp_path_factory.mktemp('adapters')
+  made = {name: write_adapter(directory / name, base, **settings) for name, settings in KINDS.items()}
+  flags = ('--exp', JOB, '--set', f'model={base}', '--num_train_steps', 2, '--set', 'learning_rate=0.3')
+  assert binary.run_in_process('--mode', 'train', '--job_log_dir', directory / 'job', *flags) == 0
+  return made | {'job': directory / 'job'}
+
+
+@pytest.fixture(scope='module')
+def merged(base, adapters, tmp_path_factory):
+  """Name -> a folder with the same model alone; '' is the base."""
+  directory = tmp_path_factory.mktemp('merged')
+  made = {name: write_merged(directory / name, base, adapters[name]) for name in KINDS}
+  flags = ('--mode', 'export', '--job_log_dir', adapters['job'], '--format', 'hf', '--out', directory / 'job')
+  assert binary.run_in_process(*flags) == 0
+  return {'': base} | made | {'job': directory / 'job'}
+
+
+class Together:
+  """A base and its adapters on a mesh."""
+
+  def __init__(self, base, adapters, sizes):
+    settings = [f'model={base}', f'adapters={ {name: str(path) for name, path in adapters.items()}!r}']
+    settings += [f'ici_mesh_shape={",".join(map(str, sizes))}', *(f'task.decode.{size}' for size in SIZES)]
+    self.job = resolve('hf.Model', settings).build()
+    self.model = partition_job(self.job, self.job.experiment.mesh_spec().build(jax.devices()[: int(np.prod(sizes))]))
+    self.steps = DecodeSteps(self.model)
+    self.variables = variables_with_adapters(self.model, str(base), adapter_sources(self.job.experiment))
+
+
+@pytest.fixture(scope='module')
+def on_eight(base, adapters):
+  return Together(base, adapters, (1, 2, 4))
+
+
+def requests_of(number):
+  return [
+    Request(ids=tuple(ids), max_tokens=NUM_TOKENS, adapter=number, score_prompt=i == 1) for i, ids in enumerate(PROMPTS)
+  ]
+
+
+def texts():
+  return [(PROMPTS[0][:4], PROMPTS[0][4:]), (PROMPTS[1][:9], PROMPTS[1][9:])]
+
+
+@pytest.fixture(scope='module')
+def expected(merged):
+  """Name -> (completions of the requests, scores of the texts), by the merged models one after another."""
+  job = resolve('hf.Model', [f'model={merged[""]}', *(f'task.decode.{size}' for size in SIZES)]).build()
+  model = partition_job(job, job.experiment.mesh_spec().build(jax.devices()[:1]))
+  steps, found = DecodeSteps(model), {}
+  for name, folder in merged.items():
+    variables = variables_from_folder(model, str(folder))
+    completions = dict(generate(steps, variables, requests_of(0), decode=lambda ids: ''))
+    found[name] = completions, dict(score_texts(steps, variables, texts(), num_rows=2))
+  return found
+
+
+def check(completion, theirs):
+  assert completion.ids == theirs.ids
+  np.testing.assert_allclose(completion.logprobs, theirs.logprobs, atol=1e-5)
+  if theirs.prompt_logprobs is not None:
+    np.testing.assert_allclose(completion.prompt_logprobs, theirs.prompt_logprobs, atol=1e-5)
+
+
+def check_all(together, expected):
+  """One batch has requests of the base and of all adapters, in turn."""
+  names = ['', *together.steps.adapter_names]
+  turns = [(name, i) for i in range(len(PROMPTS)) for name in names]
+  requests = [requests_of(names.index(name))[i] for name, i in turns]
+  completions = dict(generate(together.steps, together.variables, requests, decode=lambda ids: ''))
+  for number, (name, i) in enumerate(turns):
+    check(completions[number], expected[name][0][i])
+  assert len({tuple(completions[number].ids) for number in range(len(names))}) == len(names)
+  for number, name in enumerate(names):
+    scores = dict(score_texts(together.steps, together.variables, texts(), num_rows=2, adapter=number))
+    for text, score in scores.items():
+      np.testing.assert_allclose(score.logprobs, expected[name][1][text].logprobs, atol=1e-5)
+
+
+def test_a_mixed_batch_on_eight_devices_answers_as_each_model_alone(on_eight, expected):
+  kernel = on_eight.model.padded_state.weights['stack']['layers']['attention']['query']
+  assert kernel['lora_a'].shape == (2, 5, 24, 4)
+  assert kernel['lora_b'].shape == (2, 5, 4, 4, 8)  # 3 heads, padded
+  assert kernel['lora_scale'].shape == (2, 5, 4, 8)
+  assert 'lora_scale' not in on_eight.model.padded_state.weights['stack']['layers']['attention']['value']
+  check_all(on_eight, expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('sizes', [(1, 1, 1), (2, 1, 2), (1, 4, 1)])
+def test_and_so_on_other_meshes(base, adapters, expected, sizes):
+  check_all(Together(base, adapters, sizes), expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
+def test_weights_in_fewer_bits_are_those_that_dora_divides_by(base, adapters, merged, dtype):
+  """As with that adapter alone, whose job would compute the lengths of what is held."""
+  overrides = [f'task.decode.weights_dtype={dtype}', *(f'task.decode.{size}' for size in SIZES)]
+  several = load(base, overrides=[*overrides, f'adapters={ {"dora": str(adapters["dora"])}!r}'], mesh=(1, 1, 8))
+  alone = load(merged['dora'], overrides=overrides, mesh=(1, 1, 8))
+  ours, theirs = (dict(each.score(texts(), **named)) for each, named in ((several, {'adapter': 'dora'}), (alone, {})))
+  for number, score in ours.items():
+    np.testing.assert_allclose(score.logprobs, theirs[number].logprobs, atol=0.1 if dtype == 'bfloat16' else 0.5)
+
+
+def test_clients_choose_by_name_over_http(on_eight, expected):
+  """All names at once, whole and streamed, with prefixes that one name must not take from another."""
+  engine = ModelEngine(on_eight.steps, on_eight.variables)
+  served = ServedModel(
+    name='hf.Model',
+    adapters=on_eight.steps.adapter_names,
+    created=1,
+    step=0,
+    tokenizer=on_eight.job.tokenizer,
+    chat_template=ChatTemplate(),
+    settings=on_eight.steps.settings,
+    max_len=on_eight.steps.max_len,
+    vocab_size=on_eight.steps.vocab_size,
+  )
+  limits, stop, lines = ServerSettings(port=0, drain_s=5.0), threading.Event(), queue.Queue()
+  sock = listen(limits)
+  thread = threading.Thread(
+    target=run_server, args=(engine, served, limits, sock), kwargs={'announce': lines.put, 'stop': stop}
+  )
+  thread.start()
+  try:
+    assert 'Serving' in lines.get(timeout=120)
+    with (
+      openai.OpenAI(base_url=f'{url_of(sock)}/v1', api_key='none', max_retries=0, timeout=60) as client,
+      ThreadPoolExecutor(10) as pool,
+    ):
+      names = [card.id for card in client.models.list().data]
+      assert names == ['hf.Model', *KINDS, 'job']
+      settings = {'prompt': PROMPTS[0], 'max_tokens': NUM_TOKENS, 'extra_body': {'ignore_eos': True}}
+
+      def ask(name):
+        return client.completions.create(model=name, logprobs=1, **settings)
+
+      for name, answer in zip(names * 2, pool.map(ask, names * 2), strict=True):
+        theirs = expected['' if name == 'hf.Model' else name][0][0]
+        assert answer.model == name
+        assert answer.choices[0].text == decode_generated(on_eight.job.tokenizer, theirs.ids)
+        np.testing.assert_allclose(answer.choices[0].logprobs.token_logprobs, theirs.logprobs, atol=1e-5)
+      whole = [ask('dora') for _ in range(2)][1]
+      assert whole.usage.prompt_tokens_details.cached_tokens == 16
+      pieces = client.completions.create(model='dora', stream=True, **settings)
+      assert ''.join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+  finally:
+    stop.set()
+    thread.join(30)
+
+
+@pytest.mark.exhaustive
+def test_loaded_models_and_decoding_jobs_choose_by_name_too(base, adapters, merged, tmp_path):
+  sizes = [f'task.decode.{size}' for size in SIZES]
+  named = f'adapters={ {name: str(path) for name, path in adapters.items()}!r}'
+  several = load(base, overrides=[*sizes, named], mesh=(1, 2, 4))
+  alone = load(merged['rslora'], overrides=sizes, mesh=(1, 2, 4)).generate(['the cat'], max_tokens=9)
+  assert several.generate(['the cat'], max_tokens=9, adapter='rslora') == alone
+  assert several.generate(['the cat'], max_tokens=9) != alone
+  with pytest.raises(UserError, match="prompt 1: there is no adapter 'x'; there are all, rslora, dora, job"):
+    several.generate(['the cat'], adapter='x')
+  lines = [{'prompt': 'the cat', 'max_tokens': 9}, {'prompt': 'the cat', 'max_tokens': 9, 'adapter': 'rslora'}]
+  (tmp_path / 'prompts.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  flags = [flag for setting in (f'model={base}', named, *sizes) for flag in ('--set', setting)]
+  files = ('--decode_input', tmp_path / 'prompts.jsonl', '--decode_output', tmp_path / 'outputs.jsonl')
+  job = ('--mode', 'decode_once', '--job_log_dir', tmp_path / 'job', '--exp', 'hf.Model')
+  assert binary.run_in_process(*job, *flags, *files) == 0
+  records = [json.loads(line) for line in (tmp_path / 'outputs.jsonl').read_text().splitlines()]
+  assert [record['request'].get('adapter') for record in records] == [None, 'rslora']
+  assert [records[1]['outputs'][0]['text']] == alone != [records[0]['outputs'][0]['text']]
+
+
+@pytest.mark.parametrize(
+  'adapters_given, said',
+  [
+    ({'x y': 'rslora'}, "adapters has the name 'x y'"),
+    ({'x': 'nowhere'}, 'neither an adapter_config.json of peft nor the config.json of a job'),
+    ({'x': 'without tensors'}, 'has no adapter_model.safetensors'),
+    ({'x': 'wide'}, r'has model.layers.0.self_attn.q_proj with \[24, 2\] . \[2, 25\]: it is of another model'),
+    ({'x': 'infinite'}, "the adapter 'x' in .*infinite has numbers in .* that are not finite"),
+    ({'x': 'untrained'}, 'no checkpoint'),
+    ({'x': 'job'}, 'give the folder that they were trained on'),
+  ],
+)
+def test_what_cannot_be_served_is_one_sentence(adapters_given, said, base, adapters, tmp_path):
+  for name, change in {'wide': lambda a: np.pad(a, [(0, 0), (0, 1)]), 'infinite': lambda a: a / 0.0}.items():
+    shutil.copytree(adapters['rslora'], tmp_path / name)
+    tensors = load_file(adapters['rslora'] / 'adapter_model.safetensors')
+    with np.errstate(all='ignore'):
+      changed = {key: change(value) if 'lora_A' in key else value for key, value in tensors.items()}
+    save_file(changed, tmp_path / name / 'adapter_model.safetensors')
+  shutil.copytree(adapters['rslora'], tmp_path / 'without tensors')
+  (tmp_path / 'without tensors/adapter_model.safetensors').unlink()
+  shutil.copytree(adapters['job'], tmp_path / 'untrained')
+  shutil.rmtree(tmp_path / 'untrained/checkpoints')
+  shutil.copytree(base, tmp_path / 'other base')
+  with (tmp_path / 'other base/config.json').open('a') as file:
+    file.write('\n')
+  places = {name: adapters.get(path, tmp_path / path) for name, path in adapters_given.items()}
+  base = tmp_path / 'other base' if 'job' in adapters_given.values() else base
+  with pytest.raises((UserError, CheckpointError), match=said):
+    Together(base, places, (1, 1, 1))
+
+
+@pytest.mark.parametrize('mode', ['train', 'eval', 'export'])
+def test_other_modes_refuse_adapters(mode, base, adapters, tmp_path, capsys):
+  flags = ('--set', f'model={base}', '--set', f'adapters={ {"x": str(adapters["all"])}!r}', '--job_log_dir', tmp_path)
+  more = ('--out', tmp_path / 'out') if mode == 'export' else ()
+  assert binary.run_in_process('--exp', 'hf.Model', '--mode', mode, *flags, *more) == 2
+  assert f'are for --mode serve, decode and decode_once, not for --mode {mode}' in capsys.readouterr().err
+
+
+def test_adapters_lie_over_a_folder_alone(base, adapters):
+  with pytest.raises(UserError, match=r'are served over a model alone: --exp hf.Model'):
+    resolve(JOB, [f'model={base}', f'adapters={ {"x": str(adapters["all"])}!r}'])
