@@ -119,10 +119,13 @@ class BatchPart:
   Attributes:
     index: m, an int or a traced int32 scalar.
     count: M; 1 for the whole batch.
+    is_work: a bool or a traced bool scalar, False in a bubble of a pipeline: nobody reads the results there, so that a
+      layer may leave out work.
   """
 
   index: Any = 0
   count: int = 1
+  is_work: Any = True
 
 
 class SmallMicrobatchError(UserError):

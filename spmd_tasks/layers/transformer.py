@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from jax import checkpoint_policies
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
@@ -31,10 +32,13 @@ Aux = Mapping[str, Statistics]
 # them. Every remat policy keeps them: a recomputed decision may differ from the first.
 ROUTING_NAME = 'routing'
 
+LAYER_INPUT_NAME = 'layer_input'  # the `checkpoint_name` of what enters a layer, for policies that move it elsewhere
+
 _routing = checkpoint_policies.save_only_these_names(ROUTING_NAME)
 _routing_and_attention = checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME)
 
-# Name -> `jax.checkpoint` policy: which values of a layer are kept for its backward pass. From most memory to least.
+# Name -> `jax.checkpoint` policy: which values of a layer are kept for its backward pass. From most memory of the
+# device to least.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   # No remat: everything is kept.
   'none': None,
@@ -54,6 +58,14 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME),
   # Keeps the input of each layer only.
   'full': _routing,
+  # Keeps what 'attention' keeps, but in the memory of the host: transfers instead of recomputation. Decisions are small
+  # and stay on the device. On CPU, which has one memory, it is 'attention'.
+  'attention_offloaded': checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[ROUTING_NAME],
+    names_which_can_be_offloaded=[LAYER_INPUT_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME],
+    offload_src='device',
+    offload_dst='pinned_host',
+  ),
 }
 
 
@@ -193,7 +205,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
   """Returns the lifted function (block, x, segment_ids, segment_pos) -> (x, aux [L, ...]) that runs L layers."""
 
   def layer(block, x, segment_ids, segment_pos):
-    return block(x, segment_ids, segment_pos, train=train)
+    return block(checkpoint_name(x, LAYER_INPUT_NAME), segment_ids, segment_pos, train=train)
 
   policy = remat_policy(remat_policy_name)
   if policy is not None:

@@ -101,7 +101,8 @@ def _remat(values: Mapping[str, Any]) -> Lever | None:
   order = list(REMAT_POLICIES)
   present = max(order.index(values[path]) for path in paths)
   options = tuple(remat_overrides(values, policy) for policy in order[present + 1 :])
-  return Lever(name='remat policy', options=options, note='recomputes more in the backward pass')
+  note = 'keeps less on the device for the backward pass: more is computed again, or fetched from the host'
+  return Lever(name='remat policy', options=options, note=note)
 
 
 def _pipeline(values: Mapping[str, Any]) -> Lever | None:

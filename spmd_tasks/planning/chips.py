@@ -11,9 +11,10 @@ import dataclasses
 _GIB = 2**30
 
 _TPU_DOCS = 'https://docs.cloud.google.com/tpu/docs/{}: peak compute, HBM and ICI bandwidth, DCN bandwidth'
-_NVIDIA_SHEET = 'NVIDIA {0} SXM data sheet: dense bfloat16, HBM3{1}, NVLink; DGX {0}: 400 Gb/s of network per GPU'
+_NVIDIA_SHEET = 'NVIDIA {0} SXM data sheet: dense bfloat16, HBM3{1}, NVLink, PCIe; DGX {0}: 400 Gb/s of network per GPU'
 _LIBTPU = 'usable memory: the limit that libtpu 0.0.42 states'
 _MXU_CLOCK = 'clock: peak FLOP/s over the multiply-accumulates that the MXUs finish in a cycle'
+_PCIE = 'PCIe: Austin et al., How to Scale Your Model (2025): 16 GB/s a chip, v6e 32 GB/s'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Chip:
     ici_links: number of links. On a TPU two for each dim of the torus; on a GPU all lead to the node's switch, so that
       any two GPUs of a node can use all of them.
     dcn_bandwidth: bytes/s that one chip sends over the network between slices (GPU: between nodes).
+    host_bandwidth: bytes/s between one chip and the memory of its host, in one direction.
     torus_dims: dims of a slice's torus: 3 or 2; 0 where a switch connects the chips.
     host_chips: chips of one host, as a shape in the torus; (8,) for a GPU node.
     sources: where the figures are published, and what is assumed.
@@ -45,13 +47,14 @@ class Chip:
   ici_bandwidth: float | None = None
   ici_links: int = 0
   dcn_bandwidth: float | None = None
+  host_bandwidth: float | None = None
   torus_dims: int = 0
   host_chips: tuple[int, ...] = ()
   sources: tuple[str, ...] = ()
 
 
 def _tpu(name: str, *, torus_dims: int, assumed: tuple[str, ...] = (), **figures) -> Chip:
-  sources = (_TPU_DOCS.format(name), _LIBTPU, _MXU_CLOCK, *assumed)
+  sources = (_TPU_DOCS.format(name), _LIBTPU, _MXU_CLOCK, _PCIE, *assumed)
   host_chips = (2, 2, 1) if torus_dims == 3 else (2, 2)
   return Chip(
     name=name,
@@ -75,6 +78,7 @@ def _gpu(name: str, generation: str, *, hbm_bytes: int, hbm_bandwidth: float) ->
     ici_bandwidth=25e9,  # 900 GB/s in both directions over 18 links
     ici_links=18,
     dcn_bandwidth=50e9,
+    host_bandwidth=64e9,  # PCIe Gen5 x16: 128 GB/s in both directions
     host_chips=(8,),
     sources=(_NVIDIA_SHEET.format(name.upper(), generation),),
   )
@@ -94,6 +98,7 @@ CHIPS: dict[str, Chip] = {
       clock_hz=1.05e9,
       ici_bandwidth=50e9,
       dcn_bandwidth=6.25e9,
+      host_bandwidth=16e9,
       assumed=("assumed: DCN bandwidth as v5p's, usable memory as of 1.25 GiB less than 32",),
     ),
     _tpu(
@@ -105,6 +110,7 @@ CHIPS: dict[str, Chip] = {
       clock_hz=1.5e9,
       ici_bandwidth=50e9,  # 400 GB/s over 4 links in both directions
       dcn_bandwidth=3.125e9,  # 6.4 Tb/s of a pod of 256
+      host_bandwidth=16e9,
     ),
     _tpu(
       'v5p',
@@ -115,6 +121,7 @@ CHIPS: dict[str, Chip] = {
       clock_hz=1.75e9,
       ici_bandwidth=100e9,  # 1200 GB/s over 6 links in both directions
       dcn_bandwidth=6.25e9,  # 50 Gb/s
+      host_bandwidth=16e9,
     ),
     _tpu(
       'v6e',
@@ -125,6 +132,7 @@ CHIPS: dict[str, Chip] = {
       clock_hz=1.75e9,
       ici_bandwidth=100e9,  # 800 GB/s over 4 links in both directions
       dcn_bandwidth=12.5e9,  # 25.6 Tb/s of a pod of 256
+      host_bandwidth=32e9,
     ),
     _gpu('h100', '', hbm_bytes=84_942_979_072, hbm_bandwidth=3.35e12),
     _gpu('h200', 'e', hbm_bytes=151_397_597_184, hbm_bandwidth=4.8e12),

@@ -22,6 +22,7 @@ _KINDS = {
   'kernel': 'kernels',
   'ici': 'ICI, not hidden',
   'dcn': 'DCN, not hidden',
+  'host': 'copies to and from the host, not hidden',
 }
 _COLOURS = 9  # bg0 ... bg8, of which the last is grey
 
@@ -191,6 +192,7 @@ def _time(plan: Plan) -> Html | None:
     ('HBM traffic', figures.get('hbm_s'), 'bg1'),
     ('ICI traffic', figures.get('ici_s'), 'bg2'),
     ('DCN traffic', figures.get('dcn_s'), 'bg3'),
+    ('host traffic', figures.get('host_s'), 'bg3'),
   ]
   bounds = [bound for bound in bounds if bound[1]]
   kinds = (plan.get('time_by_kind') or {}).items()

@@ -17,6 +17,7 @@ _KINDS = {
   'kernel': 'hand-written kernels',
   'ici': 'waiting for ICI',
   'dcn': 'waiting for DCN',
+  'host': 'waiting for copies to and from the host',
 }
 
 Json = Mapping[str, Any]
@@ -117,6 +118,7 @@ def _time(step: Json) -> list[str]:
     ('HBM', roofline['hbm_s'], gib(roofline['hbm_bytes'])),
     ('ICI', roofline['ici_s'], gib(roofline['ici_bytes'])),
     ('DCN', roofline['dcn_s'], gib(roofline['dcn_bytes'])),
+    ('memory of the host', roofline['host_s'], gib(roofline['host_bytes'])),
   ]
   rows += [(f'{name} alone, at its peak', duration(spent), amount) for name, spent, amount in alone if spent]
   return ['time of a step:', *table(rows)]

@@ -18,6 +18,7 @@ import dataclasses
 from jax.sharding import Mesh
 
 from spmd_tasks.planning._costs import CAUSAL_SHARE, KERNEL_EFFICIENCY
+from spmd_tasks.planning._host_traffic import HostTraffic, host_traffic
 from spmd_tasks.planning._links import Links
 from spmd_tasks.planning._schedule import Operation, Schedule
 from spmd_tasks.planning.chips import Chip
@@ -36,22 +37,26 @@ class Roofline:
     flops: of matrix products and kernels, rematerialisation included.
     hbm_bytes: read and written.
     ici_bytes, dcn_bytes: sent.
-    flops_s, hbm_s, ici_s, dcn_s: how long each takes alone, at the chip's published rates.
+    host_bytes: moved to the memory of the host or from there, whichever is more.
+    flops_s, hbm_s, ici_s, dcn_s, host_s: how long each takes alone, at the chip's published rates.
   """
 
   flops: float
   hbm_bytes: float
   ici_bytes: float
   dcn_bytes: float
+  host_bytes: float
   flops_s: float | None
   hbm_s: float | None
   ici_s: float | None
   dcn_s: float | None
+  host_s: float | None
 
   @property
   def seconds(self) -> float | None:
-    """The longest of the four."""
-    known = [each for each in (self.flops_s, self.hbm_s, self.ici_s, self.dcn_s) if each is not None]
+    """The longest of the five."""
+    every = self.flops_s, self.hbm_s, self.ici_s, self.dcn_s, self.host_s
+    known = [each for each in every if each is not None]
     return max(known, default=None)
 
 
@@ -61,8 +66,8 @@ class TimePrediction:
 
   Attributes:
     seconds: of the step; None where the chip's figures are not known (CPU).
-    by_kind: seconds by 'cycles' (the compiler's), 'roofline', 'kernel', and by 'ici' and 'dcn' that nothing hides; they
-      add up to `seconds`.
+    by_kind: seconds by 'cycles' (the compiler's), 'roofline', 'kernel', and by 'ici', 'dcn' and 'host' that nothing
+      hides; they add up to `seconds`.
     hidden_s: seconds of collectives during which other work runs.
     serial_s: the step's seconds if nothing overlapped.
     recomputed_s: seconds of operations that the compiler computes a second time, for lack of memory.
@@ -118,8 +123,11 @@ def predict_time(
   by_kind: dict[str, float] = {}
   for each in operations:
     by_kind[each.basis] = by_kind.get(each.basis, 0) + each.seconds
+  roofline = _roofline(schedule, collectives, links, chip, host_traffic(program))
+  # Copies to the host and back run beside all other work, as far as there is any.
+  if (unhidden := (roofline.host_s or 0) - sum(by_kind.values())) > 0:
+    by_kind['host'] = unhidden
   total = sum(by_kind.values())
-  roofline = _roofline(schedule, collectives, links, chip)
   on_network = (roofline.ici_s or 0) + (roofline.dcn_s or 0)
   exposed = by_kind.get('ici', 0) + by_kind.get('dcn', 0)
   serial = total - exposed + on_network
@@ -140,11 +148,13 @@ def predict_time(
     tokens_per_second_per_chip=num_tokens / seconds / mesh.size if num_tokens and seconds else None,
     mfu=model_flops / (seconds * mesh.size * chip.peak_flops) if model_flops and seconds and chip.peak_flops else None,
     unknown=schedule.unknown,
-    assumptions=_assumptions(schedule, by_kind, chip),
+    assumptions=_assumptions(schedule, by_kind, chip, roofline),
   )
 
 
-def _roofline(schedule: Schedule, collectives: Sequence[Collective], links: Links, chip: Chip) -> Roofline:
+def _roofline(
+  schedule: Schedule, collectives: Sequence[Collective], links: Links, chip: Chip, host: HostTraffic
+) -> Roofline:
   flops, moved = schedule.totals()
   sent, busy = {'ici': 0.0, 'dcn': 0.0}, {'ici': 0.0, 'dcn': 0.0}
   for each in collectives:
@@ -155,14 +165,16 @@ def _roofline(schedule: Schedule, collectives: Sequence[Collective], links: Link
     hbm_bytes=moved,
     ici_bytes=sent['ici'],
     dcn_bytes=sent['dcn'],
+    host_bytes=host.longest,
     flops_s=flops / chip.peak_flops if chip.peak_flops else None,
     hbm_s=moved / chip.hbm_bandwidth if chip.hbm_bandwidth else None,
     ici_s=busy['ici'] if chip.ici_bandwidth else None,
     dcn_s=busy['dcn'] if chip.dcn_bandwidth else None,
+    host_s=host.longest / chip.host_bandwidth if chip.host_bandwidth else None,
   )
 
 
-def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip) -> list[str]:
+def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, roofline: Roofline) -> list[str]:
   program, lines = schedule.program, []
   if chip.peak_flops is None:
     lines.append(f'No published figures of {chip.name} are used, so no time is predicted.')
@@ -182,6 +194,11 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip) -
       f'{1 - CAUSAL_SHARE:.0%} of the scores (causal).'
     )
   lines.append('Collectives run at the published bandwidth of their links, without latency and without contention.')
+  if roofline.host_bytes and chip.host_bandwidth:
+    lines.append(
+      f'{roofline.host_bytes / 1e9:.3g} GB go to the memory of the host, and as much comes back, at '
+      f'{chip.host_bandwidth / 1e9:g} GB/s in each direction, beside all other work as far as there is any.'
+    )
   for names, what in (
     (schedule.unknown, 'operation(s) without an estimate of their work count at most their bytes'),
     (program.unknown_loops, 'loop(s) whose length the program decides as it runs count one pass'),

@@ -118,10 +118,12 @@ def sample_plan() -> dict[str, Any]:
       'hbm_bytes': 1.6e12,
       'ici_bytes': 4.1e10,
       'dcn_bytes': 0,
+      'host_bytes': 0,
       'compute_s': 1.51,
       'hbm_s': 1.95,
       'ici_s': 0.45,
       'dcn_s': 0.0,
+      'host_s': 0.0,
     },
     'time_by_kind': {'cycles': 3.2, 'kernel': 0.42, 'ici': 0.29},
     'top_operations': [

@@ -22,8 +22,8 @@ def test_the_levers_of_dense1b_are_in_the_order_of_their_cost():
   job, values = formula.resolve(())
   found = {lever.name: lever.options for lever in levers(job, values)}
   assert list(found) == ['remat policy', 'microbatches', 'mesh', 'optimizer dtype', 'batch']
-  policies = ('remat_policy=attention_and_ffn',), ('remat_policy=attention',), ('remat_policy=full',)
-  assert found['remat policy'] == policies
+  policies = 'attention_and_ffn', 'attention', 'full', 'attention_offloaded'
+  assert found['remat policy'] == tuple((f'remat_policy={policy}',) for policy in policies)
   assert [option[0] for option in found['microbatches']] == [
     f'task.learner.num_microbatches={count}' for count in (2, 4, 8, 16, 32, 64)
   ]
@@ -63,9 +63,9 @@ def test_settings_together_are_tried_where_none_alone_suffices():
   trials, _ = search(Formula(activations=40_000.0), limit=9)
   assert trials[0].fits
   assert len(trials[0].setting) == 2
-  assert trials[0].setting[0] == 'remat_policy=full'
+  assert trials[0].setting[0] == 'remat_policy=attention_offloaded'  # the strongest
   assert 'num_microbatches' in trials[0].setting[1]
-  assert 'recomputes' in trials[0].note
+  assert 'on the device' in trials[0].note
   assert 'accumulated' in trials[0].note
 
 

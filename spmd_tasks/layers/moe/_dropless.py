@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Ratios
+from spmd_tasks.layers.base import Ratios, current_batch_part
 from spmd_tasks.layers.moe._expert_parallel import (
   Axes,
   Dispatch,
@@ -106,17 +106,26 @@ class Dropless:
       saved_bits=self.saved_bits,
       backend=self.backend,
     )
+    expert_ids, gates = _without_bubbles(routing.expert_ids, routing.gates, experts.num_experts)
     dispatch = DISPATCHES[self.dispatch]
     y, statistics = apply_experts(
       x.astype(weights.up.dtype),
-      routing.expert_ids,
-      routing.gates,
+      expert_ids,
+      gates,
       experts,
       activation_split_dims=self.activation_split_dims,
       dispatch=dispatch_in_passes(dispatch) if self.overflow == 'passes' else dispatch,
       capacity_factor=self.capacity_factor,
     )
     return y.astype(x.dtype), {'fraction_dropped': (jnp.float32(0), jnp.float32(1)), **statistics}
+
+
+def _without_bubbles(expert_ids: jax.Array, gates: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+  """Routes no token in a bubble of a pipeline: groups without rows cost the experts no work."""
+  is_work = current_batch_part().is_work
+  if is_work is True:
+    return expert_ids, gates
+  return jnp.where(is_work, expert_ids, num_experts), jnp.where(is_work, gates, 0.0)
 
 
 def apply_experts(

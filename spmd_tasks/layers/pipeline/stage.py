@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.layers.base import BatchPart, batch_part
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, tree_read, tree_where
-from spmd_tasks.layers.transformer import remat_policy
+from spmd_tasks.layers.transformer import LAYER_INPUT_NAME, remat_policy
 from spmd_tasks.sharding import AxisRules, sharding_scope
 
 
@@ -76,11 +77,13 @@ class Stage:
       if weights.rng is not None:
         layer_index = repeat * self.layers_per_repeat + position
         rngs = {'dropout': jax.random.fold_in(jax.random.fold_in(weights.rng, layer_index), index)}
+      x = checkpoint_name(x, LAYER_INPUT_NAME)
       is_true = position < self.layers_per_repeat
       layer_weights, block_input = gate_gradient((layer_weights, x), is_true & is_work)
-      y, aux = self.block.apply(
-        {'params': layer_weights}, block_input, segment_ids, segment_pos, train=self.train, rngs=rngs
-      )
+      with batch_part(BatchPart(index=index, count=self.num_microbatches, is_work=is_true & is_work)):
+        y, aux = self.block.apply(
+          {'params': layer_weights}, block_input, segment_ids, segment_pos, train=self.train, rngs=rngs
+        )
       return tree_where(is_true, y, x) if has_identity_layers else y, aux
 
     policy = remat_policy(self.remat_policy)
@@ -89,8 +92,7 @@ class Stage:
     if policy is not None:
       layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
     mesh: Any = jax.sharding.get_abstract_mesh()  # the mesh inside shard_map, whose stage axis is manual
-    part = BatchPart(index=index, count=self.num_microbatches)
-    with sharding_scope(mesh, self.axis_rules), batch_part(part):
+    with sharding_scope(mesh, self.axis_rules):
       x, aux = jax.lax.scan(layer, microbatch.x, (weights.layers, first + jnp.arange(num_layers)))
     return microbatch._replace(x=x), aux
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import remat_policy
+from spmd_tasks.layers.base import BatchPart, batch_part
 from spmd_tasks.layers.moe import DISPATCHES, Dropless
 from spmd_tasks.sharding import sharding_scope
 
@@ -56,6 +57,20 @@ def test_fewer_experts_than_choices_sort_fewer_rows(rng):
   program = str(jax.make_jaxpr(lambda *args: compute(Dropless(), *args))(inputs, expert_ids))
   assert 'f32[48,' in program  # 24 tokens x 2 experts
   assert 'f32[96,' not in program
+
+
+def test_in_a_bubble_of_a_pipeline_no_expert_has_work(rng):
+  inputs, _ = draw_inputs(rng)
+  inputs |= {name: np.full_like(inputs[name], np.nan) for name in ('up', 'gate', 'down')}
+  expert_ids = draw_expert_ids(rng, 'mixed')
+
+  @jax.jit
+  def results(is_work):
+    with batch_part(BatchPart(is_work=is_work)):
+      return compute(Dropless(), inputs, expert_ids)[0]
+
+  np.testing.assert_array_equal(results(False), 0)  # a product with NaN would be NaN
+  assert np.isnan(results(True)).any()
 
 
 def test_recomputing_the_activation_changes_nothing(rng):

@@ -1,0 +1,79 @@
+"""Activations in the memory of the host: what a plan says of a step that the TPU's compiler made with them there."""
+
+import pytest
+
+from spmd_tasks.config import resolve
+from spmd_tasks.experiments.synthetic import Tiny
+from spmd_tasks.planning import CHIPS, has_compiler, make_plan, parse_target
+from spmd_tasks.planning._host_traffic import host_traffic
+from spmd_tasks.planning.scheduled_program import read_program
+
+BY_HAND = """\
+HloModule by_hand, is_scheduled=true
+
+%condition (c: (s32[], f32[3,25])) -> pred[] {
+  %c = (s32[], f32[3,25]{1,0:S(5)}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+%body (b: (s32[], f32[3,25])) -> (s32[], f32[3,25]) {
+  %b = (s32[], f32[3,25]{1,0:S(5)}) parameter(0)
+  %j = s32[] get-tuple-element(%b), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%j, %one)
+  %stack = f32[3,25]{1,0:S(5)} get-tuple-element(%b), index=1
+  %x = f32[1,25]{1,0} constant({...})
+  %kept = f32[3,25]{1,0:S(5)} dynamic-update-slice(%stack, %x, %j, %j)
+  ROOT %out = (s32[], f32[3,25]{1,0:S(5)}) tuple(%next, %kept)
+}
+
+ENTRY %main (a: s32[]) -> f32[1,25] {
+  %a = s32[] parameter(0)
+  %room = f32[3,25]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[3,25]{1,0:S(5)}) tuple(%zero, %room)
+  %loop = (s32[], f32[3,25]{1,0:S(5)}) while(%init), condition=%condition, body=%body
+  %stack = f32[3,25]{1,0:S(5)} get-tuple-element(%loop), index=1
+  %start = (f32[3,25]{1,0}, f32[3,25]{1,0:S(5)}, u32[]) copy-start(%stack)
+  %done = f32[3,25]{1,0} copy-done(%start)
+  %again = f32[1,25]{1,0} dynamic-slice(%stack, %a, %a), dynamic_slice_sizes={1,25}
+  ROOT %on_device = f32[1,25]{1,0} dynamic-slice(%done, %a, %a), dynamic_slice_sizes={1,25}
+}
+"""
+
+
+def test_the_bytes_of_copies_updates_and_slices_are_counted_once_per_pass():
+  traffic = host_traffic(read_program(BY_HAND))
+  assert traffic.to_host == 3 * 25 * 4
+  assert traffic.from_host == (75 + 25) * 4
+  assert traffic.longest == traffic.from_host
+
+
+class Offloaded(Tiny):
+  """Four layers of width 256 on rows of 512 tokens, the remat policy `attention_offloaded`, data 4."""
+
+  ici_mesh_shape = (1, 4, 1)
+  target = 'v5e:2x2'
+  num_layers = 4
+  model_dims = 256
+  hidden_dims = 512
+  num_heads = 2
+  seq_len = 512
+  dtype = 'bfloat16'
+  remat_policy = 'attention_offloaded'
+
+
+@pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
+def test_what_attention_keeps_lies_in_the_memory_of_the_host():
+  job = resolve(Offloaded, ('task.model.stack.block.attention.implementation=xla',)).build()
+  plan = make_plan(job, parse_target('v5e:2x2'), show_progress=False)
+  step = plan.first
+  num_tokens, width = 8 * 512 // 4, 256
+  kept = 4 * num_tokens * 4 * width * 2  # by layer: the input, queries, keys and values in bfloat16
+  assert step.time.roofline.host_bytes == pytest.approx(kept, rel=0.02)
+  assert step.time.roofline.host_s == step.time.roofline.host_bytes / CHIPS['v5e'].host_bandwidth
+  assert step.memory['activations'] < kept / 4  # of one layer, at most
+  assert step.compilation.program.memory_analysis().host_temp_size_in_bytes >= kept
+  assert any('memory of the host' in line for line in step.time.assumptions)
