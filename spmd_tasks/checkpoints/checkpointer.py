@@ -72,7 +72,7 @@ class Restored:
     state: the tree that was asked for, of jax.Arrays with its shardings.
     input_state: what this process passed to `save`; None if it passed None, or if the number of processes has changed.
     input_states: what every process passed to `save`, in the order of the processes that saved.
-    base: what the Checkpointer that saved it was given as `base`; None if it was None.
+    base: what `base` of the Checkpointer that saved it returned; None if it was None.
   """
 
   step: int
@@ -95,7 +95,7 @@ class Checkpointer:
     read_only: bool = False,
     on_saved: Callable[[int], None] | None = None,
     witness: Callable[[], str | None] = lambda: None,
-    base: Mapping[str, Any] | None = None,
+    base: Callable[[], Mapping[str, Any]] | None = None,
     num_hash_threads: int = 8,
     timeout_secs: int = 1200,
   ):
@@ -110,7 +110,7 @@ class Checkpointer:
       read_only: changes nothing: saves nothing, removes nothing, and skips damaged checkpoints without renaming them.
       on_saved: called on process 0, in the background, with the step of each checkpoint that is complete.
       witness: asked on process 0 where there is no checkpoint; says by what it is known that one was saved, or None.
-      base: JSON that each checkpoint keeps: what its state is to be completed with.
+      base: returns, at each save on process 0, JSON that the checkpoint keeps: what its state is to be completed with.
       num_hash_threads: number of files hashed at a time.
       timeout_secs: seconds that processes wait for each other around one save or restore of a small state; the limit
         grows with the state (see the module's docstring).
@@ -184,7 +184,7 @@ class Checkpointer:
       own_input.parent.mkdir(parents=True, exist_ok=True)
       write_durably(own_input, _to_json(input_state))
       if self._base is not None and self._is_primary:
-        write_durably(partial / _BASE_FILE, _to_json(self._base))
+        write_durably(partial / _BASE_FILE, _to_json(self._base()))
       self._arrays.write(partial / _STATE, state)
     except Exception as error:
       raise self._save_error(step, error) from error

@@ -28,7 +28,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.layers import AdapterNames, LowRankAdapter, adapters_of, column_lengths
 from spmd_tasks.learning import fill_in
-from spmd_tasks.programs.pretrained import base_from_folder, check_base, describe_base
+from spmd_tasks.programs.base_digest import check_base, describe_base
+from spmd_tasks.programs.pretrained import base_from_folder
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, Variables, flat_specs
 from spmd_tasks.sharding import is_quantized
@@ -145,7 +146,7 @@ def _read_job(path: str, shapes: _Shapes, folder: str, everywhere: NamedSharding
       )
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=everywhere) for name, shape in shapes.items()}
     restored = checkpointer.restore_weights(traverse_util.unflatten_dict(wanted, sep='/'))
-    check_base(restored, describe_base(folder), checkpointer.path)
+    check_base(restored, describe_base(folder, checkpointer.path.parent), checkpointer.path)
   return {name: np.asarray(leaf) for name, leaf in traverse_util.flatten_dict(restored.state, sep='/').items()}
 
 

@@ -29,7 +29,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import is_remote
 from spmd_tasks.layers import adapters_of
-from spmd_tasks.programs.pretrained import describe_base, pretrained_folder
+from spmd_tasks.programs.base_digest import describe_base
+from spmd_tasks.programs.pretrained import pretrained_folder
 from spmd_tasks.programs.restore import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, merge_adapters
@@ -132,7 +133,7 @@ def _export_folder(
     if only_adapters:
       assert folder is not None
       assert origin is not None
-      digest = describe_base(folder)['sha256']
+      digest = describe_base(folder, job_log_dir)['sha256']
       local = Path(os.fspath(target))
       num = export_adapter(local, job.task.model, weights, base=origin, digest=digest, is_writer=is_primary())
       if is_primary():

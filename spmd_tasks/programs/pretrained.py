@@ -7,10 +7,6 @@ weights = frozen_from_folder(model, folder)         # what a checkpoint of train
 An experiment whose `adapter` names a folder of `peft` takes the weights of its low-rank adapters from that.
 """
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-import functools
-import hashlib
 import json
 import math
 import os
@@ -24,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from spmd_tasks.checkpoints import CheckpointError, Restored
 from spmd_tasks.decoding import WeightStorage
-from spmd_tasks.distributed import is_primary, primary_decides
+from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path
@@ -36,7 +31,6 @@ from spmd_tasks.runtime import Part, PartitionedModel, TrainState, Variables, fl
 from spmd_tasks.sharding import padding
 
 _PREFIX = 'hf:'
-_DIGEST_LIMIT_S = 3600
 
 
 def pretrained_folder(experiment: Experiment) -> str | None:
@@ -129,44 +123,6 @@ def base_from_folder(model: PartitionedModel, folder: str, storage: WeightStorag
 def frozen_from_folder(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Any:
   """Returns the padded frozen weights, a tree like all weights with None for those that are trained."""
   return _read(model, folder, storage, only_frozen=True)
-
-
-def folder_digest(folder: str) -> str:
-  """Returns a SHA-256 over config.json and all safetensors files of a folder, in hexadecimal. Reads them whole."""
-  paths = sorted(path for pattern in ('config.json', '*.safetensors') for path in Path(folder).glob(pattern))
-  states = [path.stat() for path in paths]
-  return _digest_of(tuple((path, state.st_size, state.st_mtime_ns) for path, state in zip(paths, states)))
-
-
-@functools.lru_cache(maxsize=8)
-def _digest_of(files: tuple[tuple[Path, int, int], ...]) -> str:
-  """Hashes files; their sizes and times are arguments, so that a file that has changed is read again."""
-
-  def digest(path: Path) -> str:
-    with path.open('rb') as file:
-      return hashlib.file_digest(file, 'sha256').hexdigest()
-
-  paths = [path for path, _, _ in files]
-  with ThreadPoolExecutor(8, thread_name_prefix='folder_digest') as pool:
-    lines = [f'{digest}  {path.name}\n' for path, digest in zip(paths, pool.map(digest, paths))]
-  return hashlib.sha256(''.join(lines).encode()).hexdigest()
-
-
-def describe_base(folder: str) -> dict[str, str]:
-  """Returns what a checkpoint of trained weights says about the folder with the others; all processes call it."""
-  digest = primary_decides(lambda: folder_digest(folder), 'folder_digest', limit_s=_DIGEST_LIMIT_S)
-  return {'folder': folder, 'sha256': digest}
-
-
-def check_base(restored: Restored, base: Mapping[str, str], checkpoints: os.PathLike | str) -> None:
-  """Raises a CheckpointError if a checkpoint belongs to another base than that of the job."""
-  saved = restored.base or {}
-  if saved.get('sha256') != base['sha256']:
-    raise CheckpointError(
-      f'the checkpoint of step {restored.step} in {checkpoints} has adapters of the base {saved.get("folder")} with '
-      f'the digest {str(saved.get("sha256"))[:12]}, but {base["folder"]} has {base["sha256"][:12]}: give the folder '
-      'that they were trained on, unchanged.'
-    )
 
 
 def _has_dora(model: PartitionedModel) -> bool:

@@ -7,6 +7,7 @@ for weights, step in checkpoints_to_use(model, checkpointer, watch=True, ...):  
 
 from collections.abc import Callable, Iterator
 import time
+from typing import Any
 
 from absl import logging
 import jax
@@ -20,11 +21,10 @@ from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.learning import fill_in, without_frozen
 from spmd_tasks.programs.adapter_stacks import adapter_sources, variables_with_adapters
+from spmd_tasks.programs.base_digest import check_base, describe_base
 from spmd_tasks.programs.pretrained import (
   adapter_folder,
   base_folder,
-  check_base,
-  describe_base,
   frozen_from_folder,
   pretrained_folder,
   saved_part,
@@ -95,7 +95,7 @@ def restore_or_init(
   logging.info('Restored step %d from %d process(es).', restored.step, len(positions))
   state = model.from_canonical(restored.state, part)
   if (base := base_folder(model, experiment)) is not None:
-    check_base(restored, describe_base(base), checkpointer.path)
+    check_base(restored, describe_base(base, checkpointer.path.parent), checkpointer.path)
     state = state.replace(weights=fill_in(state.weights, frozen_from_folder(model, base)))
   return state, restored.step, f'resuming after step {restored.step}'
 
@@ -148,25 +148,37 @@ def restore_evaluation_variables(
     part = model.task.evaluation_variables
   wanted = part(canonical)
   weights = wanted.pop('params')
-  subtree = 'weights' if weights is canonical.weights else 'learner/ema_weights'
-  if subtree != 'weights' and weights is not canonical.learner.ema_weights:  # they are spread over the state, as in Pax
+  trained = without_frozen(weights, model.weight_specs) if model.has_frozen_weights else weights
+  subtree = _subtree_of(trained, canonical)
+  if subtree is None:  # they are spread over the state, as in Pax
     restored = checkpointer.restore(canonical, step)
     if restored is None:
       raise CheckpointError('there is no checkpoint to restore weights from: correct the path, or train first.')
     return model.from_canonical(part(restored.state), part), restored.step
-  if base is not None:
-    weights = without_frozen(weights, model.weight_specs)
-  restored = checkpointer.restore_weights(weights, step, subtree=subtree)
+  is_whole = base is None and subtree == 'weights'
+  restored = checkpointer.restore_weights(weights if is_whole else trained, step, subtree=subtree)
   variables = {'params': restored.state}
+  if base is None and not is_whole and model.has_frozen_weights:  # the average of what is trained, beside what is not
+    saved = checkpointer.restore_weights(canonical.weights, restored.step)
+    variables['params'] = fill_in(restored.state, saved.state)
   for name, abstract in wanted.items():
     variables[name] = checkpointer.restore_weights(abstract, restored.step, subtree=f'non_trainable/{name}').state
   if base is None:
     return model.from_canonical(variables, part), restored.step
   assert part is not None
-  check_base(restored, describe_base(base), checkpointer.path)
+  check_base(restored, describe_base(base, checkpointer.path.parent), checkpointer.path)
   select = part
   variables = model.from_canonical(variables, lambda state: select(model.trained_part(state)))
   return variables | {'params': fill_in(variables['params'], frozen_from_folder(model, base, storage))}, restored.step
+
+
+def _subtree_of(weights: Any, state: TrainState) -> str | None:
+  """Returns where in a state all leaves of a tree of weights are; None if they are in several places."""
+  for name, tree in (('weights', state.weights), ('learner/ema_weights', state.learner.ema_weights)):
+    own = {id(leaf) for leaf in jax.tree.leaves(tree)}
+    if all(id(leaf) in own for leaf in jax.tree.leaves(weights)):
+      return name
+  return None
 
 
 def checkpoints_to_use(

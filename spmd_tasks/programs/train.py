@@ -26,11 +26,12 @@ from spmd_tasks.experiment import Experiment, Job, check_vocabulary, partition_j
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
+from spmd_tasks.programs.base_digest import start_digest
 from spmd_tasks.programs.eval import Evaluator, open_evaluator
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
 from spmd_tasks.programs.logged_metrics import LoggedMetrics
-from spmd_tasks.programs.pretrained import base_folder, describe_base, saved_part
+from spmd_tasks.programs.pretrained import base_folder, saved_part
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.references import compute_references, name_references, reads_references
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
@@ -101,7 +102,7 @@ def train(
     base = base_folder(model, experiment)
     part = saved_part(model, experiment)
     checkpointer = saved.open_checkpoints(
-      base=None if base is None else describe_base(base),
+      base=start_digest(base, job_log_dir) if base is not None and is_primary() else None,
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
       keep_every_hours=experiment.checkpoint_keep_every_hours,

@@ -1,0 +1,149 @@
+"""The digest of a job's base: a SHA-256 over the folder that a job's frozen weights are from.
+
+start_digest(folder, job_log_dir)             # hashes on other threads, while the folder is read
+base = describe_base(folder, job_log_dir)     # {'folder': ..., 'sha256': ...}; all processes call it
+check_base(restored, base, checkpoints)       # a checkpoint of adapters belongs to one base
+
+Hashing reads the whole folder, as long as reading the weights takes. So the training program keeps the digest in its
+directory, with the size, the times and the inode of each file; as long as all of these are the same, the files are not
+hashed again.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+import threading
+from typing import Any
+
+from absl import logging
+from etils import epath
+
+from spmd_tasks.checkpoints import CheckpointError, Restored
+from spmd_tasks.distributed import primary_decides
+from spmd_tasks.files import read_text, write_durably
+from spmd_tasks.programs.job_directory import BASE_DIGEST_FILE
+
+_LIMIT_S = 3600
+_NUM_THREADS = 8
+
+# [name, bytes, time of the last change of the content and of the inode in ns, inode] of each file.
+_FileStates = list[list[Any]]
+
+
+def describe_base(folder: str, job_log_dir: epath.Path | None = None) -> dict[str, str]:
+  """Returns what a checkpoint of trained weights says about the folder with the others; all processes call it.
+
+  Args:
+    folder: in Hugging Face's format.
+    job_log_dir: a job's directory, in which its training program may have kept the digest.
+  """
+  digest = primary_decides(lambda: folder_digest(folder, job_log_dir), 'folder_digest', limit_s=_LIMIT_S)
+  return {'folder': folder, 'sha256': digest}
+
+
+def folder_digest(folder: str, job_log_dir: epath.Path | None = None) -> str:
+  """Returns a SHA-256 over config.json and all safetensors files of a folder, in hexadecimal.
+
+  Reads them whole, unless `job_log_dir` has the digest of the same files.
+  """
+  return _digest(folder, job_log_dir, keep=False).result()
+
+
+def start_digest(folder: str, job_log_dir: epath.Path) -> Callable[[], dict[str, str]]:
+  """Begins to hash a folder on other threads and keeps the digest in the job's directory.
+
+  Returns:
+    A function that waits for the digest and returns what `describe_base` does; on this process alone.
+  """
+  digest = _digest(folder, job_log_dir, keep=True)
+  return lambda: {'folder': folder, 'sha256': digest.result()}
+
+
+def check_base(restored: Restored, base: Mapping[str, str], checkpoints: os.PathLike | str) -> None:
+  """Raises a CheckpointError if a checkpoint belongs to another base than that of the job."""
+  saved = restored.base or {}
+  if saved.get('sha256') != base['sha256']:
+    raise CheckpointError(
+      f'the checkpoint of step {restored.step} in {checkpoints} has adapters of the base {saved.get("folder")} with '
+      f'the digest {str(saved.get("sha256"))[:12]}, but {base["folder"]} has {base["sha256"][:12]}: give the folder '
+      'that they were trained on, unchanged.'
+    )
+
+
+_lock = threading.Lock()
+_digests: dict[str, Future[str]] = {}  # by the folder and the states of its files; each is hashed once a process
+
+
+def _digest(folder: str, job_log_dir: epath.Path | None, *, keep: bool) -> Future[str]:
+  paths = sorted(path for pattern in ('config.json', '*.safetensors') for path in Path(folder).glob(pattern))
+  states = _states(paths)
+  key = json.dumps([folder, states])
+  with _lock:
+    if key not in _digests or (_digests[key].done() and _digests[key].exception()):
+      kept = None if job_log_dir is None else _read_kept(job_log_dir, states)
+      _digests[key] = _on_thread(functools.partial(_hash_files, paths)) if kept is None else _known(kept)
+    digest = _digests[key]
+  if keep and job_log_dir is not None and _read_kept(job_log_dir, states) is None:
+    return _on_thread(functools.partial(_keep, digest, job_log_dir, paths, states))
+  return digest
+
+
+def _states(paths: list[Path]) -> _FileStates:
+  found = [(path.name, path.stat()) for path in paths]
+  return [[name, each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for name, each in found]
+
+
+def _read_kept(job_log_dir: epath.Path, states: _FileStates) -> str | None:
+  """The digest that the job's directory has of files in these states; None if it has none."""
+  try:
+    record = json.loads(read_text(job_log_dir / BASE_DIGEST_FILE))
+    return str(record['sha256']) if record['files'] == states else None
+  except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    return None
+
+
+def _keep(digest: Future[str], job_log_dir: epath.Path, paths: list[Path], states: _FileStates) -> str:
+  """Waits for the digest and writes it, unless a file has changed meanwhile; returns it."""
+  sha256 = digest.result()
+  try:
+    if _states(paths) == states:
+      write_durably(job_log_dir / BASE_DIGEST_FILE, json.dumps({'sha256': sha256, 'files': states}, indent=1) + '\n')
+  except OSError as error:
+    logging.warning('%s cannot be written (%s): the next start hashes again.', job_log_dir / BASE_DIGEST_FILE, error)
+  return sha256
+
+
+def _hash_files(paths: list[Path]) -> str:
+  free = threading.Semaphore(_NUM_THREADS)
+
+  def hash_file(path: Path) -> str:
+    with free, path.open('rb') as file:
+      return hashlib.file_digest(file, 'sha256').hexdigest()
+
+  digests = [_on_thread(functools.partial(hash_file, path)) for path in paths]
+  lines = [f'{digest.result()}  {path.name}\n' for path, digest in zip(paths, digests)]
+  return hashlib.sha256(''.join(lines).encode()).hexdigest()
+
+
+def _known(digest: str) -> Future[str]:
+  future: Future[str] = Future()
+  future.set_result(digest)
+  return future
+
+
+def _on_thread(function: Callable[[], str]) -> Future[str]:
+  """Calls a function on a daemon thread, which does not keep a process that has failed from ending."""
+  future: Future[str] = Future()
+
+  def run() -> None:
+    try:
+      future.set_result(function())
+    except BaseException as error:
+      future.set_exception(error)
+
+  threading.Thread(target=run, daemon=True, name='folder_digest').start()
+  return future
