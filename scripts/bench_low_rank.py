@@ -42,6 +42,8 @@ KINDS = {
   'rank 16, base in int8': ('finetune.LoraText', ('lora_rank=16', 'base_dtype=int8')),
   'rank 64': ('finetune.LoraText', ('lora_rank=64',)),
   'rank 16, attention': ('finetune.LoraText', ('lora_rank=16', 'lora_targets=("attention/",)')),
+  'DPO, rank 16': ('finetune.LoraDpo', ('lora_rank=16', 'data=pairs.jsonl')),
+  'DPO, rank 16, from the base': ('finetune.LoraDpo', ('lora_rank=16', 'data=pairs.jsonl', 'reference=base')),
 }
 
 

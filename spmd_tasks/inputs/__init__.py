@@ -24,12 +24,13 @@ from spmd_tasks.inputs.base import (
   progress_of,
   shard_rows,
   source_ids_name,
+  source_of_rows,
 )
 from spmd_tasks.inputs.chat_template import ChatTemplate
 from spmd_tasks.inputs.conversations import ConversationInput, Conversations
 from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
-from spmd_tasks.inputs.mixture import Mixture
-from spmd_tasks.inputs.preferences import PreferenceInput, Preferences, read_references
+from spmd_tasks.inputs.mixture import Mixture, map_sources
+from spmd_tasks.inputs.preferences import PreferenceInput, Preferences, read_references, without_references
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_json
 from spmd_tasks.inputs.synthetic import SyntheticText
@@ -83,11 +84,14 @@ __all__ = [
   'empty_batch',
   'encode_prompt',
   'language_model_spec',
+  'map_sources',
   'parse_json',
   'progress_of',
   'read_json_object',
   'read_references',
   'shard_rows',
   'source_ids_name',
+  'source_of_rows',
   'train_bpe',
+  'without_references',
 ]

@@ -191,8 +191,11 @@ class Lane:
         return self._block
       num_empty = num_empty + 1 if self._block.ids.size == 0 else 0
       if num_empty >= self._max_empty_blocks:
-        why = 'all are longer than seq_len' if self._block.num_skipped else 'the source has no text to train on'
-        raise UserError(f'{num_empty} blocks of text in a row are empty: {why}.')
+        if self._block.num_skipped:
+          raise UserError(
+            f'{num_empty} records, one after the other, are left out because they are longer than a row: raise seq_len.'
+          )
+        raise UserError(f'{num_empty} blocks of text in a row are empty: give a source with text to train on.')
       self.num_too_long += (self._block.num_truncated, self._block.num_skipped)
       self._num_read, self._offset, self._next_document, self._block = self._num_read + 1, 0, 0, None
 

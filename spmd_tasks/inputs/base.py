@@ -130,6 +130,15 @@ def source_ids_name(names: Iterable[str]) -> str:
   return SOURCE_IDS + ','.join(names)
 
 
+def source_of_rows(batch: Mapping[str, np.ndarray]) -> list[str]:
+  """Returns of each row of a mixture's batch the name of its source, '' for padding; [] for other batches."""
+  entry = next((name for name in batch if name.startswith(SOURCE_IDS)), None)
+  if entry is None:
+    return []
+  names = [*entry.removeprefix(SOURCE_IDS).split(','), '']
+  return [names[number] for number in batch[entry]]
+
+
 def epochs_of(source: Input, state: State) -> float | None:
   """How often an input has been read at a position, from its method `epochs(state)`; None where it has none."""
   method = getattr(source, 'epochs', None)

@@ -173,6 +173,7 @@ class ConversationEncoder:
     ((record, _),) = block.documents
     assert isinstance(record, Record)
     messages = messages_of(record.values, self.messages_field)
+    _refuse_empty_turns(messages, self.messages_field)
     ids, mask = self.renderer.turns(messages, tools_of(record.values, self.tools_field))
     if not mask[1:].any():
       raise UserError("no token of the conversation is the assistant's, so that nothing can be learnt: remove it.")
@@ -231,6 +232,19 @@ def tools_of(record: Mapping[str, Any], field: str) -> list[Any] | None:
   if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
     raise UserError(f'{field!r} must be a list of objects, not {_show(tools)}.')
   return tools
+
+
+def _refuse_empty_turns(messages: Sequence[Mapping[str, Any]], field: str) -> None:
+  """Raises a UserError if a turn of the assistant has no text, and neither calls of tools nor anything else."""
+  for number, message in enumerate(messages):
+    content = message.get('content')
+    is_empty = not (content.strip() if isinstance(content, str) else content)
+    says_more = any(value for name, value in message.items() if name not in ('role', 'content', 'name'))
+    if message['role'] == 'assistant' and is_empty and not says_more:
+      raise UserError(
+        f'{field}[{number}], a turn of the assistant, is empty, so that the model would learn to say nothing: remove '
+        'the message, or the conversation.'
+      )
 
 
 def _parsed(value: Any, field: str) -> Any:

@@ -27,7 +27,7 @@ position does not fit. Both round the weights to a hundredth of the smallest one
 first source that ends.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 from fractions import Fraction
 
@@ -242,3 +242,17 @@ def _proportions(settings: Mixture, weights: Mapping[str, float]) -> list[Fracti
 def _batch_numbers(state: base.State) -> tuple[object, ...]:
   """What the states of all shards of a moment have in common: how many batches were made, and read of each source."""
   return state['choice'], {name: source['first_batch'] for name, source in state['sources'].items()}
+
+
+def map_sources(function: Callable[[str, base.Input], base.Input], given: base.Input, name: str = '') -> base.Input:
+  """Returns a mixture with function(name, source) in place of each source; of another input, function(name, input).
+
+  Args:
+    function: gets the name of a source and the source, and returns one like it.
+    given: any input; sources of a mixture may be mixtures too.
+    name: of the input; a source's is this, a dot and its name in the mixture.
+  """
+  if not isinstance(given, Mixture):
+    return function(name, given)
+  sources = {key: map_sources(function, source, f'{name}.{key}') for key, source in given.sources.items()}
+  return dataclasses.replace(given, sources=sources)

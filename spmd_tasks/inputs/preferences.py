@@ -30,6 +30,7 @@ from spmd_tasks.inputs._assistant_turns import added_span
 from spmd_tasks.inputs._packing import TokenBlock
 from spmd_tasks.inputs._record_files import OpenRecordFiles, Record
 from spmd_tasks.inputs.conversations import ConversationInput, Renderer, empty_block, messages_of, tools_of
+from spmd_tasks.inputs.mixture import map_sources
 from spmd_tasks.inputs.text import Block
 from spmd_tasks.inputs.text_input import TextIterator
 
@@ -137,6 +138,10 @@ class PreferenceEncoder:
     ((record, _),) = block.documents
     assert isinstance(record, Record)
     pair = [self._encode_answer(record.values, name) for name in _ANSWERS]
+    if np.array_equal(pair[0][0], pair[1][0]):
+      raise UserError(
+        "'chosen' and 'rejected' are the same, so that there is nothing to prefer: remove the pair, or correct it."
+      )
     num_truncated, num_tokens = 0, sum(ids.size - 1 for ids, _ in pair)
     if num_tokens > self.seq_len:
       if self.too_long == 'error':
@@ -145,7 +150,8 @@ class PreferenceEncoder:
           "seq_len, or set too_long to 'truncate' or 'skip'."
         )
       pair = [(ids[: self.seq_len // 2 + 1], mask[: self.seq_len // 2 + 1]) for ids, mask in pair]
-      if self.too_long == 'skip' or not all(mask[1:].any() for _, mask in pair):
+      has_two_answers = all(mask[1:].any() for _, mask in pair) and not np.array_equal(pair[0][0], pair[1][0])
+      if self.too_long == 'skip' or not has_two_answers:
         return empty_block(self.dtypes, num_skipped=1)
       num_truncated = 1
     ids = np.concatenate([ids[:-1] for ids, _ in pair])
@@ -243,3 +249,12 @@ def read_references(path: str) -> np.ndarray:
   if values.ndim != 2 or values.shape[1] != 2 or values.dtype != np.float32:
     raise UserError(f'{path} holds {values.dtype}{list(values.shape)}, not float32 [N, 2]: put the right file back.')
   return values
+
+
+def without_references(given: base.Input) -> base.Input:
+  """Returns an input, or a mixture, in which pairs whose reference is not computed yet have zeros in its place."""
+
+  def zero(name: str, each: base.Input) -> base.Input:
+    return each.without_reference() if isinstance(each, PreferenceInput) and each.reference is None else each
+
+  return map_sources(zero, given)

@@ -32,6 +32,7 @@ from spmd_tasks.layers.adapters import (
   adapters_of,
   column_lengths,
   merge_low_rank,
+  without_adapters,
 )
 from spmd_tasks.layers.base import (
   FanInNormal,
@@ -106,4 +107,5 @@ __all__ = [
   'remat_policy',
   'soft_cap',
   'values_per_layer',
+  'without_adapters',
 ]

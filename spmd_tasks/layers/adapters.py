@@ -344,6 +344,26 @@ def adapter_choices(model: Any) -> tuple[str, ...]:
   return next((adapter.choices for adapter in adapters_of(model).values()), ())
 
 
+def without_adapters(model: nn.Module) -> nn.Module:
+  """Returns an unbound module like `model` in which no layer has an adapter: the base that its adapters belong to."""
+
+  def stripped(value: Any) -> Any:
+    if isinstance(value, LowRankAdapter):
+      return None
+    if type(value) in (tuple, list):
+      items = [stripped(item) for item in value if not isinstance(item, LowRankAdapter)]
+      is_same = len(items) == len(value) and all(new is old for new, old in zip(items, value))
+      return value if is_same else type(value)(items)
+    if not isinstance(value, nn.Module):
+      return value
+    fields = [field.name for field in dataclasses.fields(value) if field.init and field.name not in ('parent', 'name')]
+    new = {name: stripped(getattr(value, name)) for name in fields}
+    new = {name: each for name, each in new.items() if each is not getattr(value, name)}
+    return value.clone(**new) if new else value
+
+  return stripped(model)
+
+
 def kernels(*names: str) -> Mapping[str, str]:
   """Returns what `adaptable` of a layer of Linears says: projection -> the name of its weight."""
   return {name: f'{name}/kernel' for name in names}

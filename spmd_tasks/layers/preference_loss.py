@@ -18,6 +18,7 @@ from spmd_tasks.layers.label_scores import predicted_label_scores
 from spmd_tasks.layers.losses import LossOutput, WithAuxLosses, losses_by_source
 
 _KINDS = ('sigmoid', 'ipo')
+_REFERENCES = ('batch', 'base')
 
 
 class PairLogProbs(NamedTuple):
@@ -46,9 +47,7 @@ def pair_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array
       float [B, T], whose sum over a segment is the reference model's log-probability of its answer.
   """
   weights = batch['weights'].astype(jnp.float32)
-  scores = predicted_label_scores(predictions, batch['labels'])
-  log_probs = scores.label_logit - scores.log_normalizer
-  log_probs = jnp.where(weights == 0, 0.0, jnp.where(scores.is_known, log_probs, jnp.nan)) * weights
+  log_probs = _answer_log_probs(predictions, batch)
   num_pairs = weights.shape[1] // 2
   per_token = jnp.stack([log_probs, batch['reference_log_probs'].astype(jnp.float32), weights], axis=-1)  # [B, T, 3]
 
@@ -60,6 +59,14 @@ def pair_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array
   return PairLogProbs(
     chosen[..., 0], rejected[..., 0], chosen[..., 1], rejected[..., 1], chosen[..., 2], rejected[..., 2]
   )
+
+
+def _answer_log_probs(predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns the log-probability of each token of an answer, and 0 elsewhere, float32 [B, T]."""
+  weights = batch['weights'].astype(jnp.float32)
+  scores = predicted_label_scores(predictions, batch['labels'])
+  log_probs = scores.label_logit - scores.log_normalizer
+  return jnp.where(weights == 0, 0.0, jnp.where(scores.is_known, log_probs, jnp.nan)) * weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +86,8 @@ class PreferenceLoss(WithAuxLosses):
     length_normalized: every log-probability is divided by the number of tokens of its answer, as in Tülu 3 and SimPO;
       TRL's IPO is this one.
     label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell, 2023); 'sigmoid' only.
+    reference_from: where the log-probabilities of r are from: the 'batch', or the 'base' of the model, which is the
+      model without its adapters. The task computes these in every step (runtime/task.py).
     aux_loss_weights, num_aux_layers: as in LanguageModelLoss.
   """
 
@@ -86,16 +95,28 @@ class PreferenceLoss(WithAuxLosses):
   beta: float = 0.1
   length_normalized: bool = False
   label_smoothing: float = 0.0
+  reference_from: str = 'batch'
 
   def __post_init__(self):
     if self.kind not in _KINDS:
       raise UserError(f'kind={self.kind!r} must be one of {", ".join(map(repr, _KINDS))}.')
+    if self.reference_from not in _REFERENCES:
+      raise UserError(f'reference_from={self.reference_from!r} must be one of {", ".join(map(repr, _REFERENCES))}.')
     if not self.beta > 0:
       raise UserError(f'beta={self.beta} must be positive: 0.1 is usual.')
     if not 0.0 <= self.label_smoothing < 0.5 or (self.label_smoothing and self.kind != 'sigmoid'):
       raise UserError(
         f"label_smoothing={self.label_smoothing} must be at least 0 and less than 0.5, and 0 unless kind is 'sigmoid'."
       )
+
+  @property
+  def reads_base(self) -> bool:
+    """Whether the batch needs `with_base`."""
+    return self.reference_from == 'base'
+
+  def with_base(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the batch with the log-probabilities that the base's predictions give to its answers."""
+    return {**batch, 'reference_log_probs': _answer_log_probs(predictions, batch)}
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput, whose weight is the number of pairs.

@@ -5,7 +5,7 @@
 
 The reference is the model that training starts from, so that one pass over the pairs with these weights gives all that
 the loss needs of it, and no second model is held while training. With LoRA the weights at the start compute what the
-base does. A resumed job reads the files that it wrote at its start.
+base does. A resumed job reads the files that it wrote at its start. Sources of a mixture have a file each.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from spmd_tasks.distributed import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.inputs import Input, PreferenceInput, Prefetcher
+from spmd_tasks.inputs import Input, PreferenceInput, Prefetcher, map_sources
 from spmd_tasks.layers import pair_log_probs
 from spmd_tasks.runtime import PartitionedModel, TrainState
 
@@ -32,17 +32,32 @@ _WRITE_LIMIT_S = 600
 
 
 def name_references(job: Job, job_log_dir: epath.Path) -> Job:
-  """Returns the job with the files of its own directory as the references of all inputs that name none."""
+  """Returns the job with the files of its own directory as the references of all inputs that name none.
+
+  Where the loss takes the base as its reference, the inputs read no file.
+
+  Raises:
+    UserError: it does, but an input names a file.
+  """
 
   def named(name: str, each: Input) -> Input:
-    if isinstance(each, PreferenceInput) and each.reference is None and not each.reference_free:
-      return dataclasses.replace(each, reference=str(job_log_dir / _DIRECTORY / f'{name}.npy'))
-    return each
+    if not isinstance(each, PreferenceInput) or each.reference_free:
+      return each
+    if reads_base and each.reference is not None:
+      raise UserError(
+        f"{name} names {each.reference} as its reference's log-probabilities, but the loss computes those of the base "
+        "in every step (reference='base'): leave one of the two out."
+      )
+    if reads_base:
+      return each.without_reference()
+    own = str(job_log_dir / _DIRECTORY / f'{name}.npy')
+    return each if each.reference is not None else dataclasses.replace(each, reference=own)
 
+  reads_base = getattr(job.task, 'reads_base', False)
   return dataclasses.replace(
     job,
-    train_input=named('train_input', job.train_input),
-    eval_inputs={name: named(f'eval_{name}', each) for name, each in job.eval_inputs.items()},
+    train_input=map_sources(named, job.train_input, 'train_input'),
+    eval_inputs={name: map_sources(named, each, f'eval_{name}') for name, each in job.eval_inputs.items()},
   )
 
 
@@ -52,8 +67,17 @@ def reads_references(job: Job, job_log_dir: epath.Path) -> bool:
 
 
 def _own(job: Job, job_log_dir: epath.Path) -> list[PreferenceInput]:
-  inputs = [each for each in (job.train_input, *job.eval_inputs.values()) if isinstance(each, PreferenceInput)]
-  return [each for each in inputs if each.reference and epath.Path(each.reference).parent == job_log_dir / _DIRECTORY]
+  found: list[PreferenceInput] = []
+
+  def look(name: str, each: Input) -> Input:
+    is_own = isinstance(each, PreferenceInput) and each.reference is not None
+    if is_own and epath.Path(each.reference).parent == job_log_dir / _DIRECTORY:
+      found.append(each)
+    return each
+
+  for each in (job.train_input, *job.eval_inputs.values()):
+    map_sources(look, each)
+  return found
 
 
 def compute_references(

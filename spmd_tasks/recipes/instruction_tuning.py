@@ -16,17 +16,32 @@ from flax.core import FrozenDict
 from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.inputs import ConversationInput, Conversations, FolderTokenizer, PreferenceInput, Preferences
+from spmd_tasks.inputs import (
+  ConversationInput,
+  Conversations,
+  FolderTokenizer,
+  Mixture,
+  PreferenceInput,
+  Preferences,
+)
 from spmd_tasks.layers import PreferenceLoss
 from spmd_tasks.recipes.pretrained import PretrainedLanguageModel
+
+Files = str | tuple[str, ...]
+
+# Of preferences: what the recipe calls it, and what the loss does.
+_REFERENCES = {'start': 'batch', 'base': 'base'}
 
 
 class InstructionTuning(PretrainedLanguageModel):
   """The model of a folder, trained on conversations; the loss is on what the assistant says."""
 
   # JSON lines, Parquet or Arrow files (glob patterns) whose records have `messages`; of the eval set, if there is one.
-  data: str | tuple[str, ...] = ''
-  eval_data: str | tuple[str, ...] = ''
+  # By name, they are the sources of a mixture, and eval sets.
+  data: Files | Mapping[str, Files] = ''
+  eval_data: Files | Mapping[str, Files] = ''
+  # Of a mixture, each source's part of the rows, in proportion to their sum.
+  data_weights: Mapping[str, float] = FrozenDict()
   # A Jinja file in place of the folder's chat template, such as one that marks the assistant's text.
   chat_template_file: str = ''
   # Further variables of the chat template, such as {'enable_thinking': False}.
@@ -53,29 +68,50 @@ class InstructionTuning(PretrainedLanguageModel):
 
   def source(self, split: str) -> fdl.Config:
     """The conversations of a split, 'train' or 'valid'."""
-    return fdl.Config(Conversations, pattern=self._files(split))
+    return self._source(self._files(split))
 
   def train_input(self) -> fdl.Config:
-    return self._examples('train', seed=self.seed, num_workers=self.num_input_workers)
+    settings = {'seed': self.seed, 'num_workers': self.num_input_workers}
+    if not isinstance(self.data, Mapping):
+      if self.data_weights:
+        raise UserError(
+          f'data_weights = {dict(self.data_weights)} are of sources by name, but data = {self.data!r} has none: give '
+          'data as {"name": "FILE", ...}, or leave data_weights out.'
+        )
+      return self._examples(self.source('train'), **settings)
+    if sorted(self.data) != sorted(self.data_weights):
+      raise UserError(
+        f'data has the sources {sorted(self.data)}, but data_weights {sorted(self.data_weights)}: give each source its '
+        'part of the rows, such as data_weights={"chats": 0.7, "code": 0.3}.'
+      )
+    sources = {name: self._examples(self._source(files), **settings) for name, files in self.data.items()}
+    return fdl.Config(Mixture, sources=sources, weights=dict(self.data_weights), seed=self.seed)
 
   def eval_inputs(self) -> dict[str, fdl.Config]:
     if not self.eval_data:
       return {}
-    return {'valid': self._examples('valid', num_epochs=1, shuffle=False, max_batches=self.eval_batches)}
+    settings = {'num_epochs': 1, 'shuffle': False, 'max_batches': self.eval_batches}
+    if isinstance(self.eval_data, Mapping):
+      return {name: self._examples(self._source(files), **settings) for name, files in self.eval_data.items()}
+    return {'valid': self._examples(self.source('valid'), **settings)}
 
-  def _files(self, split: str) -> str | tuple[str, ...]:
+  def _source(self, files: Files) -> fdl.Config:
+    return fdl.Config(Conversations, pattern=files)
+
+  def _files(self, split: str) -> Files:
     given = self.data if split == 'train' else self.eval_data
     if not given:
       raise UserError(f'{type(self).__name__} needs its data: --set data=FILE, in JSON lines, Parquet or Arrow.')
+    assert not isinstance(given, Mapping)
     return given
 
-  def _examples(self, split: str, **settings: Any) -> fdl.Config:
+  def _examples(self, source: fdl.Config, **settings: Any) -> fdl.Config:
     template = self.chat_template()
     fields = {field.name: getattr(template, field.name) for field in dataclasses.fields(template)}
     input_class: Any = self._input_class()
     return fdl.Config(
       input_class,
-      source=self.source(split),
+      source=source,
       tokenizer=self.tokenizer(),
       template=fdl.Config(ChatTemplate, **fields),
       template_variables=dict(self.template_variables),
@@ -94,9 +130,12 @@ class PreferenceTuning(InstructionTuning):
   """The model of a folder, trained on pairs of a chosen and a rejected answer (DPO).
 
   The files' records have `prompt`, `chosen` and `rejected`: texts, or lists of messages. Both answers of a pair, each
-  behind the prompt, share a row of `seq_len` tokens. The reference is the model that training starts from.
+  behind the prompt, share a row of `seq_len` tokens.
   """
 
+  # The reference model: 'start', what training starts from, in one pass before the first step; or 'base', the frozen
+  # model under low-rank adapters, in every step.
+  reference: str = 'start'
   # 'sigmoid' (DPO) or 'ipo'; how strongly the model is held to the reference; log-probabilities per token of an answer.
   preference_loss: str = 'sigmoid'
   beta: float = 0.1
@@ -108,17 +147,28 @@ class PreferenceTuning(InstructionTuning):
 
   def loss(self) -> fdl.Config:
     """The loss on pairs."""
+    if self.reference not in _REFERENCES:
+      raise UserError(f'reference = {self.reference!r} must be one of {", ".join(map(repr, _REFERENCES))}.')
+    if self.reference == 'base' and (adapter := getattr(self, 'adapter', '')):
+      raise UserError(
+        f"reference = 'base' is {self.model} without the adapter {adapter} that training starts from: merge that into "
+        "a folder first (--mode export --format hf), or leave reference = 'start'."
+      )
     return fdl.Config(
       PreferenceLoss,
       kind=self.preference_loss,
       beta=self.beta,
       length_normalized=self.length_normalized,
       label_smoothing=self.label_smoothing,
+      reference_from=_REFERENCES[self.reference],
     )
 
   def source(self, split: str) -> fdl.Config:
     """The pairs of a split, 'train' or 'valid'."""
-    return fdl.Config(Preferences, pattern=self._files(split))
+    return self._source(self._files(split))
+
+  def _source(self, files: Files) -> fdl.Config:
+    return fdl.Config(Preferences, pattern=files)
 
   def _input_class(self) -> type[ConversationInput]:
     return PreferenceInput

@@ -66,6 +66,7 @@ def model_flops_per_train_step(
   a mixture of experts, only the experts that a token chose count.
 
   Frozen weights of `weight_specs` have no gradient, and the products for those are left out.
+  Of a base that the loss compares with, the forward pass alone counts.
   """
 
   def forward(variables, batch, rng):
@@ -81,6 +82,8 @@ def model_flops_per_train_step(
   arguments = (abstract_variables, dict(batch_spec), rng)
   with override_grouped_matmul_backend('ragged_dot'), override_attention('xla'):
     flops = 3 * count_matmul_flops(forward, *arguments)
+    if getattr(task, 'reads_base', False):  # which has no backward pass
+      flops -= 2 * count_matmul_flops(task.predict_base, abstract_variables, dict(batch_spec))
     if weight_specs is not None and are_frozen(weight_specs):
       weights = jax.tree.map(_numbers, abstract_variables['params'], is_leaf=is_quantized)
       weight_specs = jax.tree.map(_numbers, weight_specs, is_leaf=is_quantized)

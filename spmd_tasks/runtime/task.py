@@ -14,14 +14,22 @@ import dataclasses
 from typing import Any
 
 from clu import metrics as clu_metrics
-from flax import struct
+from flax import struct, traverse_util
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import LossOutput, adapters_of_rows
+from spmd_tasks.layers import (
+  ADAPTER_TAG,
+  AdapterNames,
+  LossOutput,
+  adapters_of,
+  adapters_of_rows,
+  without_adapters,
+)
 from spmd_tasks.learning import (
+  FROZEN_TAG,
   Learner,
   LearnerState,
   accumulate_gradients,
@@ -68,16 +76,17 @@ class Task:
 
   Attributes:
     model: a Linen module. `model(batch, train=...)` returns predictions in the form that `loss` reads.
-    loss: `loss(predictions, batch) -> LossOutput`, a mean over the batch's loss weights.
+    loss: `loss(predictions, batch) -> LossOutput`, a mean over the batch's loss weights. If it `reads_base`, the batch
+      is `loss.with_base(predictions of the base, batch)`; the base is the model without its adapters.
     learner: turns gradients into new weights.
-    eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones.
+    eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones; frozen ones as they are.
     decode: how text is generated.
     trained: patterns of the names of weights that are trained, such as ('lora_',); the others are frozen: they have no
       gradient and no optimizer state. None: all are trained.
     frozen_dtype: in which frozen kernels are held, 'bfloat16' or 'int8'; None: float32.
 
   Raises (on construction):
-    UserError: `eval_with_ema` without averaged weights or with frozen ones, or `frozen_dtype` without these.
+    UserError: `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen ones.
   """
 
   model: nn.Module
@@ -91,8 +100,6 @@ class Task:
   def __post_init__(self):
     if self.eval_with_ema and self.learner.ema_decay is None:
       raise UserError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
-    if self.eval_with_ema and self.trained is not None:
-      raise UserError('eval_with_ema=True averages all weights, but task.trained leaves some frozen: leave one out.')
     if self.frozen_dtype is not None and self.trained is None:
       raise UserError(f'frozen_dtype={self.frozen_dtype!r} needs frozen weights: set task.trained, such as ("lora_",).')
     if self.frozen_dtype not in (None, 'float32', 'bfloat16', 'int8'):
@@ -103,12 +110,33 @@ class Task:
     return dict(self.model.init({'params': rng}, batch, train=False))
 
   def mark_weights(self, weight_specs: Any) -> Any:
-    """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of weights that rest."""
-    return weight_specs if self.trained is None else mark_frozen(weight_specs, self.trained, self.frozen_dtype)
+    """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of weights that rest.
+
+    Raises:
+      UserError: a pattern of `trained` names no weight, or the loss reads a base of which weights are trained.
+    """
+    specs = weight_specs if self.trained is None else mark_frozen(weight_specs, self.trained, self.frozen_dtype)
+    if self.reads_base:
+      _refuse_trained_base(specs)
+    return specs
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, without dropout."""
     return self.model.apply(variables, batch, train=False)
+
+  def predict_base(self, variables: Variables, batch: Batch) -> Any:
+    """Returns the predictions of the model without its adapters, without dropout; no gradient goes through them."""
+    names = [AdapterNames(kernel=name) for name in adapters_of(self.model)]
+    left_out = {name for each in names for name in (each.a, each.b, each.magnitude)}
+    flat = traverse_util.flatten_dict(variables['params'], sep='/')
+    weights = traverse_util.unflatten_dict({name: leaf for name, leaf in flat.items() if name not in left_out}, sep='/')
+    weights = jax.lax.stop_gradient(weights)
+    return without_adapters(self.model).apply(variables | {'params': weights}, batch, train=False)
+
+  @property
+  def reads_base(self) -> bool:
+    """Whether the loss compares with the base, which every step then computes too."""
+    return getattr(self.loss, 'reads_base', False)
 
   def compute_loss(
     self, variables: Variables, batch: Batch, *, train: bool, rng: jax.Array | None = None
@@ -117,6 +145,8 @@ class Task:
 
     `rng` feeds dropout and is needed only when `train`.
     """
+    if self.reads_base:
+      batch = self.loss.with_base(self.predict_base(variables, batch), batch)  # type: ignore[attr-defined]
     rngs = {} if rng is None else {'dropout': rng}
     if not train or set(variables) == {'params'}:
       return self.loss(self.model.apply(variables, batch, train=train, rngs=rngs), batch)
@@ -147,7 +177,10 @@ class Task:
 
   def evaluation_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState (or of its shapes) that evaluation uses, with raw or averaged weights."""
-    return state.variables | {'params': state.learner.ema_weights if self.eval_with_ema else state.weights}
+    if not self.eval_with_ema:
+      return state.variables
+    average = state.learner.ema_weights
+    return state.variables | {'params': average if self.trained is None else fill_in(average, state.weights)}
 
   def decoding_variables(self, state: TrainState) -> Variables:
     """Returns the variables of a TrainState that text is generated with: those of evaluation."""
@@ -222,3 +255,18 @@ class Task:
     output = self.compute_loss(variables, batch, train=False)
     means = {'loss': (output.loss, output.weight)} | output.metrics
     return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
+
+
+def _refuse_trained_base(weight_specs: Any) -> None:
+  """Raises a UserError if a weight is trained that is no adapter's, or if there is no adapter."""
+  specs = {
+    jax.tree_util.keystr(path, simple=True, separator='/'): spec
+    for path, spec in jax.tree_util.tree_flatten_with_path(weight_specs)[0]
+  }
+  trained = [name for name, spec in specs.items() if not {FROZEN_TAG, ADAPTER_TAG} & {*spec.tags}]
+  if trained or not any(ADAPTER_TAG in spec.tags for spec in specs.values()):
+    found = f'{trained[0]} is trained' if trained else 'there are no adapters'
+    raise UserError(
+      f'the loss compares with the base, the model without its adapters, but {found}: train adapters alone, as '
+      "finetune.LoraDpo does, or take the model that training starts from as the reference (reference='start')."
+    )

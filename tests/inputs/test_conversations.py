@@ -152,7 +152,7 @@ def test_a_conversation_longer_than_a_row(training, caplog):
   nothing, state = take(once(training, seq_len=9, too_long='truncate'))
   assert all(learnt for _, learnt in segments(nothing))
   assert state['num_too_long'][0][1] > 0
-  with pytest.raises(ValueError, match='in a row are empty: all are longer than seq_len'):
+  with pytest.raises(ValueError, match='are left out because they are longer than a row: raise seq_len'):
     take(dataclasses.replace(training, seq_len=2, too_long='skip'), 1)
 
 
@@ -173,6 +173,14 @@ GOOD = json.dumps({'messages': TALKS[0]})
     ('{"messages": [{"role": "user"}]}', r"messages\[0\], of the role 'user', has neither 'content' nor"),
     ('{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\] must have a text as its 'content', not 3"),
     ('{"messages": [{"role": "user", "content": "a"}]}', r'no turn of the assistant \(its roles are user\)'),
+    (
+      '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}',
+      r'messages\[1\], a turn of the assistant, is empty, so that the model would learn to say nothing: remove',
+    ),
+    (
+      '{"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}',
+      r'no turn of the assistant \(its roles are human, gpt\): remove it, or add one',
+    ),
     ('{"messages": [{"role": "assistant", "content": "a"}], "tools": 3}', "'tools' must be a list of objects, not 3"),
   ],
 )

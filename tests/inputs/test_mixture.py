@@ -14,17 +14,26 @@ import pytest
 from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import (
   ByteTokenizer,
+  ChatTemplate,
+  ConversationInput,
+  Conversations,
   Input,
   InputIterator,
   JsonLines,
   Mixture,
   Parquet,
+  PreferenceInput,
+  Preferences,
   SyntheticText,
   TfDataFunction,
   TfDataInput,
   source_ids_name,
 )
 from tests.inputs.mixed import B, T, close, read, shards, synthetic, text, undisturbed
+
+TEMPLATE = (
+  '{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}'
+)
 
 
 @pytest.fixture
@@ -43,6 +52,31 @@ def write(tmp_path):
   return write
 
 
+@pytest.fixture
+def write_chats(tmp_path):
+  """Writes `count` conversations, some longer than a row; returns their file."""
+
+  def write_chats(count):
+    chats = [[('user', f'{i}?'), ('assistant', str(i) * (i % 6 + 1))] for i in range(count)]
+    lines = [{'messages': [{'role': role, 'content': content} for role, content in chat]} for chat in chats]
+    (tmp_path / f'chats{count}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return str(tmp_path / f'chats{count}.jsonl')
+
+  return write_chats
+
+
+@pytest.fixture
+def write_pairs(tmp_path):
+  """Writes `count` pairs of answers, some longer than a row; returns their file."""
+
+  def write_pairs(count):
+    lines = [{'prompt': f'{i}', 'chosen': 'c' * (i % 5 + 1), 'rejected': 'r' * (i % 3 + 1)} for i in range(count)]
+    (tmp_path / f'pairs{count}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return str(tmp_path / f'pairs{count}.jsonl')
+
+  return write_pairs
+
+
 def numbers(shard_index, shard_count):
   """90 examples with an id of their own, as tf.data."""
   import tensorflow as tf
@@ -55,9 +89,12 @@ def tf_numbers(**settings) -> TfDataInput:
 
 
 @pytest.fixture
-def mixtures(write):
+def mixtures(write, write_chats, write_pairs):
   """Mixtures of every kind of source, and of every way to end."""
   web, code, chat = write('w', 300), write('c', 120, 'parquet'), write('i', 25)
+  examples = {'tokenizer': ByteTokenizer(), 'batch_size': B, 'seq_len': T, 'too_long': 'skip'}
+  examples['template'] = ChatTemplate(template=TEMPLATE)
+  pairs = examples | {'reference_free': True}
   made_up = synthetic(seed=7)
   return {
     'endless': Mixture(
@@ -92,10 +129,28 @@ def mixtures(write):
       },
       weights={'texts': 0.75, 'made_up': 0.25},
     ),
+    'conversations': Mixture(
+      sources={
+        'chats': ConversationInput(source=Conversations(pattern=write_chats(80)), seed=1, **examples),
+        'few': ConversationInput(source=Conversations(pattern=write_chats(7)), num_epochs=1, packing=False, **examples),
+        'code': text(code),
+      },
+      weights={'chats': 0.5, 'few': 0.2, 'code': 0.3},
+      when_ended={'few': 'repeat'},
+    ),
+    'pairs': Mixture(
+      sources={
+        'most': PreferenceInput(source=Preferences(pattern=write_pairs(60)), **pairs),
+        'few': PreferenceInput(source=Preferences(pattern=write_pairs(9)), num_epochs=1, **pairs),
+      },
+      weights={'most': 0.7, 'few': 0.3},
+      weight_changes=((9, {'most': 0.4, 'few': 0.6}),),
+      when_ended={'few': 'drop'},
+    ),
   }
 
 
-KINDS = ('endless', 'changing', 'repeated', 'dropped', 'nested')
+KINDS = ('endless', 'changing', 'repeated', 'dropped', 'nested', 'conversations', 'pairs')
 
 
 def test_follows_the_protocols(mixtures):

@@ -117,11 +117,20 @@ def test_a_pair_longer_than_a_row(pairs):
   assert all((batch['segment_ids'].max(axis=1) % 2 == 0).all() for batch in cut)
 
 
+def test_a_pair_whose_answers_are_the_same_once_they_are_cut_is_left_out(pairs, tmp_path):
+  records = [{'prompt': 'a', 'chosen': 'bbbbc', 'rejected': 'bbbbd'}, {'prompt': 'a', 'chosen': 'c', 'rejected': 'd'}]
+  (tmp_path / 'pairs.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+  cut, state = take(dataclasses.replace(pairs, seq_len=8, too_long='truncate').without_reference())
+  assert [answer for _, answer, _ in answers(cut)] == ['c', 'd']
+  assert state['num_too_long'] == [[0, 1]]
+
+
 @pytest.mark.parametrize(
   'record, message',
   [
     ({'chosen': 'a'}, "there is no field 'rejected'"),
     ({'prompt': 'a', 'chosen': '', 'rejected': 'b'}, "'chosen' is empty: a pair has two answers"),
+    ({'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}, "'chosen' and 'rejected' are the same, so that there is nothing"),
     ({'prompt': 'a', 'chosen': ['b'], 'rejected': 'c'}, r"\[0\] must be an object with a text 'role'|must be a list"),
     (
       {'prompt': [{'role': 'user', 'content': 'a'}], 'chosen': [{'role': 'user', 'content': 'b'}], 'rejected': []},

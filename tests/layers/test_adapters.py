@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import GatedFeedForward, Linear, LowRankAdapter, TokenEmbedding, adaptable_weights, adapters_of
+from spmd_tasks.layers import (
+  GatedFeedForward,
+  Linear,
+  LowRankAdapter,
+  RmsNorm,
+  TokenEmbedding,
+  TransformerBlock,
+  TransformerStack,
+  adaptable_weights,
+  adapters_of,
+  without_adapters,
+)
 from spmd_tasks.layers.adapters import merge_low_rank
 from spmd_tasks.layers.attention import Attention, LatentAttention
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
@@ -116,6 +127,23 @@ def test_experts_have_adapters_of_their_own_each():
   np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_without_its_adapters():
+  """Of layers in fields, in tuples and in templates; what has none is the same object."""
+  adapter = LowRankAdapter(rank=2, alpha=2.0, names=('up',))
+  plain, adapted = (
+    TransformerStack(
+      block=TransformerBlock(
+        attention=Attention(num_heads=3), ffn=GatedFeedForward(hidden_dim=5, adapters=adapters), norm=RmsNorm()
+      ),
+      num_layers=2,
+    )
+    for adapters in ((), (adapter,))
+  )
+  assert without_adapters(adapted) == plain != adapted
+  assert without_adapters(plain) is plain
+  assert without_adapters(Linear(output_dims=4, adapter=adapter)) == Linear(output_dims=4)
+
+
 def test_the_logits_have_an_adapter_where_the_embedding_is_not_tied():
   adapters = (LowRankAdapter(rank=2, alpha=2.0, names=('softmax_kernel',)),)
   embedding = TokenEmbedding(vocab_size=9, embed_dim=12, tied=False, adapters=adapters)
@@ -145,7 +173,9 @@ def test_the_logits_have_an_adapter_where_the_embedding_is_not_tied():
 def test_what_a_layer_calls_adaptable_it_adapts(layer, inputs):
   """Every name is a weight of the layer, and gets its two matrices."""
   places = adaptable_weights(layer)
+  plain = layer.clone(adapters=())
   layer = layer.clone(adapters=(LowRankAdapter(rank=2, alpha=2.0, names=tuple(own for _, own in places.values())),))
+  assert without_adapters(layer) == plain != layer
   assert adapters_of(layer).keys() == places.keys()
   x, ids = np.ones((1, 4, 12), np.float32), np.zeros((1, 4), np.int32)
   shapes = jax.eval_shape(layer.init, jax.random.key(0), x, ids, *([] if 'Feed' in type(layer).__name__ else [ids]))

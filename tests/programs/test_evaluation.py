@@ -140,6 +140,22 @@ def test_training_evaluates_averaged_weights_where_the_task_says_so(finished_job
   assert_metrics_agree(eval_lines(directory, 'ragged')[-1], eval_lines(beside, 'ragged')[-1], rtol=1e-6)
 
 
+@pytest.mark.exhaustive
+def test_the_average_of_what_is_trained_is_evaluated_beside_frozen_weights_of_the_checkpoint(tmp_path):
+  directory = tmp_path / 'job'
+  settings = ('--set', EMA, '--set', 'task.trained=("ffn/",)', '--set', 'task.learner.ema_decay=0.5')
+  flags = ('--exp', SMALL, '--mode', 'train', '--job_log_dir', directory, *settings)
+  assert binary.run_in_process(*flags, '--num_train_steps', 8) == exit_codes.OK
+  trained = eval_lines(directory, 'ragged')[-1]
+  for mesh in ('1,2,4', '1,1,8'):
+    beside = only_checkpoints(directory, tmp_path / mesh, (8,))
+    assert run_eval(beside, *settings, '--ici_mesh_shape', mesh) == exit_codes.OK
+    assert_metrics_agree(eval_lines(beside, 'ragged')[-1], trained, rtol=1e-5)
+  raw = only_checkpoints(directory, tmp_path / 'raw', (8,))
+  assert run_eval(raw, *settings[2:]) == exit_codes.OK
+  assert abs(eval_lines(raw, 'ragged')[-1]['loss'] / trained['loss'] - 1) > 1e-4
+
+
 def test_another_mesh_evaluates_to_the_same(finished_job, tmp_path):
   directory = only_checkpoints(finished_job, tmp_path / 'job')
   assert run_eval(directory, '--ici_mesh_shape', '1,8,1') == exit_codes.OK

@@ -124,6 +124,27 @@ def test_a_pattern_that_is_in_no_name_is_one_sentence(base, tmp_path, capsys):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize('dtype', ['float32', 'int8'])
+def test_the_average_of_adapters_is_evaluated_beside_their_base(dtype, base, tmp_path):
+  """By training itself, by --mode eval, and by what loads the job; the base is in its folder."""
+  settings = (f'model={base}', f'base_dtype={dtype}', 'task.learner.ema_decay=0.5', 'task.eval_with_ema=true')
+  flags = ('--exp', JOB, *(word for each in settings for word in ('--set', each)))
+  assert run('train', tmp_path / 'job', *flags) == 0
+  [trained] = binary.metric_lines(tmp_path / 'job/eval/valid')
+  (tmp_path / 'job/eval/valid/metrics.jsonl').unlink()
+  assert run('eval', tmp_path / 'job') == 0
+  [evaluated] = binary.metric_lines(tmp_path / 'job/eval/valid')
+  np.testing.assert_allclose(evaluated['loss'], trained['loss'], rtol=1e-6)
+  averaged, raw = (
+    load(tmp_path / 'job', overrides=(f'task.eval_with_ema={each}',)).variables for each in (True, False)
+  )
+  differ = jax.tree.map(lambda a, b: bool((np.asarray(a) != np.asarray(b)).any()), averaged, raw)
+  names = [jax.tree_util.keystr(path) for path, differs in jax.tree_util.tree_leaves_with_path(differ) if differs]
+  assert len(names) == 14
+  assert all('lora_' in name for name in names)
+
+
+@pytest.mark.exhaustive
 def test_a_base_in_int8_is_near_trains_goes_on_and_is_exported(base, logits, tmp_path):
   """Values and scales are frozen and padded as the kernels are; what is merged is what was computed with."""
   flags = ('--exp', JOB, '--set', f'model={base}', '--set', 'base_dtype=int8')

@@ -1,0 +1,13 @@
+"""finetune.FullDpo and finetune.LoraDpo over the stages of a pipeline."""
+
+from spmd_tasks.recipes import LowRankTuning, PipelinedPretrainedModel, PreferenceTuning
+
+
+class PipelinedFullDpo(PipelinedPretrainedModel, PreferenceTuning):
+  """The axes are (replica, stage, data, mdl)."""
+
+  num_microbatches = 4
+
+
+class PipelinedLoraDpo(LowRankTuning, PipelinedFullDpo):
+  """The same with adapters."""

@@ -1,0 +1,89 @@
+"""The uneven models of the other comparisons on pairs of answers: all weights are trained, or adapters alone.
+
+A row has one pair or two, and the rest is padding; so shards and microbatches have different numbers of pairs.
+"""
+
+from pathlib import Path
+
+import fiddle as fdl
+
+from spmd_tasks.inputs import ByteTokenizer, PreferenceInput, Preferences
+from spmd_tasks.layers import LowRankAdapter, PreferenceLoss
+from spmd_tasks.learning import AdamW
+from spmd_tasks.recipes import DenseLanguageModel, PipelinedLanguageModel, add_adapters
+from tests.runtime import moe_experiments, uneven_experiments
+from tests.runtime.pipeline_experiments import PipelinedExperts
+
+PAIRS = Path(__file__).with_name('pairs.jsonl')
+
+
+class OnPairs(DenseLanguageModel):
+  """DPO on short pairs, against a reference that gives all answers the same probability."""
+
+  vocab_size = 259
+  num_layers = 6
+  batch_size = 16
+  seq_len = 40
+
+  def loss(self):
+    return fdl.Config(PreferenceLoss, beta=0.2)
+
+  def train_input(self):
+    return fdl.Config(
+      PreferenceInput,
+      source=fdl.Config(Preferences, pattern=str(PAIRS)),
+      tokenizer=fdl.Config(ByteTokenizer),
+      batch_size=self.batch_size,
+      seq_len=self.seq_len,
+      seed=self.seed,
+      reference_free=True,
+    )
+
+  def eval_inputs(self):
+    return {}
+
+
+class LowRankOnPairs(OnPairs):
+  """The same with adapters, which alone are trained."""
+
+  def task(self):
+    task = super().task()
+    add_adapters(task.model, ('attention/', 'ffn/'), LowRankAdapter(rank=5, alpha=20.0))
+    task.trained = ('lora_',)
+    task.learner.optimizer = fdl.Config(AdamW, learning_rate=0.02)
+    return task
+
+
+class Dpo(OnPairs, uneven_experiments.AdamW):
+  """All weights."""
+
+
+class LowRankDpo(LowRankOnPairs, uneven_experiments.AdamW):
+  """Adapters."""
+
+
+class BaseDpo(LowRankDpo):
+  """Adapters, against the model without them."""
+
+  def loss(self):
+    return fdl.Config(PreferenceLoss, beta=0.2, reference_from='base')
+
+
+class LowRankExpertsDpo(LowRankOnPairs, moe_experiments.AlongData):
+  """Adapters, those of experts too."""
+
+
+class PipelinedDpo(PipelinedLanguageModel, Dpo):
+  """The axes are (replica, stage, data, mdl)."""
+
+
+class PipelinedLowRankDpo(PipelinedLanguageModel, LowRankDpo):
+  """The same with adapters."""
+
+
+class PipelinedBaseDpo(PipelinedLanguageModel, BaseDpo):
+  """The same against the model without them."""
+
+
+class PipelinedLowRankExpertsDpo(LowRankOnPairs, PipelinedExperts):
+  """The axes are (replica, stage, data, expert, mdl)."""

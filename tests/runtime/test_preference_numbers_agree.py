@@ -1,0 +1,96 @@
+"""One truth for numbers on pairs of answers: DPO trains alike on every mesh, padded, accumulated and pipelined."""
+
+import dataclasses
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers import pair_log_probs
+from spmd_tasks.runtime import count_matmul_flops, model_flops_per_train_step
+from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
+from tests.runtime.preference_experiments import (
+  BaseDpo,
+  Dpo,
+  LowRankDpo,
+  LowRankExpertsDpo,
+  PipelinedBaseDpo,
+  PipelinedDpo,
+  PipelinedLowRankDpo,
+  PipelinedLowRankExpertsDpo,
+)
+
+ONE_F_ONE_B = ('schedule=one_forward_one_backward',)
+CIRCULAR = ('schedule=circular', 'num_repeats=2')
+IN_PARTS = ('task.learner.num_microbatches=4',)
+CASES = [('adapters, data 2 x mdl 4, 4 microbatches', LowRankDpo, LowRankDpo, (1, 2, 4), IN_PARTS)]
+ONE_BY_ONE = [
+  ('data 2 x mdl 4', Dpo, Dpo, (1, 2, 4), ()),
+  ('data 8', Dpo, Dpo, (1, 8, 1), ()),
+  ('4 microbatches, data 2 x mdl 4', Dpo, Dpo, (1, 2, 4), IN_PARTS),
+  ('logits in parts, data 2 x mdl 4', Dpo, Dpo, (1, 2, 4), ('num_logit_chunks=4',)),
+  ('stage 4 x data 2', Dpo, PipelinedDpo, (1, 4, 2, 1), ()),
+  ('circular, stage 2 x data 2 x mdl 2', Dpo, PipelinedDpo, (1, 2, 2, 2), CIRCULAR),
+  ('one forward, one backward, stage 4 x data 2', Dpo, PipelinedDpo, (1, 4, 2, 1), ONE_F_ONE_B),
+  ('adapters, stage 4 x data 2', LowRankDpo, PipelinedLowRankDpo, (1, 4, 2, 1), ()),
+  ('adapters, circular, stage 2 x data 2 x mdl 2', LowRankDpo, PipelinedLowRankDpo, (1, 2, 2, 2), CIRCULAR),
+  ('compared with the base, data 2 x mdl 4, 4 microbatches', BaseDpo, BaseDpo, (1, 2, 4), IN_PARTS),
+  ('compared with the base, stage 4 x data 2', BaseDpo, PipelinedBaseDpo, (1, 4, 2, 1), ()),
+  ('compared with the base, one forward, one backward', BaseDpo, PipelinedBaseDpo, (1, 4, 2, 1), ONE_F_ONE_B),
+  ('adapters of experts, expert 8', LowRankExpertsDpo, LowRankExpertsDpo, (1, 8, 1), ()),
+  (
+    'adapters of experts, stage 2 x data 2 x expert 2',
+    LowRankExpertsDpo,
+    PipelinedLowRankExpertsDpo,
+    (1, 2, 2, 2, 1),
+    (),
+  ),
+]
+
+
+@pytest.mark.parametrize('name, plain, experiment, shape, overrides', table(CASES, ONE_BY_ONE, fast=()))
+def test_one_loss_curve_and_one_state(name, plain, experiment, shape, overrides):
+  assert_same_run(runner(experiment, shape, overrides=overrides), reference(plain))
+
+
+def test_a_reference_from_the_base_is_the_model_before_its_adapters_were_trained():
+  """Loss and gradients are those with the base's log-probabilities in the batch, which has others."""
+  model, train_input = make_model(BaseDpo, (1, 1, 1), overrides=('num_layers=1',))
+  task, batch = model.task, {name: jnp.asarray(values) for name, values in next(train_input.make_iterator()).items()}
+  state = jax.tree.map(jnp.asarray, model.init(0))
+  at_start = {'params': state.weights}
+  flat = traverse_util.flatten_dict(state.weights, sep='/')
+  flat = {name: leaf + 0.05 if name.endswith('lora_b') else leaf for name, leaf in flat.items()}
+  trained = {'params': traverse_util.unflatten_dict(flat, sep='/')}
+  start, base = ({'reference_log_probs': task.predict(at_start, batch)}, task.predict_base(trained, batch))
+  np.testing.assert_array_equal(start['reference_log_probs']['logits'], base['logits'])
+
+  def loss_of(loss, batch):
+    def compute(weights):
+      return dataclasses.replace(task, loss=loss).compute_loss({'params': weights}, batch, train=True).loss
+
+    return jax.value_and_grad(compute)(trained['params'])
+
+  own = task.loss.with_base(base, batch)
+  pairs = pair_log_probs(base, own)
+  np.testing.assert_array_equal(pairs.chosen, pairs.reference_chosen)
+  noise = batch | {'reference_log_probs': batch['weights'] * 7}
+  (found, gradient) = loss_of(task.loss, noise)
+  (expected, wanted) = loss_of(dataclasses.replace(task.loss, reference_from='batch'), own)
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, wanted)
+  np.testing.assert_allclose(task.compute_loss(at_start, noise, train=False).loss, np.log(2), rtol=1e-6)
+
+
+def test_the_base_counts_as_a_forward_pass():
+  flops = {}
+  for experiment in (LowRankDpo, BaseDpo):
+    model, _ = make_model(experiment, (1, 1, 1))
+    arguments = (model.input_layout.spec, model.abstract_state.variables, model.weight_specs)
+    flops[experiment] = model_flops_per_train_step(model.task, *arguments)
+    if experiment is BaseDpo:
+      batch = dict(model.input_layout.spec)
+      base = count_matmul_flops(model.task.predict_base, model.abstract_state.variables, batch)
+  assert flops[BaseDpo] == flops[LowRankDpo] + base > 1.3 * flops[LowRankDpo]
