@@ -14,7 +14,7 @@ import numpy as np
 from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.inputs import BATCH_DTYPES, Input, PreferenceInput, Tokenizer
+from spmd_tasks.inputs import BATCH_DTYPES, Input, Tokenizer, source_of_rows, without_references
 
 DEFAULT_NUM_EXAMPLES = 4
 _LEARNT, _READ, _TITLE, _OFF = '\x1b[1;32m', '\x1b[2m', '\x1b[36m', '\x1b[0m'
@@ -32,10 +32,8 @@ def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | No
     UserError: the input has no tokenizer or no such arrays, or its data cannot be used.
   """
   out = sys.stdout if out is None else out
-  given = job.train_input
-  is_pairs = isinstance(given, PreferenceInput)
-  if isinstance(given, PreferenceInput):
-    given = given.without_reference()
+  given = without_references(job.train_input)
+  is_pairs = 'reference_log_probs' in given.element_spec()
   missing = sorted(set(BATCH_DTYPES) - set(given.element_spec()))
   if job.tokenizer is None or missing:
     lacks = f'has no {missing[0]}' if missing else 'has no tokenizer'
@@ -68,6 +66,7 @@ def examples_of(
 
   With `names` segment s is called names[s % len(names)].
   """
+  sources = source_of_rows(batch)
   for row in range(batch['ids'].shape[0]):
     segment_ids = batch['segment_ids'][row]
     for segment in range(1, int(segment_ids.max(initial=0)) + 1):
@@ -75,7 +74,8 @@ def examples_of(
       ids = np.append(batch['ids'][row, at[:1]], batch['labels'][row, at])
       is_learnt = np.append(False, batch['weights'][row, at] > 0)
       name = f'{names[segment % len(names)]}, ' if names else ''
-      title = f'{name}row {row}, segment {segment}, {at.size} tokens, the loss on {int(is_learnt.sum())}'
+      place = f'{sources[row]}, row {row}' if sources else f'row {row}'
+      title = f'{name}{place}, segment {segment}, {at.size} tokens, the loss on {int(is_learnt.sum())}'
       yield title, list(_pieces(ids, is_learnt, tokenizer))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Input
+from spmd_tasks.inputs import Input, without_references
 
 Batch = dict[str, np.ndarray]
 
@@ -23,7 +23,7 @@ def draw_batches(train_input: Input, num_batches: int, seed: int) -> list[Batch]
   Raises:
     UserError: the input ends before.
   """
-  iterator, batches = train_input.make_iterator(), []
+  iterator, batches = without_references(train_input).make_iterator(), []
   rng = np.random.default_rng(seed)
   try:
     for index in range(num_batches):

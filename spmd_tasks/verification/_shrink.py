@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from spmd_tasks.experiment import Job
+from spmd_tasks.inputs import ConversationInput, Input, map_sources
 
 # Sizes up to which a field stays. A larger one becomes the cap, or a little less where it was odd.
 _CAPS = {
@@ -56,6 +57,8 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> Shru
     return new.get(name, own.get(name, default))
 
   for name, cap in _CAPS.items():
+    if name == 'seq_len' and _reads_whole_records(job):
+      continue
     if isinstance(own.get(name), int) and own[name] > _TINY.get(name, cap):
       new[name] = cap
   stages = max(mesh.get('stage', 1), 1)
@@ -85,6 +88,18 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> Shru
     overrides=tuple(f'{path}={value}' for path, value in changed.items()),
     lines=tuple(f'{path} {values[path]} -> {value}' for path, value in changed.items()),
   )
+
+
+def _reads_whole_records(job: Job) -> bool:
+  """Whether rows hold whole conversations or pairs, which would not fit in shorter ones."""
+  found = []
+
+  def look(name: str, each: Input) -> Input:
+    found.append(isinstance(each, ConversationInput))
+    return each
+
+  map_sources(look, job.train_input)
+  return any(found)
 
 
 def _learner_microbatches(values: Mapping[str, Any]) -> int:

@@ -11,6 +11,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.config import registry
 from spmd_tasks.verification import CLAIMS
 from tests import binary
+from tests.model_folders import write_llama
 
 TINY = [name for name, _ in registry.list_experiments() if 'Tiny' in name or 'Uneven' in name]
 FEW = {
@@ -81,3 +82,30 @@ def test_wrong_flags_are_one_sentence(capsys):
   assert "--claims names 'psum', which is no claim: choose from mesh, pipeline" in capsys.readouterr().err
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'eval', '--cases', '2', '--job_log_dir', 'x') == 2
   assert '--claims and --cases are for --mode verify' in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+  'name, more', [('FullSft', ()), ('LoraSft', ()), ('LoraDpo', ()), ('LoraDpo', ('reference=base',)), ('FullDpo', ())]
+)
+def test_every_claim_about_tuning_a_folder(name, more, capsys, forked_jobs, tmp_path):
+  """Rows stay as long as they were, for a conversation is never divided; `restart` computes references."""
+  folder = write_llama(tmp_path / 'model')
+  words = [('the cat', ' sat on the mat'), ('a dog', ' ate'), ('def f(x):', ' return x'), ('the hat', ' and')] * 6
+  if 'Dpo' in name:
+    records = [{'prompt': a, 'chosen': b, 'rejected': f' {a}'} for a, b in words]
+  else:
+    records = [{'messages': [{'role': 'user', 'content': a}, {'role': 'assistant', 'content': b}]} for a, b in words]
+  (tmp_path / 'data.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+  settings = [
+    f'model={folder}',
+    f'data={tmp_path}/data.jsonl',
+    'seq_len=96',
+    'batch_size=8',
+    'learning_rate=1e-2',
+    *more,
+  ]
+  code, summary, printed = verify(
+    capsys, f'finetune.{name}', *(flag for each in settings for flag in ('--set', each)), '--job_log_dir', str(tmp_path)
+  )
+  assert_holds(code, summary, printed)
