@@ -174,10 +174,12 @@ def test_a_job_learns_and_goes_on_after_a_stop_as_if_there_was_none(name, data, 
   ],
 )
 def test_a_reference_that_cannot_be_the_base_is_one_sentence(name, overrides, message, folder, tmp_path):
-  mesh = 'ici_mesh_shape=1,2,4'
+  def partition():
+    job = job_of(f'finetune.{name}', folder, 'pairs.jsonl', 'ici_mesh_shape=1,2,4', *overrides)
+    return partition_job(name_references(job, epath.Path(tmp_path)))
+
   with pytest.raises(UserError, match=message):
-    job = job_of(f'finetune.{name}', folder, 'pairs.jsonl', mesh, *overrides)
-    partition_job(name_references(job, epath.Path(tmp_path)))
+    partition()
 
 
 def test_an_adapter_to_start_from_is_not_the_base():
