@@ -127,7 +127,7 @@ class Task:
   def predict_base(self, variables: Variables, batch: Batch) -> Any:
     """Returns the predictions of the model without its adapters, without dropout; no gradient goes through them."""
     names = [AdapterNames(kernel=name) for name in adapters_of(self.model)]
-    left_out = {name for each in names for name in (each.a, each.b, each.magnitude)}
+    left_out = {name for each in names for name in (each.a, each.b, each.magnitude, each.scale)}
     flat = traverse_util.flatten_dict(variables['params'], sep='/')
     weights = traverse_util.unflatten_dict({name: leaf for name, leaf in flat.items() if name not in left_out}, sep='/')
     weights = jax.lax.stop_gradient(weights)
