@@ -70,8 +70,8 @@ def _own(job: Job, job_log_dir: epath.Path) -> list[PreferenceInput]:
   found: list[PreferenceInput] = []
 
   def look(name: str, each: Input) -> Input:
-    is_own = isinstance(each, PreferenceInput) and each.reference is not None
-    if is_own and epath.Path(each.reference).parent == job_log_dir / _DIRECTORY:
+    own = each.reference if isinstance(each, PreferenceInput) else None
+    if isinstance(each, PreferenceInput) and own and epath.Path(own).parent == job_log_dir / _DIRECTORY:
       found.append(each)
     return each
 

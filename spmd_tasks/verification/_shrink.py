@@ -92,7 +92,7 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> Shru
 
 def _reads_whole_records(job: Job) -> bool:
   """Whether rows hold whole conversations or pairs, which would not fit in shorter ones."""
-  found = []
+  found: list[bool] = []
 
   def look(name: str, each: Input) -> Input:
     found.append(isinstance(each, ConversationInput))
