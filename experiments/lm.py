@@ -12,6 +12,7 @@ from spmd_tasks import Task, register
 from spmd_tasks.inputs import Mixture, SyntheticText
 from spmd_tasks.layers import TransformerBlock
 from spmd_tasks.layers.attention import Rotary
+from spmd_tasks.learning import Adafactor
 from spmd_tasks.recipes import DenseLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules
 
@@ -217,3 +218,51 @@ class Llama8BOnH200(Llama8B):
   ici_mesh_shape = (1, 8, 1)
   batch_size = 32
   num_logit_chunks = 8
+
+
+@register
+class LongLlama8BOnH200(LongLlama8B):
+  """lm.LongLlama8B on 8 H200, a sequence over all of them; mesh context 8."""
+
+  target = 'h200:8'
+  ici_mesh_shape = (1, 1, 8, 1)
+  batch_size = 1
+  num_logit_chunks = 8
+
+
+@register
+class Dense70BOnH200(Dense70B):
+  """lm.Dense70B on 8 H200, which cannot hold Adam's moments: by Adafactor; mesh data 8."""
+
+  target = 'h200:8'
+  ici_mesh_shape = (1, 8, 1)
+  dcn_mesh_shape = None
+  batch_size = 16
+
+  def task(self) -> fdl.Config[Task]:
+    return _by_adafactor(super().task())
+
+
+@register
+class Llama70BOnH200(Llama70B):
+  """lm.Llama70B on 8 H200, which cannot hold Adam's moments: by Adafactor; mesh data 8."""
+
+  target = 'h200:8'
+  ici_mesh_shape = (1, 8, 1)
+  batch_size = 8
+  num_logit_chunks = 8
+
+  def task(self) -> fdl.Config[Task]:
+    return _by_adafactor(super().task())
+
+
+def _by_adafactor(task: fdl.Config[Task]) -> fdl.Config[Task]:
+  """Replaces Adam's two moments a weight by factored second moments, whose size is next to nothing."""
+  adam = task.learner.optimizer
+  task.learner.optimizer = fdl.Config(
+    Adafactor,
+    learning_rate=adam.learning_rate,
+    weight_decay=adam.weight_decay,
+    multiply_by_parameter_scale=False,  # Adam's learning rate is not relative to a weight's size
+  )
+  return task

@@ -114,6 +114,25 @@ class FineGrained16B(Mixtral8x7B):
 
 
 @register
+class Mixtral8x7BOnH200(Mixtral8x7B):
+  """moe.Mixtral8x7B on 8 H200; mesh data 8."""
+
+  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=1)
+  target = 'h200:8'
+  batch_size = 16
+
+
+@register
+class FineGrained16BOnH200(FineGrained16B):
+  """moe.FineGrained16B on 8 H200; mesh data 8."""
+
+  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=1)
+  target = 'h200:8'
+  batch_size = 32
+  num_logit_chunks = 8
+
+
+@register
 class Qwen3Moe30B(Mixtral8x7B):
   """Qwen3-30B-A3B: 30.5B parameters, 128 experts, 8 per token (Qwen, 2025); mesh replica 2 x data 32 (64 chips)."""
 
@@ -149,16 +168,15 @@ class Qwen3Moe30BOnH200(Qwen3Moe30B):
   batch_size = 16
 
 
+# Weights beside the experts are split over both axes.
+_EMBED_OVER_BOTH_AXES = (('embed', ('data', 'expert')), *(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'embed'))
+
+
 @register
 class DeepSeekV3Like(Mixtral8x7B):
   """671B parameters, 37B at work (DeepSeek-V3, 2024); mesh data 16 x expert 32, tokens sent to experts (512 chips)."""
 
-  # Weights beside the experts are split over both axes.
-  mesh = DataExpertModelMesh(
-    num_devices=512,
-    num_expert_partitions=32,
-    base_rules=(('embed', ('data', 'expert')), *(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'embed')),
-  )
+  mesh = DataExpertModelMesh(num_devices=512, num_expert_partitions=32, base_rules=_EMBED_OVER_BOTH_AXES)
   target = 'v5p:8x8x8'
   vocab_size = 129_280
   model_dims = 7168
@@ -207,6 +225,17 @@ class DeepSeekV3Like(Mixtral8x7B):
 
   def computation(self) -> fdl.Config[Dropless]:
     return fdl.Config(Dropless, dispatch='padded_all_to_all', capacity_factor=1.25, overflow='passes')
+
+
+@register
+class DeepSeekV3LikeOnH200(DeepSeekV3Like):
+  """Seven layers of moe.DeepSeekV3Like, 50B parameters, on 8 H200, which cannot hold all 61; mesh expert 8."""
+
+  mesh = DataExpertModelMesh(num_devices=8, num_expert_partitions=8, base_rules=_EMBED_OVER_BOTH_AXES)
+  target = 'h200:8'
+  num_layers = 7
+  batch_size = 16
+  num_logit_chunks = 8
 
 
 def _untied(task: fdl.Config[Task]) -> fdl.Config[Task]:

@@ -57,3 +57,13 @@ class Dense70B(PipelinedLanguageModel, lm.Dense70B):
   schedule = 'circular'
   num_repeats = 5
   remat_policy = 'dots_no_batch'
+
+
+@register
+class Dense70BOnH200(PipelinedLanguageModel, lm.Dense70BOnH200):
+  """lm.Dense70BOnH200 over 8 stages of a GPU each, circular."""
+
+  ici_mesh_shape = (1, 8, 1, 1)
+  num_microbatches = 16
+  schedule = 'circular'
+  num_repeats = 5

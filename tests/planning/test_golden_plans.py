@@ -30,7 +30,11 @@ RECIPES = (
   'pipeline.Dense70B',
 )
 # Of 8 GPUs; their compiler takes 4 GB of wheels.
-NODES = ('lm.Dense1BOnH200', 'lm.Llama8BOnH200', 'moe.Qwen3Moe30BOnH200')
+NODES = (
+  *('lm.Dense1BOnH200', 'lm.Dense70BOnH200', 'lm.Llama8BOnH200', 'lm.LongLlama8BOnH200', 'lm.Llama70BOnH200'),
+  *('moe.Mixtral8x7BOnH200', 'moe.FineGrained16BOnH200', 'moe.Qwen3Moe30BOnH200', 'moe.DeepSeekV3LikeOnH200'),
+  'pipeline.Dense70BOnH200',
+)
 SMALL = ('synthetic.Uneven', 'v5e:2x4')
 CASES = [
   pytest.param(*SMALL, id=SMALL[0]),
