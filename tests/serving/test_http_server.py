@@ -92,7 +92,7 @@ def test_models_health_readiness_metrics_and_the_page(client):
   assert client.get('/v1/models/other').status_code == 404
   assert client.get('/health').status_code == client.get('/ready').status_code == 200
   page = client.get('/')
-  assert 'const model = "fake.Model";' in page.text
+  assert 'const models = ["fake.Model"];' in page.text
   assert "default-src 'none'" in page.headers['content-security-policy']
   client.post(COMPLETIONS, json=HELLO)
   text = client.get('/metrics').text

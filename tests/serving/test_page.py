@@ -143,7 +143,7 @@ def test_several_names_can_be_chosen_and_one_is_not_shown(browser, page):
     Select(page['model']).select_by_visible_text('two up')
     page['go'].click()
     page.wait(page.is_idle)
-    assert page['new'].text == 'cdecdec'[: len(page['new'].text)]
+    assert 'cde' in page['new'].text  # the fake adds the adapter's number to each byte
     assert page['error'].text == ''
 
 

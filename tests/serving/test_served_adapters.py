@@ -219,7 +219,8 @@ def test_loaded_models_and_decoding_jobs_choose_by_name_too(base, adapters, merg
     several.generate(['the cat'], adapter='x')
   lines = [{'prompt': 'the cat', 'max_tokens': 9}, {'prompt': 'the cat', 'max_tokens': 9, 'adapter': 'rslora'}]
   (tmp_path / 'prompts.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-  flags = [flag for setting in (f'model={base}', named, *sizes) for flag in ('--set', setting)]
+  settings = (f'model={base}', named, 'ici_mesh_shape=1,2,4', *sizes)
+  flags = [flag for setting in settings for flag in ('--set', setting)]
   files = ('--decode_input', tmp_path / 'prompts.jsonl', '--decode_output', tmp_path / 'outputs.jsonl')
   job = ('--mode', 'decode_once', '--job_log_dir', tmp_path / 'job', '--exp', 'hf.Model')
   assert binary.run_in_process(*job, *flags, *files) == 0
