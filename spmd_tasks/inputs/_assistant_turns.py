@@ -41,7 +41,10 @@ def render_turns(
   """
   if not any(message['role'] == _ASSISTANT for message in messages):
     roles = ', '.join(dict.fromkeys(message['role'] for message in messages))
-    raise UserError(f'the conversation has no turn of the assistant (its roles are {roles}): remove it, or add one.')
+    raise UserError(
+      f'the conversation has no turn of the assistant (its roles are {roles}): name its role assistant, or remove the '
+      'conversation.'
+    )
   text, marked = template.render_marked(messages, tools=tools, now=now, **variables)
   if marked is not None:
     if not marked:

@@ -193,7 +193,7 @@ class Lane:
       if num_empty >= self._max_empty_blocks:
         if self._block.num_skipped:
           raise UserError(
-            f'{num_empty} records, one after the other, are left out because they are longer than a row: raise seq_len.'
+            f'of the last {num_empty} records none fits in a row, so that all are left out: raise seq_len.'
           )
         raise UserError(f'{num_empty} blocks of text in a row are empty: give a source with text to train on.')
       self.num_too_long += (self._block.num_truncated, self._block.num_skipped)

@@ -209,7 +209,10 @@ def messages_of(record: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     UserError: they are missing, or are not a list of objects with a role and something said.
   """
   if field not in record:
-    raise UserError(f'there is no field {field!r} (it has {sorted(record)[:20]}): name the field with the messages.')
+    raise UserError(
+      f'there is no field {field!r} (it has {sorted(record)[:20]}): write messages with role and content there, or '
+      'name another field by source.messages_field.'
+    )
   messages = _parsed(record[field], field)
   if not isinstance(messages, list) or not messages:
     raise UserError(f'{field!r} must be a list of at least one message, not {_show(messages)}.')

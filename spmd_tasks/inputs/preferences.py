@@ -176,21 +176,22 @@ class PreferenceEncoder:
 
   def _encode_answer(self, record: Mapping[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of the prompt with one answer, and which of them are the answer's."""
-    missing = [each for each in _ANSWERS if each not in record]
+    missing = [each for each in _ANSWERS if record.get(each) is None]
     if missing:
       raise UserError(
         f'there is no field {missing[0]!r} (it has {sorted(record)[:20]}): a pair has chosen and rejected.'
       )
-    given = [record[each] for each in ('prompt', *_ANSWERS) if record.get(each) is not None]
-    if all(isinstance(each, str) for each in given) and not given[-1].lstrip().startswith('[{'):
+    given = {each: record[each] for each in ('prompt', *_ANSWERS) if record.get(each) is not None}
+    if all(isinstance(value, str) for value in given.values()) and not record['rejected'].lstrip().startswith('[{'):
       prompt, answer = record.get('prompt') or '', record[name]
       if not answer:
-        raise UserError(f'{name!r} is empty: a pair has two answers.')
+        raise UserError(f'{name!r} is empty: give the pair two answers, or remove it.')
       ids, mask = self._encode_text(prompt, answer)
     else:
+      _refuse_texts_among_messages(given)
       ids, mask = self._encode_messages(record, name)
     if not mask[1:].any():
-      raise UserError(f'no token of {name!r} is behind the prompt: a pair has two answers.')
+      raise UserError(f'no token of {name!r} is behind the prompt: give the pair two answers, or remove it.')
     return ids, mask
 
   def _encode_text(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
@@ -219,6 +220,14 @@ class PreferenceEncoder:
 
   def identity(self) -> dict[str, Any]:
     return self.renderer.identity() | {'too_long': self.too_long, 'reference_free': self.reference_free}
+
+
+def _refuse_texts_among_messages(given: Mapping[str, Any]) -> None:
+  """Raises a UserError if some of the fields are lists of messages, also as JSON in a text, and others are not."""
+  for name, value in given.items():
+    if not isinstance(value, list) and not (isinstance(value, str) and value.lstrip().startswith('[')):
+      kind = 'a text' if isinstance(value, str) else f'a {type(value).__name__}'
+      raise UserError(f'{", ".join(given)} must be all texts, or all lists of messages, but {name!r} is {kind}.')
 
 
 def _divide(

@@ -39,7 +39,9 @@ def parse_json(data: bytes, where: str) -> Any:
   """Parses one JSON record; an error names its place, `where`."""
   try:
     return json.loads(data)
-  except (ValueError, RecursionError) as e:  # bad JSON, bad UTF-8, or a value nested too deeply
+  except json.JSONDecodeError as e:
+    raise UserError(f'{where} is not JSON: {e.msg} at character {e.pos + 1}. Repair or remove the record.') from e
+  except (ValueError, RecursionError) as e:  # bad UTF-8, or a value nested too deeply
     raise UserError(f'{where} is not JSON: {e}. Repair or remove the record.') from e
 
 

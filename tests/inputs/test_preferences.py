@@ -129,9 +129,14 @@ def test_a_pair_whose_answers_are_the_same_once_they_are_cut_is_left_out(pairs, 
   'record, message',
   [
     ({'chosen': 'a'}, "there is no field 'rejected'"),
-    ({'prompt': 'a', 'chosen': '', 'rejected': 'b'}, "'chosen' is empty: a pair has two answers"),
+    ({'chosen': 'a', 'rejected': None}, "there is no field 'rejected'"),
+    ({'prompt': 'a', 'chosen': '', 'rejected': 'b'}, "'chosen' is empty: give the pair two answers, or remove it"),
     ({'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}, "'chosen' and 'rejected' are the same, so that there is nothing"),
-    ({'prompt': 'a', 'chosen': ['b'], 'rejected': 'c'}, r"\[0\] must be an object with a text 'role'|must be a list"),
+    (
+      {'prompt': 'a', 'chosen': ['b'], 'rejected': 'c'},
+      "must be all texts, or all lists of messages, but 'prompt' is a text",
+    ),
+    ({'chosen': ['b'], 'rejected': ['c']}, r"\[0\] must be an object with a text 'role'"),
     (
       {'prompt': [{'role': 'user', 'content': 'a'}], 'chosen': [{'role': 'user', 'content': 'b'}], 'rejected': []},
       "'chosen' must end with a message of the assistant",

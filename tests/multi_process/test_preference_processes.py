@@ -15,7 +15,7 @@ from tests.model_folders import write_llama
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]
 
-START_S = 200.0
+START_S = 400.0
 NUM_STEPS = 10
 WORDS = ('the cat sat', 'a dog ate that', 'on the mat', 'and the hat', 'def f(x):', ' return x', 'age', 'name')
 SETTINGS = (
@@ -23,7 +23,7 @@ SETTINGS = (
   # A constant learning rate, at which rounding stays rounding over ten steps.
   *('learning_rate=1e-3', 'task.learner.optimizer.learning_rate.warmup_steps=0', 'beta=0.5'),
   *('task.learner.optimizer.learning_rate.total_steps=600', 'checkpoint_every_steps=2'),
-  *('step_timeout_s=60.0', 'heartbeat_timeout_s=10', 'shutdown_timeout_s=5'),
+  *('step_timeout_s=300.0', 'heartbeat_timeout_s=30', 'shutdown_timeout_s=10'),
 )
 PIPELINED = 'tests.multi_process.preference_experiments.Pipelined'
 IN_PARTS = ('task.learner.num_microbatches=2',)
