@@ -3,6 +3,9 @@
 For TPUs the compiler notes its own estimate in cycles. Everything else is a roofline: the larger of the time for the
 FLOPs at the chip's peak and the time for the bytes at its memory's bandwidth. Kernels (custom calls) get a share of the
 peak, `KERNEL_EFFICIENCY`; what an attention kernel multiplies is known from its name and the shapes of its operands.
+
+Every product of attention has a side as short as a head. Where a TPU's matrix units are wider than a head, a part of
+them has nothing to do: heads of 128 fill half of a v6e's. A published profile of a v6e agrees, see chips.py.
 """
 
 from collections.abc import Mapping
@@ -10,21 +13,24 @@ import dataclasses
 import re
 from typing import Literal
 
-from spmd_tasks.planning._hlo_text import Shape
 from spmd_tasks.planning._instructions import UNKNOWN_CYCLES, Computation, Instruction
 from spmd_tasks.planning._products import fusion_flops
 from spmd_tasks.planning._traffic import hbm_bytes
 from spmd_tasks.planning.chips import Chip
 from spmd_tasks.planning.scheduled_program import ScheduledProgram
 
-KERNEL_EFFICIENCY = 0.6  # of peak FLOP/s; published attention and grouped-matmul kernels reach 0.5 to 0.75
+# Of peak FLOP/s, or of the filled part of the matrix units; published attention and grouped-matmul kernels reach 0.5 to
+# 0.75.
+KERNEL_EFFICIENCY = 0.6
 
 Basis = Literal['cycles', 'roofline', 'kernel']
 
 _CONTROL = frozenset({'while', 'conditional', 'call', 'async-start', 'async-update', 'async-done'})
 # Custom calls that only tell the compiler something.
 _MARKERS = re.compile('AllocateBuffer|Sharding|SetBound|Bitcast|annotate|Assume|X64|AsyncCollective|Pin|Barrier')
-# Attention kernels: how many products of queries with keys (or the like) they compute.
+# Attention kernels: how many products of queries with keys (or the like) they compute. One kernel for the gradients of
+# queries, keys and values has the name of that for keys and values.
+_ALL_GRADIENTS = 5
 _ATTENTION_PRODUCTS = (
   (re.compile(r'splash\w*dkv'), 4),
   (re.compile(r'splash\w*dq'), 3),
@@ -76,10 +82,16 @@ def instruction_cost(
   basis: Basis = 'roofline'
   flops = fusion_flops(program, instruction, computation)
   moved = hbm_bytes(program, instruction, computation)
+  efficiency = 1.0
   if instruction.opcode == 'custom-call':
     if _MARKERS.search(instruction.custom_call_target):
       return _NO_COST
-    flops = _kernel_flops(instruction, computation, kernel_flops) or flops
+    attention = None if _stated_flops(instruction, kernel_flops) else _attention(instruction, computation)
+    if attention is not None:
+      flops, head_dim = attention
+      efficiency = _filled(head_dim, chip.mxu_size)
+    else:
+      flops = _kernel_flops(instruction, kernel_flops) or flops
     basis = 'kernel' if flops or instruction.custom_call_target == 'tpu_custom_call' else 'roofline'
   cycles = instruction.estimated_cycles
   if cycles == UNKNOWN_CYCLES:
@@ -88,32 +100,51 @@ def instruction_cost(
     return Cost(cycles / chip.clock_hz, flops, moved, 'cycles')
   seconds = 0.0
   if chip.peak_flops and chip.hbm_bandwidth:
-    efficiency = KERNEL_EFFICIENCY if basis == 'kernel' else 1
+    efficiency *= KERNEL_EFFICIENCY if basis == 'kernel' else 1
     seconds = max(flops / (chip.peak_flops * efficiency), moved / chip.hbm_bandwidth)
   return Cost(seconds, flops, moved, basis, is_known=basis != 'kernel' or flops > 0)
 
 
-def _kernel_flops(instruction: Instruction, computation: Computation, stated: Mapping[str, float]) -> float:
-  """The FLOPs of a kernel: as the caller or the kernel's author states them, or those of attention."""
-  text = f'{instruction.op_name} {instruction.custom_call_target} {instruction.name}'
-  for name, flops in stated.items():
-    if name in text:
-      return flops
-  for pattern, num_products in _ATTENTION_PRODUCTS:
-    if pattern.search(text):
-      shapes = [computation.by_name[name].shape for name in instruction.operands if name in computation.by_name]
-      return num_products * CAUSAL_SHARE * _attention_product(shapes)
+def _text(instruction: Instruction) -> str:
+  return f'{instruction.op_name} {instruction.custom_call_target} {instruction.name}'
+
+
+def _stated_flops(instruction: Instruction, stated: Mapping[str, float]) -> float | None:
+  """The FLOPs of a kernel as the caller states them."""
+  return next((flops for name, flops in stated.items() if name in _text(instruction)), None)
+
+
+def _kernel_flops(instruction: Instruction, stated: Mapping[str, float]) -> float:
+  """The FLOPs of a kernel as the caller or the kernel's author states them; 0 if neither does."""
+  given = _stated_flops(instruction, stated)
+  if given is not None:
+    return given
   found = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.tail)
   return float(found[1]) if found else 0
 
 
-def _attention_product(shapes: list[Shape]) -> float:
-  """FLOPs of all queries times all keys: 2 * (all of a query's dims) * (length of a key).
+def _attention(instruction: Instruction, computation: Computation) -> tuple[float, int] | None:
+  """The FLOPs of an attention kernel and the size of a head; None of other kernels.
 
-  The first two operands of floating-point type and three or four dims are queries and keys [..., T, K].
+  The first two operands of floating-point type and three or four dims are queries and keys [..., T, K]. A product is of
+  all queries with all keys, of which a causal kernel skips a part.
   """
-  arrays = [shape for shape in shapes if len(shape.dims) >= 3 and shape.dtype in ('bf16', 'f16', 'f32')]
+  text = _text(instruction)
+  products = next((count for pattern, count in _ATTENTION_PRODUCTS if pattern.search(text)), None)
+  if products is None:
+    return None
+  operands = [computation.by_name[name].shape for name in instruction.operands if name in computation.by_name]
+  arrays = [shape for shape in operands if len(shape.dims) >= 3 and shape.dtype in ('bf16', 'f16', 'f32')]
   if len(arrays) < 2:
-    return 0
+    return 0.0, 0
   query, key = arrays[:2]
-  return 2.0 * query.size * key.dims[-2]
+  if any(len(result.dims) > len(query.dims) for result in instruction.shape.leaves()):  # [blocks of keys, *queries]
+    products = _ALL_GRADIENTS
+  return products * CAUSAL_SHARE * 2.0 * query.size * key.dims[-2], query.dims[-1]
+
+
+def _filled(head_dim: int, mxu_size: int | None) -> float:
+  """The part of a matrix unit of `mxu_size` rows that a head of this size fills."""
+  if not head_dim or not mxu_size:
+    return 1.0
+  return head_dim / (-(-head_dim // mxu_size) * mxu_size)

@@ -190,8 +190,8 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, r
     )
   if by_kind.get('kernel'):
     lines.append(
-      f'Kernels (custom calls) run at {KERNEL_EFFICIENCY:.0%} of peak FLOP/s, and attention kernels skip '
-      f'{1 - CAUSAL_SHARE:.0%} of the scores (causal).'
+      f'Kernels (custom calls) run at {KERNEL_EFFICIENCY:.0%} of peak FLOP/s, attention kernels of the part of it that '
+      f'heads of their size fill, and these skip {1 - CAUSAL_SHARE:.0%} of the scores (causal).'
     )
   lines.append('Collectives run at the published bandwidth of their links, without latency and without contention.')
   if roofline.host_bytes and chip.host_bandwidth:

@@ -26,24 +26,29 @@ _BACKEND_COMPILE_EVENT = '/jax/core/compile/backend_compile_duration'
 
 # Options of the TPU's compiler that let the gathers of weights run beside products, as MaxText's published commands for
 # v5p and v6e set them by LIBTPU_INIT_ARGS. Without them each layer waits for its weights.
-_TPU_OPTIONS = (
-  'xla_enable_async_all_gather',
-  'xla_tpu_enable_async_collective_fusion',
-  'xla_tpu_enable_async_collective_fusion_fuse_all_gather',
-  'xla_tpu_enable_async_collective_fusion_multiple_steps',
-  'xla_tpu_overlap_compute_collective_tc',
-)
+_TPU_OPTIONS = {
+  'xla_enable_async_all_gather': 'true',
+  'xla_tpu_enable_async_collective_fusion': 'true',
+  'xla_tpu_enable_async_collective_fusion_fuse_all_gather': 'true',
+  'xla_tpu_enable_async_collective_fusion_multiple_steps': 'true',
+  'xla_tpu_overlap_compute_collective_tc': 'true',
+}
+# A v6e does four times the FLOPs of a v5e with twice the bandwidth, so its products need large tiles in vector memory,
+# of which it has 128 MiB; MaxText's figure. With it the compiler estimates a product of [8192, 8192] and [8192, 28672]
+# at 90% of peak instead of 71%.
+_OPTIONS_BY_KIND = {'TPU v6 lite': {'xla_tpu_scoped_vmem_limit_kib': '98304'}}
 
 
-def compiler_options(platform: str | None) -> dict[str, str] | None:
-  """Returns the compiler's options for a training step on the devices of a platform, 'cpu', 'gpu' or 'tpu'.
+def compiler_options(device: jax.Device | None) -> dict[str, str] | None:
+  """Returns the compiler's options for a training step on devices such as this one.
 
   An option that the environment variable LIBTPU_INIT_ARGS names is left to it.
   """
-  if platform != 'tpu':
+  if device is None or device.platform != 'tpu':
     return None
   given = os.environ.get('LIBTPU_INIT_ARGS', '')
-  return {name: 'true' for name in _TPU_OPTIONS if not re.search(rf'\b{name}\b', given)}
+  options = _TPU_OPTIONS | _OPTIONS_BY_KIND.get(device.device_kind, {})
+  return {name: value for name, value in options.items() if not re.search(rf'\b{name}\b', given)}
 
 
 class CompiledStep:

@@ -43,7 +43,6 @@ from spmd_tasks.runtime.task import Task, TrainState, Variables
 from spmd_tasks.sharding import (
   AxisRules,
   Quantized,
-  ShardingScope,
   SplitDims,
   WeightSpec,
   check_axis_rules,
@@ -173,7 +172,7 @@ class PartitionedModel:
       in_shardings=(_shardings(self.padded_state), _shardings(layout.padded)),
       out_shardings=(_shardings(self.padded_state), NamedSharding(self.mesh, PartitionSpec())),
       donate_argnums=0,
-      compiler_options=compiler_options(ShardingScope(self.mesh, self.axis_rules).platform),
+      compiler_options=compiler_options(self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else None),
     )
     return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
 

@@ -4,6 +4,7 @@ The TPU program is the training step of lm.StdlibTiny for v5e:2x4 (libtpu 0.0.42
 the mesh data 4 x mdl 2, without the tables of source lines.
 """
 
+import dataclasses
 import functools
 import gzip
 from pathlib import Path
@@ -106,6 +107,26 @@ def test_a_schedule_by_hand():
   text = ' '.join(prediction.assumptions)
   for words in ('estimated cycles at 1e-06 GHz', '60% of peak', 'without latency', 'count at most their bytes: next'):
     assert words in text
+
+
+@pytest.mark.parametrize(
+  'results, num_products, mxu_size, filled',
+  [
+    ('f32[2,100,10]{2,1,0}', 4, None, 1),
+    ('f32[2,100,10]{2,1,0}', 4, 10, 1),
+    ('f32[2,100,10]{2,1,0}', 4, 8, 10 / 16),
+    ('f32[2,100,10]{2,1,0}', 4, 20, 0.5),
+    ('(f32[4,2,100,10]{3,2,1,0}, f32[2,100,10]{2,1,0})', 5, 20, 0.5),  # partial sums of the queries' gradients too
+  ],
+)
+def test_an_attention_kernel_fills_a_part_of_the_matrix_units(results, num_products, mxu_size, filled):
+  kernel = '%kernel = f32[2,100,10]{2,1,0} custom-call'
+  text = PROGRAM.replace(kernel, f'%kernel = {results} custom-call').replace('splash_mha_fwd', 'splash_mha_dkv')
+  chip = dataclasses.replace(CHIP, mxu_size=mxu_size)
+  mesh = tpu_mesh({'data': 2, 'mdl': 2}, (2, 2))
+  prediction = predict_time(read_program(text), (), chip, mesh)
+  flops = num_products * (2 * 2 * 100 * 10) * 100 / 2
+  assert prediction.by_kind['kernel'] == pytest.approx(flops / (0.6 * filled * CHIP.peak_flops))
 
 
 @functools.cache
