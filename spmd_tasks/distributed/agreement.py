@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
-import orbax.checkpoint as ocp
 
 _MIN_BROADCAST_BYTES = 16384  # shorter answers share one compiled broadcast
 _MIN_GATHER_BYTES = 1024  # of each process
@@ -29,6 +28,8 @@ def is_primary() -> bool:
 def meet(name: str, *, limit_s: int) -> None:
   """Returns when every process has called it. Raises a JaxRuntimeError if that takes longer than `limit_s` seconds."""
   if jax.process_count() > 1:
+    import orbax.checkpoint as ocp  # not above: its import takes a second or two of every start
+
     ocp.multihost.get_barrier_sync_fn()(key=f'spmd_tasks_{name}', timeout_ms=limit_s * 1000)
 
 

@@ -329,7 +329,7 @@ def _refuse_job_of_paxml(job_log_dir: epath.Path) -> None:
   checkpoints = job_log_dir / 'checkpoints'
   if not checkpoints.is_dir() or (job_log_dir / CONFIG_FILE).exists():
     return
-  from spmd_tasks.bridges.pax import checkpoint_format  # imports TensorStore
+  from spmd_tasks.bridges.pax import checkpoint_format
 
   if checkpoint_format(checkpoints) == 'pax':
     raise UserError(

@@ -289,6 +289,7 @@ def partition_spmd_model(
   check_axis_rules(axis_rules, mesh.axis_names)
 
   # 1. What the model declares: every weight with its split dims, in a tree like the weights. So for other variables.
+  @jax.jit  # so that it is traced once: here, and not again by `init`
   def init_boxed(rng):
     batch = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in input_spec.items()}
     return task.init_variables(rng, batch)

@@ -15,7 +15,6 @@ from typing import Any
 from etils import epath
 import jax
 import numpy as np
-import tensorstore as ts
 
 from spmd_tasks.bridges.pax._checkpoint_files import (
   ARRAY_TAG,
@@ -165,7 +164,7 @@ def _bounds(index: Any, shape: Sequence[int]) -> Bounds:
   return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _start_to_read(store: ts.TensorStore, leaf: Any) -> dict[Bounds, Any]:
+def _start_to_read(store: Any, leaf: Any) -> dict[Bounds, Any]:
   """Returns the futures of the parts that this process needs; replicas share one."""
   indices: Any = [tuple(slice(0, size) for size in leaf.shape)]
   if leaf.sharding is not None:
@@ -183,6 +182,8 @@ def _place(leaf: Any, parts: Mapping[Bounds, Any]) -> Any:
 
 def _start_to_write(partial: epath.Path, name: str, leaf: Any) -> list[Any]:
   """Returns the futures of the parts that this process writes: of each part of the array one replica, as one file."""
+  import tensorstore as ts  # here: a start that writes no checkpoint of Paxml does not need it
+
   is_sharded = isinstance(leaf, jax.Array)
   if not is_sharded and not is_primary():
     return []

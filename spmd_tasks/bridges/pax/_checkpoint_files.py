@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 from etils import epath
 import jax
-import tensorstore as ts
 
 from spmd_tasks.checkpoints import CheckpointDirectory
 from spmd_tasks.errors import UserError
@@ -104,6 +103,8 @@ class PaxCheckpoint:
     return ocdbt_name(path) if self.is_ocdbt else pax_name(path)
 
   def _open(self, name: str) -> Any:
+    import tensorstore as ts  # here: a start without a checkpoint of Paxml does not need it
+
     base = key_value_store(self.path / STATE)
     store = base | {'path': f'{base["path"]}{name}/'}
     if self.is_ocdbt:
@@ -111,6 +112,8 @@ class PaxCheckpoint:
     return ts.open({'driver': 'zarr', 'kvstore': store}, open=True, read=True)
 
   def _list(self) -> Iterator[str]:
+    import tensorstore as ts
+
     if not self.is_ocdbt:
       yield from (path.name for path in (self.path / STATE).iterdir() if (path / '.zarray').exists())
       return

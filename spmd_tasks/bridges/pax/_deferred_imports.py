@@ -19,6 +19,7 @@ from typing import Any
 # By the module, or the package, that imports: the modules that it names and does not need to be imported itself.
 _DEFERRED = {
   'praxis.base_input': ('tensorflow',),
+  'paxml.tasks_lib': ('tensorflow', 'orbax'),  # Orbax, to restore in annotations' texts alone
   'paxml': ('tensorflow',),  # for event files and inputs of tf.data; otherwise named in annotations
   'paxml.automl_interfaces': ('pyglove',),  # whose values an experiment may have as attributes
   'clu.periodic_actions': ('clu.metric_writers',),  # which imports TensorFlow

@@ -51,6 +51,8 @@ def pytest_configure() -> None:
     flags.FLAGS(['praxis_tests'])
   if 'enable_asserts' in flags.FLAGS:
     flags.FLAGS.enable_asserts = False  # Lingvo's checks of shapes are native operations, which cannot be loaded
+  if 'test_tmpdir' in flags.FLAGS:
+    Path(flags.FLAGS.test_tmpdir).mkdir(parents=True, exist_ok=True)  # as absl's own runner does
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
