@@ -136,7 +136,9 @@ def compiler_bytes(analysis: Any) -> int:
   one block of a size that is known.
   """
   code = analysis.generated_code_size_in_bytes
-  if not analysis.serialized_buffer_assignment_proto and analysis.peak_memory_in_bytes:
+  has_peak = not analysis.serialized_buffer_assignment_proto and analysis.peak_memory_in_bytes
+  # The TPU compiler's peak is that of the host's memory where more is kept there than on the device.
+  if has_peak and not getattr(analysis, 'host_temp_size_in_bytes', 0):
     return analysis.peak_memory_in_bytes + code
   results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
   return analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes + code

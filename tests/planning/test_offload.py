@@ -75,5 +75,6 @@ def test_what_attention_keeps_lies_in_the_memory_of_the_host():
   assert step.time.roofline.host_bytes == pytest.approx(kept, rel=0.02)
   assert step.time.roofline.host_s == step.time.roofline.host_bytes / CHIPS['v5e'].host_bandwidth
   assert step.memory['activations'] < kept / 4  # of one layer, at most
+  assert step.peak_bytes <= step.argument_bytes + step.temp_bytes + step.program_bytes + step.output_bytes
   assert step.compilation.program.memory_analysis().host_temp_size_in_bytes >= kept
   assert any('memory of the host' in line for line in step.time.assumptions)
