@@ -5,8 +5,8 @@
 
 The model is Llama 3.1 8B by its config.json alone, on four v5p chips; nothing runs. The last line is one JSON object:
 bytes of one device at the peak by what holds them, what arithmetic says of the state (twelve bytes a trained parameter,
-two a frozen one, one in int8), and predicted seconds. `ratio` is the peak of rank 16 over that of all weights.
-`--quick` compiles a tiny model for one CPU.
+two a frozen one, fewer of a quantized base), and predicted seconds. `ratio` is the peak of rank 16 over that of all
+weights. `--quick` compiles a tiny model for one CPU.
 """
 
 import argparse
@@ -40,11 +40,16 @@ KINDS = {
   'all weights': ('hf.Model', ()),
   'rank 16': ('finetune.LoraText', ('lora_rank=16',)),
   'rank 16, base in int8': ('finetune.LoraText', ('lora_rank=16', 'base_dtype=int8')),
+  'rank 16, base in nf4': ('finetune.LoraText', ('lora_rank=16', 'base_dtype=nf4')),
+  'rank 16, base in nf4_double': ('finetune.LoraText', ('lora_rank=16', 'base_dtype=nf4_double')),
   'rank 64': ('finetune.LoraText', ('lora_rank=64',)),
   'rank 16, attention': ('finetune.LoraText', ('lora_rank=16', 'lora_targets=("attention/",)')),
   'DPO, rank 16': ('finetune.LoraDpo', ('lora_rank=16', 'data=pairs.jsonl')),
   'DPO, rank 16, from the base': ('finetune.LoraDpo', ('lora_rank=16', 'data=pairs.jsonl', 'reference=base')),
 }
+
+
+BYTES_OF_FROZEN = {'int8': 1, 'nf4': 4.5 / 8, 'nf4_double': 4.13 / 8}
 
 
 def measure(experiment: str, overrides: tuple[str, ...], folder: Path, target: str, sizes: tuple[str, ...]) -> Any:
@@ -54,12 +59,13 @@ def measure(experiment: str, overrides: tuple[str, ...], folder: Path, target: s
   step, num_devices = made.steps['train'], made.target.num_devices
   trained = model.num_trained_params
   frozen = model.total_num_params - trained
+  base_dtype = next((each.partition('=')[2] for each in overrides if each.startswith('base_dtype=')), '')
   return {
     'trained_parameters': trained,
     'frozen_parameters': frozen,
     'peak_bytes': step.peak_bytes,
     'parts': {name: size for name, size in step.memory.items() if size},
-    'state_bytes_by_arithmetic': (12 * trained + (1 if 'int8' in str(overrides) else 2) * frozen) / num_devices,
+    'state_bytes_by_arithmetic': (12 * trained + BYTES_OF_FROZEN.get(base_dtype, 2) * frozen) / num_devices,
     'model_flops': made.model_flops,
     'predicted_seconds': None if step.time is None else step.time.seconds,
     'fits': step.fits,

@@ -7,6 +7,7 @@ from spmd_tasks.layers import LowRankAdapter
 from spmd_tasks.recipes.adapter_configs import add_adapters
 from spmd_tasks.recipes.pretrained import PretrainedLanguageModel, stacks_of
 from spmd_tasks.runtime import Task
+from spmd_tasks.sharding import QUANTIZED_DTYPES
 
 
 class LowRankTuning(PretrainedLanguageModel):
@@ -24,7 +25,8 @@ class LowRankTuning(PretrainedLanguageModel):
   use_dora: bool = False  # also trains the lengths of the kernels' columns
   # Patterns of further weights that are trained, such as ('norm/',).
   also_trained: tuple[str, ...] = ()
-  # How the frozen kernels are held: 'float32', 'bfloat16' or 'int8'; None: as the folder has them.
+  # How the frozen kernels are held: 'float32', 'bfloat16', 'int8', 'nf4' (QLoRA) or 'nf4_double', whose scales are in 8
+  # bits; None: as the folder has them.
   base_dtype: str | None = None
   # A folder in the format of `peft`, whose adapters the job starts from; it decides all settings of the adapters.
   adapter: str = ''
@@ -39,8 +41,9 @@ class LowRankTuning(PretrainedLanguageModel):
       )
     model = super().language_model()
     for stack in stacks_of(model):
-      if self.base_dtype == 'int8' and stack.remat_policy == 'none':
-        stack.remat_policy = 'dots'  # the backward pass reads int8 again, rather than numbers made of it and kept
+      if self.base_dtype in QUANTIZED_DTYPES and stack.remat_policy == 'none':
+        # The backward pass reads 8 or 4 bits again, rather than numbers made of them and kept.
+        stack.remat_policy = 'dots'
     if self.adapter:
       from spmd_tasks.bridges.huggingface import open_adapter
       from spmd_tasks.files import absolute_path
@@ -61,6 +64,6 @@ class LowRankTuning(PretrainedLanguageModel):
   def task(self) -> fdl.Config[Task]:
     task = super().task()
     task.trained = ('lora_', *self.also_trained)
-    held = self.base_dtype or self.folder.dtype
-    task.frozen_dtype = held if held in ('bfloat16', 'int8') else None
+    held = self.base_dtype or ('bfloat16' if self.folder.dtype == 'bfloat16' else 'float32')
+    task.frozen_dtype = None if held == 'float32' else held
     return task

@@ -7,6 +7,7 @@ serving job is compiled for; the sampling parameters in them are the defaults of
 import dataclasses
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.sharding import QUANTIZED_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,8 @@ class DecodeSettings(SamplingParams):
     max_stop_ids: how many stop tokens a request may have, the end of text included.
     num_top_logprobs: how many of the likeliest tokens are reported beside each token.
     max_tokens: how many tokens a request generates by default; None generates until max_len.
-    weights_dtype: how a decoding or serving job holds the weights: 'bfloat16', 'int8' (kernels, with a float32 scale
-      per output channel; decoding/weight_storage.py), or None, as training does. The computation has the model's dtype.
+    weights_dtype: how a decoding or serving job holds the weights: 'bfloat16', 'int8', 'nf4' or 'nf4_double' (kernels;
+      decoding/weight_storage.py), or None, as training does. The computation has the model's dtype.
     num_beams: 1 samples; a larger number searches for the likeliest texts with that many beams instead.
     length_penalty: of beam search, see decoding/beam.py.
   """
@@ -90,8 +91,9 @@ class DecodeSettings(SamplingParams):
       )
     if self.prefill_rows > self.num_slots:
       raise UserError(f'prefill_rows={self.prefill_rows} must be at most num_slots={self.num_slots}.')
-    if self.weights_dtype not in (None, 'bfloat16', 'int8'):
-      raise UserError(f"weights_dtype={self.weights_dtype!r} must be 'bfloat16', 'int8' or None.")
+    held = ('bfloat16', *QUANTIZED_DTYPES)
+    if self.weights_dtype not in (None, *held):
+      raise UserError(f'weights_dtype={self.weights_dtype!r} must be one of {held}, or None.')
     if self.eos_ids is not None and len(self.eos_ids) > self.max_stop_ids:
       raise UserError(f'eos_ids={self.eos_ids} are more than max_stop_ids={self.max_stop_ids}: raise max_stop_ids.')
     if self.num_top_logprobs < 0:

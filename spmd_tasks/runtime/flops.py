@@ -19,7 +19,7 @@ from spmd_tasks.layers.attention import override_attention
 from spmd_tasks.layers.moe import override_grouped_matmul_backend
 from spmd_tasks.learning import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.task import Task, Variables
-from spmd_tasks.sharding import WeightSpec, is_quantized
+from spmd_tasks.sharding import is_quantized, numbers_spec
 
 # Dense bfloat16 peaks per jax device, from the vendors' data sheets; the first name found in the device kind counts.
 # A jax device is a chip, except on TPU v2, v3 and 7x, where it is one of a chip's two cores.
@@ -86,7 +86,7 @@ def model_flops_per_train_step(
       flops -= 2 * count_matmul_flops(task.predict_base, abstract_variables, dict(batch_spec))
     if weight_specs is not None and are_frozen(weight_specs):
       weights = jax.tree.map(_numbers, abstract_variables['params'], is_leaf=is_quantized)
-      weight_specs = jax.tree.map(_numbers, weight_specs, is_leaf=is_quantized)
+      weight_specs = jax.tree.map(numbers_spec, weight_specs, is_leaf=is_quantized)
       arguments = (abstract_variables | {'params': weights}, *arguments[1:])
       of_all, of_trained = (
         count_matmul_flops(backward, trained, *arguments)
@@ -97,12 +97,8 @@ def model_flops_per_train_step(
 
 
 def _numbers(leaf: Any) -> Any:
-  """Returns what stands for a kernel in int8 without its scales, as if it were held in float32."""
-  if not is_quantized(leaf):
-    return leaf
-  if isinstance(leaf.values, WeightSpec):
-    return leaf.values
-  return jax.ShapeDtypeStruct(leaf.values.shape, jnp.float32)
+  """Returns what stands for a quantized kernel, as if it were held in float32."""
+  return jax.ShapeDtypeStruct(leaf.shape, jnp.float32) if is_quantized(leaf) else leaf
 
 
 def count_matmul_flops(fn: Callable[..., Any], *abstract_args: Any) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers import ADAPTER_TAG, AdapterNames, adapters_of, column_lengths, merge_low_rank
 from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.sharding import WeightSpec, is_quantized
+from spmd_tasks.sharding import WeightSpec, is_quantized, numbers_spec, pad, unpad
 
 
 def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
@@ -22,12 +22,12 @@ def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
     model: whose weights these are.
     padded_weights: as they are stored on the mesh. The padding stays zero.
   """
-  weights = {name: _numbers(leaf) for name, leaf in traverse_util.flatten_dict(padded_weights, sep='/').items()}
+  flat = traverse_util.flatten_dict(padded_weights, sep='/')
+  weights = {name: _numbers(model, name, leaf) for name, leaf in flat.items()}
   specs = flat_specs(model.weight_specs)
   for name, adapter in adapters_of(model.task.model).items():
     names, kernel = AdapterNames(kernel=name), weights[name]
-    num_stacked = specs[name].stacked + ('expert' in specs[name].tags)
-    merge = functools.partial(merge_low_rank, adapter, num_stacked_dims=num_stacked)
+    merge = functools.partial(merge_low_rank, adapter, num_stacked_dims=_num_stacked(specs[name]))
     parts = (kernel, weights[names.a], weights[names.b], weights.get(names.magnitude))
     weights[name] = jax.jit(merge, out_shardings=kernel.sharding)(*parts)
   kept = {name: weight for name, weight in weights.items() if ADAPTER_TAG not in specs[name].tags}
@@ -35,16 +35,22 @@ def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
 
 
 def flat_specs(weight_specs: Any) -> dict[str, WeightSpec]:
-  """Returns name -> WeightSpec; of a kernel in int8, that of its values."""
-  flat = traverse_util.flatten_dict(weight_specs, sep='/')
-  return {name: spec.values if is_quantized(spec) else spec for name, spec in flat.items()}
+  """Returns name -> WeightSpec; of a quantized kernel, that of the numbers that it stands for."""
+  return {name: numbers_spec(spec) for name, spec in traverse_util.flatten_dict(weight_specs, sep='/').items()}
 
 
-def _numbers(weight: Any) -> Any:
-  """Returns a weight as numbers, on the same devices."""
+def _num_stacked(spec: WeightSpec) -> int:
+  """Returns how many leading dims of a kernel count kernels: layers and experts."""
+  return spec.stacked + ('expert' in spec.tags)
+
+
+def _numbers(model: PartitionedModel, name: str, weight: Any) -> Any:
+  """Returns a padded weight as padded numbers."""
   if not is_quantized(weight):
     return weight
-  return jax.jit(lambda weight: weight.unbox(), out_shardings=weight.values.sharding)(weight)
+  true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')[name]
+  padded = model.padded_numbers[name]
+  return jax.jit(lambda held: pad(unpad(held, true).unbox(), padded), out_shardings=padded.sharding)(weight)
 
 
 def with_magnitudes(model: PartitionedModel, weights: Any) -> Any:
@@ -56,7 +62,7 @@ def with_magnitudes(model: PartitionedModel, weights: Any) -> Any:
   specs = flat_specs(model.weight_specs)
   for name, adapter in adapters_of(model.task.model).items():
     if adapter.use_dora:
-      magnitude, stacked = AdapterNames(kernel=name).magnitude, specs[name].stacked
+      magnitude, stacked = AdapterNames(kernel=name).magnitude, _num_stacked(specs[name])
       kernel = flat[name].unbox() if is_quantized(flat[name]) else flat[name]
       flat[magnitude] = column_lengths(kernel, kernel.ndim - flat[magnitude].ndim, stacked).astype(jnp.float32)
   return traverse_util.unflatten_dict(flat, sep='/')

@@ -31,6 +31,7 @@ import itertools
 import math
 from typing import Any
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -46,7 +47,7 @@ from spmd_tasks.sharding import (
   SplitDims,
   WeightSpec,
   check_axis_rules,
-  contracted_dims,
+  is_quantized,
   padding,
   quantize,
   replicated_spec,
@@ -97,7 +98,7 @@ class PartitionedModel:
   @functools.cached_property
   def total_num_params(self) -> int:
     """Counts the model's parameters, without padding."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_state.weights))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_state.weights, is_leaf=is_quantized))
 
   @functools.cached_property
   def num_trained_params(self) -> int:
@@ -107,8 +108,11 @@ class PartitionedModel:
   @functools.cached_property
   def padding_waste(self) -> float:
     """Returns the fraction of the stored weights that is padding."""
-    padded = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.padded_state.weights))
-    return 1 - self.total_num_params / padded
+    true, padded = (
+      sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.weights))
+      for state in (self.abstract_state, self.padded_state)
+    )
+    return 1 - true / padded
 
   @functools.cached_property
   def has_frozen_weights(self) -> bool:
@@ -133,6 +137,21 @@ class PartitionedModel:
       donate: whether the new state may use the memory of `given`, which must be arrays like its weights.
     """
     return self._jit_init(adopt, donate_argnums=(1,) if donate else ())(self.task.make_key(seed), given)
+
+  @functools.cached_property
+  def padded_numbers(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns name -> how a weight lies on the mesh as numbers: as `padded_state` has it, or float32 if quantized."""
+    flat = traverse_util.flatten_dict(self.padded_state.weights, sep='/')
+    true = traverse_util.flatten_dict(self.abstract_state.weights, sep='/')
+
+    def numbers(name: str, leaf: Any) -> Any:
+      if not is_quantized(leaf):
+        return leaf
+      sharding = jax.tree.leaves(leaf)[0].sharding  # the values are split as the kernel
+      shape = padding.padded_shape(true[name].shape, sharding.spec, self.mesh.shape)
+      return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    return {name: numbers(name, leaf) for name, leaf in flat.items()}
 
   def lower_init(self) -> Any:
     """Returns the lowered `init` (jax.stages.Lowered), for inspection and planning."""
@@ -360,7 +379,7 @@ def partition_spmd_model(
 
 def _cast(weight: jax.Array, spec: WeightSpec | Quantized) -> Any:
   if isinstance(spec, Quantized):
-    return quantize(weight, contracted_dims(spec.values))
+    return quantize(weight, spec)
   return weight if weight.dtype == spec.dtype else weight.astype(spec.dtype)
 
 

@@ -40,6 +40,7 @@ from spmd_tasks.learning import (
   without_frozen,
 )
 from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.sharding import QUANTIZED_DTYPES
 
 Batch = dict[str, jax.Array]
 Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'
@@ -83,7 +84,8 @@ class Task:
     decode: how text is generated.
     trained: patterns of the names of weights that are trained, such as ('lora_',); the others are frozen: they have no
       gradient and no optimizer state. None: all are trained.
-    frozen_dtype: in which frozen kernels are held, 'bfloat16' or 'int8'; None: float32.
+    frozen_dtype: in which frozen kernels are held: 'bfloat16', 'int8', 'nf4' or 'nf4_double' (sharding/quantized.py);
+      None: float32.
 
   Raises (on construction):
     UserError: `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen ones.
@@ -102,8 +104,9 @@ class Task:
       raise UserError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
     if self.frozen_dtype is not None and self.trained is None:
       raise UserError(f'frozen_dtype={self.frozen_dtype!r} needs frozen weights: set task.trained, such as ("lora_",).')
-    if self.frozen_dtype not in (None, 'float32', 'bfloat16', 'int8'):
-      raise UserError(f"frozen_dtype={self.frozen_dtype!r} must be 'float32', 'bfloat16' or 'int8'.")
+    held = ('float32', 'bfloat16', *QUANTIZED_DTYPES)
+    if self.frozen_dtype not in (None, *held):
+      raise UserError(f'frozen_dtype={self.frozen_dtype!r} must be one of {held}.')
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""

@@ -11,7 +11,7 @@ step; the layers never see the padding. Inside a step, `constrain` lays out acti
 Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh), weights.py (the declaration
 of a weight), padding.py (uneven shapes). Then expert_axes.py (axis rules with expert parallelism), mesh_layouts.py (a
 mesh and its rules as one field of an experiment), reductions.py (norms of sharded trees), weight_names.py (patterns of
-names), quantized.py (kernels in int8) and host_layout.py (the rows of a batch on one host).
+names), quantized.py (kernels in 8 and 4 bits) and host_layout.py (the rows of a batch on one host).
 """
 
 from spmd_tasks.sharding._mesh_shapes import nearest_hybrid_shape, nearest_shapes
@@ -34,7 +34,16 @@ from spmd_tasks.sharding.mesh_layouts import (
   MeshLayout,
 )
 from spmd_tasks.sharding.padding import evenly_divided_spec, pad, padded_shape, unpad
-from spmd_tasks.sharding.quantized import Quantized, contracted_dims, is_quantized, quantize, quantized_spec
+from spmd_tasks.sharding.quantized import (
+  QUANTIZED_DTYPES,
+  Int8,
+  NormalFloat4,
+  Quantized,
+  is_quantized,
+  numbers_spec,
+  quantize,
+  quantized_spec,
+)
 from spmd_tasks.sharding.reductions import sum_of_squares, sums_of_squares
 from spmd_tasks.sharding.specs import (
   AxisRules,
@@ -75,6 +84,7 @@ from spmd_tasks.sharding.weights import (
 
 __all__ = [
   'DEFAULT_AXIS_RULES',
+  'QUANTIZED_DTYPES',
   'STACK_DIM',
   'AxisRules',
   'DataExpertModelMesh',
@@ -83,9 +93,11 @@ __all__ = [
   'HiddenShardingMesh',
   'HostDataLayout',
   'Initializer',
+  'Int8',
   'MeshAxes',
   'MeshLayout',
   'MeshSpec',
+  'NormalFloat4',
   'Quantized',
   'ShardingScope',
   'SplitDim',
@@ -95,7 +107,6 @@ __all__ = [
   'check_axis_rules',
   'constrain',
   'context_axis_rules',
-  'contracted_dims',
   'current_platform',
   'current_sharding_scope',
   'data_expert_model_axes',
@@ -114,6 +125,7 @@ __all__ = [
   'nearest_hybrid_shape',
   'nearest_shapes',
   'num_parts',
+  'numbers_spec',
   'pad',
   'padded_shape',
   'quantize',

@@ -7,7 +7,7 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, fill_in, mark_frozen, without_frozen
-from spmd_tasks.sharding import WeightSpec, contracted_dims, matching_names, quantize
+from spmd_tasks.sharding import WeightSpec, matching_names, quantize
 
 NAMES = ['stack/layers/attention/query/kernel', 'stack/layers/attention/out/kernel', 'embedding/table']
 
@@ -109,7 +109,7 @@ def test_a_frozen_kernel_in_int8_is_a_tree_of_two_arrays_that_rest():
     jnp.float32,
   )
   assert specs['table'].dtype == jnp.bfloat16
-  held = {'up': weights['up'] | {'kernel': quantize(weights['up']['kernel'], contracted_dims(kernel.values))}}
+  held = {'up': weights['up'] | {'kernel': quantize(weights['up']['kernel'], kernel)}}
   held['table'] = weights['table'].astype(jnp.bfloat16)
   pruned = without_frozen(held, specs)
   assert [leaf.shape for leaf in jax.tree.leaves(pruned)] == [(2, 3, 1)]

@@ -123,6 +123,14 @@ def test_a_pattern_that_is_in_no_name_is_one_sentence(base, tmp_path, capsys):
   assert not (tmp_path / 'job').exists()
 
 
+# dtype -> of a query's kernel [2, 24, 3, 8] the dtype and shape of its values and of its scales; how far logits may be.
+HELD = {
+  'int8': ('int8', (2, 24, 3, 8), 'float32', (2, 1, 3, 8), 0.2),
+  'nf4': ('uint8', (2, 12, 3, 8), 'float32', (2, 1, 3, 8), 0.6),
+  'nf4_double': ('uint8', (2, 12, 3, 8), 'uint8', (2, 1, 3, 8), 0.6),
+}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize('dtype', ['float32', 'int8'])
 def test_the_average_of_adapters_is_evaluated_beside_their_base(dtype, base, tmp_path):
@@ -145,16 +153,20 @@ def test_the_average_of_adapters_is_evaluated_beside_their_base(dtype, base, tmp
 
 
 @pytest.mark.exhaustive
-def test_a_base_in_int8_is_near_trains_goes_on_and_is_exported(base, logits, tmp_path):
+@pytest.mark.parametrize('dtype', HELD)
+def test_a_quantized_base_is_near_trains_goes_on_and_is_exported(dtype, base, logits, tmp_path):
   """Values and scales are frozen and padded as the kernels are; what is merged is what was computed with."""
-  flags = ('--exp', JOB, '--set', f'model={base}', '--set', 'base_dtype=int8')
+  flags = ('--exp', JOB, '--set', f'model={base}', '--set', f'base_dtype={dtype}')
   assert run('train', tmp_path / 'job', *flags) == 0
-  model = partition_job(resolve(JOB, [f'model={base}', 'base_dtype=int8']).build())
+  model = partition_job(resolve(JOB, [f'model={base}', f'base_dtype={dtype}']).build())
   kernel = model.abstract_state.weights['stack']['layers']['attention']['query']['kernel']
-  assert (str(kernel.values.dtype), kernel.values.shape, kernel.scales.shape) == ('int8', (2, 24, 3, 8), (2, 1, 3, 8))
+  assert kernel.shape == (2, 24, 3, 8)
+  held = (str(kernel.values.dtype), kernel.values.shape, str(kernel.scales.dtype), kernel.scales.shape)
+  assert held == HELD[dtype][:4]
+  assert ', 2,816 of them trained' in (tmp_path / 'job/parameters.txt').read_text()
   with jax.default_matmul_precision('highest'):
     ours = np.asarray(load(tmp_path / 'job').logits(IDS))
-  assert np.abs(ours - logits).max() < 0.2 * np.abs(logits).max()
+  assert np.abs(ours - logits).max() < HELD[dtype][4] * np.abs(logits).max()
   losses = binary.column(tmp_path / 'job', 'loss')
   shutil.rmtree(tmp_path / 'job/checkpoints/checkpoint_00000004')
   (tmp_path / 'job/newest_checkpoint.json').write_text('{"step": 2}\n')

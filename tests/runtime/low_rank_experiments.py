@@ -35,6 +35,16 @@ class Dora(LowRank):
     return with_adapters(super(LowRank, self).task(), use_dora=True)
 
 
+class InFourBits(LowRank):
+  """The frozen kernels in NF4 with scales in 8 bits, of which the mesh divides nothing."""
+
+  def task(self):
+    task = super().task()
+    task.frozen_dtype = 'nf4_double'
+    task.model.stack.remat_policy = 'dots'
+    return task
+
+
 class LowRankExperts(moe_experiments.AlongData):
   """Adapters of experts too, which are split over the data axis."""
 
@@ -51,6 +61,10 @@ class PipelinedLowRank(PipelinedLanguageModel, LowRank):
 
 class PipelinedDora(PipelinedLanguageModel, Dora):
   """The same with DoRA."""
+
+
+class PipelinedInFourBits(PipelinedLanguageModel, InFourBits):
+  """The same in 4 bits."""
 
 
 class PipelinedLowRankExperts(PipelinedExperts, LowRankExperts):

@@ -11,9 +11,11 @@ from spmd_tasks.runtime import model_flops_per_train_step
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 from tests.runtime.low_rank_experiments import (
   Dora,
+  InFourBits,
   LowRank,
   LowRankExperts,
   PipelinedDora,
+  PipelinedInFourBits,
   PipelinedLowRank,
   PipelinedLowRankExperts,
 )
@@ -30,6 +32,9 @@ ONE_BY_ONE = [
   ('circular, stage 2 x data 2 x mdl 2', LowRank, PipelinedLowRank, (1, 2, 2, 2), CIRCULAR),
   ('DoRA, data 2 x mdl 4', Dora, Dora, (1, 2, 4), ()),
   ('DoRA, stage 4 x data 2', Dora, PipelinedDora, (1, 4, 2, 1), ()),
+  ('in 4 bits, data 2 x mdl 4', InFourBits, InFourBits, (1, 2, 4), ()),
+  ('in 4 bits, circular', InFourBits, PipelinedInFourBits, (1, 2, 2, 2), CIRCULAR),
+  ('in 4 bits, one forward', InFourBits, PipelinedInFourBits, (1, 4, 2, 1), ONE_F_ONE_B),
   ('experts, expert 8', LowRankExperts, LowRankExperts, (1, 8, 1), ()),
   ('experts, stage 2 x data 2 x expert 2', LowRankExperts, PipelinedLowRankExperts, (1, 2, 2, 2, 1), ()),
 ]

@@ -203,7 +203,7 @@ class Folder:
     canonical = {name: leaf for name, leaf in canonical.items() if ADAPTER_TAG not in specs[name].tags}
     wanted = {name: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)) for name, leaf in canonical.items()}
     lazy = self.lazy_weights(model.task.model, traverse_util.unflatten_dict(wanted, sep='/'))
-    true, padded = _flat(model.abstract_state.weights), _flat(model.padded_state.weights)
+    true, padded = _flat(model.abstract_state.weights), model.padded_numbers
     weights: dict[str, Any] = dict.fromkeys(padded)
     for name in canonical if names is None else names:
       leaf = padded[name]
@@ -234,11 +234,16 @@ def _text_name(name: str) -> str:
 
 
 def weights_on_mesh(model: PartitionedModel, padded_weights: Any) -> dict[str, LazyArray]:
-  """Returns weights that are stored on the mesh by name, in the layout of checkpoints; reading a part gathers it."""
+  """Returns weights that are stored on the mesh by name, in the layout of checkpoints; reading a part gathers it.
+
+  Quantized ones, which are frozen, are left out.
+  """
   padded = traverse_util.flatten_dict(padded_weights, sep='/')
   true, canonical = _flat(model.abstract_state.weights), _flat(model.canonical_state.weights)
   weights = {}
   for name, array in padded.items():
+    if is_quantized(array):
+      continue
     lazy = device_array(array)
     for dim, size in enumerate(true[name].shape):
       lazy = lazy.cut(dim, 0, size)
@@ -247,14 +252,11 @@ def weights_on_mesh(model: PartitionedModel, padded_weights: Any) -> dict[str, L
 
 
 def _flat(weights: Any) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns abstract weights by name; of a kernel that is held in int8, the numbers in float32."""
-
-  def numbers(leaf: Any) -> Any:
-    if not is_quantized(leaf):
-      return leaf
-    return jax.ShapeDtypeStruct(leaf.values.shape, np.float32, sharding=leaf.values.sharding)
-
-  return {name: numbers(leaf) for name, leaf in traverse_util.flatten_dict(weights, sep='/').items()}
+  """Returns abstract weights by name; of a quantized kernel, the numbers in float32."""
+  return {
+    name: jax.ShapeDtypeStruct(leaf.shape, np.float32) if is_quantized(leaf) else leaf
+    for name, leaf in traverse_util.flatten_dict(weights, sep='/').items()
+  }
 
 
 def place_on_mesh(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:

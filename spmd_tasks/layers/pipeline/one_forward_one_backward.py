@@ -26,7 +26,7 @@ from spmd_tasks.layers.pipeline.microbatches import (
   write_slot,
 )
 from spmd_tasks.layers.pipeline.schedule import Schedule
-from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
+from spmd_tasks.layers.pipeline.stage import Stage, StageWeights, split_by_gradient
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -57,6 +57,8 @@ def _backward(
   axis, p = stage.axis, jax.lax.axis_index(stage.axis)
   is_last = p == schedule.num_stages - 1
 
+  floating, join = split_by_gradient(weights.layers)
+
   def tick(carry, t):
     slots, above, total = carry
     index, repeat, is_work = schedule.work(schedule.num_stages - 1 - p, t)  # the forward pass from the other end
@@ -64,22 +66,24 @@ def _backward(
     _, arriving = read_slot(slots, t, axis)
     cotangent = jnp.where(is_last, arriving, above)
 
-    def run(layers, x):
-      result, aux = stage(weights._replace(layers=layers), entered._replace(x=x), index, repeat, is_work)
+    def run(floating, x):
+      result, aux = stage(weights._replace(layers=join(floating)), entered._replace(x=x), index, repeat, is_work)
       return result.x, aux
 
-    _, pull_back = jax.vjp(run, weights.layers, entered.x)
+    _, pull_back = jax.vjp(run, floating, entered.x)
     layers_cotangent, cotangent = pull_back((cotangent, aux_cotangents))
     slots = write_slot(slots, t, arriving, above, axis)
     return (slots, send_down(cotangent, axis), jax.tree.map(jnp.add, total, layers_cotangent)), None
 
-  carry = (result_cotangents, jnp.zeros_like(inputs.x[0]), jax.tree.map(jnp.zeros_like, weights.layers))
+  carry = (result_cotangents, jnp.zeros_like(inputs.x[0]), jax.tree.map(jnp.zeros_like, floating))
   (slots, above, layers_cotangents), _ = jax.lax.scan(tick, carry, jnp.arange(schedule.num_ticks))
   # The cotangent of the last input is still on its way to the last stage.
   last = jnp.int32(schedule.num_ticks)
   _, arriving = read_slot(slots, last, axis)
   slots = write_slot(slots, last, arriving, above, axis)
-  return StageWeights(layers_cotangents, None), Microbatch(slots_in_order(slots, schedule.num_stages))
+  return StageWeights(join(layers_cotangents, others=None), None), Microbatch(
+    slots_in_order(slots, schedule.num_stages)
+  )
 
 
 run_one_forward_one_backward.defvjp(_forward, _backward)

@@ -4,6 +4,7 @@ Shapes: B rows of a microbatch, M microbatches, T sequence, D model, L layers, V
 repeat.
 """
 
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -97,7 +98,24 @@ class Stage:
     return microbatch._replace(x=x), aux
 
 
-@jax.custom_vjp
+def split_by_gradient(tree: Any) -> tuple[list[jax.Array], Callable[..., Any]]:
+  """Splits off the leaves that can have gradients: quantized weights are integers, which have none.
+
+  Returns:
+    (these leaves, a function that returns the tree with new ones in their places, and the other leaves as they are; or,
+    with `others=None`, None in the others' places).
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  is_floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+  def join(new: Sequence[Any], others: Sequence[Any] | None = tuple(leaves)) -> Any:
+    rest = iter(new)
+    kept = [None] * len(leaves) if others is None else others
+    return jax.tree.unflatten(structure, [next(rest) if each else leaf for each, leaf in zip(is_floating, kept)])
+
+  return [leaf for leaf, each in zip(leaves, is_floating) if each], join
+
+
 def gate_gradient(tree: Any, is_open: jax.Array) -> Any:
   """Returns the tree unchanged; its cotangent is 0 if `is_open` is false.
 
@@ -105,6 +123,12 @@ def gate_gradient(tree: Any, is_open: jax.Array) -> Any:
   layer has weights of zero), and the gradient of a balance bias does not depend on the cotangent. A `where` in the
   forward pass would have the same effect, but its results would be kept for every tick.
   """
+  floating, join = split_by_gradient(tree)
+  return join(_gate(floating, is_open))
+
+
+@jax.custom_vjp
+def _gate(tree: Any, is_open: jax.Array) -> Any:
   del is_open
   return tree
 
@@ -117,7 +141,7 @@ def _gate_backward(is_open: jax.Array, cotangents: Any) -> tuple[Any, None]:
   return jax.tree.map(lambda c: jnp.where(is_open, c, 0), cotangents), None
 
 
-gate_gradient.defvjp(_gate_forward, _gate_backward)
+_gate.defvjp(_gate_forward, _gate_backward)
 
 
 def _keep_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:

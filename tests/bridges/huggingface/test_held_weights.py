@@ -20,7 +20,7 @@ def model_and_path(tmp_path_factory):
   return partition_job(job), str(path)
 
 
-@pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
+@pytest.mark.parametrize('dtype', ['bfloat16', 'int8', 'nf4_double'])
 def test_weights_are_read_as_they_are_held(dtype, model_and_path):
   model, path = model_and_path
   storage = WeightStorage(model, dtype)
@@ -32,7 +32,7 @@ def test_weights_are_read_as_they_are_held(dtype, model_and_path):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(read), jax.device_get(converted))
   assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, converted)
   assert storage.store(read)['params']['embedding']['table'] is read['params']['embedding']['table']
-  expected = 'bfloat16' if dtype == 'bfloat16' else 'float32'  # of the kernels, which int8 converts one at a time
+  expected = 'bfloat16' if dtype == 'bfloat16' else 'float32'  # of the kernels, which are converted one at a time
   assert arrived['stack/layers/ffn/experts/up'] == expected
   assert arrived['embedding/table'] == 'bfloat16'
   assert arrived['final_norm/scale'] == 'float32'
