@@ -18,6 +18,7 @@ Shapes: I the dims of a kernel that are contracted, O the others, R rank, E expe
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -193,24 +194,38 @@ def declare_low_rank(
 
 
 def declare_magnitude(
-  module: nn.Module, kernel: jax.Array, weights: LowRankWeights, split_dims: SplitDims
+  module: nn.Module,
+  kernel: jax.Array,
+  weights: LowRankWeights,
+  split_dims: SplitDims,
+  *,
+  prefix: str = '',
+  tags: tuple[str, ...] = (),
 ) -> jax.Array:
-  """Declares DoRA's magnitudes [O...] and returns them divided by the lengths of the adapted kernel's columns.
+  """Declares DoRA's magnitudes [E?, O...] and returns them divided by the lengths of the adapted kernel's columns.
 
   As in the paper (section 4.3) and in `peft`, no gradient goes through the lengths. Where there are several adapters to
   choose from, `declare_scales` takes the place of this.
+
+  Args:
+    module: the Linen module that declared the kernel.
+    kernel, split_dims: [E?, I..., O...].
+    weights: of the adapter.
+    prefix, tags: as in `declare_low_rank`.
   """
-  num_inputs = weights.num_input_dims
+  num_stacked = weights.num_stacked_dims
+  end = num_stacked + weights.num_input_dims
   adapted = jax.lax.stop_gradient(kernel.astype(jnp.float32) + weights.product().astype(jnp.float32))
+  lengths = functools.partial(column_lengths, num_input_dims=weights.num_input_dims, num_stacked_dims=num_stacked)
   magnitude = declare_weight(
     module,
-    'lora_magnitude',
-    shape=kernel.shape[num_inputs:],
-    init=lambda rng, shape, dtype: column_lengths(kernel, num_inputs).astype(dtype),
-    split_dims=None if split_dims is None else split_dims[num_inputs:],
-    tags=(ADAPTER_TAG, 'no_decay'),
+    f'{prefix}lora_magnitude',
+    shape=(*kernel.shape[:num_stacked], *kernel.shape[end:]),
+    init=lambda rng, shape, dtype: lengths(kernel).astype(dtype),
+    split_dims=None if split_dims is None else (*split_dims[:num_stacked], *split_dims[end:]),
+    tags=(ADAPTER_TAG, 'no_decay', *tags),
   )
-  return magnitude / column_lengths(adapted, num_inputs)
+  return magnitude / lengths(adapted)
 
 
 def declare_scales(module: nn.Module, weights: LowRankWeights, x: jax.Array, split_dims: SplitDims) -> jax.Array:

@@ -1,5 +1,8 @@
 """Low-rank adapters of Linears and experts: the published formulas, the base's numbers at the start, merging."""
 
+import functools
+
+from flax import traverse_util
 import flax.linen as nn
 import jax
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
+  AdapterNames,
   GatedFeedForward,
   Linear,
   LowRankAdapter,
@@ -161,6 +165,46 @@ def test_the_logits_have_an_adapter_where_the_embedding_is_not_tied():
   assert not adaptable_weights(TokenEmbedding(vocab_size=9, embed_dim=12))
 
 
+class OfWidth12(Experts):
+  """Experts that need no argument."""
+
+  @nn.compact
+  def __call__(self, model_dim=12):
+    return super().__call__(model_dim)
+
+
+@pytest.mark.parametrize('use_dora', [False, True])
+def test_experts_drop_inputs_and_have_lengths_as_float64_says(use_dora):
+  """Effective kernels and their gradients; DoRA's go around the lengths. Dropout takes an input from all tokens."""
+  adapter = LowRankAdapter(rank=2, alpha=6.0, dropout_rate=0.25, use_dora=use_dora, names=('up', 'gate', 'down'))
+  experts = OfWidth12(num_experts=3, hidden_dim=5, adapters=(adapter,))
+  weights = drawn(experts)
+  seen = np.random.default_rng(2).normal(size=(3, 12, 5))
+
+  def up(weights, **settings):
+    return experts.apply({'params': weights}, **settings).up
+
+  exact = {name: np.asarray(weights[f'up{name}'], np.float64) for name in ('', '_lora_a', '_lora_b')}
+  kernel, a, b = exact.values()
+  adapted = kernel + 3 * a @ b
+  lengths = np.linalg.norm(adapted, axis=1, keepdims=True)
+  magnitude = np.asarray(weights['up_lora_magnitude'])[:, None] if use_dora else lengths
+  with jax.default_matmul_precision('highest'):
+    np.testing.assert_allclose(up(weights), adapted * magnitude / lengths, rtol=1e-5, atol=1e-5)
+    found = jax.grad(lambda weights: jax.numpy.sum(up(weights) * seen))(weights)
+    dropped = np.asarray(up(weights, rngs={'dropout': jax.random.key(3)}))
+  through = seen * magnitude / lengths
+  near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  near(found['up_lora_a'], 3 * through @ b.swapaxes(1, 2))
+  near(found['up_lora_b'], 3 * a.swapaxes(1, 2) @ through)
+  if use_dora:
+    near(found['up_lora_magnitude'], (seen * adapted / lengths).sum(1))
+  change = (dropped * lengths / magnitude - kernel) / (adapted - kernel)  # of each input: none, or a third more
+  kept = change.mean(-1, keepdims=True).round(3) > 0
+  near(change, np.broadcast_to(np.where(kept, 4 / 3, 0), change.shape), rtol=1e-2, atol=1e-2)
+  assert 0.5 < kept.mean() < 0.95
+
+
 @pytest.mark.parametrize(
   'layer, inputs',
   [
@@ -180,10 +224,32 @@ def test_what_a_layer_calls_adaptable_it_adapts(layer, inputs):
   x, ids = np.ones((1, 4, 12), np.float32), np.zeros((1, 4), np.int32)
   shapes = jax.eval_shape(layer.init, jax.random.key(0), x, ids, *([] if 'Feed' in type(layer).__name__ else [ids]))
   for name in places:
-    own = shapes['params'][name.split('/')[0]]
-    assert own.keys() == {'kernel', 'lora_a', 'lora_b'}
-    assert own['lora_a'].value.shape[-1] == own['lora_b'].value.shape[0] == 2
-    assert own['lora_a'].split_dims[:-1] + own['lora_b'].split_dims[1:] == own['kernel'].split_dims
+    names = AdapterNames(kernel=name)
+    kernel, a, b = (traverse_util.flatten_dict(shapes['params'], sep='/')[each] for each in (name, names.a, names.b))
+    assert a.value.shape[-1] == b.value.shape[0] == 2
+    assert a.split_dims[:-1] + b.split_dims[1:] == kernel.split_dims
+
+
+def test_the_up_projection_of_latent_attention_is_adapted_as_its_merged_kernel_and_in_generation_too():
+  settings = {'num_heads': 2, 'kv_rank': 4, 'nope_head_dim': 2, 'rope_head_dim': 2, 'value_head_dim': 3}
+  adapter = LowRankAdapter(rank=2, alpha=6.0, use_dora=True, names=('kv_up',))
+  plain, adapted = (LatentAttention(**settings, adapters=each) for each in ((), (adapter,)))
+  x, positions = jax.numpy.asarray(X.reshape(2, 5, 12)), np.tile(np.arange(5, dtype=np.int32), (2, 1))
+  inputs = (x, np.ones_like(positions), positions)
+  weights = drawn(adapted, *inputs)
+  parts = [weights[f'kv_up{part}'] for part in ('', '_lora_a', '_lora_b', '_lora_magnitude')]
+  merged = {name: leaf for name, leaf in weights.items() if 'lora' not in name} | {
+    'kv_up': merge_low_rank(adapter, *parts)
+  }
+  with jax.default_matmul_precision('highest'):
+    expected = np.asarray(jax.jit(plain.apply)({'params': merged}, *inputs))
+  first, rest = (tuple(each[:, part] for each in inputs) for part in (slice(3), slice(3, None)))
+  with jax.default_matmul_precision('highest'):
+    generate = jax.jit(functools.partial(adapted.apply, mutable='new_cache'))
+    begun, new = generate({'params': weights}, *first)
+    continued, _ = generate({'params': weights, 'cache': unbox_weights(new['new_cache'])}, *rest)
+  np.testing.assert_allclose(begun, expected[:, :3], rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(continued, expected[:, 3:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

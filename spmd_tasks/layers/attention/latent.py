@@ -24,7 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, kernels
+from spmd_tasks.layers.adapters import (
+  LowRankAdapter,
+  LowRankWeights,
+  adapter_of,
+  declare_low_rank,
+  declare_magnitude,
+  kernels,
+)
 from spmd_tasks.layers.attention.attend import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
@@ -59,7 +66,8 @@ class LatentAttention(nn.Module, kw_only=True):
     heads_activation_split_dims: of queries, keys and values [B, T, H, ...].
     latent_split_dims: of latent vectors [B, T, C + R]; they are small, and the same on all devices that split heads.
     activation_split_dims: of the output.
-    adapters: low-rank adapters of the projections but `kv_up`, which decoding applies in two parts.
+    adapters: low-rank adapters of the projections. That of `kv_up` joins the kernel in generation, which applies the
+      kernel in two parts.
   """
 
   num_heads: int
@@ -87,7 +95,8 @@ class LatentAttention(nn.Module, kw_only=True):
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
     """Returns the projections that can have adapters; see layers/adapters.py."""
-    return kernels(*(('query',) if layer.query_rank is None else ('query_down', 'query_up')), 'kv_down', 'out')
+    queries = ('query',) if layer.query_rank is None else ('query_down', 'query_up')
+    return {**kernels(*queries, 'kv_down', 'out'), 'kv_up': 'kv_up'}
 
   @nn.compact
   def __call__(
@@ -112,9 +121,11 @@ class LatentAttention(nn.Module, kw_only=True):
     latent = RmsNorm(epsilon=self.epsilon, dtype=self.dtype, name='kv_norm')(latent)
     key_rope = self.rotary(key_rope[:, :, None, :], segment_pos)
     shape = (self.kv_rank, self.num_heads, self.nope_head_dim + self.value_head_dim)
-    kv_up = declare_weight(
+    kernel = declare_weight(
       self, 'kv_up', shape=shape, init=FanInNormal(scale=self.init_scale), split_dims=self.up_split_dims
-    ).astype(self.dtype)
+    )
+    low_rank, magnitude = self._adapter_of_kv_up(kernel)
+    kv_up = kernel.astype(self.dtype)
     scale = self.softmax_scale or (self.nope_head_dim + self.rope_head_dim) ** -0.5
 
     cached = None
@@ -126,7 +137,12 @@ class LatentAttention(nn.Module, kw_only=True):
     if cached is None:
       if self.heads_activation_split_dims is not None:
         kv_up = gather_for_tokens(kv_up, self.up_split_dims, self.heads_activation_split_dims[:2])
-      keys_and_values = constrain(jnp.einsum('BTC,CHM->BTHM', latent, kv_up), self.heads_activation_split_dims)
+      keys_and_values = jnp.einsum('BTC,CHM->BTHM', latent, kv_up)
+      if low_rank is not None:
+        keys_and_values = keys_and_values + low_rank.apply(self, latent)
+      if magnitude is not None:
+        keys_and_values = keys_and_values * magnitude[None, None]
+      keys_and_values = constrain(keys_and_values, self.heads_activation_split_dims)
       key, value = jnp.split(keys_and_values, [self.nope_head_dim], axis=-1)
       key = jnp.concatenate([key, jnp.broadcast_to(key_rope, query_rope.shape)], axis=-1)
       query = jnp.concatenate([query, query_rope], axis=-1)
@@ -134,6 +150,10 @@ class LatentAttention(nn.Module, kw_only=True):
         query, key, value, segment_ids, softmax_scale=scale, split_dims=self.heads_activation_split_dims
       )
     else:
+      if low_rank is not None:
+        kv_up = kv_up + low_rank.product()
+      if magnitude is not None:
+        kv_up = kv_up * magnitude[None]
       key_up, value_up = jnp.split(kv_up, [self.nope_head_dim], axis=-1)
       query = constrain(jnp.einsum('BTHN,CHN->BTHC', query, key_up), self.heads_activation_split_dims)
       query = jnp.concatenate([query, query_rope], axis=-1)
@@ -151,6 +171,24 @@ class LatentAttention(nn.Module, kw_only=True):
       adapter=adapter_of(self.adapters, 'out'),
       name='out',
     )(attended)
+
+  def _adapter_of_kv_up(self, kernel: jax.Array) -> tuple[LowRankWeights | None, jax.Array | None]:
+    """Returns the adapter's weights and DoRA's factors [H, N + V] of `kv_up`; None for what there is not."""
+    adapter = adapter_of(self.adapters, 'kv_up')
+    if adapter is None:
+      return None, None
+    weights = declare_low_rank(
+      self,
+      adapter,
+      prefix='kv_up_',
+      shape=kernel.shape,
+      split_dims=self.up_split_dims,
+      dtype=self.dtype,
+      token_split_dims=self.latent_split_dims and self.latent_split_dims[:2],
+    )
+    if not adapter.use_dora:
+      return weights, None
+    return weights, declare_magnitude(self, kernel, weights, self.up_split_dims, prefix='kv_up_').astype(self.dtype)
 
   def _query(self, x: jax.Array) -> jax.Array:
     """Returns the queries of all heads, [B, T, H, N + R], not rotated."""

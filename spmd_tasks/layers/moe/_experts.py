@@ -8,6 +8,7 @@ with a different number of rows per expert (dropless). `batched_ffn` applies the
 """
 
 from collections.abc import Callable, Mapping
+import dataclasses
 from typing import Any, TypeVar
 
 from flax import struct
@@ -16,8 +17,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank
+from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank, declare_magnitude
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, check_activation, hidden_layer
 from spmd_tasks.layers.moe._grouped_matmul import clear_rows_from, grouped_matmul, resolve_backend
@@ -128,10 +128,10 @@ class Experts(nn.Module, kw_only=True):
         init=FanInNormal(scale=scale, num_stacked_dims=1),
         split_dims=split_dims,
         tags=('expert',),
-      ).astype(self.dtype)
+      )
       if (adapter := adapter_of(self.adapters, name)) is not None:
-        weight = weight + self._adapter_product(adapter, name, weight.shape, split_dims)
-      return weight
+        return self._adapted(adapter, name, weight, split_dims)
+      return weight.astype(self.dtype)
 
     def declare_bias(name: str, num_outputs: int, split_dims: SplitDims) -> jax.Array | None:
       if not self.use_bias:
@@ -161,27 +161,32 @@ class Experts(nn.Module, kw_only=True):
       down_bias=declare_bias('down_bias', model_dim, self.down_split_dims and (self.down_split_dims[0], None)),
     )
 
-  def _adapter_product(self, adapter: LowRankAdapter, name: str, shape: tuple[int, ...], split_dims: SplitDims) -> Any:
-    """Returns what an adapter adds to the kernels of all experts.
+  def _adapted(self, adapter: LowRankAdapter, name: str, kernel: jax.Array, split_dims: SplitDims) -> jax.Array:
+    """Returns the kernels of all experts with what their adapters change, in `dtype`.
 
-    A token's experts are where its row is sent, and kernels are what travels to it; so the product joins the kernels of
-    a layer, for one layer at a time. Their gradient is that of the product, and is not kept.
+    A token's experts are where its row is sent, and kernels are what the dispatches know; so the product joins the
+    kernels of a layer, for one layer at a time. Their gradient is that of the product, and is not kept. Dropout of the
+    adapter's input is therefore drawn once a step for each expert and input feature, and not anew for each token.
     """
-    if adapter.use_dora or adapter.dropout_rate:
-      raise UserError(
-        f'the adapter of experts/{name} has use_dora={adapter.use_dora} and dropout_rate={adapter.dropout_rate}, which '
-        'experts do not support: leave them out, or leave the experts out of the patterns.'
-      )
-    return declare_low_rank(
+    weights = declare_low_rank(
       self,
       adapter,
       prefix=f'{name}_',
-      shape=shape,
+      shape=kernel.shape,
       num_stacked_dims=1,
       split_dims=split_dims,
       dtype=self.dtype,
       tags=('expert',),
-    ).product()
+    )
+    added = weights
+    if (rate := adapter.dropout_rate) and self.has_rng('dropout'):
+      keep = jax.random.bernoulli(self.make_rng('dropout'), 1 - rate, (*kernel.shape[:2], 1))
+      added = dataclasses.replace(weights, a=jnp.where(keep, weights.a / (1 - rate), 0))
+    adapted = kernel.astype(self.dtype) + added.product()
+    if adapter.use_dora:
+      scale = declare_magnitude(self, kernel, weights, split_dims, prefix=f'{name}_', tags=('expert',))
+      adapted = adapted * scale[:, None, :].astype(self.dtype)
+    return adapted
 
 
 def grouped_ffn(
