@@ -137,7 +137,7 @@ def _export_folder(
       local = Path(os.fspath(target))
       num = export_adapter(local, job.task.model, weights, base=origin, digest=digest, is_writer=is_primary())
       if is_primary():
-        print(f'exported step {restored} to {target}: adapters of {num} Linears', flush=True)
+        print(f'exported step {restored} to {target}: adapters of {num} modules', flush=True)
       return exit_codes.OK
 
     def on_tensor(done: int, total: int) -> None:

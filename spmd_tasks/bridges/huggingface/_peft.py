@@ -5,14 +5,17 @@
     adapter.read_weights(partitioned_model, folder)      # the adapters' weights on the mesh
     export_adapter(Path('out'), model, weights, base=folder)
 
-`peft` adds B . A to the weight [out, in] of a Linear; ours are A [in..., R] and B [R, out...], of kernels whose dims
-the family's rules make. The same rules, applied to the numbers of rows and columns, say where each of them goes.
+`peft` adds B . A to a weight [out, in]; ours are A [in..., R] and B [R, out...], of kernels whose dims the family's
+rules make (_peft_modules.py). A weight that holds several kernels, such as queries, keys and values, has one A there:
+each of our adapters gets it whole, with its own rows of B. The other way, adapters with one A become one adapter again;
+with different ones, an adapter of all their ranks: A is all of theirs, and each has its own columns of B, zero
+elsewhere.
 
-Shapes: R rank.
+Shapes: R rank, E experts.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import json
@@ -26,14 +29,11 @@ from flax import traverse_util
 import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array
-from spmd_tasks.bridges._operations import Operation
-from spmd_tasks.bridges._rules import Rule, Slot
-from spmd_tasks.bridges.huggingface._describe import layer_places
 from spmd_tasks.bridges.huggingface._folder import Folder, place_on_mesh, read_config
+from spmd_tasks.bridges.huggingface._peft_modules import PeftModule, names_of_parameters, peft_modules, saved_prefix
 from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, read_file, write_tensors
-from spmd_tasks.bridges.huggingface._tensors import llama_rules
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import AdapterNames, LowRankAdapter, adaptable_weights, adapters_of
+from spmd_tasks.layers import AdapterNames, LowRankAdapter, adapters_of
 from spmd_tasks.runtime import PartitionedModel
 
 CONFIG_FILE, TENSORS_FILE, BASE_FILE = 'adapter_config.json', 'adapter_model.safetensors', 'base.json'
@@ -41,45 +41,22 @@ _PREFIX = 'base_model.model.'
 _TENSOR = re.compile(r'base_model\.model\.(.+)\.(?:(lora_A|lora_B)\.weight|(lora_magnitude_vector)(?:\.weight)?)')
 # Keys of the config that are read, and those that change nothing that is computed from the saved tensors. Any other key
 # must be null, false or empty.
-_READ = ('peft_type', 'lora_alpha', 'lora_dropout', 'use_rslora', 'use_dora', 'alpha_pattern', 'bias')
+_READ = (
+  'peft_type',
+  'lora_alpha',
+  'lora_dropout',
+  'use_rslora',
+  'use_dora',
+  'alpha_pattern',
+  'bias',
+  'target_parameters',
+)
 _INERT = (
   *('auto_mapping', 'base_model_name_or_path', 'revision', 'task_type', 'inference_mode', 'peft_version'),
   *('r', 'rank_pattern', 'target_modules', 'exclude_modules', 'layers_to_transform', 'layers_pattern'),
   *('init_lora_weights', 'megatron_config', 'megatron_core', 'loftq_config', 'eva_config', 'corda_config'),
-  *('runtime_config', 'qalora_group_size', 'base_model_class'),
+  *('runtime_config', 'qalora_group_size', 'base_model_class', 'fan_in_fan_out'),
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Module:
-  """A Linear of the family, called `name` there, and our kernel of it."""
-
-  name: str
-  slot: Slot
-  operations: tuple[Operation, ...]
-
-
-def _modules(folder: Folder) -> list[_Module]:
-  """Returns the Linears of a folder's model whose kernels are each a kernel of ours that can have an adapter."""
-  if folder.family.rule_maker is not llama_rules:
-    raise UserError(f'{folder.family.architecture} has no Linears: use --format hf, which merges the adapters.')
-  model = folder.build_model()
-  adaptable = adaptable_weights(model)
-  found = []
-  for rule in folder.family.rules(folder.decoder, layer_places(model.stack)):
-    if len(rule.source) == len(rule.target) == 1 and rule.target[0].name in adaptable:
-      name = rule.source[0].name.removesuffix('.weight')
-      found.append(_Module(name=name, slot=rule.target[0], operations=rule.operations))
-  return found
-
-
-@functools.lru_cache(maxsize=256)
-def _orders(operations: tuple[Operation, ...], num_out: int, num_in: int, num_input_dims: int) -> Any:
-  """Returns the row [out...] and the column [in...] of a weight [out, in] that each place of our kernel is from."""
-  rows, columns = np.ogrid[:num_out, :num_in]
-  numbers = (np.broadcast_to(each, (num_out, num_in)).astype(np.int32) for each in (rows, columns))
-  row_of, column_of = (Rule([], [], *operations).apply((each,))[0] for each in numbers)
-  return row_of[(0,) * num_input_dims], column_of[(..., *[0] * (column_of.ndim - num_input_dims))]
 
 
 def open_adapter(path: os.PathLike | str) -> 'AdapterFolder':
@@ -114,12 +91,14 @@ class AdapterFolder:
   @functools.cached_property
   def _tensors(self) -> dict[str, dict[str, LazyArray]]:
     """Module of the family -> 'lora_A', 'lora_B' and with DoRA 'lora_magnitude_vector'."""
-    found: dict[str, dict[str, LazyArray]] = {}
+    by_prefix: dict[str, dict[str, LazyArray]] = {}
     for name, tensor in read_file(self.path / TENSORS_FILE).items():
       match = _TENSOR.fullmatch(name)
       if match is None:
-        raise UserError(f'{self.path / TENSORS_FILE} has {name}, which is no adapter of a Linear.')
-      found.setdefault(match[1], {})[match[2] or match[3]] = tensor
+        raise UserError(f'{self.path / TENSORS_FILE} has {name}, which is no adapter of a Linear or of experts.')
+      by_prefix.setdefault(match[1], {})[match[2] or match[3]] = tensor
+    targets = self.config.get('target_parameters') or ()
+    found = {name: by_prefix[prefix] for prefix, name in names_of_parameters([*by_prefix], targets)}
     wanted = {'lora_A', 'lora_B', *(('lora_magnitude_vector',) if self.config.get('use_dora') else ())}
     for name, parts in found.items():
       if parts.keys() != wanted or parts['lora_A'].shape[0] != parts['lora_B'].shape[1]:
@@ -129,12 +108,12 @@ class AdapterFolder:
         )
     return found
 
-  def _found(self, base: Folder) -> Iterator[tuple[_Module, dict[str, LazyArray]]]:
-    modules = {module.name: module for module in _modules(base)}
+  def _found(self, base: Folder) -> Iterator[tuple[PeftModule, dict[str, LazyArray]]]:
+    modules = {module.name: module for module in peft_modules(base)}
     for name, parts in self._tensors.items():
       known = base.family.full_name(f'{name}.weight').removesuffix('.weight')
       if known not in modules:
-        raise UserError(f'{self.path} adapts {name}, which is no Linear of its own in {base.path}.')
+        raise UserError(f'{self.path} adapts {name}, which {base.path} has no kernel for that can have an adapter.')
       yield modules[known], parts
 
   def adapters(self, base: Folder) -> dict[str, LowRankAdapter]:
@@ -148,17 +127,18 @@ class AdapterFolder:
       patterns = self.config.get('alpha_pattern') or {}
       alphas = [value for key, value in patterns.items() if re.match(rf'(.*\.)?({key})$', module.name)]
       adapter = LowRankAdapter(
-        rank=parts['lora_A'].shape[0],
+        rank=module.rank(parts['lora_A'].shape[0]),
         alpha=float(alphas[0] if alphas else self.config.get('lora_alpha', 8)),
         dropout_rate=float(self.config.get('lora_dropout') or 0.0),
         use_rslora=bool(self.config.get('use_rslora')),
         use_dora=bool(self.config.get('use_dora')),
       )
-      if found.setdefault(module.slot.name, adapter) != adapter:
-        raise UserError(
-          f'{self.path} gives {module.name} another rank or alpha than that Linear has in other layers, which are one '
-          f'weight here ({module.slot.name}): give all layers the same.'
-        )
+      for slot in module.slots:
+        if found.setdefault(slot.name, adapter) != adapter:
+          raise UserError(
+            f'{self.path} gives {module.name} another rank or alpha than it has in other layers, which are one weight '
+            f'here ({slot.name}): give all layers the same.'
+          )
     return found
 
   def read_weights(self, model: PartitionedModel, base: Folder) -> Any:
@@ -204,17 +184,23 @@ class AdapterFolder:
       if part in shapes
     }
     for module, parts in self._found(base):
-      each, place = names[module.slot.name], module.slot.index
-      b, a = (np.asarray(parts[part]).astype(np.float32) for part in ('lora_B', 'lora_A'))
-      row_of, column_of = _orders(module.operations, b.shape[0], a.shape[1], made[each.a][place].ndim - 1)
-      if made[each.b][place].shape[1:] != row_of.shape or made[each.a][place].shape[:-1] != column_of.shape:
+      arrays = {part: np.asarray(tensor).astype(np.float32) for part, tensor in parts.items()}
+      num_out, num_in = arrays['lora_B'].shape[0], arrays['lora_A'].shape[1]
+      a, b = module.per_expert(arrays['lora_A'], arrays['lora_B'])
+      first = 0 if module.num_experts is None else 1
+      num_input_dims = made[names[module.slots[0].name].a][module.slots[0].index].ndim - first - 1
+      try:
+        places = module.places(num_out, num_in, num_input_dims)
+        for slot, (row_of, column_of) in zip(module.slots, places, strict=True):
+          each, place = names[slot.name], slot.index
+          _set(made[each.a], place, np.moveaxis(a[..., column_of], first, -1))
+          _set(made[each.b], place, np.moveaxis(b[:, row_of] if first else b[row_of], -1, first))
+          if each.magnitude in made:
+            _set(made[each.magnitude], place, arrays['lora_magnitude_vector'].reshape(-1)[row_of])
+      except ValueError as error:
         raise UserError(
           f'{self.path} has {module.name} with {list(b.shape)} . {list(a.shape)}: it is of another model.'
-        )
-      made[each.a][place] = np.moveaxis(a[:, column_of], 0, -1)
-      made[each.b][place] = np.moveaxis(b[row_of], -1, 0)
-      if each.magnitude in made:
-        made[each.magnitude][place] = np.asarray(parts['lora_magnitude_vector']).reshape(-1)[row_of]
+        ) from error
     return made
 
 
@@ -243,58 +229,144 @@ def export_adapter(
   adapters = adapters_of(model)
   if not adapters:
     raise UserError('the model has no adapters: --format peft is for a job with some, such as finetune.LoraText.')
-  modules = _modules(base)
+  modules = [module for module in peft_modules(base) if not module.is_old]
+  held = {slot.name for module in modules for slot in module.slots}
+  if unknown := sorted(adapters.keys() - held):
+    raise UserError(
+      f'{unknown[0]} is part of no Linear and of no parameter of experts in {base.path}: use --format hf, which merges '
+      'the adapters.'
+    )
+  adapted = [module for module in modules if any(slot.name in adapters for slot in module.slots)]
+  read = {kernel: _Trained.read(weights, kernel, adapter) for kernel, adapter in adapters.items()}
   tensors: dict[str, LazyArray] = {}
   settings: dict[str, LowRankAdapter] = {}
-  for kernel, adapter in adapters.items():
-    places = [module for module in modules if module.slot.name == kernel]
-    if not places:
-      raise UserError(f'{kernel} is no Linear of its own in {base.path}: use --format hf, which merges the adapters.')
-    names = AdapterNames(kernel=kernel)
-    a, b = (np.asarray(weights[name]) for name in (names.a, names.b))
-    magnitude = np.asarray(weights[names.magnitude]) if adapter.use_dora else None
-    for module in places:
-      prefix, place = f'{_PREFIX}{module.name}', module.slot.index
-      rank, out, inputs = adapter.rank, b[place][0].size, a[place][..., 0].size
-      row_of, column_of = _orders(module.operations, out, inputs, a[place].ndim - 1)
-      made_a, made_b = np.empty((rank, inputs), a.dtype), np.empty((out, rank), b.dtype)
-      made_a[:, column_of.reshape(-1)] = a[place].reshape(-1, rank).T
-      made_b[row_of.reshape(-1)] = b[place].reshape(rank, -1).T
-      tensors[f'{prefix}.lora_A.weight'], tensors[f'{prefix}.lora_B.weight'] = lazy_array(made_a), lazy_array(made_b)
-      if magnitude is not None:
-        made = np.empty(out, magnitude.dtype)
-        made[row_of.reshape(-1)] = magnitude[place].reshape(-1)
-        tensors[f'{prefix}.lora_magnitude_vector'] = lazy_array(made)
-      settings[module.name] = dataclasses.replace(adapter, names=())
-  config = _config(settings, [module.name for module in modules]) | {'base_model_name_or_path': str(base.path)}
+  for module in adapted:
+    adapter, parts = _joined(module, read, base)
+    prefix = f'{_PREFIX}{saved_prefix(module, adapted)}'
+    tensors |= {f'{prefix}.{part}': lazy_array(array) for part, array in parts.items()}
+    settings[module.name] = adapter
+  config = _config(settings, modules) | {'base_model_name_or_path': str(base.path)}
   if is_writer:
     _write(target, config, tensors, {'folder': str(base.path), 'sha256': digest})
   return len(settings)
 
 
-def _config(settings: Mapping[str, LowRankAdapter], all_modules: list[str]) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Trained:
+  """The adapter of a kernel and its weights in all layers: a [L, E?, I..., R], b [L, E?, R, O...]."""
+
+  adapter: LowRankAdapter
+  a: np.ndarray
+  b: np.ndarray
+  magnitude: np.ndarray | None
+
+  @classmethod
+  def read(cls, weights: Mapping[str, LazyArray], kernel: str, adapter: LowRankAdapter) -> '_Trained':
+    names = AdapterNames(kernel=kernel)
+    magnitude = np.asarray(weights[names.magnitude]) if adapter.use_dora else None
+    a, b = np.asarray(weights[names.a]), np.asarray(weights[names.b])
+    return cls(adapter=dataclasses.replace(adapter, names=()), a=a, b=b, magnitude=magnitude)
+
+
+def _joined(
+  module: PeftModule, read: Mapping[str, _Trained], base: Folder
+) -> tuple[LowRankAdapter, dict[str, np.ndarray]]:
+  """Returns the adapter that a module has in `peft`, and its tensors, by the ends of their names."""
+  present = [read.get(slot.name) for slot in module.slots]
+  some = [trained for trained in present if trained is not None]
+  adapter = some[0].adapter
+  if adapter.use_dora and (len(some) < len(present) or module.num_experts is not None):
+    what = 'of experts' if module.num_experts is not None else 'of one part of a Linear alone'
+    raise UserError(f'{module.name}: `peft` has no adapter {what} with use_dora; use --format hf, which merges it.')
+  first = 0 if module.num_experts is None else 1
+  index = module.slots[0].index
+  num_input_dims = some[0].a[index].ndim - first - 1
+  num_in = some[0].a[index].size // some[0].a[index].shape[-1] // (module.num_experts or 1)
+  num_out = _num_out(module, some[0].b[index], base)
+  is_shared = all(
+    each.adapter == adapter and np.array_equal(each.a.reshape(some[0].a.shape), some[0].a) for each in some
+  )
+  all_a, all_b, made_magnitude = [], [], np.empty(num_out, np.float32)
+  for slot, trained, (row_of, column_of) in zip(
+    module.slots, present, module.places(num_out, num_in, num_input_dims), strict=True
+  ):
+    if trained is None:
+      continue
+    a, b = np.moveaxis(trained.a[slot.index], -1, first), np.moveaxis(trained.b[slot.index], first, -1)
+    made_a = np.empty((*a.shape[: first + 1], num_in), a.dtype)  # [E?, R, in]
+    made_a[..., column_of.reshape(-1)] = a.reshape(*a.shape[: first + 1], -1)
+    made_b = np.zeros((*b.shape[:first], num_out, b.shape[-1]), b.dtype)  # [E?, out, R]
+    made_b[..., row_of.reshape(-1), :] = b.reshape(*b.shape[:first], -1, b.shape[-1])
+    all_a.append(made_a)
+    all_b.append(made_b * np.float32(trained.adapter.scale / adapter.scale) if trained.adapter != adapter else made_b)
+    if trained.magnitude is not None:
+      made_magnitude[row_of.reshape(-1)] = trained.magnitude[slot.index].reshape(-1)
+  if len(some) > 1 and not is_shared:
+    rank = sum(each.adapter.rank for each in some)
+    alpha = adapter.scale * (rank**0.5 if adapter.use_rslora else rank)
+    adapter = dataclasses.replace(adapter, rank=rank, alpha=alpha)
+    a, b = np.concatenate(all_a, first), np.concatenate(all_b, -1)
+  else:
+    a, b = all_a[0], sum(all_b[1:], start=all_b[0])
+  a, b = module.joined(a, b)
+  parts = {'lora_A.weight': np.ascontiguousarray(a), 'lora_B.weight': np.ascontiguousarray(b)}
+  return adapter, parts | ({'lora_magnitude_vector': made_magnitude} if adapter.use_dora else {})
+
+
+def _num_out(module: PeftModule, b: np.ndarray, base: Folder) -> int:
+  """Returns the number of a weight's rows: for experts from B [E, R, F] of a part, else from the folder's tensor."""
+  if module.num_experts is not None:
+    return len(module.slots) * b.shape[-1]
+  return base.tensors[f'{module.name}.weight'].shape[1 if module.is_transposed else 0]
+
+
+def _set(array: np.ndarray, place: tuple[int, ...], values: np.ndarray) -> None:
+  """Writes values of just the shape that they have there, which an assignment alone would not ask for."""
+  if array[place].shape != values.shape:
+    raise ValueError(f'{values.shape} do not fit {array[place].shape}')
+  array[place] = values
+
+
+def _config(settings: Mapping[str, LowRankAdapter], modules: Sequence[PeftModule]) -> dict[str, Any]:
   """Returns the keys of adapter_config.json that follow from the adapters, by the names of their modules."""
+  linears, parameters = (
+    [module.name for module in modules if (module.num_experts is None) == is_linear] for is_linear in (True, False)
+  )
   kinds = {(adapter.use_rslora, adapter.use_dora) for adapter in settings.values()}
   if len(kinds) > 1:
     raise UserError('some adapters have use_rslora or use_dora and others do not, which no config of `peft` says.')
   ((use_rslora, use_dora),) = kinds
   (rank, alpha), _ = Counter((adapter.rank, adapter.alpha) for adapter in settings.values()).most_common(1)[0]
-  ends = {name.rpartition('.')[2] for name in settings}
-  left_out = {name.rpartition('.')[2] for name in all_modules if name not in settings}
+  targets, expert_targets = ([name for name in settings if name in names] for names in (linears, parameters))
+  ends = {name.rpartition('.')[2] for name in targets}
+  left_out = {name.rpartition('.')[2] for name in linears if name not in settings}
+  is_whole = len(expert_targets) == len([name for name in parameters if _parameter(name) in map(_parameter, settings)])
   return {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',
     'r': rank,
     'lora_alpha': alpha,
-    'lora_dropout': max(adapter.dropout_rate for adapter in settings.values()),
+    # `peft` has no dropout of a parameter's input.
+    'lora_dropout': 0.0 if expert_targets else max(adapter.dropout_rate for adapter in settings.values()),
     'use_rslora': use_rslora,
     'use_dora': use_dora,
     'bias': 'none',
     'inference_mode': True,
-    'target_modules': sorted(settings if ends & left_out else ends),
+    'target_modules': sorted(targets if ends & left_out else ends),
+    **(
+      {'target_parameters': sorted({*(map(_parameter, expert_targets) if is_whole else expert_targets)})}
+      if expert_targets
+      else {}
+    ),
+    **({'fan_in_fan_out': True} if any(module.is_transposed for module in modules) else {}),
     'rank_pattern': {re.escape(name): each.rank for name, each in settings.items() if each.rank != rank},
     'alpha_pattern': {re.escape(name): each.alpha for name, each in settings.items() if each.alpha != alpha},
   }
+
+
+def _parameter(name: str) -> str:
+  """Returns the name of a parameter of experts without its layer: 'mlp.experts.down_proj'."""
+  return '.'.join(name.split('.')[-3:])
 
 
 def _write(target: Path, config: Any, tensors: Mapping[str, LazyArray], base: Mapping[str, str]) -> None:

@@ -5,19 +5,25 @@ Float32, small random models of several families, adapters of all Linears.
 
 import copy
 import json
+import re
 import shutil
 
 import fiddle as fdl
+from flax import traverse_util
 import jax
 import numpy as np
 import pytest
 
+from spmd_tasks.bridges._lazy_arrays import lazy_array
 from spmd_tasks.bridges.huggingface import export_adapter, export_folder, open_adapter, open_folder, weights_on_mesh
+from spmd_tasks.bridges.huggingface._describe import layer_places
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import SyntheticText
-from spmd_tasks.learning import AdamW
+from spmd_tasks.layers import AdapterNames
+from spmd_tasks.layers.adapters import low_rank_product
+from spmd_tasks.learning import AdamW, fill_in, without_frozen
 from spmd_tasks.programs.pretrained import state_from_folder
 from spmd_tasks.recipes import LowRankTuning, PipelinedPretrainedModel
 from spmd_tasks.runtime import merge_adapters
@@ -38,6 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore::FutureWarnin
 # Adam divides by the root of gradients that are zero but for rounding: EPSILON is above these.
 NUM_STEPS, LEARNING_RATE, EPSILON = 20, 0.003, 1e-5
 ALL, ATTENTION = 'all-linear', ['q_proj', 'v_proj']
+EXPERTS = ['mlp.experts.gate_up_proj', 'mlp.experts.down_proj']
 # name -> model, settings of LoraConfig
 CASES = {
   'llama3': ('llama3', {'target_modules': ALL}),
@@ -46,7 +53,16 @@ CASES = {
   'rotated in pairs': ('glm4', {'target_modules': [*ATTENTION, 'k_proj', 'o_proj', 'down_proj']}),
   'norms of heads': ('gemma3_text', {'target_modules': ALL}),
   'latent': ('deepseek_v3', {'target_modules': ['q_a_proj', 'q_b_proj', 'kv_a_proj_with_mqa', 'o_proj']}),
+  'of kv_up too': ('deepseek_v2', {'target_modules': ['q_proj', 'kv_b_proj', 'o_proj'], 'use_dora': True}),
   'two alphas': ('llama3', {'target_modules': ALL, 'rank_pattern': {'o_proj': 2}, 'alpha_pattern': {'o_proj': 3}}),
+}
+# Modules that hold several kernels of ours, which share an A there; and parameters of experts.
+FUSED = {
+  'qkv and gate_up': ('phi3', {'target_modules': ALL, 'use_dora': True}),
+  'conv': ('gpt2', {'target_modules': ['c_attn', 'c_fc', 'c_proj'], 'fan_in_fan_out': True}),
+  'experts': ('qwen3_moe', {'target_modules': ATTENTION, 'target_parameters': EXPERTS}),
+  'rslora of experts alone': ('mixtral', {'target_modules': [], 'target_parameters': EXPERTS[:1], 'use_rslora': True}),
+  'columns in turns': ('gpt_oss', {'target_modules': ['o_proj'], 'target_parameters': EXPERTS}),
 }
 SLOWLY = {
   'norms of heads': 0.0001
@@ -87,7 +103,7 @@ class Peft:
     import peft
     import torch
 
-    model, settings = CASES[name]
+    model, settings = (CASES | FUSED)[name]
     self.base = Reference(model, directory)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, lora_alpha=6, task_type='CAUSAL_LM', lora_dropout=0.0, **settings)
@@ -97,6 +113,7 @@ class Peft:
         if 'lora_B' in key:
           value.copy_(torch.randn_like(value) * 0.05)
     self.adapter = directory / f'{model}_adapter'
+    self.gradients = {}
     self.model.save_pretrained(self.adapter)
     self.first_logits = logits_of(self.model)
     self.losses = []
@@ -109,6 +126,11 @@ class Peft:
       loss = self.model(ids, labels=ids).loss
       optimizer.zero_grad()
       loss.backward()
+      self.gradients = self.gradients or {
+        re.sub(r'\.default|(?<=vector)\.default\.weight', '', key): value.grad.numpy().copy()
+        for key, value in self.model.named_parameters()
+        if value.requires_grad
+      }
       optimizer.step()
       self.losses.append(loss.item())
     self.model.eval()
@@ -158,6 +180,50 @@ def exact_products():
     yield
 
 
+def batch_of(job):
+  """A batch with the rows of the reference, and its loss."""
+  batch, ids = next(iter(job.train_input.make_iterator())), random_ids().astype(np.int32)
+  batch['ids'], batch['labels'] = ids, np.roll(ids, -1, 1)
+  batch['weights'][:, -1] = 0.0
+  return batch
+
+
+def gradients_of(model, state, batch):
+  """Name -> the gradient of each trained weight at the first step, as checkpoints have the weight."""
+
+  def gradients(variables, batch):
+    def loss(trained):
+      return model.task.compute_loss({'params': fill_in(trained, variables['params'])}, batch, train=True).loss
+
+    return jax.grad(loss)(without_frozen(variables['params'], model.weight_specs))
+
+  step = model.batch_step('gradients', model.input_layout.spec, gradients)
+  found = traverse_util.flatten_dict(step(state.variables, step.place(batch)), sep='/')
+  return {name: lazy_array(np.asarray(array)) for name, array in found.items() if array is not None}
+
+
+def sum_of_ranks(ours, theirs, num_experts=1):
+  """The gradient of an A or B that several of our kernels share: the sum of theirs, which lie side by side."""
+  if ours.shape[0] == theirs.shape[0]:  # B [out, rank and expert]
+    return ours.reshape(ours.shape[0], -1, theirs.shape[1]).sum(1)
+  return ours.reshape(num_experts, -1, theirs.shape[0] // num_experts, theirs.shape[1]).sum(1).reshape(theirs.shape)
+
+
+def assert_same_gradients(model, state, job, theirs, directory):
+  """Of each weight of each adapter; where modules are fused, of what they share."""
+  found = gradients_of(model, state, batch_of(job))
+  export_adapter(directory, model.task.model, found, base=open_folder(theirs.base.path), digest='')
+  ours = tensors_of(directory)
+  assert ours.keys() == theirs.gradients.keys()
+  num_experts = getattr(open_folder(theirs.base.path).decoder.mixture, 'num_experts', 1)
+  for key, gradient in theirs.gradients.items():
+    own = ours[key] if ours[key].shape == gradient.shape else sum_of_ranks(
+      ours[key], gradient, num_experts if '.experts.' in key else 1
+    )  # fmt: skip
+    assert np.abs(gradient).max() > 0, key
+    near(own, gradient, 1e-4 if theirs.base.name != 'gemma3_text' else 1e-3, key)
+
+
 @pytest.mark.parametrize('sizes', MESHES)
 @pytest.mark.parametrize('name', NAMES)
 def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, reference, tmp_path):
@@ -171,9 +237,8 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   ids = random_ids().astype(np.int32)
   near(np.asarray(step(state.variables, step.place({'ids': ids}))['logits']), theirs.first_logits, 1e-4)
 
-  batch = next(iter(job.train_input.make_iterator()))
-  batch['ids'], batch['labels'] = ids, np.roll(ids, -1, 1)
-  batch['weights'][:, -1] = 0.0
+  assert_same_gradients(model, state, job, theirs, tmp_path / 'gradients')
+  batch = batch_of(job)
   losses = []
   for _ in range(NUM_STEPS):
     state, metrics = model.train_step(state, model.train_step.place(batch))
@@ -197,14 +262,130 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   near(logits_of(alone), logits_of(loaded), 1e-4 if name in SLOWLY else 1e-5)
 
 
+def deltas_of(theirs, base):
+  """Name of a file's tensor -> what the adapter adds to it, as `peft` computes it."""
+  found, names = {}, base.family.names
+  for name, module in theirs.model.named_modules():
+    if not hasattr(module, 'get_delta_weight') or 'default' not in module.lora_A:
+      continue
+    delta, name = module.get_delta_weight('default').detach().numpy(), name.removeprefix('base_model.model.')
+    if not hasattr(module, 'parameter_name'):
+      found[f'{name}.weight'] = delta
+      continue
+    layer, parameter = name.split('.mlp.')[0], module.parameter_name
+    if theirs.base.name == 'gpt_oss':
+      found[f'{layer}.mlp.experts.{parameter}'] = delta
+      continue
+    own = (names.expert_gate, names.expert_up) if parameter == 'gate_up_proj' else (names.expert_down,)
+    for e, rows in enumerate(delta):
+      for kernel, part in zip(own, np.split(rows, len(own)), strict=True):
+        found[f'{layer}.{names.expert.format(e)}{kernel}.weight'] = part
+  return found
+
+
+def products_of(arrays, adapters):
+  """Kernel -> what its adapter adds to it, in all layers."""
+  products = {}
+  for name, adapter in adapters.items():
+    a, b = (arrays[part] for part in (AdapterNames(kernel=name).a, AdapterNames(kernel=name).b))
+    stacked = 1 + ('/experts/' in name)
+    products[name] = np.asarray(low_rank_product(adapter, a, b, stacked))
+  return products
+
+
+@pytest.mark.parametrize(
+  'name', [pytest.param(name, marks=() if name == 'experts' else pytest.mark.exhaustive) for name in FUSED]
+)
+def test_an_adapter_of_several_kernels_changes_each_of_them_as_there(name, reference, tmp_path):
+  """In and out bit by bit. With an A for each kernel, the folder has all their ranks, and gives what they give."""
+  theirs = reference(name)
+  folder, base = open_adapter(theirs.tuned), open_folder(theirs.base.path)
+  adapters = folder.adapters(base)
+  model, _ = partitioned(theirs, (1, 1, 1))
+  shapes = {
+    name: leaf.shape for name, leaf in traverse_util.flatten_dict(model.canonical_state.weights, sep='/').items()
+  }
+  arrays = folder.read_arrays(shapes, base)
+  products, deltas, seen = products_of(arrays, adapters), deltas_of(theirs, base), set()
+  for rule in base.family.rules(base.decoder, layer_places(model.task.model.stack)):
+    if rule.source[0].name in deltas:
+      for slot, delta in zip(rule.target, rule.apply((deltas.pop(rule.source[0].name),)), strict=True):
+        near(products[slot.name][slot.index], delta, 1e-5, slot)
+        seen.add(slot.name)
+  assert not deltas
+  assert seen == adapters.keys()
+
+  def export(directory):
+    lazy = {name: lazy_array(array) for name, array in arrays.items()}
+    export_adapter(directory, model.task.model, lazy, base=base, digest='')
+    return tensors_of(directory)
+
+  given, ours = tensors_of(theirs.tuned), export(tmp_path / 'same')
+  assert ours.keys() == given.keys()
+  for key, value in given.items():
+    np.testing.assert_array_equal(ours[key], value, key)
+  rng = np.random.default_rng(0)
+  for kernel in adapters:
+    arrays[AdapterNames(kernel=kernel).a] += rng.normal(size=shapes[AdapterNames(kernel=kernel).a]).astype(np.float32)
+  export(tmp_path / 'each')
+  again = open_adapter(tmp_path / 'each')
+  found = products_of(again.read_arrays(_with_ranks(shapes, again.adapters(base)), base), again.adapters(base))
+  for kernel, product in products_of(arrays, adapters).items():
+    near(found[kernel], product, 1e-5, kernel)
+
+
+def _with_ranks(shapes, adapters):
+  """The shapes of weights of adapters with these ranks."""
+  shapes = dict(shapes)
+  for kernel, adapter in adapters.items():
+    names, dim = AdapterNames(kernel=kernel), 1 + ('/experts/' in kernel)
+    shapes[names.a] = (*shapes[names.a][:-1], adapter.rank)
+    shapes[names.b] = (*shapes[names.b][:dim], adapter.rank, *shapes[names.b][dim + 1 :])
+  return shapes
+
+
+# `peft` looks for these keys among modules, and then uses them for parameters all the same.
+@pytest.mark.filterwarnings('ignore:The following (rank|alpha)_pattern keys:RuntimeWarning')
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('sizes', [(1, 1, 1), (1, 2, 4)])
+@pytest.mark.parametrize('name', FUSED)
+def test_modules_that_hold_several_kernels(name, sizes, reference, tmp_path):
+  """They come in with one A for all their kernels and go out so; trained here, with the ranks of all kernels."""
+  import peft
+
+  theirs = reference(name)
+  model, job = partitioned(theirs, sizes)
+  base = open_folder(theirs.base.path)
+  state = state_from_folder(model, str(theirs.base.path), 0, str(theirs.adapter))
+  step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
+  ids = step.place({'ids': random_ids().astype(np.int32)})
+  near(np.asarray(step(state.variables, ids)['logits']), theirs.first_logits, 1e-4)
+  assert_same_gradients(model, state, job, theirs, tmp_path / 'gradients')
+
+  export_adapter(tmp_path / 'first', model.task.model, weights_on_mesh(model, state.weights), base=base, digest='')
+  ours, given = tensors_of(tmp_path / 'first'), tensors_of(theirs.adapter)
+  assert ours.keys() == given.keys()
+  for key, value in given.items():
+    np.testing.assert_array_equal(ours[key], value, key)
+
+  for _ in range(2):
+    state, _ = model.train_step(state, model.train_step.place(batch_of(job)))
+  export_adapter(tmp_path / 'ours', model.task.model, weights_on_mesh(model, state.weights), base=base, digest='')
+  expected = np.asarray(step(state.variables, ids)['logits'])
+  loaded = peft.PeftModel.from_pretrained(copy.deepcopy(theirs.base.model), tmp_path / 'ours').eval()
+  near(logits_of(loaded), expected, 1e-4)
+  again, _ = partitioned(theirs, sizes, Tuned, f'adapter={tmp_path / "ours"}')
+  state = state_from_folder(again, str(theirs.base.path), 0, str(tmp_path / 'ours'))
+  step = again.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
+  near(np.asarray(step(state.variables, ids)['logits']), expected, 1e-5)
+
+
 @pytest.mark.exhaustive
 def test_the_same_curve_in_a_pipeline(reference):
   theirs = reference('llama3')
   model, job = partitioned(theirs, (1, 2, 2, 2), TunedInStages, 'num_microbatches=2')
   state = state_from_folder(model, str(theirs.base.path), 0, str(theirs.adapter))
-  batch = next(iter(job.train_input.make_iterator()))
-  batch['ids'], batch['labels'] = random_ids().astype(np.int32), np.roll(random_ids(), -1, 1).astype(np.int32)
-  batch['weights'][:, -1] = 0.0
+  batch = batch_of(job)
   for expected in theirs.losses:
     state, metrics = model.train_step(state, model.train_step.place(batch))
     np.testing.assert_allclose(float(metrics['cross_entropy']), expected, rtol=1e-4)
