@@ -16,7 +16,7 @@ from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep
 from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
-from spmd_tasks.runtime.merging import flat_specs, merge_adapters, with_magnitudes
+from spmd_tasks.runtime.merging import flat_specs, merge_adapters, padded_numbers, with_magnitudes
 from spmd_tasks.runtime.metrics import (
   METRICS_FILE,
   Metric,
@@ -60,6 +60,7 @@ __all__ = [
   'make_writer',
   'merge_adapters',
   'model_flops_per_train_step',
+  'padded_numbers',
   'parameter_rows',
   'partition_spmd_model',
   'peak_flops_per_device',

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers import ADAPTER_TAG, AdapterNames, adapters_of, column_lengths, merge_low_rank
 from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.sharding import WeightSpec, is_quantized, numbers_spec, pad, unpad
+from spmd_tasks.sharding import WeightSpec, is_quantized, numbers_spec, pad, padded_shape, unpad
 
 
 def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
@@ -39,6 +39,21 @@ def flat_specs(weight_specs: Any) -> dict[str, WeightSpec]:
   return {name: numbers_spec(spec) for name, spec in traverse_util.flatten_dict(weight_specs, sep='/').items()}
 
 
+def padded_numbers(model: PartitionedModel) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns name -> how a weight lies on the mesh as numbers: as `padded_state` has it, or float32 if quantized."""
+  flat = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
+  true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
+
+  def numbers(name: str, leaf: Any) -> Any:
+    if not is_quantized(leaf):
+      return leaf
+    sharding = jax.tree.leaves(leaf)[0].sharding  # the values are split as the kernel
+    shape = padded_shape(true[name].shape, sharding.spec, model.mesh.shape)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+  return {name: numbers(name, leaf) for name, leaf in flat.items()}
+
+
 def _num_stacked(spec: WeightSpec) -> int:
   """Returns how many leading dims of a kernel count kernels: layers and experts."""
   return spec.stacked + ('expert' in spec.tags)
@@ -49,7 +64,7 @@ def _numbers(model: PartitionedModel, name: str, weight: Any) -> Any:
   if not is_quantized(weight):
     return weight
   true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')[name]
-  padded = model.padded_numbers[name]
+  padded = padded_numbers(model)[name]
   return jax.jit(lambda held: pad(unpad(held, true).unbox(), padded), out_shardings=padded.sharding)(weight)
 
 

@@ -31,7 +31,6 @@ import itertools
 import math
 from typing import Any
 
-from flax import traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -137,21 +136,6 @@ class PartitionedModel:
       donate: whether the new state may use the memory of `given`, which must be arrays like its weights.
     """
     return self._jit_init(adopt, donate_argnums=(1,) if donate else ())(self.task.make_key(seed), given)
-
-  @functools.cached_property
-  def padded_numbers(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns name -> how a weight lies on the mesh as numbers: as `padded_state` has it, or float32 if quantized."""
-    flat = traverse_util.flatten_dict(self.padded_state.weights, sep='/')
-    true = traverse_util.flatten_dict(self.abstract_state.weights, sep='/')
-
-    def numbers(name: str, leaf: Any) -> Any:
-      if not is_quantized(leaf):
-        return leaf
-      sharding = jax.tree.leaves(leaf)[0].sharding  # the values are split as the kernel
-      shape = padding.padded_shape(true[name].shape, sharding.spec, self.mesh.shape)
-      return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
-    return {name: numbers(name, leaf) for name, leaf in flat.items()}
 
   def lower_init(self) -> Any:
     """Returns the lowered `init` (jax.stages.Lowered), for inspection and planning."""

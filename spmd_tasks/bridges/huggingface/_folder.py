@@ -29,7 +29,7 @@ from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import read_tensors
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import ADAPTER_TAG, LanguageModel
-from spmd_tasks.runtime import PartitionedModel, flat_specs
+from spmd_tasks.runtime import PartitionedModel, flat_specs, padded_numbers
 from spmd_tasks.sharding import is_quantized
 
 CONFIG_FILE = 'config.json'
@@ -203,7 +203,7 @@ class Folder:
     canonical = {name: leaf for name, leaf in canonical.items() if ADAPTER_TAG not in specs[name].tags}
     wanted = {name: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype)) for name, leaf in canonical.items()}
     lazy = self.lazy_weights(model.task.model, traverse_util.unflatten_dict(wanted, sep='/'))
-    true, padded = _flat(model.abstract_state.weights), model.padded_numbers
+    true, padded = _flat(model.abstract_state.weights), padded_numbers(model)
     weights: dict[str, Any] = dict.fromkeys(padded)
     for name in canonical if names is None else names:
       leaf = padded[name]

@@ -22,11 +22,11 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import SyntheticText
 from spmd_tasks.layers import AdapterNames
-from spmd_tasks.layers.adapters import low_rank_product
 from spmd_tasks.learning import AdamW, fill_in, without_frozen
 from spmd_tasks.programs.pretrained import state_from_folder
 from spmd_tasks.recipes import LowRankTuning, PipelinedPretrainedModel
 from spmd_tasks.runtime import merge_adapters
+from tests.bridges.huggingface.adapter_products import deltas_of, products_of, with_ranks
 from tests.bridges.huggingface.reference_models import (
   B,
   Reference,
@@ -262,37 +262,6 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   near(logits_of(alone), logits_of(loaded), 1e-4 if name in SLOWLY else 1e-5)
 
 
-def deltas_of(theirs, base):
-  """Name of a file's tensor -> what the adapter adds to it, as `peft` computes it."""
-  found, names = {}, base.family.names
-  for name, module in theirs.model.named_modules():
-    if not hasattr(module, 'get_delta_weight') or 'default' not in module.lora_A:
-      continue
-    delta, name = module.get_delta_weight('default').detach().numpy(), name.removeprefix('base_model.model.')
-    if not hasattr(module, 'parameter_name'):
-      found[f'{name}.weight'] = delta
-      continue
-    layer, parameter = name.split('.mlp.')[0], module.parameter_name
-    if theirs.base.name == 'gpt_oss':
-      found[f'{layer}.mlp.experts.{parameter}'] = delta
-      continue
-    own = (names.expert_gate, names.expert_up) if parameter == 'gate_up_proj' else (names.expert_down,)
-    for e, rows in enumerate(delta):
-      for kernel, part in zip(own, np.split(rows, len(own)), strict=True):
-        found[f'{layer}.{names.expert.format(e)}{kernel}.weight'] = part
-  return found
-
-
-def products_of(arrays, adapters):
-  """Kernel -> what its adapter adds to it, in all layers."""
-  products = {}
-  for name, adapter in adapters.items():
-    a, b = (arrays[part] for part in (AdapterNames(kernel=name).a, AdapterNames(kernel=name).b))
-    stacked = 1 + ('/experts/' in name)
-    products[name] = np.asarray(low_rank_product(adapter, a, b, stacked))
-  return products
-
-
 @pytest.mark.parametrize(
   'name', [pytest.param(name, marks=() if name == 'experts' else pytest.mark.exhaustive) for name in FUSED]
 )
@@ -329,19 +298,9 @@ def test_an_adapter_of_several_kernels_changes_each_of_them_as_there(name, refer
     arrays[AdapterNames(kernel=kernel).a] += rng.normal(size=shapes[AdapterNames(kernel=kernel).a]).astype(np.float32)
   export(tmp_path / 'each')
   again = open_adapter(tmp_path / 'each')
-  found = products_of(again.read_arrays(_with_ranks(shapes, again.adapters(base)), base), again.adapters(base))
+  found = products_of(again.read_arrays(with_ranks(shapes, again.adapters(base)), base), again.adapters(base))
   for kernel, product in products_of(arrays, adapters).items():
     near(found[kernel], product, 1e-5, kernel)
-
-
-def _with_ranks(shapes, adapters):
-  """The shapes of weights of adapters with these ranks."""
-  shapes = dict(shapes)
-  for kernel, adapter in adapters.items():
-    names, dim = AdapterNames(kernel=kernel), 1 + ('/experts/' in kernel)
-    shapes[names.a] = (*shapes[names.a][:-1], adapter.rank)
-    shapes[names.b] = (*shapes[names.b][:dim], adapter.rank, *shapes[names.b][dim + 1 :])
-  return shapes
 
 
 # `peft` looks for these keys among modules, and then uses them for parameters all the same.
