@@ -81,7 +81,8 @@ class WeightStorage:
 
   def store_one(self, name: str, weight: jax.Array) -> Any:
     """Converts one padded weight, which it frees. `store` leaves such weights as they are."""
-    return _convert(True, *self._plans[name], weight)
+    planned, true = self._plans[name]
+    return _convert(True, planned, true, weight)
 
   def store(self, variables: Variables, *, free: bool = True) -> Variables:
     """Converts padded variables weight by weight; with `free`, frees each one that was converted."""
