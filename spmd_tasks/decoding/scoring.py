@@ -80,7 +80,7 @@ def score_texts(
     alike = list(group)
     for first in range(0, len(alike), num_rows):
       numbers = alike[first : first + num_rows]
-      batch = _make_batch([texts[number] for number in numbers], num_rows, *shape, adapter)
+      batch = _make_batch([texts[number] for number in numbers], num_rows, *shape, adapter=adapter)
       in_flight.append((numbers, steps.score(variables, batch)))
       if len(in_flight) > 1:  # read one batch late: the device always has the next one
         yield from _read(texts, *in_flight.popleft())
