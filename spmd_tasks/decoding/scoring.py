@@ -110,7 +110,7 @@ def _shape_of(steps: DecodeSteps, number: int, text: Text) -> tuple[int, int]:
   return num_tokens, min(num_columns, num_tokens)
 
 
-def _make_batch(texts: Sequence[Text], num_rows: int, num_tokens: int, num_columns: int, adapter: int) -> ScoreBatch:
+def _make_batch(texts: Sequence[Text], num_rows: int, num_tokens: int, num_columns: int, *, adapter: int) -> ScoreBatch:
   """The arrays of at most `num_rows` texts; further rows score nothing."""
   ids = np.zeros((num_rows, num_tokens), np.int32)
   lengths = np.ones(num_rows, np.int32)
