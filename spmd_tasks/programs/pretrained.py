@@ -78,7 +78,7 @@ def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: 
     UserError: the folder cannot be read, or its model is not that of the task.
   """
   weights = _read(model, folder)
-  is_dora = _has_dora(model) and adapter is None
+  is_dora, is_given = _has_dora(model), adapter is not None
   if adapter is not None:
     weights = fill_in(weights, _read_adapter(model, folder, adapter))
 
@@ -87,7 +87,7 @@ def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: 
       return None if leaf is None else padding.unpad(leaf, shape)
 
     adopted = fill_in(jax.tree.map(true, given, model.abstract_state.weights, is_leaf=_is_none), drawn)
-    return with_magnitudes(model, adopted) if is_dora else adopted
+    return with_magnitudes(model, adopted, only_missing=is_given) if is_dora else adopted
 
   return model.init_with(seed, adopt, weights, donate=True)
 
@@ -105,7 +105,8 @@ def variables_from_folder(
   is_dora = _has_dora(model) and adapter is None  # its magnitudes are those of numbers, not of what is stored of them
   weights = _read(model, folder, None if is_dora else storage)
   if adapter is not None:
-    return {'params': fill_in(weights, _read_adapter(model, folder, adapter))}
+    weights = fill_in(weights, _read_adapter(model, folder, adapter))
+    return {'params': with_magnitudes(model, weights, only_missing=True) if _has_dora(model) else weights}
   flat = traverse_util.flatten_dict(weights, sep='/')
   if not any(leaf is None for leaf in flat.values()):
     return {'params': weights}

@@ -68,10 +68,15 @@ def _numbers(model: PartitionedModel, name: str, weight: Any) -> Any:
   return jax.jit(lambda held: pad(unpad(held, true).unbox(), padded), out_shardings=padded.sharding)(weight)
 
 
-def with_magnitudes(model: PartitionedModel, weights: Any) -> Any:
+def with_magnitudes(model: PartitionedModel, weights: Any, *, only_missing: bool = False) -> Any:
   """Returns true or padded weights in which DoRA's magnitudes are the lengths of their kernels' columns.
 
   So they are drawn, for kernels that are drawn; here they follow kernels that were read.
+
+  Args:
+    model: whose adapters have the magnitudes.
+    weights: to begin with.
+    only_missing: magnitudes other than 0 stay; a layer for which a folder has no adapter has zeros.
   """
   flat = traverse_util.flatten_dict(weights, sep='/')
   specs = flat_specs(model.weight_specs)
@@ -79,5 +84,6 @@ def with_magnitudes(model: PartitionedModel, weights: Any) -> Any:
     if adapter.use_dora:
       magnitude, stacked = AdapterNames(kernel=name).magnitude, _num_stacked(specs[name])
       kernel = flat[name].unbox() if is_quantized(flat[name]) else flat[name]
-      flat[magnitude] = column_lengths(kernel, kernel.ndim - flat[magnitude].ndim, stacked).astype(jnp.float32)
+      lengths = column_lengths(kernel, kernel.ndim - flat[magnitude].ndim, stacked).astype(jnp.float32)
+      flat[magnitude] = jnp.where(flat[magnitude] == 0, lengths, flat[magnitude]) if only_missing else lengths
   return traverse_util.unflatten_dict(flat, sep='/')

@@ -23,7 +23,7 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import SyntheticText
 from spmd_tasks.layers import AdapterNames
 from spmd_tasks.learning import AdamW, fill_in, without_frozen
-from spmd_tasks.programs.pretrained import state_from_folder
+from spmd_tasks.programs.pretrained import state_from_folder, variables_from_folder
 from spmd_tasks.recipes import LowRankTuning, PipelinedPretrainedModel
 from spmd_tasks.runtime import merge_adapters
 from tests.bridges.huggingface.adapter_products import deltas_of, products_of, with_ranks
@@ -64,6 +64,9 @@ FUSED = {
   'rslora of experts alone': ('mixtral', {'target_modules': [], 'target_parameters': EXPERTS[:1], 'use_rslora': True}),
   'columns in turns': ('gpt_oss', {'target_modules': ['o_proj'], 'target_parameters': EXPERTS}),
 }
+PARTLY = {
+  'dora of a layer': ('qwen2', {'target_modules': ATTENTION, 'use_dora': True, 'layers_to_transform': [1]}),
+}
 SLOWLY = {
   'norms of heads': 0.0001
 }  # this model multiplies rounding by a hundred, and by two in each step at a higher rate
@@ -103,7 +106,7 @@ class Peft:
     import peft
     import torch
 
-    model, settings = (CASES | FUSED)[name]
+    model, settings = (CASES | FUSED | PARTLY)[name]
     self.base = Reference(model, directory)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, lora_alpha=6, task_type='CAUSAL_LM', lora_dropout=0.0, **settings)
@@ -260,6 +263,21 @@ def test_the_same_curve_and_each_reads_what_the_other_wrote(name, sizes, referen
   alone, amiss = load_reference(tmp_path / 'merged', 'float32')
   assert not amiss
   near(logits_of(alone), logits_of(loaded), 1e-4 if name in SLOWLY else 1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('loader', ['state', 'variables'])
+def test_a_layer_without_an_adapter_is_that_of_the_base(loader, reference):
+  theirs = reference('dora of a layer')
+  model, _ = partitioned(theirs, (1, 1, 1))
+  folder, adapter = str(theirs.base.path), str(theirs.adapter)
+  if loader == 'state':
+    variables = state_from_folder(model, folder, 0, adapter).variables
+  else:
+    variables = variables_from_folder(model, folder, adapter=adapter)
+  step = model.forward_step({'ids': jax.ShapeDtypeStruct((B, T), np.int32)})
+  found = step(variables, step.place({'ids': random_ids().astype(np.int32)}))['logits']
+  near(np.asarray(found), theirs.first_logits, 1e-4)
 
 
 @pytest.mark.parametrize(
