@@ -99,6 +99,7 @@ def test_golden_files_are_the_same_on_every_machine(name, kind):
     ('moe.FineGrained16B', 16.7e9),
     ('moe.Qwen3Moe30B', 30.5e9),
     ('moe.DeepSeekV3Like', 671e9),
+    ('moe.DeepSeekV3LikeOnH200', 50e9),
   ],
 )
 def test_models_are_as_large_as_they_say(name, claim):
@@ -111,7 +112,13 @@ def test_every_claimed_size_is_checked():
   """A docstring with a size must be among the cases of the test above."""
   claiming = {name for name, line in EXPERIMENTS.items() if re.search(r'\d[MB] parameters', line)}
   dense = {'lm.StdlibTiny', 'lm.StdlibSmall', 'lm.Dense1B', 'lm.Dense70B', 'lm.Llama8B', 'lm.Llama70B'}
-  mixtures = {'moe.Mixtral8x7B', 'moe.FineGrained16B', 'moe.Qwen3Moe30B', 'moe.DeepSeekV3Like'}
+  mixtures = {
+    'moe.Mixtral8x7B',
+    'moe.FineGrained16B',
+    'moe.Qwen3Moe30B',
+    'moe.DeepSeekV3Like',
+    'moe.DeepSeekV3LikeOnH200',
+  }
   assert claiming == dense | mixtures
 
 

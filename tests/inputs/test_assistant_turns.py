@@ -201,7 +201,7 @@ DROPS = "{% for m in messages %}{{ m.content if loop.last else m.content.split('
       [user('a'), says('b')],
       "message 1 not as .* 'b' instead of '</think>'",
     ),
-    (CHATML, [user('a')], r'no turn of the assistant \(its roles are user\): remove it'),
+    (CHATML, [user('a')], r'no turn of the assistant \(its roles are user\): name its role assistant, or remove'),
     (CHATML.replace("== 'assistant'", "== 'bot'"), [user('a'), says('b')], 'marks nothing of this conversation'),
     (
       '{% set x %}{% generation %}{{ messages[0].content }}{% endgeneration %}{% endset %}>>{{ x }}',

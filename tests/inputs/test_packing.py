@@ -135,7 +135,7 @@ def test_a_position_that_is_not_there_is_refused(position):
 def test_empty_source_is_an_error_instead_of_a_search_for_ever():
   empty = tokenize_documents([('', True)], BYTES)
   assert empty.ids.size == 0
-  with pytest.raises(ValueError, match='has no text'):
+  with pytest.raises(ValueError, match='5 blocks of text in a row are empty'):
     pack_batch([Lane(0, 1, lambda index: empty, max_empty_blocks=5)], 4)
 
 
