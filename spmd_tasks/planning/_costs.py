@@ -31,8 +31,9 @@ _MARKERS = re.compile('AllocateBuffer|Sharding|SetBound|Bitcast|annotate|Assume|
 # Attention kernels: how many products of queries with keys (or the like) they compute. One kernel for the gradients of
 # queries, keys and values has the name of that for keys and values.
 _ALL_GRADIENTS = 5
+_OF_KEYS_AND_VALUES = re.compile(r'splash\w*dkv')
 _ATTENTION_PRODUCTS = (
-  (re.compile(r'splash\w*dkv'), 4),
+  (_OF_KEYS_AND_VALUES, 4),
   (re.compile(r'splash\w*dq'), 3),
   (re.compile(r'splash'), 2),
   (re.compile(r'fmha\w*[bB]ackward'), 5),
@@ -138,7 +139,8 @@ def _attention(instruction: Instruction, computation: Computation) -> tuple[floa
   if len(arrays) < 2:
     return 0.0, 0
   query, key = arrays[:2]
-  if any(len(result.dims) > len(query.dims) for result in instruction.shape.leaves()):  # [blocks of keys, *queries]
+  has_partial_sums = any(len(result.dims) > len(query.dims) for result in instruction.shape.leaves())
+  if has_partial_sums and _OF_KEYS_AND_VALUES.search(text):  # of the queries' gradients: [blocks of keys, *queries]
     products = _ALL_GRADIENTS
   return products * CAUSAL_SHARE * 2.0 * query.size * key.dims[-2], query.dims[-1]
 

@@ -110,18 +110,20 @@ def test_a_schedule_by_hand():
 
 
 @pytest.mark.parametrize(
-  'results, num_products, mxu_size, filled',
+  'name, results, num_products, mxu_size, filled',
   [
-    ('f32[2,100,10]{2,1,0}', 4, None, 1),
-    ('f32[2,100,10]{2,1,0}', 4, 10, 1),
-    ('f32[2,100,10]{2,1,0}', 4, 8, 10 / 16),
-    ('f32[2,100,10]{2,1,0}', 4, 20, 0.5),
-    ('(f32[4,2,100,10]{3,2,1,0}, f32[2,100,10]{2,1,0})', 5, 20, 0.5),  # partial sums of the queries' gradients too
+    ('dkv', 'f32[2,100,10]{2,1,0}', 4, None, 1),
+    ('dkv', 'f32[2,100,10]{2,1,0}', 4, 10, 1),
+    ('dkv', 'f32[2,100,10]{2,1,0}', 4, 8, 10 / 16),
+    ('dkv', 'f32[2,100,10]{2,1,0}', 4, 20, 0.5),
+    ('dkv', '(f32[4,2,100,10]{3,2,1,0}, f32[2,100,10]{2,1,0})', 5, 20, 0.5),  # partial sums of the queries' gradients
+    ('dq', '(f32[4,2,100,10]{3,2,1,0}, f32[2,100,10]{2,1,0})', 3, 20, 0.5),  # only dkv can be for all gradients
+    ('fwd', '(f32[4,2,100,10]{3,2,1,0}, f32[2,100,10]{2,1,0})', 2, 20, 0.5),
   ],
 )
-def test_an_attention_kernel_fills_a_part_of_the_matrix_units(results, num_products, mxu_size, filled):
+def test_an_attention_kernel_fills_a_part_of_the_matrix_units(name, results, num_products, mxu_size, filled):
   kernel = '%kernel = f32[2,100,10]{2,1,0} custom-call'
-  text = PROGRAM.replace(kernel, f'%kernel = {results} custom-call').replace('splash_mha_fwd', 'splash_mha_dkv')
+  text = PROGRAM.replace(kernel, f'%kernel = {results} custom-call').replace('splash_mha_fwd', f'splash_mha_{name}')
   chip = dataclasses.replace(CHIP, mxu_size=mxu_size)
   mesh = tpu_mesh({'data': 2, 'mdl': 2}, (2, 2))
   prediction = predict_time(read_program(text), (), chip, mesh)
