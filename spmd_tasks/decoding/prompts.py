@@ -212,6 +212,8 @@ class PromptTokenizer:
         raise UserError(f'{where}: n={num_outputs} is more than task.decode.num_beams={num_beams}.')
       if max_tokens == 0 or prompt.score_prompt:
         raise UserError(f'{where}: beam search scores no prompts: set task.decode.num_beams to 1.')
+      if prompt.adapter is not None:
+        raise UserError(f'{where}: beam search has no adapters: set task.decode.num_beams to 1.')
     request = Request(
       ids=ids,
       max_tokens=max_tokens,
@@ -228,13 +230,11 @@ class PromptTokenizer:
     """Returns the number of the adapter of that name.
 
     Raises:
-      UserError: there is none, or beams are searched; the message begins with `where`.
+      UserError: there is none; the message begins with `where`.
     """
     if name not in self.adapter_names:
       known = f'there are {", ".join(self.adapter_names)}' if self.adapter_names else 'this job has none'
       raise UserError(f"{where}: there is no adapter {name!r}; {known}: set the experiment's `adapters`.")
-    if self.settings.num_beams > 1:
-      raise UserError(f'{where}: beam search has no adapters: set task.decode.num_beams to 1.')
     return 1 + self.adapter_names.index(name)
 
   def matcher(self, prompt: Prompt, where: str) -> Matcher | None:

@@ -99,8 +99,18 @@ def test_ids_beyond_the_vocabulary_of_the_tokenizer_have_no_text():
     ({'prompt': 'x', 'stop_ids': (5, 6, 7, 8)}, {}, '5 stop tokens'),
     ({'prompt': 'x', 'n': 4}, {'settings': DecodeSettings(num_beams=3)}, 'n=4 is more than task.decode.num_beams=3'),
     ({'prompt': 'x', 'score_prompt': True}, {'settings': DecodeSettings(num_beams=3)}, 'beam search scores no prompts'),
+    (
+      {'prompt': 'x', 'adapter': 'law'},
+      {'settings': DecodeSettings(num_beams=3), 'adapter_names': ('law',)},
+      'beam search has no adapters',
+    ),
   ],
 )
 def test_a_prompt_that_does_not_fit_is_named_in_a_sentence(prompt, changes, message):
   with pytest.raises(ValueError, match=f'^here: {message}'):
     dataclasses.replace(TOKENIZER, **changes).request(Prompt(**prompt), 'here')
+
+
+def test_scoring_which_searches_no_beams_finds_an_adapter_whatever_num_beams_is():
+  tokenizer = dataclasses.replace(TOKENIZER, settings=DecodeSettings(num_beams=3), adapter_names=('law', 'art'))
+  assert tokenizer.adapter_number('art', 'score') == 2
