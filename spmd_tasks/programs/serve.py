@@ -29,9 +29,10 @@ from spmd_tasks.distributed import (
 )
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.programs.adapter_stacks import adapter_sources
 from spmd_tasks.programs.restore import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
+from spmd_tasks.serving import ServedModel, ServerSettings, check_adapter_names, listen, run_server
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.sigterm import leave_on_sigterm
 
@@ -62,7 +63,8 @@ def serve(
     bind_address: HOST:PORT of which process 0 listens on HOST for the others; None is the coordinator's address.
 
   Raises:
-    UserError: the job has no tokenizer, its model does not fit the mesh, or process 0 cannot listen.
+    UserError: the job has no tokenizer, an adapter has the model's name, the model does not fit the mesh, or process 0
+      cannot listen.
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
   tokenizer = job.tokenizer
@@ -71,6 +73,7 @@ def serve(
       f'experiment {job.name} has no tokenizer in its inputs, so its model cannot be served as text: give its training '
       'input a tokenizer.'
     )
+  check_adapter_names(job.name, adapter_sources(job.experiment))
   limit_s = math.ceil(job.experiment.first_step_timeout_s)
   if jax.process_count() > 1:
     # JAX's own handler would have all processes save a step. Until the server runs, an end at once loses nothing.

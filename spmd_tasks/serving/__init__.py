@@ -15,7 +15,7 @@ Two kinds of threads matter: the event loop's thread runs everything but the eng
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.publisher import Publisher
-from spmd_tasks.serving.requests import GenerationRequest, ServedModel
+from spmd_tasks.serving.requests import GenerationRequest, ServedModel, check_adapter_names
 from spmd_tasks.serving.server import listen, run_server, url_of
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
@@ -30,6 +30,7 @@ __all__ = [
   'ServedModel',
   'ServerSettings',
   'Service',
+  'check_adapter_names',
   'listen',
   'run_server',
   'url_of',

@@ -7,7 +7,7 @@ bodies.py has checked types and fixed ranges; here each request is checked again
 limits, and gets its tokens and defaults.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 import dataclasses
 import secrets
 from typing import Any, Literal
@@ -30,6 +30,12 @@ from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.serving.tool_calls import CALL_END, call_schema, calls_for_template, tool_names
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
+
+
+def check_adapter_names(name: str, adapters: Collection[str]) -> None:
+  """Raises a UserError if one of a model's adapters has the name of the model itself."""
+  if name in adapters:
+    raise UserError(f'adapters has the name {name!r}, which is that of the model itself: choose another one.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +65,7 @@ class ServedModel:
   adapters: tuple[str, ...] = ()
 
   def __post_init__(self):
-    if self.name in self.adapters:
-      raise UserError(f'adapters has the name {self.name!r}, which is that of the model itself: choose another one.')
+    check_adapter_names(self.name, self.adapters)
 
   @property
   def names(self) -> tuple[str, ...]:
