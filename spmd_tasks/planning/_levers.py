@@ -15,6 +15,7 @@ from spmd_tasks.sharding import AxisRules
 
 Overrides = tuple[str, ...]
 MICROBATCHES = 'task.learner.num_microbatches'
+_OFFLOADED = 'attention_offloaded'
 _MOMENTUM = 'task.learner.optimizer.momentum_dtype'
 
 
@@ -37,15 +38,16 @@ class Lever:
   changes_numbers: bool = False
 
 
-def levers(job: Job, values: Mapping[str, Any]) -> list[Lever]:
+def levers(job: Job, values: Mapping[str, Any], *, can_offload: bool = False) -> list[Lever]:
   """Returns the levers of an experiment, the cheapest first; the last two change what is learned.
 
   Args:
     job: the built experiment.
     values: the value of every field by its path, as config.json has it.
+    can_offload: whether the compiler knows a memory of the host beside the device's: those for TPU and GPU do.
   """
   found = [
-    _remat(values),
+    _remat(values, can_offload),
     _pipeline(values),
     _microbatches(job, values),
     _mesh(job),
@@ -60,6 +62,20 @@ def remat_paths(values: Mapping[str, Any]) -> list[str]:
   if isinstance(values.get('remat_policy'), str):
     return ['remat_policy']
   return [path for path in values if path.startswith('task.model.') and path.endswith('.remat_policy')]
+
+
+def remat_order(can_offload: bool) -> list[str]:
+  """The remat policies that differ in the device's memory, from most to least of it.
+
+  Args:
+    can_offload: see `levers`. Without it, `attention_offloaded` is `attention` and left out.
+  """
+  return [policy for policy in REMAT_POLICIES if can_offload or policy != _OFFLOADED]
+
+
+def remat_place(policy: str, order: Sequence[str]) -> int:
+  """The index of a policy in `remat_order`."""
+  return order.index(policy if policy in order else 'attention')
 
 
 def remat_overrides(values: Mapping[str, Any], policy: str) -> Overrides:
@@ -94,12 +110,12 @@ def rows_per_microbatch(job: Job, num_microbatches: int, sizes: Mapping[str, int
   return batch / num_microbatches / parts if batch else math.inf
 
 
-def _remat(values: Mapping[str, Any]) -> Lever | None:
+def _remat(values: Mapping[str, Any], can_offload: bool) -> Lever | None:
   paths = remat_paths(values)
   if not paths or any(values[path] not in REMAT_POLICIES for path in paths):
     return None
-  order = list(REMAT_POLICIES)
-  present = max(order.index(values[path]) for path in paths)
+  order = remat_order(can_offload)
+  present = max(remat_place(values[path], order) for path in paths)
   options = tuple(remat_overrides(values, policy) for policy in order[present + 1 :])
   note = 'keeps less on the device for the backward pass: more is computed again, or fetched from the host'
   return Lever(name='remat policy', options=options, note=note)

@@ -19,7 +19,15 @@ from typing import Any
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.layers import REMAT_POLICIES
-from spmd_tasks.planning._levers import MICROBATCHES, mesh_override, remat_overrides, remat_paths, rows_per_microbatch
+from spmd_tasks.planning._levers import (
+  MICROBATCHES,
+  mesh_override,
+  remat_order,
+  remat_overrides,
+  remat_paths,
+  remat_place,
+  rows_per_microbatch,
+)
 from spmd_tasks.planning._markup import duration, size
 from spmd_tasks.planning.search import Bench, Overrides, PlanWith, Resolve, Trial
 from spmd_tasks.runtime import bytes_per_device
@@ -76,6 +84,7 @@ def search_plans(
   num_devices: int,
   num_slices: int = 1,
   hbm_bytes: float | None = None,
+  can_offload: bool = False,
   limit: int = 12,
   progress: Callable[[str], None] = print,
 ) -> Found:
@@ -87,6 +96,7 @@ def search_plans(
     num_devices: of all slices.
     num_slices: over which the mesh has a DCN part.
     hbm_bytes: of a device; None: nothing is pruned.
+    can_offload: whether the compiler knows a memory of the host beside the device's: those for TPU and GPU do.
     limit: how many settings are compiled at most.
     progress: gets a line per trial.
 
@@ -106,7 +116,7 @@ def search_plans(
     # What cannot be compiled still leads on to its neighbours, after those of every plan.
     rank = trial.rank if trial is not None else (2, gate.state_bytes.get((setting.ici, setting.dcn), math.inf))
     needs_less = trial is None or not trial.fits
-    for place, neighbour in enumerate(_neighbours(setting, job, needs_less)):
+    for place, neighbour in enumerate(_neighbours(setting, job, needs_less, can_offload)):
       if neighbour not in seen:
         seen.add(neighbour)
         heapq.heappush(queue, ((*rank, place), next(order), neighbour))
@@ -177,16 +187,16 @@ def _start(job: Job, values: Mapping[str, Any], num_devices: int, num_slices: in
   )
 
 
-def _neighbours(setting: Setting, job: Job, needs_less: bool) -> Iterator[Setting]:
+def _neighbours(setting: Setting, job: Job, needs_less: bool, can_offload: bool) -> Iterator[Setting]:
   """Yields the settings one move away; first those that need less memory, if that is what is wanted, or else more."""
-  policies = list(REMAT_POLICIES)
+  policies = remat_order(can_offload)
   step = 1 if needs_less else -1
   changes: list[Setting] = []
   if setting.microbatches is not None:
     for count in sorted({setting.microbatches * 2, max(1, setting.microbatches // 2)}, reverse=needs_less):
       changes.append(dataclasses.replace(setting, microbatches=count))
   if setting.remat is not None:
-    at = policies.index(setting.remat)
+    at = remat_place(setting.remat, policies)
     changes += [
       dataclasses.replace(setting, remat=policies[new]) for new in (at + step, at - step) if 0 <= new < len(policies)
     ]

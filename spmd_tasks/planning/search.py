@@ -119,6 +119,7 @@ def changes_that_fit(
   resolve: Resolve,
   base: PlanJson,
   *,
+  can_offload: bool = False,
   limit: int = 8,
   wanted: int = 3,
   progress: Callable[[str], None] = print,
@@ -133,6 +134,7 @@ def changes_that_fit(
     plan_with: compiles the experiment with further overrides.
     resolve: builds it.
     base: the plan that does not fit.
+    can_offload: whether the compiler knows a memory of the host beside the device's: those for TPU and GPU do.
     limit: how many settings are compiled at most.
     wanted: the search ends after so many that fit.
     progress: gets a line per trial.
@@ -142,7 +144,7 @@ def changes_that_fit(
   """
   job, values = resolve(())
   bench = Bench(plan_with, limit, progress)
-  all_levers = levers(job, values)
+  all_levers = levers(job, values, can_offload=can_offload)
   harmless = [lever for lever in all_levers if not lever.changes_numbers]
   _try_alone(bench, harmless, base, wanted, limit - limit // 3)
   _try_together(bench, [lever for lever in harmless if _may_suffice(lever, base)], base, wanted)

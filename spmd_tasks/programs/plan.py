@@ -83,7 +83,14 @@ def plan(resolve: Resolve, settings: PlanSettings) -> int:
   num_trials = DEFAULT_TRIALS if settings.num_trials is None else settings.num_trials
   if made.fits is False and num_trials:
     _note(f'plan: looking for changes that fit, by compiling at most {num_trials}; --plan_trials 0 leaves this out')
-    trials = changes_that_fit(bench.plan_train, bench.resolve, made.to_json(), limit=num_trials, progress=_note)
+    trials = changes_that_fit(
+      bench.plan_train,
+      bench.resolve,
+      made.to_json(),
+      can_offload=bench.start().compiler != 'cpu',
+      limit=num_trials,
+      progress=_note,
+    )
     made = dataclasses.replace(made, suggestions=tuple(trial.to_json() for trial in trials))
     _print(format_suggestions(made.to_json()))
     _write(made, settings.directory)
@@ -99,6 +106,7 @@ def _search(bench: '_Bench', settings: PlanSettings) -> int:
     num_devices=target.num_devices,
     num_slices=target.num_slices if target.chip.platform == 'tpu' else 1,
     hbm_bytes=target.chip.hbm_bytes,
+    can_offload=target.compiler != 'cpu',
     limit=settings.num_trials or DEFAULT_SEARCH_TRIALS,
     progress=_note,
   )

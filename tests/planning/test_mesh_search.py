@@ -32,6 +32,7 @@ def run(formula, num_devices=32, **settings):
     formula.resolve,
     num_devices=num_devices,
     hbm_bytes=formula.hbm * GIB,
+    can_offload=True,
     progress=lines.append,
     **settings,
   )
@@ -66,6 +67,23 @@ def test_a_start_that_does_not_fit_leads_to_one_that_does(states):
   assert not formula.plan_with(())['fits']
   found, _ = run(formula, limit=8)
   assert found.trials[0].fits
+
+
+@pytest.mark.parametrize(
+  'present, can_offload, tried',
+  [
+    ('full', True, {'attention', 'attention_offloaded'}),
+    ('full', False, {'attention'}),
+    ('attention_offloaded', True, {'full'}),
+    ('attention_offloaded', False, {'attention_and_ffn', 'full'}),
+  ],
+)
+def test_the_memory_of_the_host_is_tried_where_there_is_one(present, can_offload, tried):
+  job, _ = Formula().resolve(())
+  setting = Setting(ici=(1, 8, 4), dcn=None, remat=present, microbatches=1)
+  for needs_less in (False, True):
+    neighbours = mesh_search._neighbours(setting, job, needs_less, can_offload)
+    assert {neighbour.remat for neighbour in neighbours} - {present} == tried
 
 
 def test_what_cannot_hold_the_state_is_never_compiled(states):

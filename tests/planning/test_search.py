@@ -1,18 +1,25 @@
 """Changes that make a run fit: the weakest of each setting, alone or together, each one compiled, within the limit."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 
+from spmd_tasks.planning import parse_target
 from spmd_tasks.planning._levers import levers
 from spmd_tasks.planning.search import changes_that_fit
+from spmd_tasks.programs import plan as plan_mode
 from tests.planning.formula_plans import GIB, Formula
 
 
-def search(formula, **settings):
+def search(formula, *, can_offload=True, **settings):
   lines = []
   base = formula.plan_with(())
   assert not base['fits']
   formula.tried.clear()
-  trials = changes_that_fit(formula.plan_with, formula.resolve, base, progress=lines.append, **settings)
+  trials = changes_that_fit(
+    formula.plan_with, formula.resolve, base, can_offload=can_offload, progress=lines.append, **settings
+  )
   assert len(trials) == len(set(formula.tried))
   return trials, lines
 
@@ -20,7 +27,7 @@ def search(formula, **settings):
 def test_the_levers_of_dense1b_are_in_the_order_of_their_cost():
   formula = Formula()
   job, values = formula.resolve(())
-  found = {lever.name: lever.options for lever in levers(job, values)}
+  found = {lever.name: lever.options for lever in levers(job, values, can_offload=True)}
   assert list(found) == ['remat policy', 'microbatches', 'mesh', 'optimizer dtype', 'batch']
   policies = 'attention_and_ffn', 'attention', 'full', 'attention_offloaded'
   assert found['remat policy'] == tuple((f'remat_policy={policy}',) for policy in policies)
@@ -29,6 +36,43 @@ def test_the_levers_of_dense1b_are_in_the_order_of_their_cost():
   ]
   assert found['mesh'] == (('ici_mesh_shape=1,4,8',), ('ici_mesh_shape=1,2,16',))
   assert found['batch'][0] == ('batch_size=256',)
+
+
+@pytest.mark.parametrize(
+  'present, remedies', [('attention', ['full']), ('attention_offloaded', ['full']), ('full', [])]
+)
+def test_without_a_memory_of_the_host_offloading_is_attention_and_no_remedy(present, remedies):
+  job, values = Formula().resolve([f'remat_policy={present}'])
+  options = [lever.options for lever in levers(job, values) if lever.name == 'remat policy']
+  assert [option for each in options for (option,) in each] == [f'remat_policy={policy}' for policy in remedies]
+
+
+def test_a_target_of_the_cpu_compiler_is_not_offered_the_memory_of_the_host():
+  trials, _ = search(Formula(activations=40_000.0), can_offload=False, limit=9)
+  assert trials[0].fits
+  assert trials[0].setting[0] == 'remat_policy=full'  # the strongest
+  assert not any('remat_policy=attention_offloaded' in trial.setting for trial in trials)
+
+
+@pytest.mark.parametrize('compiler', ['cpu', 'gpu', 'tpu'])
+@pytest.mark.parametrize('name', ['search_plans', 'changes_that_fit'])
+def test_only_the_compilers_for_accelerators_know_a_memory_of_the_host(monkeypatch, name, compiler):
+  asked = []
+
+  def ask(*args, can_offload, **settings):
+    del args, settings
+    asked.append(can_offload)
+    raise InterruptedError
+
+  target = dataclasses.replace(parse_target('cpu:8'), compiler=compiler)
+  made = SimpleNamespace(fits=False, to_json=dict)
+  bench = SimpleNamespace(start=lambda: target, plan=lambda _: made, plan_train=None, resolve=None)
+  monkeypatch.setattr(plan_mode, name, ask)
+  monkeypatch.setattr(plan_mode, '_Bench', lambda *_: bench)
+  monkeypatch.setattr(plan_mode, '_report', lambda *_: None)
+  with pytest.raises(InterruptedError):
+    plan_mode.plan(None, plan_mode.PlanSettings(search=name == 'search_plans'))
+  assert asked == [compiler != 'cpu']
 
 
 def test_a_pipeline_has_its_own_microbatches_and_schedule():
