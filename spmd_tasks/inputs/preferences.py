@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import io
+import json
 from typing import Any, ClassVar
 
 from etils import epath
@@ -182,7 +183,7 @@ class PreferenceEncoder:
         f'there is no field {missing[0]!r} (it has {sorted(record)[:20]}): a pair has chosen and rejected.'
       )
     given = {each: record[each] for each in ('prompt', *_ANSWERS) if record.get(each) is not None}
-    if all(isinstance(value, str) for value in given.values()) and not record['rejected'].lstrip().startswith('[{'):
+    if all(isinstance(value, str) and not _is_messages(value) for value in given.values()):
       prompt, answer = record.get('prompt') or '', record[name]
       if not answer:
         raise UserError(f'{name!r} is empty: give the pair two answers, or remove it.')
@@ -222,10 +223,21 @@ class PreferenceEncoder:
     return self.renderer.identity() | {'too_long': self.too_long, 'reference_free': self.reference_free}
 
 
+def _is_messages(value: Any) -> bool:
+  """Whether a text holds a list of objects with roles, as JSON."""
+  if not isinstance(value, str) or not value.lstrip().startswith('['):
+    return False
+  try:
+    messages = json.loads(value)
+  except (ValueError, RecursionError):
+    return False
+  return bool(messages) and all(isinstance(each, dict) and 'role' in each for each in messages)
+
+
 def _refuse_texts_among_messages(given: Mapping[str, Any]) -> None:
   """Raises a UserError if some of the fields are lists of messages, also as JSON in a text, and others are not."""
   for name, value in given.items():
-    if not isinstance(value, list) and not (isinstance(value, str) and value.lstrip().startswith('[')):
+    if not isinstance(value, list) and not _is_messages(value):
       kind = 'a text' if isinstance(value, str) else f'a {type(value).__name__}'
       raise UserError(f'{", ".join(given)} must be all texts, or all lists of messages, but {name!r} is {kind}.')
 

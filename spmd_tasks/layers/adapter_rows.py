@@ -24,7 +24,8 @@ from spmd_tasks.sharding import SplitDims, constrain
 
 _rows: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar('adapter_rows', default=None)
 
-# With more adapters than this for each row, a step reads those of its rows instead of all.
+# With more adapters than this for each row, a step gathers those of its rows instead of reading all. A copy that is
+# gathered is read, written and read again, which is three times; the rest is a guess.
 _MAX_ADAPTERS_PER_ROW = 4
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): a small trained product of two matrices beside a kernel that rests.
+"""Low-rank adapters (LoRA): a small trained product of two matrices beside a frozen kernel.
 
     Linear(output_dims=64, adapter=LowRankAdapter(rank=8, alpha=16.0))    # y = x . W + alpha / rank * (x . A) . B
 

@@ -14,7 +14,7 @@ weights.
 Read learner.py, then optimizers.py and schedules.py (the settings that users write). accumulation.py cuts a batch into
 microbatches, from_optax.py wraps any optax optimizer, skipping.py keeps state in skipped steps, adafactor.py treats
 stacked layers separately, expert_weights.py has the rules for mixtures of experts, frozen_weights.py those for weights
-that rest, and optimizer_specs.py lays out optimizer state.
+that are not trained, and optimizer_specs.py lays out optimizer state.
 """
 
 from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches

@@ -24,6 +24,7 @@ from etils import epath
 
 from spmd_tasks.checkpoints import CheckpointError, Restored
 from spmd_tasks.distributed import primary_decides
+from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text, write_durably
 from spmd_tasks.programs.job_directory import BASE_DIGEST_FILE
 
@@ -85,7 +86,7 @@ def _digest(folder: str, job_log_dir: epath.Path | None, *, keep: bool) -> Futur
   with _lock:
     if key not in _digests or (_digests[key].done() and _digests[key].exception()):
       kept = None if job_log_dir is None else _read_kept(job_log_dir, states)
-      _digests[key] = _on_thread(functools.partial(_hash_files, paths)) if kept is None else _known(kept)
+      _digests[key] = _on_thread(functools.partial(_hash_files, paths)) if kept is None else _completed(kept)
     digest = _digests[key]
   if keep and job_log_dir is not None and _read_kept(job_log_dir, states) is None:
     return _on_thread(functools.partial(_keep, digest, job_log_dir, paths, states))
@@ -107,11 +108,12 @@ def _read_kept(job_log_dir: epath.Path, states: _FileStates) -> str | None:
 
 
 def _keep(digest: Future[str], job_log_dir: epath.Path, paths: list[Path], states: _FileStates) -> str:
-  """Waits for the digest and writes it, unless a file has changed meanwhile; returns it."""
+  """Waits for the digest, writes it and returns it. Raises a UserError if a file has changed meanwhile."""
   sha256 = digest.result()
+  if _states(paths) != states:
+    raise UserError(f'{paths[0].parent} has changed while it was read: start again when nothing writes there.')
   try:
-    if _states(paths) == states:
-      write_durably(job_log_dir / BASE_DIGEST_FILE, json.dumps({'sha256': sha256, 'files': states}, indent=1) + '\n')
+    write_durably(job_log_dir / BASE_DIGEST_FILE, json.dumps({'sha256': sha256, 'files': states}, indent=1) + '\n')
   except OSError as error:
     logging.warning('%s cannot be written (%s): the next start hashes again.', job_log_dir / BASE_DIGEST_FILE, error)
   return sha256
@@ -129,7 +131,7 @@ def _hash_files(paths: list[Path]) -> str:
   return hashlib.sha256(''.join(lines).encode()).hexdigest()
 
 
-def _known(digest: str) -> Future[str]:
+def _completed(digest: str) -> Future[str]:
   future: Future[str] = Future()
   future.set_result(digest)
   return future

@@ -116,15 +116,15 @@ def _export_folder(
     origin = None if folder is None else open_folder(folder)
     if only_adapters and origin is None:
       raise UserError(f'{job.name} starts from no folder, which adapters would belong to: use --format hf.')
-    has_adapters = bool(adapters_of(job.task.model))
     checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
     try:
-      if origin is not None and not step and not has_adapters and checkpointer.is_fresh():
+      is_changed = adapters_of(job.task.model) or job.task.frozen_dtype  # though nothing was trained yet
+      if origin is not None and not step and not is_changed and checkpointer.is_fresh():
         restored, weights = 0, origin.lazy_weights(job.task.model, model.canonical_state.weights)
       else:
         variables, restored = restore_evaluation_variables(model, checkpointer, step, experiment=job.experiment)
         params = variables['params']
-        if has_adapters and not only_adapters:
+        if not only_adapters:  # quantized kernels become numbers, too
           params = merge_adapters(model, params)
         weights = weights_on_mesh(model, params)
     finally:

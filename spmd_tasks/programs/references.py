@@ -37,17 +37,20 @@ def name_references(job: Job, job_log_dir: epath.Path) -> Job:
   Where the loss takes the base as its reference, the inputs read no file.
 
   Raises:
-    UserError: it does, but an input names a file.
+    UserError: it does, but an input names a file, or is `reference_free`.
   """
 
   def named(name: str, each: Input) -> Input:
-    if not isinstance(each, PreferenceInput) or each.reference_free:
+    if not isinstance(each, PreferenceInput):
       return each
-    if reads_base and each.reference is not None:
+    if reads_base and (each.reference_free or each.reference is not None):
+      own = 'reference_free' if each.reference_free else f"{each.reference} as its reference's log-probabilities"
       raise UserError(
-        f"{name} names {each.reference} as its reference's log-probabilities, but the loss computes those of the base "
-        "in every step (reference='base'): leave one of the two out."
+        f"{name} has {own}, but the loss computes those of the base in every step (reference='base'): leave one of the "
+        'two out.'
       )
+    if each.reference_free:
+      return each
     if reads_base:
       return each.without_reference()
     own = str(job_log_dir / _DIRECTORY / f'{name}.npy')

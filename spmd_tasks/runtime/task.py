@@ -113,7 +113,7 @@ class Task:
     return dict(self.model.init({'params': rng}, batch, train=False))
 
   def mark_weights(self, weight_specs: Any) -> Any:
-    """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of weights that rest.
+    """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of frozen weights.
 
     Raises:
       UserError: a pattern of `trained` names no weight, or the loss reads a base of which weights are trained.

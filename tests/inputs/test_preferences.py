@@ -164,3 +164,11 @@ def test_references_that_cannot_be_used(pairs, tmp_path):
   ):
     with pytest.raises(ValueError, match=message):
       take(dataclasses.replace(pairs, reference=str(tmp_path / f'{name}.npy')))
+
+
+def test_texts_that_look_like_lists_are_texts(pairs, tmp_path):
+  record = {'prompt': 'Calls: ', 'chosen': '[{"n": 1}]', 'rejected': '[{"n": 2}, 3'}
+  (tmp_path / 'pairs.jsonl').write_text(json.dumps(record))
+  batches, _ = take(dataclasses.replace(pairs, seq_len=60, batch_size=1, reference=None, reference_free=True))
+  found = [(prompt, answer) for prompt, answer, _ in answers(batches)]
+  assert found == [(record['prompt'], record['chosen']), (record['prompt'], record['rejected'])]

@@ -9,6 +9,7 @@ from etils import epath
 import pytest
 
 from spmd_tasks.checkpoints import CheckpointError, Restored
+from spmd_tasks.errors import UserError
 from spmd_tasks.programs import base_digest
 
 
@@ -89,7 +90,7 @@ def test_a_record_that_cannot_be_read_is_written_anew(folder, job, hashed):
   assert hashed(start, folder, job) == (digest, 0)
 
 
-def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(folder, job, hashed, monkeypatch):
+def test_a_file_that_changes_while_it_is_hashed_is_an_error(folder, job, hashed, monkeypatch):
   own = base_digest._hash_files
 
   def hash_files(paths):
@@ -98,7 +99,8 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(folder, job, h
     return digest
 
   monkeypatch.setattr(base_digest, '_hash_files', hash_files)
-  hashed(start, folder, job)
+  with pytest.raises(UserError, match='has changed while it was read: start again'):
+    hashed(start, folder, job)
   assert not (job / 'base_digest.json').exists()
 
 

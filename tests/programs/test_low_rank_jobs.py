@@ -182,6 +182,17 @@ def test_a_quantized_base_is_near_trains_goes_on_and_is_exported(dtype, base, lo
 
 
 @pytest.mark.exhaustive
+def test_a_quantized_model_without_adapters_is_exported_as_the_numbers_that_it_stands_for(base, tmp_path):
+  flags = ('--exp', 'hf.Model', '--set', f'model={base}', '--set', 'task.trained=("norm/",)')
+  flags += ('--set', 'task.frozen_dtype=int8', '--format', 'hf', '--out', tmp_path / 'exported')
+  assert run('export', tmp_path / 'job', *flags) == 0
+  given, found = (load_file(folder / 'model.safetensors') for folder in (base, tmp_path / 'exported'))
+  assert found.keys() == given.keys()
+  furthest = max(np.abs(found[name] - given[name]).max() / np.abs(given[name]).max() for name in given)
+  assert 1e-4 < furthest < 0.5 / 127 * 1.01
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize('experiment, file', [('finetune.LoraSft', 'talks.jsonl'), ('finetune.LoraDpo', 'pairs.jsonl')])
 def test_the_recipes_train_adapters_on_conversations_and_on_pairs(experiment, file, base, tmp_path):
   rows = [('the cat', 'sat'), ('a dog', 'ate that'), ('the hat', 'and the mat')] * 4

@@ -170,7 +170,8 @@ def test_a_job_learns_and_goes_on_after_a_stop_as_if_there_was_none(name, data, 
     ('FullDpo', ('reference=base',), 'but embedding/softmax_kernel is trained: train adapters alone'),
     ('LoraDpo', ('reference=base', 'also_trained=("norm/",)'), 'norm/scale is trained: train adapters alone'),
     ('LoraDpo', ('reference=best',), "reference = 'best' must be one of 'start', 'base'"),
-    ('LoraDpo', ('reference=base', 'train_input.reference=given.npy'), 'train_input names given.npy as its reference'),
+    ('LoraDpo', ('reference=base', 'train_input.reference=given.npy'), 'train_input has given.npy as its reference'),
+    ('LoraDpo', ('reference=base', 'train_input.reference_free=True'), 'train_input has reference_free, but the loss'),
   ],
 )
 def test_a_reference_that_cannot_be_the_base_is_one_sentence(name, overrides, message, folder, tmp_path):

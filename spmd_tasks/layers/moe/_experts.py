@@ -164,9 +164,9 @@ class Experts(nn.Module, kw_only=True):
   def _adapted(self, adapter: LowRankAdapter, name: str, kernel: jax.Array, split_dims: SplitDims) -> jax.Array:
     """Returns the kernels of all experts with what their adapters change, in `dtype`.
 
-    A token's experts are where its row is sent, and kernels are what the dispatches know; so the product joins the
-    kernels of a layer, for one layer at a time. Their gradient is that of the product, and is not kept. Dropout of the
-    adapter's input is therefore drawn once a step for each expert and input feature, and not anew for each token.
+    Every dispatch multiplies by whole kernels; so the product joins the kernels of a layer, for one layer at a time.
+    Their gradient is that of the product, and is not kept. Dropout of the adapter's input is therefore drawn once a
+    microbatch for each expert and input feature, and not anew for each token.
     """
     weights = declare_low_rank(
       self,
