@@ -184,7 +184,16 @@ def test_a_quantized_base_is_near_trains_goes_on_and_is_exported(dtype, base, lo
 @pytest.mark.exhaustive
 def test_a_quantized_model_without_adapters_is_exported_as_the_numbers_that_it_stands_for(base, tmp_path):
   flags = ('--exp', 'hf.Model', '--set', f'model={base}', '--set', 'task.trained=("norm/",)')
-  flags += ('--set', 'task.frozen_dtype=int8', '--format', 'hf', '--out', tmp_path / 'exported')
+  flags += (
+    '--set',
+    'task.frozen_dtype=int8',
+    '--ici_mesh_shape',
+    '1,2,4',
+    '--format',
+    'hf',
+    '--out',
+    tmp_path / 'exported',
+  )
   assert run('export', tmp_path / 'job', *flags) == 0
   given, found = (load_file(folder / 'model.safetensors') for folder in (base, tmp_path / 'exported'))
   assert found.keys() == given.keys()
