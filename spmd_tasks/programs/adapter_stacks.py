@@ -45,11 +45,13 @@ class AdapterSource:
     path: a folder of `peft`, or the directory of a job that trains low-rank adapters.
     is_job: which of the two.
     adapters: its settings, by the names of the weights that it adapts.
+    is_averaged: whether the job evaluates and serves its averaged weights (`task.eval_with_ema`).
   """
 
   path: str
   is_job: bool
   adapters: Mapping[str, LowRankAdapter]
+  is_averaged: bool = False
 
 
 def adapter_sources(experiment: Experiment) -> dict[str, AdapterSource]:
@@ -123,16 +125,17 @@ def _shapes_alone(
 
 def _read(source: AdapterSource, shapes: _Shapes, folder: str, mesh: Any) -> dict[str, np.ndarray]:
   if source.is_job:
-    return _read_job(source.path, shapes, folder, NamedSharding(mesh, PartitionSpec()))
+    return _read_job(source, shapes, folder, NamedSharding(mesh, PartitionSpec()))
   from spmd_tasks.bridges.huggingface import open_adapter, open_folder
 
   return open_adapter(source.path).read_arrays(shapes, open_folder(folder))
 
 
-def _read_job(path: str, shapes: _Shapes, folder: str, everywhere: NamedSharding) -> dict[str, np.ndarray]:
-  """Reads the newest checkpoint of a job, which has these weights and no others."""
+def _read_job(source: AdapterSource, shapes: _Shapes, folder: str, everywhere: NamedSharding) -> dict[str, np.ndarray]:
+  """Reads the newest checkpoint of a job, which has these weights and no others: those that the job serves alone."""
+  path, subtree = source.path, 'learner/ema_weights' if source.is_averaged else 'weights'
   with contextlib.closing(SavedSteps(epath.Path(path)).open_checkpoints(read_only=True)) as checkpointer:
-    saved = {leaf.name: tuple(leaf.shape) for leaf in checkpointer.saved_leaves()}
+    saved = {leaf.name: tuple(leaf.shape) for leaf in checkpointer.saved_leaves(subtree=subtree)}
     if others := sorted(saved.keys() - shapes.keys()):
       raise UserError(
         f'the job in {path} has trained {others[0]}, which is no adapter: merge it (--mode export --format hf), and '
@@ -145,7 +148,7 @@ def _read_job(path: str, shapes: _Shapes, folder: str, everywhere: NamedSharding
         'another model.'
       )
     wanted = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=everywhere) for name, shape in shapes.items()}
-    restored = checkpointer.restore_weights(traverse_util.unflatten_dict(wanted, sep='/'))
+    restored = checkpointer.restore_weights(traverse_util.unflatten_dict(wanted, sep='/'), subtree=subtree)
     check_base(restored, describe_base(folder, checkpointer.path.parent), checkpointer.path)
   return {name: np.asarray(leaf) for name, leaf in traverse_util.flatten_dict(restored.state, sep='/').items()}
 

@@ -42,7 +42,7 @@ def open_sources(adapters: Mapping[str, str], folder: Folder) -> dict[str, Adapt
     if (place / 'adapter_config.json').exists():
       sources[name] = AdapterSource(path=str(place), is_job=False, adapters=open_adapter(place).adapters(folder))
     elif (place / 'config.json').exists():
-      sources[name] = AdapterSource(path=str(place), is_job=True, adapters=_adapters_of_job(place, folder))
+      sources[name] = _source_of_job(place, folder)
     else:
       raise UserError(
         f'adapters has {name!r} in {place}, where there is neither an adapter_config.json of peft nor the config.json '
@@ -77,25 +77,25 @@ def add_choices(model: fdl.Config, sources: Mapping[str, AdapterSource]) -> None
     add_adapters(model, [f'^{re.escape(kernel)}$'], choice, setting='adapters')
 
 
-def _adapters_of_job(directory: epath.Path, folder: Folder) -> dict[str, LowRankAdapter]:
+def _source_of_job(directory: epath.Path, folder: Folder) -> AdapterSource:
   saved = read_saved_config(directory / 'config.json')
   # The digest of the folder says whether it is the same; its path need not be.
   overrides = [f'model={folder.path}'] if 'model' in saved['config'] else []
   try:
-    model = from_json(saved, overrides).parts['task'].model
+    task = from_json(saved, overrides).parts['task']
   except UserError as error:  # as where the job's experiment is a class of the user's own, which a file cannot import
     raise UserError(
       f'the job in {directory} cannot be read: {error} A folder of peft needs no experiment: --mode export '
       '--format peft.'
     ) from error
   found: dict[str, LowRankAdapter] = {}
-  for name, (layer, projection) in adaptable_weights(model, class_of=class_of).items():
+  for name, (layer, projection) in adaptable_weights(task.model, class_of=class_of).items():
     for each in _built(layer.adapters):
       if projection in each.names and not each.choices:
         found[name] = dataclasses.replace(each, names=())
   if not found:
     raise UserError(f'the job in {directory} has no low-rank adapters: serve it alone (--job_log_dir {directory}).')
-  return found
+  return AdapterSource(path=str(directory), is_job=True, adapters=found, is_averaged=task.eval_with_ema)
 
 
 def _built(adapters: Any) -> list[LowRankAdapter]:

@@ -10,6 +10,7 @@ import shutil
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
@@ -22,9 +23,11 @@ from spmd_tasks.decoding import ChatTemplate, DecodeSteps, ModelEngine, Request,
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import decode_generated
-from spmd_tasks.programs.adapter_stacks import adapter_sources, variables_with_adapters
+from spmd_tasks.layers import column_lengths
+from spmd_tasks.programs.adapter_stacks import _column_factors, adapter_sources, variables_with_adapters
 from spmd_tasks.programs.pretrained import variables_from_folder
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
+from spmd_tasks.sharding import WeightSpec, quantize, quantized_spec
 from tests import binary
 from tests.adapter_folders import ATTENTION, FEED_FORWARD, write_adapter, write_merged
 from tests.model_folders import write_llama
@@ -53,10 +56,11 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def adapters(base, tmp_path_factory):
-  """Name -> the folder of the adapter; `job` is the directory of a job that has trained one."""
+  """Name -> the folder of the adapter; `job` is the directory of a job that has trained one, and serves its average."""
   directory = tmp_path_factory.mktemp('adapters')
   made = {name: write_adapter(directory / name, base, **settings) for name, settings in KINDS.items()}
   flags = ('--exp', JOB, '--set', f'model={base}', '--num_train_steps', 2, '--set', 'learning_rate=0.3')
+  flags += ('--set', 'task.learner.ema_decay=0.5', '--set', 'task.eval_with_ema=true')
   assert binary.run_in_process('--mode', 'train', '--job_log_dir', directory / 'job', *flags) == 0
   return made | {'job': directory / 'job'}
 
@@ -142,6 +146,12 @@ def test_a_mixed_batch_on_eight_devices_answers_as_each_model_alone(on_eight, ex
   check_all(on_eight, expected)
 
 
+def test_a_job_that_serves_its_average_alone_serves_it_here_too(on_eight, adapters):
+  b = on_eight.variables['params']['stack']['layers']['attention']['query']['lora_b'][:, 4, :, :3]
+  alone = load(adapters['job']).weights['stack']['layers']['attention']['query']['lora_b']
+  np.testing.assert_allclose(b, 16 / 4 * np.asarray(alone), rtol=1e-6)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize('sizes', [(1, 1, 1), (2, 1, 2), (1, 4, 1)])
 def test_and_so_on_other_meshes(base, adapters, expected, sizes):
@@ -150,14 +160,34 @@ def test_and_so_on_other_meshes(base, adapters, expected, sizes):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
-def test_weights_in_fewer_bits_are_those_that_dora_divides_by(base, adapters, merged, dtype):
-  """As with that adapter alone, whose job would compute the lengths of what is held."""
+def test_weights_in_fewer_bits_answer_nearly_as_that_adapter_alone(base, adapters, merged, dtype):
   overrides = [f'task.decode.weights_dtype={dtype}', *(f'task.decode.{size}' for size in SIZES)]
   several = load(base, overrides=[*overrides, f'adapters={ {"dora": str(adapters["dora"])}!r}'], mesh=(1, 1, 8))
   alone = load(merged['dora'], overrides=overrides, mesh=(1, 1, 8))
   ours, theirs = (dict(each.score(texts(), **named)) for each, named in ((several, {'adapter': 'dora'}), (alone, {})))
   for number, score in ours.items():
     np.testing.assert_allclose(score.logprobs, theirs[number].logprobs, atol=0.1 if dtype == 'bfloat16' else 0.5)
+
+
+@pytest.mark.parametrize('dtype', ['int8', 'nf4_double'])
+def test_dora_divides_by_the_lengths_of_the_kernel_as_it_is_held(dtype):
+  """Of a kernel [L=2, I=70, O=(3, 4)] that is padded to [2, 72, 4, 4], with adapters of other paddings."""
+  rng, shape = np.random.default_rng(0), (2, 70, 3, 4)
+  kernel = np.pad(rng.normal(size=shape).astype(np.float32), [(0, 0), (0, 2), (0, 1), (0, 0)])
+  spec = WeightSpec(
+    shape=kernel.shape, init=None, split_dims=('layers', 'embed', 'heads', 'head_dim'), tags=(), stacked=1
+  )
+  held = quantize(jnp.asarray(kernel), quantized_spec(spec, dtype))
+  a, b = (rng.normal(size=size).astype(np.float32) for size in ((2, 2, 71, 5), (2, 2, 5, 4, 4)))
+  magnitudes = rng.uniform(0.5, 1.5, (2, 2, 4, 4)).astype(np.float32)
+  magnitudes[:, 0] = 0.0  # of the base
+  found = _column_factors(held, a, b, magnitudes, shape=shape, num_stacked=1)
+  adapted = np.asarray(held.unbox())[:, :70, :3] + np.einsum('lir,lrhd->lihd', a[:, 1, :70], b[:, 1, :, :3])
+  lengths = np.stack([column_lengths(layer, 1) for layer in adapted])
+  np.testing.assert_allclose(found[:, 1, :3], magnitudes[:, 1, :3] / lengths, rtol=1e-5)
+  assert np.all(found[:, 0] == 1)
+  plain = kernel[:, :70, :3] + np.einsum('lir,lrhd->lihd', a[:, 1, :70], b[:, 1, :, :3])
+  assert np.abs(np.linalg.norm(plain, axis=1) / lengths - 1).max() > 1e-4  # not those of the kernel before
 
 
 def test_clients_choose_by_name_over_http(on_eight, expected):
