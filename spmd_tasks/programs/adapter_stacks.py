@@ -28,7 +28,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.layers import AdapterNames, LowRankAdapter, adapters_of, column_lengths
 from spmd_tasks.learning import fill_in
-from spmd_tasks.programs.base_digest import check_base, describe_base
+from spmd_tasks.programs.base_digest import check_base, check_base_of_folder, describe_base
 from spmd_tasks.programs.pretrained import base_from_folder
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, Variables, flat_specs
@@ -128,7 +128,9 @@ def _read(source: AdapterSource, shapes: _Shapes, folder: str, mesh: Any) -> dic
     return _read_job(source, shapes, folder, NamedSharding(mesh, PartitionSpec()))
   from spmd_tasks.bridges.huggingface import open_adapter, open_folder
 
-  return open_adapter(source.path).read_arrays(shapes, open_folder(folder))
+  adapter = open_adapter(source.path)
+  check_base_of_folder(adapter, folder)
+  return adapter.read_arrays(shapes, open_folder(folder))
 
 
 def _read_job(source: AdapterSource, shapes: _Shapes, folder: str, everywhere: NamedSharding) -> dict[str, np.ndarray]:

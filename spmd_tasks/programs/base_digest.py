@@ -17,7 +17,7 @@ import json
 import os
 from pathlib import Path
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 from etils import epath
@@ -27,6 +27,9 @@ from spmd_tasks.distributed import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text, write_durably
 from spmd_tasks.programs.job_directory import BASE_DIGEST_FILE
+
+if TYPE_CHECKING:  # most jobs begin without a folder
+  from spmd_tasks.bridges.huggingface import AdapterFolder
 
 _LIMIT_S = 3600
 _NUM_THREADS = 8
@@ -66,13 +69,28 @@ def start_digest(folder: str, job_log_dir: epath.Path) -> Callable[[], dict[str,
 
 def check_base(restored: Restored, base: Mapping[str, str], checkpoints: os.PathLike | str) -> None:
   """Raises a CheckpointError if a checkpoint belongs to another base than that of the job."""
-  saved = restored.base or {}
-  if saved.get('sha256') != base['sha256']:
-    raise CheckpointError(
-      f'the checkpoint of step {restored.step} in {checkpoints} has adapters of the base {saved.get("folder")} with '
-      f'the digest {str(saved.get("sha256"))[:12]}, but {base["folder"]} has {base["sha256"][:12]}: give the folder '
-      'that they were trained on, unchanged.'
-    )
+  if said := _another_base(restored.base or {}, base):
+    raise CheckpointError(f'the checkpoint of step {restored.step} in {checkpoints} {said}')
+
+
+def check_base_of_folder(adapter: 'AdapterFolder', folder: str) -> None:
+  """Raises a UserError if a folder of `peft` says that it belongs to another base; all processes call it.
+
+  One without base.json, as `peft` writes them, belongs to any base that it fits.
+  """
+  saved = primary_decides(adapter.base, 'base_of_adapter', limit_s=_LIMIT_S)
+  if saved is not None and (said := _another_base(saved, describe_base(folder))):
+    raise UserError(f'{adapter.path} {said}')
+
+
+def _another_base(saved: Mapping[str, Any], base: Mapping[str, str]) -> str:
+  """Returns the rest of the sentence about adapters that belong to another base than this; '' if they do not."""
+  if saved.get('sha256') == base['sha256']:
+    return ''
+  return (
+    f'has adapters of the base {saved.get("folder")} with the digest {str(saved.get("sha256"))[:12]}, but '
+    f'{base["folder"]} has {base["sha256"][:12]}: give the folder that they were trained on, unchanged.'
+  )
 
 
 _lock = threading.Lock()

@@ -27,6 +27,7 @@ from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path
 from spmd_tasks.layers import ADAPTER_TAG, adapters_of
 from spmd_tasks.learning import FROZEN_TAG, fill_in
+from spmd_tasks.programs.base_digest import check_base_of_folder
 from spmd_tasks.runtime import Part, PartitionedModel, TrainState, Variables, flat_specs, whole_state, with_magnitudes
 from spmd_tasks.sharding import padding
 
@@ -141,7 +142,9 @@ def _zeros(padded: jax.ShapeDtypeStruct) -> jax.Array:
 def _read_adapter(model: PartitionedModel, folder: str, adapter: str) -> Any:
   from spmd_tasks.bridges.huggingface import open_adapter, open_folder
 
-  return open_adapter(adapter).read_weights(model, open_folder(folder))
+  opened = open_adapter(adapter)
+  check_base_of_folder(opened, folder)
+  return opened.read_weights(model, open_folder(folder))
 
 
 def _read(

@@ -99,7 +99,7 @@ def test_what_is_merged_computes_the_same(base, job, logits, tmp_path):
   np.testing.assert_allclose(merged, logits, rtol=0, atol=1e-5 * np.abs(logits).max())
 
 
-def test_adapters_go_into_a_folder_of_peft_and_come_back_bit_by_bit(base, job, logits, tmp_path):
+def test_adapters_go_into_a_folder_of_peft_and_come_back_bit_by_bit(base, job, logits, tmp_path, capsys):
   assert run('export', job, '--format', 'peft', '--out', tmp_path / 'adapter') == 0
   config = json.loads((tmp_path / 'adapter/adapter_config.json').read_text())
   assert (config['r'], config['lora_alpha'], config['peft_type']) == (4, 16.0, 'LORA')
@@ -112,6 +112,11 @@ def test_adapters_go_into_a_folder_of_peft_and_come_back_bit_by_bit(base, job, l
   assert run('eval', job) == 0
   ours, theirs = (binary.column(path / 'eval/valid', 'loss') for path in (tmp_path / 'job', job))
   assert ours[0] == theirs[4]
+  file = tmp_path / 'adapter/base.json'
+  file.write_text(json.dumps(json.loads(file.read_text()) | {'sha256': '1' * 64}))
+  capsys.readouterr()
+  assert run('eval', tmp_path / 'other', *flags) == 2
+  assert f'adapter has adapters of the base {base} with the digest 111111111111, but' in capsys.readouterr().err
 
 
 def test_a_pattern_that_is_in_no_name_is_one_sentence(base, tmp_path, capsys):

@@ -268,6 +268,7 @@ def test_loaded_models_and_decoding_jobs_choose_by_name_too(base, adapters, merg
     ({'x': 'wide'}, r'has model.layers.0.self_attn.q_proj with \[24, 2\] . \[2, 25\]: it is of another model'),
     ({'x': 'infinite'}, "the adapter 'x' in .*infinite has numbers in .* that are not finite"),
     ({'x': 'untrained'}, 'no checkpoint'),
+    ({'x': 'exported'}, r'exported has adapters of the base trained/on with the digest 111111111111, but .* has '),
     ({'x': 'job'}, 'give the folder that they were trained on'),
   ],
 )
@@ -280,6 +281,8 @@ def test_what_cannot_be_served_is_one_sentence(adapters_given, said, base, adapt
     save_file(changed, tmp_path / name / 'adapter_model.safetensors')
   shutil.copytree(adapters['rslora'], tmp_path / 'without tensors')
   (tmp_path / 'without tensors/adapter_model.safetensors').unlink()
+  shutil.copytree(adapters['rslora'], tmp_path / 'exported')
+  (tmp_path / 'exported/base.json').write_text(json.dumps({'folder': 'trained/on', 'sha256': '1' * 64}))
   shutil.copytree(adapters['job'], tmp_path / 'untrained')
   shutil.rmtree(tmp_path / 'untrained/checkpoints')
   shutil.copytree(base, tmp_path / 'other base')

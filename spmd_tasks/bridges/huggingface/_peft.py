@@ -88,6 +88,11 @@ class AdapterFolder:
   path: Path
   config: Mapping[str, Any]
 
+  def base(self) -> dict[str, Any] | None:
+    """Returns the 'folder' and the 'sha256' of the adapter's base as base.json has them; None without that file."""
+    file = self.path / BASE_FILE
+    return read_config(file, 'it was there') if file.exists() else None
+
   @functools.cached_property
   def _tensors(self) -> dict[str, dict[str, LazyArray]]:
     """Module of the family -> 'lora_A', 'lora_B' and with DoRA 'lora_magnitude_vector'."""
