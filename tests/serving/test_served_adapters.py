@@ -60,7 +60,7 @@ def adapters(base, tmp_path_factory):
   directory = tmp_path_factory.mktemp('adapters')
   made = {name: write_adapter(directory / name, base, **settings) for name, settings in KINDS.items()}
   flags = ('--exp', JOB, '--set', f'model={base}', '--num_train_steps', 2, '--set', 'learning_rate=0.3')
-  flags += ('--set', 'task.learner.ema_decay=0.5', '--set', 'task.eval_with_ema=true')
+  flags += ('--set', 'task.learner.ema_decay=0.01', '--set', 'task.eval_with_ema=true')
   assert binary.run_in_process('--mode', 'train', '--job_log_dir', directory / 'job', *flags) == 0
   return made | {'job': directory / 'job'}
 
