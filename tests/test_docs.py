@@ -36,6 +36,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
 GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md'))]
 ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
+# Their code takes longest, and what it shows other tests have too: it runs with --all.
+LONG = {'decoding', 'inputs', 'mixture_of_experts', 'pipelining'}
 KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'python no-run', 'yaml', 'text', 'json'}
 BLOCK_LIMIT_S = 180
 INSTALLED = Path(sys.executable).parent
@@ -143,7 +145,10 @@ def execute(block: Block, directory: Path, environment: Mapping[str, str]) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize('path', GUIDES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+  'path',
+  [pytest.param(path, id=path.stem, marks=pytest.mark.exhaustive if path.stem in LONG else ()) for path in GUIDES],
+)
 def test_the_code_of_the_docs_runs(path, tmp_path, environment):
   if path == README:  # as a user's shell starts it
     environment = environment_with(INSTALLED)

@@ -10,6 +10,7 @@ NOTEBOOK = Path(__file__).parents[1] / 'docs' / 'notebook.ipynb'
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # it compiles all anew; the code of the README and of most guides runs always
 def test_the_notebook_runs(tmp_path, monkeypatch):
   monkeypatch.delenv('JAX_NUM_CPU_DEVICES', raising=False)  # the notebook asks for its devices itself
   monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
