@@ -31,6 +31,9 @@ TWO = 'task.learner.num_microbatches=2'
 # name, experiment, mesh, overrides, overrides of the reference on one device
 CASES = [
   ('two data axes, einsum, never drop', TwoDataAxes, (1, 4, 2), (*EINSUM, *NEVER_DROP), ()),
+  ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
+]
+ONE_BY_ONE = [
   (
     'expert 2 x mdl 4, 2 microbatches, bias balancing',
     ExpertAxis,
@@ -38,9 +41,6 @@ CASES = [
     (*MICROBATCHES, *BIAS, TWO),
     (*MICROBATCHES, *BIAS),
   ),
-  ('data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (), ()),
-]
-ONE_BY_ONE = [
   ('hidden sharding', HiddenSharded, (1, 2, 4, 1), (), ()),
   ('einsum with biases, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (*EINSUM, *BIASES), (*EINSUM, *BIASES)),
   ('gather with biases, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (*GATHER, *BIASES), (*EINSUM, *BIASES)),
