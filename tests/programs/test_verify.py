@@ -15,7 +15,7 @@ from tests.model_folders import write_llama
 
 TINY = [name for name, _ in registry.list_experiments() if 'Tiny' in name or 'Uneven' in name]
 FEW = {
-  'lm.UnevenTiny': 'checkpoint',
+  'lm.UnevenTiny': 'checkpoint,remat',
   'synthetic.Tiny': 'mesh,microbatches',
   'moe.UnevenExperts': 'eval',
   'pipeline.MoeTiny': 'remat',
@@ -60,7 +60,7 @@ def test_every_claim_about_a_users_own_experiment(capsys, forked_jobs, tmp_path)
 
 
 # The claims 'eval', 'mesh' and 'microbatches' are also verified of the user's own experiment above.
-EXHAUSTIVE = {'moe.UnevenExperts', 'synthetic.Tiny'}
+EXHAUSTIVE = {'moe.UnevenExperts', 'synthetic.Tiny', 'pipeline.MoeTiny'}
 
 
 @pytest.mark.parametrize(
