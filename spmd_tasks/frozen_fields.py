@@ -78,6 +78,10 @@ class FrozenFields:
     for name in annotations:
       if name in cls._methods:
         raise UserError(f'{cls.__qualname__}.{name} is a method of Experiment: define it with `def {name}(self)`.')
+      if name not in vars(cls) and isinstance(getattr(cls, name, None), property):  # which a dataclass would default to
+        raise UserError(
+          f'{cls.__qualname__}.{name} is a property of a base, so that the field needs a default: `{name}: ... = ...`.'
+        )
     for name, value in list(vars(cls).items()):
       if name in inherited:
         if isinstance(value, (types.FunctionType, property, functools.cached_property, classmethod, staticmethod)):

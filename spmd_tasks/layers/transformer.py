@@ -68,6 +68,8 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     offload_dst='pinned_host',
   ),
 }
+# The policies that keep the pre-activations of feed-forward networks, PRE_ACTIVATIONS_NAME.
+_KEEPING_PRE_ACTIVATIONS = ('none', 'attention_and_ffn')
 
 
 def remat_policy(name: str) -> Callable[..., Any] | None:
@@ -83,7 +85,7 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
 
 def remat_scope(name: str) -> AbstractContextManager[None]:
   """Context in which a layer with this remat policy is called, so that its sublayers know what is kept of them."""
-  return keeping_pre_activations(name in ('none', 'attention_and_ffn'))
+  return keeping_pre_activations(name in _KEEPING_PRE_ACTIVATIONS)
 
 
 class TransformerBlock(WithSublayers, kw_only=True):

@@ -36,15 +36,7 @@ _TPU_OPTIONS = {
 # A v6e does four times the FLOPs of a v5e with twice the bandwidth, so its products need large tiles in vector memory,
 # of which it has 128 MiB; MaxText's figure. With it the compiler estimates a product of [8192, 8192] and [8192, 28672]
 # at 90% of peak instead of 71%.
-#
-# Sums of gradients that are scattered over a part of the chips, as beside a `replica` axis, run beside products too.
-_OPTIONS_BY_KIND = {
-  'TPU v6 lite': {
-    'xla_tpu_scoped_vmem_limit_kib': '98304',
-    'xla_enable_async_reduce_scatter_fusion': 'true',
-    'xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter': 'true',
-  }
-}
+_OPTIONS_BY_KIND = {'TPU v6 lite': {'xla_tpu_scoped_vmem_limit_kib': '98304'}}
 
 
 def compiler_options(device: jax.Device | None) -> dict[str, str] | None:
