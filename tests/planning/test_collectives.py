@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.planning._replica_groups import replica_groups, source_target_pairs, varying_axes
 from spmd_tasks.planning.collectives import collectives
 from spmd_tasks.planning.scheduled_program import read_program
@@ -101,11 +102,46 @@ def test_context_parallelism_with_a_ring():
       {'replica_groups': "mesh['a'=2,'b'=4]", 'device_ids': "(0,2,4,6,1,3,5,7) {'b'}"},
       [[0, 2, 4, 6], [1, 3, 5, 7]],
     ),
+    # A mesh whose devices are an iota array: arange(8).reshape(2, 4).T is [[0, 4], [1, 5], [2, 6], [3, 7]].
+    (
+      {'replica_groups': "mesh['a'=1,'b'=4,'c'=2]", 'device_ids': "([2,4]T(1,0)) {'b'}"},
+      [[0, 1, 2, 3], [4, 5, 6, 7]],
+    ),
+    (
+      {'replica_groups': "mesh['a'=1,'b'=4,'c'=2]", 'device_ids': "([2,4]T(1,0)) {'c'}"},
+      [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ),
+    (
+      {'replica_groups': "mesh['a'=4,'b'=2]", 'device_ids': "([2,2,2]T(1,2,0)) {'a':(2)2,'b'}"},
+      [[0, 1, 4, 5], [2, 3, 6, 7]],
+    ),
+    ({'replica_groups': "mesh['a'=4,'b'=2] {}"}, [[0], [1], [2], [3], [4], [5], [6], [7]]),
+    ({'replica_groups': "mesh['a'=8] {'a':(1)2,'a':(4)2}"}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ({'replica_groups': "mesh['a.b'=2,'<c> d'=4] {'<c> d'}"}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ({'replica_groups': 'mesh[a=2,b=4] {a}'}, [[0, 4], [1, 5], [2, 6], [3, 7]]),  # as XLA wrote names until 2026
   ],
 )
 def test_replica_groups(attributes, groups):
   found = replica_groups(attributes, 8)
   assert sorted(sorted(group.tolist()) for group in found) == groups
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    "mesh['a'=2,'b'=4], devices=[8] {'b'}",
+    "mesh['a'=2,'b'=4], device_ids=([2,5]T(1,0)) {'b'}",
+    "mesh['a'=2,'b'=4] {'c'}",
+    "mesh['a'=2,'b'=4] {'b':(3)2}",
+    "mesh['a'=2;'b'=4] {'b'}",
+    '@mesh<a=2,b=4> {b}',
+    '[2,4]<=[4,3]',
+    'all',
+  ],
+)
+def test_groups_in_another_notation_are_an_error_and_not_one_group_of_all(text):
+  with pytest.raises(UserError, match='cannot be read'):
+    replica_groups({'replica_groups': text}, 8)
 
 
 def test_pairs_that_stay_on_their_device_send_nothing():
