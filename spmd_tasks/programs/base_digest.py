@@ -9,8 +9,9 @@ Hashing reads the whole folder, as long as reading the weights takes. So the tra
 directory, with the size, the times and the inode of each file; as long as all of these are the same, the files are not
 hashed again.
 
-A base of a terabyte on slow storage may still be hashed when the job first saves. No process then enters the save,
-whose barriers have limits, before all know the digest: process 0 tells the others every half minute how far it is.
+A base of a terabyte on slow storage may still be hashed when the job first saves, or when it restores. No process then
+goes on to where barriers have limits before all know the digest: process 0 tells the others every half minute how far
+it is.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,12 +53,13 @@ _FileStates = list[list[Any]]
 def describe_base(folder: str, job_log_dir: epath.Path | None = None) -> dict[str, str]:
   """Returns what a checkpoint of trained weights says about the folder with the others; all processes call it.
 
+  All wait together, and log every half minute how far process 0 is with hashing.
+
   Args:
     folder: in Hugging Face's format.
     job_log_dir: a job's directory, in which its training program may have kept the digest.
   """
-  digest = primary_decides(lambda: folder_digest(folder, job_log_dir), 'folder_digest', limit_s=_LIMIT_S)
-  return {'folder': folder, 'sha256': digest}
+  return _StartedDigest(folder, _begin(folder, job_log_dir, keep=False), contextlib.nullcontext)()
 
 
 def folder_digest(folder: str, job_log_dir: epath.Path | None = None) -> str:
@@ -83,7 +85,7 @@ def start_digest(
   Returns:
     A function that waits for the digest and returns what `describe_base` does; all processes call it.
   """
-  return _StartedDigest(folder, _digest(folder, job_log_dir, keep=True) if is_primary() else None, allow)
+  return _StartedDigest(folder, _begin(folder, job_log_dir, keep=True), allow)
 
 
 def check_base(restored: Restored, base: Mapping[str, str], checkpoints: os.PathLike | str) -> None:
@@ -141,7 +143,7 @@ class _StartedDigest:
         state = primary_decides(self._look, 'base_digest', limit_s=_LIMIT_S)
       self._sha256 = state.get('sha256')
       if self._sha256 is None:
-        logging.warning('The checkpoint waits for the hash of its base %s: %s.', self._folder, state['progress'])
+        logging.warning('The job waits for the hash of its base %s: %s.', self._folder, state['progress'])
     return {'folder': self._folder, 'sha256': self._sha256}
 
   def _look(self) -> dict[str, str]:
@@ -155,6 +157,18 @@ class _StartedDigest:
     elif now - self._counted_at > _STALLED_S:
       raise UserError(f'nothing of {self._folder} was read for {_STALLED_S:.0f} s: look whether its storage hangs.')
     return {'progress': f'{count / 1e9:.1f} of {self._hashing.total / 1e9:.1f} GB'}
+
+
+def _begin(folder: str, job_log_dir: epath.Path | None, *, keep: bool) -> _Hashing | None:
+  """Begins to hash on process 0. An error there is that of the digest, for all processes, which wait for it."""
+  if not is_primary():
+    return None
+  try:
+    return _digest(folder, job_log_dir, keep=keep)
+  except Exception as error:
+    failed: Future[str] = Future()
+    failed.set_exception(error)
+    return _Hashing(digest=failed)
 
 
 _lock = threading.Lock()

@@ -5,7 +5,7 @@ for weights, step in checkpoints_to_use(model, checkpointer, watch=True, ...):  
   ...
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import time
 from typing import Any
 
@@ -48,11 +48,17 @@ def restore_or_init(
   job: Job,
   iterator: InputIterator,
   copies: PeerCopies | None = None,
+  base: Callable[[], Mapping[str, str]] | None = None,
 ) -> tuple[TrainState, int, str]:
   """Returns the state that a training job starts from, and moves `iterator` to the position that belongs to it.
 
   The job's own newest checkpoint comes first, or the copies in memory where they are as new. Without both, the job
   starts at step 0 with the weights that the experiment's `init_from` names, or with newly drawn weights.
+
+  Args:
+    model, checkpointer, job, iterator: of the job.
+    copies: in memory, where the job makes them.
+    base: waits for the digest of the job's base, as `start_digest` does; None: it is computed here if it is needed.
 
   Returns:
     (padded state, its step, a phrase that says where the state is from).
@@ -94,9 +100,10 @@ def restore_or_init(
   iterator.set_state(input_state)
   logging.info('Restored step %d from %d process(es).', restored.step, len(positions))
   state = model.from_canonical(restored.state, part)
-  if (base := base_folder(model, experiment)) is not None:
-    check_base(restored, describe_base(base, checkpointer.path.parent), checkpointer.path)
-    state = state.replace(weights=fill_in(state.weights, frozen_from_folder(model, base)))
+  if (folder := base_folder(model, experiment)) is not None:
+    digest = describe_base(folder, checkpointer.path.parent) if base is None else base()
+    check_base(restored, digest, checkpointer.path)
+    state = state.replace(weights=fill_in(state.weights, frozen_from_folder(model, folder)))
   return state, restored.step, f'resuming after step {restored.step}'
 
 

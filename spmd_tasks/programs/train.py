@@ -102,8 +102,9 @@ def train(
     base = base_folder(model, experiment)
     part = saved_part(model, experiment)
     allow_digest = functools.partial(watchdog.allow, 'base_digest', experiment.first_step_timeout_s)
+    digest = None if base is None else start_digest(base, job_log_dir, allow=allow_digest)
     checkpointer = saved.open_checkpoints(
-      base=None if base is None else start_digest(base, job_log_dir, allow=allow_digest),
+      base=digest,
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
       keep_every_hours=experiment.checkpoint_keep_every_hours,
@@ -116,7 +117,7 @@ def train(
     if experiment.origin() is None and newest_step(checkpointer) < 0:
       model.train_step.start_compiling()  # while the new state is drawn
     with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
-      state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies)
+      state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies, digest)
     if is_primary():  # now that the checkpoint has not refused the job
       with storage_errors(job_log_dir):
         write_durably(job_log_dir / CONFIG_FILE, config_json)

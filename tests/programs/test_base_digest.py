@@ -136,7 +136,46 @@ def test_a_save_waits_for_a_slow_hash_and_says_how_far_it_is(folder, job, hashed
     assert base() == base() == base_digest.describe_base(str(folder))
   lines = [line.message for line in caplog.records if 'waits for the hash' in line.message]
   assert len(lines) == len(allowed) - 1 >= 2  # a second save knows the digest
-  assert lines[0] == f'The checkpoint waits for the hash of its base {folder}: 0.0 of 0.0 GB.'
+  assert lines[0] == f'The job waits for the hash of its base {folder}: 0.0 of 0.0 GB.'
+
+
+def test_a_restore_waits_for_a_slow_hash_in_the_same_rounds(folder, job, hashed, monkeypatch, caplog):
+  own, num_rounds, is_read = base_digest._CountedFile.readinto, [], threading.Event()
+
+  def slow(file, buffer):
+    is_read.wait(30)
+    return own(file, buffer)
+
+  def decide(look, name, *, limit_s):
+    num_rounds.append(name)
+    if len(num_rounds) == 3:
+      is_read.set()
+    return look()
+
+  monkeypatch.setattr(base_digest._CountedFile, 'readinto', slow)
+  monkeypatch.setattr(base_digest, '_ROUND_S', 0.1)
+  monkeypatch.setattr(base_digest, 'primary_decides', decide)
+  with caplog.at_level(logging.INFO, logger='absl'):
+    described, _ = hashed(base_digest.describe_base, str(folder), job)
+  assert described == {'folder': str(folder), 'sha256': base_digest.folder_digest(str(folder))}
+  assert len([line for line in caplog.records if 'waits for the hash' in line.message]) == len(num_rounds) - 1 >= 2
+
+
+@pytest.mark.parametrize('begin', ['restore', 'start'])
+def test_an_error_of_process_0_is_raised_where_all_processes_wait(begin, folder, job, hashed, monkeypatch):
+  """They would wait for process 0 without end if it raised before."""
+  (folder / 'model-2.safetensors').unlink()
+  (folder / 'model-2.safetensors').symlink_to(folder / 'gone')
+  decided = []
+
+  def decide(look, name, *, limit_s):
+    decided.append(name)
+    return look()
+
+  monkeypatch.setattr(base_digest, 'primary_decides', decide)
+  with pytest.raises(FileNotFoundError, match='model-2'):
+    hashed(base_digest.describe_base if begin == 'restore' else start, folder, job)
+  assert decided == ['base_digest']
 
 
 def test_a_hash_that_hangs_is_an_error(folder, job, hashed, monkeypatch):

@@ -115,11 +115,16 @@ def expected(merged):
   return found
 
 
+# Float32: a mesh adds in another order, and after two layers a few of the log probabilities, around -7, differ by 20 to
+# 30 units in the last place.
+SAME = {'rtol': 5e-6, 'atol': 1e-5}
+
+
 def check(completion, theirs):
   assert completion.ids == theirs.ids
-  np.testing.assert_allclose(completion.logprobs, theirs.logprobs, rtol=1e-6, atol=1e-5)
+  np.testing.assert_allclose(completion.logprobs, theirs.logprobs, **SAME)
   if theirs.prompt_logprobs is not None:
-    np.testing.assert_allclose(completion.prompt_logprobs, theirs.prompt_logprobs, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(completion.prompt_logprobs, theirs.prompt_logprobs, **SAME)
 
 
 def check_all(together, expected):
@@ -134,7 +139,7 @@ def check_all(together, expected):
   for number, name in enumerate(names):
     scores = dict(score_texts(together.steps, together.variables, texts(), num_rows=2, adapter=number))
     for text, score in scores.items():
-      np.testing.assert_allclose(score.logprobs, expected[name][1][text].logprobs, rtol=1e-6, atol=1e-5)
+      np.testing.assert_allclose(score.logprobs, expected[name][1][text].logprobs, **SAME)
 
 
 def test_a_mixed_batch_on_eight_devices_answers_as_each_model_alone(on_eight, expected):
