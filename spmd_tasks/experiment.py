@@ -20,6 +20,8 @@ Subclass again and override to vary. Experiments are frozen: fields hold what va
 import abc
 from collections.abc import Mapping
 import dataclasses
+import functools
+import math
 import re
 import types
 from typing import Any, ClassVar
@@ -28,9 +30,11 @@ from flax.core import FrozenDict
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd_tasks.decoding import ChatTemplate, PromptSource
+from spmd_tasks.distributed import gather
 from spmd_tasks.errors import UserError
 from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import Input, Tokenizer, tokenizer_of
+from spmd_tasks.layers.moe import agree_on_grouped_matmul_backend
 from spmd_tasks.runtime import PartitionedModel, Task, TrainState, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
@@ -288,6 +292,8 @@ def check_vocabulary(job: Job) -> None:
 def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> PartitionedModel:
   """Partitions the job's task over a mesh, with the experiment's axis rules and the training input's element spec.
 
+  All processes of the mesh call it: on GPUs they agree here on the kernel of the experts.
+
   Args:
     job: the built experiment.
     mesh: None makes the experiment's mesh of all devices. `experiment.mesh_spec().build_abstract()` gives a model that
@@ -297,10 +303,16 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
     UserError: the mesh does not fit the devices, or the task or its input do not fit the mesh.
   """
   experiment = job.experiment
-  return partition_spmd_model(
+  mesh = experiment.mesh_spec().build() if mesh is None else mesh
+  model = partition_spmd_model(
     job.task,
-    experiment.mesh_spec().build() if mesh is None else mesh,
+    mesh,
     job.train_input.element_spec(),
     axis_rules=experiment.axis_rules,
     inputs_split_mapping=experiment.inputs_split_mapping,
   )
+  if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'gpu' and mesh.is_multi_process:
+    limit_s = math.ceil(experiment.first_step_timeout_s)
+    agree = functools.partial(gather, name='grouped_matmul_backend', limit_s=limit_s)
+    agree_on_grouped_matmul_backend('gpu', agree)
+  return model

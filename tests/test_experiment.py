@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import pickle
 import re
+from types import SimpleNamespace
 from typing import ClassVar
 
 from flax.core import FrozenDict
 import pytest
 
+from spmd_tasks import experiment
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES, MESH_FIELDS, Experiment, Job
 from spmd_tasks.sharding import DataExpertModelMesh, MeshAxes, MeshSpec, data_expert_model_axes
 
@@ -303,3 +305,32 @@ def test_a_job_cannot_be_changed():
   assert dict(job.eval_inputs) == {'dev': 3}
   with pytest.raises(TypeError):
     job.eval_inputs['more'] = 4
+
+
+def test_processes_with_gpus_agree_on_the_kernel_of_the_experts_when_a_job_is_partitioned(monkeypatch):
+  """Here the first of two; the model that is partitioned has chosen its backend while it was traced."""
+
+  class MeshOfGpus(SimpleNamespace):
+    pass
+
+  gathered, agreed = [], []
+  mesh = MeshOfGpus(devices=SimpleNamespace(flat=[SimpleNamespace(platform='gpu')]), is_multi_process=True)
+  monkeypatch.setattr(experiment, 'Mesh', MeshOfGpus)
+  monkeypatch.setattr(experiment, 'partition_spmd_model', lambda *arguments, **settings: 'model')
+  monkeypatch.setattr(
+    experiment, 'gather', lambda value, name, limit_s: gathered.append((value, name)) or [value, 'loop']
+  )
+  monkeypatch.setattr(
+    experiment, 'agree_on_grouped_matmul_backend', lambda platform, gather: agreed.append((platform, gather('triton')))
+  )
+  job = SimpleNamespace(
+    task=None,
+    train_input=SimpleNamespace(element_spec=dict),
+    experiment=SimpleNamespace(axis_rules=(), inputs_split_mapping=None, first_step_timeout_s=60.0),
+  )
+  assert experiment.partition_job(job, mesh) == 'model'
+  assert gathered == [('triton', 'grouped_matmul_backend')]
+  assert agreed == [('gpu', ['triton', 'loop'])]
+  mesh.is_multi_process = False
+  experiment.partition_job(job, mesh)
+  assert len(agreed) == 1

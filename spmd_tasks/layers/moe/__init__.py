@@ -36,6 +36,7 @@ from spmd_tasks.layers.moe._dropless import DISPATCHES, Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights, grouped_ffn
 from spmd_tasks.layers.moe._grouped_matmul import (
   GROUPED_MATMUL_BACKENDS,
+  agree_on_grouped_matmul_backend,
   best_grouped_matmul_backend,
   grouped_matmul,
   override_grouped_matmul_backend,
@@ -70,6 +71,7 @@ __all__ = [
   'Slots',
   'TopKRouter',
   'UniformRouter',
+  'agree_on_grouped_matmul_backend',
   'best_grouped_matmul_backend',
   'grouped_ffn',
   'grouped_matmul',

@@ -10,14 +10,14 @@ The backends share one signature, `backend(rows, weights, group_sizes)`:
   'triton'      our Pallas kernels (_triton_backend.py); for GPU.
   'ragged_dot'  `jax.lax.ragged_dot`; always available, but multiplies every row by every matrix on CPU and GPU.
 
-`best_grouped_matmul_backend` picks one per platform.
+`best_grouped_matmul_backend` picks one per platform; on GPUs by a trial, and `agree_on_grouped_matmul_backend` lets the
+processes of a job agree on what all of them can use.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 import concurrent.futures
 import contextlib
 import contextvars
-import functools
 import importlib.util
 import sys
 import types
@@ -147,9 +147,40 @@ def resolve_backend(backend: str | None) -> str:
   return backend
 
 
-@functools.cache
+_chosen: dict[str, str] = {}  # platform -> backend
+_BEST_FIRST_ON_GPU = ('tokamax', 'triton', 'loop')
+
+
 def best_grouped_matmul_backend(platform: str) -> str:
   """Returns the name of the best backend for a platform ('cpu', 'gpu', 'tpu'), decided and logged once per process."""
+  if platform not in _chosen:
+    _chosen[platform] = _choose(platform)
+  return _chosen[platform]
+
+
+def agree_on_grouped_matmul_backend(platform: str, gather: Callable[[str | None], list[str | None]]):
+  """Makes the processes of a job use one backend, the best that works on all of them; all call it.
+
+  Hosts on which the trials of `best_grouped_matmul_backend` end differently would compile different programs, and wait
+  for one another without end. Call it once the model has been traced, before a step is compiled.
+
+  Args:
+    platform: of the mesh.
+    gather: returns the values that all processes gave it, by their index.
+  """
+  votes = gather(_chosen.get(platform))
+  names = {vote for vote in votes if vote is not None}
+  if len(names) > 1:
+    _chosen[platform] = agreed = max(names, key=_BEST_FIRST_ON_GPU.index)
+    logging.warning(
+      'The experts compute grouped matmuls by %r on all processes, because processes %s can use nothing better: make '
+      'their GPUs, drivers and packages like those of the others.',
+      agreed,
+      [index for index, vote in enumerate(votes) if vote == agreed],
+    )
+
+
+def _choose(platform: str) -> str:
   if platform == 'cpu':
     name, reason = 'loop', 'the platform is CPU'
   elif platform == 'tpu':

@@ -13,7 +13,12 @@ from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import _grouped_matmul, best_grouped_matmul_backend, grouped_matmul
+from spmd_tasks.layers.moe import (
+  _grouped_matmul,
+  agree_on_grouped_matmul_backend,
+  best_grouped_matmul_backend,
+  grouped_matmul,
+)
 from spmd_tasks.planning import has_compiler, parse_target
 from spmd_tasks.sharding import MeshSpec, sharding_scope
 
@@ -154,11 +159,8 @@ def test_the_best_backend_is_found_and_logged_once(monkeypatch, platform, failur
   messages = []
   monkeypatch.setattr(_grouped_matmul, '_why_tokamax_fails', lambda: failure)
   monkeypatch.setattr(_grouped_matmul.logging, 'info', lambda message, *args: messages.append(message % args))
-  best_grouped_matmul_backend.cache_clear()
-  try:
-    assert [best_grouped_matmul_backend(platform), best_grouped_matmul_backend(platform)] == [expected] * 2
-  finally:
-    best_grouped_matmul_backend.cache_clear()  # what another test asks for must not be ours
+  monkeypatch.setattr(_grouped_matmul, '_chosen', {})
+  assert [best_grouped_matmul_backend(platform), best_grouped_matmul_backend(platform)] == [expected] * 2
   (message,) = messages
   assert repr(expected) in message
   assert platform == 'tpu' or failure in message
@@ -173,11 +175,28 @@ def test_without_a_kernel_a_gpu_multiplies_by_the_loop(monkeypatch):
   monkeypatch.setattr(_grouped_matmul, '_why_tokamax_fails', lambda: 'not installed')
   monkeypatch.setattr(_grouped_matmul.jax, 'default_backend', lambda: 'gpu')
   monkeypatch.setattr(_grouped_matmul, 'multiply_by_triton', lambda rows, weights, sizes: rows @ weights[0])
-  best_grouped_matmul_backend.cache_clear()
-  try:
-    assert best_grouped_matmul_backend('gpu') == 'loop'  # the trial finds wrong numbers
-  finally:
-    best_grouped_matmul_backend.cache_clear()
+  monkeypatch.setattr(_grouped_matmul, '_chosen', {})
+  assert best_grouped_matmul_backend('gpu') == 'loop'  # the trial finds wrong numbers
+
+
+@pytest.mark.parametrize(
+  'others, agreed, worse',
+  [
+    (['triton', 'triton'], 'triton', None),
+    (['tokamax', 'triton'], 'triton', [0, 2]),
+    (['loop', 'tokamax'], 'loop', [1]),
+    ([None, 'triton'], 'triton', None),
+  ],
+)
+def test_processes_whose_trials_end_differently_agree_on_what_works_on_all(monkeypatch, others, agreed, worse):
+  warnings = []
+  monkeypatch.setattr(_grouped_matmul, '_chosen', {'gpu': 'triton'})
+  monkeypatch.setattr(_grouped_matmul.logging, 'warning', lambda message, *args: warnings.append(message % args))
+  agree_on_grouped_matmul_backend('gpu', lambda own: [own, *others])
+  assert best_grouped_matmul_backend('gpu') == agreed
+  assert [f'processes {worse} can use nothing better' in warning for warning in warnings] == [True] * (
+    worse is not None
+  )
 
 
 def test_triton_is_refused_on_a_tpu(monkeypatch):
