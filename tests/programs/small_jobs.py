@@ -70,11 +70,13 @@ class FaultyText:
     spikes: position in the resulting sequence -> the loss weight of every token of the broken batch there, as text,
       because JSON has no nan; or `ids=-1`, `labels=-1`: this token stands once in the batch.
     seconds_per_batch: how long each batch takes.
+    pauses: position in the resulting sequence -> how many seconds more the batch there takes.
   """
 
   text: SyntheticText
   spikes: Mapping[str, str] = dataclasses.field(default_factory=dict)
   seconds_per_batch: float = 0.0
+  pauses: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def batch_size(self) -> int:
@@ -103,7 +105,7 @@ class FaultyIterator:
     return self
 
   def __next__(self) -> dict[str, np.ndarray]:
-    time.sleep(self._settings.seconds_per_batch)
+    time.sleep(self._settings.seconds_per_batch + self._settings.pauses.get(str(self._position), 0.0))
     position, self._position = str(self._position), self._position + 1
     before = self._text.get_state()
     batch = next(self._text)

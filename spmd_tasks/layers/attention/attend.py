@@ -60,6 +60,10 @@ def attend(
 ) -> jax.Array:
   """Computes the attention of all tokens of a batch to one another: [B, T, H, V].
 
+  Every implementation has a gradient of its own, so that JAX refuses `jax.jvp` and `jax.linearize` of it. Second
+  derivatives work without a kernel ('xla', 'blockwise'): `jax.jvp` of a gradient gives products with the Hessian. A
+  forward-mode derivative is two reverse passes: after `y, vjp = jax.vjp(f, x)`, `jax.vjp(vjp, y)[1]((dx,))`.
+
   Args:
     query, key, value: [B, T, H, K], [B, T, G, K] and [B, T, G, V].
     segment_ids: int32 [B, T], the document of each token; None: one document per row.
