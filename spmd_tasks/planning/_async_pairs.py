@@ -6,7 +6,7 @@ Compilers write an asynchronous collective in four ways:
     async-start, async-done                       the same around a computation that holds the collective
     fusion ... fusion ... fusion (TPU)            the first holds the collective and `AsyncCollectiveStart`, the last
                                                   `AsyncCollectiveDone`; those in between compute and move data on;
-                                                  all of them repeat the collective, with its channel_id
+                                                  all of them repeat the collective, with its chain_id and channel_id
     send, recv, send-done, recv-done (TPU)        between slices: the host's runtime does what the attribute
                                                   `_xla_megascale_transfer_type` says; the program waits at recv-done
 
@@ -68,7 +68,7 @@ def scheduled_collectives(program: ScheduledProgram) -> Iterator[ScheduledCollec
 
 
 def _of_computation(program: ScheduledProgram, computation: Computation, count: float) -> Iterator[ScheduledCollective]:
-  started: set[str] = set()
+  started: set[tuple[str, str, str]] = set()
   for start in computation.instructions:
     found = _collectives_in(program, computation, start)
     is_fused = start.opcode == 'fusion' and bool(found)
@@ -76,13 +76,13 @@ def _of_computation(program: ScheduledProgram, computation: Computation, count: 
     if 'AsyncCollectiveDone' in targets:
       continue
     for holder, instruction in found:
-      channel = instruction.attributes.get('channel_id', instruction.name)
-      if is_fused and 'AsyncCollectiveStart' not in targets and channel in started:
+      identity = _identity(instruction)
+      if is_fused and 'AsyncCollectiveStart' not in targets and identity in started:
         continue  # a fusion that moves the data of a collective on
       end = None
       if 'AsyncCollectiveStart' in targets:
-        started.add(channel)
-        end = _end_of_fused(program, computation, start, channel)
+        started.add(identity)
+        end = _end_of_fused(program, computation, start, identity)
       elif start.opcode.endswith('-start'):
         end = _end_of_pair(computation, start)
       elif start.opcode == 'send':
@@ -127,6 +127,12 @@ def _targets(program: ScheduledProgram, fusion: Instruction) -> frozenset[str]:
   return frozenset(each.custom_call_target for each in instructions if each.opcode == 'custom-call')
 
 
+def _identity(instruction: Instruction) -> tuple[str, str, str]:
+  """Returns what the fusions of one collective have in common; those that JAX writes out all have channel 1."""
+  channel = instruction.attributes.get('channel_id', instruction.name)
+  return instruction.opcode, quoted(instruction.tail, 'chain_id'), channel
+
+
 def _kind(instruction: Instruction, start: Instruction) -> str:
   if kind := between_slices(instruction):
     return kind if kind.replace('_', '-') in _KINDS else 'collective_permute'
@@ -141,13 +147,13 @@ def _order(computation: Computation) -> dict[str, int]:
 
 
 def _end_of_fused(
-  program: ScheduledProgram, computation: Computation, start: Instruction, channel: str
+  program: ScheduledProgram, computation: Computation, start: Instruction, identity: tuple[str, str, str]
 ) -> Instruction | None:
-  """Returns the fusion after `start` that waits for the collective with this channel."""
+  """Returns the fusion after `start` that waits for the same collective."""
   for each in computation.instructions[_order(computation)[start.name] + 1 :]:
     if each.opcode == 'fusion' and 'AsyncCollectiveDone' in _targets(program, each):
       found = _collectives_in(program, computation, each)
-      if any(instruction.attributes.get('channel_id') == channel for _, instruction in found):
+      if any(_identity(instruction) == identity for _, instruction in found):
         return each
   return None
 

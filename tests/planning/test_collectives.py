@@ -231,3 +231,23 @@ def test_every_form_of_a_collective_counts_once():
     ('send', 'recv-done'),
   ]
   assert {each.network for each in collectives(read_program(FORMS), mesh_of({'data': 2, 'mdl': 4}))} == {'ici'}
+
+
+def test_collectives_that_share_a_channel_count_each():
+  """JAX gives all collectives of a `shard_map` channel 1."""
+  overlapping = """\
+  %begun.2 = (f32[8]{0}, f32[64]{0}) fusion(%b), kind=kCustom, calls=%begin.2
+  %ars.2 = f32[8]{0} fusion(%work), kind=kCustom, calls=%scatter
+  %finished.2 = f32[64]{0} fusion(%begun.2), kind=kCustom, calls=%finish.2
+  %finished ="""
+  text = FORMS.replace('channel_id=2', 'channel_id=1')
+  text = text.replace('channel_id=3,', 'channel_id=1, frontend_attributes={chain_id="0"},')
+  first, rest = text.split('%wrapped')[0], text[text.index('%begin') : text.index('ENTRY')]
+  others = rest.replace('"0"', '"1"').replace('%begin', '%begin.2').replace('%finish', '%finish.2')
+  text = text.replace(first, first + others).replace('  %finished =', overlapping)
+  found = collectives(read_program(text), mesh_of({'data': 2, 'mdl': 4}))
+  assert [(each.kind, each.start, each.end) for each in found][2:5] == [
+    ('all_gather', 'begun', 'finished'),
+    ('all_gather', 'begun.2', 'finished.2'),
+    ('reduce_scatter', 'ars.2', None),
+  ]
