@@ -13,6 +13,30 @@ _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
 _FDL = '--fdl.'
 PLAN_FLAGS = ('target', 'plan_out', 'plan_steps', 'plan_search', 'plan_trials')
 SERVE_FLAGS = ('host', 'port', 'api_key_file', 'max_queued', 'max_connections', 'drain_s')
+# The modes that read a flag. Every mode reads the flags that are not listed here.
+_MODES_OF_FLAG = {
+  'begin_anew': ('train',),
+  'watch': ('eval',),
+  'checkpoint_step': ('eval', 'decode_once', 'serve', 'export'),
+  'decode_input': ('decode', 'decode_once'),
+  'decode_output': ('decode_once',),
+  'export_to': ('export',),
+  'format': ('export',),
+  'num_examples': ('preview',),
+  'claims': ('verify',),
+  'cases': ('verify',),
+  'accept_config_changes': ('train', 'eval', 'decode', 'decode_once', 'serve', 'export'),
+  **dict.fromkeys(SERVE_FLAGS, ('serve',)),
+  **dict.fromkeys(PLAN_FLAGS, ('plan',)),
+}
+# What to do instead, by mode and flag; everywhere else: leave the flag out.
+_REMEDIES = {
+  ('train', 'checkpoint_step'): 'training continues from the newest checkpoint. To go back to an earlier one, move the '
+  'later ones out of <job_log_dir>/checkpoints',
+  ('decode', 'checkpoint_step'): '--mode decode follows every new checkpoint; take --mode decode_once',
+  ('decode', 'watch'): '--mode decode follows every new checkpoint without it',
+  ('decode', 'decode_output'): 'outputs of --mode decode go to <job_log_dir>/decode',
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -156,52 +180,29 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_flags_of_mode(args: argparse.Namespace) -> None:
-  """Raises a UserError if a flag is given that the mode does not take."""
-  if args.mode == 'train' and (args.checkpoint_step is not None or args.watch):
-    raise UserError(
-      '--checkpoint_step and --watch are for --mode eval; training continues from the newest checkpoint. To go back to '
-      'an earlier one, move the later ones out of <job_log_dir>/checkpoints.'
-    )
-  if args.mode != 'train' and args.begin_anew:
-    raise UserError('--begin_anew is for --mode train: leave it out.')
-  if args.mode in ('decode', 'decode_once', 'serve') and args.watch:
-    raise UserError(
-      '--watch is for --mode eval: --mode decode follows every new checkpoint, decode_once and serve take one.'
-    )
-  if (args.mode == 'export') != (args.export_to is not None):
-    raise UserError('--mode export and --out DIR belong together: give both, or neither.')
-  if args.mode != 'export' and args.format is not None:
-    raise UserError('--format is for --mode export: leave it out.')
-  given = [name for name in SERVE_FLAGS if getattr(args, name) is not None]
-  if args.mode != 'serve' and given:
-    raise UserError(f'--{given[0]} is for --mode serve: leave it out.')
-  given = [name for name in PLAN_FLAGS if getattr(args, name) not in (None, False)]
-  if args.mode != 'plan' and given:
-    raise UserError(f'--{given[0]} is for --mode plan: leave it out.')
+  """Raises a UserError if a flag is given that the mode does not read, or flags do not go together."""
+  for name, modes in _MODES_OF_FLAG.items():
+    value = getattr(args, name)
+    if value is not None and value is not False and args.mode not in modes:
+      flag = '--out' if name == 'export_to' else f'--{name}'
+      remedy = _REMEDIES.get((args.mode, name), 'leave it out')
+      raise UserError(f'{flag} is for --mode {", ".join(modes)}: {remedy}.')
+  if args.translate_output is not None:
+    raise UserError('--translate_output is for --translate NAME: give both, or leave it out.')
+  if args.mode == 'export' and args.export_to is None:
+    raise UserError('--mode export needs --out DIR, the folder to write.')
   if (args.plan_trials or 0) < 0 or (args.plan_search and args.plan_trials == 0):
     raise UserError(f'--plan_trials {args.plan_trials} must be at least 1; without --plan_search 0 means none.')
   if args.mode == 'plan' and args.num_fake_devices is not None:
     raise UserError(
       f'--num_fake_devices is for running; --mode plan compiles only: give --target cpu:{args.num_fake_devices}.'
     )
-  if args.mode == 'decode' and args.checkpoint_step is not None:
-    raise UserError(
-      f'--mode decode follows every new checkpoint, but --checkpoint_step {args.checkpoint_step} names one: take '
-      '--mode decode_once.'
-    )
-  if args.mode != 'verify' and (args.claims is not None or args.cases is not None):
-    raise UserError('--claims and --cases are for --mode verify: leave them out.')
-  if args.mode != 'preview' and args.num_examples is not None:
-    raise UserError('--num_examples is for --mode preview: leave it out.')
   if args.num_examples is not None and args.num_examples < 1:
     raise UserError(f'--num_examples {args.num_examples} must be at least 1.')
-  decodes = args.mode in ('decode', 'decode_once')
-  if not decodes and (args.decode_input is not None or args.decode_output is not None):
-    raise UserError('--decode_input and --decode_output are for --mode decode and decode_once: leave them out.')
-  if args.decode_output is not None and (args.mode == 'decode' or args.decode_input is None):
+  if args.decode_output is not None and args.decode_input is None:
     raise UserError(
-      '--decode_output takes what --mode decode_once makes of one --decode_input: give both, or leave it out, and '
-      'outputs go to <job_log_dir>/decode.'
+      '--decode_output takes the outputs of one --decode_input: give both, or leave it out, and outputs go to '
+      '<job_log_dir>/decode.'
     )
 
 
