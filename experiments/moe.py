@@ -8,8 +8,8 @@ cores.
 
 import fiddle as fdl
 
-from spmd_tasks import Task, register
-from spmd_tasks.layers import TransformerBlock
+from spmd_tasks import register
+from spmd_tasks.layers import TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Attention, LatentAttention, Rotary
 from spmd_tasks.layers.moe import CapacityEinsum, Dropless, TopKRouter
 from spmd_tasks.recipes import MoeLanguageModel
@@ -156,8 +156,8 @@ class Qwen3Moe30B(Mixtral8x7B):
     block.attention.qk_norm = True
     return block
 
-  def task(self) -> fdl.Config[Task]:
-    return _untied(super().task())
+  def embedding(self) -> fdl.Config[TokenEmbedding]:
+    return _untied(super().embedding())
 
 
 @register
@@ -210,8 +210,8 @@ class DeepSeekV3Like(Mixtral8x7B):
     )
     return fdl.copy_with(super().block(ffn), attention=attention)
 
-  def task(self) -> fdl.Config[Task]:
-    return _untied(super().task())
+  def embedding(self) -> fdl.Config[TokenEmbedding]:
+    return _untied(super().embedding())
 
   def router(self) -> fdl.Config[TopKRouter]:
     return fdl.copy_with(
@@ -239,8 +239,6 @@ class DeepSeekV3LikeOnH200(DeepSeekV3Like):
   num_logit_chunks = 8
 
 
-def _untied(task: fdl.Config[Task]) -> fdl.Config[Task]:
-  """Gives the model a matrix of its own for the logits."""
-  task.model.embedding.tied = False
-  task.model.embedding.scale_sqrt_depth = False
-  return task
+def _untied(embedding: fdl.Config[TokenEmbedding]) -> fdl.Config[TokenEmbedding]:
+  """Gives the logits a kernel of their own."""
+  return fdl.copy_with(embedding, tied=False, scale_sqrt_depth=False)

@@ -54,7 +54,6 @@ class Experiment(FrozenFields, abc.ABC):
     UserError: the mesh shapes, axis rules or intervals do not fit together; the message names the field.
   """
 
-  _methods: ClassVar[frozenset[str]] = frozenset({'task', 'train_input', 'eval_inputs', 'decode_inputs'})
   # Whether Fiddle builds what the methods below return; otherwise `build_parts` does.
   is_built_by_fiddle: ClassVar[bool] = True
 

@@ -54,7 +54,6 @@ def _is_plain_value(name: str, value: Any) -> bool:
 class FrozenFields:
   """Makes every subclass a frozen, keyword-only dataclass; its plain class attributes re-default inherited fields."""
 
-  _methods: ClassVar[frozenset[str]] = frozenset()  # which a subclass must not annotate as fields
   _fields_set_here: ClassVar[frozenset[str]] = frozenset()
   _given: ClassVar[frozenset[str]]  # of each object: the fields that its constructor was given
 
@@ -76,8 +75,12 @@ class FrozenFields:
     # Of all bases: with several, the attribute itself would be the first one's.
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, '__dataclass_fields__', ())}
     for name in annotations:
-      if name in cls._methods:
-        raise UserError(f'{cls.__qualname__}.{name} is a method of Experiment: define it with `def {name}(self)`.')
+      for base in cls.__mro__[1:]:
+        if isinstance(vars(base).get(name), types.FunctionType):
+          raise UserError(
+            f'{cls.__qualname__}.{name} is a method of {base.__name__}: define it with `def {name}(self)`, or give the '
+            'field another name.'
+          )
       if name not in vars(cls) and isinstance(getattr(cls, name, None), property):  # which a dataclass would default to
         raise UserError(
           f'{cls.__qualname__}.{name} is a property of a base, so that the field needs a default: `{name}: ... = ...`.'

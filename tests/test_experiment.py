@@ -178,7 +178,7 @@ def define_property_as_field_without_a_value():
     (define_new_attribute, 'num_layer = 3 is a new attribute without a type, .* annotate it, `num_layer: int = 3`'),
     (define_field_as_property, 'num_layers overrides a field of the experiment by a property: give it a value'),
     (define_field_as_method, 'num_train_steps overrides a field of the experiment by a function: give it a value'),
-    (define_task_as_field, r'task is a method of Experiment: define it with `def task\(self\)`'),
+    (define_task_as_field, r'task is a method of Base: define it with `def task\(self\)`'),
   ],
 )
 def test_what_would_silently_mean_something_else_is_refused_in_the_class(define, message):

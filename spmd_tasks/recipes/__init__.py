@@ -9,11 +9,12 @@
 
       model_dims = 48
 
-Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()`, `loss()`, `tokenizer()` and
-`source(split)`: override one and call `super()`. Read `dense.py` first; `mixture_of_experts.py` and `pipelined.py`
-override what differs. `pretrained.py` starts from a folder in Hugging Face's format; `instruction_tuning.py` tunes such
-a model on conversations and on pairs of answers, and `low_rank.py` trains low-rank adapters of it, several
-of which `served_adapters.py` puts beside one model.
+Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()` and `embedding()`, and the rest
+from `loss()`, `optimizer()`, `tokenizer()` and `source(split)`: override one and call `super()`. Read
+`text_training.py` (all but the model) and `dense.py` first; `mixture_of_experts.py` and `pipelined.py` override what
+differs. `pretrained.py` starts from a folder in Hugging Face's format; `instruction_tuning.py` tunes such a model on
+conversations and on pairs of answers, `low_rank.py` trains low-rank adapters of it, and `served_adapters.py` serves
+several adapters of one model.
 """
 
 from spmd_tasks.recipes.adapter_configs import add_adapters
@@ -24,6 +25,7 @@ from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
 from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
 from spmd_tasks.recipes.pretrained import PipelinedPretrainedModel, PretrainedLanguageModel
 from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
+from spmd_tasks.recipes.text_training import TextTraining
 
 __all__ = [
   'DenseLanguageModel',
@@ -35,5 +37,6 @@ __all__ = [
   'PreferenceTuning',
   'PretrainedLanguageModel',
   'SyntheticLanguageModel',
+  'TextTraining',
   'add_adapters',
 ]

@@ -2,8 +2,7 @@
 
 import fiddle as fdl
 
-from spmd_tasks.experiment import Experiment
-from spmd_tasks.inputs import ByteTokenizer, StdlibText, TextInput
+from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.layers import (
   FeedForward,
   GatedFeedForward,
@@ -15,11 +14,10 @@ from spmd_tasks.layers import (
   TransformerStack,
 )
 from spmd_tasks.layers.attention import Attention
-from spmd_tasks.learning import AdamW, Learner, LinearWarmupCosine
-from spmd_tasks.runtime import Task
+from spmd_tasks.recipes.text_training import TextTraining
 
 
-class DenseLanguageModel(Experiment):
+class DenseLanguageModel(TextTraining):
   """A decoder-only transformer on packed text, the standard library's source where `source` is not overridden."""
 
   vocab_size: int = 259  # ByteTokenizer: 256 bytes and 3 special tokens
@@ -32,13 +30,13 @@ class DenseLanguageModel(Experiment):
   remat_policy: str = 'none'
   num_logit_chunks: int = 1  # of LanguageModel
 
-  seq_len: int = 128
-  batch_size: int = 16
-  eval_batches: int | None = 8
+  seq_len = 128
+  learning_rate = 3e-3
+  weight_decay = 0.1
 
-  learning_rate: float = 3e-3
-  warmup_fraction: float = 0.05  # of num_train_steps
-  weight_decay: float = 0.1
+  def embedding(self) -> fdl.Config[TokenEmbedding]:
+    """The token embedding, which also computes the logits."""
+    return fdl.Config(TokenEmbedding, vocab_size=self.vocab_size, embed_dim=self.model_dims, dtype=self.dtype)
 
   def ffn(self) -> fdl.Config[FeedForward]:
     """The feed-forward sublayer of every block."""
@@ -61,49 +59,20 @@ class DenseLanguageModel(Experiment):
       TransformerStack, block=self.block(self.ffn()), num_layers=self.num_layers, remat_policy=self.remat_policy
     )
 
-  def loss(self) -> fdl.Config[LanguageModelLoss]:
-    """The training loss."""
-    return fdl.Config(LanguageModelLoss, z_loss_weight=1e-4)
-
-  def task(self) -> fdl.Config[Task]:
-    model = fdl.Config(
+  def language_model(self) -> fdl.Config[LanguageModel]:
+    """The whole model."""
+    return fdl.Config(
       LanguageModel,
-      embedding=fdl.Config(TokenEmbedding, vocab_size=self.vocab_size, embed_dim=self.model_dims, dtype=self.dtype),
+      embedding=self.embedding(),
       stack=self.stack(),
       final_norm=fdl.Config(RmsNorm, dtype=self.dtype),
       num_logit_chunks=self.num_logit_chunks,
     )
-    schedule = fdl.Config(
-      LinearWarmupCosine,
-      peak=self.learning_rate,
-      warmup_steps=round(self.warmup_fraction * self.num_train_steps),
-      total_steps=self.num_train_steps,
-      final_fraction=0.1,
-    )
-    optimizer = fdl.Config(AdamW, learning_rate=schedule, beta2=0.95, weight_decay=self.weight_decay)
-    learner = fdl.Config(Learner, optimizer=optimizer, clip_global_norm=1.0)
-    return fdl.Config(Task, model=model, loss=self.loss(), learner=learner)
+
+  def loss(self) -> fdl.Config[LanguageModelLoss]:
+    """The training loss."""
+    return fdl.Config(LanguageModelLoss, z_loss_weight=1e-4)
 
   def tokenizer(self) -> fdl.Config:
     """The tokenizer of all text: of inputs, prompts and generated tokens; its vocabulary must fit in `vocab_size`."""
     return fdl.Config(ByteTokenizer)
-
-  def source(self, split: str) -> fdl.Config:
-    """The text of a split, 'train' or 'valid': the config of any TextSource, such as TextFiles or StdlibText."""
-    return fdl.Config(StdlibText, split=split)
-
-  def train_input(self) -> fdl.Config[TextInput]:
-    return self._packed_text('train', seed=self.seed)
-
-  def eval_inputs(self) -> dict[str, fdl.Config[TextInput]]:
-    return {'valid': self._packed_text('valid', num_epochs=1, shuffle=False, max_batches=self.eval_batches)}
-
-  def _packed_text(self, split: str, **settings) -> fdl.Config[TextInput]:
-    return fdl.Config(
-      TextInput,
-      source=self.source(split),
-      tokenizer=self.tokenizer(),
-      batch_size=self.batch_size,
-      seq_len=self.seq_len,
-      **settings,
-    )

@@ -11,12 +11,10 @@ import flax.linen as nn
 
 from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path
-from spmd_tasks.inputs import FolderTokenizer, IdTokenizer, StdlibText, TextInput
-from spmd_tasks.layers import LanguageModelLoss
+from spmd_tasks.inputs import FolderTokenizer, IdTokenizer
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.learning import AdamW, Learner, LinearWarmupCosine
+from spmd_tasks.recipes.text_training import TextTraining
 from spmd_tasks.runtime import DecodeSettings, Task
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis_rules
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:  # this module is imported for every job
   from spmd_tasks.programs.adapter_stacks import AdapterSource
 
 
-class PretrainedLanguageModel(Experiment):
+class PretrainedLanguageModel(TextTraining):
   """The model of a folder, trained further on packed text; `source` gives the text.
 
   Without a checkpoint of its own, a job evaluates, decodes and serves the folder's weights.
@@ -39,13 +37,7 @@ class PretrainedLanguageModel(Experiment):
   # 'runs/lora'}: folders of `peft`, and directories of jobs that train adapters of the same folder.
   adapters: Mapping[str, str] = FrozenDict()
 
-  seq_len: int = 512
-  batch_size: int = 16
-  eval_batches: int | None = 8
-
-  learning_rate: float = 1e-5
-  warmup_fraction: float = 0.05  # of num_train_steps
-  weight_decay: float = 0.0
+  learning_rate = 1e-5
 
   @property
   def pretrained(self) -> str:
@@ -82,21 +74,8 @@ class PretrainedLanguageModel(Experiment):
     """What `adapters` names, in the order of the numbers that requests choose them by, from 1 on."""
     return self._adapter_sources if self.adapters else {}
 
-  def loss(self) -> fdl.Config[LanguageModelLoss]:
-    """The training loss: cross-entropy alone, as in `transformers`."""
-    return fdl.Config(LanguageModelLoss)
-
   def task(self) -> fdl.Config[Task]:
-    schedule = fdl.Config(
-      LinearWarmupCosine,
-      peak=self.learning_rate,
-      warmup_steps=round(self.warmup_fraction * self.num_train_steps),
-      total_steps=self.num_train_steps,
-      final_fraction=0.1,
-    )
-    optimizer = fdl.Config(AdamW, learning_rate=schedule, beta2=0.95, weight_decay=self.weight_decay)
-    learner = fdl.Config(Learner, optimizer=optimizer, clip_global_norm=1.0)
-    return fdl.Config(Task, model=self.language_model(), loss=self.loss(), learner=learner, decode=self.decode())
+    return fdl.copy_with(super().task(), decode=self.decode())
 
   def decode(self) -> fdl.Config[DecodeSettings]:
     """Generation as the folder's files say; its weights are held in bfloat16 where the model computes in it."""
@@ -116,26 +95,6 @@ class PretrainedLanguageModel(Experiment):
     eos_id = self.folder.config.get('eos_token_id')
     eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
     return fdl.Config(IdTokenizer, vocab_size=self.folder.decoder.vocab_size, eos_id=eos_id or 0)
-
-  def source(self, split: str) -> fdl.Config:
-    """The text of a split, 'train' or 'valid': the config of any TextSource, such as TextFiles or StdlibText."""
-    return fdl.Config(StdlibText, split=split)
-
-  def train_input(self) -> fdl.Config[TextInput]:
-    return self._packed_text('train', seed=self.seed)
-
-  def eval_inputs(self) -> dict[str, fdl.Config[TextInput]]:
-    return {'valid': self._packed_text('valid', num_epochs=1, shuffle=False, max_batches=self.eval_batches)}
-
-  def _packed_text(self, split: str, **settings: Any) -> fdl.Config[TextInput]:
-    return fdl.Config(
-      TextInput,
-      source=self.source(split),
-      tokenizer=self.tokenizer(),
-      batch_size=self.batch_size,
-      seq_len=self.seq_len,
-      **settings,
-    )
 
 
 class PipelinedPretrainedModel(PretrainedLanguageModel):
