@@ -143,32 +143,6 @@ BAD_INPUT = {
     (*TINY, *TRAIN, '--checkpoint_step', '4'),
     ['--checkpoint_step is for --mode eval, decode_once, serve, export', 'move the later ones out of'],
   ),
-  'prompts for training': (
-    (*TINY, *TRAIN, '--decode_input', 'HERE/prompts.jsonl'),
-    ['--decode_input is for --mode decode, decode_once: leave it out'],
-  ),
-  'decode of one checkpoint': (
-    (*TINY, '--mode', 'decode', '--job_log_dir', 'HERE/job', '--checkpoint_step', '5'),
-    ['--mode decode follows every new checkpoint', 'take --mode decode_once'],
-  ),
-  'outputs of many checkpoints in one file': (
-    (*TINY, '--mode', 'decode', '--job_log_dir', 'HERE/job', '--decode_output', 'HERE/out.jsonl'),
-    ['--decode_output is for --mode decode_once', 'outputs of --mode decode go to <job_log_dir>/decode'],
-  ),
-  'outputs of many prompts in one file': (
-    (*TINY, '--mode', 'decode_once', '--job_log_dir', 'HERE/job', '--decode_output', 'HERE/out.jsonl'),
-    ['--decode_output takes the outputs of one --decode_input'],
-  ),
-  'step of a plan': ((*TINY, '--mode', 'plan', '--checkpoint_step', '4'), ['--checkpoint_step is for --mode eval']),
-  'watch of an export': (
-    (*TINY, '--mode', 'export', '--out', 'HERE/out', '--watch'),
-    ['--watch is for --mode eval: leave it out'],
-  ),
-  'export to nowhere': ((*TINY, '--mode', 'export', '--job_log_dir', 'HERE/job'), ['--mode export needs --out DIR']),
-  'file of no translation': (
-    (*TINY, *TRAIN, '--translate_output', 'HERE/native.py'),
-    ['--translate_output is for --translate NAME'],
-  ),
   'unknown path': ((*TINY, *TRAIN, '--set', 'lerning_rate=1'), ['lerning_rate', 'learning_rate']),
   'unknown path in the task': (
     (*TINY, *TRAIN, '--set', 'task.learner.clip_golbal_norm=1'),
