@@ -63,7 +63,7 @@ class FrozenFields:
     return self
 
   def setter_rank(self, name: str) -> float:
-    """Which of several fields was set last: 0 by the constructor, then by the class itself, then by its bases."""
+    """Returns where a field was set, so that the later of two can win: 0 constructor, 1 the class, 2, ... its bases."""
     if name in self._given:
       return 0
     setters = (vars(cls).get('_fields_set_here', ()) for cls in type(self).__mro__)

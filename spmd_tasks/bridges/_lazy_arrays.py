@@ -125,7 +125,7 @@ class LazyArray:
 
 
 def take(array: LazyArray, indices: Any, axis: int) -> LazyArray:
-  """As numpy.take: reorders a dim, or, with one number, removes it."""
+  """Reorders a dim or, with one number, removes it, as numpy.take does."""
   axis %= array.ndim
   if np.ndim(indices) == 0:
     one = array.cut(axis, int(indices), int(indices) + 1)
@@ -142,7 +142,7 @@ def take(array: LazyArray, indices: Any, axis: int) -> LazyArray:
 
 
 def stack(arrays: Sequence[Any], axis: int) -> LazyArray:
-  """As numpy.stack."""
+  """Stacks arrays along a new dim, as numpy.stack does."""
   ndim = arrays[0].ndim + 1
   axis %= ndim
   if len({tuple(array.shape) for array in arrays}) > 1:
@@ -152,7 +152,7 @@ def stack(arrays: Sequence[Any], axis: int) -> LazyArray:
 
 
 def concatenate(arrays: Sequence[Any], axis: int) -> LazyArray:
-  """As numpy.concatenate."""
+  """Joins arrays along a dim, as numpy.concatenate does."""
   parts = [_lazy(array) for array in arrays]
   axis %= parts[0].ndim
   sizes = [part.shape[axis] for part in parts]
@@ -176,7 +176,7 @@ def concatenate(arrays: Sequence[Any], axis: int) -> LazyArray:
 
 
 def split(array: LazyArray, points: Sequence[int], axis: int) -> list[LazyArray]:
-  """As numpy.split."""
+  """Splits an array along a dim, as numpy.split does."""
   ends = [*points, array.shape[axis]]
   if sorted(ends) != ends:
     raise ValueError(f'a dim of {array.shape[axis]} cannot be cut at {list(points)}')
@@ -247,7 +247,7 @@ def _covering_rows(shape: Shape, flat: slice) -> Index:
 
 
 def copy_into(target: np.ndarray, source: np.ndarray) -> None:
-  """As `target[...] = source`, several times faster where the source is transposed: a few of its rows at a time.
+  """Computes `target[...] = source` a few rows at a time: several times faster where the source is transposed.
 
   Rows are what lies side by side in memory. A tile of 16 of them fits the cache, and fills lines of the target's.
   """
@@ -273,7 +273,7 @@ def copy_into(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-  """As numpy.ascontiguousarray, by `copy_into`."""
+  """Returns a contiguous copy, as numpy.ascontiguousarray does, made by `copy_into`."""
   if array.flags.c_contiguous:
     return array
   made = np.empty(array.shape, array.dtype)

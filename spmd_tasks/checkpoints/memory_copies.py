@@ -46,7 +46,7 @@ class DamagedCopyError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyHeader:
-  """What a copy is.
+  """The header of a copy: which part of which state it is.
 
   Attributes:
     job: the random name of the job, so that a copy is not taken for one of another job with the same path.

@@ -113,7 +113,7 @@ def show(encoded: Any) -> str:
 
 
 def _closure_of(function: Any, depth: int) -> dict[str, Any]:
-  """What a function made by another captured, such as an initializer's standard deviation."""
+  """Returns the values that a closure has captured, such as an initializer's standard deviation."""
   cells = getattr(function, '__closure__', None)
   if not cells or depth >= _MAX_CLOSURE_DEPTH:
     return {}

@@ -106,7 +106,7 @@ class Grammars:
 
 
 class Matcher:
-  """How far a sequence is in its grammar.
+  """The state of one sequence in its grammar.
 
   Attributes:
     mask: uint32 [W], which tokens may come next.

@@ -120,7 +120,7 @@ class TokenLogprob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delta:
-  """What one step adds to a sequence.
+  """The text and tokens that one step adds to a sequence.
 
   Fields:
     sequence: the sequence.

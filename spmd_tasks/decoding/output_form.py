@@ -1,4 +1,4 @@
-"""What a request or a prompt says about the form of its output, as a grammar.
+"""Reads the form that a request or a prompt asks for its output, and compiles it to a grammar.
 
     form = wanted_form(prompt)                     # None where it leaves the form open
     matcher = form.compile(grammars)               # UserError('response_format cannot be used: ...')
@@ -29,7 +29,7 @@ class FormError(UserError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputForm:
-  """What a whole text must match: `value` in the language `kind`, as `field` says."""
+  """A grammar that a whole text must match: `value` in the language `kind`; `field` is where the request gives it."""
 
   field: str
   kind: Kind

@@ -31,7 +31,7 @@ Text = tuple[Sequence[int], Sequence[int]]  # the tokens of a context, and of wh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextScore:
-  """What a model says of a continuation.
+  """The log-probabilities that a model gives to a continuation.
 
   Fields:
     logprobs: natural logarithms of the probabilities of its tokens, each given all tokens before.

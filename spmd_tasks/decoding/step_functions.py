@@ -258,7 +258,7 @@ class ScoreBatch(struct.PyTreeNode):
 
 
 class Scores(struct.PyTreeNode):
-  """What the model says of a ScoreBatch.
+  """The log-probabilities that the model gives to the tokens of a ScoreBatch.
 
   Attributes:
     logprobs: float32 [B, C], of each target given the tokens before it; 0 where there is none.

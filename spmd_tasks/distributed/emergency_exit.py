@@ -60,7 +60,7 @@ class EmergencyExit:
     self._is_leaving = False
 
   def attach(self, records: RankRecords):
-    """From now on, tells the other processes through `records`, and includes their records in reports."""
+    """Makes later exits tell the other processes through `records` and include their records in reports."""
     self._records = records
 
   def set_position_source(self, position: Callable[[], Position]):

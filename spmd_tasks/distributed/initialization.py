@@ -36,7 +36,7 @@ _explicit_coordinator: str | None = None  # the address that `initialize` was gi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedSettings:
-  """How the processes of one job find each other, and how long they wait for each other.
+  """Settings by which the processes of one job find each other, and how long they wait for each other.
 
   Attributes:
     coordinator_address: `host:port` of process 0. Goes with `num_processes` and `process_id`: all three or none.

@@ -211,7 +211,7 @@ def join(host: str, port: int, secret: bytes, ends: tuple[int, int], *, silence_
 
 @dataclasses.dataclass(frozen=True)
 class _Handshake:
-  """What both ends of one connection know after their greetings.
+  """One connection's nonces and process indices, which both ends know after their greetings.
 
   Fields:
     secret: of the job.

@@ -36,7 +36,7 @@ _NUMBER_AND_LENGTH = struct.Struct('>QQ')
 
 
 class LinkError(JobError):
-  """What came over a link is not what the other process sent, or nothing came for too long; the link is closed."""
+  """A link was closed: a message was not what the other process had sent, or none came for too long."""
 
 
 class Link:

@@ -38,7 +38,7 @@ _MAX_DESCRIBED = 16  # A longer list would hide the process that matters.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-  """Where a process is: its step, and the number of watchdog beats that it has made in that step.
+  """A process's position: its step, and the number of watchdog beats that it has made in that step.
 
   All processes run the same loop, so the others wait for the process with the smallest (step, beat).
   """
@@ -74,7 +74,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-  """Why a process left. `is_own` is false if it left only because another process had failed."""
+  """The reason why a process left. `is_own` is false if it left only because another process had failed."""
 
   process_index: int
   host: str

@@ -43,7 +43,7 @@ class StepTimes:
 
   @property
   def own(self) -> float:
-    """What the process itself took."""
+    """Seconds per step that the process itself took, without those in which it was blocked."""
     return max(0.0, self.total - self.blocked)
 
 

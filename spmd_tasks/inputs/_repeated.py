@@ -37,7 +37,7 @@ class Repeated:
     return [dict(states[0]) for _ in range(shard_count)]
 
   def epochs(self, state: base.State) -> float:
-    """How often the input has been read at a position; whole epochs only, unless the input itself tells more."""
+    """Returns how often the input has been read at a position: whole epochs, unless the input itself counts finer."""
     within = base.epochs_of(self.input, state['input'])
     return state['epoch'] + (within or 0.0)
 

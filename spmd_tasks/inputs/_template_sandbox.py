@@ -45,7 +45,7 @@ class MarkError(Exception):
 
 
 class _Marks:
-  """Where `{% generation %}` blocks write, as it is found while a template is rendered."""
+  """Collects the places where `{% generation %}` blocks write while a template is rendered."""
 
   def __init__(self):
     self.position = 0  # characters written so far
@@ -67,7 +67,7 @@ def render_template(
 def render_marked(
   template: jinja2.Template, variables: Mapping[str, Any], now: datetime.datetime | None = None
 ) -> tuple[str, list[tuple[int, int]]]:
-  """As `render_template`, with the (start, end) characters that the `{% generation %}` blocks wrote, in order.
+  """Renders as `render_template`; also returns the (start, end) characters of `{% generation %}` blocks, in order.
 
   Raises:
     MarkError: a block's place in the text is not known.

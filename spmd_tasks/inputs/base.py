@@ -140,7 +140,7 @@ def source_of_rows(batch: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def epochs_of(source: Input, state: State) -> float | None:
-  """How often an input has been read at a position, from its method `epochs(state)`; None where it has none."""
+  """Returns how often an input has been read at a position, by its method `epochs(state)`; None where it has none."""
   method = getattr(source, 'epochs', None)
   return None if method is None else method(state)
 

@@ -213,7 +213,7 @@ class ChatTemplate:
     add_generation_prompt: bool,
     **variables: Any,
   ) -> str:
-    """As `render`, with `now` as the time that the template's `strftime_now` formats."""
+    """Renders as `render`, with `now` as the time that the template's `strftime_now` formats."""
     return self._render(messages, tools, None, add_generation_prompt, variables, now=now)[0]
 
   def _source(self, tools: Sequence[Any] | None) -> str:

@@ -87,7 +87,7 @@ class ConversationInput(TextInput):
     return super().make_iterator(shard_index, shard_count)
 
   def renderer(self) -> 'Renderer':
-    """What writes messages as tokens."""
+    """Makes the Renderer, which writes messages as tokens."""
     return Renderer(
       tokenizer=self.tokenizer, template=self.template, variables=dict(self.template_variables), date=self.date
     )

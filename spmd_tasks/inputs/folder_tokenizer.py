@@ -85,7 +85,7 @@ class FolderTokenizer:
     return self._tokenizer.encode(text, add_special_tokens=False).ids
 
   def encode_prompt(self, text: str) -> tuple[int, ...]:
-    """As transformers' `tokenizer(text)`, but no token for the beginning of text is put before one in `text`."""
+    """Encodes as transformers' `tokenizer(text)`, without a second bos where `text` itself begins with one."""
     ids = tuple(self.encode(text))
     if self.prefix_ids and ids[: len(self.prefix_ids)] == self.prefix_ids:
       return ids

@@ -126,7 +126,7 @@ class Mixture:
     return metrics
 
   def answer(self, name: str) -> str:
-    """What happens when a source has ended: 'stop', 'repeat' or 'drop'."""
+    """Returns what to do when a source has ended: 'stop', 'repeat' or 'drop'."""
     return self.when_ended if isinstance(self.when_ended, str) else self.when_ended.get(name, 'stop')
 
   def endless_where_repeated(self) -> dict[str, base.Input]:
@@ -209,7 +209,7 @@ class MixtureIterator:
     return {**batch, self._ids_name: ids.astype(np.int32)}
 
   def _identity(self, num_batches: int) -> base.State:
-    """What a position belongs to; of the weights, those that decided the first `num_batches` batches."""
+    """Returns the settings that a position depends on; of the weights, those of the first `num_batches` batches."""
     s = self._settings
     decided = [[first, [str(weight) for weight in weights]] for first, weights in self._schedule if first < num_batches]
     identity = {'kind': 'mixture', 'names': list(s.sources), 'batch_size': s.batch_size, 'seed': s.seed}
@@ -240,7 +240,7 @@ def _proportions(settings: Mixture, weights: Mapping[str, float]) -> list[Fracti
 
 
 def _batch_numbers(state: base.State) -> tuple[object, ...]:
-  """What the states of all shards of a moment have in common: how many batches were made, and read of each source."""
+  """Returns what the states of all shards have in common: the batches made, and those read of each source."""
   return state['choice'], {name: source['first_batch'] for name, source in state['sources'].items()}
 
 

@@ -96,4 +96,4 @@ class SyntheticIterator:
     self._next_batch = int(state['next_batch'])
 
   def close(self) -> None:
-    """Nothing is held open."""
+    """Does nothing: no file or thread is open."""

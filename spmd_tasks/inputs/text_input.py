@@ -76,7 +76,7 @@ class TextInput:
     return base.language_model_spec(self.batch_size, self.seq_len, self.block_encoder().dtypes)
 
   def block_encoder(self) -> BlockEncoder:
-    """What makes tokens of the blocks of the source."""
+    """Makes the encoder from the source's blocks to tokens."""
     return TextEncoder(self.tokenizer)
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'TextIterator':
@@ -104,7 +104,7 @@ class TextInput:
     return resharded
 
   def epochs(self, state: base.State) -> float | None:
-    """How often the source has been read at a position, on average over the lanes of its shard, to a block.
+    """Returns how often the source has been read at a position, as a mean over the lanes of its shard.
 
     None for positions that were saved without the number of blocks.
     """
@@ -219,7 +219,7 @@ class TextIterator:
 
   @property
   def num_too_long(self) -> tuple[int, int]:
-    """How many documents so far were truncated, and how many left out, because they did not fit in a row."""
+    """Counts the documents that did not fit in a row: (truncated, left out)."""
     truncated, skipped = np.concatenate(self._positions)[:, 3:].sum(axis=0).tolist()
     return truncated, skipped
 

@@ -266,7 +266,7 @@ class TfDataIterator:
 
   @functools.cached_property
   def _identity(self) -> base.State:
-    """What the position belongs to: the files as they were when reading began, also if one is deleted meanwhile."""
+    """Returns the settings that a position depends on, with the files as they were when reading began."""
     s = self._settings
     identity = {'kind': 'tf.data', 'source': s.source.fingerprint()}
     identity.update({name: getattr(s, name) for name in ('batch_size', 'seq_len', 'num_epochs', 'pad_id')})

@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
     ...
 
   def encode_array(self, text: str) -> np.ndarray:
-    """As `encode`, int32 [num_tokens]."""
+    """Returns the ids of `encode` as an array, int32 [num_tokens]."""
     ...
 
   def decode(self, ids: Sequence[int]) -> str:

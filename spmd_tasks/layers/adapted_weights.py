@@ -22,7 +22,7 @@ _CHILDREN = {'block': 'layers', 'blocks': 'block_{}', 'stacks': 'stack_{}'}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterNames:
-  """What the weights of an adapter are called: those of the kernel, of A, B and DoRA's magnitude."""
+  """The names of an adapter's weights: of the kernel, of A, of B, and of DoRA's magnitude."""
 
   kernel: str
 

@@ -1,4 +1,4 @@
-"""What every layer is written with: weights, their initializer, templates of sublayers, statistics, microbatches.
+"""Tools of every layer: declares weights, copies templates of sublayers, sums statistics, knows microbatches.
 
     class Scale(nn.Module):
       @nn.compact

@@ -21,7 +21,7 @@ from spmd_tasks.errors import UserError
 
 
 class LabelScores(struct.PyTreeNode):
-  """What logits [..., V] say about labels [...]; every field is float32 [...], but for `is_known`.
+  """The numbers that a loss needs of logits [..., V] and labels [...]; float32 [...], but for `is_known`.
 
   Fields:
     log_normalizer: logsumexp of the logits.

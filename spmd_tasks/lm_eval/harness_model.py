@@ -140,7 +140,7 @@ class HarnessModel(TemplateLM):
     return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
 
   def get_model_info(self) -> dict[str, Any]:
-    """What the harness's results say about the model."""
+    """Returns the entries about the model in the harness's results."""
     mesh = {name: int(size) for name, size in self.loaded.mesh.shape.items()}
     return {
       'model_num_parameters': self.loaded.num_parameters,

@@ -47,7 +47,7 @@ CAUSAL_SHARE = 0.5  # of the products of all queries with all keys, that attenti
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """What one execution of an instruction costs.
+  """The cost of one execution of an instruction.
 
   Attributes:
     seconds: how long it takes.

@@ -94,7 +94,7 @@ def mesh_override(shape: Sequence[int]) -> str:
 
 
 def rows_per_microbatch(job: Job, num_microbatches: int, sizes: Mapping[str, int] | None = None) -> float:
-  """How many rows of a microbatch each part of the batch gets; below 1 some devices hold padding alone.
+  """Returns the rows of a microbatch for each part of the batch; below 1 some devices hold padding alone.
 
   Args:
     job: the built experiment; one without a `batch_size` counts as having rows enough.

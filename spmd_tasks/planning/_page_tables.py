@@ -20,7 +20,7 @@ _SHORTER = (
 
 
 def suggestions(plan: Plan) -> Html | None:
-  """What was tried to make it fit, or the ranked settings of a search."""
+  """Lists the changes that were tried to make the plan fit, or the ranked settings of a search."""
   tried = plan.get('suggestions')
   if not tried:
     return None
@@ -43,7 +43,7 @@ def suggestions(plan: Plan) -> Html | None:
 
 
 def steps(plan: Plan) -> Html | None:
-  """What each of several compiled steps needs and takes; the rest of the page is about the first."""
+  """Lists memory and time of several compiled steps; the rest of the page is about the first."""
   if len(plan.get('steps') or {}) < 2:
     return None
   rows = []
@@ -192,7 +192,7 @@ def _shape_text(buffer: Mapping[str, Any]) -> str:
 
 
 def _layer(operation: Mapping[str, Any]) -> str:
-  """Where in the model an operation or a tensor comes from, without what JAX's transformations add to each name."""
+  """Returns the place in the model of an operation or a tensor, without what JAX's transformations add to its name."""
   name = str(operation.get('op_name') or operation.get('name') or '')
   for pattern, short in _SHORTER:
     name = pattern.sub(short, name)

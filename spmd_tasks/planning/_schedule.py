@@ -18,7 +18,7 @@ from spmd_tasks.planning.scheduled_program import ScheduledProgram
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operation:
-  """What an instruction takes in a step.
+  """An instruction's time in a step.
 
   Attributes:
     name, computation: where it is in the program.
@@ -42,7 +42,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-  """How long the program waits for a collective, each time."""
+  """The time that the program waits for a collective, each time."""
 
   collective: Collective
   seconds: float

@@ -68,7 +68,7 @@ class Collective:
 
   @property
   def bytes_per_step(self) -> float:
-    """What one device sends in all executions of a step."""
+    """The bytes that one device sends in all executions of a step."""
     return self.bytes_per_device * self.count
 
 

@@ -62,7 +62,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-  """What a search found.
+  """The result of a search.
 
   Attributes:
     trials: every setting that was compiled, the best first.

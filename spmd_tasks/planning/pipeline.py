@@ -1,4 +1,4 @@
-"""What each stage of a pipeline does in each tick, and how many of the ticks are bubbles.
+"""Reports which microbatch each stage of a pipeline processes in each tick, and the fraction of bubbles.
 
     report = pipeline_report(job, model)
     report['bubble'], report['ticks'][0]        # stage 0: ['F0', 'F1', ..., None, ..., 'B1', 'B0']
@@ -43,7 +43,7 @@ def pipeline_report(job: Job, model: PartitionedModel) -> dict[str, Any] | None:
 
 
 def _ticks(name: str, schedule: Schedule, stage: int) -> list[Tick]:
-  """What a stage does in the ticks of a training step: forward, then backward."""
+  """Returns the work of a stage in each tick of a training step: forward, then backward."""
   forward = [_forward(schedule, stage, tick) for tick in range(schedule.num_ticks)]
   if name != 'one_forward_one_backward':  # the backward pass is the forward pass in reverse
     return [*forward, *(work and f'B{work[1:]}' for work in reversed(forward))]

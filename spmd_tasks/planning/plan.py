@@ -72,7 +72,7 @@ class Plan:
 
   @property
   def peak_bytes(self) -> int:
-    """What the step that needs most needs of one device."""
+    """The memory that one device needs for the largest step."""
     return max(step.peak_bytes for step in self.steps.values())
 
   def to_json(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _notes(target: Target, planned: Mapping[str, StepPlan]) -> tuple[str, ...]:
 
 
 def mesh_devices(experiment: Experiment) -> int | None:
-  """How many devices the experiment's mesh needs; None where a size is -1, whatever is left."""
+  """Returns the number of devices that the experiment's mesh needs; None where a size is -1 (all that are left)."""
   if -1 in experiment.ici_mesh_shape:
     return None
   return math.prod(experiment.ici_mesh_shape) * math.prod(experiment.dcn_mesh_shape or (1,))

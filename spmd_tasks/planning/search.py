@@ -68,7 +68,7 @@ class Bench:
 
   @property
   def trials(self) -> list[Trial]:
-    """What was compiled, the best first; among equals what was tried first."""
+    """All trials, the best first; among equals the one that was tried first."""
     return sorted((trial for trial in self._tried.values() if trial is not None), key=lambda trial: trial.rank)
 
   @property

@@ -26,6 +26,7 @@ from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.errors import UserError
 from spmd_tasks.planning import _compilers
 from spmd_tasks.planning.chips import CHIPS, CPU, Chip
+from spmd_tasks.sharding import factorizations
 
 MAX_FAKE_DEVICES = 2048
 _GRAMMAR = re.compile(r'(?:(?P<slices>\d+)\s*x\s*(?=[a-z]))?(?P<chip>[a-z]\w*)(?::(?P<shape>\d+(?:x\d+)*))?')
@@ -211,23 +212,12 @@ def target_of(chip: Chip, num_devices: int, num_slices: int = 1) -> str | None:
     if num_devices <= most:
       return f'{chip.name}:{num_devices}'
     return None if num_devices % most else f'{chip.name}:{most}x{num_devices // most}'
-  shapes = [shape for shape in _shapes_of(count, chip.torus_dims) if _is_slice(chip, shape)]
+  # Slices are named with their longest side first.
+  sides = (shape for shape in factorizations(count, chip.torus_dims) if shape == tuple(sorted(shape, reverse=True)))
+  shapes = [shape for shape in sides if _is_slice(chip, shape)]
   if not shapes:
     return None
   return f'{prefix}{chip.name}:{"x".join(map(str, min(shapes, key=max)))}'
-
-
-def _shapes_of(count: int, ndim: int) -> list[tuple[int, ...]]:
-  """All ordered factorizations of `count` into `ndim` sizes, largest first."""
-  if ndim == 1:
-    return [(count,)]
-  return [
-    (size, *rest)
-    for size in range(1, count + 1)
-    if count % size == 0
-    for rest in _shapes_of(count // size, ndim - 1)
-    if size >= rest[0]
-  ]
 
 
 def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:

@@ -106,7 +106,7 @@ def _collectives(collectives: Sequence[Json]) -> list[str]:
 
 
 def _time(step: Json) -> list[str]:
-  """What the time goes to, and what each resource alone would need."""
+  """Lists the predicted time by kind, and the time that each resource alone would need."""
   seconds = step['predicted_step_s']
   rows = [
     (_KINDS.get(kind, kind), duration(spent), f'{spent / seconds:.0%}') for kind, spent in step['time_by_kind'].items()

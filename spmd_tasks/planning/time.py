@@ -31,7 +31,7 @@ NUM_TOP = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-  """What a step needs of one device at least; seconds are None where the chip's figures are not known.
+  """The least that a step needs of one device; seconds are None where the chip's figures are not known.
 
   Attributes:
     flops: of matrix products and kernels, rematerialisation included.

@@ -39,7 +39,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterSource:
-  """Where an adapter is read from.
+  """The place that an adapter is read from, and its settings.
 
   Fields:
     path: a folder of `peft`, or the directory of a job that trains low-rank adapters.
@@ -104,7 +104,7 @@ def variables_with_adapters(
 
 
 def _num_layer_dims(spec: Any) -> int:
-  """How many dims of a weight in a checkpoint count layers."""
+  """Returns the number of dims of a weight in a checkpoint that count layers."""
   return int(spec.stacked > 0)
 
 

@@ -48,7 +48,7 @@ _COST = 0.01  # the share of the time that writing the record may take
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Record:
-  """What a process leaves behind.
+  """The record that a process leaves for the next one.
 
   Attributes:
     written: when, in seconds since the epoch.

@@ -178,7 +178,7 @@ def _one_behind(launched: Iterator) -> Iterator:
 
 
 def _identity(pairs: PreferenceInput) -> dict[str, object]:
-  """What decides a pair's tokens."""
+  """Returns the settings that decide a pair's tokens."""
   return {
     'source': pairs.source.open().fingerprint(), 'seq_len': pairs.seq_len, **pairs.block_encoder().identity()
   }  # fmt: skip

@@ -45,7 +45,7 @@ _LEFT = (
 
 
 class SavedSteps:
-  """What is known of a job's saved steps without its checkpoints. Process 0 alone writes."""
+  """Keeps and reads the record of a job's saved steps beside its checkpoints. Process 0 alone writes."""
 
   def __init__(self, job_log_dir: epath.Path):
     self._job_log_dir = job_log_dir

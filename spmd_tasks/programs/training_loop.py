@@ -35,7 +35,7 @@ class TrainingDivergedError(JobError):
 
 
 class Outcome(NamedTuple):
-  """How one launched step ended.
+  """The outcome of one launched step.
 
   Attributes:
     step: updates applied so far; this one counts, unless it was skipped.

@@ -38,7 +38,7 @@ _is_ffn_bias = match_fn(r'(.*/)?(up|gate|down)/bias$')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-  """How a weight of the new model is made from one of the source's.
+  """The origin of a weight of the new model: the source's weight, and how it is repeated.
 
   Attributes:
     name, shape: the source's weight and the shape that it must have.

@@ -1,4 +1,4 @@
-"""How the config of a model gets low-rank adapters, by patterns of the names of its weights."""
+"""Adds low-rank adapters to the config of a model, by patterns of the names of its weights."""
 
 from collections.abc import Sequence
 import dataclasses

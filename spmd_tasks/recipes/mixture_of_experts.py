@@ -23,13 +23,13 @@ class MoeLanguageModel(DenseLanguageModel):
   router_z_weight: float = 1e-3
 
   def router(self) -> fdl.Config[TopKRouter]:
-    """Who chooses the experts."""
+    """The router, which chooses the experts of each token."""
     return fdl.Config(
       TopKRouter, num_experts=self.num_experts, num_selected=self.num_selected_experts, normalize_gates=1.0
     )
 
   def computation(self) -> fdl.Config[ExpertComputation]:
-    """How tokens meet the experts."""
+    """The computation of the experts' outputs: dropless, or with a capacity."""
     return fdl.Config(Dropless)
 
   def ffn(self) -> fdl.Config[MixtureOfExperts]:

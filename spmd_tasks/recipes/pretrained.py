@@ -71,7 +71,7 @@ class PretrainedLanguageModel(TextTraining):
     return open_sources(self.adapters, self.folder)
 
   def adapter_sources(self) -> 'dict[str, AdapterSource]':
-    """What `adapters` names, in the order of the numbers that requests choose them by, from 1 on."""
+    """The adapters that `adapters` names, numbered from 1 on for requests."""
     return self._adapter_sources if self.adapters else {}
 
   def task(self) -> fdl.Config[Task]:

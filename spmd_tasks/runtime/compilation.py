@@ -111,7 +111,7 @@ class CompilationCounter:
 
   @property
   def num_programs(self) -> int:
-    """How many programs were compiled so far."""
+    """The number of programs that were compiled so far."""
     return len(self._seconds)
 
   def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from spmd_tasks.sharding import QUANTIZED_DTYPES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-  """How one request draws its tokens. The defaults are greedy: always the likeliest token.
+  """The settings by which one request draws its tokens. The defaults are greedy: always the likeliest token.
 
   The fields are listed in the order in which they are applied, which is the order of Hugging Face's `generate`.
 

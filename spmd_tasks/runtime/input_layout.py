@@ -27,7 +27,7 @@ InputSpec = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputLayout:
-  """How batches of one element spec are placed on the mesh.
+  """The layout of batches of one element spec on the mesh.
 
   Process i of n reads rows [i B/n, (i+1) B/n) of the global batch and stores them on its own devices. Zero rows follow
   them, so that all devices divide the batch dim. A step selects the true rows again, in the order of the global batch.

@@ -1,4 +1,4 @@
-"""What a task may do beside what every task does; `isinstance` tells whether it does.
+"""Protocols of what some tasks do and others do not; `isinstance` tells whether a task does.
 
     if isinstance(task, ReadsBase) and task.reads_base: ...
 

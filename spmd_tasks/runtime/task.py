@@ -74,7 +74,7 @@ class TrainState(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-  """What is trained. Frozen; an experiment's `task()` returns a Fiddle config of one.
+  """A model with its loss, learner and decode settings; frozen. An experiment's `task()` returns a config of one.
 
   Attributes:
     model: a Linen module. `model(batch, train=...)` returns predictions in the form that `loss` reads.

@@ -130,7 +130,7 @@ _FEW_WARNINGS = _FewWarnings()
 
 
 def _room_for_connections() -> int:
-  """How many connections this process may have open; a quarter of the free descriptors is left for files."""
+  """Returns the number of connections that may be open; a quarter of the free descriptors is left for files."""
   most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
   if most == resource.RLIM_INFINITY:
     most = 1 << 20

@@ -1,4 +1,4 @@
-"""From the bodies of /v1/completions and /v1/chat/completions to the requests that the scheduler runs.
+"""Turns the bodies of /v1/completions and /v1/chat/completions into the requests that the scheduler runs.
 
     wanted = completion_request({'model': 'lm.Tiny', 'prompt': 'def ', 'n': 2}, model, limits)
     len(wanted.requests)   # 2: one per choice
@@ -93,13 +93,13 @@ class ServedModel:
     return isinstance(self.tokenizer, FolderTokenizer) and self.chat_template.mentions('<|channel|>')
 
   def decode_all(self, ids: Sequence[int]) -> str:
-    """As `decode`, with special tokens by their names, where the tokenizer is a folder's."""
+    """Decodes as `decode`, with special tokens by their names where the tokenizer is a folder's."""
     return self.tokenizer.decode_all(ids) if isinstance(self.tokenizer, FolderTokenizer) else self.decode(ids)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-  """What one HTTP request asks for.
+  """One HTTP request, checked and tokenized.
 
   Fields:
     kind: the route.

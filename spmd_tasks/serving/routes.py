@@ -161,7 +161,7 @@ class _Routes:
     return WholeAnswer(service, answer, bodies)
 
   def _card(self, name: str) -> dict[str, Any]:
-    """What the list of models says of the model, or of one of its adapters, whose `parent` it is."""
+    """Returns the entry in the list of models of the model, or of an adapter, whose `parent` is the model."""
     model = self._service.model
     return {
       'id': name,

@@ -84,7 +84,7 @@ class ToolCallParser:
     return content + self._content(text), calls
 
   def take_reasoning(self) -> str:
-    """Nothing: these texts have none apart from their content."""
+    """Returns '': these texts have no reasoning apart from their content."""
     return ''
 
   def _content(self, text: str) -> str:

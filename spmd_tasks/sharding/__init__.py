@@ -14,7 +14,7 @@ mesh and its rules as one field of an experiment), reductions.py (norms of shard
 names), quantized.py (how weights are held in fewer bits) and host_layout.py (the rows of a batch on one host).
 """
 
-from spmd_tasks.sharding._mesh_shapes import nearest_hybrid_shape, nearest_shapes
+from spmd_tasks.sharding._mesh_shapes import factorizations, nearest_hybrid_shape, nearest_shapes
 from spmd_tasks.sharding.expert_axes import (
   ExpertAxes,
   data_expert_model_axes,
@@ -114,6 +114,7 @@ __all__ = [
   'data_model_axes',
   'evenly_divided_spec',
   'expert_parallel_degrees',
+  'factorizations',
   'gather_for_tokens',
   'hidden_sharding_axes',
   'host_data_layout',

@@ -24,7 +24,7 @@ _JUMP = 8.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agreement:
-  """What a comparison found.
+  """The result of a comparison.
 
   Attributes:
     first: the first difference that is too large; None: there is none.

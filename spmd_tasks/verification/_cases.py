@@ -22,7 +22,7 @@ Status = Literal['held', 'BROKEN', 'not applicable']
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-  """How a case ended.
+  """The outcome of a case.
 
   Attributes:
     status: 'not applicable' counts neither as held nor as broken.

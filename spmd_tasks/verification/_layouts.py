@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 from spmd_tasks.experiment import Experiment
+from spmd_tasks.sharding import factorizations
 
 Mesh = tuple[tuple[str, int], ...]
 
@@ -29,17 +30,7 @@ def scaled_mesh(experiment: Experiment, num_devices: int) -> Mesh:
 
 def all_meshes(axis_names: Sequence[str], num_devices: int) -> list[Mesh]:
   """Returns every mesh of exactly `num_devices` devices over these axes."""
-
-  def factorisations(rest: int, num_axes: int) -> Iterator[tuple[int, ...]]:
-    if num_axes == 1:
-      yield (rest,)
-      return
-    for size in range(1, rest + 1):
-      if rest % size == 0:
-        for others in factorisations(rest // size, num_axes - 1):
-          yield (size, *others)
-
-  return [tuple(zip(axis_names, sizes)) for sizes in factorisations(num_devices, len(axis_names))]
+  return [tuple(zip(axis_names, sizes)) for sizes in factorizations(num_devices, len(axis_names))]
 
 
 def draw_meshes(axis_names: Sequence[str], sizes: Sequence[int], rng: np.random.Generator) -> Iterator[Mesh]:

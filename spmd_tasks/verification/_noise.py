@@ -1,4 +1,4 @@
-"""How large a difference may be: what rounding costs is measured on the reference itself, leaf by leaf, step by step.
+"""Bounds the difference that rounding may make, as measured on the reference itself, leaf by leaf, step by step.
 
 Another mesh sums in another order. That costs units in the last place, and what becomes of them depends on the model:
 little in most gradients, everything in a gradient that is zero but for rounding, a jump where a router's two best

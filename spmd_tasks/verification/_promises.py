@@ -1,4 +1,4 @@
-"""What the documentation promises, and what it does not: settings by which numbers may differ, to be turned off.
+"""Turns off the settings with which numbers may differ, by the documentation, between two cuts into microbatches.
 
 Some numbers depend on how a batch is cut into microbatches, and the guides say so: dropout draws a mask for each
 microbatch of a pipeline; the learner's microbatches are balanced each by itself, cut groups of an expert's capacity

@@ -55,7 +55,7 @@ def _with_gradients(state: LearnerState, gradients: Any) -> LearnerState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-  """What one train step made.
+  """The results of one train step.
 
   Attributes:
     forward: the task's metrics, the gradients and the variables beside the weights, by name.

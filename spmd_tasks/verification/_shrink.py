@@ -31,7 +31,7 @@ _TINY = {'model_dims': 64, 'hidden_dims': 128, 'num_layers': 6, 'vocab_size': 51
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shrunk:
-  """What is verified in place of the experiment.
+  """The overrides that make the experiment small enough to verify.
 
   Attributes:
     overrides: `path=value`.

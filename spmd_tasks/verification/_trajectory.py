@@ -33,7 +33,7 @@ class Trajectory:
 
   @property
   def num_steps(self) -> int:
-    """How many steps there are."""
+    """The number of steps."""
     return len(self.batches)
 
   def state(self, step: int) -> TrainState:

@@ -27,7 +27,7 @@ from spmd_tasks.layers.pipeline import PipelinedStack
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where a layer's weights are: `prefix` of their names, and the index in their stacked dims, as in checkpoints."""
+  """The place of a layer's weights in checkpoints: the `prefix` of their names, and the index in their stacked dims."""
 
   prefix: str
   index: tuple[int, ...]

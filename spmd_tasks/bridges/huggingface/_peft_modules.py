@@ -1,4 +1,4 @@
-"""Which modules `peft` adapts in a family's model, and which of our kernels each of them holds.
+"""Lists the modules that `peft` adapts in a family's model, each with those of our kernels that it holds.
 
     for module in peft_modules(folder):
       a, b = module.per_expert(lora_a, lora_b)                         # [E?, R, in], [E?, out, R]
@@ -32,7 +32,7 @@ _GATE_UP, _DOWN = 'gate_up_proj', 'down_proj'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeftModule:
-  """What `peft` adapts by one A and one B.
+  """A module of a family's model that `peft` adapts by one A and one B.
 
   Attributes:
     name: as the family's model has it; of a parameter of experts, that of the parameter.

@@ -20,7 +20,7 @@ _TRANSPOSE = Transpose((1, 0))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorNames:
-  """What a family calls its tensors; those of a layer are below `layer`, those of an expert below `expert`.
+  """The names of a family's tensors; those of a layer are below `layer`, those of an expert below `expert`.
 
   `qkv` and `gate_up` name fused projections, where a family has them. `interleaved`: the rotary positions turn the
   features 2i and 2i + 1 of a head together, and ours i and i + d/2.

@@ -1,4 +1,4 @@
-"""What Praxis' functions find around them when we call them: generator, mode and mesh; and variables of their dtype."""
+"""Sets up the context in which Praxis' functions are called (generator, mode, mesh), and casts variables."""
 
 from collections.abc import Iterator
 import contextlib

@@ -45,7 +45,7 @@ _PLAIN_AXES = {'replica', 'data', 'mdl'}  # of DEFAULT_AXIS_RULES, which are Pax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-  """What both models compute from the same weights and batch, in evaluation.
+  """The outputs of both models in evaluation, from the same weights and batch.
 
   Attributes:
     logits: the greatest difference over all tokens but padding, and the greatest absolute logit.

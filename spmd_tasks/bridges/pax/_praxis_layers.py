@@ -57,7 +57,7 @@ class Translated:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-  """What sublayers take from the layers around them.
+  """The settings that sublayers take from the layers around them.
 
   Attributes:
     model_dim: D.

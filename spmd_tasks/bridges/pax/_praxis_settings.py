@@ -33,7 +33,7 @@ _IRRELEVANT = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What a translation cannot express.
+  """Collects the settings that a translation cannot express.
 
   Attributes:
     outputs: settings that change what the model computes; with any of these, outputs differ.

@@ -1,4 +1,4 @@
-"""What Paxml's train and eval steps report, as metrics of ours: losses, weighted scalars, scalar summaries, norms."""
+"""Turns what Paxml's train and eval steps report into metrics of ours: losses, weighted scalars, summaries, norms."""
 
 from typing import Any
 

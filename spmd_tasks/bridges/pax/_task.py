@@ -38,7 +38,7 @@ _pax_context = functools.partial(praxis_context, _PRNG_IMPL)  # Paxml's function
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaxLearner:
-  """What our programs ask of a learner; the update itself is Paxml's.
+  """The fields of a learner that our programs read; the update itself is Paxml's.
 
   Attributes:
     num_microbatches: Paxml does not accumulate gradients in its step.

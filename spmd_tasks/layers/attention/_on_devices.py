@@ -134,7 +134,7 @@ def _pad(x: jax.Array, multiples: tuple[int, ...], fill: int = 0) -> jax.Array:
 
 
 def _repeats(num_heads: int, num_kv_heads: int, parts: int) -> int:
-  """How often to repeat each key/value head so that `parts` devices get whole groups of heads with least padding."""
+  """Returns how often to repeat a key/value head, so that `parts` devices get whole groups with the least padding."""
   per_group = num_heads // num_kv_heads
   choices = [repeats for repeats in range(1, per_group + 1) if per_group % repeats == 0]
 

@@ -8,7 +8,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-  """How queries and keys are compared.
+  """Settings by which queries and keys are compared.
 
   Attributes:
     causal: whether a token sees itself and earlier tokens only.

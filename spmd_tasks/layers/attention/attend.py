@@ -106,7 +106,7 @@ def attend(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-  """What decides which implementations can compute a call.
+  """The facts about a call that decide which implementations can compute it.
 
   Attributes:
     platform: of the devices that the call is compiled for: 'cpu', 'gpu' or 'tpu'.

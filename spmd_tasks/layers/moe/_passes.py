@@ -32,7 +32,7 @@ def dispatch_in_passes(dispatch: Dispatch) -> Dispatch:
 
 
 class _Passes(NamedTuple):
-  """Which assignments each pass does.
+  """The assignments of tokens to passes.
 
   Attributes:
     expert_ids: int32 [n, k].
