@@ -108,51 +108,46 @@ def _show(text: str) -> None:
 
 
 def _run_experiment(args: 'argparse.Namespace') -> int:
-  from spmd_tasks.flags import MODES, SERVE_FLAGS, check_flags_of_mode, distributed_settings
+  """Runs --print_config or a mode, after the checks that need no experiment."""
+  from spmd_tasks.flags import MODES, check_flags_of_mode
 
-  if not args.print_config:
-    if args.mode is None:
-      raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
-    if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve', 'plan', 'preview'):
-      raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
-    check_flags_of_mode(args)
-    if args.mode == 'verify':
-      return _verify(args)
-    if args.mode == 'plan':
-      return _plan(args)
-    if args.mode == 'preview':
-      return _preview(args)
-  import contextlib
-  import secrets
-  import shutil
-  import tempfile
+  if args.print_config:
+    return _print_config(args)
+  if args.mode is None:
+    raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
+  if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve', 'plan', 'preview'):
+    raise _no_directory()
+  check_flags_of_mode(args)
+  run_mode = {'verify': _verify, 'plan': _plan, 'preview': _preview}.get(args.mode, _run_on_job)
+  return run_mode(args)
 
+
+def _print_config(args: 'argparse.Namespace') -> int:
+  """Shows every field of an experiment."""
   from spmd_tasks.config import format_config, to_json
 
   _use_fake_devices(args.num_fake_devices)
-  if args.print_config:
-    _show(format_config(to_json(_resolve(args))))
-    return exit_codes.OK
+  _show(format_config(to_json(_resolve(args))))
+  return exit_codes.OK
 
-  from spmd_tasks.config import refuse_changed_config
+
+def _run_on_job(args: 'argparse.Namespace') -> int:
+  """Runs a mode that trains a job or reads its checkpoints: connects the processes, builds the experiment."""
+  import contextlib
+
+  from spmd_tasks.config import refuse_changed_config, to_json
   from spmd_tasks.distributed import EmergencyExit, initialize
-  from spmd_tasks.files import absolute_path
+  from spmd_tasks.flags import distributed_settings
   from spmd_tasks.programs import StartupClock
   from spmd_tasks.programs.adapter_stacks import refuse_adapters
-  from spmd_tasks.programs.pretrained import pretrained_folder
 
+  _use_fake_devices(args.num_fake_devices)
   clock = StartupClock()
   emergency = EmergencyExit()
   with emergency.on_failure(), contextlib.ExitStack() as stack:
     # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
     resolved = _resolve(args, prepare=lambda experiment: initialize(distributed_settings(args, experiment)))
-    if args.job_log_dir:
-      job_log_dir = absolute_path(args.job_log_dir)
-    elif pretrained_folder(resolved.experiment):  # a model without a job: this directory is only made for reports
-      job_log_dir = absolute_path(tempfile.gettempdir()) / f'spmd_tasks_{secrets.token_hex(8)}'
-      stack.callback(shutil.rmtree, job_log_dir, ignore_errors=True)
-    else:
-      raise UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
+    job_log_dir = _directory_of(args, resolved.experiment, stack)
     config = to_json(resolved)
     job = resolved.build()
     _enable_garbage_collection()
@@ -165,52 +160,74 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
 
       from spmd_tasks.programs import train
 
-      config_json = json.dumps(config, indent=1) + '\n'
       return train.train(
         job,
         job_log_dir,
         emergency=emergency,
         clock=clock,
-        config_json=config_json,
+        config_json=json.dumps(config, indent=1) + '\n',
         begin_anew=args.begin_anew,
       )
-    if args.mode == 'eval':
-      from spmd_tasks.programs import eval as evaluation
+    return _use_checkpoints(args, job, job_log_dir, emergency)
 
-      return evaluation.evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
-    if args.mode in ('decode', 'decode_once'):
-      from spmd_tasks.programs import decode
 
-      return decode.decode(
-        job,
-        job_log_dir,
-        emergency=emergency,
-        input_path=args.decode_input,
-        output_path=args.decode_output,
-        step=args.checkpoint_step,
-        watch=args.mode == 'decode',
-      )
-    if args.mode == 'export':
-      from spmd_tasks.programs import export
+def _directory_of(args: 'argparse.Namespace', experiment: Any, stack: Any) -> Any:
+  """The job's directory; of a model without a job, a temporary one for reports, which `stack` removes."""
+  from spmd_tasks.files import absolute_path
+  from spmd_tasks.programs.pretrained import pretrained_folder
 
-      return export.export(
-        job,
-        job_log_dir,
-        absolute_path(args.export_to),
-        emergency=emergency,
-        step=args.checkpoint_step,
-        format=args.format,
-      )
-    from spmd_tasks.programs import serve
+  if args.job_log_dir:
+    return absolute_path(args.job_log_dir)
+  if not pretrained_folder(experiment):
+    raise _no_directory()
+  import secrets
+  import shutil
+  import tempfile
 
-    return serve.serve(
+  directory = absolute_path(tempfile.gettempdir()) / f'spmd_tasks_{secrets.token_hex(8)}'
+  stack.callback(shutil.rmtree, directory, ignore_errors=True)
+  return directory
+
+
+def _no_directory() -> UserError:
+  return UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
+
+
+def _use_checkpoints(args: 'argparse.Namespace', job: Any, job_log_dir: Any, emergency: Any) -> int:
+  """Runs a mode that reads a job's checkpoints: eval, decode, export or serve."""
+  if args.mode == 'eval':
+    from spmd_tasks.programs import eval as evaluation
+
+    return evaluation.evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
+  if args.mode in ('decode', 'decode_once'):
+    from spmd_tasks.programs import decode
+
+    return decode.decode(
       job,
       job_log_dir,
-      serve.server_settings(**{name: getattr(args, name) for name in SERVE_FLAGS}),
       emergency=emergency,
+      input_path=args.decode_input,
+      output_path=args.decode_output,
       step=args.checkpoint_step,
-      bind_address=args.coordinator_bind_address,
+      watch=args.mode == 'decode',
     )
+  if args.mode == 'export':
+    from spmd_tasks.files import absolute_path
+    from spmd_tasks.programs import export
+
+    target = absolute_path(args.export_to)
+    return export.export(job, job_log_dir, target, emergency=emergency, step=args.checkpoint_step, format=args.format)
+  from spmd_tasks.flags import SERVE_FLAGS
+  from spmd_tasks.programs import serve
+
+  return serve.serve(
+    job,
+    job_log_dir,
+    serve.server_settings(**{name: getattr(args, name) for name in SERVE_FLAGS}),
+    emergency=emergency,
+    step=args.checkpoint_step,
+    bind_address=args.coordinator_bind_address,
+  )
 
 
 def _translate(args: 'argparse.Namespace') -> int:

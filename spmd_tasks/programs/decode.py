@@ -113,7 +113,6 @@ def decode(
         watch=watch,
         poll_s=poll_s,
         watchdog=watchdog,
-        restore_limit_s=job.experiment.first_step_timeout_s,
         should_stop=guard.should_stop,
       ):
         with watchdog.allow('compile', job.experiment.first_step_timeout_s):

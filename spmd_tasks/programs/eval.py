@@ -99,7 +99,6 @@ def evaluate(
         watch=watch,
         poll_s=poll_s,
         watchdog=watchdog,
-        restore_limit_s=experiment.first_step_timeout_s,
         should_stop=guard.should_stop,
       ):
         with watchdog.allow('compile', experiment.first_step_timeout_s):

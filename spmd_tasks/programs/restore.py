@@ -199,7 +199,6 @@ def checkpoints_to_use(
   watch: bool = False,
   poll_s: float,
   watchdog: StepWatchdog,
-  restore_limit_s: float,
   should_stop: Callable[[], bool],
 ) -> Iterator[tuple[Variables, int]]:
   """Yields (padded variables, step) of one checkpoint, or with `watch` of every new checkpoint of a running job.
@@ -214,7 +213,6 @@ def checkpoints_to_use(
       left out.
     poll_s: seconds between two looks for a new checkpoint.
     watchdog: gets a beat before every look.
-    restore_limit_s: how long one restore may take.
     should_stop: asked before every look.
 
   Raises:
@@ -227,7 +225,7 @@ def checkpoints_to_use(
     if should_stop():
       raise PreemptedError
     if not watch or newest_step(checkpointer) > used:
-      with watchdog.allow('restore', restore_limit_s):
+      with watchdog.allow('restore', experiment.first_step_timeout_s):
         variables, restored = restore_evaluation_variables(
           model, checkpointer, step, part, experiment=experiment, storage=storage
         )
