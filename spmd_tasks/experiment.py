@@ -54,7 +54,7 @@ class Experiment(FrozenFields, abc.ABC):
     UserError: the mesh shapes, axis rules or intervals do not fit together; the message names the field.
   """
 
-  # Whether Fiddle builds what the methods below return; otherwise `build_parts` does.
+  # Whether Fiddle builds the configs that the methods below return; if not, `build_parts` does.
   is_built_by_fiddle: ClassVar[bool] = True
 
   # Mesh axes, outermost first, with their sizes inside a slice (ICI) and across slices (DCN; None: one slice).
@@ -63,55 +63,55 @@ class Experiment(FrozenFields, abc.ABC):
   dcn_mesh_shape: tuple[int, ...] | None = None
   # Ordered (logical name, mesh axes) pairs, see sharding/specs.py.
   axis_rules: AxisRules = DEFAULT_AXIS_RULES
-  # The mesh's names, sizes and rules in one field, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4);
-  # it fills the four fields above. One of them that is set later (in a subclass or by --set) wins over the layout.
-  # dataclasses.replace sets all fields at once, so it cannot change the layout: give a subclass another one instead.
+  # A mesh layout, such as DataExpertModelMesh(num_devices=8, num_expert_partitions=4), fills the four fields above. A
+  # field of the four that is set later (in a subclass or by --set) wins over the layout. To change the layout of an
+  # experiment, write a subclass: dataclasses.replace sets all fields at once, so the four old ones would win.
   mesh: MeshLayout | None = None
-  # An input's split dims by its rank: map_1d, map_2d, ...; None leaves inputs sharded on batch as they enter.
+  # The split dims of inputs by rank, under the keys map_1d, map_2d, ...; None: inputs stay sharded on batch.
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
 
-  # The accelerators that the experiment is made for, such as 'v5p:4x4x2', which --mode plan plans for; training runs on
-  # those that there are.
+  # The accelerators that --mode plan plans for, such as 'v5p:4x4x2'. Training ignores this field and uses the devices
+  # of the machine.
   target: str | None = None
 
   seed: int = 0
-  # The job_log_dir of another job, from whose newest checkpoint (or that of `init_from_step`) a new job takes its
-  # weights: the same model's, or a dense one's to become experts (programs/upcycling.py); or hf:FOLDER, a model of a
-  # family of Hugging Face. A job with a checkpoint of its own continues from that.
+  # Where a new job takes its weights from: the job_log_dir of another job (its newest checkpoint, or that of
+  # `init_from_step`), or hf:FOLDER, a folder in Hugging Face's format. The other job has the same model, or a dense one
+  # whose feed-forward networks become experts (programs/upcycling.py). A job that has a checkpoint continues from that.
   init_from: str | None = None
   init_from_step: int | None = None
   num_train_steps: int = 1000
   log_every_steps: int = 10
   eval_every_steps: int | None = None
-  # Texts that continue these prompts, with the settings of task.decode, are written to <job_log_dir>/samples while the
-  # job trains. As a chat, each prompt is the first message of a conversation, rendered by `chat_template()`.
+  # At this interval the job continues the sample prompts, with the settings of task.decode, and writes the texts to
+  # <job_log_dir>/samples. With `sample_as_chat`, a prompt is the first message of a conversation (`chat_template()`).
   sample_every_steps: int | None = None
   sample_prompts: tuple[str, ...] = ()
   sample_max_tokens: int = 64
   sample_as_chat: bool = False
   checkpoint_every_steps: int | None = None
-  # The newest N checkpoints are kept; for ever every multiple of `checkpoint_keep_every_steps`, and the first one with
-  # each that was saved so many hours after the last of these.
+  # How many of the newest checkpoints are kept. Kept for ever: those at multiples of `checkpoint_keep_every_steps`, and
+  # with `checkpoint_keep_every_hours` the first one and each one saved that long after the last one so kept.
   checkpoint_max_to_keep: int = 3
   checkpoint_keep_every_steps: int | None = None
   checkpoint_keep_every_hours: float | None = None
-  # Copies of the state in the memory of two processes each, in a RAM disk of each host: a restart in place goes on from
-  # them without reading the store (docs/operations.md). Each process needs up to four times its part of the state.
+  # At this interval each process copies its part of the state to its RAM disk and to that of the next process, so that
+  # a restart in place reads no checkpoint (docs/operations.md). Each needs up to four times its part of the state.
   peer_copy_every_steps: int | None = None
   peer_copy_directory: str | None = None  # None: /dev/shm
-  # The profiler captures steps [first, last).
+  # The steps [first, last) that JAX's profiler captures.
   profile_steps: tuple[int, int] | None = None
-  # Event files for TensorBoard beside metrics.jsonl, which is always written.
+  # Whether to write event files for TensorBoard; metrics.jsonl is always written.
   tensorboard: bool = True
 
-  # How many batches are kept ready on the devices, and how long one may take before the job counts its input as hung.
+  # How many batches are kept ready on the devices, and how long one may take before the job fails with a hung input.
   prefetch_batches: int = 2
   input_timeout_s: float = 600.0
 
-  # A process that makes no progress for so long ends itself and its peers. The first step includes compilation.
+  # How long a process may make no progress before it ends itself and its peers. The first step includes compilation.
   step_timeout_s: float = 600.0
   first_step_timeout_s: float = 3600.0
-  # A peer that was not heard of for so long counts as dead; how long to wait for peers at the end.
+  # How long a peer may send no heartbeat before it counts as dead, and how long to wait for peers at the end.
   heartbeat_timeout_s: int = 30
   shutdown_timeout_s: int = 10
 
@@ -129,7 +129,7 @@ class Experiment(FrozenFields, abc.ABC):
         raise UserError(f'{name} = {shape!r} must be a tuple of integers, one per mesh axis {self.mesh_axis_names}.')
     self.mesh_spec()
     if self.axis_rules == DEFAULT_AXIS_RULES:
-      # A mesh axis named `expert` is what splits a dim of that name.
+      # A default rule whose name is a mesh axis gives way to the axis: axis `expert` splits the dim `expert`.
       rules = tuple((name, axes) for name, axes in DEFAULT_AXIS_RULES if name not in self.mesh_axis_names)
       object.__setattr__(self, 'axis_rules', rules)
     check_axis_rules(self.axis_rules, self.mesh_axis_names)
@@ -202,13 +202,13 @@ class Experiment(FrozenFields, abc.ABC):
     raise NotImplementedError
 
   def origin(self) -> str | None:
-    """The job that a new job starts from; `init_from_step` is one of its steps."""
+    """The job whose checkpoint `init_from_step` a new job starts from; bridges override this."""
     return self.init_from
 
   def first_state(self, model: PartitionedModel) -> tuple[TrainState, int, str] | None:
-    """The padded state that a new job starts from, its step and where it is from, if this reads it; otherwise None.
+    """Reads the state that a new job starts from: (padded state, its step, a phrase about its origin), or None.
 
-    `init_from` is read without this where it names a job of this program.
+    For bridges, which read checkpoints of other programs; a job or folder in `init_from` is read without this method.
     """
     return None
 

@@ -25,7 +25,7 @@ from spmd_tasks.errors import UserError
 
 
 def freeze(value: Any) -> Any:
-  """Lists become tuples and dicts FrozenDicts, all the way down."""
+  """Returns the value with lists as tuples and dicts as FrozenDicts, all the way down."""
   if isinstance(value, Mapping):
     return FrozenDict({key: freeze(item) for key, item in value.items()})
   if type(value) in (list, tuple):

@@ -32,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
   leave_on_sigterm()  # first of all: every other import is in a function, so that this line is reached in milliseconds
   signal.signal(signal.SIGINT, _on_sigint)
-  gc.disable()  # what imports make is no garbage, and looking through it again and again takes a fifth of their time
+  gc.disable()  # imports make no garbage, and looking for it would take a fifth of their time
   code = run(argv)
-  # What Python's own end would wait for: threads in the middle of native code, such as the compiler, and threads of
-  # Orbax, which wait for a save that has failed for minutes.
+  # Python's own end would wait for threads in native code, such as the compiler's, and for threads of Orbax, which wait
+  # for minutes for a save that has failed.
   if code == exit_codes.INTERRUPTED or (code != exit_codes.OK and _threads_remain(_THREADS_LIMIT_S)):
     sys.stdout.flush()
     sys.stderr.flush()
@@ -54,9 +54,9 @@ def _on_sigint(signum: int, frame: Any) -> None:
 
 
 def _enable_garbage_collection() -> None:
-  """Lets Python look for garbage again, but not in what has been made up to here; without effect in tests.
+  """Turns garbage collection on again, for objects that are made from now on; does nothing in tests.
 
-  To look through that once takes as long as all that was saved, and nearly all of it lives as long as the process.
+  One look through the older objects, nearly all of which live as long as the process, would take as long as was saved.
   """
   if not gc.isenabled():
     gc.freeze()
@@ -100,7 +100,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(text: str) -> None:
-  """Prints the answer of a command, of which a reader such as `head` may want only the beginning."""
+  """Prints the answer of a command; a reader that stops early, such as `head`, is no error."""
   try:
     print(text, flush=True)
   except BrokenPipeError:

@@ -1,6 +1,6 @@
-"""Bases of tuning on conversations and on pairs of answers: what is read, and what the loss is on.
+"""Bases of tuning on conversations and on pairs of answers: the data, its template and the loss.
 
-They say nothing of which weights are trained, so that another base can:
+Which weights are trained is left to another base:
 
     class LoraSft(LowRankTuning, InstructionTuning):
       '''Low-rank adapters, trained on conversations.'''
@@ -29,24 +29,24 @@ from spmd_tasks.recipes.pretrained import PretrainedLanguageModel
 
 Files = str | tuple[str, ...]
 
-# Of preferences: what the recipe calls it, and what the loss does.
+# The recipe's `reference` -> the `reference_from` of PreferenceLoss.
 _REFERENCES = {'start': 'batch', 'base': 'base'}
 
 
 class InstructionTuning(PretrainedLanguageModel):
-  """The model of a folder, trained on conversations; the loss is on what the assistant says."""
+  """Tunes the model of a folder on conversations; the loss is on what the assistant says."""
 
-  # JSON lines, Parquet or Arrow files (glob patterns) whose records have `messages`; of the eval set, if there is one.
-  # By name, they are the sources of a mixture, and eval sets.
+  # Files for training and, if given, for evaluation: JSON lines, Parquet or Arrow (glob patterns) whose records have
+  # `messages`. A mapping from names to files gives the sources of a mixture, or several eval sets.
   data: Files | Mapping[str, Files] = ''
   eval_data: Files | Mapping[str, Files] = ''
-  # Of a mixture, each source's part of the rows, in proportion to their sum.
+  # The share of rows of each source of a mixture, in proportion to their sum.
   data_weights: Mapping[str, float] = FrozenDict()
-  # A Jinja file in place of the folder's chat template, such as one that marks the assistant's text.
+  # A Jinja file that replaces the folder's chat template, such as one that marks the assistant's text.
   chat_template_file: str = ''
   # Further variables of the chat template, such as {'enable_thinking': False}.
   template_variables: Mapping[str, Any] = FrozenDict()
-  # A conversation longer than a row: 'error', 'truncate' or 'skip'.
+  # What to do with a conversation that is longer than a row: 'error', 'truncate' or 'skip'.
   too_long: str = 'error'
   packing: bool = True
   num_input_workers: int = 0
@@ -127,16 +127,17 @@ class InstructionTuning(PretrainedLanguageModel):
 
 
 class PreferenceTuning(InstructionTuning):
-  """The model of a folder, trained on pairs of a chosen and a rejected answer (DPO).
+  """Tunes the model of a folder on pairs of a chosen and a rejected answer (DPO).
 
   The files' records have `prompt`, `chosen` and `rejected`: texts, or lists of messages. Both answers of a pair, each
   behind the prompt, share a row of `seq_len` tokens.
   """
 
-  # The reference model: 'start', what training starts from, in one pass before the first step; or 'base', the frozen
-  # model under low-rank adapters, in every step.
+  # The reference model: 'start', the weights that training starts from, evaluated in one pass before the first step; or
+  # 'base', the frozen model under low-rank adapters, evaluated in every step.
   reference: str = 'start'
-  # 'sigmoid' (DPO) or 'ipo'; how strongly the model is held to the reference; log-probabilities per token of an answer.
+  # The kind of loss, 'sigmoid' (DPO) or 'ipo'; beta, how strongly the model is held to the reference; whether
+  # log-probabilities are divided by the tokens of an answer.
   preference_loss: str = 'sigmoid'
   beta: float = 0.1
   length_normalized: bool = False

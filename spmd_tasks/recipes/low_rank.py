@@ -11,12 +11,12 @@ from spmd_tasks.sharding import QUANTIZED_DTYPES
 
 
 class LowRankTuning(PretrainedLanguageModel):
-  """The model of a folder, of which low-rank adapters are trained; its own weights are frozen.
+  """Trains low-rank adapters of the model of a folder, whose own weights are frozen.
 
-  Checkpoints have the adapters alone, and name the folder with its digest.
+  Checkpoints hold the adapters alone, with the folder's name and digest.
   """
 
-  # Patterns of weights that get an adapter, searched in names such as 'stack/layers/attention/query/kernel'.
+  # Patterns of the weights that get an adapter, searched in names such as 'stack/layers/attention/query/kernel'.
   lora_targets: tuple[str, ...] = ('attention/', 'ffn/')
   lora_rank: int = 16
   lora_alpha: float = 32.0
@@ -25,10 +25,11 @@ class LowRankTuning(PretrainedLanguageModel):
   use_dora: bool = False  # also trains the lengths of the kernels' columns
   # Patterns of further weights that are trained, such as ('norm/',).
   also_trained: tuple[str, ...] = ()
-  # How the frozen kernels are held: 'float32', 'bfloat16', 'int8', 'nf4' (QLoRA) or 'nf4_double', whose scales are in 8
-  # bits; None: as the folder has them.
+  # The dtype of the frozen kernels: 'float32', 'bfloat16', 'int8', 'nf4' (QLoRA) or 'nf4_double' (scales in 8 bits);
+  # None: the folder's.
   base_dtype: str | None = None
-  # A folder in the format of `peft`, whose adapters the job starts from; it decides all settings of the adapters.
+  # A folder in the format of `peft` whose adapters the job starts from; the settings `lora_...` and `use_...` are then
+  # not read.
   adapter: str = ''
 
   learning_rate: float = 2e-4

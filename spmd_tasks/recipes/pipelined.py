@@ -10,7 +10,7 @@ from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis, stage
 
 
 class PipelinedLanguageModel(DenseLanguageModel):
-  """A language model with a stage axis; a first base of any other one, whose `block` and `ffn` it keeps.
+  """A language model over the stages of a pipeline: name it before another base, whose `block` and `ffn` it takes.
 
   `num_microbatches` is a multiple of the stages. `num_repeats` is for the schedule 'circular'.
   """

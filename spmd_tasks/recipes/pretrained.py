@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # this module is imported for every job
 
 
 class PretrainedLanguageModel(TextTraining):
-  """The model of a folder, trained further on packed text; `source` gives the text.
+  """Trains the model of a folder further on packed text; `source` gives the text.
 
   Without a checkpoint of its own, a job evaluates, decodes and serves the folder's weights.
   """
@@ -33,8 +33,8 @@ class PretrainedLanguageModel(TextTraining):
   model: str = ''
   dtype: str | None = None  # of the computation; None: the folder's. Weights are float32 in training.
   remat_policy: str = 'none'
-  # Low-rank adapters that requests choose by name where text is generated, such as {'french': 'peft/french', 'legal':
-  # 'runs/lora'}: folders of `peft`, and directories of jobs that train adapters of the same folder.
+  # Low-rank adapters that requests to a decoding job or a server choose by name: folders of `peft`, or directories of
+  # jobs that train adapters of this folder, such as {'french': 'peft/french', 'legal': 'runs/lora'}.
   adapters: Mapping[str, str] = FrozenDict()
 
   learning_rate = 1e-5
@@ -98,7 +98,7 @@ class PretrainedLanguageModel(TextTraining):
 
 
 class PipelinedPretrainedModel(PretrainedLanguageModel):
-  """The same, with the layers split over the stages of a pipeline. `num_microbatches` is a multiple of the stages."""
+  """PretrainedLanguageModel over the stages of a pipeline; `num_microbatches` is a multiple of the stages."""
 
   mesh_axis_names: tuple[str, ...] = ('replica', 'stage', 'data', 'mdl')
   ici_mesh_shape: tuple[int, ...] = (1, 1, 1, 1)
