@@ -18,8 +18,8 @@ A tree of weights is a flat mapping of names. A slot is a whole weight, or one p
 slots of both sides by operations, each of which has an inverse.
 
 `check` needs shapes only and finds every weight without a rule. `convert` holds one target weight at a time (several,
-where a rule cuts one weight into them). `lazily` reads nothing: each part of a target weight that is asked for later
-takes the parts of the source that it needs.
+where a rule cuts one weight into them). `convert_lazily` reads nothing: when a part of a target weight is read later,
+the parts of the source that it needs are read.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -151,7 +151,7 @@ class RuleTable:
         if len(found) == math.prod(stacked):
           yield slot.name, _join(parts.pop(slot.name), stacked).astype(target[slot.name].dtype)
 
-  def lazily(self, source: Mapping[str, LazyArray], target: Mapping[str, Any]) -> dict[str, LazyArray]:
+  def convert_lazily(self, source: Mapping[str, LazyArray], target: Mapping[str, Any]) -> dict[str, LazyArray]:
     """Returns each weight of the target, in the dtype that it has there, as an array that is read part by part."""
     parts: dict[str, dict[tuple[int, ...], Any]] = {}
     for rule in self.rules:

@@ -54,7 +54,7 @@ from spmd_tasks.checkpoints.manifest import (
   read_manifest,
 )
 from spmd_tasks.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
-from spmd_tasks.distributed import PrimaryError, all_agree, meet, primary_decides
+from spmd_tasks.distributed import PrimaryError, all_agree, barrier, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import describe_storage_error, write_durably
 
@@ -140,7 +140,7 @@ class Checkpointer:
     self._pending: tuple[int, Future[None]] | None = None
     self._rejected: set[Stamp] = set()
     if read_only:
-      meet('checkpoint_open', limit_s=timeout_secs)
+      barrier('checkpoint_open', limit_s=timeout_secs)
       return
     try:
       primary_decides(self._directory.open, 'checkpoint_open', limit_s=timeout_secs)
@@ -204,7 +204,7 @@ class Checkpointer:
       self._pending = None
       raise self._save_error(step, error) from error
     self._pending = None
-    meet(f'checkpoint_sealed_{step}', limit_s=self._arrays.write_limit_s)
+    barrier(f'checkpoint_sealed_{step}', limit_s=self._arrays.write_limit_s)
     waited = time.monotonic() - started
     if waited > 1:
       logging.info('Waited %.1f s for checkpoint %d to be complete.', waited, step)
@@ -290,7 +290,7 @@ class Checkpointer:
     self._arrays.wait_until_written()
     if not self._is_primary:
       self._directory.write_digests(step, jax.process_index())
-    meet(f'checkpoint_hashed_{step}', limit_s=self._arrays.write_limit_s)
+    barrier(f'checkpoint_hashed_{step}', limit_s=self._arrays.write_limit_s)
     if not self._is_primary:
       return
     self._directory.complete(step, leaves, jax.process_count())

@@ -41,7 +41,7 @@ from spmd_tasks.checkpoints.memory_copies import (
   read_state,
   verify,
 )
-from spmd_tasks.distributed import Link, LinkError, all_agree, connect_pairs, gather, meet, primary_decides
+from spmd_tasks.distributed import Link, LinkError, all_agree, barrier, connect_pairs, gather, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text, write_durably
 
@@ -162,7 +162,7 @@ class PeerCopies:
     """Ends the connections; a job that ends without an error needs its copies no longer."""
     if kind is None:
       self._is_last_done()
-      meet('peer_copies_end', limit_s=self._limit_s)  # the next process, too, has sent what it had
+      barrier('peer_copies_end', limit_s=self._limit_s)  # the next process, too, has sent what it had
     for link in (self._next, self._previous):
       if link is not None:
         link.close()

@@ -13,7 +13,7 @@ handling: watchdog.py (no progress), rank_records.py (what processes tell each o
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
-from spmd_tasks.distributed.agreement import PrimaryError, all_agree, gather, is_primary, meet, primary_decides
+from spmd_tasks.distributed.agreement import PrimaryError, all_agree, barrier, gather, is_primary, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
 from spmd_tasks.distributed.fake_devices import compile_quickly, return_freed_memory, use_fake_devices
 from spmd_tasks.distributed.initialization import (
@@ -48,6 +48,7 @@ __all__ = [
   'StepWatchdog',
   'admit',
   'all_agree',
+  'barrier',
   'compile_quickly',
   'connect_pairs',
   'connect_processes',
@@ -59,7 +60,6 @@ __all__ = [
   'is_primary',
   'join',
   'listen_for_processes',
-  'meet',
   'open_rank_records',
   'primary_decides',
   'return_freed_memory',

@@ -25,8 +25,8 @@ def is_primary() -> bool:
   return jax.process_index() == 0
 
 
-def meet(name: str, *, limit_s: int) -> None:
-  """Returns when every process has called it. Raises a JaxRuntimeError if that takes longer than `limit_s` seconds."""
+def barrier(name: str, *, limit_s: int) -> None:
+  """Waits until every process has called it. Raises a JaxRuntimeError after `limit_s` seconds."""
   if jax.process_count() > 1:
     import orbax.checkpoint as ocp  # not above: its import takes a second or two of every start
 
@@ -47,7 +47,7 @@ def primary_decides(decide: Callable[[], Any], name: str, *, limit_s: int) -> An
       outcome = {'value': decide()}
     except Exception as error:
       outcome = {'error': str(error)[:2000]}
-  meet(name, limit_s=limit_s)
+  barrier(name, limit_s=limit_s)
   outcome = json.loads(_broadcast(json.dumps(outcome).encode()))
   if 'error' in outcome:
     raise PrimaryError(outcome['error'])
@@ -58,7 +58,7 @@ def all_agree(vote: bool, name: str, *, limit_s: int) -> bool:
   """Returns on every process whether all processes vote True."""
   if jax.process_count() == 1:
     return vote
-  meet(name, limit_s=limit_s)
+  barrier(name, limit_s=limit_s)
   return bool(np.all(multihost_utils.process_allgather(np.asarray(vote))))
 
 
@@ -67,7 +67,7 @@ def gather(value: Any, name: str, *, limit_s: int) -> list[Any]:
   data = json.dumps(value).encode()
   if jax.process_count() == 1:
     return [json.loads(data)]
-  meet(name, limit_s=limit_s)
+  barrier(name, limit_s=limit_s)
   longest = int(np.max(multihost_utils.process_allgather(np.asarray(len(data), np.int32))))
   buffer = np.zeros(max(_MIN_GATHER_BYTES, 1 << (longest - 1).bit_length()), np.uint8)
   buffer[: len(data)] = np.frombuffer(data, np.uint8)

@@ -8,7 +8,7 @@ file or an environment variable holds it. The process that listens sends a nonce
 own nonce and a tag, and gets a tag back. A tag is an HMAC of the secret over both nonces and both processes' indices.
 Keys for the two directions are derived in the same way, so that no message of one connection is valid in another.
 
-A process listens only until the others have connected. Strangers cannot keep them out meanwhile.
+A process listens only until the others have connected. Other hosts that connect meanwhile cannot keep them out.
 """
 
 from collections.abc import Collection, Iterator
@@ -33,7 +33,7 @@ from spmd_tasks.errors import JobError, UserError
 
 _CONNECT_LIMIT_S = 60.0  # from the distribution of the secret until all processes have connected
 _GREETING_LIMIT_S = 2.0
-_MAX_STRANGERS = 256  # connections whose greeting is awaited; the oldest is closed when there are more
+_MAX_UNPROVEN = 256  # connections whose greeting is awaited; the oldest is closed when there are more
 _RETRY_S = 0.2
 _BACKLOG = 256
 _PROTOCOL = b'spmd_tasks link 1'
@@ -144,7 +144,10 @@ def admit(
   """
   links: dict[int, Link] = {}
   end = time.monotonic() + _CONNECT_LIMIT_S
-  with contextlib.closing(_Door(listener, secret, process_index)) as door, contextlib.ExitStack() as on_error:
+  with (
+    contextlib.closing(_Handshakes(listener, secret, process_index)) as handshakes,
+    contextlib.ExitStack() as on_error,
+  ):
     while len(links) < len(others):
       if time.monotonic() > end:
         missing = ', '.join(str(index) for index in others if index not in links)
@@ -152,7 +155,7 @@ def admit(
           f'process {missing} did not connect to process {process_index} within {_CONNECT_LIMIT_S:g} s: see its log, '
           'and check that no firewall keeps the processes from reaching each other on any port.'
         )
-      for sock, handshake in door.pass_in():
+      for sock, handshake in handshakes.completed():
         index = handshake.joins
         if index in others and index not in links:
           with contextlib.suppress(OSError):  # it is gone already, and its link says so
@@ -196,7 +199,7 @@ def join(host: str, port: int, secret: bytes, ends: tuple[int, int], *, silence_
         )
         sock.sendall(_GREETING.pack(own, handshake.join_nonce, handshake.derive('join')))
         tag = _receive_exactly(sock, _TAG_BYTES)
-      except OSError as error:  # closed among many strangers; or the secret is wrong
+      except OSError as error:  # closed to make room for others, or the secret is wrong
         if time.monotonic() > end:
           raise JobError(f'process {other} at {host}:{port} did not admit process {own}: {error}') from error
         time.sleep(_RETRY_S)
@@ -240,7 +243,7 @@ class _Handshake:
 
 
 @dataclasses.dataclass
-class _Stranger:
+class _Unproven:
   """A connection that has not proved yet that it belongs to the job."""
 
   address: Any
@@ -249,72 +252,72 @@ class _Stranger:
   data: bytes = b''
 
 
-class _Door:
-  """Greets all connections at the same time, so that none delays another."""
+class _Handshakes:
+  """Runs the handshakes of all incoming connections at the same time, so that none delays another."""
 
   def __init__(self, listener: socket.socket, secret: bytes, process_index: int):
     self._listener = listener
     self._secret = secret
     self._process_index = process_index
-    self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
+    self._unproven: dict[socket.socket, _Unproven] = {}  # the oldest first
     self._selector = selectors.DefaultSelector()
     listener.setblocking(False)
     self._selector.register(listener, selectors.EVENT_READ)
 
-  def pass_in(self) -> Iterator[tuple[socket.socket, _Handshake]]:
+  def completed(self) -> Iterator[tuple[socket.socket, _Handshake]]:
     """Waits for at most 0.1 s, and yields the connections that have proved that they know the secret."""
     for key, _ in self._selector.select(0.1):
       sock = key.fileobj
       assert isinstance(sock, socket.socket)
       with contextlib.suppress(BlockingIOError):
         if sock is self._listener:
-          self._greet(*sock.accept())
-        elif (handshake := self._hear(sock)) is not None:
+          self._accept(*sock.accept())
+        elif (handshake := self._read_greeting(sock)) is not None:
           self._forget(sock)
           yield sock, handshake
-    for sock, stranger in list(self._strangers.items()):
-      if time.monotonic() > stranger.end:
+    for sock, unproven in list(self._unproven.items()):
+      if time.monotonic() > unproven.end:
         self._refuse(sock, 'did not say in time who it is')
 
   def close(self) -> None:
-    """Closes the connections of all strangers."""
-    for sock in self._strangers:
+    """Closes the connections whose handshake is not complete."""
+    for sock in self._unproven:
       sock.close()
     self._selector.close()
 
-  def _greet(self, sock: socket.socket, address: Any) -> None:
-    if len(self._strangers) >= _MAX_STRANGERS:
-      self._refuse(next(iter(self._strangers)), 'did not say who it is while others did')
-    stranger = _Stranger(address, secrets.token_bytes(_NONCE_BYTES), time.monotonic() + _GREETING_LIMIT_S)
+  def _accept(self, sock: socket.socket, address: Any) -> None:
+    if len(self._unproven) >= _MAX_UNPROVEN:
+      self._refuse(next(iter(self._unproven)), 'did not say who it is while others did')
+    unproven = _Unproven(address, secrets.token_bytes(_NONCE_BYTES), time.monotonic() + _GREETING_LIMIT_S)
     sock.setblocking(False)
-    self._strangers[sock] = stranger
+    self._unproven[sock] = unproven
     self._selector.register(sock, selectors.EVENT_READ)
     with contextlib.suppress(OSError):  # it is gone already, and the next read says so
-      sock.sendall(stranger.nonce)
+      sock.sendall(unproven.nonce)
 
-  def _hear(self, sock: socket.socket) -> _Handshake | None:
+  def _read_greeting(self, sock: socket.socket) -> _Handshake | None:
     """Reads on; returns the handshake once the whole greeting has come and is right."""
-    stranger = self._strangers[sock]
+    unproven = self._unproven[sock]
     try:
-      data = sock.recv(_GREETING.size - len(stranger.data))
+      data = sock.recv(_GREETING.size - len(unproven.data))
     except BlockingIOError:
       return None
     except OSError:
       data = b''
-    stranger.data += data
+    unproven.data += data
     if not data:
       self._refuse(sock, 'left without saying who it is')
-    elif len(stranger.data) == _GREETING.size:
-      index, nonce, tag = _GREETING.unpack(stranger.data)
-      handshake = _Handshake(self._secret, self._process_index, index, stranger.nonce, nonce)
+    elif len(unproven.data) == _GREETING.size:
+      index, nonce, tag = _GREETING.unpack(unproven.data)
+      handshake = _Handshake(self._secret, self._process_index, index, unproven.nonce, nonce)
       if hmac.compare_digest(tag, handshake.derive('join')):
         return handshake
       self._refuse(sock, 'does not know the secret of this job')
     return None
 
-  def _forget(self, sock: socket.socket) -> _Stranger:
+  def _forget(self, sock: socket.socket) -> _Unproven:
     self._selector.unregister(sock)
-    return self._strangers.pop(sock)
+    return self._unproven.pop(sock)
 
   def _refuse(self, sock: socket.socket, reason: str) -> None:
     address = self._forget(sock).address

@@ -29,7 +29,7 @@ from spmd_tasks.planning._levers import (
   rows_per_microbatch,
 )
 from spmd_tasks.planning._markup import duration, size
-from spmd_tasks.planning.search import Bench, Overrides, PlanWith, Resolve, Trial
+from spmd_tasks.planning.search import Overrides, PlanWith, Resolve, Trial, TrialRunner
 from spmd_tasks.runtime import bytes_per_device
 from spmd_tasks.sharding import nearest_hybrid_shape, nearest_shapes
 
@@ -104,38 +104,40 @@ def search_plans(
     UserError: no setting can be built at all.
   """
   job, values = resolve(())
-  bench = Bench(plan_with, limit, progress)
-  gate = _Gate(resolve, values, hbm_bytes)
+  runner = TrialRunner(plan_with, limit, progress)
+  pruner = _Pruner(resolve, values, hbm_bytes)
   order, tries = itertools.count(), itertools.count()
   start = _start(job, values, num_devices, num_slices)
   queue: list[tuple[Any, int, Setting]] = [((0,), next(order), start)]
   seen = {start}
-  while queue and not bench.is_spent:
+  while queue and not runner.is_spent:
     _, _, setting = heapq.heappop(queue)
-    trial = bench.try_setting(setting.overrides(values)) if gate.lets_in(setting) else None
+    trial = runner.try_setting(setting.overrides(values)) if pruner.is_worth_compiling(setting) else None
     # What cannot be compiled still leads on to its neighbours, after those of every plan.
-    rank = trial.rank if trial is not None else (2, gate.state_bytes.get((setting.ici, setting.dcn), math.inf))
+    rank = trial.rank if trial is not None else (2, pruner.state_bytes.get((setting.ici, setting.dcn), math.inf))
     needs_less = trial is None or not trial.fits
     for place, neighbour in enumerate(_neighbours(setting, job, needs_less, can_offload)):
       if neighbour not in seen:
         seen.add(neighbour)
         heapq.heappush(queue, ((*rank, place), next(order), neighbour))
-    if not bench.trials and next(tries) > _MAX_WITHOUT_A_TRIAL:
+    if not runner.trials and next(tries) > _MAX_WITHOUT_A_TRIAL:
       break
-  if not bench.trials:
+  if not runner.trials:
     raise UserError(
-      f'no setting of {job.name} on {num_devices} devices could be compiled: {gate.num_refused} are refused '
-      f'({gate.last_refusal or "none"}) and {gate.num_pruned} need more than {size(hbm_bytes)} for weights and '
+      f'no setting of {job.name} on {num_devices} devices could be compiled: {pruner.num_refused} are refused '
+      f'({pruner.last_refusal or "none"}) and {pruner.num_pruned} need more than {size(hbm_bytes)} for weights and '
       'optimizer state alone; take more devices, or a smaller model or optimizer.'
     )
-  return Found(trials=bench.trials, num_refused=gate.num_refused, num_pruned=gate.num_pruned, is_complete=not queue)
+  return Found(
+    trials=runner.trials, num_refused=pruner.num_refused, num_pruned=pruner.num_pruned, is_complete=not queue
+  )
 
 
 _MAX_WITHOUT_A_TRIAL = 60  # each builds the experiment
 
 
-class _Gate:
-  """Decides without compiling whether a setting is worth it."""
+class _Pruner:
+  """Drops settings without compiling them: those that the experiment refuses, and those whose state does not fit."""
 
   def __init__(self, resolve: Resolve, values: Mapping[str, Any], hbm_bytes: float | None):
     self._resolve, self._values, self._hbm_bytes = resolve, values, hbm_bytes
@@ -143,8 +145,8 @@ class _Gate:
     self.num_refused = self.num_pruned = 0
     self.last_refusal = ''
 
-  def lets_in(self, setting: Setting) -> bool:
-    """Returns whether the experiment takes the setting and its state fits."""
+  def is_worth_compiling(self, setting: Setting) -> bool:
+    """Returns whether the experiment takes the setting, and weights and optimizer state fit."""
     mesh = setting.ici, setting.dcn
     try:
       job, _ = self._resolve(setting.overrides(self._values))

@@ -52,7 +52,7 @@ class Trial:
     return {**dataclasses.asdict(self), 'setting': list(self.setting)}
 
 
-class Bench:
+class TrialRunner:
   """Compiles settings, each once, up to a limit, and keeps the trials.
 
   Args:
@@ -143,46 +143,46 @@ def changes_that_fit(
     every trial, those that fit first, the fastest first.
   """
   job, values = resolve(())
-  bench = Bench(plan_with, limit, progress)
+  runner = TrialRunner(plan_with, limit, progress)
   all_levers = levers(job, values, can_offload=can_offload)
   harmless = [lever for lever in all_levers if not lever.changes_numbers]
-  _try_alone(bench, harmless, base, wanted, limit - limit // 3)
-  _try_together(bench, [lever for lever in harmless if _may_suffice(lever, base)], base, wanted)
-  if not bench.num_fitting:
-    _try_alone(bench, [lever for lever in all_levers if lever.changes_numbers], base, wanted, limit)
-  if not bench.num_fitting:
-    _try_together(bench, all_levers, base, wanted)
-  return bench.trials
+  _try_alone(runner, harmless, base, wanted, limit - limit // 3)
+  _try_together(runner, [lever for lever in harmless if _may_suffice(lever, base)], base, wanted)
+  if not runner.num_fitting:
+    _try_alone(runner, [lever for lever in all_levers if lever.changes_numbers], base, wanted, limit)
+  if not runner.num_fitting:
+    _try_together(runner, all_levers, base, wanted)
+  return runner.trials
 
 
-def _try_alone(bench: Bench, choices: Sequence[Lever], base: PlanJson, wanted: int, limit: int) -> None:
+def _try_alone(runner: TrialRunner, choices: Sequence[Lever], base: PlanJson, wanted: int, limit: int) -> None:
   """Tries each lever without others; while nothing fits, only until `limit` compilations."""
   for lever in choices:
-    has_room = bench.num_fitting > 0 or bench.num_compiled < limit
-    if bench.num_fitting < wanted and has_room and _may_suffice(lever, base):
-      _weakest_that_fits(bench, lever, (), base)
+    has_room = runner.num_fitting > 0 or runner.num_compiled < limit
+    if runner.num_fitting < wanted and has_room and _may_suffice(lever, base):
+      _weakest_that_fits(runner, lever, (), base)
 
 
-def _try_together(bench: Bench, choices: Sequence[Lever], base: PlanJson, wanted: int) -> None:
+def _try_together(runner: TrialRunner, choices: Sequence[Lever], base: PlanJson, wanted: int) -> None:
   """Tries each lever beside the strongest values of those before it, until one fits."""
   others: Overrides = ()
   notes: list[str] = []
   for lever in choices:
-    if bench.num_fitting >= wanted or (others and _weakest_that_fits(bench, lever, others, base, notes)):
+    if runner.num_fitting >= wanted or (others and _weakest_that_fits(runner, lever, others, base, notes)):
       break
     others, notes = (*others, *lever.options[-1]), [*notes, lever.note]
 
 
 def _weakest_that_fits(
-  bench: Bench, lever: Lever, others: Overrides, base: PlanJson, notes: Sequence[str] = ()
+  runner: TrialRunner, lever: Lever, others: Overrides, base: PlanJson, notes: Sequence[str] = ()
 ) -> Trial | None:
   """Compiles values of a lever, beside other changes, until the weakest that fits is known."""
   low, high, found = 0, len(lever.options), None
-  known = bench.known(others)
+  known = runner.known(others)
   peak = known.peak_bytes if known else base['peak_bytes']
   at = _first_guess(lever, base, peak)
-  while low < high and not bench.is_spent:
-    trial = bench.try_setting((*others, *lever.options[at]), '; '.join((*notes, lever.note)))
+  while low < high and not runner.is_spent:
+    trial = runner.try_setting((*others, *lever.options[at]), '; '.join((*notes, lever.note)))
     if trial is not None and trial.fits:
       found, high = trial, at
     elif trial is not None and not others and trial.peak_bytes and peak and trial.peak_bytes >= peak:

@@ -75,19 +75,19 @@ def plan(resolve: Resolve, settings: PlanSettings) -> int:
   Raises:
     UserError: the experiment cannot be built, or not be planned for the target.
   """
-  bench = _Bench(resolve, settings)
+  planner = _Planner(resolve, settings)
   if settings.search:
-    return _search(bench, settings)
-  made = bench.plan(())
+    return _search(planner, settings)
+  made = planner.plan(())
   _report(made, settings.directory)
   num_trials = DEFAULT_TRIALS if settings.num_trials is None else settings.num_trials
   if made.fits is False and num_trials:
     _note(f'plan: looking for changes that fit, by compiling at most {num_trials}; --plan_trials 0 leaves this out')
     trials = changes_that_fit(
-      bench.plan_train,
-      bench.resolve,
+      planner.plan_train,
+      planner.resolve,
       made.to_json(),
-      can_offload=bench.start().compiler != 'cpu',
+      can_offload=planner.start().compiler != 'cpu',
       limit=num_trials,
       progress=_note,
     )
@@ -97,12 +97,12 @@ def plan(resolve: Resolve, settings: PlanSettings) -> int:
   return exit_codes.FAILED if made.fits is False else exit_codes.OK
 
 
-def _search(bench: '_Bench', settings: PlanSettings) -> int:
+def _search(planner: '_Planner', settings: PlanSettings) -> int:
   """Ranks settings, then reports the best of them."""
-  target = bench.start()
+  target = planner.start()
   found = search_plans(
-    bench.plan_train,
-    bench.resolve,
+    planner.plan_train,
+    planner.resolve,
     num_devices=target.num_devices,
     num_slices=target.num_slices if target.chip.platform == 'tpu' else 1,
     hbm_bytes=target.chip.hbm_bytes,
@@ -111,13 +111,13 @@ def _search(bench: '_Bench', settings: PlanSettings) -> int:
     progress=_note,
   )
   _print(f'the best settings for {target.name}:\n{format_search(found)}\n')
-  made = bench.plan(found.trials[0].setting)
+  made = planner.plan(found.trials[0].setting)
   suggestions = tuple(trial.to_json() for trial in found.trials)
   _report(dataclasses.replace(made, suggestions=suggestions), settings.directory)
   return exit_codes.FAILED if made.fits is False else exit_codes.OK
 
 
-class _Bench:
+class _Planner:
   """Plans the experiment with overrides, each set of them once, always for the target of the experiment as it is."""
 
   def __init__(self, resolve: Resolve, settings: PlanSettings):

@@ -22,9 +22,9 @@ from spmd_tasks.distributed import (
   EmergencyExit,
   Position,
   PrimaryError,
+  barrier,
   connect_processes,
   is_primary,
-  meet,
   primary_decides,
 )
 from spmd_tasks.errors import UserError
@@ -138,7 +138,7 @@ def serve(
           leave=leader.leave,
         )
         leader.end(code)
-    meet('serve_end', limit_s=_END_LIMIT_S)
+    barrier('serve_end', limit_s=_END_LIMIT_S)
     return code
 
 

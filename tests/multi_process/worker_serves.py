@@ -10,7 +10,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from spmd_tasks.distributed import DistributedSettings, EmergencyExit, connect_processes, initialize, meet
+from spmd_tasks.distributed import DistributedSettings, EmergencyExit, barrier, connect_processes, initialize
 from spmd_tasks.serving import ServerSettings, listen, run_server
 from spmd_tasks.serving.multi_process import follow, lead
 from tests.serving.fake_engine import FakeEngine
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, emergency: EmergencyExit) -> int:
     ):
       code = run_server(leader, model, settings, sock, announce=announce, stop=leader.stop, leave=leader.leave)
       leader.end(code)
-  meet('serve_end', limit_s=30)
+  barrier('serve_end', limit_s=30)
   return code
 
 

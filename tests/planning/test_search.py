@@ -66,9 +66,9 @@ def test_only_the_compilers_for_accelerators_know_a_memory_of_the_host(monkeypat
 
   target = dataclasses.replace(parse_target('cpu:8'), compiler=compiler)
   made = SimpleNamespace(fits=False, to_json=dict)
-  bench = SimpleNamespace(start=lambda: target, plan=lambda _: made, plan_train=None, resolve=None)
+  planner = SimpleNamespace(start=lambda: target, plan=lambda _: made, plan_train=None, resolve=None)
   monkeypatch.setattr(plan_mode, name, ask)
-  monkeypatch.setattr(plan_mode, '_Bench', lambda *_: bench)
+  monkeypatch.setattr(plan_mode, '_Planner', lambda *_: planner)
   monkeypatch.setattr(plan_mode, '_report', lambda *_: None)
   with pytest.raises(InterruptedError):
     plan_mode.plan(None, plan_mode.PlanSettings(search=name == 'search_plans'))

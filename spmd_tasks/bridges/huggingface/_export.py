@@ -120,7 +120,7 @@ def _tensors(
     dtypes = {name: dtype_of(origin.stored_dtype(name)) for name in names}
   else:
     dtypes = dict.fromkeys(names, np.dtype('float32'))
-  made = table.lazily(weights, {name: _Typed(dtypes[name]) for name in names})
+  made = table.convert_lazily(weights, {name: _Typed(dtypes[name]) for name in names})
   table.check(weights, made)  # of the weights, each is used exactly once
   return made if origin is None else made | origin.tensors_aside
 

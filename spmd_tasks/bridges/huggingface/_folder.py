@@ -171,7 +171,7 @@ class Folder:
     for name, tensor in self.tensors.items():
       if tensor.dtype.kind not in 'fV':  # V: bfloat16 and the like
         raise UserError(f'{self.path} has {name} in {tensor.dtype}: a weight is of a floating type.')
-    return table.lazily(self.tensors, wanted)
+    return table.convert_lazily(self.tensors, wanted)
 
   def read_weights(
     self,

@@ -27,7 +27,7 @@ from spmd_tasks.bridges.pax._checkpoint_files import (
   pax_name,
 )
 from spmd_tasks.checkpoints.manifest import describe_mismatches
-from spmd_tasks.distributed import is_primary, meet
+from spmd_tasks.distributed import barrier, is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import storage_errors, write_durably
 
@@ -100,14 +100,14 @@ def write_pax_checkpoint(directory: epath.PathLike, step: int, state: Any) -> ep
       for folder in (partial / STATE, (partial / METADATA).parent):
         folder.mkdir(parents=True)
       write_durably(partial / METADATA, _describe(leaves))
-    meet('pax_checkpoint_started', limit_s=_LIMIT_S)
+    barrier('pax_checkpoint_started', limit_s=_LIMIT_S)
     writes = [write for key_path, leaf in leaves for write in _start_to_write(partial, pax_name(key_path), leaf)]
     for write in writes:
       write.result()
-    meet('pax_checkpoint_written', limit_s=_LIMIT_S)
+    barrier('pax_checkpoint_written', limit_s=_LIMIT_S)
     if is_primary():
       partial.rename(path)
-    meet('pax_checkpoint_renamed', limit_s=_LIMIT_S)
+    barrier('pax_checkpoint_renamed', limit_s=_LIMIT_S)
   return path
 
 
