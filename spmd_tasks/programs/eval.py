@@ -11,6 +11,7 @@ recorded again: the file keeps one line of it, from whichever job was first.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
+import functools
 from typing import Any
 
 from absl import logging
@@ -40,7 +41,7 @@ from spmd_tasks.runtime import (
   read_jsonl,
 )
 
-Averages = Mapping[str, clu_metrics.Average]
+BatchMetrics = Mapping[str, clu_metrics.Metric]
 
 
 def evaluate(
@@ -234,8 +235,8 @@ class Evaluator:
     """Returns the set's metrics; None if `should_stop` ended the evaluation."""
     eval_step = self._steps[name]
     iterator = self._inputs[name].make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
-    finished: list[Averages] = []
-    in_flight: Averages | None = None
+    finished: list[BatchMetrics] = []
+    in_flight: BatchMetrics | None = None
     with Prefetcher(iterator, eval_step.place, timeout_s=self._input_timeout_s) as batches:
       for batch, _ in batches:
         if self._should_stop():
@@ -263,16 +264,23 @@ class Evaluator:
     return finish_metrics(means) | {'num_batches': len(finished)}
 
 
-def _mean_over_batches(batches: list[Averages]) -> dict[str, np.ndarray]:
-  """Computes the weighted means over all batches, scalars or [E]; 0 if no batch has any weight."""
+def _mean_over_batches(batches: list[BatchMetrics]) -> dict[str, np.ndarray]:
+  """Computes the weighted means over all batches, scalars or [E]; 0 if no batch has any weight.
 
-  def mean(name: str) -> np.ndarray:
-    total, count = (
-      sum(np.asarray(getattr(batch[name], part), np.float64) for batch in batches) for part in ('total', 'count')
-    )
-    return total / count if count else np.zeros_like(total)
-
-  return {name: mean(name) for name in batches[0]}
+  Metrics of other kinds than Average are merged; those whose value is no number and no vector are left out.
+  """
+  means = {}
+  for name, first in batches[0].items():
+    if type(first) is clu_metrics.Average:
+      total, count = (
+        sum(np.asarray(getattr(batch[name], part), np.float64) for batch in batches) for part in ('total', 'count')
+      )
+      means[name] = total / count if count else np.zeros_like(total)
+    else:
+      value = functools.reduce(lambda merged, batch, name=name: merged.merge(batch[name]), batches[1:], first).compute()
+      if isinstance(value, jax.Array | np.ndarray | np.generic | float | int) and np.ndim(value) <= 1:
+        means[name] = np.asarray(value, np.float64)
+  return means
 
 
 def _compiled_steps(model: PartitionedModel, eval_inputs: Mapping[str, Input]) -> dict[str, CompiledStep]:

@@ -1,6 +1,10 @@
-"""Converts batches: a Pax NestedMap has branches, a batch of ours is flat, with names such as `target/ids`."""
+"""Converts batches: a Pax NestedMap has branches, a batch of ours is flat, with names such as `target/ids`.
+
+In names a `/` of a key is `~1`, and `~` is `~0` (RFC 6901): `y_w~1ids`. The elements of a list are `views/[0]`, ....
+"""
 
 from collections.abc import Mapping
+import re
 from typing import Any
 
 import jax
@@ -18,8 +22,7 @@ def flatten_batch(batch: Any) -> dict[str, np.ndarray]:
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     array = np.asarray(leaf)
     if array.dtype.kind in 'biufcV':  # V: bfloat16
-      name = jax.tree_util.keystr(path, simple=True, separator='/')
-      found[name] = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+      found['/'.join(map(_name_of_key, path))] = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
   return found
 
 
@@ -48,12 +51,28 @@ def complete_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_nested_map(batch: Mapping[str, Any]) -> py_utils.NestedMap:
-  """Returns the NestedMap of which `flatten_batch` gave the names; lists in it become maps by index."""
-  nested = py_utils.NestedMap()
+  """Returns the NestedMap of which `flatten_batch` gave the names; tuples in it become lists."""
+  nested: dict[str, Any] = {}
   for name, value in batch.items():
-    *branches, leaf = name.split('/')
+    *branches, leaf = (key.replace('~1', '/').replace('~0', '~') for key in name.split('/'))
     node = nested
     for branch in branches:
-      node = node.setdefault(branch, py_utils.NestedMap())
+      node = node.setdefault(branch, {})
     node[leaf] = value
-  return nested
+  return _nested_maps(nested)
+
+
+def _name_of_key(key: Any) -> str:
+  if isinstance(key, jax.tree_util.SequenceKey):
+    return f'[{key.idx}]'
+  return jax.tree_util.keystr((key,), simple=True).replace('~', '~0').replace('/', '~1')
+
+
+def _nested_maps(node: Any) -> Any:
+  """Returns dicts as NestedMaps, and those whose keys are `[0]`, `[1]`, ... as lists."""
+  if not isinstance(node, dict):
+    return node
+  children = {key: _nested_maps(child) for key, child in node.items()}
+  if children and all(re.fullmatch(r'\[\d+\]', key) for key in children):
+    return [children[key] for key in sorted(children, key=lambda key: int(key[1:-1]))]
+  return py_utils.NestedMap(children)

@@ -23,7 +23,7 @@ from spmd_tasks.bridges.pax._loading_rules import state_from_rules
 from spmd_tasks.bridges.pax._start import is_pax_job, state_from_pax, variables_from_pax
 from spmd_tasks.bridges.pax._support import reason_it_cannot_run, refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
-from spmd_tasks.bridges.pax._weights import partition_of
+from spmd_tasks.bridges.pax._weights import partition_of, remove_split_dims
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, TrainState
@@ -77,8 +77,9 @@ class PaxExperiment(Experiment):
     experiment.validate()
     task = experiment.task()
     refuse_unsupported(experiment, task)
-    if _is_for_pmap(task.model):
-      task.train.inputs_split_mapping = None  # which Paxml does not read then
+    if _is_for_pmap(task.model):  # then Paxml reads no split dims
+      task.train.inputs_split_mapping = None
+      remove_split_dims(task.model)
     task.model.mesh_axis_names = list(self.mesh_axis_names)
     task.model.ici_mesh_shape = list(self.ici_mesh_shape)
     task.model.dcn_mesh_shape = None if self.dcn_mesh_shape is None else list(self.dcn_mesh_shape)

@@ -16,13 +16,13 @@ import importlib.util
 import inspect
 import logging
 import sys
-import types
 from typing import Any
 
 from absl import logging as absl_logging
 import jax
 
 from spmd_tasks.bridges.pax._deferred_imports import DeferringFinder
+from spmd_tasks.bridges.pax._stand_ins import find_stand_in
 
 _PACKAGES = ('praxis', 'paxml')
 
@@ -44,9 +44,8 @@ class _ShimFinder(importlib.abc.MetaPathFinder):
       _find_lambdas_quickly()
       if _FirstDeprecation not in map(type, absl_logging.get_absl_logger().filters):
         absl_logging.get_absl_logger().addFilter(_FirstDeprecation())
-    if fullname in _STAND_INS and _is_imported_by_pax(fullname):
-      return importlib.machinery.ModuleSpec(fullname, _StandInLoader(_STAND_INS[fullname]), is_package=True)
-    return None
+    is_pax_there = any(package in sys.modules for package in _PACKAGES)
+    return find_stand_in(fullname) if is_pax_there else None
 
 
 class _FirstDeprecation(logging.Filter):
@@ -63,79 +62,6 @@ class _FirstDeprecation(logging.Filter):
     is_first = text not in self._logged
     self._logged.add(text)
     return is_first
-
-
-class _StandInLoader(importlib.abc.Loader):
-  def __init__(self, fill: Callable[[types.ModuleType], None]):
-    self._fill = fill
-
-  def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-    return _StandIn(spec.name)
-
-  def exec_module(self, module: types.ModuleType) -> None:
-    self._fill(module)
-
-
-class _StandIn(types.ModuleType):
-  """A module whose every unknown name is a class that cannot be made: good for annotations and isinstance."""
-
-  def __getattr__(self, name: str) -> Any:
-    if name.startswith('__'):
-      raise AttributeError(name)
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-      raise ImportError(f'{self.__name__}.{name} is not installed beside spmd_tasks; it is needed for this input only.')
-
-    made = type(name, (), {'__init__': refuse, '__module__': self.__name__})
-    setattr(self, name, made)
-    return made
-
-
-def _is_imported_by_pax(fullname: str) -> bool:
-  """Whether a stand-in should answer: Pax is being imported, and the real module is not there or cannot be loaded."""
-  if not any(package in sys.modules for package in _PACKAGES):
-    return False
-  if fullname.startswith('lingvo.'):
-    return True  # the real ones load native parts, Matplotlib and TensorFlow
-  top = fullname.partition('.')[0]
-  return importlib.machinery.PathFinder.find_spec(top) is None
-
-
-def _fill_seqio(module: types.ModuleType) -> None:
-  """paxml.metric_utils and summary_utils name types of seqio.metrics in isinstance checks."""
-  module.metrics = importlib.import_module('seqio.metrics')  # type: ignore[attr-defined]
-
-
-def _fill_base_input_generator(module: types.ModuleType) -> None:
-  """paxml.tasks.lm.input_generator.SyntheticLmData, the input of lm_cloud, extends Lingvo's BaseInputGenerator."""
-  from lingvo.core import hyperparams
-
-  class BaseInputGenerator:
-    """As much of Lingvo's class as an input needs that defines `_InputBatch`."""
-
-    @classmethod
-    def Params(cls) -> Any:  # noqa: N802
-      params = hyperparams.InstantiableParams(cls)
-      params.Define('name', 'input', 'Name of this input.')
-      params.Define('batch_size', 0, 'Rows per process.')
-      return params
-
-    def __init__(self, params: Any):
-      self.params = params
-
-    def GetPreprocessedInputBatch(self) -> Any:  # noqa: N802
-      return self._InputBatch()  # type: ignore[attr-defined]
-
-  module.BaseInputGenerator = BaseInputGenerator  # type: ignore[attr-defined]
-
-
-_STAND_INS: dict[str, Callable[[types.ModuleType], None]] = {
-  'seqio': _fill_seqio,
-  'seqio.metrics': lambda module: None,
-  'lingvo.core.base_input_generator': _fill_base_input_generator,
-  'lingvo.core.layers': lambda module: None,
-  'lingvo.core.ops': lambda module: None,
-}
 
 
 def _add_names_to_jax() -> None:

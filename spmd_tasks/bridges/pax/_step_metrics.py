@@ -25,6 +25,7 @@ def train_metrics(task: Any, output: Any, squares: Any) -> dict[str, jax.Array]:
   """
   summaries = _scalar_summaries(output.summary_tensors)
   metrics = {name: value for name, (value, _) in output.weighted_scalars.items()} | summaries
+  metrics |= _computed(output.clu_metrics or {})
   metrics |= {ours: summaries[theirs] for ours, theirs in _LEARNER_SUMMARIES.items() if theirs in summaries}
   metrics |= {
     'loss': output.loss,
@@ -35,20 +36,12 @@ def train_metrics(task: Any, output: Any, squares: Any) -> dict[str, jax.Array]:
   return {name: value.astype(jnp.float32) for name, value in metrics.items() if jnp.ndim(value) <= 1}
 
 
-def eval_metrics(task: Any, output: Any) -> dict[str, clu_metrics.Average]:
-  """Returns the averages of an eval step's weighted scalars and its loss.
-
-  Raises:
-    UserError: the model returns a clu metric that is no weighted mean.
-  """
-  for name, metric in (output.clu_metrics or {}).items():
-    raise UserError(
-      f'the eval metric {name!r} is a {type(metric).__name__} of clu; only weighted scalars, (value, weight), can be '
-      'averaged over batches here: return those from the model.'
-    )
+def eval_metrics(task: Any, output: Any) -> dict[str, clu_metrics.Metric]:
+  """Returns averages of an eval step's weighted scalars and loss, and the metrics of clu that the model returns."""
   means = dict(output.weighted_scalars) | {'loss': (output.loss, _loss_weight(task, output))}
   means = {name: (mean.astype(jnp.float32), jnp.asarray(weight, jnp.float32)) for name, (mean, weight) in means.items()}
-  return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
+  averages = {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
+  return dict(output.clu_metrics or {}) | averages
 
 
 def check_loss_names(aggregator: Any) -> None:
@@ -68,8 +61,23 @@ def check_loss_names(aggregator: Any) -> None:
   aggregator.aggregate = checked
 
 
+def _computed(metrics: Any) -> dict[str, jax.Array]:
+  """Returns the values of metrics of clu that can be computed on devices; others are seen in evals alone."""
+  found = {}
+  for name, metric in metrics.items():
+    try:
+      value = metric.compute()
+    except jax.errors.JAXTypeError:  # by NumPy on the host
+      continue
+    if isinstance(value, jax.Array):
+      found[name] = value
+  return found
+
+
 def _loss_weight(task: Any, output: Any) -> jax.Array:
   name = task.learners[0].loss_name
+  if name in (output.clu_metrics or {}):
+    return jnp.asarray(output.clu_metrics[name].weight)
   if name in output.weighted_scalars:
     return jnp.asarray(output.weighted_scalars[name][1])
   return jnp.ones(())  # several losses are added up: Paxml has no weight of their sum

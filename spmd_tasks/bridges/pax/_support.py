@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 import inspect
+import re
 from typing import Any
 
-from paxml import base_experiment, tasks_lib
-from praxis import layers, optimizers, pax_fiddle
+from absl import logging
+import jax
+from paxml import base_experiment, learners, tasks_lib
+from praxis import layers, optimizers, pax_fiddle, py_utils
 
 from spmd_tasks.errors import UserError
 
@@ -88,6 +91,42 @@ def _shampoo_reasons(learner: Any) -> Iterator[str]:
         f'task.train.learner{path} is {config.cls.__name__}, to which Praxis gives arguments that the installed '
         f'optax-shampoo does not take ({", ".join(missing)}): take another optimizer'
       )
+
+
+def check_trained_variables(learner: learners.Learner, weight_hparams: Any) -> None:
+  """Checks which variables the optimizers of a learner have.
+
+  Args:
+    learner: built.
+    weight_hparams: the model's variables, a tree of WeightHParams by collection.
+
+  Raises:
+    UserError: regular expressions of the learner leave nothing to train, or contradict one another.
+  """
+  inclusion, exclusion = learner.bprop_variable_inclusion, learner.bprop_variable_exclusion
+  if inclusion and exclusion:
+    raise UserError(
+      f'task.train.learner has bprop_variable_inclusion = {inclusion!r} and bprop_variable_exclusion = {exclusion!r}: '
+      'give one of them.'
+    )
+  names = py_utils.extract_prefixed_keys_from_nested_map(weight_hparams)
+  is_excluded = tasks_lib.get_excluded_var_mask_for_grad(weight_hparams, learner)
+  trained = [name for name, out in zip(*map(jax.tree.leaves, (names, is_excluded)), strict=True) if not out]
+  if not trained:
+    raise UserError(
+      f'no variable is trained with task.train.learner.bprop_variable_{"inclusion" if inclusion else "exclusion"} = '
+      f'{inclusion or exclusion!r}, which is compared with whole names such as {jax.tree.leaves(names)[0]!r}: '
+      'let it leave at least one.'
+    )
+  if not isinstance(learner, learners.MultiOptimizerLearner):
+    return
+  matching = [[regex for regex in learner.auxiliary_regex if re.match(regex, name)] for name in trained]
+  for name, regexes in zip(trained, matching, strict=True):
+    if len(regexes) > 1:
+      raise UserError(f'task.train.learner.auxiliary_regex {regexes} match {name!r} all: let one of them match it.')
+  for regex in learner.auxiliary_regex:
+    if [regex] not in matching:
+      logging.warning('task.train.learner.auxiliary_regex %r matches none of the variables %s.', regex, trained)
 
 
 def reason_it_cannot_run(task: Any) -> str | None:

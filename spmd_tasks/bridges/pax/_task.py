@@ -25,6 +25,7 @@ from praxis import base_layer, base_model
 from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
 from spmd_tasks.bridges.pax._context import cast_variables, praxis_context
 from spmd_tasks.bridges.pax._step_metrics import check_loss_names, eval_metrics, train_metrics, variable_norms
+from spmd_tasks.bridges.pax._support import check_trained_variables
 from spmd_tasks.bridges.pax._weights import box_variables, spec_of_partition
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import IdTokenizer
@@ -103,10 +104,11 @@ class PaxTask:
     """Draws the model's variables as Paxml does, with boxes of the split dims that Praxis declares.
 
     Raises:
-      UserError: the model cannot be computed here.
+      UserError: the model cannot be computed here, or its learner trains no variable.
     """
     if self.cannot_run is not None:
       raise UserError(f'this experiment cannot run here, nor in Paxml: {self.cannot_run}.')
+    check_trained_variables(self.task.learners[0], self.weight_hparams)
     with _pax_context():
       _, init_key = jax.random.split(jax.random.key_data(rng))
       state, _ = trainer_lib.initialize_model_state(
@@ -189,7 +191,12 @@ class PaxTask:
       step=new_state.step.astype(jnp.int32),
       weights=variables.pop('params'),
       learner=state.learner.replace(opt_state=new_state.opt_states),
-      non_trainable={name: variables[name] for name in state.non_trainable},
+      # A model that computes in bfloat16 updates them in it. Paxml keeps them so; these are the same values.
+      non_trainable=jax.tree.map(
+        lambda old, new: new.astype(old.dtype),
+        state.non_trainable,
+        {name: variables[name] for name in state.non_trainable},
+      ),
     )
     return state, metrics
 
@@ -311,8 +318,8 @@ class PaxTask:
     return IdTokenizer(vocab_size=vocab_size, eos_id=int(ends[0]))
 
   def _averaged_variables(self, state: TrainState) -> Variables:
-    averaged = tasks_lib.extract_ema(pax_state(state)).mdl_vars
-    return state.variables | {'params': averaged['params']}
+    averaged = tasks_lib.extract_ema(pax_state(state)).mdl_vars  # those of batch normalization too
+    return state.variables | {name: averaged[name] for name in state.variables if averaged.get(name) is not None}
 
   def _root_of_steps(self, state: TrainState) -> jax.Array:
     root, _ = jax.random.split(state.rng)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from praxis import base_layer
+from praxis import base_layer, pax_fiddle
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import SplitDim, WeightBox, WeightSpec
@@ -51,6 +51,17 @@ def partition_of(split_dims: Sequence[Any], mesh_axis_names: Sequence[str], what
           f'{list(mesh_axis_names)}: correct one of the two.'
         )
   return base_layer.to_partition_spec(split_dims, mesh_axis_names)
+
+
+def remove_split_dims(model: Any) -> None:
+  """Takes all split dims and meshes out of the config of a model and its layers."""
+  for config, _ in pax_fiddle.daglish.iterate(model):
+    if isinstance(config, pax_fiddle.Config) and issubclass(config.cls, base_layer.BaseLayer):
+      for name in ('weight_split_dims_mapping', 'activation_split_dims_mapping'):
+        mapping = getattr(config, name, None)
+        for field in mapping.__arguments__ if isinstance(mapping, pax_fiddle.Config) else ():
+          setattr(mapping, field, None)
+      config.ici_mesh_shape = config.dcn_mesh_shape = config.mesh_axis_names = None
 
 
 def _tags(hparams: base_layer.WeightHParams) -> tuple[str, ...]:

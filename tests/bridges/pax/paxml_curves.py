@@ -19,7 +19,7 @@ import traceback
 from typing import Any
 
 from scripts.paxml_run import NoCheckpointer
-from spmd_tasks.bridges.pax import _shims
+import spmd_tasks.bridges.pax  # noqa: F401  makes Paxml importable
 
 DATA = Path(__file__).parents[2] / 'data'
 MODULES = ('transformers', 'optimizers', 'pipelines', 'experts', 'classifiers', 'inputs')
@@ -64,10 +64,15 @@ def run_paxml(name: str) -> dict[str, Any]:
       return output
 
   class EvalProgram(programs.SingleTaskEvalProgram):
+    def _run_eval_loop(self, state):
+      *others, self._clu_metrics = super()._run_eval_loop(state)
+      return *others, self._clu_metrics
+
     def run(self, state, step):
       output = super().run(state, step)
       loss_name = self._task.learners[0].loss_name
-      evals.setdefault(self.eval_input.name, {})[int(step)] = float(output.eval_metrics[loss_name])
+      metrics = output.eval_metrics or {name: metric.compute() for name, metric in self._clu_metrics.items()}
+      evals.setdefault(self.eval_input.name, {})[int(step)] = float(metrics[loss_name])
       return output
 
   def train_programs(self):
@@ -134,7 +139,6 @@ def run_forked(name: str) -> dict[str, Any]:
 def main(path: str, *names: str) -> None:
   """Runs the cases, all of them by default, and adds them to the file."""
   sys.path.insert(0, str(DATA))
-  _shims._STAND_INS['tensorflow_datasets'] = lambda module: None  # paxml.main imports it, and no case uses it
   import paxml.main  # noqa: F401  before the forks
   import praxis.layers  # noqa: F401
 

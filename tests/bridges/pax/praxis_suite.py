@@ -33,7 +33,7 @@ from absl import flags
 import jax
 import pytest
 
-from spmd_tasks.bridges.pax import _shims  # importing it applies the shims, before a test imports Praxis
+from spmd_tasks.bridges.pax import _stand_ins  # importing it applies the shims, before a test imports Praxis
 from spmd_tasks.distributed import compile_quickly
 
 KEPT = Path(__file__).parents[2] / 'data' / 'praxis_tests.txt'
@@ -199,8 +199,8 @@ def _summarize(results: dict[str, str]) -> str:
 def _import_what_tests_import() -> None:
   """Imports once, before the forks, what most files import: 20 s for each of them."""
   sys.path.append(os.environ['PRAXIS_TESTS_BESIDE'])  # last: it holds a NumPy too
-  for name in ('lingvo.core.layers', 'lingvo.core.base_input_generator'):  # tests compare with the real ones
-    _shims._STAND_INS.pop(name, None)
+  for name in ('lingvo.core.layers', 'lingvo.core.base_input_generator', *_stand_ins.NEED_SENTENCEPIECE):
+    _stand_ins.LINGVO_STAND_INS.pop(name, None)  # tests compare with the real ones
   for name in ('praxis.layers', 'praxis.test_utils', 'praxis.layers.quantization', 'lingvo.core.layers'):
     try:
       importlib.import_module(name)

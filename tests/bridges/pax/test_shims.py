@@ -1,4 +1,4 @@
-"""The names that Praxis and Paxml find in JAX, and the modules that stand in for what they import in vain."""
+"""The names that Praxis and Paxml find in JAX, and what is imported late."""
 
 import ast
 import inspect
@@ -28,14 +28,6 @@ def test_none_meets_anything_and_stays_none(trees, result):
 
 def test_is_leaf_decides_about_none_too():
   assert _shims._tree_map(lambda x: 'leaf', (None, 1), is_leaf=lambda x: x is None) == ('leaf', 'leaf')
-
-
-def test_a_missing_type_of_a_stand_in_is_a_class_that_cannot_be_made():
-  module = _shims._StandIn('lingvo.core.ops')
-  assert not isinstance(3, module.Anything)
-  with pytest.raises(ImportError, match=r'lingvo\.core\.ops\.Anything is not installed'):
-    module.Anything()
-  assert module.Anything is module.Anything
 
 
 def test_reshape_takes_its_shape_by_the_earlier_name_too():

@@ -1,10 +1,12 @@
 """Models that are no language models: images, batch normalization, a Flax module, several losses."""
 
+from clu import metrics as clu_metrics
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from paxml import base_experiment, learners, tasks_lib
+from paxml import base_experiment, base_metrics, learners, tasks_lib
 from paxml.tasks.lm.params import lm_cloud
 from praxis import base_input, base_model, layers, optimizers, pax_fiddle, py_utils, schedules
 from praxis.layers import flax_adapter
@@ -78,6 +80,25 @@ class Classifier(base_experiment.BaseExperiment):
     return task
 
 
+class Averaged(Classifier):
+  """Evaluates averages of the weights and of what batch normalization keeps."""
+
+  def task(self):
+    task = super().task()
+    task.train.learner.optimizer.ema_decay = 0.8
+    task.train.eval_use_ema_states = True
+    return task
+
+
+class Bfloat16(Averaged):
+  """Computes in bfloat16, batch normalization too."""
+
+  def task(self):
+    task = super().task()
+    task.model.fprop_dtype = jnp.bfloat16
+    return task
+
+
 class PerceptronModel(base_model.BaseModel):
   """Two layers with batch normalization and dropout between them; two losses, of which one is differentiated."""
 
@@ -107,6 +128,34 @@ class Perceptron(Classifier):
 
   def model(self):
     return pax_fiddle.Config(PerceptronModel, name='perceptron')
+
+
+@flax.struct.dataclass
+class Perplexity(clu_metrics.Average):
+  """The exponential of a mean."""
+
+  def compute(self):
+    return jnp.exp(super().compute())
+
+
+class CluMetricsModel(PerceptronModel):
+  """Returns metrics of clu in the place of weighted scalars."""
+
+  def compute_loss(self, predictions, input_batch):
+    xent = -jnp.sum(jax.nn.log_softmax(predictions) * input_batch.label_probs, -1)
+    rows = jnp.array(float(len(xent)))
+    return NestedMap(
+      loss=base_metrics.WeightedScalarCluMetric.create(jnp.mean(xent), rows),
+      perplexity=Perplexity.from_model_output(xent),
+      accuracy=clu_metrics.Accuracy.from_model_output(logits=predictions, labels=input_batch.meta.label),
+    ), NestedMap()
+
+
+class CluMetrics(Perceptron):
+  """Metrics of clu."""
+
+  def model(self):
+    return pax_fiddle.Config(CluMetricsModel, name='perceptron')
 
 
 class FlaxNetwork(nn.Module):
