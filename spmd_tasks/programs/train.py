@@ -1,6 +1,5 @@
 """--mode=train: restores or initialises a state, trains it, and saves and evaluates at intervals."""
 
-from collections.abc import Sequence
 import contextlib
 import functools
 import json
@@ -10,7 +9,7 @@ from etils import epath
 import jax
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import RAM_DISK, PeerCopies, num_bytes
+from spmd_tasks.checkpoints import RAM_DISK, PeerCopies
 from spmd_tasks.distributed import (
   EmergencyExit,
   PreemptionGuard,
@@ -22,17 +21,18 @@ from spmd_tasks.distributed import (
   watch_steps,
 )
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Experiment, Job, check_vocabulary, partition_job
+from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.base_digest import start_digest
-from spmd_tasks.programs.eval import Evaluator, open_evaluator
+from spmd_tasks.programs.eval import open_evaluator
 from spmd_tasks.programs.goodput import Goodput
+from spmd_tasks.programs.interval_actions import IntervalActions, is_multiple
 from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
 from spmd_tasks.programs.logged_metrics import LoggedMetrics
 from spmd_tasks.programs.pretrained import base_folder, saved_part
-from spmd_tasks.programs.progress import format_metrics, make_progress
+from spmd_tasks.programs.progress import make_progress
 from spmd_tasks.programs.references import compute_references, name_references, reads_references
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
 from spmd_tasks.programs.samples import make_sampler
@@ -45,10 +45,6 @@ from spmd_tasks.runtime import (
   format_parameter_table,
   make_writer,
 )
-
-# A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
-# second. A larger one is written while training goes on.
-_WRITTEN_AT_ONCE_BYTES = 100_000_000
 
 
 def train(
@@ -159,7 +155,7 @@ def train(
       batches=batches,
       num_train_steps=experiment.num_train_steps,
       max_consecutive_skips=job.task.learner.max_consecutive_skips,
-      is_awaited=lambda step: any(_is_multiple(step, every) for every in intervals) or profile.changes_at(step),
+      is_awaited=lambda step: any(is_multiple(step, every) for every in intervals) or profile.changes_at(step),
       platform=next(iter(state.step.devices())).platform,
       on_activity=watchdog.beat,
       should_stop=guard.should_stop,
@@ -167,40 +163,20 @@ def train(
     compilations = stack.enter_context(CompilationCounter())
     logged = LoggedMetrics(job, model, goodput, batches, loop, slowest, compilations)
 
-    def save() -> None:
-      with watchdog.allow('checkpoint', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
-        checkpointer.save(loop.step, model.to_canonical(loop.state, part), loop.input_state)
-        if num_bytes(part(model.canonical_state)) < _WRITTEN_AT_ONCE_BYTES:
-          checkpointer.wait()
-      goodput.mark(loop.step)
-
-    def copy() -> None:
-      assert copies is not None
-      newest = checkpointer.latest_step() if is_primary() else None
-      with watchdog.allow('copy', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
-        copies.copy(loop.step, loop.state, loop.input_state, newest)
-      goodput.mark(loop.step)
-
-    def evaluate(names: Sequence[str]) -> bool:
-      """Evaluates these sets; returns False if SIGTERM came before the last one was finished."""
-      variables = model.task.evaluation_variables(loop.state)
-      num_evaluated = 0
-      with watchdog.allow('eval', experiment.first_step_timeout_s), goodput.spend('evaluation'):
-        for name, metrics in evaluator.evaluate(variables, loop.step, names):
-          evaluator.record(name, loop.step, metrics)
-          progress.message(f'step {loop.step}  eval {name}: ' + format_metrics(metrics))
-          num_evaluated += 1
-      return num_evaluated == len(names)
-
-    def sample_if_due(step: int) -> bool:
-      """Writes the texts of `step` unless they are written; returns False if SIGTERM came first."""
-      if sampler is None or not _is_multiple(step, experiment.sample_every_steps) or sampler.is_recorded(step):
-        return True
-      with watchdog.allow('sample', experiment.first_step_timeout_s), goodput.spend('evaluation'):
-        is_done = sampler.sample(model.task.decoding_variables(loop.state), step, guard.should_stop)
-      if is_done:
-        progress.message(f'step {step}  samples: in {sampler.path}')
-      return is_done
+    actions = IntervalActions(
+      experiment=experiment,
+      model=model,
+      part=part,
+      loop=loop,
+      checkpointer=checkpointer,
+      copies=copies,
+      evaluator=evaluator,
+      sampler=sampler,
+      watchdog=watchdog,
+      goodput=goodput,
+      progress=progress,
+      should_stop=guard.should_stop,
+    )
 
     def preempted() -> int:
       saved = f'step {loop.step} is saved' if loop.step else 'before the first step'
@@ -222,10 +198,10 @@ def train(
       clock.add('compile', model.train_step.compile_seconds)
       return_freed_memory()
     guard.start()  # not before: up to here SIGTERM loses nothing, and need not wait for the compiler
-    missing = _missing_evals(evaluator, first_step, experiment)
-    if missing and not evaluate(missing):
+    missing = actions.missing_evals()
+    if missing and not actions.evaluate(missing):
       return preempted()
-    if not sample_if_due(first_step):
+    if not actions.sample_if_due():
       return preempted()
     if first_step >= experiment.num_train_steps:
       progress.message(f'Nothing to do: step {first_step} of {experiment.num_train_steps} is already saved.')
@@ -253,13 +229,7 @@ def train(
         if is_primary():
           with storage_errors(job_log_dir / STARTUP_FILE):
             write_durably(job_log_dir / STARTUP_FILE, json.dumps(phases) + '\n')
-        # Now rather than at the first use, hours later: an eval that cannot be compiled should fail here.
-        with watchdog.allow('compile', experiment.first_step_timeout_s), goodput.spend('compilation'):
-          evaluator.compile()
-          if sampler is not None:
-            sampler.compile()
-          model.compile_conversions(part)
-          checkpointer.prepare()
+        actions.compile()
         logged.start(step)
 
       if step % experiment.log_every_steps == 0 or step in (first_step + 1, experiment.num_train_steps):
@@ -268,22 +238,21 @@ def train(
         progress.log(step, metrics)
 
       # The checkpoint first: it is written while the eval runs, and a failing eval loses nothing.
-      if _is_multiple(step, experiment.checkpoint_every_steps):
-        save()
+      if is_multiple(step, experiment.checkpoint_every_steps):
+        actions.save()
         last_saved = step
-      if _is_multiple(step, experiment.peer_copy_every_steps):
-        copy()
-      if _is_multiple(step, experiment.eval_every_steps) and evaluate(evaluator.names):
+      if is_multiple(step, experiment.peer_copy_every_steps):
+        actions.copy()
+      if is_multiple(step, experiment.eval_every_steps) and actions.evaluate():
         last_evaluated = step
-      sample_if_due(step)
+      actions.sample_if_due()
       profile.after_step(step)
 
     # The end: no step is in flight, whatever ended the loop.
     goodput.switch('program_end')
     if loop.step > last_saved:
-      save()
-    with watchdog.allow('checkpoint', experiment.first_step_timeout_s), goodput.spend('checkpoint_save'):
-      checkpointer.wait()
+      actions.save()
+    actions.wait_for_save()
     if loop.input_has_ended:
       raise TrainingInputEndedError(
         f'the training input ended after step {loop.step} of {experiment.num_train_steps}; what was trained is saved. '
@@ -291,9 +260,9 @@ def train(
       )
     if loop.step < experiment.num_train_steps:
       return preempted()
-    if not sample_if_due(loop.step):
+    if not actions.sample_if_due():
       return preempted()
-    if last_evaluated != loop.step and not evaluate(evaluator.names):
+    if last_evaluated != loop.step and not actions.evaluate():
       return preempted()
     progress.message(goodput.end())
     return exit_codes.OK
@@ -340,22 +309,6 @@ def _refuse_job_of_paxml(job_log_dir: epath.Path) -> None:
       f'{checkpoints} holds checkpoints of Paxml: choose another --job_log_dir, and let a Pax experiment go on from '
       f'this one by --set continue_from={job_log_dir}.'
     )
-
-
-def _is_multiple(step: int, every_steps: int | None) -> bool:
-  return every_steps is not None and step > 0 and step % every_steps == 0
-
-
-def _missing_evals(evaluator: Evaluator, first_step: int, experiment: Experiment) -> list[str]:
-  """Returns the eval sets of the restored step that are due and not recorded: the last job was ended in that eval."""
-  was_due = first_step >= experiment.num_train_steps or _is_multiple(first_step, experiment.eval_every_steps)
-  if first_step == 0 or not was_due:
-    return []
-  return primary_decides(
-    lambda: [name for name in evaluator.names if not evaluator.is_recorded(name, first_step)],
-    'missing_evals',
-    limit_s=math.ceil(experiment.step_timeout_s),
-  )
 
 
 def _describe(model: PartitionedModel, origin: str) -> str:
