@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from spmd_tasks.distributed import use_fake_devices
+from spmd_tasks.distributed import suit_fake_devices, use_fake_devices
 
 # Two collectives that do not wait for one another, one of them in a loop: with a thread per device this stands still
 # within some steps.
@@ -49,6 +49,21 @@ def test_collectives_are_scheduled_as_data_flows_unless_the_flags_say_otherwise(
   monkeypatch.setenv('XLA_FLAGS', given)
   use_fake_devices(jax.device_count())
   assert os.environ['XLA_FLAGS'] == (given or '--xla_cpu_enable_concurrency_optimized_scheduler=false')
+
+
+def test_an_experiment_says_how_many_threads_its_steps_need(monkeypatch):
+  monkeypatch.delenv('NPROC', raising=False)
+  use_fake_devices(jax.device_count())
+  for number in (2, 3):
+    suit_fake_devices(threads_per_device=number)
+    assert os.environ['NPROC'] == str(number * jax.device_count())
+
+
+def test_threads_that_the_environment_sets_stay(monkeypatch):
+  monkeypatch.setenv('NPROC', '5')
+  use_fake_devices(jax.device_count())
+  suit_fake_devices(threads_per_device=2)
+  assert os.environ['NPROC'] == '5'
 
 
 class Mallinfo2(ctypes.Structure):
