@@ -40,7 +40,9 @@ def use_fake_devices(num_devices: int, *, num_threads: int | None = None) -> Non
   The C library keeps freed buffers of less than 16 MiB, unless the environment sets its allocator: by default it
   returns all from 128 KiB on to the kernel, which clears the pages that the next step asks for (11% of the CPU time of
   a small model). Larger ones it still returns: few find a hole of their size, and the heap would grow to twice what is
-  used, for at most 4% of a step's time.
+  used, for 4% of a step's time, and more beside other work.
+
+  An experiment whose steps need fewer threads, or had better keep more memory, says so (`suit_fake_devices`).
 
   Random numbers are the same, but compiled in half the time (`_random_bits.py`).
   """

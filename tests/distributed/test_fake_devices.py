@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from spmd_tasks.distributed import suit_fake_devices, use_fake_devices
+from tests import binary
 
 # Two collectives that do not wait for one another, one of them in a loop: with a thread per device this stands still
 # within some steps.
@@ -64,6 +65,21 @@ def test_threads_that_the_environment_sets_stay(monkeypatch):
   use_fake_devices(jax.device_count())
   suit_fake_devices(threads_per_device=2)
   assert os.environ['NPROC'] == '5'
+
+
+def test_the_binary_asks_the_experiment_before_there_are_devices(tmp_path):
+  code = """if True:
+    import os, sys
+    os.environ.pop('NPROC', None)
+    from spmd_tasks import main
+    from spmd_tasks.experiment import Experiment
+    from spmd_tasks.programs import train
+    Experiment.fake_device_settings = lambda experiment: {'threads_per_device': 1}
+    train.train = lambda *args, **kwargs: print(os.environ['NPROC']) or 0
+    main.main(sys.argv[1:])
+  """
+  flags = ('--exp', 'lm.StdlibTiny', '--mode', 'train', '--num_fake_devices', 5, '--job_log_dir', tmp_path / 'job')
+  assert binary.run_binary(*flags, command=('-c', code)).stdout == '5\n'
 
 
 class Mallinfo2(ctypes.Structure):
