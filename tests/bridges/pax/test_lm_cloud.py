@@ -1,4 +1,4 @@
-"""Paxml's own experiments for cloud machines, scaled down by overrides: train, evaluate, go on after kill -9; threads."""
+"""Paxml's own experiments for cloud machines, scaled down by overrides: train, evaluate, go on after kill -9."""
 
 import signal
 import time
