@@ -36,6 +36,7 @@ from spmd_tasks.runtime import (
   Metric,
   MetricsWriter,
   PartitionedModel,
+  StepsByShape,
   finish_metrics,
   make_writer,
   read_jsonl,
@@ -178,7 +179,8 @@ class Evaluator:
     self._input_timeout_s = input_timeout_s
     self._on_batch = on_batch
     self._should_stop = should_stop
-    self._steps = _compiled_steps(model, eval_inputs)
+    self._steps_by_shape = StepsByShape(model.eval_step)
+    self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in eval_inputs.items()}
     self._writers: dict[str, MetricsWriter] = {}
 
   def compile(self) -> None:
@@ -233,12 +235,11 @@ class Evaluator:
 
   def _evaluate_set(self, name: str, variables: Any, step: int) -> dict[str, Metric] | None:
     """Returns the set's metrics; None if `should_stop` ended the evaluation."""
-    eval_step = self._steps[name]
     iterator = self._inputs[name].make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
     finished: list[BatchMetrics] = []
     in_flight: BatchMetrics | None = None
-    with Prefetcher(iterator, eval_step.place, timeout_s=self._input_timeout_s) as batches:
-      for batch, _ in batches:
+    with Prefetcher(iterator, functools.partial(self._place, name), timeout_s=self._input_timeout_s) as batches:
+      for (eval_step, batch), _ in batches:
         if self._should_stop():
           return None
         launched = eval_step(variables, batch)
@@ -263,6 +264,13 @@ class Evaluator:
       )
     return finish_metrics(means) | {'num_batches': len(finished)}
 
+  def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[CompiledStep, Any]:
+    """Returns the step for a batch of a set, and the batch on the mesh."""
+    step = self._steps[name]
+    if getattr(self._inputs[name], 'shapes_may_vary', False):
+      step = self._steps_by_shape.of(batch)
+    return step, step.place(batch)
+
 
 def _mean_over_batches(batches: list[BatchMetrics]) -> dict[str, np.ndarray]:
   """Computes the weighted means over all batches, scalars or [E]; 0 if no batch has any weight.
@@ -281,14 +289,3 @@ def _mean_over_batches(batches: list[BatchMetrics]) -> dict[str, np.ndarray]:
       if isinstance(value, jax.Array | np.ndarray | np.generic | float | int) and np.ndim(value) <= 1:
         means[name] = np.asarray(value, np.float64)
   return means
-
-
-def _compiled_steps(model: PartitionedModel, eval_inputs: Mapping[str, Input]) -> dict[str, CompiledStep]:
-  """Makes one step per eval set; sets of the same element spec share one step, so that it is compiled once."""
-  by_spec: dict[tuple[Any, ...], CompiledStep] = {}
-  steps = {}
-  for name, eval_input in eval_inputs.items():
-    spec = eval_input.element_spec()
-    key = tuple(sorted((field, leaf.shape, str(leaf.dtype)) for field, leaf in spec.items()))
-    steps[name] = by_spec.setdefault(key, model.eval_step(spec))
-  return steps

@@ -12,7 +12,7 @@ reports is made by `metrics.py` (files of metrics), `parameter_table.py` and `fl
 a task says about generating text, `optional_methods.py` what a task may do beside what all do.
 """
 
-from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep
+from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep, StepsByShape
 from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
@@ -50,6 +50,7 @@ __all__ = [
   'PartitionedModel',
   'ReadsBase',
   'SamplingParams',
+  'StepsByShape',
   'Task',
   'TensorBoardWriter',
   'TrainState',

@@ -9,6 +9,7 @@ Usage:
       print(compilations.num_programs - warm, 'programs compiled after the first step')
 """
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any, Self
 
 import jax
 
-from spmd_tasks.runtime.input_layout import InputLayout
+from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
 
 # JAX (0.10 and 0.11) reports this event each time that a program is missing from its caches in memory. Reading the
 # program back from a persistent compilation cache counts too, since the step waits for that as well.
@@ -98,6 +99,21 @@ class CompiledStep:
 
   def __call__(self, *arguments: Any) -> Any:
     return (self._compiled or self.compile())(*arguments)
+
+
+class StepsByShape:
+  """The steps of one function, one for each shape of batch: a second caller with the same shapes gets the same step."""
+
+  def __init__(self, make: Callable[[InputSpec], CompiledStep]):
+    self._make = make
+    self._steps: dict[tuple[Any, ...], CompiledStep] = {}
+
+  def of(self, batch: Mapping[str, Any]) -> CompiledStep:
+    """Returns the step for a batch, or for its spec: a mapping from names to arrays or to jax.ShapeDtypeStruct."""
+    key = tuple(sorted((name, tuple(rows.shape), str(rows.dtype)) for name, rows in batch.items()))
+    if key not in self._steps:
+      self._steps[key] = self._make({name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()})
+    return self._steps[key]
 
 
 class CompilationCounter:

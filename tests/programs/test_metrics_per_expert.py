@@ -104,12 +104,21 @@ def test_train_metrics_are_those_of_the_whole_batch(model):
   np.testing.assert_array_equal(state.weights['bias'], [-0.25, 0, 0.25])
 
 
-def test_evaluation_averages_vectors_over_batches(model, tmp_path):
-  """Batches with 20, 1 and no tokens."""
+class Remainder(Batches):
+  """An eval input whose last batches may have fewer rows."""
+
+  shapes_may_vary = True
+
+
+@pytest.mark.parametrize('eval_input', [Batches, Remainder])
+def test_evaluation_averages_vectors_over_batches(model, tmp_path, eval_input):
+  """Batches with 20, 1 and no tokens, and one of three rows."""
   batches = [draw_batch(1, TOKENS_PER_ROW), draw_batch(2, (1, *[0] * (B - 1))), draw_batch(3, [0] * B)]
+  if eval_input is Remainder:
+    batches.append({name: rows[:3] for name, rows in draw_batch(4, TOKENS_PER_ROW).items()})
   evaluator = Evaluator(
     model,
-    {'valid': Batches(batches)},
+    {'valid': eval_input(batches)},
     epath.Path(tmp_path),
     tensorboard=False,
     input_timeout_s=60,

@@ -34,7 +34,7 @@ from spmd_tasks.bridges.pax._input import PaxInput, next_batch
 from spmd_tasks.distributed import is_primary, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.runtime import CompiledStep, PartitionedModel, Variables, make_writer
+from spmd_tasks.runtime import PartitionedModel, StepsByShape, Variables, make_writer
 
 _LOOK_LIMIT_S = 300
 
@@ -68,7 +68,10 @@ class PaxDecoder:
     self._tensorboard = tensorboard
     self._on_batch = on_batch
     self._report = report
-    self._steps = _compiled_steps(model, inputs)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    decode_step = cast(Any, model.task).decode_step
+    self._steps_by_shape = StepsByShape(lambda spec: model.batch_step('decode_step', spec, decode_step, number, number))
+    self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in inputs.items()}
 
   def compile(self) -> None:
     """Compiles the decode steps; does nothing the second time."""
@@ -99,7 +102,7 @@ class PaxDecoder:
     decoded = _DecodedDataset(self._task)
     for batch, (arrays, texts) in enumerate(self._batches(dataset), start=1):
       self._on_batch()
-      decode_step = self._steps[name]
+      decode_step = self._steps_by_shape.of(arrays) if self._inputs[name].shapes_may_vary else self._steps[name]
       placed = decode_step.place(arrays)
       output = jax.device_get(decode_step(variables, placed, np.int32(step), np.int32(batch)))
       if is_primary():
@@ -134,21 +137,6 @@ class PaxDecoder:
           'cannot pass on to process 0, where outputs are processed: leave them out, or decode by one process.'
         )
       yield flatten_batch(batch), texts
-
-
-def _compiled_steps(model: PartitionedModel, inputs: Mapping[str, PaxInput]) -> dict[str, CompiledStep]:
-  """Makes one step per dataset; datasets of the same shapes share one step, so that it is compiled once."""
-  number = jax.ShapeDtypeStruct((), jnp.int32)
-  decode_step = cast(Any, model.task).decode_step
-  by_spec: dict[Any, CompiledStep] = {}
-  steps = {}
-  for name, each in inputs.items():
-    spec = each.element_spec()
-    key = tuple((field, leaf.shape, leaf.dtype) for field, leaf in sorted(spec.items()))
-    if key not in by_spec:
-      by_spec[key] = model.batch_step('decode_step', spec, decode_step, number, number)
-    steps[name] = by_spec[key]
-  return steps
 
 
 class _DecodedDataset:

@@ -58,6 +58,14 @@ class PaxInput:
       for name, rows in first.items()
     }
 
+  @property
+  def shapes_may_vary(self) -> bool:
+    """Whether a batch may have other shapes than the first, as the last one of an eval; then its step is compiled anew.
+
+    Not of several processes, whose batches must agree.
+    """
+    return not self.is_training and jax.process_count() == 1
+
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PaxInputIterator':
     """Makes the input of one process: Pax' infeed host `shard_index` of `shard_count`."""
     num_batches = None if self.is_training else self.config.eval_loop_num_batches

@@ -91,6 +91,24 @@ class FewRows(transformers.SmallLm):
     ]
 
 
+class Remainder(dense_lm.ToyLmInput):
+  """Its last batch has half of the rows."""
+
+  def get_next(self):
+    batch = super().get_next()
+    return batch.Transform(lambda rows: rows[: len(rows) // 2]) if self._next_batch == self.num_batches else batch
+
+
+class LastRows(transformers.SmallLm):
+  """An eval to the end of a dataset, which keeps the remainder."""
+
+  EVAL_INTERVAL_STEPS = 3
+
+  def datasets(self):
+    train, valid = super().datasets()
+    return [train, pax_fiddle.Config(Remainder, **{**valid.__arguments__, 'num_batches': 3})]
+
+
 class Cloud(lm_cloud.LmCloudSpmdTest):
   """Paxml's own experiment for a test on a CPU, scaled down further; its input is Lingvo's."""
 
