@@ -33,14 +33,16 @@ def train_metrics(task: Any, output: Any, squares: Any) -> dict[str, jax.Array]:
     'skipped': jnp.zeros(()),
     'weight_norm': jnp.sqrt(jax.tree.reduce(jnp.add, squares)),
   }
-  return {name: value.astype(jnp.float32) for name, value in metrics.items() if jnp.ndim(value) <= 1}
+  return {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items() if jnp.ndim(value) <= 1}
 
 
 def eval_metrics(task: Any, output: Any) -> dict[str, clu_metrics.Metric]:
   """Returns averages of an eval step's weighted scalars and loss, and the metrics of clu that the model returns."""
   means = dict(output.weighted_scalars) | {'loss': (output.loss, _loss_weight(task, output))}
-  means = {name: (mean.astype(jnp.float32), jnp.asarray(weight, jnp.float32)) for name, (mean, weight) in means.items()}
-  averages = {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
+  averages = {}
+  for name, (mean, weight) in means.items():  # numbers of Python among them
+    mean, weight = jnp.asarray(mean, jnp.float32), jnp.asarray(weight, jnp.float32)
+    averages[name] = clu_metrics.Average(total=mean * weight, count=weight)
   return dict(output.clu_metrics or {}) | averages
 
 

@@ -116,7 +116,7 @@ class PerceptronModel(base_model.BaseModel):
     xent = -jnp.sum(jax.nn.log_softmax(predictions) * input_batch.label_probs, -1)
     loss = jnp.mean(xent)
     penalty = 1e-3 * jnp.mean(jnp.square(predictions))
-    return NestedMap(loss=(loss + penalty, 1.0), xent=(loss, 8.0), penalty=(penalty, 1.0)), NestedMap(
+    return NestedMap(loss=(loss + penalty, 1.0), xent=(loss, 8.0), penalty=(penalty, 1), rows=(8.0, 1)), NestedMap(
       labels=input_batch.meta.label
     )
 
