@@ -118,6 +118,13 @@ class Experiment(FrozenFields, abc.ABC):
   def __post_init__(self):
     for field in dataclasses.fields(self):
       object.__setattr__(self, field.name, freeze(getattr(self, field.name)))
+    self._settle_mesh()
+    self._check_counts()
+    self._check_starts_and_samples()
+    self._check_times()
+
+  def _settle_mesh(self) -> None:
+    """Fills the mesh fields from the layout and drops default rules that the mesh replaces; checks both."""
     if self.mesh is not None:
       axes = self.mesh.axes()
       for name in MESH_FIELDS:
@@ -133,6 +140,9 @@ class Experiment(FrozenFields, abc.ABC):
       rules = tuple((name, axes) for name, axes in DEFAULT_AXIS_RULES if name not in self.mesh_axis_names)
       object.__setattr__(self, 'axis_rules', rules)
     check_axis_rules(self.axis_rules, self.mesh_axis_names)
+
+  def _check_counts(self) -> None:
+    """Checks numbers of steps, intervals and other counts."""
     for name in (
       'num_train_steps',
       'log_every_steps',
@@ -142,11 +152,6 @@ class Experiment(FrozenFields, abc.ABC):
     ):
       if not _is_positive(getattr(self, name)):
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive integer.')
-    if self.init_from_step is not None and (self.origin() is None or not _is_positive(self.init_from_step)):
-      raise UserError(
-        f'init_from_step = {self.init_from_step!r} with init_from = {self.origin()!r} must be the step of a '
-        'checkpoint of that job, or None for its newest.'
-      )
     for name in (
       'eval_every_steps',
       'sample_every_steps',
@@ -156,24 +161,35 @@ class Experiment(FrozenFields, abc.ABC):
     ):
       if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
+    if not isinstance(self.seed, int) or self.seed < 0:
+      raise UserError(f'seed = {self.seed!r} must be an integer that is not negative.')
+    steps = self.profile_steps
+    if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
+      raise UserError(f'profile_steps = {steps} must be (first, last) with 0 <= first < last.')
+
+  def _check_starts_and_samples(self) -> None:
+    """Checks where a job starts from, what it samples, and where it copies its state."""
+    if self.init_from_step is not None and (self.origin() is None or not _is_positive(self.init_from_step)):
+      raise UserError(
+        f'init_from_step = {self.init_from_step!r} with init_from = {self.origin()!r} must be the step of a '
+        'checkpoint of that job, or None for its newest.'
+      )
     prompts = self.sample_prompts
     if not isinstance(prompts, tuple) or not all(isinstance(text, str) and text for text in prompts):
       raise UserError(f'sample_prompts = {prompts!r} must be a tuple of texts that are not empty.')
     if self.sample_every_steps is not None and not prompts:
       raise UserError(f'sample_every_steps = {self.sample_every_steps} needs prompts: set sample_prompts.')
+    if self.peer_copy_directory is not None and not self.peer_copy_directory.startswith('/'):
+      raise UserError(f'peer_copy_directory = {self.peer_copy_directory!r} must be an absolute path, or None.')
+
+  def _check_times(self) -> None:
+    """Checks hours and seconds."""
     hours = self.checkpoint_keep_every_hours
     if hours is not None and not hours > 0:
       raise UserError(f'checkpoint_keep_every_hours = {hours!r} must be a positive number of hours, or None.')
     for name in (field.name for field in dataclasses.fields(self) if field.name.endswith('_timeout_s')):
       if not getattr(self, name) > 0:
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of seconds.')
-    if self.peer_copy_directory is not None and not self.peer_copy_directory.startswith('/'):
-      raise UserError(f'peer_copy_directory = {self.peer_copy_directory!r} must be an absolute path, or None.')
-    if not isinstance(self.seed, int) or self.seed < 0:
-      raise UserError(f'seed = {self.seed!r} must be an integer that is not negative.')
-    steps = self.profile_steps
-    if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
-      raise UserError(f'profile_steps = {steps} must be (first, last) with 0 <= first < last.')
 
   def mesh_spec(self) -> MeshSpec:
     """The mesh's axes and sizes."""
