@@ -285,7 +285,10 @@ def _mean_over_batches(batches: list[BatchMetrics]) -> dict[str, np.ndarray]:
       )
       means[name] = total / count if count else np.zeros_like(total)
     else:
-      value = functools.reduce(lambda merged, batch, name=name: merged.merge(batch[name]), batches[1:], first).compute()
+      merged = first
+      for batch in batches[1:]:
+        merged = merged.merge(batch[name])
+      value = merged.compute()
       if isinstance(value, jax.Array | np.ndarray | np.generic | float | int) and np.ndim(value) <= 1:
         means[name] = np.asarray(value, np.float64)
   return means

@@ -74,7 +74,7 @@ class StandInClass(abc.ABCMeta):
   def __call__(cls, *args: Any, **kwargs: Any) -> Any:
     if not _is_importing():
       _refuse(cls)
-    return object.__new__(cls)  # without the __init__ of a class that extends it
+    return object.__new__(cls)  # type: ignore[arg-type]  # without the __init__ of a class that extends it
 
 
 class _Instance(metaclass=StandInClass):
