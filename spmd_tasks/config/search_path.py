@@ -1,4 +1,4 @@
-"""Decides which modules a saved config may have imported: registered ones, and those that the user gave the place of.
+"""Decides which modules a saved config may import: registered ones, and those below directories that the user named.
 
 A config.json may come from anyone, and importing a module runs it. So the name in a file imports only
 * what is part of this package or of an installed Paxml or Praxis, or registered by an entry point, and

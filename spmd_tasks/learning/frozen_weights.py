@@ -1,4 +1,4 @@
-"""Frozen weights: which weights rest, and trees without them.
+"""Frozen weights: marks the weights that are not trained, and makes trees without them.
 
     specs = mark_frozen(specs, trained=('lora_',), dtype='bfloat16')     # the others get the tag `frozen`
     trained = without_frozen(weights, specs)                             # None in the place of each frozen weight

@@ -1,11 +1,11 @@
-"""Several low-rank adapters over one base: reads each from its place, and stacks them on the mesh.
+"""Reads several low-rank adapters of one base, from folders or jobs, and stacks them on the mesh.
 
     sources = experiment.adapter_sources()          # {'french': AdapterSource(...), 'legal': AdapterSource(...)}
     variables = variables_with_adapters(model, folder, sources)
 
-The model has room for all of them beside each kernel (layers/adapter_rows.py). Ranks are filled up with zeros; each
-adapter's scale is multiplied into its B; what an adapter leaves as it is has zeros. DoRA becomes one factor for each
-column, which follows from the kernel as it is held.
+The model has room for all of them beside each kernel (layers/adapter_rows.py). Ranks are filled up with zeros, and each
+adapter's scale is multiplied into its B. A kernel that an adapter does not adapt has zeros. DoRA becomes one factor per
+column, computed from the kernel in the form in which it is stored.
 
 Shapes: L layers, N adapters with the base as number 0, I and O the dims of a kernel, R rank.
 """

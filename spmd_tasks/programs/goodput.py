@@ -142,7 +142,7 @@ class Goodput:
       self.switch(outer)
 
   def step(self, step: int, *, is_skipped: bool, seconds_waited: float) -> None:
-    """Decides what the time in steps since the last call was: good, or lost.
+    """Counts the time in steps since the last call as good, or as lost.
 
     Args:
       step: steps that counted, this one included.

@@ -70,9 +70,9 @@ def adapter_folder(experiment: Experiment) -> str | None:
 
 
 def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: str | None = None) -> TrainState:
-  """Returns a padded training state at step 0 with the weights of a folder, and of that of an adapter.
+  """Returns a padded training state at step 0 with the weights of a folder, and with those of an adapter's folder.
 
-  Adapters without a folder of their own are drawn.
+  Without an adapter's folder, adapters are drawn.
 
   Raises:
     UserError: the folder cannot be read, or its model is not that of the task.
@@ -97,8 +97,8 @@ def variables_from_folder(
 ) -> Variables:
   """Returns the padded variables with the weights of a folder. Raises a UserError as `state_from_folder`.
 
-  Adapters without a folder of their own are zero, so that the model is its base.
-  With a storage, each weight is held as that holds it from the moment when it is read.
+  Without an adapter's folder, adapters are zero, so that the model computes what its base does. With a storage, each
+  weight is converted as soon as it is read.
   """
   if others := sorted(model.abstract_state.non_trainable):
     raise UserError(f'the model has variables beside its weights, {others}, which no folder has.')
@@ -124,7 +124,7 @@ def frozen_from_folder(model: PartitionedModel, folder: str, storage: WeightStor
 
 
 def _lacks_magnitudes(model: PartitionedModel, folder: str, adapter: str | None) -> bool:
-  """Whether DoRA's magnitudes of some layers are in no folder: those of the base's own columns belong there."""
+  """Whether some layers' DoRA magnitudes are in no folder; they are then the lengths of the base's columns."""
   if not any(each.use_dora for each in adapters_of(model.task.model).values()):
     return False
   from spmd_tasks.bridges.huggingface import open_adapter, open_folder

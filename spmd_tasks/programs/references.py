@@ -32,12 +32,12 @@ _WRITE_LIMIT_S = 600
 
 
 def name_references(job: Job, job_log_dir: epath.Path) -> Job:
-  """Returns the job with the files of its own directory as the references of all inputs that name none.
+  """Returns the job with files of its own directory as the `reference` of all inputs of pairs that name no file.
 
-  Where the loss takes the base as its reference, the inputs read no file.
+  If the loss computes the reference in every step (reference='base'), the inputs read no file.
 
   Raises:
-    UserError: it does, but an input names a file, or is `reference_free`.
+    UserError: the loss computes the reference, but an input names a file or is `reference_free`.
   """
 
   def named(name: str, each: Input) -> Input:
@@ -88,19 +88,19 @@ def compute_references(
   *,
   on_batch: Callable[[], None],
 ) -> list[str]:
-  """Writes the references of a job that starts, and checks that those of a job that goes on are there.
+  """Writes the reference files of a new job; for a resumed job, checks that they are there and fit.
 
   Args:
     job: as `name_references` returns it.
     model, state, step: what the job starts from.
-    job_log_dir: the files of inputs that name others are not written.
+    job_log_dir: gets the files; inputs that name a file elsewhere keep theirs.
     on_batch: called after every batch.
 
   Returns:
     Lines for the user.
 
   Raises:
-    UserError: the job goes on, but a file is missing or is of other pairs; or a pair cannot be used.
+    UserError: the job is resumed, but a file is missing or is of other pairs; or a pair cannot be used.
   """
   lines = []
   for each in _own(job, job_log_dir):

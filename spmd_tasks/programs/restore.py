@@ -116,20 +116,20 @@ def restore_evaluation_variables(
   experiment: Experiment | None = None,
   storage: WeightStorage | None = None,
 ) -> tuple[Variables, int]:
-  """Restores the variables that the task evaluates of one checkpoint, its weights raw or averaged.
+  """Restores from one checkpoint the variables that evaluation uses, with raw or averaged weights.
 
-  A new job whose `init_from` names a folder in Hugging Face's format has the weights of that, at step 0. Frozen weights
-  are always those of the folder, where there is one.
+  A job without a checkpoint whose `init_from` names a folder in Hugging Face's format has that folder's weights, at step
+  0. Frozen weights are always read from the folder.
 
   Args:
     model: whose variables are restored.
     checkpointer: of the training job.
     step: the checkpoint's step; None takes the newest.
-    part: selects the variables; None takes `evaluation_variables` of the task, and those who generate text pass its
+    part: selects the variables; None takes the task's `evaluation_variables`. To generate text, pass its
       `decoding_variables`.
     experiment: of the training job; None: the weights must be in a checkpoint.
-    storage: weights from a folder are held as it says from the moment when they are read, so that there is never a copy
-      of all in float32. Those of a checkpoint are not: `storage.store` is for the caller, in both cases.
+    storage: converts each weight of a folder as soon as it is read, so that all are never in float32 at once.
+      Weights of a checkpoint are not converted; in both cases the caller calls `storage.store` afterwards.
 
   Returns:
     (padded variables on the mesh, the checkpoint's step).

@@ -1,9 +1,9 @@
 """Combines expert parallelism with data and model parallelism: three forms, each a mesh with its axis rules.
 
     axes = data_model_axes(num_devices=8, num_experts=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES)
+    axes.mesh_axis_names, axes.ici_mesh_shape, axes.axis_rules    # for the fields of an Experiment with these names
 
-    class SwitchTiny(MoeLanguageModel):
-      mesh_axis_names, ici_mesh_shape, axis_rules = axes.mesh_axis_names, axes.ici_mesh_shape, axes.axis_rules
+mesh_layouts.py wraps each form as a layout, which an experiment has in one field: `mesh = DataModelMesh(...)`.
 
 * `data_model_axes`: (replica, data, mdl). `data` splits the experts. With fewer experts than devices and no model
   parallelism, `mdl` becomes a second data axis, along which experts are replicated (first form of T5X contrib/moe).
