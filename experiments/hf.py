@@ -12,9 +12,9 @@ from spmd_tasks.recipes import PipelinedPretrainedModel, PretrainedLanguageModel
 
 @register
 class Model(PretrainedLanguageModel):
-  """Any model of a family of Hugging Face that is known here: --set model=FOLDER."""
+  """The model of a folder in Hugging Face's format: --set model=FOLDER."""
 
 
 @register
 class PipelinedModel(PipelinedPretrainedModel):
-  """The same over the stages of a pipeline: --set model=FOLDER --ici_mesh_shape 1,2,1,4."""
+  """hf.Model over the stages of a pipeline: --set model=FOLDER --ici_mesh_shape 1,2,1,4."""

@@ -29,7 +29,7 @@ class StdlibTiny(DenseLanguageModel):
 
 @register
 class MixtureTiny(StdlibTiny):
-  """lm.StdlibTiny with made-up tokens in 20% of the rows, behind step 200 in 5%."""
+  """lm.StdlibTiny with made-up tokens in 20% of the rows, after step 200 in 5%."""
 
   def train_input(self) -> fdl.Config[Mixture]:
     return fdl.Config(
@@ -229,7 +229,7 @@ class LongLlama8BOnH200(LongLlama8B):
 
 @register
 class Dense70BOnH200(Dense70B):
-  """lm.Dense70B on 8 H200, which cannot hold Adam's moments: by Adafactor; mesh data 8."""
+  """lm.Dense70B with Adafactor on 8 H200, which cannot hold Adam's moments; mesh data 8."""
 
   target = 'h200:8'
   ici_mesh_shape = (1, 8, 1)
@@ -242,7 +242,7 @@ class Dense70BOnH200(Dense70B):
 
 @register
 class Llama70BOnH200(Llama70B):
-  """lm.Llama70B on 8 H200, which cannot hold Adam's moments: by Adafactor; mesh data 8."""
+  """lm.Llama70B with Adafactor on 8 H200, which cannot hold Adam's moments; mesh data 8."""
 
   target = 'h200:8'
   ici_mesh_shape = (1, 8, 1)

@@ -62,7 +62,7 @@ class UnevenExperts(MoeLanguageModel):
 
 @register
 class Mixtral8x7B(MoeLanguageModel):
-  """47B parameters, 13B of them at work per token (Jiang et al., 2024); mesh replica 2 x data 128 (256 chips)."""
+  """47B parameters, 13B active per token (Jiang et al., 2024); mesh replica 2 x data 128 (256 chips)."""
 
   # A layer's experts, 2.8 GB in bfloat16, are gathered from 128 chips; tokens stay where they are. (Of all chips of a
   # slice, the TPU compiler gathers by an all-reduce, which takes twice as long.)
@@ -175,7 +175,7 @@ _EMBED_OVER_BOTH_AXES = (('embed', ('data', 'expert')), *(rule for rule in DEFAU
 
 @register
 class DeepSeekV3Like(Mixtral8x7B):
-  """671B parameters, 37B at work (DeepSeek-V3, 2024); mesh data 16 x expert 32, tokens sent to experts (512 chips)."""
+  """671B parameters, 37B active (DeepSeek-V3, 2024); mesh data 16 x expert 32, tokens sent to experts (512 chips)."""
 
   mesh = DataExpertModelMesh(num_devices=512, num_expert_partitions=32, base_rules=_EMBED_OVER_BOTH_AXES)
   target = 'v5p:8x8x8'

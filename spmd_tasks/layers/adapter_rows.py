@@ -24,8 +24,8 @@ from spmd_tasks.sharding import SplitDims, constrain
 
 _rows: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar('adapter_rows', default=None)
 
-# With more adapters per row than this, a step gathers those of its rows instead of multiplying by all. A gathered copy is
-# read, written and read again: three times the traffic; the rest of the factor is a guess.
+# With more adapters per row than this, a step gathers those of its rows instead of multiplying by all. A gathered copy
+# is read, written and read again: three times the traffic; the rest of the factor is a guess.
 _MAX_ADAPTERS_PER_ROW = 4
 
 

@@ -118,8 +118,8 @@ def restore_evaluation_variables(
 ) -> tuple[Variables, int]:
   """Restores from one checkpoint the variables that evaluation uses, with raw or averaged weights.
 
-  A job without a checkpoint whose `init_from` names a folder in Hugging Face's format has that folder's weights, at step
-  0. Frozen weights are always read from the folder.
+  A job without a checkpoint whose `init_from` names a folder in Hugging Face's format has that folder's weights, at
+  step 0. Frozen weights are always read from the folder.
 
   Args:
     model: whose variables are restored.
