@@ -101,6 +101,19 @@ class Accumulated(Learned):
     )
 
 
+class AccumulatedAverages(Learned):
+  """Applies Adafactor to the sum of every two batches' gradients; evals by averaged weights."""
+
+  EVAL_INTERVAL_STEPS = 3
+
+  def change(self, task, lm):
+    factored = self.configured(opt.ShardedAdafactor, decay_method='adam', decay_adam=0.99, beta1=0.9)
+    task.train.learner.optimizer = self.configured(
+      opt.ShardedStaticAccumulator, optimizer_tpl=factored, num_sub_batches=2, ema_decay=0.8
+    )
+    task.train.eval_use_ema_states = True
+
+
 class Frozen(Learned):
   """Only the feed-forward layers are trained; the rest has no optimizer state."""
 
