@@ -8,6 +8,8 @@ Only the modules of `_DEFERRED` see a deferred module; in all others, those of t
 """
 
 import builtins
+from collections.abc import Callable
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -26,8 +28,14 @@ _DEFERRED = {
   'lingvo.core.nested_map': ('tensorflow',),
   'lingvo.core.hyperparams': ('lingvo.core.symbolic',),  # which imports SymPy, for symbols in Lingvo's own configs
   'praxis.layers.ngrammer': ('sympy',),
-  'optax_shampoo.distributed_shampoo': ('jax.experimental.sparse',),
+  'optax_shampoo': ('jax.experimental.sparse', 'chex'),
+  # To write configs as code.
+  'fiddle._src.extensions.jax': ('libcst',),
+  'fiddle._src.codegen.import_manager': ('libcst',),
+  'fiddle._src.codegen.py_val_to_cst_converter': ('libcst',),
 }
+# An instance of this one, made by a module's body, is made when it is used.
+_MADE_LATER = 'libcst.Module'
 # Of these, functions ask too whether a value is an instance of some class, which needs no import.
 _ONLY_CLASSES = ('tensorflow.python.trackable.data_structures', 'pyglove', 'pyglove.hyper')
 
@@ -91,6 +99,8 @@ class _Deferred:
     return is_text or getattr(self._importer.__spec__, '_initializing', False)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    if self._path == _MADE_LATER and self._is_being_defined(sys._getframe(1)):
+      return _DeferredInstance(lambda: _named(self._path)(*args, **kwargs))
     return _named(self._path)(*args, **kwargs)
 
   def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,6 +116,16 @@ class _Deferred:
 
   def __repr__(self) -> str:
     return self._path
+
+
+class _DeferredInstance:
+  """An object that is made when one of its attributes is used."""
+
+  def __init__(self, make: Callable[[], Any]):
+    self._make = functools.cache(make)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._make(), name)
 
 
 def _named(path: str) -> Any:

@@ -29,6 +29,9 @@ from spmd_tasks.experiment import Experiment
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, TrainState
 from spmd_tasks.sharding import AxisRules
 
+# By the class of a Pax experiment: its task as `as_experiment` has looked at it. To make one takes Pax 0.1 s.
+_UNUSED_TASKS: dict[type, Any] = {}
+
 
 class PaxExperiment(Experiment):
   """The base of the classes that `as_experiment` makes."""
@@ -75,7 +78,8 @@ class PaxExperiment(Experiment):
     """Returns Pax' config of the task, with this experiment's mesh, steps and seed."""
     experiment = self.pax_experiment()
     experiment.validate()
-    task = experiment.task()
+    unused = None if self._changed_settings() else _UNUSED_TASKS.pop(self._pax_class, None)
+    task = experiment.task() if unused is None else unused
     refuse_unsupported(experiment, task)
     if _is_for_pmap(task.model):  # then Paxml reads no split dims
       task.train.inputs_split_mapping = None
@@ -85,6 +89,7 @@ class PaxExperiment(Experiment):
     task.model.dcn_mesh_shape = None if self.dcn_mesh_shape is None else list(self.dcn_mesh_shape)
     task.train.num_train_steps = self.num_train_steps
     task.train.random_seed = self.seed
+    object.__setattr__(self, '_fields_of_task', _fields_of(task))
     return task
 
   def train_input(self) -> Any:
@@ -138,7 +143,8 @@ class PaxExperiment(Experiment):
     Raises:
       UserError: an override of `task` changed what a field of the experiment decides.
     """
-    before, now = _fields_of(self.task()), _fields_of(parts['task'])
+    before = vars(self).get('_fields_of_task') or _fields_of(self.task())
+    now = _fields_of(parts['task'])
     for name, value in now.items():
       if value != before[name]:
         raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
@@ -180,6 +186,7 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
   experiment: Any = pax_class()
   task = experiment.task()
   refuse_unsupported(experiment, task)
+  _UNUSED_TASKS[pax_class] = task
   settings = _plain_attributes(pax_class)
   # An int may become a float. Other types are read off the value.
   annotations = {name: int | float if type(value) is int else Any for name, value in settings.items()}

@@ -8,7 +8,7 @@ and Paxml, which need fewer shims, get fewer. `install_shims` may be called agai
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 import importlib.abc
 import importlib.machinery
@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import logging
 import sys
+import types
 from typing import Any
 
 from absl import logging as absl_logging
@@ -83,7 +84,7 @@ def _add_names_to_jax() -> None:
 
 
 def _find_lambdas_quickly() -> None:
-  """Lets Fiddle's auto_config, which Praxis applies to lambdas in defaults of fields, find their source by `ast`.
+  """Lets Fiddle's auto_config, which Praxis applies to lambdas in defaults of fields, find their source by its place.
 
   Fiddle's own way parses and copies the whole module in Python for each of them: 7 s for those in praxis.optimizers and
   paxml.tasks_lib.
@@ -95,16 +96,37 @@ def _find_lambdas_quickly() -> None:
 
   @functools.wraps(find)
   def find_quickly(fn: Callable[..., Any]) -> str:
-    source = ''.join(inspect.findsource(fn)[0])
-    at_line = [
-      node
-      for node in ast.walk(_parse(source))
-      if isinstance(node, ast.Lambda) and node.lineno == fn.__code__.co_firstlineno
-    ]
-    text = ast.get_source_segment(source, at_line[0]) if len(at_line) == 1 else None
-    return find(fn) if text is None else f'({text})'  # may have several lines
+    lines = inspect.findsource(fn)[0]
+    return _lambda_at_its_place(fn.__code__, lines) or _lambda_on_its_line(fn.__code__, lines) or find(fn)
 
   auto_config._getsource_for_lambda = find_quickly
+
+
+def _lambda_at_its_place(code: types.CodeType, lines: Sequence[str]) -> str | None:
+  """Returns the text of a lambda, from its word to where its instructions end; None if that is another function."""
+  ends = [(line, col) for _, line, _, col in code.co_positions() if line is not None and col is not None]
+  first = lines[code.co_firstlineno - 1].encode()
+  if not ends or first.count(b'lambda') != 1:
+    return None
+  end_line, end_col = max(ends)
+  before = ''.join(lines[code.co_firstlineno - 1 : end_line - 1]).encode()
+  text = (before + lines[end_line - 1].encode()[:end_col])[first.index(b'lambda') :].decode()
+  try:
+    made = compile(f'({text})', '<lambda>', 'eval').co_consts[0]
+  except SyntaxError:  # the body is in parentheses of its own
+    return None
+  same = isinstance(made, types.CodeType) and (made.co_code, made.co_consts) == (code.co_code, code.co_consts)
+  return f'({text})' if same and made.co_names == code.co_names else None
+
+
+def _lambda_on_its_line(code: types.CodeType, lines: Sequence[str]) -> str | None:
+  """Returns the text of the only lambda that begins on its line, by parsing its module; None if there are several."""
+  source = ''.join(lines)
+  at_line = [
+    node for node in ast.walk(_parse(source)) if isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno
+  ]
+  text = ast.get_source_segment(source, at_line[0]) if len(at_line) == 1 else None
+  return None if text is None else f'({text})'  # may have several lines
 
 
 _parse = functools.lru_cache(maxsize=2)(ast.parse)

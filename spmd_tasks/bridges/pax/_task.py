@@ -12,6 +12,7 @@ split into a key for the initial variables and the root of the train, eval and d
 
 import dataclasses
 import functools
+import types
 from typing import Any
 
 from absl import logging
@@ -26,7 +27,7 @@ from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
 from spmd_tasks.bridges.pax._context import cast_variables, praxis_context
 from spmd_tasks.bridges.pax._step_metrics import check_loss_names, eval_metrics, train_metrics, variable_norms
 from spmd_tasks.bridges.pax._support import check_trained_variables
-from spmd_tasks.bridges.pax._weights import box_variables, spec_of_partition
+from spmd_tasks.bridges.pax._weights import DeclaringModel, box_variables, spec_of_partition
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import IdTokenizer
 from spmd_tasks.learning import LearnerState
@@ -108,17 +109,26 @@ class PaxTask:
     """
     if self.cannot_run is not None:
       raise UserError(f'this experiment cannot run here, nor in Paxml: {self.cannot_run}.')
-    check_trained_variables(self.task.learners[0], self.weight_hparams)
+    is_declared = 'weight_hparams' in vars(self) or not DeclaringModel.can_stand_for(self.model)
+    model = self.model if is_declared else DeclaringModel(self.model)
     with _pax_context():
       _, init_key = jax.random.split(jax.random.key_data(rng))
       state, _ = trainer_lib.initialize_model_state(
-        self.task,
+        types.SimpleNamespace(
+          model=model,
+          hparams=self.task.hparams,
+          summary_verbosity=self.task.summary_verbosity,
+          create_train_state=self.task.create_train_state,
+        ),
         init_key,
         to_nested_map(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)),
         discard_opt_states=True,
         do_init_checkpoint_rules=False,
-        var_weight_hparams=self.weight_hparams,
+        var_weight_hparams=self.weight_hparams if is_declared else None,
       )
+    if isinstance(model, DeclaringModel):
+      vars(self)['weight_hparams'] = model.weight_hparams  # the property above, without a run of its own
+    check_trained_variables(self.task.learners[0], self.weight_hparams)
     return box_variables(state.mdl_vars, self.weight_hparams, self.model.mesh_axis_names)
 
   def init_state(self, variables: Variables, weight_specs: Any, rng: jax.Array) -> TrainState:

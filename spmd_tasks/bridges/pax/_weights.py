@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from flax import linen
+import flax.core
 import jax
 from jax.sharding import PartitionSpec
 from praxis import base_layer, pax_fiddle
@@ -33,6 +35,41 @@ def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence
     )
 
   return dict(jax.tree_util.tree_map_with_path(box, weight_hparams, variables))
+
+
+class DeclaringModel:
+  """Stands for a Praxis model where Paxml initializes one: `init` also keeps what the variables are declared as.
+
+  Praxis' `init` and `abstract_init_with_metadata` run the model in the same way, and each drops what the other returns.
+  One run gives both: tracing it twice took a tenth of all that comes before a small model's compilation.
+
+  Attributes:
+    hparams: of the model.
+    weight_hparams: a tree of WeightHParams by collection, once `init` has run.
+  """
+
+  def __init__(self, model: base_layer.BaseLayer):
+    self._model = model
+    self.hparams = model.hparams
+    self.weight_hparams: dict[str, Any] = {}
+
+  @staticmethod
+  def can_stand_for(model: base_layer.BaseLayer) -> bool:
+    """Whether the model is initialized by Praxis' own methods."""
+    own = base_layer.BaseLayer
+    names = 'init', 'abstract_init_with_metadata', '_abstract_init'
+    return all(getattr(type(model), name) is getattr(own, name) for name in names)
+
+  def abstract_init_with_metadata(self, *args: Any, **kwargs: Any) -> None:
+    """Returns nothing: Paxml asks for the declarations before `init`, and without optimizer states needs none."""
+
+  def init(self, rngs: Any, inputs: Any) -> dict[str, Any]:
+    """Returns the new variables, by collection."""
+    model = self._model
+    boxed = linen.Module.init(model, rngs, inputs, method=model.__call__, mutable=base_layer.DEFAULT_INIT_MUTABLE_LIST)
+    declared = flax.core.unfreeze(base_layer.unbox_meta(boxed))
+    self.weight_hparams = {name: tree for name, tree in declared.items() if name != 'params_axes'}
+    return flax.core.unfreeze(base_layer.maybe_unbox_value(boxed))
 
 
 def partition_of(split_dims: Sequence[Any], mesh_axis_names: Sequence[str], what: str) -> PartitionSpec:

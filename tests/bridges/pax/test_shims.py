@@ -80,6 +80,15 @@ def test_the_source_of_a_lambda_is_what_fiddle_finds():
   find = auto_config._getsource_for_lambda
   one = lambda x: (x, -1)
   assert ast.dump(ast.parse(find(one), mode='eval')) == ast.dump(ast.parse('lambda x: (x, -1)', mode='eval'))
+  over_lines = dict(
+    é=lambda x: [
+      x,
+      -1,
+    ]
+  )
+  assert ast.literal_eval(find(over_lines['é']).replace('lambda x: ', '').replace('x,', '2,')) == [2, -1]
+  in_parentheses = lambda x: (x.a)  # fmt: skip
+  assert find(in_parentheses) == '(lambda x: (x.a))'
   with pytest.raises(ValueError, match='multiple lambdas'):
     find([lambda: 1, lambda: 2][0])
 
