@@ -9,7 +9,7 @@ Usage:
       print(compilations.num_programs - warm, 'programs compiled after the first step')
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 import os
 import re
@@ -38,14 +38,25 @@ _TPU_OPTIONS = {
 # of which it has 128 MiB; MaxText's figure. With it the compiler estimates a product of [8192, 8192] and [8192, 28672]
 # at 90% of peak instead of 71%.
 _OPTIONS_BY_KIND = {'TPU v6 lite': {'xla_tpu_scoped_vmem_limit_kib': '98304'}}
+# The pass of XLA for CPUs that cuts what a loop over elements computes into parts, for several threads of one device.
+_DISABLED_PASSES, _PARALLEL_LOOPS = 'xla_disable_hlo_passes', 'cpu-parallel-task-assigner'
 
 
-def compiler_options(device: jax.Device | None) -> dict[str, str] | None:
-  """Returns the compiler's options for a training step on devices such as this one.
+def compiler_options(devices: Iterable[jax.Device]) -> dict[str, str] | None:
+  """Returns the compiler's options for a training step on devices of one kind; without devices, none.
 
-  An option that the environment variable LIBTPU_INIT_ARGS names is left to it.
+  An option that the environment variable LIBTPU_INIT_ARGS names, or XLA_FLAGS for CPUs, is left to it. CPU devices that
+  have no more than one core each compute all on one thread: to wake a second one gains nothing there.
   """
-  if device is None or device.platform != 'tpu':
+  devices = list(devices)
+  if not devices:
+    return None
+  device = devices[0]
+  if device.platform == 'cpu':
+    num_devices = sum(other.process_index == device.process_index for other in devices)
+    is_given = _DISABLED_PASSES in os.environ.get('XLA_FLAGS', '')
+    return None if is_given or (os.cpu_count() or 1) > num_devices else {_DISABLED_PASSES: _PARALLEL_LOOPS}
+  if device.platform != 'tpu':
     return None
   given = os.environ.get('LIBTPU_INIT_ARGS', '')
   options = _TPU_OPTIONS | _OPTIONS_BY_KIND.get(device.device_kind, {})

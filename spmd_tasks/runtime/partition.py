@@ -175,7 +175,7 @@ class PartitionedModel:
       in_shardings=(_shardings(self.padded_state), _shardings(layout.padded)),
       out_shardings=(_shardings(self.padded_state), NamedSharding(self.mesh, PartitionSpec())),
       donate_argnums=0,
-      compiler_options=compiler_options(self.mesh.devices.flat[0] if isinstance(self.mesh, Mesh) else None),
+      compiler_options=compiler_options(self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()),
     )
     return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
 

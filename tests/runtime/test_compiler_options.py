@@ -1,30 +1,48 @@
-"""The options that training steps for TPUs are compiled with."""
+"""The options that training steps are compiled with."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from spmd_tasks.runtime.compilation import compiler_options
 
 VECTOR_MEMORY = 'xla_tpu_scoped_vmem_limit_kib'
 
 
-def device(platform: str, kind: str) -> Any:
-  return SimpleNamespace(platform=platform, device_kind=kind)
+def devices(platform: str, kind: str, number: int = 1) -> Any:
+  return [SimpleNamespace(platform=platform, device_kind=kind, process_index=i // 8) for i in range(number)]
 
 
 def test_options_are_of_the_kind_of_chip(monkeypatch):
   monkeypatch.delenv('LIBTPU_INIT_ARGS', raising=False)
-  assert compiler_options(None) is None
-  assert compiler_options(device('cpu', 'cpu')) is None
-  of_v5p = compiler_options(device('tpu', 'TPU v5'))
+  assert compiler_options([]) is None
+  of_v5p = compiler_options(devices('tpu', 'TPU v5'))
   assert of_v5p is not None
   assert VECTOR_MEMORY not in of_v5p
   assert set(of_v5p.values()) == {'true'}
-  assert compiler_options(device('tpu', 'TPU v6 lite')) == of_v5p | {VECTOR_MEMORY: '98304'}
+  assert compiler_options(devices('tpu', 'TPU v6 lite')) == of_v5p | {VECTOR_MEMORY: '98304'}
 
 
 def test_an_option_that_the_environment_names_is_left_to_it(monkeypatch):
   monkeypatch.setenv('LIBTPU_INIT_ARGS', f'--{VECTOR_MEMORY}=65536 --xla_enable_async_all_gather=false')
-  options = compiler_options(device('tpu', 'TPU v6 lite'))
+  options = compiler_options(devices('tpu', 'TPU v6 lite'))
   assert options
   assert not {VECTOR_MEMORY, 'xla_enable_async_all_gather'} & set(options)
+
+
+@pytest.mark.parametrize(
+  'num_cores, num_devices, flags, disabled',
+  [
+    (8, 8, '', 'cpu-parallel-task-assigner'),
+    (9, 8, '', None),
+    (9, 16, '', None),  # of two processes
+    (2, 8, '--xla_disable_hlo_passes=', None),
+  ],
+)
+def test_a_cpu_device_with_one_core_computes_on_one_thread(num_cores, num_devices, flags, disabled, monkeypatch):
+  monkeypatch.setattr(os, 'cpu_count', lambda: num_cores)
+  monkeypatch.setenv('XLA_FLAGS', flags)
+  options = compiler_options(devices('cpu', 'cpu', num_devices))
+  assert options == (None if disabled is None else {'xla_disable_hlo_passes': disabled})
