@@ -11,7 +11,10 @@ from flax.core import FrozenDict
 import pytest
 
 from spmd_tasks import experiment
+from spmd_tasks.config import resolve
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES, MESH_FIELDS, Experiment, Job
+from spmd_tasks.layers import TransformerStack
+from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.sharding import DataExpertModelMesh, MeshAxes, MeshSpec, data_expert_model_axes
 
 
@@ -334,3 +337,11 @@ def test_processes_with_gpus_agree_on_the_kernel_of_the_experts_when_a_job_is_pa
   mesh.is_multi_process = False
   experiment.partition_job(job, mesh)
   assert len(agreed) == 1
+
+
+def test_a_pipeline_has_the_layers_of_its_other_base():
+  model = resolve('pipeline.MoeTiny', ['num_dense_layers=1']).build().task.model
+  dense, mixtures = model.stack.stacks
+  assert isinstance(dense, TransformerStack)
+  assert isinstance(mixtures, PipelinedStack)
+  assert (dense.num_layers, mixtures.num_layers) == (1, 3)

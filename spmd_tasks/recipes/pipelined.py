@@ -3,14 +3,14 @@
 import fiddle as fdl
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule, check_microbatches_divide
 from spmd_tasks.recipes.dense import DenseLanguageModel
+from spmd_tasks.recipes.text_training import TextTraining
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis, stage_axis_rules
 
 
-class PipelinedLanguageModel(DenseLanguageModel):
-  """A language model over the stages of a pipeline: name it before another base, whose `block` and `ffn` it takes.
+class Pipelined(TextTraining):
+  """The settings of a pipeline: a mesh with stages, microbatches, a schedule.
 
   `num_microbatches` is a multiple of the stages. `num_repeats` is for the schedule 'circular'.
   """
@@ -37,13 +37,26 @@ class PipelinedLanguageModel(DenseLanguageModel):
       Schedule(num_stages=ici * dcn, num_microbatches=self.num_microbatches, num_repeats=self.num_repeats)
       check_microbatches_divide(self.batch_size, self.num_microbatches)
 
-  def stack(self) -> fdl.Config[TransformerStack | PipelinedStack]:
-    return fdl.Config(
+  def pipelined(self, stack: fdl.Config) -> fdl.Config:
+    """Returns a stack as a pipeline; of several in sequence the longest, as the others are few layers at one end."""
+    stacks = getattr(stack, 'stacks', None) or (stack,)
+    longest = max(stacks, key=lambda each: each.num_layers)
+    made = fdl.Config(
       PipelinedStack,
-      block=self.block(self.ffn()),
-      num_layers=self.num_layers,
+      block=longest.block,
+      num_layers=longest.num_layers,
       num_microbatches=self.num_microbatches,
       schedule=self.schedule,
       num_repeats=self.num_repeats,
-      remat_policy=self.remat_policy,
+      remat_policy=longest.remat_policy,
     )
+    if stack is longest:
+      return made
+    return fdl.copy_with(stack, stacks=tuple(made if each is longest else each for each in stacks))
+
+
+class PipelinedLanguageModel(Pipelined, DenseLanguageModel):
+  """A language model over the stages of a pipeline: name it before another base, whose layers it takes."""
+
+  def stack(self) -> fdl.Config:
+    return self.pipelined(super().stack())

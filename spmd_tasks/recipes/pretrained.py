@@ -13,10 +13,9 @@ from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import FolderTokenizer, IdTokenizer
-from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.recipes.pipelined import Pipelined
 from spmd_tasks.recipes.text_training import TextTraining
 from spmd_tasks.runtime import DecodeSettings, Task
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, stage_axis_rules
 
 if TYPE_CHECKING:  # this module is imported for every job
   from spmd_tasks.bridges.huggingface import Folder
@@ -97,33 +96,12 @@ class PretrainedLanguageModel(TextTraining):
     return fdl.Config(IdTokenizer, vocab_size=self.folder.decoder.vocab_size, eos_id=eos_id or 0)
 
 
-class PipelinedPretrainedModel(PretrainedLanguageModel):
-  """PretrainedLanguageModel over the stages of a pipeline; `num_microbatches` is a multiple of the stages."""
-
-  mesh_axis_names: tuple[str, ...] = ('replica', 'stage', 'data', 'mdl')
-  ici_mesh_shape: tuple[int, ...] = (1, 1, 1, 1)
-  axis_rules: AxisRules = stage_axis_rules(DEFAULT_AXIS_RULES)
-  num_microbatches: int = 8
-  schedule: str = 'gpipe'
-  num_repeats: int = 1
+class PipelinedPretrainedModel(Pipelined, PretrainedLanguageModel):
+  """PretrainedLanguageModel over the stages of a pipeline."""
 
   def language_model(self) -> fdl.Config:
     model = super().language_model()
-    # Of several stacks in sequence, the longest: the others are a few layers at one end.
-    longest = max(stacks_of(model), key=lambda stack: stack.num_layers)
-    pipelined = fdl.Config(
-      PipelinedStack,
-      block=longest.block,
-      num_layers=longest.num_layers,
-      num_microbatches=self.num_microbatches,
-      schedule=self.schedule,
-      num_repeats=self.num_repeats,
-      remat_policy=self.remat_policy,
-    )
-    if model.stack is longest:
-      model.stack = pipelined
-    else:
-      model.stack.stacks = tuple(pipelined if stack is longest else stack for stack in model.stack.stacks)
+    model.stack = self.pipelined(model.stack)
     return model
 
 
