@@ -21,7 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, hidden_layer
-from spmd_tasks.layers.moe._row_blocks import RowBlock, for_each_block
+from spmd_tasks.layers.moe._row_blocks import RowBlock, RowBlocks, locate_blocks
+from spmd_tasks.layers.transformer import ROUTING_NAME
 
 # A kernel of each expert with its bias, or None.
 Pair = tuple[jax.Array, jax.Array | None]
@@ -48,24 +49,31 @@ def dot(x: jax.Array, y: jax.Array, x_dim: int, y_dim: int) -> jax.Array:
 
 def multiply_by_loop(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
   """Computes `grouped_matmul` block by block: rows [R, K] times weights [E, K, N] to [R, N]."""
-  return _multiply(*vary_alike(rows, weights, group_sizes))
+  rows, weights, group_sizes = vary_alike(rows, weights, group_sizes)
+  return _multiply(rows, weights, _locate(rows, group_sizes))
+
+
+def _locate(rows: jax.Array, group_sizes: jax.Array) -> RowBlocks:
+  """Locates the blocks; every remat policy keeps them, so that the backward pass does not."""
+  blocks = locate_blocks(rows.shape[0], group_sizes)
+  return blocks.replace(table=checkpoint_name(blocks.table, ROUTING_NAME))
 
 
 @jax.custom_vjp
-def _multiply(rows, weights, group_sizes):
+def _multiply(rows, weights, blocks):
   def body(block: RowBlock, result):
     return block.write(result, dot(block.read(rows), block.read_matrix(weights), 1, 0))
 
   result = jnp.zeros_like(rows, shape=(rows.shape[0], weights.shape[2]))
-  return for_each_block(body, result, rows.shape[0], group_sizes)
+  return blocks.for_each(body, result)
 
 
-def _multiply_forward(rows, weights, group_sizes):
-  return _multiply(rows, weights, group_sizes), (rows, weights, group_sizes)
+def _multiply_forward(rows, weights, blocks):
+  return _multiply(rows, weights, blocks), (rows, weights, blocks)
 
 
 def _multiply_backward(saved, d_result):
-  rows, weights, group_sizes = saved
+  rows, weights, blocks = saved
 
   def body(block: RowBlock, carry):
     d_rows, d_weights = carry
@@ -74,7 +82,7 @@ def _multiply_backward(saved, d_result):
     return d_rows, block.add_matrix(d_weights, dot(block.read(rows), d_block, 0, 0))
 
   carry = jnp.zeros_like(rows), jnp.zeros_like(weights, dtype=jnp.float32)
-  d_rows, d_weights = for_each_block(body, carry, rows.shape[0], group_sizes)
+  d_rows, d_weights = blocks.for_each(body, carry)
   return d_rows, d_weights.astype(weights.dtype), None
 
 
@@ -145,17 +153,18 @@ def ffn_by_loop(
   arrays, structure = jax.tree.flatten(tree)
   rows, gates, group_sizes, inner, outer, totals = jax.tree.unflatten(structure, vary_alike(*arrays))
   gates = None if gates is None else gates[:, None]
-  return _ffn(activation, saves_pre_activations, rows, gates, group_sizes, inner, outer, totals)
+  blocks = _locate(rows, group_sizes)
+  return _ffn(activation, saves_pre_activations, rows, gates, blocks, inner, outer, totals)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ffn(activation, saves_pre_activations, rows, gates, group_sizes, inputs, down, sums):
+def _ffn(activation, saves_pre_activations, rows, gates, blocks, inputs, down, sums):
   """`gates` are [R, 1], or None; `inputs` the projections into the hidden layer, in the order of its arguments."""
   del saves_pre_activations, sums
-  return _run_ffn(activation, rows, gates, group_sizes, inputs, down, saved=())[0]
+  return _run_ffn(activation, rows, gates, blocks, inputs, down, saved=())[0]
 
 
-def _run_ffn(activation, rows, gates, group_sizes, inputs, down, saved):
+def _run_ffn(activation, rows, gates, blocks, inputs, down, saved):
   """Returns the result and `saved`: arrays [R, F], one per input projection or none, with the pre-activations."""
 
   def body(block: RowBlock, carry):
@@ -166,24 +175,24 @@ def _run_ffn(activation, rows, gates, group_sizes, inputs, down, saved):
     hidden = _weigh(hidden_layer(activation, *pre_activations), gate)
     return block.write(result, down.apply(block, hidden, gate)), saved
 
-  return for_each_block(body, (jnp.zeros_like(rows), saved), rows.shape[0], group_sizes)
+  return blocks.for_each(body, (jnp.zeros_like(rows), saved))
 
 
 def _weigh(hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
   return hidden if gate is None else (gate * hidden).astype(hidden.dtype)
 
 
-def _ffn_forward(activation, saves_pre_activations, rows, gates, group_sizes, inputs, down, sums):
+def _ffn_forward(activation, saves_pre_activations, rows, gates, blocks, inputs, down, sums):
   empty: tuple[jax.Array, ...] = ()
   if saves_pre_activations:
     empty = (jnp.zeros_like(rows, shape=(rows.shape[0], down.kernels.shape[1])),) * len(inputs)
-  result, saved = _run_ffn(activation, rows, gates, group_sizes, inputs, down, empty)
+  result, saved = _run_ffn(activation, rows, gates, blocks, inputs, down, empty)
   saved = tuple(checkpoint_name(each, PRE_ACTIVATIONS_NAME) for each in saved)
-  return result, (rows, gates, group_sizes, inputs, down, sums, saved)
+  return result, (rows, gates, blocks, inputs, down, sums, saved)
 
 
 def _ffn_backward(activation, saves_pre_activations, residuals, d_result):
-  rows, gates, group_sizes, inputs, down, sums, saved = residuals
+  rows, gates, blocks, inputs, down, sums, saved = residuals
 
   def body(block: RowBlock, carry):
     d_rows, d_gates, d_inputs, d_down = carry
@@ -212,7 +221,7 @@ def _ffn_backward(activation, saves_pre_activations, residuals, d_result):
 
   totals = zeros((inputs, down)) if sums is None else (sums[:-1], sums[-1])
   carry = jnp.zeros_like(rows), zeros(gates), *totals
-  d_rows, d_gates, *totals = for_each_block(body, carry, rows.shape[0], group_sizes)
+  d_rows, d_gates, *totals = blocks.for_each(body, carry)
   d_gates = None if gates is None else d_gates.astype(gates.dtype)
   if sums is not None:
     return d_rows, d_gates, None, None, None, (*totals[0], totals[1])

@@ -14,6 +14,7 @@ import functools
 import math
 from typing import NamedTuple, TypeVar
 
+from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,60 +92,84 @@ def block_counts(sizes: tuple[int, ...]) -> np.ndarray:
   return counts
 
 
-def for_each_block(
-  body: Callable[[RowBlock, Carry], Carry], carry: Carry, num_rows: int, group_sizes: jax.Array
-) -> Carry:
-  """Runs `carry = body(block, carry)` for blocks that together cover every row of every group once.
+class RowBlocks(struct.PyTreeNode):
+  """The blocks that together cover every row of every group once. `locate_blocks` makes it.
+
+  Attributes:
+    table: int32 [blocks + 1, 5], a block's group, its first row, the first row of the group in the block and the row
+      after the last one, counted in the block, and its size; in the order of sizes. The size is 0 after the last block.
+    sizes: of blocks, ascending.
+  """
+
+  table: jax.Array
+  sizes: tuple[int, ...] = struct.field(pytree_node=False)
+
+  def for_each(self, body: Callable[[RowBlock, Carry], Carry], carry: Carry) -> Carry:
+    """Runs `carry = body(block, carry)` for every block.
+
+    Args:
+      body: traced once for each size.
+      carry: a tree of arrays. Arrays that `body` only writes to are updated in place.
+    """
+    i = jnp.zeros_like(self.table[0, 0])
+    for size in self.sizes:
+
+      def is_of_size(state, size=size):
+        return _index(self.table, state[0])[-1] == size
+
+      def step(state, size=size):
+        i, carry = state
+        group, start, first, end, _ = _index(self.table, i)
+        row = jax.lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        return i + 1, body(RowBlock(group, start, (row >= first) & (row < end)), carry)
+
+      i, carry = jax.lax.while_loop(is_of_size, step, (i, carry))
+    return carry
+
+
+def locate_blocks(num_rows: int, group_sizes: jax.Array) -> RowBlocks:
+  """Cuts R rows into blocks of `block_sizes`.
+
+  XLA compiles a kernel for nearly every operation, so these are few: one product has all sums over groups (a `cumsum`
+  has five kernels), and all that a block takes from its size and group is read at once.
 
   Args:
-    body: traced once for each size.
-    carry: a tree of arrays. Arrays that `body` only writes to are updated in place.
     num_rows: R.
     group_sizes: int32 [E], with a sum of at most R.
   """
+  num_groups = group_sizes.shape[0]
   if not num_rows:
-    return carry
-  sizes = block_sizes(num_rows, group_sizes.shape[0])
-  bounds, *blocks = locate_blocks(sizes, num_rows, group_sizes)
+    return RowBlocks(jnp.zeros((1, 5), jnp.int32), ())
+  sizes = block_sizes(num_rows, num_groups)
+  num_sizes, largest = len(sizes), sizes[-1]
+  covering = block_counts(sizes)
+  most = min(num_rows, num_groups * int(covering.sum(1).max()) + num_rows // largest)
+  widths = np.array(sizes, np.int32)
+  groups = jnp.arange(num_groups, dtype=jnp.int32)[:, None]
 
-  for k, size in enumerate(sizes):
-
-    def step(i, carry, size=size):
-      group, start, first, end = (_index(column, i) for column in blocks)
-      row = jnp.arange(size, dtype=jnp.int32)[:, None]
-      return body(RowBlock(group, start, (row >= first) & (row < end)), carry)
-
-    carry = jax.lax.fori_loop(bounds[k], bounds[k + 1], step, carry)
-  return carry
-
-
-def locate_blocks(sizes: tuple[int, ...], num_rows: int, group_sizes: jax.Array) -> tuple[jax.Array, ...]:
-  """Lists the blocks that cover the groups, by size.
-
-  Args:
-    sizes: of blocks, ascending.
-    num_rows: R.
-    group_sizes: int32 [E].
-
-  Returns:
-    (bounds, group, start, first, end): those of size i are from bounds[i] to bounds[i + 1], int32 [sizes + 1]; the
-    others are int32 [most blocks]. `start` is as `RowBlock` has it; the rows from `first` to `end` of the block are
-    the group's.
-  """
-  largest, num_groups = sizes[-1], group_sizes.shape[0]
-  table = block_counts(sizes)
-  most = min(num_rows, num_groups * int(table.sum(1).max()) + num_rows // largest)
-  counts = jnp.asarray(table)[-(-(group_sizes % largest) // SIZE_MULTIPLE)].at[:, -1].add(group_sizes // largest)
+  # Blocks of each size and group, [E, sizes].
+  rest = jax.lax.div(jax.lax.rem(group_sizes, largest) + (SIZE_MULTIPLE - 1), SIZE_MULTIPLE)
+  counts = _take(jnp.asarray(covering), rest)
+  counts += jax.lax.div(group_sizes, largest)[:, None] * (widths == largest)[None, :]
+  # Sums over the groups up to each one: of its blocks, by size, and of rows.
+  sums = (groups.T <= groups).astype(jnp.int32) @ jnp.concatenate([counts, group_sizes[:, None]], axis=1)
+  is_smaller = (widths[:, None] < widths[None, :]).astype(np.int32)
+  block_ends = sums[:, :-1] + (sums[-1:, :-1] @ is_smaller)
   # In a group, blocks of a smaller size come first.
-  ends, widths = jnp.cumsum(group_sizes), jnp.array(sizes, jnp.int32)[:, None]
-  rows = counts.T * widths  # [sizes, E]
-  starts = (ends - group_sizes)[None, :] + jnp.cumsum(rows, axis=0) - rows
-  block_ends = jnp.cumsum(counts.T.reshape(-1))
-  block = jnp.arange(most, dtype=jnp.int32)
-  slot = jnp.sum(block_ends[None, :] <= block[:, None], axis=1, dtype=jnp.int32)  # of size and group
-  slot = jnp.minimum(slot, len(sizes) * num_groups - 1)
-  size, group = jnp.repeat(widths[:, 0], num_groups)[slot], slot % num_groups
-  start = starts.reshape(-1)[slot] + (block - block_ends[slot] + counts.T.reshape(-1)[slot]) * size
+  starts = (sums[:, -1] - group_sizes)[:, None] + counts @ (widths[:, None] * is_smaller)
+  of_slot = (groups, starts - (block_ends - counts) * widths[None, :], sums[:, -1:], widths[None, :])
+  of_slot = jnp.stack([jnp.broadcast_to(column, counts.shape).T.reshape(-1) for column in of_slot], axis=1)
+  of_slot = jnp.pad(of_slot, ((0, 1), (0, 0)))
+
+  block = jnp.arange(most + 1, dtype=jnp.int32)
+  slot = jnp.sum(block_ends[None] <= block[:, None, None], axis=(1, 2), dtype=jnp.int32)  # of size and group
+  group, start, end, size = jnp.split(_take(of_slot, jnp.minimum(slot, num_sizes * num_groups)), 4, axis=1)
+  start += block[:, None] * size
   shifted = jnp.minimum(start, num_rows - size)  # a block does not extend past the last row
-  bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), block_ends[num_groups - 1 :: num_groups]])
-  return bounds, group, shifted, start - shifted, jnp.minimum(start + size, ends[group]) - shifted
+  table = [group, shifted, start - shifted, jnp.minimum(start + size, end) - shifted, size]
+  return RowBlocks(jnp.concatenate(table, axis=1), sizes)
+
+
+def _take(array: jax.Array, ids: jax.Array) -> jax.Array:
+  """Returns array[ids] for ids that are in bounds."""
+  return array.at[ids].get(mode='promise_in_bounds', wrap_negative_indices=False)

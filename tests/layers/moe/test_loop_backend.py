@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe._row_blocks import block_sizes, for_each_block
+from spmd_tasks.layers.moe._row_blocks import block_sizes, locate_blocks
 
 CASES = {
   'balanced': (512, [64] * 8),
@@ -32,7 +32,7 @@ def visit(num_rows, group_sizes):
     return visits, num_block_rows + block.mask.shape[0]
 
   counts = jnp.zeros((group_sizes.shape[0], num_rows), jnp.int32), jnp.int32(0)
-  return for_each_block(body, counts, num_rows, group_sizes)
+  return locate_blocks(num_rows, group_sizes).for_each(body, counts)
 
 
 @pytest.mark.parametrize('name', CASES)
