@@ -5,6 +5,7 @@ import os
 
 import jax
 
+from spmd_tasks.distributed._open_shardings import leave_out_open_shardings
 from spmd_tasks.distributed._random_bits import draw_bits_without_loops
 
 _THREADS_PER_DEVICE = 3
@@ -44,9 +45,11 @@ def use_fake_devices(num_devices: int, *, num_threads: int | None = None) -> Non
 
   An experiment whose steps need fewer threads, or had better keep more memory, says so (`suit_fake_devices`).
 
-  Random numbers are the same, but compiled in half the time (`_random_bits.py`).
+  Random numbers are the same, but compiled in half the time (`_random_bits.py`). The programs of pipelines have fewer
+  operations to compile (`_open_shardings.py`).
   """
   draw_bits_without_loops()
+  leave_out_open_shardings()
   _keep_freed_memory()
   if 'NPROC' not in os.environ:
     os.environ['NPROC'] = str(num_threads or _THREADS_PER_DEVICE * num_devices)

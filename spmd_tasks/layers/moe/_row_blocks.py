@@ -152,14 +152,14 @@ def locate_blocks(num_rows: int, group_sizes: jax.Array) -> RowBlocks:
   counts = _take(jnp.asarray(covering), rest)
   counts += jax.lax.div(group_sizes, largest)[:, None] * (widths == largest)[None, :]
   # Sums over the groups up to each one: of its blocks, by size, and of rows.
-  sums = (groups.T <= groups).astype(jnp.int32) @ jnp.concatenate([counts, group_sizes[:, None]], axis=1)
+  sums = (groups >= groups.T).astype(jnp.int32) @ jnp.concatenate([counts, group_sizes[:, None]], axis=1)
   is_smaller = (widths[:, None] < widths[None, :]).astype(np.int32)
   block_ends = sums[:, :-1] + (sums[-1:, :-1] @ is_smaller)
   # In a group, blocks of a smaller size come first.
   starts = (sums[:, -1] - group_sizes)[:, None] + counts @ (widths[:, None] * is_smaller)
-  of_slot = (groups, starts - (block_ends - counts) * widths[None, :], sums[:, -1:], widths[None, :])
-  of_slot = jnp.stack([jnp.broadcast_to(column, counts.shape).T.reshape(-1) for column in of_slot], axis=1)
-  of_slot = jnp.pad(of_slot, ((0, 1), (0, 0)))
+  columns = (groups, starts - (block_ends - counts) * widths[None, :], sums[:, -1:], widths[None, :])
+  of_slot = jnp.stack([jnp.broadcast_to(column, counts.shape).T.reshape(-1) for column in columns], axis=1)
+  of_slot = jnp.pad(of_slot, ((0, 1), (0, 0)))  # no blocks follow the last one
 
   block = jnp.arange(most + 1, dtype=jnp.int32)
   slot = jnp.sum(block_ends[None] <= block[:, None, None], axis=(1, 2), dtype=jnp.int32)  # of size and group

@@ -6,6 +6,8 @@ that the layers' remat policy selects, so memory grows with M.
 Shapes: P stages, K = M / P microbatches of each stage, V repeats, N layers of one stage in one repeat.
 """
 
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -73,24 +75,47 @@ def _run(
     carry = (slots, send_up(result, axis), delayed, _add_aux(total, aux, repeat, is_work))
     return carry, entering if keep_inputs else None
 
-  total = _zero_aux(stage, weights, idle, schedule.num_repeats)
+  abstract_aux = _abstract_aux(stage, weights, idle)
+  total = _zero_aux(abstract_aux, schedule.num_repeats)
   delayed = jax.tree.map(lambda x: jnp.stack([x] * (delay + 1)), idle) if is_circular else None
   carry = (microbatches, idle, delayed, total)
   (slots, _, _, total), inputs = jax.lax.scan(tick, carry, jnp.arange(schedule.num_ticks))
-  return (slots_in_order(slots.x, schedule.num_stages - 1), total), inputs
+  return (slots_in_order(slots.x, schedule.num_stages - 1), _split_aux(total, abstract_aux)), inputs
 
 
-def _zero_aux(stage: Stage, weights: StageWeights, microbatch: Microbatch, num_repeats: int) -> Any:
-  """Returns zeros [V, N, ...] for the sum of a stage's aux."""
+def _abstract_aux(stage: Stage, weights: StageWeights, microbatch: Microbatch) -> Any:
+  """Returns shapes and dtypes of a stage's aux, leaves [N, ...]."""
   zero = jnp.int32(0)
-  _, aux = jax.eval_shape(stage, weights, microbatch, zero, zero, zero == 0)
-  return jax.tree.map(lambda a: jnp.zeros((num_repeats, *a.shape), a.dtype), aux)
+  return jax.eval_shape(stage, weights, microbatch, zero, zero, zero == 0)[1]
 
 
-def _add_aux(total: Any, aux: Any, repeat: jax.Array, is_work: jax.Array) -> Any:
+def _zero_aux(abstract_aux: Any, num_repeats: int) -> jax.Array | None:
+  """Returns zeros for the sum of a stage's aux, float32 [V, N, numbers], or None if there are no statistics.
+
+  All statistics are in one array, so that one addition sums them.
+  """
+  leaves = jax.tree.leaves(abstract_aux)
+  if not leaves:
+    return None
+  num_numbers = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
+  return jnp.zeros((num_repeats, leaves[0].shape[0], num_numbers), jnp.float32)
+
+
+def _add_aux(total: jax.Array | None, aux: Any, repeat: jax.Array, is_work: jax.Array) -> jax.Array | None:
   """Adds one tick's aux to the total of its repeat; a bubble adds nothing, not even a NaN."""
+  if total is None:
+    return None
+  flat = jnp.concatenate([leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(aux)], axis=1)
+  added = jnp.where(is_work, flat, 0)
+  return total + added[None] if len(total) == 1 else total.at[repeat].add(added)
 
-  def add(t, a):
-    return t.at[repeat].add(jnp.where(is_work, a, 0))
 
-  return jax.tree.map(add, total, aux)
+def _split_aux(total: jax.Array | None, abstract_aux: Any) -> Any:
+  """Returns the sum as aux, leaves [V, N, ...]."""
+  if total is None:
+    return abstract_aux
+  leaves, structure = jax.tree.flatten(abstract_aux)
+  ends = itertools.accumulate(math.prod(leaf.shape[1:]) for leaf in leaves)
+  parts = jnp.split(total, list(ends)[:-1], axis=2)
+  shapes = [(len(total), *leaf.shape) for leaf in leaves]
+  return jax.tree.unflatten(structure, [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)])

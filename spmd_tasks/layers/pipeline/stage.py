@@ -6,6 +6,7 @@ repeat.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -65,6 +66,16 @@ class Stage:
       repeat: in [0, V).
       is_work: False in a bubble, which contributes no gradient, whatever the cotangents and the block's derivatives.
     """
+    return self._traced_once(weights, microbatch, index, repeat, is_work)
+
+  @functools.cached_property
+  def _traced_once(self) -> Callable[..., tuple[Microbatch, Any]]:
+    """`_run`, which JAX traces once for arguments of the same shapes: a schedule calls it two to four times."""
+    return jax.jit(self._run, inline=True)
+
+  def _run(
+    self, weights: StageWeights, microbatch: Microbatch, index: jax.Array, repeat: jax.Array, is_work: jax.Array
+  ) -> tuple[Microbatch, Any]:
     num_layers = jax.tree.leaves(weights.layers)[0].shape[0]
     first = jax.lax.axis_index(self.axis) * num_layers
     has_identity_layers = num_layers * jax.lax.axis_size(self.axis) > self.layers_per_repeat
