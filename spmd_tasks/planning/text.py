@@ -39,14 +39,16 @@ def _verdict(plan: Json) -> list[str]:
 
 
 def _fits(plan: Json) -> str:
-  needed = f'{gib(plan["peak_bytes"])} per device'
+  needed = f'{bytes_text(plan["peak_bytes"])} per device'
   if plan['fits'] is None:
     return f'needs {needed}'
   available, difference = plan['hbm_bytes'], plan['hbm_bytes'] - plan['peak_bytes']
   if plan['fits']:
     used = plan['peak_bytes'] / available
-    return f'FITS: {needed} of {gib(available)}, {used:.0%}' + (f', {gib(difference)} free' if difference >= 0 else '')
-  return f'DOES NOT FIT: {needed}, {gib(-difference)} more than the {gib(available)} that there are'
+    return f'FITS: {needed} of {bytes_text(available)}, {used:.0%}' + (
+      f', {bytes_text(difference)} free' if difference >= 0 else ''
+    )
+  return f'DOES NOT FIT: {needed}, {bytes_text(-difference)} more than the {bytes_text(available)} that there are'
 
 
 def _speed(plan: Json) -> list[str]:
@@ -66,13 +68,18 @@ def _speed(plan: Json) -> list[str]:
 def _step(plan: Json, name: str) -> Iterator[list[str]]:
   step = plan['steps'][name]
   peak = step['peak_bytes'] or 1
-  rows = [(_words(part), gib(size), f'{size / peak:.0%}') for part, size in step['memory'].items() if size]
+  rows = [(_words(part), bytes_text(size), f'{size / peak:.0%}') for part, size in step['memory'].items() if size]
   title = f'memory per device, {name} step' if len(plan['steps']) > 1 else 'memory per device'
-  rows.append(('the compiler says', gib(step['peak_bytes']), ''))
+  rows.append(('the compiler says', bytes_text(step['peak_bytes']), ''))
   yield [f'{title}:', *table(rows)]
   if step.get('largest'):
     largest = [
-      (gib(each['bytes']), f'{each["dtype"]}{each["shape"]}', each['part'], _tail(each['op_name'] or each['name']))
+      (
+        bytes_text(each['bytes']),
+        f'{each["dtype"]}{each["shape"]}',
+        each['part'],
+        _tail(each['op_name'] or each['name']),
+      )
       for each in step['largest'][:_MAX_BUFFERS]
     ]
     yield ['largest at the peak:', *table(largest)]
@@ -101,7 +108,7 @@ def _collectives(collectives: Sequence[Json]) -> list[str]:
     count, sent = groups.setdefault(key, [0, 0])
     groups[key] = [count + each['count'], sent + each['count'] * each['bytes_per_device']]
   largest = sorted(groups.items(), key=lambda item: -item[1][1])
-  rows = [(kind, axes, network, f'{n:,.0f} x', gib(sent), a) for (kind, axes, network, a), (n, sent) in largest]
+  rows = [(kind, axes, network, f'{n:,.0f} x', bytes_text(sent), a) for (kind, axes, network, a), (n, sent) in largest]
   return ['collectives, sent by one device in a step:', *table(rows[:_MAX_COLLECTIVES]), *_more(rows, _MAX_COLLECTIVES)]
 
 
@@ -116,10 +123,10 @@ def _time(step: Json) -> list[str]:
   roofline = step['roofline']
   alone = [
     ('matrix products', roofline['compute_s'], f'{roofline["flops"] / 1e12:,.1f} TFLOP'),
-    ('HBM', roofline['hbm_s'], gib(roofline['hbm_bytes'])),
-    ('ICI', roofline['ici_s'], gib(roofline['ici_bytes'])),
-    ('DCN', roofline['dcn_s'], gib(roofline['dcn_bytes'])),
-    ('memory of the host', roofline['host_s'], gib(roofline['host_bytes'])),
+    ('HBM', roofline['hbm_s'], bytes_text(roofline['hbm_bytes'])),
+    ('ICI', roofline['ici_s'], bytes_text(roofline['ici_bytes'])),
+    ('DCN', roofline['dcn_s'], bytes_text(roofline['dcn_bytes'])),
+    ('memory of the host', roofline['host_s'], bytes_text(roofline['host_bytes'])),
   ]
   rows += [(f'{name} alone, at its peak', duration(spent), amount) for name, spent, amount in alone if spent]
   return ['time of a step:', *table(rows)]
@@ -131,7 +138,9 @@ def _weights(plan: Json) -> list[str]:
     spec = ', '.join('+'.join(axes) or '-' for axes in row['spec'])
     stored = str(row['padded_shape']) if row['padded_shape'] != row['shape'] else '-'
     waste = f'{row["waste"]:.2%}' if row['waste'] else '-'
-    rows.append((row['name'], str(row['shape']), f'({spec})', stored, waste, gib(row['bytes_per_device']), row['why']))
+    rows.append(
+      (row['name'], str(row['shape']), f'({spec})', stored, waste, bytes_text(row['bytes_per_device']), row['why'])
+    )
   return ['weights, the largest on a device first:', *table(rows), *_more(plan['weights'], _MAX_WEIGHTS)]
 
 
@@ -158,7 +167,7 @@ def _suggestions(plan: Json) -> list[str]:
   for each in plan['suggestions']:
     verdict, setting = 'fits' if each['fits'] else 'does not fit', ' '.join(each['setting'])
     seconds = '' if each.get('predicted_step_s') is None else f'{duration(each["predicted_step_s"])} a step'
-    needed = '' if each['peak_bytes'] is None else gib(each['peak_bytes'])
+    needed = '' if each['peak_bytes'] is None else bytes_text(each['peak_bytes'])
     rows.append((setting, verdict, needed, seconds, each.get('note') or ''))
   return ['settings, each of them compiled:', *table(rows)]
 
@@ -186,7 +195,7 @@ def _tail(name: str) -> str:
   return name if len(name) <= _MAX_NAME else f'...{name[3 - _MAX_NAME :]}'
 
 
-def gib(num_bytes: float) -> str:
+def bytes_text(num_bytes: float) -> str:
   """Formats bytes: 23.8 GiB, 512.0 MiB, 3.1 KiB."""
   for unit, size in (('GiB', _GIB), ('MiB', 2**20), ('KiB', 2**10)):
     if abs(num_bytes) >= size:
