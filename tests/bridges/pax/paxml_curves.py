@@ -22,7 +22,7 @@ from scripts.paxml_run import NoCheckpointer
 import spmd_tasks.bridges.pax  # noqa: F401  makes Paxml importable
 
 DATA = Path(__file__).parents[2] / 'data'
-MODULES = ('transformers', 'optimizers', 'pipelines', 'experts', 'classifiers', 'inputs')
+MODULES = ('transformers', 'optimizers', 'pipelines', 'experts', 'classifiers', 'sequences', 'inputs')
 
 
 def case_names() -> list[str]:
