@@ -165,11 +165,13 @@ class LongLlama8B(Llama8B):
 
 @register
 class Llama8BOnV6e(Llama8B):
-  """lm.Llama8B on 64 v6e chips, which have a third of a v5p's memory; mesh data 64."""
+  """lm.Llama8B on 64 v6e chips, which have a third of a v5p's memory; mesh replica 2 x data 32."""
 
   target = 'v6e:8x8'
+  ici_mesh_shape = (2, 32, 1)
   batch_size = 128
-  num_logit_chunks = 8
+  num_logit_chunks = 2
+  scatters_gradients = True
 
 
 @register

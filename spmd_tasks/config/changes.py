@@ -55,6 +55,7 @@ _BEFORE_IT_WAS_ADDED = {
   'scale_logits': False,
   'scale_plus_one': False,
   'scaling': None,
+  'scatters_gradients': False,
   'sinks': False,
   'softmax_scale': None,
   'trained': None,

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank
 from spmd_tasks.layers.base import FanInNormal, declare_weight, soft_cap
+from spmd_tasks.layers.gathered_weights import gradients_are_scattered, multiply_gathered
 from spmd_tasks.layers.label_scores import LabelScores, label_scores, label_scores_in_chunks
-from spmd_tasks.layers.linear import multiply_gathered
 from spmd_tasks.sharding import Initializer, SplitDims, constrain
 
 
@@ -98,10 +98,17 @@ class TokenEmbedding(nn.Module, kw_only=True):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [B, T, D] for ids [B, T]. An id outside [0, V) gives a row of NaNs, never another token's row."""
-    table = constrain(self.table, self.lookup_split_dims)
     ids = jnp.where(ids < 0, self.vocab_size, ids)  # `take` counts negative indices from the end, as numpy does
-    # Rows are cast after the lookup so that the table's gradient is summed over repeated tokens in float32.
-    x = jnp.take(table, ids, axis=0, mode='fill', fill_value=jnp.nan).astype(self.dtype)
+
+    def rows_of(ids: jax.Array, table: jax.Array) -> jax.Array:
+      # Rows are cast after the lookup so that the table's gradient is summed over repeated tokens in float32.
+      return jnp.take(table.astype('float32'), ids, axis=0, mode='fill', fill_value=jnp.nan).astype(self.dtype)
+
+    if gradients_are_scattered() and self.activation_split_dims is not None:
+      token_split_dims = self.activation_split_dims[:2]
+      x = multiply_gathered(rows_of, ids, self.table, self.dtype, self.table_split_dims, token_split_dims)
+    else:
+      x = rows_of(ids, constrain(self.table, self.lookup_split_dims))
     if self.scale_sqrt_depth:
       x = x * jnp.asarray(math.sqrt(self.embed_dim), self.dtype)
     return constrain(x, self.activation_split_dims)

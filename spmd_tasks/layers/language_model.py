@@ -14,6 +14,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.positions import LearnedPositions, SinusoidalPositions
 from spmd_tasks.layers.base import WithSublayers
 from spmd_tasks.layers.embedding import TokenEmbedding
+from spmd_tasks.layers.gathered_weights import scattering_gradients
 
 
 class LanguageModel(WithSublayers, kw_only=True):
@@ -27,6 +28,9 @@ class LanguageModel(WithSublayers, kw_only=True):
     num_logit_chunks: with more than 1, and with `labels` in the batch, the logits of this part of the tokens are in
       memory at a time, and the model returns the `label_scores` that its loss needs in place of all logits. It must
       divide T. Worth it where B x T x V is large: float32 logits of 8,192 tokens and 128,256 words are 4.2 GB.
+    scatters_gradients: whether the gradients of kernels that are split over the tokens' devices are reduce-scattered
+      layer by layer, by collectives that are written out, or summed as XLA chooses. Worth it on TPUs on a mesh with a
+      `replica` axis; see gathered_weights.py.
   """
 
   embedding: TokenEmbedding
@@ -34,6 +38,7 @@ class LanguageModel(WithSublayers, kw_only=True):
   final_norm: nn.Module
   positions: LearnedPositions | SinusoidalPositions | None = None
   num_logit_chunks: int = 1
+  scatters_gradients: bool = False
 
   def __post_init__(self):
     if self.num_logit_chunks < 1:
@@ -56,6 +61,11 @@ class LanguageModel(WithSublayers, kw_only=True):
     Raises:
       UserError: the batch has `segment_ids` without `segment_pos`; or `num_logit_chunks` does not divide T.
     """
+    with scattering_gradients(self.scatters_gradients):
+      return self._predict(batch, train)
+
+  @nn.nowrap
+  def _predict(self, batch: Mapping[str, jax.Array], train: bool) -> dict[str, Any]:
     ids, segment_ids, segment_pos = batch['ids'], batch.get('segment_ids'), batch.get('segment_pos')
     if segment_pos is None:
       if segment_ids is not None:

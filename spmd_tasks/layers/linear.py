@@ -5,7 +5,6 @@ Shapes: D model, F ffn, H heads, K head dim. `Linear(output_dims=F)` maps [..., 
 `Linear(output_dims=D, num_input_dims=2)` maps [..., H, K] -> [..., D].
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +13,8 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers.adapters import LowRankAdapter, declare_low_rank, declare_magnitude, declare_scales
 from spmd_tasks.layers.base import FanInNormal, declare_weight
-from spmd_tasks.sharding import Initializer, SplitDims, constrain, gather_for_tokens, is_split_over_tokens
+from spmd_tasks.layers.gathered_weights import multiply_gathered
+from spmd_tasks.sharding import Initializer, SplitDims, constrain
 
 
 class Linear(nn.Module, kw_only=True):
@@ -96,34 +96,3 @@ class Linear(nn.Module, kw_only=True):
       scale = declare_magnitude(self, kernel, weights, self.split_dims).astype(self.dtype)
       y = y * scale.reshape((1,) * num_tokens_dims + scale.shape)
     return y
-
-
-def multiply_gathered(
-  product: Callable[[jax.Array, jax.Array], jax.Array],
-  x: jax.Array,
-  weight: jax.Array,
-  dtype: Any,
-  split_dims: SplitDims,
-  token_split_dims: SplitDims,
-) -> jax.Array:
-  """Returns product(x, weight), the weight cast to `dtype` and gathered over the axes that split the tokens.
-
-  Nothing of the gathered weight is kept for the backward pass, which gathers it again (fully sharded data parallelism,
-  ZeRO stage 3: Rajbhandari et al., 2020). Kept, the weights of all layers would be on every device.
-
-  Args:
-    product: multiplies x with the weight.
-    x: the tokens, of `dtype`.
-    weight: in float32.
-    dtype: of the computation; few bytes are gathered.
-    split_dims: of the weight.
-    token_split_dims: of the dims of x that count tokens; None gathers nothing.
-  """
-  if not is_split_over_tokens(split_dims, token_split_dims):
-    return product(x, weight.astype(dtype))
-
-  def gather_and_multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return product(x, gather_for_tokens(weight.astype(dtype), split_dims, token_split_dims))
-
-  # Layers are in a loop, where XLA cannot merge the two gathers; without prevent_cse there is no barrier to pay for.
-  return jax.checkpoint(gather_and_multiply, prevent_cse=False)(x, weight)

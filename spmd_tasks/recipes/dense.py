@@ -28,7 +28,8 @@ class DenseLanguageModel(TextTraining):
   hidden_dims: int = 384
   dtype: str = 'float32'  # of the computation; weights are float32
   remat_policy: str = 'none'
-  num_logit_chunks: int = 1  # of LanguageModel
+  num_logit_chunks: int = 1  # of LanguageModel, as is the next
+  scatters_gradients: bool = False
 
   seq_len = 128
   learning_rate = 3e-3
@@ -67,6 +68,7 @@ class DenseLanguageModel(TextTraining):
       stack=self.stack(),
       final_norm=fdl.Config(RmsNorm, dtype=self.dtype),
       num_logit_chunks=self.num_logit_chunks,
+      scatters_gradients=self.scatters_gradients,
     )
 
   def loss(self) -> fdl.Config[LanguageModelLoss]:

@@ -15,6 +15,7 @@ DROPOUT = ('task.model.stack.block.dropout_rate=0.1',)
 TWO_MICROBATCHES, FOUR_MICROBATCHES = (('task.learner.num_microbatches=2',), ('task.learner.num_microbatches=4',))
 REMAT, UNROLLED = ('remat_policy=full',), ('task.model.stack.scan=False',)
 CHUNKS = ('num_logit_chunks=4',)
+SCATTERED = ('scatters_gradients=True',)
 FAST = ('data 2 x mdl 4', 'Adafactor, data 2 x mdl 4')
 CASES = [
   ('data 2 x mdl 4', AdamW, (1, 2, 4), {}),
@@ -39,6 +40,8 @@ ONE_BY_ONE = [
   ('full remat', AdamW, (1, 2, 4), {'overrides': REMAT}),
   ('layers unrolled', AdamW, (1, 2, 4), {'overrides': UNROLLED}),
   ('logits in chunks', AdamW, (1, 2, 4), {'overrides': CHUNKS}),
+  ('gradients scattered', AdamW, (2, 2, 2), {'overrides': SCATTERED + REMAT}),
+  ('gradients scattered, logits in chunks', AdamW, (2, 4, 1), {'overrides': SCATTERED + CHUNKS}),
   ('dropout', AdamW, (1, 2, 4), {'overrides': DROPOUT, 'reference': DROPOUT}),
   ('Adafactor, mdl 8', Adafactor, (1, 1, 8), {}),
 ]

@@ -1,0 +1,128 @@
+"""Multiplies tokens with a weight that the devices that share the tokens split too (fully sharded data parallelism).
+
+Every layer with a kernel does so by `multiply_gathered`: the weight is gathered, and its gradient is summed over the
+devices, each of which keeps its part. By default XLA writes both. On TPUs it sums a gradient whole, by an all-reduce
+over all chips, and cuts it then: twice the bytes of a reduce-scatter. In `scattering_gradients(True)` each device
+multiplies its tokens in a `shard_map` instead, where the gather is written out, and so is its transpose, the
+reduce-scatter. The TPU compiler keeps it over a part of the chips only, as on a mesh replica 2 x data 32 of 64.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import contextvars
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from spmd_tasks.sharding import (
+  SplitDims,
+  current_sharding_scope,
+  gather_for_tokens,
+  is_split_over_tokens,
+  num_parts,
+  spec_axes,
+  split_dims_to_partition_spec,
+)
+
+_is_scattering: contextvars.ContextVar[bool] = contextvars.ContextVar('scattering_gradients', default=False)
+
+
+@contextlib.contextmanager
+def scattering_gradients(is_on: bool) -> Iterator[None]:
+  """Context in which layers are called whose weights' gradients are reduce-scattered, or summed as XLA chooses."""
+  token = _is_scattering.set(is_on)
+  try:
+    yield
+  finally:
+    _is_scattering.reset(token)
+
+
+def gradients_are_scattered() -> bool:
+  """Returns whether a `scattering_gradients(True)` is the innermost one."""
+  return _is_scattering.get()
+
+
+def multiply_gathered(
+  product: Callable[[jax.Array, jax.Array], jax.Array],
+  x: jax.Array,
+  weight: jax.Array,
+  dtype: Any,
+  split_dims: SplitDims,
+  token_split_dims: SplitDims,
+) -> jax.Array:
+  """Returns product(x, weight), the weight cast to `dtype` and gathered over the axes that split the tokens.
+
+  Nothing of the gathered weight is kept for the backward pass, which gathers it again (fully sharded data parallelism,
+  ZeRO stage 3: Rajbhandari et al., 2020). Kept, the weights of all layers would be on every device.
+
+  Args:
+    product: multiplies x with the weight; the dims that count tokens come first in x and in the result.
+    x: the tokens, of `dtype`.
+    weight: in float32.
+    dtype: of the computation; few bytes are gathered.
+    split_dims: of the weight.
+    token_split_dims: of the dims of x that count tokens; None gathers nothing.
+  """
+  if not is_split_over_tokens(split_dims, token_split_dims):
+    return product(x, weight.astype(dtype))
+
+  def gather_and_multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+    if gradients_are_scattered():
+      return _multiply_on_devices(product, x, weight.astype(dtype), split_dims, token_split_dims)
+    return product(x, gather_for_tokens(weight.astype(dtype), split_dims, token_split_dims))
+
+  # Layers are in a loop, where XLA cannot merge the two gathers; without prevent_cse there is no barrier to pay for.
+  return jax.checkpoint(gather_and_multiply, prevent_cse=False)(x, weight)
+
+
+def _multiply_on_devices(
+  product: Callable[[jax.Array, jax.Array], jax.Array],
+  x: jax.Array,
+  weight: jax.Array,
+  split_dims: SplitDims,
+  token_split_dims: SplitDims,
+) -> jax.Array:
+  """Returns product(x, gathered weight), each device's tokens by themselves; other axes than the tokens' are XLA's.
+
+  The gradient of the weight is summed over a device's tokens, reduce-scattered over the axes that split the weight, and
+  only then summed over the other axes of the tokens, such as `replica`.
+  """
+  scope = current_sharding_scope()
+  assert scope is not None
+  mesh, _ = scope.free_mesh()
+
+  def axes_of(split_dims: SplitDims, ndim: int) -> list[tuple[str, ...]]:
+    spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+    return [tuple(axis for axis in axes if scope.mesh.shape[axis] > 1) for axes in spec_axes(spec, ndim)]
+
+  token_axes = axes_of(token_split_dims, len(tuple(token_split_dims or ())))
+  manual = frozenset(axis for axes in token_axes for axis in axes)
+  weight_axes = [tuple(axis for axis in axes if axis in manual) for axes in axes_of(split_dims, weight.ndim)]
+  unsplit = tuple(sorted(manual.difference(*weight_axes)))
+
+  def multiply(x: jax.Array, weight_part: jax.Array) -> jax.Array:
+    gathered = jax.lax.pcast(weight_part, unsplit, to='varying') if unsplit else weight_part
+    for dim, axes in enumerate(weight_axes):
+      if axes:
+        gathered = jax.lax.all_gather(gathered, axes, axis=dim, tiled=True)
+    return product(x, gathered[tuple(slice(size) for size in weight.shape)])
+
+  tokens_spec = PartitionSpec(*token_axes)
+  num_rows = x.shape[: len(token_axes)]
+  y = jax.shard_map(
+    multiply,
+    mesh=mesh,
+    axis_names=manual,
+    in_specs=(tokens_spec, PartitionSpec(*weight_axes)),
+    out_specs=tokens_spec,
+  )(_padded(x, token_axes, scope.mesh.shape), _padded(weight, weight_axes, scope.mesh.shape))
+  return y[tuple(slice(size) for size in num_rows)]
+
+
+def _padded(x: jax.Array, axes_by_dim: Sequence[tuple[str, ...]], sizes: Any) -> jax.Array:
+  """Fills every dim with zeros up to a multiple of the devices that share it."""
+  widths = [(0, -size % num_parts(axes, sizes)) for size, axes in zip(x.shape, axes_by_dim)]
+  widths += [(0, 0)] * (x.ndim - len(widths))
+  return jnp.pad(x, widths) if any(after for _, after in widths) else x

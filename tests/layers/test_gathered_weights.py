@@ -1,0 +1,46 @@
+"""Weights that are split over the devices of the tokens: products and gradients, whoever writes the collectives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.gathered_weights import multiply_gathered, scattering_gradients
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules, sharding_scope
+
+B, T, D, F = 3, 5, 7, 9  # no axis of 2 divides any of them
+
+
+def gradients(is_scattered: bool):
+  """Returns a function (x, weight) -> the product, and the gradients of a function of it."""
+
+  def product_of(x, weight):
+    with scattering_gradients(is_scattered):
+      return multiply_gathered(jnp.matmul, x, weight, 'float32', ('embed', 'mlp'), ('batch', 'seq'))
+
+  def of(x, weight):
+    y, transpose = jax.vjp(product_of, x, weight)
+    return y, *transpose(jnp.cos(y))
+
+  return of
+
+
+@pytest.mark.parametrize(
+  'names, shape, rules',
+  [
+    (('replica', 'data', 'mdl'), (2, 2, 2), DEFAULT_AXIS_RULES),
+    (('replica', 'data', 'context', 'mdl'), (1, 2, 2, 2), context_axis_rules(DEFAULT_AXIS_RULES)),
+  ],
+)
+def test_scattered_gradients_are_the_same(names, shape, rules):
+  rng = np.random.default_rng(0)
+  x, weight = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((B, T, D), (D, F)))
+  mesh = MeshSpec(axis_names=names, ici_mesh_shape=shape).build()
+  expected = gradients(True)(x, weight)  # without a scope nothing is gathered
+  with sharding_scope(mesh, rules):
+    scattered, plain = (jax.jit(gradients(is_on)).trace(x, weight) for is_on in (True, False))
+    found = scattered.lower().compile()(x, weight)
+  for one, other in zip(found, expected, strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+  assert 'reduce_scatter' in str(scattered.jaxpr)
+  assert 'reduce_scatter' not in str(plain.jaxpr)
