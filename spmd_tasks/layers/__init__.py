@@ -18,8 +18,9 @@ Subpackages, imported by their own names: `layers.attention` (Attention, LatentA
 `layers.moe` (mixtures of experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
 
 Read base.py (how a layer declares weights), gathered_weights.py and linear.py, then transformer.py, stack_sequence.py,
-language_model.py, losses.py and preference_loss.py. adapters.py has low-rank adapters (LoRA), which layers with projections take as a
-field; adapted_weights.py finds them in a model, adapter_rows.py computes with several of them in one batch.
+language_model.py, losses.py and preference_loss.py. adapters.py has low-rank adapters (LoRA), which layers with
+projections take as a field; adapted_weights.py finds them in a model, adapter_rows.py computes with several of them in
+one batch.
 """
 
 from spmd_tasks.layers.adapted_weights import (
