@@ -26,6 +26,7 @@ import re
 import types
 from typing import Any, ClassVar
 
+from etils import epath
 from flax.core import FrozenDict
 from jax.sharding import AbstractMesh, Mesh
 
@@ -35,7 +36,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import Input, Tokenizer, tokenizer_of
 from spmd_tasks.layers.moe import agree_on_grouped_matmul_backend
-from spmd_tasks.runtime import PartitionedModel, Task, TrainState, partition_spmd_model
+from spmd_tasks.runtime import EarlyStop, PartitionedModel, Task, TrainState, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
 MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
@@ -230,6 +231,10 @@ class Experiment(FrozenFields, abc.ABC):
 
     For bridges, which read checkpoints of other programs; a job or folder in `init_from` is read without this method.
     """
+    return None
+
+  def early_stop(self, model: PartitionedModel, job_log_dir: epath.Path) -> EarlyStop | None:
+    """Returns what may end a training job before `num_train_steps`, such as an EvalTarget; None: nothing does."""
     return None
 
   @property

@@ -24,7 +24,9 @@ _HOW_IT_RUNS = (
   *('num_workers', 'worker_buffer_size', 'read_timeout_s', 'max_consecutive_skips'),
   *('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names', 'infeed_host_index'),
 )
-# Of Pax' `task.train` these decide numbers; the others are steps, intervals and limits. Its seed is `seed`.
+# Of Pax' `task.train` these decide numbers; the others are steps, intervals and limits. Its seed is `seed`. What ends a
+# job decides none.
+_PAX_END = 'task.early_stopping_fn'
 _PAX_TRAIN, _PAX_TRAIN_NUMBERS = 'task.train', ('task.train.learner', 'task.train.apply_mutable_list')
 # The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
@@ -124,6 +126,6 @@ def _matters(path: str, parts: Sequence[str]) -> bool:
     return path == part or path.startswith(f'{part}.')
 
   is_numbers = path.rpartition('.')[2] not in _HOW_IT_RUNS and path not in _PIPELINE and not is_within(_GENERATION)
-  if is_within(_PAX_TRAIN) and not any(map(is_within, _PAX_TRAIN_NUMBERS)):
+  if is_within(_PAX_END) or (is_within(_PAX_TRAIN) and not any(map(is_within, _PAX_TRAIN_NUMBERS))):
     is_numbers = False
   return is_numbers and any(is_within(part) for part in parts)

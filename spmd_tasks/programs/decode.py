@@ -100,7 +100,8 @@ def decode(
       decoder = task.make_decoder(
         model, sources, job_log_dir, tensorboard=tensorboard, on_batch=on_step, report=progress.message
       )
-    checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
+    saved = SavedSteps(job_log_dir)
+    checkpointer = saved.open_checkpoints(read_only=True)
     stack.callback(checkpointer.close)
     try:
       for weights, restored in checkpoints_to_use(
@@ -111,6 +112,7 @@ def decode(
         part=model.task.decoding_variables,
         storage=storage,
         watch=watch,
+        has_ended_at=saved.has_ended_at,
         poll_s=poll_s,
         watchdog=watchdog,
         should_stop=guard.should_stop,

@@ -87,7 +87,8 @@ def evaluate(
     )
     guard = PreemptionGuard()
     stack.callback(guard.stop)
-    checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
+    saved = SavedSteps(job_log_dir)
+    checkpointer = saved.open_checkpoints(read_only=True)
     stack.callback(checkpointer.close)
     evaluator = open_evaluator(stack, job, model, job_log_dir, watchdog=watchdog, guard=guard)
     progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
@@ -99,6 +100,7 @@ def evaluate(
         experiment,
         step=step,
         watch=watch,
+        has_ended_at=saved.has_ended_at,
         poll_s=poll_s,
         watchdog=watchdog,
         should_stop=guard.should_stop,

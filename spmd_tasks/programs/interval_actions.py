@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import math
+import time
 
 from spmd_tasks.checkpoints import Checkpointer, PeerCopies, num_bytes
 from spmd_tasks.distributed import StepWatchdog, is_primary, primary_decides
 from spmd_tasks.experiment import Experiment
+from spmd_tasks.programs.early_end import EarlyEnd
 from spmd_tasks.programs.eval import Evaluator
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.progress import Progress, format_metrics
@@ -41,6 +43,7 @@ class IntervalActions:
     loop: its state, step and input position are saved, evaluated and sampled from.
     checkpointer, evaluator: save and evaluate.
     copies, sampler: copy the state in memory and generate texts; None where the experiment asks for none.
+    early_end: gets the metrics of evals.
     watchdog, goodput, progress: bound the time, count it, and tell the user.
     should_stop: whether SIGTERM asks for an end.
   """
@@ -53,6 +56,7 @@ class IntervalActions:
   copies: PeerCopies | None
   evaluator: Evaluator
   sampler: Sampler | None
+  early_end: EarlyEnd
   watchdog: StepWatchdog
   goodput: Goodput
   progress: Progress
@@ -97,25 +101,31 @@ class IntervalActions:
     """Evaluates these sets (None: all); returns False if SIGTERM came before the last one was finished."""
     names = self.evaluator.names if names is None else names
     variables = self.model.task.evaluation_variables(self.loop.state)
-    num_evaluated = 0
+    evals, start = {}, time.perf_counter()
     with self._timed('eval', 'evaluation'):
       for name, metrics in self.evaluator.evaluate(variables, self.loop.step, names):
         self.evaluator.record(name, self.loop.step, metrics)
         self.progress.message(f'step {self.loop.step}  eval {name}: ' + format_metrics(metrics))
-        num_evaluated += 1
-    return num_evaluated == len(names)
+        evals[name] = metrics
+    if len(evals) == len(names):
+      self.early_end.evals_done(self.loop.step, evals, time.perf_counter() - start)
+    return len(evals) == len(names)
 
   def missing_evals(self) -> list[str]:
-    """Returns the eval sets of the restored step that are due and not recorded: the last job was ended in that eval."""
+    """Returns the eval sets of the restored step that are due and not recorded: the last job was ended in that eval.
+
+    These are all sets where their metrics together decide whether the job ends.
+    """
     step = self.loop.step
     was_due = step >= self.experiment.num_train_steps or is_multiple(step, self.experiment.eval_every_steps)
     if step == 0 or not was_due:
       return []
-    return primary_decides(
+    missing = primary_decides(
       lambda: [name for name in self.evaluator.names if not self.evaluator.is_recorded(name, step)],
       'missing_evals',
       limit_s=math.ceil(self.experiment.step_timeout_s),
     )
+    return self.evaluator.names if missing and self.early_end.asks_after_evals() else missing
 
   def sample_if_due(self) -> bool:
     """Writes the sampled texts of the step unless they are written; returns False if SIGTERM came first."""

@@ -107,6 +107,8 @@ def _summary(all_metrics: Metrics) -> str:
     parts.append(f'{metrics["steps_per_second"]:.2f} steps/s')
   if 'tokens_per_second' in metrics:
     parts.append(f'{metrics["tokens_per_second"]:,.0f} tokens/s')
+  if 'examples_per_second' in metrics:
+    parts.append(f'{metrics["examples_per_second"]:,.1f} examples/s')
   if 'mfu' in metrics:
     parts.append(f'MFU {100 * metrics["mfu"]:.1f}%')
   if metrics.get('num_skipped_steps'):

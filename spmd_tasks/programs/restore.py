@@ -6,6 +6,7 @@ for weights, step in checkpoints_to_use(model, checkpointer, watch=True, ...):  
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import functools
 import time
 from typing import Any
 
@@ -197,6 +198,7 @@ def checkpoints_to_use(
   part: Callable[[TrainState], Variables] | None = None,
   storage: WeightStorage | None = None,
   watch: bool = False,
+  has_ended_at: Callable[[int], bool] = lambda step: False,
   poll_s: float,
   watchdog: StepWatchdog,
   should_stop: Callable[[], bool],
@@ -211,6 +213,7 @@ def checkpoints_to_use(
     part, storage: as in `restore_evaluation_variables`.
     watch: wait for new checkpoints until that of the last train step. Checkpoints that a newer one has overtaken are
       left out.
+    has_ended_at: whether the job has ended early, with the checkpoint of a step; asked on process 0.
     poll_s: seconds between two looks for a new checkpoint.
     watchdog: gets a beat before every look.
     should_stop: asked before every look.
@@ -233,6 +236,8 @@ def checkpoints_to_use(
         used = restored
         yield variables, restored
     if not watch or used >= experiment.num_train_steps:
+      return
+    if primary_decides(functools.partial(has_ended_at, used), 'has_ended', limit_s=LOOK_LIMIT_S):
       return
     time.sleep(poll_s)
 

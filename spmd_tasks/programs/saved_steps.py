@@ -56,9 +56,19 @@ class SavedSteps:
     """Returns the job's Checkpointer; `settings` are arguments of its constructor, which every process calls."""
     return Checkpointer(self._checkpoints, on_saved=self.record, witness=self.witness, **settings)
 
-  def record(self, step: int) -> None:
-    """Records that the checkpoint of `step` is complete; 0 records that nothing was saved yet. Raises OSError."""
-    write_durably(self._record, json.dumps({'step': step}) + '\n')
+  def record(self, step: int, *, is_last: bool = False) -> None:
+    """Records that the checkpoint of `step` is complete; 0 records that nothing was saved yet. Raises OSError.
+
+    `is_last` says that the job has ended with it before its last step.
+    """
+    write_durably(self._record, json.dumps({'step': step} | ({'is_last': True} if is_last else {})) + '\n')
+
+  def has_ended_at(self, step: int) -> bool:
+    """Returns whether the record says that the job has ended early, with the checkpoint of `step`."""
+    try:
+      return json.loads(read_text(self._record)) == {'step': step, 'is_last': True}
+    except (OSError, ValueError, RecursionError):
+      return False
 
   def witness(self) -> str | None:
     """Says by which file it is known that a checkpoint was saved; None if nothing speaks for it.

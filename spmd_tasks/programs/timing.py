@@ -3,7 +3,7 @@
 clock = StartupClock()                        # phases before the first step
 with clock.phase('partition'):
   ...
-rates = StepRates.of(model, goodput)          # steps and tokens per second, MFU, waiting for the input
+rates = StepRates.of(model, goodput)          # steps, tokens or examples per second, MFU, waiting for the input
 profile = ProfileCapture((10, 12), directory) # a trace of steps [10, 12) by JAX's profiler
 """
 
@@ -16,10 +16,11 @@ import time
 
 from etils import epath
 import jax
+import numpy as np
 
 from spmd_tasks.files import storage_errors
 from spmd_tasks.programs.goodput import Goodput
-from spmd_tasks.runtime import PartitionedModel, model_flops_per_train_step, peak_flops_per_device
+from spmd_tasks.runtime import InputSpec, PartitionedModel, model_flops_per_train_step, peak_flops_per_device
 
 
 def process_start_time() -> float:
@@ -79,12 +80,14 @@ class StepRates:
   """Measures rates from one logged step to the next.
 
   Attributes:
-    tokens_per_step: positions of a training batch.
+    counted: what is counted beside steps: 'tokens', or 'examples' of batches without tokens.
+    counted_per_step: how many of them a training batch has.
     peak_steps_per_second: steps per second at the devices' peak FLOP/s; None where the peak is not known.
     goodput: counts the time in the loop.
   """
 
-  tokens_per_step: int
+  counted: str
+  counted_per_step: int
   peak_steps_per_second: float | None
   goodput: Goodput
   _last: tuple[int, float, float] = (-1, 0.0, 0.0)
@@ -92,14 +95,16 @@ class StepRates:
   @classmethod
   def of(cls, model: PartitionedModel, goodput: Goodput) -> 'StepRates':
     """Makes the rates of a model's training."""
-    return cls(tokens_per_step=_num_tokens(model), peak_steps_per_second=_peak_steps_per_second(model), goodput=goodput)
+    counted, number = count_batch(model.input_layout.spec)
+    peak = _peak_steps_per_second(model)
+    return cls(counted=counted, counted_per_step=number, peak_steps_per_second=peak, goodput=goodput)
 
   def start(self, step: int) -> None:
     """Starts to measure after `step`, the first one, so that compilation is left out."""
     self._last = step, *self.goodput.loop_seconds()
 
   def since_last(self, step: int) -> dict[str, float]:
-    """Returns steps and tokens per second, host-wait fraction and MFU since the last call; {} if no step was made."""
+    """Returns steps and what is counted per second, waiting and MFU since the last call; {} if no step was made."""
     last_step, last_seconds, last_waited = self._last
     if step <= last_step:
       return {}
@@ -107,7 +112,7 @@ class StepRates:
     steps_per_second = (step - last_step) / (self._last[1] - last_seconds)
     rates = {
       'steps_per_second': steps_per_second,
-      'tokens_per_second': steps_per_second * self.tokens_per_step,
+      f'{self.counted}_per_second': steps_per_second * self.counted_per_step,
       'host_wait_fraction': (self._last[2] - last_waited) / (self._last[1] - last_seconds),
     }
     if self.peak_steps_per_second is not None:
@@ -115,9 +120,15 @@ class StepRates:
     return rates
 
 
-def _num_tokens(model: PartitionedModel) -> int:
-  """Counts the tokens of a batch: the size of the largest input's first two dims, padding included."""
-  return max(math.prod(spec.shape[:2]) for spec in model.input_layout.spec.values())
+def count_batch(spec: InputSpec) -> tuple[str, int]:
+  """Counts what a batch has: 'tokens', the positions of its largest integer input [B, T], or else 'examples', its rows.
+
+  Positions that a text does not fill count as well.
+  """
+  tokens = [
+    math.prod(each.shape) for each in spec.values() if len(each.shape) == 2 and np.issubdtype(each.dtype, np.integer)
+  ]
+  return ('tokens', max(tokens)) if tokens else ('examples', next(iter(spec.values())).shape[0])
 
 
 def _peak_steps_per_second(model: PartitionedModel) -> float | None:

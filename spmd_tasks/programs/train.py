@@ -26,6 +26,7 @@ from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.base_digest import start_digest
+from spmd_tasks.programs.early_end import EarlyEnd, check_early_stop
 from spmd_tasks.programs.eval import open_evaluator
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.interval_actions import IntervalActions, is_multiple
@@ -80,6 +81,9 @@ def train(
     # Everything that can be refused is checked before anything is written.
     model, iterator = _check(job, clock)
     sampler = make_sampler(job, model, job_log_dir)
+    early_stop = experiment.early_stop(model, job_log_dir)
+    check_early_stop(early_stop, experiment, has_eval_sets=bool(job.eval_inputs))
+    early_end = EarlyEnd(early_stop, limit_s=math.ceil(experiment.first_step_timeout_s))
     saved = SavedSteps(job_log_dir)
     _claim(stack, job, job_log_dir, saved, begin_anew=begin_anew)
     stack.callback(goodput.close)
@@ -155,7 +159,9 @@ def train(
       batches=batches,
       num_train_steps=experiment.num_train_steps,
       max_consecutive_skips=job.task.learner.max_consecutive_skips,
-      is_awaited=lambda step: any(is_multiple(step, every) for every in intervals) or profile.changes_at(step),
+      is_awaited=lambda step: (
+        early_end.asks_every_step() or any(is_multiple(step, every) for every in intervals) or profile.changes_at(step)
+      ),
       platform=next(iter(state.step.devices())).platform,
       on_activity=watchdog.beat,
       should_stop=guard.should_stop,
@@ -172,6 +178,7 @@ def train(
       copies=copies,
       evaluator=evaluator,
       sampler=sampler,
+      early_end=early_end,
       watchdog=watchdog,
       goodput=goodput,
       progress=progress,
@@ -182,6 +189,15 @@ def train(
       saved = f'step {loop.step} is saved' if loop.step else 'before the first step'
       progress.message(f'Preempted: {saved}; the same command goes on from there.')
       return exit_codes.PREEMPTED
+
+    def end() -> int:
+      if loop.step < experiment.num_train_steps:
+        progress.message(f'Ended after step {loop.step} of {experiment.num_train_steps}: {early_end.reason}.')
+        if is_primary():
+          with storage_errors(job_log_dir):
+            saved.record(loop.step, is_last=True)
+      progress.message(goodput.end())
+      return exit_codes.OK
 
     # Before the first step: reports, compilation, evals that the last job was ended in.
     for line in (_describe(model, origin), *notes):
@@ -206,6 +222,8 @@ def train(
     if first_step >= experiment.num_train_steps:
       progress.message(f'Nothing to do: step {first_step} of {experiment.num_train_steps} is already saved.')
       return exit_codes.OK
+    if missing and early_end.is_reached(first_step, {}):  # as it would have been, had the eval not been interrupted
+      return end()
 
     # The loop. One step is in flight while this body looks at the step before it, unless that step is awaited (on CPU
     # devices each is).
@@ -247,6 +265,8 @@ def train(
         last_evaluated = step
       actions.sample_if_due()
       profile.after_step(step)
+      if step < experiment.num_train_steps and early_end.is_reached(step, step_metrics):
+        break
 
     # The end: no step is in flight, whatever ended the loop.
     goodput.switch('program_end')
@@ -258,14 +278,15 @@ def train(
         f'the training input ended after step {loop.step} of {experiment.num_train_steps}; what was trained is saved. '
         'Let the input repeat itself (num_epochs or num_batches = None), or lower num_train_steps.'
       )
-    if loop.step < experiment.num_train_steps:
+    if loop.step < experiment.num_train_steps and early_end.reason is None:
       return preempted()
     if not actions.sample_if_due():
       return preempted()
     if last_evaluated != loop.step and not actions.evaluate():
       return preempted()
-    progress.message(goodput.end())
-    return exit_codes.OK
+    if loop.step >= experiment.num_train_steps:
+      early_end.is_reached(loop.step, step_metrics)  # is told of the last evals too, and changes nothing any more
+    return end()
 
 
 def _check(job: Job, clock: StartupClock) -> tuple[PartitionedModel, InputIterator]:

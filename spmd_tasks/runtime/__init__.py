@@ -9,11 +9,13 @@ Read in this order: `task.py` (model, loss and learner, TrainState, and the pure
 `partition.py` (the heart: the same steps over a mesh, padded at the boundary), `input_layout.py` (how a batch goes from
 the hosts to the mesh), `compilation.py` and `merging.py` (low-rank adapters, made part of the weights). What a job
 reports is made by `metrics.py` (files of metrics), `parameter_table.py` and `flops.py`. `decode_settings.py` holds what
-a task says about generating text, `optional_methods.py` what a task may do beside what all do.
+a task says about generating text, `optional_methods.py` what a task may do beside what all do, `early_stop.py` what
+ends a job before its last step.
 """
 
 from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep, StepsByShape
 from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
+from spmd_tasks.runtime.early_stop import EarlyStop, EvalTarget, StepReport
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.merging import flat_specs, merge_adapters, padded_numbers, with_magnitudes
@@ -40,6 +42,8 @@ __all__ = [
   'CompiledStep',
   'DecodeSettings',
   'DecodesBatches',
+  'EarlyStop',
+  'EvalTarget',
   'InputLayout',
   'InputSpec',
   'Metric',
@@ -50,6 +54,7 @@ __all__ = [
   'PartitionedModel',
   'ReadsBase',
   'SamplingParams',
+  'StepReport',
   'StepsByShape',
   'Task',
   'TensorBoardWriter',

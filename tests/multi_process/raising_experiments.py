@@ -1,9 +1,10 @@
-"""synthetic.Uneven with an input that fails, or is slow, on one process."""
+"""synthetic.Uneven with an input that fails, or is slow, on one process, and one that one process ends."""
 
 import dataclasses
 import time
 
 import fiddle as fdl
+import jax
 
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.inputs import SyntheticText
@@ -70,3 +71,21 @@ class Job(Uneven):
 
   def eval_inputs(self):
     return {'valid': fdl.Config(SyntheticText, batch_size=8, seq_len=16, vocab_size=257, stream=1, num_batches=3)}
+
+
+class EndsEarly(Job):
+  """Ended by process 0 after step 7; process 1 would never end."""
+
+  def early_stop(self, model, job_log_dir):
+    return OnProcess0(step=7)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnProcess0:
+  """Asked after every step; says no on all processes but the first."""
+
+  step: int
+  every_step: bool = True
+
+  def reason(self, report):
+    return 'it is enough' if report.step == self.step and jax.process_index() == 0 else None

@@ -57,6 +57,15 @@ def test_two_processes_give_the_numbers_of_one_and_share_checkpoints(tmp_path):
   assert 'resuming after step 15' in ranks[0].log
 
 
+@pytest.mark.exhaustive
+def test_process_0_ends_the_job_on_all_after_the_same_step(tmp_path):
+  ranks = train(tmp_path, tmp_path / 'job', 2, '--exp=tests.multi_process.raising_experiments.EndsEarly')
+  assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
+  assert 'Ended after step 7 of 20: it is enough.' in ranks[0].log
+  assert len(losses(tmp_path / 'job')) == 7
+  assert sorted(read_jsonl(tmp_path / 'job' / 'eval' / 'valid')) == [7]
+
+
 def test_rows_keep_their_order_where_a_process_holds_rows_here_and_there(tmp_path):
   # mdl over the processes: each holds rows 0, 1, 4, 5 or 2, 3, 6, 7. Dropout falls on rows, so their order shows; the
   # batch of 6 is padded to 8.

@@ -7,7 +7,7 @@ import pytest
 
 from spmd_tasks.programs import StartupClock
 from spmd_tasks.programs.goodput import Goodput
-from spmd_tasks.programs.timing import ProfileCapture, StepRates, format_startup
+from spmd_tasks.programs.timing import ProfileCapture, StepRates, count_batch, format_startup
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def clock(monkeypatch):
 
 def test_rates_count_from_the_last_logged_step(clock):
   goodput = Goodput(None, begun=100.0, now=lambda: clock[0])
-  rates = StepRates(tokens_per_step=64, peak_steps_per_second=8.0, goodput=goodput)
+  rates = StepRates(counted='tokens', counted_per_step=64, peak_steps_per_second=8.0, goodput=goodput)
   goodput.switch('steps')
   clock[0] += 3
   goodput.step(1, is_skipped=False, seconds_waited=1.0)
@@ -36,6 +36,20 @@ def test_rates_count_from_the_last_logged_step(clock):
     'mfu': 0.25,
   }
   assert rates.since_last(21) == {}  # no step between
+
+
+@pytest.mark.parametrize(
+  'inputs, expected',
+  [
+    ({'ids': ((4, 16), 'int32'), 'weights': ((4, 16), 'float32')}, ('tokens', 64)),
+    ({'pixels': ((4, 8, 8, 3), 'float32'), 'ids': ((4, 16), 'int32')}, ('tokens', 64)),
+    ({'image': ((4, 8, 8, 3), 'uint8'), 'label': ((4,), 'int32')}, ('examples', 4)),
+    ({'features': ((4, 100, 80), 'float32'), 'paddings': ((4, 100), 'float32')}, ('examples', 4)),
+  ],
+)
+def test_a_batch_has_tokens_or_examples(inputs, expected):
+  spec = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in inputs.items()}
+  assert count_batch(spec) == expected
 
 
 def test_startup_phases_add_up(clock, monkeypatch):

@@ -14,10 +14,12 @@ import re
 from typing import Any, ClassVar
 import warnings
 
+from etils import epath
 from flax.core import FrozenDict
 from paxml import base_experiment
 from praxis import base_hyperparams
 
+from spmd_tasks.bridges.pax._early_stop import PaxEarlyStop
 from spmd_tasks.bridges.pax._input import PaxInput
 from spmd_tasks.bridges.pax._loading_rules import state_from_rules
 from spmd_tasks.bridges.pax._start import is_pax_job, state_from_pax, variables_from_pax
@@ -26,7 +28,7 @@ from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.bridges.pax._weights import partition_of, remove_split_dims
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.runtime import DecodeSettings, PartitionedModel, TrainState
+from spmd_tasks.runtime import DecodeSettings, EarlyStop, PartitionedModel, TrainState
 from spmd_tasks.sharding import AxisRules
 
 # By the class of a Pax experiment: its task as `as_experiment` has looked at it. To make one takes Pax 0.1 s.
@@ -93,12 +95,22 @@ class PaxExperiment(Experiment):
     return task
 
   def train_input(self) -> Any:
-    """Returns Pax' config of the one training dataset."""
-    datasets = self.pax_experiment().train_datasets()
-    if len(datasets) != 1:
-      remedy = 'mix several in one input' if datasets else 'give one of datasets() is_training=True'
-      raise UserError(f'{self._pax_class.__name__} has {len(datasets)} training datasets; one is needed: {remedy}.')
-    return datasets[0]
+    """Returns Pax' config of the one training dataset.
+
+    Without one, the first dataset to evaluate or to decode stands for it: the model's variables follow from its
+    batches, and its iterator, which only training asks for, is refused.
+    """
+    experiment = self.pax_experiment()
+    datasets = experiment.train_datasets()
+    if len(datasets) > 1:
+      raise UserError(
+        f'{self._pax_class.__name__} has {len(datasets)} training datasets; at most one can be used: mix several in '
+        'one input.'
+      )
+    others = [*experiment.eval_datasets(), *self.decode_inputs().values()]
+    if not datasets and not others:
+      raise UserError(f'{self._pax_class.__name__} has no datasets: return some from its datasets().')
+    return (datasets or others)[0]
 
   def eval_inputs(self) -> Mapping[str, Any]:
     """Returns Pax' configs of the datasets that are not for training, by name."""
@@ -136,6 +148,19 @@ class PaxExperiment(Experiment):
     if self.init_from is None and (rules := model.task.task.train.init_from_checkpoint_rules):
       return state_from_rules(model, rules, self.seed)
     return None
+
+  def early_stop(self, model: PartitionedModel, job_log_dir: epath.Path) -> EarlyStop | None:
+    """Returns what asks `task.early_stopping_fn`, if it is set."""
+    assert isinstance(model.task, PaxTask)
+    if model.task.task.early_stopping_fn is None:
+      return None
+    return PaxEarlyStop(
+      model,
+      job_log_dir,
+      num_train_steps=self.num_train_steps,
+      eval_every_steps=self.eval_every_steps,
+      input_names={name: dataset.name or name for name, dataset in self.eval_inputs().items()},
+    )
 
   def build_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Builds the configs of the parts: Praxis' own way, in which children are built by their owners.

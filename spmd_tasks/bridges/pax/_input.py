@@ -27,7 +27,8 @@ class PaxInput:
 
   Attributes:
     config: the `pax_fiddle.Config` of a BaseInput. Its batch size is per process, as in Pax.
-    is_training: a training input must not end; an eval input gives `eval_loop_num_batches` batches, all if -1 or None.
+    is_training: used as the training input, which must not end; an eval input gives `eval_loop_num_batches` batches,
+      all if -1 or None.
   """
 
   config: Any
@@ -67,7 +68,16 @@ class PaxInput:
     return not self.is_training and jax.process_count() == 1
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'PaxInputIterator':
-    """Makes the input of one process: Pax' infeed host `shard_index` of `shard_count`."""
+    """Makes the input of one process: Pax' infeed host `shard_index` of `shard_count`.
+
+    Raises:
+      UserError: the dataset is no training dataset, but stands for one, so that there is a model to evaluate.
+    """
+    if self.is_training and not self.config.is_training:
+      raise UserError(
+        f'the experiment has no training dataset, only {self.config.name!r} and the like to evaluate or decode: give '
+        'one of datasets() is_training=True.'
+      )
     num_batches = None if self.is_training else self.config.eval_loop_num_batches
     limit = None if num_batches in (None, -1) else num_batches
     return PaxInputIterator(functools.partial(self.make, shard_index, shard_count), shard_count, limit)

@@ -62,8 +62,6 @@ def _reasons(experiment: Any, task: Any) -> Iterator[str]:
     yield f'task.train.learner is a list of {len(task.train.learner)} learners; Paxml itself updates with one'
   else:
     yield from _learner_reasons(task)
-  if task.early_stopping_fn is not None:
-    yield 'task.early_stopping_fn is set: end the run by num_train_steps'
   for name, reason in _TRAIN_FIELDS.items():
     if value := getattr(task.train, name):
       yield f'task.train.{name} = {str(value)[:60]}: {reason}'

@@ -3,9 +3,9 @@
     python -m tests.bridges.pax.paxml_curves tests/data/pax_cases/paxml_losses.json [transformers.Dropout ...]
 
 Each case runs in a process forked after the imports, on the devices of its mesh. The file gets, by case, the losses of
-the training steps and `total_loss` (or the learner's loss) of every eval by dataset and step; a case that Paxml cannot
-run gets its error. Ours beside Paxml: a clock-free recorder around its programs, and a checkpointer that does nothing,
-because Paxml's needs an older Orbax.
+the training steps, `total_loss` (or the learner's loss) of every eval by dataset and step, and what an
+`early_stopping_fn` of the module `ending` was asked; a case that Paxml cannot run gets its error. Ours beside Paxml: a
+clock-free recorder around its programs, and a checkpointer that does nothing, because Paxml's needs an older Orbax.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from scripts.paxml_run import NoCheckpointer
 import spmd_tasks.bridges.pax  # noqa: F401  makes Paxml importable
 
 DATA = Path(__file__).parents[2] / 'data'
-MODULES = ('transformers', 'optimizers', 'pipelines', 'experts', 'classifiers', 'sequences', 'inputs')
+MODULES = ('transformers', 'optimizers', 'pipelines', 'experts', 'classifiers', 'sequences', 'inputs', 'ending')
 
 
 def case_names() -> list[str]:
@@ -104,7 +104,9 @@ def run_paxml(name: str) -> dict[str, Any]:
     except SystemExit as exit:
       if exit.code:
         raise
-  return {'losses': losses, 'evals': evals}
+    asked = Path(directory, 'asked.jsonl')  # by early_stopping_fn
+    calls = {'asked': [json.loads(line) for line in asked.read_text().splitlines()]} if asked.exists() else {}
+  return {'losses': losses, 'evals': evals} | calls
 
 
 def num_devices(name: str) -> int:

@@ -1,0 +1,94 @@
+"""Pax experiments that a function of theirs ends early, as in Paxml, and experiments without a training dataset."""
+
+import json
+
+import pytest
+
+from spmd_tasks import exit_codes
+from tests import binary
+from tests.bridges.pax.test_pax_cases import EXPECTED, FLAGS
+
+FAKE = ('--num_fake_devices', 4)
+
+pytestmark = pytest.mark.slow
+
+
+def calls(directory):
+  """What the function was asked: names of metrics, and what does not depend on the clock."""
+  return list(map(clock_free, (directory / 'asked.jsonl').read_text().splitlines()))
+
+
+def clock_free(line):
+  asked = json.loads(line) if isinstance(line, str) else dict(line)
+  metrics = asked.pop('metrics')
+  return asked, {name: value for name, value in metrics.items() if 'eval_test' in name or name == 'num_params'}, metrics
+
+
+@pytest.fixture(scope='module')
+def ended_job(run_pax, tmp_path_factory):
+  """UntilTarget, ended at step 4 by its second eval."""
+  directory = tmp_path_factory.mktemp('ended')
+  finished = run_pax('--exp', 'pax_cases.ending.UntilTarget', *FLAGS, '--job_log_dir', directory, *FAKE)
+  assert finished.returncode == exit_codes.OK, finished.stderr
+  assert 'Ended after step 4 of 7: task.early_stopping_fn, StopsAt, says so.' in finished.stderr
+  return directory
+
+
+def check_calls(directory, case):
+  ours, theirs = calls(directory), list(map(clock_free, EXPECTED[case]['asked']))
+  assert len(ours) == len(theirs)
+  for (asked, metrics, named), (asked_there, metrics_there, named_there) in zip(ours, theirs, strict=True):
+    assert asked == asked_there
+    assert set(named) >= set(named_there)
+    assert {name: metrics[name] for name in metrics_there} == pytest.approx(metrics_there, rel=1e-6)
+
+
+def test_the_function_is_asked_what_paxml_asks_it(ended_job):
+  check_calls(ended_job, 'ending.UntilTarget')
+  assert len(binary.metric_lines(ended_job)) == 4
+  assert binary.checkpoint_names(ended_job) == ['checkpoint_00000004']
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('name, num_steps', [('UntilStep', 3), ('ToTheEnd', 7)])
+def test_between_evals_and_at_the_end(run_pax, tmp_path, name, num_steps):
+  finished = run_pax('--exp', f'pax_cases.ending.{name}', *FLAGS, '--job_log_dir', tmp_path, *FAKE)
+  assert finished.returncode == exit_codes.OK, finished.stderr
+  check_calls(tmp_path, f'ending.{name}')
+  assert len(binary.metric_lines(tmp_path)) == num_steps
+
+
+def test_an_experiment_without_a_training_dataset_evaluates(ended_job, run_pax, tmp_path):
+  flags = ('--exp', 'pax_cases.ending.EvalOnly', *FAKE, '--job_log_dir')
+  finished = run_pax(*flags, ended_job, '--mode', 'eval', '--accept_config_changes')
+  assert finished.returncode == exit_codes.OK, finished.stderr
+  recorded = binary.metric_lines(ended_job / 'eval' / 'valid')[-1]['loss']
+  assert f'loss {recorded:.4f}' in finished.stderr
+  finished = run_pax(*flags, tmp_path / 'job', '--mode', 'train')
+  assert finished.returncode == exit_codes.USAGE, finished.stderr
+  assert "no training dataset, only 'valid' and the like" in finished.stderr
+  assert not (tmp_path / 'job').exists()
+
+
+@pytest.mark.exhaustive
+def test_an_experiment_without_a_training_dataset_decodes(run_pax, tmp_path):
+  flags = ('--num_train_steps', 2, '--job_log_dir', tmp_path, '--num_fake_devices', 8)
+  assert run_pax('--exp', 'pax_lab.decode_lm.DecodeLm', '--mode', 'train', *flags).returncode == exit_codes.OK
+  finished = run_pax('--exp', 'pax_cases.ending.DecodeOnly', '--mode', 'decode_once', '--accept_config_changes', *flags)
+  assert finished.returncode == exit_codes.OK, finished.stderr
+  assert (tmp_path / 'decoder_out' / 'prompts' / 'decoder_out_2_shard_0.jsonl').exists()
+
+
+@pytest.mark.exhaustive
+def test_paxmls_gpt_3_ends_at_its_target(run_pax, tmp_path):
+  """By c4.EarlyStoppingFn; a resume goes on until the next eval, a lower target is no change of the training."""
+  flags = (*FLAGS, '--job_log_dir', tmp_path, *FAKE, '--num_train_steps', 40)
+  finished = run_pax('--exp', 'pax_cases.gpt3.SmallGpt3', *flags)
+  assert finished.returncode == exit_codes.OK, finished.stderr
+  assert 'of 40: task.early_stopping_fn, EarlyStoppingFn, says so.' in finished.stderr
+  evals = {line['step']: line['log_pplx'] for line in binary.metric_lines(tmp_path / 'eval' / 'C4Validation')}
+  assert [step for step, value in evals.items() if value <= 3.6] == [max(evals)]
+  assert binary.metric_lines(tmp_path)[-1]['step'] == max(evals)
+  finished = run_pax('--exp', 'pax_cases.gpt3.SmallGpt3', *flags, '--set', 'TARGET_LOG_PPLX=3.5')
+  assert finished.returncode == exit_codes.OK, finished.stderr
+  assert binary.metric_lines(tmp_path / 'eval' / 'C4Validation')[-1]['log_pplx'] <= 3.5

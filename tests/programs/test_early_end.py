@@ -1,0 +1,75 @@
+"""Jobs that an experiment ends early: saved and ended like finished ones, the same after a kill in the eval."""
+
+import json
+import shutil
+
+import pytest
+
+from spmd_tasks import exit_codes
+from tests import binary
+
+UNTIL_TARGET, UNTIL_STEP = (f'tests.programs.early_jobs.{name}' for name in ('UntilTarget', 'UntilStep'))
+
+
+@pytest.fixture(scope='module')
+def ended_job(tmp_path_factory):
+  """UntilTarget, ended at step 8."""
+  directory = tmp_path_factory.mktemp('ended') / 'job'
+  assert binary.run_in_process('--exp', UNTIL_TARGET, '--mode', 'train', '--job_log_dir', directory) == exit_codes.OK
+  return directory
+
+
+def last_step(directory):
+  return binary.metric_lines(directory)[-1]['step']
+
+
+def test_a_job_ends_by_its_eval_with_everything_saved(ended_job, finished_job):
+  assert last_step(ended_job) == 8
+  assert binary.checkpoint_names(ended_job)[-1] == 'checkpoint_00000008'
+  assert binary.column(ended_job, 'loss') == dict(list(binary.column(finished_job, 'loss').items())[:8])
+  assert [line['step'] for line in binary.metric_lines(ended_job / 'eval' / 'valid')] == [8]
+  assert json.loads((ended_job / 'newest_checkpoint.json').read_text()) == {'step': 8, 'is_last': True}
+  assert json.loads((ended_job / 'goodput.json').read_text())['has_ended']
+
+
+def test_the_same_command_goes_on_until_the_next_eval(ended_job, tmp_path, capfd):
+  job = shutil.copytree(ended_job, tmp_path / 'job')
+  assert binary.run_in_process('--mode', 'train', '--job_log_dir', job) == exit_codes.OK
+  loss = binary.metric_lines(job / 'eval' / 'valid')[-1]['loss']
+  assert f'Ended after step 16 of 20: loss of valid is {loss:.6g}, at most 100.' in capfd.readouterr().err
+  assert last_step(job) == 16
+
+
+@pytest.mark.exhaustive
+def test_an_eval_job_that_follows_ends_with_the_job(ended_job, tmp_path):
+  job = shutil.copytree(ended_job, tmp_path / 'job')
+  assert binary.run_in_process('--mode', 'eval', '--watch', '--job_log_dir', job) == exit_codes.OK
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_was_killed_in_the_deciding_eval_ends_where_it_would_have_ended(ended_job, tmp_path, capfd):
+  job = shutil.copytree(ended_job, tmp_path / 'job')
+  (job / 'newest_checkpoint.json').write_text('{"step": 8}\n')
+  shutil.rmtree(job / 'eval' / 'ragged')
+  assert binary.run_in_process('--mode', 'train', '--job_log_dir', job) == exit_codes.OK
+  assert 'Ended after step 8 of 20' in capfd.readouterr().err
+  assert last_step(job) == 8
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_is_asked_after_every_step_ends_between_its_intervals(finished_job, tmp_path, capfd):
+  job = tmp_path / 'job'
+  flags = ('--mode', 'train', '--job_log_dir', job)
+  assert binary.run_in_process('--exp', UNTIL_STEP, *flags) == exit_codes.OK
+  assert 'Ended after step 3 of 20: step 3 is enough.' in capfd.readouterr().err
+  assert binary.checkpoint_names(job) == ['checkpoint_00000002', 'checkpoint_00000003']
+  assert [line['step'] for line in binary.metric_lines(job / 'eval' / 'valid')] == [3]
+  assert binary.run_in_process(*flags) == exit_codes.OK
+  assert binary.column(job, 'loss') == binary.column(finished_job, 'loss')
+
+
+def test_a_target_without_evals_is_refused(tmp_path, capfd):
+  flags = ('--exp', UNTIL_TARGET, '--mode', 'train', '--job_log_dir', tmp_path / 'job')
+  assert binary.run_in_process(*flags, '--set', 'eval_every_steps=None') == exit_codes.USAGE
+  assert 'asked after evals, but eval_every_steps is None' in capfd.readouterr().err
+  assert not (tmp_path / 'job').exists()
