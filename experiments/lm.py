@@ -170,7 +170,6 @@ class Llama8BOnV6e(Llama8B):
   target = 'v6e:8x8'
   ici_mesh_shape = (2, 32, 1)
   batch_size = 128
-  num_logit_chunks = 2
   scatters_gradients = True
 
 

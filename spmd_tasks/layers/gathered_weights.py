@@ -105,8 +105,9 @@ def _multiply_on_devices(
   def multiply(x: jax.Array, weight_part: jax.Array) -> jax.Array:
     gathered = jax.lax.pcast(weight_part, unsplit, to='varying') if unsplit else weight_part
     for dim, axes in enumerate(weight_axes):
-      if axes:
-        gathered = jax.lax.all_gather(gathered, axes, axis=dim, tiled=True)
+      if axes:  # as the first dim: TPUs scatter a gradient over the major dim in memory, and copy it if that is another
+        parts_first = jnp.moveaxis(gathered, dim, 0)
+        gathered = jnp.moveaxis(jax.lax.all_gather(parts_first, axes, axis=0, tiled=True), 0, dim)
     return product(x, gathered[tuple(slice(size) for size in weight.shape)])
 
   tokens_spec = PartitionSpec(*token_axes)
