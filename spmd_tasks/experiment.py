@@ -218,10 +218,6 @@ class Experiment(FrozenFields, abc.ABC):
     """Builds the configs by name: `task`, `train_input`, `eval_inputs`, `decode_inputs`; see `is_built_by_fiddle`."""
     raise NotImplementedError
 
-  def fake_device_settings(self) -> Mapping[str, int]:
-    """What fake devices need for this experiment's steps, where it is less than the default: see suit_fake_devices."""
-    return {}
-
   def origin(self) -> str | None:
     """The job whose checkpoint `init_from_step` a new job starts from; bridges override this."""
     return self.init_from

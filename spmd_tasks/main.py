@@ -136,22 +136,17 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
   import contextlib
 
   from spmd_tasks.config import refuse_changed_config, to_json
-  from spmd_tasks.distributed import EmergencyExit, initialize, suit_fake_devices
+  from spmd_tasks.distributed import EmergencyExit, initialize
   from spmd_tasks.flags import distributed_settings
   from spmd_tasks.programs import StartupClock
   from spmd_tasks.programs.adapter_stacks import refuse_adapters
-
-  def prepare(experiment: Any) -> None:
-    if args.mode in ('train', 'eval'):
-      suit_fake_devices(**experiment.fake_device_settings())
-    initialize(distributed_settings(args, experiment))
 
   _use_fake_devices(args.num_fake_devices)
   clock = StartupClock()
   emergency = EmergencyExit()
   with emergency.on_failure(), contextlib.ExitStack() as stack:
     # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
-    resolved = _resolve(args, prepare=prepare)
+    resolved = _resolve(args, prepare=lambda experiment: initialize(distributed_settings(args, experiment)))
     job_log_dir = _directory_of(args, resolved.experiment, stack)
     config = to_json(resolved)
     job = resolved.build()

@@ -15,12 +15,7 @@ docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md 
 
 from spmd_tasks.distributed.agreement import PrimaryError, all_agree, barrier, gather, is_primary, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.fake_devices import (
-  compile_quickly,
-  return_freed_memory,
-  suit_fake_devices,
-  use_fake_devices,
-)
+from spmd_tasks.distributed.fake_devices import compile_quickly, return_freed_memory, use_fake_devices
 from spmd_tasks.distributed.initialization import (
   CLUSTERS,
   DistributedSettings,
@@ -69,7 +64,6 @@ __all__ = [
   'primary_decides',
   'return_freed_memory',
   'skip_absent_tpu',
-  'suit_fake_devices',
   'use_fake_devices',
   'watch_steps',
 ]

@@ -10,13 +10,13 @@ from spmd_tasks.distributed._random_bits import draw_bits_without_loops
 
 _THREADS_PER_DEVICE = 3
 _SCHEDULER = '--xla_cpu_enable_concurrency_optimized_scheduler=false'
+_EMITTERS = '--xla_cpu_use_fusion_emitters=false'
 _LARGEST_KEPT_BYTES = 16 * 2**20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
-_chosen: dict[str, int] = {}  # NPROC, where it was chosen here -> the number of fake devices
 _QUICK_COMPILATION = (
   '--xla_backend_optimization_level=0',
   '--xla_llvm_disable_expensive_passes=true',
-  '--xla_cpu_use_fusion_emitters=false',
+  _EMITTERS,
   '--xla_cpu_parallel_codegen_split_count=1',
   '--xla_cpu_collective_call_terminate_timeout_seconds=300',
 )
@@ -43,7 +43,8 @@ def use_fake_devices(num_devices: int, *, num_threads: int | None = None) -> Non
   a small model). Larger ones it still returns: few find a hole of their size, and the heap would grow to twice what is
   used, for 4% of a step's time, and more beside other work.
 
-  An experiment whose steps need fewer threads, or had better keep more memory, says so (`suit_fake_devices`).
+  XLA's older emitters of kernels compile a train step in 0.6 of the CPU time of the newer ones, the default, and its
+  steps take the same time (docs/benchmarks.md); flags of the user stay.
 
   Random numbers are the same, but compiled in half the time (`_random_bits.py`). The programs of pipelines have fewer
   operations to compile (`_open_shardings.py`).
@@ -51,28 +52,10 @@ def use_fake_devices(num_devices: int, *, num_threads: int | None = None) -> Non
   draw_bits_without_loops()
   leave_out_open_shardings()
   _keep_freed_memory()
-  if 'NPROC' not in os.environ:
-    os.environ['NPROC'] = str(num_threads or _THREADS_PER_DEVICE * num_devices)
-    _chosen[os.environ['NPROC']] = num_devices
-  _add_xla_flags(_SCHEDULER)
+  os.environ.setdefault('NPROC', str(num_threads or _THREADS_PER_DEVICE * num_devices))
+  _add_xla_flags(_SCHEDULER, _EMITTERS)
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', num_devices)
-
-
-def suit_fake_devices(*, threads_per_device: int = _THREADS_PER_DEVICE, kept_bytes: int = _LARGEST_KEPT_BYTES) -> None:
-  """Suits what `use_fake_devices` chose to one experiment's steps; call it before JAX is asked for its devices.
-
-  Without effect where `use_fake_devices` was not called, and on what the environment sets.
-
-  Args:
-    threads_per_device: as many as the collectives that a device is in at once, at most.
-    kept_bytes: freed buffers of fewer bytes are kept.
-  """
-  num_devices = _chosen.pop(os.environ.get('NPROC', ''), None)
-  if num_devices is not None:
-    os.environ['NPROC'] = str(threads_per_device * num_devices)
-    _chosen[os.environ['NPROC']] = num_devices
-    _keep_freed_memory(kept_bytes)
 
 
 def compile_quickly() -> None:
@@ -93,7 +76,7 @@ def return_freed_memory() -> None:
     trim(0)
 
 
-def _keep_freed_memory(kept_bytes: int = _LARGEST_KEPT_BYTES) -> None:
+def _keep_freed_memory() -> None:
   """Sets glibc's thresholds for mmap and for trimming the heap to large values; other C libraries have none.
 
   One heap for all threads: with one for several, as by default, half as much memory again stays unused.
@@ -101,7 +84,7 @@ def _keep_freed_memory(kept_bytes: int = _LARGEST_KEPT_BYTES) -> None:
   mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
   is_set = any(name.startswith('MALLOC_') or name == 'GLIBC_TUNABLES' for name in os.environ)
   if mallopt is not None and not is_set:
-    mallopt(_M_MMAP_THRESHOLD, kept_bytes)
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
     mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(_M_ARENA_MAX, 1)
 

@@ -8,8 +8,7 @@ import sys
 import jax
 import pytest
 
-from spmd_tasks.distributed import suit_fake_devices, use_fake_devices
-from tests import binary
+from spmd_tasks.distributed import use_fake_devices
 
 # Two collectives that do not wait for one another, one of them in a loop: with a thread per device this stands still
 # within some steps.
@@ -45,41 +44,16 @@ def test_a_device_may_be_in_two_collectives_at_once():
   assert done.stdout.split() == ['8', '2.0']
 
 
-@pytest.mark.parametrize('given', ['', '--xla_cpu_enable_concurrency_optimized_scheduler=true'])
-def test_collectives_are_scheduled_as_data_flows_unless_the_flags_say_otherwise(given, monkeypatch):
+@pytest.mark.parametrize(
+  'given', ['', '--xla_cpu_enable_concurrency_optimized_scheduler=true --xla_cpu_use_fusion_emitters=true']
+)
+def test_collectives_are_scheduled_as_data_flows_and_kernels_come_from_older_emitters_unless_flags_say_otherwise(
+  given, monkeypatch
+):
   monkeypatch.setenv('XLA_FLAGS', given)
   use_fake_devices(jax.device_count())
-  assert os.environ['XLA_FLAGS'] == (given or '--xla_cpu_enable_concurrency_optimized_scheduler=false')
-
-
-def test_an_experiment_says_how_many_threads_its_steps_need(monkeypatch):
-  monkeypatch.delenv('NPROC', raising=False)
-  use_fake_devices(jax.device_count())
-  for number in (2, 3):
-    suit_fake_devices(threads_per_device=number)
-    assert os.environ['NPROC'] == str(number * jax.device_count())
-
-
-def test_threads_that_the_environment_sets_stay(monkeypatch):
-  monkeypatch.setenv('NPROC', '5')
-  use_fake_devices(jax.device_count())
-  suit_fake_devices(threads_per_device=2)
-  assert os.environ['NPROC'] == '5'
-
-
-def test_the_binary_asks_the_experiment_before_there_are_devices(tmp_path):
-  code = """if True:
-    import os, sys
-    os.environ.pop('NPROC', None)
-    from spmd_tasks import main
-    from spmd_tasks.experiment import Experiment
-    from spmd_tasks.programs import train
-    Experiment.fake_device_settings = lambda experiment: {'threads_per_device': 1}
-    train.train = lambda *args, **kwargs: print(os.environ['NPROC']) or 0
-    main.main(sys.argv[1:])
-  """
-  flags = ('--exp', 'lm.StdlibTiny', '--mode', 'train', '--num_fake_devices', 5, '--job_log_dir', tmp_path / 'job')
-  assert binary.run_binary(*flags, command=('-c', code)).stdout == '5\n'
+  chosen = '--xla_cpu_enable_concurrency_optimized_scheduler=false --xla_cpu_use_fusion_emitters=false'
+  assert os.environ['XLA_FLAGS'] == (given or chosen)
 
 
 class Mallinfo2(ctypes.Structure):

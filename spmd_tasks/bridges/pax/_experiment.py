@@ -121,17 +121,6 @@ class PaxExperiment(Experiment):
     with warnings.catch_warnings(action='ignore', category=DeprecationWarning):  # by an experiment without any
       return _by_name(self.pax_experiment().decode_datasets())
 
-  def fake_device_settings(self) -> Mapping[str, int]:
-    """Returns what fake devices need for the steps: two threads each, with more memory kept; pipelines: the default.
-
-    Without a pipeline, layers are one loop forward and one backward, which waits for it. So a device is in at most two
-    collectives at once: one of the loop, and one beside it. Buffers of a step of 40 MB are kept then, which saves the
-    kernel 4% of the CPU time; it costs memory, of which Paxml's own steps need more still.
-    """
-    if 'stage' in self.mesh_axis_names or self.sample_every_steps is not None:
-      return {}
-    return {'threads_per_device': 2, 'kept_bytes': 48 * 2**20}
-
   def origin(self) -> str | None:
     """Returns the job that a new job starts from."""
     return self.continue_from or self.init_from

@@ -68,13 +68,3 @@ def test_a_cloud_experiment_goes_on_bit_for_bit_after_kill_9(start_pax, run_pax,
     for job in (whole, killed)
   ]
   assert jax.tree.all(jax.tree.map(np.array_equal, *states))
-
-
-def test_fake_devices_have_two_threads_each_where_no_loop_is_in_another():
-  code = """if True:
-    from spmd_tasks.bridges.pax import as_experiment
-    from paxml.tasks.lm.params import lm_cloud
-    print(as_experiment(lm_cloud.LmCloudSpmd2B)().fake_device_settings().get('threads_per_device'))
-    print(as_experiment(lm_cloud.LmCloudSpmdPipelineMultislice2B)().fake_device_settings())
-  """
-  assert binary.run_binary(command=('-c', code)).stdout == '2\n{}\n'
