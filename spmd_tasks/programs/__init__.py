@@ -8,9 +8,10 @@
 experiment (`Job`; `plan` and `verify`: how to build it), runs it to its end and returns an exit code. Read `train.py`
 first, from top to bottom: it restores or initialises a state, iterates over the outcomes of steps, and logs, saves and
 evaluates in the body of that loop. Then read `training_loop.py` (why the host launches a step before it knows how the
-last one ended), `interval_actions.py` (what the loop's body calls at intervals), `eval.py` (Evaluator), `restore.py`
-(what a program starts from), `saved_steps.py` (a lost job never starts again unasked), `job_directory.py` (one running
-job a directory), `goodput.py`, `timing.py` and `progress.py` (what a job reports).
+last one ended), `interval_actions.py` (what the loop's body calls at intervals), `early_end.py` (who ends it early),
+`eval.py` (Evaluator), `restore.py` (what a program starts from), `saved_steps.py` (a lost job never starts again
+unasked), `job_directory.py` (one running job a directory), `goodput.py`, `timing.py` and `progress.py` (what a job
+reports).
 
 The other names below are imported when they are first used, so that a mode imports no more than it runs.
 """

@@ -32,6 +32,7 @@ def test_a_job_ends_by_its_eval_with_everything_saved(ended_job, finished_job):
   assert json.loads((ended_job / 'goodput.json').read_text())['has_ended']
 
 
+@pytest.mark.exhaustive
 def test_the_same_command_goes_on_until_the_next_eval(ended_job, tmp_path, capfd):
   job = shutil.copytree(ended_job, tmp_path / 'job')
   assert binary.run_in_process('--mode', 'train', '--job_log_dir', job) == exit_codes.OK

@@ -58,13 +58,18 @@ def test_between_evals_and_at_the_end(run_pax, tmp_path, name, num_steps):
   assert len(binary.metric_lines(tmp_path)) == num_steps
 
 
-def test_an_experiment_without_a_training_dataset_evaluates(ended_job, run_pax, tmp_path):
-  flags = ('--exp', 'pax_cases.ending.EvalOnly', *FAKE, '--job_log_dir')
-  finished = run_pax(*flags, ended_job, '--mode', 'eval', '--accept_config_changes')
+def test_an_experiment_without_a_training_dataset_evaluates(ended_job, run_pax):
+  flags = ('--mode', 'eval', '--accept_config_changes', '--job_log_dir', ended_job, *FAKE)
+  finished = run_pax('--exp', 'pax_cases.ending.EvalOnly', *flags)
   assert finished.returncode == exit_codes.OK, finished.stderr
   recorded = binary.metric_lines(ended_job / 'eval' / 'valid')[-1]['loss']
   assert f'loss {recorded:.4f}' in finished.stderr
-  finished = run_pax(*flags, tmp_path / 'job', '--mode', 'train')
+
+
+@pytest.mark.exhaustive
+def test_an_experiment_without_a_training_dataset_is_not_trained(run_pax, tmp_path):
+  flags = ('--mode', 'train', '--job_log_dir', tmp_path / 'job', *FAKE)
+  finished = run_pax('--exp', 'pax_cases.ending.EvalOnly', *flags)
   assert finished.returncode == exit_codes.USAGE, finished.stderr
   assert "no training dataset, only 'valid' and the like" in finished.stderr
   assert not (tmp_path / 'job').exists()
