@@ -81,7 +81,7 @@ def test_wrong_flags_are_one_sentence(capsys):
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'verify', '--claims', 'mesh,psum') == 2
   assert "--claims names 'psum', which is no claim: choose from mesh, pipeline" in capsys.readouterr().err
   assert binary.run_in_process('--exp', 'synthetic.Tiny', '--mode', 'eval', '--cases', '2', '--job_log_dir', 'x') == 2
-  assert '--claims and --cases are for --mode verify' in capsys.readouterr().err
+  assert '--cases is for --mode verify: leave it out' in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

@@ -56,7 +56,7 @@ class Drawn(SyntheticLanguageModel):
   label_smoothing: float = 0.0
   dropout: float = 0.0
 
-  optimizer: str = 'adamw'
+  optimizer_name: str = 'adamw'
   ema_decay: float | None = None
   clip_global_norm: float | None = 1.0
   grad_microbatches: int = 1
@@ -186,6 +186,16 @@ class Drawn(SyntheticLanguageModel):
   def is_moe(self) -> bool:
     return self.ffn_kind not in ('plain', 'gated')
 
+  def optimizer(self):
+    rate = super().optimizer().learning_rate
+    return {
+      'adamw': fdl.Config(AdamW, learning_rate=rate, weight_decay=0.1),
+      'adafactor': fdl.Config(Adafactor, learning_rate=rate, min_dim_size_to_factor=6, momentum=0.9),
+      'sgd': fdl.Config(Sgd, learning_rate=rate, momentum=0.9, nesterov=True),
+      'lamb': fdl.Config(FromOptax, factory=optax.lamb, learning_rate=rate),
+      'optax_adafactor': fdl.Config(FromOptax, factory=_optax_adafactor, learning_rate=rate),
+    }[self.optimizer_name]
+
   def task(self):
     cfg = super().task()
     cfg.model.embedding.tied = self.tied
@@ -193,14 +203,6 @@ class Drawn(SyntheticLanguageModel):
     if not self.rotary:
       cfg.model.positions = fdl.Config(LearnedPositions, max_len=self.seq_len)
     learner = cfg.learner
-    rate = learner.optimizer.learning_rate
-    learner.optimizer = {
-      'adamw': fdl.Config(AdamW, learning_rate=rate, weight_decay=0.1),
-      'adafactor': fdl.Config(Adafactor, learning_rate=rate, min_dim_size_to_factor=6, momentum=0.9),
-      'sgd': fdl.Config(Sgd, learning_rate=rate, momentum=0.9, nesterov=True),
-      'lamb': fdl.Config(FromOptax, factory=optax.lamb, learning_rate=rate),
-      'optax_adafactor': fdl.Config(FromOptax, factory=_optax_adafactor, learning_rate=rate),
-    }[self.optimizer]
     learner.clip_global_norm, learner.ema_decay = self.clip_global_norm, self.ema_decay
     learner.num_microbatches, learner.accumulation = self.grad_microbatches, self.accumulation
     return cfg
@@ -237,7 +239,7 @@ def draw_settings(rng: random.Random) -> Settings:
     'use_bias': rng.random() < 0.3,
     'window': rng.choice([None, None, 3]),
     'label_smoothing': rng.choice([0.0, 0.1]),
-    'optimizer': rng.choice(['adamw', 'adamw', 'adafactor', 'adafactor', 'sgd', 'lamb', 'optax_adafactor']),
+    'optimizer_name': rng.choice(['adamw', 'adamw', 'adafactor', 'adafactor', 'sgd', 'lamb', 'optax_adafactor']),
     'ema_decay': rng.choice([None, 0.9]),
     'clip_global_norm': rng.choice([None, 1.0, 0.1]),
     'grad_microbatches': rng.choice([1, 1, 1, 2, batch_size // 2]),
