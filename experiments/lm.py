@@ -10,7 +10,7 @@ import fiddle as fdl
 
 from spmd_tasks import register
 from spmd_tasks.inputs import Mixture, SyntheticText
-from spmd_tasks.layers import TokenEmbedding, TransformerBlock
+from spmd_tasks.layers import GatedFeedForward, TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Rotary
 from spmd_tasks.learning import Adafactor
 from spmd_tasks.recipes import DenseLanguageModel
@@ -172,6 +172,9 @@ class Llama8BOnV6e(Llama8B):
   batch_size = 128
   scatters_gradients = True
 
+  def ffn(self) -> fdl.Config[GatedFeedForward]:
+    return _split_as_gradients_lie(super().ffn())
+
 
 @register
 class Llama70B(Llama8B):
@@ -196,7 +199,16 @@ class Llama70BOnV6e(Llama70B):
   ici_mesh_shape = (2, 128, 1)
   batch_size = 256
   remat_policy = 'attention_offloaded'
-  num_logit_chunks = 8
+  num_logit_chunks = 2
+  scatters_gradients = True
+
+  def ffn(self) -> fdl.Config[GatedFeedForward]:
+    return _split_as_gradients_lie(super().ffn())
+
+
+def _split_as_gradients_lie(ffn: fdl.Config[GatedFeedForward]) -> fdl.Config[GatedFeedForward]:
+  """Splits the kernel `down` [F, D] over F, by which TPUs lay out its gradient; to cut D they copy it first."""
+  return fdl.copy_with(ffn, down_split_dims=('embed', None))
 
 
 @register

@@ -1,9 +1,10 @@
 """Finds the collectives of a program, and for asynchronous ones where they start and where the program waits for them.
 
-Compilers write an asynchronous collective in four ways:
+Compilers write an asynchronous collective in five ways:
 
     all-gather-start, all-gather-done             a pair of instructions; in between runs other work
     async-start, async-done                       the same around a computation that holds the collective
+    call-start, call-done (TPU)                   likewise, of a computation that the SparseCores run
     fusion ... fusion ... fusion (TPU)            the first holds the collective and `AsyncCollectiveStart`, the last
                                                   `AsyncCollectiveDone`; those in between compute and move data on;
                                                   all of them repeat the collective, with its chain_id and channel_id
@@ -24,6 +25,7 @@ _KINDS = (
   'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'ragged-all-to-all', 'collective-permute',
   'collective-broadcast',
 )  # fmt: skip
+WRAPPERS = ('async-start', 'call-start')  # of computations
 # Instructions that take no time of the device, and so hide nothing of a collective.
 _FREE = frozenset({
   'parameter', 'tuple', 'get-tuple-element', 'bitcast', 'constant', 'after-all', 'partition-id', 'send', 'recv',
@@ -55,16 +57,23 @@ class ScheduledCollective:
 
 def scheduled_collectives(program: ScheduledProgram) -> Iterator[ScheduledCollective]:
   """Yields the collectives that run, each once, in the order of the schedule."""
+  for computation, count in unwrapped_computations(program):
+    yield from _of_computation(program, computation, count)
+
+
+def unwrapped_computations(program: ScheduledProgram) -> Iterator[tuple[Computation, float]]:
+  """Yields the computations that run, and how often, but for those that a start wraps, which count with it."""
   wrapped = {
     name
     for computation in program.computations.values()
     for instruction in computation.instructions
-    if instruction.opcode == 'async-start'
-    for name in instruction.called.get('calls', ())
+    if instruction.opcode in WRAPPERS
+    for key in ('to_apply', 'calls')
+    for name in instruction.called.get(key, ())
   }
   for name, count in program.executions.items():
     if name not in wrapped:
-      yield from _of_computation(program, program.computations[name], count)
+      yield program.computations[name], count
 
 
 def _of_computation(program: ScheduledProgram, computation: Computation, count: float) -> Iterator[ScheduledCollective]:
@@ -84,7 +93,7 @@ def _of_computation(program: ScheduledProgram, computation: Computation, count: 
         started.add(identity)
         end = _end_of_fused(program, computation, start, identity)
       elif start.opcode.endswith('-start'):
-        end = _end_of_pair(computation, start)
+        end = end_of_pair(computation, start)
       elif start.opcode == 'send':
         end = _end_of_transfer(computation, start)
       yield ScheduledCollective(
@@ -103,17 +112,22 @@ def _collectives_in(
   program: ScheduledProgram, computation: Computation, instruction: Instruction
 ) -> list[tuple[Computation, Instruction]]:
   """Returns the collectives that an instruction is or holds, each with the computation where it is written."""
-  if instruction.opcode.removesuffix('-start') in _KINDS or between_slices(instruction):
+  if is_collective(instruction):
     return [(computation, instruction)]
-  if instruction.opcode not in ('fusion', 'async-start'):
+  if instruction.opcode not in ('fusion', *WRAPPERS):
     return []
-  called = program.graph.called(instruction)
+  called = program.graph.inlined(instruction)
   if called is None:
     return []
   found = []
   for each in called.instructions:
     found += _collectives_in(program, called, each)
   return found
+
+
+def is_collective(instruction: Instruction) -> bool:
+  """Returns whether an instruction is a collective or starts one."""
+  return instruction.opcode.removesuffix('-start') in _KINDS or bool(between_slices(instruction))
 
 
 def between_slices(instruction: Instruction) -> str:
@@ -158,7 +172,7 @@ def _end_of_fused(
   return None
 
 
-def _end_of_pair(computation: Computation, start: Instruction) -> Instruction | None:
+def end_of_pair(computation: Computation, start: Instruction) -> Instruction | None:
   """Returns the `-done` of a `-start`, by way of updates and copies of the handle."""
   names = {start.name}
   for each in computation.instructions[_order(computation)[start.name] + 1 :]:
@@ -174,7 +188,7 @@ def _end_of_transfer(computation: Computation, send: Instruction) -> Instruction
   name = quoted(send.tail, '_xla_host_transfer_rendezvous')
   for each in computation.instructions:
     if each.opcode == 'recv' and quoted(each.tail, '_xla_host_transfer_rendezvous') == name:
-      done = _end_of_pair(computation, each)
+      done = end_of_pair(computation, each)
       return done if done and _order(computation)[done.name] > _order(computation)[send.name] else None
   return None
 

@@ -101,7 +101,8 @@ def instruction_cost(
   if cycles == UNKNOWN_CYCLES:
     return Cost(0, flops, moved, 'cycles', is_known=False)
   if cycles and chip.clock_hz:
-    return Cost(cycles / chip.clock_hz, flops, moved, 'cycles')
+    at_peak = flops / chip.peak_flops if chip.peak_flops else 0.0  # a few estimates are below: up to 128% of peak
+    return Cost(max(cycles / chip.clock_hz, at_peak), flops, moved, 'cycles')
   seconds = 0.0
   if chip.peak_flops and chip.hbm_bandwidth:
     efficiency *= KERNEL_EFFICIENCY if basis == 'kernel' else 1

@@ -5,7 +5,8 @@
 
 The program runs in the order of its schedule (`_schedule.py`). An instruction takes the cycles that the TPU compiler
 estimates; where there is no such estimate (on GPU and CPU: everywhere) it takes its roofline (`_costs.py`). Collectives
-take their bytes over the published bandwidth of their links (`_links.py`); the program waits for what is not hidden by
+take their bytes over the published bandwidth of their links (`_links.py`), copies to the host and back those over its
+link (`_host_traffic.py`); the program waits for what is not hidden by
 other work. Loops count as often as they run.
 
 `roofline` is the least that the step can take: its FLOPs at peak, its bytes of memory, its bytes of network, whichever
@@ -18,9 +19,9 @@ import dataclasses
 from jax.sharding import Mesh
 
 from spmd_tasks.planning._costs import CAUSAL_SHARE, KERNEL_EFFICIENCY
-from spmd_tasks.planning._host_traffic import HostTraffic, host_traffic
+from spmd_tasks.planning._host_traffic import HostCopy, host_bytes, host_copies
 from spmd_tasks.planning._links import Links
-from spmd_tasks.planning._schedule import Operation, Schedule
+from spmd_tasks.planning._schedule import Operation, Schedule, Transfer
 from spmd_tasks.planning.chips import Chip
 from spmd_tasks.planning.collectives import Collective
 from spmd_tasks.planning.scheduled_program import ScheduledProgram
@@ -118,15 +119,13 @@ def predict_time(
     kernel_flops: part of the name of a kernel -> FLOPs of one call on one device, for kernels that are not known here.
   """
   links = Links(mesh, chip)
-  schedule = Schedule(program, collectives, chip, links, kernel_flops or {})
+  copies = host_copies(program)
+  schedule = Schedule(program, _transfers(collectives, links, copies, chip), chip, kernel_flops or {})
   operations = schedule.operations()
   by_kind: dict[str, float] = {}
   for each in operations:
     by_kind[each.basis] = by_kind.get(each.basis, 0) + each.seconds
-  roofline = _roofline(schedule, collectives, links, chip, host_traffic(program))
-  # Copies to the host and back run beside all other work, as far as there is any.
-  if (unhidden := (roofline.host_s or 0) - sum(by_kind.values())) > 0:
-    by_kind['host'] = unhidden
+  roofline = _roofline(schedule, collectives, links, chip, host_bytes(copies))
   total = sum(by_kind.values())
   on_network = (roofline.ici_s or 0) + (roofline.dcn_s or 0)
   exposed = by_kind.get('ici', 0) + by_kind.get('dcn', 0)
@@ -152,8 +151,39 @@ def predict_time(
   )
 
 
+def _transfers(
+  collectives: Sequence[Collective], links: Links, copies: Sequence[HostCopy], chip: Chip
+) -> list[Transfer]:
+  """Lists what the program may wait for; a network and each direction to the host have a queue each."""
+  transfers = [
+    Transfer(
+      computation=each.computation,
+      start=each.start,
+      end=each.end,
+      op_name=each.op_name,
+      basis=each.network,
+      queue=each.network,
+      seconds=links.seconds(each),
+    )
+    for each in collectives
+  ]
+  transfers += [
+    Transfer(
+      computation=each.computation.name,
+      start=each.start.name,
+      end=each.end.name if each.end else None,
+      op_name=each.start.op_name,
+      basis='host',
+      queue='to the host' if each.is_write else 'from the host',
+      seconds=each.num_bytes / chip.host_bandwidth if chip.host_bandwidth else 0.0,
+    )
+    for each in copies
+  ]
+  return transfers
+
+
 def _roofline(
-  schedule: Schedule, collectives: Sequence[Collective], links: Links, chip: Chip, host: HostTraffic
+  schedule: Schedule, collectives: Sequence[Collective], links: Links, chip: Chip, num_host_bytes: float
 ) -> Roofline:
   flops, moved = schedule.totals()
   sent, busy = {'ici': 0.0, 'dcn': 0.0}, {'ici': 0.0, 'dcn': 0.0}
@@ -165,12 +195,12 @@ def _roofline(
     hbm_bytes=moved,
     ici_bytes=sent['ici'],
     dcn_bytes=sent['dcn'],
-    host_bytes=host.longest,
+    host_bytes=num_host_bytes,
     flops_s=flops / chip.peak_flops if chip.peak_flops else None,
     hbm_s=moved / chip.hbm_bandwidth if chip.hbm_bandwidth else None,
     ici_s=busy['ici'] if chip.ici_bandwidth else None,
     dcn_s=busy['dcn'] if chip.dcn_bandwidth else None,
-    host_s=host.longest / chip.host_bandwidth if chip.host_bandwidth else None,
+    host_s=num_host_bytes / chip.host_bandwidth if chip.host_bandwidth else None,
   )
 
 
@@ -200,7 +230,7 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, r
   if roofline.host_bytes and chip.host_bandwidth:
     lines.append(
       f'{roofline.host_bytes / 1e9:.3g} GB go to the memory of the host, and as much comes back, at '
-      f'{chip.host_bandwidth / 1e9:g} GB/s in each direction, beside all other work as far as there is any.'
+      f'{chip.host_bandwidth / 1e9:g} GB/s in each direction, beside the work that the schedule has in between.'
     )
   for names, what in (
     (schedule.unknown, 'operation(s) without an estimate of their work count at most their bytes'),

@@ -39,15 +39,17 @@ _TPU_OPTIONS = {
 # at 90% of peak instead of 71%.
 #
 # Reduce-scatters that layers write out (layers/gathered_weights.py): by the next three each stays one, whichever dim of
-# a gradient is split; otherwise some are whole sums and a slice. By the others they run beside products. MaxText's.
+# a gradient is split; otherwise some are whole sums and a slice. By the others SparseCores run them, beside products.
+# MaxText's.
 _OPTIONS_BY_KIND = {
   'TPU v6 lite': {
     'xla_tpu_scoped_vmem_limit_kib': '98304',
     'xla_tpu_use_minor_sharding_for_major_trivial_input': 'true',
     'xla_tpu_relayout_group_size_threshold_for_reduce_scatter': '1',
     'xla_tpu_assign_all_reduce_scatter_layout': 'true',
-    'xla_enable_async_reduce_scatter_fusion': 'true',
-    'xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter': 'true',
+    'xla_tpu_enable_sparse_core_collective_offload_reduce_scatter': 'true',
+    'xla_sc_disable_megacore_partitioning': 'true',
+    'xla_tpu_use_tc_device_shape_on_sc': 'true',
   }
 }
 # The pass of XLA for CPUs that cuts what a loop over elements computes into parts, for several threads of one device.

@@ -215,8 +215,10 @@ frontend_attributes={_xla_host_transfer_rendezvous="x_0",_xla_megascale_transfer
 """
 
 
-def test_every_form_of_a_collective_counts_once():
-  found = collectives(read_program(FORMS), mesh_of({'data': 2, 'mdl': 4}, num_slices=2))
+@pytest.mark.parametrize('call', ['async-start(%a), calls=', 'call-start(%a), to_apply='])
+def test_every_form_of_a_collective_counts_once(call):
+  text = FORMS.replace('async-start(%a), calls=', call)
+  found = collectives(read_program(text), mesh_of({'data': 2, 'mdl': 4}, num_slices=2))
   shard, whole = 8 * BYTES, 64 * BYTES
   assert [(each.kind, each.axes, each.bytes_per_device, each.network, each.is_asynchronous) for each in found] == [
     ('reduce_scatter', ('data', 'mdl'), 7 / 8 * whole, 'dcn', True),

@@ -5,7 +5,7 @@ import pytest
 from spmd_tasks.config import resolve
 from spmd_tasks.experiments.synthetic import Tiny
 from spmd_tasks.planning import CHIPS, has_compiler, make_plan, parse_target
-from spmd_tasks.planning._host_traffic import host_traffic
+from spmd_tasks.planning._host_traffic import host_bytes, host_copies
 from spmd_tasks.planning.scheduled_program import read_program
 
 BY_HAND = """\
@@ -39,16 +39,23 @@ ENTRY %main (a: s32[]) -> f32[1,25] {
   %start = (f32[3,25]{1,0}, f32[3,25]{1,0:S(5)}, u32[]) copy-start(%stack)
   %done = f32[3,25]{1,0} copy-done(%start)
   %again = f32[1,25]{1,0} dynamic-slice(%stack, %a, %a), dynamic_slice_sizes={1,25}
+  %slice-start = ((f32[3,25]{1,0:S(5)}, s32[]), f32[2,25]{1,0}, u32[]) dynamic-slice-start(%stack, %a, %a)
+  %slice-done = f32[2,25]{1,0} dynamic-slice-done(%slice-start)
   ROOT %on_device = f32[1,25]{1,0} dynamic-slice(%done, %a, %a), dynamic_slice_sizes={1,25}
 }
 """
 
 
 def test_the_bytes_of_copies_updates_and_slices_are_counted_once_per_pass():
-  traffic = host_traffic(read_program(BY_HAND))
-  assert traffic.to_host == 3 * 25 * 4
-  assert traffic.from_host == (75 + 25) * 4
-  assert traffic.longest == traffic.from_host
+  copies = host_copies(read_program(BY_HAND))
+  assert [(each.start.name, each.count * each.num_bytes, each.is_write) for each in copies] == [
+    ('start', 75 * 4, False),
+    ('again', 25 * 4, False),
+    ('slice-start', 50 * 4, False),
+    ('kept', 3 * 25 * 4, True),
+  ]
+  assert [each.end.name for each in copies if each.end] == ['done', 'slice-done']
+  assert host_bytes(copies) == (75 + 25 + 50) * 4
 
 
 class Offloaded(Tiny):
