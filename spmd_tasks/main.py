@@ -136,17 +136,22 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
   import contextlib
 
   from spmd_tasks.config import refuse_changed_config, to_json
-  from spmd_tasks.distributed import EmergencyExit, initialize
+  from spmd_tasks.distributed import EmergencyExit, favor_steps, initialize
   from spmd_tasks.flags import distributed_settings
   from spmd_tasks.programs import StartupClock
   from spmd_tasks.programs.adapter_stacks import refuse_adapters
+
+  def prepare(experiment: Any) -> None:
+    if args.mode in ('train', 'eval') and experiment.favors_steps():
+      favor_steps()
+    initialize(distributed_settings(args, experiment))
 
   _use_fake_devices(args.num_fake_devices)
   clock = StartupClock()
   emergency = EmergencyExit()
   with emergency.on_failure(), contextlib.ExitStack() as stack:
     # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
-    resolved = _resolve(args, prepare=lambda experiment: initialize(distributed_settings(args, experiment)))
+    resolved = _resolve(args, prepare=prepare)
     job_log_dir = _directory_of(args, resolved.experiment, stack)
     config = to_json(resolved)
     job = resolved.build()

@@ -64,8 +64,9 @@ def _moved_by(program: ScheduledProgram, computation: Computation, instruction: 
   if moved := _moved(computation, instruction):
     yield moved
   called = program.graph.inlined(instruction) if instruction.opcode in ('fusion', *WRAPPERS) else None
-  for each in called.instructions if called is not None else ():
-    yield from _moved_by(program, called, each)
+  if called is not None:
+    for each in called.instructions:
+      yield from _moved_by(program, called, each)
 
 
 def _moved(computation: Computation, instruction: Instruction) -> int:

@@ -1,9 +1,11 @@
 """EarlyEnd: asks an experiment's EarlyStop after evals or steps, and tells every process whether the job ends.
 
-early_end = EarlyEnd(early_stop, limit_s=600)
-early_end.evals_done(step, {'valid': {'loss': 1.9}}, seconds=3.0)
-if early_end.is_reached(step, step_metrics):
-...                                          # early_end.reason says why
+  early_end = EarlyEnd(early_stop, limit_s=600)
+  early_end.evals_done(step, {'valid': {'loss': 1.9}}, seconds=3.0)
+  if early_end.is_reached(step, step_metrics):
+    print(early_end.reason)
+
+Every process asks it, with no step in flight.
 """
 
 from collections.abc import Mapping

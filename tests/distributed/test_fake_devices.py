@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from spmd_tasks.distributed import use_fake_devices
+from tests import binary
 
 # Two collectives that do not wait for one another, one of them in a loop: with a thread per device this stands still
 # within some steps.
@@ -51,10 +52,25 @@ def test_collectives_are_scheduled_as_data_flows_and_kernels_come_from_older_emi
   assert os.environ['XLA_FLAGS'] == (given or chosen)
 
 
-# Prints how many buffers are mapped on their own for one of 8 MiB, and for one of 32 MiB.
+def test_the_binary_asks_the_experiment_before_there_are_devices(tmp_path):
+  code = """if True:
+    import os, sys
+    from spmd_tasks import main
+    from spmd_tasks.experiment import Experiment
+    from spmd_tasks.programs import train
+    Experiment.favors_steps = lambda experiment: True
+    train.train = lambda *args, **kwargs: print(os.environ['XLA_FLAGS']) or 0
+    main.main(sys.argv[1:])
+  """
+  flags = ('--exp', 'lm.StdlibTiny', '--mode', 'train', '--num_fake_devices', 5, '--job_log_dir', tmp_path / 'job')
+  done = binary.run_binary(*flags, command=('-c', code), env={'XLA_FLAGS': ''})
+  assert done.stdout == '--xla_cpu_enable_concurrency_optimized_scheduler=false\n'
+
+
+# Prints how many buffers are mapped on their own: for one of 8 MiB, for one of 32 MiB, and when steps are favored.
 ALLOCATIONS = """
 import ctypes
-from spmd_tasks.distributed.fake_devices import use_fake_devices
+from spmd_tasks.distributed.fake_devices import favor_steps, use_fake_devices
 
 class Mallinfo2(ctypes.Structure):
   _fields_ = [(name, ctypes.c_size_t) for name in ('arena', 'ordblks', 'smblks', 'hblks', *'abcdef')]
@@ -63,9 +79,11 @@ use_fake_devices(8)
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Mallinfo2
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-for num_bytes in (2**23, 2**25):
+for num_bytes in (2**23, 2**25, -(2**25)):
+  if num_bytes < 0:
+    favor_steps()
   before = libc.mallinfo2().hblks
-  libc.malloc(num_bytes)
+  libc.malloc(abs(num_bytes))
   print(libc.mallinfo2().hblks - before)
 """
 
@@ -74,7 +92,7 @@ for num_bytes in (2**23, 2**25):
 def test_all_but_the_largest_buffers_come_from_memory_that_is_kept():
   """A buffer that is mapped on its own goes back to the kernel when it is freed, after every step."""
   done = _run(ALLOCATIONS, 'MALLOC_', 'GLIBC_TUNABLES')  # here, memory that other tests freed would do for both
-  assert done.stdout.split() == ['0', '1']
+  assert done.stdout.split() == ['0', '1', '0']
 
 
 def _run(program: str, *without: str, **environment: str) -> subprocess.CompletedProcess:

@@ -121,6 +121,10 @@ class PaxExperiment(Experiment):
     with warnings.catch_warnings(action='ignore', category=DeprecationWarning):  # by an experiment without any
       return _by_name(self.pax_experiment().decode_datasets())
 
+  def favors_steps(self) -> bool:
+    """Returns True but for pipelines: then kernels are Paxml's own, with its losses to the last digit."""
+    return 'stage' not in self.mesh_axis_names
+
   def origin(self) -> str | None:
     """Returns the job that a new job starts from."""
     return self.continue_from or self.init_from
