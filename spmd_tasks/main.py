@@ -237,6 +237,9 @@ def _use_checkpoints(args: 'argparse.Namespace', job: Any, job_log_dir: Any, eme
 
 def _translate(args: 'argparse.Namespace') -> int:
   """Writes a Pax experiment as one of ours, and shows what it lacks and that both compute the same."""
+  if extra := [f'--{name}' for name in ('exp', 'config', 'mode', 'job_log_dir') if getattr(args, name) is not None]:
+    raise UserError(f'--translate names the experiment and writes a file, nothing runs: leave out {", ".join(extra)}.')
+
   from pathlib import Path
 
   from spmd_tasks.bridges.pax import translate_experiment

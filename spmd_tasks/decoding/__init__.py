@@ -30,6 +30,7 @@ from spmd_tasks.decoding.generated_sequence import (
   GeneratedSequence,
   IncrementalText,
   TokenLogprob,
+  begun_length,
 )
 from spmd_tasks.decoding.generation import Completion, generate, search
 from spmd_tasks.decoding.output_form import FormError, OutputForm, wanted_form
@@ -73,6 +74,7 @@ __all__ = [
   'TokenLogprob',
   'TokenMasks',
   'WeightStorage',
+  'begun_length',
   'chunk_prompt',
   'generate',
   'score_texts',

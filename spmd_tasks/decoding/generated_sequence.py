@@ -9,7 +9,7 @@ The scheduler gives each step's outputs to `GeneratedSequence.take`, which retur
 log-probabilities that belong to it, and whether the sequence has ended.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 import dataclasses
 from typing import Any, Literal
 
@@ -96,7 +96,7 @@ class IncrementalText:
       end, self.stop = min(found, key=lambda at: (at[0], -len(at[1])))
       released, self._held = held[:end], ''
     else:
-      num_held = 0 if is_last else max((_overlap(held, stop) for stop in self._stops), default=0)
+      num_held = 0 if is_last else begun_length(held, self._stops)
       released, self._held = held[: len(held) - num_held], held[len(held) - num_held :]
     self.text += released
     return released
@@ -256,6 +256,8 @@ class GeneratedSequence:
     return released
 
 
-def _overlap(text: str, stop: str) -> int:
-  """The number of characters at the end of `text` that are a beginning of `stop`."""
-  return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+def begun_length(text: str, stops: Collection[str]) -> int:
+  """Returns how many characters at the end of `text` begin one of the stops, 0 if none; a whole stop does not count."""
+  longest = max((len(stop) for stop in stops), default=0)
+  lengths = range(min(len(text), longest - 1), 0, -1)
+  return next((n for n in lengths if any(len(stop) > n and stop.startswith(text[-n:]) for stop in stops)), 0)

@@ -13,12 +13,12 @@ from collections.abc import Collection
 import json
 import re
 
+from spmd_tasks.decoding import begun_length
 from spmd_tasks.serving.tool_calls import ToolCall
 
 _MESSAGE = '<|message|>'
 _ENDS = ('<|end|>', '<|call|>', '<|return|>', '<|start|>')
 _OPENINGS = ('<|channel|>', '<|start|>', _MESSAGE, 'to=')
-_LONGEST = max(map(len, _ENDS))
 
 
 class ChannelParser:
@@ -64,7 +64,7 @@ class ChannelParser:
         self._held = text  # a call is given whole
         break
       else:
-        kept = 0 if is_last else _overlap(text)
+        kept = 0 if is_last else begun_length(text, _ENDS)
         body, text = text[: len(text) - kept], text[len(text) - kept :]
       if self._kind == 'reasoning':
         self._reasoning += body
@@ -109,9 +109,3 @@ class ChannelParser:
 def _may_be_header(text: str) -> bool:
   text = text.lstrip()
   return any(text.startswith(opening) or opening.startswith(text) for opening in _OPENINGS)
-
-
-def _overlap(text: str) -> int:
-  """The number of characters at the end of `text` that may begin the end of a message."""
-  longest = min(len(text), _LONGEST - 1)
-  return next((n for n in range(longest, 0, -1) if any(end.startswith(text[-n:]) for end in _ENDS)), 0)

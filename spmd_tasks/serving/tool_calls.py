@@ -15,6 +15,7 @@ import re
 import secrets
 from typing import Any
 
+from spmd_tasks.decoding import begun_length
 from spmd_tasks.serving.errors import RequestError
 
 _START, CALL_END = '<tool_call>', '</tool_call>'
@@ -78,7 +79,7 @@ class ToolCallParser:
         self._gap = ''
       text = text[end:]
     if not is_last:
-      kept = start if start >= 0 else len(text) - _overlap(text)
+      kept = start if start >= 0 else len(text) - begun_length(text, (_START,))
       text, self._held = text[:kept], text[kept:]
     self.num_calls += len(calls)
     return content + self._content(text), calls
@@ -112,11 +113,6 @@ class ToolCallParser:
 def _may_begin_bare_call(text: str) -> bool:
   compact = re.sub(r'\s', '', text[:200])
   return bool(_BARE.match(text)) or any(form.startswith(compact) for form in ('{"name":', '{"type":'))
-
-
-def _overlap(text: str) -> int:
-  """The number of characters at the end of `text` that may begin a call."""
-  return next((n for n in range(min(len(text), len(_START) - 1), 0, -1) if text.endswith(_START[:n])), 0)
 
 
 def calls_for_template(calls: Any, path: str) -> list[dict[str, Any]]:

