@@ -37,6 +37,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import are_frozen, fill_in, without_frozen
+from spmd_tasks.runtime._loops_as_maps import run_loops_as_maps
 from spmd_tasks.runtime.compilation import CompiledStep, compiler_options
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.task import Task, TrainState, Variables
@@ -292,18 +293,18 @@ def partition_spmd_model(
   check_axis_rules(axis_rules, mesh.axis_names)
 
   # 1. What the model declares: every weight with its split dims, in a tree like the weights. So for other variables.
-  @jax.jit  # so that it is traced once: here, and not again by `init`
   def init_boxed(rng):
     batch = {name: jnp.zeros(spec.shape, spec.dtype) for name, spec in input_spec.items()}
     return task.init_variables(rng, batch)
 
   def init_variables(rng):
-    variables = dict(unbox_weights(init_boxed(rng)))
+    variables = dict(unbox_weights(run_loops_as_maps(traced_init, rng)))
     return variables | {'params': jax.tree.map(_cast, variables['params'], specs)}
 
   key = jax.eval_shape(lambda: task.make_key(0))
   with sharding_scope(mesh, axis_rules):
-    boxed = dict(jax.eval_shape(init_boxed, key))
+    traced_init = jax.jit(init_boxed).trace(key)
+  boxed = dict(traced_init.out_info)
   specs = weight_specs(boxed.pop('params'))
   if isinstance(task, Task):
     specs = task.mark_weights(specs)

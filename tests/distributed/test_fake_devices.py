@@ -64,7 +64,8 @@ def test_the_binary_asks_the_experiment_before_there_are_devices(tmp_path):
   """
   flags = ('--exp', 'lm.StdlibTiny', '--mode', 'train', '--num_fake_devices', 5, '--job_log_dir', tmp_path / 'job')
   done = binary.run_binary(*flags, command=('-c', code), env={'XLA_FLAGS': ''})
-  assert done.stdout == '--xla_cpu_enable_concurrency_optimized_scheduler=false\n'
+  chosen = '--xla_cpu_enable_concurrency_optimized_scheduler=false --xla_backend_optimization_level=1'
+  assert done.stdout == f'{chosen}\n'
 
 
 # Prints how many buffers are mapped on their own: for one of 8 MiB, for one of 32 MiB, and when steps are favored.

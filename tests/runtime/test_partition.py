@@ -11,7 +11,7 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LanguageModelLoss
 from spmd_tasks.learning import Learner, Sgd
 from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
-from spmd_tasks.sharding import MeshSpec, WeightSpec
+from spmd_tasks.sharding import MeshSpec, WeightSpec, unbox_weights
 
 
 def partition(*overrides: str) -> PartitionedModel:
@@ -39,6 +39,23 @@ def test_initialisation_holds_no_full_weight():
   state_per_device = 3 * full_table / 8  # the table and its two moments are most of the state
   assert memory.output_size_in_bytes < 1.3 * state_per_device
   assert memory.temp_size_in_bytes < full_table / 2
+
+
+def test_initial_weights_are_those_that_the_model_draws_without_a_mesh(model):
+  batch = next(resolve('synthetic.Uneven').build().train_input.make_iterator())
+  plain = jax.jit(lambda rng: unbox_weights(model.task.init_variables(rng, batch)))(model.task.make_key(0))
+  weights = jax.device_get(model.to_canonical(model.init(0)).weights)
+  jax.tree.map(np.testing.assert_array_equal, weights, jax.device_get(plain['params']))
+
+
+def test_a_stage_draws_the_weights_of_its_own_layers_only():
+  def num_transcendentals(shape: str) -> float:  # of one device; every weight that is drawn takes some
+    experiment = 'tests.runtime.pipeline_experiments.PipelinedAdamW'
+    overrides = ('num_layers=8', 'num_heads=4', 'model_dims=32', 'hidden_dims=128', f'ici_mesh_shape={shape}')
+    model = partition_job(resolve(experiment, overrides).build())
+    return model.lower_init().compile().cost_analysis()['transcendentals']
+
+  assert num_transcendentals('1,4,1,2') < 1.5 * num_transcendentals('1,1,4,2')  # 4 times, if a stage drew all layers
 
 
 def test_shapes_specs_and_counts(model):
