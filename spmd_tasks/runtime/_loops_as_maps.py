@@ -3,7 +3,8 @@
 A model's init draws its layers' weights in a loop over layers, which passes each layer's output to the next one. Nobody
 reads these outputs, so they are left out, and the iterations that remain are independent. XLA does not split a loop
 over devices: every stage of a pipeline would draw the weights of all stages. As one array over layers, each device
-draws its own shards. The numbers are the same.
+draws its own shards. The numbers are the same; a loop that draws by another generator than Threefry, whose numbers
+would not be, stays a loop.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,15 @@ def _run_equation(equation: JaxprEqn, arguments: list[Any]) -> Sequence[Any]:
 
 
 def _is_map(equation: JaxprEqn) -> bool:
-  return equation.primitive.name == 'scan' and equation.params['num_carry'] == 0
+  params = equation.params
+  return equation.primitive.name == 'scan' and params['num_carry'] == 0 and not _may_change(params['jaxpr'].jaxpr)
+
+
+def _may_change(jaxpr: Jaxpr) -> bool:
+  """Whether random numbers may differ under `jax.vmap`: those of XLA's own generator do (keys `rbg`, `unsafe_rbg`)."""
+  names = {equation.primitive.name for equation in jaxpr.eqns}
+  kinds = {str(variable.aval) for equation in jaxpr.eqns for variable in (*equation.invars, *equation.outvars)}
+  return 'rng_bit_generator' in names or any('rbg' in kind for kind in kinds) or any(map(_may_change, subjaxprs(jaxpr)))
 
 
 def _has_map(jaxpr: Jaxpr) -> bool:
