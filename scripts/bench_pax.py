@@ -36,8 +36,15 @@ from typing import Any, Self
 from alternation import print_result
 
 ROOT = Path(__file__).resolve().parents[1]
+_PAX_NAMES = (
+  'pax_models.Dense',
+  'pax_models.Moe',
+  'pax_models.Pipeline',
+  'pax_models.PipelineMoe',
+  'pax_lab.dense_lm.DenseLm',
+)
 # Ours, and Paxml's that it is compared with.
-PAX = {name: name for name in ('pax_models.Dense', 'pax_models.Moe', 'pax_lab.dense_lm.DenseLm')}
+PAX = {name: name for name in _PAX_NAMES}
 NATIVE = {
   'native_models.Dense': 'pax_models.Dense',
   'native_models.MoeDropless': 'pax_models.Moe',
