@@ -46,7 +46,7 @@ def use_fake_devices(num_devices: int, *, num_threads: int | None = None) -> Non
   used, for 4% of a step's time, and more beside other work.
 
   XLA's older emitters of kernels compile a train step in 0.6 of the CPU time of the newer ones, the default
-  (docs/benchmarks.md); flags of the user stay. `favor_steps` takes both back, for starts that matter less.
+  (docs/benchmarks.md); flags of the user stay. `favor_steps` takes both back, where steps matter more than starts.
 
   Random numbers are the same, but compiled in half the time (`_random_bits.py`). The programs of pipelines have fewer
   operations to compile (`_open_shardings.py`).

@@ -6,8 +6,7 @@
 The program runs in the order of its schedule (`_schedule.py`). An instruction takes the cycles that the TPU compiler
 estimates; where there is no such estimate (on GPU and CPU: everywhere) it takes its roofline (`_costs.py`). Collectives
 take their bytes over the published bandwidth of their links (`_links.py`), copies to the host and back those over its
-link (`_host_traffic.py`); the program waits for what is not hidden by
-other work. Loops count as often as they run.
+link (`_host_traffic.py`); the program waits for what other work does not hide. Loops count as often as they run.
 
 `roofline` is the least that the step can take: its FLOPs at peak, its bytes of memory, its bytes of network, whichever
 takes longest. `serial_s` is what it takes if nothing overlaps.

@@ -303,7 +303,7 @@ def partition_spmd_model(
 
   key = jax.eval_shape(lambda: task.make_key(0))
   with sharding_scope(mesh, axis_rules):
-    traced_init = jax.jit(init_boxed).trace(key)
+    traced_init = jax.jit(init_boxed).trace(key)  # once: `init` runs this trace
   boxed = dict(traced_init.out_info)
   specs = weight_specs(boxed.pop('params'))
   if isinstance(task, Task):
