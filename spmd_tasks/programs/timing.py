@@ -39,7 +39,7 @@ class StartupClock:
   """Adds up named phases between the start of the process and its first finished step, in seconds.
 
   The time before the clock was made is the phase `imports`. Time that no phase covers is `other`. Phases may overlap: a
-  new job traces and compiles its train step while it draws its first state.
+  new job compiles its train step while it draws its first state.
 
   Attributes:
     begun: when the process was started, in seconds since the epoch.

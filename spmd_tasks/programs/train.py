@@ -115,7 +115,8 @@ def train(
       directory, limit_s = experiment.peer_copy_directory or RAM_DISK, math.ceil(experiment.first_step_timeout_s)
       copies = stack.enter_context(PeerCopies(directory, job_log_dir, model.padded_state, limit_s=limit_s))
     if experiment.origin() is None and newest_step(checkpointer) < 0:
-      model.train_step.start_compiling()  # while the new state is drawn
+      with goodput.spend('compilation'):
+        model.train_step.start_compiling()  # while the new state is drawn
     with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
       state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies, digest)
     if is_primary():  # now that the checkpoint has not refused the job

@@ -101,26 +101,34 @@ class CompiledStep:
     return self._jitted.lower(*self._abstract_arguments)
 
   def start_compiling(self) -> None:
-    """Starts to compile in a thread, so that another program can be compiled meanwhile; `compile` waits for it."""
+    """Lowers the program, and starts to compile it in a thread; `compile` waits for it.
+
+    Meanwhile another program can be lowered and compiled. To lower in the thread too would save nothing: Python runs
+    one thread at a time.
+    """
     thread = ThreadPoolExecutor(1, thread_name_prefix='compile')
-    self._compiling = thread.submit(self._compile)
+    self._compiling = thread.submit(self._compile, self._lower())
     thread.shutdown(wait=False)
 
   def compile(self) -> Any:
     """Returns the compiled program (jax.stages.Compiled), made by the first call."""
     if self._compiled is None:
       if self._compiling is None:
-        self._compile()
+        self._compile(self._lower())
       else:
         self._compiling.result()
     return self._compiled
 
-  def _compile(self) -> None:
+  def _lower(self) -> Any:
     start = time.perf_counter()
     lowered = self.lower()
-    traced = time.perf_counter()
+    self.trace_seconds = time.perf_counter() - start
+    return lowered
+
+  def _compile(self, lowered: Any) -> None:
+    start = time.perf_counter()
     self._compiled = lowered.compile()
-    self.trace_seconds, self.compile_seconds = traced - start, time.perf_counter() - traced
+    self.compile_seconds = time.perf_counter() - start
 
   def __call__(self, *arguments: Any) -> Any:
     return (self._compiled or self.compile())(*arguments)
