@@ -103,12 +103,11 @@ def translate_experiment(job: Job) -> TranslatedExperiment:
     report.training.append('task.early_stopping_fn: the job makes all its steps; write early_stop(), see EvalTarget')
   training_only = (*translation.training_only, *report.training)
   task = Task(model=translation.model, loss=translation.loss, learner=learner, eval_with_ema=job.task.eval_with_ema)
-  reason = job.task.cannot_run
   return TranslatedExperiment(
     text=_source_file(job, task, (*missing, *training_only)),
     missing=missing,
     training_only=training_only,
-    comparison=_compare(job, translation) if reason is None else f'Not compared, because Pax cannot run it: {reason}.',
+    comparison=_compare(job, translation),
   )
 
 
@@ -170,15 +169,22 @@ def _learning_rate(optimizer: Settings) -> Any:
   return rate
 
 
-def _compare(job: Job, translation: Translation) -> Comparison:
-  """Draws the Pax model's variables, converts them, and lets both models compute the first batch."""
+def _compare(job: Job, translation: Translation) -> Comparison | str:
+  """Draws the Pax model's variables, converts them, and lets both models compute the first batch; or says why not."""
   task: Any = job.task
+  if task.cannot_run is not None:
+    return f'Not compared, because Pax cannot run it: {task.cannot_run}.'
   first = next(iter(job.train_input.make_iterator()))
   batch = {name: jnp.asarray(array) for name, array in first.items()}
   variables = jax.jit(lambda: unbox_weights(task.init_variables(task.make_key(job.experiment.seed), batch)))()
   source = _flat(variables['params'], '.')
   abstract = _flat(unbox_weights(jax.eval_shape(translation.model.init, jax.random.key(0), batch)['params']), '/')
-  translation.table.check(source, abstract)
+  try:
+    translation.table.check(source, abstract)
+  except UserError as error:
+    if not translation.missing:
+      raise
+    return f'Not compared, because something with weights is not translated: {error}'
   weights = dict(translation.table.convert(source.__getitem__, abstract))
   theirs = np.asarray(jax.jit(task.predict)(variables, batch).logits, np.float32)
   tree = traverse_util.unflatten_dict(weights, sep='/')

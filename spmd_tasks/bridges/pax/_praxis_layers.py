@@ -156,7 +156,7 @@ def _combines_dims(settings: Settings) -> bool:
   for name in ('proj_tpl', 'combined_qkv_proj_tpl'):
     if settings.has(name) and (projection := settings.child(name)) is not None:
       flags.append(projection.read('attention_combine_dims'))
-      projection.ignore('explicit_fan_in_fan_out_axes')
+      projection.ignore('explicit_fan_in_fan_out_axes', 'use_bias')
       projection.finish()
   return flags[-1] if settings.read('combine_qkv') else flags[0]
 
@@ -180,7 +180,7 @@ def _query_scale(settings: Settings, num_heads: int, head_dim: int, model_dim: i
   if settings.class_name == 'MultiQueryDotProductAttention':
     is_scaled, per_dim, scaled_logits = True, False, False  # whatever its setting says
   else:
-    per_dim = is_scaled and settings.read('internal_enable_per_dim_scale')
+    per_dim = settings.read('internal_enable_per_dim_scale') and is_scaled
     settings.ignore('per_dim_scale_tpl')
     scaled_logits = settings.read('scale_logits_by_head_dims')
   scale = 1.0
@@ -295,14 +295,14 @@ def _capacity(
   num_groups: int,
   min_group_size: int | None,
   factor: float,
-  least: int,
+  least: int | None,
   tokens_shape: tuple[int, int] | None,
 ) -> CapacityGather:
   """Returns the computation with Praxis's groups and capacity, which depend on the number of tokens of a batch."""
   if tokens_shape is None:
     settings.report.outputs.append(f'{settings.path}: num_groups={num_groups}: the shape of a batch is not known')
     return CapacityGather(capacity_factor=factor)
-  num_tokens = math.prod(tokens_shape)
+  num_tokens, least = math.prod(tokens_shape), 1 if least is None else least
   if min_group_size is not None and num_tokens / num_groups < min_group_size:
     num_groups = -(-num_tokens // min_group_size)
   group_size = num_tokens // num_groups

@@ -22,7 +22,17 @@ from scripts.paxml_run import NoCheckpointer
 import spmd_tasks.bridges.pax  # noqa: F401  makes Paxml importable
 
 DATA = Path(__file__).parents[2] / 'data'
-MODULES = ('transformers', 'optimizers', 'pipelines', 'experts', 'classifiers', 'sequences', 'inputs', 'ending')
+MODULES = (
+  'transformers',
+  'optimizers',
+  'pipelines',
+  'experts',
+  'families',
+  'classifiers',
+  'sequences',
+  'inputs',
+  'ending',
+)
 
 
 def case_names() -> list[str]:

@@ -36,6 +36,22 @@ def test_a_pax_experiment_becomes_one_of_ours(run_pax, tmp_path):
   assert f'{path} exists: choose another file by --translate_output' in again.stderr
 
 
+def test_what_has_weights_and_no_counterpart_is_listed(run_pax, tmp_path):
+  path = tmp_path / 'glam_native.py'
+  finished = run_pax('--translate', 'pax_cases.families.Glam', '--translate_output', path, '--num_fake_devices', 4)
+  assert finished.returncode == 0, finished.stderr
+  _, _, lists = finished.stdout.partition('Not translated, so the outputs differ:\n')
+  missing, _, rest = lists.partition('Not translated, so training differs:\n')
+  attention = 'LanguageModel.lm_tpl.stacked_transformer_tpl.block.transformer_layer_params_tpl.tr_atten_tpl'
+  assert [line.strip() for line in missing.splitlines()] == [
+    f"{attention}.relative_bias_tpl='RelativeBias'",
+    f'{attention}.attention_extra_logit=0.0',
+  ]
+  assert 'Not compared, because something with weights is not translated' in rest
+  assert 'relative_bias.wrb' in rest
+  assert 'class Glam(' in path.read_text()
+
+
 def test_an_experiment_of_ours_needs_no_translation(run_pax, tmp_path):
   finished = run_pax('--translate', 'synthetic.Uneven', '--translate_output', tmp_path / 'file.py')
   assert finished.returncode == 2

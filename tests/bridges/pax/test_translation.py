@@ -137,7 +137,9 @@ CASES: dict[str, tuple[Any, type]] = {
   'experts': (lambda: language_model(experts(0)), TransformerStack),
   'experts in every second layer': (lambda: language_model(experts(1, gating='dense_top2'), 2), BlockGroup),
   'a first dense layer, experts without room': (
-    lambda: language_model(experts(1, 2, unadjusted_expert_capacity_factor=1.0, use_gated_activation=True), 3, 0),
+    lambda: language_model(
+      experts(1, 2, unadjusted_expert_capacity_factor=1.0, expert_capacity_dim=None, use_gated_activation=True), 3, 0
+    ),
     BlockGroup,
   ),
   'pipelined': (lambda: language_model(pipeline(), 2, 0), PipelinedStack),
