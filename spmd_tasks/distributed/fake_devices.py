@@ -97,7 +97,7 @@ def _keep_freed_memory(up_to: int) -> None:
   """Sets glibc's thresholds for mmap and for trimming the heap to large values; other C libraries have none.
 
   Two heaps (arenas) per core: with glibc's eight, half as much memory again stays unused; with one for all threads,
-  those that compile wait for its lock, and a program of many kernels takes 1.2 of the time.
+  those that compile wait for its lock, and a program of many kernels takes 1.2 of the CPU time.
   """
   mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
   is_set = any(name.startswith('MALLOC_') or name == 'GLIBC_TUNABLES' for name in os.environ)

@@ -36,6 +36,7 @@ def test_a_pax_experiment_becomes_one_of_ours(run_pax, tmp_path):
   assert f'{path} exists: choose another file by --translate_output' in again.stderr
 
 
+@pytest.mark.exhaustive
 def test_what_has_weights_and_no_counterpart_is_listed(run_pax, tmp_path):
   path = tmp_path / 'glam_native.py'
   finished = run_pax('--translate', 'pax_cases.families.Glam', '--translate_output', path, '--num_fake_devices', 4)
