@@ -73,7 +73,7 @@ class TranslatedExperiment:
     text: Python source.
     missing: what changes the model's outputs and could not be translated.
     training_only: what changes training only, and could not be translated.
-    comparison: of both models; a sentence where the Pax model cannot be computed.
+    comparison: of both models; a sentence where the Pax model cannot be computed, or its weights do not fit ours.
   """
 
   text: str

@@ -180,7 +180,8 @@ def _query_scale(settings: Settings, num_heads: int, head_dim: int, model_dim: i
   if settings.class_name == 'MultiQueryDotProductAttention':
     is_scaled, per_dim, scaled_logits = True, False, False  # whatever its setting says
   else:
-    per_dim = settings.read('internal_enable_per_dim_scale') and is_scaled
+    is_per_dim = settings.read('internal_enable_per_dim_scale')  # in any case: what is not read is reported
+    per_dim = is_scaled and is_per_dim
     settings.ignore('per_dim_scale_tpl')
     scaled_logits = settings.read('scale_logits_by_head_dims')
   scale = 1.0
@@ -302,7 +303,8 @@ def _capacity(
   if tokens_shape is None:
     settings.report.outputs.append(f'{settings.path}: num_groups={num_groups}: the shape of a batch is not known')
     return CapacityGather(capacity_factor=factor)
-  num_tokens, least = math.prod(tokens_shape), 1 if least is None else least
+  num_tokens = math.prod(tokens_shape)
+  least = 1 if least is None else least
   if min_group_size is not None and num_tokens / num_groups < min_group_size:
     num_groups = -(-num_tokens // min_group_size)
   group_size = num_tokens // num_groups

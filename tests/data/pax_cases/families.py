@@ -45,7 +45,7 @@ class GlamDense(Glam):
 
 
 class GlamExpertChoice(Glam):
-  """Experts choose their tokens, by gates of whole sentences' embeddings' size."""
+  """Experts, narrower than the other layers, choose their tokens."""
 
   OPTIONS = dict(
     moe=True, e_dim=4, capacity_factor=2.0, num_groups=2, moe_gating_func='expert_choice', moe_hidden_dim=20
