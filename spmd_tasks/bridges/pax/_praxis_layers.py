@@ -93,7 +93,9 @@ def translate_norm(settings: Settings, dtype: str) -> Translated:
 
 
 def translate_attention(settings: Settings, num_heads: int, head_dim: int | None, context: Context) -> Translated:
-  """Translates DotProductAttention and MultiQueryDotProductAttention."""
+  """Translates DotProductAttention, MultiQueryDotProductAttention and GroupedQueryAttention."""
+  if settings.class_name == 'GroupedQueryAttention':
+    return _translate_grouped_query_attention(settings, num_heads, head_dim, context)
   is_multi_query = settings.class_name == 'MultiQueryDotProductAttention'
   if not is_multi_query and settings.class_name != 'DotProductAttention':
     raise Untranslatable(settings)
@@ -146,6 +148,39 @@ def translate_attention(settings: Settings, num_heads: int, head_dim: int | None
   rules.append(Rule('post.w', 'out/kernel', *to_out))
   if use_bias:
     rules.append(Rule('post.b', 'out/bias'))
+  settings.finish()
+  return Translated(layer, tuple(rules))
+
+
+def _translate_grouped_query_attention(
+  settings: Settings, num_heads: int, head_dim: int | None, context: Context
+) -> Translated:
+  """Translates GroupedQueryAttention, whose projections have no templates; one key head has no dim in the weights."""
+  head_dim = head_dim or context.model_dim // num_heads
+  settings.ignore('input_dim', 'hidden_dim', 'num_heads', 'dim_per_head', 'atten_dropout_prob')
+  num_kv_heads, use_bias = settings.read('num_kv_heads'), settings.read('use_bias')
+  temperature, timescales = settings.read('atten_temp'), settings.read('rope_min_max_timescales')
+  if timescales is not None and timescales[0] != 1:
+    settings.refuse('the shortest timescale of rotary positions is 1 here', 'rope_min_max_timescales')
+  layer = Attention(
+    num_heads=num_heads,
+    num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads,
+    head_dim=head_dim,
+    causal=context.causal,
+    rotary=None if timescales is None else Rotary(max_wavelength=float(timescales[1])),
+    softmax_scale=None if temperature == 1 else head_dim**-0.5 / temperature,
+    logit_cap=settings.read('atten_logit_cap') or None,
+    use_bias=use_bias,
+    dtype=context.dtype,
+  )
+  rules = [Rule('post.w', 'out/kernel', Transpose((1, 2, 0)))]
+  if use_bias:
+    rules.append(Rule('post.b', 'out/bias'))
+  for name, heads in (('query', num_heads), ('key', num_kv_heads), ('value', num_kv_heads)):
+    unflatten = (Reshape((head_dim,), (1, head_dim)),) if heads == 1 else ()
+    rules.append(Rule(f'{name}.w', f'{name}/kernel', *unflatten))
+    if use_bias:
+      rules.append(Rule(f'{name}.b', f'{name}/bias', *unflatten))
   settings.finish()
   return Translated(layer, tuple(rules))
 

@@ -24,7 +24,7 @@ from paxml import summary_utils, tasks_lib, train_states, trainer_lib
 from praxis import base_layer, base_model
 
 from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
-from spmd_tasks.bridges.pax._context import cast_variables, praxis_context
+from spmd_tasks.bridges.pax._context import cast_floats, cast_variables, praxis_context
 from spmd_tasks.bridges.pax._step_metrics import check_loss_names, eval_metrics, train_metrics, variable_norms
 from spmd_tasks.bridges.pax._support import check_trained_variables
 from spmd_tasks.bridges.pax._weights import DeclaringModel, box_variables, spec_of_partition
@@ -235,7 +235,7 @@ class PaxTask:
     with _pax_context(do_eval=True):
       predictions, _ = model.apply(
         cast_variables(variables, self.weight_hparams, model.fprop_dtype),
-        to_nested_map(complete_tokens(batch)),
+        cast_floats(to_nested_map(complete_tokens(batch)), model.fprop_dtype),  # paddings too, as in a train step
         method=model.compute_predictions,
         mutable=self.task.evaluate.apply_mutable_list,
       )

@@ -28,6 +28,7 @@ MODULES = (
   'pipelines',
   'experts',
   'families',
+  'nvidia',
   'classifiers',
   'sequences',
   'inputs',

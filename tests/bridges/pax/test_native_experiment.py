@@ -36,6 +36,16 @@ def test_a_pax_experiment_becomes_one_of_ours(run_pax, tmp_path):
   assert f'{path} exists: choose another file by --translate_output' in again.stderr
 
 
+def test_a_bfloat16_experiment_is_compared_too(run_pax, tmp_path):
+  """Its batches are cast like its weights, or Praxis' loops over layers refuse them."""
+  path = tmp_path / 'bfloat16_native.py'
+  flags = ('--translate', 'pax_cases.transformers.Bfloat16', '--translate_output', path, '--num_fake_devices', 4)
+  finished = run_pax(*flags)
+  assert finished.returncode == 0, finished.stderr
+  theirs, ours = map(float, re.search(r'the cross-entropy ([\d.]+) and ([\d.]+);', finished.stdout).groups())
+  assert abs(theirs - ours) < 2e-3
+
+
 @pytest.mark.exhaustive
 def test_what_has_weights_and_no_counterpart_is_listed(run_pax, tmp_path):
   path = tmp_path / 'glam_native.py'

@@ -20,7 +20,13 @@ from spmd_tasks.sharding import unbox_weights
 
 install_shims()
 from praxis import base_hyperparams, base_layer, layers, pax_fiddle, py_utils  # noqa: E402
-from praxis.layers import activations, embedding_softmax, multi_query_attention, transformer_models  # noqa: E402
+from praxis.layers import (  # noqa: E402
+  activations,
+  embedding_softmax,
+  grouped_query_attention,
+  multi_query_attention,
+  transformer_models,
+)
 
 Config = pax_fiddle.Config
 VOCAB, MODEL_DIM = 17, 12
@@ -100,6 +106,18 @@ def grouped(p: Parts) -> None:
   p.layer.tr_atten_tpl = Config(multi_query_attention.MultiQueryDotProductAttention, num_kv_heads=2)
 
 
+def llama(num_kv_heads: int, **settings: Any) -> Callable[[Parts], None]:
+  def change(p: Parts) -> None:
+    p.lm.set(position_emb_tpl=None)
+    p.stack.num_heads = 4
+    p.layer.tr_atten_tpl = Config(
+      grouped_query_attention.GroupedQueryAttention, num_kv_heads=num_kv_heads, rope_min_max_timescales=(1, 500)
+    )
+    p.layer.tr_atten_tpl.set(**settings)
+
+  return change
+
+
 def bidirectional(p: Parts) -> None:
   p.model.model_type = transformer_models.LanguageModelType.BIDIRECTIONAL
 
@@ -133,6 +151,11 @@ CASES: dict[str, tuple[Any, type]] = {
   'primer, learned positions': (lambda: language_model(primer), TransformerStack),
   'multi-query': (lambda: language_model(multi_query), TransformerStack),
   'grouped-query': (lambda: language_model(grouped), TransformerStack),
+  'grouped-query with rotary positions, as Llama 2 of Pax': (lambda: language_model(llama(2)), TransformerStack),
+  'the same with one key head, caps and a temperature': (
+    lambda: language_model(llama(1, use_bias=False, atten_logit_cap=2.0, atten_temp=1.5)),
+    TransformerStack,
+  ),
   'bidirectional': (lambda: language_model(bidirectional), TransformerStack),
   'experts': (lambda: language_model(experts(0)), TransformerStack),
   'experts in every second layer': (lambda: language_model(experts(1, gating='dense_top2'), 2), BlockGroup),
@@ -145,7 +168,12 @@ CASES: dict[str, tuple[Any, type]] = {
   'pipelined': (lambda: language_model(pipeline(), 2, 0), PipelinedStack),
   'repeated in stages': (lambda: language_model(pipeline(is_repeated=True), 1, 0), PipelinedStack),
 }
-IN_EVERY_RUN = ('rotary, RMS norm, own softmax', 'a first dense layer, experts without room', 'pipelined')
+IN_EVERY_RUN = (
+  'rotary, RMS norm, own softmax',
+  'the same with one key head, caps and a temperature',
+  'a first dense layer, experts without room',
+  'pipelined',
+)
 
 
 def flat(tree: Any, separator: str) -> dict[str, Any]:
@@ -218,6 +246,7 @@ def test_logits_agree_and_the_weights_go_back(name):
     (lambda p: p.attention.set(dconv_qkv=True), ['tr_atten_tpl.dconv_qkv=True'], []),
     (lambda p: p.layer.set(norm_policy='post'), ["norm_policy='post': only 'pre' and 'primer_hybrid'"], []),
     (lambda p: p.ffn.set(residual_weight=0.5), ['tr_fflayer_tpl.residual_weight=0.5'], []),
+    (llama(2, rope_min_max_timescales=(2, 500)), ['tr_atten_tpl.rope_min_max_timescales=(2, 500)'], []),
     (lambda p: p.stack.set(atten_dropout_prob=0.1), [], ['block.atten_dropout_prob=0.1']),
     (
       experts(0, gating_logit_cap=5.0),
@@ -225,7 +254,7 @@ def test_logits_agree_and_the_weights_go_back(name):
       ['the load balance loss counts both choices'],
     ),
   ],
-  ids=['convolution', 'post-norm', 'residual weight', 'dropout', 'router cap'],
+  ids=['convolution', 'post-norm', 'residual weight', 'timescale', 'dropout', 'router cap'],
 )
 def test_what_ours_cannot_express_is_listed(change, missing, training_only):
   translation = translate_language_model(language_model(change), IDS.shape)
