@@ -31,13 +31,14 @@ _PAX_TRAIN, _PAX_TRAIN_NUMBERS = 'task.train', ('task.train.learner', 'task.trai
 # The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
 _GENERATION = 'task.decode'  # training does not depend on it
-# Fields of layers that were added after configs without them had been saved: the value (as JSON) that computes what the
-# code before them did.
+# Fields of layers and schedules that were added after configs without them had been saved: the value (as JSON) that
+# computes what the code before them did.
 _BEFORE_IT_WAS_ADDED = {
   'adapters': [],
   'bias_split_dims': ['vocab'],
   'choices': [],
   'clip_qkv': None,
+  'decay_start': None,
   'frozen_dtype': None,
   'group_score': 'max',
   'logit_cap': None,

@@ -84,20 +84,32 @@ class LinearWarmupConstant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmupCosine:
-  """Linear warmup, then half a cosine down to `final_fraction * peak` at `total_steps`, then constant."""
+  """Linear warmup, then half a cosine down to `final_fraction * peak` at `total_steps`, then constant.
+
+  With `decay_start`, `peak` until there, and the cosine after it (Pax's LinearRampupCosineDecay).
+  """
 
   peak: float
   warmup_steps: int
   total_steps: int
   final_fraction: float = 0.0
+  decay_start: int | None = None
 
   def __post_init__(self):
     _check_non_negative('peak', self.peak)
     _check_non_negative('final_fraction', self.final_fraction)
     _check_span(self.warmup_steps, self.total_steps)
+    if self.decay_start is not None and not self.warmup_steps <= self.decay_start < self.total_steps:
+      raise UserError(
+        f'decay_start is {self.decay_start}; it must lie between warmup_steps {self.warmup_steps} and total_steps '
+        f'{self.total_steps}, or be None, for a decay that starts after the warmup.'
+      )
 
   def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
-    after = optax.cosine_decay_schedule(self.peak, self.total_steps - self.warmup_steps, alpha=self.final_fraction)
+    start = self.warmup_steps if self.decay_start is None else self.decay_start
+    after = optax.cosine_decay_schedule(self.peak, self.total_steps - start, alpha=self.final_fraction)
+    if start > self.warmup_steps:
+      after = optax.join_schedules([optax.constant_schedule(self.peak), after], [start - self.warmup_steps])
     return _after_warmup(self.peak, self.warmup_steps, after, step)
 
 

@@ -8,6 +8,7 @@ import pytest
 from spmd_tasks.learning import schedules
 
 COSINE = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.1)
+HELD = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=4, decay_start=8, total_steps=16, final_fraction=0.1)
 LINEAR = schedules.LinearWarmupLinear(peak=2.0, warmup_steps=4, total_steps=12, final_fraction=0.25)
 EXPONENTIAL = schedules.LinearWarmupExponential(
   peak=2.0, warmup_steps=4, decay_start=6, decay_end=10, final_fraction=0.25
@@ -30,6 +31,12 @@ NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8
     (COSINE, 8, 2.0 * (0.1 + 0.9 * 0.5)),
     (COSINE, 12, 0.2),
     (COSINE, 13, 0.2),
+    (HELD, 3, 1.5),
+    (HELD, 5, 2.0),
+    (HELD, 8, 2.0),
+    (HELD, 10, 2.0 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi / 4)))),
+    (HELD, 16, 0.2),
+    (HELD, 17, 0.2),
     (LINEAR, 3, 1.5),
     (LINEAR, 4, 2.0),
     (LINEAR, 8, 1.25),
@@ -79,6 +86,10 @@ def test_a_number_is_a_learning_rate_too():
     (
       lambda: schedules.LinearWarmupExponential(peak=1.0, warmup_steps=5, decay_start=4, decay_end=9),
       'the decay starts after the warmup',
+    ),
+    (
+      lambda: schedules.LinearWarmupCosine(peak=1.0, warmup_steps=5, decay_start=4, total_steps=9),
+      'decay_start is 4; it must lie between warmup_steps 5 and total_steps 9',
     ),
     (lambda: schedules.LinearWarmupRsqrt(peak=1.0, warmup_steps=0), 'must be 1 or more'),
     (lambda: schedules.LinearWarmupConstant(peak=-1.0, warmup_steps=0), 'peak is -1.0'),

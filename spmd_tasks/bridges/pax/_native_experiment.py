@@ -22,7 +22,7 @@ from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language
 from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.learning import AdamW, Constant, Learner, LinearWarmupExponential
+from spmd_tasks.learning import AdamW, Constant, Learner, LinearWarmupCosine, LinearWarmupExponential
 from spmd_tasks.runtime import Task
 from spmd_tasks.sharding import unbox_weights
 
@@ -130,7 +130,7 @@ def pax_dataset(experiment: str, name: str | None = None) -> 'PaxInput':
 def _translate_learner(learner: Any, report: Report) -> Learner:
   """Translates Paxml's learner; anything but Adam becomes AdamW with the same learning rate, and is reported."""
   optimizer = Settings(learner.optimizer, 'learner.optimizer', report)
-  rate = _learning_rate(optimizer)
+  rate = translate_learning_rate(optimizer)
   fields: dict[str, Any] = {'learning_rate': rate}
   if optimizer.class_name == 'Adam':
     fields |= {name: optimizer.read(name) for name in ('beta1', 'beta2', 'epsilon', 'weight_decay')}
@@ -150,19 +150,18 @@ def _translate_learner(learner: Any, report: Report) -> Learner:
   return Learner(optimizer=AdamW(**fields), clip_global_norm=clip or None, ema_decay=decay or None)
 
 
-def _learning_rate(optimizer: Settings) -> Any:
+def translate_learning_rate(optimizer: Settings) -> Any:
+  """Returns the schedule of a Praxis optimizer, times its learning rate; a constant, reported, where ours has none."""
   rate, schedule = optimizer.read('learning_rate'), optimizer.child('lr_schedule')
   if schedule is None:
     return rate
-  if schedule.class_name == 'LinearRampupExponentialDecay':
-    start = schedule.read('decay_start')
-    return LinearWarmupExponential(
-      peak=rate * schedule.read('max'),
-      warmup_steps=schedule.read('warmup_steps'),
-      decay_start=start,
-      decay_end=schedule.read('decay_end'),
-      final_fraction=schedule.read('min_ratio'),
-    )
+  if schedule.class_name in ('LinearRampupExponentialDecay', 'LinearRampupCosineDecay'):
+    fields = {name: schedule.read(name) for name in ('warmup_steps', 'decay_start')}
+    fields |= {'peak': rate * schedule.read('max'), 'final_fraction': schedule.read('min_ratio')}
+    end = schedule.read('decay_end')
+    if schedule.class_name == 'LinearRampupCosineDecay':
+      return LinearWarmupCosine(total_steps=end, **fields)
+    return LinearWarmupExponential(decay_end=end, **fields)
   if schedule.class_name == 'Constant':
     return Constant(value=rate * schedule.read('value'))
   optimizer.report.training.append(f'{schedule.path}: {schedule.class_name}; a constant rate stands in its place')

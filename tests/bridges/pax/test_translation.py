@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 
 from spmd_tasks.bridges.pax import install_shims, translate_language_model
+from spmd_tasks.bridges.pax._native_experiment import translate_learning_rate
+from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import BlockGroup, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.sharding import unbox_weights
 
 install_shims()
-from praxis import base_hyperparams, base_layer, layers, pax_fiddle, py_utils  # noqa: E402
+from praxis import base_hyperparams, base_layer, layers, optimizers, pax_fiddle, py_utils, schedules  # noqa: E402
 from praxis.layers import (  # noqa: E402
   activations,
   embedding_softmax,
@@ -261,6 +263,20 @@ def test_what_ours_cannot_express_is_listed(change, missing, training_only):
   for found, wanted in ((translation.missing, missing), (translation.training_only, training_only)):
     assert len(found) == len(wanted), found
     assert all(part in line for line, part in zip(found, wanted, strict=True)), found
+
+
+@pytest.mark.parametrize('name', ['LinearRampupCosineDecay', 'LinearRampupExponentialDecay'])
+@pytest.mark.parametrize('warmup_steps, decay_start', [(3, 5), (3, 3), (0, 2)])
+def test_learning_rates_agree_at_every_step(name, warmup_steps, decay_start):
+  schedule = pax_fiddle.Config(
+    getattr(schedules, name), warmup_steps=warmup_steps, decay_start=decay_start, decay_end=9, min_ratio=0.1, max=0.5
+  )
+  optimizer = pax_fiddle.Config(optimizers.Adam, learning_rate=0.3, lr_schedule=schedule)
+  report = Report()
+  learning_rate = translate_learning_rate(Settings(optimizer, 'optimizer', report))
+  assert not report.training
+  theirs = [0.3 * schedule.Instantiate().value_at(jax.numpy.int32(step)) for step in range(12)]
+  np.testing.assert_allclose([learning_rate(step) for step in range(12)], theirs, rtol=1e-6, atol=1e-8)
 
 
 def test_a_setting_that_nothing_knows_is_listed():
