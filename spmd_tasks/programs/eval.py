@@ -244,7 +244,7 @@ class Evaluator:
       for (eval_step, batch), _ in batches:
         if self._should_stop():
           return None
-        launched = eval_step(variables, batch)
+        launched = eval_step(variables, batch, np.int32(step))
         if in_flight is not None:  # read one batch late: the device always has the next one
           finished.append(jax.device_get(in_flight))
         in_flight = launched

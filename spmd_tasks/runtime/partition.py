@@ -181,8 +181,8 @@ class PartitionedModel:
     return CompiledStep(jitted, (self.padded_state, layout.padded), layout)
 
   def eval_step(self, input_spec: InputSpec) -> CompiledStep:
-    """Makes the step `(padded variables, placed batch) -> replicated clu Averages` for batches of `input_spec`."""
-    return self.batch_step('eval_step', input_spec, self.task.eval_step)
+    """Makes the step `(padded variables, placed batch, their train step) -> replicated clu Averages`."""
+    return self.batch_step('eval_step', input_spec, self.task.eval_step, jax.ShapeDtypeStruct((), jnp.int32))
 
   def forward_step(self, input_spec: InputSpec) -> CompiledStep:
     """Makes the step `(padded variables, placed batch) -> replicated predictions`, without dropout."""

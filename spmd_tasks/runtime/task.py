@@ -251,11 +251,13 @@ class Task:
     metrics |= {'loss': output.loss, 'loss_weight': output.weight} | learner_metrics
     return state.replace(step=step, weights=weights, learner=learner_state, non_trainable=non_trainable), metrics
 
-  def eval_step(self, variables: Variables, batch: Batch) -> dict[str, clu_metrics.Average]:
+  def eval_step(self, variables: Variables, batch: Batch, step: jax.Array) -> dict[str, clu_metrics.Average]:
     """Evaluates one batch. Returns averages over its loss weights, to be merged over the batches of the set.
 
-    A metric with one value per expert has a vector as its total and a scalar as its count.
+    A metric with one value per expert has a vector as its total and a scalar as its count. `step`, int32, is the train
+    step of the variables: for evals that draw random numbers, which this one does not.
     """
+    del step
     output = self.compute_loss(variables, batch, train=False)
     means = {'loss': (output.loss, output.weight)} | output.metrics
     return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}

@@ -64,7 +64,8 @@ def _evaluate(runner: Runner, states: list[Any], batch: Mapping[str, np.ndarray]
   eval_step = runner.model.eval_step(spec)
   results = []
   for state in states:
-    averages = jax.device_get(eval_step(runner.place(state).variables, eval_step.place(batch)))
+    placed = runner.place(state)
+    averages = jax.device_get(eval_step(placed.variables, eval_step.place(batch), np.asarray(placed.step)))
     results.append({name: _mean(average) for name, average in averages.items()})
   return results
 

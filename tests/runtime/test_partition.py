@@ -101,7 +101,7 @@ def test_eval_step_takes_other_batches_and_leaves_the_weights(model):
   eval_step = model.eval_step(job.train_input.element_spec())
   state = model.init(0)
   batch = next(job.train_input.make_iterator())
-  averages = eval_step(state.variables, eval_step.place(batch))
+  averages = eval_step(state.variables, eval_step.place(batch), jnp.int32(0))
   assert float(averages['loss'].count) == 3 * 16
   weights = jax.device_get(model.to_canonical(state).weights)
   expected = model.task.compute_loss({'params': weights}, batch, train=False).loss  # no mesh, no padding

@@ -145,7 +145,7 @@ def test_saved_restored_on_another_mesh_and_evaluated_with_averaged_weights(on_m
   expected = model.task.compute_loss(
     {'params': canonical.learner.ema_weights, **canonical.non_trainable}, batch, train=False
   )
-  actual = step(variables, step.place(batch))['loss'].compute()
+  actual = step(variables, step.place(batch), jnp.int32(5))['loss'].compute()
   np.testing.assert_allclose(actual, expected.loss, rtol=1e-5)
 
 

@@ -88,6 +88,8 @@ class PraxisTask(Task):
   ) -> LossOutput:
     """Computes loss, metrics and, when `train`, the new values of all variables but the weights.
 
+    Without `rng`, what the model draws at random, such as BERT's masks, is the same each time.
+
     Raises:
       UserError: the model returns no weighted scalar of the name `loss_name`, or one that is no (value, weight).
     """
@@ -97,7 +99,7 @@ class PraxisTask(Task):
       (metrics, _), updated = self.model.apply(
         self._cast_variables(variables, inputs),
         cast_floats(inputs, self.model.fprop_dtype),
-        rngs={} if rng is None else _rngs(rng),
+        rngs=_rngs(jax.random.key(0) if rng is None else rng),
         mutable=[*_NOT_STORED, *stored],
       )
     means = {}

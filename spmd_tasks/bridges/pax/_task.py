@@ -210,8 +210,10 @@ class PaxTask:
     )
     return state, metrics
 
-  def eval_step(self, variables: Variables, batch: Batch) -> dict[str, clu_metrics.Average]:
+  def eval_step(self, variables: Variables, batch: Batch, step: jax.Array) -> dict[str, clu_metrics.Average]:
     """Evaluates one batch by Paxml's `eval_step_single_learner`; returns averages of its weighted scalars.
+
+    What a model draws at random in evaluation, such as BERT's masks, depends on the train step, as Paxml's does.
 
     Raises:
       UserError: the model returns a clu metric that is no weighted mean.
@@ -221,7 +223,7 @@ class PaxTask:
       _, eval_key, _ = jax.random.split(root, 3)
       _, output = trainer_lib.eval_step_single_learner(
         self.task,
-        train_states.TrainState(step=jnp.zeros((), jnp.uint32), mdl_vars=variables, opt_states=[]),
+        train_states.TrainState(step=step.astype(jnp.uint32), mdl_vars=variables, opt_states=[]),
         eval_key,
         to_nested_map(batch),
         fprop_dtype=self.model.fprop_dtype,

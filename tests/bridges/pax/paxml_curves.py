@@ -29,6 +29,7 @@ MODULES = (
   'experts',
   'families',
   'nvidia',
+  'samples',
   'classifiers',
   'sequences',
   'inputs',
@@ -124,7 +125,8 @@ def num_devices(name: str) -> int:
   """Returns how many devices the mesh of a case has."""
   module_name, class_name = name.split('.')
   cls = getattr(importlib.import_module(f'pax_cases.{module_name}'), class_name)
-  return math.prod(getattr(cls, 'ICI_MESH_SHAPE', None) or cls.MESH_SHAPE)
+  slices = getattr(cls, 'DCN_MESH_SHAPE', None) or ()
+  return math.prod((*(getattr(cls, 'ICI_MESH_SHAPE', None) or cls.MESH_SHAPE), *slices))
 
 
 def run_forked(name: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_the_loss_is_praxis_own(small_lm):
   )
   expected, _ = praxis_loss(model.task.model, variables, batch, do_eval=False)
   evaluated = model.eval_step(model.input_layout.spec)
-  averages = evaluated(state.variables, evaluated.place(batch))
+  averages = evaluated(state.variables, evaluated.place(batch), jnp.int32(0))
   np.testing.assert_allclose(float(averages['loss'].compute()), expected, rtol=2e-6)
   losses, _ = curve(model, jax.tree.map(jnp.copy, state), batch, 1)
   np.testing.assert_allclose(losses[0], expected, rtol=2e-6)
@@ -127,7 +127,22 @@ def test_moving_averages_are_updated_in_training_and_used_in_eval():
     assert not np.array_equal(value, before['non_trainable']['norm'][name])
   expected, _ = praxis_loss(model.task.model, whole(state.variables), batch, do_eval=True)
   step = model.eval_step(model.input_layout.spec)
-  np.testing.assert_allclose(float(step(state.variables, step.place(batch))['loss'].compute()), expected, rtol=1e-6)
+  np.testing.assert_allclose(
+    float(step(state.variables, step.place(batch), jnp.int32(1))['loss'].compute()), expected, rtol=1e-6
+  )
+
+
+def test_a_model_that_draws_in_evaluation_draws_the_same_every_time():
+  class Noisy(own_experiments.NormedModel):
+    def compute_predictions(self, batch):
+      return super().compute_predictions(batch) + jax.random.normal(self.next_prng_key(), ())
+
+  job = resolve(own_experiments.Normed).build()
+  batch = next(job.train_input.make_iterator())
+  task = PraxisTask(model=pax_fiddle.Config(Noisy, name='noisy').Instantiate(), learner=job.task.learner)
+  variables = unbox_weights(task.init_variables(jax.random.key(0), batch))
+  first, second = (float(task.compute_loss(variables, batch, train=False).loss) for _ in range(2))
+  assert first == second
 
 
 def test_a_loss_that_the_model_does_not_return_is_refused(small_lm):
