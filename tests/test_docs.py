@@ -37,7 +37,7 @@ README = ROOT / 'README.md'
 GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md'))]
 ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
 # Their code takes longest, and what it shows other tests have too: it runs with --all.
-LONG = {'checkpoints', 'decoding', 'evaluation', 'inputs', 'mixture_of_experts', 'multi_host', 'pipelining'}
+LONG = {'checkpoints', 'decoding', 'evaluation', 'inputs', 'mixture_of_experts', 'multi_host', 'pipelining', 'serving'}
 KINDS = {'bash', 'bash no-run', 'console', 'python', 'python file', 'python no-run', 'yaml', 'text', 'json'}
 BLOCK_LIMIT_S = 180
 INSTALLED = Path(sys.executable).parent
