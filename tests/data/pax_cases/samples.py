@@ -34,27 +34,26 @@ class Small:
     return task
 
 
-class Bert(Small, bert.BertSpmdL4H128):
+class Masked(Small):
+  """Masks are drawn, as the input has none."""
+
+  def task(self):
+    task = super().task()
+    task.model.force_mask_generation, task.model.mask_token_id = True, 3
+    return task
+
+
+class Bert(Masked, bert.BertSpmdL4H128):
   """Masked tokens, in evals too, a cap of logits, Adafactor."""
 
   NUM_LAYERS = 1
   MESH_SHAPE = [1, 2, 2]
 
-  def task(self):
-    task = super().task()
-    task.model.force_mask_generation, task.model.mask_token_id = True, 3
-    return task
 
-
-class BertLarge(Small, bert.BertSpmdL33H12kBiggerBatch):
+class BertLarge(Masked, bert.BertSpmdL33H12kBiggerBatch):
   """The same with smoothed labels."""
 
   MESH_SHAPE = [1, 4, 1]
-
-  def task(self):
-    task = super().task()
-    task.model.force_mask_generation, task.model.mask_token_id = True, 3
-    return task
 
 
 class TwoSlices(Small, c4_multislice.C4Spmd22BAdam2xv4_128):
