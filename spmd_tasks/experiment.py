@@ -218,10 +218,6 @@ class Experiment(FrozenFields, abc.ABC):
     """Builds the configs by name: `task`, `train_input`, `eval_inputs`, `decode_inputs`; see `is_built_by_fiddle`."""
     raise NotImplementedError
 
-  def favors_steps(self) -> bool:
-    """Whether fake devices should compile this experiment's steps longer, for faster ones; bridges override this."""
-    return False
-
   def origin(self) -> str | None:
     """The job whose checkpoint `init_from_step` a new job starts from; bridges override this."""
     return self.init_from

@@ -10,7 +10,6 @@ the user is answered in one sentence and exit code 2; nothing is written then.
 """
 
 from collections.abc import Sequence
-import gc
 import os
 import signal
 import sys
@@ -32,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
   leave_on_sigterm()  # first of all: every other import is in a function, so that this line is reached in milliseconds
   signal.signal(signal.SIGINT, _on_sigint)
-  gc.disable()  # imports make no garbage, and looking for it would take a fifth of their time
   code = run(argv)
   # Python's own end would wait for threads in native code, such as the compiler's, and for threads of Orbax, which wait
   # for minutes for a save that has failed.
@@ -51,16 +49,6 @@ def _on_sigint(signum: int, frame: Any) -> None:
   del frame
   signal.signal(signum, lambda signum, frame: os._exit(exit_codes.INTERRUPTED))
   raise KeyboardInterrupt
-
-
-def _enable_garbage_collection() -> None:
-  """Turns garbage collection on again, for objects that are made from now on; does nothing in tests.
-
-  One look through the older objects, nearly all of which live as long as the process, would take as long as was saved.
-  """
-  if not gc.isenabled():
-    gc.freeze()
-    gc.enable()
 
 
 def _threads_remain(limit_s: float) -> bool:
@@ -84,8 +72,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     width = max(len(name) for name, _ in experiments) + 2
     _show('\n'.join(f'{name:{width}}{line}' for name, line in experiments))
     return exit_codes.OK
-  if args.translate or args.mode in ('verify', 'plan', 'preview'):
-    _enable_garbage_collection()
   try:
     return _translate(args) if args.translate else _run_experiment(args)
   except Exception as error:
@@ -136,14 +122,12 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
   import contextlib
 
   from spmd_tasks.config import refuse_changed_config, to_json
-  from spmd_tasks.distributed import EmergencyExit, favor_steps, initialize
+  from spmd_tasks.distributed import EmergencyExit, initialize
   from spmd_tasks.flags import distributed_settings
   from spmd_tasks.programs import StartupClock
   from spmd_tasks.programs.adapter_stacks import refuse_adapters
 
   def prepare(experiment: Any) -> None:
-    if args.mode in ('train', 'eval') and experiment.favors_steps():
-      favor_steps()
     initialize(distributed_settings(args, experiment))
 
   _use_fake_devices(args.num_fake_devices)
@@ -155,7 +139,6 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
     job_log_dir = _directory_of(args, resolved.experiment, stack)
     config = to_json(resolved)
     job = resolved.build()
-    _enable_garbage_collection()
     if args.mode in ('train', 'eval', 'export'):
       refuse_adapters(job.experiment, f'--mode {args.mode}')
     if not args.accept_config_changes:

@@ -15,7 +15,7 @@ docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md 
 
 from spmd_tasks.distributed.agreement import PrimaryError, all_agree, barrier, gather, is_primary, primary_decides
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.fake_devices import compile_quickly, favor_steps, return_freed_memory, use_fake_devices
+from spmd_tasks.distributed.fake_devices import compile_quickly, use_fake_devices
 from spmd_tasks.distributed.initialization import (
   CLUSTERS,
   DistributedSettings,
@@ -54,7 +54,6 @@ __all__ = [
   'connect_processes',
   'coordinator_host',
   'detect_cluster',
-  'favor_steps',
   'finish',
   'gather',
   'initialize',
@@ -63,7 +62,6 @@ __all__ = [
   'listen_for_processes',
   'open_rank_records',
   'primary_decides',
-  'return_freed_memory',
   'skip_absent_tpu',
   'use_fake_devices',
   'watch_steps',

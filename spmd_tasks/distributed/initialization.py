@@ -24,12 +24,12 @@ import jax
 from jax.experimental import multihost_utils
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.xla_flags import add_xla_flags
 
 CLUSTERS = ('slurm', 'ompi', 'gketpu', 'gcetpu', 'k8s')  # JAX's names, in JAX's order of preference.
 
 _TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
 _GPU_FILES = ('/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg')
-_CPU_COLLECTIVE_TIMEOUT = '--xla_cpu_collective_timeout_seconds'
 
 _explicit_coordinator: str | None = None  # the address that `initialize` was given
 
@@ -121,7 +121,7 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
       'coordinator_bind_address': settings.coordinator_bind_address,
       'local_device_ids': settings.local_device_ids or _all_gpus_of_a_lone_task(environ),
     }
-  _configure_cpu_collectives(settings.collective_timeout_s)
+  add_xla_flags(f'--xla_cpu_collective_timeout_seconds={settings.collective_timeout_s}')  # gloo's waits, on CPUs
   logging.info('waiting for the other processes for at most %d s: %s', settings.initialization_timeout_s, connection)
   jax.distributed.initialize(
     heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
@@ -247,13 +247,6 @@ def _check_explicit(settings: DistributedSettings):
       f'process_id={settings.process_id} must lie in [0, {settings.num_processes}) for num_processes='
       f'{settings.num_processes}: number the processes from 0.'
     )
-
-
-def _configure_cpu_collectives(timeout_s: int):
-  """Limits the waits of gloo, JAX's default on CPU. XLA reads its flags once, when the first backend starts."""
-  flags = os.environ.get('XLA_FLAGS', '')
-  if _CPU_COLLECTIVE_TIMEOUT not in flags:  # What the user has set by hand stays.
-    os.environ['XLA_FLAGS'] = f'{flags} {_CPU_COLLECTIVE_TIMEOUT}={timeout_s}'.strip()
 
 
 def _all_gpus_of_a_lone_task(environ: Mapping[str, str]) -> tuple[int, ...] | None:

@@ -209,6 +209,27 @@ class TransformerStack(WithSublayers, kw_only=True):
     return x, values_per_layer(aux)
 
 
+def map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
+  """Returns what `scan_layers` returns, for init alone: all layers draw their weights side by side, from the same x.
+
+  The numbers are the same. XLA does not split a loop over devices, so each stage of a pipeline would draw the weights
+  of all stages.
+  """
+
+  def layer(block, x, segment_ids, segment_pos):
+    return x, block(x, segment_ids, segment_pos, train=train)[1]
+
+  return nn.vmap(
+    layer,
+    variable_axes={True: 0},
+    split_rngs={'params': True, 'dropout': True},
+    in_axes=None,
+    out_axes=(None, 0),
+    axis_size=num_layers,
+    metadata_params={STACK_DIM: 'layers'},
+  )
+
+
 def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: bool) -> Callable[..., Any]:
   """Returns the lifted function (block, x, segment_ids, segment_pos) -> (x, aux [L, ...]) that runs L layers."""
 

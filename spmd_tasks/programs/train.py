@@ -17,7 +17,6 @@ from spmd_tasks.distributed import (
   SlowestProcess,
   is_primary,
   primary_decides,
-  return_freed_memory,
   watch_steps,
 )
 from spmd_tasks.errors import UserError
@@ -213,7 +212,6 @@ def train(
         model.train_step.compile()
       clock.add('trace', model.train_step.trace_seconds)
       clock.add('compile', model.train_step.compile_seconds)
-      return_freed_memory()
     guard.start()  # not before: up to here SIGTERM loses nothing, and need not wait for the compiler
     missing = actions.missing_evals()
     if missing and not actions.evaluate(missing):

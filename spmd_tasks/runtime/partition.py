@@ -37,7 +37,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import are_frozen, fill_in, without_frozen
-from spmd_tasks.runtime._loops_as_maps import run_loops_as_maps
 from spmd_tasks.runtime.compilation import CompiledStep, compiler_options
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.task import Task, TrainState, Variables
@@ -298,13 +297,13 @@ def partition_spmd_model(
     return task.init_variables(rng, batch)
 
   def init_variables(rng):
-    variables = dict(unbox_weights(run_loops_as_maps(traced_init, rng)))
+    variables = dict(unbox_weights(jitted_init(rng)))
     return variables | {'params': jax.tree.map(_cast, variables['params'], specs)}
 
   key = jax.eval_shape(lambda: task.make_key(0))
   with sharding_scope(mesh, axis_rules):
-    traced_init = jax.jit(init_boxed).trace(key)  # once: `init` runs this trace
-  boxed = dict(traced_init.out_info)
+    jitted_init = jax.jit(init_boxed)  # its trace is reused where `init_variables` calls it
+    boxed = dict(jitted_init.trace(key).out_info)
   specs = weight_specs(boxed.pop('params'))
   if isinstance(task, Task):
     specs = task.mark_weights(specs)

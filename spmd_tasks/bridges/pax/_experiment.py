@@ -121,10 +121,6 @@ class PaxExperiment(Experiment):
     with warnings.catch_warnings(action='ignore', category=DeprecationWarning):  # by an experiment without any
       return _by_name(self.pax_experiment().decode_datasets())
 
-  def favors_steps(self) -> bool:
-    """Returns True: kernels are Paxml's own then, and steps as fast as its."""
-    return True
-
   def origin(self) -> str | None:
     """Returns the job that a new job starts from."""
     return self.continue_from or self.init_from

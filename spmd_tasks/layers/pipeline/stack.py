@@ -33,7 +33,7 @@ from spmd_tasks.layers.pipeline.microbatches import (
 from spmd_tasks.layers.pipeline.one_forward_one_backward import run_one_forward_one_backward
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
-from spmd_tasks.layers.transformer import remat_policy, scan_layers
+from spmd_tasks.layers.transformer import map_layers, remat_policy, scan_layers
 from spmd_tasks.sharding import (
   ShardingScope,
   SplitDim,
@@ -117,7 +117,9 @@ class PipelinedStack(WithSublayers, kw_only=True):
     axis = None if scope is None else stage_axis(scope.mesh.axis_names, scope.axis_rules)
     if scope is not None and axis is not None and scope.mesh.shape[axis] > 1:
       schedules = self._schedules(scope.mesh.shape[axis], x.shape[0], is_strict=train or self.is_initializing())
-      for schedule in () if self.is_initializing() else schedules:
+      if self.is_initializing():
+        return self._in_sequence(x, segment_ids, segment_pos, train, map_layers(num_layers=self.num_layers, train=train))
+      for schedule in schedules:
         try:
           return self._pipelined(scope, axis, schedule, Microbatch(x, segment_ids, segment_pos), train)
         except SmallMicrobatchError:
@@ -136,8 +138,10 @@ class PipelinedStack(WithSublayers, kw_only=True):
       check_microbatches_divide(batch_size, self.num_microbatches)
     return schedules
 
-  def _in_sequence(self, x, segment_ids, segment_pos, train):
-    layers = scan_layers(num_layers=self.num_layers, scan=True, remat_policy_name=self.remat_policy, train=train)
+  def _in_sequence(self, x, segment_ids, segment_pos, train, layers=None):
+    layers = layers or scan_layers(
+      num_layers=self.num_layers, scan=True, remat_policy_name=self.remat_policy, train=train
+    )
     if self.num_repeats > 1:
       layers = nn.map_variables(
         layers,
