@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 from jax import checkpoint_policies
@@ -217,6 +218,10 @@ def map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
   """
 
   def layer(block, x, segment_ids, segment_pos):
+    # nn.scan traces a layer twice, and the second trace counts random numbers on from the first: so does this one.
+    first = flax.core.Scope({}, rngs=block.scope.rngs, mutable=True)
+    first.rng_counters = block.scope.rng_counters
+    block.copy(parent=first)(x, segment_ids, segment_pos, train=train)
     return x, block(x, segment_ids, segment_pos, train=train)[1]
 
   return nn.vmap(
