@@ -8,10 +8,20 @@ which XLA aborts.
 
 from pathlib import Path
 
+from jaxlib.version import __version__ as JAXLIB
+
+from spmd_tasks import xla_flags
+
 ENVIRONMENT = {
-  'XLA_FLAGS': '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true '
-  '--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 '
-  '--xla_cpu_collective_call_terminate_timeout_seconds=300',
-  'JAX_COMPILATION_CACHE_DIR': str(Path(__file__).parents[1] / '.pytest_cache/xla'),
+  'XLA_FLAGS': ' '.join(
+    xla_flags.known_flags(
+      '--xla_backend_optimization_level=0',
+      '--xla_llvm_disable_expensive_passes=true',
+      '--xla_cpu_use_fusion_emitters=false',
+      '--xla_cpu_parallel_codegen_split_count=1',
+      '--xla_cpu_collective_call_terminate_timeout_seconds=300',
+    )
+  ),
+  'JAX_COMPILATION_CACHE_DIR': str(Path(__file__).parents[1] / f'.pytest_cache/xla/{JAXLIB}'),
   'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
 }
