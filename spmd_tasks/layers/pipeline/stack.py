@@ -118,7 +118,8 @@ class PipelinedStack(WithSublayers, kw_only=True):
     if scope is not None and axis is not None and scope.mesh.shape[axis] > 1:
       schedules = self._schedules(scope.mesh.shape[axis], x.shape[0], is_strict=train or self.is_initializing())
       if self.is_initializing():
-        return self._in_sequence(x, segment_ids, segment_pos, train, map_layers(num_layers=self.num_layers, train=train))
+        layers = map_layers(num_layers=self.num_layers, train=train)
+        return self._in_sequence(x, segment_ids, segment_pos, train, layers)
       for schedule in schedules:
         try:
           return self._pipelined(scope, axis, schedule, Microbatch(x, segment_ids, segment_pos), train)
