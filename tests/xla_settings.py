@@ -8,8 +8,6 @@ which XLA aborts.
 
 from pathlib import Path
 
-from jaxlib.version import __version__ as JAXLIB
-
 from spmd_tasks import xla_flags
 
 ENVIRONMENT = {
@@ -22,6 +20,6 @@ ENVIRONMENT = {
       '--xla_cpu_collective_call_terminate_timeout_seconds=300',
     )
   ),
-  'JAX_COMPILATION_CACHE_DIR': str(Path(__file__).parents[1] / f'.pytest_cache/xla/{JAXLIB}'),
+  'JAX_COMPILATION_CACHE_DIR': str(Path(__file__).parents[1] / '.pytest_cache/xla'),
   'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
 }

@@ -138,8 +138,8 @@ def skip_absent_tpu() -> None:
   There libtpu would search for a TPU and complain on stderr. Call this before the first use of a device. JAX_PLATFORMS
   decides where it is set, and JAX itself where an accelerator is installed that is not known here.
   """
-  platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-  if platforms or importlib.util.find_spec('libtpu') is None or 'JAX_FORCE_TPU_INIT' in os.environ:
+  config: Any = jax.config
+  if config.jax_platforms or importlib.util.find_spec('libtpu') is None or 'JAX_FORCE_TPU_INIT' in os.environ:
     return
   if any(map(glob.glob, _TPU_FILES)):
     return

@@ -91,7 +91,9 @@ def compile_step(
   with _Progress(f'compiling the {step} step for {target.name}', show=show_progress) as progress:
     with quiet_stderr(target.compiler != 'cpu'):
       start = time.perf_counter()
-      lowered = _lower(job, model, step)
+      # A Pallas kernel asks the context's mesh for the kind of GPU it is lowered for; there need not be one here.
+      with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
+        lowered = _lower(job, model, step)
       traced = time.perf_counter()
       program, refused = _compile(lowered)
       compiled = time.perf_counter()

@@ -133,7 +133,7 @@ def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) ->
       made = np.empty(sizes, dtype)
       with path.open('rb', buffering=0) as file:
         file.seek(offset + (index[0].start * row if index else 0))
-        view: Any = memoryview(made.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        view: Any = made.reshape(-1).view(np.uint8).data
         done = 0
         while done < len(view):
           if not (count := file.readinto(view[done:])):
@@ -171,7 +171,7 @@ def write_tensors(
       file.write(_header({name: tensors[name] for name in names}))
       for name in names:
         array = contiguous(np.asarray(tensors[name]))
-        file.write(memoryview(array.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+        file.write(array.reshape(-1).view(np.uint8).data)
         yield name
       file.flush()
       if is_writer:
