@@ -7,7 +7,7 @@ multiplies its tokens in a `shard_map` instead, where the gather is written out,
 reduce-scatter. The TPU compiler keeps it over a part of the chips only, as on a mesh replica 2 x data 32 of 64.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 import contextlib
 import contextvars
 from typing import Any
@@ -92,14 +92,15 @@ def _multiply_on_devices(
   scope = current_sharding_scope()
   assert scope is not None
   mesh, _ = scope.free_mesh()
-
-  def axes_of(split_dims: SplitDims, ndim: int) -> list[tuple[str, ...]]:
-    spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
-    return [tuple(axis for axis in axes if scope.mesh.shape[axis] > 1) for axes in spec_axes(spec, ndim)]
-
-  token_axes = axes_of(token_split_dims, len(tuple(token_split_dims or ())))
+  sizes = scope.mesh.shape
+  rows_spec = scope.activation_spec(token_split_dims, x.shape, is_even=True)
+  token_axes = [tuple(axis for axis in axes if sizes[axis] > 1) for axes in spec_axes(rows_spec, len(rows_spec))]
   manual = frozenset(axis for axes in token_axes for axis in axes)
-  weight_axes = [tuple(axis for axis in axes if axis in manual) for axes in axes_of(split_dims, weight.ndim)]
+  if not manual:  # the mesh does not divide the tokens
+    return product(x, gather_for_tokens(weight, split_dims, token_split_dims))
+  weight_spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+  weight_axes = [tuple(axis for axis in axes if axis in manual) for axes in spec_axes(weight_spec, weight.ndim)]
+  even = jnp.pad(weight, [(0, -size % num_parts(axes, sizes)) for size, axes in zip(weight.shape, weight_axes)])
   unsplit = tuple(sorted(manual.difference(*weight_axes)))
 
   def multiply(x: jax.Array, weight_part: jax.Array) -> jax.Array:
@@ -111,19 +112,10 @@ def _multiply_on_devices(
     return product(x, gathered[tuple(slice(size) for size in weight.shape)])
 
   tokens_spec = PartitionSpec(*token_axes)
-  num_rows = x.shape[: len(token_axes)]
-  y = jax.shard_map(
+  return jax.shard_map(
     multiply,
     mesh=mesh,
     axis_names=manual,
     in_specs=(tokens_spec, PartitionSpec(*weight_axes)),
     out_specs=tokens_spec,
-  )(_padded(x, token_axes, scope.mesh.shape), _padded(weight, weight_axes, scope.mesh.shape))
-  return y[tuple(slice(size) for size in num_rows)]
-
-
-def _padded(x: jax.Array, axes_by_dim: Sequence[tuple[str, ...]], sizes: Any) -> jax.Array:
-  """Fills every dim with zeros up to a multiple of the devices that share it."""
-  widths = [(0, -size % num_parts(axes, sizes)) for size, axes in zip(x.shape, axes_by_dim)]
-  widths += [(0, 0)] * (x.ndim - len(widths))
-  return jnp.pad(x, widths) if any(after for _, after in widths) else x
+  )(x, even)

@@ -17,6 +17,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import (
   AxisRules,
   SplitDims,
+  even_spec,
   infer_partition_spec_based_on_rank,
   padding,
   shard_on_batch_dim_partition_spec,
@@ -35,7 +36,8 @@ class InputLayout:
   Attributes:
     spec: true global shapes, B rows.
     padded: shapes on the mesh, with the zero rows, and their NamedShardings.
-    split_specs: the PartitionSpec of each input inside a step, by its rank; None keeps the layout of the mesh.
+    split_specs: the PartitionSpec of each input inside a step, by its rank, over axes that divide its true rows; None
+      keeps the layout of the mesh.
     row_positions: batch size -> the position of each true row in the padded array, int [B].
   """
 
@@ -100,14 +102,17 @@ def make_input_layout(
     shape = padding.padded_shape(true.shape, spec, mesh.shape)
     return jax.ShapeDtypeStruct(shape, true.dtype, sharding=NamedSharding(mesh, spec))
 
+  def split(true, padded):
+    spec = infer_partition_spec_based_on_rank(len(true.shape), inputs_split_mapping, mesh.axis_names, axis_rules)
+    if spec is None and padded.shape != true.shape:  # what is left of the layout of the mesh without the zero rows
+      spec = padded.sharding.spec
+    return None if spec is None else even_spec(spec, true.shape, mesh.shape)
+
   padded_spec = {name: padded(true) for name, true in input_spec.items()}
   return InputLayout(
     spec=dict(input_spec),
     padded=padded_spec,
-    split_specs={
-      name: infer_partition_spec_based_on_rank(len(true.shape), inputs_split_mapping, mesh.axis_names, axis_rules)
-      for name, true in input_spec.items()
-    },
+    split_specs={name: split(true, padded_spec[name]) for name, true in input_spec.items()},
     row_positions={
       true.shape[0]: _row_positions(true.shape[0], padded_spec[name]) for name, true in input_spec.items() if true.shape
     },

@@ -256,7 +256,7 @@ class PartitionedModel:
     return {}
 
   def _scope(self):
-    return sharding_scope(self.mesh, self.axis_rules)
+    return sharding_scope(self.mesh, self.axis_rules, self.inputs_split_mapping)
 
   def _constrain(self, state: TrainState) -> TrainState:
     return _constrain(state, self.state_specs, self.mesh)

@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import (
-  constrain,
   current_sharding_scope,
   num_parts,
   spec_axes,
@@ -53,7 +52,8 @@ def _reduce(tree: Any, weight_specs: Any, combine: Callable[[list[jax.Array]], j
   for i, (leaf, weight) in enumerate(zip(leaves, weights, strict=True)):
     spec = split_dims_to_partition_spec(weight.split_dims, mesh.axis_names, scope.axis_rules)
     even = jax.ShapeDtypeStruct(padding.padded_shape(leaf.shape, spec, mesh.shape), leaf.dtype)
-    leaves[i] = padding.pad(constrain(leaf, weight.split_dims), even)
+    split = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+    leaves[i] = padding.pad(split, even)
     specs.append(spec)
   used = [[axis for axes in spec_axes(spec, x.ndim) for axis in axes] for spec, x in zip(specs, leaves)]
   all_used = sorted(set().union(*used))

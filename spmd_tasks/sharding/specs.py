@@ -12,11 +12,17 @@ entry is
 
 `constrain` applies split dims to an activation inside a `sharding_scope`. `stage_axis_rules` adds pipeline stages to
 axis rules: the mesh axis of the logical name `layers` holds the stages.
+
+No dim of rows or tokens is ever split unevenly (`activation_spec`), so there are no rows that fill up a device's part,
+and nothing that could count them. XLA (jaxlib 0.10.2 and 0.11.2) does not keep such rows out of every sum: the gradient
+of a look-up (a scatter-add of updates that are split unevenly, beside another mesh axis) adds them to row 0 of a table.
+Features may be uneven: what fills up a feature has a place of its own, of which no sum over rows knows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import itertools
 import math
 import threading
 from typing import Any
@@ -121,6 +127,38 @@ def num_parts(axes: Sequence[str], axis_sizes: Mapping[str, int]) -> int:
   return math.prod(axis_sizes[axis] for axis in axes)
 
 
+def even_spec(
+  spec: PartitionSpec, shape: Sequence[int], axis_sizes: Mapping[str, int], axes: Collection[str] | None = None
+) -> PartitionSpec:
+  """Returns a spec whose dims keep, of their axes, those that split them evenly into the most parts.
+
+  Args:
+    spec: of some array; an entry per dim, or for the first dims.
+    shape: of the array.
+    axis_sizes: of the mesh.
+    axes: dims that none of these splits may be uneven; None: no dim may.
+  """
+
+  def kept(size: int, given: tuple[str, ...]) -> tuple[str, ...]:
+    if axes is not None and not {*given}.intersection(axes):
+      return given
+    subsets = [each for n in range(len(given), -1, -1) for each in itertools.combinations(given, n)]
+    even = [each for each in subsets if size % num_parts(each, axis_sizes) == 0]
+    return max(even, key=lambda each: num_parts(each, axis_sizes))
+
+  return PartitionSpec(*(_spec_entry(kept(*each)) for each in zip(shape, spec_axes(spec, len(spec)))))
+
+
+def row_axes(
+  mesh_axis_names: Sequence[str], axis_rules: AxisRules, inputs_split_mapping: Mapping[str, SplitDims] | None = None
+) -> frozenset[str]:
+  """Returns the mesh axes that split rows or tokens: those of the inputs, and of the names `batch` and `seq`."""
+  mapped = [entry for split_dims in (inputs_split_mapping or {}).values() for entry in split_dims or ()]
+  names = {'batch', 'seq', *(name for entry in mapped for name in _axes_of(entry))}
+  targets = {axis for name, axes in axis_rules if name in names for axis in _axes_of(axes)}
+  return frozenset(targets | names.intersection(mesh_axis_names))
+
+
 def shard_on_batch_dim_partition_spec(mesh_axis_names: Sequence[str], ndim: int) -> PartitionSpec:
   """Returns the spec of inputs of a step: the batch dim (the first) over the whole mesh; a scalar is replicated."""
   return PartitionSpec(tuple(mesh_axis_names), *[None] * (ndim - 1)) if ndim else PartitionSpec()
@@ -159,10 +197,30 @@ def infer_partition_spec_based_on_rank(
 
 @dataclasses.dataclass(frozen=True)
 class ShardingScope:
-  """The mesh and axis rules by which `constrain` resolves split dims of activations."""
+  """The mesh and axis rules by which `constrain` resolves split dims of activations.
+
+  Attributes:
+    mesh, axis_rules: see `split_dims_to_partition_spec`.
+    row_axes: the mesh axes that split rows or tokens, see `row_axes`.
+  """
 
   mesh: Mesh | AbstractMesh
   axis_rules: AxisRules
+  row_axes: frozenset[str] = frozenset()
+
+  def activation_spec(self, split_dims: SplitDims, shape: Sequence[int], *, is_even: bool = False) -> PartitionSpec:
+    """Returns the PartitionSpec of an activation, whose rows and tokens it splits evenly.
+
+    A dim that an axis of rows splits, and that its axes do not divide, keeps those of them that split it evenly into
+    the most parts; the devices along the others compute the same. Other dims, of features, may be uneven.
+
+    Args:
+      split_dims: one entry per dim, or for the first dims.
+      shape: of the activation.
+      is_even: whether features must be even too, as for a `shard_map`.
+    """
+    spec = split_dims_to_partition_spec(split_dims, self.mesh.axis_names, self.axis_rules)
+    return even_spec(spec, shape, self.mesh.shape, None if is_even else self.row_axes)
 
   @property
   def platform(self) -> str | None:
@@ -186,10 +244,17 @@ _scopes = threading.local()
 
 
 @contextlib.contextmanager
-def sharding_scope(mesh: Mesh | AbstractMesh, axis_rules: AxisRules) -> Iterator[None]:
-  """Context in which `constrain` uses this mesh and these axis rules; enter it while a step is traced."""
+def sharding_scope(
+  mesh: Mesh | AbstractMesh, axis_rules: AxisRules, inputs_split_mapping: Mapping[str, SplitDims] | None = None
+) -> Iterator[None]:
+  """Context in which `constrain` uses this mesh and these axis rules; enter it while a step is traced.
+
+  The axes of rows are those of an enclosing scope, and those that `inputs_split_mapping` and the rules name.
+  """
   previous = getattr(_scopes, 'current', None)
-  _scopes.current = ShardingScope(mesh, axis_rules)
+  outer = frozenset() if previous is None else previous.row_axes
+  rows = outer | row_axes(mesh.axis_names, axis_rules, inputs_split_mapping)
+  _scopes.current = ShardingScope(mesh, axis_rules, rows)
   try:
     yield
   finally:
@@ -210,16 +275,15 @@ def current_platform() -> str:
 def constrain(x: jax.Array, split_dims: SplitDims) -> jax.Array:
   """Constrains an activation to its split dims, one entry per dim; None leaves its layout to the compiler.
 
-  Outside a `sharding_scope` this is the identity. The mesh need not divide the dimensions: inside `jit` the compiler
-  pads activations.
+  Outside a `sharding_scope` this is the identity. The mesh need not divide the dimensions: rows and tokens are then
+  split over fewer devices (`activation_spec`), and features are padded by the compiler.
   """
   scope = current_sharding_scope()
   if scope is None or split_dims is None:
     return x
   if len(split_dims) != x.ndim:
     raise UserError(f'split dims {tuple(split_dims)} do not fit an array of shape {x.shape}: give one entry per dim.')
-  spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
-  return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, scope.activation_spec(split_dims, x.shape)))
 
 
 def is_split_over_tokens(split_dims: SplitDims, token_split_dims: SplitDims) -> bool:

@@ -1,7 +1,7 @@
 """Runs a function of one device's queries, keys and values on every device of the mesh.
 
-Rows, heads and, for context parallelism, the tokens of a sequence are split as the queries are. What the mesh does not
-divide is padded. A key/value head that serves heads of several devices is repeated.
+Rows, heads and, for context parallelism, the tokens of a sequence are split as the queries are. Heads and tokens that
+the mesh does not divide are padded. A key/value head that serves heads of several devices is repeated.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, V dim of a value.
 """
@@ -18,6 +18,7 @@ from spmd_tasks.layers.attention._options import AttentionOptions
 from spmd_tasks.sharding import (
   SplitDims,
   current_sharding_scope,
+  even_spec,
   num_parts,
   spec_axes,
   split_dims_to_partition_spec,
@@ -43,14 +44,16 @@ class AttentionLayout:
   num_heads: int = 1
 
 
-def attention_layout(split_dims: SplitDims) -> AttentionLayout:
+def attention_layout(split_dims: SplitDims, num_rows: int) -> AttentionLayout:
   """Returns how the current mesh and axis rules split queries of these split dims; nothing outside of a scope."""
   scope = current_sharding_scope()
   if scope is None or split_dims is None:
     return AttentionLayout()
   sizes = scope.mesh.shape
   spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
-  rows, tokens, heads, _ = (tuple(axis for axis in axes if sizes[axis] > 1) for axes in spec_axes(spec, 4))
+  first, *others = spec_axes(spec, 4)
+  (even,) = spec_axes(even_spec(PartitionSpec(first), (num_rows,), sizes), 1)
+  rows, tokens, heads, _ = (tuple(axis for axis in axes if sizes[axis] > 1) for axes in (even, *others))
   return AttentionLayout(
     rows=rows,
     tokens=tokens,

@@ -74,7 +74,7 @@ def attend(
   Raises:
     UserError: the implementation that is asked for cannot compute this, or not on these devices.
   """
-  layout = attention_layout(split_dims)
+  layout = attention_layout(split_dims, len(query))
   call = AttentionCall(
     platform=current_platform(),
     dtype=query.dtype.name,

@@ -95,7 +95,7 @@ class CapacityComputation(abc.ABC):
       group_size = tokens_per_group(batch_size, length, self.group_size)
     else:
       group_size = batch_size * length // routing.slots.token_ids.shape[0]
-    resharding = slot_resharding(weights, self.activation_split_dims)
+    resharding = slot_resharding(weights, self.activation_split_dims, (batch_size, length))
     grouped = resharding.group_tokens(x.astype(weights.up.dtype), group_size)
     if routing.slots is None:
       assignment = self._assign(routing, resharding, group_size, train=train)

@@ -146,8 +146,7 @@ def apply_experts(
   Inside a `sharding_scope` every device computes with its own experts. Outside, this device holds all experts and all
   tokens. Gradients are gradients of the whole computation: a replicated array gets the sum over its devices.
 
-  B, T, D, E and F are padded here if the mesh does not divide them. Padding experts receive no token, and padding
-  tokens are not routed.
+  D, E and F are padded here if the mesh does not divide them. Padding experts receive no token.
 
   Args:
     x: [B, T, D].
@@ -163,7 +162,7 @@ def apply_experts(
       enclosing `shard_map` has made an axis manual that splits tokens or experts.
   """
   scope = current_sharding_scope()
-  layout = None if scope is None else expert_layout(scope, experts.weights, activation_split_dims)
+  layout = None if scope is None else expert_layout(scope, experts.weights, activation_split_dims, x.shape[:2])
   if scope is None or layout is None or not layout.all_axes:
     return experts.apply_to_tokens(x, expert_ids, gates), {}
   axis_sizes = scope.mesh.shape
@@ -182,11 +181,9 @@ def apply_experts(
     all_axes=layout.all_axes,
   )
 
-  def pad(array: jax.Array, spec: PartitionSpec, value: int = 0) -> jax.Array:
+  def pad(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     shape = padding.padded_shape(array.shape, spec, axis_sizes)
-    if shape == array.shape:
-      return array
-    return jnp.pad(array, [(0, new - old) for old, new in zip(array.shape, shape)], constant_values=value)
+    return padding.pad(array, jax.ShapeDtypeStruct(shape, array.dtype))
 
   weights = jax.tree.map(pad, experts.weights, weight_specs)
   unrouted, num_experts = experts.num_experts, weights.up.shape[0]
@@ -217,15 +214,14 @@ def apply_experts(
   if layout.up_embed or layout.down_embed:
     apply_on_device = jax.checkpoint(apply_on_device, policy=_save_all_but_gathered_weights, prevent_cse=False)
   mesh, axis_names = _mesh_and_free_axes(scope, layout, x)
-  y, statistics = jax.shard_map(
+  return jax.shard_map(
     apply_on_device,
     mesh=mesh,
     axis_names=axis_names,
     in_specs=(tokens_spec, tokens_spec, tokens_spec, weight_specs),
     out_specs=(tokens_spec, PartitionSpec()),
     check_vma=False,  # kernels and loops of the grouped matmuls do not track varying axes
-  )(pad(x, tokens_spec), pad(expert_ids, tokens_spec, num_experts), pad(gates, tokens_spec), weights)
-  return jax.lax.slice(y, (0, 0, 0), x.shape), statistics
+  )(x, expert_ids, gates, weights)
 
 
 def _weights_of_device(weights: ExpertWeights, layout: ExpertLayout, model_dim: int) -> ExpertWeights:

@@ -27,6 +27,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios
@@ -80,18 +81,28 @@ class ExpertLayout:
     return self.tokens + self.summed
 
 
-def expert_layout(scope: ShardingScope, weights: ExpertWeights, activation_split_dims: SplitDims) -> ExpertLayout:
+def expert_layout(
+  scope: ShardingScope, weights: ExpertWeights, activation_split_dims: SplitDims, tokens: tuple[int, int]
+) -> ExpertLayout:
   """Returns the layout that the scope's mesh and axis rules give to experts and to activations [B, T, D].
+
+  Args:
+    scope: the mesh and the axis rules.
+    weights: of all experts.
+    activation_split_dims: of the activations.
+    tokens: (B, T). An axis that does not divide them does not split them.
 
   Raises:
     UserError: `up` and `down` are split differently in E or F.
   """
 
-  def axes_of(split_dims: SplitDims) -> list[Axes]:
-    spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+  def in_use(spec: PartitionSpec) -> list[Axes]:
     return [tuple(axis for axis in axes if scope.mesh.shape[axis] > 1) for axes in spec_axes(spec, 3)]
 
-  batch, seq, _ = axes_of(activation_split_dims)
+  def axes_of(split_dims: SplitDims) -> list[Axes]:
+    return in_use(split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules))
+
+  batch, seq, _ = in_use(scope.activation_spec((activation_split_dims or ())[:2], tokens, is_even=True))
   expert, up_embed, hidden = axes_of(weights.up_split_dims)
   down_expert, down_hidden, down_embed = axes_of(weights.down_split_dims)
   if (expert, hidden) != (down_expert, down_hidden):

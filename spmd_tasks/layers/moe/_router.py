@@ -22,7 +22,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, current_batch_part, declare_weight
 from spmd_tasks.layers.moe._slots import Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
-from spmd_tasks.sharding import SplitDims, constrain, current_sharding_scope, padding, split_dims_to_partition_spec
+from spmd_tasks.sharding import SplitDims, constrain, current_sharding_scope
 
 # From logits to the logarithm of a token's affinity to each expert. Normalizing logarithms cannot divide by 0.
 LOG_AFFINITIES = {'softmax': jax.nn.log_softmax, 'sigmoid': jax.nn.log_sigmoid}
@@ -284,7 +284,7 @@ def top_k_ids(x: jax.Array, k: int, split_dims: SplitDims) -> jax.Array:
   instead (jax 0.10). No gradient passes: take the values with `jnp.take_along_axis`.
 
   Args:
-    x: [..., N]; the mesh need not divide its dims.
+    x: [..., N].
     k: at most N.
     split_dims: of x, one entry per dim, which decides the sharding of the rows inside a `sharding_scope`. Every device
       has whole rows, whatever the last entry. None leaves the sharding to the compiler.
@@ -293,11 +293,8 @@ def top_k_ids(x: jax.Array, k: int, split_dims: SplitDims) -> jax.Array:
   scope = current_sharding_scope()
   if scope is None or split_dims is None:
     return _search(x, k)
-  spec = split_dims_to_partition_spec((*split_dims[:-1], None), scope.mesh.axis_names, scope.axis_rules)
-  even = jax.ShapeDtypeStruct(padding.padded_shape(x.shape, spec, scope.mesh.shape), x.dtype)
-
-  search = jax.shard_map(lambda rows: _search(rows, k), mesh=scope.mesh, in_specs=spec, out_specs=spec)
-  return padding.unpad(search(padding.pad(x, even)), jax.ShapeDtypeStruct((*x.shape[:-1], k), 'int32'))
+  spec = scope.activation_spec((*split_dims[:-1], None), x.shape, is_even=True)
+  return jax.shard_map(lambda rows: _search(rows, k), mesh=scope.mesh, in_specs=spec, out_specs=spec)(x)
 
 
 def _search(x: jax.Array, k: int) -> jax.Array:

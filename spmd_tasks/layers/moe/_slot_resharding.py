@@ -114,12 +114,14 @@ class SlotResharding:
     )
 
 
-def slot_resharding(weights: ExpertWeights, activation_split_dims: SplitDims) -> SlotResharding:
-  """Returns the SlotResharding for the current sharding scope, given the split dims of weights and activations."""
+def slot_resharding(
+  weights: ExpertWeights, activation_split_dims: SplitDims, tokens: tuple[int, int]
+) -> SlotResharding:
+  """Returns the SlotResharding for the current sharding scope; arguments as those of `expert_layout`."""
   scope = current_sharding_scope()
   if scope is None:
     return SlotResharding()
-  layout = expert_layout(scope, weights, activation_split_dims)
+  layout = expert_layout(scope, weights, activation_split_dims, tokens)
   axes = dict.fromkeys((*layout.tokens, *layout.expert, *layout.hidden))
   return SlotResharding(
     tokens=layout.tokens,

@@ -21,7 +21,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import ShardingScope, SplitDim, spec_axes, split_dims_to_partition_spec, without_axis
+from spmd_tasks.sharding import (
+  ShardingScope,
+  SplitDim,
+  even_spec,
+  spec_axes,
+  split_dims_to_partition_spec,
+  without_axis,
+)
 
 
 class Microbatch(NamedTuple):
@@ -63,11 +70,12 @@ def _data_axes(scope: ShardingScope, axis: str, batch_split_dim: SplitDim) -> tu
 
 
 def _constrain(tree: Any, scope: ShardingScope, *spec: Any) -> Any:
-  """Constrains the first dims of every array."""
+  """Constrains the first dims of every array, over axes that divide them."""
 
   def constrain_leaf(x: jax.Array) -> jax.Array:
+    even = even_spec(PartitionSpec(*spec), x.shape, scope.mesh.shape)
     rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))  # features stay split as they are
-    return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, PartitionSpec(*spec, *rest)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, PartitionSpec(*even, *rest)))
 
   return jax.tree.map(constrain_leaf, tree)
 
