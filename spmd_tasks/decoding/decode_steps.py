@@ -34,7 +34,6 @@ from spmd_tasks.sharding import (
   padding,
   sharding_scope,
   spec_axes,
-  split_dims_to_partition_spec,
   stage_axis,
   unbox_weights,
   weight_specs,
@@ -297,7 +296,7 @@ class DecodeSteps:
     """Lowers `function`: its first arguments are trees on the mesh (`held`), the others host arrays."""
 
     def scoped(*given):
-      with sharding_scope(self._model.mesh, self._axis_rules), longest_text(self.max_len):
+      with self._scope(), longest_text(self.max_len):
         return function(*given)
 
     jitted = jax.jit(
@@ -315,11 +314,14 @@ class DecodeSteps:
   def _whole_shards(self, outputs: Any) -> Any:
     """Pads outputs with zero rows to a number of rows that their mesh axes divide."""
 
-    def padded(x):
+    def pad(x):
       shape = padding.padded_shape(x.shape, self._output_sharding.spec, self._model.mesh.shape)
-      return jax.ShapeDtypeStruct(shape, x.dtype)
+      if shape == x.shape:
+        return x
+      x = jax.lax.with_sharding_constraint(x, self._replicated)  # the zero rows split nothing before them unevenly
+      return padding.pad(x, jax.ShapeDtypeStruct(shape, x.dtype))
 
-    return padding.pad(outputs, jax.tree.map(padded, outputs))
+    return jax.tree.map(pad, outputs)
 
   def _forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
     if not self.adapter_names:
@@ -337,13 +339,14 @@ class DecodeSteps:
     def prefill(variables, batch):
       return model.task.decode_forward(variables, None, batch)
 
-    with sharding_scope(model.mesh, self._axis_rules):
+    with self._scope() as scope:
       logits, boxed = jax.eval_shape(prefill, model.abstract_state.variables, batch)
-    specs = jax.tree.map(
-      lambda box: split_dims_to_partition_spec(box.split_dims, model.mesh.axis_names, self._axis_rules),
-      weight_specs(boxed),
-    )
-    return unbox_weights(boxed), specs, logits.shape[-1]
+    cache = unbox_weights(boxed)
+    specs = jax.tree.map(lambda box, x: scope.activation_spec(box.split_dims, x.shape), weight_specs(boxed), cache)
+    return cache, specs, logits.shape[-1]
+
+  def _scope(self):
+    return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)
 
 
 def _training_length(model: PartitionedModel) -> int:

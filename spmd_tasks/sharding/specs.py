@@ -246,7 +246,7 @@ _scopes = threading.local()
 @contextlib.contextmanager
 def sharding_scope(
   mesh: Mesh | AbstractMesh, axis_rules: AxisRules, inputs_split_mapping: Mapping[str, SplitDims] | None = None
-) -> Iterator[None]:
+) -> Iterator[ShardingScope]:
   """Context in which `constrain` uses this mesh and these axis rules; enter it while a step is traced.
 
   The axes of rows are those of an enclosing scope, and those that `inputs_split_mapping` and the rules name.
@@ -254,9 +254,9 @@ def sharding_scope(
   previous = getattr(_scopes, 'current', None)
   outer = frozenset() if previous is None else previous.row_axes
   rows = outer | row_axes(mesh.axis_names, axis_rules, inputs_split_mapping)
-  _scopes.current = ShardingScope(mesh, axis_rules, rows)
+  scope = _scopes.current = ShardingScope(mesh, axis_rules, rows)
   try:
-    yield
+    yield scope
   finally:
     _scopes.current = previous
 

@@ -6,9 +6,13 @@ the first has rows of different lengths: weights of 0 at the end, and in some ro
 Shapes: B batch rows, T sequence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import itertools
 from typing import Any
 
+import jax
 import numpy as np
 
 from spmd_tasks.errors import UserError
@@ -23,7 +27,8 @@ def draw_batches(train_input: Input, num_batches: int, seed: int) -> list[Batch]
   Raises:
     UserError: the input ends before.
   """
-  iterator, batches = without_references(train_input).make_iterator(), []
+  iterator: Any = without_references(train_input).make_iterator()
+  batches: list[Batch] = []
   rng = np.random.default_rng(seed)
   try:
     for index in range(num_batches):
@@ -37,6 +42,47 @@ def draw_batches(train_input: Input, num_batches: int, seed: int) -> list[Batch]
   finally:
     iterator.close()
   return batches
+
+
+@dataclasses.dataclass(frozen=True)
+class CutInput:
+  """Another input in batches of another number of rows, which are those of as many of its batches as it takes.
+
+  Attributes:
+    whole: the other input.
+    num_rows: of a batch.
+    num_columns: tokens of a row, the first ones; None keeps all.
+    is_bare: whether segments are left out: without them no layer can tell padding.
+  """
+
+  whole: Input
+  num_rows: int
+  num_columns: int | None = None
+  is_bare: bool = False
+
+  @property
+  def batch_size(self) -> int:
+    return self.num_rows
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def cut(spec):
+      shape = (self.num_rows, *spec.shape[1:])
+      if self.num_columns and len(shape) > 1:
+        shape = (self.num_rows, min(shape[1], self.num_columns), *shape[2:])
+      return jax.ShapeDtypeStruct(shape, spec.dtype)
+
+    return {name: cut(spec) for name, spec in self.whole.element_spec().items() if self._is_kept(name)}
+
+  def make_iterator(self) -> Iterator[Batch]:
+    """Yields the batches, of a single process."""
+    num_batches = -(-self.num_rows // self.whole.batch_size)
+    with contextlib.closing(without_references(self.whole).make_iterator()) as iterator:
+      while len(batches := list(itertools.islice(iterator, num_batches))) == num_batches:
+        rows = {name: np.concatenate([each[name] for each in batches])[: self.num_rows] for name in batches[0]}
+        yield {name: x[:, : self.num_columns] if x.ndim > 1 else x for name, x in rows.items() if self._is_kept(name)}
+
+  def _is_kept(self, name: str) -> bool:
+    return not (self.is_bare and name.startswith('segment_'))
 
 
 def _ragged(batch: Mapping[str, Any], rng: np.random.Generator) -> Batch:

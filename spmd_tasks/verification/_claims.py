@@ -13,6 +13,7 @@ from spmd_tasks.verification._decode_claim import decode_cases
 from spmd_tasks.verification._mesh_claims import mesh_cases
 from spmd_tasks.verification._precision_claim import precision_cases
 from spmd_tasks.verification._restart_claim import restart_cases
+from spmd_tasks.verification._row_claims import row_cases
 from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases
 from spmd_tasks.verification._stack_claims import microbatch_cases, pipeline_cases, remat_cases, scan_cases
 
@@ -27,6 +28,7 @@ class Claim:
 
 CLAIMS: Mapping[str, Claim] = {
   'mesh': Claim(sentence='every mesh gives the numbers of one device, padded or not', cases=mesh_cases),
+  'rows': Claim(sentence='rows that the mesh does not divide: the numbers of one device', cases=row_cases),
   'pipeline': Claim(sentence='a pipeline of any schedule gives those of layers in sequence', cases=pipeline_cases),
   'microbatches': Claim(sentence='microbatches of the learner give those of the full batch', cases=microbatch_cases),
   'remat': Claim(sentence='rematerialisation changes no number', cases=remat_cases),

@@ -26,7 +26,7 @@ def mesh_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   any_size = np.random.default_rng((bench.seed, 12)).permutation(range(2, max(bench.num_devices, 2) + 1)).tolist()
   seen = {bench.own_mesh}
   for sizes, wanted in (([bench.num_devices], 2), (uneven, 1), (any_size, num_more)):
-    for mesh in itertools.islice(_drawn_meshes(bench, sizes), wanted + len(seen)):
+    for mesh in itertools.islice(drawn_meshes(bench, sizes), wanted + len(seen)):
       if wanted and mesh not in seen:
         seen.add(mesh)
         wanted -= 1
@@ -46,11 +46,11 @@ def _mesh_case(bench: Bench, mesh: Mesh) -> Case:
 
 def other_mesh(bench: Bench) -> Mesh:
   """Returns a mesh that is not the experiment's, one of `mesh_cases`; one device if there is no other."""
-  meshes = itertools.islice(_drawn_meshes(bench, [bench.num_devices]), 2)
+  meshes = itertools.islice(drawn_meshes(bench, [bench.num_devices]), 2)
   return next((mesh for mesh in meshes if mesh != bench.own_mesh), ())
 
 
-def _drawn_meshes(bench: Bench, sizes: list[int]) -> Iterator[Mesh]:
+def drawn_meshes(bench: Bench, sizes: list[int]) -> Iterator[Mesh]:
   """Yields random meshes that the experiment takes, always the same ones, of the next of `sizes` devices each."""
   rng = np.random.default_rng((bench.seed, 10, *sizes))
   tries = 0

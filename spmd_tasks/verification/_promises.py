@@ -40,6 +40,11 @@ def for_a_pipeline(source: Source) -> TurnedOff:
   return TurnedOff(overrides=_turn_off(source, _RANDOM))
 
 
+def for_few_rows(source: Source, *, is_pipeline: bool) -> TurnedOff:
+  """Returns what to turn off where a batch gets other rows, which groups and shards of it may not divide."""
+  return TurnedOff(overrides=_turn_off(source, _OF_GROUPS | (_RANDOM if is_pipeline else {})))
+
+
 def for_accumulation(source: Source) -> TurnedOff:
   """Returns what to turn off to compare the learner's microbatches with the full batch."""
   overrides = _turn_off(source, _RANDOM | _OF_GROUPS)

@@ -18,7 +18,7 @@ from spmd_tasks.verification._layouts import Mesh
 from spmd_tasks.verification._promises import for_a_pipeline, for_accumulation
 from spmd_tasks.verification._settings import Setting
 
-_STAGE = 'stage'  # the axis that a mesh gets whose model is made a pipeline
+STAGE = 'stage'  # the axis that a mesh gets whose model is made a pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class AsPipeline:
   num_repeats: int
 
   def __call__(self, job: Job, sizes: Mapping[str, int]) -> Job:
-    field, stack = _plain_stack(job.task.model)
+    field, stack = plain_stack(job.task.model)
     pipeline = PipelinedStack(
       block=stack.block,
       num_layers=stack.num_layers,
@@ -43,9 +43,9 @@ class AsPipeline:
     first_size, *other_sizes = job.experiment.ici_mesh_shape
     experiment = dataclasses.replace(
       job.experiment,
-      mesh_axis_names=(first, _STAGE, *others),
-      ici_mesh_shape=(first_size, sizes.get(_STAGE, 1), *other_sizes),
-      axis_rules=stage_axis_rules(job.experiment.axis_rules, _STAGE),
+      mesh_axis_names=(first, STAGE, *others),
+      ici_mesh_shape=(first_size, sizes.get(STAGE, 1), *other_sizes),
+      axis_rules=stage_axis_rules(job.experiment.axis_rules, STAGE),
     )
     new: dict[str, Any] = {field: pipeline}
     task = dataclasses.replace(job.task, model=job.task.model.clone(**new))
@@ -58,7 +58,7 @@ def pipeline_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   job, values = bench.source.base, bench.source.values
   paths = bench.source.paths_of(PipelinedStack)
   try:
-    num_layers = int(values[f'{paths[0]}.num_layers']) if paths else _plain_stack(job.task.model)[1].num_layers
+    num_layers = int(values[f'{paths[0]}.num_layers']) if paths else plain_stack(job.task.model)[1].num_layers
   except UserError as error:
     yield not_applicable('pipeline', 'any schedule', str(error))
     return
@@ -76,7 +76,7 @@ def pipeline_cases(bench: Bench, num_more: int) -> Iterator[Case]:
       own = [f'{path}.{name}' for path in paths for name in (f'schedule={schedule}', f'num_repeats={num_repeats}')]
       setting = Setting(mesh=mesh, overrides=(*reference.overrides, *own))
     else:
-      stages = dict(mesh)[_STAGE]
+      stages = dict(mesh)[STAGE]
       num_microbatches = stages * max(m for m in (1, 2) if _batch_size(job) % (stages * m) == 0)
       change = AsPipeline(schedule=schedule, num_microbatches=num_microbatches, num_repeats=num_repeats)
       setting = Setting(mesh=mesh, overrides=reference.overrides, change=change)
@@ -95,7 +95,7 @@ def _pipeline_mesh(bench: Bench, schedule: ScheduleName, own_microbatches: int |
   names = experiment.mesh_axis_names
   axis = None if own_microbatches is None else stage_axis(names, experiment.axis_rules)
   if axis is None:
-    axis, names = _STAGE, (names[0], _STAGE, *names[1:])
+    axis, names = STAGE, (names[0], STAGE, *names[1:])
   elif dict(bench.own_mesh)[axis] > 1:
     return bench.own_mesh
   divided = own_microbatches or _batch_size(bench.source.base)
@@ -187,7 +187,7 @@ remat_cases = functools.partial(_field_cases, claim='remat', field='remat_policy
 scan_cases = functools.partial(_field_cases, claim='scan', field='scan', new=(False, True))
 
 
-def _plain_stack(model: Any) -> tuple[str, TransformerStack]:
+def plain_stack(model: Any) -> tuple[str, TransformerStack]:
   """Returns the name and the value of the model's field that holds its stack of layers.
 
   Raises:

@@ -7,7 +7,7 @@ import numpy as np
 
 from spmd_tasks.inputs import SyntheticText
 
-FORMS = ('full', 'padded', 'packed', 'weighted')
+FORMS = ('full', 'padded', 'packed', 'weighted', 'bare')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,10 +16,13 @@ class FormedText(SyntheticText):
 
   Fields:
     form: 'full': whole rows. 'padded': rows of 0 to T tokens. 'packed': up to three documents a row, then padding.
-      'weighted': whole rows whose tokens weigh 0 to 2.
+      'weighted': whole rows whose tokens weigh 0 to 2. 'bare': whole rows, without segments: no layer can tell padding.
   """
 
   form: str = 'padded'
+
+  def element_spec(self) -> Any:
+    return _bare(super().element_spec()) if self.form == 'bare' else super().element_spec()
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> Any:
     return _FormedRows(super().make_iterator(shard_index, shard_count), self.form)
@@ -52,10 +55,14 @@ class _FormedRows:
       batch['segment_pos'][:] = np.maximum(columns - np.maximum.accumulate(begins, axis=1), 0)
     elif self._form == 'weighted':
       batch['weights'] *= (first % 5)[:, None].astype(np.float32) / 2
-    return batch
+    return _bare(batch) if self._form == 'bare' else batch
 
   def __getattr__(self, name):
     return getattr(self._rows, name)
+
+
+def _bare(batch: Any) -> Any:
+  return {name: each for name, each in batch.items() if not name.startswith('segment')}
 
 
 def _keep(batch: Any, is_text: np.ndarray) -> None:

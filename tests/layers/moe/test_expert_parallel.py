@@ -11,6 +11,7 @@ from spmd_tasks.layers.moe._expert_parallel import ExpertLayout, expert_layout, 
 from spmd_tasks.sharding import MeshSpec, ShardingScope, data_expert_model_axes, data_model_axes, hidden_sharding_axes
 
 ACTIVATION_SPLIT_DIMS = ('batch', 'seq', 'act_embed')
+TOKENS = (8, 4)
 FORMS = {
   # T5X's two forms and MegaBlocks' on 8 devices; (exchange, gathered, summed, up_embed).
   'experts along data': (
@@ -40,7 +41,7 @@ def weights(rng):
 @pytest.mark.parametrize('axes, expected', FORMS.values(), ids=FORMS)
 def test_of_the_known_forms(axes, expected, weights):
   mesh = MeshSpec(axis_names=axes.mesh_axis_names, ici_mesh_shape=axes.ici_mesh_shape).build()
-  layout = expert_layout(ShardingScope(mesh, axes.axis_rules), weights, ACTIVATION_SPLIT_DIMS)
+  layout = expert_layout(ShardingScope(mesh, axes.axis_rules), weights, ACTIVATION_SPLIT_DIMS, TOKENS)
   assert (layout.exchange, layout.gathered, layout.summed, layout.up_embed) == expected
   assert layout.up_embed == layout.down_embed
   assert set(layout.tokens) == {axis for axis in axes.batch_axes if mesh.shape[axis] > 1}
@@ -49,7 +50,7 @@ def test_of_the_known_forms(axes, expected, weights):
 
 def test_fsdp_over_an_axis_without_tokens_is_left_to_the_border(weights):
   scope = ShardingScope(*mesh_and_rules({'data': 4, 'mdl': 2}, {'batch': 'data', 'expert_embed': 'mdl'}))
-  layout = expert_layout(scope, weights, ACTIVATION_SPLIT_DIMS)
+  layout = expert_layout(scope, weights, ACTIVATION_SPLIT_DIMS, TOKENS)
   assert (layout.up_embed, layout.down_embed, layout.all_axes) == ((), (), ('data',))
 
 
@@ -57,7 +58,7 @@ def test_up_and_down_must_agree(weights):
   scope = ShardingScope(*mesh_and_rules({'data': 4, 'mdl': 2}, {'batch': 'data', 'expert': 'data'}))
   weights = weights.replace(down_split_dims=('mdl', None, None))
   with pytest.raises(ValueError, match=r"experts over \('data',\).*down_split_dims=.* over \('mdl',\).*the same"):
-    expert_layout(scope, weights, ACTIVATION_SPLIT_DIMS)
+    expert_layout(scope, weights, ACTIVATION_SPLIT_DIMS, TOKENS)
 
 
 @pytest.mark.parametrize(
