@@ -45,6 +45,7 @@ from spmd_tasks.runtime import (
   format_parameter_table,
   make_writer,
 )
+from spmd_tasks.sharding import even_spec, infer_partition_spec_based_on_rank, num_parts, spec_axes
 
 
 def train(
@@ -334,18 +335,35 @@ def _refuse_job_of_paxml(job_log_dir: epath.Path) -> None:
 def _describe(model: PartitionedModel, origin: str) -> str:
   axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
   padding = f', {100 * model.padding_waste:.1f}% more stored as padding' if model.padding_waste else ''
-  padded = [
-    f'{name}: {true.shape[0]} rows padded to {model.input_layout.padded[name].shape[0]}'
-    for name, true in model.input_layout.spec.items()
-    if true.shape != model.input_layout.padded[name].shape
-  ]
   trained = ''
   if model.has_frozen_weights:
     share = model.num_trained_params / model.total_num_params
     trained = f', {model.num_trained_params:,} of them trained ({share:.2%})'
-  note = f'; the batch is smaller than the mesh wants ({padded[0]})' if padded else ''
   devices = f'{model.mesh.size} {jax.devices()[0].platform} devices'
-  return f'{model.total_num_params:,} parameters{trained}{padding}, mesh {axes} ({devices}), {origin}{note}'
+  return (
+    f'{model.total_num_params:,} parameters{trained}{padding}, mesh {axes} ({devices}), {origin}{_uneven_rows(model)}'
+  )
+
+
+def _uneven_rows(model: PartitionedModel) -> str:
+  """Says so if the devices that split a batch, or a microbatch of the learner, do not divide its rows."""
+  mesh, true = model.mesh, next(iter(model.input_layout.spec.values()))
+  spec = infer_partition_spec_based_on_rank(
+    len(true.shape), model.inputs_split_mapping, mesh.axis_names, model.axis_rules
+  )
+  if spec is None:
+    return ''
+  num_microbatches = model.task.learner.num_microbatches
+  num_rows = true.shape[0] // num_microbatches
+  even = even_spec(spec, (num_rows,), mesh.shape)
+  wanted, used = (num_parts(spec_axes(each, len(each))[0], mesh.shape) for each in (spec, even))
+  if wanted == used:
+    return ''
+  part = 'microbatch' if num_microbatches > 1 else 'batch'
+  return (
+    f'; the rows of a {part}, {num_rows}, are no multiple of the {wanted} devices that split them, so each computes '
+    f'{num_rows // used}: a multiple of {wanted} is faster'
+  )
 
 
 def _batch_size(model: PartitionedModel) -> int:

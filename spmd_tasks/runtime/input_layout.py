@@ -36,7 +36,7 @@ class InputLayout:
   Attributes:
     spec: true global shapes, B rows.
     padded: shapes on the mesh, with the zero rows, and their NamedShardings.
-    split_specs: the PartitionSpec of each input inside a step, by its rank, over axes that divide its true rows; None
+    split_specs: the PartitionSpec of each input inside a step, by its rank, over axes that divide its true shape; None
       keeps the layout of the mesh.
     row_positions: batch size -> the position of each true row in the padded array, int [B].
   """

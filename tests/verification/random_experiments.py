@@ -89,6 +89,7 @@ class Drawn(SyntheticLanguageModel):
   capacity_form: str = 'einsum'
   dispatch: str = 'ring'
   recompute: bool = False
+  ring_attention: bool = False
 
   def _norm(self):
     return fdl.Config(LayerNorm) if self.norm == 'layer' else super().block(None).norm
@@ -153,6 +154,8 @@ class Drawn(SyntheticLanguageModel):
     attention.qk_norm, attention.use_bias, attention.window = self.qk_norm, self.use_bias, self.window
     if not self.rotary:
       attention.rotary = None
+    if self.ring_attention:
+      attention.implementation = 'ring'
     return block
 
   def stack(self):
@@ -221,7 +224,7 @@ def _optax_adafactor(learning_rate: float) -> optax.GradientTransformation:
 def draw_settings(rng: random.Random) -> Settings:
   """Draws an experiment: what it computes, whatever the layout. Most dims divide no mesh axis."""
   heads, kv_share = rng.choice([(2, 1), (3, 1), (4, 2), (3, 3), (6, 3), (4, 4)])
-  batch_size = rng.choice([8, 8, 12, 16, 6])
+  batch_size, length = rng.choice([8, 8, 12, 16, 6, 3, 4, 5, 7, 9]), rng.choice([8, 8, 7])
   settings: Settings = {
     'seed': rng.randrange(1000),
     'vocab_size': rng.choice([17, 24, 31, 33]),
@@ -231,6 +234,7 @@ def draw_settings(rng: random.Random) -> Settings:
     'num_layers': rng.choice([1, 2, 2, 3, 4, 5]),
     'hidden_dims': rng.choice([11, 12, 16, 18, 21]),
     'batch_size': batch_size,
+    'seq_len': length,
     'form': rng.choice(FORMS),
     'norm': rng.choice(['rms', 'rms', 'layer']),
     'tied': rng.random() < 0.6,
@@ -242,7 +246,7 @@ def draw_settings(rng: random.Random) -> Settings:
     'optimizer_name': rng.choice(['adamw', 'adamw', 'adafactor', 'adafactor', 'sgd', 'lamb', 'optax_adafactor']),
     'ema_decay': rng.choice([None, 0.9]),
     'clip_global_norm': rng.choice([None, 1.0, 0.1]),
-    'grad_microbatches': rng.choice([1, 1, 1, 2, batch_size // 2]),
+    'grad_microbatches': rng.choice([1, 1, *(m for m in range(2, batch_size + 1) if batch_size % m == 0)]),
     'dropout': rng.choice([0.0, 0.0, 0.0, 0.2]),
     'ffn_kind': rng.choice(
       ['plain', 'gated', 'gated', 'dropless', 'dropless', 'capacity', 'capacity', 'expert_choice']
@@ -271,7 +275,7 @@ def draw_settings(rng: random.Random) -> Settings:
   if rows > 1:
     settings['load_balance_shards'] = rng.choice([1, 1, 2 if rows % 2 == 0 else 1, rows])
   if settings['ffn_kind'] != 'dropless':
-    sizes = [None, None, 4, 2] + [8 * n for n in (2, rows) if rows % n == 0]
+    sizes = [None, None, *([4, 2] if length == 8 else [])] + [length * n for n in (2, rows) if rows % n == 0]
     settings['group_size'] = rng.choice(sizes)
   if top_k:
     settings |= {

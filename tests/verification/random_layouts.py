@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd_tasks.sharding import (
   DEFAULT_AXIS_RULES,
+  context_axis_rules,
   data_expert_model_axes,
   data_model_axes,
   hidden_sharding_axes,
@@ -40,9 +41,11 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
   if rng.random() < 0.45 and not settings['dropout'] and not settings.get('jitter'):
     stages = _draw_stages(rng, settings, num_devices, layout)
   rest = num_devices // stages
-  kind = rng.choice(['dense', 'expert', 'two_data', 'hidden'] if is_moe else ['dense'])
+  kind = rng.choice(['dense', 'expert', 'apart', 'two_data', 'hidden'] if is_moe else ['dense'])
   names, sizes = ['replica', 'data', 'mdl'], None
-  if kind == 'expert' or (kind == 'two_data' and not _fits(_two_data, rest, settings)):
+  if kind == 'apart':
+    names = ['replica', 'data', 'expert', 'mdl']
+  elif kind == 'expert' or (kind == 'two_data' and not _fits(_two_data, rest, settings)):
     kind, names = 'expert', ['replica', 'data', 'expert', 'mdl']
   elif kind == 'two_data':
     sizes = list(_two_data(rest, settings).ici_mesh_shape)
@@ -53,7 +56,10 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
     else:
       kind = 'expert'
   if sizes is None:
+    if rng.random() < 0.3:
+      names.insert(2, 'context')
     sizes = _factorise(rng, rest, len(names))
+    layout['ring_attention'] = 'context' in names and sizes[2] > 1 and rng.random() < 0.5
   if stages > 1:
     names.insert(1, 'stage')
     sizes.insert(1, stages)
@@ -128,6 +134,8 @@ def rules_of(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
   kind = layout['rules']
   if kind == 'dense':
     rules = DEFAULT_AXIS_RULES
+  elif kind == 'apart':  # experts have an axis to themselves, which does not split the batch
+    rules = tuple(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'expert')
   elif kind == 'expert':
     # Of any sizes: the rules name axes only.
     rules = data_expert_model_axes(
@@ -135,6 +143,8 @@ def rules_of(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     ).axis_rules
   else:
     rules = (_two_data if kind == 'two_data' else _hidden)(num_devices, settings).axis_rules
+  if 'context' in layout['mesh_axis_names']:
+    rules = context_axis_rules(rules)
   return stage_axis_rules(rules) if 'stage' in layout['mesh_axis_names'] else rules
 
 
