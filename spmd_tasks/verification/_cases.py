@@ -150,8 +150,8 @@ def broken(
 def reproduce(bench: Bench, claim: str, setting: Setting) -> str:
   """Returns the command that checks one claim in one setting."""
   command = f'spmd-tasks {shlex.join(bench.source.flags)} --mode verify --claims {claim}'
-  if setting.change is not None:  # a stack that was made a pipeline, over an axis that the experiment's mesh lacks
+  sizes, names = dict(setting.mesh), bench.source.base.experiment.mesh_axis_names
+  if not {*sizes} <= {*names}:  # a stack that was made a pipeline, over an axis that the experiment's mesh lacks
     return f'{command} --num_fake_devices {bench.num_devices} --seed {bench.seed}'
-  sizes = dict(setting.mesh)
-  shape = ','.join(str(sizes.get(name, 1)) for name in bench.source.base.experiment.mesh_axis_names)
+  shape = ','.join(str(sizes.get(name, 1)) for name in names)
   return f'{command} --ici_mesh_shape {shape} --num_fake_devices {setting.num_devices}'

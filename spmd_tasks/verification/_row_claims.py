@@ -1,12 +1,10 @@
 """The claim that rows which the mesh does not divide change no number: those of a batch, or of a microbatch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import itertools
-from typing import Any
 
-import jax
 import numpy as np
 
 from spmd_tasks.errors import UserError
@@ -19,6 +17,7 @@ from spmd_tasks.verification._cases import Case, agreement, not_applicable
 from spmd_tasks.verification._layouts import Mesh
 from spmd_tasks.verification._mesh_claims import drawn_meshes
 from spmd_tasks.verification._promises import for_few_rows
+from spmd_tasks.verification._runner import Runner
 from spmd_tasks.verification._settings import Setting, build_job
 from spmd_tasks.verification._stack_claims import STAGE, AsPipeline, plain_stack
 
@@ -45,7 +44,7 @@ def row_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   experiment, values = bench.source.base.experiment, bench.source.values
   names, rules = experiment.mesh_axis_names, experiment.axis_rules
   axes = [axis for axis in names if axis in row_axes(names, rules, experiment.inputs_split_mapping)]
-  is_bare = next((bare for bare in (True, False) if _can_run(bench.source.base, bare)), None)
+  is_bare = next((bare for bare in (True, False) if _can_run(bench, bare)), None)
   if not axes or is_bare is None or bench.num_devices == 1:
     reason = 'nothing splits rows' if is_bare is not None else 'the model takes batches of one size'
     yield not_applicable('rows', 'uneven rows', reason)
@@ -53,16 +52,17 @@ def row_cases(bench: Bench, num_more: int) -> Iterator[Case]:
   stage = stage_axis(names, rules)
   data = next((axis for axis in reversed(axes) if axis not in (stage, 'context')), axes[-1])
   half = max(bench.num_devices // 2, 1)
-  beside: list[Mesh] = [((axis, 2), (data, half)) for axis in names if axis != data]
+  beside: list[Mesh] = [_in_order(names, {axis: 2, data: half}) for axis in names if axis != data]
   with contextlib.suppress(UserError):
     plain_stack(bench.source.base.task.model)
     beside.append(((STAGE, 2), (data, half)))
   counts = (1, 3) if _MICROBATCHES in values else (1,)
   rng = np.random.default_rng((bench.seed, 40))
   drawn = itertools.islice(drawn_meshes(bench, [bench.num_devices]), num_more)
-  wanted = [(bench.own_mesh, count) for count in counts]
-  wanted += [(mesh, 1) for mesh in beside] + [(mesh, int(rng.choice(counts))) for mesh in drawn]
-  for mesh, num_microbatches in wanted:
+  own = _in_order(names, dict(bench.own_mesh))
+  wanted = [(own, count) for count in counts] + [(mesh, 1) for mesh in beside]
+  wanted += [(_in_order(names, dict(mesh)), int(rng.choice(counts))) for mesh in drawn]
+  for mesh, num_microbatches in dict.fromkeys(wanted):
     case = _row_case(bench, mesh, num_microbatches, is_bare)
     with contextlib.suppress(UserError):  # the experiment refuses this mesh
       build_job(bench.source, case.settings[1])
@@ -98,20 +98,19 @@ def _row_case(bench: Bench, mesh: Mesh, num_microbatches: int, is_bare: bool) ->
   return agreement('rows', setting, reference, subject=f'{subject}, {setting}', remark=turned_off.remark)
 
 
+def _in_order(names: Sequence[str], sizes: Mapping[str, int]) -> Mesh:
+  return tuple((name, sizes[name]) for name in names if sizes.get(name, 1) > 1)
+
+
 def _length(job: Job) -> int:
   return max(leaf.shape[1] for leaf in job.train_input.element_spec().values() if len(leaf.shape) > 1)
 
 
-def _can_run(job: Job, is_bare: bool) -> bool:
-  """Whether the model and its loss take a batch of three rows, with or without what marks padding."""
-  spec: Any = CutInput(job.train_input, num_rows=3, is_bare=is_bare).element_spec()
-
-  def loss(batch: Any) -> Any:
-    key = job.task.make_key(0)
-    return job.task.compute_loss(job.task.init_variables(key, batch), batch, train=True, rng=key).loss
-
+def _can_run(bench: Bench, is_bare: bool) -> bool:
+  """Whether model and loss take a batch of three rows, with or without what marks padding, on one device."""
+  overrides = for_few_rows(bench.source, is_pipeline=False).overrides
   try:
-    jax.eval_shape(loss, spec)
+    Runner(bench.source, Setting(overrides=overrides, change=Cut(num_rows=3, is_bare=is_bare))).model.train_step.lower()
   except Exception:  # of a user's model, of any kind
     return False
   return True

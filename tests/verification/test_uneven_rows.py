@@ -1,0 +1,71 @@
+"""The claim `rows` finds both ways in which rows that filled up a batch once had a gradient, when they are put back.
+
+Both are XLA's: where an activation is split unevenly, what fills up a device's part gets a gradient from whatever
+counts rows without a mask, and the scatter-add of a look-up adds it to row 0 of the table.
+"""
+
+import dataclasses
+
+import fiddle as fdl
+import jax.numpy as jnp
+import optax
+import pytest
+
+from spmd_tasks.layers import LossOutput
+from spmd_tasks.recipes import MoeLanguageModel, SyntheticLanguageModel
+from spmd_tasks.sharding import ShardingScope, even_spec, split_dims_to_partition_spec
+from spmd_tasks.verification import CLAIMS, Bench
+from tests.runtime.loss_curves import source_of
+from tests.verification.planted_bugs import Planted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainMean:
+  """A user's own loss: the mean over all tokens, without weights."""
+
+  def __call__(self, predictions, batch) -> LossOutput:
+    loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(predictions['logits'], batch['labels']))
+    return LossOutput(loss=loss, weight=jnp.float32(batch['labels'].size), metrics={}, per_example={})
+
+
+class OwnMean(Planted):
+  def block(self, ffn):
+    return SyntheticLanguageModel.block(self, ffn)  # with attention
+
+  def loss(self):
+    return fdl.Config(PlainMean)
+
+
+class RouterLosses(Planted, MoeLanguageModel):
+  mesh_axis_names = ('replica', 'data', 'expert', 'mdl')
+  ici_mesh_shape = (1, 2, 2, 1)
+  num_experts, num_selected_experts = 2, 1
+  router_z_weight = 0.1
+
+
+def split_unevenly(scope, split_dims, shape, *, is_even=False):
+  spec = split_dims_to_partition_spec(split_dims, scope.mesh.axis_names, scope.axis_rules)
+  return even_spec(spec, shape, scope.mesh.shape) if is_even else spec  # a `shard_map` takes no other
+
+
+@pytest.mark.parametrize(
+  'experiment, subject',
+  [
+    (OwnMean, '3 rows in 3 microbatches, data 2 x mdl 2'),
+    (RouterLosses, '3 rows, data 2 x expert 2'),
+  ],
+)
+def test_rows_that_fill_up_have_no_gradient_and_are_found_if_they_have(experiment, subject, monkeypatch, tmp_path):
+  def compare():
+    bench = Bench(source_of(experiment), num_devices=4, directory=str(tmp_path), num_steps=1)
+    try:
+      (case,) = (case for case in CLAIMS['rows'].cases(bench, 0) if case.subject == subject)
+      reference, setting = case.settings
+      return bench.agree(setting, reference, train=False)
+    finally:
+      bench.close()
+
+  found = compare()
+  assert (found.first, found.num_steps) == (None, 1)
+  monkeypatch.setattr(ShardingScope, 'activation_spec', split_unevenly)
+  assert compare().first.leaf == 'gradients/embedding/table'
