@@ -4,7 +4,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
@@ -200,6 +200,33 @@ def test_constrain_shards_inside_a_scope(mesh):
   np.testing.assert_array_equal(y, x * 2)
 
 
+@pytest.mark.parametrize(
+  'split_dims, shape, expected',
+  [
+    (('batch', 'mlp'), (8, 3), P(('replica', 'data'), 'mdl')),  # features may be uneven
+    (('batch', 'mlp'), (4, 3), P('data', 'mdl')),  # replica 2 x data 4: those that make the most parts
+    (('batch', 'mlp'), (6, 4), P('replica', 'mdl')),
+    (('batch', 'mlp'), (3, 4), P(None, 'mdl')),
+    (('mlp', 'data'), (3, 6), P('mdl', None)),  # by the axis, whatever dim it splits
+    (('batch',), (2, 5, 7), P('replica')),  # of the first dims only
+  ],
+)
+def test_rows_are_split_evenly_or_over_fewer_devices(split_dims, shape, expected):
+  mesh = AbstractMesh((2, 4, 2), ('replica', 'data', 'mdl'))
+  with specs.sharding_scope(mesh, (('batch', ('replica', 'data')), ('mlp', 'mdl'))) as scope:
+    assert scope.activation_spec(split_dims, shape) == expected
+
+
+def test_the_axes_of_rows_are_those_of_batch_and_seq_and_of_the_inputs():
+  names, rules = ('stage', 'data', 'context', 'mdl'), (('batch', ('stage', 'data')), ('seq', 'context'), ('x', 'mdl'))
+  assert specs.row_axes(names, rules) == {'stage', 'data', 'context'}
+  assert specs.row_axes(names, (), {'map_1d': ('data',), 'map_2d': (('data', 'mdl'), None), 'map_3d': None}) == {
+    'data',
+    'mdl',
+  }
+  assert specs.row_axes(names, ()) == set()
+
+
 def test_constrain_takes_dims_that_the_mesh_does_not_divide(mesh):
   @jax.jit
   def step(x):
@@ -219,8 +246,8 @@ def test_scopes_nest_and_belong_to_their_thread(mesh):
   seen_by_thread = []
   with specs.sharding_scope(mesh, RULES):
     with specs.sharding_scope(mesh, ()):
-      assert specs.current_sharding_scope() == specs.ShardingScope(mesh, ())
-    assert specs.current_sharding_scope() == specs.ShardingScope(mesh, RULES)
+      assert specs.current_sharding_scope() == specs.ShardingScope(mesh, (), specs.row_axes(mesh.axis_names, RULES))
+    assert specs.current_sharding_scope() == specs.ShardingScope(mesh, RULES, specs.row_axes(mesh.axis_names, RULES))
     thread = threading.Thread(target=lambda: seen_by_thread.append(specs.current_sharding_scope()))
     thread.start()
     thread.join()

@@ -254,13 +254,13 @@ def test_bfloat16_weights_keep_the_type_of_x(form, rng):
   np.testing.assert_allclose(y, expected, atol=0.05)
 
 
-NUM_ROWS, LENGTH, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM = 9, 6, 6, 4, 7
+NUM_ROWS, LENGTH, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM = 8, 6, 6, 4, 7
 
 
 @both_forms
 @pytest.mark.parametrize('case', MESHES.values(), ids=MESHES)
 def test_eight_devices_compute_what_one_does(case, form, rng):
-  """9 rows and 6 experts, which no mesh here divides. Tokens move by all-to-alls, and weights not at all."""
+  """6 experts and 7 hidden units, which no mesh here divides. Tokens move by all-to-alls, and weights not at all."""
   axes, rules, num_all_to_alls, num_all_gathers = case
   mesh, rules = mesh_and_rules(axes, rules)
   x, cotangent = rng.normal(size=(2, NUM_ROWS, LENGTH, MODEL_DIM))
