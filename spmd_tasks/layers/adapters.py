@@ -168,6 +168,7 @@ def declare_low_rank(
     init=lambda rng, shape, dtype: jax.random.uniform(rng, shape, dtype, -bound, bound),
     split_dims=a_split,
     tags=tags,
+    num_input_dims=None if choices else num_input_dims,
   ).astype(dtype)
   b = declare_weight(
     module,
@@ -176,6 +177,7 @@ def declare_low_rank(
     init=jax.nn.initializers.zeros,
     split_dims=b_split,
     tags=tags,
+    num_input_dims=None if choices else 1,
   ).astype(dtype)
   if token_split_dims is not None and not choices:  # the tokens of generation are fewer than the numbers of adapters
     a, b = gather_for_tokens(a, a_split, token_split_dims), gather_for_tokens(b, b_split, token_split_dims)

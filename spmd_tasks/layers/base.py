@@ -34,6 +34,7 @@ def declare_weight(
   init: Initializer,
   split_dims: SplitDims,
   tags: tuple[str, ...] = (),
+  num_input_dims: int | None = None,
 ) -> jax.Array:
   """Declares a float32 weight of a Linen module and returns its value.
 
@@ -43,7 +44,7 @@ def declare_weight(
     shape: one entry per dim.
     init: draws the initial value, init(rng, shape, dtype).
     split_dims: one entry per dim, or None for a weight that is not sharded.
-    tags: see WeightSpec.
+    tags, num_input_dims: see WeightSpec.
 
   Raises:
     UserError: split_dims does not have one entry per dim.
@@ -52,7 +53,7 @@ def declare_weight(
   if split_dims is not None and len(split_dims) != len(shape):
     path = '/'.join((*module.path, name))
     raise UserError(f'weight {path} of shape {shape} has split dims {split_dims}: give one entry per dim.')
-  spec = WeightSpec(shape=shape, init=init, split_dims=split_dims, tags=tags)
+  spec = WeightSpec(shape=shape, init=init, split_dims=split_dims, tags=tags, num_input_dims=num_input_dims)
   # Linen unboxes the WeightBox that the initializer returns; the types do not say so.
   return cast(jax.Array, module.param(name, spec))
 

@@ -67,10 +67,18 @@ class TokenEmbedding(nn.Module, kw_only=True):
   def setup(self):
     table_init = self.table_init or jax.nn.initializers.normal(1.0 / math.sqrt(self.embed_dim))
     shape = (self.vocab_size, self.embed_dim)
-    self.table = declare_weight(self, 'table', shape=shape, init=table_init, split_dims=self.table_split_dims)
+    # Neither is a matrix to optimizers: Muon's publications leave embeddings and the output head to AdamW.
+    self.table = declare_weight(
+      self, 'table', shape=shape, init=table_init, split_dims=self.table_split_dims, num_input_dims=0
+    )
     if not self.tied:
       self.softmax_kernel = declare_weight(
-        self, 'softmax_kernel', shape=shape[::-1], init=FanInNormal(), split_dims=self.softmax_split_dims
+        self,
+        'softmax_kernel',
+        shape=shape[::-1],
+        init=FanInNormal(),
+        split_dims=self.softmax_split_dims,
+        num_input_dims=0,
       )
     adapter = None if self.tied else adapter_of(self.adapters, 'softmax_kernel')
     self.low_rank = None

@@ -50,7 +50,14 @@ class Linear(nn.Module, kw_only=True):
     output_dims = (self.output_dims,) if isinstance(self.output_dims, int) else tuple(self.output_dims)
     shape = x.shape[x.ndim - self.num_input_dims :] + output_dims
     kernel_init = self.kernel_init or FanInNormal(num_input_dims=self.num_input_dims)
-    kernel = declare_weight(self, 'kernel', shape=shape, init=kernel_init, split_dims=self.split_dims)
+    kernel = declare_weight(
+      self,
+      'kernel',
+      shape=shape,
+      init=kernel_init,
+      split_dims=self.split_dims,
+      num_input_dims=self.num_input_dims,
+    )
     token_split_dims = None
     if self.activation_split_dims is not None and x.size >= kernel.size:  # fewer tokens, as in decoding, travel instead
       token_split_dims = self.activation_split_dims[: x.ndim - self.num_input_dims]

@@ -20,13 +20,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd_tasks.learning.expert_weights import EXPERT_TAG
+from spmd_tasks.learning.layer_weights import num_separate_dims
 from spmd_tasks.sharding import WeightSpec
-
-
-def num_separate_dims(weight: WeightSpec) -> int:
-  """Returns how many leading dims count separate weights: layers of a stack, then experts."""
-  return weight.stacked + (EXPERT_TAG in weight.tags)
 
 
 def scale_by_adafactor(

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import optax
 
-from spmd_tasks.learning.adafactor import num_separate_dims
+from spmd_tasks.learning.layer_weights import num_separate_dims
 from spmd_tasks.sharding import WeightSpec, replicated_spec
 
 LeafRule = Callable[[str, Any, WeightSpec | None], WeightSpec]

@@ -41,6 +41,8 @@ class WeightSpec:
       `balance_bias` (updated by expert load, not by the optimizer), `adapter` (of a low-rank adapter), `frozen` (not
       trained).
     stacked: how many leading dims count layers: one per `nn.scan`, two in a circular pipeline.
+    num_input_dims: of a layer's matrix, how many dims are inputs; the others are outputs: 1 for [D, F] and [D, H, K], 2
+      for [H, K, D]. 0 for a weight that is no matrix, such as a table; None where the layer does not say it.
   """
 
   shape: tuple[int, ...]
@@ -49,6 +51,7 @@ class WeightSpec:
   dtype: Any = jnp.float32
   tags: tuple[str, ...] = ()
   stacked: int = 0
+  num_input_dims: int | None = None
 
   def __post_init__(self):
     if self.split_dims is not None and len(self.split_dims) != len(self.shape):
@@ -68,7 +71,13 @@ class WeightSpec:
     if self.init is None:
       raise UserError('this WeightSpec has no initializer: pass init, or read the existing weight.')
     split_dims = self.split_dims if self.split_dims is not None else (None,) * len(self.shape)
-    return WeightBox(value=self.init(rng, self.shape, self.dtype), split_dims=split_dims, tags=self.tags, stacked=0)
+    return WeightBox(
+      value=self.init(rng, self.shape, self.dtype),
+      split_dims=split_dims,
+      tags=self.tags,
+      stacked=0,
+      num_input_dims=self.num_input_dims,
+    )
 
 
 class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
@@ -78,6 +87,7 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
   split_dims: tuple[SplitDim, ...] = struct.field(pytree_node=False)
   tags: tuple[str, ...] = struct.field(pytree_node=False)
   stacked: int = struct.field(pytree_node=False)
+  num_input_dims: int | None = struct.field(pytree_node=False, default=None)
 
   def unbox(self) -> Any:
     return self.value
@@ -122,6 +132,7 @@ def weight_specs(boxed_weights: Any, *, is_strict: bool = True) -> Any:
       dtype=leaf.value.dtype,
       tags=leaf.tags,
       stacked=leaf.stacked,
+      num_input_dims=leaf.num_input_dims,
     )
 
   return jax.tree_util.tree_map_with_path(spec_of, boxed_weights, is_leaf=lambda x: isinstance(x, WeightBox))

@@ -128,7 +128,12 @@ class LatentAttention(nn.Module, kw_only=True):
     key_rope = self.rotary(key_rope[:, :, None, :], segment_pos)
     shape = (self.kv_rank, self.num_heads, self.nope_head_dim + self.value_head_dim)
     kernel = declare_weight(
-      self, 'kv_up', shape=shape, init=FanInNormal(scale=self.init_scale), split_dims=self.up_split_dims
+      self,
+      'kv_up',
+      shape=shape,
+      init=FanInNormal(scale=self.init_scale),
+      split_dims=self.up_split_dims,
+      num_input_dims=1,
     )
     low_rank, magnitude = self._adapter_of_kv_up(kernel)
     kv_up = kernel.astype(self.dtype)

@@ -94,7 +94,9 @@ class LearnedPositions(nn.Module, kw_only=True):
         'shorten the input.'
       )
     shape = (self.max_len, x.shape[-1])
-    table = declare_weight(self, 'table', shape=shape, init=self.table_init, split_dims=self.split_dims)
+    table = declare_weight(
+      self, 'table', shape=shape, init=self.table_init, split_dims=self.split_dims, num_input_dims=0
+    )
     vectors = jnp.take(table, positions, axis=0, mode='fill', fill_value=jnp.nan)
     return constrain(x.astype(self.dtype) + vectors.astype(self.dtype), self.activation_split_dims)
 

@@ -133,6 +133,7 @@ class Experts(nn.Module, kw_only=True):
         init=FanInNormal(scale=scale, num_stacked_dims=1),
         split_dims=split_dims,
         tags=('expert',),
+        num_input_dims=1,
       )
       if (adapter := adapter_of(self.adapters, name)) is not None:
         return self._adapted(adapter, name, weight, split_dims)

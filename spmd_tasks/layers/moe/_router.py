@@ -90,6 +90,7 @@ class Router(nn.Module, kw_only=True):
       shape=(x.shape[-1], self.num_experts),
       init=FanInNormal(scale=self.init_scale),
       split_dims=self.split_dims,
+      num_input_dims=1,
     )
     logits = jnp.einsum('btd,de->bte', x, kernel, precision='highest')
     if self.use_bias:
