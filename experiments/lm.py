@@ -12,7 +12,7 @@ from spmd_tasks import register
 from spmd_tasks.inputs import Mixture, SyntheticText
 from spmd_tasks.layers import GatedFeedForward, TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Rotary
-from spmd_tasks.learning import Adafactor
+from spmd_tasks.learning import Adafactor, Muon
 from spmd_tasks.recipes import DenseLanguageModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules
 
@@ -52,6 +52,15 @@ class MixtureTiny(StdlibTiny):
       seed=self.seed,
       **settings,
     )
+
+
+@register
+class MuonTiny(StdlibTiny):
+  """lm.StdlibTiny with Muon, whose directions are as large as AdamW's, so that the learning rate stays."""
+
+  def optimizer(self) -> fdl.Config[Muon]:
+    adam = super().optimizer()
+    return fdl.Config(Muon, learning_rate=adam.learning_rate, weight_decay=adam.weight_decay)
 
 
 @register

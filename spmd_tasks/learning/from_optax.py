@@ -10,12 +10,12 @@ Any other transformation, or a chain of several, becomes a function of the learn
     FromOptax(factory=clipped_yogi, learning_rate=1e-3, arguments={'max_delta': 1.0})
 
 State of the optimizer is sharded, padded and checkpointed like the weights (`optimizer_specs.py`), and kept in a step
-that is not finite. The results are those of plain optax on unsharded weights of the same shapes. So a stack of layers
-[L, ...] is one weight to the optimizer: LAMB's trust ratio and Adafactor's factored moments are those of all L layers
-together. `Adafactor` in `optimizers.py` treats layers separately.
+that is not finite. The results are those of plain optax on the unsharded weights of single layers, each a matrix as its
+WeightSpec declares it: LAMB's trust ratios, Adafactor's moments and Muon's products are those of a layer, of an expert, of
+joined heads (`layerwise.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import difflib
 import inspect
@@ -26,10 +26,13 @@ import jax.numpy as jnp
 import optax
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.learning.layerwise import layerwise
 from spmd_tasks.learning.schedules import LearningRate, check_learning_rate, learning_rate_at
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite
 
 _LEARNING_RATE = 'learning_rate'
+# They know weights as one vector, so that a stack makes no difference; `layerwise` does not see that.
+_ON_ALL_WEIGHTS = (optax.lbfgs,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,12 +99,23 @@ class FromOptax:
     loss.
 
     Raises:
-      UserError: on the call of `init` or `update`: the state has PRNG keys, or the optimizer needs other arguments.
+      UserError: on the call of `init` or `update`: the state has PRNG keys, the optimizer needs other arguments, or it
+        can treat neither whole stacks nor single layers.
     """
-    del weight_specs
+
+    def of_layers(names: Sequence[str], arguments: Sequence[Any]) -> Any:
+      def init(weights: Any) -> Any:
+        return self._build(learning_rate_at(self.learning_rate, 0)).init(weights)
+
+      def update(grads: Any, state: Any, weights: Any, learning_rate: jax.Array, *more: Any) -> Any:
+        return self._build(learning_rate).update(grads, state, weights, **dict(zip(names, more)))
+
+      if self.factory in _ON_ALL_WEIGHTS:
+        return init, update
+      return layerwise(init, update, weight_specs, arguments, self._name())
 
     def init(weights: Any) -> Any:
-      state = self._build(learning_rate_at(self.learning_rate, 0)).init(weights)
+      state = of_layers(('value',), [jnp.zeros(())] * 2)[0](weights)
       for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
           raise UserError(
@@ -121,7 +135,8 @@ class FromOptax:
       **extra_args: Any,
     ) -> tuple[Any, Any]:
       try:
-        updates, new_state = self._build(learning_rate).update(grads, state, weights, **extra_args)
+        arguments = (learning_rate, *extra_args.values())
+        updates, new_state = of_layers(tuple(extra_args), arguments)[1](grads, state, weights, *arguments)
       except TypeError as error:
         if 'required keyword-only argument' not in str(error):
           raise

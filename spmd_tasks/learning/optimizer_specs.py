@@ -7,6 +7,7 @@ structure, not by the name of the optimizer, so any optax transformation works:
 * a leaf with further dims in front of its weight's shape, such as L-BFGS's history, leaves these dims unsharded;
 * Adafactor's `v_row` and `v_col` take the split dims of the dimensions that were not averaged away;
 * scalars and placeholders of one element (per layer and expert) are replicated;
+* any other leaf of a stack's or experts' weight is split over these dims alone;
 * any other leaf is replicated, and a warning names it if it has more than one element.
 """
 
@@ -20,10 +21,10 @@ import jax
 import numpy as np
 import optax
 
-from spmd_tasks.learning.layer_weights import num_separate_dims
+from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
 from spmd_tasks.sharding import WeightSpec, replicated_spec
 
-LeafRule = Callable[[str, Any, WeightSpec | None], WeightSpec]
+LeafRule = Callable[[str, Any, Any], Any]  # (name, leaf, its weight or None)
 
 
 def factored_dims(shape: Sequence[int], num_separate: int) -> tuple[int, int] | None:
@@ -44,6 +45,15 @@ def _weight_split_dims(weight: WeightSpec) -> tuple[Any, ...]:
   return weight.split_dims if weight.split_dims is not None else (None,) * len(weight.shape)
 
 
+def _joined(weight: WeightSpec) -> WeightSpec:
+  """Returns the spec of [S..., I, O]: a dim that joins several is split as the first of them."""
+  num_separate, matrix, split_dims = num_separate_dims(weight), layer_matrix(weight), _weight_split_dims(weight)
+  firsts = (num_separate, num_separate + (weight.num_input_dims or 0))[: len(matrix)]
+  if len(weight.shape) > num_separate + len(matrix):
+    split_dims = (*split_dims[:num_separate], *[split_dims[d] for d in firsts])
+  return dataclasses.replace(weight, shape=(*weight.shape[:num_separate], *matrix), split_dims=split_dims)
+
+
 def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
   """The rule for all leaves but factored moments: see the module's docstring."""
   shape = tuple(leaf.shape)
@@ -52,6 +62,11 @@ def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
       return dataclasses.replace(weight, init=None, dtype=leaf.dtype, split_dims=_weight_split_dims(weight))
     if shape == (*weight.shape[: num_separate_dims(weight)], 1):
       return dataclasses.replace(replicated_spec(leaf), stacked=weight.stacked, tags=weight.tags)
+    if (num_separate := num_separate_dims(weight)) and shape[:num_separate] == tuple(weight.shape[:num_separate]):
+      split_dims = (*_weight_split_dims(weight)[:num_separate], *[None] * (len(shape) - num_separate))
+      return dataclasses.replace(
+        replicated_spec(leaf), split_dims=split_dims, stacked=weight.stacked, tags=weight.tags
+      )
     num_extra = len(shape) - len(weight.shape)
     if num_extra > 0 and weight.shape and shape[num_extra:] == tuple(weight.shape):
       return dataclasses.replace(replicated_spec(leaf), split_dims=(*[None] * num_extra, *_weight_split_dims(weight)))
@@ -76,15 +91,14 @@ def _moment_rule(is_row: bool) -> LeafRule:
   def rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
     if weight is None:
       return _plain_rule(name, leaf, weight)
-    # 0 is for optax.adafactor, to which a stack of layers or experts is one weight.
-    for num_separate in dict.fromkeys((num_separate_dims(weight), 0)):
-      dims = factored_dims(weight.shape, num_separate)
+    for shown in (weight, _joined(weight)):  # our Adafactor factors [D, H, K], optax's sees D x HK
+      dims = factored_dims(shown.shape, num_separate_dims(shown))
       if dims is None:
         continue
       dropped = dims[1] if is_row else dims[0]
-      kept = [d for d in range(len(weight.shape)) if d != dropped]
-      if tuple(leaf.shape) == tuple(weight.shape[d] for d in kept):
-        split_dims = _weight_split_dims(weight)
+      kept = [d for d in range(len(shown.shape)) if d != dropped]
+      if tuple(leaf.shape) == tuple(shown.shape[d] for d in kept):
+        split_dims = _weight_split_dims(shown)
         return dataclasses.replace(
           weight,
           shape=tuple(leaf.shape),
@@ -109,10 +123,23 @@ def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
     abstract_state: an optimizer state of arrays or `jax.ShapeDtypeStruct`s; any nesting of optax's.
     weight_specs: tree of WeightSpec congruent to the weights.
   """
-  weights_treedef: Any = jax.tree.structure(weight_specs)
-  weights_with_paths = jax.tree_util.tree_flatten_with_path(weight_specs)[0]
+  return map_state(_plain_rule, abstract_state, weight_specs, (_moment_rule(is_row=True), _moment_rule(is_row=False)))
 
-  def visit_leaves(prefix: str, node: Any, weight: WeightSpec | None, rule: LeafRule) -> Any:
+
+def map_state(rule: LeafRule, state: Any, weights: Any, moment_rules: tuple[LeafRule, LeafRule] | None = None) -> Any:
+  """Maps `rule(name, leaf, weight)` over a state; the weight is a leaf of `weights`, None for what belongs to none.
+
+  Args:
+    rule: of all leaves but factored moments.
+    state: an optimizer state, abstract or not.
+    weights: the tree of weights, or one like it.
+    moment_rules: of the factored moments v_row and v_col; None: the same.
+  """
+  weights_treedef: Any = jax.tree.structure(weights)
+  weights_with_paths = jax.tree_util.tree_flatten_with_path(weights)[0]
+  row_rule, column_rule = moment_rules or (rule, rule)
+
+  def visit_leaves(prefix: str, node: Any, weight: Any, rule: LeafRule) -> Any:
     return jax.tree_util.tree_map_with_path(
       lambda path, leaf: rule(prefix + jax.tree_util.keystr(path), leaf, weight), node
     )
@@ -120,10 +147,10 @@ def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
   def visit(name: str, node: Any, rule: LeafRule) -> Any:
     if isinstance(node, optax.FactoredState):
       return optax.FactoredState(
-        count=visit_leaves(f'{name}.count', node.count, None, _plain_rule),
-        v_row=visit(f'{name}.v_row', node.v_row, _moment_rule(is_row=True)),
-        v_col=visit(f'{name}.v_col', node.v_col, _moment_rule(is_row=False)),
-        v=visit(f'{name}.v', node.v, _plain_rule),
+        count=visit_leaves(f'{name}.count', node.count, None, rule),
+        v_row=visit(f'{name}.v_row', node.v_row, row_rule),
+        v_col=visit(f'{name}.v_col', node.v_col, column_rule),
+        v=visit(f'{name}.v', node.v, rule),
       )
     try:
       nodes = weights_treedef.flatten_up_to(node)
@@ -141,4 +168,4 @@ def state_weight_specs(abstract_state: Any, weight_specs: Any) -> Any:
       ]
     )
 
-  return visit('', abstract_state, _plain_rule)
+  return visit('', state, rule)
