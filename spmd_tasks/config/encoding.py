@@ -22,7 +22,7 @@ from spmd_tasks.config.tree import is_node
 from spmd_tasks.config.values import is_dtype
 from spmd_tasks.errors import UserError
 
-_MAX_CLOSURE_DEPTH = 3
+_MAX_CLOSURE_DEPTH = 8
 
 
 def encode_field(value: Any) -> Any:
@@ -59,6 +59,8 @@ def encode(value: Any, depth: int = 0) -> Any:
     arguments = {'args': [encode(item, depth) for item in value.args]} if value.args else {}
     arguments |= {name: encode(item, depth) for name, item in value.keywords.items()}
     return encode(value.func, depth) | {'partial': arguments}
+  if isinstance(value, tuple) and value and all(map(callable, value)):  # an optax transformation
+    return {'symbol': symbol_of(type(value)), 'closure': dict(zip(value._fields, (encode(f, depth) for f in value)))}
   if callable(value) and hasattr(value, '__qualname__'):
     return {'symbol': symbol_of(value)} | _closure_of(value, depth)
   shown = repr(value)

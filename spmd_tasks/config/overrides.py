@@ -75,6 +75,11 @@ def _unknown_path(root: Any, path: Path, depth: int, names: Sequence[str]) -> Us
   parent = '.'.join(path[:depth])
   prefix = f'{parent}.' if parent else ''
   full = '.'.join(path)
+  if not names and show(encode_field(find_field(root, path[:depth]).value)).startswith('optax:GradientTransformation'):
+    return UserError(
+      f'unknown config path {full!r}: {parent} is an optax optimizer that is built already, without fields: give '
+      'fdl.Config(optax.adam, learning_rate=1e-3) in place of optax.adam(1e-3), and its arguments can be set.'
+    )
   if not names:
     return UserError(f'unknown config path {full!r}: {parent} has no fields of its own; set {parent}=... itself.')
   near = [prefix + name for name in difflib.get_close_matches(path[depth], names, n=3, cutoff=0.5)]

@@ -22,7 +22,7 @@ from spmd_tasks.learning.expert_weights import are_balance_biases
 from spmd_tasks.learning.from_optax import FromOptax
 from spmd_tasks.learning.frozen_weights import FROZEN_TAG, are_frozen, fill_in, mark_frozen, without_frozen
 from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer, global_norm
-from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Muon, Sgd
+from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Muon, MuonClip, Sgd
 from spmd_tasks.learning.schedules import (
   Constant,
   LearningRate,
@@ -51,6 +51,7 @@ __all__ = [
   'LinearWarmupRsqrt',
   'Lion',
   'Muon',
+  'MuonClip',
   'Optimizer',
   'Schedule',
   'Sgd',

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.sharding import WEIGHT_FACTORS
 
 # (weights, batch, rng) -> (mean loss, loss output); see `accumulate_gradients`.
 LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
@@ -73,7 +74,10 @@ def _combine(loss_outputs_M: Any) -> Any:
       name: (weighted_mean(means, weights), jnp.sum(weights))
       for name, (means, weights) in loss_outputs_M.metrics.items()
     },
-    updated_variables=jax.tree.map(_mean_of_updates, loss_outputs_M.updated_variables),
+    updated_variables={
+      name: jax.tree.map((lambda x: jnp.min(x, axis=0)) if name == WEIGHT_FACTORS else _mean_of_updates, tree)
+      for name, tree in loss_outputs_M.updated_variables.items()
+    },
   )
 
 
@@ -112,7 +116,8 @@ def accumulate_gradients(
   Returns:
     (loss_output, gradients). Gradients are float32 and congruent to the weights. Loss and metrics are those of the full
     batch in both modes; `per_example` is empty if M > 1, because training does not read it. Updated variables are the
-    mean over microbatches: running means of a batch's statistics become those of the full batch.
+    mean over microbatches: running means of a batch's statistics become those of the full batch. Of factors of weights,
+    which bound something, they are the smallest.
 
   Raises:
     UserError: M does not divide B, or the mode is unknown.

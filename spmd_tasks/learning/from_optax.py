@@ -2,7 +2,8 @@
 
     FromOptax(factory=optax.lamb, learning_rate=LinearWarmupCosine(...), arguments={'weight_decay': 0.1})
 
-Any other transformation, or a chain of several, becomes a function of the learning rate:
+An optimizer that is built already, as `optax.lamb(1e-3)`, is one too, but keeps its learning rate to itself: it is not
+among the metrics. Any other transformation, or a chain of several, becomes a function of the learning rate:
 
     def clipped_yogi(learning_rate, max_delta):
       return optax.chain(optax.clip(max_delta), optax.scale_by_yogi(), optax.scale_by_learning_rate(learning_rate))
@@ -10,9 +11,9 @@ Any other transformation, or a chain of several, becomes a function of the learn
     FromOptax(factory=clipped_yogi, learning_rate=1e-3, arguments={'max_delta': 1.0})
 
 State of the optimizer is sharded, padded and checkpointed like the weights (`optimizer_specs.py`), and kept in a step
-that is not finite. The results are those of plain optax on the unsharded weights of single layers, each a matrix as its
-WeightSpec declares it: LAMB's trust ratios, Adafactor's moments and Muon's products are those of a layer, of an expert, of
-joined heads (`layerwise.py`).
+that is not finite. The results are those of plain optax on the unsharded weights of single layers, each a matrix as
+its WeightSpec declares it: LAMB's trust ratios, Adafactor's moments and Muon's products are those of a layer, of an
+expert, of joined heads (`layerwise.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +45,7 @@ class FromOptax:
 
   Attributes:
     factory: function of `learning_rate` that returns an optax transformation whose updates include the learning rate.
-    learning_rate: a number, or a schedule over the train state's step.
+    learning_rate: a number, or a schedule over the train state's step; None for a factory that does not take it.
     arguments: the factory's other keyword arguments.
 
   Raises:
@@ -55,7 +56,7 @@ class FromOptax:
   applies_learning_rate: ClassVar[bool] = True
 
   factory: Callable[..., optax.GradientTransformation]
-  learning_rate: LearningRate
+  learning_rate: LearningRate | None
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -63,13 +64,14 @@ class FromOptax:
       raise UserError(
         f'FromOptax.factory is {type(self.factory).__name__}, not a function: pass optax.lamb, not optax.lamb(1e-3).'
       )
-    check_learning_rate('FromOptax.learning_rate', self.learning_rate)
+    if self.learning_rate is not None:
+      check_learning_rate('FromOptax.learning_rate', self.learning_rate)
     if _LEARNING_RATE in self.arguments:
       raise UserError('FromOptax.arguments has learning_rate: set FromOptax.learning_rate instead.')
     parameters = inspect.signature(self.factory).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
       return
-    if _LEARNING_RATE not in parameters:
+    if self.learning_rate is not None and _LEARNING_RATE not in parameters:
       raise UserError(
         f'FromOptax.factory {self._name()} has no parameter learning_rate: pass a function of the learning rate that '
         'returns optax.chain(..., optax.scale_by_learning_rate(learning_rate)).'
@@ -83,8 +85,18 @@ class FromOptax:
   def _name(self) -> str:
     return getattr(self.factory, '__qualname__', repr(self.factory))
 
-  def _build(self, learning_rate: jax.Array) -> optax.GradientTransformationExtraArgs:
-    transformation = self.factory(**{_LEARNING_RATE: learning_rate}, **self.arguments)
+  @classmethod
+  def of(cls, transformation: optax.GradientTransformation) -> 'FromOptax':
+    """Returns the settings of an optimizer that is built already."""
+
+    def optimizer() -> optax.GradientTransformation:
+      return transformation
+
+    return cls(factory=optimizer, learning_rate=None)
+
+  def _build(self, learning_rate: jax.Array | None) -> optax.GradientTransformationExtraArgs:
+    given = {} if learning_rate is None else {_LEARNING_RATE: learning_rate}
+    transformation = self.factory(**given, **self.arguments)
     if not isinstance(transformation, optax.GradientTransformation):
       raise UserError(
         f'FromOptax.factory {self._name()} returned {type(transformation).__name__}, not an optax transformation: '
@@ -105,17 +117,19 @@ class FromOptax:
 
     def of_layers(names: Sequence[str], arguments: Sequence[Any]) -> Any:
       def init(weights: Any) -> Any:
-        return self._build(learning_rate_at(self.learning_rate, 0)).init(weights)
+        return self._build(self.learning_rate and learning_rate_at(self.learning_rate, 0)).init(weights)
 
-      def update(grads: Any, state: Any, weights: Any, learning_rate: jax.Array, *more: Any) -> Any:
-        return self._build(learning_rate).update(grads, state, weights, **dict(zip(names, more)))
+      def update(grads: Any, state: Any, weights: Any, *arguments: Any) -> Any:
+        given = dict(zip(names, arguments))
+        return self._build(given.pop(_LEARNING_RATE, None)).update(grads, state, weights, **given)
 
       if self.factory in _ON_ALL_WEIGHTS:
         return init, update
       return layerwise(init, update, weight_specs, arguments, self._name())
 
     def init(weights: Any) -> Any:
-      state = of_layers(('value',), [jnp.zeros(())] * 2)[0](weights)
+      names = ('value',) if self.learning_rate is None else (_LEARNING_RATE, 'value')
+      state = of_layers(names, [jnp.zeros(())] * len(names))[0](weights)
       for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
           raise UserError(
@@ -131,14 +145,13 @@ class FromOptax:
       weights: Any = None,
       *,
       is_finite: jax.typing.ArrayLike,
-      learning_rate: jax.Array,
       **extra_args: Any,
     ) -> tuple[Any, Any]:
       try:
-        arguments = (learning_rate, *extra_args.values())
-        updates, new_state = of_layers(tuple(extra_args), arguments)[1](grads, state, weights, *arguments)
-      except TypeError as error:
-        if 'required keyword-only argument' not in str(error):
+        given = {name: x for name, x in extra_args.items() if x is not None}
+        updates, new_state = of_layers(tuple(given), tuple(given.values()))[1](grads, state, weights, *given.values())
+      except (TypeError, ValueError) as error:
+        if 'required keyword-only argument' not in str(error) and 'must be provided' not in str(error):
           raise
         raise UserError(
           f'{self._name()} cannot train here, because its update takes arguments that a train step does not have '

@@ -22,11 +22,14 @@ from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
 from spmd_tasks.learning.optimizer_specs import map_state
 from spmd_tasks.sharding import WeightSpec
 
-_ELEMENTWISE = frozenset(
-  'abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt '
-  'integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow rem round rsqrt select_n sign sin sqrt '
-  'square stop_gradient sub tan tanh xor'.split()
-)
+# fmt: off
+_ELEMENTWISE = frozenset((
+  'abs', 'add', 'add_any', 'and', 'atan2', 'cbrt', 'ceil', 'clamp', 'convert_element_type', 'copy', 'cos', 'div',
+  'eq', 'erf', 'exp', 'exp2', 'expm1', 'floor', 'ge', 'gt', 'integer_pow', 'is_finite', 'le', 'log', 'log1p',
+  'logistic', 'lt', 'max', 'min', 'mul', 'ne', 'neg', 'not', 'or', 'pow', 'rem', 'round', 'rsqrt', 'select_n', 'sign',
+  'sin', 'sqrt', 'square', 'stop_gradient', 'sub', 'tan', 'tanh', 'xor',
+))
+# fmt: on
 _KEEPS_ORDER = frozenset(('broadcast_in_dim', 'expand_dims', 'reshape', 'squeeze'))
 _CALLS = ('closed_call', 'custom_jvp_call', 'custom_vjp_call', 'jit', 'pjit', 'remat')
 _SUMS = {'reduce_sum': 'add', 'reduce_max': 'max', 'reduce_min': 'min', 'reduce_and': 'and', 'reduce_or': 'or'}
@@ -60,8 +63,8 @@ def layerwise(
   if not layers.is_separate():
     raise UserError(
       f'{name} reads single weights and several at once, so it would not be the same for a stack of layers as for the '
-      'layers: clip by learner.clip_global_norm instead of in the chain, or choose an optimizer that treats each weight '
-      'by itself.'
+      'layers: clip by learner.clip_global_norm instead of in the chain, or choose an optimizer that treats each '
+      'weight by itself.'
     )
   separate = [spec.shape[: num_separate_dims(spec)] for spec in specs]
   groups = [None, *dict.fromkeys(separate)]  # None: what belongs to no weight

@@ -8,10 +8,11 @@ The arithmetic is float32 whatever the dtype of the weights. A step whose loss o
 nothing but the counts of skipped steps. Frozen weights (frozen_weights.py) take no part in any of it.
 """
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, Literal, Protocol
 
-from flax import struct
+from flax import struct, traverse_util
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,9 +26,11 @@ from spmd_tasks.learning.expert_weights import (
   with_balance_bias_steps,
   without_balance_biases,
 )
+from spmd_tasks.learning.from_optax import FromOptax
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
+from spmd_tasks.learning.optimizers import MuonClip
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
-from spmd_tasks.sharding import WeightSpec, sum_of_squares
+from spmd_tasks.sharding import WEIGHT_FACTORS, WeightSpec, sum_of_squares
 
 ACCUMULATIONS = ('mean', 'sum')
 
@@ -40,8 +43,8 @@ class Optimizer(Protocol):
   """
 
   @property
-  def learning_rate(self) -> schedules.LearningRate:
-    """A number, or a schedule over the train state's step."""
+  def learning_rate(self) -> schedules.LearningRate | None:
+    """A number, or a schedule over the train state's step; None if only the optimizer itself knows it."""
     ...
 
   def transformation(self, weight_specs: Any) -> optax.GradientTransformation:
@@ -79,12 +82,27 @@ def _float32(tree: Any) -> Any:
   return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
+def _multiplied(weights: Any, weight_specs: Any, factors: Any) -> Any:
+  """Multiplies weights [..., H, K] by factors [stacked..., H, K] under their names, with dots for the last slashes."""
+  flat = {name.replace('.', '/'): x for name, x in traverse_util.flatten_dict(factors, sep='/').items()}
+
+  def multiplied(path: Any, spec: WeightSpec, weight: jax.Array) -> jax.Array:
+    factor = flat.get(jax.tree_util.keystr(path, simple=True, separator='/'))
+    if factor is None:
+      return weight
+    stacked, of_heads = factor.shape[: spec.stacked], factor.shape[spec.stacked :]
+    factor = factor.reshape(*stacked, *(1,) * (weight.ndim - factor.ndim), *of_heads)
+    return (weight * factor).astype(weight.dtype)
+
+  return jax.tree_util.tree_map_with_path(multiplied, weight_specs, weights)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learner:
   """Settings and pure functions of one optimizer step.
 
   Attributes:
-    optimizer: such as `AdamW(learning_rate=3e-4)`.
+    optimizer: such as `AdamW(learning_rate=3e-4)`, or an optax optimizer such as `optax.adam(3e-4)`.
     expert_grad_scale: factor of the gradients of experts' weights, applied first; see `expert_weights.py`.
     balance_bias_rate: the size of a step of routers' balance biases, by default DeepSeek-V3's; see `expert_weights.py`.
     clip_value: each gradient element is clipped to [-clip_value, clip_value], before `clip_global_norm`; None: off.
@@ -95,7 +113,7 @@ class Learner:
     max_consecutive_skips: the training program stops after this many consecutive steps that were not finite.
   """
 
-  optimizer: Optimizer
+  optimizer: Optimizer | optax.GradientTransformation
   expert_grad_scale: ExpertGradScale = 1.0
   balance_bias_rate: float = 1e-3
   clip_value: float | None = None
@@ -106,10 +124,12 @@ class Learner:
   max_consecutive_skips: int = 10
 
   def __post_init__(self):
+    if isinstance(self.optimizer, optax.GradientTransformation):
+      object.__setattr__(self, 'optimizer', FromOptax.of(self.optimizer))
     if not hasattr(self.optimizer, 'transformation') or not hasattr(self.optimizer, 'learning_rate'):
       raise UserError(
         f'learner.optimizer is {self.optimizer!r}; it must have a learning_rate and transformation(weight_specs): pass '
-        'settings such as AdamW(learning_rate=3e-4).'
+        'settings such as AdamW(learning_rate=3e-4), or an optax optimizer such as optax.adam(3e-4).'
       )
     check_expert_grad_scale(self.expert_grad_scale)
     if not self.balance_bias_rate >= 0:
@@ -154,8 +174,23 @@ class Learner:
       grads = jax.tree.map(lambda g: g * scale, grads)
     return grads
 
+  def check_variables(self, variables: Mapping[str, Any]) -> None:
+    """Raises a UserError if the optimizer needs factors of weights, and the model's variables have none."""
+    if isinstance(self.optimizer, MuonClip) and WEIGHT_FACTORS not in variables:
+      raise UserError(
+        'MuonClip bounds the logits of attention, and no attention of the model computes how: set qk_clip=100.0 in its '
+        'attention, or choose Muon.'
+      )
+
   def update(
-    self, grads: Any, loss: jax.Array, step: jax.Array, state: LearnerState, weights: Any, weight_specs: Any
+    self,
+    grads: Any,
+    loss: jax.Array,
+    step: jax.Array,
+    state: LearnerState,
+    weights: Any,
+    weight_specs: Any,
+    factors: Any = None,
   ) -> tuple[Any, LearnerState, dict[str, jax.Array]]:
     """Computes one optimizer step.
 
@@ -166,13 +201,14 @@ class Learner:
       state: as `init` or the previous step returned it.
       weights: the weights of the gradients.
       weight_specs: tree of WeightSpec congruent to the weights.
+      factors: variables of the collection WEIGHT_FACTORS, by which new weights are multiplied; None for none.
 
     Returns:
       (new weights, new state, metrics). Metrics are float32 scalars: `grad_norm` after `expert_grad_scale`, before
-      clipping and without balance biases; `weight_norm` of all trained weights after the step; `learning_rate`; and
-      `skipped`, 1 if loss or gradients were not finite. In a skipped step, weights, optimizer state and
-      average are bit for bit the old ones. A gradient norm that overflows float32 counts as not finite: the optimizer's
-      second moments would overflow with it.
+      clipping and without balance biases; `weight_norm` of all trained weights after the step; `learning_rate`, if
+      it is known; and `skipped`, 1 if loss or gradients were not finite. In a skipped step, weights, optimizer state
+      and average are bit for bit the old ones. A gradient norm that overflows float32 counts as not finite: the
+      optimizer's second moments would overflow with it.
     """
     all_weights = weights
     grads, weights, weight_specs = (without_frozen(tree, weight_specs) for tree in (grads, weights, weight_specs))
@@ -183,7 +219,8 @@ class Learner:
     grad_norm = global_norm(optimized_grads, optimized_specs)
     # The norm is finite only if every gradient element is: inf and nan propagate through the sum of squares.
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    learning_rate = schedules.learning_rate_at(self.optimizer.learning_rate, step)
+    rate = self.optimizer.learning_rate
+    learning_rate = None if rate is None else schedules.learning_rate_at(rate, step)
 
     directions, opt_state = skippable(self.optimizer.transformation(optimized_specs)).update(
       self._clip(optimized_grads, grad_norm, optimized_specs),
@@ -198,6 +235,8 @@ class Learner:
       steps = jax.tree.map(lambda d: learning_rate * d, directions)
     steps = with_balance_bias_steps(steps, grads, weight_specs, self.balance_bias_rate)
     new_weights = jax.tree.map(lambda w, s: (w.astype(jnp.float32) - s).astype(w.dtype), weights, steps)
+    if factors is not None:
+      new_weights = _multiplied(new_weights, weight_specs, factors)
     new_weights = keep_if_finite(is_finite, new_weights, weights)
     ema_weights = state.ema_weights
     if self.ema_decay is not None:
@@ -215,9 +254,10 @@ class Learner:
     metrics = {
       'grad_norm': grad_norm,
       'weight_norm': global_norm(new_weights, weight_specs),
-      'learning_rate': learning_rate,
       'skipped': skipped.astype(jnp.float32),
     }
+    if learning_rate is not None:
+      metrics['learning_rate'] = learning_rate
     return fill_in(new_weights, all_weights), new_state, metrics
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:

@@ -22,8 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.learning.layer_weights import as_layers, layer_matrix, num_separate_dims
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite
-from spmd_tasks.sharding import WeightSpec, constrain, current_sharding_scope, num_parts, spec_axes
-from spmd_tasks.sharding import split_dims_to_partition_spec
+from spmd_tasks.sharding import (
+  WeightSpec,
+  current_sharding_scope,
+  num_parts,
+  spec_axes,
+  split_dims_to_partition_spec,
+)
 
 # The factor of a direction by (inputs, outputs), as torch.optim.Muon names them.
 SCALES = {
@@ -74,7 +79,7 @@ def scale_by_muon(
       x = (x * SCALES[scale](*layer_matrix(spec))).reshape(spec.shape)
       for layout in reversed(layouts):
         x = jax.lax.with_sharding_constraint(x, layout)
-      return constrain(x, spec.split_dims)
+      return x
 
     stored = jax.tree.map(lambda m, s: m.astype(s.dtype), new, state.momentum)
     return jax.tree.map(direction, weight_specs, ahead), MuonState(stored)
@@ -114,7 +119,8 @@ def _dealings(spec: WeightSpec) -> list[NamedSharding]:
   axes = [[*each] for each in spec_axes(partition, ndim)]
   inputs, outputs = layer_matrix(spec)
   longer = num_separate if inputs > outputs else num_separate + (spec.num_input_dims or 0)
-  layouts = []
+  layout = lambda: NamedSharding(scope.mesh, PartitionSpec(*[tuple(each) or None for each in axes]))
+  layouts = [layout()]
   for source in sorted(range(num_separate, ndim), key=lambda dim: dim != longer):
     for axis in reversed(axes[source]):
       parts = [num_parts([*axes[dim], axis], sizes) for dim in range(num_separate)]
@@ -122,5 +128,5 @@ def _dealings(spec: WeightSpec) -> list[NamedSharding]:
       enough = [dim for dim, count in enumerate(parts) if spec.shape[dim] >= count]
       axes[source].remove(axis)
       axes[(even or enough or [longer])[0]].append(axis)
-      layouts.append(NamedSharding(scope.mesh, PartitionSpec(*[tuple(each) or None for each in axes])))
+      layouts.append(layout())
   return layouts

@@ -64,9 +64,7 @@ def _plain_rule(name: str, leaf: Any, weight: WeightSpec | None) -> WeightSpec:
       return dataclasses.replace(replicated_spec(leaf), stacked=weight.stacked, tags=weight.tags)
     if (num_separate := num_separate_dims(weight)) and shape[:num_separate] == tuple(weight.shape[:num_separate]):
       split_dims = (*_weight_split_dims(weight)[:num_separate], *[None] * (len(shape) - num_separate))
-      return dataclasses.replace(
-        replicated_spec(leaf), split_dims=split_dims, stacked=weight.stacked, tags=weight.tags
-      )
+      return dataclasses.replace(replicated_spec(leaf), split_dims=split_dims, stacked=weight.stacked, tags=weight.tags)
     num_extra = len(shape) - len(weight.shape)
     if num_extra > 0 and weight.shape and shape[num_extra:] == tuple(weight.shape):
       return dataclasses.replace(replicated_spec(leaf), split_dims=(*[None] * num_extra, *_weight_split_dims(weight)))

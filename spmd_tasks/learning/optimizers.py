@@ -183,8 +183,8 @@ class Muon(_Settings):
       raise UserError(f'{name}.scale is {self.scale!r}; it must be one of {tuple(SCALES)}.')
     if len(self.coefficients) != 3 or self.num_iterations < 1:
       raise UserError(
-        f'{name}.coefficients are {self.coefficients} for num_iterations={self.num_iterations}: give three numbers, and '
-        '1 step or more.'
+        f'{name}.coefficients are {self.coefficients} for num_iterations={self.num_iterations}: give three numbers, '
+        'and 1 step or more.'
       )
     if self.dtype not in ('float32', 'bfloat16'):
       raise UserError(f'{name}.dtype is {self.dtype!r}; it must be float32 or bfloat16.')
@@ -197,9 +197,7 @@ class Muon(_Settings):
     def part(tree: Any, of_matrices: bool) -> Any:
       return jax.tree.map(lambda matrix, leaf: leaf if matrix == of_matrices else None, is_matrix, tree)
 
-    adam = scale_by_adam(
-      beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon, momentum_dtype=self.momentum_dtype
-    )
+    adam = scale_by_adam(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon, momentum_dtype=self.momentum_dtype)
     muon = scale_by_muon(
       part(weight_specs, True),
       momentum=self.momentum,
@@ -234,6 +232,11 @@ class Muon(_Settings):
       return jax.tree.map(lambda d, matrix: d if matrix else self.adam_scale * d, directions, is_matrix), state
 
     return SkippableTransformation(whole.init, update)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonClip(Muon):
+  """Muon, for a model whose attention has `qk_clip`, which bounds its logits (Kimi K2, 2025)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,7 @@ from spmd_tasks.sharding.specs import (
 from spmd_tasks.sharding.weight_names import matching_names
 from spmd_tasks.sharding.weights import (
   STACK_DIM,
+  WEIGHT_FACTORS,
   Initializer,
   WeightBox,
   WeightSpec,
@@ -89,6 +90,7 @@ __all__ = [
   'DEFAULT_AXIS_RULES',
   'QUANTIZED_DTYPES',
   'STACK_DIM',
+  'WEIGHT_FACTORS',
   'AxisRules',
   'DataExpertModelMesh',
   'DataModelMesh',

@@ -26,6 +26,8 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 # Key in `metadata_params` of nn.scan for the split dim of the dimension that it adds: {STACK_DIM: 'layers'}.
 STACK_DIM = 'stack_dim'
+# Collection of variables by which layers ask for their weights to be multiplied after a step (attention/_qk_clip.py).
+WEIGHT_FACTORS = 'weight_factors'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

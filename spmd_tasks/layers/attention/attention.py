@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapted_weights import kernels
 from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of
+from spmd_tasks.layers.attention._options import AttentionOptions
+from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
 from spmd_tasks.layers.attention.attend import Implementation, attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
@@ -52,6 +54,8 @@ class Attention(WithSublayers, kw_only=True):
     logit_cap: bounds the attention logits softly, see `soft_cap`; None does not.
     sinks: whether each head has a learned logit that takes part in the softmax and has no value, so that the head may
       attend to nothing (gpt-oss).
+    qk_clip: after a step in which a head's largest logit passed this bound, its queries and keys are multiplied so that
+      the logit would be the bound (Kimi K2; 100 there); see _qk_clip.py. Wants the optimizer MuonClip. None: off.
     use_bias: whether the projections have a bias.
     out_bias: whether the output projection has one; None means `use_bias`. Qwen 2 has biases but this.
     dtype: of the computation.
@@ -77,6 +81,7 @@ class Attention(WithSublayers, kw_only=True):
   softmax_scale: float | None = None
   logit_cap: float | None = None
   sinks: bool = False
+  qk_clip: float | None = None
   use_bias: bool = False
   out_bias: bool | None = None
   dtype: Any = 'float32'
@@ -111,6 +116,11 @@ class Attention(WithSublayers, kw_only=True):
       raise UserError(
         f'clip_qkv={self.clip_qkv} must be positive, or None to leave queries, keys and values as they are.'
       )
+    if self.qk_clip is not None and (not self.qk_clip > 0 or self.qk_norm or self.adapters):
+      raise UserError(
+        f'qk_clip={self.qk_clip} must be positive and scales whole kernels of queries and keys, so it goes without '
+        'qk_norm, which bounds the logits itself, and without adapters: unset one of them.'
+      )
     super().__post_init__()
 
   def _num_kv_heads(self) -> int:
@@ -144,13 +154,12 @@ class Attention(WithSublayers, kw_only=True):
       x: float [B, T, D].
       segment_ids: int32 [B, T], the document of each token; None: one document per row.
       segment_pos: int32 [B, T], the position in the document; `rotary` and generation need it.
-      train: unused; part of the signature of every sublayer.
+      train: whether `qk_clip` counts.
 
     Raises:
       UserError: numbers of heads and dims do not fit each other, positions are missing, or an attention that is not
         causal generates text.
     """
-    del train
     head_dim, num_kv_heads = self._head_dim(x.shape[-1]), self._num_kv_heads()
     if self.rotary is not None and segment_pos is None:
       raise UserError('rotary attention needs segment_pos: pass it, or set rotary=None.')
@@ -206,6 +215,14 @@ class Attention(WithSublayers, kw_only=True):
       'logit_cap': self.logit_cap,
       'sinks': sinks,
     }
+    if self.qk_clip is not None and cached is None:
+      options = AttentionOptions(causal=self.causal, window=self.window, softmax_scale=self.softmax_scale)
+      gamma = shrinkage(largest_logits(query, key, segment_ids, options), self.qk_clip)[:, None]
+      own_keys = num_kv_heads == self.num_heads
+      of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
+      names = ('kernel', 'bias') if self.use_bias else ('kernel',)
+      factors = {f'{projection}/{name}': x for projection, x in of_heads.items() for name in names}
+      leave_factors(self, factors, self.query_split_dims and self.query_split_dims[1], train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
       assert segment_pos is not None
