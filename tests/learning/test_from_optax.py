@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from experiments.pipeline import CircularTiny
-from spmd_tasks.config import resolve
+from spmd_tasks.config import encoding, resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LanguageModelLoss, declare_weight
 from spmd_tasks.learning import FromOptax, Learner, LinearWarmupCosine, Sgd
@@ -139,12 +139,13 @@ def test_canonical_state_there_and_back_is_bit_exact():
 
 
 WEIGHTS = {'table': jnp.arange(6.0).reshape(3, 2), 'bias': None}
+SPECS = {'table': WeightSpec(shape=(3, 2), init=None), 'bias': None}
 GRADS = {'table': jnp.ones((3, 2)), 'bias': None}
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_a_step_that_is_not_finite_leaves_the_state(name):
-  transformation = OPTIMIZERS[name].transformation(WEIGHTS)
+  transformation = OPTIMIZERS[name].transformation(SPECS)
   update = lambda state, g, finite: transformation.update(
     g, state, WEIGHTS, is_finite=jnp.bool(finite), learning_rate=jnp.float32(0.1), value=jnp.float32(1)
   )
@@ -172,6 +173,17 @@ def test_a_transformation_may_read_the_loss():
   """Polyak's step is the loss over the squared norm of the gradient, times the learning rate."""
   optimizer = FromOptax(factory=polyak, learning_rate=0.5)
   np.testing.assert_allclose(one_step(optimizer, loss=3.0), WEIGHTS['table'] - 0.5 * 3.0 / 6, rtol=1e-6)
+
+
+def test_an_optax_optimizer_that_is_built_is_one():
+  np.testing.assert_array_equal(one_step(optax.sgd(0.5)), WEIGHTS['table'] - 0.5)
+
+
+def test_a_built_optimizer_is_saved_as_what_its_functions_captured():
+  shown = [encoding.show(encoding.encode(optax.adam(rate))) for rate in (1e-3, 2e-3, optax.constant_schedule(2e-3))]
+  assert len({*shown}) == 3
+  assert 'scale_by_adam.<locals>.update_fn(b1=0.9, b2=0.999, eps=1e-08' in shown[0]
+  assert ' at 0x' not in ''.join(shown)
 
 
 def test_an_optax_schedule_is_a_learning_rate():

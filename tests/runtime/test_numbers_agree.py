@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
-from tests.runtime.uneven_experiments import Adafactor, AdamW
+from tests.runtime.uneven_experiments import Adafactor, AdamW, Muon
 
 DROPOUT = ('task.model.stack.block.dropout_rate=0.1',)
 TWO_MICROBATCHES, FOUR_MICROBATCHES = (('task.learner.num_microbatches=2',), ('task.learner.num_microbatches=4',))
@@ -29,6 +29,7 @@ CASES = [
     {'dcn': (1, 2, 1), 'overrides': FOUR_MICROBATCHES + CHUNKS},
   ),
   ('Adafactor, data 2 x mdl 4', Adafactor, (1, 2, 4), {}),
+  ('Muon, data 2 x mdl 4, 2 microbatches', Muon, (1, 2, 4), {'overrides': TWO_MICROBATCHES}),
 ]
 ONE_BY_ONE = [
   ('data 8', AdamW, (1, 8, 1), {}),

@@ -1,4 +1,4 @@
-"""synthetic.Uneven with averaged weights and each of two optimizers, for the tests that compare meshes."""
+"""synthetic.Uneven with averaged weights and each of three optimizers, for the tests that compare meshes."""
 
 import fiddle as fdl
 
@@ -24,4 +24,13 @@ class Adafactor(AdamW):
     cfg = super().task()
     learning_rate = cfg.learner.optimizer.learning_rate
     cfg.learner.optimizer = fdl.Config(optimizers.Adafactor, learning_rate=learning_rate, min_dim_size_to_factor=8)
+    return cfg
+
+
+class Muon(AdamW):
+  """Matrices of 3 layers, which neither 4 nor 8 devices divide."""
+
+  def task(self):
+    cfg = super().task()
+    cfg.learner.optimizer = fdl.Config(optimizers.Muon, learning_rate=cfg.learner.optimizer.learning_rate)
     return cfg

@@ -1,0 +1,128 @@
+"""Under any optax transformation that is not refused, a stack learns exactly as its layers would, one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from spmd_tasks.learning import FromOptax, Learner
+from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
+from spmd_tasks.sharding import WeightSpec
+
+L, D, F, H, K, E = 2, 6, 5, 3, 2, 3
+SPECS = {
+  'up': WeightSpec(shape=(L, D, F), init=None, stacked=1, num_input_dims=1),
+  'query': WeightSpec(shape=(L, D, H, K), init=None, stacked=1, num_input_dims=1),
+  'experts': WeightSpec(shape=(L, E, F, D), init=None, stacked=1, num_input_dims=1, tags=('expert',)),
+  'norms': WeightSpec(shape=(L, D), init=None, stacked=1, tags=('no_decay',)),
+  'table': WeightSpec(shape=(7, D), init=None, num_input_dims=0),
+}
+
+
+def of_layers(function):
+  """A tree with what the function returns for each layer and expert of each weight: function(name, index, shape)."""
+  return {
+    name: {
+      str(index): function(name, index, layer_matrix(spec))
+      for index in np.ndindex(*spec.shape[: num_separate_dims(spec)])
+    }
+    for name, spec in SPECS.items()
+  }
+
+
+def cut(tree):
+  return of_layers(lambda name, index, shape: tree[name][index].reshape(shape))
+
+
+def draw(rng):
+  size = lambda spec: 10.0 ** rng.integers(-2, 3, size=spec.shape[:1]).reshape(-1, *[1] * (len(spec.shape) - 1))
+  return {name: jnp.asarray(rng.normal(size=s.shape) * size(s), jnp.float32) for name, s in SPECS.items()}
+
+
+def trained(optimizer, specs, weights, all_grads):
+  learner = Learner(optimizer=optimizer)
+  state = learner.init(weights, specs)
+  learner.state_split_dims(jax.eval_shape(lambda: state), specs)
+  update = jax.jit(lambda g, i, state, w: learner.update(g, jnp.float32(1.5), i, state, w, specs)[:2])
+  for i, grads in enumerate(all_grads):
+    weights, state = update(grads, jnp.int32(i), state, weights)
+  return weights
+
+
+def chain(*parts):
+  return lambda learning_rate: optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+
+
+def several_dims(weights):
+  return jax.tree.map(lambda w: w.ndim > 1, weights)
+
+
+CLIP = optax.clip_by_global_norm(1.0)
+SMALL = {'min_dim_size_to_factor': 3}
+CASES = [  # fast ones first
+  ('trust ratios of layers', optax.lamb, {}),
+  ('matrices of layers, joined heads', optax.contrib.muon, {}),
+  ('a mask by the number of dims', lambda learning_rate: optax.adamw(learning_rate, mask=several_dims), {}),
+  ('a norm over all weights', chain(CLIP, optax.scale_by_adam()), {}),
+  ('factored moments and rms of layers', optax.adafactor, SMALL),
+]
+SLOW = [
+  ('norms of layers', optax.novograd, {}),
+  ('a norm of layers with momentum', optax.lars, {}),
+  ('norms of units', chain(optax.adaptive_grad_clip(0.1)), {}),
+  ('sums of products over all weights', optax.contrib.prodigy, {}),
+  ('the loss over a norm', chain(optax.polyak_sgd(1.0)), {}),
+  ('a vector of all weights', optax.lbfgs, {'linesearch': None}),
+  (
+    'several steps in one',
+    lambda learning_rate: optax.MultiSteps(optax.adam(learning_rate), 2).gradient_transformation(),
+    {},
+  ),
+  ('singular vectors', optax.contrib.galore, {}),
+]
+
+
+@pytest.mark.parametrize(
+  'factory, arguments',
+  [pytest.param(*case, id=name) for name, *case in CASES]
+  + [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, *case in SLOW],
+)
+def test_a_stack_learns_as_its_layers(factory, arguments, rng):
+  optimizer = FromOptax(factory=factory, learning_rate=0.01, arguments=arguments)
+  start, grads = draw(rng), [draw(rng) for _ in range(2)]
+  got = cut(trained(optimizer, SPECS, start, grads))
+  specs = of_layers(lambda name, index, shape: WeightSpec(shape=shape, init=None, tags=SPECS[name].tags[1:]))
+  expected = trained(optimizer, specs, cut(start), [cut(g) for g in grads])
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+  'factory',
+  [chain(CLIP, optax.scale_by_trust_ratio()), chain(CLIP, optax.add_decayed_weights(0.1, several_dims))],
+  ids=['clipping before trust ratios', 'clipping beside a mask by the number of dims'],
+)
+def test_what_reads_layers_and_all_weights_is_refused(factory):
+  learner = Learner(optimizer=FromOptax(factory=factory, learning_rate=0.1))
+  with pytest.raises(ValueError, match=r'clip by learner\.clip_global_norm instead of in the chain'):
+    jax.eval_shape(
+      lambda w: learner.init(w, SPECS), {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in SPECS.items()}
+    )
+
+
+def test_moments_of_factors_lie_as_their_layers_do():
+  """Of a query [L, D, H, K], seen as D x HK, the rows are split as D and the columns as H."""
+  specs = {
+    'query': WeightSpec(
+      shape=(4, 6, 4, 2), init=None, stacked=1, num_input_dims=1, split_dims=('layers', 'embed', 'heads', None)
+    )
+  }
+  learner = Learner(optimizer=FromOptax(factory=optax.adafactor, learning_rate=0.1, arguments=SMALL))
+  state = jax.eval_shape(lambda w: learner.init(w, specs), {'query': jax.ShapeDtypeStruct((4, 6, 4, 2), jnp.float32)})
+  split = jax.tree.leaves(learner.state_split_dims(state, specs).opt_state)
+  assert {(leaf.shape, leaf.split_dims, leaf.stacked) for leaf in split if len(leaf.shape) == 2} == {
+    ((4, 6), ('layers', 'embed'), 1),
+    ((4, 8), ('layers', 'heads'), 1),
+    ((4, 1), (None, None), 1),
+  }

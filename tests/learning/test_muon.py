@@ -1,0 +1,205 @@
+"""Muon updates each layer's matrix as torch.optim.Muon does, on any mesh; all other weights are AdamW's."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.learning import AdamW, Learner, Muon, MuonClip
+from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
+from spmd_tasks.sharding import MeshSpec, WeightSpec, padding, sharding_scope, split_dims_to_partition_spec
+
+RULES = (('embed', 'data'), ('mlp', 'mdl'), ('heads', 'mdl'), ('expert', 'data'), ('stages', 'mdl'))
+NUM_STEPS, RATE, DECAY = 3, 0.1, 0.2
+
+
+def kernel(shape, split_dims, stacked=0, num_input_dims=1, tags=()):
+  return WeightSpec(
+    shape=shape, init=None, split_dims=split_dims, stacked=stacked, num_input_dims=num_input_dims, tags=tags
+  )
+
+
+MATRICES = {
+  'wide': kernel((6, 10), ('embed', 'mlp')),
+  'tall layers': kernel((9, 10, 6), (None, 'embed', 'mlp'), 1),
+  'few layers': kernel((3, 6, 9), (None, 'embed', 'mlp'), 1),
+  'query': kernel((3, 8, 3, 5), (None, 'embed', 'heads', None), 1),
+  'out': kernel((3, 3, 5, 8), (None, 'heads', None, 'embed'), 1, 2),
+  'stages': kernel((2, 3, 6, 4), (None, 'stages', 'embed', None), 2),
+  'experts': kernel((2, 6, 5, 7), (None, 'expert', None, 'mlp'), 1, tags=('expert',)),
+}
+OTHERS = {
+  'table': kernel((9, 6), ('mlp', 'embed'), num_input_dims=0),
+  'norms': WeightSpec(shape=(3, 6), init=None, stacked=1, split_dims=(None, None), tags=('no_decay',)),
+  'biases of heads': WeightSpec(shape=(3, 2, 4), init=None, stacked=1, split_dims=(None,) * 3, tags=('no_decay',)),
+}
+SPECS = MATRICES | OTHERS
+
+
+def draw(rng, specs=SPECS):
+  return {name: rng.normal(size=spec.shape) for name, spec in specs.items()}
+
+
+def trained(optimizer, start, grads, specs=SPECS, mesh=None):
+  """The weights after the steps; on a mesh, of padded arrays, as PartitionedModel holds them."""
+  learner = Learner(optimizer=optimizer)
+  weights = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), start)
+  step = lambda g, i, state, w: learner.update(g, jnp.float32(1), i, state, w, specs)[:2]
+  state = learner.init(weights, specs)
+  if mesh is None:
+    compiled = jax.jit(step)
+  else:
+    true = (weights, state)
+    all_specs = (specs, learner.state_split_dims(state, specs))
+    split = lambda s: split_dims_to_partition_spec(s.split_dims, mesh.axis_names, RULES)
+    padded = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(
+        padding.padded_shape(x.shape, split(s), mesh.shape), x.dtype, sharding=jax.NamedSharding(mesh, split(s))
+      ),
+      true,
+      all_specs,
+    )
+
+    def on_mesh(g, i, state, w):
+      with sharding_scope(mesh, RULES):
+        g, w, state = padding.unpad(g, true[0]), padding.unpad(w, true[0]), padding.unpad(state, true[1])
+        return padding.pad(step(g, i, state, w), padded)
+
+    compiled = jax.jit(on_mesh, out_shardings=jax.tree.map(lambda x: x.sharding, padded))
+    weights, state = padding.pad((weights, state), padded)
+    grads = [padding.pad(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), g), padded[0]) for g in grads]
+    compiled = compiled.lower(grads[0], jnp.int32(0), state, weights).compile()
+  for i, g in enumerate(grads):
+    weights, state = compiled(g if mesh else jax.tree.map(jnp.float32, g), jnp.int32(i), state, weights)
+  return (weights, compiled) if mesh is None else (padding.unpad(weights, true[0]), compiled)
+
+
+def torch_muon(monkeypatch, scale, nesterov, start, grads):
+  """torch.optim.Muon, whose products are in bfloat16, in float64; its matrices are [outputs, inputs]."""
+  wide = types.SimpleNamespace(**vars(torch))
+  wide.bfloat16 = torch.float64
+  monkeypatch.setattr('torch.optim._muon.torch', wide)
+
+  def matrices(name, x):
+    lead = SPECS[name].shape[: num_separate_dims(SPECS[name])]
+    return torch.tensor(x.reshape(-1, *layer_matrix(SPECS[name])).swapaxes(-1, -2).copy()), lead
+
+  weights = {name: [torch.nn.Parameter(w) for w in matrices(name, start[name])[0]] for name in MATRICES}
+  settings = {'lr': RATE, 'weight_decay': DECAY, 'adjust_lr_fn': scale, 'nesterov': nesterov}
+  optimizer = torch.optim.Muon([w for each in weights.values() for w in each], **settings)
+  for g in grads:
+    for name, each in weights.items():
+      for weight, grad in zip(each, matrices(name, g[name])[0]):
+        weight.grad = grad
+    optimizer.step()
+  return {name: np.stack([w.detach().numpy().T for w in each]) for name, each in weights.items()}
+
+
+@pytest.mark.parametrize(
+  'scale, nesterov', [('original', True), ('match_rms_adamw', False), ('spectral_unclamped', True)]
+)
+def test_each_matrix_is_that_of_torch_and_others_are_those_of_adamw(scale, nesterov, monkeypatch, rng):
+  start, grads = draw(rng), [draw(rng) for _ in range(NUM_STEPS)]
+  optimizer = Muon(learning_rate=RATE, weight_decay=DECAY, scale=scale, nesterov=nesterov, adam_scale=0.25)
+  got, _ = trained(optimizer, start, grads)
+  expected = torch_muon(monkeypatch, scale, nesterov, start, grads)
+  for name, spec in MATRICES.items():
+    for ours, theirs in zip(got[name].reshape(-1, *layer_matrix(spec)), expected[name]):
+      assert np.linalg.norm(ours - theirs) < 1e-6 * np.linalg.norm(theirs), name
+  adam = AdamW(learning_rate=0.25 * RATE, weight_decay=DECAY, beta2=0.95)
+  others, _ = trained(
+    adam, *[{k: x[k] for k in OTHERS} for x in (start,)], [{k: g[k] for k in OTHERS} for g in grads], OTHERS
+  )
+  for name in OTHERS:
+    np.testing.assert_allclose(got[name], others[name], rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize('shape', [(4, 2), pytest.param((2, 4), marks=pytest.mark.slow)])
+def test_one_result_on_a_mesh_and_no_stack_is_gathered(shape, rng):
+  start, grads = draw(rng), [draw(rng) for _ in range(NUM_STEPS)]
+  optimizer = Muon(learning_rate=RATE, weight_decay=DECAY)
+  alone, _ = trained(optimizer, start, grads)
+  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=shape).build()
+  got, _ = trained(optimizer, start, grads, mesh=mesh)
+  for name in SPECS:
+    error = np.linalg.norm(got[name] - alone[name])
+    assert error < 1e-6 * np.linalg.norm(alone[name]), name
+
+
+def test_whole_layers_travel_to_the_devices_by_all_to_all():
+  """An even stack: every product is of whole matrices, each on one device."""
+  specs = {'up': kernel((8, 16, 32), (None, 'embed', 'mlp'), 1)}
+  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(4, 2)).build()
+  zeros = {'up': np.zeros((8, 16, 32))}
+  text = trained(Muon(learning_rate=RATE), zeros, [zeros], specs, mesh)[1].as_text()
+  assert ' all-gather(' not in text
+  assert text.count(' all-to-all(') == 4
+  assert 'f32[16,32]{1,0} dot(' in text
+
+
+def test_a_matrix_must_say_which_dims_are_inputs():
+  specs = {'ffn': {'kernel': WeightSpec(shape=(2, 4, 6), init=None, stacked=1)}}
+  weights = {'ffn': {'kernel': jnp.zeros((2, 4, 6))}}
+  message = (
+    r'Muon does not know which matrix weight ffn/kernel of shape \(4, 6\).* pass num_input_dims to declare_weight'
+  )
+  with pytest.raises(ValueError, match=message):
+    Learner(optimizer=Muon(learning_rate=0.1)).init(weights, specs)
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'scale': 'moonshot'}, "Muon.scale is 'moonshot'; it must be one of"),
+    ({'coefficients': (1.0, 2.0)}, 'give three numbers'),
+    ({'num_iterations': 0}, '1 step or more'),
+    ({'dtype': 'float16'}, 'Muon.dtype is .*float32 or bfloat16'),
+    ({'adam_scale': -1.0}, 'Muon.adam_scale is -1.0'),
+  ],
+)
+def test_impossible_settings_are_refused(settings, message):
+  with pytest.raises(ValueError, match=message):
+    Muon(learning_rate=0.1, **settings)
+
+
+@pytest.mark.parametrize('num_kv_heads', [4, 2])
+def test_qk_clip_shrinks_the_heads_whose_largest_logit_passed_the_bound(num_kv_heads, rng):
+  """Rows have documents and padding, and 300 tokens are two blocks of queries."""
+  attention = Attention(num_heads=4, num_kv_heads=num_kv_heads, rotary=None, qk_clip=3.0, window=280)
+  x = jnp.asarray(rng.normal(size=(2, 300, 8)), jnp.float32)
+  segment_ids = jnp.asarray([[1] * 200 + [2] * 90 + [0] * 10, [1] * 300], jnp.int32)
+  variables = attention.init(jax.random.key(0), x, segment_ids)
+  variables = jax.tree.map(lambda box: box.unbox(), variables, is_leaf=lambda box: hasattr(box, 'unbox'))
+  x = x.at[0, 290:].mul(100.0)  # padding does not count
+  weights = variables['params']
+  weights['query']['kernel'] *= jnp.asarray([0.01, 1, 3, 6])[None, :, None]
+  _, updated = attention.apply(variables, x, segment_ids, train=True, mutable='weight_factors')
+
+  wide = lambda name: np.einsum('btd,dhk->bthk', np.asarray(x, np.float64), np.asarray(weights[name]['kernel'], float))
+  logits = np.einsum('bthk,bshk->bhts', wide('query'), np.repeat(wide('key'), 4 // num_kv_heads, axis=2)) / np.sqrt(2)
+  distance = np.subtract.outer(np.arange(300), np.arange(300))
+  same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids != 0)[:, :, None]
+  may_see = np.asarray(same) & ((distance >= 0) & (distance < 280))
+  gamma = np.minimum(1, 3.0 / np.where(may_see[:, None], logits, -np.inf).max((0, 2, 3)))[:, None]
+  assert (gamma.min() < 0.7, gamma.max() == 1) == (True, True)
+  expected = (
+    {'query.kernel': np.sqrt(gamma), 'key.kernel': np.sqrt(gamma)} if num_kv_heads == 4 else {'query.kernel': gamma}
+  )
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), dict(updated['weight_factors']), expected)
+
+  specs = jax.tree.map(lambda w: WeightSpec(shape=w.shape, init=None, num_input_dims=1), weights)
+  learner, zeros = Learner(optimizer=MuonClip(learning_rate=0.0)), jax.tree.map(jnp.zeros_like, weights)
+  arguments = (zeros, jnp.float32(1), jnp.int32(0), learner.init(weights, specs), weights, specs)
+  clipped, _, _ = learner.update(*arguments, updated['weight_factors'])
+  np.testing.assert_allclose(
+    clipped['query']['kernel'], weights['query']['kernel'] * expected['query.kernel'][None], rtol=1e-5
+  )
+  np.testing.assert_array_equal(clipped['value']['kernel'], weights['value']['kernel'])
+  skipped, _, _ = learner.update(zeros, jnp.float32(jnp.nan), *arguments[2:], updated['weight_factors'])
+  jax.tree.map(np.testing.assert_array_equal, skipped, weights)
+  with pytest.raises(ValueError, match=r'set qk_clip=100\.0 in its attention, or choose Muon'):
+    learner.check_variables({'params': weights})
