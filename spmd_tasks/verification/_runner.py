@@ -16,7 +16,7 @@ import numpy as np
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.learning import Learner, LearnerState, without_frozen
 from spmd_tasks.runtime import PartitionedModel, ReadsBase, TrainState
-from spmd_tasks.sharding import sharding_scope
+from spmd_tasks.sharding import WEIGHT_FACTORS, sharding_scope
 from spmd_tasks.verification._settings import Setting, Source, build_job
 
 Leaves = dict[str, np.ndarray]  # name of a leaf, such as 'gradients/embedding/table' -> its values
@@ -37,9 +37,9 @@ class _GradientRecorder:
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), without_frozen(weights, weight_specs))
     return _with_gradients(self.learner.init(weights, weight_specs), zeros)
 
-  def update(self, grads: Any, loss: Any, step: Any, state: LearnerState, weights: Any, weight_specs: Any) -> Any:
+  def update(self, grads: Any, loss: Any, step: Any, state: LearnerState, *arguments: Any, **named: Any) -> Any:
     own = state.replace(opt_state=state.opt_state['optimizer'])
-    weights, new_state, metrics = self.learner.update(grads, loss, step, own, weights, weight_specs)
+    weights, new_state, metrics = self.learner.update(grads, loss, step, own, *arguments, **named)
     return weights, _with_gradients(new_state, grads), metrics
 
   def state_split_dims(self, abstract_state: LearnerState, weight_specs: Any) -> LearnerState:
@@ -147,12 +147,13 @@ class Runner:
     """Computes what the learner makes, in this setting, of the gradients and the loss that another one had."""
     gradients = result.state.learner.opt_state['gradients']
     true = self.model.abstract_state
+    factors = result.state.non_trainable.get(WEIGHT_FACTORS)
 
     def reshaped(tree, shapes):
       return jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), tree, shapes)
 
     weights, learner, metrics = self._update(
-      reshaped(gradients, true.learner.opt_state['gradients']), result.forward['loss'], reshaped(before, true)
+      reshaped(gradients, true.learner.opt_state['gradients']), result.forward['loss'], reshaped(before, true), factors
     )
     state = before.replace(weights=weights, learner=learner)
     state = jax.tree.map(lambda x, shape: np.asarray(x).reshape(shape.shape), state, self.model.canonical_state)
@@ -163,9 +164,10 @@ class Runner:
   def _update(self) -> Callable[..., Any]:
     model = self.model
 
-    def update(gradients, loss, state):
+    def update(gradients, loss, state, factors):
+      arguments = (gradients, loss, state.step, state.learner, state.weights, model.weight_specs)
       with sharding_scope(model.mesh, model.axis_rules):
-        return model.task.learner.update(gradients, loss, state.step, state.learner, state.weights, model.weight_specs)
+        return model.task.learner.update(*arguments, factors=factors)
 
     return jax.jit(update)
 
