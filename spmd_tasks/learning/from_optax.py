@@ -117,7 +117,9 @@ class FromOptax:
 
     def of_layers(names: Sequence[str], arguments: Sequence[Any]) -> Any:
       def init(weights: Any) -> Any:
-        return self._build(self.learning_rate and learning_rate_at(self.learning_rate, 0)).init(weights)
+        return self._build(None if self.learning_rate is None else learning_rate_at(self.learning_rate, 0)).init(
+          weights
+        )
 
       def update(grads: Any, state: Any, weights: Any, *arguments: Any) -> Any:
         given = dict(zip(names, arguments))

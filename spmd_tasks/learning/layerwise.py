@@ -55,7 +55,8 @@ def layerwise(
   matrices = [layer_matrix(spec) for spec in specs]
   if matrices == [spec.shape for spec in specs]:
     return init, update
-  tree_of = jax.tree.structure(weight_specs).unflatten
+  structure: Any = jax.tree.structure(weight_specs)
+  tree_of = structure.unflatten
   whole = _Trace(init, update, tree_of, [spec.shape for spec in specs], arguments)
   layers = _Trace(init, update, tree_of, matrices, arguments)
   if whole.treats_alike() and layers.treats_alike() and _equations(whole.update) == _equations(layers.update):
@@ -67,7 +68,7 @@ def layerwise(
       'weight by itself.'
     )
   separate = [spec.shape[: num_separate_dims(spec)] for spec in specs]
-  groups = [None, *dict.fromkeys(separate)]  # None: what belongs to no weight
+  groups: list[Any] = [None, *dict.fromkeys(separate)]  # None: what belongs to no weight
 
   def run(function: Callable[..., Any], owners: list[int | None], shapes: Sequence[Any], inputs: list[Any]) -> Any:
     """Calls a function of the leaves of layers for each group of weights; returns outputs by group."""
@@ -96,7 +97,8 @@ def layerwise(
     # What has the matrix's shape is stored, and split over the mesh, as the weight is.
     return leaf.reshape(specs[owner].shape) if leaf.shape == (*separate[owner], *matrices[owner]) else leaf
 
-  weights, state_tree = list(range(num)), jax.tree.structure(layers.state)
+  weights: list[Any] = list(range(num))
+  state_tree: Any = jax.tree.structure(layers.state)
   state_shapes = [leaf.shape for leaf in jax.tree.leaves(layers.state)]
 
   def init_layers(weights_tree: Any) -> Any:

@@ -12,6 +12,7 @@ Shapes: B batch, T sequence, H query heads, G key/value heads, K head dim, C que
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from spmd_tasks.layers.attention._blockwise import BLOCK
 from spmd_tasks.layers.attention._options import AttentionOptions
 from spmd_tasks.layers.attention._plain import visible
-from spmd_tasks.sharding import WEIGHT_FACTORS, SplitDim, WeightSpec
+from spmd_tasks.sharding import WEIGHT_FACTORS, SplitDims, WeightSpec
 
 
 def largest_logits(
@@ -56,12 +57,20 @@ def shrinkage(logits: jax.Array, bound: float) -> jax.Array:
   return bound / jnp.maximum(logits, bound)
 
 
-def leave_factors(module: nn.Module, factors: Mapping[str, jax.Array], split_dim: SplitDim, *, train: bool) -> None:
-  """Leaves factors [H, K or 1] of weights [..., H, K] for the learner; in evaluation and generation, does nothing."""
+def leave_factors(module: nn.Module, factors: Mapping[str, jax.Array], split_dims: SplitDims, *, train: bool) -> None:
+  """Leaves factors [H, K or 1] of weights [..., H, K] for the learner; in evaluation and generation, does nothing.
+
+  Args:
+    module: the attention.
+    factors: by the weight's name below it.
+    split_dims: of the kernel of the queries, [D, H, K].
+    train: whether this is a train step.
+  """
+  if not train and not module.is_initializing():
+    return
+  split = None if split_dims is None else (split_dims[1], None)
   for name, factor in factors.items():
-    if not train and not module.is_initializing():
-      return
-    spec = WeightSpec(shape=factor.shape, init=jax.nn.initializers.ones, split_dims=(split_dim, None))
-    variable = module.variable(WEIGHT_FACTORS, name.replace('/', '.'), spec, None)
+    spec = WeightSpec(shape=factor.shape, init=jax.nn.initializers.ones, split_dims=split)
+    variable: Any = module.variable(WEIGHT_FACTORS, name.replace('/', '.'), spec, None)
     if not module.is_initializing():
       variable.value = factor

@@ -222,7 +222,7 @@ class Attention(WithSublayers, kw_only=True):
       of_heads = {'query': jnp.sqrt(gamma), 'key': jnp.sqrt(gamma)} if own_keys else {'query': gamma}
       names = ('kernel', 'bias') if self.use_bias else ('kernel',)
       factors = {f'{projection}/{name}': x for projection, x in of_heads.items() for name in names}
-      leave_factors(self, factors, self.query_split_dims and self.query_split_dims[1], train=train)
+      leave_factors(self, factors, self.query_split_dims, train=train)
     query, key, value = (checkpoint_name(x, ATTENTION_INPUTS_NAME) for x in (query, key, value))
     if cached is not None:
       assert segment_pos is not None

@@ -172,7 +172,7 @@ class LatentAttention(nn.Module, kw_only=True):
           f'{"query" if self.query_rank is None else "query_up"}/kernel': jnp.concatenate([nope, rope], axis=-1),
           'kv_up': jnp.concatenate([nope, kept], axis=-1),
         }
-        leave_factors(self, factors, self.up_split_dims and self.up_split_dims[1], train=train)
+        leave_factors(self, factors, self.up_split_dims, train=train)
       attended = attend(
         query, key, value, segment_ids, softmax_scale=scale, split_dims=self.heads_activation_split_dims
       )
