@@ -16,7 +16,6 @@ import fiddle as fdl
 from flax.core import FrozenDict
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from spmd_tasks.config.symbols import symbol_of
 from spmd_tasks.config.tree import is_node
@@ -60,7 +59,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     arguments = {'args': [encode(item, depth) for item in value.args]} if value.args else {}
     arguments |= {name: encode(item, depth) for name, item in value.keywords.items()}
     return encode(value.func, depth) | {'partial': arguments}
-  if isinstance(value, optax.GradientTransformation):
+  if hasattr(value, '_asdict') and value and all(map(callable, value)):  # an optax transformation
     return {'symbol': symbol_of(type(value)), 'closure': {k: encode(f, depth) for k, f in value._asdict().items()}}
   if callable(value) and hasattr(value, '__qualname__'):
     return {'symbol': symbol_of(value)} | _closure_of(value, depth)

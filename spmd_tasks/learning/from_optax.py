@@ -92,6 +92,7 @@ class FromOptax:
     def optimizer() -> optax.GradientTransformation:
       return transformation
 
+    optimizer.__qualname__ = 'learner.optimizer'
     return cls(factory=optimizer, learning_rate=None)
 
   def _build(self, learning_rate: jax.Array | None) -> optax.GradientTransformationExtraArgs:
@@ -117,9 +118,8 @@ class FromOptax:
 
     def of_layers(names: Sequence[str], arguments: Sequence[Any]) -> Any:
       def init(weights: Any) -> Any:
-        return self._build(None if self.learning_rate is None else learning_rate_at(self.learning_rate, 0)).init(
-          weights
-        )
+        rate = None if self.learning_rate is None else learning_rate_at(self.learning_rate, 0)
+        return self._build(rate).init(weights)
 
       def update(grads: Any, state: Any, weights: Any, *arguments: Any) -> Any:
         given = dict(zip(names, arguments))
@@ -142,12 +142,7 @@ class FromOptax:
       return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
 
     def update(
-      grads: Any,
-      state: Any,
-      weights: Any = None,
-      *,
-      is_finite: jax.typing.ArrayLike,
-      **extra_args: Any,
+      grads: Any, state: Any, weights: Any = None, *, is_finite: jax.typing.ArrayLike, **extra_args: Any
     ) -> tuple[Any, Any]:
       try:
         given = {name: x for name, x in extra_args.items() if x is not None}
