@@ -15,6 +15,7 @@ ATTENTION = 'task.model.stack.block.attention'
 RING, BLOCKWISE = (f'{ATTENTION}.implementation=ring',), (f'{ATTENTION}.implementation=blockwise',)
 CHUNKS = ('num_logit_chunks=4',)
 WINDOW, REMAT = (f'{ATTENTION}.window=5',), ('remat_policy=full',)
+FEW = ('batch_size=3', 'seq_len=15')
 TEN = ('num_layers=10', 'batch_size=16')
 
 
@@ -53,6 +54,8 @@ ONE_BY_ONE = [
   ('context 2 x mdl 4, ring, window, remat', Context, (1, 1, 2, 4), (*RING, *WINDOW, *REMAT), WINDOW),
   ('experts, data 2 x context 2 x mdl 2', ContextExperts, (1, 2, 2, 2), (), ()),
   ('experts, context 8, ring', ContextExperts, (1, 1, 8, 1), RING, ()),
+  ('3 rows of 15 tokens, data 2 x context 2 x mdl 2', Context, (1, 2, 2, 2), FEW, FEW),
+  ('3 rows of 15 tokens, ring, data 2 x context 4', Context, (1, 2, 4, 1), (*RING, *FEW), FEW),
   ('stage 2 x context 4', PipelinedContext, (1, 2, 1, 4, 1), (), ()),
   ('stage 2 x context 2 x mdl 2, ring', PipelinedContext, (1, 2, 1, 2, 2), RING, ()),
 ]

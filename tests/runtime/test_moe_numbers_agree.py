@@ -24,6 +24,7 @@ EINSUM, GATHER = ('form=einsum',), ('form=gather',)
 # Of gpt-oss; they begin at zero. A token that is dropped gets no bias either.
 BIASES = (f'{FFN}.experts.use_bias=True', f'{FFN}.router.use_bias=True')
 NEVER_DROP = ('capacity_factor=0',)
+THREE_ROWS = ('batch_size=3',)
 FAST = ('data 2 x expert 4',)
 
 TWO = 'task.learner.num_microbatches=2'
@@ -56,6 +57,8 @@ ONE_BY_ONE = [
   ('bias balancing', ExpertAxis, (1, 2, 4, 1), BIAS, BIAS),
   ('two data axes', TwoDataAxes, (1, 4, 2), (), ()),
   ('biases, never drop, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), BIASES, BIASES),
+  ('3 rows, data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), (*ALL_TO_ALL, *THREE_ROWS), THREE_ROWS),
+  ('3 rows, two data axes, gather', TwoDataAxes, (1, 4, 2), (*GATHER, *THREE_ROWS), (*EINSUM, *THREE_ROWS)),
   ('einsum, never drop, one device', ExpertAxis, (1, 1, 1, 1), (*EINSUM, *NEVER_DROP), ()),
 ]
 

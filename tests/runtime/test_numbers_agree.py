@@ -15,6 +15,7 @@ DROPOUT = ('task.model.stack.block.dropout_rate=0.1',)
 TWO_MICROBATCHES, FOUR_MICROBATCHES = (('task.learner.num_microbatches=2',), ('task.learner.num_microbatches=4',))
 REMAT, UNROLLED = ('remat_policy=full',), ('task.model.stack.scan=False',)
 CHUNKS = ('num_logit_chunks=4',)
+THREE_ROWS, SIX_ROWS = ('batch_size=3',), ('batch_size=6', 'task.learner.num_microbatches=2')
 SCATTERED = ('scatters_gradients=True',)
 FAST = ('data 2 x mdl 4', 'Adafactor, data 2 x mdl 4')
 CASES = [
@@ -45,6 +46,8 @@ ONE_BY_ONE = [
   ('gradients scattered, logits in chunks', AdamW, (2, 4, 1), {'overrides': SCATTERED + CHUNKS}),
   ('dropout', AdamW, (1, 2, 4), {'overrides': DROPOUT, 'reference': DROPOUT}),
   ('Adafactor, mdl 8', Adafactor, (1, 1, 8), {}),
+  ('3 rows, replica 2 x data 2 x mdl 2', AdamW, (2, 2, 2), {'overrides': THREE_ROWS, 'reference': THREE_ROWS}),
+  ('microbatches of 3 rows, data 4 x mdl 2', AdamW, (1, 4, 2), {'overrides': SIX_ROWS, 'reference': ('batch_size=6',)}),
 ]
 
 
@@ -74,9 +77,10 @@ def test_factored_moments_are_sharded_like_the_weight():
   assert columns == jax.P(None, 'mdl')
 
 
-@pytest.mark.parametrize('batch_size', [4, pytest.param(12, marks=pytest.mark.exhaustive)])
-def test_a_batch_that_the_devices_do_not_divide(batch_size):
-  overrides = (f'batch_size={batch_size}',)
+@pytest.mark.parametrize('batch_size, num_microbatches', [(4, 4), pytest.param(12, 1, marks=pytest.mark.exhaustive)])
+def test_a_batch_that_the_devices_do_not_divide(batch_size, num_microbatches):
+  """Nor do they divide microbatches of one row, which once had a gradient of NaNs."""
+  overrides = (f'batch_size={batch_size}', f'task.learner.num_microbatches={num_microbatches}')
   model, train_input = make_model(AdamW, (1, 2, 4), overrides=overrides)
   alone, _ = make_model(AdamW, (1, 1, 1), overrides=overrides)
   assert model.input_layout.padded['ids'].shape[0] == {4: 8, 12: 16}[batch_size]
