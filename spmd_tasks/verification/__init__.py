@@ -8,8 +8,8 @@
 Read `_claims.py` first, the table of what is claimed, and `_cases.py`, how one case is decided. `_bench.py` compiles
 settings and keeps them; `_runner.py` has the train step that also gives its gradients; `_agreement.py` compares its
 steps with a reference's (`_trajectory.py`), and `_noise.py` says how large a difference may be. `_layouts.py` draws
-meshes, `_shrink.py` makes an experiment tiny, `_batches.py` makes batches uneven, and `_promises.py` says what may
-differ by the documentation. The files `*_claim.py` and `*_claims.py` have the cases.
+meshes, `_shrink.py` makes an experiment tiny, `_batches.py` cuts batches and makes rows differ, and `_promises.py` says
+what may differ by the documentation. The files `*_claim.py` and `*_claims.py` have the cases.
 """
 
 from spmd_tasks.verification._agreement import Agreement, agree

@@ -28,9 +28,9 @@ class Claim:
 
 CLAIMS: Mapping[str, Claim] = {
   'mesh': Claim(sentence='every mesh gives the numbers of one device, padded or not', cases=mesh_cases),
-  'rows': Claim(sentence='rows that the mesh does not divide: the numbers of one device', cases=row_cases),
   'pipeline': Claim(sentence='a pipeline of any schedule gives those of layers in sequence', cases=pipeline_cases),
   'microbatches': Claim(sentence='microbatches of the learner give those of the full batch', cases=microbatch_cases),
+  'rows': Claim(sentence='rows that the mesh does not divide: the numbers of one device', cases=row_cases),
   'remat': Claim(sentence='rematerialisation changes no number', cases=remat_cases),
   'scan': Claim(sentence='layers in a loop and unrolled give the same', cases=scan_cases),
   'eval': Claim(sentence='evaluation gives the same on every mesh', cases=eval_cases),

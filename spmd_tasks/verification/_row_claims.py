@@ -88,7 +88,8 @@ def _row_case(bench: Bench, mesh: Mesh, num_microbatches: int, is_bare: bool) ->
   overrides = turned_off.overrides
   if _MICROBATCHES in source.values:
     overrides += (f'{_MICROBATCHES}={num_microbatches}',)
-  length = _length(source.base)
+  spec = source.base.train_input.element_spec()
+  length = max((leaf.shape[1] for leaf in spec.values() if len(leaf.shape) > 1), default=0)
   num_columns = length - 1 if any(sizes.get(axis, 1) > 1 for axis in tokens) else None
   cut = Cut(num_rows=num_rows, num_columns=num_columns, is_bare=is_bare)
   setting = Setting(mesh=mesh, overrides=overrides, change=dataclasses.replace(cut, pipeline=pipeline))
@@ -100,10 +101,6 @@ def _row_case(bench: Bench, mesh: Mesh, num_microbatches: int, is_bare: bool) ->
 
 def _in_order(names: Sequence[str], sizes: Mapping[str, int]) -> Mesh:
   return tuple((name, sizes[name]) for name in names if sizes.get(name, 1) > 1)
-
-
-def _length(job: Job) -> int:
-  return max(leaf.shape[1] for leaf in job.train_input.element_spec().values() if len(leaf.shape) > 1)
 
 
 def _can_run(bench: Bench, is_bare: bool) -> bool:
