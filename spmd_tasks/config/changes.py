@@ -54,6 +54,7 @@ _BEFORE_IT_WAS_ADDED = {
   'per_dim_scale': False,
   'post_norm': False,
   'pre_norm': True,
+  'qk_clip': None,
   'reference_from': 'batch',
   'scale_logits': False,
   'scale_plus_one': False,
