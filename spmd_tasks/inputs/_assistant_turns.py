@@ -45,56 +45,49 @@ def render_turns(
       f'the conversation has no turn of the assistant (its roles are {roles}): name its role assistant, or remove the '
       'conversation.'
     )
-  text, marked = template.render_marked(messages, tools=tools, now=now, **variables)
-  if marked is not None:
+  if template.has_marks(tools):
+    ((text, marked),) = template.render_each([(messages, False)], tools=tools, variables=variables, now=now)
     if not marked:
       raise UserError("the chat template marks nothing of this conversation as the assistant's: correct its marks.")
     return text, marked
-  spans = []
-  for number, message in enumerate(messages):
-    if message['role'] != _ASSISTANT:
-      continue
-    spans.append(
-      added_span(template, messages[:number], messages[: number + 1], tools, variables, now, number=number, whole=text)
-    )
-  return text, spans
+  turns = [(number, number + 1) for number, message in enumerate(messages) if message['role'] == _ASSISTANT]
+  return render_added(template, messages, turns, tools, variables, now)
 
 
-def added_span(
+def render_added(
   template: ChatTemplate,
-  before: Sequence[Mapping[str, Any]],
   messages: Sequence[Mapping[str, Any]],
+  turns: Spans,
   tools: Sequence[Mapping[str, Any]] | None,
   variables: Mapping[str, Any],
   now: datetime.datetime | None,
-  *,
-  number: int,
-  whole: str,
-) -> tuple[int, int]:
-  """The characters of `whole` that rendering `messages` adds to rendering `before` with the prompt for an answer.
+) -> tuple[str, Spans]:
+  """Returns a conversation's text, and the (start, end) characters of some of its turns.
 
   Args:
-    before: the first messages of `messages`.
-    number: the message that begins the difference, for the error.
-    whole: the text of a conversation that begins with `messages`.
+    turns: the (start, end) messages whose characters are wanted: those that rendering up to the end adds to rendering
+      up to the start, with the prompt for an answer.
 
   Raises:
-    UserError: `whole` does not begin with the text of `messages`, or that not with the one of `before`.
+    UserError: the whole text does not begin with the one up to an end, or that not with the one up to its start.
   """
-  at = {'tools': tools, **variables}
-  prompt = template.render_at(now, before, add_generation_prompt=True, **at)
-  text = template.render_at(now, messages, add_generation_prompt=False, **at)
-  if not text.startswith(prompt):
-    raise UserError(
-      f'the chat template writes message {number} not as what follows its prompt for an answer, '
-      f'{_end_of(prompt, text)}, so that the text of the assistant is not known: {_REMEDY}'
-    )
-  if not whole.startswith(text):
-    raise UserError(
-      f'the chat template writes message {number} otherwise once messages follow it, {_end_of(text, whole)}, so that '
-      f'the text of the assistant is not known: {_REMEDY}'
-    )
-  return len(prompt), len(text)
+  beginnings = [each for start, end in turns for each in ((messages[:start], True), (messages[:end], False))]
+  rendered = template.render_each([(messages, False), *beginnings], tools=tools, variables=variables, now=now)
+  whole, *texts = [text for text, _ in rendered]
+  spans = []
+  for (number, _), prompt, text in zip(turns, texts[::2], texts[1::2], strict=True):
+    if not text.startswith(prompt):
+      raise UserError(
+        f'the chat template writes message {number} not as what follows its prompt for an answer, '
+        f'{_end_of(prompt, text)}, so that the text of the assistant is not known: {_REMEDY}'
+      )
+    if not whole.startswith(text):
+      raise UserError(
+        f'the chat template writes message {number} otherwise once messages follow it, {_end_of(text, whole)}, so '
+        f'that the text of the assistant is not known: {_REMEDY}'
+      )
+    spans.append((len(prompt), len(text)))
+  return whole, spans
 
 
 def _end_of(expected: str, found: str) -> str:

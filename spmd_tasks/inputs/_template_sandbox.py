@@ -1,171 +1,121 @@
-"""Compiles and renders chat templates as Hugging Face's transformers does, within limits of time and size.
+"""Compiles and renders chat templates as Hugging Face's transformers does: the program that _template_process.py runs.
 
-A template comes with a model, from strangers. Jinja's sandbox keeps it from Python's internals, but not from loops
-without end or from texts that fill the memory. So each loop turn and each call looks at the clock, operators that make
-large values look at sizes first, and the text is counted as it grows.
+A template comes with a model, from strangers. Jinja's sandbox keeps it from Python's internals; the limits of this
+process bound its time and its memory, whatever filters, methods and operators it uses. The program imports nothing of
+this package, so that it starts in a moment.
 """
 
-from collections.abc import Mapping
-import contextvars
+import contextlib
 import datetime
 import functools
 import json
-import re
-import time
+import pickle
+import resource
+import signal
+import sys
 from typing import Any, NoReturn
 
-import jinja2
-from jinja2 import nodes
-import jinja2.ext
-import jinja2.sandbox
-import jinja2.utils
-import jinja2.visitor
+_LIMIT_S = 5.0  # of CPU time, for one text
+_MEMORY_MIB = 512
+if __name__ == '__main__':
+  _LIMIT_S, _MEMORY_MIB = float(sys.argv[1]), int(sys.argv[2])
+  sys.path += sys.argv[3:]  # where jinja2 is
 
-_LIMIT_S = 5.0
-_MAX_SIZE = 16_000_000  # characters of a text, items of a list, bits of an integer
-_MAX_EXPONENT = 4096
-_MAX_WIDTH = 100_000
-_WIDE_FORMAT = re.compile(r'[%{][^%{}]*?(?:\d{6}|\*)')
-_SIZED_FILTERS = ('batch', 'center', 'format', 'indent', 'slice')  # these take a width or a number of items
-_deadline = contextvars.ContextVar('deadline', default=float('inf'))
-_now: contextvars.ContextVar[datetime.datetime | None] = contextvars.ContextVar('now', default=None)
-_marks: contextvars.ContextVar['_Marks | None'] = contextvars.ContextVar('marks', default=None)
+import jinja2  # noqa: E402
+import jinja2.ext  # noqa: E402
+import jinja2.sandbox  # noqa: E402
+import jinja2.utils  # noqa: E402
+
+_GRACE_S = 1.0  # until a call that does not return to Python ends the process
+_MAX_CHARS = 16_000_000
+_MAX_CHARS_OF_ERROR = 1000
+_HEADER_BYTES = 8  # the size of the message that follows
 
 
-class RefusedError(Exception):
+class _RefusedError(Exception):
   """A template called raise_exception."""
 
 
-class LimitError(Exception):
-  """A template takes too long or makes something too large."""
+class _LimitError(Exception):
+  """A template takes too long or makes too large a text."""
 
 
-class MarkError(Exception):
-  """A template writes a `{% generation %}` block into a macro or a variable, so that its place is not known."""
+class _Rendering:
+  """What is known while a template is rendered.
 
-
-class _Marks:
-  """Collects the places where `{% generation %}` blocks write while a template is rendered."""
-
-  def __init__(self):
-    self.position = 0  # characters written so far
-    self.found: list[tuple[int, str]] = []  # where a block begins, and its text
-
-
-def render_template(
-  template: jinja2.Template, variables: Mapping[str, Any], now: datetime.datetime | None = None
-) -> str:
-  """The text of a template that `compile_template` made. `now` is the time for `strftime_now`; None: the clock's.
-
-  Raises:
-    RefusedError, LimitError: see there.
-    Exception: whatever else a template may raise.
+  Attributes:
+    now: the time for `strftime_now`; None: the clock's.
+    num_chars: characters written so far.
+    marks: where each `{% generation %}` block begins, and its text.
   """
-  return _render(template, variables, now)[0]
+
+  def __init__(self, now: datetime.datetime | None = None):
+    self.now = now
+    self.num_chars = 0
+    self.marks: list[tuple[int, str]] = []
 
 
-def render_marked(
-  template: jinja2.Template, variables: Mapping[str, Any], now: datetime.datetime | None = None
-) -> tuple[str, list[tuple[int, int]]]:
-  """Renders as `render_template`; also returns the (start, end) characters of `{% generation %}` blocks, in order.
+_rendering = _Rendering()
 
-  Raises:
-    MarkError: a block's place in the text is not known.
+
+def answer(source: str, jobs: list[tuple[dict[str, Any], datetime.datetime | None]]) -> Any:
+  """Renders a template once for each job (its variables, and the time for `strftime_now`); without any it compiles.
+
+  Returns:
+    For each job the text, and the (start, end) characters of its `{% generation %}` blocks, in order; None where a
+    block is in a macro or a variable, so that its place is not known. Or an object that says why there is no text: its
+    `kind` is 'syntax', 'refused', 'failed' or 'limit', its `line` the template's, its `sentence` says what is wrong.
   """
-  text, marks = _render(template, variables, now)
-  for start, written in marks.found:
-    if text[start : start + len(written)] != written:
-      raise MarkError
-  return text, [(start, start + len(written)) for start, written in marks.found if written]
+  kind = 'syntax'
+  try:
+    with _limited_time():
+      template = _compile(source)
+    kind = 'failed'
+    return [_render(template, *job) for job in jobs]
+  except Exception as error:  # a template is a program, which may raise anything
+    kinds = {_RefusedError: 'refused', _LimitError: 'limit', MemoryError: 'limit'}
+    is_jinja = isinstance(error, jinja2.TemplateSyntaxError)
+    return {
+      'kind': kinds.get(type(error), kind),
+      'line': error.lineno if is_jinja else _line_of(error),
+      'sentence': _sentence(error.message if is_jinja else error),
+    }
+
+
+def _sentence(error: Any) -> str:
+  if isinstance(error, MemoryError):
+    return f'it needs more than {_MEMORY_MIB} MiB of memory'
+  return str(error)[:_MAX_CHARS_OF_ERROR] or type(error).__name__
 
 
 def _render(
-  template: jinja2.Template, variables: Mapping[str, Any], now: datetime.datetime | None
-) -> tuple[str, _Marks]:
-  marks = _Marks()
-  resets: list[tuple[contextvars.ContextVar[Any], contextvars.Token[Any]]]
-  resets = [(_deadline, _deadline.set(time.monotonic() + _LIMIT_S)), (_marks, _marks.set(marks)), (_now, _now.set(now))]
-  try:
-    pieces = []
+  template: jinja2.Template, variables: dict[str, Any], now: datetime.datetime | None
+) -> tuple[str, list[tuple[int, int]] | None]:
+  global _rendering
+  _rendering = _Rendering(now)
+  pieces = []
+  with _limited_time():
     for piece in template.generate(**variables):
-      marks.position += len(piece)
-      _check_size(marks.position)
+      _rendering.num_chars += len(piece)
+      if _rendering.num_chars > _MAX_CHARS:
+        raise _LimitError(f'it writes more than {_MAX_CHARS:,} characters')
       pieces.append(piece)
-    return ''.join(pieces), marks
-  finally:
-    for variable, token in resets:
-      variable.reset(token)
+    text, marks = ''.join(pieces), _rendering.marks
+    are_known = all(text.startswith(written, start) for start, written in marks)
+  return text, [(start, start + len(written)) for start, written in marks if written] if are_known else None
 
 
-@functools.cache
-def compile_template(source: str) -> jinja2.Template:
-  """Compiles a template; raises a jinja2.TemplateSyntaxError."""
-  environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
+@functools.lru_cache(32)
+def _compile(source: str) -> jinja2.Template:
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+  )
   environment.filters['tojson'] = _to_json
-  environment.filters.update({name: _bounded(environment.filters[name]) for name in _SIZED_FILTERS})
   environment.globals['raise_exception'] = _refuse
-  environment.globals['strftime_now'] = lambda format: (_now.get() or datetime.datetime.now()).strftime(format)
+  environment.globals['strftime_now'] = lambda format: (_rendering.now or datetime.datetime.now()).strftime(format)
   environment.globals['namespace'] = _Namespace
   environment.globals['dict'] = _MakeDict()
   return environment.from_string(source)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-  """Jinja's sandbox, with limits."""
-
-  intercepted_binops = frozenset(('+', '*', '**', '%'))
-
-  def _parse(self, source, name, filename):
-    return _AddChecks().visit(super()._parse(source, name, filename)).set_environment(self)
-
-  def call(__self, __context, __obj, *args, **kwargs):  # noqa: N805 (Jinja's names, so that arguments may be `self`)
-    _check_time()
-    owner = getattr(__obj, '__self__', None)
-    if isinstance(owner, str):  # as in 'x'.ljust(10**9) and '{:>1000000000}'.format(1)
-      _check_widths(*args, *kwargs.values(), form=owner if 'format' in __obj.__name__ else None)
-    return super().call(__context, __obj, *args, **kwargs)
-
-  def call_binop(self, context, operator, left, right):
-    is_sized = hasattr(left, '__len__') or hasattr(right, '__len__')
-    if operator == '%':
-      _check_widths(form=left)
-    elif operator == '**':
-      if isinstance(right, int) and right > _MAX_EXPONENT:
-        raise LimitError(f'it has an exponent above {_MAX_EXPONENT}')
-      _check_size(_size(left) * (right if isinstance(right, int) else 1))
-    elif operator == '*' and is_sized:
-      _check_size(_count(left) * _count(right))
-    else:
-      _check_size(_size(left) + _size(right))
-    return super().call_binop(context, operator, left, right)
-
-  @staticmethod
-  def turn() -> None:
-    """Called at each turn of a loop; `call` looks at the clock."""
-
-  @staticmethod
-  def join(values) -> str:
-    """The operator ~."""
-    texts = [str(value) for value in values]
-    _check_size(sum(map(len, texts)))
-    return ''.join(texts)
-
-
-class _AddChecks(jinja2.visitor.NodeTransformer):
-  """Makes a template call the two methods above."""
-
-  def visit_For(self, node):  # noqa: N802
-    self.generic_visit(node)
-    node.body.insert(0, nodes.ExprStmt(_call_method('turn'), lineno=node.lineno))
-    return node
-
-  def visit_Concat(self, node):  # noqa: N802
-    self.generic_visit(node)
-    return _call_method('join', nodes.List(node.nodes)).set_lineno(node.lineno)
-
-
-def _call_method(name, *arguments):
-  return nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -176,12 +126,11 @@ class _GenerationBlock(jinja2.ext.Extension):
   def parse(self, parser):
     line = next(parser.stream).lineno
     body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-    return nodes.CallBlock(self.call_method('text_of'), [], [], body).set_lineno(line)
+    return jinja2.nodes.CallBlock(self.call_method('text_of'), [], [], body).set_lineno(line)
 
   def text_of(self, caller) -> str:
     text = caller()
-    if (marks := _marks.get()) is not None:
-      marks.found.append((marks.position, text))
+    _rendering.marks.append((_rendering.num_chars, text))
     return text
 
 
@@ -209,21 +158,11 @@ class _MakeDict:
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
   """Replaces Jinja's own filter, which escapes the characters of HTML."""
-  _check_widths(indent)
   return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(sentence: str) -> NoReturn:
-  raise RefusedError(sentence)
-
-
-def _bounded(function):
-  @functools.wraps(function)  # keeps Jinja's marks
-  def bounded(*args, **kwargs):
-    _check_widths(*args, *kwargs.values(), form=args[0] if function.__name__ == 'do_format' else None)
-    return function(*args, **kwargs)
-
-  return bounded
+  raise _RefusedError(sentence)
 
 
 def _check_name(name: Any) -> None:
@@ -231,26 +170,61 @@ def _check_name(name: Any) -> None:
     raise jinja2.exceptions.SecurityError(f'a namespace has no attribute {name!r}: names begin with a letter')
 
 
-def _check_time() -> None:
-  if time.monotonic() > _deadline.get():
-    raise LimitError(f'it takes more than {_LIMIT_S:g} s')
+def _line_of(error: BaseException) -> int | None:
+  """The line of the template in which an error was raised: Jinja puts the template's lines into tracebacks."""
+  line = None
+  traceback = error.__traceback__
+  while traceback is not None:
+    if traceback.tb_frame.f_code.co_filename == '<template>':
+      line = traceback.tb_lineno
+    traceback = traceback.tb_next
+  return line
 
 
-def _check_widths(*values: Any, form: Any = None) -> None:
-  """Refuses large numbers among arguments, and large widths in a format string."""
-  is_wide = isinstance(form, str) and _WIDE_FORMAT.search(form)
-  if is_wide or any(isinstance(value, int) and value > _MAX_WIDTH for value in values):
-    raise LimitError(f'it formats a text with a width above {_MAX_WIDTH:,}')
+@contextlib.contextmanager
+def _limited_time():
+  """Raises a _LimitError in the body after _LIMIT_S of CPU time, or ends the process where Python gets no turn."""
+  signal.setitimer(signal.ITIMER_PROF, _LIMIT_S)
+  signal.setitimer(signal.ITIMER_VIRTUAL, _LIMIT_S + _GRACE_S)
+  try:
+    yield
+  finally:
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def _check_size(size: int) -> None:
-  if size > _MAX_SIZE:
-    raise LimitError(f'it makes something larger than {_MAX_SIZE:,}')
+def _stop(*_: Any) -> NoReturn:
+  raise _LimitError(f'it takes more than {_LIMIT_S:g} s')
 
 
-def _size(value: Any) -> int:
-  return len(value) if hasattr(value, '__len__') else value.bit_length() if isinstance(value, int) else 0
+def main() -> None:
+  """Answers messages from stdin, each a pickled pair of arguments of `answer`, with JSON on stdout until stdin ends."""
+  # Signals for the whole job end the process that waits for the text, and this one after it.
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+  signal.signal(signal.SIGPROF, _stop)
+  for limit, size in ((resource.RLIMIT_AS, _MEMORY_MIB << 20), (resource.RLIMIT_CORE, 0)):
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is in force, or the system has none
+      resource.setrlimit(limit, (size, size))
+  given, made = sys.stdin.buffer, sys.stdout.buffer
+  reply: Any = []
+  while True:
+    data = _to_bytes(reply)
+    made.write(len(data).to_bytes(_HEADER_BYTES) + data)
+    made.flush()
+    is_last = isinstance(reply, dict) and reply['kind'] == 'limit'  # what is left of the memory may be in pieces
+    if is_last or len(header := given.read(_HEADER_BYTES)) < _HEADER_BYTES:
+      return
+    try:
+      reply = answer(*pickle.loads(given.read(int.from_bytes(header))))
+    except MemoryError as error:  # before anything was rendered
+      reply = {'kind': 'limit', 'line': None, 'sentence': _sentence(error)}
 
 
-def _count(value: Any) -> int:
-  return value if isinstance(value, int) else _size(value)
+def _to_bytes(reply: Any) -> bytes:
+  # Not json's own escapes, which are slower, and which would join two halves of a surrogate pair.
+  return json.dumps(reply, ensure_ascii=False).encode('utf-8', 'surrogatepass')
+
+
+if __name__ == '__main__':
+  main()

@@ -14,15 +14,13 @@ import dataclasses
 import datetime
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etils import epath
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.inputs._template_process import Job, Spans, TemplateError, render_in_process
 from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
-
-if TYPE_CHECKING:
-  import jinja2
 
 _TRANSCRIPT = """\
 {% for message in messages %}
@@ -63,9 +61,8 @@ class ChatTemplate:
   writes_bos: bool = False
 
   def __post_init__(self):
-    _compile(self.template)
-    if self.tool_template is not None:
-      _compile(self.tool_template)
+    for source in {self.template, self.tool_template or self.template} - {_TRANSCRIPT}:
+      _render_all(source)
 
   @classmethod
   def from_turns(
@@ -178,99 +175,86 @@ class ChatTemplate:
     Raises:
       UserError: the template refuses the messages, fails, or takes too much time or memory.
     """
-    return self._render(messages, tools, documents, add_generation_prompt, variables)[0]
+    ((text, _),) = self._render([(messages, add_generation_prompt)], tools, documents, variables, None)
+    return text
 
-  def render_marked(
+  def render_each(
     self,
-    messages: Sequence[Mapping[str, Any]],
+    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
     now: datetime.datetime | None = None,
-    **variables: Any,
-  ) -> tuple[str, list[tuple[int, int]] | None]:
-    """Renders a whole conversation, and says which of its characters the template marks as the assistant's.
+  ) -> list[tuple[str, Spans]]:
+    """Renders several conversations, and says which of their characters the template marks as the assistant's.
 
     Args:
-      messages, tools, variables: as in `render`.
+      conversations: each its messages, and whether the text ends where the answer begins.
+      tools, variables: as in `render`.
       now: the time that the template's `strftime_now` formats; None: the clock's.
 
     Returns:
-      (the text, the (start, end) characters that `{% generation %}` blocks wrote; None if the template has none).
+      For each the text, and the (start, end) characters that `{% generation %}` blocks wrote, in order.
 
     Raises:
       UserError: as `render`; or a block is in a macro or a variable, so that its place in the text is not known.
     """
-    has_marks = _MARK.search(self._source(tools)) is not None
-    text, spans = self._render(messages, tools, None, False, variables, now=now, marked=has_marks)
-    return text, spans if has_marks else None
+    made = []
+    for text, spans in self._render(conversations, tools, None, variables or {}, now):
+      if spans is None:
+        raise UserError(
+          'the chat template has a {% generation %} block in a macro, a {% set %} or a filter, where its place in the '
+          'text is not known: move the block out to where the text is written.'
+        )
+      made.append((text, spans))
+    return made
 
-  def render_at(
-    self,
-    now: datetime.datetime | None,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool,
-    **variables: Any,
-  ) -> str:
-    """Renders as `render`, with `now` as the time that the template's `strftime_now` formats."""
-    return self._render(messages, tools, None, add_generation_prompt, variables, now=now)[0]
+  def has_marks(self, tools: Sequence[Any] | None) -> bool:
+    """Whether the template, or the one for requests with tools, has `{% generation %}` blocks."""
+    return _MARK.search(self._source(tools)) is not None
 
   def _source(self, tools: Sequence[Any] | None) -> str:
     return self.template if tools is None or self.tool_template is None else self.tool_template
 
   def _render(
     self,
-    messages: Sequence[Mapping[str, Any]],
+    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
     tools: Sequence[Mapping[str, Any]] | None,
     documents: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool,
     variables: Mapping[str, Any],
-    *,
-    now: datetime.datetime | None = None,
-    marked: bool = False,
-  ) -> tuple[str, list[tuple[int, int]]]:
-    from spmd_tasks.inputs import _template_sandbox
-
-    template = _compile(self._source(tools))
-    values = {
+    now: datetime.datetime | None,
+  ) -> list[tuple[str, Spans | None]]:
+    given = {
       'bos_token': self.bos_token,
       'eos_token': self.eos_token,
       **variables,
-      'messages': [_with_reasoning(message) for message in messages],
       'tools': None if tools is None else list(tools),
       'documents': None if documents is None else list(documents),
-      'add_generation_prompt': add_generation_prompt,
     }
-    try:
-      if marked:
-        return _template_sandbox.render_marked(template, values, now)
-      return _template_sandbox.render_template(template, values, now), []
-    except _template_sandbox.MarkError as error:
-      raise UserError(
-        'the chat template has a {% generation %} block in a macro, a {% set %} or a filter, where its place in the '
-        'text is not known: move the block out to where the text is written.'
-      ) from error
-    except _template_sandbox.RefusedError as error:
-      raise UserError(f'the chat template refuses the messages: {error}') from error
-    except _template_sandbox.LimitError as error:
-      raise UserError(f'the chat template is stopped in line {_line_of(error)}: {error}.') from error
-    except Exception as error:  # a template is a program, which may raise anything
-      sentence = str(error).rstrip('.')
-      raise UserError(f'the chat template fails in line {_line_of(error)} for these messages: {sentence}.') from error
+    jobs: list[Job] = [
+      (
+        given | {'messages': [_with_reasoning(each) for each in messages], 'add_generation_prompt': add_prompt},
+        now,
+      )
+      for messages, add_prompt in conversations
+    ]
+    return _render_all(self._source(tools), jobs)
 
 
-def _compile(template: str) -> 'jinja2.Template':
-  """Compiles a template as transformers does."""
-  import jinja2
-
-  from spmd_tasks.inputs import _template_sandbox
-
+def _render_all(source: str, jobs: Sequence[Job] = ()) -> list[tuple[str, Spans | None]]:
+  """Renders a template once for each job; without jobs it is compiled only."""
   try:
-    return _template_sandbox.compile_template(template)
-  except jinja2.TemplateSyntaxError as error:
-    sentence = str(error.message).rstrip('.')
-    raise UserError(f'the chat template is not valid Jinja in line {error.lineno}: {sentence}.') from error
+    return render_in_process(source, jobs)
+  except TemplateError as error:
+    where, sentence = '' if error.line is None else f' in line {error.line}', str(error).rstrip('.')
+    raise UserError(
+      {
+        'syntax': f'the chat template is not valid Jinja{where}: {sentence}.',
+        'refused': f'the chat template refuses the messages: {error}',
+        'failed': f'the chat template fails{where} for these messages: {sentence}.',
+        'limit': f'the chat template is stopped{where}: {sentence}: use a simpler template, or shorter messages.',
+      }[error.kind]
+    ) from error
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -278,17 +262,6 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
   names = ('reasoning_content', 'thinking', 'reasoning')
   reasoning = next((message[name] for name in names if message.get(name) is not None), None)
   return message if reasoning is None else {'thinking': reasoning, **message, 'reasoning_content': reasoning}
-
-
-def _line_of(error: BaseException) -> int | str:
-  """The line of the template in which an error was raised: Jinja puts the template's lines into tracebacks."""
-  line: int | str = '?'
-  traceback = error.__traceback__
-  while traceback is not None:
-    if traceback.tb_frame.f_code.co_filename == '<template>':
-      line = traceback.tb_lineno
-    traceback = traceback.tb_next
-  return line
 
 
 def _literal(text: str) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
-from spmd_tasks.inputs._assistant_turns import added_span
+from spmd_tasks.inputs._assistant_turns import render_added
 from spmd_tasks.inputs._packing import TokenBlock
 from spmd_tasks.inputs._record_files import OpenRecordFiles, Record
 from spmd_tasks.inputs.conversations import ConversationInput, Renderer, empty_block, messages_of, tools_of
@@ -212,12 +212,9 @@ class PreferenceEncoder:
     if not prompt or not answer or answer[-1]['role'] != 'assistant':
       raise UserError(f"{name!r} must end with a message of the assistant, behind the prompt's messages.")
     tools, whole = tools_of(record, 'tools'), [*prompt, *answer]
-    at = {'tools': tools, **renderer.variables}
-    text = renderer.template.render_at(renderer.now, whole, add_generation_prompt=False, **at)
-    span = added_span(
-      renderer.template, prompt, whole, tools, renderer.variables, renderer.now, number=len(prompt), whole=text
-    )
-    return renderer.encode(text, [span], ends=True)
+    turns = [(len(prompt), len(whole))]
+    text, spans = render_added(renderer.template, whole, turns, tools, renderer.variables, renderer.now)
+    return renderer.encode(text, spans, ends=True)
 
   def identity(self) -> dict[str, Any]:
     return self.renderer.identity() | {'too_long': self.too_long, 'reference_free': self.reference_free}

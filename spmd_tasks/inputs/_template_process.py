@@ -1,0 +1,158 @@
+"""Renders chat templates in a process of their own, whose time and memory are limited.
+
+    texts = render_in_process(source, [(variables, None)])     # [(text, spans)]; a TemplateError if there is none
+
+The process runs _template_sandbox.py. It starts with the first template and renders the next ones too; one that has
+reached a limit is replaced. Threads that render at the same time have a process each.
+"""
+
+import atexit
+from collections.abc import Mapping, Sequence
+import datetime
+import importlib.util
+import json
+import os
+from pathlib import Path
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from spmd_tasks.errors import UserError
+
+_LIMIT_S = 5.0  # of CPU time, for one text
+_MEMORY_MIB = 512
+_WALL_LIMIT_S = 60.0  # for a process to start or to answer, also where it gets no CPU time
+_PROGRAM = Path(__file__).with_name('_template_sandbox.py')
+_VARIABLES = ('TZ', 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH')  # no others, which may be secrets
+_HEADER_BYTES = 8
+
+Spans = list[tuple[int, int]]
+Job = tuple[Mapping[str, Any], datetime.datetime | None]
+
+
+class TemplateError(Exception):
+  """A template cannot be rendered; `kind` and `line` are those of _template_sandbox.answer."""
+
+  def __init__(self, kind: str, line: int | None, sentence: str):
+    super().__init__(sentence)
+    self.kind = kind
+    self.line = line
+
+
+def render_in_process(source: str, jobs: Sequence[Job] = ()) -> list[tuple[str, Spans | None]]:
+  """Renders a template once for each job, as _template_sandbox.answer does; without jobs it is compiled only.
+
+  Raises:
+    TemplateError: a text cannot be had.
+    UserError: no process can be started.
+  """
+  try:
+    request = pickle.dumps((source, [(dict(variables), now) for variables, now in jobs]))
+  except Exception as error:  # of objects that cannot be sent, or that are nested too deeply
+    raise TemplateError('failed', None, f'{error}') from error
+  idle = _idle.setdefault(os.getpid(), [])  # a forked process does not share those of its parent
+  process = None
+  while process is None or not process.is_alive:
+    try:
+      process = idle.pop()
+    except IndexError:
+      process = _Process()
+  try:
+    reply = process.ask(request)
+  except BaseException:
+    process.end()
+    raise
+  if isinstance(reply, list):
+    idle.append(process)
+    return [(text, None if spans is None else [(start, end) for start, end in spans]) for text, spans in reply]
+  if reply['kind'] == 'limit':
+    process.end()
+  else:
+    idle.append(process)
+  raise TemplateError(**reply)
+
+
+class _Process:
+  """A process that answers one request after another."""
+
+  def __init__(self) -> None:
+    found = [importlib.util.find_spec(name) for name in ('jinja2', 'markupsafe')]
+    folders = dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin)
+    command = [sys.executable, '-I', '-S', str(_PROGRAM), f'{_LIMIT_S}', f'{_MEMORY_MIB}', *folders]
+    environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'stderr': subprocess.DEVNULL}
+    try:
+      self._process = subprocess.Popen(command, bufsize=0, env=environment, **pipes)
+    except OSError as error:
+      raise UserError(f'the process that renders chat templates cannot be started: {error}.') from error
+    assert self._process.stdin is not None
+    assert self._process.stdout is not None
+    self._given, self._made = self._process.stdin.fileno(), self._process.stdout.fileno()
+    os.set_blocking(self._given, False)
+    try:
+      is_ready = self.ask(b'') == []
+    except BaseException:
+      self.end()
+      raise
+    if not is_ready:
+      self.end()
+      raise UserError(f'the process that renders chat templates does not start: {" ".join(command)}')
+
+  @property
+  def is_alive(self) -> bool:
+    return self._process.poll() is None
+
+  def ask(self, request: bytes) -> Any:
+    """The answer to a request; one of the kind 'limit' if the process takes too long, or has ended."""
+    end = time.monotonic() + _WALL_LIMIT_S
+    try:
+      self._write(len(request).to_bytes(_HEADER_BYTES) + request if request else b'', end)
+      size = int.from_bytes(self._read(_HEADER_BYTES, end))
+      return json.loads(self._read(size, end).decode('utf-8', 'surrogatepass'))
+    except TimeoutError:
+      sentence = f'it takes more than {_WALL_LIMIT_S:g} s'
+    except (EOFError, BrokenPipeError):
+      code = self._process.wait()
+      sentence = f'its process ended by {signal.Signals(-code).name if code < 0 else f"exit code {code}"}'
+      if -code == signal.SIGVTALRM:
+        sentence = f'it takes more than {_LIMIT_S:g} s'
+    return {'kind': 'limit', 'line': None, 'sentence': sentence}
+
+  def end(self) -> None:
+    self._process.kill()
+    self._process.communicate()
+
+  def _write(self, data: bytes, end: float) -> None:
+    rest = memoryview(data)
+    while rest:
+      _wait(self._given, select.POLLOUT, end)
+      rest = rest[os.write(self._given, rest) :]
+
+  def _read(self, size: int, end: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+      _wait(self._made, select.POLLIN, end)
+      if not (piece := os.read(self._made, min(size - len(data), 1 << 20))):
+        raise EOFError
+      data += piece
+    return bytes(data)
+
+
+def _wait(descriptor: int, event: int, end: float) -> None:
+  poll = select.poll()
+  poll.register(descriptor, event)
+  if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+    raise TimeoutError
+
+
+_idle: dict[int, list[_Process]] = {}  # by the process that started them
+
+
+@atexit.register
+def _end_all() -> None:
+  for process in _idle.pop(os.getpid(), []):
+    process.end()
