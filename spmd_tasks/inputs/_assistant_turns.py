@@ -24,6 +24,7 @@ from spmd_tasks.inputs.chat_template import ChatTemplate
 
 Spans = list[tuple[int, int]]
 _ASSISTANT = 'assistant'
+_MAX_RENDERED = 4_000_000  # of some 2,800 turns: the time grows with the square
 _REMEDY = 'mark what the assistant writes by {% generation %} blocks in the template (chat_template_file=FILE).'
 
 
@@ -71,6 +72,12 @@ def render_added(
   Raises:
     UserError: the whole text does not begin with the one up to an end, or that not with the one up to its start.
   """
+  num_rendered = sum(start + end for start, end in turns)
+  if num_rendered > _MAX_RENDERED:
+    raise UserError(
+      f'the conversation has {len(messages):,} messages; rendering it up to each turn of the assistant renders '
+      f'{num_rendered:,}, more than {_MAX_RENDERED:,}: divide it, or {_REMEDY}'
+    )
   beginnings = [each for start, end in turns for each in ((messages[:start], True), (messages[:end], False))]
   rendered = template.render_each([(messages, False), *beginnings], tools=tools, variables=variables, now=now)
   whole, *texts = [text for text, _ in rendered]

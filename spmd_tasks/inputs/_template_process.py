@@ -25,7 +25,8 @@ from spmd_tasks.errors import UserError
 
 _LIMIT_S = 5.0  # of CPU time, for one text
 _MEMORY_MIB = 512
-_WALL_LIMIT_S = 60.0  # for a process to start or to answer, also where it gets no CPU time
+_START_LIMIT_S = 60.0
+_WALL_LIMIT_S = 30.0  # for one text, also where the process gets no CPU time
 _PROGRAM = Path(__file__).with_name('_template_sandbox.py')
 _VARIABLES = ('TZ', 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH')  # no others, which may be secrets
 _HEADER_BYTES = 8
@@ -55,14 +56,13 @@ def render_in_process(source: str, jobs: Sequence[Job] = ()) -> list[tuple[str, 
   except Exception as error:  # of objects that cannot be sent, or that are nested too deeply
     raise TemplateError('failed', None, f'{error}') from error
   idle = _idle.setdefault(os.getpid(), [])  # a forked process does not share those of its parent
-  process = None
-  while process is None or not process.is_alive:
-    try:
-      process = idle.pop()
-    except IndexError:
-      process = _Process()
   try:
-    reply = process.ask(request)
+    while not (process := idle.pop()).is_alive:
+      process.end()
+  except IndexError:  # not asked before: other threads take from the list too
+    process = _Process()
+  try:
+    reply = process.ask(request, _WALL_LIMIT_S * max(1, len(jobs)))
   except BaseException:
     process.end()
     raise
@@ -94,7 +94,7 @@ class _Process:
     self._given, self._made = self._process.stdin.fileno(), self._process.stdout.fileno()
     os.set_blocking(self._given, False)
     try:
-      is_ready = self.ask(b'') == []
+      is_ready = self.ask(b'', _START_LIMIT_S) == []
     except BaseException:
       self.end()
       raise
@@ -106,15 +106,15 @@ class _Process:
   def is_alive(self) -> bool:
     return self._process.poll() is None
 
-  def ask(self, request: bytes) -> Any:
+  def ask(self, request: bytes, limit_s: float) -> Any:
     """The answer to a request; one of the kind 'limit' if the process takes too long, or has ended."""
-    end = time.monotonic() + _WALL_LIMIT_S
+    end = time.monotonic() + limit_s
     try:
       self._write(len(request).to_bytes(_HEADER_BYTES) + request if request else b'', end)
       size = int.from_bytes(self._read(_HEADER_BYTES, end))
       return json.loads(self._read(size, end).decode('utf-8', 'surrogatepass'))
     except TimeoutError:
-      sentence = f'it takes more than {_WALL_LIMIT_S:g} s'
+      sentence = f'it takes more than {limit_s:g} s'
     except (EOFError, BrokenPipeError):
       code = self._process.wait()
       sentence = f'its process ended by {signal.Signals(-code).name if code < 0 else f"exit code {code}"}'

@@ -10,6 +10,7 @@ import datetime
 import functools
 import json
 import pickle
+import re
 import resource
 import signal
 import sys
@@ -30,6 +31,7 @@ _GRACE_S = 1.0  # until a call that does not return to Python ends the process
 _MAX_CHARS = 16_000_000
 _MAX_CHARS_OF_ERROR = 1000
 _HEADER_BYTES = 8  # the size of the message that follows
+_CONTROLS = re.compile('[\x00-\x1f\x7f-\x9f\u2028\u2029]+')
 
 
 class _RefusedError(Exception):
@@ -85,7 +87,9 @@ def answer(source: str, jobs: list[tuple[dict[str, Any], datetime.datetime | Non
 def _sentence(error: Any) -> str:
   if isinstance(error, MemoryError):
     return f'it needs more than {_MEMORY_MIB} MiB of memory'
-  return str(error)[:_MAX_CHARS_OF_ERROR] or type(error).__name__
+  if isinstance(error, RecursionError):
+    return f'it is nested too deeply ({error})'
+  return _CONTROLS.sub(' ', str(error)[:_MAX_CHARS_OF_ERROR]) or type(error).__name__
 
 
 def _render(

@@ -1,10 +1,13 @@
 """Conversations as text: templates in Hugging Face's format, and errors in them."""
 
+from concurrent.futures import ThreadPoolExecutor
 import json
+import os
 
 import pytest
 
 from spmd_tasks.decoding import ChatTemplate
+from spmd_tasks.inputs import _template_process
 
 MESSAGES = [
   {'role': 'system', 'content': 'be brief'},
@@ -144,3 +147,40 @@ def test_a_file_without_a_template_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
   with pytest.raises(ValueError, match=rf'{name} .*{message}'):
     ChatTemplate.from_file(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+  'template, message',
+  [
+    ("\n{{ ('a' * 50000) | replace('a', 'b' * 50000) | length }}", 'in line 2: it needs more than 512 MiB of memory'),
+    ("{{ ('{0}' * 20000).format('b' * 1000000) | length }}", 'more than 512 MiB'),
+    ("{{ '%9999999999d' % 1 }}", 'more than 512 MiB'),
+    ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", 'writes more than 16,000,000 characters'),
+    (
+      '\n\n{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}',
+      'line 3: .* more than 0.4 s',
+    ),
+    ("{{ (['a' * 1000000] * 10000) | tojson | length }}", ': it takes more than 0.4 s'),  # one call, in C
+    ('{{ ' + '(' * 3000 + '1' + ')' * 3000 + ' }}', 'not valid Jinja: it is nested too deeply'),
+    ("{{ raise_exception('a\n\x1b[31mb') }}", 'refuses the messages: a \\[31mb$'),
+  ],
+)
+def test_no_template_takes_more_than_its_time_and_memory(monkeypatch, template, message):
+  # A process has the limits of its start, and one that has reached a limit is replaced.
+  monkeypatch.setattr(_template_process, '_idle', {})
+  monkeypatch.setattr(_template_process, '_LIMIT_S', 0.4)
+  with pytest.raises(ValueError, match=message):
+    ChatTemplate(template=template).render(MESSAGES)
+  assert ChatTemplate().render(MESSAGES[:1]) == 'system: be brief\nassistant: '
+  _template_process._end_all()
+
+
+def test_threads_and_a_killed_process():
+  template = ChatTemplate(template='{{ messages[0].content * 1000 }}')
+  with ThreadPoolExecutor(4) as pool:
+    texts = pool.map(lambda number: template.render([{'role': 'user', 'content': f'{number},'}]), range(40))
+  assert [text[:3] for text in texts] == [f'{number},{number}'[:3] for number in range(40)]
+  for process in _template_process._idle[os.getpid()]:
+    process._process.kill()
+    process._process.wait()
+  assert template.render(MESSAGES).startswith('be briefbe')
