@@ -36,6 +36,7 @@ from spmd_tasks.decoding.generation import Completion, generate, search
 from spmd_tasks.decoding.output_form import FormError, OutputForm, wanted_form
 from spmd_tasks.decoding.prompts import Prompt, PromptFile, Prompts, PromptSource, PromptTokenizer
 from spmd_tasks.decoding.requests import Chunk, Request, chunk_prompt
+from spmd_tasks.decoding.sampling import MAX_BIASES
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs
@@ -44,6 +45,7 @@ from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 __all__ = [
+  'MAX_BIASES',
   'ChatTemplate',
   'Chunk',
   'Completion',

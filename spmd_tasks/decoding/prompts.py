@@ -17,13 +17,14 @@ import os
 import re
 from typing import Annotated, Any, ClassVar, Protocol
 
-from annotated_types import Ge, Lt, MinLen
+from annotated_types import Ge, Le, Lt, MaxLen, MinLen
 from etils import epath
 
 from spmd_tasks.decoding.constraints import Grammars, Matcher
 from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.output_form import wanted_form
 from spmd_tasks.decoding.requests import Request
+from spmd_tasks.decoding.sampling import MAX_BIASES
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt, parse_json
 from spmd_tasks.runtime import DecodeSettings
@@ -42,7 +43,8 @@ class Prompt:
     n: how many continuations are wanted.
     seed: of the random draws.
     max_tokens: how many tokens may follow; 0 only scores the prompt.
-    repetition_penalty, temperature, top_k, top_p, min_p: see SamplingParams.
+    repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p: see SamplingParams.
+    logit_bias: tokens, and what is added to their logits.
     stop, stop_ids: strings and tokens that end a continuation, in addition to the end of text.
     score_prompt: whether the prompt's own log-probabilities are wanted.
     response_format, structured_outputs: the form of the continuations, as in requests to the server (output_form.py).
@@ -58,6 +60,9 @@ class Prompt:
   seed: Annotated[int, Ge(0), Lt(2**32)] | None = None
   max_tokens: _Count | None = None
   repetition_penalty: _Number | None = None
+  frequency_penalty: _Number | None = None
+  presence_penalty: _Number | None = None
+  logit_bias: Annotated[dict[_Count, Annotated[_Number, Ge(-100), Le(100)]], MaxLen(MAX_BIASES)] | None = None
   temperature: _Number | None = None
   top_k: _Count | None = None
   top_p: _Number | None = None
@@ -205,6 +210,10 @@ class PromptTokenizer:
       sampling = self.settings.sampling_for(prompt)
     except UserError as error:
       raise UserError(f'{where}: {error}') from error
+    biases = tuple((prompt.logit_bias or {}).items())
+    beyond = [token for token, _ in biases if token >= self.vocab_size]
+    if beyond:
+      raise UserError(f'{where}: logit_bias has token {beyond[0]}, outside the vocabulary of {self.vocab_size}.')
     num_beams = self.settings.num_beams
     num_outputs = prompt.n or num_beams
     if num_beams > 1:
@@ -212,6 +221,8 @@ class PromptTokenizer:
         raise UserError(f'{where}: n={num_outputs} is more than task.decode.num_beams={num_beams}.')
       if max_tokens == 0 or prompt.score_prompt:
         raise UserError(f'{where}: beam search scores no prompts: set task.decode.num_beams to 1.')
+      if sampling.frequency_penalty or sampling.presence_penalty or biases:
+        raise UserError(f'{where}: beam search has no penalties or logit_bias: set task.decode.num_beams to 1.')
       if prompt.adapter is not None:
         raise UserError(f'{where}: beam search has no adapters: set task.decode.num_beams to 1.')
     request = Request(
@@ -222,6 +233,7 @@ class PromptTokenizer:
       stop=prompt.stop,
       score_prompt=prompt.score_prompt or max_tokens == 0,
       sampling=sampling,
+      logit_bias=biases,
       adapter=0 if prompt.adapter is None else self.adapter_number(prompt.adapter, where),
     )
     return request, num_outputs

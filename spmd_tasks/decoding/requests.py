@@ -31,6 +31,7 @@ class Request:
     stop: strings that end the sequence; the text ends before the first of them.
     score_prompt: whether the prompt's own log-probabilities are wanted.
     sampling: how tokens are drawn.
+    logit_bias: pairs of a token and what is added to its logit; at most MAX_BIASES.
     adapter: the number of the low-rank adapter that the model has for this request; 0 is none.
   """
 
@@ -42,6 +43,7 @@ class Request:
   stop: tuple[str, ...] = ()
   score_prompt: bool = False
   sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+  logit_bias: tuple[tuple[int, float], ...] = ()
   adapter: int = 0
 
   def as_sample(self, sample: int) -> 'Request':
@@ -155,7 +157,9 @@ def make_prefill_batch(
     seeds=rows(np.uint32, [request.seed for request in requests], 0),
     samples=rows(np.uint32, [request.sample for request in requests], 0),
     stop_ids=rows(np.int32, [request.stop_ids for request in requests], -1, settings.max_stop_ids),
-    sampling=SamplingArrays.from_params([request.sampling for request in requests], settings.prefill_rows),
+    sampling=SamplingArrays.from_params(
+      [request.sampling for request in requests], settings.prefill_rows, [request.logit_bias for request in requests]
+    ),
     adapters=rows(np.int32, [request.adapter for request in requests], 0),
   )
 

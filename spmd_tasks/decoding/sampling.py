@@ -2,7 +2,7 @@
 
 A row's token depends on its logits, its key and its parameters only: neither the other rows nor the row's place matter.
 
-Shapes: N rows (slots), V vocabulary, W = ceil(V / 32) words. Everything is float32.
+Shapes: N rows (slots), V vocabulary, W = ceil(V / 32) words, B = MAX_BIASES. Everything is float32.
 """
 
 from collections.abc import Sequence
@@ -16,29 +16,44 @@ import numpy as np
 
 from spmd_tasks.runtime import SamplingParams
 
+MAX_BIASES = 300  # of one request, as in OpenAI's API
+
 
 class SamplingArrays(struct.PyTreeNode):
   """SamplingParams of N rows, as arrays [N]: one compiled step serves requests with different parameters.
 
-  `top_k` is int32, the others are float32; SamplingParams explain them.
+  `top_k` is int32, the others are float32; SamplingParams explain them. `bias_ids`, int32 [N, B], are the tokens whose
+  logits have `bias_values` [N, B] added to them, padded with -1.
   """
 
+  bias_ids: jax.Array
+  bias_values: jax.Array
   repetition_penalty: jax.Array
+  frequency_penalty: jax.Array
+  presence_penalty: jax.Array
   temperature: jax.Array
   top_k: jax.Array
   top_p: jax.Array
   min_p: jax.Array
 
   @classmethod
-  def from_params(cls, params: Sequence[SamplingParams], num_rows: int) -> 'SamplingArrays':
-    """Host arrays of `num_rows` rows; rows without params are greedy."""
+  def from_params(
+    cls, params: Sequence[SamplingParams], num_rows: int, biases: Sequence[Sequence[tuple[int, float]]] = ()
+  ) -> 'SamplingArrays':
+    """Host arrays of `num_rows` rows; rows without params are greedy. `biases` are the rows' (token, bias) pairs."""
     rows = [*params, *[SamplingParams()] * (num_rows - len(params))]
+    bias_ids: Any = np.full((num_rows, MAX_BIASES), -1, np.int32)
+    bias_values: Any = np.zeros((num_rows, MAX_BIASES), np.float32)
+    for row, pairs in enumerate(biases):
+      for column, (token, value) in enumerate(pairs):
+        bias_ids[row, column], bias_values[row, column] = token, value
 
     def column(field: dataclasses.Field) -> Any:
       dtype = np.int32 if field.type is int else np.float32
       return np.array([getattr(row, field.name) for row in rows], dtype)
 
-    return cls(**{field.name: column(field) for field in dataclasses.fields(SamplingParams)})
+    columns = {field.name: column(field) for field in dataclasses.fields(SamplingParams)}
+    return cls(bias_ids=bias_ids, bias_values=bias_values, **columns)
 
 
 def mask_logits(logits: jax.Array, masks: jax.Array) -> jax.Array:
@@ -52,6 +67,31 @@ def penalize_repetition(logits: jax.Array, seen: jax.Array, penalty: jax.Array) 
   """Logits [N, V] with those of tokens in `seen`, bool [N, V], made less likely by penalty [N]."""
   factor = penalty[:, None]
   return jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def adjust(logits: jax.Array, seen: jax.Array, counts: jax.Array, sampling: SamplingArrays) -> jax.Array:
+  """Logits [N, V] after the penalties and biases.
+
+  Args:
+    logits: [N, V].
+    seen: bool [N, V], the tokens that each row's text contains, its prompt included.
+    counts: int32 [N, V], how often each token was generated.
+    sampling: the rows' parameters.
+  """
+  logits = penalize_repetition(logits.astype(jnp.float32), seen, sampling.repetition_penalty)
+  frequency, presence = sampling.frequency_penalty[:, None], sampling.presence_penalty[:, None]
+
+  def penalize(logits):
+    return logits - frequency * counts - presence * (counts > 0)
+
+  def bias(logits):
+    vocab_size = logits.shape[-1]
+    ids = jnp.where(sampling.bias_ids < 0, vocab_size, sampling.bias_ids)  # the scatter drops ids from V on
+    return logits.at[jnp.arange(len(ids))[:, None], ids].add(sampling.bias_values, mode='drop')
+
+  # Few requests have them, and a row without them has the same bits either way.
+  logits = jax.lax.cond(jnp.any((frequency != 0) | (presence != 0)), penalize, lambda x: x, logits)
+  return jax.lax.cond(jnp.any(sampling.bias_ids >= 0), bias, lambda x: x, logits)
 
 
 def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
@@ -73,16 +113,14 @@ def keep_likeliest(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
   return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def sample(logits: jax.Array, keys: jax.Array, seen: jax.Array, sampling: SamplingArrays) -> jax.Array:
+def sample(logits: jax.Array, keys: jax.Array, sampling: SamplingArrays) -> jax.Array:
   """One token per row, int32 [N].
 
   Args:
-    logits: [N, V].
+    logits: [N, V], after `adjust`.
     keys: uint32 [N, 2], threefry key data, one per row and position.
-    seen: bool [N, V], the tokens that each row's text contains.
     sampling: the rows' parameters.
   """
-  logits = penalize_repetition(logits.astype(jnp.float32), seen, sampling.repetition_penalty)
   is_greedy = sampling.temperature <= 0
   is_cut = ~is_greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.decoding.requests import PrefillBatch
-from spmd_tasks.decoding.sampling import SamplingArrays, mask_logits, position_keys, request_keys, sample
+from spmd_tasks.decoding.sampling import SamplingArrays, adjust, mask_logits, position_keys, request_keys, sample
 from spmd_tasks.runtime import SamplingParams
 
 
@@ -55,6 +55,7 @@ class DecodeState(struct.PyTreeNode):
     active: bool [N], whether another token follows.
     keys: uint32 [N, 2], each request's random key.
     seen: bool [N, V], the tokens that the slot's text contains.
+    counts: int32 [N, V], how often each token was generated.
     stop_ids: int32 [N, K].
     sampling: arrays [N].
     adapters: int32 [N], the number of each slot's low-rank adapter; 0 is none.
@@ -67,6 +68,7 @@ class DecodeState(struct.PyTreeNode):
   active: jax.Array
   keys: jax.Array
   seen: jax.Array
+  counts: jax.Array
   stop_ids: jax.Array
   sampling: SamplingArrays
   adapters: jax.Array
@@ -77,7 +79,7 @@ class Outputs(struct.PyTreeNode):
 
   Attributes:
     tokens: int32 [N].
-    logprobs: float32 [N], of the token by the model itself: before masks, penalty, temperature and cuts.
+    logprobs: float32 [N], of the token by the model itself: before masks, penalties, biases, temperature and cuts.
     top_ids, top_logprobs: [N, n], the likeliest tokens.
     is_valid: bool [N], whether the row was active; the other fields mean nothing where it was not.
     is_finished: bool [N], whether the token is the row's last.
@@ -111,6 +113,7 @@ def empty_state(cache: Any, num_slots: int, vocab_size: int, num_stop_ids: int) 
     active=full(False, jnp.bool_),
     keys=full(0, jnp.uint32, 2),
     seen=full(False, jnp.bool_, vocab_size),
+    counts=full(0, jnp.int32, vocab_size),
     stop_ids=full(-1, jnp.int32, num_stop_ids),
     sampling=SamplingArrays.from_params([SamplingParams()] * num_slots, num_slots),
     adapters=full(0, jnp.int32),
@@ -160,6 +163,7 @@ def prefill(
     active=batch.max_tokens > 0,
     keys=request_keys(batch.seeds, batch.samples),
     seen=seen,
+    counts=jnp.zeros(logits.shape, jnp.int32),
     stop_ids=batch.stop_ids,
     sampling=batch.sampling,
     adapters=batch.adapters,
@@ -205,7 +209,8 @@ def _emit(
   """Samples the token that follows each row's position."""
   positions = state.positions + 1
   allowed = logits if masks is None else mask_logits(logits, masks)
-  tokens = sample(allowed, position_keys(state.keys, positions), state.seen, state.sampling)
+  adjusted = adjust(allowed, state.seen, state.counts, state.sampling)
+  tokens = sample(adjusted, position_keys(state.keys, positions), state.sampling)
   logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
   top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top_logprobs)
   is_finished = jnp.any(tokens[:, None] == state.stop_ids, axis=-1) | (positions + 1 >= state.ends)
@@ -222,6 +227,7 @@ def _emit(
     tokens=jnp.where(state.active, tokens, state.tokens),
     positions=jnp.where(state.active, positions, state.positions),
     seen=state.seen.at[rows, tokens].set(True),
+    counts=state.counts.at[rows, tokens].add(1),
     active=state.active & ~is_finished,
   )
   return state, outputs

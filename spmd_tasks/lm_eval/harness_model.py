@@ -26,7 +26,7 @@ from spmd_tasks.inputs import FolderTokenizer, Tokenizer, encode_prompt
 from spmd_tasks.loading import load
 
 _AUTO_ROWS = 32
-_SAMPLING = ('top_k', 'top_p', 'min_p', 'repetition_penalty')
+_SAMPLING = ('top_k', 'top_p', 'min_p', 'repetition_penalty', 'frequency_penalty', 'presence_penalty')
 
 # What the harness gives as one request: texts or None, tokens of the context, tokens of the continuation.
 _TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]

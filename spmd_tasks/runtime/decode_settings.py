@@ -14,11 +14,15 @@ from spmd_tasks.sharding import QUANTIZED_DTYPES
 class SamplingParams:
   """The settings by which one request draws its tokens. The defaults are greedy: always the likeliest token.
 
-  The fields are listed in the order in which they are applied, which is the order of Hugging Face's `generate`.
+  The fields are listed in the order in which they are applied, which is the order of Hugging Face's `generate`. A
+  request's `logit_bias` comes after the penalties.
 
   Fields:
     repetition_penalty: logits of tokens that the text contains already are divided by this number where they are
       positive, and multiplied by it where they are negative (Keskar et al., 2019); 1 changes nothing.
+    frequency_penalty: this number, from -2 to 2, is subtracted from a token's logit each time that the token was
+      generated; the prompt's tokens do not count. As in OpenAI's API, also the next one.
+    presence_penalty: this number, from -2 to 2, is subtracted once from the logits of tokens that were generated.
     temperature: logits are divided by this number; 0 takes the likeliest token and ignores the fields below.
     top_k: keep only this many likeliest tokens; 0 keeps all.
     top_p: keep only the fewest likeliest tokens whose probabilities add up to this number (Holtzman et al., 2020); 1
@@ -27,6 +31,8 @@ class SamplingParams:
   """
 
   repetition_penalty: float = 1.0
+  frequency_penalty: float = 0.0
+  presence_penalty: float = 0.0
   temperature: float = 0.0
   top_k: int = 0
   top_p: float = 1.0
@@ -43,6 +49,9 @@ class SamplingParams:
       raise UserError(f'min_p={self.min_p} must be from 0 to 1, where 0 is all tokens.')
     if not 0 < self.repetition_penalty < float('inf'):
       raise UserError(f'repetition_penalty={self.repetition_penalty} must be positive, where 1 is none.')
+    for name in ('frequency_penalty', 'presence_penalty'):
+      if not -2 <= getattr(self, name) <= 2:
+        raise UserError(f'{name}={getattr(self, name)} must be from -2 to 2, where 0 is none.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

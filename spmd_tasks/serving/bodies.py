@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from spmd_tasks.decoding import MAX_BIASES
 from spmd_tasks.serving.errors import RequestError
 
 _MAX_MESSAGES = 10_000
@@ -122,6 +123,18 @@ def _check_tokens(value: Any) -> list[int]:
   return value
 
 
+def _check_biases(value: Any) -> dict[int, float]:
+  if not isinstance(value, dict) or not all(
+    len(token) < 11 and token.isdecimal() and str(int(token)) == token for token in value
+  ):
+    raise PydanticCustomError('biases', 'must be an object whose names are tokens, such as {{"5": -100}}.')
+  if len(value) > MAX_BIASES:
+    raise PydanticCustomError('biases', f'must have at most {MAX_BIASES} tokens.')
+  if not all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in value.values()):
+    raise PydanticCustomError('biases', 'must have numbers from -100 to 100.')
+  return {int(token): float(bias) for token, bias in value.items()}
+
+
 def _must_be(*values: Any) -> AfterValidator:
   """Refuses a setting of OpenAI's API that this server does not support, unless its value changes nothing."""
 
@@ -150,6 +163,9 @@ class _GenerationBody(_Body):
   min_p: Annotated[float, Field(ge=0, le=1)] | None = None
   top_k: Annotated[int, Field(ge=0, le=_INT32)] | None = None
   repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+  frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+  presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+  logit_bias: Annotated[dict[int, float], PlainValidator(_check_biases)] = {}
   seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
   stop: Annotated[list[str], PlainValidator(_split_stop)] = []
   stop_token_ids: Annotated[list[int], PlainValidator(_check_tokens)] = []
@@ -161,9 +177,6 @@ class _GenerationBody(_Body):
   guided_regex: Any = None
   guided_choice: Any = None
   guided_grammar: Any = None
-  presence_penalty: Annotated[Any, _must_be(0)] = 0
-  frequency_penalty: Annotated[Any, _must_be(0)] = 0
-  logit_bias: Annotated[Any, _must_be({})] = {}
   # These do not change what is generated.
   user: Any = None
   metadata: Any = None

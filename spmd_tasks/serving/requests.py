@@ -296,6 +296,8 @@ def _generation_request(
   if body.stream_options is not None and not body.stream:
     raise RequestError('stream_options needs stream to be true.', param='stream_options')
   sampling = model.settings.sampling_for(body)
+  if not all(token < model.vocab_size for token in body.logit_bias):
+    raise RequestError(f'logit_bias must have tokens below {model.vocab_size}.', param='logit_bias')
   try:
     form = wanted_form(body, *([] if form is None else [form]))
     matcher = None if form is None else form.compile(model.grammars, () if body.ignore_eos else _end_ids(model))
@@ -311,6 +313,7 @@ def _generation_request(
       stop=stop,
       score_prompt=echo and num_logprobs is not None,
       sampling=sampling,
+      logit_bias=tuple(body.logit_bias.items()),
       adapter=model.names.index(name),
     )
     for ids, _ in prompts

@@ -242,9 +242,12 @@ def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
   requests = []
   for number in range(16):
     ids = document[: rng.integers(1, 12)] + rng.integers(1, 257, int(rng.integers(2))).tolist()
-    sampling = SamplingParams(temperature=1.5 * (number % 3 > 0), repetition_penalty=1.0 + number % 2)
+    sampling = SamplingParams(
+      temperature=1.5 * (number % 3 > 0), repetition_penalty=1.0 + number % 2, presence_penalty=number % 4 / 2
+    )
     length = int(rng.integers(1, MAX_LEN + 1 - len(ids)))
     requests.append(Request(ids=tuple(ids), max_tokens=length, score_prompt=number % 5 == 0, sampling=sampling))
+  requests[1] = dataclasses.replace(requests[1], logit_bias=((7, 2.5),))
   requests += [request.as_sample(sample) for request in requests[:4] for sample in (1, 2)]
 
   def sequence_of(kind):
@@ -341,6 +344,33 @@ def test_the_repetition_penalty_is_of_the_whole_prompt():
   for token in completion.ids:
     assert token == likeliest(text, text)
     text.append(token)
+
+
+@pytest.mark.parametrize('name', ['one device', 'data 2 x mdl 4'])
+def test_penalties_count_what_was_generated_and_biases_are_of_their_request(name):
+  """Greedy tokens of a batch against float64, from logits of full forward passes."""
+  run = make_run(name)
+  settings = [{}, {'frequency_penalty': 2.0}, {'presence_penalty': 2.0}, {'frequency_penalty': -1.5}, {}]
+  bias = ((5, 100.0), (6, 99.5))
+  requests = [
+    dataclasses.replace(request, sampling=SamplingParams(**each), logit_bias=bias if number in (1, 4) else ())
+    for number, (request, each) in enumerate(zip(make_requests(), settings, strict=False))
+  ]
+  together = run.generate(requests)
+  for request, completion in zip(requests, together, strict=True):
+    text = list(request.ids)
+    for token in completion.ids:
+      logits = run.logits(text)[-1].astype(np.float64)
+      counts = np.bincount(text[len(request.ids) :], minlength=len(logits))
+      sampling = request.sampling
+      logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+      for biased, value in request.logit_bias:
+        logits[biased] += value
+      assert logits[token] >= logits.max() - 2 * run.atol
+      text.append(token)
+  (alone,) = run.generate(requests[1:2])
+  assert alone.ids == together[1].ids
+  assert set(alone.ids) == {5, 6}  # by their biases, in turn once the penalty weighs more
 
 
 def test_no_tokens_wanted_scores_the_prompt():

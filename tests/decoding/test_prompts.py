@@ -25,6 +25,8 @@ def test_every_field_is_read():
     'seed': 2**32 - 1,
     'max_tokens': 0,
     'repetition_penalty': 1.5,
+    'frequency_penalty': -2,
+    'presence_penalty': 0.5,
     'temperature': 2,
     'top_k': 3,
     'top_p': 0.5,
@@ -36,6 +38,7 @@ def test_every_field_is_read():
   expected = Prompt(**fields | {'stop_ids': (4, 5), 'stop': ('a', 'b')})
   assert parse(fields | {'stop': ['a', 'b']}) == expected
   assert parse({'prompt': 'x', 'stop': 'ab'}).stop == ('ab',)
+  assert parse({'prompt': 'x', 'logit_bias': {'7': -100}}).logit_bias == {7: -100}
   assert parse({'prompt': None, 'prompt_ids': [1, 2], 'n': None}) == Prompt(prompt_ids=(1, 2))
   assert {field.name for field in dataclasses.fields(SamplingParams)} <= set(fields)
 
@@ -61,6 +64,8 @@ def test_every_field_is_read():
     ({'prompt': 'x', 'max_tokens': -1}, 'max_tokens = -1 must be greater than or equal to 0'),
     ({'prompt': 'x', 'temperature': 'hot'}, "temperature = 'hot' must be a valid number"),
     ({'prompt': 'x', 'temperature': False}, 'temperature = False must be a valid number'),
+    ({'prompt': 'x', 'logit_bias': {'7': 101}}, r'logit_bias7 = 101 must be less than or equal to 100'),
+    ({'prompt': 'x', 'logit_bias': {'a': 1}}, r"logit_bias.* = 'a' must be a valid integer"),
     ({'prompt': 'x', 'min_p': float('nan')}, 'min_p = nan must be a finite number'),
     ({'prompt': 'x', 'top_k': 1.5}, 'top_k = 1.5 must be a valid integer'),
     ({'prompt': 'x', 'stop': ['a', '']}, r"stop\[1\] = '' must have at least 1 character"),

@@ -9,6 +9,7 @@ import pytest
 from spmd_tasks.decoding import SamplingParams
 from spmd_tasks.decoding.sampling import (
   SamplingArrays,
+  adjust,
   keep_likeliest,
   penalize_repetition,
   position_keys,
@@ -65,7 +66,7 @@ def _draws():
   num_draws = 4000
   rows = [row for row, _ in settings for _ in range(num_draws)]
   logits = np.tile(LOGITS, (len(rows), 1))
-  tokens = jax.jit(sample)(logits, _keys(len(rows)), np.zeros(logits.shape, bool), _sampling(rows))
+  tokens = jax.jit(sample)(logits, _keys(len(rows)), _sampling(rows))
   expected = [weights / weights.sum() for _, weights in settings]
   return np.asarray(tokens).reshape(len(settings), num_draws), expected
 
@@ -82,22 +83,24 @@ def test_greedy_rows_beside_random_ones():
   rows = [{'temperature': 0.0}, {'temperature': 1.0}, {'temperature': 0.0, 'repetition_penalty': 10.0}]
   seen = np.zeros((3, 5), bool)
   seen[:, 1] = True
-  tokens = sample(np.tile(LOGITS, (3, 1)), _keys(3), seen, _sampling(rows))
+  sampling = _sampling(rows)
+  logits = adjust(np.tile(LOGITS, (3, 1)), seen, np.zeros((3, 5), np.int32), sampling)
+  tokens = sample(logits, _keys(3), sampling)
   assert tokens[0] == 1
   assert tokens[2] == 3  # the likeliest one was seen
 
 
 def test_a_draw_is_of_its_key_alone(rng):
   logits = rng.normal(size=(4, 50)).astype(np.float32)
-  seen, rows = rng.random((4, 50)) < 0.5, [{'top_k': 7}, {'temperature': 3.0}, {'temperature': 0.0}, {'top_p': 0.9}]
+  rows = [{'top_k': 7}, {'temperature': 3.0}, {'temperature': 0.0}, {'top_p': 0.9}]
   keys = np.asarray(_keys(4, position=11))
-  together = np.asarray(sample(logits, keys, seen, _sampling(rows)))
+  together = np.asarray(sample(logits, keys, _sampling(rows)))
   order = [2, 0, 3, 1]
-  moved = sample(logits[order], keys[order], seen[order], _sampling([rows[i] for i in order]))
+  moved = sample(logits[order], keys[order], _sampling([rows[i] for i in order]))
   np.testing.assert_array_equal(moved, together[order])
   for i in range(4):
     one = slice(i, i + 1)
-    assert sample(logits[one], keys[one], seen[one], _sampling(rows[one]))[0] == together[i]
+    assert sample(logits[one], keys[one], _sampling(rows[one]))[0] == together[i]
 
 
 def test_keys_differ_by_seed_sample_and_position():
@@ -111,3 +114,33 @@ def test_repetition_penalty():
   logits = np.array([[2.0, -2.0, 1.0, -1.0]], np.float32)
   seen = np.array([[True, True, False, False]])
   np.testing.assert_allclose(penalize_repetition(logits, seen, np.array([2.0], np.float32)), [[1.0, -4.0, 1.0, -1.0]])
+
+
+def test_penalties_and_biases(rng):
+  """Against numpy in float64; and rows without them keep their bits beside others."""
+  logits, counts = rng.normal(size=(6, 40)).astype(np.float32) * 5, rng.integers(0, 4, (6, 40)).astype(np.int32)
+  seen = (counts > 0) | (rng.random((6, 40)) < 0.2)
+  rows = [
+    {},
+    {'frequency_penalty': 0.7},
+    {'presence_penalty': -1.5},
+    {'repetition_penalty': 1.3, 'frequency_penalty': -2.0, 'presence_penalty': 2.0},
+    {},
+    {'presence_penalty': 0.25},
+  ]
+  biases = [(), (), ((3, 100.0),), (), ((0, -100.0), (39, 2.5)), tuple((token, token / 7) for token in range(40))]
+  params = [SamplingParams(**row) for row in rows]
+  expected = logits.astype(np.float64)
+  for row, (each, pairs) in enumerate(zip(params, biases, strict=True)):
+    factors = np.where(expected[row] > 0, 1 / each.repetition_penalty, each.repetition_penalty)
+    expected[row] *= np.where(seen[row], factors, 1)
+    expected[row] -= each.frequency_penalty * counts[row] + each.presence_penalty * (counts[row] > 0)
+    for token, bias in pairs:
+      expected[row, token] += bias
+  found = np.asarray(adjust(logits, seen, counts, SamplingArrays.from_params(params, 6, biases)))
+  np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
+  np.testing.assert_array_equal(found[0], logits[0])
+  for row in range(6):
+    one = slice(row, row + 1)
+    alone = adjust(logits[one], seen[one], counts[one], SamplingArrays.from_params(params[one], 1, biases[one]))
+    np.testing.assert_array_equal(alone[0], found[row])

@@ -9,7 +9,8 @@ from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 def test_a_request_takes_what_it_leaves_out_from_the_settings():
   given = types.SimpleNamespace(temperature=0.0, top_k=None, top_p=None, min_p=0.5, repetition_penalty=None)
-  settings = DecodeSettings(temperature=1.0, top_k=5, top_p=0.9)
+  given.frequency_penalty, given.presence_penalty = 0.0, None
+  settings = DecodeSettings(temperature=1.0, top_k=5, top_p=0.9, frequency_penalty=1.0)
   assert settings.sampling_for(given) == SamplingParams(temperature=0.0, top_k=5, top_p=0.9, min_p=0.5)
   given.top_p = 2.0
   with pytest.raises(ValueError, match=r'top_p=2\.0'):
@@ -33,6 +34,7 @@ def test_buckets():
     ({'min_p': -0.5}, 'min_p=-0.5'),
     ({'top_k': -1}, 'top_k=-1'),
     ({'repetition_penalty': 0.0}, 'repetition_penalty=0.0'),
+    ({'frequency_penalty': 2.5}, 'frequency_penalty=2.5'),
     ({'num_top_logprobs': -1}, 'num_top_logprobs=-1'),
   ],
 )

@@ -51,12 +51,21 @@ def error_of(body_class, fields) -> RequestError:
       'xyz',
       'unknown_parameter',
     ),
+    *(
+      (CompletionBody, GOOD | {'logit_bias': value}, f'logit_bias must {sentence}', 'logit_bias', None)
+      for value, sentence in [
+        *((tokens, 'be an object whose names are tokens, such as {"5": -100}.') for tokens in (3, {'a': 1}, {'05': 1})),
+        ({'9' * 5000: 1}, 'be an object whose names are tokens, such as {"5": -100}.'),
+        *(({'5': bias}, 'have numbers from -100 to 100.') for bias in (101, True, None, '1', 10**400)),
+        ({str(token): 1 for token in range(301)}, 'have at most 300 tokens.'),
+      ]
+    ),
     (
-      CompletionBody,
-      GOOD | {'logit_bias': {'5': 1}},
-      'logit_bias is not supported by this server: leave it out.',
-      'logit_bias',
-      'unsupported_parameter',
+      ChatBody,
+      {'messages': [{'role': 'user', 'content': 'a'}], 'presence_penalty': 2.1},
+      'presence_penalty must be at most 2, not 2.1.',
+      'presence_penalty',
+      None,
     ),
     (
       ChatBody,
