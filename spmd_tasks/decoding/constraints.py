@@ -22,6 +22,9 @@ from spmd_tasks.inputs import BpeTokenizer, ByteTokenizer, FolderTokenizer, Toke
 
 Kind = Literal['json_schema', 'regex', 'grammar', 'choice']
 _MAX_CHARS = 100_000
+_NUM_TRIED = 3  # tokens
+# Between the tokens of JSON. llguidance's own pattern has no bound, so that a small model may never leave it.
+_WHITE_SPACE = r'[ \t]{1,2}|\r?\n[ \t]{0,40}'
 
 
 def num_words(vocab_size: int) -> int:
@@ -71,7 +74,8 @@ class Grammars:
       raise UserError(f'it has {len(text)} characters, more than {_MAX_CHARS}')
     try:
       if kind == 'json_schema':
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
+        schema = '{}' if text.strip() == 'true' else text  # only an object takes options
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={'whitespace_pattern': _WHITE_SPACE})
       elif kind == 'regex':
         grammar = llguidance.LLMatcher.grammar_from_regex(text)
       else:
@@ -89,7 +93,17 @@ class Grammars:
     end_ids = self._end_ids if end_ids is None else end_ids
     made = Matcher(matcher, self._vocab_size, end_ids, all_ends=[*tokenizer.eos_tokens, *end_ids])
     if made.is_over:
-      raise UserError('no token of this model can begin it')
+      cannot_begin = made.failure is None or made.failure.startswith('NoExtension')
+      raise UserError('no token of this model can begin it' if cannot_begin else made.failure)
+    tried = made.copy()  # most of what is too complex for llguidance's limits shows at once
+    for _ in range(_NUM_TRIED):
+      allowed = np.flatnonzero(np.unpackbits(tried.mask.view(np.uint8), bitorder='little'))
+      others = np.setdiff1d(allowed, [*tokenizer.eos_tokens, *end_ids])
+      if not others.size:
+        break
+      tried.take(int(others[0]))
+    if tried.failure:
+      raise UserError(tried.failure)
     return made
 
   @functools.cached_property
@@ -111,7 +125,7 @@ class Matcher:
   Attributes:
     mask: uint32 [W], which tokens may come next.
     is_over: whether nothing but the end of text may follow.
-    has_failed: whether that is because the grammar became too complex for llguidance's limits.
+    failure: why the grammar became too complex for llguidance's limits, a clause; None as long as it has not.
   """
 
   def __init__(self, matcher: Any, vocab_size: int, end_ids: Sequence[int], all_ends: Sequence[int]):
@@ -135,15 +149,15 @@ class Matcher:
 
   def take(self, token: int) -> None:
     """Goes on after a token that the mask allows, which is no end of text."""
-    self._matcher.consume_token(token)  # an error shows in is_over and has_failed
+    self._matcher.consume_token(token)  # an error shows in is_over and failure
     self._update()
 
   def _update(self) -> None:
     self.mask = np.zeros(num_words(self._vocab_size), np.uint32)
     self.is_over = self._matcher.is_stopped()
     words = np.frombuffer(b'' if self.is_over else self._matcher.compute_bitmask(), np.uint32)
-    self.has_failed = self._matcher.is_error()
-    if self.is_over or self.has_failed:
+    self.failure = _clause(self._matcher.get_error()) if self._matcher.is_error() else None
+    if self.is_over or self.failure:
       self.is_over = True
       return
     size = min(len(words), len(self.mask))

@@ -205,7 +205,7 @@ class GeneratedSequence:
     if self.matcher is not None:
       self.matcher.take(token)
       if self.matcher.is_over:
-        return self._finish('error' if self.matcher.has_failed else 'stop', piece)
+        return self._finish('error' if self.matcher.failure else 'stop', piece)
     if bool(outputs.is_finished[row]):
       return self._finish('length', piece)
     return Delta(sequence=self, text=piece, logprobs=self._release(len(self.logprobs)) if piece else ())

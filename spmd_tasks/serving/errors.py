@@ -51,7 +51,7 @@ def error_response(error: RequestError) -> Response:
   headers = {} if error.retry_after_s is None else {'retry-after': str(error.retry_after_s)}
   if error.status == 401:
     headers['www-authenticate'] = 'Basic realm="spmd-tasks", charset="UTF-8"'
-  if error.status in (401, 408, 413):
+  if error.status in (401, 408, 413) or error.code == 'ambiguous_length':
     headers['connection'] = 'close'
   body = json.dumps(error.body)  # ASCII, because a message may quote half of a surrogate pair
   return Response(body, status_code=error.status, headers=headers, media_type='application/json')

@@ -7,13 +7,15 @@ which a browser asks for it. Without a key, a server on the loopback address ans
 import base64
 import binascii
 import hmac
+import ipaddress
+import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spmd_tasks.serving.errors import RequestError, error_response
 from spmd_tasks.serving.service import Service
 
-_LOOPBACK = ('127.0.0.1', 'localhost', '::1')
+_HOST = re.compile(r'(?:\[([0-9a-f:.]+)\]|([^:@\[\]]*))(?::\d*)?')
 
 
 class Guard:
@@ -39,19 +41,25 @@ class Guard:
         self._service.metrics.http_requests.labels(route, str(message['status'])).inc()
       await send(message)
 
-    error = self._refusal(dict(scope['headers']))
+    error = self._refusal(dict(scope['headers']), scope['http_version'])
     if error is not None:
       await error_response(error)(scope, receive, counting_send)
     else:
       await self._app(scope, receive, counting_send)
 
-  def _refusal(self, headers: dict[bytes, bytes]) -> RequestError | None:
+  def _refusal(self, headers: dict[bytes, bytes], http_version: str) -> RequestError | None:
     settings = self._service.settings
+    if b'transfer-encoding' in headers and (b'content-length' in headers or http_version == '1.0'):
+      # A proxy in front may see another end of this request, and so another next request (RFC 9112, 6.1).
+      message = 'HTTP/1.0 has no Transfer-Encoding: leave it out.'
+      if b'content-length' in headers:
+        message = 'the request has both Content-Length and Transfer-Encoding: leave one out.'
+      return RequestError(message, code='ambiguous_length')
     if settings.api_key is not None:
       given = presented_key(headers.get(b'authorization', b''))
       if not hmac.compare_digest(given, settings.api_key.encode()):
         return RequestError('the API key is missing or wrong.', status=401, code='invalid_api_key')
-    elif settings.host in _LOOPBACK and host_name(headers.get(b'host', b'')) not in _LOOPBACK:
+    elif is_loopback(settings.host) and not is_loopback(host_name(headers.get(b'host', b''))):
       # A page of another site can reach this server under a name that resolves to 127.0.0.1 (DNS rebinding).
       return RequestError('this server answers requests to localhost only.', status=403, code='wrong_host')
     return None
@@ -72,8 +80,14 @@ def presented_key(header: bytes) -> bytes:
 
 
 def host_name(header: bytes) -> str:
-  """Returns the name in a Host header, without its port."""
-  text = header.decode('latin-1').strip().lower()
-  if text.startswith('['):
-    return text[1:].partition(']')[0]
-  return text.partition(':')[0]
+  """Returns the name in a Host header, without its port; empty if it is not valid."""
+  match = _HOST.fullmatch(header.decode('latin-1').strip().lower())
+  return '' if match is None else match[1] or match[2]
+
+
+def is_loopback(host: str) -> bool:
+  """Whether a host is this machine's localhost: by that name, or by an address such as 127.0.0.1 or ::1."""
+  try:
+    return host == 'localhost' or ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return False

@@ -54,7 +54,8 @@ def matches_schema(text):
   'kind, grammar, matches',
   [
     ('regex', '[a-c]{2}(x|été)?[0-9]+', lambda text: re.fullmatch('[a-c]{2}(x|été)?[0-9]+', text)),
-    ('json_schema', json.dumps(SCHEMA | {'x-guidance': {'whitespace_flexible': False}}), matches_schema),
+    ('json_schema', json.dumps(SCHEMA), matches_schema),
+    ('json_schema', 'true', lambda text: [json.loads(text)]),
     ('choice', '["the cat", "the\\n\\"mat\\"", "été"]', lambda text: text in ('the cat', 'the\n"mat"', 'été')),
     ('grammar', 'start: pair ("," pair)*\npair: /[a-z]/ "=" /[0-9]/', lambda text: re.fullmatch(
       '[a-z]=[0-9](,[a-z]=[0-9])*', text)),
@@ -93,9 +94,19 @@ def test_the_end_is_allowed_only_where_the_grammar_accepts_it(tokenizer):
     ('regex', '(', 'unclosed group'),
     ('json_schema', '{"type": "foo"}', 'Invalid type'),
     ('json_schema', '{"not": {"type": "string"}}', 'not'),
-    ('json_schema', '[', 'expected value'),
+    ('json_schema', '[', 'EOF while parsing'),
+    ('json_schema', 'false', 'Expecting object schema'),
     ('grammar', 'start: other', 'unknown name'),
     ('regex', 'a' * 100_001, '100001 characters'),
+    ('grammar', 'start: a\na: a', 'no token of this model can begin it'),
+    # What is too complex for llguidance once a token has come.
+    ('choice', json.dumps([f'choice {number}' for number in range(2000)]), 'Current row has 2001 items; max is 2000'),
+    ('regex', '(a?){1000}a{1000}', 'too many expressions'),
+    (
+      'json_schema',
+      json.dumps({'type': 'object', 'properties': {f'p{n}': {'type': 'string'} for n in range(500)}}),
+      '2007 items',
+    ),
   ],
 )
 def test_wrong_grammars_are_refused(kind, grammar, message):
@@ -105,11 +116,28 @@ def test_wrong_grammars_are_refused(kind, grammar, message):
   assert '\n' not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+  'text, num_allowed',
+  [
+    ('{"name": "cat", "age": 3}', 25),
+    ('{\n  "name": "cat",\n  "age": 3\n}', 31),
+    ('{"name":   ', 10),  # the third space
+    ('{\n\n', 2),
+    ('{\r\n' + ' ' * 41, 43),
+  ],
+)
+def test_white_space_in_json_has_an_end(text, num_allowed):
+  tokenizer = ByteTokenizer()
+  matcher = Grammars(tokenizer, vocab_size=259, end_ids=(2,)).compile('json_schema', json.dumps(SCHEMA))
+  ids = tokenizer.encode(text)
+  assert matcher._matcher.validate_tokens(ids) == num_allowed
+
+
 def test_an_error_of_the_grammar_ends_its_sequence():
   matcher = Grammars(ByteTokenizer(), vocab_size=259, end_ids=(2,)).compile('regex', 'ab')
   matcher.take(ByteTokenizer().encode('x')[0])
   assert matcher.is_over
-  assert matcher.has_failed
+  assert matcher.failure
 
 
 def test_tokenizers_without_texts_have_no_grammars():

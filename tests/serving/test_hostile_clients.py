@@ -111,6 +111,42 @@ def test_raw_bytes_instead_of_http(served, rng, caplog):
   check_alive(served)
 
 
+@pytest.mark.parametrize(
+  'header, status',
+  [
+    (b'Content-Length: %d\r\nTransfer-Encoding: chunked', 400),
+    (b'TRANSFER-ENCODING: Chunked\r\ncontent-length: %d', 400),
+    (b'Content-Length: %d\r\nContent-Length: 7', 400),
+    (b'Transfer-Encoding : chunked\r\nX: %d', 400),
+    (b'Transfer-Encoding: chunked\r\nX: %d', 200),
+    (b'Host: evil\r\nContent-Length: %d', 400),
+  ],
+)
+def test_a_request_has_one_length_and_one_host(served, header, status):
+  """Otherwise a proxy in front may take another place for the begin of the next request."""
+  body = json.dumps({'prompt': 'abc', 'max_tokens': 2}).encode()
+  body = b'%x\r\n%s\r\n0\r\n\r\n' % (len(body), body)
+  post = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+  with connect(served) as sock:
+    sock.sendall(post + header % len(body) + b'\r\n\r\n' + body + b'GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n')
+    answer = b''.join(iter(lambda: sock.recv(65536), b''))
+  assert answer.startswith(b'HTTP/1.1 %d' % status)
+  assert answer.count(b'HTTP/1.1 ') == (2 if status == 200 else 1)  # the next one is answered only where it is known
+
+
+@pytest.mark.parametrize(
+  'host, status',
+  [
+    *((host, 200) for host in ('localhost', 'LOCALHOST:1', '127.0.0.1:80', '127.8.8.8', '[::1]:80')),
+    *((host, 403) for host in ('evil.example', 'localhost.evil', 'localhost:80@evil', '[::1]evil', '10.0.0.1', '')),
+  ],
+)
+def test_a_server_on_localhost_has_no_other_name(served, host, status):
+  """A page of another site could have its own name resolved to 127.0.0.1 (DNS rebinding)."""
+  with served.client() as client:
+    assert client.get('/v1/models', headers={'host': host}).status_code == status
+
+
 def test_connections_that_break_off_at_any_byte(served, rng):
   body = json.dumps({'model': 'fake.Model', 'prompt': 'abc', 'max_tokens': 100, 'stream': True}).encode()
   head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'

@@ -296,6 +296,18 @@ def test_a_failing_step_is_an_error_for_its_own_clients_only():
     assert client.get('/health').status_code == 200
 
 
+def test_a_form_that_becomes_too_complex_is_an_error_of_its_client():
+  with serving(FakeEngine(num_slots=2)) as served, served.client() as client:
+    choices = ' | '.join(f'"choice {number}"' for number in range(2000))
+    for grammar in (choices, f'/[x-z]/ /[x-z]/ /[x-z]/ /[x-z]/ /[x-z]/ ({choices})'):  # at once, and after some tokens
+      body = HELLO | {'guided_grammar': f'start: {grammar}', 'max_tokens': 20}
+      answer = client.post(COMPLETIONS, json=body)
+      assert (answer.status_code, 'max is 2000' in answer.json()['error']['message']) == (400, True)
+    with client.stream('POST', COMPLETIONS, json=body | {'stream': True}) as response:
+      assert 'max is 2000' in events(response)[-1]['error']['message']
+    assert client.post(COMPLETIONS, json=HELLO).status_code == 200
+
+
 def test_an_engine_that_fails_for_good_ends_the_server():
   engine = FakeEngine()
   engine.step = None  # a TypeError, each time
