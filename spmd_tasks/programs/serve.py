@@ -29,7 +29,8 @@ from spmd_tasks.distributed import (
 )
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.programs.pretrained import pretrained_folder
+from spmd_tasks.programs.restore import LOOK_LIMIT_S, restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.serving import ServedModel, ServerSettings, check_adapter_names, listen, run_server
 from spmd_tasks.serving.multi_process import follow, lead
@@ -97,12 +98,15 @@ def serve(
         )
       return steps.storage.store(variables), restored
 
-    announce(f'Restoring {"the newest checkpoint" if step is None else f"step {step}"} of {job_log_dir}.')
+    folder = _served_folder(job, job_log_dir, step)
+    source = f'{"the newest checkpoint" if step is None else f"step {step}"} of {job_log_dir}'
+    announce(f'Restoring {source}.' if folder is None else f'Loading the weights of {folder}.')
     began = time.monotonic()
     weights, restored = restore(step)
     announce(f'Restored step {restored} in {time.monotonic() - began:.1f} s. Compiling.')
     served = ServedModel(
-      name=job.name,
+      name=job.name if folder is None else Path(folder).name or job.name,
+      alias=None if folder is None else job.name,
       adapters=steps.adapter_names,
       created=int(time.time()),
       step=restored,
@@ -140,6 +144,16 @@ def serve(
         leader.end(code)
     barrier('serve_end', limit_s=_END_LIMIT_S)
     return code
+
+
+def _served_folder(job: Job, job_log_dir: epath.Path, step: int | None) -> str | None:
+  """The folder in Hugging Face's format whose own weights are served; None where a checkpoint's are."""
+  folder = None if step else pretrained_folder(job.experiment)
+  if folder is None:
+    return None
+  with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
+    is_fresh = primary_decides(checkpointer.is_fresh, 'has_checkpoints', limit_s=LOOK_LIMIT_S)
+  return folder if is_fresh else None
 
 
 def server_settings(*, api_key_file: str | None, **flags: Any) -> ServerSettings:

@@ -32,7 +32,7 @@ from spmd_tasks.serving.tool_calls import CALL_END, call_schema, calls_for_templ
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
 
-def check_adapter_names(name: str, adapters: Collection[str]) -> None:
+def check_adapter_names(name: str | None, adapters: Collection[str]) -> None:
   """Raises a UserError if one of a model's adapters has the name of the model itself."""
   if name in adapters:
     raise UserError(f'adapters has the name {name!r}, which is that of the model itself: choose another one.')
@@ -43,7 +43,7 @@ class ServedModel:
   """The model that requests are checked against.
 
   Fields:
-    name: the name that requests give, if any.
+    name: the name that requests give, if any; `alias` is another one, the experiment's where the name is a folder's.
     adapters: the names that requests give instead where they want the model with one of its low-rank adapters, in the
       order of the adapters' numbers from 1 on.
     created: when the weights were loaded, in seconds since 1970.
@@ -63,14 +63,20 @@ class ServedModel:
   vocab_size: int
   grammars: Grammars | None = None
   adapters: tuple[str, ...] = ()
+  alias: str | None = None
 
   def __post_init__(self):
-    check_adapter_names(self.name, self.adapters)
+    for name in (self.name, self.alias):
+      check_adapter_names(name, self.adapters)
 
   @property
   def names(self) -> tuple[str, ...]:
     """The names that requests can give: a name's place is the number of its adapter, 0 for none."""
     return (self.name, *self.adapters)
+
+  def resolve(self, name: str | None) -> str:
+    """Returns the one of `names` that a request means, which leaves the name out or gives one that is served."""
+    return self.name if name in (None, self.alias) else str(name)
 
   def encode(self, text: str) -> tuple[int, ...]:
     """Turns a prompt into tokens, after the token for the beginning of text if there is one.
@@ -240,7 +246,7 @@ def _turn(turn: Message, path: str, template: ChatTemplate) -> dict[str, Any]:
 def check_model_name(fields: dict[str, Any], model: ServedModel) -> None:
   """Refuses a request for another model; a request may leave the name out."""
   name = fields.get('model')
-  if isinstance(name, str) and name not in model.names:
+  if isinstance(name, str) and model.resolve(name) not in model.names:
     raise RequestError(
       f'model {name[:100]!r} is not served here; {_listed(model.names)}.',
       status=404,
@@ -287,7 +293,7 @@ def _generation_request(
 ) -> GenerationRequest:
   """Checks and resolves the fields that both routes have."""
   is_chat = isinstance(body, ChatBody)
-  name = model.name if body.model is None else body.model
+  name = model.resolve(body.model)
   _check_sizes(body, model, limits, [ids for ids, _ in prompts], max_tokens)
   stop = _checked_stop(body, limits)
   if is_chat:

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.serving.bodies import PublishBody, UnpublishBody, parse_json, validate
 from spmd_tasks.serving.errors import RequestError, error_response
 from spmd_tasks.serving.middleware import Guard
@@ -85,7 +86,9 @@ class _Routes:
   def __init__(self, service: Service, publisher: Publisher, page: str):
     self._service = service
     self._publisher = publisher
-    self._page = page.replace('{{models}}', json.dumps(service.model.names).replace('<', '\\u003c'))
+    names = json.dumps(service.model.names).replace('<', '\\u003c')
+    is_chat = service.model.chat_template != ChatTemplate()  # a model's own, rather than the plain transcript
+    self._page = page.replace('{{models}}', names).replace('{{is_chat}}', json.dumps(is_chat))
 
   async def page(self, request: Request) -> Response:
     # The page loads nothing from other sites, and no other site can frame it.
@@ -110,7 +113,7 @@ class _Routes:
 
   async def model(self, request: Request) -> Response:
     check_model_name({'model': request.path_params['name']}, self._service.model)
-    return JSONResponse(self._card(request.path_params['name']))
+    return JSONResponse(self._card(self._service.model.resolve(request.path_params['name'])))
 
   async def completions(self, request: Request) -> Response:
     return await self._generate(request, completion_request)

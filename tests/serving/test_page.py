@@ -11,6 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
+from spmd_tasks.decoding import ChatTemplate
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.served import metric, serving, wait_for
 
@@ -157,3 +158,30 @@ def test_a_key_as_the_password_opens_the_page_and_answers(browser):
     page.wait(page.is_idle)
     assert page['error'].text == ''
     assert page['status'].text.startswith('3 tokens')
+
+
+def test_a_model_with_a_chat_template_chats(browser):
+  """The fake repeats its prompt, which is the whole conversation."""
+  template = ChatTemplate.from_turns('[{role}]{content}', reply='[assistant]', stop=())
+  with serving(max_len=1000, chat_template=template) as served:
+    browser.get(served.url)
+    page = Page(browser)
+    for number, said in enumerate(('<b>hi</b>', 'more')):
+      page.fill(prompt=said, max_tokens=60 + 60 * number)
+      page['go'].click()
+      page.wait(page.is_idle)
+      assert page['error'].text == ''
+    turns = [(each.get_attribute('class'), each.text) for each in page['given'].find_elements(By.TAG_NAME, 'div')]
+    assert [role for role, _ in turns] == ['user', 'assistant'] * 2
+    first, second = '[user]<b>hi</b>[assistant]', turns[1][1]
+    assert turns[0][1] == '<b>hi</b>'
+    assert second == (first * 9)[: len(second)]
+    assert turns[3][1].startswith(f'{first}{second}[user]more[assistant]'[:100])
+    page.fill(max_tokens=5000)
+    page['prompt'].send_keys('again')
+    page['go'].click()
+    page.wait(lambda: page['error'].text)
+    assert len(page['given'].find_elements(By.TAG_NAME, 'div')) == 4  # what was refused is no turn
+    assert page['prompt'].get_attribute('value') == 'again'
+    page['anew'].click()
+    assert page['given'].text == page['error'].text == ''
