@@ -17,7 +17,7 @@ import os
 import re
 from typing import Annotated, Any, ClassVar, Protocol
 
-from annotated_types import Ge, Le, Lt, MaxLen, MinLen
+from annotated_types import Ge, Lt, MinLen
 from etils import epath
 
 from spmd_tasks.decoding.constraints import Grammars, Matcher
@@ -44,7 +44,7 @@ class Prompt:
     seed: of the random draws.
     max_tokens: how many tokens may follow; 0 only scores the prompt.
     repetition_penalty, frequency_penalty, presence_penalty, temperature, top_k, top_p, min_p: see SamplingParams.
-    logit_bias: tokens, and what is added to their logits.
+    logit_bias: at most 300 tokens, and what is added to their logits, from -100 to 100.
     stop, stop_ids: strings and tokens that end a continuation, in addition to the end of text.
     score_prompt: whether the prompt's own log-probabilities are wanted.
     response_format, structured_outputs: the form of the continuations, as in requests to the server (output_form.py).
@@ -62,7 +62,7 @@ class Prompt:
   repetition_penalty: _Number | None = None
   frequency_penalty: _Number | None = None
   presence_penalty: _Number | None = None
-  logit_bias: Annotated[dict[_Count, Annotated[_Number, Ge(-100), Le(100)]], MaxLen(MAX_BIASES)] | None = None
+  logit_bias: dict[_Count, _Number] | None = None
   temperature: _Number | None = None
   top_k: _Count | None = None
   top_p: _Number | None = None
@@ -214,6 +214,8 @@ class PromptTokenizer:
     beyond = [token for token, _ in biases if token >= self.vocab_size]
     if beyond:
       raise UserError(f'{where}: logit_bias has token {beyond[0]}, outside the vocabulary of {self.vocab_size}.')
+    if len(biases) > MAX_BIASES or not all(-100 <= bias <= 100 for _, bias in biases):
+      raise UserError(f'{where}: logit_bias must have at most {MAX_BIASES} tokens, and numbers from -100 to 100.')
     num_beams = self.settings.num_beams
     num_outputs = prompt.n or num_beams
     if num_beams > 1:

@@ -94,6 +94,7 @@ def request_record(prompt: Prompt, request: Request, num_outputs: int, settings:
   record |= {'prompt_ids': list(request.ids), 'n': num_outputs, 'max_tokens': request.max_tokens}
   record |= {'stop_ids': list(request.stop_ids), 'stop': list(request.stop)}
   more = {name: getattr(prompt, name) for name in ('response_format', 'structured_outputs', 'adapter')}
+  more['logit_bias'] = {str(token): value for token, value in request.logit_bias} or None
   record |= {name: value for name, value in more.items() if value is not None}
   if settings.num_beams > 1:
     return record | {'num_beams': settings.num_beams, 'length_penalty': settings.length_penalty}

@@ -103,7 +103,8 @@ def serve(
     announce(f'Restoring {source}.' if folder is None else f'Loading the weights of {folder}.')
     began = time.monotonic()
     weights, restored = restore(step)
-    announce(f'Restored step {restored} in {time.monotonic() - began:.1f} s. Compiling.')
+    what = f'Restored step {restored}' if folder is None else 'Loaded the weights'
+    announce(f'{what} in {time.monotonic() - began:.1f} s. Compiling.')
     served = ServedModel(
       name=job.name if folder is None else Path(folder).name or job.name,
       alias=None if folder is None else job.name,

@@ -64,7 +64,6 @@ def test_every_field_is_read():
     ({'prompt': 'x', 'max_tokens': -1}, 'max_tokens = -1 must be greater than or equal to 0'),
     ({'prompt': 'x', 'temperature': 'hot'}, "temperature = 'hot' must be a valid number"),
     ({'prompt': 'x', 'temperature': False}, 'temperature = False must be a valid number'),
-    ({'prompt': 'x', 'logit_bias': {'7': 101}}, r'logit_bias7 = 101 must be less than or equal to 100'),
     ({'prompt': 'x', 'logit_bias': {'a': 1}}, r"logit_bias.* = 'a' must be a valid integer"),
     ({'prompt': 'x', 'min_p': float('nan')}, 'min_p = nan must be a finite number'),
     ({'prompt': 'x', 'top_k': 1.5}, 'top_k = 1.5 must be a valid integer'),
@@ -102,6 +101,10 @@ def test_ids_beyond_the_vocabulary_of_the_tokenizer_have_no_text():
     ({'prompt_ids': (3,) * 24}, {}, 'the prompt has 24 tokens and max_len is 24'),
     ({'prompt': 'x', 'max_tokens': 23}, {}, '2 tokens of prompt and max_tokens=23 exceed max_len 24'),
     ({'prompt': 'x', 'stop_ids': (5, 6, 7, 8)}, {}, '5 stop tokens'),
+    ({'prompt': 'x', 'frequency_penalty': 2.1}, {}, 'frequency_penalty=2.1 must be from -2 to 2'),
+    ({'prompt': 'x', 'logit_bias': {300: 1}}, {}, 'logit_bias has token 300, outside the vocabulary of 300'),
+    ({'prompt': 'x', 'logit_bias': {7: 101}}, {}, 'logit_bias must have at most 300 tokens, and numbers from -100'),
+    ({'prompt': 'x', 'logit_bias': {7: 1}}, {'settings': DecodeSettings(num_beams=3)}, 'beam search has no penalties'),
     ({'prompt': 'x', 'n': 4}, {'settings': DecodeSettings(num_beams=3)}, 'n=4 is more than task.decode.num_beams=3'),
     ({'prompt': 'x', 'score_prompt': True}, {'settings': DecodeSettings(num_beams=3)}, 'beam search scores no prompts'),
     (

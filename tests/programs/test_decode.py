@@ -27,7 +27,7 @@ SETTINGS = (
 PROMPTS = [
   {'prompt': 'def f', 'max_tokens': 5},
   {'prompt': 'ñ', 'temperature': 1.0, 'seed': 3, 'n': 3, 'id': {'mine': 1}},
-  {'prompt_ids': [5, 6, 7], 'max_tokens': 1},
+  {'prompt_ids': [5, 6, 7], 'max_tokens': 1, 'logit_bias': {'40': 2}},
   {'prompt': 'x' * 20, 'max_tokens': 2, 'top_k': 4, 'temperature': 2, 'repetition_penalty': 1.5},
   {'prompt': '', 'max_tokens': 3},
 ]
