@@ -45,8 +45,8 @@ class SamplingArrays(struct.PyTreeNode):
     bias_ids: Any = np.full((num_rows, MAX_BIASES), -1, np.int32)
     bias_values: Any = np.zeros((num_rows, MAX_BIASES), np.float32)
     for row, pairs in enumerate(biases):
-      for column, (token, value) in enumerate(pairs):
-        bias_ids[row, column], bias_values[row, column] = token, value
+      for number, (token, value) in enumerate(pairs):
+        bias_ids[row, number], bias_values[row, number] = token, value
 
     def column(field: dataclasses.Field) -> Any:
       dtype = np.int32 if field.type is int else np.float32

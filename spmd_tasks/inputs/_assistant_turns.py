@@ -24,6 +24,7 @@ from spmd_tasks.inputs.chat_template import ChatTemplate
 
 Spans = list[tuple[int, int]]
 _ASSISTANT = 'assistant'
+_TURNS_AT_ONCE = 32  # in one round trip to the process that renders
 _MAX_RENDERED = 4_000_000  # of some 2,800 turns: the time grows with the square
 _REMEDY = 'mark what the assistant writes by {% generation %} blocks in the template (chat_template_file=FILE).'
 
@@ -78,22 +79,24 @@ def render_added(
       f'the conversation has {len(messages):,} messages; rendering it up to each turn of the assistant renders '
       f'{num_rendered:,}, more than {_MAX_RENDERED:,}: divide it, or {_REMEDY}'
     )
-  beginnings = [each for start, end in turns for each in ((messages[:start], True), (messages[:end], False))]
-  rendered = template.render_each([(messages, False), *beginnings], tools=tools, variables=variables, now=now)
-  whole, *texts = [text for text, _ in rendered]
-  spans = []
-  for (number, _), prompt, text in zip(turns, texts[::2], texts[1::2], strict=True):
-    if not text.startswith(prompt):
-      raise UserError(
-        f'the chat template writes message {number} not as what follows its prompt for an answer, '
-        f'{_end_of(prompt, text)}, so that the text of the assistant is not known: {_REMEDY}'
-      )
-    if not whole.startswith(text):
-      raise UserError(
-        f'the chat template writes message {number} otherwise once messages follow it, {_end_of(text, whole)}, so '
-        f'that the text of the assistant is not known: {_REMEDY}'
-      )
-    spans.append((len(prompt), len(text)))
+  whole, spans = '', []
+  for first in range(0, len(turns), _TURNS_AT_ONCE):
+    some = turns[first : first + _TURNS_AT_ONCE]
+    beginnings = [each for start, end in some for each in ((messages[:start], True), (messages[:end], False))]
+    rendered = template.render_each([(messages, False), *beginnings], tools=tools, variables=variables, now=now)
+    whole, *texts = [text for text, _ in rendered]
+    for (number, _), prompt, text in zip(some, texts[::2], texts[1::2], strict=True):
+      if not text.startswith(prompt):
+        raise UserError(
+          f'the chat template writes message {number} not as what follows its prompt for an answer, '
+          f'{_end_of(prompt, text)}, so that the text of the assistant is not known: {_REMEDY}'
+        )
+      if not whole.startswith(text):
+        raise UserError(
+          f'the chat template writes message {number} otherwise once messages follow it, {_end_of(text, whole)}, so '
+          f'that the text of the assistant is not known: {_REMEDY}'
+        )
+      spans.append((len(prompt), len(text)))
   return whole, spans
 
 

@@ -84,9 +84,9 @@ class _Process:
     folders = dict.fromkeys(str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin)
     command = [sys.executable, '-I', '-S', str(_PROGRAM), f'{_LIMIT_S}', f'{_MEMORY_MIB}', *folders]
     environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'stderr': subprocess.DEVNULL}
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     try:
-      self._process = subprocess.Popen(command, bufsize=0, env=environment, **pipes)
+      self._process = subprocess.Popen(command, 0, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment)
     except OSError as error:
       raise UserError(f'the process that renders chat templates cannot be started: {error}.') from error
     assert self._process.stdin is not None

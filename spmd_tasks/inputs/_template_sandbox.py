@@ -76,12 +76,11 @@ def answer(source: str, jobs: list[tuple[dict[str, Any], datetime.datetime | Non
     return [_render(template, *job) for job in jobs]
   except Exception as error:  # a template is a program, which may raise anything
     kinds = {_RefusedError: 'refused', _LimitError: 'limit', MemoryError: 'limit'}
-    is_jinja = isinstance(error, jinja2.TemplateSyntaxError)
-    return {
-      'kind': kinds.get(type(error), kind),
-      'line': error.lineno if is_jinja else _line_of(error),
-      'sentence': _sentence(error.message if is_jinja else error),
-    }
+    line: int | None = _line_of(error)
+    said: Any = error
+    if isinstance(error, jinja2.TemplateSyntaxError):
+      line, said = error.lineno, error.message
+    return {'kind': kinds.get(type(error), kind), 'line': line, 'sentence': _sentence(said)}
 
 
 def _sentence(error: Any) -> str:

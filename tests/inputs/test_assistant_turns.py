@@ -223,3 +223,20 @@ def test_a_template_gets_the_date_that_it_is_given():
   assert render_turns(template, [says('b')], None, {}, datetime.datetime(1999, 1, 1)) == ('1999x', [(4, 5)])
   assert template.render([says('b')]).startswith('2')
   assert np.array_equal(tokens_of_spans(np.array([[0, 2], [2, 4], [4, 4], [4, 5]]), [(3, 4)]), [0, 1, 1, 0])
+
+
+def test_a_conversation_of_very_many_turns_needs_marks():
+  """Rendering it up to each turn takes a time that grows with the square."""
+  messages = [user('a'), says('b')] * 10_000
+  with pytest.raises(
+    ValueError, match=r'has 20,000 messages; .* renders 200,010,000, more than 4,000,000: divide it, or'
+  ):
+    render_turns(ChatTemplate(), messages, None, {}, None)
+  _, spans = render_turns(ChatTemplate(template=SHAPES['chatml'], stop=()), messages, None, {}, None)
+  assert len(spans) == 10_000
+
+
+def test_turns_beyond_one_round_trip():
+  messages = [user('a'), says('bc')] * 70
+  text, spans = render_turns(ChatTemplate(), messages, None, {}, None)
+  assert [text[start:end] for start, end in spans] == ['bc\n'] * 70
