@@ -48,6 +48,8 @@ def _from_json(fields: dict[str, Any]) -> Any:
   made = _TYPES.get(fields.get('type', ''))
   if made is None:
     return fields
-  return made(
-    **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items() if name != 'type'}
-  )
+  return made(**{name: _to_tuples(value) for name, value in fields.items() if name != 'type'})
+
+
+def _to_tuples(value: Any) -> Any:
+  return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
