@@ -49,6 +49,12 @@ def ask(client, messages, **settings):
   return client.chat.completions.create(**{'model': 'hf.Model', 'messages': messages} | settings)
 
 
+def test_the_folder_s_name_is_the_model_s(client, folder):
+  """The other tests ask by the experiment's name, which is understood too."""
+  assert [card.id for card in client.models.list()] == [folder.name]
+  assert client.completions.create(model=folder.name, prompt='the cat', max_tokens=1).model == folder.name
+
+
 @pytest.mark.parametrize('name', ['turns', 'tools', 'thinking off', 'called'])
 def test_the_prompt_is_the_template_s(client, folder, name):
   messages, settings = TALKS[name]
