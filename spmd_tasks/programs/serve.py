@@ -73,7 +73,8 @@ def serve(
       f'experiment {job.name} has no tokenizer in its inputs, so its model cannot be served as text: give its training '
       'input a tokenizer.'
     )
-  check_adapter_names(job.name, job.experiment.adapter_sources())
+  for name in (job.name, Path(pretrained_folder(job.experiment) or '').name):
+    check_adapter_names(name, job.experiment.adapter_sources())
   limit_s = math.ceil(job.experiment.first_step_timeout_s)
   if jax.process_count() > 1:
     # JAX's own handler would have all processes save a step. Until the server runs, an end at once loses nothing.

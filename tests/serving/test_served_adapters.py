@@ -307,13 +307,15 @@ def test_other_modes_refuse_adapters(mode, base, adapters, tmp_path, capsys):
   assert f'are for --mode serve, decode and decode_once, not for --mode {mode}' in capsys.readouterr().err
 
 
-def test_a_name_that_the_model_has_is_refused_before_weights_are_read(base, adapters, tmp_path, capsys):
-  flags = ('--set', f'model={base}', '--set', f'adapters={ {"hf.Model": str(adapters["all"])}!r}')
+@pytest.mark.parametrize('is_folder', [False, True])
+def test_a_name_that_the_model_has_is_refused_before_weights_are_read(base, adapters, tmp_path, capsys, is_folder):
+  name = base.name if is_folder else 'hf.Model'
+  flags = ('--set', f'model={base}', '--set', f'adapters={ {name: str(adapters["all"])}!r}')
   job = ('--exp', 'hf.Model', '--mode', 'serve', '--job_log_dir', tmp_path / 'job', '--port', 0)
   assert binary.run_in_process(*job, *flags) == 2
   out, err = capsys.readouterr()
-  assert "adapters has the name 'hf.Model', which is that of the model itself" in err
-  assert 'Restoring' not in out
+  assert f'adapters has the name {name!r}, which is that of the model itself' in err
+  assert 'Loading' not in out
 
 
 def test_adapters_lie_over_a_folder_alone(base, adapters):
