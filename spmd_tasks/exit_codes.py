@@ -11,7 +11,7 @@ USAGE = 2  # a bad flag, path or setting: nothing was started
 PREEMPTED = 42  # SIGTERM: the state was saved, or there was none to save; start the same command again to continue
 STUCK = 43  # no progress within the watchdog's limit; the stacks are in the log
 PEER_FAILED = 44  # this process was well, another one reported its failure
-INTERRUPTED = 130  # Ctrl-C, as shells say it: nothing was saved on the way out
+INTERRUPTED = 130  # Ctrl-C, as shells say it: the state was saved, or there was none to save
 
 NAMES = {
   OK: 'ok',

@@ -66,10 +66,15 @@ def _on_sigterm(signum: int, frame: types.FrameType | None) -> None:
 def _leave() -> None:
   """Ends the process, or returns if another thread is just doing that."""
   if _first_to_leave.acquire(blocking=False):
-    with contextlib.suppress(OSError):
-      if select.select([], [2], [], 0)[1]:  # nobody may be reading, and a full pipe would block
-        os.write(2, _SENTENCE)  # the descriptor, as the signal may have come while sys.stderr was in use
+    say(_SENTENCE)
     os._exit(exit_codes.PREEMPTED)
+
+
+def say(sentence: bytes) -> None:
+  """Writes to stderr from a signal handler, or does nothing where that would block or fail."""
+  with contextlib.suppress(OSError):
+    if select.select([], [2], [], 0)[1]:  # nobody may be reading, and a full pipe would block
+      os.write(2, sentence)  # the descriptor, as the signal may have come while sys.stderr was in use
 
 
 def _wake(is_on: bool) -> None:

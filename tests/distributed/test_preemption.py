@@ -1,20 +1,55 @@
 """PreemptionGuard in a single process; tests/multi_process has the rest."""
 
+import contextlib
 import os
 import signal
 import threading
 
 import pytest
 
+from spmd_tasks import exit_codes
+from spmd_tasks.distributed import PreemptionGuard
+from tests import binary
+
+
+@pytest.mark.parametrize(
+  'signum, code',
+  [
+    (signal.SIGTERM, exit_codes.PREEMPTED),
+    (signal.SIGHUP, exit_codes.PREEMPTED),
+    (signal.SIGINT, exit_codes.INTERRUPTED),
+  ],
+)
+def test_a_signal_is_answered_at_the_next_question_and_stays(signum, code):
+  previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it, and so would we
+  with contextlib.ExitStack() as stack, PreemptionGuard() as guard:
+    stack.callback(signal.signal, signal.SIGINT, previous)
+    assert not guard.should_stop()
+    os.kill(os.getpid(), signum)
+    assert guard.should_stop()
+    assert guard.should_stop()
+    assert guard.exit_code == code
+
+
+def test_ctrl_c_twice_leaves_at_once_and_nohup_stays():
+  ended = binary.run_python("""
+import os, signal
 from spmd_tasks.distributed import PreemptionGuard
 
-
-def test_sigterm_is_answered_at_the_next_question_and_stays():
-  with PreemptionGuard() as guard:
-    assert not guard.should_stop()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert guard.should_stop()
-    assert guard.should_stop()
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with PreemptionGuard() as guard:
+  os.kill(os.getpid(), signal.SIGHUP)
+  assert not guard.should_stop()
+  os.kill(os.getpid(), signal.SIGINT)
+  print(guard.should_stop(), flush=True)
+  os.kill(os.getpid(), signal.SIGINT)
+  print('still here')
+""")
+  assert (ended.returncode, ended.stdout) == (exit_codes.INTERRUPTED, 'True\n'), ended.stderr
+  assert 'Ctrl-C: stopping after this step' in ended.stderr
+  assert ended.stderr.endswith(
+    'interrupted twice: left at once; the same command goes on from the newest checkpoint, if any.\n'
+  )
 
 
 def test_a_second_sigterm_does_not_break_the_save():

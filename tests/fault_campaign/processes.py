@@ -185,16 +185,11 @@ def signals(scene: Scene) -> str:
   if finished(scene, ended):
     return 'the job was faster'
   codes = [each.returncode for each in ended]
-  if signum == signal.SIGTERM:
-    check(codes == [exit_codes.PREEMPTED] * 2, f'exit codes {codes} after SIGTERM')
-    saved, seen = judge.complete_steps(scene.job_log_dir), scene.steps()
-    check(saved and saved[-1] == seen[-1], f'exit code 42 after step {seen[-1]}, but the checkpoints are {saved}')
-  else:
-    for rank, code in enumerate(codes):
-      wanted_codes = (exit_codes.INTERRUPTED, *(() if rank in ranks else (exit_codes.PEER_FAILED,)))
-      if len(ranks) == 2:
-        wanted_codes = (exit_codes.INTERRUPTED, exit_codes.PEER_FAILED)
-      check(code in wanted_codes, f'exit codes {codes} after SIGINT to {ranks}')
+  own = exit_codes.PREEMPTED if signum == signal.SIGTERM else exit_codes.INTERRUPTED
+  wanted_codes = [own if rank in ranks else exit_codes.PREEMPTED for rank in range(2)]
+  check(codes == wanted_codes, f'exit codes {codes} after {signum.name} to {ranks}')
+  saved, seen = judge.complete_steps(scene.job_log_dir), scene.steps()
+  check(saved and saved[-1] == seen[-1], f'exit codes {codes} after step {seen[-1]}, but the checkpoints are {saved}')
   for each in ended:  # a save that the other process's end broke off is named as that
     blamed = 'could not be saved' in each.stderr and 'another process has left' not in each.stderr
     check(not blamed, 'a save is blamed for the signal')
