@@ -54,7 +54,7 @@ class _Record:
     written: when, in seconds since the epoch.
     has_ended: the job had made all its steps, so the time until somebody adds more is no loss.
     seconds: by cause, and in steps that counted.
-    undecided: seconds in steps that were not finished.
+    undecided: seconds in steps that were not finished, after the process's first.
     step: the last step that counted.
     marks: step -> seconds in steps that counted until then.
   """
@@ -97,7 +97,7 @@ class Goodput:
     self._step = 0
     self._marks: dict[int, float] = {}
     self._next_write = begun
-    self._is_recording = self._has_ended = False
+    self._is_recording = self._has_ended = self._has_stepped = False
 
   def resume(self, step: int) -> None:
     """Adds what the record says of earlier processes, and begins to keep it; this process goes on after `step`."""
@@ -155,6 +155,7 @@ class Goodput:
     self._seconds['skipped_steps' if is_skipped else _STEPS] += self._undecided - waited
     # Waits that were heard of late, those of other processes, are counted with the next steps.
     self._undecided, self._waited, self._step = 0.0, self._waited + waited, step
+    self._has_stepped = True
 
   def mark(self, step: int) -> None:
     """Remembers the time until `step`, from which a later process may go on; writes the record."""
@@ -194,11 +195,13 @@ class Goodput:
   def _write(self) -> None:
     if self._path is None or not self._is_recording:
       return
+    # Until its first step is finished, a process has only started: there is no progress to waste.
+    started_s = 0.0 if self._has_stepped else self._undecided
     record = _Record(
       written=self._now(),
       has_ended=self._has_ended,
-      seconds=self._seconds,
-      undecided=self._undecided,
+      seconds=self._seconds | {'program_startup': self._seconds['program_startup'] + started_s},
+      undecided=self._undecided - started_s,
       step=self._step,
       marks=self._marks,
     )
