@@ -1,6 +1,7 @@
 """Defines the binary's flags, and refuses those that do not go together."""
 
 import argparse
+from collections.abc import Mapping
 import difflib
 import math
 import sys
@@ -29,6 +30,12 @@ _MODES_OF_FLAG = {
   **dict.fromkeys(SERVE_FLAGS, ('serve',)),
   **dict.fromkeys(PLAN_FLAGS, ('plan',)),
 }
+# Flags that may differ between processes: how one is reached, what process 0 alone reads, what becomes settings.
+_OWN_FLAGS = (
+  *('coordinator_address', 'num_processes', 'process_id', 'local_device_ids', 'coordinator_bind_address', 'cluster'),
+  *('initialization_timeout_s', *SERVE_FLAGS),
+  *('exp', 'config', 'experiment_path', 'overrides', *_SHORTCUTS),
+)
 # What to do instead, by mode and flag; everywhere else: leave the flag out.
 _REMEDIES = {
   ('train', 'checkpoint_step'): 'training continues from the newest checkpoint. To go back to an earlier one, move the '
@@ -222,10 +229,42 @@ def identity_flags(args: argparse.Namespace) -> list[str]:
   return named + [flag for override in overrides_of(args) for flag in ('--set', override)]
 
 
-def distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
-  """The `DistributedSettings` of the flags and of the experiment's timeouts."""
+def common_flags(args: argparse.Namespace) -> dict[str, Any]:
+  """The flags that all processes of a job must give alike, apart from those that become settings."""
+  return {f'--{name}': value for name, value in vars(args).items() if name not in _OWN_FLAGS}
+
+
+def settings_to_compare(args: argparse.Namespace, config: Mapping[str, Any]) -> dict[str, Any]:
+  """The settings that all processes of a job must have alike.
+
+  An input whose settings the experiment's own code chose, and no flag, may differ: each process can read files of its
+  own. So may the index that Pax gives each process.
+  """
+  given = tuple(config['overrides'])
+
+  def is_common(path: str) -> bool:
+    is_input = path.startswith(('train_input', 'eval_inputs', 'decode_inputs'))
+    is_chosen = is_input and args.exp is not None and not any(f'{path}.'.startswith(f'{name}.') for name in given)
+    return not is_chosen and not path.endswith('.infeed_host_index')
+
+  return {'experiment': config['experiment']} | {
+    path: value for path, value in config['config'].items() if is_common(path)
+  }
+
+
+def distributed_settings(args: argparse.Namespace, experiment: Any = None) -> Any:
+  """The `DistributedSettings` of the flags and of the experiment's timeouts, if there is one."""
   from spmd_tasks.distributed import DistributedSettings
 
+  timeouts = (
+    {}
+    if experiment is None
+    else {
+      'heartbeat_timeout_s': experiment.heartbeat_timeout_s,
+      'shutdown_timeout_s': experiment.shutdown_timeout_s,
+      'collective_timeout_s': math.ceil(experiment.first_step_timeout_s),
+    }
+  )
   return DistributedSettings(
     coordinator_address=args.coordinator_address,
     num_processes=args.num_processes,
@@ -234,9 +273,7 @@ def distributed_settings(args: argparse.Namespace, experiment: Any) -> Any:
     coordinator_bind_address=args.coordinator_bind_address,
     cluster=args.cluster,
     initialization_timeout_s=args.initialization_timeout_s,
-    heartbeat_timeout_s=experiment.heartbeat_timeout_s,
-    shutdown_timeout_s=experiment.shutdown_timeout_s,
-    collective_timeout_s=math.ceil(experiment.first_step_timeout_s),
+    **timeouts,
   )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError, user_error_code
 from spmd_tasks.sigterm import leave_on_sigterm
+from spmd_tasks.streams import lose_output, lost_output
 
 if TYPE_CHECKING:
   import argparse
@@ -30,12 +31,18 @@ _THREADS_LIMIT_S = 5.0
 def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
   leave_on_sigterm()  # first of all: every other import is in a function, so that this line is reached in milliseconds
-  signal.signal(signal.SIGINT, _on_sigint)
+  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, _on_sigint)
+  lose_output()
   code = run(argv)
+  sys.stdout.flush()
+  if code == exit_codes.OK and (lost := lost_output()):
+    print(f'spmd-tasks: output was lost, because stdout cannot be written: {lost.strerror}', file=sys.stderr)
+    code = exit_codes.FAILED
   # Python's own end would wait for threads in native code, such as the compiler's, and for threads of Orbax, which wait
   # for minutes for a save that has failed.
-  if code == exit_codes.INTERRUPTED or (code != exit_codes.OK and _threads_remain(_THREADS_LIMIT_S)):
-    sys.stdout.flush()
+  is_alone = code == exit_codes.INTERRUPTED and not _has_peers()  # several processes end together, as if preempted
+  if is_alone or (code != exit_codes.OK and _threads_remain(_THREADS_LIMIT_S)):
     sys.stderr.flush()
     os._exit(code)
   # Nothing is left to save or to interrupt: Python's own end neither changes the exit code nor prints a traceback.
@@ -49,6 +56,12 @@ def _on_sigint(signum: int, frame: Any) -> None:
   del frame
   signal.signal(signum, lambda signum, frame: os._exit(exit_codes.INTERRUPTED))
   raise KeyboardInterrupt
+
+
+def _has_peers() -> bool:
+  import jax
+
+  return jax.distributed.is_initialized()
 
 
 def _threads_remain(limit_s: float) -> bool:
@@ -70,7 +83,7 @@ def run(argv: Sequence[str] | None = None) -> int:
   if args.list:
     experiments = list_experiments()
     width = max(len(name) for name, _ in experiments) + 2
-    _show('\n'.join(f'{name:{width}}{line}' for name, line in experiments))
+    print('\n'.join(f'{name:{width}}{line}' for name, line in experiments), flush=True)
     return exit_codes.OK
   try:
     return _translate(args) if args.translate else _run_experiment(args)
@@ -81,22 +94,15 @@ def run(argv: Sequence[str] | None = None) -> int:
     print(f'spmd-tasks: {error}', file=sys.stderr)
     return code
   except KeyboardInterrupt:
-    print('spmd-tasks: interrupted; the same command goes on from the newest checkpoint', file=sys.stderr)
+    print('spmd-tasks: interrupted with nothing to save; the same command goes on from here.', file=sys.stderr)
     return exit_codes.INTERRUPTED
-
-
-def _show(text: str) -> None:
-  """Prints the answer of a command; a reader that stops early, such as `head`, is no error."""
-  try:
-    print(text, flush=True)
-  except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest, which Python writes at its end
 
 
 def _run_experiment(args: 'argparse.Namespace') -> int:
   """Runs --print_config or a mode, after the checks that need no experiment."""
   from spmd_tasks.flags import MODES, check_flags_of_mode
 
+  _import_jax()
   if args.print_config:
     return _print_config(args)
   if args.mode is None:
@@ -108,12 +114,23 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   return run_mode(args)
 
 
+def _import_jax() -> None:
+  """Imports JAX, which reads its environment variables, and refuses those with which nothing would run."""
+  try:
+    import jax  # noqa: F401
+  except ValueError as error:
+    raise UserError(f'an environment variable of JAX has a value that JAX does not take: {error}.') from error
+  from spmd_tasks.distributed import refuse_unusable_environment
+
+  refuse_unusable_environment()
+
+
 def _print_config(args: 'argparse.Namespace') -> int:
   """Shows every field of an experiment."""
   from spmd_tasks.config import format_config, to_json
 
   _use_fake_devices(args.num_fake_devices)
-  _show(format_config(to_json(_resolve(args))))
+  print(format_config(to_json(_resolve(args))), flush=True)
   return exit_codes.OK
 
 
@@ -122,22 +139,41 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
   import contextlib
 
   from spmd_tasks.config import refuse_changed_config, to_json
-  from spmd_tasks.distributed import EmergencyExit, initialize
-  from spmd_tasks.flags import distributed_settings
+  from spmd_tasks.distributed import (
+    EmergencyExit,
+    backend_errors,
+    code_digests,
+    initialize,
+    numeric_settings,
+    process_environment,
+    refuse_differences,
+    report_absence,
+  )
+  from spmd_tasks.flags import common_flags, distributed_settings, settings_to_compare
   from spmd_tasks.programs import StartupClock
   from spmd_tasks.programs.adapter_stacks import refuse_adapters
 
+  limit_s = args.initialization_timeout_s
+
   def prepare(experiment: Any) -> None:
-    initialize(distributed_settings(args, experiment))
+    if not _has_peers() and initialize(distributed_settings(args, experiment)):
+      emergency.watch_departures()
+      refuse_differences('flags and environment', common_flags(args) | process_environment(), limit_s=limit_s)
 
   _use_fake_devices(args.num_fake_devices)
   clock = StartupClock()
   emergency = EmergencyExit()
-  with emergency.on_failure(), contextlib.ExitStack() as stack:
+  with emergency.on_failure(), backend_errors(), contextlib.ExitStack() as stack:
     # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
-    resolved = _resolve(args, prepare=prepare)
+    try:
+      resolved = _resolve(args, prepare=prepare)
+    except Exception as error:
+      report_absence(distributed_settings(args), str(error))
+      raise
     job_log_dir = _directory_of(args, resolved.experiment, stack)
-    config = to_json(resolved)
+    config = to_json(resolved) | {'environment': numeric_settings()}
+    refuse_differences('code', code_digests() if _has_peers() else {}, limit_s=limit_s, must_have_all=False)
+    refuse_differences('settings', settings_to_compare(args, config), limit_s=limit_s)
     job = resolved.build()
     if args.mode in ('train', 'eval', 'export'):
       refuse_adapters(job.experiment, f'--mode {args.mode}')
@@ -239,7 +275,7 @@ def _translate(args: 'argparse.Namespace') -> int:
     'Not translated, so training differs': translated.training_only,
   }
   shown = [line for title, notes in lists.items() if notes for line in (f'{title}:', *(f'  {note}' for note in notes))]
-  _show('\n'.join([f'wrote {path}', *shown, str(translated.comparison)]))
+  print('\n'.join([f'wrote {path}', *shown, str(translated.comparison)]), flush=True)
   return exit_codes.OK
 
 

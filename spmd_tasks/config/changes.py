@@ -72,7 +72,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
 
   Args:
     job_log_dir: a job's directory, or a new one.
-    config: JSON, as `to_json` gives it.
+    config: JSON, as `to_json` gives it; 'environment' beside it, if given, has JAX's settings that decide numbers.
     mode: 'train', where everything that a step depends on must be the same, or 'eval': model, loss and experiment.
 
   Raises:
@@ -100,8 +100,14 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
   previous['config'] |= {
     path: _BEFORE_IT_WAS_ADDED[name] for path, name in added.items() if name in _BEFORE_IT_WAS_ADDED
   }
-  lines = diff(previous, config)
-  changes = [line for line in lines if _matters(line.partition(': ')[0], _TRAINING if mode == 'train' else _EVALUATION)]
+  before, now = previous['environment'], config.get('environment', {})
+  environment = [
+    f"{name} of JAX's settings: {show(before[name])} -> {show(now[name])}"
+    for name in before
+    if name in now and before[name] != now[name]
+  ]
+  parts = _TRAINING if mode == 'train' else _EVALUATION
+  changes = [line for line in diff(previous, config) if _matters(line.partition(': ')[0], parts)] + environment
   if changes:
     raise UserError(
       f'job_log_dir {str(job_log_dir)!r} was begun with other settings:\n  ' + '\n  '.join(changes[:20]) + '\n'

@@ -43,7 +43,12 @@ def checked_config(saved: Any) -> dict[str, Any]:
     UserError: it has another form; the message says where.
   """
   _check_form(saved)
-  return {**saved, 'experiment': current_experiment(saved['experiment'])}
+  environment = saved.get('environment')
+  return {
+    **saved,
+    'experiment': current_experiment(saved['experiment']),
+    'environment': environment if isinstance(environment, Mapping) else {},
+  }
 
 
 def format_config(saved: Mapping[str, Any]) -> str:

@@ -6,15 +6,31 @@
       with StepWatchdog(timeout_s=600, emergency=emergency) as watchdog, PreemptionGuard() as guard:
         ...
 
-Read initialization.py (jax.distributed and its launchers), agreement.py (barriers and decisions of process 0),
-preemption.py (SIGTERM), links.py (authenticated messages) and link_connections.py, then the three parts of failure
-handling: watchdog.py (no progress), rank_records.py (what processes tell each other through files), emergency_exit.py
-(how a process ends). slowest_process.py finds whom steps wait for; fake_devices.py gives tests a mesh of CPU devices.
+Read initialization.py (jax.distributed and its launchers), roll_call.py (who is there), environment.py and
+agreement.py (what all must have alike, barriers, decisions of process 0), preemption.py (SIGTERM, Ctrl-C), links.py
+(authenticated messages) and link_connections.py, then the parts of failure handling: watchdog.py (no progress),
+rank_records.py (what processes tell each other through files), emergency_exit.py (how a process ends).
+slowest_process.py finds whom steps wait for; fake_devices.py gives tests a mesh of CPU devices.
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
-from spmd_tasks.distributed.agreement import PrimaryError, all_agree, barrier, gather, is_primary, primary_decides
+from spmd_tasks.distributed.agreement import (
+  PrimaryError,
+  all_agree,
+  barrier,
+  gather,
+  is_primary,
+  primary_decides,
+  refuse_differences,
+)
 from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.environment import (
+  backend_errors,
+  code_digests,
+  numeric_settings,
+  process_environment,
+  refuse_unusable_environment,
+)
 from spmd_tasks.distributed.fake_devices import compile_quickly, use_fake_devices
 from spmd_tasks.distributed.initialization import (
   CLUSTERS,
@@ -23,6 +39,7 @@ from spmd_tasks.distributed.initialization import (
   detect_cluster,
   finish,
   initialize,
+  report_absence,
   skip_absent_tpu,
 )
 from spmd_tasks.distributed.link_connections import admit, connect_pairs, connect_processes, join, listen_for_processes
@@ -48,7 +65,9 @@ __all__ = [
   'StepWatchdog',
   'admit',
   'all_agree',
+  'backend_errors',
   'barrier',
+  'code_digests',
   'compile_quickly',
   'connect_pairs',
   'connect_processes',
@@ -60,8 +79,13 @@ __all__ = [
   'is_primary',
   'join',
   'listen_for_processes',
+  'numeric_settings',
   'open_rank_records',
   'primary_decides',
+  'process_environment',
+  'refuse_differences',
+  'refuse_unusable_environment',
+  'report_absence',
   'skip_absent_tpu',
   'use_fake_devices',
   'watch_steps',

@@ -5,6 +5,7 @@ Usage, around everything from the start of jax.distributed on:
     emergency = EmergencyExit()
     with emergency.on_failure():
       initialize(settings)
+      emergency.watch_departures()
       emergency.attach(open_rank_records(job_log_dir))
       ...
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 import faulthandler
 import functools
+import json
 import logging as stdlib_logging
 import multiprocessing
 import os
@@ -26,11 +28,12 @@ import tempfile
 import threading
 import time
 import traceback
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
 from spmd_tasks import exit_codes
+from spmd_tasks.distributed.initialization import coordination
 from spmd_tasks.distributed.rank_records import Position, RankRecords
 from spmd_tasks.errors import user_error_code
 
@@ -42,6 +45,7 @@ _FLUSH_LIMIT_S = 5.0
 _LINGER_LIMIT_S = 5.0
 _CHILDREN_LIMIT_S = 1.0
 _TOTAL_LIMIT_S = 18.0
+_DEPARTURES, _DEPARTURES_PERIOD_S = 'spmd_tasks/left/', 1.0
 
 # How the errors of collectives and of the coordination service begin; libraries raise them as several types.
 _LOST_CONNECTION = re.compile(
@@ -54,14 +58,26 @@ class EmergencyExit:
 
   def __init__(self):
     self._records: RankRecords | None = None
+    self._job: Any = None  # while departures are watched
     self._position: Callable[[], Position] = Position
     self._first_to_leave = threading.Lock()
     self._deadline_lock = threading.Lock()
     self._is_leaving = False
 
-  def attach(self, records: RankRecords):
-    """Makes later exits tell the other processes through `records` and include their records in reports."""
-    self._records = records
+  def watch_departures(self):
+    """Until `attach`: tells the other processes when this one leaves, and ends this one when another leaves.
+
+    Through the coordination service. Else they would wait until JAX aborts them at the heartbeat's limit.
+    """
+    self._job = coordination()
+    threading.Thread(target=self._watch_departures, name='departures', daemon=True).start()
+
+  def attach(self, records: RankRecords | None):
+    """Makes later exits tell the other processes through `records` and include their records in reports.
+
+    With None the caller tells them.
+    """
+    self._records, self._job = records, None
 
   def set_position_source(self, position: Callable[[], Position]):
     """Sets the function that gives this process's position for reports (the watchdog's)."""
@@ -84,14 +100,15 @@ class EmergencyExit:
   def on_failure(self) -> Iterator[None]:
     """Leaves at once if the body raises or exits nonzero while jax.distributed runs; a single process just raises.
 
-    `sys.exit(PREEMPTED)` passes: all processes exit so at the same step.
+    `sys.exit(PREEMPTED)`, or INTERRUPTED, passes: all processes exit so at the same step.
     """
     # For aborts of JAX, too, such as after a lost heartbeat.
     faulthandler.enable(file=STDERR, all_threads=True)
     try:
       yield
     except SystemExit as error:
-      if jax.distributed.is_initialized() and error.code not in (None, exit_codes.OK, exit_codes.PREEMPTED):
+      is_in_order = error.code in (None, exit_codes.OK, exit_codes.PREEMPTED, exit_codes.INTERRUPTED)
+      if jax.distributed.is_initialized() and not is_in_order:
         code = error.code if isinstance(error.code, int) else exit_codes.FAILED
         self.leave(code, f'exit with {error.code!r}')
       raise
@@ -109,6 +126,14 @@ class EmergencyExit:
         reason = ''.join(traceback.format_exception_only(error)).strip()
         self.leave(exit_codes.FAILED, reason, details=''.join(traceback.format_exception(error)), has_stacks=False)
       raise
+
+  def _watch_departures(self):
+    with contextlib.suppress(Exception):  # the service has ended, of which JAX itself tells
+      while not (departures := _departures(self._job)):
+        time.sleep(_DEPARTURES_PERIOD_S)
+      index, code, reason = departures[0]
+      code = code if code == exit_codes.USAGE else exit_codes.PEER_FAILED
+      self.leave(code, reason if reason.startswith('process ') else f'process {index}: {reason}', has_stacks=False)
 
   def _is_seen_from_here(self, error: BaseException) -> bool:
     """Whether another process has told why it leaves, and the error is how its end looks from here."""
@@ -144,9 +169,10 @@ class EmergencyExit:
       faulthandler.dump_traceback_later(_TOTAL_LIMIT_S, exit=True, file=STDERR)
     position = self._position()
     records = self._records
-    name = (
-      f'process {records.process_index} of {records.num_processes}' if records else f'process with pid {os.getpid()}'
-    )
+    job = coordination()
+    index = records.process_index if records is not None else job and job.process_id
+    number = records.num_processes if records is not None else job and job.num_processes
+    name = f'process with pid {os.getpid()}' if index is None else f'process {index} of {number}'
     _report(
       f'*** {name}, in {position}: {reason}\n*** leaving with exit code {code} ({exit_codes.NAMES.get(code, "?")})'
     )
@@ -158,6 +184,8 @@ class EmergencyExit:
     if records is not None and records.num_processes > 1:
       tell = functools.partial(self._tell, records, position, code, reason, details=details, is_own=is_own)
       _within(_RECORDS_LIMIT_S, tell)
+    elif (job := self._job) is not None:
+      _within(_LINGER_LIMIT_S, lambda: _depart(job, code, reason))
     _within(_FLUSH_LIMIT_S, _flush)
     if records is not None and records.process_index == 0 and records.num_processes > 1:
       _within(_LINGER_LIMIT_S, lambda: _wait_for_peers(records))
@@ -194,6 +222,21 @@ def _wait_for_peers(records: RankRecords):
   """Waits, as the end of process 0 ends the coordination service and aborts the others before they can report."""
   while len(records.peer_failures()) < records.num_processes - 1:
     time.sleep(0.1)
+
+
+def _departures(job: Any) -> list[tuple[int, int, str]]:
+  """(process, exit code, reason) of the others that leave."""
+  found = [(int(key.rpartition('/')[2]), *json.loads(text)) for key, text in job.client.key_value_dir_get(_DEPARTURES)]
+  return [departure for departure in sorted(found) if departure[0] != job.process_id]
+
+
+def _depart(job: Any, code: int, reason: str):
+  """Says that this process leaves; process 0, whose end would abort the others, waits until they have done so too."""
+  job.client.key_value_set(f'{_DEPARTURES}{job.process_id}', json.dumps([code, reason[:3000]]))
+  if job.process_id == 0:
+    while len(_departures(job)) < job.num_processes - 1:
+      time.sleep(0.1)
+    time.sleep(1.0)  # from a process's word to its end
 
 
 def _stacks() -> str:

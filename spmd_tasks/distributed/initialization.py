@@ -11,6 +11,7 @@ nothing and returns at once.
 """
 
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -23,6 +24,7 @@ from absl import logging
 import jax
 from jax.experimental import multihost_utils
 
+from spmd_tasks.distributed.roll_call import call_roll
 from spmd_tasks.errors import UserError
 from spmd_tasks.xla_flags import add_xla_flags
 
@@ -32,6 +34,7 @@ _TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
 _GPU_FILES = ('/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg')
 
 _explicit_coordinator: str | None = None  # the address that `initialize` was given
+_has_called_roll = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +89,9 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
   environment in tests.
 
   Raises:
-    UserError: the environment requires a package that is not installed.
-    RuntimeError: JAX is already in use, or the processes did not find each other in time.
+    UserError: the environment requires a package that is not installed, or the processes do not find each other
+      (roll_call.py).
+    RuntimeError: JAX is already in use, or the processes of a launcher did not find each other in time.
   """
   if jax.distributed.is_initialized():
     return True
@@ -123,6 +127,10 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
     }
   add_xla_flags(f'--xla_cpu_collective_timeout_seconds={settings.collective_timeout_s}')  # gloo's waits, on CPUs
   logging.info('waiting for the other processes for at most %d s: %s', settings.initialization_timeout_s, connection)
+  if settings.is_explicit:
+    global _has_called_roll
+    _has_called_roll = True
+    _call_roll(settings)
   jax.distributed.initialize(
     heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
     shutdown_timeout_seconds=settings.shutdown_timeout_s,
@@ -130,6 +138,35 @@ def initialize(settings: DistributedSettings, environ: Mapping[str, str] | None 
     **connection,
   )
   return True
+
+
+def report_absence(settings: DistributedSettings, problem: str) -> None:
+  """Tells the processes that wait for this one that it does not come, and why; does nothing where a launcher knows."""
+  if settings.is_explicit and settings.num_processes != 1 and not _has_called_roll:
+    with contextlib.suppress(UserError):  # nobody waits
+      _call_roll(settings, problem)
+
+
+def _call_roll(settings: DistributedSettings, problem: str | None = None) -> None:
+  address, index, number = settings.coordinator_address, settings.process_id, settings.num_processes
+  assert address is not None
+  assert index is not None
+  assert number is not None
+  bind_address = settings.coordinator_bind_address or address
+  call_roll(address, bind_address, index, number, settings.initialization_timeout_s, problem)
+
+
+def coordination() -> Any:
+  """JAX's client of the coordination service with this process's index and their number; None without other processes.
+
+  Unlike `jax.process_index`, this starts no backend. It is None, too, in a version of JAX that does not tell.
+  """
+  try:
+    from jax._src import distributed  # no public name of JAX reaches the service's key-value store
+  except ImportError:
+    return None
+  state = distributed.global_state
+  return state if getattr(state, 'client', None) is not None else None
 
 
 def skip_absent_tpu() -> None:
@@ -149,8 +186,10 @@ def skip_absent_tpu() -> None:
   plugins |= {point.name for point in importlib.metadata.entry_points(group='jax_plugins')}
   if any('cuda' not in plugin for plugin in plugins):
     return
-  has_gpu = bool(plugins) and any(map(os.path.exists, _GPU_FILES))
-  jax.config.update('jax_platforms', 'cuda,cpu' if has_gpu else 'cpu')
+  has_gpu = any(map(os.path.exists, _GPU_FILES))
+  if has_gpu and not plugins:
+    logging.warning("JAX cannot use this machine's NVIDIA GPU: pip install 'jax[cuda13]'.")
+  jax.config.update('jax_platforms', 'cuda,cpu' if has_gpu and plugins else 'cpu')
 
 
 def finish():
@@ -169,14 +208,7 @@ def coordinator_host() -> str:
   Raises:
     UserError: a launcher chose the address, and this version of JAX does not tell it.
   """
-  address = _explicit_coordinator
-  if address is None:
-    try:
-      from jax._src import distributed  # no public name of JAX tells the address that a launcher chose
-
-      address = distributed.global_state.coordinator_address
-    except (ImportError, AttributeError):
-      address = None
+  address = _explicit_coordinator or getattr(coordination(), 'coordinator_address', None)
   if address is None:
     raise UserError(
       f'jax {jax.__version__} does not tell the address of process 0, which serving needs: give --coordinator_address, '

@@ -51,7 +51,7 @@ class Position:
     return (self.step, self.beat) < (other.step, other.beat)
 
   def __str__(self) -> str:
-    return f'{self.activity!r} of step {self.step}'
+    return f'{self.activity!r} of step {self.step}' if self.step >= 0 else repr(self.activity)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

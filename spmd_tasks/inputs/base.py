@@ -151,6 +151,15 @@ def progress_of(source: Input, state: State) -> dict[str, float]:
   return {} if method is None else dict(method(state))
 
 
+def data_of(state: State) -> dict[str, Any]:
+  """The entries of a position that say which data it is of, by path: digests of sources, tokenizers and templates."""
+  found = {name: state[name] for name in ('source', 'tokenizer', 'template') if isinstance(state.get(name), str)}
+  for name, inner in state.items():
+    if isinstance(inner, dict):
+      found |= {f'{name}.{path}': value for path, value in data_of(inner).items()}
+  return found
+
+
 def check_state(state: State, expected: Mapping[str, Any]) -> None:
   """Checks that a saved state was taken from an input with the same settings.
 

@@ -9,8 +9,10 @@ A task that DecodesBatches, as that of a Pax experiment, decodes batches of its 
 
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
+import json
 import time
 from typing import Any, NamedTuple, Protocol
+import zlib
 
 from etils import epath
 
@@ -28,7 +30,14 @@ from spmd_tasks.decoding import (
   generate,
   search,
 )
-from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, is_primary, primary_decides, watch_steps
+from spmd_tasks.distributed import (
+  EmergencyExit,
+  PreemptionGuard,
+  is_primary,
+  primary_decides,
+  refuse_differences,
+  watch_steps,
+)
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import absolute_path
@@ -50,7 +59,7 @@ def decode(
   watch: bool = False,
   poll_s: float = 10.0,
 ) -> int:
-  """Decodes every decode input with one checkpoint (None: the newest); returns OK, or PREEMPTED after SIGTERM.
+  """Decodes every decode input with one checkpoint (None: the newest); returns OK, or that of PreemptionGuard.
 
   Args:
     job: the built experiment.
@@ -126,8 +135,8 @@ def decode(
       return exit_codes.OK
     except PreemptedError:
       if is_primary():
-        print('Preempted: the same command continues after what is finished.', flush=True)
-      return exit_codes.PREEMPTED
+        print(f'{guard.cause}: the same command continues after what is finished.', flush=True)
+      return guard.exit_code
 
 
 def _sources(job: Job, input_path: str | None, *, decodes_batches: bool) -> dict[str, Any]:
@@ -200,6 +209,10 @@ class Decoder:
         matcher = self._tokenizer.matcher(prompt, where)
         record = request_record(prompt, request, num_outputs, steps.settings)
         self._wanted[name].append(_PromptRequest(prompt, request, num_outputs, matcher, record))
+    records = {name: json.dumps([each.record for each in wanted]) for name, wanted in self._wanted.items()}
+    refuse_differences(
+      'prompts', {name: zlib.crc32(text.encode()) for name, text in records.items()}, limit_s=LOOK_LIMIT_S
+    )
 
   def compile(self) -> None:
     """Compiles the programs that these prompts need; does nothing the second time."""

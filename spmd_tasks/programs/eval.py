@@ -12,6 +12,7 @@ recorded again: the file keeps one line of it, from whichever job was first.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import functools
+import math
 from typing import Any
 
 from absl import logging
@@ -21,11 +22,18 @@ import jax
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed import EmergencyExit, PreemptionGuard, StepWatchdog, is_primary, watch_steps
+from spmd_tasks.distributed import (
+  EmergencyExit,
+  PreemptionGuard,
+  StepWatchdog,
+  is_primary,
+  refuse_differences,
+  watch_steps,
+)
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
-from spmd_tasks.inputs import Input, Prefetcher
+from spmd_tasks.inputs import Input, Prefetcher, State, data_of
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.references import name_references
 from spmd_tasks.programs.restore import PreemptedError, checkpoints_to_use
@@ -54,7 +62,7 @@ def evaluate(
   watch: bool = False,
   poll_s: float = 10.0,
 ) -> int:
-  """Evaluates one checkpoint, or every new one; returns an exit code: OK, or PREEMPTED after SIGTERM.
+  """Evaluates one checkpoint, or every new one; returns an exit code: OK, or that of PreemptionGuard.
 
   Args:
     job: the built experiment.
@@ -75,6 +83,7 @@ def evaluate(
     raise UserError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
   check_vocabulary(job)
   job = name_references(job, job_log_dir)
+  refuse_other_data(job.eval_inputs, math.ceil(experiment.first_step_timeout_s))
   model = partition_job(job)
   with contextlib.ExitStack() as stack, emergency.on_failure():
     watchdog = stack.enter_context(
@@ -120,8 +129,8 @@ def evaluate(
           raise PreemptedError
       return exit_codes.OK
     except PreemptedError:
-      progress.message('Preempted: the same command evaluates again.')
-      return exit_codes.PREEMPTED
+      progress.message(f'{guard.cause}: the same command evaluates again.')
+      return guard.exit_code
 
 
 def open_evaluator(
@@ -145,6 +154,23 @@ def open_evaluator(
   )
   stack.callback(evaluator.close)
   return evaluator
+
+
+def refuse_other_data(inputs: Mapping[str, Input], limit_s: int, states: Mapping[str, State] | None = None) -> None:
+  """Raises a UserError on a process whose inputs read other files, or with another tokenizer, than those of process 0.
+
+  `states` are positions of inputs that have an iterator already.
+  """
+  states = dict(states or {})
+  if jax.process_count() > 1:
+    for name, each in inputs.items():
+      iterator = each.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+      if hasattr(iterator, 'get_state'):
+        states[f'eval_inputs.{name}'] = iterator.get_state()
+      if hasattr(iterator, 'close'):
+        iterator.close()
+  data = {f'fingerprint of {name}.{path}': value for name in states for path, value in data_of(states[name]).items()}
+  refuse_differences('data files', data, limit_s=limit_s)
 
 
 class Evaluator:

@@ -126,6 +126,7 @@ def serve(
       return run_server(engine, served, settings, sock, restore=restore, announce=announce)
 
     links = connect_processes('serve', limit_s=limit_s, bind_address=bind_address, silence_limit_s=_SILENCE_LIMIT_S)
+    emergency.attach(None)  # from here on, links tell of an end
     emergency.set_position_source(lambda: Position(step=restored, activity='serve'))
     leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
     if sock is None:

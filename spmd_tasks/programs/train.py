@@ -26,7 +26,7 @@ from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
 from spmd_tasks.programs.base_digest import start_digest
 from spmd_tasks.programs.early_end import EarlyEnd, check_early_stop
-from spmd_tasks.programs.eval import open_evaluator
+from spmd_tasks.programs.eval import open_evaluator, refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.interval_actions import IntervalActions, is_multiple
 from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
@@ -57,7 +57,7 @@ def train(
   config_json: str,
   begin_anew: bool = False,
 ) -> int:
-  """Runs a training job to its end; returns an exit code: OK, or PREEMPTED after SIGTERM with everything saved.
+  """Runs a training job to its end; returns an exit code: OK, or that of PreemptionGuard with all saved.
 
   Args:
     job: the built experiment.
@@ -188,8 +188,8 @@ def train(
 
     def preempted() -> int:
       saved = f'step {loop.step} is saved' if loop.step else 'before the first step'
-      progress.message(f'Preempted: {saved}; the same command goes on from there.')
-      return exit_codes.PREEMPTED
+      progress.message(f'{guard.cause}: {saved}; the same command goes on from there.')
+      return guard.exit_code
 
     def end() -> int:
       if loop.step < experiment.num_train_steps:
@@ -298,7 +298,10 @@ def _check(job: Job, clock: StartupClock) -> tuple[PartitionedModel, InputIterat
   for eval_input in job.eval_inputs.values():
     eval_input.element_spec()  # refuses bad settings now, not at the first eval
   with clock.phase('input'):
-    return model, job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+    iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+    states = {'train_input': iterator.get_state()} if jax.process_count() > 1 else {}
+    refuse_other_data(job.eval_inputs, LOOK_LIMIT_S, states)
+    return model, iterator
 
 
 def _claim(

@@ -69,6 +69,16 @@ def test_of_a_pax_experiment_numbers_alone_may_not_change(job_log_dir, path, ver
       refuse_changed_config(job_log_dir, changed, mode='train')
 
 
+def test_jax_settings_that_decide_numbers_may_not_change(job_log_dir):
+  config = to_json(resolve('synthetic.Tiny'))
+  (job_log_dir / 'config.json').write_text(json.dumps(config | {'environment': {'jax_enable_x64': False}}))
+  refuse_changed_config(job_log_dir, config | {'environment': {'jax_enable_x64': False, 'a_new_one': 1}}, mode='train')
+  refuse_changed_config(job_log_dir, config, mode='train')
+  for mode in ('train', 'eval'):
+    with pytest.raises(ValueError, match=r"other settings:\n  jax_enable_x64 of JAX's settings: False -> True"):
+      refuse_changed_config(job_log_dir, config | {'environment': {'jax_enable_x64': True}}, mode=mode)
+
+
 def test_another_experiment_is_refused_in_every_mode(job_log_dir):
   config = to_json(resolve('synthetic.Uneven'))
   for mode in ('train', 'eval'):

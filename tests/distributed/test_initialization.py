@@ -32,6 +32,7 @@ def calls(monkeypatch):
   """The arguments with which jax.distributed.initialize would have been called."""
   calls = []
   monkeypatch.setattr(jax.distributed, 'initialize', lambda **arguments: calls.append(arguments))
+  monkeypatch.setattr(initialization, 'call_roll', lambda *who: None)
   monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_enable_fast_math=false')
   return calls
 
@@ -185,7 +186,9 @@ def test_the_coordinator_listens_on_the_given_address_only(tmp_path):
     port = probe.getsockname()[1]
   code = f"""
 import socket, threading
+from spmd_tasks.distributed import initialization
 from spmd_tasks.distributed.initialization import DistributedSettings, initialize
+initialization.call_roll = lambda *who: None  # JAX's own server is meant
 settings = DistributedSettings(coordinator_address='127.0.0.1:{port}', num_processes=2, process_id=0)
 threading.Thread(target=initialize, args=(settings,), daemon=True).start()
 def answers(host):

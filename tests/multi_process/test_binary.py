@@ -36,6 +36,10 @@ def train(tmp_path: Path, job_log_dir: Path, num_processes: int, *flags: str, fr
     return job.wait(deadline_s=START_S)
 
 
+def losses_by_step(job_log_dir: Path) -> dict[int, float]:
+  return {step: scalars['loss'] for step, scalars in read_jsonl(job_log_dir).items()}
+
+
 def losses(job_log_dir: Path) -> list[float]:
   return [scalars['loss'] for _, scalars in sorted(read_jsonl(job_log_dir).items())]
 
@@ -99,14 +103,43 @@ def test_an_exception_on_one_process_ends_the_other_with_the_reason(tmp_path):
   assert 'resuming after step 5' in again[0].log
 
 
-def test_ctrl_c_to_one_process_ends_the_other_as_well_as_it_was_also_while_they_save(tmp_path):
+@pytest.mark.parametrize(
+  'flags, code, difference',
+  [
+    (['--set', 'task.learner.optimizer.learning_rate=0.01'], '', 'learning_rate=0.01, process 0 has 0.003: start all'),
+    (
+      [],
+      'import jax; jax.config.update("jax_enable_x64", True)',
+      'jax_enable_x64=true, process 0 has false: start all',
+    ),
+    (
+      ['--set', 'task.learner.optimizer.learning_rte=0.01'],
+      '',
+      "process 1: unknown config path 'task.learner.optimizer",
+    ),
+  ],
+)
+def test_processes_that_differ_are_refused_before_anything_is_written(tmp_path, flags, code, difference):
+  first, second = commands(tmp_path / 'job', 2)
+  second = [sys.executable, '-c', f'{code}\nfrom spmd_tasks.main import main; main()', *second[3:], *flags]
+  with Job([first, second], log_dir=tmp_path, num_devices=4) as job:
+    ranks = job.wait(deadline_s=START_S)
+  assert [rank.returncode for rank in ranks] == [exit_codes.USAGE] * 2, [rank.log for rank in ranks]
+  assert difference in ranks[0].log
+  assert not any('Traceback' in rank.log for rank in ranks)
+  assert not (tmp_path / 'job').exists()
+
+
+def test_ctrl_c_to_one_process_saves_the_same_step_on_all_also_while_they_save(tmp_path):
   flags = ['--num_train_steps=100000', '--set', 'checkpoint_every_steps=1', '--set', 'eval_every_steps=None']
   with Job(commands(tmp_path / 'job', 2, *flags), log_dir=tmp_path, num_devices=4) as job:
     job.wait_for_text(0, 'step 3/', limit_s=START_S)
     job.send(1, signal.SIGINT)
     ranks = wait_for_end(job)
-  assert [rank.returncode for rank in ranks] == [exit_codes.PEER_FAILED, exit_codes.INTERRUPTED], ranks[0].log
-  assert 'process 1: interrupted' in ranks[0].log
+  assert [rank.returncode for rank in ranks] == [exit_codes.PREEMPTED, exit_codes.INTERRUPTED], ranks[0].log
+  step = max(losses_by_step(tmp_path / 'job'))
+  assert f'Preempted: step {step} is saved' in ranks[0].log
+  assert (tmp_path / 'job' / 'checkpoints' / f'checkpoint_{step:08}').is_dir()
   assert 'Traceback' not in ranks[0].log + ranks[1].log
 
 

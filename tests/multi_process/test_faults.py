@@ -147,9 +147,8 @@ def test_processes_that_never_come_end_the_wait(tmp_path, alone):
   argv = [sys.executable, WORKER, f'--job_log_dir={tmp_path}', '--initialization_timeout_s=5', *flags]
   with Job([argv], log_dir=tmp_path, num_devices=2) as job:
     [rank] = job.wait(deadline_s=START_S)
-  assert rank.returncode == -signal.SIGABRT
-  assert 'DEADLINE_EXCEEDED' in rank.log
-  assert 'in initialize' in rank.log
+  assert rank.returncode == exit_codes.FAILED  # a worker of the test's own, and its traceback
+  assert ('process 1 of 2 did not come within 5 s', 'process 0 does not answer at')[alone] in rank.log
 
 
 @pytest.mark.parametrize('preempted', [pytest.param(0, marks=SLOW), 1, pytest.param(-1, marks=SLOW)])

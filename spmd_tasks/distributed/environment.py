@@ -1,0 +1,156 @@
+"""What outside of the config decides a job's numbers: JAX's own settings, versions, XLA's flags, the code.
+
+refuse_unusable_environment()         # first of all: what JAX or XLA would answer by a traceback or an abort
+numeric_settings()                    # saved with the config, and compared when a job goes on
+process_environment(), code_digests() # compared between the processes of a job
+"""
+
+from collections.abc import Iterator
+import contextlib
+import functools
+import hashlib
+import os
+from pathlib import Path
+import re
+import sys
+import sysconfig
+from typing import Any
+import warnings
+
+from absl import logging
+import jax
+
+from spmd_tasks.errors import JobError, UserError
+
+# JAX's settings that decide numbers.
+_NUMERIC = (
+  'jax_enable_x64',
+  'jax_default_matmul_precision',
+  'jax_default_prng_impl',
+  'jax_threefry_partitionable',
+  'jax_random_seed_offset',
+  'jax_softmax_custom_jvp',
+  'jax_high_dynamic_range_gumbel',
+  'jax_allow_f16_reductions',
+)
+# Those that decide how programs are compiled: one for all processes, but a job may go on with others.
+_COMPILATION = ('jax_use_shardy_partitioner', 'jax_optimization_level', 'jax_disable_most_optimizations')
+_UNUSABLE = {
+  'jax_disable_jit': ((True,), 'steps are compiled'),
+  'jax_no_tracing': ((True,), 'steps are traced'),
+  'jax_no_execution': ((True,), 'steps are executed'),
+  'jax_numpy_dtype_promotion': (('strict',), 'models, Flax and optax mix dtypes by the standard rules'),
+  'jax_enable_preemption_service': ((False,), 'processes stop together by it'),
+  'jax_enable_recoverability': ((True,), 'processes would wait for ever for one that was killed'),
+  'jax_transfer_guard': (('disallow', 'disallow_explicit'), 'batches and step numbers are sent to devices'),
+}
+_VARIABLES = ('LIBTPU_INIT_ARGS', 'NVIDIA_TF32_OVERRIDE')
+_LIBRARIES = ('jax', 'jaxlib', 'numpy', 'flax', 'optax')
+_LOOKS_ONLY = re.compile('--xla_(gpu_)?(dump|hlo_profile|enable_dumping)')  # flags that one process alone may have
+_PACKAGE = Path(__file__).parents[1]
+
+
+def refuse_unusable_environment() -> None:
+  """Raises a UserError for environment variables with which nothing runs; logs those that change a job's numbers."""
+  for name, (values, reason) in _UNUSABLE.items():
+    if (value := _value(name)) in values:
+      raise UserError(
+        f'{name.upper()}={os.environ.get(name.upper(), value)} cannot be used, because {reason}: unset it.'
+      )
+  if sys.flags.optimize > 1:
+    raise UserError('PYTHONOPTIMIZE=2 (python -OO) cannot be used, because Fiddle reads docstrings: at most 1.')
+  _refuse_unknown_xla_flags(os.environ.get('XLA_FLAGS', ''))
+  if given := [f'{name.upper()}={os.environ[name.upper()]}' for name in _NUMERIC if name.upper() in os.environ]:
+    logging.warning('the environment decides numbers: %s. A job keeps it in its config.json.', ', '.join(given))
+
+
+@contextlib.contextmanager
+def backend_errors() -> Iterator[None]:
+  """Turns any error of a platform in JAX_PLATFORMS that has no devices into a UserError."""
+  try:
+    yield
+  except (RuntimeError, AssertionError) as error:
+    if isinstance(error, JobError) or not os.environ.get('JAX_PLATFORMS'):
+      raise
+    try:
+      jax.devices()
+    except (RuntimeError, AssertionError) as reason:
+      raise UserError(
+        f'JAX finds no devices with JAX_PLATFORMS={os.environ["JAX_PLATFORMS"]} ({" ".join(str(reason).split())}): '
+        "unset it, pass --num_fake_devices, or install JAX for the devices that are there: pip install 'jax[cuda13]' "
+        "for NVIDIA GPUs, 'jax[tpu]' for TPUs."
+      ) from error
+    raise
+
+
+def numeric_settings() -> dict[str, Any]:
+  """JAX's settings that decide numbers, by name, as JSON."""
+  return {name: _value(name) for name in _NUMERIC if name in jax.config.values}
+
+
+def process_environment() -> dict[str, Any]:
+  """What the environments of a job's processes must agree on, by name, as JSON."""
+  modules = {name: sys.modules[name] for name in _LIBRARIES if name in sys.modules}
+  flags = dict(flag.partition('=')[::2] for flag in os.environ.get('XLA_FLAGS', '').split())
+  return {
+    'python': '.'.join(map(str, sys.version_info[:2])),
+    **{f'version of {name}': getattr(module, '__version__', None) for name, module in modules.items()},
+    **numeric_settings(),
+    **{name: _value(name) for name in _COMPILATION},
+    **{name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    **{f'XLA_FLAGS {name}': value for name, value in flags.items() if not _LOOKS_ONLY.match(name)},
+  }
+
+
+def code_digests() -> dict[str, str]:
+  """Digests of this package and of the user's modules that are imported, by name."""
+  libraries = [Path(sysconfig.get_paths()[kind]) for kind in ('stdlib', 'purelib', 'platlib')]
+  digests = {'the code of spmd_tasks': _digest(sorted(_PACKAGE.rglob('*.py')))}
+  for name, module in list(sys.modules.items()):
+    path = Path(getattr(module, '__file__', None) or '')
+    if path.suffix == '.py' and path.is_file() and not any(map(path.is_relative_to, (_PACKAGE, *libraries))):
+      digests[f'the code of {name}'] = _digest([path])
+  return digests
+
+
+def _value(name: str) -> Any:
+  value = jax.config.values.get(name)
+  value = getattr(value, 'value', value)  # of an enum
+  return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def _digest(paths: list[Path]) -> str:
+  digest = hashlib.blake2b(digest_size=6)
+  for path in paths:
+    digest.update(path.name.encode() + b'\0' + path.read_bytes())
+  return digest.hexdigest()
+
+
+@functools.cache
+def _refuse_unknown_xla_flags(flags: str) -> None:
+  """Raises a UserError for flags that XLA does not take; it would end the process without a word of ours.
+
+  A forked child has XLA read them, in some milliseconds.
+  """
+  if not flags:
+    return
+  try:
+    from jaxlib._jax import CompileOptions  # its first use has XLA read the flags; no public name does
+  except ImportError:
+    return
+  read_end, write_end = os.pipe()
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore')  # that a fork beside threads may hang: the child has XLA read its flags, no more
+    child = os.fork()
+  if child == 0:
+    os.dup2(write_end, 2)
+    CompileOptions()
+    os._exit(0)
+  os.close(write_end)
+  with open(read_end, errors='replace') as said:
+    unknown = re.search(r'Unknown flags? in XLA_FLAGS: .*', said.read())
+  if os.waitpid(child, 0)[1] != 0:
+    reason = f' ({unknown[0].strip()})' if unknown else ''
+    raise UserError(
+      f'XLA_FLAGS={flags!r} cannot be used, because XLA does not take it{reason}: correct it, or unset it.'
+    )

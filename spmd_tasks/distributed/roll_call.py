@@ -1,0 +1,167 @@
+"""Roll call: the processes of a job meet at process 0's address, before jax.distributed starts there.
+
+JAX answers a port in use, an id given twice or a stranger at the address by aborting, with stacks of C++. Here each
+gets a sentence. A process says in one line of JSON who it is; process 0 greets it, and once all have come, or one has a
+problem, tells it so. Nothing secret is said, and what is heard only ends the job.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from typing import IO, Any
+
+from absl import logging
+
+from spmd_tasks.errors import UserError
+
+_PROTOCOL = 'spmd_tasks roll call 1'
+_LINE_LIMIT_S = 5.0
+_RETRY_S = 0.2
+_PORT_LIMIT_S = 5.0  # a job that is started again may come before the last one has freed its port,
+_STRANGER_LIMIT_S = 10.0  # or be answered by it
+_PROBLEM_LIMIT_S = 10.0  # for the others to come and hear that this process does not
+
+
+def call_roll(
+  address: str, bind_address: str, process_id: int, num_processes: int, limit_s: float, problem: str | None = None
+) -> None:
+  """Returns once all processes have come; with a `problem` of this process, once the others know it.
+
+  Raises:
+    UserError: on every process: process 0 cannot listen, an id is given twice, the numbers of processes differ, a
+      process has a problem or is late, something else answers at the address.
+  """
+  limit_s = limit_s if problem is None else min(limit_s, _PROBLEM_LIMIT_S)
+  hello = {'process': process_id, 'of': num_processes, 'problem': problem}
+  if process_id > 0:
+    return _answer(address, hello, limit_s)
+  try:
+    listener = _listen(bind_address)
+  except UserError:
+    with contextlib.suppress(OSError, ValueError):
+      _ask(address, hello, _LINE_LIMIT_S)  # another process 0, which refuses it
+    raise
+  with listener:
+    return _call(listener, hello, limit_s)
+
+
+def _listen(address: str) -> socket.socket:
+  host, port = _split(address)
+  end = time.monotonic() + _PORT_LIMIT_S
+  while True:
+    try:
+      family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+      return socket.create_server(found[:2], family=family, backlog=1024)
+    except OSError as error:
+      if time.monotonic() > end or isinstance(error, socket.gaierror):
+        raise UserError(
+          f'process 0 cannot listen at {address}: {error.strerror}. --coordinator_address must be a free port of its '
+          'machine; --coordinator_bind_address is for a machine that the others know by another address.'
+        ) from error
+    time.sleep(_RETRY_S)
+
+
+def _call(listener: socket.socket, own: dict[str, Any], limit_s: float) -> None:
+  """Process 0: greets the others until all have come, or one has a problem, of which it tells all of them."""
+  end, num_others = time.monotonic() + limit_s, own['of'] - 1
+  problem = own['problem'] and f'process 0: {own["problem"]}'
+  came = {0: 'this machine'}
+  listener.settimeout(_RETRY_S)
+  with contextlib.ExitStack() as stack:
+    guests: list[socket.socket] = []
+    while len(came) <= num_others and (own['problem'] or not problem):
+      if time.monotonic() > end:
+        missing = next(index for index in range(own['of']) if index not in came)
+        late = f'process {missing} of {own["of"]} did not come within {limit_s:g} s'
+        problem = problem or f'{late}: see its log, and start all with the same --coordinator_address.'
+        break
+      try:
+        sock, (host, *_) = listener.accept()
+      except TimeoutError:
+        continue
+      stack.callback(sock.close)
+      sock.settimeout(_LINE_LIMIT_S)
+      try:
+        with sock.makefile('rb') as lines:
+          hello = _read(lines)
+        index, of, said = hello['process'], hello['of'], hello['problem']
+        _send(sock, {})
+      except (OSError, ValueError, KeyError) as error:
+        logging.warning('%s connected, and is no process of a job (%s).', host, error)
+        continue
+      guests.append(sock)
+      if of != own['of']:
+        problem = problem or f'process {index} has --num_processes {of}, and process 0 has {own["of"]}.'
+      elif index in came:
+        twice = f'two processes have --process_id {index}, on {came[index]} and on {host}'
+        problem = problem or f'{twice}: number them from 0 to {num_others}.'
+      elif said is not None:
+        problem = problem or f'process {index}: {said}'
+      came[index] = host
+    for sock in guests:
+      with contextlib.suppress(OSError):
+        _send(sock, {'problem': problem})
+  if problem and not own['problem']:
+    raise UserError(problem)
+
+
+def _answer(address: str, hello: dict[str, Any], limit_s: float) -> None:
+  """Any other process: asks until process 0 answers."""
+  began = time.monotonic()
+  while True:
+    try:
+      problem = _ask(address, hello, max(0.0, began + limit_s - time.monotonic()) + _LINE_LIMIT_S)
+      break
+    except (OSError, ValueError) as error:
+      reason = error
+    passed = time.monotonic() - began
+    if isinstance(reason, ValueError) and passed > min(limit_s, _STRANGER_LIMIT_S):
+      raise UserError(
+        f'what answers at {address} is not process 0 of this job waiting for process {hello["process"]} ({reason}): '
+        'correct --coordinator_address, or --process_id if another process has this one too.'
+      )
+    if passed > limit_s:
+      raise UserError(
+        f'process 0 does not answer at {address} within {limit_s:g} s ({reason}): start it, or correct '
+        '--coordinator_address.'
+      )
+    time.sleep(_RETRY_S)
+  if problem is not None and hello['problem'] is None:
+    raise UserError(problem)
+
+
+def _ask(address: str, hello: dict[str, Any], limit_s: float) -> str | None:
+  """Says who this process is; returns the problem that process 0 tells, if any.
+
+  Raises:
+    OSError: nobody answers.
+    ValueError: somebody else does.
+  """
+  with socket.create_connection(_split(address), timeout=_LINE_LIMIT_S) as sock, sock.makefile('rb') as lines:
+    try:
+      _send(sock, hello)
+      _read(lines)
+      sock.settimeout(limit_s)
+      return _read(lines)['problem']
+    except OSError as error:
+      raise ValueError(str(error)) from error
+
+
+def _split(address: str) -> tuple[str, int]:
+  host, _, port = address.rpartition(':')
+  return host.strip('[]'), int(port)
+
+
+def _send(sock: socket.socket, message: dict[str, Any]) -> None:
+  sock.sendall(json.dumps({'job': _PROTOCOL, **message}).encode() + b'\n')
+
+
+def _read(lines: IO[bytes]) -> dict[str, Any]:
+  """Reads one message. Raises ValueError for anything else, OSError where none comes."""
+  line = lines.readline(10_000)
+  with contextlib.suppress(ValueError):
+    message = json.loads(line)
+    if isinstance(message, dict) and message.get('job') == _PROTOCOL:
+      return message
+  raise ValueError(f'it says {line[:60]!r}' if line else 'it closes the connection')

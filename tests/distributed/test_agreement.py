@@ -1,0 +1,86 @@
+"""What every process must have alike, by a coordination service that is pretended."""
+
+import types
+
+import jax
+import pytest
+
+from spmd_tasks.distributed import agreement, code_digests, process_environment, refuse_differences
+from spmd_tasks.distributed.environment import refuse_unusable_environment
+from spmd_tasks.errors import UserError
+
+
+class Service:
+  """A key-value store whose barrier never waits."""
+
+  def __init__(self):
+    self._values = {}
+
+  def key_value_set_bytes(self, key, value):
+    self._values[key] = value
+
+  def blocking_key_value_get_bytes(self, key, timeout_in_ms):
+    return self._values[key]
+
+  def wait_at_barrier(self, key, timeout_in_ms):
+    pass
+
+
+@pytest.fixture
+def compare(monkeypatch):
+  def compare(first, second, **options):
+    job = types.SimpleNamespace(client=Service(), num_processes=2)
+    monkeypatch.setattr(agreement, 'coordination', lambda: job)
+    for job.process_id, values in enumerate((first, second)):
+      refuse_differences('settings', values, limit_s=1, **options)
+
+  return compare
+
+
+@pytest.mark.parametrize(
+  'first, second, sentence',
+  [
+    ({'lr': 0.001, 'seed': 0}, {'lr': 0.01, 'seed': 0}, 'lr=0.01, process 0 has 0.001'),
+    ({'shape': [1, 2]}, {'shape': [2, 1]}, 'shape=[2, 1], process 0 has [1, 2]'),
+    ({'x': 1}, {'x': 1.0}, 'x=1.0, process 0 has 1'),
+    ({'x': 1}, {}, 'x=nothing, process 0 has 1'),
+    ({}, {'x': None}, 'x=null, process 0 has nothing'),
+    ({'x': 'a' * 300}, {'x': 'a' * 299 + 'b'}, 'process 0 has "aaaa'),
+  ],
+)
+def test_a_difference_is_named_with_both_values_and_the_process(compare, first, second, sentence):
+  with pytest.raises(UserError, match=r'^process 1 has .*: start all processes with the same settings') as raised:
+    compare(first, second)
+  assert sentence in str(raised.value)
+
+
+def test_what_is_alike_passes(compare):
+  compare({'x': (1, 2)}, {'x': [1, 2]})
+  compare({'a': 1, 'x': 1}, {'b': 2, 'x': 1}, must_have_all=False)
+
+
+def test_code_and_environment_are_compared_by_what_decides_numbers(monkeypatch, compare):
+  monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_enable_fast_math=true --xla_dump_to=here')
+  environment = process_environment()
+  assert environment['XLA_FLAGS --xla_cpu_enable_fast_math'] == 'true'
+  assert not any('dump' in name for name in environment)
+  assert environment['jax_enable_x64'] is False
+  assert environment['version of jax'] == jax.__version__
+  digests = code_digests()
+  assert f'the code of {__name__}' in digests
+  with pytest.raises(UserError, match='has the code of spmd_tasks='):
+    compare(digests, digests | {'the code of spmd_tasks': 'other'}, must_have_all=False)
+
+
+@pytest.mark.parametrize(
+  'name, value',
+  [('jax_disable_jit', True), ('jax_numpy_dtype_promotion', 'strict'), ('jax_transfer_guard', 'disallow')],
+)
+def test_settings_of_jax_with_which_nothing_runs_are_refused(name, value):
+  before = getattr(jax.config, name)
+  jax.config.update(name, value)
+  try:
+    with pytest.raises(UserError, match=f'{name.upper()}={value} cannot be used, because .*: unset it'):
+      refuse_unusable_environment()
+  finally:
+    jax.config.update(name, before)
