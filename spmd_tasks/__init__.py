@@ -46,7 +46,10 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
   if name not in _MODULES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  value = getattr(importlib.import_module(_MODULES[name]), name)
+  from spmd_tasks.activity import doing
+
+  with doing('importing spmd_tasks'):
+    value = getattr(importlib.import_module(_MODULES[name]), name)
   globals()[name] = value
   return value
 

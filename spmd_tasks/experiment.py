@@ -18,9 +18,10 @@ Subclass again and override to vary. Experiments are frozen: fields hold what va
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
+import inspect
 import math
 import re
 import types
@@ -28,13 +29,14 @@ from typing import Any, ClassVar
 
 from etils import epath
 from flax.core import FrozenDict
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd_tasks.decoding import ChatTemplate, PromptSource
 from spmd_tasks.distributed import gather
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.frozen_fields import FrozenFields, freeze
-from spmd_tasks.inputs import Input, Tokenizer, tokenizer_of
+from spmd_tasks.inputs import Input, InputIterator, Tokenizer, tokenizer_of
 from spmd_tasks.layers.moe import agree_on_grouped_matmul_backend
 from spmd_tasks.runtime import EarlyStop, PartitionedModel, Task, TrainState, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
@@ -136,6 +138,8 @@ class Experiment(FrozenFields, abc.ABC):
       if shape is not None and not (isinstance(shape, tuple) and all(isinstance(size, int) for size in shape)):
         raise UserError(f'{name} = {shape!r} must be a tuple of integers, one per mesh axis {self.mesh_axis_names}.')
     self.mesh_spec()
+    if isinstance(self.axis_rules, Mapping):
+      object.__setattr__(self, 'axis_rules', tuple(self.axis_rules.items()))
     if self.axis_rules == DEFAULT_AXIS_RULES:
       # A default rule whose name is a mesh axis gives way to the axis: axis `expert` splits the dim `expert`.
       rules = tuple((name, axes) for name, axes in DEFAULT_AXIS_RULES if name not in self.mesh_axis_names)
@@ -252,6 +256,16 @@ class Experiment(FrozenFields, abc.ABC):
     return ChatTemplate()
 
 
+def _check_methods(
+  name: str, value: Any, methods: Sequence[str], remedy: str = 'docs/inputs.md says what an input and its iterator have'
+) -> None:
+  """Raises a UserError if a part of a job is a class, or lacks one of the methods."""
+  missing = [method for method in methods if not callable(getattr(value, method, None))]
+  kind = f'the class {value.__name__} itself' if inspect.isclass(value) else f'of type {type(value).__name__}'
+  if missing or inspect.isclass(value):
+    raise UserError(f'{name} is {kind}{" without " * bool(missing)}{", ".join(missing)}: {remedy}.')
+
+
 def _is_positive(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -282,12 +296,34 @@ class Job:
           )
       object.__setattr__(self, field, types.MappingProxyType(dict(inputs)))
 
+  def check_parts(self) -> None:
+    """Raises a UserError for a part that lacks methods."""
+    _check_methods('task', self.task, ('train_step', 'init_variables'), 'return a Task, or the fdl.Config of one')
+    for path, each in self.inputs().items():
+      _check_methods(path, each, ('element_spec', 'make_iterator', 'reshard_states'))
+
+  def inputs(self) -> dict[str, Input]:
+    """Returns the training input and the eval sets by their config paths."""
+    return {'train_input': self.train_input} | {f'eval_inputs.{name}': each for name, each in self.eval_inputs.items()}
+
   @property
   def tokenizer(self) -> Tokenizer | None:
     """The tokenizer of the training input, or else of an eval set or of the task; None where none has one."""
     sources = (self.train_input, *self.eval_inputs.values(), self.task)
     tokenizers = map(tokenizer_of, sources)
     return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
+
+
+def make_training_iterator(job: Job) -> InputIterator:
+  """Makes the iterator of this process's rows of the training input. Raises a UserError for what cannot be one."""
+  with naming_own_code('train_input.make_iterator()', part=job.train_input):
+    iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+  _check_methods('the iterator of train_input', iterator, ('__next__', 'get_state', 'set_state', 'close'))
+  return iterator
+
+
+def _is_spec(spec: Any) -> bool:
+  return hasattr(spec, 'shape') and hasattr(spec, 'dtype')
 
 
 def check_vocabulary(job: Job) -> None:
@@ -299,8 +335,7 @@ def check_vocabulary(job: Job) -> None:
   vocab_size = getattr(getattr(job.task.model, 'embedding', None), 'vocab_size', None)
   if vocab_size is None:  # another kind of model
     return
-  inputs = {'train_input': job.train_input} | {f'eval_inputs.{name}': each for name, each in job.eval_inputs.items()}
-  for path, each in inputs.items():
+  for path, each in job.inputs().items():
     tokenizer = tokenizer_of(each)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
       raise UserError(
@@ -324,13 +359,22 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
   """
   experiment = job.experiment
   mesh = experiment.mesh_spec().build() if mesh is None else mesh
-  model = partition_spmd_model(
-    job.task,
-    mesh,
-    job.train_input.element_spec(),
-    axis_rules=experiment.axis_rules,
-    inputs_split_mapping=experiment.inputs_split_mapping,
-  )
+  job.check_parts()
+  with naming_own_code('train_input.element_spec()', part=job.train_input):
+    spec = job.train_input.element_spec()
+  if not isinstance(spec, Mapping) or not spec or not all(map(_is_spec, spec.values())):
+    raise UserError(
+      'train_input.element_spec() must return a dict of a jax.ShapeDtypeStruct(shape, dtype) by name, the shape with '
+      f'the whole batch as its first dim; it returns {spec!r}.'
+    )
+  with naming_own_code('the model', keys=spec):
+    model = partition_spmd_model(
+      job.task,
+      mesh,
+      spec,
+      axis_rules=experiment.axis_rules,
+      inputs_split_mapping=experiment.inputs_split_mapping,
+    )
   if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'gpu' and mesh.is_multi_process:
     limit_s = math.ceil(experiment.first_step_timeout_s)
     agree = functools.partial(gather, name='grouped_matmul_backend', limit_s=limit_s)

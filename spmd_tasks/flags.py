@@ -59,8 +59,13 @@ class _Parser(argparse.ArgumentParser):
   def error(self, message: str) -> NoReturn:
     flags = [flag for action in self._actions for flag in action.option_strings]
     wrong = [word.partition('=')[0].strip(':,') for word in message.split() if word.startswith('--')]
-    near = difflib.get_close_matches(wrong[0], flags, n=1) if wrong and wrong[0] not in flags else []
+    near = difflib.get_close_matches(wrong[0], flags, n=1, cutoff=0.7) if wrong and wrong[0] not in flags else []
     nearest = f' Nearest: {near[0]}.' if near else ''
+    if not near and message.startswith('unrecognized arguments: '):
+      word, _, value = message.removeprefix('unrecognized arguments: ').split()[0].partition('=')
+      nearest = f' A field of the experiment is set by --set {word.lstrip("-")}={value or "VALUE"}.'
+      if word in MODES or ('.' in word and not value):
+        nearest = f' Write --{"mode" if word in MODES else "exp"} {word}.'
     self.exit(2, f'{self.prog}: {message}.{nearest} --help lists the flags.\n')
 
 

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 import numpy as np
 import numpy.typing as npt
 
+from spmd_tasks.activity import doing
 from spmd_tasks.config import from_json, read_saved_config, resolve
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, TextScore, generate, score_texts, search
 from spmd_tasks.distributed import skip_absent_tpu
@@ -35,6 +36,7 @@ from spmd_tasks.runtime import CompiledStep, PartitionedModel, Variables
 from spmd_tasks.sharding import padding
 
 
+@doing('loading the model')
 def load(
   job_log_dir: epath.PathLike,
   *,
@@ -241,6 +243,7 @@ class LoadedModel:
     return self._forward_steps[shape]
 
   @functools.cached_property
+  @doing('preparing to generate text')
   def _decoder(self) -> tuple[DecodeSteps, PromptTokenizer, Variables]:
     steps = DecodeSteps(self.partitioned)
     tokenizer = PromptTokenizer.for_steps(steps, self.tokenizer, self.job.experiment.seed)

@@ -18,6 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from spmd_tasks import exit_codes
+from spmd_tasks.activity import set_activity, silence
 from spmd_tasks.errors import UserError, user_error_code
 from spmd_tasks.sigterm import leave_on_sigterm
 from spmd_tasks.streams import lose_output, lost_output
@@ -96,6 +97,8 @@ def run(argv: Sequence[str] | None = None) -> int:
   except KeyboardInterrupt:
     print('spmd-tasks: interrupted with nothing to save; the same command goes on from here.', file=sys.stderr)
     return exit_codes.INTERRUPTED
+  finally:
+    set_activity(None)
 
 
 def _run_experiment(args: 'argparse.Namespace') -> int:
@@ -138,12 +141,16 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
   """Runs a mode that trains a job or reads its checkpoints: connects the processes, builds the experiment."""
   import contextlib
 
+  if args.process_id:
+    silence()
+  set_activity('importing', say_now=True)
   from spmd_tasks.config import refuse_changed_config, to_json
   from spmd_tasks.distributed import (
     EmergencyExit,
     backend_errors,
     code_digests,
     initialize,
+    is_primary,
     numeric_settings,
     process_environment,
     refuse_differences,
@@ -157,6 +164,8 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
 
   def prepare(experiment: Any) -> None:
     if not _has_peers() and initialize(distributed_settings(args, experiment)):
+      if not is_primary():
+        silence()
       emergency.watch_departures()
       refuse_differences('flags and environment', common_flags(args) | process_environment(), limit_s=limit_s)
 
@@ -172,6 +181,7 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
       raise
     job_log_dir = _directory_of(args, resolved.experiment, stack)
     config = to_json(resolved) | {'environment': numeric_settings()}
+    set_activity(f'preparing --mode {args.mode}')
     refuse_differences('code', code_digests() if _has_peers() else {}, limit_s=limit_s, must_have_all=False)
     refuse_differences('settings', settings_to_compare(args, config), limit_s=limit_s)
     job = resolved.build()

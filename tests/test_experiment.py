@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 from flax.core import FrozenDict
+import numpy as np
 import pytest
 
 from spmd_tasks import experiment
@@ -190,7 +191,10 @@ def test_what_would_silently_mean_something_else_is_refused_in_the_class(define,
 
 
 BAD_FIELDS = [
-  ({'ici_mesh_shape': (1, 2)}, r'ici_mesh_shape \(1, 2\) has 2 entries .* one size per axis'),
+  (
+    {'ici_mesh_shape': (1, 2)},
+    r'\(1, 2\) has 2 entries, but the mesh has 3 axes, replica, data, mdl: give one',
+  ),
   ({'ici_mesh_shape': (1, 0, 2)}, 'positive'),
   ({'ici_mesh_shape': (1, 2.0, 2)}, 'must be a tuple of integers'),
   ({'ici_mesh_shape': 8}, 'must be a tuple of integers'),
@@ -327,8 +331,9 @@ def test_processes_with_gpus_agree_on_the_kernel_of_the_experts_when_a_job_is_pa
     experiment, 'agree_on_grouped_matmul_backend', lambda platform, gather: agreed.append((platform, gather('triton')))
   )
   job = SimpleNamespace(
+    check_parts=lambda: None,
     task=None,
-    train_input=SimpleNamespace(element_spec=dict),
+    train_input=SimpleNamespace(element_spec=lambda: {'x': np.zeros((1,))}),
     experiment=SimpleNamespace(axis_rules=(), inputs_split_mapping=None, first_step_timeout_s=60.0),
   )
   assert experiment.partition_job(job, mesh) == 'model'

@@ -27,7 +27,7 @@ ROWS = (
   ('learning', 'inputs', 'layers', 'distributed'),
   ('sharding',),
   ('files', 'frozen_fields'),
-  ('errors', 'sigterm', 'streams', 'xla_flags'),
+  ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
   ('exit_codes',),
 )
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}

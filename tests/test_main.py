@@ -349,13 +349,13 @@ def test_an_experiment_of_the_current_directory_runs_by_the_installed_command(ow
   assert capsys.readouterr().out.startswith('experiment = mypkg.mymodule.Mine')
 
 
-def test_a_bug_in_ones_own_experiment_keeps_its_traceback(own_directory):
+def test_a_bug_in_ones_own_experiment_is_named_with_its_line(own_directory):
   flags = ('--exp', 'mypkg.mymodule.Broken', '--mode', 'train', '--job_log_dir', 'runs/mine')
   ended = binary.run_binary(*flags, cwd=own_directory)
-  assert ended.returncode == exit_codes.FAILED
-  assert 'Traceback' in ended.stderr
-  assert "name 'undefined_name' is not defined" in ended.stderr
-  assert f'{own_directory}/mypkg/mymodule.py' in ended.stderr
+  assert ended.returncode == exit_codes.USAGE
+  assert ended.stderr.count('\n') == 1
+  assert "NameError: name 'undefined_name' is not defined" in ended.stderr
+  assert f'{own_directory}/mypkg/mymodule.py:' in ended.stderr
   assert not (own_directory / 'runs').exists()
 
 

@@ -20,6 +20,7 @@ ENVIRONMENT = {
       '--xla_cpu_collective_call_terminate_timeout_seconds=300',
     )
   ),
+  'SPMD_TASKS_QUIET': '1',  # no lines about what is being compiled, however slow the machine
   'JAX_COMPILATION_CACHE_DIR': str(Path(__file__).parents[1] / '.pytest_cache/xla'),
   'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.3',
 }

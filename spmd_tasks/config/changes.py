@@ -109,9 +109,11 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
   parts = _TRAINING if mode == 'train' else _EVALUATION
   changes = [line for line in diff(previous, config) if _matters(line.partition(': ')[0], parts)] + environment
   if changes:
+    resizes = any(line.startswith('task.model') and line.rpartition(' -> ')[2].isdigit() for line in changes)
+    accept = 'if the weights keep their shapes, go on with the new ones' if resizes else 'go on with the new ones'
     raise UserError(
       f'job_log_dir {str(job_log_dir)!r} was begun with other settings:\n  ' + '\n  '.join(changes[:20]) + '\n'
-      f'Start a new job_log_dir, go back to the saved settings (--config {path}), or go on with the new ones: '
+      f'Start a new job_log_dir, go back to the saved settings (--config {path}), or {accept}: '
       '--accept_config_changes.'
     )
 

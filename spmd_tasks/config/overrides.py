@@ -37,10 +37,9 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
   if is_node(present):
     if text == 'None' and kind is not Any and is_of_type(None, kind):
       return None
-    raise UserError(
-      f'{name}={text} cannot be set: {name} is a {show(encode_field(present))} with fields of its own. Set one of '
-      f'them: {_list([f"{name}.{child}" for child in fields_of(present)])}.'
-    )
+    fields = [f'{name}.{child}' for child in fields_of(present)]
+    remedy = f'set one of its fields: {_list(fields)}' if fields else "change that in the experiment's code"
+    raise UserError(f'{name}={text} cannot be set: {name} is a {show(encode_field(present))}; {remedy}.')
   try:
     return parse_value(text, kind)
   except ValueError:

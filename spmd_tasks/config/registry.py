@@ -25,13 +25,12 @@ import os
 from pathlib import Path
 import pkgutil
 import sys
-import traceback
 from types import ModuleType
 from typing import TypeVar
 
 from spmd_tasks.config.search_path import add_to_search_path, may_be_imported, place_of
 from spmd_tasks.config.symbols import public_module_of
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, place_of_error
 from spmd_tasks.experiments import DIRECTORY
 
 _EXPERIMENTS = 'spmd_tasks.experiments'
@@ -267,24 +266,8 @@ def _import(name: str, module_name: str) -> ModuleType:
     remedy = 'install what is missing, or correct' if isinstance(error, ModuleNotFoundError) else 'correct'
     raise UserError(
       f'experiment {name} cannot be loaded: importing {module_name} fails with {type(error).__name__}: {error} '
-      f'({_place(error)}); {remedy} that module.'
+      f'({place_of_error(error)}); {remedy} that module.'
     ) from error
-
-
-def _place(error: Exception) -> str:
-  """file:line of the innermost frame in an experiment's own code, not in a library or in this package."""
-  if isinstance(error, SyntaxError) and error.filename:
-    return f'{error.filename}:{error.lineno}'
-  frames = traceback.extract_tb(error.__traceback__)
-  last = next((frame for frame in reversed(frames) if _is_own_code(Path(frame.filename))), frames[-1])
-  return f'{last.filename}:{last.lineno}'
-
-
-def _is_own_code(path: Path) -> bool:
-  if path.is_relative_to(DIRECTORY):
-    return True
-  libraries = (Path(__file__).parents[1], Path(ast.__file__).parent)
-  return path.is_file() and 'site-packages' not in path.parts and not any(map(path.is_relative_to, libraries))
 
 
 def _is_experiment(value: object) -> bool:
@@ -310,11 +293,14 @@ def _experiment_names(module: ModuleType) -> list[str]:
 
 
 def _unknown(name: str, near: Sequence[str] = ()) -> UnknownExperimentError:
+  module = name.removeprefix('./').removesuffix('.py').replace('.py:', '.').replace(':', '.').replace('/', '.')
+  if module != name or Path(f'{name}.py').is_file():  # a file, not a module, or a module alone
+    near = [module if '.' in module else f'{module}.CLASS']
   near = [*near] or _nearest(name, sorted({registered for registered, _ in list_experiments()} | set(_registry)))
   nearest = f' Nearest: {", ".join(near)}.' if near else ''
   return UnknownExperimentError(
     f'unknown experiment {name!r}.{nearest} Use a registered name (--list shows them) or package.module.Class, '
-    'importable from here or from the current directory.'
+    'importable from here, from the current directory or from --experiment_path DIR.'
   )
 
 
@@ -324,7 +310,7 @@ def _with_other_part(name: str, index: int) -> list[str]:
   around = sys.modules['.'.join(parts[:index])] if index else None
   modules = pkgutil.iter_modules([str(Path.cwd())] if around is None else getattr(around, '__path__', []))
   siblings = [module.name for module in modules] + ['spmd_tasks'] * (index == 0)
-  near = difflib.get_close_matches(parts[index], siblings, n=2, cutoff=0.7)
+  near = difflib.get_close_matches(parts[index], siblings, n=2, cutoff=0.6)
   return ['.'.join((*parts[:index], each, *parts[index + 1 :])) for each in near]
 
 

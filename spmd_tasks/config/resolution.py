@@ -34,7 +34,7 @@ from spmd_tasks.config.tree import (
   with_pax_configs_unbuilt,
 )
 from spmd_tasks.config.values import describe_type, is_of_type, unwrap
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 
 Prepare = Callable[[Experiment], None]
@@ -60,14 +60,14 @@ class ResolvedConfig:
     """Builds the parts, once and together: a config that is shared between them gives one shared object.
 
     Raises:
-      UserError: a part refuses its settings; the message begins with its config path. Every other error of a part's
-        code keeps its type and traceback, and Fiddle adds the config path to its message.
+      UserError: a part refuses its settings, or its own code fails; the message begins with its config path.
     """
     try:
-      if self.experiment.is_built_by_fiddle:
-        built = fdl.build(with_pax_configs_unbuilt(self.parts))
-      else:
-        built = self.experiment.build_parts(self.parts)
+      with naming_own_code(f'building {self.name}'):
+        if self.experiment.is_built_by_fiddle:
+          built = fdl.build(with_pax_configs_unbuilt(self.parts))
+        else:
+          built = self.experiment.build_parts(self.parts)
     except UserError as error:
       raise _without_fiddle_context(error) from error
     return Job(name=self.name, experiment=self.experiment, **built)
@@ -215,18 +215,24 @@ def _build_experiment(cls: type, config: fdl.Config) -> Experiment:
         f'experiment {registry.name_of(cls)} has no value for its field {name}: give it one in the class, or '
         f'--set {name}=...'
       )
-  return cls(**config.__arguments__)
+  with naming_own_code(f'making {registry.name_of(cls)}'):
+    return cls(**config.__arguments__)
 
 
 def _parts_of(experiment: Experiment) -> dict[str, Any]:
-  return copy_config(
-    {
-      'task': experiment.task(),
-      'train_input': experiment.train_input(),
-      'eval_inputs': dict(experiment.eval_inputs()),
-      'decode_inputs': dict(experiment.decode_inputs()),
-    }
-  )
+  parts = {}
+  for name in _PARTS:
+    with naming_own_code(f'{name}() of {registry.name_of(type(experiment))}', part=experiment):
+      parts[name] = getattr(experiment, name)()
+    if name.endswith('_inputs'):
+      if not isinstance(parts[name], Mapping):
+        raise UserError(
+          f"{name}() returned {show(encode(parts[name]))}: return a dict by name, such as {{'valid': ...}}."
+        )
+      parts[name] = dict(parts[name])
+    elif parts[name] is None:
+      raise UserError(f'{name}() of {registry.name_of(type(experiment))} returned None: return its fdl.Config.')
+  return copy_config(parts)
 
 
 def _root_of(experiment: Experiment, parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +297,8 @@ def _check_paths(root: Any, changes: Mapping[Path, Any]) -> dict[Path, Any]:
 
 def _without_fiddle_context(error: UserError) -> UserError:
   """Returns the error with the message `task.model: <message of the part>`, without Fiddle's context."""
-  message, _, context = str(error).partition('\n\nFiddle context:')
+  message = str(error).partition('\n\nFiddle context:')[0]
+  context = f'{error}{error.__cause__}'.partition('\n\nFiddle context:')[2]
   _, _, path = context.partition(' at <root>')
   path = path.partition(' with positional')[0]
   path = path.replace("']", '').replace("['", '.').replace('[', '.').replace(']', '').strip('.')

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+from spmd_tasks.activity import doing
 from spmd_tasks.decoding import beam, step_functions
 from spmd_tasks.decoding.constraints import mask_rows
 from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_prefill_batch, slot_rows
@@ -289,7 +290,8 @@ class DecodeSteps:
   ) -> Any:
     """Compiles `function` once, as `_lower` has it."""
     if name not in self._compiled:
-      self._compiled[name] = self._lower(function, *arguments, held=held, out=out).compile()
+      with doing(f'compiling for decoding: {name[0] if isinstance(name, tuple) else name}'):
+        self._compiled[name] = self._lower(function, *arguments, held=held, out=out).compile()
     return self._compiled[name]
 
   def _lower(self, function: Callable[..., Any], *arguments: Any, held: tuple[Any, ...] = (), out: Any) -> Any:

@@ -38,6 +38,7 @@ from spmd_tasks.layers.base import (
   Statistics,
   WithSublayers,
   declare_weight,
+  named_arguments,
   soft_cap,
   values_per_layer,
 )
@@ -51,7 +52,14 @@ from spmd_tasks.layers.feed_forward import (
 from spmd_tasks.layers.label_scores import LabelScores, label_scores
 from spmd_tasks.layers.language_model import LanguageModel
 from spmd_tasks.layers.linear import Linear
-from spmd_tasks.layers.losses import ComparesWithBase, LanguageModelLoss, LossOutput, losses_by_source
+from spmd_tasks.layers.losses import (
+  RESERVED_METRICS,
+  ComparesWithBase,
+  LanguageModelLoss,
+  LossOutput,
+  as_loss_output,
+  losses_by_source,
+)
 from spmd_tasks.layers.norm import LayerNorm, RmsNorm
 from spmd_tasks.layers.preference_loss import PairLogProbs, PreferenceLoss, pair_log_probs
 from spmd_tasks.layers.stack_sequence import StackSequence
@@ -69,6 +77,7 @@ __all__ = [
   'ACTIVATIONS',
   'ADAPTER_TAG',
   'REMAT_POLICIES',
+  'RESERVED_METRICS',
   'ROUTING_NAME',
   'AdapterNames',
   'Aux',
@@ -98,12 +107,14 @@ __all__ = [
   'adapter_choices',
   'adapters_of',
   'adapters_of_rows',
+  'as_loss_output',
   'column_lengths',
   'declare_weight',
   'is_joined',
   'label_scores',
   'losses_by_source',
   'merge_low_rank',
+  'named_arguments',
   'pair_log_probs',
   'remat_policy',
   'soft_cap',

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import contextvars
 import dataclasses
+import inspect
 import math
 from typing import Any, cast
 
@@ -49,7 +50,8 @@ def declare_weight(
   Raises:
     UserError: split_dims does not have one entry per dim.
   """
-  split_dims = None if split_dims is None else tuple(split_dims)
+  if split_dims is not None:
+    split_dims = (split_dims,) if isinstance(split_dims, str) else tuple(split_dims)
   if split_dims is not None and len(split_dims) != len(shape):
     path = '/'.join((*module.path, name))
     raise UserError(f'weight {path} of shape {shape} has split dims {split_dims}: give one entry per dim.')
@@ -108,6 +110,66 @@ class WithSublayers(nn.Module):
       if field.name != 'parent' and isinstance(value, nn.Module) and value.parent is None:
         object.__setattr__(self, field.name, value.clone(parent=None))
     super().__post_init__()
+
+
+def run_layer(
+  role: str, layer: nn.Module, x: jax.Array, *, train: bool, **others: Any
+) -> tuple[jax.Array, Mapping[str, Any]]:
+  """Calls a sublayer, which may be a user's own, and returns (y, aux); one that returns y alone has no statistics.
+
+  It is called as layer(x, *others, train=train), or else with x and those of the others that it names. Raises a
+  UserError, which says its `role`, if it takes or returns something else.
+  """
+  try:
+    signature_of(layer).bind(x, *others.values(), train=train)
+  except TypeError:
+    returned = layer(x, **named_arguments(role, layer, **others, train=train))
+  else:
+    returned = layer(x, *others.values(), train=train)
+  y, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+  is_aux = isinstance(aux, Mapping) and all(isinstance(each, Statistics) for each in aux.values())
+  if not is_aux or getattr(y, 'shape', None) != x.shape:
+    raise UserError(
+      f'the {role} {type(layer).__name__} returned {describe(returned)}: it must return an array of the shape of its '
+      f'input, {describe(x)}, alone or as (array, {{name: Statistics}}).'
+    )
+  return y, aux
+
+
+def named_arguments(role: str, layer: nn.Module, **named: Any) -> dict[str, Any]:
+  """Returns those arguments, behind the first, that `layer` names; a UserError if it takes others, say `training`."""
+  _, *parameters = signature_of(layer).parameters.values()
+  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    return named
+  names = {parameter.name for parameter in parameters}
+  others = [each for each in parameters if each.name not in named]
+  if others and ('train' not in names or any(each.default is each.empty for each in others)):
+    raise UserError(
+      f'{type(layer).__name__}.__call__ takes {", ".join(each.name for each in others)}, which nobody gives: as the '
+      f'{role} it is called with its input, {", ".join(named)} (those that it names).'
+    )
+  return {name: value for name, value in named.items() if name in names}
+
+
+def signature_of(layer: nn.Module) -> inspect.Signature:
+  """Returns the signature of a layer's __call__, with at least one argument."""
+  call = getattr(layer, '__call__', None)  # noqa: B004  callable() is true for every Linen module
+  signature = None if call is None else inspect.signature(call)
+  if signature is None or not signature.parameters:
+    raise UserError(f'{type(layer).__name__} has no method __call__ that takes an input: define it.')
+  return signature
+
+
+def describe(value: Any) -> str:
+  """Describes for people what a layer or a loss returned: `(float32[8,64], {})`."""
+  if isinstance(value, tuple):
+    return f'({", ".join(map(describe, value))})'
+  if isinstance(value, Mapping):
+    return f'{{{", ".join(f"{name!r}: {describe(each)}" for name, each in value.items())}}}'
+  if hasattr(value, 'shape') and hasattr(value, 'dtype'):
+    library = '' if isinstance(value, jax.Array) else f'{type(value).__module__}.'
+    return f'{library}{value.dtype}[{",".join(map(str, value.shape))}]'
+  return repr(value) if value is None or isinstance(value, (int, float, str)) else type(value).__name__
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

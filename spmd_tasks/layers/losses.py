@@ -1,4 +1,4 @@
-"""Language-model loss: weighted mean cross-entropy with label smoothing, z-loss, auxiliary losses and metrics.
+"""Losses: what they return, and that of language models: cross-entropy with label smoothing, z-loss, auxiliary losses.
 
 Shapes: B batch, T sequence, V vocab, L layers, E experts. All results are float32.
 """
@@ -11,8 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 from flax import struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.layers.base import describe
 from spmd_tasks.layers.label_scores import predicted_label_scores
 
 _SOURCE_IDS = 'source_ids:'  # as inputs/base.py has it
@@ -31,9 +33,54 @@ class LossOutput(struct.PyTreeNode):
 
   loss: jax.Array
   weight: jax.Array
-  metrics: dict[str, tuple[jax.Array, jax.Array]]
-  per_example: dict[str, jax.Array]
+  metrics: dict[str, tuple[jax.Array, jax.Array]] = struct.field(default_factory=dict)
+  per_example: dict[str, jax.Array] = struct.field(default_factory=dict)
   updated_variables: Mapping[str, Any] = struct.field(default_factory=dict)
+
+
+# Names that a line of metrics.jsonl has already.
+RESERVED_METRICS = ('loss', 'loss_weight', 'step', 'time', 'skipped', 'grad_norm', 'weight_norm', 'learning_rate')
+
+
+def as_loss_output(loss: Any, returned: Any, num_rows: int) -> LossOutput:
+  """Returns what a loss, which may be a user's own, has returned as a LossOutput with float32 means and weights.
+
+  It is a LossOutput, or a mean over the `num_rows` rows of the batch, a scalar, alone or as (mean, metrics). A metric
+  is (mean, weight), or a mean with the weight of the loss. Raises a UserError if it is something else.
+  """
+  output = returned
+  if not isinstance(returned, LossOutput):
+    mean, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    output = LossOutput(loss=mean, weight=jnp.float32(num_rows), metrics=metrics)
+  name = getattr(loss, '__name__', type(loss).__name__)
+  mean = output.loss
+  if not isinstance(mean, jax.Array) or mean.shape or not jnp.issubdtype(mean.dtype, jnp.floating):
+    raise UserError(
+      f'the loss {name} returned {describe(returned)}: it must return the mean over the batch, a scalar jax.Array of '
+      'floats (jnp.mean of the losses; a number of Python or numpy has no gradient), alone or as (mean, metrics), or a '
+      'LossOutput.'
+    )
+  if not isinstance(output.metrics, Mapping) or set(output.metrics).intersection(RESERVED_METRICS):
+    raise UserError(
+      f'the loss {name} returned the metrics {describe(output.metrics)}: they must be a dict by name, without the '
+      f'names {", ".join(RESERVED_METRICS)}.'
+    )
+  weight = jnp.asarray(output.weight, jnp.float32)
+  metrics = {each: _as_metric(name, each, value, weight) for each, value in output.metrics.items()}
+  return output.replace(loss=mean.astype(jnp.float32), weight=weight, metrics=metrics)
+
+
+def _as_metric(loss: str, name: str, value: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns (mean, weight) of a metric that a loss has returned."""
+  mean, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, weight)
+  numbers = (jax.Array, np.ndarray, np.generic, int, float)
+  is_pair = isinstance(mean, numbers) and isinstance(weight, numbers) and jnp.ndim(weight) == 0
+  if not is_pair or jnp.ndim(mean) > (1 if isinstance(value, tuple) else 0):
+    raise UserError(
+      f'the loss {loss} returned the metric {name!r} as {describe(value)}: a metric is a mean, a scalar, or (mean, its '
+      'weight); of one value per row take jnp.mean.'
+    )
+  return jnp.asarray(mean, jnp.float32), jnp.asarray(weight, jnp.float32)
 
 
 @runtime_checkable

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import ATTENTION_INPUTS_NAME, ATTENTION_NAME
-from spmd_tasks.layers.base import Statistics, WithSublayers, keeping_pre_activations, values_per_layer
+from spmd_tasks.layers.base import Statistics, WithSublayers, keeping_pre_activations, run_layer, values_per_layer
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME
-from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain
+from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain, refuse_plain_weights
 
 Aux = Mapping[str, Statistics]
 
@@ -125,12 +125,14 @@ class TransformerBlock(WithSublayers, kw_only=True):
   ) -> tuple[jax.Array, Aux]:
     """Returns ([B, T, D], aux of the ffn) for x [B, T, D]; segment_ids and segment_pos are int32 [B, T] or None."""
     dropout = nn.Dropout(rate=self.dropout_rate, deterministic=not train)
-    y = self.attention(self._norm('attention_norm', x, self.pre_norm), segment_ids, segment_pos, train=train)
+    y = self._norm('attention_norm', x, self.pre_norm)
+    ids, positions = {'segment_ids': segment_ids}, {'segment_pos': segment_pos}
+    y, attention_aux = run_layer('attention', self.attention, y, **ids, **positions, train=train)
     y = dropout(self._norm('attention_post_norm', y, self.post_norm))
     x = constrain(x + y.astype(x.dtype), self.activation_split_dims)
-    y, aux = self.ffn(self._norm('ffn_norm', x, self.pre_norm), segment_ids, train=train)
+    y, aux = run_layer('ffn', self.ffn, self._norm('ffn_norm', x, self.pre_norm), **ids, train=train)
     y = dropout(self._norm('ffn_post_norm', y, self.post_norm))
-    return constrain(x + y.astype(x.dtype), self.activation_split_dims), aux
+    return constrain(x + y.astype(x.dtype), self.activation_split_dims), {**attention_aux, **aux}
 
   def _norm(self, name: str, x: jax.Array, is_present: bool) -> jax.Array:
     return self.norm.copy(name=name)(x) if is_present else x
@@ -163,7 +165,8 @@ class BlockGroup(WithSublayers, kw_only=True):
     """Returns ([B, T, D], aux): each of the statistics stacked over the blocks that report it, [n, ...]."""
     parts: dict[str, list[Statistics]] = {}
     for i, template in enumerate(self.blocks):
-      x, aux = template.copy(name=f'block_{i}')(x, segment_ids, segment_pos, train=train)
+      block = template.copy(name=f'block_{i}')
+      x, aux = run_layer('block', block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
       for name, statistics in aux.items():
         parts.setdefault(name, []).append(statistics)
     return x, {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *same) for name, same in parts.items()}
@@ -240,7 +243,11 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
 
   def layer(block, x, segment_ids, segment_pos):
     with remat_scope(remat_policy_name):
-      return block(checkpoint_name(x, LAYER_INPUT_NAME), segment_ids, segment_pos, train=train)
+      x = checkpoint_name(x, LAYER_INPUT_NAME)
+      y, aux = run_layer('block', block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
+      if block.is_initializing():
+        refuse_plain_weights(block.variables.get('params', {}))
+      return y, aux
 
   policy = remat_policy(remat_policy_name)
   if policy is not None:

@@ -17,6 +17,7 @@ import zlib
 from etils import epath
 
 from spmd_tasks import exit_codes
+from spmd_tasks.activity import set_activity
 from spmd_tasks.decoding import (
   Completion,
   DecodeSteps,
@@ -227,6 +228,7 @@ class Decoder:
     path = directory / f'step_{step}.jsonl' if self._output_path is None else absolute_path(self._output_path)
     wanted = self._wanted[name]
     file = DecodedFile(path, [each.record for each in wanted])
+    set_activity(None)
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
     progress = make_progress(len(wanted), first, primary=is_primary())
     progress.message(f'step {step}  decode {name}: {len(wanted)} prompts to {path}')

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from spmd_tasks import exit_codes
+from spmd_tasks.activity import doing
 from spmd_tasks.distributed import (
   EmergencyExit,
   PreemptionGuard,
@@ -266,7 +267,8 @@ class Evaluator:
     iterator = self._inputs[name].make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
     finished: list[BatchMetrics] = []
     in_flight: BatchMetrics | None = None
-    with Prefetcher(iterator, functools.partial(self._place, name), timeout_s=self._input_timeout_s) as batches:
+    place = functools.partial(self._place, name)
+    with doing(f'evaluating {name}'), Prefetcher(iterator, place, timeout_s=self._input_timeout_s) as batches:
       for (eval_step, batch), _ in batches:
         if self._should_stop():
           return None

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 import jax
 
 from spmd_tasks.distributed import SlowestProcess
+from spmd_tasks.errors import is_own
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs import Prefetcher, progress_of
+from spmd_tasks.layers import RESERVED_METRICS
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.timing import StepRates
 from spmd_tasks.programs.training_loop import TrainingLoop
@@ -27,6 +29,8 @@ class LoggedMetrics:
     compilations: CompilationCounter,
   ):
     self._input = job.train_input
+    loss = getattr(job.task, 'loss', None)  # Pax' tasks have none
+    self._is_own_loss = loss is not None and is_own(loss)
     self._model, self._goodput, self._batches, self._loop = model, goodput, batches, loop
     self._slowest, self._compilations = slowest, compilations
     self._rates = StepRates.of(model, goodput)
@@ -36,6 +40,11 @@ class LoggedMetrics:
     """Counts from now on, after `step`, the first one: everything is compiled."""
     self._rates.start(step)
     self._num_programs = self._compilations.num_programs
+
+  def own_names(self, step_metrics: Mapping[str, jax.Array]) -> list[str]:
+    """Returns the names of those metrics of a step that a loss of the experiment's own has returned."""
+    names = [name for name in step_metrics if not name.startswith(('loss/', 'loss_weight/'))]
+    return [name for name in names if name not in (*RESERVED_METRICS, 'accuracy')] if self._is_own_loss else []
 
   def metrics(self, step: int, step_metrics: Mapping[str, jax.Array]) -> dict[str, Metric]:
     """Returns all metrics of a step; waits for the step. A collective call."""

@@ -4,10 +4,11 @@ Usage:
 
     progress = make_progress(num_train_steps, first_step, primary=True)
     progress.step(7)                      # every finished step
-    progress.log(7, metrics)              # every logged step
+    progress.log(7, metrics, own)         # every logged step; `own`: names of an own loss's metrics
     progress.message('step 7  eval valid: ' + format_metrics(metrics))
 """
 
+from collections.abc import Sequence
 import sys
 import time
 from typing import Protocol, TextIO
@@ -16,13 +17,15 @@ from tqdm import tqdm
 
 from spmd_tasks.runtime import Metrics, scalars
 
+_MAX_OWN = 4
+
 
 class Progress(Protocol):
   """Receives every finished step, the metrics of logged steps, and messages."""
 
   def step(self, step: int) -> None: ...
 
-  def log(self, step: int, metrics: Metrics) -> None: ...
+  def log(self, step: int, metrics: Metrics, own: Sequence[str] = ()) -> None: ...
 
   def message(self, text: str) -> None: ...
 
@@ -39,8 +42,8 @@ class BarProgress:
   def step(self, step: int) -> None:
     self._bar.update(step - self._bar.n)
 
-  def log(self, step: int, metrics: Metrics) -> None:
-    self._bar.set_postfix_str(_summary(metrics), refresh=False)
+  def log(self, step: int, metrics: Metrics, own: Sequence[str] = ()) -> None:
+    self._bar.set_postfix_str(_summary(metrics, own), refresh=False)
 
   def message(self, text: str) -> None:
     self._bar.write(text, file=self._stream)
@@ -59,8 +62,8 @@ class LineProgress:
   def step(self, step: int) -> None:
     pass
 
-  def log(self, step: int, metrics: Metrics) -> None:
-    self.message(f'step {step}/{self._total}  {_summary(metrics)}')
+  def log(self, step: int, metrics: Metrics, own: Sequence[str] = ()) -> None:
+    self.message(f'step {step}/{self._total}  {_summary(metrics, own)}')
 
   def message(self, text: str) -> None:
     print(time.strftime('%H:%M:%S'), text, file=self._stream, flush=True)
@@ -75,7 +78,7 @@ class SilentProgress:
   def step(self, step: int) -> None:
     pass
 
-  def log(self, step: int, metrics: Metrics) -> None:
+  def log(self, step: int, metrics: Metrics, own: Sequence[str] = ()) -> None:
     pass
 
   def message(self, text: str) -> None:
@@ -98,11 +101,13 @@ def format_metrics(metrics: Metrics) -> str:
   return '  '.join(f'{name} {value:.4f}' for name, value in scalars(metrics).items() if name != 'num_batches')
 
 
-def _summary(all_metrics: Metrics) -> str:
+def _summary(all_metrics: Metrics, own: Sequence[str]) -> str:
+  """One line of metrics; of those named `own`, the first four that are one number."""
   metrics = scalars(all_metrics)
   parts = [f'loss {metrics["loss"]:.4f}']
   if 'accuracy' in metrics:
     parts.append(f'accuracy {metrics["accuracy"]:.3f}')
+  parts += [f'{name} {metrics[name]:.4g}' for name in own if name in metrics][:_MAX_OWN]
   if 'steps_per_second' in metrics:
     parts.append(f'{metrics["steps_per_second"]:.2f} steps/s')
   if 'tokens_per_second' in metrics:

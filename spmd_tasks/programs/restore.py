@@ -13,6 +13,7 @@ from typing import Any
 from absl import logging
 import jax
 
+from spmd_tasks.activity import doing, set_activity
 from spmd_tasks.checkpoints import Checkpointer, CheckpointError, PeerCopies
 from spmd_tasks.decoding import WeightStorage
 from spmd_tasks.distributed import StepWatchdog, primary_decides
@@ -43,6 +44,7 @@ class PreemptedError(Exception):
   """Ends a program after SIGTERM, from the point where the program noticed the signal."""
 
 
+@doing('restoring or initializing the state')
 def restore_or_init(
   model: PartitionedModel,
   checkpointer: Checkpointer,
@@ -108,6 +110,7 @@ def restore_or_init(
   return state, restored.step, f'resuming after step {restored.step}'
 
 
+@doing('restoring the weights')
 def restore_evaluation_variables(
   model: PartitionedModel,
   checkpointer: Checkpointer,
@@ -239,6 +242,7 @@ def checkpoints_to_use(
       return
     if primary_decides(functools.partial(has_ended_at, used), 'has_ended', limit_s=LOOK_LIMIT_S):
       return
+    set_activity(None)
     time.sleep(poll_s)
 
 

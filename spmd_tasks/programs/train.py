@@ -9,6 +9,7 @@ from etils import epath
 import jax
 
 from spmd_tasks import exit_codes
+from spmd_tasks.activity import doing, set_activity
 from spmd_tasks.checkpoints import RAM_DISK, PeerCopies
 from spmd_tasks.distributed import (
   EmergencyExit,
@@ -20,7 +21,7 @@ from spmd_tasks.distributed import (
   watch_steps,
 )
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Job, check_vocabulary, partition_job
+from spmd_tasks.experiment import Job, check_vocabulary, make_training_iterator, partition_job
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
@@ -45,7 +46,7 @@ from spmd_tasks.runtime import (
   format_parameter_table,
   make_writer,
 )
-from spmd_tasks.sharding import even_spec, infer_partition_spec_based_on_rank, num_parts, spec_axes
+from spmd_tasks.sharding import even_spec, infer_partition_spec_based_on_rank, is_quantized, num_parts, spec_axes
 
 
 def train(
@@ -80,6 +81,8 @@ def train(
   with contextlib.ExitStack() as stack, emergency.on_failure():
     # Everything that can be refused is checked before anything is written.
     model, iterator = _check(job, clock)
+    with goodput.spend('compilation'):
+      model.train_step.trace()  # a loss or an optimizer that fails is refused, too
     sampler = make_sampler(job, model, job_log_dir)
     early_stop = experiment.early_stop(model, job_log_dir)
     check_early_stop(early_stop, experiment, has_eval_sets=bool(job.eval_inputs))
@@ -230,6 +233,7 @@ def train(
     last_saved, last_evaluated = first_step, None
     profile.after_step(first_step)
     goodput.switch('steps')
+    set_activity('running the first step')
     for step, is_skipped, step_metrics in loop:
       waited = batches.seconds_waited + slowest.seconds_waited_elsewhere
       goodput.step(step, is_skipped=is_skipped, seconds_waited=waited)
@@ -242,18 +246,20 @@ def train(
 
       progress.step(step)
       if step == first_step + 1:
+        set_activity(None)
         phases = clock.finish()
         progress.message(format_startup(phases))
         if is_primary():
           with storage_errors(job_log_dir / STARTUP_FILE):
             write_durably(job_log_dir / STARTUP_FILE, json.dumps(phases) + '\n')
-        actions.compile()
+        with doing('compiling for evals and checkpoints'):
+          actions.compile()
         logged.start(step)
 
       if step % experiment.log_every_steps == 0 or step in (first_step + 1, experiment.num_train_steps):
         metrics = logged.metrics(step, step_metrics)
         writer.write(step, metrics)
-        progress.log(step, metrics)
+        progress.log(step, metrics, logged.own_names(step_metrics))
 
       # The checkpoint first: it is written while the eval runs, and a failing eval loses nothing.
       if is_multiple(step, experiment.checkpoint_every_steps):
@@ -298,7 +304,7 @@ def _check(job: Job, clock: StartupClock) -> tuple[PartitionedModel, InputIterat
   for eval_input in job.eval_inputs.values():
     eval_input.element_spec()  # refuses bad settings now, not at the first eval
   with clock.phase('input'):
-    iterator = job.train_input.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+    iterator = make_training_iterator(job)
     states = {'train_input': iterator.get_state()} if jax.process_count() > 1 else {}
     refuse_other_data(job.eval_inputs, LOOK_LIMIT_S, states)
     return model, iterator
@@ -342,6 +348,10 @@ def _describe(model: PartitionedModel, origin: str) -> str:
   if model.has_frozen_weights:
     share = model.num_trained_params / model.total_num_params
     trained = f', {model.num_trained_params:,} of them trained ({share:.2%})'
+  specs = [spec for spec in jax.tree.leaves(model.weight_specs, is_leaf=is_quantized) if not is_quantized(spec)]
+  whole = sum(math.prod(spec.shape) for spec in specs if len(spec.shape) > 1 and not any(spec.split_dims))
+  if whole and model.mesh.size > 1:
+    trained += f', {whole:,} of them in kernels without split dims, whole on every device'
   devices = f'{model.mesh.size} {jax.devices()[0].platform} devices'
   return (
     f'{model.total_num_params:,} parameters{trained}{padding}, mesh {axes} ({devices}), {origin}{_uneven_rows(model)}'

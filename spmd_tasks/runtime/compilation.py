@@ -18,6 +18,8 @@ from typing import Any, Self
 
 import jax
 
+from spmd_tasks.activity import doing
+from spmd_tasks.errors import naming_own_code
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec
 
 # JAX (0.10 and 0.11) reports this event each time that a program is missing from its caches in memory. Reading the
@@ -88,8 +90,10 @@ class CompiledStep:
 
   def __init__(self, jitted: Any, abstract_arguments: tuple[Any, ...], layout: InputLayout):
     self._jitted = jitted
+    self._name = jitted.__name__.replace('_', ' ')
     self._abstract_arguments = abstract_arguments
     self._compiled: Any = None
+    self._lowered: Any = None
     self._compiling: Future[None] | None = None
     self.layout = layout
     self.place = layout.place
@@ -107,27 +111,37 @@ class CompiledStep:
     one thread at a time.
     """
     thread = ThreadPoolExecutor(1, thread_name_prefix='compile')
-    self._compiling = thread.submit(self._compile, self._lower())
+    self.trace()
+    self._compiling = thread.submit(self._compile)
     thread.shutdown(wait=False)
 
   def compile(self) -> Any:
     """Returns the compiled program (jax.stages.Compiled), made by the first call."""
     if self._compiled is None:
       if self._compiling is None:
-        self._compile(self._lower())
+        self._compile()
       else:
         self._compiling.result()
     return self._compiled
 
-  def _lower(self) -> Any:
-    start = time.perf_counter()
-    lowered = self.lower()
-    self.trace_seconds = time.perf_counter() - start
-    return lowered
+  def trace(self) -> None:
+    """Lowers the program now, for what fails in it; does nothing the second time.
 
-  def _compile(self, lowered: Any) -> None:
+    Raises:
+      UserError: the experiment's own code fails.
+    """
+    if self._lowered is not None or self._compiled is not None:
+      return
     start = time.perf_counter()
-    self._compiled = lowered.compile()
+    with doing(f'tracing the {self._name}'), naming_own_code(f'the {self._name}', keys=self.layout.spec):
+      self._lowered = self.lower()
+    self.trace_seconds = time.perf_counter() - start
+
+  def _compile(self) -> None:
+    self.trace()
+    start = time.perf_counter()
+    with doing(f'compiling the {self._name}'):
+      self._compiled, self._lowered = self._lowered.compile(), None
     self.compile_seconds = time.perf_counter() - start
 
   def __call__(self, *arguments: Any) -> Any:

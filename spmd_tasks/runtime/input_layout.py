@@ -52,7 +52,9 @@ class InputLayout:
     Raises:
       UserError: the batch does not have the names, shapes or dtypes of the spec.
     """
-    if batch.keys() != self.spec.keys():
+    if not isinstance(batch, Mapping) or batch.keys() != self.spec.keys():
+      if not isinstance(batch, Mapping):
+        raise UserError(f'the batch is a {type(batch).__name__}: it must be a dict of arrays by name.')
       raise UserError(f'the batch holds {sorted(batch)} but the step was compiled for {sorted(self.spec)}.')
     return {name: self._place_one(name, np.asarray(rows)) for name, rows in batch.items()}
 
@@ -60,6 +62,13 @@ class InputLayout:
     true, padded = self.spec[name], self.padded[name]
     num_processes = jax.process_count()
     local = (true.shape[0] // num_processes, *true.shape[1:]) if true.shape else ()
+    if rows.dtype != true.dtype and np.can_cast(rows.dtype, true.dtype, 'same_kind'):  # numpy's own int64 and float64
+      cast = rows.astype(true.dtype)
+      if np.issubdtype(rows.dtype, np.integer) and not np.array_equal(cast, rows):
+        raise UserError(
+          f'input {name!r} has integers from {rows.min()} to {rows.max()}, which {true.dtype} cannot hold.'
+        )
+      rows = cast
     if rows.shape != local or rows.dtype != true.dtype:
       raise UserError(
         f'input {name!r} is {rows.dtype}{list(rows.shape)} on this process but the step was compiled for '

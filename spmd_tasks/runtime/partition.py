@@ -286,7 +286,7 @@ def partition_spmd_model(
       sharded on batch over the whole mesh.
 
   Raises:
-    UserError: split dims, axis rules or the input mapping do not fit the mesh, or a weight lacks split dims.
+    UserError: split dims, axis rules or the input mapping do not fit the mesh.
   """
   axis_rules = tuple((name, target) for name, target in axis_rules)
   check_axis_rules(axis_rules, mesh.axis_names)
@@ -307,7 +307,7 @@ def partition_spmd_model(
   specs = weight_specs(boxed.pop('params'))
   if isinstance(task, Task):
     specs = task.mark_weights(specs)
-  non_trainable_specs = weight_specs(boxed, is_strict=False)
+  non_trainable_specs = weight_specs(boxed)
 
   # 2. The same for the whole state: the learner says how its own leaves are split, given those of the weights.
   abstract_variables = jax.tree.map(

@@ -10,6 +10,7 @@ state, metrics = task.train_step(weight_specs, state, batch)
 """
 
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -19,7 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import (
   ADAPTER_TAG,
   AdapterNames,
@@ -27,6 +28,8 @@ from spmd_tasks.layers import (
   LossOutput,
   adapters_of,
   adapters_of_rows,
+  as_loss_output,
+  named_arguments,
   without_adapters,
 )
 from spmd_tasks.learning import (
@@ -78,8 +81,9 @@ class Task:
 
   Attributes:
     model: a Linen module. `model(batch, train=...)` returns predictions in the form that `loss` reads.
-    loss: `loss(predictions, batch) -> LossOutput`, a mean over the batch's loss weights. It may compare with the base,
-      the model without its adapters (layers.ComparesWithBase).
+    loss: `loss(predictions, batch)`, a mean over the batch's loss weights: a LossOutput, or what `as_loss_output`
+      makes one of: a scalar, the mean over rows, or (scalar, metrics). It may compare with the base, the model without
+      its adapters (layers.ComparesWithBase).
     learner: turns gradients into new weights.
     eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones; frozen ones as they are.
     decode: how text is generated.
@@ -89,11 +93,12 @@ class Task:
       None: float32.
 
   Raises (on construction):
-    UserError: `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen ones.
+    UserError: a part is of another kind; `eval_with_ema` without averaged weights, or `frozen_dtype` without frozen
+      ones.
   """
 
   model: nn.Module
-  loss: Callable[[Any, Batch], LossOutput]
+  loss: Callable[[Any, Batch], Any]
   learner: Learner
   eval_with_ema: bool = False
   decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
@@ -101,6 +106,7 @@ class Task:
   frozen_dtype: str | None = None
 
   def __post_init__(self):
+    self._refuse_other_kinds()
     if self.eval_with_ema and self.learner.ema_decay is None:
       raise UserError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
     if self.frozen_dtype is not None and self.trained is None:
@@ -109,9 +115,21 @@ class Task:
     if self.frozen_dtype not in (None, *held):
       raise UserError(f'frozen_dtype={self.frozen_dtype!r} must be one of {held}.')
 
+  def _refuse_other_kinds(self) -> None:
+    for name, wanted, fits in (
+      ('model', 'an instance of a flax.linen.Module', isinstance(self.model, nn.Module)),
+      ('loss', 'a function (predictions, batch)', callable(self.loss) and not isinstance(self.loss, type)),
+      ('learner', 'a Learner(optimizer=...)', hasattr(self.learner, 'state_split_dims')),
+    ):
+      value = getattr(self, name)
+      if not fits:
+        found = f'the class {value.__name__} itself' if isinstance(value, type) else f'of type {type(value).__name__}'
+        raise UserError(f'{name} is {found}: it must be {wanted}, or the fdl.Config of one.')
+
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""
-    return dict(self.model.init({'params': rng}, batch, train=False))
+    with _naming(self.model, 'model', batch):
+      return dict(self.model.init({'params': rng}, batch, **self._options(train=False)))
 
   def mark_weights(self, weight_specs: Any) -> Any:
     """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of frozen weights.
@@ -126,7 +144,15 @@ class Task:
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, without dropout."""
-    return self.model.apply(variables, batch, train=False)
+    return self.model.apply(variables, batch, **self._options(train=False))
+
+  def _options(self, *, train: bool) -> dict[str, Any]:
+    return named_arguments('model', self.model, train=train)
+
+  def _loss(self, predictions: Any, batch: Batch) -> LossOutput:
+    with _naming(self.loss, 'loss', batch):
+      returned = self.loss(predictions, batch)
+    return as_loss_output(self.loss, returned, max((len(rows) for rows in batch.values() if rows.ndim), default=1))
 
   def predict_base(self, variables: Variables, batch: Batch) -> Any:
     """Returns the predictions of the model without its adapters, without dropout; no gradient goes through them."""
@@ -153,10 +179,11 @@ class Task:
       batch = self.loss.with_base(self.predict_base(variables, batch), batch)
     rngs = {} if rng is None else {'dropout': rng}
     if not train or set(variables) == {'params'}:
-      return self.loss(self.model.apply(variables, batch, train=train, rngs=rngs), batch)
+      return self._loss(self.model.apply(variables, batch, **self._options(train=train), rngs=rngs), batch)
     names = [name for name in variables if name != 'params']
-    predictions, updated = self.model.apply(variables, batch, train=True, rngs=rngs, mutable=names)
-    return self.loss(predictions, batch).replace(updated_variables=updated)
+    options = self._options(train=True)
+    predictions, updated = self.model.apply(variables, batch, **options, rngs=rngs, mutable=names)
+    return self._loss(predictions, batch).replace(updated_variables=updated)
 
   def decode_forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
     """Reads a batch's tokens after those in the KV cache, as `Forward` of decoding/step_functions.py says.
@@ -171,7 +198,7 @@ class Task:
     if cache is not None:
       variables = variables | {'cache': cache}
     with adapters_of_rows(batch.get('adapters')):
-      outputs, updated = self.model.apply(variables, batch, train=False, mutable='new_cache')
+      outputs, updated = self.model.apply(variables, batch, **self._options(train=False), mutable='new_cache')
     if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
       raise UserError(
         f'{type(self.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
@@ -268,6 +295,12 @@ class Task:
     output = self.compute_loss(variables, batch, train=False)
     means = {'loss': (output.loss, output.weight)} | output.metrics
     return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
+
+
+def _naming(part: Any, role: str, batch: Batch) -> contextlib.AbstractContextManager[None]:
+  """Context in which an error of a model or loss of the experiment's own names it."""
+  name, inputs = getattr(part, '__name__', type(part).__name__), {'model': 'batch', 'loss': 'predictions, batch'}
+  return naming_own_code(f'the {role} {name}({inputs[role]})', keys=batch, part=part)
 
 
 def _refuse_trained_base(weight_specs: Any) -> None:

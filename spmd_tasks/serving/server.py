@@ -23,6 +23,7 @@ import uvicorn
 import uvloop
 
 from spmd_tasks import exit_codes
+from spmd_tasks.activity import set_activity
 from spmd_tasks.decoding import Delta, Engine, Scheduler
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import CompilationCounter
@@ -180,6 +181,7 @@ class _Server:
       if self.thread.is_ready and not was_ready:
         was_ready = True
         self._service.count_late_compilations()
+        set_activity(None)
         self._announce(f'Serving {self._model.name}, step {self._service.model.step}, at {url_of(sock)}')
       self._changed.clear()
       with contextlib.suppress(TimeoutError):

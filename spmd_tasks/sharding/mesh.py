@@ -11,6 +11,7 @@ that is not theirs is refused, because an axis across them would be taken for fa
 import collections
 from collections.abc import Sequence
 import dataclasses
+import glob
 import math
 from typing import Any
 
@@ -46,8 +47,8 @@ class MeshSpec:
         continue
       if len(shape) != len(self.axis_names):
         raise UserError(
-          f'{field} {shape} has {len(shape)} entries but mesh_axis_names {self.axis_names} has {len(self.axis_names)}: '
-          'give one size per axis.'
+          f'{field} {shape} has {len(shape)} entries, but the mesh has {len(self.axis_names)} axes, '
+          f'{", ".join(self.axis_names)}: give one size per axis.'
         )
       smallest = -1 if field == 'ici_mesh_shape' else 1
       if any(size == 0 or size < smallest for size in shape) or list(shape).count(-1) > 1:
@@ -88,7 +89,15 @@ class MeshSpec:
   def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Builds the jax Mesh over `devices` (default: all) with automatic (GSPMD) axes."""
     devices = list(jax.devices() if devices is None else devices)
-    array = device_array(*self._shapes(len(devices)), devices)
+    try:
+      array = device_array(*self._shapes(len(devices)), devices)
+    except UserError as error:
+      is_fake = jax.config.jax_num_cpu_devices > 0  # type: ignore[attr-defined]  # by --num_fake_devices
+      if is_fake or devices[0].platform != 'cpu' or not glob.glob('/dev/nvidia[0-9]*'):
+        raise
+      raise UserError(
+        f"{error} JAX has found no GPU though this machine has one: pip install 'jax[cuda13]'."
+      ) from error
     return Mesh(array, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
 
   def build_abstract(self) -> AbstractMesh:

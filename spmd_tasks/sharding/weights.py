@@ -108,36 +108,38 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
     return self.replace(split_dims=tuple(split_dims), stacked=self.stacked - 1)
 
 
-def weight_specs(boxed_weights: Any, *, is_strict: bool = True) -> Any:
-  """Returns a tree of WeightSpecs (without initializers) for a tree of WeightBoxes, abstract or not.
+def weight_specs(boxed_weights: Any) -> Any:
+  """Returns a tree of WeightSpecs (without initializers) for a tree of variables in their boxes, abstract or not.
 
-  Args:
-    boxed_weights: the tree; its leaves may be abstract.
-    is_strict: whether every leaf must have a box. If not, a leaf without one is not split.
-
-  Raises:
-    UserError: a weight was declared without a WeightSpec, so its split dims are unknown.
+  A variable without a box, such as a kernel of Linen's own `nn.Dense`, is not split. Boxes of Linen's
+  `nn.with_partitioning` count as well as our own.
   """
 
-  def spec_of(path, leaf) -> WeightSpec:
-    if not isinstance(leaf, WeightBox) and not is_strict:
+  def spec_of(leaf) -> WeightSpec:
+    box = _as_box(leaf)
+    if box is None:
       return replicated_spec(leaf)
-    if not isinstance(leaf, WeightBox):
-      raise UserError(
-        f'weight {jax.tree_util.keystr(path, simple=True, separator="/")} was declared without split dims: use '
-        'declare_weight, or pass a WeightSpec to self.param.'
-      )
     return WeightSpec(
-      shape=tuple(leaf.value.shape),
+      shape=tuple(box.value.shape),
       init=None,
-      split_dims=leaf.split_dims,
-      dtype=leaf.value.dtype,
-      tags=leaf.tags,
-      stacked=leaf.stacked,
-      num_input_dims=leaf.num_input_dims,
+      split_dims=box.split_dims,
+      dtype=box.value.dtype,
+      tags=box.tags,
+      stacked=box.stacked,
+      num_input_dims=box.num_input_dims,
     )
 
-  return jax.tree_util.tree_map_with_path(spec_of, boxed_weights, is_leaf=lambda x: isinstance(x, WeightBox))
+  return jax.tree.map(spec_of, boxed_weights, is_leaf=_is_box)
+
+
+def _is_box(leaf: Any) -> bool:
+  return isinstance(leaf, meta.AxisMetadata)
+
+
+def _as_box(leaf: Any) -> WeightBox | None:
+  if isinstance(leaf, meta.Partitioned):
+    return WeightBox(value=leaf.value, split_dims=tuple(leaf.names), tags=(), stacked=0)
+  return leaf if isinstance(leaf, WeightBox) else None
 
 
 def replicated_spec(leaf: Any) -> WeightSpec:
@@ -147,11 +149,18 @@ def replicated_spec(leaf: Any) -> WeightSpec:
 
 def unbox_weights(boxed_weights: Any) -> Any:
   """Returns the plain arrays of a tree of WeightBoxes."""
-  return jax.tree.map(
-    lambda leaf: leaf.value if isinstance(leaf, WeightBox) else leaf,
-    boxed_weights,
-    is_leaf=lambda x: isinstance(x, WeightBox),
-  )
+  return jax.tree.map(lambda leaf: leaf.value if _as_box(leaf) else leaf, boxed_weights, is_leaf=_is_box)
+
+
+def refuse_plain_weights(boxed_weights: Any) -> None:
+  """Raises a UserError if a weight of one layer of a stack has no box: no one would know which dim counts layers."""
+  for path, leaf in jax.tree_util.tree_flatten_with_path(boxed_weights, is_leaf=_is_box)[0]:
+    if not isinstance(leaf, WeightBox):
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      raise UserError(
+        f'weight {name} of a stacked layer was declared without split dims: use Linear or declare_weight of '
+        'spmd_tasks.layers, or pass a WeightSpec to self.param.'
+      )
 
 
 def split_stacked(boxed_weights: Any, num_groups: int) -> Any:

@@ -178,3 +178,12 @@ def test_bad_shapes_are_refused_when_written(names, ici, dcn, words):
     spec(ici, dcn, names)
   for word in words:
     assert word in str(error.value)
+
+
+@pytest.mark.parametrize('num_fake, hint', [(-1, True), (8, False)])
+def test_a_gpu_that_jax_does_not_see_is_named_where_devices_lack(monkeypatch, num_fake, hint):
+  monkeypatch.setattr('spmd_tasks.sharding.mesh.glob.glob', lambda pattern: ['/dev/nvidia0'])
+  monkeypatch.setattr(type(jax.config), 'jax_num_cpu_devices', num_fake)
+  with pytest.raises(ValueError, match='--num_fake_devices 16') as raised:
+    MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(4, 4)).build(jax.devices()[:8])
+  assert ("pip install 'jax[cuda13]'" in str(raised.value)) == hint

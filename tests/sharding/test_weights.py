@@ -124,14 +124,18 @@ def test_the_initializer_gets_the_key_shape_and_dtype():
   np.testing.assert_array_equal(box.value, jax.random.normal(key, (2, 5), jnp.bfloat16))
 
 
-def test_a_weight_without_a_spec_is_refused_by_its_path():
+def test_weights_of_linens_own_layers_are_split_by_their_partitioning_or_not_at_all():
   class Outer(nn.Module):
     @nn.compact
     def __call__(self, x):
-      return nn.Dense(3, use_bias=False, name='plain')(Dense(name='dense')(x))
+      init = nn.with_partitioning(nn.initializers.ones, ('embed', 'mlp'))
+      return nn.Dense(5, kernel_init=init, name='partitioned')(nn.Dense(3, name='plain')(x))
 
-  with pytest.raises(ValueError, match='plain/kernel was declared without split dims: use declare_weight'):
-    weight_specs(boxed(Outer()))
+  specs = weight_specs(boxed(Outer()))
+  assert declared(specs['partitioned']['kernel'])[:2] == ((3, 5), ('embed', 'mlp'))
+  assert declared(specs['plain']['kernel'])[:2] == ((3, 3), (None, None))
+  plain = unbox_weights(boxed(Outer()))
+  assert jax.tree.map(jnp.shape, plain['partitioned']) == {'kernel': (3, 5), 'bias': (5,)}
 
 
 def test_split_dims_must_have_one_entry_per_dim():

@@ -14,7 +14,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import BatchPart, batch_part
+from spmd_tasks.layers.base import BatchPart, batch_part, run_layer
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, tree_read, tree_where
 from spmd_tasks.layers.transformer import LAYER_INPUT_NAME, remat_policy, remat_scope
 from spmd_tasks.sharding import AxisRules, sharding_scope
@@ -81,6 +81,11 @@ class Stage:
     has_identity_layers = num_layers * jax.lax.axis_size(self.axis) > self.layers_per_repeat
     segment_ids, segment_pos = microbatch.segment_ids, microbatch.segment_pos
 
+    def call(block, x, segment_ids, segment_pos):
+      return run_layer('block', block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=self.train)
+
+    run_block = nn.apply(call, self.block)
+
     def layer(x, weights_and_position):
       layer_weights, position = weights_and_position
       if self.num_repeats > 1:
@@ -94,9 +99,7 @@ class Stage:
       layer_weights, block_input = gate_gradient((layer_weights, x), is_true & is_work)
       part = BatchPart(index=index, count=self.num_microbatches, is_work=is_true & is_work)
       with batch_part(part), remat_scope(self.remat_policy):
-        y, aux = self.block.apply(
-          {'params': layer_weights}, block_input, segment_ids, segment_pos, train=self.train, rngs=rngs
-        )
+        y, aux = run_block({'params': layer_weights}, block_input, segment_ids, segment_pos, rngs=rngs)
       return tree_where(is_true, y, x) if has_identity_layers else y, aux
 
     policy = remat_policy(self.remat_policy)

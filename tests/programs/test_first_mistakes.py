@@ -1,0 +1,91 @@
+"""First mistakes of a new user: what is clear is taken; all else is one sentence, and nothing is written."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import partition_job
+from spmd_tasks.layers import LossOutput, as_loss_output
+from tests.binary import run_in_process
+
+MODULE = 'tests.programs.mistaken_experiments'
+HERE = 'mistaken_experiments.py:'
+MESH = 'ici_mesh_shape=1,4,2'
+
+MISTAKES = [
+  ('loss=number', ['returned 1.5', 'scalar jax.Array', '(mean, metrics)', 'LossOutput']),
+  ('loss=numpy_number', ['returned numpy.float32[]']),
+  ('loss=nothing', ['returned None']),
+  ('loss=integer', ['returned int32[]']),
+  ('loss=per_row', ['returned float32[8]', 'jnp.mean']),
+  ('loss=dict', ["returned {'loss': float32[]}"]),
+  ('loss=metric_per_row', ["the metric 'error' as float32[8]", 'jnp.mean']),
+  ('loss=metric_text', ["the metric 'error' as 'low'"]),
+  ('loss=metric_step', ['without the names loss, loss_weight, step']),
+  ('loss=float_of', ['ConcretizationTypeError', HERE]),
+  ('loss=wrong_key', ["KeyError: 'labels'", "['row_weights', 'x', 'y']", HERE]),
+  ('loss=wrong_shape', ['TypeError: dot_general', HERE]),
+  ('loss=one_argument', ['(predictions, batch) fails with TypeError', 'takes 1 positional']),
+  ('loss=library', ['softmax_cross_entropy_with_integer_labels(predictions, batch) fails']),
+  ('model=NoCompact', ['NoCompact(batch) fails with AssignSubModuleError', '@compact', HERE]),
+  ('model=TakesArray', ["'dict' object has no attribute 'reshape'", "['row_weights', 'x', 'y']", HERE]),
+  ('model=Training', ['Training.__call__ takes training', 'called with its input, train']),
+  ('model=NoCall', ['NoCall has no method __call__']),
+  ('model=ForgottenInit', ['super().__post_init__()']),
+  ('what=class', ['the class Plain itself', 'an instance of a flax.linen.Module']),
+  ('what=no_model', ['NoneType', 'an instance of a flax.linen.Module']),
+  ('what=attribute', ["no attribute 'widht'", HERE]),
+  ('what=nothing', ['task()', 'returned None']),
+  ('what=list', ['train_input is of type list without element_spec, make_iterator', 'docs/inputs.md']),
+  ('what=input_class', ['train_input is the class Points itself']),
+  ('what=iterator', ['the iterator of train_input is of type list_iterator without get_state']),
+  ('what=spec', ['jax.ShapeDtypeStruct', '(8, 6)']),
+  ('what=shards', ['train_input.make_iterator() fails with TypeError', 'shard_index']),
+  ('what=no_dict', ['eval_inputs() returned', "{'valid': ...}"]),
+  ('how=dense', ['ffn/Dense_0/bias of a stacked layer', 'Linear or declare_weight']),
+  ('how=shape', ['the ffn Feed returned float32[2,4,7]', 'float32[2,4,8]', '(array, {name: Statistics})']),
+  ('how=number', ["{'balance': float32[]}"]),
+  ('how=triple', ['returned (float32[2,4,8], {}, 1)']),
+  ('how=nothing', ['returned None']),
+]
+
+
+@pytest.mark.parametrize('change, words', MISTAKES, ids=[change for change, _ in MISTAKES])
+def test_a_mistake_is_one_sentence_and_nothing_is_written(change, words, tmp_path, capsys):
+  name = 'OwnFeed' if change.startswith('how') else 'Mistaken'
+  directory = tmp_path / 'job'
+  flags = ('--mode', 'train', '--job_log_dir', directory, '--set', MESH, '--set', change)
+  assert run_in_process('--exp', f'{MODULE}.{name}', *flags) == 2
+  sentence = capsys.readouterr().err
+  assert sentence.count('\n') == 1
+  assert [word for word in words if word not in sentence] == []
+  assert not directory.exists()
+
+
+@pytest.mark.parametrize(
+  'change',
+  ['loss=alone', 'loss=with_metrics', 'loss=with_weights', 'loss=output', 'loss=bfloat16', 'model=Plain', 'how=array'],
+)
+def test_what_is_clear_is_taken(change):
+  name = 'OwnFeed' if change.startswith('how') else 'Mistaken'
+  model = partition_job(resolve(f'{MODULE}.{name}', [MESH, change]).build())
+  assert model.train_step.lower().out_info[1]['loss'].shape == ()
+
+
+def test_a_mean_over_rows_weighs_as_many_rows_as_there_are():
+  mean = jnp.float32(0.5)
+  output = as_loss_output(None, (mean, {'a': mean, 'b': (mean, 3)}), 8)
+  assert (float(output.weight), float(output.metrics['a'][1]), float(output.metrics['b'][1])) == (8, 8, 3)
+  assert as_loss_output(None, LossOutput(loss=mean, weight=2, metrics={'a': mean}), 8).metrics['a'][1] == 2
+
+
+def test_numpys_own_dtypes_become_those_of_the_spec_where_they_hold_the_numbers():
+  model = partition_job(resolve(f'{MODULE}.OwnFeed', [MESH]).build())
+  batch = {name: np.ones(each.shape, each.dtype) for name, each in model.input_layout.spec.items()}
+  wide = batch | {'labels': batch['labels'].astype(np.int64), 'weights': batch['weights'].astype(np.float64)}
+  assert model.train_step.place(wide)['labels'].dtype == np.int32
+  with pytest.raises(ValueError, match="'labels' has integers from 1099511627776 to 1099511627776, which int32 cannot"):
+    model.train_step.place(batch | {'labels': wide['labels'] << 40})
+  with pytest.raises(ValueError, match='labels'):
+    model.train_step.place(batch | {'labels': wide['weights']})
