@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 
