@@ -105,7 +105,8 @@ class DecodeSteps:
     keys = jax.tree.leaves(abstract_cache)
     self.can_copy = all(leaf.shape[-2] == self.max_len for leaf in keys)
     self._output_sharding = self._replicated
-    if shard_outputs:
+    if shard_outputs:  # outputs are padded, so that axes split them which do not divide the slots
+      specs = self._abstract_cache(model.mesh.size)[1]
       slot_axes = spec_axes(jax.tree.leaves(specs)[0], keys[0].ndim)[-4]  # [..., N, G, S, K]
       self._output_sharding = NamedSharding(model.mesh, PartitionSpec(slot_axes))
 

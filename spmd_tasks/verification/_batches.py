@@ -6,7 +6,7 @@ the first has rows of different lengths: weights of 0 at the end, and in some ro
 Shapes: B batch rows, T sequence.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import contextlib
 import dataclasses
 import itertools
@@ -73,8 +73,9 @@ class CutInput:
 
     return {name: cut(spec) for name, spec in self.whole.element_spec().items() if self._is_kept(name)}
 
-  def make_iterator(self) -> Iterator[Batch]:
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> Any:
     """Yields the batches, of a single process."""
+    assert shard_count == 1
     num_batches = -(-self.num_rows // self.whole.batch_size)
     with contextlib.closing(without_references(self.whole).make_iterator()) as iterator:
       while len(batches := list(itertools.islice(iterator, num_batches))) == num_batches:
