@@ -162,7 +162,7 @@ def apply_experts(
       enclosing `shard_map` has made an axis manual that splits tokens or experts.
   """
   scope = current_sharding_scope()
-  layout = None if scope is None else expert_layout(scope, experts.weights, activation_split_dims, (x.shape[0], x.shape[1]))
+  layout = None if scope is None else expert_layout(scope, experts.weights, activation_split_dims, x.shape)
   if scope is None or layout is None or not layout.all_axes:
     return experts.apply_to_tokens(x, expert_ids, gates), {}
   axis_sizes = scope.mesh.shape

@@ -82,7 +82,7 @@ class ExpertLayout:
 
 
 def expert_layout(
-  scope: ShardingScope, weights: ExpertWeights, activation_split_dims: SplitDims, tokens: tuple[int, int]
+  scope: ShardingScope, weights: ExpertWeights, activation_split_dims: SplitDims, tokens: tuple[int, ...]
 ) -> ExpertLayout:
   """Returns the layout that the scope's mesh and axis rules give to experts and to activations [B, T, D].
 
@@ -90,7 +90,7 @@ def expert_layout(
     scope: the mesh and the axis rules.
     weights: of all experts.
     activation_split_dims: of the activations.
-    tokens: (B, T). An axis that does not divide them does not split them.
+    tokens: their shape, (B, T, ...). An axis that does not divide B or T does not split it.
 
   Raises:
     UserError: `up` and `down` are split differently in E or F.

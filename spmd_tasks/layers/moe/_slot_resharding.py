@@ -115,7 +115,7 @@ class SlotResharding:
 
 
 def slot_resharding(
-  weights: ExpertWeights, activation_split_dims: SplitDims, tokens: tuple[int, int]
+  weights: ExpertWeights, activation_split_dims: SplitDims, tokens: tuple[int, ...]
 ) -> SlotResharding:
   """Returns the SlotResharding for the current sharding scope; arguments as those of `expert_layout`."""
   scope = current_sharding_scope()
