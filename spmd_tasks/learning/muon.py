@@ -6,8 +6,8 @@ kernels of queries [D, H, K] are D x HK, those of the output [H, K, D] are HK x 
 are matrices of their own.
 
 On a mesh the stack of matrices is dealt out to the devices that share each matrix: [L, D, F], split as (None, 'data',
-'mdl'), is computed as (('data', 'mdl'), None, None), two all-to-alls for all of its products. Axes that have more
-devices than there are layers split the longer dim of a matrix instead, and the smaller products are summed over them.
+'mdl'), is computed as (('data', 'mdl'), None, None), two all-to-alls for all of its products. Axes that do not
+divide the layers split the longer dim of a matrix instead, and the smaller products are summed over them.
 
 Shapes: S separate matrices (layers, experts; several dims), I inputs, O outputs, R and C the smaller and the larger of
 the two.
@@ -109,7 +109,8 @@ def orthogonalized(
 def _dealings(spec: WeightSpec) -> list[NamedSharding]:
   """Returns the layouts from a weight's own to one of whole matrices, as far as there are enough of them.
 
-  Each moves one mesh axis from one dim to another, which is one all-to-all. XLA replicates an array to move two.
+  Each moves one mesh axis from one dim to another that it divides, which is one all-to-all. XLA replicates an array to
+  move two axes, or an axis unevenly.
   """
   scope = current_sharding_scope()
   if scope is None or spec.split_dims is None:
@@ -123,10 +124,11 @@ def _dealings(spec: WeightSpec) -> list[NamedSharding]:
   layouts = [layout()]
   for source in sorted(range(num_separate, ndim), key=lambda dim: dim != longer):
     for axis in reversed(axes[source]):
-      parts = [num_parts([*axes[dim], axis], sizes) for dim in range(num_separate)]
-      even = [dim for dim, count in enumerate(parts) if spec.shape[dim] % count == 0]
-      enough = [dim for dim, count in enumerate(parts) if spec.shape[dim] >= count]
+      targets = [dim for dim in (*range(num_separate), longer) if dim != source]
+      even = [dim for dim in targets if spec.shape[dim] % num_parts([*axes[dim], axis], sizes) == 0]
+      if not even:
+        break
       axes[source].remove(axis)
-      axes[(even or enough or [longer])[0]].append(axis)
+      axes[even[0]].append(axis)
       layouts.append(layout())
   return layouts
