@@ -6,13 +6,14 @@ kernels of queries [D, H, K] are D x HK, those of the output [H, K, D] are HK x 
 are matrices of their own.
 
 On a mesh the stack of matrices is dealt out to the devices that share each matrix: [L, D, F], split as (None, 'data',
-'mdl'), is computed as (('data', 'mdl'), None, None), two all-to-alls for all of its products. Axes that do not
-divide the layers split the longer dim of a matrix instead, and the smaller products are summed over them.
+'mdl'), is computed as (('data', 'mdl'), None, None), two all-to-alls for all of its products. Axes that have more
+devices than there are layers split the longer dim of a matrix instead, and the smaller products are summed over them.
 
 Shapes: S separate matrices (layers, experts; several dims), I inputs, O outputs, R and C the smaller and the larger of
 the two.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from spmd_tasks.sharding import (
   WeightSpec,
   current_sharding_scope,
   num_parts,
+  padding,
   spec_axes,
   split_dims_to_partition_spec,
 )
@@ -72,14 +74,15 @@ def scale_by_muon(
     ahead = jax.tree.map(lambda m, g: g + momentum * (m - g), new, grads) if nesterov else new
 
     def direction(spec: WeightSpec, x: jax.Array) -> jax.Array:
-      layouts = _dealings(spec)
+      layouts, shape = _dealings(spec)
+      x = padding.pad(x, jax.ShapeDtypeStruct(shape, x.dtype))
       for layout in layouts:
         x = jax.lax.with_sharding_constraint(x, layout)
-      x = orthogonalized(as_layers(x, spec), coefficients, num_iterations, epsilon, dtype)
-      x = (x * SCALES[scale](*layer_matrix(spec))).reshape(spec.shape)
+      matrices = as_layers(x, dataclasses.replace(spec, shape=shape))
+      x = orthogonalized(matrices, coefficients, num_iterations, epsilon, dtype).reshape(shape)
       for layout in reversed(layouts):
         x = jax.lax.with_sharding_constraint(x, layout)
-      return x
+      return padding.unpad(x, spec) * SCALES[scale](*layer_matrix(spec))
 
     stored = jax.tree.map(lambda m, s: m.astype(s.dtype), new, state.momentum)
     return jax.tree.map(direction, weight_specs, ahead), MuonState(stored)
@@ -106,29 +109,36 @@ def orthogonalized(
   return jnp.swapaxes(x, -1, -2) if is_tall else x
 
 
-def _dealings(spec: WeightSpec) -> list[NamedSharding]:
-  """Returns the layouts from a weight's own to one of whole matrices, as far as there are enough of them.
+def _dealings(spec: WeightSpec) -> tuple[list[NamedSharding], tuple[int, ...]]:
+  """Returns the layouts from a weight's own to one of whole matrices, as far as there are enough, and a shape for them.
 
-  Each moves one mesh axis from one dim to another that it divides, which is one all-to-all. XLA replicates an array to
-  move two axes, or an axis unevenly.
+  Each layout moves one mesh axis from one dim to another, which is one all-to-all; XLA replicates an array to move two,
+  or one unevenly. So the shape rounds up every dim to what divides it: zero rows, columns and matrices stay zero.
   """
   scope = current_sharding_scope()
   if scope is None or spec.split_dims is None:
-    return []
+    return [], spec.shape
   sizes, num_separate, ndim = scope.mesh.shape, num_separate_dims(spec), len(spec.shape)
   partition = split_dims_to_partition_spec(spec.split_dims, scope.mesh.axis_names, scope.axis_rules)
   axes = [[*each] for each in spec_axes(partition, ndim)]
   inputs, outputs = layer_matrix(spec)
   longer = num_separate if inputs > outputs else num_separate + (spec.num_input_dims or 0)
-  layout = lambda: NamedSharding(scope.mesh, PartitionSpec(*[tuple(each) or None for each in axes]))
-  layouts = [layout()]
+  layouts, parts = [], [1] * ndim
+
+  def keep_layout() -> None:
+    layouts.append(NamedSharding(scope.mesh, PartitionSpec(*[tuple(each) or None for each in axes])))
+    parts[:] = [math.lcm(old, num_parts(each, sizes)) for old, each in zip(parts, axes)]
+
+  keep_layout()
   for source in sorted(range(num_separate, ndim), key=lambda dim: dim != longer):
-    for axis in reversed(axes[source]):
-      targets = [dim for dim in (*range(num_separate), longer) if dim != source]
-      even = [dim for dim in targets if spec.shape[dim] % num_parts([*axes[dim], axis], sizes) == 0]
-      if not even:
+    for axis in reversed(list(axes[source])):
+      counts = [num_parts([*axes[dim], axis], sizes) for dim in range(num_separate)]
+      even = [dim for dim, count in enumerate(counts) if spec.shape[dim] % count == 0]
+      enough = [dim for dim, count in enumerate(counts) if spec.shape[dim] >= count]
+      target = (even or enough or [longer])[0]
+      if target == source:
         break
       axes[source].remove(axis)
-      axes[even[0]].append(axis)
-      layouts.append(layout())
-  return layouts
+      axes[target].append(axis)
+      keep_layout()
+  return layouts, tuple(-(-size // count) * count for size, count in zip(spec.shape, parts))
