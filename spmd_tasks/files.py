@@ -5,13 +5,14 @@
       append(path, line)
 
 A local file is written beside its final name, flushed to the disk and renamed over it; the rename is flushed with the
-directory. Object stores (`gs://...`, through `etils.epath`) make a written object visible only as a whole. A FIFO or a
-device in place of a file raises; a plain `open` of it would block for ever.
+directory. Object stores (`gs://...`, through `etils.epath`) make a written object visible only as a whole; the command
+line does not take them yet. A FIFO or a device in place of a file raises; a plain `open` of it would block for ever.
 """
 
 from collections.abc import Iterator
 import contextlib
 import errno
+import glob
 import os
 import re
 import stat
@@ -19,7 +20,7 @@ from typing import IO
 
 from etils import epath
 
-from spmd_tasks.errors import JobError
+from spmd_tasks.errors import JobError, UserError
 
 _FREE = 'free space there'
 _MOVE = 'move away what is in its place'
@@ -58,10 +59,26 @@ def is_remote(path: epath.Path) -> bool:
   return '://' in os.fspath(path)
 
 
-def absolute_path(path: str) -> epath.Path:
-  """Makes a path from the command line absolute; expands `~`."""
-  expanded = epath.Path(path).expanduser()
-  return expanded if is_remote(expanded) else expanded.absolute()
+def absolute_path(path: epath.PathLike) -> epath.Path:
+  """Makes a path from the command line absolute; expands `~`. Raises a UserError for a URL."""
+  refuse_url(path)
+  return epath.Path(path).expanduser().absolute()
+
+
+def refuse_url(path: epath.PathLike) -> None:
+  """Raises a UserError for `gs://...` and the like."""
+  if re.match(r'[A-Za-z][\w+.-]*://', os.fspath(path)):
+    raise UserError(
+      f'{os.fspath(path)!r} is a URL, and only mounted file systems are supported: mount the object store (gcsfuse, '
+      'mountpoint-s3) or copy the files, and give that path.'
+    )
+
+
+def glob_below(directory: epath.Path, pattern: str) -> list[epath.Path]:
+  """Returns what matches a pattern below a directory, sorted. For `epath`'s glob the directory is a pattern too."""
+  if is_remote(directory):
+    return sorted(directory.glob(pattern))
+  return [directory / name for name in sorted(glob.glob(pattern, root_dir=directory))]
 
 
 def sync_path(path: epath.Path) -> None:

@@ -10,7 +10,7 @@ from etils import epath
 import pytest
 
 from spmd_tasks import exit_codes, files
-from spmd_tasks.errors import user_error_code
+from spmd_tasks.errors import UserError, user_error_code
 
 
 def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path):
@@ -101,3 +101,17 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part_of_the_new_one(tmp_p
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert files.read_text(path) == 'old'
   assert os.listdir(tmp_path) == ['file']
+
+
+def test_a_pattern_is_looked_for_below_a_directory_of_any_name(tmp_path):
+  for name in ('run[1]', 'run1'):
+    (tmp_path / name / 'eval' / 'valid').mkdir(parents=True)
+  directory = epath.Path(tmp_path / 'run[1]')
+  assert files.glob_below(directory, 'eval/*') == [directory / 'eval' / 'valid']
+
+
+@pytest.mark.parametrize('url', ['gs://bucket/job', 's3://b', 'file:///tmp/x', 'HTTP://h/x'])
+def test_a_url_is_refused_and_a_colon_is_not(url):
+  with pytest.raises(UserError, match='is a URL, and only mounted file systems are supported'):
+    files.absolute_path(url)
+  assert files.absolute_path('a:b/c').name == 'c'

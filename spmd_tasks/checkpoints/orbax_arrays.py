@@ -2,23 +2,31 @@
 
 Writing is asynchronous. Each of several processes writes and reads its own shards; all call the same methods in the
 same order. Names come from key paths alone, so the Python classes of the tree may change.
+
+Orbax looks for the parts of a checkpoint by a glob pattern that has the directory's own path in it, and TensorStore
+takes UTF-8 without backslashes: a directory with other characters in its path is named to them by its descriptor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import functools
 import logging
+import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
 import jax
 
-from spmd_tasks.files import describe_storage_error
+from spmd_tasks.files import describe_storage_error, is_remote
 
 if TYPE_CHECKING:
   import orbax.checkpoint as ocp  # takes a second to import: when something is written or read, or by `prepare`
 
 _SLOWEST_BYTES_PER_S = 100_000_000
+_MERGED_FILE = 'manifest.ocdbt'
+_SPECIAL = re.compile(r'[][*?\\\ud800-\udfff]')
 
 
 class OrbaxArrays:
@@ -33,6 +41,8 @@ class OrbaxArrays:
     self._timeout_secs = timeout_secs
     self.write_limit_s = timeout_secs
     self._writer: ocp.AsyncCheckpointer | None = None
+    self._written: epath.Path | None = None
+    self._named = contextlib.ExitStack()  # the path by which the writer knows `_written`
 
   def prepare(self) -> None:
     """Imports Orbax and makes the writer, so that the first write does not have to."""
@@ -53,12 +63,19 @@ class OrbaxArrays:
       self.write_limit_s = limit_s
     self.prepare()
     assert self._writer is not None
-    self._writer.save(path, args=ocp.args.PyTreeSave(_to_nested(state)))
+    self._written = path
+    self._writer.save(self._named.enter_context(_plain(path)), args=ocp.args.PyTreeSave(_to_nested(state)))
 
   def wait_until_written(self) -> None:
     """Returns when the arrays of all processes are written; raises the error of a failed write."""
-    if self._writer is not None:
+    if self._writer is None or self._written is None:
+      return
+    with self._named:
       self._writer.wait_until_finished()
+    if not (self._written / _MERGED_FILE).exists():
+      raise FileNotFoundError(
+        f'Orbax has not merged what the processes wrote: there is no {self._written / _MERGED_FILE}'
+      )
 
   def read(self, path: epath.Path, abstract: Any, subtree: str | None) -> Any:
     """Reads the arrays of `abstract` (ShapeDtypeStructs; without a sharding: onto this process's first device).
@@ -73,14 +90,15 @@ class OrbaxArrays:
       nested = {name: nested}
     # The handler itself: a Checkpointer ends with a device collective that a process with an error never enters.
     reader = ocp.PyTreeCheckpointHandler()
-    arrays = reader.restore(
-      path,
-      args=ocp.args.PyTreeRestore(
-        item=nested,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(nested),
-        partial_restore=subtree is not None,
-      ),
-    )
+    with _plain(path) as plain:
+      arrays = reader.restore(
+        plain,
+        args=ocp.args.PyTreeRestore(
+          item=nested,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(nested),
+          partial_restore=subtree is not None,
+        ),
+      )
     reader.close()
     for name in names:
       arrays = arrays[name]
@@ -95,6 +113,19 @@ class OrbaxArrays:
     except Exception as error:
       logging.info('Closing Orbax raises again what a failed write has raised: %s', error)
     self._writer = None
+
+
+@contextlib.contextmanager
+def _plain(path: epath.Path) -> Iterator[epath.Path]:
+  """Gives `path`, whose parent exists, a name that Orbax and TensorStore can take."""
+  if is_remote(path) or not _SPECIAL.search(os.fspath(path)):
+    yield path
+    return
+  descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+  try:
+    yield epath.Path(f'/proc/self/fd/{descriptor}') / path.name
+  finally:
+    os.close(descriptor)
 
 
 def num_bytes(tree: Any) -> int:

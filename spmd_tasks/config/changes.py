@@ -14,7 +14,7 @@ from spmd_tasks.config.encoding import show
 from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.config.symbols import current_names
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import read_text
+from spmd_tasks.files import glob_below, read_text
 
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
@@ -80,7 +80,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
   """
   path = job_log_dir / 'config.json'
   # Without a checkpoint a job may still go on from copies in memory (checkpoints/peer_copies.py).
-  has_state = any((job_log_dir / 'checkpoints').glob('checkpoint_*')) or (job_log_dir / 'peer_copies.json').exists()
+  has_state = glob_below(job_log_dir, 'checkpoints/checkpoint_*') or (job_log_dir / 'peer_copies.json').exists()
   if not path.exists() or not has_state:
     return  # nothing has been trained here
   try:

@@ -15,7 +15,7 @@ from etils import epath
 from spmd_tasks.config.encoding import show
 from spmd_tasks.config.symbols import current_experiment
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import read_text
+from spmd_tasks.files import absolute_path, read_text
 
 _MAX_DEPTH = 50
 
@@ -27,7 +27,7 @@ def read_saved_config(path: epath.PathLike) -> dict[str, Any]:
     UserError: there is no such file, or it holds no saved config.
   """
   try:
-    saved = json.loads(read_text(epath.Path(path)))
+    saved = json.loads(read_text(absolute_path(path)))
   except (OSError, ValueError, RecursionError) as error:
     raise UserError(f'config {path} cannot be read: {error}. Give the config.json of a job_log_dir.') from error
   try:

@@ -16,6 +16,7 @@ import sysconfig
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.files import refuse_url
 
 DEFAULT_BLOCK_BYTES = 1 << 16
 _MIN_BLOCK_BYTES = 16  # longer than any one character
@@ -73,7 +74,10 @@ def expand_globs(patterns: str | Sequence[str], kind: str) -> list[str]:
     raise UserError(f'no {kind} files are named: give a path or a glob pattern.')
   files = set()
   for pattern in patterns:
-    found = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
+    refuse_url(pattern)
+    pattern = os.path.expanduser(pattern)
+    # A file whose own name has the characters of a pattern is meant itself.
+    found = [path for path in (glob.glob(pattern, recursive=True) or [pattern]) if os.path.isfile(path)]
     if not found:
       raise UserError(
         f'no {kind} file matches {pattern!r} (current directory {os.getcwd()}): correct the path or the pattern.'

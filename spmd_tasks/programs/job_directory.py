@@ -22,7 +22,7 @@ from absl import logging
 from etils import epath
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import is_remote, read_text, write_durably
+from spmd_tasks.files import glob_below, is_remote, read_text, write_durably
 from spmd_tasks.runtime import METRICS_FILE
 
 EXPERIMENT_FILE = 'experiment.json'
@@ -112,7 +112,7 @@ def _check_kinds(job_log_dir: epath.Path) -> None:
   if is_remote(job_log_dir):
     return
   for kind, is_kind, patterns in (('file', os.path.isfile, _FILES), ('directory', os.path.isdir, _DIRECTORIES)):
-    for path in (path for pattern in patterns for path in job_log_dir.glob(pattern)):
+    for path in (path for pattern in patterns for path in glob_below(job_log_dir, pattern)):
       if path.exists() and not is_kind(path):  # a link to nothing is as good as nothing
         raise UserError(f'{os.fspath(path)!r} is not a {kind}, but the job needs one there: move it away.')
 

@@ -18,7 +18,7 @@ from absl import logging
 from etils import epath
 
 from spmd_tasks.checkpoints import PEER_COPIES_FILE, CheckpointDirectory, Checkpointer
-from spmd_tasks.files import is_remote, read_text, storage_errors, sync_path, write_durably
+from spmd_tasks.files import glob_below, is_remote, read_text, storage_errors, sync_path, write_durably
 from spmd_tasks.programs.job_directory import (
   CONFIG_FILE,
   GOODPUT_FILE,
@@ -99,7 +99,7 @@ class SavedSteps:
       if CheckpointDirectory(path=self._checkpoints).claimed_steps():
         logging.warning('--begin_anew changes nothing: there are checkpoints in %s to go on from.', self._checkpoints)
         return
-      left = [path for pattern in _LEFT for path in sorted(self._job_log_dir.glob(pattern))]
+      left = [path for pattern in _LEFT for path in glob_below(self._job_log_dir, pattern)]
       incomplete = [path for path in _children(self._checkpoints) if not path.name.startswith('earlier_')]
       if not left and not incomplete:
         return

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import os
+import re
 from typing import Any
 
 from checkpoint_states import (
@@ -37,6 +38,26 @@ def test_the_newest_step_comes_back_bit_exactly_on_any_mesh(directory, mesh_shap
   assert restored.input_states == [{'position': 30}]
   for leaf, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(abstract)):
     assert leaf.sharding == wanted.sharding
+
+
+@pytest.mark.parametrize('name', ['run[1]', 'a*b?', 'back\\slash\\\\', os.fsdecode(b'\xff'), 'ü %20#{x}\n'])
+def test_any_name_of_a_directory_will_do(tmp_path, name):
+  """Orbax takes its path for a pattern, which would match a neighbour's files or none; TensorStore wants UTF-8."""
+  (tmp_path / name).mkdir()
+  checkpointer = Checkpointer(tmp_path / name)
+  checkpointer.save(3, device_state(3))
+  checkpointer.close()
+  assert_restores(Checkpointer(tmp_path / name).restore(abstract_state()), 3)
+
+
+def test_arrays_that_were_not_merged_are_an_error_of_the_save(tmp_path, monkeypatch):
+  monkeypatch.setattr(orbax_arrays, '_SPECIAL', re.compile('never'))
+  (tmp_path / '[1]').mkdir()
+  checkpointer = Checkpointer(tmp_path / '[1]')
+  checkpointer.save(3, device_state(3))
+  with pytest.raises(CheckpointError, match=r'no .*/state/manifest\.ocdbt'):
+    checkpointer.wait()
+  assert checkpointer.all_steps() == []
 
 
 def test_without_shardings_it_comes_back_on_one_device(directory):
