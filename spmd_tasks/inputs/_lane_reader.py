@@ -5,10 +5,12 @@ A process of the job runs a LaneReader directly (`num_workers=0`) or in a worker
 
 from collections.abc import Callable, Iterator
 import dataclasses
+import functools
 import queue
 import threading
 from typing import Any
 
+from absl import logging
 import numpy as np
 
 from spmd_tasks.errors import JobError, UserError
@@ -109,9 +111,19 @@ class LaneReader:
     def read_block(index: int) -> TokenBlock | None:
       return blocks[index] if index < len(blocks) else None
 
+    @functools.cache
+    def goes_on() -> bool:
+      self._check_has_tokens(reader)
+      if not self.shuffle:
+        logging.warning(
+          'Without shuffling, some rows of the batch meet no block with text, so that they are padding: shuffle the '
+          'source, or change block_bytes or batch_size.'
+        )
+      return self.shuffle
+
     try:
       lanes = [
-        Lane(lane, self.num_lanes, read_block, len(self.source), self.packing, self.encoder.keeps_whole)
+        Lane(lane, self.num_lanes, read_block, len(reader), goes_on, self.packing, self.encoder.keeps_whole)
         for lane in self.lanes
       ]
       for lane, (*position, truncated, skipped) in zip(lanes, positions.tolist(), strict=True):
@@ -125,6 +137,18 @@ class LaneReader:
         yield batch, np.array([(*lane.position, *lane.num_too_long) for lane in lanes], np.int64)
     finally:
       reader.close()
+
+  def _check_has_tokens(self, reader: BlockReader) -> None:
+    """Raises a UserError if no block has any."""
+    num_skipped = 0
+    for index in range(len(reader)):
+      block = reader[index]
+      if block.ids.size:
+        return
+      num_skipped += block.num_skipped
+    if num_skipped:
+      raise UserError(f'none of the {num_skipped} records fits in a row, so that all are left out: raise seq_len.')
+    raise UserError(f'none of the {len(reader)} blocks of text has any: give a source with text to train on.')
 
 
 class _Worker:

@@ -125,7 +125,8 @@ class Lane:
   Args:
     lane: which blocks: `lane`, `lane + num_lanes`, ...
     read_block: returns a block's tokens, or None behind the last one.
-    max_empty_blocks: that many blocks without any token in a row are an error, not a reason to search for ever.
+    num_blocks: of the source, once. A lane that finds no token in as many blocks in a row asks `goes_on`.
+    goes_on: whether other blocks may come, which may have tokens. If not, the lane's rows are padding from then on.
     packing: False puts one document, or one piece of T tokens of it, in each row.
     keeps_whole: a block is not divided between rows: one that does not fit in what is left of a row begins the next.
   """
@@ -135,14 +136,17 @@ class Lane:
     lane: int,
     num_lanes: int,
     read_block: Callable[[int], TokenBlock | None],
-    max_empty_blocks: int,
+    num_blocks: int,
+    goes_on: Callable[[], bool],
     packing: bool = True,
     keeps_whole: bool = False,
   ):
     self._lane = lane
     self._num_lanes = num_lanes
     self._read_block = read_block
-    self._max_empty_blocks = max_empty_blocks
+    self._num_blocks = num_blocks
+    self._goes_on = goes_on
+    self._is_starved = False
     self._packing = packing
     self._keeps_whole = keeps_whole
     self.num_too_long = np.zeros(2, np.int64)  # documents truncated and skipped in the blocks behind the current one
@@ -164,6 +168,7 @@ class Lane:
       UserError: there is no such position.
     """
     self._num_read, self._offset, self._next_document, self._block = num_read, offset, 0, None
+    self._is_starved = False
     if offset == 0:
       return
     self._load()
@@ -181,7 +186,7 @@ class Lane:
 
   def _current(self) -> TokenBlock | None:
     """The block in which unused tokens remain, or None at the end."""
-    num_empty = 0
+    num_empty, begun = 0, self._num_read
     while True:
       if self._block is None:
         self._load()
@@ -190,17 +195,16 @@ class Lane:
       if self._offset < self._block.ids.size:
         return self._block
       num_empty = num_empty + 1 if self._block.ids.size == 0 else 0
-      if num_empty >= self._max_empty_blocks:
-        if self._block.num_skipped:
-          raise UserError(
-            f'of the last {num_empty} records none fits in a row, so that all are left out: raise seq_len.'
-          )
-        raise UserError(f'{num_empty} blocks of text in a row are empty: give a source with text to train on.')
+      if num_empty == self._num_blocks and not self._goes_on():
+        self._is_starved, self._num_read, self._block = True, begun, None
+        return None
       self.num_too_long += (self._block.num_truncated, self._block.num_skipped)
       self._num_read, self._offset, self._next_document, self._block = self._num_read + 1, 0, 0, None
 
   def fill_row(self, batch: base.Batch, row: int, positions: np.ndarray) -> bool:
     """Writes the next row into `batch`; False if the lane had ended. `positions` is arange(T)."""
+    if self._is_starved:
+      return True
     seq_len = positions.size
     used, segment = 0, 0
     while used < seq_len:
@@ -224,7 +228,7 @@ class Lane:
         self._next_document += 1
       if not self._packing and not (self._keeps_whole and self._offset < block.ids.size):
         break
-    return used > 0
+    return used > 0 or self._is_starved
 
 
 def pack_batch(

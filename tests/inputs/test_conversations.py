@@ -153,7 +153,7 @@ def test_a_conversation_longer_than_a_row(training, caplog):
   assert all(learnt for _, learnt in segments(nothing))
   assert state['num_too_long'][0][1] > 0
   with pytest.raises(
-    ValueError, match=r'of the last \d+ records none fits in a row, so that all are left out: raise seq_len'
+    ValueError, match=r'none of the \d+ records fits in a row, so that all are left out: raise seq_len'
   ):
     take(dataclasses.replace(training, seq_len=2, too_long='skip'), 1)
 

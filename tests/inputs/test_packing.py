@@ -67,7 +67,7 @@ def lane_over(blocks, tokenizer, lane=0, num_lanes=1, packing=True):
   def read_block(index):
     return tokenize_documents(blocks[index], tokenizer) if index < len(blocks) else None
 
-  return Lane(lane, num_lanes, read_block, max_empty_blocks=1000, packing=packing)
+  return Lane(lane, num_lanes, read_block, 1000, lambda: True, packing=packing)
 
 
 @pytest.mark.parametrize('packing', [True, False])
@@ -132,11 +132,14 @@ def test_a_position_that_is_not_there_is_refused(position):
     lane_over([[('abc', True)]], BYTES).seek(*position)
 
 
-def test_empty_source_is_an_error_instead_of_a_search_for_ever():
+def test_a_lane_that_will_never_get_text_gives_padding_and_keeps_its_position():
+  block = tokenize_documents([('abc', True)], BYTES)
   empty = tokenize_documents([('', True)], BYTES)
-  assert empty.ids.size == 0
-  with pytest.raises(ValueError, match='5 blocks of text in a row are empty'):
-    pack_batch([Lane(0, 1, lambda index: empty, max_empty_blocks=5)], 4)
+  lanes = [Lane(lane, 2, lambda index: empty if index % 2 else block, 2, lambda: False) for lane in range(2)]
+  for _ in range(3):
+    batch = pack_batch(lanes, 8)
+    np.testing.assert_array_equal(batch['weights'].all(axis=1), [True, False])
+    assert lanes[1].position == (0, 0, 0)
 
 
 def test_padding_uses_the_pad_id():

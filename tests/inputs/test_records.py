@@ -6,12 +6,13 @@ import pickle
 import time
 
 from array_record.python import array_record_module
+from batches import assert_same, take
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.errors import JobError
-from spmd_tasks.inputs import ArrayRecord, JsonLines, OpenSource, Parquet, TextSource
+from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.inputs import ArrayRecord, ByteTokenizer, JsonLines, OpenSource, Parquet, TextInput, TextSource
 
 TEXTS = [f'document {i} ' + 'é\n' * (i % 5) for i in range(23)]
 
@@ -205,3 +206,36 @@ def test_a_long_line_is_read_once(tmp_path):
   lengths = [len(text) for i in range(len(source)) for text, _ in source[i].documents]
   assert lengths == [30_000_000, 5]
   assert time.monotonic() - started < 5  # 7,300 blocks; each read to the end of the line takes a minute
+
+
+@pytest.mark.parametrize(
+  'long, short, batch_size, shuffle',
+  [
+    ([8], 0, 1, True),
+    ([8], 0, 4, True),
+    ([8], 0, 8, False),
+    ([8] * 3, 0, 16, True),
+    ([64], 100, 4, True),
+    ([8], 0, 1, False),
+  ],
+)
+def test_records_far_longer_than_a_block_are_read_epoch_after_epoch(tmp_path, long, short, batch_size, shuffle):
+  """A long record leaves all blocks but its first one empty, so that a lane may find none with text for long."""
+  texts = ['x' * (16 * blocks) for blocks in long] + [f'text {number}' for number in range(short)]
+  (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
+  source = JsonLines(pattern=str(tmp_path / 'a.jsonl'), block_bytes=16)
+  settings = TextInput(
+    source=source, tokenizer=ByteTokenizer(), batch_size=batch_size, seq_len=32, seed=3, shuffle=shuffle
+  )
+  batches, _ = take(settings, 12)
+  assert all(batch['weights'].any() for batch in batches)
+  assert not shuffle or all(batch['weights'].all() for batch in batches)
+  first, state = take(settings, 5)
+  assert_same(first + take(settings, 7, state)[0], batches)
+
+
+def test_a_source_without_any_text_is_an_error_instead_of_a_search_for_ever(tmp_path):
+  (tmp_path / 'a.jsonl').write_text('{"text": ""}\n' * 9)
+  source = JsonLines(pattern=str(tmp_path / 'a.jsonl'), block_bytes=16)
+  with pytest.raises(UserError, match='none of the 8 blocks of text has any'):
+    take(TextInput(source=source, tokenizer=ByteTokenizer(), batch_size=2, seq_len=4), 1)
