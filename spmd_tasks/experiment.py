@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import re
 import types
 from typing import Any, ClassVar
@@ -41,6 +42,7 @@ from spmd_tasks.layers.moe import agree_on_grouped_matmul_backend
 from spmd_tasks.runtime import EarlyStop, PartitionedModel, Task, TrainState, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
+_MAX_TIMEOUT_S = 31_536_000
 MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
 
 DEFAULT_INPUTS_SPLIT_MAPPING: Mapping[str, SplitDims] = FrozenDict(
@@ -166,8 +168,8 @@ class Experiment(FrozenFields, abc.ABC):
     ):
       if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
         raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of steps, or None for never.')
-    if not isinstance(self.seed, int) or self.seed < 0:
-      raise UserError(f'seed = {self.seed!r} must be an integer that is not negative.')
+    if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+      raise UserError(f'seed = {self.seed!r} must be an integer in [0, {2**32:,}).')
     steps = self.profile_steps
     if steps is not None and (len(steps) != 2 or not 0 <= steps[0] < steps[1]):
       raise UserError(f'profile_steps = {steps} must be (first, last) with 0 <= first < last.')
@@ -193,8 +195,10 @@ class Experiment(FrozenFields, abc.ABC):
     if hours is not None and not hours > 0:
       raise UserError(f'checkpoint_keep_every_hours = {hours!r} must be a positive number of hours, or None.')
     for name in (field.name for field in dataclasses.fields(self) if field.name.endswith('_timeout_s')):
-      if not getattr(self, name) > 0:
-        raise UserError(f'{name} = {getattr(self, name)!r} must be a positive number of seconds.')
+      if not 0 < getattr(self, name) <= _MAX_TIMEOUT_S:
+        raise UserError(
+          f'{name} = {getattr(self, name)!r} must be a positive number of seconds, at most {_MAX_TIMEOUT_S:,} (a year).'
+        )
 
   def mesh_spec(self) -> MeshSpec:
     """The mesh's axes and sizes."""
@@ -344,6 +348,30 @@ def check_vocabulary(job: Job) -> None:
       )
 
 
+def check_state_fits(model: PartitionedModel) -> None:
+  """Raises a UserError if the training state alone is larger than the memory of this process's devices."""
+  local = jax.local_devices()
+  limits = [(device.memory_stats() or {}).get('bytes_limit') for device in local]
+  available = _host_memory() if None in limits else sum(limits)
+  num_bytes = len(local) * sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(model.padded_state)
+  )
+  _check_fits('the training state', num_bytes, available, 'the number of layers, the dims or vocab_size')
+
+
+def _check_fits(what: str, num_bytes: int, available: int, setting: str) -> None:
+  if num_bytes > available:
+    raise UserError(
+      f'{what} has {num_bytes / 1e9:,.0f} GB, and this process {available / 1e9:,.0f} GB of memory for it: lower '
+      f'{setting}, or take more devices or processes.'
+    )
+
+
+def _host_memory() -> int:
+  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+
+
 def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> PartitionedModel:
   """Partitions the job's task over a mesh, with the experiment's axis rules and the training input's element spec.
 
@@ -361,17 +389,20 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
   mesh = experiment.mesh_spec().build() if mesh is None else mesh
   job.check_parts()
   with naming_own_code('train_input.element_spec()', part=job.train_input):
-    spec = job.train_input.element_spec()
-  if not isinstance(spec, Mapping) or not spec or not all(map(_is_spec, spec.values())):
+    batch = job.train_input.element_spec()
+  if not isinstance(batch, Mapping) or not batch or not all(map(_is_spec, batch.values())):
     raise UserError(
       'train_input.element_spec() must return a dict of a jax.ShapeDtypeStruct(shape, dtype) by name, the shape with '
-      f'the whole batch as its first dim; it returns {spec!r}.'
+      f'the whole batch as its first dim; it returns {batch!r}.'
     )
-  with naming_own_code('the model', keys=spec):
+  if isinstance(mesh, Mesh):
+    num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in batch.values()) // jax.process_count()
+    _check_fits('a batch', num_bytes, _host_memory(), 'batch_size or seq_len')
+  with naming_own_code('the model', keys=batch):
     model = partition_spmd_model(
       job.task,
       mesh,
-      spec,
+      batch,
       axis_rules=experiment.axis_rules,
       inputs_split_mapping=experiment.inputs_split_mapping,
     )

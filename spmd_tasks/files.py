@@ -54,7 +54,7 @@ class StorageError(JobError):
   """A file of a running job cannot be read or written; the message states which one, why, and what to do."""
 
 
-def is_remote(path: epath.Path) -> bool:
+def is_remote(path: epath.PathLike) -> bool:
   """Whether `path` is in an object store rather than on a mounted file system (no locks, no fsync)."""
   return '://' in os.fspath(path)
 
@@ -117,23 +117,23 @@ def append(path: epath.Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def open_bytes(path: epath.Path) -> Iterator[IO[bytes]]:
+def open_bytes(path: epath.PathLike) -> Iterator[IO[bytes]]:
   """Opens a file for reading. Raises OSError, also where `path` is a FIFO, a device or a directory."""
   if is_remote(path):
-    with path.open('rb') as file:
+    with epath.Path(path).open('rb') as file:
       yield file
   else:
     with _open(path, os.O_RDONLY) as descriptor, open(descriptor, 'rb', closefd=False) as file:
       yield file
 
 
-def read_bytes(path: epath.Path) -> bytes:
+def read_bytes(path: epath.PathLike) -> bytes:
   """Reads a whole file. Raises OSError as `open_bytes`."""
   with open_bytes(path) as file:
     return file.read()
 
 
-def read_text(path: epath.Path) -> str:
+def read_text(path: epath.PathLike) -> str:
   """Reads a whole file of UTF-8. Raises OSError as `open_bytes`, UnicodeDecodeError (a ValueError) for other bytes."""
   return read_bytes(path).decode()
 
@@ -194,7 +194,7 @@ def _has_no_inodes(path: epath.Path) -> bool:
 
 
 @contextlib.contextmanager
-def _open(path: epath.Path, flags: int) -> Iterator[int]:
+def _open(path: epath.PathLike, flags: int) -> Iterator[int]:
   """Opens a regular file."""
   # Without O_NONBLOCK a FIFO would block right here.
   descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

@@ -20,7 +20,7 @@ def split_override(override: str) -> tuple[Path, str]:
   """
   path, equals, text = override.partition('=')
   if not equals or not all(path.strip().split('.')):
-    raise UserError(f'{override!r} is not an override: write path=value, for example num_train_steps=100.')
+    raise UserError(f'{_shorten(override)!r} is not an override: write path=value, for example num_train_steps=100.')
   return tuple(path.strip().split('.')), text.strip()
 
 
@@ -39,7 +39,9 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
       return None
     fields = [f'{name}.{child}' for child in fields_of(present)]
     remedy = f'set one of its fields: {_list(fields)}' if fields else "change that in the experiment's code"
-    raise UserError(f'{name}={text} cannot be set: {name} is a {show(encode_field(present))}; {remedy}.')
+    raise UserError(
+      f'{name}={_shorten(text)} cannot be set: {name} is a {_shorten(show(encode_field(present)))}; {remedy}.'
+    )
   try:
     return parse_value(text, kind)
   except ValueError:
@@ -47,10 +49,11 @@ def parse_override(root: Any, path: Path, text: str) -> Any:
   now = '' if field.value is UNSET else f' (now {_shorten(show(encode_field(field.value)))})'
   if example is None:
     raise UserError(
-      f'{name}={text} cannot be set from the command line: {name}{now} takes a {describe_type(kind)}: change '
+      f'{name}={_shorten(text)} cannot be set from the command line: {name}{now} takes a {describe_type(kind)}: change '
       "that in the experiment's code."
     )
-  raise UserError(f'{name}={text} is not of type {describe_type(kind)}{now}: write for example {name}={example}')
+  kind = describe_type(kind)
+  raise UserError(f'{name}={_shorten(text)} is not of type {kind}{now}: write for example {name}={example}')
 
 
 def find_field(root: Any, path: Path) -> Field:
@@ -73,7 +76,7 @@ def find_field(root: Any, path: Path) -> Field:
 def _unknown_path(root: Any, path: Path, depth: int, names: Sequence[str]) -> UserError:
   parent = '.'.join(path[:depth])
   prefix = f'{parent}.' if parent else ''
-  full = '.'.join(path)
+  full = _shorten('.'.join(path))
   if not names and show(encode_field(find_field(root, path[:depth]).value)).startswith('optax:GradientTransformation'):
     return UserError(
       f'unknown config path {full!r}: {parent} is an optax optimizer that is built already, without fields: give '
@@ -87,13 +90,13 @@ def _unknown_path(root: Any, path: Path, depth: int, names: Sequence[str]) -> Us
     last = difflib.get_close_matches(path[-1], {name.rpartition('.')[2] for name in known}, n=1, cutoff=0.8)
     near = [name for name in known if name.rpartition('.')[2] in last][:3]
   where = parent or 'the experiment'
-  nearest = f'Nearest: {", ".join(near)}. ' if near else ''
-  return UserError(f'unknown config path {full!r}: {where} has no {path[depth]!r}. {nearest}Fields: {_list(names)}.')
+  choice = f'Nearest: {", ".join(near)}.' if near else f'It has {_list(names)}.'
+  return UserError(f'unknown config path {full!r}: {where} has no {_shorten(path[depth])!r}. {choice}')
 
 
 def _shorten(text: str, limit: int = 80) -> str:
   return text if len(text) <= limit else f'{text[:limit]}...'
 
 
-def _list(names: Sequence[str], limit: int = 40) -> str:
+def _list(names: Sequence[str], limit: int = 12) -> str:
   return ', '.join(names[:limit]) + (', ...' if len(names) > limit else '')

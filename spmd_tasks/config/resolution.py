@@ -27,6 +27,7 @@ from spmd_tasks.config.tree import (
   UNSET,
   apply_changes,
   check_buildable,
+  check_numbers,
   copy_config,
   fields_of,
   is_node,
@@ -167,6 +168,7 @@ def _resolve(
   root = _root_of(experiment, parts)
   changed_parts = {path: parse_override(root, path, text) for path, text in on_parts}
   parts = apply_changes(parts, changed_parts)
+  check_numbers(_root_of(experiment, parts))
   if experiment.is_built_by_fiddle:
     check_buildable(parts)
   given = {'.'.join(path): encode(value) for path, value in (changes | changed_parts).items()}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 import dataclasses
 import functools
 import inspect
+import math
 import types
 import typing
 from typing import Any
@@ -107,6 +108,19 @@ def check_buildable(root: Any) -> None:
   for path, field in walk(root):
     if field.value is UNSET:
       raise UserError(f'{path} has no value and no default: give it one in the experiment, or --set {path}=...')
+
+
+def check_numbers(root: Any) -> None:
+  """Raises a UserError for numbers that nothing can compute with: nan, integers that int32 and uint32 seeds lack."""
+  for path, field in walk(root):
+    value, name = field.value, path.rpartition('.')[2]
+    if isinstance(value, float) and math.isnan(value):
+      raise UserError(f'{path} = nan is no number to compute with: set another one.')
+    is_seed = name == 'seed' or name.endswith('_seed')
+    if is_seed and isinstance(value, int) and not 0 <= value < 2**32:
+      raise UserError(f'{path} = {value} must be in [0, {2**32:,}), as random numbers are drawn from 32 bits.')
+    if isinstance(value, int) and not is_seed and not name.endswith('_bytes') and abs(value) >= 2**31:
+      raise UserError(f'{path} = {value} must be less than {2**31:,}, which is what JAX counts with: lower it.')
 
 
 def apply_changes(node: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import read_text
 from spmd_tasks.inputs.tokenizers import digest_of, load_tokenizer_file, offsets_of
 
 _CONFIG = 'tokenizer_config.json'
@@ -133,8 +134,7 @@ def read_json_object(path: str) -> dict[str, Any]:
     UserError: the file is not a JSON object.
   """
   try:
-    with open(path, encoding='utf-8') as f:
-      value = json.load(f)
+    value = json.loads(read_text(path))
   except FileNotFoundError:
     return {}
   except (OSError, ValueError, RecursionError) as error:

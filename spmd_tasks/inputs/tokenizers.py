@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import read_bytes
 
 
 @runtime_checkable
@@ -250,7 +251,7 @@ def load_tokenizer_file(path: str) -> Any:
   if not os.path.exists(path):
     raise UserError(f'there is no tokenizer file {path}: train one with train_bpe, or correct the path.')
   try:
-    return tokenizers.Tokenizer.from_file(path)
+    return tokenizers.Tokenizer.from_buffer(read_bytes(path))
   except Exception as e:  # the library raises a bare Exception
     raise UserError(f'{path} is not a tokenizer.json of the tokenizers library: {e}') from e
 
@@ -262,8 +263,7 @@ def offsets_of(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def digest_of(path: str) -> str:
   """A digest of a file's bytes."""
-  with open(path, 'rb') as f:
-    return hashlib.blake2b(f.read(), digest_size=16).hexdigest()
+  return hashlib.blake2b(read_bytes(path), digest_size=16).hexdigest()
 
 
 def train_bpe(texts: Iterable[str], path: str, vocab_size: int, min_frequency: int = 2) -> BpeTokenizer:

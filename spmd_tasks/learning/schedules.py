@@ -29,13 +29,13 @@ def learning_rate_at(learning_rate: LearningRate, step: jax.typing.ArrayLike) ->
 
 def check_learning_rate(name: str, learning_rate: LearningRate) -> None:
   """Raises a UserError if the learning rate is neither a schedule nor a number of 0 or more."""
-  if not callable(learning_rate) and not learning_rate >= 0:
-    raise UserError(f'{name} is {learning_rate}; it must be 0 or more, or a schedule.')
+  if not callable(learning_rate) and not 0 <= learning_rate < float('inf'):
+    raise UserError(f'{name} is {learning_rate}; it must be 0 or more and finite, or a schedule.')
 
 
 def _check_non_negative(name: str, value: float) -> None:
-  if not value >= 0:
-    raise UserError(f'{name} is {value}; it must be 0 or more.')
+  if not 0 <= value < float('inf'):
+    raise UserError(f'{name} is {value}; it must be 0 or more and finite.')
 
 
 def _check_span(warmup_steps: int, total_steps: int) -> None:

@@ -8,19 +8,23 @@ included, so nothing has to be cleaned up. The file also names the holder. Remot
 locks: only the experiment's name is checked there, and a second running job is not noticed. Only process 0 claims.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import errno
 import fcntl
 import io
+import itertools
 import json
 import os
+import shutil
 import socket
 import types
 
 from absl import logging
 from etils import epath
 
+from spmd_tasks.checkpoints import PEER_COPIES_FILE
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import glob_below, is_remote, read_text, write_durably
 from spmd_tasks.runtime import METRICS_FILE
@@ -56,13 +60,19 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 class JobDirectory:
   """A claimed directory. Leaving it as a context releases the claim.
 
+  A UserError before the first step of a new job refuses it: what the job has written by then is removed again.
+
   Attributes:
     path: the directory.
     lock_file: open and locked; None on a file system without locks.
+    earlier: what a new job found in the directory; None for a job that has been here before.
+    made: the directories that the claim has made, innermost first.
   """
 
   path: epath.Path
   lock_file: io.FileIO | None
+  earlier: frozenset[epath.Path] | None = None
+  made: tuple[epath.Path, ...] = ()
 
   def release(self) -> None:
     """Frees the directory for another job; the end of the process does the same."""
@@ -75,7 +85,19 @@ class JobDirectory:
   def __exit__(
     self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
   ) -> None:
+    if isinstance(error, UserError) and self.earlier is not None and not (self.path / STARTUP_FILE).exists():
+      self._remove_what_is_new(self.earlier)
     self.release()
+
+  def _remove_what_is_new(self, earlier: frozenset[epath.Path]) -> None:
+    for path in _own_paths(self.path) - earlier:
+      if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+      else:
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others may have put something there
+      for path in self.made:
+        path.rmdir()
 
 
 def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
@@ -89,11 +111,15 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
   try:
     _check_kinds(path)
     _check_experiment(path, experiment_name)
+    earlier = None if is_remote(path) else frozenset(_own_paths(path))
+    made = tuple(itertools.takewhile(lambda each: not each.exists(), (path, *path.parents)))
     path.mkdir(parents=True, exist_ok=True)
     lock_file = _lock(path)
     try:
       # Again, now that nobody else can write: two first jobs may have passed the first check together.
-      if not _check_experiment(path, experiment_name):
+      if _check_experiment(path, experiment_name):
+        earlier = None
+      else:
         write_durably(path / EXPERIMENT_FILE, json.dumps({'experiment': experiment_name}) + '\n')
     except BaseException:
       if lock_file is not None:
@@ -104,7 +130,13 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
       f'job_log_dir {os.fspath(path)!r} cannot be used: {error.strerror or error} ({error.filename}). Choose a '
       'directory that this user can create and write.'
     ) from error
-  return JobDirectory(path=path, lock_file=lock_file)
+  return JobDirectory(path=path, lock_file=lock_file, earlier=earlier, made=made)
+
+
+def _own_paths(job_log_dir: epath.Path) -> set[epath.Path]:
+  """Returns the files and directories of a job that are in its directory."""
+  patterns = (*_DIRECTORIES, *_FILES, PEER_COPIES_FILE, 'events.out.tfevents.*')
+  return {path for pattern in patterns if '/' not in pattern for path in glob_below(job_log_dir, pattern)}
 
 
 def _check_kinds(job_log_dir: epath.Path) -> None:

@@ -24,7 +24,7 @@ from spmd_tasks.decoding import WeightStorage
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.files import absolute_path
+from spmd_tasks.files import absolute_path, read_text
 from spmd_tasks.layers import ADAPTER_TAG, adapters_of
 from spmd_tasks.learning import FROZEN_TAG, fill_in
 from spmd_tasks.programs.base_digest import check_base_of_folder
@@ -49,7 +49,7 @@ def pretrained_folder(experiment: Experiment) -> str | None:
 def is_model_folder(path: os.PathLike | str) -> bool:
   """Returns whether a directory has the config.json of a model in Hugging Face's format, of whatever family."""
   try:
-    return isinstance(json.loads((Path(path) / 'config.json').read_text(encoding='utf-8'))['model_type'], str)
+    return isinstance(json.loads(read_text(Path(path) / 'config.json'))['model_type'], str)
   except (OSError, ValueError, KeyError, TypeError, RecursionError):
     return False
 

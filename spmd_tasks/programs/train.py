@@ -21,7 +21,13 @@ from spmd_tasks.distributed import (
   watch_steps,
 )
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Job, check_vocabulary, make_training_iterator, partition_job
+from spmd_tasks.experiment import (
+  Job,
+  check_state_fits,
+  check_vocabulary,
+  make_training_iterator,
+  partition_job,
+)
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
@@ -300,6 +306,7 @@ def _check(job: Job, clock: StartupClock) -> tuple[PartitionedModel, InputIterat
   check_vocabulary(job)
   with clock.phase('partition'):
     model = partition_job(job)
+  check_state_fits(model)
   check_num_microbatches(_batch_size(model), job.task.learner.num_microbatches)
   for eval_input in job.eval_inputs.values():
     eval_input.element_spec()  # refuses bad settings now, not at the first eval

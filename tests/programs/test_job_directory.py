@@ -1,5 +1,6 @@
 """A job_log_dir has one experiment for ever and one running job at a time."""
 
+import contextlib
 import errno
 import json
 import os
@@ -11,6 +12,7 @@ import tempfile
 import pytest
 
 from spmd_tasks import exit_codes
+from spmd_tasks.errors import UserError
 from spmd_tasks.programs import claim, job_directory
 from tests import binary
 
@@ -43,6 +45,29 @@ def test_a_new_directory_is_created_and_records_the_experiment_which_comes_back(
     with claim(tmp_path / 'a' / 'b', experiment_name='lm.A') as job:
       assert job.path == tmp_path / 'a' / 'b'
   assert json.loads((tmp_path / 'a' / 'b' / 'experiment.json').read_text()) == {'experiment': 'lm.A'}
+
+
+@pytest.mark.parametrize('is_there', [True, False])
+def test_a_new_job_that_is_refused_leaves_nothing_and_what_was_there_stays(tmp_path, is_there):
+  directory = tmp_path / 'a' / 'b[1]'
+  if is_there:
+    (directory / 'samples').mkdir(parents=True)
+    (directory / 'log.txt').write_text('of a shell')
+  before = contents(tmp_path)
+
+  def run(error):
+    with contextlib.suppress(type(error)), claim(directory, experiment_name='lm.A'):
+      (directory / 'checkpoints' / 'x').mkdir(parents=True, exist_ok=True)
+      (directory / 'metrics.jsonl').write_text('')
+      raise error
+
+  run(UserError('no such origin'))
+  assert contents(tmp_path) == before
+  assert (tmp_path / 'a').exists() == is_there
+  run(RuntimeError('a bug'))
+  assert (directory / 'metrics.jsonl').exists()
+  run(UserError('the job has been here before'))
+  assert (directory / 'metrics.jsonl').exists()
 
 
 def test_another_experiment_is_refused_and_nothing_is_written(tmp_path):

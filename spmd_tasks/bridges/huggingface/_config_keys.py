@@ -87,6 +87,9 @@ class Config:
       )
 
 
+_MAX_LAYERS = 10_000
+
+
 class Entry(Protocol):
   """One setting, in both directions."""
 
@@ -117,6 +120,8 @@ class Key:
       raise UserError(f'{config.path} has no {self.key}, which its family needs.')
     if type(default) in (int, float) and not default > 0:
       raise config.error(self.key, 'must be positive')
+    if self.field == 'num_layers' and default > _MAX_LAYERS:  # each has an entry in several fields of the Decoder
+      raise config.error(self.key, f'must be at most {_MAX_LAYERS}')
     return {self.field: default}
 
   def write(self, decoder: Decoder) -> Values:

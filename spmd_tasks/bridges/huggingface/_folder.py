@@ -28,6 +28,7 @@ from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
 from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import read_tensors
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import read_text
 from spmd_tasks.layers import ADAPTER_TAG, LanguageModel
 from spmd_tasks.runtime import PartitionedModel, flat_specs, padded_numbers
 from spmd_tasks.sharding import is_quantized
@@ -51,7 +52,7 @@ Store = Callable[[str, jax.Array], Any]  # makes of a weight, given its name, th
 def read_config(file: Path, remedy: str) -> dict[str, Any]:
   """Reads a config in JSON; `remedy` says what to do if there is none. Raises a UserError if it cannot be read."""
   try:
-    values = json.loads(file.read_text(encoding='utf-8'))
+    values = json.loads(read_text(file))
     if not isinstance(values, dict):
       raise ValueError('it is no object')
   except FileNotFoundError as error:

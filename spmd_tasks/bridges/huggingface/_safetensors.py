@@ -3,9 +3,9 @@
     tensors = read_tensors(folder)                      # name -> LazyArray, of model.safetensors or of its shards
     writer = write_tensors(folder, {name: array})       # shards of at most 5 GB, and their index
 
-The format: 8 bytes with the length of the header, the header in JSON (name -> dtype, shape, offsets), the data. A part
-of a tensor is read into the array that is asked for; the `safetensors` library maps whole files into memory instead,
-and its interface to numpy has no bfloat16.
+The format: 8 bytes with the length of the header, the header in JSON (name -> dtype, shape, offsets), the data. The
+`safetensors` library checks a file. A part of a tensor is read here, into the array that is asked for: the library's
+interface to numpy has no float8.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +19,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from spmd_tasks.bridges._lazy_arrays import Index, LazyArray, contiguous
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import open_bytes, read_text
 
 _DTYPES = {
   'F64': np.dtype('float64'),
@@ -38,7 +40,6 @@ _DTYPES = {
   'BOOL': np.dtype('bool'),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 MAX_SHARD_BYTES = 5 * 10**9  # as `transformers` writes them
 SINGLE_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
 
@@ -61,9 +62,9 @@ def read_tensors(folder: Path) -> dict[str, LazyArray]:
   Raises:
     UserError: there is no safetensors file, or one is truncated, damaged or not as its index says.
   """
-  if (folder / INDEX_FILE).exists():
+  if os.path.lexists(folder / INDEX_FILE):
     return _read_sharded(folder)
-  if (folder / SINGLE_FILE).exists():
+  if os.path.lexists(folder / SINGLE_FILE):
     return read_file(folder / SINGLE_FILE)
   pickles = sorted(path.name for pattern in ('*.bin', '*.pt', '*.pth') for path in folder.glob(pattern))
   if pickles:
@@ -76,7 +77,7 @@ def read_tensors(folder: Path) -> dict[str, LazyArray]:
 
 def _read_sharded(folder: Path) -> dict[str, LazyArray]:
   try:
-    weight_map = json.loads((folder / INDEX_FILE).read_text(encoding='utf-8'))['weight_map']
+    weight_map = json.loads(read_text(folder / INDEX_FILE))['weight_map']
     files = sorted(set(weight_map.values()))
   except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
     raise UserError(f'{folder / INDEX_FILE} cannot be read ({error!r}): download it again.') from error
@@ -97,32 +98,29 @@ def _read_sharded(folder: Path) -> dict[str, LazyArray]:
 
 def read_file(path: Path) -> dict[str, LazyArray]:
   """Returns every tensor of one file. Raises a UserError as `read_tensors`."""
-  with path.open('rb') as file:
-    num_bytes = os.fstat(file.fileno()).st_size
-    prefix = file.read(8)
-    length = struct.unpack('<Q', prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
-    if length > min(_MAX_HEADER_BYTES, num_bytes):
-      raise UserError(f'{path} is no safetensors file, or is truncated ({num_bytes} bytes): download it again.')
-    header = file.read(length)
-  begin = 8 + length
-  tensors, expected = {}, 0
   try:
-    entries = json.loads(header)
-    entries.pop('__metadata__', None)
-    for name, entry in entries.items():
-      shape, (start, stop) = tuple(map(int, entry['shape'])), entry['data_offsets']
-      if entry['dtype'] not in _DTYPES:
-        raise UserError(f'{path} has {name} in the dtype {entry["dtype"]}: known here are {sorted(_DTYPES)}.')
-      dtype = _DTYPES[entry['dtype']]
-      if start < 0 or min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f'{name} {list(shape)} at {start}:{stop}')
-      tensors[name] = LazyArray(shape, dtype, _reader(path, begin + start, shape, dtype))
-      expected = max(expected, begin + stop)
-  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-    raise UserError(f'{path} has a damaged header ({error!r}): download it again.') from error
-  if num_bytes < expected:
-    raise UserError(f'{path} is truncated: it has {num_bytes} of {expected} bytes: download it again.')
+    with open_bytes(path) as file:
+      safe_open(f'/dev/fd/{file.fileno()}', 'np')  # checks shapes, dtypes and offsets against each other and the file
+      (length,) = struct.unpack('<Q', file.read(8))
+      entries = json.loads(file.read(length), object_pairs_hook=_without_doubles)
+  except (OSError, ValueError, SafetensorError) as error:
+    raise UserError(f'{path} is no whole safetensors file ({error}): download it again.') from error
+  entries.pop('__metadata__', None)
+  tensors = {}
+  for name, entry in entries.items():
+    if entry['dtype'] not in _DTYPES:
+      raise UserError(f'{path} has {name} in the dtype {entry["dtype"]}: known here are {sorted(_DTYPES)}.')
+    shape, dtype = tuple(entry['shape']), _DTYPES[entry['dtype']]
+    tensors[name] = LazyArray(shape, dtype, _reader(path, 8 + length + entry['data_offsets'][0], shape, dtype))
   return tensors
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """The library takes the last of several entries of one name."""
+  if len(entries := dict(pairs)) < len(pairs):
+    names = [name for name, _ in pairs]
+    raise ValueError(f'it has {next(name for name in names if names.count(name) > 1)!r} twice')
+  return entries
 
 
 def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Index], np.ndarray]:

@@ -133,7 +133,7 @@ class Attention(WithSublayers, kw_only=True):
     return num_kv_heads
 
   def _head_dim(self, model_dim: int) -> int:
-    if self.head_dim is None and model_dim % self.num_heads:
+    if self.head_dim is None and (self.num_heads < 1 or model_dim % self.num_heads):
       raise UserError(
         f'num_heads={self.num_heads} does not divide the model dim {model_dim}: set head_dim, or choose a divisor.'
       )

@@ -1,6 +1,7 @@
 """Folders in Hugging Face's format without transformers: weights out and in, bit by bit; and what is refused."""
 
 import json
+import os
 from pathlib import Path
 import shutil
 
@@ -201,6 +202,22 @@ def _truncate(path, size):
   (path / 'model.safetensors').write_bytes(data[:size])
 
 
+def _lie(path, *, twice=False, **changes):
+  data = (path / 'model.safetensors').read_bytes()
+  end = 8 + int.from_bytes(data[:8], 'little')
+  header = json.loads(data[8:end])
+  header[NORM] |= changes
+  text = json.dumps(header)
+  if twice:
+    text = f'{text[:-1]}, {json.dumps(NORM)}: {json.dumps(header[NORM])}}}'
+  (path / 'model.safetensors').write_bytes(len(text).to_bytes(8, 'little') + text.encode() + data[end:])
+
+
+def _replace(path, make):
+  path.unlink()
+  make(path)
+
+
 def _pickle(path):
   (path / 'model.safetensors').rename(path / 'pytorch_model.bin')
 
@@ -217,9 +234,19 @@ DAMAGES = {
   'an extra tensor': (lambda path: _with(path, 'model.extra.weight', np.zeros(3, np.float32)), 'model.extra.weight'),
   'a wrong shape': (lambda path: _with(path, NORM, np.zeros(7, np.float32)), 'gives [7], but the model has [30]'),
   'whole numbers': (lambda path: _with(path, NORM, np.zeros(30, np.int32)), f'{NORM} in int32'),
-  'a truncated file': (lambda path: _truncate(path, -5), 'is truncated: it has'),
-  'a truncated header': (lambda path: _truncate(path, 100), 'is truncated'),
-  'an empty file': (lambda path: _truncate(path, 0), 'is truncated'),
+  'a truncated file': (lambda path: _truncate(path, -5), 'is no whole safetensors file'),
+  'a truncated header': (lambda path: _truncate(path, 100), 'is no whole safetensors file'),
+  'an empty file': (lambda path: _truncate(path, 0), 'is no whole safetensors file'),
+  'overlapping offsets': (lambda path: _lie(path, data_offsets=[8, 128]), 'is no whole safetensors file'),
+  'fractional shapes': (lambda path: _lie(path, shape=[30.5]), 'is no whole safetensors file'),
+  'fractional offsets': (lambda path: _lie(path, data_offsets=[0.0, 120.0]), 'is no whole safetensors file'),
+  'a doubled name': (lambda path: _lie(path, twice=True), f"it has '{NORM}' twice"),
+  'a FIFO': (lambda path: _replace(path / 'model.safetensors', os.mkfifo), 'Not a regular file'),
+  'a directory': (lambda path: _replace(path / 'model.safetensors', os.mkdir), 'Is a directory'),
+  'a device as index': (
+    lambda path: os.symlink('/dev/zero', path / 'model.safetensors.index.json'),
+    'Not a regular file',
+  ),
   'a pickle': (_pickle, 'as pickle (pytorch_model.bin)'),
   'no weights': (lambda path: (path / 'model.safetensors').unlink(), 'has neither model.safetensors nor'),
   'an index of nothing': (lambda path: _index(path, 'model-1.safetensors'), 'lacks model-1.safetensors'),
