@@ -372,6 +372,20 @@ def _host_memory() -> int:
   return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
+def mesh_of_all_devices(experiment: Experiment, overrides: Sequence[str]) -> Mesh:
+  """Makes the experiment's mesh; if it is not for this number of devices, and no override set it, one long axis."""
+  spec, num_devices = experiment.mesh_spec(), jax.device_count()
+  try:
+    spec.sizes(num_devices)
+  except UserError:
+    if any(override.partition('=')[0].split('.')[0] in ('mesh', *MESH_FIELDS) for override in overrides):
+      raise
+    long = spec.axis_names.index('data') if 'data' in spec.axis_names else len(spec.axis_names) - 1
+    shape = tuple(num_devices if axis == long else 1 for axis in range(len(spec.axis_names)))
+    spec = dataclasses.replace(spec, ici_mesh_shape=shape, dcn_mesh_shape=None)
+  return spec.build()
+
+
 def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> PartitionedModel:
   """Partitions the job's task over a mesh, with the experiment's axis rules and the training input's element spec.
 

@@ -27,7 +27,7 @@ from spmd_tasks.config import from_json, read_saved_config, resolve
 from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, TextScore, generate, score_texts, search
 from spmd_tasks.distributed import skip_absent_tpu
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job, partition_job
+from spmd_tasks.experiment import Job, mesh_of_all_devices, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
@@ -69,9 +69,10 @@ def load(
     job = resolve('hf.Model', [f'model={directory}', *overrides]).build()
   else:
     job = from_json(read_saved_config(directory / 'config.json'), overrides, experiment_path).build()
-  is_given = any(override.partition('=')[0].split('.')[0] in ('mesh', *MESH_FIELDS) for override in overrides)
-  if not isinstance(mesh, Mesh):
-    mesh = job.experiment.mesh_spec().build() if mesh is None and is_given else _make_mesh(job.experiment, mesh)
+  if mesh is None:
+    mesh = mesh_of_all_devices(job.experiment, overrides)
+  elif not isinstance(mesh, Mesh):
+    mesh = dataclasses.replace(job.experiment.mesh_spec(), ici_mesh_shape=tuple(mesh), dcn_mesh_shape=None).build()
   partitioned = partition_job(job, mesh)
   checkpointer = SavedSteps(directory).open_checkpoints(read_only=True)
   try:
@@ -248,17 +249,3 @@ class LoadedModel:
     steps = DecodeSteps(self.partitioned)
     tokenizer = PromptTokenizer.for_steps(steps, self.tokenizer, self.job.experiment.seed)
     return steps, tokenizer, steps.storage.store(self.padded_variables, free=False)
-
-
-def _make_mesh(experiment: Experiment, sizes: Sequence[int] | None) -> Mesh:
-  """The mesh of all devices with the given sizes, with the experiment's own sizes, or with one long axis."""
-  spec, num_devices = experiment.mesh_spec(), jax.device_count()
-  if sizes is not None:
-    return dataclasses.replace(spec, ici_mesh_shape=tuple(sizes), dcn_mesh_shape=None).build()
-  try:
-    spec.sizes(num_devices)
-    return spec.build()
-  except UserError:
-    long = spec.axis_names.index('data') if 'data' in spec.axis_names else len(spec.axis_names) - 1
-    shape = tuple(num_devices if axis == long else 1 for axis in range(len(spec.axis_names)))
-    return dataclasses.replace(spec, ici_mesh_shape=shape, dcn_mesh_shape=None).build()

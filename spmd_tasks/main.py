@@ -246,11 +246,20 @@ def _use_checkpoints(args: 'argparse.Namespace', job: Any, job_log_dir: Any, eme
       watch=args.mode == 'decode',
     )
   if args.mode == 'export':
+    from spmd_tasks.experiment import mesh_of_all_devices
     from spmd_tasks.files import absolute_path
+    from spmd_tasks.flags import overrides_of
     from spmd_tasks.programs import export
 
-    target = absolute_path(args.export_to)
-    return export.export(job, job_log_dir, target, emergency=emergency, step=args.checkpoint_step, format=args.format)
+    return export.export(
+      job,
+      job_log_dir,
+      absolute_path(args.export_to),
+      emergency=emergency,
+      step=args.checkpoint_step,
+      format=args.format,
+      mesh=mesh_of_all_devices(job.experiment, overrides_of(args)),
+    )
   from spmd_tasks.flags import SERVE_FLAGS
   from spmd_tasks.programs import serve
 

@@ -19,6 +19,7 @@ from typing import Any
 from absl import logging
 from etils import epath
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from spmd_tasks import exit_codes
@@ -44,6 +45,7 @@ def export(
   emergency: EmergencyExit,
   step: int | None = None,
   format: str | None = None,
+  mesh: Mesh | None = None,
 ) -> int:
   """Exports one checkpoint; returns exit code OK. Every process writes its own shards, or process 0 the folder.
 
@@ -54,6 +56,7 @@ def export(
     emergency: the way out of a failure that other processes must hear of.
     step: the checkpoint's step; None takes the newest.
     format: 'hf', 'peft' or 'pax'; None: 'pax' for an experiment of Pax, else 'hf'.
+    mesh: any; None makes the experiment's.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
@@ -61,12 +64,15 @@ def export(
   """
   is_pax = hasattr(job.task, 'task')  # asking the class of the task would import Paxml
   if (format or ('pax' if is_pax else 'hf')) in ('hf', 'peft'):
-    return _export_folder(job, job_log_dir, target, emergency=emergency, step=step, only_adapters=format == 'peft')
+    only_adapters = format == 'peft'
+    return _export_folder(
+      job, job_log_dir, target, emergency=emergency, step=step, only_adapters=only_adapters, mesh=mesh
+    )
   if not is_pax:
     raise UserError(f'{job.name} is not an experiment of Pax: leave --format out, or give --format hf.')
   from spmd_tasks.bridges.pax import write_pax_checkpoint
 
-  model = partition_job(job)
+  model = partition_job(job, mesh)
   limit_s = job.experiment.first_step_timeout_s  # of a whole restore
   with (
     emergency.on_failure(),
@@ -100,12 +106,13 @@ def _export_folder(
   emergency: EmergencyExit,
   step: int | None,
   only_adapters: bool,
+  mesh: Mesh | None,
 ) -> int:
   if is_remote(target):
     raise UserError(f'{target} is not on a mounted file system: export to a local folder, and copy that.')
   if target.exists():
     raise UserError(f'{target} exists: name a folder that does not, or move it away.')
-  model = partition_job(job)
+  model = partition_job(job, mesh)
   folder = pretrained_folder(job.experiment)
   limit_s = job.experiment.first_step_timeout_s
   with (

@@ -69,7 +69,7 @@ class Config:
     return value
 
   def error(self, key: str, reason: str) -> UserError:
-    return UserError(f'{self.path} has {key} = {self.values.get(key)!r}, but it {reason}.')
+    return UserError(f'{self.path} has {key} = {self.values.get(key)!r:.100}, but it {reason}.')
 
   def has(self, key: str) -> bool:
     return self.values.get(key) is not None
@@ -118,8 +118,8 @@ class Key:
       default = config.read(key, self.kind, default)
     if default is None:
       raise UserError(f'{config.path} has no {self.key}, which its family needs.')
-    if type(default) in (int, float) and not default > 0:
-      raise config.error(self.key, 'must be positive')
+    if type(default) in (int, float) and not 0 < default < float('inf'):
+      raise config.error(self.key, 'must be positive and finite')
     if self.field == 'num_layers' and default > _MAX_LAYERS:  # each has an entry in several fields of the Decoder
       raise config.error(self.key, f'must be at most {_MAX_LAYERS}')
     return {self.field: default}

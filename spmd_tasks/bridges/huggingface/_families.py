@@ -108,6 +108,8 @@ class Family:
 
   def is_aside(self, name: str, decoder: Decoder) -> bool:
     """Whether a tensor is of a head that predicts further tokens: it is not used, and exported as it was."""
+    if 'num_nextn_predict_layers' not in self.inert:
+      return False
     layer = re.match(re.escape(self.names.layer).replace(r'\{\}', r'(\d+)'), name)
     return layer is not None and int(layer[1]) >= decoder.num_layers
 

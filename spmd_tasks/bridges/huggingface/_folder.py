@@ -26,7 +26,7 @@ from spmd_tasks.bridges.huggingface._decoder import Decoder, build_model
 from spmd_tasks.bridges.huggingface._describe import describe_model, layer_places
 from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
 from spmd_tasks.bridges.huggingface._quantized import dequantize
-from spmd_tasks.bridges.huggingface._safetensors import read_tensors
+from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text
 from spmd_tasks.layers import ADAPTER_TAG, LanguageModel
@@ -80,10 +80,15 @@ def open_folder(path: os.PathLike | str) -> 'Folder':
   if family is None or architectures != [family.architecture]:
     own_code = ', with code of its own (auto_map), which is not run' if 'auto_map' in values else ''
     raise UserError(
-      f'{file} is of a model {values.get("architectures")} of type {model_type!r}{own_code}: known here are '
-      f'{", ".join(each.architecture for each in FAMILIES.values())}.'
+      f'{file} is of a model {values.get("architectures")!r:.100} of type {model_type!r:.100}{own_code}: known here '
+      f'are {", ".join(each.architecture for each in FAMILIES.values())}.'
     )
-  decoder = family.read(Config(values, str(file)))
+  try:
+    decoder = family.read(Config(values, str(file)))
+  except UserError:
+    raise
+  except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    raise UserError(f'{file} has a setting that its family cannot have ({error}): download it again.') from error
   return Folder(path=path, config=values, family=family, decoder=decoder, is_text_part=is_text_part)
 
 
@@ -120,7 +125,8 @@ class Folder:
   @property
   def dtype(self) -> str:
     """The dtype that the config names for the weights; float32 where it names none."""
-    return self.config.get('dtype') or self.config.get('torch_dtype') or 'float32'
+    name = self.config.get('dtype') or self.config.get('torch_dtype') or 'float32'
+    return dtype_of(name).name
 
   def build_model(self, *, dtype: str | None = None) -> LanguageModel:
     """Returns the model, unbound; it computes in `dtype`, or in the folder's where that is None."""

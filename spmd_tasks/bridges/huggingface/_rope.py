@@ -137,6 +137,10 @@ def read_rotary(given: Mapping[str, Any], head_dim: int, lengths: tuple[int | No
   kind = values.pop('rope_type', None) or values.get('type') or 'default'
   values.pop('type', None)
   theta, partial = values.pop('rope_theta'), values.pop('partial_rotary_factor')
+  if not 0 < theta < float('inf'):
+    raise UserError(
+      f'{config.path} has rotary positions with rope_theta = {theta!r}, which must be positive and finite.'
+    )
   num_features = int(head_dim * partial)
   scaling = None
   if kind != 'default':
