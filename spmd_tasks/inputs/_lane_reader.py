@@ -57,7 +57,7 @@ class BlockReader:
       return self._encoder.encode(self._source[index])
     except ValueError as e:
       name = self._source.block_name(index)
-      raise UserError(f'damaged input in {name}: {e}') from e
+      raise UserError(f'unusable input in {name}: {e}') from e
     except JobError:
       raise
     except Exception as e:

@@ -172,6 +172,11 @@ def check_state(state: State, expected: Mapping[str, Any]) -> None:
         f'the saved input state has no {name!r} (it has {sorted(state)}): it was saved by another kind of input. '
         'Restore with the input that saved it, or start the input afresh from its beginning.'
       )
+    if state[name] != value and name == 'source':  # digests, which say nothing to a person
+      raise UserError(
+        'the saved input state was taken from other data: files with other names or sizes, or other settings of the '
+        'source. Put the files and settings back, or start the input afresh from its beginning.'
+      )
     if state[name] != value:
       raise UserError(
         f'the saved input state has {name} = {state[name]!r}, but this input has {name} = {value!r}: continuing '

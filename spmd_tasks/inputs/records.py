@@ -42,7 +42,10 @@ def parse_json(data: bytes, where: str) -> Any:
   except json.JSONDecodeError as e:
     raise UserError(f'{where} is not JSON: {e.msg} at character {e.pos + 1}. Repair or remove the record.') from e
   except (ValueError, RecursionError) as e:  # bad UTF-8, or a value nested too deeply
-    raise UserError(f'{where} is not JSON: {e}. Repair or remove the record.') from e
+    raise UserError(
+      f'{where} is not JSON in UTF-8: {e}. Repair or remove the record, or convert the file if it is of another kind '
+      '(compressed, UTF-16, ...).'
+    ) from e
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -215,7 +215,7 @@ def test_other_settings_or_content_refuse_a_position(training, tmp_path):
       dataclasses.replace(training, **{name: value}).make_iterator().set_state(state)
   path = tmp_path / 'talks.jsonl'
   path.write_text(path.read_text().replace('qqqq', 'qqqp'))  # of the same size
-  with pytest.raises(ValueError, match='the saved input state has source = '):
+  with pytest.raises(ValueError, match='the saved input state was taken from other data'):
     training.make_iterator().set_state(state)
 
 

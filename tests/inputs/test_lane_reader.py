@@ -37,7 +37,7 @@ def fail(error):
 @pytest.mark.parametrize(
   'error, expected, message',
   [
-    (ValueError('bad line 7'), ValueError, 'damaged input in file.txt block 1: bad line 7'),
+    (ValueError('bad line 7'), ValueError, 'unusable input in file.txt block 1: bad line 7'),
     (JobError('a.txt ends at byte 3'), RuntimeError, '^a.txt ends at byte 3$'),
     (FileNotFoundError('gone'), RuntimeError, 'reading file.txt block 1 failed: FileNotFoundError: gone'),
   ],

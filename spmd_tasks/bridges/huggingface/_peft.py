@@ -30,33 +30,16 @@ import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array
 from spmd_tasks.bridges.huggingface._folder import Folder, place_on_mesh, read_config
+from spmd_tasks.bridges.huggingface._peft_config import CONFIG_FILE, read_adapter_config, setting_of
 from spmd_tasks.bridges.huggingface._peft_modules import PeftModule, names_of_parameters, peft_modules, saved_prefix
 from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, read_file, write_tensors
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import AdapterNames, LowRankAdapter, adapters_of
 from spmd_tasks.runtime import PartitionedModel
 
-CONFIG_FILE, TENSORS_FILE, BASE_FILE = 'adapter_config.json', 'adapter_model.safetensors', 'base.json'
+TENSORS_FILE, BASE_FILE = 'adapter_model.safetensors', 'base.json'
 _PREFIX = 'base_model.model.'
 _TENSOR = re.compile(r'base_model\.model\.(.+)\.(?:(lora_A|lora_B)\.weight|(lora_magnitude_vector)(?:\.weight)?)')
-# Keys of the config that are read, and those that change nothing that is computed from the saved tensors. Any other key
-# must be null, false or empty.
-_READ = (
-  'peft_type',
-  'lora_alpha',
-  'lora_dropout',
-  'use_rslora',
-  'use_dora',
-  'alpha_pattern',
-  'bias',
-  'target_parameters',
-)
-_INERT = (
-  *('auto_mapping', 'base_model_name_or_path', 'revision', 'task_type', 'inference_mode', 'peft_version'),
-  *('r', 'rank_pattern', 'target_modules', 'exclude_modules', 'layers_to_transform', 'layers_pattern'),
-  *('init_lora_weights', 'megatron_config', 'megatron_core', 'loftq_config', 'eva_config', 'corda_config'),
-  *('runtime_config', 'qalora_group_size', 'base_model_class', 'fan_in_fan_out'),
-)
 
 
 def open_adapter(path: os.PathLike | str) -> 'AdapterFolder':
@@ -66,16 +49,7 @@ def open_adapter(path: os.PathLike | str) -> 'AdapterFolder':
     UserError: there is none, it is no LoRA, or it has a setting that is not known here.
   """
   path = Path(path).expanduser()
-  file = path / CONFIG_FILE
-  config = read_config(file, 'give a folder that save_pretrained of `peft` has written')
-  if config.get('peft_type') != 'LORA' or config.get('bias', 'none') != 'none':
-    raise UserError(
-      f"{file} has peft_type {config.get('peft_type')!r} and bias {config.get('bias')!r}: only 'LORA' without trained "
-      'biases is read.'
-    )
-  unknown = sorted(key for key, value in config.items() if value and key not in (*_READ, *_INERT))
-  if unknown:
-    raise UserError(f'{file} has {unknown[0]} = {config[unknown[0]]!r}, which is not known here.')
+  config = read_adapter_config(path / CONFIG_FILE)
   if not (path / TENSORS_FILE).is_file():
     raise UserError(f'{path} has no {TENSORS_FILE}: pickles are not read; save the adapter as safetensors.')
   return AdapterFolder(path=path, config=config)
@@ -99,6 +73,8 @@ class AdapterFolder:
     by_prefix: dict[str, dict[str, LazyArray]] = {}
     for name, tensor in read_file(self.path / TENSORS_FILE).items():
       match = _TENSOR.fullmatch(name)
+      if tensor.dtype.kind not in 'fV':  # V: bfloat16 and the like
+        raise UserError(f'{self.path / TENSORS_FILE} has {name} in {tensor.dtype}: a weight is of a floating type.')
       if match is None:
         raise UserError(f'{self.path / TENSORS_FILE} has {name}, which is no adapter of a Linear or of experts.')
       by_prefix.setdefault(match[1], {})[match[2] or match[3]] = tensor
@@ -129,11 +105,12 @@ class AdapterFolder:
     """
     found: dict[str, LowRankAdapter] = {}
     for module, parts in self._found(base):
-      patterns = self.config.get('alpha_pattern') or {}
-      alphas = [value for key, value in patterns.items() if re.match(rf'(.*\.)?({key})$', module.name)]
+      rank = module.rank(parts['lora_A'].shape[0])
+      if (said := setting_of(self.config, 'r', 'rank_pattern', module.name)) != rank:
+        raise UserError(f'{self.path} has {module.name} of rank {rank}, but its {CONFIG_FILE} says {said}.')
       adapter = LowRankAdapter(
-        rank=module.rank(parts['lora_A'].shape[0]),
-        alpha=float(alphas[0] if alphas else self.config.get('lora_alpha', 8)),
+        rank=rank,
+        alpha=float(setting_of(self.config, 'lora_alpha', 'alpha_pattern', module.name)),
         dropout_rate=float(self.config.get('lora_dropout') or 0.0),
         use_rslora=bool(self.config.get('use_rslora')),
         use_dora=bool(self.config.get('use_dora')),

@@ -380,6 +380,11 @@ def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
     ('bias', 'all', 'only .LORA.'),
     ('modules_to_save', ['lm_head'], 'modules_to_save'),
     ('lora_bias', True, 'lora_bias'),
+    ('lora_alpha', 'x', "lora_alpha = 'x': a number"),
+    ('lora_alpha', 10**400, 'lora_alpha = 1000'),
+    ('alpha_pattern', [1], r'alpha_pattern = \[1\]: an object'),
+    ('alpha_pattern', {'(': 1}, 'no regular expression'),
+    ('rank_pattern', {'(a+)+$': 1}, 'repeats too much'),
   ]
   for number, (key, value, said) in enumerate(changes):
     shutil.copytree(theirs.adapter, tmp_path / str(number))
@@ -389,3 +394,8 @@ def test_what_cannot_be_read_is_one_sentence(reference, tmp_path):
       open_adapter(file.parent)
   with pytest.raises(UserError, match='does not exist'):
     open_adapter(tmp_path)
+  shutil.copytree(theirs.adapter, tmp_path / 'rank')
+  file = tmp_path / 'rank' / 'adapter_config.json'
+  file.write_text(json.dumps(json.loads(file.read_text()) | {'r': 77, 'rank_pattern': {}}))
+  with pytest.raises(UserError, match=r'of rank .* says 77'):
+    open_adapter(tmp_path / 'rank').adapters(open_folder(theirs.base.path))
