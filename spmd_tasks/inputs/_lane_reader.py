@@ -10,7 +10,6 @@ import queue
 import threading
 from typing import Any
 
-from absl import logging
 import numpy as np
 
 from spmd_tasks.errors import JobError, UserError
@@ -114,11 +113,6 @@ class LaneReader:
     @functools.cache
     def goes_on() -> bool:
       self._check_has_tokens(reader)
-      if not self.shuffle:
-        logging.warning(
-          'Without shuffling, some rows of the batch meet no block with text, so that they are padding: shuffle the '
-          'source, or change block_bytes or batch_size.'
-        )
       return self.shuffle
 
     try:

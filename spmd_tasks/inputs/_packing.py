@@ -17,12 +17,15 @@ import dataclasses
 from typing import Any, ClassVar, Protocol
 import zlib
 
+from absl import logging
 import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs.text import Block
 from spmd_tasks.inputs.tokenizers import Tokenizer, encode_prompt
+
+_EARLY = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +198,12 @@ class Lane:
       if self._offset < self._block.ids.size:
         return self._block
       num_empty = num_empty + 1 if self._block.ids.size == 0 else 0
-      if num_empty == self._num_blocks and not self._goes_on():
+      # Asked early too: that no block has any text should not cost a whole pass to find out.
+      if num_empty in (_EARLY, self._num_blocks) and not self._goes_on() and num_empty == self._num_blocks:
+        logging.warning(
+          'Without shuffling, some rows of the batch meet no block with text, so that they are padding: shuffle the '
+          'source, or change block_bytes or batch_size.'
+        )
         self._is_starved, self._num_read, self._block = True, begun, None
         return None
       self.num_too_long += (self._block.num_truncated, self._block.num_skipped)

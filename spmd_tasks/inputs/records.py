@@ -21,6 +21,7 @@ from spmd_tasks.inputs.text import (
   refuse_changed_size,
 )
 
+_MAX_LINE_BYTES = 1 << 30
 _NUM_OPENING_THREADS = 64  # as many ArrayRecord files are opened at a time
 
 
@@ -95,7 +96,9 @@ class OpenJsonLines:
       # The line that began in the block before; where it goes on behind this block, its rest is not read here.
       position = start and start - 1 + len(f.read_line(start - 1, end))
       while position < end:
-        line = f.read_line(position, size)
+        line = f.read_line(position, min(size, position + _MAX_LINE_BYTES))
+        if len(line) == _MAX_LINE_BYTES and not line.endswith(b'\n'):
+          raise UserError(f'{path}: the line at byte {position} has more than {_MAX_LINE_BYTES:,} bytes: divide it.')
         if line.strip():
           try:
             documents.append((text_field(parse_json(line, 'it'), self._field, 'it'), True))

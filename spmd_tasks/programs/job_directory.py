@@ -90,7 +90,7 @@ class JobDirectory:
     self.release()
 
   def _remove_what_is_new(self, earlier: frozenset[epath.Path]) -> None:
-    for path in _own_paths(self.path) - earlier:
+    for path in sorted(_own_paths(self.path) - earlier, key=lambda path: path.name == LOCK_FILE):  # the lock comes last
       if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
       else:
@@ -177,6 +177,8 @@ def _lock(path: epath.Path) -> io.FileIO | None:
   lock_file = io.FileIO(os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644), 'r+')
   try:
     fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not os.path.samestat(os.fstat(lock_file.fileno()), os.stat(path / LOCK_FILE)):
+      raise BlockingIOError  # a job that was refused has just removed the file, and another one has made it anew
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
     lock_file.truncate(0)
     lock_file.write(f'host {socket.gethostname()}, pid {os.getpid()}, since {now}\n'.encode())
