@@ -351,8 +351,8 @@ def check_vocabulary(job: Job) -> None:
 def check_state_fits(model: PartitionedModel) -> None:
   """Raises a UserError if the training state alone is larger than the memory of this process's devices."""
   local = jax.local_devices()
-  limits = [(device.memory_stats() or {}).get('bytes_limit') for device in local]
-  available = _host_memory() if None in limits else sum(limits)
+  limits = [(device.memory_stats() or {}).get('bytes_limit', 0) for device in local]
+  available = sum(limits) if all(limits) else _host_memory()
   num_bytes = len(local) * sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(model.padded_state)

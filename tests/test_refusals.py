@@ -36,6 +36,7 @@ REFUSED = {
   'batch beyond memory': ((*TINY, *TRAIN, '--set', f'batch_size={2**31 - 8}'), ['a batch has', 'lower batch_size']),
   'layers beyond memory': ((*TINY, *TRAIN, '--set', f'num_layers={10**9}'), ['the training state has']),
   'no heads': ((*TINY, *TRAIN, '--set', 'num_heads=0'), ['num_heads=0 does not divide the model dim 32']),
+  'no model dims': ((*TINY, *TRAIN, '--set', 'model_dims=-4'), ['embed_dim=-4', 'must be at least 1']),
   'no hidden dims': ((*TINY, *TRAIN, '--set', 'hidden_dims=0'), ['a weight of shape (32, 0)', 'raise the size']),
   'not a number': ((*TINY, *TRAIN, '--set', 'task.learner.optimizer.beta1=nan'), ['beta1 = nan is no number']),
 }

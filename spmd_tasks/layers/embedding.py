@@ -65,6 +65,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
     return {} if layer.tied else {'softmax_kernel': 'softmax_kernel'}
 
   def setup(self):
+    if self.embed_dim < 1 or self.vocab_size < 1:
+      raise UserError(f'embed_dim={self.embed_dim} and vocab_size={self.vocab_size} must be at least 1.')
     table_init = self.table_init or jax.nn.initializers.normal(1.0 / math.sqrt(self.embed_dim))
     shape = (self.vocab_size, self.embed_dim)
     # Neither is a matrix to optimizers: Muon's publications leave embeddings and the output head to AdamW.
