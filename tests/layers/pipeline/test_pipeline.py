@@ -102,6 +102,20 @@ def reference(num_layers):
   return jax.device_get(jax.jit(grad_fn(stack))(make_weights(num_layers), inputs()[0]))
 
 
+@pytest.mark.parametrize('num_repeats', [1, 2])
+def test_layers_draw_their_weights_side_by_side_and_bit_for_bit_as_in_a_loop(num_repeats):
+  """XLA does not split a loop over devices: each stage would draw all layers."""
+  settings = {'schedule': 'circular', 'num_repeats': 2} if num_repeats > 1 else {}
+  stack = PipelinedStack(block=make_block(), num_layers=4, num_microbatches=8, **settings)
+  batch = inputs()
+  with sharding_scope(make_mesh(), RULES):
+    init = jax.jit(lambda rng: unbox_weights(stack.init(rng, *batch)['params']))
+    side_by_side = init(jax.random.key(0))
+    assert 'scan[' not in str(init.trace(jax.random.key(0)).jaxpr)
+  in_a_loop = jax.jit(TransformerStack(block=make_block(), num_layers=4).init)(jax.random.key(0), *batch)['params']
+  jax.tree.map(np.testing.assert_array_equal, merge(side_by_side, num_repeats), unbox_weights(in_a_loop))
+
+
 def split(weights, num_repeats):
   return jax.tree.map(lambda w: w.reshape(num_repeats, -1, *w.shape[1:]) if num_repeats > 1 else w, weights)
 
