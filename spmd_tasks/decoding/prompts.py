@@ -13,12 +13,10 @@ import dataclasses
 import difflib
 import functools
 import json
-import os
 import re
 from typing import Annotated, Any, ClassVar, Protocol
 
 from annotated_types import Ge, Lt, MinLen
-from etils import epath
 
 from spmd_tasks.decoding.constraints import Grammars, Matcher
 from spmd_tasks.decoding.decode_steps import DecodeSteps
@@ -26,6 +24,7 @@ from spmd_tasks.decoding.output_form import wanted_form
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.decoding.sampling import MAX_BIASES
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer, decode_generated, encode_prompt, parse_json
 from spmd_tasks.runtime import DecodeSettings
 
@@ -96,10 +95,12 @@ class PromptFile:
     Raises:
       UserError: the file cannot be read, or a line is not a prompt; the message names the line.
     """
+    path = absolute_path(self.path)
     try:
-      data = epath.Path(os.path.expanduser(self.path)).read_bytes()
-    except OSError as error:
-      raise UserError(f'prompts {self.path} cannot be read: {error.strerror or error}.') from error
+      data = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+      reason = getattr(error, 'strerror', None) or error
+      raise UserError(f'prompts {self.path} cannot be read: {reason}.') from error
     lines = enumerate(data.splitlines(), start=1)
     prompts = [parse_prompt(line, f'{self.path} line {number}') for number, line in lines if line.strip()]
     if not prompts:
