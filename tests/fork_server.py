@@ -86,12 +86,12 @@ class Server:
     self._listener.bind(path)
     self._listener.listen(64)
     self._connections: dict[int, socket.socket] = {}  # by the pid of the child
-    self._wakeup, write_end = os.pipe()
+    self._wakeup, self._write_end = os.pipe()
     os.set_blocking(self._wakeup, False)
-    os.set_blocking(write_end, False)
+    os.set_blocking(self._write_end, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the children by themselves
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(write_end)
+    signal.set_wakeup_fd(self._write_end)
 
   def serve(self) -> Request | None:
     is_loaded = False
@@ -141,10 +141,10 @@ class Server:
 
   def _leave(self, connection: socket.socket) -> None:
     """Makes a child forget that it was the server."""
-    write_end = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(-1)  # as asyncio has done already, from Python 3.12 on
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.close(write_end)
+    os.close(self._write_end)
     os.close(self._wakeup)
     for each in (connection, self._listener, *self._connections.values()):
       each.close()
