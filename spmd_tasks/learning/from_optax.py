@@ -123,7 +123,15 @@ class FromOptax:
 
       def update(grads: Any, state: Any, weights: Any, *arguments: Any) -> Any:
         given = dict(zip(names, arguments))
-        return self._build(given.pop(_LEARNING_RATE, None)).update(grads, state, weights, **given)
+        try:
+          return self._build(given.pop(_LEARNING_RATE, None)).update(grads, state, weights, **given)
+        except (TypeError, ValueError) as error:
+          if 'required keyword-only argument' not in str(error) and 'must be provided' not in str(error):
+            raise
+          raise UserError(
+            f'{self._name()} cannot train here, because its update takes arguments that a train step does not have '
+            f'({error}): choose an optimizer without a line search.'
+          ) from error
 
       if self.factory in _ON_ALL_WEIGHTS:
         return init, update
@@ -144,16 +152,8 @@ class FromOptax:
     def update(
       grads: Any, state: Any, weights: Any = None, *, is_finite: jax.typing.ArrayLike, **extra_args: Any
     ) -> tuple[Any, Any]:
-      try:
-        given = {name: x for name, x in extra_args.items() if x is not None}
-        updates, new_state = of_layers(tuple(given), tuple(given.values()))[1](grads, state, weights, *given.values())
-      except (TypeError, ValueError) as error:
-        if 'required keyword-only argument' not in str(error) and 'must be provided' not in str(error):
-          raise
-        raise UserError(
-          f'{self._name()} cannot train here, because its update takes arguments that a train step does not have '
-          f'({error}): choose an optimizer without a line search.'
-        ) from error
+      given = {name: x for name, x in extra_args.items() if x is not None}
+      updates, new_state = of_layers(tuple(given), tuple(given.values()))[1](grads, state, weights, *given.values())
       # Optax adds updates to the weights; the learner subtracts directions.
       return jax.tree.map(jnp.negative, updates), keep_if_finite(is_finite, new_state, state)
 

@@ -12,6 +12,7 @@ import pytest
 
 from experiments.pipeline import CircularTiny
 from spmd_tasks.config import encoding, resolve
+from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LanguageModelLoss, declare_weight
 from spmd_tasks.learning import FromOptax, Learner, LinearWarmupCosine, Sgd
@@ -213,6 +214,18 @@ def no_transformation(learning_rate):
 def test_impossible_optimizers_are_refused(settings, message):
   with pytest.raises(ValueError, match=message):
     one_step(FromOptax(**({'factory': optax.lamb, 'learning_rate': 0.1} | settings)))
+
+
+def test_arguments_that_a_step_lacks_are_named_for_stacks_too():
+  def with_hessian(learning_rate):
+    def update(grads, state, weights=None, *, hessian, **extra_args):
+      return grads, state
+
+    return optax.GradientTransformationExtraArgs(lambda weights: optax.EmptyState(), update)
+
+  spec = WeightSpec(shape=(3, 4, 2, 8), init=None, stacked=1, num_input_dims=1)
+  with pytest.raises(UserError, match='with_hessian cannot train here'):
+    Learner(optimizer=FromOptax(factory=with_hessian, learning_rate=0.1)).init(jnp.ones(spec.shape), spec)
 
 
 @pytest.mark.parametrize('factory, arguments', [(optax.lamb, {}), (optax.adafactor, {'min_dim_size_to_factor': 8})])
