@@ -168,7 +168,8 @@ def _resolve(
   root = _root_of(experiment, parts)
   changed_parts = {path: parse_override(root, path, text) for path, text in on_parts}
   parts = apply_changes(parts, changed_parts)
-  check_numbers(_root_of(experiment, parts))
+  # A subclass's own fields may be any numbers, such as how many tokens to train on; where a part has them, it counts.
+  check_numbers({field.name: getattr(experiment, field.name) for field in dataclasses.fields(Experiment)} | parts)
   if experiment.is_built_by_fiddle:
     check_buildable(parts)
   given = {'.'.join(path): encode(value) for path, value in (changes | changed_parts).items()}

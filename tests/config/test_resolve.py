@@ -219,6 +219,15 @@ def test_functions_make_parts_too():
   assert resolve(FromFunction, ['task.scale=2', 'task.width=3']).build().task == (3, 2.0)
 
 
+def test_a_field_of_ones_own_may_be_beyond_what_jax_counts_with():
+  class OnTokens(Small):
+    num_train_tokens: int = 300_000_000_000
+
+  assert resolve(OnTokens).experiment.num_train_tokens == 300_000_000_000
+  with pytest.raises(UserError, match=r'num_train_steps = .* less than 2,147'):
+    resolve(OnTokens, [f'num_train_steps={10**12}'])
+
+
 def test_a_mesh_layout_is_set_by_path():
   changed = resolve('moe.StdlibTiny', ['mesh.num_expert_partitions=2', 'mesh.num_partitions=2']).experiment
   assert changed.ici_mesh_shape == (1, 2, 2, 2)
