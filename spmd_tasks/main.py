@@ -60,9 +60,9 @@ def _on_sigint(signum: int, frame: Any) -> None:
 
 
 def _has_peers() -> bool:
-  import jax
-
-  return jax.distributed.is_initialized()
+  """Whether this process is connected to others; does not import JAX, which Ctrl-C may just have interrupted."""
+  jax = sys.modules.get('jax')
+  return jax is not None and jax.distributed.is_initialized()
 
 
 def _threads_remain(limit_s: float) -> bool:
