@@ -88,4 +88,5 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def _is_own_code(path: Path) -> bool:
   if any(map(path.is_relative_to, _REGISTERED)):
     return True
-  return path.is_file() and 'site-packages' not in path.parts and not any(map(path.is_relative_to, _LIBRARIES))
+  is_installed = not {'site-packages', 'dist-packages'}.isdisjoint(path.parts)  # the latter on Debian
+  return path.is_file() and not is_installed and not any(map(path.is_relative_to, _LIBRARIES))

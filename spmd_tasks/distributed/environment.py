@@ -143,9 +143,12 @@ def _refuse_unknown_xla_flags(flags: str) -> None:
     warnings.simplefilter('ignore')  # that a fork beside threads may hang: the child has XLA read its flags, no more
     child = os.fork()
   if child == 0:
-    os.dup2(write_end, 2)
-    CompileOptions()
-    os._exit(0)
+    try:
+      os.dup2(write_end, 2)
+      CompileOptions()
+      os._exit(0)
+    finally:
+      os._exit(1)  # after any error, or the child would go on as a second parent
   os.close(write_end)
   with open(read_end, errors='replace') as said:
     unknown = re.search(r'Unknown flags? in XLA_FLAGS: .*', said.read())
