@@ -4,7 +4,8 @@ Writing is asynchronous. Each of several processes writes and reads its own shar
 same order. Names come from key paths alone, so the Python classes of the tree may change.
 
 Orbax looks for the parts of a checkpoint by a glob pattern that has the directory's own path in it, and TensorStore
-takes UTF-8 without backslashes: a directory with other characters in its path is named to them by its descriptor.
+takes UTF-8 without backslashes: a directory with other characters in its path is named to them by its descriptor, on
+Linux; elsewhere the write fails, which `wait_until_written` notices.
 """
 
 from collections.abc import Iterator, Mapping
@@ -118,7 +119,7 @@ class OrbaxArrays:
 @contextlib.contextmanager
 def _plain(path: epath.Path) -> Iterator[epath.Path]:
   """Gives `path`, whose parent exists, a name that Orbax and TensorStore can take."""
-  if is_remote(path) or not _SPECIAL.search(os.fspath(path)):
+  if is_remote(path) or not _SPECIAL.search(os.fspath(path)) or not os.path.isdir('/proc/self/fd'):
     yield path
     return
   descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -100,7 +100,7 @@ def read_file(path: Path) -> dict[str, LazyArray]:
   """Returns every tensor of one file. Raises a UserError as `read_tensors`."""
   try:
     with open_bytes(path) as file:
-      safe_open(f'/dev/fd/{file.fileno()}', 'np')  # checks shapes, dtypes and offsets against each other and the file
+      safe_open(path, 'np')  # checks shapes, dtypes and offsets against each other and the file
       (length,) = struct.unpack('<Q', file.read(8))
       entries = json.loads(file.read(length), object_pairs_hook=_without_doubles)
   except (OSError, ValueError, SafetensorError) as error:
