@@ -85,9 +85,9 @@ def _call(listener: socket.socket, own: dict[str, Any], limit_s: float) -> None:
       try:
         with sock.makefile('rb') as lines:
           hello = _read(lines)
-        index, of, said = hello['process'], hello['of'], hello['problem']
+        index, of, said = int(hello['process']), int(hello['of']), hello['problem']
         _send(sock, {})
-      except (OSError, ValueError, KeyError) as error:
+      except (OSError, ValueError, KeyError, TypeError) as error:
         logging.warning('%s connected, and is no process of a job (%s).', host, error)
         continue
       guests.append(sock)

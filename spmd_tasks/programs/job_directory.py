@@ -182,7 +182,7 @@ def _lock(path: epath.Path) -> io.FileIO | None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
     lock_file.truncate(0)
     lock_file.write(f'host {socket.gethostname()}, pid {os.getpid()}, since {now}\n'.encode())
-  except BlockingIOError:
+  except (BlockingIOError, FileNotFoundError):
     holder = lock_file.read(1000).decode(errors='replace').strip()
     lock_file.close()
     raise UserError(
