@@ -133,6 +133,12 @@ def test_white_space_in_json_has_an_end(text, num_allowed):
   assert matcher._matcher.validate_tokens(ids) == num_allowed
 
 
+def test_a_schema_may_have_no_white_space_at_all():
+  schema = json.dumps(SCHEMA | {'x-guidance': {'whitespace_flexible': False}})
+  matcher = Grammars(ByteTokenizer(), vocab_size=259, end_ids=(2,)).compile('json_schema', schema)
+  assert matcher._matcher.validate_tokens(ByteTokenizer().encode('{"name": ')) == 8
+
+
 def test_an_error_of_the_grammar_ends_its_sequence():
   matcher = Grammars(ByteTokenizer(), vocab_size=259, end_ids=(2,)).compile('regex', 'ab')
   matcher.take(ByteTokenizer().encode('x')[0])
