@@ -117,15 +117,10 @@ def run_layer(
 ) -> tuple[jax.Array, Mapping[str, Any]]:
   """Calls a sublayer, which may be a user's own, and returns (y, aux); one that returns y alone has no statistics.
 
-  It is called as layer(x, *others, train=train), or else with x and those of the others that it names. Raises a
-  UserError, which says its `role`, if it takes or returns something else.
+  It is called with x and those of `others` and `train` that it names. Raises a UserError, which says its `role`, if it
+  takes or returns something else.
   """
-  try:
-    signature_of(layer).bind(x, *others.values(), train=train)
-  except TypeError:
-    returned = layer(x, **named_arguments(role, layer, **others, train=train))
-  else:
-    returned = layer(x, *others.values(), train=train)
+  returned = layer(x, **named_arguments(role, layer, **others, train=train))
   y, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
   is_aux = isinstance(aux, Mapping) and all(isinstance(each, Statistics) for each in aux.values())
   if not is_aux or getattr(y, 'shape', None) != x.shape:
@@ -139,6 +134,7 @@ def run_layer(
 def named_arguments(role: str, layer: nn.Module, **named: Any) -> dict[str, Any]:
   """Returns those arguments, behind the first, that `layer` names; a UserError if it takes others, say `training`."""
   _, *parameters = signature_of(layer).parameters.values()
+  parameters = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
     return named
   names = {parameter.name for parameter in parameters}

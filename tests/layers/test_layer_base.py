@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import FanInNormal, Linear, WithSublayers
+from spmd_tasks.layers.base import run_layer
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,16 @@ def test_the_template_itself_stays_unbound():
 
 def test_absent_sublayers_are_allowed():
   assert set(_weights(Pair(first=Linear(output_dims=3)))) == {'first'}
+
+
+class Scaled(nn.Module):
+  """A layer with an argument of its own, which is not the segments that a stack would give."""
+
+  def __call__(self, x, factor=2.0, *, train=False):
+    return factor * x
+
+
+def test_a_layer_gets_the_arguments_that_it_names():
+  y, aux = run_layer('ffn', Scaled(), np.ones((2, 3)), segment_ids=np.zeros((2, 3), np.int32), train=True)
+  np.testing.assert_array_equal(y, 2 * np.ones((2, 3)))
+  assert aux == {}
