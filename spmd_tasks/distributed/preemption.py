@@ -29,7 +29,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
 from spmd_tasks.sigterm import say
 
-_FIRST = b'\nspmd-tasks: Ctrl-C: stopping after this step, all saved; again: leaving at once.\n'
+_FIRST = b'\nspmd-tasks: Ctrl-C: stopping after this step, and what is done is kept; again: leaving at once.\n'
 _SECOND = (
   b'\nspmd-tasks: interrupted twice: left at once; the same command goes on from the newest checkpoint, if any.\n'
 )
