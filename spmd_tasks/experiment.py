@@ -409,7 +409,7 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
       'train_input.element_spec() must return a dict of a jax.ShapeDtypeStruct(shape, dtype) by name, the shape with '
       f'the whole batch as its first dim; it returns {batch!r}.'
     )
-  if isinstance(mesh, Mesh):
+  if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():  # not for a plan, whose devices are elsewhere
     num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in batch.values()) // jax.process_count()
     _check_fits('a batch', num_bytes, _host_memory(), 'batch_size or seq_len')
   with naming_own_code('the model', keys=batch):

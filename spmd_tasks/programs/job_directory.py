@@ -117,9 +117,10 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
     lock_file = _lock(path)
     try:
       # Again, now that nobody else can write: two first jobs may have passed the first check together.
-      if _check_experiment(path, experiment_name):
+      is_known = _check_experiment(path, experiment_name)
+      if is_known or lock_file is None:  # without a lock, what is new may be another job's
         earlier = None
-      else:
+      if not is_known:
         write_durably(path / EXPERIMENT_FILE, json.dumps({'experiment': experiment_name}) + '\n')
     except BaseException:
       if lock_file is not None:
