@@ -224,8 +224,10 @@ def map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
     # nn.scan traces a layer twice, and the second trace counts random numbers on from the first: so does this one.
     first = flax.core.Scope({}, rngs=block.scope.rngs, mutable=True)
     first.rng_counters = block.scope.rng_counters
-    block.copy(parent=first)(x, segment_ids, segment_pos, train=train)
-    return x, block(x, segment_ids, segment_pos, train=train)[1]
+    for each in (block.copy(parent=first), block):
+      _, aux = run_layer('block', each, x, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
+    refuse_plain_weights(block.variables.get('params', {}))
+    return x, aux
 
   return nn.vmap(
     layer,

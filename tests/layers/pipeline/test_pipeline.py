@@ -13,7 +13,16 @@ from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import GatedFeedForward, RmsNorm, Statistics, TransformerBlock, TransformerStack, declare_weight
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import (
+  GatedFeedForward,
+  Linear,
+  RmsNorm,
+  Statistics,
+  TransformerBlock,
+  TransformerStack,
+  declare_weight,
+)
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.moe._balance import attach_gradient
 from spmd_tasks.layers.pipeline import PipelinedStack
@@ -114,6 +123,29 @@ def test_layers_draw_their_weights_side_by_side_and_bit_for_bit_as_in_a_loop(num
     assert 'scan[' not in str(init.trace(jax.random.key(0)).jaxpr)
   in_a_loop = jax.jit(TransformerStack(block=make_block(), num_layers=4).init)(jax.random.key(0), *batch)['params']
   jax.tree.map(np.testing.assert_array_equal, merge(side_by_side, num_repeats), unbox_weights(in_a_loop))
+
+
+class Own(nn.Module):
+  """A block that returns its output alone and takes no segments, as a TransformerStack allows."""
+
+  is_declared: bool
+
+  @nn.compact
+  def __call__(self, x):
+    return x + (Linear(output_dims=D)(x) if self.is_declared else nn.Dense(D)(x))
+
+
+def test_own_blocks_are_drawn_as_in_a_stack():
+  x, *_ = inputs()
+
+  def drawn(is_declared):
+    stack = PipelinedStack(block=Own(is_declared=is_declared), num_layers=4, num_microbatches=8)
+    with sharding_scope(make_mesh(), RULES):
+      return unbox_weights(jax.eval_shape(stack.init, jax.random.key(0), x)['params'])
+
+  assert drawn(True)['layers']['Linear_0']['kernel'].shape == (4, D, D)
+  with pytest.raises(UserError, match='Dense_0/bias of a stacked layer was declared without split dims'):
+    drawn(False)
 
 
 def split(weights, num_repeats):
