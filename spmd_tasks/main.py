@@ -105,14 +105,18 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   """Runs --print_config or a mode, after the checks that need no experiment."""
   from spmd_tasks.flags import MODES, check_flags_of_mode
 
-  _import_jax()
   if args.print_config:
+    _import_jax()
     return _print_config(args)
   if args.mode is None:
     raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
   if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve', 'plan', 'preview'):
     raise _no_directory()
   check_flags_of_mode(args)
+  if args.process_id:
+    silence()
+  set_activity('importing', say_now=True)
+  _import_jax()
   run_mode = {'verify': _verify, 'plan': _plan, 'preview': _preview}.get(args.mode, _run_on_job)
   return run_mode(args)
 
@@ -141,9 +145,6 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
   """Runs a mode that trains a job or reads its checkpoints: connects the processes, builds the experiment."""
   import contextlib
 
-  if args.process_id:
-    silence()
-  set_activity('importing', say_now=True)
   from spmd_tasks.config import refuse_changed_config, to_json
   from spmd_tasks.distributed import (
     EmergencyExit,
@@ -305,6 +306,7 @@ def _verify(args: 'argparse.Namespace') -> int:
   from spmd_tasks.flags import identity_flags
   from spmd_tasks.programs import verify
 
+  set_activity('preparing --mode verify')
   compile_quickly()
   num_devices = verify.DEFAULT_NUM_DEVICES if args.num_fake_devices is None else args.num_fake_devices
   _use_fake_devices(num_devices)
@@ -329,6 +331,8 @@ def _plan(args: 'argparse.Namespace') -> int:
   from spmd_tasks.files import absolute_path
   from spmd_tasks.programs import plan
 
+  set_activity('planning')
+
   def resolve(after: Sequence[str], prepare: Any) -> Any:
     resolved = _resolve(args, after=after, prepare=prepare)
     return resolved.build(), to_json(resolved)['config']
@@ -347,6 +351,7 @@ def _preview(args: 'argparse.Namespace') -> int:
   """Runs --mode preview, which reads the training input only."""
   from spmd_tasks.programs import preview
 
+  set_activity('reading the training input')
   _use_fake_devices(args.num_fake_devices)
   job = _resolve(args).build()
   return preview.preview(job, args.num_examples or preview.DEFAULT_NUM_EXAMPLES)
