@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity, silence
 from spmd_tasks.errors import UserError, user_error_code
-from spmd_tasks.sigterm import leave_on_sigterm
+from spmd_tasks.sigterm import interrupt_on_sigint, leave_on_sigterm
 from spmd_tasks.streams import lose_output, lost_output
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ _THREADS_LIMIT_S = 5.0
 def main(argv: Sequence[str] | None = None) -> None:
   """The console entry point; exits with one of exit_codes.py."""
   leave_on_sigterm()  # first of all: every other import is in a function, so that this line is reached in milliseconds
-  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-    signal.signal(signal.SIGINT, _on_sigint)
+  interrupt_on_sigint()
   lose_output()
   code = run(argv)
   sys.stdout.flush()
@@ -50,13 +49,6 @@ def main(argv: Sequence[str] | None = None) -> None:
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   signal.signal(signal.SIGINT, signal.SIG_DFL)
   sys.exit(code)
-
-
-def _on_sigint(signum: int, frame: Any) -> None:
-  """Ends the command in order, by KeyboardInterrupt; a second SIGINT ends the process at once, without tracebacks."""
-  del frame
-  signal.signal(signum, lambda signum, frame: os._exit(exit_codes.INTERRUPTED))
-  raise KeyboardInterrupt
 
 
 def _has_peers() -> bool:

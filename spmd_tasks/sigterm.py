@@ -1,6 +1,7 @@
-"""Ends a command that is told to end (SIGTERM) while it has nothing to save: as it starts, and as it ends.
+"""Ends a command that is told to end (SIGTERM, Ctrl-C) while it has nothing to save: as it starts, and as it ends.
 
     leave_on_sigterm()                # the binary's first line
+    interrupt_on_sigint()
     ...                               # imports, restoring, compilation: SIGTERM ends the process at once with PREEMPTED
     with PreemptionGuard() as guard:  # its handler takes the place of ours, and gives it back afterwards
 
@@ -22,8 +23,13 @@ from spmd_tasks import exit_codes
 
 _SENTENCE = b'spmd-tasks: preempted by SIGTERM with nothing to save; the same command goes on from here.\n'
 
+_WAITS = b'\nspmd-tasks: Ctrl-C: ending as soon as what runs now returns; again: leaving at once.\n'
+_TWICE = b'\nspmd-tasks: interrupted twice: left at once.\n'
+_PATIENCE_S = 1.0  # within which the main thread has answered Ctrl-C, unless it is in native code
+
 _first_to_leave = threading.Lock()
 _write_end: int | None = None  # of the pipe to the thread
+_is_interrupted = False  # whether the main thread has answered Ctrl-C
 _process: int | None = None  # the process that the handler is for, rather than a child that was forked from it
 
 
@@ -43,10 +49,23 @@ def leave_on_sigterm() -> None:
   threading.Thread(target=_watch, args=(read_end,), name='sigterm', daemon=True).start()
 
 
+def interrupt_on_sigint() -> None:
+  """Makes Ctrl-C raise KeyboardInterrupt on the main thread, and end the process at once the second time."""
+  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, _on_sigint)
+
+
 def _watch(read_end: int) -> None:
+  num_interrupts = 0
   while numbers := os.read(read_end, 64):
     if signal.SIGTERM in numbers and _is_ours():
       _leave()
+    if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is _on_sigint:
+      num_interrupts += numbers.count(signal.SIGINT)
+      if num_interrupts > 1:
+        _leave_interrupted()
+      if not select.select([read_end], [], [], _PATIENCE_S)[0] and not _is_interrupted:
+        say(_WAITS)
 
 
 def _is_ours() -> bool:
@@ -61,6 +80,21 @@ def _on_sigterm(signum: int, frame: types.FrameType | None) -> None:
   else:  # a forked child ends as any process does
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
+
+
+def _on_sigint(signum: int, frame: types.FrameType | None) -> None:
+  global _is_interrupted
+  del signum, frame
+  if _is_interrupted:
+    _leave_interrupted()
+  _is_interrupted = True
+  raise KeyboardInterrupt
+
+
+def _leave_interrupted() -> None:
+  if _first_to_leave.acquire(blocking=False):
+    say(_TWICE)
+    os._exit(exit_codes.INTERRUPTED)
 
 
 def _leave() -> None:

@@ -70,6 +70,30 @@ def test_a_long_compilation_does_not_delay_the_end():
   assert ended.seconds < 5
 
 
+NATIVE_CODE = """
+import hashlib
+from spmd_tasks.sigterm import interrupt_on_sigint, leave_on_sigterm
+
+leave_on_sigterm()
+interrupt_on_sigint()
+print('busy', flush=True)
+hashlib.pbkdf2_hmac('sha256', b'word', b'salt', 10**9)  # minutes without a line of Python, as a compilation may take
+"""
+
+
+def test_native_code_delays_neither_the_answer_to_ctrl_c_nor_the_second_one():
+  process = binary.start_process(['-c', NATIVE_CODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  assert process.stdout.readline() == 'busy\n'
+  time.sleep(0.1)
+  process.send_signal(signal.SIGINT)
+  assert process.stderr.readline() == '\n'
+  assert process.stderr.readline().endswith('ending as soon as what runs now returns; again: leaving at once.\n')
+  process.send_signal(signal.SIGINT)
+  ended = binary.finish(process)
+  assert ended.returncode == exit_codes.INTERRUPTED
+  assert ended.stderr == '\nspmd-tasks: interrupted twice: left at once.\n'
+
+
 HANDOVER = """
 import os, signal, subprocess, sys, time
 from spmd_tasks.distributed import PreemptionGuard
