@@ -7,7 +7,9 @@ problem, tells it so. Nothing secret is said, and what is heard only ends the jo
 
 import contextlib
 import json
+import queue
 import socket
+import threading
 import time
 from typing import IO, Any
 
@@ -67,26 +69,27 @@ def _call(listener: socket.socket, own: dict[str, Any], limit_s: float) -> None:
   end, num_others = time.monotonic() + limit_s, own['of'] - 1
   problem = own['problem'] and f'process 0: {own["problem"]}'
   came = {0: 'this machine'}
-  listener.settimeout(_RETRY_S)
   with contextlib.ExitStack() as stack:
     guests: list[socket.socket] = []
+    heard: queue.SimpleQueue[tuple[socket.socket, str, dict[str, Any]]] = queue.SimpleQueue()
     while len(came) <= num_others and (own['problem'] or not problem):
       if time.monotonic() > end:
         missing = next(index for index in range(own['of']) if index not in came)
         late = f'process {missing} of {own["of"]} did not come within {limit_s:g} s'
         problem = problem or f'{late}: see its log, and start all with the same --coordinator_address.'
         break
-      try:
+      listener.settimeout(_RETRY_S if heard.empty() else 0.001)
+      with contextlib.suppress(TimeoutError):
         sock, (host, *_) = listener.accept()
-      except TimeoutError:
-        continue
-      stack.callback(sock.close)
-      sock.settimeout(_LINE_LIMIT_S)
+        stack.callback(sock.close)
+        # In a thread of its own, because a stranger may stay silent.
+        threading.Thread(target=_hear, args=(sock, host, heard), daemon=True).start()
       try:
-        with sock.makefile('rb') as lines:
-          hello = _read(lines)
+        sock, host, hello = heard.get_nowait()
         index, of, said = int(hello['process']), int(hello['of']), hello['problem']
         _send(sock, {})
+      except queue.Empty:
+        continue
       except (OSError, ValueError, KeyError, TypeError) as error:
         logging.warning('%s connected, and is no process of a job (%s).', host, error)
         continue
@@ -104,6 +107,16 @@ def _call(listener: socket.socket, own: dict[str, Any], limit_s: float) -> None:
         _send(sock, {'problem': problem})
   if problem and not own['problem']:
     raise UserError(problem)
+
+
+def _hear(sock: socket.socket, host: str, heard: queue.SimpleQueue) -> None:
+  """Puts what a process says into `heard`; a stranger is logged."""
+  try:
+    sock.settimeout(_LINE_LIMIT_S)
+    with sock.makefile('rb') as lines:
+      heard.put((sock, host, _read(lines)))
+  except (OSError, ValueError) as error:
+    logging.warning('%s connected, and is no process of a job (%s).', host, error)
 
 
 def _answer(address: str, hello: dict[str, Any], limit_s: float) -> None:

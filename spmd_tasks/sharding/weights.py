@@ -60,7 +60,7 @@ class WeightSpec:
       raise UserError(
         f'split dims {self.split_dims} do not fit a weight of shape {self.shape}: give one entry per dim.'
       )
-    if min(self.shape, default=1) < 1:
+    if self.init is not None and min(self.shape, default=1) < 1:  # leaves of optimizers may be empty
       raise UserError(f'a layer needs a weight of shape {self.shape}, which has no entries: raise the size that is 0.')
 
   @property

@@ -56,9 +56,9 @@ class PraxisTask(Task):
   loss_name: str = 'total_loss'
 
   def __post_init__(self):
-    super().__post_init__()
     if not isinstance(self.model, base_layer.BaseLayer):
       object.__setattr__(self, 'model', base_hyperparams.instantiate(self.model))
+    super().__post_init__()
 
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with boxes of the split dims and collections that Praxis declares."""
