@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import os
 import re
 import types
 from typing import Any, ClassVar
@@ -39,7 +38,7 @@ from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import Input, InputIterator, Tokenizer, tokenizer_of
 from spmd_tasks.layers.moe import agree_on_grouped_matmul_backend
-from spmd_tasks.runtime import EarlyStop, PartitionedModel, Task, TrainState, partition_spmd_model
+from spmd_tasks.runtime import EarlyStop, PartitionedModel, Task, TrainState, check_batch_fits, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
 _MAX_TIMEOUT_S = 31_536_000
@@ -260,9 +259,7 @@ class Experiment(FrozenFields, abc.ABC):
     return ChatTemplate()
 
 
-def _check_methods(
-  name: str, value: Any, methods: Sequence[str], remedy: str = 'docs/inputs.md says what an input and its iterator have'
-) -> None:
+def _check_methods(name: str, value: Any, methods: Sequence[str], remedy: str = 'see docs/inputs.md') -> None:
   """Raises a UserError if a part of a job is a class, or lacks one of the methods."""
   missing = [method for method in methods if not callable(getattr(value, method, None))]
   kind = f'the class {value.__name__} itself' if inspect.isclass(value) else f'of type {type(value).__name__}'
@@ -326,10 +323,6 @@ def make_training_iterator(job: Job) -> InputIterator:
   return iterator
 
 
-def _is_spec(spec: Any) -> bool:
-  return hasattr(spec, 'shape') and hasattr(spec, 'dtype')
-
-
 def check_vocabulary(job: Job) -> None:
   """Checks that the model's embedding has a row for every id that a tokenizer of the job's inputs gives.
 
@@ -346,30 +339,6 @@ def check_vocabulary(job: Job) -> None:
         f'{path}.tokenizer has {tokenizer.vocab_size} ids but the model only vocab_size={vocab_size}: set vocab_size '
         f'to {tokenizer.vocab_size} or more, or take the tokenizer of this vocabulary.'
       )
-
-
-def check_state_fits(model: PartitionedModel) -> None:
-  """Raises a UserError if the training state alone is larger than the memory of this process's devices."""
-  local = jax.local_devices()
-  limits = [(device.memory_stats() or {}).get('bytes_limit', 0) for device in local]
-  available = sum(limits) if all(limits) else _host_memory()
-  num_bytes = len(local) * sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(model.padded_state)
-  )
-  _check_fits('the training state', num_bytes, available, 'the number of layers, the dims or vocab_size')
-
-
-def _check_fits(what: str, num_bytes: int, available: int, setting: str) -> None:
-  if num_bytes > available:
-    raise UserError(
-      f'{what} has {num_bytes / 1e9:,.0f} GB, and this process {available / 1e9:,.0f} GB of memory for it: lower '
-      f'{setting}, or take more devices or processes.'
-    )
-
-
-def _host_memory() -> int:
-  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
 def mesh_of_all_devices(experiment: Experiment, overrides: Sequence[str]) -> Mesh:
@@ -404,14 +373,14 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
   job.check_parts()
   with naming_own_code('train_input.element_spec()', part=job.train_input):
     batch = job.train_input.element_spec()
-  if not isinstance(batch, Mapping) or not batch or not all(map(_is_spec, batch.values())):
+  specs = [*batch.values()] if isinstance(batch, Mapping) else []
+  if not specs or not all(hasattr(each, 'shape') and hasattr(each, 'dtype') for each in specs):
     raise UserError(
       'train_input.element_spec() must return a dict of a jax.ShapeDtypeStruct(shape, dtype) by name, the shape with '
       f'the whole batch as its first dim; it returns {batch!r}.'
     )
   if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():  # not for a plan, whose devices are elsewhere
-    num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in batch.values()) // jax.process_count()
-    _check_fits('a batch', num_bytes, _host_memory(), 'batch_size or seq_len')
+    check_batch_fits(batch)
   with naming_own_code('the model', keys=batch):
     model = partition_spmd_model(
       job.task,

@@ -23,7 +23,6 @@ from spmd_tasks.distributed import (
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import (
   Job,
-  check_state_fits,
   check_vocabulary,
   make_training_iterator,
   partition_job,
@@ -49,6 +48,7 @@ from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingL
 from spmd_tasks.runtime import (
   CompilationCounter,
   PartitionedModel,
+  check_state_fits,
   format_parameter_table,
   make_writer,
 )

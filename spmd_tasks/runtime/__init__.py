@@ -8,9 +8,9 @@
 Read in this order: `task.py` (model, loss and learner, TrainState, and the pure train and eval step),
 `partition.py` (the heart: the same steps over a mesh, padded at the boundary), `input_layout.py` (how a batch goes from
 the hosts to the mesh), `compilation.py` and `merging.py` (low-rank adapters, made part of the weights). What a job
-reports is made by `metrics.py` (files of metrics), `parameter_table.py` and `flops.py`. `decode_settings.py` holds what
-a task says about generating text, `optional_methods.py` what a task may do beside what all do, `early_stop.py` what
-ends a job before its last step.
+reports is made by `metrics.py` (files of metrics), `parameter_table.py` and `flops.py`. `memory_checks.py` refuses what
+memory cannot hold. `decode_settings.py` holds what a task says about generating text, `optional_methods.py` what a task
+may do beside what all do, `early_stop.py` what ends a job before its last step.
 """
 
 from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep, StepsByShape
@@ -18,6 +18,7 @@ from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
 from spmd_tasks.runtime.early_stop import EarlyStop, EvalTarget, StepReport
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
+from spmd_tasks.runtime.memory_checks import check_batch_fits, check_state_fits
 from spmd_tasks.runtime.merging import flat_specs, merge_adapters, padded_numbers, with_magnitudes
 from spmd_tasks.runtime.metrics import (
   METRICS_FILE,
@@ -61,6 +62,8 @@ __all__ = [
   'TrainState',
   'Variables',
   'bytes_per_device',
+  'check_batch_fits',
+  'check_state_fits',
   'count_matmul_flops',
   'finish_metrics',
   'flat_specs',
