@@ -151,7 +151,7 @@ def serve(
 
 def _served_folder(job: Job, job_log_dir: epath.Path, step: int | None) -> str | None:
   """The folder in Hugging Face's format whose own weights are served; None where a checkpoint's are."""
-  folder = None if step else pretrained_folder(job.experiment)
+  folder = None if step is not None else pretrained_folder(job.experiment)
   if folder is None:
     return None
   with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
