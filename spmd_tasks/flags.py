@@ -243,14 +243,14 @@ def settings_to_compare(args: argparse.Namespace, config: Mapping[str, Any]) -> 
   """The settings that all processes of a job must have alike.
 
   An input whose settings the experiment's own code chose, and no flag, may differ: each process can read files of its
-  own. So may the index that Pax gives each process.
+  own. So may the place of its copies in memory, and the index that Pax gives each process.
   """
   given = tuple(config['overrides'])
 
   def is_common(path: str) -> bool:
     is_input = path.startswith(('train_input', 'eval_inputs', 'decode_inputs'))
     is_chosen = is_input and args.exp is not None and not any(f'{path}.'.startswith(f'{name}.') for name in given)
-    return not is_chosen and not path.endswith('.infeed_host_index')
+    return not is_chosen and path != 'peer_copy_directory' and not path.endswith('.infeed_host_index')
 
   return {'experiment': config['experiment']} | {
     path: value for path, value in config['config'].items() if is_common(path)
