@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-_FIRST_S, _PERIOD_S, _POLL_S = 1.5, 4.5, 0.25
+_FIRST_S, _PERIOD_S, _POLL_S = 1.5, 4.0, 0.25
 
 _activities: dict[object, tuple[str, float]] = {}  # what is being done and since when, the innermost last
 _BASE = 'base'  # the key of that of set_activity

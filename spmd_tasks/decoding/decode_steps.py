@@ -291,7 +291,8 @@ class DecodeSteps:
   ) -> Any:
     """Compiles `function` once, as `_lower` has it."""
     if name not in self._compiled:
-      with doing(f'compiling for decoding: {name[0] if isinstance(name, tuple) else name}'):
+      parts = name if isinstance(name, tuple) else (name,)
+      with doing('compiling for decoding: ' + ' '.join(str(part) for part in parts if type(part) in (str, int))):
         self._compiled[name] = self._lower(function, *arguments, held=held, out=out).compile()
     return self._compiled[name]
 
