@@ -74,7 +74,7 @@ class Grammars:
       raise UserError(f'it has {len(text)} characters, more than {_MAX_CHARS}')
     try:
       if kind == 'json_schema':
-        rules = {} if '"whitespace_flexible"' in text else {'whitespace_pattern': _WHITE_SPACE}
+        rules: Any = {} if '"whitespace_flexible"' in text else {'whitespace_pattern': _WHITE_SPACE}
         schema = '{}' if text.strip() == 'true' else text  # only an object takes options
         grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=rules)
       elif kind == 'regex':
