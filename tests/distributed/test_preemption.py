@@ -21,9 +21,10 @@ from tests import binary
   ],
 )
 def test_a_signal_is_answered_at_the_next_question_and_stays(signum, code):
-  previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it, and so would we
-  with contextlib.ExitStack() as stack, PreemptionGuard() as guard:
-    stack.callback(signal.signal, signal.SIGINT, previous)
+  with contextlib.ExitStack() as stack:
+    for each in (signal.SIGINT, signal.SIGHUP):  # pytest's workers ignore the one, nohup the other, and so would we
+      stack.callback(signal.signal, each, signal.signal(each, signal.default_int_handler))
+    guard = stack.enter_context(PreemptionGuard())
     assert not guard.should_stop()
     os.kill(os.getpid(), signum)
     assert guard.should_stop()
