@@ -73,6 +73,9 @@ class CutInput:
 
     return {name: cut(spec) for name, spec in self.whole.element_spec().items() if self._is_kept(name)}
 
+  def reshard_states(self, states: Any, shard_count: int) -> Any:
+    raise NotImplementedError('its iterators have no position to save')
+
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> Any:
     """Yields the batches, of a single process."""
     assert shard_count == 1

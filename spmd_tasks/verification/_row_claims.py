@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ class Cut:
   pipeline: AsPipeline | None = None
 
   def __call__(self, job: Job, sizes: Mapping[str, int]) -> Job:
-    cut: Any = CutInput(job.train_input, num_rows=self.num_rows, num_columns=self.num_columns, is_bare=self.is_bare)
+    cut = CutInput(job.train_input, num_rows=self.num_rows, num_columns=self.num_columns, is_bare=self.is_bare)
     job = dataclasses.replace(job, train_input=cut)
     return job if self.pipeline is None else self.pipeline(job, sizes)
 
