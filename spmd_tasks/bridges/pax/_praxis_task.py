@@ -60,6 +60,9 @@ class PraxisTask(Task):
       object.__setattr__(self, 'model', base_hyperparams.instantiate(self.model))
     super().__post_init__()
 
+  def _refuse_other_kinds(self) -> None:
+    """The model is Praxis', and computes the loss."""
+
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with boxes of the split dims and collections that Praxis declares."""
     inputs = _inputs(batch)
