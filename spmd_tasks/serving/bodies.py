@@ -8,6 +8,7 @@ the answer is either supported or refused. A field that is null counts as absent
 
 from collections import Counter
 import difflib
+import itertools
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -28,6 +29,7 @@ from spmd_tasks.decoding import MAX_BIASES
 from spmd_tasks.serving.errors import RequestError
 
 _MAX_MESSAGES = 10_000
+_MAX_DEPTH = 950  # of objects and arrays; how deep Python's parser goes differs between its versions
 _INT32 = 2**31 - 1
 
 
@@ -40,6 +42,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
   # Not pydantic's parser, which refuses half of a surrogate pair without naming its field.
   try:
     body = json.loads(data.decode('utf-8'), parse_constant=_refuse_constant, object_pairs_hook=_refuse_repetition)
+    _check_depth(body)
   except RecursionError:
     raise RequestError('the body is nested too deeply.', code='invalid_json') from None
   except ValueError as error:
@@ -47,6 +50,16 @@ def parse_json(data: bytes) -> dict[str, Any]:
   if not isinstance(body, dict):
     raise RequestError(f'the body must be a JSON object, not {_kind(body)}.', code='invalid_json')
   return body
+
+
+def _check_depth(body: Any) -> None:
+  level = [body]
+  for _ in range(_MAX_DEPTH):
+    children = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+    level = list(itertools.chain.from_iterable(children))
+    if not level:
+      return
+  raise RecursionError
 
 
 def _refuse_constant(name: str) -> Any:
