@@ -254,12 +254,12 @@ def _use_checkpoints(args: 'argparse.Namespace', job: Any, job_log_dir: Any, eme
       mesh=mesh_of_all_devices(job.experiment, overrides_of(args)),
     )
   from spmd_tasks.flags import SERVE_FLAGS
-  from spmd_tasks.programs import serve
+  from spmd_tasks.serving import mode as serving
 
-  return serve.serve(
+  return serving.serve(
     job,
     job_log_dir,
-    serve.server_settings(**{name: getattr(args, name) for name in SERVE_FLAGS}),
+    serving.server_settings(**{name: getattr(args, name) for name in SERVE_FLAGS}),
     emergency=emergency,
     step=args.checkpoint_step,
     bind_address=args.coordinator_bind_address,
@@ -296,7 +296,7 @@ def _verify(args: 'argparse.Namespace') -> int:
   from spmd_tasks.config import to_json
   from spmd_tasks.distributed import compile_quickly
   from spmd_tasks.flags import identity_flags
-  from spmd_tasks.programs import verify
+  from spmd_tasks.verification import mode as verify
 
   set_activity('preparing --mode verify')
   compile_quickly()
@@ -321,7 +321,7 @@ def _plan(args: 'argparse.Namespace') -> int:
   """Runs --mode plan, which builds the experiment for devices that are not there."""
   from spmd_tasks.config import to_json
   from spmd_tasks.files import absolute_path
-  from spmd_tasks.programs import plan
+  from spmd_tasks.planning import mode as plan
 
   set_activity('planning')
 

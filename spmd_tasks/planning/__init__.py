@@ -4,7 +4,7 @@
     plan = make_plan(job, target)              # compiles the very step that training runs
     print(format_plan(plan.to_json()))         # memory, weights, collectives, time
 
-`--mode plan` (programs/plan.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA
+`--mode plan` (mode.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA
 GPUs; where one is not installed, the CPU's takes its place and the plan says so.
 
 Read targets.py (what `v5p:4x4x2` means) with chips.py (published figures) and _compilers.py (compile-only devices);

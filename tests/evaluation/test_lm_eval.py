@@ -57,7 +57,7 @@ def made(harness, tasks, tmp_path_factory):
 
 
 def our_model(folder, **arguments):
-  from spmd_tasks.lm_eval import HarnessModel
+  from spmd_tasks.evaluation import HarnessModel
 
   return HarnessModel(path=str(folder), **{'max_length': MAX_LENGTH, 'batch_size': 3} | SMALL | arguments)
 
@@ -208,7 +208,7 @@ def test_the_command(made, tasks, tmp_path):
   finished = binary.run_binary(
     'run', '--model', 'spmd_tasks', '--model_args', arguments, '--include_path', tasks, '--tasks', 'choice,write',
     '--batch_size', 'auto', '--output_path', tmp_path,
-    command=('-m', 'spmd_tasks.lm_eval'), fresh=True, env={'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
+    command=('-m', 'spmd_tasks.evaluation'), fresh=True, env={'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
   )  # fmt: skip
   assert finished.returncode == 0, finished.stderr
   (file,) = tmp_path.rglob('results_*.json')
@@ -216,7 +216,7 @@ def test_the_command(made, tasks, tmp_path):
   assert found == {task: pytest.approx(metrics(theirs)[task]) for task in ('choice', 'write')}
   wrong = binary.run_binary(
     'run', '--model', 'spmd_tasks', '--model_args', f'path={tmp_path}', '--include_path', tasks, '--tasks', 'choice',
-    command=('-m', 'spmd_tasks.lm_eval'), fresh=True, env={'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
+    command=('-m', 'spmd_tasks.evaluation'), fresh=True, env={'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)},
   )  # fmt: skip
   assert wrong.returncode == 2
-  assert wrong.stderr.splitlines()[-1].startswith(f'spmd_tasks.lm_eval: {tmp_path} has no config.json')
+  assert wrong.stderr.splitlines()[-1].startswith(f'spmd_tasks.evaluation: {tmp_path} has no config.json')

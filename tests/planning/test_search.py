@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from spmd_tasks.planning import mode as plan_mode
 from spmd_tasks.planning import parse_target
 from spmd_tasks.planning._levers import levers
 from spmd_tasks.planning.search import changes_that_fit
-from spmd_tasks.programs import plan as plan_mode
 from tests.planning.formula_plans import GIB, Formula
 
 

@@ -1,6 +1,6 @@
 """Runs EleutherAI's evaluation harness (lm-eval) on a job's checkpoint or on a model's folder, on any mesh.
 
-    python -m spmd_tasks.lm_eval --model spmd_tasks --model_args path=runs/tiny --tasks hellaswag --batch_size 32
+    python -m spmd_tasks.evaluation --model spmd_tasks --model_args path=runs/tiny --tasks hellaswag --batch_size 32
 
 The command is the harness's own, `lm-eval`, with one model more in its registry: the registry reads no entry points, so
 `lm-eval` itself cannot find ours. Everything else is the harness's: tasks, few-shot examples, metrics, results, caches.
@@ -18,7 +18,7 @@ The package lm-eval is optional: the extra `evaluation`. A server is evaluated b
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from spmd_tasks.lm_eval.harness_model import HarnessModel
+  from spmd_tasks.evaluation.harness_model import HarnessModel
 
 __all__ = ['HarnessModel']
 
@@ -26,6 +26,6 @@ __all__ = ['HarnessModel']
 def __getattr__(name: str) -> Any:
   if name != 'HarnessModel':
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  from spmd_tasks.lm_eval.harness_model import HarnessModel
+  from spmd_tasks.evaluation.harness_model import HarnessModel
 
   return HarnessModel

@@ -29,9 +29,9 @@ from spmd_tasks.distributed import (
 )
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
+from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
 from spmd_tasks.programs.pretrained import pretrained_folder
-from spmd_tasks.programs.restore import LOOK_LIMIT_S, restore_evaluation_variables
-from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.serving import ServedModel, ServerSettings, check_adapter_names, listen, run_server
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.sigterm import leave_on_sigterm

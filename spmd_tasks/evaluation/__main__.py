@@ -1,4 +1,4 @@
-"""python -m spmd_tasks.lm_eval: the command `lm-eval`, which then knows the model `spmd_tasks`."""
+"""python -m spmd_tasks.evaluation: the command `lm-eval`, which then knows the model `spmd_tasks`."""
 
 import importlib.util
 import sys
@@ -13,7 +13,7 @@ def main() -> None:
       raise UserError("the package lm-eval is not installed: pip install 'lm-eval>=0.4.13'.")
     from lm_eval.__main__ import cli_evaluate
 
-    from spmd_tasks.lm_eval import harness_model  # registers the model
+    from spmd_tasks.evaluation import harness_model  # registers the model
 
     del harness_model
     cli_evaluate()
@@ -21,7 +21,7 @@ def main() -> None:
     code = user_error_code(error)
     if code is None:
       raise
-    print(f'spmd_tasks.lm_eval: {error}', file=sys.stderr)
+    print(f'spmd_tasks.evaluation: {error}', file=sys.stderr)
     sys.exit(code)
 
 
