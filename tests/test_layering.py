@@ -25,6 +25,7 @@ ROWS = (
   ('learning', 'inputs', 'layers', 'distributed'),
   ('sharding',),
   ('files', 'frozen_fields'),
+  ('wings',),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
   ('exit_codes',),
 )

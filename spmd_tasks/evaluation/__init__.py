@@ -15,17 +15,9 @@ The package lm-eval is optional: the extra `evaluation`. A server is evaluated b
   __main__.py        the command
 """
 
-from typing import TYPE_CHECKING, Any
+from etils import epy
 
-if TYPE_CHECKING:
+with epy.lazy_api_imports(globals()):
   from spmd_tasks.evaluation.harness_model import HarnessModel
 
 __all__ = ['HarnessModel']
-
-
-def __getattr__(name: str) -> Any:
-  if name != 'HarnessModel':
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  from spmd_tasks.evaluation.harness_model import HarnessModel
-
-  return HarnessModel

@@ -13,16 +13,19 @@ compiling.py (a step is compiled, or refused for its memory); step_plan.py and p
 scheduled_program.py: collectives.py, memory.py. search.py finds settings that fit, mesh_search.py the best.
 """
 
-from spmd_tasks.planning.chips import CHIPS, Chip
-from spmd_tasks.planning.compiling import STEPS, Compilation, OutOfMemory, compile_step
-from spmd_tasks.planning.mesh_search import format_search, search_plans
-from spmd_tasks.planning.page import plan_page
-from spmd_tasks.planning.plan import Plan, make_plan, mesh_devices
-from spmd_tasks.planning.search import changes_that_fit
-from spmd_tasks.planning.step_plan import StepPlan
-from spmd_tasks.planning.targets import Target, has_compiler, parse_target
-from spmd_tasks.planning.text import format_plan, format_suggestions
-from spmd_tasks.planning.weights import WeightRow, weight_rows
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.planning.chips import CHIPS, Chip
+  from spmd_tasks.planning.compiling import STEPS, Compilation, OutOfMemory, compile_step
+  from spmd_tasks.planning.mesh_search import format_search, search_plans
+  from spmd_tasks.planning.page import plan_page
+  from spmd_tasks.planning.plan import Plan, make_plan, mesh_devices
+  from spmd_tasks.planning.search import changes_that_fit
+  from spmd_tasks.planning.step_plan import StepPlan
+  from spmd_tasks.planning.targets import Target, has_compiler, parse_target
+  from spmd_tasks.planning.text import format_plan, format_suggestions
+  from spmd_tasks.planning.weights import WeightRow, weight_rows
 
 __all__ = [
   'CHIPS',

@@ -12,13 +12,16 @@ running server, `metrics.py` counts for Prometheus, and `multi_process/` serves 
 Two kinds of threads matter: the event loop's thread runs everything but the engine, which one thread of its own calls.
 """
 
-from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
-from spmd_tasks.serving.errors import RequestError
-from spmd_tasks.serving.publisher import Publisher
-from spmd_tasks.serving.requests import GenerationRequest, ServedModel, check_adapter_names
-from spmd_tasks.serving.server import listen, run_server, url_of
-from spmd_tasks.serving.service import Service
-from spmd_tasks.serving.settings import ServerSettings
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
+  from spmd_tasks.serving.errors import RequestError
+  from spmd_tasks.serving.publisher import Publisher
+  from spmd_tasks.serving.requests import GenerationRequest, ServedModel, check_adapter_names
+  from spmd_tasks.serving.server import listen, run_server, url_of
+  from spmd_tasks.serving.service import Service
+  from spmd_tasks.serving.settings import ServerSettings
 
 __all__ = [
   'EngineEndedError',

@@ -12,17 +12,20 @@ meshes, `_shrink.py` makes an experiment tiny, `_batches.py` cuts batches and ma
 what may differ by the documentation. The files `*_claim.py` and `*_claims.py` have the cases.
 """
 
-from spmd_tasks.verification._agreement import Agreement, agree
-from spmd_tasks.verification._batches import draw_batches
-from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Case, Verdict
-from spmd_tasks.verification._claims import CLAIMS, Claim, format_case, format_table, summary
-from spmd_tasks.verification._layouts import all_meshes, draw_meshes, scaled_mesh
-from spmd_tasks.verification._noise import Difference
-from spmd_tasks.verification._runner import Runner, StepResult
-from spmd_tasks.verification._settings import Setting, Source, build_job
-from spmd_tasks.verification._shrink import Shrunk, shrink
-from spmd_tasks.verification._trajectory import Trajectory
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.verification._agreement import Agreement, agree
+  from spmd_tasks.verification._batches import draw_batches
+  from spmd_tasks.verification._bench import Bench
+  from spmd_tasks.verification._cases import Case, Verdict
+  from spmd_tasks.verification._claims import CLAIMS, Claim, format_case, format_table, summary
+  from spmd_tasks.verification._layouts import all_meshes, draw_meshes, scaled_mesh
+  from spmd_tasks.verification._noise import Difference
+  from spmd_tasks.verification._runner import Runner, StepResult
+  from spmd_tasks.verification._settings import Setting, Source, build_job
+  from spmd_tasks.verification._shrink import Shrunk, shrink
+  from spmd_tasks.verification._trajectory import Trajectory
 
 __all__ = [
   'CLAIMS',
