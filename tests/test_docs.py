@@ -34,7 +34,7 @@ from tests import forked
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
-GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md'))]
+GUIDES = [README, *sorted((ROOT / 'docs').glob('*.md')), *sorted((ROOT / 'docs' / 'benchmarks').glob('*.md'))]
 ALL = [*GUIDES, ROOT / 'CHANGELOG.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs' / 'design').glob('*.md'))]
 # Their code takes longest, and what it shows other tests have too: it runs with --all.
 LONG = {'checkpoints', 'decoding', 'evaluation', 'inputs', 'mixture_of_experts', 'multi_host', 'pipelining', 'serving'}
