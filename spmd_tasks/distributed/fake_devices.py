@@ -16,10 +16,10 @@ def use_fake_devices(num_devices: int, *, num_threads: int | None = None) -> Non
   collectives at once, all but one of them in loops that do not wait for one another, and holds a thread in each. If
   every thread waits in a collective whose other members have no thread left, the program hangs until XLA's timeout
   aborts the process. With n devices in c collectives at once that takes at most c (n - 1) threads, for each collective
-  lacks a member. Therefore the pool gets three threads per device: of the compiled train steps that were looked
-  at, those of `tests/runtime`, none has more than three collectives at once. More threads cost CPU time, because XLA wakes idle
-  ones in vain. `num_threads` is for programs that are compiled but not run. XLA reads the number from `NPROC`; a value
-  that is set already stays.
+  lacks a member. Therefore the pool gets three threads per device: of the compiled train steps that were looked at,
+  those of `tests/runtime`, none has more than three collectives at once. More threads cost CPU time, because XLA wakes
+  idle ones in vain. `num_threads` is for programs that are compiled but not run. XLA reads the number from `NPROC`; a
+  value that is set already stays.
 
   XLA's scheduler for concurrency, the CPU's default, is turned off unless XLA_FLAGS name it: with it, one forward, one
   backward on stage 2 x mdl 3 never ends (jax 0.10), and without it does. Presumably devices then start collectives in
