@@ -105,6 +105,10 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve', 'plan', 'preview'):
     raise _no_directory()
   check_flags_of_mode(args)
+  if args.mode == 'serve':
+    from spmd_tasks.wings import require
+
+    require('serve', 'starlette', 'uvicorn', 'uvloop', 'prometheus_client', 'llguidance', wants='--mode serve')
   if args.process_id:
     silence()
   set_activity('importing', say_now=True)

@@ -23,6 +23,7 @@ from spmd_tasks.inputs.text import (
   file_fingerprint,
   refuse_changed_size,
 )
+from spmd_tasks.wings import require
 
 _JSON_LINES, _PARQUET, _ARROW = ('.jsonl', '.json', '.ndjson'), ('.parquet', '.pq'), ('.arrow', '.feather', '.ipc')
 _CHUNK = 1 << 20
@@ -132,6 +133,7 @@ class _TableFile:
 
   def _opened(self) -> Any:
     if self._table is None:
+      require('parquet', 'pyarrow', wants=self._path)
       import pyarrow
 
       try:

@@ -20,6 +20,7 @@ from spmd_tasks.inputs.text import (
   file_fingerprint,
   refuse_changed_size,
 )
+from spmd_tasks.wings import require
 
 _MAX_LINE_BYTES = 1 << 30
 _NUM_OPENING_THREADS = 64  # as many ArrayRecord files are opened at a time
@@ -122,6 +123,7 @@ class Parquet:
   block_rows: int = 256
 
   def open(self) -> 'OpenParquet':
+    require('parquet', 'pyarrow', wants=f'the input {self.pattern!r}')
     source = OpenParquet(expand_globs(self.pattern, 'Parquet'), self.field, self.block_rows)
     if len(source) == 0:
       raise UserError(f'the files of {self.pattern!r} have no rows.')

@@ -11,6 +11,7 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_bytes
+from spmd_tasks.wings import require
 
 
 @runtime_checkable
@@ -246,6 +247,7 @@ def load_tokenizer_file(path: str) -> Any:
   Raises:
     UserError: there is no such file, or it is of another kind.
   """
+  require('huggingface', 'tokenizers', wants=path)
   import tokenizers
 
   if not os.path.exists(path):
@@ -275,6 +277,7 @@ def train_bpe(texts: Iterable[str], path: str, vocab_size: int, min_frequency: i
   Raises:
     UserError: vocab_size has no room for the bytes and the special tokens.
   """
+  require('huggingface', 'tokenizers', wants='train_bpe')
   import tokenizers
 
   special = ['<pad>', '<bos>', '<eos>']

@@ -33,6 +33,7 @@ from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, writ
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
 from spmd_tasks.runtime import DecodesBatches, PartitionedModel, TensorBoardWriter, Variables
+from spmd_tasks.runtime.metrics import can_write_events
 
 SAMPLES_DIRECTORY = 'samples'
 SAMPLES_FILE = 'samples.txt'
@@ -111,7 +112,8 @@ class Sampler:
     self._prompts = prompts
     self._requests = requests
     self.path = directory / SAMPLES_FILE
-    self._events = TensorBoardWriter(directory) if tensorboard and is_primary() else None
+    has_events = tensorboard and is_primary() and can_write_events(directory)
+    self._events = TensorBoardWriter(directory) if has_events else None
     self._newest: int | None = None
 
   def compile(self) -> None:

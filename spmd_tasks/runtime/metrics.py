@@ -14,6 +14,7 @@ by its import, prints lines that cannot be turned off, and takes GPU memory from
 """
 
 from collections.abc import Mapping, Sequence
+import functools
 import json
 import math
 import os
@@ -25,7 +26,9 @@ from absl import logging
 from etils import epath
 import numpy as np
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, sync_path, write_durably
+from spmd_tasks.wings import require
 
 METRICS_FILE = 'metrics.jsonl'
 
@@ -214,14 +217,38 @@ class MultiWriter:
       writer.close()
 
 
+@functools.cache
+def _say_no_events(reason: str) -> None:
+  logging.warning('No event files for TensorBoard beside metrics.jsonl: %s', reason)
+
+
+def can_write_events(directory: epath.Path) -> bool:
+  """Whether TensorBoard is installed, which writes event files; if not, a log line says so, once.
+
+  Raises:
+    UserError: the directory is remote, so that nothing could be written there.
+  """
+  try:
+    require('tensorboard', 'tensorboard', wants='writing them')
+  except UserError as error:
+    if is_remote(directory):
+      raise
+    _say_no_events(str(error))
+    return False
+  return True
+
+
 def make_writer(directory: epath.Path, *, tensorboard: bool, primary: bool) -> MultiWriter:
   """Makes the writers of one metrics directory; only the primary process (index 0) writes.
 
   A remote directory (`gs://...`) gets events only: object stores cannot append to a file.
+
+  Raises:
+    UserError: the directory is remote, and TensorBoard, which writes events, is not installed.
   """
   if not primary:
     return MultiWriter([])
   writers: list[MetricsWriter] = [] if is_remote(directory) else [JsonlWriter(directory)]
-  if tensorboard:
+  if tensorboard and can_write_events(directory):
     writers.append(TensorBoardWriter(directory))
   return MultiWriter(writers)

@@ -19,11 +19,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from spmd_tasks.bridges._lazy_arrays import Index, LazyArray, contiguous
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import open_bytes, read_text
+from spmd_tasks.wings import require
 
 _DTYPES = {
   'F64': np.dtype('float64'),
@@ -98,12 +98,15 @@ def _read_sharded(folder: Path) -> dict[str, LazyArray]:
 
 def read_file(path: Path) -> dict[str, LazyArray]:
   """Returns every tensor of one file. Raises a UserError as `read_tensors`."""
+  require('huggingface', 'safetensors', wants=path.name)
+  import safetensors
+
   try:
     with open_bytes(path) as file:
-      safe_open(path, 'np')  # checks shapes, dtypes and offsets against each other and the file
+      safetensors.safe_open(path, 'np')  # checks shapes, dtypes and offsets against each other and the file
       (length,) = struct.unpack('<Q', file.read(8))
       entries = json.loads(file.read(length), object_pairs_hook=_without_doubles)
-  except (OSError, ValueError, SafetensorError) as error:
+  except (OSError, ValueError, safetensors.SafetensorError) as error:
     raise UserError(f'{path} is no whole safetensors file ({error}): download it again.') from error
   entries.pop('__metadata__', None)
   tensors = {}
