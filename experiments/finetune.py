@@ -9,7 +9,7 @@ Training starts from the folder's weights; `--mode export --format hf` writes su
 """
 
 from spmd_tasks import register
-from spmd_tasks.recipes import InstructionTuning, LowRankTuning, PreferenceTuning
+from spmd_tasks.tuning import InstructionTuning, LowRankTuning, PreferenceTuning
 
 
 @register

@@ -32,7 +32,7 @@ from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LowRankAdapter
 from spmd_tasks.planning import make_plan, parse_target
-from spmd_tasks.recipes import add_adapters
+from spmd_tasks.tuning import add_adapters
 
 RANK, NUMBERS, TARGETS = 16, (0, 1, 4, 16), ('attention/', 'ffn/')
 SIZES = ('model_dims=256', 'num_layers=4', 'num_heads=4', 'hidden_dims=768', 'seq_len=256', 'batch_size=8')

@@ -155,7 +155,7 @@ def _run_on_job(args: 'argparse.Namespace') -> int:
   )
   from spmd_tasks.flags import common_flags, distributed_settings, settings_to_compare
   from spmd_tasks.programs import StartupClock
-  from spmd_tasks.programs.adapter_stacks import refuse_adapters
+  from spmd_tasks.tuning.adapter_stacks import refuse_adapters
 
   limit_s = args.initialization_timeout_s
 

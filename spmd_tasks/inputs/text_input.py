@@ -23,7 +23,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs._lane_reader import LaneReader
-from spmd_tasks.inputs._packing import BlockEncoder, TextEncoder
+from spmd_tasks.inputs.packing import BlockEncoder, TextEncoder
 from spmd_tasks.inputs.text import TextSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
 

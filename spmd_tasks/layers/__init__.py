@@ -61,7 +61,6 @@ from spmd_tasks.layers.losses import (
   losses_by_source,
 )
 from spmd_tasks.layers.norm import LayerNorm, RmsNorm
-from spmd_tasks.layers.preference_loss import PairLogProbs, PreferenceLoss, pair_log_probs
 from spmd_tasks.layers.stack_sequence import StackSequence
 from spmd_tasks.layers.transformer import (
   REMAT_POLICIES,
@@ -93,8 +92,6 @@ __all__ = [
   'Linear',
   'LossOutput',
   'LowRankAdapter',
-  'PairLogProbs',
-  'PreferenceLoss',
   'RmsNorm',
   'StackSequence',
   'Statistics',
@@ -115,7 +112,6 @@ __all__ = [
   'losses_by_source',
   'merge_low_rank',
   'named_arguments',
-  'pair_log_probs',
   'remat_policy',
   'soft_cap',
   'values_per_layer',

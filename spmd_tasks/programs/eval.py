@@ -36,7 +36,6 @@ from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Input, Prefetcher, State, data_of
 from spmd_tasks.programs.progress import format_metrics, make_progress
-from spmd_tasks.programs.references import name_references
 from spmd_tasks.programs.restore import PreemptedError, checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import (
@@ -50,6 +49,7 @@ from spmd_tasks.runtime import (
   make_writer,
   read_jsonl,
 )
+from spmd_tasks.tuning.references import name_references
 
 BatchMetrics = Mapping[str, clu_metrics.Metric]
 

@@ -22,8 +22,6 @@ from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.learning import fill_in, without_frozen
-from spmd_tasks.programs.adapter_stacks import variables_with_adapters
-from spmd_tasks.programs.base_digest import check_base, describe_base
 from spmd_tasks.programs.pretrained import (
   adapter_folder,
   base_folder,
@@ -36,6 +34,8 @@ from spmd_tasks.programs.pretrained import (
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.upcycling import initialize_from
 from spmd_tasks.runtime import PartitionedModel, TrainState, Variables
+from spmd_tasks.tuning.adapter_stacks import variables_with_adapters
+from spmd_tasks.tuning.base_digest import check_base, describe_base
 
 LOOK_LIMIT_S = 300  # how long process 0 may take to look into a directory
 

@@ -30,7 +30,6 @@ from spmd_tasks.experiment import (
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
-from spmd_tasks.programs.base_digest import start_digest
 from spmd_tasks.programs.early_end import EarlyEnd, check_early_stop
 from spmd_tasks.programs.eval import open_evaluator, refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
@@ -39,7 +38,6 @@ from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STAR
 from spmd_tasks.programs.logged_metrics import LoggedMetrics
 from spmd_tasks.programs.pretrained import base_folder, saved_part
 from spmd_tasks.programs.progress import make_progress
-from spmd_tasks.programs.references import compute_references, name_references, reads_references
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
 from spmd_tasks.programs.samples import make_sampler
 from spmd_tasks.programs.saved_steps import SavedSteps
@@ -53,6 +51,8 @@ from spmd_tasks.runtime import (
   make_writer,
 )
 from spmd_tasks.sharding import even_spec, infer_partition_spec_based_on_rank, is_quantized, num_parts, spec_axes
+from spmd_tasks.tuning.base_digest import start_digest
+from spmd_tasks.tuning.references import compute_references, name_references, reads_references
 
 
 def train(

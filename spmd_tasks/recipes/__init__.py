@@ -17,10 +17,7 @@ conversations and on pairs of answers, `low_rank.py` trains low-rank adapters of
 several adapters of one model.
 """
 
-from spmd_tasks.recipes.adapter_configs import add_adapters
 from spmd_tasks.recipes.dense import DenseLanguageModel
-from spmd_tasks.recipes.instruction_tuning import InstructionTuning, PreferenceTuning
-from spmd_tasks.recipes.low_rank import LowRankTuning
 from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
 from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
 from spmd_tasks.recipes.pretrained import PipelinedPretrainedModel, PretrainedLanguageModel
@@ -29,14 +26,10 @@ from spmd_tasks.recipes.text_training import TextTraining
 
 __all__ = [
   'DenseLanguageModel',
-  'InstructionTuning',
-  'LowRankTuning',
   'MoeLanguageModel',
   'PipelinedLanguageModel',
   'PipelinedPretrainedModel',
-  'PreferenceTuning',
   'PretrainedLanguageModel',
   'SyntheticLanguageModel',
   'TextTraining',
-  'add_adapters',
 ]

@@ -19,7 +19,7 @@ from spmd_tasks.runtime import DecodeSettings, Task
 
 if TYPE_CHECKING:  # this module is imported for every job
   from spmd_tasks.bridges.huggingface import Folder
-  from spmd_tasks.programs.adapter_stacks import AdapterSource
+  from spmd_tasks.tuning.adapter_stacks import AdapterSource
 
 
 class PretrainedLanguageModel(TextTraining):
@@ -58,14 +58,14 @@ class PretrainedLanguageModel(TextTraining):
     for stack in stacks_of(model):
       stack.remat_policy = self.remat_policy
     if self.adapters:
-      from spmd_tasks.recipes.served_adapters import add_choices
+      from spmd_tasks.tuning.served_adapters import add_choices
 
       add_choices(model, self.adapter_sources())
     return model
 
   @functools.cached_property
   def _adapter_sources(self) -> 'dict[str, AdapterSource]':
-    from spmd_tasks.recipes.served_adapters import open_sources  # which imports what trains adapters
+    from spmd_tasks.tuning.served_adapters import open_sources  # which imports what trains adapters
 
     return open_sources(self.adapters, self.folder)
 

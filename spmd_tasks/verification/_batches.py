@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Input, without_references
+from spmd_tasks.inputs import Input
+from spmd_tasks.tuning.preferences import without_references
 
 Batch = dict[str, np.ndarray]
 

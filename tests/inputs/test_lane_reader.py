@@ -9,7 +9,7 @@ import pytest
 from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import Block, ByteTokenizer
 from spmd_tasks.inputs._lane_reader import BlockReader
-from spmd_tasks.inputs._packing import TextEncoder
+from spmd_tasks.inputs.packing import TextEncoder
 
 
 class FaultySource:

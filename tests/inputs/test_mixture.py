@@ -15,20 +15,17 @@ from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import (
   ByteTokenizer,
   ChatTemplate,
-  ConversationInput,
-  Conversations,
   Input,
   InputIterator,
   JsonLines,
   Mixture,
   Parquet,
-  PreferenceInput,
-  Preferences,
   SyntheticText,
   TfDataFunction,
   TfDataInput,
   source_ids_name,
 )
+from spmd_tasks.tuning import ConversationInput, Conversations, PreferenceInput, Preferences
 from tests.inputs.mixed import B, T, close, read, shards, synthetic, text, undisturbed
 
 TEMPLATE = (

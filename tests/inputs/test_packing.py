@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.inputs import ByteTokenizer
-from spmd_tasks.inputs._packing import Lane, pack_batch, tokenize_documents
+from spmd_tasks.inputs.packing import Lane, pack_batch, tokenize_documents
 
 BYTES = ByteTokenizer()
 NAMES = ('ids', 'labels', 'weights', 'segment_ids', 'segment_pos')

@@ -1,6 +1,7 @@
 """finetune.FullDpo and finetune.LoraDpo over the stages of a pipeline."""
 
-from spmd_tasks.recipes import LowRankTuning, PipelinedPretrainedModel, PreferenceTuning
+from spmd_tasks.recipes import PipelinedPretrainedModel
+from spmd_tasks.tuning import LowRankTuning, PreferenceTuning
 
 
 class PipelinedFullDpo(PipelinedPretrainedModel, PreferenceTuning):

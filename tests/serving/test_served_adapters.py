@@ -24,15 +24,15 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import decode_generated
 from spmd_tasks.layers import column_lengths
-from spmd_tasks.programs.adapter_stacks import _column_factors, variables_with_adapters
 from spmd_tasks.programs.pretrained import variables_from_folder
 from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
 from spmd_tasks.sharding import WeightSpec, quantize, quantized_spec
+from spmd_tasks.tuning.adapter_stacks import _column_factors, variables_with_adapters
 from tests import binary
 from tests.adapter_folders import ATTENTION, FEED_FORWARD, write_adapter, write_merged
 from tests.model_folders import write_llama
 
-JOB = 'tests.programs.low_rank_jobs.Small'
+JOB = 'tests.tuning.low_rank_jobs.Small'
 SIZES = ('max_len=64', 'num_slots=4', 'prefill_chunk=16', 'min_bucket=16', 'num_top_logprobs=2')
 KINDS = {
   'all': {'modules': (*ATTENTION, *FEED_FORWARD, 'lm_head'), 'rank': 4, 'alpha': 6.0, 'seed': 1},

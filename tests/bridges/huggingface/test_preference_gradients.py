@@ -13,7 +13,7 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import FolderTokenizer
 from spmd_tasks.learning import Sgd
 from spmd_tasks.programs.pretrained import state_from_folder
-from spmd_tasks.recipes import PreferenceTuning
+from spmd_tasks.tuning import PreferenceTuning
 from tests.bridges.huggingface.reference_models import LEARNING_RATE, load_reference, tensors_of
 from tests.model_folders import write_llama
 
@@ -61,7 +61,7 @@ def of_trl(model, tokenizer, references):
   return loss.item(), {name: value.grad.numpy() for name, value in model.named_parameters() if value.grad is not None}
 
 
-@pytest.mark.exhaustive  # tests/layers/test_preference_loss.py holds the formula at the logits in every run
+@pytest.mark.exhaustive  # tests/tuning/test_preference_loss.py holds the formula at the logits in every run
 @pytest.mark.parametrize('mesh', ['1,1,1', '1,2,4'])
 def test_loss_and_every_gradient_are_those_of_trl(mesh, tmp_path):
   folder = write_llama(tmp_path / 'model')

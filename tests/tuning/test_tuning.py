@@ -12,8 +12,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs import preview
 from spmd_tasks.programs.pretrained import state_from_folder
-from spmd_tasks.programs.references import compute_references, name_references
-from spmd_tasks.recipes import LowRankTuning, PreferenceTuning
+from spmd_tasks.tuning import LowRankTuning, PreferenceTuning
+from spmd_tasks.tuning.references import compute_references, name_references
 from tests.binary import column, metric_lines, run_binary, run_in_process
 from tests.model_folders import write_llama
 
@@ -116,7 +116,7 @@ def log_probs_of_single_pairs(job, model, state):
   """float32 [N, 2], by the plain logits of each text alone; NaN for pairs that do not fit in a row."""
   import jax
 
-  from spmd_tasks.inputs._record_files import Record
+  from spmd_tasks.inputs.record_files import Record
   from spmd_tasks.inputs.text import Block
 
   encoder = job.train_input.without_reference().block_encoder()

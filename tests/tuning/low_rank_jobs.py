@@ -3,7 +3,8 @@
 import fiddle as fdl
 
 from spmd_tasks.inputs import SyntheticText
-from spmd_tasks.recipes import LowRankTuning, PretrainedLanguageModel
+from spmd_tasks.recipes import PretrainedLanguageModel
+from spmd_tasks.tuning import LowRankTuning
 
 
 class SmallOfAll(PretrainedLanguageModel):

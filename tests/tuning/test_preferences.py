@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, PreferenceInput, Preferences
+from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
+from spmd_tasks.tuning import PreferenceInput, Preferences
 from tests.inputs.batches import take
 
 PAIRS = [{'prompt': 'p' * (i % 4), 'chosen': f'{i}c', 'rejected': f'{i}' + 'r' * (i % 3)} for i in range(23)]

@@ -18,8 +18,8 @@ from spmd_tasks.config import from_json, read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.layers import LowRankAdapter, adaptable_weights, is_joined
-from spmd_tasks.programs.adapter_stacks import AdapterSource
-from spmd_tasks.recipes.adapter_configs import add_adapters, class_of
+from spmd_tasks.tuning.adapter_configs import add_adapters, class_of
+from spmd_tasks.tuning.adapter_stacks import AdapterSource
 
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}')
 

@@ -23,14 +23,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import base
-from spmd_tasks.inputs._assistant_turns import Spans, render_turns, tokens_of_spans
-from spmd_tasks.inputs._packing import TokenBlock
-from spmd_tasks.inputs._record_files import OpenRecordFiles, Record
-from spmd_tasks.inputs.chat_template import ChatTemplate
-from spmd_tasks.inputs.text import Block
-from spmd_tasks.inputs.text_input import TextInput, TextIterator
-from spmd_tasks.inputs.tokenizers import OffsetEncoder, Tokenizer, encode_prompt
+from spmd_tasks.inputs import BATCH_DTYPES, Block, ChatTemplate, TextInput, Tokenizer, encode_prompt
+from spmd_tasks.inputs.packing import TokenBlock
+from spmd_tasks.inputs.record_files import OpenRecordFiles, Record
+from spmd_tasks.inputs.text_input import TextIterator
+from spmd_tasks.inputs.tokenizers import OffsetEncoder
+from spmd_tasks.tuning._assistant_turns import Spans, render_turns, tokens_of_spans
 
 _TOO_LONG = ('error', 'truncate', 'skip')
 
@@ -163,7 +161,7 @@ class ConversationEncoder:
   seq_len: int
   too_long: str
   keeps_whole: ClassVar[bool] = True
-  dtypes: ClassVar[Mapping[str, Any]] = base.BATCH_DTYPES
+  dtypes: ClassVar[Mapping[str, Any]] = BATCH_DTYPES
 
   @property
   def pad_id(self) -> int:

@@ -28,11 +28,11 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.layers import AdapterNames, LowRankAdapter, adapters_of, column_lengths
 from spmd_tasks.learning import fill_in
-from spmd_tasks.programs.base_digest import check_base, check_base_of_folder, describe_base
+from spmd_tasks.programs import SavedSteps
 from spmd_tasks.programs.pretrained import base_from_folder
-from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel, Variables, flat_specs
 from spmd_tasks.sharding import is_quantized
+from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base
 
 _Shapes = Mapping[str, tuple[int, ...]]
 

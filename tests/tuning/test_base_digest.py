@@ -13,7 +13,7 @@ import pytest
 
 from spmd_tasks.checkpoints import CheckpointError, Restored
 from spmd_tasks.errors import UserError
-from spmd_tasks.programs import base_digest
+from spmd_tasks.tuning import base_digest
 
 
 @pytest.fixture

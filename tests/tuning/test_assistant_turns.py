@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, FolderTokenizer
-from spmd_tasks.inputs._assistant_turns import render_turns, tokens_of_spans
+from spmd_tasks.tuning._assistant_turns import render_turns, tokens_of_spans
 from tests.model_folders import PREFIXES, write_tokenizer
 
 PUBLISHED = Path(__file__).parents[1] / 'data' / 'chat_templates'

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import pair_log_probs
 from spmd_tasks.runtime import count_matmul_flops, model_flops_per_train_step
+from spmd_tasks.tuning.preference_loss import pair_log_probs
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
-from tests.runtime.preference_experiments import (
+from tests.tuning.preference_experiments import (
   BaseDpo,
   Dpo,
   LowRankDpo,

@@ -9,7 +9,8 @@ import pytest
 
 from spmd_tasks.runtime import model_flops_per_train_step
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
-from tests.runtime.low_rank_experiments import (
+from tests.runtime.uneven_experiments import AdamW
+from tests.tuning.low_rank_experiments import (
   Dora,
   InFourBits,
   LowRank,
@@ -19,7 +20,6 @@ from tests.runtime.low_rank_experiments import (
   PipelinedLowRank,
   PipelinedLowRankExperts,
 )
-from tests.runtime.uneven_experiments import AdamW
 
 CIRCULAR = ('schedule=circular', 'num_repeats=2')
 ONE_F_ONE_B = ('schedule=one_forward_one_backward',)

@@ -16,16 +16,11 @@ from flax.core import FrozenDict
 from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.inputs import (
-  ConversationInput,
-  Conversations,
-  FolderTokenizer,
-  Mixture,
-  PreferenceInput,
-  Preferences,
-)
-from spmd_tasks.layers import PreferenceLoss
-from spmd_tasks.recipes.pretrained import PretrainedLanguageModel
+from spmd_tasks.inputs import FolderTokenizer, Mixture
+from spmd_tasks.recipes import PretrainedLanguageModel
+from spmd_tasks.tuning.conversations import ConversationInput, Conversations
+from spmd_tasks.tuning.preference_loss import PreferenceLoss
+from spmd_tasks.tuning.preferences import PreferenceInput, Preferences
 
 Files = str | tuple[str, ...]
 

@@ -4,10 +4,11 @@ import fiddle as fdl
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LowRankAdapter
-from spmd_tasks.recipes.adapter_configs import add_adapters
-from spmd_tasks.recipes.pretrained import PretrainedLanguageModel, stacks_of
+from spmd_tasks.recipes import PretrainedLanguageModel
+from spmd_tasks.recipes.pretrained import stacks_of
 from spmd_tasks.runtime import Task
 from spmd_tasks.sharding import QUANTIZED_DTYPES
+from spmd_tasks.tuning.adapter_configs import add_adapters
 
 
 class LowRankTuning(PretrainedLanguageModel):

@@ -17,7 +17,7 @@ from spmd_tasks.programs.pretrained import state_from_folder
 from tests import binary
 from tests.model_folders import write_llama
 
-JOB = 'tests.programs.low_rank_jobs.Small'
+JOB = 'tests.tuning.low_rank_jobs.Small'
 IDS = np.random.default_rng(0).integers(3, 250, (2, 12))
 
 

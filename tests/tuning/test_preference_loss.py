@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import PreferenceLoss, pair_log_probs
+from spmd_tasks.tuning import PreferenceLoss
+from spmd_tasks.tuning.preference_loss import pair_log_probs
 
 B, T, V = 3, 17, 11
 

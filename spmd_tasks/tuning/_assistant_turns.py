@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.chat_template import ChatTemplate
+from spmd_tasks.inputs import ChatTemplate
 
 Spans = list[tuple[int, int]]
 _ASSISTANT = 'assistant'

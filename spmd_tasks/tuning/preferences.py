@@ -26,14 +26,12 @@ from etils import epath
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import base
-from spmd_tasks.inputs._assistant_turns import render_added
-from spmd_tasks.inputs._packing import TokenBlock
-from spmd_tasks.inputs._record_files import OpenRecordFiles, Record
-from spmd_tasks.inputs.conversations import ConversationInput, Renderer, empty_block, messages_of, tools_of
-from spmd_tasks.inputs.mixture import map_sources
-from spmd_tasks.inputs.text import Block
+from spmd_tasks.inputs import BATCH_DTYPES, Block, Input, map_sources
+from spmd_tasks.inputs.packing import TokenBlock
+from spmd_tasks.inputs.record_files import OpenRecordFiles, Record
 from spmd_tasks.inputs.text_input import TextIterator
+from spmd_tasks.tuning._assistant_turns import render_added
+from spmd_tasks.tuning.conversations import ConversationInput, Renderer, empty_block, messages_of, tools_of
 
 _ANSWERS = ('chosen', 'rejected')
 
@@ -121,7 +119,7 @@ class PreferenceEncoder:
   @property
   def dtypes(self) -> Mapping[str, Any]:
     return {
-      **base.BATCH_DTYPES,
+      **BATCH_DTYPES,
       **({'record_index': np.int32} if self.numbered else {'reference_log_probs': np.float32}),
     }
 
@@ -269,10 +267,10 @@ def read_references(path: str) -> np.ndarray:
   return values
 
 
-def without_references(given: base.Input) -> base.Input:
+def without_references(given: Input) -> Input:
   """Returns an input, or a mixture, in which pairs whose reference is not computed yet have zeros in its place."""
 
-  def zero(name: str, each: base.Input) -> base.Input:
+  def zero(name: str, each: Input) -> Input:
     return each.without_reference() if isinstance(each, PreferenceInput) and each.reference is None else each
 
   return map_sources(zero, given)

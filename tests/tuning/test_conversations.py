@@ -8,7 +8,8 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, ConversationInput, Conversations, IdTokenizer
+from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, IdTokenizer
+from spmd_tasks.tuning import ConversationInput, Conversations
 from tests.inputs.batches import assert_same, join, take
 
 TEMPLATE = ChatTemplate(

@@ -23,9 +23,10 @@ from spmd_tasks.distributed import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.inputs import Input, PreferenceInput, Prefetcher, map_sources, sources_of
-from spmd_tasks.layers import pair_log_probs
+from spmd_tasks.inputs import Input, Prefetcher, map_sources, sources_of
 from spmd_tasks.runtime import PartitionedModel, ReadsBase, TrainState
+from spmd_tasks.tuning.preference_loss import pair_log_probs
+from spmd_tasks.tuning.preferences import PreferenceInput
 
 _DIRECTORY = 'reference'
 _WRITE_LIMIT_S = 600
