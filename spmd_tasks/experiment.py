@@ -45,7 +45,7 @@ _MAX_TIMEOUT_S = 31_536_000
 MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
 
 DEFAULT_INPUTS_SPLIT_MAPPING: Mapping[str, SplitDims] = FrozenDict(
-  {'map_1d': ('batch',), 'map_2d': ('batch', None), 'map_3d': ('batch', None, None)}
+  {f'map_{ndim}d': ('batch', *[None] * (ndim - 1)) for ndim in range(1, 6)}
 )
 
 
@@ -73,6 +73,10 @@ class Experiment(FrozenFields, abc.ABC):
   mesh: MeshLayout | None = None
   # The split dims of inputs by rank, under the keys map_1d, map_2d, ...; None: inputs stay sharded on batch.
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
+
+  # The split dim (a name of the axis rules, or a mesh axis) of the largest dim of each kernel that names none itself, as
+  # those of Linen's own layers; None: such kernels lie whole on every device.
+  default_split_dim: str | None = 'embed'
 
   # The accelerators that --mode plan plans for, such as 'v5p:4x4x2'. Training ignores this field and uses the devices
   # of the machine.
@@ -205,16 +209,21 @@ class Experiment(FrozenFields, abc.ABC):
       axis_names=self.mesh_axis_names, ici_mesh_shape=self.ici_mesh_shape, dcn_mesh_shape=self.dcn_mesh_shape
     )
 
+  def known_default_split_dim(self) -> str | None:
+    """Returns `default_split_dim`; None where it is the base's `embed`, and the axis rules have no such name."""
+    names = {*self.mesh_axis_names, *(name for name, _ in self.axis_rules)}
+    return None if self.default_split_dim == 'embed' and 'embed' not in names else self.default_split_dim
+
   @abc.abstractmethod
   def task(self) -> Any:
-    """The `fdl.Config` of the task (or a built task): model, loss, learner."""
+    """The task, or the `fdl.Config` of one: model, loss, learner."""
 
   @abc.abstractmethod
   def train_input(self) -> Any:
-    """The `fdl.Config` of the training input (or a built input)."""
+    """The training input, or the `fdl.Config` of one: an Input, or batches as inputs/batches.py takes them."""
 
   def eval_inputs(self) -> Mapping[str, Any]:
-    """Name -> the `fdl.Config` of an eval set (or a built input); the name is also its directory of metrics."""
+    """Name -> an eval set, or its `fdl.Config`, as `train_input`; the name is also its directory of metrics."""
     return {}
 
   def decode_inputs(self) -> Mapping[str, Any]:
@@ -388,6 +397,7 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
       batch,
       axis_rules=experiment.axis_rules,
       inputs_split_mapping=experiment.inputs_split_mapping,
+      default_split_dim=experiment.known_default_split_dim(),
     )
   if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'gpu' and mesh.is_multi_process:
     limit_s = math.ceil(experiment.first_step_timeout_s)

@@ -10,6 +10,7 @@ config that the method returned.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -37,6 +38,7 @@ from spmd_tasks.config.tree import (
 from spmd_tasks.config.values import describe_type, is_of_type, unwrap
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
+from spmd_tasks.inputs import as_input
 
 Prepare = Callable[[Experiment], None]
 _PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
@@ -66,12 +68,22 @@ class ResolvedConfig:
     try:
       with naming_own_code(f'building {self.name}'):
         if self.experiment.is_built_by_fiddle:
-          built = fdl.build(with_pax_configs_unbuilt(self.parts))
+          has_configs = any(isinstance(field.value, fdl.Buildable) for _, field in walk(self.parts))
+          built = fdl.build(with_pax_configs_unbuilt(self.parts)) if has_configs else dict(self.parts)
         else:
           built = self.experiment.build_parts(self.parts)
     except UserError as error:
       raise _without_fiddle_context(error) from error
+    built['train_input'] = self._input('train_input', self.parts['train_input'], built['train_input'])
+    built['eval_inputs'] = {
+      name: self._input(f'eval_inputs.{name}', self.parts['eval_inputs'][name], each)
+      for name, each in built['eval_inputs'].items()
+    }
     return Job(name=self.name, experiment=self.experiment, **built)
+
+  def _input(self, path: str, cfg: Any, built: Any) -> Any:
+    """Returns an Input of what the config of an input has built, which may be plain data."""
+    return as_input(path, built, repeats=path == 'train_input', again=functools.partial(fdl.build, cfg))
 
 
 def resolve(
@@ -233,9 +245,25 @@ def _parts_of(experiment: Experiment) -> dict[str, Any]:
           f"{name}() returned {show(encode(parts[name]))}: return a dict by name, such as {{'valid': ...}}."
         )
       parts[name] = dict(parts[name])
+      if name == 'eval_inputs':
+        parts[name] = {key: _unbuilt_input(experiment, f'{name}.{key}', each) for key, each in parts[name].items()}
     elif parts[name] is None:
-      raise UserError(f'{name}() of {registry.name_of(type(experiment))} returned None: return its fdl.Config.')
+      raise UserError(f'{name}() of {registry.name_of(type(experiment))} returned None: return it, or its fdl.Config.')
+  parts['train_input'] = _unbuilt_input(experiment, 'train_input', parts['train_input'])
   return copy_config(parts)
+
+
+def _unbuilt_input(experiment: Experiment, path: str, given: Any) -> Any:
+  """Returns a config, or an Input; data that can be read only once are asked of the experiment again."""
+  method, _, key = path.partition('.')
+
+  def again() -> Any:
+    made = getattr(experiment, method)()
+    return made[key] if key else made
+
+  if isinstance(given, fdl.Buildable):
+    return given
+  return as_input(path, given, repeats=not key, again=again)
 
 
 def _root_of(experiment: Experiment, parts: Mapping[str, Any]) -> dict[str, Any]:

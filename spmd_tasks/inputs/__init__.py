@@ -27,6 +27,7 @@ from spmd_tasks.inputs.base import (
   source_ids_name,
   source_of_rows,
 )
+from spmd_tasks.inputs.batches import Batches, as_input
 from spmd_tasks.inputs.chat_template import ChatTemplate
 from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
 from spmd_tasks.inputs.mixture import Mixture, map_sources, sources_of
@@ -52,6 +53,7 @@ __all__ = [
   'BATCH_DTYPES',
   'ArrayRecord',
   'Batch',
+  'Batches',
   'Block',
   'BpeTokenizer',
   'ByteTokenizer',
@@ -76,6 +78,7 @@ __all__ = [
   'TfDataSource',
   'TfRecords',
   'Tokenizer',
+  'as_input',
   'check_state',
   'data_of',
   'decode_all',

@@ -39,6 +39,7 @@ from spmd_tasks.layers.base import (
   WithSublayers,
   declare_weight,
   named_arguments,
+  signature_of,
   soft_cap,
   values_per_layer,
 )
@@ -113,6 +114,7 @@ __all__ = [
   'merge_low_rank',
   'named_arguments',
   'remat_policy',
+  'signature_of',
   'soft_cap',
   'values_per_layer',
   'without_adapters',

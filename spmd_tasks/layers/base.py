@@ -131,6 +131,21 @@ def run_layer(
   return y, aux
 
 
+def run_stack(
+  layer: nn.Module, x: jax.Array, segment_ids: Any, segment_pos: Any, *, train: bool
+) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+  """Calls a stack of layers, which may be a user's own, and returns (y, {name: [L]}); one may return y alone."""
+  others = named_arguments('stack', layer, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
+  returned = layer(x, **others)
+  y, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+  if not isinstance(aux, Mapping) or getattr(y, 'ndim', None) != x.ndim:
+    raise UserError(
+      f'the stack {type(layer).__name__} returned {describe(returned)}: it must return an array like its input, '
+      f'{describe(x)}, alone or as (array, {{name: [L]}}).'
+    )
+  return y, aux
+
+
 def named_arguments(role: str, layer: nn.Module, **named: Any) -> dict[str, Any]:
   """Returns those arguments, behind the first, that `layer` names; a UserError if it takes others, say `training`."""
   _, *parameters = signature_of(layer).parameters.values()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.positions import LearnedPositions, SinusoidalPositions
-from spmd_tasks.layers.base import WithSublayers
+from spmd_tasks.layers.base import WithSublayers, run_stack
 from spmd_tasks.layers.embedding import TokenEmbedding
 from spmd_tasks.layers.gathered_weights import scattering_gradients
 
@@ -22,7 +22,7 @@ class LanguageModel(WithSublayers, kw_only=True):
 
   Fields:
     embedding: embeds the tokens and computes the logits.
-    stack: stack(x, segment_ids, segment_pos, train=...) -> (x, aux), such as TransformerStack.
+    stack: stack(x, segment_ids, segment_pos, train=...) -> x or (x, aux), such as TransformerStack.
     final_norm: normalizes x before the logits.
     positions: learned or sinusoidal positions, added to the embeddings; None for rotary attention.
     num_logit_chunks: with more than 1, and with `labels` in the batch, the logits of this part of the tokens are in
@@ -76,7 +76,7 @@ class LanguageModel(WithSublayers, kw_only=True):
     x = self.embedding(ids)
     if self.positions is not None:
       x = self.positions(x, segment_pos)
-    x, aux = self.stack(x, segment_ids, segment_pos, train=train)
+    x, aux = run_stack(self.stack, x, segment_ids, segment_pos, train=train)
     if 'logit_columns' in batch:
       x = jnp.take_along_axis(x, batch['logit_columns'][:, :, None], axis=1)
     x = self.final_norm(x)

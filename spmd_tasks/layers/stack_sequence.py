@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import WithSublayers
+from spmd_tasks.layers.base import WithSublayers, run_stack
 
 
 class StackSequence(WithSublayers, kw_only=True):
@@ -27,7 +27,7 @@ class StackSequence(WithSublayers, kw_only=True):
   by layer; keep these stacks short. KV caches of the stacks may have different lengths, as with windows.
 
   Fields:
-    stacks: stack(x, segment_ids, segment_pos, train=...) -> (x, {name: [L] or [L, E]}).
+    stacks: stack(x, segment_ids, segment_pos, train=...) -> x or (x, {name: [L] or [L, E]}).
   """
 
   stacks: tuple[nn.Module, ...]
@@ -53,7 +53,7 @@ class StackSequence(WithSublayers, kw_only=True):
     """
     parts: dict[str, list[jax.Array]] = {}
     for i, stack in enumerate(self.stacks):
-      x, aux = stack.copy(name=f'stack_{i}')(x, segment_ids, segment_pos, train=train)
+      x, aux = run_stack(stack.copy(name=f'stack_{i}'), x, segment_ids, segment_pos, train=train)
       for name, values in aux.items():
         parts.setdefault(name, []).append(values)
     for name, values in parts.items():

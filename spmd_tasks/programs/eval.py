@@ -34,7 +34,7 @@ from spmd_tasks.distributed import (
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
-from spmd_tasks.inputs import Input, Prefetcher, State, data_of
+from spmd_tasks.inputs import Batches, Input, Prefetcher, State, data_of
 from spmd_tasks.programs.progress import format_metrics, make_progress
 from spmd_tasks.programs.restore import PreemptedError, checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
@@ -264,7 +264,9 @@ class Evaluator:
 
   def _evaluate_set(self, name: str, variables: Any, step: int) -> dict[str, Metric] | None:
     """Returns the set's metrics; None if `should_stop` ended the evaluation."""
-    iterator = self._inputs[name].make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
+    is_whole = isinstance(self._inputs[name], Batches) and self._inputs[name].gives_whole_batches
+    shard = (0, 1) if is_whole else (jax.process_index(), jax.process_count())
+    iterator = self._inputs[name].make_iterator(*shard)
     finished: list[BatchMetrics] = []
     in_flight: BatchMetrics | None = None
     place = functools.partial(self._place, name)
@@ -297,6 +299,10 @@ class Evaluator:
   def _place(self, name: str, batch: Mapping[str, np.ndarray]) -> tuple[CompiledStep, Any]:
     """Returns the step for a batch of a set, and the batch on the mesh."""
     step = self._steps[name]
+    if isinstance(given := self._inputs[name], Batches) and given.gives_whole_batches:
+      batch = given.as_specified(batch)
+      step = self._steps_by_shape.of(batch)  # a smaller last batch has a step of its own
+      return step, step.place(step.layout.own_rows(batch))
     if getattr(self._inputs[name], 'shapes_may_vary', False):
       step = self._steps_by_shape.of(batch)
     return step, step.place(batch)

@@ -50,7 +50,14 @@ from spmd_tasks.runtime import (
   format_parameter_table,
   make_writer,
 )
-from spmd_tasks.sharding import even_spec, infer_partition_spec_based_on_rank, is_quantized, num_parts, spec_axes
+from spmd_tasks.sharding import (
+  SPLIT_BY_DEFAULT,
+  even_spec,
+  infer_partition_spec_based_on_rank,
+  is_quantized,
+  num_parts,
+  spec_axes,
+)
 from spmd_tasks.tuning.base_digest import start_digest
 from spmd_tasks.tuning.references import compute_references, name_references, reads_references
 
@@ -359,6 +366,10 @@ def _describe(model: PartitionedModel, origin: str) -> str:
   whole = sum(math.prod(spec.shape) for spec in specs if len(spec.shape) > 1 and not any(spec.split_dims))
   if whole and model.mesh.size > 1:
     trained += f', {whole:,} of them in kernels without split dims, whole on every device'
+  by_default = [spec for spec in specs if SPLIT_BY_DEFAULT in spec.tags]
+  if by_default and model.mesh.size > 1:
+    count, name = sum(math.prod(spec.shape) for spec in by_default), next(filter(None, by_default[0].split_dims))
+    trained += f', {count:,} of them in kernels without split dims, whose largest dim is split as {name!r}'
   devices = f'{model.mesh.size} {jax.devices()[0].platform} devices'
   return (
     f'{model.total_num_params:,} parameters{trained}{padding}, mesh {axes} ({devices}), {origin}{_uneven_rows(model)}'

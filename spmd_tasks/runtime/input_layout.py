@@ -30,8 +30,8 @@ InputSpec = Mapping[str, jax.ShapeDtypeStruct]
 class InputLayout:
   """The layout of batches of one element spec on the mesh.
 
-  Process i of n reads rows [i B/n, (i+1) B/n) of the global batch and stores them on its own devices. Zero rows follow
-  them, so that all devices divide the batch dim. A step selects the true rows again, in the order of the global batch.
+  Process i of n reads rows [i R, (i+1) R) of the global batch, R = B/n rounded up, and stores them on its own devices.
+  Zero rows follow them, so that all devices divide the batch dim. A step selects the true rows again, in the order of the global batch.
 
   Attributes:
     spec: true global shapes, B rows.
@@ -58,10 +58,16 @@ class InputLayout:
       raise UserError(f'the batch holds {sorted(batch)} but the step was compiled for {sorted(self.spec)}.')
     return {name: self._place_one(name, np.asarray(rows)) for name, rows in batch.items()}
 
+  def own_rows(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns this process's rows of a whole batch."""
+    return {
+      name: rows[_rows_of(jax.process_index(), rows.shape[0])] if rows.ndim else rows for name, rows in batch.items()
+    }
+
   def _place_one(self, name: str, rows: np.ndarray) -> jax.Array:
     true, padded = self.spec[name], self.padded[name]
-    num_processes = jax.process_count()
-    local = (true.shape[0] // num_processes, *true.shape[1:]) if true.shape else ()
+    own = range(true.shape[0])[_rows_of(jax.process_index(), true.shape[0])] if true.shape else ()
+    local = (len(own), *true.shape[1:]) if true.shape else ()
     if rows.dtype != true.dtype and np.can_cast(rows.dtype, true.dtype, 'same_kind'):  # numpy's own int64 and float64
       cast = rows.astype(true.dtype)
       if np.issubdtype(rows.dtype, np.integer) and not np.array_equal(cast, rows):
@@ -75,7 +81,7 @@ class InputLayout:
         f'{true.dtype}{list(local)}: element_spec() and the iterator must agree.'
       )
     if padded.shape != true.shape:
-      num_zero_rows = (padded.shape[0] - true.shape[0]) // num_processes
+      num_zero_rows = padded.shape[0] // jax.process_count() - len(own)
       rows = np.concatenate([rows, np.zeros((num_zero_rows, *rows.shape[1:]), rows.dtype)])
     return jax.make_array_from_process_local_data(padded.sharding, rows, padded.shape)
 
@@ -132,8 +138,14 @@ def _row_positions(num_rows: int, padded: jax.ShapeDtypeStruct) -> np.ndarray:
   """Returns the positions of the true rows in the padded global array: each process's first rows are its true ones."""
   if jax.process_count() == 1:
     return np.arange(num_rows)
-  num_local = num_rows // jax.process_count()
   held: dict[int, set[int]] = {}
   for device, (rows, *_) in padded.sharding.devices_indices_map(padded.shape).items():
     held.setdefault(device.process_index, set()).update(range(*rows.indices(padded.shape[0])))
-  return np.concatenate([sorted(held[process])[:num_local] for process in range(jax.process_count())])
+  own = [len(range(num_rows)[_rows_of(process, num_rows)]) for process in range(jax.process_count())]
+  return np.concatenate([np.array(sorted(held[process])[:num], int) for process, num in enumerate(own)])
+
+
+def _rows_of(process: int, num_rows: int) -> slice:
+  """Returns the rows of a batch that a process reads; the last processes have fewer where they do not divide them."""
+  most = -(-num_rows // jax.process_count())
+  return slice(min(process * most, num_rows), min((process + 1) * most, num_rows))

@@ -19,6 +19,7 @@ from flax import struct, traverse_util
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import (
@@ -30,6 +31,7 @@ from spmd_tasks.layers import (
   adapters_of_rows,
   as_loss_output,
   named_arguments,
+  signature_of,
   without_adapters,
 )
 from spmd_tasks.learning import (
@@ -80,11 +82,12 @@ class Task:
   """A model with its loss, learner and decode settings; frozen. An experiment's `task()` returns a config of one.
 
   Attributes:
-    model: a Linen module. `model(batch, train=...)` returns predictions in the form that `loss` reads.
+    model: a Linen module. `model(batch, train=...)` returns predictions in the form that `loss` reads. If its first
+      argument has the name of an entry of the batch, each argument gets the entry of its name in place of the batch.
     loss: `loss(predictions, batch)`, a mean over the batch's loss weights: a LossOutput, or what `as_loss_output`
       makes one of: a scalar, the mean over rows, or (scalar, metrics). It may compare with the base, the model without
       its adapters (layers.ComparesWithBase).
-    learner: turns gradients into new weights.
+    learner: turns gradients into new weights: a Learner, or an optimizer, such as `optax.adamw(1e-3)`.
     eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones; frozen ones as they are.
     decode: how text is generated.
     trained: patterns of the names of weights that are trained, such as ('lora_',); the others are frozen: they have no
@@ -99,13 +102,15 @@ class Task:
 
   model: nn.Module
   loss: Callable[[Any, Batch], Any]
-  learner: Learner
+  learner: Any  # a Learner once it is built
   eval_with_ema: bool = False
   decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
   trained: tuple[str, ...] | None = None
   frozen_dtype: str | None = None
 
   def __post_init__(self):
+    if isinstance(self.learner, optax.GradientTransformation) or hasattr(self.learner, 'transformation'):
+      object.__setattr__(self, 'learner', Learner(optimizer=self.learner))
     self._refuse_other_kinds()
     if self.eval_with_ema and self.learner.ema_decay is None:
       raise UserError('eval_with_ema=True needs averaged weights: set task.learner.ema_decay, for example to 0.999.')
@@ -119,7 +124,7 @@ class Task:
     for name, wanted, fits in (
       ('model', 'an instance of a flax.linen.Module', isinstance(self.model, nn.Module)),
       ('loss', 'a function (predictions, batch)', callable(self.loss) and not isinstance(self.loss, type)),
-      ('learner', 'a Learner(optimizer=...)', hasattr(self.learner, 'state_split_dims')),
+      ('learner', 'a Learner(optimizer=...) or an optimizer', hasattr(self.learner, 'state_split_dims')),
     ):
       value = getattr(self, name)
       if not fits:
@@ -129,7 +134,8 @@ class Task:
   def init_variables(self, rng: jax.Array, batch: Batch) -> Variables:
     """Draws the model's variables, with the boxes of their WeightSpecs. Variables without a box are not split."""
     with _naming(self.model, 'model', batch):
-      return dict(self.model.init({'params': rng}, batch, **self._options(train=False)))
+      given, named = self._arguments(batch, train=False)
+      return dict(self.model.init({'params': rng}, *given, **named))
 
   def mark_weights(self, weight_specs: Any) -> Any:
     """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of frozen weights.
@@ -144,10 +150,22 @@ class Task:
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, without dropout."""
-    return self.model.apply(variables, batch, **self._options(train=False))
+    given, named = self._arguments(batch, train=False)
+    return self.model.apply(variables, *given, **named)
 
-  def _options(self, *, train: bool) -> dict[str, Any]:
-    return named_arguments('model', self.model, train=train)
+  def _arguments(self, batch: Mapping[str, Any], *, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what the model is called with: the batch, or the entries that its arguments name, and `train`."""
+    first, *others = signature_of(self.model).parameters.values()
+    if first.name not in batch:
+      return (batch,), named_arguments('model', self.model, train=train)
+    entries = {**batch, 'train': train}
+    for each in others:
+      if each.name not in entries and each.default is each.empty and each.kind is not each.VAR_KEYWORD:
+        raise UserError(
+          f'{type(self.model).__name__}.__call__ takes {each.name}, but the batch holds {sorted(batch)}: name entries '
+          'of the batch, or take the whole `batch`.'
+        )
+    return (), {each.name: entries[each.name] for each in (first, *others) if each.name in entries}
 
   def _loss(self, predictions: Any, batch: Batch) -> LossOutput:
     with _naming(self.loss, 'loss', batch):
@@ -178,11 +196,11 @@ class Task:
     if isinstance(self.loss, ComparesWithBase) and self.loss.reads_base:
       batch = self.loss.with_base(self.predict_base(variables, batch), batch)
     rngs = {} if rng is None else {'dropout': rng}
+    given, named = self._arguments(batch, train=train)
     if not train or set(variables) == {'params'}:
-      return self._loss(self.model.apply(variables, batch, **self._options(train=train), rngs=rngs), batch)
+      return self._loss(self.model.apply(variables, *given, **named, rngs=rngs), batch)
     names = [name for name in variables if name != 'params']
-    options = self._options(train=True)
-    predictions, updated = self.model.apply(variables, batch, **options, rngs=rngs, mutable=names)
+    predictions, updated = self.model.apply(variables, *given, **named, rngs=rngs, mutable=names)
     return self._loss(predictions, batch).replace(updated_variables=updated)
 
   def decode_forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
@@ -198,7 +216,8 @@ class Task:
     if cache is not None:
       variables = variables | {'cache': cache}
     with adapters_of_rows(batch.get('adapters')):
-      outputs, updated = self.model.apply(variables, batch, **self._options(train=False), mutable='new_cache')
+      given, named = self._arguments(batch, train=False)
+      outputs, updated = self.model.apply(variables, *given, **named, mutable='new_cache')
     if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
       raise UserError(
         f'{type(self.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '

@@ -73,6 +73,7 @@ from spmd_tasks.sharding.specs import (
 )
 from spmd_tasks.sharding.weight_names import matching_names
 from spmd_tasks.sharding.weights import (
+  SPLIT_BY_DEFAULT,
   STACK_DIM,
   WEIGHT_FACTORS,
   Initializer,
@@ -88,6 +89,7 @@ from spmd_tasks.sharding.weights import (
 )
 
 __all__ = [
+  'SPLIT_BY_DEFAULT',
   'DEFAULT_AXIS_RULES',
   'QUANTIZED_DTYPES',
   'STACK_DIM',

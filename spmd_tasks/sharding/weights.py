@@ -28,6 +28,8 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 STACK_DIM = 'stack_dim'
 # Collection of variables by which layers ask for their weights to be multiplied after a step (attention/_qk_clip.py).
 WEIGHT_FACTORS = 'weight_factors'
+# Tag of weights that were declared without split dims, and have those of `weight_specs`.
+SPLIT_BY_DEFAULT = 'split_by_default'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,15 +112,19 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
     return self.replace(split_dims=tuple(split_dims), stacked=self.stacked - 1)
 
 
-def weight_specs(boxed_weights: Any) -> Any:
+def weight_specs(boxed_weights: Any, largest_dim: SplitDim = None) -> Any:
   """Returns a tree of WeightSpecs (without initializers) for a tree of variables in their boxes, abstract or not.
 
-  A variable without a box, such as a kernel of Linen's own `nn.Dense`, is not split. Boxes of Linen's
-  `nn.with_partitioning` count as well as our own.
+  Boxes of Linen's `nn.with_partitioning` count as well as our own. Of a variable without a box and with two dims or
+  more, such as a kernel of Linen's own `nn.Dense`, the largest dim has the split dim `largest_dim`.
   """
 
   def spec_of(leaf) -> WeightSpec:
     box = _as_box(leaf)
+    if box is None and len(leaf.shape) > 1 and largest_dim is not None:
+      at = leaf.shape.index(max(leaf.shape))
+      split_dims = tuple(largest_dim if dim == at else None for dim in range(len(leaf.shape)))
+      return dataclasses.replace(replicated_spec(leaf), split_dims=split_dims, tags=(SPLIT_BY_DEFAULT,))
     if box is None:
       return replicated_spec(leaf)
     return WeightSpec(

@@ -1,0 +1,290 @@
+"""Makes an Input of plain data: batches as dicts of arrays by name, from anything that can be iterated.
+
+    [{'image': images[:64], 'label': labels[:64]}, ...]      a list, or another sequence: len() and [i]
+    grain.MapDataset, grain.IterDataset, grain.DataLoader, tf.data.Dataset
+    a function without arguments that returns one of these, or a generator function
+
+Each batch is whole: its first dim counts the rows of all processes, of which process i of n keeps [i B/n, (i+1) B/n).
+So the numbers do not depend on the number of processes, which may change when a job is resumed. A function with the
+arguments `shard_index` and `shard_count` is called with them, and yields the rows of that process alone.
+
+The shapes and dtypes are those of the first batch (int64 and float64 become int32 and float32, as in JAX). Training goes
+through the data again and again, and leaves out batches with fewer rows than the first, such as the last one of a pass.
+An eval set is read once, and each row counts once: a smaller last batch is a mean over fewer rows.
+
+A position is found again by Grain's own state, by the index in a sequence, and otherwise by reading as many batches
+anew. In each case the last batch before it is read again and compared with what the job has trained on.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import base64
+import inspect
+import json
+from typing import Any
+import zlib
+
+from absl import logging
+import jax
+import numpy as np
+
+from spmd_tasks.errors import JobError, UserError, naming_own_code
+from spmd_tasks.inputs import base
+
+_END = object()
+
+
+def as_input(name: str, given: Any, *, repeats: bool, again: Callable[[], Any] | None = None) -> Any:
+  """Returns an Input as it is, and other data as Batches.
+
+  Args:
+    name: the config path, for messages.
+    given: an Input, or data as the module's docstring lists them.
+    repeats: whether the data are read again and again, for training.
+    again: makes the data once more, where `given` is an iterator, which can be read only once.
+  """
+  if isinstance(given, Batches | type) or hasattr(given, 'element_spec') and hasattr(given, 'make_iterator'):
+    return given
+  is_iterable = hasattr(given, '__iter__') or _is_sequence(given)
+  if isinstance(given, Mapping | str) or not (is_iterable or callable(given)):
+    return given
+  if hasattr(given, '__next__') and again is not None:
+    return Batches(name, again, repeats=repeats, kind=type(given).__qualname__)
+  return Batches(name, given, repeats=repeats, kind=getattr(given, '__qualname__', type(given).__qualname__))
+
+
+class Batches:
+  """The Input of plain data. See the module's docstring."""
+
+  def __init__(self, name: str, source: Any, *, repeats: bool, kind: str):
+    self._name, self._source, self._kind = name, source, kind
+    self.repeats = repeats
+    is_function = callable(source) and not hasattr(source, '__iter__') and not _is_sequence(source)
+    self._is_function = is_function
+    names = inspect.signature(source).parameters if is_function else {}
+    self._is_sharded = {'shard_index', 'shard_count'} <= set(names)
+    self._spec: dict[str, jax.ShapeDtypeStruct] | None = None
+
+  def __repr__(self) -> str:
+    return f'Batches({self._kind})'
+
+  @property
+  def name(self) -> str:
+    """The config path."""
+    return self._name
+
+  @property
+  def gives_whole_batches(self) -> bool:
+    """Whether one iterator gives the rows of all processes."""
+    return not self._is_sharded
+
+  @property
+  def batch_size(self) -> int:
+    return max(spec.shape[0] for spec in self.element_spec().values() if spec.shape)
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Reads the first batch, once, and returns its shapes and dtypes.
+
+    Raises:
+      UserError: there is no batch, or it is no dict of arrays of as many rows.
+    """
+    if self._spec is None:
+      index, count = (jax.process_index(), jax.process_count()) if self._is_sharded else (0, 1)
+      stream = self.stream(index, count, 0)
+      with naming_own_code(f'reading {self._name}'):
+        first = next(stream, _END)
+      if first is _END:
+        raise UserError(f'{self._name} has no batch: give data that can be iterated, and that have a first batch.')
+      batch = self.checked(first)
+      if hasattr(stream, 'close'):
+        stream.close()
+      self._spec = {
+        name: jax.ShapeDtypeStruct(
+          (len(rows) * count, *rows.shape[1:]) if rows.ndim else (), jax.dtypes.canonicalize_dtype(rows.dtype)
+        )
+        for name, rows in batch.items()
+      }
+    return self._spec
+
+  def as_specified(self, batch: base.Batch) -> base.Batch:
+    """Returns a batch in the dtypes of the spec, whatever its number of rows."""
+    return {name: rows.astype(self.element_spec()[name].dtype, casting='same_kind') for name, rows in batch.items()}
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'BatchesIterator':
+    return BatchesIterator(self, shard_index, shard_count)
+
+  def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
+    if self._is_sharded and len(states) != shard_count:
+      raise UserError(
+        f'{self._name} gives each process rows of its own, and was saved by {len(states)} processes: go on with as '
+        'many, or give a function without shard_index and shard_count, whose batches are whole.'
+      )
+    return [states[index % len(states)] for index in range(shard_count)]
+
+  def stream(self, shard_index: int, shard_count: int, num_skipped: int) -> Iterator[Any]:
+    """Returns an iterator behind the first `num_skipped` batches of a pass; Grain's have their own position."""
+    source = self._source
+    with naming_own_code(f'opening {self._name}'):
+      if self._is_function:
+        source = source(shard_index=shard_index, shard_count=shard_count) if self._is_sharded else source()
+      if hasattr(source, 'to_iter_dataset'):  # a Grain dataset of random access, which reads ahead in threads
+        source = source.to_iter_dataset()
+      if type(source).__module__.startswith('tensorflow.'):
+        import_tensorflow()
+        return source.skip(num_skipped).as_numpy_iterator()
+      if _is_sequence(source):
+        return (source[index] for index in range(num_skipped, len(source)))
+      stream = iter(source)
+      for _ in range(num_skipped):
+        next(stream, None)
+      return stream
+
+  def checked(self, batch: Any) -> base.Batch:
+    """Returns a batch as numpy arrays. Raises a UserError if it is no dict of arrays of as many rows."""
+    if not isinstance(batch, Mapping) or not batch:
+      raise UserError(f'a batch of {self._name} is a {type(batch).__name__}: it must be a dict of arrays by name.')
+    arrays = {str(name): np.asarray(rows) for name, rows in batch.items()}
+    for name, rows in arrays.items():
+      if rows.dtype.kind not in 'biufcV':
+        raise UserError(f'{name!r} in a batch of {self._name} is of dtype {rows.dtype}: give numbers.')
+    counts = {name: len(rows) for name, rows in arrays.items() if rows.ndim}
+    if len({*counts.values()}) != 1:
+      raise UserError(
+        f'the arrays in a batch of {self._name} have {counts} rows: the first dim of each must count the rows.'
+      )
+    return arrays
+
+
+class BatchesIterator:
+  """The rows of one shard of Batches. Its state is plain JSON data."""
+
+  def __init__(self, batches: Batches, shard_index: int, shard_count: int):
+    self._batches, self._shard = batches, (shard_index, shard_count)
+    size = batches.batch_size
+    rows = base.shard_rows(size, shard_index, shard_count)
+    self._rows = slice(rows.start, rows.stop) if batches.gives_whole_batches else slice(None)
+    self._num_rows = size if batches.gives_whole_batches else len(rows)
+    self._stream: Iterator[Any] | None = None
+    self._num_passes = self._num_read = self._digest = 0
+    self._before: Any = None  # the stream's own position before the last batch
+    self._has_warned = False
+
+  def __iter__(self) -> Iterator[base.Batch]:
+    return self
+
+  def __next__(self) -> base.Batch:
+    if self._stream is None:
+      self._stream = self._batches.stream(*self._shard, self._num_read)
+    num_ends = 0
+    while True:
+      before = _position_of(self._stream)
+      with naming_own_code(f'reading {self._batches.name}'):
+        given = next(self._stream, _END)
+      if given is _END:
+        if not self._batches.repeats:
+          raise StopIteration
+        num_ends += 1
+        if num_ends == 2:
+          raise UserError(f'{self._batches.name} gives no batch any more: give data that can be iterated again.')
+        self._num_passes, self._num_read = self._num_passes + 1, 0
+        self._stream = self._batches.stream(*self._shard, 0)
+        continue
+      self._num_read += 1
+      batch = self._batches.checked(given)
+      num_rows = next(len(rows) for rows in batch.values() if rows.ndim)
+      if self._batches.repeats and num_rows < self._num_rows:
+        if not self._has_warned:
+          logging.warning(
+            'Training leaves out batch %d of %s, which has %d rows where the first has %d, and others like it.',
+            self._num_read,
+            self._batches.name,
+            num_rows,
+            self._num_rows,
+          )
+        self._has_warned = True
+        continue
+      self._before, self._digest = before, _digest(batch)
+      return {name: rows[self._rows] if rows.ndim else rows for name, rows in batch.items()}
+
+  def get_state(self) -> base.State:
+    state = {'kind': 'batches', 'num_passes': self._num_passes, 'num_read': self._num_read, 'digest': self._digest}
+    return state if self._before is None else state | {'before': self._before}
+
+  def set_state(self, state: base.State) -> None:
+    base.check_state(state, {'kind': 'batches'})
+    self.close()
+    self._num_passes, self._num_read, self._digest = (int(state[key]) for key in ('num_passes', 'num_read', 'digest'))
+    self._before = state.get('before')
+    if self._num_read == 0:
+      return
+    self._stream = self._stream_before_last()
+    with naming_own_code(f'reading {self._batches.name}'):
+      last = next(self._stream, _END)
+    if last is _END or _digest(self._batches.checked(last)) != self._digest:
+      name, number = self._batches.name, self._num_read
+      self.close()
+      raise UserError(
+        f'batch {number} of {name} is not what it was when the job was saved: it must give the same batches each time '
+        '(give every random generator and shuffle a seed), and its data must not have changed. Repair that, or begin '
+        'anew in another job_log_dir.'
+      )
+
+  def _stream_before_last(self) -> Iterator[Any]:
+    """Returns a stream whose next batch is the last one before the saved position."""
+    if self._before is not None:
+      stream: Any = self._batches.stream(*self._shard, 0)
+      try:
+        _seek(stream, self._before)
+        return stream
+      except ValueError as error:  # a DataLoader compares texts of its source, which may hold addresses
+        logging.warning('Grain cannot go to its saved position in %s (%s).', self._batches.name, error)
+    logging.warning(
+      '%s is read from its beginning, %d batches, to find the position again.', self._batches.name, self._num_read - 1
+    )
+    return self._batches.stream(*self._shard, self._num_read - 1)
+
+  def close(self) -> None:
+    stream, self._stream = self._stream, None
+    if hasattr(stream, 'close'):
+      stream.close()
+
+
+def import_tensorflow() -> Any:
+  """TensorFlow with the accelerators hidden from it: JAX owns them."""
+  import tensorflow as tf
+
+  for kind in ('GPU', 'TPU'):
+    try:
+      tf.config.set_visible_devices([], kind)
+    except RuntimeError as e:
+      if tf.config.get_visible_devices(kind):
+        raise JobError(
+          f'TensorFlow has already taken the {kind}s, which JAX needs: call tf.config.set_visible_devices([], '
+          f'{kind!r}) right after importing it.'
+        ) from e
+  return tf
+
+
+def _is_sequence(source: Any) -> bool:
+  is_sized = hasattr(source, '__len__') and hasattr(source, '__getitem__')
+  return is_sized and not isinstance(source, Mapping) and 'tensorflow' not in type(source).__module__
+
+
+def _position_of(stream: Any) -> Any:
+  """Returns the stream's own position as JSON data; None if it has none."""
+  if not hasattr(stream, 'get_state') or not hasattr(stream, 'set_state'):
+    return None
+  state = stream.get_state()
+  if isinstance(state, bytes):
+    return {'base64': base64.b64encode(state).decode()}
+  return {'json': json.loads(json.dumps(state, default=int))}  # numpy's integers are those of Python
+
+
+def _seek(stream: Any, position: Mapping[str, Any]) -> None:
+  stream.set_state(base64.b64decode(position['base64']) if 'base64' in position else position['json'])
+
+
+def _digest(batch: base.Batch) -> int:
+  digest = 0
+  for name in sorted(batch):
+    digest = zlib.crc32(np.ascontiguousarray(batch[name]).data.cast('B') if batch[name].size else b'', digest)
+  return digest

@@ -1,0 +1,150 @@
+"""Plain data as an input: lists, functions, Grain and tf.data give the same batches at a saved position."""
+
+import json
+
+import grain
+import numpy as np
+import pytest
+
+from spmd_tasks.inputs import as_input
+
+NUM_BATCHES, NUM_ROWS = 5, 6
+
+
+def batch(number, num_rows=NUM_ROWS):
+  return {'x': np.random.default_rng(number).normal(size=(num_rows, 3)), 'row': number * NUM_ROWS + np.arange(num_rows)}
+
+
+LIST = [batch(number) for number in range(NUM_BATCHES)]
+
+
+def generator():
+  yield from LIST
+
+
+def rows_of_a_shard(shard_index, shard_count):
+  size = NUM_ROWS // shard_count
+  for each in LIST:
+    yield {name: rows[shard_index * size : (shard_index + 1) * size] for name, rows in each.items()}
+
+
+def random_access():
+  return grain.MapDataset.source([{'x': rows} for each in LIST for rows in each['x']]).seed(3).shuffle().batch(NUM_ROWS)
+
+
+def stream():
+  return random_access().to_iter_dataset().map(lambda each: each | {'y': 2 * each['x']})
+
+
+def data_loader():
+  return grain.load([{'x': rows} for each in LIST for rows in each['x']], num_epochs=1, batch_size=NUM_ROWS)
+
+
+def tf_data():
+  tf = pytest.importorskip('tensorflow')
+  return tf.data.Dataset.from_generator(
+    generator, output_signature={'x': tf.TensorSpec((None, 3), tf.float64), 'row': tf.TensorSpec((None,), tf.int64)}
+  )
+
+
+SOURCES = [LIST, generator, rows_of_a_shard, random_access(), stream(), random_access, data_loader(), tf_data]
+
+
+def as_json(state):
+  return json.loads(json.dumps(state))
+
+
+def take(iterator, num):
+  return [next(iterator) for _ in range(num)]
+
+
+def assert_same(found, wanted):
+  assert len(found) == len(wanted)
+  for one, other in zip(found, wanted, strict=True):
+    assert one.keys() == other.keys()
+    for name in one:
+      np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize('source', SOURCES, ids=lambda source: getattr(source, '__name__', type(source).__name__))
+@pytest.mark.parametrize('num_before', [0, 1, 4, 5, 7])
+def test_an_iterator_goes_on_exactly_at_a_saved_position_also_in_a_later_pass(source, num_before):
+  given = as_input('train_input', source, repeats=True)
+  first = given.make_iterator()
+  take(first, num_before)
+  state = as_json(first.get_state())
+  wanted = take(first, 6)
+  again = as_input('train_input', source, repeats=True).make_iterator()
+  take(again, 2)
+  again.set_state(state)
+  assert_same(take(again, 6), wanted)
+
+
+@pytest.mark.parametrize('source', [generator, rows_of_a_shard])
+@pytest.mark.parametrize('shard_count', [1, 2, 3])
+def test_shards_have_rows_of_the_same_batches(source, shard_count):
+  given = as_input('train_input', source, repeats=True)
+  shards = [given.make_iterator(index, shard_count) for index in range(shard_count)]
+  for whole in LIST:
+    parts = [next(shard) for shard in shards]
+    np.testing.assert_array_equal(np.concatenate([part['row'] for part in parts]), whole['row'])
+  assert {name: (spec.shape, spec.dtype) for name, spec in given.element_spec().items()} == {
+    'x': ((NUM_ROWS, 3), np.float32),
+    'row': ((NUM_ROWS,), np.int32),
+  }
+
+
+def test_whole_batches_may_go_on_on_another_number_of_processes():
+  given = as_input('train_input', generator, repeats=True)
+  shards = [given.make_iterator(index, 2) for index in range(2)]
+  for shard in shards:
+    take(shard, 2)
+  (state,) = given.reshard_states([shard.get_state() for shard in shards], 1)
+  one = given.make_iterator()
+  one.set_state(state)
+  assert_same([next(one)], [LIST[2]])
+  own_rows = as_input('train_input', rows_of_a_shard, repeats=True)
+  with pytest.raises(ValueError, match='saved by 2 processes: go on with as many'):
+    own_rows.reshard_states([{}, {}], 1)
+
+
+@pytest.mark.parametrize('source', [LIST, generator, random_access()])
+def test_an_eval_set_is_read_once_with_its_smaller_last_batch_which_training_leaves_out(source, caplog):
+  small = [*LIST, batch(9, num_rows=2)] if source is LIST else None
+  if small is None:
+    assert len(list(as_input('eval_inputs.valid', source, repeats=False).make_iterator())) == NUM_BATCHES
+    return
+  eval_set = as_input('eval_inputs.valid', small, repeats=False)
+  assert [len(each['row']) for each in eval_set.make_iterator()] == [NUM_ROWS] * NUM_BATCHES + [2]
+  train = as_input('train_input', small, repeats=True).make_iterator()
+  assert_same(take(train, 6), [*LIST, LIST[0]])
+  assert 'leaves out batch 6 of train_input, which has 2 rows where the first has 6' in caplog.text
+
+
+def test_data_that_have_changed_do_not_go_on():
+  rng = np.random.default_rng(0)
+  given = as_input('train_input', lambda: iter([{'x': rng.normal(size=4)} for _ in range(9)]), repeats=True)
+  iterator = given.make_iterator()
+  take(iterator, 3)
+  with pytest.raises(ValueError, match='batch 3 of train_input is not what it was.*a seed'):
+    given.make_iterator().set_state(iterator.get_state())
+
+
+@pytest.mark.parametrize(
+  'source, words',
+  [
+    ([], 'train_input has no batch'),
+    ([1], 'a batch of train_input is a int'),
+    ([{}], 'a batch of train_input is a dict'),
+    ([{'x': np.array(['a'])}], "'x' in a batch of train_input is of dtype <U1"),
+    ([{'x': np.ones(3), 'y': np.ones(4)}], r"have \{'x': 3, 'y': 4\} rows"),
+  ],
+)
+def test_what_is_no_batch_is_refused(source, words):
+  with pytest.raises(ValueError, match=words):
+    as_input('train_input', source, repeats=True).element_spec()
+
+
+def test_an_iterator_is_made_anew_where_that_is_possible():
+  given = as_input('train_input', generator(), repeats=True, again=generator)
+  assert_same(take(given.make_iterator(), 7), [*LIST, *LIST[:2]])

@@ -1,0 +1,52 @@
+"""A researcher's file of 25 lines trains, evaluates, resumes bit for bit, is sharded and padded."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spmd_tasks.config import resolve
+from spmd_tasks.experiment import partition_job
+from tests import binary
+
+NAME = 'tests.programs.plain_experiment.Shapes'
+FLAGS = ('--exp', NAME, '--mode', 'train', '--set', 'log_every_steps=1', '--set', 'tensorboard=false')
+
+
+def test_the_file_has_at_most_25_lines():
+  lines = Path('tests/programs/plain_experiment.py').read_text().splitlines()
+  assert len([line for line in lines if line]) <= 25
+
+
+def test_it_trains_evaluates_and_resumes_bit_for_bit(tmp_path, capsys):
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  assert binary.run_in_process(*FLAGS, '--job_log_dir', whole) == 0
+  assert '3,300 of them in kernels without split dims, whose largest dim is split as' in capsys.readouterr().err
+  for steps in (13, 40):  # 20 batches are a pass
+    assert binary.run_in_process(*FLAGS, '--job_log_dir', parts, '--num_train_steps', steps) == 0
+  assert binary.column(parts, 'loss') == binary.column(whole, 'loss')
+  assert binary.column(whole, 'top1')[40] > 0.9
+  assert binary.column(parts / 'eval' / 'valid', 'loss')[40] == binary.column(whole / 'eval' / 'valid', 'loss')[40]
+
+
+def test_another_mesh_gives_the_same_numbers(tmp_path):
+  losses = []
+  for shape in ('8,1,1', '1,4,2', '2,2,2'):
+    flags = ('--set', f'ici_mesh_shape={shape}', '--num_train_steps', 6, '--job_log_dir', tmp_path / shape)
+    assert binary.run_in_process(*FLAGS, *flags) == 0
+    losses.append([*binary.column(tmp_path / shape, 'loss').values()])
+  np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize('name, rows', [('embed', (32, 10)), ('mlp', (30, 10)), ('None', (30, 10))])
+def test_the_largest_dim_of_a_plain_kernel_is_split_as_the_experiment_says(name, rows):
+  model = partition_job(resolve(NAME, [f'default_split_dim={name}']).build())
+  assert model.padded_state.weights['Dense_0']['kernel'].shape == rows
+  assert str(model.state_specs.weights['Dense_0']['kernel'][0]) == {'embed': 'data', 'mlp': 'mdl'}.get(name, name)
+
+
+def test_fields_of_built_objects_can_be_set():
+  job = resolve(NAME, ['task.learner.clip_global_norm=0.5', 'task.eval_with_ema=true', 'task.learner.ema_decay=0.9'])
+  assert job.build().task.learner.clip_global_norm == 0.5
+  with pytest.raises(ValueError, match='pass a function of the learning rate'):
+    resolve(NAME, ['task.learner.optimizer.learning_rate=0.1']).build()
