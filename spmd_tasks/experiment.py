@@ -74,8 +74,8 @@ class Experiment(FrozenFields, abc.ABC):
   # The split dims of inputs by rank, under the keys map_1d, map_2d, ...; None: inputs stay sharded on batch.
   inputs_split_mapping: Mapping[str, SplitDims] | None = DEFAULT_INPUTS_SPLIT_MAPPING
 
-  # The split dim (a name of the axis rules, or a mesh axis) of the largest dim of each kernel that names none itself, as
-  # those of Linen's own layers; None: such kernels lie whole on every device.
+  # The split dim (a name of the axis rules, or a mesh axis) of the largest dim of each kernel that names none itself,
+  # as those of Linen's own layers; None: such kernels lie whole on every device.
   default_split_dim: str | None = 'embed'
 
   # The accelerators that --mode plan plans for, such as 'v5p:4x4x2'. Training ignores this field and uses the devices
@@ -150,6 +150,13 @@ class Experiment(FrozenFields, abc.ABC):
       rules = tuple((name, axes) for name, axes in DEFAULT_AXIS_RULES if name not in self.mesh_axis_names)
       object.__setattr__(self, 'axis_rules', rules)
     check_axis_rules(self.axis_rules, self.mesh_axis_names)
+    # The base's `embed` may be missing in rules of one's own: then there is no default.
+    names = {*self.mesh_axis_names, *(name for name, _ in self.axis_rules), None, 'embed'}
+    if self.default_split_dim not in names:
+      raise UserError(
+        f'default_split_dim = {self.default_split_dim!r} is neither a mesh axis {self.mesh_axis_names} nor a name of '
+        'the axis rules: correct it, or set None to leave kernels without split dims whole on every device.'
+      )
 
   def _check_counts(self) -> None:
     """Checks numbers of steps, intervals and other counts."""
@@ -208,11 +215,6 @@ class Experiment(FrozenFields, abc.ABC):
     return MeshSpec(
       axis_names=self.mesh_axis_names, ici_mesh_shape=self.ici_mesh_shape, dcn_mesh_shape=self.dcn_mesh_shape
     )
-
-  def known_default_split_dim(self) -> str | None:
-    """Returns `default_split_dim`; None where it is the base's `embed`, and the axis rules have no such name."""
-    names = {*self.mesh_axis_names, *(name for name, _ in self.axis_rules)}
-    return None if self.default_split_dim == 'embed' and 'embed' not in names else self.default_split_dim
 
   @abc.abstractmethod
   def task(self) -> Any:
@@ -397,7 +399,7 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
       batch,
       axis_rules=experiment.axis_rules,
       inputs_split_mapping=experiment.inputs_split_mapping,
-      default_split_dim=experiment.known_default_split_dim(),
+      default_split_dim=experiment.default_split_dim,
     )
   if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'gpu' and mesh.is_multi_process:
     limit_s = math.ceil(experiment.first_step_timeout_s)

@@ -334,7 +334,9 @@ def test_processes_with_gpus_agree_on_the_kernel_of_the_experts_when_a_job_is_pa
     check_parts=lambda: None,
     task=None,
     train_input=SimpleNamespace(element_spec=lambda: {'x': np.zeros((1,))}),
-    experiment=SimpleNamespace(axis_rules=(), inputs_split_mapping=None, first_step_timeout_s=60.0),
+    experiment=SimpleNamespace(
+      axis_rules=(), inputs_split_mapping=None, default_split_dim=None, first_step_timeout_s=60.0
+    ),
   )
   assert experiment.partition_job(job, mesh) == 'model'
   assert gathered == [('triton', 'grouped_matmul_backend')]

@@ -14,7 +14,6 @@ Read in this order:
   tree.py          configs, dataclasses and Linen modules as one tree of fields
   encoding.py, symbols.py, saved_config.py    values as JSON, names of classes, the file's form
   changes.py       whether a resumed job computes the same numbers
-  _import_fiddle.py    Fiddle without the slowest of its imports
 
 A name below is imported when it is first used, because --list must wait for neither JAX nor Fiddle.
 """
@@ -59,8 +58,6 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
   for module, names in _MODULES.items():
     if name in names:
-      if module not in ('registry', 'search_path'):
-        importlib.import_module('spmd_tasks.config._import_fiddle').import_fiddle()
       value = getattr(importlib.import_module(f'spmd_tasks.config.{module}'), name)
       globals()[name] = value
       return value

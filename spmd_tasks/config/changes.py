@@ -12,7 +12,6 @@ from etils import epath
 
 from spmd_tasks.config.encoding import show
 from spmd_tasks.config.saved_config import checked_config
-from spmd_tasks.config.symbols import current_names
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import glob_below, read_text
 
@@ -31,40 +30,6 @@ _PAX_TRAIN, _PAX_TRAIN_NUMBERS = 'task.train', ('task.train.learner', 'task.trai
 # The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
 _GENERATION = 'task.decode'  # training does not depend on it
-# Fields of layers and schedules that were added after configs without them had been saved: the value (as JSON) that
-# computes what the code before them did.
-_BEFORE_IT_WAS_ADDED = {
-  'adapters': [],
-  'bias_split_dims': ['vocab'],
-  'choices': [],
-  'clip_qkv': None,
-  'decay_start': None,
-  'frozen_dtype': None,
-  'group_score': 'max',
-  'logit_cap': None,
-  'logits_bias': False,
-  'logits_cap': None,
-  'num_dims': 1,
-  'num_features': None,
-  'num_groups': 1,
-  'num_logit_chunks': 1,
-  'num_selected_groups': None,
-  'out_bias': None,
-  'overflow': 'drop',
-  'per_dim_scale': False,
-  'post_norm': False,
-  'pre_norm': True,
-  'qk_clip': None,
-  'reference_from': 'batch',
-  'scale_logits': False,
-  'scale_plus_one': False,
-  'scaling': None,
-  'scatters_gradients': False,
-  'sinks': False,
-  'softmax_scale': None,
-  'trained': None,
-  'use_bias': False,
-}
 
 
 def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *, mode: str) -> None:
@@ -95,11 +60,6 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
       f'job_log_dir {str(job_log_dir)!r} belongs to experiment {previous["experiment"]!r}, not to '
       f'{config["experiment"]!r}: choose another job_log_dir.'
     )
-  previous['config'] = {path: current_names(value) for path, value in previous['config'].items()}
-  added = {path: path.rpartition('.')[2] for path in config['config'] if path not in previous['config']}
-  previous['config'] |= {
-    path: _BEFORE_IT_WAS_ADDED[name] for path, name in added.items() if name in _BEFORE_IT_WAS_ADDED
-  }
   before, now = previous['environment'], config.get('environment', {})
   environment = [
     f"{name} of JAX's settings: {show(before[name])} -> {show(now[name])}"

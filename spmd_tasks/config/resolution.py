@@ -22,7 +22,6 @@ from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import decode, encode, encode_field, show
 from spmd_tasks.config.overrides import Path, parse_override, split_override
 from spmd_tasks.config.saved_config import checked_config
-from spmd_tasks.config.symbols import current_names
 from spmd_tasks.config.tree import (
   DROP,
   UNSET,
@@ -279,7 +278,7 @@ def _changes_to(root: Any, saved: Mapping[str, Any]) -> dict[Path, Any]:
     if path not in present:
       refused.append(f'{path} (saved as {show(value)}) does not exist any more')
       continue
-    field, value = present[path], current_names(value)
+    field = present[path]
     now = None if field.value is UNSET else encode_field(field.value)
     if field.value is not UNSET and json.dumps(now, sort_keys=True) == json.dumps(value, sort_keys=True):
       continue  # compared as text: 1, 1.0 and True are different values

@@ -3,7 +3,7 @@
     {"experiment": "lm.StdlibTiny", "overrides": {"num_layers": 4}, "config": {"num_layers": 4, ...}}
 
 `config` has every field by its path, defaults included. Values are those of encoding.py. A file may have been edited by
-hand or written by an older version (symbols.py), so its form is checked before anything is made of it.
+hand, so its form is checked before anything is made of it.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,6 @@ from typing import Any
 from etils import epath
 
 from spmd_tasks.config.encoding import show
-from spmd_tasks.config.symbols import current_experiment
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, read_text
 
@@ -37,18 +36,14 @@ def read_saved_config(path: epath.PathLike) -> dict[str, Any]:
 
 
 def checked_config(saved: Any) -> dict[str, Any]:
-  """`saved`, if it has the form that `to_json` gives; an experiment of an older version has today's name.
+  """`saved`, if it has the form that `to_json` gives.
 
   Raises:
     UserError: it has another form; the message says where.
   """
   _check_form(saved)
   environment = saved.get('environment')
-  return {
-    **saved,
-    'experiment': current_experiment(saved['experiment']),
-    'environment': environment if isinstance(environment, Mapping) else {},
-  }
+  return {**saved, 'environment': environment if isinstance(environment, Mapping) else {}}
 
 
 def format_config(saved: Mapping[str, Any]) -> str:

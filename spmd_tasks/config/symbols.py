@@ -1,67 +1,12 @@
-"""Names classes and functions in saved configs, and reads the names that older versions saved.
+"""Names classes and functions in saved configs.
 
     symbol_of(Dropless)                                           # 'spmd_tasks.layers.moe:Dropless'
-    current_symbol('spmd_tasks.layers.moe.dropless:Dropless')     # 'spmd_tasks.layers.moe:Dropless'
 
 A saved name is `package:QualName` of the nearest package that exports the object, so files can move inside a package.
 """
 
 import sys
-import types
 from typing import Any
-
-# Public package of today -> the modules whose classes it exports, as versions up to e2bba1f (November 2026) saved them.
-# All names are without `spmd_tasks.`; a package that has the name of the old module needs no row.
-_OLD_MODULES = {
-  'decoding': ('inputs.prompts',),
-  'inputs': (
-    'decoding.chat_template',
-    'inputs.base',
-    'inputs.chat_template',
-    'inputs.grain_input',
-    'inputs.packing',
-    'inputs.records',
-    'inputs.synthetic',
-    'inputs.text',
-    'inputs.tfdata_input',
-    'inputs.tokenizers',
-  ),
-  'layers': (
-    'layers.block_group',
-    'layers.embedding',
-    'layers.feed_forward',
-    'layers.initializers',
-    'layers.language_model',
-    'layers.linear',
-    'layers.losses',
-    'layers.norm',
-    'layers.transformer',
-  ),
-  'layers.attention': ('layers.positions',),
-  'layers.moe': (
-    'layers.moe.capacity_computation',
-    'layers.moe.capacity_einsum',
-    'layers.moe.capacity_gather',
-    'layers.moe.dropless',
-    'layers.moe.expert_choice',
-    'layers.moe.experts',
-    'layers.moe.layer',
-    'layers.moe.router',
-  ),
-  'layers.pipeline': ('layers.pipeline_schedule',),
-  'learning': ('learning.learner', 'learning.optimizers', 'learning.schedules'),
-  'runtime': ('decoding.settings', 'runtime.task'),
-  'sharding': ('sharding.expert_axes', 'sharding.mesh', 'sharding.weights'),
-}
-_PACKAGE_OF_OLD_MODULE = {
-  f'spmd_tasks.{module}': f'spmd_tasks.{package}' for package, modules in _OLD_MODULES.items() for module in modules
-}
-_OLD_EXPERIMENTS = {
-  'lm.DenseLanguageModel': 'spmd_tasks.recipes.DenseLanguageModel',
-  'moe.MoeLanguageModel': 'spmd_tasks.recipes.MoeLanguageModel',
-  'pipeline.PipelinedLanguageModel': 'spmd_tasks.recipes.PipelinedLanguageModel',
-  'synthetic.SyntheticLanguageModel': 'spmd_tasks.recipes.SyntheticLanguageModel',
-}
 
 
 def symbol_of(value: Any) -> str:
@@ -85,43 +30,6 @@ def public_module_of(value: Any) -> str:
     if outermost is not None and _exports(package, name, outermost):
       return package
   return public
-
-
-def current_symbol(saved: str) -> str:
-  """The name that `symbol_of` gives today to what an older version saved as `saved`.
-
-  Nothing is imported for a name in a file: call this when the objects to compare with have been made.
-  """
-  module, colon, qualname = saved.partition(':')
-  name = qualname.partition('.')[0]
-  found = _loaded(module).get(name)
-  if isinstance(found, type | types.FunctionType) and (found.__module__, found.__qualname__) == (module, name):
-    module = public_module_of(found)  # its package exports it today
-  else:
-    module = _PACKAGE_OF_OLD_MODULE.get(module, module)
-  return f'{module}{colon}{qualname}'
-
-
-def current_names(encoded: Any) -> Any:
-  """An encoded value with every symbol in it as it is called today."""
-  if isinstance(encoded, list):
-    return [current_names(item) for item in encoded]
-  if not isinstance(encoded, dict):
-    return encoded
-  renamed: dict[str, Any] = {}
-  for key, item in encoded.items():
-    if key in ('symbol', 'enum', 'object') and isinstance(item, str):
-      renamed[key] = current_symbol(item)
-    elif key in ('dict', 'closure', 'partial') and isinstance(item, dict):  # values by name
-      renamed[key] = {name: current_names(value) for name, value in item.items()}
-    else:
-      renamed[key] = current_names(item) if key == 'list' else item
-  return renamed
-
-
-def current_experiment(saved: str) -> str:
-  """The name of an experiment that an older version saved."""
-  return _OLD_EXPERIMENTS.get(saved, saved)
 
 
 def _exports(package: str, name: str, value: Any) -> bool:

@@ -8,16 +8,16 @@ Each batch is whole: its first dim counts the rows of all processes, of which pr
 So the numbers do not depend on the number of processes, which may change when a job is resumed. A function with the
 arguments `shard_index` and `shard_count` is called with them, and yields the rows of that process alone.
 
-The shapes and dtypes are those of the first batch (int64 and float64 become int32 and float32, as in JAX). Training goes
-through the data again and again, and leaves out batches with fewer rows than the first, such as the last one of a pass.
-An eval set is read once, and each row counts once: a smaller last batch is a mean over fewer rows.
+The shapes and dtypes are those of the first batch (int64 and float64 become int32 and float32, as in JAX). Training
+goes through the data again and again, and leaves out batches with fewer rows than the first, such as the last one of a
+pass. An eval set is read once, and each row counts once: a smaller last batch is a mean over fewer rows.
 
 A position is found again by Grain's own state, by the index in a sequence, and otherwise by reading as many batches
 anew. In each case the last batch before it is read again and compared with what the job has trained on.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 import base64
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import inspect
 import json
 from typing import Any
@@ -42,7 +42,7 @@ def as_input(name: str, given: Any, *, repeats: bool, again: Callable[[], Any] |
     repeats: whether the data are read again and again, for training.
     again: makes the data once more, where `given` is an iterator, which can be read only once.
   """
-  if isinstance(given, Batches | type) or hasattr(given, 'element_spec') and hasattr(given, 'make_iterator'):
+  if isinstance(given, Batches | type) or (hasattr(given, 'element_spec') and hasattr(given, 'make_iterator')):
     return given
   is_iterable = hasattr(given, '__iter__') or _is_sequence(given)
   if isinstance(given, Mapping | str) or not (is_iterable or callable(given)):

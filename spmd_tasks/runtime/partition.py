@@ -286,7 +286,7 @@ def partition_spmd_model(
     inputs_split_mapping: split dims of the inputs by rank (`map_1d`, `map_2d`, ...) inside a step; None keeps inputs
       sharded on batch over the whole mesh.
     default_split_dim: of the largest dim of each weight with two dims or more that is declared without split dims, as
-      by Linen's own layers; None: such weights lie whole on every device.
+      by Linen's own layers; None, or a name that the axis rules do not have: they lie whole on every device.
 
   Raises:
     UserError: split dims, axis rules or the input mapping do not fit the mesh.
@@ -307,7 +307,8 @@ def partition_spmd_model(
   with sharding_scope(mesh, axis_rules):
     jitted_init = jax.jit(init_boxed)  # its trace is reused where `init_variables` calls it
     boxed = dict(jitted_init.trace(key).out_info)
-  specs = weight_specs(boxed.pop('params'), default_split_dim)
+  is_known = default_split_dim in {*mesh.axis_names, *(name for name, _ in axis_rules)}
+  specs = weight_specs(boxed.pop('params'), default_split_dim if is_known else None)
   if isinstance(task, Task):
     specs = task.mark_weights(specs)
   non_trainable_specs = weight_specs(boxed)

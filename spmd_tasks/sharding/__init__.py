@@ -89,9 +89,9 @@ from spmd_tasks.sharding.weights import (
 )
 
 __all__ = [
-  'SPLIT_BY_DEFAULT',
   'DEFAULT_AXIS_RULES',
   'QUANTIZED_DTYPES',
+  'SPLIT_BY_DEFAULT',
   'STACK_DIM',
   'WEIGHT_FACTORS',
   'AxisRules',

@@ -126,7 +126,7 @@ def test_data_that_have_changed_do_not_go_on():
   given = as_input('train_input', lambda: iter([{'x': rng.normal(size=4)} for _ in range(9)]), repeats=True)
   iterator = given.make_iterator()
   take(iterator, 3)
-  with pytest.raises(ValueError, match='batch 3 of train_input is not what it was.*a seed'):
+  with pytest.raises(ValueError, match=r'batch 3 of train_input is not what it was.*a seed'):
     given.make_iterator().set_state(iterator.get_state())
 
 

@@ -59,8 +59,8 @@ class NoCompact(nn.Module):
 
 class TakesArray(nn.Module):
   @nn.compact
-  def __call__(self, x, train=False):
-    return jnp.tanh(x.reshape(-1, 6))
+  def __call__(self, points, train=False):
+    return jnp.tanh(points.reshape(-1, 6))
 
 
 class Training(nn.Module):
