@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity, silence
@@ -70,16 +70,16 @@ def _threads_remain(limit_s: float) -> bool:
 def run(argv: Sequence[str] | None = None) -> int:
   """Runs one command; returns the exit code."""
   from spmd_tasks.config import list_experiments
-  from spmd_tasks.flags import make_parser
+  from spmd_tasks.flags import all_modes, make_parser
 
-  args = make_parser().parse_args(argv)
+  args = make_parser(all_modes()).parse_args(argv)
   if args.list:
     experiments = list_experiments()
     width = max(len(name) for name, _ in experiments) + 2
     print('\n'.join(f'{name:{width}}{line}' for name, line in experiments), flush=True)
     return exit_codes.OK
   try:
-    return _translate(args) if args.translate else _run_experiment(args)
+    return _run_experiment(args)
   except Exception as error:
     code = user_error_code(error)
     if code is None:
@@ -95,26 +95,27 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _run_experiment(args: 'argparse.Namespace') -> int:
   """Runs --print_config or a mode, after the checks that need no experiment."""
-  from spmd_tasks.flags import MODES, check_flags_of_mode
+  from spmd_tasks.flags import NO_DIRECTORY, all_modes, check_flags_of_mode
+  from spmd_tasks.wings import call, require
 
+  modes = {mode.name: mode for mode in all_modes()}
   if args.print_config:
-    _import_jax()
     return _print_config(args)
   if args.mode is None:
-    raise UserError(f'nothing to run yet: give --mode ({", ".join(MODES)}).')
-  if not args.job_log_dir and args.mode not in ('verify', 'export', 'serve', 'plan', 'preview'):
-    raise _no_directory()
-  check_flags_of_mode(args)
-  if args.mode == 'serve':
-    from spmd_tasks.wings import require
-
-    require('serve', 'starlette', 'uvicorn', 'uvloop', 'prometheus_client', 'llguidance', wants='--mode serve')
+    raise UserError(f'nothing to run yet: give --mode ({", ".join(modes)}).')
+  mode = modes[args.mode]
+  if mode.needs_directory and not args.job_log_dir:
+    raise UserError(NO_DIRECTORY)
+  check_flags_of_mode(args, mode, all_modes())
+  if mode.extra is not None:
+    require(mode.extra, *mode.packages, wants=f'--mode {mode.name}')
   if args.process_id:
     silence()
   set_activity('importing', say_now=True)
   _import_jax()
-  run_mode = {'verify': _verify, 'plan': _plan, 'preview': _preview}.get(args.mode, _run_on_job)
-  return run_mode(args)
+  from spmd_tasks.command import Command
+
+  return call(mode.run, Command(flags=args, mode=mode.name))
 
 
 def _import_jax() -> None:
@@ -130,271 +131,14 @@ def _import_jax() -> None:
 
 def _print_config(args: 'argparse.Namespace') -> int:
   """Shows every field of an experiment."""
+  _import_jax()
+  from spmd_tasks.command import Command
   from spmd_tasks.config import format_config, to_json
 
-  _use_fake_devices(args.num_fake_devices)
-  print(format_config(to_json(_resolve(args))), flush=True)
+  command = Command(flags=args)
+  command.use_fake_devices()
+  print(format_config(to_json(command.resolve())), flush=True)
   return exit_codes.OK
-
-
-def _run_on_job(args: 'argparse.Namespace') -> int:
-  """Runs a mode that trains a job or reads its checkpoints: connects the processes, builds the experiment."""
-  import contextlib
-
-  from spmd_tasks.config import refuse_changed_config, to_json
-  from spmd_tasks.distributed import (
-    EmergencyExit,
-    backend_errors,
-    code_digests,
-    initialize,
-    is_primary,
-    numeric_settings,
-    process_environment,
-    refuse_differences,
-    report_absence,
-  )
-  from spmd_tasks.flags import common_flags, distributed_settings, settings_to_compare
-  from spmd_tasks.programs import StartupClock
-  from spmd_tasks.tuning.adapter_stacks import refuse_adapters
-
-  limit_s = args.initialization_timeout_s
-
-  def prepare(experiment: Any) -> None:
-    if not _has_peers() and initialize(distributed_settings(args, experiment)):
-      if not is_primary():
-        silence()
-      emergency.watch_departures()
-      refuse_differences('flags and environment', common_flags(args) | process_environment(), limit_s=limit_s)
-
-  _use_fake_devices(args.num_fake_devices)
-  clock = StartupClock()
-  emergency = EmergencyExit()
-  with emergency.on_failure(), backend_errors(), contextlib.ExitStack() as stack:
-    # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
-    try:
-      resolved = _resolve(args, prepare=prepare)
-    except Exception as error:
-      report_absence(distributed_settings(args), str(error))
-      raise
-    job_log_dir = _directory_of(args, resolved.experiment, stack)
-    config = to_json(resolved) | {'environment': numeric_settings()}
-    set_activity(f'preparing --mode {args.mode}')
-    refuse_differences('code', code_digests() if _has_peers() else {}, limit_s=limit_s, must_have_all=False)
-    refuse_differences('settings', settings_to_compare(args, config), limit_s=limit_s)
-    job = resolved.build()
-    if args.mode in ('train', 'eval', 'export'):
-      refuse_adapters(job.experiment, f'--mode {args.mode}')
-    if not args.accept_config_changes:
-      refuse_changed_config(job_log_dir, config, mode='train' if args.mode == 'train' else 'eval')
-    if args.mode == 'train':
-      import json
-
-      from spmd_tasks.programs import train
-
-      return train.train(
-        job,
-        job_log_dir,
-        emergency=emergency,
-        clock=clock,
-        config_json=json.dumps(config, indent=1) + '\n',
-        begin_anew=args.begin_anew,
-      )
-    return _use_checkpoints(args, job, job_log_dir, emergency)
-
-
-def _directory_of(args: 'argparse.Namespace', experiment: Any, stack: Any) -> Any:
-  """The job's directory; of a model without a job, a temporary one for reports, which `stack` removes."""
-  from spmd_tasks.files import absolute_path
-  from spmd_tasks.programs.pretrained import pretrained_folder
-
-  if args.job_log_dir:
-    return absolute_path(args.job_log_dir)
-  if not pretrained_folder(experiment):
-    raise _no_directory()
-  import secrets
-  import shutil
-  import tempfile
-
-  directory = absolute_path(tempfile.gettempdir()) / f'spmd_tasks_{secrets.token_hex(8)}'
-  stack.callback(shutil.rmtree, directory, ignore_errors=True)
-  return directory
-
-
-def _no_directory() -> UserError:
-  return UserError('nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.')
-
-
-def _use_checkpoints(args: 'argparse.Namespace', job: Any, job_log_dir: Any, emergency: Any) -> int:
-  """Runs a mode that reads a job's checkpoints: eval, decode, export or serve."""
-  if args.mode == 'eval':
-    from spmd_tasks.programs import eval as evaluation
-
-    return evaluation.evaluate(job, job_log_dir, emergency=emergency, step=args.checkpoint_step, watch=args.watch)
-  if args.mode in ('decode', 'decode_once'):
-    from spmd_tasks.programs import decode
-
-    return decode.decode(
-      job,
-      job_log_dir,
-      emergency=emergency,
-      input_path=args.decode_input,
-      output_path=args.decode_output,
-      step=args.checkpoint_step,
-      watch=args.mode == 'decode',
-    )
-  if args.mode == 'export':
-    from spmd_tasks.experiment import mesh_of_all_devices
-    from spmd_tasks.files import absolute_path
-    from spmd_tasks.flags import overrides_of
-    from spmd_tasks.programs import export
-
-    return export.export(
-      job,
-      job_log_dir,
-      absolute_path(args.export_to),
-      emergency=emergency,
-      step=args.checkpoint_step,
-      format=args.format,
-      mesh=mesh_of_all_devices(job.experiment, overrides_of(args)),
-    )
-  from spmd_tasks.flags import SERVE_FLAGS
-  from spmd_tasks.serving import mode as serving
-
-  return serving.serve(
-    job,
-    job_log_dir,
-    serving.server_settings(**{name: getattr(args, name) for name in SERVE_FLAGS}),
-    emergency=emergency,
-    step=args.checkpoint_step,
-    bind_address=args.coordinator_bind_address,
-  )
-
-
-def _translate(args: 'argparse.Namespace') -> int:
-  """Writes a Pax experiment as one of ours, and shows what it lacks and that both compute the same."""
-  if extra := [f'--{name}' for name in ('exp', 'config', 'mode', 'job_log_dir') if getattr(args, name) is not None]:
-    raise UserError(f'--translate names the experiment and writes a file, nothing runs: leave out {", ".join(extra)}.')
-
-  from pathlib import Path
-
-  from spmd_tasks.bridges.pax import translate_experiment
-
-  args.exp = args.translate
-  path = Path(args.translate_output or f'{args.exp.rpartition(".")[2].lower()}_native.py')
-  if path.exists():
-    raise UserError(f'{path} exists: choose another file by --translate_output, or delete it.')
-  _use_fake_devices(args.num_fake_devices)
-  translated = translate_experiment(_resolve(args).build())
-  path.write_text(translated.text)
-  lists = {
-    'Not translated, so the outputs differ': translated.missing,
-    'Not translated, so training differs': translated.training_only,
-  }
-  shown = [line for title, notes in lists.items() if notes for line in (f'{title}:', *(f'  {note}' for note in notes))]
-  print('\n'.join([f'wrote {path}', *shown, str(translated.comparison)]), flush=True)
-  return exit_codes.OK
-
-
-def _verify(args: 'argparse.Namespace') -> int:
-  """Runs --mode verify, which builds the experiment again and again, with overrides of its own."""
-  from spmd_tasks.config import to_json
-  from spmd_tasks.distributed import compile_quickly
-  from spmd_tasks.flags import identity_flags
-  from spmd_tasks.verification import mode as verify
-
-  set_activity('preparing --mode verify')
-  compile_quickly()
-  num_devices = verify.DEFAULT_NUM_DEVICES if args.num_fake_devices is None else args.num_fake_devices
-  _use_fake_devices(num_devices)
-
-  def resolve(before: Sequence[str], after: Sequence[str]) -> Any:
-    resolved = _resolve(args, before, after)
-    return resolved.build(), to_json(resolved)['config']
-
-  return verify.verify(
-    resolve,
-    identity_flags(args),
-    num_devices=num_devices,
-    claims=None if args.claims is None else args.claims.split(','),
-    num_cases=args.cases or 0,
-    directory=args.job_log_dir,
-  )
-
-
-def _plan(args: 'argparse.Namespace') -> int:
-  """Runs --mode plan, which builds the experiment for devices that are not there."""
-  from spmd_tasks.config import to_json
-  from spmd_tasks.files import absolute_path
-  from spmd_tasks.planning import mode as plan
-
-  set_activity('planning')
-
-  def resolve(after: Sequence[str], prepare: Any) -> Any:
-    resolved = _resolve(args, after=after, prepare=prepare)
-    return resolved.build(), to_json(resolved)['config']
-
-  settings = plan.PlanSettings(
-    target=args.target,
-    steps=tuple((args.plan_steps or 'train').split(',')),
-    directory=absolute_path(args.plan_out) if args.plan_out else None,
-    search=args.plan_search,
-    num_trials=args.plan_trials,
-  )
-  return plan.plan(resolve, settings)
-
-
-def _preview(args: 'argparse.Namespace') -> int:
-  """Runs --mode preview, which reads the training input only."""
-  from spmd_tasks.programs import preview
-
-  set_activity('reading the training input')
-  _use_fake_devices(args.num_fake_devices)
-  job = _resolve(args).build()
-  return preview.preview(job, args.num_examples or preview.DEFAULT_NUM_EXAMPLES)
-
-
-def _resolve(
-  args: 'argparse.Namespace', before: Sequence[str] = (), after: Sequence[str] = (), prepare: Any = None
-) -> Any:
-  """The resolved config that the flags name: an experiment, a saved config, or that of the job in --job_log_dir.
-
-  `before` and `after` are overrides before and after the user's; `prepare` is called with the experiment before its
-  parts are made.
-  """
-  from spmd_tasks.config import add_to_search_path, from_json, read_saved_config, resolve
-  from spmd_tasks.files import absolute_path
-  from spmd_tasks.flags import overrides_of
-
-  overrides = [*before, *overrides_of(args), *after]
-  if args.exp is not None and args.config is None:
-    add_to_search_path(args.experiment_path)
-    return resolve(args.exp, overrides, prepare)
-  if args.exp is not None:
-    raise UserError('--exp and --config both name an experiment: give one of them.')
-  if args.config is not None:
-    return from_json(read_saved_config(args.config), overrides, args.experiment_path, prepare)
-  if not args.job_log_dir:
-    raise UserError(
-      'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
-      '--job_log_dir of a job that has begun.'
-    )
-  own = absolute_path(args.job_log_dir) / 'config.json'
-  if not own.exists():
-    raise UserError(
-      f'{own} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME (--list '
-      'shows the registered names).'
-    )
-  return from_json(read_saved_config(own), overrides, args.experiment_path, prepare)
-
-
-def _use_fake_devices(num_devices: int | None) -> None:
-  if num_devices is None:
-    return
-  if num_devices < 1:
-    raise UserError(f'--num_fake_devices {num_devices} must be at least 1.')
-  from spmd_tasks.distributed import use_fake_devices
-
-  use_fake_devices(num_devices)
 
 
 if __name__ == '__main__':

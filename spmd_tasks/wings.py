@@ -12,7 +12,7 @@ Our own wings are found in the same way. Declarations are read whenever the bina
 module with a declaration imports nothing heavy: code is named as `module:function` and imported when it is called.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
 import importlib
@@ -25,12 +25,13 @@ from spmd_tasks.errors import UserError
 
 ENTRY_POINTS = 'spmd_tasks.wings'  # the group
 
-Reference = str  # `module:function`, imported when it is called
+# A function, or `module:function`, which is imported when it is called.
+Reference = str | Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flag:
-  """A flag of the binary, `--name`, as argparse knows it; one object may belong to several modes.
+  """A flag of the binary, `--name`, as argparse knows it; several modes may have one of the same name and type.
 
   Attributes:
     name: without the dashes.
@@ -39,7 +40,6 @@ class Flag:
     type: makes the value of its text.
     choices: the only values.
     is_switch: the flag takes no value and is True if it is given.
-    alias: another name for it.
     may_differ: whether the processes of a job may give it differently, such as an address.
   """
 
@@ -47,9 +47,8 @@ class Flag:
   help: str
   metavar: str | None = None
   type: Callable[[str], Any] = str
-  choices: Sequence[str] | None = None
+  choices: tuple[str, ...] | None = None
   is_switch: bool = False
-  alias: str | None = None
   may_differ: bool = False
 
 
@@ -123,7 +122,9 @@ def call(reference: Reference, *args: Any, **kwargs: Any) -> Any:
 
 
 def load(reference: Reference) -> Any:
-  """Imports what `module:name` names."""
+  """Returns a function, or imports what `module:name` names."""
+  if not isinstance(reference, str):
+    return reference
   module, _, name = reference.partition(':')
   return getattr(importlib.import_module(module), name)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.flags import check_flags_of_mode, make_parser
+from spmd_tasks.flags import all_modes, check_flags_of_mode, make_parser
 
 REFUSED = {
   'prompts for training': (
@@ -22,23 +22,28 @@ REFUSED = {
     'decode_once --decode_output out',
     '--decode_output takes the outputs of one --decode_input',
   ),
-  'step of a plan': ('plan --checkpoint_step 4', '--checkpoint_step is for --mode eval, decode_once, serve, export'),
+  'step of a plan': ('plan --checkpoint_step 4', '--checkpoint_step is for --mode eval, decode_once, export, serve'),
   'step 0': ('plan --checkpoint_step 0', '--checkpoint_step is for --mode eval'),
   'changes of a plan': ('plan --accept_config_changes', '--accept_config_changes is for --mode train, eval'),
   'watch of an export': ('export --out model --watch', '--watch is for --mode eval: leave it out'),
-  'folder of a training job': ('train --out model', '--out is for --mode export: leave it out'),
+  'folder of a training job': ('train --out model', '--out is for --mode export, translate: leave it out'),
   'export to nowhere': ('export', '--mode export needs --out DIR'),
-  'file of no translation': ('train --translate_output native.py', '--translate_output is for --translate NAME'),
+  'file of no translation': ('train --out native.py', '--out is for --mode export, translate'),
   'fake devices of a plan': ('plan --num_fake_devices 8', 'give --target cpu:8'),
   'no examples': ('preview --num_examples 0', '--num_examples 0 must be at least 1'),
 }
+
+
+def check(flags):
+  args = make_parser(all_modes()).parse_args(['--mode', *flags.split()])
+  check_flags_of_mode(args, {mode.name: mode for mode in all_modes()}[args.mode], all_modes())
 
 
 @pytest.mark.parametrize('name', REFUSED)
 def test_a_flag_that_the_mode_would_ignore_is_refused(name):
   flags, message = REFUSED[name]
   with pytest.raises(UserError, match=message):
-    check_flags_of_mode(make_parser().parse_args(['--mode', *flags.split()]))
+    check(flags)
 
 
 @pytest.mark.parametrize(
@@ -53,4 +58,4 @@ def test_a_flag_that_the_mode_would_ignore_is_refused(name):
   ],
 )
 def test_a_flag_that_the_mode_reads_is_taken(flags):
-  check_flags_of_mode(make_parser().parse_args(['--mode', *flags.split()]))
+  check(flags)

@@ -13,21 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / 'spmd_tasks'
 
-# Top row first. Parts of the top row may import one another; parts of any other row may not.
+# Top row first: the wings, then the core. Parts of the first two rows may import one another; those of others may not.
 ROWS = (
-  (
-    'main',
-    'experiments',
-    'recipes',
-    'config',
-    'flags',
-    'loading',
-    'evaluation',
-    'planning',
-    'serving',
-    'tuning',
-    'verification',
-  ),
+  ('planning', 'serving', 'tuning', 'verification', 'evaluation'),
+  ('main', 'command', 'experiments', 'recipes', 'config', 'flags', 'loading', 'modes'),
   ('programs',),
   ('bridges',),
   ('experiment',),
@@ -41,11 +30,13 @@ ROWS = (
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
   ('exit_codes',),
 )
+WINGS = ROWS[0]
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
-MAY_IMPORT_FIDDLE = {'main', 'config', 'experiments', 'recipes', 'loading', 'evaluation', 'tuning'}
+MAY_IMPORT_FIDDLE = {'main', 'command', 'config', 'experiments', 'recipes', 'loading', *WINGS}
 # The arrows from the core to the wing that are still to be cut.
 _STILL_IMPORT_TUNING = {
-  f'programs/{name}.py' for name in ('eval', 'export', 'pretrained', 'preview', 'restore', 'train')
+  *(f'programs/{name}.py' for name in ('eval', 'export', 'pretrained', 'preview', 'restore', 'train')),
+  *('command.py', 'recipes/pretrained.py'),
 }
 
 
@@ -101,7 +92,7 @@ def part_of(name: str) -> str | None:
 
 def may_import(importer: str, imported: str) -> bool:
   above, below = ROW_OF_PART[importer], ROW_OF_PART[imported]
-  return importer == imported or below > above or above == below == 0
+  return importer == imported or below > above or above == below <= 1  # wings, and the top of the core
 
 
 def test_every_module_belongs_to_a_row():

@@ -114,7 +114,7 @@ BAD_INPUT = {
   ),
   'no mode': (
     (*TINY, '--job_log_dir', 'HERE/job'),
-    ['give --mode (train, eval, decode, decode_once, serve, plan, verify, export, preview)'],
+    ['give --mode (train, eval, decode, decode_once, export, preview, translate, plan, serve, verify)'],
   ),
   'flag of serve': ((*TINY, *TRAIN, '--port', '0'), ['--port is for --mode serve']),
   'serve without text': (
@@ -141,7 +141,7 @@ BAD_INPUT = {
   'empty directory name': ((*TINY, '--mode', 'train', '--job_log_dir', ''), ['give --job_log_dir']),
   'a step to train from': (
     (*TINY, *TRAIN, '--checkpoint_step', '4'),
-    ['--checkpoint_step is for --mode eval, decode_once, serve, export', 'move the later ones out of'],
+    ['--checkpoint_step is for --mode eval, decode_once, export, serve', 'move the later ones out of'],
   ),
   'unknown path': ((*TINY, *TRAIN, '--set', 'lerning_rate=1'), ['lerning_rate', 'learning_rate']),
   'unknown path in the task': (

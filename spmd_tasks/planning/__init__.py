@@ -13,7 +13,12 @@ compiling.py (a step is compiled, or refused for its memory); step_plan.py and p
 scheduled_program.py: collectives.py, memory.py. search.py finds settings that fit, mesh_search.py the best.
 """
 
+import argparse
+
 from etils import epy
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.wings import Flag, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.planning.chips import CHIPS, Chip
@@ -30,6 +35,7 @@ with epy.lazy_api_imports(globals()):
 __all__ = [
   'CHIPS',
   'STEPS',
+  'WING',
   'Chip',
   'Compilation',
   'OutOfMemory',
@@ -50,3 +56,42 @@ __all__ = [
   'search_plans',
   'weight_rows',
 ]
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
+  if (flags.plan_trials or 0) < 0 or (flags.plan_search and flags.plan_trials == 0):
+    raise UserError(f'--plan_trials {flags.plan_trials} must be at least 1; without --plan_search 0 means none.')
+  if flags.num_fake_devices is not None:
+    raise UserError(
+      f'--num_fake_devices is for running; --mode plan compiles only: give --target cpu:{flags.num_fake_devices}.'
+    )
+
+
+WING = Wing(
+  name='planning',
+  modes=(
+    Mode(
+      name='plan',
+      help='says what a run needs and costs on accelerators that are not here',
+      run='spmd_tasks.planning.mode:run',
+      check=_check_flags,
+      flags=(
+        Flag(
+          name='target',
+          metavar='CHIPS',
+          help="v5p:4x4x2, v6e:16x16, '2x v5p:8x8x4' (slices), h200:8, h100:8x4 (nodes), cpu:N; default: the "
+          "experiment's",
+        ),
+        Flag(name='plan_out', metavar='DIR', help='also write the plan as plan.json and plan.html'),
+        Flag(name='plan_steps', metavar='A,B', help='of train, eval, prefill, decode; default: train'),
+        Flag(name='plan_search', is_switch=True, help='search for the best mesh, microbatches and remat policies'),
+        Flag(
+          name='plan_trials',
+          type=int,
+          metavar='N',
+          help='settings to compile, to find some that fit (8) or the best (12)',
+        ),
+      ),
+    ),
+  ),
+)

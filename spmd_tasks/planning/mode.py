@@ -15,9 +15,12 @@ from typing import Any
 from etils import epath
 
 from spmd_tasks import exit_codes
+from spmd_tasks.activity import set_activity
+from spmd_tasks.command import Command
+from spmd_tasks.config import to_json
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.planning import (
   Plan,
   Target,
@@ -62,6 +65,25 @@ class PlanSettings:
   directory: epath.Path | None = None
   search: bool = False
   num_trials: int | None = None
+
+
+def run(command: Command) -> int:
+  """Runs --mode plan, which builds the experiment for devices that are not there; returns an exit code."""
+  set_activity('planning')
+  flags = command.flags
+
+  def resolve(after: Sequence[str], prepare: Callable[[Experiment], None]) -> tuple[Job, Mapping[str, Any]]:
+    resolved = command.resolve(after=after, prepare=prepare)
+    return resolved.build(), to_json(resolved)['config']
+
+  settings = PlanSettings(
+    target=flags.target,
+    steps=tuple((flags.plan_steps or 'train').split(',')),
+    directory=absolute_path(flags.plan_out) if flags.plan_out else None,
+    search=flags.plan_search,
+    num_trials=flags.plan_trials,
+  )
+  return plan(resolve, settings)
 
 
 def plan(resolve: Resolve, settings: PlanSettings) -> int:

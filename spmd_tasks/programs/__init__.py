@@ -15,10 +15,9 @@ directory), `goodput.py`, `timing.py` and `progress.py` (what a job reports).
 The other names below are imported when they are first used, so that a mode imports no more than it runs.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from etils import epy
 
-if TYPE_CHECKING:
+with epy.lazy_api_imports(globals()):
   from spmd_tasks.programs import decode, eval, preview, train
   from spmd_tasks.programs.eval import Evaluator
   from spmd_tasks.programs.job_directory import claim
@@ -41,22 +40,3 @@ __all__ = [
   'restore_evaluation_variables',
   'train',
 ]
-
-_MODULES = {
-  'Evaluator': 'eval',
-  'SavedSteps': 'saved_steps',
-  'StartupClock': 'timing',
-  'TrainingDivergedError': 'training_loop',
-  'TrainingInputEndedError': 'training_loop',
-  'TrainingLoop': 'training_loop',
-  'claim': 'job_directory',
-  'restore_evaluation_variables': 'restore',
-}
-
-
-def __getattr__(name: str) -> Any:
-  if name in _MODULES:
-    return getattr(importlib.import_module(f'{__name__}.{_MODULES[name]}'), name)
-  if name in __all__:
-    return importlib.import_module(f'{__name__}.{name}')
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -3,7 +3,7 @@
     spmd-tasks --mode export --format hf --job_log_dir runs/tuned --out models/tuned
     spmd-tasks --mode export --format hf --exp hf.Model --set model=models/llama --out models/again
     spmd-tasks --mode export --format peft --job_log_dir runs/lora --out models/adapter
-    spmd-tasks --mode export --job_log_dir runs/pax --export_to jobs/pax     # jobs/pax/checkpoints/checkpoint_<step>
+    spmd-tasks --mode export --job_log_dir runs/pax --out jobs/pax     # jobs/pax/checkpoints/checkpoint_<step>
 
 A folder has the weights that the job evaluates with, averaged ones if there are any, with low-rank adapters merged into
 the weights that they belong to; a folder of `peft` has the adapters alone. For Paxml, the variables, the

@@ -14,6 +14,8 @@ Two kinds of threads matter: the event loop's thread runs everything but the eng
 
 from etils import epy
 
+from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, CHECKPOINT_STEP, Flag, Mode, Wing
+
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
   from spmd_tasks.serving.errors import RequestError
@@ -24,6 +26,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.serving.settings import ServerSettings
 
 __all__ = [
+  'WING',
   'EngineEndedError',
   'EngineThread',
   'GenerationRequest',
@@ -38,3 +41,51 @@ __all__ = [
   'run_server',
   'url_of',
 ]
+
+WING = Wing(
+  name='serving',
+  modes=(
+    Mode(
+      name='serve',
+      help='serves a model over HTTP',
+      run='spmd_tasks.serving.mode:run',
+      extra='serve',
+      packages=('starlette', 'uvicorn', 'uvloop', 'prometheus_client', 'llguidance'),
+      flags=(
+        Flag(
+          name='host',
+          metavar='HOST',
+          may_differ=True,
+          help='default: 127.0.0.1, which only this machine reaches',
+        ),
+        Flag(name='port', type=int, metavar='N', may_differ=True, help='default: 8000; 0 takes any free port'),
+        Flag(
+          name='api_key_file', metavar='FILE', may_differ=True, help='a file with the key that every request must carry'
+        ),
+        Flag(
+          name='max_queued',
+          type=int,
+          metavar='N',
+          may_differ=True,
+          help='sequences that may wait for a slot; default: 64',
+        ),
+        Flag(
+          name='max_connections',
+          type=int,
+          metavar='N',
+          may_differ=True,
+          help='open connections, half of them from one host; default: 1000',
+        ),
+        Flag(
+          name='drain_s',
+          type=float,
+          metavar='S',
+          may_differ=True,
+          help='seconds for running requests after SIGTERM; default: 30',
+        ),
+        CHECKPOINT_STEP,
+        ACCEPT_CONFIG_CHANGES,
+      ),
+    ),
+  ),
+)

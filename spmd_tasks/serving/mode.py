@@ -17,6 +17,7 @@ from typing import Any
 from etils import epath
 import jax
 
+from spmd_tasks.command import Command
 from spmd_tasks.decoding import DecodeSteps, Grammars, ModelEngine
 from spmd_tasks.distributed import (
   EmergencyExit,
@@ -41,6 +42,27 @@ _MIN_TOP_LOGPROBS = 5
 # Less than JAX's limit for heartbeats (30 s by default), after which JAX ends a process without a word to its clients.
 _SILENCE_LIMIT_S = 20.0
 _END_LIMIT_S = 30  # for the last process to come to the end
+
+
+def run(command: Command) -> int:
+  """Runs --mode serve; returns an exit code."""
+  flags = command.flags
+  with command.open_job() as opened:
+    return serve(
+      opened.job,
+      opened.directory,
+      server_settings(
+        host=flags.host,
+        port=flags.port,
+        api_key_file=flags.api_key_file,
+        max_queued=flags.max_queued,
+        max_connections=flags.max_connections,
+        drain_s=flags.drain_s,
+      ),
+      emergency=opened.emergency,
+      step=flags.checkpoint_step,
+      bind_address=flags.coordinator_bind_address,
+    )
 
 
 def serve(

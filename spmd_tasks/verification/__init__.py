@@ -14,6 +14,8 @@ what may differ by the documentation. The files `*_claim.py` and `*_claims.py` h
 
 from etils import epy
 
+from spmd_tasks.wings import Flag, Mode, Wing
+
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.verification._agreement import Agreement, agree
   from spmd_tasks.verification._batches import draw_batches
@@ -29,6 +31,7 @@ with epy.lazy_api_imports(globals()):
 
 __all__ = [
   'CLAIMS',
+  'WING',
   'Agreement',
   'Bench',
   'Case',
@@ -52,3 +55,18 @@ __all__ = [
   'shrink',
   'summary',
 ]
+
+WING = Wing(
+  name='verification',
+  modes=(
+    Mode(
+      name='verify',
+      help='checks that an experiment gives the same numbers however it is run',
+      run='spmd_tasks.verification.mode:run',
+      flags=(
+        Flag(name='claims', metavar='A,B', help='only these claims; default: all'),
+        Flag(name='cases', type=int, metavar='N', help='N random meshes more; default: 0'),
+      ),
+    ),
+  ),
+)

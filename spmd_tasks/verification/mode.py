@@ -14,6 +14,10 @@ import traceback
 from typing import Any
 
 from spmd_tasks import exit_codes
+from spmd_tasks.activity import set_activity
+from spmd_tasks.command import Command
+from spmd_tasks.config import to_json
+from spmd_tasks.distributed import compile_quickly
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.verification import (
@@ -34,6 +38,28 @@ DEFAULT_NUM_DEVICES = 8
 _print = functools.partial(print, flush=True)  # at once, also into a pipe
 
 Resolve = Callable[[Sequence[str], Sequence[str]], tuple[Job, Mapping[str, Any]]]
+
+
+def run(command: Command) -> int:
+  """Runs --mode verify, which builds the experiment again and again, with overrides of its own."""
+  set_activity('preparing --mode verify')
+  compile_quickly()
+  flags = command.flags
+  num_devices = command.use_fake_devices(DEFAULT_NUM_DEVICES)
+  assert num_devices is not None
+
+  def resolve(before: Sequence[str], after: Sequence[str]) -> tuple[Job, Mapping[str, Any]]:
+    resolved = command.resolve(before, after)
+    return resolved.build(), to_json(resolved)['config']
+
+  return verify(
+    resolve,
+    command.identity(),
+    num_devices=num_devices,
+    claims=None if flags.claims is None else flags.claims.split(','),
+    num_cases=flags.cases or 0,
+    directory=flags.job_log_dir,
+  )
 
 
 def verify(

@@ -40,7 +40,7 @@ def test_two_processes_follow_one_and_hand_their_state_to_paxml_and_back(tmp_pat
   run(tmp_path, 2, *train, shared, '--num_train_steps', 6)
   assert losses(shared) == losses(alone)
   assert len(losses(alone)) == 6
-  run(tmp_path, 2, '--mode', 'export', '--job_log_dir', shared, '--export_to', tmp_path / 'paxml')
+  run(tmp_path, 2, '--mode', 'export', '--job_log_dir', shared, '--out', tmp_path / 'paxml')
   on = ('--num_train_steps', 8, '--set', f'continue_from={tmp_path / "paxml"}')
   run(tmp_path, 1, *train, on_alone, *on)
   run(tmp_path, 2, *train, on_shared, *on)

@@ -221,7 +221,7 @@ def _source_file(job: Job, task: Task, notes: tuple[str, ...]) -> str:
   body = _config_source(task, 2, imports)
   listed = ''.join(f'\n* {note}' for note in notes) or '\n* nothing'
   lines = [
-    f'"""{cls.__qualname__}, translated from {name} by `spmd-tasks --translate`.',
+    f'"""{cls.__qualname__}, translated from {name} by `spmd-tasks --mode translate`.',
     '',
     f'Not translated:{listed}',
     '"""',

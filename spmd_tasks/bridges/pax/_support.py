@@ -130,7 +130,7 @@ def check_trained_variables(learner: learners.Learner, weight_hparams: Any) -> N
 def reason_it_cannot_run(task: Any) -> str | None:
   """Returns why the model of a config cannot be computed on today's JAX, by Paxml or here; None if it can.
 
-  `--translate` reads such models all the same.
+  `--mode translate` reads such models all the same.
   """
   return '; '.join(_pipeline_reasons(task.model)) or None
 
@@ -141,13 +141,13 @@ def _pipeline_reasons(model: Any) -> Iterator[str]:
       yield (
         f'task.model{path} has circular_repeat = {config.circular_repeat}, but JAX since 0.4.30 refuses the nested '
         'vmaps of circular pipelines in Praxis: set it to 1, or write the experiment for our circular pipeline by '
-        '--translate'
+        '--mode translate'
       )
     if _is_config_of(config.pipeline_stage, layers.StackedTransformerRepeated):
       yield (
         f'task.model{path} has a StackedTransformerRepeated as pipeline_stage, and Praxis fails on the summaries of '
         'repeated layers in a pipeline: put a StackedTransformer of that many layers there, or write the experiment '
-        'for our pipeline by --translate'
+        'for our pipeline by --mode translate'
       )
 
 

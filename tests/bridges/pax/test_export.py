@@ -21,7 +21,7 @@ def test_a_checkpoint_is_exported_to_paxml(run_pax, real, tmp_path):  # noqa: F8
   flags = ('--exp', 'pax_lab.dense_lm.DenseLmEma', '--job_log_dir', job, '--num_fake_devices', 8)
   finished = run_pax(*flags, '--mode', 'train', '--num_train_steps', 2, '--set', 'eval_every_steps=9')
   assert finished.returncode == 0, finished.stderr
-  export = ('--mode', 'export', '--job_log_dir', job, '--num_fake_devices', 8, '--export_to', target)
+  export = ('--mode', 'export', '--job_log_dir', job, '--num_fake_devices', 8, '--out', target)
   finished = run_pax(*export)
   assert finished.returncode == 0, finished.stderr
   exported, by_paxml = (open_pax_checkpoint(directory) for directory in (target / 'checkpoints', real))

@@ -1,4 +1,4 @@
-"""--translate: a Pax experiment becomes a file of ours, which runs; both models compute the same from equal weights."""
+"""--mode translate: a Pax experiment becomes a file of ours, which runs; both compute the same from equal weights."""
 
 import re
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_pax_experiment_becomes_one_of_ours(run_pax, tmp_path):
   path = tmp_path / 'moe_native.py'
-  flags = ('--translate', 'pax_lab.moe_lm.MoeLm', '--translate_output', path, '--num_fake_devices', 8)
+  flags = ('--mode', 'translate', '--exp', 'pax_lab.moe_lm.MoeLm', '--out', path, '--num_fake_devices', 8)
   finished = run_pax(*flags)
   assert finished.returncode == 0, finished.stderr
   lines = finished.stdout.splitlines()
@@ -33,13 +33,13 @@ def test_a_pax_experiment_becomes_one_of_ours(run_pax, tmp_path):
 
   again = run_pax(*flags)
   assert again.returncode == 2
-  assert f'{path} exists: choose another file by --translate_output' in again.stderr
+  assert f'{path} exists: choose another file by --out' in again.stderr
 
 
 def test_a_bfloat16_experiment_is_compared_too(run_pax, tmp_path):
   """Its batches are cast like its weights, or Praxis' loops over layers refuse them."""
   path = tmp_path / 'bfloat16_native.py'
-  flags = ('--translate', 'pax_cases.transformers.Bfloat16', '--translate_output', path, '--num_fake_devices', 4)
+  flags = ('--mode', 'translate', '--exp', 'pax_cases.transformers.Bfloat16', '--out', path, '--num_fake_devices', 4)
   finished = run_pax(*flags)
   assert finished.returncode == 0, finished.stderr
   theirs, ours = map(float, re.search(r'the cross-entropy ([\d.]+) and ([\d.]+);', finished.stdout).groups())
@@ -49,7 +49,7 @@ def test_a_bfloat16_experiment_is_compared_too(run_pax, tmp_path):
 @pytest.mark.exhaustive
 def test_what_has_weights_and_no_counterpart_is_listed(run_pax, tmp_path):
   path = tmp_path / 'glam_native.py'
-  finished = run_pax('--translate', 'pax_cases.families.Glam', '--translate_output', path, '--num_fake_devices', 4)
+  finished = run_pax('--mode', 'translate', '--exp', 'pax_cases.families.Glam', '--out', path, '--num_fake_devices', 4)
   assert finished.returncode == 0, finished.stderr
   _, _, lists = finished.stdout.partition('Not translated, so the outputs differ:\n')
   missing, _, rest = lists.partition('Not translated, so training differs:\n')
@@ -64,10 +64,7 @@ def test_what_has_weights_and_no_counterpart_is_listed(run_pax, tmp_path):
 
 
 def test_an_experiment_of_ours_needs_no_translation(run_pax, tmp_path):
-  finished = run_pax('--translate', 'synthetic.Uneven', '--translate_output', tmp_path / 'file.py')
+  finished = run_pax('--mode', 'translate', '--exp', 'synthetic.Uneven', '--out', tmp_path / 'file.py')
   assert finished.returncode == 2
   assert 'is not an experiment of Pax: there is nothing to translate' in finished.stderr
-  again = run_pax('--translate', 'synthetic.Uneven', '--mode', 'train')
-  assert again.returncode == 2
-  assert 'nothing runs: leave out --mode' in again.stderr
   assert not list(tmp_path.iterdir())

@@ -1,0 +1,248 @@
+"""One command of the binary: its flags, its experiment, and the job that they make together.
+
+    def run(command: Command) -> int:                    # what a Mode names, see wings.py
+      with command.open_job() as opened:                 # processes connected, settings compared, experiment built
+        return census(opened.job, opened.directory, step=command.flags.checkpoint_step)
+
+A mode that builds an experiment more than once, or for devices that are not there, calls `command.resolve` instead.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import math
+import secrets
+import shutil
+import tempfile
+from typing import Any
+
+from etils import epath
+import jax
+
+from spmd_tasks.activity import set_activity, silence
+from spmd_tasks.config import (
+  ResolvedConfig,
+  add_to_search_path,
+  from_json,
+  read_saved_config,
+  refuse_changed_config,
+  resolve,
+  to_json,
+)
+from spmd_tasks.distributed import (
+  DistributedSettings,
+  EmergencyExit,
+  backend_errors,
+  code_digests,
+  initialize,
+  is_primary,
+  numeric_settings,
+  process_environment,
+  refuse_differences,
+  report_absence,
+  use_fake_devices,
+)
+from spmd_tasks.errors import UserError
+from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.files import absolute_path
+from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
+from spmd_tasks.programs import StartupClock
+from spmd_tasks.programs.pretrained import pretrained_folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenJob:
+  """A job that a mode may run: this process is connected to the others, and all have the same settings.
+
+  Attributes:
+    job: the built experiment.
+    directory: the job's; of a model without a job, a temporary one for reports.
+    config: what config.json will hold.
+    emergency: ends this process and tells the others when it fails.
+    clock: counting since the start of the process.
+  """
+
+  job: Job
+  directory: epath.Path
+  config: Mapping[str, Any]
+  emergency: EmergencyExit
+  clock: StartupClock
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+  """The flags of a command, and its mode's name; '' of --print_config."""
+
+  flags: argparse.Namespace
+  mode: str = ''
+
+  @property
+  def overrides(self) -> list[str]:
+    """The user's overrides, `path=value`."""
+    return overrides_of(self.flags)
+
+  def identity(self) -> list[str]:
+    """Returns the flags that name the experiment and the overrides, for another command about the same experiment."""
+    flags = self.flags
+    if flags.exp is not None:
+      named = ['--exp', flags.exp]
+    else:
+      named = ['--config', flags.config or f'{flags.job_log_dir}/config.json']
+    named += [flag for directory in flags.experiment_path for flag in ('--experiment_path', directory)]
+    return named + [flag for override in self.overrides for flag in ('--set', override)]
+
+  def use_fake_devices(self, default: int | None = None) -> int | None:
+    """Gives this process the fake devices of --num_fake_devices, or a default number; returns how many."""
+    num_devices = default if self.flags.num_fake_devices is None else self.flags.num_fake_devices
+    if num_devices is None:
+      return None
+    if num_devices < 1:
+      raise UserError(f'--num_fake_devices {num_devices} must be at least 1.')
+    use_fake_devices(num_devices)
+    return num_devices
+
+  def resolve(
+    self,
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+    prepare: Callable[[Experiment], None] | None = None,
+  ) -> ResolvedConfig:
+    """Resolves the experiment that the flags name: a class, a saved config, or that of the job in --job_log_dir.
+
+    Args:
+      before: overrides before the user's.
+      after: overrides after the user's.
+      prepare: called with the experiment before its parts are made.
+
+    Raises:
+      UserError: no experiment is named, or its settings are wrong.
+    """
+    flags, overrides = self.flags, [*before, *self.overrides, *after]
+    if flags.exp is not None and flags.config is None:
+      add_to_search_path(flags.experiment_path)
+      return resolve(flags.exp, overrides, prepare)
+    if flags.exp is not None:
+      raise UserError('--exp and --config both name an experiment: give one of them.')
+    if flags.config is not None:
+      return from_json(read_saved_config(flags.config), overrides, flags.experiment_path, prepare)
+    if not flags.job_log_dir:
+      raise UserError(
+        'no experiment is named: give --exp NAME (--list shows the registered names), --config FILE, or the '
+        '--job_log_dir of a job that has begun.'
+      )
+    own = absolute_path(flags.job_log_dir) / 'config.json'
+    if not own.exists():
+      raise UserError(
+        f'{own} does not exist, so no job has begun there: correct --job_log_dir, or start a job with --exp NAME '
+        '(--list shows the registered names).'
+      )
+    return from_json(read_saved_config(own), overrides, flags.experiment_path, prepare)
+
+  @contextlib.contextmanager
+  def open_job(self) -> Iterator[OpenJob]:
+    """Connects the processes, resolves and builds the experiment, and compares its settings with the directory's.
+
+    Raises:
+      UserError: the settings are wrong, differ between processes, or are not those that the job was begun with.
+    """
+    flags, limit_s = self.flags, self.flags.initialization_timeout_s
+
+    def connect(experiment: Experiment) -> None:
+      if not jax.distributed.is_initialized() and initialize(self._distributed_settings(experiment)):
+        if not is_primary():
+          silence()
+        emergency.watch_departures()
+        refuse_differences(
+          'flags and environment', common_flags(flags, all_modes()) | process_environment(), limit_s=limit_s
+        )
+
+    self.use_fake_devices()
+    clock = StartupClock()
+    emergency = EmergencyExit()
+    with emergency.on_failure(), backend_errors(), contextlib.ExitStack() as stack:
+      # The experiment's inputs may ask JAX for its devices, so the processes find each other first.
+      try:
+        resolved = self.resolve(prepare=connect)
+      except Exception as error:
+        report_absence(self._distributed_settings(), str(error))
+        raise
+      directory = self._directory(resolved.experiment, stack)
+      config = to_json(resolved) | {'environment': numeric_settings()}
+      set_activity(f'preparing --mode {self.mode}')
+      refuse_differences(
+        'code', code_digests() if jax.distributed.is_initialized() else {}, limit_s=limit_s, must_have_all=False
+      )
+      refuse_differences('settings', self._settings_to_compare(config), limit_s=limit_s)
+      job = resolved.build()
+      if self.mode in ('train', 'eval', 'export'):
+        from spmd_tasks.tuning.adapter_stacks import refuse_adapters
+
+        refuse_adapters(job.experiment, f'--mode {self.mode}')
+      if not flags.accept_config_changes:
+        refuse_changed_config(directory, config, mode='train' if self.mode == 'train' else 'eval')
+      yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, clock=clock)
+
+  def _directory(self, experiment: Experiment, stack: contextlib.ExitStack) -> epath.Path:
+    """The job's directory; of a model without a job, a temporary one for reports, which `stack` removes."""
+    if self.flags.job_log_dir:
+      return absolute_path(self.flags.job_log_dir)
+    if not pretrained_folder(experiment):
+      raise UserError(NO_DIRECTORY)
+    directory = absolute_path(tempfile.gettempdir()) / f'spmd_tasks_{secrets.token_hex(8)}'
+    stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+  def _distributed_settings(self, experiment: Experiment | None = None) -> DistributedSettings:
+    """The settings of the flags and of the experiment's timeouts, if there is one."""
+    flags = self.flags
+    timeouts = (
+      {}
+      if experiment is None
+      else {
+        'heartbeat_timeout_s': experiment.heartbeat_timeout_s,
+        'shutdown_timeout_s': experiment.shutdown_timeout_s,
+        'collective_timeout_s': math.ceil(experiment.first_step_timeout_s),
+      }
+    )
+    return DistributedSettings(
+      coordinator_address=flags.coordinator_address,
+      num_processes=flags.num_processes,
+      process_id=flags.process_id,
+      local_device_ids=_local_device_ids(flags.local_device_ids),
+      coordinator_bind_address=flags.coordinator_bind_address,
+      cluster=flags.cluster,
+      initialization_timeout_s=flags.initialization_timeout_s,
+      **timeouts,
+    )
+
+  def _settings_to_compare(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that all processes of a job must have alike.
+
+    An input whose settings the experiment's own code chose, and no flag, may differ: each process can read files of its
+    own. So may the place of its copies in memory, and the index that Pax gives each process.
+    """
+    given = tuple(config['overrides'])
+
+    def is_common(path: str) -> bool:
+      is_input = path.startswith(('train_input', 'eval_inputs', 'decode_inputs'))
+      is_chosen = (
+        is_input and self.flags.exp is not None and not any(f'{path}.'.startswith(f'{name}.') for name in given)
+      )
+      return not is_chosen and path != 'peer_copy_directory' and not path.endswith('.infeed_host_index')
+
+    return {'experiment': config['experiment']} | {
+      path: value for path, value in config['config'].items() if is_common(path)
+    }
+
+
+def _local_device_ids(text: str | None) -> tuple[int, ...] | None:
+  if text is None:
+    return None
+  try:
+    return tuple(int(part) for part in text.split(','))
+  except ValueError:
+    raise UserError(
+      f'--local_device_ids {text!r} must be numbers with commas between them, such as 0,1: the accelerators of this '
+      'process as its machine counts them.'
+    ) from None

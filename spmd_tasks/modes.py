@@ -1,0 +1,217 @@
+"""The core's own modes, declared as any wing declares its (wings.py): train, eval, decode, export, preview."""
+
+import argparse
+import json
+from typing import Any
+
+from spmd_tasks import exit_codes
+from spmd_tasks.errors import UserError
+from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, CHECKPOINT_STEP, Flag, Mode, Wing
+
+_DECODE_INPUT = Flag(name='decode_input', metavar='FILE', help="a file of prompts, in place of the experiment's")
+_TO_DIRECTORY = 'outputs of --mode decode go to <job_log_dir>/decode'
+
+
+def _train(command: Any) -> int:
+  from spmd_tasks.programs import train
+
+  with command.open_job() as opened:
+    return train.train(
+      opened.job,
+      opened.directory,
+      emergency=opened.emergency,
+      clock=opened.clock,
+      config_json=json.dumps(opened.config, indent=1) + '\n',
+      begin_anew=command.flags.begin_anew,
+    )
+
+
+def _eval(command: Any) -> int:
+  from spmd_tasks.programs import eval as evaluation
+
+  flags = command.flags
+  with command.open_job() as opened:
+    return evaluation.evaluate(
+      opened.job, opened.directory, emergency=opened.emergency, step=flags.checkpoint_step, watch=flags.watch
+    )
+
+
+def _decode(command: Any) -> int:
+  from spmd_tasks.programs import decode
+
+  flags = command.flags
+  with command.open_job() as opened:
+    return decode.decode(
+      opened.job,
+      opened.directory,
+      emergency=opened.emergency,
+      input_path=flags.decode_input,
+      output_path=flags.decode_output,
+      step=flags.checkpoint_step,
+      watch=command.mode == 'decode',
+    )
+
+
+def _check_decode_once(flags: argparse.Namespace) -> None:
+  if flags.decode_output is not None and flags.decode_input is None:
+    raise UserError(
+      '--decode_output takes the outputs of one --decode_input: give both, or leave it out, and outputs go to '
+      '<job_log_dir>/decode.'
+    )
+
+
+def _export(command: Any) -> int:
+  from spmd_tasks.experiment import mesh_of_all_devices
+  from spmd_tasks.files import absolute_path
+  from spmd_tasks.programs import export
+
+  flags = command.flags
+  with command.open_job() as opened:
+    return export.export(
+      opened.job,
+      opened.directory,
+      absolute_path(flags.out),
+      emergency=opened.emergency,
+      step=flags.checkpoint_step,
+      format=flags.format,
+      mesh=mesh_of_all_devices(opened.job.experiment, command.overrides),
+    )
+
+
+def _check_export(flags: argparse.Namespace) -> None:
+  if flags.out is None:
+    raise UserError('--mode export needs --out DIR, the folder to write.')
+
+
+def _preview(command: Any) -> int:
+  from spmd_tasks.activity import set_activity
+  from spmd_tasks.programs import preview
+
+  set_activity('reading the training input')
+  command.use_fake_devices()
+  job = command.resolve().build()
+  return preview.preview(job, command.flags.num_examples or preview.DEFAULT_NUM_EXAMPLES)
+
+
+def _check_preview(flags: argparse.Namespace) -> None:
+  if flags.num_examples is not None and flags.num_examples < 1:
+    raise UserError(f'--num_examples {flags.num_examples} must be at least 1.')
+
+
+def _translate(command: Any) -> int:
+  from pathlib import Path
+
+  from spmd_tasks.bridges.pax import translate_experiment
+
+  flags = command.flags
+  path = Path(flags.out or f'{flags.exp.rpartition(".")[2].lower()}_native.py')
+  if path.exists():
+    raise UserError(f'{path} exists: choose another file by --out, or delete it.')
+  command.use_fake_devices()
+  translated = translate_experiment(command.resolve().build())
+  path.write_text(translated.text)
+  lists = {
+    'Not translated, so the outputs differ': translated.missing,
+    'Not translated, so training differs': translated.training_only,
+  }
+  shown = [line for title, notes in lists.items() if notes for line in (f'{title}:', *(f'  {note}' for note in notes))]
+  print('\n'.join([f'wrote {path}', *shown, str(translated.comparison)]), flush=True)
+  return exit_codes.OK
+
+
+def _check_translate(flags: argparse.Namespace) -> None:
+  if flags.exp is None:
+    raise UserError('--mode translate needs --exp NAME, the Pax experiment package.module.Class.')
+
+
+CORE = Wing(
+  name='core',
+  modes=(
+    Mode(
+      name='train',
+      help='trains, and evaluates and saves at intervals',
+      run=_train,
+      needs_directory=True,
+      flags=(
+        Flag(
+          name='begin_anew',
+          is_switch=True,
+          help="if the job's checkpoints are lost, begin at step 0; what is left of it moves to earlier_1",
+        ),
+        ACCEPT_CONFIG_CHANGES,
+      ),
+      remedies={
+        'checkpoint_step': 'training continues from the newest checkpoint. To go back to an earlier one, move the '
+        'later ones out of <job_log_dir>/checkpoints'
+      },
+    ),
+    Mode(
+      name='eval',
+      help='evaluates a checkpoint',
+      run=_eval,
+      needs_directory=True,
+      flags=(
+        Flag(name='watch', is_switch=True, help='evaluate every new checkpoint of a running job'),
+        CHECKPOINT_STEP,
+        ACCEPT_CONFIG_CHANGES,
+      ),
+    ),
+    Mode(
+      name='decode',
+      help='decodes prompts with every new checkpoint of a job',
+      run=_decode,
+      needs_directory=True,
+      flags=(_DECODE_INPUT, ACCEPT_CONFIG_CHANGES),
+      remedies={
+        'checkpoint_step': '--mode decode follows every new checkpoint; take --mode decode_once',
+        'watch': '--mode decode follows every new checkpoint without it',
+        'decode_output': _TO_DIRECTORY,
+      },
+    ),
+    Mode(
+      name='decode_once',
+      help='decodes prompts with one checkpoint',
+      run=_decode,
+      needs_directory=True,
+      flags=(
+        _DECODE_INPUT,
+        Flag(name='decode_output', metavar='FILE', help='file for the outputs of --decode_input'),
+        CHECKPOINT_STEP,
+        ACCEPT_CONFIG_CHANGES,
+      ),
+      check=_check_decode_once,
+    ),
+    Mode(
+      name='export',
+      help='writes the model in the format of another program',
+      run=_export,
+      flags=(
+        Flag(name='out', metavar='PATH', help="a new folder, or a Pax job's directory"),
+        Flag(
+          name='format',
+          choices=('hf', 'peft', 'pax'),
+          help="a folder of Hugging Face's format, one of peft with the adapters alone, or a checkpoint of Paxml",
+        ),
+        CHECKPOINT_STEP,
+        ACCEPT_CONFIG_CHANGES,
+      ),
+      check=_check_export,
+    ),
+    Mode(
+      name='preview',
+      help='shows examples of the training input',
+      run=_preview,
+      flags=(
+        Flag(name='num_examples', type=int, metavar='N', help='how many examples of the training input; default: 4'),
+      ),
+      check=_check_preview,
+    ),
+    Mode(
+      name='translate',
+      help='writes a Pax experiment as one of ours',
+      run=_translate,
+      flags=(Flag(name='out', metavar='PATH', help='the file to write; default: <class>_native.py, in small letters'),),
+      check=_check_translate,
+    ),
+  ),
+)
