@@ -1,0 +1,210 @@
+"""Defines TrainHook, what a training job does beside its steps (checkpoints, evals, logs), and TrainRun, what it sees.
+
+    class BestLoss(TrainHook):
+      '''Ends the job once the eval loss rises.'''
+
+      def after_step(self, run, outcome):
+        step, evals = run.evals
+        if step == outcome.step and evals['valid']['loss'] > self.best:
+          run.end_early('the eval loss rises')
+
+A job has its hooks in one declared order (`job_hooks` in train.py), and each method below is called on all of them in
+that order before the next one is called on any. The methods, in the order of a job's life:
+
+    prepare            all settings are known; nothing is written yet
+    open               the directory is the job's own; no state yet
+    restore            asked before the store: may give the state to go on from
+    start              there is a state; the train step may not be compiled yet
+    before_loop        everything is compiled, and SIGTERM is kept for `should_stop`
+    after_first_step   of this process, before `after_step` of the same step
+    after_step         every step that counts; `after_skipped_step` for one that was not finite and changed nothing
+    after_loop         whatever has ended the loop: the last step, SIGTERM, an early end, the end of the input
+    finish             only if the training is complete: after the last step or an early end
+
+Several processes call the same hooks at the same steps. A hook that computes with the state, compiles or communicates
+does that on every process, after the same steps: it decides by the step, by metrics (all processes have the same) or by
+`distributed.primary_decides`. Only process 0 writes (`is_primary()`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+from typing import Any
+
+from etils import epath
+
+from spmd_tasks.distributed import PreemptionGuard, StepWatchdog
+from spmd_tasks.experiment import Experiment, Job
+from spmd_tasks.programs.goodput import Goodput
+from spmd_tasks.programs.progress import Progress
+from spmd_tasks.programs.timing import StartupClock
+from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
+from spmd_tasks.runtime import Metric, PartitionedModel, TrainState
+
+
+class PreemptedError(Exception):
+  """Ends a program after SIGTERM, from the point where the program noticed the signal."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestoredState:
+  """A state that a job goes on from, read from somewhere else than its newest checkpoint.
+
+  Attributes:
+    state: padded, on the mesh.
+    step: of the state.
+    input_state: this process's position in the training input.
+    origin: a phrase that says where the state is from.
+  """
+
+  state: TrainState
+  step: int
+  input_state: dict[str, Any]
+  origin: str
+
+
+class TrainHook:
+  """Base class of hooks: every method does nothing. See the module's docstring for when each is called.
+
+  What a method raises ends the job; a UserError does so in one sentence, with exit code 2.
+  """
+
+  def prepare(self, run: 'TrainRun') -> None:
+    """Checks what the hook needs, and raises a UserError if it is not there. Nothing may be written."""
+
+  def open(self, run: 'TrainRun') -> None:
+    """Opens files, threads and connections; `run.stack` closes them at the job's end."""
+
+  def restore(self, run: 'TrainRun', newest_checkpoint: int) -> RestoredState | None:
+    """Returns a state to go on from instead of the newest checkpoint (-1: there is none); the first answer counts."""
+    return None
+
+  def start(self, run: 'TrainRun') -> None:
+    """Does what needs the first state, of step `run.first_step`, which may be that of the last step."""
+
+  def before_loop(self, run: 'TrainRun') -> None:
+    """Does what an earlier process of the job was ended in. Raises PreemptedError if `run.should_stop()` came first."""
+
+  def needs_state(self, step: int) -> bool:
+    """Returns whether `after_step` reads `run.state` after this step. The next step is launched only then.
+
+    Decides by `step` alone, so that all processes answer alike. Otherwise the device already computes the next step
+    while the hook runs, and `run.state` raises a RuntimeError.
+    """
+    return False
+
+  def after_first_step(self, run: 'TrainRun') -> None:
+    """Compiles now what is first needed at an interval: what cannot be compiled should fail at the start."""
+
+  def after_step(self, run: 'TrainRun', outcome: Outcome) -> None:
+    """Does what is due after a step: `outcome.step` updates are applied, `outcome.metrics` are on the devices.
+
+    Returns early if `run.should_stop()`: the loop then ends after this step.
+    """
+
+  def after_skipped_step(self, run: 'TrainRun', outcome: Outcome) -> None:
+    """Hears that a step changed nothing, because its loss or a gradient was not finite."""
+
+  def after_loop(self, run: 'TrainRun') -> None:
+    """Keeps what is to be kept: no step is in flight, and `run.state` is that of `run.step`."""
+
+  def finish(self, run: 'TrainRun') -> None:
+    """Does what is due at the end of the training. Raises PreemptedError if `run.should_stop()` came first."""
+
+
+class TrainRun:
+  """A running training job, as its hooks see it. Attributes appear in the order of the job's life.
+
+  Attributes:
+    job, job_log_dir: the built experiment, and the job's directory.
+    model: the partitioned model.
+    clock: counts the phases before the first step.
+    goodput: counts where the time goes.
+    stack: closes at the job's end, newest first, what hooks have opened: `run.stack.enter_context(...)`.
+
+    watchdog: ends processes that make no progress (from `open` on).
+    base: waits for what each checkpoint says about weights that it leaves out; a hook may set it in `open`.
+
+    progress: shows steps, metrics and messages (from `start` on).
+    first_step: the step after which this process goes on.
+    loop: launches the steps.
+    evals: (step, metrics by eval set) of the newest evals; step -1 before the first ones.
+    end_reason: why the job ends before its last step; None: it does not.
+  """
+
+  watchdog: StepWatchdog
+  progress: Progress
+  loop: TrainingLoop
+
+  def __init__(
+    self,
+    *,
+    job: Job,
+    job_log_dir: epath.Path,
+    model: PartitionedModel,
+    hooks: Sequence[TrainHook],
+    clock: StartupClock,
+    goodput: Goodput,
+    guard: PreemptionGuard,
+    stack: contextlib.ExitStack,
+  ):
+    self.job = job
+    self.job_log_dir = job_log_dir
+    self.model = model
+    self.clock = clock
+    self.goodput = goodput
+    self.stack = stack
+    self.base: Callable[[], Mapping[str, str]] | None = None
+    self.first_step = -1
+    self.evals: tuple[int, Mapping[str, Mapping[str, Metric]]] = (-1, {})
+    self.end_reason: str | None = None
+    self._hooks = tuple(hooks)
+    self._guard = guard
+
+  @property
+  def experiment(self) -> Experiment:
+    """The experiment of the job, whose fields are its settings."""
+    return self.job.experiment
+
+  @property
+  def step(self) -> int:
+    """How many updates are applied: the step of the last outcome."""
+    return self.loop.step
+
+  @property
+  def state(self) -> TrainState:
+    """The live, padded state after `step`.
+
+    Raises:
+      RuntimeError: the device may be computing the next step already, because no hook `needs_state` after this one.
+    """
+    if self.loop.is_running and not self.is_awaited(self.step):
+      raise RuntimeError(f'the state of step {self.step} may be gone: needs_state({self.step}) of the hook is False.')
+    return self.loop.state
+
+  def is_awaited(self, step: int) -> bool:
+    """Returns whether a hook needs the state after this step."""
+    return any(hook.needs_state(step) for hook in self._hooks)
+
+  def should_stop(self) -> bool:
+    """Whether SIGTERM or Ctrl-C asks for an end. Every process asks at the same points, because calls are counted."""
+    return self._guard.should_stop()
+
+  def end_early(self, reason: str) -> None:
+    """Ends the job after this step. Every process calls it after the same step."""
+    self.end_reason = reason
+
+  def message(self, text: str) -> None:
+    """Shows a line to the user, on process 0."""
+    self.progress.message(text)
+
+  @contextlib.contextmanager
+  def timed(self, activity: str, cause: str) -> Iterator[None]:
+    """Bounds the time inside by `first_step_timeout_s` instead of `step_timeout_s`, and counts it as lost.
+
+    Args:
+      activity: a word for messages about a process that hangs.
+      cause: one of goodput's CAUSES.
+    """
+    with self.watchdog.allow(activity, self.experiment.first_step_timeout_s), self.goodput.spend(cause):
+      yield
