@@ -27,7 +27,8 @@ import jax
 import numpy as np
 
 from spmd_tasks.config import resolve
-from spmd_tasks.decoding import DecodeSteps, ModelEngine, Request
+from spmd_tasks.decoding import DecodeSteps, Request
+from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LowRankAdapter

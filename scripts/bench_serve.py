@@ -41,9 +41,14 @@ import jax
 import numpy as np
 
 from spmd_tasks.config import resolve
-from spmd_tasks.decoding import ChatTemplate, DecodeSteps, GeneratedSequence, ModelEngine, Request, Scheduler
+from spmd_tasks.decoding import ChatTemplate, DecodeSteps, Request
+from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server
+from spmd_tasks.serving.requests import ServedModel
+from spmd_tasks.serving.server import listen, run_server
+from spmd_tasks.serving.settings import ServerSettings
 
 SIZES = ('model_dims=256', 'num_layers=4', 'num_heads=4', 'hidden_dims=768', 'seq_len=256', 'batch_size=8')
 QUICK_SIZES = ('model_dims=128', 'num_layers=1', 'num_heads=1', 'hidden_dims=16', 'seq_len=64', 'batch_size=2')

@@ -25,21 +25,23 @@ import inspect
 import math
 import re
 import types
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from etils import epath
 from flax.core import FrozenDict
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd_tasks.decoding import ChatTemplate, PromptSource
 from spmd_tasks.distributed import gather
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.frozen_fields import FrozenFields, freeze
-from spmd_tasks.inputs import Input, InputIterator, Tokenizer, tokenizer_of
+from spmd_tasks.inputs import ChatTemplate, Input, InputIterator, Tokenizer, tokenizer_of
 from spmd_tasks.layers.moe import agree_on_grouped_matmul_backend
 from spmd_tasks.runtime import EarlyStop, PartitionedModel, Task, TrainState, check_batch_fits, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
+
+if TYPE_CHECKING:
+  from spmd_tasks.decoding.prompts import PromptSource
 
 _MAX_TIMEOUT_S = 31_536_000
 MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
@@ -295,7 +297,7 @@ class Job:
   task: Task
   train_input: Input
   eval_inputs: Mapping[str, Input] = dataclasses.field(default_factory=dict)
-  decode_inputs: Mapping[str, PromptSource] = dataclasses.field(default_factory=dict)
+  decode_inputs: 'Mapping[str, PromptSource]' = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     for field in ('eval_inputs', 'decode_inputs'):

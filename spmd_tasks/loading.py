@@ -24,7 +24,10 @@ import numpy.typing as npt
 
 from spmd_tasks.activity import doing
 from spmd_tasks.config import from_json, read_saved_config, resolve
-from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, TextScore, generate, score_texts, search
+from spmd_tasks.decoding import DecodeSteps, generate
+from spmd_tasks.decoding.generation import search
+from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
+from spmd_tasks.decoding.scoring import TextScore, score_texts
 from spmd_tasks.distributed import skip_absent_tpu
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, mesh_of_all_devices, partition_job

@@ -1,7 +1,8 @@
 """Constrained output: a grammar says which tokens may come next (through the library llguidance).
 
     grammars = Grammars(tokenizer, vocab_size=steps.vocab_size, end_ids=(2,))
-    matcher = grammars.compile('json_schema', '{"type": "object"}')   # UserError where the schema is wrong
+    form = wanted_form(prompt)       # of `response_format` (OpenAI's) or `structured_outputs` (vLLM's); None: any text
+    matcher = form.compile(grammars) # FormError('response_format cannot be used: ...')
     matcher.mask                     # uint32 [W]: bit v % 32 of word v // 32 says whether token v may come next
     matcher.take(token)              # after each token
     matcher.is_over                  # whether only the end of text may follow
@@ -10,6 +11,7 @@ Masks are computed on the host, between the steps. Shapes: V vocabulary, W = cei
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import functools
 import json
 import threading
@@ -19,8 +21,11 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import BpeTokenizer, ByteTokenizer, FolderTokenizer, Tokenizer
+from spmd_tasks.wings import require
 
 Kind = Literal['json_schema', 'regex', 'grammar', 'choice']
+_KINDS: dict[str, Kind] = {'json': 'json_schema', 'regex': 'regex', 'choice': 'choice', 'grammar': 'grammar'}
+_ANY_OBJECT = {'type': 'object'}
 _MAX_CHARS = 100_000
 _NUM_TRIED = 3  # tokens
 # Between the tokens of JSON. llguidance's own pattern has no bound, so that a small model may never leave it.
@@ -68,6 +73,7 @@ class Grammars:
     Raises:
       UserError: `text` is wrong, uses what llguidance does not have, or is too large; the message is a clause.
     """
+    require('serve', 'llguidance', wants='a fixed form of the output')
     import llguidance
 
     if len(text) > _MAX_CHARS:
@@ -188,3 +194,80 @@ def _clause(message: str) -> str:
   """An error of llguidance on one line, without the picture of its place."""
   first, *rest = message.strip().splitlines() or ['it is not valid']
   return ' '.join([first, *(line for line in rest if line.startswith('error:'))]).rstrip('.')[:300]
+
+
+class FormError(UserError):
+  """The form of an output cannot be had; `field` is the one that says it."""
+
+  def __init__(self, message: str, field: str):
+    super().__init__(message)
+    self.field = field
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputForm:
+  """A grammar that a whole text must match: `value` in the language `kind`; `field` is where the request gives it."""
+
+  field: str
+  kind: Kind
+  value: Any
+
+  def compile(self, grammars: Grammars, end_ids: Sequence[int] | None = None) -> Matcher:
+    """Makes the matcher of one text.
+
+    Args:
+      grammars: of the tokenizer.
+      end_ids: tokens that end the text; None takes the model's.
+
+    Raises:
+      FormError: the form is none, or cannot be had.
+    """
+    field, value = self.field, self.value
+    if self.kind in ('regex', 'grammar'):
+      text = value if isinstance(value, str) and value else None
+    elif self.kind == 'choice':
+      is_choice = isinstance(value, list) and value and all(isinstance(each, str) and each for each in value)
+      text = json.dumps(value) if is_choice else None
+    else:
+      text = value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict | bool) else None
+    if text is None:
+      expected = {'choice': 'an array of strings', 'json_schema': 'a JSON schema'}.get(self.kind, 'a string')
+      raise FormError(f'{field} must be {expected}, and not empty.', field)
+    try:
+      return grammars.compile(self.kind, text, end_ids=end_ids)
+    except UserError as error:
+      raise FormError(f'{field} cannot be used: {error}.', field) from error
+
+
+def wanted_form(given: Any, *others: OutputForm) -> OutputForm | None:
+  """Returns the form that an object asks for by those of these fields that it has; None where it asks for none.
+
+  Args:
+    given: with the fields `structured_outputs` and perhaps `response_format`.
+    others: forms that follow from other fields.
+
+  Raises:
+    FormError: it asks for several forms, or for one of a kind that is not known here.
+  """
+  wanted = list[OutputForm]()
+  for name, value in (given.structured_outputs or {}).items():
+    field = f'structured_outputs.{name}'
+    if name == 'json_object' and value is True:
+      wanted.append(OutputForm(field=field, kind='json_schema', value=_ANY_OBJECT))
+    elif name in _KINDS and value is not None:
+      wanted.append(OutputForm(field=field, kind=_KINDS[name], value=value))
+    elif value not in (None, False):
+      raise FormError(f'{field} is not supported here: leave it out.', field)
+  response = getattr(given, 'response_format', None) or {'type': 'text'}
+  if response.get('type') == 'json_object':
+    wanted.append(OutputForm(field='response_format', kind='json_schema', value=_ANY_OBJECT))
+  elif response.get('type') == 'json_schema':
+    schema = (response.get('json_schema') or {}).get('schema')
+    wanted.append(OutputForm(field='response_format.json_schema.schema', kind='json_schema', value=schema))
+  elif response.get('type') != 'text':
+    raise FormError("response_format must have the type 'text', 'json_object' or 'json_schema'.", 'response_format')
+  wanted += others
+  if len(wanted) > 1:
+    fields = ', '.join(form.field for form in wanted)
+    raise FormError(f'the output can have one form, not several: {fields}.', wanted[1].field)
+  return wanted[0] if wanted else None

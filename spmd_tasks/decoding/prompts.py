@@ -18,9 +18,8 @@ from typing import Annotated, Any, ClassVar, Protocol
 
 from annotated_types import Ge, Lt, MinLen
 
-from spmd_tasks.decoding.constraints import Grammars, Matcher
+from spmd_tasks.decoding.constraints import Grammars, Matcher, wanted_form
 from spmd_tasks.decoding.decode_steps import DecodeSteps
-from spmd_tasks.decoding.output_form import wanted_form
 from spmd_tasks.decoding.requests import Request
 from spmd_tasks.decoding.sampling import MAX_BIASES
 from spmd_tasks.errors import UserError
@@ -46,7 +45,7 @@ class Prompt:
     logit_bias: at most 300 tokens, and what is added to their logits, from -100 to 100.
     stop, stop_ids: strings and tokens that end a continuation, in addition to the end of text.
     score_prompt: whether the prompt's own log-probabilities are wanted.
-    response_format, structured_outputs: the form of the continuations, as in requests to the server (output_form.py).
+    response_format, structured_outputs: the form of the continuations, as in requests to the server (constraints.py).
     adapter: the name of the low-rank adapter that the model has, where several were loaded; None: it has none.
     id: any JSON value; the output's line repeats it.
   """

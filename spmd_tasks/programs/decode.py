@@ -18,19 +18,11 @@ from etils import epath
 
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
-from spmd_tasks.decoding import (
-  Completion,
-  DecodeSteps,
-  Matcher,
-  Prompt,
-  PromptFile,
-  PromptSource,
-  PromptTokenizer,
-  Request,
-  WeightStorage,
-  generate,
-  search,
-)
+from spmd_tasks.decoding import DecodeSteps, PromptFile, Request, generate
+from spmd_tasks.decoding.constraints import Matcher
+from spmd_tasks.decoding.generation import Completion, search
+from spmd_tasks.decoding.prompts import Prompt, PromptSource, PromptTokenizer
+from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import (
   EmergencyExit,
   PreemptionGuard,

@@ -13,7 +13,9 @@ from typing import Any
 
 from etils import epath
 
-from spmd_tasks.decoding import Completion, Prompt, Request
+from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.generation import Completion
+from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, sync_path, write_durably
 from spmd_tasks.runtime import DecodeSettings

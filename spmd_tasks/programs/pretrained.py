@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from spmd_tasks.decoding import WeightStorage
+from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment

@@ -15,7 +15,7 @@ import jax
 
 from spmd_tasks.activity import doing, set_activity
 from spmd_tasks.checkpoints import Checkpointer, CheckpointError, PeerCopies
-from spmd_tasks.decoding import WeightStorage
+from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import StepWatchdog, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job

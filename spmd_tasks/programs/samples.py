@@ -25,7 +25,9 @@ from typing import Any
 
 from etils import epath
 
-from spmd_tasks.decoding import DecodeSteps, Prompt, PromptTokenizer, Request, generate, search
+from spmd_tasks.decoding import DecodeSteps, Request, generate
+from spmd_tasks.decoding.generation import search
+from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
 from spmd_tasks.distributed import is_primary, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job

@@ -6,10 +6,7 @@ The models check types and fixed ranges; requests.py checks what depends on the 
 the answer is either supported or refused. A field that is null counts as absent.
 """
 
-from collections import Counter
 import difflib
-import itertools
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -23,13 +20,12 @@ from pydantic import (
   ValidationError,
   model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from spmd_tasks.decoding import MAX_BIASES
+from spmd_tasks.decoding.sampling import MAX_BIASES
 from spmd_tasks.serving.errors import RequestError
 
 _MAX_MESSAGES = 10_000
-_MAX_DEPTH = 950  # of objects and arrays; how deep Python's parser goes differs between its versions
 _INT32 = 2**31 - 1
 
 
@@ -39,40 +35,13 @@ def parse_json(data: bytes) -> dict[str, Any]:
   Raises:
     RequestError: the data are not a JSON object.
   """
-  # Not pydantic's parser, which refuses half of a surrogate pair without naming its field.
   try:
-    body = json.loads(data.decode('utf-8'), parse_constant=_refuse_constant, object_pairs_hook=_refuse_repetition)
-    _check_depth(body)
-  except RecursionError:
-    raise RequestError('the body is nested too deeply.', code='invalid_json') from None
+    body = from_json(data, allow_inf_nan=False)
   except ValueError as error:
-    raise RequestError(f'the body is not JSON in UTF-8: {error}', code='invalid_json') from None
+    raise RequestError(f'the body is not JSON: {error}.', code='invalid_json') from None
   if not isinstance(body, dict):
     raise RequestError(f'the body must be a JSON object, not {_kind(body)}.', code='invalid_json')
   return body
-
-
-def _check_depth(body: Any) -> None:
-  level = [body]
-  for _ in range(_MAX_DEPTH):
-    children = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-    level = list(itertools.chain.from_iterable(children))
-    if not level:
-      return
-  raise RecursionError
-
-
-def _refuse_constant(name: str) -> Any:
-  raise ValueError(f'{name} is not JSON')
-
-
-def _refuse_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """Makes an object; with a name twice, a proxy that checks requests may have read another value than this server."""
-  fields = dict(pairs)
-  if len(fields) < len(pairs):
-    name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-    raise ValueError(f'an object has {name[:100]!r} twice')
-  return fields
 
 
 # --- models ---
@@ -95,14 +64,6 @@ class _Body(BaseModel):
     return kept if unknown is None else kept | {unknown: fields[unknown]}
 
 
-def _check_characters(text: str) -> str:
-  try:
-    text.encode('utf-8')
-  except UnicodeEncodeError:
-    raise PydanticCustomError('string_unicode', '') from None
-  return text
-
-
 def _is_tokens(value: Any) -> bool:
   return isinstance(value, list) and all(type(item) is int for item in value)
 
@@ -116,9 +77,6 @@ def _split_prompts(value: Any) -> list[str | list[int]]:
   many = [value] if _is_prompt(value) else value
   if not isinstance(many, list) or not many or not all(_is_prompt(item) for item in many):
     raise PydanticCustomError('prompt', 'must be a string, an array of tokens, or an array of those.')
-  for item in many:
-    if isinstance(item, str):
-      _check_characters(item)
   return many
 
 
@@ -127,7 +85,7 @@ def _split_stop(value: Any) -> list[str]:
   many = [value] if isinstance(value, str) else value
   if not isinstance(many, list) or not all(isinstance(item, str) for item in many):
     raise PydanticCustomError('stop', 'must be a string or an array of strings.')
-  return [_check_characters(text) for text in many]
+  return many
 
 
 def _check_tokens(value: Any) -> list[int]:
@@ -186,10 +144,6 @@ class _GenerationBody(_Body):
   stream: bool = False
   stream_options: StreamOptions | None = None
   structured_outputs: dict[str, Any] | None = None
-  guided_json: Any = None
-  guided_regex: Any = None
-  guided_choice: Any = None
-  guided_grammar: Any = None
   # These do not change what is generated.
   user: Any = None
   metadata: Any = None
@@ -212,7 +166,7 @@ class CompletionBody(_GenerationBody):
 
 def _split_content(value: Any) -> Any:
   if isinstance(value, str):
-    return [{'type': 'text', 'text': _check_characters(value)}]
+    return [{'type': 'text', 'text': value}]
   if not isinstance(value, list):
     raise PydanticCustomError('content', 'must be a string or an array of text parts.')
   return value
@@ -227,7 +181,7 @@ def _check_part(value: Any) -> Any:
 class _TextPart(BaseModel):
   model_config = ConfigDict(strict=True, extra='ignore')
 
-  text: Annotated[str, AfterValidator(_check_characters)]
+  text: str
 
 
 class Message(_Body):
@@ -243,7 +197,6 @@ class Message(_Body):
   tool_calls: list[Any] = []
   tool_call_id: str | None = None
   annotations: Annotated[Any, _must_be([])] = []
-  type: Any = None  # which lm-eval before 0.4.12 sends
   audio: Annotated[Any, _must_be()] = None
 
   @property
@@ -295,7 +248,7 @@ class TokenizeBody(_Body):
   """POST /tokenize; `add_special_tokens` puts before the prompt what completions put there."""
 
   model: str | None = None
-  prompt: Annotated[str, AfterValidator(_check_characters)]
+  prompt: str
   add_special_tokens: bool = True
 
 
@@ -321,7 +274,6 @@ class UnpublishBody(_Body):
 _SENTENCES = {
   'missing': 'is missing.',
   'string_type': 'must be a string, not {value}.',
-  'string_unicode': 'contains half of a surrogate pair, which is not a character.',
   'int_type': 'must be an integer, not {value}.',
   'float_type': 'must be a number, not {value}.',
   'bool_type': 'must be true or false, not {value}.',

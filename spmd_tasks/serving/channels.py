@@ -13,7 +13,7 @@ from collections.abc import Collection
 import json
 import re
 
-from spmd_tasks.decoding import begun_length
+from spmd_tasks.decoding.generated_sequence import begun_length
 from spmd_tasks.serving.tool_calls import ToolCall
 
 _MESSAGE = '<|message|>'

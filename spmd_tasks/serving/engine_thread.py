@@ -17,7 +17,8 @@ from typing import Any
 
 from absl import logging
 
-from spmd_tasks.decoding import Delta, GeneratedSequence, Scheduler
+from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence
+from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.errors import JobError
 
 # The engine ends after this many failures with no successful step in between.

@@ -5,10 +5,9 @@
 `error_response` makes the HTTP response when a route raises one.
 """
 
-import json
 from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 
 class RequestError(Exception):
@@ -53,5 +52,4 @@ def error_response(error: RequestError) -> Response:
     headers['www-authenticate'] = 'Basic realm="spmd-tasks", charset="UTF-8"'
   if error.status in (401, 408, 413) or error.code == 'ambiguous_length':
     headers['connection'] = 'close'
-  body = json.dumps(error.body)  # ASCII, because a message may quote half of a surrogate pair
-  return Response(body, status_code=error.status, headers=headers, media_type='application/json')
+  return JSONResponse(error.body, error.status, headers)

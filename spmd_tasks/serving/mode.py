@@ -18,7 +18,9 @@ from etils import epath
 import jax
 
 from spmd_tasks.command import Command
-from spmd_tasks.decoding import DecodeSteps, Grammars, ModelEngine
+from spmd_tasks.decoding import DecodeSteps
+from spmd_tasks.decoding.constraints import Grammars
+from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.distributed import (
   EmergencyExit,
   Position,
@@ -33,8 +35,10 @@ from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
 from spmd_tasks.programs.pretrained import pretrained_folder
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
-from spmd_tasks.serving import ServedModel, ServerSettings, check_adapter_names, listen, run_server
 from spmd_tasks.serving.multi_process import follow, lead
+from spmd_tasks.serving.requests import ServedModel, check_adapter_names
+from spmd_tasks.serving.server import listen, run_server
+from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.sigterm import leave_on_sigterm
 
 # Clients of OpenAI's API may ask for this many likeliest tokens; an experiment may compile more.

@@ -12,16 +12,8 @@ import dataclasses
 import secrets
 from typing import Any, Literal
 
-from spmd_tasks.decoding import (
-  ChatTemplate,
-  DecodeSettings,
-  FormError,
-  Grammars,
-  Matcher,
-  OutputForm,
-  Request,
-  wanted_form,
-)
+from spmd_tasks.decoding import ChatTemplate, DecodeSettings, Request
+from spmd_tasks.decoding.constraints import FormError, Grammars, Matcher, OutputForm, wanted_form
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import FolderTokenizer, Tokenizer, decode_generated, encode_prompt
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, Message, validate
@@ -49,7 +41,7 @@ class ServedModel:
     created: when the weights were loaded, in seconds since 1970.
     step: the training step of the weights.
     tokenizer, chat_template: those of the experiment.
-    grammars: compiles the forms that requests give for their output; None supports none.
+    grammars: compiles the forms that requests give for their output.
     settings, max_len, vocab_size: those of the compiled steps.
   """
 
@@ -61,7 +53,7 @@ class ServedModel:
   settings: DecodeSettings
   max_len: int
   vocab_size: int
-  grammars: Grammars | None = None
+  grammars: Grammars
   adapters: tuple[str, ...] = ()
   alias: str | None = None
 

@@ -13,7 +13,7 @@ import secrets
 import time
 from typing import Any
 
-from spmd_tasks.decoding import Delta, GeneratedSequence, TokenLogprob
+from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence, TokenLogprob
 from spmd_tasks.serving.channels import ChannelParser
 from spmd_tasks.serving.requests import GenerationRequest, ServedModel
 from spmd_tasks.serving.tool_calls import ToolCallParser

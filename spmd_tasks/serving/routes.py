@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 import contextlib
 import importlib.resources
 import json
-import re
 from typing import Any
 
 from absl import logging
@@ -43,7 +42,7 @@ from spmd_tasks.serving.tokenizing import detokenize, tokenize, tokenizer_info
 # Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams. So are
 # those with a grammar, and chats, whose templates are programs.
 _QUICK_BYTES = 16_384
-_FORM_FIELD = re.compile(rb'"(structured_outputs|guided_)')
+_FORM_FIELD = b'"structured_outputs"'
 # A body that is too large is read on, up to this multiple of the limit and for this long; see _discard.
 _DISCARD_FACTOR = 8
 _DISCARD_LIMIT_S = 2.0
@@ -155,7 +154,7 @@ class _Routes:
     def parse() -> GenerationRequest:
       return read(parse_json(data), service.model, service.settings)
 
-    is_quick = read is completion_request and len(data) <= _QUICK_BYTES and not _FORM_FIELD.search(data)
+    is_quick = read is completion_request and len(data) <= _QUICK_BYTES and _FORM_FIELD not in data
     wanted = parse() if is_quick else await asyncio.to_thread(parse)
     answer = service.begin(wanted)
     bodies = ResponseBodies(service.model, wanted)

@@ -24,7 +24,9 @@ import uvloop
 
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import set_activity
-from spmd_tasks.decoding import Delta, Engine, Scheduler
+from spmd_tasks.decoding.engine_contract import Engine
+from spmd_tasks.decoding.generated_sequence import Delta
+from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import CompilationCounter
 from spmd_tasks.serving.connections import ConnectionLimits

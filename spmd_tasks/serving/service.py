@@ -15,7 +15,7 @@ import contextlib
 import math
 import time
 
-from spmd_tasks.decoding import Delta, GeneratedSequence
+from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence
 from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.metrics import ServerMetrics

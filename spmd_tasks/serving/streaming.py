@@ -11,7 +11,7 @@ import contextlib
 import json
 from typing import Any
 
-from spmd_tasks.decoding import Delta
+from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.service import Answer, Service

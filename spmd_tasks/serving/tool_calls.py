@@ -15,7 +15,7 @@ import re
 import secrets
 from typing import Any
 
-from spmd_tasks.decoding import begun_length
+from spmd_tasks.decoding.generated_sequence import begun_length
 from spmd_tasks.serving.errors import RequestError
 
 _START, CALL_END = '<tool_call>', '</tool_call>'

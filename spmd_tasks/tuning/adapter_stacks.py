@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.decoding import WeightStorage
+from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.layers import AdapterNames, LowRankAdapter, adapters_of, column_lengths

@@ -15,7 +15,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, chunk_prompt
+from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request
+from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.layers.moe import CapacityComputation, Dropless

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import Grammars
-from spmd_tasks.decoding.constraints import mask_rows
+from spmd_tasks.decoding.constraints import Grammars, mask_rows
 from spmd_tasks.decoding.sampling import mask_logits
 from spmd_tasks.inputs import ByteTokenizer, FolderTokenizer, IdTokenizer
 from tests.model_folders import write_tokenizer

@@ -12,18 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import (
-  Completion,
-  DecodeSteps,
-  GeneratedSequence,
-  ModelEngine,
-  Request,
-  SamplingParams,
-  Scheduler,
-  chunk_prompt,
-  generate,
-  search,
-)
+from spmd_tasks.decoding import DecodeSteps, Request, SamplingParams, generate
+from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.generation import Completion, search
+from spmd_tasks.decoding.requests import chunk_prompt
+from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers import BlockGroup, StackSequence, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack

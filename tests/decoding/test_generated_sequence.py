@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import IncrementalText
+from spmd_tasks.decoding.generated_sequence import IncrementalText
 
 WORDS = 'añ😀 b\n日本語, so it is'
 

@@ -6,7 +6,9 @@ The fake engine's tokens come from what is in its cache: a wrong slot, or chunks
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
+from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.scheduler import Scheduler
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
 
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from spmd_tasks.decoding import Prompt, PromptTokenizer, SamplingParams
-from spmd_tasks.decoding.prompts import parse_prompt
+from spmd_tasks.decoding import SamplingParams
+from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer, parse_prompt
 from spmd_tasks.inputs import ByteTokenizer
 from spmd_tasks.runtime import DecodeSettings
 

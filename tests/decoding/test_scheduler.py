@@ -5,7 +5,9 @@ See test_prompt_reading.py for chunks and reuse.
 
 import pytest
 
-from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
+from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.scheduler import Scheduler
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine
 
 

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from spmd_tasks import UserError, load
-from spmd_tasks.decoding import DecodeSteps, ModelEngine
-from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
+from spmd_tasks.decoding import DecodeSteps
+from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.serving.requests import ServedModel
+from spmd_tasks.serving.server import listen, run_server, url_of
+from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.sharding import MeshSpec
 from tests import binary
 from tests.evaluation.harness_tasks import TASKS, answers, evaluate, import_harness, metrics, write_tasks

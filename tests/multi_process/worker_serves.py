@@ -11,8 +11,9 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from spmd_tasks.distributed import DistributedSettings, EmergencyExit, barrier, connect_processes, initialize
-from spmd_tasks.serving import ServerSettings, listen, run_server
 from spmd_tasks.serving.multi_process import follow, lead
+from spmd_tasks.serving.server import listen, run_server
+from spmd_tasks.serving.settings import ServerSettings
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.served import MODEL
 

@@ -11,7 +11,9 @@ import threading
 
 import numpy as np
 
-from spmd_tasks.decoding import Chunk, Outputs, Request
+from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.requests import Chunk
+from spmd_tasks.decoding.step_functions import Outputs
 from spmd_tasks.inputs import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

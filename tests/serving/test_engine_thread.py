@@ -4,9 +4,11 @@ import threading
 
 import pytest
 
-from spmd_tasks.decoding import GeneratedSequence, Request, Scheduler
+from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.errors import JobError
-from spmd_tasks.serving import EngineEndedError, EngineThread, QueueFullError
+from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine, Launched
 from tests.serving.served import wait_for
 

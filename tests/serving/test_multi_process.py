@@ -10,7 +10,10 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import CheckpointChoiceError
-from spmd_tasks.decoding import GeneratedSequence, Grammars, Request, Scheduler
+from spmd_tasks.decoding import Request
+from spmd_tasks.decoding.constraints import Grammars
+from spmd_tasks.decoding.generated_sequence import GeneratedSequence
+from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.distributed import admit, join, listen_for_processes
 from spmd_tasks.serving.multi_process import (
   Followers,

@@ -6,8 +6,9 @@ import pytest
 
 from spmd_tasks.decoding import ChatTemplate, DecodeSettings, SamplingParams
 from spmd_tasks.inputs import ByteTokenizer
-from spmd_tasks.serving import RequestError, ServerSettings
+from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import chat_request, completion_request
+from spmd_tasks.serving.settings import ServerSettings
 from tests.serving.fake_engine import TOKENIZER
 from tests.serving.served import ASK, HELLO, MODEL
 

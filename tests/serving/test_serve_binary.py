@@ -226,7 +226,12 @@ def test_output_in_the_form_that_was_asked_for_in_company(client, server):
 
   def complete_regex(seed):
     pieces = complete(
-      client, temperature=1.5, seed=seed, max_tokens=30, stream=True, extra_body={'guided_regex': '[a-f]{3}(0|1)+x'}
+      client,
+      temperature=1.5,
+      seed=seed,
+      max_tokens=30,
+      stream=True,
+      extra_body={'structured_outputs': {'regex': '[a-f]{3}(0|1)+x'}},
     )
     return ''.join(piece.choices[0].text for piece in pieces)
 

@@ -19,13 +19,17 @@ from safetensors.numpy import load_file, save_file
 from spmd_tasks import load
 from spmd_tasks.checkpoints import CheckpointError
 from spmd_tasks.config import resolve
-from spmd_tasks.decoding import ChatTemplate, DecodeSteps, ModelEngine, Request, generate, score_texts
+from spmd_tasks.decoding import ChatTemplate, DecodeSteps, Request, generate
+from spmd_tasks.decoding.engine import ModelEngine
+from spmd_tasks.decoding.scoring import score_texts
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import decode_generated
 from spmd_tasks.layers import column_lengths
 from spmd_tasks.programs.pretrained import variables_from_folder
-from spmd_tasks.serving import ServedModel, ServerSettings, listen, run_server, url_of
+from spmd_tasks.serving.requests import ServedModel
+from spmd_tasks.serving.server import listen, run_server, url_of
+from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.sharding import WeightSpec, quantize, quantized_spec
 from spmd_tasks.tuning.adapter_stacks import _column_factors, variables_with_adapters
 from tests import binary

@@ -73,7 +73,7 @@ def test_defaults_and_ends_are_those_of_generation_config(client):
   assert len(set(texts)) == 3  # sampled
   greedy = [ask(client, TALKS['one'][0], seed=seed, temperature=0).choices[0].message.content for seed in range(2)]
   assert greedy[0] == greedy[1]
-  form = {'guided_regex': 'a*'}  # few tokens are allowed, among them both ends
+  form = {'structured_outputs': {'regex': 'a*'}}  # few tokens are allowed, among them both ends
   for ignore_eos, reason in ((False, 'stop'), (True, 'length')):
     answer = ask(client, TALKS['one'][0], seed=1, n=2, extra_body=form | {'ignore_eos': ignore_eos})
     assert {choice.finish_reason for choice in answer.choices} == {reason}

@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd_tasks import exit_codes
 from spmd_tasks.checkpoints import CheckpointChoiceError
-from spmd_tasks.decoding import Engine, Launched
+from spmd_tasks.decoding.engine_contract import Engine, Launched
 from spmd_tasks.distributed import Link, LinkError
 from spmd_tasks.serving.multi_process.messages import from_message, to_message, unpack_masks
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from spmd_tasks.decoding import Chunk, Request, SamplingParams, TokenMasks
+from spmd_tasks.decoding import Request, SamplingParams
+from spmd_tasks.decoding.engine_contract import TokenMasks
+from spmd_tasks.decoding.requests import Chunk
 
 # What a message may contain beside JSON's own types.
 _TYPES = {'Chunk': Chunk, 'Request': Request, 'SamplingParams': SamplingParams}

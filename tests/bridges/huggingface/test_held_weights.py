@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config import resolve
-from spmd_tasks.decoding import WeightStorage
+from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs.pretrained import variables_from_folder
 from tests.bridges.huggingface.test_folders import write_folder
