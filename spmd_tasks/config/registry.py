@@ -145,7 +145,10 @@ def get(name: str, before_pax: Callable[[], None] | None = None) -> type:
 
 
 def get_saved(
-  name: str, experiment_path: Sequence[str | os.PathLike[str]] = (), before_pax: Callable[[], None] | None = None
+  name: str,
+  experiment_path: Sequence[str | os.PathLike[str]] = (),
+  before_pax: Callable[[], None] | None = None,
+  why_not: str = '',
 ) -> type:
   """The experiment class of a name in a saved config, which alone never decides what is imported.
 
@@ -153,6 +156,7 @@ def get_saved(
     name: as `name_of` gave it.
     experiment_path: directories whose modules may be imported, too; they are put in front of sys.path.
     before_pax: as in `get`.
+    why_not: why the directory that the config names is not one of them, for the message.
 
   Raises:
     UserError: as `get`; or the name's module is neither registered nor below `experiment_path`.
@@ -169,9 +173,10 @@ def get_saved(
       if module.partition('.')[0] == top:  # importing it may import the module of a base class, which has this name
         _import(name, module)
     if not may_be_imported(module_name, registered, directories):
+      because = f' (it does not go by the directory that it names, for {why_not})' if why_not else ''
       raise UserError(
         f'the saved config names the experiment {name}, which is not registered, and a file alone never decides what '
-        f'is imported: {_remedy(top)} (in Python, import {module_name} first).'
+        f'is imported{because}: {_remedy(top)} (in Python, import {module_name} first).'
       )
   return _find_class(name, is_typed=False, before_pax=before_pax)
 
@@ -251,6 +256,14 @@ def _find_module(name: str, module_name: str, *, in_current_directory: bool) -> 
       prefix = f'{_EXPERIMENTS}.{Path(spec.origin).stem}'
     module = _import(name, prefix)
   return module
+
+
+def is_registered(name: str) -> bool:
+  """Whether a new process finds the experiment without being told where, as one of this or an installed package."""
+  module = name.rpartition('.')[0]
+  points = _modules_of_others()
+  modules = {each.partition(':')[0] for values in points.values() for each in values}
+  return _is_own_module(module) or module in points or module in modules or module.startswith('spmd_tasks.')
 
 
 def _is_own_module(module_name: str) -> bool:

@@ -21,7 +21,8 @@ import fiddle as fdl
 from spmd_tasks.config import registry
 from spmd_tasks.config.encoding import decode, encode, encode_field, show
 from spmd_tasks.config.overrides import Path, parse_override, split_override
-from spmd_tasks.config.saved_config import checked_config
+from spmd_tasks.config.saved_config import SavedConfig, checked_config
+from spmd_tasks.config.search_path import origin_of, own_directory
 from spmd_tasks.config.tree import (
   DROP,
   UNSET,
@@ -116,7 +117,9 @@ def resolve(
 def to_json(resolved: ResolvedConfig) -> dict[str, Any]:
   """Returns strict JSON of the experiment's name, its overrides, and every field's value by path, with defaults."""
   config = {path: encode_field(field.value) for path, field in walk(_root_of(resolved.experiment, resolved.parts))}
-  return {'experiment': resolved.name, 'overrides': dict(resolved.overrides), 'config': dict(sorted(config.items()))}
+  saved = {'experiment': resolved.name, 'overrides': dict(resolved.overrides), 'config': dict(sorted(config.items()))}
+  origin = None if registry.is_registered(resolved.name) else origin_of(type(resolved.experiment))
+  return saved if origin is None else saved | {'origin': origin}
 
 
 def from_json(
@@ -128,20 +131,25 @@ def from_json(
   """Resolves the config that `to_json` saved, with further overrides. `prepare`: as in `resolve`.
 
   Saved values replace the code's defaults of today. A field that the code added since then has its default. The file
-  decides neither what is imported nor what is called: its experiment is registered, imported already or in a module
-  below `experiment_path`, and every class and function comes from the experiment's own code.
+  decides neither what is imported nor what is called: its experiment is registered, imported already, in a module
+  below `experiment_path`, or where this user's own job found it (search_path.py), and every class and function comes
+  from the experiment's own code.
 
   Raises:
     UserError: the experiment may not be imported; the JSON is not a saved config, a saved path does not exist any more,
       a value is not of its field's type, or the code now has another class, function or object at a path.
   """
+  why_not = ''
+  if isinstance(saved, SavedConfig) and not experiment_path:
+    own, why_not = own_directory(saved.path, saved)
+    experiment_path = [] if own is None else [own]
   saved = checked_config(saved)
 
   def before_pax() -> None:
     if prepare is not None:
       prepare(_only_timeouts({name: decode(saved['config'][name]) for name in _TIMEOUTS if name in saved['config']}))
 
-  cls = registry.get_saved(saved['experiment'], experiment_path, before_pax)
+  cls = registry.get_saved(saved['experiment'], experiment_path, before_pax, why_not)
   config = fdl.Config(cls)
   is_part = {path: path.split('.')[0] in _PARTS for path in saved['config']}
   of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}

@@ -19,7 +19,15 @@ from spmd_tasks.files import absolute_path, read_text
 _MAX_DEPTH = 50
 
 
-def read_saved_config(path: epath.PathLike) -> dict[str, Any]:
+class SavedConfig(dict[str, Any]):
+  """A saved config that was read from the file `path`."""
+
+  def __init__(self, saved: Mapping[str, Any], path: epath.PathLike):
+    super().__init__(saved)
+    self.path = path
+
+
+def read_saved_config(path: epath.PathLike) -> SavedConfig:
   """The saved config in a file, such as <job_log_dir>/config.json.
 
   Raises:
@@ -30,7 +38,7 @@ def read_saved_config(path: epath.PathLike) -> dict[str, Any]:
   except (OSError, ValueError, RecursionError) as error:
     raise UserError(f'config {path} cannot be read: {error}. Give the config.json of a job_log_dir.') from error
   try:
-    return checked_config(saved)
+    return SavedConfig(checked_config(saved), path)
   except UserError as error:
     raise UserError(f'config {path}: {error}') from error
 

@@ -1,12 +1,13 @@
 """Decides which modules a saved config may import: registered ones, and those below directories that the user named.
 
 A config.json may come from anyone, and importing a module runs it. So the name in a file imports only
-* what is part of this package or of an installed Paxml or Praxis, or registered by an entry point, and
-* modules whose files lie below a directory of --experiment_path.
+* what is part of this package or of an installed Paxml or Praxis, or registered by an entry point,
+* modules whose files lie below a directory of --experiment_path, and
+* those of the directory that the job was begun from, if the job's directory is this user's own (`own_directory`).
 A module that the process has imported already is only looked up. Nothing is imported to find that out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import importlib
 from importlib import metadata
@@ -14,7 +15,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 import importlib.util
 import os
 from pathlib import Path
+import stat
 import sys
+from typing import Any
 
 from spmd_tasks.errors import UserError
 
@@ -36,6 +39,56 @@ def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Pa
     sys.path[:0] = missing
     importlib.invalidate_caches()
   return resolved
+
+
+def origin_of(cls: type) -> str | None:
+  """The directory of sys.path from which a class was imported; None for one without a file."""
+  module = sys.modules[cls.__module__]
+  if getattr(module, '__file__', None) is None or cls.__module__ == '__main__':
+    return None
+  depth = cls.__module__.count('.') + hasattr(module, '__path__')
+  return str(Path(str(module.__file__)).resolve().parents[depth])
+
+
+def own_directory(config_path: str | os.PathLike[str], saved: Mapping[str, Any]) -> tuple[Path | None, str]:
+  """Returns the directory of modules that a config.json names, if this user made both; else None and why not.
+
+  As ssh does with its files: all must belong to this user (or root) and be writable by nobody else, with the
+  directories around them. The job's directory must be the one in which the config was written, not a copy: a stranger's
+  archive, unpacked, belongs to the user too.
+  """
+  job_log_dir, named, mark = Path(config_path).absolute().parent, saved.get('origin'), saved.get('mark')
+  if not isinstance(named, str) or not isinstance(mark, int) or not Path(named).is_absolute():
+    return None, ''
+  directory = Path(named)
+  folders = [
+    directory.joinpath(*saved['experiment'].split('.')[:depth]) for depth in range(saved['experiment'].count('.'))
+  ]
+  try:
+    if job_log_dir.stat().st_ino != mark:  # as programs/job_directory.py wrote it
+      return None, f'{job_log_dir} is a copy, or was made on another machine'
+    for path in (Path(config_path), job_log_dir, *folders):
+      if not path.exists() and path != directory:
+        continue  # a module's name
+      for each in (path, *sorted(path.glob('*.py') if path in folders else ())):
+        if why := _why_unsafe(each):
+          return None, why
+  except OSError as error:
+    return None, f'{error.filename}: {error.strerror}'
+  return directory, ''
+
+
+def _why_unsafe(path: Path) -> str:
+  """Returns why others could change a file or directory; an empty text if they cannot."""
+  resolved = path.resolve(strict=True)
+  for each in (resolved, *resolved.parents):
+    status = each.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+      return f'{each} belongs to another user'
+    is_shared = each != resolved and status.st_mode & stat.S_ISVTX  # such as /tmp, where others cannot replace it
+    if status.st_mode & 0o022 and not is_shared:
+      return f'others may write to {each}: chmod go-w {each}'
+  return ''
 
 
 def may_be_imported(module_name: str, registered: Iterable[str], directories: Sequence[Path]) -> bool:

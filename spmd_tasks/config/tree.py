@@ -110,16 +110,24 @@ def check_buildable(root: Any) -> None:
       raise UserError(f'{path} has no value and no default: give it one in the experiment, or --set {path}=...')
 
 
-def check_numbers(root: Any) -> None:
-  """Raises a UserError for numbers that nothing can compute with: nan, integers that int32 and uint32 seeds lack."""
-  for path, field in walk(root):
-    value, name = field.value, path.rpartition('.')[2]
+def check_numbers(root: Any, prefix: str = '') -> None:
+  """Raises a UserError for numbers that nothing can compute with: nan, integers that int32 and uint32 seeds lack.
+
+  Integers of classes that are not of this package, such as a user's own model, may be of any size.
+  """
+  cls = fdl.get_callable(root) if isinstance(root, fdl.Buildable) else type(root)
+  is_counted = isinstance(root, Mapping | tuple | list) or (cls.__module__ or '').startswith('spmd_tasks.')
+  for name, field in fields_of(root).items():
+    value, path = field.value, f'{prefix}{name}'
+    if is_node(value):
+      check_numbers(value, f'{path}.')
     if isinstance(value, float) and math.isnan(value):
       raise UserError(f'{path} = nan is no number to compute with: set another one.')
     is_seed = name == 'seed' or name.endswith('_seed')
     if is_seed and isinstance(value, int) and not 0 <= value < 2**32:
       raise UserError(f'{path} = {value} must be in [0, {2**32:,}), as random numbers are drawn from 32 bits.')
-    if isinstance(value, int) and not is_seed and not name.endswith('_bytes') and abs(value) >= 2**31:
+    is_32_bits = is_counted and not is_seed and not name.endswith('_bytes')
+    if isinstance(value, int) and is_32_bits and abs(value) >= 2**31:
       raise UserError(f'{path} = {value} must be less than {2**31:,}, which is what JAX counts with: lower it.')
 
 

@@ -134,6 +134,14 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
   return JobDirectory(path=path, lock_file=lock_file, earlier=earlier, made=made)
 
 
+def write_config(job_log_dir: epath.Path, config_json: str) -> None:
+  """Writes config.json, with a mark that a copy of the directory does not have (config/search_path.py)."""
+  config = json.loads(config_json)
+  if not is_remote(job_log_dir):
+    config['mark'] = os.stat(job_log_dir).st_ino
+  write_durably(job_log_dir / CONFIG_FILE, json.dumps(config, indent=1) + '\n')
+
+
 def _own_paths(job_log_dir: epath.Path) -> set[epath.Path]:
   """Returns the files and directories of a job that are in its directory."""
   patterns = (*_DIRECTORIES, *_FILES, PEER_COPIES_FILE, 'events.out.tfevents.*')

@@ -34,7 +34,7 @@ from spmd_tasks.programs.early_end import EarlyEnd, check_early_stop
 from spmd_tasks.programs.eval import open_evaluator, refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.interval_actions import IntervalActions, is_multiple
-from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim
+from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim, write_config
 from spmd_tasks.programs.logged_metrics import LoggedMetrics
 from spmd_tasks.programs.pretrained import base_folder, saved_part
 from spmd_tasks.programs.progress import make_progress
@@ -137,7 +137,7 @@ def train(
       state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies, digest)
     if is_primary():  # now that the checkpoint has not refused the job
       with storage_errors(job_log_dir):
-        write_durably(job_log_dir / CONFIG_FILE, config_json)
+        write_config(job_log_dir, config_json)
         saved.record(checkpointer.latest_step() or 0)
     goodput.resume(first_step)
     notes: list[str] = []

@@ -5,13 +5,16 @@ The files of an attacker write a line to the file `ran` when they are imported.
 
 import json
 from pathlib import Path
+import shutil
 import sys
 
+from etils import epath
 import pytest
 
 import spmd_tasks.bridges.pax  # noqa: F401  imported before any module of an experiment
 from spmd_tasks.config import from_json, read_saved_config, registry, resolve, search_path, to_json
 from spmd_tasks.errors import UserError
+from spmd_tasks.programs.job_directory import write_config
 
 ATTACK = "from pathlib import Path\nPath({ran!r}).open('a').write(__name__ + '\\n')\n"
 EXPERIMENT = '''
@@ -138,7 +141,7 @@ def test_without_a_place_the_message_says_what_to_name(directory):
     from_json(saved('gone_lab.notes.Mine'), experiment_path=['nowhere'])
 
 
-@pytest.mark.parametrize('name', ['lm.UnevenTiny', 'spmd_tasks.recipes.DenseLanguageModel', 'moe.MoeLanguageModel'])
+@pytest.mark.parametrize('name', ['lm.UnevenTiny', 'spmd_tasks.recipes.DenseLanguageModel'])
 def test_registered_experiments_and_recipes_need_no_path(directory, name):
   assert from_json(saved(name)).experiment.num_layers
 
@@ -188,3 +191,71 @@ def test_a_symbol_in_a_file_is_compared_and_neither_imported_nor_called(director
     from_json(config | {'config': config['config'] | {path: value}}, experiment_path=['labs'])
   assert not (directory / 'ran').exists()
   assert set(sys.modules) == before
+
+
+def begin_job(directory):
+  """A job of labs/my_lab/notes.py that has written its config, with nothing of it imported any more."""
+  sys.path.insert(0, str(directory / 'labs'))  # as the first command found it
+  config = to_json(resolve('my_lab.notes.Mine'))
+  sys.path.remove(str(directory / 'labs'))
+  for name in ('my_lab.notes', 'my_lab'):
+    sys.modules.pop(name, None)
+  job = directory / 'runs' / 'job'
+  job.mkdir(parents=True)
+  write_config(epath.Path(job), json.dumps(config))
+  for path in (directory, *directory.rglob('*')):
+    path.chmod(0o755 if path.is_dir() else 0o644)
+  return job
+
+
+def test_ones_own_job_finds_its_module_again(directory):
+  job = begin_job(directory)
+  assert from_json(read_saved_config(job / 'config.json')).name == 'my_lab.notes.Mine'
+
+
+def others_may_write(path):
+  path.chmod(path.stat().st_mode | 0o020)
+
+
+def copy_job(job):
+  job.rename(job.with_name('first'))
+  shutil.copytree(job.with_name('first'), job)
+
+
+CHANGES = [
+  (lambda job: others_may_write(job), r'others may write to .*runs/job: chmod go-w'),
+  (lambda job: others_may_write(job / 'config.json'), r'others may write to .*config.json'),
+  (lambda job: others_may_write(job.parents[1] / 'labs'), r'others may write to .*labs'),
+  (lambda job: others_may_write(job.parents[1] / 'labs/my_lab'), r'others may write to .*my_lab'),
+  (lambda job: others_may_write(job.parents[1] / 'labs/my_lab/notes.py'), r'others may write to .*notes.py'),
+  (lambda job: others_may_write(job.parents[1]), r'others may write to'),
+  (copy_job, 'is a copy, or was made on another machine'),
+]
+
+
+@pytest.mark.parametrize('change, words', CHANGES)
+def test_a_job_that_others_may_have_made_does_not(directory, change, words):
+  job = begin_job(directory)
+  change(job)
+  with pytest.raises(UserError, match=words) as error:
+    from_json(read_saved_config(job / 'config.json'))
+  assert '--experiment_path' in str(error.value)
+  assert 'my_lab.notes' not in sys.modules
+
+
+def test_a_job_of_another_user_does_not(directory, monkeypatch):
+  job = begin_job(directory)
+  monkeypatch.setattr(search_path.os, 'geteuid', lambda: 12345)
+  if job.stat().st_uid == 0:  # root's files are trusted
+    assert from_json(read_saved_config(job / 'config.json')).name == 'my_lab.notes.Mine'
+    return
+  with pytest.raises(UserError, match='belongs to another user'):
+    from_json(read_saved_config(job / 'config.json'))
+
+
+def test_a_path_in_the_file_alone_says_nothing(directory):
+  named = saved('labs.my_lab.notes.Mine') | {'origin': str(directory), 'mark': 1}
+  (directory / 'config.json').write_text(json.dumps(named))
+  for config in (named, read_saved_config('config.json')):
+    with pytest.raises(UserError, match='not registered'):
+      from_json(config)
