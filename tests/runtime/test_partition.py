@@ -160,3 +160,14 @@ def test_an_input_of_a_rank_without_a_mapping_is_refused():
       axis_rules=job.experiment.axis_rules,
       inputs_split_mapping={'map_1d': ('batch',)},
     )
+
+
+def test_dropout_differs_by_step():
+  still = ('task.learner.optimizer.learning_rate.peak=0', 'task.model.stack.block.dropout_rate=0.5')
+  job = resolve('synthetic.Uneven', still).build()
+  model = partition_job(job)
+  batch, state, losses = next(job.train_input.make_iterator()), model.init(0), []
+  for _ in range(2):
+    state, metrics = model.train_step(state, model.train_step.place(batch))
+    losses.append(float(metrics['loss']))
+  assert losses[0] != losses[1]
