@@ -1,22 +1,236 @@
-"""Compares the steps of a setting with those of a reference.
+"""Compares the steps of a setting with those of a reference, as far as rounding lets expect.
 
 Every step starts from the state that the reference had before this step, so differences do not grow from step to step
 and each is held against the rounding of one step. Besides, the setting trains by itself, its state staying on its mesh,
-and its curve of losses is compared with the reference's.
+and its curve of losses is compared with the reference's. The gradients are those of the train step itself: a learner
+that records them stands in front of the experiment's. What the learner makes of them is compared with what it makes of
+the same gradients on the reference's mesh, for Adam turns the last bits of a small gradient into a whole step.
 
-The gradients are those of the train step itself: a learner that records them stands in front of the experiment's. What
-the learner makes of them is compared with what it makes of the same gradients on the reference's mesh, for Adam turns
-the last bits of a small gradient into a whole step.
+How large may a difference be? Another mesh sums in another order. That costs units in the last place, and what becomes
+of them depends on the model: little in most gradients, everything in a gradient that is zero but for rounding, a jump
+where a router's two best experts have almost the same score. So the reference's step is taken again from weights that
+were moved by one unit in the last place. How far a leaf then moves is its *spread*, and a difference is allowed up to
+
+    SPREADS x spread + ROUNDINGS x epsilon x the leaf's largest entry
+
+A leaf whose allowance exceeds MAX_SHARE of its largest entry is not compared in that step, and is reported as such. A
+jump is recognised by moving the weights a little further, in more directions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import functools
+from typing import Any
 
+import jax
 import numpy as np
 
-from spmd_tasks.verification._noise import FLOAT32, MAX_SHARE, ROUNDINGS, SPREADS, Difference, compare, largest
-from spmd_tasks.verification._runner import Runner, StepResult
-from spmd_tasks.verification._trajectory import FURTHER, Trajectory
+from spmd_tasks.runtime import TrainState
+from spmd_tasks.verification._batches import Batch
+from spmd_tasks.verification._runner import Leaves, Runner, StepResult, leaves_of
+
+SPREADS, ROUNDINGS = 16.0, 64.0
+MAX_SHARE = 1e-3
+FLOAT32 = 2.0**-23  # the rounding unit
+# A leaf far smaller than the largest of its kind may be all noise: its allowance is also good up to this share of that.
+_MAX_SHARE_OF_LARGEST = 1e-5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+  """One leaf that differs: the step (from 1), its name, the largest difference, and what was allowed.
+
+  `is_of_curve`: found in the curve of losses of training without a stop, not in a single step.
+  """
+
+  step: int
+  leaf: str
+  difference: float
+  allowed: float
+  is_of_curve: bool = False
+
+  def __str__(self) -> str:
+    return f'step {self.step}, {self.leaf}: differs by {self.difference:.3g}, allowed {self.allowed:.3g}'
+
+
+def moved(state: TrainState, epsilon: float, rng: np.random.Generator) -> TrainState:
+  """Returns the state with every weight moved by at most `epsilon` of itself."""
+  return state.replace(weights=perturb(state.weights, epsilon, rng))
+
+
+def perturb(tree: Any, epsilon: float, rng: np.random.Generator) -> Any:
+  """Moves every float of a tree by at most `epsilon` of itself, up, down or not at all."""
+
+  def move(x):
+    x = np.asarray(x)
+    if not np.issubdtype(x.dtype, np.floating) and x.dtype.name != 'bfloat16':
+      return x
+    steps = rng.integers(-1, 2, x.shape).astype(np.float32)
+    return (x.astype(np.float32) * (1 + np.float32(epsilon) * steps)).astype(x.dtype)
+
+  return jax.tree.map(move, tree)
+
+
+def spread(reference: Leaves, samples: Iterable[Leaves]) -> dict[str, float]:
+  """Returns by how much each leaf differs at most from the reference in the samples."""
+  sizes = dict.fromkeys(reference, 0.0)
+  for sample in samples:
+    for name, value in reference.items():
+      sizes[name] = max(sizes[name], distance(value, sample[name]))
+  return sizes
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+  """Returns the largest absolute difference; 0 where both are the same NaN or infinity, infinity where only one is."""
+  a, b = (np.asarray(x, np.float64) for x in (a, b))
+  if a.shape != b.shape:
+    return float('inf')
+  is_same = (a == b) | (np.isnan(a) & np.isnan(b))
+  with np.errstate(invalid='ignore'):
+    sizes = np.where(is_same, 0.0, np.abs(a - b))
+  return float(np.max(np.where(np.isnan(sizes), np.inf, sizes), initial=0.0))
+
+
+def largest(x: np.ndarray) -> float:
+  """Returns the largest absolute entry that is finite."""
+  x = np.abs(np.asarray(x, np.float64))
+  return float(np.max(x, where=np.isfinite(x), initial=0.0))
+
+
+def compare(
+  reference: Leaves,
+  other: Leaves,
+  spreads: dict[str, float],
+  epsilon: float,
+  step: int,
+  scales: Mapping[str, float] | None = None,
+) -> tuple[list[Difference], list[Difference], list[str]]:
+  """Compares all leaves of a step.
+
+  Args:
+    reference, other: leaves by name; a leaf that only one side has differs by infinity.
+    spreads: by name, see `spread`.
+    epsilon: the rounding unit of the computation.
+    step: counted from 1.
+    scales: name -> the size that roundings are relative to; of other leaves it is the largest entry.
+
+  Returns:
+    (leaves that differ by more than is allowed, largest first; all leaves; names of leaves that are only noise).
+  """
+  sizes = {name: largest(value) for name, value in reference.items()}
+  largest_of: dict[str, float] = {}
+  for name, size in sizes.items():
+    kind = name.partition('/')[0]
+    largest_of[kind] = max(largest_of.get(kind, 0.0), size)
+  every, noise = [], []
+  for name, value in reference.items():
+    if name not in other:
+      every.append(Difference(step=step, leaf=name, difference=float('inf'), allowed=0.0))
+      continue
+    noisy = SPREADS * spreads[name]
+    if noisy > max(MAX_SHARE * sizes[name], _MAX_SHARE_OF_LARGEST * largest_of[name.partition('/')[0]]):
+      noise.append(name)
+      continue
+    rounding = (scales or {}).get(name, sizes[name])
+    allowed = noisy + ROUNDINGS * epsilon * rounding
+    every.append(Difference(step=step, leaf=name, difference=distance(value, other[name]), allowed=allowed))
+  wrong = [each for each in every if each.difference > each.allowed]
+  return sorted(wrong, key=lambda each: -each.difference / max(each.allowed, 1e-30)), every, noise
+
+
+FURTHER = 16.0  # how many units in the last place weights are moved to find out whether a step jumps
+_NUM_SAMPLES, _NUM_FURTHER_SAMPLES = 3, 10
+
+
+class Trajectory:
+  """The reference's steps: the state before each, what it made, and how far rounding moves that."""
+
+  def __init__(self, runner: Runner, initial: TrainState, batches: Sequence[Batch], seed: int = 0):
+    """Makes a trajectory; steps are taken when they are asked for.
+
+    Args:
+      runner: the reference.
+      initial: the canonical state before the first step.
+      batches: one for each step.
+      seed: of the directions in which weights are moved.
+    """
+    self.runner, self.batches = runner, batches
+    self._initial, self._seed = initial, seed
+
+  @property
+  def num_steps(self) -> int:
+    """The number of steps."""
+    return len(self.batches)
+
+  def state(self, step: int) -> TrainState:
+    """Returns the canonical state before step `step` (from 0)."""
+    return self.result(step - 1).state if step else self._initial
+
+  @functools.cache  # noqa: B019 lives as long as the trajectory
+  def result(self, step: int) -> StepResult:
+    """Returns what step `step` (from 0) made."""
+    return self.runner.step(self.state(step), self.batches[step])
+
+  @functools.cached_property
+  def losses(self) -> np.ndarray:
+    """The loss of each step."""
+    return np.array([float(self.result(step).forward['loss']) for step in range(self.num_steps)])
+
+  @functools.cache  # noqa: B019
+  def spread(self, step: int) -> dict[str, float]:
+    """Returns how far rounding moves each metric and gradient of a step."""
+    return self._spread(step, _NUM_SAMPLES, self.runner.epsilon)
+
+  @functools.cache  # noqa: B019
+  def spread_further(self, step: int) -> dict[str, float]:
+    """Returns how far they move if the weights are moved FURTHER times as far, in more directions."""
+    return self._spread(step, _NUM_FURTHER_SAMPLES, FURTHER * self.runner.epsilon)
+
+  def _spread(self, step: int, num_samples: int, epsilon: float) -> dict[str, float]:
+    seeds = [(self._seed, step, sample, int(epsilon / FLOAT32)) for sample in range(num_samples)]
+    states = [moved(self.state(step), epsilon, np.random.default_rng(seed)) for seed in seeds]
+    samples = [self.runner.step(state, self.batches[step]).forward for state in states]
+    return spread(self.result(step).forward, samples)
+
+  @functools.cache  # noqa: B019
+  def _own_update(self, step: int) -> Leaves:
+    """Returns what the learner makes of the reference's own gradients."""
+    return self.runner.updated_from(self.state(step), self.result(step))
+
+  @functools.cache  # noqa: B019
+  def spread_of_update(self, step: int) -> dict[str, float]:
+    """Returns how far rounding of the gradients moves what the learner makes of them."""
+    rng = np.random.default_rng((self._seed, step, 1))
+    result, before = self.result(step), self.state(step)
+    samples = [_with_gradients(result, perturb(_gradients(result), FLOAT32, rng)) for _ in range(_NUM_SAMPLES)]
+    return spread(self._own_update(step), [self.runner.updated_from(before, sample) for sample in samples])
+
+  def changes(self, step: int) -> dict[str, float]:
+    """Returns by how much a step changes each weight at most, and four roundings of the weight itself."""
+    before, after = leaves_of({'weights': self.state(step).weights}), self._own_update(step)
+    return {
+      name: distance(after[name], value) + float(np.max(np.abs(value), initial=0)) / 16
+      for name, value in before.items()
+    }
+
+  @functools.cache  # noqa: B019
+  def spread_of_losses(self, further: bool = False) -> np.ndarray:
+    """Returns how far rounding of the first weights moves the losses of training without a stop."""
+    num_samples, units = (_NUM_FURTHER_SAMPLES, FURTHER) if further else (2, 1.0)
+    rngs = [np.random.default_rng((self._seed, sample, int(units))) for sample in range(num_samples)]
+    starts = [moved(self._initial, units * self.runner.epsilon, rng) for rng in rngs]
+    return np.max([np.abs(self.runner.losses(start, self.batches) - self.losses) for start in starts], axis=0)
+
+
+def _gradients(result: StepResult) -> Any:
+  return result.state.learner.opt_state['gradients']
+
+
+def _with_gradients(result: StepResult, gradients: Any) -> StepResult:
+  learner = result.state.learner
+  learner = learner.replace(opt_state={**learner.opt_state, 'gradients': gradients})
+  return dataclasses.replace(result, state=result.state.replace(learner=learner))
+
 
 # A step jumps if weights moved FURTHER times as far move a leaf so many times more than FURTHER times as far.
 _JUMP = 8.0

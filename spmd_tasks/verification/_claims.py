@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 
-from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Case, Verdict
+from spmd_tasks.verification._cases import Bench, Case, Verdict
 from spmd_tasks.verification._decode_claim import decode_cases
-from spmd_tasks.verification._mesh_claims import mesh_cases
-from spmd_tasks.verification._precision_claim import precision_cases
+from spmd_tasks.verification._layout_claims import (
+  mesh_cases,
+  microbatch_cases,
+  pipeline_cases,
+  remat_cases,
+  row_cases,
+  scan_cases,
+)
 from spmd_tasks.verification._restart_claim import restart_cases
-from spmd_tasks.verification._row_claims import row_cases
-from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases
-from spmd_tasks.verification._stack_claims import microbatch_cases, pipeline_cases, remat_cases, scan_cases
+from spmd_tasks.verification._run_claims import checkpoint_cases, eval_cases, precision_cases
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

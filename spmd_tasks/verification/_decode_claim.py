@@ -21,12 +21,10 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.layers.moe import CapacityComputation, Dropless
 from spmd_tasks.runtime import TrainState
-from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Case, Verdict, broken, held, reduced
-from spmd_tasks.verification._noise import ROUNDINGS, SPREADS, Difference, distance, largest, moved
+from spmd_tasks.verification._agreement import FURTHER, ROUNDINGS, SPREADS, Difference, distance, largest, moved
+from spmd_tasks.verification._cases import Bench, Case, Verdict, broken, held, reduced
 from spmd_tasks.verification._runner import Runner
 from spmd_tasks.verification._settings import Setting
-from spmd_tasks.verification._trajectory import FURTHER
 
 _MAX_POSITIONS = 24
 _NUM_TEXTS = 3

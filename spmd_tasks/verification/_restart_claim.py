@@ -22,9 +22,8 @@ import numpy as np
 from spmd_tasks.checkpoints import Checkpointer, leaf_entries
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.runtime import read_jsonl
-from spmd_tasks.verification._bench import Bench
-from spmd_tasks.verification._cases import Case, Verdict, broken
-from spmd_tasks.verification._noise import Difference, distance
+from spmd_tasks.verification._agreement import Difference, distance
+from spmd_tasks.verification._cases import Bench, Case, Verdict, broken
 from spmd_tasks.verification._runner import leaves_of
 from spmd_tasks.verification._settings import Setting, build_job
 

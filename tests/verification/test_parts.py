@@ -9,8 +9,8 @@ import pytest
 
 from spmd_tasks.config import resolve, to_json
 from spmd_tasks.verification import Case, Verdict, all_meshes, draw_batches, draw_meshes, scaled_mesh, shrink, summary
-from spmd_tasks.verification._layouts import smaller_meshes
-from spmd_tasks.verification._noise import compare
+from spmd_tasks.verification._agreement import compare
+from spmd_tasks.verification._settings import smaller_meshes
 
 
 def shrunk(name: str, *overrides: str) -> dict[str, str]:
