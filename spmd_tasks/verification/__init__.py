@@ -3,7 +3,7 @@
     source = Source(flags=('--exp', 'lm.UnevenTiny'), resolve=resolve)      # resolve(overrides) -> (job, values)
     bench = Bench(source, num_devices=8, directory='verify')
     for case in CLAIMS['mesh'].cases(bench, 0):
-      print(format_case(case, case.decide(bench)))
+      print(case.subject, case.decide(bench).status)
 
 Read `_claims.py` first, the table of the claims, and `_cases.py`, how one case is decided. `_runner.py` has the train
 step that also gives its gradients; `_agreement.py` compares its steps with a reference's and says how large a
@@ -16,40 +16,11 @@ from etils import epy
 from spmd_tasks.wings import Flag, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.verification._agreement import Agreement, Difference, Trajectory, agree
-  from spmd_tasks.verification._batches import draw_batches
-  from spmd_tasks.verification._cases import Bench, Case, Verdict
-  from spmd_tasks.verification._claims import CLAIMS, Claim, format_case, format_table, summary
-  from spmd_tasks.verification._runner import Runner, StepResult
-  from spmd_tasks.verification._settings import Setting, Source, all_meshes, build_job, draw_meshes, scaled_mesh
-  from spmd_tasks.verification._shrink import Shrunk, shrink
+  from spmd_tasks.verification._cases import Bench
+  from spmd_tasks.verification._claims import CLAIMS
+  from spmd_tasks.verification._settings import Setting, Source
 
-__all__ = [
-  'CLAIMS',
-  'WING',
-  'Agreement',
-  'Bench',
-  'Case',
-  'Claim',
-  'Difference',
-  'Runner',
-  'Setting',
-  'Shrunk',
-  'Source',
-  'StepResult',
-  'Trajectory',
-  'Verdict',
-  'agree',
-  'all_meshes',
-  'build_job',
-  'draw_batches',
-  'draw_meshes',
-  'format_case',
-  'format_table',
-  'scaled_mesh',
-  'shrink',
-  'summary',
-]
+__all__ = ['CLAIMS', 'WING', 'Bench', 'Setting', 'Source']
 
 WING = Wing(
   name='verification',

@@ -20,18 +20,10 @@ from spmd_tasks.config import to_json
 from spmd_tasks.distributed import compile_quickly
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
-from spmd_tasks.verification import (
-  CLAIMS,
-  Bench,
-  Case,
-  Source,
-  Verdict,
-  format_case,
-  format_table,
-  scaled_mesh,
-  shrink,
-  summary,
-)
+from spmd_tasks.verification._cases import Bench, Case, Verdict
+from spmd_tasks.verification._claims import CLAIMS, format_case, format_table, summary
+from spmd_tasks.verification._settings import Source, scaled_mesh
+from spmd_tasks.verification._shrink import shrink
 
 DEFAULT_NUM_DEVICES = 8
 
