@@ -66,8 +66,8 @@ def public_names(tree: ast.Module) -> tuple[str, ...]:
 
 
 def own_names(tree: ast.Module) -> tuple[str, ...]:
-  """The names without an underscore that a module binds itself, by definition or assignment."""
-  own = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+  """The names without an underscore that a module binds itself, by definition or assignment at its top level."""
+  own = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom | ast.If)]
   return tuple(name for name in bound_names(own) if not name.startswith('_'))
 
 
