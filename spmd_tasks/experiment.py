@@ -20,9 +20,7 @@ Subclass again and override to vary. Experiments are frozen: fields hold what va
 import abc
 from collections.abc import Mapping, Sequence
 import dataclasses
-import functools
 import inspect
-import math
 import re
 import types
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,11 +30,9 @@ from flax.core import FrozenDict
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd_tasks.distributed import gather
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import ChatTemplate, Input, InputIterator, Tokenizer, tokenizer_of
-from spmd_tasks.layers.moe import agree_on_grouped_matmul_backend
 from spmd_tasks.runtime import EarlyStop, PartitionedModel, Task, TrainState, check_batch_fits, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
@@ -371,8 +367,6 @@ def mesh_of_all_devices(experiment: Experiment, overrides: Sequence[str]) -> Mes
 def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> PartitionedModel:
   """Partitions the job's task over a mesh, with the experiment's axis rules and the training input's element spec.
 
-  All processes of the mesh call it: on GPUs they agree here on the kernel of the experts.
-
   Args:
     job: the built experiment.
     mesh: None makes the experiment's mesh of all devices. `experiment.mesh_spec().build_abstract()` gives a model that
@@ -395,7 +389,7 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
   if isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices():  # not for a plan, whose devices are elsewhere
     check_batch_fits(batch)
   with naming_own_code('the model', keys=batch):
-    model = partition_spmd_model(
+    return partition_spmd_model(
       job.task,
       mesh,
       batch,
@@ -403,8 +397,3 @@ def partition_job(job: Job, mesh: Mesh | AbstractMesh | None = None) -> Partitio
       inputs_split_mapping=experiment.inputs_split_mapping,
       default_split_dim=experiment.default_split_dim,
     )
-  if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == 'gpu' and mesh.is_multi_process:
-    limit_s = math.ceil(experiment.first_step_timeout_s)
-    agree = functools.partial(gather, name='grouped_matmul_backend', limit_s=limit_s)
-    agree_on_grouped_matmul_backend('gpu', agree)
-  return model

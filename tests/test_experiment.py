@@ -4,14 +4,11 @@ import dataclasses
 import functools
 import pickle
 import re
-from types import SimpleNamespace
 from typing import ClassVar
 
 from flax.core import FrozenDict
-import numpy as np
 import pytest
 
-from spmd_tasks import experiment
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import DEFAULT_AXIS_RULES, MESH_FIELDS, Experiment, Job
 from spmd_tasks.layers import TransformerStack
@@ -312,38 +309,6 @@ def test_a_job_cannot_be_changed():
   assert dict(job.eval_inputs) == {'dev': 3}
   with pytest.raises(TypeError):
     job.eval_inputs['more'] = 4
-
-
-def test_processes_with_gpus_agree_on_the_kernel_of_the_experts_when_a_job_is_partitioned(monkeypatch):
-  """Here the first of two; the model that is partitioned has chosen its backend while it was traced."""
-
-  class MeshOfGpus(SimpleNamespace):
-    pass
-
-  gathered, agreed = [], []
-  mesh = MeshOfGpus(devices=SimpleNamespace(flat=[SimpleNamespace(platform='gpu')]), is_multi_process=True)
-  monkeypatch.setattr(experiment, 'Mesh', MeshOfGpus)
-  monkeypatch.setattr(experiment, 'partition_spmd_model', lambda *arguments, **settings: 'model')
-  monkeypatch.setattr(
-    experiment, 'gather', lambda value, name, limit_s: gathered.append((value, name)) or [value, 'loop']
-  )
-  monkeypatch.setattr(
-    experiment, 'agree_on_grouped_matmul_backend', lambda platform, gather: agreed.append((platform, gather('triton')))
-  )
-  job = SimpleNamespace(
-    check_parts=lambda: None,
-    task=None,
-    train_input=SimpleNamespace(element_spec=lambda: {'x': np.zeros((1,))}),
-    experiment=SimpleNamespace(
-      axis_rules=(), inputs_split_mapping=None, default_split_dim=None, first_step_timeout_s=60.0
-    ),
-  )
-  assert experiment.partition_job(job, mesh) == 'model'
-  assert gathered == [('triton', 'grouped_matmul_backend')]
-  assert agreed == [('gpu', ['triton', 'loop'])]
-  mesh.is_multi_process = False
-  experiment.partition_job(job, mesh)
-  assert len(agreed) == 1
 
 
 def test_a_pipeline_has_the_layers_of_its_other_base():

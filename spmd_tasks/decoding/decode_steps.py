@@ -28,8 +28,7 @@ from spmd_tasks.decoding.requests import Chunk, PrefillBatch, Request, make_pref
 from spmd_tasks.decoding.step_functions import DecodeState, Outputs, ScoreBatch, Scores
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import adapter_choices
-from spmd_tasks.layers.attention import longest_text
+from spmd_tasks.layers import adapter_choices, layer_scope
 from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task, Variables
 from spmd_tasks.sharding import (
   padding,
@@ -300,7 +299,7 @@ class DecodeSteps:
     """Lowers `function`: its first arguments are trees on the mesh (`held`), the others host arrays."""
 
     def scoped(*given):
-      with self._scope(), longest_text(self.max_len):
+      with self._scope(), layer_scope(longest_text=self.max_len):
         return function(*given)
 
     jitted = jax.jit(

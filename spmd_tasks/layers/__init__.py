@@ -23,55 +23,59 @@ projections take as a field; adapted_weights.py finds them in a model, adapter_r
 one batch.
 """
 
-from spmd_tasks.layers.adapted_weights import (
-  AdapterNames,
-  adaptable_weights,
-  adapter_choices,
-  adapters_of,
-  is_joined,
-  without_adapters,
-)
-from spmd_tasks.layers.adapter_rows import adapters_of_rows
-from spmd_tasks.layers.adapters import ADAPTER_TAG, LowRankAdapter, column_lengths, merge_low_rank
-from spmd_tasks.layers.base import (
-  FanInNormal,
-  Statistics,
-  WithSublayers,
-  declare_weight,
-  named_arguments,
-  signature_of,
-  soft_cap,
-  values_per_layer,
-)
-from spmd_tasks.layers.embedding import TokenEmbedding
-from spmd_tasks.layers.feed_forward import (
-  ACTIVATIONS,
-  FeedForward,
-  GatedFeedForward,
-  activation_function,
-)
-from spmd_tasks.layers.label_scores import LabelScores, label_scores
-from spmd_tasks.layers.language_model import LanguageModel
-from spmd_tasks.layers.linear import Linear
-from spmd_tasks.layers.losses import (
-  RESERVED_METRICS,
-  ComparesWithBase,
-  LanguageModelLoss,
-  LossOutput,
-  as_loss_output,
-  losses_by_source,
-)
-from spmd_tasks.layers.norm import LayerNorm, RmsNorm
-from spmd_tasks.layers.stack_sequence import StackSequence
-from spmd_tasks.layers.transformer import (
-  REMAT_POLICIES,
-  ROUTING_NAME,
-  Aux,
-  BlockGroup,
-  TransformerBlock,
-  TransformerStack,
-  remat_policy,
-)
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.layers.adapted_weights import (
+    AdapterNames,
+    adaptable_weights,
+    adapter_choices,
+    adapters_of,
+    is_joined,
+    without_adapters,
+  )
+  from spmd_tasks.layers.adapter_rows import adapters_of_rows
+  from spmd_tasks.layers.adapters import ADAPTER_TAG, LowRankAdapter, column_lengths, merge_low_rank
+  from spmd_tasks.layers.base import (
+    FanInNormal,
+    Statistics,
+    WithSublayers,
+    declare_weight,
+    layer_scope,
+    named_arguments,
+    signature_of,
+    soft_cap,
+    values_per_layer,
+  )
+  from spmd_tasks.layers.chunked_logits import LabelScores, label_scores
+  from spmd_tasks.layers.embedding import TokenEmbedding
+  from spmd_tasks.layers.feed_forward import (
+    ACTIVATIONS,
+    FeedForward,
+    GatedFeedForward,
+    activation_function,
+  )
+  from spmd_tasks.layers.language_model import LanguageModel
+  from spmd_tasks.layers.linear import Linear
+  from spmd_tasks.layers.losses import (
+    RESERVED_METRICS,
+    ComparesWithBase,
+    LanguageModelLoss,
+    LossOutput,
+    as_loss_output,
+    losses_by_source,
+  )
+  from spmd_tasks.layers.norm import LayerNorm, RmsNorm
+  from spmd_tasks.layers.stack_sequence import StackSequence
+  from spmd_tasks.layers.transformer import (
+    REMAT_POLICIES,
+    ROUTING_NAME,
+    Aux,
+    BlockGroup,
+    TransformerBlock,
+    TransformerStack,
+    remat_policy,
+  )
 
 __all__ = [
   'ACTIVATIONS',
@@ -110,6 +114,7 @@ __all__ = [
   'declare_weight',
   'is_joined',
   'label_scores',
+  'layer_scope',
   'losses_by_source',
   'merge_low_rank',
   'named_arguments',

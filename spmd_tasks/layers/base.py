@@ -1,4 +1,4 @@
-"""Tools of every layer: declares weights, copies templates of sublayers, sums statistics, knows microbatches.
+"""Tools of every layer: declares weights, copies templates of sublayers, sums statistics, and the scope of a call.
 
     class Scale(nn.Module):
       @nn.compact
@@ -187,8 +187,7 @@ def describe(value: Any) -> str:
 class BatchPart:
   """The part of the batch that a block is called with: rows [index * B / count, (index + 1) * B / count).
 
-  A pipeline calls its blocks with one microbatch at a time. A layer whose result for a row depends on the row's place
-  in the batch, or whose statistics are taken over parts of the batch, finds out with `current_batch_part`.
+  A pipeline calls its blocks with one microbatch at a time.
 
   Attributes:
     index: m, an int or a traced int32 scalar.
@@ -206,41 +205,45 @@ class SmallMicrobatchError(UserError):
   """A layer needs more rows of the batch at once than a microbatch has. A pipeline in evaluation then takes fewer."""
 
 
-_WHOLE_BATCH = BatchPart()
-_current_part: contextvars.ContextVar[BatchPart] = contextvars.ContextVar('batch_part', default=_WHOLE_BATCH)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerScope:
+  """What a layer may know of the call that it is part of, beside its inputs; the only dynamic scope of layers.
+
+  Who calls a whole model, or a block of it, says with `layer_scope` what is not the default; a user's own layers need
+  none of it. (The mesh and the axis rules are in another scope, `sharding_scope`.)
+
+  Attributes:
+    part: for a layer whose result for a row depends on the row's place in the batch, or whose statistics are taken
+      over parts of the batch.
+    longest_text: rows are parts of texts of up to this many tokens, as those of generation are; None: they are whole.
+    scatters_gradients: whether gradients of weights are reduce-scattered by collectives that are written out
+      (gathered_weights.py), or summed as XLA chooses.
+    plain_products: products are computed without kernels and loops, which hide them from who counts FLOPs.
+  """
+
+  part: BatchPart = BatchPart()
+  longest_text: int | None = None
+  scatters_gradients: bool = False
+  plain_products: bool = False
+
+
+_OUTSIDE = LayerScope()
+_layer_scope: contextvars.ContextVar[LayerScope] = contextvars.ContextVar('layer_scope', default=_OUTSIDE)
 
 
 @contextlib.contextmanager
-def batch_part(part: BatchPart) -> Iterator[None]:
-  """Context in which layers are called with this part of the batch."""
-  token = _current_part.set(part)
+def layer_scope(**facts: Any) -> Iterator[None]:
+  """Context in which layers are called (traced): the enclosing LayerScope with these facts in place of its own."""
+  token = _layer_scope.set(dataclasses.replace(_layer_scope.get(), **facts))
   try:
     yield
   finally:
-    _current_part.reset(token)
+    _layer_scope.reset(token)
 
 
-def current_batch_part() -> BatchPart:
-  """Returns the part of the innermost `batch_part`, the whole batch outside of one."""
-  return _current_part.get()
-
-
-_pre_activations_kept: contextvars.ContextVar[bool] = contextvars.ContextVar('pre_activations_kept', default=True)
-
-
-@contextlib.contextmanager
-def keeping_pre_activations(is_kept: bool) -> Iterator[None]:
-  """Context in which layers are called whose remat policy keeps the hidden layers' pre-activations, or does not."""
-  token = _pre_activations_kept.set(is_kept)
-  try:
-    yield
-  finally:
-    _pre_activations_kept.reset(token)
-
-
-def pre_activations_are_kept() -> bool:
-  """Returns whether the pre-activations that a layer names are kept for its backward pass: True without remat."""
-  return _pre_activations_kept.get()
+def current_layer_scope() -> LayerScope:
+  """Returns the innermost LayerScope."""
+  return _layer_scope.get()
 
 
 # Name -> (numerator, denominator), float32 scalars, of a statistic that is a ratio of two sums.

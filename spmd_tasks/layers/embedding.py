@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank
-from spmd_tasks.layers.base import FanInNormal, declare_weight, soft_cap
-from spmd_tasks.layers.gathered_weights import gradients_are_scattered, multiply_gathered
-from spmd_tasks.layers.label_scores import LabelScores, label_scores, label_scores_in_chunks
+from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, soft_cap
+from spmd_tasks.layers.chunked_logits import LabelScores, label_scores, label_scores_in_chunks
+from spmd_tasks.layers.gathered_weights import multiply_gathered
 from spmd_tasks.sharding import Initializer, SplitDims, constrain
 
 
@@ -114,7 +114,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
       # Rows are cast after the lookup so that the table's gradient is summed over repeated tokens in float32.
       return jnp.take(table.astype('float32'), ids, axis=0, mode='fill', fill_value=jnp.nan).astype(self.dtype)
 
-    if gradients_are_scattered() and self.activation_split_dims is not None:
+    if current_layer_scope().scatters_gradients and self.activation_split_dims is not None:
       token_split_dims = self.activation_split_dims[:2]
       x = multiply_gathered(rows_of, ids, self.table, self.dtype, self.table_split_dims, token_split_dims)
     else:

@@ -2,20 +2,19 @@
 
 Every layer with a kernel does so by `multiply_gathered`: the weight is gathered, and its gradient is summed over the
 devices, each of which keeps its part. By default XLA writes both. On TPUs it sums a gradient whole, by an all-reduce
-over all chips, and cuts it then: twice the bytes of a reduce-scatter. In `scattering_gradients(True)` each device
-multiplies its tokens in a `shard_map` instead, where the gather is written out, and so is its transpose, the
-reduce-scatter. The TPU compiler keeps it over a part of the chips only, as on a mesh replica 2 x data 32 of 64.
+over all chips, and cuts it then: twice the bytes of a reduce-scatter. With `scatters_gradients` in the LayerScope
+each device multiplies its tokens in a `shard_map` instead, where the gather is written out, and so is its transpose,
+the reduce-scatter. The TPU compiler keeps it over a part of the chips only, as on a mesh replica 2 x data 32 of 64.
 """
 
-from collections.abc import Callable, Iterator
-import contextlib
-import contextvars
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import (
   SplitDims,
   current_sharding_scope,
@@ -25,23 +24,6 @@ from spmd_tasks.sharding import (
   spec_axes,
   split_dims_to_partition_spec,
 )
-
-_is_scattering: contextvars.ContextVar[bool] = contextvars.ContextVar('scattering_gradients', default=False)
-
-
-@contextlib.contextmanager
-def scattering_gradients(is_on: bool) -> Iterator[None]:
-  """Context in which layers are called whose weights' gradients are reduce-scattered, or summed as XLA chooses."""
-  token = _is_scattering.set(is_on)
-  try:
-    yield
-  finally:
-    _is_scattering.reset(token)
-
-
-def gradients_are_scattered() -> bool:
-  """Returns whether a `scattering_gradients(True)` is the innermost one."""
-  return _is_scattering.get()
 
 
 def multiply_gathered(
@@ -69,7 +51,7 @@ def multiply_gathered(
     return product(x, weight.astype(dtype))
 
   def gather_and_multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
-    if gradients_are_scattered():
+    if current_layer_scope().scatters_gradients:
       return _multiply_on_devices(product, x, weight.astype(dtype), split_dims, token_split_dims)
     return product(x, gather_for_tokens(weight.astype(dtype), split_dims, token_split_dims))
 

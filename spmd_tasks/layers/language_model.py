@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.positions import LearnedPositions, SinusoidalPositions
-from spmd_tasks.layers.base import WithSublayers, run_stack
+from spmd_tasks.layers.base import WithSublayers, layer_scope, run_stack
 from spmd_tasks.layers.embedding import TokenEmbedding
-from spmd_tasks.layers.gathered_weights import scattering_gradients
 
 
 class LanguageModel(WithSublayers, kw_only=True):
@@ -61,7 +60,7 @@ class LanguageModel(WithSublayers, kw_only=True):
     Raises:
       UserError: the batch has `segment_ids` without `segment_pos`; or `num_logit_chunks` does not divide T.
     """
-    with scattering_gradients(self.scatters_gradients):
+    with layer_scope(scatters_gradients=self.scatters_gradients):
       return self._predict(batch, train)
 
   @nn.nowrap

@@ -12,7 +12,6 @@ Shapes: B batch, T sequence, D model, L layers.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import flax
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import ATTENTION_INPUTS_NAME, ATTENTION_NAME
-from spmd_tasks.layers.base import Statistics, WithSublayers, keeping_pre_activations, run_layer, values_per_layer
+from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer, values_per_layer
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME
 from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain, refuse_plain_weights
 
@@ -56,7 +55,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
   'attention_and_ffn': checkpoint_policies.save_only_these_names(
     ROUTING_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME, PRE_ACTIVATIONS_NAME
   ),
-  # Keeps the input of each layer, and the inputs and results of an attention kernel, which is dear to run again.
+  # Keeps the input of each layer, and the inputs and results of an attention kernel, whose recomputation costs most.
   'attention': checkpoint_policies.save_only_these_names(ROUTING_NAME, ATTENTION_NAME, ATTENTION_INPUTS_NAME),
   # Keeps the input of each layer only.
   'full': _routing,
@@ -69,8 +68,6 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     offload_dst='pinned_host',
   ),
 }
-# The policies that keep the pre-activations of feed-forward networks, PRE_ACTIVATIONS_NAME.
-_KEEPING_PRE_ACTIVATIONS = ('none', 'attention_and_ffn')
 
 
 def remat_policy(name: str) -> Callable[..., Any] | None:
@@ -82,11 +79,6 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
   if name not in REMAT_POLICIES:
     raise UserError(f'remat_policy {name!r} is unknown: choose one of {list(REMAT_POLICIES)}.')
   return REMAT_POLICIES[name]
-
-
-def remat_scope(name: str) -> AbstractContextManager[None]:
-  """Context in which a layer with this remat policy is called, so that its sublayers know what is kept of them."""
-  return keeping_pre_activations(name in _KEEPING_PRE_ACTIVATIONS)
 
 
 class TransformerBlock(WithSublayers, kw_only=True):
@@ -244,12 +236,11 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
   """Returns the lifted function (block, x, segment_ids, segment_pos) -> (x, aux [L, ...]) that runs L layers."""
 
   def layer(block, x, segment_ids, segment_pos):
-    with remat_scope(remat_policy_name):
-      x = checkpoint_name(x, LAYER_INPUT_NAME)
-      y, aux = run_layer('block', block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
-      if block.is_initializing():
-        refuse_plain_weights(block.variables.get('params', {}))
-      return y, aux
+    x = checkpoint_name(x, LAYER_INPUT_NAME)
+    y, aux = run_layer('block', block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
+    if block.is_initializing():
+      refuse_plain_weights(block.variables.get('params', {}))
+    return y, aux
 
   policy = remat_policy(remat_policy_name)
   if policy is not None:

@@ -17,23 +17,28 @@ stacked layers separately, expert_weights.py has the rules for mixtures of exper
 that are not trained, and optimizer_specs.py lays out optimizer state.
 """
 
-from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches
-from spmd_tasks.learning.expert_weights import are_balance_biases
-from spmd_tasks.learning.from_optax import FromOptax
-from spmd_tasks.learning.frozen_weights import FROZEN_TAG, are_frozen, fill_in, mark_frozen, without_frozen
-from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer, global_norm
-from spmd_tasks.learning.optimizers import Adafactor, AdamW, Lion, Muon, MuonClip, Sgd
-from spmd_tasks.learning.schedules import (
-  Constant,
-  LearningRate,
-  LinearWarmupConstant,
-  LinearWarmupCosine,
-  LinearWarmupExponential,
-  LinearWarmupLinear,
-  LinearWarmupRsqrt,
-  Schedule,
-)
-from spmd_tasks.learning.skipping import keep_if_finite
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches
+  from spmd_tasks.learning.adafactor import Adafactor
+  from spmd_tasks.learning.expert_weights import are_balance_biases
+  from spmd_tasks.learning.from_optax import FromOptax
+  from spmd_tasks.learning.frozen_weights import FROZEN_TAG, are_frozen, fill_in, mark_frozen, without_frozen
+  from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer, global_norm
+  from spmd_tasks.learning.muon import Muon, MuonClip
+  from spmd_tasks.learning.optimizers import AdamW, Lion, Sgd
+  from spmd_tasks.learning.schedules import (
+    Constant,
+    LearningRate,
+    LinearWarmupConstant,
+    LinearWarmupCosine,
+    LinearWarmupExponential,
+    LinearWarmupLinear,
+    LinearWarmupRsqrt,
+    Schedule,
+  )
+  from spmd_tasks.learning.skipping import keep_if_finite
 
 __all__ = [
   'FROZEN_TAG',

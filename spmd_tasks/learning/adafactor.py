@@ -1,4 +1,4 @@
-"""Computes Adafactor's direction for each layer and each expert separately.
+"""Adafactor, for each layer and each expert separately.
 
 Second moments of a weight [..., R, C] are stored as their means over C (`v_row`) and over R (`v_col`), after Shazeer
 and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). A scanned weight [L, R,
@@ -14,14 +14,68 @@ Below, "a layer's weight" means the weight of one expert of the layer, for weigh
 Shapes: L layers of a scanned stack, E experts, R and C the two largest dims of one layer's weight (R <= C).
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from spmd_tasks.errors import UserError
 from spmd_tasks.learning.layer_weights import num_separate_dims
+from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.sharding import WeightSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adafactor(OptimizerSettings):
+  """Adafactor as T5 and Pax use it. Layers of a scanned stack are separate weights.
+
+  `momentum` averages directions before the learning rate multiplies them, T5X's after. The two are equal while the
+  learning rate is constant.
+
+  Attributes:
+    momentum: decay of an average of the directions (T5X's beta1, not debiased); None: no average.
+    momentum_dtype: of the stored average.
+    decay_exponent: update t = 1, 2, ... keeps `1 - t ** -decay_exponent` of the old second moments.
+    min_dim_size_to_factor: second moments are factored where a layer's weight has two dims of at least this size.
+    epsilon: added to the squared gradient.
+    clipping_threshold: the largest rms of one layer's direction before the parameter scale; None turns it off.
+    multiply_by_parameter_scale: makes the learning rate relative to the rms of the layer's weight.
+    min_parameter_scale: lower bound of that rms.
+  """
+
+  momentum: float | None = None
+  momentum_dtype: str = 'float32'
+  decay_exponent: float = 0.8
+  min_dim_size_to_factor: int = 128
+  epsilon: float = 1e-30
+  clipping_threshold: float | None = 1.0
+  multiply_by_parameter_scale: bool = True
+  min_parameter_scale: float = 1e-3
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name in ('decay_exponent', 'min_dim_size_to_factor', 'min_parameter_scale', 'clipping_threshold'):
+      value = getattr(self, name)
+      if value is not None and not value > 0:
+        raise UserError(f'Adafactor.{name} is {value}; it must be larger than 0.')
+
+  def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
+    pieces = [
+      scale_by_adafactor(
+        weight_specs,
+        decay_exponent=self.decay_exponent,
+        min_dim_size_to_factor=self.min_dim_size_to_factor,
+        epsilon=self.epsilon,
+        clipping_threshold=self.clipping_threshold,
+        multiply_by_parameter_scale=self.multiply_by_parameter_scale,
+        min_parameter_scale=self.min_parameter_scale,
+      )
+    ]
+    if self.momentum is not None:
+      pieces.append(optax.ema(self.momentum, debias=False, accumulator_dtype=jnp.dtype(self.momentum_dtype)))
+    return pieces
 
 
 def scale_by_adafactor(

@@ -26,9 +26,7 @@ from spmd_tasks.learning.expert_weights import (
   with_balance_bias_steps,
   without_balance_biases,
 )
-from spmd_tasks.learning.from_optax import FromOptax
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
-from spmd_tasks.learning.optimizers import MuonClip
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
 from spmd_tasks.sharding import WEIGHT_FACTORS, WeightSpec, sum_of_squares
 
@@ -39,7 +37,7 @@ class Optimizer(Protocol):
   """The interface of an optimizer's settings; see `optimizers.py` and `from_optax.py`.
 
   A settings class may also have `applies_learning_rate`, a bool: if true, directions include the learning rate, and the
-  learner does not multiply them.
+  learner does not multiply them; and `needs_weight_factors`, a bool: whether the model must leave WEIGHT_FACTORS.
   """
 
   @property
@@ -125,6 +123,8 @@ class Learner:
 
   def __post_init__(self):
     if isinstance(self.optimizer, optax.GradientTransformation):
+      from spmd_tasks.learning.from_optax import FromOptax  # only for optimizers that are not ours
+
       object.__setattr__(self, 'optimizer', FromOptax.of(self.optimizer))
     if not hasattr(self.optimizer, 'transformation') or not hasattr(self.optimizer, 'learning_rate'):
       raise UserError(
@@ -176,10 +176,10 @@ class Learner:
 
   def check_variables(self, variables: Mapping[str, Any]) -> None:
     """Raises a UserError if the optimizer needs factors of weights, and the model's variables have none."""
-    if isinstance(self.optimizer, MuonClip) and WEIGHT_FACTORS not in variables:
+    if getattr(self.optimizer, 'needs_weight_factors', False) and WEIGHT_FACTORS not in variables:
       raise UserError(
-        'MuonClip bounds the logits of attention, and no attention of the model computes how: set qk_clip=100.0 in its '
-        'attention, or choose Muon.'
+        f'{type(self.optimizer).__name__} bounds the logits of attention, and no attention of the model computes how: '
+        'set qk_clip=100.0 in its attention, or choose Muon.'
       )
 
   def update(

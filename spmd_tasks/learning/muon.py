@@ -1,4 +1,4 @@
-"""Computes Muon's direction: the momentum of each layer's matrix, made nearly orthogonal.
+"""Muon: the momentum of each layer's matrix, made nearly orthogonal, is the direction.
 
 Momentum M = U S V^T is replaced by about U V^T, by Newton-Schulz steps on M / |M| (Jordan et al., "Muon: An optimizer
 for hidden layers in neural networks", 2024). A layer's matrix is [inputs, outputs], as its WeightSpec declares it:
@@ -15,14 +15,18 @@ the two.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+import optax
 
-from spmd_tasks.learning.layer_weights import as_layers, layer_matrix, num_separate_dims
-from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite
+from spmd_tasks.errors import UserError
+from spmd_tasks.learning.frozen_weights import fill_in
+from spmd_tasks.learning.layer_weights import are_matrices, as_layers, layer_matrix, num_separate_dims
+from spmd_tasks.learning.optimizers import OptimizerSettings
+from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite, scale_by_adam
 from spmd_tasks.sharding import (
   WeightSpec,
   current_sharding_scope,
@@ -38,6 +42,104 @@ SCALES = {
   'match_rms_adamw': lambda inputs, outputs: 0.2 * math.sqrt(max(inputs, outputs)),  # Moonshot, arXiv 2502.16982
   'spectral_unclamped': lambda inputs, outputs: math.sqrt(outputs / inputs),  # Bernstein, "Deriving Muon", 2025
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon(OptimizerSettings):
+  """Momentum made orthogonal, matrix by matrix (Jordan et al., 2024).
+
+  Kernels of hidden layers are matrices, with heads joined; a router's and adapters' too. Embeddings, the output head,
+  norms and biases are updated as by AdamW. Weights decay by the learning rate alone, without the scale, as in
+  `torch.optim.Muon`. Jordan et al. use no decay; Moonshot (arXiv 2502.16982) decays all weights by 0.1.
+
+  Attributes:
+    momentum: decay of the average of gradients, which is not debiased.
+    nesterov: whether the direction looks ahead by one more momentum step.
+    momentum_dtype: of the stored average, and of AdamW's first moment.
+    scale: factor of a matrix's direction, by torch's names: 'match_rms_adamw', 0.2 sqrt(max(inputs, outputs)), makes it
+      as large as AdamW's (Moonshot), so that one learning rate suits all weights; 'original' is
+      sqrt(max(1, outputs / inputs)) (Jordan et al.); 'spectral_unclamped' is sqrt(outputs / inputs) (Bernstein).
+    coefficients, num_iterations: of the Newton-Schulz steps a x + b x^3 + c x^5.
+    dtype: of their products. The publications use bfloat16, which is faster; float32 is the same on every mesh.
+    beta1, beta2, epsilon: AdamW's.
+    adam_scale: factor of the learning rate of the weights that AdamW updates, and so of their decay.
+  """
+
+  momentum: float = 0.95
+  nesterov: bool = True
+  momentum_dtype: str = 'float32'
+  scale: Literal['match_rms_adamw', 'original', 'spectral_unclamped'] = 'match_rms_adamw'
+  coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+  num_iterations: int = 5
+  dtype: str = 'float32'
+  beta1: float = 0.9
+  beta2: float = 0.95
+  epsilon: float = 1e-8
+  adam_scale: float = 1.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    name = type(self).__name__
+    if self.scale not in SCALES:
+      raise UserError(f'{name}.scale is {self.scale!r}; it must be one of {tuple(SCALES)}.')
+    if len(self.coefficients) != 3 or self.num_iterations < 1:
+      raise UserError(
+        f'{name}.coefficients are {self.coefficients} for num_iterations={self.num_iterations}: give three numbers, '
+        'and 1 step or more.'
+      )
+    if self.dtype not in ('float32', 'bfloat16'):
+      raise UserError(f'{name}.dtype is {self.dtype!r}; it must be float32 or bfloat16.')
+    if not self.adam_scale >= 0:
+      raise UserError(f'{name}.adam_scale is {self.adam_scale}; it must be 0 or more.')
+
+  def _direction(self, weight_specs: Any) -> list[optax.GradientTransformation]:
+    is_matrix = are_matrices(weight_specs, type(self).__name__)
+
+    def part(tree: Any, of_matrices: bool) -> Any:
+      return jax.tree.map(lambda matrix, leaf: leaf if matrix == of_matrices else None, is_matrix, tree)
+
+    adam = scale_by_adam(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon, momentum_dtype=self.momentum_dtype)
+    muon = scale_by_muon(
+      part(weight_specs, True),
+      momentum=self.momentum,
+      nesterov=self.nesterov,
+      momentum_dtype=self.momentum_dtype,
+      scale=self.scale,
+      coefficients=self.coefficients,
+      num_iterations=self.num_iterations,
+      epsilon=1e-7,  # torch's: norms of the momentum below it count as it
+      dtype=self.dtype,
+    )
+
+    def update(grads: Any, state: Any, weights: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+      of_matrices, muon_state = muon.update(part(grads, True), state[0], **extra_args)
+      of_others, adam_state = adam.update(part(grads, False), state[1], **extra_args)
+      return fill_in(of_matrices, of_others), (muon_state, adam_state)
+
+    def init(weights: Any) -> Any:
+      return muon.init(part(weights, True)), adam.init(part(weights, False))
+
+    return [SkippableTransformation(init, update)]
+
+  def transformation(self, weight_specs: Any) -> SkippableTransformation:
+    """Returns the transformation from gradients to the direction; see the base class."""
+    whole = super().transformation(weight_specs)
+    if self.adam_scale == 1:
+      return whole
+    is_matrix = are_matrices(weight_specs, type(self).__name__)
+
+    def update(grads: Any, state: Any, weights: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+      directions, state = whole.update(grads, state, weights, **extra_args)
+      return jax.tree.map(lambda d, matrix: d if matrix else self.adam_scale * d, directions, is_matrix), state
+
+    return SkippableTransformation(whole.init, update)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonClip(Muon):
+  """Muon, for a model whose attention has `qk_clip`, which bounds its logits (Kimi K2, 2025)."""
+
+  needs_weight_factors: ClassVar[bool] = True
 
 
 class MuonState(NamedTuple):
@@ -58,7 +160,7 @@ def scale_by_muon(
   epsilon: float,
   dtype: str,
 ) -> SkippableTransformation:
-  """Returns the transformation of the matrices' gradients, float32; arguments as those of `Muon` (optimizers.py).
+  """Returns the transformation of the matrices' gradients, float32; arguments as those of `Muon`.
 
   Args:
     weight_specs: tree of WeightSpec congruent to the gradients, of matrices only.

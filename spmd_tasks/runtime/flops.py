@@ -15,8 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention import override_attention
-from spmd_tasks.layers.moe import override_grouped_matmul_backend
+from spmd_tasks.layers import layer_scope
 from spmd_tasks.learning import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.optional_methods import ReadsBase
 from spmd_tasks.runtime.task import Task, Variables
@@ -81,7 +80,7 @@ def model_flops_per_train_step(
 
   rng = jax.eval_shape(lambda: jax.random.key(0))
   arguments = (abstract_variables, dict(batch_spec), rng)
-  with override_grouped_matmul_backend('ragged_dot'), override_attention('xla'):
+  with layer_scope(plain_products=True):
     flops = 3 * count_matmul_flops(forward, *arguments)
     if isinstance(task, ReadsBase) and task.reads_base:  # which has no backward pass
       flops -= 2 * count_matmul_flops(task.predict_base, abstract_variables, dict(batch_spec))

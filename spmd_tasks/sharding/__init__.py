@@ -14,79 +14,82 @@ mesh and its rules as one field of an experiment), reductions.py (norms of shard
 names), quantized.py (how weights are held in fewer bits) and host_layout.py (the rows of a batch on one host).
 """
 
-from spmd_tasks.sharding._mesh_shapes import factorizations, nearest_hybrid_shape, nearest_shapes
-from spmd_tasks.sharding.expert_axes import (
-  ExpertAxes,
-  data_expert_model_axes,
-  data_model_axes,
-  expert_parallel_degrees,
-  hidden_sharding_axes,
-  standard_logical_axis_rules,
-)
-from spmd_tasks.sharding.host_layout import HostDataLayout, host_data_layout
-from spmd_tasks.sharding.mesh import MeshSpec
-from spmd_tasks.sharding.mesh_layouts import (
-  DEFAULT_AXIS_RULES,
-  DataExpertModelMesh,
-  DataModelMesh,
-  HiddenShardingMesh,
-  MeshAxes,
-  MeshLayout,
-)
-from spmd_tasks.sharding.padding import evenly_divided_spec, pad, padded_shape, unpad
-from spmd_tasks.sharding.quantized import (
-  QUANTIZED_DTYPES,
-  Int8,
-  NormalFloat4,
-  Quantized,
-  is_quantized,
-  numbers_spec,
-  quantize,
-  quantized_spec,
-  stored_spec,
-)
-from spmd_tasks.sharding.reductions import sum_of_squares, sums_of_squares
-from spmd_tasks.sharding.specs import (
-  AxisRules,
-  ShardingScope,
-  SplitDim,
-  SplitDims,
-  check_axis_rules,
-  constrain,
-  context_axis_rules,
-  current_platform,
-  current_sharding_scope,
-  even_spec,
-  gather_for_tokens,
-  infer_partition_spec_based_on_rank,
-  is_split_over_tokens,
-  num_parts,
-  residual_axis_rules,
-  row_axes,
-  shard_on_batch_dim_partition_spec,
-  sharding_scope,
-  spec_axes,
-  split_dims_to_partition_spec,
-  stage_axis,
-  stage_axis_rules,
-  without_axis,
-)
-from spmd_tasks.sharding.weight_names import matching_names
-from spmd_tasks.sharding.weights import (
-  SPLIT_BY_DEFAULT,
-  STACK_DIM,
-  WEIGHT_FACTORS,
-  Initializer,
-  WeightBox,
-  WeightSpec,
-  match_fn,
-  merge_stacked,
-  refuse_plain_weights,
-  replicated_spec,
-  split_stacked,
-  unbox_weights,
-  weight_specs,
-)
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.sharding._mesh_shapes import factorizations, nearest_hybrid_shape, nearest_shapes
+  from spmd_tasks.sharding.expert_axes import (
+    ExpertAxes,
+    data_expert_model_axes,
+    data_model_axes,
+    expert_parallel_degrees,
+    hidden_sharding_axes,
+    standard_logical_axis_rules,
+  )
+  from spmd_tasks.sharding.host_layout import HostDataLayout, host_data_layout
+  from spmd_tasks.sharding.mesh import MeshSpec
+  from spmd_tasks.sharding.mesh_layouts import (
+    DEFAULT_AXIS_RULES,
+    DataExpertModelMesh,
+    DataModelMesh,
+    HiddenShardingMesh,
+    MeshAxes,
+    MeshLayout,
+  )
+  from spmd_tasks.sharding.padding import evenly_divided_spec, pad, padded_shape, unpad
+  from spmd_tasks.sharding.quantized import (
+    QUANTIZED_DTYPES,
+    Int8,
+    NormalFloat4,
+    Quantized,
+    is_quantized,
+    numbers_spec,
+    quantize,
+    quantized_spec,
+    stored_spec,
+  )
+  from spmd_tasks.sharding.reductions import sum_of_squares, sums_of_squares
+  from spmd_tasks.sharding.specs import (
+    AxisRules,
+    ShardingScope,
+    SplitDim,
+    SplitDims,
+    check_axis_rules,
+    constrain,
+    context_axis_rules,
+    current_platform,
+    current_sharding_scope,
+    even_spec,
+    gather_for_tokens,
+    infer_partition_spec_based_on_rank,
+    is_split_over_tokens,
+    num_parts,
+    residual_axis_rules,
+    row_axes,
+    shard_on_batch_dim_partition_spec,
+    sharding_scope,
+    spec_axes,
+    split_dims_to_partition_spec,
+    stage_axis,
+    stage_axis_rules,
+    without_axis,
+  )
+  from spmd_tasks.sharding.weight_names import matching_names
+  from spmd_tasks.sharding.weights import (
+    SPLIT_BY_DEFAULT,
+    STACK_DIM,
+    WEIGHT_FACTORS,
+    Initializer,
+    WeightBox,
+    WeightSpec,
+    match_fn,
+    merge_stacked,
+    refuse_plain_weights,
+    replicated_spec,
+    split_stacked,
+    unbox_weights,
+    weight_specs,
+  )
 
 __all__ = [
   'DEFAULT_AXIS_RULES',

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput, losses_by_source
-from spmd_tasks.layers.label_scores import predicted_label_scores
+from spmd_tasks.layers.chunked_logits import predicted_label_scores
 from spmd_tasks.layers.losses import WithAuxLosses
 
 _KINDS = ('sigmoid', 'ipo')

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.gathered_weights import multiply_gathered, scattering_gradients
+from spmd_tasks.layers import layer_scope
+from spmd_tasks.layers.gathered_weights import multiply_gathered
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules, sharding_scope
 
 B, T, D, F = 4, 6, 7, 9  # no axis of 2 divides D or F; rows and tokens that it does not divide are not split
@@ -15,7 +16,7 @@ def gradients(is_scattered: bool, split_dims=('embed', 'mlp')):
   """Returns a function (x, weight) -> the product, and the gradients of a function of it."""
 
   def product_of(x, weight):
-    with scattering_gradients(is_scattered):
+    with layer_scope(scatters_gradients=is_scattered):
       return multiply_gathered(jnp.matmul, x, weight, 'float32', split_dims, ('batch', 'seq'))
 
   def of(x, weight):

@@ -46,9 +46,9 @@ def first_loss(dense_job, tmp_path_factory):
       *(UPCYCLED, ['--set', 'num_experts=1', '--set', 'num_selected_experts=1']), marks=pytest.mark.exhaustive
     ),
     (UPCYCLED, []),
-    (f'{JOBS}EverySecondUpcycled', ['--set', 'num_experts=3', '--set', 'has_shared_expert=true']),
+    (f'{JOBS}EverySecondUpcycled', ['--set', 'num_experts=3']),
   ],
-  ids=['one expert', '2 of 4 experts', 'every second layer: 2 of 3, and a shared one'],
+  ids=['one expert', '2 of 4 experts', 'every second layer: 2 of 3'],
 )
 def test_begins_with_the_loss_of_the_dense_model(experiment, flags, dense_job, first_loss, tmp_path, capsys):
   assert train(experiment, tmp_path / 'job', '--set', f'init_from={dense_job}', *flags) == 0

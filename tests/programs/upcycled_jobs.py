@@ -57,7 +57,6 @@ class Upcycled(Dense):
       experts=fdl.Config(Experts, num_experts=self.num_experts, hidden_dim=self.hidden_dims),
       computation=fdl.Config(Dropless),
       shared_expert=super().ffn() if self.has_shared_expert else None,
-      shared_combination='mean',
     )
 
 

@@ -15,7 +15,7 @@ from tests.runtime.moe_experiments import AlongData, ExpertAxis, HiddenSharded, 
 FFN = 'task.model.stack.block.ffn'
 ALL_TO_ALL = (f'{FFN}.computation.dispatch=padded_all_to_all',)
 PASSES = (*ALL_TO_ALL, f'{FFN}.computation.capacity_factor=0.7', f'{FFN}.computation.overflow=passes')
-RECOMPUTE = ('remat_policy=full', f'{FFN}.computation.recompute_activation=True')
+REMAT = ('remat_policy=full',)
 # A balance loss is a product of two means: over microbatches apart it is another loss. A router's z-loss is a mean over
 # real tokens, which the learner weighs by those that are learnt.
 MICROBATCHES = ('load_balance_weight=0', 'router_z_weight=0')
@@ -47,12 +47,12 @@ ONE_BY_ONE = [
   ('gather with biases, data 2 x expert 4', ExpertAxis, (1, 2, 4, 1), (*GATHER, *BIASES), (*EINSUM, *BIASES)),
   ('data 2 x expert 2 x mdl 2, all-to-all', ExpertAxis, (1, 2, 2, 2), ALL_TO_ALL, ()),
   ('experts along data 4 x mdl 2', AlongData, (1, 4, 2), (), ()),
-  ('expert 8, remat', ExpertAxis, (1, 1, 8, 1), RECOMPUTE, ()),
+  ('expert 8, remat', ExpertAxis, (1, 1, 8, 1), REMAT, ()),
   ('gather, never drop, expert 4', ExpertAxis, (1, 1, 4, 1), (*GATHER, *NEVER_DROP), ()),
   ('expert 8', ExpertAxis, (1, 1, 8, 1), (), ()),
   ('expert 2 x mdl 4', ExpertAxis, (1, 1, 2, 4), (), ()),
   ('data 2 x expert 4, all-to-all in passes', ExpertAxis, (1, 2, 4, 1), PASSES, ()),
-  ('remat', ExpertAxis, (1, 2, 4, 1), RECOMPUTE, ()),
+  ('remat', ExpertAxis, (1, 2, 4, 1), REMAT, ()),
   ('2 microbatches', ExpertAxis, (1, 2, 4, 1), (*MICROBATCHES, TWO), MICROBATCHES),
   ('bias balancing', ExpertAxis, (1, 2, 4, 1), BIAS, BIAS),
   ('two data axes', TwoDataAxes, (1, 4, 2), (), ()),

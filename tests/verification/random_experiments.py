@@ -71,8 +71,6 @@ class Drawn(SyntheticLanguageModel):
   balance_bias: bool = False
   jitter: float = 0.0
   shared_hidden_dims: int | None = None
-  shared_combination: str = 'sum'
-  output_bias: bool = False
   load_balance_weight: float = 0.01
   load_balance_shards: int = 1
   divide_by_k: bool = False
@@ -88,7 +86,6 @@ class Drawn(SyntheticLanguageModel):
   scan: bool = True
   capacity_form: str = 'einsum'
   dispatch: str = 'ring'
-  recompute: bool = False
   ring_attention: bool = False
 
   def _norm(self):
@@ -114,7 +111,7 @@ class Drawn(SyntheticLanguageModel):
         jitter_eps=self.jitter,
       )
     if self.ffn_kind == 'dropless':
-      computation = fdl.Config(Dropless, dispatch=self.dispatch, recompute_activation=self.recompute)
+      computation = fdl.Config(Dropless, dispatch=self.dispatch)
     else:
       computation = fdl.Config(
         {'einsum': CapacityEinsum, 'gather': CapacityGather}[self.capacity_form],
@@ -133,8 +130,6 @@ class Drawn(SyntheticLanguageModel):
       experts=fdl.Config(Experts, num_experts=self.num_experts, hidden_dim=self.hidden_dims),
       computation=computation,
       shared_expert=shared,
-      shared_combination=self.shared_combination,
-      output_bias=self.output_bias,
       load_balance_shards=self.load_balance_shards,
       load_balance_divide_by_k=self.divide_by_k,
     )
@@ -265,7 +260,6 @@ def draw_settings(rng: random.Random) -> Settings:
     'is_grouped': rng.random() < 0.25,
     'num_experts': experts,
     'shared_hidden_dims': rng.choice([None, None, 7, 10]),
-    'output_bias': rng.random() < 0.2,
     'load_balance_weight': rng.choice([0.0, 0.01, 0.5]),
     'divide_by_k': rng.random() < 0.3,
     'jitter': rng.choice([0.0, 0.0, 0.0, 0.1]),
@@ -286,8 +280,6 @@ def draw_settings(rng: random.Random) -> Settings:
       'priority': rng.choice(['position', 'score']),
       'renormalize': rng.random() < 0.3,
     }
-    if settings['shared_hidden_dims']:
-      settings['shared_combination'] = rng.choice(['sum', 'mean'])
   return settings
 
 

@@ -33,7 +33,6 @@ def draw_layout(rng: random.Random, settings: Settings) -> Settings:
     layout |= {
       'capacity_form': rng.choice(['einsum', 'gather']),
       'dispatch': rng.choice(['ring', 'padded_all_to_all']),
-      'recompute': rng.random() < 0.3,
     }
   num_devices = rng.choice([2, 3, 4, 4, 5, 6, 6, 7, 8, 8, 8])
   stages = 1

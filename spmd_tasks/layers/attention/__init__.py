@@ -11,39 +11,39 @@ DeepSeek's multi-head latent attention, with a small cache. Positions are rotary
 A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
 call's tokens to `new_cache` and reads the earlier ones from the collection `cache`.
 
-Read attention.py, then attend.py (the implementations, a kernel per platform), positions.py, rotary_scaling.py and
-latent.py; kv_cache.py explains generation.
+Read attention.py, then implementations.py (which of them computes a call, a kernel per platform), positions.py,
+rotary_scaling.py and latent.py; kv_cache.py explains generation.
 """
 
-from spmd_tasks.layers.attention._plain import segment_mask
-from spmd_tasks.layers.attention._splash import ATTENTION_NAME
-from spmd_tasks.layers.attention.attend import (
-  IMPLEMENTATIONS,
-  AttentionCall,
-  attend,
-  override_attention,
-  resolve_implementation,
-)
-from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME, Attention
-from spmd_tasks.layers.attention.kv_cache import (
-  CACHE,
-  NEW_CACHE,
-  attend_to_cache,
-  is_decoding,
-  read_cache,
-  write_new_cache,
-)
-from spmd_tasks.layers.attention.latent import LatentAttention
-from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary, SinusoidalPositions
-from spmd_tasks.layers.attention.rotary_scaling import (
-  LinearScaling,
-  Llama3Scaling,
-  LongRopeScaling,
-  RotaryScaling,
-  YarnScaling,
-  longest_text,
-  yarn_magnitude,
-)
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.layers.attention._plain import ATTENTION_NAME, segment_mask
+  from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME, Attention
+  from spmd_tasks.layers.attention.implementations import (
+    IMPLEMENTATIONS,
+    AttentionCall,
+    attend,
+    resolve_implementation,
+  )
+  from spmd_tasks.layers.attention.kv_cache import (
+    CACHE,
+    NEW_CACHE,
+    attend_to_cache,
+    is_decoding,
+    read_cache,
+    write_new_cache,
+  )
+  from spmd_tasks.layers.attention.latent import LatentAttention
+  from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary, SinusoidalPositions
+  from spmd_tasks.layers.attention.rotary_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RotaryScaling,
+    YarnScaling,
+    yarn_magnitude,
+  )
 
 __all__ = [
   'ATTENTION_INPUTS_NAME',
@@ -65,8 +65,6 @@ __all__ = [
   'attend',
   'attend_to_cache',
   'is_decoding',
-  'longest_text',
-  'override_attention',
   'read_cache',
   'resolve_implementation',
   'segment_mask',

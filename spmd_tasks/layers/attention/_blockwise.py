@@ -10,10 +10,7 @@ Shapes: as in _plain.py; N blocks, C queries of a block.
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._options import AttentionOptions
-from spmd_tasks.layers.attention._plain import attend_to_visible, visible
-
-BLOCK = 256
+from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_to_visible, visible
 
 
 def attend_blockwise(

@@ -13,7 +13,7 @@ With a causal mask, late queries see more keys than early ones. So device i of P
 and the (2P - 1 - i)-th: together they see as many keys as any other device's. `exchange` brings these queries to their
 device and `undo_exchange` the results back, so that no other part of the model sees another order than the text's.
 
-Shapes: as in attend.py; P devices along the axes that split the tokens, t = T / P tokens of one.
+Shapes: as in implementations.py; P devices along the axes that split the tokens, t = T / P tokens of one.
 """
 
 import dataclasses
@@ -25,8 +25,7 @@ import numpy as np
 
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._on_devices import AttentionLayout, Axes, attend_on_devices
-from spmd_tasks.layers.attention._options import AttentionOptions
-from spmd_tasks.layers.attention._plain import visible
+from spmd_tasks.layers.attention._plain import AttentionOptions, visible
 from spmd_tasks.layers.base import soft_cap
 
 

@@ -7,8 +7,7 @@ and row, once for all heads. cuDNN wants an even number of tokens; what a token 
 import jax
 
 from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices
-from spmd_tasks.layers.attention._options import AttentionOptions
-from spmd_tasks.layers.attention._plain import attend_plainly
+from spmd_tasks.layers.attention._plain import AttentionOptions, attend_plainly
 
 
 def attend_by_cudnn(

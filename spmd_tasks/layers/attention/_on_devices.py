@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from spmd_tasks.layers.attention._options import AttentionOptions
+from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.sharding import (
   SplitDims,
   current_sharding_scope,

@@ -3,14 +3,43 @@
 Shapes: B batch, T queries, S keys, H query heads, G key/value heads, R = H / G, K head dim, V dim of a value.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._options import AttentionOptions
 from spmd_tasks.layers.base import soft_cap
+
+BLOCK = 256  # how many queries are compared at a time where their scores are not to be in memory for all
+
+# The `checkpoint_name` of what a kernel's backward pass needs of its forward pass: results and softmax denominators.
+ATTENTION_NAME = 'attention'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+  """Settings by which queries and keys are compared.
+
+  Attributes:
+    causal: whether a token sees itself and earlier tokens only.
+    window: how many tokens of its document a token sees, itself included; None: all.
+    softmax_scale: factor of the logits; None: 1 / sqrt(K).
+    logit_cap: bounds the logits softly, see `soft_cap`.
+    sinks: [H], see `masked_softmax`.
+  """
+
+  causal: bool = True
+  window: int | None = None
+  softmax_scale: float | None = None
+  logit_cap: float | None = None
+  sinks: jax.Array | None = None
+
+  def scale(self, head_dim: int) -> float:
+    """The factor of the logits for K features."""
+    return self.softmax_scale or 1.0 / math.sqrt(head_dim)
 
 
 def segment_mask(segment_ids: jax.Array) -> jax.Array:

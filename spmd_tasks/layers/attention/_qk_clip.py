@@ -18,9 +18,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.attention._blockwise import BLOCK
-from spmd_tasks.layers.attention._options import AttentionOptions
-from spmd_tasks.layers.attention._plain import visible
+from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, visible
 from spmd_tasks.sharding import WEIGHT_FACTORS, SplitDims, WeightSpec
 
 

@@ -17,13 +17,10 @@ import numpy as np
 
 from spmd_tasks.layers.attention._context import balanced_order, exchange, gather_tokens, undo_exchange
 from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices
-from spmd_tasks.layers.attention._options import AttentionOptions
+from spmd_tasks.layers.attention._plain import ATTENTION_NAME, AttentionOptions
 
 _TILE = 128
 _LARGEST_BLOCK = 1024
-
-# The `checkpoint_name` of what the kernel's backward pass needs of its forward pass: results and softmax denominators.
-ATTENTION_NAME = 'attention'
 
 
 def attend_by_splash(

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapted_weights import kernels
 from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of
-from spmd_tasks.layers.attention._options import AttentionOptions
-from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
-from spmd_tasks.layers.attention.attend import Implementation, attend
+from spmd_tasks.layers.attention._plain import AttentionOptions
+from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
 from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight
@@ -61,7 +60,7 @@ class Attention(WithSublayers, kw_only=True):
     dtype: of the computation.
     init_scale, out_init_scale: FanInNormal's scale for the three input projections and for the output projection.
     implementation: 'xla', 'blockwise', 'cudnn' (NVIDIA GPUs), 'splash' (TPUs) or 'ring' (sequences split over devices),
-      see attend.py; None for the best that the mesh's devices have.
+      see implementations.py; None for the best that the mesh's devices have.
     query_split_dims, kv_split_dims, out_split_dims: of the kernels.
     query_activation_split_dims: of the queries [B, T, H, K].
     kv_activation_split_dims: of keys and values [B, T, G, K].
@@ -216,6 +215,8 @@ class Attention(WithSublayers, kw_only=True):
       'sinks': sinks,
     }
     if self.qk_clip is not None and cached is None:
+      from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
+
       options = AttentionOptions(causal=self.causal, window=self.window, softmax_scale=self.softmax_scale)
       gamma = shrinkage(largest_logits(query, key, segment_ids, options), self.qk_clip)[:, None]
       own_keys = num_kv_heads == self.num_heads

@@ -32,9 +32,9 @@ from spmd_tasks.layers.adapters import (
   declare_low_rank,
   declare_magnitude,
 )
-from spmd_tasks.layers.attention._options import AttentionOptions
+from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
-from spmd_tasks.layers.attention.attend import attend
+from spmd_tasks.layers.attention.implementations import attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
 from spmd_tasks.layers.base import FanInNormal, declare_weight

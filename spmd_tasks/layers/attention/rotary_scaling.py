@@ -10,9 +10,6 @@ Shapes: d features that rotate.
 """
 
 import abc
-from collections.abc import Iterator
-import contextlib
-import contextvars
 import dataclasses
 import math
 
@@ -20,18 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-
-_LONGEST_TEXT: contextvars.ContextVar[int | None] = contextvars.ContextVar('longest_text', default=None)
-
-
-@contextlib.contextmanager
-def longest_text(num_tokens: int) -> Iterator[None]:
-  """While a function is traced: its rows are parts of texts of up to `num_tokens`, as those of generation are."""
-  token = _LONGEST_TEXT.set(num_tokens)
-  try:
-    yield
-  finally:
-    _LONGEST_TEXT.reset(token)
+from spmd_tasks.layers.base import current_layer_scope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +31,7 @@ class RotaryScaling(abc.ABC):
       raise UserError(f'factor={self.factor} must be positive: it divides the frequencies of a rotary position.')
 
   def for_rows(self, num_columns: int) -> 'RotaryScaling':
-    """Returns the scaling for rows of `num_columns` tokens, or for the texts that `longest_text` says."""
+    """Returns the scaling for rows of `num_columns` tokens, or for the texts that the LayerScope says."""
     return self
 
   @abc.abstractmethod
@@ -165,7 +151,7 @@ class LongRopeScaling(RotaryScaling):
   def for_rows(self, num_columns: int) -> 'LongRopeScaling':
     if self.is_long is not None:
       return self
-    return dataclasses.replace(self, is_long=(_LONGEST_TEXT.get() or num_columns) > self.original_length)
+    return dataclasses.replace(self, is_long=(current_layer_scope().longest_text or num_columns) > self.original_length)
 
   def scale(self, frequencies: jax.Array, max_wavelength: float) -> jax.Array:
     name = 'long_factors' if self.is_long else 'short_factors'

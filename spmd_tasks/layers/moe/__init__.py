@@ -8,7 +8,7 @@
       computation=Dropless(),
     )
 
-A router decides (`TopKRouter`, `ExpertChoiceRouter`, or `UniformRouter` for benchmarks), `Experts` declares the
+A router decides (`TopKRouter`, or `ExpertChoiceRouter`), `Experts` declares the
 weights, and a computation applies them: `Dropless` computes every choice; `CapacityEinsum` and `CapacityGather` give
 each expert a fixed number of slots and drop the rest. The layer reports `RoutingSums`: balance losses and load
 statistics.
@@ -16,41 +16,39 @@ statistics.
 Reading order, one idea per file:
   _layer.py, _router.py, _balance.py             the layer, the decision, losses that balance the load
   _experts.py, _permutation.py                   the networks, and sorting tokens by expert
-  _grouped_matmul.py                             their matmuls, and which backend computes them
-  _megablox_backend.py, _triton_backend.py       on TPU, and on GPU
-  _loop_backend.py, _row_blocks.py               and on CPU
+  _grouped_matmul.py, _megablox_backend.py       their matmuls, with one backend per platform
   _dropless.py, _expert_parallel.py              dropless computation, and the meaning of each mesh axis
-  _ring.py, _padded_all_to_all.py, _ragged_all_to_all.py   three ways to move tokens between devices
+  _ring.py, _padded_all_to_all.py, _passes.py    two ways to move tokens between devices
   _capacity.py, _slots.py, _slot_resharding.py   computation with a capacity
 """
 
-from spmd_tasks.layers.moe._balance import (
-  RoutingSums,
-  load_balance_loss,
-  router_z_loss,
-  routing_statistics,
-  routing_sums,
-)
-from spmd_tasks.layers.moe._capacity import CapacityComputation, CapacityEinsum, CapacityGather
-from spmd_tasks.layers.moe._dropless import DISPATCHES, Dropless
-from spmd_tasks.layers.moe._experts import Experts, ExpertWeights, grouped_ffn
-from spmd_tasks.layers.moe._grouped_matmul import (
-  GROUPED_MATMUL_BACKENDS,
-  agree_on_grouped_matmul_backend,
-  best_grouped_matmul_backend,
-  grouped_matmul,
-  override_grouped_matmul_backend,
-)
-from spmd_tasks.layers.moe._layer import ExpertComputation, MixtureOfExperts
-from spmd_tasks.layers.moe._passes import FURTHER_PASSES_NAME
-from spmd_tasks.layers.moe._router import (
-  ExpertChoiceRouter,
-  Router,
-  RouterOutput,
-  TopKRouter,
-  UniformRouter,
-)
-from spmd_tasks.layers.moe._slots import Slots
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.layers.moe._balance import (
+    RoutingSums,
+    load_balance_loss,
+    router_z_loss,
+    routing_statistics,
+    routing_sums,
+  )
+  from spmd_tasks.layers.moe._capacity import CapacityComputation, CapacityEinsum, CapacityGather
+  from spmd_tasks.layers.moe._dropless import DISPATCHES, Dropless
+  from spmd_tasks.layers.moe._experts import Experts, ExpertWeights, grouped_ffn
+  from spmd_tasks.layers.moe._grouped_matmul import (
+    GROUPED_MATMUL_BACKENDS,
+    best_grouped_matmul_backend,
+    grouped_matmul,
+  )
+  from spmd_tasks.layers.moe._layer import ExpertComputation, MixtureOfExperts
+  from spmd_tasks.layers.moe._passes import FURTHER_PASSES_NAME
+  from spmd_tasks.layers.moe._router import (
+    ExpertChoiceRouter,
+    Router,
+    RouterOutput,
+    TopKRouter,
+  )
+  from spmd_tasks.layers.moe._slots import Slots
 
 __all__ = [
   'DISPATCHES',
@@ -70,13 +68,10 @@ __all__ = [
   'RoutingSums',
   'Slots',
   'TopKRouter',
-  'UniformRouter',
-  'agree_on_grouped_matmul_backend',
   'best_grouped_matmul_backend',
   'grouped_ffn',
   'grouped_matmul',
   'load_balance_loss',
-  'override_grouped_matmul_backend',
   'router_z_loss',
   'routing_statistics',
   'routing_sums',

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Statistics, current_batch_part
+from spmd_tasks.layers.base import Statistics, current_layer_scope
 from spmd_tasks.layers.moe._router import RouterOutput
 
 
@@ -126,7 +126,7 @@ def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
 def whole_batch_rows(routing: RouterOutput) -> list[int]:
   """Returns the numbers that shards must divide: of the whole batch's rows, and of its groups if experts choose."""
   leading = [routing.scores.shape[0]] + ([] if routing.slots is None else [routing.slots.token_ids.shape[0]])
-  return [n * current_batch_part().count for n in leading]
+  return [n * current_layer_scope().part.count for n in leading]
 
 
 def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
@@ -134,7 +134,7 @@ def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
 
   Part m of M of a batch is cut into pieces, lcm(M, N) of them in the whole batch, each of which lies in one shard.
   """
-  part, num_rows = current_batch_part(), columns[0].shape[0]
+  part, num_rows = current_layer_scope().part, columns[0].shape[0]
   if num_shards < 1 or num_rows * part.count % num_shards:
     raise UserError(
       f'load_balance_shards={num_shards} must divide the {num_rows * part.count} rows (or groups) of the batch, which '

@@ -164,12 +164,8 @@ class CapacityGather(CapacityComputation):
   If tokens choose, both directions and their gradients are gathers. If experts choose, a token may have any number of
   slots, and the sums over them are scatter-adds.
 
-  Fields: as in CapacityComputation, and
-    saved_bits: bits per element that is saved for the gradient of the gates if tokens choose: None (the dtype's), 8 or
-      4; see `combine_rows`.
+  Fields: as in CapacityComputation.
   """
-
-  saved_bits: int | None = None
 
   def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
     token_ids = assignment.slots.token_ids
@@ -184,8 +180,7 @@ class CapacityGather(CapacityComputation):
     if assignment.positions is None or assignment.gates is None:
       slots = jax.tree.map(lambda x: x.reshape(x.shape[0], -1), assignment.slots)
       return jax.vmap(functools.partial(_scatter_rows, group_size=assignment.group_size))(flat, slots)
-    combine = functools.partial(combine_rows, saved_bits=self.saved_bits)
-    return jax.vmap(combine)(flat, assignment.gates, _permutation(assignment, assignment.positions))
+    return jax.vmap(combine_rows)(flat, assignment.gates, _permutation(assignment, assignment.positions))
 
 
 def _pad_slots(slots: Slots, resharding: SlotResharding, num_groups: int, group_size: int) -> Slots:

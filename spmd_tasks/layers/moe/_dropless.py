@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Ratios, current_batch_part, pre_activations_are_kept
+from spmd_tasks.layers.base import Ratios, current_layer_scope
 from spmd_tasks.layers.moe._expert_parallel import (
   Axes,
   Dispatch,
@@ -28,7 +28,6 @@ from spmd_tasks.layers.moe._expert_parallel import (
 from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts
 from spmd_tasks.layers.moe._padded_all_to_all import padded_all_to_all
 from spmd_tasks.layers.moe._passes import dispatch_in_passes
-from spmd_tasks.layers.moe._ragged_all_to_all import ragged_all_to_all
 from spmd_tasks.layers.moe._ring import ring
 from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.sharding import ShardingScope, SplitDims, current_sharding_scope, num_parts, padding
@@ -37,7 +36,6 @@ from spmd_tasks.sharding import ShardingScope, SplitDims, current_sharding_scope
 DISPATCHES: dict[str, Dispatch] = {
   'ring': ring,
   'padded_all_to_all': padded_all_to_all,
-  'ragged_all_to_all': ragged_all_to_all,
 }
 
 
@@ -51,18 +49,14 @@ class Dropless:
       room for the worst case.
     overflow: what becomes of rows that do not fit: 'drop' them and count them in `fraction_dropped`, or do them in
       further 'passes', as many as the routing needs.
-    recompute_activation: save only the experts' inputs and pre-activations for the backward pass.
-    saved_bits: bits per element that is saved for the gradient of the gates: 8, 4, or None for the dtype's own.
-    backend: of the grouped matmuls, see `grouped_matmul`: 'loop', 'megablox', 'triton', 'tokamax' or 'ragged_dot'; None
-      for the best on this platform.
+    backend: of the grouped matmuls, see `grouped_matmul`: 'loop', 'megablox', 'tokamax' or 'ragged_dot'; None for the
+      best on this platform.
     activation_split_dims: of x and of the result.
   """
 
   dispatch: str = 'ring'
   capacity_factor: float | None = None
   overflow: Literal['drop', 'passes'] = 'drop'
-  recompute_activation: bool = False
-  saved_bits: int | None = None
   backend: str | None = None
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
 
@@ -101,14 +95,7 @@ class Dropless:
         'Dropless needs a router in which tokens choose, but with this router experts choose: use CapacityGather or '
         'CapacityEinsum.'
       )
-    experts = LocalExperts(
-      weights=weights,
-      recompute_activation=self.recompute_activation,
-      saved_bits=self.saved_bits,
-      backend=self.backend,
-      # Results whose bits are kept are computed in the backward pass again, and their pre-activations with them.
-      saves_pre_activations=self.saved_bits is not None or pre_activations_are_kept(),
-    )
+    experts = LocalExperts(weights=weights, backend=self.backend)
     expert_ids, gates = _without_bubbles(routing.expert_ids, routing.gates, experts.num_experts)
     dispatch = DISPATCHES[self.dispatch]
     y, statistics = apply_experts(
@@ -125,7 +112,7 @@ class Dropless:
 
 def _without_bubbles(expert_ids: jax.Array, gates: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
   """Routes no token in a bubble of a pipeline: groups without rows cost the experts no work."""
-  is_work = current_batch_part().is_work
+  is_work = current_layer_scope().part.is_work
   if is_work is True:
     return expert_ids, gates
   return jnp.where(is_work, expert_ids, num_experts), jnp.where(is_work, gates, 0.0)

@@ -16,8 +16,7 @@ The axis rules alone decide. A mesh axis that splits
 
 `expert_layout` finds these classes. An `Exchange` describes the devices along the exchange axes. Device i of the
 exchange holds the experts with ids i * E to (i + 1) * E - 1; the id X * E means 'not routed'. A `Dispatch` is one
-strategy for moving tokens between these devices: _ring.py, _padded_all_to_all.py and _ragged_all_to_all.py each
-implement one.
+strategy for moving tokens between these devices: _ring.py and _padded_all_to_all.py each implement one.
 """
 
 from collections.abc import Mapping
@@ -212,16 +211,14 @@ class Dispatch(Protocol):
     ...
 
 
-def apply_to_received(
-  experts: LocalExperts, rows: jax.Array, expert_ids: jax.Array, gates: jax.Array | None
-) -> jax.Array:
+def apply_to_received(experts: LocalExperts, rows: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
   """Applies this device's experts to rows received from all devices; for the all-to-all dispatches.
 
   Args:
     experts: of this device.
     rows: [R, D], in any order.
     expert_ids: int32 [R]. The id E marks a row without content.
-    gates: float32 [R], factors of the results, or None.
+    gates: float32 [R], factors of the results.
 
   Returns:
     [R, D], each result in the place of its row; zeros for rows without content.
@@ -232,8 +229,7 @@ def apply_to_received(
   has_content = expert_ids < experts.num_experts
   targets = jnp.where(has_content, by_expert.positions[:, 0], num_rows)
   group_sizes, sources, targets = name_routing((group_sizes, sources, targets))
-  sorted_gates = None if gates is None else move_rows(gates, sources, targets)
-  results = experts.apply_to_rows(move_rows(rows, sources, targets), group_sizes, sorted_gates)
+  results = experts.apply_to_rows(move_rows(rows, sources, targets), group_sizes, move_rows(gates, sources, targets))
   return move_rows(results, targets, sources)
 
 

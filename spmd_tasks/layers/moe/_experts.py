@@ -21,10 +21,7 @@ from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_r
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, check_activation, hidden_layer
 from spmd_tasks.layers.moe._grouped_matmul import clear_rows_from, grouped_matmul, resolve_backend
-from spmd_tasks.layers.moe._loop_backend import ffn_by_loop
 from spmd_tasks.layers.moe._permutation import (
-  Permutation,
-  combine_rows,
   gather_gates,
   gather_rows,
   sort_by_expert,
@@ -201,11 +198,8 @@ def grouped_ffn(
   weights: ExpertWeights,
   *,
   gates: jax.Array | None = None,
-  recompute_activation: bool = False,
   backend: str | None = None,
   clear_rest: bool = True,
-  sums: ExpertWeights | None = None,
-  saves_pre_activations: bool = True,
 ) -> jax.Array:
   """Applies each expert's network to its own rows. Returns [R, D], in the rows' dtype.
 
@@ -217,32 +211,10 @@ def grouped_ffn(
     weights: of all E experts, in the rows' dtype.
     gates: float32 [R], factors of the results; None for 1. They multiply the hidden layer, so that their gradient needs
       no results.
-    recompute_activation: save only the rows and the pre-activation [R, F], and compute the activation again in the
-      backward pass (MegaBlocks' memory-optimized form). The backend 'loop' always recomputes, because that is faster
-      on CPU.
     backend: of the grouped matmuls; see `grouped_matmul`.
     clear_rest: False leaves the results and gradients of rows after the last group undefined, where that is faster.
-    sums: float32, of the weights' shapes: their own gradient is the sums with the gradients of the weights added, which
-      then have none. None for gradients of the weights.
-    saves_pre_activations: False computes the pre-activations again in the backward pass; for the backend 'loop' only.
   """
   backend = resolve_backend(backend)
-  down = (weights.down, weights.down_bias)
-  if backend == 'loop':
-    pairs = None if sums is None else [*sums.inputs(), (sums.down, sums.down_bias)]
-    return ffn_by_loop(
-      weights.activation,
-      rows,
-      gates,
-      group_sizes,
-      weights.inputs(),
-      down,
-      sums=pairs,
-      saves_pre_activations=saves_pre_activations,
-    )
-  if sums is not None:
-    weights = _adding_gradient(weights, sums)
-    down = (weights.down, weights.down_bias)
   num_rows, num_used = rows.shape[0], jnp.sum(group_sizes)
 
   def project(
@@ -257,32 +229,14 @@ def grouped_ffn(
     is_used = jnp.arange(num_rows) < num_used
     return y + jnp.where(is_used[:, None], biases, 0)
 
-  def project_down(pre_activations: list[jax.Array], kernels: jax.Array, biases: jax.Array | None) -> jax.Array:
-    hidden = hidden_layer(weights.activation, *pre_activations)
-    if gates is not None:
-      hidden = (gates[:, None] * hidden).astype(hidden.dtype)
-    return project(hidden, kernels, biases, gates)
-
   if clear_rest:
     rows = clear_rows_from(num_used, rows)
   pre_activations = [checkpoint_name(project(rows, *pair), PRE_ACTIVATIONS_NAME) for pair in weights.inputs()]
-  if recompute_activation:
-    project_down = jax.checkpoint(project_down)  # its gradients need the hidden layer, but not its result again
-  result = project_down(pre_activations, *down)
+  hidden = hidden_layer(weights.activation, *pre_activations)
+  if gates is not None:
+    hidden = (gates[:, None] * hidden).astype(hidden.dtype)
+  result = project(hidden, weights.down, weights.down_bias, gates)
   return clear_rows_from(num_used, result) if clear_rest else result
-
-
-@jax.custom_vjp
-def _adding_gradient(weights: ExpertWeights, sums: ExpertWeights) -> ExpertWeights:
-  """Returns the weights; the gradient of `sums` is the sums with that of the weights added, which have none."""
-  del sums
-  return weights
-
-
-_adding_gradient.defvjp(
-  lambda weights, sums: (weights, sums),
-  lambda sums, d_weights: (None, jax.tree.map(lambda total, d: total + d.astype(total.dtype), sums, d_weights)),
-)
 
 
 def batched_ffn(rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: SplitDims = None) -> jax.Array:
@@ -303,64 +257,26 @@ def batched_ffn(rows: jax.Array, weights: ExpertWeights, *, hidden_split_dims: S
 
 
 class LocalExperts(struct.PyTreeNode):
-  """The experts that one device holds, with the options of their computation. Here E counts these experts only.
+  """The experts that one device holds. Here E counts these experts only.
 
   Attributes:
     weights: of E experts.
-    recompute_activation: see `grouped_ffn`.
-    saved_bits: see `combine_rows`.
     backend: see `grouped_matmul`.
-    sums: see `grouped_ffn`; for one call of `apply_to_rows`.
-    saves_pre_activations: see `grouped_ffn`.
   """
 
   weights: ExpertWeights
-  recompute_activation: bool = struct.field(pytree_node=False)
-  saved_bits: int | None = struct.field(pytree_node=False)
   backend: str | None = struct.field(pytree_node=False)
-  sums: ExpertWeights | None = None
-  saves_pre_activations: bool = struct.field(pytree_node=False, default=True)
 
   @property
   def num_experts(self) -> int:
     return self.weights.up.shape[0]
 
-  def apply_to_rows(self, rows: jax.Array, group_sizes: jax.Array, gates: jax.Array | None) -> jax.Array:
+  def apply_to_rows(self, rows: jax.Array, group_sizes: jax.Array, gates: jax.Array) -> jax.Array:
     """Returns [R, D] for rows [R, D] sorted by expert, times gates float32 [R]; group_sizes is int32 [E].
 
     The results of rows after the last group are undefined.
     """
-    return grouped_ffn(
-      rows,
-      group_sizes,
-      self.weights,
-      gates=gates,
-      recompute_activation=self.recompute_activation,
-      backend=self.backend,
-      clear_rest=False,
-      sums=self.sums,
-      saves_pre_activations=self.saves_pre_activations,
-    )
-
-  def permute_and_apply(
-    self,
-    apply: Callable[[jax.Array, jax.Array | None], jax.Array],
-    x: jax.Array,
-    gates: jax.Array,
-    permutation: Permutation,
-  ) -> jax.Array:
-    """Returns [n, D]: for each token of x [n, D] the sum of `apply`'s results by gates float32 [n, k].
-
-    Args:
-      apply: maps rows [R, D] in the order of `permutation`, and their gates [R], to results; gates of None are applied
-        here, because `saved_bits` says how to keep the results for the gradient of the gates.
-      x, gates: of the tokens.
-      permutation: of their assignments.
-    """
-    rows = gather_rows(x, permutation)
-    if self.saved_bits is not None:
-      return combine_rows(apply(rows, None), gates, permutation, saved_bits=self.saved_bits)
-    return sum_rows(apply(rows, gather_gates(gates, permutation)), permutation)
+    return grouped_ffn(rows, group_sizes, self.weights, gates=gates, backend=self.backend, clear_rest=False)
 
   def apply_to_tokens(self, x: jax.Array, expert_ids: jax.Array, gates: jax.Array) -> jax.Array:
     """Returns [..., D]: for each token the sum of its experts' outputs by their gates.
@@ -375,11 +291,8 @@ class LocalExperts(struct.PyTreeNode):
     if self.num_experts < expert_ids.shape[1]:
       expert_ids, gates = _one_choice_per_expert(expert_ids, gates, self.num_experts)
     permutation = name_routing(without_unrouted(sort_by_expert(expert_ids, self.num_experts)))
-
-    def apply(rows: jax.Array, row_gates: jax.Array | None) -> jax.Array:
-      return self.apply_to_rows(rows, permutation.group_sizes, row_gates)
-
-    return self.permute_and_apply(apply, x, gates, permutation).reshape(shape)
+    rows, row_gates = gather_rows(x, permutation), gather_gates(gates, permutation)
+    return sum_rows(self.apply_to_rows(rows, permutation.group_sizes, row_gates), permutation).reshape(shape)
 
 
 def _one_choice_per_expert(expert_ids: jax.Array, gates: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:

@@ -1,38 +1,34 @@
-"""Multiplies rows sorted by group, each by its group's matrix (a grouped matmul), with one of several backends.
+"""Multiplies rows sorted by group, each by its group's matrix (a grouped matmul), with one backend per platform.
 
-Shapes: R rows, E groups (experts), K in, N out.
+Shapes: R rows, E groups (experts), K in, N out; S rows of a block.
 
 The backends share one signature, `backend(rows, weights, group_sizes)`:
 
-  'loop'        block by block (_loop_backend.py); for CPU, and for GPU where no kernel works.
-  'megablox'    JAX's Pallas kernel (_megablox_backend.py); for TPU.
-  'tokamax'     Triton and Mosaic kernels of the optional package tokamax; for GPU and TPU.
-  'triton'      our Pallas kernels (_triton_backend.py); for GPU.
-  'ragged_dot'  `jax.lax.ragged_dot`; always available, but multiplies every row by every matrix on CPU and GPU.
-
-`best_grouped_matmul_backend` picks one per platform; on GPUs by a trial, and `agree_on_grouped_matmul_backend` lets the
-processes of a job agree on what all of them can use.
+  'loop'        block by block, here; for CPUs, which have no kernel, and for GPUs without tokamax.
+  'megablox'    JAX's Pallas kernel (_megablox_backend.py); for TPUs.
+  'tokamax'     the kernels of the optional package tokamax; for GPUs.
+  'ragged_dot'  `jax.lax.ragged_dot`, which on CPUs and GPUs multiplies every row by every matrix; for tests and where
+                FLOPs are counted.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-import concurrent.futures
-import contextlib
-import contextvars
+from collections.abc import Callable, Mapping
+import functools
 import importlib.util
 import sys
 import types
+from typing import Any
 
 from absl import flags, logging
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.moe._loop_backend import multiply_by_loop
+from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.layers.moe._megablox_backend import multiply_by_megablox
-from spmd_tasks.layers.moe._triton_backend import multiply_by_triton
 from spmd_tasks.sharding import current_platform
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+_LARGEST_BLOCK = 256
 
 
 def multiply_by_ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -41,33 +37,100 @@ def multiply_by_ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax
   return result.astype(rows.dtype)
 
 
-def multiply_by_tokamax(
-  rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
-  """Computes `grouped_matmul` by `tokamax.ragged_dot`. Rows outside of all groups must be zero.
-
-  Args:
-    rows, weights, group_sizes: see `grouped_matmul`.
-    implementation: 'mosaic', 'triton' or 'xla'; None for the first that supports the device and these shapes.
-
-  Raises:
-    ImportError: tokamax is not installed.
-  """
+def multiply_by_tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+  """Computes `grouped_matmul` by `tokamax.ragged_dot`. Rows outside of all groups must be zero."""
   import tokamax  # optional, and slow to import
 
   if not flags.FLAGS.is_parsed():
     flags.FLAGS(sys.argv[:1])  # otherwise tokamax parses the whole command line and exits at an unknown flag
-  result = tokamax.ragged_dot(
-    rows, weights, group_sizes, preferred_element_type=jnp.float32, implementation=implementation
-  )
-  return result.astype(rows.dtype)
+  return tokamax.ragged_dot(rows, weights, group_sizes, preferred_element_type=jnp.float32).astype(rows.dtype)
+
+
+def multiply_by_loop(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+  """Computes `grouped_matmul` for a block of rows of one group at a time; reads no rows after the last group."""
+  return _multiply(*_varying_alike(rows, weights, group_sizes))
+
+
+@jax.custom_vjp
+def _multiply(rows, weights, group_sizes):
+  def body(group, start, mask, result):
+    return _write(result, start, mask, _dot(_read(rows, start, mask), weights[group], 1, 0))
+
+  result = jnp.zeros_like(rows, shape=(rows.shape[0], weights.shape[2]))
+  return _for_each_block(rows.shape[0], group_sizes, body, result)
+
+
+def _multiply_forward(rows, weights, group_sizes):
+  return _multiply(rows, weights, group_sizes), (rows, weights, group_sizes)
+
+
+def _multiply_backward(saved, d_result):
+  rows, weights, group_sizes = saved
+
+  def body(group, start, mask, carry):
+    d_rows, d_weights = carry
+    d_block = _read(d_result, start, mask)
+    d_rows = _write(d_rows, start, mask, _dot(d_block, weights[group], 1, 1))
+    return d_rows, d_weights.at[group].add(_dot(_read(rows, start, mask), d_block, 0, 0))
+
+  carry = jnp.zeros_like(rows), jnp.zeros_like(weights, dtype=jnp.float32)
+  d_rows, d_weights = _for_each_block(rows.shape[0], group_sizes, body, carry)
+  return d_rows, d_weights.astype(weights.dtype), None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _for_each_block(num_rows: int, group_sizes: jax.Array, body: Callable[..., Any], carry: Any) -> Any:
+  """Runs `carry = body(group, start, mask, carry)` for blocks of S rows, each within one group.
+
+  A block starts at row `start`; `mask`, bool [S, 1], is true for those of its rows that are not another block's.
+  """
+  num_groups = group_sizes.shape[0]
+  size = min(num_rows, _LARGEST_BLOCK, max(8, num_rows // (2 * num_groups)))  # half of the mean group
+  if not size:
+    return carry
+  ends, counts = jnp.cumsum(group_sizes), -(-group_sizes // size)
+  block_ends = jnp.cumsum(counts)
+
+  def step(i, carry):
+    group = jnp.sum(block_ends <= i, dtype=jnp.int32)
+    end = ends[group]
+    first = end - group_sizes[group] + (i - block_ends[group] + counts[group]) * size
+    start = jnp.minimum(first, num_rows - size)  # a block does not extend past the last row
+    row = start + jnp.arange(size, dtype=jnp.int32)
+    return body(group, start, ((row >= first) & (row < jnp.minimum(first + size, end)))[:, None], carry)
+
+  return jax.lax.fori_loop(jnp.zeros_like(block_ends[-1]), block_ends[-1], step, carry)
+
+
+def _read(x: jax.Array, start: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns the block of x [R, ...], with zeros where the mask is false."""
+  return jnp.where(mask, jax.lax.dynamic_slice_in_dim(x, start, mask.shape[0]), 0)
+
+
+def _write(x: jax.Array, start: jax.Array, mask: jax.Array, block: jax.Array) -> jax.Array:
+  """Returns x with the block where the mask is true."""
+  old = jax.lax.dynamic_slice_in_dim(x, start, mask.shape[0])
+  return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(mask, block.astype(x.dtype), old), start, 0)
+
+
+def _dot(x: jax.Array, y: jax.Array, x_dim: int, y_dim: int) -> jax.Array:
+  """Contracts dim `x_dim` of the matrix x with dim `y_dim` of the matrix y, in float32."""
+  return jax.lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _varying_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """Casts the arrays to vary over the same mesh axes, which loops inside a `shard_map` with check_vma=True require."""
+  axes = frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
+  missing = (tuple(sorted(axes - jax.typeof(x).mat.varying)) for x in arrays)
+  return tuple(jax.lax.pcast(x, names, to='varying') if names else x for x, names in zip(arrays, missing))
 
 
 GROUPED_MATMUL_BACKENDS: Mapping[str, GroupedMatmul] = types.MappingProxyType(
   {
     'loop': multiply_by_loop,
     'megablox': multiply_by_megablox,
-    'triton': multiply_by_triton,
     'tokamax': multiply_by_tokamax,
     'ragged_dot': multiply_by_ragged_dot,
   }
@@ -97,8 +160,8 @@ def grouped_matmul(
     UserError: the backend is unknown.
   """
   multiply = GROUPED_MATMUL_BACKENDS[resolve_backend(backend)]
-  # The loop neither reads nor writes rows after the last group; nor do the kernels, which start without zeros there.
-  if multiply is multiply_by_loop or (multiply in (multiply_by_megablox, multiply_by_triton) and not clear_rest):
+  # Neither the loop nor megablox reads or writes rows after the last group; megablox starts without zeros there.
+  if multiply is multiply_by_loop or (multiply is multiply_by_megablox and not clear_rest):
     return multiply(rows, weights, group_sizes)
   num_used = jnp.sum(group_sizes)
   return clear_rows_from(num_used, multiply(clear_rows_from(num_used, rows), weights, group_sizes))
@@ -117,29 +180,14 @@ clear_rows_from.defvjp(
 )
 
 
-_backend_override: contextvars.ContextVar[str | None] = contextvars.ContextVar('backend', default=None)
-
-
-@contextlib.contextmanager
-def override_grouped_matmul_backend(name: str) -> Iterator[None]:
-  """Makes every grouped matmul traced in this context use one backend, whatever backend it asks for.
-
-  For counting FLOPs, which loops and kernels hide from the jaxpr.
-  """
-  token = _backend_override.set(name)
-  try:
-    yield
-  finally:
-    _backend_override.reset(token)
-
-
 def resolve_backend(backend: str | None) -> str:
-  """Returns the backend to use: the override if there is one, else `backend`, else the best on this platform.
+  """Returns the backend to use: `backend`, or the best on this platform; where FLOPs are counted, 'ragged_dot'.
 
   Raises:
     UserError: the backend is unknown.
   """
-  backend = _backend_override.get() or backend
+  if current_layer_scope().plain_products:
+    return 'ragged_dot'
   if backend is None:
     return best_grouped_matmul_backend(current_platform())
   if backend not in GROUPED_MATMUL_BACKENDS:
@@ -147,93 +195,14 @@ def resolve_backend(backend: str | None) -> str:
   return backend
 
 
-_chosen: dict[str, str] = {}  # platform -> backend
-_BEST_FIRST_ON_GPU = ('tokamax', 'triton', 'loop')
-
-
+@functools.cache
 def best_grouped_matmul_backend(platform: str) -> str:
   """Returns the name of the best backend for a platform ('cpu', 'gpu', 'tpu'), decided and logged once per process."""
-  if platform not in _chosen:
-    _chosen[platform] = _choose(platform)
-  return _chosen[platform]
-
-
-def agree_on_grouped_matmul_backend(platform: str, gather: Callable[[str | None], list[str | None]]):
-  """Makes the processes of a job use one backend, the best that works on all of them; all call it.
-
-  Hosts on which the trials of `best_grouped_matmul_backend` end differently would compile different programs, and wait
-  for one another without end. Call it once the model has been traced, before a step is compiled.
-
-  Args:
-    platform: of the mesh.
-    gather: returns the values that all processes gave it, by their index.
-  """
-  votes = gather(_chosen.get(platform))
-  names = {vote for vote in votes if vote is not None}
-  if len(names) > 1:
-    _chosen[platform] = agreed = max(names, key=_BEST_FIRST_ON_GPU.index)
-    logging.warning(
-      'The experts compute grouped matmuls by %r on all processes, because processes %s can use nothing better: make '
-      'their GPUs, drivers and packages like those of the others.',
-      agreed,
-      [index for index, vote in enumerate(votes) if vote == agreed],
-    )
-
-
-def _choose(platform: str) -> str:
-  if platform == 'cpu':
-    name, reason = 'loop', 'the platform is CPU'
-  elif platform == 'tpu':
-    name, reason = 'megablox', 'the platform is TPU'
-  elif platform != 'gpu':
-    name, reason = 'ragged_dot', f'there is no other backend for {platform}'
-  elif not (error := _why_tokamax_fails()):
-    name, reason = 'tokamax', 'it is installed and passes a trial'
-  elif not (failure := _why_triton_fails()):
-    name, reason = 'triton', f'tokamax cannot be used: {error}'
-  else:
-    name, reason = 'loop', f'tokamax cannot be used: {error}; nor can triton: {failure}'
+  name = {'cpu': 'loop', 'tpu': 'megablox', 'gpu': 'tokamax'}.get(platform, 'ragged_dot')
+  reason = f'the platform is {platform!r}'
+  if name == 'tokamax' and importlib.util.find_spec('tokamax') is None:
+    name, reason = 'loop', "the kernels for GPUs are not installed: pip install 'spmd-tasks[tokamax]'"
+  elif name == 'tokamax' and jax.default_backend() != 'gpu':  # a plan
+    name, reason = 'loop', 'tokamax chooses its kernel by the devices of this process, which has no GPU'
   logging.info('The experts compute grouped matmuls by %r: %s.', name, reason)
   return name
-
-
-def _why_tokamax_fails() -> str:
-  """Returns '' if tokamax passes a trial, else why it does not."""
-  if importlib.util.find_spec('tokamax') is None:
-    return 'it is not installed (`pip install tokamax`)'
-  if jax.default_backend() != 'gpu':
-    return 'it chooses its kernel by the devices of this process, which has no GPU'
-  return _why_it_fails(multiply_by_tokamax)
-
-
-def _why_triton_fails() -> str:
-  """Returns '' if our kernels pass a trial, or there is no GPU to try them on; else why they do not."""
-  return _why_it_fails(multiply_by_triton) if jax.default_backend() == 'gpu' else ''
-
-
-def _why_it_fails(multiply: GroupedMatmul) -> str:
-  """Tries one grouped matmul and its gradients; returns '' if they agree with plain products, else the error."""
-
-  def try_it():
-    rows, weights = (
-      jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(((256, 128), (2, 128, 128)))
-    )
-
-    def with_gradients(multiply):
-      loss = lambda rows, weights: jnp.sum(multiply(rows, weights).astype(jnp.float32) ** 2)
-      return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(rows, weights)
-
-    plainly = lambda rows, weights: jnp.concatenate([rows[:100] @ weights[0], rows[100:] @ weights[1]])
-    found = with_gradients(lambda rows, weights: multiply(rows, weights, jnp.array([100, 156])))
-    for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(with_gradients(plainly)), strict=True):
-      ours, wanted = (x.astype(jnp.float32) for x in (ours, wanted))
-      if not jnp.max(jnp.abs(ours - wanted)) <= 0.05 * jnp.max(jnp.abs(wanted)):  # which a NaN is not either
-        raise ArithmeticError('its numbers differ from those of plain products')
-
-  try:
-    # The caller may be tracing a step; a fresh thread has no trace context, so the trial really runs.
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as executor:
-      executor.submit(try_it).result()
-  except Exception as error:  # any failure leads to another backend
-    return f'{type(error).__name__}: {error}'
-  return ''

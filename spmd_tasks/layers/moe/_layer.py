@@ -12,14 +12,14 @@ A transformer block takes this layer as its `ffn`.
 """
 
 import dataclasses
-from typing import Literal, Protocol
+from typing import Protocol
 
 import flax.linen as nn
 import jax
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.kv_cache import is_decoding
-from spmd_tasks.layers.base import Ratios, WithSublayers, declare_weight
+from spmd_tasks.layers.base import Ratios, WithSublayers
 from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums, whole_batch_rows
 from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
@@ -41,7 +41,7 @@ class ExpertComputation(Protocol):
 
 
 class MixtureOfExperts(WithSublayers, kw_only=True):
-  """Routes tokens to experts and adds shared parts. Weights under `router`, `experts`, `shared_expert`, `bias`.
+  """Routes tokens to experts and adds shared parts. Weights under `router`, `experts`, `shared_expert`.
 
   Decoding drops no tokens, whatever `computation` is: with a capacity, a request's text would depend on the other
   requests in its batch.
@@ -50,22 +50,18 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     router: router(x, token_mask, train=...) -> RouterOutput.
     experts: declares the experts' weights.
     computation: computes the experts' outputs.
-    shared_expert: a feed-forward sublayer that every token passes through; None for none.
-    shared_combination: 'sum' (DeepSeekMoE), or 'mean': (shared + k * routed) / (k + 1), as in MegaBlocks: the mean over
-      k + 1 experts if gates sum to 1.
-    output_bias: whether to add a bias [D] to the result.
+    shared_expert: a feed-forward sublayer that every token passes through, whose output is added (DeepSeekMoE), or
+      None.
     load_balance_shards: the number of equal parts of the batch over which the balance loss is computed, see
       `routing_sums`; 1 computes it over all tokens on all devices. Outside of training, where batches may have other
       sizes, the largest smaller number that divides the batch takes its place.
-    load_balance_divide_by_k: see `load_balance_loss`.
+    load_balance_divide_by_k: see `load_balance_loss` (Praxis divides).
   """
 
   router: nn.Module
   experts: Experts
   computation: ExpertComputation = Dropless()
   shared_expert: nn.Module | None = None
-  shared_combination: Literal['sum', 'mean'] = 'sum'
-  output_bias: bool = False
   load_balance_shards: int = 1
   load_balance_divide_by_k: bool = False
 
@@ -76,13 +72,6 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     if num_routed != self.experts.num_experts:
       raise UserError(
         f'router.num_experts={num_routed} and experts.num_experts={self.experts.num_experts} must be equal.'
-      )
-    if self.shared_combination not in ('sum', 'mean'):
-      raise UserError(f"shared_combination={self.shared_combination!r} must be 'sum' or 'mean'.")
-    if self.shared_combination == 'mean' and not hasattr(self.router, 'num_selected'):
-      raise UserError(
-        f"shared_combination='mean' needs a router with num_selected, but {type(self.router).__name__} has none: use "
-        "'sum'."
       )
     super().__post_init__()
 
@@ -111,16 +100,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       y = attach_balance_gradient(y, routing.balance_bias, sums)
     if self.shared_expert is not None:
       shared, _ = self.shared_expert(x, segment_ids, train=train)
-      if self.shared_combination == 'mean':
-        k = self.router.num_selected
-        y = (shared + k * y) / (k + 1)
-      else:
-        y = shared + y
-    if self.output_bias:
-      bias = declare_weight(
-        self, 'bias', shape=x.shape[-1:], init=nn.initializers.zeros, split_dims=(None,), tags=('no_decay',)
-      )
-      y = y + bias.astype(y.dtype)[None, None, :]
+      y = shared + y
     return y, {'routing': sums.replace(ratios=ratios)}
 
   def _without_drops(self, routing: RouterOutput) -> ExpertComputation:

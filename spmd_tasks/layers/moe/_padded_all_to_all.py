@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._expert_parallel import Exchange, apply_to_received, exclusive_cumsum
 from spmd_tasks.layers.moe._experts import LocalExperts, name_routing
-from spmd_tasks.layers.moe._permutation import Permutation, sort_by_expert
+from spmd_tasks.layers.moe._permutation import Permutation, gather_gates, gather_rows, sort_by_expert, sum_rows
 
 
 def padded_all_to_all(
@@ -46,11 +46,8 @@ def padded_all_to_all(
   received_ids = jnp.sum(places[None, :, None] >= send(ends)[:, None, :], axis=-1, dtype=jnp.int32)
   received_ids = name_routing(received_ids.reshape(-1))
 
-  def apply(rows: jax.Array, row_gates: jax.Array | None) -> jax.Array:
-    row_gates = None if row_gates is None else send(row_gates)
-    return send(apply_to_received(experts, send(rows), received_ids, row_gates))
-
-  y = experts.permute_and_apply(apply, x, gates, buffers)
+  rows, row_gates = send(gather_rows(x, buffers)), send(gather_gates(gates, buffers))
+  y = sum_rows(send(apply_to_received(experts, rows, received_ids, row_gates)), buffers)
   statistics = {'pair_capacity': (jnp.float32(capacity), jnp.float32(1))}
   if exchange.capacity_factor is not None:
     num_assigned = jnp.sum(sizes)

@@ -16,14 +16,11 @@ The gates go into the network, so that the backward pass needs none of its resul
 instead and keeps them for the gradient of the gates.
 """
 
-import functools
-
 from flax import struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import current_platform
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -188,35 +185,18 @@ def _move_rows_backward(residuals, d_moved):
 move_rows.defvjp(_move_rows_forward, _move_rows_backward)
 
 
-def combine_rows(
-  rows: jax.Array, gates: jax.Array, permutation: Permutation, *, saved_bits: int | None = None
-) -> jax.Array:
+@jax.custom_vjp
+def combine_rows(rows: jax.Array, gates: jax.Array, permutation: Permutation) -> jax.Array:
   """Returns [n, D], in the rows' dtype: each token's rows times their gates, summed in float32.
 
   A gate of 0 marks an assignment that is not routed: its row may hold any value, NaN included, and takes no gradient.
   The gradient of a gate is <d result, row>, and the gradient of a row is gate * d result; both are gathers.
 
-  The backward pass needs the rows only for the gradient of the gates. `saved_bits` therefore quantizes the saved copy
-  (MegaBlocks' quantize_scatter) and changes neither the result nor the gradient of the rows.
-
   Args:
     rows: [R, D], in the order of `permutation`.
     gates: float32 [n, k].
     permutation: of the assignments.
-    saved_bits: bits per saved element: None saves the rows in their dtype; 8 or 4 quantizes them. The error of a gate's
-      gradient is then at most sum(|d result|) * (largest magnitude in the row) / (254 for 8 bits, 14 for 4).
-
-  Raises:
-    UserError: saved_bits is not None, 8 or 4.
   """
-  if saved_bits not in (None, 4, 8):
-    raise UserError(f'saved_bits={saved_bits} must be None (save the rows in their dtype), 8 or 4.')
-  return _combine_rows(saved_bits, rows, gates, permutation)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine_rows(saved_bits, rows, gates, permutation):
-  del saved_bits
   result = jnp.zeros((), jnp.float32)
   # One gather per choice: a single gather of [n, k, D] would be written to memory before the sum.
   for choice in range(gates.shape[1]):
@@ -225,14 +205,12 @@ def _combine_rows(saved_bits, rows, gates, permutation):
   return result.astype(rows.dtype)
 
 
-def _combine_rows_forward(saved_bits, rows, gates, permutation):
-  saved = rows if saved_bits is None else quantize_rows(rows, saved_bits)
-  return _combine_rows(saved_bits, rows, gates, permutation), (saved, gates, permutation)
+def _combine_rows_forward(rows, gates, permutation):
+  return combine_rows(rows, gates, permutation), (rows, gates, permutation)
 
 
-def _combine_rows_backward(saved_bits, residuals, d_result):
-  saved, gates, permutation = residuals
-  rows = saved if saved_bits is None else dequantize_rows(saved)
+def _combine_rows_backward(residuals, d_result):
+  rows, gates, permutation = residuals
   d_row_results = take_rows(d_result, permutation.token_ids)
   d_row_gates = jnp.einsum('rd,rd->r', rows, d_row_results, preferred_element_type=jnp.float32)
   d_gates = jnp.where(gates == 0, 0.0, take_rows(d_row_gates, permutation.positions))
@@ -242,40 +220,4 @@ def _combine_rows_backward(saved_bits, residuals, d_result):
   return d_rows.astype(d_result.dtype), d_gates, None
 
 
-_combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)
-
-
-class QuantizedRows(struct.PyTreeNode):
-  """Rows rounded to integer multiples of one step per row; the error is at most half a step.
-
-  Attributes:
-    codes: int8 [R, D] for 8 bits; uint8 [R, ceil(D / 2)] for 4 bits, with columns 2i and 2i + 1 in the low and the high
-      half of a byte.
-    steps: float32 [R, 1], the row's largest magnitude over 127 (8 bits) or 7 (4 bits).
-    num_columns: D.
-  """
-
-  codes: jax.Array
-  steps: jax.Array
-  num_columns: int = struct.field(pytree_node=False)
-
-
-def quantize_rows(rows: jax.Array, bits: int) -> QuantizedRows:
-  """Quantizes rows [R, D] to 8 or 4 bits."""
-  rows = rows.astype(jnp.float32)
-  limit = 2 ** (bits - 1) - 1
-  steps = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / limit
-  codes = jnp.round(rows / jnp.where(steps == 0, 1.0, steps)).astype(jnp.int8)
-  if bits == 4:
-    codes = jnp.pad(codes, ((0, 0), (0, rows.shape[1] % 2))) + 8
-    codes = (codes[:, ::2] | (codes[:, 1::2] << 4)).astype(jnp.uint8)
-  return QuantizedRows(codes=codes, steps=steps, num_columns=rows.shape[1])
-
-
-def dequantize_rows(quantized: QuantizedRows) -> jax.Array:
-  """Returns the rows as float32 [R, D]."""
-  codes = quantized.codes
-  if codes.dtype == jnp.uint8:
-    halves = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1)
-    codes = halves[:, : quantized.num_columns].astype(jnp.int8) - 8
-  return codes.astype(jnp.float32) * quantized.steps
+combine_rows.defvjp(_combine_rows_forward, _combine_rows_backward)

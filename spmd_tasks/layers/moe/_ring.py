@@ -70,18 +70,14 @@ def _ring_forward(exchange, x, expert_ids, gates, experts):
 
 def _ring_backward(exchange, residuals, d_y):
   x, expert_ids, gates, experts = residuals
-  # A hop's results are not read, only its gradients, unless those of the gates need the results.
-  hop = experts.replace(saves_pre_activations=experts.saved_bits is not None)
 
   def step(moving, sums):
     x, expert_ids, gates, d_y, d_x, d_gates = moving
     _, pull_back = jax.vjp(
-      lambda x, gates, sums: _apply_local_experts(exchange, x, expert_ids, gates, hop.replace(sums=sums)),
-      x,
-      gates,
-      sums,
+      lambda x, gates, experts: _apply_local_experts(exchange, x, expert_ids, gates, experts), x, gates, experts
     )
-    d_x_part, d_gates_part, sums = pull_back(d_y)  # with this hop's gradients of the weights
+    d_x_part, d_gates_part, d_experts = pull_back(d_y)
+    sums = jax.tree.map(lambda total, d: total + d.astype(jnp.float32), sums, d_experts.weights)
     return (x, expert_ids, gates, d_y, d_x + d_x_part, d_gates + d_gates_part), sums
 
   zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), experts.weights)

@@ -4,7 +4,7 @@ Shapes: B batch, T sequence, D model, E experts, k choices per token; G groups o
 expert and group.
 
 A router maps x [B, T, D] and a mask of the real tokens to a RouterOutput. In TopKRouter every token chooses k experts;
-in ExpertChoiceRouter every expert chooses C tokens per group. UniformRouter balances the experts for benchmarks.
+in ExpertChoiceRouter every expert chooses C tokens per group.
 
 Routers compute in float32 at the highest matmul precision, whatever x's dtype: a rounding error that swaps two experts
 changes a token's whole output.
@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import FanInNormal, current_batch_part, declare_weight
+from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.moe._slots import Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain, current_sharding_scope
@@ -183,7 +183,7 @@ class TopKRouter(Router, kw_only=True):
       p = self.normalize_gates
       log_gates = log_gates - jax.nn.logsumexp(p * log_gates, axis=-1, keepdims=True) / p
     gates = self.gate_scale * jnp.exp(log_gates)
-    expert_ids = self._assign(chosen_ids)
+    expert_ids = chosen_ids
     if token_mask is not None:
       unrouted = self.num_experts
       expert_ids = jnp.where(token_mask[..., None], expert_ids, unrouted)
@@ -207,22 +207,6 @@ class TopKRouter(Router, kw_only=True):
     group_ids = top_k_ids(scores, num_selected, self.activation_split_dims)
     is_chosen = jnp.any(group_ids[..., None] == jnp.arange(self.num_groups)[None, None, None], axis=2)  # [B, T, groups]
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(preferences.shape)
-
-  def _assign(self, chosen_ids: jax.Array) -> jax.Array:
-    """Returns the experts that compute the tokens, int32 [B, T, k], given the experts that the tokens chose."""
-    return chosen_ids
-
-
-class UniformRouter(TopKRouter, kw_only=True):
-  """Sends assignment i, in order of tokens and choices, to expert i mod E, with the gates of the choice (MegaBlocks).
-
-  For benchmarks: the router costs as much as TopKRouter, and the experts are perfectly balanced. The order is that of
-  the whole batch, also in a pipeline.
-  """
-
-  def _assign(self, chosen_ids: jax.Array) -> jax.Array:
-    first = current_batch_part().index * (chosen_ids.size % self.num_experts)
-    return (first + jnp.arange(chosen_ids.size, dtype=jnp.int32)).reshape(chosen_ids.shape) % self.num_experts
 
 
 class ExpertChoiceRouter(Router, kw_only=True):

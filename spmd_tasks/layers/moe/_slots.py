@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import SmallMicrobatchError, current_batch_part
+from spmd_tasks.layers.base import SmallMicrobatchError, current_layer_scope
 from spmd_tasks.layers.moe._permutation import sort_by_expert, take_rows
 from spmd_tasks.layers.transformer import ROUTING_NAME
 
@@ -57,7 +57,7 @@ def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> in
   """
   if group_size is None:
     return length
-  num_tokens, num_parts = batch_size * length, current_batch_part().count
+  num_tokens, num_parts = batch_size * length, current_layer_scope().part.count
   if group_size < 1 or (length % group_size and (group_size % length or num_tokens % group_size)):
     if group_size >= 1 and group_size % length == 0 and num_tokens * num_parts % group_size == 0:
       raise SmallMicrobatchError(

@@ -12,9 +12,12 @@ Read stack.py (the layer), schedule.py (which stage processes which microbatch i
 microbatches are cut and moved), stage.py (one stage), then loop.py (gpipe, circular) and one_forward_one_backward.py.
 """
 
-from spmd_tasks.layers.pipeline.microbatches import check_microbatches_divide
-from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
-from spmd_tasks.layers.pipeline.stack import PipelinedStack
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.layers.pipeline.microbatches import check_microbatches_divide
+  from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
+  from spmd_tasks.layers.pipeline.stack import PipelinedStack
 
 __all__ = [
   'SCHEDULES',

@@ -14,9 +14,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.layers.base import BatchPart, batch_part, run_layer
+from spmd_tasks.layers.base import BatchPart, layer_scope, run_layer
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, tree_read, tree_where
-from spmd_tasks.layers.transformer import LAYER_INPUT_NAME, remat_policy, remat_scope
+from spmd_tasks.layers.transformer import LAYER_INPUT_NAME, remat_policy
 from spmd_tasks.sharding import AxisRules, sharding_scope
 
 
@@ -98,7 +98,7 @@ class Stage:
       is_true = position < self.layers_per_repeat
       layer_weights, block_input = gate_gradient((layer_weights, x), is_true & is_work)
       part = BatchPart(index=index, count=self.num_microbatches, is_work=is_true & is_work)
-      with batch_part(part), remat_scope(self.remat_policy):
+      with layer_scope(part=part):
         y, aux = run_block({'params': layer_weights}, block_input, segment_ids, segment_pos, rngs=rngs)
       return tree_where(is_true, y, x) if has_identity_layers else y, aux
 

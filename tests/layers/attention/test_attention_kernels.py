@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import sys
 
 from absl import logging
 import jax
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import AttentionCall, _cudnn, attend, override_attention, resolve_implementation
+from spmd_tasks.layers.attention import AttentionCall, _cudnn, attend, implementations, resolve_implementation
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._context import balanced_order
 from spmd_tasks.planning import has_compiler, parse_target
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, sharding_scope
 
-attend_module = sys.modules[attend.__module__]  # which the function hides
 HEADS = ('batch', 'seq', 'act_heads', None)
 
 
@@ -117,6 +115,12 @@ def values_and_gradients(case: Case, arrays, segments, **options):
   return compute(*arrays)
 
 
+@pytest.fixture
+def anywhere(monkeypatch):
+  """Any implementation may be asked for: on other platforms than a TPU, 'splash' is interpreted."""
+  monkeypatch.setattr(AttentionCall, 'obstacle', lambda self, implementation: None)
+
+
 def assert_close(found, wanted, tolerance: float, what: str) -> None:
   """Within `tolerance` of the largest number of each array, or of 1 where all are smaller."""
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -126,6 +130,7 @@ def assert_close(found, wanted, tolerance: float, what: str) -> None:
 
 
 @pytest.mark.parametrize('case', TABLE)
+@pytest.mark.usefixtures('anywhere')
 def test_every_implementation_gives_the_same_numbers(case, monkeypatch):
   monkeypatch.setitem(attend_blockwise.__kwdefaults__, 'block', 48)
   arrays, segments = arguments(case, np.random.default_rng(0))
@@ -133,8 +138,7 @@ def test_every_implementation_gives_the_same_numbers(case, monkeypatch):
   wanted = values_and_gradients(case, arrays, segments, implementation='xla')
   assert_close(wanted[0], reference(case, arrays, segments), tolerance, 'xla against float64')
   for name in ('blockwise', 'splash'):
-    with override_attention(name):
-      found = values_and_gradients(case, arrays, segments)
+    found = values_and_gradients(case, arrays, segments, implementation=name)
     assert_close(found, wanted, tolerance, name)
 
 
@@ -147,6 +151,7 @@ def test_every_implementation_gives_the_same_numbers(case, monkeypatch):
     pytest.param(4, 1, (1, 8), marks=pytest.mark.exhaustive),
   ],
 )
+@pytest.mark.usefixtures('anywhere')
 def test_kernels_run_on_a_mesh_that_divides_neither_rows_nor_heads(heads, kv_heads, sizes):
   case = Case(rows=3, heads=heads, kv_heads=kv_heads, length=40, has_sinks=True, window=16)
   arrays, segments = arguments(case, np.random.default_rng(0))
@@ -154,12 +159,13 @@ def test_kernels_run_on_a_mesh_that_divides_neither_rows_nor_heads(heads, kv_hea
   num_devices = sizes[0] * sizes[1]
   mesh = MeshSpec(axis_names=('replica', 'data', 'mdl'), ici_mesh_shape=(1, *sizes)).build(jax.devices()[:num_devices])
   for name in ('splash', 'blockwise'):
-    with sharding_scope(mesh, DEFAULT_AXIS_RULES), override_attention(name):
-      found = values_and_gradients(case, arrays, segments, split_dims=HEADS)
+    with sharding_scope(mesh, DEFAULT_AXIS_RULES):
+      found = values_and_gradients(case, arrays, segments, split_dims=HEADS, implementation=name)
     assert_close(found, wanted, 1e-5, name)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures('anywhere')
 def test_cudnn_gets_the_rows_and_heads_of_each_device(monkeypatch):
   """Without a GPU: the plain computation in cuDNN's place, on a mesh that divides neither, with an odd length."""
   plainly = _cudnn.attend_plainly
@@ -169,8 +175,8 @@ def test_cudnn_gets_the_rows_and_heads_of_each_device(monkeypatch):
   wanted = values_and_gradients(case, arrays, segments, implementation='xla')
   mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 4)).build()
   rules = (('batch', 'data'), ('seq', None), ('act_heads', 'mdl'))
-  with sharding_scope(mesh, rules), override_attention('cudnn'):
-    found = values_and_gradients(case, arrays, segments, split_dims=HEADS)
+  with sharding_scope(mesh, rules):
+    found = values_and_gradients(case, arrays, segments, split_dims=HEADS, implementation='cudnn')
   assert_close(found, wanted, 1e-5, 'cudnn')
 
 
@@ -192,19 +198,21 @@ MORE_CONTEXT = [
 @pytest.mark.parametrize(
   'name, case, sizes', CONTEXT + [pytest.param(*row, marks=pytest.mark.exhaustive) for row in MORE_CONTEXT]
 )
+@pytest.mark.usefixtures('anywhere')
 def test_a_sequence_that_is_split_over_devices_has_the_same_numbers(name, case, sizes, monkeypatch):
-  monkeypatch.setattr(attend_module, 'BLOCK', 8)
+  monkeypatch.setattr(implementations, 'BLOCK', 8)
   arrays, segments = arguments(case, np.random.default_rng(0))
   wanted = values_and_gradients(case, arrays, segments, implementation='xla')
   axis_names = ('data', 'context', 'mdl')
   mesh = MeshSpec(axis_names=axis_names, ici_mesh_shape=sizes).build(jax.devices()[: math.prod(sizes)])
   rules = (('batch', 'data'), ('seq', 'context'), ('act_heads', 'mdl'))
-  with sharding_scope(mesh, rules), override_attention(name):
-    found = values_and_gradients(case, arrays, segments, split_dims=HEADS)
+  with sharding_scope(mesh, rules):
+    found = values_and_gradients(case, arrays, segments, split_dims=HEADS, implementation=name)
   assert_close(found, wanted, 1e-5, name)
 
 
 @pytest.mark.parametrize('name', ['splash', pytest.param('ring', marks=pytest.mark.exhaustive)])
+@pytest.mark.usefixtures('anywhere')
 def test_kernels_run_inside_the_stages_of_a_pipeline(name):
   case = Case(length=40, heads=2)
   arrays, segments = arguments(case, np.random.default_rng(0))
@@ -214,8 +222,8 @@ def test_kernels_run_inside_the_stages_of_a_pipeline(name):
 
   def stage(query, key, value, segments):
     rules = (('batch', None), ('seq', 'context'), ('act_heads', 'mdl'))
-    with sharding_scope(jax.sharding.get_abstract_mesh(), rules), override_attention(name):
-      return attend(query[0], key[0], value[0], segments[0], split_dims=HEADS)[None]
+    with sharding_scope(jax.sharding.get_abstract_mesh(), rules):
+      return attend(query[0], key[0], value[0], segments[0], split_dims=HEADS, implementation=name)[None]
 
   stages = jax.shard_map(
     stage,
@@ -255,7 +263,7 @@ CALL = AttentionCall(platform='tpu', dtype='bfloat16', length=4096, head_dim=128
 def test_the_best_implementation_is_chosen_and_logged_once(changes, name, reason, monkeypatch):
   call, lines = dataclasses.replace(CALL, **changes), []
   monkeypatch.setattr(logging, 'info', lambda line, *values: lines.append(line % values))
-  attend_module._best_implementation.cache_clear()
+  implementations._best_implementation.cache_clear()
   assert [resolve_implementation(None, call), resolve_implementation(None, call)] == [name, name]
   assert [reason in line for line in lines] == [True]
 
@@ -310,8 +318,8 @@ def gradients_in_bfloat16(case: Case, mesh):
 def test_cudnn_is_called_on_a_gpu(monkeypatch):
   """JAX's plugin for CUDA, which this needs none of, would say which cuDNN it brings."""
   monkeypatch.setattr('jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version', lambda: 91000)
-  monkeypatch.setattr(attend_module, 'current_platform', lambda: 'gpu')
-  monkeypatch.setattr(attend_module, '_has_cudnn', lambda: True)
+  monkeypatch.setattr(implementations, 'current_platform', lambda: 'gpu')
+  monkeypatch.setattr(implementations, '_has_cudnn', lambda: True)
   mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 2)).build(jax.devices()[:4])
   case = Case(heads=3, kv_heads=3, head_dim=64, value_dim=64, length=301, window=100, dtype='bfloat16')
   lowered = gradients_in_bfloat16(case, mesh).lower(lowering_platforms=('cuda',))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.base import BatchPart, batch_part
+from spmd_tasks.layers.base import BatchPart, layer_scope
 from spmd_tasks.layers.moe import RouterOutput
 from spmd_tasks.layers.moe import _balance as balance
 from spmd_tasks.sharding import MeshSpec
@@ -213,7 +213,7 @@ def test_shards_are_of_the_whole_batch_whatever_its_microbatches(num_parts, num_
 
   def sums(m):
     rows = slice(m * B // num_parts, (m + 1) * B // num_parts)
-    with batch_part(BatchPart(index=jnp.int32(m), count=num_parts)):
+    with layer_scope(part=BatchPart(index=jnp.int32(m), count=num_parts)):
       return balance.routing_sums(jax.tree.map(lambda x: x[rows], routing), num_shards=num_shards)
 
   added = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), map(sums, range(num_parts)))

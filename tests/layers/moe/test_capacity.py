@@ -360,21 +360,3 @@ def test_rows_are_gathered_in_both_directions_and_never_scattered(gather_case):
   shapes = scattered_shapes(jax.make_jaxpr(gradient)(x, gates).jaxpr)
   assert shapes  # numbers of tokens, and gates
   assert [shape for shape in shapes if 64 in shape] == []
-
-
-@pytest.mark.parametrize('saved_bits', [4, 8])
-def test_saved_bits_keep_fewer_bytes_and_change_the_gradient_of_the_gates_only(gather_case, saved_bits):
-  x, gates, result = gather_case
-
-  def run(saved_bits):
-    computation = CapacityGather(saved_bits=saved_bits)
-    y, vjp = jax.jit(lambda *args: jax.vjp(lambda *args: result(computation, *args), *args))(x, gates)
-    return y, *vjp(jnp.ones_like(y)), sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
-
-  y, d_x, d_gates, num_bytes = run(None)
-  quantized_y, quantized_d_x, quantized_d_gates, quantized_num_bytes = run(saved_bits)
-  np.testing.assert_array_equal(quantized_y, y)
-  np.testing.assert_array_equal(quantized_d_x, d_x)
-  assert 0 < np.max(np.abs(quantized_d_gates - d_gates)) < np.max(np.abs(d_gates))
-  num_slots = 2 * 3 * 4
-  assert num_bytes - quantized_num_bytes == num_slots * (4 * 64 - 64 * saved_bits // 8 - 4)

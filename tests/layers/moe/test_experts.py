@@ -74,12 +74,12 @@ def make_rows(rng, dtype='float32'):
 
 
 @functools.cache
-def compiled(backend, recompute_activation):
+def compiled(backend):
   """The result and the gradients, jitted: sizes are arguments, so that all cases share one compilation."""
 
   def run(rows, group_sizes, weights, d_result):
     def ffn(rows, weights):
-      return grouped_ffn(rows, group_sizes, weights, recompute_activation=recompute_activation, backend=backend)
+      return grouped_ffn(rows, group_sizes, weights, backend=backend)
 
     result, pull_back = jax.vjp(ffn, rows, weights)
     return result, *pull_back(d_result)
@@ -106,14 +106,12 @@ def assert_equals_reference(actual, group_sizes, rows, weights, d_result):
 @pytest.mark.parametrize('name', GROUP_SIZES)
 @pytest.mark.parametrize('activation, gated', VARIANTS)
 @pytest.mark.parametrize(
-  'backend, recompute_activation, dtype',
-  [('loop', False, 'float32'), ('loop', True, 'bfloat16'), ('ragged_dot', False, 'bfloat16'),
-   ('ragged_dot', True, 'float32')],
-)  # fmt: skip
-def test_equals_float64_reference(rng, backend, recompute_activation, dtype, activation, gated, name):
+  'backend, dtype', [('loop', 'float32'), ('loop', 'bfloat16'), ('ragged_dot', 'bfloat16'), ('ragged_dot', 'float32')]
+)
+def test_equals_float64_reference(rng, backend, dtype, activation, gated, name):
   rows, d_result, weights = make_rows(rng, dtype), make_rows(rng, dtype), make_weights(rng, activation, gated, dtype)
   sizes = GROUP_SIZES[name]
-  actual = compiled(backend, recompute_activation)(rows, jnp.array(sizes, jnp.int32), weights, d_result)
+  actual = compiled(backend)(rows, jnp.array(sizes, jnp.int32), weights, d_result)
   assert_equals_reference(actual, sizes, rows, weights, d_result)
 
 
@@ -132,14 +130,11 @@ def expert_of_gpt_oss(e, rows, weights):
   return ((up + 1) * gate / (1 + jnp.exp(-1.702 * gate))) @ weights.down[e] + weights.down_bias[e][None]
 
 
-@pytest.mark.parametrize('recompute_activation', [False, True])
 @pytest.mark.parametrize('backend', ['loop', 'ragged_dot'])
-def test_biases_and_a_clamped_activation(rng, backend, recompute_activation):
-  if backend == 'loop' and recompute_activation:
-    pytest.skip('the loop recomputes always')
+def test_biases_and_a_clamped_activation(rng, backend):
   rows, d_result = make_rows(rng), make_rows(rng)
   weights, sizes = with_biases(make_weights(rng, 'clamped_swiglu', True), rng), GROUP_SIZES['rows past the end']
-  actual = compiled(backend, recompute_activation)(rows, jnp.array(sizes, jnp.int32), weights, d_result)
+  actual = compiled(backend)(rows, jnp.array(sizes, jnp.int32), weights, d_result)
 
   def reference(rows, weights):
     starts = np.cumsum(sizes) - sizes
@@ -181,30 +176,6 @@ def test_gates_multiply_the_results(rng, backend):
     np.testing.assert_allclose(ours, other, atol=1e-5 * max(1.0, np.abs(other).max()), rtol=0)
 
 
-@pytest.mark.parametrize('backend', ['loop', pytest.param('ragged_dot', marks=pytest.mark.exhaustive)])
-def test_gradients_are_added_to_sums_and_pre_activations_computed_again(rng, backend):
-  """As the ring's backward pass asks for them, with biases and gates."""
-  weights = with_biases(make_weights(rng, 'silu', gated=True), rng)
-  rows, sizes = make_rows(rng), jnp.array(GROUP_SIZES['skewed'], jnp.int32)
-  gates = jnp.asarray(rng.uniform(0.5, 1.5, NUM_ROWS), jnp.float32)
-  d_result = jnp.asarray(rng.standard_normal((NUM_ROWS, MODEL_DIM)), jnp.float32)
-  sums = jax.tree.map(lambda weight: jnp.asarray(rng.standard_normal(weight.shape), jnp.float32), weights)
-
-  @jax.jit
-  def gradients(rows, gates, weights, sums):
-    plain = jax.vjp(
-      lambda *args: grouped_ffn(args[0], sizes, args[2], gates=args[1], backend=backend), rows, gates, weights
-    )
-    run = functools.partial(grouped_ffn, backend=backend, saves_pre_activations=False)
-    added = jax.vjp(lambda *args: run(args[0], sizes, weights, gates=args[1], sums=args[2]), rows, gates, sums)
-    return (plain[0], *plain[1](d_result)), (added[0], *added[1](d_result))
-
-  (y, d_rows, d_gates, d_weights), actual = gradients(rows, gates, weights, sums)
-  expected = y, d_rows, d_gates, jax.tree.map(jnp.add, sums, d_weights)
-  for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
 def test_an_activation_with_a_formula_of_its_own_needs_a_gate():
   with pytest.raises(ValueError, match=r"'clamped_swiglu' is unknown \(it needs a gate\): choose one of"):
     Experts(num_experts=2, hidden_dim=3, gated=False, activation='clamped_swiglu').init(jax.random.key(0), 4)
@@ -215,19 +186,8 @@ def test_rows_past_the_end_may_hold_anything(rng, backend):
   rows, d_result, weights = make_rows(rng), make_rows(rng), make_weights(rng, 'silu', True)
   sizes = GROUP_SIZES['rows past the end']
   spoilt_rows, spoilt_d_result = (x.at[sum(sizes) :].set(np.nan) for x in (rows, d_result))
-  actual = compiled(backend, False)(spoilt_rows, jnp.array(sizes, jnp.int32), weights, spoilt_d_result)
+  actual = compiled(backend)(spoilt_rows, jnp.array(sizes, jnp.int32), weights, spoilt_d_result)
   assert_equals_reference(actual, sizes, rows, weights, d_result)
-
-
-@pytest.mark.parametrize('backend', ['loop', 'ragged_dot'])
-@pytest.mark.parametrize('gated', [False, True])
-def test_recomputing_saves_rows_and_pre_activation_only(rng, backend, gated):
-  """Counts the arrays of the hidden layer's shape that the backward pass keeps, as arrays in jax.vjp's pull-back."""
-  rows, weights, sizes = make_rows(rng), make_weights(rng, 'silu', gated), jnp.array(GROUP_SIZES['skewed'])
-  ffn = functools.partial(grouped_ffn, recompute_activation=True, backend=backend)
-  _, pull_back = jax.vjp(lambda rows: ffn(rows, sizes, weights), rows)
-  saved = [x for x in jax.tree.leaves(pull_back) if x.shape == (NUM_ROWS, HIDDEN_DIM)]
-  assert sum(np.any(x) for x in saved) == 1 + gated  # without jit, ragged_dot's gradient also keeps a zero as an array
 
 
 def test_within_scan_and_remat(rng):

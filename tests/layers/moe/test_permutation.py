@@ -1,4 +1,4 @@
-"""Sorting by expert, gathering rows and combining them, against loops in numpy; what the backward pass saves."""
+"""Sorting by expert, gathering rows and combining them, against loops in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,7 @@ import pytest
 from spmd_tasks.layers.moe import _permutation
 from spmd_tasks.layers.moe._permutation import (
   combine_rows,
-  dequantize_rows,
   gather_rows,
-  quantize_rows,
   sort_by_expert,
 )
 
@@ -55,14 +53,6 @@ def test_gathered_rows_and_their_gradient(expert_ids, rng):
   np.testing.assert_allclose(vjp(jnp.asarray(d_rows))[0], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_neither_direction_scatters_rows(rng):
-  permutation = sort_by_expert(jnp.asarray(EXPERT_IDS['mixed'], jnp.int32), E)
-  x = jnp.asarray(rng.normal(size=(5, D)), jnp.float32)
-  gradient = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(gather_rows(x, permutation) ** 2)))(x)
-  assert 'gather' in str(gradient)
-  assert 'scatter' not in str(gradient)
-
-
 def test_the_gradient_of_bfloat16_tokens_is_summed_in_float32():
   permutation = sort_by_expert(jnp.asarray([[0, 1, 2]], jnp.int32), E)
   d_rows = jnp.asarray([[256.0], [1.0], [1.0]], jnp.bfloat16)  # 256 + 1 rounds to 256 in bfloat16
@@ -96,9 +86,9 @@ def combine_by_loop(rows, gates, permutation, d_result):
   return result, d_rows, d_gates
 
 
-def combine(rows, gates, permutation, d_result, saved_bits=None):
+def combine(rows, gates, permutation, d_result):
   arrays = [jnp.asarray(x) for x in (rows, gates)]
-  result, vjp = jax.vjp(lambda r, g: combine_rows(r, g, permutation, saved_bits=saved_bits), *arrays)
+  result, vjp = jax.vjp(lambda r, g: combine_rows(r, g, permutation), *arrays)
   return result, *vjp(jnp.asarray(d_result))
 
 
@@ -107,54 +97,10 @@ def test_combined_rows_and_their_gradients(case):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize('saved_bits', [None, 4, 8])
-def test_rows_of_no_assignment_spread_no_nan(case, saved_bits):
+def test_rows_of_no_assignment_spread_no_nan(case):
   rows, gates, permutation, d_result = case
-  expected = combine(*case, saved_bits)
+  expected = combine(*case)
   is_unrouted = np.arange(len(rows)) >= np.sum(permutation.group_sizes)
   spoilt = np.where(is_unrouted[:, None], np.nan, rows)
-  for actual, clean in zip(combine(spoilt, gates, permutation, d_result, saved_bits), expected, strict=True):
+  for actual, clean in zip(combine(spoilt, gates, permutation, d_result), expected, strict=True):
     np.testing.assert_array_equal(actual, clean)
-
-
-@pytest.mark.parametrize(('saved_bits', 'limit'), [(8, 127), (4, 7)])
-def test_saved_bits_change_the_gradient_of_the_gates_only_and_by_the_step_at_most(case, saved_bits, limit):
-  rows, _, permutation, d_result = case
-  result, d_rows, d_gates = combine(*case)
-  quantized_result, quantized_d_rows, quantized_d_gates = combine(*case, saved_bits)
-  np.testing.assert_array_equal(quantized_result, result)
-  np.testing.assert_array_equal(quantized_d_rows, d_rows)
-  half_steps = np.max(np.abs(rows), axis=1) / limit / 2
-  bound = half_steps[permutation.positions] * np.sum(np.abs(d_result), axis=1)[:, None]
-  error = np.abs(quantized_d_gates - d_gates)
-  assert (error <= bound * (1 + 1e-5)).all()
-  assert error.max() > 0.05 * bound.max()  # they are quantized
-
-
-@pytest.mark.parametrize('num_columns', [1, 4, 5])
-@pytest.mark.parametrize(('bits', 'limit'), [(8, 127), (4, 7)])
-def test_quantized_rows_hold_whole_steps_exactly(bits, limit, num_columns):
-  codes = np.concatenate([[[limit] * num_columns, [-limit] * num_columns, [0] * num_columns]]).astype(np.float32)
-  codes = np.concatenate([codes, np.linspace(-limit, limit, 3 * num_columns).round().reshape(3, -1)]).astype(np.float32)
-  codes[:, 0] = limit  # so that the step of every row is known
-  rows = codes * 0.25
-  np.testing.assert_array_equal(dequantize_rows(quantize_rows(jnp.asarray(rows), bits)), rows)
-
-
-@pytest.mark.parametrize(('saved_bits', 'bytes_per_row'), [(None, 4 * 64), (8, 64 + 4), (4, 32 + 4)])
-def test_bytes_kept_for_the_backward_pass(saved_bits, bytes_per_row, rng):
-  permutation = sort_by_expert(jnp.asarray(ASSIGNMENTS), E)
-  rows, gates = (
-    jnp.asarray(rng.normal(size=(ASSIGNMENTS.size, 64)), jnp.float32),
-    jnp.ones(ASSIGNMENTS.shape, jnp.float32),
-  )
-  kept = jax.jit(lambda r: jax.vjp(lambda r, g: combine_rows(r, g, permutation, saved_bits=saved_bits), r, gates)[1])(
-    rows
-  )
-  of_rows = sum(leaf.nbytes for leaf in jax.tree.leaves(kept) if leaf.ndim == 2 and leaf.shape[0] == ASSIGNMENTS.size)
-  assert of_rows == ASSIGNMENTS.size * bytes_per_row
-
-
-def test_an_unknown_number_of_bits_is_refused(case):
-  with pytest.raises(ValueError, match='saved_bits=2 must be None'):
-    combine(*case, saved_bits=2)

@@ -8,7 +8,6 @@ import pytest
 from spmd_tasks.layers import remat_policy
 from spmd_tasks.layers.moe import (
   TopKRouter,
-  UniformRouter,
   load_balance_loss,
   router_z_loss,
   routing_statistics,
@@ -154,10 +153,9 @@ def test_gradient_of_the_gates_is_the_references(settings, rng):
   np.testing.assert_array_equal(grad['balance_bias'], 0)
 
 
-@pytest.mark.parametrize('router', [TopKRouter, UniformRouter])
-def test_padding_is_not_routed_and_changes_nothing_else(router, rng):
+def test_padding_is_not_routed_and_changes_nothing_else(rng):
   x, weights, mask = draw(rng)
-  settings = {'router': router, 'num_selected': 2, 'normalize_gates': 1.0}
+  settings = {'num_selected': 2, 'normalize_gates': 1.0}
   masked, unmasked = route(x, weights, mask, **settings), route(x, weights, None, **settings)
   assert unmasked.token_mask is None
   np.testing.assert_array_equal(masked.expert_ids, np.where(mask[..., None], unmasked.expert_ids, E))
@@ -217,13 +215,6 @@ def test_jitter_scales_the_input_in_training_only(rng):
   np.testing.assert_allclose(factors, np.broadcast_to(factors[..., :1], factors.shape), rtol=1e-5)
   assert 0.75 <= factors.min() < 0.85
   assert 1.15 < factors.max() <= 1.25
-
-
-def test_uniform_assignment_goes_round_and_keeps_the_gates(rng):
-  x, weights, _ = draw(rng)
-  chosen, uniform = (route(x, weights, None, router=r, num_selected=2) for r in (TopKRouter, UniformRouter))
-  np.testing.assert_array_equal(uniform.expert_ids, (np.arange(B * T * 2) % E).reshape(B, T, 2))
-  np.testing.assert_array_equal(uniform.gates, chosen.gates)
 
 
 def test_declares_its_weights():

@@ -23,7 +23,6 @@ from spmd_tasks.layers.moe import (
   Experts,
   MixtureOfExperts,
   TopKRouter,
-  UniformRouter,
 )
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.layers.pipeline.microbatches import Microbatch
@@ -43,7 +42,6 @@ CIRCULAR = {'schedule': 'circular', 'num_repeats': 2}
 ONE_F_ONE_B = {'schedule': 'one_forward_one_backward'}
 TOP_K = TopKRouter(num_experts=E, num_selected=K, normalize_gates=1.0)
 BIASED = TopKRouter(num_experts=E, num_selected=K, score_function='sigmoid', balance_bias=True)
-UNIFORM = UniformRouter(num_experts=E, num_selected=K)
 BY_EXPERTS = ExpertChoiceRouter(num_experts=E, group_size=2 * T)
 
 
@@ -66,9 +64,6 @@ CASES = {
   ),
   'experts choose from groups of 2 rows': (
     2, 'stage 2 x data 4', {'num_microbatches': 4}, BY_EXPERTS, CapacityGather(), 4
-  ),
-  'uniform, whose order is not that of a microbatch': (
-    2, 'stage 2 x data 2 x expert 2', {'num_microbatches': 8}, UNIFORM, groups_of(1, CapacityGather), 1
   ),
 }  # fmt: skip
 

@@ -16,9 +16,6 @@ by name and cannot be had is an error.
 Shapes: B batch, T sequence (S as seen by queries), H query heads, G key/value heads, K head dim, V dim of a value.
 """
 
-from collections.abc import Iterator
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import importlib.util
@@ -28,20 +25,14 @@ from absl import logging
 import jax
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention._blockwise import BLOCK, attend_blockwise
-from spmd_tasks.layers.attention._context import attend_by_ring, attend_gathered
-from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
 from spmd_tasks.layers.attention._on_devices import attention_layout
-from spmd_tasks.layers.attention._options import AttentionOptions
-from spmd_tasks.layers.attention._plain import attend_plainly
-from spmd_tasks.layers.attention._splash import attend_by_splash
+from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_plainly
+from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims, current_platform
 
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash', 'ring']
 IMPLEMENTATIONS: tuple[Implementation, ...] = ('xla', 'blockwise', 'cudnn', 'splash', 'ring')
 _LONG = 1024  # from this T on, the scores of all queries at once are worth avoiding
-
-_override: contextvars.ContextVar[Implementation | None] = contextvars.ContextVar('attention', default=None)
 
 
 def attend(
@@ -86,20 +77,31 @@ def attend(
     num_token_parts=layout.num_tokens,
     has_cudnn=_has_cudnn(),
   )
-  name = resolve_implementation(implementation, call)
+  name = 'xla' if current_layer_scope().plain_products else resolve_implementation(implementation, call)
   options = AttentionOptions(
     causal=causal, window=window, softmax_scale=softmax_scale, logit_cap=logit_cap, sinks=sinks
   )
   args = (query, key, value, segment_ids, options)
+  # An implementation is imported where it is used.
   if name == 'ring':
+    from spmd_tasks.layers.attention._context import attend_by_ring
+
     return attend_by_ring(*args, layout=layout)
   if name == 'splash':
+    from spmd_tasks.layers.attention._splash import attend_by_splash
+
     return attend_by_splash(*args, layout=layout, interpret=call.platform != 'tpu')
   if name == 'cudnn':
+    from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
+
     return attend_by_cudnn(*args, layout=layout)
   if call.num_token_parts > 1:
+    from spmd_tasks.layers.attention._context import attend_gathered
+
     return attend_gathered(*args, layout=layout, block=BLOCK if name == 'blockwise' else query.shape[1])
   if name == 'blockwise':
+    from spmd_tasks.layers.attention._blockwise import attend_blockwise
+
     return attend_blockwise(*args)
   return attend_plainly(*args)
 
@@ -154,13 +156,11 @@ class AttentionCall:
 
 
 def resolve_implementation(asked: str | None, call: AttentionCall) -> str:
-  """Returns the implementation to use: that of the override, else the one that is asked for, else the best one.
+  """Returns the implementation to use: the one that is asked for, else the best one.
 
   Raises:
     UserError: the one that is asked for is unknown or cannot compute the call.
   """
-  if (overridden := _override.get()) is not None:
-    return overridden
   if asked is None:
     return _best_implementation(call)
   if asked not in IMPLEMENTATIONS:
@@ -190,17 +190,3 @@ def _best_implementation(call: AttentionCall) -> str:
     reason = f'{preferred} {obstacle}' if obstacle else f'{long or f"only {call.length} tokens"} on {call.platform!r}'
   logging.info('Attention is computed by %r: %s.', name, reason)
   return name
-
-
-@contextlib.contextmanager
-def override_attention(implementation: Implementation) -> Iterator[None]:
-  """Makes every attention traced in this context use one implementation, whatever it asks for.
-
-  For counting FLOPs, which kernels hide from the jaxpr, and for tests: on other platforms than a TPU, 'splash' is
-  interpreted.
-  """
-  token = _override.set(implementation)
-  try:
-    yield
-  finally:
-    _override.reset(token)
