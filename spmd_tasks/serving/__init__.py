@@ -48,7 +48,7 @@ WING = Wing(
           type=int,
           metavar='N',
           may_differ=True,
-          help='open connections, half of them from one host; default: 1000',
+          help='open connections; default: 1000',
         ),
         Flag(
           name='drain_s',

@@ -169,9 +169,11 @@ class _Server:
         loop='asyncio',
         lifespan='off',
         log_config=None,
+        log_level='error',  # it warns of each request that is not HTTP
         access_log=False,
         server_header=False,
         backlog=_BACKLOG,
+        limit_concurrency=self._limits.max_connections + 1,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_LIMIT_S,
       )

@@ -16,7 +16,7 @@ class ServerSettings:
     max_body_bytes: size of a body; larger ones are answered 413.
     max_choices: how many texts one request may ask for: its prompts times n.
     max_stop_strings, max_stop_chars: how many strings `stop` may have, and how long each may be.
-    max_connections: how many connections may be open, half of them of one host; fewer if few files may be open.
+    max_connections: how many connections may be open; fewer if few files may be open.
     header_timeout_s: seconds from a connection's begin within which a client must send its first request's header.
     body_timeout_s: seconds within which a client must send its body; otherwise the answer is 408.
     send_timeout_s: seconds within which a client must read what was sent; otherwise the client counts as gone.
@@ -44,11 +44,9 @@ class ServerSettings:
       raise UserError(f'port {self.port} must be from 0 (any free port) to 65535.')
     if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
       raise UserError('the API key must be printable ASCII characters on one line.')
-    for name in ('max_queued', 'max_body_bytes', 'max_choices'):
+    for name in ('max_queued', 'max_body_bytes', 'max_choices', 'max_connections'):
       if getattr(self, name) < 1:
         raise UserError(f'{name}={getattr(self, name)} must be at least 1.')
-    if self.max_connections < 2:
-      raise UserError(f'max_connections={self.max_connections} must be at least 2: half of them may be of one host.')
     for name in ('header_timeout_s', 'body_timeout_s', 'send_timeout_s'):
       if not getattr(self, name) > 0:
         raise UserError(f'{name}={getattr(self, name)} must be more than 0 seconds.')

@@ -169,7 +169,7 @@ def test_what_is_nested_deep_or_large_in_a_field_is_taken_or_named(field):
     ('port', 65536),
     ('api_key', 'two\nlines'),
     ('max_queued', 0),
-    ('max_connections', 1),
+    ('max_connections', 0),
     ('header_timeout_s', 0),
     ('send_timeout_s', 0),
     ('drain_s', -1),

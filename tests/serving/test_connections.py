@@ -127,25 +127,26 @@ def test_a_body_that_breaks_http_only_ends_the_connection(caplog, waits):
 # --- too many ---
 
 
-def test_who_waits_longest_for_a_first_request_gives_way_and_who_has_one_does_not():
+def test_who_waits_longest_gives_way_and_who_has_a_request_does_not():
   gate = threading.Event()
   engine = FakeEngine()
   engine.gate = gate
-  with serving(engine, max_connections=8) as served, contextlib.ExitStack() as stack:
-    idle = stack.enter_context(connect(served.url))  # half of 8 for this host
+  with serving(engine, max_connections=4) as served, contextlib.ExitStack() as stack:
+    idle = stack.enter_context(connect(served.url))
     idle.sendall(GET + b'\r\n')
     assert idle.recv(100).startswith(b'HTTP/1.1 200')
     silent = [stack.enter_context(connect(served.url)) for _ in range(3)]
     time.sleep(0.1)
     assert not any(is_closed(each) for each in (idle, *silent))
     busy = []
-    for expected in (silent[0], silent[1], silent[2], idle):
+    for expected in (idle, *silent):
       busy.append(stack.enter_context(connect(served.url)))
       busy[-1].sendall(
         POST + b'Content-Length: 57\r\n\r\n' + b'{"model": "fake.Model", "prompt": "abc", "max_tokens": 5}'
       )
       wait_for(lambda expected=expected: is_closed(expected))
     with connect(served.url) as refused:
+      refused.sendall(GET + b'\r\n')
       assert b'HTTP/1.1 503' in refused.recv(1000)
     gate.set()
     for sock in busy:
@@ -195,6 +196,6 @@ def test_health_is_answered_while_hundreds_of_connections_are_silent(process):
     wait_for(lambda: metric(kept, 'open_connections') == 1)  # within header_timeout_s
   _, stderr = process.communicate()
   assert process.returncode == 0, stderr
-  warnings = re.findall(r'closed a connection of 127.0.0.1: .*', stderr)
+  warnings = re.findall(r'closed a connection of .*', stderr)
   assert 0 < len(warnings) < 5, stderr  # not a line for each
   assert 'Traceback' not in stderr

@@ -14,6 +14,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from spmd_tasks.decoding import ChatTemplate
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.served import metric, serving, wait_for
+from tests.serving.test_channels import ECHO, FINAL, HM, tokenizer  # noqa: F401
 
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
 # Nothing but the page: no updates, no lookups, no profile of an earlier run.
@@ -185,3 +186,23 @@ def test_a_model_with_a_chat_template_chats(browser):
     assert page['prompt'].get_attribute('value') == 'again'
     page['anew'].click()
     assert page['given'].text == page['error'].text == ''
+
+
+def test_reasoning_is_shown_and_not_sent_back(browser, tokenizer):  # noqa: F811
+  """The fake repeats all messages of the conversation, and each answer's reasoning is shown beside it."""
+  template = ChatTemplate(template=ECHO, writes_bos=True)
+  with serving(max_len=512, chat_template=template, tokenizer=tokenizer) as served:
+    browser.get(served.url)
+    page = Page(browser)
+    for said in (HM + FINAL, 'x'):
+      page.fill(prompt=said, max_tokens=200)
+      page['go'].click()
+      page.wait(page.is_idle)
+      assert page['error'].text == ''
+    turns = [(each.get_attribute('class'), each.text) for each in page['given'].find_elements(By.TAG_NAME, 'div')]
+  assert [turn for turn in turns if turn[0] != 'user'] == [
+    ('thought', 'Hm <b>.'),
+    ('assistant', '7 °C'),
+    ('thought', 'Hm <b>.'),
+    ('assistant', '7 °C7 °Cx'),
+  ]
