@@ -9,7 +9,7 @@ Events are counted as they happen; values that other objects hold are read when 
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -51,6 +51,7 @@ class ServerMetrics:
     Args:
       read: returns the value of each metric of `_READ`.
     """
+    disable_created_metrics()  # a second sample for each counter and histogram, with its creation time
     self._registry = CollectorRegistry()
     self._registry.register(_ReadMetrics(read))
     # Clients must not choose label values: new values would fill the memory.
@@ -65,7 +66,7 @@ class ServerMetrics:
 
   def exposition(self) -> str:
     """Formats all metrics as text for Prometheus."""
-    return generate_latest(_WithoutCreationTimes(self._registry)).decode()
+    return generate_latest(self._registry).decode()
 
   def _counter(self, name: str, text: str, *labels: str) -> Counter:
     return Counter(PREFIX + name, text, labels, registry=self._registry)
@@ -87,15 +88,3 @@ class _ReadMetrics(Collector):
     values = self._read()
     for name, (family, text) in _READ.items():
       yield family(PREFIX + name, text, value=values[name])
-
-
-class _WithoutCreationTimes(Collector):
-  """A registry without the `_created` samples that prometheus_client adds to each counter and histogram."""
-
-  def __init__(self, registry: CollectorRegistry):
-    self._registry = registry
-
-  def collect(self) -> Iterable[Metric]:
-    for metric in self._registry.collect():
-      metric.samples = [sample for sample in metric.samples if not sample.name.endswith('_created')]
-      yield metric

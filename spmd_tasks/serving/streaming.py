@@ -6,19 +6,18 @@ Both classes are ASGI applications: only an ASGI application can notice a discon
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator
 import contextlib
 import json
 from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.service import Answer, Service
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 _CUT = RequestError('the server shut down before this answer was complete.', status=503, code='cut')
 _FAILED = RequestError('the model failed while it generated this answer.', status=500, code='engine_failed')
@@ -32,7 +31,7 @@ class WholeAnswer:
     self._answer = answer
     self._bodies = bodies
 
-  async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     async with _exchange(self._service, self._answer, receive):
       all_deltas: list[Delta] = []
       while _num_ended(all_deltas) < len(self._answer.sequences):
@@ -42,11 +41,7 @@ class WholeAnswer:
         all_deltas += deltas
       error = _failure(all_deltas)
       body = self._bodies.whole(self._answer.sequences, all_deltas) if error is None else error.body
-      data = json.dumps(body).encode()
-      headers = [(b'content-type', b'application/json'), (b'content-length', str(len(data)).encode())]
-      status = 200 if error is None else error.status
-      await send({'type': 'http.response.start', 'status': status, 'headers': headers})
-      await send({'type': 'http.response.body', 'body': data})
+      await JSONResponse(body, 200 if error is None else error.status)(scope, receive, send)
 
 
 class StreamedAnswer:
@@ -58,7 +53,7 @@ class StreamedAnswer:
     self._bodies = bodies
     self._include_usage = include_usage
 
-  async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     async with _exchange(self._service, self._answer, receive):
 
       async def send_events(events: list[bytes], *, is_last: bool = False) -> None:

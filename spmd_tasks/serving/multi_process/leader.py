@@ -16,7 +16,6 @@ closes the link of a killed process. JAX's heartbeats find a machine that vanish
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import contextlib
-import dataclasses
 import functools
 import os
 import threading
@@ -92,30 +91,12 @@ class LeadingEngine:
       restore: returns a checkpoint's (weights, step) when every process calls it.
     """
     self.stop = followers.stop
+    self.num_slots, self.max_len = engine.num_slots, engine.max_len
+    self.prefill_rows, self.prefill_chunk, self.can_reuse = engine.prefill_rows, engine.prefill_chunk, engine.can_reuse
     self._engine = engine
     self._followers = followers
     self._restore = restore
     self._caller = ThreadPoolExecutor(1, thread_name_prefix='leading-engine')
-
-  @property
-  def num_slots(self) -> int:
-    return self._engine.num_slots
-
-  @property
-  def prefill_rows(self) -> int:
-    return self._engine.prefill_rows
-
-  @property
-  def prefill_chunk(self) -> int:
-    return self._engine.prefill_chunk
-
-  @property
-  def can_reuse(self) -> bool:
-    return self._engine.can_reuse
-
-  @property
-  def max_len(self) -> int:
-    return self._engine.max_len
 
   @property
   def cache_epoch(self) -> int:
@@ -147,8 +128,7 @@ class LeadingEngine:
   def prefill(
     self, chunks: Sequence[Chunk], *, score_prompts: bool = False, masks: TokenMasks | None = None
   ) -> Launched:
-    sent = [_without_later_tokens(chunk) for chunk in chunks]
-    self._followers.send('prefill', sent, score_prompts, pack_masks(masks))
+    self._followers.send('prefill', list(chunks), score_prompts, pack_masks(masks))
     call = functools.partial(self._engine.prefill, chunks, score_prompts=score_prompts, masks=masks)
     return _Awaited(self._await, self._await(call))
 
@@ -186,12 +166,6 @@ class LeadingEngine:
     lost = self._followers.lost
     wait((future, lost), return_when=FIRST_COMPLETED)
     return lost.result() if lost.done() else future.result()
-
-
-def _without_later_tokens(chunk: Chunk) -> Chunk:
-  """Cuts the prompt after the token behind the chunk: the engine does not read later tokens yet."""
-  ids = chunk.request.ids[: chunk.stop + 1]
-  return dataclasses.replace(chunk, request=dataclasses.replace(chunk.request, ids=ids))
 
 
 class _Awaited:
