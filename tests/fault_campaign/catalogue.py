@@ -16,17 +16,14 @@ from tests.fault_campaign.scene import Scene
 
 FAMILIES = (
   'kills',
-  'signals',
   'damage',
   'disks',
   'directories',
   'inputs',
   'clients',
-  'servers',
   'decoding',
   'security',
   'processes',
-  'peer_copies',
 )
 
 _KINDS: dict[str, 'Kind'] = {}
