@@ -1,4 +1,4 @@
-"""The pictures of the docs are those that scripts/draw_pictures.py draws today."""
+"""The pictures of the docs say what scripts/draw_pictures.py draws today; where a line lies is not compared."""
 
 from pathlib import Path
 import sys
@@ -14,11 +14,14 @@ import draw_pictures  # noqa: E402
 PICTURES = ROOT / 'docs' / 'pictures'
 
 
+def texts_of(picture):
+  return [text.strip() for text in ElementTree.fromstring(picture).itertext() if text.strip()]
+
+
 @pytest.mark.parametrize('name', draw_pictures.PICTURES_BY_NAME)
-def test_a_picture_is_drawn_from_the_real_objects(name):
-  drawn = draw_pictures.PICTURES_BY_NAME[name]()
-  ElementTree.fromstring(drawn)
-  committed = (PICTURES / f'{name}.svg').read_text(encoding='utf-8')
+def test_a_picture_says_what_the_real_objects_are(name):
+  drawn = texts_of(draw_pictures.PICTURES_BY_NAME[name]())
+  committed = texts_of((PICTURES / f'{name}.svg').read_text(encoding='utf-8'))
   assert drawn == committed, '.venv/bin/python scripts/draw_pictures.py draws it anew; look at it, and commit it'
 
 
@@ -33,6 +36,4 @@ def test_a_loss_curve_is_drawn_from_metrics_files(tmp_path):
   (tmp_path / 'eval' / 'valid').mkdir(parents=True)
   (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "cross_entropy": 5.5}\n{"step": 50, "cross_entropy": 3.0}\n')
   (tmp_path / 'eval' / 'valid' / 'metrics.jsonl').write_text('{"step": 50, "cross_entropy": 3.25}\n')
-  drawn = draw_pictures.loss_curve(tmp_path)
-  ElementTree.fromstring(drawn)
-  assert '3.25' in drawn
+  assert any('3.25' in text for text in texts_of(draw_pictures.loss_curve(tmp_path)))
