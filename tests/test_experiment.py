@@ -10,10 +10,10 @@ from flax.core import FrozenDict
 import pytest
 
 from spmd_tasks.config import resolve
-from spmd_tasks.experiment import DEFAULT_AXIS_RULES, MESH_FIELDS, Experiment, Job
+from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 from spmd_tasks.layers import TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.sharding import DataExpertModelMesh, MeshAxes, MeshSpec, data_expert_model_axes
+from spmd_tasks.sharding import DataExpertModelMesh, MeshAxes, MeshSpec
 
 
 class Base(Experiment):
@@ -289,13 +289,6 @@ def test_replicas_of_a_mesh_with_experts():
   assert staged.ici_mesh_shape == (2, 2, 2, 1, 1)
   with pytest.raises(ValueError, match='num_replicas=3 must be at least 1 and divide num_devices=8'):
     DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_replicas=3).axes()
-
-
-def test_default_rules_of_layouts_are_those_of_the_constructors():
-  expected = data_expert_model_axes(
-    num_devices=8, num_expert_partitions=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
-  )
-  assert (AXES.axis_rules, AXES.ici_mesh_shape) == (expected.axis_rules, expected.ici_mesh_shape)
 
 
 @pytest.mark.parametrize('name', ['a.b', '../up', 'a b', ''])

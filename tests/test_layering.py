@@ -25,7 +25,7 @@ ROWS = (
   ('checkpoints',),
   ('learning', 'inputs', 'layers', 'distributed'),
   ('sharding',),
-  ('files', 'frozen_fields'),
+  ('files', 'frozen_fields', 'row_sources'),
   ('wings',),
   ('activity', 'errors', 'sigterm', 'streams', 'xla_flags'),
   ('exit_codes',),

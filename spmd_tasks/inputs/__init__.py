@@ -24,7 +24,6 @@ from spmd_tasks.inputs.base import (
   language_model_spec,
   progress_of,
   shard_rows,
-  source_ids_name,
   source_of_rows,
 )
 from spmd_tasks.inputs.batches import Batches, as_input
@@ -48,6 +47,7 @@ from spmd_tasks.inputs.tokenizers import (
   tokenizer_of,
   train_bpe,
 )
+from spmd_tasks.row_sources import source_ids_name
 
 __all__ = [
   'BATCH_DTYPES',

@@ -8,19 +8,17 @@ A batch is a dict of [B, T] arrays: `ids` (int32, what the model reads), `labels
 (int32, position within the segment).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.row_sources import row_sources
 
 Batch = dict[str, np.ndarray]
 State = dict[str, Any]
-
-# What begins the name of the entry, int32 [B], that says of which source each row of a mixture is; see source_ids_name.
-SOURCE_IDS = 'source_ids:'
 
 BATCH_DTYPES: Mapping[str, Any] = {
   'ids': np.int32,
@@ -122,21 +120,10 @@ def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:
   return range(shard_index * rows, (shard_index + 1) * rows)
 
 
-def source_ids_name(names: Iterable[str]) -> str:
-  """The name of the entry of a mixture's batch that numbers the sources; it holds their names, for a loss to find them.
-
-  Source i of `names` has the number i, and a row of padding -1. layers/losses.py reads it.
-  """
-  return SOURCE_IDS + ','.join(names)
-
-
 def source_of_rows(batch: Mapping[str, np.ndarray]) -> list[str]:
   """Returns of each row of a mixture's batch the name of its source, '' for padding; [] for other batches."""
-  entry = next((name for name in batch if name.startswith(SOURCE_IDS)), None)
-  if entry is None:
-    return []
-  names = [*entry.removeprefix(SOURCE_IDS).split(','), '']
-  return [names[number] for number in batch[entry]]
+  names, ids = row_sources(batch)
+  return [[*names, ''][number] for number in ids] if names else []
 
 
 def epochs_of(source: Input, state: State) -> float | None:

@@ -40,6 +40,7 @@ from spmd_tasks.inputs._repeated import Repeated
 from spmd_tasks.inputs._row_choice import RowChoice
 from spmd_tasks.inputs._source_reader import SourceReader, naming
 from spmd_tasks.inputs.tokenizers import Tokenizer, tokenizer_of
+from spmd_tasks.row_sources import source_ids_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class Mixture:
       UserError: the sources' specs differ; the message names two of them.
     """
     ids = jax.ShapeDtypeStruct((self.batch_size,), np.int32)
-    return {**_mixture_settings.common_spec(self.sources), base.source_ids_name(self.sources): ids}
+    return {**_mixture_settings.common_spec(self.sources), source_ids_name(self.sources): ids}
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'MixtureIterator':
     return MixtureIterator(self, shard_index, shard_count)
@@ -146,7 +147,7 @@ class MixtureIterator:
     self._schedule = [(0, _proportions(settings, settings.weights))]
     self._schedule += [(first, _proportions(settings, weights)) for first, weights in settings.weight_changes]
     self._rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
-    self._ids_name = base.source_ids_name(settings.sources)
+    self._ids_name = source_ids_name(settings.sources)
     self._spec = {name: entry for name, entry in spec.items() if name != self._ids_name}
     self._choice = RowChoice(settings.batch_size, self._schedule, settings.seed)
     self._has_stopped = False

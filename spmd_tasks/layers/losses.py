@@ -16,8 +16,7 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import describe
 from spmd_tasks.layers.chunked_logits import predicted_label_scores
-
-_SOURCE_IDS = 'source_ids:'  # as inputs/base.py has it
+from spmd_tasks.row_sources import row_sources
 
 
 class LossOutput(struct.PyTreeNode):
@@ -112,15 +111,12 @@ def losses_by_source(
   Args:
     losses: float32 [B, T] or [B].
     weights: of the same shape.
-    batch: of a mixture, it has an entry `source_ids:<name>,<name>,...`, int32 [B]: the number of each row's source in
-      the list of names, -1 for padding (inputs/mixture.py).
+    batch: of a mixture, it has an entry that says of which source each row is (row_sources.py).
   """
-  entries = [name for name in batch if name.startswith(_SOURCE_IDS)]
-  if not entries:
+  names, ids = row_sources(batch)
+  if not names:
     return {}
-  [entry] = entries
-  names = entry.removeprefix(_SOURCE_IDS).split(',')
-  is_source = batch[entry][None, :] == jnp.arange(len(names))[:, None]  # [S, B]
+  is_source = ids[None, :] == jnp.arange(len(names))[:, None]  # [S, B]
   axes = tuple(range(1, losses.ndim))
   rows = jnp.stack([jnp.sum(losses * weights, axis=axes), jnp.sum(weights, axis=axes)])  # [2, B]
   # Not a product: a row with a NaN is not to reach the other sources.

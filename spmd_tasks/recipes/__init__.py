@@ -17,12 +17,15 @@ conversations and on pairs of answers, `low_rank.py` trains low-rank adapters of
 several adapters of one model.
 """
 
-from spmd_tasks.recipes.dense import DenseLanguageModel
-from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
-from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
-from spmd_tasks.recipes.pretrained import PipelinedPretrainedModel, PretrainedLanguageModel
-from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
-from spmd_tasks.recipes.text_training import TextTraining
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.recipes.dense import DenseLanguageModel
+  from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
+  from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
+  from spmd_tasks.recipes.pretrained import PipelinedPretrainedModel, PretrainedLanguageModel
+  from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
+  from spmd_tasks.recipes.text_training import TextTraining
 
 __all__ = [
   'DenseLanguageModel',

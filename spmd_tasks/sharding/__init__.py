@@ -9,33 +9,18 @@ experiment map logical names to mesh axes. A dimension that its mesh axes do not
 step; the layers never see the padding. Inside a step, `constrain` lays out activations by the same rules.
 
 Read specs.py (split dims and axis rules to PartitionSpecs), mesh.py (axis sizes to a Mesh), weights.py (the declaration
-of a weight), padding.py (uneven shapes). Then expert_axes.py (axis rules with expert parallelism), mesh_layouts.py (a
-mesh and its rules as one field of an experiment), reductions.py (norms of sharded trees), weight_names.py (patterns of
-names), quantized.py (how weights are held in fewer bits) and host_layout.py (the rows of a batch on one host).
+of a weight), padding.py (uneven shapes). Then mesh_layouts.py (a mesh and its rules as one field of an experiment),
+expert_meshes.py (those with expert parallelism), reductions.py (norms of sharded trees), weight_names.py (patterns of
+names) and quantized.py (how weights are held in fewer bits).
 """
 
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.sharding._mesh_shapes import factorizations, nearest_hybrid_shape, nearest_shapes
-  from spmd_tasks.sharding.expert_axes import (
-    ExpertAxes,
-    data_expert_model_axes,
-    data_model_axes,
-    expert_parallel_degrees,
-    hidden_sharding_axes,
-    standard_logical_axis_rules,
-  )
-  from spmd_tasks.sharding.host_layout import HostDataLayout, host_data_layout
+  from spmd_tasks.sharding.expert_meshes import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
   from spmd_tasks.sharding.mesh import MeshSpec
-  from spmd_tasks.sharding.mesh_layouts import (
-    DEFAULT_AXIS_RULES,
-    DataExpertModelMesh,
-    DataModelMesh,
-    HiddenShardingMesh,
-    MeshAxes,
-    MeshLayout,
-  )
+  from spmd_tasks.sharding.mesh_layouts import DEFAULT_AXIS_RULES, MeshAxes, MeshLayout
   from spmd_tasks.sharding.padding import evenly_divided_spec, pad, padded_shape, unpad
   from spmd_tasks.sharding.quantized import (
     QUANTIZED_DTYPES,
@@ -100,9 +85,7 @@ __all__ = [
   'AxisRules',
   'DataExpertModelMesh',
   'DataModelMesh',
-  'ExpertAxes',
   'HiddenShardingMesh',
-  'HostDataLayout',
   'Initializer',
   'Int8',
   'MeshAxes',
@@ -120,15 +103,10 @@ __all__ = [
   'context_axis_rules',
   'current_platform',
   'current_sharding_scope',
-  'data_expert_model_axes',
-  'data_model_axes',
   'even_spec',
   'evenly_divided_spec',
-  'expert_parallel_degrees',
   'factorizations',
   'gather_for_tokens',
-  'hidden_sharding_axes',
-  'host_data_layout',
   'infer_partition_spec_based_on_rank',
   'is_quantized',
   'is_split_over_tokens',
@@ -154,7 +132,6 @@ __all__ = [
   'split_stacked',
   'stage_axis',
   'stage_axis_rules',
-  'standard_logical_axis_rules',
   'stored_spec',
   'sum_of_squares',
   'sums_of_squares',

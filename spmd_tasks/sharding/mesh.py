@@ -20,8 +20,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding._mesh_shapes import nearest_hybrid_shape, nearest_shapes, shape_text
-from spmd_tasks.sharding._torus import arrange
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +69,8 @@ class MeshSpec:
       ici[ici.index(-1)] = max(1, num_devices // others)
     wanted = math.prod(ici) * math.prod(dcn)
     if wanted != num_devices:
+      from spmd_tasks.sharding._mesh_shapes import nearest_shapes, shape_text
+
       dcn_text = f' x dcn_mesh_shape {tuple(dcn)}' if self.dcn_mesh_shape else ''
       num_slices = math.prod(dcn)
       nearest = [shape_text(shape) for shape in nearest_shapes(ici, max(1, num_devices // num_slices), limit=2)]
@@ -127,6 +127,8 @@ def device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any])
   num_granules = math.prod(dcn)
   granules = _granules(num_granules, devices, ici, dcn)
   if granules is not None:
+    from spmd_tasks.sharding._torus import arrange
+
     arrays = np.stack([arrange(ici, granule) for granule in granules])
   else:
     arrays = np.asarray(devices, dtype=object)
@@ -146,6 +148,8 @@ def _granules(wanted: int, devices: Sequence[Any], ici: Sequence[int], dcn: Sequ
       return _of_equal_size(groups)
   if platform == 'cpu' or max(len(slices), len(processes)) <= 1:
     return None
+  from spmd_tasks.sharding._mesh_shapes import nearest_hybrid_shape, shape_text
+
   groups = slices if len(slices) > 1 else processes
   names = [f'{len(found)} {name}' for name, found in (('slice(s)', slices), ('process(es)', processes)) if found]
   inner, outer = nearest_hybrid_shape(ici, dcn, len(groups), len(devices) // len(groups))

@@ -5,9 +5,9 @@ import fiddle as fdl
 from spmd_tasks.layers import BlockGroup
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.recipes import SyntheticLanguageModel
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, data_expert_model_axes
+from spmd_tasks.sharding import DataExpertModelMesh
 
-AXES = data_expert_model_axes(num_devices=8, num_expert_partitions=2, num_partitions=2, base_rules=DEFAULT_AXIS_RULES)
+AXES = DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_partitions=2).axes()
 
 
 class Dense(SyntheticLanguageModel):

@@ -5,12 +5,11 @@ import fiddle as fdl
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless
 from spmd_tasks.recipes import MoeLanguageModel
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, expert_axes
+from spmd_tasks.sharding import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh
 
-_ON_8 = {'num_devices': 8, 'base_rules': DEFAULT_AXIS_RULES}
-_EXPERT = expert_axes.data_expert_model_axes(num_expert_partitions=4, num_partitions=1, **_ON_8)
-_HIDDEN = expert_axes.hidden_sharding_axes(num_experts=4, hidden_dim=44, **_ON_8)
-_TWO_DATA = expert_axes.data_model_axes(num_experts=4, num_partitions=1, **_ON_8)
+_EXPERT = DataExpertModelMesh(num_devices=8, num_expert_partitions=4).axes()
+_HIDDEN = HiddenShardingMesh(num_devices=8, num_experts=4, hidden_dim=44).axes()
+_TWO_DATA = DataModelMesh(num_devices=8, num_experts=4).axes()
 
 
 class AlongData(Uneven, MoeLanguageModel):

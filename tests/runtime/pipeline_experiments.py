@@ -1,12 +1,10 @@
 """The uneven models of the other comparisons, with more layers, as pipelines."""
 
 from spmd_tasks.recipes import PipelinedLanguageModel
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, expert_axes, stage_axis_rules
+from spmd_tasks.sharding import DataExpertModelMesh, stage_axis_rules
 from tests.runtime import moe_experiments, uneven_experiments
 
-_EXPERT = expert_axes.data_expert_model_axes(
-  num_devices=4, num_expert_partitions=2, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
-)
+_EXPERT = DataExpertModelMesh(num_devices=4, num_expert_partitions=2).axes()
 
 
 class PipelinedAdamW(PipelinedLanguageModel, uneven_experiments.AdamW):

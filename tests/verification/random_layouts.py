@@ -11,10 +11,10 @@ from typing import Any
 
 from spmd_tasks.sharding import (
   DEFAULT_AXIS_RULES,
+  DataExpertModelMesh,
+  DataModelMesh,
+  HiddenShardingMesh,
   context_axis_rules,
-  data_expert_model_axes,
-  data_model_axes,
-  hidden_sharding_axes,
   stage_axis_rules,
 )
 
@@ -105,18 +105,12 @@ def _factorise(rng: random.Random, number: int, num_factors: int) -> list[int]:
 
 
 def _two_data(num_devices: int, settings: Mapping[str, Any]) -> Any:
-  return data_model_axes(
-    num_devices=num_devices, num_experts=settings['num_experts'], num_partitions=1, base_rules=DEFAULT_AXIS_RULES
-  )
+  return DataModelMesh(num_devices=num_devices, num_experts=settings['num_experts']).axes()
 
 
 def _hidden(num_devices: int, settings: Mapping[str, Any]) -> Any:
-  return hidden_sharding_axes(
-    num_devices=num_devices,
-    num_experts=settings['num_experts'],
-    hidden_dim=settings['hidden_dims'],
-    base_rules=DEFAULT_AXIS_RULES,
-  )
+  experts, hidden = settings['num_experts'], settings['hidden_dims']
+  return HiddenShardingMesh(num_devices=num_devices, num_experts=experts, hidden_dim=hidden).axes()
 
 
 def _fits(axes: Any, num_devices: int, settings: Mapping[str, Any]) -> bool:
@@ -137,9 +131,7 @@ def rules_of(layout: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     rules = tuple(rule for rule in DEFAULT_AXIS_RULES if rule[0] != 'expert')
   elif kind == 'expert':
     # Of any sizes: the rules name axes only.
-    rules = data_expert_model_axes(
-      num_devices=num_devices, num_expert_partitions=1, num_partitions=1, base_rules=DEFAULT_AXIS_RULES
-    ).axis_rules
+    rules = DataExpertModelMesh(num_devices=num_devices, num_expert_partitions=1).axes().axis_rules
   else:
     rules = (_two_data if kind == 'two_data' else _hidden)(num_devices, settings).axis_rules
   if 'context' in layout['mesh_axis_names']:

@@ -6,28 +6,27 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.layers.moe._expert_parallel import ExpertLayout, expert_layout, select_assignments
-from spmd_tasks.sharding import MeshSpec, ShardingScope, data_expert_model_axes, data_model_axes, hidden_sharding_axes
+from spmd_tasks.sharding import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh, MeshSpec, ShardingScope
 
 ACTIVATION_SPLIT_DIMS = ('batch', 'seq', 'act_embed')
 TOKENS = (8, 4)
 FORMS = {
   # T5X's two forms and MegaBlocks' on 8 devices; (exchange, gathered, summed, up_embed).
   'experts along data': (
-    data_model_axes(num_devices=8, num_experts=8, num_partitions=2, base_rules=DEFAULT_AXIS_RULES),
+    DataModelMesh(num_devices=8, num_experts=8, num_partitions=2),
     (('data',), (), ('mdl',), ()),
   ),
   'two data axes': (
-    data_model_axes(num_devices=8, num_experts=4, num_partitions=1, base_rules=DEFAULT_AXIS_RULES),
+    DataModelMesh(num_devices=8, num_experts=4),
     (('data',), (), (), ()),
   ),
   'experts on their own axis': (
-    data_expert_model_axes(num_devices=8, num_expert_partitions=2, num_partitions=2, base_rules=DEFAULT_AXIS_RULES),
+    DataExpertModelMesh(num_devices=8, num_expert_partitions=2, num_partitions=2),
     (('expert',), (), ('mdl',), ('data',)),
   ),
   'hidden sharding': (
-    hidden_sharding_axes(num_devices=8, num_experts=4, hidden_dim=6, base_rules=DEFAULT_AXIS_RULES),
+    HiddenShardingMesh(num_devices=8, num_experts=4, hidden_dim=6),
     (('expert',), ('data',), (), ()),
   ),
 }
@@ -38,13 +37,14 @@ def weights(rng):
   return expert_weights(draw_inputs(rng)[0])
 
 
-@pytest.mark.parametrize('axes, expected', FORMS.values(), ids=FORMS)
-def test_of_the_known_forms(axes, expected, weights):
+@pytest.mark.parametrize('form, expected', FORMS.values(), ids=FORMS)
+def test_of_the_known_forms(form, expected, weights):
+  axes = form.axes()
   mesh = MeshSpec(axis_names=axes.mesh_axis_names, ici_mesh_shape=axes.ici_mesh_shape).build()
   layout = expert_layout(ShardingScope(mesh, axes.axis_rules), weights, ACTIVATION_SPLIT_DIMS, TOKENS)
   assert (layout.exchange, layout.gathered, layout.summed, layout.up_embed) == expected
   assert layout.up_embed == layout.down_embed
-  assert set(layout.tokens) == {axis for axis in axes.batch_axes if mesh.shape[axis] > 1}
+  assert set(layout.tokens) == {axis for axis in dict(axes.axis_rules)['batch'] if mesh.shape[axis] > 1}
   assert set(layout.all_axes) == {axis for axis, size in mesh.shape.items() if size > 1}
 
 

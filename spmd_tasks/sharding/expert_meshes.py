@@ -1,0 +1,204 @@
+"""Meshes for mixtures of experts: expert parallelism beside data and model parallelism, in three forms.
+
+    mesh = DataExpertModelMesh(num_devices=64, num_expert_partitions=8, num_partitions=4)   # a field of an experiment
+
+* `DataModelMesh`: (replica, data, mdl). `data` splits the experts. With fewer experts than devices and no model
+  parallelism, `mdl` becomes a second data axis, along which experts are replicated (first form of T5X contrib/moe).
+* `DataExpertModelMesh`: (replica, data, expert, mdl). The experts have their own axis, so model parallelism works
+  beside them; experts are replicated along `data` (newer form of T5X contrib/moe).
+* `HiddenShardingMesh`: (replica, data, expert, mdl). With fewer experts than devices, `data` splits the hidden layer
+  of every expert (MegaBlocks' expert and hidden sharding).
+
+Layers read only the axis rules, so an experiment may also write its rules by hand (`MeshAxes`). T5X's `model` is `mdl`
+here.
+"""
+
+import dataclasses
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.sharding.mesh_layouts import DEFAULT_AXIS_RULES, MeshAxes
+from spmd_tasks.sharding.specs import AxisRules, SplitDim, stage_axis_rules
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataModelMesh:
+  """Mesh (replica, data, mdl): `data` splits the experts; surplus devices make `mdl` a second data axis.
+
+  Fields:
+    num_devices: of the whole mesh.
+    num_experts: of the model.
+    num_partitions: model parallelism. With 1 and fewer experts than devices, `mdl` has size num_devices / num_experts
+      and splits the batch.
+    base_rules: the axis rules of everything but experts.
+  """
+
+  num_devices: int
+  num_experts: int
+  num_partitions: int = 1
+  base_rules: AxisRules = DEFAULT_AXIS_RULES
+
+  def axes(self) -> MeshAxes:
+    """Returns the mesh and its rules.
+
+    Raises:
+      UserError: sizes do not divide.
+    """
+    model_size = self.num_partitions
+    two_data_axes = 0 < self.num_experts < self.num_devices and model_size == 1
+    if two_data_axes:
+      if self.num_devices % self.num_experts:
+        raise UserError(
+          f'{self.num_devices} devices are not a multiple of {self.num_experts} experts, so experts cannot be '
+          f'replicated evenly: choose a number of experts that divides {self.num_devices}, or use DataExpertModelMesh.'
+        )
+      model_size = self.num_devices // self.num_experts
+    rules = (*_without_names(self.base_rules, 'expert', 'expert_mlp'), ('expert', 'data'), ('expert_mlp', 'mdl'))
+    if two_data_axes:
+      rules = tuple((name, _replaced(axes, 'mdl', ())) for name, axes in rules)
+    return MeshAxes(
+      mesh_axis_names=('replica', 'data', 'mdl'),
+      ici_mesh_shape=(1, _data_size(self.num_devices, model_size), model_size),
+      axis_rules=_with_batch_over(('data', 'mdl') if two_data_axes else ('data',), rules),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataExpertModelMesh:
+  """Mesh (replica, data, expert, mdl): `expert` splits the experts, `data` replicates them, and both split the batch.
+
+  The logical name `expert` needs no rule, because it is the name of the mesh axis.
+
+  Fields:
+    num_devices: of the whole mesh; `data` gets what the other two axes leave.
+    num_expert_partitions: over how many devices the experts are split.
+    num_partitions: the size of `mdl`.
+    num_stages: stages of a pipeline; more than one adds the axis `stage` after `replica`.
+    num_replicas: the size of `replica`, over which weights are not split, so that they are gathered from fewer devices.
+    base_rules: the axis rules of everything but experts.
+  """
+
+  num_devices: int
+  num_expert_partitions: int
+  num_partitions: int = 1
+  num_stages: int = 1
+  num_replicas: int = 1
+  base_rules: AxisRules = DEFAULT_AXIS_RULES
+
+  def axes(self) -> MeshAxes:
+    """Returns the mesh and its rules.
+
+    Raises:
+      UserError: sizes do not divide.
+    """
+    if self.num_replicas < 1 or self.num_devices % self.num_replicas:
+      raise UserError(f'num_replicas={self.num_replicas} must be at least 1 and divide num_devices={self.num_devices}.')
+    num_devices = self.num_devices // self.num_replicas
+    if self.num_stages < 1 or num_devices % self.num_stages:
+      raise UserError(
+        f'num_stages={self.num_stages} must be at least 1 and divide num_devices={self.num_devices} over num_replicas='
+        f'{self.num_replicas}.'
+      )
+    data_size = _data_size(num_devices // self.num_stages, self.num_partitions)
+    if self.num_expert_partitions < 1 or data_size % self.num_expert_partitions:
+      nearest = next(size for size in range(min(data_size, self.num_expert_partitions), 0, -1) if data_size % size == 0)
+      raise UserError(
+        f'num_expert_partitions={self.num_expert_partitions} must be at least 1 and divide the devices of a stage over '
+        f'num_partitions={self.num_partitions}, {data_size}: choose {nearest}.'
+      )
+    rules = (*_without_names(self.base_rules, 'expert', 'expert_mlp'), ('expert_mlp', 'mdl'))
+    axes = MeshAxes(
+      mesh_axis_names=('replica', 'data', 'expert', 'mdl'),
+      ici_mesh_shape=(
+        self.num_replicas, data_size // self.num_expert_partitions, self.num_expert_partitions, self.num_partitions
+      ),
+      axis_rules=_with_batch_over(('expert', 'data'), rules),
+    )  # fmt: skip
+    if self.num_stages == 1:
+      return axes
+    (replica, *names), (num_replicas, *sizes) = axes.mesh_axis_names, axes.ici_mesh_shape
+    return MeshAxes(
+      mesh_axis_names=(replica, 'stage', *names),
+      ici_mesh_shape=(num_replicas, self.num_stages, *sizes),
+      axis_rules=stage_axis_rules(axes.axis_rules),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiddenShardingMesh:
+  """Mesh (replica, data, expert, mdl): `expert` splits the experts, `data` their hidden layers, and both the batch.
+
+  `expert` has min(devices, num_experts) devices and `data` the remaining factor, each without those of `mdl`.
+
+  Fields:
+    num_devices: of the whole mesh.
+    num_experts, hidden_dim: of the model.
+    num_partitions: model parallelism, which splits the hidden layers further.
+    base_rules: the axis rules of everything but experts.
+  """
+
+  num_devices: int
+  num_experts: int
+  hidden_dim: int
+  num_partitions: int = 1
+  base_rules: AxisRules = DEFAULT_AXIS_RULES
+
+  def axes(self) -> MeshAxes:
+    """Returns the mesh and its rules.
+
+    Raises:
+      UserError: the experts, the devices or the hidden layer do not divide.
+    """
+    num_devices = _data_size(self.num_devices, self.num_partitions)
+    if self.num_experts < 1:
+      raise UserError(f'num_experts={self.num_experts} must be at least 1.')
+    expert_size = min(num_devices, self.num_experts)
+    hidden_size = num_devices // expert_size
+    for name, size, parts in (
+      (f'num_experts={self.num_experts}', self.num_experts, expert_size),
+      (f'{num_devices} devices', num_devices, expert_size),
+      (f'hidden_dim={self.hidden_dim}', self.hidden_dim, hidden_size),
+    ):
+      if size % parts:
+        raise UserError(
+          f'{name} must be a multiple of {parts} for {self.num_experts} experts on {num_devices} devices: change one '
+          'of them, or use DataExpertModelMesh, under which uneven sizes are padded.'
+        )
+    # `data` splits the experts' hidden dim and so cannot split their embed dim too.
+    rules = (
+      *_without_names(self.base_rules, 'expert', 'expert_mlp', 'expert_embed'),
+      ('expert_embed', None),
+      ('expert_mlp', ('data', 'mdl')),
+    )
+    return MeshAxes(
+      mesh_axis_names=('replica', 'data', 'expert', 'mdl'),
+      ici_mesh_shape=(1, hidden_size, expert_size, self.num_partitions),
+      axis_rules=_with_batch_over(('data', 'expert'), rules),
+    )
+
+
+def _data_size(num_devices: int, model_size: int) -> int:
+  if model_size < 1 or num_devices % model_size:
+    raise UserError(
+      f'{num_devices} devices are not a multiple of the model parallelism {model_size}: choose a divisor of '
+      f'{num_devices}.'
+    )
+  return num_devices // model_size
+
+
+def _without_names(rules: AxisRules, *names: str) -> AxisRules:
+  """Drops the rules for names that a form sets itself, because an earlier rule of the same name would win."""
+  return [(name, axes) for name, axes in rules if name not in names]
+
+
+def _with_batch_over(data_axes: tuple[str, ...], rules: AxisRules) -> AxisRules:
+  """Replaces `data` by `data_axes` in the rules for the batch."""
+  return tuple((name, _replaced(axes, 'data', data_axes) if name == 'batch' else axes) for name, axes in rules)
+
+
+def _replaced(axes: SplitDim, old: str, new: tuple[str, ...]) -> SplitDim:
+  """Replaces a mesh axis of a rule by other axes or none."""
+  if axes is None or isinstance(axes, int):
+    return None
+  names = (axes,) if isinstance(axes, str) else axes
+  names = tuple(each for axis in names for each in (new if axis == old else (axis,)))
+  return names[0] if len(names) == 1 else names or None
