@@ -13,6 +13,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import base
 from spmd_tasks.inputs._source_reader import naming
 from spmd_tasks.inputs.tokenizers import tokenizer_of
+from spmd_tasks.row_sources import row_sources
 
 WHEN_ENDED = ('stop', 'repeat', 'drop')
 
@@ -109,7 +110,8 @@ class _SourceSpec:
   @classmethod
   def of(cls, name: str, source: base.Input) -> '_SourceSpec':
     with naming(name):
-      entries = {key: x for key, x in source.element_spec().items() if not key.startswith(base.SOURCE_IDS)}
+      spec = source.element_spec()
+      entries = {key: x for key, x in spec.items() if not row_sources({key: x})[0]}
       for key, x in entries.items():
         if not x.shape or x.shape[0] != source.batch_size:
           raise UserError(
