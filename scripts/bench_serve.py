@@ -42,6 +42,7 @@ import numpy as np
 
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import ChatTemplate, DecodeSteps, Request
+from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
@@ -200,6 +201,7 @@ def run_http(engine, steps, tokenizer, trace, *, extra=None, max_queued=None):
     settings=steps.settings,
     max_len=steps.max_len,
     vocab_size=steps.vocab_size,
+    grammars=Grammars(tokenizer, vocab_size=steps.vocab_size, end_ids=()),
   )
   cpu_seconds = []
 

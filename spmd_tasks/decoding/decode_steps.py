@@ -8,8 +8,7 @@
 
 As in training, stored arrays are padded, and the steps slice variables and caches to their true shapes before they
 compute. The state is donated: it is updated in place. Every process passes the same batches, as host arrays. Outputs
-are replicated; with `shard_outputs` their rows are split as the cache's slots are, and padded where the mesh does not
-divide them. Nothing is compiled after `compile()`, whatever the requests.
+are replicated. Nothing is compiled after `compile()`, whatever the requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,6 @@ from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task, Variables
 from spmd_tasks.sharding import (
   padding,
   sharding_scope,
-  spec_axes,
   stage_axis,
   unbox_weights,
   weight_specs,
@@ -56,13 +54,12 @@ class DecodeSteps:
     abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
   """
 
-  def __init__(self, model: PartitionedModel, settings: DecodeSettings | None = None, *, shard_outputs: bool = False):
+  def __init__(self, model: PartitionedModel, settings: DecodeSettings | None = None):
     """Partitions the state; compiles nothing yet.
 
     Args:
       model: the partitioned model.
       settings: None takes the task's.
-      shard_outputs: whether a device keeps only the outputs of its own rows, instead of all outputs.
 
     Raises:
       UserError: the model cannot generate text, or its training input has no length to take as max_len.
@@ -101,13 +98,7 @@ class DecodeSteps:
 
     self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
-    keys = jax.tree.leaves(abstract_cache)
-    self.can_copy = all(leaf.shape[-2] == self.max_len for leaf in keys)
-    self._output_sharding = self._replicated
-    if shard_outputs:  # outputs are padded, so that axes split them which do not divide the slots
-      specs = self._abstract_cache(model.mesh.size)[1]
-      slot_axes = spec_axes(jax.tree.leaves(specs)[0], keys[0].ndim)[-4]  # [..., N, G, S, K]
-      self._output_sharding = NamedSharding(model.mesh, PartitionSpec(slot_axes))
+    self.can_copy = all(leaf.shape[-2] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
 
   def init(self) -> DecodeState:
     """The state in which no slot is active."""
@@ -151,10 +142,10 @@ class DecodeSteps:
     """See step_functions.score. Each shape of batch is compiled once, on first use."""
 
     def score(padded_variables, batch):
-      return self._whole_shards(step_functions.score(self._forward, self.storage.true(padded_variables), batch))
+      return step_functions.score(self._forward, self.storage.true(padded_variables), batch)
 
     name, held = ('score', *batch.ids.shape, batch.columns.shape[1]), (self.storage.padded,)
-    return self._compile(name, score, batch, held=held, out=self._output_sharding)(variables, batch)
+    return self._compile(name, score, batch, held=held, out=self._replicated)(variables, batch)
 
   def search(self, variables: Variables, batch: PrefillBatch) -> beam.Beams:
     """Beam search for each row of the batch; ignores its slots, seeds and sampling."""
@@ -219,7 +210,7 @@ class DecodeSteps:
         batch,
         num_top_logprobs=self.settings.num_top_logprobs,
       )
-      return padding.pad(state, self.padded_state), self._whole_shards(outputs)
+      return padding.pad(state, self.padded_state), outputs
 
     name = ('prefill', batch.ids.shape[1], batch.before is None, batch.targets is None, batch.masks is None)
     return (make or self._compile_stateful)(name, prefill, batch)
@@ -242,7 +233,7 @@ class DecodeSteps:
         masks,
         num_top_logprobs=self.settings.num_top_logprobs,
       )
-      return padding.pad(state, self.padded_state), self._whole_shards(outputs)
+      return padding.pad(state, self.padded_state), outputs
 
     num_slots = self.settings.num_slots
     masks = (self._mask_rows({}, num_slots),) if masked else ()
@@ -260,7 +251,7 @@ class DecodeSteps:
         sharding = NamedSharding(self._model.mesh, spec)
         return jax.lax.with_sharding_constraint(jnp.zeros(leaf.shape, leaf.dtype), sharding)
 
-      beams = beam.beam_search(
+      return beam.beam_search(
         self._forward,
         self.storage.true(padded_variables),
         jax.tree.map(empty, abstract_cache, specs),
@@ -269,21 +260,20 @@ class DecodeSteps:
         max_new_tokens=self.max_len - 1,
         length_penalty=self.settings.length_penalty,
       )
-      return self._whole_shards(beams)
 
     arguments = (batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
     held, name = (self.storage.padded,), ('search', batch.ids.shape[1])
-    return self._compile(name, search, *arguments, held=held, out=self._output_sharding)
+    return self._compile(name, search, *arguments, held=held, out=self._replicated)
 
   def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Compiles a function of variables, state and host arguments that returns (state, outputs)."""
     held = (self.storage.padded, self.padded_state)
-    return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._output_sharding))
+    return self._compile(name, function, *arguments, held=held, out=(self._state_shardings, self._replicated))
 
   def _lower_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Lowers what `_compile_stateful` compiles."""
     held = (self.storage.padded, self.padded_state)
-    return self._lower(function, *arguments, held=held, out=(self._state_shardings, self._output_sharding))
+    return self._lower(function, *arguments, held=held, out=(self._state_shardings, self._replicated))
 
   def _compile(
     self, name: Any, function: Callable[..., Any], *arguments: Any, held: tuple[Any, ...] = (), out: Any
@@ -313,18 +303,6 @@ class DecodeSteps:
     )
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
     return jitted.lower(*held, *abstract)
-
-  def _whole_shards(self, outputs: Any) -> Any:
-    """Pads outputs with zero rows to a number of rows that their mesh axes divide."""
-
-    def pad(x):
-      shape = padding.padded_shape(x.shape, self._output_sharding.spec, self._model.mesh.shape)
-      if shape == x.shape:
-        return x
-      x = jax.lax.with_sharding_constraint(x, self._replicated)  # the zero rows split nothing before them unevenly
-      return padding.pad(x, jax.ShapeDtypeStruct(shape, x.dtype))
-
-    return jax.tree.map(pad, outputs)
 
   def _forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
     if not self.adapter_names:

@@ -83,10 +83,3 @@ def test_narrow_beams_report_true_scores_of_distinct_texts(rng):
     assert len(set(kept)) == 2
     np.testing.assert_allclose(found.scores[row], [scores[tokens] for tokens in kept], rtol=1e-5)
     assert found.scores[row, 0] >= found.scores[row, 1]
-
-
-def test_one_beam_is_greedy_where_no_text_ends_early(rng):
-  """A single beam with one token to go takes the likeliest one."""
-  found, expected = _run(rng, 1, 0.0, max_tokens=(1, 1))
-  for row, texts in enumerate(expected):
-    assert found.tokens[row, 0, :1].tolist() == texts[0][2]

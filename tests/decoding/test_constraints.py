@@ -9,7 +9,7 @@ import pytest
 
 from spmd_tasks.decoding.constraints import Grammars, mask_rows
 from spmd_tasks.decoding.sampling import mask_logits
-from spmd_tasks.inputs import ByteTokenizer, FolderTokenizer, IdTokenizer
+from spmd_tasks.inputs import ByteTokenizer, FolderTokenizer
 from tests.model_folders import write_tokenizer
 
 SCHEMA = {
@@ -130,24 +130,6 @@ def test_white_space_in_json_has_an_end(text, num_allowed):
   matcher = Grammars(tokenizer, vocab_size=259, end_ids=(2,)).compile('json_schema', json.dumps(SCHEMA))
   ids = tokenizer.encode(text)
   assert matcher._matcher.validate_tokens(ids) == num_allowed
-
-
-def test_a_schema_may_have_no_white_space_at_all():
-  schema = json.dumps(SCHEMA | {'x-guidance': {'whitespace_flexible': False}})
-  matcher = Grammars(ByteTokenizer(), vocab_size=259, end_ids=(2,)).compile('json_schema', schema)
-  assert matcher._matcher.validate_tokens(ByteTokenizer().encode('{"name": ')) == 8
-
-
-def test_an_error_of_the_grammar_ends_its_sequence():
-  matcher = Grammars(ByteTokenizer(), vocab_size=259, end_ids=(2,)).compile('regex', 'ab')
-  matcher.take(ByteTokenizer().encode('x')[0])
-  assert matcher.is_over
-  assert matcher.failure
-
-
-def test_tokenizers_without_texts_have_no_grammars():
-  with pytest.raises(ValueError, match='IdTokenizer'):
-    Grammars(IdTokenizer(vocab_size=9, eos_id=1), vocab_size=9, end_ids=(1,)).compile('regex', 'a')
 
 
 def test_masks_of_rows_leave_other_rows_as_they_are(rng):

@@ -285,24 +285,6 @@ def test_a_random_mix_of_200_requests_gives_the_bits_of_each_one_alone(rng):
     assert (first.logprobs == expected[long]) == (weights is run.variables)
 
 
-def test_outputs_stay_where_their_rows_are_if_asked():
-  """3 slots and 2 rows of a prefill over a data axis of 2."""
-  run = make_run('data 2 x mdl 4')
-  steps = DecodeSteps(run.model, SETTINGS, shard_outputs=True)
-  engines = [ModelEngine(each, run.variables) for each in (run.steps, steps)]
-  for engine in engines:
-    engine.reset()
-  chunks = chunk_prompt(make_requests()[0], 1, CHUNK)
-  wanted, outputs = (_read(engine, chunks, num_steps=1) for engine in engines)
-  for padded, true in zip(jax.tree.leaves(outputs), jax.tree.leaves(wanted), strict=True):
-    np.testing.assert_array_equal(padded[: len(true)], true)
-    assert not padded[len(true) :].any()
-  assert outputs[1].tokens.shape == (4,)
-  _, step = steps.step(run.variables, steps.init(), np.zeros(3, np.bool_))
-  assert {shard.data.shape for shard in step.top_ids.addressable_shards} == {(2, 2)}
-  assert step.top_ids.sharding.spec == jax.P(('replica', 'data'))
-
-
 def test_the_scores_of_chunks_are_those_of_the_full_forward_pass():
   """Column t of a chunk is about the token behind it: also behind the chunk's last one."""
   run = make_run('one device')
@@ -365,14 +347,6 @@ def test_penalties_count_what_was_generated_and_biases_are_of_their_request(name
   (alone,) = run.generate(requests[1:2])
   assert alone.ids == together[1].ids
   assert set(alone.ids) == {5, 6}  # by their biases, in turn once the penalty weighs more
-
-
-def test_no_tokens_wanted_scores_the_prompt():
-  run = make_run('one device')
-  request = dataclasses.replace(make_requests(score_prompt=True)[0], max_tokens=0)
-  (completion,) = run.generate([request])
-  assert (completion.ids, completion.finish_reason) == ([], 'length')
-  assert len(completion.prompt_logprobs) == len(request.ids)
 
 
 @pytest.mark.parametrize('name', ['windows', pytest.param('data 2 x mdl 4', marks=pytest.mark.exhaustive)])

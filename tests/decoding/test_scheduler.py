@@ -67,14 +67,6 @@ def test_a_slot_is_used_again_one_step_after_a_stop_token():
   assert [entry[0] for entry in engine.log] == ['prefill', 'step', 'step', 'step', 'prefill', 'step']
 
 
-def test_sequences_begin_in_the_order_in_which_they_came():
-  scheduler = Scheduler(FakeEngine(num_slots=2))
-  sequences = [sequence('abc', 9 - i) for i in range(8)]
-  scheduler.submit(sequences)
-  begun = list(dict.fromkeys(id(delta.sequence) for _, delta in run(scheduler)))
-  assert begun == [id(each) for each in sequences]
-
-
 @pytest.mark.parametrize('place', ['queue', 'slot'])
 def test_what_is_cancelled_frees_its_slot_within_two_steps(place):
   engine = FakeEngine(num_slots=1)
@@ -119,32 +111,6 @@ def test_a_sequence_whose_last_token_is_on_its_way_can_still_end_otherwise(outco
   assert long.finish_reason == ('error' if outcome == 'error' else 'length')
 
 
-@pytest.mark.parametrize(
-  'prompt, stop, expected',
-  [
-    ('one two three', ('two',), 'one '),
-    ('abcabd', ('abd',), 'abc'),
-    ('日本語', ('本',), '日'),
-    ('ab', ('zz',), 'ababababab'),
-  ],
-)
-def test_stop_strings_across_tokens(prompt, stop, expected):
-  scheduler = Scheduler(FakeEngine())
-  each = sequence(prompt, 10 if expected == 'ababababab' else 60, stop=stop)
-  scheduler.submit([each])
-  deltas = run(scheduler)
-  assert text_of(deltas, each) == expected
-  assert each.finish_reason == ('length' if expected == 'ababababab' else 'stop')
-
-
-def test_half_characters_are_held_back_and_given_up_at_the_end():
-  scheduler = Scheduler(FakeEngine())
-  each = sequence('é😀', 7)  # 2 + 4 bytes, and the first byte of the é again
-  scheduler.submit([each])
-  pieces = [delta.text for _, delta in run(scheduler)]
-  assert pieces == ['é', '😀', '\ufffd']
-
-
 def test_logprobs_come_with_their_text_and_not_behind_a_stop_string():
   scheduler = Scheduler(FakeEngine(num_top=3))
   each = sequence('a stop b', 60, stop=('stop',), has_logprobs=True)
@@ -155,21 +121,6 @@ def test_logprobs_come_with_their_text_and_not_behind_a_stop_string():
   assert [entry.offset for entry in entries] == [0, 1]
   assert entries[0].logprob == pytest.approx(-entries[0].token / 100)
   assert [token for token, _ in entries[0].top] == [entries[0].token + i for i in range(3)]
-
-
-def test_a_failing_step_ends_what_was_running_and_nothing_else():
-  engine = FakeEngine(num_slots=1)
-  scheduler = Scheduler(engine)
-  first, second = sequence('first', 50), sequence('second', 6)
-  scheduler.submit([first, second])
-  scheduler.advance()
-  engine.fail_next = RuntimeError('device lost')
-  with pytest.raises(RuntimeError, match='device lost'):
-    run(scheduler)
-  assert [delta.finish_reason for delta in scheduler.recover()] == ['error']
-  deltas = run(scheduler)
-  assert text_of(deltas, second) == 'second'
-  assert (first.finish_reason, second.finish_reason) == ('error', 'length')
 
 
 def test_all_can_be_ended_and_admission_can_wait():

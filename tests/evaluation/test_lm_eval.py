@@ -13,6 +13,7 @@ import pytest
 
 from spmd_tasks import UserError, load
 from spmd_tasks.decoding import DecodeSteps
+from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.server import listen, run_server, url_of
@@ -169,6 +170,7 @@ def server_of(folder):
   model = ServedModel(
     name='tiny', created=1, step=0, tokenizer=lm.tokenizer, chat_template=template, settings=steps.settings,
     max_len=steps.max_len, vocab_size=steps.vocab_size,
+    grammars=Grammars(lm.tokenizer, vocab_size=steps.vocab_size, end_ids=()),
   )  # fmt: skip
   settings, stop, lines = ServerSettings(port=0), threading.Event(), []
   engine = ModelEngine(steps, lm.padded_variables, score_prompts=True)

@@ -1,14 +1,12 @@
 """The engine's thread: calls from other threads, a bounded queue, failures, its end."""
 
-import threading
-
 import pytest
 
 from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.errors import JobError
-from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread, QueueFullError
+from spmd_tasks.serving.engine_thread import EngineEndedError, EngineThread
 from tests.serving.fake_engine import EOS, TOKENIZER, FakeEngine, Launched
 from tests.serving.served import wait_for
 
@@ -51,31 +49,6 @@ def test_warm_before_ready_and_one_post_per_step(make_thread):
   assert ''.join(d.text for post in posts for d in post if d.sequence is sequences[0]) == 'abcab'
 
 
-def test_a_full_queue_says_so_at_once_and_takes_all_or_nothing(make_thread):
-  gate = threading.Event()
-  thread, _ = make_thread(FakeEngine(num_slots=1, gate=gate), max_queued=2)
-  thread.submit([sequence()])
-  wait_for(lambda: thread.num_queued == 0)
-  thread.submit([sequence()])
-  with pytest.raises(QueueFullError):
-    thread.submit([sequence(), sequence()])
-  assert thread.stuck_s > 0  # the engine is still in the step that waits at the gate: submit did not wait for the step
-  assert thread.num_queued == 1
-  thread.submit([sequence()])
-
-
-def test_cancel_ends_what_runs_and_what_waits(make_thread):
-  gate = threading.Event()
-  thread, _ = make_thread(FakeEngine(num_slots=1, gate=gate))
-  sequences = [sequence(max_tokens=100), sequence(max_tokens=100)]
-  thread.submit(sequences)
-  thread.cancel(sequences)
-  gate.set()
-  wait_for(lambda: thread.is_idle)
-  assert [each.finish_reason for each in sequences] == ['cancelled', 'cancelled']
-  assert thread.scheduler.num_steps <= 2
-
-
 def test_one_failure_ends_what_ran_three_end_the_engine(make_thread, caplog):
   engine = FakeEngine(num_slots=1)
   thread, _ = make_thread(engine)
@@ -107,18 +80,6 @@ def test_an_error_that_no_step_survives_ends_the_engine_at_once_in_one_sentence(
   wait_for(lambda: one.finish_reason == 'error')
   assert caplog.messages == ['the engine ended: process 1 of 2 is gone']
   assert 'Traceback' not in caplog.text
-
-
-def test_stop_cuts_what_runs(make_thread):
-  thread, posts = make_thread(FakeEngine(num_slots=1, max_len=100_000))
-  sequences = [sequence(max_tokens=50_000), sequence()]
-  thread.submit(sequences)
-  wait_for(lambda: posts)
-  thread.stop()
-  assert [each.finish_reason for each in sequences] == ['cut', 'cut']
-  assert thread.error is None
-  with pytest.raises(EngineEndedError):
-    thread.submit([sequence()])
 
 
 def test_a_model_that_cannot_warm_up_is_an_error_not_a_hang(make_thread):

@@ -3,13 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 import json
 import socket
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.served import metric, serving, wait_for
+from tests.serving.test_connections import connect
 
 FIELDS = """
   model prompt messages max_tokens max_completion_tokens n temperature top_p top_k min_p seed stop stop_token_ids stream
@@ -57,29 +57,6 @@ def test_random_fields_are_served_or_named(served, rng):
   check_alive(served)
 
 
-def test_mutated_bodies(served, rng):
-  whole = json.dumps({key: GOOD[key] for key in ('model', 'prompt', 'max_tokens')}).encode()
-  with served.client() as client:
-    for _ in range(200):
-      data = bytearray(whole)
-      for _ in range(int(rng.integers(1, 6))):
-        data[int(rng.integers(len(data)))] = int(rng.integers(256))
-      data = bytes(data[: int(rng.integers(1, len(data) + 1))])
-      response = client.post('/v1/completions', content=data, headers={'content-type': 'application/json'})
-      assert response.status_code in (200, 400, 404), (response.status_code, data)
-  check_alive(served)
-
-
-def connect(served, *, receive_buffer=None):
-  at = urlsplit(served.url)
-  sock = socket.socket()
-  sock.settimeout(5)
-  if receive_buffer is not None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-  sock.connect((at.hostname, at.port))
-  return sock
-
-
 def test_raw_bytes_instead_of_http(served, rng, caplog):
   post = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
   messages = [
@@ -98,7 +75,7 @@ def test_raw_bytes_instead_of_http(served, rng, caplog):
     *(rng.bytes(int(rng.integers(1, 400))) for _ in range(20)),
   ]
   for message in messages:
-    with connect(served) as sock:
+    with connect(served.url) as sock:
       sock.sendall(message)
       sock.shutdown(socket.SHUT_WR)
       try:
@@ -127,7 +104,7 @@ def test_a_request_has_one_length_and_one_host(served, header, status):
   body = json.dumps({'prompt': 'abc', 'max_tokens': 2}).encode()
   body = b'%x\r\n%s\r\n0\r\n\r\n' % (len(body), body)
   post = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
-  with connect(served) as sock:
+  with connect(served.url) as sock:
     sock.sendall(post + header % len(body) + b'\r\n\r\n' + body + b'GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n')
     answer = b''.join(iter(lambda: sock.recv(65536), b''))
   assert answer.startswith(b'HTTP/1.1 %d' % status)
@@ -152,7 +129,7 @@ def test_connections_that_break_off_at_any_byte(served, rng):
   head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
   request = head + b'Content-Length: %d\r\n\r\n' % len(body) + body
   for number in range(60):
-    with connect(served) as sock:
+    with connect(served.url) as sock:
       if number % 2:
         sock.sendall(request[: int(rng.integers(1, len(request)))])
       else:
@@ -169,19 +146,11 @@ def test_clients_that_leave_while_they_send_their_bodies_are_no_news(served, cap
   with served.client() as client:
     before = metric(client, left)
     for rest in (b'Content-Length: 900\r\n\r\n{', b'Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n'):
-      with connect(served) as sock:
+      with connect(served.url) as sock:
         sock.sendall(head + rest)
     wait_for(lambda: metric(client, left) == before + 2)
   check_alive(served)
   assert [line for line in caplog.messages if 'HTTP Request' not in line] == []
-
-
-def test_a_body_that_does_not_come_is_given_up(served):
-  with connect(served) as sock:
-    head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
-    sock.sendall(head + b'Content-Length: 9\r\n\r\n{')
-    assert sock.recv(65536).startswith(b'HTTP/1.1 408')
-  check_alive(served)
 
 
 def test_a_flood_is_answered_429_and_nothing_is_lost(served):
@@ -196,16 +165,3 @@ def test_a_flood_is_answered_429_and_nothing_is_lost(served):
       assert len(answer.json()['choices']) == 16
       assert {choice['finish_reason'] for choice in answer.json()['choices']} == {'length'}
   check_alive(served)
-
-
-def test_a_client_that_does_not_read_counts_as_gone():
-  body = json.dumps({'model': 'fake.Model', 'prompt': 'abc', 'max_tokens': 900_000, 'n': 4, 'stream': True}).encode()
-  head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
-  with (
-    serving(FakeEngine(num_slots=4, max_len=1_000_000), send_timeout_s=0.3) as served,
-    connect(served, receive_buffer=4096) as sock,  # soon full
-  ):
-    sock.sendall(head + b'Content-Length: %d\r\n\r\n' % len(body) + body)
-    with served.client() as client:
-      wait_for(lambda: metric(client, 'generated_tokens_total') > 1000)
-    check_alive(served)

@@ -1,9 +1,7 @@
 """The HTTP server over a fake engine: answers, streams, errors that name the field, limits, the API key."""
 
 import base64
-import contextlib
 import json
-import os
 import socket
 import threading
 
@@ -20,15 +18,6 @@ def client():
 
 
 # --- what it answers ---
-
-
-def test_a_completion(client):
-  body = client.post(COMPLETIONS, json=HELLO).json()
-  assert body['object'] == 'text_completion'
-  assert body['model'] == 'fake.Model'
-  assert body['choices'] == [{'index': 0, 'text': 'hellohe', 'finish_reason': 'length', 'logprobs': None}]
-  counts = {'prompt_tokens': 5, 'completion_tokens': 7, 'total_tokens': 12}
-  assert body['usage'] == counts | {'prompt_tokens_details': {'cached_tokens': 0}}
 
 
 def test_a_text_prompt_begins_with_bos_and_echo_repeats_it(client):
@@ -80,12 +69,6 @@ def test_stop_strings_end_the_text_before_them(client):
   assert body['choices'][0] == {'index': 0, 'text': 'hel', 'finish_reason': 'stop', 'logprobs': None}
 
 
-def test_stop_tokens(client):
-  body = client.post(COMPLETIONS, json=HELLO | {'stop_token_ids': TOKENIZER.encode('o'), 'max_tokens': 50}).json()
-  assert body['choices'][0]['text'] == 'hell'
-  assert body['choices'][0]['finish_reason'] == 'stop'
-
-
 def test_models_health_readiness_metrics_and_the_page(client):
   assert [card['id'] for card in client.get('/v1/models').json()['data']] == ['fake.Model']
   assert client.get('/v1/models/fake.Model').json()['step'] == 7
@@ -102,71 +85,34 @@ def test_models_health_readiness_metrics_and_the_page(client):
   assert 'spmd_tasks_http_requests_total{route="/v1/completions",status="200"} ' in text
 
 
-def test_small_packets_are_sent_at_once(client):
-  """Without TCP_NODELAY each answer may wait 40 ms for the acknowledgement of the one before."""
-  with socket.create_connection((client.base_url.host, client.base_url.port)) as near:
-    near.sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n')
-    assert near.recv(65536).startswith(b'HTTP/1.1 200')
-    assert has_no_delay(near.getpeername(), near.getsockname())
-
-
-def has_no_delay(name, peer) -> bool:
-  """Whether the socket of this process that connects `name` to `peer` has TCP_NODELAY."""
-  for entry in os.listdir('/proc/self/fd'):
-    path = f'/proc/self/fd/{entry}'
-    with contextlib.suppress(OSError):
-      if os.readlink(path).startswith('socket:'):
-        with socket.socket(fileno=os.dup(int(entry))) as copy:
-          if (copy.getsockname(), copy.getpeername()) == (name, peer):
-            return bool(copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-  raise AssertionError('this process has no such socket')
-
-
 # --- what a client can get wrong ---
 
 BAD = [
-  (COMPLETIONS, {'model': 3}, 400, 'model'),
   (COMPLETIONS, {'model': 'gpt-4'}, 404, 'model'),
   (COMPLETIONS, {'prompt': None}, 400, 'prompt'),
-  (COMPLETIONS, {'prompt': []}, 400, 'prompt'),
   (COMPLETIONS, {'prompt': [[]]}, 400, 'prompt'),
   (COMPLETIONS, {'prompt': [259]}, 400, 'prompt'),
-  (COMPLETIONS, {'prompt': [-1]}, 400, 'prompt'),
   (COMPLETIONS, {'prompt': [True]}, 400, 'prompt'),
   (COMPLETIONS, {'prompt': ['a'] * 17}, 400, 'prompt'),
   (COMPLETIONS, {'prompt': 'a' * 500}, 400, 'prompt'),
   (COMPLETIONS, {'max_tokens': 0}, 400, 'max_tokens'),
   (COMPLETIONS, {'max_tokens': 124}, 400, 'max_tokens'),
-  (COMPLETIONS, {'max_tokens': 1.5}, 400, 'max_tokens'),
-  (COMPLETIONS, {'max_tokens': True}, 400, 'max_tokens'),
-  (COMPLETIONS, {'max_tokens': 10**400}, 400, 'max_tokens'),
   (COMPLETIONS, {'n': 17}, 400, 'n'),
   (COMPLETIONS, {'n': 9, 'prompt': ['a', 'b']}, 400, 'n'),
   (COMPLETIONS, {'temperature': -1}, 400, 'temperature'),
-  (COMPLETIONS, {'temperature': 'hot'}, 400, 'temperature'),
-  (COMPLETIONS, {'temperature': 10**400}, 400, 'temperature'),
-  (COMPLETIONS, {'top_p': 1.1}, 400, 'top_p'),
-  (COMPLETIONS, {'top_k': -1}, 400, 'top_k'),
-  (COMPLETIONS, {'min_p': []}, 400, 'min_p'),
   (COMPLETIONS, {'repetition_penalty': 0}, 400, 'repetition_penalty'),
   (COMPLETIONS, {'seed': 2**64}, 400, 'seed'),
   (COMPLETIONS, {'logprobs': 3}, 400, 'logprobs'),
   (COMPLETIONS, {'echo': True, 'max_tokens': -1}, 400, 'max_tokens'),
   (COMPLETIONS, {'stop': ''}, 400, 'stop'),
   (COMPLETIONS, {'stop': ['a'] * 17}, 400, 'stop'),
-  (COMPLETIONS, {'stop': [1]}, 400, 'stop'),
   (COMPLETIONS, {'stop': 'x' * 257}, 400, 'stop'),
   (COMPLETIONS, {'stop_token_ids': [3, 4, 5, 6]}, 400, 'stop_token_ids'),
-  (COMPLETIONS, {'stream': 'yes'}, 400, 'stream'),
   (COMPLETIONS, {'stream_options': {'include_usage': True}}, 400, 'stream_options'),
-  (COMPLETIONS, {'stream': True, 'stream_options': {'include': 1}}, 400, 'stream_options.include'),
-  (COMPLETIONS, {'presence_penalty': 2.5}, 400, 'presence_penalty'),
   (COMPLETIONS, {'logit_bias': {'99999': 1}}, 400, 'logit_bias'),
   (COMPLETIONS, {'suffix': 'x'}, 400, 'suffix'),
   (COMPLETIONS, {'best_of': 3}, 400, 'best_of'),
   (COMPLETIONS, {'messages': []}, 400, 'messages'),
-  (CHAT, {'messages': []}, 400, 'messages'),
-  (CHAT, {'messages': 'hi'}, 400, 'messages'),
   (CHAT, {'messages': ['hi']}, 400, 'messages[0]'),
   (CHAT, {'messages': [{'role': 'king', 'content': 'x'}]}, 400, 'messages[0].role'),
   (CHAT, {'messages': [{'role': 'user', 'content': 4}]}, 400, 'messages[0].content'),
@@ -192,14 +138,8 @@ def test_what_is_wrong_is_named(client, path, change, status, param):
 @pytest.mark.parametrize(
   'content, headers, status',
   [
-    (b'', {}, 400),
     (b'{', {}, 400),
-    (b'[1]', {}, 400),
-    (b'\xff\xfe', {}, 400),
-    (b'{"model": NaN}', {}, 400),
     (b'[' * 100_000, {}, 400),
-    (b'{"n": 1, "n": 16}', {}, 400),
-    (b'{"max_tokens": ' + b'9' * 5000 + b'}', {}, 400),
     (b'{}', {'content-type': 'text/plain'}, 415),
     (b'x' * 2_000_001, {}, 413),
     (b'{}', {'host': 'evil.example'}, 403),

@@ -20,6 +20,7 @@ from spmd_tasks import load
 from spmd_tasks.checkpoints import CheckpointError
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import ChatTemplate, DecodeSteps, Request, generate
+from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.scoring import score_texts
 from spmd_tasks.errors import UserError
@@ -212,6 +213,7 @@ def test_clients_choose_by_name_over_http(on_eight, expected):
     settings=on_eight.steps.settings,
     max_len=on_eight.steps.max_len,
     vocab_size=on_eight.steps.vocab_size,
+    grammars=Grammars(on_eight.job.tokenizer, vocab_size=on_eight.steps.vocab_size, end_ids=()),
   )
   limits, stop, lines = ServerSettings(port=0, drain_s=5.0), threading.Event(), queue.Queue()
   sock = listen(limits)
