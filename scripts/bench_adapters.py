@@ -31,9 +31,9 @@ from spmd_tasks.decoding import DecodeSteps, Request
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.requests import chunk_prompt
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.layers import LowRankAdapter
 from spmd_tasks.planning import make_plan, parse_target
 from spmd_tasks.tuning import add_adapters
+from spmd_tasks.tuning.adapter_choices import AdapterChoices
 
 RANK, NUMBERS, TARGETS = 16, (0, 1, 4, 16), ('attention/', 'ffn/')
 SIZES = ('model_dims=256', 'num_layers=4', 'num_heads=4', 'hidden_dims=768', 'seq_len=256', 'batch_size=8')
@@ -46,7 +46,7 @@ def job_with(number, experiment, settings):
   resolved = resolve(experiment, settings)
   if number:
     choices = tuple(f'adapter {i}' for i in range(number))
-    adapter = LowRankAdapter(rank=RANK, alpha=float(RANK), choices=choices)
+    adapter = AdapterChoices(rank=RANK, choices=choices)
     add_adapters(resolved.parts['task'].model, TARGETS, adapter)
   return resolved.build()
 

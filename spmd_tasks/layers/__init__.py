@@ -18,24 +18,22 @@ Subpackages, imported by their own names: `layers.attention` (Attention, LatentA
 `layers.moe` (mixtures of experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
 
 Read base.py (how a layer declares weights), gathered_weights.py and linear.py, then transformer.py, stack_sequence.py,
-language_model.py, losses.py and preference_loss.py. adapters.py has low-rank adapters (LoRA), which layers with
-projections take as a field; adapted_weights.py finds them in a model, adapter_rows.py computes with several of them in
-one batch.
+language_model.py and losses.py. adapter.py is the seam for low-rank adapters (tuning/adapters.py), which layers with
+projections take as a field.
 """
 
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.layers.adapted_weights import (
-    AdapterNames,
-    adaptable_weights,
+  from spmd_tasks.layers.adapter import (
+    ADAPTER_TAG,
+    AdaptedKernel,
+    DeclaredKernel,
+    WeightAdapter,
     adapter_choices,
-    adapters_of,
-    is_joined,
-    without_adapters,
+    adapter_of,
+    map_adapters,
   )
-  from spmd_tasks.layers.adapter_rows import adapters_of_rows
-  from spmd_tasks.layers.adapters import ADAPTER_TAG, LowRankAdapter, column_lengths, merge_low_rank
   from spmd_tasks.layers.base import (
     FanInNormal,
     Statistics,
@@ -59,9 +57,9 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.linear import Linear
   from spmd_tasks.layers.losses import (
     RESERVED_METRICS,
-    ComparesWithBase,
     LanguageModelLoss,
     LossOutput,
+    RunsModel,
     as_loss_output,
     losses_by_source,
   )
@@ -83,10 +81,10 @@ __all__ = [
   'REMAT_POLICIES',
   'RESERVED_METRICS',
   'ROUTING_NAME',
-  'AdapterNames',
+  'AdaptedKernel',
   'Aux',
   'BlockGroup',
-  'ComparesWithBase',
+  'DeclaredKernel',
   'FanInNormal',
   'FeedForward',
   'GatedFeedForward',
@@ -96,31 +94,27 @@ __all__ = [
   'LayerNorm',
   'Linear',
   'LossOutput',
-  'LowRankAdapter',
   'RmsNorm',
+  'RunsModel',
   'StackSequence',
   'Statistics',
   'TokenEmbedding',
   'TransformerBlock',
   'TransformerStack',
+  'WeightAdapter',
   'WithSublayers',
   'activation_function',
-  'adaptable_weights',
   'adapter_choices',
-  'adapters_of',
-  'adapters_of_rows',
+  'adapter_of',
   'as_loss_output',
-  'column_lengths',
   'declare_weight',
-  'is_joined',
   'label_scores',
   'layer_scope',
   'losses_by_source',
-  'merge_low_rank',
+  'map_adapters',
   'named_arguments',
   'remat_policy',
   'signature_of',
   'soft_cap',
   'values_per_layer',
-  'without_adapters',
 ]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank
+from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter, adapter_of
 from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, soft_cap
 from spmd_tasks.layers.chunked_logits import LabelScores, label_scores, label_scores_in_chunks
 from spmd_tasks.layers.gathered_weights import multiply_gathered
@@ -39,7 +39,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
     lookup_split_dims: of the table during the lookup. An all-gather of the fully sharded dim first lets the rows come
       out split on batch; otherwise XLA gathers the rows of all devices and cuts them again.
     activation_split_dims, logits_split_dims: of the embeddings and of the logits.
-    adapters: a low-rank adapter of `softmax_kernel`, which a tied embedding does not have.
+    adapters: the adapter of `softmax_kernel`, which a tied embedding does not have.
   """
 
   vocab_size: int
@@ -57,11 +57,11 @@ class TokenEmbedding(nn.Module, kw_only=True):
   lookup_split_dims: SplitDims = ('vocab', 'act_embed')
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
   logits_split_dims: SplitDims = ('batch', 'seq', 'act_vocab')
-  adapters: tuple[LowRankAdapter, ...] = ()
+  adapters: tuple[WeightAdapter, ...] = ()
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
-    """Returns the projections that can have adapters; see adapted_weights.py."""
+    """Returns the projections that can have adapters; see adapter.py."""
     return {} if layer.tied else {'softmax_kernel': 'softmax_kernel'}
 
   def setup(self):
@@ -83,18 +83,17 @@ class TokenEmbedding(nn.Module, kw_only=True):
         num_input_dims=0,
       )
     adapter = None if self.tied else adapter_of(self.adapters, 'softmax_kernel')
-    self.low_rank = None
+    self.adapted: AdaptedKernel | None = None
     if adapter is not None:
-      if adapter.use_dora:
-        raise UserError('an adapter of softmax_kernel cannot have use_dora: leave that weight out of the patterns.')
-      self.low_rank = declare_low_rank(
-        self,
-        adapter,
-        prefix='softmax_kernel_',
-        shape=shape[::-1],
-        split_dims=self.softmax_split_dims,
-        dtype=self.dtype,
-        token_split_dims=self.logits_split_dims and self.logits_split_dims[:2],
+      self.adapted = adapter.adapt(
+        DeclaredKernel(
+          module=self,
+          value=self.softmax_kernel,
+          prefix='softmax_kernel_',
+          split_dims=self.softmax_split_dims,
+          dtype=self.dtype,
+          token_split_dims=self.logits_split_dims and self.logits_split_dims[:2],
+        )
       )
     if self.logits_bias:
       self.bias = declare_weight(
@@ -133,7 +132,7 @@ class TokenEmbedding(nn.Module, kw_only=True):
 
     With an adapter of the softmax kernel all logits are computed at once.
     """
-    if self.low_rank is not None:  # it reads this module's variables and rngs, which a loop must not
+    if self.adapted is not None:  # it reads this module's variables and rngs, which a loop must not
       return label_scores(self.attend(x), labels)
     weights, logits_of = self._logits(x)
     return label_scores_in_chunks(logits_of, weights, x, labels, num_chunks=num_chunks)
@@ -152,8 +151,8 @@ class TokenEmbedding(nn.Module, kw_only=True):
     def logits_of(weights: Any, x: jax.Array) -> jax.Array:
       kernel, bias = weights
       logits = multiply_gathered(product, x.astype(self.dtype), kernel, self.dtype, split_dims, token_split_dims)
-      if self.low_rank is not None:
-        logits = logits + self.low_rank.apply(self, x.astype(self.dtype)).astype(jnp.float32)
+      if self.adapted is not None:
+        logits = self.adapted.outputs(x.astype(self.dtype), logits)
       if self.scale_logits:
         logits = logits / math.sqrt(self.embed_dim)
       if bias is not None:

@@ -15,8 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapted_weights import kernels
-from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of
+from spmd_tasks.layers.adapter import WeightAdapter, adapter_of, kernels
 from spmd_tasks.layers.base import FanInNormal, Statistics
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.sharding import SplitDims
@@ -88,7 +87,7 @@ class FeedForward(nn.Module, kw_only=True):
     init_scale, down_init_scale: FanInNormal's scale for the kernels into and out of the hidden layer.
     up_split_dims, down_split_dims: of the kernels.
     hidden_split_dims, activation_split_dims: of the hidden layer and of the output.
-    adapters: low-rank adapters of `up`, `down` and `gate`.
+    adapters: adapters of `up`, `down` and `gate`.
   """
 
   hidden_dim: int
@@ -101,11 +100,11 @@ class FeedForward(nn.Module, kw_only=True):
   down_split_dims: SplitDims = ('mlp', 'embed')
   hidden_split_dims: SplitDims = ('batch', 'seq', 'act_mlp')
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
-  adapters: tuple[LowRankAdapter, ...] = ()
+  adapters: tuple[WeightAdapter, ...] = ()
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
-    """Returns the projections that can have adapters; see adapted_weights.py."""
+    """Returns the projections that can have adapters; see adapter.py."""
     del layer
     return kernels('up', 'down')
 
@@ -153,7 +152,7 @@ class GatedFeedForward(FeedForward, kw_only=True):
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
-    """Returns the projections that can have adapters; see adapted_weights.py."""
+    """Returns the projections that can have adapters; see adapter.py."""
     del layer
     return kernels('gate', 'up', 'down')
 

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers.adapters import LowRankAdapter, declare_low_rank, declare_magnitude, declare_scales
+from spmd_tasks.layers.adapter import DeclaredKernel, WeightAdapter
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.gathered_weights import multiply_gathered
 from spmd_tasks.sharding import Initializer, SplitDims, constrain
@@ -23,7 +23,7 @@ class Linear(nn.Module, kw_only=True):
   The kernel keeps one dim per logical dim ([D, H, K], never [D, H*K]). Each dim has its own split dim, so a mesh axis
   that does not divide H never forces a reshape across devices.
 
-  Weights: `kernel`; with `use_bias` also `bias`; with `adapter` also `lora_a` and `lora_b` (adapters.py).
+  Weights: `kernel`; with `use_bias` also `bias`; with `adapter` also those that it declares.
 
   Fields:
     output_dims: sizes of the output's dims; an int for one dim.
@@ -33,7 +33,7 @@ class Linear(nn.Module, kw_only=True):
     kernel_init: initializer of the kernel; None means FanInNormal.
     split_dims: of the kernel, one entry per dim. The bias takes the last ones.
     activation_split_dims: of the output; None leaves its layout to the compiler.
-    adapter: a low-rank adapter beside the kernel; None for none.
+    adapter: changes what the kernel computes, as a low-rank adapter does (adapter.py); None for none.
   """
 
   output_dims: int | tuple[int, ...]
@@ -43,7 +43,7 @@ class Linear(nn.Module, kw_only=True):
   kernel_init: Initializer | None = None
   split_dims: SplitDims = ('embed', 'mlp')
   activation_split_dims: SplitDims = None
-  adapter: LowRankAdapter | None = None
+  adapter: WeightAdapter | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -67,7 +67,18 @@ class Linear(nn.Module, kw_only=True):
 
     y = multiply_gathered(product, x.astype(self.dtype), kernel, self.dtype, self.split_dims, token_split_dims)
     if self.adapter is not None:
-      y = self._adapted(y, x, kernel)
+      num_token_dims = x.ndim - self.num_input_dims
+      adapted = self.adapter.adapt(
+        DeclaredKernel(
+          module=self,
+          value=kernel,
+          num_input_dims=self.num_input_dims,
+          split_dims=self.split_dims,
+          dtype=self.dtype,
+          token_split_dims=self.activation_split_dims and self.activation_split_dims[:num_token_dims],
+        )
+      )
+      y = adapted.outputs(x, y)
     if self.use_bias:
       bias_split_dims = None if self.split_dims is None else self.split_dims[self.num_input_dims :]
       bias = declare_weight(
@@ -81,25 +92,3 @@ class Linear(nn.Module, kw_only=True):
       # The reshape makes the ranks equal: implicit rank promotion raises in this project.
       y = y + bias.astype(self.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
     return constrain(y, self.activation_split_dims)
-
-  def _adapted(self, y: jax.Array, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Returns y = x . kernel with the adapter's part."""
-    assert self.adapter is not None
-    split_dims, num_tokens_dims = self.activation_split_dims, x.ndim - self.num_input_dims
-    weights = declare_low_rank(
-      self,
-      self.adapter,
-      shape=kernel.shape,
-      num_input_dims=self.num_input_dims,
-      split_dims=self.split_dims,
-      dtype=self.dtype,
-      token_split_dims=None if split_dims is None else split_dims[:num_tokens_dims],
-    )
-    y = y + weights.apply(self, x)
-    if self.adapter.use_dora and self.adapter.choices:
-      scale = declare_scales(self, weights, x, self.split_dims).astype(self.dtype)
-      y = y * scale.reshape(scale.shape[:1] + (1,) * (num_tokens_dims - 1) + scale.shape[1:])
-    elif self.adapter.use_dora:
-      scale = declare_magnitude(self, kernel, weights, self.split_dims).astype(self.dtype)
-      y = y * scale.reshape((1,) * num_tokens_dims + scale.shape)
-    return y

@@ -83,16 +83,17 @@ def _as_metric(loss: str, name: str, value: Any, weight: jax.Array) -> tuple[jax
 
 
 @runtime_checkable
-class ComparesWithBase(Protocol):
-  """A loss that can compare with the base of the model, which is the model without its adapters."""
+class RunsModel(Protocol):
+  """A loss that runs the model on a batch beforehand, without gradients, as where it compares with a base."""
 
-  @property
-  def reads_base(self) -> bool:
-    """Whether it does; a task then computes the base's predictions in every step."""
+  def with_model(
+    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
+  ) -> Mapping[str, jax.Array]:
+    """Returns the batch with what it needs of the task's model; the loss is called with this batch."""
     ...
 
-  def with_base(self, predictions: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the batch with what the loss needs of the base's predictions; the loss is called with this batch."""
+  def check_weights(self, weight_specs: Any) -> None:
+    """Raises a UserError if weights are trained that must not be."""
     ...
 
 

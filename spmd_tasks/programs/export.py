@@ -29,12 +29,13 @@ from spmd_tasks.distributed import EmergencyExit, is_primary, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import is_remote
-from spmd_tasks.layers import adapters_of
 from spmd_tasks.programs.pretrained import pretrained_folder
 from spmd_tasks.programs.restore import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.runtime import PartitionedModel, merge_adapters
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.base_digest import describe_base
+from spmd_tasks.tuning.merging import merge_adapters
 
 
 def export(

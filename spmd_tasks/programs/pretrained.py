@@ -25,11 +25,13 @@ from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path, read_text
-from spmd_tasks.layers import ADAPTER_TAG, adapters_of
+from spmd_tasks.layers import ADAPTER_TAG
 from spmd_tasks.learning import FROZEN_TAG, fill_in
-from spmd_tasks.runtime import Part, PartitionedModel, TrainState, Variables, flat_specs, whole_state, with_magnitudes
+from spmd_tasks.runtime import Part, PartitionedModel, TrainState, Variables, flat_specs, whole_state
 from spmd_tasks.sharding import padding
+from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.base_digest import check_base_of_folder
+from spmd_tasks.tuning.merging import with_magnitudes
 
 _PREFIX = 'hf:'
 

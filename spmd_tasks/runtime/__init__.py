@@ -7,7 +7,7 @@
 
 Read in this order: `task.py` (model, loss and learner, TrainState, and the pure train and eval step),
 `partition.py` (the heart: the same steps over a mesh, padded at the boundary), `input_layout.py` (how a batch goes from
-the hosts to the mesh), `compilation.py` and `merging.py` (low-rank adapters, made part of the weights). What a job
+the hosts to the mesh), `compilation.py` and `weight_numbers.py` (what quantized weights stand for). What a job
 reports is made by `metrics.py` (files of metrics), `parameter_table.py` and `flops.py`. `memory_checks.py` refuses what
 memory cannot hold. `decode_settings.py` holds what a task says about generating text, `optional_methods.py` what a task
 may do beside what all do, `early_stop.py` what ends a job before its last step.
@@ -19,7 +19,6 @@ from spmd_tasks.runtime.early_stop import EarlyStop, EvalTarget, StepReport
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.memory_checks import check_batch_fits, check_state_fits
-from spmd_tasks.runtime.merging import flat_specs, merge_adapters, padded_numbers, with_magnitudes
 from spmd_tasks.runtime.metrics import (
   METRICS_FILE,
   Metric,
@@ -31,10 +30,11 @@ from spmd_tasks.runtime.metrics import (
   read_jsonl,
   scalars,
 )
-from spmd_tasks.runtime.optional_methods import DecodesBatches, ReadsBase
+from spmd_tasks.runtime.optional_methods import DecodesBatches
 from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, format_parameter_table, parameter_rows
 from spmd_tasks.runtime.partition import Part, PartitionedModel, partition_spmd_model, whole_state
 from spmd_tasks.runtime.task import Batch, Task, TrainState, Variables
+from spmd_tasks.runtime.weight_numbers import flat_specs, padded_numbers
 
 __all__ = [
   'METRICS_FILE',
@@ -53,7 +53,6 @@ __all__ = [
   'ParameterRow',
   'Part',
   'PartitionedModel',
-  'ReadsBase',
   'SamplingParams',
   'StepReport',
   'StepsByShape',
@@ -70,7 +69,6 @@ __all__ = [
   'format_parameter_table',
   'make_input_layout',
   'make_writer',
-  'merge_adapters',
   'model_flops_per_train_step',
   'padded_numbers',
   'parameter_rows',
@@ -79,5 +77,4 @@ __all__ = [
   'read_jsonl',
   'scalars',
   'whole_state',
-  'with_magnitudes',
 ]

@@ -7,6 +7,7 @@ Model FLOPs are the FLOPs that the mathematics needs, whatever the implementatio
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import functools
 import math
 import re
 from typing import Any
@@ -15,9 +16,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 import jax.numpy as jnp
 
-from spmd_tasks.layers import layer_scope
+from spmd_tasks.layers import RunsModel, layer_scope
 from spmd_tasks.learning import are_frozen, fill_in, without_frozen
-from spmd_tasks.runtime.optional_methods import ReadsBase
 from spmd_tasks.runtime.task import Task, Variables
 from spmd_tasks.sharding import is_quantized, numbers_spec
 
@@ -66,7 +66,7 @@ def model_flops_per_train_step(
   a mixture of experts, only the experts that a token chose count.
 
   Frozen weights of `weight_specs` have no gradient, and the products for those are left out.
-  Of a base that the loss compares with, the forward pass alone counts.
+  Where the loss runs the model itself, that forward pass alone counts.
   """
 
   def forward(variables, batch, rng):
@@ -82,8 +82,8 @@ def model_flops_per_train_step(
   arguments = (abstract_variables, dict(batch_spec), rng)
   with layer_scope(plain_products=True):
     flops = 3 * count_matmul_flops(forward, *arguments)
-    if isinstance(task, ReadsBase) and task.reads_base:  # which has no backward pass
-      flops -= 2 * count_matmul_flops(task.predict_base, abstract_variables, dict(batch_spec))
+    if isinstance(loss := getattr(task, 'loss', None), RunsModel):  # which has no backward pass
+      flops -= 2 * count_matmul_flops(functools.partial(loss.with_model, task), abstract_variables, dict(batch_spec))
     if weight_specs is not None and are_frozen(weight_specs):
       weights = jax.tree.map(_numbers, abstract_variables['params'], is_leaf=is_quantized)
       weight_specs = jax.tree.map(numbers_spec, weight_specs, is_leaf=is_quantized)

@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any
 
 from clu import metrics as clu_metrics
-from flax import struct, traverse_util
+from flax import struct
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,14 @@ import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.layers import (
-  ADAPTER_TAG,
-  AdapterNames,
-  ComparesWithBase,
   LossOutput,
-  adapters_of,
-  adapters_of_rows,
+  RunsModel,
   as_loss_output,
+  map_adapters,
   named_arguments,
   signature_of,
-  without_adapters,
 )
 from spmd_tasks.learning import (
-  FROZEN_TAG,
   Learner,
   LearnerState,
   accumulate_gradients,
@@ -85,8 +80,7 @@ class Task:
     model: a Linen module. `model(batch, train=...)` returns predictions in the form that `loss` reads. If its first
       argument has the name of an entry of the batch, each argument gets the entry of its name in place of the batch.
     loss: `loss(predictions, batch)`, a mean over the batch's loss weights: a LossOutput, or what `as_loss_output`
-      makes one of: a scalar, the mean over rows, or (scalar, metrics). It may compare with the base, the model without
-      its adapters (layers.ComparesWithBase).
+      makes one of: a scalar, the mean over rows, or (scalar, metrics). It may run the model itself (layers.RunsModel).
     learner: turns gradients into new weights: a Learner, or an optimizer, such as `optax.adamw(1e-3)`.
     eval_with_ema: evaluate, decode and serve the averaged weights instead of the raw ones; frozen ones as they are.
     decode: how text is generated.
@@ -141,11 +135,11 @@ class Task:
     """Returns the WeightSpecs that the model declared, with the tag `frozen` and the dtype of frozen weights.
 
     Raises:
-      UserError: a pattern of `trained` names no weight, or the loss reads a base of which weights are trained.
+      UserError: a pattern of `trained` names no weight, or the loss refuses weights that are trained.
     """
     specs = weight_specs if self.trained is None else mark_frozen(weight_specs, self.trained, self.frozen_dtype)
-    if self.reads_base:
-      _refuse_trained_base(specs)
+    if isinstance(self.loss, RunsModel):
+      self.loss.check_weights(specs)
     return specs
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
@@ -172,20 +166,6 @@ class Task:
       returned = self.loss(predictions, batch)
     return as_loss_output(self.loss, returned, max((len(rows) for rows in batch.values() if rows.ndim), default=1))
 
-  def predict_base(self, variables: Variables, batch: Batch) -> Any:
-    """Returns the predictions of the model without its adapters, without dropout; no gradient goes through them."""
-    names = [AdapterNames(kernel=name) for name in adapters_of(self.model)]
-    left_out = {name for each in names for name in (each.a, each.b, each.magnitude, each.scale)}
-    flat = traverse_util.flatten_dict(variables['params'], sep='/')
-    weights = traverse_util.unflatten_dict({name: leaf for name, leaf in flat.items() if name not in left_out}, sep='/')
-    weights = jax.lax.stop_gradient(weights)
-    return without_adapters(self.model).apply(variables | {'params': weights}, batch, train=False)
-
-  @property
-  def reads_base(self) -> bool:
-    """Whether the loss compares with the base, which every step then computes too."""
-    return isinstance(self.loss, ComparesWithBase) and self.loss.reads_base
-
   def compute_loss(
     self, variables: Variables, batch: Batch, *, train: bool, rng: jax.Array | None = None
   ) -> LossOutput:
@@ -193,8 +173,8 @@ class Task:
 
     `rng` feeds dropout and is needed only when `train`.
     """
-    if isinstance(self.loss, ComparesWithBase) and self.loss.reads_base:
-      batch = self.loss.with_base(self.predict_base(variables, batch), batch)
+    if isinstance(self.loss, RunsModel):
+      batch = self.loss.with_model(self, variables, batch)
     rngs = {} if rng is None else {'dropout': rng}
     given, named = self._arguments(batch, train=train)
     if not train or set(variables) == {'params'}:
@@ -215,9 +195,11 @@ class Task:
     """
     if cache is not None:
       variables = variables | {'cache': cache}
-    with adapters_of_rows(batch.get('adapters')):
-      given, named = self._arguments(batch, train=False)
-      outputs, updated = self.model.apply(variables, *given, **named, mutable='new_cache')
+    model, numbers = self.model, batch.get('adapters')
+    if numbers is not None:
+      model = map_adapters(model, lambda adapter: adapter.of_rows(numbers))
+    given, named = self._arguments(batch, train=False)
+    outputs, updated = model.apply(variables, *given, **named, mutable='new_cache')
     if not isinstance(outputs, Mapping) or 'logits' not in outputs or not updated.get('new_cache'):
       raise UserError(
         f'{type(self.model).__name__} cannot generate text: it must return logits [B, T, V] under the key '
@@ -320,18 +302,3 @@ def _naming(part: Any, role: str, batch: Batch) -> contextlib.AbstractContextMan
   """Context in which an error of a model or loss of the experiment's own names it."""
   name, inputs = getattr(part, '__name__', type(part).__name__), {'model': 'batch', 'loss': 'predictions, batch'}
   return naming_own_code(f'the {role} {name}({inputs[role]})', keys=batch, part=part)
-
-
-def _refuse_trained_base(weight_specs: Any) -> None:
-  """Raises a UserError if a weight is trained that is no adapter's, or if there is no adapter."""
-  specs = {
-    jax.tree_util.keystr(path, simple=True, separator='/'): spec
-    for path, spec in jax.tree_util.tree_flatten_with_path(weight_specs)[0]
-  }
-  trained = [name for name, spec in specs.items() if not {FROZEN_TAG, ADAPTER_TAG} & {*spec.tags}]
-  if trained or not any(ADAPTER_TAG in spec.tags for spec in specs.values()):
-    found = f'{trained[0]} is trained' if trained else 'there are no adapters'
-    raise UserError(
-      f'the loss compares with the base, the model without its adapters, but {found}: train adapters alone, as '
-      "finetune.LoraDpo does, or take the model that training starts from as the reference (reference='start')."
-    )

@@ -3,7 +3,7 @@
     sources = experiment.adapter_sources()          # {'french': AdapterSource(...), 'legal': AdapterSource(...)}
     variables = variables_with_adapters(model, folder, sources)
 
-The model has room for all of them beside each kernel (layers/adapter_rows.py). Ranks are filled up with zeros, and each
+The model has room for all of them beside each kernel (adapter_choices.py). Ranks are filled up with zeros, and each
 adapter's scale is multiplied into its B. A kernel that an adapter does not adapt has zeros. DoRA becomes one factor per
 column, computed from the kernel in the form in which it is stored.
 
@@ -26,12 +26,13 @@ import numpy as np
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.layers import AdapterNames, LowRankAdapter, adapters_of, column_lengths
 from spmd_tasks.learning import fill_in
 from spmd_tasks.programs import SavedSteps
 from spmd_tasks.programs.pretrained import base_from_folder
 from spmd_tasks.runtime import PartitionedModel, Variables, flat_specs
 from spmd_tasks.sharding import is_quantized
+from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of
+from spmd_tasks.tuning.adapters import LowRankAdapter, column_lengths
 from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base
 
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -69,7 +70,7 @@ def variables_with_adapters(
   """Returns the padded variables of a base with its adapters stacked.
 
   Args:
-    model: of a task whose model has the adapters of all sources as `choices`.
+    model: of a task whose model has the adapters of all sources as AdapterChoices.
     folder: of the base.
     sources: by name.
     storage: how the weights of the base are held, from the moment when they are read.

@@ -3,12 +3,12 @@
 import fiddle as fdl
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import LowRankAdapter
 from spmd_tasks.recipes import PretrainedLanguageModel
 from spmd_tasks.recipes.pretrained import stacks_of
 from spmd_tasks.runtime import Task
 from spmd_tasks.sharding import QUANTIZED_DTYPES
-from spmd_tasks.tuning.adapter_configs import add_adapters
+from spmd_tasks.tuning.adapted_weights import add_adapters
+from spmd_tasks.tuning.adapters import LowRankAdapter
 
 
 class LowRankTuning(PretrainedLanguageModel):

@@ -10,13 +10,16 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any, NamedTuple
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import LossOutput, losses_by_source
+from spmd_tasks.layers import ADAPTER_TAG, LossOutput, losses_by_source
 from spmd_tasks.layers.chunked_logits import predicted_label_scores
 from spmd_tasks.layers.losses import WithAuxLosses
+from spmd_tasks.learning import FROZEN_TAG
+from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of, without_adapters
 
 _KINDS = ('sigmoid', 'ipo')
 _REFERENCES = ('batch', 'base')
@@ -88,7 +91,7 @@ class PreferenceLoss(WithAuxLosses):
       TRL's IPO is this one.
     label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell, 2023); 'sigmoid' only.
     reference_from: where the log-probabilities of r are from: the 'batch', or the 'base' of the model, which is the
-      model without its adapters. The task computes these in every step (runtime/task.py).
+      model without its adapters: every step runs it too.
     aux_loss_weights, num_aux_layers: as in LanguageModelLoss.
   """
 
@@ -110,14 +113,32 @@ class PreferenceLoss(WithAuxLosses):
         f"label_smoothing={self.label_smoothing} must be at least 0 and less than 0.5, and 0 unless kind is 'sigmoid'."
       )
 
-  @property
-  def reads_base(self) -> bool:
-    """Whether the batch needs `with_base`."""
-    return self.reference_from == 'base'
-
-  def with_base(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the batch with the log-probabilities that the base's predictions give to its answers."""
+  def with_model(
+    self, task: Any, variables: Mapping[str, Any], batch: Mapping[str, jax.Array]
+  ) -> Mapping[str, jax.Array]:
+    """Returns the batch with the log-probabilities that the model without its adapters gives to its answers."""
+    if self.reference_from != 'base':
+      return batch
+    names = [AdapterNames(kernel=name) for name in adapters_of(task.model)]
+    left_out = {name for each in names for name in (each.a, each.b, each.magnitude)}
+    flat = traverse_util.flatten_dict(variables['params'], sep='/')
+    weights = traverse_util.unflatten_dict({name: leaf for name, leaf in flat.items() if name not in left_out}, sep='/')
+    base = {**variables, 'params': jax.lax.stop_gradient(weights)}
+    predictions = dataclasses.replace(task, model=without_adapters(task.model)).predict(base, batch)
     return {**batch, 'reference_log_probs': _answer_log_probs(predictions, batch)}
+
+  def check_weights(self, weight_specs: Any) -> None:
+    """Raises a UserError if the loss compares with the base, and a weight is trained that is no adapter's."""
+    if self.reference_from != 'base':
+      return
+    specs = traverse_util.flatten_dict(weight_specs, sep='/')
+    trained = [name for name, spec in specs.items() if not {FROZEN_TAG, ADAPTER_TAG} & {*spec.tags}]
+    if trained or not any(ADAPTER_TAG in spec.tags for spec in specs.values()):
+      found = f'{trained[0]} is trained' if trained else 'there are no adapters'
+      raise UserError(
+        f'the loss compares with the base, the model without its adapters, but {found}: train adapters alone, as '
+        "finetune.LoraDpo does, or take the model that training starts from as the reference (reference='start')."
+      )
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput, whose weight is the number of pairs.

@@ -24,7 +24,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import Input, Prefetcher, map_sources, sources_of
-from spmd_tasks.runtime import PartitionedModel, ReadsBase, TrainState
+from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.tuning.preference_loss import pair_log_probs
 from spmd_tasks.tuning.preferences import PreferenceInput
 
@@ -57,7 +57,7 @@ def name_references(job: Job, job_log_dir: epath.Path) -> Job:
     own = str(job_log_dir / _DIRECTORY / f'{name}.npy')
     return each if each.reference is not None else dataclasses.replace(each, reference=own)
 
-  reads_base = isinstance(job.task, ReadsBase) and job.task.reads_base
+  reads_base = getattr(getattr(job.task, 'loss', None), 'reference_from', None) == 'base'
   return dataclasses.replace(
     job,
     train_input=map_sources(named, job.train_input, 'train_input'),

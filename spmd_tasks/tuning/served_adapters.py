@@ -17,9 +17,10 @@ from spmd_tasks.bridges.huggingface import Folder, open_adapter
 from spmd_tasks.config import from_json, read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.layers import LowRankAdapter, adaptable_weights, is_joined
-from spmd_tasks.tuning.adapter_configs import add_adapters, class_of
+from spmd_tasks.tuning.adapted_weights import adaptable_weights, add_adapters
+from spmd_tasks.tuning.adapter_choices import AdapterChoices
 from spmd_tasks.tuning.adapter_stacks import AdapterSource
+from spmd_tasks.tuning.adapters import LowRankAdapter
 
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}')
 
@@ -57,22 +58,17 @@ def add_choices(model: fdl.Config, sources: Mapping[str, AdapterSource]) -> None
   Raises:
     UserError: a source adapts what the model does not have.
   """
-  known = adaptable_weights(model, class_of=class_of)
+  known = adaptable_weights(model)
   for name, source in sources.items():
     for kernel in source.adapters:
       if kernel not in known:
         raise UserError(f'the adapter {name!r} in {source.path} adapts {kernel}, which this model does not have.')
-      if is_joined(*known[kernel], class_of=class_of):
-        raise UserError(
-          f'the adapter {name!r} in {source.path} adapts {kernel}, which all rows of a batch share: adapters of '
-          'experts and of kv_up cannot be chosen by name. Serve that one alone (a job: --job_log_dir), or merge it '
-          '(--mode export --format hf).'
-        )
   for kernel in sorted({kernel for source in sources.values() for kernel in source.adapters}):
     own = [source.adapters[kernel] for source in sources.values() if kernel in source.adapters]
-    rank = max(adapter.rank for adapter in own)
-    choice = LowRankAdapter(
-      rank=rank, alpha=float(rank), use_dora=any(adapter.use_dora for adapter in own), choices=tuple(sources)
+    choice = AdapterChoices(
+      rank=max(adapter.rank for adapter in own),
+      choices=tuple(sources),
+      use_dora=any(adapter.use_dora for adapter in own),
     )
     add_adapters(model, [f'^{re.escape(kernel)}$'], choice, setting='adapters')
 
@@ -89,9 +85,9 @@ def _source_of_job(directory: epath.Path, folder: Folder) -> AdapterSource:
       '--format peft.'
     ) from error
   found: dict[str, LowRankAdapter] = {}
-  for name, (layer, projection) in adaptable_weights(task.model, class_of=class_of).items():
+  for name, (layer, projection) in adaptable_weights(task.model).items():
     for each in _built(layer.adapters):
-      if projection in each.names and not each.choices:
+      if isinstance(each, LowRankAdapter) and projection in each.names:
         found[name] = dataclasses.replace(each, names=())
   if not found:
     raise UserError(f'the job in {directory} has no low-rank adapters: serve it alone (--job_log_dir {directory}).')

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.layers import RunsModel
 from spmd_tasks.learning import Learner, LearnerState, without_frozen
-from spmd_tasks.runtime import PartitionedModel, ReadsBase, TrainState
+from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.sharding import WEIGHT_FACTORS, sharding_scope
 from spmd_tasks.verification._settings import Setting, Source, build_job
 
@@ -85,7 +86,7 @@ class Runner:
     """Returns the canonical state at step 0, in numpy."""
     state = self.to_numpy(self.model.init(self.job.experiment.seed))[0]
     task = self.job.task
-    return _away_from_base(state) if isinstance(task, ReadsBase) and task.reads_base else state
+    return _away_from_base(state) if isinstance(getattr(task, 'loss', None), RunsModel) else state
 
   def place(self, canonical: TrainState) -> TrainState:
     """Returns the live state with the numbers of a canonical one, made on the host without a compiled program."""

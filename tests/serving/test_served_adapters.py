@@ -26,13 +26,13 @@ from spmd_tasks.decoding.scoring import score_texts
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import decode_generated
-from spmd_tasks.layers import column_lengths
 from spmd_tasks.programs.pretrained import variables_from_folder
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.server import listen, run_server, url_of
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.sharding import WeightSpec, quantize, quantized_spec
 from spmd_tasks.tuning.adapter_stacks import _column_factors, variables_with_adapters
+from spmd_tasks.tuning.adapters import column_lengths
 from tests import binary
 from tests.adapter_folders import ATTENTION, FEED_FORWARD, write_adapter, write_merged
 from tests.model_folders import write_llama

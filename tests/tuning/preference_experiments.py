@@ -8,10 +8,9 @@ from pathlib import Path
 import fiddle as fdl
 
 from spmd_tasks.inputs import ByteTokenizer
-from spmd_tasks.layers import LowRankAdapter
 from spmd_tasks.learning import AdamW
 from spmd_tasks.recipes import DenseLanguageModel, PipelinedLanguageModel
-from spmd_tasks.tuning import PreferenceInput, PreferenceLoss, Preferences, add_adapters
+from spmd_tasks.tuning import LowRankAdapter, PreferenceInput, PreferenceLoss, Preferences, add_adapters
 from tests.runtime import moe_experiments, uneven_experiments
 from tests.runtime.pipeline_experiments import PipelinedExperts
 

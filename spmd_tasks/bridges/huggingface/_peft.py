@@ -34,8 +34,9 @@ from spmd_tasks.bridges.huggingface._peft_config import CONFIG_FILE, read_adapte
 from spmd_tasks.bridges.huggingface._peft_modules import PeftModule, names_of_parameters, peft_modules, saved_prefix
 from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, read_file, write_tensors
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import AdapterNames, LowRankAdapter, adapters_of
 from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.tuning import LowRankAdapter
+from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of
 
 TENSORS_FILE, BASE_FILE = 'adapter_model.safetensors', 'base.json'
 _PREFIX = 'base_model.model.'

@@ -25,7 +25,7 @@ from spmd_tasks.bridges._rules import Rule, Slot
 from spmd_tasks.bridges.huggingface._describe import layer_places
 from spmd_tasks.bridges.huggingface._folder import Folder
 from spmd_tasks.bridges.huggingface._tensors import gpt2_rules
-from spmd_tasks.layers import adaptable_weights
+from spmd_tasks.tuning.adapted_weights import adaptable_weights
 
 _GATE_UP, _DOWN = 'gate_up_proj', 'down_proj'
 

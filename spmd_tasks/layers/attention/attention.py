@@ -13,8 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapted_weights import kernels
-from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of
+from spmd_tasks.layers.adapter import WeightAdapter, adapter_of, kernels
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import Implementation, attend
 from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
@@ -65,7 +64,7 @@ class Attention(WithSublayers, kw_only=True):
     query_activation_split_dims: of the queries [B, T, H, K].
     kv_activation_split_dims: of keys and values [B, T, G, K].
     activation_split_dims: of the output.
-    adapters: low-rank adapters of `query`, `key`, `value` and `out`.
+    adapters: adapters of `query`, `key`, `value` and `out`.
   """
 
   num_heads: int
@@ -93,11 +92,11 @@ class Attention(WithSublayers, kw_only=True):
   query_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
   kv_activation_split_dims: SplitDims = ('batch', 'seq', 'act_kv_heads', None)
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
-  adapters: tuple[LowRankAdapter, ...] = ()
+  adapters: tuple[WeightAdapter, ...] = ()
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
-    """Returns the projections that can have adapters; see layers/adapted_weights.py."""
+    """Returns the projections that can have adapters; see layers/adapter.py."""
     del layer
     return kernels('query', 'key', 'value', 'out')
 

@@ -16,7 +16,7 @@ Shapes: B batch, T sequence, D model, H heads, Q and C rank of queries' and of k
 features of a head without and with rotary position, V features of a head's value.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -24,14 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.adapted_weights import kernels
-from spmd_tasks.layers.adapters import (
-  LowRankAdapter,
-  LowRankWeights,
-  adapter_of,
-  declare_low_rank,
-  declare_magnitude,
-)
+from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter, adapter_of, kernels
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
 from spmd_tasks.layers.attention.implementations import attend
@@ -69,7 +62,7 @@ class LatentAttention(nn.Module, kw_only=True):
     heads_activation_split_dims: of queries, keys and values [B, T, H, ...].
     latent_split_dims: of latent vectors [B, T, C + R]; they are small, and the same on all devices that split heads.
     activation_split_dims: of the output.
-    adapters: low-rank adapters of the projections. That of `kv_up` joins the kernel in generation, which applies the
+    adapters: adapters of the projections. That of `kv_up` joins the kernel in generation, which applies the
       kernel in two parts.
   """
 
@@ -94,19 +87,13 @@ class LatentAttention(nn.Module, kw_only=True):
   heads_activation_split_dims: SplitDims = ('batch', 'seq', 'act_heads', None)
   latent_split_dims: SplitDims = ('batch', 'seq', None)
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
-  adapters: tuple[LowRankAdapter, ...] = ()
+  adapters: tuple[WeightAdapter, ...] = ()
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
-    """Returns the projections that can have adapters; see layers/adapted_weights.py."""
+    """Returns the projections that can have adapters; see layers/adapter.py."""
     queries = ('query',) if layer.query_rank is None else ('query_down', 'query_up')
     return {**kernels(*queries, 'kv_down', 'out'), 'kv_up': 'kv_up'}
-
-  @staticmethod
-  def joined(layer: Any) -> Collection[str]:
-    """Returns the projections whose adapters join the kernel: decoding multiplies queries by parts of this one."""
-    del layer
-    return ('kv_up',)
 
   @nn.compact
   def __call__(
@@ -140,7 +127,7 @@ class LatentAttention(nn.Module, kw_only=True):
       split_dims=self.up_split_dims,
       num_input_dims=1,
     )
-    low_rank, magnitude = self._adapter_of_kv_up(kernel)
+    adapted = self._adapted_kv_up(kernel)
     kv_up = kernel.astype(self.dtype)
     scale = self.softmax_scale or (self.nope_head_dim + self.rope_head_dim) ** -0.5
 
@@ -154,10 +141,8 @@ class LatentAttention(nn.Module, kw_only=True):
       if self.heads_activation_split_dims is not None:
         kv_up = gather_for_tokens(kv_up, self.up_split_dims, self.heads_activation_split_dims[:2])
       keys_and_values = jnp.einsum('BTC,CHM->BTHM', latent, kv_up)
-      if low_rank is not None:
-        keys_and_values = keys_and_values + low_rank.apply(self, latent)
-      if magnitude is not None:
-        keys_and_values = keys_and_values * magnitude[None, None]
+      if adapted is not None:
+        keys_and_values = adapted.outputs(latent, keys_and_values)
       keys_and_values = constrain(keys_and_values, self.heads_activation_split_dims)
       key, value = jnp.split(keys_and_values, [self.nope_head_dim], axis=-1)
       key = jnp.concatenate([key, jnp.broadcast_to(key_rope, query_rope.shape)], axis=-1)
@@ -177,10 +162,8 @@ class LatentAttention(nn.Module, kw_only=True):
         query, key, value, segment_ids, softmax_scale=scale, split_dims=self.heads_activation_split_dims
       )
     else:
-      if low_rank is not None:
-        kv_up = kv_up + low_rank.product()
-      if magnitude is not None:
-        kv_up = kv_up * magnitude[None]
+      if adapted is not None:
+        kv_up = adapted.kernel()
       key_up, value_up = jnp.split(kv_up, [self.nope_head_dim], axis=-1)
       query = constrain(jnp.einsum('BTHN,CHN->BTHC', query, key_up), self.heads_activation_split_dims)
       query = jnp.concatenate([query, query_rope], axis=-1)
@@ -199,23 +182,20 @@ class LatentAttention(nn.Module, kw_only=True):
       name='out',
     )(attended)
 
-  def _adapter_of_kv_up(self, kernel: jax.Array) -> tuple[LowRankWeights | None, jax.Array | None]:
-    """Returns the adapter's weights and DoRA's factors [H, N + V] of `kv_up`; None for what there is not."""
+  def _adapted_kv_up(self, kernel: jax.Array) -> AdaptedKernel | None:
     adapter = adapter_of(self.adapters, 'kv_up')
     if adapter is None:
-      return None, None
-    weights = declare_low_rank(
-      self,
-      adapter,
-      prefix='kv_up_',
-      shape=kernel.shape,
-      split_dims=self.up_split_dims,
-      dtype=self.dtype,
-      token_split_dims=self.latent_split_dims and self.latent_split_dims[:2],
+      return None
+    return adapter.adapt(
+      DeclaredKernel(
+        module=self,
+        value=kernel,
+        prefix='kv_up_',
+        split_dims=self.up_split_dims,
+        dtype=self.dtype,
+        token_split_dims=self.latent_split_dims and self.latent_split_dims[:2],
+      )
     )
-    if not adapter.use_dora:
-      return weights, None
-    return weights, declare_magnitude(self, kernel, weights, self.up_split_dims, prefix='kv_up_').astype(self.dtype)
 
   def _query(self, x: jax.Array) -> jax.Array:
     """Returns the queries of all heads, [B, T, H, N + R], not rotated."""

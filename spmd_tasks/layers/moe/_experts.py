@@ -7,8 +7,7 @@ with a different number of rows per expert (dropless). `batched_ffn` applies the
 (capacity). `LocalExperts` holds the experts of one device and applies them to tokens that chose them.
 """
 
-from collections.abc import Callable, Collection, Mapping
-import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from flax import struct
@@ -17,7 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from spmd_tasks.layers.adapters import LowRankAdapter, adapter_of, declare_low_rank, declare_magnitude
+from spmd_tasks.layers.adapter import DeclaredKernel, WeightAdapter, adapter_of
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME, check_activation, hidden_layer
 from spmd_tasks.layers.moe._grouped_matmul import clear_rows_from, grouped_matmul, resolve_backend
@@ -92,7 +91,7 @@ class Experts(nn.Module, kw_only=True):
     dtype: of the computation; weights are float32.
     init_scale, down_init_scale: variance scale of the kernels into and out of the hidden layer.
     up_split_dims, down_split_dims: of these kernels.
-    adapters: low-rank adapters of `up`, `down` and `gate`, of each expert its own.
+    adapters: adapters of `up`, `down` and `gate`, of each expert its own.
   """
 
   num_experts: int
@@ -105,17 +104,12 @@ class Experts(nn.Module, kw_only=True):
   down_init_scale: float = 1.0
   up_split_dims: SplitDims = ('expert', 'expert_embed', 'expert_mlp')
   down_split_dims: SplitDims = ('expert', 'expert_mlp', 'expert_embed')
-  adapters: tuple[LowRankAdapter, ...] = ()
+  adapters: tuple[WeightAdapter, ...] = ()
 
   @staticmethod
   def adaptable(layer: Any) -> Mapping[str, str]:
-    """Returns the weights that can have adapters; see layers/adapted_weights.py."""
+    """Returns the weights that can have adapters; see layers/adapter.py."""
     return {name: name for name in ('up', 'down', *(('gate',) if layer.gated else ()))}
-
-  @staticmethod
-  def joined(layer: Any) -> Collection[str]:
-    """Returns the weights whose adapters join the kernel: all of them."""
-    return Experts.adaptable(layer).keys()
 
   @nn.compact
   def __call__(self, model_dim: int) -> ExpertWeights:
@@ -133,7 +127,20 @@ class Experts(nn.Module, kw_only=True):
         num_input_dims=1,
       )
       if (adapter := adapter_of(self.adapters, name)) is not None:
-        return self._adapted(adapter, name, weight, split_dims)
+        # Every dispatch multiplies by whole kernels; so adapters join the kernels of a layer, for one layer at a time.
+        # Their gradient is that of the joined kernel, which is not kept.
+        adapted = adapter.adapt(
+          DeclaredKernel(
+            module=self,
+            value=weight,
+            prefix=f'{name}_',
+            num_stacked_dims=1,
+            split_dims=split_dims,
+            dtype=self.dtype,
+            tags=('expert',),
+          )
+        )
+        return adapted.kernel()
       return weight.astype(self.dtype)
 
     def declare_bias(name: str, num_outputs: int, split_dims: SplitDims) -> jax.Array | None:
@@ -163,33 +170,6 @@ class Experts(nn.Module, kw_only=True):
       # Not split over D: the devices that hold parts of an expert's hidden layer sum whole results.
       down_bias=declare_bias('down_bias', model_dim, self.down_split_dims and (self.down_split_dims[0], None)),
     )
-
-  def _adapted(self, adapter: LowRankAdapter, name: str, kernel: jax.Array, split_dims: SplitDims) -> jax.Array:
-    """Returns the kernels of all experts with what their adapters change, in `dtype`.
-
-    Every dispatch multiplies by whole kernels; so the product joins the kernels of a layer, for one layer at a time.
-    Their gradient is that of the product, and is not kept. Dropout of the adapter's input is therefore drawn once a
-    microbatch for each expert and input feature, and not anew for each token.
-    """
-    weights = declare_low_rank(
-      self,
-      adapter,
-      prefix=f'{name}_',
-      shape=kernel.shape,
-      num_stacked_dims=1,
-      split_dims=split_dims,
-      dtype=self.dtype,
-      tags=('expert',),
-    )
-    added = weights
-    if (rate := adapter.dropout_rate) and self.has_rng('dropout'):
-      keep = jax.random.bernoulli(self.make_rng('dropout'), 1 - rate, (*kernel.shape[:2], 1))
-      added = dataclasses.replace(weights, a=jnp.where(keep, weights.a / (1 - rate), 0))
-    adapted = kernel.astype(self.dtype) + added.product()
-    if adapter.use_dora:
-      scale = declare_magnitude(self, kernel, weights, split_dims, prefix=f'{name}_', tags=('expert',))
-      adapted = adapted * scale[:, None, :].astype(self.dtype)
-    return adapted
 
 
 def grouped_ffn(

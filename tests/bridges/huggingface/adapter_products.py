@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from spmd_tasks.layers import AdapterNames
-from spmd_tasks.layers.adapters import low_rank_product
+from spmd_tasks.tuning.adapted_weights import AdapterNames
+from spmd_tasks.tuning.adapters import low_rank_product
 
 
 def deltas_of(theirs, base):

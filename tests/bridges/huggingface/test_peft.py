@@ -21,13 +21,13 @@ from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import SyntheticText
-from spmd_tasks.layers import AdapterNames
 from spmd_tasks.learning import AdamW, fill_in, without_frozen
 from spmd_tasks.programs.pretrained import state_from_folder, variables_from_folder
 from spmd_tasks.recipes import PipelinedPretrainedModel
-from spmd_tasks.runtime import merge_adapters
 from spmd_tasks.tuning import LowRankTuning
+from spmd_tasks.tuning.adapted_weights import AdapterNames
 from spmd_tasks.tuning.base_digest import folder_digest
+from spmd_tasks.tuning.merging import merge_adapters
 from tests.bridges.huggingface.adapter_products import deltas_of, products_of, with_ranks
 from tests.bridges.huggingface.reference_models import (
   B,

@@ -10,9 +10,11 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.layers import ADAPTER_TAG, AdapterNames, adapters_of, column_lengths, merge_low_rank
-from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.sharding import WeightSpec, is_quantized, numbers_spec, pad, padded_shape, unpad
+from spmd_tasks.layers import ADAPTER_TAG
+from spmd_tasks.runtime import PartitionedModel, flat_specs, padded_numbers
+from spmd_tasks.sharding import WeightSpec, is_quantized, pad, unpad
+from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of
+from spmd_tasks.tuning.adapters import column_lengths, merge_low_rank
 
 
 def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
@@ -32,26 +34,6 @@ def merge_adapters(model: PartitionedModel, padded_weights: Any) -> Any:
     weights[name] = jax.jit(merge, out_shardings=kernel.sharding)(*parts)
   kept = {name: weight for name, weight in weights.items() if ADAPTER_TAG not in specs[name].tags}
   return traverse_util.unflatten_dict(kept, sep='/')
-
-
-def flat_specs(weight_specs: Any) -> dict[str, WeightSpec]:
-  """Returns name -> WeightSpec; of a quantized kernel, that of the numbers that it stands for."""
-  return {name: numbers_spec(spec) for name, spec in traverse_util.flatten_dict(weight_specs, sep='/').items()}
-
-
-def padded_numbers(model: PartitionedModel) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns name -> how a weight lies on the mesh as numbers: as `padded_state` has it, or float32 if quantized."""
-  flat = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
-  true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
-
-  def numbers(name: str, leaf: Any) -> Any:
-    if not is_quantized(leaf):
-      return leaf
-    sharding = jax.tree.leaves(leaf)[0].sharding  # the values are split as the kernel
-    shape = padded_shape(true[name].shape, sharding.spec, model.mesh.shape)
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
-  return {name: numbers(name, leaf) for name, leaf in flat.items()}
 
 
 def _num_stacked(spec: WeightSpec) -> int:

@@ -10,22 +10,19 @@ import pytest
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
-  AdapterNames,
   GatedFeedForward,
   Linear,
-  LowRankAdapter,
   RmsNorm,
   TokenEmbedding,
   TransformerBlock,
   TransformerStack,
-  adaptable_weights,
-  adapters_of,
-  without_adapters,
 )
-from spmd_tasks.layers.adapters import merge_low_rank
 from spmd_tasks.layers.attention import Attention, LatentAttention
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.sharding import unbox_weights
+from spmd_tasks.tuning import LowRankAdapter
+from spmd_tasks.tuning.adapted_weights import AdapterNames, adaptable_weights, adapters_of, without_adapters
+from spmd_tasks.tuning.adapters import merge_low_rank
 
 X = np.random.default_rng(0).normal(size=(2, 5, 3, 4)).astype(np.float32)
 KINDS = {
@@ -148,9 +145,10 @@ def test_a_model_without_its_adapters():
   assert without_adapters(Linear(output_dims=4, adapter=adapter)) == Linear(output_dims=4)
 
 
-def test_the_logits_have_an_adapter_where_the_embedding_is_not_tied():
-  adapters = (LowRankAdapter(rank=2, alpha=2.0, names=('softmax_kernel',)),)
-  embedding = TokenEmbedding(vocab_size=9, embed_dim=12, tied=False, adapters=adapters)
+@pytest.mark.parametrize('use_dora', [False, True])
+def test_the_logits_have_an_adapter_where_the_embedding_is_not_tied(use_dora):
+  adapter = LowRankAdapter(rank=2, alpha=2.0, use_dora=use_dora, names=('softmax_kernel',))
+  embedding = TokenEmbedding(vocab_size=9, embed_dim=12, tied=False, adapters=(adapter,))
   x = X.reshape(2, 5, 12)
 
   class Logits(nn.Module):
@@ -160,7 +158,8 @@ def test_the_logits_have_an_adapter_where_the_embedding_is_not_tied():
 
   weights = drawn(Logits(), x)
   own = weights['embedding']
-  kernel = own['softmax_kernel'] + own['softmax_kernel_lora_a'] @ own['softmax_kernel_lora_b']
+  parts = [own.get(f'softmax_kernel{part}') for part in ('', '_lora_a', '_lora_b', '_lora_magnitude')]
+  kernel = merge_low_rank(adapter, *parts)
   np.testing.assert_allclose(apply(Logits(), weights, x), x @ np.asarray(kernel), rtol=1e-4, atol=1e-5)
   assert not adaptable_weights(TokenEmbedding(vocab_size=9, embed_dim=12))
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import Linear, LowRankAdapter, adapter_choices, adapters_of_rows
+from spmd_tasks.layers import Linear, adapter_choices
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
+from spmd_tasks.tuning import LowRankAdapter
+from spmd_tasks.tuning.adapter_choices import AdapterChoices
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(4, 5, 3, 4)).astype(np.float32)
@@ -51,7 +53,9 @@ def stacked_weights(num_more=0):
 
 
 def apply(module, weights, x, numbers=None):
-  with jax.default_matmul_precision('highest'), adapters_of_rows(None if numbers is None else jnp.asarray(numbers)):
+  if numbers is not None:
+    module = module.clone(adapter=module.adapter.of_rows(jnp.asarray(numbers)))
+  with jax.default_matmul_precision('highest'):
     return np.asarray(module.apply({'params': weights}, x))
 
 
@@ -60,7 +64,7 @@ def apply(module, weights, x, numbers=None):
 def test_each_row_computes_what_its_adapter_alone_does(num_tokens, num_more):
   x = X[:, :num_tokens]
   choices = (*ALONE, *(f'other {i}' for i in range(num_more)))
-  together = linear(LowRankAdapter(rank=3, alpha=3.0, use_dora=True, choices=choices))
+  together = linear(AdapterChoices(rank=3, use_dora=True, choices=choices))
   weights = stacked_weights(num_more)
   ours = apply(together, weights, x, NUMBERS)
   base = apply(linear(None), own_weights(0), x)
@@ -72,15 +76,13 @@ def test_each_row_computes_what_its_adapter_alone_does(num_tokens, num_more):
   others = apply(together, weights, x, np.where(NUMBERS == 2, 2, 1 - NUMBERS))
   np.testing.assert_array_equal(ours[NUMBERS == 2], others[NUMBERS == 2])  # whatever adapters the others have
   np.testing.assert_array_equal(apply(together, weights, x), base)
-  assert adapter_choices(together) == ()  # which is not in a model, where layers say what can be adapted
+  assert adapter_choices(together) == choices
 
 
 def test_adapters_of_experts_cannot_be_chosen():
   layer = MixtureOfExperts(
     router=TopKRouter(num_experts=3, num_selected=2),
-    experts=Experts(
-      num_experts=3, hidden_dim=5, adapters=(LowRankAdapter(rank=2, alpha=2.0, names=('up',), choices=('a', 'b')),)
-    ),
+    experts=Experts(num_experts=3, hidden_dim=5, adapters=(AdapterChoices(rank=2, names=('up',), choices=('a', 'b')),)),
     computation=Dropless(backend='ragged_dot'),
   )
   with pytest.raises(UserError, match=r'adapters to choose from \(a, b\) cannot join a kernel that all rows share'):
