@@ -20,7 +20,7 @@ _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
 # Fields of inputs and learners that decide how a job runs, not what it computes; below them those of Pax' layers and
 # inputs, where each process has a number of its own.
 _HOW_IT_RUNS = (
-  *('num_workers', 'worker_buffer_size', 'read_timeout_s', 'max_consecutive_skips'),
+  *('read_timeout_s', 'max_consecutive_skips'),
   *('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names', 'infeed_host_index'),
 )
 # Of Pax' `task.train` these decide numbers; the others are steps, intervals and limits. Its seed is `seed`. What ends a

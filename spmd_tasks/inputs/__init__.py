@@ -35,7 +35,6 @@ from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_jso
 from spmd_tasks.inputs.synthetic import SyntheticText
 from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextFiles, TextSource
 from spmd_tasks.inputs.text_input import TextInput
-from spmd_tasks.inputs.tfdata_input import TfDataFunction, TfDataInput, TfDataSource, TfRecords
 from spmd_tasks.inputs.tokenizers import (
   BpeTokenizer,
   ByteTokenizer,
@@ -73,10 +72,6 @@ __all__ = [
   'TextFiles',
   'TextInput',
   'TextSource',
-  'TfDataFunction',
-  'TfDataInput',
-  'TfDataSource',
-  'TfRecords',
   'Tokenizer',
   'as_input',
   'check_state',

@@ -15,8 +15,6 @@ from spmd_tasks.inputs._source_reader import naming
 from spmd_tasks.inputs.tokenizers import tokenizer_of
 from spmd_tasks.row_sources import row_sources
 
-WHEN_ENDED = ('stop', 'repeat', 'drop')
-
 
 def check_names(sources: Mapping[str, Any]) -> None:
   """Raises a UserError unless there are sources, with names that can be parts of names of metrics."""
@@ -60,17 +58,6 @@ def check_changes(changes: Any, sources: Mapping[str, Any]) -> None:
       )
     before = change[0]
     check_weights(f'the weights after {before} batches', change[1], sources)
-
-
-def check_answers(answers: str | Mapping[str, str], sources: Mapping[str, Any]) -> None:
-  """Raises a UserError unless `when_ended` has a known answer, or one for each of some sources."""
-  if not isinstance(answers, Mapping):
-    answers = dict.fromkeys(sources, answers)
-  if unknown := sorted(set(answers) - set(sources), key=str):
-    raise UserError(f'when_ended names {unknown}, but the sources are {sorted(sources)}: correct the names.')
-  for name, answer in answers.items():
-    if answer not in WHEN_ENDED:
-      raise UserError(f'when_ended of source {name!r} is {answer!r}: choose one of {list(WHEN_ENDED)}.')
 
 
 def check_tokenizers(sources: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ class InputIterator(Protocol):
     ...
 
   def close(self) -> None:
-    """Ends worker processes and open files. Idempotent."""
+    """Closes open files. Idempotent."""
     ...
 
 
@@ -121,9 +121,9 @@ def shard_rows(batch_size: int, shard_index: int, shard_count: int) -> range:
 
 
 def source_of_rows(batch: Mapping[str, np.ndarray]) -> list[str]:
-  """Returns of each row of a mixture's batch the name of its source, '' for padding; [] for other batches."""
+  """Returns of each row of a mixture's batch the name of its source; [] for other batches."""
   names, ids = row_sources(batch)
-  return [[*names, ''][number] for number in ids] if names else []
+  return [names[number] for number in ids] if names else []
 
 
 def epochs_of(source: Input, state: State) -> float | None:

@@ -177,8 +177,7 @@ class BatchesIterator:
     num_ends = 0
     while True:
       before = _position_of(self._stream)
-      with naming_own_code(f'reading {self._batches.name}'):
-        given = next(self._stream, _END)
+      given = self._read()
       if given is _END:
         if not self._batches.repeats:
           raise StopIteration
@@ -205,6 +204,21 @@ class BatchesIterator:
       self._before, self._digest = before, _digest(batch)
       return {name: rows[self._rows] if rows.ndim else rows for name, rows in batch.items()}
 
+  def _read(self) -> Any:
+    """Returns the stream's next batch, or _END."""
+    assert self._stream is not None
+    try:
+      with naming_own_code(f'reading {self._batches.name}'):
+        return next(self._stream, _END)
+    except (UserError, JobError):
+      raise
+    except Exception as error:  # of a library, such as TensorFlow's, which quotes the stack of a Python function
+      message = str(error).partition('\nTraceback')[0]
+      raise JobError(
+        f'reading a batch of {self._batches.name} failed, after {self._num_read} in pass {self._num_passes}: '
+        f'{type(error).__name__}: {message}'
+      ) from error
+
   def get_state(self) -> base.State:
     state = {'kind': 'batches', 'num_passes': self._num_passes, 'num_read': self._num_read, 'digest': self._digest}
     return state if self._before is None else state | {'before': self._before}
@@ -217,8 +231,7 @@ class BatchesIterator:
     if self._num_read == 0:
       return
     self._stream = self._stream_before_last()
-    with naming_own_code(f'reading {self._batches.name}'):
-      last = next(self._stream, _END)
+    last = self._read()
     if last is _END or _digest(self._batches.checked(last)) != self._digest:
       name, number = self._batches.name, self._num_read
       self.close()

@@ -1,10 +1,9 @@
 """Mixture: batches whose rows are from several inputs, by named weights.
 
     Mixture(
-      sources={'code': TextInput(...), 'web': TfDataInput(...)},
+      sources={'code': TextInput(...), 'web': tf_data},
       weights={'code': 0.3, 'web': 0.7},
       weight_changes=((10_000, {'code': 0.5, 'web': 0.5}),),   # for the batches behind the first 10,000
-      when_ended={'code': 'repeat', 'web': 'stop'},
     )
 
 A row of a source's batch is one example, also if it packs several documents. Row r of the mixture's batches takes the
@@ -14,12 +13,12 @@ hosts. Which source a row is from follows from the seed, the weights and the bat
 number of batches with the same weights, every source has given the rows that its weight says, to less than one row.
 
 All hosts compute the choice for all rows, and so read the same number of batches of every source at the same time.
-They agree without a word when a source has ended, and the saved positions of a source fit together when the number of
-hosts changes.
+They agree without a word when a source has ended, which ends the mixture, and the saved positions of a source fit
+together when the number of hosts changes.
 
-A batch has one more entry, int32 [B], which says of which source each row is (-1: a row of padding, once every source
-has ended). Its name, `source_ids_name(names)`, holds the names of the sources in the order of their numbers. The loss
-of language models finds it and reports `loss/<source>` and `loss_weight/<source>`.
+A batch has one more entry, int32 [B], which says of which source each row is. Its name, `source_ids_name(names)`, holds
+the names of the sources in the order of their numbers. The loss of language models finds it and reports
+`loss/<source>` and `loss_weight/<source>`.
 
 Why not Grain's own mixing? `MapDataset.mix` needs examples with random access, and packed rows have none.
 `IterDataset.mix` mixes the stream of one process: with another number of processes the batches are others, and a
@@ -36,9 +35,9 @@ import numpy as np
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import _mixture_settings, base
-from spmd_tasks.inputs._repeated import Repeated
 from spmd_tasks.inputs._row_choice import RowChoice
 from spmd_tasks.inputs._source_reader import SourceReader, naming
+from spmd_tasks.inputs.batches import as_input
 from spmd_tasks.inputs.tokenizers import Tokenizer, tokenizer_of
 from spmd_tasks.row_sources import source_ids_name
 
@@ -48,13 +47,10 @@ class Mixture:
   """Batches whose rows are from several inputs of the same batch size and shapes.
 
   Fields:
-    sources: name -> input. Names become parts of names of metrics.
+    sources: name -> input, or data as inputs/batches.py takes them. Names become parts of names of metrics. The mixture
+      ends before the first batch that lacks a row of a source: `num_epochs=None` repeats one.
     weights: name -> the source's part of the rows, in proportion to their sum; 0 leaves it out for now.
     weight_changes: (number of batches, weights) pairs: behind that many batches other weights hold.
-    when_ended: what happens when a source has no row left for its turn, for all sources or by name ('stop' for those
-      that are not named). 'stop' ends the mixture before that batch. 'repeat' begins the source anew, its epochs one
-      behind the other without padding; every host then reads it whole. 'drop' goes on without it, the weights of the
-      others in the same proportion as before; the mixture ends with the last row of the last source.
     seed: of the numbers that decide which rows of a batch are from which source.
 
   Raises (on construction):
@@ -64,14 +60,14 @@ class Mixture:
   sources: Mapping[str, base.Input]
   weights: Mapping[str, float]
   weight_changes: Sequence[tuple[int, Mapping[str, float]]] = ()
-  when_ended: str | Mapping[str, str] = 'stop'
   seed: int = 0
 
   def __post_init__(self):
     _mixture_settings.check_names(self.sources)
+    made = {name: as_input(f'source {name!r}', source, repeats=True) for name, source in self.sources.items()}
+    object.__setattr__(self, 'sources', made)
     _mixture_settings.check_weights('weights', self.weights, self.sources)
     _mixture_settings.check_changes(self.weight_changes, self.sources)
-    _mixture_settings.check_answers(self.when_ended, self.sources)
     if not isinstance(self.seed, int) or self.seed < 0:
       raise UserError(f'seed {self.seed!r} of the mixture must be an integer that is not negative.')
 
@@ -104,7 +100,7 @@ class Mixture:
     if any(each != numbers[0] for each in numbers):
       raise UserError(f'the shards were saved at different batches, {[s["choice"]["num_batches"] for s in states]}.')
     resharded: list[base.State] = [{**states[0], 'sources': {}} for _ in range(shard_count)]
-    for name, source in self.endless_where_repeated().items():
+    for name, source in self.sources.items():
       own = [state['sources'][name] for state in states]
       with naming(name):
         positions = source.reshard_states([each['position'] for each in own], shard_count)
@@ -120,21 +116,11 @@ class Mixture:
     choice, metrics = state['choice'], {}
     for name, least, beyond in zip(state['names'], choice['rows_read'], choice['rows_read_beyond'], strict=True):
       metrics[f'rows/{name}'] = float(least * len(beyond) + sum(beyond))
-    for name, source in self.endless_where_repeated().items():
+    for name, source in self.sources.items():
       epochs = base.epochs_of(source, state['sources'][name]['position'])
       if epochs is not None:
         metrics[f'epochs/{name}'] = epochs
     return metrics
-
-  def answer(self, name: str) -> str:
-    """Returns what to do when a source has ended: 'stop', 'repeat' or 'drop'."""
-    return self.when_ended if isinstance(self.when_ended, str) else self.when_ended.get(name, 'stop')
-
-  def endless_where_repeated(self) -> dict[str, base.Input]:
-    """The sources by name, those to be repeated as inputs without end."""
-    return {
-      name: Repeated(input=source) if self.answer(name) == 'repeat' else source for name, source in self.sources.items()
-    }
 
 
 class MixtureIterator:
@@ -150,11 +136,10 @@ class MixtureIterator:
     self._ids_name = source_ids_name(settings.sources)
     self._spec = {name: entry for name, entry in spec.items() if name != self._ids_name}
     self._choice = RowChoice(settings.batch_size, self._schedule, settings.seed)
-    self._has_stopped = False
     self._closed = False
     self._readers: list[SourceReader] = []
     try:
-      for name, source in settings.endless_where_repeated().items():
+      for name, source in settings.sources.items():
         self._readers.append(SourceReader(name, source, shard_index, shard_count))
     except BaseException:
       self.close()
@@ -178,23 +163,15 @@ class MixtureIterator:
 
     Every host comes here with the same choice, reads as many batches and finds the same ends.
     """
-    while not self._has_stopped:
-      choice = self._choice.choose()
-      if choice is None:
-        break
-      needed = self._choice.num_batches_needed(choice)
-      ended = [source for source, reader in enumerate(self._readers) if not reader.read_until(needed[source])]
-      if not ended:
-        return choice
-      for source in ended:
-        reader = self._readers[source]
-        if reader.num_read == 0:
-          raise UserError(f'source {reader.name!r} of the mixture is empty: put examples in it, or leave it out.')
-        if self._settings.answer(reader.name) == 'stop':
-          self._has_stopped = True
-        else:
-          self._choice.ends[source] = reader.num_read
-    raise StopIteration
+    choice = self._choice.choose()
+    needed = self._choice.num_batches_needed(choice)
+    ended = [reader for reader, num in zip(self._readers, needed, strict=True) if not reader.read_until(num)]
+    for reader in ended:
+      if reader.num_read == 0:
+        raise UserError(f'source {reader.name!r} of the mixture is empty: put examples in it, or leave it out.')
+    if ended:
+      raise StopIteration
+    return choice
 
   def _assemble(self, choice: np.ndarray) -> base.Batch:
     """Returns this shard's rows of the batch whose rows have the sources `choice`, int32 [B]."""
@@ -226,7 +203,6 @@ class MixtureIterator:
     for reader in self._readers:
       reader.set_state(state['sources'][reader.name])
     self._choice.set_state(state['choice'])
-    self._has_stopped = False
 
   def close(self) -> None:
     self._closed = True

@@ -3,28 +3,30 @@
     TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=32, seq_len=512)  # training: never ends
     TextInput(source=StdlibText(split='valid'), ..., num_epochs=1, shuffle=False)          # an eval set: one pass
 
-A training input (`num_epochs=None`) has one lane per row of the global batch (_packing.py). A host reads the lanes of
-its rows; its worker processes share them out. A finite input is one stream, dealt to the rows in turn. Every host
-reads the whole stream and keeps its own rows, so all hosts agree on the number of batches; only the last is padded.
+A training input (`num_epochs=None`) has one lane per row of the global batch (packing.py). A host reads the lanes of
+its rows. A finite input is one stream, dealt to the rows in turn. Every host reads the whole stream and keeps its own
+rows, so all hosts agree on the number of batches; only the last is padded.
 
-In both cases the settings and the position alone determine the global batch. The number of hosts and of workers may
-change between save and restore, and the batches stay exactly the same. A restore reads one block per lane again.
+In both cases the settings and the position alone determine the global batch. The number of hosts may change between
+save and restore, and the batches stay exactly the same. A restore reads one block per lane again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
+import queue
+import threading
 from typing import Any, ClassVar
 
 from absl import logging
 import jax
 import numpy as np
 
-from spmd_tasks.errors import UserError
+from spmd_tasks.errors import JobError, UserError
 from spmd_tasks.inputs import base
-from spmd_tasks.inputs._lane_reader import LaneReader
-from spmd_tasks.inputs.packing import BlockEncoder, TextEncoder
-from spmd_tasks.inputs.text import TextSource
+from spmd_tasks.inputs.packing import BlockEncoder, Lane, TextEncoder, TokenBlock, pack_batch
+from spmd_tasks.inputs.text import OpenSource, TextSource
 from spmd_tasks.inputs.tokenizers import Tokenizer
 
 _PER_LANE = ('lanes', 'num_too_long')  # of a saved position
@@ -42,8 +44,6 @@ class TextInput:
     num_epochs: number of passes over the source; None repeats it without end.
     max_batches: ends the input early, for short evaluations.
     packing: False puts at most one document in a row.
-    num_workers: processes per host that read and tokenize; 0 reads in this process. A finite input uses at most one.
-    worker_buffer_size: number of batches that each worker prepares ahead.
     read_timeout_s: seconds that reading one block may take; a longer read raises an error that names the block.
   """
 
@@ -56,8 +56,6 @@ class TextInput:
   num_epochs: int | None = None
   max_batches: int | None = None
   packing: bool = True
-  num_workers: int = 0
-  worker_buffer_size: int = 2
   read_timeout_s: float = 120.0
 
   kind: ClassVar[str] = 'text'  # in saved positions
@@ -67,10 +65,6 @@ class TextInput:
       raise UserError(f'seq_len {self.seq_len} must be at least 1.')
     if self.num_epochs is not None and self.num_epochs < 1:
       raise UserError(f'num_epochs {self.num_epochs} must be at least 1, or None to read for ever.')
-    if self.num_workers < 0 or self.worker_buffer_size < 1:
-      raise UserError(
-        f'num_workers {self.num_workers} must not be negative, worker_buffer_size {self.worker_buffer_size} at least 1.'
-      )
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     return base.language_model_spec(self.batch_size, self.seq_len, self.block_encoder().dtypes)
@@ -132,20 +126,14 @@ class TextIterator:
         name: getattr(settings, name) for name in ('batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing')
       },
     }
+    self._source = source
     rows = base.shard_rows(settings.batch_size, shard_index, shard_count)
-    names = ('batch_size', 'seq_len', 'seed', 'shuffle', 'num_epochs', 'packing', 'read_timeout_s')
-    shared: dict[str, Any] = {'source': source, 'encoder': self._encoder} | {
-      name: getattr(settings, name) for name in names
-    }
-    if settings.num_epochs is None:
-      num_groups = min(max(settings.num_workers, 1), len(rows))
-      lanes = [tuple(int(row) for row in part) for part in np.array_split(rows, num_groups)]
-      self._readers = [LaneReader(num_lanes=settings.batch_size, lanes=part, **shared) for part in lanes]
-    else:
-      self._readers = [LaneReader(num_lanes=1, lanes=(0,), rows=rows, **shared)]
-    self._positions = [np.zeros((len(reader.lanes), 5), np.int64) for reader in self._readers]
+    is_endless = settings.num_epochs is None
+    self._lanes, self._num_lanes = (tuple(rows), settings.batch_size) if is_endless else ((0,), 1)
+    self._rows = None if is_endless else slice(rows.start, rows.stop)
+    self._positions = np.zeros((len(self._lanes), 5), np.int64)  # Lane.position and the numbers of Lane.num_too_long
     self._num_batches = 0
-    self._streams: list[Any] | None = None
+    self._stream: Generator[tuple[base.Batch, np.ndarray], None, None] | None = None
     self._closed = False
     self._num_reported = 0  # documents that were too long, when that was last logged
 
@@ -158,41 +146,64 @@ class TextIterator:
     limit = self._settings.max_batches
     if limit is not None and self._num_batches >= limit:
       raise StopIteration
+    if self._stream is None:
+      self._stream = self._batches(self._positions)
     try:
-      if self._streams is None:
-        self._streams = self._start_streams()
-      parts = [next(stream) for stream in self._streams]
+      batch, self._positions = next(self._stream)
     except BaseException:
       # Some lanes may have moved on: another attempt starts again behind the last batch, so that no row is lost.
-      self._stop_streams()
+      self._stop()
       raise
-    self._positions = [positions for _, positions in parts]
     self._num_batches += 1
     self._report_too_long()
-    if len(parts) == 1:
-      return parts[0][0]
-    return {name: np.concatenate([batch[name] for batch, _ in parts]) for name in parts[0][0]}
+    return batch
 
-  def _start_streams(self) -> list[Any]:
-    if self._settings.num_workers == 0:
-      return [reader.batches(at) for reader, at in zip(self._readers, self._positions, strict=True)]
-    from spmd_tasks.inputs._worker_processes import WorkerStream
+  def _batches(self, positions: np.ndarray) -> Generator[tuple[base.Batch, np.ndarray], None, None]:
+    """Yields this shard's rows of the batches, with the positions after them: int64 [len(lanes), 5]."""
+    import grain
 
-    return [
-      WorkerStream(reader, positions, self._settings.worker_buffer_size)
-      for reader, positions in zip(self._readers, self._positions, strict=True)
-    ]
+    s = self._settings
+    reader = BlockReader(self._source, self._encoder, s.read_timeout_s)
+    blocks = grain.MapDataset.source(reader)
+    if s.shuffle:
+      blocks = blocks.seed(s.seed).shuffle()
+    blocks = blocks.repeat(s.num_epochs)
 
-  def _stop_streams(self) -> None:
-    streams, self._streams = self._streams, None
-    for stream in streams or []:
+    def read_block(index: int) -> TokenBlock | None:
+      return blocks[index] if index < len(blocks) else None
+
+    @functools.cache
+    def goes_on() -> bool:
+      _check_has_tokens(reader)
+      return s.shuffle
+
+    try:
+      lanes = [
+        Lane(lane, self._num_lanes, read_block, len(reader), goes_on, s.packing, self._encoder.keeps_whole)
+        for lane in self._lanes
+      ]
+      for lane, (*position, truncated, skipped) in zip(lanes, positions.tolist(), strict=True):
+        lane.seek(*position)
+        lane.num_too_long[:] = truncated, skipped
+      row_lanes = lanes if self._rows is None else lanes * s.batch_size
+      pad_id, dtypes = self._encoder.pad_id, self._encoder.dtypes
+      while (batch := pack_batch(row_lanes, s.seq_len, pad_id, dtypes)) is not None:
+        if self._rows is not None:
+          batch = {name: rows[self._rows] for name, rows in batch.items()}
+        yield batch, np.array([(*lane.position, *lane.num_too_long) for lane in lanes], np.int64)
+    finally:
+      reader.close()
+
+  def _stop(self) -> None:
+    stream, self._stream = self._stream, None
+    if stream is not None:
       stream.close()
 
   def get_state(self) -> base.State:
-    positions = np.concatenate(self._positions)
-    progress = {'num_batches': self._num_batches, 'num_blocks': self._num_blocks, 'lanes': positions[:, :3].tolist()}
+    lanes = self._positions[:, :3].tolist()
+    progress = {'num_batches': self._num_batches, 'num_blocks': self._num_blocks, 'lanes': lanes}
     if self._encoder.keeps_whole:
-      progress['num_too_long'] = positions[:, 3:].tolist()
+      progress['num_too_long'] = self._positions[:, 3:].tolist()
     return {**self._identity, **self._shard, **progress}
 
   def set_state(self, state: base.State) -> None:
@@ -206,21 +217,20 @@ class TextIterator:
     if self._settings.num_epochs is None:
       base.check_state(state, self._shard)
     positions = np.array(state['lanes'], np.int64)
-    expected = sum(len(reader.lanes) for reader in self._readers)
+    expected = len(self._lanes)
     if positions.shape != (expected, 3) or positions.min() < 0:
       raise UserError(
         f'the saved input state is damaged: lanes have shape {positions.shape}, expected {(expected, 3)}.'
       )
     too_long = np.array(state.get('num_too_long', np.zeros((expected, 2))), np.int64).reshape(expected, 2)
-    self._stop_streams()
-    ends = np.cumsum([len(reader.lanes) for reader in self._readers])[:-1]
-    self._positions = np.split(np.concatenate([positions, too_long], axis=1), ends)
+    self._stop()
+    self._positions = np.concatenate([positions, too_long], axis=1)
     self._num_batches = int(state['num_batches'])
 
   @property
   def num_too_long(self) -> tuple[int, int]:
     """Counts the documents that did not fit in a row: (truncated, left out)."""
-    truncated, skipped = np.concatenate(self._positions)[:, 3:].sum(axis=0).tolist()
+    truncated, skipped = self._positions[:, 3:].sum(axis=0).tolist()
     return truncated, skipped
 
   def _report_too_long(self) -> None:
@@ -241,4 +251,96 @@ class TextIterator:
     self._closed = True
     # Closing a stream in which another thread is still reading is a ValueError; that thread is left to its timeout.
     with contextlib.suppress(ValueError):
-      self._stop_streams()
+      self._stop()
+
+
+class BlockReader:
+  """Random access to the token blocks of an opened source.
+
+  Reading happens in a thread of its own, so that a file system that hangs becomes an error after `timeout_s` seconds.
+  """
+
+  def __init__(self, source: OpenSource, encoder: BlockEncoder, timeout_s: float):
+    self._source = source
+    self._encoder = encoder
+    self._timeout_s = timeout_s
+    self._thread: _Worker | None = None
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> TokenBlock:
+    """Reads and tokenizes block `index`.
+
+    Raises:
+      UserError: the block's content is damaged.
+      JobError: the block could not be read, or not within `timeout_s`, or its file is not what it was.
+    """
+    if self._thread is None:
+      self._thread = _Worker(self._read)
+    try:
+      return self._thread.call(index, self._timeout_s)
+    except queue.Empty:
+      self.close()  # it is stuck, and ends when the read does; another attempt needs another thread
+      raise JobError(
+        f'reading {self._source.block_name(index)} has not ended within {self._timeout_s:g} s: the file system may '
+        'hang. If it is only slow, raise read_timeout_s.'
+      ) from None
+
+  def _read(self, index: int) -> TokenBlock:
+    try:
+      return self._encoder.encode(self._source[index])
+    except ValueError as e:
+      name = self._source.block_name(index)
+      raise UserError(f'unusable input in {name}: {e}') from e
+    except JobError:
+      raise
+    except Exception as e:
+      name = self._source.block_name(index)
+      raise JobError(f'reading {name} failed: {type(e).__name__}: {e}') from e
+
+  def close(self) -> None:
+    if self._thread is not None:
+      self._thread.stop()
+      self._thread = None
+
+
+def _check_has_tokens(reader: BlockReader) -> None:
+  """Raises a UserError if no block has any."""
+  num_skipped = 0
+  for index in range(len(reader)):
+    block = reader[index]
+    if block.ids.size:
+      return
+    num_skipped += block.num_skipped
+  if num_skipped:
+    raise UserError(f'none of the {num_skipped} records fits in a row, so that all are left out: raise seq_len.')
+  raise UserError(f'none of the {len(reader)} blocks of text has any: give a source with text to train on.')
+
+
+class _Worker:
+  """A daemon thread that calls one function; concurrent.futures would wait for a stuck thread when Python exits."""
+
+  def __init__(self, function: Callable[[int], Any]):
+    self._function = function
+    self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    threading.Thread(target=self._run, name='input-block-reader', daemon=True).start()
+
+  def _run(self) -> None:
+    while (request := self._requests.get()) is not None:
+      try:
+        result, error = self._function(request), None
+      except BaseException as e:
+        result, error = None, e
+      self._results.put((result, error))
+
+  def call(self, request: int, timeout_s: float) -> Any:
+    self._requests.put(request)
+    result, error = self._results.get(timeout=timeout_s)
+    if error is not None:
+      raise error
+    return result
+
+  def stop(self) -> None:
+    self._requests.put(None)

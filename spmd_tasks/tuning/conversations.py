@@ -8,7 +8,7 @@ r"""ConversationInput: packed batches of conversations, whose loss is on what th
       seq_len=2048,
     )
 
-Everything else is TextInput's: lanes, workers, exact positions. A conversation is never divided between two rows: one
+Everything else is TextInput's: lanes, exact positions. A conversation is never divided between two rows: one
 that does not fit in what is left of a row begins the next, and one longer than a row is an error, is cut, or is left
 out, as `too_long` says.
 """

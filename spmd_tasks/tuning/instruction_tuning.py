@@ -44,7 +44,6 @@ class InstructionTuning(PretrainedLanguageModel):
   # What to do with a conversation that is longer than a row: 'error', 'truncate' or 'skip'.
   too_long: str = 'error'
   packing: bool = True
-  num_input_workers: int = 0
 
   seq_len: int = 2048
 
@@ -66,7 +65,7 @@ class InstructionTuning(PretrainedLanguageModel):
     return self._source(self._files(split))
 
   def train_input(self) -> fdl.Config:
-    settings = {'seed': self.seed, 'num_workers': self.num_input_workers}
+    settings = {'seed': self.seed}
     if not isinstance(self.data, Mapping):
       if self.data_weights:
         raise UserError(

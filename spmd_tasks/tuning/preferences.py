@@ -90,7 +90,7 @@ class PreferenceInput(ConversationInput):
   def numbered(self) -> 'NumberedPairs':
     """Every pair once and in order, with its number and without a reference."""
     fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    once: dict[str, Any] = {'num_epochs': 1, 'shuffle': False, 'packing': True, 'max_batches': None, 'num_workers': 0}
+    once: dict[str, Any] = {'num_epochs': 1, 'shuffle': False, 'packing': True, 'max_batches': None}
     return NumberedPairs(**fields | once | {'reference': None, 'reference_free': True})
 
 

@@ -38,19 +38,14 @@ from tests.fault_campaign.scene import DEADLINE_S, HangError, Scene, SkippedErro
 class Shared:
   """The runs and the server, for all lanes of a campaign."""
 
-  def __init__(self, path: Path, tensorflow_server: Callable[[], str]):
+  def __init__(self, path: Path):
     self._path = path
     self._references: dict[str, Reference] = {}
     self._locks: dict[str, threading.Lock] = {}
-    self._make_tensorflow_server = tensorflow_server
     self._server_lock = threading.Lock()
     self._server: Any = None
     self._server_scene: Scene | None = None
     self._num_servers = 0
-
-  @property
-  def tensorflow_server(self) -> str:
-    return self._make_tensorflow_server()
 
   def reference(self, job: str) -> Reference:
     with self._locks.setdefault(job, threading.Lock()):
@@ -116,9 +111,7 @@ class Campaign:
     self._path = path
     self._seed = seed
     self._closers = contextlib.ExitStack()
-    self._tensorflow_lock = threading.Lock()
-    self._tensorflow_socket: str | None = None
-    self._shared = Shared(path / 'shared', self._tensorflow_server)
+    self._shared = Shared(path / 'shared')
     if not forked.is_running():
       self._closers.enter_context(forked.running_server(self._directory('server')))
 
@@ -132,14 +125,6 @@ class Campaign:
   def _directory(self, name: str) -> Path:
     (self._path / name).mkdir(parents=True)
     return self._path / name
-
-  def _tensorflow_server(self) -> str:
-    """A server whose processes have imported TensorFlow; started when the first job needs it."""
-    with self._tensorflow_lock:
-      if self._tensorflow_socket is None:
-        directory = self._directory('tensorflow_server')
-        self._tensorflow_socket = self._closers.enter_context(forked.running_extra_server(directory, ['tensorflow']))
-      return self._tensorflow_socket
 
   def reference(self, job: str) -> Reference:
     """The undisturbed run of a job."""

@@ -18,8 +18,6 @@ from spmd_tasks.inputs import (
   SyntheticText,
   TextFiles,
   TextInput,
-  TfDataInput,
-  TfRecords,
 )
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
@@ -79,10 +77,9 @@ class Pipelined(Plain, PipelinedLanguageModel):
 
 
 class Read(Plain):
-  """Text of `source`, from files below `data`, by `num_workers` processes."""
+  """Text of `source`, from files below `data`."""
 
   data: str = ''
-  num_workers: int = 0
   read_timeout_s: float = 10.0
 
   def train_input(self):
@@ -92,7 +89,6 @@ class Read(Plain):
       tokenizer=fdl.Config(ByteTokenizer),
       batch_size=self.batch_size,
       seq_len=self.seq_len,
-      num_workers=self.num_workers,
       read_timeout_s=self.read_timeout_s,
     )
     return fdl.Config(SlowInput, input=text, seconds_per_batch=self.seconds_per_batch)
@@ -112,31 +108,21 @@ class Json(Read):
     return fdl.Config(JsonLines, pattern=f'{self.data}/*.jsonl', block_bytes=64)
 
 
-class TfData(Read):
-  """TFRecord files through tf.data."""
-
-  def train_input(self):
-    source = fdl.Config(TfRecords, pattern=f'{self.data}/*.tfrecord')
-    records = fdl.Config(TfDataInput, source=source, batch_size=self.batch_size, seq_len=self.seq_len)
-    return fdl.Config(SlowInput, input=records, seconds_per_batch=self.seconds_per_batch)
-
-
 class Mixed(Read):
-  """A mixture of endless JsonLines, of others that are repeated, and of made-up tokens that end."""
+  """A mixture of JsonLines, of a few others, one in a row, and of made-up tokens."""
 
   def train_input(self):
     sizes = {'batch_size': self.batch_size, 'seq_len': self.seq_len}
-    made_up = fdl.Config(SyntheticText, vocab_size=self.vocab_size, num_batches=4, **sizes)
+    made_up = fdl.Config(SyntheticText, vocab_size=self.vocab_size, **sizes)
     mixture = fdl.Config(
       Mixture,
       sources={
         'long': self._lines('[012]'),
-        'short': self._lines('3', num_epochs=1, packing=False),
+        'short': self._lines('3', packing=False),
         'made_up': made_up,
       },
       weights={'long': 0.3, 'short': 0.4, 'made_up': 0.3},
       weight_changes=((8, {'long': 0.6, 'short': 0.2, 'made_up': 0.2}),),
-      when_ended={'short': 'repeat', 'made_up': 'drop'},
     )
     return fdl.Config(SlowInput, input=mixture, seconds_per_batch=self.seconds_per_batch)
 
@@ -147,7 +133,6 @@ class Mixed(Read):
       tokenizer=fdl.Config(ByteTokenizer),
       batch_size=self.batch_size,
       seq_len=self.seq_len,
-      num_workers=self.num_workers,
       read_timeout_s=self.read_timeout_s,
       **settings,
     )
@@ -213,7 +198,7 @@ class SlowIterator:
 # How many devices each job has in all, and which files it reads.
 NUM_DEVICES = {'Padded': 8, 'Experts': 4, 'Pipelined': 4, 'Pair': 4, 'PairText': 4}
 PAIRS = ('Pair', 'PairText')  # of two processes
-SUFFIXES = {'Text': 'txt', 'PairText': 'txt', 'Json': 'jsonl', 'Mixed': 'jsonl', 'TfData': 'tfrecord'}
+SUFFIXES = {'Text': 'txt', 'PairText': 'txt', 'Json': 'jsonl', 'Mixed': 'jsonl'}
 
 
 def flags_of(job: str, mode: str) -> list[str]:
@@ -231,38 +216,5 @@ def write_data(job: str, directory: Path) -> None:
     path = directory / f'part_{number}.{suffix}'
     if suffix == 'txt':
       path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
-    elif suffix == 'jsonl':
-      path.write_text(''.join(json.dumps({'text': line}) + '\n' for line in lines))
     else:
-      write_records(path, [[(number + line + i) % 250 for i in range(3 + line % 6)] for line in range(40)])
-
-
-def write_records(path: Path, examples: list[list[int]]) -> None:
-  """A TFRecord file of examples with one feature `ids`, by TensorBoard's writer and protocol buffers."""
-  from tensorboard.summary.writer.record_writer import RecordWriter
-
-  with path.open('wb') as file:
-    records = RecordWriter(file)
-    for ids in examples:
-      records.write(_example(ids))
-    records.flush()
-
-
-def _example(ids: list[int]) -> bytes:
-  """The bytes of tf.train.Example(features={'ids': Int64List(ids)}), without TensorFlow: four nested messages."""
-
-  def field(number: int, data: bytes) -> bytes:
-    return bytes([number << 3 | 2]) + _varint(len(data)) + data
-
-  int64_list = field(1, b''.join(map(_varint, ids)))
-  feature = field(3, int64_list)
-  entry = field(1, b'ids') + field(2, feature)
-  return field(1, field(1, entry))
-
-
-def _varint(value: int) -> bytes:
-  data = bytearray()
-  while value > 0x7F:
-    data.append(value & 0x7F | 0x80)
-    value >>= 7
-  return bytes([*data, value])
+      path.write_text(''.join(json.dumps({'text': line}) + '\n' for line in lines))

@@ -1,7 +1,6 @@
-"""Inputs that change while they are read, that hold bad records, or whose workers die, hang or raise."""
+"""Inputs that change while they are read, that hold bad records, or whose readers hang or raise."""
 
 from collections.abc import Callable
-import contextlib
 import errno
 import json
 import os
@@ -22,12 +21,6 @@ def accept(scene: Scene, ended: Ended, repair: Callable[[], object] = lambda: No
   """A job never trains on other data: it goes on bit for bit, or stops with a sentence until the data are back."""
   judge.compare_lines(judge.metric_lines(scene.job_log_dir / 'metrics.jsonl'), scene.reference.metrics, 'metrics.jsonl')
   return scene.accept(ended, repair)
-
-
-def check_names(scene: Scene, ended: Ended, path: Path) -> None:
-  """The sentence names the file; tf.data does not know it, and names the pattern."""
-  named = path.name in ended.stderr or (scene.job == 'TfData' and str(path.parent) in ended.stderr)
-  check(named, f'the sentence does not name the file: {judge.sentence_of(ended)}')
 
 
 def shrink(path: Path, rng: random.Random) -> None:
@@ -62,17 +55,13 @@ CHANGES: dict[str, Callable[[Path, random.Random], object]] = {
 
 @kind('input/a file changes while it is read', share=7)
 def file_changes(scene: Scene) -> str:
-  scene.choose_job(('Text', 'Text', 'Json', 'Json', 'TfData'))
-  workers = scene.rng.choice((0, 0, 1)) if scene.job != 'TfData' else 0
-  if workers:
-    scene.flags = ['--set', f'num_workers={workers}']
+  scene.choose_job(('Text', 'Json'))
   data = scene.write_data()
   restore = scene.backup(data)
-  names = sorted(CHANGES) if scene.job != 'TfData' else ['shrunk', 'truncated to 0', 'deleted']
-  name = scene.rng.choice(names)
+  name = scene.rng.choice(sorted(CHANGES))
   wanted = scene.rng.randrange(1, 16)  # earlier the job has not looked which files there are, and how long
   path = scene.rng.choice(sorted(data.iterdir()))
-  scene.where = f'{path.name} {name} after step {wanted}, {workers} workers'
+  scene.where = f'{path.name} {name} after step {wanted}'
   process = scene.start()
   scene.wait_until(process, lambda: scene.num_steps() >= wanted)
   process.send(signal.SIGSTOP)
@@ -86,7 +75,7 @@ def file_changes(scene: Scene) -> str:
 
 @kind('input/a file changes between two runs', share=3)
 def file_changes_between(scene: Scene) -> str:
-  scene.choose_job(('Text', 'Json', 'TfData'))
+  scene.choose_job(('Text', 'Json'))
   data = scene.write_data()
   restore = scene.backup(data)
   process = scene.start()
@@ -102,12 +91,8 @@ def file_changes_between(scene: Scene) -> str:
   else:
     CHANGES[name](path, scene.rng)
   ended = scene.run()
-  if ended.returncode == exit_codes.OK:
-    check(scene.job == 'TfData', 'it went on although the data are others')
+  check(ended.returncode != exit_codes.OK, 'it went on although the data are others')
   restore()
-  if ended.returncode == exit_codes.OK:  # tf.data: what was read again was the same
-    scene.check_as_undisturbed()
-    return 'went on, bit for bit'
   judge.check_refusal(ended)
   scene.resume()
   return f'refused ({judge.sentence_of(ended)}); with the data back it went on, bit for bit'
@@ -128,9 +113,7 @@ RECORDS: dict[str, bytes] = {
 @kind('input/a bad record', share=4)
 def bad_record(scene: Scene) -> str:
   """The error names the file (and, of JSON lines, the line); without the record the job goes on."""
-  scene.choose_job(('Text', 'Json', 'Json', 'TfData'))
-  if scene.job != 'TfData' and scene.rng.random() < 0.3:
-    scene.flags = ['--set', 'num_workers=1']
+  scene.choose_job(('Text', 'Json', 'Json'))
   data = scene.write_data()
   restore = scene.backup(data)
   name = scene.rng.choice(sorted(RECORDS)) if scene.job == 'Json' else 'garbage'
@@ -154,45 +137,6 @@ def bad_record(scene: Scene) -> str:
   return f'refused ({judge.sentence_of(ended)})'
 
 
-def children_of(pid: int) -> list[int]:
-  """The processes that a process has started, theirs included."""
-  try:
-    tasks = list(Path(f'/proc/{pid}/task').iterdir())
-    own = [int(text) for task in tasks for text in (task / 'children').read_text().split()]
-  except OSError:
-    return []
-  return sorted({*own, *[grandchild for child in own for grandchild in children_of(child)]})
-
-
-@kind('input/a worker is killed or stopped', share=3)
-def worker_killed(scene: Scene) -> str:
-  """An error in bounded time, no process left; then the job goes on, no example skipped or repeated."""
-  scene.choose_job(('Text', 'Json'))
-  workers = scene.rng.choice((1, 1, 2))
-  scene.flags = ['--set', f'num_workers={workers}', '--set', 'read_timeout_s=5', '--set', 'input_timeout_s=20']
-  scene.flags += ['--set', 'seconds_per_batch=0.05']
-  signum = scene.rng.choice((signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGSEGV))
-  wanted = scene.rng.randrange(1, 8)
-  process = scene.start()
-  scene.wait_until(process, lambda: scene.num_steps() >= wanted)
-  children = children_of(process.pid)
-  check(children or not process.is_running(), 'there are no workers')
-  if not children:
-    return accept(scene, scene.finish(process))
-  child = scene.rng.choice(children)
-  scene.where = f'{signum.name} to one of {len(children)} after step {wanted}'
-  try:
-    os.kill(child, signum)
-  except ProcessLookupError:
-    return 'the worker had ended'
-  # The input's limit, then 25 s for each worker that does not end (Grain).
-  scene.wait_until(process, lambda: False, limit_s=120)
-  with contextlib.suppress(ProcessLookupError):
-    os.kill(child, signal.SIGCONT)  # who is stopped cannot see that the job has ended
-  ended = scene.finish(process)
-  return accept(scene, ended)
-
-
 @kind('input/a read raises or hangs', share=4)
 def read_raises(scene: Scene) -> str:
   scene.choose_job(('Text', 'Json'))
@@ -214,31 +158,6 @@ def read_raises(scene: Scene) -> str:
     scene.resume()
     return 'shown with its traceback; then went on, bit for bit'
   return accept(scene, ended)
-
-
-@kind('input/tf.data raises', share=2)
-def tfdata_raises(scene: Scene) -> str:
-  """A record whose checksum is wrong, or that is cut."""
-  scene.job = 'TfData'
-  data = scene.write_data()
-  restore = scene.backup(data)
-  path = scene.rng.choice(sorted(data.iterdir()))
-  name = scene.rng.choice(('one bit', 'cut'))
-  content = bytearray(path.read_bytes())
-  if name == 'one bit':
-    content[scene.rng.randrange(len(content))] ^= 1 << scene.rng.randrange(8)
-  else:
-    del content[len(content) - scene.rng.randrange(1, 8) :]
-  path.write_bytes(content)
-  scene.where = f'{name} in {path.name}'
-  ended = scene.run()
-  judge.check_refusal(ended)
-  check_names(scene, ended, path)
-  restore()
-  if name == 'cut':  # another size: what was trained was of another data set
-    shutil.rmtree(scene.job_log_dir)
-  scene.resume()
-  return f'refused ({judge.sentence_of(ended)})'
 
 
 @kind('input/NaN or inf in data', share=4)
@@ -281,9 +200,8 @@ def without(line: dict, name: str) -> dict:
 
 @kind('input/a mixture is killed', share=3)
 def mixture_killed(scene: Scene) -> str:
-  """Each start is killed between two batches, or in one, as a source ends, begins anew or changes its weight."""
+  """Each start is killed between two batches, or in one, as the weights change."""
   scene.job = 'Mixed'
-  scene.flags = ['--set', f'num_workers={scene.rng.choice((0, 0, 1))}']
   num_kills = scene.rng.choice((1, 2, 3))
   for number in range(num_kills):
     process = scene.start()

@@ -186,8 +186,6 @@ class Scene:
     plan_path = self.path / f'{name}.plan.json'
     plan_path.write_text(json.dumps(dataclasses.asdict(plan)))
     environment = child_environment() | dict(start.pop('env', {}))
-    if self.job == 'TfData':
-      start.setdefault('server', self._shared.tensorflow_server)
     start = {'cwd': binary.REPOSITORY, 'env': environment} | start
     self._started.append(Started([INJECTED, plan_path, *flags], self.path, name, **start))
     return self._started[-1]

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer, StdlibText, SyntheticText, TextInput, TfDataFunction, TfDataInput, base
+from spmd_tasks.inputs import ByteTokenizer, StdlibText, SyntheticText, TextInput, base
 
 
 @pytest.mark.parametrize('shard_count', [1, 2, 3, 6])
@@ -56,13 +56,9 @@ def test_batches_match_the_element_spec(name):
   assert all(v.shape == (4, 8) for v in spec.values())
 
 
-def test_tfdata_input_follows_the_protocol():
-  assert isinstance(TfDataInput(source=TfDataFunction(function=print, name=''), batch_size=2, seq_len=4), base.Input)
-
-
 def test_importing_inputs_imports_neither_tensorflow_nor_grain():
   code = (
-    'import sys, spmd_tasks.inputs.text_input, spmd_tasks.inputs.tfdata_input, spmd_tasks.inputs.records\n'
+    'import sys, spmd_tasks.inputs.text_input, spmd_tasks.inputs.batches, spmd_tasks.inputs.records\n'
     'import spmd_tasks.inputs.prefetch, spmd_tasks.inputs.synthetic\n'
     "late = {'tensorflow', 'grain', 'pyarrow', 'array_record', 'tokenizers'} & set(sys.modules)\n"
     'assert not late, late'

@@ -1,6 +1,5 @@
 """Reading errors, of content, of files and of time, name the block."""
 
-import pickle
 import threading
 import time
 
@@ -8,8 +7,8 @@ import pytest
 
 from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import Block, ByteTokenizer
-from spmd_tasks.inputs._lane_reader import BlockReader
 from spmd_tasks.inputs.packing import TextEncoder
+from spmd_tasks.inputs.text_input import BlockReader
 
 
 class FaultySource:
@@ -63,8 +62,3 @@ def test_a_read_that_hangs_is_an_error_in_bounded_time():
   while any(thread.name == 'input-block-reader' for thread in threading.enumerate()):
     assert time.monotonic() - start < 10, 'a reading thread has not ended, although its read has'
     time.sleep(0.01)
-
-
-def test_it_can_be_sent_to_a_worker_process_before_use():
-  reader = pickle.loads(pickle.dumps(BlockReader([1, 2], TextEncoder(ByteTokenizer()), timeout_s=1)))
-  assert len(reader) == 2

@@ -21,8 +21,6 @@ from spmd_tasks.inputs import (
   Mixture,
   Parquet,
   SyntheticText,
-  TfDataFunction,
-  TfDataInput,
   source_ids_name,
 )
 from spmd_tasks.tuning import ConversationInput, Conversations, PreferenceInput, Preferences
@@ -74,20 +72,9 @@ def write_pairs(tmp_path):
   return write_pairs
 
 
-def numbers(shard_index, shard_count):
-  """90 examples with an id of their own, as tf.data."""
-  import tensorflow as tf
-
-  return tf.data.Dataset.range(90).shard(shard_count, shard_index).map(lambda n: {'ids': tf.range(n, n + 9)})
-
-
-def tf_numbers(**settings) -> TfDataInput:
-  return TfDataInput(source=TfDataFunction(function=numbers, name='numbers'), batch_size=B, seq_len=T, **settings)
-
-
 @pytest.fixture
 def mixtures(write, write_chats, write_pairs):
-  """Mixtures of every kind of source, and of every way to end."""
+  """Mixtures of every kind of source."""
   web, code, chat = write('w', 300), write('c', 120, 'parquet'), write('i', 25)
   examples = {'tokenizer': ByteTokenizer(), 'batch_size': B, 'seq_len': T, 'too_long': 'skip'}
   examples['template'] = ChatTemplate(template=TEMPLATE)
@@ -104,20 +91,13 @@ def mixtures(write, write_chats, write_pairs):
       weight_changes=((7, {'web': 0.2, 'code': 0, 'made_up': 0.8}), (19, {'web': 3, 'code': 2, 'made_up': 1})),
       seed=5,
     ),
-    'repeated': Mixture(
-      sources={'web': text(web), 'chat': text(chat, num_epochs=1, packing=False), 'code': text(code, num_epochs=2)},
-      weights={'web': 0.5, 'chat': 0.3, 'code': 0.2},
-      when_ended={'chat': 'repeat', 'code': 'drop'},
+    'ending': Mixture(
+      sources={'web': text(web), 'chat': text(chat, num_epochs=3, packing=False), 'made_up': made_up},
+      weights={'web': 0.5, 'chat': 0.2, 'made_up': 0.3},
     ),
-    'dropped': Mixture(
-      sources={
-        'web': text(web, num_epochs=1),
-        'chat': text(chat, num_epochs=1),
-        'code': text(code, num_epochs=1),
-        'made_up': synthetic(num_batches=3),
-      },
-      weights={'web': 0.1, 'chat': 0.4, 'code': 0.3, 'made_up': 0.2},
-      when_ended='drop',
+    'plain': Mixture(
+      sources={'web': text(web), 'batches': list(itertools.islice(synthetic(seed=3).make_iterator(), 4))},
+      weights={'web': 0.5, 'batches': 0.5},
     ),
     'nested': Mixture(
       sources={
@@ -129,25 +109,23 @@ def mixtures(write, write_chats, write_pairs):
     'conversations': Mixture(
       sources={
         'chats': ConversationInput(source=Conversations(pattern=write_chats(80)), seed=1, **examples),
-        'few': ConversationInput(source=Conversations(pattern=write_chats(7)), num_epochs=1, packing=False, **examples),
+        'few': ConversationInput(source=Conversations(pattern=write_chats(7)), packing=False, **examples),
         'code': text(code),
       },
       weights={'chats': 0.5, 'few': 0.2, 'code': 0.3},
-      when_ended={'few': 'repeat'},
     ),
     'pairs': Mixture(
       sources={
         'most': PreferenceInput(source=Preferences(pattern=write_pairs(60)), **pairs),
-        'few': PreferenceInput(source=Preferences(pattern=write_pairs(9)), num_epochs=1, **pairs),
+        'few': PreferenceInput(source=Preferences(pattern=write_pairs(9)), **pairs),
       },
       weights={'most': 0.7, 'few': 0.3},
       weight_changes=((9, {'most': 0.4, 'few': 0.6}),),
-      when_ended={'few': 'drop'},
     ),
   }
 
 
-KINDS = ('endless', 'changing', 'repeated', 'dropped', 'nested', 'conversations', 'pairs')
+KINDS = ('endless', 'changing', 'ending', 'plain', 'nested', 'conversations', 'pairs')
 
 
 def test_follows_the_protocols(mixtures):
@@ -210,34 +188,6 @@ def test_killed_and_resumed_often(mixtures, kind, seed):
   assert steps == undisturbed(mixtures[kind], max(120, len(steps)))[: len(steps)]
 
 
-@pytest.mark.exhaustive
-def test_worker_processes_change_nothing(mixtures):
-  settings = mixtures['repeated']
-  sources = {name: dataclasses.replace(each, num_workers=1) for name, each in settings.sources.items()}
-  steps = run_with_kills(dataclasses.replace(settings, sources=sources), 3, 8, counts=(1, 2))
-  assert steps == undisturbed(settings, len(steps))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize('answer', ['repeat', 'drop'])
-def test_tf_data_is_a_source_too(write, answer):
-  settings = Mixture(
-    sources={'numbers': tf_numbers(num_epochs=1), 'web': text(write('w', 100))},
-    weights={'numbers': 0.5, 'web': 0.5},
-    when_ended={'numbers': answer},
-  )
-  steps = run_with_kills(settings, 0, 40)
-  assert steps == undisturbed(settings, len(steps))
-
-
-@pytest.mark.exhaustive
-def test_endless_tf_data_is_a_source_for_a_fixed_number_of_hosts():
-  settings = Mixture(sources={'numbers': tf_numbers(), 'made_up': synthetic()}, weights={'numbers': 1, 'made_up': 1})
-  states = [iterator.get_state() for iterator in shards(settings, 2)]
-  with pytest.raises(ValueError, match="source 'numbers' of the mixture: "):
-    settings.reshard_states(states, 3)
-
-
 @pytest.mark.parametrize('kind', ['endless', 'changing', 'nested'])
 def test_every_row_of_a_source_is_used_once_and_in_order(mixtures, kind):
   settings = mixtures[kind]
@@ -275,22 +225,6 @@ def test_weights_change_at_the_given_steps(mixtures):
     assert np.abs(counts[steps].sum(axis=0) - share * counts[steps].sum()).max() < 1
 
 
-def tokens_of(batches) -> int:
-  return int(sum(batch['weights'].sum() for batch in batches))
-
-
-def test_dropped_sources_are_read_to_their_last_token(mixtures):
-  settings = mixtures['dropped']
-  batches = list(settings.make_iterator())
-  assert tokens_of(batches) == sum(tokens_of(source.make_iterator()) for source in settings.sources.values())
-  ids = np.concatenate([batch[source_ids_name(settings.sources)] for batch in batches])
-  weights = np.concatenate([batch['weights'] for batch in batches])
-  assert not weights[ids < 0].any()  # padding
-  # While all sources last, their proportions hold; then the others' among themselves.
-  counts = source_counts(settings)
-  assert np.abs(counts[:5].sum(axis=0) - np.array([0.1, 0.4, 0.3, 0.2]) * 5 * B).max() < 1
-
-
 def test_stop_ends_it_before_the_first_batch_that_a_source_cannot_fill(write):
   settings = Mixture(
     sources={'long': synthetic(), 'short': synthetic(num_batches=3, seed=1)}, weights={'long': 3, 'short': 1}
@@ -303,29 +237,6 @@ def test_stop_ends_it_before_the_first_batch_that_a_source_cannot_fill(write):
   again = settings.make_iterator()
   again.set_state(json.loads(json.dumps(iterator.get_state())))
   assert next(again, None) is None
-
-
-def test_repeat_begins_anew_without_padding_and_counts_epochs(write):
-  chat = text(write('i', 25), num_epochs=1, packing=False, shuffle=False)
-  rows = [row for batch in chat.make_iterator() for row in batch['ids'][batch['weights'].any(axis=1)]]
-  assert len(rows) % B  # the epoch ends within a batch
-  settings = Mixture(
-    sources={'chat': chat, 'made_up': synthetic()}, weights={'chat': 0.5, 'made_up': 0.5}, when_ended='repeat'
-  )
-  iterator = settings.make_iterator()
-  read_rows = collections.Counter()
-  epochs = []
-  while not epochs or epochs[-1] < 4:
-    batch = next(iterator)
-    of_chat = batch[source_ids_name(settings.sources)] == 0
-    assert batch['weights'][of_chat].any(axis=1).all()
-    read_rows.update(row.tobytes() for row in batch['ids'][of_chat])
-    epochs.append(settings.progress(iterator.get_state())['epochs/chat'])
-  assert epochs == sorted(epochs)
-  expected = collections.Counter(row.tobytes() for row in rows)
-  assert read_rows.keys() == expected.keys()
-  for row, count in read_rows.items():
-    assert 3 * expected[row] <= count <= 6 * expected[row]
 
 
 def test_progress_counts_rows_and_epochs_per_source(mixtures):
@@ -370,11 +281,10 @@ class Failing:
     return Iterator()
 
 
-@pytest.mark.parametrize('answer', ['stop', 'repeat'])
-def test_an_error_names_the_source_and_loses_no_row(answer):
+def test_an_error_names_the_source_and_loses_no_row():
   good = {'a': synthetic(), 'b': synthetic(seed=1)}
   weights = {'a': 1, 'b': 2}
-  settings = Mixture(sources={**good, 'b': Failing(good['b'])}, weights=weights, when_ended=answer)
+  settings = Mixture(sources={**good, 'b': Failing(good['b'])}, weights=weights)
   [iterator] = shards(settings, 1)
   steps = []
 
@@ -385,4 +295,4 @@ def test_an_error_names_the_source_and_loses_no_row(answer):
   with pytest.raises(JobError, match="source 'b' of the mixture: the disk is gone"):
     read_on()
   steps += read([iterator], 10)
-  assert steps == undisturbed(Mixture(sources=good, weights=weights, when_ended=answer), len(steps))
+  assert steps == undisturbed(Mixture(sources=good, weights=weights), len(steps))

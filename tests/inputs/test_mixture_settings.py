@@ -27,8 +27,6 @@ EVEN = {'a': 1, 'b': 1}
     ({'weight_changes': ((5, EVEN), (5, EVEN))}, 'a number of at least 6'),
     ({'weight_changes': ((0, EVEN),)}, 'a number of at least 1'),
     ({'weight_changes': {5: EVEN}}, 'weight_changes = .* must be'),
-    ({'when_ended': 'restart'}, r"when_ended of source 'a' is 'restart': choose one of \['stop', 'repeat', 'drop'\]"),
-    ({'when_ended': {'c': 'stop'}}, r"when_ended names \['c'\]"),
     ({'seed': -1}, 'seed -1'),
   ],
 )
@@ -63,9 +61,8 @@ def test_different_tokenizers_get_one_sentence():
     Mixture(sources={'a': first, 'b': second}, weights=EVEN).make_iterator()
 
 
-@pytest.mark.parametrize('answer', ['stop', 'repeat', 'drop'])
-def test_an_empty_source_gets_one_sentence(answer):
-  settings = Mixture(sources={**SOURCES, 'b': synthetic(num_batches=0)}, weights=EVEN, when_ended=answer)
+def test_an_empty_source_gets_one_sentence():
+  settings = Mixture(sources={**SOURCES, 'b': synthetic(num_batches=0)}, weights=EVEN)
   with pytest.raises(ValueError, match="source 'b' of the mixture") as caught:
     next(settings.make_iterator())
   assert '\n' not in str(caught.value)

@@ -40,9 +40,7 @@ def choices(choice, count):
 def test_every_source_gives_its_weight_to_less_than_a_row_after_every_batch(weights, batch_size):
   weights, given = fractions(weights), [0] * len(weights)
   for num_batches in range(1, 150):
-    counts = share_out(
-      weights, given=given, limits=[batch_size] * len(weights), batch_size=batch_size, num_batches=num_batches
-    )
+    counts = share_out(weights, given=given, batch_size=batch_size, num_batches=num_batches)
     assert sum(counts) == batch_size
     given = [had + count for had, count in zip(given, counts)]
     for had, weight in zip(given, weights):
@@ -83,32 +81,6 @@ def test_weights_change_after_the_given_batches_and_count_anew():
   assert ones[:10].tolist() == [4] * 10
   assert ones[10:13].tolist() == [8] * 3
   assert ones[13:].tolist() == [2] * 7
-
-
-def test_an_ended_source_gives_its_last_rows_and_the_others_keep_their_proportions():
-  choice = RowChoice(6, [(0, fractions((2, 1, 1)))], seed=0)
-  for _ in choices(choice, 4):
-    pass
-  choice.ends[0] = 3  # two rows were read of source 0 on average
-  for _ in choices(choice, 5):
-    pass
-  assert choice.rows_read[0].tolist() == [3] * 6
-  before = choice.rows_read.sum(axis=1)
-  for _ in choices(choice, 10):
-    pass
-  assert (choice.rows_read.sum(axis=1) - before).tolist() == [0, 30, 30]
-
-
-def test_when_all_have_ended_the_last_batch_is_filled_with_padding():
-  choice = RowChoice(5, [(0, fractions((1, 2, 1)))], seed=0)
-  choice.ends = [2, 3, 1]
-  batches = []
-  while (sources := choice.choose()) is not None:
-    batches.append(sources)
-    choice.advance(sources)
-  assert choice.rows_read.sum(axis=1).tolist() == [10, 15, 5]
-  assert np.bincount(np.concatenate(batches) + 1).tolist() == [5 * len(batches) - 30, 10, 15, 5]
-  assert len(batches) == 6  # there is no padding before every source has ended in that row
 
 
 @pytest.mark.parametrize('num_before', [0, 1, 7, 12])

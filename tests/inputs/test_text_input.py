@@ -1,24 +1,16 @@
-"""TextInput: one global batch for any number of hosts and workers, resumed exactly or refused."""
+"""TextInput: one global batch for any number of hosts, resumed exactly or refused."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import multiprocessing
-import os
-import signal
-import subprocess
 import threading
-import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spmd_tasks.errors import JobError
 from spmd_tasks.inputs import ByteTokenizer, JsonLines, Parquet, Prefetcher, StdlibText, TextFiles, TextInput, train_bpe
-from tests import binary
 from tests.inputs.batches import assert_same, join, take
 
 TEXTS = [f'<{i}>' + 'abcdefghij' * (i % 7) for i in range(40)]
@@ -210,7 +202,7 @@ def test_a_hung_read_can_be_left_behind(training, monkeypatch):
   release = threading.Event()
   monkeypatch.setattr('spmd_tasks.inputs.records.OpenJsonLines.__getitem__', lambda *args: release.wait(60))
   prefetcher = Prefetcher(training.make_iterator(), timeout_s=0.3)
-  with pytest.raises(RuntimeError, match=r'no batch for 0\.3 s(.|\n)*_lane_reader'):
+  with pytest.raises(RuntimeError, match=r'no batch for 0\.3 s(.|\n)*text_input'):
     next(prefetcher)
   prefetcher.close()
   impatient = dataclasses.replace(training, read_timeout_s=0.3)
@@ -226,106 +218,7 @@ def test_closed_iterator_says_so(training):
     next(iterator)
 
 
-@pytest.mark.parametrize(
-  'bad', [{'seq_len': 0}, {'num_epochs': 0}, {'num_workers': -1}, {'worker_buffer_size': 0}], ids=str
-)
+@pytest.mark.parametrize('bad', [{'seq_len': 0}, {'num_epochs': 0}], ids=str)
 def test_bad_settings_are_refused(training, bad):
   with pytest.raises(ValueError, match=next(iter(bad))):
     dataclasses.replace(training, **bad)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('kind', ['training', pytest.param('evaluation', marks=pytest.mark.exhaustive)])
-def test_worker_processes_give_the_same_batches_and_exchange_states(request, kind):
-  alone = request.getfixturevalue(kind)
-  workers = dataclasses.replace(alone, num_workers=2)
-  whole, _ = take(alone, 12)
-  found, state = take(workers, 6)
-  assert_same(found, whole[:6])
-  assert_same(take(alone, 6, state)[0], whole[6:])
-  _, state = take(alone, 5)
-  assert_same(take(workers, 7, state)[0], whole[5:])
-
-
-@pytest.mark.slow
-def test_an_error_in_a_worker_names_the_record_and_a_killed_worker_is_an_error(training, jsonl):
-  workers = dataclasses.replace(training, num_workers=1)
-  iterator = workers.make_iterator()
-  first = next(iterator)
-  (worker,) = multiprocessing.active_children()
-  worker.kill()
-  start = time.monotonic()
-  found = [first]
-  with pytest.raises(JobError, match='terminated unexpectedly, with exit code -9'):
-    found.extend(iterator)
-  assert time.monotonic() - start < 30
-  jsonl.write_text(jsonl.read_text().replace('<20>', '<"0>'))
-  with pytest.raises(ValueError, match=r'texts\.jsonl:21: it is not JSON'):
-    found.extend(iterator)
-  iterator.close()
-  assert_same(found, take(training, len(found))[0])
-
-
-@pytest.mark.slow
-def test_an_input_with_a_stopped_worker_is_closed_in_bounded_time(training):
-  iterator = dataclasses.replace(training, num_workers=2).make_iterator()
-  next(iterator)
-  stopped, _ = multiprocessing.active_children()
-  os.kill(stopped.pid, signal.SIGSTOP)
-  start = time.monotonic()
-  iterator.close()
-  assert time.monotonic() - start < 15  # Grain alone waits 25 s, or forever
-  assert not multiprocessing.active_children()
-
-
-def is_anyone_left(session):
-  try:
-    os.killpg(session, 0)
-  except ProcessLookupError:
-    return False
-  return True
-
-
-@pytest.mark.slow
-def test_a_killed_process_leaves_no_worker_behind(jsonl):
-  code = f"""if True:
-    import time
-    from spmd_tasks.inputs.text_input import TextInput
-    from spmd_tasks.inputs.records import JsonLines
-    from spmd_tasks.inputs.tokenizers import ByteTokenizer
-    source = JsonLines(pattern={str(jsonl)!r})
-    settings = TextInput(source=source, tokenizer=ByteTokenizer(), batch_size=4, seq_len=16, num_workers=1)
-    iterator = settings.make_iterator()
-    next(iterator)
-    print('reading', flush=True)
-    time.sleep(3600)
-  """
-  parent = binary.start_process(['-c', code], stdout=subprocess.PIPE, start_new_session=True)
-  try:
-    assert parent.stdout.readline() == b'reading\n'
-    parent.kill()
-    parent.wait()
-    limit = time.monotonic() + 10
-    while is_anyone_left(parent.pid) and time.monotonic() < limit:
-      time.sleep(0.1)
-    assert not is_anyone_left(parent.pid)
-  finally:
-    parent.stdout.close()
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(parent.pid, signal.SIGKILL)
-
-
-def test_an_error_of_a_worker_that_ends_already_prints_no_traceback(monkeypatch):
-  from spmd_tasks.inputs import _worker_processes  # imports Grain
-
-  class Ending:
-    def close(self) -> None:
-      raise ValueError('Invalid file descriptor: -1')  # as of a process whose pipes another thread has closed
-
-  stream = object.__new__(_worker_processes.WorkerStream)
-  monkeypatch.setattr(stream, '_iterator', Ending(), raising=False)
-  monkeypatch.setattr(stream, '_worker', None, raising=False)
-  printed = []
-  monkeypatch.setattr(threading, 'excepthook', printed.append)
-  stream.close()
-  assert printed == []

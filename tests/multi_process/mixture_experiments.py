@@ -1,4 +1,4 @@
-"""synthetic.Uneven on a mixture: endless text, a few texts that are repeated, and made-up tokens that end."""
+"""synthetic.Uneven on a mixture: text, a few texts of a row each, and made-up tokens."""
 
 from pathlib import Path
 
@@ -34,12 +34,11 @@ class Mixed(Uneven):
       Mixture,
       sources={
         'stdlib': fdl.Config(TextInput, source=fdl.Config(StdlibText), seed=self.seed, **text),
-        'texts': fdl.Config(TextInput, source=texts, num_epochs=1, packing=False, **text),
-        'made_up': fdl.Config(SyntheticText, vocab_size=self.vocab_size, num_batches=3, **sizes),
+        'texts': fdl.Config(TextInput, source=texts, packing=False, **text),
+        'made_up': fdl.Config(SyntheticText, vocab_size=self.vocab_size, **sizes),
       },
       weights={'stdlib': 0.5, 'texts': 0.2, 'made_up': 0.3},
       weight_changes=((9, {'stdlib': 0.2, 'texts': 0.4, 'made_up': 0.4}),),
-      when_ended={'texts': 'repeat', 'made_up': 'drop'},
     )
 
   def eval_inputs(self):

@@ -27,16 +27,14 @@ class Mixed(Small):
       sources={'made_up': self._made_up(), 'texts': self._texts()},
       weights={'made_up': 0.7, 'texts': 0.3},
       weight_changes=((6, {'made_up': 0.2, 'texts': 0.8}),),
-      when_ended={'texts': 'repeat'},
       seed=self.seed,
     )
 
   def eval_inputs(self):
     mixture = fdl.Config(
       Mixture,
-      sources={'made_up': self._made_up(stream=1, num_batches=1), 'texts': self._texts()},
+      sources={'made_up': self._made_up(stream=1), 'texts': self._texts(num_epochs=3)},
       weights={'made_up': 1, 'texts': 1},
-      when_ended='drop',
     )
     return {'both': mixture}
 
@@ -45,12 +43,12 @@ class Mixed(Small):
       SyntheticText, batch_size=self.batch_size, seq_len=self.seq_len, vocab_size=self.vocab_size, **settings
     )
 
-  def _texts(self):
+  def _texts(self, **settings):
     return fdl.Config(
       TextInput,
-      source=fdl.Config(JsonLines, pattern=str(Path(__file__).parent / 'ragged.jsonl')),
+      source=fdl.Config(JsonLines, pattern=str(Path(__file__).parent / 'ragged.jsonl'), block_bytes=64),
       tokenizer=fdl.Config(ByteTokenizer),
       batch_size=self.batch_size,
       seq_len=self.seq_len,
-      num_epochs=1,
+      **settings,
     )

@@ -92,11 +92,6 @@ def test_any_number_of_hosts_goes_on_exactly(training, shard_count, num_epochs):
       assert [lane for _, state in rest for lane in state['num_too_long']] == end['num_too_long']
 
 
-@pytest.mark.exhaustive
-def test_worker_processes_read_the_same(training):
-  assert_same(take(dataclasses.replace(training, num_workers=2), 6)[0], take(training, 6)[0])
-
-
 def test_all_kinds_of_files_are_the_same(training, tmp_path):
   """Tables give null to what an object lacks, and may hold objects as JSON; those of a file are one table."""
   talks = [*TALKS, [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': None, 'tool_calls': [{'n': 1}]}]]
