@@ -1,6 +1,6 @@
 """The entry of a mixture's batch that says of which source each row is: inputs write it, losses and samples read it.
 
-    batch[source_ids_name(['code', 'web'])] = np.array([0, 1, -1], np.int32)   # a row of code, one of web, and padding
+    batch[source_ids_name(['code', 'web'])] = np.array([0, 1, 1], np.int32)   # a row of code, two of web
     names, ids = row_sources(batch)                                            # ['code', 'web'], the array
 
 The entry's name holds the names of the sources: a batch is a dict of arrays, in which text has no other place.
