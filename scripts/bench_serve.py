@@ -41,12 +41,13 @@ import jax
 import numpy as np
 
 from spmd_tasks.config import resolve
-from spmd_tasks.decoding import ChatTemplate, DecodeSteps, Request
+from spmd_tasks.decoding import DecodeSteps, Request
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.experiment import partition_job
+from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ServerSettings

@@ -32,12 +32,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.frozen_fields import FrozenFields, freeze
-from spmd_tasks.inputs import ChatTemplate, Input, InputIterator, Tokenizer, tokenizer_of
+from spmd_tasks.inputs import Input, InputIterator, Tokenizer, tokenizer_of
 from spmd_tasks.runtime import EarlyStop, PartitionedModel, Task, TrainState, check_batch_fits, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
 if TYPE_CHECKING:
   from spmd_tasks.decoding.prompts import PromptSource
+  from spmd_tasks.inputs import ChatTemplate
 
 _MAX_TIMEOUT_S = 31_536_000
 MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
@@ -263,8 +264,10 @@ class Experiment(FrozenFields, abc.ABC):
     """Name -> programs.adapter_stacks.AdapterSource: adapters that requests choose by name, numbered from 1 on."""
     return {}
 
-  def chat_template(self) -> ChatTemplate:
+  def chat_template(self) -> 'ChatTemplate':
     """The template by which a conversation with the served model becomes text."""
+    from spmd_tasks.inputs import ChatTemplate
+
     return ChatTemplate()
 
 

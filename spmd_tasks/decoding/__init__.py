@@ -24,11 +24,9 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.decoding.generation import generate
   from spmd_tasks.decoding.prompts import PromptFile, Prompts
   from spmd_tasks.decoding.requests import Request
-  from spmd_tasks.inputs import ChatTemplate
   from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 __all__ = [
-  'ChatTemplate',
   'DecodeSettings',
   'DecodeSteps',
   'PromptFile',

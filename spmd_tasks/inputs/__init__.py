@@ -12,6 +12,8 @@ chat_template.py (instruction tuning), preferences.py (pairs of answers), tfdata
 Grain, PyArrow, Jinja and `tokenizers` load on first use.
 """
 
+from etils import epy
+
 from spmd_tasks.inputs.base import (
   BATCH_DTYPES,
   Batch,
@@ -27,7 +29,6 @@ from spmd_tasks.inputs.base import (
   source_of_rows,
 )
 from spmd_tasks.inputs.batches import Batches, as_input
-from spmd_tasks.inputs.chat_template import ChatTemplate
 from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
 from spmd_tasks.inputs.mixture import Mixture, map_sources, sources_of
 from spmd_tasks.inputs.prefetch import Prefetcher
@@ -47,6 +48,9 @@ from spmd_tasks.inputs.tokenizers import (
   train_bpe,
 )
 from spmd_tasks.row_sources import source_ids_name
+
+with epy.lazy_api_imports(globals()):  # which most jobs do without
+  from spmd_tasks.inputs.chat_template import ChatTemplate
 
 __all__ = [
   'BATCH_DTYPES',

@@ -23,7 +23,7 @@ from typing import Any
 
 from spmd_tasks.errors import UserError
 
-_LIMIT_S = 5.0  # of CPU time, for one text
+_LIMIT_S = 5  # of CPU time, for one text
 _MEMORY_MIB = 512
 _START_LIMIT_S = 60.0
 _WALL_LIMIT_S = 30.0  # for one text, also where the process gets no CPU time
@@ -118,8 +118,8 @@ class _Process:
     except (EOFError, BrokenPipeError):
       code = self._process.wait()
       sentence = f'its process ended by {signal.Signals(-code).name if code < 0 else f"exit code {code}"}'
-      if -code == signal.SIGVTALRM:
-        sentence = f'it takes more than {_LIMIT_S:g} s'
+      if -code == signal.SIGXCPU:
+        sentence = f'it takes more than {_LIMIT_S} s'
     return {'kind': 'limit', 'line': None, 'sentence': sentence}
 
   def end(self) -> None:

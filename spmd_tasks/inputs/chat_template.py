@@ -2,7 +2,7 @@ r"""ChatTemplate: renders a conversation as the text that a language model conti
 
     ChatTemplate()                                          # a plain transcript
     ChatTemplate.from_folder('models/qwen')                 # the templates of a Hugging Face model
-    ChatTemplate.from_file('tokenizer_config.json')         # or of one file
+    ChatTemplate.from_file('chat_template.jinja')           # or of one file
     ChatTemplate.from_turns('<{role}>{content}\n', reply='<assistant>', stop=('\n<',))
     ChatTemplate(template='{% for message in messages %}...{% endfor %}', stop=())
 
@@ -83,38 +83,17 @@ class ChatTemplate:
 
   @classmethod
   def from_file(cls, path: str, *, stop: Sequence[str] = ()) -> 'ChatTemplate':
-    """Reads the template of a Hugging Face model.
-
-    Args:
-      path: a tokenizer_config.json with the key `chat_template`, or a Jinja file such as chat_template.jinja.
-      stop: strings at which the answer ends, in addition to the end of text.
+    """Reads a Jinja file, such as chat_template.jinja; `stop` are strings at which the answer ends.
 
     Raises:
-      UserError: the file cannot be read, or holds no template that can be used.
+      UserError: the file cannot be read.
     """
+    if str(path).endswith('.json'):
+      raise UserError(f'chat template {path} must be a Jinja file: take the folder of a model by from_folder.')
     try:
-      text = epath.Path(path).expanduser().read_text(encoding='utf-8')
+      return cls(template=epath.Path(path).expanduser().read_text(encoding='utf-8'), stop=tuple(stop))
     except (OSError, UnicodeDecodeError) as error:
       raise UserError(f'chat template {path} cannot be read: {getattr(error, "strerror", None) or error}.') from error
-    if not str(path).endswith('.json'):
-      return cls(template=text, stop=tuple(stop))
-    try:
-      config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-      raise UserError(f'chat template {path} is not JSON: {error}.') from error
-    config = config if isinstance(config, dict) else {}
-    templates = _named_templates(config)
-    if 'default' not in templates:
-      raise UserError(
-        f"{path} has no text under the key 'chat_template': give the model's chat_template.jinja, or write a template."
-      )
-    return cls(
-      template=templates['default'],
-      tool_template=templates.get('tool_use'),
-      stop=tuple(stop),
-      bos_token=_special_token(config.get('bos_token')),
-      eos_token=_special_token(config.get('eos_token')),
-    )
 
   @classmethod
   def from_folder(cls, path: str) -> 'ChatTemplate | None':
@@ -274,9 +253,3 @@ def _named_templates(config: Mapping[str, Any]) -> dict[str, str]:
   entries = found if isinstance(found, list) else [{'name': 'default', 'template': found}]
   texts = {each.get('name'): each.get('template') for each in entries if isinstance(each, dict)}
   return {name: text for name, text in texts.items() if isinstance(name, str) and isinstance(text, str)}
-
-
-def _special_token(value: Any) -> str:
-  """The text of a special token of a tokenizer_config.json: a string, or an object with the key `content`."""
-  text = value.get('content') if isinstance(value, dict) else value
-  return text if isinstance(text, str) else ''

@@ -9,10 +9,9 @@ import fiddle as fdl
 from flax.core import FrozenDict
 import flax.linen as nn
 
-from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.inputs import FolderTokenizer, IdTokenizer
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, IdTokenizer
 from spmd_tasks.recipes.pipelined import Pipelined
 from spmd_tasks.recipes.text_training import TextTraining
 from spmd_tasks.runtime import DecodeSettings, Task

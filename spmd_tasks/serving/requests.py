@@ -12,10 +12,10 @@ import dataclasses
 import secrets
 from typing import Any, Literal
 
-from spmd_tasks.decoding import ChatTemplate, DecodeSettings, Request
+from spmd_tasks.decoding import DecodeSettings, Request
 from spmd_tasks.decoding.constraints import FormError, Grammars, Matcher, OutputForm, wanted_form
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import FolderTokenizer, Tokenizer, decode_generated, encode_prompt
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer, decode_generated, encode_prompt
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, Message, validate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.settings import ServerSettings

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from spmd_tasks.decoding import ChatTemplate
+from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.bodies import PublishBody, UnpublishBody, parse_json, validate
 from spmd_tasks.serving.errors import RequestError, error_response
 from spmd_tasks.serving.middleware import Guard

@@ -13,10 +13,9 @@ from typing import Any
 import fiddle as fdl
 from flax.core import FrozenDict
 
-from spmd_tasks.decoding import ChatTemplate
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.inputs import FolderTokenizer, Mixture
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Mixture
 from spmd_tasks.recipes import PretrainedLanguageModel
 from spmd_tasks.tuning.conversations import ConversationInput, Conversations
 from spmd_tasks.tuning.preference_loss import PreferenceLoss

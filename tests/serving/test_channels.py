@@ -4,8 +4,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from spmd_tasks.decoding import ChatTemplate
-from spmd_tasks.inputs import FolderTokenizer
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
 from spmd_tasks.serving.channels import ChannelParser
 from tests.serving.served import CHAT, events, serving
 

@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
-from spmd_tasks.decoding import ChatTemplate
+from spmd_tasks.inputs import ChatTemplate
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.served import metric, serving, wait_for
 from tests.serving.test_channels import ECHO, FINAL, HM, tokenizer  # noqa: F401

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from spmd_tasks.decoding import ChatTemplate, DecodeSettings, SamplingParams
-from spmd_tasks.inputs import ByteTokenizer
+from spmd_tasks.decoding import DecodeSettings, SamplingParams
+from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import chat_request, completion_request
 from spmd_tasks.serving.settings import ServerSettings

@@ -19,13 +19,13 @@ from safetensors.numpy import load_file, save_file
 from spmd_tasks import load
 from spmd_tasks.checkpoints import CheckpointError
 from spmd_tasks.config import resolve
-from spmd_tasks.decoding import ChatTemplate, DecodeSteps, Request, generate
+from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.scoring import score_texts
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.inputs import decode_generated
+from spmd_tasks.inputs import ChatTemplate, decode_generated
 from spmd_tasks.programs.pretrained import variables_from_folder
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.server import listen, run_server, url_of

@@ -6,7 +6,7 @@ import re
 import openai
 import pytest
 
-from spmd_tasks.decoding import ChatTemplate
+from spmd_tasks.inputs import ChatTemplate
 from spmd_tasks.serving.tool_calls import ToolCallParser
 from tests.serving.served import serving
 

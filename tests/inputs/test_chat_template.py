@@ -1,13 +1,11 @@
 """Conversations as text: templates in Hugging Face's format, and errors in them."""
 
 from concurrent.futures import ThreadPoolExecutor
-import json
 import os
 
 import pytest
 
-from spmd_tasks.decoding import ChatTemplate
-from spmd_tasks.inputs import _template_process
+from spmd_tasks.inputs import ChatTemplate, _template_process
 
 MESSAGES = [
   {'role': 'system', 'content': 'be brief'},
@@ -115,16 +113,6 @@ def test_messages_that_a_template_cannot_render(template, message):
     ChatTemplate(template=template).render([MESSAGES[0], MESSAGES[2]])
 
 
-@pytest.mark.parametrize('has_names', [False, True])
-def test_the_template_of_a_tokenizer_config(tmp_path, has_names):
-  path = tmp_path / 'tokenizer_config.json'
-  named = [{'name': 'tools', 'template': ''}, {'name': 'default', 'template': CHATML}]
-  chat_template = named if has_names else CHATML
-  path.write_text(json.dumps({'chat_template': chat_template, 'bos_token': {'content': '<s>'}, 'eos_token': None}))
-  expected = ChatTemplate(template=CHATML, bos_token='<s>', stop=('y',))
-  assert ChatTemplate.from_file(str(path), stop=('y',)) == expected
-
-
 def test_the_template_of_a_jinja_file(tmp_path):
   (tmp_path / 'chat_template.jinja').write_text(CHATML)
   assert ChatTemplate.from_file(str(tmp_path / 'chat_template.jinja')) == ChatTemplate(template=CHATML, stop=())
@@ -133,13 +121,9 @@ def test_the_template_of_a_jinja_file(tmp_path):
 @pytest.mark.parametrize(
   'name, content, message',
   [
-    ('none.json', None, 'cannot be read: No such file'),
+    ('none.jinja', None, 'cannot be read: No such file'),
     ('bytes.jinja', b'\xff', 'cannot be read'),
-    ('text.json', b'{', 'is not JSON'),
-    ('text.json', b'[' * 100_000, 'is not JSON'),
-    ('empty.json', b'{}', "no text under the key 'chat_template'"),
-    ('list.json', b'[]', "no text under the key 'chat_template'"),
-    ('named.json', b'{"chat_template": [{"name": "x", "template": "y"}]}', "no text under the key 'chat_template'"),
+    ('tokenizer_config.json', b'{}', 'must be a Jinja file: take the folder of a model by from_folder'),
   ],
 )
 def test_a_file_without_a_template_is_named(tmp_path, name, content, message):
@@ -158,9 +142,9 @@ def test_a_file_without_a_template_is_named(tmp_path, name, content, message):
     ("{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", 'writes more than 16,000,000 characters'),
     (
       '\n\n{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}',
-      'line 3: .* more than 0.4 s',
+      ': it takes more than 1 s',
     ),
-    ("{{ (['a' * 1000000] * 10000) | tojson | length }}", ': it takes more than 0.4 s'),  # one call, in C
+    ("{{ (['a' * 1000000] * 10000) | tojson | length }}", ': it takes more than 1 s'),  # one call, in C
     ('{{ ' + '(' * 3000 + '1' + ')' * 3000 + ' }}', 'not valid Jinja: it is nested too deeply'),
     ("{{ raise_exception('a\n\x1b[31mb') }}", 'refuses the messages: a \\[31mb$'),
   ],
@@ -168,7 +152,7 @@ def test_a_file_without_a_template_is_named(tmp_path, name, content, message):
 def test_no_template_takes_more_than_its_time_and_memory(monkeypatch, template, message):
   # A process has the limits of its start, and one that has reached a limit is replaced.
   monkeypatch.setattr(_template_process, '_idle', {})
-  monkeypatch.setattr(_template_process, '_LIMIT_S', 0.4)
+  monkeypatch.setattr(_template_process, '_LIMIT_S', 1)
   with pytest.raises(ValueError, match=message):
     ChatTemplate(template=template).render(MESSAGES)
   assert ChatTemplate().render(MESSAGES[:1]) == 'system: be brief\nassistant: '
