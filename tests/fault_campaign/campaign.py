@@ -34,21 +34,40 @@ from tests.fault_campaign.judge import BrokenPromiseError, Reference
 from tests.fault_campaign.processes import Pair
 from tests.fault_campaign.scene import DEADLINE_S, HangError, Scene, SkippedError
 
+VERDICTS = ('GOOD', 'BAD', 'HANG', 'SKIPPED', 'ERROR')
 
-class Shared:
-  """The runs and the server, for all lanes of a campaign."""
 
-  def __init__(self, path: Path):
+class Campaign:
+  """Runs faults, and makes what they share when it is first asked for: fork servers, undisturbed jobs, a server."""
+
+  def __init__(self, path: Path, seed: int, *, only_plain: bool = False):
+    """`only_plain`: on one device with synthetic tokens, where a fault does not need another job: the cheapest."""
+    self._only_plain = only_plain
     self._path = path
+    self._seed = seed
+    self._closers = contextlib.ExitStack()
     self._references: dict[str, Reference] = {}
-    self._locks: dict[str, threading.Lock] = {}
-    self._server_lock = threading.Lock()
+    self._locks: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
     self._server: Any = None
     self._server_scene: Scene | None = None
     self._num_servers = 0
+    if not forked.is_running():
+      self._closers.enter_context(forked.running_server(self._directory('server')))
+
+  def __enter__(self) -> 'Campaign':
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self._end_server()
+    self._closers.close()
+
+  def _directory(self, name: str) -> Path:
+    (self._path / name).mkdir(parents=True)
+    return self._path / name
 
   def reference(self, job: str) -> Reference:
-    with self._locks.setdefault(job, threading.Lock()):
+    """Returns the undisturbed run of a job, made when it is first asked for."""
+    with self._locks[job]:
       if job not in self._references:
         self._references[job] = self._run_undisturbed(job)
       return self._references[job]
@@ -56,26 +75,26 @@ class Shared:
   @contextlib.contextmanager
   def server(self, make: Callable[[Scene], Any]) -> Iterator[Any]:
     """Yields the server that all faults of clients share; after a fault that it did not bear it is another one."""
-    with self._server_lock:
+    with self._locks['server']:
       try:
         if self._server is None:
           self._num_servers += 1
-          self._server_scene = Scene(self._path / f'server_{self._num_servers}', random.Random(0), self)
+          self._server_scene = Scene(self._path / 'shared' / f'server_{self._num_servers}', random.Random(0), self)
           self._server = make(self._server_scene)
         yield self._server
       except BaseException:
-        self.close()
+        self._end_server()
         raise
 
-  def close(self) -> None:
-    """Ends the server."""
+  def _end_server(self) -> None:
     if self._server_scene is not None:
       self._server_scene.close()
     self._server = self._server_scene = None
 
   def _run_undisturbed(self, job: str) -> Reference:
-    shutil.rmtree(self._path / job, ignore_errors=True)
-    scene = Scene(self._path / job, random.Random(0), self)
+    path = self._path / 'shared' / job
+    shutil.rmtree(path, ignore_errors=True)
+    scene = Scene(path, random.Random(0), self)
     scene.job = job
     if job in experiments.PAIRS:
       return self._run_undisturbed_pair(scene)
@@ -98,43 +117,11 @@ class Shared:
     scene.close()
     return judge.read_reference(scene.job_log_dir, [], time.monotonic() - began)
 
-
-VERDICTS = ('GOOD', 'BAD', 'HANG', 'SKIPPED', 'ERROR')
-
-
-class Campaign:
-  """The fork servers and the undisturbed runs that the faults of a campaign share."""
-
-  def __init__(self, path: Path, seed: int, *, only_plain: bool = False):
-    """`only_plain`: on one device with synthetic tokens, where a fault does not need another job: the cheapest."""
-    self._only_plain = only_plain
-    self._path = path
-    self._seed = seed
-    self._closers = contextlib.ExitStack()
-    self._shared = Shared(path / 'shared')
-    if not forked.is_running():
-      self._closers.enter_context(forked.running_server(self._directory('server')))
-
-  def __enter__(self) -> 'Campaign':
-    return self
-
-  def __exit__(self, *exc_info: Any) -> None:
-    self._shared.close()
-    self._closers.close()
-
-  def _directory(self, name: str) -> Path:
-    (self._path / name).mkdir(parents=True)
-    return self._path / name
-
-  def reference(self, job: str) -> Reference:
-    """The undisturbed run of a job."""
-    return self._shared.reference(job)
-
   def run_fault(self, number: int, keep: Path | None = None) -> dict[str, Any]:
     """Injects one fault and returns its line."""
     drawn = kind_of(self._seed, number)
     path = keep or self._path / f'fault_{number}'
-    scene = Scene(path, rng_of(self._seed, number), self._shared, only_plain=self._only_plain)
+    scene = Scene(path, rng_of(self._seed, number), self, only_plain=self._only_plain)
     began = time.monotonic()
     try:
       verdict, why = 'GOOD', drawn.inject(scene)

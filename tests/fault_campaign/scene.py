@@ -124,7 +124,7 @@ class Scene:
     codes: the exit codes of all processes, in their order.
   """
 
-  def __init__(self, path: Path, rng: random.Random, shared: Any, *, only_plain: bool = False):
+  def __init__(self, path: Path, rng: random.Random, campaign: Any, *, only_plain: bool = False):
     self.path = path
     self._only_plain = only_plain
     self.rng = rng
@@ -132,7 +132,7 @@ class Scene:
     self.where = ''
     self.codes: list[int] = []
     self.flags: list[str] = []  # of every start
-    self._shared = shared
+    self._campaign = campaign
     self._started: list[Started] = []
     self._closers = contextlib.ExitStack()
     self.job_log_dir = path / 'job'
@@ -145,7 +145,7 @@ class Scene:
 
   @property
   def reference(self) -> Reference:
-    return self._shared.reference(self.job)
+    return self._campaign.reference(self.job)
 
   def choose_job(self, jobs: Sequence[str]) -> None:
     """Draws the job. A campaign of only plain jobs draws too, so that all other random numbers stay the same."""
@@ -339,7 +339,7 @@ class Scene:
 
   def campaign_server(self, make: Callable[['Scene'], Any]) -> contextlib.AbstractContextManager[Any]:
     """The server that faults of clients share, made by `make` in a scene of its own."""
-    return self._shared.server(make)
+    return self._campaign.server(make)
 
   def at_end(self, action: Callable[..., Any], *arguments: Any) -> None:
     """Calls `action` when the scene is closed, last one first."""
