@@ -41,7 +41,16 @@ def test_list_is_quick_and_imports_no_jax():
 
 
 def test_print_config_shows_every_field_with_its_overrides(capsys, tmp_path):
-  flags = ('--num_train_steps', 7, '--ici_mesh_shape', '1,2,4', '--seed', 5, '--set', 'task.learner.clip_value=0.5')
+  flags = (
+    '--num_train_steps',
+    7,
+    '--ici_mesh_shape',
+    '1,2,4',
+    '--seed',
+    5,
+    '--set',
+    'task.learner.ema_decay=0.5',
+  )
   directory = tmp_path / 'job'
   code = binary.run_in_process('--exp', 'synthetic.Tiny', *flags, '--job_log_dir', directory, '--print_config')
   assert code == exit_codes.OK
@@ -52,7 +61,7 @@ def test_print_config_shows_every_field_with_its_overrides(capsys, tmp_path):
   assert fields['num_train_steps'] == '7'
   assert fields['ici_mesh_shape'] == '(1, 2, 4)'
   assert fields['seed'] == fields['train_input.seed'] == '5'
-  assert fields['task.learner.clip_value'] == '0.5'
+  assert fields['task.learner.ema_decay'] == '0.5'
   assert fields['task.learner.optimizer.learning_rate.total_steps'] == '7'
   assert not directory.exists()
 
@@ -146,7 +155,7 @@ BAD_INPUT = {
   'unknown path': ((*TINY, *TRAIN, '--set', 'lerning_rate=1'), ['lerning_rate', 'learning_rate']),
   'unknown path in the task': (
     (*TINY, *TRAIN, '--set', 'task.learner.clip_golbal_norm=1'),
-    ['task.learner.clip_golbal_norm', 'task.learner.clip_global_norm'],
+    ['task.learner.clip_golbal_norm', 'task.learner.ema_decay'],
   ),
   'no value': ((*TINY, *TRAIN, '--set', 'learning_rate'), ['learning_rate', '=']),
   'bad type': ((*TINY, *TRAIN, '--set', 'num_layers=two'), ['num_layers=two', 'int', 'write for example num_layers=']),

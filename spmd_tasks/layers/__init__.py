@@ -17,9 +17,9 @@ to replace a sublayer.
 Subpackages, imported by their own names: `layers.attention` (Attention, LatentAttention, positions, KV cache),
 `layers.moe` (mixtures of experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
 
-Read base.py (how a layer declares weights), gathered_weights.py and linear.py, then transformer.py, stack_sequence.py,
-language_model.py and losses.py. adapter.py is the seam for low-rank adapters (tuning/adapters.py), which layers with
-projections take as a field.
+Read base.py (how a layer declares weights), gathered_weights.py and linear.py, then transformer.py, language_model.py
+and losses.py. adapter.py is the seam for low-rank adapters (tuning/adapters.py), which layers with projections take as
+a field.
 """
 
 from etils import epy
@@ -64,12 +64,12 @@ with epy.lazy_api_imports(globals()):
     losses_by_source,
   )
   from spmd_tasks.layers.norm import LayerNorm, RmsNorm
-  from spmd_tasks.layers.stack_sequence import StackSequence
   from spmd_tasks.layers.transformer import (
     REMAT_POLICIES,
     ROUTING_NAME,
     Aux,
     BlockGroup,
+    StackSequence,
     TransformerBlock,
     TransformerStack,
     remat_policy,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention import ATTENTION_INPUTS_NAME, ATTENTION_NAME
-from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer, values_per_layer
+from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer, run_stack, values_per_layer
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME
 from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain, refuse_plain_weights
 
@@ -203,6 +203,60 @@ class TransformerStack(WithSublayers, kw_only=True):
     layers = scan_layers(num_layers=self.num_layers, scan=self.scan, remat_policy_name=self.remat_policy, train=train)
     x, aux = layers(self.block.copy(name='layers'), x, segment_ids, segment_pos)
     return x, values_per_layer(aux)
+
+
+class StackSequence(WithSublayers, kw_only=True):
+  """Stacks in sequence, where a model's depth is no repetition of one block. Weights under `stack_0`, `stack_1`, ...
+
+      StackSequence(stacks=(
+        TransformerStack(block=dense_block, num_layers=1),        # DeepSeek: the first layers are dense
+        PipelinedStack(block=moe_block, num_layers=26, ...),      # and the others mixtures of experts
+      ))
+
+  It has the call signature of one TransformerStack, and each stack compiles one block, whatever its depth. Gemma 3's 26
+  layers, of which every sixth sees the whole text, are 4 groups of 6 (`BlockGroup`) and 2 more.
+
+  On a mesh with pipeline stages, a PipelinedStack among the stacks is pipelined. The layers of the others run on all
+  stages at once, each stage with its share of the batch, and their weights are split over the stages and gathered layer
+  by layer; keep these stacks short. KV caches of the stacks may have different lengths, as with windows.
+
+  Fields:
+    stacks: stack(x, segment_ids, segment_pos, train=...) -> x or (x, {name: [L] or [L, E]}).
+  """
+
+  stacks: tuple[nn.Module, ...]
+
+  def __post_init__(self):
+    if not self.stacks:
+      raise UserError('stacks is empty: give a StackSequence at least one stack of layers.')
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(
+    self,
+    x: jax.Array,
+    segment_ids: jax.Array | None = None,
+    segment_pos: jax.Array | None = None,
+    *,
+    train: bool = False,
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns ([B, T, D], {name of a statistic: [L], or [L, E]}), L counting the layers that report it, in order.
+
+    Raises:
+      UserError: stacks report vectors of different lengths under one name.
+    """
+    parts: dict[str, list[jax.Array]] = {}
+    for i, stack in enumerate(self.stacks):
+      x, aux = run_stack(stack.copy(name=f'stack_{i}'), x, segment_ids, segment_pos, train=train)
+      for name, values in aux.items():
+        parts.setdefault(name, []).append(values)
+    for name, values in parts.items():
+      if len(lengths := {value.shape[1:] for value in values}) > 1:
+        raise UserError(
+          f'the stacks of a StackSequence report {name!r} as vectors of different lengths, '
+          f'{sorted(shape[0] for shape in lengths)}: give all mixtures the same number of experts.'
+        )
+    return x, {name: jnp.concatenate(values) for name, values in parts.items()}
 
 
 def map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:

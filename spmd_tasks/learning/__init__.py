@@ -31,10 +31,8 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.learning.schedules import (
     Constant,
     LearningRate,
-    LinearWarmupConstant,
     LinearWarmupCosine,
     LinearWarmupExponential,
-    LinearWarmupLinear,
     LinearWarmupRsqrt,
     Schedule,
   )
@@ -49,10 +47,8 @@ __all__ = [
   'Learner',
   'LearnerState',
   'LearningRate',
-  'LinearWarmupConstant',
   'LinearWarmupCosine',
   'LinearWarmupExponential',
-  'LinearWarmupLinear',
   'LinearWarmupRsqrt',
   'Lion',
   'Muon',

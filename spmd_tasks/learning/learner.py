@@ -103,7 +103,6 @@ class Learner:
     optimizer: such as `AdamW(learning_rate=3e-4)`, or an optax optimizer such as `optax.adam(3e-4)`.
     expert_grad_scale: factor of the gradients of experts' weights, applied first; see `expert_weights.py`.
     balance_bias_rate: the size of a step of routers' balance biases, by default DeepSeek-V3's; see `expert_weights.py`.
-    clip_value: each gradient element is clipped to [-clip_value, clip_value], before `clip_global_norm`; None: off.
     clip_global_norm: gradients whose global norm exceeds this are scaled down to it; None: off.
     ema_decay: of the moving average of the weights, `ema = decay * ema + (1 - decay) * weights`; None: no average.
     num_microbatches: into how many parts the batch is cut for differentiation; see `accumulation.py`.
@@ -114,7 +113,6 @@ class Learner:
   optimizer: Optimizer | optax.GradientTransformation
   expert_grad_scale: ExpertGradScale = 1.0
   balance_bias_rate: float = 1e-3
-  clip_value: float | None = None
   clip_global_norm: float | None = None
   ema_decay: float | None = None
   num_microbatches: int = 1
@@ -134,10 +132,8 @@ class Learner:
     check_expert_grad_scale(self.expert_grad_scale)
     if not self.balance_bias_rate >= 0:
       raise UserError(f'learner.balance_bias_rate is {self.balance_bias_rate}; it must be 0 (biases rest) or more.')
-    for name in ('clip_value', 'clip_global_norm'):
-      value = getattr(self, name)
-      if value is not None and not value > 0:
-        raise UserError(f'learner.{name} is {value}; it must be larger than 0, or None to turn clipping off.')
+    if (bound := self.clip_global_norm) is not None and not bound > 0:
+      raise UserError(f'learner.clip_global_norm is {bound}; it must be larger than 0, or None to turn clipping off.')
     if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
       raise UserError(f'learner.ema_decay is {self.ema_decay}; it must be in [0, 1), or None to keep no average.')
     if self.num_microbatches < 1:
@@ -164,10 +160,7 @@ class Learner:
       num_skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
 
-  def _clip(self, grads: Any, grad_norm: jax.Array, weight_specs: Any) -> Any:
-    if (bound := self.clip_value) is not None:
-      grads = jax.tree.map(lambda g: jnp.clip(g, -bound, bound), grads)
-      grad_norm = global_norm(grads, weight_specs)
+  def _clip(self, grads: Any, grad_norm: jax.Array) -> Any:
     if self.clip_global_norm is not None:
       # The scale is exactly 1 up to the threshold, and never divides by zero.
       scale = self.clip_global_norm / jnp.maximum(grad_norm, self.clip_global_norm)
@@ -223,7 +216,7 @@ class Learner:
     learning_rate = None if rate is None else schedules.learning_rate_at(rate, step)
 
     directions, opt_state = skippable(self.optimizer.transformation(optimized_specs)).update(
-      self._clip(optimized_grads, grad_norm, optimized_specs),
+      self._clip(optimized_grads, grad_norm),
       state.opt_state,
       _float32(optimized_weights),
       is_finite=is_finite,

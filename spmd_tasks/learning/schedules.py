@@ -68,21 +68,6 @@ class Constant:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearWarmupConstant:
-  """Linear warmup to `peak`, then constant."""
-
-  peak: float
-  warmup_steps: int
-
-  def __post_init__(self):
-    _check_non_negative('peak', self.peak)
-    _check_non_negative('warmup_steps', self.warmup_steps)
-
-  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
-    return _after_warmup(self.peak, self.warmup_steps, optax.constant_schedule(self.peak), step)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearWarmupCosine:
   """Linear warmup, then half a cosine down to `final_fraction * peak` at `total_steps`, then constant.
 
@@ -110,25 +95,6 @@ class LinearWarmupCosine:
     after = optax.cosine_decay_schedule(self.peak, self.total_steps - start, alpha=self.final_fraction)
     if start > self.warmup_steps:
       after = optax.join_schedules([optax.constant_schedule(self.peak), after], [start - self.warmup_steps])
-    return _after_warmup(self.peak, self.warmup_steps, after, step)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearWarmupLinear:
-  """Linear warmup, then a straight line down to `final_fraction * peak` at `total_steps`, then constant."""
-
-  peak: float
-  warmup_steps: int
-  total_steps: int
-  final_fraction: float = 0.0
-
-  def __post_init__(self):
-    _check_non_negative('peak', self.peak)
-    _check_non_negative('final_fraction', self.final_fraction)
-    _check_span(self.warmup_steps, self.total_steps)
-
-  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
-    after = optax.linear_schedule(self.peak, self.final_fraction * self.peak, self.total_steps - self.warmup_steps)
     return _after_warmup(self.peak, self.warmup_steps, after, step)
 
 

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from spmd_tasks.learning import Adafactor, AdamW, Learner, LinearWarmupConstant, Lion, Sgd
+from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd
 from spmd_tasks.sharding import WeightSpec
 
 NUM_STEPS = 4
@@ -13,7 +14,7 @@ SPECS = {
   'kernel': WeightSpec(shape=(4, 6), init=None),
   'scale': WeightSpec(shape=(6,), init=None, tags=('no_decay',)),
 }
-SCHEDULE = LinearWarmupConstant(peak=0.1, warmup_steps=2)
+SCHEDULE = optax.warmup_constant_schedule(0.0, 0.1, 2)
 RATES = [0.0, 0.05, 0.1, 0.1]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_tasks.learning.skipping import SkippableTransformation, chain, keep_if_finite, scale_by_adam, skippable
+from spmd_tasks.learning.skipping import chain, keep_if_finite, scale_by_adam, skippable
 
 BETAS = {'beta1': 0.8, 'beta2': 0.9, 'epsilon': 1e-6}
 
@@ -53,12 +53,6 @@ def test_a_skipped_update_returns_the_state_that_it_was_given(name, rng):
   jax.tree.map(np.testing.assert_array_equal, kept, state)
   _, changed = transformation.update(draw(rng), state, weights, is_finite=jnp.bool(True))
   assert not np.array_equal(jax.tree.leaves(changed)[-1], jax.tree.leaves(state)[-1])
-
-
-def test_what_is_skippable_stays_as_it_is():
-  adam = scale_by_adam(**BETAS, momentum_dtype='float32')
-  assert skippable(adam) is adam
-  assert isinstance(chain(adam), SkippableTransformation)
 
 
 @pytest.mark.parametrize(

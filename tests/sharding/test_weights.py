@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.sharding import STACK_DIM, WeightBox, WeightSpec, match_fn, unbox_weights, weight_specs
+from spmd_tasks.sharding import STACK_DIM, WeightSpec, match_fn, unbox_weights, weight_specs
 
 
 class Dense(nn.Module):
@@ -115,15 +115,6 @@ def test_stacked_layers_start_from_different_values():
   assert len(np.unique(kernels, axis=0)) == 8
 
 
-def test_the_initializer_gets_the_key_shape_and_dtype():
-  key = jax.random.key(3)
-  spec = WeightSpec(shape=(2, 5), init=jax.random.normal, dtype=jnp.bfloat16, split_dims=('a', None), tags=('expert',))
-  box = spec(key)
-  assert isinstance(box, WeightBox)
-  assert (box.split_dims, box.tags, box.stacked) == (('a', None), ('expert',), 0)
-  np.testing.assert_array_equal(box.value, jax.random.normal(key, (2, 5), jnp.bfloat16))
-
-
 def test_weights_of_linens_own_layers_are_split_by_their_partitioning_or_not_at_all():
   class Outer(nn.Module):
     @nn.compact
@@ -146,13 +137,6 @@ def test_split_dims_must_have_one_entry_per_dim():
 def test_a_spec_of_an_existing_weight_cannot_draw_it():
   with pytest.raises(ValueError, match='no initializer'):
     WeightSpec(shape=(3,), init=None)(jax.random.key(0))
-
-
-def test_a_box_that_loses_the_dim_a_scan_added_is_what_it_was():
-  box = WeightSpec(shape=(2, 5), init=jax.random.normal, split_dims=('a', None))(jax.random.key(0))
-  stacked = box.add_axis(0, {STACK_DIM: 'layers'})
-  assert (stacked.split_dims, stacked.stacked) == (('layers', 'a', None), 1)
-  assert vars(stacked.remove_axis(0, {STACK_DIM: 'layers'})) == vars(box)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,6 @@ class Drawn(SyntheticLanguageModel):
   capacity_factor: float = 1.0
   group_size: int | None = None
   priority: str = 'position'
-  renormalize: bool = False
 
   # Of layouts.
   schedule: str | None = None
@@ -119,7 +118,6 @@ class Drawn(SyntheticLanguageModel):
         min_capacity=1,
         group_size=self.group_size,
         priority=self.priority,
-        renormalize=self.renormalize,
       )
     shared = None
     if self.shared_hidden_dims is not None:
@@ -278,7 +276,6 @@ def draw_settings(rng: random.Random) -> Settings:
       'score_function': rng.choice(['softmax', 'sigmoid']),
       'balance_bias': rng.random() < 0.3,
       'priority': rng.choice(['position', 'score']),
-      'renormalize': rng.random() < 0.3,
     }
   return settings
 

@@ -4,7 +4,7 @@
 
   'xla'        the plain computation, with all scores [B, H, T, S] in memory; on every platform.
   'blockwise'  the plain computation for a few hundred queries at a time (_blockwise.py); on every platform.
-  'cudnn'      cuDNN's kernel, through `jax.nn.dot_product_attention` (_cudnn.py); NVIDIA GPUs, 16-bit dtypes.
+  'cudnn'      cuDNN's kernel, through `jax.nn.dot_product_attention`; NVIDIA GPUs, 16-bit dtypes.
   'splash'     JAX's Pallas kernel for TPUs (_splash.py).
   'ring'       keys and values go round the devices that share a sequence (_context.py); only for those.
 
@@ -25,7 +25,7 @@ from absl import logging
 import jax
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention._on_devices import attention_layout
+from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices, attention_layout
 from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_plainly
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims, current_platform
@@ -92,9 +92,7 @@ def attend(
 
     return attend_by_splash(*args, layout=layout, interpret=call.platform != 'tpu')
   if name == 'cudnn':
-    from spmd_tasks.layers.attention._cudnn import attend_by_cudnn
-
-    return attend_by_cudnn(*args, layout=layout)
+    return _attend_by_cudnn(*args, layout=layout)
   if call.num_token_parts > 1:
     from spmd_tasks.layers.attention._context import attend_gathered
 
@@ -104,6 +102,22 @@ def attend(
 
     return attend_blockwise(*args)
   return attend_plainly(*args)
+
+
+def _attend_by_cudnn(
+  query, key, value, segment_ids, options: AttentionOptions, *, layout: AttentionLayout
+) -> jax.Array:
+  """Computes `attend` by cuDNN's kernel on the rows and heads of each device.
+
+  Documents of packed text are told apart by a mask [B, 1, T, T], which cuDNN reads as a bias: 2 bytes per pair of
+  tokens and row, once for all heads. cuDNN wants an even number of tokens; what a token that is added sees is cut off.
+  """
+
+  def attend_local(query, key, value, segment_ids, sinks, table):
+    del sinks, table  # cuDNN has none
+    return attend_plainly(query, key, value, segment_ids, options, implementation='cudnn')
+
+  return attend_on_devices(attend_local, query, key, value, segment_ids, options, layout=layout, tile=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

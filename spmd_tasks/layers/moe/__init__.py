@@ -18,7 +18,7 @@ Reading order, one idea per file:
   _experts.py, _permutation.py                   the networks, and sorting tokens by expert
   _grouped_matmul.py, _megablox_backend.py       their matmuls, with one backend per platform
   _dropless.py, _expert_parallel.py              dropless computation, and the meaning of each mesh axis
-  _ring.py, _padded_all_to_all.py, _passes.py    two ways to move tokens between devices
+  _dispatches.py                                 two ways to move tokens between devices
   _capacity.py, _slots.py, _slot_resharding.py   computation with a capacity
 """
 
@@ -33,6 +33,7 @@ with epy.lazy_api_imports(globals()):
     routing_sums,
   )
   from spmd_tasks.layers.moe._capacity import CapacityComputation, CapacityEinsum, CapacityGather
+  from spmd_tasks.layers.moe._dispatches import FURTHER_PASSES_NAME
   from spmd_tasks.layers.moe._dropless import DISPATCHES, Dropless
   from spmd_tasks.layers.moe._experts import Experts, ExpertWeights, grouped_ffn
   from spmd_tasks.layers.moe._grouped_matmul import (
@@ -41,7 +42,6 @@ with epy.lazy_api_imports(globals()):
     grouped_matmul,
   )
   from spmd_tasks.layers.moe._layer import ExpertComputation, MixtureOfExperts
-  from spmd_tasks.layers.moe._passes import FURTHER_PASSES_NAME
   from spmd_tasks.layers.moe._router import (
     ExpertChoiceRouter,
     Router,

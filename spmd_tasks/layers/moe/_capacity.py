@@ -46,7 +46,6 @@ class CapacityComputation(abc.ABC):
     priority: which token comes first among choices of the same rank. 'position': the earlier token. 'score': the token
       whose first choice has the higher score (batch prioritized routing, V-MoE: Riquelme et al., 2021); a causal model
       then looks ahead.
-    renormalize: see `assign_slots`.
     activation_split_dims: of x and of the result.
   """
 
@@ -55,7 +54,6 @@ class CapacityComputation(abc.ABC):
   min_capacity: int = 4
   group_size: int | None = None
   priority: Literal['position', 'score'] = 'position'
-  renormalize: bool = False
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
 
   def __post_init__(self):
@@ -131,7 +129,6 @@ class CapacityComputation(abc.ABC):
       priorities,
       num_experts=num_padded,
       capacity=expert_capacity(group_size, num_experts, factor=factor, min_capacity=self.min_capacity),
-      renormalize=self.renormalize,
     )
 
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios, current_layer_scope
+from spmd_tasks.layers.moe._dispatches import dispatch_in_passes, padded_all_to_all, ring
 from spmd_tasks.layers.moe._expert_parallel import (
   Axes,
   Dispatch,
@@ -26,9 +27,6 @@ from spmd_tasks.layers.moe._expert_parallel import (
   select_assignments,
 )
 from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts
-from spmd_tasks.layers.moe._padded_all_to_all import padded_all_to_all
-from spmd_tasks.layers.moe._passes import dispatch_in_passes
-from spmd_tasks.layers.moe._ring import ring
 from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.sharding import ShardingScope, SplitDims, current_sharding_scope, num_parts, padding
 

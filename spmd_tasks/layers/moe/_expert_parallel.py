@@ -16,7 +16,7 @@ The axis rules alone decide. A mesh axis that splits
 
 `expert_layout` finds these classes. An `Exchange` describes the devices along the exchange axes. Device i of the
 exchange holds the experts with ids i * E to (i + 1) * E - 1; the id X * E means 'not routed'. A `Dispatch` is one
-strategy for moving tokens between these devices: _ring.py and _padded_all_to_all.py each implement one.
+strategy for moving tokens between these devices (_dispatches.py).
 """
 
 from collections.abc import Mapping

@@ -90,7 +90,6 @@ def assign_slots(
   *,
   num_experts: int,
   capacity: int,
-  renormalize: bool,
 ) -> SlotAssignment:
   """Assigns slots to the tokens' choices: to all first choices before any second choice, and so on.
 
@@ -101,7 +100,6 @@ def assign_slots(
       keep the order of tokens. None means the order of tokens.
     num_experts: E.
     capacity: C.
-    renormalize: whether to scale the gates that a token keeps to the sum of all its gates (Praxis).
   """
   group_size, num_choices = expert_ids.shape[1:]
   if priorities is None:
@@ -111,9 +109,6 @@ def assign_slots(
     slot_ids, positions = jax.vmap(fill)(expert_ids, priorities)
   slot_ids, positions = (checkpoint_name(ids, ROUTING_NAME) for ids in (slot_ids, positions))
   kept_gates = jnp.where(positions < num_experts * capacity, gates, 0.0)
-  if renormalize:
-    sums, kept_sums = (jnp.sum(g, axis=-1, keepdims=True) for g in (gates, kept_gates))
-    kept_gates *= jnp.where(kept_sums > 0, sums / jnp.where(kept_sums > 0, kept_sums, 1.0), 0.0)
   return SlotAssignment(
     group_size=group_size,
     slots=Slots(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 
 from absl import logging
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import AttentionCall, _cudnn, attend, implementations, resolve_implementation
+from spmd_tasks.layers.attention import AttentionCall, attend, implementations, resolve_implementation
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._context import balanced_order
 from spmd_tasks.planning import has_compiler, parse_target
@@ -164,22 +163,6 @@ def test_kernels_run_on_a_mesh_that_divides_neither_rows_nor_heads(heads, kv_hea
     assert_close(found, wanted, 1e-5, name)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures('anywhere')
-def test_cudnn_gets_the_rows_and_heads_of_each_device(monkeypatch):
-  """Without a GPU: the plain computation in cuDNN's place, on a mesh that divides neither, with an odd length."""
-  plainly = _cudnn.attend_plainly
-  monkeypatch.setattr(_cudnn, 'attend_plainly', lambda *args, implementation: plainly(*args))
-  case = Case(rows=3, heads=6, kv_heads=2, length=41)
-  arrays, segments = arguments(case, np.random.default_rng(0))
-  wanted = values_and_gradients(case, arrays, segments, implementation='xla')
-  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 4)).build()
-  rules = (('batch', 'data'), ('seq', None), ('act_heads', 'mdl'))
-  with sharding_scope(mesh, rules):
-    found = values_and_gradients(case, arrays, segments, split_dims=HEADS, implementation='cudnn')
-  assert_close(found, wanted, 1e-5, 'cudnn')
-
-
 CONTEXT = [
   ('ring', Case(length=37, has_sinks=True, window=16, cap=5.0), (1, 4, 2)),
   ('splash', Case(length=500, has_sinks=True), (1, 2, 2)),
@@ -312,19 +295,6 @@ def gradients_in_bfloat16(case: Case, mesh):
   replicated = NamedSharding(mesh, PartitionSpec())
   shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in (*arrays[:3], segments)]
   return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*shapes)
-
-
-@pytest.mark.exhaustive
-def test_cudnn_is_called_on_a_gpu(monkeypatch):
-  """JAX's plugin for CUDA, which this needs none of, would say which cuDNN it brings."""
-  monkeypatch.setattr('jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version', lambda: 91000)
-  monkeypatch.setattr(implementations, 'current_platform', lambda: 'gpu')
-  monkeypatch.setattr(implementations, '_has_cudnn', lambda: True)
-  mesh = MeshSpec(axis_names=('data', 'mdl'), ici_mesh_shape=(2, 2)).build(jax.devices()[:4])
-  case = Case(heads=3, kv_heads=3, head_dim=64, value_dim=64, length=301, window=100, dtype='bfloat16')
-  lowered = gradients_in_bfloat16(case, mesh).lower(lowering_platforms=('cuda',))
-  assert len(re.findall(r'@__cudnn\$fmha\w*Softmax\b', lowered.as_text())) == 1
-  assert len(re.findall(r'@__cudnn\$fmha\w*SoftmaxBackward\b', lowered.as_text())) == 1
 
 
 @pytest.mark.skipif(not has_compiler('gpu'), reason="CUDA is not installed: pip install '.[plan-gpu]'")

@@ -85,7 +85,7 @@ def test_long_factors_are_those_of_long_texts(num_columns, text, is_long, rng):
 
 
 def test_scaled_frequencies_and_amplitudes():
-  """By hand from the papers' formulas; tests/layers/test_modules_of_transformers.py compares with transformers."""
+  """By hand from the papers' formulas; tests/bridges/huggingface compares whole models with transformers."""
   frequencies = np.array([1.0, 0.1, 0.01, 0.001])
   wavelengths = 2 * np.pi / frequencies  # 6.3, 63, 628 and 6283 tokens
   np.testing.assert_allclose(LinearScaling(factor=4.0).scale(frequencies, 1e4), frequencies / 4, rtol=1e-6)

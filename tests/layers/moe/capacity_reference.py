@@ -50,18 +50,15 @@ def kept_choices(expert_ids, num_experts, scores, *, group_size, capacity, prior
   return np.stack(kept).reshape(shape)
 
 
-def capacity_result(x, gates, up, down, gate, *, expert_ids, kept, renormalize=False):
+def capacity_result(x, gates, up, down, gate, *, expert_ids, kept):
   """[B, T, D] for x [B, T, D], gates [B, T, k] and the experts' weights."""
   result = np.zeros_like(x)
   for row, token in np.ndindex(*x.shape[:2]):
     chosen = [choice for choice in range(gates.shape[2]) if kept[row, token, choice]]
-    scale = 1.0
-    if renormalize and chosen:
-      scale = gates[row, token].sum() / gates[row, token, chosen].sum()
     for choice in chosen:
       expert = expert_ids[row, token, choice]
       y = expert_ffn(x[row, token], up[expert], down[expert], None if gate is None else gate[expert])
-      result[row, token] += scale * gates[row, token, choice] * y
+      result[row, token] += gates[row, token, choice] * y
   return result
 
 

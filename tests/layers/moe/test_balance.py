@@ -104,18 +104,6 @@ def test_collapse_gives_the_greatest_loss_and_load():
   np.testing.assert_allclose(statistics['router_confidence'], 1.0, rtol=1e-6)
 
 
-def test_mean_over_layers_is_megablocks_formula(rng):
-  """It is weight * E / (L * n * k) * dot(all layers' counts, all layers' mean scores)."""
-  layers = [draw(rng) for _ in range(L)]
-  weight, num_tokens = 0.01, B * T
-  counts = np.concatenate([np.bincount(np.ravel(r.expert_ids), minlength=E) for r in layers]).astype(np.float64)
-  scores = np.concatenate([np.asarray(r.scores, np.float64).reshape(-1, E).mean(0) for r in layers])
-  expected = weight * E / (L * num_tokens * K) * np.dot(counts, scores)
-  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-  losses = jax.lax.map(lambda r: load_balance_loss(r, divide_by_k=True), stacked)  # as a scan over layers gives them
-  np.testing.assert_allclose(weight * jnp.mean(losses), expected, rtol=1e-5)
-
-
 def test_gradient_of_the_load_balance_loss_flows_through_the_mean_scores_only(rng):
   mask = rng.random((B, T)) < 0.6
   routing = draw(rng, mask)

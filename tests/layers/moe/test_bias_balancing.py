@@ -133,12 +133,6 @@ def test_sharded_over_data_the_violation_is_the_whole_batchs(rng):
   np.testing.assert_array_equal(grads['balance_bias'], violations(ids))
 
 
-def test_padding_only_violates_nothing(rng):
-  weights, x, mask = draw(rng)
-  grads, _ = gradients(weights, x, np.zeros_like(mask))
-  np.testing.assert_array_equal(grads['balance_bias'], 0)
-
-
 def test_steps_against_the_violation_even_the_load(rng):
   """What the learner does with the gradient, on one fixed batch: the greatest load falls to near the mean."""
   weights, x, _ = draw(rng)

@@ -3,7 +3,6 @@
 import collections
 import re
 
-from absl import logging
 from dropless_reference import (
   DOWN_SPLIT_DIMS,
   UP_SPLIT_DIMS,
@@ -21,7 +20,6 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.moe import Dropless
-from spmd_tasks.layers.moe._padded_all_to_all import _log_capacity
 from spmd_tasks.sharding import sharding_scope, split_dims_to_partition_spec
 
 SCOPE = ({'expert': 4}, {'batch': 'expert'})
@@ -149,17 +147,6 @@ def test_padding_takes_no_room(rng):
     num_assigned = np.sum(expert_ids < 6)
     expected = (num_assigned - np.sum(kept < 6)) / max(num_assigned, 1)
     np.testing.assert_allclose(result[2]['fraction_dropped'], expected, rtol=1e-6)
-
-
-def test_the_capacity_is_logged_once(monkeypatch):
-  messages = []
-  monkeypatch.setattr(logging, 'info', lambda message, *args: messages.append(message % args))
-  _log_capacity.cache_clear()
-  for capacity in (4, 4, 5):
-    _log_capacity(capacity, 12, 4)
-  assert [message.split(';')[0] for message in messages] == [
-    f'padded_all_to_all: room for {capacity} rows from each of 4 devices to each other' for capacity in (4, 5)
-  ]
 
 
 # Of a gradient's program, float32 only. Tokens travel there and back, forward and backward; gates there, and their

@@ -322,36 +322,3 @@ def test_top_k_shows_no_device_anothers_rows(rng):
   x = jax.device_put(draw_rows(rng, 8), jax.NamedSharding(mesh, jax.P('data')))
   hlo = search.lower(x).compile().as_text()
   assert not any(name in hlo for name in ('all-gather', 'all-to-all', 'collective-permute', 'all-reduce'))
-
-
-def test_top_k_searches_and_does_not_sort_whatever_reads_the_places(rng):
-  hlo = jax.jit(lambda x: (top_k_ids(x, 3, None)[..., 0], top_k_ids(x, 3, None)[..., 2])).lower(draw_rows(rng, 4))
-  assert ' sort(' not in hlo.compile().as_text()
-
-
-def test_top_k_goes_through_scan_remat_and_the_stages_of_a_pipeline(rng):
-  """The transformations around a layer: vmap over stages, a loop over layers, remat, gradients."""
-  mesh = MeshSpec(axis_names=('stage', 'data'), ici_mesh_shape=(2, 4)).build()
-  x = rng.normal(size=(2, 8, 6, 7)).astype(np.float32)
-
-  def layer(x, _):
-    ids = top_k_ids(x, 3, ('batch', None, None))
-    top = jnp.take_along_axis(x, ids, axis=-1)
-    return x * jnp.sum(top, axis=-1, keepdims=True), ids
-
-  def loss(x):
-    y, ids = jax.vmap(
-      lambda x: jax.lax.scan(jax.checkpoint(layer), x, length=2), spmd_axis_name='stage', in_axes=0, out_axes=0
-    )(x)
-    return jnp.sum(y), ids
-
-  def loss_in_scope(x):
-    with sharding_scope(mesh, (('batch', 'data'),)):
-      return loss(x)
-
-  (value, ids), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(x)
-  x = jax.device_put(x, jax.NamedSharding(mesh, jax.P('stage', 'data')))
-  (sharded_value, sharded_ids), sharded_grad = jax.jit(jax.value_and_grad(loss_in_scope, has_aux=True))(x)
-  np.testing.assert_array_equal(sharded_ids, ids)
-  np.testing.assert_allclose(sharded_value, value, rtol=1e-5)
-  np.testing.assert_allclose(sharded_grad, grad, rtol=1e-4, atol=1e-5)

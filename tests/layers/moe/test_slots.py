@@ -2,7 +2,6 @@
 
 from capacity_reference import places_by_loop
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -55,7 +54,7 @@ def test_slots_are_given_as_by_a_loop(by_priority, capacity, rng):
   expert_ids, gates, priorities = draw(rng)
   num_groups, group_size, num_choices = expert_ids.shape
   priorities = priorities if by_priority else None
-  assign = jax.jit(lambda *args: assign_slots(*args, num_experts=4, capacity=capacity, renormalize=False))
+  assign = jax.jit(lambda *args: assign_slots(*args, num_experts=4, capacity=capacity))
   assignment = assign(expert_ids, gates, priorities)
   token_ids = np.full((num_groups, 4, capacity), group_size)
   slot_gates = np.zeros((num_groups, 4, capacity), np.float32)
@@ -74,14 +73,3 @@ def test_slots_are_given_as_by_a_loop(by_priority, capacity, rng):
   np.testing.assert_array_equal(assignment.slots.gates, slot_gates)
   np.testing.assert_array_equal(assignment.positions, positions)
   np.testing.assert_array_equal(assignment.gates, kept_gates)
-
-
-def test_renormalized_gates_keep_their_sum_and_proportions():
-  expert_ids = jnp.asarray([[[0, 1], [0, 1], [1, 2], [0, 1]]], jnp.int32)
-  gates = jnp.asarray([[[0.6, 0.2], [0.5, 0.3], [0.4, 0.3], [0.7, 0.1]]], jnp.float32)
-  # One slot each: token 0 keeps expert 0 and token 2 both of its choices; tokens 1 and 3 keep none.
-  kept = assign_slots(expert_ids, gates, None, num_experts=3, capacity=1, renormalize=True).gates
-  np.testing.assert_allclose(kept[0], [[0.8, 0.0], [0.0, 0.0], [0.4, 0.3], [0.0, 0.0]], rtol=1e-6)
-  # The gradient of the sum of the kept gates is that of the sum of all gates, and finite where none is kept.
-  total = lambda g: jnp.sum(assign_slots(expert_ids, g, None, num_experts=3, capacity=1, renormalize=True).gates)
-  np.testing.assert_allclose(jax.grad(total)(gates)[0], [[1, 1], [0, 0], [1, 1], [0, 0]], atol=1e-6)

@@ -1,0 +1,278 @@
+"""Ways to move tokens to experts on other devices: a ring, and an all-to-all in one pass or in several.
+
+Shapes: n tokens of this device, k choices per token, R = n * k rows, X devices of the exchange, E experts per device, P
+rows in a send buffer, D model.
+
+Each implements `Dispatch` (_expert_parallel.py) and runs on every platform.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+
+from spmd_tasks.layers.base import Ratios
+from spmd_tasks.layers.moe._expert_parallel import Dispatch, Exchange, apply_to_received, exclusive_cumsum
+from spmd_tasks.layers.moe._experts import LocalExperts, name_routing
+from spmd_tasks.layers.moe._permutation import Permutation, gather_gates, gather_rows, sort_by_expert, sum_rows
+
+# The name of the loops in a compiled program, by which a plan knows that balanced routing runs them not at all.
+FURTHER_PASSES_NAME = 'further_passes_of_experts'
+
+
+def ring(
+  x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
+) -> tuple[jax.Array, Ratios]:
+  """Rotates token shards through the devices, each of which adds the outputs of its experts; drops nothing.
+
+  After each of X hops, tokens and sums go to the next device. An all-gather of the tokens and one reduce-scatter of the
+  sums would send as much data, but would hold X * n * k rows where one hop holds n * k. In the backward pass the tokens
+  rotate a second time and the experts' outputs are computed again, so the saved memory does not grow with X.
+  """
+  return _ring(exchange, x, expert_ids, gates, experts), {}
+
+
+def _rotate(exchange: Exchange, step: Callable[[Any, Any], tuple[Any, Any]], moving: Any, local: Any) -> Any:
+  """Calls `moving, local = step(moving, local)` X times and sends `moving` to the next device after each call.
+
+  Returns the last (moving, local); `moving` is then back at its owner.
+  """
+  ring_order = [(i, (i + 1) % exchange.num_devices) for i in range(exchange.num_devices)]
+
+  def step_and_send(carry, _):
+    moving, local = step(*carry)
+    return (jax.tree.map(lambda array: jax.lax.ppermute(array, exchange.axes, ring_order), moving), local), None
+
+  return jax.lax.scan(step_and_send, (moving, local), None, length=exchange.num_devices)[0]
+
+
+def _apply_local_experts(
+  exchange: Exchange, x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts
+) -> jax.Array:
+  """Returns [n, D]: the contribution of this device's experts to the outputs of any device's tokens."""
+  local_ids = expert_ids - jax.lax.axis_index(exchange.axes) * experts.num_experts
+  is_local = (local_ids >= 0) & (local_ids < experts.num_experts)
+  unrouted = experts.num_experts
+  return experts.apply_to_tokens(x, jnp.where(is_local, local_ids, unrouted), jnp.where(is_local, gates, 0.0))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(exchange, x, expert_ids, gates, experts):
+  def step(moving, local):
+    x, expert_ids, gates, y = moving
+    return (x, expert_ids, gates, y + _apply_local_experts(exchange, x, expert_ids, gates, experts)), local
+
+  (_, _, _, y), _ = _rotate(exchange, step, (x, expert_ids, gates, jnp.zeros_like(x)), None)
+  return y
+
+
+def _ring_forward(exchange, x, expert_ids, gates, experts):
+  return _ring(exchange, x, expert_ids, gates, experts), (x, expert_ids, gates, experts)
+
+
+def _ring_backward(exchange, residuals, d_y):
+  x, expert_ids, gates, experts = residuals
+
+  def step(moving, sums):
+    x, expert_ids, gates, d_y, d_x, d_gates = moving
+    _, pull_back = jax.vjp(
+      lambda x, gates, experts: _apply_local_experts(exchange, x, expert_ids, gates, experts), x, gates, experts
+    )
+    d_x_part, d_gates_part, d_experts = pull_back(d_y)
+    sums = jax.tree.map(lambda total, d: total + d.astype(jnp.float32), sums, d_experts.weights)
+    return (x, expert_ids, gates, d_y, d_x + d_x_part, d_gates + d_gates_part), sums
+
+  zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), experts.weights)
+  moving = (x, expert_ids, gates, d_y, jnp.zeros_like(x), jnp.zeros_like(gates))
+  (_, _, _, _, d_x, d_gates), sums = _rotate(exchange, step, moving, zeros)
+  d_weights = jax.tree.map(lambda total, weight: total.astype(weight.dtype), sums, experts.weights)
+  return d_x, None, d_gates, experts.replace(weights=d_weights)
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
+
+
+def padded_all_to_all(
+  x: jax.Array, expert_ids: jax.Array, gates: jax.Array, experts: LocalExperts, exchange: Exchange
+) -> tuple[jax.Array, Ratios]:
+  """Moves rows to their experts and back in buffers of one fixed size per pair of devices, without a scatter.
+
+  By default the buffers have room for the worst case: nothing is dropped, but X * P rows move where only R are real.
+  With a `capacity_factor`, rows that do not fit are dropped and counted.
+
+  Statistics:
+    pair_capacity: P, the rows from one device to another.
+    fraction_dropped: only with a `capacity_factor`.
+  """
+  num_devices, num_rows = exchange.num_devices, expert_ids.size
+  capacity = exchange.capacity(
+    balanced=num_rows / num_devices, worst=x.shape[0] * min(expert_ids.shape[1], experts.num_experts)
+  )
+  _log_capacity(capacity, num_rows, num_devices)
+  by_expert = sort_by_expert(expert_ids, num_devices * experts.num_experts)
+  sizes = by_expert.group_sizes.reshape(num_devices, experts.num_experts)
+  buffers = name_routing(_fill_buffers(by_expert, expert_ids // experts.num_experts, jnp.sum(sizes, axis=1), capacity))
+
+  def send(blocks: jax.Array) -> jax.Array:
+    return jax.lax.all_to_all(blocks, exchange.axes, 0, 0, tiled=True)
+
+  ends = jnp.minimum(jnp.cumsum(sizes, axis=1), capacity)  # of each expert's rows in each device's buffer
+  places = jnp.arange(capacity, dtype=jnp.int32)
+  received_ids = jnp.sum(places[None, :, None] >= send(ends)[:, None, :], axis=-1, dtype=jnp.int32)
+  received_ids = name_routing(received_ids.reshape(-1))
+
+  rows, row_gates = send(gather_rows(x, buffers)), send(gather_gates(gates, buffers))
+  y = sum_rows(send(apply_to_received(experts, rows, received_ids, row_gates)), buffers)
+  statistics = {'pair_capacity': (jnp.float32(capacity), jnp.float32(1))}
+  if exchange.capacity_factor is not None:
+    num_assigned = jnp.sum(sizes)
+    statistics['fraction_dropped'] = exchange.fraction_dropped(num_assigned - jnp.sum(ends[:, -1]), num_assigned)
+  return y, statistics
+
+
+@functools.cache
+def _log_capacity(capacity: int, num_rows: int, num_devices: int) -> None:
+  """Logs the capacity once per program, because the cost of a step follows from it."""
+  logging.info(
+    'padded_all_to_all: room for %d rows from each of %d devices to each other; balanced routing needs %.1f of %d.',
+    capacity,
+    num_devices,
+    num_rows / num_devices,
+    num_rows,
+  )
+
+
+def _fill_buffers(by_expert: Permutation, devices: jax.Array, sizes: jax.Array, capacity: int) -> Permutation:
+  """Returns the order of the rows in the X send buffers of P places each.
+
+  Args:
+    by_expert: the order by expert, and therefore by device.
+    devices: int32 [n, k], each assignment's device, X where it is not routed.
+    sizes: int32 [X], rows for each device.
+    capacity: P.
+  """
+  assert by_expert.assignments is not None
+  num_devices, num_assignments = sizes.shape[0], devices.size
+  starts, place = exclusive_cumsum(sizes), jnp.arange(capacity, dtype=jnp.int32)
+  # Each buffer is a slice of the rows; the padding keeps the last slices within bounds.
+  rows = jnp.pad(by_expert.assignments, (0, capacity), constant_values=num_assignments)
+  slices = jax.vmap(lambda start: jax.lax.dynamic_slice_in_dim(rows, start, capacity))(starts)
+  assignments = jnp.where(place[None, :] < sizes[:, None], slices, num_assignments).reshape(-1)
+  # Comparisons replace a look-up, which is slow on TPUs.
+  is_to = devices[..., None] == jnp.arange(num_devices, dtype=devices.dtype)[None, None, :]
+  places = by_expert.positions - jnp.sum(jnp.where(is_to, starts[None, None, :], 0), axis=-1)
+  has_place = (devices < num_devices) & (places < capacity)
+  return Permutation(
+    token_ids=assignments // devices.shape[1],  # n where there is no assignment, since num_assignments = n * k
+    positions=jnp.where(has_place, devices * capacity + places, num_devices * capacity),
+    group_sizes=jnp.minimum(sizes, capacity),
+    assignments=assignments,
+  )
+
+
+def dispatch_in_passes(dispatch: Dispatch) -> Dispatch:
+  """Returns a dispatch that calls `dispatch`, an all-to-all with bounded buffers, until every assignment is done.
+
+  What does not fit goes in a second pass, a third and so on, as many as the fullest pair of devices needs; under
+  balanced routing one pass does everything. The numbers are those of one big pass. The first pass is differentiated
+  like any other layer. Further ones run in a loop whose length follows from the routing, and none of their arrays is
+  kept: the backward pass computes them again.
+  """
+  return functools.partial(_in_passes, dispatch)
+
+
+class _Passes(NamedTuple):
+  """The assignments of tokens to passes.
+
+  Attributes:
+    expert_ids: int32 [n, k].
+    pass_ids: int32 [n, k], 0 for the first pass.
+    num_needed: int32 scalar, the same on all devices.
+  """
+
+  expert_ids: jax.Array
+  pass_ids: jax.Array
+  num_needed: jax.Array
+
+
+def _in_passes(
+  dispatch: Dispatch,
+  x: jax.Array,
+  expert_ids: jax.Array,
+  gates: jax.Array,
+  experts: LocalExperts,
+  exchange: Exchange,
+) -> tuple[jax.Array, Ratios]:
+  """Implements Dispatch.
+
+  Statistics: those of `dispatch`, and
+    num_passes: how many passes were needed.
+  """
+  assert exchange.capacity_factor is not None
+  num_devices, unrouted = exchange.num_devices, exchange.num_devices * experts.num_experts
+  worst = x.shape[0] * min(expert_ids.shape[1], experts.num_experts)  # rows from one device to another
+  room = min(worst, max(1, int(exchange.capacity_factor * expert_ids.size) // num_devices))
+  if room == worst:
+    return dispatch(x, expert_ids, gates, experts, exchange)
+
+  # An assignment's pass follows from its rank among those to the same device, in the order of the tokens.
+  device = (expert_ids // experts.num_experts).reshape(-1)  # X where not routed
+  is_to = (device[:, None] == jnp.arange(num_devices)[None, :]).astype(jnp.int32)
+  rank = jnp.sum((jnp.cumsum(is_to, axis=0) - 1) * is_to, axis=1)
+  pass_ids = name_routing((rank // room).reshape(expert_ids.shape))
+  needed = jax.lax.pmax(jnp.max(jnp.where(expert_ids < unrouted, pass_ids, 0)) + 1, exchange.all_axes)
+  passes = _Passes(expert_ids, pass_ids, name_routing(needed))
+  y, statistics = _run(dispatch, exchange, x, gates, experts, passes)
+  return y, {**statistics, 'num_passes': (needed.astype(jnp.float32), jnp.float32(1))}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(dispatch, exchange, x, gates, experts, passes):
+  return _run_forward(dispatch, exchange, x, gates, experts, passes)[0]
+
+
+def _one_pass(dispatch: Dispatch, exchange: Exchange, passes: _Passes, index: jax.Array | int) -> Callable[..., Any]:
+  """Returns the function (x, gates, experts) -> (y, statistics) of one pass."""
+
+  def run(x: jax.Array, gates: jax.Array, experts: LocalExperts) -> tuple[jax.Array, Ratios]:
+    is_now, unrouted = passes.pass_ids == index, exchange.num_devices * experts.num_experts
+    expert_ids = jnp.where(is_now, passes.expert_ids, unrouted)
+    return dispatch(x, expert_ids, jnp.where(is_now, gates, 0.0), experts, exchange)
+
+  return run
+
+
+def _for_further_passes(passes: _Passes, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+  """Runs `carry = body(index, carry)` for each pass but the first."""
+  with jax.named_scope(FURTHER_PASSES_NAME):
+    step = lambda state: (state[0] + 1, body(*state))
+    return jax.lax.while_loop(lambda state: state[0] < passes.num_needed, step, (jnp.int32(1), carry))[1]
+
+
+def _run_forward(dispatch, exchange, x, gates, experts, passes):
+  first = _one_pass(dispatch, exchange, passes, 0)
+  y, pull_back, statistics = jax.vjp(first, x, gates, experts, has_aux=True)
+
+  def add_pass(index, y):
+    return y + _one_pass(dispatch, exchange, passes, index)(x, gates, experts)[0]
+
+  y = _for_further_passes(passes, add_pass, y)
+  return (y, statistics), (pull_back, x, gates, experts, passes)
+
+
+def _run_backward(dispatch, exchange, saved, cotangents):
+  pull_back, x, gates, experts, passes = saved
+  d_y, _ = cotangents
+
+  def add_pass(index, gradients):
+    run = _one_pass(dispatch, exchange, passes, index)
+    _, pull_back, _ = jax.vjp(run, x, gates, experts, has_aux=True)
+    return jax.tree.map(jnp.add, gradients, pull_back(d_y))
+
+  return *_for_further_passes(passes, add_pass, pull_back(d_y)), None
+
+
+_run.defvjp(_run_forward, _run_backward)
