@@ -8,17 +8,17 @@ reached a limit is replaced. Threads that render at the same time have a process
 
 import atexit
 from collections.abc import Mapping, Sequence
+import contextlib
 import datetime
 import importlib.util
 import json
 import os
 from pathlib import Path
 import pickle
-import select
 import signal
 import subprocess
 import sys
-import time
+import threading
 from typing import Any
 
 from spmd_tasks.errors import UserError
@@ -29,7 +29,7 @@ _START_LIMIT_S = 60.0
 _WALL_LIMIT_S = 30.0  # for one text, also where the process gets no CPU time
 _PROGRAM = Path(__file__).with_name('_template_sandbox.py')
 _VARIABLES = ('TZ', 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH')  # no others, which may be secrets
-_HEADER_BYTES = 8
+_HEADER_BYTES = 8  # the size of the request that follows
 
 Spans = list[tuple[int, int]]
 Job = tuple[Mapping[str, Any], datetime.datetime | None]
@@ -86,19 +86,10 @@ class _Process:
     environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     try:
-      self._process = subprocess.Popen(command, 0, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment)
+      self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, env=environment)
     except OSError as error:
       raise UserError(f'the process that renders chat templates cannot be started: {error}.') from error
-    assert self._process.stdin is not None
-    assert self._process.stdout is not None
-    self._given, self._made = self._process.stdin.fileno(), self._process.stdout.fileno()
-    os.set_blocking(self._given, False)
-    try:
-      is_ready = self.ask(b'', _START_LIMIT_S) == []
-    except BaseException:
-      self.end()
-      raise
-    if not is_ready:
+    if self.ask(b'', _START_LIMIT_S) != []:
       self.end()
       raise UserError(f'the process that renders chat templates does not start: {" ".join(command)}')
 
@@ -108,45 +99,35 @@ class _Process:
 
   def ask(self, request: bytes, limit_s: float) -> Any:
     """The answer to a request; one of the kind 'limit' if the process takes too long, or has ended."""
-    end = time.monotonic() + limit_s
+    assert self._process.stdin is not None
+    assert self._process.stdout is not None
+    late = threading.Event()
+    timer = threading.Timer(limit_s, lambda: (late.set(), self._process.kill()))
+    timer.daemon = True
+    timer.start()
     try:
-      self._write(len(request).to_bytes(_HEADER_BYTES) + request if request else b'', end)
-      size = int.from_bytes(self._read(_HEADER_BYTES, end))
-      return json.loads(self._read(size, end).decode('utf-8', 'surrogatepass'))
-    except TimeoutError:
+      if request:
+        self._process.stdin.write(len(request).to_bytes(_HEADER_BYTES) + request)
+        self._process.stdin.flush()
+      line = self._process.stdout.readline()
+    except BrokenPipeError:
+      line = b''
+    finally:
+      timer.cancel()
+    if line.endswith(b'\n'):
+      return json.loads(line.decode('utf-8', 'surrogatepass'))
+    code = self._process.wait()
+    sentence = f'its process ended by {signal.Signals(-code).name if code < 0 else f"exit code {code}"}'
+    if late.is_set():
       sentence = f'it takes more than {limit_s:g} s'
-    except (EOFError, BrokenPipeError):
-      code = self._process.wait()
-      sentence = f'its process ended by {signal.Signals(-code).name if code < 0 else f"exit code {code}"}'
-      if -code == signal.SIGXCPU:
-        sentence = f'it takes more than {_LIMIT_S} s'
+    elif -code == signal.SIGXCPU:
+      sentence = f'it takes more than {_LIMIT_S} s'
     return {'kind': 'limit', 'line': None, 'sentence': sentence}
 
   def end(self) -> None:
     self._process.kill()
-    self._process.communicate()
-
-  def _write(self, data: bytes, end: float) -> None:
-    rest = memoryview(data)
-    while rest:
-      _wait(self._given, select.POLLOUT, end)
-      rest = rest[os.write(self._given, rest) :]
-
-  def _read(self, size: int, end: float) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-      _wait(self._made, select.POLLIN, end)
-      if not (piece := os.read(self._made, min(size - len(data), 1 << 20))):
-        raise EOFError
-      data += piece
-    return bytes(data)
-
-
-def _wait(descriptor: int, event: int, end: float) -> None:
-  poll = select.poll()
-  poll.register(descriptor, event)
-  if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-    raise TimeoutError
+    with contextlib.suppress(OSError):  # what could not be written to it
+      self._process.communicate()
 
 
 _idle: dict[int, list[_Process]] = {}  # by the process that started them

@@ -31,7 +31,7 @@ import jinja2.utils  # noqa: E402
 
 _MAX_CHARS = 16_000_000
 _MAX_CHARS_OF_ERROR = 1000
-_HEADER_BYTES = 8  # the size of the message that follows
+_HEADER_BYTES = 8  # the size of the request that follows
 _CONTROLS = re.compile('[\x00-\x1f\x7f-\x9f\u2028\u2029]+')
 
 
@@ -184,7 +184,7 @@ def _line_of(error: BaseException) -> int | None:
 
 
 def main() -> None:
-  """Answers messages from stdin, each a pickled pair of arguments of `answer`, with JSON on stdout until stdin ends."""
+  """Answers messages from stdin, each pickled arguments of `answer`, with lines of JSON on stdout until stdin ends."""
   # Signals for the whole job end the process that waits for the text, and this one after it.
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
@@ -194,8 +194,8 @@ def main() -> None:
   given, made = sys.stdin.buffer, sys.stdout.buffer
   reply: Any = []
   while True:
-    data = _to_bytes(reply)
-    made.write(len(data).to_bytes(_HEADER_BYTES) + data)
+    # Not json's own escapes, which are slower, and which would join two halves of a surrogate pair.
+    made.write(json.dumps(reply, ensure_ascii=False).encode('utf-8', 'surrogatepass') + b'\n')
     made.flush()
     is_last = isinstance(reply, dict) and reply['kind'] == 'limit'  # what is left of the memory may be in pieces
     if is_last or len(header := given.read(_HEADER_BYTES)) < _HEADER_BYTES:
@@ -208,11 +208,6 @@ def main() -> None:
       reply = answer(source, jobs)
     except MemoryError as error:  # before anything was rendered
       reply = {'kind': 'limit', 'line': None, 'sentence': _sentence(error)}
-
-
-def _to_bytes(reply: Any) -> bytes:
-  # Not json's own escapes, which are slower, and which would join two halves of a surrogate pair.
-  return json.dumps(reply, ensure_ascii=False).encode('utf-8', 'surrogatepass')
 
 
 if __name__ == '__main__':
