@@ -26,37 +26,12 @@ WING = Wing(
       extra='serve',
       packages=('starlette', 'uvicorn', 'uvloop', 'prometheus_client', 'llguidance'),
       flags=(
-        Flag(
-          name='host',
-          metavar='HOST',
-          may_differ=True,
-          help='default: 127.0.0.1, which only this machine reaches',
-        ),
+        Flag(name='host', metavar='HOST', may_differ=True, help='default: 127.0.0.1, which only this machine reaches'),
         Flag(name='port', type=int, metavar='N', may_differ=True, help='default: 8000; 0 takes any free port'),
-        Flag(
-          name='api_key_file', metavar='FILE', may_differ=True, help='a file with the key that every request must carry'
-        ),
-        Flag(
-          name='max_queued',
-          type=int,
-          metavar='N',
-          may_differ=True,
-          help='sequences that may wait for a slot; default: 64',
-        ),
-        Flag(
-          name='max_connections',
-          type=int,
-          metavar='N',
-          may_differ=True,
-          help='open connections; default: 1000',
-        ),
-        Flag(
-          name='drain_s',
-          type=float,
-          metavar='S',
-          may_differ=True,
-          help='seconds for running requests after SIGTERM; default: 30',
-        ),
+        Flag(name='api_key_file', metavar='FILE', may_differ=True, help='a file with the key of every request'),
+        Flag(name='max_queued', type=int, metavar='N', may_differ=True, help='waiting sequences; default: 64'),
+        Flag(name='max_connections', type=int, metavar='N', may_differ=True, help='open at once; default: 1000'),
+        Flag(name='drain_s', type=float, metavar='S', may_differ=True, help='for requests after SIGTERM; default: 30'),
         CHECKPOINT_STEP,
         ACCEPT_CONFIG_CHANGES,
       ),

@@ -36,7 +36,7 @@ from spmd_tasks.serving.requests import (
 from spmd_tasks.serving.responses import ResponseBodies
 from spmd_tasks.serving.service import Service
 from spmd_tasks.serving.settings import ServerSettings
-from spmd_tasks.serving.streaming import StreamedAnswer, WholeAnswer
+from spmd_tasks.serving.streaming import StreamedAnswer, whole_answer
 from spmd_tasks.serving.tokenizing import detokenize, tokenize, tokenizer_info
 
 # Larger bodies are parsed and tokenized on another thread, so that the event loop goes on with the streams. So are
@@ -147,7 +147,7 @@ class _Routes:
     settings = self._service.settings
     return await read_body(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
 
-  async def _generate(self, request: Request, read: _Read) -> Any:
+  async def _generate(self, request: Request, read: _Read) -> Response:
     service = self._service
     data = await self._read_body(request)
 
@@ -160,7 +160,7 @@ class _Routes:
     bodies = ResponseBodies(service.model, wanted)
     if wanted.stream:
       return StreamedAnswer(service, answer, bodies, include_usage=wanted.include_usage)
-    return WholeAnswer(service, answer, bodies)
+    return await whole_answer(service, answer, bodies, request.receive)
 
   def _card(self, name: str) -> dict[str, Any]:
     """Returns the entry in the list of models of the model, or of an adapter, whose `parent` is the model."""

@@ -1,8 +1,7 @@
 """Service: the state that the routes share: the served model, access to the engine, and the metrics.
 
     answer = service.begin(wanted)            # queues the sequences, or raises a RequestError
-    while (deltas := await answer.next()):    # one list for each step that brought something
-      ...
+    deltas = await answer.next()              # of each step that brought something
     service.end(answer)                       # frees the slots
 
 Everything here runs on the event loop's thread. The engine's thread posts each step's deltas with
@@ -12,7 +11,6 @@ Everything here runs on the event loop's thread. The engine's thread posts each 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import math
 import time
 
 from spmd_tasks.decoding.generated_sequence import Delta, GeneratedSequence
@@ -48,7 +46,6 @@ class Answer:
     self.last_token: float | None = None
     self._deltas: list[Delta] = []
     self._has_news = asyncio.Event()
-    self._is_abandoned = False
 
   @property
   def is_finished(self) -> bool:
@@ -59,16 +56,9 @@ class Answer:
     self._deltas.append(delta)
     self._has_news.set()
 
-  def abandon(self) -> None:
-    """Makes `next` return None from now on, because the client is gone."""
-    self._is_abandoned = True
-    self._has_news.set()
-
-  async def next(self) -> list[Delta] | None:
-    """Waits for deltas and returns all since the last call, at least one; None if the client is gone."""
+  async def next(self) -> list[Delta]:
+    """Waits for deltas and returns all since the last call, at least one."""
     await self._has_news.wait()
-    if self._is_abandoned:
-      return None
     self._has_news.clear()
     deltas, self._deltas = self._deltas, []
     return deltas
@@ -112,8 +102,6 @@ class Service:
     self._num_slots = num_slots
     self._num_compilations = num_compilations
     self._num_expected = 0
-    self._num_ended = 0
-    self._total_s = 0.0  # of the requests that have ended
 
   @property
   def is_ready(self) -> bool:
@@ -158,7 +146,7 @@ class Service:
         f'{self.thread.num_queued} texts are waiting already: try again later.',
         status=429,
         code='queue_full',
-        retry_after_s=self._retry_after_s(),
+        retry_after_s=1,
       ) from None
     except EngineEndedError:
       raise RequestError('the server is going down.', status=503, code='not_ready', retry_after_s=5) from None
@@ -168,10 +156,7 @@ class Service:
     """Cancels what is unfinished of an answer, and records its time; called once when its handler is done."""
     if not answer.is_finished:
       self.thread.cancel(answer.sequences)
-    seconds = time.monotonic() - answer.begun
-    self.metrics.request_s.observe(seconds)
-    self._num_ended += 1
-    self._total_s += seconds
+    self.metrics.request_s.observe(time.monotonic() - answer.begun)
 
   def dispatch(self, deltas: list[Delta]) -> None:
     """Gives one step's deltas to the handlers that wait for them."""
@@ -216,8 +201,3 @@ class Service:
     if self.thread.error is not None:
       return 'has failed'
     return 'has no model now' if self.thread.is_ready else 'is warming up'
-
-  def _retry_after_s(self) -> int:
-    """Estimates when the queue will have moved on, from the mean time of earlier requests; from 1 to 60 s."""
-    mean = self._total_s / max(1, self._num_ended)
-    return max(1, min(60, math.ceil(mean * self.thread.num_queued / self._num_slots)))

@@ -1,17 +1,15 @@
 """Sends an answer as one JSON body or as server-sent events, and frees its slots when the client disconnects.
 
-    return StreamedAnswer(service, answer, ResponseBodies(model, wanted), include_usage=False)
-
-Both classes are ASGI applications: only an ASGI application can notice a disconnect while it waits for the engine.
+return await whole_answer(service, answer, bodies, request.receive)
+return StreamedAnswer(service, answer, bodies, include_usage=False)
 """
 
 import asyncio
 from collections.abc import AsyncIterator
-import contextlib
 import json
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from spmd_tasks.decoding.generated_sequence import Delta
@@ -23,28 +21,35 @@ _CUT = RequestError('the server shut down before this answer was complete.', sta
 _FAILED = RequestError('the model failed while it generated this answer.', status=500, code='engine_failed')
 
 
-class WholeAnswer:
-  """One JSON body, sent when all choices have ended."""
+async def whole_answer(service: Service, answer: Answer, bodies: ResponseBodies, receive: Receive) -> Response:
+  """Returns one JSON body when all choices have ended; stops waiting if the client disconnects."""
 
-  def __init__(self, service: Service, answer: Answer, bodies: ResponseBodies):
-    self._service = service
-    self._answer = answer
-    self._bodies = bodies
+  async def collect() -> list[Delta]:
+    deltas: list[Delta] = []
+    while _num_ended(deltas) < len(answer.sequences):
+      deltas += await answer.next()
+    return deltas
 
-  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    async with _exchange(self._service, self._answer, receive):
-      all_deltas: list[Delta] = []
-      while _num_ended(all_deltas) < len(self._answer.sequences):
-        deltas = await self._answer.next()
-        if deltas is None:
-          return
-        all_deltas += deltas
-      error = _failure(all_deltas)
-      body = self._bodies.whole(self._answer.sequences, all_deltas) if error is None else error.body
-      await JSONResponse(body, 200 if error is None else error.status)(scope, receive, send)
+  async def listen() -> None:
+    while (await receive())['type'] != 'http.disconnect':
+      pass
+
+  collecting, listening = asyncio.create_task(collect()), asyncio.create_task(listen())
+  try:
+    await asyncio.wait((collecting, listening), return_when=asyncio.FIRST_COMPLETED)
+    if not collecting.done():
+      return Response(status_code=499)  # for the metrics: nobody reads it
+    error = _failure(collecting.result())
+    if error is not None:
+      return JSONResponse(error.body, error.status)
+    return JSONResponse(bodies.whole(answer.sequences, collecting.result()))
+  finally:
+    collecting.cancel()
+    listening.cancel()
+    service.end(answer)
 
 
-class StreamedAnswer:
+class StreamedAnswer(StreamingResponse):
   """Server-sent events: chunks as steps produce them, then `[DONE]`; an event with an error if the answer is cut."""
 
   def __init__(self, service: Service, answer: Answer, bodies: ResponseBodies, *, include_usage: bool):
@@ -52,57 +57,28 @@ class StreamedAnswer:
     self._answer = answer
     self._bodies = bodies
     self._include_usage = include_usage
+    headers = {'cache-control': 'no-cache', 'x-accel-buffering': 'no'}  # no proxy shall buffer events
+    super().__init__(self._events(), media_type='text/event-stream', headers=headers)
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    async with _exchange(self._service, self._answer, receive):
+    try:
+      await super().__call__(scope, receive, send)  # which is cancelled when the client disconnects
+    finally:
+      self._service.end(self._answer)
 
-      async def send_events(events: list[bytes], *, is_last: bool = False) -> None:
-        data = b''.join(events)
-        if is_last:
-          data += b'data: [DONE]\n\n'
-        await send({'type': 'http.response.body', 'body': data, 'more_body': not is_last})
-
-      # The last two headers keep proxies from buffering events.
-      headers = [
-        (b'content-type', b'text/event-stream; charset=utf-8'),
-        (b'cache-control', b'no-cache'),
-        (b'x-accel-buffering', b'no'),
-      ]
-      await send({'type': 'http.response.start', 'status': 200, 'headers': headers})
-      await send_events([_event(body) for body in self._bodies.opening()])
-      num_ended = 0
-      while num_ended < len(self._answer.sequences):
-        deltas = await self._answer.next()
-        if deltas is None:
-          return
-        num_ended += _num_ended(deltas)
-        error = _failure(deltas)
-        if error is not None:
-          await send_events([_event(error.body)], is_last=True)
-          return
-        await send_events([self._bodies.event(delta) for delta in deltas])
-      usage = [_event(self._bodies.usage_chunk(self._answer.sequences))] if self._include_usage else []
-      await send_events(usage, is_last=True)
-
-
-@contextlib.asynccontextmanager
-async def _exchange(service: Service, answer: Answer, receive: Receive) -> AsyncIterator[None]:
-  """Abandons the answer if the client disconnects during the body, and frees the answer's slots after the body."""
-
-  async def listen() -> None:
-    while (await receive())['type'] != 'http.disconnect':
-      pass
-    service.thread.cancel(answer.sequences)
-    answer.abandon()
-
-  listener = asyncio.create_task(listen())
-  try:
-    yield
-  except OSError:
-    pass  # the client is gone
-  finally:
-    listener.cancel()
-    service.end(answer)
+  async def _events(self) -> AsyncIterator[bytes]:
+    yield b''.join(map(_event, self._bodies.opening()))
+    num_ended = 0
+    while num_ended < len(self._answer.sequences):
+      deltas = await self._answer.next()
+      num_ended += _num_ended(deltas)
+      error = _failure(deltas)
+      if error is not None:
+        yield _event(error.body) + b'data: [DONE]\n\n'
+        return
+      yield b''.join(map(self._bodies.event, deltas))
+    usage = _event(self._bodies.usage_chunk(self._answer.sequences)) if self._include_usage else b''
+    yield usage + b'data: [DONE]\n\n'
 
 
 def _event(body: dict[str, Any]) -> bytes:
