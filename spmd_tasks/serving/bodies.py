@@ -26,6 +26,7 @@ from spmd_tasks.decoding.sampling import MAX_BIASES
 from spmd_tasks.serving.errors import RequestError
 
 _MAX_MESSAGES = 10_000
+_MAX_STOPS, _MAX_STOP_CHARS = 16, 256
 _INT32 = 2**31 - 1
 
 
@@ -85,6 +86,8 @@ def _split_stop(value: Any) -> list[str]:
   many = [value] if isinstance(value, str) else value
   if not isinstance(many, list) or not all(isinstance(item, str) for item in many):
     raise PydanticCustomError('stop', 'must be a string or an array of strings.')
+  if len(many) > _MAX_STOPS or not all(0 < len(text) <= _MAX_STOP_CHARS for text in many):
+    raise PydanticCustomError('stop', f'must have at most {_MAX_STOPS} strings, of 1 to {_MAX_STOP_CHARS} characters.')
   return many
 
 

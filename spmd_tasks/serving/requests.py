@@ -287,9 +287,7 @@ def _generation_request(
   is_chat = isinstance(body, ChatBody)
   name = model.resolve(body.model)
   _check_sizes(body, model, limits, [ids for ids, _ in prompts], max_tokens)
-  stop = _checked_stop(body, limits)
-  if is_chat:
-    stop = (*stop, *model.chat_template.stop, *([CALL_END] if one_call else []))
+  stop = (*body.stop, *(model.chat_template.stop if is_chat else ()), *([CALL_END] if one_call else []))
   stop_ids = _stop_ids(body, model)
   if body.stream_options is not None and not body.stream:
     raise RequestError('stream_options needs stream to be true.', param='stream_options')
@@ -353,14 +351,6 @@ def _check_sizes(
         param=field,
         code='context_length_exceeded',
       )
-
-
-def _checked_stop(body: CompletionBody | ChatBody, limits: ServerSettings) -> tuple[str, ...]:
-  if len(body.stop) > limits.max_stop_strings:
-    raise RequestError(f'stop has {len(body.stop)} strings, more than {limits.max_stop_strings}.', param='stop')
-  if not all(0 < len(text) <= limits.max_stop_chars for text in body.stop):
-    raise RequestError(f'stop must have strings of 1 to {limits.max_stop_chars} characters.', param='stop')
-  return tuple(body.stop)
 
 
 def _stop_ids(body: CompletionBody | ChatBody, model: ServedModel) -> tuple[int, ...]:

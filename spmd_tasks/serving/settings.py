@@ -15,7 +15,6 @@ class ServerSettings:
     max_queued: how many sequences of all requests together may wait for a slot; further ones are answered 429.
     max_body_bytes: size of a body; larger ones are answered 413.
     max_choices: how many texts one request may ask for: its prompts times n.
-    max_stop_strings, max_stop_chars: how many strings `stop` may have, and how long each may be.
     max_connections: how many connections may be open; fewer if few files may be open.
     header_timeout_s: seconds from a connection's begin within which a client must send its first request's header.
     body_timeout_s: seconds within which a client must send its body; otherwise the answer is 408.
@@ -30,8 +29,6 @@ class ServerSettings:
   max_queued: int = 64
   max_body_bytes: int = 2_000_000
   max_choices: int = 16
-  max_stop_strings: int = 16
-  max_stop_chars: int = 256
   max_connections: int = 1000
   header_timeout_s: float = 10.0
   body_timeout_s: float = 20.0
