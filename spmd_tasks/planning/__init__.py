@@ -9,8 +9,9 @@ GPUs; where one is not installed, the CPU's takes its place and the plan says so
 
 Read targets.py (what `v5p:4x4x2` means) with chips.py (published figures) and _compilers.py (compile-only devices);
 compiling.py (a step is compiled, or refused for its memory); step_plan.py and plan.py (what is read of it); weights.py
-(why a weight is replicated or padded); text.py and page.py (the report). What is read of a program begins in
-scheduled_program.py: collectives.py, memory.py. search.py finds settings that fit, mesh_search.py the best.
+(why a weight is replicated or padded); text.py and page.py (the report). A program is read by hlo.py (XLA's protocol
+buffer as typed operations) and program.py (how often each runs); from it collectives.py, memory.py with lifetimes.py,
+and time.py with costs.py and networks.py. search.py finds settings that fit, mesh_search.py the best.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Says what holds a device's memory when a compiled step needs the most of it.
 
-    parts = memory_parts(compiled, read_program(compiled.as_text()), model)
+    parts = memory_parts(compiled.memory_analysis(), read_program(compiled), model)
     parts.total, parts.activations, parts.largest[0]
 
 Arguments live all the time: the state and the batch, as the compiler stores them, tiles padded. Whatever else lives is
-found from the schedule (`_lifetimes.py`): which buffers hold a value that is still needed. The sum is compared with the
+found from the schedule: which buffers hold a value that is still needed (lifetimes.py). The sum is compared with the
 compiler's own figure, `compiler_bytes`. It counts what is live at the peak; `temp_size_in_bytes` of
 `memory_analysis()` is larger on TPUs, because it counts gaps between buffers too.
 
@@ -24,10 +24,9 @@ from typing import Any
 
 import jax
 
-from spmd_tasks.planning._instructions import Instruction
-from spmd_tasks.planning._lifetimes import Buffer, Lifetimes
-from spmd_tasks.planning._names import loop_element_name, op_name_of
-from spmd_tasks.planning.scheduled_program import ScheduledProgram
+from spmd_tasks.planning.hlo import Instruction
+from spmd_tasks.planning.lifetimes import Buffer, buffers_of
+from spmd_tasks.planning.program import Program, loop_element_name, op_name_of
 from spmd_tasks.runtime import PartitionedModel
 
 # JAX's name of an argument -> the part that it belongs to. Steps other than training have `variables` as their state.
@@ -40,6 +39,7 @@ _ARGUMENTS = (
 _COPIES = frozenset(
   {'copy', 'copy-start', 'copy-done', 'bitcast', 'get-tuple-element', 'convert', 'transpose', 'reshape'}
 )
+_NO_PARTS = ('padding', 'compiler_bytes', 'largest')  # of the fields of MemoryParts
 _MAX_STEPS = 8
 
 
@@ -96,8 +96,7 @@ class MemoryParts:
 
   def parts(self) -> dict[str, int]:
     """Returns part -> bytes; together they are `total`."""
-    left_out = ('padding', 'compiler_bytes', 'largest')
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in left_out}
+    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _NO_PARTS}
 
   @property
   def total(self) -> int:
@@ -105,24 +104,22 @@ class MemoryParts:
     return sum(self.parts().values())
 
 
-def memory_parts(compiled: Any, program: ScheduledProgram, model: PartitionedModel) -> MemoryParts:
+def memory_parts(analysis: Any, program: Program, model: PartitionedModel) -> MemoryParts:
   """Finds what holds the memory at the peak.
 
   Args:
-    compiled: the jax.stages.Compiled step, or what its `memory_analysis()` returns.
-    program: the same step, read from `compiled.as_text()`.
+    analysis: `memory_analysis()` of the compiled step.
+    program: the same step.
     model: the partitioned model whose step it is.
   """
-  analysis = compiled.memory_analysis() if hasattr(compiled, 'memory_analysis') else compiled
   arguments = list(_arguments(program))
   live = [*arguments, *_live_at_peak(program, _weight_dims(model))]
-  sums: dict[str, int] = {}
+  sums = {field.name: 0 for field in dataclasses.fields(MemoryParts) if field.name not in _NO_PARTS}
   for each in live:
-    sums[each.part] = sums.get(each.part, 0) + each.num_bytes
+    sums[each.part] += each.num_bytes
   sums['program'] = analysis.generated_code_size_in_bytes
-  names = [field.name for field in dataclasses.fields(MemoryParts)][: len(dataclasses.fields(MemoryParts)) - 3]
   return MemoryParts(
-    **{name: sums.get(name, 0) for name in names},
+    **sums,
     padding=_padding(program, arguments, model),
     compiler_bytes=compiler_bytes(analysis),
     largest=sorted(live, key=lambda each: -each.num_bytes)[:20],
@@ -144,8 +141,8 @@ def compiler_bytes(analysis: Any) -> int:
   return analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes + code
 
 
-def _arguments(program: ScheduledProgram) -> Iterator[LiveBuffer]:
-  for parameter in program.entry.parameters:
+def _arguments(program: Program) -> Iterator[LiveBuffer]:
+  for parameter in program.module.entry.parameters:
     part = next((part for pattern, part in _ARGUMENTS if pattern.search(parameter.op_name)), 'other_arguments')
     for leaf in parameter.shape.leaves():
       yield LiveBuffer(
@@ -158,9 +155,8 @@ def _arguments(program: ScheduledProgram) -> Iterator[LiveBuffer]:
       )
 
 
-def _live_at_peak(program: ScheduledProgram, weight_dims: set[tuple[int, ...]]) -> list[LiveBuffer]:
-  lifetimes = Lifetimes(program)
-  buffers = lifetimes.reusing_operands(list(lifetimes.buffers()))
+def _live_at_peak(program: Program, weight_dims: set[tuple[int, ...]]) -> list[LiveBuffer]:
+  buffers = buffers_of(program)
   changes: dict[int, int] = {}
   for each in buffers:
     changes[each.begin] = changes.get(each.begin, 0) + each.shape.stored_bytes
@@ -173,11 +169,11 @@ def _live_at_peak(program: ScheduledProgram, weight_dims: set[tuple[int, ...]]) 
   found = []
   for each in buffers:
     if each.begin <= time_of_peak <= each.end:
-      made = _made_by(program, each)
+      made = _made_by(each)
       found.append(
         LiveBuffer(
           name=each.instruction.name,
-          part=_part(program, each, made, weight_dims),
+          part=_part(each, made, weight_dims),
           op_name=made,
           dtype=each.shape.dtype,
           shape=each.shape.dims,
@@ -187,12 +183,12 @@ def _live_at_peak(program: ScheduledProgram, weight_dims: set[tuple[int, ...]]) 
   return found
 
 
-def _part(program: ScheduledProgram, buffer: Buffer, made: str, weight_dims: set[tuple[int, ...]]) -> str:
+def _part(buffer: Buffer, made: str, weight_dims: set[tuple[int, ...]]) -> str:
   if buffer.shape.memory_space:
     return 'on_chip'
   if buffer.last_user is None:
     return 'outputs'
-  needed = op_name_of(program, buffer.computation, buffer.last_user)
+  needed = op_name_of(buffer.computation, buffer.last_user)
   dims = tuple(size for size in buffer.shape.dims if size > 1)
   if 'transpose(' in made and 'jvp(' not in needed and dims in weight_dims:
     return 'gradients'
@@ -201,37 +197,36 @@ def _part(program: ScheduledProgram, buffer: Buffer, made: str, weight_dims: set
   return 'temporaries'
 
 
-def _made_by(program: ScheduledProgram, buffer: Buffer) -> str:
+def _made_by(buffer: Buffer) -> str:
   """JAX's name of what makes a buffer; of a copy, what it copies; of a loop's state, what the loop writes there."""
-  by_name = buffer.computation.by_name
   source, element = buffer.instruction, 0
   for _ in range(_MAX_STEPS):
-    if 'jvp(' in source.op_name or source.opcode not in _COPIES or source.operands[0] not in by_name:
+    if 'jvp(' in source.op_name or source.opcode not in _COPIES:
       break
-    element = int(source.attributes.get('index', element))
-    source = by_name[source.operands[0]]
+    element = source.proto.tuple_index if source.opcode == 'get-tuple-element' else element
+    source = source.operands[0]
   if source.opcode == 'while':
-    return loop_element_name(program, source, element) or op_name_of(program, buffer.computation, source)
+    return loop_element_name(source, element) or op_name_of(buffer.computation, source)
   if '/closed_call/' not in source.op_name:
     loop = _loop_of(buffer)
-    name = loop_element_name(program, *loop) if loop else ''
+    name = loop_element_name(*loop) if loop else ''
     if 'jvp(' in name:
       return name
-  return op_name_of(program, buffer.computation, buffer.instruction)
+  return op_name_of(buffer.computation, buffer.instruction)
 
 
 def _loop_of(buffer: Buffer) -> tuple[Instruction, int] | None:
   """Returns the loop whose first state holds a buffer, and the number of the element."""
   users = buffer.computation.users
-  names = [buffer.instruction.name]
-  for name in names:
-    for user in users.get(name, ()):
-      if user.opcode in _COPIES and user.opcode != 'get-tuple-element' and len(names) < _MAX_STEPS:
-        names.append(user.name)
+  copies = [buffer.instruction]
+  for copy in copies:
+    for user in users.get(copy, ()):
+      if user.opcode in _COPIES and user.opcode != 'get-tuple-element' and len(copies) < _MAX_STEPS:
+        copies.append(user)
       if user.opcode == 'tuple':
-        loop = next((each for each in users.get(user.name, ()) if each.opcode == 'while'), None)
+        loop = next((each for each in users.get(user, ()) if each.opcode == 'while'), None)
         if loop is not None:
-          return loop, user.operands.index(name)
+          return loop, user.operands.index(copy)
   return None
 
 
@@ -247,11 +242,11 @@ def _weight_dims(model: PartitionedModel) -> set[tuple[int, ...]]:
   return found
 
 
-def _padding(program: ScheduledProgram, arguments: Sequence[LiveBuffer], model: PartitionedModel) -> int:
+def _padding(program: Program, arguments: Sequence[LiveBuffer], model: PartitionedModel) -> int:
   """Returns the bytes of the state that hold no value: of even shards, and of tiles."""
   tiles = sum(
     leaf.stored_bytes - leaf.num_bytes
-    for parameter, argument in zip(program.entry.parameters, arguments)
+    for parameter, argument in zip(program.module.entry.parameters, arguments)
     if argument.part in ('weights', 'optimizer', 'other_state')
     for leaf in parameter.shape.leaves()
   )

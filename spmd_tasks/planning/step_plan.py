@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from spmd_tasks.planning.collectives import Collective, collectives, slice_of_device
 from spmd_tasks.planning.compiling import Compilation
 from spmd_tasks.planning.memory import LiveBuffer, memory_parts
-from spmd_tasks.planning.scheduled_program import read_program
+from spmd_tasks.planning.program import read_program
 from spmd_tasks.planning.targets import Target
 from spmd_tasks.planning.time import TimePrediction, predict_time
 from spmd_tasks.runtime import PartitionedModel, bytes_per_device
@@ -91,9 +91,8 @@ def _buffer_json(buffer: LiveBuffer) -> dict[str, Any]:
 
 
 def _collective_json(collective: Collective) -> dict[str, Any]:
-  fields = dataclasses.asdict(collective)
-  for name in ('group', 'computation', 'start', 'end'):
-    del fields[name]
+  names = [field.name for field in dataclasses.fields(collective) if field.name not in ('group', 'start', 'end')]
+  fields = {name: getattr(collective, name) for name in names}
   return {**fields, 'axes': list(collective.axes), 'shape': list(collective.shape)}
 
 
@@ -138,8 +137,8 @@ def plan_step(
     return _refused(compilation, model)
   assert isinstance(model.mesh, Mesh)
   analysis = compilation.program.memory_analysis()
-  program = read_program(compilation.program.as_text())
-  parts = memory_parts(compilation.program, program, model)
+  program = read_program(compilation.program)
+  parts = memory_parts(analysis, program, model)
   slice_size = target.num_devices // num_slices
   slice_of = slice_of_device if target.compiler != 'cpu' else lambda device: device.id // slice_size
   found = collectives(program, model.mesh, slice_of)

@@ -3,30 +3,56 @@
     prediction = predict_time(program, collectives(program, mesh), chip, mesh, model_flops=..., num_tokens=...)
     prediction.seconds, prediction.mfu, prediction.top[0]
 
-The program runs in the order of its schedule (`_schedule.py`). An instruction takes the cycles that the TPU compiler
-estimates; where there is no such estimate (on GPU and CPU: everywhere) it takes its roofline (`_costs.py`). Collectives
-take their bytes over the published bandwidth of their links (`_links.py`), copies to the host and back those over its
-link (`_host_traffic.py`); the program waits for what other work does not hide. Loops count as often as they run.
+The program's schedule is run on paper. Instructions run one after another. Each takes the cycles that the TPU compiler
+estimates; where there is no such estimate (on GPU and CPU: everywhere) it takes its roofline (costs.py). A collective
+enters the queue of its network when it starts, for as long as its links need for its bytes (networks.py); if it is
+asynchronous, the program waits for it where the schedule has its end, else at once. What was done meanwhile is hidden.
+Copies to the host and from there likewise, but of those that have started, the link serves the one that is waited for
+first. Loops count as often as they run.
 
 `roofline` is the least that the step can take: its FLOPs at peak, its bytes of memory, its bytes of network, whichever
-takes longest. `serial_s` is what it takes if nothing overlaps.
+takes longest.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
 
 from jax.sharding import Mesh
 
-from spmd_tasks.planning._costs import CAUSAL_SHARE, KERNEL_EFFICIENCY
-from spmd_tasks.planning._host_traffic import HostCopy, host_bytes, host_copies
-from spmd_tasks.planning._links import Links
-from spmd_tasks.planning._schedule import Operation, Schedule, Transfer
 from spmd_tasks.planning.chips import Chip
-from spmd_tasks.planning.collectives import Collective
-from spmd_tasks.planning.scheduled_program import ScheduledProgram
+from spmd_tasks.planning.collectives import Collective, is_collective
+from spmd_tasks.planning.costs import CAUSAL_SHARE, KERNEL_EFFICIENCY, Cost, instruction_cost
+from spmd_tasks.planning.hlo import Computation, Instruction
+from spmd_tasks.planning.networks import HostCopy, Links, host_bytes, host_copies
+from spmd_tasks.planning.program import Program, op_name_of
 
 CYCLES_ERROR = 0.25  # how far the sum of the compiler's cycles is assumed to be from the time on a chip, at most
 NUM_TOP = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+  """An instruction's time in a step.
+
+  Attributes:
+    name, computation: where it is in the program.
+    op_name: JAX's name.
+    seconds: of all its executions in a step; of a transfer, only while the program waits for it.
+    share: of the step.
+    count: executions in a step.
+    basis: 'cycles' of the compiler, 'roofline', 'kernel'; or what it waits for, 'ici', 'dcn' or 'host'.
+    flops: of all its executions.
+  """
+
+  name: str
+  computation: str
+  op_name: str
+  seconds: float
+  share: float
+  count: float
+  basis: str
+  flops: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +82,7 @@ class Roofline:
   def seconds(self) -> float | None:
     """The longest of the five."""
     every = self.flops_s, self.hbm_s, self.ici_s, self.dcn_s, self.host_s
-    known = [each for each in every if each is not None]
-    return max(known, default=None)
+    return max((each for each in every if each is not None), default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +94,6 @@ class TimePrediction:
     by_kind: seconds by 'cycles' (the compiler's), 'roofline', 'kernel', and by 'ici', 'dcn' and 'host' that nothing
       hides; they add up to `seconds`.
     hidden_s: seconds of collectives during which other work runs.
-    serial_s: the step's seconds if nothing overlapped.
-    recomputed_s: seconds of operations that the compiler computes a second time, for lack of memory.
     low_s, high_s: the error bar: the roofline, or the compiler's cycles less 25%; nothing overlapped, cycles plus 25%,
       and kernels at half of the assumed efficiency.
     roofline: the least that the step needs.
@@ -84,8 +107,6 @@ class TimePrediction:
   seconds: float | None
   by_kind: Mapping[str, float]
   hidden_s: float
-  serial_s: float
-  recomputed_s: float
   low_s: float | None
   high_s: float | None
   roofline: Roofline
@@ -97,14 +118,13 @@ class TimePrediction:
 
 
 def predict_time(
-  program: ScheduledProgram,
+  program: Program,
   collectives: Sequence[Collective],
   chip: Chip,
   mesh: Mesh,
   *,
   model_flops: float | None = None,
   num_tokens: int | None = None,
-  kernel_flops: Mapping[str, float] | None = None,
 ) -> TimePrediction:
   """Predicts the time of one execution of a program.
 
@@ -115,11 +135,10 @@ def predict_time(
     mesh: the mesh; on TPUs its devices' coordinates say which links a collective has.
     model_flops: of the step on all devices together, as `runtime.model_flops_per_train_step` counts them.
     num_tokens: of the step on all devices together.
-    kernel_flops: part of the name of a kernel -> FLOPs of one call on one device, for kernels that are not known here.
   """
   links = Links(mesh, chip)
   copies = host_copies(program)
-  schedule = Schedule(program, _transfers(collectives, links, copies, chip), chip, kernel_flops or {})
+  schedule = Schedule(program, _transfers(collectives, links, copies, chip), chip)
   operations = schedule.operations()
   by_kind: dict[str, float] = {}
   for each in operations:
@@ -128,7 +147,7 @@ def predict_time(
   total = sum(by_kind.values())
   on_network = (roofline.ici_s or 0) + (roofline.dcn_s or 0)
   exposed = by_kind.get('ici', 0) + by_kind.get('dcn', 0)
-  serial = total - exposed + on_network
+  serial = total - exposed + on_network  # if nothing overlapped
   is_known = chip.peak_flops is not None and chip.hbm_bandwidth is not None
   error = CYCLES_ERROR * by_kind.get('cycles', 0)
   seconds = total if is_known else None
@@ -137,8 +156,6 @@ def predict_time(
     seconds=seconds,
     by_kind=by_kind,
     hidden_s=max(0.0, on_network - exposed),
-    serial_s=serial,
-    recomputed_s=sum(each.seconds for each in operations if '.remat' in each.name),
     low_s=min(total, max(roofline.seconds or 0, total - error)) if is_known else None,
     high_s=serial + error + by_kind.get('kernel', 0) if is_known else None,
     roofline=roofline,
@@ -150,13 +167,154 @@ def predict_time(
   )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+  """A collective, or a copy to the host or from there.
+
+  Attributes:
+    start, end: where the program starts it and waits for it; no end: one instruction does both.
+    op_name: JAX's name.
+    basis: of the operation that waits for it.
+    queue: transfers of one queue share a link.
+    seconds: how long one execution occupies it.
+  """
+
+  start: Instruction
+  end: Instruction | None
+  op_name: str
+  basis: str
+  queue: str
+  seconds: float
+
+
+class Schedule:
+  """A program's schedule on a chip.
+
+  Attributes:
+    program: the program.
+    unknown: instructions without an estimate of their work, as `name (op_name)`.
+  """
+
+  def __init__(self, program: Program, transfers: Sequence[Transfer], chip: Chip):
+    self.program = program
+    self._chip = chip
+    self._starts: dict[Instruction, list[Transfer]] = {}
+    self._ends: dict[Instruction, list[Transfer]] = {}
+    for each in transfers:
+      self._starts.setdefault(each.start, []).append(each)
+      if each.end is not None:
+        self._ends.setdefault(each.end, []).append(each)
+    self._costs: dict[Instruction, Cost] = {}
+    self._seconds: dict[Computation, float] = {}
+    self._waits: dict[Computation, list[tuple[Transfer, float]]] = {}
+    self._run(program.module.entry)
+    self.unknown = tuple(f'{each.name} ({each.op_name})' for each, cost in self._costs.items() if not cost.is_known)
+
+  def operations(self) -> list[Operation]:
+    """Returns every operation that takes time."""
+    found = []
+    for computation, count in self.program.executions.items():
+      spent = []
+      for each in computation.instructions:
+        cost = self._cost(each)
+        if cost.seconds > 0:
+          spent.append((each.name, op_name_of(computation, each), cost.seconds, cost.basis, cost.flops))
+      spent += [(each.start.name, each.op_name, s, each.basis, 0.0) for each, s in self._waits.get(computation, ())]
+      found += [
+        Operation(
+          name=name,
+          computation=computation.name,
+          op_name=op_name,
+          seconds=seconds * count,
+          share=0,
+          count=count,
+          basis=basis,
+          flops=flops * count,
+        )
+        for name, op_name, seconds, basis, flops in spent
+      ]
+    return found
+
+  def totals(self) -> tuple[float, float]:
+    """Returns (FLOPs, bytes of the device's memory) of a step."""
+    costs = [(step.count, self._cost(step.instruction)) for step in self.program.steps()]
+    return sum(count * cost.flops for count, cost in costs), sum(count * cost.hbm_bytes for count, cost in costs)
+
+  def _cost(self, instruction: Instruction) -> Cost:
+    if instruction not in self._costs:
+      cost = instruction_cost(instruction, self._chip)
+      moves_data_only = (
+        instruction in self._starts
+        or instruction in self._ends
+        or is_collective(instruction)  # also where another instruction starts it
+        or instruction.opcode.endswith(('-start', '-done'))
+      )
+      # The time of a queue or of a copy engine, unless the instruction computes too.
+      self._costs[instruction] = dataclasses.replace(cost, seconds=0.0) if moves_data_only and not cost.flops else cost
+    return self._costs[instruction]
+
+  def _run(self, computation: Computation) -> float:
+    """Returns the seconds of one execution of a computation, and notes where it waits."""
+    if computation in self._seconds:
+      return self._seconds[computation]
+    now, queues = 0.0, collections.defaultdict[str, _Queue](_Queue)
+    waits = self._waits[computation] = []
+
+    def wait_for(transfer: Transfer) -> float:
+      end = queues[transfer.queue].end(transfer, now)
+      if end > now:
+        waits.append((transfer, end - now))
+      return max(now, end)
+
+    for instruction in computation.instructions:
+      for each in self._starts.get(instruction, ()):
+        # Collectives run in the order of the program, whichever is waited for first.
+        deadline = computation.place[each.end or each.start] if each.basis == 'host' else computation.place[each.start]
+        queues[each.queue].start(each, now, deadline)
+        if each.end is None:
+          now = wait_for(each)
+      for each in self._ends.get(instruction, ()):
+        now = wait_for(each)
+      now += self._cost(instruction).seconds
+      for called, times in self.program.runs(instruction):
+        now += times * self._run(called)
+    self._seconds[computation] = now
+    return now
+
+
+class _Queue:
+  """The transfers that share a link. Of those that have started, the one with the first deadline is served."""
+
+  def __init__(self):
+    self._now = 0.0
+    self._left: dict[int, tuple[int, float]] = {}  # id of a transfer -> its deadline, and seconds still to serve
+
+  def start(self, transfer: Transfer, now: float, deadline: int) -> None:
+    self._serve(now)
+    self._left[id(transfer)] = deadline, transfer.seconds
+
+  def end(self, transfer: Transfer, now: float) -> float:
+    """Serves on until the transfer is done, and returns when that is: `now` or later."""
+    self._serve(now)
+    deadline, _ = self._left.get(id(transfer), (0, 0.0))
+    self._serve(now + sum(seconds for other, seconds in self._left.values() if other <= deadline))
+    self._left.pop(id(transfer), None)
+    return self._now
+
+  def _serve(self, until: float) -> None:
+    for key, (deadline, seconds) in sorted(self._left.items(), key=lambda item: item[1][0]):
+      served = min(seconds, until - self._now)
+      self._left[key] = deadline, seconds - served
+      self._now += served
+    self._now = until
+
+
 def _transfers(
   collectives: Sequence[Collective], links: Links, copies: Sequence[HostCopy], chip: Chip
 ) -> list[Transfer]:
   """Lists what the program may wait for; a network and each direction to the host have a queue each."""
   transfers = [
     Transfer(
-      computation=each.computation,
       start=each.start,
       end=each.end,
       op_name=each.op_name,
@@ -168,9 +326,8 @@ def _transfers(
   ]
   transfers += [
     Transfer(
-      computation=each.computation.name,
-      start=each.start.name,
-      end=each.end.name if each.end else None,
+      start=each.start,
+      end=each.end,
       op_name=each.start.op_name,
       basis='host',
       queue='to the host' if each.is_write else 'from the host',
@@ -241,6 +398,4 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, r
   ):
     if names:
       lines.append(f'{len(names)} {what}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}.')
-  if program.num_unknown:
-    lines.append(f"{program.num_unknown} line(s) of the program's text could not be read.")
   return lines

@@ -1,15 +1,18 @@
-"""Small training steps, compiled once per test process: dense, experts, pipelined, long sequences by two ways."""
+"""Small training steps, compiled once per test process, and programs written by hand as XLA's text."""
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import fiddle as fdl
+from jaxlib import _hlo
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.experiments.synthetic import Tiny
 from spmd_tasks.layers.moe import Dropless
-from spmd_tasks.planning.scheduled_program import ScheduledProgram, read_program
+from spmd_tasks.planning.hlo import read_module
+from spmd_tasks.planning.program import Program, read_program
 from spmd_tasks.recipes import MoeLanguageModel, PipelinedLanguageModel
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, DataExpertModelMesh, context_axis_rules
@@ -62,7 +65,7 @@ class CompiledStep(NamedTuple):
   job: Job
   model: PartitionedModel
   compiled: Any
-  program: ScheduledProgram
+  program: Program
 
 
 @functools.cache
@@ -70,4 +73,21 @@ def compiled_step(experiment: type) -> CompiledStep:
   job = resolve(experiment).build()
   model = partition_job(job)
   compiled = model.train_step.compile()
-  return CompiledStep(job, model, compiled, read_program(compiled.as_text()))
+  return CompiledStep(job, model, compiled, read_program(compiled))
+
+
+ADD = """\
+%add (x.add: f32[], y.add: f32[]) -> f32[] {
+  %x.add = f32[] parameter(0)
+  %y.add = f32[] parameter(1)
+  ROOT %sum.add = f32[] add(%x.add, %y.add)
+}
+
+"""
+
+
+def program_of(text: str) -> Program:
+  """Reads a program written by hand, or kept as a file, after XLA's own parser; `%add` is there for reductions."""
+  text = re.sub(r' \(.*\) -> .* \{$', ' {', text, flags=re.MULTILINE)  # signatures, which the parser compares
+  head, line, rest = text.partition('\n')
+  return Program(read_module(_hlo.hlo_module_from_text(f'{head}{line}\n{ADD}{rest}').as_serialized_hlo_module_proto()))

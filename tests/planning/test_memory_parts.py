@@ -17,7 +17,7 @@ def shard_bytes(tree) -> int:
 @pytest.mark.parametrize('experiment', [Dense, Mixture, Pipelined])
 def test_the_parts_add_up_to_what_the_compiler_says(experiment):
   _, model, compiled, program = compiled_step(experiment)
-  parts = memory_parts(compiled, program, model)
+  parts = memory_parts(compiled.memory_analysis(), program, model)
   analysis = compiled.memory_analysis()
   whole = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
   assert parts.compiler_bytes == pytest.approx(whole, rel=0.01)  # nearly all of the output is the donated state
@@ -32,7 +32,7 @@ def test_the_parts_add_up_to_what_the_compiler_says(experiment):
 def test_activations_at_the_peak():
   """Tiny rematerialises nothing: what the backward loop needs of every layer is most of the memory."""
   _, model, compiled, program = compiled_step(Dense)
-  parts = memory_parts(compiled, program, model)
+  parts = memory_parts(compiled.memory_analysis(), program, model)
   largest = parts.largest[0]
   num_layers, rows, seq_len, model_dims = 2, 8 // 4, 16, 32
   assert (largest.part, math.prod(largest.shape)) == ('activations', num_layers * rows * seq_len * model_dims)

@@ -5,8 +5,8 @@ import pytest
 from spmd_tasks.config import resolve
 from spmd_tasks.experiments.synthetic import Tiny
 from spmd_tasks.planning import CHIPS, has_compiler, make_plan, parse_target
-from spmd_tasks.planning._host_traffic import host_bytes, host_copies
-from spmd_tasks.planning.scheduled_program import read_program
+from spmd_tasks.planning.networks import host_bytes, host_copies
+from tests.planning.compiled_steps import program_of
 
 BY_HAND = """\
 HloModule by_hand, is_scheduled=true
@@ -39,7 +39,8 @@ ENTRY %main (a: s32[]) -> f32[1,25] {
   %start = (f32[3,25]{1,0}, f32[3,25]{1,0:S(5)}, u32[]) copy-start(%stack)
   %done = f32[3,25]{1,0} copy-done(%start)
   %again = f32[1,25]{1,0} dynamic-slice(%stack, %a, %a), dynamic_slice_sizes={1,25}
-  %slice-start = ((f32[3,25]{1,0:S(5)}, s32[]), f32[2,25]{1,0}, u32[]) dynamic-slice-start(%stack, %a, %a)
+  %slice-start = ((f32[3,25]{1,0:S(5)}, s32[], s32[]), f32[2,25]{1,0}, u32[]) dynamic-slice-start(%stack, %a, %a), \
+dynamic_slice_sizes={2,25}
   %slice-done = f32[2,25]{1,0} dynamic-slice-done(%slice-start)
   ROOT %on_device = f32[1,25]{1,0} dynamic-slice(%done, %a, %a), dynamic_slice_sizes={1,25}
 }
@@ -47,7 +48,7 @@ ENTRY %main (a: s32[]) -> f32[1,25] {
 
 
 def test_the_bytes_of_copies_updates_and_slices_are_counted_once_per_pass():
-  copies = host_copies(read_program(BY_HAND))
+  copies = host_copies(program_of(BY_HAND))
   assert [(each.start.name, each.count * each.num_bytes, each.is_write) for each in copies] == [
     ('start', 75 * 4, False),
     ('again', 25 * 4, False),

@@ -10,9 +10,9 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.planning import STEPS, format_plan, has_compiler, make_plan, parse_target
 from spmd_tasks.planning import plan as plan_module
-from spmd_tasks.planning._products import program_flops
 from spmd_tasks.planning.compiling import read_refusal
-from spmd_tasks.planning.scheduled_program import read_program
+from spmd_tasks.planning.costs import program_flops
+from spmd_tasks.planning.program import read_program
 from spmd_tasks.runtime import bytes_per_device
 
 XLA = 'task.model.stack.block.attention.implementation=xla'  # compiles faster than a kernel
@@ -33,7 +33,7 @@ def agrees_with_the_run(plan, job) -> None:
   assert (step.argument_bytes, step.temp_bytes) == (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
   assert step.output_bytes - step.alias_bytes == memory.output_size_in_bytes - memory.alias_size_in_bytes
   assert step.compiler_flops == program.cost_analysis()['flops']
-  assert step.time.roofline.flops == program_flops(read_program(program.as_text()))
+  assert step.time.roofline.flops == program_flops(read_program(program))
   assert step.temp_bytes > 0
   assert plan.fits is None  # nobody says how much memory a CPU has
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_tasks.planning._links import Links
 from spmd_tasks.planning.chips import CHIPS
+from spmd_tasks.planning.networks import Links
 
 
 def torus(shape: tuple[int, ...]) -> Any:

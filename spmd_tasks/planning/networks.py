@@ -1,4 +1,4 @@
-"""Gives a collective's bandwidth: which links of a torus, of a node's switch or between slices it can use.
+"""Says how long a transfer occupies its link: collectives on a torus, in a node or between slices; copies to the host.
 
 What a dim of a torus gives to a group, in links of one direction that every device can use at once (`links_of_dim`):
 
@@ -13,16 +13,25 @@ has a piece for every other: half of what a line's devices send crosses its midd
 
 Which dims close, and the costs on rings: Austin et al., How to Scale Your Model (2025),
 https://jax-ml.github.io/scaling-book/tpus and /sharding.
+
+Offloaded activations are copied between a device and the memory of its host. The scheduled program marks arrays of the
+host by the memory space 5. Layers' values are written there and read back slice by slice, by copies and by updates and
+slices of a stack, inside of fusions and of asynchronous computations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import dataclasses
 import itertools
 
 from jax.sharding import Mesh
 import numpy as np
 
 from spmd_tasks.planning.chips import Chip
-from spmd_tasks.planning.collectives import Collective
+from spmd_tasks.planning.collectives import WRAPPER, Collective, end_of_pair, unwrapped_computations
+from spmd_tasks.planning.hlo import HOST_MEMORY, Instruction, Shape
+from spmd_tasks.planning.program import Program
+
+_READS = frozenset({'copy', 'copy-start', 'dynamic-slice', 'slice'})
 
 
 class Links:
@@ -116,3 +125,72 @@ def _coordinates(mesh: Mesh) -> np.ndarray | None:
   """Returns [devices in the mesh's order, dims of the torus]; None where the devices have no coordinates."""
   found = [getattr(device, 'coords', None) for device in mesh.devices.flat]
   return None if any(coordinates is None for coordinates in found) else np.array(found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCopy:
+  """A copy to the host or from there.
+
+  Attributes:
+    start, end: the instructions that start it and wait for it; no end: one does both.
+    count: executions per step.
+    num_bytes: of one device and one execution.
+    is_write: whether it goes to the host.
+  """
+
+  start: Instruction
+  end: Instruction | None
+  count: float
+  num_bytes: int
+  is_write: bool
+
+
+def host_copies(program: Program) -> list[HostCopy]:
+  """Returns the copies to the host and back, in the order of the schedule."""
+  return [
+    HostCopy(
+      start=instruction,
+      end=end_of_pair(computation, instruction) if instruction.opcode.endswith('-start') else None,
+      count=count,
+      num_bytes=abs(moved),
+      is_write=moved > 0,
+    )
+    for computation, count in unwrapped_computations(program)
+    for instruction in computation.instructions
+    for moved in _moved_by(instruction)
+  ]
+
+
+def host_bytes(copies: Sequence[HostCopy]) -> float:
+  """Returns the bytes to the host in one execution of a program, or those from it: the link has a lane for each."""
+  return max(sum(each.count * each.num_bytes for each in copies if each.is_write == way) for way in (True, False))
+
+
+def _moved_by(instruction: Instruction) -> Iterator[int]:
+  """Yields `_moved` of an instruction, or of those in its fusion or asynchronous computation, without zeros."""
+  if moved := _moved(instruction):
+    yield moved
+  if instruction.opcode in ('fusion', WRAPPER):
+    for each in instruction.called[0].instructions:
+      yield from _moved_by(each)
+
+
+def _moved(instruction: Instruction) -> int:
+  """The bytes that an instruction writes to the host, negative if it reads them from there."""
+  shapes = [operand.shape for operand in instruction.operands]
+  if instruction.opcode == 'dynamic-update-slice':
+    return shapes[1].stored_bytes if _is_on_host(shapes[0]) and not _is_on_host(shapes[1]) else 0
+  if instruction.opcode not in _READS:
+    return 0
+  result = _first_array(instruction.shape)  # a start has its operand and its handle after it
+  if _is_on_host(shapes[0]) == _is_on_host(result):
+    return 0
+  return result.stored_bytes if _is_on_host(result) else -result.stored_bytes
+
+
+def _first_array(shape: Shape) -> Shape:
+  return next(shape.leaves(), shape)
+
+
+def _is_on_host(shape: Shape) -> bool:
+  return _first_array(shape).memory_space == HOST_MEMORY

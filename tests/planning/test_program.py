@@ -1,14 +1,15 @@
-"""Compiled programs read from their text: shapes, attributes, loops, how often things run, and unknown lines."""
+"""Compiled programs: shapes, loops, how often things run, and products in every form."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
-from spmd_tasks.planning._hlo_text import parse_attributes, parse_shape
-from spmd_tasks.planning._products import program_flops
-from spmd_tasks.planning.scheduled_program import read_program
+from spmd_tasks.planning.costs import program_flops
+from spmd_tasks.planning.hlo import read_module
+from spmd_tasks.planning.program import read_program
 from spmd_tasks.runtime import count_matmul_flops
+from tests.planning.compiled_steps import program_of
 
 
 @pytest.mark.parametrize(
@@ -22,22 +23,12 @@ from spmd_tasks.runtime import count_matmul_flops
     ('s4[7]{0:E(4)}', 4, 4),
     ('(f32[2]{0}, /*index=1*/(s32[], pred[3]), token[])', 8 + 4 + 3, 15),
     ('f8e4m3fn[10]', 10, 10),
-    ('nonsense', 0, 0),
+    ('c64[2]', 16, 16),
   ],
 )
 def test_shapes(text, num_bytes, stored_bytes):
-  shape = parse_shape(text)
+  shape = program_of(f'HloModule m\n\nENTRY %main {{\n  ROOT %p = {text} parameter(0)\n}}').module.entry.root.shape
   assert (shape.num_bytes, shape.stored_bytes) == (num_bytes, stored_bytes)
-
-
-def test_attributes_may_hold_quotes_and_brackets():
-  text = 'dims={1,{2}}, metadata={op_name="f(\\"a, b\\")={" source_line=3}, backend_config={"a":{"b":"}"}}, flag=true'
-  assert parse_attributes(text) == {
-    'dims': '{1,{2}}',
-    'metadata': '{op_name="f(\\"a, b\\")={" source_line=3}',
-    'backend_config': '{"a":{"b":"}"}}',
-    'flag': 'true',
-  }
 
 
 PROGRAM = """\
@@ -63,12 +54,12 @@ HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias)
   %x = f32[8,8]{1,0} get-tuple-element(%arg.1), index=1
   %f = f32[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused, metadata={op_name="jit(f)/while/dot \\"x\\""}, \
 backend_config={"window_config":{"estimated_cycles":"1234"}}
-  what the compilers of next year print
   ROOT %out = (s32[], f32[8,8]{1,0}) tuple(%next, %f)
 }
 
 ENTRY %main (a: f32[8,8]) -> (f32[8,8]) {
   %a = f32[8,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %scalar = f32[] parameter(1)
   %one = s32[] constant(1)
   %init = (s32[], f32[8,8]{1,0}) tuple(%one, %a)
   %loop = (s32[], f32[8,8]{1,0}) while(%init), condition=%condition, body=%body
@@ -79,34 +70,29 @@ frontend_attributes={settings={
 }}, metadata={op_name="kernel"}
   ROOT %tuple = (f32[8,8]{1,0}) tuple(%kernel)
 }
-
-FileNames
-1 "f.py"
 """
 
 
 def test_a_program_with_a_loop():
-  program = read_program(PROGRAM)
-  assert (program.name, program.attributes['num_partitions'], program.entry.name) == ('jit_f', '4', 'main')
-  assert program.trip_counts == {'loop': 5}  # 1, 3, 5, 7, 9
-  assert program.executions == {'main': 1, 'body': 5, 'condition': 6}
-  fusion = program.computations['body'].by_name['f']
-  assert (fusion.op_name, fusion.estimated_cycles, fusion.operands) == ('jit(f)/while/dot "x"', 1234, ('x',))
-  kernel = program.entry.by_name['kernel']
-  assert (kernel.custom_call_target, kernel.operands, kernel.op_name) == ('tpu_custom_call', ('result',), 'kernel')
+  program = program_of(PROGRAM)
+  module = program.module
+  assert (module.entry.name, module.donated) == ('main', {(0,)})
+  assert {loop.name: trips for loop, trips in program.trip_counts.items()} == {'loop': 5}  # 1, 3, 5, 7, 9
+  assert {each.name: times for each, times in program.executions.items()} == {'main': 1, 'body': 5, 'condition': 6}
+  by_name = {each.name: each for each in module.home}
+  fusion, kernel = by_name['f'], by_name['kernel']
+  assert (fusion.op_name, fusion.estimated_cycles) == ('jit(f)/while/dot "x"', 1234)
+  assert (kernel.target, [each.name for each in kernel.operands], kernel.op_name) == (
+    'tpu_custom_call',
+    ['result'],
+    'kernel',
+  )
   assert program_flops(program) == 5 * 2 * 8 * 8 * 8
 
 
-def test_a_line_that_cannot_be_read_is_kept_and_counted():
-  program = read_program(PROGRAM)
-  assert program.num_unknown == 1
-  unknown = [each for each in program.computations['body'].instructions if each.opcode == 'unknown']
-  assert unknown[0].tail == 'what the compilers of next year print'
-
-
-def test_a_text_without_a_program_is_refused():
-  with pytest.raises(ValueError, match='a text of 5 characters holds no HLO computation'):
-    read_program('hello')
+def test_bytes_without_a_program_are_refused():
+  with pytest.raises(ValueError, match='a program of 0 bytes holds no computation'):
+    read_module(b'')
 
 
 @pytest.mark.parametrize(
@@ -118,22 +104,22 @@ def test_a_text_without_a_program_is_refused():
     (('constant(1)', 'constant(20)'), 0),
     (('compare(%counter, %bound), direction=LT', 'compare(%bound, %counter), direction=GT'), 5),
     (('body=%body\n', 'body=%body, backend_config={"known_trip_count":{"n":"3"}}\n'), 3),
-    (('%one = s32[] constant(1)', '%one = s32[] bitcast(%a)'), None),  # decided by an argument
+    (('%one = s32[] constant(1)', '%one = s32[] convert(%scalar)'), None),  # decided by an argument
     (('s32[] add(%counter.1, %two)', 's32[] multiply(%counter.1, %two)'), None),
   ],
 )
 def test_trip_counts(change, trips):
-  program = read_program(PROGRAM.replace(*change))
-  assert program.trip_counts == {'loop': trips}
+  program = program_of(PROGRAM.replace(*change))
+  assert list(program.trip_counts.values()) == [trips]
   assert bool(program.unknown_loops) == (trips is None)
 
 
 def test_loops_for_what_did_not_fit_experts_buffers_count_none():
   """Their length follows from the routing; under balanced routing it is none."""
-  of_unknown_length = PROGRAM.replace('%one = s32[] constant(1)', '%one = s32[] bitcast(%a)')
+  of_unknown_length = PROGRAM.replace('%one = s32[] constant(1)', '%one = s32[] convert(%scalar)')
   named = f'body=%body, metadata={{op_name="jit(f)/{FURTHER_PASSES_NAME}/while"}}\n'
-  program = read_program(of_unknown_length.replace('body=%body\n', named))
-  assert program.executions == {'main': 1, 'body': 0, 'condition': 1}
+  program = program_of(of_unknown_length.replace('body=%body\n', named))
+  assert {each.name: times for each, times in program.executions.items()} == {'main': 1, 'body': 0, 'condition': 1}
   assert (program.unknown_loops, len(program.rare_loops)) == ((), 1)
 
 
@@ -149,8 +135,8 @@ def layers(x, stack, is_odd):
 
 def test_flops_of_what_xla_compiled_are_those_of_the_jaxpr():
   arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((16, 8), 'f4'), ((5, 8, 8), 'f4'), ((), '?'))]
-  program = read_program(jax.jit(layers).lower(*arguments).compile().as_text())
-  assert (program.num_unknown, program.unknown_loops) == (0, ())
+  program = read_program(jax.jit(layers).lower(*arguments).compile())
+  assert program.unknown_loops == ()
   assert program_flops(program) == count_matmul_flops(layers, *arguments) == 5 * (3 + 2) * 2 * 16 * 8 * 8
   assert {5, 3} <= set(program.trip_counts.values())
 
@@ -182,5 +168,5 @@ ENTRY %main (a: f32[6,4], b: f32[4,8]) -> f32[6,8] {{
   ],
 )  # fmt: skip
 def test_products_written_as_convolutions(lhs, rhs, out, attributes, flops):
-  program = read_program(CONVOLUTION.format(lhs=lhs, rhs=rhs, out=out, attributes=attributes))
+  program = program_of(CONVOLUTION.format(lhs=lhs, rhs=rhs, out=out, attributes=attributes))
   assert program_flops(program) == flops

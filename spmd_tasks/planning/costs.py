@@ -1,0 +1,285 @@
+"""Estimates how long one instruction of a compiled program takes on a chip, and says on what the estimate rests.
+
+For TPUs the compiler notes its own estimate in cycles. Everything else is a roofline: the larger of the time for the
+FLOPs at the chip's peak and the time for the bytes at its memory's bandwidth. Kernels (custom calls) get a share of the
+peak, `KERNEL_EFFICIENCY`; what an attention kernel multiplies is known from its name and the shapes of its operands.
+
+Every product of attention has a side as short as a head. Where a TPU's matrix units are wider than a head, a part of
+them has nothing to do: heads of 128 fill half of a v6e's. A published profile of a v6e agrees, see chips.py.
+
+Compilers write products in several forms: `dot`; `convolution`, into which the TPU compiler turns every product, batch
+dims as dilated windows; and calls of libraries (cuBLAS, oneDNN, Eigen). Each is counted from its shapes, two FLOPs per
+multiply-add. Positions of a convolution's window that fall on padding or between dilated elements are not counted.
+
+A fusion reads its operands and writes its results; nothing in between goes through memory. Where it only looks up or
+changes a slice of an operand, only the slice moves: loops over stacked layers do little else with their stacks. Arrays
+in other memories than HBM (a TPU's vector memory) are not counted.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Literal
+
+from spmd_tasks.planning.chips import Chip
+from spmd_tasks.planning.hlo import UNKNOWN_CYCLES, Computation, Instruction, Shape, nested
+from spmd_tasks.planning.program import Program
+
+# Of peak FLOP/s, or of the filled part of the matrix units; published attention and grouped-matmul kernels reach 0.5 to
+# 0.75.
+KERNEL_EFFICIENCY = 0.6
+
+Basis = Literal['cycles', 'roofline', 'kernel']
+
+_CONTROL = frozenset({'while', 'conditional', 'call', 'async-start', 'async-update', 'async-done'})
+# Custom calls that only tell the compiler something.
+_MARKERS = re.compile('AllocateBuffer|Sharding|SetBound|Bitcast|annotate|Assume|X64|AsyncCollective|Pin|Barrier')
+# Attention kernels: how many products of queries with keys (or the like) they compute. One kernel for the gradients of
+# queries, keys and values has the name of that for keys and values.
+_ALL_GRADIENTS = 5
+_OF_KEYS_AND_VALUES = re.compile(r'splash\w*dkv')
+_ATTENTION_PRODUCTS = (
+  (_OF_KEYS_AND_VALUES, 4),
+  (re.compile(r'splash\w*dq'), 3),
+  (re.compile(r'splash'), 2),
+  (re.compile(r'fmha\w*[bB]ackward'), 5),
+  (re.compile(r'fmha'), 2),
+)
+# Our grouped matmuls on GPUs: the gradient of weights, and all others.
+_GROUPED = re.compile(r'\bgrouped_matmul(_of_weights)?\b')
+CAUSAL_SHARE = 0.5  # of the products of all queries with all keys, that attention kernels do not skip
+_GEMM_TARGETS = ('gemm', 'matmul', 'dot')
+_NO_TRAFFIC = frozenset({
+  'parameter', 'tuple', 'get-tuple-element', 'bitcast', 'constant', 'while', 'conditional', 'call', 'after-all',
+  'partition-id', 'replica-id', 'iota', 'opt-barrier', 'optimization-barrier', 'async-start', 'async-update',
+})  # fmt: skip
+_SLICES = frozenset({'slice', 'dynamic-slice', 'gather'})
+_VIEWS = frozenset({'bitcast', 'get-tuple-element'})
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """The cost of one execution of an instruction.
+
+  Attributes:
+    seconds: how long it takes.
+    flops: of products inside of it.
+    hbm_bytes: read and written in the device's main memory.
+    basis: 'cycles' of the compiler; 'roofline'; 'kernel': FLOPs at an assumed efficiency.
+    is_known: whether that is an estimate; if not, the bytes of a kernel count, or nothing.
+  """
+
+  seconds: float
+  flops: float
+  hbm_bytes: float
+  basis: Basis
+  is_known: bool = True
+
+
+_NO_COST = Cost(0, 0, 0, 'roofline')
+
+
+def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
+  """Returns the cost of one execution, without that of other computations that a loop, a call or a branch runs."""
+  if instruction.opcode in _CONTROL:
+    return _NO_COST
+  basis: Basis = 'roofline'
+  flops, moved, efficiency = instruction_flops(instruction), hbm_bytes(instruction), 1.0
+  if instruction.opcode == 'custom-call':
+    if _MARKERS.search(instruction.target):
+      return _NO_COST
+    attention = _attention(instruction)
+    if attention is not None:
+      flops, head_dim = attention
+      efficiency = _filled(head_dim, chip.mxu_size)
+    else:
+      stated = nested(instruction.backend_config, 'custom_call_config', 'cost_estimate', 'flops')
+      flops = float(stated or 0) or _grouped_flops(instruction) or flops
+    basis = 'kernel' if flops or instruction.target == 'tpu_custom_call' else 'roofline'
+  cycles = instruction.estimated_cycles
+  if cycles == UNKNOWN_CYCLES:
+    return Cost(0, flops, moved, 'cycles', is_known=False)
+  if cycles and chip.clock_hz:
+    at_peak = flops / chip.peak_flops if chip.peak_flops else 0.0  # a few estimates are below: up to 128% of peak
+    return Cost(max(cycles / chip.clock_hz, at_peak), flops, moved, 'cycles')
+  seconds = 0.0
+  if chip.peak_flops and chip.hbm_bandwidth:
+    efficiency *= KERNEL_EFFICIENCY if basis == 'kernel' else 1
+    seconds = max(flops / (chip.peak_flops * efficiency), moved / chip.hbm_bandwidth)
+  return Cost(seconds, flops, moved, basis, is_known=basis != 'kernel' or flops > 0)
+
+
+def _attention(instruction: Instruction) -> tuple[float, int] | None:
+  """The FLOPs of an attention kernel and the size of a head; None of other kernels.
+
+  The first two operands of floating-point type and three or four dims are queries and keys [..., T, K], to cuDNN
+  [B, T, H, K]. A product is of all queries with all keys, of which a causal kernel skips a part.
+  """
+  text = f'{instruction.op_name} {instruction.target} {instruction.name}'
+  products = next((count for pattern, count in _ATTENTION_PRODUCTS if pattern.search(text)), None)
+  if products is None:
+    return None
+  shapes = [operand.shape for operand in instruction.operands]
+  arrays = [shape for shape in shapes if len(shape.dims) >= 3 and shape.dtype in ('bf16', 'f16', 'f32')]
+  if len(arrays) < 2:
+    return 0.0, 0
+  query, key = arrays[:2]
+  has_partial_sums = any(len(result.dims) > len(query.dims) for result in instruction.shape.leaves())
+  if has_partial_sums and _OF_KEYS_AND_VALUES.search(text):  # of the queries' gradients: [blocks of keys, *queries]
+    products = _ALL_GRADIENTS
+  num_keys = key.dims[-3 if 'fmha' in instruction.target else -2]
+  return products * CAUSAL_SHARE * 2.0 * query.size * num_keys, query.dims[-1]
+
+
+def _grouped_flops(instruction: Instruction) -> float | None:
+  """The FLOPs of our grouped matmul for GPUs, as if every row belonged to a group; None of other kernels.
+
+  Rows [R, K] times matrices give [R, N]; rows [R, K] and rows [R, N] give the gradients of matrices, [E, K, N].
+  """
+  found = _GROUPED.search(instruction.op_name) if 'triton' in instruction.target else None
+  if found is None:
+    return None
+  left, right = (operand.shape for operand in instruction.operands[:2])
+  return 2.0 * left.size * (right.dims[-1] if found[1] else instruction.shape.dims[-1])
+
+
+def _filled(head_dim: int, mxu_size: int | None) -> float:
+  """The part of a matrix unit of `mxu_size` rows that a head of this size fills."""
+  if not head_dim or not mxu_size:
+    return 1.0
+  return head_dim / (-(-head_dim // mxu_size) * mxu_size)
+
+
+def program_flops(program: Program) -> float:
+  """Returns the FLOPs of one device in one execution of the program: products and convolutions, loops counted."""
+  return sum(step.count * instruction_flops(step.instruction) for step in program.steps())
+
+
+def instruction_flops(instruction: Instruction) -> float:
+  """Returns the FLOPs of products, convolutions and a library's products, also of those in a fusion."""
+  if instruction.fused is not None:
+    return sum(map(instruction_flops, instruction.fused.instructions))
+  if len(instruction.operands) < 2:
+    return 0
+  lhs, rhs = (operand.shape for operand in instruction.operands[:2])
+  match instruction.opcode:
+    case 'dot':
+      dims = instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions
+      return 2 * instruction.shape.size * math.prod(lhs.dims[dim] for dim in dims)
+    case 'convolution':
+      return _convolution_flops(lhs, rhs, instruction)
+    case 'custom-call' if any(name in instruction.target for name in _GEMM_TARGETS):
+      return _library_flops(instruction, lhs)
+  return 0
+
+
+def _library_flops(instruction: Instruction, lhs: Shape) -> float:
+  config = instruction.backend_config
+  numbers = config.get('gemm_backend_config', config)
+  dims = nested(numbers, 'dot_dimension_numbers', 'lhs_contracting_dimensions') or ()
+  output = next(instruction.shape.leaves(), None)
+  if output is None or not lhs.dims:
+    return 0
+  return 2 * output.size * (math.prod(lhs.dims[int(dim)] for dim in dims) if dims else lhs.dims[-1])
+
+
+def _convolution_flops(lhs: Shape, rhs: Shape, instruction: Instruction) -> float:
+  numbers, output = instruction.proto.convolution_dimension_numbers, instruction.shape
+  pairs = 1
+  for window, of_lhs, of_rhs, of_output in zip(
+    instruction.proto.window.dimensions,
+    numbers.input_spatial_dimensions,
+    numbers.kernel_spatial_dimensions,
+    numbers.output_spatial_dimensions,
+    strict=True,
+  ):
+    pairs *= _window_pairs(
+      lhs=lhs.dims[of_lhs],
+      kernel=rhs.dims[of_rhs],
+      output=output.dims[of_output],
+      stride=window.stride,
+      pad=window.padding_low,
+      lhs_dilate=window.base_dilation,
+      rhs_dilate=window.window_dilation,
+    )
+  batch, features = (output.dims[dim] for dim in (numbers.output_batch_dimension, numbers.output_feature_dimension))
+  return 2 * batch * features * rhs.dims[numbers.kernel_input_feature_dimension] * pairs
+
+
+def _window_pairs(
+  *, lhs: int, kernel: int, output: int, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int
+) -> int:
+  """Counts pairs (output position o, kernel position k) that meet an element of the left side.
+
+  The position is o * stride + k * rhs_dilate - pad. It meets one if it is a multiple of lhs_dilate, from 0 to below
+  lhs * lhs_dilate.
+  """
+  divisor = math.gcd(stride, lhs_dilate)
+  period = lhs_dilate // divisor  # positions that are multiples of lhs_dilate come once every `period` outputs
+  inverse = pow(stride // divisor, -1, period) if period > 1 else 0
+  count = 0
+  for position in range(kernel):
+    start = position * rhs_dilate - pad
+    if start % divisor:
+      continue
+    low = max(0, -(start // stride))  # the first output whose position is not negative
+    high = min(output - 1, (lhs_dilate * (lhs - 1) - start) // stride)
+    if high < low:
+      continue
+    first = (-(start // divisor) * inverse) % period
+    first += -(-(low - first) // period) * period if low > first else 0
+    count += max(0, (high - first) // period + 1) if first <= high else 0
+  return count
+
+
+def hbm_bytes(instruction: Instruction) -> int:
+  """Returns the bytes that one execution of an instruction moves; 0 for control flow, views and ends of async pairs."""
+  opcode, shapes = instruction.opcode, [operand.shape for operand in instruction.operands]
+  if opcode in _NO_TRAFFIC or opcode.endswith('-done'):
+    return 0
+  if instruction.fused is not None:
+    return _fusion_bytes(instruction, instruction.fused)
+  if opcode in _SLICES:
+    return 2 * _in_hbm(instruction.shape)
+  if opcode == 'dynamic-update-slice':
+    return 2 * _in_hbm(shapes[1])
+  written = _in_hbm(instruction.shape)
+  if opcode.endswith('-start'):
+    written = _in_hbm(instruction.shape.elements[0]) if instruction.shape.elements else 0
+  return written + sum(map(_in_hbm, shapes))
+
+
+def _fusion_bytes(instruction: Instruction, fused: Computation) -> int:
+  def read(value: Instruction) -> int:
+    """The bytes read of a value: slices of it if nothing else is taken, none where it is changed in place."""
+    total = 0
+    for user in fused.users.get(value, ()):
+      if user.opcode in _SLICES and user.operands[0] is value:
+        total += user.shape.stored_bytes
+      elif user.opcode == 'dynamic-update-slice' and user.operands[0] is value:
+        continue
+      elif user.opcode == 'tuple' and user is fused.root:
+        continue  # handed on as it is
+      elif user.opcode in _VIEWS:
+        total += read(user)
+      else:
+        return value.shape.stored_bytes
+    return min(total, value.shape.stored_bytes)
+
+  operands = zip(fused.parameters, instruction.operands)
+  total = sum(read(parameter) for parameter, operand in operands if _in_hbm(operand.shape))
+  results = fused.root.operands if fused.root.opcode == 'tuple' else (fused.root,)
+  written = zip(results, instruction.shape.leaves())
+  return total + sum(_written(result, shape) for result, shape in written if _in_hbm(shape))
+
+
+def _written(result: Instruction, shape: Shape) -> int:
+  while result.opcode in _VIEWS:
+    result = result.operands[0]
+  if result.opcode == 'parameter':
+    return 0
+  return result.operands[1].shape.stored_bytes if result.opcode == 'dynamic-update-slice' else shape.stored_bytes
+
+
+def _in_hbm(shape: Shape) -> int:
+  return sum(leaf.stored_bytes for leaf in shape.leaves() if leaf.memory_space == 0)

@@ -1,0 +1,321 @@
+"""Says what a compiled program runs and how often: its operations in the order of their schedule, loops counted.
+
+    program = read_program(compiled)
+    for step in program.steps():          # the operations that run
+      print(step.count, step.instruction.opcode, step.instruction.shape, step.instruction.op_name)
+
+An operation may run other computations: a `while` its body, a `conditional` one of its branches, a `fusion` all that it
+fuses. How often a loop runs, a compiler may say (`known_trip_count`). Else it is read: the loop's condition compares a
+counter with a bound, its body adds a step to the counter, and the counter starts at an initial value. Any of the three
+may stand in a fusion, or be carried into the loop from outside. So values are computed as `slope * counter + offset`.
+"""
+
+import collections
+from collections.abc import Iterator, Mapping
+import dataclasses
+import functools
+from typing import Any
+
+from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
+from spmd_tasks.planning.hlo import Computation, Instruction, Module, nested, origin_of, read_module
+
+_NO_WORK = frozenset({'parameter', 'tuple', 'get-tuple-element', 'bitcast', 'constant', 'while', 'conditional', 'call'})
+_COPIES = frozenset({'bitcast', 'copy', 'convert', 'reshape', 'broadcast', 'copy-done', 'bitcast-convert', 'transpose'})
+_HANDED_ON = _COPIES | {'copy-start', 'optimization-barrier', 'opt-barrier'}
+_COUNTERS = frozenset({'s8', 'u8', 's16', 'u16', 's32', 'u32', 's64', 'u64'})
+_MAX_DEPTH = 60
+_MAX_DISTANCE = 6  # of the instruction that another one without a name is named after
+_LOOP = '/while/body'
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """An instruction of a computation, and how often one execution of the program runs it."""
+
+  instruction: Instruction
+  computation: Computation
+  count: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+  """A compiled program."""
+
+  module: Module
+
+  @functools.cached_property
+  def trip_counts(self) -> Mapping[Instruction, int | None]:
+    """While loop -> how often its body runs each time; None where the program decides that as it runs."""
+    return {each: _trip_count(self.module, each) for each in self.module.home if each.opcode == 'while'}
+
+  @functools.cached_property
+  def executions(self) -> Mapping[Computation, float]:
+    """Computation -> how often one execution of the program runs it, without what is inside of fusions.
+
+    A loop with an unknown trip count counts once (`unknown_loops` names them), but for those of `rare_loops`, which
+    do not count; of a conditional's branches only the one with the most work counts.
+    """
+    counts: dict[Computation, float] = {}
+
+    def visit(computation: Computation, count: float) -> None:
+      counts[computation] = counts.get(computation, 0) + count
+      for instruction in computation.instructions:
+        for called, times in self.runs(instruction):
+          visit(called, count * times)
+
+    visit(self.module.entry, 1)
+    return counts
+
+  @property
+  def unknown_loops(self) -> tuple[str, ...]:
+    """The loops that run but whose trip counts are unknown, as `loop (op_name)`."""
+    return self._untold_loops(is_rare=False)
+
+  @property
+  def rare_loops(self) -> tuple[str, ...]:
+    """The loops for which the usual number of passes is none: experts' rows that did not fit the first time."""
+    return self._untold_loops(is_rare=True)
+
+  def _untold_loops(self, is_rare: bool) -> tuple[str, ...]:
+    loops = [step.instruction for step in self.steps() if step.count and step.instruction.opcode == 'while']
+    untold = [loop for loop in loops if self.trip_counts[loop] is None and _is_rare(loop) == is_rare]
+    return tuple(f'{loop.name} ({loop.op_name})' for loop in untold)
+
+  def steps(self) -> Iterator[Step]:
+    """Yields every instruction that runs, computation by computation."""
+    for computation, count in self.executions.items():
+      for instruction in computation.instructions:
+        yield Step(instruction, computation, count)
+
+  def runs(self, instruction: Instruction) -> Iterator[tuple[Computation, float]]:
+    """Yields the computations that an instruction runs, fusions and reducers apart, and how often each."""
+    match instruction.opcode:
+      case 'while':
+        known = self.trip_counts[instruction]
+        trips = (0 if _is_rare(instruction) else 1) if known is None else known
+        body, condition = instruction.called
+        yield body, trips
+        yield condition, trips + 1
+      case 'conditional':
+        yield max(instruction.called, key=self._work), 1
+      case 'call' | 'async-start':
+        for called in instruction.called:
+          yield called, 1
+
+  def _work(self, computation: Computation) -> float:
+    """Weighs a branch of a conditional: the bytes that its instructions write, with those of what it runs."""
+    own = sum(each.shape.num_bytes for each in computation.instructions if each.opcode not in _NO_WORK)
+    inner = (self._work(called) * times for each in computation.instructions for called, times in self.runs(each))
+    return own + sum(inner)
+
+
+def read_program(compiled: Any) -> Program:
+  """Reads a jax.stages.Compiled, for any platform."""
+  return Program(read_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()))
+
+
+def _is_rare(loop: Instruction) -> bool:
+  return FURTHER_PASSES_NAME in loop.op_name
+
+
+def op_name_of(computation: Computation, instruction: Instruction) -> str:
+  """Returns JAX's name of an instruction, also where the compiler made the instruction and gave it none; or ''.
+
+  A loop that the compiler rewrote has the name that most of its body has. Any other instruction without a name has
+  that of the nearest instruction that needs its result, or else of the nearest one that its operands come from: an
+  all-gather is named after the product that it is for.
+  """
+  if _is_jax_name(instruction.op_name):
+    return instruction.op_name
+  if instruction.opcode == 'while':
+    return _loop_name(instruction) or instruction.op_name
+  fused = instruction.fused
+  inside = [fused.root, *reversed(fused.instructions)] if fused else []
+  named = next((each.op_name for each in inside if _is_jax_name(each.op_name)), '')
+  forwards = named or _nearest(computation, instruction, forwards=True)
+  return forwards or _nearest(computation, instruction, forwards=False) or instruction.op_name
+
+
+def loop_element_name(loop: Instruction, index: int) -> str:
+  """Returns JAX's name of what a loop's body writes to element `index` of its state; '' if the body only hands it on.
+
+  Of an update, as of a stack of all layers' activations, that is the name of what is written, not of the update; it is
+  '.../while/carry' if that is what the pass of the loop received.
+  """
+  body = loop.called[0]
+  writer, _ = origin_of(body.root, (index,))
+  made = [each for each in writer.operands if origin_of(each)[0].opcode not in ('parameter', 'constant')]
+  for each in sorted(made, key=lambda each: -each.shape.num_bytes):
+    name = each.op_name if _is_jax_name(each.op_name) else _nearest(body, each, forwards=False)
+    if name:
+      return name
+  return f'{writer.op_name.split(_LOOP)[0]}/while/carry' if _LOOP in writer.op_name else writer.op_name
+
+
+def _is_jax_name(op_name: str) -> bool:
+  """Whether a name is a path of JAX's, 'jit(f)/...', and not one that the compiler made up, such as 'broadcast.83'."""
+  return '/' in op_name
+
+
+def _loop_name(loop: Instruction) -> str:
+  names = [each.op_name.split(_LOOP)[0] for each in loop.called[0].instructions if _LOOP in each.op_name]
+  return f'{collections.Counter(names).most_common(1)[0][0]}/while' if names else ''
+
+
+def _nearest(computation: Computation, start: Instruction, *, forwards: bool) -> str:
+  frontier, seen = [start], {start}
+  for _ in range(_MAX_DISTANCE):
+    next_to = [other for each in frontier for other in (computation.users.get(each, ()) if forwards else each.operands)]
+    frontier = [each for each in next_to if each not in seen]
+    seen.update(frontier)
+    for each in frontier:
+      name = each.op_name if _is_jax_name(each.op_name) else _loop_name(each) if each.opcode == 'while' else ''
+      if name:
+        return name
+  return ''
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+  """The integer `slope * counter + offset`."""
+
+  slope: int
+  offset: int
+
+
+def _trip_count(module: Module, loop: Instruction) -> int | None:
+  """Returns how often the body of a loop runs; None if the program does not say."""
+  known = nested(loop.backend_config, 'known_trip_count', 'n')
+  if known is not None:
+    return int(known)
+  body, condition = loop.called
+  for index, element in enumerate(loop.shape.elements):
+    if element.dims or element.dtype not in _COUNTERS:
+      continue
+    reader = _Reader(module, (body, condition), index)
+    step = reader.value(body.root, index)
+    start = _Reader(module, (), -1).value(loop.operands[0], index)
+    if step is None or step.slope != 1 or step.offset == 0 or start is None:
+      continue
+    count = _iterations(reader.comparison(condition.root), start.offset, step.offset)
+    if count is not None:
+      return count
+  return None
+
+
+def _iterations(comparison: tuple[str, _Linear, _Linear] | None, start: int, step: int) -> int | None:
+  """Counts the values start, start + step, ... for which the comparison holds, before the first one where not."""
+  if comparison is None:
+    return None
+  direction, left, right = comparison
+  slope, offset = left.slope - right.slope, left.offset - right.offset
+  if slope == 0:
+    return None
+  if direction in ('GT', 'GE'):  # turn the comparison round, so that slope * counter + offset must stay below 0
+    slope, offset = -slope, -offset
+  first, change = slope * start + offset, slope * step
+  match direction:
+    case 'LT' | 'GT':
+      holds, margin = first < 0, -first
+    case 'LE' | 'GE':
+      holds, margin = first <= 0, -first + 1
+    case 'NE':
+      holds, margin, change = first != 0, abs(first), -change if first > 0 else change
+    case _:
+      return None
+  if not holds:
+    return 0
+  return -(-margin // change) if change > 0 else None
+
+
+class _Reader:
+  """Computes integers of a program, given which element of a loop's state is the counter."""
+
+  def __init__(self, module: Module, loop: tuple[Computation, ...], counter: int):
+    self._module, self._loop, self._counter = module, loop, counter
+
+  def comparison(self, instruction: Instruction, depth: int = 0) -> tuple[str, _Linear, _Linear] | None:
+    """Returns (direction, left, right) of the comparison that gives a bool; None if there is no single one."""
+    if instruction.opcode == 'compare':
+      left, right = (self.value(operand, depth=depth + 1) for operand in instruction.operands)
+      return (instruction.proto.comparison_direction, left, right) if left and right else None
+    if depth > _MAX_DEPTH:
+      return None
+    if instruction.opcode in _COPIES:
+      return self.comparison(instruction.operands[0], depth + 1)
+    return self.comparison(instruction.called[0].root, depth + 1) if instruction.opcode in ('fusion', 'call') else None
+
+  def value(self, instruction: Instruction, index: int | None = None, depth: int = 0) -> _Linear | None:
+    """Returns the integer that an instruction gives, or that at `index` of its tuple; None if the program hides it."""
+    if depth > _MAX_DEPTH:
+      return None
+    match instruction.opcode:
+      case 'constant':
+        return _constant(instruction)
+      case 'tuple' if index is not None:
+        return self.value(instruction.operands[index], depth=depth + 1)
+      case 'get-tuple-element' if index is None:
+        return self.value(instruction.operands[0], instruction.proto.tuple_index, depth + 1)
+      case 'parameter':
+        return self._argument(instruction, index, depth + 1)
+      case 'while':
+        is_kept = index is not None and _is_invariant(instruction.called[0], index)
+        return self.value(instruction.operands[0], index, depth + 1) if is_kept else None
+      case 'fusion' | 'call':
+        return self.value(instruction.called[0].root, index, depth + 1)
+      case 'add' | 'subtract' | 'multiply' | 'minimum' | 'maximum':
+        left, right = (self.value(operand, depth=depth + 1) for operand in instruction.operands)
+        return _compute(instruction.opcode, left, right) if left and right else None
+      case opcode if opcode in _HANDED_ON:
+        return self.value(instruction.operands[0], index, depth + 1)
+    return None
+
+  def _argument(self, parameter: Instruction, index: int | None, depth: int) -> _Linear | None:
+    """Returns a parameter's integer, or that at `index` of the tuple: the counter's, or what the caller hands over."""
+    home = self._module.home[parameter]
+    if home in self._loop and index == self._counter:
+      return _Linear(1, 0)
+    caller = self._module.callers.get(home)
+    if caller is not None and caller.opcode == 'while':
+      return self.value(caller, index, depth)
+    if caller is None or caller.opcode not in ('fusion', 'call'):
+      return None
+    return self.value(caller.operands[parameter.proto.parameter_number], index, depth)
+
+
+def _constant(instruction: Instruction) -> _Linear | None:
+  literal = instruction.proto.literal
+  for values in (literal.s32s, literal.u32s, literal.s64s, literal.u64s):
+    if len(values) == 1:
+      return _Linear(0, values[0])
+  for text in (literal.s8s, literal.u8s, literal.s16s, literal.u16s):
+    if text and instruction.shape.size == 1:
+      return _Linear(0, int.from_bytes(text, 'little', signed=instruction.shape.dtype.startswith('s')))
+  return None
+
+
+def _is_invariant(body: Computation, index: int) -> bool:
+  """Whether a loop's body hands on element `index` of its state as it is."""
+  if body.root.opcode == 'parameter':
+    return True
+  if body.root.opcode != 'tuple':
+    return False
+  element = body.root.operands[index]
+  while element.opcode in _COPIES:
+    element = element.operands[0]
+  is_element = element.opcode == 'get-tuple-element' and element.proto.tuple_index == index
+  return is_element and element.operands[0].opcode == 'parameter'
+
+
+def _compute(opcode: str, left: _Linear, right: _Linear) -> _Linear | None:
+  match opcode:
+    case 'add':
+      return _Linear(left.slope + right.slope, left.offset + right.offset)
+    case 'subtract':
+      return _Linear(left.slope - right.slope, left.offset - right.offset)
+    case 'multiply' if left.slope == 0 or right.slope == 0:
+      slope = left.slope * right.offset + right.slope * left.offset
+      return _Linear(slope, left.offset * right.offset)
+    case 'minimum' | 'maximum' if left.slope == right.slope == 0:
+      return _Linear(0, (min if opcode == 'minimum' else max)(left.offset, right.offset))
+  return None
