@@ -102,7 +102,12 @@ class _Process:
     assert self._process.stdin is not None
     assert self._process.stdout is not None
     late = threading.Event()
-    timer = threading.Timer(limit_s, lambda: (late.set(), self._process.kill()))
+
+    def end_late() -> None:
+      late.set()
+      self._process.kill()
+
+    timer = threading.Timer(limit_s, end_late)
     timer.daemon = True
     timer.start()
     try:

@@ -8,7 +8,7 @@ without_adapters(model)      # the base that they belong to
 
 from collections.abc import Sequence
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import flax.linen as nn
 
@@ -122,6 +122,6 @@ def add_adapters(
       if others:
         other.names = others
         kept.append(other)
-    settings = {field.name: getattr(adapter, field.name) for field in dataclasses.fields(adapter)}
+    settings = {field.name: getattr(adapter, field.name) for field in dataclasses.fields(cast(Any, adapter))}
     layer.adapters = (*kept, fdl.Config(type(adapter), **settings | {'names': tuple(projections)}))
   return names

@@ -59,19 +59,16 @@ class AdapterChoices(WeightAdapter):
     return _StackedKernel(self, kernel, a, b, scales)
 
   def of_rows(self, numbers: jax.Array) -> '_ChosenAdapters':
-    return _ChosenAdapters(self, numbers)
+    return _ChosenAdapters(self.names, self, numbers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ChosenAdapters(WeightAdapter):
   """Adapters of which row b has number numbers[b], int32 [B]."""
 
+  names: tuple[str, ...]
   settings: AdapterChoices
   numbers: jax.Array
-
-  @property
-  def names(self) -> tuple[str, ...]:
-    return self.settings.names
 
   def adapt(self, kernel: DeclaredKernel) -> '_StackedKernel':
     return dataclasses.replace(self.settings.adapt(kernel), numbers=self.numbers)

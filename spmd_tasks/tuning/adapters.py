@@ -12,7 +12,7 @@ such as `up` of experts, has `up_lora_a` and `up_lora_b`. adapted_weights.py fin
 Shapes: I the dims of a kernel that are contracted, O the others, R rank, E experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -167,7 +167,7 @@ def _product_split_dims(kernel: DeclaredKernel) -> tuple[Any, Any]:
   return (*kernel.split_dims[:end], None), (*kernel.split_dims[:num_stacked], None, *kernel.split_dims[end:])
 
 
-def _without_inputs(kernel: DeclaredKernel, dims: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_inputs(kernel: DeclaredKernel, dims: Sequence[Any]) -> tuple[Any, ...]:
   return (*dims[: kernel.num_stacked_dims], *dims[kernel.num_stacked_dims + kernel.num_input_dims :])
 
 
