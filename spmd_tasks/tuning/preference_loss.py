@@ -2,7 +2,7 @@
 
 Shapes: B batch, T sequence, V vocab, P the most pairs that a row can hold, T // 2. All results are float32.
 
-A batch is PreferenceInput's (inputs/preferences.py): segments 1, 2 of a row are the chosen and the rejected answer of
+A batch is PreferenceInput's (preferences.py): segments 1, 2 of a row are the chosen and the rejected answer of
 its first pair, 3, 4 those of its second, and so on, each behind its prompt.
 """
 

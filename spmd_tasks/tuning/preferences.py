@@ -12,7 +12,7 @@ whole pairs as fit in T tokens.
 
 A batch has the arrays of any language model's, `weights` 1 on the tokens of the answers, and `reference_log_probs`
 float32: at the first token of each answer the log-probability that the reference model gives to the whole answer, and 0
-elsewhere. The training program computes them once (programs/references.py) and `reference` names its file.
+elsewhere. The training program computes them once (references.py) and `reference` names its file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,9 +112,6 @@ class PreferenceEncoder:
   reference_free: bool
   numbered: bool = False
   keeps_whole: ClassVar[bool] = True
-
-  def __getstate__(self) -> dict[str, Any]:
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
   @property
   def dtypes(self) -> Mapping[str, Any]:
@@ -250,7 +247,7 @@ def _divide(
 
 
 def read_references(path: str) -> np.ndarray:
-  """The log-probabilities in a file of programs/references.py: float32 [N, 2].
+  """The log-probabilities in a file of references.py: float32 [N, 2].
 
   Raises:
     UserError: it is missing or damaged.
