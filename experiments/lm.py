@@ -8,8 +8,7 @@ lm.StdlibTiny goes from 6.6 to 1.45 nats per byte on held-out text in 300 steps,
 
 import fiddle as fdl
 
-from spmd_tasks import learning, register
-from spmd_tasks.inputs import Mixture, SyntheticText
+from spmd_tasks import inputs, learning, register
 from spmd_tasks.layers import GatedFeedForward, TokenEmbedding, TransformerBlock
 from spmd_tasks.layers.attention import Rotary
 from spmd_tasks.recipes import DenseLanguageModel
@@ -30,9 +29,9 @@ class StdlibTiny(DenseLanguageModel):
 class MixtureTiny(StdlibTiny):
   """lm.StdlibTiny with made-up tokens in 20% of the rows, after step 200 in 5%."""
 
-  def train_input(self) -> fdl.Config[Mixture]:
+  def train_input(self) -> fdl.Config:
     return fdl.Config(
-      Mixture,
+      inputs.Mixture,
       sources={'stdlib': super().train_input(), 'made_up': self._made_up()},
       weights={'stdlib': 0.8, 'made_up': 0.2},
       weight_changes=((200, {'stdlib': 0.95, 'made_up': 0.05}),),
@@ -42,9 +41,9 @@ class MixtureTiny(StdlibTiny):
   def eval_inputs(self) -> dict[str, fdl.Config]:
     return {**super().eval_inputs(), 'made_up': self._made_up(stream=1, num_batches=self.eval_batches)}
 
-  def _made_up(self, **settings) -> fdl.Config[SyntheticText]:
+  def _made_up(self, **settings) -> fdl.Config:
     return fdl.Config(
-      SyntheticText,
+      inputs.SyntheticText,
       batch_size=self.batch_size,
       seq_len=self.seq_len,
       vocab_size=self.vocab_size,

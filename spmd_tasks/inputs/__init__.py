@@ -2,55 +2,54 @@
 
     TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=32, seq_len=512)
 
-An Input is settings; `make_iterator(shard_index, shard_count)` gives one host's InputIterator. The global batch is a
-function of the settings and the position alone, so hosts and workers may change between save and restore.
+An Input is a frozen dataclass; `make_iterator(shard_index, shard_count)` gives one host's InputIterator. The global batch
+is a function of the fields and the position alone, so the number of hosts may change between save and restore.
 
-Read base.py (the contract and the fields of a batch), then text_input.py (packed text from any TextSource), text.py and
-records.py (sources: files, JSON lines, Parquet, ArrayRecord), tokenizers.py, folder_tokenizer.py, conversations.py and
-chat_template.py (instruction tuning), preferences.py (pairs of answers), tfdata_input.py (tf.data), synthetic.py
-(made-up tokens), mixture.py (rows of several inputs by weights), prefetch.py (reads ahead in a thread). TensorFlow,
-Grain, PyArrow, Jinja and `tokenizers` load on first use.
+Read base.py (the contract and the fields of a batch), batches.py (a user's own data), then text_input.py (packed text
+from any TextSource) with packing.py, text.py and records.py (sources: files, JSON lines, Parquet, ArrayRecord),
+tokenizers.py and folder_tokenizer.py, synthetic.py (made-up tokens), mixture.py (rows of several inputs by weights),
+prefetch.py (reads ahead in a thread). TensorFlow, Grain, PyArrow and `tokenizers` load on first use, as does each module
+here.
 """
 
 from etils import epy
 
-from spmd_tasks.inputs.base import (
-  BATCH_DTYPES,
-  Batch,
-  Input,
-  InputIterator,
-  State,
-  check_state,
-  data_of,
-  empty_batch,
-  language_model_spec,
-  progress_of,
-  shard_rows,
-  source_of_rows,
-)
-from spmd_tasks.inputs.batches import Batches, as_input
-from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
-from spmd_tasks.inputs.mixture import Mixture, map_sources, sources_of
-from spmd_tasks.inputs.prefetch import Prefetcher
-from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_json
-from spmd_tasks.inputs.synthetic import SyntheticText
-from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextFiles, TextSource
-from spmd_tasks.inputs.text_input import TextInput
-from spmd_tasks.inputs.tokenizers import (
-  BpeTokenizer,
-  ByteTokenizer,
-  IdTokenizer,
-  Tokenizer,
-  decode_all,
-  decode_generated,
-  encode_prompt,
-  tokenizer_of,
-  train_bpe,
-)
-from spmd_tasks.row_sources import source_ids_name
-
-with epy.lazy_api_imports(globals()):  # which most jobs do without
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.inputs.base import (
+    BATCH_DTYPES,
+    Batch,
+    Input,
+    InputIterator,
+    State,
+    check_state,
+    data_of,
+    empty_batch,
+    language_model_spec,
+    progress_of,
+    shard_rows,
+    source_of_rows,
+  )
+  from spmd_tasks.inputs.batches import Batches, as_input
   from spmd_tasks.inputs.chat_template import ChatTemplate
+  from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
+  from spmd_tasks.inputs.mixture import Mixture, map_sources, sources_of
+  from spmd_tasks.inputs.prefetch import Prefetcher
+  from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_json
+  from spmd_tasks.inputs.synthetic import SyntheticText
+  from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextFiles, TextSource
+  from spmd_tasks.inputs.text_input import TextInput
+  from spmd_tasks.inputs.tokenizers import (
+    BpeTokenizer,
+    ByteTokenizer,
+    IdTokenizer,
+    Tokenizer,
+    decode_all,
+    decode_generated,
+    encode_prompt,
+    tokenizer_of,
+    train_bpe,
+  )
+  from spmd_tasks.row_sources import source_ids_name
 
 __all__ = [
   'BATCH_DTYPES',

@@ -26,20 +26,24 @@ position does not fit. Both round the weights to a hundredth of the smallest one
 first source that ends.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 from fractions import Fraction
+import math
+import re
+from typing import Any
 
 import jax
 import numpy as np
 
-from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import _mixture_settings, base
+from spmd_tasks.errors import JobError, UserError
+from spmd_tasks.inputs import base
 from spmd_tasks.inputs._row_choice import RowChoice
-from spmd_tasks.inputs._source_reader import SourceReader, naming
 from spmd_tasks.inputs.batches import as_input
 from spmd_tasks.inputs.tokenizers import Tokenizer, tokenizer_of
-from spmd_tasks.row_sources import source_ids_name
+from spmd_tasks.row_sources import row_sources, source_ids_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +67,11 @@ class Mixture:
   seed: int = 0
 
   def __post_init__(self):
-    _mixture_settings.check_names(self.sources)
+    _check_names(self.sources)
     made = {name: as_input(f'source {name!r}', source, repeats=True) for name, source in self.sources.items()}
     object.__setattr__(self, 'sources', made)
-    _mixture_settings.check_weights('weights', self.weights, self.sources)
-    _mixture_settings.check_changes(self.weight_changes, self.sources)
+    _check_weights('weights', self.weights, self.sources)
+    _check_changes(self.weight_changes, self.sources)
     if not isinstance(self.seed, int) or self.seed < 0:
       raise UserError(f'seed {self.seed!r} of the mixture must be an integer that is not negative.')
 
@@ -88,7 +92,7 @@ class Mixture:
       UserError: the sources' specs differ; the message names two of them.
     """
     ids = jax.ShapeDtypeStruct((self.batch_size,), np.int32)
-    return {**_mixture_settings.common_spec(self.sources), source_ids_name(self.sources): ids}
+    return {**_common_spec(self.sources), source_ids_name(self.sources): ids}
 
   def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'MixtureIterator':
     return MixtureIterator(self, shard_index, shard_count)
@@ -102,7 +106,7 @@ class Mixture:
     resharded: list[base.State] = [{**states[0], 'sources': {}} for _ in range(shard_count)]
     for name, source in self.sources.items():
       own = [state['sources'][name] for state in states]
-      with naming(name):
+      with _naming(name):
         positions = source.reshard_states([each['position'] for each in own], shard_count)
       for state, position in zip(resharded, positions, strict=True):
         state['sources'][name] = {**own[0], 'position': position}
@@ -128,7 +132,7 @@ class MixtureIterator:
 
   def __init__(self, settings: Mixture, shard_index: int, shard_count: int):
     spec = settings.element_spec()
-    _mixture_settings.check_tokenizers(settings.sources)
+    _check_tokenizers(settings.sources)
     self._settings = settings
     self._schedule = [(0, _proportions(settings, settings.weights))]
     self._schedule += [(first, _proportions(settings, weights)) for first, weights in settings.weight_changes]
@@ -137,10 +141,10 @@ class MixtureIterator:
     self._spec = {name: entry for name, entry in spec.items() if name != self._ids_name}
     self._choice = RowChoice(settings.batch_size, self._schedule, settings.seed)
     self._closed = False
-    self._readers: list[SourceReader] = []
+    self._readers: list[_SourceReader] = []
     try:
       for name, source in settings.sources.items():
-        self._readers.append(SourceReader(name, source, shard_index, shard_count))
+        self._readers.append(_SourceReader(name, source, shard_index, shard_count))
     except BaseException:
       self.close()
       raise
@@ -242,3 +246,178 @@ def map_sources(function: Callable[[str, base.Input], base.Input], given: base.I
     return function(name, given)
   sources = {key: map_sources(function, source, f'{name}.{key}') for key, source in given.sources.items()}
   return dataclasses.replace(given, sources=sources)
+
+
+class _SourceReader:
+  """The batches of one source, by number; forgets those behind the oldest one in use.
+
+  Its state is the position before that batch, so that a restore reads the few batches behind it again.
+
+  Attributes:
+    name: of the source, for messages.
+    num_read: how many batches have been read, from the source's beginning.
+  """
+
+  def __init__(self, name: str, source: base.Input, shard_index: int, shard_count: int):
+    self.name = name
+    self.num_read = 0
+    self._kept: deque[tuple[base.State, base.Batch]] = deque()  # each with the position before it
+    with _naming(name):
+      self._iterator = source.make_iterator(shard_index, shard_count)
+
+  def read_until(self, num_batches: int) -> bool:
+    """Reads until so many batches have been read; returns False if the source ends before."""
+    with _naming(self.name):
+      while self.num_read < num_batches:
+        before = self._iterator.get_state()
+        try:
+          batch = next(self._iterator)
+        except StopIteration:
+          return False
+        self._kept.append((before, batch))
+        self.num_read += 1
+    return True
+
+  def batch(self, number: int) -> base.Batch:
+    """Returns batch `number`, counted from 0, which has been read and not been forgotten."""
+    return self._kept[number - self.num_read][1]
+
+  def forget_until(self, number: int) -> None:
+    """Forgets the batches before `number`."""
+    while self._kept and self.num_read - len(self._kept) < number:
+      self._kept.popleft()
+
+  def get_state(self) -> base.State:
+    """The position before the oldest batch that is kept, and that batch's number."""
+    with _naming(self.name):
+      position = self._kept[0][0] if self._kept else self._iterator.get_state()
+    return {'first_batch': self.num_read - len(self._kept), 'position': position}
+
+  def set_state(self, state: base.State) -> None:
+    with _naming(self.name):
+      self._iterator.set_state(state['position'])
+    self._kept.clear()
+    self.num_read = int(state['first_batch'])
+
+  def close(self) -> None:
+    self._iterator.close()
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+  """Puts the source's name in front of the sentence of an error."""
+  try:
+    yield
+  except (UserError, JobError) as error:
+    kind = JobError if isinstance(error, JobError) else UserError
+    raise kind(f'source {name!r} of the mixture: {error}') from error
+
+
+def _check_names(sources: Mapping[str, Any]) -> None:
+  """Raises a UserError unless there are sources, with names that can be parts of names of metrics."""
+  if not isinstance(sources, Mapping) or not sources:
+    raise UserError(f"sources = {sources!r} of the mixture must be a dict of at least one: {{'name': input, ...}}.")
+  for name in sources:
+    if not isinstance(name, str) or not re.fullmatch(r'[A-Za-z0-9_-]+', name):
+      raise UserError(f'the source name {name!r} becomes part of names of metrics: use letters, digits, _ and - only.')
+
+
+def _check_weights(what: str, weights: Any, sources: Mapping[str, Any]) -> None:
+  """Raises a UserError unless `weights` has one usable number for every source and no other name."""
+  if not isinstance(weights, Mapping):
+    raise UserError(f'{what} = {weights!r} must be a dict of the sources {sorted(sources)} and their weights.')
+  unknown, missing = sorted(set(weights) - set(sources), key=str), sorted(set(sources) - set(weights))
+  if unknown or missing:
+    found = [f'names {unknown}'] * bool(unknown) + [f'lacks {missing}'] * bool(missing)
+    raise UserError(
+      f'{what} {" and ".join(found)}, but the sources are {sorted(sources)}: give each of them a weight, 0 to leave it '
+      'out for now.'
+    )
+  for name, weight in weights.items():
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight) or weight < 0:
+      raise UserError(f'the weight {weight!r} of source {name!r} in {what} must be a finite number of at least 0.')
+  if not any(weights.values()):
+    raise UserError(f'{what} = {dict(weights)!r} are all 0: give at least one source a positive weight.')
+
+
+def _check_changes(changes: Any, sources: Mapping[str, Any]) -> None:
+  """Raises a UserError unless `changes` are (number of batches, weights) pairs in order."""
+  if not isinstance(changes, Sequence) or isinstance(changes, str):
+    raise UserError(f'weight_changes = {changes!r} must be (number of batches, weights) pairs.')
+  before = 0
+  for change in changes:
+    is_pair = isinstance(change, Sequence) and len(change) == 2
+    if not is_pair or type(change[0]) is not int or change[0] <= before:
+      raise UserError(
+        f'weight_changes has {change!r}, which must be a pair (number of batches, weights) with a number of at least '
+        f'{before + 1}: list the changes in order.'
+      )
+    before = change[0]
+    _check_weights(f'the weights after {before} batches', change[1], sources)
+
+
+def _check_tokenizers(sources: Mapping[str, Any]) -> None:
+  """Raises a UserError if two sources have different tokenizers."""
+  found: dict[str, str] = {}  # fingerprint -> the first source with it
+  for name, source in sources.items():
+    tokenizer = tokenizer_of(source)
+    if tokenizer is not None:
+      found.setdefault(tokenizer.fingerprint(), name)
+  if len(found) > 1:
+    raise UserError(
+      f'the sources {list(found.values())} of the mixture have different tokenizers, so that one id would stand for '
+      'different tokens: give all sources the same tokenizer.'
+    )
+
+
+def _common_spec(sources: Mapping[str, base.Input]) -> dict[str, jax.ShapeDtypeStruct]:
+  """The element spec of all sources, without the ids of the sources' own sources where they are mixtures.
+
+  Raises:
+    UserError: two sources differ in it or in their batch size; the message names both and the first difference.
+  """
+  first, *others = (_SourceSpec.of(name, source) for name, source in sources.items())
+  for other in others:
+    first.check_equals(other)
+  return first.entries
+
+
+@dataclasses.dataclass(frozen=True)
+class _SourceSpec:
+  """A source's name, batch size and spec."""
+
+  name: str
+  batch_size: int
+  entries: dict[str, jax.ShapeDtypeStruct]
+
+  @classmethod
+  def of(cls, name: str, source: base.Input) -> '_SourceSpec':
+    with _naming(name):
+      spec = source.element_spec()
+      entries = {key: x for key, x in spec.items() if not row_sources({key: x})[0]}
+      for key, x in entries.items():
+        if not x.shape or x.shape[0] != source.batch_size:
+          raise UserError(
+            f'its entry {key!r} has shape {tuple(x.shape)}, but only rows are mixed: the first dim must be its '
+            f'batch_size {source.batch_size}.'
+          )
+    return cls(name, source.batch_size, entries)
+
+  def check_equals(self, other: '_SourceSpec') -> None:
+    if self.batch_size != other.batch_size:
+      raise UserError(
+        f'the sources {self.name!r} and {other.name!r} of the mixture have batch_size {self.batch_size} and '
+        f'{other.batch_size}: give every source the batch_size of the mixture.'
+      )
+    for key in sorted(self.entries.keys() | other.entries.keys()):
+      own, its = (_describe(spec.entries.get(key)) for spec in (self, other))
+      if own != its:
+        raise UserError(
+          f'the sources {self.name!r} and {other.name!r} of the mixture differ in {key!r}, {own} and {its}: give all '
+          'sources the same entries, seq_len and dtypes.'
+        )
+
+
+def _describe(entry: jax.ShapeDtypeStruct | None) -> str:
+  return 'nothing' if entry is None else f'{np.dtype(entry.dtype)}{list(entry.shape)}'

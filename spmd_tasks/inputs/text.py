@@ -34,7 +34,7 @@ _STDLIB_SKIPPED = frozenset(
 class Block:
   """One block: (text, is_end) pairs, where is_end is False if the text continues in another block.
 
-  In place of a text may be what the input's encoder reads: a record (_record_files.py).
+  In place of a text may be what the input's encoder reads: a record (tuning/record_files.py).
   """
 
   name: str

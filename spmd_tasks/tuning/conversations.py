@@ -25,10 +25,10 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import BATCH_DTYPES, Block, ChatTemplate, TextInput, Tokenizer, encode_prompt
 from spmd_tasks.inputs.packing import TokenBlock
-from spmd_tasks.inputs.record_files import OpenRecordFiles, Record
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.inputs.tokenizers import OffsetEncoder
 from spmd_tasks.tuning._assistant_turns import Spans, render_turns, tokens_of_spans
+from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
 
 _TOO_LONG = ('error', 'truncate', 'skip')
 

@@ -28,10 +28,10 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import BATCH_DTYPES, Block, Input, map_sources
 from spmd_tasks.inputs.packing import TokenBlock
-from spmd_tasks.inputs.record_files import OpenRecordFiles, Record
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.tuning._assistant_turns import render_added
 from spmd_tasks.tuning.conversations import ConversationInput, Renderer, empty_block, messages_of, tools_of
+from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
 
 _ANSWERS = ('chosen', 'rejected')
 

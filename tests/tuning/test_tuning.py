@@ -116,7 +116,7 @@ def log_probs_of_single_pairs(job, model, state):
   """float32 [N, 2], by the plain logits of each text alone; NaN for pairs that do not fit in a row."""
   import jax
 
-  from spmd_tasks.inputs.record_files import Record
+  from spmd_tasks.tuning.record_files import Record
   from spmd_tasks.inputs.text import Block
 
   encoder = job.train_input.without_reference().block_encoder()
