@@ -2,14 +2,13 @@
 
     TextInput(source=StdlibText(), tokenizer=ByteTokenizer(), batch_size=32, seq_len=512)
 
-An Input is a frozen dataclass; `make_iterator(shard_index, shard_count)` gives one host's InputIterator. The global batch
-is a function of the fields and the position alone, so the number of hosts may change between save and restore.
+An Input is a frozen dataclass; `make_iterator(shard_index, shard_count)` gives one host's InputIterator. The global
+batch is a function of the fields and the position alone, so the number of hosts may change between save and restore.
 
 Read base.py (the contract and the fields of a batch), batches.py (a user's own data), then text_input.py (packed text
 from any TextSource) with packing.py, text.py and records.py (sources: files, JSON lines, Parquet, ArrayRecord),
 tokenizers.py and folder_tokenizer.py, synthetic.py (made-up tokens), mixture.py (rows of several inputs by weights),
-prefetch.py (reads ahead in a thread). TensorFlow, Grain, PyArrow and `tokenizers` load on first use, as does each module
-here.
+prefetch.py (reads ahead in a thread). Each module, as TensorFlow, Grain, PyArrow and `tokenizers`, loads on first use.
 """
 
 from etils import epy
