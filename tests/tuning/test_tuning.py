@@ -116,8 +116,8 @@ def log_probs_of_single_pairs(job, model, state):
   """float32 [N, 2], by the plain logits of each text alone; NaN for pairs that do not fit in a row."""
   import jax
 
-  from spmd_tasks.tuning.record_files import Record
   from spmd_tasks.inputs.text import Block
+  from spmd_tasks.tuning.record_files import Record
 
   encoder = job.train_input.without_reference().block_encoder()
   source = job.train_input.source.open()
