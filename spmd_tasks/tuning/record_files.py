@@ -14,9 +14,8 @@ import zlib
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs.records import parse_json
+from spmd_tasks.inputs import Block, parse_json
 from spmd_tasks.inputs.text import (
-  Block,
   ListedFile,
   common_root,
   expand_globs,
