@@ -7,7 +7,7 @@ Training starts from the folder's weights; eval, decode and serve use them as lo
 """
 
 from spmd_tasks import register
-from spmd_tasks.recipes import PipelinedPretrainedModel, PretrainedLanguageModel
+from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel, PretrainedLanguageModel
 
 
 @register

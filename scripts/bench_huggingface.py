@@ -32,7 +32,7 @@ _LOAD_OURS = (
 import jax
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs.pretrained import variables_from_folder
+from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 job = resolve('hf.Model', [f'model={folder}']).build()
 model = partition_job(job)
 jax.device_get(jax.jit(lambda x: x + 1)(1))

@@ -48,7 +48,8 @@ from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
 from spmd_tasks.programs import StartupClock
-from spmd_tasks.programs.pretrained import pretrained_folder
+from spmd_tasks.runtime import Base
+from spmd_tasks.wings import prepare_job, wings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,11 +175,7 @@ class Command:
         'code', code_digests() if jax.distributed.is_initialized() else {}, limit_s=limit_s, must_have_all=False
       )
       refuse_differences('settings', self._settings_to_compare(config), limit_s=limit_s)
-      job = resolved.build()
-      if self.mode in ('train', 'eval', 'export'):
-        from spmd_tasks.tuning.adapter_stacks import refuse_adapters
-
-        refuse_adapters(job.experiment, f'--mode {self.mode}')
+      job = prepare_job(resolved.build(), self.mode, directory)
       if not flags.accept_config_changes:
         refuse_changed_config(directory, config, mode='train' if self.mode == 'train' else 'eval')
       yield OpenJob(job=job, directory=directory, config=config, emergency=emergency, clock=clock)
@@ -187,7 +184,7 @@ class Command:
     """The job's directory; of a model without a job, a temporary one for reports, which `stack` removes."""
     if self.flags.job_log_dir:
       return absolute_path(self.flags.job_log_dir)
-    if not pretrained_folder(experiment):
+    if not isinstance(experiment.origin(), Base):
       raise UserError(NO_DIRECTORY)
     directory = absolute_path(tempfile.gettempdir()) / f'spmd_tasks_{secrets.token_hex(8)}'
     stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -220,16 +217,17 @@ class Command:
     """Returns the settings that all processes of a job must have alike.
 
     An input whose settings the experiment's own code chose, and no flag, may differ: each process can read files of its
-    own. So may the place of its copies in memory, and the index that Pax gives each process.
+    own. So may the place of its copies in memory, and what a wing says of its own settings.
     """
     given = tuple(config['overrides'])
+    of_process = {name for wing in wings() for name in wing.fields_of_process}
 
     def is_common(path: str) -> bool:
       is_input = path.startswith(('train_input', 'eval_inputs', 'decode_inputs'))
       is_chosen = (
         is_input and self.flags.exp is not None and not any(f'{path}.'.startswith(f'{name}.') for name in given)
       )
-      return not is_chosen and path != 'peer_copy_directory' and not path.endswith('.infeed_host_index')
+      return not is_chosen and path != 'peer_copy_directory' and path.rpartition('.')[2] not in of_process
 
     return {'experiment': config['experiment']} | {
       path: value for path, value in config['config'].items() if is_common(path)

@@ -33,7 +33,15 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import Input, InputIterator, Tokenizer, tokenizer_of
-from spmd_tasks.runtime import EarlyStop, PartitionedModel, Task, TrainState, check_batch_fits, partition_spmd_model
+from spmd_tasks.runtime import (
+  EarlyStop,
+  Origin,
+  PartitionedModel,
+  Task,
+  check_batch_fits,
+  origin_named,
+  partition_spmd_model,
+)
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
 if TYPE_CHECKING:
@@ -57,8 +65,8 @@ class Experiment(FrozenFields, abc.ABC):
     UserError: the mesh shapes, axis rules or intervals do not fit together; the message names the field.
   """
 
-  # Whether Fiddle builds the configs that the methods below return; if not, `build_parts` does.
-  is_built_by_fiddle: ClassVar[bool] = True
+  # The fields that name the job whose checkpoint `init_from_step` a new job starts from.
+  _names_of_start: ClassVar[tuple[str, ...]] = ('init_from',)
 
   # Mesh axes, outermost first, with their sizes inside a slice (ICI) and across slices (DCN; None: one slice).
   mesh_axis_names: tuple[str, ...] = ('replica', 'data', 'mdl')
@@ -185,10 +193,11 @@ class Experiment(FrozenFields, abc.ABC):
 
   def _check_starts_and_samples(self) -> None:
     """Checks where a job starts from, what it samples, and where it copies its state."""
-    if self.init_from_step is not None and (self.origin() is None or not _is_positive(self.init_from_step)):
+    start = next((getattr(self, name) for name in self._names_of_start if getattr(self, name) is not None), None)
+    if self.init_from_step is not None and (start is None or not _is_positive(self.init_from_step)):
       raise UserError(
-        f'init_from_step = {self.init_from_step!r} with init_from = {self.origin()!r} must be the step of a '
-        'checkpoint of that job, or None for its newest.'
+        f'init_from_step = {self.init_from_step!r} with init_from = {start!r} must be the step of a checkpoint of that '
+        'job, or None for its newest.'
       )
     prompts = self.sample_prompts
     if not isinstance(prompts, tuple) or not all(isinstance(text, str) and text for text in prompts):
@@ -231,38 +240,13 @@ class Experiment(FrozenFields, abc.ABC):
     """Name -> the `fdl.Config` of prompts, such as a PromptFile; the name is also the directory of the outputs."""
     return {}
 
-  def build_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the configs by name: `task`, `train_input`, `eval_inputs`, `decode_inputs`; see `is_built_by_fiddle`."""
-    raise NotImplementedError
-
-  def origin(self) -> str | None:
-    """The job whose checkpoint `init_from_step` a new job starts from; bridges override this."""
-    return self.init_from
-
-  def first_state(self, model: PartitionedModel) -> tuple[TrainState, int, str] | None:
-    """Reads the state that a new job starts from: (padded state, its step, a phrase about its origin), or None.
-
-    For bridges, which read checkpoints of other programs; a job or folder in `init_from` is read without this method.
-    """
-    return None
+  def origin(self) -> Origin | None:
+    """Returns where a new job's weights are from, if no checkpoint of ours holds them; see runtime/origin.py."""
+    return origin_named(self.init_from, self.init_from_step)
 
   def early_stop(self, model: PartitionedModel, job_log_dir: epath.Path) -> EarlyStop | None:
     """Returns what may end a training job before `num_train_steps`, such as an EvalTarget; None: nothing does."""
     return None
-
-  @property
-  def pretrained(self) -> str | None:
-    """The folder in Hugging Face's format whose weights a new job starts from, if `init_from` names no others."""
-    return None
-
-  @property
-  def adapter(self) -> str | None:
-    """The folder of `peft` that low-rank adapters start from; None or '': they are drawn."""
-    return None
-
-  def adapter_sources(self) -> Mapping[str, Any]:
-    """Name -> programs.adapter_stacks.AdapterSource: adapters that requests choose by name, numbered from 1 on."""
-    return {}
 
   def chat_template(self) -> 'ChatTemplate':
     """The template by which a conversation with the served model becomes text."""

@@ -34,9 +34,9 @@ from spmd_tasks.experiment import Job, mesh_of_all_devices, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
-from spmd_tasks.programs.pretrained import is_model_folder
 from spmd_tasks.runtime import CompiledStep, PartitionedModel, Variables
 from spmd_tasks.sharding import padding
+from spmd_tasks.wings import call, formats
 
 
 @doing('loading the model')
@@ -68,8 +68,10 @@ def load(
   directory = absolute_path(job_log_dir)
   if not (directory / 'config.json').exists():
     raise UserError(f'{directory} has no config.json, so no job has begun there: correct the path, or train first.')
-  if is_model_folder(directory):
-    job = resolve('hf.Model', [f'model={directory}', *overrides]).build()
+  recognized = [found for each in formats() if each.recognize and (found := call(each.recognize, directory))]
+  if recognized:
+    name, own = recognized[0]
+    job = resolve(name, [*own, *overrides]).build()
   else:
     job = from_json(read_saved_config(directory / 'config.json'), overrides, experiment_path).build()
   if mesh is None:

@@ -4,9 +4,8 @@ import argparse
 import json
 from typing import Any
 
-from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, CHECKPOINT_STEP, Flag, Mode, Wing
+from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, CHECKPOINT_STEP, Flag, Mode, Wing, call, formats, kind_of
 
 _DECODE_INPUT = Flag(name='decode_input', metavar='FILE', help="a file of prompts, in place of the experiment's")
 _TO_DIRECTORY = 'outputs of --mode decode go to <job_log_dir>/decode'
@@ -63,19 +62,14 @@ def _check_decode_once(flags: argparse.Namespace) -> None:
 def _export(command: Any) -> int:
   from spmd_tasks.experiment import mesh_of_all_devices
   from spmd_tasks.files import absolute_path
-  from spmd_tasks.programs import export
 
   flags = command.flags
   with command.open_job() as opened:
-    return export.export(
-      opened.job,
-      opened.directory,
-      absolute_path(flags.out),
-      emergency=opened.emergency,
-      step=flags.checkpoint_step,
-      format=flags.format,
-      mesh=mesh_of_all_devices(opened.job.experiment, command.overrides),
-    )
+    kind = kind_of(type(opened.job.experiment))
+    exporters = {each.name: each.export for each in formats() if each.export is not None}
+    name = flags.format or (kind and kind.format) or next(iter(exporters))
+    mesh = mesh_of_all_devices(opened.job.experiment, command.overrides)
+    return call(exporters[name], opened, absolute_path(flags.out), step=flags.checkpoint_step, mesh=mesh)
 
 
 def _check_export(flags: argparse.Namespace) -> None:
@@ -96,32 +90,6 @@ def _preview(command: Any) -> int:
 def _check_preview(flags: argparse.Namespace) -> None:
   if flags.num_examples is not None and flags.num_examples < 1:
     raise UserError(f'--num_examples {flags.num_examples} must be at least 1.')
-
-
-def _translate(command: Any) -> int:
-  from pathlib import Path
-
-  from spmd_tasks.bridges.pax import translate_experiment
-
-  flags = command.flags
-  path = Path(flags.out or f'{flags.exp.rpartition(".")[2].lower()}_native.py')
-  if path.exists():
-    raise UserError(f'{path} exists: choose another file by --out, or delete it.')
-  command.use_fake_devices()
-  translated = translate_experiment(command.resolve().build())
-  path.write_text(translated.text)
-  lists = {
-    'Not translated, so the outputs differ': translated.missing,
-    'Not translated, so training differs': translated.training_only,
-  }
-  shown = [line for title, notes in lists.items() if notes for line in (f'{title}:', *(f'  {note}' for note in notes))]
-  print('\n'.join([f'wrote {path}', *shown, str(translated.comparison)]), flush=True)
-  return exit_codes.OK
-
-
-def _check_translate(flags: argparse.Namespace) -> None:
-  if flags.exp is None:
-    raise UserError('--mode translate needs --exp NAME, the Pax experiment package.module.Class.')
 
 
 CORE = Wing(
@@ -189,8 +157,8 @@ CORE = Wing(
         Flag(name='out', metavar='PATH', help="a new folder, or a Pax job's directory"),
         Flag(
           name='format',
-          choices=('hf', 'peft', 'pax'),
-          help="a folder of Hugging Face's format, one of peft with the adapters alone, or a checkpoint of Paxml",
+          choices=tuple(each.name for each in formats() if each.export is not None),
+          help='; '.join(f'{each.name}: {each.help}' for each in formats() if each.export is not None),
         ),
         CHECKPOINT_STEP,
         ACCEPT_CONFIG_CHANGES,
@@ -205,13 +173,6 @@ CORE = Wing(
         Flag(name='num_examples', type=int, metavar='N', help='how many examples of the training input; default: 4'),
       ),
       check=_check_preview,
-    ),
-    Mode(
-      name='translate',
-      help='writes a Pax experiment as one of ours',
-      run=_translate,
-      flags=(Flag(name='out', metavar='PATH', help='the file to write; default: <class>_native.py, in small letters'),),
-      check=_check_translate,
     ),
   ),
 )

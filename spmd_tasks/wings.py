@@ -86,18 +86,82 @@ class Mode:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+  """A format of weights that other programs read or write.
+
+  Attributes:
+    name: of `init_from = NAME:PLACE` and of `--mode export --format NAME`.
+    help: what the format is, in a few words.
+    origin: `(place, step) -> Origin` (runtime/origin.py): what a new job with `init_from = NAME:PLACE` starts from; the
+      step is `init_from_step`.
+    export: `(OpenJob, target, *, step, mesh) -> exit code`: writes a checkpoint of a job to the path `target`.
+    recognize: `(directory) -> (experiment, overrides) or None`: the experiment as which `spmd_tasks.load` loads a
+      directory that is no job's.
+  """
+
+  name: str
+  help: str
+  origin: Reference | None = None
+  export: Reference | None = None
+  recognize: Reference | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExperimentKind:
+  """A kind of experiments that are no subclasses of ours as they stand, such as those of another framework.
+
+  Attributes:
+    name: of the kind, for messages: 'an experiment of NAME'.
+    base: `module:Class`, the subclass of Experiment below which all adapted experiments are.
+    before_import: `(module) -> None`, called with the name of an experiment's module before that is imported.
+    recognizes: `(object) -> bool`: whether it is the class of such an experiment.
+    adapt: `(class) -> subclass of base`; it may ask JAX for its devices.
+    build: `(experiment, parts) -> built parts` by name, in place of Fiddle: of `task`, `train_input`, `eval_inputs` and
+      `decode_inputs` as the methods of the experiment return them.
+    packages: installed packages whose own experiments a saved config may name.
+    short_names: (beginning of a name that a user may give, what it stands for) pairs.
+    format: the Format of `--mode export` without --format.
+  """
+
+  name: str
+  base: str
+  recognizes: Reference
+  adapt: Reference
+  before_import: Reference | None = None
+  build: Reference | None = None
+  packages: tuple[str, ...] = ()
+  short_names: tuple[tuple[str, str], ...] = ()
+  format: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Wing:
   """What a package adds to the core.
 
   Attributes:
     name: of the wing, for messages.
     modes: of the binary.
+    kinds: of experiments.
+    formats: of weights.
+    unbuilt_configs: packages whose Fiddle configs are left as they are inside a config, for their owner builds them.
+    keeps_numbers: `(path) -> bool`: whether a setting at this path of a config only decides how a job runs, so that a
+      job may go on with another value.
+    fields_of_process: the names of settings that each process of a job may have differently.
+    prepare_job: `(Job, mode, directory) -> Job`: what a mode (its name) runs in place of a built job, the same job if
+      nothing is to be changed; raises a UserError for a job that the mode cannot run in the directory. Like
+      `train_hooks` it is called for every job.
     train_hooks: `(Job) -> sequence of hooks` of the training loop (programs/train.py). It is called for every training
       job, so it finds out quickly whether the job needs any, and imports what they need only then.
   """
 
   name: str
   modes: tuple[Mode, ...] = ()
+  kinds: tuple[ExperimentKind, ...] = ()
+  formats: tuple[Format, ...] = ()
+  unbuilt_configs: tuple[str, ...] = ()
+  keeps_numbers: Reference | None = None
+  fields_of_process: tuple[str, ...] = ()
+  prepare_job: Reference | None = None
   train_hooks: Reference | None = None
 
 
@@ -127,6 +191,38 @@ def load(reference: Reference) -> Any:
     return reference
   module, _, name = reference.partition(':')
   return getattr(importlib.import_module(module), name)
+
+
+def formats() -> tuple[Format, ...]:
+  """The formats of all wings."""
+  return tuple(each for wing in wings() for each in wing.formats)
+
+
+def kinds() -> tuple[ExperimentKind, ...]:
+  """The kinds of experiments of all wings."""
+  return tuple(each for wing in wings() for each in wing.kinds)
+
+
+def kind_of(cls: type) -> ExperimentKind | None:
+  """Returns the kind of an adapted experiment's class; imports nothing, for its base must be there."""
+  for each in kinds():
+    module, _, name = each.base.partition(':')
+    if module in sys.modules and issubclass(cls, getattr(sys.modules[module], name)):
+      return each
+  return None
+
+
+def keeps_numbers(path: str) -> bool:
+  """Whether a wing says that a setting only decides how a job runs."""
+  return any(call(wing.keeps_numbers, path) for wing in wings() if wing.keeps_numbers is not None)
+
+
+def prepare_job(job: Any, mode: str, directory: Any) -> Any:
+  """Returns a job as the wings prepare it for a mode, or raises a UserError if one says that the mode cannot run it."""
+  for wing in wings():
+    if wing.prepare_job is not None:
+      job = call(wing.prepare_job, job, mode, directory)
+  return job
 
 
 def train_hooks(job: Any) -> Iterator[Any]:

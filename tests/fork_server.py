@@ -67,8 +67,9 @@ def preload(others: Sequence[str]) -> None:
   refuse_unusable_environment()  # the answer about XLA_FLAGS is kept, which each child would ask for again
   assert not xla_bridge._backends, 'an import started a JAX backend, which does not outlive a fork'
   assert 'tensorflow' not in sys.modules, 'an import of spmd_tasks imported TensorFlow'
-  for name in others:
-    importlib.import_module(name)
+  for name in others:  # `module:name`
+    module_name, _, attribute = name.partition(':')
+    getattr(importlib.import_module(module_name), attribute)
   tasks = Path('/proc/self/task')
   assert not tasks.exists() or len(list(tasks.iterdir())) == 1, (
     'an import started a thread, which does not survive a fork'

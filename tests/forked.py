@@ -26,7 +26,11 @@ import time
 # They name the servers' sockets to the processes of the tests.
 SOCKET_VARIABLE = 'SPMD_TASKS_FORK_SERVER'
 PAX_SOCKET_VARIABLE = 'SPMD_TASKS_PAX_FORK_SERVER'
-_SERVERS = {SOCKET_VARIABLE: (), PAX_SOCKET_VARIABLE: ('spmd_tasks.bridges.pax._experiment',)}  # and what each imports
+# And what each imports.
+_SERVERS = {
+  SOCKET_VARIABLE: (),
+  PAX_SOCKET_VARIABLE: ('spmd_tasks.bridges.pax:PaxExperiment',),
+}
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 _HEADER = struct.Struct('!Q')

@@ -169,13 +169,16 @@ def define_task_as_field():
 
 def define_property_as_field_without_a_value():
   class Wrong(Base):
-    adapter: str
+    num_weights: int
 
 
 @pytest.mark.parametrize(
   'define, message',
   [
-    (define_property_as_field_without_a_value, 'adapter is a property of a base, so that the field needs a default'),
+    (
+      define_property_as_field_without_a_value,
+      'num_weights is a property of a base, so that the field needs',
+    ),
     (define_new_attribute, 'num_layer = 3 is a new attribute without a type, .* annotate it, `num_layer: int = 3`'),
     (define_field_as_property, 'num_layers overrides a field of the experiment by a property: give it a value'),
     (define_field_as_method, 'num_train_steps overrides a field of the experiment by a function: give it a value'),

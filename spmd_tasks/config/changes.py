@@ -14,19 +14,12 @@ from spmd_tasks.config.encoding import show
 from spmd_tasks.config.saved_config import checked_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import glob_below, read_text
+from spmd_tasks.wings import keeps_numbers
 
 _TRAINING = ('seed', 'task', 'train_input')
 _EVALUATION = ('task.model', 'task.loss', 'task.eval_with_ema')
-# Fields of inputs and learners that decide how a job runs, not what it computes; below them those of Pax' layers and
-# inputs, where each process has a number of its own.
-_HOW_IT_RUNS = (
-  *('read_timeout_s', 'max_consecutive_skips'),
-  *('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names', 'infeed_host_index'),
-)
-# Of Pax' `task.train` these decide numbers; the others are steps, intervals and limits. Its seed is `seed`. What ends a
-# job decides none.
-_PAX_END = 'task.early_stopping_fn'
-_PAX_TRAIN, _PAX_TRAIN_NUMBERS = 'task.train', ('task.train.learner', 'task.train.apply_mutable_list')
+# Fields of inputs and learners that decide how a job runs, not what it computes. Wings may know more.
+_HOW_IT_RUNS = ('read_timeout_s', 'max_consecutive_skips')
 # The order in which a pipeline computes. Its number of microbatches does matter: to dropout.
 _PIPELINE = ('task.model.stack.schedule', 'task.model.stack.num_repeats')
 _GENERATION = 'task.decode'  # training does not depend on it
@@ -96,6 +89,4 @@ def _matters(path: str, parts: Sequence[str]) -> bool:
     return path == part or path.startswith(f'{part}.')
 
   is_numbers = path.rpartition('.')[2] not in _HOW_IT_RUNS and path not in _PIPELINE and not is_within(_GENERATION)
-  if is_within(_PAX_END) or (is_within(_PAX_TRAIN) and not any(map(is_within, _PAX_TRAIN_NUMBERS))):
-    is_numbers = False
-  return is_numbers and any(is_within(part) for part in parts)
+  return is_numbers and any(is_within(part) for part in parts) and not keeps_numbers(path)

@@ -8,14 +8,14 @@ A name is one of three:
       [project.entry-points."spmd_tasks.experiments"]
       vision = "their_package.experiments.vision"
 
-* `package.module.Class`: any importable class; the current directory counts. It may be an experiment of Pax, and
-  `tasks.` is short for `paxml.tasks.`, as in Paxml.
+* `package.module.Class`: any importable class; the current directory counts. It may be an experiment of another
+  framework, of a kind that a wing recognizes (wings.py).
 
 A name in a saved config may have less imported than one that the user types: `get_saved`, search_path.py.
 """
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import difflib
 import importlib
 from importlib import metadata
@@ -28,6 +28,7 @@ import sys
 from types import ModuleType
 from typing import TypeVar
 
+from spmd_tasks import wings
 from spmd_tasks.config.search_path import add_to_search_path, may_be_imported, place_of
 from spmd_tasks.config.symbols import public_module_of
 from spmd_tasks.errors import UserError, place_of_error
@@ -123,12 +124,13 @@ def _source_of(module: str) -> Path | None:
   return next((file for file in files if file.is_file()), None)
 
 
-def get(name: str, before_pax: Callable[[], None] | None = None) -> type:
+def get(name: str) -> type:
   """The experiment class of a name that the user typed; the current directory is put in front of sys.path.
+
+  It is a subclass of Experiment, or one that a wing recognizes and adapts.
 
   Args:
     name: of a registered experiment, or package.module.Class.
-    before_pax: called before the `task()` of a Pax experiment, which may ask JAX for its devices.
 
   Raises:
     UnknownExperimentError: there is no such module or class; the message has the nearest names.
@@ -136,18 +138,18 @@ def get(name: str, before_pax: Callable[[], None] | None = None) -> type:
       error and line), or two packages register the module's name.
   """
   try:
-    return _registry.get(name) or _find_class(name, is_typed=True, before_pax=before_pax)
+    return _registry.get(name) or _find_class(name, is_typed=True)
   except UnknownExperimentError:
-    if not name.startswith('tasks.'):
+    pairs = [pair for kind in wings.kinds() for pair in kind.short_names if name.startswith(pair[0])]
+    if not pairs:
       raise
-    # Paxml's own experiments have such names in its registry.
-    return _find_class(f'paxml.{name}', is_typed=True, before_pax=before_pax)
+    short, whole = pairs[0]
+    return _find_class(f'{whole}{name.removeprefix(short)}', is_typed=True)
 
 
 def get_saved(
   name: str,
   experiment_path: Sequence[str | os.PathLike[str]] = (),
-  before_pax: Callable[[], None] | None = None,
   why_not: str = '',
 ) -> type:
   """The experiment class of a name in a saved config, which alone never decides what is imported.
@@ -155,7 +157,6 @@ def get_saved(
   Args:
     name: as `name_of` gave it.
     experiment_path: directories whose modules may be imported, too; they are put in front of sys.path.
-    before_pax: as in `get`.
     why_not: why the directory that the config names is not one of them, for the message.
 
   Raises:
@@ -178,7 +179,7 @@ def get_saved(
         f'the saved config names the experiment {name}, which is not registered, and a file alone never decides what '
         f'is imported{because}: {_remedy(top)} (in Python, import {module_name} first).'
       )
-  return _find_class(name, is_typed=False, before_pax=before_pax)
+  return _find_class(name, is_typed=False)
 
 
 def _remedy(top: str) -> str:
@@ -196,7 +197,7 @@ def _split(name: str) -> tuple[str, str]:
   return module_name, class_name
 
 
-def _find_class(name: str, *, is_typed: bool, before_pax: Callable[[], None] | None) -> type:
+def _find_class(name: str, *, is_typed: bool) -> type:
   module_name, class_name = _split(name)
   module = _find_module(name, module_name, in_current_directory=is_typed)
   # A name in a file meets no module's own __getattr__, which might import others, except for our faces.
@@ -205,18 +206,12 @@ def _find_class(name: str, *, is_typed: bool, before_pax: Callable[[], None] | N
   if cls is None:
     near = difflib.get_close_matches(class_name, _experiment_names(module), n=3, cutoff=0.5)
     raise _unknown(name, [f'{module_name}.{other}' for other in near])
-  if _is_experiment(cls):
-    return cls
-  if _is_pax_experiment(cls):
-    from spmd_tasks.bridges.pax import as_experiment
-
-    if before_pax is not None:
-      before_pax()
-    return as_experiment(cls)
-  raise UserError(
-    f'{name} is not an experiment: --exp takes the name of a subclass of spmd_tasks.experiment.Experiment, or of '
-    "Pax's BaseExperiment."
-  )
+  if not is_experiment(cls) and foreign_kind(cls) is None:
+    others = ''.join(f', or of an experiment of {kind.name}' for kind in wings.kinds())
+    raise UserError(
+      f'{name} is not an experiment: --exp takes the name of a subclass of spmd_tasks.experiment.Experiment{others}.'
+    )
+  return cls
 
 
 def name_of(cls: type) -> str:
@@ -271,9 +266,10 @@ def _is_own_module(module_name: str) -> bool:
 
 
 def _import(name: str, module_name: str) -> ModuleType:
-  import spmd_tasks.bridges.pax  # noqa: F401  lets an experiment's module import Praxis and Paxml; imports JAX
-
   try:
+    for kind in wings.kinds() if not module_name.startswith('spmd_tasks.') else ():
+      if kind.before_import is not None:
+        wings.call(kind.before_import, module_name)
     return importlib.import_module(module_name)
   except Exception as error:
     remedy = 'install what is missing, or correct' if isinstance(error, ModuleNotFoundError) else 'correct'
@@ -283,25 +279,23 @@ def _import(name: str, module_name: str) -> ModuleType:
     ) from error
 
 
-def _is_experiment(value: object) -> bool:
+def is_experiment(value: object) -> bool:
+  """Whether a value is a subclass of Experiment."""
   from spmd_tasks.experiment import Experiment  # imports JAX
 
   return inspect.isclass(value) and issubclass(value, Experiment)
 
 
-def _is_pax_experiment(value: object) -> bool:
-  if 'paxml.base_experiment' not in sys.modules:  # then no class can be one of its
-    return False
-  from spmd_tasks.bridges.pax import is_pax_experiment
-
-  return is_pax_experiment(value)
+def foreign_kind(value: object) -> wings.ExperimentKind | None:
+  """The kind of experiments that a value is a class of; None for our own, and for all else."""
+  return next((kind for kind in wings.kinds() if wings.call(kind.recognizes, value)), None)
 
 
 def _experiment_names(module: ModuleType) -> list[str]:
   return [
     key
     for key, value in vars(module).items()
-    if (_is_experiment(value) or _is_pax_experiment(value)) and value.__module__ == module.__name__
+    if (is_experiment(value) or foreign_kind(value)) and value.__module__ == module.__name__
   ]
 
 

@@ -33,16 +33,17 @@ from spmd_tasks.config.tree import (
   fields_of,
   is_node,
   walk,
-  with_pax_configs_unbuilt,
+  without_foreign_configs,
 )
 from spmd_tasks.config.values import describe_type, is_of_type, unwrap
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.experiment import MESH_FIELDS, Experiment, Job
 from spmd_tasks.inputs import as_input
+from spmd_tasks.wings import call, kind_of, load
 
 Prepare = Callable[[Experiment], None]
 _PARTS = ('task', 'train_input', 'eval_inputs', 'decode_inputs')
-# The timeouts of an experiment, which no `task()` of Pax decides.
+# The timeouts of an experiment, which no experiment of another framework decides.
 _TIMEOUTS = ('heartbeat_timeout_s', 'shutdown_timeout_s', 'first_step_timeout_s')
 
 
@@ -67,11 +68,12 @@ class ResolvedConfig:
     """
     try:
       with naming_own_code(f'building {self.name}'):
-        if self.experiment.is_built_by_fiddle:
+        kind = kind_of(type(self.experiment))
+        if kind is None or kind.build is None:
           has_configs = any(isinstance(field.value, fdl.Buildable) for _, field in walk(self.parts))
-          built = fdl.build(with_pax_configs_unbuilt(self.parts)) if has_configs else dict(self.parts)
+          built = fdl.build(without_foreign_configs(self.parts)) if has_configs else dict(self.parts)
         else:
-          built = self.experiment.build_parts(self.parts)
+          built = call(kind.build, self.experiment, self.parts)
     except UserError as error:
       raise _without_fiddle_context(error) from error
     built['train_input'] = self._input('train_input', self.parts['train_input'], built['train_input'])
@@ -94,23 +96,21 @@ def resolve(
   Args:
     experiment: the name or class.
     overrides: each `path=value`.
-    prepare: called with the experiment before its parts are made, which may ask JAX for the number of devices. Fields
-      of a Pax experiment are made of its task, so this is called before, with one that has nothing but its timeouts,
-      and with the experiment again.
+    prepare: called with the experiment before its parts are made, which may ask JAX for the number of devices. Where a
+      wing adapts the experiment, which may ask as well, this is called before, with one that has nothing but its
+      timeouts, and with the experiment again.
 
   Raises:
     UserError: the experiment or a path is unknown, a value has another type, or settings contradict each other.
   """
+  cls = registry.get(experiment) if isinstance(experiment, str) else experiment
 
-  def before_pax() -> None:
-    if prepare is not None:
-      config = fdl.Config(Experiment)
-      split = [split_override(override) for override in overrides]
-      prepare(
-        _only_timeouts({path[0]: parse_override(config, path, text) for path, text in split if _is_timeout(path)})
-      )
+  def timeouts() -> dict[str, Any]:
+    split = [split_override(override) for override in overrides]
+    own = fdl.Config(Experiment)
+    return {path[0]: parse_override(own, path, text) for path, text in split if _is_timeout(path)}
 
-  cls = registry.get(experiment, before_pax) if isinstance(experiment, str) else experiment
+  cls = _adapted(cls, timeouts, prepare)
   return _resolve(cls, fdl.Config(cls), {}, overrides, {}, prepare)
 
 
@@ -144,12 +144,12 @@ def from_json(
     own, why_not = own_directory(saved.path, saved)
     experiment_path = [] if own is None else [own]
   saved = checked_config(saved)
+  cls = registry.get_saved(saved['experiment'], experiment_path, why_not)
 
-  def before_pax() -> None:
-    if prepare is not None:
-      prepare(_only_timeouts({name: decode(saved['config'][name]) for name in _TIMEOUTS if name in saved['config']}))
+  def timeouts() -> dict[str, Any]:
+    return {name: decode(saved['config'][name]) for name in _TIMEOUTS if name in saved['config']}
 
-  cls = registry.get_saved(saved['experiment'], experiment_path, before_pax, why_not)
+  cls = _adapted(cls, timeouts, prepare)
   config = fdl.Config(cls)
   is_part = {path: path.split('.')[0] in _PARTS for path in saved['config']}
   of_experiment = {path: value for path, value in saved['config'].items() if not is_part[path]}
@@ -189,7 +189,8 @@ def _resolve(
   parts = apply_changes(parts, changed_parts)
   # A subclass's own fields may be any numbers, such as how many tokens to train on; where a part has them, it counts.
   check_numbers({field.name: getattr(experiment, field.name) for field in dataclasses.fields(Experiment)} | parts)
-  if experiment.is_built_by_fiddle:
+  kind = kind_of(cls)
+  if kind is None or kind.build is None:
     check_buildable(parts)
   given = {'.'.join(path): encode(value) for path, value in (changes | changed_parts).items()}
   return ResolvedConfig(
@@ -201,19 +202,14 @@ def _is_timeout(path: Path) -> bool:
   return len(path) == 1 and path[0] in _TIMEOUTS
 
 
-def _only_timeouts(values: Mapping[str, Any]) -> Experiment:
-  """Returns an experiment with these timeouts, without a task and inputs."""
-
-  class OnlyTimeouts(Experiment):
-    """Stands for an experiment whose other fields are not known yet."""
-
-    def task(self) -> Any:
-      raise NotImplementedError
-
-    def train_input(self) -> Any:
-      raise NotImplementedError
-
-  return OnlyTimeouts(**values)
+def _adapted(cls: type, timeouts: Callable[[], Mapping[str, Any]], prepare: Prepare | None) -> type[Experiment]:
+  """Returns a subclass of Experiment: the class itself, or what a wing makes of it after `prepare`."""
+  kind = None if registry.is_experiment(cls) else registry.foreign_kind(cls)
+  if kind is None:
+    return cls
+  if prepare is not None:
+    prepare(load(kind.base)(**timeouts()))
+  return call(kind.adapt, cls)
 
 
 def _leave_mesh_to_its_layout(cls: type, config: fdl.Config) -> None:

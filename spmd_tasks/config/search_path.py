@@ -1,7 +1,7 @@
 """Decides which modules a saved config may import: registered ones, and those below directories that the user named.
 
 A config.json may come from anyone, and importing a module runs it. So the name in a file imports only
-* what is part of this package or of an installed Paxml or Praxis, or registered by an entry point,
+* what is part of this package, of an installed package that a wing names, or registered by an entry point,
 * modules whose files lie below a directory of --experiment_path, and
 * those of the directory that the job was begun from, if the job's directory is this user's own (`own_directory`).
 A module that the process has imported already is only looked up. Nothing is imported to find that out.
@@ -20,6 +20,7 @@ import sys
 from typing import Any
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.wings import kinds
 
 
 def add_to_search_path(directories: Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -101,15 +102,15 @@ def may_be_imported(module_name: str, registered: Iterable[str], directories: Se
   """
   if module_name in sys.modules or module_name in registered or module_name.startswith('spmd_tasks.'):
     return True
-  return _lies_below(module_name, [*directories, *_installed_bridges(module_name.partition('.')[0])])
+  return _lies_below(module_name, [*directories, *_installed_place(module_name.partition('.')[0])])
 
 
-def _installed_bridges(top: str) -> list[Path]:
-  """Returns where `top` was installed if it is Paxml or Praxis, whose experiments run here; else an empty list.
+def _installed_place(top: str) -> list[Path]:
+  """Returns where `top` was installed if it is a package whose experiments a wing runs; else an empty list.
 
   A folder of that name elsewhere on the search path is another one.
   """
-  if top in ('paxml', 'praxis'):
+  if any(top in kind.packages for kind in kinds()):
     with contextlib.suppress(metadata.PackageNotFoundError):
       return [Path(str(metadata.distribution(top).locate_file(top))).resolve()]
   return []

@@ -19,6 +19,7 @@ from flax import linen as nn
 from flax.core import FrozenDict
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.wings import wings
 
 UNSET = types.SimpleNamespace()  # a parameter without a default that has no value yet
 DROP = types.SimpleNamespace()  # as a change: leave this key of a dict out
@@ -42,14 +43,15 @@ def copy_config(root: Any) -> Any:
   return daglish.MemoizedTraversal.run(copy, root)
 
 
-def with_pax_configs_unbuilt(root: Any) -> Any:
-  """Returns a config of which `fdl.build` hands configs of Praxis over as they are: their owner instantiates them.
+def without_foreign_configs(root: Any) -> Any:
+  """Returns a config of which `fdl.build` hands configs that a wing names over as they are: their owner builds them.
 
-  They hold templates, which Praxis leaves unbuilt and Fiddle would build.
+  Those of Praxis hold templates, which it leaves unbuilt and Fiddle would build.
   """
+  packages = {package for wing in wings() for package in wing.unbuilt_configs}
 
   def wrap(value: Any, state: daglish.State) -> Any:
-    if isinstance(value, fdl.Buildable) and type(value).__module__.startswith('praxis.'):
+    if isinstance(value, fdl.Buildable) and type(value).__module__.partition('.')[0] in packages:
       return fdl.Config(_Unbuilt(value))
     return state.map_children(value) if state.is_traversable(value) else value
 

@@ -8,34 +8,24 @@ for weights, step in checkpoints_to_use(model, checkpointer, watch=True, ...):  
 from collections.abc import Callable, Iterator, Mapping
 import functools
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 import jax
 
 from spmd_tasks.activity import doing, set_activity
 from spmd_tasks.checkpoints import Checkpointer, CheckpointError, PeerCopies
-from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import StepWatchdog, primary_decides
-from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.learning import fill_in, without_frozen
-from spmd_tasks.programs.pretrained import (
-  adapter_folder,
-  base_folder,
-  frozen_from_folder,
-  pretrained_folder,
-  saved_part,
-  state_from_folder,
-  variables_from_folder,
-)
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.upcycling import initialize_from
-from spmd_tasks.runtime import PartitionedModel, TrainState, Variables
-from spmd_tasks.tuning.adapter_stacks import variables_with_adapters
-from spmd_tasks.tuning.base_digest import check_base, describe_base
+from spmd_tasks.runtime import Base, PartitionedModel, TrainState, Variables, base_of, saved_part
+
+if TYPE_CHECKING:
+  from spmd_tasks.decoding.weight_storage import WeightStorage
 
 LOOK_LIMIT_S = 300  # how long process 0 may take to look into a directory
 
@@ -51,7 +41,7 @@ def restore_or_init(
   job: Job,
   iterator: InputIterator,
   copies: PeerCopies | None = None,
-  base: Callable[[], Mapping[str, str]] | None = None,
+  identity: Callable[[], Mapping[str, str]] | None = None,
 ) -> tuple[TrainState, int, str]:
   """Returns the state that a training job starts from, and moves `iterator` to the position that belongs to it.
 
@@ -61,7 +51,7 @@ def restore_or_init(
   Args:
     model, checkpointer, job, iterator: of the job.
     copies: in memory, where the job makes them.
-    base: waits for the digest of the job's base, as `start_digest` does; None: it is computed here if it is needed.
+    identity: of the job's base, as `Base.start_identifying` returned it; None: it is found out here if it is needed.
 
   Returns:
     (padded state, its step, a phrase that says where the state is from).
@@ -77,13 +67,11 @@ def restore_or_init(
       assert copied.input_state is not None
       iterator.set_state(copied.input_state)
       return copied.state, copied.step, f'resuming after step {copied.step} from {copied.origin}'
-  part = saved_part(model, experiment)
+  origin = experiment.origin()
+  part = saved_part(model, origin)
   restored = checkpointer.restore(part(model.canonical_state))
-  if restored is None and (first := experiment.first_state(model)) is not None:
-    return first
-  if restored is None and (folder := pretrained_folder(experiment)) is not None:
-    state = state_from_folder(model, folder, experiment.seed, adapter_folder(experiment))
-    return state, 0, f'starting from the weights of {folder}'
+  if restored is None and origin is not None:
+    return origin.start(model, experiment.seed)
   if restored is None and experiment.init_from is not None:
     directory = absolute_path(experiment.init_from)
     other = SavedSteps(directory).open_checkpoints(read_only=True)
@@ -103,10 +91,9 @@ def restore_or_init(
   iterator.set_state(input_state)
   logging.info('Restored step %d from %d process(es).', restored.step, len(positions))
   state = model.from_canonical(restored.state, part)
-  if (folder := base_folder(model, experiment)) is not None:
-    digest = describe_base(folder, checkpointer.path.parent) if base is None else base()
-    check_base(restored, digest, checkpointer.path)
-    state = state.replace(weights=fill_in(state.weights, frozen_from_folder(model, folder)))
+  if (base := base_of(model, origin)) is not None:
+    base.check(restored, checkpointer.path, identity)
+    state = state.replace(weights=fill_in(state.weights, base.frozen(model)))
   return state, restored.step, f'resuming after step {restored.step}'
 
 
@@ -118,12 +105,12 @@ def restore_evaluation_variables(
   part: Callable[[TrainState], Variables] | None = None,
   *,
   experiment: Experiment | None = None,
-  storage: WeightStorage | None = None,
+  storage: 'WeightStorage | None' = None,
 ) -> tuple[Variables, int]:
   """Restores from one checkpoint the variables that evaluation uses, with raw or averaged weights.
 
-  A job without a checkpoint whose `init_from` names a folder in Hugging Face's format has that folder's weights, at
-  step 0. Frozen weights are always read from the folder.
+  A job without a checkpoint that starts from a Base (runtime/origin.py) has that folder's weights, at step 0. Frozen
+  weights are always read from the folder.
 
   Args:
     model: whose variables are restored.
@@ -141,19 +128,12 @@ def restore_evaluation_variables(
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
   """
-  folder = None if step or experiment is None else pretrained_folder(experiment)
-  sources = {} if experiment is None else experiment.adapter_sources()
-  if folder is not None and primary_decides(checkpointer.is_fresh, 'is_fresh', limit_s=LOOK_LIMIT_S):
-    assert experiment is not None
-    if sources:
-      return variables_with_adapters(model, folder, sources, storage), 0
-    return variables_from_folder(model, folder, storage, adapter_folder(experiment)), 0
-  if sources:
-    raise UserError(
-      f'adapters = {sorted(sources)} are served over a folder, and not over a checkpoint in {checkpointer.path}: leave '
-      'out --job_log_dir and the step; a trained model can be exported to a folder (--mode export --format hf).'
-    )
-  base = None if experiment is None else base_folder(model, experiment)
+  origin = None if experiment is None else experiment.origin()
+  is_base = isinstance(origin, Base) and not step
+  if is_base and primary_decides(checkpointer.is_fresh, 'is_fresh', limit_s=LOOK_LIMIT_S):
+    assert isinstance(origin, Base)
+    return origin.variables(model, storage), 0
+  base = base_of(model, origin)
   canonical = model.canonical_state
   if part is None:
     part = model.task.evaluation_variables
@@ -176,11 +156,10 @@ def restore_evaluation_variables(
     variables[name] = checkpointer.restore_weights(abstract, restored.step, subtree=f'non_trainable/{name}').state
   if base is None:
     return model.from_canonical(variables, part), restored.step
-  assert part is not None
-  check_base(restored, describe_base(base, checkpointer.path.parent), checkpointer.path)
+  base.check(restored, checkpointer.path)
   select = part
   variables = model.from_canonical(variables, lambda state: select(model.trained_part(state)))
-  return variables | {'params': fill_in(variables['params'], frozen_from_folder(model, base, storage))}, restored.step
+  return variables | {'params': fill_in(variables['params'], base.frozen(model, storage))}, restored.step
 
 
 def _subtree_of(weights: Any, state: TrainState) -> str | None:
@@ -199,7 +178,7 @@ def checkpoints_to_use(
   *,
   step: int | None = None,
   part: Callable[[TrainState], Variables] | None = None,
-  storage: WeightStorage | None = None,
+  storage: 'WeightStorage | None' = None,
   watch: bool = False,
   has_ended_at: Callable[[int], bool] = lambda step: False,
   poll_s: float,

@@ -34,9 +34,8 @@ from spmd_tasks.programs.early_end import EarlyEnd, check_early_stop
 from spmd_tasks.programs.eval import open_evaluator, refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.interval_actions import IntervalActions, is_multiple
-from spmd_tasks.programs.job_directory import CONFIG_FILE, PARAMETERS_FILE, STARTUP_FILE, claim, write_config
+from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, claim, write_config
 from spmd_tasks.programs.logged_metrics import LoggedMetrics
-from spmd_tasks.programs.pretrained import base_folder, saved_part
 from spmd_tasks.programs.progress import make_progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
 from spmd_tasks.programs.samples import make_sampler
@@ -46,9 +45,11 @@ from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingL
 from spmd_tasks.runtime import (
   CompilationCounter,
   PartitionedModel,
+  base_of,
   check_state_fits,
   format_parameter_table,
   make_writer,
+  saved_part,
 )
 from spmd_tasks.sharding import (
   SPLIT_BY_DEFAULT,
@@ -58,7 +59,6 @@ from spmd_tasks.sharding import (
   num_parts,
   spec_axes,
 )
-from spmd_tasks.tuning.base_digest import start_digest
 from spmd_tasks.tuning.references import compute_references, name_references, reads_references
 
 
@@ -115,12 +115,12 @@ def train(
     )
     guard = PreemptionGuard()
     stack.callback(guard.stop)
-    base = base_folder(model, experiment)
-    part = saved_part(model, experiment)
-    allow_digest = functools.partial(watchdog.allow, 'base_digest', experiment.first_step_timeout_s)
-    digest = None if base is None else start_digest(base, job_log_dir, allow=allow_digest)
+    source = experiment.origin()
+    base, part = base_of(model, source), saved_part(model, source)
+    allow = functools.partial(watchdog.allow, 'base_digest', experiment.first_step_timeout_s)
+    identity = None if base is None else base.start_identifying(job_log_dir, allow=allow)
     checkpointer = saved.open_checkpoints(
-      base=digest,
+      base=identity,
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
       keep_every_hours=experiment.checkpoint_keep_every_hours,
@@ -130,11 +130,11 @@ def train(
     if experiment.peer_copy_every_steps is not None:
       directory, limit_s = experiment.peer_copy_directory or RAM_DISK, math.ceil(experiment.first_step_timeout_s)
       copies = stack.enter_context(PeerCopies(directory, job_log_dir, model.padded_state, limit_s=limit_s))
-    if experiment.origin() is None and newest_step(checkpointer) < 0:
+    if source is None and experiment.init_from is None and newest_step(checkpointer) < 0:
       with goodput.spend('compilation'):
         model.train_step.start_compiling()  # while the new state is drawn
     with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
-      state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies, digest)
+      state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies, identity)
     if is_primary():  # now that the checkpoint has not refused the job
       with storage_errors(job_log_dir):
         write_config(job_log_dir, config_json)
@@ -330,7 +330,6 @@ def _claim(
   """Claims the directory, on process 0 and until the stack is closed. Raises UserError on every process."""
 
   def claim_here() -> None:
-    _refuse_job_of_paxml(job_log_dir)
     stack.enter_context(claim(job_log_dir, experiment_name=job.name))
     if begin_anew:
       saved.begin_anew()
@@ -339,20 +338,6 @@ def _claim(
     primary_decides(claim_here, 'claim', limit_s=LOOK_LIMIT_S)
   except PrimaryError as error:
     raise UserError(str(error)) from error
-
-
-def _refuse_job_of_paxml(job_log_dir: epath.Path) -> None:
-  """Paxml gives its checkpoints the names of ours; to us each would be a damaged one, to be set aside."""
-  checkpoints = job_log_dir / 'checkpoints'
-  if not checkpoints.is_dir() or (job_log_dir / CONFIG_FILE).exists():
-    return
-  from spmd_tasks.bridges.pax import checkpoint_format
-
-  if checkpoint_format(checkpoints) == 'pax':
-    raise UserError(
-      f'{checkpoints} holds checkpoints of Paxml: choose another --job_log_dir, and let a Pax experiment go on from '
-      f'this one by --set continue_from={job_log_dir}.'
-    )
 
 
 def _describe(model: PartitionedModel, origin: str) -> str:

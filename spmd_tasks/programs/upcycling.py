@@ -37,7 +37,7 @@ _is_ffn_bias = match_fn(r'(.*/)?(up|gate|down)/bias$')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Origin:
+class WeightOrigin:
   """The origin of a weight of the new model: the source's weight, and how it is repeated.
 
   Attributes:
@@ -73,7 +73,7 @@ class Origin:
     return PartitionSpec(*entries)
 
 
-def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ...]]) -> dict[str, Origin]:
+def find_origins(source: Sequence[LeafEntry], target: Mapping[str, tuple[int, ...]]) -> dict[str, WeightOrigin]:
   """Finds the origin of every weight of `target`, except those of routers and low-rank adapters.
 
   Args:
@@ -147,10 +147,10 @@ def initialize_from(
   return model.init_with(seed, adopt, restored.state), restored.step
 
 
-def _origin_of(name: str, shape: tuple[int, ...], saved: Collection[str], target: Collection[str]) -> Origin:
+def _origin_of(name: str, shape: tuple[int, ...], saved: Collection[str], target: Collection[str]) -> WeightOrigin:
   """Returns the weight's origin by its name, whether or not the source has that weight."""
   if name in saved:
-    return Origin(name=name, shape=shape)
+    return WeightOrigin(name=name, shape=shape)
   layers = None
   if block := _BLOCK.fullmatch(name):
     stack, index, rest = block.groups()
@@ -159,7 +159,7 @@ def _origin_of(name: str, shape: tuple[int, ...], saved: Collection[str], target
   if experts := _EXPERTS.fullmatch(name):
     ffn, kernel = experts.groups(default='')
     *stacked, num_experts, num_inputs, num_outputs = shape
-    return Origin(
+    return WeightOrigin(
       name=f'{ffn}{kernel}/kernel',
       shape=(*stacked, num_inputs, num_outputs),
       layers=layers,
@@ -168,4 +168,4 @@ def _origin_of(name: str, shape: tuple[int, ...], saved: Collection[str], target
     )
   if shared := _SHARED.fullmatch(name):
     name = ''.join(shared.groups(default=''))
-  return Origin(name=name, shape=shape, layers=layers)
+  return WeightOrigin(name=name, shape=shape, layers=layers)

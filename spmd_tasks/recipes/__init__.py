@@ -12,9 +12,8 @@
 Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()` and `embedding()`, and the rest
 from `loss()`, `optimizer()`, `tokenizer()` and `source(split)`: override one and call `super()`. Read
 `text_training.py` (all but the model) and `dense.py` first; `mixture_of_experts.py` and `pipelined.py` override what
-differs. `pretrained.py` starts from a folder in Hugging Face's format; `instruction_tuning.py` tunes such a model on
-conversations and on pairs of answers, `low_rank.py` trains low-rank adapters of it, and `served_adapters.py` serves
-several adapters of one model.
+differs. Models from a folder in Hugging Face's format are in `bridges/huggingface/experiments.py`; the package `tuning`
+tunes such a model.
 """
 
 from etils import epy
@@ -23,7 +22,6 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.recipes.dense import DenseLanguageModel
   from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
   from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
-  from spmd_tasks.recipes.pretrained import PipelinedPretrainedModel, PretrainedLanguageModel
   from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
   from spmd_tasks.recipes.text_training import TextTraining
 
@@ -31,8 +29,6 @@ __all__ = [
   'DenseLanguageModel',
   'MoeLanguageModel',
   'PipelinedLanguageModel',
-  'PipelinedPretrainedModel',
-  'PretrainedLanguageModel',
   'SyntheticLanguageModel',
   'TextTraining',
 ]

@@ -10,7 +10,8 @@ Read in this order: `task.py` (model, loss and learner, TrainState, and the pure
 the hosts to the mesh), `compilation.py` and `weight_numbers.py` (what quantized weights stand for). What a job
 reports is made by `metrics.py` (files of metrics), `parameter_table.py` and `flops.py`. `memory_checks.py` refuses what
 memory cannot hold. `decode_settings.py` holds what a task says about generating text, `optional_methods.py` what a task
-may do beside what all do, `early_stop.py` what ends a job before its last step.
+may do beside what all do, `early_stop.py` what ends a job before its last step,
+`origin.py` where a new job's weights are from.
 """
 
 from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep, StepsByShape
@@ -31,6 +32,7 @@ from spmd_tasks.runtime.metrics import (
   scalars,
 )
 from spmd_tasks.runtime.optional_methods import DecodesBatches
+from spmd_tasks.runtime.origin import Base, Origin, base_of, origin_named, saved_part
 from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, format_parameter_table, parameter_rows
 from spmd_tasks.runtime.partition import Part, PartitionedModel, partition_spmd_model, whole_state
 from spmd_tasks.runtime.task import Batch, Task, TrainState, Variables
@@ -38,6 +40,7 @@ from spmd_tasks.runtime.weight_numbers import flat_specs, padded_numbers
 
 __all__ = [
   'METRICS_FILE',
+  'Base',
   'Batch',
   'CompilationCounter',
   'CompiledStep',
@@ -50,6 +53,7 @@ __all__ = [
   'Metric',
   'Metrics',
   'MetricsWriter',
+  'Origin',
   'ParameterRow',
   'Part',
   'PartitionedModel',
@@ -60,6 +64,7 @@ __all__ = [
   'TensorBoardWriter',
   'TrainState',
   'Variables',
+  'base_of',
   'bytes_per_device',
   'check_batch_fits',
   'check_state_fits',
@@ -70,11 +75,13 @@ __all__ = [
   'make_input_layout',
   'make_writer',
   'model_flops_per_train_step',
+  'origin_named',
   'padded_numbers',
   'parameter_rows',
   'partition_spmd_model',
   'peak_flops_per_device',
   'read_jsonl',
+  'saved_part',
   'scalars',
   'whole_state',
 ]

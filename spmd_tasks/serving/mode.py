@@ -33,8 +33,8 @@ from spmd_tasks.distributed import (
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
-from spmd_tasks.programs.pretrained import pretrained_folder
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
+from spmd_tasks.runtime import Base
 from spmd_tasks.serving.multi_process import follow, lead
 from spmd_tasks.serving.requests import ServedModel, check_adapter_names
 from spmd_tasks.serving.server import listen, run_server
@@ -99,8 +99,6 @@ def serve(
       f'experiment {job.name} has no tokenizer in its inputs, so its model cannot be served as text: give its training '
       'input a tokenizer.'
     )
-  for name in (job.name, Path(pretrained_folder(job.experiment) or '').name):
-    check_adapter_names(name, job.experiment.adapter_sources())
   limit_s = math.ceil(job.experiment.first_step_timeout_s)
   if jax.process_count() > 1:
     # JAX's own handler would have all processes save a step. Until the server runs, an end at once loses nothing.
@@ -126,6 +124,8 @@ def serve(
       return steps.storage.store(variables), restored
 
     folder = _served_folder(job, job_log_dir, step)
+    for name in (job.name, Path(folder or '').name):
+      check_adapter_names(name, steps.adapter_names)
     source = f'{"the newest checkpoint" if step is None else f"step {step}"} of {job_log_dir}'
     announce(f'Restoring {source}.' if folder is None else f'Loading the weights of {folder}.')
     began = time.monotonic()
@@ -177,12 +177,12 @@ def serve(
 
 def _served_folder(job: Job, job_log_dir: epath.Path, step: int | None) -> str | None:
   """The folder in Hugging Face's format whose own weights are served; None where a checkpoint's are."""
-  folder = None if step is not None else pretrained_folder(job.experiment)
-  if folder is None:
+  origin = job.experiment.origin()
+  if step is not None or not isinstance(origin, Base):
     return None
   with contextlib.closing(SavedSteps(job_log_dir).open_checkpoints(read_only=True)) as checkpointer:
     is_fresh = primary_decides(checkpointer.is_fresh, 'has_checkpoints', limit_s=LOOK_LIMIT_S)
-  return folder if is_fresh else None
+  return origin.path if is_fresh else None
 
 
 def server_settings(*, api_key_file: str | None, **flags: Any) -> ServerSettings:

@@ -8,7 +8,12 @@ Read `conversations.py` (which tokens the loss is on), `preferences.py` and `pre
 (several adapters beside one model). The names below are imported when they are first used.
 """
 
+from typing import Any
+
 from etils import epy
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.wings import Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.adapted_weights import add_adapters
@@ -20,6 +25,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.tuning.preferences import PreferenceInput, Preferences
 
 __all__ = [
+  'WING',
   'ConversationInput',
   'Conversations',
   'InstructionTuning',
@@ -31,3 +37,17 @@ __all__ = [
   'Preferences',
   'add_adapters',
 ]
+
+
+def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
+  """Refuses adapters to choose from where no request chooses one."""
+  adapters = getattr(job.experiment, 'adapters', None)
+  if adapters and mode in ('train', 'eval', 'export'):
+    raise UserError(
+      f'adapters = {sorted(adapters)} are for --mode serve, decode and decode_once, not for --mode {mode}: leave them '
+      'out. To train one, see finetune.LoraSft.'
+    )
+  return job
+
+
+WING = Wing(name='tuning', prepare_job=_prepare_job)

@@ -1,7 +1,7 @@
 """Reads several low-rank adapters of one base, from folders or jobs, and stacks them on the mesh.
 
-    sources = experiment.adapter_sources()          # {'french': AdapterSource(...), 'legal': AdapterSource(...)}
-    variables = variables_with_adapters(model, folder, sources)
+    sources = open_sources(adapters, folder)        # {'french': AdapterSource(...), 'legal': AdapterSource(...)}
+    weights = stacked_adapters(model, folder, held, sources)
 
 The model has room for all of them beside each kernel (adapter_choices.py). Ranks are filled up with zeros, and each
 adapter's scale is multiplied into its B. A kernel that an adapter does not adapt has zeros. DoRA becomes one factor per
@@ -23,13 +23,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Experiment
-from spmd_tasks.learning import fill_in
 from spmd_tasks.programs import SavedSteps
-from spmd_tasks.programs.pretrained import base_from_folder
-from spmd_tasks.runtime import PartitionedModel, Variables, flat_specs
+from spmd_tasks.runtime import PartitionedModel, flat_specs
 from spmd_tasks.sharding import is_quantized
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of
 from spmd_tasks.tuning.adapters import LowRankAdapter, column_lengths
@@ -55,31 +51,19 @@ class AdapterSource:
   is_averaged: bool = False
 
 
-def refuse_adapters(experiment: Experiment, mode: str) -> None:
-  """Raises a UserError if the experiment has adapters to choose from, which a mode does not use."""
-  if sources := experiment.adapter_sources():
-    raise UserError(
-      f'adapters = {sorted(sources)} are for --mode serve, decode and decode_once, not for {mode}: leave them out. '
-      'To train one, see finetune.LoraSft.'
-    )
-
-
-def variables_with_adapters(
-  model: PartitionedModel, folder: str, sources: Mapping[str, AdapterSource], storage: WeightStorage | None = None
-) -> Variables:
-  """Returns the padded variables of a base with its adapters stacked.
+def stacked_adapters(model: PartitionedModel, folder: str, held: Any, sources: Mapping[str, AdapterSource]) -> Any:
+  """Returns the padded stacked adapters, a tree like all weights with None for those of the base.
 
   Args:
     model: of a task whose model has the adapters of all sources as AdapterChoices.
     folder: of the base.
+    held: the padded weights of the base, as they are stored.
     sources: by name.
-    storage: how the weights of the base are held, from the moment when they are read.
 
   Raises:
     UserError: an adapter is of another model, has numbers that are not finite, or belongs to another base.
     CheckpointError: a job has no checkpoint that can be read.
   """
-  held = base_from_folder(model, folder, storage)
   canonical = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
   specs = flat_specs(model.weight_specs)
   places = {name: AdapterNames(kernel=name) for name in adapters_of(model.task.model)}
@@ -101,7 +85,7 @@ def variables_with_adapters(
       made[names.b][(*own, slice(adapter.rank))] = arrays[names.b] * adapter.scale
       if adapter.use_dora:
         made[names.scale][own] = arrays[names.magnitude]
-  return {'params': fill_in(held, _place(model, made, places, traverse_util.flatten_dict(held, sep='/')))}
+  return _place(model, made, places, traverse_util.flatten_dict(held, sep='/'))
 
 
 def _num_layer_dims(spec: Any) -> int:

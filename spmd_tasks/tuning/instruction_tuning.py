@@ -13,10 +13,10 @@ from typing import Any
 import fiddle as fdl
 from flax.core import FrozenDict
 
+from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Mixture
-from spmd_tasks.recipes import PretrainedLanguageModel
 from spmd_tasks.tuning.conversations import ConversationInput, Conversations
 from spmd_tasks.tuning.preference_loss import PreferenceLoss
 from spmd_tasks.tuning.preferences import PreferenceInput, Preferences
@@ -143,9 +143,10 @@ class PreferenceTuning(InstructionTuning):
     """The loss on pairs."""
     if self.reference not in _REFERENCES:
       raise UserError(f'reference = {self.reference!r} must be one of {", ".join(map(repr, _REFERENCES))}.')
-    if self.reference == 'base' and self.adapter:
+    adapter = getattr(self, 'adapter', '')  # a field of LowRankTuning
+    if self.reference == 'base' and adapter:
       raise UserError(
-        f"reference = 'base' is {self.model} without the adapter {self.adapter} that training starts from: merge that "
+        f"reference = 'base' is {self.model} without the adapter {adapter} that training starts from: merge that "
         "into a folder first (--mode export --format hf), or leave reference = 'start'."
       )
     return fdl.Config(

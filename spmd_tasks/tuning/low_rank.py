@@ -1,11 +1,15 @@
 """Low-rank adapters (LoRA): the base of experiments that train them alone."""
 
+import dataclasses
+
 import fiddle as fdl
 
+from spmd_tasks.bridges.huggingface import PretrainedLanguageModel, open_adapter
+from spmd_tasks.bridges.huggingface.experiments import stacks_of
+from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.errors import UserError
-from spmd_tasks.recipes import PretrainedLanguageModel
-from spmd_tasks.recipes.pretrained import stacks_of
-from spmd_tasks.runtime import Task
+from spmd_tasks.files import absolute_path
+from spmd_tasks.runtime import Origin, Task
 from spmd_tasks.sharding import QUANTIZED_DTYPES
 from spmd_tasks.tuning.adapted_weights import add_adapters
 from spmd_tasks.tuning.adapters import LowRankAdapter
@@ -35,6 +39,13 @@ class LowRankTuning(PretrainedLanguageModel):
 
   learning_rate: float = 2e-4
 
+  def origin(self) -> Origin | None:
+    """Returns the folder, with the adapters that training starts from."""
+    origin = super().origin()
+    if not isinstance(origin, FolderOrigin) or not self.adapter:
+      return origin
+    return dataclasses.replace(origin, adapter=str(absolute_path(self.adapter)))
+
   def language_model(self) -> fdl.Config:
     """The folder's model with adapters."""
     if self.adapters:
@@ -47,9 +58,6 @@ class LowRankTuning(PretrainedLanguageModel):
         # The backward pass reads 8 or 4 bits again, rather than numbers made of them and kept.
         stack.remat_policy = 'dots'
     if self.adapter:
-      from spmd_tasks.bridges.huggingface import open_adapter
-      from spmd_tasks.files import absolute_path
-
       for name, adapter in open_adapter(absolute_path(self.adapter)).adapters(self.folder).items():
         add_adapters(model, [f'^{name}$'], adapter, setting=f'adapter = {self.adapter!r}')
       return model

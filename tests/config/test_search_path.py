@@ -11,7 +11,6 @@ import sys
 from etils import epath
 import pytest
 
-import spmd_tasks.bridges.pax  # noqa: F401  imported before any module of an experiment
 from spmd_tasks.config import from_json, read_saved_config, registry, resolve, search_path, to_json
 from spmd_tasks.errors import UserError
 from spmd_tasks.programs.job_directory import write_config

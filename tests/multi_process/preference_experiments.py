@@ -1,6 +1,6 @@
 """finetune.FullDpo and finetune.LoraDpo over the stages of a pipeline."""
 
-from spmd_tasks.recipes import PipelinedPretrainedModel
+from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel
 from spmd_tasks.tuning import LowRankTuning, PreferenceTuning
 
 

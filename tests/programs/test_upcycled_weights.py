@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.checkpoints import LeafEntry
-from spmd_tasks.programs.upcycling import Origin, find_origins
+from spmd_tasks.programs.upcycling import WeightOrigin, find_origins
 
 L, D, F, E = 4, 6, 10, 3
 FFN = 'stack/layers/ffn'
@@ -158,12 +158,12 @@ def test_what_does_not_fit_is_named(source, target, lines):
   ],
 )
 def test_the_source_is_spread_over_the_axes_of_the_experts_too(spec, expected):
-  origin = Origin(name='up', shape=(4, 16, 32), expert_dim=1, num_experts=8)
+  origin = WeightOrigin(name='up', shape=(4, 16, 32), expert_dim=1, num_experts=8)
   assert origin.source_spec(spec, {'data': 2, 'expert': 4, 'mdl': 2}) == expected
 
 
 def test_uneven_sources_are_spread_where_they_can_be():
-  origin = Origin(name='up', shape=(4, 16, 31), expert_dim=1, num_experts=8)
+  origin = WeightOrigin(name='up', shape=(4, 16, 31), expert_dim=1, num_experts=8)
   spec = origin.source_spec(P(None, 'expert', 'data', 'mdl'), {'data': 2, 'expert': 4, 'mdl': 2})
   assert spec == P(None, ('data', 'expert', 'mdl'), None)
 

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from spmd_tasks import load
+from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.checkpoints import CheckpointError
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSteps, Request, generate
@@ -26,12 +27,11 @@ from spmd_tasks.decoding.scoring import score_texts
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import ChatTemplate, decode_generated
-from spmd_tasks.programs.pretrained import variables_from_folder
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.server import listen, run_server, url_of
 from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.sharding import WeightSpec, quantize, quantized_spec
-from spmd_tasks.tuning.adapter_stacks import _column_factors, variables_with_adapters
+from spmd_tasks.tuning.adapter_stacks import _column_factors
 from spmd_tasks.tuning.adapters import column_lengths
 from tests import binary
 from tests.adapter_folders import ATTENTION, FEED_FORWARD, write_adapter, write_merged
@@ -89,7 +89,7 @@ class Together:
     self.job = resolve('hf.Model', settings).build()
     self.model = partition_job(self.job, self.job.experiment.mesh_spec().build(jax.devices()[: int(np.prod(sizes))]))
     self.steps = DecodeSteps(self.model)
-    self.variables = variables_with_adapters(self.model, str(base), self.job.experiment.adapter_sources())
+    self.variables = self.job.experiment.origin().variables(self.model)
 
 
 @pytest.fixture(scope='module')
@@ -317,7 +317,18 @@ def test_other_modes_refuse_adapters(mode, base, adapters, tmp_path, capsys):
 def test_a_name_that_the_model_has_is_refused_before_weights_are_read(base, adapters, tmp_path, capsys, is_folder):
   name = base.name if is_folder else 'hf.Model'
   flags = ('--set', f'model={base}', '--set', f'adapters={ {name: str(adapters["all"])}!r}')
-  job = ('--exp', 'hf.Model', '--mode', 'serve', '--job_log_dir', tmp_path / 'job', '--port', 0)
+  job = (
+    '--exp',
+    'hf.Model',
+    '--ici_mesh_shape',
+    '1,8,1',
+    '--mode',
+    'serve',
+    '--job_log_dir',
+    tmp_path / 'job',
+    '--port',
+    0,
+  )
   assert binary.run_in_process(*job, *flags) == 2
   out, err = capsys.readouterr()
   assert f'adapters has the name {name!r}, which is that of the model itself' in err

@@ -2,8 +2,8 @@
 
 import fiddle as fdl
 
+from spmd_tasks.bridges.huggingface import PretrainedLanguageModel
 from spmd_tasks.inputs import SyntheticText
-from spmd_tasks.recipes import PretrainedLanguageModel
 from spmd_tasks.tuning import LowRankTuning
 
 

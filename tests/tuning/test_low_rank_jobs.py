@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from spmd_tasks import load
+from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.checkpoints.manifest import read_manifest
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs.pretrained import state_from_folder
 from tests import binary
 from tests.model_folders import write_llama
 

@@ -7,11 +7,11 @@ from etils import epath
 import numpy as np
 import pytest
 
+from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs import preview
-from spmd_tasks.programs.pretrained import state_from_folder
 from spmd_tasks.tuning import LowRankTuning, PreferenceTuning
 from spmd_tasks.tuning.references import compute_references, name_references
 from tests.binary import column, metric_lines, run_binary, run_in_process

@@ -10,22 +10,32 @@ No code of a folder is run, and no pickle is read. A key of config.json or a ten
 Read `_families.py` (one table per family), then `_config_keys.py` and `_rope.py` (kinds of keys), `_decoder.py` (what a
 config says, as a model of ours and back), `_tensors.py` (rules between tensors and weights), `_folder.py`,
 `_export.py` and `_safetensors.py` (reading and writing), `_generation_config.py` (defaults of requests), `_peft.py`
-(low-rank adapters in folders of `peft`).
+(low-rank adapters in folders of `peft`). `experiments.py` has the bases of experiments that start from a folder,
+`origin.py` reads its weights, `exporting.py` runs --mode export.
 """
 
-from spmd_tasks.bridges.huggingface._decoder import Decoder
-from spmd_tasks.bridges.huggingface._describe import describe_model
-from spmd_tasks.bridges.huggingface._export import export_folder
-from spmd_tasks.bridges.huggingface._families import FAMILIES
-from spmd_tasks.bridges.huggingface._folder import Folder, open_folder, weights_on_mesh
-from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
-from spmd_tasks.bridges.huggingface._peft import AdapterFolder, export_adapter, open_adapter
+from etils import epy
+
+from spmd_tasks.wings import Format, Wing
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.bridges.huggingface._decoder import Decoder
+  from spmd_tasks.bridges.huggingface._describe import describe_model
+  from spmd_tasks.bridges.huggingface._export import export_folder
+  from spmd_tasks.bridges.huggingface._families import FAMILIES
+  from spmd_tasks.bridges.huggingface._folder import Folder, open_folder, weights_on_mesh
+  from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
+  from spmd_tasks.bridges.huggingface._peft import AdapterFolder, export_adapter, open_adapter
+  from spmd_tasks.bridges.huggingface.experiments import PipelinedPretrainedModel, PretrainedLanguageModel
 
 __all__ = [
   'FAMILIES',
+  'WING',
   'AdapterFolder',
   'Decoder',
   'Folder',
+  'PipelinedPretrainedModel',
+  'PretrainedLanguageModel',
   'describe_model',
   'export_adapter',
   'export_folder',
@@ -34,3 +44,21 @@ __all__ = [
   'open_folder',
   'weights_on_mesh',
 ]
+
+WING = Wing(
+  name='huggingface',
+  formats=(
+    Format(
+      name='hf',
+      help="a folder of Hugging Face's format",
+      origin='spmd_tasks.bridges.huggingface.origin:open_origin',
+      export='spmd_tasks.bridges.huggingface.exporting:export_model',
+      recognize='spmd_tasks.bridges.huggingface.origin:recognize',
+    ),
+    Format(
+      name='peft',
+      help='a folder of peft, with the adapters alone',
+      export='spmd_tasks.bridges.huggingface.exporting:export_adapters',
+    ),
+  ),
+)

@@ -3,9 +3,9 @@
     spmd-tasks --exp my_package.my_experiments.MyPaxExperiment --mode train --job_log_dir runs/pax
     state = read_pax_checkpoint('job/checkpoints/checkpoint_00000100', abstract_state)
 
-Importing this package makes Praxis and Paxml importable (`_shims.py`) and imports neither of them. The reader of
-checkpoints needs neither; the rest does. TensorFlow and others that Paxml imports wait until something uses them
-(`_deferred_imports.py`).
+`install_shims()` makes Praxis and Paxml importable on today's JAX (`_shims.py`); naming one of the classes and
+functions below that need them does so too, and so does an experiment whose module imports them (`_recognition.py`).
+TensorFlow and others that Paxml imports wait until something uses them (`_deferred_imports.py`).
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
 `_praxis_task.py` (Praxis models and layers in experiments of ours), `_input.py`, `_decode.py` (decode jobs) and
@@ -15,11 +15,12 @@ jobs). `translate_language_model` makes one of our language models of a Praxis o
 `_native_experiment.py`.
 """
 
+from typing import Any
+
 from etils import epy
 
-from spmd_tasks.bridges.pax._shims import install_shims
-
-install_shims()
+from spmd_tasks.errors import UserError
+from spmd_tasks.wings import ExperimentKind, Flag, Format, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.pax._checkpoint_arrays import read_pax_checkpoint, write_pax_checkpoint
@@ -29,14 +30,16 @@ with epy.lazy_api_imports(globals()):
     open_pax_checkpoint,
     pax_checkpoints,
   )
-  from spmd_tasks.bridges.pax._experiment import PaxExperiment, as_experiment, is_pax_experiment
+  from spmd_tasks.bridges.pax._experiment import PaxExperiment
   from spmd_tasks.bridges.pax._input import PaxInput
   from spmd_tasks.bridges.pax._native_experiment import TranslatedExperiment, pax_dataset, translate_experiment
   from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language_model
   from spmd_tasks.bridges.pax._praxis_task import PraxisLayer, PraxisTask
+  from spmd_tasks.bridges.pax._shims import install_shims
   from spmd_tasks.bridges.pax._task import PaxTask
 
 __all__ = [
+  'WING',
   'PaxCheckpoint',
   'PaxExperiment',
   'PaxInput',
@@ -45,10 +48,8 @@ __all__ = [
   'PraxisTask',
   'TranslatedExperiment',
   'Translation',
-  'as_experiment',
   'checkpoint_format',
   'install_shims',
-  'is_pax_experiment',
   'open_pax_checkpoint',
   'pax_checkpoints',
   'pax_dataset',
@@ -57,3 +58,83 @@ __all__ = [
   'translate_language_model',
   'write_pax_checkpoint',
 ]
+
+_WITHOUT_PRAXIS = ('read_', 'write_', 'open_', 'checkpoint_', 'pax_checkpoints', 'PaxCheckpoint', 'install_shims')
+_lazy: Any = globals()['__getattr__']  # of epy
+
+
+def __getattr__(name: str) -> Any:
+  if name in __all__ and not name.startswith(_WITHOUT_PRAXIS):
+    _lazy('install_shims')()
+  return _lazy(name)
+
+
+# Settings of Praxis' layers and inputs that decide where something is computed; of the task, those of Paxml's loop.
+_PLACES = ('ici_mesh_shape', 'dcn_mesh_shape', 'mesh_axis_names', 'infeed_host_index')
+_NUMBERS_OF_TRAIN = ('task.train.learner', 'task.train.apply_mutable_list')
+
+
+def _keeps_numbers(path: str) -> bool:
+  if path.startswith('task.train.'):
+    return not path.startswith(_NUMBERS_OF_TRAIN)
+  return path.startswith('task.early_stopping_fn') or path.rpartition('.')[2] in _PLACES
+
+
+def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
+  """Refuses to train beside checkpoints of Paxml: they have the names of ours, and would be damaged ones of these."""
+  checkpoints = directory / 'checkpoints'
+  is_ours = not checkpoints.is_dir() or (directory / 'config.json').exists()
+  if mode == 'train' and not is_ours and _lazy('checkpoint_format')(checkpoints) == 'pax':
+    raise UserError(
+      f'{checkpoints} holds checkpoints of Paxml: choose another --job_log_dir, and let a Pax experiment go on from '
+      f'this one by --set continue_from={directory}.'
+    )
+  return job
+
+
+def _translate(command: Any) -> int:
+  _lazy('install_shims')()
+  from spmd_tasks.bridges.pax._native_experiment import run
+
+  return run(command)
+
+
+def _check_translate(flags: Any) -> None:
+  if flags.exp is None:
+    raise UserError('--mode translate needs --exp NAME, the Pax experiment package.module.Class.')
+
+
+WING = Wing(
+  name='pax',
+  modes=(
+    Mode(
+      name='translate',
+      help='writes a Pax experiment as one of ours',
+      run=_translate,
+      flags=(Flag(name='out', metavar='PATH', help='the file to write; default: <class>_native.py, in small letters'),),
+      check=_check_translate,
+      extra='pax',
+      packages=('praxis', 'paxml'),
+    ),
+  ),
+  kinds=(
+    ExperimentKind(
+      name='Pax',
+      base='spmd_tasks.bridges.pax._experiment:PaxExperiment',
+      before_import='spmd_tasks.bridges.pax._recognition:prepare_import',
+      recognizes='spmd_tasks.bridges.pax._recognition:is_pax_experiment',
+      adapt='spmd_tasks.bridges.pax._experiment:as_experiment',
+      build='spmd_tasks.bridges.pax._experiment:build_parts',
+      packages=('paxml', 'praxis'),
+      short_names=(('tasks.', 'paxml.tasks.'),),
+      format='pax',
+    ),
+  ),
+  formats=(
+    Format(name='pax', help='a checkpoint of Paxml', export='spmd_tasks.bridges.pax._export:export_checkpoint'),
+  ),
+  unbuilt_configs=('praxis',),
+  keeps_numbers=_keeps_numbers,
+  fields_of_process=('infeed_host_index',),
+  prepare_job=_prepare_job,
+)

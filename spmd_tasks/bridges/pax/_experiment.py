@@ -16,19 +16,18 @@ import warnings
 
 from etils import epath
 from flax.core import FrozenDict
-from paxml import base_experiment
 from praxis import base_hyperparams
 
 from spmd_tasks.bridges.pax._early_stop import PaxEarlyStop
 from spmd_tasks.bridges.pax._input import PaxInput
-from spmd_tasks.bridges.pax._loading_rules import state_from_rules
-from spmd_tasks.bridges.pax._start import is_pax_job, state_from_pax, variables_from_pax
+from spmd_tasks.bridges.pax._loading_rules import LoadingRules
+from spmd_tasks.bridges.pax._start import PaxJob, is_pax_job
 from spmd_tasks.bridges.pax._support import reason_it_cannot_run, refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.bridges.pax._weights import partition_of, remove_split_dims
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.runtime import DecodeSettings, EarlyStop, PartitionedModel, TrainState
+from spmd_tasks.runtime import DecodeSettings, EarlyStop, Origin, PartitionedModel
 from spmd_tasks.sharding import AxisRules
 
 # By the class of a Pax experiment: its task as `as_experiment` has looked at it. To make one takes Pax 0.1 s.
@@ -38,7 +37,7 @@ _UNUSED_TASKS: dict[type, Any] = {}
 class PaxExperiment(Experiment):
   """The base of the classes that `as_experiment` makes."""
 
-  is_built_by_fiddle: ClassVar[bool] = False
+  _names_of_start: ClassVar[tuple[str, ...]] = ('init_from', 'continue_from')
   axis_rules: AxisRules = ()
   # Evaluate the averaged weights that the optimizer keeps.
   eval_with_ema: bool = False
@@ -121,22 +120,15 @@ class PaxExperiment(Experiment):
     with warnings.catch_warnings(action='ignore', category=DeprecationWarning):  # by an experiment without any
       return _by_name(self.pax_experiment().decode_datasets())
 
-  def origin(self) -> str | None:
-    """Returns the job that a new job starts from."""
-    return self.continue_from or self.init_from
-
-  def first_state(self, model: PartitionedModel) -> tuple[TrainState, int, str] | None:
-    """Returns the state that a new job starts from, its step and origin; None if nothing else is named."""
+  def origin(self) -> Origin | None:
+    """Returns what a new job starts from, if it is Paxml's: a job, or the loading rules of the task."""
     if self.continue_from is not None and self.init_from is not None:
       raise UserError('continue_from and init_from both say where a new job starts: give one of them.')
     if self.continue_from is not None:
-      return state_from_pax(model, self.continue_from, self.init_from_step, self.seed)
+      return PaxJob(directory=self.continue_from, step=self.init_from_step, takes_all=True)
     if self.init_from is not None and is_pax_job(self.init_from):
-      return variables_from_pax(model, self.init_from, self.init_from_step, self.seed)
-    assert isinstance(model.task, PaxTask)
-    if self.init_from is None and (rules := model.task.task.train.init_from_checkpoint_rules):
-      return state_from_rules(model, rules, self.seed)
-    return None
+      return PaxJob(directory=self.init_from, step=self.init_from_step)
+    return LoadingRules() if self.init_from is None else super().origin()
 
   def early_stop(self, model: PartitionedModel, job_log_dir: epath.Path) -> EarlyStop | None:
     """Returns what asks `task.early_stopping_fn`, if it is set."""
@@ -150,44 +142,6 @@ class PaxExperiment(Experiment):
       eval_every_steps=self.eval_every_steps,
       input_names={name: dataset.name or name for name, dataset in self.eval_inputs().items()},
     )
-
-  def build_parts(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the configs of the parts: Praxis' own way, in which children are built by their owners.
-
-    Raises:
-      UserError: an override of `task` changed what a field of the experiment decides.
-    """
-    before = vars(self).get('_fields_of_task') or _fields_of(self.task())
-    now = _fields_of(parts['task'])
-    for name, value in now.items():
-      if value != before[name]:
-        raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
-    train_input = PaxInput(config=_on_this_host(parts['train_input'], self.train_input()))
-    own = {'eval_inputs': self.eval_inputs(), 'decode_inputs': self.decode_inputs()}
-    task_config = parts['task'].clone()
-    task_config.train.variable_norm_summary = False
-    task = base_hyperparams.instantiate(task_config)
-    decoder = getattr(task.model, 'decoder_tpl', None)
-    return {
-      'task': PaxTask(
-        task=task,
-        input_spec=train_input.element_spec(),
-        variable_norms=parts['task'].train.variable_norm_summary,
-        eval_with_ema=self.eval_with_ema,
-        decode=DecodeSettings(
-          num_slots=self.serve_num_slots, max_len=self.serve_max_len or getattr(decoder, 'seqlen', None) or None
-        ),
-        cannot_run=reason_it_cannot_run(parts['task']),
-      ),
-      'train_input': train_input,
-      **{
-        part: {
-          name: PaxInput(config=_on_this_host(each, datasets.get(name)), is_training=False)
-          for name, each in parts[part].items()
-        }
-        for part, datasets in own.items()
-      },
-    }
 
 
 @functools.cache
@@ -219,9 +173,44 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
   return type(pax_class.__name__, (PaxExperiment,), namespace)
 
 
-def is_pax_experiment(value: object) -> bool:
-  """Tells whether a value is the class of a Pax experiment."""
-  return isinstance(value, type) and issubclass(value, base_experiment.BaseExperiment)
+def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str, Any]:
+  """Builds the configs of the parts: Praxis' own way, in which children are built by their owners.
+
+  Raises:
+    UserError: an override of `task` changed what a field of the experiment decides.
+  """
+  before = vars(experiment).get('_fields_of_task') or _fields_of(experiment.task())
+  now = _fields_of(parts['task'])
+  for name, value in now.items():
+    if value != before[name]:
+      raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
+  train_input = PaxInput(config=_on_this_host(parts['train_input'], experiment.train_input()))
+  own = {'eval_inputs': experiment.eval_inputs(), 'decode_inputs': experiment.decode_inputs()}
+  task_config = parts['task'].clone()
+  task_config.train.variable_norm_summary = False
+  task = base_hyperparams.instantiate(task_config)
+  decoder = getattr(task.model, 'decoder_tpl', None)
+  return {
+    'task': PaxTask(
+      task=task,
+      input_spec=train_input.element_spec(),
+      variable_norms=parts['task'].train.variable_norm_summary,
+      eval_with_ema=experiment.eval_with_ema,
+      decode=DecodeSettings(
+        num_slots=experiment.serve_num_slots,
+        max_len=experiment.serve_max_len or getattr(decoder, 'seqlen', None) or None,
+      ),
+      cannot_run=reason_it_cannot_run(parts['task']),
+    ),
+    'train_input': train_input,
+    **{
+      part: {
+        name: PaxInput(config=_on_this_host(each, datasets.get(name)), is_training=False)
+        for name, each in parts[part].items()
+      }
+      for part, datasets in own.items()
+    },
+  }
 
 
 def _is_for_pmap(model: Any) -> bool:

@@ -29,7 +29,7 @@ from spmd_tasks.bridges.pax._checkpoint_files import (
 from spmd_tasks.checkpoints import CheckpointDirectory
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime import Origin, PartitionedModel, TrainState
 
 _EMA = 'ema/'
 _AVERAGE = re.compile(r'\d+/(?:.*/)?ema/((?:params|non_trainable)/.*)')  # in a state of optimizers
@@ -55,48 +55,47 @@ class _Source:
     return averages.get(wanted, self.variables.get(wanted)) if averages else None
 
 
-def state_from_rules(model: PartitionedModel, all_rules: Mapping[str, Any], seed: int) -> tuple[TrainState, int, str]:
-  """Makes a new state and overwrites what the rules name.
+class LoadingRules(Origin):
+  """What the rules of a task name, in a state that is new otherwise; without rules, all is new."""
 
-  Args:
-    model: the partitioned Pax experiment.
-    all_rules: the directory of a job, its `checkpoints`, or one checkpoint -> `paxml.tasks_lib.CheckpointLoadingRules`.
-    seed: of the new values.
+  def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
+    """Makes a new state and overwrites what the rules name.
 
-  Returns:
-    (padded state, its step, a phrase that says where it is from).
-
-  Raises:
-    UserError: a checkpoint lacks an array that a rule names or has it in another shape, or `safe_load` is set and a
-      pattern matches no variable.
-  """
-  canonical = model.canonical_state
-  variables, opt_state = _by_name(canonical.variables), _by_name(canonical.learner.opt_state)
-  new: dict[str, jax.Array] = {}
-  new_opt_state: dict[str, jax.Array] = {}
-  step: int | None = None
-  for directory, rules in all_rules.items():
-    source = _open(directory, rules.step)
-    origins = _origins(variables.keys() - new.keys(), rules, safe=rules.safe_load)
-    new |= _read(source, origins, source.variable, variables)
-    if rules.partial_load_opt_states:
-      origins = _origins(opt_state.keys() - new_opt_state.keys(), rules, safe=False)
-      new_opt_state |= _read(source, origins, source.opt_state.get, opt_state)
-    elif rules.load_opt_states and not new_opt_state:
-      new_opt_state = _read(source, {name: name for name in opt_state}, source.opt_state.get, opt_state)
-    step = source.step if rules.load_step and step is None else step
-  logging.info('Taken by init_from_checkpoint_rules: %s', ', '.join(sorted(new)))
-  state = model.init(seed)
-  loaded = _overwritten(model, state, lambda s: s.variables, new)
-  state = state.replace(
-    weights=loaded.pop('params'),
-    non_trainable={name: loaded[name] for name in state.non_trainable},
-    learner=state.learner.replace(opt_state=_overwritten(model, state, lambda s: s.learner.opt_state, new_opt_state)),
-  )
-  if step is not None:
-    state = state.replace(step=jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding))
-  places = ' and '.join(map(str, all_rules))
-  return state, step or 0, f'starting with {len(new)} of {len(variables)} variables of {places}'
+    Raises:
+      UserError: a checkpoint lacks an array that a rule names or has it in another shape, or `safe_load` is set and a
+        pattern matches no variable.
+    """
+    # The directory of a job, its `checkpoints`, or one checkpoint -> `paxml.tasks_lib.CheckpointLoadingRules`.
+    rules_by_place: Mapping[str, Any] = model.task.task.train.init_from_checkpoint_rules or {}  # type: ignore[attr-defined]
+    if not rules_by_place:
+      return model.init(seed), 0, 'starting from new weights'
+    canonical = model.canonical_state
+    variables, opt_state = _by_name(canonical.variables), _by_name(canonical.learner.opt_state)
+    new: dict[str, jax.Array] = {}
+    new_opt_state: dict[str, jax.Array] = {}
+    step: int | None = None
+    for directory, rules in rules_by_place.items():
+      source = _open(directory, rules.step)
+      origins = _origins(variables.keys() - new.keys(), rules, safe=rules.safe_load)
+      new |= _read(source, origins, source.variable, variables)
+      if rules.partial_load_opt_states:
+        origins = _origins(opt_state.keys() - new_opt_state.keys(), rules, safe=False)
+        new_opt_state |= _read(source, origins, source.opt_state.get, opt_state)
+      elif rules.load_opt_states and not new_opt_state:
+        new_opt_state = _read(source, {name: name for name in opt_state}, source.opt_state.get, opt_state)
+      step = source.step if rules.load_step and step is None else step
+    logging.info('Taken by init_from_checkpoint_rules: %s', ', '.join(sorted(new)))
+    state = model.init(seed)
+    loaded = _overwritten(model, state, lambda s: s.variables, new)
+    state = state.replace(
+      weights=loaded.pop('params'),
+      non_trainable={name: loaded[name] for name in state.non_trainable},
+      learner=state.learner.replace(opt_state=_overwritten(model, state, lambda s: s.learner.opt_state, new_opt_state)),
+    )
+    if step is not None:
+      state = state.replace(step=jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding))
+    places = ' and '.join(map(str, rules_by_place))
+    return state, step or 0, f'starting with {len(new)} of {len(variables)} variables of {places}'
 
 
 def _origins(names: Iterable[str], rules: Any, *, safe: bool) -> dict[str, str]:

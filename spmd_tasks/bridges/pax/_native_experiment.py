@@ -11,6 +11,7 @@ Model, loss, mesh, steps and the optimizer Adam are translated; the input stays 
 from collections.abc import Iterator, Mapping
 import dataclasses
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flax import traverse_util
@@ -18,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_tasks import exit_codes
 from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language_model
 from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
+from spmd_tasks.command import Command
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.learning import AdamW, Constant, Learner, LinearWarmupCosine, LinearWarmupExponential
@@ -41,6 +44,24 @@ _FIELDS = (
   'checkpoint_max_to_keep',
 )
 _PLAIN_AXES = {'replica', 'data', 'mdl'}  # of DEFAULT_AXIS_RULES, which are Pax's training-optimized layout
+
+
+def run(command: Command) -> int:
+  """Runs --mode translate: writes the file, and shows what it lacks and that both compute the same."""
+  flags = command.flags
+  path = Path(flags.out or f'{flags.exp.rpartition(".")[2].lower()}_native.py')
+  if path.exists():
+    raise UserError(f'{path} exists: choose another file by --out, or delete it.')
+  command.use_fake_devices()
+  translated = translate_experiment(command.resolve().build())
+  path.write_text(translated.text)
+  lists = {
+    'Not translated, so the outputs differ': translated.missing,
+    'Not translated, so training differs': translated.training_only,
+  }
+  shown = [line for title, notes in lists.items() if notes for line in (f'{title}:', *(f'  {note}' for note in notes))]
+  print('\n'.join([f'wrote {path}', *shown, str(translated.comparison)]), flush=True)
+  return exit_codes.OK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@
 --set init_from=/jobs/pax              # weights and other variables, at step 0, with a new optimizer state
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,25 +15,36 @@ from spmd_tasks.bridges.pax._checkpoint_files import checkpoint_format, is_compl
 from spmd_tasks.bridges.pax._task import pax_state
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
-from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime import Origin, PartitionedModel, TrainState
 
 
-def state_from_pax(model: PartitionedModel, directory: str, step: int | None, seed: int) -> tuple[TrainState, int, str]:
-  """Reads the whole state of a Paxml checkpoint, each device its own part of each array.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaxJob(Origin):
+  """A checkpoint of Paxml that a Pax experiment starts from.
 
-  Args:
-    model: the partitioned Pax experiment.
+  Attributes:
     directory: a job of Paxml, its `checkpoints`, or one checkpoint.
     step: of the checkpoint; None takes the newest.
-    seed: whose key the steps derive their own from, with the step's number, as Paxml's do.
-
-  Returns:
-    (padded state, its step, a phrase that says where it is from).
-
-  Raises:
-    UserError: there is no such checkpoint, or it is not one of this model and learner.
+    takes_all: whether the job goes on with the optimizer's state and the step; otherwise it has the variables alone.
   """
-  path = _find(directory, step)
+
+  directory: str
+  step: int | None
+  takes_all: bool = False
+
+  def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
+    """Reads the checkpoint, each device its own part of each array.
+
+    The steps derive their keys from the seed's, with the step's number, as Paxml's do.
+
+    Raises:
+      UserError: there is no such checkpoint, or it is not one of this model and learner.
+    """
+    path = _find(self.directory, self.step)
+    return _whole_state(model, path, seed) if self.takes_all else _variables(model, path, seed)
+
+
+def _whole_state(model: PartitionedModel, path: Any, seed: int) -> tuple[TrainState, int, str]:
   canonical = model.canonical_state
   wanted = pax_state(canonical).replace(step=jax.ShapeDtypeStruct((), jnp.uint32, sharding=canonical.step.sharding))
   found = read_pax_checkpoint(path, wanted)
@@ -53,11 +65,7 @@ def state_from_pax(model: PartitionedModel, directory: str, step: int | None, se
   return model.from_canonical(state), number, f'going on after step {number} of {path}'
 
 
-def variables_from_pax(
-  model: PartitionedModel, directory: str, step: int | None, seed: int
-) -> tuple[TrainState, int, str]:
-  """Reads the variables of a Paxml checkpoint into a new state at step 0; arguments and errors as above."""
-  path = _find(directory, step)
+def _variables(model: PartitionedModel, path: Any, seed: int) -> tuple[TrainState, int, str]:
   canonical = model.canonical_state
   found = read_pax_checkpoint(path, {'mdl_vars': canonical.variables})['mdl_vars']
   variables = model.from_canonical(found, lambda state: state.variables)

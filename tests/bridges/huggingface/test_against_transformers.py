@@ -14,13 +14,18 @@ import numpy as np
 import pytest
 
 from spmd_tasks import load
-from spmd_tasks.bridges.huggingface import export_folder, open_folder, weights_on_mesh
+from spmd_tasks.bridges.huggingface import (
+  PipelinedPretrainedModel,
+  PretrainedLanguageModel,
+  export_folder,
+  open_folder,
+  weights_on_mesh,
+)
+from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import SyntheticText
 from spmd_tasks.learning import Sgd
-from spmd_tasks.programs.pretrained import state_from_folder
-from spmd_tasks.recipes import PipelinedPretrainedModel, PretrainedLanguageModel
 from spmd_tasks.sharding import MeshSpec
 from tests.bridges.huggingface.reference_models import (
   LEARNING_RATE,

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from spmd_tasks.bridges.huggingface.origin import variables_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs.pretrained import variables_from_folder
 from tests.bridges.huggingface.test_folders import write_folder
 
 

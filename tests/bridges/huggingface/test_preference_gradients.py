@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from spmd_tasks.bridges.huggingface import export_folder, open_folder, weights_on_mesh
+from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import FolderTokenizer
 from spmd_tasks.learning import Sgd
-from spmd_tasks.programs.pretrained import state_from_folder
 from spmd_tasks.tuning import PreferenceTuning
 from tests.bridges.huggingface.reference_models import LEARNING_RATE, load_reference, tensors_of
 from tests.model_folders import write_llama

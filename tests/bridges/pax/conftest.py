@@ -7,8 +7,10 @@ import subprocess
 
 import pytest
 
-import spmd_tasks.bridges.pax  # noqa: F401  lets the tests import Praxis
+from spmd_tasks.bridges.pax import install_shims
 from tests import binary, forked
+
+install_shims()  # lets the tests import Praxis
 
 PAX_EXPERIMENTS = Path(__file__).parents[2] / 'data'  # holds the package pax_lab
 

@@ -19,7 +19,9 @@ import traceback
 from typing import Any
 
 from scripts.paxml_run import NoCheckpointer
-import spmd_tasks.bridges.pax  # noqa: F401  makes Paxml importable
+from spmd_tasks.bridges.pax import install_shims
+
+install_shims()  # makes Paxml importable
 
 DATA = Path(__file__).parents[2] / 'data'
 MODULES = (

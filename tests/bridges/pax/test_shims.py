@@ -40,7 +40,8 @@ def test_reshape_takes_its_shape_by_the_earlier_name_too():
 def test_praxis_layers_import_without_tensorflow():
   """In a process of its own. Names that JAX has are left alone."""
   program = (
-    'import sys, jax; jax.tree_map = "own"; import spmd_tasks.bridges.pax; import praxis.layers; '
+    'import sys, jax; jax.tree_map = "own"; '
+    'from spmd_tasks.bridges.pax import install_shims; install_shims(); import praxis.layers; '
     'assert "tensorflow" not in sys.modules; assert jax.tree_map == "own"; '
     'assert jax.tree_unflatten(jax.tree_flatten([1, 2])[1], "ab") == ["a", "b"]'
   )
@@ -62,7 +63,8 @@ def test_every_public_name_exists(run_pax):
 def test_a_pax_experiment_imports_neither_tensorflow_nor_others_until_they_are_used():
   """In a process of its own, which then asks for a name of TensorFlow by a module of Paxml."""
   program = (
-    'import sys; sys.path.append("tests/data"); import spmd_tasks.bridges.pax; from pax_lab import dense_lm; '
+    'import sys; sys.path.append("tests/data"); '
+    'from spmd_tasks.bridges.pax import install_shims; install_shims(); from pax_lab import dense_lm; '
     'from paxml import summary_utils; '
     'late = {"tensorflow", "sympy", "keras", "pyglove"}; '
     'dense_lm.DenseLm().datasets(); assert not late & set(sys.modules); '

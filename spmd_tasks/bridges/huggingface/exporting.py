@@ -1,13 +1,11 @@
-"""--mode=export: writes a job's model for other programs: a folder of Hugging Face's format, or a checkpoint of Paxml.
+"""--mode export --format hf and peft: writes the model of a job as a folder for transformers, or its adapters for peft.
 
     spmd-tasks --mode export --format hf --job_log_dir runs/tuned --out models/tuned
     spmd-tasks --mode export --format hf --exp hf.Model --set model=models/llama --out models/again
     spmd-tasks --mode export --format peft --job_log_dir runs/lora --out models/adapter
-    spmd-tasks --mode export --job_log_dir runs/pax --out jobs/pax     # jobs/pax/checkpoints/checkpoint_<step>
 
 A folder has the weights that the job evaluates with, averaged ones if there are any, with low-rank adapters merged into
-the weights that they belong to; a folder of `peft` has the adapters alone. For Paxml, the variables, the
-optimizer state and the step are exported. The input's position is not: Paxml begins with the first batch of its input.
+the weights that they belong to; a folder of `peft` has the adapters alone.
 """
 
 from collections.abc import Mapping
@@ -16,105 +14,57 @@ from pathlib import Path
 import sys
 from typing import Any
 
-from absl import logging
 from etils import epath
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from spmd_tasks import exit_codes
-from spmd_tasks.bridges.huggingface import export_adapter, export_folder, open_folder, weights_on_mesh
-from spmd_tasks.checkpoints import CheckpointError
-from spmd_tasks.distributed import EmergencyExit, is_primary, watch_steps
+from spmd_tasks.bridges.huggingface._export import export_folder
+from spmd_tasks.bridges.huggingface._folder import open_folder, weights_on_mesh
+from spmd_tasks.bridges.huggingface._peft import export_adapter
+from spmd_tasks.bridges.huggingface.origin import FolderOrigin
+from spmd_tasks.command import OpenJob
+from spmd_tasks.distributed import is_primary, watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import is_remote
-from spmd_tasks.programs.pretrained import pretrained_folder
-from spmd_tasks.programs.restore import restore_evaluation_variables
-from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.base_digest import describe_base
 from spmd_tasks.tuning.merging import merge_adapters
 
 
-def export(
-  job: Job,
-  job_log_dir: epath.Path,
-  target: epath.Path,
-  *,
-  emergency: EmergencyExit,
-  step: int | None = None,
-  format: str | None = None,
-  mesh: Mesh | None = None,
-) -> int:
-  """Exports one checkpoint; returns exit code OK. Every process writes its own shards, or process 0 the folder.
+def export_model(opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh) -> int:
+  """Writes a folder of Hugging Face's format; returns exit code OK. Every process reads its shards, process 0 writes.
 
   Args:
-    job: the built experiment.
-    job_log_dir: the job's directory; nothing in it changes.
-    target: a folder that does not exist yet; or the directory of a Pax job, new or not.
-    emergency: the way out of a failure that other processes must hear of.
+    opened: the job; nothing in its directory changes.
+    target: a folder that does not exist yet.
     step: the checkpoint's step; None takes the newest.
-    format: 'hf', 'peft' or 'pax'; None: 'pax' for an experiment of Pax, else 'hf'.
-    mesh: any; None makes the experiment's.
+    mesh: any.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: the format cannot express the model, or the target has something already.
   """
-  is_pax = hasattr(job.task, 'task')  # asking the class of the task would import Paxml
-  if (format or ('pax' if is_pax else 'hf')) in ('hf', 'peft'):
-    only_adapters = format == 'peft'
-    return _export_folder(
-      job, job_log_dir, target, emergency=emergency, step=step, only_adapters=only_adapters, mesh=mesh
-    )
-  if not is_pax:
-    raise UserError(f'{job.name} is not an experiment of Pax: leave --format out, or give --format hf.')
-  from spmd_tasks.bridges.pax import write_pax_checkpoint
-
-  model = partition_job(job, mesh)
-  limit_s = job.experiment.first_step_timeout_s  # of a whole restore
-  with (
-    emergency.on_failure(),
-    watch_steps(job_log_dir / 'export', emergency, timeout_s=limit_s, first_step_timeout_s=limit_s),
-  ):
-    checkpointer = SavedSteps(job_log_dir).open_checkpoints(read_only=True)
-    try:
-      restored = checkpointer.restore(model.canonical_state, step)
-    finally:
-      checkpointer.close()
-    if restored is None:
-      raise CheckpointError(f'{job_log_dir / "checkpoints"} has no checkpoint: correct --job_log_dir, or train first.')
-    state = restored.state
-    pax_state = {
-      'step': state.step.astype(jnp.uint32),
-      'mdl_vars': state.variables,
-      'opt_states': state.learner.opt_state,
-    }
-    path = write_pax_checkpoint(target / 'checkpoints', restored.step, pax_state)
-  logging.info('Exported step %d to %s.', restored.step, path)
-  if is_primary():
-    print(f'exported step {restored.step} to {path}', flush=True)
-  return exit_codes.OK
+  return _export(opened, target, step=step, mesh=mesh, only_adapters=False)
 
 
-def _export_folder(
-  job: Job,
-  job_log_dir: epath.Path,
-  target: epath.Path,
-  *,
-  emergency: EmergencyExit,
-  step: int | None,
-  only_adapters: bool,
-  mesh: Mesh | None,
-) -> int:
+def export_adapters(opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh) -> int:
+  """Writes a folder of `peft`; as `export_model`."""
+  return _export(opened, target, step=step, mesh=mesh, only_adapters=True)
+
+
+def _export(opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh, only_adapters: bool) -> int:
+  job, job_log_dir, emergency = opened.job, opened.directory, opened.emergency
   if is_remote(target):
     raise UserError(f'{target} is not on a mounted file system: export to a local folder, and copy that.')
   if target.exists():
     raise UserError(f'{target} exists: name a folder that does not, or move it away.')
   model = partition_job(job, mesh)
-  folder = pretrained_folder(job.experiment)
+  start = job.experiment.origin()
+  folder = start.path if isinstance(start, FolderOrigin) else None
   limit_s = job.experiment.first_step_timeout_s
   with (
     emergency.on_failure(),

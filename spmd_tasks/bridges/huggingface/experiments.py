@@ -3,22 +3,22 @@
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fiddle as fdl
 from flax.core import FrozenDict
 import flax.linen as nn
 
+from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
+from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
+from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, IdTokenizer
+from spmd_tasks.recipes import TextTraining
 from spmd_tasks.recipes.pipelined import Pipelined
-from spmd_tasks.recipes.text_training import TextTraining
-from spmd_tasks.runtime import DecodeSettings, Task
-
-if TYPE_CHECKING:  # this module is imported for every job
-  from spmd_tasks.bridges.huggingface import Folder
-  from spmd_tasks.tuning.adapter_stacks import AdapterSource
+from spmd_tasks.runtime import DecodeSettings, Origin, Task
+from spmd_tasks.tuning.adapter_stacks import AdapterSource
 
 
 class PretrainedLanguageModel(TextTraining):
@@ -37,16 +37,16 @@ class PretrainedLanguageModel(TextTraining):
 
   learning_rate = 1e-5
 
-  @property
-  def pretrained(self) -> str:
-    """The folder whose weights a new job starts from, if `init_from` names no others."""
-    return self.model
+  def origin(self) -> Origin | None:
+    """Returns the folder that `init_from` names, else `model`, with the adapters beside it."""
+    named = super().origin() if self.init_from else FolderOrigin(path=str(absolute_path(self.model)))
+    if not isinstance(named, FolderOrigin):
+      return named
+    return dataclasses.replace(named, sources=lambda: self.adapter_sources)
 
   @functools.cached_property
-  def folder(self) -> 'Folder':
+  def folder(self) -> Folder:
     """The folder, its config read."""
-    from spmd_tasks.bridges.huggingface import open_folder
-
     if not self.model:
       raise UserError("this experiment needs a folder in Hugging Face's format: --set model=FOLDER.")
     return open_folder(absolute_path(self.model))
@@ -59,26 +59,23 @@ class PretrainedLanguageModel(TextTraining):
     if self.adapters:
       from spmd_tasks.tuning.served_adapters import add_choices
 
-      add_choices(model, self.adapter_sources())
+      add_choices(model, self.adapter_sources)
     return model
 
   @functools.cached_property
-  def _adapter_sources(self) -> 'dict[str, AdapterSource]':
+  def adapter_sources(self) -> Mapping[str, AdapterSource]:
+    """The adapters that `adapters` names, numbered from 1 on for requests."""
+    if not self.adapters:
+      return {}
     from spmd_tasks.tuning.served_adapters import open_sources  # which imports what trains adapters
 
     return open_sources(self.adapters, self.folder)
-
-  def adapter_sources(self) -> 'dict[str, AdapterSource]':
-    """The adapters that `adapters` names, numbered from 1 on for requests."""
-    return self._adapter_sources if self.adapters else {}
 
   def task(self) -> fdl.Config[Task]:
     return fdl.copy_with(super().task(), decode=self.decode())
 
   def decode(self) -> fdl.Config[DecodeSettings]:
     """Generation as the folder's files say; its weights are held in bfloat16 where the model computes in it."""
-    from spmd_tasks.bridges.huggingface import generation_defaults
-
     held = 'bfloat16' if (self.dtype or self.folder.dtype) == 'bfloat16' else None
     return fdl.Config(DecodeSettings, weights_dtype=held, **generation_defaults(str(self.folder.path)))
 

@@ -1,12 +1,15 @@
-"""Weights from a folder in Hugging Face's format, which `init_from = hf:FOLDER` names.
+"""FolderOrigin: the weights of a folder in Hugging Face's format, which `init_from = hf:FOLDER` names.
 
-state = state_from_folder(model, folder, seed)      # a new training state, at step 0
-variables = variables_from_folder(model, folder)    # for eval, decode and serve, where nothing was trained yet
-weights = frozen_from_folder(model, folder)         # what a checkpoint of trained weights leaves out
+    FolderOrigin(path='models/llama')                                 # what Experiment.origin() returns
+    state = state_from_folder(model, folder, seed)                    # a new training state, at step 0
+    variables = variables_from_folder(model, folder)                  # for eval, decode and serve
 
-An experiment whose `adapter` names a folder of `peft` takes the weights of its low-rank adapters from that.
+Low-rank adapters start from a folder of `peft`, or are drawn.
 """
 
+from collections.abc import Callable, Mapping
+import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -14,61 +17,92 @@ from pathlib import Path
 import sys
 from typing import Any
 
+from etils import epath
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from spmd_tasks.bridges.huggingface._folder import open_folder
+from spmd_tasks.bridges.huggingface._peft import open_adapter
+from spmd_tasks.checkpoints import Restored
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Experiment
 from spmd_tasks.files import absolute_path, read_text
 from spmd_tasks.layers import ADAPTER_TAG
 from spmd_tasks.learning import FROZEN_TAG, fill_in
-from spmd_tasks.runtime import Part, PartitionedModel, TrainState, Variables, flat_specs, whole_state
+from spmd_tasks.runtime import Base, PartitionedModel, TrainState, Variables, flat_specs
 from spmd_tasks.sharding import padding
 from spmd_tasks.tuning.adapted_weights import adapters_of
-from spmd_tasks.tuning.base_digest import check_base_of_folder
+from spmd_tasks.tuning.adapter_stacks import AdapterSource, stacked_adapters
+from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base, start_digest
 from spmd_tasks.tuning.merging import with_magnitudes
 
-_PREFIX = 'hf:'
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderOrigin(Base):
+  """The weights of a folder, and of adapters beside them.
+
+  Attributes:
+    path: of the folder, absolute.
+    adapter: a folder of `peft` that the adapters of the model start from; None: they are drawn.
+    sources: adapters that requests choose by name; opened where they are needed.
+  """
+
+  path: str
+  adapter: str | None = None
+  sources: Callable[[], Mapping[str, AdapterSource]] = dict
+
+  def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
+    """Returns the state of a new job at step 0."""
+    state = state_from_folder(model, self.path, seed, self.adapter)
+    return state, 0, f'starting from the weights of {self.path}'
+
+  def variables(self, model: PartitionedModel, storage: WeightStorage | None = None) -> Variables:
+    """Returns the padded variables, with adapters to choose from if there are any."""
+    if sources := self.sources():
+      held = _read(model, self.path, storage)
+      return {'params': fill_in(held, stacked_adapters(model, self.path, held, sources))}
+    return variables_from_folder(model, self.path, storage, self.adapter)
+
+  def frozen(self, model: PartitionedModel, storage: WeightStorage | None = None) -> Any:
+    """Returns the padded frozen weights, with None for those that are trained."""
+    return _read(model, self.path, storage, only_frozen=True)
+
+  def start_identifying(
+    self,
+    job_log_dir: epath.Path,
+    *,
+    allow: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+  ) -> Callable[[], Mapping[str, str]]:
+    """Begins to hash the folder."""
+    return start_digest(self.path, job_log_dir, allow=allow)
+
+  def check(
+    self, restored: Restored, checkpoints: epath.Path, identity: Callable[[], Mapping[str, str]] | None = None
+  ) -> None:
+    """Raises a CheckpointError if the checkpoint belongs to a folder with another digest."""
+    digest = describe_base(self.path, checkpoints.parent) if identity is None else identity()
+    check_base(restored, digest, checkpoints)
 
 
-def pretrained_folder(experiment: Experiment) -> str | None:
-  """Returns the folder that `init_from` or the experiment itself names; None if it starts from something else."""
-  origin = experiment.init_from
-  if origin is None and (own := experiment.pretrained):
-    return str(absolute_path(own))
-  if origin is None or not origin.startswith(_PREFIX):
-    return None
-  if experiment.init_from_step is not None:
-    raise UserError(f'init_from_step = {experiment.init_from_step} has no meaning for {origin}: leave it out.')
-  return str(absolute_path(origin.removeprefix(_PREFIX)))
+def open_origin(place: str, step: int | None) -> FolderOrigin:
+  """Returns the origin that `init_from = hf:PLACE` names. Raises a UserError for a step."""
+  if step is not None:
+    raise UserError(f'init_from_step = {step} has no meaning for hf:{place}: leave it out.')
+  return FolderOrigin(path=str(absolute_path(place)))
 
 
-def is_model_folder(path: os.PathLike | str) -> bool:
-  """Returns whether a directory has the config.json of a model in Hugging Face's format, of whatever family."""
+def recognize(directory: os.PathLike | str) -> tuple[str, list[str]] | None:
+  """Returns the experiment and its overrides for a directory that is a model's folder; None for any other."""
   try:
-    return isinstance(json.loads(read_text(Path(path) / 'config.json'))['model_type'], str)
+    if not isinstance(json.loads(read_text(Path(directory) / 'config.json'))['model_type'], str):
+      return None
   except (OSError, ValueError, KeyError, TypeError, RecursionError):
-    return False
-
-
-def base_folder(model: PartitionedModel, experiment: Experiment) -> str | None:
-  """Returns the folder with the frozen weights of a job, which its checkpoints leave out; None if they have all."""
-  return pretrained_folder(experiment) if model.has_frozen_weights else None
-
-
-def saved_part(model: PartitionedModel, experiment: Experiment) -> Part:
-  """Returns which part of a job's state its checkpoints have."""
-  return whole_state if base_folder(model, experiment) is None else model.trained_part
-
-
-def adapter_folder(experiment: Experiment) -> str | None:
-  """Returns the folder of `peft` that the experiment's adapters start from; None if they are drawn."""
-  return str(absolute_path(experiment.adapter)) if experiment.adapter else None
+    return None
+  return 'hf.Model', [f'model={directory}']
 
 
 def state_from_folder(model: PartitionedModel, folder: str, seed: int, adapter: str | None = None) -> TrainState:
@@ -115,22 +149,10 @@ def variables_from_folder(
   return {'params': with_magnitudes(model, weights, only_missing=True) if lacks_magnitudes else weights}
 
 
-def base_from_folder(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Any:
-  """Returns the padded weights of a folder, a tree like all weights with None for those of adapters."""
-  return _read(model, folder, storage)
-
-
-def frozen_from_folder(model: PartitionedModel, folder: str, storage: WeightStorage | None = None) -> Any:
-  """Returns the padded frozen weights, a tree like all weights with None for those that are trained."""
-  return _read(model, folder, storage, only_frozen=True)
-
-
 def _lacks_magnitudes(model: PartitionedModel, folder: str, adapter: str | None) -> bool:
   """Whether some layers' DoRA magnitudes are in no folder; they are then the lengths of the base's columns."""
   if not any(each.use_dora for each in adapters_of(model.task.model).values()):
     return False
-  from spmd_tasks.bridges.huggingface import open_adapter, open_folder
-
   return adapter is None or open_adapter(adapter).lacks_layers(open_folder(folder))
 
 
@@ -143,8 +165,6 @@ def _zeros(padded: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _read_adapter(model: PartitionedModel, folder: str, adapter: str) -> Any:
-  from spmd_tasks.bridges.huggingface import open_adapter, open_folder
-
   opened = open_adapter(adapter)
   check_base_of_folder(opened, folder)
   return opened.read_weights(model, open_folder(folder))
@@ -153,8 +173,6 @@ def _read_adapter(model: PartitionedModel, folder: str, adapter: str) -> Any:
 def _read(
   model: PartitionedModel, folder: str, storage: WeightStorage | None = None, *, only_frozen: bool = False
 ) -> Any:
-  from spmd_tasks.bridges.huggingface import open_folder  # most jobs begin without a folder
-
   opened = open_folder(folder)
   specs = flat_specs(model.weight_specs)
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}

@@ -1,0 +1,111 @@
+"""Origin: where the weights of a new job are from, if no checkpoint of ours holds them.
+
+    class FromMyFormat(MyExperiment):
+      def origin(self):
+        return MyFormat('models/one')       # a subclass of Origin
+
+A new job asks `start` for its first state. A Base can do more: its weights are evaluated, decoded and served as long as
+the job has no checkpoint, and checkpoints of a job that trains only some of them leave out the others.
+"""
+
+import abc
+from collections.abc import Callable, Mapping
+import contextlib
+from typing import Any
+
+from etils import epath
+
+from spmd_tasks.checkpoints import Restored
+from spmd_tasks.runtime.partition import Part, PartitionedModel, whole_state
+from spmd_tasks.runtime.task import TrainState, Variables
+from spmd_tasks.wings import call, formats
+
+
+class Origin(abc.ABC):
+  """Where the weights of a new job are from."""
+
+  @abc.abstractmethod
+  def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
+    """Returns the state of a new job.
+
+    Args:
+      model: of the job.
+      seed: of the experiment, for what is drawn.
+
+    Returns:
+      (padded state, its step, a phrase that says where it is from).
+
+    Raises:
+      UserError: the weights cannot be read, or are those of another model.
+    """
+
+
+class Base(Origin):
+  """An Origin that stays where it is, with all weights of the model: a folder.
+
+  Attributes:
+    path: of the folder.
+  """
+
+  path: str
+
+  @abc.abstractmethod
+  def variables(self, model: PartitionedModel, storage: Any = None) -> Variables:
+    """Returns the padded variables, for eval, decode and serve of a job that has no checkpoint.
+
+    Args:
+      model: of the job.
+      storage: a WeightStorage, which converts each weight as soon as it is read.
+    """
+
+  @abc.abstractmethod
+  def frozen(self, model: PartitionedModel, storage: Any = None) -> Any:
+    """Returns the padded frozen weights, a tree like all weights with None for those that are trained."""
+
+  @abc.abstractmethod
+  def start_identifying(
+    self,
+    job_log_dir: epath.Path,
+    *,
+    allow: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+  ) -> Callable[[], Mapping[str, str]]:
+    """Begins to find out what tells this folder from any other, such as a digest, for a training job.
+
+    Args:
+      job_log_dir: where it may be kept for the next start.
+      allow: a context for each round of waiting, such as a watchdog's `allow`.
+
+    Returns:
+      A function that waits for the answer, JSON that checkpoints keep; all processes call it, at the same time.
+    """
+
+  @abc.abstractmethod
+  def check(
+    self, restored: Restored, checkpoints: epath.Path, identity: Callable[[], Mapping[str, str]] | None = None
+  ) -> None:
+    """Raises a CheckpointError if the frozen weights of a restored checkpoint are not those of this folder.
+
+    Args:
+      restored: from `checkpoints`, a directory in that of the job.
+      checkpoints: for the message.
+      identity: as `start_identifying` returned it; None: it is found out here.
+    """
+
+
+def base_of(model: PartitionedModel, origin: Origin | None) -> Base | None:
+  """Returns what completes the checkpoints of a job; None if they have all weights."""
+  return origin if isinstance(origin, Base) and model.has_frozen_weights else None
+
+
+def saved_part(model: PartitionedModel, origin: Origin | None) -> Part:
+  """Returns which part of a job's state its checkpoints have."""
+  return whole_state if base_of(model, origin) is None else model.trained_part
+
+
+def origin_named(init_from: str | None, step: int | None) -> Origin | None:
+  """Returns the origin that `init_from = FORMAT:PLACE` names; None for None and for the directory of a job of ours."""
+  name, colon, place = (init_from or '').partition(':')
+  for each in formats():
+    if colon and each.name == name and each.origin is not None:
+      return call(each.origin, place, step)
+  return None
