@@ -5,7 +5,7 @@ exactly once, the text that replaces it, and the tests that should catch it. A f
 
     caught    the tests pass without it and fail with it
     missed    the tests pass with it
-    lost      its text is not in the files, or is there more than once: the code has changed, so mend the list
+    lost      its text is not in the files or is there more than once, or its tests are gone: mend the list
     broken    the tests do not pass without it, or do not run
 
 The exit code is 1 unless all are caught. The last line is a JSON object.
@@ -29,12 +29,13 @@ PASSED, FAILED = 0, 1  # exit codes of pytest
 
 
 def place_of(mutant: dict[str, str], root: Path) -> Path | None:
-  """Returns the file that has the mutant's text, or None if the text is not there exactly once."""
+  """Returns the file that has the mutant's text, or None if the mutant is lost."""
   found = [
     (path, path.read_text(encoding='utf-8').count(mutant['find'])) for path in sorted(root.glob(mutant['files']))
   ]
   places = [path for path, count in found for _ in range(count)]
-  return places[0] if len(places) == 1 else None
+  has_tests = all((root / test).exists() for test in mutant['tests'].split())
+  return places[0] if has_tests and len(places) == 1 else None
 
 
 def copy_of_repository(directory: Path) -> Path:
