@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import threading
-import time
 
 import jax
 import numpy as np
@@ -16,12 +14,11 @@ from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.serving.requests import ServedModel
-from spmd_tasks.serving.server import listen, run_server, url_of
-from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.sharding import MeshSpec
 from tests import binary
 from tests.evaluation.harness_tasks import TASKS, answers, evaluate, import_harness, metrics, write_tasks
 from tests.model_folders import PREFIXES, write_llama
+from tests.serving.served import serving
 
 MAX_LENGTH = 62  # the harness's models of servers with 64 have as much
 SMALL = {'task.decode.num_slots': 4, 'task.decode.min_bucket': 32, 'task.decode.prefill_chunk': 32}
@@ -172,20 +169,9 @@ def server_of(folder):
     max_len=steps.max_len, vocab_size=steps.vocab_size,
     grammars=Grammars(lm.tokenizer, vocab_size=steps.vocab_size, end_ids=()),
   )  # fmt: skip
-  settings, stop, lines = ServerSettings(port=0), threading.Event(), []
   engine = ModelEngine(steps, lm.padded_variables, score_prompts=True)
-  sock = listen(settings)
-  run = lambda: run_server(engine, model, settings, sock, restore=None, announce=lines.append, stop=stop)
-  thread = threading.Thread(target=run)
-  thread.start()
-  try:
-    while not any('Serving' in line for line in lines):
-      assert thread.is_alive()
-      time.sleep(0.05)
-    yield url_of(sock)
-  finally:
-    stop.set()
-    thread.join(30)
+  with serving(engine, model=model) as served:
+    yield served.url
 
 
 def test_the_server_answers_the_harness_as_the_model_does(made, tasks, monkeypatch):

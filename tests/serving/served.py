@@ -62,14 +62,15 @@ def serving(
   chat_template: ChatTemplate = MODEL.chat_template,
   tokenizer=TOKENIZER,
   adapters: tuple[str, ...] = (),
+  model: ServedModel | None = None,
   **settings,
 ) -> Iterator[Served]:
   engine = engine or FakeEngine(max_len=max_len)
   limits = ServerSettings(**{'port': 0, 'drain_s': 5.0} | settings)
   sock = listen(limits)
   stop, lines, codes = threading.Event(), queue.Queue(), []
-  model = dataclasses.replace(MODEL, max_len=engine.max_len, chat_template=chat_template, adapters=adapters)
-  if tokenizer is not TOKENIZER:
+  if model is None:
+    model = dataclasses.replace(MODEL, max_len=engine.max_len, chat_template=chat_template, adapters=adapters)
     model = dataclasses.replace(model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
 
   def run():
@@ -82,11 +83,11 @@ def serving(
   thread.start()
   try:
     if wait:
-      assert 'Serving fake.Model' in lines.get(timeout=10)
+      assert f'Serving {model.name}' in lines.get(timeout=120)
     yield Served(url=url_of(sock), engine=engine, stop=stop, lines=lines, thread=thread, codes=codes)
   finally:
-    if engine.gate is not None:
-      engine.gate.set()
+    if (gate := getattr(engine, 'gate', None)) is not None:
+      gate.set()
     stop.set()
     thread.join(20)
     assert not thread.is_alive()

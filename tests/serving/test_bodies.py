@@ -106,12 +106,6 @@ def test_null_counts_as_absent_and_neutral_values_are_taken():
   assert validate(ChatBody, CHAT | neutral | {'user': {'any': 'thing'}}).messages[0].text == 'hi'
 
 
-def test_parts_of_a_message_are_joined():
-  parts = [{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b', 'cache_control': {}}]
-  body = validate(ChatBody, CHAT | {'messages': [{'role': 'user', 'content': parts}]})
-  assert body.messages[0].text == 'ab'
-
-
 @pytest.mark.parametrize(
   'fields',
   [

@@ -5,9 +5,7 @@ Folders of `peft` of different ranks, targets and kinds, and a job of ours; merg
 
 from concurrent.futures import ThreadPoolExecutor
 import json
-import queue
 import shutil
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +26,13 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import ChatTemplate, decode_generated
 from spmd_tasks.serving.requests import ServedModel
-from spmd_tasks.serving.server import listen, run_server, url_of
-from spmd_tasks.serving.settings import ServerSettings
 from spmd_tasks.sharding import WeightSpec, quantize, quantized_spec
 from spmd_tasks.tuning.adapter_stacks import _column_factors
 from spmd_tasks.tuning.adapters import column_lengths
 from tests import binary
 from tests.adapter_folders import ATTENTION, FEED_FORWARD, write_adapter, write_merged
 from tests.model_folders import write_llama
+from tests.serving.served import serving
 
 JOB = 'tests.tuning.low_rank_jobs.Small'
 SIZES = ('max_len=64', 'num_slots=4', 'prefill_chunk=16', 'min_bucket=16', 'num_top_logprobs=2')
@@ -163,12 +160,6 @@ def test_a_job_that_serves_its_average_alone_serves_it_here_too(on_eight, adapte
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize('sizes', [(1, 1, 1), (2, 1, 2), (1, 4, 1)])
-def test_and_so_on_other_meshes(base, adapters, expected, sizes):
-  check_all(Together(base, adapters, sizes), expected)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
 def test_weights_in_fewer_bits_answer_nearly_as_that_adapter_alone(base, adapters, merged, dtype):
   overrides = [f'task.decode.weights_dtype={dtype}', *(f'task.decode.{size}' for size in SIZES)]
@@ -215,37 +206,27 @@ def test_clients_choose_by_name_over_http(on_eight, expected):
     vocab_size=on_eight.steps.vocab_size,
     grammars=Grammars(on_eight.job.tokenizer, vocab_size=on_eight.steps.vocab_size, end_ids=()),
   )
-  limits, stop, lines = ServerSettings(port=0, drain_s=5.0), threading.Event(), queue.Queue()
-  sock = listen(limits)
-  thread = threading.Thread(
-    target=run_server, args=(engine, served, limits, sock), kwargs={'announce': lines.put, 'stop': stop}
-  )
-  thread.start()
-  try:
-    assert 'Serving' in lines.get(timeout=120)
-    with (
-      openai.OpenAI(base_url=f'{url_of(sock)}/v1', api_key='none', max_retries=0, timeout=60) as client,
-      ThreadPoolExecutor(10) as pool,
-    ):
-      names = [card.id for card in client.models.list().data]
-      assert names == ['hf.Model', *KINDS, 'job']
-      settings = {'prompt': PROMPTS[0], 'max_tokens': NUM_TOKENS, 'extra_body': {'ignore_eos': True}}
+  with (
+    serving(engine, model=served) as running,
+    openai.OpenAI(base_url=f'{running.url}/v1', api_key='none', max_retries=0, timeout=60) as client,
+    ThreadPoolExecutor(10) as pool,
+  ):
+    names = [card.id for card in client.models.list().data]
+    assert names == ['hf.Model', *KINDS, 'job']
+    settings = {'prompt': PROMPTS[0], 'max_tokens': NUM_TOKENS, 'extra_body': {'ignore_eos': True}}
 
-      def ask(name):
-        return client.completions.create(model=name, logprobs=1, **settings)
+    def ask(name):
+      return client.completions.create(model=name, logprobs=1, **settings)
 
-      for name, answer in zip(names * 2, pool.map(ask, names * 2), strict=True):
-        theirs = expected['' if name == 'hf.Model' else name][0][0]
-        assert answer.model == name
-        assert answer.choices[0].text == decode_generated(on_eight.job.tokenizer, theirs.ids)
-        np.testing.assert_allclose(answer.choices[0].logprobs.token_logprobs, theirs.logprobs, atol=1e-5)
-      whole = [ask('dora') for _ in range(2)][1]
-      assert whole.usage.prompt_tokens_details.cached_tokens == 16
-      pieces = client.completions.create(model='dora', stream=True, **settings)
-      assert ''.join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
-  finally:
-    stop.set()
-    thread.join(30)
+    for name, answer in zip(names * 2, pool.map(ask, names * 2), strict=True):
+      theirs = expected['' if name == 'hf.Model' else name][0][0]
+      assert answer.model == name
+      assert answer.choices[0].text == decode_generated(on_eight.job.tokenizer, theirs.ids)
+      np.testing.assert_allclose(answer.choices[0].logprobs.token_logprobs, theirs.logprobs, atol=1e-5)
+    whole = [ask('dora') for _ in range(2)][1]
+    assert whole.usage.prompt_tokens_details.cached_tokens == 16
+    pieces = client.completions.create(model='dora', stream=True, **settings)
+    assert ''.join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
 
 
 @pytest.mark.exhaustive
