@@ -7,8 +7,8 @@ Two forms are read, and only where they name a tool of the request: `<tool_call>
 number of them in a text, and one JSON object that is the whole text (Llama 3). The object has `name` and `arguments`
 (or `parameters`). Everything else is text.
 
-Why not transformers' ResponseParser? It raises where a call is malformed or cut by max_tokens, takes any name for a tool,
-and goes by a `response_template` that folders of models do not have yet.
+Why not transformers' ResponseParser? It raises where a call is malformed or cut by max_tokens, takes any name for a
+tool, and goes by a `response_template` that folders of models do not have yet.
 """
 
 from collections.abc import Collection
