@@ -25,7 +25,6 @@ import re
 import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from etils import epath
 from flax.core import FrozenDict
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -33,20 +32,13 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.frozen_fields import FrozenFields, freeze
 from spmd_tasks.inputs import Input, InputIterator, Tokenizer, tokenizer_of
-from spmd_tasks.runtime import (
-  EarlyStop,
-  Origin,
-  PartitionedModel,
-  Task,
-  check_batch_fits,
-  origin_named,
-  partition_spmd_model,
-)
+from spmd_tasks.runtime import Origin, PartitionedModel, Task, check_batch_fits, origin_named, partition_spmd_model
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
 
 if TYPE_CHECKING:
   from spmd_tasks.decoding.prompts import PromptSource
   from spmd_tasks.inputs import ChatTemplate
+  from spmd_tasks.programs.hooks import TrainHook
 
 _MAX_TIMEOUT_S = 31_536_000
 MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
@@ -244,9 +236,9 @@ class Experiment(FrozenFields, abc.ABC):
     """Returns where a new job's weights are from, if no checkpoint of ours holds them; see runtime/origin.py."""
     return origin_named(self.init_from, self.init_from_step)
 
-  def early_stop(self, model: PartitionedModel, job_log_dir: epath.Path) -> EarlyStop | None:
-    """Returns what may end a training job before `num_train_steps`, such as an EvalTarget; None: nothing does."""
-    return None
+  def hooks(self) -> 'Sequence[TrainHook]':
+    """What a training job does beside its steps, after what every job does: TrainHooks of programs/hooks.py."""
+    return ()
 
   def chat_template(self) -> 'ChatTemplate':
     """The template by which a conversation with the served model becomes text."""

@@ -35,8 +35,9 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record
+from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import make_progress
-from spmd_tasks.programs.restore import LOOK_LIMIT_S, PreemptedError, checkpoints_to_use
+from spmd_tasks.programs.restore import LOOK_LIMIT_S, checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import DecodesBatches, make_writer
 

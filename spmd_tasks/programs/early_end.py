@@ -1,78 +1,140 @@
-"""EarlyEnd: asks an experiment's EarlyStop after evals or steps, and tells every process whether the job ends.
+"""EarlyEnd: a hook that ends a training job before its last step, by what it reads off its evals.
 
-  early_end = EarlyEnd(early_stop, limit_s=600)
-  early_end.evals_done(step, {'valid': {'loss': 1.9}}, seconds=3.0)
-  if early_end.is_reached(step, step_metrics):
-    print(early_end.reason)
+    class UntilGood(MyExperiment):
+      def hooks(self):
+        return [EvalTarget(eval_set='valid', metric='loss', at_most=2.0)]
 
-Every process asks it, with no step in flight.
+Process 0 decides, and all processes do what it says: the step is saved, and the job has ended as after its last step.
+The same command goes on from there, until the next reason to end; a job that was ended is asked anew.
 """
 
+import abc
 from collections.abc import Mapping
+import dataclasses
 
 import jax
 
 from spmd_tasks.distributed import PrimaryError, primary_decides
 from spmd_tasks.errors import UserError
-from spmd_tasks.experiment import Experiment
-from spmd_tasks.runtime import EarlyStop, Metrics, StepReport
+from spmd_tasks.programs.hooks import NewestEvals, TrainHook, TrainRun
+from spmd_tasks.programs.training_loop import Outcome
+from spmd_tasks.runtime import Metrics, scalars
 
 
-class EarlyEnd:
-  """Whether a job ends early, and why. Process 0 decides; without an EarlyStop nothing is asked.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepReport:
+  """What is known after a training step.
 
   Attributes:
-    reason: why the job ends, once it has been decided; None until then.
+    step: updates applied.
+    metrics: of the step, on the devices; {} where a resumed job makes up for an eval before its first step.
+    evals: the metrics of each eval set, if the sets were evaluated after this step; otherwise {}.
+    eval_seconds: how long that took.
   """
 
-  def __init__(self, early_stop: EarlyStop | None, *, limit_s: int):
-    """`limit_s`: how long processes wait for one another."""
-    self._early_stop, self._limit_s = early_stop, limit_s
-    self._evals: tuple[int, Mapping[str, Metrics], float] = (-1, {}, 0.0)
-    self.reason: str | None = None
+  step: int
+  metrics: Mapping[str, jax.Array]
+  evals: Mapping[str, Metrics]
+  eval_seconds: float
 
-  def evals_done(self, step: int, evals: Mapping[str, Metrics], seconds: float) -> None:
-    """Takes the metrics of all eval sets after a step, and how long the evals took."""
-    self._evals = step, evals, seconds
 
-  def asks_every_step(self) -> bool:
-    """Whether each step is asked about, so that no other may be in flight."""
-    return self._early_stop is not None and self._early_stop.every_step
+class EarlyEnd(TrainHook, abc.ABC):
+  """Ends a job for a reason that a subclass finds. It lives as long as the process, and may remember earlier steps.
 
-  def asks_after_evals(self) -> bool:
-    """Whether the metrics of evals decide."""
-    return self._early_stop is not None
+  Attributes:
+    every_step: whether it is asked after every step, not only after evals; then no other step is launched before.
+  """
 
-  def is_reached(self, step: int, step_metrics: Mapping[str, jax.Array]) -> bool:
-    """Asks, if this step is one to ask about. A collective call, with no step in flight.
+  every_step: bool = False
+  _last_metrics: Mapping[str, jax.Array] = {}
 
-    Raises:
-      UserError: the EarlyStop cannot answer.
-    """
-    evaluated, evals, seconds = self._evals
-    if evaluated != step:
-      evals, seconds = {}, 0.0
-    early_stop = self._early_stop
-    if early_stop is None or not (evals or early_stop.every_step):
-      return False
-    report = StepReport(step=step, metrics=step_metrics, evals=evals, eval_seconds=seconds)
+  @abc.abstractmethod
+  def reason(self, report: StepReport) -> str | None:
+    """Returns why the job ends after this step, a phrase for people; None if it goes on. Called on process 0 alone."""
+
+  def prepare(self, run: TrainRun) -> None:
+    """Checks that evals will be made. Raises a UserError if not."""
+    if self.every_step or (run.job.eval_inputs and run.experiment.eval_every_steps is not None):
+      return
+    missing = 'eval_every_steps is None' if run.job.eval_inputs else 'the experiment has no eval sets'
+    raise UserError(
+      f'hooks() returns {self}, which is asked after evals, but {missing}: set eval_every_steps and return eval sets '
+      'from eval_inputs().'
+    )
+
+  def before_loop(self, run: TrainRun) -> None:
+    if run.evals.step == run.first_step < run.experiment.num_train_steps:  # as the job that was ended in them
+      self._ask_and_end(run, run.first_step)
+
+  def needs_state(self, step: int) -> bool:
+    return self.every_step
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    self._last_metrics = outcome.metrics
+    if outcome.step < run.experiment.num_train_steps:
+      self._ask_and_end(run, outcome.step)
+
+  def finish(self, run: TrainRun) -> None:
+    if run.step >= run.experiment.num_train_steps:
+      self._ask(run, run.step)  # is told of the last evals too, and changes nothing any more
+
+  def _ask_and_end(self, run: TrainRun, step: int) -> None:
+    if (reason := self._ask(run, step)) is not None:
+      run.end_early(reason)
+
+  def _ask(self, run: TrainRun, step: int) -> str | None:
+    evals = run.evals if run.evals.step == step else NewestEvals()
+    if not (evals.metrics or self.every_step):
+      return None
+    report = StepReport(step=step, metrics=self._last_metrics, evals=evals.metrics, eval_seconds=evals.seconds)
     try:
-      self.reason = primary_decides(lambda: early_stop.reason(report), 'early_end', limit_s=self._limit_s)
+      return primary_decides(lambda: self.reason(report), 'early_end', limit_s=run.limit_s)
     except PrimaryError as error:
       raise UserError(str(error)) from error
-    return self.reason is not None
 
 
-def check_early_stop(early_stop: EarlyStop | None, experiment: Experiment, *, has_eval_sets: bool) -> None:
-  """Checks that an EarlyStop which is asked after evals will be asked.
+@dataclasses.dataclass(kw_only=True)
+class EvalTarget(EarlyEnd):
+  """Ends a job as soon as a metric of an eval set has reached a value.
 
-  Raises:
-    UserError: the job makes no evals before its end.
+  Attributes:
+    eval_set: a name of `eval_inputs()`.
+    metric: a metric of the set with one value, such as 'loss' or 'accuracy'.
+    at_most, at_least: the value, as an upper or as a lower limit.
+
+  Raises (on construction):
+    UserError: both limits are given, or none.
   """
-  if early_stop is None or early_stop.every_step or (has_eval_sets and experiment.eval_every_steps is not None):
-    return
-  missing = 'eval_every_steps is None' if has_eval_sets else 'the experiment has no eval sets'
-  raise UserError(
-    f'early_stop() returns {early_stop}, which is asked after evals, but {missing}: set eval_every_steps and return '
-    'eval sets from eval_inputs().'
-  )
+
+  eval_set: str
+  metric: str = 'loss'
+  at_most: float | None = None
+  at_least: float | None = None
+
+  def __post_init__(self):
+    if (self.at_most is None) == (self.at_least is None):
+      raise UserError(
+        f'EvalTarget has at_most = {self.at_most} and at_least = {self.at_least}: give one of them, the value of '
+        f'{self.metric} at which the job ends.'
+      )
+
+  def reason(self, report: StepReport) -> str | None:
+    """Returns the metric and the limit that it has reached.
+
+    Raises:
+      UserError: there is no such eval set, or it has no such metric.
+    """
+    if self.eval_set not in report.evals:
+      raise UserError(f'EvalTarget.eval_set = {self.eval_set!r} is none of the eval sets {sorted(report.evals)}.')
+    metrics = scalars(report.evals[self.eval_set])
+    if self.metric not in metrics:
+      raise UserError(
+        f'EvalTarget.metric = {self.metric!r} is none of the metrics of eval set {self.eval_set!r}: take one of '
+        f'{sorted(metrics)}.'
+      )
+    value = metrics[self.metric]
+    if self.at_most is not None and value <= self.at_most:
+      return f'{self.metric} of {self.eval_set} is {value:.6g}, at most {self.at_most:g}'
+    if self.at_least is not None and value >= self.at_least:
+      return f'{self.metric} of {self.eval_set} is {value:.6g}, at least {self.at_least:g}'
+    return None

@@ -9,7 +9,7 @@ recorded again: the file keeps one line of it, from whichever job was first.
       evaluator.record(name, step, metrics)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import functools
 import math
@@ -26,7 +26,6 @@ from spmd_tasks.activity import doing
 from spmd_tasks.distributed import (
   EmergencyExit,
   PreemptionGuard,
-  StepWatchdog,
   is_primary,
   refuse_differences,
   watch_steps,
@@ -34,9 +33,10 @@ from spmd_tasks.distributed import (
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
-from spmd_tasks.inputs import Batches, Input, Prefetcher, State, data_of
+from spmd_tasks.inputs import Batches, Prefetcher, State, data_of
+from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import format_metrics, make_progress
-from spmd_tasks.programs.restore import PreemptedError, checkpoints_to_use
+from spmd_tasks.programs.restore import checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import (
   METRICS_FILE,
@@ -84,8 +84,9 @@ def evaluate(
     raise UserError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
   check_vocabulary(job)
   job = name_references(job, job_log_dir)
-  refuse_other_data(job.eval_inputs, math.ceil(experiment.first_step_timeout_s))
   model = partition_job(job)
+  evaluator = Evaluator(job, model, job_log_dir)
+  evaluator.refuse_other_data(math.ceil(experiment.first_step_timeout_s))
   with contextlib.ExitStack() as stack, emergency.on_failure():
     watchdog = stack.enter_context(
       watch_steps(
@@ -100,7 +101,7 @@ def evaluate(
     saved = SavedSteps(job_log_dir)
     checkpointer = saved.open_checkpoints(read_only=True)
     stack.callback(checkpointer.close)
-    evaluator = open_evaluator(stack, job, model, job_log_dir, watchdog=watchdog, guard=guard)
+    stack.callback(evaluator.close)
     progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
     stack.callback(progress.close)
     try:
@@ -119,7 +120,8 @@ def evaluate(
           evaluator.compile()
         guard.start()  # up to here SIGTERM loses nothing, and need not wait for the compiler
         num_finished = 0
-        for name, metrics in evaluator.evaluate(variables, restored):
+        on_batch = functools.partial(watchdog.beat, restored, 'eval')
+        for name, metrics in evaluator.evaluate(variables, restored, on_batch, guard.should_stop):
           is_recorded = evaluator.is_recorded(name, restored)
           if not is_recorded:
             evaluator.record(name, restored, metrics)
@@ -134,44 +136,10 @@ def evaluate(
       return guard.exit_code
 
 
-def open_evaluator(
-  stack: contextlib.ExitStack,
-  job: Job,
-  model: PartitionedModel,
-  job_log_dir: epath.Path,
-  *,
-  watchdog: StepWatchdog,
-  guard: PreemptionGuard,
-) -> 'Evaluator':
-  """Makes the Evaluator of a job's eval sets, which `stack` closes: batches are beats, and SIGTERM ends an eval."""
-  evaluator = Evaluator(
-    model,
-    job.eval_inputs,
-    job_log_dir,
-    tensorboard=job.experiment.tensorboard,
-    input_timeout_s=job.experiment.input_timeout_s,
-    on_batch=lambda step: watchdog.beat(step, 'eval'),
-    should_stop=guard.should_stop,
-  )
-  stack.callback(evaluator.close)
-  return evaluator
-
-
-def refuse_other_data(inputs: Mapping[str, Input], limit_s: int, states: Mapping[str, State] | None = None) -> None:
-  """Raises a UserError on a process whose inputs read other files, or with another tokenizer, than those of process 0.
-
-  `states` are positions of inputs that have an iterator already.
-  """
-  states = dict(states or {})
-  if jax.process_count() > 1:
-    for name, each in inputs.items():
-      iterator = each.make_iterator(shard_index=jax.process_index(), shard_count=jax.process_count())
-      if hasattr(iterator, 'get_state'):
-        states[f'eval_inputs.{name}'] = iterator.get_state()
-      if hasattr(iterator, 'close'):
-        iterator.close()
+def refuse_other_data(topic: str, states: Mapping[str, State], limit_s: int) -> None:
+  """Raises a UserError on a process whose inputs have other data than those of process 0, by their positions."""
   data = {f'fingerprint of {name}.{path}': value for name in states for path, value in data_of(states[name]).items()}
-  refuse_differences('data files', data, limit_s=limit_s)
+  refuse_differences(topic, data, limit_s=limit_s)
 
 
 class Evaluator:
@@ -180,37 +148,24 @@ class Evaluator:
   Each example counts once: the last batch of a set is filled up with rows of weight 0. Sums over batches are float64.
   """
 
-  def __init__(
-    self,
-    model: PartitionedModel,
-    eval_inputs: Mapping[str, Input],
-    job_log_dir: epath.Path,
-    *,
-    tensorboard: bool,
-    input_timeout_s: float,
-    on_batch: Callable[[int], None],
-    should_stop: Callable[[], bool],
-  ):
-    """Makes an evaluator; nothing is compiled or written yet.
-
-    Args:
-      model: whose eval step runs.
-      eval_inputs: eval sets by name, each read from its start every time.
-      job_log_dir: gets the metrics.
-      tensorboard: write event files too.
-      input_timeout_s: how long one batch may take.
-      on_batch: called with the train step after every launched batch.
-      should_stop: asked before every batch; True ends the evaluation.
-    """
-    self._inputs = eval_inputs
+  def __init__(self, job: Job, model: PartitionedModel, job_log_dir: epath.Path):
+    """Makes an evaluator of a job's eval sets, each read from its start every time; nothing is compiled or written."""
+    self._inputs = job.eval_inputs
     self._job_log_dir = job_log_dir
-    self._tensorboard = tensorboard
-    self._input_timeout_s = input_timeout_s
-    self._on_batch = on_batch
-    self._should_stop = should_stop
+    self._tensorboard = job.experiment.tensorboard
+    self._input_timeout_s = job.experiment.input_timeout_s
     self._steps_by_shape = StepsByShape(model.eval_step)
-    self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in eval_inputs.items()}
+    self._steps = {name: self._steps_by_shape.of(each.element_spec()) for name, each in self._inputs.items()}
+    self._iterators: dict[str, Any] = {}  # made before the first evaluation, which takes them
     self._writers: dict[str, MetricsWriter] = {}
+
+  def refuse_other_data(self, limit_s: int) -> None:
+    """Raises a UserError on a process whose sets have other files, or another tokenizer, than those of process 0."""
+    if jax.process_count() > 1:
+      self._iterators = {name: self._make_iterator(name) for name in self._inputs}
+      opened = self._iterators.items()
+      states = {f'eval_inputs.{name}': each.get_state() for name, each in opened if hasattr(each, 'get_state')}
+      refuse_other_data('data files of eval sets', states, limit_s)
 
   def compile(self) -> None:
     """Compiles the eval steps now instead of in the first evaluation."""
@@ -223,17 +178,22 @@ class Evaluator:
     return list(self._inputs)
 
   def evaluate(
-    self, variables: Any, step: int, names: Iterable[str] | None = None
+    self,
+    variables: Any,
+    step: int,
+    on_batch: Callable[[], None] = lambda: None,
+    should_stop: Callable[[], bool] = lambda: False,
   ) -> Iterator[tuple[str, dict[str, Metric]]]:
     """Yields (eval set, its metrics) for each set. Ends early if `should_stop`: an unfinished set gives no metrics.
 
     Args:
       variables: of the model, padded, on the mesh.
       step: their train step.
-      names: evaluate only these sets; None evaluates all.
+      on_batch: called after every launched batch.
+      should_stop: asked before every batch.
     """
-    for name in self.names if names is None else names:
-      metrics = self._evaluate_set(name, variables, step)
+    for name in self.names:
+      metrics = self._evaluate_set(name, variables, step, on_batch, should_stop)
       if metrics is None:
         return
       yield name, metrics
@@ -249,7 +209,10 @@ class Evaluator:
       return path.exists() and step in read_jsonl(path.parent)
 
   def close(self) -> None:
-    """Closes the metrics files."""
+    """Closes the metrics files, and iterators that no evaluation has taken."""
+    for iterator in self._iterators.values():
+      if hasattr(iterator, 'close'):
+        iterator.close()
     for writer in self._writers.values():
       writer.close()
 
@@ -262,23 +225,28 @@ class Evaluator:
   def _directory(self, name: str) -> epath.Path:
     return self._job_log_dir / 'eval' / name
 
-  def _evaluate_set(self, name: str, variables: Any, step: int) -> dict[str, Metric] | None:
+  def _make_iterator(self, name: str) -> Any:
+    given = self._inputs[name]
+    is_whole = isinstance(given, Batches) and given.gives_whole_batches
+    return given.make_iterator(*((0, 1) if is_whole else (jax.process_index(), jax.process_count())))
+
+  def _evaluate_set(
+    self, name: str, variables: Any, step: int, on_batch: Callable[[], None], should_stop: Callable[[], bool]
+  ) -> dict[str, Metric] | None:
     """Returns the set's metrics; None if `should_stop` ended the evaluation."""
-    is_whole = isinstance(self._inputs[name], Batches) and self._inputs[name].gives_whole_batches
-    shard = (0, 1) if is_whole else (jax.process_index(), jax.process_count())
-    iterator = self._inputs[name].make_iterator(*shard)
+    iterator = self._iterators.pop(name, None) or self._make_iterator(name)
     finished: list[BatchMetrics] = []
     in_flight: BatchMetrics | None = None
     place = functools.partial(self._place, name)
     with doing(f'evaluating {name}'), Prefetcher(iterator, place, timeout_s=self._input_timeout_s) as batches:
       for (eval_step, batch), _ in batches:
-        if self._should_stop():
+        if should_stop():
           return None
         launched = eval_step(variables, batch, np.int32(step))
         if in_flight is not None:  # read one batch late: the device always has the next one
           finished.append(jax.device_get(in_flight))
         in_flight = launched
-        self._on_batch(step)
+        on_batch()
     if in_flight is None:
       raise UserError(
         f'eval set {name!r} has no batch, its source is empty: correct eval_inputs.{name}, or leave it out of '

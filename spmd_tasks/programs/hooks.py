@@ -1,12 +1,20 @@
 """Defines TrainHook, what a training job does beside its steps (checkpoints, evals, logs), and TrainRun, what it sees.
 
     class BestLoss(TrainHook):
-      '''Ends the job once the eval loss rises.'''
+      '''Notes the smallest eval loss.'''
+
+      best = float('inf')
 
       def after_step(self, run, outcome):
-        step, evals = run.evals
-        if step == outcome.step and evals['valid']['loss'] > self.best:
-          run.end_early('the eval loss rises')
+        if run.evals.step == outcome.step:                   # there was an eval after this step
+          self.best = min(self.best, run.evals.metrics['valid']['loss'])
+
+      def finish(self, run):
+        run.message(f'the best eval loss was {self.best:.4f}')
+
+    class MyExperiment(Base):
+      def hooks(self):
+        return [BestLoss()]
 
 A job has its hooks in one declared order (`job_hooks` in train.py), and each method below is called on all of them in
 that order before the next one is called on any. The methods, in the order of a job's life:
@@ -28,39 +36,41 @@ does that on every process, after the same steps: it decides by the step, by met
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
-import dataclasses
-from typing import Any
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
 from etils import epath
 
-from spmd_tasks.distributed import PreemptionGuard, StepWatchdog
-from spmd_tasks.experiment import Experiment, Job
-from spmd_tasks.programs.goodput import Goodput
-from spmd_tasks.programs.progress import Progress
-from spmd_tasks.programs.timing import StartupClock
-from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
-from spmd_tasks.runtime import Metric, PartitionedModel, TrainState
+from spmd_tasks.activity import doing
+
+if TYPE_CHECKING:
+  from spmd_tasks.checkpoints import Checkpointer, RestoredCopy
+  from spmd_tasks.distributed import PreemptionGuard, StepWatchdog
+  from spmd_tasks.experiment import Experiment, Job
+  from spmd_tasks.inputs import Prefetcher
+  from spmd_tasks.programs.goodput import Goodput
+  from spmd_tasks.programs.progress import Progress
+  from spmd_tasks.programs.timing import StartupClock
+  from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
+  from spmd_tasks.runtime import Metrics, PartitionedModel, TrainState
 
 
 class PreemptedError(Exception):
   """Ends a program after SIGTERM, from the point where the program noticed the signal."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RestoredState:
-  """A state that a job goes on from, read from somewhere else than its newest checkpoint.
+class NewestEvals(NamedTuple):
+  """The newest evals of all eval sets of a job.
 
   Attributes:
-    state: padded, on the mesh.
-    step: of the state.
-    input_state: this process's position in the training input.
-    origin: a phrase that says where the state is from.
+    step: after which they were made; -1: there were none yet.
+    metrics: by eval set.
+    seconds: how long they took.
   """
 
-  state: TrainState
-  step: int
-  input_state: dict[str, Any]
-  origin: str
+  step: int = -1
+  metrics: 'Mapping[str, Metrics]' = {}
+  seconds: float = 0.0
 
 
 class TrainHook:
@@ -75,7 +85,7 @@ class TrainHook:
   def open(self, run: 'TrainRun') -> None:
     """Opens files, threads and connections; `run.stack` closes them at the job's end."""
 
-  def restore(self, run: 'TrainRun', newest_checkpoint: int) -> RestoredState | None:
+  def restore(self, run: 'TrainRun', newest_checkpoint: int) -> 'RestoredCopy | None':
     """Returns a state to go on from instead of the newest checkpoint (-1: there is none); the first answer counts."""
     return None
 
@@ -96,13 +106,13 @@ class TrainHook:
   def after_first_step(self, run: 'TrainRun') -> None:
     """Compiles now what is first needed at an interval: what cannot be compiled should fail at the start."""
 
-  def after_step(self, run: 'TrainRun', outcome: Outcome) -> None:
+  def after_step(self, run: 'TrainRun', outcome: 'Outcome') -> None:
     """Does what is due after a step: `outcome.step` updates are applied, `outcome.metrics` are on the devices.
 
     Returns early if `run.should_stop()`: the loop then ends after this step.
     """
 
-  def after_skipped_step(self, run: 'TrainRun', outcome: Outcome) -> None:
+  def after_skipped_step(self, run: 'TrainRun', outcome: 'Outcome') -> None:
     """Hears that a step changed nothing, because its loss or a gradient was not finite."""
 
   def after_loop(self, run: 'TrainRun') -> None:
@@ -113,7 +123,7 @@ class TrainHook:
 
 
 class TrainRun:
-  """A running training job, as its hooks see it. Attributes appear in the order of the job's life.
+  """A running training job, as its hooks see it. Attributes are in the order of the job's life.
 
   Attributes:
     job, job_log_dir: the built experiment, and the job's directory.
@@ -121,31 +131,36 @@ class TrainRun:
     clock: counts the phases before the first step.
     goodput: counts where the time goes.
     stack: closes at the job's end, newest first, what hooks have opened: `run.stack.enter_context(...)`.
+    end_reason: why the job ends before its last step; None: it does not.
 
     watchdog: ends processes that make no progress (from `open` on).
     base: waits for what each checkpoint says about weights that it leaves out; a hook may set it in `open`.
 
+    checkpointer: saves and restores (from `restore` on).
+
     progress: shows steps, metrics and messages (from `start` on).
     first_step: the step after which this process goes on.
-    loop: launches the steps.
-    evals: (step, metrics by eval set) of the newest evals; step -1 before the first ones.
-    end_reason: why the job ends before its last step; None: it does not.
+    loop: launches the steps; has the state, the input's position and counts.
+    batches: takes them from the input (from `before_loop` on).
+    evals: the newest ones.
   """
 
-  watchdog: StepWatchdog
-  progress: Progress
-  loop: TrainingLoop
+  watchdog: 'StepWatchdog'
+  checkpointer: 'Checkpointer'
+  progress: 'Progress'
+  loop: 'TrainingLoop'
+  batches: 'Prefetcher'
 
   def __init__(
     self,
     *,
-    job: Job,
+    job: 'Job',
     job_log_dir: epath.Path,
-    model: PartitionedModel,
+    model: 'PartitionedModel',
     hooks: Sequence[TrainHook],
-    clock: StartupClock,
-    goodput: Goodput,
-    guard: PreemptionGuard,
+    clock: 'StartupClock',
+    goodput: 'Goodput',
+    guard: 'PreemptionGuard',
     stack: contextlib.ExitStack,
   ):
     self.job = job
@@ -154,17 +169,22 @@ class TrainRun:
     self.clock = clock
     self.goodput = goodput
     self.stack = stack
+    self.end_reason: str | None = None
     self.base: Callable[[], Mapping[str, str]] | None = None
     self.first_step = -1
-    self.evals: tuple[int, Mapping[str, Mapping[str, Metric]]] = (-1, {})
-    self.end_reason: str | None = None
+    self.evals = NewestEvals()
     self._hooks = tuple(hooks)
     self._guard = guard
 
   @property
-  def experiment(self) -> Experiment:
+  def experiment(self) -> 'Experiment':
     """The experiment of the job, whose fields are its settings."""
     return self.job.experiment
+
+  @property
+  def limit_s(self) -> int:
+    """How long processes wait for each other."""
+    return math.ceil(self.experiment.first_step_timeout_s)
 
   @property
   def step(self) -> int:
@@ -172,26 +192,29 @@ class TrainRun:
     return self.loop.step
 
   @property
-  def state(self) -> TrainState:
-    """The live, padded state after `step`.
+  def state(self) -> 'TrainState':
+    """The live, padded state after `step`; the next step uses up its arrays.
 
     Raises:
       RuntimeError: the device may be computing the next step already, because no hook `needs_state` after this one.
     """
     if self.loop.is_running and not self.is_awaited(self.step):
-      raise RuntimeError(f'the state of step {self.step} may be gone: needs_state({self.step}) of the hook is False.')
+      raise RuntimeError(f'the state of step {self.step} may be gone: needs_state({self.step}) is False of all hooks.')
     return self.loop.state
 
   def is_awaited(self, step: int) -> bool:
-    """Returns whether a hook needs the state after this step."""
-    return any(hook.needs_state(step) for hook in self._hooks)
+    """Returns whether a hook needs the state after this step, or there is no step after it."""
+    return step >= self.experiment.num_train_steps or any(hook.needs_state(step) for hook in self._hooks)
 
   def should_stop(self) -> bool:
     """Whether SIGTERM or Ctrl-C asks for an end. Every process asks at the same points, because calls are counted."""
     return self._guard.should_stop()
 
   def end_early(self, reason: str) -> None:
-    """Ends the job after this step. Every process calls it after the same step."""
+    """Ends the job after this step, or after the next one if that is launched already.
+
+    Every process calls it after the same step. The job ends like one that has made all its steps.
+    """
     self.end_reason = reason
 
   def message(self, text: str) -> None:
@@ -207,4 +230,10 @@ class TrainRun:
       cause: one of goodput's CAUSES.
     """
     with self.watchdog.allow(activity, self.experiment.first_step_timeout_s), self.goodput.spend(cause):
+      yield
+
+  @contextlib.contextmanager
+  def compiling(self) -> Iterator[None]:
+    """Bounds and counts the time inside, in which `after_first_step` compiles."""
+    with doing('compiling for evals and checkpoints'), self.timed('compile', 'compilation'):
       yield

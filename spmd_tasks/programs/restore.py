@@ -14,12 +14,13 @@ from absl import logging
 import jax
 
 from spmd_tasks.activity import doing, set_activity
-from spmd_tasks.checkpoints import Checkpointer, CheckpointError, PeerCopies
+from spmd_tasks.checkpoints import Checkpointer, CheckpointError
 from spmd_tasks.distributed import StepWatchdog, primary_decides
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
 from spmd_tasks.learning import fill_in, without_frozen
+from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.upcycling import initialize_from
 from spmd_tasks.runtime import Base, PartitionedModel, TrainState, Variables, base_of, saved_part
@@ -30,27 +31,21 @@ if TYPE_CHECKING:
 LOOK_LIMIT_S = 300  # how long process 0 may take to look into a directory
 
 
-class PreemptedError(Exception):
-  """Ends a program after SIGTERM, from the point where the program noticed the signal."""
-
-
 @doing('restoring or initializing the state')
 def restore_or_init(
   model: PartitionedModel,
   checkpointer: Checkpointer,
   job: Job,
   iterator: InputIterator,
-  copies: PeerCopies | None = None,
   identity: Callable[[], Mapping[str, str]] | None = None,
 ) -> tuple[TrainState, int, str]:
   """Returns the state that a training job starts from, and moves `iterator` to the position that belongs to it.
 
-  The job's own newest checkpoint comes first, or the copies in memory where they are as new. Without both, the job
-  starts at step 0 with the weights that the experiment's `init_from` names, or with newly drawn weights.
+  The job's own newest checkpoint comes first. Without one, the job starts at step 0 with the weights that the
+  experiment's `init_from` names, or with newly drawn weights.
 
   Args:
     model, checkpointer, job, iterator: of the job.
-    copies: in memory, where the job makes them.
     identity: of the job's base, as `Base.start_identifying` returned it; None: it is found out here if it is needed.
 
   Returns:
@@ -61,12 +56,6 @@ def restore_or_init(
     UserError: the input cannot continue exactly where the checkpoint left it, or the weights of `init_from` do not fit.
   """
   experiment = job.experiment
-  if copies is not None:
-    newest = newest_step(checkpointer)
-    if (copied := copies.restore(newest if newest >= 0 else None)) is not None:
-      assert copied.input_state is not None
-      iterator.set_state(copied.input_state)
-      return copied.state, copied.step, f'resuming after step {copied.step} from {copied.origin}'
   origin = experiment.origin()
   part = saved_part(model, origin)
   restored = checkpointer.restore(part(model.canonical_state))

@@ -1,21 +1,22 @@
-"""--mode=train: restores or initialises a state, trains it, and saves and evaluates at intervals."""
+"""--mode=train: opens a job, restores or initialises its state, runs its steps, and ends.
 
+The loop knows only steps. Everything that is done beside them is a TrainHook (hooks.py), in the order of `job_hooks`.
+"""
+
+from collections.abc import Sequence
 import contextlib
 import functools
-import json
 import math
 
 from etils import epath
 import jax
 
-from spmd_tasks import exit_codes
-from spmd_tasks.activity import doing, set_activity
-from spmd_tasks.checkpoints import RAM_DISK, PeerCopies
+from spmd_tasks import exit_codes, wings
+from spmd_tasks.activity import set_activity
 from spmd_tasks.distributed import (
   EmergencyExit,
   PreemptionGuard,
   PrimaryError,
-  SlowestProcess,
   is_primary,
   primary_decides,
   watch_steps,
@@ -27,30 +28,21 @@ from spmd_tasks.experiment import (
   make_training_iterator,
   partition_job,
 )
-from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import InputIterator, Prefetcher
 from spmd_tasks.learning import check_num_microbatches
-from spmd_tasks.programs.early_end import EarlyEnd, check_early_stop
-from spmd_tasks.programs.eval import open_evaluator, refuse_other_data
+from spmd_tasks.programs.eval import refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
-from spmd_tasks.programs.interval_actions import IntervalActions, is_multiple
-from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE, claim, write_config
-from spmd_tasks.programs.logged_metrics import LoggedMetrics
+from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
+from spmd_tasks.programs.interval_hooks import CopyToPeers, Evaluate, Sample, SaveCheckpoints
+from spmd_tasks.programs.job_directory import claim, write_config
 from spmd_tasks.programs.progress import make_progress
+from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, Profile, ReportEnd, ShowProgress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
-from spmd_tasks.programs.samples import make_sampler
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.programs.timing import ProfileCapture, StartupClock, format_startup
+from spmd_tasks.programs.timing import StartupClock
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
-from spmd_tasks.runtime import (
-  CompilationCounter,
-  PartitionedModel,
-  base_of,
-  check_state_fits,
-  format_parameter_table,
-  make_writer,
-  saved_part,
-)
+from spmd_tasks.runtime import PartitionedModel, TrainState, base_of, check_state_fits
 from spmd_tasks.sharding import (
   SPLIT_BY_DEFAULT,
   even_spec,
@@ -59,7 +51,25 @@ from spmd_tasks.sharding import (
   num_parts,
   spec_axes,
 )
-from spmd_tasks.tuning.references import compute_references, name_references, reads_references
+from spmd_tasks.tuning.references import ComputeReferences, name_references
+
+
+def job_hooks(job: Job) -> tuple[TrainHook, ...]:
+  """Returns what a job does beside its steps, in the order in which each method of the hooks is called."""
+  return (
+    CountGoodput(),  # first: the time of the others is not that of steps
+    ComputeReferences(),
+    *wings.train_hooks(job),
+    ShowProgress(),
+    LogMetrics(),
+    SaveCheckpoints(),  # before evals: a checkpoint is written while they run, and one that fails loses nothing
+    CopyToPeers(),
+    Evaluate(),
+    Sample(),
+    *_own_hooks(job),  # these find the evals of the step in `run.evals`
+    Profile(),
+    ReportEnd(),  # last: all is done when it says so
+  )
 
 
 def train(
@@ -88,249 +98,129 @@ def train(
     TrainingInputEndedError: the input has fewer batches than steps; the last step is saved.
   """
   job = name_references(job, job_log_dir)
-  experiment = job.experiment
-  # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
+  experiment, guard, hooks = job.experiment, PreemptionGuard(), job_hooks(job)
   goodput = Goodput(job_log_dir if is_primary() else None, begun=clock.begun)
+  # The inner context: a process of several that fails leaves at once, for closing would wait for the others.
   with contextlib.ExitStack() as stack, emergency.on_failure():
-    # Everything that can be refused is checked before anything is written.
-    model, iterator = _check(job, clock)
-    with goodput.spend('compilation'):
-      model.train_step.trace()  # a loss or an optimizer that fails is refused, too
-    sampler = make_sampler(job, model, job_log_dir)
-    early_stop = experiment.early_stop(model, job_log_dir)
-    check_early_stop(early_stop, experiment, has_eval_sets=bool(job.eval_inputs))
-    early_end = EarlyEnd(early_stop, limit_s=math.ceil(experiment.first_step_timeout_s))
-    saved = SavedSteps(job_log_dir)
-    _claim(stack, job, job_log_dir, saved, begin_anew=begin_anew)
-    stack.callback(goodput.close)
-
-    # The job's parts, each closed in reverse order at the end.
-    watchdog = stack.enter_context(
-      watch_steps(
-        job_log_dir,
-        emergency,
-        timeout_s=experiment.step_timeout_s,
-        first_step_timeout_s=experiment.first_step_timeout_s,
-      )
+    # Open. Everything that can be refused is refused before anything is written.
+    model, iterator = _check(job, clock, goodput)
+    run = TrainRun(
+      job=job,
+      job_log_dir=job_log_dir,
+      model=model,
+      hooks=hooks,
+      clock=clock,
+      goodput=goodput,
+      guard=guard,
+      stack=stack,
     )
-    guard = PreemptionGuard()
+    for hook in hooks:
+      hook.prepare(run)
+    saved = _claim(run, begin_anew=begin_anew)
+    limits = {'timeout_s': experiment.step_timeout_s, 'first_step_timeout_s': experiment.first_step_timeout_s}
+    run.watchdog = stack.enter_context(watch_steps(job_log_dir, emergency, **limits))
     stack.callback(guard.stop)
-    source = experiment.origin()
-    base, part = base_of(model, source), saved_part(model, source)
-    allow = functools.partial(watchdog.allow, 'base_digest', experiment.first_step_timeout_s)
-    identity = None if base is None else base.start_identifying(job_log_dir, allow=allow)
-    checkpointer = saved.open_checkpoints(
-      base=identity,
+    if (base := base_of(model, experiment.origin())) is not None:
+      allow = functools.partial(run.watchdog.allow, 'base_digest', experiment.first_step_timeout_s)
+      run.base = base.start_identifying(job_log_dir, allow=allow)
+    for hook in hooks:
+      hook.open(run)
+
+    # Restore.
+    run.checkpointer = saved.open_checkpoints(
+      base=run.base,
       max_to_keep=experiment.checkpoint_max_to_keep,
       keep_every_n_steps=experiment.checkpoint_keep_every_steps,
       keep_every_hours=experiment.checkpoint_keep_every_hours,
     )
-    stack.callback(checkpointer.close)
-    copies = None
-    if experiment.peer_copy_every_steps is not None:
-      directory, limit_s = experiment.peer_copy_directory or RAM_DISK, math.ceil(experiment.first_step_timeout_s)
-      copies = stack.enter_context(PeerCopies(directory, job_log_dir, model.padded_state, limit_s=limit_s))
-    if source is None and experiment.init_from is None and newest_step(checkpointer) < 0:
-      with goodput.spend('compilation'):
-        model.train_step.start_compiling()  # while the new state is drawn
+    stack.callback(run.checkpointer.close)
     with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
-      state, first_step, origin = restore_or_init(model, checkpointer, job, iterator, copies, identity)
+      state, run.first_step, origin = _restore(run, hooks, iterator)
     if is_primary():  # now that the checkpoint has not refused the job
       with storage_errors(job_log_dir):
         write_config(job_log_dir, config_json)
-        saved.record(checkpointer.latest_step() or 0)
-    goodput.resume(first_step)
-    notes: list[str] = []
-    if reads_references(job, job_log_dir):
-      with watchdog.allow('reference', experiment.first_step_timeout_s), goodput.spend('evaluation'):
-        on_batch = functools.partial(watchdog.beat, first_step, 'reference')
-        notes = compute_references(job, model, state, first_step, job_log_dir, on_batch=on_batch)
-    batches = Prefetcher(
-      iterator,
-      model.train_step.place,
-      depth=experiment.prefetch_batches,
-      timeout_s=experiment.input_timeout_s,
-      is_idle=lambda: loop.is_idle(),  # of the loop below, which takes the batches
-    )
-    stack.callback(batches.close)
-    writer = make_writer(job_log_dir, tensorboard=experiment.tensorboard, primary=is_primary())
-    stack.callback(writer.close)
-    evaluator = open_evaluator(stack, job, model, job_log_dir, watchdog=watchdog, guard=guard)
-    if sampler is not None:
-      stack.callback(sampler.close)
-      sampler.resume(first_step)
-    progress = make_progress(experiment.num_train_steps, first_step, primary=is_primary())
-    stack.callback(progress.close)
-    profile = ProfileCapture(experiment.profile_steps, job_log_dir / 'profile')
-    stack.callback(profile.close)
-    slowest = SlowestProcess(on_change=progress.message, limit_s=math.ceil(experiment.first_step_timeout_s))
-    intervals = (
-      experiment.checkpoint_every_steps,
-      experiment.peer_copy_every_steps,
-      experiment.eval_every_steps,
-      experiment.sample_every_steps,
-    )
-    loop = TrainingLoop(
+        saved.record(run.checkpointer.latest_step() or 0)
+    run.progress = make_progress(experiment.num_train_steps, run.first_step, primary=is_primary())
+    stack.callback(run.progress.close)
+    run.message(_describe(model, origin))
+    run.loop = TrainingLoop(
       train_step=model.train_step,
       state=state,
-      batches=batches,
       num_train_steps=experiment.num_train_steps,
       max_consecutive_skips=job.task.learner.max_consecutive_skips,
-      is_awaited=lambda step: (
-        early_end.asks_every_step() or any(is_multiple(step, every) for every in intervals) or profile.changes_at(step)
-      ),
+      is_awaited=run.is_awaited,
       platform=next(iter(state.step.devices())).platform,
-      on_activity=watchdog.beat,
-      should_stop=guard.should_stop,
+      on_activity=run.watchdog.beat,
+      should_stop=lambda: run.end_reason is not None or guard.should_stop(),
     )
-    compilations = stack.enter_context(CompilationCounter())
-    logged = LoggedMetrics(job, model, goodput, batches, loop, slowest, compilations)
+    for hook in hooks:
+      hook.start(run)
+    run.batches = _start_input(run, iterator)
+    is_done = run.first_step >= experiment.num_train_steps
+    if not is_done:
+      _compile(run)
+    guard.start()  # not before: up to here SIGTERM loses nothing, and need not wait for the compiler
+    try:
+      for hook in hooks:
+        hook.before_loop(run)
+      if is_done:
+        run.message(f'Nothing to do: step {run.first_step} of {experiment.num_train_steps} is already saved.')
+        return exit_codes.OK
 
-    actions = IntervalActions(
-      experiment=experiment,
-      model=model,
-      part=part,
-      loop=loop,
-      checkpointer=checkpointer,
-      copies=copies,
-      evaluator=evaluator,
-      sampler=sampler,
-      early_end=early_end,
-      watchdog=watchdog,
-      goodput=goodput,
-      progress=progress,
-      should_stop=guard.should_stop,
-    )
+      # Loop.
+      _run_steps(run, hooks)
 
-    def preempted() -> int:
-      saved = f'step {loop.step} is saved' if loop.step else 'before the first step'
-      progress.message(f'{guard.cause}: {saved}; the same command goes on from there.')
+      # End.
+      for hook in hooks:
+        hook.after_loop(run)
+      if run.loop.input_has_ended:
+        raise TrainingInputEndedError(
+          f'the training input ended after step {run.step} of {experiment.num_train_steps}; what was trained is saved. '
+          'Let the input repeat itself (num_epochs or num_batches = None), or lower num_train_steps.'
+        )
+      if run.step < experiment.num_train_steps and run.end_reason is None:
+        raise PreemptedError
+      for hook in hooks:
+        hook.finish(run)
+      return exit_codes.OK
+    except PreemptedError:
+      kept = f'step {run.step} is saved' if run.step else 'before the first step'
+      run.message(f'{guard.cause}: {kept}; the same command goes on from there.')
       return guard.exit_code
 
-    def end() -> int:
-      if loop.step < experiment.num_train_steps:
-        progress.message(f'Ended after step {loop.step} of {experiment.num_train_steps}: {early_end.reason}.')
-        if is_primary():
-          with storage_errors(job_log_dir):
-            saved.record(loop.step, is_last=True)
-      progress.message(goodput.end())
-      return exit_codes.OK
 
-    # Before the first step: reports, compilation, evals that the last job was ended in.
-    for line in (_describe(model, origin), *notes):
-      progress.message(line)
-    if copies is not None:
-      progress.message(f'every {experiment.peer_copy_every_steps} steps the state is copied to memory: {copies}')
-    if is_primary():
-      with storage_errors(job_log_dir / PARAMETERS_FILE):
-        write_durably(job_log_dir / PARAMETERS_FILE, format_parameter_table(model) + '\n')
-    if first_step < experiment.num_train_steps:
-      with goodput.spend('compilation'):
-        model.train_step.compile()
-      clock.add('trace', model.train_step.trace_seconds)
-      clock.add('compile', model.train_step.compile_seconds)
-    guard.start()  # not before: up to here SIGTERM loses nothing, and need not wait for the compiler
-    missing = actions.missing_evals()
-    if missing and not actions.evaluate(missing):
-      return preempted()
-    if not actions.sample_if_due():
-      return preempted()
-    if first_step >= experiment.num_train_steps:
-      progress.message(f'Nothing to do: step {first_step} of {experiment.num_train_steps} is already saved.')
-      return exit_codes.OK
-    if missing and early_end.is_reached(first_step, {}):  # as it would have been, had the eval not been interrupted
-      return end()
-
-    # The loop. One step is in flight while this body looks at the step before it, unless that step is awaited (on CPU
-    # devices each is).
-    last_saved, last_evaluated = first_step, None
-    profile.after_step(first_step)
-    goodput.switch('steps')
-    set_activity('running the first step')
-    for step, is_skipped, step_metrics in loop:
-      waited = batches.seconds_waited + slowest.seconds_waited_elsewhere
-      goodput.step(step, is_skipped=is_skipped, seconds_waited=waited)
-      if is_skipped:
-        progress.message(
-          f'skipped an update after step {step}: loss {float(step_metrics["loss"])}, gradient norm '
-          f'{float(step_metrics["grad_norm"])}; weights and optimizer are unchanged'
-        )
-        continue
-
-      progress.step(step)
-      if step == first_step + 1:
-        set_activity(None)
-        phases = clock.finish()
-        progress.message(format_startup(phases))
-        if is_primary():
-          with storage_errors(job_log_dir / STARTUP_FILE):
-            write_durably(job_log_dir / STARTUP_FILE, json.dumps(phases) + '\n')
-        with doing('compiling for evals and checkpoints'):
-          actions.compile()
-        logged.start(step)
-
-      if step % experiment.log_every_steps == 0 or step in (first_step + 1, experiment.num_train_steps):
-        metrics = logged.metrics(step, step_metrics)
-        writer.write(step, metrics)
-        progress.log(step, metrics, logged.own_names(step_metrics))
-
-      # The checkpoint first: it is written while the eval runs, and a failing eval loses nothing.
-      if is_multiple(step, experiment.checkpoint_every_steps):
-        actions.save()
-        last_saved = step
-      if is_multiple(step, experiment.peer_copy_every_steps):
-        actions.copy()
-      if is_multiple(step, experiment.eval_every_steps) and actions.evaluate():
-        last_evaluated = step
-      actions.sample_if_due()
-      profile.after_step(step)
-      if step < experiment.num_train_steps and early_end.is_reached(step, step_metrics):
-        break
-
-    # The end: no step is in flight, whatever ended the loop.
-    goodput.switch('program_end')
-    if loop.step > last_saved:
-      actions.save()
-    actions.wait_for_save()
-    if loop.input_has_ended:
-      raise TrainingInputEndedError(
-        f'the training input ended after step {loop.step} of {experiment.num_train_steps}; what was trained is saved. '
-        'Let the input repeat itself (num_epochs or num_batches = None), or lower num_train_steps.'
-      )
-    if loop.step < experiment.num_train_steps and early_end.reason is None:
-      return preempted()
-    if not actions.sample_if_due():
-      return preempted()
-    if last_evaluated != loop.step and not actions.evaluate():
-      return preempted()
-    if loop.step >= experiment.num_train_steps:
-      early_end.is_reached(loop.step, step_metrics)  # is told of the last evals too, and changes nothing any more
-    return end()
+def _own_hooks(job: Job) -> list[TrainHook]:
+  """Returns the hooks of the experiment."""
+  hooks = list(job.experiment.hooks())
+  for hook in hooks:
+    if not isinstance(hook, TrainHook):
+      raise UserError(f'hooks() of {job.name} returns {hook!r}, which is no TrainHook: see docs/hooks.md.')
+  return hooks
 
 
-def _check(job: Job, clock: StartupClock) -> tuple[PartitionedModel, InputIterator]:
+def _check(job: Job, clock: StartupClock, goodput: Goodput) -> tuple[PartitionedModel, InputIterator]:
   """Returns the partitioned model and the training input's iterator. Raises UserError for what cannot be trained."""
   check_vocabulary(job)
   with clock.phase('partition'):
     model = partition_job(job)
   check_state_fits(model)
   check_num_microbatches(_batch_size(model), job.task.learner.num_microbatches)
-  for eval_input in job.eval_inputs.values():
-    eval_input.element_spec()  # refuses bad settings now, not at the first eval
   with clock.phase('input'):
     iterator = make_training_iterator(job)
-    states = {'train_input': iterator.get_state()} if jax.process_count() > 1 else {}
-    refuse_other_data(job.eval_inputs, LOOK_LIMIT_S, states)
-    return model, iterator
+    if jax.process_count() > 1:
+      limit_s = math.ceil(job.experiment.first_step_timeout_s)
+      refuse_other_data('data files', {'train_input': iterator.get_state()}, limit_s)
+  with goodput.spend('compilation'):
+    model.train_step.trace()  # a loss or an optimizer that fails is refused, too
+  return model, iterator
 
 
-def _claim(
-  stack: contextlib.ExitStack, job: Job, job_log_dir: epath.Path, saved: SavedSteps, *, begin_anew: bool
-) -> None:
-  """Claims the directory, on process 0 and until the stack is closed. Raises UserError on every process."""
+def _claim(run: TrainRun, *, begin_anew: bool) -> SavedSteps:
+  """Claims the directory, on process 0 and until the job ends. Raises UserError on every process."""
+  saved = SavedSteps(run.job_log_dir)
 
   def claim_here() -> None:
-    stack.enter_context(claim(job_log_dir, experiment_name=job.name))
+    run.stack.enter_context(claim(run.job_log_dir, experiment_name=run.job.name))
     if begin_anew:
       saved.begin_anew()
 
@@ -338,6 +228,63 @@ def _claim(
     primary_decides(claim_here, 'claim', limit_s=LOOK_LIMIT_S)
   except PrimaryError as error:
     raise UserError(str(error)) from error
+  return saved
+
+
+def _restore(run: TrainRun, hooks: Sequence[TrainHook], iterator: InputIterator) -> tuple[TrainState, int, str]:
+  """Returns the first state, its step and a phrase about its origin: of a hook, the newest checkpoint, or a new one."""
+  newest = newest_step(run.checkpointer)
+  for hook in hooks:
+    if (restored := hook.restore(run, newest)) is not None:
+      assert restored.input_state is not None
+      iterator.set_state(restored.input_state)
+      return restored.state, restored.step, f'resuming after step {restored.step} from {restored.origin}'
+  if newest < 0 and run.experiment.origin() is None and run.experiment.init_from is None:
+    run.model.train_step.start_compiling()  # while the new state is drawn
+  return restore_or_init(run.model, run.checkpointer, run.job, iterator, run.base)
+
+
+def _start_input(run: TrainRun, iterator: InputIterator) -> Prefetcher:
+  """Starts to read batches ahead."""
+  batches = Prefetcher(
+    iterator,
+    run.model.train_step.place,
+    depth=run.experiment.prefetch_batches,
+    timeout_s=run.experiment.input_timeout_s,
+    is_idle=run.loop.is_idle,
+  )
+  run.stack.callback(batches.close)
+  return batches
+
+
+def _compile(run: TrainRun) -> None:
+  train_step = run.model.train_step
+  with run.goodput.spend('compilation'):
+    train_step.compile()
+  run.clock.add('trace', train_step.trace_seconds)
+  run.clock.add('compile', train_step.compile_seconds)
+
+
+def _run_steps(run: TrainRun, hooks: Sequence[TrainHook]) -> None:
+  """Runs steps to the last one, to an early end, SIGTERM, or the end of the input; afterwards none is in flight.
+
+  One step is in flight while the hooks look at the step before it, unless one of them needs the state after that (on
+  CPU devices each step is awaited).
+  """
+  run.goodput.switch('steps')
+  set_activity('running the first step')
+  has_stepped = False
+  for outcome in run.loop.run(run.batches):
+    if outcome.skipped:
+      for hook in hooks:
+        hook.after_skipped_step(run, outcome)
+      continue
+    if not has_stepped:
+      has_stepped = True
+      for hook in hooks:
+        hook.after_first_step(run)
+    for hook in hooks:
+      hook.after_step(run, outcome)
 
 
 def _describe(model: PartitionedModel, origin: str) -> str:

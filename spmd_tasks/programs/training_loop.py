@@ -1,7 +1,7 @@
 """Launches training steps and yields their outcomes, one step behind the device.
 
-    loop = TrainingLoop(train_step=..., state=state, batches=batches, ..., is_awaited=lambda step: step % 100 == 0)
-    for outcome in loop:
+    loop = TrainingLoop(train_step=..., state=state, ..., is_awaited=lambda step: step % 100 == 0)
+    for outcome in loop.run(batches):
       if outcome.skipped:
         print('no update after step', outcome.step)
       elif outcome.step % 100 == 0:
@@ -56,7 +56,7 @@ class _Launched(NamedTuple):
 
 
 class TrainingLoop:
-  """An iterable of outcomes that runs `train_step` over placed batches until `num_train_steps` updates are applied.
+  """Runs `train_step` over placed batches until `num_train_steps` updates are applied.
 
   The iteration ends early, with no step in flight, if `should_stop` answers true or the input ends.
 
@@ -67,6 +67,7 @@ class TrainingLoop:
     outcome_input_state: the same after the batch of the last outcome.
     num_skipped: steps skipped since the job's first start.
     input_has_ended: there was no batch for the next step.
+    is_running: the outcomes are being iterated, so that a step may be in flight.
     seconds_blocked: how long the host has waited for the results of steps.
   """
 
@@ -75,7 +76,6 @@ class TrainingLoop:
     *,
     train_step: CompiledStep,
     state: TrainState,
-    batches: Iterator[tuple[dict[str, jax.Array], Any]],
     num_train_steps: int,
     max_consecutive_skips: int,
     is_awaited: Callable[[int], bool],
@@ -83,12 +83,11 @@ class TrainingLoop:
     on_activity: Callable[[int, str], None],
     should_stop: Callable[[], bool],
   ):
-    """Makes a loop; nothing runs before it is iterated.
+    """Makes a loop; nothing runs yet.
 
     Args:
       train_step: `(state, batch) -> (state, metrics)`; donates the state.
       state: where to start.
-      batches: yields (placed batch, the input's position after it).
       num_train_steps: updates, those before `state` included.
       max_consecutive_skips: so many skipped steps in a row end the job.
       is_awaited: whether a step's outcome is read before the next step is launched, such as before a checkpoint.
@@ -97,7 +96,6 @@ class TrainingLoop:
       should_stop: asked before every launch.
     """
     self._train_step = train_step
-    self._batches = batches
     self._num_train_steps = num_train_steps
     self._max_consecutive_skips = max_consecutive_skips
     self._is_awaited = is_awaited if platform != 'cpu' else lambda step: True
@@ -109,7 +107,7 @@ class TrainingLoop:
     self.input_state: Any = None
     self.outcome_input_state: Any = None
     self.num_skipped = int(state.learner.num_skipped)
-    self.input_has_ended = False
+    self.input_has_ended = self.is_running = False
     self.seconds_blocked = 0.0
     self._in_flight: _Launched | None = None
 
@@ -117,16 +115,20 @@ class TrainingLoop:
     """Returns whether every launched step has finished: the device has nothing to do."""
     return self._in_flight is None or self._in_flight.metrics['skipped'].is_ready()
 
-  def __iter__(self) -> Iterator[Outcome]:
-    """Yields the outcome of every step, in order.
+  def run(self, batches: Iterator[tuple[dict[str, jax.Array], Any]]) -> Iterator[Outcome]:
+    """Yields the outcome of every step, in order, until `should_stop`, the last step or the end of the input.
+
+    Args:
+      batches: yields (placed batch, the input's position after it).
 
     Raises:
       TrainingDivergedError: `max_consecutive_skips` steps in a row were not finite, or an update made weights that are
         not.
     """
+    self.is_running = True
     expected = self.step  # counts the step in flight as applied, until its outcome is read
     while expected < self._num_train_steps and not self._should_stop():
-      launched = self._launch(expected)
+      launched = self._launch(expected, batches)
       if launched is None:
         break
       before, self._in_flight = self._in_flight, launched
@@ -137,6 +139,7 @@ class TrainingLoop:
         yield from self._finish()
         expected = self.step
     yield from self._finish()
+    self.is_running = False
 
   def _finish(self) -> Iterator[Outcome]:
     """Yields the outcome of the step in flight, if there is one."""
@@ -144,11 +147,11 @@ class TrainingLoop:
     if last is not None:
       yield from self._outcome(last)
 
-  def _launch(self, step: int) -> _Launched | None:
+  def _launch(self, step: int, batches: Iterator[tuple[dict[str, jax.Array], Any]]) -> _Launched | None:
     """Launches the step after `step`; returns None where the input has ended."""
     self._on_activity(step, 'input')
     try:
-      batch, self.input_state = next(self._batches)
+      batch, self.input_state = next(batches)
     except StopIteration:
       self.input_has_ended = True
       return None

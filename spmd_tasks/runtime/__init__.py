@@ -10,13 +10,11 @@ Read in this order: `task.py` (model, loss and learner, TrainState, and the pure
 the hosts to the mesh), `compilation.py` and `weight_numbers.py` (what quantized weights stand for). What a job
 reports is made by `metrics.py` (files of metrics), `parameter_table.py` and `flops.py`. `memory_checks.py` refuses what
 memory cannot hold. `decode_settings.py` holds what a task says about generating text, `optional_methods.py` what a task
-may do beside what all do, `early_stop.py` what ends a job before its last step,
-`origin.py` where a new job's weights are from.
+may do beside what all do, `origin.py` where a new job's weights are from.
 """
 
 from spmd_tasks.runtime.compilation import CompilationCounter, CompiledStep, StepsByShape
 from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
-from spmd_tasks.runtime.early_stop import EarlyStop, EvalTarget, StepReport
 from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.memory_checks import check_batch_fits, check_state_fits
@@ -46,8 +44,6 @@ __all__ = [
   'CompiledStep',
   'DecodeSettings',
   'DecodesBatches',
-  'EarlyStop',
-  'EvalTarget',
   'InputLayout',
   'InputSpec',
   'Metric',
@@ -58,7 +54,6 @@ __all__ = [
   'Part',
   'PartitionedModel',
   'SamplingParams',
-  'StepReport',
   'StepsByShape',
   'Task',
   'TensorBoardWriter',

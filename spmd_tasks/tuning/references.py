@@ -10,6 +10,7 @@ base does. A resumed job reads the files that it wrote at its start. Sources of 
 
 from collections.abc import Callable, Iterator
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -24,6 +25,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs import Input, Prefetcher, map_sources, sources_of
+from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.tuning.preference_loss import pair_log_probs
 from spmd_tasks.tuning.preferences import PreferenceInput
@@ -65,9 +67,17 @@ def name_references(job: Job, job_log_dir: epath.Path) -> Job:
   )
 
 
-def reads_references(job: Job, job_log_dir: epath.Path) -> bool:
-  """Whether inputs of the job, as `name_references` returns it, read files of its own directory."""
-  return bool(_own(job, job_log_dir))
+class ComputeReferences(TrainHook):
+  """Computes the files of a new job's references from the first state; a resumed job checks that it has them."""
+
+  def start(self, run: TrainRun) -> None:
+    if not _own(run.job, run.job_log_dir):
+      return
+    with run.timed('reference', 'evaluation'):
+      on_batch = functools.partial(run.watchdog.beat, run.first_step, 'reference')
+      job, model, step = run.job, run.model, run.first_step
+      for line in compute_references(job, model, run.state, step, run.job_log_dir, on_batch=on_batch):
+        run.message(line)
 
 
 def _own(job: Job, job_log_dir: epath.Path) -> list[PreferenceInput]:

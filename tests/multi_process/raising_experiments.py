@@ -8,6 +8,7 @@ import jax
 
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.inputs import SyntheticText
+from spmd_tasks.programs.early_end import EarlyEnd
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,12 +77,12 @@ class Job(Uneven):
 class EndsEarly(Job):
   """Ended by process 0 after step 7; process 1 would never end."""
 
-  def early_stop(self, model, job_log_dir):
-    return OnProcess0(step=7)
+  def hooks(self):
+    return [OnProcess0(step=7)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OnProcess0:
+@dataclasses.dataclass(kw_only=True)
+class OnProcess0(EarlyEnd):
   """Asked after every step; says no on all processes but the first."""
 
   step: int

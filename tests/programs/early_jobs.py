@@ -1,6 +1,6 @@
 """Small jobs that end before their last step."""
 
-from spmd_tasks.runtime import EvalTarget
+from spmd_tasks.programs.early_end import EarlyEnd, EvalTarget
 from tests.programs.small_jobs import Small
 
 
@@ -9,18 +9,18 @@ class UntilTarget(Small):
 
   target_loss: float = 100.0
 
-  def early_stop(self, model, job_log_dir):
-    return EvalTarget(eval_set='valid', at_most=self.target_loss)
+  def hooks(self):
+    return [EvalTarget(eval_set='valid', at_most=self.target_loss)]
 
 
 class UntilStep(Small):
   """Asked after every step; ends at step 3, which is neither saved nor evaluated by its intervals."""
 
-  def early_stop(self, model, job_log_dir):
-    return AtStep(3)
+  def hooks(self):
+    return [AtStep(3)]
 
 
-class AtStep:
+class AtStep(EarlyEnd):
   """Ends a job at a step."""
 
   every_step = True

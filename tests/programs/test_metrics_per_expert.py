@@ -3,6 +3,7 @@
 Shapes: B batch rows, T positions, V ids, L layers, E experts.
 """
 
+import types
 from typing import NamedTuple
 
 from etils import epath
@@ -116,15 +117,11 @@ def test_evaluation_averages_vectors_over_batches(model, tmp_path, eval_input):
   batches = [draw_batch(1, TOKENS_PER_ROW), draw_batch(2, (1, *[0] * (B - 1))), draw_batch(3, [0] * B)]
   if eval_input is Remainder:
     batches.append({name: rows[:3] for name, rows in draw_batch(4, TOKENS_PER_ROW).items()})
-  evaluator = Evaluator(
-    model,
-    {'valid': eval_input(batches)},
-    epath.Path(tmp_path),
-    tensorboard=False,
-    input_timeout_s=60,
-    on_batch=lambda step: None,
-    should_stop=lambda: False,
+  job = types.SimpleNamespace(
+    eval_inputs={'valid': eval_input(batches)},
+    experiment=types.SimpleNamespace(tensorboard=False, input_timeout_s=60),
   )
+  evaluator = Evaluator(job, model, epath.Path(tmp_path))
   ((name, metrics),) = evaluator.evaluate(model.init(0).variables, 7)
   evaluator.record(name, 7, metrics)
   evaluator.close()

@@ -1,13 +1,17 @@
 """Rates count from the last logged step, phases add up, and a profile starts and ends at its borders."""
 
+import contextlib
 import time
+import types
 
 import jax
 import pytest
 
 from spmd_tasks.programs import StartupClock
 from spmd_tasks.programs.goodput import Goodput
-from spmd_tasks.programs.timing import ProfileCapture, StepRates, count_batch, format_startup
+from spmd_tasks.programs.report_hooks import Profile, StepRates, count_batch
+from spmd_tasks.programs.timing import format_startup
+from spmd_tasks.programs.training_loop import Outcome
 
 
 @pytest.fixture
@@ -75,9 +79,14 @@ def test_a_profile_starts_and_ends_at_its_borders(first, last, events, monkeypat
   seen = []
   monkeypatch.setattr(jax.profiler, 'start_trace', lambda directory: seen.append(('start', step)))
   monkeypatch.setattr(jax.profiler, 'stop_trace', lambda: seen.append(('stop', step)))
-  profile = ProfileCapture((first, last), tmp_path)
-  for step in range(2, 7):
-    profile.after_step(step)
-    assert profile.changes_at(step) == (step in (first, last))
-  profile.close()
+  experiment = types.SimpleNamespace(profile_steps=(first, last))
+  run = types.SimpleNamespace(experiment=experiment, job_log_dir=tmp_path, first_step=2, stack=contextlib.ExitStack())
+  profile = Profile()
+  profile.prepare(run)
+  step = 2
+  with run.stack:
+    profile.before_loop(run)
+    for step in range(3, 7):
+      profile.after_step(run, Outcome(step, False, {}))
+      assert profile.needs_state(step) == (step in (first, last))
   assert seen == events

@@ -25,7 +25,6 @@ def run(outcomes, *, num_train_steps, every=None, max_consecutive_skips=3, stop_
   loop = TrainingLoop(
     train_step=lambda state, batch: (state, batch),  # the batch is its own outcome
     state=state,
-    batches=iter([(outcome, {'position': number}) for number, outcome in enumerate(outcomes, 1)]),
     num_train_steps=num_train_steps,
     max_consecutive_skips=max_consecutive_skips,
     is_awaited=is_due,
@@ -33,9 +32,10 @@ def run(outcomes, *, num_train_steps, every=None, max_consecutive_skips=3, stop_
     on_activity=lambda step, activity: None,
     should_stop=lambda: loop.step == stop_at,
   )
+  batches = iter([(outcome, {'position': number}) for number, outcome in enumerate(outcomes, 1)])
   events, error = [], None
   try:
-    for step, is_skipped, _ in loop:
+    for step, is_skipped, _ in loop.run(batches):
       assert loop.step == step
       events.append(('skip' if is_skipped else 'step', step, loop.input_state['position']))
       if not is_skipped and is_due(step):

@@ -14,11 +14,10 @@ import re
 from typing import Any, ClassVar
 import warnings
 
-from etils import epath
 from flax.core import FrozenDict
 from praxis import base_hyperparams
 
-from spmd_tasks.bridges.pax._early_stop import PaxEarlyStop
+from spmd_tasks.bridges.pax._early_end import PaxEarlyEnd
 from spmd_tasks.bridges.pax._input import PaxInput
 from spmd_tasks.bridges.pax._loading_rules import LoadingRules
 from spmd_tasks.bridges.pax._start import PaxJob, is_pax_job
@@ -27,7 +26,8 @@ from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.bridges.pax._weights import partition_of, remove_split_dims
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.runtime import DecodeSettings, EarlyStop, Origin, PartitionedModel
+from spmd_tasks.programs.hooks import TrainHook
+from spmd_tasks.runtime import DecodeSettings, Origin
 from spmd_tasks.sharding import AxisRules
 
 # By the class of a Pax experiment: its task as `as_experiment` has looked at it. To make one takes Pax 0.1 s.
@@ -130,18 +130,10 @@ class PaxExperiment(Experiment):
       return PaxJob(directory=self.init_from, step=self.init_from_step)
     return LoadingRules() if self.init_from is None else super().origin()
 
-  def early_stop(self, model: PartitionedModel, job_log_dir: epath.Path) -> EarlyStop | None:
-    """Returns what asks `task.early_stopping_fn`, if it is set."""
-    assert isinstance(model.task, PaxTask)
-    if model.task.task.early_stopping_fn is None:
-      return None
-    return PaxEarlyStop(
-      model,
-      job_log_dir,
-      num_train_steps=self.num_train_steps,
-      eval_every_steps=self.eval_every_steps,
-      input_names={name: dataset.name or name for name, dataset in self.eval_inputs().items()},
-    )
+  def hooks(self) -> Sequence[TrainHook]:
+    """Returns what asks `task.early_stopping_fn`."""
+    names = {name: dataset.name or name for name, dataset in self.eval_inputs().items()}
+    return [PaxEarlyEnd(input_names=names)]
 
 
 @functools.cache

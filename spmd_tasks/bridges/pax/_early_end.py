@@ -1,4 +1,4 @@
-"""PaxEarlyStop: asks a task's `early_stopping_fn` as Paxml does, after every training step.
+"""PaxEarlyEnd: asks a task's `early_stopping_fn` as Paxml does, after every training step.
 
 The arguments are made by Paxml's own `tuning_lib`: metrics by the names of its summaries, the running mode, the step,
 whether this is the last eval, and the directory of the checkpoints. There are no metrics of an eval on the next
@@ -10,40 +10,36 @@ import os
 import time
 from typing import Any, cast
 
-from etils import epath
 import jax
 from paxml import trainer_lib
 
-from spmd_tasks.runtime import Metrics, PartitionedModel, StepReport, scalars
+from spmd_tasks.programs.early_end import EarlyEnd, StepReport
+from spmd_tasks.programs.hooks import TrainRun
+from spmd_tasks.runtime import Metrics, scalars
 
 # Paxml's own switch: metrics of the training step for every call, not only for those with evals.
 _ALWAYS_TRAIN_METRICS = 'PAXML_EARLY_STOP_ALWAYS_AGGREGATE_TRAIN_METRICS'
 
 
-class PaxEarlyStop:
-  """An EarlyStop that asks the function of a PaxTask."""
+class PaxEarlyEnd(EarlyEnd):
+  """Ends a job where the `early_stopping_fn` of its PaxTask answers True."""
 
-  every_step = True
-
-  def __init__(
-    self,
-    model: PartitionedModel,
-    job_log_dir: epath.Path,
-    *,
-    num_train_steps: int,
-    eval_every_steps: int | None,
-    input_names: Mapping[str, str],
-  ):
+  def __init__(self, *, input_names: Mapping[str, str]):
     """`input_names` gives Pax' names of the eval sets by ours."""
-    self._task = cast(Any, model.task).task
-    self._num_params = model.total_num_params
-    self._checkpoints = job_log_dir / 'checkpoints'
-    self._num_train_steps, self._eval_every_steps = num_train_steps, eval_every_steps
     self._input_names = input_names
     self._last: tuple[int, float] | None = None
 
+  def prepare(self, run: TrainRun) -> None:
+    self._task = cast(Any, run.model.task).task
+    self.every_step = self._task.early_stopping_fn is not None
+    self._num_params = run.model.total_num_params
+    self._checkpoints = run.job_log_dir / 'checkpoints'
+    self._num_train_steps, self._eval_every_steps = run.experiment.num_train_steps, run.experiment.eval_every_steps
+
   def reason(self, report: StepReport) -> str | None:
     """Returns the function's name where it answers True."""
+    if self._task.early_stopping_fn is None:
+      return None
     from paxml import tuning_lib  # with PyGlove, which is seldom needed
 
     function, train = self._task.early_stopping_fn, self._task.train

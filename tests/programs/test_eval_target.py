@@ -3,7 +3,7 @@
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime import EvalTarget, StepReport
+from spmd_tasks.programs.early_end import EvalTarget, StepReport
 
 EVALS = {'valid': {'loss': 2.0, 'accuracy': 0.5, 'expert_load': [0.5, 0.5]}}
 

@@ -1,0 +1,207 @@
+"""Hooks that use the state at intervals and at a job's end: they save it, copy it, evaluate it, and sample from it."""
+
+import functools
+import time
+from typing import TYPE_CHECKING
+
+from spmd_tasks.checkpoints import RAM_DISK, PeerCopies, RestoredCopy, num_bytes
+from spmd_tasks.distributed import is_primary, primary_decides
+from spmd_tasks.programs.eval import Evaluator
+from spmd_tasks.programs.hooks import NewestEvals, PreemptedError, TrainHook, TrainRun
+from spmd_tasks.programs.progress import format_metrics
+from spmd_tasks.programs.training_loop import Outcome
+from spmd_tasks.runtime import saved_part
+
+if TYPE_CHECKING:
+  from spmd_tasks.programs.samples import Sampler
+
+# A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
+# second. A larger one is written while training goes on.
+_WRITTEN_AT_ONCE_BYTES = 100_000_000
+
+
+def is_multiple(step: int, every_steps: int | None) -> bool:
+  """Returns whether a step ends an interval; never without an interval, nor at step 0."""
+  return every_steps is not None and step > 0 and step % every_steps == 0
+
+
+class SaveCheckpoints(TrainHook):
+  """Saves a checkpoint every `checkpoint_every_steps`, and when the loop has ended."""
+
+  def prepare(self, run: TrainRun) -> None:
+    self._every_steps = run.experiment.checkpoint_every_steps
+    self._part = saved_part(run.model, run.experiment.origin())
+
+  def start(self, run: TrainRun) -> None:
+    self._last_saved = run.first_step
+
+  def needs_state(self, step: int) -> bool:
+    return is_multiple(step, self._every_steps)
+
+  def after_first_step(self, run: TrainRun) -> None:
+    with run.compiling():
+      run.model.compile_conversions(self._part)
+      run.checkpointer.prepare()
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    if is_multiple(outcome.step, self._every_steps):
+      self._save(run)
+
+  def after_loop(self, run: TrainRun) -> None:
+    if run.step > self._last_saved:
+      self._save(run)
+    with run.timed('checkpoint', 'checkpoint_save'):
+      run.checkpointer.wait()
+
+  def _save(self, run: TrainRun) -> None:
+    """Saves a checkpoint; a large one is still being written when this returns."""
+    with run.timed('checkpoint', 'checkpoint_save'):
+      run.checkpointer.save(run.step, run.model.to_canonical(run.state, self._part), run.loop.input_state)
+      if num_bytes(self._part(run.model.canonical_state)) < _WRITTEN_AT_ONCE_BYTES:
+        run.checkpointer.wait()
+    run.goodput.mark(run.step)
+    self._last_saved = run.step
+
+
+class CopyToPeers(TrainHook):
+  """Copies the state to the memory of two processes each, every `peer_copy_every_steps`; restores from the copies."""
+
+  def prepare(self, run: TrainRun) -> None:
+    self._every_steps = run.experiment.peer_copy_every_steps
+
+  def open(self, run: TrainRun) -> None:
+    if self._every_steps is not None:
+      directory = run.experiment.peer_copy_directory or RAM_DISK
+      copies = PeerCopies(directory, run.job_log_dir, run.model.padded_state, limit_s=run.limit_s)
+      self._copies = run.stack.enter_context(copies)
+
+  def restore(self, run: TrainRun, newest_checkpoint: int) -> RestoredCopy | None:
+    if self._every_steps is None:
+      return None
+    return self._copies.restore(newest_checkpoint if newest_checkpoint >= 0 else None)
+
+  def start(self, run: TrainRun) -> None:
+    if self._every_steps is not None:
+      run.message(f'every {self._every_steps} steps the state is copied to memory: {self._copies}')
+
+  def needs_state(self, step: int) -> bool:
+    return is_multiple(step, self._every_steps)
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    if is_multiple(outcome.step, self._every_steps):
+      newest = run.checkpointer.latest_step() if is_primary() else None
+      with run.timed('copy', 'checkpoint_save'):
+        self._copies.copy(run.step, run.state, run.loop.input_state, newest)
+      run.goodput.mark(run.step)
+
+
+class Evaluate(TrainHook):
+  """Evaluates all eval sets every `eval_every_steps` and at the end of the training; gives `run.evals`.
+
+  A resumed job makes the evals of its first step if the job was ended in them.
+  """
+
+  def prepare(self, run: TrainRun) -> None:
+    self._every_steps = run.experiment.eval_every_steps
+    self._evaluator = Evaluator(run.job, run.model, run.job_log_dir)
+    self._evaluator.refuse_other_data(run.limit_s)
+
+  def open(self, run: TrainRun) -> None:
+    run.stack.callback(self._evaluator.close)
+
+  def before_loop(self, run: TrainRun) -> None:
+    if self._was_ended_in_evals(run) and not self._evaluate(run):
+      raise PreemptedError
+
+  def needs_state(self, step: int) -> bool:
+    return is_multiple(step, self._every_steps)
+
+  def after_first_step(self, run: TrainRun) -> None:
+    with run.compiling():
+      self._evaluator.compile()
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    if is_multiple(outcome.step, self._every_steps):
+      self._evaluate(run)
+
+  def finish(self, run: TrainRun) -> None:
+    if run.evals.step != run.step and not self._evaluate(run):
+      raise PreemptedError
+
+  def _was_ended_in_evals(self, run: TrainRun) -> bool:
+    """Returns whether the restored step's evals were due, and not all of them are recorded."""
+    step, evaluator = run.first_step, self._evaluator
+    if step == 0 or not (step >= run.experiment.num_train_steps or is_multiple(step, self._every_steps)):
+      return False
+
+    def is_incomplete() -> bool:
+      return not all(evaluator.is_recorded(name, step) for name in evaluator.names)
+
+    return primary_decides(is_incomplete, 'missing_evals', limit_s=run.limit_s)
+
+  def _evaluate(self, run: TrainRun) -> bool:
+    """Evaluates all sets; returns False if SIGTERM came before the last one was finished."""
+    evals, start = {}, time.perf_counter()
+    with run.timed('eval', 'evaluation'):
+      variables = run.model.task.evaluation_variables(run.state)
+      on_batch = functools.partial(run.watchdog.beat, run.step, 'eval')
+      for name, metrics in self._evaluator.evaluate(variables, run.step, on_batch, run.should_stop):
+        if run.step > run.first_step or not self._evaluator.is_recorded(name, run.step):
+          self._evaluator.record(name, run.step, metrics)
+        run.message(f'step {run.step}  eval {name}: ' + format_metrics(metrics))
+        evals[name] = metrics
+    if len(evals) < len(self._evaluator.names):
+      return False
+    run.evals = NewestEvals(run.step, evals, time.perf_counter() - start)
+    return True
+
+
+class Sample(TrainHook):
+  """Writes texts that the model generates from the sample prompts, every `sample_every_steps`."""
+
+  _sampler: 'Sampler | None'
+
+  def prepare(self, run: TrainRun) -> None:
+    self._every_steps = run.experiment.sample_every_steps
+    self._sampler = None
+    if self._every_steps is not None:
+      from spmd_tasks.programs.samples import make_sampler  # with all of decoding
+
+      self._sampler = make_sampler(run.job, run.model, run.job_log_dir)
+
+  def start(self, run: TrainRun) -> None:
+    if self._sampler is not None:
+      run.stack.callback(self._sampler.close)
+      self._sampler.resume(run.first_step)
+
+  def before_loop(self, run: TrainRun) -> None:
+    self._make_up_for_samples(run)
+
+  def needs_state(self, step: int) -> bool:
+    return is_multiple(step, self._every_steps)
+
+  def after_first_step(self, run: TrainRun) -> None:
+    if self._sampler is not None:
+      with run.compiling():
+        self._sampler.compile()
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    self._sample_if_due(run)
+
+  def finish(self, run: TrainRun) -> None:
+    self._make_up_for_samples(run)
+
+  def _make_up_for_samples(self, run: TrainRun) -> None:
+    if not self._sample_if_due(run):
+      raise PreemptedError
+
+  def _sample_if_due(self, run: TrainRun) -> bool:
+    """Writes the texts of the step unless they are written; returns False if SIGTERM came first."""
+    step, sampler = run.step, self._sampler
+    if sampler is None or not is_multiple(step, self._every_steps) or sampler.is_recorded(step):
+      return True
+    with run.timed('sample', 'evaluation'):
+      is_done = sampler.sample(run.model.task.decoding_variables(run.state), step, run.should_stop)
+    if is_done:
+      run.message(f'step {step}  samples: in {sampler.path}')
+    return is_done

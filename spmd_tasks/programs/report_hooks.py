@@ -1,0 +1,246 @@
+"""Hooks that report: metrics and their rates, progress, the time until the first step, goodput, and a profile."""
+
+from collections.abc import Mapping
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+
+from spmd_tasks.activity import set_activity
+from spmd_tasks.distributed import SlowestProcess, is_primary
+from spmd_tasks.errors import is_own
+from spmd_tasks.files import storage_errors, write_durably
+from spmd_tasks.inputs import progress_of
+from spmd_tasks.layers import RESERVED_METRICS
+from spmd_tasks.programs.goodput import Goodput
+from spmd_tasks.programs.hooks import TrainHook, TrainRun
+from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE
+from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.programs.timing import format_startup
+from spmd_tasks.programs.training_loop import Outcome
+from spmd_tasks.runtime import (
+  CompilationCounter,
+  InputSpec,
+  Metric,
+  PartitionedModel,
+  finish_metrics,
+  format_parameter_table,
+  make_writer,
+  model_flops_per_train_step,
+  peak_flops_per_device,
+)
+
+
+class CountGoodput(TrainHook):
+  """Counts the time of steps, and says at the start of the loop and at its end what the time goes to."""
+
+  def open(self, run: TrainRun) -> None:
+    run.stack.callback(run.goodput.close)
+
+  def start(self, run: TrainRun) -> None:
+    run.goodput.resume(run.first_step)
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    run.goodput.step(outcome.step, is_skipped=outcome.skipped, seconds_waited=run.batches.seconds_waited)
+
+  def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
+    self.after_step(run, outcome)
+
+  def after_loop(self, run: TrainRun) -> None:
+    run.goodput.switch('program_end')
+
+
+class ShowProgress(TrainHook):
+  """Reports how long the first step took to come, every step that is finished, and every one that was skipped."""
+
+  def start(self, run: TrainRun) -> None:
+    if is_primary():
+      with storage_errors(run.job_log_dir / PARAMETERS_FILE):
+        write_durably(run.job_log_dir / PARAMETERS_FILE, format_parameter_table(run.model) + '\n')
+
+  def after_first_step(self, run: TrainRun) -> None:
+    set_activity(None)
+    run.progress.step(run.step)
+    phases = run.clock.finish()
+    run.message(format_startup(phases))
+    if is_primary():
+      with storage_errors(run.job_log_dir / STARTUP_FILE):
+        write_durably(run.job_log_dir / STARTUP_FILE, json.dumps(phases) + '\n')
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    run.progress.step(outcome.step)
+
+  def after_skipped_step(self, run: TrainRun, outcome: Outcome) -> None:
+    run.message(
+      f'skipped an update after step {outcome.step}: loss {float(outcome.metrics["loss"])}, gradient norm '
+      f'{float(outcome.metrics["grad_norm"])}; weights and optimizer are unchanged'
+    )
+
+
+class LogMetrics(TrainHook):
+  """Writes metrics to files and shows them: of the first step, every `log_every_steps`, and of the last one.
+
+  They are those of the step itself, and what has happened since the logged step before.
+  """
+
+  def start(self, run: TrainRun) -> None:
+    """A collective call."""
+    loss = getattr(run.job.task, 'loss', None)  # Pax' tasks have none
+    self._is_own_loss = loss is not None and is_own(loss)
+    self._writer = make_writer(run.job_log_dir, tensorboard=run.experiment.tensorboard, primary=is_primary())
+    run.stack.callback(self._writer.close)
+    self._slowest = SlowestProcess(on_change=run.message, limit_s=run.limit_s)
+    self._rates = StepRates.of(run.model, run.goodput)
+
+  def before_loop(self, run: TrainRun) -> None:
+    self._compilations = run.stack.enter_context(CompilationCounter())
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    step, experiment = outcome.step, run.experiment
+    if step == run.first_step + 1:  # everything is compiled now
+      self._rates.start(step)
+      self._num_programs = self._compilations.num_programs
+    if step % experiment.log_every_steps == 0 or step in (run.first_step + 1, experiment.num_train_steps):
+      metrics = self._metrics(run, outcome)
+      self._writer.write(step, metrics)
+      run.progress.log(step, metrics, self._own_names(outcome.metrics))
+
+  def _own_names(self, step_metrics: Mapping[str, jax.Array]) -> list[str]:
+    """Returns the names of those metrics of a step that a loss of the experiment's own has returned."""
+    names = [name for name in step_metrics if not name.startswith(('loss/', 'loss_weight/'))]
+    return [name for name in names if name not in (*RESERVED_METRICS, 'accuracy')] if self._is_own_loss else []
+
+  def _metrics(self, run: TrainRun, outcome: Outcome) -> dict[str, Metric]:
+    """Returns all metrics of a step; waits for the step. A collective call."""
+    metrics = finish_metrics(jax.device_get(outcome.metrics))
+    del metrics['skipped']
+    metrics |= self._rates.since_last(outcome.step) | run.goodput.metrics()
+    metrics |= self._slowest.update(
+      outcome.step,
+      loop_seconds=run.goodput.loop_seconds()[0],
+      seconds_waited=run.batches.seconds_waited,
+      seconds_blocked=run.loop.seconds_blocked,
+    )
+    run.goodput.seconds_waited_elsewhere = self._slowest.seconds_waited_elsewhere
+    metrics |= progress_of(run.job.train_input, run.loop.outcome_input_state)
+    return metrics | {
+      'num_skipped_steps': run.loop.num_skipped,
+      'padding_waste': run.model.padding_waste,
+      'num_compilations': self._compilations.num_programs - self._num_programs,
+    }
+
+
+class Profile(TrainHook):
+  """Captures the steps [first, last) of `profile_steps` with JAX's profiler, for TensorBoard and XProf."""
+
+  _is_running = False
+
+  def prepare(self, run: TrainRun) -> None:
+    self._steps = run.experiment.profile_steps
+    self._directory = run.job_log_dir / 'profile'
+
+  def before_loop(self, run: TrainRun) -> None:
+    run.stack.callback(self._stop)
+    self._start_or_stop(run.first_step)
+
+  def needs_state(self, step: int) -> bool:
+    return self._steps is not None and step in self._steps  # no step may be in flight at the borders
+
+  def after_step(self, run: TrainRun, outcome: Outcome) -> None:
+    self._start_or_stop(outcome.step)
+
+  def _start_or_stop(self, step: int) -> None:
+    is_inside = self._steps is not None and self._steps[0] <= step < self._steps[1]
+    if is_inside and not self._is_running:
+      with storage_errors(self._directory):
+        jax.profiler.start_trace(str(self._directory))
+      self._is_running = True
+    elif not is_inside:
+      self._stop()
+
+  def _stop(self) -> None:
+    if self._is_running:
+      self._is_running = False
+      with storage_errors(self._directory):
+        jax.profiler.stop_trace()
+
+
+class ReportEnd(TrainHook):
+  """Says that the training is complete, and why if that is early; the last hook, when all others are done."""
+
+  def finish(self, run: TrainRun) -> None:
+    if run.step < run.experiment.num_train_steps:
+      run.message(f'Ended after step {run.step} of {run.experiment.num_train_steps}: {run.end_reason}.')
+      if is_primary():
+        with storage_errors(run.job_log_dir):
+          SavedSteps(run.job_log_dir).record(run.step, is_last=True)
+    run.message(run.goodput.end())
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepRates:
+  """Measures rates from one logged step to the next.
+
+  Attributes:
+    counted: what is counted beside steps: 'tokens', or 'examples' of batches without tokens.
+    counted_per_step: how many of them a training batch has.
+    peak_steps_per_second: steps per second at the devices' peak FLOP/s; None where the peak is not known.
+    goodput: counts the time in the loop.
+  """
+
+  counted: str
+  counted_per_step: int
+  peak_steps_per_second: float | None
+  goodput: Goodput
+  _last: tuple[int, float, float] = (-1, 0.0, 0.0)
+
+  @classmethod
+  def of(cls, model: PartitionedModel, goodput: Goodput) -> 'StepRates':
+    """Makes the rates of a model's training."""
+    counted, number = count_batch(model.input_layout.spec)
+    peak = _peak_steps_per_second(model)
+    return cls(counted=counted, counted_per_step=number, peak_steps_per_second=peak, goodput=goodput)
+
+  def start(self, step: int) -> None:
+    """Starts to measure after `step`, the first one, so that compilation is left out."""
+    self._last = step, *self.goodput.loop_seconds()
+
+  def since_last(self, step: int) -> dict[str, float]:
+    """Returns steps and what is counted per second, waiting and MFU since the last call; {} if no step was made."""
+    last_step, last_seconds, last_waited = self._last
+    if step <= last_step:
+      return {}
+    self.start(step)
+    steps_per_second = (step - last_step) / (self._last[1] - last_seconds)
+    rates = {
+      'steps_per_second': steps_per_second,
+      f'{self.counted}_per_second': steps_per_second * self.counted_per_step,
+      'host_wait_fraction': (self._last[2] - last_waited) / (self._last[1] - last_seconds),
+    }
+    if self.peak_steps_per_second is not None:
+      rates['mfu'] = steps_per_second / self.peak_steps_per_second
+    return rates
+
+
+def count_batch(spec: InputSpec) -> tuple[str, int]:
+  """Counts what a batch has: 'tokens', the positions of its largest integer input [B, T], or else 'examples', its rows.
+
+  Positions that a text does not fill count as well.
+  """
+  tokens = [
+    math.prod(each.shape) for each in spec.values() if len(each.shape) == 2 and np.issubdtype(each.dtype, np.integer)
+  ]
+  return ('tokens', max(tokens)) if tokens else ('examples', next(iter(spec.values())).shape[0])
+
+
+def _peak_steps_per_second(model: PartitionedModel) -> float | None:
+  """Returns the steps per second of devices that do nothing but model FLOPs at their peak; None for unknown devices."""
+  peak = peak_flops_per_device(jax.devices()[0].device_kind)
+  if peak is None:
+    return None
+  flops = model_flops_per_train_step(
+    model.task, model.input_layout.spec, model.abstract_state.variables, model.weight_specs
+  )
+  return peak * model.mesh.size / flops
