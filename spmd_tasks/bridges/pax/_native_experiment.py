@@ -121,7 +121,7 @@ def translate_experiment(job: Job) -> TranslatedExperiment:
   if unknown := set(job.experiment.mesh_axis_names) - _PLAIN_AXES - {'stage'}:
     report.training.append(f'mesh_axis_names: no axis rules are known for {sorted(unknown)}; set `axis_rules`')
   if job.task.task.early_stopping_fn is not None:
-    report.training.append('task.early_stopping_fn: the job makes all its steps; write early_stop(), see EvalTarget')
+    report.training.append('task.early_stopping_fn: the job makes all its steps; return an EvalTarget from hooks()')
   training_only = (*translation.training_only, *report.training)
   task = Task(model=translation.model, loss=translation.loss, learner=learner, eval_with_ema=job.task.eval_with_ema)
   return TranslatedExperiment(

@@ -1,0 +1,197 @@
+"""Hooks one by one on a run without a model, their declared order, and how an experiment adds its own."""
+
+import types
+
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.errors import UserError
+from spmd_tasks.programs.early_end import EarlyEnd, EvalTarget
+from spmd_tasks.programs.hooks import TrainHook
+from spmd_tasks.programs.interval_hooks import SaveCheckpoints
+from spmd_tasks.programs.report_hooks import ReportEnd, ShowProgress
+from spmd_tasks.programs.train import job_hooks
+from spmd_tasks.programs.training_loop import Outcome
+from tests import binary
+from tests.programs.fake_run import fake_run, outcome_at
+from tests.programs.small_jobs import Small
+
+
+class Needs(TrainHook):
+  """Needs the state after some steps."""
+
+  def __init__(self, *steps):
+    self._steps = steps
+
+  def needs_state(self, step):
+    return step in self._steps
+
+
+def test_the_state_is_there_only_where_a_hook_has_asked_for_it(tmp_path):
+  run = fake_run(tmp_path, [Needs(2), Needs(4)])
+  run.loop.is_running = True
+  for step in range(1, 6):
+    outcome_at(run, step)
+    assert run.is_awaited(step) == (step in (2, 4))
+    if step in (2, 4):
+      assert run.state == 'state 0'
+    else:
+      with pytest.raises(RuntimeError, match='needs_state'):
+        run.state  # noqa: B018
+  outcome_at(run, 20)  # the last one
+  assert run.state == 'state 0'
+
+
+def test_an_eval_target_ends_the_run_by_the_evals_of_its_step(tmp_path):
+  target = EvalTarget(eval_set='valid', at_most=2.0)
+  run = fake_run(tmp_path, [target], eval_inputs=['valid'], eval_every_steps=2)
+  target.prepare(run)
+  target.after_step(run, outcome_at(run, 2, valid={'loss': 2.5}))
+  target.after_step(run, outcome_at(run, 3))  # the evals are those of step 2
+  assert run.end_reason is None
+  target.after_step(run, outcome_at(run, 4, valid={'loss': 1.9}))
+  assert run.end_reason == 'loss of valid is 1.9, at most 2'
+
+
+def test_after_the_last_step_an_early_end_hears_of_the_evals_and_ends_nothing(tmp_path):
+  reports = []
+
+  class Asked(EarlyEnd):
+    def reason(self, report):
+      reports.append((report.step, dict(report.evals)))
+      return 'enough'
+
+  run = fake_run(tmp_path, [asked := Asked()], num_train_steps=4)
+  asked.after_step(run, outcome_at(run, 4, valid={'loss': 2.0}))
+  assert not reports
+  asked.finish(run)
+  assert reports == [(4, {'valid': {'loss': 2.0}})]
+  assert run.end_reason is None
+
+
+def test_a_job_that_was_ended_in_its_evals_is_asked_before_its_first_step(tmp_path):
+  target = EvalTarget(eval_set='valid', at_most=2.0)
+  run = fake_run(tmp_path, [target], step=8)
+  target.before_loop(run)
+  assert run.end_reason is None
+  outcome_at(run, 8, valid={'loss': 1.0})
+  target.before_loop(run)
+  assert run.end_reason == 'loss of valid is 1, at most 2'
+
+
+@pytest.mark.parametrize('last, saved', [(6, [2, 4, 6]), (7, [2, 4, 6, 7])])
+def test_checkpoints_are_saved_at_the_interval_and_once_at_the_end(tmp_path, monkeypatch, last, saved):
+  monkeypatch.setattr('spmd_tasks.programs.interval_hooks.num_bytes', lambda state: 10)
+  hook, steps = SaveCheckpoints(), []
+  run = fake_run(tmp_path, [hook], checkpoint_every_steps=2)
+  hook._every_steps, hook._part = 2, lambda state: state
+  run.model = types.SimpleNamespace(to_canonical=lambda state, part: state, canonical_state='shapes')
+  run.checkpointer = types.SimpleNamespace(save=lambda step, *args: steps.append(step), wait=lambda: None)
+  hook.start(run)
+  for step in range(1, last + 1):
+    hook.after_step(run, outcome_at(run, step))
+  hook.after_loop(run)
+  assert steps == saved
+
+
+def test_a_skipped_step_is_reported(tmp_path):
+  run = fake_run(tmp_path, [])
+  ShowProgress().after_skipped_step(run, Outcome(3, True, {'loss': float('nan'), 'grad_norm': 2.0}))
+  assert run.messages == [
+    'skipped an update after step 3: loss nan, gradient norm 2.0; weights and optimizer are unchanged'
+  ]
+
+
+def test_an_early_end_is_said_and_recorded(tmp_path):
+  run = fake_run(tmp_path, [], step=7)
+  run.end_early('it is enough')
+  ReportEnd().finish(run)
+  assert run.messages[0] == 'Ended after step 7 of 20: it is enough.'
+  assert run.messages[1].startswith('goodput ')
+  assert (tmp_path / 'newest_checkpoint.json').read_text() == '{"step": 7, "is_last": true}\n'
+
+
+class Recorder(TrainHook):
+  """Notes in which order its methods are called."""
+
+  def __init__(self):
+    self.calls = []
+
+  def prepare(self, run):
+    assert not run.job_log_dir.exists()
+    self.calls.append('prepare')
+
+  def open(self, run):
+    self.calls.append('open')
+    run.stack.callback(self.calls.append, 'close')
+
+  def restore(self, run, newest_checkpoint):
+    self.calls.append(f'restore {newest_checkpoint}')
+
+  def start(self, run):
+    self.calls.append(f'start {run.first_step}')
+
+  def before_loop(self, run):
+    self.calls.append('before_loop')
+
+  def after_first_step(self, run):
+    self.calls.append('after_first_step')
+
+  def after_step(self, run, outcome):
+    evals = ' with evals' if run.evals.step == outcome.step else ''
+    self.calls.append(f'after_step {outcome.step}{evals}')
+    if outcome.step == 3:
+      run.end_early('three are enough')
+
+  def after_loop(self, run):
+    self.calls.append(f'after_loop {run.step}')
+
+  def finish(self, run):
+    self.calls.append('finish with evals' if run.evals.step == run.step else 'finish')
+
+
+RECORDER = Recorder()
+
+
+class Recorded(Small):
+  """Its hook is seen by the test, as the job runs in this process."""
+
+  eval_every_steps = 2
+
+  def hooks(self):
+    return [RECORDER]
+
+
+def test_a_job_calls_the_hook_of_its_experiment_in_the_order_of_its_life(tmp_path, capfd):
+  flags = ('--exp', f'{__name__}.Recorded', '--mode', 'train', '--job_log_dir', tmp_path / 'job')
+  assert binary.run_in_process(*flags) == exit_codes.OK, capfd.readouterr().err
+  assert RECORDER.calls == [
+    'prepare',
+    'open',
+    'restore -1',
+    'start 0',
+    'before_loop',
+    'after_first_step',
+    'after_step 1',
+    'after_step 2 with evals',
+    'after_step 3',
+    'after_loop 3',
+    'finish with evals',
+    'close',
+  ]
+  assert 'Ended after step 3 of 20: three are enough.' in capfd.readouterr().err
+  assert binary.checkpoint_names(tmp_path / 'job')[-1] == 'checkpoint_00000003'
+
+
+def test_the_hooks_of_an_experiment_come_after_evals_and_before_the_end_is_reported():
+  job = types.SimpleNamespace(name='X', experiment=types.SimpleNamespace(hooks=lambda: [Needs()]))
+  names = [type(hook).__name__ for hook in job_hooks(job)]
+  assert names[0] == 'CountGoodput'
+  assert names.index('SaveCheckpoints') < names.index('Evaluate') < names.index('Needs')
+  assert names[-1] == 'ReportEnd'
+
+
+def test_what_is_no_hook_is_refused():
+  job = types.SimpleNamespace(name='X', experiment=types.SimpleNamespace(hooks=lambda: [Needs]))
+  with pytest.raises(UserError, match=r'hooks\(\) of X returns .*Needs.*, which is no TrainHook'):
+    job_hooks(job)
