@@ -59,6 +59,7 @@ class EmergencyExit:
   def __init__(self):
     self._records: RankRecords | None = None
     self._job: Any = None  # while departures are watched
+    self._has_records = threading.Event()
     self._position: Callable[[], Position] = Position
     self._first_to_leave = threading.Lock()
     self._deadline_lock = threading.Lock()
@@ -70,7 +71,7 @@ class EmergencyExit:
     Through the coordination service. Else they would wait until JAX aborts them at the heartbeat's limit.
     """
     self._job = coordination()
-    threading.Thread(target=self._watch_departures, name='departures', daemon=True).start()
+    threading.Thread(target=self._watch_departures, args=(self._job,), name='departures', daemon=True).start()
 
   def attach(self, records: RankRecords | None):
     """Makes later exits tell the other processes through `records` and include their records in reports.
@@ -78,6 +79,7 @@ class EmergencyExit:
     With None the caller tells them.
     """
     self._records, self._job = records, None
+    self._has_records.set()
 
   def set_position_source(self, position: Callable[[], Position]):
     """Sets the function that gives this process's position for reports (the watchdog's)."""
@@ -127,13 +129,16 @@ class EmergencyExit:
         self.leave(exit_codes.FAILED, reason, details=''.join(traceback.format_exception(error)), has_stacks=False)
       raise
 
-  def _watch_departures(self):
-    with contextlib.suppress(Exception):  # the service has ended, of which JAX itself tells
-      while not (departures := _departures(self._job)):
-        time.sleep(_DEPARTURES_PERIOD_S)
-      index, code, reason = departures[0]
-      code = code if code == exit_codes.USAGE else exit_codes.PEER_FAILED
-      self.leave(code, reason if reason.startswith('process ') else f'process {index}: {reason}', has_stacks=False)
+  def _watch_departures(self, job: Any):
+    while not self._has_records.wait(_DEPARTURES_PERIOD_S):
+      try:
+        departures = _departures(job)
+      except Exception:  # the service has ended, of which JAX itself tells
+        return
+      if departures:
+        index, code, reason = departures[0]
+        code = code if code == exit_codes.USAGE else exit_codes.PEER_FAILED
+        self.leave(code, reason if reason.startswith('process ') else f'process {index}: {reason}', has_stacks=False)
 
   def _is_seen_from_here(self, error: BaseException) -> bool:
     """Whether another process has told why it leaves, and the error is how its end looks from here."""

@@ -3,9 +3,10 @@
     with claim(job_log_dir, experiment_name='lm.StdlibTiny'):
       ...
 
-The claim is a kernel lock (`flock`) on `job.lock`. The kernel releases the lock when the process ends, kill -9
-included, so nothing has to be cleaned up. The file also names the holder. Remote directories (`gs://...`) have no
-locks: only the experiment's name is checked there, and a second running job is not noticed. Only process 0 claims.
+A directory belongs to the experiment that its config.json names. The claim is a kernel lock (`flock`) on `job.lock`. The
+kernel releases the lock when the process ends, kill -9 included, so nothing has to be cleaned up. The file also names
+the holder. Remote directories (`gs://...`) have no locks: only the experiment's name is checked there, and a second
+running job is not noticed. Only process 0 claims.
 """
 
 import contextlib
@@ -29,7 +30,6 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.files import glob_below, is_remote, read_text, write_durably
 from spmd_tasks.runtime import METRICS_FILE
 
-EXPERIMENT_FILE = 'experiment.json'
 CONFIG_FILE = 'config.json'
 LOCK_FILE = 'job.lock'
 NEWEST_CHECKPOINT_FILE = 'newest_checkpoint.json'
@@ -39,7 +39,6 @@ STARTUP_FILE = 'startup.json'
 BASE_DIGEST_FILE = 'base_digest.json'
 # What a job reads or writes, by kind; a path below may be missing.
 _FILES = (
-  EXPERIMENT_FILE,
   CONFIG_FILE,
   LOCK_FILE,
   NEWEST_CHECKPOINT_FILE,
@@ -101,7 +100,7 @@ class JobDirectory:
 
 
 def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
-  """Creates the directory if need be, locks it, and records the experiment that it belongs to from then on.
+  """Creates the directory if need be, and locks it.
 
   Raises:
     UserError: the directory belongs to another experiment or another running job (nothing is written then), or it
@@ -120,8 +119,6 @@ def claim(job_log_dir: epath.PathLike, *, experiment_name: str) -> JobDirectory:
       is_known = _check_experiment(path, experiment_name)
       if is_known or lock_file is None:  # without a lock, what is new may be another job's
         earlier = None
-      if not is_known:
-        write_durably(path / EXPERIMENT_FILE, json.dumps({'experiment': experiment_name}) + '\n')
     except BaseException:
       if lock_file is not None:
         lock_file.close()
@@ -159,15 +156,15 @@ def _check_kinds(job_log_dir: epath.Path) -> None:
 
 
 def _check_experiment(path: epath.Path, experiment_name: str) -> bool:
-  """Returns whether an experiment owns the directory already; raises UserError if another one does."""
+  """Returns whether an experiment owns the directory by its config.json; raises UserError if another one does."""
   try:
-    owner = json.loads(read_text(path / EXPERIMENT_FILE))['experiment']
+    owner = json.loads(read_text(path / CONFIG_FILE))['experiment']
   except FileNotFoundError:
     return False
   except (ValueError, TypeError, KeyError, RecursionError):
     raise UserError(
-      f'{os.fspath(path / EXPERIMENT_FILE)!r} does not say which experiment the directory belongs to: correct it to '
-      f'{json.dumps({"experiment": experiment_name})}, or choose another job_log_dir.'
+      f'{os.fspath(path / CONFIG_FILE)!r} does not say which experiment the directory belongs to: put the file back, '
+      'or choose another job_log_dir.'
     ) from None
   if owner != experiment_name:
     raise UserError(

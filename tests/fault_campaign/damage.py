@@ -224,7 +224,7 @@ def _damage_lines(scene: Scene, path: Path) -> str:
 @kind('damage/config, lock and records', share=4)
 def damage_small_files(scene: Scene) -> str:
   begin(scene)
-  names = ('config.json', 'experiment.json', 'job.lock', 'startup.json', 'parameters.txt', 'goodput.json')
+  names = ('config.json', 'job.lock', 'startup.json', 'parameters.txt', 'goodput.json')
   path = scene.job_log_dir / scene.rng.choice(names)
   name = scene.rng.choice(sorted(DAMAGES))
   scene.where = f'{name}: {path.name}'

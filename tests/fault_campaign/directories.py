@@ -62,7 +62,6 @@ FILES = (
   'metrics.jsonl',
   'eval/valid/metrics.jsonl',
   'config.json',
-  'experiment.json',
   'job.lock',
   'parameters.txt',
   'startup.json',

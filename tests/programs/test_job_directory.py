@@ -1,7 +1,6 @@
 """A job_log_dir has one experiment for ever and one running job at a time."""
 
 import contextlib
-import errno
 import json
 import os
 import pathlib
@@ -40,11 +39,15 @@ def contents(path: pathlib.Path) -> dict[str, bytes]:
   return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob('*') if file.is_file()}
 
 
-def test_a_new_directory_is_created_and_records_the_experiment_which_comes_back(tmp_path):
+def claim_and_begin(directory: pathlib.Path, experiment_name: str) -> None:
+  """As a job that has restored its state, or has a new one."""
+  with claim(directory, experiment_name=experiment_name) as job:
+    job_directory.write_config(job.path, json.dumps({'experiment': experiment_name}))
+
+
+def test_a_new_directory_is_created_and_its_experiment_comes_back(tmp_path):
   for _ in range(2):
-    with claim(tmp_path / 'a' / 'b', experiment_name='lm.A') as job:
-      assert job.path == tmp_path / 'a' / 'b'
-  assert json.loads((tmp_path / 'a' / 'b' / 'experiment.json').read_text()) == {'experiment': 'lm.A'}
+    claim_and_begin(tmp_path / 'a' / 'b', 'lm.A')
 
 
 @pytest.mark.parametrize('is_there', [True, False])
@@ -59,6 +62,8 @@ def test_a_new_job_that_is_refused_leaves_nothing_and_what_was_there_stays(tmp_p
     with contextlib.suppress(type(error)), claim(directory, experiment_name='lm.A'):
       (directory / 'checkpoints' / 'x').mkdir(parents=True, exist_ok=True)
       (directory / 'metrics.jsonl').write_text('')
+      if not isinstance(error, UserError):
+        job_directory.write_config(directory, '{"experiment": "lm.A"}')
       raise error
 
   run(UserError('no such origin'))
@@ -71,7 +76,7 @@ def test_a_new_job_that_is_refused_leaves_nothing_and_what_was_there_stays(tmp_p
 
 
 def test_another_experiment_is_refused_and_nothing_is_written(tmp_path):
-  claim(tmp_path, experiment_name='lm.A').release()
+  claim_and_begin(tmp_path, 'lm.A')
   before = contents(tmp_path)
   with pytest.raises(ValueError, match=r"belongs to experiment 'lm\.A', not to 'lm\.B': choose another job_log_dir"):
     claim(tmp_path, experiment_name='lm.B')
@@ -104,22 +109,10 @@ def test_the_claim_ends_with_kill_9(tmp_path):
   claim(tmp_path, experiment_name='lm.A').release()
 
 
-def test_a_claim_that_fails_does_not_keep_the_lock(tmp_path, monkeypatch):
-  def no_space(*args):
-    raise OSError(errno.ENOSPC, 'No space left on device', 'experiment.json')
-
-  with monkeypatch.context() as patch:
-    patch.setattr(job_directory, 'write_durably', no_space)
-    with pytest.raises(ValueError, match='cannot be used: No space left'):
-      claim(tmp_path, experiment_name='lm.A')
-  claim(tmp_path, experiment_name='lm.A').release()
-
-
 @pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
 @pytest.mark.parametrize(
   'name',
   [
-    'experiment.json',
     'config.json',
     'job.lock',
     'newest_checkpoint.json',
@@ -175,7 +168,7 @@ def test_a_directory_without_write_permission_is_refused(below):
 
 
 @pytest.mark.parametrize('text', [b'', b'[]', b'{"name": 1}', b'\0', b'{"experiment": "lm.A"}\x80', b'[' * 100_000])
-def test_an_owner_file_that_says_nothing_is_refused(tmp_path, text):
-  (tmp_path / 'experiment.json').write_bytes(text)
+def test_a_config_that_names_no_experiment_is_refused(tmp_path, text):
+  (tmp_path / 'config.json').write_bytes(text)
   with pytest.raises(ValueError, match='does not say which experiment'):
     claim(tmp_path, experiment_name='lm.A')

@@ -128,7 +128,6 @@ def test_nothing_else_is_left(finished_job):
     'checkpoints',
     'config.json',
     'eval',
-    'experiment.json',
     'goodput.json',
     'job.lock',
     'metrics.jsonl',
