@@ -3,10 +3,10 @@
     with claim(job_log_dir, experiment_name='lm.StdlibTiny'):
       ...
 
-A directory belongs to the experiment that its config.json names. The claim is a kernel lock (`flock`) on `job.lock`. The
-kernel releases the lock when the process ends, kill -9 included, so nothing has to be cleaned up. The file also names
-the holder. Remote directories (`gs://...`) have no locks: only the experiment's name is checked there, and a second
-running job is not noticed. Only process 0 claims.
+A directory belongs to the experiment that its config.json names. The claim is a kernel lock (`flock`) on `job.lock`.
+The kernel releases the lock when the process ends, kill -9 included, so nothing has to be cleaned up. The file also
+names the holder. Remote directories (`gs://...`) have no locks: only the experiment's name is checked there, and a
+second running job is not noticed. Only process 0 claims.
 """
 
 import contextlib
