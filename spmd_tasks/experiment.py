@@ -38,7 +38,6 @@ from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshS
 if TYPE_CHECKING:
   from spmd_tasks.decoding.prompts import PromptSource
   from spmd_tasks.inputs import ChatTemplate
-  from spmd_tasks.programs.hooks import TrainHook
 
 _MAX_TIMEOUT_S = 31_536_000
 MESH_FIELDS = ('mesh_axis_names', 'ici_mesh_shape', 'dcn_mesh_shape', 'axis_rules')  # what a mesh layout fills
@@ -236,7 +235,7 @@ class Experiment(FrozenFields, abc.ABC):
     """Returns where a new job's weights are from, if no checkpoint of ours holds them; see runtime/origin.py."""
     return origin_named(self.init_from, self.init_from_step)
 
-  def hooks(self) -> 'Sequence[TrainHook]':
+  def hooks(self) -> Sequence[Any]:
     """What a training job does beside its steps, after what every job does: TrainHooks of programs/hooks.py."""
     return ()
 
