@@ -106,8 +106,6 @@ def test_rows_import_only_rows_below_them():
       continue
     if imported == 'tuning' and str(path.relative_to(PACKAGE)) in _STILL_IMPORT_TUNING:
       continue
-    if imported == 'programs' and 'bridges/pax' in str(path):  # a wing, when bridges are in the first row
-      continue
     if imported not in ROW_OF_PART or not may_import(importer, imported):
       wrong.append(f'{path.relative_to(ROOT)}:{found.line} imports {found.name}')
   assert not wrong, '\n'.join(wrong)
