@@ -4,9 +4,8 @@
 averaging". `jax.jit` with a mean over the global batch averages nothing implicitly: dense, router and expert gradients
 are all the gradients of that mean, on every mesh. The factor E then makes the wrong step for SGD, and the wrong share
 of the norm that is clipped and reported. Adam and Adafactor divide the factor away again, so the mistake is easily
-overlooked. Inside `jax.shard_map`, where each device takes the gradient of its own part's mean, a factor does arise;
-tests/learning/test_expert_grads.py has the table. This project takes no gradients that way, so 1 is right, and T5X's
-factor exists for parity.
+overlooked. Inside `jax.shard_map`, where each device takes the gradient of its own part's mean, a factor does arise.
+This project takes no gradients that way, so 1 is right, and T5X's factor exists for parity.
 
 **Balance biases** (tag `balance_bias`). A router that balances without an auxiliary loss adds a bias per expert to the
 scores by which it chooses (Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3). The

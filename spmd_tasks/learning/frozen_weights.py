@@ -15,7 +15,7 @@ from typing import Any
 from flax.core import meta
 import jax
 
-from spmd_tasks.sharding import matching_names, stored_spec
+from spmd_tasks.sharding import matching_names
 
 FROZEN_TAG = 'frozen'
 
@@ -42,7 +42,11 @@ def mark_frozen(weight_specs: Any, trained: tuple[str, ...], dtype: str | None =
     if (name := name_of(path)) in kept:
       return spec
     frozen = dataclasses.replace(spec, tags=(*spec.tags, FROZEN_TAG))
-    return frozen if dtype is None else stored_spec(name, frozen, dtype)
+    if dtype is None:
+      return frozen
+    from spmd_tasks.sharding import stored_spec  # only here: how kernels are held in few bits
+
+    return stored_spec(name, frozen, dtype)
 
   return jax.tree_util.tree_map_with_path(mark, weight_specs)
 

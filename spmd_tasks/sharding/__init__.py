@@ -23,12 +23,8 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.sharding.mesh_layouts import DEFAULT_AXIS_RULES, MeshAxes, MeshLayout
   from spmd_tasks.sharding.padding import evenly_divided_spec, pad, padded_shape, unpad
   from spmd_tasks.sharding.quantized import (
-    QUANTIZED_DTYPES,
     Int8,
     NormalFloat4,
-    Quantized,
-    is_quantized,
-    numbers_spec,
     quantize,
     quantized_spec,
     stored_spec,
@@ -61,14 +57,18 @@ with epy.lazy_api_imports(globals()):
   )
   from spmd_tasks.sharding.weight_names import matching_names
   from spmd_tasks.sharding.weights import (
+    QUANTIZED_DTYPES,
     SPLIT_BY_DEFAULT,
     STACK_DIM,
     WEIGHT_FACTORS,
     Initializer,
+    Quantized,
     WeightBox,
     WeightSpec,
+    is_quantized,
     match_fn,
     merge_stacked,
+    numbers_spec,
     refuse_plain_weights,
     replicated_spec,
     split_stacked,

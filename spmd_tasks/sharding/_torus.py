@@ -19,17 +19,15 @@ from spmd_tasks.errors import UserError
 
 
 def arrange(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-  """Returns the devices of one slice, node or process as an array [*shape]; `shape` multiplies to their number.
+  """Returns the chips of one slice as an array [*shape]; `shape` multiplies to their number.
 
   Raises:
-    UserError: the devices are TPU chips that form no box of the torus.
+    UserError: they form no box of the torus.
   """
-  torus = _torus(devices) if devices[0].platform == 'tpu' else None
+  torus = _torus(devices)
   try:
     return mesh_utils.create_device_mesh(shape, devices)
   except (NotImplementedError, AssertionError):  # dims must be split; two devices per chip where one is usual
-    if torus is None:
-      raise
     return split_torus(torus, shape)
 
 

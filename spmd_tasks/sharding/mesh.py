@@ -16,6 +16,7 @@ import math
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 import numpy as np
 
@@ -127,14 +128,21 @@ def device_array(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[Any])
   num_granules = math.prod(dcn)
   granules = _granules(num_granules, devices, ici, dcn)
   if granules is not None:
-    from spmd_tasks.sharding._torus import arrange
-
-    arrays = np.stack([arrange(ici, granule) for granule in granules])
+    arrays = np.stack([_arrange(ici, granule) for granule in granules])
   else:
     arrays = np.asarray(devices, dtype=object)
   ndim = len(ici)
   interleaved = [dim for pair in zip(range(ndim), range(ndim, 2 * ndim)) for dim in pair]
   return arrays.reshape(*dcn, *ici).transpose(interleaved).reshape([d * i for d, i in zip(dcn, ici)])
+
+
+def _arrange(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+  """Returns the devices of one granule as an array [*shape], on TPUs so that neighbours are near in the torus."""
+  if devices[0].platform != 'tpu':
+    return mesh_utils.create_device_mesh(shape, devices)
+  from spmd_tasks.sharding._torus import arrange
+
+  return arrange(shape, devices)
 
 
 def _granules(wanted: int, devices: Sequence[Any], ici: Sequence[int], dcn: Sequence[int]) -> list[list[Any]] | None:

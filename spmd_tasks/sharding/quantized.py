@@ -1,4 +1,4 @@
-"""Quantized: a kernel held in 8 or 4 bits, which layers read as the numbers that it stands for.
+"""Kernels held in 8 or 4 bits, which layers read as the numbers that they stand for.
 
     spec = stored_spec(name, spec, 'nf4')   # how a weight is held; of a kernel, the WeightSpecs of its parts
     held = quantize(kernel, spec)
@@ -22,13 +22,10 @@ import itertools
 from typing import Any
 
 from flax import struct
-from flax.core import meta
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.sharding.weights import WeightSpec
-
-QUANTIZED_DTYPES = ('int8', 'nf4', 'nf4_double')
+from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, Quantized, WeightSpec
 
 # Appendix E of the paper.
 NF4_VALUES = (
@@ -38,28 +35,6 @@ NF4_VALUES = (
   *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 BLOCK_SIZE = 64
-
-
-class Quantized(struct.PyTreeNode, meta.AxisMetadata):
-  """A kernel held in few bits, as `Int8` or `NormalFloat4`: arrays, their abstract values, or their WeightSpecs."""
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """The shape of the kernel, if that of the parts is not padded."""
-    raise NotImplementedError
-
-  def unbox(self) -> Any:
-    """Returns the kernel, float32."""
-    raise NotImplementedError
-
-  def replace_boxed(self, val: Any) -> Any:
-    return val
-
-  def add_axis(self, index: int, params: dict[Any, Any]) -> 'Quantized':
-    return self
-
-  def remove_axis(self, index: int, params: dict[Any, Any]) -> 'Quantized':
-    return self
 
 
 class Int8(Quantized):
@@ -113,12 +88,7 @@ class NormalFloat4(Quantized):
     return _nf4_numbers(codes) * _cut(jnp.repeat(scales, BLOCK_SIZE, axis=dim), dim, self.size)
 
 
-def is_quantized(leaf: Any) -> bool:
-  """Whether a leaf of a tree of weights is held in few bits."""
-  return isinstance(leaf, Quantized)
-
-
-def stored_spec(name: str, spec: WeightSpec, dtype: str) -> 'WeightSpec | Quantized':
+def stored_spec(name: str, spec: WeightSpec, dtype: str) -> WeightSpec | Quantized:
   """Returns how a weight is held where kernels are held in `dtype`, such as 'bfloat16' or one of QUANTIZED_DTYPES.
 
   Vectors, biases, routers, low-rank adapters and weights that are no floats stay as they are. Where kernels are
@@ -169,14 +139,6 @@ def quantized_spec(spec: WeightSpec, dtype: str) -> Quantized:
     dim=dim,
     size=size,
   )
-
-
-def numbers_spec(spec: WeightSpec | Quantized) -> WeightSpec:
-  """Returns the WeightSpec of the numbers that a quantized kernel stands for; another weight's as it is."""
-  if not isinstance(spec, Quantized):
-    return spec
-  values = jax.tree.leaves(spec)[0]
-  return dataclasses.replace(values, shape=spec.shape, dtype=jnp.dtype('float32'))
 
 
 def quantize(weight: jax.Array, like: Quantized) -> Quantized:

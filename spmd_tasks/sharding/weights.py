@@ -28,6 +28,8 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 STACK_DIM = 'stack_dim'
 # Collection of variables by which layers ask for their weights to be multiplied after a step (attention/_qk_clip.py).
 WEIGHT_FACTORS = 'weight_factors'
+# The dtypes in which kernels are held in few bits (quantized.py).
+QUANTIZED_DTYPES = ('int8', 'nf4', 'nf4_double')
 # Tag of weights that were declared without split dims, and have those of `weight_specs`.
 SPLIT_BY_DEFAULT = 'split_by_default'
 
@@ -110,6 +112,41 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata):
     split_dims = list(self.split_dims)
     del split_dims[index]
     return self.replace(split_dims=tuple(split_dims), stacked=self.stacked - 1)
+
+
+class Quantized(struct.PyTreeNode, meta.AxisMetadata):
+  """A kernel held in few bits, in a form of quantized.py: arrays, their abstract values, or their WeightSpecs."""
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of the kernel, if that of the parts is not padded."""
+    raise NotImplementedError
+
+  def unbox(self) -> Any:
+    """Returns the kernel, float32."""
+    raise NotImplementedError
+
+  def replace_boxed(self, val: Any) -> Any:
+    return val
+
+  def add_axis(self, index: int, params: dict[Any, Any]) -> 'Quantized':
+    return self
+
+  def remove_axis(self, index: int, params: dict[Any, Any]) -> 'Quantized':
+    return self
+
+
+def is_quantized(leaf: Any) -> bool:
+  """Whether a leaf of a tree of weights is held in few bits."""
+  return isinstance(leaf, Quantized)
+
+
+def numbers_spec(spec: WeightSpec | Quantized) -> WeightSpec:
+  """Returns the WeightSpec of the numbers that a quantized kernel stands for; another weight's as it is."""
+  if not isinstance(spec, Quantized):
+    return spec
+  values = jax.tree.leaves(spec)[0]
+  return dataclasses.replace(values, shape=spec.shape, dtype=jnp.dtype('float32'))
 
 
 def weight_specs(boxed_weights: Any, largest_dim: SplitDim = None) -> Any:

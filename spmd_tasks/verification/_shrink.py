@@ -82,9 +82,6 @@ def shrink(job: Job, values: Mapping[str, Any], mesh: Mapping[str, int]) -> Shru
   if own.get('dtype', 'float32') != 'float32':
     new['dtype'] = 'float32'
   changed = {name: value for name, value in new.items() if value != own[name]}
-  for path, value in values.items():
-    if path.startswith('task.') and value == 'ragged_all_to_all':  # does not compile on a CPU
-      changed[path] = 'padded_all_to_all'
   return Shrunk(
     overrides=tuple(f'{path}={value}' for path, value in changed.items()),
     lines=tuple(f'{path} {values[path]} -> {value}' for path, value in changed.items()),

@@ -1,15 +1,8 @@
-"""Experts' gradients need no factor: the table of what each way of taking them gives, and T5X's factor for parity.
-
-Shapes: N tokens (n of one device), D model, E experts, one on each of 4 devices; L layers.
-"""
-
-import functools
+"""The factor of experts' gradients, T5X's for parity."""
 
 from flax import struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -17,88 +10,6 @@ from spmd_tasks.config import resolve
 from spmd_tasks.learning import Learner, Sgd, accumulate_gradients
 from spmd_tasks.learning.expert_weights import scale_expert_grads
 from spmd_tasks.sharding import WeightSpec
-
-N, D, E = 16, 3, 4
-SPLIT = {'dense': P(), 'router': P(), 'expert': P('expert')}
-
-
-def one_expert_per_token(weights, x):
-  """Hidden x [n, D], its gates [n], and x in the place of its expert, zeros in the others': [E, n, D]."""
-  hidden = jnp.tanh(x @ weights['dense'])
-  probabilities = jax.nn.softmax(hidden @ weights['router'])
-  chosen = jnp.argmax(probabilities, axis=-1)
-  is_chosen = (jnp.arange(E)[:, None] == chosen[None, :]).astype(x.dtype)
-  return jnp.max(probabilities, axis=-1), is_chosen[..., None] * hidden[None]
-
-
-def mean_loss(outputs, gates):
-  """From the experts' outputs [E, n, D]: the mean over tokens."""
-  return jnp.mean(jnp.sum(jnp.square(gates[:, None] * jnp.sum(outputs, axis=0)), axis=-1))
-
-
-def global_loss(weights, x):
-  """On whole arrays."""
-  gates, dispatched = one_expert_per_token(weights, x)
-  return mean_loss(jnp.einsum('end,edf->enf', dispatched, weights['expert']), gates)
-
-
-def device_loss(weights, x):
-  """On one device's tokens and expert, with tokens exchanged both ways; inside shard_map."""
-  gates, dispatched = one_expert_per_token(weights, x)
-  exchange = functools.partial(jax.lax.all_to_all, axis_name='expert', split_axis=0, concat_axis=0)
-  return mean_loss(exchange(exchange(dispatched) @ weights['expert'][0]), gates)
-
-
-def mean_over_devices(loss):
-  return lambda weights, x: jax.lax.pmean(loss(weights, x), 'expert')
-
-
-def replicated_grads_averaged(weights, x):
-  grads = jax.grad(device_loss)(weights, x)
-  return {name: g if name == 'expert' else jax.lax.pmean(g, 'expert') for name, g in grads.items()}
-
-
-@pytest.fixture(scope='module')
-def mesh():
-  return Mesh(np.array(jax.devices()[:E]), ('expert',))
-
-
-@pytest.mark.parametrize(
-  'grads_of, expected',
-  [
-    pytest.param(lambda on_devices: jax.grad(global_loss), (1, 1, 1), id='jit, global mean'),
-    pytest.param(
-      lambda on_devices: jax.grad(on_devices(mean_over_devices(device_loss), out_specs=P())),
-      (1, 1, 1),
-      id='shard_map returns pmean, grad outside',
-    ),
-    pytest.param(
-      lambda on_devices: on_devices(jax.grad(device_loss), out_specs=SPLIT), (4, 4, 4), id='grad inside, local mean'
-    ),
-    pytest.param(
-      lambda on_devices: on_devices(jax.grad(mean_over_devices(device_loss)), out_specs=SPLIT),
-      (1, 1, 1),
-      id='grad inside, pmean',
-    ),
-    pytest.param(
-      lambda on_devices: on_devices(replicated_grads_averaged, out_specs=SPLIT, check_vma=False),
-      (1, 1, 4),
-      id='grad inside, unchecked, replicated grads averaged',
-    ),
-  ],
-)
-def test_how_often_each_way_counts_the_gradient(grads_of, expected, mesh, rng):
-  """Ratios of dense, router and expert gradients to those of the global mean loss, in that order."""
-  shapes = {'dense': (D, D), 'router': (D, E), 'expert': (E, D, D)}
-  weights = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
-  x = jnp.asarray(rng.normal(size=(N, D)), jnp.float32)
-  true = jax.grad(global_loss)(weights, x)
-  on_devices = functools.partial(jax.shard_map, mesh=mesh, in_specs=(SPLIT, P('expert')))
-  shardings = {name: NamedSharding(mesh, spec) for name, spec in SPLIT.items()}
-  grads = jax.jit(grads_of(on_devices), in_shardings=(shardings, NamedSharding(mesh, P('expert'))))(weights, x)
-  for name, ratio in zip(('dense', 'router', 'expert'), expected):
-    np.testing.assert_allclose(grads[name], ratio * true[name], rtol=1e-4, atol=1e-6, err_msg=name)
-
 
 SPECS = {
   'expert': WeightSpec(shape=(10, 2), init=None, tags=('expert',)),

@@ -45,11 +45,6 @@ def test_sizes_shrink_and_settings_stay(name, changes):
     assert not found
 
 
-def test_a_dispatch_that_a_cpu_lacks_is_replaced():
-  path = 'task.model.stack.block.ffn.computation.dispatch'
-  assert shrunk('moe.Mixtral8x7B', f'{path}=ragged_all_to_all')[path] == 'padded_all_to_all'
-
-
 @pytest.mark.parametrize(
   'name, mesh',
   [
