@@ -28,7 +28,7 @@ from spmd_tasks.planning._levers import (
   remat_place,
   rows_per_microbatch,
 )
-from spmd_tasks.planning._markup import duration, size
+from spmd_tasks.planning.page import duration, size
 from spmd_tasks.planning.search import Overrides, PlanWith, Resolve, Trial, TrialRunner
 from spmd_tasks.runtime import bytes_per_device
 from spmd_tasks.sharding import nearest_hybrid_shape, nearest_shapes

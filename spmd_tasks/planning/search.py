@@ -15,7 +15,7 @@ from typing import Any
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.planning._levers import Lever, levers
-from spmd_tasks.planning._markup import duration, size
+from spmd_tasks.planning.page import duration, size
 
 Overrides = tuple[str, ...]
 Resolve = Callable[[Sequence[str]], tuple[Job, Mapping[str, Any]]]
