@@ -7,11 +7,11 @@
 `--mode plan` (mode.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA
 GPUs; where one is not installed, the CPU's takes its place and the plan says so.
 
-Read targets.py (what `v5p:4x4x2` means) with chips.py (published figures) and _compilers.py (compile-only devices);
-compiling.py (a step is compiled, or refused for its memory); step_plan.py and plan.py (what is read of it); weights.py
-(why a weight is replicated or padded); text.py and page.py (the report). A program is read by hlo.py (XLA's protocol
-buffer as typed operations) and program.py (how often each runs); from it collectives.py, memory.py with lifetimes.py,
-and time.py with costs.py and networks.py. search.py finds settings that fit, mesh_search.py the best.
+Read targets.py (what `v5p:4x4x2` means, and compile-only devices) with chips.py (published figures); compiling.py (a
+step is compiled, or refused for its memory); plan.py (what is read of it); weights.py (why a weight is replicated or
+padded); text.py and page.py with plan_page.html (the report). A program is read by hlo.py (XLA's protocol buffer as
+typed operations) and program.py (how often each runs); from it collectives.py, memory.py with lifetimes.py, and time.py
+with costs.py and networks.py. search.py finds settings that fit, mesh_search.py the best.
 """
 
 import argparse
@@ -26,9 +26,8 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.planning.compiling import STEPS, Compilation, OutOfMemory, compile_step
   from spmd_tasks.planning.mesh_search import format_search, search_plans
   from spmd_tasks.planning.page import plan_page
-  from spmd_tasks.planning.plan import Plan, make_plan, mesh_devices
+  from spmd_tasks.planning.plan import Plan, StepPlan, make_plan, mesh_devices
   from spmd_tasks.planning.search import changes_that_fit
-  from spmd_tasks.planning.step_plan import StepPlan
   from spmd_tasks.planning.targets import Target, has_compiler, parse_target
   from spmd_tasks.planning.text import format_plan, format_suggestions
   from spmd_tasks.planning.weights import WeightRow, weight_rows

@@ -4,18 +4,18 @@
     compilation.program                # jax.stages.Compiled, None where it needs more memory than the chip has
     compilation.out_of_memory          # by how much
 
-A program that does not fit is an answer, not an error: the compiler's refusal becomes an `OutOfMemory`. While it
-compiles, one line on stderr counts the seconds; what the compiler itself writes there is shown only if it fails.
+A program that does not fit is an answer, not an error: the compiler's refusal becomes an `OutOfMemory`. What the
+compiler writes on stderr is shown only if it fails.
 """
 
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import sys
 import tempfile
-import threading
 import time
 from typing import Any
 
@@ -28,8 +28,6 @@ from spmd_tasks.planning.targets import Target
 from spmd_tasks.runtime import PartitionedModel
 
 STEPS = ('train', 'eval', 'prefill', 'decode')
-_TICK_S = 1.0
-_LINE_EVERY_S = 30.0  # where stderr is no terminal
 _SIZE = r'([\d.]+)([KMGT]?)i?B?'
 _REFUSALS = (  # of all that a device holds; of temporaries alone
   (False, re.compile(rf'[Uu]sed {_SIZE} of {_SIZE} hbm')),
@@ -82,22 +80,25 @@ def compile_step(
     model: its task, partitioned over the target's devices.
     step: a name in STEPS. `prefill` reads the longest chunk that a prompt begins with; `decode` generates one token for
       every slot.
-    target: names the devices in the progress line.
-    show_progress: whether to write that line.
+    target: names the devices in the lines on stderr.
+    show_progress: whether to write a line on stderr before and after it.
 
   Raises:
     UserError: the task has no such step, or its split is impossible.
   """
-  with _Progress(f'compiling the {step} step for {target.name}', show=show_progress) as progress:
-    with quiet_stderr(target.compiler != 'cpu'):
-      start = time.perf_counter()
-      # A Pallas kernel asks the context's mesh for the kind of GPU it is lowered for; there need not be one here.
-      with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
-        lowered = _lower(job, model, step)
-      traced = time.perf_counter()
-      program, refused = _compile(lowered)
-      compiled = time.perf_counter()
-    progress.finish('needs more memory than there is' if refused else 'done')
+  note = functools.partial(print, f'plan: compiling the {step} step for {target.name}', file=sys.stderr, flush=True)
+  if show_progress:
+    note('...')
+  start = time.perf_counter()
+  with quiet_stderr(target.compiler != 'cpu'):
+    # A Pallas kernel asks the context's mesh for the kind of GPU it is lowered for; there need not be one here.
+    with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
+      lowered = _lower(job, model, step)
+    traced = time.perf_counter()
+    program, refused = _compile(lowered)
+  compiled = time.perf_counter()
+  if show_progress:
+    note('needs more memory than there is' if refused else 'done', f'{compiled - start:.0f} s')
   return Compilation(
     step=step,
     program=program,
@@ -143,48 +144,6 @@ def read_refusal(message: str) -> OutOfMemory | None:
         message=message,
       )
   return None
-
-
-class _Progress:
-  """A line on stderr that counts the seconds; where stderr is no terminal, a new line every 30 s."""
-
-  def __init__(self, text: str, *, show: bool):
-    self._text, self._show = text, show
-    self._ended = threading.Event()
-
-  def __enter__(self) -> '_Progress':
-    # The stream that stderr is now: while the compiler runs, file descriptor 2 is another one.
-    self._stream = os.fdopen(os.dup(sys.__stderr__.fileno()), 'w') if self._show and sys.__stderr__ else None
-    self._begun = time.monotonic()
-    if self._stream is not None:
-      self._is_terminal = self._stream.isatty()
-      self._thread = threading.Thread(target=self._count, daemon=True)
-      self._thread.start()
-    return self
-
-  def _count(self) -> None:
-    while not self._ended.wait(_TICK_S if self._is_terminal else _LINE_EVERY_S):
-      self._write('...')
-
-  def _write(self, state: str, *, last: bool = False) -> None:
-    assert self._stream is not None
-    line = f'plan: {self._text} {state} {time.monotonic() - self._begun:.0f} s'
-    with contextlib.suppress(OSError):  # nobody reads
-      self._stream.write(f'\r{line}   ' + ('\n' if last else '') if self._is_terminal else f'{line}\n')
-      self._stream.flush()
-
-  def finish(self, state: str) -> None:
-    """Writes the last state of the line."""
-    if self._stream is not None:
-      self._ended.set()
-      self._thread.join()
-      self._write(state, last=True)
-
-  def __exit__(self, *exception: object) -> None:
-    self._ended.set()
-    if self._stream is not None:
-      self._thread.join()
-      self._stream.close()
 
 
 @contextlib.contextmanager

@@ -138,14 +138,14 @@ class _Lifetimes:
     return self._aliased[instruction]
 
   def _written_in_place(self) -> set[tuple[Instruction, Path]]:
-    """Returns the arrays that are written into the state of a loop, the result of a branch or a donated argument."""
+    """Returns the arrays that are written into what the caller has allocated, or into a donated argument."""
     module = self._program.module
     found: set[tuple[Instruction, Path]] = set()
     for computation in self._spans:
       caller = module.callers.get(computation)
       if computation is module.entry:
         found.update(origin_of(computation.root, path) for path in module.donated)
-      elif caller and caller.opcode in ('while', 'conditional'):
+      elif caller and caller.opcode in ('while', 'conditional', 'async-start'):
         found.update(origin_of(computation.root, path) for path, _ in computation.root.shape.paths())
     return found
 
@@ -172,11 +172,25 @@ def _aliases(instruction: Instruction) -> Mapping[Path, int]:
   """Returns the arrays of a result that are written into an operand: path -> number of the operand."""
   if instruction.opcode == 'dynamic-update-slice':
     return {(): 0}
+  if instruction.opcode == 'async-start':
+    return _aliases_of_start(instruction)
   if instruction.opcode not in ('fusion', 'custom-call'):
     return {}
   written = instruction.proto.output_operand_aliasing
   found = {tuple(each.output_shape_index): each.operand_index for each in written}
   return found | _updates_in(instruction.fused) if instruction.fused else found
+
+
+def _aliases_of_start(start: Instruction) -> Mapping[Path, int]:
+  """Returns `_aliases` of an asynchronous computation: its result is element 1 of the start's."""
+  found: dict[Path, int] = {}
+  for path, _ in start.called[0].root.shape.paths():
+    made, inner = origin_of(start.called[0].root, path)
+    number = _aliases(made).get(inner)
+    source = origin_of(made.operands[number])[0] if number is not None else made
+    if source.opcode == 'parameter':
+      found[(_NEW_ELEMENT['async-start'], *path)] = source.proto.parameter_number
+  return found
 
 
 def _updates_in(fused: Computation) -> Mapping[Path, int]:

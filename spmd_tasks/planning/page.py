@@ -15,8 +15,6 @@ from typing import Any
 
 import jinja2
 
-from spmd_tasks.layers.pipeline import Schedule
-
 Plan = Mapping[str, Any]
 _COMPILERS = {'tpu': 'the compiler of TPUs', 'gpu': 'the compiler of GPUs', 'cpu': 'the compiler of CPUs'}
 _KINDS = {
@@ -68,7 +66,7 @@ def plan_page(plan: Plan) -> str:
     figures_of_chip=figures,
     roof=_roofline(figures, plan.get('predicted_step_s')) if can_draw else None,
     collectives=_collectives(plan),
-    ticks=_ticks(tick_rows(plan['pipeline'])) if plan.get('pipeline') else None,
+    ticks=_ticks(_shown_ticks(plan['pipeline'])) if plan.get('pipeline') else None,
     weights=[_weight(row, mesh) for row in weights],
     compiler=_COMPILERS.get(str(plan.get('compiler')), plan.get('compiler')),
   )
@@ -289,26 +287,10 @@ def _num_parts(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
   return math.prod(mesh.get(axis, 1) for axis in axes)
 
 
-def tick_rows(pipeline: Mapping[str, Any]) -> list[list[str | None]]:
-  """Returns what each stage processes in each tick: None in a bubble, 'F3', 'F3.1' (repeat 1), 'F3 B3' (both).
-
-  Of gpipe and circular the forward pass; the backward pass has the same ticks in the reverse order. Of one forward, one
-  backward the backward pass; the forward pass is gpipe's.
-
-  Args:
-    pipeline: plan.json's `pipeline`, with stages, microbatches, repeats and schedule.
-  """
-  stages, microbatches, repeats = pipeline['stages'], pipeline['microbatches'], pipeline.get('repeats') or 1
-  schedule = Schedule(num_stages=stages, num_microbatches=microbatches, num_repeats=repeats)
-
-  def entry(stage: int, tick: int) -> str | None:
-    microbatch, repeat, is_work = schedule.work(stage, tick)
-    return (f'F{microbatch}.{repeat}' if repeats > 1 else f'F{microbatch}') if is_work else None
-
-  if pipeline.get('schedule') == 'one_forward_one_backward':
-    rows = [[entry(stages - 1 - stage, tick) for tick in range(schedule.num_ticks)] for stage in range(stages)]
-    return [[each and f'{each} B{each[1:]}' for each in row] for row in rows]
-  return [[entry(stage, tick) for tick in range(schedule.num_ticks)] for stage in range(stages)]
+def _shown_ticks(pipeline: Mapping[str, Any]) -> list[Sequence[str | None]]:
+  """Each stage's half of the ticks that is drawn: forward, of which backward is the mirror; of 1F1B backward."""
+  is_1f1b = pipeline.get('schedule') == 'one_forward_one_backward'
+  return [row[len(row) // 2 :] if is_1f1b else row[: len(row) // 2] for row in pipeline.get('ticks') or ()]
 
 
 def _ticks(rows: Sequence[Sequence[str | None]]) -> dict[str, Any]:

@@ -13,18 +13,120 @@ import math
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job, partition_job
-from spmd_tasks.planning.compiling import STEPS, compile_step
-from spmd_tasks.planning.pipeline import pipeline_report
-from spmd_tasks.planning.step_plan import StepPlan, plan_step
+from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
+from spmd_tasks.planning.collectives import Collective, collectives, slice_of_device
+from spmd_tasks.planning.compiling import STEPS, Compilation, compile_step
+from spmd_tasks.planning.memory import LiveBuffer, memory_parts
+from spmd_tasks.planning.program import read_program
 from spmd_tasks.planning.targets import Target, target_of
+from spmd_tasks.planning.time import TimePrediction, predict_time
 from spmd_tasks.planning.weights import WeightRow, weight_rows
-from spmd_tasks.runtime import model_flops_per_train_step
+from spmd_tasks.runtime import PartitionedModel, bytes_per_device, model_flops_per_train_step
+from spmd_tasks.sharding import stage_axis
 
 _COMPILER_PACKAGES = {'tpu': 'libtpu', 'gpu': 'jax-cuda13-plugin', 'cpu': 'jaxlib'}
 _JAX_SHARE = 0.75  # of a GPU's memory, which JAX takes as it starts: docs.jax.dev, "GPU memory allocation"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+  """One step on one device of the target; bytes are one device's.
+
+  Attributes:
+    compilation: the compiled program, or the refusal.
+    is_checked: whether the compiler refuses what does not fit, as that of TPUs does.
+    hbm_bytes: what the chip has; None on a CPU.
+    peak_bytes: what the step needs at its peak, the program included: the compiler's figure.
+    argument_bytes, output_bytes, alias_bytes, temp_bytes, program_bytes: the compiler's own figures. A TPU's
+      temporaries count more than is held at once.
+    memory: bytes by what holds them; they add up to `peak_bytes` within a few percent.
+    padding_bytes: how much of the state is padding.
+    largest: the arrays that take most at the peak.
+    compiler_flops: as the compiler counts them, loop bodies once; None where it does not say.
+    collectives: in the program's order.
+    time: the predicted time; None where the step was refused.
+  """
+
+  compilation: Compilation
+  is_checked: bool
+  hbm_bytes: int | None
+  peak_bytes: int
+  argument_bytes: int
+  output_bytes: int = 0
+  alias_bytes: int = 0
+  temp_bytes: int
+  program_bytes: int = 0
+  memory: Mapping[str, int]
+  padding_bytes: int = 0
+  largest: Sequence[LiveBuffer] = ()
+  compiler_flops: float | None = None
+  collectives: Sequence[Collective] = ()
+  time: TimePrediction | None = None
+
+  @property
+  def fits(self) -> bool | None:
+    """Whether one device has the memory; None where its memory is not known."""
+    if self.compilation.out_of_memory is not None:
+      return False
+    if self.hbm_bytes is None:
+      return None
+    return self.is_checked or self.peak_bytes <= self.hbm_bytes
+
+  def to_json(self) -> dict[str, Any]:
+    """The step's part of plan.json."""
+    refused = self.compilation.out_of_memory
+    names = ('hbm', 'peak', 'argument', 'output', 'alias', 'temp', 'program', 'padding')
+    return {
+      'fits': self.fits,
+      **{f'{name}_bytes': getattr(self, f'{name}_bytes') for name in names},
+      'out_of_memory': refused
+      and {
+        'needed_bytes': refused.needed_bytes,
+        'available_bytes': refused.available_bytes,
+        'message': refused.message.splitlines()[0],
+      },
+      'memory': dict(self.memory),
+      'largest': [_buffer_json(each) for each in self.largest],
+      'compiler_flops': self.compiler_flops,
+      'collectives': [_collective_json(each) for each in self.collectives],
+      **_time_json(self.time),
+      'compile_seconds': round(self.compilation.compile_seconds, 1),
+      'trace_seconds': round(self.compilation.trace_seconds, 1),
+    }
+
+
+def _buffer_json(buffer: LiveBuffer) -> dict[str, Any]:
+  fields = dataclasses.asdict(buffer)
+  return {**fields, 'shape': list(buffer.shape), 'bytes': fields.pop('num_bytes')}
+
+
+def _collective_json(collective: Collective) -> dict[str, Any]:
+  names = [field.name for field in dataclasses.fields(collective) if field.name not in ('group', 'start', 'end')]
+  fields = {name: getattr(collective, name) for name in names}
+  return {**fields, 'axes': list(collective.axes), 'shape': list(collective.shape)}
+
+
+def _time_json(time: TimePrediction | None) -> dict[str, Any]:
+  if time is None:
+    names = ('predicted_step_s', 'predicted_mfu', 'tokens_per_s_per_chip', 'roofline')
+    return {**dict.fromkeys(names), 'top_operations': [], 'time_by_kind': {}, 'assumptions': []}
+  roofline = dataclasses.asdict(time.roofline)
+  return {
+    'predicted_step_s': time.seconds,
+    'predicted_step_low_s': time.low_s,
+    'predicted_step_high_s': time.high_s,
+    'predicted_mfu': time.mfu,
+    'tokens_per_s_per_chip': time.tokens_per_second_per_chip,
+    'hidden_s': time.hidden_s,
+    'roofline': {**roofline, 'compute_s': roofline.pop('flops_s'), 'seconds': time.roofline.seconds},
+    'time_by_kind': dict(time.by_kind),
+    'top_operations': [dataclasses.asdict(each) for each in time.top],
+    'assumptions': list(time.assumptions),
+  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +250,84 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
   )
 
 
+def plan_step(
+  compilation: Compilation,
+  model: PartitionedModel,
+  target: Target,
+  *,
+  num_slices: int = 1,
+  num_tokens: int | None = None,
+  model_flops: float | None = None,
+) -> StepPlan:
+  """Reads what the compiler says of one step.
+
+  Args:
+    compilation: of the step.
+    model: whose step it is.
+    target: the chips.
+    num_slices: of the mesh, for fake devices, which do not know their slice.
+    num_tokens, model_flops: of the step on all devices together; None where they have no meaning.
+  """
+  if compilation.out_of_memory is not None:
+    return _refused(compilation, model)
+  assert isinstance(model.mesh, Mesh)
+  analysis = compilation.program.memory_analysis()
+  program = read_program(compilation.program)
+  parts = memory_parts(analysis, program, model)
+  slice_size = target.num_devices // num_slices
+  slice_of = slice_of_device if target.compiler != 'cpu' else lambda device: device.id // slice_size
+  found = collectives(program, model.mesh, slice_of)
+  return StepPlan(
+    compilation=compilation,
+    is_checked=target.compiler == 'tpu',
+    hbm_bytes=target.chip.hbm_bytes,
+    peak_bytes=parts.compiler_bytes,
+    argument_bytes=analysis.argument_size_in_bytes,
+    output_bytes=analysis.output_size_in_bytes,
+    alias_bytes=analysis.alias_size_in_bytes,
+    temp_bytes=analysis.temp_size_in_bytes,
+    program_bytes=analysis.generated_code_size_in_bytes,
+    memory=parts.parts(),
+    padding_bytes=parts.padding,
+    largest=parts.largest,
+    compiler_flops=_flops(compilation.program),
+    collectives=found,
+    time=predict_time(program, found, target.chip, model.mesh, model_flops=model_flops, num_tokens=num_tokens),
+  )
+
+
+def _refused(compilation: Compilation, model: PartitionedModel) -> StepPlan:
+  """The plan of a refused step: its state by shapes and shardings, and the rest of what the compiler needs."""
+  state, refused = model.padded_state, compilation.out_of_memory
+  assert refused is not None
+  held = {'weights': bytes_per_device(state.weights)}
+  if compilation.step == 'train':
+    held |= {
+      'optimizer': bytes_per_device(state.learner),
+      'other_state': bytes_per_device((state.step, state.rng, state.non_trainable)),
+      'batch': bytes_per_device(model.input_layout.padded),
+    }
+  arguments = sum(held.values())
+  temporaries = max(0, refused.needed_bytes - (0 if refused.is_temporaries else arguments))
+  return StepPlan(
+    compilation=compilation,
+    is_checked=True,
+    hbm_bytes=refused.available_bytes,
+    peak_bytes=arguments + temporaries,
+    argument_bytes=arguments,
+    temp_bytes=temporaries,
+    memory=held | {'temporaries': temporaries},
+    padding_bytes=round(held['weights'] * model.padding_waste),
+  )
+
+
+def _flops(program: Any) -> float | None:
+  """Returns the compiler's count of FLOPs, None where it has none (GPU)."""
+  costs = program.cost_analysis()
+  costs = costs[0] if isinstance(costs, list) and costs else costs
+  return None if not costs else costs.get('flops')
+
+
 def _notes(target: Target, planned: Mapping[str, StepPlan]) -> tuple[str, ...]:
   notes = [] if target.note is None else [target.note]
   needed, available = max(step.peak_bytes for step in planned.values()), target.chip.hbm_bytes
@@ -195,3 +375,49 @@ def _versions(target: Target) -> dict[str, str]:
   except importlib.metadata.PackageNotFoundError:  # a CUDA plugin of another major version
     compiler = 'unknown'
   return {'jax': jax.__version__, package: compiler}
+
+
+def pipeline_report(job: Job, model: PartitionedModel) -> dict[str, Any] | None:
+  """Returns `pipeline` of plan.json; None if the model has no pipeline on this mesh.
+
+  `ticks` are what each stage processes in each tick: `F3` is the forward pass of microbatch 3, `B3` its backward pass,
+  `F3.1` the forward pass in repeat 1 of a circular pipeline, None a bubble.
+  """
+  axis = stage_axis(model.mesh.axis_names, model.axis_rules)
+  num_stages = 1 if axis is None else model.mesh.shape[axis]
+  stack = getattr(job.task.model, 'stack', None)
+  stacks = (stack, *(getattr(stack, 'stacks', None) or ()))
+  pipelined = next((each for each in stacks if isinstance(each, PipelinedStack)), None)
+  if num_stages == 1 or pipelined is None:
+    return None
+  schedule = Schedule(
+    num_stages=num_stages, num_microbatches=pipelined.num_microbatches, num_repeats=pipelined.num_repeats
+  )
+  ticks = [_ticks(pipelined.schedule, schedule, stage) for stage in range(num_stages)]
+  return {
+    'axis': axis,
+    'stages': num_stages,
+    'microbatches': pipelined.num_microbatches,
+    'repeats': pipelined.num_repeats,
+    'schedule': pipelined.schedule,
+    'num_ticks': len(ticks[0]),
+    'bubble': schedule.bubble_fraction,
+    'ticks': ticks,
+  }
+
+
+def _ticks(name: str, schedule: Schedule, stage: int) -> list[str | None]:
+  """Returns the work of a stage in each tick of a training step: forward, then backward."""
+  forward = [_forward(schedule, stage, tick) for tick in range(schedule.num_ticks)]
+  if name != 'one_forward_one_backward':  # the backward pass is the forward pass in reverse
+    return [*forward, *(work and f'B{work[1:]}' for work in reversed(forward))]
+  # A stage runs a microbatch forward again and then backward, beginning with the last stage.
+  backward = (_forward(schedule, schedule.num_stages - 1 - stage, tick) for tick in range(schedule.num_ticks))
+  return [*forward, *(work and f'{work} B{work[1:]}' for work in backward)]
+
+
+def _forward(schedule: Schedule, stage: int, tick: int) -> str | None:
+  microbatch, repeat, is_work = schedule.work(stage, tick)
+  if not is_work:
+    return None
+  return f'F{microbatch}.{repeat}' if schedule.num_repeats > 1 else f'F{microbatch}'

@@ -11,20 +11,25 @@
 | `cpu`, `cpu:2048` | fake devices; without a number as many as the mesh needs | XLA's for CPUs |
 
 Where libtpu or CUDA is not installed, the CPU compiler takes their place, on as many fake devices, and `note` says so.
+Both compilers are talkative, ask the network for a machine that is not there, or look for a device: environment
+variables keep them from it. They are set when the first such device is made, and in no other mode of the binary.
 """
 
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
 import importlib.util
 import math
+import os
 import re
+from typing import Any
 
 import jax
+from jax.experimental import topologies
 
 from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.errors import UserError
-from spmd_tasks.planning import _compilers
 from spmd_tasks.planning.chips import CHIPS, CPU, Chip
 from spmd_tasks.sharding import factorizations
 
@@ -33,6 +38,16 @@ _GRAMMAR = re.compile(r'(?:(?P<slices>\d+)\s*x\s*(?=[a-z]))?(?P<chip>[a-z]\w*)(?
 _EXAMPLES = 'v5p:4x4x2, v6e:16x16, v5e:8x4, 2x v5p:8x8x4 (two slices), h200:8, h100:8x4 (four nodes), cpu:8'
 _PACKAGES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda13_plugin', 'jax_cuda12_plugin')}
 _REMEDIES = {'tpu': "pip install 'spmd-tasks[plan-tpu]'", 'gpu': "pip install 'spmd-tasks[plan-gpu]'"}
+_LIBTPU_ENVIRONMENT = {
+  'TPU_SKIP_MDS_QUERY': '1',  # no metadata server of a cloud machine
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+  'TPU_ACCELERATOR_TYPE': 'v5p-8',  # any: the topology's name decides
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',  # two plans at once
+  'TPU_LOG_DIR': 'disabled',
+  'TPU_MIN_LOG_LEVEL': '3',
+  'TPU_STDERR_LOG_LEVEL': '3',
+}
+_CUDA_ENVIRONMENT = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}  # it asks the driver for its version
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +97,10 @@ class Target:
 def _devices(target: Target) -> tuple[jax.Device, ...]:
   if target.compiler == 'cpu':
     return _fake_devices(target.num_devices)
-  make = _compilers.tpu_devices if target.compiler == 'tpu' else _compilers.gpu_devices
+  make = _tpu_devices if target.compiler == 'tpu' else _gpu_devices
   try:
     devices = make(target.chip, target.slice_shape, target.num_slices)
-  except _compilers.TopologyError as error:
+  except _TopologyError as error:
     raise UserError(
       f'target {target.name!r} is not a slice that its compiler knows ({error}): take another shape, such as '
       f'{target_of(target.chip, target.num_devices, target.num_slices) or _EXAMPLES}.'
@@ -231,3 +246,71 @@ def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
 
 def _example_of(chip: Chip) -> str:
   return {2: f'{chip.name}:8x4', 3: f'{chip.name}:4x4x2'}.get(chip.torus_dims, f'{chip.name}:8')
+
+
+class _TopologyError(Exception):
+  """The compiler knows no such slice; the message is its own first line."""
+
+
+def _tpu_devices(chip: Chip, slice_shape: Sequence[int], num_slices: int) -> list[jax.Device]:
+  """Makes compile-only TPUs: slices of a torus of `slice_shape`."""
+  _without_accelerators(_LIBTPU_ENVIRONMENT)
+  name = f'{chip.name}:{"x".join(map(str, slice_shape))}'
+  options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
+  if chip.name == 'v4':
+    options['chip_config_name'] = 'megacore'  # its two cores as one device, as JAX has them on Cloud TPUs
+  if set(slice_shape) == {1}:
+    options['chips_per_host_bounds'] = [1, 1, 1]
+  return _compile_only('tpu', name, **options)
+
+
+def _gpu_devices(chip: Chip, slice_shape: Sequence[int], num_nodes: int) -> list[jax.Device]:
+  """Makes compile-only GPUs: nodes of `slice_shape[0]`."""
+  _without_accelerators(_CUDA_ENVIRONMENT)
+  from jax.extend import backend
+
+  backend.backends()  # registers the plugin
+  return _compile_only('cuda', chip.name, topology=f'1x{num_nodes}x{slice_shape[0]}', target_config=_cuda_config(chip))
+
+
+def _without_accelerators(environment: dict[str, str]) -> None:
+  for name, value in environment.items():
+    os.environ.setdefault(name, value)
+  with contextlib.suppress(RuntimeError):  # JAX has started
+    jax.config.update('jax_platforms', 'cpu')
+
+
+def _compile_only(platform: str, name: str, **options) -> list[jax.Device]:
+  try:
+    return topologies.get_topology_desc(name, platform, **options).devices
+  except Exception as error:  # whatever the library raises for a name that it does not know
+    raise _TopologyError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def _cuda_config(chip: Chip) -> str:
+  """Returns the `stream_executor.GpuTargetConfigProto` of an H100 or H200 SXM in text form, by NVIDIA's figures."""
+  return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(chip.hbm_bandwidth or 0)}
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: {chip.hbm_bytes}
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 minor: 0 }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "NVIDIA {chip.name.upper()}"
+"""

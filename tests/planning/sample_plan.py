@@ -3,6 +3,7 @@
 from typing import Any
 
 from spmd_tasks.layers.pipeline import Schedule
+from spmd_tasks.planning.plan import _ticks
 
 GIB = 2**30
 
@@ -199,7 +200,7 @@ def pipelined_plan() -> dict[str, Any]:
       'microbatches': 8,
       'schedule': 'circular',
       'repeats': 2,
-      'ticks': schedule.num_ticks,
+      'ticks': [_ticks('circular', schedule, stage) for stage in range(4)],
       'bubble': schedule.bubble_fraction,
     },
   }

@@ -6,7 +6,7 @@ import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.planning.pipeline import pipeline_report
+from spmd_tasks.planning.plan import pipeline_report
 
 
 def report_of(name: str, *overrides: str):
