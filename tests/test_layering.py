@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 import graphlib
+import os
 from pathlib import Path
 import subprocess
 import sys
@@ -289,3 +290,31 @@ g = lambda: __import__('unseen')
   assert [found.name for found in imports('from . import a', 'spmd_tasks.runtime', is_package=True)] == [
     'spmd_tasks.runtime.a'
   ]
+
+
+# Of a first training step, with its save. Lower them whenever fewer are reached; the house is to come to 15,000 and 110.
+MAX_LINES, MAX_MODULES = 28_000, 165
+_FIRST_STEP = """
+import sys
+from spmd_tasks import main
+flags = '--exp lm.StdlibTiny --mode train --job_log_dir job --num_fake_devices 8 --num_train_steps 2'
+code = main.run(flags.split())
+ours = [module for name, module in sys.modules.items() if name.split('.')[0] == 'spmd_tasks' and module.__file__]
+lines = sum(len(open(module.__file__).readlines()) for module in ours)
+names = ('pyarrow', 'starlette', 'uvicorn', 'tensorflow', 'praxis', 'transformers')
+print(code, lines, len(ours), *(name for name in names if name in sys.modules), *map(type, sys.meta_path))
+"""
+
+
+@pytest.mark.slow
+def test_a_first_training_step_imports_little(tmp_path):
+  env = os.environ | {'PYTHONPATH': str(ROOT)}
+  done = subprocess.run(
+    [sys.executable, '-c', _FIRST_STEP], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+  )
+  code, lines, modules, *others = done.stdout.split(maxsplit=3)
+  assert code == '0', done.stderr
+  assert int(lines) <= MAX_LINES
+  assert int(modules) <= MAX_MODULES
+  heavy = ('pyarrow', 'starlette', 'uvicorn', 'tensorflow', 'praxis', 'transformers', 'spmd_tasks')  # a finder of ours
+  assert not [name for name in heavy if name in ''.join(others)]
