@@ -292,7 +292,7 @@ g = lambda: __import__('unseen')
   ]
 
 
-# Of a first training step, with its save. Lower them whenever fewer are reached; the house is to come to 15,000 and 110.
+# Of a first training step, with its save. Lower them whenever fewer are reached: the aim is 15,000 and 110.
 MAX_LINES, MAX_MODULES = 28_000, 165
 _FIRST_STEP = """
 import sys
