@@ -5,7 +5,17 @@ import json
 from typing import Any
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.wings import ACCEPT_CONFIG_CHANGES, CHECKPOINT_STEP, Flag, Mode, Wing, call, formats, kind_of
+from spmd_tasks.wings import (
+  ACCEPT_CONFIG_CHANGES,
+  CHECKPOINT_STEP,
+  Flag,
+  Mode,
+  Wing,
+  call,
+  formats,
+  kind_of,
+  prepare_job,
+)
 
 _DECODE_INPUT = Flag(name='decode_input', metavar='FILE', help="a file of prompts, in place of the experiment's")
 _TO_DIRECTORY = 'outputs of --mode decode go to <job_log_dir>/decode'
@@ -83,7 +93,7 @@ def _preview(command: Any) -> int:
 
   set_activity('reading the training input')
   command.use_fake_devices()
-  job = command.resolve().build()
+  job = prepare_job(command.resolve().build(), 'preview', None)
   return preview.preview(job, command.flags.num_examples or preview.DEFAULT_NUM_EXAMPLES)
 
 

@@ -33,8 +33,6 @@ ROWS = (
 WINGS = ROWS[0]
 ROW_OF_PART = {part: row for row, parts in enumerate(ROWS) for part in parts}
 MAY_IMPORT_FIDDLE = {'main', 'command', 'config', 'experiments', 'recipes', 'loading', *WINGS}
-# The arrows from the core to the wing that are still to be cut.
-_STILL_IMPORT_TUNING = {f'programs/{name}.py' for name in ('eval', 'preview', 'train')}
 
 
 class Import(NamedTuple):
@@ -104,8 +102,6 @@ def test_rows_import_only_rows_below_them():
   for path, found in all_imports():
     importer, imported = part_of(dotted_name(path)), part_of(found.name)
     if imported is None or importer in (None, '__main__'):  # the package's own face imports from all rows, lazily
-      continue
-    if imported == 'tuning' and str(path.relative_to(PACKAGE)) in _STILL_IMPORT_TUNING:
       continue
     if imported not in ROW_OF_PART or not may_import(importer, imported):
       wrong.append(f'{path.relative_to(ROOT)}:{found.line} imports {found.name}')
@@ -179,8 +175,6 @@ def test_no_module_imports_itself_by_way_of_others():
     importer = dotted_name(path)
     inner = defined.get(found.name, found.name)
     imported = next((name for name in accumulated(inner, reverse=True) if name in names), None)
-    if part_of(found.name) == 'tuning' and str(path.relative_to(PACKAGE)) in _STILL_IMPORT_TUNING:
-      continue
     # A package's face imports its inner files; `spmd_tasks` itself is the face of everything.
     if imported not in (None, importer, 'spmd_tasks') and importer != 'spmd_tasks':
       graph[importer].add(imported)

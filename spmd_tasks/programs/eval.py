@@ -49,7 +49,6 @@ from spmd_tasks.runtime import (
   make_writer,
   read_jsonl,
 )
-from spmd_tasks.tuning.references import name_references
 
 BatchMetrics = Mapping[str, clu_metrics.Metric]
 
@@ -83,7 +82,6 @@ def evaluate(
   if not job.eval_inputs:
     raise UserError(f'experiment {job.name} has no eval sets: return some from its eval_inputs().')
   check_vocabulary(job)
-  job = name_references(job, job_log_dir)
   model = partition_job(job)
   evaluator = Evaluator(job, model, job_log_dir)
   evaluator.refuse_other_data(math.ceil(experiment.first_step_timeout_s))

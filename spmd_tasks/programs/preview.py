@@ -15,7 +15,6 @@ from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.inputs import BATCH_DTYPES, Input, Tokenizer, decode_all, source_of_rows
-from spmd_tasks.tuning.preferences import without_references
 
 DEFAULT_NUM_EXAMPLES = 4
 _LEARNT, _READ, _TITLE, _OFF = '\x1b[1;32m', '\x1b[2m', '\x1b[36m', '\x1b[0m'
@@ -33,7 +32,7 @@ def preview(job: Job, num_examples: int = DEFAULT_NUM_EXAMPLES, out: TextIO | No
     UserError: the input has no tokenizer or no such arrays, or its data cannot be used.
   """
   out = sys.stdout if out is None else out
-  given = without_references(job.train_input)
+  given = job.train_input
   is_pairs = 'reference_log_probs' in given.element_spec()
   missing = sorted(set(BATCH_DTYPES) - set(given.element_spec()))
   if job.tokenizer is None or missing:

@@ -51,14 +51,12 @@ from spmd_tasks.sharding import (
   num_parts,
   spec_axes,
 )
-from spmd_tasks.tuning.references import ComputeReferences, name_references
 
 
 def job_hooks(job: Job) -> tuple[TrainHook, ...]:
   """Returns what a job does beside its steps, in the order in which each method of the hooks is called."""
   return (
     CountGoodput(),  # first: the time of the others is not that of steps
-    ComputeReferences(),
     *wings.train_hooks(job),
     ShowProgress(),
     LogMetrics(),
@@ -97,7 +95,6 @@ def train(
     TrainingDivergedError: too many steps in a row were not finite.
     TrainingInputEndedError: the input has fewer batches than steps; the last step is saved.
   """
-  job = name_references(job, job_log_dir)
   experiment, guard, hooks = job.experiment, PreemptionGuard(), job_hooks(job)
   goodput = Goodput(job_log_dir if is_primary() else None, begun=clock.begun)
   # The inner context: a process of several that fails leaves at once, for closing would wait for the others.

@@ -8,6 +8,7 @@ Read `conversations.py` (which tokens the loss is on), `preferences.py` and `pre
 (several adapters beside one model). The names below are imported when they are first used.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epy
@@ -40,14 +41,36 @@ __all__ = [
 
 
 def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
-  """Refuses adapters to choose from where no request chooses one."""
+  """Refuses adapters to choose from where no request chooses one, and names the files of references of pairs."""
   adapters = getattr(job.experiment, 'adapters', None)
   if adapters and mode in ('train', 'eval', 'export'):
     raise UserError(
       f'adapters = {sorted(adapters)} are for --mode serve, decode and decode_once, not for --mode {mode}: leave them '
       'out. To train one, see finetune.LoraSft.'
     )
-  return job
+  if not _has_pairs(job):
+    return job
+  from spmd_tasks.tuning.references import name_references
+
+  return name_references(job, directory if mode in ('train', 'eval') else None)
 
 
-WING = Wing(name='tuning', prepare_job=_prepare_job)
+def _train_hooks(job: Any) -> tuple[Any, ...]:
+  """Computes the references of pairs before the first step."""
+  if not _has_pairs(job):
+    return ()
+  from spmd_tasks.tuning.references import ComputeReferences
+
+  return (ComputeReferences(),)
+
+
+def _has_pairs(job: Any) -> bool:
+  """Whether an input of the job, or a source of a mixture, reads pairs of answers."""
+  found = [job.train_input, *job.eval_inputs.values()]
+  for each in tuple(found):
+    sources = getattr(each, 'sources', None)
+    found += sources.values() if isinstance(sources, Mapping) else ()
+  return any(getattr(each, 'kind', None) == 'preferences' for each in found)
+
+
+WING = Wing(name='tuning', prepare_job=_prepare_job, train_hooks=_train_hooks)

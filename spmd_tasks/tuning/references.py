@@ -34,10 +34,10 @@ _DIRECTORY = 'reference'
 _WRITE_LIMIT_S = 600
 
 
-def name_references(job: Job, job_log_dir: epath.Path) -> Job:
+def name_references(job: Job, job_log_dir: epath.Path | None) -> Job:
   """Returns the job with files of its own directory as the `reference` of all inputs of pairs that name no file.
 
-  If the loss computes the reference in every step (reference='base'), the inputs read no file.
+  Without a directory, and if the loss computes the reference in every step (reference='base'), these read no file.
 
   Raises:
     UserError: the loss computes the reference, but an input names a file or is `reference_free`.
@@ -54,10 +54,12 @@ def name_references(job: Job, job_log_dir: epath.Path) -> Job:
       )
     if each.reference_free:
       return each
-    if reads_base:
+    if each.reference is not None:
+      return each
+    if reads_base or job_log_dir is None:
       return each.without_reference()
     own = str(job_log_dir / _DIRECTORY / f'{name}.npy')
-    return each if each.reference is not None else dataclasses.replace(each, reference=own)
+    return dataclasses.replace(each, reference=own)
 
   reads_base = getattr(getattr(job.task, 'loss', None), 'reference_from', None) == 'base'
   return dataclasses.replace(

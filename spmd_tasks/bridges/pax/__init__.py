@@ -82,9 +82,11 @@ def _keeps_numbers(path: str) -> bool:
 
 def _prepare_job(job: Any, mode: str, directory: Any) -> Any:
   """Refuses to train beside checkpoints of Paxml: they have the names of ours, and would be damaged ones of these."""
+  if mode != 'train':
+    return job
   checkpoints = directory / 'checkpoints'
   is_ours = not checkpoints.is_dir() or (directory / 'config.json').exists()
-  if mode == 'train' and not is_ours and _lazy('checkpoint_format')(checkpoints) == 'pax':
+  if not is_ours and _lazy('checkpoint_format')(checkpoints) == 'pax':
     raise UserError(
       f'{checkpoints} holds checkpoints of Paxml: choose another --job_log_dir, and let a Pax experiment go on from '
       f'this one by --set continue_from={directory}.'
