@@ -248,8 +248,8 @@ class StackSequence(WithSublayers, kw_only=True):
     parts: dict[str, list[jax.Array]] = {}
     for i, stack in enumerate(self.stacks):
       x, aux = run_stack(stack.copy(name=f'stack_{i}'), x, segment_ids, segment_pos, train=train)
-      for name, values in aux.items():
-        parts.setdefault(name, []).append(values)
+      for name, value in aux.items():
+        parts.setdefault(name, []).append(value)
     for name, values in parts.items():
       if len(lengths := {value.shape[1:] for value in values}) > 1:
         raise UserError(

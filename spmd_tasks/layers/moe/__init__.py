@@ -8,10 +8,9 @@
       computation=Dropless(),
     )
 
-A router decides (`TopKRouter`), `Experts` declares the
-weights, and a computation applies them: `Dropless` computes every choice; `CapacityEinsum` and `CapacityGather` give
-each expert a fixed number of slots and drop the rest. The layer reports `RoutingSums`: balance losses and load
-statistics.
+A router decides (`TopKRouter`), `Experts` declares the weights, and a computation applies them: `Dropless` computes
+every choice; `CapacityEinsum` and `CapacityGather` give each expert a fixed number of slots and drop the rest. The
+layer reports `RoutingSums`: balance losses and load statistics.
 
 Reading order, one idea per file:
   _layer.py, _router.py, _balance.py             the layer, the decision, losses that balance the load
@@ -19,7 +18,7 @@ Reading order, one idea per file:
   _grouped_matmul.py, _megablox_backend.py       their matmuls, with one backend per platform
   _dropless.py, _expert_parallel.py              dropless computation, and the meaning of each mesh axis
   _dispatches.py                                 two ways to move tokens between devices
-  _capacity.py, _slot_resharding.py   computation with a capacity
+  _capacity.py, _slot_resharding.py              computation with a capacity
 """
 
 from etils import epy
