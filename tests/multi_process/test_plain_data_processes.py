@@ -1,0 +1,33 @@
+"""Plain batches on several processes: each keeps its rows, and a last batch that they do not divide counts each once."""
+
+import sys
+
+from launch import Job, coordinator_flags
+import numpy as np
+import pytest
+
+from spmd_tasks import exit_codes
+from spmd_tasks.runtime import read_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_the_numbers_do_not_depend_on_the_number_of_processes(tmp_path):
+  starts = [(1, 12, 'alone'), (2, 5, 'shared'), (4, 12, 'shared')]
+  for number, (num_processes, num_steps, directory) in enumerate(starts):
+    command = [sys.executable, '-m', 'spmd_tasks.main', '--exp', 'tests.multi_process.plain_experiments.Uneven']
+    command += ['--mode', 'train', '--job_log_dir', str(tmp_path / directory), f'--num_train_steps={num_steps}']
+    command += [f'--num_fake_devices={8 // num_processes}']
+    ranks = coordinator_flags(num_processes=num_processes) if num_processes > 1 else [[]]
+    logs = tmp_path / f'logs_{number}'
+    logs.mkdir()
+    with Job([command + rank for rank in ranks], log_dir=logs, num_devices=8 // num_processes) as job:
+      ended = job.wait(deadline_s=200)
+    assert [rank.returncode for rank in ended] == [exit_codes.OK] * num_processes, [rank.log for rank in ended]
+  alone, shared = (read_jsonl(tmp_path / name) for name in ('alone', 'shared'))
+  assert alone.keys() == shared.keys() == set(range(1, 13))
+  for step, metrics in alone.items():
+    np.testing.assert_allclose(shared[step]['loss'], metrics['loss'], rtol=1e-5)
+  evals = [read_jsonl(tmp_path / name / 'eval' / 'valid')[12] for name in ('alone', 'shared')]
+  np.testing.assert_allclose(evals[0]['loss'], evals[1]['loss'], rtol=1e-5)
+  assert evals[0]['num_batches'] == evals[1]['num_batches'] == 2
