@@ -18,6 +18,7 @@ anew. In each case the last batch before it is read again and compared with what
 
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import inspect
 import json
 from typing import Any
@@ -257,8 +258,10 @@ class BatchesIterator:
 
   def close(self) -> None:
     stream, self._stream = self._stream, None
-    if hasattr(stream, 'close'):
-      stream.close()
+    # Closing a generator in which another thread is still reading is a ValueError; that thread is left to its timeout.
+    with contextlib.suppress(ValueError):
+      if hasattr(stream, 'close'):
+        stream.close()
 
 
 def import_tensorflow() -> Any:

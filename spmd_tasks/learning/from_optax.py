@@ -74,7 +74,8 @@ class FromOptax:
     if self.learning_rate is not None and _LEARNING_RATE not in parameters:
       raise UserError(
         f'FromOptax.factory {self._name()} has no parameter learning_rate: pass a function of the learning rate that '
-        'returns optax.chain(..., optax.scale_by_learning_rate(learning_rate)).'
+        'returns optax.chain(..., optax.scale_by_learning_rate(learning_rate)). One that is built already keeps '
+        'its own: give fdl.Config(optax.adam, learning_rate=1e-3), and the argument can be set.'
       )
     for name in self.arguments:
       if name not in parameters:

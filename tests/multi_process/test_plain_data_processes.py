@@ -1,4 +1,4 @@
-"""Plain batches on several processes: each keeps its rows, and a last batch that they do not divide counts each once."""
+"""Plain batches on several processes: each keeps its rows; those of a last batch that n does not divide count once."""
 
 import sys
 

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import fiddle as fdl
 import numpy as np
 import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
 from tests import binary
+from tests.programs.plain_experiment import Shapes, batches
 
 NAME = 'tests.programs.plain_experiment.Shapes'
 FLAGS = ('--exp', NAME, '--mode', 'train', '--set', 'log_every_steps=1', '--set', 'tensorboard=false')
@@ -50,3 +52,23 @@ def test_fields_of_built_objects_can_be_set():
   assert job.build().task.learner.clip_global_norm == 0.5
   with pytest.raises(ValueError, match='pass a function of the learning rate'):
     resolve(NAME, ['task.learner.optimizer.learning_rate=0.1']).build()
+
+
+class Yields(Shapes):
+  """Its input is a generator of its own, and its eval set a config of one."""
+
+  def train_input(self):
+    for label in np.random.default_rng(self.seed).integers(0, 10, (3, 60)):
+      yield {'image': np.eye(10)[label], 'label': label}
+
+  def eval_inputs(self):
+    return {'valid': fdl.Config(batches, seed=1)}
+
+
+def test_a_generator_is_asked_for_again_and_the_arguments_of_its_function_can_be_set():
+  job = resolve(Yields, ['eval_inputs.valid.seed=0']).build()
+  two = [next(job.train_input.make_iterator())['label'] for _ in range(2)]
+  np.testing.assert_array_equal(*two)
+  for _ in range(2):
+    first = next(job.eval_inputs['valid'].make_iterator())
+    np.testing.assert_array_equal(first['label'], next(batches(0))['label'])
