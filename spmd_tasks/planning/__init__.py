@@ -11,7 +11,7 @@ Read targets.py (what `v5p:4x4x2` means, and compile-only devices) with chips.py
 step is compiled, or refused for its memory); plan.py (what is read of it); weights.py (why a weight is replicated or
 padded); text.py and page.py with plan_page.html (the report). A program is read by hlo.py (XLA's protocol buffer as
 typed operations) and program.py (how often each runs); from it collectives.py, memory.py with lifetimes.py, and time.py
-with costs.py and networks.py. search.py finds settings that fit, mesh_search.py the best.
+with costs.py and networks.py. search.py finds settings that fit, or the best.
 """
 
 import argparse
@@ -24,10 +24,9 @@ from spmd_tasks.wings import Flag, Mode, Wing
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.planning.chips import CHIPS, Chip
   from spmd_tasks.planning.compiling import STEPS, Compilation, OutOfMemory, compile_step
-  from spmd_tasks.planning.mesh_search import format_search, search_plans
   from spmd_tasks.planning.page import plan_page
   from spmd_tasks.planning.plan import Plan, StepPlan, make_plan, mesh_devices
-  from spmd_tasks.planning.search import changes_that_fit
+  from spmd_tasks.planning.search import changes_that_fit, format_search, search_plans
   from spmd_tasks.planning.targets import Target, has_compiler, parse_target
   from spmd_tasks.planning.text import format_plan, format_suggestions
   from spmd_tasks.planning.weights import WeightRow, weight_rows

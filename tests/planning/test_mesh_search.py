@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.planning import mesh_search
-from spmd_tasks.planning.mesh_search import Setting, format_search, search_plans
+from spmd_tasks.planning import search as mesh_search
+from spmd_tasks.planning.search import Setting, format_search, search_plans
 from spmd_tasks.sharding._mesh_shapes import factorizations
 from tests.planning.formula_plans import GIB, KEPT, Formula
 

@@ -5,8 +5,7 @@ import pytest
 from spmd_tasks.config import resolve as resolve_config
 from spmd_tasks.config import to_json
 from spmd_tasks.planning import make_plan, parse_target
-from spmd_tasks.planning.mesh_search import search_plans
-from spmd_tasks.planning.search import changes_that_fit
+from spmd_tasks.planning.search import changes_that_fit, search_plans
 
 TINY = (
   'num_layers=2',

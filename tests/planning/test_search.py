@@ -1,14 +1,8 @@
 """Changes that make a run fit: the weakest of each setting, alone or together, each one compiled, within the limit."""
 
-import dataclasses
-from types import SimpleNamespace
-
 import pytest
 
-from spmd_tasks.planning import mode as plan_mode
-from spmd_tasks.planning import parse_target
-from spmd_tasks.planning._levers import levers
-from spmd_tasks.planning.search import changes_that_fit
+from spmd_tasks.planning.search import changes_that_fit, levers
 from tests.planning.formula_plans import GIB, Formula
 
 
@@ -52,27 +46,6 @@ def test_a_target_of_the_cpu_compiler_is_not_offered_the_memory_of_the_host():
   assert trials[0].fits
   assert trials[0].setting[0] == 'remat_policy=full'  # the strongest
   assert not any('remat_policy=attention_offloaded' in trial.setting for trial in trials)
-
-
-@pytest.mark.parametrize('compiler', ['cpu', 'gpu', 'tpu'])
-@pytest.mark.parametrize('name', ['search_plans', 'changes_that_fit'])
-def test_only_the_compilers_for_accelerators_know_a_memory_of_the_host(monkeypatch, name, compiler):
-  asked = []
-
-  def ask(*args, can_offload, **settings):
-    del args, settings
-    asked.append(can_offload)
-    raise InterruptedError
-
-  target = dataclasses.replace(parse_target('cpu:8'), compiler=compiler)
-  made = SimpleNamespace(fits=False, to_json=dict)
-  planner = SimpleNamespace(start=lambda: target, plan=lambda _: made, plan_train=None, resolve=None)
-  monkeypatch.setattr(plan_mode, name, ask)
-  monkeypatch.setattr(plan_mode, '_Planner', lambda *_: planner)
-  monkeypatch.setattr(plan_mode, '_report', lambda *_: None)
-  with pytest.raises(InterruptedError):
-    plan_mode.plan(None, plan_mode.PlanSettings(search=name == 'search_plans'))
-  assert asked == [compiler != 'cpu']
 
 
 def test_a_pipeline_has_its_own_microbatches_and_schedule():
