@@ -5,7 +5,7 @@ and plan.html into a directory. If a step does not fit, changes of the settings 
 `--plan_search` the mesh, microbatches and remat policies are searched instead, and the best one is reported.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import json
@@ -40,69 +40,29 @@ DEFAULT_TRIALS, DEFAULT_SEARCH_TRIALS = 8, 12
 
 _print = functools.partial(print, flush=True)  # at once, also into a pipe
 
-Resolve = Callable[[Sequence[str], Callable[[Experiment], None]], tuple[Job, Mapping[str, Any]]]
-
 
 def _note(line: str) -> None:
   """Says on stderr what is being done, beside the report on stdout."""
   print(line, file=sys.stderr, flush=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanSettings:
-  """The flags of --mode plan.
-
-  Attributes:
-    target: as `--target` gives it; None takes the experiment's own.
-    steps: the steps to compile.
-    directory: gets plan.json and plan.html; None: nothing is written.
-    search: whether to search for the best settings.
-    num_trials: how many settings may be compiled, beside the experiment's own; None: 8, or 12 of a search.
-  """
-
-  target: str | None = None
-  steps: Sequence[str] = ('train',)
-  directory: epath.Path | None = None
-  search: bool = False
-  num_trials: int | None = None
-
-
 def run(command: Command) -> int:
-  """Runs --mode plan, which builds the experiment for devices that are not there; returns an exit code."""
-  set_activity('planning')
-  flags = command.flags
+  """Runs --mode plan, which builds the experiment for devices that are not there.
 
-  def resolve(after: Sequence[str], prepare: Callable[[Experiment], None]) -> tuple[Job, Mapping[str, Any]]:
-    resolved = command.resolve(after=after, prepare=prepare)
-    return resolved.build(), to_json(resolved)['config']
-
-  settings = PlanSettings(
-    target=flags.target,
-    steps=tuple((flags.plan_steps or 'train').split(',')),
-    directory=absolute_path(flags.plan_out) if flags.plan_out else None,
-    search=flags.plan_search,
-    num_trials=flags.plan_trials,
-  )
-  return plan(resolve, settings)
-
-
-def plan(resolve: Resolve, settings: PlanSettings) -> int:
-  """Plans an experiment; returns the exit code: OK, or FAILED if it does not fit.
-
-  Args:
-    resolve: (overrides after the user's, called with the experiment before its parts are made) -> the built job, and
-      every field's value by path.
-    settings: the flags.
+  Returns:
+    the exit code: OK, or FAILED if it does not fit.
 
   Raises:
     UserError: the experiment cannot be built, or not be planned for the target.
   """
-  planner = _Planner(resolve, settings)
-  if settings.search:
-    return _search(planner, settings)
+  set_activity('planning')
+  flags, planner = command.flags, _Planner(command)
+  directory = absolute_path(flags.plan_out) if flags.plan_out else None
+  if flags.plan_search:
+    return _search(planner, directory, flags.plan_trials or DEFAULT_SEARCH_TRIALS)
   made = planner.plan(())
-  _report(made, settings.directory)
-  num_trials = DEFAULT_TRIALS if settings.num_trials is None else settings.num_trials
+  _report(made, directory)
+  num_trials = DEFAULT_TRIALS if flags.plan_trials is None else flags.plan_trials
   if made.fits is False and num_trials:
     _note(f'plan: looking for changes that fit, by compiling at most {num_trials}; --plan_trials 0 leaves this out')
     trials = changes_that_fit(
@@ -115,11 +75,11 @@ def plan(resolve: Resolve, settings: PlanSettings) -> int:
     )
     made = dataclasses.replace(made, suggestions=tuple(trial.to_json() for trial in trials))
     _print(format_suggestions(made.to_json()))
-    _write(made, settings.directory)
+    _write(made, directory)
   return exit_codes.FAILED if made.fits is False else exit_codes.OK
 
 
-def _search(planner: '_Planner', settings: PlanSettings) -> int:
+def _search(planner: '_Planner', directory: epath.Path | None, limit: int) -> int:
   """Ranks settings, then reports the best of them."""
   target = planner.start()
   found = search_plans(
@@ -129,21 +89,21 @@ def _search(planner: '_Planner', settings: PlanSettings) -> int:
     num_slices=target.num_slices if target.chip.platform == 'tpu' else 1,
     hbm_bytes=target.chip.hbm_bytes,
     can_offload=target.compiler != 'cpu',
-    limit=settings.num_trials or DEFAULT_SEARCH_TRIALS,
+    limit=limit,
     progress=_note,
   )
   _print(f'the best settings for {target.name}:\n{format_search(found)}\n')
   made = planner.plan(found.trials[0].setting)
   suggestions = tuple(trial.to_json() for trial in found.trials)
-  _report(dataclasses.replace(made, suggestions=suggestions), settings.directory)
+  _report(dataclasses.replace(made, suggestions=suggestions), directory)
   return exit_codes.FAILED if made.fits is False else exit_codes.OK
 
 
 class _Planner:
   """Plans the experiment with overrides, each set of them once, always for the target of the experiment as it is."""
 
-  def __init__(self, resolve: Resolve, settings: PlanSettings):
-    self._resolve, self._settings = resolve, settings
+  def __init__(self, command: Command):
+    self._command = command
     self._target: Target | None = None
     self._plans: dict[tuple[tuple[str, ...], tuple[str, ...]], Plan] = {}
 
@@ -157,16 +117,23 @@ class _Planner:
   def _start_devices(self, experiment: Experiment) -> None:
     # The experiment's inputs may ask JAX for its devices, so it starts before they are made: with those of the plan.
     if self._target is None:
-      self._target = target_of_experiment(self._settings.target, experiment)
+      text = self._command.flags.target or experiment.target
+      if text is None:
+        raise UserError(
+          'no target is named and the experiment has none of its own: give --target, such as v5p:4x4x2, v5e:8x4, '
+          'h200:8 or cpu for fake devices.'
+        )
+      self._target = parse_target(text, num_cpu_devices=mesh_devices(experiment))
     self._target.devices()
 
   def resolve(self, overrides: Sequence[str]) -> tuple[Job, Mapping[str, Any]]:
-    """Builds the experiment with further overrides."""
-    return self._resolve(overrides, self._start_devices)
+    """Builds the experiment with further overrides; returns it and every field's value by path."""
+    resolved = self._command.resolve(after=overrides, prepare=self._start_devices)
+    return resolved.build(), to_json(resolved)['config']
 
   def plan(self, overrides: Sequence[str]) -> Plan:
     """Plans all steps that the flags name."""
-    return self._plan(overrides, self._settings.steps)
+    return self._plan(overrides, (self._command.flags.plan_steps or 'train').split(','))
 
   def plan_train(self, overrides: Sequence[str]) -> dict[str, Any]:
     """Plans the training step alone; returns plan.json."""
@@ -178,21 +145,6 @@ class _Planner:
       job, _ = self.resolve(overrides)
       self._plans[key] = make_plan(job, self.start(), steps=steps)
     return self._plans[key]
-
-
-def target_of_experiment(text: str | None, experiment: Experiment) -> Target:
-  """Returns the target of the flag, or else of the experiment.
-
-  Raises:
-    UserError: neither names one, or it is not known.
-  """
-  text = text or experiment.target
-  if text is None:
-    raise UserError(
-      'no target is named and the experiment has none of its own: give --target, such as v5p:4x4x2, v5e:8x4, h200:8 or '
-      'cpu for fake devices.'
-    )
-  return parse_target(text, num_cpu_devices=mesh_devices(experiment))
 
 
 def _report(made: Plan, directory: epath.Path | None) -> None:
