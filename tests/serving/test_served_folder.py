@@ -5,10 +5,10 @@ import re
 
 import openai
 import pytest
-from tests.decoding.test_as_transformers_does import CALLS, TALKS, TEMPLATES, TOLD, WEATHER
 
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
 from tests import binary
+from tests.inputs.test_as_transformers_does import CALLS, TALKS, TEMPLATES, TOLD, WEATHER
 from tests.model_folders import write_llama
 
 pytestmark = pytest.mark.slow
