@@ -22,7 +22,6 @@ from spmd_tasks.inputs import InputIterator
 from spmd_tasks.learning import fill_in, without_frozen
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.programs.upcycling import initialize_from
 from spmd_tasks.runtime import Base, PartitionedModel, TrainState, Variables, base_of, saved_part
 
 if TYPE_CHECKING:
@@ -62,6 +61,8 @@ def restore_or_init(
   if restored is None and origin is not None:
     return origin.start(model, experiment.seed)
   if restored is None and experiment.init_from is not None:
+    from spmd_tasks.programs.upcycling import initialize_from
+
     directory = absolute_path(experiment.init_from)
     other = SavedSteps(directory).open_checkpoints(read_only=True)
     try:
