@@ -2,8 +2,8 @@
 
 import fiddle as fdl
 
+from spmd_tasks import learning
 from spmd_tasks.experiments.synthetic import Uneven
-from spmd_tasks.learning import optimizers
 
 
 class AdamW(Uneven):
@@ -23,7 +23,7 @@ class Adafactor(AdamW):
   def task(self):
     cfg = super().task()
     learning_rate = cfg.learner.optimizer.learning_rate
-    cfg.learner.optimizer = fdl.Config(optimizers.Adafactor, learning_rate=learning_rate, min_dim_size_to_factor=8)
+    cfg.learner.optimizer = fdl.Config(learning.Adafactor, learning_rate=learning_rate, min_dim_size_to_factor=8)
     return cfg
 
 
@@ -32,5 +32,5 @@ class Muon(AdamW):
 
   def task(self):
     cfg = super().task()
-    cfg.learner.optimizer = fdl.Config(optimizers.Muon, learning_rate=cfg.learner.optimizer.learning_rate)
+    cfg.learner.optimizer = fdl.Config(learning.Muon, learning_rate=cfg.learner.optimizer.learning_rate)
     return cfg
