@@ -24,6 +24,7 @@ from spmd_tasks.layers.moe import (
   CapacityEinsum,
   CapacityGather,
   Dropless,
+  ExpertChoiceRouter,
   Experts,
   MixtureOfExperts,
   TopKRouter,
@@ -61,7 +62,7 @@ class Drawn(SyntheticLanguageModel):
   grad_microbatches: int = 1
   accumulation: str = 'mean'
 
-  ffn_kind: str = 'gated'  # plain, gated, dropless, einsum, gather
+  ffn_kind: str = 'gated'  # plain, gated, dropless, einsum, gather, expert_choice
   is_grouped: bool = False  # each layer is a dense block and one with `ffn_kind`
   num_experts: int = 4
   num_selected: int = 2
@@ -75,6 +76,7 @@ class Drawn(SyntheticLanguageModel):
   divide_by_k: bool = False
   capacity_factor: float = 1.0
   group_size: int | None = None
+  priority: str = 'position'
 
   # Of layouts.
   schedule: str | None = None
@@ -89,15 +91,24 @@ class Drawn(SyntheticLanguageModel):
     return fdl.Config(LayerNorm) if self.norm == 'layer' else super().block(None).norm
 
   def _moe(self):
-    router = fdl.Config(
-      TopKRouter,
-      num_experts=self.num_experts,
-      num_selected=self.num_selected,
-      normalize_gates=self.normalize_gates,
-      score_function=self.score_function,
-      balance_bias=self.balance_bias,
-      jitter_eps=self.jitter,
-    )
+    if self.ffn_kind == 'expert_choice':
+      router = fdl.Config(
+        ExpertChoiceRouter,
+        num_experts=self.num_experts,
+        capacity_factor=self.capacity_factor,
+        group_size=self.group_size,
+        jitter_eps=self.jitter,
+      )
+    else:
+      router = fdl.Config(
+        TopKRouter,
+        num_experts=self.num_experts,
+        num_selected=self.num_selected,
+        normalize_gates=self.normalize_gates,
+        score_function=self.score_function,
+        balance_bias=self.balance_bias,
+        jitter_eps=self.jitter,
+      )
     if self.ffn_kind == 'dropless':
       computation = fdl.Config(Dropless, dispatch=self.dispatch)
     else:
@@ -106,6 +117,7 @@ class Drawn(SyntheticLanguageModel):
         capacity_factor=self.capacity_factor,
         min_capacity=1,
         group_size=self.group_size,
+        priority=self.priority,
       )
     shared = None
     if self.shared_hidden_dims is not None:
@@ -229,7 +241,9 @@ def draw_settings(rng: random.Random) -> Settings:
     'clip_global_norm': rng.choice([None, 1.0, 0.1]),
     'grad_microbatches': rng.choice([1, 1, *(m for m in range(2, batch_size + 1) if batch_size % m == 0)]),
     'dropout': rng.choice([0.0, 0.0, 0.0, 0.2]),
-    'ffn_kind': rng.choice(['plain', 'gated', 'gated', 'dropless', 'dropless', 'capacity', 'capacity']),
+    'ffn_kind': rng.choice(
+      ['plain', 'gated', 'gated', 'dropless', 'dropless', 'capacity', 'capacity', 'expert_choice']
+    ),
   }
   if settings['model_dims'] // heads % 2:
     settings['model_dims'] *= 2  # rotary positions rotate pairs
@@ -237,6 +251,7 @@ def draw_settings(rng: random.Random) -> Settings:
     settings['accumulation'] = rng.choice(['mean', 'mean', 'sum'])
   if settings['ffn_kind'] in ('plain', 'gated'):
     return settings
+  top_k = settings['ffn_kind'] != 'expert_choice'
   experts = rng.choice([2, 3, 4, 5, 6, 8])
   settings |= {
     'num_layers': rng.choice([1, 2, 2, 3]),  # a rounding may decide between experts: fewer layers, fewer decisions
@@ -246,7 +261,7 @@ def draw_settings(rng: random.Random) -> Settings:
     'load_balance_weight': rng.choice([0.0, 0.01, 0.5]),
     'divide_by_k': rng.random() < 0.3,
     'jitter': rng.choice([0.0, 0.0, 0.0, 0.1]),
-    'capacity_factor': rng.choice([0.5, 1.0, 1.25, 2.0, 0.0]),
+    'capacity_factor': rng.choice([0.5, 1.0, 1.25, 2.0, 0.0] if top_k else [1.0, 2.0]),
   }
   rows = batch_size // settings['grad_microbatches']
   if rows > 1:
@@ -254,12 +269,15 @@ def draw_settings(rng: random.Random) -> Settings:
   if settings['ffn_kind'] != 'dropless':
     sizes = [None, None, *([4, 2] if length == 8 else [])] + [length * n for n in (2, rows) if rows % n == 0]
     settings['group_size'] = rng.choice(sizes)
-  return settings | {
-    'num_selected': rng.randint(1, min(3, experts)),
-    'normalize_gates': rng.choice([None, 1.0, 2.0]),
-    'score_function': rng.choice(['softmax', 'sigmoid']),
-    'balance_bias': rng.random() < 0.3,
-  }
+  if top_k:
+    settings |= {
+      'num_selected': rng.randint(1, min(3, experts)),
+      'normalize_gates': rng.choice([None, 1.0, 2.0]),
+      'score_function': rng.choice(['softmax', 'sigmoid']),
+      'balance_bias': rng.random() < 0.3,
+      'priority': rng.choice(['position', 'score']),
+    }
+  return settings
 
 
 def make_job(settings: Mapping[str, Any], layout: Mapping[str, Any]) -> Job:

@@ -8,9 +8,9 @@
       computation=Dropless(),
     )
 
-A router decides (`TopKRouter`), `Experts` declares the weights, and a computation applies them: `Dropless` computes
-every choice; `CapacityEinsum` and `CapacityGather` give each expert a fixed number of slots and drop the rest. The
-layer reports `RoutingSums`: balance losses and load statistics.
+A router decides (`TopKRouter`, or `ExpertChoiceRouter`), `Experts` declares the weights, and a computation applies
+them: `Dropless` computes every choice; `CapacityEinsum` and `CapacityGather` give each expert a fixed number of slots
+and drop the rest. The layer reports `RoutingSums`: balance losses and load statistics.
 
 Reading order, one idea per file:
   _layer.py, _router.py, _balance.py             the layer, the decision, losses that balance the load
@@ -18,7 +18,7 @@ Reading order, one idea per file:
   _grouped_matmul.py, _megablox_backend.py       their matmuls, with one backend per platform
   _dropless.py, _expert_parallel.py              dropless computation, and the meaning of each mesh axis
   _dispatches.py                                 two ways to move tokens between devices
-  _capacity.py, _slot_resharding.py              computation with a capacity
+  _capacity.py, _slots.py, _slot_resharding.py   computation with a capacity
 """
 
 from etils import epy
@@ -42,9 +42,12 @@ with epy.lazy_api_imports(globals()):
   )
   from spmd_tasks.layers.moe._layer import ExpertComputation, MixtureOfExperts
   from spmd_tasks.layers.moe._router import (
+    ExpertChoiceRouter,
+    Router,
     RouterOutput,
     TopKRouter,
   )
+  from spmd_tasks.layers.moe._slots import Slots
 
 __all__ = [
   'DISPATCHES',
@@ -54,12 +57,15 @@ __all__ = [
   'CapacityEinsum',
   'CapacityGather',
   'Dropless',
+  'ExpertChoiceRouter',
   'ExpertComputation',
   'ExpertWeights',
   'Experts',
   'MixtureOfExperts',
+  'Router',
   'RouterOutput',
   'RoutingSums',
+  'Slots',
   'TopKRouter',
   'best_grouped_matmul_backend',
   'grouped_ffn',

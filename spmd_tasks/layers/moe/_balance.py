@@ -1,6 +1,7 @@
 """Balances the experts' load: auxiliary losses, statistics, and a bias that needs no loss.
 
-Shapes: B batch, T sequence, E experts, k choices per token; N shards of the batch.
+Shapes: B batch, T sequence, E experts, k choices per token; G groups of S tokens, C slots per expert and group;
+N shards of the batch.
 
 All losses and statistics are functions of sums over tokens (`RoutingSums`), so the sums of parts of a batch can be
 added first (layers/base.py): a pipeline adds those of its microbatches. Shards are shards of the whole batch then too.
@@ -72,7 +73,10 @@ def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: boo
     UserError: num_shards does not divide the batch; the message calls it `load_balance_shards`, the layer's field.
   """
   tokens, assignments = _token_columns(routing), _assignment_columns(routing)
-  sums = _sum_shards(tokens + assignments, num_shards)
+  if routing.slots is None:
+    sums = _sum_shards(tokens + assignments, num_shards)
+  else:
+    sums = _sum_shards(tokens, num_shards) + _sum_shards(assignments, num_shards)
   num_tokens, scores, entropy, z, counts, chosen_scores = sums
   return RoutingSums(
     num_tokens=jnp.sum(num_tokens),
@@ -103,8 +107,14 @@ def _token_columns(routing: RouterOutput) -> list[jax.Array]:
 
 
 def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
-  """Returns per row or group the assignments per expert, [B, E], and the sum of the chosen scores, [B]."""
+  """Returns per row or group the assignments per expert, [B or G, E], and the sum of the chosen scores, [B or G]."""
   num_experts = routing.scores.shape[-1]
+  if routing.slots is not None:
+    tokens_per_group = routing.scores[..., 0].size // routing.slots.token_ids.shape[0]
+    filled = (routing.slots.token_ids < tokens_per_group).astype(jnp.float32)
+    # ExpertChoiceRouter's gates are the scores.
+    return [jnp.sum(filled, axis=2), jnp.sum(jax.lax.stop_gradient(routing.slots.gates), axis=(1, 2))]
+  assert routing.expert_ids is not None
   # Comparisons replace a scatter, which is slow on TPUs. The comparisons run choice by choice: a CPU would write [B, T,
   # k, E] to memory, which takes 14 times as long for 8 choices of 256 experts.
   experts = jnp.arange(num_experts)[None, None, :]
@@ -113,9 +123,10 @@ def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
   return [jnp.sum(assigned, axis=1), jnp.sum(assigned * jax.lax.stop_gradient(routing.scores), axis=(1, 2))]
 
 
-def whole_batch_rows(routing: RouterOutput) -> int:
-  """Returns the number that shards must divide: of the whole batch's rows."""
-  return routing.scores.shape[0] * current_layer_scope().part.count
+def whole_batch_rows(routing: RouterOutput) -> list[int]:
+  """Returns the numbers that shards must divide: of the whole batch's rows, and of its groups if experts choose."""
+  leading = [routing.scores.shape[0]] + ([] if routing.slots is None else [routing.slots.token_ids.shape[0]])
+  return [n * current_layer_scope().part.count for n in leading]
 
 
 def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
@@ -126,7 +137,7 @@ def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
   part, num_rows = current_layer_scope().part, columns[0].shape[0]
   if num_shards < 1 or num_rows * part.count % num_shards:
     raise UserError(
-      f'load_balance_shards={num_shards} must divide the {num_rows * part.count} rows of the batch, which '
+      f'load_balance_shards={num_shards} must divide the {num_rows * part.count} rows (or groups) of the batch, which '
       'is a microbatch where the learner takes microbatches: choose a divisor.'
     )
   num_pieces = math.lcm(part.count, num_shards) // part.count
@@ -151,7 +162,8 @@ def load_balance_loss(sums: RoutingSums) -> jax.Array:
   f is the number of an expert's assignments per token, P the expert's mean score. The gradient flows through P only.
   Perfectly even f and P give k (GShard: Lepikhin et al., 2020; Switch: Fedus et al., 2022), or 1 with `divide_by_k`.
   With `divide_by_k`, the mean over L layers of n tokens each is MegaBlocks' formula (Gale et al., 2022): E / (L * n *
-  k) times the dot product of all layers' counts with all layers' mean scores.
+  k) times the dot product of all layers' counts with all layers' mean scores. k is the mean number of assignments per
+  token, which may be fractional if experts choose.
   """
   num_tokens = sums.shard_tokens[:, None]
   num_assigned = jnp.sum(sums.counts, axis=1, keepdims=True) if sums.divide_by_k else num_tokens

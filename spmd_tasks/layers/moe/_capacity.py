@@ -5,111 +5,31 @@ and group.
 
 Two forms give the same numbers and differ in how tokens move into the slots and back: `CapacityEinsum` multiplies by
 one-hot masks (GShard: Lepikhin et al., 2020), `CapacityGather` gathers rows. `CapacityComputation` is their common
-base. _slot_resharding.py moves slots between devices.
-
-Slots make all shapes static, whatever the routing: an assignment that finds no free slot is dropped. Groups are
-consecutive tokens of the batch and do not depend on the mesh, so the same tokens are dropped on every mesh. In a
-pipeline a group lies within one microbatch.
+base. Which token takes which slot is decided in _slots.py; _slot_resharding.py moves slots between devices.
 """
 
 import abc
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, Literal
 
-from flax import struct
 import jax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.base import Ratios, SmallMicrobatchError, current_layer_scope
+from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._experts import ExpertWeights
-from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather_rows, sort_by_expert, take_rows
+from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather_rows, take_rows
 from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.layers.moe._slot_resharding import SlotResharding, slot_resharding
-from spmd_tasks.layers.transformer import ROUTING_NAME
+from spmd_tasks.layers.moe._slots import (
+  SlotAssignment,
+  Slots,
+  assign_slots,
+  expert_capacity,
+  tokens_per_group,
+)
 from spmd_tasks.sharding import SplitDims, constrain
-
-
-class SlotAssignment(struct.PyTreeNode):
-  """The token in each slot of each expert, by group, and the slots of each token's choices.
-
-  Attributes:
-    token_ids: int32 [G, E, C], the token's index in its group; S for an empty slot.
-    slot_gates: float32 [G, E, C], 0 for an empty slot.
-    positions: int32 [G, S, k], the slot c + C * e of each of a token's choices; E * C for a choice without a slot.
-    gates: float32 [G, S, k], by choice; 0 for a choice without a slot.
-    group_size: S.
-  """
-
-  token_ids: jax.Array
-  slot_gates: jax.Array
-  positions: jax.Array
-  gates: jax.Array
-  group_size: int = struct.field(pytree_node=False, kw_only=True)
-
-
-def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> int:
-  """Returns S for tokens [batch_size, length], given the setting `group_size`; None means one group per row.
-
-  Raises:
-    UserError: group_size neither divides T, nor is a multiple of T that divides B * T.
-    SmallMicrobatchError: group_size fits the batch, but not a microbatch of the pipeline.
-  """
-  if group_size is None:
-    return length
-  num_tokens, num_parts = batch_size * length, current_layer_scope().part.count
-  if group_size < 1 or (length % group_size and (group_size % length or num_tokens % group_size)):
-    if group_size >= 1 and group_size % length == 0 and num_tokens * num_parts % group_size == 0:
-      raise SmallMicrobatchError(
-        f'group_size={group_size} makes groups of {group_size // length} rows of {length} tokens, but each of the '
-        f"pipeline's {num_parts} microbatches has {batch_size} rows, and a group lies within one: choose a smaller "
-        f'group_size, fewer microbatches or a larger batch.'
-      )
-    raise UserError(
-      f'group_size={group_size} does not fit a batch of {batch_size} rows of {length} tokens: choose a divisor of '
-      f'{length}, a multiple of {length} that divides {num_tokens}, or None for one group per row.'
-    )
-  return group_size
-
-
-def expert_capacity(group_size: int, num_experts: int, *, factor: float, min_capacity: int) -> int:
-  """Returns C = max(min_capacity, round(factor * S / E)), at most S: a token takes at most one slot per expert.
-
-  Factor 0 gives C = S, which drops nothing. As in T5X, the number of choices k does not enter: with factor 1, top-2
-  routing has slots for half of its assignments.
-  """
-  if factor == 0:
-    return group_size
-  return min(max(min_capacity, round(factor * group_size / num_experts)), group_size)
-
-
-def assign_slots(
-  expert_ids: jax.Array,
-  gates: jax.Array,
-  *,
-  num_experts: int,
-  capacity: int,
-) -> SlotAssignment:
-  """Assigns slots to the tokens' choices: to all first choices before any second choice, and so on.
-
-  Args:
-    expert_ids: int32 [G, S, k], each in [0, E]. The id E means 'not routed' and takes no slot.
-    gates: float32 [G, S, k].
-    num_experts: E.
-    capacity: C.
-  """
-  group_size, num_choices = expert_ids.shape[1:]
-  slot_ids, positions = jax.vmap(lambda ids: _fill_in_order(ids, num_experts, capacity))(expert_ids)
-  slot_ids, positions = (checkpoint_name(ids, ROUTING_NAME) for ids in (slot_ids, positions))
-  kept_gates = jnp.where(positions < num_experts * capacity, gates, 0.0)
-  return SlotAssignment(
-    group_size=group_size,
-    token_ids=slot_ids // num_choices,
-    slot_gates=jax.vmap(take_rows)(kept_gates.reshape(kept_gates.shape[0], -1), slot_ids),
-    positions=positions,
-    gates=kept_gates,
-  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +43,9 @@ class CapacityComputation(abc.ABC):
     min_capacity: least number of slots of an expert in a group.
     group_size: S: a divisor of T, or a multiple of T that divides B * T. None for one group per row. Small groups make
       the einsum form cheaper, and drops more likely.
+    priority: which token comes first among choices of the same rank. 'position': the earlier token. 'score': the token
+      whose first choice has the higher score (batch prioritized routing, V-MoE: Riquelme et al., 2021); a causal model
+      then looks ahead.
     activation_split_dims: of x and of the result.
   """
 
@@ -130,6 +53,7 @@ class CapacityComputation(abc.ABC):
   eval_capacity_factor: float | None = None
   min_capacity: int = 4
   group_size: int | None = None
+  priority: Literal['position', 'score'] = 'position'
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
 
   def __post_init__(self):
@@ -139,6 +63,8 @@ class CapacityComputation(abc.ABC):
         raise UserError(f'{name}={factor} must be positive, or 0 to drop nothing.')
     if self.min_capacity < 1:
       raise UserError(f'min_capacity={self.min_capacity} must be at least 1.')
+    if self.priority not in ('position', 'score'):
+      raise UserError(f"priority={self.priority!r} must be 'position' or 'score'.")
 
   @abc.abstractmethod
   def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
@@ -153,18 +79,28 @@ class CapacityComputation(abc.ABC):
   ) -> tuple[jax.Array, Ratios]:
     """Returns ([B, T, D] in x's dtype, statistics) for x [B, T, D].
 
+    If experts choose, the router has decided groups and slots too, and the fields that shape these are not read.
+
     Statistics:
-      fraction_dropped: the fraction of the real tokens' choices that have no slot.
+      fraction_dropped: the fraction of the real tokens' choices that have no slot; 0 if experts choose.
       expert_usage: the fraction of slots that hold a token.
 
     Raises:
       UserError: group_size does not fit.
     """
     batch_size, length, _ = x.shape
-    group_size = tokens_per_group(batch_size, length, self.group_size)
+    if routing.slots is None:
+      group_size = tokens_per_group(batch_size, length, self.group_size)
+    else:
+      group_size = batch_size * length // routing.slots.token_ids.shape[0]
     resharding = slot_resharding(weights, self.activation_split_dims, (batch_size, length))
     grouped = resharding.group_tokens(x.astype(weights.up.dtype), group_size)
-    assignment = self._assign(routing, resharding, group_size, train=train)
+    if routing.slots is None:
+      assignment = self._assign(routing, resharding, group_size, train=train)
+    else:
+      assignment = SlotAssignment(
+        slots=_pad_slots(routing.slots, resharding, len(grouped), group_size), group_size=group_size
+      )
     rows = resharding.apply_experts(self._dispatch(grouped, assignment), weights)
     y = resharding.ungroup_tokens(self._combine(rows, assignment), batch_size, length)
     return constrain(y.astype(x.dtype), self.activation_split_dims), _statistics(routing, assignment)
@@ -172,7 +108,9 @@ class CapacityComputation(abc.ABC):
   def _assign(
     self, routing: RouterOutput, resharding: SlotResharding, group_size: int, *, train: bool
   ) -> SlotAssignment:
-    """Assigns slots, with G and E padded."""
+    """Assigns slots if tokens choose, with G and E padded."""
+    assert routing.expert_ids is not None
+    assert routing.gates is not None
     num_experts = routing.scores.shape[-1]
     factor = self.capacity_factor
     if not train and self.eval_capacity_factor is not None:
@@ -180,9 +118,15 @@ class CapacityComputation(abc.ABC):
     num_padded = resharding.padded_num_experts(num_experts)
     unrouted, padded_unrouted = num_experts, num_padded
     expert_ids = jnp.where(routing.expert_ids == unrouted, padded_unrouted, routing.expert_ids)
+    priorities = None
+    if self.priority == 'score':
+      first_choices = jnp.minimum(routing.expert_ids[..., :1], num_experts - 1)
+      scores = jnp.take_along_axis(jax.lax.stop_gradient(routing.scores), first_choices, axis=-1)
+      priorities = resharding.group_tokens(scores, group_size)[..., 0]
     return assign_slots(
       resharding.group_tokens(expert_ids, group_size, fill_value=padded_unrouted),
       resharding.group_tokens(routing.gates, group_size),
+      priorities,
       num_experts=num_padded,
       capacity=expert_capacity(group_size, num_experts, factor=factor, min_capacity=self.min_capacity),
     )
@@ -206,7 +150,7 @@ class CapacityEinsum(CapacityComputation):
 
   def _combine(self, rows: jax.Array, assignment: SlotAssignment) -> jax.Array:
     # Weighting the rows instead of the mask lets one mask serve both directions.
-    weighed = rows * assignment.slot_gates[..., None]
+    weighed = rows * assignment.slots.gates[..., None]
     return jnp.einsum('gecs,gecd->gsd', _mask(assignment, rows.dtype), weighed.astype(rows.dtype))
 
 
@@ -214,26 +158,46 @@ class CapacityEinsum(CapacityComputation):
 class CapacityGather(CapacityComputation):
   """Moves tokens into and out of the slots by gathers. Time and memory follow the number of slots, whatever S.
 
-  Both directions and their gradients are gathers.
+  If tokens choose, both directions and their gradients are gathers. If experts choose, a token may have any number of
+  slots, and the sums over them are scatter-adds.
 
   Fields: as in CapacityComputation.
   """
 
   def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
-    rows = jax.vmap(gather_rows)(x, _permutation(assignment))
-    return rows.reshape(*assignment.token_ids.shape, x.shape[-1])
+    token_ids = assignment.slots.token_ids
+    if assignment.positions is None:
+      rows = jax.vmap(take_rows)(x, token_ids.reshape(x.shape[0], -1))
+    else:
+      rows = jax.vmap(gather_rows)(x, _permutation(assignment, assignment.positions))
+    return rows.reshape(*token_ids.shape, x.shape[-1])
 
   def _combine(self, rows: jax.Array, assignment: SlotAssignment) -> jax.Array:
     flat = rows.reshape(rows.shape[0], -1, rows.shape[-1])
-    return jax.vmap(combine_rows)(flat, assignment.gates, _permutation(assignment))
+    if assignment.positions is None or assignment.gates is None:
+      slots = jax.tree.map(lambda x: x.reshape(x.shape[0], -1), assignment.slots)
+      return jax.vmap(functools.partial(_scatter_rows, group_size=assignment.group_size))(flat, slots)
+    return jax.vmap(combine_rows)(flat, assignment.gates, _permutation(assignment, assignment.positions))
+
+
+def _pad_slots(slots: Slots, resharding: SlotResharding, num_groups: int, group_size: int) -> Slots:
+  """Adds empty slots for the groups and experts of the padding."""
+  missing_groups = num_groups - slots.token_ids.shape[0]
+  missing_experts = resharding.padded_num_experts(slots.token_ids.shape[1]) - slots.token_ids.shape[1]
+  padding = ((0, missing_groups), (0, missing_experts), (0, 0))
+  return Slots(
+    token_ids=jnp.pad(slots.token_ids, padding, constant_values=group_size), gates=jnp.pad(slots.gates, padding)
+  )
 
 
 def _statistics(routing: RouterOutput, assignment: SlotAssignment) -> Ratios:
   """Counts real tokens and experts only: padding takes no slot."""
   batch_size, length, num_experts = routing.scores.shape
-  num_slots = batch_size * length // assignment.group_size * num_experts * assignment.token_ids.shape[-1]
-  num_used = jnp.sum(assignment.token_ids < assignment.group_size, dtype=jnp.float32)
-  num_chosen = jnp.sum(routing.expert_ids < num_experts, dtype=jnp.float32)
+  num_slots = batch_size * length // assignment.group_size * num_experts * assignment.slots.token_ids.shape[-1]
+  num_used = jnp.sum(assignment.slots.token_ids < assignment.group_size, dtype=jnp.float32)
+  num_chosen = num_used
+  if routing.expert_ids is not None:
+    num_chosen = jnp.sum(routing.expert_ids < num_experts, dtype=jnp.float32)
   return {
     'fraction_dropped': (num_chosen - num_used, num_chosen),
     'expert_usage': (num_used, jnp.float32(num_slots)),
@@ -242,41 +206,20 @@ def _statistics(routing: RouterOutput, assignment: SlotAssignment) -> Ratios:
 
 def _mask(assignment: SlotAssignment, dtype: Any) -> jax.Array:
   """Returns [G, E, C, S]: 1 where the slot holds the token."""
-  return jax.nn.one_hot(assignment.token_ids, assignment.group_size, dtype=dtype)
+  return jax.nn.one_hot(assignment.slots.token_ids, assignment.group_size, dtype=dtype)
 
 
-def _permutation(assignment: SlotAssignment) -> Permutation:
+def _permutation(assignment: SlotAssignment, positions: jax.Array) -> Permutation:
   """Returns the permutation from tokens to slots per group, with empty rows and with assignments that have no row."""
-  token_ids = assignment.token_ids
+  token_ids = assignment.slots.token_ids
   return Permutation(
     token_ids=token_ids.reshape(token_ids.shape[0], -1),
-    positions=assignment.positions,
+    positions=positions,
     group_sizes=jnp.sum(token_ids < assignment.group_size, axis=-1, dtype=jnp.int32),
   )
 
 
-def _fill_in_order(expert_ids: jax.Array, num_experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-  """Fills the slots of one group in the order of tokens.
-
-  Args:
-    expert_ids: int32 [S, k]. Assignments are numbered token by token: choice c of token s is assignment s * k + c.
-    num_experts: E.
-    capacity: C.
-
-  Returns:
-    (int32 [E, C], the assignment in each slot, S * k for an empty slot; int32 [S, k], the slot of each assignment, E *
-    C for an assignment without a slot).
-  """
-  group_size, num_choices = expert_ids.shape
-  by_choice = expert_ids.T.reshape(-1, 1)  # First choices come first; the sort keeps this order within each expert.
-  permutation = sort_by_expert(by_choice, num_experts)
-  ends = jnp.cumsum(permutation.group_sizes)
-  starts = ends - permutation.group_sizes
-  rows = starts[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None, :]
-  choices, token_ids = jnp.divmod(permutation.token_ids.at[rows].get(mode='clip'), group_size)
-  slot_ids = jnp.where(rows < ends[:, None], token_ids * num_choices + choices, expert_ids.size)
-  places = permutation.positions - starts.at[by_choice].get(mode='clip')
-  positions = jnp.where(
-    (by_choice < num_experts) & (places < capacity), by_choice * capacity + places, num_experts * capacity
-  )
-  return slot_ids, positions.reshape(num_choices, group_size).T
+def _scatter_rows(rows: jax.Array, slots: Slots, group_size: int) -> jax.Array:
+  """Returns [S, D] for one group's rows [E * C, D] and its slots, flattened to [E * C]."""
+  result = jnp.zeros((group_size, rows.shape[-1]), jnp.float32)
+  return result.at[slots.token_ids].add(rows * slots.gates[:, None], mode='drop').astype(rows.dtype)

@@ -85,9 +85,14 @@ class Dropless:
     The statistics are `fraction_dropped`, and the capacity of an all-to-all.
 
     Raises:
-      UserError: see `apply_experts`.
+      UserError: the router lets experts choose; or see `apply_experts`.
     """
     del train
+    if routing.expert_ids is None or routing.gates is None:
+      raise UserError(
+        'Dropless needs a router in which tokens choose, but with this router experts choose: use CapacityGather or '
+        'CapacityEinsum.'
+      )
     experts = LocalExperts(weights=weights, backend=self.backend)
     expert_ids, gates = _without_bubbles(routing.expert_ids, routing.gates, experts.num_experts)
     dispatch = DISPATCHES[self.dispatch]

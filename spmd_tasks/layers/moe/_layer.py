@@ -84,16 +84,17 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     The sums' values `load_balance_loss` and `router_z_loss` enter the loss by the loss's `aux_loss_weights`.
 
     Raises:
-      UserError: load_balance_shards does not divide the training batch.
+      UserError: a model with a router that looks ahead is decoding; or load_balance_shards does not divide the
+        training batch.
     """
     decoding = is_decoding(self)
     token_mask = None if segment_ids is None else segment_ids != 0
     routing = self.router(x, token_mask, train=train)
     num_shards = 1 if decoding else self.load_balance_shards
     if not train:
-      num_shards = max(n for n in range(1, num_shards + 1) if whole_batch_rows(routing) % n == 0)
+      num_shards = max(n for n in range(1, num_shards + 1) if all(rows % n == 0 for rows in whole_batch_rows(routing)))
     sums = routing_sums(routing, num_shards=num_shards, divide_by_k=self.load_balance_divide_by_k)
-    computation = self._without_drops() if decoding else self.computation
+    computation = self._without_drops(routing) if decoding else self.computation
     y, ratios = computation(x, routing, self.experts(x.shape[-1]), train=train)
     if train and routing.balance_bias is not None:
       y = attach_balance_gradient(y, routing.balance_bias, sums)
@@ -102,7 +103,12 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
       y = shared + y
     return y, {'routing': sums.replace(ratios=ratios)}
 
-  def _without_drops(self) -> ExpertComputation:
+  def _without_drops(self, routing: RouterOutput) -> ExpertComputation:
+    if routing.expert_ids is None:
+      raise UserError(
+        f'{type(self.router).__name__} lets experts choose among all tokens of a text, including later ones, so this '
+        'model cannot generate text token by token. Train it with a TopKRouter.'
+      )
     if isinstance(self.computation, Dropless):
       return dataclasses.replace(self.computation, capacity_factor=None)
     return Dropless()

@@ -1,8 +1,10 @@
 """Routers: decide which experts compute each token, and with which gates.
 
-Shapes: B batch, T sequence, D model, E experts, k choices per token.
+Shapes: B batch, T sequence, D model, E experts, k choices per token; G groups of S tokens, C slots per
+expert and group.
 
-A router maps x [B, T, D] and a mask of the real tokens to a RouterOutput. In TopKRouter every token chooses k experts.
+A router maps x [B, T, D] and a mask of the real tokens to a RouterOutput. In TopKRouter every token chooses k experts;
+in ExpertChoiceRouter every expert chooses C tokens per group.
 
 Routers compute in float32 at the highest matmul precision, whatever x's dtype: a rounding error that swaps two experts
 changes a token's whole output.
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, declare_weight
+from spmd_tasks.layers.moe._slots import Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain, current_sharding_scope
 
@@ -33,26 +36,79 @@ class RouterOutput(struct.PyTreeNode):
     scores: float32 [B, T, E], non-negative, with sum 1 over E: softmax(logits), or sigmoid(logits) over their sum. Only
       losses, statistics and slot priorities read the scores.
     token_mask: bool [B, T], False for padding; None if every token is real.
-    expert_ids: int32 [B, T, k], first choice first. The id E means 'not routed' (padding).
-    gates: float32 [B, T, k], the weights of the experts' outputs; 0 for padding.
+    expert_ids: int32 [B, T, k], first choice first. The id E means 'not routed' (padding). None if experts choose.
+    gates: float32 [B, T, k], the weights of the experts' outputs; 0 for padding. None if experts choose.
+    slots: the tokens that experts chose; None if tokens choose.
     balance_bias: float32 [E], the bias that took part in the choice (see `attach_balance_gradient`); None without one.
   """
 
   logits: jax.Array
   scores: jax.Array
   token_mask: jax.Array | None
-  expert_ids: jax.Array
-  gates: jax.Array
+  expert_ids: jax.Array | None = None
+  gates: jax.Array | None = None
+  slots: Slots | None = None
   balance_bias: jax.Array | None = None
 
 
-class TopKRouter(nn.Module, kw_only=True):
-  """Sends every token to the k experts with its highest scores; the lowest id wins a tie.
-
-  Weight `kernel` [D, E]; with `use_bias` also `bias` [E], with `balance_bias` also `balance_bias` [E].
+class Router(nn.Module, kw_only=True):
+  """Base class: projects tokens to logits. Weight `kernel` [D, E]; with `use_bias` also `bias` [E].
 
   Fields:
     num_experts: E.
+    use_bias: whether the logits have a bias (initially zero, tagged `no_decay`; gpt-oss).
+    jitter_eps: in training the input is multiplied by U(1 - eps, 1 + eps) (Switch: Fedus et al., 2022); needs the rng
+      `dropout`.
+    init_scale: variance scale of the kernel.
+    split_dims: of the kernel.
+    activation_split_dims: of the logits.
+  """
+
+  num_experts: int
+  use_bias: bool = False
+  jitter_eps: float = 0.0
+  init_scale: float = 1.0
+  split_dims: SplitDims = ('embed', None)
+  activation_split_dims: SplitDims = ('batch', 'seq', None)
+
+  def __post_init__(self):
+    if self.num_experts < 1:
+      raise UserError(f'num_experts={self.num_experts} must be at least 1.')
+    if not 0.0 <= self.jitter_eps < 1.0:
+      raise UserError(f'jitter_eps={self.jitter_eps} must be at least 0 and less than 1.')
+    super().__post_init__()
+
+  def _logits(self, x: jax.Array, *, train: bool) -> jax.Array:
+    """Returns float32 [B, T, E] for x [B, T, D]."""
+    x = x.astype(jnp.float32)
+    if train and self.jitter_eps:
+      low, high = 1.0 - self.jitter_eps, 1.0 + self.jitter_eps
+      x = x * jax.random.uniform(self.make_rng('dropout'), x.shape, jnp.float32, low, high)
+    kernel = declare_weight(
+      self,
+      'kernel',
+      shape=(x.shape[-1], self.num_experts),
+      init=FanInNormal(scale=self.init_scale),
+      split_dims=self.split_dims,
+      num_input_dims=1,
+    )
+    logits = jnp.einsum('btd,de->bte', x, kernel, precision='highest')
+    if self.use_bias:
+      logits = logits + self._per_expert('bias', tags=('no_decay',))[None, None, :]
+    return constrain(logits, self.activation_split_dims)
+
+  def _per_expert(self, name: str, tags: tuple[str, ...]) -> jax.Array:
+    """Declares a weight [E] that starts at zero."""
+    zeros = jax.nn.initializers.zeros
+    return declare_weight(self, name, shape=(self.num_experts,), init=zeros, split_dims=(None,), tags=tags)
+
+
+class TopKRouter(Router, kw_only=True):
+  """Sends every token to the k experts with its highest scores; the lowest id wins a tie.
+
+  Router's fields and weight; `balance_bias=True` adds the weight `balance_bias` [E].
+
+  Fields:
     num_selected: k.
     score_function: 'softmax' over the experts (Shazeer et al., 2017), or 'sigmoid' of each logit (DeepSeek-V3).
     normalize_gates: p of the p-norm that divides a token's k gates; 1.0 makes their sum 1 (Mixtral). None does not
@@ -65,15 +121,8 @@ class TopKRouter(nn.Module, kw_only=True):
       2024); None for all.
     group_score: of a group: 'max', the best of its experts' scores (DeepSeek-V2), or 'top2_sum', the sum of the two
       best, balance bias included (DeepSeek-V3: 2024).
-    use_bias: whether the logits have a bias (initially zero, tagged `no_decay`; gpt-oss).
-    jitter_eps: in training the input is multiplied by U(1 - eps, 1 + eps) (Switch: Fedus et al., 2022); needs the rng
-      `dropout`.
-    init_scale: variance scale of the kernel.
-    split_dims: of the kernel.
-    activation_split_dims: of the logits.
   """
 
-  num_experts: int
   num_selected: int
   score_function: str = 'softmax'
   normalize_gates: float | None = None
@@ -82,15 +131,8 @@ class TopKRouter(nn.Module, kw_only=True):
   num_groups: int = 1
   num_selected_groups: int | None = None
   group_score: Literal['max', 'top2_sum'] = 'max'
-  use_bias: bool = False
-  jitter_eps: float = 0.0
-  init_scale: float = 1.0
-  split_dims: SplitDims = ('embed', None)
-  activation_split_dims: SplitDims = ('batch', 'seq', None)
 
   def __post_init__(self):
-    if not 0.0 <= self.jitter_eps < 1.0:
-      raise UserError(f'jitter_eps={self.jitter_eps} must be at least 0 and less than 1.')
     if not 1 <= self.num_selected <= self.num_experts:
       raise UserError(
         f'num_selected={self.num_selected} must be at least 1 and at most num_experts={self.num_experts}.'
@@ -155,30 +197,6 @@ class TopKRouter(nn.Module, kw_only=True):
       balance_bias=bias,
     )
 
-  def _logits(self, x: jax.Array, *, train: bool) -> jax.Array:
-    """Returns float32 [B, T, E] for x [B, T, D]."""
-    x = x.astype(jnp.float32)
-    if train and self.jitter_eps:
-      low, high = 1.0 - self.jitter_eps, 1.0 + self.jitter_eps
-      x = x * jax.random.uniform(self.make_rng('dropout'), x.shape, jnp.float32, low, high)
-    kernel = declare_weight(
-      self,
-      'kernel',
-      shape=(x.shape[-1], self.num_experts),
-      init=FanInNormal(scale=self.init_scale),
-      split_dims=self.split_dims,
-      num_input_dims=1,
-    )
-    logits = jnp.einsum('btd,de->bte', x, kernel, precision='highest')
-    if self.use_bias:
-      logits = logits + self._per_expert('bias', tags=('no_decay',))[None, None, :]
-    return constrain(logits, self.activation_split_dims)
-
-  def _per_expert(self, name: str, tags: tuple[str, ...]) -> jax.Array:
-    """Declares a weight [E] that starts at zero."""
-    zeros = jax.nn.initializers.zeros
-    return declare_weight(self, name, shape=(self.num_experts,), init=zeros, split_dims=(None,), tags=tags)
-
   def _of_best_groups(self, preferences: jax.Array, num_selected: int) -> jax.Array:
     """Returns the preferences [B, T, E] with -inf for the experts of the groups that a token does not choose."""
     grouped = jax.lax.stop_gradient(preferences).reshape(*preferences.shape[:2], self.num_groups, -1)
@@ -189,6 +207,59 @@ class TopKRouter(nn.Module, kw_only=True):
     group_ids = top_k_ids(scores, num_selected, self.activation_split_dims)
     is_chosen = jnp.any(group_ids[..., None] == jnp.arange(self.num_groups)[None, None, None], axis=2)  # [B, T, groups]
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(preferences.shape)
+
+
+class ExpertChoiceRouter(Router, kw_only=True):
+  """Lets every expert take the C tokens with the highest scores in each group (Zhou et al., 2022).
+
+  All experts have the same load, and no assignment is dropped; a token may be taken by any number of experts, or by
+  none. Whether an expert takes a token depends on the scores of later tokens. In a causal language model the router
+  therefore looks ahead: its training loss is too low, and generation token by token cannot repeat its choices.
+
+  Scores are the softmax over the experts, and the gates are the scores of the chosen tokens. The earliest token wins a
+  tie. If a group has fewer than C real tokens, the remaining slots stay empty.
+
+  Router's fields and weight.
+
+  Fields:
+    capacity_factor: C = round(capacity_factor * S / E), at least 1 and at most S: the mean number of experts per token.
+    group_size: S: a divisor of T, or a multiple of T that divides B * T. None for one group per row.
+  """
+
+  capacity_factor: float = 2.0
+  group_size: int | None = None
+
+  def __post_init__(self):
+    if not self.capacity_factor > 0:
+      raise UserError(f'capacity_factor={self.capacity_factor} must be positive.')
+    super().__post_init__()
+
+  @nn.compact
+  def __call__(self, x: jax.Array, token_mask: jax.Array | None = None, *, train: bool = False) -> RouterOutput:
+    """Routes x [B, T, D]; token_mask is bool [B, T], or None if every token is real.
+
+    Raises:
+      UserError: group_size does not fit.
+    """
+    group_size = tokens_per_group(x.shape[0], x.shape[1], self.group_size)
+    capacity = expert_capacity(group_size, self.num_experts, factor=self.capacity_factor, min_capacity=1)
+    logits = self._logits(x, train=train)
+    scores = jax.nn.softmax(logits)
+    # [G, E, S]: the search for the best tokens runs over the last dim.
+    grouped = scores.reshape(-1, group_size, self.num_experts).swapaxes(1, 2)
+    preferences = grouped
+    if token_mask is not None:
+      group_mask = token_mask.reshape(-1, 1, group_size)
+      preferences = jnp.where(group_mask, preferences, -1.0)  # below every score
+    split_dims = self.activation_split_dims
+    token_ids = top_k_ids(preferences, capacity, None if split_dims is None else (split_dims[0], None, None))
+    if token_mask is not None:
+      is_real = jnp.take_along_axis(group_mask, token_ids, axis=-1)
+      token_ids = jnp.where(is_real, token_ids, group_size)
+    token_ids = checkpoint_name(token_ids, ROUTING_NAME)
+    gates = jnp.take_along_axis(grouped, token_ids, axis=-1, mode='fill', fill_value=0.0)
+    slots = Slots(token_ids=token_ids, gates=checkpoint_name(gates, ROUTING_NAME))
+    return RouterOutput(logits=logits, scores=scores, token_mask=token_mask, slots=slots)
 
 
 def top_k_ids(x: jax.Array, k: int, split_dims: SplitDims) -> jax.Array:

@@ -25,6 +25,7 @@ from spmd_tasks.layers.attention import (
 from spmd_tasks.layers.moe import (
   CapacityGather,
   Dropless,
+  ExpertChoiceRouter,
   Experts,
   MixtureOfExperts,
   TopKRouter,
@@ -204,6 +205,11 @@ def test_logit_columns_selects(rng):
 
 
 def test_what_looks_ahead_is_an_error():
-  model, batch = _model(_stack(_block(causal=False))), {'ids': np.ones((2, 4), np.int32)}
-  with pytest.raises(ValueError, match='causal=False'):
-    jax.eval_shape(lambda w: model.apply({'params': w}, batch, mutable='new_cache'), random_weights(model, batch))
+  looking_ahead = [_block(causal=False), _block(_experts(_ROOMY, ExpertChoiceRouter(num_experts=5)))]
+  for block, message in zip(looking_ahead, ('causal=False', 'cannot generate'), strict=True):
+    model = _model(_stack(block))
+    batch = {'ids': np.ones((2, 4), np.int32)}
+    with pytest.raises(ValueError, match=message):
+      jax.eval_shape(
+        lambda w, m=model, b=batch: m.apply({'params': w}, b, mutable='new_cache'), random_weights(model, batch)
+      )

@@ -21,11 +21,14 @@ def expert_ffn(x, up, down, gate):
   return (silu(x @ up) if gate is None else silu(x @ gate) * (x @ up)) @ down
 
 
-def places_by_loop(expert_ids, capacity):
+def places_by_loop(expert_ids, priorities, capacity):
   """[S, k] for one group's expert_ids [S, k], num_experts if not routed: the place in the expert's slots, or -1."""
+  tokens = range(len(expert_ids))
+  if priorities is not None:
+    tokens = sorted(tokens, key=lambda token: -priorities[token])
   places, num_used = np.full(expert_ids.shape, -1), {}
   for choice in range(expert_ids.shape[1]):
-    for token in range(len(expert_ids)):
+    for token in tokens:
       expert = expert_ids[token, choice]
       used = num_used.get(expert, 0)
       if used < capacity:
@@ -34,11 +37,16 @@ def places_by_loop(expert_ids, capacity):
   return places
 
 
-def kept_choices(expert_ids, num_experts, *, group_size, capacity):
+def kept_choices(expert_ids, num_experts, scores, *, group_size, capacity, priority='position'):
   """Bool [B, T, k]: which choices have a slot."""
   shape = expert_ids.shape
   groups = expert_ids.reshape(-1, group_size, shape[2])
-  kept = [(places_by_loop(ids, capacity) >= 0) & (ids < num_experts) for ids in groups]
+  grouped_scores = scores.reshape(-1, group_size, num_experts)
+  kept = []
+  for ids, group_scores in zip(groups, grouped_scores, strict=True):
+    first = np.minimum(ids[:, 0], num_experts - 1)
+    priorities = group_scores[np.arange(group_size), first] if priority == 'score' else None
+    kept.append((places_by_loop(ids, priorities, capacity) >= 0) & (ids < num_experts))
   return np.stack(kept).reshape(shape)
 
 

@@ -77,13 +77,7 @@ def balanced(num_selected):
   """E rows whose choices go round the experts, with even scores."""
   ids = (np.arange(E)[:, None, None] + np.arange(num_selected)[None, None, :]) % E
   logits = jnp.zeros((E, 1, E))
-  return RouterOutput(
-    logits=logits,
-    scores=jax.nn.softmax(logits),
-    token_mask=None,
-    expert_ids=jnp.asarray(ids),
-    gates=jnp.ones(ids.shape),
-  )
+  return RouterOutput(logits=logits, scores=jax.nn.softmax(logits), token_mask=None, expert_ids=jnp.asarray(ids))
 
 
 @pytest.mark.parametrize('num_selected', [1, 2, E])
@@ -101,9 +95,7 @@ def test_even_load_and_scores_give_k_and_divided_by_k_one(num_selected):
 def test_collapse_gives_the_greatest_loss_and_load():
   logits = jnp.full((B, T, E), -200.0).at[..., 2].set(200.0)
   ids = jnp.full((B, T, 1), 2)
-  routing = RouterOutput(
-    logits=logits, scores=jax.nn.softmax(logits), token_mask=None, expert_ids=ids, gates=jnp.ones(ids.shape)
-  )
+  routing = RouterOutput(logits=logits, scores=jax.nn.softmax(logits), token_mask=None, expert_ids=ids)
   np.testing.assert_allclose(load_balance_loss(routing), E, rtol=1e-6)
   statistics = routing_statistics(routing)
   np.testing.assert_array_equal(statistics['expert_load'], np.arange(E) == 2)

@@ -4,10 +4,11 @@ And what the gather form moves and saves.
 """
 
 import collections
+import contextlib
 import functools
 import re
 
-from capacity_reference import capacity_result, central_differences, kept_choices, quotients
+from capacity_reference import capacity_result, central_differences, expert_ffn, kept_choices, quotients
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,6 +21,7 @@ from spmd_tasks.layers.moe import (
   Experts,
   ExpertWeights,
   RouterOutput,
+  Slots,
 )
 from spmd_tasks.sharding import padding, sharding_scope, split_dims_to_partition_spec
 
@@ -86,6 +88,9 @@ jitted_value_and_gradients = jax.jit(value_and_gradients, static_argnums=0)
 CASES = {
   'plain': ({'capacity_factor': 1.0, 'min_capacity': 1}, 6, 2, False, False),
   'gated, with padding': ({'capacity_factor': 1.5, 'min_capacity': 1}, 6, 3, True, True),
+  'by score': (
+    {'capacity_factor': 1.0, 'min_capacity': 1, 'priority': 'score'}, 6, 2, False, True
+  ),
   'half a row': ({'capacity_factor': 1.0, 'min_capacity': 1, 'group_size': 3}, 3, 1, False, False),
   'two rows': ({'capacity_factor': 1.0, 'group_size': 12}, 12, 4, False, True),
   'nothing dropped': ({'capacity_factor': 0}, 6, 6, True, True),
@@ -99,7 +104,9 @@ def test_equals_a_loop_over_tokens(case, form, rng):
   x, cotangent = rng.normal(size=(2, 4, 6, 2))
   scores, expert_ids, gates = draw_routing(rng, x.shape[:2], 3, with_padding=with_padding)
   weights = draw_weights(rng, num_experts=3, model_dim=2, hidden_dim=3, gated=gated)
-  kept = kept_choices(expert_ids, 3, group_size=group_size, capacity=capacity)
+  kept = kept_choices(
+    expert_ids, 3, scores, group_size=group_size, capacity=capacity, priority=settings.get('priority', 'position')
+  )
   reference = functools.partial(capacity_result, expert_ids=expert_ids, kept=kept)
   arrays = [x, gates, *weights]
   expected = central_differences(lambda *arrays: np.sum(reference(*arrays) * cotangent), arrays)
@@ -156,6 +163,45 @@ UNSHARDED = dict.fromkeys(('batch', 'seq', 'act_embed', 'expert', 'expert_embed'
 def mesh_and_rules(axes, rules):
   mesh = Mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
   return mesh, tuple((UNSHARDED | rules).items())
+
+
+@both_forms
+@pytest.mark.parametrize('mesh_name', [None, 'T5X: experts 4, data 2'])
+def test_experts_that_chose_their_tokens(mesh_name, form, rng):
+  """Groups of 8 tokens over rows of 6; a token may be in several slots, or in none, and slots may be empty."""
+  x, cotangent = rng.normal(size=(2, 4, 6, 2))
+  up, down, _ = weights = draw_weights(rng, num_experts=3, model_dim=2, hidden_dim=3, gated=False)
+  token_ids = np.stack([[rng.permutation(8)[:4] for _ in range(3)] for _ in range(3)])
+  gates = rng.uniform(0.1, 1.0, token_ids.shape)
+  token_ids[1, :, 3], gates[1, :, 3] = 8, 0.0
+
+  def reference(x, gates, up, down):
+    tokens, result = x.reshape(3, 8, 2), np.zeros((3, 8, 2))
+    for group, expert, slot in np.ndindex(*token_ids.shape):
+      token = token_ids[group, expert, slot]
+      if token < 8:
+        y = expert_ffn(tokens[group, token], up[expert], down[expert], None)
+        result[group, token] += gates[group, expert, slot] * y
+    return result.reshape(x.shape)
+
+  arrays = [x, gates, up, down]
+  expected = central_differences(lambda *arrays: np.sum(reference(*arrays) * cotangent), arrays)
+  scores = jnp.full((4, 6, 3), 1 / 3)
+
+  def loss(x, gates, weights):
+    slots = Slots(token_ids=jnp.asarray(token_ids, jnp.int32), gates=gates)
+    routing = RouterOutput(logits=scores, scores=scores, token_mask=None, slots=slots)
+    y, ratios = form()(x, routing, weights, train=True)
+    return jnp.sum(y * cotangent), (y, quotients(ratios))
+
+  with contextlib.nullcontext() if mesh_name is None else sharding_scope(*mesh_and_rules(*MESHES[mesh_name][:2])):
+    (d_x, d_gates, d_weights), (y, statistics) = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(
+      jnp.asarray(x, jnp.float32), jnp.asarray(gates, jnp.float32), expert_weights(*weights)
+    )
+  np.testing.assert_allclose(y, reference(*arrays), rtol=1e-5, atol=1e-5)
+  for actual, gradient in zip((d_x, d_gates, d_weights.up, d_weights.down), expected, strict=True):
+    np.testing.assert_allclose(actual, gradient, rtol=1e-4, atol=1e-5)
+  assert statistics == {'fraction_dropped': 0.0, 'expert_usage': pytest.approx(33 / 36)}
 
 
 @both_forms
@@ -254,6 +300,7 @@ def test_eight_devices_compute_what_one_does(case, form, rng):
     ({'capacity_factor': -1.0}, 'capacity_factor=-1.0 must be positive, or 0'),
     ({'eval_capacity_factor': float('nan')}, 'eval_capacity_factor=nan must be positive, or 0'),
     ({'min_capacity': 0}, 'min_capacity=0 must be at least 1'),
+    ({'priority': 'gate'}, "priority='gate' must be 'position' or 'score'"),
   ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

@@ -1,5 +1,6 @@
 """Dropless on one device: a loop over assignments in float64, its options, and what it refuses."""
 
+import dataclasses
 import functools
 import re
 
@@ -8,7 +9,9 @@ from dropless_reference import (
   compute,
   draw_expert_ids,
   draw_inputs,
+  expert_weights,
   mesh_and_rules,
+  routing_of,
   value_and_gradients,
 )
 import jax
@@ -114,3 +117,10 @@ def test_no_remat_policy_sorts_twice(dispatch, policy, rng):
 def test_settings_that_make_no_sense(settings, message):
   with pytest.raises(ValueError, match=message):
     Dropless(**settings)
+
+
+def test_a_router_by_which_experts_choose(rng):
+  inputs, _ = draw_inputs(rng)
+  routing = dataclasses.replace(routing_of(draw_expert_ids(rng, 'mixed'), None), expert_ids=None)
+  with pytest.raises(ValueError, match='with this router experts choose: use CapacityGather or CapacityEinsum'):
+    Dropless()(inputs['x'], routing, expert_weights(inputs), train=True)

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe._capacity import assign_slots, expert_capacity, tokens_per_group
+from spmd_tasks.layers.moe._slots import assign_slots, expert_capacity, tokens_per_group
 
 
 @pytest.mark.parametrize(
@@ -38,27 +38,30 @@ def test_a_group_that_does_not_fit_is_refused(group_size):
 
 
 def draw(rng, *, num_groups=3, group_size=8, num_experts=4, num_choices=2):
-  """(expert_ids [G, S, k] without repetition within a token, some tokens not routed; gates)."""
+  """(expert_ids [G, S, k] without repetition within a token, some tokens not routed; gates; priorities with ties)."""
   shape = (num_groups, group_size)
   expert_ids = np.argsort(rng.random((*shape, num_experts)), axis=-1)[..., :num_choices]
   expert_ids[:, ::3] = np.minimum(expert_ids[:, ::3], 1)  # crowd two of them
   expert_ids[rng.random(shape) < 0.2] = num_experts
   gates = np.where(expert_ids < num_experts, rng.uniform(0.1, 1.0, expert_ids.shape), 0.0)
-  return expert_ids.astype(np.int32), gates.astype(np.float32)
+  priorities = rng.integers(0, 3, shape)
+  return expert_ids.astype(np.int32), gates.astype(np.float32), priorities.astype(np.float32)
 
 
 @pytest.mark.parametrize('capacity', [1, 2, 8])
-def test_slots_are_given_as_by_a_loop(capacity, rng):
-  expert_ids, gates = draw(rng)
+@pytest.mark.parametrize('by_priority', [False, True])
+def test_slots_are_given_as_by_a_loop(by_priority, capacity, rng):
+  expert_ids, gates, priorities = draw(rng)
   num_groups, group_size, num_choices = expert_ids.shape
+  priorities = priorities if by_priority else None
   assign = jax.jit(lambda *args: assign_slots(*args, num_experts=4, capacity=capacity))
-  assignment = assign(expert_ids, gates)
+  assignment = assign(expert_ids, gates, priorities)
   token_ids = np.full((num_groups, 4, capacity), group_size)
   slot_gates = np.zeros((num_groups, 4, capacity), np.float32)
   positions = np.full(expert_ids.shape, 4 * capacity)
   kept_gates = np.zeros_like(gates)
   for group in range(num_groups):
-    places = places_by_loop(expert_ids[group], capacity)
+    places = places_by_loop(expert_ids[group], None if priorities is None else priorities[group], capacity)
     for token, choice in np.ndindex(group_size, num_choices):
       expert, place = expert_ids[group, token, choice], places[token, choice]
       if expert < 4 and place >= 0:
@@ -66,7 +69,7 @@ def test_slots_are_given_as_by_a_loop(capacity, rng):
         slot_gates[group, expert, place] = kept_gates[group, token, choice] = gates[group, token, choice]
         positions[group, token, choice] = expert * capacity + place
   assert (positions == 4 * capacity).any()
-  np.testing.assert_array_equal(assignment.token_ids, token_ids)
-  np.testing.assert_array_equal(assignment.slot_gates, slot_gates)
+  np.testing.assert_array_equal(assignment.slots.token_ids, token_ids)
+  np.testing.assert_array_equal(assignment.slots.gates, slot_gates)
   np.testing.assert_array_equal(assignment.positions, positions)
   np.testing.assert_array_equal(assignment.gates, kept_gates)

@@ -19,6 +19,7 @@ from spmd_tasks.layers.moe import (
   CapacityEinsum,
   CapacityGather,
   Dropless,
+  ExpertChoiceRouter,
   Experts,
   MixtureOfExperts,
   TopKRouter,
@@ -41,11 +42,14 @@ CIRCULAR = {'schedule': 'circular', 'num_repeats': 2}
 ONE_F_ONE_B = {'schedule': 'one_forward_one_backward'}
 TOP_K = TopKRouter(num_experts=E, num_selected=K, normalize_gates=1.0)
 BIASED = TopKRouter(num_experts=E, num_selected=K, score_function='sigmoid', balance_bias=True)
+BY_EXPERTS = ExpertChoiceRouter(num_experts=E, group_size=2 * T)
 
 
 def groups_of(num_rows, form, **settings):
   return form(capacity_factor=1.0, min_capacity=1, group_size=num_rows * T, **settings)
 
+
+BY_SCORE = groups_of(4, CapacityEinsum, priority='score')
 
 # name: layers, layout, the pipeline, router, computation, shards of the balance loss
 CASES = {
@@ -53,10 +57,13 @@ CASES = {
     2, 'stage 2 x data 4', {'num_microbatches': 4}, BIASED, groups_of(2, CapacityGather), 2
   ),
   'circular, four shards in a microbatch': (
-    4, 'layers 2 x data 2', {'num_microbatches': 2, **CIRCULAR}, TOP_K, groups_of(4, CapacityEinsum), 8
+    4, 'layers 2 x data 2', {'num_microbatches': 2, **CIRCULAR}, TOP_K, BY_SCORE, 8
   ),
   'one forward, one backward, uneven layers, dropless': (
     3, 'stage 2 x data 2 x expert 2', {'num_microbatches': 4, **ONE_F_ONE_B}, BIASED, Dropless(), 2
+  ),
+  'experts choose from groups of 2 rows': (
+    2, 'stage 2 x data 4', {'num_microbatches': 4}, BY_EXPERTS, CapacityGather(), 4
   ),
 }  # fmt: skip
 
@@ -203,7 +210,7 @@ def reference(weights, num_shards, group_size, capacity):
     num_tokens = is_real[rows].sum()
     f, p = counts[rows].sum(0) / num_tokens, scores[rows][is_real[rows]].mean(0)
     losses.append(E * np.sum(f * p))
-  kept = kept_choices(ids, E, group_size=group_size, capacity=capacity)
+  kept = kept_choices(ids, E, scores, group_size=group_size, capacity=capacity)
   total = counts.sum(0)
   return {
     'load_balance_loss': np.mean(losses),

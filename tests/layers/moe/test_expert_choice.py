@@ -1,0 +1,104 @@
+"""Expert choice against a float64 reference that goes group by group and expert by expert."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.layers.moe import ExpertChoiceRouter, load_balance_loss, routing_sums
+
+B, T, D, E = 4, 6, 5, 3
+
+
+def draw(rng):
+  x, kernel = rng.normal(size=(B, T, D)).astype(np.float32), rng.normal(size=(D, E)).astype(np.float32)
+  mask = rng.random((B, T)) < 0.7
+  mask[1] = False  # a row without tokens
+  return x, kernel, mask
+
+
+def route(x, kernel, mask, **settings):
+  router = ExpertChoiceRouter(num_experts=E, **settings)
+  return jax.jit(router.apply)({'params': {'kernel': kernel}}, x, mask)
+
+
+def reference(x, kernel, mask, *, group_size, capacity):
+  exps = np.exp(x.astype(np.float64) @ kernel)
+  scores = (exps / exps.sum(-1, keepdims=True)).reshape(-1, group_size, E)
+  mask = mask.reshape(-1, group_size)
+  ids = np.full((len(scores), E, capacity), group_size)
+  gates = np.zeros(ids.shape)
+  for g, e in np.ndindex(len(scores), E):
+    best = [s for s in np.argsort(-scores[g, :, e], kind='stable') if mask[g, s]][:capacity]
+    ids[g, e, : len(best)] = best
+    gates[g, e, : len(best)] = scores[g, best, e]
+  return ids, gates
+
+
+@pytest.mark.parametrize(
+  'capacity_factor, group_size, capacity',
+  [
+    (1.0, None, 2),
+    (2.0, None, 4),
+    (0.01, None, 1),  # at least one slot
+    (99.0, None, 6),  # at most the whole group
+    (1.6, 3, 2),  # half a row; 1.6 is rounded
+    (1.0, 2 * T, 4),  # two rows
+    (1.0, B * T, 8),  # one group
+  ],
+)
+def test_is_the_reference(capacity_factor, group_size, capacity, rng):
+  x, kernel, mask = draw(rng)
+  routing = route(x, kernel, mask, capacity_factor=capacity_factor, group_size=group_size)
+  ids, gates = reference(x, kernel, mask, group_size=group_size or T, capacity=capacity)
+  assert (routing.expert_ids, routing.gates) == (None, None)
+  assert (routing.slots.token_ids.dtype, routing.slots.gates.dtype) == ('int32', 'float32')
+  np.testing.assert_array_equal(routing.slots.token_ids, ids)
+  np.testing.assert_allclose(routing.slots.gates, gates, rtol=1e-5, atol=1e-7)
+
+
+def test_gradient_of_the_gates_is_that_of_the_scores(rng):
+  x, kernel, mask = draw(rng)
+  ids, _ = reference(x, kernel, mask, group_size=T, capacity=2)
+  cotangent = rng.normal(size=ids.shape).astype(np.float32)
+  chosen = ids[..., None] == np.arange(T)
+
+  def chosen_scores(kernel):
+    scores = jax.nn.softmax(jnp.einsum('btd,de->bte', x, kernel))
+    return jnp.sum(jnp.einsum('becs,bse->bec', chosen.astype(np.float32), scores) * cotangent)
+
+  grad = jax.grad(lambda k: jnp.sum(route(x, k, mask, capacity_factor=1.0).slots.gates * cotangent))(kernel)
+  np.testing.assert_allclose(grad, jax.grad(chosen_scores)(kernel), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize('group_size', [None, 2 * T])
+def test_losses_and_statistics_count_slots(group_size, rng):
+  x, kernel, mask = draw(rng)
+  routing = route(x, kernel, mask, capacity_factor=1.5, group_size=group_size)
+  ids, gates = np.asarray(routing.slots.token_ids), np.asarray(routing.slots.gates, np.float64)
+  filled = ids < (group_size or T)
+  counts, scores = filled.sum((0, 2)), np.asarray(routing.scores, np.float64)[mask].mean(0)
+  statistics = jax.jit(lambda r: routing_sums(r).values())(routing)
+  np.testing.assert_allclose(statistics['expert_load'], counts / counts.sum(), rtol=1e-6)
+  np.testing.assert_allclose(statistics['router_confidence'], gates.sum() / counts.sum(), rtol=1e-6)
+  np.testing.assert_allclose(statistics['load_balance_loss'], E * (counts / mask.sum() * scores).sum(), rtol=1e-5)
+  np.testing.assert_allclose(
+    load_balance_loss(routing_sums(routing, divide_by_k=True)),
+    E * (counts / counts.sum() * scores).sum(),
+    rtol=1e-5,
+  )
+  normalizers = np.log(np.exp(np.asarray(routing.logits, np.float64)).sum(-1))
+  np.testing.assert_allclose(statistics['router_z_loss'], (normalizers[mask] ** 2).mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'group_size': 4}, 'group_size=4 does not fit a batch of 4 rows of 6 tokens'),
+    ({'group_size': 0}, 'group_size=0 does not fit'),
+    ({'capacity_factor': 0.0}, 'capacity_factor=0.0 must be positive'),
+  ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message, rng):
+  with pytest.raises(ValueError, match=message):
+    route(*draw(rng), **settings)
