@@ -54,8 +54,8 @@ class InstructionTuning(PretrainedLanguageModel):
     special = FolderTokenizer(path=str(self.folder.path)).special_tokens
     return dataclasses.replace(
       given,
-      bos_token=given.bos_token or special.get('bos_token', ''),
-      eos_token=given.eos_token or special.get('eos_token', ''),
+      bos_token=special.get('bos_token', ''),
+      eos_token=special.get('eos_token', ''),
       writes_bos=True,
     )
 
