@@ -36,7 +36,7 @@ from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.programs.decoded_file import DecodedFile, outputs_record, request_record
 from spmd_tasks.programs.hooks import PreemptedError
-from spmd_tasks.programs.progress import make_progress
+from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import DecodesBatches, make_writer
@@ -97,7 +97,7 @@ def decode(
       steps = DecodeSteps(model)
       decoder, storage = Decoder(job, steps, sources, job_log_dir, output_path, on_step), steps.storage
     else:
-      progress = make_progress(len(sources), 0, primary=is_primary())
+      progress = Progress(len(sources), 0, primary=is_primary())
       stack.callback(progress.close)
       tensorboard = job.experiment.tensorboard
       decoder = task.make_decoder(
@@ -223,7 +223,7 @@ class Decoder:
     file = DecodedFile(path, [each.record for each in wanted])
     set_activity(None)
     first = primary_decides(file.num_done, 'num_decoded', limit_s=LOOK_LIMIT_S)
-    progress = make_progress(len(wanted), first, primary=is_primary())
+    progress = Progress(len(wanted), first, primary=is_primary())
     progress.message(f'step {step}  decode {name}: {len(wanted)} prompts to {path}')
     began = time.perf_counter()
     lengths: list[int] = []

@@ -35,7 +35,7 @@ from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import Batches, Prefetcher, State, data_of
 from spmd_tasks.programs.hooks import PreemptedError
-from spmd_tasks.programs.progress import format_metrics, make_progress
+from spmd_tasks.programs.progress import Progress, format_metrics
 from spmd_tasks.programs.restore import checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import (
@@ -100,7 +100,7 @@ def evaluate(
     checkpointer = saved.open_checkpoints(read_only=True)
     stack.callback(checkpointer.close)
     stack.callback(evaluator.close)
-    progress = make_progress(len(job.eval_inputs), 0, primary=is_primary())
+    progress = Progress(len(job.eval_inputs), 0, primary=is_primary())
     stack.callback(progress.close)
     try:
       for variables, restored in checkpoints_to_use(

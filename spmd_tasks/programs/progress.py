@@ -1,17 +1,15 @@
-"""Shows a job's progress on stderr: a bar on terminals, one line per logged step elsewhere.
+"""Progress: shows a job's steps on stderr, by a bar on terminals, by one line per logged step elsewhere.
 
-Usage:
-
-    progress = make_progress(num_train_steps, first_step, primary=True)
-    progress.step(7)                      # every finished step
-    progress.log(7, metrics, own)         # every logged step; `own`: names of an own loss's metrics
-    progress.message('step 7  eval valid: ' + format_metrics(metrics))
+progress = Progress(num_train_steps, first_step, primary=True)
+progress.step(7)                      # every finished step
+progress.log(7, metrics, own)         # every logged step; `own`: names of an own loss's metrics
+progress.message('step 7  eval valid: ' + format_metrics(metrics))
 """
 
 from collections.abc import Sequence
 import sys
 import time
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -20,80 +18,42 @@ from spmd_tasks.runtime import Metrics, scalars
 _MAX_OWN = 4
 
 
-class Progress(Protocol):
-  """Receives every finished step, the metrics of logged steps, and messages."""
+class Progress:
+  """Shows finished steps, the metrics of logged ones (a bar has the newest loss beside it), and messages above the bar.
 
-  def step(self, step: int) -> None: ...
+  Processes other than process 0 show nothing.
+  """
 
-  def log(self, step: int, metrics: Metrics, own: Sequence[str] = ()) -> None: ...
-
-  def message(self, text: str) -> None: ...
-
-  def close(self) -> None: ...
-
-
-class BarProgress:
-  """A tqdm bar whose postfix shows the newest loss; messages scroll above it."""
-
-  def __init__(self, total: int, initial: int, stream: TextIO):
-    self._stream = stream
-    self._bar = tqdm(total=total, initial=initial, unit='step', file=stream, dynamic_ncols=True, mininterval=0.2)
+  def __init__(self, total: int, initial: int, *, primary: bool, stream: TextIO | None = None):
+    self._total, self._is_shown, self._stream = total, primary, stream or sys.stderr
+    self._bar: tqdm | None = None
+    if primary and self._stream.isatty():
+      settings = {'unit': 'step', 'dynamic_ncols': True, 'mininterval': 0.2}
+      self._bar = tqdm(total=total, initial=initial, file=self._stream, **settings)
 
   def step(self, step: int) -> None:
-    self._bar.update(step - self._bar.n)
+    """Takes a finished step."""
+    if self._bar is not None:
+      self._bar.update(step - self._bar.n)
 
   def log(self, step: int, metrics: Metrics, own: Sequence[str] = ()) -> None:
-    self._bar.set_postfix_str(_summary(metrics, own), refresh=False)
+    """Takes a logged step's metrics; `own` names those that an own loss has returned."""
+    if self._bar is not None:
+      self._bar.set_postfix_str(_summary(metrics, own), refresh=False)
+    else:
+      self.message(f'step {step}/{self._total}  {_summary(metrics, own)}')
 
   def message(self, text: str) -> None:
-    self._bar.write(text, file=self._stream)
+    """Shows a line, with the time of day where there is no bar."""
+    if self._bar is not None:
+      self._bar.write(text, file=self._stream)
+    elif self._is_shown:
+      print(time.strftime('%H:%M:%S'), text, file=self._stream, flush=True)
 
   def close(self) -> None:
-    self._bar.close()
-
-
-class LineProgress:
-  """Prints one line per logged step, with the time of day."""
-
-  def __init__(self, total: int, stream: TextIO):
-    self._total = total
-    self._stream = stream
-
-  def step(self, step: int) -> None:
-    pass
-
-  def log(self, step: int, metrics: Metrics, own: Sequence[str] = ()) -> None:
-    self.message(f'step {step}/{self._total}  {_summary(metrics, own)}')
-
-  def message(self, text: str) -> None:
-    print(time.strftime('%H:%M:%S'), text, file=self._stream, flush=True)
-
-  def close(self) -> None:
-    pass
-
-
-class SilentProgress:
-  """Shows nothing, for processes other than process 0."""
-
-  def step(self, step: int) -> None:
-    pass
-
-  def log(self, step: int, metrics: Metrics, own: Sequence[str] = ()) -> None:
-    pass
-
-  def message(self, text: str) -> None:
-    pass
-
-  def close(self) -> None:
-    pass
-
-
-def make_progress(total: int, initial: int, *, primary: bool, stream: TextIO | None = None) -> Progress:
-  """Makes a bar if the stream (default: stderr) is a terminal, else lines; shows nothing if not `primary`."""
-  stream = stream or sys.stderr
-  if not primary:
-    return SilentProgress()
-  return BarProgress(total, initial, stream) if stream.isatty() else LineProgress(total, stream)
+    """Ends the bar."""
+    if self._bar is not None:
+      self._bar.close()
 
 
 def format_metrics(metrics: Metrics) -> str:

@@ -36,7 +36,7 @@ from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
 from spmd_tasks.programs.interval_hooks import CopyToPeers, Evaluate, Sample, SaveCheckpoints
 from spmd_tasks.programs.job_directory import claim, write_config
-from spmd_tasks.programs.progress import make_progress
+from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.report_hooks import CountGoodput, LogMetrics, Profile, ReportEnd, ShowProgress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_init
 from spmd_tasks.programs.saved_steps import SavedSteps
@@ -137,7 +137,7 @@ def train(
       with storage_errors(job_log_dir):
         write_config(job_log_dir, config_json)
         saved.record(run.checkpointer.latest_step() or 0)
-    run.progress = make_progress(experiment.num_train_steps, run.first_step, primary=is_primary())
+    run.progress = Progress(experiment.num_train_steps, run.first_step, primary=is_primary())
     stack.callback(run.progress.close)
     run.message(_describe(model, origin))
     run.loop = TrainingLoop(
