@@ -5,12 +5,12 @@
     code = train.train(job, job_log_dir, emergency=EmergencyExit(), clock=StartupClock(), config_json='{}')
 
 `train`, `eval`, `decode` and `preview` are modules. Each has one function that takes a built experiment (`Job`), runs
-it to its end and returns an exit code. Read `train.py` first, from top to bottom: it restores or initialises a state,
-iterates over the outcomes of steps, and logs, saves and evaluates in the body of that loop. Then read
-`training_loop.py` (why the host launches a step before it knows how the last one ended), `interval_actions.py` (what
-the loop's body calls at intervals), `early_end.py` (who ends it early), `eval.py` (Evaluator), `restore.py` (what a
-program starts from), `saved_steps.py` (a lost job never starts again unasked), `job_directory.py` (one running job a
-directory), `goodput.py`, `timing.py` and `progress.py` (what a job reports).
+it to its end and returns an exit code. Read `train.py` first, from top to bottom: it opens a job, restores or
+initialises its state, runs its steps and ends; all else is done by its hooks, in the order of `job_hooks`. Then read
+`hooks.py` (TrainHook and TrainRun), `interval_hooks.py` (what uses the state: checkpoints, evals, ...),
+`report_hooks.py` (what reports), `early_end.py`, `training_loop.py` (why the host launches a step before it knows how
+the last one ended), `restore.py` (what a program starts from), `saved_steps.py` (a lost job never starts again unasked)
+and `job_directory.py` (one running job a directory).
 
 The other names below are imported when they are first used, so that a mode imports no more than it runs.
 """

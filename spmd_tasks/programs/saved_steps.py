@@ -4,9 +4,8 @@
     checkpointer = saved.open_checkpoints(max_to_keep=3)  # records each save; refuses an empty directory after one
     saved.begin_anew()                                    # --begin_anew: sets aside what the lost job has left
 
-A store that is not mounted looks like a new job: `checkpoints/` is gone or empty. Other files tell the two apart. The
-record, `newest_checkpoint.json`, is replaced after each save. A job of an older version has no record; its metrics tell
-that it went so far that a save must have been complete. A job that was ended before its first save begins again.
+A store that is not mounted looks like a new job: `checkpoints/` is gone or empty. The record tells the two apart:
+`newest_checkpoint.json`, which is replaced after each save. A job that was ended before its first save begins again.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from absl import logging
 from etils import epath
 
 from spmd_tasks.checkpoints import PEER_COPIES_FILE, CheckpointDirectory, Checkpointer
-from spmd_tasks.files import glob_below, is_remote, read_text, storage_errors, sync_path, write_durably
+from spmd_tasks.files import glob_below, read_text, storage_errors, sync_path, write_durably
 from spmd_tasks.programs.job_directory import (
   CONFIG_FILE,
   GOODPUT_FILE,
@@ -26,7 +25,7 @@ from spmd_tasks.programs.job_directory import (
   PARAMETERS_FILE,
   STARTUP_FILE,
 )
-from spmd_tasks.runtime import METRICS_FILE, read_jsonl
+from spmd_tasks.runtime import METRICS_FILE
 
 # What a job leaves beside its checkpoints. The record comes last: as long as it is there, the loss is noticed.
 _LEFT = (
@@ -74,17 +73,16 @@ class SavedSteps:
     """Says by which file it is known that a checkpoint was saved; None if nothing speaks for it.
 
     Raises:
-      StorageError: a file is there, but cannot be read.
+      StorageError: the file is there, but cannot be read.
     """
     with storage_errors(self._job_log_dir):
       try:
-        step = json.loads(read_text(self._record))['step']
-        return f'{self._record} says that step {step} was saved' if int(step) > 0 else None
+        step = int(json.loads(read_text(self._record))['step'])
       except FileNotFoundError:
-        pass
-      except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        logging.warning('%s cannot be read (%s): looking at the metrics instead.', self._record, error)
-      return self._witness_of_metrics()
+        return None
+      except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return f'{self._record}, which names the newest one, is damaged'
+    return f'{self._record} says that step {step} was saved' if step > 0 else None
 
   def begin_anew(self) -> None:
     """Sets aside what the job has left, if it has no checkpoint to go on from.
@@ -112,20 +110,6 @@ class SavedSteps:
       _move(incomplete, self._checkpoints / name)
       _move(left, aside)
     logging.warning('--begin_anew: what the job has left is now in %s.', aside)
-
-  def _witness_of_metrics(self) -> str | None:
-    """Looks how far the metrics go. The second save waits for the first, and follows the metrics of its step."""
-    try:
-      config = json.loads(read_text(self._job_log_dir / CONFIG_FILE))['config']
-      last, every = config['num_train_steps'], config['checkpoint_every_steps'] or float('inf')
-    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
-      return None
-    for path in (self._job_log_dir, *_children(self._job_log_dir / 'eval')):
-      if not is_remote(path) and (path / METRICS_FILE).exists():
-        step = max(read_jsonl(path), default=0)
-        if step >= last or step > 2 * every:
-          return f'{path / METRICS_FILE} has step {step} of a job that saved every {config["checkpoint_every_steps"]}'
-    return None
 
 
 def _children(path: epath.Path) -> list[epath.Path]:

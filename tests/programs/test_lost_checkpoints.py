@@ -36,23 +36,12 @@ def only_partial(directory):
     (directory / 'checkpoints' / f'checkpoint_{step:08d}.partial' / 'state').mkdir(parents=True)
 
 
-def without_record(directory):
-  (directory / RECORD).unlink()
-
-
-def only_eval_metrics(directory):
-  without_record(directory)
-  (directory / 'metrics.jsonl').unlink()
-
-
 LOSSES = {
   'gone': (lambda directory: None, 'does not exist, but .*step 20'),
   'empty': (lambda directory: (directory / 'checkpoints').mkdir(), 'holds no complete checkpoint, but .*step 20'),
   'a link to an empty mount point': (link_to_mount_point, 'holds no complete checkpoint, but .*step 20'),
   'all partial': (only_partial, 'holds no complete checkpoint, but .*step 20'),
-  'of an older version, without a record': (without_record, r'metrics\.jsonl has step 20'),
-  'of an older version, evaluated beside': (only_eval_metrics, r'eval/ragged/metrics\.jsonl has step 20'),
-  'a record that is damaged': (lambda directory: (directory / RECORD).write_bytes(b'\0\0'), r'jsonl has step 20'),
+  'a record that is damaged': (lambda directory: (directory / RECORD).write_bytes(b'\0\0'), r'json, .* is damaged'),
 }
 
 
