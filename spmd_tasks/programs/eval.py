@@ -266,7 +266,7 @@ class Evaluator:
     """Returns the step for a batch of a set, and the batch on the mesh."""
     step = self._steps[name]
     if isinstance(given := self._inputs[name], Batches) and given.gives_whole_batches:
-      batch = given.as_specified(batch)
+      batch = given.as_specified(dict(batch))
       step = self._steps_by_shape.of(batch)  # a smaller last batch has a step of its own
       return step, step.place(step.layout.own_rows(batch))
     if getattr(self._inputs[name], 'shapes_may_vary', False):

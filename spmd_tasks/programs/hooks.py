@@ -128,6 +128,7 @@ class TrainRun:
   Attributes:
     job, job_log_dir: the built experiment, and the job's directory.
     model: the partitioned model.
+    hooks: all hooks of the job, in their order.
     clock: counts the phases before the first step.
     goodput: counts where the time goes.
     stack: closes at the job's end, newest first, what hooks have opened: `run.stack.enter_context(...)`.
@@ -139,7 +140,7 @@ class TrainRun:
     checkpointer: saves and restores (from `restore` on).
 
     progress: shows steps, metrics and messages (from `start` on).
-    first_step: the step after which this process goes on.
+    first_step, origin: the step after which this process goes on, and a phrase about where its state is from.
     loop: launches the steps; has the state, the input's position and counts.
     batches: takes them from the input (from `before_loop` on).
     evals: the newest ones.
@@ -166,14 +167,14 @@ class TrainRun:
     self.job = job
     self.job_log_dir = job_log_dir
     self.model = model
+    self.hooks = tuple(hooks)
     self.clock = clock
     self.goodput = goodput
     self.stack = stack
     self.end_reason: str | None = None
     self.base: Callable[[], Mapping[str, str]] | None = None
-    self.first_step = -1
+    self.first_step, self.origin = -1, ''
     self.evals = NewestEvals()
-    self._hooks = tuple(hooks)
     self._guard = guard
 
   @property
@@ -204,7 +205,7 @@ class TrainRun:
 
   def is_awaited(self, step: int) -> bool:
     """Returns whether a hook needs the state after this step, or there is no step after it."""
-    return step >= self.experiment.num_train_steps or any(hook.needs_state(step) for hook in self._hooks)
+    return step >= self.experiment.num_train_steps or any(hook.needs_state(step) for hook in self.hooks)
 
   def should_stop(self) -> bool:
     """Whether SIGTERM or Ctrl-C asks for an end. Every process asks at the same points, because calls are counted."""

@@ -31,6 +31,14 @@ from spmd_tasks.runtime import (
   model_flops_per_train_step,
   peak_flops_per_device,
 )
+from spmd_tasks.sharding import (
+  SPLIT_BY_DEFAULT,
+  even_spec,
+  infer_partition_spec_based_on_rank,
+  is_quantized,
+  num_parts,
+  spec_axes,
+)
 
 
 class CountGoodput(TrainHook):
@@ -53,9 +61,10 @@ class CountGoodput(TrainHook):
 
 
 class ShowProgress(TrainHook):
-  """Reports how long the first step took to come, every step that is finished, and every one that was skipped."""
+  """Describes the model, and reports the time until the first step, every finished step, and every skipped one."""
 
   def start(self, run: TrainRun) -> None:
+    run.message(_describe(run.model, run.origin))
     if is_primary():
       with storage_errors(run.job_log_dir / PARAMETERS_FILE):
         write_durably(run.job_log_dir / PARAMETERS_FILE, format_parameter_table(run.model) + '\n')
@@ -244,3 +253,45 @@ def _peak_steps_per_second(model: PartitionedModel) -> float | None:
     model.task, model.input_layout.spec, model.abstract_state.variables, model.weight_specs
   )
   return peak * model.mesh.size / flops
+
+
+def _describe(model: PartitionedModel, origin: str) -> str:
+  axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
+  padding = f', {100 * model.padding_waste:.1f}% more stored as padding' if model.padding_waste else ''
+  trained = ''
+  if model.has_frozen_weights:
+    share = model.num_trained_params / model.total_num_params
+    trained = f', {model.num_trained_params:,} of them trained ({share:.2%})'
+  specs = [spec for spec in jax.tree.leaves(model.weight_specs, is_leaf=is_quantized) if not is_quantized(spec)]
+  whole = sum(math.prod(spec.shape) for spec in specs if len(spec.shape) > 1 and not any(spec.split_dims))
+  if whole and model.mesh.size > 1:
+    trained += f', {whole:,} of them in kernels without split dims, whole on every device'
+  by_default = [spec for spec in specs if SPLIT_BY_DEFAULT in spec.tags]
+  if by_default and model.mesh.size > 1:
+    count, name = sum(math.prod(spec.shape) for spec in by_default), next(filter(None, by_default[0].split_dims))
+    trained += f', {count:,} of them in kernels without split dims, whose largest dim is split as {name!r}'
+  devices = f'{model.mesh.size} {jax.devices()[0].platform} devices'
+  return (
+    f'{model.total_num_params:,} parameters{trained}{padding}, mesh {axes} ({devices}), {origin}{_uneven_rows(model)}'
+  )
+
+
+def _uneven_rows(model: PartitionedModel) -> str:
+  """Says so if the devices that split a batch, or a microbatch of the learner, do not divide its rows."""
+  mesh, true = model.mesh, next(iter(model.input_layout.spec.values()))
+  spec = infer_partition_spec_based_on_rank(
+    len(true.shape), model.inputs_split_mapping, mesh.axis_names, model.axis_rules
+  )
+  if spec is None:
+    return ''
+  num_microbatches = model.task.learner.num_microbatches
+  num_rows = true.shape[0] // num_microbatches
+  even = even_spec(spec, (num_rows,), mesh.shape)
+  wanted, used = (num_parts(spec_axes(each, len(each))[0], mesh.shape) for each in (spec, even))
+  if wanted == used:
+    return ''
+  part = 'microbatch' if num_microbatches > 1 else 'batch'
+  return (
+    f'; the rows of a {part}, {num_rows}, are no multiple of the {wanted} devices that split them, so each computes '
+    f'{num_rows // used}: a multiple of {wanted} is faster'
+  )

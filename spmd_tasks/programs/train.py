@@ -3,7 +3,6 @@
 The loop knows only steps. Everything that is done beside them is a TrainHook (hooks.py), in the order of `job_hooks`.
 """
 
-from collections.abc import Sequence
 import contextlib
 import functools
 import math
@@ -43,22 +42,14 @@ from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.timing import StartupClock
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
 from spmd_tasks.runtime import PartitionedModel, TrainState, base_of, check_state_fits
-from spmd_tasks.sharding import (
-  SPLIT_BY_DEFAULT,
-  even_spec,
-  infer_partition_spec_based_on_rank,
-  is_quantized,
-  num_parts,
-  spec_axes,
-)
 
 
 def job_hooks(job: Job) -> tuple[TrainHook, ...]:
   """Returns what a job does beside its steps, in the order in which each method of the hooks is called."""
   return (
     CountGoodput(),  # first: the time of the others is not that of steps
-    *wings.train_hooks(job),
     ShowProgress(),
+    *wings.train_hooks(job),
     LogMetrics(),
     SaveCheckpoints(),  # before evals: a checkpoint is written while they run, and one that fails loses nothing
     CopyToPeers(),
@@ -124,32 +115,7 @@ def train(
       hook.open(run)
 
     # Restore.
-    run.checkpointer = saved.open_checkpoints(
-      base=run.base,
-      max_to_keep=experiment.checkpoint_max_to_keep,
-      keep_every_n_steps=experiment.checkpoint_keep_every_steps,
-      keep_every_hours=experiment.checkpoint_keep_every_hours,
-    )
-    stack.callback(run.checkpointer.close)
-    with clock.phase('init or restore'), goodput.spend('checkpoint_restore'):
-      state, run.first_step, origin = _restore(run, hooks, iterator)
-    if is_primary():  # now that the checkpoint has not refused the job
-      with storage_errors(job_log_dir):
-        write_config(job_log_dir, config_json)
-        saved.record(run.checkpointer.latest_step() or 0)
-    run.progress = Progress(experiment.num_train_steps, run.first_step, primary=is_primary())
-    stack.callback(run.progress.close)
-    run.message(_describe(model, origin))
-    run.loop = TrainingLoop(
-      train_step=model.train_step,
-      state=state,
-      num_train_steps=experiment.num_train_steps,
-      max_consecutive_skips=job.task.learner.max_consecutive_skips,
-      is_awaited=run.is_awaited,
-      platform=next(iter(state.step.devices())).platform,
-      on_activity=run.watchdog.beat,
-      should_stop=lambda: run.end_reason is not None or guard.should_stop(),
-    )
+    _restore(run, saved, iterator, config_json)
     for hook in hooks:
       hook.start(run)
     run.batches = _start_input(run, iterator)
@@ -165,7 +131,7 @@ def train(
         return exit_codes.OK
 
       # Loop.
-      _run_steps(run, hooks)
+      _run_steps(run)
 
       # End.
       for hook in hooks:
@@ -228,10 +194,40 @@ def _claim(run: TrainRun, *, begin_anew: bool) -> SavedSteps:
   return saved
 
 
-def _restore(run: TrainRun, hooks: Sequence[TrainHook], iterator: InputIterator) -> tuple[TrainState, int, str]:
+def _restore(run: TrainRun, saved: SavedSteps, iterator: InputIterator, config_json: str) -> None:
+  """Opens the checkpoints, gives `run` its first state, and records config and newest step now that nothing refuses."""
+  job, experiment = run.job, run.experiment
+  run.checkpointer = saved.open_checkpoints(
+    base=run.base,
+    max_to_keep=experiment.checkpoint_max_to_keep,
+    keep_every_n_steps=experiment.checkpoint_keep_every_steps,
+    keep_every_hours=experiment.checkpoint_keep_every_hours,
+  )
+  run.stack.callback(run.checkpointer.close)
+  with run.clock.phase('init or restore'), run.goodput.spend('checkpoint_restore'):
+    state, run.first_step, run.origin = _first_state(run, iterator)
+  if is_primary():
+    with storage_errors(run.job_log_dir):
+      write_config(run.job_log_dir, config_json)
+      saved.record(run.checkpointer.latest_step() or 0)
+  run.progress = Progress(experiment.num_train_steps, run.first_step, primary=is_primary())
+  run.stack.callback(run.progress.close)
+  run.loop = TrainingLoop(
+    train_step=run.model.train_step,
+    state=state,
+    num_train_steps=experiment.num_train_steps,
+    max_consecutive_skips=job.task.learner.max_consecutive_skips,
+    is_awaited=run.is_awaited,
+    platform=next(iter(state.step.devices())).platform,
+    on_activity=run.watchdog.beat,
+    should_stop=lambda: run.end_reason is not None or run.should_stop(),
+  )
+
+
+def _first_state(run: TrainRun, iterator: InputIterator) -> tuple[TrainState, int, str]:
   """Returns the first state, its step and a phrase about its origin: of a hook, the newest checkpoint, or a new one."""
   newest = newest_step(run.checkpointer)
-  for hook in hooks:
+  for hook in run.hooks:
     if (restored := hook.restore(run, newest)) is not None:
       assert restored.input_state is not None
       iterator.set_state(restored.input_state)
@@ -262,7 +258,7 @@ def _compile(run: TrainRun) -> None:
   run.clock.add('compile', train_step.compile_seconds)
 
 
-def _run_steps(run: TrainRun, hooks: Sequence[TrainHook]) -> None:
+def _run_steps(run: TrainRun) -> None:
   """Runs steps to the last one, to an early end, SIGTERM, or the end of the input; afterwards none is in flight.
 
   One step is in flight while the hooks look at the step before it, unless one of them needs the state after that (on
@@ -273,57 +269,15 @@ def _run_steps(run: TrainRun, hooks: Sequence[TrainHook]) -> None:
   has_stepped = False
   for outcome in run.loop.run(run.batches):
     if outcome.skipped:
-      for hook in hooks:
+      for hook in run.hooks:
         hook.after_skipped_step(run, outcome)
       continue
     if not has_stepped:
       has_stepped = True
-      for hook in hooks:
+      for hook in run.hooks:
         hook.after_first_step(run)
-    for hook in hooks:
+    for hook in run.hooks:
       hook.after_step(run, outcome)
-
-
-def _describe(model: PartitionedModel, origin: str) -> str:
-  axes = ' x '.join(f'{name} {size}' for name, size in model.mesh.shape.items())
-  padding = f', {100 * model.padding_waste:.1f}% more stored as padding' if model.padding_waste else ''
-  trained = ''
-  if model.has_frozen_weights:
-    share = model.num_trained_params / model.total_num_params
-    trained = f', {model.num_trained_params:,} of them trained ({share:.2%})'
-  specs = [spec for spec in jax.tree.leaves(model.weight_specs, is_leaf=is_quantized) if not is_quantized(spec)]
-  whole = sum(math.prod(spec.shape) for spec in specs if len(spec.shape) > 1 and not any(spec.split_dims))
-  if whole and model.mesh.size > 1:
-    trained += f', {whole:,} of them in kernels without split dims, whole on every device'
-  by_default = [spec for spec in specs if SPLIT_BY_DEFAULT in spec.tags]
-  if by_default and model.mesh.size > 1:
-    count, name = sum(math.prod(spec.shape) for spec in by_default), next(filter(None, by_default[0].split_dims))
-    trained += f', {count:,} of them in kernels without split dims, whose largest dim is split as {name!r}'
-  devices = f'{model.mesh.size} {jax.devices()[0].platform} devices'
-  return (
-    f'{model.total_num_params:,} parameters{trained}{padding}, mesh {axes} ({devices}), {origin}{_uneven_rows(model)}'
-  )
-
-
-def _uneven_rows(model: PartitionedModel) -> str:
-  """Says so if the devices that split a batch, or a microbatch of the learner, do not divide its rows."""
-  mesh, true = model.mesh, next(iter(model.input_layout.spec.values()))
-  spec = infer_partition_spec_based_on_rank(
-    len(true.shape), model.inputs_split_mapping, mesh.axis_names, model.axis_rules
-  )
-  if spec is None:
-    return ''
-  num_microbatches = model.task.learner.num_microbatches
-  num_rows = true.shape[0] // num_microbatches
-  even = even_spec(spec, (num_rows,), mesh.shape)
-  wanted, used = (num_parts(spec_axes(each, len(each))[0], mesh.shape) for each in (spec, even))
-  if wanted == used:
-    return ''
-  part = 'microbatch' if num_microbatches > 1 else 'batch'
-  return (
-    f'; the rows of a {part}, {num_rows}, are no multiple of the {wanted} devices that split them, so each computes '
-    f'{num_rows // used}: a multiple of {wanted} is faster'
-  )
 
 
 def _batch_size(model: PartitionedModel) -> int:
