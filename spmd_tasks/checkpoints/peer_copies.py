@@ -31,6 +31,7 @@ from absl import logging
 from etils import epath
 import jax
 
+from spmd_tasks.checkpoints.checkpoint_directory import PEER_COPIES_FILE
 from spmd_tasks.checkpoints.memory_copies import (
   CopyHeader,
   DamagedCopyError,
@@ -45,7 +46,6 @@ from spmd_tasks.distributed import Link, LinkError, all_agree, barrier, connect_
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text, write_durably
 
-PEER_COPIES_FILE = 'peer_copies.json'  # in the job's directory: the job's random name
 RAM_DISK = '/dev/shm'  # of Linux
 _CHUNK_BYTES = 1 << 24
 _MAX_ROUNDS = 5  # a round fails for damage, which it removes

@@ -14,40 +14,49 @@ slowest_process.py finds whom steps wait for; fake_devices.py gives tests a mesh
 docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md the reasons.
 """
 
-from spmd_tasks.distributed.agreement import (
-  PrimaryError,
-  all_agree,
-  barrier,
-  gather,
-  is_primary,
-  primary_decides,
-  refuse_differences,
-)
-from spmd_tasks.distributed.emergency_exit import EmergencyExit
-from spmd_tasks.distributed.environment import (
-  backend_errors,
-  code_digests,
-  numeric_settings,
-  process_environment,
-  refuse_unusable_environment,
-)
-from spmd_tasks.distributed.fake_devices import compile_quickly, use_fake_devices
-from spmd_tasks.distributed.initialization import (
-  CLUSTERS,
-  DistributedSettings,
-  coordinator_host,
-  detect_cluster,
-  finish,
-  initialize,
-  report_absence,
-  skip_absent_tpu,
-)
-from spmd_tasks.distributed.link_connections import admit, connect_pairs, connect_processes, join, listen_for_processes
-from spmd_tasks.distributed.links import Link, LinkError
-from spmd_tasks.distributed.preemption import PreemptionGuard
-from spmd_tasks.distributed.rank_records import Failure, Position, Progress, RankRecords, open_rank_records
-from spmd_tasks.distributed.slowest_process import SlowestProcess
-from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+  from spmd_tasks.distributed.agreement import (
+    PrimaryError,
+    all_agree,
+    barrier,
+    gather,
+    is_primary,
+    primary_decides,
+    refuse_differences,
+  )
+  from spmd_tasks.distributed.emergency_exit import EmergencyExit
+  from spmd_tasks.distributed.environment import (
+    backend_errors,
+    code_digests,
+    numeric_settings,
+    process_environment,
+    refuse_unusable_environment,
+  )
+  from spmd_tasks.distributed.fake_devices import compile_quickly, use_fake_devices
+  from spmd_tasks.distributed.initialization import (
+    CLUSTERS,
+    DistributedSettings,
+    coordinator_host,
+    detect_cluster,
+    finish,
+    initialize,
+    report_absence,
+    skip_absent_tpu,
+  )
+  from spmd_tasks.distributed.link_connections import (
+    admit,
+    connect_pairs,
+    connect_processes,
+    join,
+    listen_for_processes,
+  )
+  from spmd_tasks.distributed.links import Link, LinkError
+  from spmd_tasks.distributed.preemption import PreemptionGuard
+  from spmd_tasks.distributed.rank_records import Failure, Position, Progress, RankRecords, open_rank_records
+  from spmd_tasks.distributed.slowest_process import SlowestProcess
+  from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
 
 __all__ = [
   'CLUSTERS',

@@ -4,7 +4,7 @@ import functools
 import time
 from typing import TYPE_CHECKING
 
-from spmd_tasks.checkpoints import RAM_DISK, PeerCopies, RestoredCopy, num_bytes
+from spmd_tasks.checkpoints import num_bytes
 from spmd_tasks.distributed import is_primary, primary_decides
 from spmd_tasks.programs.eval import Evaluator
 from spmd_tasks.programs.hooks import NewestEvals, PreemptedError, TrainHook, TrainRun
@@ -13,6 +13,7 @@ from spmd_tasks.programs.training_loop import Outcome
 from spmd_tasks.runtime import saved_part
 
 if TYPE_CHECKING:
+  from spmd_tasks.checkpoints import RestoredCopy
   from spmd_tasks.programs.samples import Sampler
 
 # A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
@@ -71,11 +72,13 @@ class CopyToPeers(TrainHook):
 
   def open(self, run: TrainRun) -> None:
     if self._every_steps is not None:
+      from spmd_tasks.checkpoints import RAM_DISK, PeerCopies  # with connections between processes
+
       directory = run.experiment.peer_copy_directory or RAM_DISK
       copies = PeerCopies(directory, run.job_log_dir, run.model.padded_state, limit_s=run.limit_s)
       self._copies = run.stack.enter_context(copies)
 
-  def restore(self, run: TrainRun, newest_checkpoint: int) -> RestoredCopy | None:
+  def restore(self, run: TrainRun, newest_checkpoint: int) -> 'RestoredCopy | None':
     if self._every_steps is None:
       return None
     return self._copies.restore(newest_checkpoint if newest_checkpoint >= 0 else None)

@@ -28,8 +28,6 @@ from spmd_tasks.runtime import (
   finish_metrics,
   format_parameter_table,
   make_writer,
-  model_flops_per_train_step,
-  peak_flops_per_device,
 )
 from spmd_tasks.sharding import (
   SPLIT_BY_DEFAULT,
@@ -246,6 +244,8 @@ def count_batch(spec: InputSpec) -> tuple[str, int]:
 
 def _peak_steps_per_second(model: PartitionedModel) -> float | None:
   """Returns the steps per second of devices that do nothing but model FLOPs at their peak; None for unknown devices."""
+  from spmd_tasks.runtime import model_flops_per_train_step, peak_flops_per_device
+
   peak = peak_flops_per_device(jax.devices()[0].device_kind)
   if peak is None:
     return None
