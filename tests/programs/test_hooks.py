@@ -184,7 +184,9 @@ def test_a_job_calls_the_hook_of_its_experiment_in_the_order_of_its_life(tmp_pat
 
 
 def test_the_hooks_of_an_experiment_come_after_evals_and_before_the_end_is_reported():
-  job = types.SimpleNamespace(name='X', experiment=types.SimpleNamespace(hooks=lambda: [Needs()]))
+  job = types.SimpleNamespace(
+    name='X', train_input=None, eval_inputs={}, experiment=types.SimpleNamespace(hooks=lambda: [Needs()])
+  )
   names = [type(hook).__name__ for hook in job_hooks(job)]
   assert names[0] == 'CountGoodput'
   assert names.index('SaveCheckpoints') < names.index('Evaluate') < names.index('Needs')
@@ -192,6 +194,8 @@ def test_the_hooks_of_an_experiment_come_after_evals_and_before_the_end_is_repor
 
 
 def test_what_is_no_hook_is_refused():
-  job = types.SimpleNamespace(name='X', experiment=types.SimpleNamespace(hooks=lambda: [Needs]))
+  job = types.SimpleNamespace(
+    name='X', train_input=None, eval_inputs={}, experiment=types.SimpleNamespace(hooks=lambda: [Needs])
+  )
   with pytest.raises(UserError, match=r'hooks\(\) of X returns .*Needs.*, which is no TrainHook'):
     job_hooks(job)
