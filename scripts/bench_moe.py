@@ -31,16 +31,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.layers import activation_function
-from spmd_tasks.layers.moe import (
-  CapacityEinsum,
-  CapacityGather,
-  Dropless,
-  ExpertWeights,
-  RouterOutput,
-  best_grouped_matmul_backend,
-  grouped_ffn,
-)
+from spmd_tasks.layers.feed_forward import activation_function
+from spmd_tasks.layers.moe import CapacityEinsum, CapacityGather, Dropless, ExpertWeights, RouterOutput
+from spmd_tasks.layers.moe._experts import grouped_ffn
+from spmd_tasks.layers.moe._grouped_matmul import best_grouped_matmul_backend
 
 ACTIVATION = 'gelu'
 NUMS_EXPERTS = (8, 64)

@@ -35,7 +35,9 @@ from spmd_tasks.experiment import DEFAULT_AXIS_RULES
 from spmd_tasks.layers import GatedFeedForward, RmsNorm, TransformerBlock, TransformerStack
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
-from spmd_tasks.sharding import MeshSpec, sharding_scope, stage_axis_rules, unbox_weights
+from spmd_tasks.sharding import MeshSpec, stage_axis_rules
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import unbox_weights
 
 STAGES, DATA = 4, 2
 SEQ_LEN, MODEL_DIM, HIDDEN_DIM, NUM_HEADS = 64, 64, 192, 4

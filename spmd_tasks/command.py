@@ -21,34 +21,21 @@ from etils import epath
 import jax
 
 from spmd_tasks.activity import set_activity, silence
-from spmd_tasks.config import (
-  ResolvedConfig,
-  add_to_search_path,
-  from_json,
-  read_saved_config,
-  refuse_changed_config,
-  resolve,
-  to_json,
-)
-from spmd_tasks.distributed import (
-  DistributedSettings,
-  EmergencyExit,
-  backend_errors,
-  code_digests,
-  initialize,
-  is_primary,
-  numeric_settings,
-  process_environment,
-  refuse_differences,
-  report_absence,
-  use_fake_devices,
-)
+from spmd_tasks.config import resolve, to_json
+from spmd_tasks.config.changes import refuse_changed_config
+from spmd_tasks.config.resolution import ResolvedConfig, from_json
+from spmd_tasks.config.saved_config import read_saved_config
+from spmd_tasks.config.search_path import add_to_search_path
+from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initialize, is_primary, use_fake_devices
+from spmd_tasks.distributed.agreement import refuse_differences
+from spmd_tasks.distributed.environment import backend_errors, code_digests, numeric_settings, process_environment
+from spmd_tasks.distributed.initialization import report_absence
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.flags import NO_DIRECTORY, all_modes, common_flags, overrides_of
-from spmd_tasks.programs import StartupClock
-from spmd_tasks.runtime import Base
+from spmd_tasks.programs.timing import StartupClock
+from spmd_tasks.runtime.origin import Base
 from spmd_tasks.wings import prepare_job, wings
 
 

@@ -31,9 +31,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd_tasks.errors import UserError, naming_own_code
 from spmd_tasks.frozen_fields import FrozenFields, freeze
-from spmd_tasks.inputs import Input, InputIterator, Tokenizer, tokenizer_of
-from spmd_tasks.runtime import Origin, PartitionedModel, Task, check_batch_fits, origin_named, partition_spmd_model
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims, check_axis_rules
+from spmd_tasks.inputs import Input, InputIterator, Tokenizer
+from spmd_tasks.inputs.tokenizers import tokenizer_of
+from spmd_tasks.runtime import Origin, PartitionedModel, Task, partition_spmd_model
+from spmd_tasks.runtime.memory_checks import check_batch_fits
+from spmd_tasks.runtime.origin import origin_named
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, AxisRules, MeshLayout, MeshSpec, SplitDims
+from spmd_tasks.sharding.specs import check_axis_rules
 
 if TYPE_CHECKING:
   from spmd_tasks.decoding.prompts import PromptSource

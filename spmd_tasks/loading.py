@@ -23,18 +23,23 @@ import numpy as np
 import numpy.typing as npt
 
 from spmd_tasks.activity import doing
-from spmd_tasks.config import from_json, read_saved_config, resolve
+from spmd_tasks.config import resolve
+from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.decoding import DecodeSteps, generate
 from spmd_tasks.decoding.generation import search
 from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
 from spmd_tasks.decoding.scoring import TextScore, score_texts
-from spmd_tasks.distributed import skip_absent_tpu
+from spmd_tasks.distributed.initialization import skip_absent_tpu
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, mesh_of_all_devices, partition_job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
-from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
-from spmd_tasks.runtime import CompiledStep, PartitionedModel, Variables
+from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.compilation import CompiledStep
+from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
 from spmd_tasks.wings import call, formats
 

@@ -69,7 +69,7 @@ def _threads_remain(limit_s: float) -> bool:
 
 def run(argv: Sequence[str] | None = None) -> int:
   """Runs one command; returns the exit code."""
-  from spmd_tasks.config import list_experiments
+  from spmd_tasks.config.registry import list_experiments
   from spmd_tasks.flags import all_modes, make_parser
 
   args = make_parser(all_modes()).parse_args(argv)
@@ -124,7 +124,7 @@ def _import_jax() -> None:
     import jax  # noqa: F401
   except ValueError as error:
     raise UserError(f'an environment variable of JAX has a value that JAX does not take: {error}.') from error
-  from spmd_tasks.distributed import refuse_unusable_environment
+  from spmd_tasks.distributed.environment import refuse_unusable_environment
 
   refuse_unusable_environment()
 
@@ -133,7 +133,8 @@ def _print_config(args: 'argparse.Namespace') -> int:
   """Shows every field of an experiment."""
   _import_jax()
   from spmd_tasks.command import Command
-  from spmd_tasks.config import format_config, to_json
+  from spmd_tasks.config import to_json
+  from spmd_tasks.config.saved_config import format_config
 
   command = Command(flags=args)
   command.use_fake_devices()

@@ -62,7 +62,7 @@ def preload(others: Sequence[str]) -> None:
       importlib.import_module(module.name)
   from jax._src import xla_bridge
 
-  from spmd_tasks.distributed import refuse_unusable_environment
+  from spmd_tasks.distributed.environment import refuse_unusable_environment
 
   refuse_unusable_environment()  # the answer about XLA_FLAGS is kept, which each child would ask for again
   assert not xla_bridge._backends, 'an import started a JAX backend, which does not outlive a fork'

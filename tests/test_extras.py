@@ -12,7 +12,7 @@ import pytest
 from spmd_tasks import main
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import BpeTokenizer, Parquet
-from spmd_tasks.runtime import make_writer
+from spmd_tasks.runtime.metrics import make_writer
 
 EXTRAS = tomllib.loads((Path(__file__).parents[1] / 'pyproject.toml').read_text())['project']['optional-dependencies']
 

@@ -18,7 +18,8 @@ import sysconfig
 import jax
 import pytest
 
-from spmd_tasks.config import format_config, registry, resolve, to_json
+from spmd_tasks.config import registry, resolve, to_json
+from spmd_tasks.config.saved_config import format_config
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.runtime import PartitionedModel, format_parameter_table
 

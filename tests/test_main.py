@@ -12,7 +12,7 @@ import time
 import pytest
 
 from spmd_tasks import exit_codes, main
-from spmd_tasks.programs import claim
+from spmd_tasks.programs.job_directory import claim
 from tests import binary
 
 TINY = ('--exp', 'synthetic.Tiny', '--ici_mesh_shape', '1,8,1')

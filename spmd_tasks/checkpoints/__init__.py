@@ -17,32 +17,8 @@ memory_copies.py is their files.
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.checkpoints.checkpoint_directory import PEER_COPIES_FILE, CheckpointDirectory
-  from spmd_tasks.checkpoints.checkpointer import Checkpointer, Restored
-  from spmd_tasks.checkpoints.manifest import (
-    CheckpointChoiceError,
-    CheckpointError,
-    CheckpointSaveError,
-    DamagedCheckpointError,
-    LeafEntry,
-    leaf_entries,
-  )
-  from spmd_tasks.checkpoints.orbax_arrays import num_bytes
-  from spmd_tasks.checkpoints.peer_copies import RAM_DISK, PeerCopies, RestoredCopy
+  from spmd_tasks.checkpoints.checkpointer import Checkpointer
 
 __all__ = [
-  'PEER_COPIES_FILE',
-  'RAM_DISK',
-  'CheckpointChoiceError',
-  'CheckpointDirectory',
-  'CheckpointError',
-  'CheckpointSaveError',
   'Checkpointer',
-  'DamagedCheckpointError',
-  'LeafEntry',
-  'PeerCopies',
-  'Restored',
-  'RestoredCopy',
-  'leaf_entries',
-  'num_bytes',
 ]

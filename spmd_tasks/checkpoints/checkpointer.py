@@ -54,7 +54,8 @@ from spmd_tasks.checkpoints.manifest import (
   read_manifest,
 )
 from spmd_tasks.checkpoints.orbax_arrays import OrbaxArrays, num_bytes
-from spmd_tasks.distributed import PrimaryError, all_agree, barrier, primary_decides
+from spmd_tasks.distributed import barrier
+from spmd_tasks.distributed.agreement import PrimaryError, all_agree, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import describe_storage_error, write_durably
 

@@ -22,26 +22,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from spmd_tasks.config.changes import diff, refuse_changed_config
-  from spmd_tasks.config.registry import UnknownExperimentError, list_experiments, register
-  from spmd_tasks.config.resolution import ResolvedConfig, from_json, resolve, to_json
-  from spmd_tasks.config.saved_config import format_config, read_saved_config
-  from spmd_tasks.config.search_path import add_to_search_path
-  from spmd_tasks.config.symbols import symbol_of
+  from spmd_tasks.config.registry import register
+  from spmd_tasks.config.resolution import resolve, to_json
 
 __all__ = [
-  'ResolvedConfig',
-  'UnknownExperimentError',
-  'add_to_search_path',
-  'diff',
-  'format_config',
-  'from_json',
-  'list_experiments',
-  'read_saved_config',
-  'refuse_changed_config',
   'register',
   'resolve',
-  'symbol_of',
   'to_json',
 ]
 

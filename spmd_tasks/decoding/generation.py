@@ -19,7 +19,7 @@ from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.generated_sequence import FinishReason, GeneratedSequence, IncrementalText
 from spmd_tasks.decoding.requests import Request, chunk_prompt
 from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.runtime import Variables
+from spmd_tasks.runtime.task import Variables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

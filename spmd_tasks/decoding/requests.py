@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from spmd_tasks.decoding.sampling import SamplingArrays
-from spmd_tasks.runtime import DecodeSettings, SamplingParams
+from spmd_tasks.runtime import SamplingParams
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import numpy as np
 from spmd_tasks.decoding.decode_steps import DecodeSteps
 from spmd_tasks.decoding.step_functions import ScoreBatch, Scores
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime import Variables
+from spmd_tasks.runtime.task import Variables
 
 _MIN_COLUMNS = 8
 

@@ -19,18 +19,13 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime import PartitionedModel, Task, Variables
-from spmd_tasks.sharding import (
-  QUANTIZED_DTYPES,
-  WeightSpec,
-  is_quantized,
-  pad,
-  padded_shape,
-  quantize,
-  spec_axes,
-  stored_spec,
-  unpad,
-)
+from spmd_tasks.runtime import PartitionedModel, Task
+from spmd_tasks.runtime.task import Variables
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.padding import pad, padded_shape, unpad
+from spmd_tasks.sharding.quantized import quantize, stored_spec
+from spmd_tasks.sharding.specs import spec_axes
+from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, is_quantized
 
 
 class WeightStorage:

@@ -17,85 +17,16 @@ docs/multi_host.md explains the behaviour, docs/design/0004-failure-handling.md 
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.distributed.agreement import (
-    PrimaryError,
-    all_agree,
-    barrier,
-    gather,
-    is_primary,
-    primary_decides,
-    refuse_differences,
-  )
+  from spmd_tasks.distributed.agreement import barrier, is_primary
   from spmd_tasks.distributed.emergency_exit import EmergencyExit
-  from spmd_tasks.distributed.environment import (
-    backend_errors,
-    code_digests,
-    numeric_settings,
-    process_environment,
-    refuse_unusable_environment,
-  )
-  from spmd_tasks.distributed.fake_devices import compile_quickly, use_fake_devices
-  from spmd_tasks.distributed.initialization import (
-    CLUSTERS,
-    DistributedSettings,
-    coordinator_host,
-    detect_cluster,
-    finish,
-    initialize,
-    report_absence,
-    skip_absent_tpu,
-  )
-  from spmd_tasks.distributed.link_connections import (
-    admit,
-    connect_pairs,
-    connect_processes,
-    join,
-    listen_for_processes,
-  )
-  from spmd_tasks.distributed.links import Link, LinkError
-  from spmd_tasks.distributed.preemption import PreemptionGuard
-  from spmd_tasks.distributed.rank_records import Failure, Position, Progress, RankRecords, open_rank_records
-  from spmd_tasks.distributed.slowest_process import SlowestProcess
-  from spmd_tasks.distributed.watchdog import StepWatchdog, watch_steps
+  from spmd_tasks.distributed.fake_devices import use_fake_devices
+  from spmd_tasks.distributed.initialization import DistributedSettings, initialize
 
 __all__ = [
-  'CLUSTERS',
   'DistributedSettings',
   'EmergencyExit',
-  'Failure',
-  'Link',
-  'LinkError',
-  'Position',
-  'PreemptionGuard',
-  'PrimaryError',
-  'Progress',
-  'RankRecords',
-  'SlowestProcess',
-  'StepWatchdog',
-  'admit',
-  'all_agree',
-  'backend_errors',
   'barrier',
-  'code_digests',
-  'compile_quickly',
-  'connect_pairs',
-  'connect_processes',
-  'coordinator_host',
-  'detect_cluster',
-  'finish',
-  'gather',
   'initialize',
   'is_primary',
-  'join',
-  'listen_for_processes',
-  'numeric_settings',
-  'open_rank_records',
-  'primary_decides',
-  'process_environment',
-  'refuse_differences',
-  'refuse_unusable_environment',
-  'report_absence',
-  'skip_absent_tpu',
   'use_fake_devices',
-  'watch_steps',
 ]

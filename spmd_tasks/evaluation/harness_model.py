@@ -22,7 +22,8 @@ from tqdm import tqdm
 from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.distributed import use_fake_devices
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer, encode_prompt
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer
+from spmd_tasks.inputs.tokenizers import encode_prompt
 from spmd_tasks.loading import load
 
 _AUTO_ROWS = 32

@@ -14,44 +14,20 @@ prefetch.py (reads ahead in a thread). Each module, as TensorFlow, Grain, PyArro
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.inputs.base import (
-    BATCH_DTYPES,
-    Batch,
-    Input,
-    InputIterator,
-    State,
-    check_state,
-    data_of,
-    empty_batch,
-    language_model_spec,
-    progress_of,
-    shard_rows,
-    source_of_rows,
-  )
+  from spmd_tasks.inputs.base import Batch, Input, InputIterator, State
   from spmd_tasks.inputs.batches import Batches, as_input
   from spmd_tasks.inputs.chat_template import ChatTemplate
-  from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer, read_json_object
-  from spmd_tasks.inputs.mixture import Mixture, map_sources, sources_of
+  from spmd_tasks.inputs.folder_tokenizer import FolderTokenizer
+  from spmd_tasks.inputs.mixture import Mixture
   from spmd_tasks.inputs.prefetch import Prefetcher
-  from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet, parse_json
+  from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet
   from spmd_tasks.inputs.synthetic import SyntheticText
   from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextFiles, TextSource
   from spmd_tasks.inputs.text_input import TextInput
-  from spmd_tasks.inputs.tokenizers import (
-    BpeTokenizer,
-    ByteTokenizer,
-    IdTokenizer,
-    Tokenizer,
-    decode_all,
-    decode_generated,
-    encode_prompt,
-    tokenizer_of,
-    train_bpe,
-  )
+  from spmd_tasks.inputs.tokenizers import BpeTokenizer, ByteTokenizer, IdTokenizer, Tokenizer, train_bpe
   from spmd_tasks.row_sources import source_ids_name
 
 __all__ = [
-  'BATCH_DTYPES',
   'ArrayRecord',
   'Batch',
   'Batches',
@@ -76,21 +52,6 @@ __all__ = [
   'TextSource',
   'Tokenizer',
   'as_input',
-  'check_state',
-  'data_of',
-  'decode_all',
-  'decode_generated',
-  'empty_batch',
-  'encode_prompt',
-  'language_model_spec',
-  'map_sources',
-  'parse_json',
-  'progress_of',
-  'read_json_object',
-  'shard_rows',
   'source_ids_name',
-  'source_of_rows',
-  'sources_of',
-  'tokenizer_of',
   'train_bpe',
 ]

@@ -257,7 +257,8 @@ class BatchesIterator:
     return self._batches.stream(*self._shard, self._num_read - 1)
 
   def close(self) -> None:
-    stream, self._stream = self._stream, None
+    stream: Any = self._stream
+    self._stream = None
     # Closing a generator in which another thread is still reading is a ValueError; that thread is left to its timeout.
     with contextlib.suppress(ValueError):
       if hasattr(stream, 'close'):

@@ -25,48 +25,16 @@ a field.
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.layers.adapter import (
-    ADAPTER_TAG,
-    AdaptedKernel,
-    DeclaredKernel,
-    WeightAdapter,
-    adapter_choices,
-    adapter_of,
-    map_adapters,
-  )
-  from spmd_tasks.layers.base import (
-    FanInNormal,
-    Statistics,
-    WithSublayers,
-    declare_weight,
-    layer_scope,
-    named_arguments,
-    signature_of,
-    soft_cap,
-    values_per_layer,
-  )
+  from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapter
+  from spmd_tasks.layers.base import FanInNormal, Statistics, WithSublayers, declare_weight
   from spmd_tasks.layers.chunked_logits import LabelScores, label_scores
   from spmd_tasks.layers.embedding import TokenEmbedding
-  from spmd_tasks.layers.feed_forward import (
-    ACTIVATIONS,
-    FeedForward,
-    GatedFeedForward,
-    activation_function,
-  )
+  from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
   from spmd_tasks.layers.language_model import LanguageModel
   from spmd_tasks.layers.linear import Linear
-  from spmd_tasks.layers.losses import (
-    RESERVED_METRICS,
-    LanguageModelLoss,
-    LossOutput,
-    RunsModel,
-    as_loss_output,
-    losses_by_source,
-  )
+  from spmd_tasks.layers.losses import LanguageModelLoss, LossOutput, RunsModel, losses_by_source
   from spmd_tasks.layers.norm import LayerNorm, RmsNorm
   from spmd_tasks.layers.transformer import (
-    REMAT_POLICIES,
-    ROUTING_NAME,
     Aux,
     BlockGroup,
     StackSequence,
@@ -76,11 +44,6 @@ with epy.lazy_api_imports(globals()):
   )
 
 __all__ = [
-  'ACTIVATIONS',
-  'ADAPTER_TAG',
-  'REMAT_POLICIES',
-  'RESERVED_METRICS',
-  'ROUTING_NAME',
   'AdaptedKernel',
   'Aux',
   'BlockGroup',
@@ -103,18 +66,8 @@ __all__ = [
   'TransformerStack',
   'WeightAdapter',
   'WithSublayers',
-  'activation_function',
-  'adapter_choices',
-  'adapter_of',
-  'as_loss_output',
   'declare_weight',
   'label_scores',
-  'layer_scope',
   'losses_by_source',
-  'map_adapters',
-  'named_arguments',
   'remat_policy',
-  'signature_of',
-  'soft_cap',
-  'values_per_layer',
 ]

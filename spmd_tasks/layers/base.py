@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import Initializer, SplitDims, WeightSpec
+from spmd_tasks.sharding import SplitDims, WeightSpec
+from spmd_tasks.sharding.weights import Initializer
 
 
 def declare_weight(

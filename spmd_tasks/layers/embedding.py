@@ -16,7 +16,8 @@ from spmd_tasks.layers.adapter import AdaptedKernel, DeclaredKernel, WeightAdapt
 from spmd_tasks.layers.base import FanInNormal, current_layer_scope, declare_weight, soft_cap
 from spmd_tasks.layers.chunked_logits import LabelScores, label_scores, label_scores_in_chunks
 from spmd_tasks.layers.gathered_weights import multiply_gathered
-from spmd_tasks.sharding import Initializer, SplitDims, constrain
+from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.weights import Initializer
 
 
 class TokenEmbedding(nn.Module, kw_only=True):

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spmd_tasks.layers.base import current_layer_scope
-from spmd_tasks.sharding import (
-  SplitDims,
+from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import (
   current_sharding_scope,
   gather_for_tokens,
   is_split_over_tokens,
   num_parts,
   spec_axes,
-  split_dims_to_partition_spec,
 )
 
 

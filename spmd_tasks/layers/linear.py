@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from spmd_tasks.layers.adapter import DeclaredKernel, WeightAdapter
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.gathered_weights import multiply_gathered
-from spmd_tasks.sharding import Initializer, SplitDims, constrain
+from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.weights import Initializer
 
 
 class Linear(nn.Module, kw_only=True):

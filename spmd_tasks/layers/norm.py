@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.base import declare_weight
-from spmd_tasks.sharding import Initializer, SplitDims
+from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding.weights import Initializer
 
 
 def _vector(

@@ -22,10 +22,12 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import ATTENTION_INPUTS_NAME, ATTENTION_NAME
+from spmd_tasks.layers.attention._plain import ATTENTION_NAME
+from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
 from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer, run_stack, values_per_layer
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME
-from spmd_tasks.sharding import STACK_DIM, SplitDims, constrain, refuse_plain_weights
+from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.weights import STACK_DIM, refuse_plain_weights
 
 Aux = Mapping[str, Statistics]
 

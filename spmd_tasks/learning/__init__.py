@@ -20,12 +20,9 @@ that are not trained, and optimizer_specs.py lays out optimizer state.
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches
   from spmd_tasks.learning.adafactor import Adafactor
-  from spmd_tasks.learning.expert_weights import are_balance_biases
   from spmd_tasks.learning.from_optax import FromOptax
-  from spmd_tasks.learning.frozen_weights import FROZEN_TAG, are_frozen, fill_in, mark_frozen, without_frozen
-  from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer, global_norm
+  from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer
   from spmd_tasks.learning.muon import Muon, MuonClip
   from spmd_tasks.learning.optimizers import AdamW, Lion, Sgd
   from spmd_tasks.learning.schedules import (
@@ -36,10 +33,8 @@ with epy.lazy_api_imports(globals()):
     LinearWarmupRsqrt,
     Schedule,
   )
-  from spmd_tasks.learning.skipping import keep_if_finite
 
 __all__ = [
-  'FROZEN_TAG',
   'Adafactor',
   'AdamW',
   'Constant',
@@ -56,13 +51,4 @@ __all__ = [
   'Optimizer',
   'Schedule',
   'Sgd',
-  'accumulate_gradients',
-  'are_balance_biases',
-  'are_frozen',
-  'check_num_microbatches',
-  'fill_in',
-  'global_norm',
-  'keep_if_finite',
-  'mark_frozen',
-  'without_frozen',
 ]

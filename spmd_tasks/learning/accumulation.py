@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import WEIGHT_FACTORS
+from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 
 # (weights, batch, rng) -> (mean loss, loss output); see `accumulate_gradients`.
 LossFn = Callable[[Any, Any, Any], tuple[jax.Array, Any]]

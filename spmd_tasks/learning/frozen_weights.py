@@ -15,7 +15,7 @@ from typing import Any
 from flax.core import meta
 import jax
 
-from spmd_tasks.sharding import matching_names
+from spmd_tasks.sharding.weight_names import matching_names
 
 FROZEN_TAG = 'frozen'
 
@@ -44,7 +44,7 @@ def mark_frozen(weight_specs: Any, trained: tuple[str, ...], dtype: str | None =
     frozen = dataclasses.replace(spec, tags=(*spec.tags, FROZEN_TAG))
     if dtype is None:
       return frozen
-    from spmd_tasks.sharding import stored_spec  # only here: how kernels are held in few bits
+    from spmd_tasks.sharding.quantized import stored_spec
 
     return stored_spec(name, frozen, dtype)
 

@@ -28,7 +28,9 @@ from spmd_tasks.learning.expert_weights import (
 )
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.learning.skipping import keep_if_finite, skippable
-from spmd_tasks.sharding import WEIGHT_FACTORS, WeightSpec, sum_of_squares
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.reductions import sum_of_squares
+from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 
 ACCUMULATIONS = ('mean', 'sum')
 

@@ -27,14 +27,8 @@ from spmd_tasks.learning.frozen_weights import fill_in
 from spmd_tasks.learning.layer_weights import are_matrices, as_layers, layer_matrix, num_separate_dims
 from spmd_tasks.learning.optimizers import OptimizerSettings
 from spmd_tasks.learning.skipping import SkippableTransformation, keep_if_finite, scale_by_adam
-from spmd_tasks.sharding import (
-  WeightSpec,
-  current_sharding_scope,
-  num_parts,
-  padding,
-  spec_axes,
-  split_dims_to_partition_spec,
-)
+from spmd_tasks.sharding import WeightSpec, padding, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes
 
 # The factor of a direction by (inputs, outputs), as torch.optim.Muon names them.
 SCALES = {

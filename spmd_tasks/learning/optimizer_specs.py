@@ -22,7 +22,8 @@ import numpy as np
 import optax
 
 from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
-from spmd_tasks.sharding import WeightSpec, replicated_spec
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.weights import replicated_spec
 
 LeafRule = Callable[[str, Any, Any], Any]  # (name, leaf, its weight or None)
 

@@ -22,38 +22,17 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.wings import Flag, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.planning.chips import CHIPS, Chip
-  from spmd_tasks.planning.compiling import STEPS, Compilation, OutOfMemory, compile_step
   from spmd_tasks.planning.page import plan_page
-  from spmd_tasks.planning.plan import Plan, StepPlan, make_plan, mesh_devices
-  from spmd_tasks.planning.search import changes_that_fit, format_search, search_plans
-  from spmd_tasks.planning.targets import Target, has_compiler, parse_target
-  from spmd_tasks.planning.text import format_plan, format_suggestions
-  from spmd_tasks.planning.weights import WeightRow, weight_rows
+  from spmd_tasks.planning.plan import make_plan
+  from spmd_tasks.planning.targets import parse_target
+  from spmd_tasks.planning.text import format_plan
 
 __all__ = [
-  'CHIPS',
-  'STEPS',
   'WING',
-  'Chip',
-  'Compilation',
-  'OutOfMemory',
-  'Plan',
-  'StepPlan',
-  'Target',
-  'WeightRow',
-  'changes_that_fit',
-  'compile_step',
   'format_plan',
-  'format_search',
-  'format_suggestions',
-  'has_compiler',
   'make_plan',
-  'mesh_devices',
   'parse_target',
   'plan_page',
-  'search_plans',
-  'weight_rows',
 ]
 
 

@@ -208,7 +208,7 @@ class Module:
     return found
 
 
-def nested(config: Mapping[str, Any], *names: str) -> Any:
+def nested(config: Any, *names: str) -> Any:
   """Returns what is found in dictionaries of dictionaries by these names; None if there is nothing."""
   for name in names:
     config = config.get(name) if isinstance(config, Mapping) else None

@@ -178,7 +178,7 @@ def _aliases(instruction: Instruction) -> Mapping[Path, int]:
     return {}
   written = instruction.proto.output_operand_aliasing
   found = {tuple(each.output_shape_index): each.operand_index for each in written}
-  return found | _updates_in(instruction.fused) if instruction.fused else found
+  return {**found, **_updates_in(instruction.fused)} if instruction.fused else found
 
 
 def _aliases_of_start(start: Instruction) -> Mapping[Path, int]:

@@ -21,19 +21,11 @@ from spmd_tasks.config import to_json
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
-from spmd_tasks.planning import (
-  Plan,
-  Target,
-  changes_that_fit,
-  format_plan,
-  format_search,
-  format_suggestions,
-  make_plan,
-  mesh_devices,
-  parse_target,
-  plan_page,
-  search_plans,
-)
+from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
+from spmd_tasks.planning.plan import Plan, mesh_devices
+from spmd_tasks.planning.search import changes_that_fit, format_search, search_plans
+from spmd_tasks.planning.targets import Target
+from spmd_tasks.planning.text import format_suggestions
 
 PLAN_FILE, PAGE_FILE = 'plan.json', 'plan.html'
 DEFAULT_TRIALS, DEFAULT_SEARCH_TRIALS = 8, 12

@@ -25,8 +25,10 @@ from spmd_tasks.planning.program import read_program
 from spmd_tasks.planning.targets import Target, target_of
 from spmd_tasks.planning.time import TimePrediction, predict_time
 from spmd_tasks.planning.weights import WeightRow, weight_rows
-from spmd_tasks.runtime import PartitionedModel, bytes_per_device, model_flops_per_train_step
-from spmd_tasks.sharding import stage_axis
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.flops import model_flops_per_train_step
+from spmd_tasks.runtime.parameter_table import bytes_per_device
+from spmd_tasks.sharding.specs import stage_axis
 
 _COMPILER_PACKAGES = {'tpu': 'libtpu', 'gpu': 'jax-cuda13-plugin', 'cpu': 'jaxlib'}
 _JAX_SHARE = 0.75  # of a GPU's memory, which JAX takes as it starts: docs.jax.dev, "GPU memory allocation"

@@ -26,9 +26,9 @@ from typing import Any
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.layers import REMAT_POLICIES
+from spmd_tasks.layers.transformer import REMAT_POLICIES
 from spmd_tasks.planning.page import duration, size
-from spmd_tasks.runtime import bytes_per_device
+from spmd_tasks.runtime.parameter_table import bytes_per_device
 from spmd_tasks.sharding import AxisRules, nearest_hybrid_shape, nearest_shapes
 
 Overrides = tuple[str, ...]

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd_tasks.runtime import ParameterRow, PartitionedModel, parameter_rows
-from spmd_tasks.sharding import AxisRules, SplitDim, num_parts, spec_axes
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.parameter_table import ParameterRow, parameter_rows
+from spmd_tasks.sharding import AxisRules
+from spmd_tasks.sharding.specs import SplitDim, num_parts, spec_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

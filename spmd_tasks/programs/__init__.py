@@ -19,24 +19,10 @@ from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.programs import decode, eval, preview, train
-  from spmd_tasks.programs.eval import Evaluator
-  from spmd_tasks.programs.job_directory import claim
-  from spmd_tasks.programs.restore import restore_evaluation_variables
-  from spmd_tasks.programs.saved_steps import SavedSteps
-  from spmd_tasks.programs.timing import StartupClock
-  from spmd_tasks.programs.training_loop import TrainingDivergedError, TrainingInputEndedError, TrainingLoop
 
 __all__ = [
-  'Evaluator',
-  'SavedSteps',
-  'StartupClock',
-  'TrainingDivergedError',
-  'TrainingInputEndedError',
-  'TrainingLoop',
-  'claim',
   'decode',
   'eval',
   'preview',
-  'restore_evaluation_variables',
   'train',
 ]

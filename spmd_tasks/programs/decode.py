@@ -23,14 +23,10 @@ from spmd_tasks.decoding.constraints import Matcher
 from spmd_tasks.decoding.generation import Completion, search
 from spmd_tasks.decoding.prompts import Prompt, PromptSource, PromptTokenizer
 from spmd_tasks.decoding.weight_storage import WeightStorage
-from spmd_tasks.distributed import (
-  EmergencyExit,
-  PreemptionGuard,
-  is_primary,
-  primary_decides,
-  refuse_differences,
-  watch_steps,
-)
+from spmd_tasks.distributed import EmergencyExit, is_primary
+from spmd_tasks.distributed.agreement import primary_decides, refuse_differences
+from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import absolute_path
@@ -39,7 +35,8 @@ from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress
 from spmd_tasks.programs.restore import LOOK_LIMIT_S, checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.runtime import DecodesBatches, make_writer
+from spmd_tasks.runtime.metrics import make_writer
+from spmd_tasks.runtime.optional_methods import DecodesBatches
 
 
 def decode(

@@ -14,11 +14,11 @@ import dataclasses
 
 import jax
 
-from spmd_tasks.distributed import PrimaryError, primary_decides
+from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.programs.hooks import NewestEvals, TrainHook, TrainRun
 from spmd_tasks.programs.training_loop import Outcome
-from spmd_tasks.runtime import Metrics, scalars
+from spmd_tasks.runtime.metrics import Metrics, scalars
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

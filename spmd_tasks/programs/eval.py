@@ -23,32 +23,22 @@ import numpy as np
 
 from spmd_tasks import exit_codes
 from spmd_tasks.activity import doing
-from spmd_tasks.distributed import (
-  EmergencyExit,
-  PreemptionGuard,
-  is_primary,
-  refuse_differences,
-  watch_steps,
-)
+from spmd_tasks.distributed import EmergencyExit, is_primary
+from spmd_tasks.distributed.agreement import refuse_differences
+from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, check_vocabulary, partition_job
 from spmd_tasks.files import storage_errors
-from spmd_tasks.inputs import Batches, Prefetcher, State, data_of
+from spmd_tasks.inputs import Batches, Prefetcher, State
+from spmd_tasks.inputs.base import data_of
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.progress import Progress, format_metrics
 from spmd_tasks.programs.restore import checkpoints_to_use
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.runtime import (
-  METRICS_FILE,
-  CompiledStep,
-  Metric,
-  MetricsWriter,
-  PartitionedModel,
-  StepsByShape,
-  finish_metrics,
-  make_writer,
-  read_jsonl,
-)
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.compilation import CompiledStep, StepsByShape
+from spmd_tasks.runtime.metrics import METRICS_FILE, Metric, MetricsWriter, finish_metrics, make_writer, read_jsonl
 
 BatchMetrics = Mapping[str, clu_metrics.Metric]
 

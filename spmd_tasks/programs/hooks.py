@@ -44,15 +44,18 @@ from etils import epath
 from spmd_tasks.activity import doing
 
 if TYPE_CHECKING:
-  from spmd_tasks.checkpoints import Checkpointer, RestoredCopy
-  from spmd_tasks.distributed import PreemptionGuard, StepWatchdog
+  from spmd_tasks.checkpoints import Checkpointer
+  from spmd_tasks.checkpoints.peer_copies import RestoredCopy
+  from spmd_tasks.distributed.preemption import PreemptionGuard
+  from spmd_tasks.distributed.watchdog import StepWatchdog
   from spmd_tasks.experiment import Experiment, Job
   from spmd_tasks.inputs import Prefetcher
   from spmd_tasks.programs.goodput import Goodput
   from spmd_tasks.programs.progress import Progress
   from spmd_tasks.programs.timing import StartupClock
   from spmd_tasks.programs.training_loop import Outcome, TrainingLoop
-  from spmd_tasks.runtime import Metrics, PartitionedModel, TrainState
+  from spmd_tasks.runtime import PartitionedModel, TrainState
+  from spmd_tasks.runtime.metrics import Metrics
 
 
 class PreemptedError(Exception):

@@ -4,16 +4,17 @@ import functools
 import time
 from typing import TYPE_CHECKING
 
-from spmd_tasks.checkpoints import num_bytes
-from spmd_tasks.distributed import is_primary, primary_decides
+from spmd_tasks.checkpoints.orbax_arrays import num_bytes
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.programs.eval import Evaluator
 from spmd_tasks.programs.hooks import NewestEvals, PreemptedError, TrainHook, TrainRun
 from spmd_tasks.programs.progress import format_metrics
 from spmd_tasks.programs.training_loop import Outcome
-from spmd_tasks.runtime import saved_part
+from spmd_tasks.runtime.origin import saved_part
 
 if TYPE_CHECKING:
-  from spmd_tasks.checkpoints import RestoredCopy
+  from spmd_tasks.checkpoints.peer_copies import RestoredCopy
   from spmd_tasks.programs.samples import Sampler
 
 # A smaller state is on disk before the next step begins, so that a kill loses one interval at most; that takes about a
@@ -72,7 +73,7 @@ class CopyToPeers(TrainHook):
 
   def open(self, run: TrainRun) -> None:
     if self._every_steps is not None:
-      from spmd_tasks.checkpoints import RAM_DISK, PeerCopies  # with connections between processes
+      from spmd_tasks.checkpoints.peer_copies import RAM_DISK, PeerCopies
 
       directory = run.experiment.peer_copy_directory or RAM_DISK
       copies = PeerCopies(directory, run.job_log_dir, run.model.padded_state, limit_s=run.limit_s)

@@ -25,10 +25,10 @@ import types
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints import PEER_COPIES_FILE
+from spmd_tasks.checkpoints.checkpoint_directory import PEER_COPIES_FILE
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import glob_below, is_remote, read_text, write_durably
-from spmd_tasks.runtime import METRICS_FILE
+from spmd_tasks.runtime.metrics import METRICS_FILE
 
 CONFIG_FILE = 'config.json'
 LOCK_FILE = 'job.lock'

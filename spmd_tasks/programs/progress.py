@@ -13,7 +13,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from spmd_tasks.runtime import Metrics, scalars
+from spmd_tasks.runtime.metrics import Metrics, scalars
 
 _MAX_OWN = 4
 

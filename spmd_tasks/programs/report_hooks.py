@@ -9,34 +9,25 @@ import jax
 import numpy as np
 
 from spmd_tasks.activity import set_activity
-from spmd_tasks.distributed import SlowestProcess, is_primary
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.slowest_process import SlowestProcess
 from spmd_tasks.errors import is_own
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.inputs import progress_of
-from spmd_tasks.layers import RESERVED_METRICS
+from spmd_tasks.inputs.base import progress_of
+from spmd_tasks.layers.losses import RESERVED_METRICS
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.programs.job_directory import PARAMETERS_FILE, STARTUP_FILE
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.timing import format_startup
 from spmd_tasks.programs.training_loop import Outcome
-from spmd_tasks.runtime import (
-  CompilationCounter,
-  InputSpec,
-  Metric,
-  PartitionedModel,
-  finish_metrics,
-  format_parameter_table,
-  make_writer,
-)
-from spmd_tasks.sharding import (
-  SPLIT_BY_DEFAULT,
-  even_spec,
-  infer_partition_spec_based_on_rank,
-  is_quantized,
-  num_parts,
-  spec_axes,
-)
+from spmd_tasks.runtime import PartitionedModel, format_parameter_table
+from spmd_tasks.runtime.compilation import CompilationCounter
+from spmd_tasks.runtime.input_layout import InputSpec
+from spmd_tasks.runtime.metrics import Metric, finish_metrics, make_writer
+from spmd_tasks.sharding import infer_partition_spec_based_on_rank
+from spmd_tasks.sharding.specs import even_spec, num_parts, spec_axes
+from spmd_tasks.sharding.weights import SPLIT_BY_DEFAULT, is_quantized
 
 
 class CountGoodput(TrainHook):
@@ -244,7 +235,7 @@ def count_batch(spec: InputSpec) -> tuple[str, int]:
 
 def _peak_steps_per_second(model: PartitionedModel) -> float | None:
   """Returns the steps per second of devices that do nothing but model FLOPs at their peak; None for unknown devices."""
-  from spmd_tasks.runtime import model_flops_per_train_step, peak_flops_per_device
+  from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
 
   peak = peak_flops_per_device(jax.devices()[0].device_kind)
   if peak is None:

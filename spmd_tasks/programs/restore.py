@@ -14,15 +14,19 @@ from absl import logging
 import jax
 
 from spmd_tasks.activity import doing, set_activity
-from spmd_tasks.checkpoints import Checkpointer, CheckpointError
-from spmd_tasks.distributed import StepWatchdog, primary_decides
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.checkpoints.manifest import CheckpointError
+from spmd_tasks.distributed.agreement import primary_decides
+from spmd_tasks.distributed.watchdog import StepWatchdog
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import InputIterator
-from spmd_tasks.learning import fill_in, without_frozen
+from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.programs.hooks import PreemptedError
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.runtime import Base, PartitionedModel, TrainState, Variables, base_of, saved_part
+from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime.origin import Base, base_of, saved_part
+from spmd_tasks.runtime.task import Variables
 
 if TYPE_CHECKING:
   from spmd_tasks.decoding.weight_storage import WeightStorage

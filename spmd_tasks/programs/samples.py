@@ -28,14 +28,17 @@ from etils import epath
 from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.decoding.generation import search
 from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer
-from spmd_tasks.distributed import is_primary, primary_decides
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, write_durably
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.programs.restore import LOOK_LIMIT_S
-from spmd_tasks.runtime import DecodesBatches, PartitionedModel, TensorBoardWriter, Variables
-from spmd_tasks.runtime.metrics import can_write_events
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.metrics import TensorBoardWriter, can_write_events
+from spmd_tasks.runtime.optional_methods import DecodesBatches
+from spmd_tasks.runtime.task import Variables
 
 SAMPLES_DIRECTORY = 'samples'
 SAMPLES_FILE = 'samples.txt'

@@ -16,7 +16,8 @@ from typing import Any
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints import PEER_COPIES_FILE, CheckpointDirectory, Checkpointer
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.checkpoints.checkpoint_directory import PEER_COPIES_FILE, CheckpointDirectory
 from spmd_tasks.files import glob_below, read_text, storage_errors, sync_path, write_durably
 from spmd_tasks.programs.job_directory import (
   CONFIG_FILE,
@@ -25,7 +26,7 @@ from spmd_tasks.programs.job_directory import (
   PARAMETERS_FILE,
   STARTUP_FILE,
 )
-from spmd_tasks.runtime import METRICS_FILE
+from spmd_tasks.runtime.metrics import METRICS_FILE
 
 # What a job leaves beside its checkpoints. The record comes last: as long as it is there, the loss is noticed.
 _LEFT = (

@@ -12,14 +12,10 @@ import jax
 
 from spmd_tasks import exit_codes, wings
 from spmd_tasks.activity import set_activity
-from spmd_tasks.distributed import (
-  EmergencyExit,
-  PreemptionGuard,
-  PrimaryError,
-  is_primary,
-  primary_decides,
-  watch_steps,
-)
+from spmd_tasks.distributed import EmergencyExit, is_primary
+from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
+from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import (
   Job,
@@ -29,7 +25,7 @@ from spmd_tasks.experiment import (
 )
 from spmd_tasks.files import storage_errors
 from spmd_tasks.inputs import InputIterator, Prefetcher
-from spmd_tasks.learning import check_num_microbatches
+from spmd_tasks.learning.accumulation import check_num_microbatches
 from spmd_tasks.programs.eval import refuse_other_data
 from spmd_tasks.programs.goodput import Goodput
 from spmd_tasks.programs.hooks import PreemptedError, TrainHook, TrainRun
@@ -41,7 +37,9 @@ from spmd_tasks.programs.restore import LOOK_LIMIT_S, newest_step, restore_or_in
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.programs.timing import StartupClock
 from spmd_tasks.programs.training_loop import TrainingInputEndedError, TrainingLoop
-from spmd_tasks.runtime import PartitionedModel, TrainState, base_of, check_state_fits
+from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime.memory_checks import check_state_fits
+from spmd_tasks.runtime.origin import base_of
 
 
 def job_hooks(job: Job) -> tuple[TrainHook, ...]:

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd_tasks.errors import JobError
-from spmd_tasks.runtime import CompiledStep, TrainState
+from spmd_tasks.runtime import TrainState
+from spmd_tasks.runtime.compilation import CompiledStep
 
 
 class TrainingInputEndedError(JobError):

@@ -23,11 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_tasks.checkpoints import Checkpointer, LeafEntry
-from spmd_tasks.checkpoints.manifest import describe_mismatches
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.checkpoints.manifest import LeafEntry, describe_mismatches
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.sharding import evenly_divided_spec, match_fn
+from spmd_tasks.sharding import evenly_divided_spec
+from spmd_tasks.sharding.weights import match_fn
 
 _BLOCK = re.compile(r'(.*/layers/)block_(\d+)/(.*)')
 _EXPERTS = re.compile(r'(.*/)?experts/(up|gate|down)')

@@ -7,7 +7,7 @@ serving job is compiled for; the sampling parameters in them are the defaults of
 import dataclasses
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import QUANTIZED_DTYPES
+from spmd_tasks.sharding.weights import QUANTIZED_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import (
   AxisRules,
   SplitDims,
-  even_spec,
   infer_partition_spec_based_on_rank,
   padding,
   shard_on_batch_dim_partition_spec,
 )
+from spmd_tasks.sharding.specs import even_spec
 
 InputSpec = Mapping[str, jax.ShapeDtypeStruct]
 

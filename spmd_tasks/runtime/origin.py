@@ -15,7 +15,7 @@ from typing import Any
 
 from etils import epath
 
-from spmd_tasks.checkpoints import Restored
+from spmd_tasks.checkpoints.checkpointer import Restored
 from spmd_tasks.runtime.partition import Part, PartitionedModel, whole_state
 from spmd_tasks.runtime.task import TrainState, Variables
 from spmd_tasks.wings import call, formats

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from spmd_tasks.runtime.partition import PartitionedModel
-from spmd_tasks.sharding import SplitDim, spec_axes
+from spmd_tasks.sharding.specs import SplitDim, spec_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

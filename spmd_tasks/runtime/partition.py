@@ -36,26 +36,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning import are_frozen, fill_in, without_frozen
+from spmd_tasks.learning.frozen_weights import are_frozen, fill_in, without_frozen
 from spmd_tasks.runtime.compilation import CompiledStep, compiler_options
 from spmd_tasks.runtime.input_layout import InputLayout, InputSpec, make_input_layout
 from spmd_tasks.runtime.task import Task, TrainState, Variables
-from spmd_tasks.sharding import (
-  AxisRules,
-  Quantized,
-  SplitDims,
-  WeightSpec,
-  check_axis_rules,
-  is_quantized,
-  padding,
-  quantize,
-  replicated_spec,
-  sharding_scope,
-  spec_axes,
-  split_dims_to_partition_spec,
-  unbox_weights,
-  weight_specs,
-)
+from spmd_tasks.sharding import AxisRules, SplitDims, WeightSpec, padding, split_dims_to_partition_spec
+from spmd_tasks.sharding.quantized import quantize
+from spmd_tasks.sharding.specs import check_axis_rules, sharding_scope, spec_axes
+from spmd_tasks.sharding.weights import Quantized, is_quantized, replicated_spec, unbox_weights, weight_specs
 
 Part = Callable[[TrainState], Any]  # selects a subtree of a TrainState, or of a tree like one
 

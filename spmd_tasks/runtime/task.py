@@ -22,26 +22,17 @@ import jax.numpy as jnp
 import optax
 
 from spmd_tasks.errors import UserError, naming_own_code
-from spmd_tasks.layers import (
-  LossOutput,
-  RunsModel,
-  as_loss_output,
-  map_adapters,
-  named_arguments,
-  signature_of,
-)
-from spmd_tasks.learning import (
-  Learner,
-  LearnerState,
-  accumulate_gradients,
-  are_balance_biases,
-  fill_in,
-  keep_if_finite,
-  mark_frozen,
-  without_frozen,
-)
+from spmd_tasks.layers import LossOutput, RunsModel
+from spmd_tasks.layers.adapter import map_adapters
+from spmd_tasks.layers.base import named_arguments, signature_of
+from spmd_tasks.layers.losses import as_loss_output
+from spmd_tasks.learning import Learner, LearnerState
+from spmd_tasks.learning.accumulation import accumulate_gradients
+from spmd_tasks.learning.expert_weights import are_balance_biases
+from spmd_tasks.learning.frozen_weights import fill_in, mark_frozen, without_frozen
+from spmd_tasks.learning.skipping import keep_if_finite
 from spmd_tasks.runtime.decode_settings import DecodeSettings
-from spmd_tasks.sharding import QUANTIZED_DTYPES, WEIGHT_FACTORS
+from spmd_tasks.sharding.weights import QUANTIZED_DTYPES, WEIGHT_FACTORS
 
 Batch = dict[str, jax.Array]
 Variables = dict[str, Any]  # Linen's collections by name: 'params', the weights, and others, such as 'batch_stats'

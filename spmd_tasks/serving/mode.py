@@ -21,21 +21,17 @@ from spmd_tasks.command import Command
 from spmd_tasks.decoding import DecodeSteps
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
-from spmd_tasks.distributed import (
-  EmergencyExit,
-  Position,
-  PrimaryError,
-  barrier,
-  connect_processes,
-  is_primary,
-  primary_decides,
-)
+from spmd_tasks.distributed import EmergencyExit, barrier, is_primary
+from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
+from spmd_tasks.distributed.link_connections import connect_processes
+from spmd_tasks.distributed.rank_records import Position
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
-from spmd_tasks.programs.restore import LOOK_LIMIT_S
-from spmd_tasks.runtime import Base
-from spmd_tasks.serving.multi_process import follow, lead
+from spmd_tasks.programs.restore import LOOK_LIMIT_S, restore_evaluation_variables
+from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.runtime.origin import Base
+from spmd_tasks.serving.multi_process.follower import follow
+from spmd_tasks.serving.multi_process.leader import lead
 from spmd_tasks.serving.requests import ServedModel, check_adapter_names
 from spmd_tasks.serving.server import listen, run_server
 from spmd_tasks.serving.settings import ServerSettings

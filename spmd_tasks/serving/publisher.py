@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import logging
 
-from spmd_tasks.checkpoints import CheckpointChoiceError
+from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding.engine_contract import Engine
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.service import Service

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from spmd_tasks.decoding import DecodeSettings, Request
 from spmd_tasks.decoding.constraints import FormError, Grammars, Matcher, OutputForm, wanted_form
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer, decode_generated, encode_prompt
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, Tokenizer
+from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
 from spmd_tasks.serving.bodies import ChatBody, CompletionBody, Message, validate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.settings import ServerSettings

@@ -28,7 +28,7 @@ from spmd_tasks.decoding.engine_contract import Engine
 from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime import CompilationCounter
+from spmd_tasks.runtime.compilation import CompilationCounter
 from spmd_tasks.serving.connections import ConnectionLimits
 from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.publisher import Publisher

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import flax.linen as nn
 
-from spmd_tasks.layers import WeightAdapter, adapter_of, map_adapters
-from spmd_tasks.sharding import matching_names
+from spmd_tasks.layers import WeightAdapter
+from spmd_tasks.layers.adapter import adapter_of, map_adapters
+from spmd_tasks.sharding.weight_names import matching_names
 
 if TYPE_CHECKING:
   import fiddle as fdl  # which those who read weights do without

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import ADAPTER_TAG, AdaptedKernel, DeclaredKernel, WeightAdapter, declare_weight
+from spmd_tasks.layers import AdaptedKernel, DeclaredKernel, WeightAdapter, declare_weight
+from spmd_tasks.layers.adapter import ADAPTER_TAG
 from spmd_tasks.sharding import constrain
 from spmd_tasks.tuning.adapters import declare_product
 

@@ -24,9 +24,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.programs import SavedSteps
-from spmd_tasks.runtime import PartitionedModel, flat_specs
-from spmd_tasks.sharding import is_quantized
+from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.weight_numbers import flat_specs
+from spmd_tasks.sharding.weights import is_quantized
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of
 from spmd_tasks.tuning.adapters import LowRankAdapter, column_lengths
 from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base

@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import ADAPTER_TAG, AdaptedKernel, DeclaredKernel, WeightAdapter, declare_weight
-from spmd_tasks.sharding import constrain, gather_for_tokens
+from spmd_tasks.layers import AdaptedKernel, DeclaredKernel, WeightAdapter, declare_weight
+from spmd_tasks.layers.adapter import ADAPTER_TAG
+from spmd_tasks.sharding import constrain
+from spmd_tasks.sharding.specs import gather_for_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,10 @@ from typing import TYPE_CHECKING, Any
 from absl import logging
 from etils import epath
 
-from spmd_tasks.checkpoints import CheckpointError, Restored
-from spmd_tasks.distributed import is_primary, primary_decides
+from spmd_tasks.checkpoints.checkpointer import Restored
+from spmd_tasks.checkpoints.manifest import CheckpointError
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text, write_durably
 from spmd_tasks.programs.job_directory import BASE_DIGEST_FILE

@@ -23,10 +23,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import BATCH_DTYPES, Block, ChatTemplate, TextInput, Tokenizer, encode_prompt
+from spmd_tasks.inputs import Block, ChatTemplate, TextInput, Tokenizer
+from spmd_tasks.inputs.base import BATCH_DTYPES
 from spmd_tasks.inputs.packing import TokenBlock
 from spmd_tasks.inputs.text_input import TextIterator
-from spmd_tasks.inputs.tokenizers import OffsetEncoder
+from spmd_tasks.inputs.tokenizers import OffsetEncoder, encode_prompt
 from spmd_tasks.tuning._assistant_turns import Spans, render_turns, tokens_of_spans
 from spmd_tasks.tuning.record_files import OpenRecordFiles, Record
 

@@ -10,7 +10,7 @@ from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.runtime import Origin, Task
-from spmd_tasks.sharding import QUANTIZED_DTYPES
+from spmd_tasks.sharding.weights import QUANTIZED_DTYPES
 from spmd_tasks.tuning.adapted_weights import add_adapters
 from spmd_tasks.tuning.adapters import LowRankAdapter
 

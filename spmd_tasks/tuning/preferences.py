@@ -26,7 +26,9 @@ from etils import epath
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import BATCH_DTYPES, Block, Input, map_sources
+from spmd_tasks.inputs import Block, Input
+from spmd_tasks.inputs.base import BATCH_DTYPES
+from spmd_tasks.inputs.mixture import map_sources
 from spmd_tasks.inputs.packing import TokenBlock
 from spmd_tasks.inputs.text_input import TextIterator
 from spmd_tasks.tuning._assistant_turns import render_added

@@ -14,7 +14,8 @@ import zlib
 import numpy as np
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import Block, parse_json
+from spmd_tasks.inputs import Block
+from spmd_tasks.inputs.records import parse_json
 from spmd_tasks.inputs.text import (
   ListedFile,
   common_root,

@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.distributed import primary_decides
+from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.inputs import Input, Prefetcher, map_sources, sources_of
+from spmd_tasks.inputs import Input, Prefetcher
+from spmd_tasks.inputs.mixture import map_sources, sources_of
 from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.runtime import PartitionedModel, TrainState
 from spmd_tasks.tuning.preference_loss import pair_log_probs

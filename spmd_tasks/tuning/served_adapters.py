@@ -14,7 +14,8 @@ from etils import epath
 import fiddle as fdl
 
 from spmd_tasks.bridges.huggingface import Folder, open_adapter
-from spmd_tasks.config import from_json, read_saved_config
+from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.tuning.adapted_weights import adaptable_weights, add_adapters

@@ -17,10 +17,14 @@ from spmd_tasks.wings import Flag, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.verification._cases import Bench
-  from spmd_tasks.verification._claims import CLAIMS
   from spmd_tasks.verification._settings import Setting, Source
 
-__all__ = ['CLAIMS', 'WING', 'Bench', 'Setting', 'Source']
+__all__ = [
+  'WING',
+  'Bench',
+  'Setting',
+  'Source',
+]
 
 WING = Wing(
   name='verification',

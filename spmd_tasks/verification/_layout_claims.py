@@ -18,8 +18,10 @@ import numpy as np
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.layers import TransformerStack
-from spmd_tasks.layers.pipeline import SCHEDULES, PipelinedStack, ScheduleName
-from spmd_tasks.sharding import num_parts, row_axes, stage_axis, stage_axis_rules
+from spmd_tasks.layers.pipeline import PipelinedStack, ScheduleName
+from spmd_tasks.layers.pipeline.schedule import SCHEDULES
+from spmd_tasks.sharding import stage_axis_rules
+from spmd_tasks.sharding.specs import num_parts, row_axes, stage_axis
 from spmd_tasks.verification._batches import CutInput
 from spmd_tasks.verification._cases import Bench, Case, Verdict, agreement, not_applicable
 from spmd_tasks.verification._runner import Runner

@@ -19,9 +19,10 @@ from etils import epath
 import jax
 import numpy as np
 
-from spmd_tasks.checkpoints import Checkpointer, leaf_entries
+from spmd_tasks.checkpoints import Checkpointer
+from spmd_tasks.checkpoints.manifest import leaf_entries
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.runtime import read_jsonl
+from spmd_tasks.runtime.metrics import read_jsonl
 from spmd_tasks.verification._agreement import Difference, distance
 from spmd_tasks.verification._cases import Bench, Case, Verdict, broken
 from spmd_tasks.verification._runner import leaves_of

@@ -15,9 +15,11 @@ import numpy as np
 
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import RunsModel
-from spmd_tasks.learning import Learner, LearnerState, without_frozen
+from spmd_tasks.learning import Learner, LearnerState
+from spmd_tasks.learning.frozen_weights import without_frozen
 from spmd_tasks.runtime import PartitionedModel, TrainState
-from spmd_tasks.sharding import WEIGHT_FACTORS, sharding_scope
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 from spmd_tasks.verification._settings import Setting, Source, build_job
 
 Leaves = dict[str, np.ndarray]  # name of a leaf, such as 'gradients/embedding/table' -> its values

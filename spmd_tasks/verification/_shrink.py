@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from spmd_tasks.experiment import Job
-from spmd_tasks.inputs import sources_of
+from spmd_tasks.inputs.mixture import sources_of
 from spmd_tasks.tuning import ConversationInput
 
 # Sizes up to which a field stays. A larger one becomes the cap, or a little less where it was odd.

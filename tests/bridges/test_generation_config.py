@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from spmd_tasks.bridges.huggingface import generation_defaults
-from spmd_tasks.runtime import DecodeSettings, SamplingParams
+from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
+from spmd_tasks.runtime import SamplingParams
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 GREEDY = SamplingParams()
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
-from spmd_tasks.checkpoints import Restored
+from spmd_tasks.checkpoints.checkpointer import Restored
 
 
 class Moments(NamedTuple):

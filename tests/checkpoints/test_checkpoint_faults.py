@@ -24,7 +24,9 @@ from etils import epath
 import jax
 import pytest
 
-from spmd_tasks.checkpoints import CheckpointDirectory, Checkpointer, CheckpointError, CheckpointSaveError, manifest
+from spmd_tasks.checkpoints import Checkpointer, manifest
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.checkpoints.manifest import CheckpointError, CheckpointSaveError
 
 
 def empty(step_directory: pathlib.Path) -> None:

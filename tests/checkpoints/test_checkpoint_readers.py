@@ -9,7 +9,8 @@ from etils import epath
 import orbax.checkpoint as ocp
 import pytest
 
-from spmd_tasks.checkpoints import Checkpointer, CheckpointError, checkpoint_directory
+from spmd_tasks.checkpoints import Checkpointer, checkpoint_directory
+from spmd_tasks.checkpoints.manifest import CheckpointError
 
 
 class Owner:

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.checkpoints import CheckpointDirectory, Checkpointer, CheckpointError, orbax_arrays
+from spmd_tasks.checkpoints import Checkpointer, orbax_arrays
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.checkpoints.manifest import CheckpointError
 
 
 def test_a_fresh_directory_restores_nothing(tmp_path):

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmd_tasks.checkpoints import CheckpointError, DamagedCheckpointError, LeafEntry, leaf_entries
 from spmd_tasks.checkpoints import manifest as manifest_file
 from spmd_tasks.checkpoints.manifest import (
   MANIFEST_FILE,
+  CheckpointError,
+  DamagedCheckpointError,
+  LeafEntry,
   describe_mismatches,
+  leaf_entries,
   leaf_mismatches,
   read_manifest,
   verify_files,

@@ -11,9 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from spmd_tasks.checkpoints import PeerCopies
 from spmd_tasks.checkpoints.memory_copies import DamagedCopyError, local_num_bytes, verify
-from spmd_tasks.checkpoints.peer_copies import Choice, Held, choose
+from spmd_tasks.checkpoints.peer_copies import Choice, Held, PeerCopies, choose
 from spmd_tasks.errors import UserError
 
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from spmd_tasks.config import refuse_changed_config, resolve, to_json
+from spmd_tasks.config import resolve, to_json
+from spmd_tasks.config.changes import refuse_changed_config
 
 
 @pytest.fixture

@@ -17,8 +17,11 @@ import pytest
 import small_experiments
 from small_experiments import Built, Input, Reduction, Small
 
-from spmd_tasks.config import diff, format_config, from_json, resolve, to_json
+from spmd_tasks.config import resolve, to_json
+from spmd_tasks.config.changes import diff
 from spmd_tasks.config.encoding import decode, encode, show
+from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.saved_config import format_config
 
 
 def through_text(saved):

@@ -11,7 +11,9 @@ import sys
 from etils import epath
 import pytest
 
-from spmd_tasks.config import from_json, read_saved_config, registry, resolve, search_path, to_json
+from spmd_tasks.config import registry, resolve, search_path, to_json
+from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
 from spmd_tasks.programs.job_directory import write_config
 

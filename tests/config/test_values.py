@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config.values import DtypeName, describe_type, example_of, is_of_type, parse_value, type_of_field
-from spmd_tasks.sharding import AxisRules, SplitDim, SplitDims
+from spmd_tasks.sharding import AxisRules, SplitDims
+from spmd_tasks.sharding.specs import SplitDim
 
 
 class Color(enum.Enum):

@@ -5,8 +5,9 @@ import types
 import jax
 import pytest
 
-from spmd_tasks.distributed import agreement, code_digests, process_environment, refuse_differences
-from spmd_tasks.distributed.environment import refuse_unusable_environment
+from spmd_tasks.distributed import agreement
+from spmd_tasks.distributed.agreement import refuse_differences
+from spmd_tasks.distributed.environment import code_digests, process_environment, refuse_unusable_environment
 from spmd_tasks.errors import UserError
 
 

@@ -8,7 +8,8 @@ import sys
 import jax
 import pytest
 
-from spmd_tasks.distributed import DistributedSettings, detect_cluster, initialization, initialize
+from spmd_tasks.distributed import DistributedSettings, initialization, initialize
+from spmd_tasks.distributed.initialization import detect_cluster
 from tests import binary
 
 SLURM = {

@@ -8,7 +8,9 @@ import time
 
 import pytest
 
-from spmd_tasks.distributed import LinkError, admit, join, link_connections, listen_for_processes
+from spmd_tasks.distributed import link_connections
+from spmd_tasks.distributed.link_connections import admit, join, listen_for_processes
+from spmd_tasks.distributed.links import LinkError
 
 SECRET = bytes(range(32))
 

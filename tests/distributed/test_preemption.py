@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed import PreemptionGuard
+from spmd_tasks.distributed.preemption import PreemptionGuard
 from tests import binary
 
 

@@ -11,7 +11,8 @@ from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
-from spmd_tasks.distributed import Position, RankRecords, open_rank_records, rank_records
+from spmd_tasks.distributed import rank_records
+from spmd_tasks.distributed.rank_records import Position, RankRecords, open_rank_records
 from tests import binary
 
 

@@ -7,7 +7,9 @@ import time
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed import EmergencyExit, RankRecords, StepWatchdog
+from spmd_tasks.distributed import EmergencyExit
+from spmd_tasks.distributed.rank_records import RankRecords
+from spmd_tasks.distributed.watchdog import StepWatchdog
 from tests import binary
 
 

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from spmd_tasks.decoding.generated_sequence import IncrementalText
-from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, encode_prompt
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
+from spmd_tasks.inputs.tokenizers import encode_prompt
 from tests.model_folders import PREFIXES, TEXTS, write_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / 'data' / 'chat_templates'

@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import (
-  BpeTokenizer,
-  ByteTokenizer,
-  IdTokenizer,
-  Tokenizer,
-  decode_generated,
-  encode_prompt,
-  train_bpe,
-)
+from spmd_tasks.inputs import BpeTokenizer, ByteTokenizer, IdTokenizer, Tokenizer, train_bpe
+from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
 
 TEXTS = ['', 'hello', ' two  spaces\n\ttab', 'déjà vu', '漢字 🙂 \x00\x7f', 'a' * 300]
 

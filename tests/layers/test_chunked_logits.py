@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import LabelScores, LanguageModelLoss
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules, sharding_scope
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules
+from spmd_tasks.sharding.specs import sharding_scope
 from tests.layers.tiny_model import VOCAB, packed_batch, random_weights, tiny_model
 
 LOSS = LanguageModelLoss(z_loss_weight=1e-2, label_smoothing=0.1)

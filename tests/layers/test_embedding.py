@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import TokenEmbedding
-from spmd_tasks.sharding import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 IDS = np.array([[0, 3, 3], [6, 1, 0]])
 

@@ -4,7 +4,7 @@ import pytest
 import transformer_reference as reference
 
 from spmd_tasks.layers import FeedForward, GatedFeedForward
-from spmd_tasks.sharding import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 REFERENCES = {
   'gelu': reference.gelu_tanh,

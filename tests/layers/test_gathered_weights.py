@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import layer_scope
+from spmd_tasks.layers.base import layer_scope
 from spmd_tasks.layers.gathered_weights import multiply_gathered
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules, sharding_scope
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, context_axis_rules
+from spmd_tasks.sharding.specs import sharding_scope
 
 B, T, D, F = 4, 6, 7, 9  # no axis of 2 divides D or F; rows and tokens that it does not divide are not split
 

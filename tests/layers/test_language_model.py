@@ -10,7 +10,9 @@ import transformer_reference as reference
 
 from spmd_tasks.layers import LanguageModelLoss, RmsNorm
 from spmd_tasks.layers.attention import LearnedPositions
-from spmd_tasks.sharding import sharding_scope, split_dims_to_partition_spec, weight_specs
+from spmd_tasks.sharding import split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import weight_specs
 
 LOSS = LanguageModelLoss(z_loss_weight=1e-3, label_smoothing=0.1)
 

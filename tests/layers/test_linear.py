@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import Linear
-from spmd_tasks.sharding import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import transformer_reference as reference
 
 from spmd_tasks.layers import LayerNorm, RmsNorm
-from spmd_tasks.sharding import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 
 def test_rms_norm(rng):

@@ -9,8 +9,6 @@ import pytest
 from tiny_model import packed_batch, random_weights, tiny_model
 
 from spmd_tasks.layers import (
-  REMAT_POLICIES,
-  ROUTING_NAME,
   BlockGroup,
   FeedForward,
   LayerNorm,
@@ -22,7 +20,8 @@ from spmd_tasks.layers import (
   remat_policy,
 )
 from spmd_tasks.layers.attention import Attention
-from spmd_tasks.sharding import unbox_weights, weight_specs
+from spmd_tasks.layers.transformer import REMAT_POLICIES, ROUTING_NAME
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 
 def _loss_and_gradients(**fields):

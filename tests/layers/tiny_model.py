@@ -18,7 +18,7 @@ from spmd_tasks.layers import (
 )
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.base import WithSublayers
-from spmd_tasks.sharding import unbox_weights
+from spmd_tasks.sharding.weights import unbox_weights
 
 VOCAB = 257
 

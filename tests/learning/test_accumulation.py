@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 import pytest
 
-from spmd_tasks.learning import accumulate_gradients, check_num_microbatches
-from spmd_tasks.learning.accumulation import split_microbatches
+from spmd_tasks.learning.accumulation import accumulate_gradients, check_num_microbatches, split_microbatches
 
 B, T, V = 8, 5, 7
 

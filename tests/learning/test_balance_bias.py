@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd
-from spmd_tasks.sharding import WeightSpec, sharding_scope
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.specs import sharding_scope
 
 OTHERS = {
   'kernel': WeightSpec(shape=(2, 4, 6), init=None, split_dims=(None, 'data', None), stacked=1),

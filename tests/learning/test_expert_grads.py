@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.config import resolve
-from spmd_tasks.learning import Learner, Sgd, accumulate_gradients
+from spmd_tasks.learning import Learner, Sgd
+from spmd_tasks.learning.accumulation import accumulate_gradients
 from spmd_tasks.learning.expert_weights import scale_expert_grads
 from spmd_tasks.sharding import WeightSpec
 

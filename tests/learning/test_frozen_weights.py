@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, fill_in, mark_frozen, without_frozen
-from spmd_tasks.sharding import WeightSpec, matching_names, quantize
+from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion
+from spmd_tasks.learning.frozen_weights import fill_in, mark_frozen, without_frozen
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.quantized import quantize
+from spmd_tasks.sharding.weight_names import matching_names
 
 NAMES = ['stack/layers/attention/query/kernel', 'stack/layers/attention/out/kernel', 'embedding/table']
 

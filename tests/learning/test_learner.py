@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd, global_norm
+from spmd_tasks.learning import Adafactor, AdamW, Learner, Lion, Sgd
+from spmd_tasks.learning.learner import global_norm
 from spmd_tasks.sharding import WeightSpec
 
 SPECS = {

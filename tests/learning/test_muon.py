@@ -11,7 +11,8 @@ import torch
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.learning import AdamW, Learner, Muon, MuonClip
 from spmd_tasks.learning.layer_weights import layer_matrix, num_separate_dims
-from spmd_tasks.sharding import MeshSpec, WeightSpec, padding, sharding_scope, split_dims_to_partition_spec
+from spmd_tasks.sharding import MeshSpec, WeightSpec, padding, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import sharding_scope
 
 RULES = (('embed', 'data'), ('mlp', 'mdl'), ('heads', 'mdl'), ('expert', 'data'), ('stages', 'mdl'))
 NUM_STEPS, RATE, DECAY = 3, 0.1, 0.2

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.programs import claim
-from spmd_tasks.runtime import read_jsonl
+from spmd_tasks.programs.job_directory import claim
+from spmd_tasks.runtime.metrics import read_jsonl
 
 pytestmark = pytest.mark.slow
 

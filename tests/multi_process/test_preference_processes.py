@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.runtime import read_jsonl
+from spmd_tasks.runtime.metrics import read_jsonl
 from tests.model_folders import write_llama
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]

@@ -13,16 +13,11 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed import (
-  DistributedSettings,
-  EmergencyExit,
-  PreemptionGuard,
-  StepWatchdog,
-  finish,
-  initialize,
-  open_rank_records,
-  rank_records,
-)
+from spmd_tasks.distributed import DistributedSettings, EmergencyExit, initialize, rank_records
+from spmd_tasks.distributed.initialization import finish
+from spmd_tasks.distributed.preemption import PreemptionGuard
+from spmd_tasks.distributed.rank_records import open_rank_records
+from spmd_tasks.distributed.watchdog import StepWatchdog
 
 HOUR_S = 3600.0
 ALL = -1  # For --fault_rank.

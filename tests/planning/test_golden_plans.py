@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from spmd_tasks.config import registry, resolve
-from spmd_tasks.planning import Plan, has_compiler, make_plan, mesh_devices, parse_target
+from spmd_tasks.planning import make_plan, parse_target
+from spmd_tasks.planning.plan import Plan, mesh_devices
+from spmd_tasks.planning.targets import has_compiler
 
 GOLDEN = Path(__file__).parents[1] / 'golden' / 'plans'
 IS_UPDATING = os.environ.get('UPDATE_GOLDEN') == '1'

@@ -4,8 +4,10 @@ import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiments.synthetic import Tiny
-from spmd_tasks.planning import CHIPS, has_compiler, make_plan, parse_target
+from spmd_tasks.planning import make_plan, parse_target
+from spmd_tasks.planning.chips import CHIPS
 from spmd_tasks.planning.networks import host_bytes, host_copies
+from spmd_tasks.planning.targets import has_compiler
 from tests.planning.compiled_steps import program_of
 
 BY_HAND = """\

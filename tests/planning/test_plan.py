@@ -8,12 +8,13 @@ import pytest
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.planning import STEPS, format_plan, has_compiler, make_plan, parse_target
+from spmd_tasks.planning import format_plan, make_plan, parse_target
 from spmd_tasks.planning import plan as plan_module
-from spmd_tasks.planning.compiling import read_refusal
+from spmd_tasks.planning.compiling import STEPS, read_refusal
 from spmd_tasks.planning.costs import program_flops
 from spmd_tasks.planning.program import read_program
-from spmd_tasks.runtime import bytes_per_device
+from spmd_tasks.planning.targets import has_compiler
+from spmd_tasks.runtime.parameter_table import bytes_per_device
 
 XLA = 'task.model.stack.block.attention.implementation=xla'  # compiles faster than a kernel
 

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.planning import CHIPS, format_plan, has_compiler
+from spmd_tasks.planning import format_plan
+from spmd_tasks.planning.chips import CHIPS
+from spmd_tasks.planning.targets import has_compiler
 from tests import binary
 
 KEYS = {

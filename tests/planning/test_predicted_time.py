@@ -22,7 +22,8 @@ from spmd_tasks.planning.costs import program_flops
 from spmd_tasks.planning.memory import memory_parts
 from spmd_tasks.planning.program import Program
 from spmd_tasks.planning.time import predict_time
-from spmd_tasks.runtime import bytes_per_device, count_matmul_flops
+from spmd_tasks.runtime.flops import count_matmul_flops
+from spmd_tasks.runtime.parameter_table import bytes_per_device
 from tests.planning.compiled_steps import Dense, Mixture, compiled_step, program_of
 
 CHIP = Chip(

@@ -8,7 +8,7 @@ from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
 from spmd_tasks.planning.costs import program_flops
 from spmd_tasks.planning.hlo import read_module
 from spmd_tasks.planning.program import read_program
-from spmd_tasks.runtime import count_matmul_flops
+from spmd_tasks.runtime.flops import count_matmul_flops
 from tests.planning.compiled_steps import program_of
 
 

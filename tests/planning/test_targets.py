@@ -6,9 +6,10 @@ import math
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.planning import CHIPS, has_compiler, parse_target
-from spmd_tasks.planning.targets import target_of
-from spmd_tasks.runtime import peak_flops_per_device
+from spmd_tasks.planning import parse_target
+from spmd_tasks.planning.chips import CHIPS
+from spmd_tasks.planning.targets import has_compiler, target_of
+from spmd_tasks.runtime.flops import peak_flops_per_device
 
 needs_libtpu = pytest.mark.skipif(not has_compiler('tpu'), reason="libtpu is not installed: pip install '.[plan-tpu]'")
 needs_cuda = pytest.mark.skipif(not has_compiler('gpu'), reason="CUDA is not installed: pip install '.[plan-gpu]'")

@@ -4,8 +4,8 @@ import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.planning import weight_rows
-from spmd_tasks.runtime import bytes_per_device
+from spmd_tasks.planning.weights import weight_rows
+from spmd_tasks.runtime.parameter_table import bytes_per_device
 
 
 def rows_of(name: str, *overrides: str):

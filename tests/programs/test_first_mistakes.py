@@ -6,7 +6,8 @@ import pytest
 
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.layers import LossOutput, as_loss_output
+from spmd_tasks.layers import LossOutput
+from spmd_tasks.layers.losses import as_loss_output
 from tests.binary import run_in_process
 
 MODULE = 'tests.programs.mistaken_experiments'

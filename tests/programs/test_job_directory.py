@@ -12,7 +12,8 @@ import pytest
 
 from spmd_tasks import exit_codes
 from spmd_tasks.errors import UserError
-from spmd_tasks.programs import claim, job_directory
+from spmd_tasks.programs import job_directory
+from spmd_tasks.programs.job_directory import claim
 from tests import binary
 
 CLAIM_AND_WAIT = """

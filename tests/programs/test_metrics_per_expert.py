@@ -16,8 +16,9 @@ import pytest
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.layers import LanguageModelLoss, declare_weight
 from spmd_tasks.learning import AdamW, Learner
-from spmd_tasks.programs import Evaluator
-from spmd_tasks.runtime import Task, partition_spmd_model, read_jsonl
+from spmd_tasks.programs.eval import Evaluator
+from spmd_tasks.runtime import Task, partition_spmd_model
+from spmd_tasks.runtime.metrics import read_jsonl
 from spmd_tasks.sharding import MeshSpec
 
 B, T, V, L, E = 8, 4, 6, 2, 3

@@ -4,7 +4,7 @@ import json
 
 from spmd_tasks import exit_codes
 from spmd_tasks.config import resolve, to_json
-from spmd_tasks.programs import claim
+from spmd_tasks.programs.job_directory import claim
 from tests import binary
 from tests.programs.small_jobs import SMALL
 

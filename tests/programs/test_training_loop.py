@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from spmd_tasks.programs import TrainingDivergedError, TrainingLoop
+from spmd_tasks.programs.training_loop import TrainingDivergedError, TrainingLoop
 
 GOOD = {'skipped': 0.0, 'loss': 1.0, 'grad_norm': 1.0, 'weight_norm': 3.0}
 SKIPPED = GOOD | {'skipped': 1.0, 'loss': float('nan')}

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from spmd_tasks.checkpoints import LeafEntry
+from spmd_tasks.checkpoints.manifest import LeafEntry
 from spmd_tasks.programs.upcycling import WeightOrigin, find_origins
 
 L, D, F, E = 4, 6, 10, 3

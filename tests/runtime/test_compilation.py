@@ -5,7 +5,7 @@ import threading
 import jax
 import numpy as np
 
-from spmd_tasks.runtime import CompilationCounter
+from spmd_tasks.runtime.compilation import CompilationCounter
 
 
 def test_a_new_shape_counts_one_and_a_cached_call_none():

@@ -13,8 +13,8 @@ import pytest
 
 from spmd_tasks.experiments.lm import StdlibTiny
 from spmd_tasks.experiments.moe import StdlibTiny as MixtureTiny
-from spmd_tasks.runtime import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
-from spmd_tasks.sharding import unbox_weights
+from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step, peak_flops_per_device
+from spmd_tasks.sharding.weights import unbox_weights
 
 
 def shaped(*shape, dtype=jnp.float32):

@@ -8,7 +8,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from spmd_tasks.runtime import ParameterRow, bytes_per_device, format_parameter_table, parameter_rows
+from spmd_tasks.runtime import format_parameter_table
+from spmd_tasks.runtime.parameter_table import ParameterRow, bytes_per_device, parameter_rows
 from spmd_tasks.sharding import WeightSpec
 
 EXPECTED_TABLE = """\

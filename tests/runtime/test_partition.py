@@ -11,7 +11,8 @@ from spmd_tasks.experiment import partition_job
 from spmd_tasks.layers import LanguageModelLoss
 from spmd_tasks.learning import Learner, Sgd
 from spmd_tasks.runtime import PartitionedModel, Task, partition_spmd_model
-from spmd_tasks.sharding import MeshSpec, WeightSpec, unbox_weights
+from spmd_tasks.sharding import MeshSpec, WeightSpec
+from spmd_tasks.sharding.weights import unbox_weights
 
 
 def partition(*overrides: str) -> PartitionedModel:

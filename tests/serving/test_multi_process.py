@@ -9,21 +9,15 @@ import numpy as np
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import CheckpointChoiceError
+from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding import Request
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.generated_sequence import GeneratedSequence
 from spmd_tasks.decoding.scheduler import Scheduler
-from spmd_tasks.distributed import admit, join, listen_for_processes
-from spmd_tasks.serving.multi_process import (
-  Followers,
-  LeadingEngine,
-  PeerFailedError,
-  follow,
-  follower,
-  lead,
-  leader,
-)
+from spmd_tasks.distributed.link_connections import admit, join, listen_for_processes
+from spmd_tasks.serving.multi_process import follower, leader
+from spmd_tasks.serving.multi_process.follower import follow
+from spmd_tasks.serving.multi_process.leader import Followers, LeadingEngine, PeerFailedError, lead
 from spmd_tasks.serving.multi_process.messages import to_message
 from tests.serving.fake_engine import TOKENIZER, FakeEngine
 

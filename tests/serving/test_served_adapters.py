@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from spmd_tasks import load
 from spmd_tasks.bridges.huggingface.origin import variables_from_folder
-from spmd_tasks.checkpoints import CheckpointError
+from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.decoding.constraints import Grammars
@@ -24,9 +24,11 @@ from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.decoding.scoring import score_texts
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.inputs import ChatTemplate, decode_generated
+from spmd_tasks.inputs import ChatTemplate
+from spmd_tasks.inputs.tokenizers import decode_generated
 from spmd_tasks.serving.requests import ServedModel
-from spmd_tasks.sharding import WeightSpec, quantize, quantized_spec
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.quantized import quantize, quantized_spec
 from spmd_tasks.tuning.adapter_stacks import _column_factors
 from spmd_tasks.tuning.adapters import column_lengths
 from tests import binary

@@ -10,9 +10,9 @@ from spmd_tasks.sharding import (
   DataModelMesh,
   HiddenShardingMesh,
   MeshSpec,
-  check_axis_rules,
   split_dims_to_partition_spec,
 )
+from spmd_tasks.sharding.specs import check_axis_rules
 
 # T5X's standard rules for one-dimensional parameter and activation partitioning, with `mdl` for its `model`.
 T5X_RULES = (

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from spmd_tasks.sharding import num_parts, padding, spec_axes
+from spmd_tasks.sharding import padding
+from spmd_tasks.sharding.specs import num_parts, spec_axes
 
 SIZES = {'replica': 2, 'data': 4, 'mdl': 3}
 COLLECTIVE = re.compile(r'all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast')

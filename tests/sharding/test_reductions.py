@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.sharding import MeshSpec, WeightSpec, sharding_scope, sum_of_squares, sums_of_squares
+from spmd_tasks.sharding import MeshSpec, WeightSpec
+from spmd_tasks.sharding.reductions import sum_of_squares, sums_of_squares
+from spmd_tasks.sharding.specs import sharding_scope
 
 AXES = ('replica', 'data', 'mdl')
 RULES = (('embed', 'data'), ('mlp', 'mdl'), ('layers', None))

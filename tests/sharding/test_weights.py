@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.sharding import STACK_DIM, WeightSpec, match_fn, unbox_weights, weight_specs
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.weights import STACK_DIM, match_fn, unbox_weights, weight_specs
 
 
 class Dense(nn.Module):

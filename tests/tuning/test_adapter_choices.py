@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import Linear, adapter_choices
+from spmd_tasks.layers import Linear
+from spmd_tasks.layers.adapter import adapter_choices
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 from spmd_tasks.tuning import LowRankAdapter
 from spmd_tasks.tuning.adapter_choices import AdapterChoices

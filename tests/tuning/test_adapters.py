@@ -19,7 +19,7 @@ from spmd_tasks.layers import (
 )
 from spmd_tasks.layers.attention import Attention, LatentAttention
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
-from spmd_tasks.sharding import unbox_weights
+from spmd_tasks.sharding.weights import unbox_weights
 from spmd_tasks.tuning import LowRankAdapter
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adaptable_weights, adapters_of, without_adapters
 from spmd_tasks.tuning.adapters import merge_low_rank

@@ -11,7 +11,8 @@ import time
 from etils import epath
 import pytest
 
-from spmd_tasks.checkpoints import CheckpointError, Restored
+from spmd_tasks.checkpoints.checkpointer import Restored
+from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.errors import UserError
 from spmd_tasks.tuning import base_digest
 

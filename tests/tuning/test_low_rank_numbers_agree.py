@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime import model_flops_per_train_step
+from spmd_tasks.runtime.flops import model_flops_per_train_step
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 from tests.runtime.uneven_experiments import AdamW
 from tests.tuning.low_rank_experiments import (

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.runtime import count_matmul_flops, model_flops_per_train_step
+from spmd_tasks.runtime.flops import count_matmul_flops, model_flops_per_train_step
 from spmd_tasks.tuning.preference_loss import pair_log_probs
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 from tests.tuning.preference_experiments import (

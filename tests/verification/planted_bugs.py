@@ -18,7 +18,9 @@ import optax
 from spmd_tasks.layers import FanInNormal, GatedFeedForward, LossOutput, declare_weight
 from spmd_tasks.layers.pipeline import PipelinedStack, Schedule
 from spmd_tasks.recipes import PipelinedLanguageModel, SyntheticLanguageModel
-from spmd_tasks.sharding import constrain, current_sharding_scope, pad, padded_shape, split_dims_to_partition_spec
+from spmd_tasks.sharding import constrain, split_dims_to_partition_spec
+from spmd_tasks.sharding.padding import pad, padded_shape
+from spmd_tasks.sharding.specs import current_sharding_scope
 from tests.layers.tiny_model import FfnBlock
 
 BATCH_AXES = ('replica', 'data')

@@ -13,8 +13,10 @@ import pytest
 
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.recipes import MoeLanguageModel, SyntheticLanguageModel
-from spmd_tasks.sharding import ShardingScope, even_spec, split_dims_to_partition_spec
-from spmd_tasks.verification import CLAIMS, Bench
+from spmd_tasks.sharding import split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import ShardingScope, even_spec
+from spmd_tasks.verification import Bench
+from spmd_tasks.verification._claims import CLAIMS
 from tests.runtime.loss_curves import source_of
 from tests.verification.planted_bugs import Planted
 

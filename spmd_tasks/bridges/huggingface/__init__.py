@@ -19,30 +19,18 @@ from etils import epy
 from spmd_tasks.wings import Format, Wing
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.bridges.huggingface._decoder import Decoder
-  from spmd_tasks.bridges.huggingface._describe import describe_model
-  from spmd_tasks.bridges.huggingface._export import export_folder
-  from spmd_tasks.bridges.huggingface._families import FAMILIES
-  from spmd_tasks.bridges.huggingface._folder import Folder, open_folder, weights_on_mesh
-  from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
-  from spmd_tasks.bridges.huggingface._peft import AdapterFolder, export_adapter, open_adapter
+  from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
+  from spmd_tasks.bridges.huggingface._peft import AdapterFolder, open_adapter
   from spmd_tasks.bridges.huggingface.experiments import PipelinedPretrainedModel, PretrainedLanguageModel
 
 __all__ = [
-  'FAMILIES',
   'WING',
   'AdapterFolder',
-  'Decoder',
   'Folder',
   'PipelinedPretrainedModel',
   'PretrainedLanguageModel',
-  'describe_model',
-  'export_adapter',
-  'export_folder',
-  'generation_defaults',
   'open_adapter',
   'open_folder',
-  'weights_on_mesh',
 ]
 
 WING = Wing(

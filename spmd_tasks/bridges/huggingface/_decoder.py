@@ -29,14 +29,8 @@ from spmd_tasks.layers import (
   TransformerBlock,
   TransformerStack,
 )
-from spmd_tasks.layers.attention import (
-  Attention,
-  LatentAttention,
-  LearnedPositions,
-  Rotary,
-  YarnScaling,
-  yarn_magnitude,
-)
+from spmd_tasks.layers.attention import Attention, LatentAttention, LearnedPositions, Rotary, YarnScaling
+from spmd_tasks.layers.attention.rotary_scaling import yarn_magnitude
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
 
 

@@ -29,9 +29,11 @@ from spmd_tasks.bridges.huggingface._quantized import dequantize
 from spmd_tasks.bridges.huggingface._safetensors import dtype_of, read_tensors
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text
-from spmd_tasks.layers import ADAPTER_TAG, LanguageModel
-from spmd_tasks.runtime import PartitionedModel, flat_specs, padded_numbers
-from spmd_tasks.sharding import is_quantized
+from spmd_tasks.layers import LanguageModel
+from spmd_tasks.layers.adapter import ADAPTER_TAG
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.weight_numbers import flat_specs, padded_numbers
+from spmd_tasks.sharding.weights import is_quantized
 
 CONFIG_FILE = 'config.json'
 # Gemma 3 of text and images: its text model is the family _TEXT_TYPE under other names, old or new.

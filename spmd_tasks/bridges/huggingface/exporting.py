@@ -24,11 +24,13 @@ from spmd_tasks.bridges.huggingface._folder import open_folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.command import OpenJob
-from spmd_tasks.distributed import is_primary, watch_steps
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
 from spmd_tasks.files import is_remote
-from spmd_tasks.programs import SavedSteps, restore_evaluation_variables
+from spmd_tasks.programs.restore import restore_evaluation_variables
+from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.base_digest import describe_base

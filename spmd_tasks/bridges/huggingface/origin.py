@@ -26,14 +26,17 @@ from tqdm import tqdm
 
 from spmd_tasks.bridges.huggingface._folder import open_folder
 from spmd_tasks.bridges.huggingface._peft import open_adapter
-from spmd_tasks.checkpoints import Restored
+from spmd_tasks.checkpoints.checkpointer import Restored
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path, read_text
-from spmd_tasks.layers import ADAPTER_TAG
-from spmd_tasks.learning import FROZEN_TAG, fill_in
-from spmd_tasks.runtime import Base, PartitionedModel, TrainState, Variables, flat_specs
+from spmd_tasks.layers.adapter import ADAPTER_TAG
+from spmd_tasks.learning.frozen_weights import FROZEN_TAG, fill_in
+from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime.origin import Base
+from spmd_tasks.runtime.task import Variables
+from spmd_tasks.runtime.weight_numbers import flat_specs
 from spmd_tasks.sharding import padding
 from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.adapter_stacks import AdapterSource, stacked_adapters

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from etils import epath
 import jax
 
-from spmd_tasks.checkpoints import CheckpointDirectory
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import is_remote, read_text
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from praxis import base_layer
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import current_sharding_scope
+from spmd_tasks.sharding.specs import current_sharding_scope
 
 _STAYS_FLOAT32 = base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
 

@@ -31,10 +31,14 @@ from praxis import base_hyperparams, base_layer, pax_fiddle
 
 from spmd_tasks.bridges.pax._batches import flatten_batch, take_strings
 from spmd_tasks.bridges.pax._input import PaxInput, next_batch
-from spmd_tasks.distributed import is_primary, primary_decides
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.agreement import primary_decides
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import storage_errors, write_durably
-from spmd_tasks.runtime import PartitionedModel, StepsByShape, Variables, make_writer
+from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.compilation import StepsByShape
+from spmd_tasks.runtime.metrics import make_writer
+from spmd_tasks.runtime.task import Variables
 
 _LOOK_LIMIT_S = 300
 

@@ -15,7 +15,7 @@ from paxml import trainer_lib
 
 from spmd_tasks.programs.early_end import EarlyEnd, StepReport
 from spmd_tasks.programs.hooks import TrainRun
-from spmd_tasks.runtime import Metrics, scalars
+from spmd_tasks.runtime.metrics import Metrics, scalars
 
 # Paxml's own switch: metrics of the training step for every call, not only for those with evals.
 _ALWAYS_TRAIN_METRICS = 'PAXML_EARLY_STOP_ALWAYS_AGGREGATE_TRAIN_METRICS'

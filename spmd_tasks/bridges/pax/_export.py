@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 
 from spmd_tasks import exit_codes
 from spmd_tasks.bridges.pax._checkpoint_arrays import write_pax_checkpoint
-from spmd_tasks.checkpoints import CheckpointError
+from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.command import OpenJob
-from spmd_tasks.distributed import is_primary, watch_steps
+from spmd_tasks.distributed import is_primary
+from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs import SavedSteps
+from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.wings import kind_of
 
 

@@ -36,7 +36,7 @@ from praxis.layers import (
 
 from spmd_tasks.bridges.pax._weights import filled_split_dims
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import WeightBox
+from spmd_tasks.sharding.weights import WeightBox
 
 _CACHE = base_layer.DECODE_CACHE
 _STATES = ('key_state', 'value_state', 'key_post_rotary_pos_emb')

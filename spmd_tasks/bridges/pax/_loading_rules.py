@@ -26,7 +26,7 @@ from spmd_tasks.bridges.pax._checkpoint_files import (
   checkpoint_format,
   open_pax_checkpoint,
 )
-from spmd_tasks.checkpoints import CheckpointDirectory
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
 from spmd_tasks.runtime import Origin, PartitionedModel, TrainState

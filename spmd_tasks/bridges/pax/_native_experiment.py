@@ -27,7 +27,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.learning import AdamW, Constant, Learner, LinearWarmupCosine, LinearWarmupExponential
 from spmd_tasks.runtime import Task
-from spmd_tasks.sharding import unbox_weights
+from spmd_tasks.sharding.weights import unbox_weights
 
 if TYPE_CHECKING:
   from spmd_tasks.bridges.pax._input import PaxInput

@@ -33,7 +33,8 @@ from spmd_tasks.bridges.pax._context import cast_floats, cast_variables, praxis_
 from spmd_tasks.bridges.pax._weights import box_variables
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput
-from spmd_tasks.runtime import Batch, Task, Variables
+from spmd_tasks.runtime import Task
+from spmd_tasks.runtime.task import Batch, Variables
 
 _praxis_context = functools.partial(praxis_context, 'threefry2x32')  # the generator of our keys
 _NOT_STORED = ('aux_loss', 'summaries', 'params_axes')

@@ -9,7 +9,7 @@ from paxml import base_metrics
 from praxis import py_utils
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.runtime import Variables
+from spmd_tasks.runtime.task import Variables
 
 # Metrics of ours by the name of the summary that Paxml's learner makes of the same number.
 _LEARNER_SUMMARIES = {'grad_norm': 'learning/raw_grad_norm', 'learning_rate': 'learning/lr'}

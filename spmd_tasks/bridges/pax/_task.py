@@ -31,8 +31,13 @@ from spmd_tasks.bridges.pax._weights import DeclaringModel, box_variables, spec_
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import IdTokenizer
 from spmd_tasks.learning import LearnerState
-from spmd_tasks.runtime import Batch, DecodeSettings, InputSpec, TrainState, Variables
-from spmd_tasks.sharding import WeightSpec, replicated_spec, sums_of_squares
+from spmd_tasks.runtime import TrainState
+from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime.input_layout import InputSpec
+from spmd_tasks.runtime.task import Batch, Variables
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.reductions import sums_of_squares
+from spmd_tasks.sharding.weights import replicated_spec
 
 _PRNG_IMPL = 'rbg'
 _pax_context = functools.partial(praxis_context, _PRNG_IMPL)  # Paxml's functions set the mode by themselves

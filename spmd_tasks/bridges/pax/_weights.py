@@ -10,7 +10,9 @@ from jax.sharding import PartitionSpec
 from praxis import base_layer, pax_fiddle
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import SplitDim, WeightBox, WeightSpec
+from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.specs import SplitDim
+from spmd_tasks.sharding.weights import WeightBox
 
 
 def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence[str] | None) -> dict[str, Any]:

@@ -18,22 +18,8 @@ rotary_scaling.py and latent.py; kv_cache.py explains generation.
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.layers.attention._plain import ATTENTION_NAME, segment_mask
-  from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME, Attention
-  from spmd_tasks.layers.attention.implementations import (
-    IMPLEMENTATIONS,
-    AttentionCall,
-    attend,
-    resolve_implementation,
-  )
-  from spmd_tasks.layers.attention.kv_cache import (
-    CACHE,
-    NEW_CACHE,
-    attend_to_cache,
-    is_decoding,
-    read_cache,
-    write_new_cache,
-  )
+  from spmd_tasks.layers.attention.attention import Attention
+  from spmd_tasks.layers.attention.implementations import AttentionCall
   from spmd_tasks.layers.attention.latent import LatentAttention
   from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary, SinusoidalPositions
   from spmd_tasks.layers.attention.rotary_scaling import (
@@ -42,15 +28,9 @@ with epy.lazy_api_imports(globals()):
     LongRopeScaling,
     RotaryScaling,
     YarnScaling,
-    yarn_magnitude,
   )
 
 __all__ = [
-  'ATTENTION_INPUTS_NAME',
-  'ATTENTION_NAME',
-  'CACHE',
-  'IMPLEMENTATIONS',
-  'NEW_CACHE',
   'Attention',
   'AttentionCall',
   'LatentAttention',
@@ -62,12 +42,4 @@ __all__ = [
   'RotaryScaling',
   'SinusoidalPositions',
   'YarnScaling',
-  'attend',
-  'attend_to_cache',
-  'is_decoding',
-  'read_cache',
-  'resolve_implementation',
-  'segment_mask',
-  'write_new_cache',
-  'yarn_magnitude',
 ]

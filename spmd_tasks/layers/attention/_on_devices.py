@@ -15,14 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from spmd_tasks.layers.attention._plain import AttentionOptions
-from spmd_tasks.sharding import (
-  SplitDims,
-  current_sharding_scope,
-  even_spec,
-  num_parts,
-  spec_axes,
-  split_dims_to_partition_spec,
-)
+from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import current_sharding_scope, even_spec, num_parts, spec_axes
 
 Axes = tuple[str, ...]
 

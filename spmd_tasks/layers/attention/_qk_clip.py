@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, visible
-from spmd_tasks.sharding import WEIGHT_FACTORS, SplitDims, WeightSpec
+from spmd_tasks.sharding import SplitDims, WeightSpec
+from spmd_tasks.sharding.weights import WEIGHT_FACTORS
 
 
 def largest_logits(

@@ -28,7 +28,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices, attention_layout
 from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_plainly
 from spmd_tasks.layers.base import current_layer_scope
-from spmd_tasks.sharding import SplitDims, current_platform
+from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding.specs import current_platform
 
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash', 'ring']
 IMPLEMENTATIONS: tuple[Implementation, ...] = ('xla', 'blockwise', 'cudnn', 'splash', 'ring')

@@ -30,7 +30,8 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers.attention._plain import masked_softmax
 from spmd_tasks.layers.base import soft_cap
-from spmd_tasks.sharding import SplitDims, WeightBox
+from spmd_tasks.sharding import SplitDims
+from spmd_tasks.sharding.weights import WeightBox
 
 CACHE = 'cache'
 NEW_CACHE = 'new_cache'

@@ -33,7 +33,8 @@ from spmd_tasks.layers.attention.positions import Rotary
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
-from spmd_tasks.sharding import SplitDims, constrain, gather_for_tokens
+from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.specs import gather_for_tokens
 
 
 class LatentAttention(nn.Module, kw_only=True):

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.rotary_scaling import RotaryScaling
 from spmd_tasks.layers.base import declare_weight
-from spmd_tasks.sharding import Initializer, SplitDims, constrain
+from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.weights import Initializer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

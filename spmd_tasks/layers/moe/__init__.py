@@ -24,22 +24,11 @@ Reading order, one idea per file:
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.layers.moe._balance import (
-    RoutingSums,
-    load_balance_loss,
-    router_z_loss,
-    routing_statistics,
-    routing_sums,
-  )
+  from spmd_tasks.layers.moe._balance import RoutingSums, load_balance_loss, router_z_loss
   from spmd_tasks.layers.moe._capacity import CapacityComputation, CapacityEinsum, CapacityGather
   from spmd_tasks.layers.moe._dispatches import FURTHER_PASSES_NAME
-  from spmd_tasks.layers.moe._dropless import DISPATCHES, Dropless
-  from spmd_tasks.layers.moe._experts import Experts, ExpertWeights, grouped_ffn
-  from spmd_tasks.layers.moe._grouped_matmul import (
-    GROUPED_MATMUL_BACKENDS,
-    best_grouped_matmul_backend,
-    grouped_matmul,
-  )
+  from spmd_tasks.layers.moe._dropless import Dropless
+  from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
   from spmd_tasks.layers.moe._layer import ExpertComputation, MixtureOfExperts
   from spmd_tasks.layers.moe._router import (
     ExpertChoiceRouter,
@@ -50,9 +39,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.moe._slots import Slots
 
 __all__ = [
-  'DISPATCHES',
   'FURTHER_PASSES_NAME',
-  'GROUPED_MATMUL_BACKENDS',
   'CapacityComputation',
   'CapacityEinsum',
   'CapacityGather',
@@ -67,11 +54,6 @@ __all__ = [
   'RoutingSums',
   'Slots',
   'TopKRouter',
-  'best_grouped_matmul_backend',
-  'grouped_ffn',
-  'grouped_matmul',
   'load_balance_loss',
   'router_z_loss',
-  'routing_statistics',
-  'routing_sums',
 ]

@@ -28,7 +28,8 @@ from spmd_tasks.layers.moe._expert_parallel import (
 )
 from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts
 from spmd_tasks.layers.moe._router import RouterOutput
-from spmd_tasks.sharding import ShardingScope, SplitDims, current_sharding_scope, num_parts, padding
+from spmd_tasks.sharding import SplitDims, padding
+from spmd_tasks.sharding.specs import ShardingScope, current_sharding_scope, num_parts
 
 # The ways to move tokens to experts on other devices.
 DISPATCHES: dict[str, Dispatch] = {

@@ -32,7 +32,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import Ratios
 from spmd_tasks.layers.moe._experts import ExpertWeights, LocalExperts, name_routing
 from spmd_tasks.layers.moe._permutation import move_rows, sort_by_expert
-from spmd_tasks.sharding import ShardingScope, SplitDims, num_parts, spec_axes, split_dims_to_partition_spec
+from spmd_tasks.sharding import SplitDims, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import ShardingScope, num_parts, spec_axes
 
 Axes = tuple[str, ...]
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.layers.moe._megablox_backend import multiply_by_megablox
-from spmd_tasks.sharding import current_platform
+from spmd_tasks.sharding.specs import current_platform
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _LARGEST_BLOCK = 256

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import current_platform
+from spmd_tasks.sharding.specs import current_platform
 
 _LANES = 128
 _ROWS_PER_TILE = 512

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_tasks.sharding import current_platform
+from spmd_tasks.sharding.specs import current_platform
 
 INT32_MAX = np.iinfo(np.int32).max
 

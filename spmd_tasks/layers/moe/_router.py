@@ -22,7 +22,8 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, declare_weight
 from spmd_tasks.layers.moe._slots import Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
-from spmd_tasks.sharding import SplitDims, constrain, current_sharding_scope
+from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.specs import current_sharding_scope
 
 # From logits to the logarithm of a token's affinity to each expert. Normalizing logarithms cannot divide by 0.
 LOG_AFFINITIES = {'softmax': jax.nn.log_softmax, 'sigmoid': jax.nn.log_sigmoid}

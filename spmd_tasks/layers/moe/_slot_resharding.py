@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from spmd_tasks.layers.moe._expert_parallel import Axes, expert_layout
 from spmd_tasks.layers.moe._experts import ExpertWeights, batched_ffn
-from spmd_tasks.sharding import SplitDims, constrain, current_sharding_scope
+from spmd_tasks.sharding import SplitDims, constrain
+from spmd_tasks.sharding.specs import current_sharding_scope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

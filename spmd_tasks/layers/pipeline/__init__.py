@@ -15,14 +15,11 @@ microbatches are cut and moved), stage.py (one stage), then loop.py (gpipe, circ
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.layers.pipeline.microbatches import check_microbatches_divide
-  from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
+  from spmd_tasks.layers.pipeline.schedule import Schedule, ScheduleName
   from spmd_tasks.layers.pipeline.stack import PipelinedStack
 
 __all__ = [
-  'SCHEDULES',
   'PipelinedStack',
   'Schedule',
   'ScheduleName',
-  'check_microbatches_divide',
 ]

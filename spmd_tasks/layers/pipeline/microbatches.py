@@ -21,14 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import (
-  ShardingScope,
-  SplitDim,
-  even_spec,
-  spec_axes,
-  split_dims_to_partition_spec,
-  without_axis,
-)
+from spmd_tasks.sharding import split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import ShardingScope, SplitDim, even_spec, spec_axes, without_axis
 
 
 class Microbatch(NamedTuple):

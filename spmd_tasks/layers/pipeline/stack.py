@@ -34,16 +34,8 @@ from spmd_tasks.layers.pipeline.one_forward_one_backward import run_one_forward_
 from spmd_tasks.layers.pipeline.schedule import SCHEDULES, Schedule, ScheduleName
 from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
 from spmd_tasks.layers.transformer import map_layers, remat_policy, scan_layers
-from spmd_tasks.sharding import (
-  ShardingScope,
-  SplitDim,
-  current_sharding_scope,
-  merge_stacked,
-  split_stacked,
-  stage_axis,
-  unbox_weights,
-  without_axis,
-)
+from spmd_tasks.sharding.specs import ShardingScope, SplitDim, current_sharding_scope, stage_axis, without_axis
+from spmd_tasks.sharding.weights import merge_stacked, split_stacked, unbox_weights
 
 _RUN: dict[str, Callable[..., tuple[jax.Array, Any]]] = {
   'gpipe': run_loop,

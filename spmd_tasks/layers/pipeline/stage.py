@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from spmd_tasks.layers.base import BatchPart, layer_scope, run_layer
 from spmd_tasks.layers.pipeline.microbatches import Microbatch, tree_read, tree_where
 from spmd_tasks.layers.transformer import LAYER_INPUT_NAME, remat_policy
-from spmd_tasks.sharding import AxisRules, sharding_scope
+from spmd_tasks.sharding import AxisRules
+from spmd_tasks.sharding.specs import sharding_scope
 
 
 class StageWeights(NamedTuple):

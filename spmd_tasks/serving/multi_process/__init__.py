@@ -14,8 +14,3 @@ same programs in the same order.
 
 Read `messages.py`, then `leader.py`, then `follower.py`. The links are those of package distributed.
 """
-
-from spmd_tasks.serving.multi_process.follower import follow
-from spmd_tasks.serving.multi_process.leader import Followers, LeadingEngine, PeerFailedError, lead
-
-__all__ = ['Followers', 'LeadingEngine', 'PeerFailedError', 'follow', 'lead']

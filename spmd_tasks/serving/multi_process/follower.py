@@ -18,9 +18,9 @@ from absl import logging
 import numpy as np
 
 from spmd_tasks import exit_codes
-from spmd_tasks.checkpoints import CheckpointChoiceError
+from spmd_tasks.checkpoints.manifest import CheckpointChoiceError
 from spmd_tasks.decoding.engine_contract import Engine, Launched
-from spmd_tasks.distributed import Link, LinkError
+from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.serving.multi_process.messages import from_message, to_message, unpack_masks
 
 _SETTLE_S = 0.5  # without a new operation, until the outputs of the last launch are read

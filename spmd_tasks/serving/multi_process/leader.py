@@ -28,7 +28,7 @@ from spmd_tasks import exit_codes
 from spmd_tasks.decoding.engine_contract import Engine, Launched, TokenMasks
 from spmd_tasks.decoding.requests import Chunk
 from spmd_tasks.decoding.step_functions import Outputs
-from spmd_tasks.distributed import Link, LinkError
+from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.errors import JobError
 from spmd_tasks.serving.multi_process.messages import from_message, pack_masks, to_message
 

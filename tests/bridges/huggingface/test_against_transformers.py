@@ -14,13 +14,9 @@ import numpy as np
 import pytest
 
 from spmd_tasks import load
-from spmd_tasks.bridges.huggingface import (
-  PipelinedPretrainedModel,
-  PretrainedLanguageModel,
-  export_folder,
-  open_folder,
-  weights_on_mesh,
-)
+from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel, PretrainedLanguageModel, open_folder
+from spmd_tasks.bridges.huggingface._export import export_folder
+from spmd_tasks.bridges.huggingface._folder import weights_on_mesh
 from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job

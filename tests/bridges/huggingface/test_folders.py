@@ -12,12 +12,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from spmd_tasks.bridges._lazy_arrays import lazy_array
-from spmd_tasks.bridges.huggingface import FAMILIES, export_folder, open_folder
+from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface._config_keys import Config
 from spmd_tasks.bridges.huggingface._decoder import build_model
 from spmd_tasks.bridges.huggingface._describe import describe_model
+from spmd_tasks.bridges.huggingface._export import export_folder
+from spmd_tasks.bridges.huggingface._families import FAMILIES
 from spmd_tasks.errors import UserError
-from spmd_tasks.sharding import unbox_weights
+from spmd_tasks.sharding.weights import unbox_weights
 from tests.bridges.huggingface.tiny_configs import CONFIGS
 
 SHARD_BYTES = 40_000

@@ -15,21 +15,18 @@ import numpy as np
 import pytest
 
 from spmd_tasks.bridges._lazy_arrays import lazy_array
-from spmd_tasks.bridges.huggingface import (
-  PipelinedPretrainedModel,
-  export_adapter,
-  export_folder,
-  open_adapter,
-  open_folder,
-  weights_on_mesh,
-)
+from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel, open_adapter, open_folder
 from spmd_tasks.bridges.huggingface._describe import layer_places
+from spmd_tasks.bridges.huggingface._export import export_folder
+from spmd_tasks.bridges.huggingface._folder import weights_on_mesh
+from spmd_tasks.bridges.huggingface._peft import export_adapter
 from spmd_tasks.bridges.huggingface.origin import state_from_folder, variables_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.inputs import SyntheticText
-from spmd_tasks.learning import AdamW, fill_in, without_frozen
+from spmd_tasks.learning import AdamW
+from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.tuning import LowRankTuning
 from spmd_tasks.tuning.adapted_weights import AdapterNames
 from spmd_tasks.tuning.base_digest import folder_digest

@@ -16,12 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from praxis import base_layer, py_utils
 
-from spmd_tasks.bridges.pax import install_shims
-from spmd_tasks.config import add_to_search_path, from_json, read_saved_config, resolve
+from spmd_tasks.bridges.pax._shims import install_shims
+from spmd_tasks.config import resolve
+from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.saved_config import read_saved_config
+from spmd_tasks.config.search_path import add_to_search_path
 from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.programs import SavedSteps
-from spmd_tasks.runtime import DecodeSettings
+from spmd_tasks.programs.saved_steps import SavedSteps
+from spmd_tasks.runtime.decode_settings import DecodeSettings
 
 ONE_DEVICE = 'ici_mesh_shape=1,1,1'
 EOS = 63

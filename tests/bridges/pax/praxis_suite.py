@@ -34,7 +34,7 @@ import jax
 import pytest
 
 from spmd_tasks.bridges.pax import _stand_ins  # importing it applies the shims, before a test imports Praxis
-from spmd_tasks.distributed import compile_quickly
+from spmd_tasks.distributed.fake_devices import compile_quickly
 
 KEPT = Path(__file__).parents[2] / 'data' / 'praxis_tests.txt'
 RESULTS = Path(__file__).parents[3] / '.cache' / 'praxis_tests.jsonl'

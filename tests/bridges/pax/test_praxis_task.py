@@ -13,7 +13,7 @@ from spmd_tasks.config import resolve
 from spmd_tasks.decoding import DecodeSettings, DecodeSteps, Request, generate
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import partition_job
-from spmd_tasks.sharding import unbox_weights
+from spmd_tasks.sharding.weights import unbox_weights
 from tests.bridges.pax import own_experiments
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings('ignore')]  # Praxis', of what it will migrate one day

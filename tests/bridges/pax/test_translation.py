@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.bridges.pax import install_shims, translate_language_model
+from spmd_tasks.bridges.pax import translate_language_model
 from spmd_tasks.bridges.pax._native_experiment import translate_learning_rate
 from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
+from spmd_tasks.bridges.pax._shims import install_shims
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import BlockGroup, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.sharding import unbox_weights
+from spmd_tasks.sharding.weights import unbox_weights
 
 install_shims()
 from praxis import base_hyperparams, base_layer, layers, optimizers, pax_fiddle, py_utils, schedules  # noqa: E402

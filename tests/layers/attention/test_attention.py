@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import RmsNorm
-from spmd_tasks.layers.attention import Attention, LinearScaling, Rotary, attend, segment_mask
-from spmd_tasks.sharding import unbox_weights, weight_specs
+from spmd_tasks.layers.attention import Attention, LinearScaling, Rotary
+from spmd_tasks.layers.attention._plain import segment_mask
+from spmd_tasks.layers.attention.implementations import attend
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 import tests.layers.transformer_reference as reference
 
 # Two documents and padding in the first row, padding only in the second.

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers.attention import AttentionCall, attend, implementations, resolve_implementation
+from spmd_tasks.layers.attention import AttentionCall, implementations
 from spmd_tasks.layers.attention._blockwise import attend_blockwise
 from spmd_tasks.layers.attention._context import balanced_order
-from spmd_tasks.planning import has_compiler, parse_target
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, sharding_scope
+from spmd_tasks.layers.attention.implementations import attend, resolve_implementation
+from spmd_tasks.planning import parse_target
+from spmd_tasks.planning.targets import has_compiler
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
 
 HEADS = ('batch', 'seq', 'act_heads', None)
 

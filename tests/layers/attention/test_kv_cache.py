@@ -31,7 +31,7 @@ from spmd_tasks.layers.moe import (
   TopKRouter,
 )
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.sharding import unbox_weights
+from spmd_tasks.sharding.weights import unbox_weights
 from tests.layers.tiny_model import VOCAB, random_weights, tiny_model
 
 LENGTHS = np.array([3, 1, 0, 5])  # of the prompts; the third row is empty

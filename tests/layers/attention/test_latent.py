@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.attention import LatentAttention, Rotary, YarnScaling
-from spmd_tasks.sharding import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 import tests.layers.transformer_reference as reference
 
 B, T, D, H, N, R, V, C, Q = 2, 6, 30, 3, 6, 4, 5, 8, 7

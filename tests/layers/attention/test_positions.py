@@ -5,7 +5,6 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.layers import layer_scope
 from spmd_tasks.layers.attention import (
   LearnedPositions,
   LinearScaling,
@@ -15,7 +14,8 @@ from spmd_tasks.layers.attention import (
   SinusoidalPositions,
   YarnScaling,
 )
-from spmd_tasks.sharding import unbox_weights, weight_specs
+from spmd_tasks.layers.base import layer_scope
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 import tests.layers.transformer_reference as reference
 
 POSITIONS = np.array([[0, 1, 2, 0], [0, 1, 700, 5]])

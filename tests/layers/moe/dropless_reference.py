@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.layers.moe import Dropless, ExpertWeights, RouterOutput
-from spmd_tasks.sharding import MeshSpec, check_axis_rules, sharding_scope
+from spmd_tasks.sharding import MeshSpec
+from spmd_tasks.sharding.specs import check_axis_rules, sharding_scope
 
 UP_SPLIT_DIMS = ('expert', 'expert_embed', 'expert_mlp')
 DOWN_SPLIT_DIMS = ('expert', 'expert_mlp', 'expert_embed')

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import remat_policy
-from spmd_tasks.layers.moe import TopKRouter, routing_sums
-from spmd_tasks.layers.moe._balance import attach_balance_gradient, attach_gradient, load_violation
-from spmd_tasks.sharding import MeshSpec, sharding_scope
+from spmd_tasks.layers.moe import TopKRouter
+from spmd_tasks.layers.moe._balance import attach_balance_gradient, attach_gradient, load_violation, routing_sums
+from spmd_tasks.sharding import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
 
 L, B, T, D, E, K = 3, 8, 6, 5, 4, 2
 

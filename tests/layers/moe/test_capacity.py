@@ -23,7 +23,8 @@ from spmd_tasks.layers.moe import (
   RouterOutput,
   Slots,
 )
-from spmd_tasks.sharding import padding, sharding_scope, split_dims_to_partition_spec
+from spmd_tasks.sharding import padding, split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import sharding_scope
 
 FORMS = [CapacityEinsum, CapacityGather]
 both_forms = pytest.mark.parametrize('form', FORMS, ids=lambda form: form.__name__)

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.moe import Dropless
-from spmd_tasks.sharding import sharding_scope, split_dims_to_partition_spec
+from spmd_tasks.sharding import split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import sharding_scope
 
 SCOPE = ({'expert': 4}, {'batch': 'expert'})
 KINDS = ('all-to-all', 'all-gather', 'all-reduce', 'reduce-scatter', 'collective-permute')

@@ -22,7 +22,7 @@ import pytest
 from spmd_tasks.layers import remat_policy
 from spmd_tasks.layers.base import BatchPart, layer_scope
 from spmd_tasks.layers.moe import Dropless
-from spmd_tasks.sharding import sharding_scope
+from spmd_tasks.sharding.specs import sharding_scope
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.moe import Dropless
-from spmd_tasks.sharding import sharding_scope
+from spmd_tasks.sharding.specs import sharding_scope
 
 # Mesh, axis rules, dims.
 LAYOUTS = {

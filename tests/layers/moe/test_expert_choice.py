@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import ExpertChoiceRouter, load_balance_loss, routing_sums
+from spmd_tasks.layers.moe import ExpertChoiceRouter, load_balance_loss
+from spmd_tasks.layers.moe._balance import routing_sums
 
 B, T, D, E = 4, 6, 5, 3
 

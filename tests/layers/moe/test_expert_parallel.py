@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers.moe._expert_parallel import ExpertLayout, expert_layout, select_assignments
-from spmd_tasks.sharding import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh, MeshSpec, ShardingScope
+from spmd_tasks.sharding import DataExpertModelMesh, DataModelMesh, HiddenShardingMesh, MeshSpec
+from spmd_tasks.sharding.specs import ShardingScope
 
 ACTIVATION_SPLIT_DIMS = ('batch', 'seq', 'act_embed')
 TOKENS = (8, 4)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import Experts, ExpertWeights, grouped_ffn
-from spmd_tasks.layers.moe._experts import batched_ffn
+from spmd_tasks.layers.moe import Experts, ExpertWeights
+from spmd_tasks.layers.moe._experts import batched_ffn, grouped_ffn
 
 NUM_ROWS, NUM_EXPERTS, MODEL_DIM, HIDDEN_DIM, NUM_LAYERS = 64, 4, 6, 10, 3
 GROUP_SIZES = {

@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from spmd_tasks.layers.moe import best_grouped_matmul_backend, grouped_matmul
+from spmd_tasks.layers.moe._grouped_matmul import best_grouped_matmul_backend, grouped_matmul
 from spmd_tasks.planning import parse_target
-from spmd_tasks.sharding import MeshSpec, sharding_scope
+from spmd_tasks.sharding import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
 
 NUM_ROWS, NUM_GROUPS, NUM_INPUTS, NUM_OUTPUTS = 64, 4, 6, 5
 GROUP_SIZES = {

@@ -14,7 +14,7 @@ from spmd_tasks.layers.moe import (
   MixtureOfExperts,
   TopKRouter,
 )
-from spmd_tasks.sharding import unbox_weights, weight_specs
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 B, T, D, F, E = 2, 6, 8, 12, 4
 SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]], jnp.int32)

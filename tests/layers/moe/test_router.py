@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 
 from spmd_tasks.layers import remat_policy
-from spmd_tasks.layers.moe import (
-  TopKRouter,
-  load_balance_loss,
-  router_z_loss,
-  routing_statistics,
-  routing_sums,
-)
-from spmd_tasks.layers.moe._balance import attach_balance_gradient
+from spmd_tasks.layers.moe import TopKRouter, load_balance_loss, router_z_loss
+from spmd_tasks.layers.moe._balance import attach_balance_gradient, routing_statistics, routing_sums
 from spmd_tasks.layers.moe._router import top_k_ids
-from spmd_tasks.sharding import MeshSpec, sharding_scope, weight_specs
+from spmd_tasks.sharding import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import weight_specs
 
 B, T, D, E = 4, 6, 5, 7
 RULES = (('batch', 'data'), ('seq', None), ('embed', 'data'))

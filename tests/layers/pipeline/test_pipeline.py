@@ -26,7 +26,9 @@ from spmd_tasks.layers import (
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.layers.moe._balance import attach_gradient
 from spmd_tasks.layers.pipeline import PipelinedStack
-from spmd_tasks.sharding import MeshSpec, sharding_scope, unbox_weights, weight_specs
+from spmd_tasks.sharding import MeshSpec
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import unbox_weights, weight_specs
 
 B, T, D = 16, 9, 12
 STAGES = {'data': 2, 'stage': 4}

@@ -27,7 +27,9 @@ from spmd_tasks.layers.moe import (
 from spmd_tasks.layers.pipeline import PipelinedStack
 from spmd_tasks.layers.pipeline.microbatches import Microbatch
 from spmd_tasks.layers.pipeline.stage import Stage, StageWeights
-from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, sharding_scope, stage_axis_rules, unbox_weights
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES, MeshSpec, stage_axis_rules
+from spmd_tasks.sharding.specs import sharding_scope
+from spmd_tasks.sharding.weights import unbox_weights
 from tests.layers.moe.capacity_reference import kept_choices
 from tests.layers.tiny_model import FfnBlock
 
