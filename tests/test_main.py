@@ -88,6 +88,7 @@ def broken_files(tmp_path):
   (tmp_path / 'gone.json').write_text(json.dumps(gone))
   another = {'experiment': 'lm.StdlibTiny', 'overrides': {}, 'config': {'seed': 1}}
   claim(tmp_path / 'of_another', experiment_name='lm.StdlibTiny').release()
+  (tmp_path / 'of_another' / 'config.json').write_text(json.dumps(another))
   directories = [('broken_config', '{"experiment": "synth'), ('other_config', '[1]')]
   for name, text in (*directories, ('trained_by_another', json.dumps(another))):
     claim(tmp_path / name, experiment_name='synthetic.Tiny').release()
@@ -155,7 +156,7 @@ BAD_INPUT = {
   'unknown path': ((*TINY, *TRAIN, '--set', 'lerning_rate=1'), ['lerning_rate', 'learning_rate']),
   'unknown path in the task': (
     (*TINY, *TRAIN, '--set', 'task.learner.clip_golbal_norm=1'),
-    ['task.learner.clip_golbal_norm', 'task.learner.ema_decay'],
+    ['task.learner.clip_golbal_norm', 'Nearest: task.learner.clip_global_norm'],
   ),
   'no value': ((*TINY, *TRAIN, '--set', 'learning_rate'), ['learning_rate', '=']),
   'bad type': ((*TINY, *TRAIN, '--set', 'num_layers=two'), ['num_layers=two', 'int', 'write for example num_layers=']),
@@ -345,9 +346,10 @@ def test_an_experiment_of_the_current_directory_runs_by_the_installed_command(ow
   assert json.loads((directory / 'config.json').read_text())['experiment'] == 'mypkg.mymodule.Mine'
   assert sorted(os.listdir(own_directory)) == ['mypkg', 'runs']
 
-  # Its directory alone has nothing imported: the sentence names the flag that goes on.
+  # Others may write to the job's directory, so it alone has nothing imported: the sentence names the flag that goes on.
   monkeypatch.chdir(own_directory)
   monkeypatch.setattr(sys, 'path', list(sys.path))
+  directory.chmod(0o777)
   again = ('--job_log_dir', directory, '--print_config')
   assert binary.run_in_process(*again) == exit_codes.USAGE
   message = capsys.readouterr().err

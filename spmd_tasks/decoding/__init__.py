@@ -24,8 +24,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.decoding.generation import generate
   from spmd_tasks.decoding.prompts import PromptFile, Prompts
   from spmd_tasks.decoding.requests import Request
-  from spmd_tasks.runtime import SamplingParams
-  from spmd_tasks.runtime.decode_settings import DecodeSettings
+  from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 __all__ = [
   'DecodeSettings',

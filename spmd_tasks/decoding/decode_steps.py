@@ -29,8 +29,7 @@ from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import adapter_choices
 from spmd_tasks.layers.base import layer_scope
-from spmd_tasks.runtime import PartitionedModel, Task
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings, PartitionedModel, Task
 from spmd_tasks.runtime.task import Variables
 from spmd_tasks.sharding import padding
 from spmd_tasks.sharding.specs import sharding_scope, stage_axis, without_axis

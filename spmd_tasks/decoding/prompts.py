@@ -27,7 +27,7 @@ from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import Tokenizer
 from spmd_tasks.inputs.records import parse_json
 from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings
 
 _Count = Annotated[int, Ge(0), Lt(2**31)]
 _Text = Annotated[str, MinLen(1)]

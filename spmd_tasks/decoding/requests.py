@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from spmd_tasks.decoding.sampling import SamplingArrays
-from spmd_tasks.runtime import SamplingParams
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -217,9 +217,13 @@ def _collectives(plan: Plan) -> dict[str, list]:
     per_axis[axes, network] += _bytes_of(each)
     how = 'inside a matmul' if each.get('is_collective_matmul') else is_async
     lines[each.get('kind'), axes, _NETWORKS.get(network, network), how].append(each)
-  made: list[dict[str, Any]] = [
-    dict(zip(('kind', 'axes', 'network', 'how'), key), total=sum(map(_bytes_of, members)))
-    | {'count': sum(each.get('count') or 1 for each in members), 'main': max(members, key=_bytes_of)}
+  made = [
+    {
+      **dict(zip(('kind', 'axes', 'network', 'how'), key)),
+      'total': sum(map(_bytes_of, members)),
+      'count': sum(each.get('count') or 1 for each in members),
+      'main': max(members, key=_bytes_of),
+    }
     for key, members in lines.items()
   ]
   bars = [

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from spmd_tasks.planning.chips import Chip
 from spmd_tasks.planning.collectives import Collective, is_collective
-from spmd_tasks.planning.costs import CAUSAL_SHARE, KERNEL_EFFICIENCY, Basis, Cost, instruction_cost
+from spmd_tasks.planning.costs import CAUSAL_SHARE, KERNEL_EFFICIENCY, Cost, instruction_cost
 from spmd_tasks.planning.hlo import Computation, Instruction
 from spmd_tasks.planning.networks import HostCopy, Links, host_bytes, host_copies
 from spmd_tasks.planning.program import Program, op_name_of
@@ -214,7 +214,7 @@ class Schedule:
     """Returns every operation that takes time."""
     found = []
     for computation, count in self.program.executions.items():
-      spent: list[tuple[str, str, float, Basis, float]] = []
+      spent: list[tuple[str, str, float, str, float]] = []
       for each in computation.instructions:
         cost = self._cost(each)
         if cost.seconds > 0:

@@ -18,7 +18,7 @@ from spmd_tasks.decoding.generation import Completion
 from spmd_tasks.decoding.prompts import Prompt
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import append, is_remote, read_bytes, storage_errors, sync_path, write_durably
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings
 
 
 class DecodedFile:

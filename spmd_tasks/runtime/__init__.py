@@ -16,13 +16,14 @@ may do beside what all do, `origin.py` where a new job's weights are from.
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.runtime.decode_settings import SamplingParams
+  from spmd_tasks.runtime.decode_settings import DecodeSettings, SamplingParams
   from spmd_tasks.runtime.origin import Origin
   from spmd_tasks.runtime.parameter_table import format_parameter_table
   from spmd_tasks.runtime.partition import PartitionedModel, partition_spmd_model
   from spmd_tasks.runtime.task import Task, TrainState
 
 __all__ = [
+  'DecodeSettings',
   'Origin',
   'PartitionedModel',
   'SamplingParams',

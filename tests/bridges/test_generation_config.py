@@ -5,8 +5,7 @@ import json
 import pytest
 
 from spmd_tasks.bridges.huggingface._generation_config import generation_defaults
-from spmd_tasks.runtime import SamplingParams
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 GREEDY = SamplingParams()
 

@@ -21,8 +21,8 @@ from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.experiments.synthetic import Uneven
 from spmd_tasks.layers import BlockGroup, StackSequence, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
+from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.runtime.compilation import CompilationCounter
-from spmd_tasks.runtime.decode_settings import DecodeSettings
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, stage_axis_rules
 from tests.runtime.family_experiments import Families
 from tests.runtime.loss_curves import make_model

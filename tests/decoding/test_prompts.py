@@ -8,7 +8,7 @@ import pytest
 from spmd_tasks.decoding import SamplingParams
 from spmd_tasks.decoding.prompts import Prompt, PromptTokenizer, parse_prompt
 from spmd_tasks.inputs import ByteTokenizer
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings
 
 SETTINGS = DecodeSettings(max_tokens=8, temperature=0.5, top_k=7)
 TOKENIZER = PromptTokenizer(tokenizer=ByteTokenizer(), settings=SETTINGS, max_len=24, vocab_size=300, seed=11)

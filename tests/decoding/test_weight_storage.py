@@ -7,7 +7,7 @@ import pytest
 
 from spmd_tasks.decoding.weight_storage import WeightStorage
 from spmd_tasks.experiments.moe import UnevenExperts
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.sharding.specs import sharding_scope
 from spmd_tasks.sharding.weights import Quantized
 from tests.runtime.loss_curves import make_model

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spmd_tasks.decoding import DecodeSteps, Request, generate
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.sharding import DEFAULT_AXIS_RULES, context_axis_rules, stage_axis_rules
 from tests.runtime.loss_curves import assert_same_run, make_model, reference, runner, table
 from tests.runtime.moe_experiments import AlongData

@@ -4,8 +4,7 @@ import types
 
 import pytest
 
-from spmd_tasks.runtime import SamplingParams
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings, SamplingParams
 
 
 def test_a_request_takes_what_it_leaves_out_from_the_settings():

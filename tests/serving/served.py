@@ -13,7 +13,7 @@ import httpx
 
 from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.inputs import ChatTemplate
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings
 from spmd_tasks.serving.requests import ServedModel
 from spmd_tasks.serving.server import listen, run_server, url_of
 from spmd_tasks.serving.settings import ServerSettings

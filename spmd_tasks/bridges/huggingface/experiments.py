@@ -17,8 +17,7 @@ from spmd_tasks.files import absolute_path
 from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, IdTokenizer
 from spmd_tasks.recipes import TextTraining
 from spmd_tasks.recipes.pipelined import Pipelined
-from spmd_tasks.runtime import Origin, Task
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings, Origin, Task
 from spmd_tasks.tuning.adapter_stacks import AdapterSource
 
 

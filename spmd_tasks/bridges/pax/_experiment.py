@@ -27,8 +27,7 @@ from spmd_tasks.bridges.pax._weights import partition_of, remove_split_dims
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.programs.hooks import TrainHook
-from spmd_tasks.runtime import Origin
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings, Origin
 from spmd_tasks.sharding import AxisRules
 
 # By the class of a Pax experiment: its task as `as_experiment` has looked at it. To make one takes Pax 0.1 s.

@@ -31,8 +31,7 @@ from spmd_tasks.bridges.pax._weights import DeclaringModel, box_variables, spec_
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import IdTokenizer
 from spmd_tasks.learning import LearnerState
-from spmd_tasks.runtime import TrainState
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings, TrainState
 from spmd_tasks.runtime.input_layout import InputSpec
 from spmd_tasks.runtime.task import Batch, Variables
 from spmd_tasks.sharding import WeightSpec

@@ -24,7 +24,7 @@ from spmd_tasks.config.search_path import add_to_search_path
 from spmd_tasks.decoding import DecodeSteps, Request, generate
 from spmd_tasks.experiment import partition_job
 from spmd_tasks.programs.saved_steps import SavedSteps
-from spmd_tasks.runtime.decode_settings import DecodeSettings
+from spmd_tasks.runtime import DecodeSettings
 
 ONE_DEVICE = 'ici_mesh_shape=1,1,1'
 EOS = 63
