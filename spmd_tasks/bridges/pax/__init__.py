@@ -23,18 +23,40 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.wings import ExperimentKind, Flag, Format, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.bridges.pax._checkpoint_arrays import read_pax_checkpoint
-  from spmd_tasks.bridges.pax._native_experiment import pax_dataset
-  from spmd_tasks.bridges.pax._praxis_model import translate_language_model
+  from spmd_tasks.bridges.pax._checkpoint_arrays import read_pax_checkpoint, write_pax_checkpoint
+  from spmd_tasks.bridges.pax._checkpoint_files import (
+    PaxCheckpoint,
+    checkpoint_format,
+    open_pax_checkpoint,
+    pax_checkpoints,
+  )
+  from spmd_tasks.bridges.pax._experiment import PaxExperiment
+  from spmd_tasks.bridges.pax._input import PaxInput
+  from spmd_tasks.bridges.pax._native_experiment import TranslatedExperiment, pax_dataset, translate_experiment
+  from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language_model
   from spmd_tasks.bridges.pax._praxis_task import PraxisLayer, PraxisTask
+  from spmd_tasks.bridges.pax._shims import install_shims
+  from spmd_tasks.bridges.pax._task import PaxTask
 
 __all__ = [
   'WING',
+  'PaxCheckpoint',
+  'PaxExperiment',
+  'PaxInput',
+  'PaxTask',
   'PraxisLayer',
   'PraxisTask',
+  'TranslatedExperiment',
+  'Translation',
+  'checkpoint_format',
+  'install_shims',
+  'open_pax_checkpoint',
+  'pax_checkpoints',
   'pax_dataset',
   'read_pax_checkpoint',
+  'translate_experiment',
   'translate_language_model',
+  'write_pax_checkpoint',
 ]
 
 _WITHOUT_PRAXIS = ('read_', 'write_', 'open_', 'checkpoint_', 'pax_checkpoints', 'PaxCheckpoint', 'install_shims')

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from spmd_tasks.bridges.pax._shims import install_shims
+from spmd_tasks.bridges.pax import install_shims
 from tests import binary, forked
 
 install_shims()  # lets the tests import Praxis

@@ -19,7 +19,7 @@ import traceback
 from typing import Any
 
 from scripts.paxml_run import NoCheckpointer
-from spmd_tasks.bridges.pax._shims import install_shims
+from spmd_tasks.bridges.pax import install_shims
 
 install_shims()  # makes Paxml importable
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from praxis import base_layer, py_utils
 
-from spmd_tasks.bridges.pax._shims import install_shims
+from spmd_tasks.bridges.pax import install_shims
 from spmd_tasks.config import resolve
 from spmd_tasks.config.resolution import from_json
 from spmd_tasks.config.saved_config import read_saved_config

@@ -16,9 +16,13 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 
-from spmd_tasks.bridges.pax import read_pax_checkpoint
-from spmd_tasks.bridges.pax._checkpoint_arrays import write_pax_checkpoint
-from spmd_tasks.bridges.pax._checkpoint_files import checkpoint_format, open_pax_checkpoint, pax_checkpoints
+from spmd_tasks.bridges.pax import (
+  checkpoint_format,
+  open_pax_checkpoint,
+  pax_checkpoints,
+  read_pax_checkpoint,
+  write_pax_checkpoint,
+)
 from spmd_tasks.checkpoints import Checkpointer
 from spmd_tasks.errors import UserError
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from spmd_tasks.bridges.pax._checkpoint_files import open_pax_checkpoint
+from spmd_tasks.bridges.pax import open_pax_checkpoint
 from tests.bridges.pax.test_checkpoints import real  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.exhaustive  # two processes; what is written is tested in test_checkpoints.py

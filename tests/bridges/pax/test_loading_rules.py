@@ -5,7 +5,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from spmd_tasks import exit_codes
-from spmd_tasks.bridges.pax._checkpoint_files import open_pax_checkpoint
+from spmd_tasks.bridges.pax import open_pax_checkpoint
 from tests.bridges.pax.test_checkpoints import real  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.exhaustive

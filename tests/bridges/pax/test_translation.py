@@ -12,10 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from spmd_tasks.bridges.pax import translate_language_model
+from spmd_tasks.bridges.pax import install_shims, translate_language_model
 from spmd_tasks.bridges.pax._native_experiment import translate_learning_rate
 from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
-from spmd_tasks.bridges.pax._shims import install_shims
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import BlockGroup, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
