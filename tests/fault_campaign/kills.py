@@ -22,8 +22,14 @@ PLACES = {
   'in mid-save': ('spmd_tasks.checkpoints:Checkpointer.save', 'in'),
   'between save and manifest': ('spmd_tasks.checkpoints.checkpoint_directory:write_manifest', 'before'),
   'between manifest and rename': ('spmd_tasks.checkpoints.checkpoint_directory:write_manifest', 'after'),
-  'before old checkpoints are pruned': ('spmd_tasks.checkpoints.checkpoint_directory:CheckpointDirectory.delete_old', 'before'),
-  'while old checkpoints are pruned': ('spmd_tasks.checkpoints.checkpoint_directory:CheckpointDirectory.delete_old', 'in'),
+  'before old checkpoints are pruned': (
+    'spmd_tasks.checkpoints.checkpoint_directory:CheckpointDirectory.delete_old',
+    'before',
+  ),
+  'while old checkpoints are pruned': (
+    'spmd_tasks.checkpoints.checkpoint_directory:CheckpointDirectory.delete_old',
+    'in',
+  ),
   'before a metrics line': ('spmd_tasks.runtime.metrics:JsonlWriter.write', 'before'),
   'after a metrics line': ('spmd_tasks.runtime.metrics:JsonlWriter.write', 'after'),
   'in an eval': ('spmd_tasks.programs.eval:Evaluator._evaluate_set', 'in'),
