@@ -52,7 +52,7 @@ total = sum(float(value.sum()) for value in model.parameters())  # reads what is
 )
 _HOLD_OURS = _LOAD_OURS.replace(
   'variables_from_folder(model, folder)', "variables_from_folder(model, folder, WeightStorage(model, 'bfloat16'))"
-).replace('import jax\n', 'import jax\nfrom spmd_tasks.decoding import WeightStorage\n', 1)
+).replace('import jax\n', 'import jax\nfrom spmd_tasks.decoding.weight_storage import WeightStorage\n', 1)
 _HOLD_THEIRS = _LOAD_THEIRS.replace('dtype=torch.float32', 'dtype=torch.bfloat16')
 _EXPORT_OURS = (
   _COMMON

@@ -96,7 +96,7 @@ def test_native_code_delays_neither_the_answer_to_ctrl_c_nor_the_second_one():
 
 HANDOVER = """
 import os, signal, subprocess, sys, time
-from spmd_tasks.distributed import PreemptionGuard
+from spmd_tasks.distributed.preemption import PreemptionGuard
 from spmd_tasks.sigterm import leave_on_sigterm
 
 leave_on_sigterm()

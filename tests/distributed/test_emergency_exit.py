@@ -170,8 +170,8 @@ def test_a_lost_connection_to_a_process_that_has_told_why_it_leaves_is_no_failur
   result = run(
     MULTI_PROCESS
     + textwrap.dedent(f"""
-    from spmd_tasks.checkpoints import CheckpointSaveError
-    from spmd_tasks.distributed import RankRecords
+    from spmd_tasks.checkpoints.manifest import CheckpointSaveError
+    from spmd_tasks.distributed.rank_records import RankRecords
     from spmd_tasks.errors import UserError
     own, peer = (RankRecords({str(tmp_path)!r}, process_index=index, num_processes=2) for index in (1, 0))
     if {peer_told}:

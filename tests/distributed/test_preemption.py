@@ -35,7 +35,7 @@ def test_a_signal_is_answered_at_the_next_question_and_stays(signum, code):
 def test_ctrl_c_twice_leaves_at_once_and_nohup_stays():
   ended = binary.run_python("""
 import os, signal
-from spmd_tasks.distributed import PreemptionGuard
+from spmd_tasks.distributed.preemption import PreemptionGuard
 
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with PreemptionGuard() as guard:

@@ -19,6 +19,7 @@ from etils import epy
 from spmd_tasks.wings import Format, Wing
 
 with epy.lazy_api_imports(globals()):
+  from spmd_tasks.bridges.huggingface._export import export_folder
   from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
   from spmd_tasks.bridges.huggingface._peft import AdapterFolder, open_adapter
   from spmd_tasks.bridges.huggingface.experiments import PipelinedPretrainedModel, PretrainedLanguageModel
@@ -29,6 +30,7 @@ __all__ = [
   'Folder',
   'PipelinedPretrainedModel',
   'PretrainedLanguageModel',
+  'export_folder',
   'open_adapter',
   'open_folder',
 ]
