@@ -8,8 +8,7 @@ from pathlib import Path
 import jax
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray
-from spmd_tasks.bridges.huggingface import open_folder
-from spmd_tasks.bridges.huggingface import export_folder
+from spmd_tasks.bridges.huggingface import export_folder, open_folder
 from spmd_tasks.bridges.huggingface._folder import weights_on_mesh
 from spmd_tasks.config import resolve
 from spmd_tasks.distributed import DistributedSettings, initialize, is_primary
