@@ -18,7 +18,7 @@ def train(directory) -> int:
 @pytest.mark.parametrize(
   'name, num_good, code',
   [
-    ('config.json', 0, errno.ENOSPC),
+    ('config.json', 2, errno.ENOSPC),  # after both looks whose directory it is
     ('newest_checkpoint.json', 1, errno.EIO),  # after the first save
     ('startup.json', 0, errno.EROFS),
     ('metrics.jsonl', 5, errno.EDQUOT),  # in the middle of the run
