@@ -36,9 +36,6 @@ def main(argv: Sequence[str] | None = None) -> None:
   lose_output()
   code = run(argv)
   sys.stdout.flush()
-  if code == exit_codes.OK and (lost := lost_output()):
-    print(f'spmd-tasks: output was lost, because stdout cannot be written: {lost.strerror}', file=sys.stderr)
-    code = exit_codes.FAILED
   # Python's own end would wait for threads in native code, such as the compiler's, and for threads of Orbax, which wait
   # for minutes for a save that has failed.
   is_alone = code == exit_codes.INTERRUPTED and not _has_peers()  # several processes end together, as if preempted
@@ -76,8 +73,8 @@ def run(argv: Sequence[str] | None = None) -> int:
   if args.list:
     experiments = list_experiments()
     width = max(len(name) for name, _ in experiments) + 2
-    print('\n'.join(f'{name:{width}}{line}' for name, line in experiments), flush=True)
-    return exit_codes.OK
+    print('\n'.join(f'{name:{width}}{line}' for name, line in experiments))
+    return _answered()
   try:
     return _run_experiment(args)
   except Exception as error:
@@ -115,7 +112,17 @@ def _run_experiment(args: 'argparse.Namespace') -> int:
   _import_jax()
   from spmd_tasks.command import Command
 
-  return call(mode.run, Command(flags=args, mode=mode.name))
+  code = call(mode.run, Command(flags=args, mode=mode.name))
+  return _answered() if mode.answers_on_stdout and code == exit_codes.OK else code
+
+
+def _answered() -> int:
+  """The exit code of a command whose answer was on stdout: FAILED if some of it was lost. A reader may leave early."""
+  sys.stdout.flush()
+  if (lost := lost_output()) is None:
+    return exit_codes.OK
+  print(f'spmd-tasks: output was lost, because stdout cannot be written: {lost.strerror}', file=sys.stderr)
+  return exit_codes.FAILED
 
 
 def _import_jax() -> None:
@@ -138,8 +145,8 @@ def _print_config(args: 'argparse.Namespace') -> int:
 
   command = Command(flags=args)
   command.use_fake_devices()
-  print(format_config(to_json(command.resolve())), flush=True)
-  return exit_codes.OK
+  print(format_config(to_json(command.resolve())))
+  return _answered()
 
 
 if __name__ == '__main__':

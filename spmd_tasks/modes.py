@@ -179,6 +179,7 @@ CORE = Wing(
       name='preview',
       help='shows examples of the training input',
       run=_preview,
+      answers_on_stdout=True,
       flags=(
         Flag(name='num_examples', type=int, metavar='N', help='how many examples of the training input; default: 4'),
       ),

@@ -70,6 +70,7 @@ class Mode:
     remedies: by flag of other modes: what to do instead of giving it to this mode.
     check: `(argparse.Namespace) -> None`, raises a UserError for flags that do not go together; imports nothing heavy.
     needs_directory: whether the mode cannot do without --job_log_dir.
+    answers_on_stdout: whether the mode's result is what it prints, so that it has failed where that cannot be written.
     extra: the extra of spmd-tasks that installs `packages`.
     packages: the packages that must be importable.
   """
@@ -81,6 +82,7 @@ class Mode:
   remedies: Mapping[str, str] = dataclasses.field(default_factory=dict)
   check: Reference | None = None
   needs_directory: bool = False
+  answers_on_stdout: bool = False
   extra: str | None = None
   packages: tuple[str, ...] = ()
 

@@ -5,6 +5,8 @@ import subprocess
 
 import pytest
 
+from spmd_tasks import exit_codes, flags, main
+from spmd_tasks.wings import Mode
 from tests import binary
 
 CODE = """
@@ -29,3 +31,19 @@ def test_a_process_goes_on_without_its_streams(tmp_path, shell, lost):
     process.stderr.close()
     assert process.wait(60) == 0
   assert (tmp_path / 'file').read_text() == f'True {lost}\n'
+
+
+def test_a_list_that_cannot_be_written_is_a_failure():
+  command = [binary.sys.executable, '-m', 'spmd_tasks.main', '--list']
+  with open('/dev/full', 'w') as full:
+    ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, cwd=binary.REPOSITORY)
+  assert ended.returncode == exit_codes.FAILED
+  assert ended.stderr == 'spmd-tasks: output was lost, because stdout cannot be written: No space left on device\n'
+
+
+@pytest.mark.parametrize('answers, code', [(True, exit_codes.FAILED), (False, exit_codes.OK)])
+def test_of_modes_only_those_that_answer_on_stdout_fail_there(monkeypatch, answers, code):
+  mode = Mode(name='census', help='counts', run=lambda command: exit_codes.OK, answers_on_stdout=answers)
+  monkeypatch.setattr(flags, 'all_modes', lambda: (mode,))
+  monkeypatch.setattr(main, 'lost_output', lambda: OSError(28, 'No space left on device'))
+  assert main.run(['--mode', 'census']) == code

@@ -52,6 +52,7 @@ WING = Wing(
       name='plan',
       help='says what a run needs and costs on accelerators that are not here',
       run='spmd_tasks.planning.mode:run',
+      answers_on_stdout=True,
       check=_check_flags,
       flags=(
         Flag(
