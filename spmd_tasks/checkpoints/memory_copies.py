@@ -148,7 +148,7 @@ class MemoryCopies:
     partial.rename(final)
     return final
 
-  def receive(self, name: str, chunks: Iterator[bytes | bytearray]) -> None:
+  def receive(self, name: str, chunks: Iterator[bytes]) -> None:
     """Writes a copy that another process has finished; nothing of it is left if `chunks` raises."""
     if Path(name).name != name or not name.endswith(_SUFFIX):
       raise ValueError(f'{name!r} is not the name of a copy')

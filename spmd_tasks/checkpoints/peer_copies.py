@@ -306,7 +306,7 @@ class PeerCopies:
     if request['name'] is None:
       return None
 
-    def chunks() -> Iterator[bytearray]:
+    def chunks() -> Iterator[bytes]:
       left = request['num_bytes']
       while left > 0:
         chunk = link.receive()

@@ -23,7 +23,7 @@ from spmd_tasks.decoding.constraints import Grammars
 from spmd_tasks.decoding.engine import ModelEngine
 from spmd_tasks.distributed import EmergencyExit, barrier, is_primary
 from spmd_tasks.distributed.agreement import PrimaryError, primary_decides
-from spmd_tasks.distributed.link_connections import connect_processes
+from spmd_tasks.distributed.link_connections import connect_pairs
 from spmd_tasks.distributed.rank_records import Position
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
@@ -147,14 +147,20 @@ def serve(
       assert sock is not None
       return run_server(engine, served, settings, sock, restore=restore, announce=announce)
 
-    links = connect_processes('serve', limit_s=limit_s, bind_address=bind_address, silence_limit_s=_SILENCE_LIMIT_S)
+    joined, admitted = connect_pairs(
+      'serve',
+      [(process, 0) for process in range(1, jax.process_count())],
+      limit_s=limit_s,
+      bind_address=bind_address,
+      silence_limit_s=_SILENCE_LIMIT_S,
+    )
     emergency.attach(None)  # from here on, links tell of an end
     emergency.set_position_source(lambda: Position(step=restored, activity='serve'))
     leave = functools.partial(emergency.leave, has_stacks=False, is_own=False)
     if sock is None:
-      code = follow(engine, links[0], restore=restore, leave=leave)
+      code = follow(engine, joined[0], restore=restore, leave=leave)
     else:
-      with lead(engine, links, restore=restore, leave=leave) as leader:
+      with lead(engine, [*admitted.values()], restore=restore, leave=leave) as leader:
         code = run_server(
           leader,
           served,

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from absl import logging
 import uvicorn
@@ -29,7 +29,7 @@ from spmd_tasks.decoding.generated_sequence import Delta
 from spmd_tasks.decoding.scheduler import Scheduler
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime.compilation import CompilationCounter
-from spmd_tasks.serving.connections import ConnectionLimits
+from spmd_tasks.serving.connections import limited_connections
 from spmd_tasks.serving.engine_thread import EngineThread
 from spmd_tasks.serving.publisher import Publisher
 from spmd_tasks.serving.requests import ServedModel
@@ -153,7 +153,6 @@ class _Server:
       on_change=self._on_change,
     )
     self._service = Service(model, settings, self.thread, engine.num_slots, lambda: compilations.num_programs)
-    self._limits = ConnectionLimits(settings, self._service.metrics)
     self.publisher = Publisher(self._service, engine, restore, pauses=restore_pauses)
 
   async def run(self, sock: socket.socket, stop: threading.Event | None) -> int:
@@ -164,7 +163,7 @@ class _Server:
     http = _Uvicorn(
       uvicorn.Config(
         make_app(self._service, self.publisher),
-        http=cast('type[asyncio.Protocol]', self._limits.protocol),
+        http=limited_connections(self._settings, self._service.metrics),
         ws='none',
         loop='asyncio',
         lifespan='off',
@@ -173,7 +172,7 @@ class _Server:
         access_log=False,
         server_header=False,
         backlog=_BACKLOG,
-        limit_concurrency=self._limits.max_connections + 1,
+        limit_concurrency=self._settings.max_connections + 1,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_LIMIT_S,
       )

@@ -15,7 +15,7 @@ class ServerSettings:
     max_queued: how many sequences of all requests together may wait for a slot; further ones are answered 429.
     max_body_bytes: size of a body; larger ones are answered 413.
     max_choices: how many texts one request may ask for: its prompts times n.
-    max_connections: how many connections may be open; fewer if few files may be open.
+    max_connections: how many connections may be open; a request on a further one is answered 503.
     header_timeout_s: seconds from a connection's begin within which a client must send its first request's header.
     body_timeout_s: seconds within which a client must send its body; otherwise the answer is 408.
     send_timeout_s: seconds within which a client must read what was sent; otherwise the client counts as gone.

@@ -70,12 +70,6 @@ def test_messages_of_any_length_come_whole_and_in_order_both_ways(linked):
       sent.result(5)
 
 
-def test_a_message_that_is_too_long_is_refused_where_it_is_sent(linked):
-  linked.far._max_message_bytes = 10
-  with pytest.raises(ValueError, match='11 bytes is longer than 10'):
-    linked.far.send(b'x' * 11)
-
-
 def test_an_end_is_an_end(linked):
   linked.far.send(b'last')
   linked.far.close()
@@ -91,27 +85,21 @@ def flipped(frame, position):
   return frame[:position] + bytes([frame[position] ^ 1]) + frame[position + 1 :]
 
 
-HUGE = (2**63).to_bytes(8, 'big')
 NOT_AUTHENTIC = 'forged, changed, repeated or reordered'
 # From the frames of b'zero', b'one', b'two', a frame of the other direction, and one of another connection: what the
 # one in the middle delivers, how many messages are received of it, and why the link ends.
 ATTACKS = {
-  'a flipped bit': (lambda f, back, old: f[0] + flipped(f[1], 9), 1, NOT_AUTHENTIC),
-  'a flipped bit of a tag': (lambda f, back, old: f[0] + flipped(f[1], -1 % len(f[1])), 1, NOT_AUTHENTIC),
-  'a smaller length': (lambda f, back, old: flipped(f[1], 7) + bytes(8), 0, NOT_AUTHENTIC),
+  'a flipped bit': (lambda f, back, old: f[0] + flipped(f[1], 37), 1, NOT_AUTHENTIC),
+  'a flipped bit of a tag': (lambda f, back, old: f[0] + flipped(f[1], 5), 1, NOT_AUTHENTIC),
+  'a smaller length': (lambda f, back, old: flipped(f[1], 3) + bytes(8), 0, NOT_AUTHENTIC),
   'a replay': (lambda f, back, old: f[0] + f[0], 1, NOT_AUTHENTIC),
   'another order': (lambda f, back, old: f[1] + f[0], 0, NOT_AUTHENTIC),
   'one left out': (lambda f, back, old: f[0] + f[2], 1, NOT_AUTHENTIC),
   'a reflection': (lambda f, back, old: back, 0, NOT_AUTHENTIC),
   'one of another connection': (lambda f, back, old: old, 0, NOT_AUTHENTIC),
-  'random bytes': (lambda f, back, old: f[0] + bytes(7) + b'\x04' + os.urandom(36), 1, NOT_AUTHENTIC),
-  'a huge length': (lambda f, back, old: f[0] + HUGE + bytes(100), 1, 'claims a message of 9223372036854775808 bytes'),
-  'a large length that never comes': (
-    lambda f, back, old: (2**29).to_bytes(8, 'big') + b'x',
-    0,
-    'broke off within message 0',
-  ),
-  'an end within a message': (lambda f, back, old: f[0] + f[1][:-5], 1, 'broke off within message 1'),
+  'a huge length': (lambda f, back, old: f[0] + b'\x7f' * 4 + bytes(100), 1, 'broke off at message 1'),
+  'a large length that never comes': (lambda f, back, old: b'\x20' + bytes(4), 0, 'broke off at message 0'),
+  'an end within a message': (lambda f, back, old: f[0] + f[1][:-5], 1, 'broke off at message 1'),
 }
 
 
@@ -119,7 +107,7 @@ ATTACKS = {
 def frame_of_another_connection():
   with contextlib.closing(Linked(tapped=True)) as linked:
     linked.far.send(b'zero')
-    return receive_exactly(linked.to_far, 44)
+    return receive_exactly(linked.to_far, 40)
 
 
 @pytest.mark.parametrize('attack', ATTACKS)
@@ -129,14 +117,14 @@ def test_what_one_in_the_middle_changes_ends_the_link(attack, frame_of_another_c
     frames = []
     for message in (b'zero', b'one', b'two'):
       linked.far.send(message)
-      frames.append(receive_exactly(linked.to_far, 8 + len(message) + 32))
+      frames.append(receive_exactly(linked.to_far, 4 + 32 + len(message)))
     linked.near.send(b'zero')
-    back = receive_exactly(linked.to_near, 44)
+    back = receive_exactly(linked.to_near, 40)
     linked.to_near.sendall(deliver(frames, back, frame_of_another_connection))
     linked.to_near.shutdown(socket.SHUT_WR)
     received = []
     with pytest.raises(LinkError, match=reason):
-      received.extend(bytes(message) for message in iter(linked.near.receive, None))
+      received.extend(linked.near)
     assert received == [b'zero', b'one', b'two'][:num_received]
     with contextlib.suppress(ConnectionResetError):
       assert linked.to_near.recv(1) == b''  # closed, not left to be tried again
@@ -150,7 +138,7 @@ def test_what_one_in_the_middle_changes_ends_the_link(attack, frame_of_another_c
 # --- strangers ---
 
 
-def test_strangers_are_not_admitted_and_keep_nobody_out(caplog, monkeypatch):
+def test_strangers_are_not_admitted_and_keep_nobody_out(caplog):
   with listen_for_processes('127.0.0.1') as listener, ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
     address = listener.getsockname()
     admitted = pool.submit(admit, listener, SECRET, 0, [1, 2])
@@ -165,13 +153,11 @@ def test_strangers_are_not_admitted_and_keep_nobody_out(caplog, monkeypatch):
       stranger.sendall(greeting)
       with contextlib.suppress(ConnectionResetError):
         assert stranger.recv(1) == b''
-    for number in range(400):  # more than may wait
+    for number in range(400):
       stranger = stack.enter_context(socket.create_connection(address, timeout=5))
       stranger.sendall(bytes(number % 68))
-    with monkeypatch.context() as patch:
-      patch.setattr(link_connections, '_CONNECT_LIMIT_S', 0.5)
-      with pytest.raises(RuntimeError, match='did not admit process 7'):
-        join(*address, SECRET, (0, 7))
+    with pytest.raises(RuntimeError, match='did not admit process 7'):
+      join(*address, SECRET, (0, 7))
     started = time.monotonic()
     links = [pool.submit(join, *address, SECRET, (0, index)) for index in (2, 1)]
     assert [each.process_index for each in admitted.result(5)] == [1, 2]
@@ -179,7 +165,6 @@ def test_strangers_are_not_admitted_and_keep_nobody_out(caplog, monkeypatch):
     for each in (*admitted.result(), *(link.result() for link in links)):
       each.close()
   assert 'does not know the secret of this job' in caplog.text
-  assert 'closed a second or unexpected connection of process 7' in caplog.text
   assert len(caplog.records) < 20  # not a line for each
 
 

@@ -1,23 +1,18 @@
 """Connections that are silent, slow or too many are closed, and nobody else waits for them: real sockets."""
 
 import contextlib
-import re
 import socket
-import subprocess
-import threading
 import time
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from tests import binary
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.served import HELLO, metric, serving, wait_for
 
 GET = b'GET /health HTTP/1.1\r\nHost: localhost\r\n'
 POST = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
-KEY = {'authorization': 'Bearer secret'}
 
 
 def connect(url, *, receive_buffer=None):
@@ -101,14 +96,6 @@ def test_clients_that_do_not_read_their_answers_are_given_up():
     assert metric(client, 'open_connections') == 1
 
 
-def test_a_client_that_keeps_asking_keeps_its_connection():
-  with serving(FakeEngine(), header_timeout_s=1.0) as served, served.client() as client:
-    for _ in range(6):
-      time.sleep(0.25)
-      assert client.post('/v1/completions', json=HELLO).status_code == 200
-    assert client.get('/metrics').text.count('closed_connections_total{') == 0
-
-
 @pytest.mark.parametrize('waits', [False, True])
 def test_a_body_that_breaks_http_only_ends_the_connection(caplog, waits):
   head, body = GET + b'Transfer-Encoding: chunked\r\n\r\n', b'zz\r\n'  # /health does not wait for a body
@@ -124,78 +111,29 @@ def test_a_body_that_breaks_http_only_ends_the_connection(caplog, waits):
   assert not [record for record in caplog.records if record.exc_info]
 
 
-# --- too many ---
-
-
-def test_who_waits_longest_gives_way_and_who_has_a_request_does_not():
-  gate = threading.Event()
-  engine = FakeEngine()
-  engine.gate = gate
-  with serving(engine, max_connections=4) as served, contextlib.ExitStack() as stack:
-    idle = stack.enter_context(connect(served.url))
-    idle.sendall(GET + b'\r\n')
-    assert idle.recv(100).startswith(b'HTTP/1.1 200')
-    silent = [stack.enter_context(connect(served.url)) for _ in range(3)]
-    time.sleep(0.1)
-    assert not any(is_closed(each) for each in (idle, *silent))
-    busy = []
-    for expected in (idle, *silent):
-      busy.append(stack.enter_context(connect(served.url)))
-      busy[-1].sendall(
-        POST + b'Content-Length: 57\r\n\r\n' + b'{"model": "fake.Model", "prompt": "abc", "max_tokens": 5}'
-      )
-      wait_for(lambda expected=expected: is_closed(expected))
-    with connect(served.url) as refused:
-      refused.sendall(GET + b'\r\n')
-      assert b'HTTP/1.1 503' in refused.recv(1000)
-    gate.set()
-    for sock in busy:
-      sock.settimeout(5)
-      assert sock.recv(1000).startswith(b'HTTP/1.1 200')
-
-
-SERVER = """
-import resource, sys, threading
-resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))
-from tests.serving.fake_engine import FakeEngine
-from tests.serving.served import serving
-with serving(FakeEngine(), api_key='secret', header_timeout_s=2.0) as served:
-  print(served.url, flush=True)
-  sys.stdin.read()
-"""
-
-
-@pytest.fixture(scope='module')
-def process():
-  """A server that may open 160 files."""
-  started = binary.start_process(
-    ['-c', SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-  )
-  started.url = started.stdout.readline().strip()
-  yield started
-  if started.poll() is None:
-    started.communicate()
-
-
-def test_health_is_answered_while_hundreds_of_connections_are_silent(process):
-  """Without a key: more connections than descriptors, that send nothing or half a header, and are opened again."""
-  latencies = []
-  with contextlib.ExitStack() as stack, httpx.Client(base_url=process.url, headers=KEY, timeout=5) as kept:
-    for number in range(600):
-      sock = stack.enter_context(connect(process.url))
+def test_health_is_answered_while_200_connections_are_silent():
+  """They send nothing or half a header; then they are closed."""
+  with serving(FakeEngine(), header_timeout_s=2.0) as served, served.client() as kept, contextlib.ExitStack() as stack:
+    for number in range(200):
+      sock = stack.enter_context(connect(served.url))
       if number % 2:
         with contextlib.suppress(OSError):
           sock.sendall(GET[: number % 40])
       if number % 20 == 0:
         started = time.monotonic()
-        assert httpx.get(f'{process.url}/health', headers=KEY, timeout=5).status_code == 200
-        latencies.append(time.monotonic() - started)
-        assert kept.get('/health').status_code == 200
-    assert max(latencies) < 2, latencies
+        assert httpx.get(f'{served.url}/health', timeout=5).status_code == kept.get('/health').status_code == 200
+        assert time.monotonic() - started < 2
     assert kept.post('/v1/completions', json=HELLO).status_code == 200
     wait_for(lambda: metric(kept, 'open_connections') == 1)  # within header_timeout_s
-  _, stderr = process.communicate()
-  assert process.returncode == 0, stderr
-  warnings = re.findall(r'closed a connection of .*', stderr)
-  assert 0 < len(warnings) < 5, stderr  # not a line for each
-  assert 'Traceback' not in stderr
+
+
+def test_more_connections_than_allowed_are_answered_503():
+  with serving(FakeEngine(), max_connections=3) as served, contextlib.ExitStack() as stack:
+    kept = [stack.enter_context(connect(served.url)) for _ in range(3)]
+    time.sleep(0.1)
+    with connect(served.url) as refused:
+      refused.sendall(GET + b'\r\n')
+      assert b'HTTP/1.1 503' in refused.recv(1000)
+      wait_for(lambda: is_closed(refused))
+    kept[0].sendall(GET + b'\r\n')
+    assert kept[0].recv(1000).startswith(b'HTTP/1.1 200')

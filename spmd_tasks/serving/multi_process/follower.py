@@ -2,8 +2,7 @@
 
     code = follow(engine, link, restore=restore, leave=leave)
 
-An operation that fails here but not on process 0 ends the job: the process reports its error and raises. If the
-operation fails on process 0 too, process 0 sends a reset; this process empties its slots, says so, and goes on.
+An operation that fails ends the job: the process reports its error and raises.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from spmd_tasks.distributed.links import Link, LinkError
 from spmd_tasks.serving.multi_process.messages import from_message, to_message, unpack_masks
 
 _SETTLE_S = 0.5  # without a new operation, until the outputs of the last launch are read
-_RESET_LIMIT_S = 10.0  # for process 0 to notice that an operation failed there too
 _MAX_REASON_CHARS = 500
 
 
@@ -47,14 +45,14 @@ def follow(
       another thread.
 
   Raises:
-    whatever failed here and not on process 0, after process 0 was told.
+    whatever failed here, after process 0 was told.
   """
   operations: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
   is_over = threading.Event()
   threading.Thread(target=_receive, args=(link, operations, leave, is_over), name='operations', daemon=True).start()
   try:
     _pass_signals_on(link)
-    return _Follower(engine, operations, restore, on_reset=lambda: link.send(to_message({'reset': True}))).run()
+    return _Follower(engine, operations, restore).run()
   except BaseException as error:
     with contextlib.suppress(OSError):
       link.send(to_message({'error': f'{type(error).__name__}: {error}'[:_MAX_REASON_CHARS]}))
@@ -65,15 +63,7 @@ def follow(
 
 
 class _Follower:
-  def __init__(
-    self,
-    engine: Engine,
-    operations: queue.SimpleQueue,
-    restore: Callable[[int | None], tuple[Any, int]],
-    *,
-    on_reset: Callable[[], object],
-  ):
-    self._on_reset = on_reset
+  def __init__(self, engine: Engine, operations: queue.SimpleQueue, restore: Callable[[int | None], tuple[Any, int]]):
     self._engine = engine
     self._operations = operations
     self._restore = restore
@@ -81,7 +71,6 @@ class _Follower:
     self._num_received = 0
     self._calls: dict[str, Callable[..., Launched | None]] = {
       'warm_up': engine.warm_up,
-      'reset': self._reset,
       'prefill': lambda chunks, score_prompts, masks: engine.prefill(
         chunks, score_prompts=score_prompts, masks=unpack_masks(masks)
       ),
@@ -91,26 +80,18 @@ class _Follower:
     }
 
   def run(self) -> int:
-    while True:
-      try:
-        operation = self._next()
-        if operation['name'] == 'end':
-          return operation['arguments'][0]
-        launched = self._calls[operation['name']](*operation['arguments'])
-        self._settle()
-        self._launched = launched
-      except Exception as error:
-        self._skip_to_reset(error)
+    while (operation := self._next())['name'] != 'end':
+      launched = self._calls[operation['name']](*operation['arguments'])
+      self._settle()
+      self._launched = launched
+    return operation['arguments'][0]
 
   def _next(self) -> dict[str, Any]:
-    if self._launched is not None:
-      try:
-        return self._checked(self._operations.get(timeout=_SETTLE_S))
-      except queue.Empty:
-        self._settle()
-    return self._checked(self._operations.get())
-
-  def _checked(self, operation: dict[str, Any]) -> dict[str, Any]:
+    try:
+      operation = self._operations.get(timeout=None if self._launched is None else _SETTLE_S)
+    except queue.Empty:
+      self._settle()
+      operation = self._operations.get()
     if operation['number'] != self._num_received:
       raise RuntimeError(f'received operation {operation["number"]} instead of {self._num_received}: this is a bug.')
     self._num_received += 1
@@ -121,27 +102,6 @@ class _Follower:
     launched, self._launched = self._launched, None
     if launched is not None:
       launched.read()
-
-  def _skip_to_reset(self, error: Exception) -> None:
-    """Drops operations up to process 0's reset, and resets; raises `error` if process 0 sends none."""
-    logging.warning('an operation failed; process 0 resets if it failed there too: %s: %s', type(error).__name__, error)
-    operation = {'name': ''}
-    while operation['name'] != 'reset':
-      try:
-        operation = self._checked(self._operations.get(timeout=_RESET_LIMIT_S))
-      except queue.Empty:
-        raise error from None
-      if operation['name'] == 'end':
-        raise error
-    self._reset()
-
-  def _reset(self) -> None:
-    try:
-      self._settle()
-    except Exception as error:
-      logging.warning('the last launch failed, as on process 0: %s: %s', type(error).__name__, error)
-    self._engine.reset()
-    self._on_reset()
 
   def _restore_weights(self, step: int | None) -> None:
     try:

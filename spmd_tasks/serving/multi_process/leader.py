@@ -33,7 +33,6 @@ from spmd_tasks.errors import JobError
 from spmd_tasks.serving.multi_process.messages import from_message, pack_masks, to_message
 
 _LOST_LIMIT_S = 20.0  # from the loss of a process: to tell the clients, and to end in order
-_RESET_LIMIT_S = 60.0  # for the other processes to finish what runs and to empty their slots
 _FAREWELL_LIMIT_S = 5.0  # for the others to log why they leave, before the coordination service ends with process 0
 
 
@@ -114,13 +113,14 @@ class LeadingEngine:
     self._engine.weights = weights
 
   def warm_up(self) -> None:
-    self._lead('warm_up')
+    self._followers.send('warm_up')
+    self._await(self._engine.warm_up)
 
   def reset(self) -> None:
-    self._lead('reset')
-    # Another process may be stuck in a call that failed here before its launch; the next launch would then be taken for
-    # that call. So wait until every process has emptied its slots.
-    self._await(self._followers.await_reset)
+    """Never empties the slots of all processes: a failed call may have been launched on some of them only."""
+    if self._followers.lost.done():
+      self._followers.lost.result()
+    raise JobError('a step failed, and a server of several processes does not go on after that: start it again.')
 
   def prefill_cost(self, chunk: Chunk) -> int:
     return self._engine.prefill_cost(chunk)
@@ -155,10 +155,6 @@ class LeadingEngine:
     if self._followers.lost.done():
       self._followers.lost.result()
     self._followers.end(code)
-
-  def _lead(self, name: str) -> None:
-    self._followers.send(name)
-    self._await(getattr(self._engine, name))
 
   def _await(self, call: Callable[..., Any], *arguments: Any) -> Any:
     """Returns or raises what the call does, unless a process is lost first."""
@@ -199,7 +195,6 @@ class Followers:
     self._links = links
     self._leave = leave
     self._is_over = threading.Event()
-    self._num_reset = threading.Semaphore(0)
     self._lock = threading.Lock()
     # Guarded by _lock:
     self._num_sent = 0
@@ -213,21 +208,6 @@ class Followers:
     with self._lock:
       self._send({'number': self._num_sent, 'name': name, 'arguments': arguments})
       self._num_sent += 1
-
-  def await_reset(self) -> None:
-    """Waits until every process has done the reset that was sent.
-
-    Raises:
-      PeerFailedError: a process is stuck in an operation that process 0 sent but could not run itself.
-    """
-    end = time.monotonic() + _RESET_LIMIT_S
-    for _ in self._links:
-      if not self._num_reset.acquire(timeout=max(0.0, end - time.monotonic())):
-        error = PeerFailedError(
-          f'process 0 failed alone: the other processes did not all empty their slots within {_RESET_LIMIT_S:g} s'
-        )
-        self._lose(error)
-        raise error
 
   def end(self, code: int) -> None:
     """Makes every process end with this exit code, after all operations sent before."""
@@ -263,8 +243,6 @@ class Followers:
       for message in map(from_message, link):
         if 'signal' in message:
           self.stop.set()
-        elif 'reset' in message:
-          self._num_reset.release()
         else:
           reason = f'failed: {message["error"]}'
     except LinkError as error:

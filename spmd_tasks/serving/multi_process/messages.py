@@ -27,7 +27,7 @@ def to_message(fields: Mapping[str, Any]) -> bytes:
   return json.dumps(fields, default=_to_json).encode()
 
 
-def from_message(message: bytes | bytearray) -> dict[str, Any]:
+def from_message(message: bytes) -> dict[str, Any]:
   """Decodes what `to_message` has encoded; arrays inside the three classes become tuples."""
   return json.loads(message, object_hook=_from_json)
 
