@@ -4,7 +4,7 @@
 
 Read `conversations.py` (which tokens the loss is on), `preferences.py` and `preference_loss.py` (pairs of answers),
 `references.py` (the reference model's log-probabilities), `low_rank.py` and `adapted_weights.py` (adapters of a model),
-`base_digest.py` (a checkpoint of adapters belongs to one base), then `served_adapters.py` and `adapter_stacks.py`
+`base_digest.py` (a checkpoint of adapters belongs to one base), then `adapter_stacks.py`
 (several adapters beside one model). The names below are imported when they are first used.
 """
 

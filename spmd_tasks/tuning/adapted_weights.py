@@ -25,7 +25,7 @@ _CHILDREN = {'block': 'layers', 'blocks': 'block_{}', 'stacks': 'stack_{}'}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterNames:
-  """The names of an adapter's weights: of the kernel, of A, of B, and of DoRA's magnitude or factors."""
+  """The names of an adapter's weights: of the kernel, of A, of B, and of DoRA's magnitude."""
 
   kernel: str
 
@@ -45,10 +45,6 @@ class AdapterNames:
   @property
   def magnitude(self) -> str:
     return f'{self.prefix}lora_magnitude'
-
-  @property
-  def scale(self) -> str:
-    return f'{self.prefix}lora_scale'
 
 
 def adaptable_weights(model: Any) -> dict[str, tuple[Any, str]]:

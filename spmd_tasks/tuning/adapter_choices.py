@@ -5,8 +5,8 @@
     y = linear(x)                                                                     # x [B, T, I]
 
 The adapters are stacked, so that one compiled step computes every mix of them (Chen et al., "Punica", 2023; Sheng et
-al., "S-LoRA", 2023): A [N, I..., R], B [N, R, O...] and with DoRA the columns' factors `lora_scale` [N, O...]. Number 0
-is all zeros: its rows have the bits of the kernel alone. No row depends on the adapters of the others.
+al., "S-LoRA", 2023): A [N, I..., R], B [N, R, O...]. Number 0 is all zeros: its rows have the bits of the kernel alone.
+No row depends on the adapters of the others.
 
 Shapes: B rows, T tokens, N adapters with that of number 0; I the dims of a kernel that are contracted, O the others,
 R rank.
@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import AdaptedKernel, DeclaredKernel, WeightAdapter, declare_weight
-from spmd_tasks.layers.adapter import ADAPTER_TAG
+from spmd_tasks.layers import AdaptedKernel, DeclaredKernel, WeightAdapter
 from spmd_tasks.sharding import constrain
 from spmd_tasks.tuning.adapters import declare_product
 
@@ -36,28 +35,15 @@ class AdapterChoices(WeightAdapter):
   Attributes:
     rank: the largest.
     choices: their names.
-    use_dora: whether any of them scales columns.
     names: the projections that have them, where a layer has several.
   """
 
   rank: int
   choices: tuple[str, ...]
-  use_dora: bool = False
   names: tuple[str, ...] = ()
 
   def adapt(self, kernel: DeclaredKernel) -> '_StackedKernel':
-    a, b = declare_product(kernel, self.rank, num_choices=len(self.choices) + 1)
-    scales = None
-    if self.use_dora:
-      scales = declare_weight(
-        kernel.module,
-        f'{kernel.prefix}lora_scale',
-        shape=(len(self.choices) + 1, *b.shape[2:]),
-        init=jax.nn.initializers.ones,
-        split_dims=kernel.split_dims and (None, *kernel.split_dims[kernel.num_input_dims :]),
-        tags=(ADAPTER_TAG, 'no_decay'),
-      ).astype(kernel.dtype)
-    return _StackedKernel(self, kernel, a, b, scales)
+    return _StackedKernel(self, kernel, *declare_product(kernel, self.rank, num_choices=len(self.choices) + 1))
 
   def of_rows(self, numbers: jax.Array) -> '_ChosenAdapters':
     return _ChosenAdapters(self.names, self, numbers)
@@ -77,24 +63,18 @@ class _ChosenAdapters(WeightAdapter):
 
 @dataclasses.dataclass(frozen=True)
 class _StackedKernel(AdaptedKernel):
-  """A kernel with A [N, I..., R], B [N, R, O...] and factors of columns [N, O...]; without numbers no row has any."""
+  """A kernel with A [N, I..., R] and B [N, R, O...]; without numbers no row has an adapter."""
 
   settings: AdapterChoices
   declared: DeclaredKernel
   a: jax.Array
   b: jax.Array
-  scales: jax.Array | None
   numbers: jax.Array | None = None
 
   def outputs(self, x: jax.Array, y: jax.Array) -> jax.Array:
     if self.numbers is None:
       return y
-    y = y + self._products(x.astype(self.a.dtype), self.numbers).astype(y.dtype)
-    if self.scales is None:
-      return y
-    scales = jnp.take(self.scales, self.numbers, axis=0, mode='clip')  # [B, O...]
-    num_more = y.ndim - scales.ndim
-    return y * scales.reshape(scales.shape[:1] + (1,) * num_more + scales.shape[1:])
+    return y + self._products(x.astype(self.a.dtype), self.numbers).astype(y.dtype)
 
   def kernel(self) -> jax.Array:
     raise UserError(

@@ -1,11 +1,11 @@
-"""Reads several low-rank adapters of one base, from folders or jobs, and stacks them on the mesh.
+"""Several low-rank adapters beside the model of a folder, which requests choose by name: `adapters` of an experiment.
 
-    sources = open_sources(adapters, folder)        # {'french': AdapterSource(...), 'legal': AdapterSource(...)}
-    weights = stacked_adapters(model, folder, held, sources)
+    spmd-tasks --exp hf.Model --set model=FOLDER --mode serve --set 'adapters={"french": "peft/fr", "law": "runs/lora"}'
 
-The model has room for all of them beside each kernel (adapter_choices.py). Ranks are filled up with zeros, and each
-adapter's scale is multiplied into its B. A kernel that an adapter does not adapt has zeros. DoRA becomes one factor per
-column, computed from the kernel in the form in which it is stored.
+An adapter is a folder of `peft`, or the directory of a job that trains adapters of the same folder. `open_sources`
+finds out what each is, `add_choices` makes room for all of them beside each kernel (adapter_choices.py), and
+`stacked_adapters` reads and stacks them on the mesh. Ranks are filled up with zeros, and each adapter's scale is
+multiplied into its B. A kernel that an adapter does not adapt has zeros.
 
 Shapes: L layers, N adapters with the base as number 0, I and O the dims of a kernel, R rank.
 """
@@ -13,25 +13,32 @@ Shapes: L layers, N adapters with the base as number 0, I and O the dims of a ke
 from collections.abc import Mapping
 import contextlib
 import dataclasses
-import functools
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
+import fiddle as fdl
 from flax import traverse_util
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+from spmd_tasks.config.resolution import from_json
+from spmd_tasks.config.saved_config import read_saved_config
 from spmd_tasks.errors import UserError
+from spmd_tasks.files import absolute_path
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.runtime.weight_numbers import flat_specs
-from spmd_tasks.sharding.weights import is_quantized
-from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of
-from spmd_tasks.tuning.adapters import LowRankAdapter, column_lengths
+from spmd_tasks.tuning.adapted_weights import AdapterNames, adaptable_weights, adapters_of, add_adapters
+from spmd_tasks.tuning.adapter_choices import AdapterChoices
+from spmd_tasks.tuning.adapters import LowRankAdapter
 from spmd_tasks.tuning.base_digest import check_base, check_base_of_folder, describe_base
 
+if TYPE_CHECKING:
+  from spmd_tasks.bridges.huggingface import Folder
+
+_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}')
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -52,13 +59,88 @@ class AdapterSource:
   is_averaged: bool = False
 
 
-def stacked_adapters(model: PartitionedModel, folder: str, held: Any, sources: Mapping[str, AdapterSource]) -> Any:
+def open_sources(adapters: Mapping[str, str], folder: 'Folder') -> dict[str, AdapterSource]:
+  """Finds out what each adapter is, by name.
+
+  Args:
+    adapters: name -> a folder of `peft`, or the directory of a job.
+    folder: of the base.
+
+  Raises:
+    UserError: a name or a place cannot be used.
+  """
+  from spmd_tasks.bridges.huggingface import open_adapter
+
+  sources = {}
+  for name, path in adapters.items():
+    if not _NAME.fullmatch(name):
+      raise UserError(f'adapters has the name {name!r}: use letters, digits and . _ : / - only, at most 100.')
+    place = absolute_path(path)
+    if (place / 'adapter_config.json').exists():
+      sources[name] = AdapterSource(path=str(place), is_job=False, adapters=open_adapter(place).adapters(folder))
+    elif (place / 'config.json').exists():
+      sources[name] = _source_of_job(place, folder)
+    else:
+      raise UserError(
+        f'adapters has {name!r} in {place}, where there is neither an adapter_config.json of peft nor the config.json '
+        'of a job: correct the path.'
+      )
+    if any(adapter.use_dora for adapter in sources[name].adapters.values()):
+      raise UserError(
+        f'the adapter {name!r} in {place} scales the columns of kernels (use_dora), which adapters beside others '
+        'cannot do: serve it alone, or merge it (--mode export --format hf).'
+      )
+  return sources
+
+
+def add_choices(model: fdl.Config, sources: Mapping[str, AdapterSource]) -> None:
+  """Makes room beside each kernel of a model's config for the adapters of all sources.
+
+  Raises:
+    UserError: a source adapts what the model does not have.
+  """
+  known = adaptable_weights(model)
+  for name, source in sources.items():
+    for kernel in source.adapters:
+      if kernel not in known:
+        raise UserError(f'the adapter {name!r} in {source.path} adapts {kernel}, which this model does not have.')
+  for kernel in sorted({kernel for source in sources.values() for kernel in source.adapters}):
+    own = [source.adapters[kernel] for source in sources.values() if kernel in source.adapters]
+    choice = AdapterChoices(rank=max(adapter.rank for adapter in own), choices=tuple(sources))
+    add_adapters(model, [f'^{re.escape(kernel)}$'], choice, setting='adapters')
+
+
+def _source_of_job(directory: epath.Path, folder: 'Folder') -> AdapterSource:
+  saved = read_saved_config(directory / 'config.json')
+  # The digest of the folder says whether it is the same; its path need not be.
+  overrides = [f'model={folder.path}'] if 'model' in saved['config'] else []
+  try:
+    task = from_json(saved, overrides).parts['task']
+  except UserError as error:  # as where the job's experiment is a class of the user's own, which a file cannot import
+    raise UserError(
+      f'the job in {directory} cannot be read: {error} A folder of peft needs no experiment: --mode export '
+      '--format peft.'
+    ) from error
+  found: dict[str, LowRankAdapter] = {}
+  for name, (layer, projection) in adaptable_weights(task.model).items():
+    for each in _built(layer.adapters):
+      if isinstance(each, LowRankAdapter) and projection in each.names:
+        found[name] = dataclasses.replace(each, names=())
+  if not found:
+    raise UserError(f'the job in {directory} has no low-rank adapters: serve it alone (--job_log_dir {directory}).')
+  return AdapterSource(path=str(directory), is_job=True, adapters=found, is_averaged=task.eval_with_ema)
+
+
+def _built(adapters: Any) -> list[LowRankAdapter]:
+  return [fdl.build(each) if isinstance(each, fdl.Buildable) else each for each in adapters]
+
+
+def stacked_adapters(model: PartitionedModel, folder: str, sources: Mapping[str, AdapterSource]) -> Any:
   """Returns the padded stacked adapters, a tree like all weights with None for those of the base.
 
   Args:
     model: of a task whose model has the adapters of all sources as AdapterChoices.
     folder: of the base.
-    held: the padded weights of the base, as they are stored.
     sources: by name.
 
   Raises:
@@ -71,8 +153,6 @@ def stacked_adapters(model: PartitionedModel, folder: str, held: Any, sources: M
   made: dict[str, np.ndarray] = {}
   for names in places.values():
     made |= {part: np.zeros(canonical[part].shape, np.float32) for part in (names.a, names.b)}
-    if names.scale in canonical:
-      made[names.scale] = np.zeros(canonical[names.scale].shape, np.float32)  # the magnitudes; 0: not by DoRA
   for number, (choice, source) in enumerate(sources.items(), 1):
     shapes: dict[str, tuple[int, ...]] = {}
     for kernel, adapter in source.adapters.items():
@@ -84,9 +164,7 @@ def stacked_adapters(model: PartitionedModel, folder: str, held: Any, sources: M
       names, own = places[kernel], (slice(None),) * _num_layer_dims(specs[kernel]) + (number,)
       made[names.a][(*own, ..., slice(adapter.rank))] = arrays[names.a]
       made[names.b][(*own, slice(adapter.rank))] = arrays[names.b] * adapter.scale
-      if adapter.use_dora:
-        made[names.scale][own] = arrays[names.magnitude]
-  return _place(model, made, places, traverse_util.flatten_dict(held, sep='/'))
+  return _place(model, made)
 
 
 def _num_layer_dims(spec: Any) -> int:
@@ -99,8 +177,7 @@ def _shapes_alone(
 ) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of one adapter's own weights in a checkpoint, of stacks that count adapters in the dim `dim`."""
   a, b = (stacked[part].shape for part in (names.a, names.b))
-  shapes = {names.a: (*a[:dim], *a[dim + 1 : -1], adapter.rank), names.b: (*b[:dim], adapter.rank, *b[dim + 2 :])}
-  return shapes | ({names.magnitude: (*b[:dim], *b[dim + 2 :])} if adapter.use_dora else {})
+  return {names.a: (*a[:dim], *a[dim + 1 : -1], adapter.rank), names.b: (*b[:dim], adapter.rank, *b[dim + 2 :])}
 
 
 def _read(source: AdapterSource, shapes: _Shapes, folder: str, mesh: Any) -> dict[str, np.ndarray]:
@@ -135,60 +212,13 @@ def _read_job(source: AdapterSource, shapes: _Shapes, folder: str, everywhere: N
   return {name: np.asarray(leaf) for name, leaf in traverse_util.flatten_dict(restored.state, sep='/').items()}
 
 
-def _place(
-  model: PartitionedModel,
-  arrays: Mapping[str, np.ndarray],
-  places: Mapping[str, AdapterNames],
-  held: Mapping[str, Any],
-) -> Any:
-  """Puts stacks in the layout of checkpoints onto the mesh, and makes factors of DoRA's magnitudes."""
+def _place(model: PartitionedModel, arrays: Mapping[str, np.ndarray]) -> Any:
+  """Puts stacks in the layout of checkpoints onto the mesh."""
   true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
   padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
-  specs = flat_specs(model.weight_specs)
   weights: dict[str, Any] = dict.fromkeys(padded)
   for name, array in arrays.items():
     array, target = array.reshape(true[name].shape), padded[name]
     array = np.pad(array, [(0, size - own) for own, size in zip(array.shape, target.shape, strict=True)])
     weights[name] = jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__)
-  for kernel, names in places.items():
-    if names.scale in arrays:
-      num_stacked, shape = specs[kernel].stacked, specs[kernel].shape
-      factors = functools.partial(_column_factors, shape=tuple(shape), num_stacked=num_stacked)
-      weights[names.scale] = jax.jit(factors, out_shardings=padded[names.scale].sharding)(
-        held[kernel], weights[names.a], weights[names.b], weights[names.scale]
-      )
   return traverse_util.unflatten_dict(weights, sep='/')
-
-
-def _column_factors(
-  kernel: Any, a: jax.Array, b: jax.Array, magnitudes: jax.Array, *, shape: tuple[int, ...], num_stacked: int
-) -> jax.Array:
-  """Returns magnitudes / lengths of the adapted kernel's columns, [L..., N, O...]; 1 where the magnitude is 0.
-
-  All arrays may be padded, A and B otherwise than the kernel.
-
-  Args:
-    kernel: [L..., I..., O...], or in int8 with its scales.
-    a: [L..., N, I..., R].
-    b: [L..., N, R, O...].
-    magnitudes: [L..., N, O...].
-    shape: of the kernel without padding.
-    num_stacked: how many dims count layers. One layer at a time has its kernel in float32.
-  """
-  if num_stacked:
-    of_layer = functools.partial(_column_factors, shape=shape[1:], num_stacked=num_stacked - 1)
-    return jax.lax.map(lambda layer: of_layer(*layer), (kernel, a, b, magnitudes))
-  kernel = (kernel.unbox() if is_quantized(kernel) else kernel).astype(jnp.float32)
-  kernel, num_inputs = kernel[tuple(map(slice, shape))], a.ndim - 2
-  inputs, outputs = shape[:num_inputs], shape[num_inputs:]
-
-  def factors(adapter: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    a, b, magnitudes = adapter
-    product = jnp.tensordot(a[tuple(map(slice, inputs))], b[(slice(None), *map(slice, outputs))], axes=1)
-    lengths, magnitudes = column_lengths(kernel + product, num_inputs), magnitudes[tuple(map(slice, outputs))]
-    is_known = (magnitudes != 0) & (lengths > 0)
-    return jnp.where(is_known, magnitudes / jnp.where(is_known, lengths, 1.0), 1.0)
-
-  made = jax.lax.map(factors, (a, b, magnitudes))
-  widths = [(0, size - own) for size, own in zip(magnitudes.shape, made.shape, strict=True)]
-  return jnp.pad(made, widths, constant_values=1.0)

@@ -10,23 +10,19 @@ directory, with the size, the times and the inode of each file; as long as all o
 hashed again.
 
 A base of a terabyte on slow storage may still be hashed when the job first saves, or when it restores. No process then
-goes on to where barriers have limits before all know the digest: process 0 tells the others every half minute how far
-it is.
+goes on to where barriers have limits before all know the digest: they wait in rounds of half a minute.
 """
 
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 import contextlib
-import dataclasses
 import functools
 import hashlib
-import io
 import json
 import os
 from pathlib import Path
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
@@ -45,8 +41,7 @@ if TYPE_CHECKING:  # most jobs begin without a folder
 
 _LIMIT_S = 3600
 _NUM_THREADS = 8
-_ROUND_S = 30.0  # in which process 0 tells how far it is
-_STALLED_S = 600.0
+_ROUND_S = 30.0
 
 # [name, bytes, time of the last change of the content and of the inode in ns, inode] of each file.
 _FileStates = list[list[Any]]
@@ -55,21 +50,35 @@ _FileStates = list[list[Any]]
 def describe_base(folder: str, job_log_dir: epath.Path | None = None) -> dict[str, str]:
   """Returns what a checkpoint of trained weights says about the folder with the others; all processes call it.
 
-  All wait together, and log every half minute how far process 0 is with hashing.
-
   Args:
     folder: in Hugging Face's format.
     job_log_dir: a job's directory, in which its training program may have kept the digest.
   """
-  return _StartedDigest(folder, _begin(folder, job_log_dir, keep=False), contextlib.nullcontext)()
+  return _await_together(folder, job_log_dir, keep=False)()
 
 
-def folder_digest(folder: str, job_log_dir: epath.Path | None = None) -> str:
+def folder_digest(folder: str, job_log_dir: epath.Path | None = None, *, keep: bool = False) -> str:
   """Returns a SHA-256 over config.json and all safetensors files of a folder, in hexadecimal.
 
-  Reads them whole, unless `job_log_dir` has the digest of the same files.
+  Reads them whole, unless `job_log_dir` has the digest of the same files; with `keep` it has afterwards.
+
+  Raises:
+    UserError: a file has changed while it was hashed.
   """
-  return _digest(folder, job_log_dir, keep=False).digest.result()
+  paths = sorted(path for pattern in ('config.json', '*.safetensors') for path in Path(folder).glob(pattern))
+  states = _states(paths)
+  if job_log_dir is not None and (kept := _read_kept(job_log_dir, states)) is not None:
+    return kept
+  with _lock:
+    sha256 = _hash_files(tuple(paths), json.dumps(states))
+  if _states(paths) != states:
+    raise UserError(f'{folder} has changed while it was read: start again when nothing writes there.')
+  if job_log_dir is not None and keep:
+    try:
+      write_durably(job_log_dir / BASE_DIGEST_FILE, json.dumps({'sha256': sha256, 'files': states}, indent=1) + '\n')
+    except OSError as error:
+      logging.warning('%s cannot be written (%s): the next start hashes again.', job_log_dir / BASE_DIGEST_FILE, error)
+  return sha256
 
 
 def start_digest(
@@ -87,7 +96,7 @@ def start_digest(
   Returns:
     A function that waits for the digest and returns what `describe_base` does; all processes call it.
   """
-  return _StartedDigest(folder, _begin(folder, job_log_dir, keep=True), allow)
+  return _await_together(folder, job_log_dir, keep=True, allow=allow)
 
 
 def check_base(restored: Restored, base: Mapping[str, str], checkpoints: os.PathLike | str) -> None:
@@ -116,86 +125,30 @@ def _another_base(saved: Mapping[str, Any], base: Mapping[str, str]) -> str:
   )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Hashing:
-  """A digest that may still be computed.
+def _await_together(
+  folder: str,
+  job_log_dir: epath.Path | None,
+  *,
+  keep: bool,
+  allow: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Callable[[], dict[str, str]]:
+  """Begins to hash on process 0. The function that it returns waits in rounds; an error is raised there, on all."""
+  hashing = _on_thread(functools.partial(folder_digest, folder, job_log_dir, keep=keep)) if is_primary() else None
 
-  Fields:
-    digest: the SHA-256.
-    num_bytes: of each file, how much of it has been read; threads write to it.
-    total: bytes of all files.
-  """
+  def look() -> str | None:
+    assert hashing is not None
+    return hashing.result() if futures.wait([hashing], timeout=_ROUND_S).done else None
 
-  digest: Future[str]
-  num_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-  total: int = 0
+  @functools.cache
+  def wait() -> dict[str, str]:
+    while True:
+      with allow():
+        sha256 = primary_decides(look, 'base_digest', limit_s=_LIMIT_S)
+      if sha256 is not None:
+        return {'folder': folder, 'sha256': sha256}
+      logging.warning('The job waits for the hash of its base %s.', folder)
 
-
-class _StartedDigest:
-  """Waits with all processes for the digest that process 0 computes; see `start_digest`."""
-
-  def __init__(self, folder: str, hashing: _Hashing | None, allow: Callable[[], contextlib.AbstractContextManager]):
-    self._folder, self._hashing, self._allow = folder, hashing, allow
-    self._sha256: str | None = None
-    self._last_count, self._counted_at = -1, time.monotonic()
-
-  def __call__(self) -> dict[str, str]:
-    while self._sha256 is None:
-      with self._allow():
-        state = primary_decides(self._look, 'base_digest', limit_s=_LIMIT_S)
-      self._sha256 = state.get('sha256')
-      if self._sha256 is None:
-        logging.warning('The job waits for the hash of its base %s: %s.', self._folder, state['progress'])
-    return {'folder': self._folder, 'sha256': self._sha256}
-
-  def _look(self) -> dict[str, str]:
-    """Returns the digest, or how far it is after a round; of process 0."""
-    assert self._hashing is not None
-    if futures.wait([self._hashing.digest], timeout=_ROUND_S).done:
-      return {'sha256': self._hashing.digest.result()}
-    count, now = sum(list(self._hashing.num_bytes.values())), time.monotonic()
-    if count > self._last_count:
-      self._last_count, self._counted_at = count, now
-    elif now - self._counted_at > _STALLED_S:
-      raise UserError(f'nothing of {self._folder} was read for {_STALLED_S:.0f} s: look whether its storage hangs.')
-    return {'progress': f'{count / 1e9:.1f} of {self._hashing.total / 1e9:.1f} GB'}
-
-
-def _begin(folder: str, job_log_dir: epath.Path | None, *, keep: bool) -> _Hashing | None:
-  """Begins to hash on process 0. An error there is that of the digest, for all processes, which wait for it."""
-  if not is_primary():
-    return None
-  try:
-    return _digest(folder, job_log_dir, keep=keep)
-  except Exception as error:
-    failed: Future[str] = Future()
-    failed.set_exception(error)
-    return _Hashing(digest=failed)
-
-
-_lock = threading.Lock()
-_digests: dict[str, _Hashing] = {}  # by the folder and the states of its files; each is hashed once a process
-
-
-def _digest(folder: str, job_log_dir: epath.Path | None, *, keep: bool) -> _Hashing:
-  paths = sorted(path for pattern in ('config.json', '*.safetensors') for path in Path(folder).glob(pattern))
-  states = _states(paths)
-  key = json.dumps([folder, states])
-  with _lock:
-    if key not in _digests or (_digests[key].digest.done() and _digests[key].digest.exception()):
-      kept = None if job_log_dir is None else _read_kept(job_log_dir, states)
-      _digests[key] = _start_hashing(paths, states) if kept is None else _Hashing(digest=_completed(kept))
-    hashing = _digests[key]
-  if keep and job_log_dir is not None and _read_kept(job_log_dir, states) is None:
-    kept_digest = _on_thread(functools.partial(_keep, hashing.digest, job_log_dir, paths, states))
-    return dataclasses.replace(hashing, digest=kept_digest)
-  return hashing
-
-
-def _start_hashing(paths: list[Path], states: _FileStates) -> _Hashing:
-  num_bytes: dict[str, int] = {}
-  digest = _on_thread(functools.partial(_hash_files, paths, num_bytes))
-  return _Hashing(digest=digest, num_bytes=num_bytes, total=sum(size for _, size, *_ in states))
+  return wait
 
 
 def _states(paths: list[Path]) -> _FileStates:
@@ -212,47 +165,22 @@ def _read_kept(job_log_dir: epath.Path, states: _FileStates) -> str | None:
     return None
 
 
-def _keep(digest: Future[str], job_log_dir: epath.Path, paths: list[Path], states: _FileStates) -> str:
-  """Waits for the digest, writes it and returns it. Raises a UserError if a file has changed meanwhile."""
-  sha256 = digest.result()
-  if _states(paths) != states:
-    raise UserError(f'{paths[0].parent} has changed while it was read: start again when nothing writes there.')
-  try:
-    write_durably(job_log_dir / BASE_DIGEST_FILE, json.dumps({'sha256': sha256, 'files': states}, indent=1) + '\n')
-  except OSError as error:
-    logging.warning('%s cannot be written (%s): the next start hashes again.', job_log_dir / BASE_DIGEST_FILE, error)
-  return sha256
+_lock = threading.Lock()  # so that a folder is hashed once a process, also where two ask at a time
 
 
-class _CountedFile(io.FileIO):
-  """A file that notes how much of it has been read."""
-
-  def __init__(self, path: Path, num_bytes: dict[str, int]):
-    super().__init__(path)
-    self._path, self._num_bytes = str(path), num_bytes
-
-  def readinto(self, buffer: Any) -> int:
-    count = super().readinto(buffer) or 0
-    self._num_bytes[self._path] = self._num_bytes.get(self._path, 0) + count
-    return count
-
-
-def _hash_files(paths: list[Path], num_bytes: dict[str, int]) -> str:
+@functools.cache
+def _hash_files(paths: tuple[Path, ...], states: str) -> str:
+  """Hashes files in these states, several at a time."""
+  del states
   free = threading.Semaphore(_NUM_THREADS)
 
   def hash_file(path: Path) -> str:
-    with free, _CountedFile(path, num_bytes) as file:
+    with free, open(path, 'rb') as file:
       return hashlib.file_digest(file, 'sha256').hexdigest()
 
   digests = [_on_thread(functools.partial(hash_file, path)) for path in paths]
   lines = [f'{digest.result()}  {path.name}\n' for path, digest in zip(paths, digests)]
   return hashlib.sha256(''.join(lines).encode()).hexdigest()
-
-
-def _completed(digest: str) -> Future[str]:
-  future: Future[str] = Future()
-  future.set_result(digest)
-  return future
 
 
 def _on_thread(function: Callable[[], str]) -> Future[str]:

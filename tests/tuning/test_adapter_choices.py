@@ -17,9 +17,9 @@ X = RNG.normal(size=(4, 5, 3, 4)).astype(np.float32)
 NUMBERS = np.array([2, 0, 1, 2], np.int32)
 ALONE = {
   'wide': LowRankAdapter(rank=3, alpha=6.0),
-  'narrow': LowRankAdapter(rank=2, alpha=6.0, use_rslora=True, use_dora=True),
+  'narrow': LowRankAdapter(rank=2, alpha=6.0, use_rslora=True),
 }
-SHAPES = {'kernel': (3, 4, 2, 7), 'bias': (2, 7), 'lora_a': (3, 4, 3), 'lora_b': (3, 2, 7), 'lora_magnitude': (2, 7)}
+SHAPES = {'kernel': (3, 4, 2, 7), 'bias': (2, 7), 'lora_a': (3, 4, 3), 'lora_b': (3, 2, 7)}
 DRAWN = {name: (RNG.normal(size=shape) * 0.3).astype(np.float32) for name, shape in SHAPES.items()}
 
 
@@ -34,20 +34,16 @@ def own_weights(number):
     weights |= {'lora_a': DRAWN['lora_a'] * number, 'lora_b': DRAWN['lora_b'] / number}
   if number == 2:
     weights = weights | {'lora_a': weights['lora_a'][..., :2], 'lora_b': weights['lora_b'][:2]}
-    weights['lora_magnitude'] = DRAWN['lora_magnitude']
   return weights
 
 
 def stacked_weights(num_more=0):
   """The stacks of both adapters and, if wanted, of more that no row has: numbers that would be seen in any sum."""
-  a, b, scale = np.zeros((3, 3, 4, 3)), np.zeros((3, 3, 2, 7)), np.ones((3, 2, 7))
+  a, b = np.zeros((3, 3, 4, 3)), np.zeros((3, 3, 2, 7))
   for number, adapter in enumerate(ALONE.values(), 1):
     own = own_weights(number)
     a[number, ..., : adapter.rank], b[number, : adapter.rank] = own['lora_a'], own['lora_b'] * adapter.scale
-    if adapter.use_dora:
-      adapted = own['kernel'] + adapter.scale * np.tensordot(own['lora_a'], own['lora_b'], 1)
-      scale[number] = own['lora_magnitude'] / np.sqrt((adapted**2).sum((0, 1)))
-  stacks = {'lora_a': a, 'lora_b': b, 'lora_scale': scale}
+  stacks = {'lora_a': a, 'lora_b': b}
   more = {name: np.full((num_more, *stack.shape[1:]), 1e6) for name, stack in stacks.items()}
   stacks = {name: np.concatenate([stack, more[name]]).astype(np.float32) for name, stack in stacks.items()}
   return own_weights(0) | stacks
@@ -65,7 +61,7 @@ def apply(module, weights, x, numbers=None):
 def test_each_row_computes_what_its_adapter_alone_does(num_tokens, num_more):
   x = X[:, :num_tokens]
   choices = (*ALONE, *(f'other {i}' for i in range(num_more)))
-  together = linear(AdapterChoices(rank=3, use_dora=True, choices=choices))
+  together = linear(AdapterChoices(rank=3, choices=choices))
   weights = stacked_weights(num_more)
   ours = apply(together, weights, x, NUMBERS)
   base = apply(linear(None), own_weights(0), x)

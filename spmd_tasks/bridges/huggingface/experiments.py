@@ -18,7 +18,7 @@ from spmd_tasks.inputs import ChatTemplate, FolderTokenizer, IdTokenizer
 from spmd_tasks.recipes import TextTraining
 from spmd_tasks.recipes.pipelined import Pipelined
 from spmd_tasks.runtime import DecodeSettings, Origin, Task
-from spmd_tasks.tuning.adapter_stacks import AdapterSource
+from spmd_tasks.tuning.adapter_stacks import AdapterSource, add_choices, open_sources
 
 
 class PretrainedLanguageModel(TextTraining):
@@ -57,8 +57,6 @@ class PretrainedLanguageModel(TextTraining):
     for stack in stacks_of(model):
       stack.remat_policy = self.remat_policy
     if self.adapters:
-      from spmd_tasks.tuning.served_adapters import add_choices
-
       add_choices(model, self.adapter_sources)
     return model
 
@@ -67,8 +65,6 @@ class PretrainedLanguageModel(TextTraining):
     """The adapters that `adapters` names, numbered from 1 on for requests."""
     if not self.adapters:
       return {}
-    from spmd_tasks.tuning.served_adapters import open_sources  # which imports what trains adapters
-
     return open_sources(self.adapters, self.folder)
 
   def task(self) -> fdl.Config[Task]:

@@ -67,7 +67,7 @@ class FolderOrigin(Base):
     """Returns the padded variables, with adapters to choose from if there are any."""
     if sources := self.sources():
       held = _read(model, self.path, storage)
-      return {'params': fill_in(held, stacked_adapters(model, self.path, held, sources))}
+      return {'params': fill_in(held, stacked_adapters(model, self.path, sources))}
     return variables_from_folder(model, self.path, storage, self.adapter)
 
   def frozen(self, model: PartitionedModel, storage: WeightStorage | None = None) -> Any:
