@@ -12,19 +12,23 @@ from pathlib import Path
 import sys
 import sysconfig
 
+import spmd_tasks
 from spmd_tasks.bridges.pax._shims import install_shims
 
 _NEED_SHIMS = ('praxis', 'paxml')
 _BRIDGE = 'spmd_tasks.bridges.pax'
-_NOT_A_USERS = tuple(Path(sysconfig.get_path(name)).resolve() for name in ('stdlib', 'purelib', 'platlib'))
+_INSTALLED = (sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib'))
+_NOT_A_USERS = tuple(Path(place).resolve() for place in (*_INSTALLED, *spmd_tasks.__path__))
 
 
 def prepare_import(module: str) -> None:
   """Installs the shims if a module, or one of the same author that it imports, imports Praxis, Paxml or this package.
 
   Their sources are read, and nothing is imported. The same author's are modules of the same package, and those that are
-  neither Python's nor installed.
+  neither Python's nor installed nor ours. One that is imported already has what it needs.
   """
+  if module in sys.modules:
+    return
   top, seen, waiting = module.partition('.')[0], set(), [module]
   while waiting:
     name = waiting.pop()
