@@ -84,7 +84,7 @@ def find_slowest(times: list[StepTimes]) -> Slowest:
 
 
 class SlowestProcess:
-  """Exchanges the times of all processes at logged steps. With one process, `update` returns nothing.
+  """Exchanges the times of a job's processes, of which there are several, at logged steps.
 
   Attributes:
     seconds_waited_elsewhere: how much longer than this one another process waited for its batches, in all.
@@ -104,8 +104,6 @@ class SlowestProcess:
     self._sent: jax.Array | None = None
     self._found: tuple[int, str] | None = None
     self._named: tuple[int, str] | None = None
-    if jax.process_count() == 1:
-      return
     devices = jax.devices()
     mesh = Mesh(np.array(devices), ('device',))
     self._rows = [
@@ -128,8 +126,6 @@ class SlowestProcess:
       seconds_waited: for batches so far, while no step was running.
       seconds_blocked: for the results of steps so far.
     """
-    if jax.process_count() == 1:
-      return {}
     metrics = self._compare(self._sent) if self._sent is not None else {}
     now = (step, loop_seconds, seconds_waited, seconds_blocked)
     if self._last is not None:

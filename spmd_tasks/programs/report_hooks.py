@@ -10,7 +10,6 @@ import numpy as np
 
 from spmd_tasks.activity import set_activity
 from spmd_tasks.distributed import is_primary
-from spmd_tasks.distributed.slowest_process import SlowestProcess
 from spmd_tasks.errors import is_own
 from spmd_tasks.files import storage_errors, write_durably
 from spmd_tasks.inputs.base import progress_of
@@ -89,7 +88,11 @@ class LogMetrics(TrainHook):
     self._is_own_loss = loss is not None and is_own(loss)
     self._writer = make_writer(run.job_log_dir, tensorboard=run.experiment.tensorboard, primary=is_primary())
     run.stack.callback(self._writer.close)
-    self._slowest = SlowestProcess(on_change=run.message, limit_s=run.limit_s)
+    self._slowest = None
+    if jax.process_count() > 1:
+      from spmd_tasks.distributed.slowest_process import SlowestProcess
+
+      self._slowest = SlowestProcess(on_change=run.message, limit_s=run.limit_s)
     self._rates = StepRates.of(run.model, run.goodput)
 
   def before_loop(self, run: TrainRun) -> None:
@@ -115,13 +118,14 @@ class LogMetrics(TrainHook):
     metrics = finish_metrics(jax.device_get(outcome.metrics))
     del metrics['skipped']
     metrics |= self._rates.since_last(outcome.step) | run.goodput.metrics()
-    metrics |= self._slowest.update(
-      outcome.step,
-      loop_seconds=run.goodput.loop_seconds()[0],
-      seconds_waited=run.batches.seconds_waited,
-      seconds_blocked=run.loop.seconds_blocked,
-    )
-    run.goodput.seconds_waited_elsewhere = self._slowest.seconds_waited_elsewhere
+    if self._slowest is not None:
+      metrics |= self._slowest.update(
+        outcome.step,
+        loop_seconds=run.goodput.loop_seconds()[0],
+        seconds_waited=run.batches.seconds_waited,
+        seconds_blocked=run.loop.seconds_blocked,
+      )
+      run.goodput.seconds_waited_elsewhere = self._slowest.seconds_waited_elsewhere
     metrics |= progress_of(run.job.train_input, run.loop.outcome_input_state)
     return metrics | {
       'num_skipped_steps': run.loop.num_skipped,
@@ -235,6 +239,8 @@ def count_batch(spec: InputSpec) -> tuple[str, int]:
 
 def _peak_steps_per_second(model: PartitionedModel) -> float | None:
   """Returns the steps per second of devices that do nothing but model FLOPs at their peak; None for unknown devices."""
+  if jax.devices()[0].platform == 'cpu':
+    return None
   from spmd_tasks.runtime.flops import model_flops_per_train_step, peak_flops_per_device
 
   peak = peak_flops_per_device(jax.devices()[0].device_kind)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_tasks.distributed.slowest_process import SlowestProcess, StepTimes, find_slowest
+from spmd_tasks.distributed.slowest_process import StepTimes, find_slowest
 
 EVEN = StepTimes(total=1.0, waited=0.0, blocked=0.9)
 
@@ -25,12 +25,3 @@ def test_the_slowest_process_and_its_cause(slow, wait_share, cause, num_even):
   if wait_share:
     assert (found.process_index, found.cause) == (num_even, cause)
     assert (found.own, found.median) == pytest.approx((1.0 - slow.blocked, 0.1))
-
-
-def test_one_process_has_nobody_to_wait_for():
-  messages = []
-  slowest = SlowestProcess(on_change=messages.append, limit_s=60)
-  for step in range(3):
-    assert slowest.update(step, loop_seconds=step, seconds_waited=step, seconds_blocked=0.0) == {}
-  assert slowest.seconds_waited_elsewhere == 0
-  assert not messages
