@@ -1,4 +1,4 @@
-"""Layers of a decoder-only language model, as Flax Linen modules.
+"""Layers of language models, decoder-only and encoder-decoder, as Flax Linen modules.
 
     model = LanguageModel(
       embedding=TokenEmbedding(vocab_size=32_000, embed_dim=512),
@@ -18,8 +18,8 @@ Subpackages, imported by their own names: `layers.attention` (Attention, LatentA
 `layers.moe` (mixtures of experts), `layers.pipeline` (PipelinedStack, which replaces TransformerStack).
 
 Read base.py (how a layer declares weights), gathered_weights.py and linear.py, then transformer.py, language_model.py
-and losses.py. adapter.py is the seam for low-rank adapters (tuning/adapters.py), which layers with projections take as
-a field.
+(encoder_decoder.py adds an encoder) and losses.py. adapter.py is the seam for low-rank adapters (tuning/adapters.py),
+which layers with projections take as a field.
 """
 
 from etils import epy
@@ -29,6 +29,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.base import FanInNormal, Statistics, WithSublayers, declare_weight
   from spmd_tasks.layers.chunked_logits import LabelScores, label_scores
   from spmd_tasks.layers.embedding import TokenEmbedding
+  from spmd_tasks.layers.encoder_decoder import EncoderDecoderLm
   from spmd_tasks.layers.feed_forward import FeedForward, GatedFeedForward
   from spmd_tasks.layers.language_model import LanguageModel
   from spmd_tasks.layers.linear import Linear
@@ -48,6 +49,7 @@ __all__ = [
   'Aux',
   'BlockGroup',
   'DeclaredKernel',
+  'EncoderDecoderLm',
   'FanInNormal',
   'FeedForward',
   'GatedFeedForward',

@@ -113,6 +113,10 @@ class WithSublayers(nn.Module):
     super().__post_init__()
 
 
+# Arguments of blocks and attentions, beside the text itself, that no layer may ignore -> what of a model gives them.
+CONTEXT = {'position_bias': 'position biases of all layers', 'prefix_mask': 'prefixes', 'encoded': 'an encoder'}
+
+
 def run_layer(
   role: str, layer: nn.Module, x: jax.Array, *, train: bool, **others: Any
 ) -> tuple[jax.Array, Mapping[str, Any]]:
@@ -133,10 +137,10 @@ def run_layer(
 
 
 def run_stack(
-  layer: nn.Module, x: jax.Array, segment_ids: Any, segment_pos: Any, *, train: bool
+  layer: nn.Module, x: jax.Array, segment_ids: Any, segment_pos: Any, *, train: bool, **context: Any
 ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
   """Calls a stack of layers, which may be a user's own, and returns (y, {name: [L]}); one may return y alone."""
-  others = named_arguments('stack', layer, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
+  others = named_arguments('stack', layer, segment_ids=segment_ids, segment_pos=segment_pos, train=train, **context)
   returned = layer(x, **others)
   y, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
   if not isinstance(aux, Mapping) or getattr(y, 'ndim', None) != x.ndim:
@@ -148,7 +152,10 @@ def run_stack(
 
 
 def named_arguments(role: str, layer: nn.Module, **named: Any) -> dict[str, Any]:
-  """Returns those arguments, behind the first, that `layer` names; a UserError if it takes others, say `training`."""
+  """Returns those arguments, behind the first, that `layer` names.
+
+  Raises a UserError if it takes others, say `training`, or does not take what would change its result (CONTEXT).
+  """
   _, *parameters = signature_of(layer).parameters.values()
   parameters = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -159,6 +166,12 @@ def named_arguments(role: str, layer: nn.Module, **named: Any) -> dict[str, Any]
     raise UserError(
       f'{type(layer).__name__}.__call__ takes {", ".join(each.name for each in others)}, which nobody gives: as the '
       f'{role} it is called with its input, {", ".join(named)} (those that it names).'
+    )
+  if missing := [name for name in CONTEXT if named.get(name) is not None and name not in names]:
+    raise UserError(
+      f'the {role} {type(layer).__name__} takes no {" and no ".join(missing)}: in a model with '
+      f'{" and ".join(CONTEXT[name] for name in missing)} use another one, such as TransformerStack of '
+      'TransformerBlocks with Attention.'
     )
   return {name: value for name, value in named.items() if name in names}
 
@@ -220,12 +233,14 @@ class LayerScope:
     scatters_gradients: whether gradients of weights are reduce-scattered by collectives that are written out
       (gathered_weights.py), or summed as XLA chooses.
     plain_products: products are computed without kernels and loops, which hide them from who counts FLOPs.
+    encodes: the layers are an encoder's, which keep nothing for later calls when text is generated.
   """
 
   part: BatchPart = BatchPart()
   longest_text: int | None = None
   scatters_gradients: bool = False
   plain_products: bool = False
+  encodes: bool = False
 
 
 _OUTSIDE = LayerScope()

@@ -29,6 +29,7 @@ class LabelScores(struct.PyTreeNode):
     mean_logit: the mean of all logits, which label smoothing needs.
     highest_other: the highest logit but for the label's, without a gradient.
     is_known: bool, whether the label is in [0, V).
+    vocab_size: V, an int.
   """
 
   log_normalizer: jax.Array
@@ -36,6 +37,7 @@ class LabelScores(struct.PyTreeNode):
   mean_logit: jax.Array
   highest_other: jax.Array
   is_known: jax.Array
+  vocab_size: int = struct.field(pytree_node=False)
 
 
 def label_scores(logits: jax.Array, labels: jax.Array) -> LabelScores:
@@ -51,6 +53,7 @@ def label_scores(logits: jax.Array, labels: jax.Array) -> LabelScores:
     # subtraction), and over a sharded V an argmax also moves indices.
     highest_other=jnp.max(jax.lax.stop_gradient(logits) - 1e30 * is_label, axis=-1),
     is_known=(labels >= 0) & (labels < logits.shape[-1]),
+    vocab_size=logits.shape[-1],
   )
 
 

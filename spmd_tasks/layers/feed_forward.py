@@ -30,6 +30,9 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'relu': jax.nn.relu,
   'silu': jax.nn.silu,
   'squared_relu': lambda x: jnp.square(jax.nn.relu(x)),  # Primer (So et al., 2021)
+  'sigmoid': jax.nn.sigmoid,
+  'tanh': jnp.tanh,
+  'linear': lambda x: x,
 }
 
 
@@ -83,6 +86,8 @@ class FeedForward(nn.Module, kw_only=True):
     hidden_dim: F.
     activation: a name in ACTIVATIONS.
     use_bias: whether every projection has a bias.
+    dropout_rate: of the hidden layer in training; needs the rng `dropout`.
+    dropout_broadcast_dims: dims of the hidden layer that share one mask; T5X has (-2,), all tokens of a row.
     dtype: of the computation.
     init_scale, down_init_scale: FanInNormal's scale for the kernels into and out of the hidden layer.
     up_split_dims, down_split_dims: of the kernels.
@@ -93,6 +98,8 @@ class FeedForward(nn.Module, kw_only=True):
   hidden_dim: int
   activation: str = 'gelu'
   use_bias: bool = False
+  dropout_rate: float = 0.0
+  dropout_broadcast_dims: tuple[int, ...] = ()
   dtype: Any = 'float32'
   init_scale: float = 1.0
   down_init_scale: float = 1.0
@@ -129,8 +136,9 @@ class FeedForward(nn.Module, kw_only=True):
   def __call__(
     self, x: jax.Array, segment_ids: jax.Array | None = None, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, Statistics]]:
-    """Returns ([B, T, D], {}). `segment_ids` and `train` are unused here; mixtures of experts need them."""
-    del segment_ids, train
+    """Returns ([B, T, D], {}). `segment_ids` are unused here; mixtures of experts need them."""
+    del segment_ids
+    dropout = nn.Dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, deterministic=not train)
     y = Linear(
       output_dims=x.shape[-1],
       use_bias=self.use_bias,
@@ -140,7 +148,7 @@ class FeedForward(nn.Module, kw_only=True):
       activation_split_dims=self.activation_split_dims,
       adapter=adapter_of(self.adapters, 'down'),
       name='down',
-    )(self._hidden(x))
+    )(dropout(self._hidden(x)))
     return y, {}
 
 

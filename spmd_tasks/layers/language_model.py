@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.positions import LearnedPositions, SinusoidalPositions
+from spmd_tasks.layers.attention.relative_bias import RelativePositionBias
 from spmd_tasks.layers.base import WithSublayers, layer_scope, run_stack
 from spmd_tasks.layers.embedding import TokenEmbedding
 
@@ -24,6 +25,9 @@ class LanguageModel(WithSublayers, kw_only=True):
     stack: stack(x, segment_ids, segment_pos, train=...) -> x or (x, aux), such as TransformerStack.
     final_norm: normalizes x before the logits.
     positions: learned or sinusoidal positions, added to the embeddings; None for rotary attention.
+    position_bias: relative position biases that all layers of `stack` share; None: they have none, or their own.
+    dropout_rate: in training, of the embeddings and of the final norm's output; needs the rng `dropout`.
+    dropout_broadcast_dims: dims that share one dropout mask; T5X has (-2,), all tokens of a row.
     num_logit_chunks: with more than 1, and with `labels` in the batch, the logits of this part of the tokens are in
       memory at a time, and the model returns the `label_scores` that its loss needs in place of all logits. It must
       divide T. Worth it where B x T x V is large: float32 logits of 8,192 tokens and 128,256 words are 4.2 GB.
@@ -36,6 +40,9 @@ class LanguageModel(WithSublayers, kw_only=True):
   stack: nn.Module
   final_norm: nn.Module
   positions: LearnedPositions | SinusoidalPositions | None = None
+  position_bias: RelativePositionBias | None = None
+  dropout_rate: float = 0.0
+  dropout_broadcast_dims: tuple[int, ...] = ()
   num_logit_chunks: int = 1
   scatters_gradients: bool = False
 
@@ -54,7 +61,8 @@ class LanguageModel(WithSublayers, kw_only=True):
       batch: `ids` int32 [B, T], and optionally `segment_ids` and `segment_pos` (both int32 [B, T]): the document of
         each token (0: padding) and the position in it. Without `segment_ids` a row is one document; without
         `segment_pos` positions count from the start of the row. With `logit_columns` int32 [B, n] the logits are those
-        of these columns of T only, [B, n, V]. `labels` int32 [B, T] are needed for `num_logit_chunks` only.
+        of these columns of T only, [B, n, V]. `labels` int32 [B, T] are needed for `num_logit_chunks` only. With
+        `prefix_mask` [B, T] the tokens where it is 1 see one another in both directions, within their document.
       train: whether dropout is on, which needs the rng `dropout`.
 
     Raises:
@@ -65,21 +73,52 @@ class LanguageModel(WithSublayers, kw_only=True):
 
   @nn.nowrap
   def _predict(self, batch: Mapping[str, jax.Array], train: bool) -> dict[str, Any]:
-    ids, segment_ids, segment_pos = batch['ids'], batch.get('segment_ids'), batch.get('segment_pos')
+    context, encoder_aux = self._context(batch, train)
+    x, segment_ids, segment_pos = self._embed(batch, '', train)
+    x, aux = run_stack(self.stack, x, segment_ids, segment_pos, train=train, **context)
+    aux = join_aux(encoder_aux, aux)
+    if 'logit_columns' in batch:
+      x = jnp.take_along_axis(x, batch['logit_columns'][:, :, None], axis=1)
+    x = self._dropout(self.final_norm(x), train)
+    if self.num_logit_chunks > 1 and 'labels' in batch and 'logit_columns' not in batch:
+      scores = self.embedding.label_scores(x, batch['labels'], num_chunks=self.num_logit_chunks)
+      return {'label_scores': scores, 'aux': dict(aux)}
+    return {'logits': self.embedding.attend(x), 'aux': dict(aux)}
+
+  @nn.nowrap
+  def _embed(
+    self, batch: Mapping[str, jax.Array], prefix: str, train: bool
+  ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Returns the embeddings, segment ids and positions of the entries of the batch with this prefix."""
+    ids, segment_ids, segment_pos = (batch.get(prefix + name) for name in ('ids', 'segment_ids', 'segment_pos'))
+    assert ids is not None
     if segment_pos is None:
       if segment_ids is not None:
         raise UserError(
-          "the batch has 'segment_ids' but no 'segment_pos': add the position of each token in its document."
+          f"the batch has '{prefix}segment_ids' but no '{prefix}segment_pos': add the position of each token in its "
+          'document.'
         )
       segment_pos = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :], ids.shape)
     x = self.embedding(ids)
     if self.positions is not None:
       x = self.positions(x, segment_pos)
-    x, aux = run_stack(self.stack, x, segment_ids, segment_pos, train=train)
-    if 'logit_columns' in batch:
-      x = jnp.take_along_axis(x, batch['logit_columns'][:, :, None], axis=1)
-    x = self.final_norm(x)
-    if self.num_logit_chunks > 1 and 'labels' in batch and 'logit_columns' not in batch:
-      scores = self.embedding.label_scores(x, batch['labels'], num_chunks=self.num_logit_chunks)
-      return {'label_scores': scores, 'aux': dict(aux)}
-    return {'logits': self.embedding.attend(x), 'aux': dict(aux)}
+    return self._dropout(x, train), segment_ids, segment_pos
+
+  @nn.nowrap
+  def _context(self, batch: Mapping[str, jax.Array], train: bool) -> tuple[dict[str, Any], Mapping[str, jax.Array]]:
+    """Returns what the stack is called with beside the text, without Nones, and the aux of what computed it."""
+    del train
+    bias = None if self.position_bias is None else self.position_bias()
+    context = {'position_bias': bias, 'prefix_mask': batch.get('prefix_mask')}
+    return {name: value for name, value in context.items() if value is not None}, {}
+
+  @nn.nowrap
+  def _dropout(self, x: jax.Array, train: bool, **settings: Any) -> jax.Array:
+    settings = {'rate': self.dropout_rate, 'broadcast_dims': self.dropout_broadcast_dims, **settings}
+    return nn.Dropout(**settings, deterministic=not train)(x)
+
+
+def join_aux(first: Mapping[str, jax.Array], second: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the statistics of two stacks, {name: [L] or [L, E]}: of a name that both have, one layer after another."""
+  both = {name: jnp.concatenate([first[name], second[name]]) for name in first if name in second}
+  return {**first, **second, **both}

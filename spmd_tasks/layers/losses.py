@@ -6,7 +6,7 @@ Shapes: B batch, T sequence, V vocab, L layers, E experts. All results are float
 from collections.abc import Mapping
 import dataclasses
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from flax import struct
 import jax
@@ -23,8 +23,9 @@ class LossOutput(struct.PyTreeNode):
   """The result of a loss.
 
   Fields:
-    loss: scalar, the mean over the batch's tokens, which is differentiated.
+    loss: scalar, the mean over the batch's tokens, or a sum, which is differentiated.
     weight: scalar, the denominator of that mean; the weight for averaging over several batches.
+    is_sum: whether `loss` is a sum: those of microbatches are added, whatever their weights.
     metrics: name -> (mean, weight). A mean is a scalar, or [E] with one value per expert; a weight is a scalar.
     per_example: name -> [B].
     updated_variables: after a training step, the new values of the model's variables beside its weights, by collection.
@@ -32,6 +33,7 @@ class LossOutput(struct.PyTreeNode):
 
   loss: jax.Array
   weight: jax.Array
+  is_sum: bool = struct.field(pytree_node=False, default=False)
   metrics: dict[str, tuple[jax.Array, jax.Array]] = struct.field(default_factory=dict)
   per_example: dict[str, jax.Array] = struct.field(default_factory=dict)
   updated_variables: Mapping[str, Any] = struct.field(default_factory=dict)
@@ -191,7 +193,9 @@ class WithAuxLosses:
 class LanguageModelLoss(WithAuxLosses):
   """Mean over tokens of smoothed cross-entropy + z_loss_weight * logsumexp(logits)^2, weighted by `batch['weights']`.
 
-  With label smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016). The z-loss
+  With label smoothing s the target is (1 - s) on the label plus s / V on every token (Szegedy et al., 2016); with
+  `smoothing='others'` 1 - s on the label and s / (V - 1) on every other, and the entropy of the target is subtracted,
+  so that the lowest loss is 0 (Tensor2Tensor, T5X). The z-loss
   keeps the softmax's normalizer near 1 (Chowdhery et al., 2022). The metric `cross_entropy` and its per-example value
   include neither, so exp(cross_entropy) is the perplexity. A label outside [0, V) makes the loss NaN, except where its
   weight is 0, as that of a label -100 for "ignore" must be. For a mixture of inputs, the metric `loss/<source>` is the
@@ -199,15 +203,26 @@ class LanguageModelLoss(WithAuxLosses):
 
   Fields:
     z_loss_weight, label_smoothing: 0 turns them off.
+    smoothing: 'all' or 'others', the tokens that share s.
+    normalization: 'tokens', the mean; 'sum' over the tokens, or a number, by which the sum is divided (T5X's
+      `loss_normalizing_factor`: None or a number); 'all_tokens', the sum divided by B * T, padding included; or
+      'sequences', the mean over documents of their means over tokens. The metrics are means over tokens in all cases.
     aux_loss_weights, num_aux_layers: as in WithAuxLosses.
   """
 
   z_loss_weight: float = 0.0
   label_smoothing: float = 0.0
+  smoothing: Literal['all', 'others'] = 'all'
+  normalization: Literal['tokens', 'sum', 'all_tokens', 'sequences'] | float = 'tokens'
 
   def __post_init__(self):
     if not 0.0 <= self.label_smoothing < 1.0:
       raise UserError(f'label_smoothing={self.label_smoothing} must be at least 0 and less than 1: 0 turns it off.')
+    if self.smoothing not in ('all', 'others'):
+      raise UserError(f"smoothing={self.smoothing!r} must be 'all' or 'others': choose one.")
+    names, divisor = ('tokens', 'sum', 'all_tokens', 'sequences'), self.normalization
+    if divisor not in names and not (isinstance(divisor, (int, float)) and divisor > 0):
+      raise UserError(f'normalization={divisor!r} must be one of {names}, or a positive number that divides the sum.')
 
   def __call__(self, predictions: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> LossOutput:
     """Computes the LossOutput.
@@ -216,7 +231,8 @@ class LanguageModelLoss(WithAuxLosses):
       predictions: `logits` float [B, T, V], or in their place `label_scores`, the LabelScores [B, T] of logits and
         labels; optionally `aux` {name: scalar, [L], or [L, E] for one value per expert}, which `aux_loss_weights`
         needs.
-      batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding).
+      batch: `labels` int32 [B, T], `weights` float [B, T] (0: padding); for 'sequences' also `segment_ids` int32 [B,
+        T] in [0, T], the document of each token; without them a row is one document.
 
     Raises:
       UserError: `aux_loss_weights` names an entry that the model does not report, reports per expert, or reports for
@@ -227,9 +243,15 @@ class LanguageModelLoss(WithAuxLosses):
     log_normalizer = scores.log_normalizer  # [B, T]
     cross_entropy = jnp.where(scores.is_known | (weights == 0), log_normalizer - scores.label_logit, jnp.nan)
     objective = cross_entropy
-    if self.label_smoothing:
+    if smoothing := self.label_smoothing:
+      entropy = 0.0
+      if self.smoothing == 'others':
+        others = scores.vocab_size - 1
+        low = smoothing / others
+        entropy = -(1.0 - smoothing) * math.log1p(-smoothing) - smoothing * math.log(low + 1e-20)
+        smoothing += low  # this share of all tokens leaves 1 - s on the label
       uniform = log_normalizer - scores.mean_logit  # cross-entropy to the uniform distribution
-      objective = (1.0 - self.label_smoothing) * cross_entropy + self.label_smoothing * uniform
+      objective = (1.0 - smoothing) * cross_entropy + smoothing * uniform - entropy
     # A tie with another logit counts as wrong, so that a collapsed model does not look perfect.
     correct = (scores.label_logit > scores.highest_other).astype(jnp.float32)
     per_token = {'cross_entropy': cross_entropy, 'accuracy': correct}
@@ -240,8 +262,29 @@ class LanguageModelLoss(WithAuxLosses):
     stack = jnp.stack([objective, *per_token.values(), jnp.ones_like(weights)])
     *totals, weight = jnp.sum(stack * weights[None], axis=(1, 2))
     loss, *means = (_divide(total, weight) for total in totals)
+    loss_weight, is_sum = weight, False
+    if self.normalization == 'all_tokens':
+      loss_weight = jnp.float32(weights.size)
+      loss = totals[0] / loss_weight
+    elif self.normalization == 'sequences':
+      shares = _shares_of_documents(weights, batch.get('segment_ids'))
+      loss_weight = jnp.sum(shares)
+      loss = _divide(jnp.sum(objective * shares), loss_weight)
+    elif self.normalization != 'tokens':
+      is_sum, loss = True, totals[0] / (1.0 if self.normalization == 'sum' else self.normalization)
     metrics = {name: (mean, weight) for name, mean in zip(per_token, means, strict=True)}
     metrics |= losses_by_source(objective, weights, batch)
     loss, metrics = self.add_aux_losses(loss, weight, metrics, predictions.get('aux', {}))
     per_example = {'cross_entropy': jnp.sum(cross_entropy * weights, axis=-1), 'num_tokens': jnp.sum(weights, axis=-1)}
-    return LossOutput(loss=loss, weight=weight, metrics=metrics, per_example=per_example)
+    return LossOutput(loss=loss, weight=loss_weight, is_sum=is_sum, metrics=metrics, per_example=per_example)
+
+
+def _shares_of_documents(weights: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+  """Returns [B, T]: the weights divided by the sum of those of their document; 0 where that is 0."""
+  if segment_ids is None:
+    return _divide(weights, jnp.sum(weights, axis=-1, keepdims=True))
+
+  def sums_of(weights: jax.Array, ids: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(weights, ids, num_segments=len(ids) + 1)[ids]
+
+  return _divide(weights, jax.vmap(sums_of)(weights, segment_ids))

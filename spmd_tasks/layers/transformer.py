@@ -3,6 +3,7 @@
 The sublayers of a block are Linen modules given as fields, so a config replaces a sublayer by replacing a field:
 
     attention(x, segment_ids, segment_pos, train=...) -> [B, T, D]
+    cross_attention(x, segment_ids, segment_pos, encoded=..., encoder_segment_ids=..., train=...) -> [B, T, D]
     ffn(x, segment_ids, train=...) -> ([B, T, D], aux)
     norm(x) -> [B, T, D]
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._plain import ATTENTION_NAME
 from spmd_tasks.layers.attention.attention import ATTENTION_INPUTS_NAME
+from spmd_tasks.layers.attention.relative_bias import PositionBias
 from spmd_tasks.layers.base import Statistics, WithSublayers, run_layer, run_stack, values_per_layer
 from spmd_tasks.layers.feed_forward import PRE_ACTIVATIONS_NAME
 from spmd_tasks.sharding import SplitDims, constrain
@@ -84,28 +86,32 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
 
 
 class TransformerBlock(WithSublayers, kw_only=True):
-  """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x)) (Xiong et al., 2020).
+  """Pre-norm block: x + attention(norm(x)), in a decoder x + cross_attention(norm(x)), then x + ffn(norm(x)).
 
-  Weights under `attention`, `ffn`, with `pre_norm` also `attention_norm` and `ffn_norm`, with `post_norm` also
-  `attention_post_norm` and `ffn_post_norm`. The residual stream keeps the dtype of the block's input (the embedding's),
-  whatever dtype the sublayers compute in.
+  Weights under `attention`, `ffn`, with `pre_norm` (Xiong et al., 2020) also `attention_norm` and `ffn_norm`, with
+  `post_norm` also `attention_post_norm` and `ffn_post_norm`; those of `cross_attention` alike. The
+  residual stream keeps the dtype of the block's input (the embedding's), whatever dtype the sublayers compute in.
 
   Fields:
     attention, ffn: the sublayers.
+    cross_attention: the sublayer that attends to an encoder's text, `Attention(cross=True)`; None: there is none.
     norm: template of all norms.
     pre_norm: whether each sublayer's input is normalized.
     post_norm: whether each sublayer's output is normalized, before it is added to the residual stream: beside its input
       (Ding et al., 2021; Primer, Gemma 2), or alone (OLMo 2, with `pre_norm=False`).
     dropout_rate: of each sublayer's output in training; needs the rng `dropout`.
+    dropout_broadcast_dims: dims of the output that share one mask; T5X has (-2,), all tokens of a row.
     activation_split_dims: of the residual stream.
   """
 
   attention: nn.Module
   ffn: nn.Module
   norm: nn.Module
+  cross_attention: nn.Module | None = None
   pre_norm: bool = True
   post_norm: bool = False
   dropout_rate: float = 0.0
+  dropout_broadcast_dims: tuple[int, ...] = ()
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
 
   @nn.compact
@@ -115,19 +121,36 @@ class TransformerBlock(WithSublayers, kw_only=True):
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
     *,
+    position_bias: PositionBias | None = None,
+    prefix_mask: jax.Array | None = None,
+    encoded: jax.Array | None = None,
+    encoder_segment_ids: jax.Array | None = None,
     train: bool = False,
   ) -> tuple[jax.Array, Aux]:
-    """Returns ([B, T, D], aux of the ffn) for x [B, T, D]; segment_ids and segment_pos are int32 [B, T] or None."""
-    dropout = nn.Dropout(rate=self.dropout_rate, deterministic=not train)
-    y = self._norm('attention_norm', x, self.pre_norm)
+    """Returns ([B, T, D], aux of the sublayers) for x [B, T, D]; the other arguments are those of Attention."""
+    if encoded is not None and self.cross_attention is None:
+      raise UserError('the blocks of a decoder need cross_attention, such as Attention(cross=True): set it.')
     ids, positions = {'segment_ids': segment_ids}, {'segment_pos': segment_pos}
-    y, attention_aux = run_layer('attention', self.attention, y, **ids, **positions, train=train)
-    y = dropout(self._norm('attention_post_norm', y, self.post_norm))
-    x = constrain(x + y.astype(x.dtype), self.activation_split_dims)
-    y, aux = run_layer('ffn', self.ffn, self._norm('ffn_norm', x, self.pre_norm), **ids, train=train)
-    y = dropout(self._norm('ffn_post_norm', y, self.post_norm))
-    return constrain(x + y.astype(x.dtype), self.activation_split_dims), {**attention_aux, **aux}
+    given = {**ids, **positions, 'position_bias': position_bias, 'prefix_mask': prefix_mask}
+    x, attention_aux = self._add('attention', self.attention, x, train, given)
+    cross_aux: Aux = {}
+    if self.cross_attention is not None:
+      given = {**ids, **positions, 'encoded': encoded, 'encoder_segment_ids': encoder_segment_ids}
+      x, cross_aux = self._add('cross_attention', self.cross_attention, x, train, given)
+    x, aux = self._add('ffn', self.ffn, x, train, ids)
+    return x, {**attention_aux, **cross_aux, **aux}
 
+  @nn.nowrap
+  def _add(
+    self, role: str, layer: nn.Module, x: jax.Array, train: bool, given: Mapping[str, Any]
+  ) -> tuple[jax.Array, Aux]:
+    """Adds a sublayer's output to the residual stream."""
+    y, aux = run_layer(role, layer, self._norm(f'{role}_norm', x, self.pre_norm), **given, train=train)
+    y = self._norm(f'{role}_post_norm', y, self.post_norm)
+    y = nn.Dropout(self.dropout_rate, broadcast_dims=self.dropout_broadcast_dims, deterministic=not train)(y)
+    return constrain(x + y.astype(x.dtype), self.activation_split_dims), aux
+
+  @nn.nowrap
   def _norm(self, name: str, x: jax.Array, is_present: bool) -> jax.Array:
     return self.norm.copy(name=name)(x) if is_present else x
 
@@ -155,12 +178,14 @@ class BlockGroup(WithSublayers, kw_only=True):
     segment_pos: jax.Array | None = None,
     *,
     train: bool = False,
+    **context: Any,
   ) -> tuple[jax.Array, Aux]:
     """Returns ([B, T, D], aux): each of the statistics stacked over the blocks that report it, [n, ...]."""
     parts: dict[str, list[Statistics]] = {}
     for i, template in enumerate(self.blocks):
       block = template.copy(name=f'block_{i}')
-      x, aux = run_layer('block', block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
+      given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+      x, aux = run_layer('block', block, x, **given, train=train)
       for name, statistics in aux.items():
         parts.setdefault(name, []).append(statistics)
     return x, {name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *same) for name, same in parts.items()}
@@ -200,10 +225,12 @@ class TransformerStack(WithSublayers, kw_only=True):
     segment_pos: jax.Array | None = None,
     *,
     train: bool = False,
+    **context: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector})."""
+    """Returns ([B, T, D], {name of a statistic: [L], or [L, E] for a vector}); blocks get `context` as it is."""
     layers = scan_layers(num_layers=self.num_layers, scan=self.scan, remat_policy_name=self.remat_policy, train=train)
-    x, aux = layers(self.block.copy(name='layers'), x, segment_ids, segment_pos)
+    given = {'segment_ids': segment_ids, 'segment_pos': segment_pos, **context}
+    x, aux = layers(self.block.copy(name='layers'), x, given)
     return x, values_per_layer(aux)
 
 
@@ -241,6 +268,7 @@ class StackSequence(WithSublayers, kw_only=True):
     segment_pos: jax.Array | None = None,
     *,
     train: bool = False,
+    **context: Any,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns ([B, T, D], {name of a statistic: [L], or [L, E]}), L counting the layers that report it, in order.
 
@@ -249,7 +277,7 @@ class StackSequence(WithSublayers, kw_only=True):
     """
     parts: dict[str, list[jax.Array]] = {}
     for i, stack in enumerate(self.stacks):
-      x, aux = run_stack(stack.copy(name=f'stack_{i}'), x, segment_ids, segment_pos, train=train)
+      x, aux = run_stack(stack.copy(name=f'stack_{i}'), x, segment_ids, segment_pos, train=train, **context)
       for name, value in aux.items():
         parts.setdefault(name, []).append(value)
     for name, values in parts.items():
@@ -268,12 +296,12 @@ def map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
   of all stages.
   """
 
-  def layer(block, x, segment_ids, segment_pos):
+  def layer(block, x, given):
     # nn.scan traces a layer twice, and the second trace counts random numbers on from the first: so does this one.
     first = flax.core.Scope({}, rngs=block.scope.rngs, mutable=True)
     first.rng_counters = block.scope.rng_counters
     for each in (block.copy(parent=first), block):
-      _, aux = run_layer('block', each, x, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
+      _, aux = run_layer('block', each, x, **given, train=train)
     refuse_plain_weights(block.variables.get('params', {}))
     return x, aux
 
@@ -289,11 +317,11 @@ def map_layers(*, num_layers: int, train: bool) -> Callable[..., Any]:
 
 
 def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: bool) -> Callable[..., Any]:
-  """Returns the lifted function (block, x, segment_ids, segment_pos) -> (x, aux [L, ...]) that runs L layers."""
+  """Returns the lifted function (block, x, arguments by name) -> (x, aux [L, ...]) that runs L layers."""
 
-  def layer(block, x, segment_ids, segment_pos):
+  def layer(block, x, given):
     x = checkpoint_name(x, LAYER_INPUT_NAME)
-    y, aux = run_layer('block', block, x, segment_ids=segment_ids, segment_pos=segment_pos, train=train)
+    y, aux = run_layer('block', block, x, **given, train=train)
     if block.is_initializing():
       refuse_plain_weights(block.variables.get('params', {}))
     return y, aux
@@ -307,7 +335,7 @@ def scan_layers(*, num_layers: int, scan: bool, remat_policy_name: str, train: b
     layer,
     variable_axes={True: 0},  # of every collection
     split_rngs={'params': True, 'dropout': True},
-    in_axes=(nn.broadcast, nn.broadcast),
+    in_axes=nn.broadcast,
     length=num_layers,
     unroll=1 if scan else num_layers,
     metadata_params={STACK_DIM: 'layers'},

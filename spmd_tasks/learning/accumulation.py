@@ -68,7 +68,9 @@ def weighted_mean(means_M: jax.Array, weights_M: jax.Array) -> jax.Array:
 def _combine(loss_outputs_M: Any) -> Any:
   """Combines M stacked loss outputs into one."""
   return loss_outputs_M.replace(
-    loss=weighted_mean(loss_outputs_M.loss, loss_outputs_M.weight),
+    loss=jnp.sum(loss_outputs_M.loss)
+    if loss_outputs_M.is_sum
+    else weighted_mean(loss_outputs_M.loss, loss_outputs_M.weight),
     weight=jnp.sum(loss_outputs_M.weight),
     metrics={
       name: (weighted_mean(means, weights), jnp.sum(weights))
@@ -100,8 +102,9 @@ def accumulate_gradients(
   """Computes the loss output and the gradient of a batch, microbatch by microbatch.
 
   Args:
-    loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, and
-      `loss_output` a pytree node with the fields `loss`, `weight`, `metrics` (name -> (mean, weight), scalars except
+    loss_fn: `(weights, batch, rng) -> (loss, loss_output)`. The loss is a mean weighted by `loss_output.weight`, or,
+      where `loss_output.is_sum`, a sum, of which gradients are added in both modes. `loss_output` is a pytree node with
+      the fields `loss`, `weight`, `is_sum`, `metrics` (name -> (mean, weight), scalars except
       for means [E]), `per_example` (name -> [B]) and `updated_variables` (a tree), and a method `replace`.
     weights: the gradient is taken with respect to these.
     batch: tree of arrays [B, ...].
@@ -139,7 +142,10 @@ def accumulate_gradients(
     grads, loss_output = grad_fn(weights, microbatch, microbatch_rng)
     scale = loss_output.weight.astype(jnp.float32)
     total = jax.tree.map(
-      lambda t, g, added: t + (1.0 if added else scale) * g.astype(jnp.float32), total, grads, is_sum
+      lambda t, g, added: t + (1.0 if added or loss_output.is_sum else scale) * g.astype(jnp.float32),
+      total,
+      grads,
+      is_sum,
     )
     return total, loss_output.replace(per_example={})
 
@@ -149,4 +155,4 @@ def accumulate_gradients(
   total_weight = loss_output.weight.astype(jnp.float32)
   # A batch without tokens has gradient 0, and the guarded division keeps it 0.
   inverse = 1 / jnp.where(total_weight == 0, 1.0, total_weight)
-  return loss_output, jax.tree.map(lambda g, added: g if added else g * inverse, grads, is_sum)
+  return loss_output, jax.tree.map(lambda g, added: g if added or loss_output.is_sum else g * inverse, grads, is_sum)

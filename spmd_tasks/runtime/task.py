@@ -285,7 +285,7 @@ class Task:
     """
     del step
     output = self.compute_loss(variables, batch, train=False)
-    means = {'loss': (output.loss, output.weight)} | output.metrics
+    means = {'loss': (output.loss, jnp.float32(1) if output.is_sum else output.weight)} | output.metrics
     return {name: clu_metrics.Average(total=mean * weight, count=weight) for name, (mean, weight) in means.items()}
 
 

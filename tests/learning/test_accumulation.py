@@ -23,6 +23,7 @@ class LossOutput(struct.PyTreeNode):
   metrics: dict[str, Any]
   per_example: dict[str, jax.Array]
   updated_variables: dict = struct.field(default_factory=dict)
+  is_sum: bool = struct.field(pytree_node=False, default=False)
 
 
 def loss_fn(weights, batch, rng):

@@ -46,6 +46,7 @@ class LossOutput(struct.PyTreeNode):
   metrics: dict
   per_example: dict
   updated_variables: dict = struct.field(default_factory=dict)
+  is_sum: bool = struct.field(pytree_node=False, default=False)
 
 
 def test_t5x_parity():

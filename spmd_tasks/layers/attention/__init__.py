@@ -1,4 +1,4 @@
-"""Self-attention over packed documents, positions, and the KV cache.
+"""Attention over packed documents and to an encoder's text, positions, and the KV cache.
 
     attention = Attention(num_heads=32, num_kv_heads=8, head_dim=128, rotary=Rotary(max_wavelength=500_000.0))
     y = attention.apply(variables, x, segment_ids, segment_pos)  # [B, T, D] -> [B, T, D]
@@ -6,7 +6,7 @@
 `Attention` is multi-head, grouped-query or multi-query attention, optionally within a window; `LatentAttention` is
 DeepSeek's multi-head latent attention, with a small cache. Positions are rotary
 (`Rotary`, a field of `Attention`), learned or sinusoidal (`LearnedPositions`, `SinusoidalPositions`, fields of
-`LanguageModel`).
+`LanguageModel`), or T5's biases of the logits (`RelativePositionBias`, a field of either).
 
 A caller that makes the collection `new_cache` mutable generates text: each attention writes the keys and values of the
 call's tokens to `new_cache` and reads the earlier ones from the collection `cache`.
@@ -22,6 +22,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.layers.attention.implementations import AttentionCall
   from spmd_tasks.layers.attention.latent import LatentAttention
   from spmd_tasks.layers.attention.positions import LearnedPositions, Rotary, SinusoidalPositions
+  from spmd_tasks.layers.attention.relative_bias import PositionBias, RelativePositionBias
   from spmd_tasks.layers.attention.rotary_scaling import (
     LinearScaling,
     Llama3Scaling,
@@ -38,6 +39,8 @@ __all__ = [
   'LinearScaling',
   'Llama3Scaling',
   'LongRopeScaling',
+  'PositionBias',
+  'RelativePositionBias',
   'Rotary',
   'RotaryScaling',
   'SinusoidalPositions',

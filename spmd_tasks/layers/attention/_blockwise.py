@@ -61,7 +61,8 @@ def attend_blockwise(
     may_see &= ((key_columns >= 0) & (key_columns < total))[None, None, :]
     # Queries that fill the last block see every key: a softmax of nothing would be NaN, and so would its gradient.
     may_see |= (columns >= first_column + length)[None, :, None]
-    return attend_to_visible(queries, keys, values, may_see, options)
+    bias = None if options.bias is None else options.bias.between(columns, key_columns)
+    return attend_to_visible(queries, keys, values, may_see, options, bias)
 
   attend_block = jax.checkpoint(attend_block, prevent_cse=False)
   queries = _blocks(_pad(query, 0, added), num_blocks)

@@ -11,6 +11,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from spmd_tasks.layers.attention.relative_bias import PositionBias
 from spmd_tasks.layers.base import soft_cap
 
 BLOCK = 256  # how many queries are compared at a time where their scores are not to be in memory for all
@@ -29,6 +30,9 @@ class AttentionOptions:
     softmax_scale: factor of the logits; None: 1 / sqrt(K).
     logit_cap: bounds the logits softly, see `soft_cap`.
     sinks: [H], see `masked_softmax`.
+    bias: relative position biases, added to the logits.
+    has_prefix: whether segment ids are `prefix_segments`.
+    even_padding: whether padding, segment 0, attends evenly to all tokens in place of other padding.
   """
 
   causal: bool = True
@@ -36,6 +40,9 @@ class AttentionOptions:
   softmax_scale: float | None = None
   logit_cap: float | None = None
   sinks: jax.Array | None = None
+  bias: PositionBias | None = None
+  has_prefix: bool = False
+  even_padding: bool = False
 
   def scale(self, head_dim: int) -> float:
     """The factor of the logits for K features."""
@@ -51,6 +58,11 @@ def segment_mask(segment_ids: jax.Array) -> jax.Array:
   return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
 
 
+def prefix_segments(segment_ids: jax.Array, prefix_mask: jax.Array) -> jax.Array:
+  """Returns int32 [B, T] that hold both: documents, and which tokens belong to the prefix of their document."""
+  return 2 * segment_ids + prefix_mask.astype(segment_ids.dtype)
+
+
 def attend_plainly(
   query: jax.Array,
   key: jax.Array,
@@ -58,9 +70,10 @@ def attend_plainly(
   segment_ids: jax.Array | None,
   options: AttentionOptions,
   *,
+  key_segments: jax.Array | None = None,
   implementation: Literal['xla', 'cudnn'] = 'xla',
 ) -> jax.Array:
-  """Computes `attend`; on request by cuDNN."""
+  """Computes `attend`; on request by cuDNN, which has no keys of another text."""
   if implementation == 'cudnn':
     return jax.nn.dot_product_attention(
       query,
@@ -73,9 +86,11 @@ def attend_plainly(
       local_window_size=None if options.window is None else (options.window - 1, 0),
       implementation=implementation,
     )
-  columns = jnp.arange(query.shape[1])
-  may_see = visible(columns, columns, segment_ids, segment_ids, options)
-  return attend_to_visible(query, key, value, may_see, options)
+  columns, key_columns = jnp.arange(query.shape[1]), jnp.arange(key.shape[1])
+  key_segments = segment_ids if key_segments is None else key_segments
+  may_see = visible(columns, key_columns, segment_ids, key_segments, options)
+  bias = None if options.bias is None else options.bias.between(columns, key_columns)
+  return attend_to_visible(query, key, value, may_see, options, bias)
 
 
 def visible(
@@ -90,14 +105,20 @@ def visible(
   Args:
     query_columns, key_columns: int32 [T] and [S], the places in the row.
     query_segments, key_segments: int32 [B, T] and [B, S], the documents; None: one document per row.
-    options: of which `causal` and `window` count.
+    options: of which the settings of masks count.
   """
   distance = query_columns[:, None] - key_columns[None, :]
+  in_order = (distance >= 0)[None]
   may_see = jnp.ones((1, *distance.shape), bool)
   if query_segments is not None and key_segments is not None:
+    if options.has_prefix:
+      in_order |= ((query_segments & 1)[:, :, None] & (key_segments & 1)[:, None, :]) == 1
+      query_segments, key_segments = query_segments >> 1, key_segments >> 1
     may_see = query_segments[:, :, None] == key_segments[:, None, :]
+    if options.even_padding:
+      may_see &= (query_segments != 0)[:, :, None]
   if options.causal:
-    may_see &= (distance >= 0)[None]
+    may_see &= in_order
   if options.window is not None:
     may_see &= (distance < options.window)[None]
   return may_see
@@ -109,10 +130,11 @@ def attend_to_visible(
   value: jax.Array,
   may_see: jax.Array,
   options: AttentionOptions,
+  bias: jax.Array | None = None,
 ) -> jax.Array:
   """Returns [B, T, H, V]: the values [B, S, G, V] weighted by queries [B, T, H, K] and keys [B, S, G, K].
 
-  The mask `may_see` is bool [B or 1, T, S].
+  The mask `may_see` is bool [B or 1, T, S]; `bias`, float32 [H, T, S], is added to the logits.
   """
   num_rows, length, num_heads, head_dim = query.shape
   # Heads come before tokens in all products. Asked for tokens first, `einsum` computes [V, T] or [S, T], and XLA's CPU
@@ -120,10 +142,13 @@ def attend_to_visible(
   queries = jnp.moveaxis(query.reshape(num_rows, length, key.shape[2], -1, head_dim), 1, 3)
   keys, values = jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
   scale = options.scale(head_dim)
+  if bias is not None:
+    bias = bias.reshape(1, *queries.shape[1:3], *bias.shape[1:])
   if options.logit_cap is None and options.sinks is None:
-    attended = _attend(queries, keys, values, may_see, scale)
+    attended = _attend(queries, keys, values, bias, may_see, scale)
   else:
     logits = soft_cap(_products(queries, keys) * scale, options.logit_cap)
+    logits = logits if bias is None else logits + bias
     attended = _weighted_sum(masked_softmax(logits, may_see[:, None, None], options.sinks), values)
   return jnp.moveaxis(attended, 3, 1).reshape(num_rows, length, num_heads, value.shape[-1])
 
@@ -138,31 +163,36 @@ def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
   return jnp.einsum('BGRTS,BGSV->BGRTV', weights.astype(values.dtype), values)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, may_see: jax.Array, scale: float) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+  queries: jax.Array, keys: jax.Array, values: jax.Array, bias: jax.Array | None, may_see: jax.Array, scale: float
+) -> jax.Array:
   """Returns [B, G, R, T, V] without cap and sinks; the backward pass computes one array of the weights' size.
 
   The gradient of a softmax needs, for each query, the sum over S of weights times their cotangents. That is the sum
   over V of results times their cotangents, which are far smaller (Dao et al., 2022: FlashAttention).
   """
-  return _attend_forward(queries, keys, values, may_see, scale)[0]
+  return _attend_forward(queries, keys, values, bias, may_see, scale)[0]
 
 
-def _attend_forward(queries, keys, values, may_see, scale):
-  weights = masked_softmax(_products(queries, keys) * scale, may_see[:, None, None])
+def _attend_forward(queries, keys, values, bias, may_see, scale):
+  logits = _products(queries, keys) * scale
+  weights = masked_softmax(logits if bias is None else logits + bias, may_see[:, None, None])
   attended = _weighted_sum(weights, values)
-  return attended, (queries, keys, values, weights, attended)
+  return attended, (queries, keys, values, weights, attended, None if bias is None else ())
 
 
 def _attend_backward(scale, saved, cotangent):
-  queries, keys, values, weights, attended = saved
+  queries, keys, values, weights, attended, has_bias = saved  # None or (), as a bool would become an array
   sums = jnp.sum(attended.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1, keepdims=True)
-  products_cotangent = (weights * (_products(cotangent, values) - sums) * scale).astype(queries.dtype)
+  logits_cotangent = weights * (_products(cotangent, values) - sums)
+  bias_cotangent = jnp.sum(logits_cotangent, axis=0, keepdims=True) if has_bias is not None else None
+  products_cotangent = (logits_cotangent * scale).astype(queries.dtype)
   # [K, S] and [V, S], for which the larger factor need not be transposed.
   keys_cotangent = jnp.einsum('BGRTK,BGRTS->BGKS', queries, products_cotangent)
   values_cotangent = jnp.einsum('BGRTV,BGRTS->BGVS', cotangent, weights.astype(values.dtype))
   queries_cotangent = _weighted_sum(products_cotangent, keys)
-  return queries_cotangent, keys_cotangent.swapaxes(2, 3), values_cotangent.swapaxes(2, 3), None
+  return queries_cotangent, keys_cotangent.swapaxes(2, 3), values_cotangent.swapaxes(2, 3), bias_cotangent, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -171,13 +201,15 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def masked_softmax(logits: jax.Array, mask: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
   """Returns the softmax over S, float32, of the logits where the mask is true, and 0 elsewhere.
 
+  A query that sees nothing has equal weights on all keys.
+
   Args:
     logits: float32 [B, G, H/G, T, S].
     mask: bool, of a shape that broadcasts to that of the logits.
     sinks: [H], one more logit per head, whose share of the softmax is dropped, so that a head may attend to nothing
       (StreamingLLM: Xiao et al., 2024; gpt-oss: 2025). None: no such logit.
   """
-  masked = jnp.where(mask, logits, -jnp.inf)
+  masked = jnp.where(mask, logits, -1e30)
   if sinks is None:
     return jax.nn.softmax(masked, axis=-1)
   sink = sinks.astype(jnp.float32).reshape(1, *logits.shape[1:3], 1, 1)

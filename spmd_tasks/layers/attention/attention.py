@@ -1,6 +1,6 @@
-"""Attention: multi-head, grouped-query and multi-query self-attention over packed documents.
+"""Attention: multi-head, grouped-query and multi-query attention over packed documents, or to an encoder's text.
 
-Shapes: B batch, T sequence, D model, H query heads, G key/value heads, K head dim.
+Shapes: B batch, T sequence, S sequence of the encoder, D model, H query heads, G key/value heads, K head dim.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,9 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers.adapter import WeightAdapter, adapter_of, kernels
 from spmd_tasks.layers.attention._plain import AttentionOptions
 from spmd_tasks.layers.attention.implementations import Implementation, attend
-from spmd_tasks.layers.attention.kv_cache import attend_to_cache, is_decoding, read_cache, write_new_cache
+from spmd_tasks.layers.attention.kv_cache import ENCODED, attend_to_cache, is_decoding, read_cache, write_new_cache
 from spmd_tasks.layers.attention.positions import Rotary
+from spmd_tasks.layers.attention.relative_bias import PositionBias, RelativePositionBias
 from spmd_tasks.layers.base import FanInNormal, WithSublayers, declare_weight
 from spmd_tasks.layers.linear import Linear
 from spmd_tasks.layers.norm import RmsNorm
@@ -27,18 +28,20 @@ ATTENTION_INPUTS_NAME = 'attention_inputs'  # the `checkpoint_name` of queries, 
 
 
 class Attention(WithSublayers, kw_only=True):
-  """Self-attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
+  """Attention; H == G is multi-head, G < H grouped-query (Ainslie et al., 2023), G == 1 multi-query attention.
 
   Weights: `query` [D, H, K], `key` and `value` [D, G, K], `out` [H, K, D] (each under `.../kernel`); with `qk_norm`
   also `query_norm` and `key_norm` (each under `.../scale`), with `per_dim_scale` also `per_dim_scale` [K], with `sinks`
-  also `sinks` [H]. Query head h reads key/value head h // (H // G). The softmax is float32 whatever the dtype. During
-  generation, keys and values are cached (kv_cache.py).
+  also `sinks` [H], with `position_bias` also `position_bias/table`. Query head h reads key/value head
+  h // (H // G). The softmax is float32 whatever the dtype. During generation, keys and values are cached (kv_cache.py).
 
   Fields:
     num_heads: H.
     num_kv_heads: G, a divisor of H; None means H.
     head_dim: K; None means D / H, so H must divide D.
     causal: whether a token sees only itself and earlier tokens.
+    cross: whether keys and values are those of an encoder's text in place of the layer's own; then `causal` and
+      `rotary` do not apply. When text is generated, they are computed once per request.
     window: how many tokens of its document a token sees, counting itself and those before it (Beltagy et al., 2020;
       Mistral 7B: Jiang et al., 2023). Needs `causal`, and bounds the length of the KV cache. None: all.
     rotary: rotary positions of queries and keys; None for models with other positions.
@@ -48,16 +51,21 @@ class Attention(WithSublayers, kw_only=True):
     clip_qkv: bound of the absolute values of queries, keys and values before the rotation (OLMoE, DBRX); None: none.
     per_dim_scale: whether feature i of the queries is multiplied by softplus(s_i) / softplus(0) after the rotation, for
       a learned vector s that starts at zero (Lingvo, Pax).
+    position_bias: relative position biases of this layer; None: those that the call gives, for all layers, or none.
     softmax_scale: factor of the attention logits; None means 1 / sqrt(K).
     logit_cap: bounds the attention logits softly, see `soft_cap`; None does not.
     sinks: whether each head has a learned logit that takes part in the softmax and has no value, so that the head may
       attend to nothing (gpt-oss).
     qk_clip: after a step in which a head's largest logit passed this bound, its queries and keys are multiplied so that
       the logit would be the bound (Kimi K2; 100 there); see _qk_clip.py. Wants the optimizer MuonClip. None: off.
+    even_padding: whether padding attends evenly to all tokens of its row, as T5X has it, in place of other padding.
+      No token of a document reads padding in either case.
+    dropout_rate: in training, of the attention probabilities: one key is dropped for all queries of a head alike (T5X).
     use_bias: whether the projections have a bias.
     out_bias: whether the output projection has one; None means `use_bias`. Qwen 2 has biases but this.
     dtype: of the computation.
     init_scale, out_init_scale: FanInNormal's scale for the three input projections and for the output projection.
+    query_init_scale: that of the query projection; None means `init_scale`. T5 has 1 / K, with `softmax_scale=1`.
     implementation: 'xla', 'blockwise', 'cudnn' (NVIDIA GPUs), 'splash' (TPUs) or 'ring' (sequences split over devices),
       see implementations.py; None for the best that the mesh's devices have.
     query_split_dims, kv_split_dims, out_split_dims: of the kernels.
@@ -71,20 +79,25 @@ class Attention(WithSublayers, kw_only=True):
   num_kv_heads: int | None = None
   head_dim: int | None = None
   causal: bool = True
+  cross: bool = False
   window: int | None = None
   rotary: Rotary | None = Rotary()
   qk_norm: bool | RmsNorm = False
   clip_qkv: float | None = None
   per_dim_scale: bool = False
+  position_bias: RelativePositionBias | None = None
   softmax_scale: float | None = None
   logit_cap: float | None = None
   sinks: bool = False
   qk_clip: float | None = None
+  even_padding: bool = False
+  dropout_rate: float = 0.0
   use_bias: bool = False
   out_bias: bool | None = None
   dtype: Any = 'float32'
   init_scale: float = 1.0
   out_init_scale: float = 1.0
+  query_init_scale: float | None = None
   implementation: Implementation | None = None
   query_split_dims: SplitDims = ('embed', 'heads', 'head_dim')
   kv_split_dims: SplitDims = ('embed', 'kv_heads', 'head_dim')
@@ -105,6 +118,11 @@ class Attention(WithSublayers, kw_only=True):
       raise UserError(
         f'window={self.window} with causal={self.causal} is impossible: a window counts 1 or more tokens and needs '
         'causal=True, so set both, or window=None.'
+      )
+    if self.cross and (self.rotary or self.window or self.position_bias or self.qk_clip):
+      raise UserError(
+        'cross=True goes without rotary, window, position_bias and qk_clip, as the keys are those of another text: set '
+        'them to None.'
       )
     if self.logit_cap is not None and self.logit_cap <= 0:
       raise UserError(
@@ -144,6 +162,10 @@ class Attention(WithSublayers, kw_only=True):
     segment_ids: jax.Array | None = None,
     segment_pos: jax.Array | None = None,
     *,
+    position_bias: PositionBias | None = None,
+    prefix_mask: jax.Array | None = None,
+    encoded: jax.Array | None = None,
+    encoder_segment_ids: jax.Array | None = None,
     train: bool = False,
   ) -> jax.Array:
     """Returns [B, T, D] for x [B, T, D].
@@ -152,7 +174,13 @@ class Attention(WithSublayers, kw_only=True):
       x: float [B, T, D].
       segment_ids: int32 [B, T], the document of each token; None: one document per row.
       segment_pos: int32 [B, T], the position in the document; `rotary` and generation need it.
-      train: whether `qk_clip` counts.
+      position_bias: relative position biases, where the layer has none of its own.
+      prefix_mask: int32 or bool [B, T], which tokens belong to the prefix of their document and see one another in both
+        directions; None: none.
+      encoded: float [B, S, D], which only `cross` reads, the encoder's result; None where `cache` has its keys and
+        values.
+      encoder_segment_ids: int32 [B, S]; a token attends to encoded tokens of its own document. None: to all.
+      train: whether dropout is on, which needs the rng `dropout`, and whether `qk_clip` counts.
 
     Raises:
       UserError: numbers of heads and dims do not fit each other, positions are missing, or an attention that is not
@@ -162,26 +190,42 @@ class Attention(WithSublayers, kw_only=True):
     if self.rotary is not None and segment_pos is None:
       raise UserError('rotary attention needs segment_pos: pass it, or set rotary=None.')
 
-    def project(name: str, num_heads: int, split_dims: SplitDims, activation_split_dims: SplitDims) -> jax.Array:
+    def project(
+      name: str, x: jax.Array, num_heads: int, split_dims: SplitDims, activation_split_dims: SplitDims, scale: float
+    ) -> jax.Array:
       return Linear(
         output_dims=(num_heads, head_dim),
         use_bias=self.use_bias,
         dtype=self.dtype,
-        kernel_init=FanInNormal(scale=self.init_scale),
+        kernel_init=FanInNormal(scale=scale),
         split_dims=split_dims,
         activation_split_dims=activation_split_dims,
         adapter=adapter_of(self.adapters, name),
         name=name,
       )(x)
 
-    query = project('query', self.num_heads, self.query_split_dims, self.query_activation_split_dims)
-    key = project('key', num_kv_heads, self.kv_split_dims, self.kv_activation_split_dims)
-    value = project('value', num_kv_heads, self.kv_split_dims, self.kv_activation_split_dims)
+    query_scale = self.init_scale if self.query_init_scale is None else self.query_init_scale
+    query = project(
+      'query', x, self.num_heads, self.query_split_dims, self.query_activation_split_dims, scale=query_scale
+    )
     if self.qk_norm:
       query = self._qk_norm('query_norm', self.query_split_dims)(query)
-      key = self._qk_norm('key_norm', self.kv_split_dims)(key)
+    stored = read_cache(self, *map(ENCODED.__add__, ('key', 'value', 'segments'))) if self.cross else None
+    if stored is not None:
+      key, value, segments = (jnp.swapaxes(each, 1, 2) for each in stored)
+      key, value, encoder_segment_ids = key.astype(query.dtype), value.astype(query.dtype), segments[:, :, 0, 0]
+    else:
+      source = encoded if self.cross else x
+      if source is None:
+        raise UserError("cross=True needs the encoder's result: use the layer in a block of an EncoderDecoderLm.")
+      kv = (source, num_kv_heads, self.kv_split_dims, self.kv_activation_split_dims, self.init_scale)
+      key, value = project('key', *kv), project('value', *kv)
+      if self.qk_norm:
+        key = self._qk_norm('key_norm', self.kv_split_dims)(key)
     if self.clip_qkv is not None:
       query, key, value = (jnp.clip(x, -self.clip_qkv, self.clip_qkv) for x in (query, key, value))
+    # A mask [B, S, G, 1] of the values is one [B, G, 1, S] of the probabilities.
+    value = nn.Dropout(self.dropout_rate, broadcast_dims=(-1,), deterministic=not train)(value)
     if self.rotary is not None:
       assert segment_pos is not None
       query, key = self.rotary(query, segment_pos), self.rotary(key, segment_pos)
@@ -198,7 +242,16 @@ class Attention(WithSublayers, kw_only=True):
         self, 'sinks', shape=(self.num_heads,), init=zeros, split_dims=split_dims, tags=('no_decay',)
       )
     cached = None
-    if is_decoding(self):
+    if self.cross:
+      if encoder_segment_ids is None or segment_ids is None:
+        segment_ids, encoder_segment_ids = None, jnp.ones(key.shape[:2], jnp.int32)
+      if is_decoding(self) and stored is None:
+        write_new_cache(self, {ENCODED + 'key': key, ENCODED + 'value': value}, self.kv_activation_split_dims)
+        segments = {ENCODED + 'segments': encoder_segment_ids[:, :, None, None]}
+        write_new_cache(
+          self, segments, self.kv_activation_split_dims and (*self.kv_activation_split_dims[:2], None, None)
+        )
+    elif is_decoding(self):
       if not self.causal or segment_pos is None:
         raise UserError(
           f'causal={self.causal}, segment_pos {"missing" if segment_pos is None else "given"}: generation needs causal '
@@ -212,7 +265,10 @@ class Attention(WithSublayers, kw_only=True):
       'softmax_scale': self.softmax_scale,
       'logit_cap': self.logit_cap,
       'sinks': sinks,
+      'bias': position_bias if self.position_bias is None else self.position_bias(),
     }
+    if self.qk_clip is not None and logits['bias'] is not None:
+      raise UserError('qk_clip bounds logits of queries and keys alone: set it to None where positions have biases.')
     if self.qk_clip is not None and cached is None:
       from spmd_tasks.layers.attention._qk_clip import largest_logits, leave_factors, shrinkage
 
@@ -233,7 +289,10 @@ class Attention(WithSublayers, kw_only=True):
         key,
         value,
         segment_ids,
-        causal=self.causal,
+        causal=self.causal and not self.cross,
+        even_padding=self.even_padding,
+        prefix_mask=prefix_mask,
+        key_segments=encoder_segment_ids if self.cross else None,
         implementation=self.implementation,
         split_dims=self.query_activation_split_dims,
         **logits,

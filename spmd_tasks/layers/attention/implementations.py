@@ -1,4 +1,4 @@
-"""Attention of the tokens of a call to one another, by one of several implementations.
+"""Attention of the tokens of a call to one another, or to those of an encoder, by one of several implementations.
 
     attend(query, key, value, segment_ids, window=4096, implementation='splash')
 
@@ -8,7 +8,9 @@
   'splash'     JAX's Pallas kernel for TPUs (_splash.py).
   'ring'       keys and values go round the devices that share a sequence (_context.py); only for those.
 
-Where the mesh splits the tokens of a sequence, all but 'ring' gather keys and values.
+Where the mesh splits the tokens of a sequence, all but 'ring' gather keys and values. Relative position biases,
+prefixes, evenly attending padding and an encoder's keys are for the plain computations only, 'xla' and 'blockwise', on
+whole sequences.
 
 None takes the best that the mesh's devices and the call allow, and logs it once with the reason. One that is asked for
 by name and cannot be had is an error.
@@ -23,10 +25,12 @@ from typing import Literal
 
 from absl import logging
 import jax
+import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention._on_devices import AttentionLayout, attend_on_devices, attention_layout
-from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_plainly
+from spmd_tasks.layers.attention._plain import BLOCK, AttentionOptions, attend_plainly, prefix_segments
+from spmd_tasks.layers.attention.relative_bias import PositionBias
 from spmd_tasks.layers.base import current_layer_scope
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.specs import current_platform
@@ -47,6 +51,10 @@ def attend(
   softmax_scale: float | None = None,
   logit_cap: float | None = None,
   sinks: jax.Array | None = None,
+  bias: PositionBias | None = None,
+  even_padding: bool = False,
+  prefix_mask: jax.Array | None = None,
+  key_segments: jax.Array | None = None,
   implementation: Implementation | None = None,
   split_dims: SplitDims = None,
 ) -> jax.Array:
@@ -57,16 +65,24 @@ def attend(
   forward-mode derivative is two reverse passes: after `y, vjp = jax.vjp(f, x)`, `jax.vjp(vjp, y)[1]((dx,))`.
 
   Args:
-    query, key, value: [B, T, H, K], [B, T, G, K] and [B, T, G, V].
+    query, key, value: [B, T, H, K], [B, T, G, K] and [B, T, G, V]; of an encoder's text [B, S, G, K] and [B, S, G, V].
     segment_ids: int32 [B, T], the document of each token; None: one document per row.
-    causal, window, softmax_scale, logit_cap, implementation: see `Attention`.
+    causal, window, softmax_scale, logit_cap, even_padding, prefix_mask, implementation: see `Attention`.
     sinks: [H], see `masked_softmax`.
+    bias: relative position biases.
+    key_segments: int32 [B, S], the documents of the keys; None: those of the queries.
     split_dims: of `query`; a kernel runs on each device's rows and heads.
 
   Raises:
     UserError: the implementation that is asked for cannot compute this, or not on these devices.
   """
   layout = attention_layout(split_dims, len(query))
+  special = {
+    'relative position biases': bias is not None,
+    'prefixes': prefix_mask is not None,
+    'evenly attending padding': even_padding,
+    'keys of an encoder': key_segments is not None or key.shape[1] != query.shape[1],
+  }
   call = AttentionCall(
     platform=current_platform(),
     dtype=query.dtype.name,
@@ -77,10 +93,21 @@ def attend(
     has_sinks=sinks is not None,
     num_token_parts=layout.num_tokens,
     has_cudnn=_has_cudnn(),
+    special=next((name for name, is_asked in special.items() if is_asked), None),
   )
   name = 'xla' if current_layer_scope().plain_products else resolve_implementation(implementation, call)
+  if prefix_mask is not None:
+    segment_ids = jnp.ones_like(prefix_mask) if segment_ids is None else segment_ids
+    segment_ids = prefix_segments(segment_ids, prefix_mask)
   options = AttentionOptions(
-    causal=causal, window=window, softmax_scale=softmax_scale, logit_cap=logit_cap, sinks=sinks
+    causal=causal,
+    window=window,
+    softmax_scale=softmax_scale,
+    logit_cap=logit_cap,
+    sinks=sinks,
+    bias=bias,
+    has_prefix=prefix_mask is not None,
+    even_padding=even_padding,
   )
   args = (query, key, value, segment_ids, options)
   # An implementation is imported where it is used.
@@ -101,8 +128,8 @@ def attend(
   if name == 'blockwise':
     from spmd_tasks.layers.attention._blockwise import attend_blockwise
 
-    return attend_blockwise(*args)
-  return attend_plainly(*args)
+    return attend_blockwise(*args, key_segments=key_segments)
+  return attend_plainly(*args, key_segments=key_segments)
 
 
 def _attend_by_cudnn(
@@ -133,6 +160,7 @@ class AttentionCall:
     has_cap, has_sinks: whether logits are capped, and whether heads have sinks.
     num_token_parts: into how many parts the mesh splits T.
     has_cudnn: whether JAX's plugin for CUDA is installed, which brings cuDNN.
+    special: what only the plain computations have, such as 'relative position biases'; None: nothing.
   """
 
   platform: str
@@ -144,9 +172,14 @@ class AttentionCall:
   has_sinks: bool = False
   num_token_parts: int = 1
   has_cudnn: bool = True
+  special: str | None = None
 
   def obstacle(self, implementation: str) -> str | None:
     """Returns why `implementation` cannot compute this call, None if it can."""
+    if self.special and implementation not in ('xla', 'blockwise'):
+      return f'has no {self.special}'
+    if self.special and self.num_token_parts > 1:
+      return f'has no {self.special} on a mesh that splits sequences, here into {self.num_token_parts} parts'
     if implementation == 'splash' and self.platform != 'tpu':
       return f"is a kernel for TPUs, and the mesh's devices are of the platform {self.platform!r}"
     if implementation == 'ring' and self.num_token_parts == 1:
@@ -198,10 +231,12 @@ def _best_implementation(call: AttentionCall) -> str:
   long = f'{call.length} tokens' if call.length >= _LONG else None
   preferred = {'tpu': 'splash', 'gpu': 'cudnn'}.get(call.platform)
   obstacle = call.obstacle(preferred) if preferred else None
+  name = 'blockwise' if long else 'xla'
+  if plain_obstacle := call.obstacle(name):
+    raise UserError(f'implementation={name!r} of attention {plain_obstacle}: take the sequence from the axis rules.')
   if preferred and not obstacle:
     name, reason = preferred, f'the devices are of the platform {call.platform!r}'
   else:
-    name = 'blockwise' if long else 'xla'
     reason = f'{preferred} {obstacle}' if obstacle else f'{long or f"only {call.length} tokens"} on {call.platform!r}'
   logging.info('Attention is computed by %r: %s.', name, reason)
   return name

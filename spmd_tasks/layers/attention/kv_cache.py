@@ -29,17 +29,22 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.layers.attention._plain import masked_softmax
-from spmd_tasks.layers.base import soft_cap
+from spmd_tasks.layers.attention.relative_bias import PositionBias
+from spmd_tasks.layers.base import current_layer_scope, soft_cap
 from spmd_tasks.sharding import SplitDims
 from spmd_tasks.sharding.weights import WeightBox
 
 CACHE = 'cache'
 NEW_CACHE = 'new_cache'
+ENCODED = 'encoded_'  # what a cache has of an encoder's text: made by a request's first call, and read by all others
 
 
 def is_decoding(module: nn.Module) -> bool:
-  """Returns whether the caller generates text, that is, whether the collection `new_cache` is mutable."""
-  return module.is_mutable_collection(NEW_CACHE) and not module.is_initializing()
+  """Returns whether the caller generates text with this layer, that is, whether `new_cache` is mutable.
+
+  An encoder reads its whole text at once, so its layers keep nothing.
+  """
+  return module.is_mutable_collection(NEW_CACHE) and not module.is_initializing() and not current_layer_scope().encodes
 
 
 def write_new_cache(
@@ -93,6 +98,7 @@ def attend_to_cache(
   softmax_scale: float | None = None,
   logit_cap: float | None = None,
   sinks: jax.Array | None = None,
+  bias: PositionBias | None = None,
 ) -> jax.Array:
   """Computes causal attention of this call's tokens to earlier calls' tokens and to one another: [B, T, H, K].
 
@@ -108,6 +114,7 @@ def attend_to_cache(
     softmax_scale: factor of the logits; None means 1 / sqrt(K).
     logit_cap: bounds the logits softly, see `soft_cap`.
     sinks: [H], see `masked_softmax`.
+    bias: relative position biases.
   """
   num_rows, num_columns, num_heads, head_dim = query.shape
   num_groups = key.shape[2]
@@ -140,6 +147,10 @@ def attend_to_cache(
   )[:, None, None]
   # Logits are concatenated instead of keys, so that the cache is not copied.
   joined = jnp.concatenate([logits(cached_key), logits(jnp.swapaxes(key, 1, 2))], axis=-1)
+  if bias is not None:
+    positions = start + columns[None, :]
+    added = bias.between(positions, jnp.concatenate([held, positions], axis=1))  # [B, H, T, S + T]
+    joined += added.reshape(joined.shape)
   weights = masked_softmax(joined, mask, sinks).astype(value.dtype)
 
   def weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:

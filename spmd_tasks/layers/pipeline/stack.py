@@ -143,7 +143,7 @@ class PipelinedStack(WithSublayers, kw_only=True):
         trans_out_fn=lambda weights: split_stacked(weights, self.num_repeats),
         init=self.is_initializing(),
       )
-    x, aux = layers(self.block.copy(name='layers'), x, segment_ids, segment_pos)
+    x, aux = layers(self.block.copy(name='layers'), x, {'segment_ids': segment_ids, 'segment_pos': segment_pos})
     return x, values_per_layer(aux)
 
   def _pipelined(self, scope: ShardingScope, axis: str, schedule: Schedule, batch: Microbatch, train: bool):

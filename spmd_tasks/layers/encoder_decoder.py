@@ -1,0 +1,45 @@
+"""EncoderDecoderLm: reads one text by an encoder and writes another by a decoder that attends to it (T5).
+
+Shapes: B batch, T sequence of the decoder, S sequence of the encoder, D model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from spmd_tasks.layers.attention.relative_bias import RelativePositionBias
+from spmd_tasks.layers.base import layer_scope, run_stack
+from spmd_tasks.layers.language_model import LanguageModel
+
+
+class EncoderDecoderLm(LanguageModel, kw_only=True):
+  """A LanguageModel, the decoder, whose blocks also attend to the result of an encoder; both share the embedding.
+
+  Beside the decoder's entries the batch has `encoder_ids` int32 [B, S], and optionally `encoder_segment_ids` and
+  `encoder_segment_pos` (both int32 [B, S]). A token of the decoder attends to the encoder's tokens of its own document.
+  Without `encoder_ids`, as in the steps of generation, cross-attention reads its keys and values from `cache`.
+
+  Fields:
+    encoder_stack: stack of blocks whose attention is not causal.
+    encoder_norm: normalizes the encoder's result.
+    encoder_position_bias: relative position biases that all layers of the encoder share; None: see `position_bias`.
+  """
+
+  encoder_stack: nn.Module
+  encoder_norm: nn.Module
+  encoder_position_bias: RelativePositionBias | None = None
+
+  @nn.nowrap
+  def _context(self, batch: Mapping[str, jax.Array], train: bool) -> tuple[dict[str, Any], Mapping[str, jax.Array]]:
+    context, _ = super()._context(batch, train)
+    if 'encoder_ids' not in batch:
+      return context, {}
+    x, segment_ids, segment_pos = self._embed(batch, 'encoder_', train)
+    given = {} if self.encoder_position_bias is None else {'position_bias': self.encoder_position_bias()}
+    with layer_scope(encodes=True):
+      x, aux = run_stack(self.encoder_stack, x, segment_ids, segment_pos, train=train, **given)
+    # T5X shares no mask here, whatever it shares elsewhere.
+    encoded = self._dropout(self.encoder_norm(x), train, broadcast_dims=())
+    return context | {'encoded': encoded, 'encoder_segment_ids': segment_ids}, aux
