@@ -51,7 +51,5 @@ def test_split_dims():
 
 
 def test_unknown_activation_lists_the_names():
-  with pytest.raises(
-    ValueError, match=r"'swish' is unknown: choose one of \['gelu', 'gelu_exact', 'linear', 'relu', "
-  ):
+  with pytest.raises(ValueError, match=r"'swish' is unknown: choose one of \['gelu', 'gelu_exact', 'linear', 'relu', "):
     FeedForward(hidden_dim=9, activation='swish').init(jax.random.key(0), np.zeros((2, 3, 6), np.float32))
