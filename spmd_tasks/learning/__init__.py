@@ -23,6 +23,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.learning.adafactor import Adafactor
   from spmd_tasks.learning.from_optax import FromOptax
   from spmd_tasks.learning.learner import Learner, LearnerState, Optimizer
+  from spmd_tasks.learning.multi_optimizer import MultiOptimizer
   from spmd_tasks.learning.muon import Muon, MuonClip
   from spmd_tasks.learning.optimizers import AdamW, Lion, Sgd
   from spmd_tasks.learning.schedules import (
@@ -31,6 +32,7 @@ with epy.lazy_api_imports(globals()):
     LinearWarmupCosine,
     LinearWarmupExponential,
     LinearWarmupRsqrt,
+    ProductOfFactors,
     Schedule,
   )
 
@@ -46,9 +48,11 @@ __all__ = [
   'LinearWarmupExponential',
   'LinearWarmupRsqrt',
   'Lion',
+  'MultiOptimizer',
   'Muon',
   'MuonClip',
   'Optimizer',
+  'ProductOfFactors',
   'Schedule',
   'Sgd',
 ]

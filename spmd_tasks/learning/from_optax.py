@@ -151,8 +151,15 @@ class FromOptax:
       return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
 
     def update(
-      grads: Any, state: Any, weights: Any = None, *, is_finite: jax.typing.ArrayLike, **extra_args: Any
+      grads: Any,
+      state: Any,
+      weights: Any = None,
+      *,
+      is_finite: jax.typing.ArrayLike,
+      step: Any = None,
+      **extra_args: Any,
     ) -> tuple[Any, Any]:
+      del step  # of the train state; optax's optimizers count for themselves
       given = {name: x for name, x in extra_args.items() if x is not None}
       updates, new_state = of_layers(tuple(given), tuple(given.values()))[1](grads, state, weights, *given.values())
       # Optax adds updates to the weights; the learner subtracts directions.

@@ -52,7 +52,7 @@ class Optimizer(Protocol):
 
     Weight decay is part of the direction. The learning rate is a function of the train state's step, which stands still
     when a step is skipped, and not of a count in optax's state. The learner makes the transformation skippable
-    (`skipping.py`). `update` gets the extra arguments `learning_rate`, a float32 scalar, and `value`, the loss.
+    (`skipping.py`). `update` gets the extra arguments `learning_rate`, a float32 scalar, `value`, the loss, and `step`.
     """
     ...
 
@@ -224,6 +224,7 @@ class Learner:
       is_finite=is_finite,
       learning_rate=learning_rate,
       value=loss,
+      step=step,
     )
     steps = directions
     if not getattr(self.optimizer, 'applies_learning_rate', False):

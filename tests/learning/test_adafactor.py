@@ -1,12 +1,16 @@
 """Under Adafactor the layers of a scanned stack, and experts, learn exactly as they would as separate weights."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd_tasks.learning import Adafactor, Learner
+from spmd_tasks.learning import Adafactor, Learner, ProductOfFactors
 from spmd_tasks.sharding import WeightSpec
+
+TESTDATA = pathlib.Path(__file__).parents[1] / 'data'
 
 # L is the largest dim: taken for one weight, [L, D, F] would be factored over L.
 L, D, F = 7, 3, 5
@@ -97,3 +101,73 @@ def test_two_scans_stack_twice(rng):
   assert state.v_col['w'].shape == (2, 3, F)
   assert state.v['w'].shape == (2, 3, 1)
   assert state.count.shape == ()
+
+
+# T5X's weights as ours: (shape, fields of its WeightSpec, transposition).
+_T5X_WEIGHTS = {
+  'w2': ((6, 8), {'num_input_dims': 1}, (0, 1)),
+  'q3': ((6, 2, 4), {'num_input_dims': 1}, (0, 1, 2)),
+  'o3': ((2, 4, 6), {'num_input_dims': 2}, (0, 1, 2)),
+  's3': ((3, 6, 8), {'num_input_dims': 1, 'stacked': 1}, (1, 0, 2)),
+  'e3': ((4, 6, 5), {'num_input_dims': 1, 'tags': ('expert',)}, (0, 1, 2)),
+  'q4': ((3, 6, 2, 4), {'num_input_dims': 1, 'stacked': 1}, (1, 0, 2, 3)),
+  'n2': ((3, 6), {'stacked': 1, 'tags': ('no_decay',)}, (1, 0)),
+  'n1': ((6,), {'tags': ('no_decay',)}, (0,)),
+  'rel': ((3, 2, 8), {'stacked': 1}, (1, 0, 2)),
+}
+_T5X_SETTINGS = {
+  'default': {'min_dim_size_to_factor': 6},
+  'momentum': {
+    'min_dim_size_to_factor': 6,
+    'momentum': 0.9,
+    'weight_decay': 1e-3,
+    'max_parameter_scale': 0.5,
+    'clipping_threshold': 0.7,
+  },
+  'offset': {
+    'decay_exponent': 0.7,
+    'step_offset': -3,
+    'weight_decay': 1.0,
+    'weight_decay_exponent': 2.0,
+    'min_parameter_scale': 1e-2,
+    'multiply_by_parameter_scale': False,
+  },
+}
+
+
+@pytest.mark.parametrize('settings', _T5X_SETTINGS)
+def test_equals_100_steps_of_t5x(settings):
+  """Weights and moments of 100 steps that T5X's own adafactor.py took (cc342d4), with its logical factor rules.
+
+  2-D weights, 3-D kernels of attention, experts, and scanned layers of these, with T5X's stack in dim 1.
+  """
+  expected = np.load(TESTDATA / 't5x' / 'adafactor.npz')
+  specs = {name: WeightSpec(shape=shape, init=None, **kw) for name, (shape, kw, _) in _T5X_WEIGHTS.items()}
+  rules = (('rel', 'never'), ('[qose][34]', 'always'), ('', 'matrix'))
+  rate = ProductOfFactors(factors='constant * rsqrt_decay', base=0.1, warmup_steps=10)
+  adafactor = Adafactor.as_t5x(learning_rate=rate, factor_rules=rules, **_T5X_SETTINGS[settings])
+  learner = Learner(optimizer=adafactor)
+
+  def ours(array, name, first=0):
+    return np.transpose(array, (*range(first), *(first + np.array(_T5X_WEIGHTS[name][2]))))
+
+  weights = {name: jnp.asarray(ours(expected[f'start/{name}'], name)) for name in specs}
+  patterns = {name: ours(expected[f'base/{name}'], name, 1).astype(np.float64) for name in specs}
+  state = learner.init(weights, specs)
+  update = jax.jit(lambda g, t, s, w: learner.update(g, jnp.float32(1), t, s, w, specs)[:2])
+  for t in range(100):
+    sizes = np.cos(1 + 0.7 * t * np.arange(1, 5)) * (1 + (t % 7) ** 3)
+    grads = {name: np.tensordot(sizes, pattern, 1).astype(np.float32) for name, pattern in patterns.items()}
+    weights, state = update(grads, jnp.int32(t), state, weights)
+  for name in specs:
+    want = ours(expected[f'{settings}/{name}'], name)
+    np.testing.assert_allclose(weights[name], want, rtol=1e-6, atol=1e-6 * np.abs(want).max(), err_msg=name)
+  stored = state.opt_state[0]
+  for key in expected.files:
+    if key.startswith(settings) and key.count('/') == 2 and not key.endswith('/m'):
+      _, name, moment = key.split('/')
+      got, want = np.asarray(getattr(stored, moment)[name]), expected[key]
+      if name in ('e3', 'n1') or got.ndim == want.ndim == 1:  # what T5X and we have in one order
+        is_other = name == 'e3'  # E x 6 x 5: T5X's rows are 6, ours the smaller dim
+        got = getattr(stored, {'v_row': 'v_col', 'v_col': 'v_row'}[moment])[name] if is_other else got
+        np.testing.assert_allclose(got, want, rtol=2e-6, err_msg=key)

@@ -13,6 +13,11 @@ EXPONENTIAL = schedules.LinearWarmupExponential(
   peak=2.0, warmup_steps=4, decay_start=6, decay_end=10, final_fraction=0.25
 )
 RSQRT = schedules.LinearWarmupRsqrt(peak=2.0, warmup_steps=4)
+FACTORS = schedules.ProductOfFactors(base=2.0, warmup_steps=4)
+FLAT_FIRST = schedules.ProductOfFactors(factors='constant * rsqrt_decay', base=2.0, warmup_steps=4, step_offset=3)
+OTHERS = schedules.ProductOfFactors(
+  factors='rsqrt_normalized_decay * decay_every * cosine_decay', warmup_steps=4, steps_per_decay=4, steps_per_cycle=10
+)
 NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8)
 
 
@@ -46,6 +51,18 @@ NO_WARMUP = schedules.LinearWarmupCosine(peak=2.0, warmup_steps=0, total_steps=8
     (RSQRT, 4, 2.0),
     (RSQRT, 16, 1.0),
     (RSQRT, 400, 0.2),
+    (FACTORS, 0, 1e-8),
+    (FACTORS, 2, 0.5),
+    (FACTORS, 4, 1.0),
+    (FACTORS, 16, 0.5),
+    (FLAT_FIRST, 0, 1.0),
+    (FLAT_FIRST, 7, 1.0),
+    (FLAT_FIRST, 19, 0.5),
+    (OTHERS, 3, 1.0),
+    (OTHERS, 9, (4 / 9) ** 0.5 * 0.25 * 0.5),
+    (OTHERS, 14, (4 / 14) ** 0.5 * 0.125),
+    (schedules.ProductOfFactors(factors='linear_decay', base=2.0, warmup_steps=4, decay_factor=0.1), 2, 1.0),
+    (schedules.ProductOfFactors(factors='linear_decay', base=2.0, warmup_steps=4, decay_factor=0.1), 9, 1.0),
     (NO_WARMUP, 0, 2.0),
     (NO_WARMUP, 4, 1.0),
     (NO_WARMUP, 8, 0.0),
