@@ -92,8 +92,9 @@ class MultiOptimizer:
         directions, new = each.update(
           part(grads, i), old, part(weights, i), step=step, learning_rate=rate, **extra_args
         )
-        factor = 1.0 if getattr(optimizer, 'applies_learning_rate', False) else rate
-        steps = jax.tree.map(lambda owner, s, d: factor * d if owner == i else s, owners, steps, directions)
+        if not getattr(optimizer, 'applies_learning_rate', False):
+          directions = jax.tree.map(lambda d, rate=rate: rate * d, directions)
+        steps = jax.tree.map(lambda owner, s, d, i=i: d if owner == i else s, owners, steps, directions)
         states.append(new)
       return steps, tuple(states)
 
