@@ -1,7 +1,7 @@
 """One command of the binary: its flags, its experiment, and the job that they make together.
 
     def run(command: Command) -> int:                    # what a Mode names, see wings.py
-      with command.open_job() as opened:                 # processes connected, settings compared, experiment built
+      with command.open_job() as opened:                 # processes connected, configs compared, experiment built
         return census(opened.job, opened.directory, step=command.flags.checkpoint_step)
 
 A mode that builds an experiment more than once, or for devices that are not there, calls `command.resolve` instead.
@@ -41,7 +41,7 @@ from spmd_tasks.wings import prepare_job, wings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenJob:
-  """A job that a mode may run: this process is connected to the others, and all have the same settings.
+  """A job that a mode may run: this process is connected to the others, and all have the same config.
 
   Attributes:
     job: the built experiment.
@@ -104,7 +104,7 @@ class Command:
       prepare: called with the experiment before its parts are made.
 
     Raises:
-      UserError: no experiment is named, or its settings are wrong.
+      UserError: no experiment is named, or its config is wrong.
     """
     flags, overrides = self.flags, [*before, *self.overrides, *after]
     if flags.exp is not None and flags.config is None:
@@ -129,10 +129,10 @@ class Command:
 
   @contextlib.contextmanager
   def open_job(self) -> Iterator[OpenJob]:
-    """Connects the processes, resolves and builds the experiment, and compares its settings with the directory's.
+    """Connects the processes, resolves and builds the experiment, and compares its config with the directory's.
 
     Raises:
-      UserError: the settings are wrong, differ between processes, or are not those that the job was begun with.
+      UserError: the config is wrong, differs between processes, or is not the one that the job was begun with.
     """
     flags, limit_s = self.flags, self.flags.initialization_timeout_s
 
@@ -161,7 +161,7 @@ class Command:
       refuse_differences(
         'code', code_digests() if jax.distributed.is_initialized() else {}, limit_s=limit_s, must_have_all=False
       )
-      refuse_differences('settings', self._settings_to_compare(config), limit_s=limit_s)
+      refuse_differences('config', self._fields_to_compare(config), limit_s=limit_s)
       job = prepare_job(resolved.build(), self.mode, directory)
       if not flags.accept_config_changes:
         refuse_changed_config(directory, config, mode='train' if self.mode == 'train' else 'eval')
@@ -200,11 +200,11 @@ class Command:
       **timeouts,
     )
 
-  def _settings_to_compare(self, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that all processes of a job must have alike.
+  def _fields_to_compare(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that all processes of a job must have alike.
 
-    An input whose settings the experiment's own code chose, and no flag, may differ: each process can read files of its
-    own. So may the place of its copies in memory, and what a wing says of its own settings.
+    An input whose fields the experiment's own code chose, and no flag, may differ: each process can read files of its
+    own. So may the place of its copies in memory, and what a wing says of its own fields.
     """
     given = tuple(config['overrides'])
     of_process = {name for wing in wings() for name in wing.fields_of_process}

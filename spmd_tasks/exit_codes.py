@@ -7,7 +7,7 @@ tell them from anything else: start again on PREEMPTED, read the log for the res
 
 OK = 0
 FAILED = 1  # an exception in this process
-USAGE = 2  # a bad flag, path or setting: nothing was started
+USAGE = 2  # a bad flag, path or value: nothing was started
 PREEMPTED = 42  # SIGTERM: the state was saved, or there was none to save; start the same command again to continue
 STUCK = 43  # no progress within the watchdog's limit; the stacks are in the log
 PEER_FAILED = 44  # this process was well, another one reported its failure

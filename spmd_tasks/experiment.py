@@ -93,7 +93,7 @@ class Experiment(FrozenFields, abc.ABC):
   num_train_steps: int = 1000
   log_every_steps: int = 10
   eval_every_steps: int | None = None
-  # At this interval the job continues the sample prompts, with the settings of task.decode, and writes the texts to
+  # At this interval the job continues the sample prompts, as task.decode says, and writes the texts to
   # <job_log_dir>/samples. With `sample_as_chat`, a prompt is the first message of a conversation (`chat_template()`).
   sample_every_steps: int | None = None
   sample_prompts: tuple[str, ...] = ()
@@ -266,7 +266,7 @@ def _is_positive(value: Any) -> bool:
 class Job:
   """A built experiment, the root object that is handed to the programs.
 
-  `name` is the experiment's, `experiment` its settings; `task`, `train_input`, `eval_inputs` and
+  `name` is the experiment's, `experiment` its fields; `task`, `train_input`, `eval_inputs` and
   `decode_inputs` (both by name) are built.
   """
 

@@ -14,7 +14,7 @@ from spmd_tasks.wings import Flag, Mode, call, wings
 NO_DIRECTORY = 'nothing to run yet: give --job_log_dir, the directory for checkpoints and metrics.'
 _SHORTCUTS = ('num_train_steps', 'ici_mesh_shape', 'dcn_mesh_shape', 'seed')
 _FDL = '--fdl.'
-# Flags of every mode that may differ between processes: how one is reached, and what becomes settings.
+# Flags of every mode that may differ between processes: how one is reached, and what becomes part of the config.
 _MAY_DIFFER = {
   *('coordinator_address', 'num_processes', 'process_id', 'local_device_ids', 'coordinator_bind_address', 'cluster'),
   *('initialization_timeout_s', 'exp', 'config', 'experiment_path', 'overrides', *_SHORTCUTS),
@@ -76,7 +76,7 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
   parser.add_argument(
     '--job_log_dir',
     metavar='DIR',
-    help='where checkpoints, metrics and events go; without --exp, settings come from its config.json',
+    help='where checkpoints, metrics and events go; without --exp, the config is its config.json',
   )
   parser.add_argument(
     '--set',
@@ -152,6 +152,6 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 
 
 def common_flags(args: argparse.Namespace, modes: Sequence[Mode]) -> dict[str, Any]:
-  """Returns the flags that all processes of a job must give alike, apart from those that become settings."""
+  """Returns the flags that all processes of a job must give alike, apart from those that become part of the config."""
   differing = _MAY_DIFFER | {flag.name for mode in modes for flag in mode.flags if flag.may_differ}
   return {f'--{name}': value for name, value in vars(args).items() if name not in differing}

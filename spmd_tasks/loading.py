@@ -100,7 +100,7 @@ class LoadedModel:
   """A model with a checkpoint's weights on a mesh; `load` makes it.
 
   Fields:
-    job: the built experiment: task, inputs, settings.
+    job: the built experiment: task, inputs, fields.
     step: the checkpoint's step.
     partitioned: the task on its mesh: shapes, shardings, the parameter table.
     padded_variables: the model's variables as they are stored on the mesh, with the weights as `params`, averaged ones

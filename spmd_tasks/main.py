@@ -4,7 +4,7 @@
     spmd-tasks --exp lm.StdlibTiny --mode train --job_log_dir runs/tiny --num_fake_devices 8 --set seq_len=64
     spmd-tasks --mode decode_once --job_log_dir runs/tiny --decode_input prompts.jsonl --num_fake_devices 8
 
---exp takes a registered name or any importable package.module.Class. Without --exp, a job goes on with the settings
+--exp takes a registered name or any importable package.module.Class. Without --exp, a job goes on with the config
 that its directory holds; an experiment of one's own then needs --experiment_path, where its module lies. A mistake of
 the user is answered in one sentence and exit code 2; nothing is written then.
 """

@@ -146,9 +146,9 @@ class Wing:
     kinds: of experiments.
     formats: of weights.
     unbuilt_configs: packages whose Fiddle configs are left as they are inside a config, for their owner builds them.
-    keeps_numbers: `(path) -> bool`: whether a setting at this path of a config only decides how a job runs, so that a
+    keeps_numbers: `(path) -> bool`: whether a field at this path of a config only decides how a job runs, so that a
       job may go on with another value.
-    fields_of_process: the names of settings that each process of a job may have differently.
+    fields_of_process: the names of fields that each process of a job may have differently.
     prepare_job: `(Job, mode, directory) -> Job`: what a mode (its name) runs in place of a built job, the same job if
       nothing is to be changed; raises a UserError for a job that the mode cannot run in the directory. Like
       `train_hooks` it is called for every job.
@@ -215,7 +215,7 @@ def kind_of(cls: type) -> ExperimentKind | None:
 
 
 def keeps_numbers(path: str) -> bool:
-  """Whether a wing says that a setting only decides how a job runs."""
+  """Whether a wing says that a field only decides how a job runs."""
   return any(call(wing.keeps_numbers, path) for wing in wings() if wing.keeps_numbers is not None)
 
 

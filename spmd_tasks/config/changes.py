@@ -34,7 +34,7 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
     mode: 'train', where everything that a step depends on must be the same, or 'eval': model, loss and experiment.
 
   Raises:
-    UserError: another experiment, or settings that give other numbers; the message lists them.
+    UserError: another experiment, or a config that gives other numbers; the message lists them.
   """
   path = job_log_dir / 'config.json'
   # Without a checkpoint a job may still go on from copies in memory (checkpoints/peer_copies.py).
@@ -63,10 +63,10 @@ def refuse_changed_config(job_log_dir: epath.Path, config: Mapping[str, Any], *,
   changes = [line for line in diff(previous, config) if _matters(line.partition(': ')[0], parts)] + environment
   if changes:
     resizes = any(line.startswith('task.model') and line.rpartition(' -> ')[2].isdigit() for line in changes)
-    accept = 'if the weights keep their shapes, go on with the new ones' if resizes else 'go on with the new ones'
+    accept = 'if the weights keep their shapes, go on with the new one' if resizes else 'go on with the new one'
     raise UserError(
-      f'job_log_dir {str(job_log_dir)!r} was begun with other settings:\n  ' + '\n  '.join(changes[:20]) + '\n'
-      f'Start a new job_log_dir, go back to the saved settings (--config {path}), or {accept}: '
+      f'job_log_dir {str(job_log_dir)!r} was begun with another config:\n  ' + '\n  '.join(changes[:20]) + '\n'
+      f'Start a new job_log_dir, go back to the saved config (--config {path}), or {accept}: '
       '--accept_config_changes.'
     )
 

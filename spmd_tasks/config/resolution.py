@@ -64,7 +64,7 @@ class ResolvedConfig:
     """Builds the parts, once and together: a config that is shared between them gives one shared object.
 
     Raises:
-      UserError: a part refuses its settings, or its own code fails; the message begins with its config path.
+      UserError: a part refuses its fields, or its own code fails; the message begins with its config path.
     """
     try:
       with naming_own_code(f'building {self.name}'):
@@ -101,7 +101,7 @@ def resolve(
       timeouts, and with the experiment again.
 
   Raises:
-    UserError: the experiment or a path is unknown, a value has another type, or settings contradict each other.
+    UserError: the experiment or a path is unknown, a value has another type, or fields contradict each other.
   """
   cls = registry.get(experiment) if isinstance(experiment, str) else experiment
 

@@ -75,7 +75,7 @@ def _check_form(saved: Any) -> None:
       if not _is_encoded(value, _MAX_DEPTH):
         raise UserError(
           f'this is no saved config: {path} in its {part!r} is {_shown(value)}, which stands for no value: give the '
-          'config.json of a job_log_dir as it was written, and change settings by --set.'
+          'config.json of a job_log_dir as it was written, and change fields by --set.'
         )
 
 

@@ -62,7 +62,7 @@ def refuse_differences(topic: str, values: Mapping[str, Any], *, limit_s: int, m
         )
     job.client.wait_at_barrier(f'{key}/compared', limit_s * 1000)
   except jax.errors.JaxRuntimeError as error:
-    raise JobError(f'a process did not come within {limit_s} s to where their {topic} are compared: {error}') from error
+    raise JobError(f'a process did not come within {limit_s} s to where all compare their {topic}: {error}') from error
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

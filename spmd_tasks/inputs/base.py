@@ -1,4 +1,4 @@
-"""The contract of inputs: Input (settings that make an iterator) and InputIterator (batches, with a saved position).
+"""The contract of inputs: Input (a config that makes an iterator) and InputIterator (batches, with a saved position).
 
 Legend: B global batch size, T sequence length. A *shard* is the part of every batch that one host reads: rows
 [i * B/n, (i+1) * B/n).
@@ -62,7 +62,7 @@ class InputIterator(Protocol):
 
 @runtime_checkable
 class Input(Protocol):
-  """The settings of an input. `batch_size` is global: all hosts together."""
+  """An input: frozen fields, from which iterators are made. `batch_size` is global: all hosts together."""
 
   @property
   def batch_size(self) -> int: ...
@@ -148,10 +148,10 @@ def data_of(state: State) -> dict[str, Any]:
 
 
 def check_state(state: State, expected: Mapping[str, Any]) -> None:
-  """Checks that a saved state was taken from an input with the same settings.
+  """Checks that a saved state was taken from an input with the same fields.
 
   Raises:
-    UserError: a setting differs or is missing; the message names it and both sides.
+    UserError: a field differs or is missing; the message names it and both sides.
   """
   for name, value in expected.items():
     if name not in state:
@@ -161,8 +161,8 @@ def check_state(state: State, expected: Mapping[str, Any]) -> None:
       )
     if state[name] != value and name == 'source':  # digests, which say nothing to a person
       raise UserError(
-        'the saved input state was taken from other data: files with other names or sizes, or other settings of the '
-        'source. Put the files and settings back, or start the input afresh from its beginning.'
+        'the saved input state was taken from other data: files with other names or sizes, or another config of the '
+        'source. Put the files and the config back, or start the input afresh from its beginning.'
       )
     if state[name] != value:
       raise UserError(

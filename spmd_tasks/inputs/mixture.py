@@ -154,7 +154,7 @@ class MixtureIterator:
 
   def __next__(self) -> base.Batch:
     if self._closed:
-      raise UserError('this input iterator has been closed: make another one from its settings.')
+      raise UserError('this input iterator has been closed: make another one from its Input.')
     choice = self._choose_and_read()
     batch = self._assemble(choice)
     self._choice.advance(choice)
@@ -191,7 +191,7 @@ class MixtureIterator:
     return {**batch, self._ids_name: ids.astype(np.int32)}
 
   def _identity(self, num_batches: int) -> base.State:
-    """Returns the settings that a position depends on; of the weights, those of the first `num_batches` batches."""
+    """Returns the fields that a position depends on; of the weights, those of the first `num_batches` batches."""
     s = self._settings
     decided = [[first, [str(weight) for weight in weights]] for first, weights in self._schedule if first < num_batches]
     identity = {'kind': 'mixture', 'names': list(s.sources), 'batch_size': s.batch_size, 'seed': s.seed}

@@ -1,6 +1,6 @@
 """Sources of documents with random access: text files, and the source code of the Python standard library.
 
-A TextSource is settings (a frozen dataclass); its `open()` lists the files and reads none of them. An opened source is
+A TextSource is a frozen dataclass; its `open()` lists the files and reads none of them. An opened source is
 a sequence of *blocks*. A block holds neighbouring documents, or a piece of one long document, of about `block_bytes`.
 Shuffling permutes blocks and restoring a position reads one block again, so blocks are small. They are cut by byte
 position, so that no file has to be scanned before the first batch.
@@ -58,7 +58,7 @@ class OpenSource(Protocol):
 
 @runtime_checkable
 class TextSource(Protocol):
-  """The settings of a source."""
+  """A source of texts: frozen fields, from which it is opened."""
 
   def open(self) -> OpenSource: ...
 

@@ -7,7 +7,7 @@ A training input (`num_epochs=None`) has one lane per row of the global batch (p
 its rows. A finite input is one stream, dealt to the rows in turn. Every host reads the whole stream and keeps its own
 rows, so all hosts agree on the number of batches; only the last is padded.
 
-In both cases the settings and the position alone determine the global batch. The number of hosts may change between
+In both cases the config and the position alone determine the global batch. The number of hosts may change between
 save and restore, and the batches stay exactly the same. A restore reads one block per lane again.
 """
 
@@ -142,7 +142,7 @@ class TextIterator:
 
   def __next__(self) -> base.Batch:
     if self._closed:
-      raise UserError('this input iterator has been closed: make another one from its settings.')
+      raise UserError('this input iterator has been closed: make another one from its Input.')
     limit = self._settings.max_batches
     if limit is not None and self._num_batches >= limit:
       raise StopIteration

@@ -88,7 +88,7 @@ class FromOptax:
 
   @classmethod
   def of(cls, transformation: optax.GradientTransformation) -> 'FromOptax':
-    """Returns the settings of an optimizer that is built already."""
+    """Returns an optimizer that is built already as one of a config."""
 
     def optimizer() -> optax.GradientTransformation:
       return transformation

@@ -36,9 +36,9 @@ ACCUMULATIONS = ('mean', 'sum')
 
 
 class Optimizer(Protocol):
-  """The interface of an optimizer's settings; see `optimizers.py` and `from_optax.py`.
+  """The interface of an optimizer, as a config holds it; see `optimizers.py` and `from_optax.py`.
 
-  A settings class may also have `applies_learning_rate`, a bool: if true, directions include the learning rate, and the
+  It may also have `applies_learning_rate`, a bool: if true, directions include the learning rate, and the
   learner does not multiply them; and `needs_weight_factors`, a bool: whether the model must leave WEIGHT_FACTORS.
   """
 
@@ -61,7 +61,7 @@ class LearnerState(struct.PyTreeNode):
   """The state of the learner between steps.
 
   Attributes:
-    opt_state: optax's state, float32 unless the optimizer's settings say otherwise.
+    opt_state: optax's state, float32 unless the optimizer says otherwise.
     ema_weights: float32, congruent to the trained weights; None without `ema_decay`.
     num_skipped: int32 scalar, how many steps were skipped since the start of the job.
     num_skipped_in_a_row: int32 scalar, how many steps were skipped since the last good step.
@@ -129,7 +129,7 @@ class Learner:
     if not hasattr(self.optimizer, 'transformation') or not hasattr(self.optimizer, 'learning_rate'):
       raise UserError(
         f'learner.optimizer is {self.optimizer!r}; it must have a learning_rate and transformation(weight_specs): pass '
-        'settings such as AdamW(learning_rate=3e-4), or an optax optimizer such as optax.adam(3e-4).'
+        'one of ours such as AdamW(learning_rate=3e-4), or an optax optimizer such as optax.adam(3e-4).'
       )
     check_expert_grad_scale(self.expert_grad_scale)
     if not self.balance_bias_rate >= 0:

@@ -1,4 +1,4 @@
-"""Learning rate schedules: frozen settings that return a float32 scalar for a step, computed by optax's schedules.
+"""Learning rate schedules: frozen dataclasses that return a float32 scalar for a step, computed by optax's schedules.
 
     AdamW(learning_rate=LinearWarmupCosine(peak=3e-4, warmup_steps=100, total_steps=10_000))
     AdamW(learning_rate=optax.exponential_decay(1e-3, transition_steps=1000, decay_rate=0.9))

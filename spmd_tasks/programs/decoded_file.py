@@ -37,7 +37,7 @@ class DecodedFile:
     """Counts the requests, from the first on, that have a line already; cuts off an unfinished last line.
 
     Raises:
-      UserError: the file holds outputs of other prompts or settings.
+      UserError: the file holds outputs of other prompts or another config.
       StorageError: the file cannot be read or written; as `append` and `finish`.
     """
     with storage_errors(self._path):
@@ -63,8 +63,8 @@ class DecodedFile:
       is_same = False
     if not is_same:
       raise UserError(
-        f'{path} holds outputs of other prompts or settings: move it away, give the prompts another name, or name '
-        'another file by --decode_output.'
+        f'{path} holds outputs of other prompts or another config: move it away, give the prompts another name, or '
+        'name another file by --decode_output.'
       )
     return len(lines)
 

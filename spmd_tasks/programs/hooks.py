@@ -19,7 +19,7 @@
 A job has its hooks in one declared order (`job_hooks` in train.py), and each method below is called on all of them in
 that order before the next one is called on any. The methods, in the order of a job's life:
 
-    prepare            all settings are known; nothing is written yet
+    prepare            the whole config is known; nothing is written yet
     open               the directory is the job's own; no state yet
     restore            asked before the store: may give the state to go on from
     start              there is a state; the train step may not be compiled yet
@@ -182,7 +182,7 @@ class TrainRun:
 
   @property
   def experiment(self) -> 'Experiment':
-    """The experiment of the job, whose fields are its settings."""
+    """The experiment of the job, whose fields are its config."""
     return self.job.experiment
 
   @property

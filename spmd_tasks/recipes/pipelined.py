@@ -12,7 +12,7 @@ from spmd_tasks.sharding.specs import stage_axis
 
 
 class Pipelined(TextTraining):
-  """The settings of a pipeline: a mesh with stages, microbatches, a schedule.
+  """The fields of a pipeline: a mesh with stages, microbatches, a schedule.
 
   `num_microbatches` is a multiple of the stages. `num_repeats` is for the schedule 'circular'.
   """

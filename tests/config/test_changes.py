@@ -36,7 +36,7 @@ def test_what_changes_the_numbers_is_refused(job_log_dir, override, train, evalu
     if verdict == 'free':
       refuse_changed_config(job_log_dir, config, mode=mode)
     else:
-      with pytest.raises(ValueError, match=rf'begun with other settings:\n.*{override.partition("=")[0][:4]}'):
+      with pytest.raises(ValueError, match=rf'begun with another config:\n.*{override.partition("=")[0][:4]}'):
         refuse_changed_config(job_log_dir, config, mode=mode)
 
 
@@ -76,7 +76,7 @@ def test_jax_settings_that_decide_numbers_may_not_change(job_log_dir):
   refuse_changed_config(job_log_dir, config | {'environment': {'jax_enable_x64': False, 'a_new_one': 1}}, mode='train')
   refuse_changed_config(job_log_dir, config, mode='train')
   for mode in ('train', 'eval'):
-    with pytest.raises(ValueError, match=r"other settings:\n  jax_enable_x64 of JAX's settings: False -> True"):
+    with pytest.raises(ValueError, match=r"another config:\n  jax_enable_x64 of JAX's settings: False -> True"):
       refuse_changed_config(job_log_dir, config | {'environment': {'jax_enable_x64': True}}, mode=mode)
 
 

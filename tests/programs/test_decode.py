@@ -243,12 +243,12 @@ def test_outputs_of_other_prompts_are_not_overwritten(decoded, tmp_path, capfd):
   before = binary.snapshot(directory)
   other = write_prompts(tmp_path, [*PROMPTS[:-1], {'prompt': 'other'}])
   assert binary.run_in_process(*flags_of(directory, '--decode_input', other)) == exit_codes.USAGE
-  assert 'holds outputs of other prompts or settings' in capfd.readouterr().err
+  assert 'holds outputs of other prompts or another config' in capfd.readouterr().err
   assert binary.snapshot(directory) == before
 
 
 @pytest.mark.parametrize('content', [b'[' * 100_000, b'\xff', b'7', b'{}'])
 def test_lines_that_are_no_outputs_are_not_overwritten(tmp_path, content):
   (tmp_path / 'outputs.jsonl.partial').write_bytes(content + b'\n')
-  with pytest.raises(UserError, match='holds outputs of other prompts or settings'):
+  with pytest.raises(UserError, match='holds outputs of other prompts or another config'):
     DecodedFile(epath.Path(tmp_path / 'outputs.jsonl'), [{}]).num_done()

@@ -1,4 +1,4 @@
-"""Starting a run again from its saved config, and starting the same run with other settings."""
+"""Starting a run again from its saved config, and starting the same run with another config."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_other_settings_are_refused_and_can_be_accepted(compiled_once, tmp_path,
   capsys.readouterr()
   assert train(directory, *changed) == exit_codes.USAGE
   message = capsys.readouterr().err
-  assert message.startswith(f"spmd-tasks: job_log_dir '{directory}' was begun with other settings:\n")
+  assert message.startswith(f"spmd-tasks: job_log_dir '{directory}' was begun with another config:\n")
   assert '\n  task.learner.clip_global_norm: 1.0 -> 0.25\n' in message
   assert '\n  train_input.text.noise: 0.1 -> 0.2\n' in message
   assert '--accept_config_changes' in message

@@ -49,7 +49,7 @@ class SlotAssignment(struct.PyTreeNode):
 
 
 def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> int:
-  """Returns S for tokens [batch_size, length], given the setting `group_size`; None means one group per row.
+  """Returns S for tokens [batch_size, length], given `group_size`; None means one group per row.
 
   Raises:
     UserError: group_size neither divides T, nor is a multiple of T that divides B * T.
