@@ -1,11 +1,11 @@
 """Two rules for the weights of mixtures of experts: a scale for experts' gradients, and steps of balance biases.
 
-**Gradients of experts** (tag `expert`). T5X multiplies them by E, the number of experts, "to account for implicit
-averaging". `jax.jit` with a mean over the global batch averages nothing implicitly: dense, router and expert gradients
-are all the gradients of that mean, on every mesh. The factor E then makes the wrong step for SGD, and the wrong share
-of the norm that is clipped and reported. Adam and Adafactor divide the factor away again, so the mistake is easily
-overlooked. Inside `jax.shard_map`, where each device takes the gradient of its own part's mean, a factor does arise.
-This project takes no gradients that way, so 1 is right, and T5X's factor exists for parity.
+**Gradients of experts** (tag `expert`). T5X multiplies them by the number of expert partitions, "to account for
+implicit averaging". `jax.jit` with a mean over the global batch averages nothing implicitly: dense, router and expert
+gradients are all the gradients of that mean, on every mesh. The factor then makes the wrong step for SGD, and the wrong
+share of the norm that is clipped and reported. Adam and Adafactor divide the factor away again, so the mistake is
+easily overlooked. Inside `jax.shard_map`, where each device takes the gradient of its own part's mean, a factor does
+arise. This project takes no gradients that way, so 1 is right, and T5X's factor exists for parity.
 
 **Balance biases** (tag `balance_bias`). A router that balances without an auxiliary loss adds a bias per expert to the
 scores by which it chooses (Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3). The
@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
+from spmd_tasks.sharding import split_dims_to_partition_spec
+from spmd_tasks.sharding.specs import current_sharding_scope, num_parts, spec_axes
 
 EXPERT_TAG = 'expert'
 BALANCE_BIAS_TAG = 'balance_bias'
@@ -38,7 +40,7 @@ def check_expert_grad_scale(scale: ExpertGradScale) -> None:
   if scale != 't5x' and not (isinstance(scale, int | float) and scale > 0):
     raise UserError(
       f"learner.expert_grad_scale is {scale!r}; it must be a number larger than 0 (1: the loss's own gradient), or "
-      "'t5x' for T5X's factor, the number of experts."
+      "'t5x' for T5X's factor, the number of expert partitions of the mesh."
     )
 
 
@@ -48,8 +50,9 @@ def scale_expert_grads(grads: Any, weight_specs: Any, scale: ExpertGradScale) ->
   Args:
     grads: congruent to the weights, float32.
     weight_specs: tree of WeightSpec congruent to the weights.
-    scale: a number; or 't5x' for the number of experts, which is the weight's first dim after its `stacked` ones (T5X
-      contrib/moe, `MoeTrainer`).
+    scale: a number; or 't5x' for the number of parts into which the mesh of the current `sharding_scope` splits the
+      experts, 1 without one (T5X contrib/moe: `num_expert_partitions` of `MoeTrainer`, which may also be written as a
+      number here). Experts are the weight's first dim after its `stacked` ones.
   """
   if scale == 1:
     return grads
@@ -57,9 +60,17 @@ def scale_expert_grads(grads: Any, weight_specs: Any, scale: ExpertGradScale) ->
   def scaled(spec, grad):
     if EXPERT_TAG not in spec.tags:
       return grad
-    return grad * float(spec.shape[spec.stacked] if scale == 't5x' else scale)
+    return grad * float(_num_expert_partitions(spec) if scale == 't5x' else scale)
 
   return jax.tree.map(scaled, weight_specs, grads)
+
+
+def _num_expert_partitions(spec: Any) -> int:
+  scope = current_sharding_scope()
+  if scope is None or spec.split_dims is None:
+    return 1
+  resolved = split_dims_to_partition_spec(spec.split_dims, scope.mesh.axis_names, scope.axis_rules)
+  return num_parts(spec_axes(resolved, len(spec.shape))[spec.stacked], scope.mesh.shape)
 
 
 def are_balance_biases(weight_specs: Any) -> Any:

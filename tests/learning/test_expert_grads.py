@@ -3,6 +3,7 @@
 from flax import struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 import numpy as np
 import pytest
 
@@ -11,21 +12,34 @@ from spmd_tasks.learning import Learner, Sgd
 from spmd_tasks.learning.accumulation import accumulate_gradients
 from spmd_tasks.learning.expert_weights import scale_expert_grads
 from spmd_tasks.sharding import WeightSpec
+from spmd_tasks.sharding.specs import sharding_scope
 
 SPECS = {
-  'expert': WeightSpec(shape=(10, 2), init=None, tags=('expert',)),
-  'stacked': WeightSpec(shape=(3, 10, 2), init=None, tags=('expert',), stacked=1),
+  'expert': WeightSpec(shape=(10, 2), init=None, split_dims=('expert', None), tags=('expert',)),
+  'stacked': WeightSpec(
+    shape=(3, 10, 2), init=None, split_dims=('layers', 'expert', 'embed'), tags=('expert',), stacked=1
+  ),
   'dense': WeightSpec(shape=(10, 2), init=None),
 }
 GRADS = {name: jnp.ones(spec.shape) for name, spec in SPECS.items()}
 
 
-@pytest.mark.parametrize('scale, factor', [(1.0, 1), (0.5, 0.5), ('t5x', 10)])
+MESH = AbstractMesh((2, 5, 1), ('data', 'expert', 'mdl'))
+RULES = (('layers', None), ('embed', 'data'))
+
+
+@pytest.mark.parametrize('scale, factor', [(1.0, 1), (0.5, 0.5), ('t5x', 5)])
 def test_only_experts_are_scaled(scale, factor):
-  scaled = scale_expert_grads(GRADS, SPECS, scale)
+  """By T5X with the 5 partitions of 10 experts."""
+  with sharding_scope(MESH, RULES):
+    scaled = scale_expert_grads(GRADS, SPECS, scale)
   np.testing.assert_array_equal(scaled['expert'], np.full((10, 2), factor))
   np.testing.assert_array_equal(scaled['stacked'], np.full((3, 10, 2), factor))
   assert scaled['dense'] is GRADS['dense']
+
+
+def test_without_a_mesh_the_experts_have_one_partition():
+  jax.tree.map(np.testing.assert_array_equal, scale_expert_grads(GRADS, SPECS, 't5x'), GRADS)
 
 
 def test_the_scale_comes_before_norm_and_clipping():
@@ -50,9 +64,9 @@ class LossOutput(struct.PyTreeNode):
 
 
 def test_t5x_parity():
-  """T5X's case: 10 experts, two steps on gradients {0, 1} and {2, 3} added up: 10 * 6 for experts, 6 for the rest."""
+  """T5X's case: two steps on gradients {0, 1} and {2, 3} added up: 10 * 6 with 10 expert partitions, 6 for the rest."""
   specs = {name: SPECS[name] for name in ('expert', 'dense')}
-  learner = Learner(optimizer=Sgd(learning_rate=1.0), num_microbatches=2, accumulation='sum', expert_grad_scale='t5x')
+  learner = Learner(optimizer=Sgd(learning_rate=1.0), num_microbatches=2, accumulation='sum', expert_grad_scale=10)
 
   def loss_fn(weights, batch, rng):
     loss = batch['i'][0] * sum(jnp.sum(w) for w in weights.values())

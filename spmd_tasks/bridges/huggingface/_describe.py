@@ -170,7 +170,7 @@ def _canonical_rotary(rotary: Rotary | None) -> Rotary | None:
 _NO_MATTER = {
   *('dtype', 'parent', 'name', 'implementation', 'dropout_rate', 'jitter_eps', 'computation'),
   *('init_scale', 'out_init_scale', 'down_init_scale', 'table_init'),
-  *('load_balance_shards', 'load_balance_divide_by_k'),
+  *('load_balance_shards', 'load_balance_divide_by_k', 'padding'),
   *('adapters', 'adapter'),  # weights of their own, beside those of the base
 }
 

@@ -36,13 +36,14 @@ with epy.lazy_api_imports(globals()):
     RouterOutput,
     TopKRouter,
   )
-  from spmd_tasks.layers.moe._slots import Slots
+  from spmd_tasks.layers.moe._slots import DerivedGroupSize, Slots
 
 __all__ = [
   'FURTHER_PASSES_NAME',
   'CapacityComputation',
   'CapacityEinsum',
   'CapacityGather',
+  'DerivedGroupSize',
   'Dropless',
   'ExpertChoiceRouter',
   'ExpertComputation',

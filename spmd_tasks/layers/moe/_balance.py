@@ -64,14 +64,15 @@ def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: boo
 
   Args:
     routing: of the batch or of its part.
-    num_shards: N. The balance loss takes f and P over each N-th of the whole batch's rows and is the mean over these
-      shards; 1 takes them over all tokens. T5X computes one loss per group and MegaBlocks one per data-parallel
-      process; here the numbers do not depend on the mesh.
+    num_shards: N. The balance loss takes f and P over each N-th of the whole batch's tokens and is the mean over these
+      shards, of whole rows or smaller; 1 takes them over all tokens. T5X computes one loss per group and MegaBlocks one
+      per data-parallel process; here the numbers do not depend on the mesh.
     divide_by_k: see `load_balance_loss`.
 
   Raises:
     UserError: num_shards does not divide the batch; the message calls it `load_balance_shards`, the layer's field.
   """
+  routing = _cut_rows(routing, num_shards)
   tokens, assignments = _token_columns(routing), _assignment_columns(routing)
   if routing.slots is None:
     sums = _sum_shards(tokens + assignments, num_shards)
@@ -88,6 +89,19 @@ def routing_sums(routing: RouterOutput, *, num_shards: int = 1, divide_by_k: boo
     chosen_scores=chosen_scores,
     divide_by_k=divide_by_k,
   )
+
+
+def _cut_rows(routing: RouterOutput, num_shards: int) -> RouterOutput:
+  """Returns the routing with rows so short that each lies in one of `num_shards` shards of the whole batch's tokens."""
+  num_rows, length, _ = routing.scores.shape
+  num_tokens = num_rows * length * current_layer_scope().part.count
+  if num_shards < 1 or num_tokens % num_shards or length == (piece := math.gcd(num_tokens // num_shards, length)):
+    return routing
+  cut = {
+    name: None if (x := getattr(routing, name)) is None else x.reshape(-1, piece, *x.shape[2:])
+    for name in ('logits', 'scores', 'token_mask', 'expert_ids', 'gates')
+  }
+  return routing.replace(**cut)
 
 
 def _token_columns(routing: RouterOutput) -> list[jax.Array]:
@@ -123,10 +137,10 @@ def _assignment_columns(routing: RouterOutput) -> list[jax.Array]:
   return [jnp.sum(assigned, axis=1), jnp.sum(assigned * jax.lax.stop_gradient(routing.scores), axis=(1, 2))]
 
 
-def whole_batch_rows(routing: RouterOutput) -> list[int]:
-  """Returns the numbers that shards must divide: of the whole batch's rows, and of its groups if experts choose."""
-  leading = [routing.scores.shape[0]] + ([] if routing.slots is None else [routing.slots.token_ids.shape[0]])
-  return [n * current_layer_scope().part.count for n in leading]
+def whole_batch_tokens(routing: RouterOutput) -> list[int]:
+  """Returns the numbers that shards must divide: of the whole batch's tokens, and of its groups if experts choose."""
+  counts = [routing.scores[..., 0].size] + ([] if routing.slots is None else [routing.slots.token_ids.shape[0]])
+  return [n * current_layer_scope().part.count for n in counts]
 
 
 def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
@@ -137,8 +151,8 @@ def _sum_shards(columns: list[jax.Array], num_shards: int) -> list[jax.Array]:
   part, num_rows = current_layer_scope().part, columns[0].shape[0]
   if num_shards < 1 or num_rows * part.count % num_shards:
     raise UserError(
-      f'load_balance_shards={num_shards} must divide the {num_rows * part.count} rows (or groups) of the batch, which '
-      'is a microbatch where the learner takes microbatches: choose a divisor.'
+      f'load_balance_shards={num_shards} must divide the tokens of the batch (where experts choose, its groups), which '
+      f'is a microbatch where the learner takes microbatches: choose a divisor, such as one of {num_rows * part.count}.'
     )
   num_pieces = math.lcm(part.count, num_shards) // part.count
   flat = [column.reshape(num_rows, -1) for column in columns]

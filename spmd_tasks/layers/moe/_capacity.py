@@ -23,6 +23,7 @@ from spmd_tasks.layers.moe._permutation import Permutation, combine_rows, gather
 from spmd_tasks.layers.moe._router import RouterOutput
 from spmd_tasks.layers.moe._slot_resharding import SlotResharding, slot_resharding
 from spmd_tasks.layers.moe._slots import (
+  GroupSize,
   SlotAssignment,
   Slots,
   assign_slots,
@@ -37,23 +38,30 @@ class CapacityComputation(abc.ABC):
   """Base class: moves tokens into slots, applies every expert to its slots, and moves the results back to the tokens.
 
   Fields:
-    capacity_factor: slots per expert relative to balanced top-1 routing, see `expert_capacity`; 0 drops nothing, at the
-      cost of S slots per expert.
+    capacity_factor: slots per expert relative to balanced top-1 routing, C = factor * S / E, see `expert_capacity`; 0
+      drops nothing, at the cost of S slots per expert.
     eval_capacity_factor: the same outside of training; None uses `capacity_factor`.
-    min_capacity: least number of slots of an expert in a group.
-    group_size: S: a divisor of T, or a multiple of T that divides B * T. None for one group per row. Small groups make
-      the einsum form cheaper, and drops more likely.
-    priority: which token comes first among choices of the same rank. 'position': the earlier token. 'score': the token
-      whose first choice has the higher score (batch prioritized routing, V-MoE: Riquelme et al., 2021); a causal model
-      then looks ahead.
+    capacity_counts_choices: whether the factor is relative to balanced top-k routing: C = factor * k * S / E
+      (MegaBlocks). Without, as in T5X, factor 1 has slots for half of the choices of top-2 routing.
+    capacity_rounding: of C, 'nearest' (T5X) or 'down' (MegaBlocks).
+    min_capacity: least number of slots of an expert in a group. With 0, a group whose C is rounded to 0 drops nothing
+      (MegaBlocks).
+    group_size: S: a divisor of B * T, a `DerivedGroupSize`, or None for one group per row. Small groups make the einsum
+      form cheaper, and drops more likely.
+    priority: which choice gets a slot first. 'position' (T5X): all first choices before all second ones, each in the
+      order of tokens. 'score': the same, in the order of the scores of the tokens' first choices (batch prioritized
+      routing, V-MoE: Riquelme et al., 2021); a causal model then looks ahead. 'token' (MegaBlocks): all choices of the
+      first token, then those of the second.
     activation_split_dims: of x and of the result.
   """
 
   capacity_factor: float = 1.25
   eval_capacity_factor: float | None = None
+  capacity_counts_choices: bool = False
+  capacity_rounding: Literal['nearest', 'down'] = 'nearest'
   min_capacity: int = 4
-  group_size: int | None = None
-  priority: Literal['position', 'score'] = 'position'
+  group_size: GroupSize = None
+  priority: Literal['position', 'score', 'token'] = 'position'
   activation_split_dims: SplitDims = ('batch', 'seq', 'act_embed')
 
   def __post_init__(self):
@@ -61,10 +69,11 @@ class CapacityComputation(abc.ABC):
       factor = getattr(self, name)
       if factor is not None and not factor >= 0:
         raise UserError(f'{name}={factor} must be positive, or 0 to drop nothing.')
-    if self.min_capacity < 1:
-      raise UserError(f'min_capacity={self.min_capacity} must be at least 1.')
-    if self.priority not in ('position', 'score'):
-      raise UserError(f"priority={self.priority!r} must be 'position' or 'score'.")
+    if self.min_capacity < 0:
+      raise UserError(f'min_capacity={self.min_capacity} must be at least 0.')
+    for name, known in (('priority', ('position', 'score', 'token')), ('capacity_rounding', ('nearest', 'down'))):
+      if getattr(self, name) not in known:
+        raise UserError(f'{name}={getattr(self, name)!r} must be one of {known}.')
 
   @abc.abstractmethod
   def _dispatch(self, x: jax.Array, assignment: SlotAssignment) -> jax.Array:
@@ -128,7 +137,15 @@ class CapacityComputation(abc.ABC):
       resharding.group_tokens(routing.gates, group_size),
       priorities,
       num_experts=num_padded,
-      capacity=expert_capacity(group_size, num_experts, factor=factor, min_capacity=self.min_capacity),
+      capacity=expert_capacity(
+        group_size,
+        num_experts,
+        factor=factor,
+        min_capacity=self.min_capacity,
+        num_choices=expert_ids.shape[-1] if self.capacity_counts_choices else 1,
+        rounding=self.capacity_rounding,
+      ),
+      is_by_token=self.priority == 'token',
     )
 
 

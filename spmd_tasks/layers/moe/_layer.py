@@ -12,18 +12,20 @@ A transformer block takes this layer as its `ffn`.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Literal, Protocol
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.attention.kv_cache import is_decoding
-from spmd_tasks.layers.base import Ratios, WithSublayers
-from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums, whole_batch_rows
+from spmd_tasks.layers.base import Ratios, WithSublayers, declare_weight
+from spmd_tasks.layers.moe._balance import RoutingSums, attach_balance_gradient, routing_sums, whole_batch_tokens
 from spmd_tasks.layers.moe._dropless import Dropless
 from spmd_tasks.layers.moe._experts import Experts, ExpertWeights
 from spmd_tasks.layers.moe._router import RouterOutput
+from spmd_tasks.layers.moe._slots import tokens_per_group
 
 
 class ExpertComputation(Protocol):
@@ -41,7 +43,7 @@ class ExpertComputation(Protocol):
 
 
 class MixtureOfExperts(WithSublayers, kw_only=True):
-  """Routes tokens to experts and adds shared parts. Weights under `router`, `experts`, `shared_expert`.
+  """Routes tokens to experts and adds shared parts. Weights under `router`, `experts`, `shared_expert`, and `bias`.
 
   Decoding drops no tokens, whatever `computation` is: with a capacity, a request's text would depend on the other
   requests in its batch.
@@ -52,9 +54,17 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     computation: computes the experts' outputs.
     shared_expert: a feed-forward sublayer that every token passes through, whose output is added (DeepSeekMoE), or
       None.
-    load_balance_shards: the number of equal parts of the batch over which the balance loss is computed, see
-      `routing_sums`; 1 computes it over all tokens on all devices. Outside of training, where batches may have other
-      sizes, the largest smaller number that divides the batch takes its place.
+    averages_shared_expert: whether the output is the mean over the shared expert and the k chosen ones instead:
+      (shared + k * (routed + bias)) / (k + 1), as MegaBlocks' `shared_expert_weighted_sum`. Needs a router with k.
+    use_bias: whether a weight `bias` [D] is added to the experts' sum, once, whatever the gates (MegaBlocks).
+    padding: what tokens of segment 0 do. 'ignored': they are not routed, and no loss or statistic counts them.
+      'counted': they are not routed, but the losses are means over all positions, with scores and logits of 0 there
+      (T5X with `ignore_padding_tokens`). 'routed': they are tokens of zeros, which take slots and are counted (T5X
+      without); decoding ignores them.
+    load_balance_shards: the number of equal parts of the batch's tokens over which the balance loss is computed, see
+      `routing_sums`; 1 computes it over all tokens on all devices, and 'groups' over each of the groups of the capacity
+      (T5X). Outside of training, where batches may have other sizes, the largest smaller number that divides the tokens
+      takes the place of a number.
     load_balance_divide_by_k: see `load_balance_loss` (Praxis divides).
   """
 
@@ -62,12 +72,20 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   experts: Experts
   computation: ExpertComputation = Dropless()
   shared_expert: nn.Module | None = None
-  load_balance_shards: int = 1
+  averages_shared_expert: bool = False
+  use_bias: bool = False
+  padding: Literal['ignored', 'counted', 'routed'] = 'ignored'
+  load_balance_shards: int | Literal['groups'] = 1
   load_balance_divide_by_k: bool = False
 
   def __post_init__(self):
-    if self.load_balance_shards < 1:
-      raise UserError(f'load_balance_shards={self.load_balance_shards} must be at least 1.')
+    shards = self.load_balance_shards
+    if shards != 'groups' and not (isinstance(shards, int) and shards >= 1):
+      raise UserError(f"load_balance_shards={shards!r} must be at least 1, or 'groups'.")
+    if self.padding not in ('ignored', 'counted', 'routed'):
+      raise UserError(f"padding={self.padding!r} must be 'ignored', 'counted' or 'routed'.")
+    if self.averages_shared_expert and (self.shared_expert is None or not hasattr(self.router, 'num_selected')):
+      raise UserError('averages_shared_expert=True needs a shared_expert and a router whose tokens choose k experts.')
     num_routed = getattr(self.router, 'num_experts', self.experts.num_experts)
     if num_routed != self.experts.num_experts:
       raise UserError(
@@ -79,7 +97,7 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
   def __call__(
     self, x: jax.Array, segment_ids: jax.Array | None = None, *, train: bool = False
   ) -> tuple[jax.Array, dict[str, RoutingSums]]:
-    """Returns ([B, T, D], {'routing': sums}). Tokens of segment 0 are padding and reach no routed expert.
+    """Returns ([B, T, D], {'routing': sums}). Tokens of segment 0 are padding, see `padding`.
 
     The sums' values `load_balance_loss` and `router_z_loss` enter the loss by the loss's `aux_loss_weights`.
 
@@ -89,19 +107,41 @@ class MixtureOfExperts(WithSublayers, kw_only=True):
     """
     decoding = is_decoding(self)
     token_mask = None if segment_ids is None else segment_ids != 0
-    routing = self.router(x, token_mask, train=train)
-    num_shards = 1 if decoding else self.load_balance_shards
-    if not train:
-      num_shards = max(n for n in range(1, num_shards + 1) if all(rows % n == 0 for rows in whole_batch_rows(routing)))
-    sums = routing_sums(routing, num_shards=num_shards, divide_by_k=self.load_balance_divide_by_k)
+    tokens = x
+    if self.padding == 'routed' and token_mask is not None and not decoding:
+      tokens, token_mask = jnp.where(token_mask[..., None], x, 0), None
+    routing = self.router(tokens, token_mask, train=train)
+    counted = routing
+    if self.padding == 'counted' and token_mask is not None:
+      logits, scores = (jnp.where(token_mask[..., None], array, 0.0) for array in (routing.logits, routing.scores))
+      counted = routing.replace(logits=logits, scores=scores, token_mask=None)
+    num_shards = 1 if decoding else self._num_balance_shards(routing, train=train)
+    sums = routing_sums(counted, num_shards=num_shards, divide_by_k=self.load_balance_divide_by_k)
     computation = self._without_drops(routing) if decoding else self.computation
-    y, ratios = computation(x, routing, self.experts(x.shape[-1]), train=train)
+    y, ratios = computation(tokens, routing, self.experts(x.shape[-1]), train=train)
     if train and routing.balance_bias is not None:
       y = attach_balance_gradient(y, routing.balance_bias, sums)
+    if self.use_bias:
+      zeros, split_dims = jax.nn.initializers.zeros, ('embed',)
+      bias = declare_weight(self, 'bias', shape=x.shape[-1:], init=zeros, split_dims=split_dims, tags=('no_decay',))
+      y = y + bias.astype(y.dtype)[None, None, :]
     if self.shared_expert is not None:
       shared, _ = self.shared_expert(x, segment_ids, train=train)
+      if self.averages_shared_expert:
+        k = self.router.num_selected
+        shared, y = shared / (k + 1), y * (k / (k + 1))
       y = shared + y
     return y, {'routing': sums.replace(ratios=ratios)}
+
+  def _num_balance_shards(self, routing: RouterOutput, *, train: bool) -> int:
+    tokens, shards = whole_batch_tokens(routing), self.load_balance_shards
+    if shards == 'groups':
+      if not hasattr(self.computation, 'group_size'):
+        raise UserError("load_balance_shards='groups' needs groups: take CapacityGather or CapacityEinsum.")
+      if routing.slots is not None:
+        return tokens[1]
+      return tokens[0] // tokens_per_group(*routing.scores.shape[:2], self.computation.group_size)
+    return shards if train else max(n for n in range(1, shards + 1) if all(count % n == 0 for count in tokens))
 
   def _without_drops(self, routing: RouterOutput) -> ExpertComputation:
     if routing.expert_ids is None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers.base import FanInNormal, declare_weight
-from spmd_tasks.layers.moe._slots import Slots, expert_capacity, tokens_per_group
+from spmd_tasks.layers.moe._slots import GroupSize, Slots, expert_capacity, tokens_per_group
 from spmd_tasks.layers.transformer import ROUTING_NAME
 from spmd_tasks.sharding import SplitDims, constrain
 from spmd_tasks.sharding.specs import current_sharding_scope
@@ -223,16 +223,22 @@ class ExpertChoiceRouter(Router, kw_only=True):
   Router's fields and weight.
 
   Fields:
-    capacity_factor: C = round(capacity_factor * S / E), at least 1 and at most S: the mean number of experts per token.
-    group_size: S: a divisor of T, or a multiple of T that divides B * T. None for one group per row.
+    capacity_factor: C = round(capacity_factor * S / E), at most S: the mean number of experts per token.
+    eval_capacity_factor: the same outside of training; None uses `capacity_factor`.
+    min_capacity: the least C; 4 in T5X.
+    group_size: S: a divisor of B * T, a `DerivedGroupSize`, or None for one group per row.
   """
 
   capacity_factor: float = 2.0
-  group_size: int | None = None
+  eval_capacity_factor: float | None = None
+  min_capacity: int = 1
+  group_size: GroupSize = None
 
   def __post_init__(self):
-    if not self.capacity_factor > 0:
-      raise UserError(f'capacity_factor={self.capacity_factor} must be positive.')
+    for name in ('capacity_factor', 'eval_capacity_factor', 'min_capacity'):
+      value = getattr(self, name)
+      if value is not None and not value > 0:
+        raise UserError(f'{name}={value} must be positive.')
     super().__post_init__()
 
   @nn.compact
@@ -243,7 +249,8 @@ class ExpertChoiceRouter(Router, kw_only=True):
       UserError: group_size does not fit.
     """
     group_size = tokens_per_group(x.shape[0], x.shape[1], self.group_size)
-    capacity = expert_capacity(group_size, self.num_experts, factor=self.capacity_factor, min_capacity=1)
+    factor = self.capacity_factor if train or self.eval_capacity_factor is None else self.eval_capacity_factor
+    capacity = expert_capacity(group_size, self.num_experts, factor=factor, min_capacity=self.min_capacity)
     logits = self._logits(x, train=train)
     scores = jax.nn.softmax(logits)
     # [G, E, S]: the search for the best tokens runs over the last dim.

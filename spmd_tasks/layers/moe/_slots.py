@@ -5,8 +5,11 @@ Shapes: B batch, T sequence, G groups of S tokens, k choices per token, E expert
 Slots make all shapes static, whatever the routing: an expert computes C tokens per group, some slots stay empty, and an
 assignment that finds no free slot is dropped (GShard: Lepikhin et al., 2020). Groups are consecutive tokens of the
 batch. Groups do not depend on the mesh, so the same tokens are dropped on every mesh. In a pipeline a group lies within
-one microbatch, so groups do not depend on the microbatches either.
+one microbatch, so groups of a given size do not depend on the microbatches either.
 """
+
+import dataclasses
+from typing import Literal
 
 from flax import struct
 import jax
@@ -48,39 +51,80 @@ class SlotAssignment(struct.PyTreeNode):
   group_size: int = struct.field(pytree_node=False, kw_only=True)
 
 
-def tokens_per_group(batch_size: int, length: int, group_size: int | None) -> int:
-  """Returns S for tokens [batch_size, length], given `group_size`; None means one group per row.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DerivedGroupSize:
+  """A group size that follows from the number of tokens, as Flaxformer's does.
+
+  The number of groups is the least multiple of `num_groups_multiple_of` that divides the tokens and is at least their
+  number over `max_size`, rounded down.
+
+  Fields:
+    max_size: Flaxformer's `max_group_size`.
+    num_groups_multiple_of: in Flaxformer num_experts * max(1, devices / (expert partitions * model partitions)), so
+      there the groups, and hence the drops, depend on the number of devices.
+  """
+
+  max_size: int
+  num_groups_multiple_of: int
+
+  def tokens(self, num_tokens: int) -> int:
+    """Returns S. Raises a UserError where Flaxformer would add tokens of padding."""
+    step, least = self.num_groups_multiple_of, max(num_tokens // self.max_size, self.num_groups_multiple_of)
+    for num_groups in range(-(-least // step) * step, num_tokens + 1, step):
+      if num_tokens % num_groups == 0:
+        return num_tokens // num_groups
+    raise UserError(
+      f'{num_tokens} tokens cannot be cut into groups whose number is a multiple of num_groups_multiple_of={step}: '
+      f'choose a batch with a multiple of {step} tokens.'
+    )
+
+
+GroupSize = int | DerivedGroupSize | None  # in tokens; None for one group per row
+
+
+def tokens_per_group(batch_size: int, length: int, group_size: GroupSize) -> int:
+  """Returns S for tokens [batch_size, length], given `group_size`.
 
   Raises:
-    UserError: group_size neither divides T, nor is a multiple of T that divides B * T.
+    UserError: group_size does not divide B * T.
     SmallMicrobatchError: group_size fits the batch, but not a microbatch of the pipeline.
   """
+  num_tokens, num_parts = batch_size * length, current_layer_scope().part.count
   if group_size is None:
     return length
-  num_tokens, num_parts = batch_size * length, current_layer_scope().part.count
-  if group_size < 1 or (length % group_size and (group_size % length or num_tokens % group_size)):
-    if group_size >= 1 and group_size % length == 0 and num_tokens * num_parts % group_size == 0:
-      raise SmallMicrobatchError(
-        f'group_size={group_size} makes groups of {group_size // length} rows of {length} tokens, but each of the '
-        f"pipeline's {num_parts} microbatches has {batch_size} rows, and a group lies within one: choose a smaller "
-        f'group_size, fewer microbatches or a larger batch.'
-      )
-    raise UserError(
-      f'group_size={group_size} does not fit a batch of {batch_size} rows of {length} tokens: choose a divisor of '
-      f'{length}, a multiple of {length} that divides {num_tokens}, or None for one group per row.'
-    )
-  return group_size
-
-
-def expert_capacity(group_size: int, num_experts: int, *, factor: float, min_capacity: int) -> int:
-  """Returns C = max(min_capacity, round(factor * S / E)), at most S: a token takes at most one slot per expert.
-
-  Factor 0 gives C = S, which drops nothing. As in T5X, the number of choices k does not enter: with factor 1, top-2
-  routing has slots for half of its assignments.
-  """
-  if factor == 0:
+  if isinstance(group_size, DerivedGroupSize):
+    return group_size.tokens(num_tokens)
+  if group_size >= 1 and num_tokens % group_size == 0:
     return group_size
-  return min(max(min_capacity, round(factor * group_size / num_experts)), group_size)
+  if group_size >= 1 and num_tokens * num_parts % group_size == 0:
+    raise SmallMicrobatchError(
+      f"group_size={group_size} makes groups of {group_size} tokens, but each of the pipeline's {num_parts} "
+      f'microbatches has {num_tokens}, and a group lies within one: choose a smaller group_size, fewer microbatches or '
+      'a larger batch.'
+    )
+  raise UserError(
+    f'group_size={group_size} does not fit a batch of {batch_size} rows of {length} tokens: choose a divisor of '
+    f'{num_tokens}, or None for one group per row.'
+  )
+
+
+def expert_capacity(
+  group_size: int,
+  num_experts: int,
+  *,
+  factor: float,
+  min_capacity: int,
+  num_choices: int = 1,
+  rounding: Literal['nearest', 'down'] = 'nearest',
+) -> int:
+  """Returns C = max(min_capacity, factor * num_choices * S / E, rounded), at most S: the slots for all tokens.
+
+  C = 0 would compute nothing, and gives C = S instead, which drops nothing: that is factor 0, or a rounded 0 with
+  `min_capacity` 0.
+  """
+  capacity = factor * num_choices * group_size / num_experts
+  capacity = max(min_capacity if factor else 0, int(capacity) if rounding == 'down' else round(capacity))
+  return min(capacity, group_size) or group_size
 
 
 def assign_slots(
@@ -90,6 +134,7 @@ def assign_slots(
   *,
   num_experts: int,
   capacity: int,
+  is_by_token: bool = False,
 ) -> SlotAssignment:
   """Assigns slots to the tokens' choices: to all first choices before any second choice, and so on.
 
@@ -100,9 +145,14 @@ def assign_slots(
       keep the order of tokens. None means the order of tokens.
     num_experts: E.
     capacity: C.
+    is_by_token: whether all choices of a token come before those of the next token instead (without priorities).
   """
   group_size, num_choices = expert_ids.shape[1:]
-  if priorities is None:
+  if is_by_token:
+    in_order = expert_ids.reshape(expert_ids.shape[0], -1, 1)  # a choice of S * k tokens with one choice each
+    slot_ids, positions = jax.vmap(lambda ids: _fill_in_order(ids, num_experts, capacity))(in_order)
+    positions = positions.reshape(expert_ids.shape)
+  elif priorities is None:
     slot_ids, positions = jax.vmap(lambda ids: _fill_in_order(ids, num_experts, capacity))(expert_ids)
   else:
     fill = lambda ids, priorities: _fill_by_priority(ids, priorities, num_experts, capacity)

@@ -21,19 +21,19 @@ def expert_ffn(x, up, down, gate):
   return (silu(x @ up) if gate is None else silu(x @ gate) * (x @ up)) @ down
 
 
-def places_by_loop(expert_ids, priorities, capacity):
+def places_by_loop(expert_ids, priorities, capacity, is_by_token=False):
   """[S, k] for one group's expert_ids [S, k], num_experts if not routed: the place in the expert's slots, or -1."""
-  tokens = range(len(expert_ids))
+  tokens, choices = range(len(expert_ids)), range(expert_ids.shape[1])
   if priorities is not None:
     tokens = sorted(tokens, key=lambda token: -priorities[token])
+  order = [(token, choice) for choice in choices for token in tokens]
   places, num_used = np.full(expert_ids.shape, -1), {}
-  for choice in range(expert_ids.shape[1]):
-    for token in tokens:
-      expert = expert_ids[token, choice]
-      used = num_used.get(expert, 0)
-      if used < capacity:
-        places[token, choice] = used
-        num_used[expert] = used + 1
+  for token, choice in sorted(order) if is_by_token else order:
+    expert = expert_ids[token, choice]
+    used = num_used.get(expert, 0)
+    if used < capacity:
+      places[token, choice] = used
+      num_used[expert] = used + 1
   return places
 
 
@@ -46,7 +46,7 @@ def kept_choices(expert_ids, num_experts, scores, *, group_size, capacity, prior
   for ids, group_scores in zip(groups, grouped_scores, strict=True):
     first = np.minimum(ids[:, 0], num_experts - 1)
     priorities = group_scores[np.arange(group_size), first] if priority == 'score' else None
-    kept.append((places_by_loop(ids, priorities, capacity) >= 0) & (ids < num_experts))
+    kept.append((places_by_loop(ids, priorities, capacity, priority == 'token') >= 0) & (ids < num_experts))
   return np.stack(kept).reshape(shape)
 
 

@@ -52,6 +52,25 @@ def real_tokens(routing, rows=slice(None)):
   return [x.astype(np.float64) if x.dtype == np.float32 else x for x in arrays]
 
 
+@pytest.mark.parametrize(('num_shards', 'num_parts'), [(20, 1), (10, 1), (20, 2), (10, 2)])
+def test_shards_may_be_smaller_than_a_row_or_cross_rows(num_shards, num_parts, rng):
+  """Of 4 rows of 5 tokens, in one part or in two microbatches of a pipeline: 20 shards of 1 token, 10 of 2."""
+  routing = draw(rng, rng.random((B, T)) < 0.6)
+  _, scores, ids = (np.asarray(x, np.float64) for x in (routing.logits, routing.scores, routing.expert_ids))
+  scores = np.where(np.asarray(routing.token_mask)[..., None], scores, 0).reshape(num_shards, -1, E)
+  counts = (ids.reshape(num_shards, -1)[..., None] == np.arange(E)).sum(axis=1)
+  sizes = np.maximum(np.asarray(routing.token_mask).reshape(num_shards, -1).sum(axis=1), 1)[:, None]
+  expected = E * np.mean(np.sum(counts / sizes * scores.sum(axis=1) / sizes, axis=1))
+
+  def sums(m):
+    rows = slice(m * B // num_parts, (m + 1) * B // num_parts)
+    with layer_scope(part=BatchPart(index=jnp.int32(m), count=num_parts)):
+      return balance.routing_sums(jax.tree.map(lambda x: x[rows], routing), num_shards=num_shards)
+
+  added = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), map(sums, range(num_parts)))
+  np.testing.assert_allclose(balance.load_balance_loss(added), expected, rtol=1e-5)
+
+
 def reference_loss(routing, rows=slice(None), divide_by_k=False):
   _, scores, ids = real_tokens(routing, rows)
   if not len(ids):
@@ -210,5 +229,5 @@ def test_shards_are_of_the_whole_batch_whatever_its_microbatches(num_parts, num_
 
 @pytest.mark.parametrize('num_shards', [0, 3])
 def test_parts_that_do_not_divide_the_batch_are_refused(num_shards, rng):
-  with pytest.raises(ValueError, match=f'load_balance_shards={num_shards} must divide the 4 rows'):
+  with pytest.raises(ValueError, match=f'load_balance_shards={num_shards} must divide the tokens of the batch'):
     load_balance_loss(draw(rng), num_shards=num_shards)

@@ -92,6 +92,8 @@ CASES = {
   'by score': (
     {'capacity_factor': 1.0, 'min_capacity': 1, 'priority': 'score'}, 6, 2, False, True
   ),
+  'by token': ({'capacity_factor': 1.0, 'min_capacity': 1, 'priority': 'token'}, 6, 2, False, True),
+  'across rows': ({'capacity_factor': 1.0, 'min_capacity': 1, 'group_size': 4}, 4, 1, False, False),
   'half a row': ({'capacity_factor': 1.0, 'min_capacity': 1, 'group_size': 3}, 3, 1, False, False),
   'two rows': ({'capacity_factor': 1.0, 'group_size': 12}, 12, 4, False, True),
   'nothing dropped': ({'capacity_factor': 0}, 6, 6, True, True),
@@ -300,8 +302,8 @@ def test_eight_devices_compute_what_one_does(case, form, rng):
   [
     ({'capacity_factor': -1.0}, 'capacity_factor=-1.0 must be positive, or 0'),
     ({'eval_capacity_factor': float('nan')}, 'eval_capacity_factor=nan must be positive, or 0'),
-    ({'min_capacity': 0}, 'min_capacity=0 must be at least 1'),
-    ({'priority': 'gate'}, "priority='gate' must be 'position' or 'score'"),
+    ({'min_capacity': -1}, 'min_capacity=-1 must be at least 0'),
+    ({'priority': 'gate'}, "priority='gate' must be one of"),
   ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):

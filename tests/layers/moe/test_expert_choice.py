@@ -95,7 +95,7 @@ def test_losses_and_statistics_count_slots(group_size, rng):
 @pytest.mark.parametrize(
   'settings, message',
   [
-    ({'group_size': 4}, 'group_size=4 does not fit a batch of 4 rows of 6 tokens'),
+    ({'group_size': 5}, 'group_size=5 does not fit a batch of 4 rows of 6 tokens'),
     ({'group_size': 0}, 'group_size=0 does not fit'),
     ({'capacity_factor': 0.0}, 'capacity_factor=0.0 must be positive'),
   ],
