@@ -1,11 +1,9 @@
 """Two rules for the weights of mixtures of experts: a scale for experts' gradients, and steps of balance biases.
 
 **Gradients of experts** (tag `expert`). T5X multiplies them by the number of expert partitions, "to account for
-implicit averaging". `jax.jit` with a mean over the global batch averages nothing implicitly: dense, router and expert
-gradients are all the gradients of that mean, on every mesh. The factor then makes the wrong step for SGD, and the wrong
-share of the norm that is clipped and reported. Adam and Adafactor divide the factor away again, so the mistake is
-easily overlooked. Inside `jax.shard_map`, where each device takes the gradient of its own part's mean, a factor does
-arise. This project takes no gradients that way, so 1 is right, and T5X's factor exists for parity.
+implicit averaging". `jax.jit` with a mean over the global batch averages nothing implicitly: all gradients are those of
+that mean, on every mesh. The factor makes the wrong step for SGD, and the wrong share of the norm that is clipped and
+reported; Adam and Adafactor divide it away again. So 1 is right, and T5X's factor exists for parity.
 
 **Balance biases** (tag `balance_bias`). A router that balances without an auxiliary loss adds a bias per expert to the
 scores by which it chooses (Wang et al., "Auxiliary-Loss-Free Load Balancing", arXiv 2408.15664; DeepSeek-V3). The
@@ -50,22 +48,19 @@ def scale_expert_grads(grads: Any, weight_specs: Any, scale: ExpertGradScale) ->
   Args:
     grads: congruent to the weights, float32.
     weight_specs: tree of WeightSpec congruent to the weights.
-    scale: a number; or 't5x' for the number of parts into which the mesh of the current `sharding_scope` splits the
-      experts, 1 without one (T5X contrib/moe: `num_expert_partitions` of `MoeTrainer`, which may also be written as a
-      number here). Experts are the weight's first dim after its `stacked` ones.
+    scale: a number; or 't5x' for the number of parts into which the mesh of the `sharding_scope` splits the experts,
+      the weight's first dim after its `stacked` ones (T5X contrib/moe: `num_expert_partitions` of `MoeTrainer`).
   """
   if scale == 1:
     return grads
 
   def scaled(spec, grad):
-    if EXPERT_TAG not in spec.tags:
-      return grad
-    return grad * float(_num_expert_partitions(spec) if scale == 't5x' else scale)
+    return grad * float(_num_partitions(spec) if scale == 't5x' else scale) if EXPERT_TAG in spec.tags else grad
 
   return jax.tree.map(scaled, weight_specs, grads)
 
 
-def _num_expert_partitions(spec: Any) -> int:
+def _num_partitions(spec: Any) -> int:
   scope = current_sharding_scope()
   if scope is None or spec.split_dims is None:
     return 1
