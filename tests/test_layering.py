@@ -223,7 +223,7 @@ def import_all(names, banned):
     importlib.import_module(name)
     for package in banned:
       assert package not in sys.modules, f'{{name}} imports {{package}}'
-start = ['spmd_tasks.programs.train', 'spmd_tasks.bridges.pax._checkpoint_arrays']
+start = ['spmd_tasks.programs.train', 'spmd_tasks.bridges.pax._checkpoints']
 import_all(start, ['tensorflow', 'orbax', 'tensorstore'])
 import_all({lower!r}, ['tensorflow', 'fiddle'])
 import_all({top!r}, ['tensorflow'])

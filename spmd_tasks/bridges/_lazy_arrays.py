@@ -281,6 +281,26 @@ def contiguous(array: np.ndarray) -> np.ndarray:
   return made
 
 
+def place_on_mesh(array: LazyArray, padded: jax.ShapeDtypeStruct) -> jax.Array:
+  """Reads each device's part of an array onto it, padded with zeros to the shape of `padded`."""
+  shards: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # devices may hold the same part
+
+  def read(index: Any) -> np.ndarray:
+    bounds = tuple(part.indices(size)[:2] for part, size in zip(index, padded.shape))
+    if bounds not in shards:
+      true = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(bounds, array.shape))
+      if bounds == tuple((part.start, part.stop) for part in true):
+        shards[bounds] = contiguous(array.read(true))
+      else:
+        made = np.zeros([stop - start for start, stop in bounds], array.dtype)
+        if all(part.start < part.stop for part in true):
+          array.read_into(made[tuple(slice(0, part.stop - part.start) for part in true)], true)
+        shards[bounds] = made
+    return shards[bounds]
+
+  return jax.make_array_from_callback(padded.shape, padded.sharding, read)
+
+
 def device_array(array: jax.Array) -> LazyArray:
   """Returns a sharded array as a LazyArray.
 

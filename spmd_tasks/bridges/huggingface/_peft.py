@@ -28,8 +28,8 @@ from typing import Any
 from flax import traverse_util
 import numpy as np
 
-from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array
-from spmd_tasks.bridges.huggingface._folder import Folder, place_on_mesh, read_config
+from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array, place_on_mesh
+from spmd_tasks.bridges.huggingface._folder import Folder, read_config
 from spmd_tasks.bridges.huggingface._peft_config import CONFIG_FILE, read_adapter_config, setting_of
 from spmd_tasks.bridges.huggingface._peft_modules import PeftModule, names_of_parameters, peft_modules, saved_prefix
 from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, read_file, write_tensors

@@ -5,14 +5,12 @@
 
 `install_shims()` makes Praxis and Paxml importable on today's JAX (`_shims.py`); naming one of the classes and
 functions below that need them does so too, and so does an experiment whose module imports them (`_recognition.py`).
-TensorFlow and others that Paxml imports wait until something uses them (`_deferred_imports.py`).
 
 Read `_experiment.py` (a Pax experiment as one of ours), `_task.py` (Paxml's pure steps inside our partitioned ones),
-`_praxis_task.py` (Praxis models and layers in experiments of ours), `_input.py`, `_decode.py` (decode jobs) and
-`_kv_cache.py` (serving); then `_checkpoint_files.py`, `_checkpoint_arrays.py` and `_loading_rules.py` (parts of other
-jobs). `translate_language_model` makes one of our language models of a Praxis one, weights included:
-`_praxis_model.py`, `_praxis_stack.py`, `_praxis_layers.py`. `translate_experiment` writes a whole experiment:
-`_native_experiment.py`.
+`_input.py`, `_decode.py` (decode jobs) and `_kv_cache.py` (serving); `_praxis_task.py` (Praxis models and layers in
+experiments of ours); `_checkpoints.py` and `_origins.py` (what a new job takes from others). `translate_language_model`
+makes one of our language models of a Praxis one, weights included: `_praxis_model.py`, `_praxis_layers.py`;
+`translate_experiment` writes a whole experiment: `_native_experiment.py`.
 """
 
 from typing import Any
@@ -23,12 +21,13 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.wings import ExperimentKind, Flag, Format, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.bridges.pax._checkpoint_arrays import read_pax_checkpoint, write_pax_checkpoint
-  from spmd_tasks.bridges.pax._checkpoint_files import (
+  from spmd_tasks.bridges.pax._checkpoints import (
     PaxCheckpoint,
     checkpoint_format,
     open_pax_checkpoint,
     pax_checkpoints,
+    read_pax_checkpoint,
+    write_pax_checkpoint,
   )
   from spmd_tasks.bridges.pax._experiment import PaxExperiment
   from spmd_tasks.bridges.pax._input import PaxInput

@@ -19,11 +19,10 @@ from praxis import base_hyperparams
 
 from spmd_tasks.bridges.pax._early_end import PaxEarlyEnd
 from spmd_tasks.bridges.pax._input import PaxInput
-from spmd_tasks.bridges.pax._loading_rules import LoadingRules
-from spmd_tasks.bridges.pax._start import PaxJob, is_pax_job
+from spmd_tasks.bridges.pax._origins import LoadingRules, PaxJob, is_pax_job
 from spmd_tasks.bridges.pax._support import reason_it_cannot_run, refuse_unsupported
 from spmd_tasks.bridges.pax._task import PaxTask
-from spmd_tasks.bridges.pax._weights import partition_of, remove_split_dims
+from spmd_tasks.bridges.pax._variables import partition_of, remove_split_dims
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
 from spmd_tasks.programs.hooks import TrainHook
@@ -178,15 +177,12 @@ def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str
       raise UserError(f'the override of `task` asks for {name} = {value}: set {name} itself, it is {before[name]}.')
   train_input = PaxInput(config=_on_this_host(parts['train_input'], experiment.train_input()))
   own = {'eval_inputs': experiment.eval_inputs(), 'decode_inputs': experiment.decode_inputs()}
-  task_config = parts['task'].clone()
-  task_config.train.variable_norm_summary = False
-  task = base_hyperparams.instantiate(task_config)
+  task = base_hyperparams.instantiate(parts['task'])
   decoder = getattr(task.model, 'decoder_tpl', None)
   return {
     'task': PaxTask(
       task=task,
       input_spec=train_input.element_spec(),
-      variable_norms=parts['task'].train.variable_norm_summary,
       eval_with_ema=experiment.eval_with_ema,
       decode=DecodeSettings(
         num_slots=experiment.serve_num_slots,

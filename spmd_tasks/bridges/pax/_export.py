@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from spmd_tasks import exit_codes
-from spmd_tasks.bridges.pax._checkpoint_arrays import write_pax_checkpoint
+from spmd_tasks.bridges.pax._checkpoints import write_pax_checkpoint
 from spmd_tasks.checkpoints.manifest import CheckpointError
 from spmd_tasks.command import OpenJob
 from spmd_tasks.distributed import is_primary

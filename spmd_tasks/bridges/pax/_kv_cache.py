@@ -34,7 +34,7 @@ from praxis.layers import (
   transformers,
 )
 
-from spmd_tasks.bridges.pax._weights import filled_split_dims
+from spmd_tasks.bridges.pax._variables import filled_split_dims
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.weights import WeightBox
 

@@ -29,8 +29,7 @@ import jax.numpy as jnp
 from praxis import base_hyperparams, base_layer, pax_fiddle
 
 from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
-from spmd_tasks.bridges.pax._context import cast_floats, cast_variables, praxis_context
-from spmd_tasks.bridges.pax._weights import box_variables
+from spmd_tasks.bridges.pax._variables import box_variables, cast_floats, cast_variables, praxis_context
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import LossOutput
 from spmd_tasks.runtime import Task

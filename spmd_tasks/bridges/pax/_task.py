@@ -12,7 +12,6 @@ split into a key for the initial variables and the root of the train, eval and d
 
 import dataclasses
 import functools
-import types
 from typing import Any
 
 from absl import logging
@@ -20,14 +19,18 @@ from clu import metrics as clu_metrics
 import jax
 import jax.numpy as jnp
 import numpy as np
-from paxml import summary_utils, tasks_lib, train_states, trainer_lib
-from praxis import base_layer, base_model
+from paxml import base_metrics, summary_utils, tasks_lib, train_states, trainer_lib
+from praxis import base_layer, base_model, py_utils
 
 from spmd_tasks.bridges.pax._batches import complete_tokens, to_nested_map
-from spmd_tasks.bridges.pax._context import cast_floats, cast_variables, praxis_context
-from spmd_tasks.bridges.pax._step_metrics import check_loss_names, eval_metrics, train_metrics, variable_norms
 from spmd_tasks.bridges.pax._support import check_trained_variables
-from spmd_tasks.bridges.pax._weights import DeclaringModel, box_variables, spec_of_partition
+from spmd_tasks.bridges.pax._variables import (
+  box_variables,
+  cast_floats,
+  cast_variables,
+  praxis_context,
+  spec_of_partition,
+)
 from spmd_tasks.errors import UserError
 from spmd_tasks.inputs import IdTokenizer
 from spmd_tasks.learning import LearnerState
@@ -38,6 +41,8 @@ from spmd_tasks.sharding import WeightSpec
 from spmd_tasks.sharding.reductions import sums_of_squares
 from spmd_tasks.sharding.weights import replicated_spec
 
+# Metrics of ours by the name of the summary that Paxml's learner makes of the same number.
+_LEARNER_SUMMARIES = {'grad_norm': 'learning/raw_grad_norm', 'learning_rate': 'learning/lr'}
 _PRNG_IMPL = 'rbg'
 _pax_context = functools.partial(praxis_context, _PRNG_IMPL)  # Paxml's functions set the mode by themselves
 
@@ -62,8 +67,6 @@ class PaxTask:
   Attributes:
     task: the SingleTask, with its model and its learner.
     input_spec: name -> global shape and dtype of the training batch; the model's variables follow from it.
-    variable_norms: whether the metrics hold the norm of each variable (`variable_norm_summary`, which the task itself
-      has off: Paxml's own norms are two collectives for each variable, ours are one for all).
     eval_with_ema: evaluate the averaged weights that the optimizer keeps (`eval_use_ema_states`).
     decode: settings of our own decoding engine.
     cannot_run: why the model cannot be computed here, if it cannot; it is refused when it is put on a mesh.
@@ -74,7 +77,6 @@ class PaxTask:
 
   task: tasks_lib.SingleTask
   input_spec: InputSpec
-  variable_norms: bool = False
   eval_with_ema: bool = False
   decode: DecodeSettings = dataclasses.field(default_factory=DecodeSettings)
   cannot_run: str | None = None
@@ -86,7 +88,7 @@ class PaxTask:
         'eval_with_ema (task.train.eval_use_ema_states) needs averaged weights: set '
         'task.train.learner.optimizer.ema_decay, for example to 0.9999.'
       )
-    check_loss_names(self.task.loss_aggregator_inst)
+    _check_loss_names(self.task.loss_aggregator_inst)
 
   @property
   def model(self) -> Any:
@@ -113,25 +115,16 @@ class PaxTask:
     """
     if self.cannot_run is not None:
       raise UserError(f'this experiment cannot run here, nor in Paxml: {self.cannot_run}.')
-    is_declared = 'weight_hparams' in vars(self) or not DeclaringModel.can_stand_for(self.model)
-    model = self.model if is_declared else DeclaringModel(self.model)
     with _pax_context():
       _, init_key = jax.random.split(jax.random.key_data(rng))
       state, _ = trainer_lib.initialize_model_state(
-        types.SimpleNamespace(
-          model=model,
-          hparams=self.task.hparams,
-          summary_verbosity=self.task.summary_verbosity,
-          create_train_state=self.task.create_train_state,
-        ),
+        self.task,
         init_key,
         to_nested_map(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)),
         discard_opt_states=True,
         do_init_checkpoint_rules=False,
-        var_weight_hparams=self.weight_hparams if is_declared else None,
+        var_weight_hparams=self.weight_hparams,
       )
-    if isinstance(model, DeclaringModel):
-      vars(self)['weight_hparams'] = model.weight_hparams  # the property above, without a run of its own
     check_trained_variables(self.task.learners[0], self.weight_hparams)
     return box_variables(state.mdl_vars, self.weight_hparams, self.model.mesh_axis_names)
 
@@ -197,10 +190,7 @@ class PaxTask:
         var_weight_hparams=self.weight_hparams,
       )
     variables = dict(new_state.mdl_vars)
-    squares = sums_of_squares(variables['params'], weight_specs)
-    metrics = train_metrics(self.task, output, squares)
-    if self.variable_norms:
-      metrics |= variable_norms(variables, squares)
+    metrics = _train_metrics(self.task, output, sums_of_squares(variables['params'], weight_specs))
     state = state.replace(
       step=new_state.step.astype(jnp.int32),
       weights=variables.pop('params'),
@@ -233,7 +223,7 @@ class PaxTask:
         fprop_dtype=self.model.fprop_dtype,
         var_weight_hparams=self.weight_hparams,
       )
-    return eval_metrics(self.task, output)
+    return _eval_metrics(self.task, output)
 
   def predict(self, variables: Variables, batch: Batch) -> Any:
     """Returns the model's predictions, in evaluation mode. Of a language model the `ids` of the batch suffice."""
@@ -349,3 +339,83 @@ def pax_state(state: TrainState) -> train_states.TrainState:
     mdl_vars=state.variables,
     opt_states=state.learner.opt_state,
   )
+
+
+def _train_metrics(task: Any, output: Any, squares: Any) -> dict[str, jax.Array]:
+  """Returns the metrics of a train step, float32, scalars or vectors.
+
+  Args:
+    task: the SingleTask.
+    output: the `trainer_lib.StepFnOutput` of its step.
+    squares: the sums of the squares of the new weights, a tree.
+  """
+  summaries = _scalar_summaries(output.summary_tensors)
+  metrics = {name: value for name, (value, _) in output.weighted_scalars.items()} | summaries
+  metrics |= _computed(output.clu_metrics or {})
+  metrics |= {ours: summaries[theirs] for ours, theirs in _LEARNER_SUMMARIES.items() if theirs in summaries}
+  metrics |= {
+    'loss': output.loss,
+    'loss_weight': _loss_weight(task, output),
+    'skipped': jnp.zeros(()),
+    'weight_norm': jnp.sqrt(jax.tree.reduce(jnp.add, squares)),
+  }
+  return {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items() if jnp.ndim(value) <= 1}
+
+
+def _eval_metrics(task: Any, output: Any) -> dict[str, clu_metrics.Metric]:
+  """Returns averages of an eval step's weighted scalars and loss, and the metrics of clu that the model returns."""
+  means = dict(output.weighted_scalars) | {'loss': (output.loss, _loss_weight(task, output))}
+  averages = {}
+  for name, (mean, weight) in means.items():  # numbers of Python among them
+    mean, weight = jnp.asarray(mean, jnp.float32), jnp.asarray(weight, jnp.float32)
+    averages[name] = clu_metrics.Average(total=mean * weight, count=weight)
+  return dict(output.clu_metrics or {}) | averages
+
+
+def _check_loss_names(aggregator: Any) -> None:
+  """Makes Paxml's aggregator of losses name a loss that the model does not return, where it only asserts."""
+  if type(aggregator) is not base_metrics.LossAggregator:
+    return
+  aggregate = aggregator.aggregate
+
+  def checked(losses: Any) -> Any:
+    if aggregator.loss_key not in losses:
+      raise UserError(
+        f'task.train.learner.loss_name = {aggregator.loss_key!r} is none of the losses that compute_loss of the model '
+        f'returns first: take one of {sorted(losses)}.'
+      )
+    return aggregate(losses)
+
+  aggregator.aggregate = checked
+
+
+def _computed(metrics: Any) -> dict[str, jax.Array]:
+  """Returns the values of metrics of clu that can be computed on devices; others are seen in evals alone."""
+  found = {}
+  for name, metric in metrics.items():
+    try:
+      value = metric.compute()
+    except jax.errors.JAXTypeError:  # by NumPy on the host
+      continue
+    if isinstance(value, jax.Array):
+      found[name] = value
+  return found
+
+
+def _loss_weight(task: Any, output: Any) -> jax.Array:
+  name = task.learners[0].loss_name
+  if name in (output.clu_metrics or {}):
+    return jnp.asarray(output.clu_metrics[name].weight)
+  if name in output.weighted_scalars:
+    return jnp.asarray(output.weighted_scalars[name][1])
+  return jnp.ones(())  # several losses are added up: Paxml has no weight of their sum
+
+
+def _scalar_summaries(summaries: Any) -> dict[str, jax.Array]:
+  """Returns the summaries that are one number, by the name that Paxml gave, without the type at its end."""
+  found: dict[str, Any] = {}
+  for name, value in py_utils.NestedMap(summaries).FlattenItems():
+    values = value if isinstance(value, list | tuple) else [value]
+    if all(hasattr(item, 'ndim') and item.ndim == 0 for item in values):
+      found[name.removesuffix('_scalar').removesuffix('_aggregate')] = sum(values) / len(values)
+  return found

@@ -1,13 +1,16 @@
-"""Applies `task.train.init_from_checkpoint_rules`: a new job takes parts of other jobs' checkpoints, as in Paxml.
+"""The states that a Pax experiment starts from when checkpoints are named: a job of Paxml, or parts of other jobs.
+
+    --set continue_from=/jobs/pax          # weights, other variables, optimizer state and step: goes on as Paxml would
+    --set init_from=/jobs/pax              # weights and other variables, at step 0, with a new optimizer state
 
     task.train.init_from_checkpoint_rules = {
         '/jobs/old/checkpoints': tasks_lib.CheckpointLoadingRules(
             task_p=OldExperiment().task(), load_rules=[(r'params/decoder/lm/(.*)', 'params/lm/{}')])}
 
-A variable, named by its path with slashes, takes the first rule of the first checkpoint whose pattern matches at its
-start. A source that begins with `ema/` is the average of that weight. What no rule names keeps its new value, and so
-does the optimizer's state unless a rule loads it. The checkpoints are Paxml's, or ours of a Pax experiment. Both know
-the shapes of their arrays, so `task_p` and `input_specs_provider_p` are not looked at.
+By rules, a variable, named by its path with slashes, takes the first rule of the first checkpoint whose pattern
+matches at its start. A source that begins with `ema/` is the average of that weight. What no rule names keeps its new
+value, and so does the optimizer's state unless a rule loads it. The checkpoints are Paxml's, or ours of a Pax
+experiment. Both know the shapes of their arrays, so `task_p` and `input_specs_provider_p` are not looked at.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,13 +22,16 @@ from absl import logging
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.bridges.pax._checkpoint_arrays import read_arrays
-from spmd_tasks.bridges.pax._checkpoint_files import (
+from spmd_tasks.bridges.pax._checkpoints import (
   PaxCheckpoint,
   StoredArray,
   checkpoint_format,
+  is_complete,
   open_pax_checkpoint,
+  read_arrays,
+  read_pax_checkpoint,
 )
+from spmd_tasks.bridges.pax._task import pax_state
 from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import absolute_path
@@ -35,6 +41,67 @@ _EMA = 'ema/'
 _AVERAGE = re.compile(r'\d+/(?:.*/)?ema/((?:params|non_trainable)/.*)')  # in a state of optimizers
 # Where a checkpoint of ours has what Paxml's TrainState has.
 _OWN_PLACES = {'weights/': 'variables/params/', 'non_trainable/': 'variables/', 'learner/opt_state/': 'opt_state/'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaxJob(Origin):
+  """A checkpoint of Paxml that a Pax experiment starts from.
+
+  Attributes:
+    directory: a job of Paxml, its `checkpoints`, or one checkpoint.
+    step: of the checkpoint; None takes the newest.
+    takes_all: whether the job goes on with the optimizer's state and the step; otherwise it has the variables alone.
+  """
+
+  directory: str
+  step: int | None
+  takes_all: bool = False
+
+  def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
+    """Reads the checkpoint, each device its own part of each array.
+
+    The steps derive their keys from the seed's, with the step's number, as Paxml's do.
+
+    Raises:
+      UserError: there is no such checkpoint, or it is not one of this model and learner.
+    """
+    try:
+      path = open_pax_checkpoint(_checkpoints_of(absolute_path(self.directory)), self.step).path
+    except UserError as error:
+      raise UserError(f'{error} (looked for by continue_from or init_from = {self.directory!r})') from error
+    return _whole_state(model, path, seed) if self.takes_all else _variables(model, path, seed)
+
+
+def _whole_state(model: PartitionedModel, path: Any, seed: int) -> tuple[TrainState, int, str]:
+  canonical = model.canonical_state
+  wanted = pax_state(canonical).replace(step=jax.ShapeDtypeStruct((), jnp.uint32, sharding=canonical.step.sharding))
+  found = read_pax_checkpoint(path, wanted)
+  variables = dict(found.mdl_vars)
+  rng = jax.random.key_data(model.task.make_key(seed))
+
+  def zero():  # an array of its own each time: a step donates every leaf
+    return jax.device_put(jnp.zeros((), jnp.int32), canonical.step.sharding)
+
+  state = TrainState(
+    step=jax.jit(lambda step: step.astype(jnp.int32), out_shardings=canonical.step.sharding)(found.step),
+    rng=jax.device_put(rng, canonical.rng.sharding),
+    weights=variables.pop('params'),
+    learner=canonical.learner.replace(opt_state=found.opt_states, num_skipped=zero(), num_skipped_in_a_row=zero()),
+    non_trainable=variables,
+  )
+  number = int(found.step)
+  return model.from_canonical(state), number, f'going on after step {number} of {path}'
+
+
+def _variables(model: PartitionedModel, path: Any, seed: int) -> tuple[TrainState, int, str]:
+  canonical = model.canonical_state
+  found = read_pax_checkpoint(path, {'mdl_vars': canonical.variables})['mdl_vars']
+  variables = model.from_canonical(found, lambda state: state.variables)
+  state = model.init(seed)
+  state = state.replace(
+    weights=variables['params'], non_trainable={name: variables[name] for name in state.non_trainable}
+  )
+  return state, 0, f'starting from the weights of {path}'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,15 +207,15 @@ def _overwritten(model: PartitionedModel, state: TrainState, part: Callable[[Tra
 
 
 def _open(directory: str, step: int | None) -> _Source:
-  path = absolute_path(directory)
-  if (path / 'checkpoints').is_dir():
-    path /= 'checkpoints'
+  path = _checkpoints_of(absolute_path(directory))
   if checkpoint_format(path) == 'spmd_tasks':
     own = CheckpointDirectory(path=path)
     step = own.choose(step, own.saved_leaves(step) or (), prefix='', rejected=set())  # and verify it
     assert step is not None
     arrays = PaxCheckpoint(own.final(step)).arrays
-    named = {_own_name(name): _unpadded(array) for name, array in arrays.items()}
+    named = {
+      _own_name(name): dataclasses.replace(array, true_shape=tuple(array.store.shape)) for name, array in arrays.items()
+    }
   else:
     checkpoint = open_pax_checkpoint(path, step)
     path, step = checkpoint.path, checkpoint.step
@@ -158,10 +225,6 @@ def _open(directory: str, step: int | None) -> _Source:
     return {name.removeprefix(prefix): array for name, array in named.items() if name.startswith(prefix)}
 
   return _Source(path=path, step=step, variables=below('variables/'), opt_state=below('opt_state/'))
-
-
-def _unpadded(array: StoredArray) -> StoredArray:
-  return dataclasses.replace(array, true_shape=tuple(array.store.shape))
 
 
 def _own_name(name: str) -> str:
@@ -183,3 +246,14 @@ def _name(path: Any) -> str:
 
 def _by_name(tree: Any) -> dict[str, Any]:
   return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def is_pax_job(directory: str) -> bool:
+  """Tells whether the newest checkpoint of a job is Paxml's."""
+  path = absolute_path(directory)
+  return checkpoint_format(_checkpoints_of(path)) == 'pax' or is_complete(path)
+
+
+def _checkpoints_of(path: Any) -> Any:
+  """Returns the directory of checkpoints of a job, if it is one; else the path itself."""
+  return path / 'checkpoints' if (path / 'checkpoints').is_dir() else path

@@ -1,18 +1,25 @@
-"""Converts Praxis' declarations of variables (WeightHParams) to our boxes and WeightSpecs."""
+"""Converts Praxis' declarations of variables (WeightHParams) to our boxes and WeightSpecs, and calls Praxis on them.
 
-from collections.abc import Iterable, Sequence
+with praxis_context('rbg', do_eval=True):
+  model.apply(cast_variables(variables, weight_hparams, model.fprop_dtype), ...)
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import traceback
 from typing import Any
 
-from flax import linen
-import flax.core
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from praxis import base_layer, pax_fiddle
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding import WeightSpec
-from spmd_tasks.sharding.specs import SplitDim
+from spmd_tasks.sharding.specs import SplitDim, current_sharding_scope
 from spmd_tasks.sharding.weights import WeightBox
+
+_STAYS_FLOAT32 = base_layer.WeightHParamsCollection.DISALLOW_BFLOAT16_CONVERSION
 
 
 def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence[str] | None) -> dict[str, Any]:
@@ -37,41 +44,6 @@ def box_variables(variables: Any, weight_hparams: Any, mesh_axis_names: Sequence
     )
 
   return dict(jax.tree_util.tree_map_with_path(box, weight_hparams, variables))
-
-
-class DeclaringModel:
-  """Stands for a Praxis model where Paxml initializes one: `init` also keeps what the variables are declared as.
-
-  Praxis' `init` and `abstract_init_with_metadata` run the model in the same way, and each drops what the other returns.
-  One run gives both: tracing it twice took a tenth of all that comes before a small model's compilation.
-
-  Attributes:
-    hparams: of the model.
-    weight_hparams: a tree of WeightHParams by collection, once `init` has run.
-  """
-
-  def __init__(self, model: base_layer.BaseLayer):
-    self._model = model
-    self.hparams = model.hparams
-    self.weight_hparams: dict[str, Any] = {}
-
-  @staticmethod
-  def can_stand_for(model: base_layer.BaseLayer) -> bool:
-    """Whether the model is initialized by Praxis' own methods."""
-    own = base_layer.BaseLayer
-    names = 'init', 'abstract_init_with_metadata', '_abstract_init'
-    return all(getattr(type(model), name) is getattr(own, name) for name in names)
-
-  def abstract_init_with_metadata(self, *args: Any, **kwargs: Any) -> None:
-    """Returns nothing: Paxml asks for the declarations before `init`, and without optimizer states needs none."""
-
-  def init(self, rngs: Any, inputs: Any) -> dict[str, Any]:
-    """Returns the new variables, by collection."""
-    model = self._model
-    boxed = linen.Module.init(model, rngs, inputs, method=model.__call__, mutable=base_layer.DEFAULT_INIT_MUTABLE_LIST)
-    declared = flax.core.unfreeze(base_layer.unbox_meta(boxed))
-    self.weight_hparams = {name: tree for name, tree in declared.items() if name != 'params_axes'}
-    return flax.core.unfreeze(base_layer.maybe_unbox_value(boxed))
 
 
 def partition_of(split_dims: Sequence[Any], mesh_axis_names: Sequence[str], what: str) -> PartitionSpec:
@@ -119,3 +91,62 @@ def filled_split_dims(entries: Iterable[Any], ndim: int) -> tuple[SplitDim, ...]
   """Returns one entry per dim: those of a spec that may be shorter, then None."""
   given = [None if entry == () else entry for entry in entries]
   return (*given, *[None] * (ndim - len(given)))
+
+
+@contextlib.contextmanager
+def praxis_context(prng_impl: str, *, do_eval: bool | None = None) -> Iterator[None]:
+  """Enters the context in which a Praxis layer is initialized or applied, or a function of Paxml is called.
+
+  `maybe_shard` finds the mesh of the step in it.
+
+  Args:
+    prng_impl: the generator of the keys that are passed in.
+    do_eval: the layers' mode; None where the function sets it by itself, as those of `paxml.trainer_lib` do.
+
+  Raises:
+    UserError: a layer splits an activation along an axis that the model's mesh does not have.
+  """
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(jax.default_prng_impl(prng_impl))
+    if do_eval is not None:
+      hparams = base_layer.JaxContext.HParams(do_eval=do_eval)
+      stack.enter_context(base_layer.JaxContext.new_context(hparams=hparams))
+    scope = current_sharding_scope()
+    if scope is not None and isinstance(scope.mesh, jax.sharding.Mesh):
+      stack.enter_context(scope.mesh)
+    try:
+      yield
+    except AssertionError as error:
+      _refuse_unknown_axis(error)
+      raise
+
+
+def _refuse_unknown_axis(error: AssertionError) -> None:
+  """Raises a UserError for an axis about which Praxis only asserts that the mesh has it."""
+  frames = list(traceback.walk_tb(error.__traceback__))
+  found = frames[-1][0].f_locals
+  if frames[-1][0].f_code.co_name == '_parse_split_dims' and {'s_i', 'dims_mapping', 'mesh_axis_names'} <= found.keys():
+    raise UserError(
+      f'a layer splits dims as {tuple(found["dims_mapping"])}, but {found["s_i"]!r} is none of '
+      f'task.model.mesh_axis_names, {list(found["mesh_axis_names"])}: correct its activation_split_dims_mapping.'
+    ) from error
+
+
+def cast_variables(variables: Any, weight_hparams: Any, dtype: Any) -> dict[str, Any]:
+  """Returns variables as Paxml hands them to a model that computes in `dtype`: float32 ones cast to it.
+
+  Args:
+    variables: a tree of arrays by collection.
+    weight_hparams: their WeightHParams, of these collections at least; some declare that they stay float32.
+    dtype: the model's `fprop_dtype`.
+  """
+
+  def cast(hparams: base_layer.WeightHParams, x: jax.Array) -> jax.Array:
+    return x if _STAYS_FLOAT32 in (hparams.collections or ()) else cast_floats(x, dtype)
+
+  return {name: jax.tree.map(cast, weight_hparams[name], tree) for name, tree in variables.items()}
+
+
+def cast_floats(tree: Any, dtype: Any) -> Any:
+  """Returns the tree with its float32 arrays cast to the dtype."""
+  return jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, tree)

@@ -1,0 +1,374 @@
+"""Finds, reads and writes the checkpoints of Paxml. Needs neither Paxml nor its TensorFlow.
+
+    state = read_pax_checkpoint(job / 'checkpoints' / 'checkpoint_00000100', abstract_state)
+    write_pax_checkpoint(other / 'checkpoints', 100, state)      # Paxml 1.4.0 restores it
+
+    checkpoints/checkpoint_00000100/metadata/metadata   JSON: the true shapes of the model's variables
+    checkpoints/checkpoint_00000100/state/<name>/       one array: zarr v2; all in one OCDBT store from version 1.2 on
+    checkpoints/*.orbax-checkpoint-tmp-*                being written, or left by a kill
+
+A name is the path of a leaf in Paxml's TrainState: `step`, `mdl_vars.params.lm.final_ln.scale`, or
+`opt_states_0.p#2#i-1_2.m.params.lm....`: learner 0, the variables with the repeat prefix [2], link 2 of its chain of
+gradient transformations. An array is stored as it lay on the mesh: zeros follow in every dim that the mesh did not
+divide. They are cut off when it is read, and nothing is padded when it is written. Each process reads and writes its
+own shards only.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import json
+import re
+from typing import Any, Literal
+
+from etils import epath
+import jax
+import numpy as np
+
+from spmd_tasks.bridges._lazy_arrays import LazyArray, place_on_mesh
+from spmd_tasks.checkpoints.checkpoint_directory import CheckpointDirectory
+from spmd_tasks.checkpoints.manifest import describe_mismatches
+from spmd_tasks.distributed import barrier, is_primary
+from spmd_tasks.errors import UserError
+from spmd_tasks.files import is_remote, read_text, storage_errors, write_durably
+
+_STATE, _METADATA = 'state', 'metadata/metadata'
+_STEP_DIRECTORY = re.compile(r'checkpoint_(\d+)')
+_COMMITTED = 'commit_success.txt'
+_OCDBT_MANIFEST = 'manifest.ocdbt'
+_ARRAY_TAG = '_array_metadata_tag'
+_VERSION = 1.1
+_LIMIT_S = 3600
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredArray:
+  """An array of a checkpoint, not read yet.
+
+  Attributes:
+    store: a tensorstore.TensorStore, whose shape includes the padding.
+    true_shape: without padding; None for optimizer state, which Paxml does not describe.
+  """
+
+  store: Any
+  true_shape: tuple[int, ...] | None
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The true shape if it is known, else the stored one."""
+    return tuple(self.store.shape) if self.true_shape is None else self.true_shape
+
+  @property
+  def dtype(self) -> Any:
+    return self.store.dtype.numpy_dtype
+
+  def fits(self, shape: Sequence[int]) -> bool:
+    """Whether the array may have this shape without its padding."""
+    if self.true_shape is not None:
+      return self.true_shape == tuple(shape)
+    return len(shape) == self.store.rank and all(n <= m for n, m in zip(shape, self.store.shape, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class PaxCheckpoint:
+  """One complete checkpoint of Paxml, `checkpoint_<step>`.
+
+  Attributes:
+    path: its directory.
+  """
+
+  path: epath.Path
+
+  @property
+  def step(self) -> int:
+    return int(self.path.name.rpartition('_')[2])
+
+  @functools.cached_property
+  def is_ocdbt(self) -> bool:
+    """Whether all arrays share one store; version 1.1 has a directory per array."""
+    return (self.path / _STATE / _OCDBT_MANIFEST).exists()
+
+  @functools.cached_property
+  def arrays(self) -> dict[str, StoredArray]:
+    """Every array by its name. Reads metadata only.
+
+    Raises:
+      UserError: Paxml wrote the checkpoint in a form that cannot be read here.
+    """
+    names = sorted(self._list())
+    if not names:
+      what = 'one msgpack file, as of a pmap job' if (self.path / _STATE / 'checkpoint').exists() else 'no array'
+      raise UserError(f'{self.path / _STATE} holds {what}: only checkpoints of partitioned (pjit) jobs can be read.')
+    shapes = self._true_shapes()
+    stores = [self._open(name) for name in names]
+    return {
+      name: StoredArray(store=store, true_shape=shapes.get(name) if store.rank else ())
+      for name, store in zip(names, (future.result() for future in stores), strict=True)
+    }
+
+  def name_of(self, path: Sequence[Any]) -> str:
+    """Returns the name of the leaf with this key path in a TrainState."""
+    return _ocdbt_name(path) if self.is_ocdbt else _pax_name(path)
+
+  def _open(self, name: str) -> Any:
+    import tensorstore as ts  # here and below: a start without a checkpoint of Paxml does not need it
+
+    base = _key_value_store(self.path / _STATE)
+    store = base | {'path': f'{base["path"]}{name}/'}
+    if self.is_ocdbt:
+      store = {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'}
+    return ts.open({'driver': 'zarr', 'kvstore': store}, open=True, read=True)
+
+  def _list(self) -> Iterator[str]:
+    import tensorstore as ts
+
+    if not self.is_ocdbt:
+      yield from (path.name for path in (self.path / _STATE).iterdir() if (path / '.zarray').exists())
+      return
+    store = ts.KvStore.open({'driver': 'ocdbt', 'base': _key_value_store(self.path / _STATE)})
+    for key in store.result().list().result():
+      name, _, file = key.decode().rpartition('/')
+      if file == '.zarray':
+        yield name
+
+  def _true_shapes(self) -> dict[str, tuple[int, ...]]:
+    if not (self.path / _METADATA).exists():  # a checkpoint of ours
+      return {}
+    described = json.loads(read_text(self.path / _METADATA)).get('train_state_metadata', {})
+
+    def walk(node: Mapping[str, Any], name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+      if node.get(_ARRAY_TAG):
+        if 'unpadded_shape' in node:
+          yield name, tuple(node['unpadded_shape'])
+        return
+      for key, child in node.items():
+        if isinstance(child, Mapping):
+          yield from walk(child, f'{name}.{key}' if name else key)
+
+    return dict(walk(described, ''))
+
+
+def _pax_name(path: Sequence[Any]) -> str:
+  """Returns Paxml's name of a leaf: fields and keys joined by dots, `_i` for item i of a list or a tuple.
+
+  Args:
+    path: of jax.tree_util.tree_flatten_with_path.
+  """
+  name = ''
+  for key in path:
+    if isinstance(key, jax.tree_util.SequenceKey):
+      name += f'_{key.idx}'
+    else:
+      name += ('.' if name else '') + jax.tree_util.keystr((key,), simple=True)
+  return name
+
+
+def _ocdbt_name(path: Sequence[Any]) -> str:
+  """Returns Orbax's name of a leaf, which Paxml uses with OCDBT: all keys joined by dots."""
+  return jax.tree_util.keystr(tuple(path), simple=True, separator='.')
+
+
+def pax_checkpoints(directory: epath.PathLike) -> dict[int, PaxCheckpoint]:
+  """Returns Paxml's complete checkpoints in `<job>/checkpoints` by ascending step; {} if there is none."""
+  directory = epath.Path(directory)
+  paths = list(directory.iterdir()) if directory.is_dir() else []
+  found = [PaxCheckpoint(path) for path in paths if is_complete(path)]
+  return {checkpoint.step: checkpoint for checkpoint in sorted(found, key=lambda checkpoint: checkpoint.step)}
+
+
+def checkpoint_format(directory: epath.PathLike) -> Literal['pax', 'spmd_tasks'] | None:
+  """Says by files who wrote the newest checkpoint in a directory: Paxml or this project; None without a checkpoint.
+
+  Both use the names `checkpoint_<step>`.
+  """
+  directory = epath.Path(directory)
+  own = CheckpointDirectory(path=directory).complete_steps() if directory.is_dir() else []
+  newest = {'pax': max(pax_checkpoints(directory), default=-1), 'spmd_tasks': max(own, default=-1)}
+  if max(newest.values()) < 0:
+    return None
+  return 'pax' if newest['pax'] > newest['spmd_tasks'] else 'spmd_tasks'
+
+
+def open_pax_checkpoint(directory: epath.PathLike, step: int | None = None) -> PaxCheckpoint:
+  """Returns the checkpoint of a step (None: the newest) in `<job>/checkpoints`, or the one that `directory` itself is.
+
+  Raises:
+    UserError: there is none.
+  """
+  directory = epath.Path(directory)
+  if step is None and is_complete(directory):
+    return PaxCheckpoint(directory)
+  found = pax_checkpoints(directory)
+  if not found or (step is not None and step not in found):
+    wanted = '' if step is None else f' of step {step}'
+    has = f'its steps are {[*found]}, choose one' if found else 'name the directory `checkpoints` of a Pax job'
+    raise UserError(f'{directory} holds no complete checkpoint of Paxml{wanted}: {has}.')
+  return found[max(found) if step is None else step]
+
+
+def is_complete(path: epath.Path) -> bool:
+  """Whether Paxml gave a directory its final name. In an object store, where nothing is renamed, a file says so."""
+  return (
+    _STEP_DIRECTORY.fullmatch(path.name) is not None
+    and (path / _METADATA).exists()
+    and (not is_remote(path) or (path / _COMMITTED).exists())
+  )
+
+
+def _key_value_store(path: epath.Path) -> dict[str, Any]:
+  """Returns the TensorStore spec of the files below a local directory or `gs://bucket/...`."""
+  if not is_remote(path):
+    return {'driver': 'file', 'path': f'{path.absolute()}/'}
+  bucket, _, rest = str(path).removeprefix('gs://').partition('/')
+  return {'driver': 'gcs', 'bucket': bucket, 'path': f'{rest}/'}
+
+
+def read_pax_checkpoint(path: epath.PathLike, abstract_state: Any) -> Any:
+  """Reads a checkpoint of Paxml into the structure of `abstract_state`.
+
+  Args:
+    path: `<job>/checkpoints/checkpoint_<step>`, or `<job>/checkpoints` for the newest.
+    abstract_state: a tree of jax.ShapeDtypeStruct with the key paths of Paxml's TrainState and true shapes. A leaf with
+      a sharding becomes a jax.Array, one without a numpy array. A tree without `opt_states` reads the variables only.
+      Masked leaves of optimizer state (optax.MaskedNode) have no leaf here either.
+
+  Raises:
+    UserError: there is no checkpoint, or it lacks an array, has it in another shape or dtype, or has one that the tree
+      has no place for; all are named. Integers of another width are converted.
+  """
+  checkpoint = open_pax_checkpoint(path)
+  paths, structure = jax.tree_util.tree_flatten_with_path(abstract_state)
+  wanted = {checkpoint.name_of(key_path): leaf for key_path, leaf in paths}
+  _check(checkpoint, wanted)
+  values = read_arrays(checkpoint.arrays, wanted)
+  return jax.tree_util.tree_unflatten(structure, [values[name] for name in wanted])
+
+
+def read_arrays(stored: Mapping[str, StoredArray], wanted: Mapping[str, Any]) -> dict[str, Any]:
+  """Reads arrays by name, cut to the shapes of `wanted`: jax.ShapeDtypeStructs as `read_pax_checkpoint` takes them.
+
+  Raises:
+    UserError: an array has another shape or dtype.
+  """
+  if problems := [line for name, leaf in wanted.items() if (line := _mismatch(name, stored[name], leaf))]:
+    raise UserError(f'the checkpoint does not fit the experiment:\n{describe_mismatches(problems)}')
+  return {name: _read(stored[name], leaf) for name, leaf in wanted.items()}
+
+
+def write_pax_checkpoint(directory: epath.PathLike, step: int, state: Any) -> epath.Path:
+  """Writes `<directory>/checkpoint_<step>` as Paxml 1.4.0 does (version 1.1, without OCDBT), and returns its path.
+
+  Every process of a job calls it. The directory gets its final name when it is complete.
+
+  Args:
+    directory: `<job>/checkpoints`.
+    step: that of the state.
+    state: a tree of jax.Arrays or of numpy arrays with the key paths of Paxml's TrainState and true shapes.
+
+  Raises:
+    UserError: there is a checkpoint of that step.
+    StorageError: a file cannot be written.
+  """
+  path = epath.Path(directory) / f'checkpoint_{step:08d}'
+  partial = path.with_name(f'{path.name}.orbax-checkpoint-tmp-0')  # a name that Paxml takes for an unfinished one
+  if path.exists():
+    raise UserError(f'{path} exists: choose another directory, or delete it.')
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  with storage_errors(partial):
+    if is_primary():
+      if partial.exists():
+        partial.rmtree()
+      for folder in (partial / _STATE, (partial / _METADATA).parent):
+        folder.mkdir(parents=True)
+      write_durably(partial / _METADATA, _describe(leaves))
+    barrier('pax_checkpoint_started', limit_s=_LIMIT_S)
+    writes = [write for key_path, leaf in leaves for write in _start_to_write(partial, _pax_name(key_path), leaf)]
+    for write in writes:
+      write.result()
+    barrier('pax_checkpoint_written', limit_s=_LIMIT_S)
+    if is_primary():
+      partial.rename(path)
+    barrier('pax_checkpoint_renamed', limit_s=_LIMIT_S)
+  return path
+
+
+def _check(checkpoint: PaxCheckpoint, wanted: Mapping[str, Any]) -> None:
+  stored = checkpoint.arrays
+  parts = {name.split('.')[0] for name in wanted}
+  problems = []
+  for name, leaf in wanted.items():
+    if (array := stored.get(name)) is None:
+      problems.append(f'{name} {_describe_array(leaf)} is not in the checkpoint')
+    elif line := _mismatch(name, array, leaf):
+      problems.append(line)
+  problems += [
+    f'{name} {_describe_array(array)} of the checkpoint has no place in the model'
+    for name, array in stored.items()
+    if name not in wanted and name.split('.')[0] in parts
+  ]
+  if problems:
+    raise UserError(
+      f'{checkpoint.path} does not fit the experiment:\n{describe_mismatches(problems)}\nUse the experiment that wrote '
+      'it, with its sizes, layers and learner.'
+    )
+
+
+def _mismatch(name: str, array: StoredArray, leaf: Any) -> str | None:
+  if array.fits(leaf.shape) and _is_convertible(array.dtype, leaf.dtype):
+    return None
+  return f'{name} must be {_describe_array(leaf)}, but the checkpoint has {_describe_array(array)}'
+
+
+def _describe_array(array: Any) -> str:
+  return f'{np.dtype(array.dtype).name}{list(array.shape)}'
+
+
+def _is_convertible(stored: Any, wanted: Any) -> bool:
+  """Counters may have another width; for anything else a conversion would lose or invent digits."""
+  return stored == wanted or (np.issubdtype(stored, np.integer) and np.issubdtype(wanted, np.integer))
+
+
+def _read(array: StoredArray, leaf: Any) -> Any:
+  lazy = LazyArray(leaf.shape, leaf.dtype, lambda index: array.store[index].read().result())
+  return np.asarray(lazy) if leaf.sharding is None else place_on_mesh(lazy, leaf)
+
+
+def _start_to_write(partial: epath.Path, name: str, leaf: Any) -> list[Any]:
+  """Returns the futures of the parts that this process writes: of each part of the array one replica, as one file."""
+  import tensorstore as ts
+
+  is_sharded = isinstance(leaf, jax.Array)
+  if not is_sharded and not is_primary():
+    return []
+  chunk = leaf.sharding.shard_shape(leaf.shape) if is_sharded else leaf.shape
+  base = _key_value_store(partial / _STATE)
+  spec = {
+    'driver': 'zarr',
+    'kvstore': base | {'path': f'{base["path"]}{name}/'},
+    'dtype': leaf.dtype.name,
+    'metadata': {'shape': leaf.shape, 'chunks': [max(1, n) for n in chunk], 'compressor': {'id': 'zstd', 'level': 1}},
+  }
+  store = ts.open(spec, create=True, open=True).result()
+  if not is_sharded:
+    return [store.write(leaf)]
+  return [
+    store[shard.index].write(np.asarray(shard.data)) for shard in leaf.addressable_shards if shard.replica_id == 0
+  ]
+
+
+def _describe(leaves: Sequence[tuple[Any, Any]]) -> str:
+  """Returns the JSON that Paxml compares with an experiment's variables before it restores them."""
+  described: dict[str, Any] = {}
+  for key_path, leaf in leaves:
+    *parents, last = [jax.tree_util.keystr((key,), simple=True) for key in key_path]
+    if parents[:1] == ['mdl_vars']:
+      place = described
+      for name in parents:
+        place = place.setdefault(name, {})
+      place[last] = {
+        _ARRAY_TAG: True,
+        'is_optax_masked_node': False,
+        'unpadded_shape': list(leaf.shape),
+        'dtype': leaf.dtype.name,
+      }
+  return json.dumps({'version': _VERSION, 'train_state_metadata': described})
