@@ -10,14 +10,16 @@ its config are paths of ours: `--set task.train.learner.optimizer.learning_rate=
 
 from collections.abc import Mapping, Sequence
 import functools
+import os
 import re
-from typing import Any, ClassVar
+import time
+from typing import Any, ClassVar, cast
 import warnings
 
 from flax.core import FrozenDict
+from paxml import trainer_lib
 from praxis import base_hyperparams
 
-from spmd_tasks.bridges.pax._early_end import PaxEarlyEnd
 from spmd_tasks.bridges.pax._input import PaxInput
 from spmd_tasks.bridges.pax._origins import LoadingRules, PaxJob, is_pax_job
 from spmd_tasks.bridges.pax._support import reason_it_cannot_run, refuse_unsupported
@@ -25,12 +27,14 @@ from spmd_tasks.bridges.pax._task import PaxTask
 from spmd_tasks.bridges.pax._variables import partition_of, remove_split_dims
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment
-from spmd_tasks.programs.hooks import TrainHook
+from spmd_tasks.programs.early_end import EarlyEnd, StepReport
+from spmd_tasks.programs.hooks import TrainHook, TrainRun
 from spmd_tasks.runtime import DecodeSettings, Origin
+from spmd_tasks.runtime.metrics import scalars
 from spmd_tasks.sharding import AxisRules
 
-# By the class of a Pax experiment: its task as `as_experiment` has looked at it. To make one takes Pax 0.1 s.
-_UNUSED_TASKS: dict[type, Any] = {}
+# Paxml's own switch: metrics of the training step for every call, not only for those with evals.
+_ALWAYS_TRAIN_METRICS = 'PAXML_EARLY_STOP_ALWAYS_AGGREGATE_TRAIN_METRICS'
 
 
 class PaxExperiment(Experiment):
@@ -78,8 +82,7 @@ class PaxExperiment(Experiment):
     """Returns Pax' config of the task, with this experiment's mesh, steps and seed."""
     experiment = self.pax_experiment()
     experiment.validate()
-    unused = None if self._changed_settings() else _UNUSED_TASKS.pop(self._pax_class, None)
-    task = experiment.task() if unused is None else unused
+    task = experiment.task()
     refuse_unsupported(experiment, task)
     if _is_for_pmap(task.model):  # then Paxml reads no split dims
       task.train.inputs_split_mapping = None
@@ -145,7 +148,6 @@ def as_experiment(pax_class: type) -> type[PaxExperiment]:
   experiment: Any = pax_class()
   task = experiment.task()
   refuse_unsupported(experiment, task)
-  _UNUSED_TASKS[pax_class] = task
   settings = _plain_attributes(pax_class)
   # An int may become a float. Other types are read off the value.
   annotations = {name: int | float if type(value) is int else Any for name, value in settings.items()}
@@ -199,6 +201,79 @@ def build_parts(experiment: PaxExperiment, parts: Mapping[str, Any]) -> dict[str
       for part, datasets in own.items()
     },
   }
+
+
+class PaxEarlyEnd(EarlyEnd):
+  """Asks a task's `early_stopping_fn` as Paxml does, after every training step, and ends a job where it answers True.
+
+  The arguments are made by Paxml's own `tuning_lib`: metrics by the names of its summaries, the running mode, the step,
+  whether this is the last eval, and the directory of the checkpoints. There are no metrics of an eval on the next
+  training batch (`eval_train/`), which is not made here.
+  """
+
+  def __init__(self, *, input_names: Mapping[str, str]):
+    """`input_names` gives Pax' names of the eval sets by ours."""
+    self._input_names = input_names
+    self._last: tuple[int, float] | None = None
+
+  def prepare(self, run: TrainRun) -> None:
+    self._task = cast(Any, run.model.task).task
+    self.every_step = self._task.early_stopping_fn is not None
+    self._num_params = run.model.total_num_params
+    self._checkpoints = run.job_log_dir / 'checkpoints'
+    self._num_train_steps, self._eval_every_steps = run.experiment.num_train_steps, run.experiment.eval_every_steps
+
+  def reason(self, report: StepReport) -> str | None:
+    """Returns the function's name where it answers True."""
+    if self._task.early_stopping_fn is None:
+      return None
+    from paxml import tuning_lib  # with PyGlove, which is seldom needed
+
+    function, train, evals = self._task.early_stopping_fn, self._task.train, None
+    if report.evals:
+      values = [dict(scalars(metrics)) for metrics in report.evals.values()]
+      num_batches = sum(each.pop('num_batches') for each in values)
+      evals = tuning_lib.EvalMetrics(
+        metrics_list=values,
+        scoring_metrics_list=[None] * len(values),
+        steps_per_sec=num_batches / report.eval_seconds,
+        input_names=[self._input_names.get(name, name) for name in report.evals],
+      )
+    is_last = tuning_lib.is_last_checkpoint(
+      trainer_lib.RunningMode.detect(
+        has_train_metrics=True, has_eval_metrics=evals is not None, has_decode_metrics=False
+      ),
+      report.step,
+      self._num_train_steps,
+      self._eval_every_steps or 0,
+      train.decode_interval_steps,
+      train.save_interval_steps,
+      train_to_end=getattr(function, 'train_to_end', False),
+    )
+    metrics = {}
+    if is_last or evals is not None or os.getenv(_ALWAYS_TRAIN_METRICS) == 'true':
+      metrics = {name: float(x) for name, x in report.metrics.items() if x.ndim == 0 and name != 'skipped'}
+    stops = tuning_lib.should_early_stop(
+      function,
+      report.step,
+      is_last,
+      train_weighted_scalars=metrics or None,
+      eval_metrics=evals,
+      num_params=self._num_params,
+      train_steps_per_sec=self._steps_per_second(report.step),
+      checkpoint_path=self._checkpoints,
+    )
+    name = getattr(function, '__qualname__', type(function).__qualname__)
+    return f'task.early_stopping_fn, {name}, says so' if stops else None
+
+  def _steps_per_second(self, step: int) -> float | None:
+    """Returns steps per second since the last call that gave them; None between Paxml's intervals for it."""
+    now = time.time()
+    last_step, last = self._last = self._last or (step - 1, now)
+    if step % self._task.train.compute_steps_per_sec_interval_steps or now <= last:
+      return None
+    self._last = step, now
+    return (step - last_step) / (now - last)
 
 
 def _is_for_pmap(model: Any) -> bool:

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks import exit_codes
+from spmd_tasks.bridges.pax._praxis_layers import Report, Settings
 from spmd_tasks.bridges.pax._praxis_model import Translation, translate_language_model
-from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
 from spmd_tasks.command import Command
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Experiment, Job
@@ -60,30 +60,8 @@ def run(command: Command) -> int:
     'Not translated, so training differs': translated.training_only,
   }
   shown = [line for title, notes in lists.items() if notes for line in (f'{title}:', *(f'  {note}' for note in notes))]
-  print('\n'.join([f'wrote {path}', *shown, str(translated.comparison)]), flush=True)
+  print('\n'.join([f'wrote {path}', *shown, translated.comparison]), flush=True)
   return exit_codes.OK
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
-  """The outputs of both models in evaluation, from the same weights and batch.
-
-  Attributes:
-    logits: the greatest difference over all tokens but padding, and the greatest absolute logit.
-    cross_entropies: Praxis's and ours, nats per token.
-    num_parameters: how many numbers were converted.
-  """
-
-  logits: tuple[float, float]
-  cross_entropies: tuple[float, float]
-  num_parameters: int
-
-  def __str__(self) -> str:
-    return (
-      f'{self.num_parameters:,} parameters converted. On the first batch, Pax and this experiment compute the '
-      f'cross-entropy {self.cross_entropies[0]:.7f} and {self.cross_entropies[1]:.7f}; logits, of up to '
-      f'{self.logits[1]:.2f}, differ by at most {self.logits[0]:.1e}.'
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,13 +72,14 @@ class TranslatedExperiment:
     text: Python source.
     missing: what changes the model's outputs and could not be translated.
     training_only: what changes training only, and could not be translated.
-    comparison: of both models; a sentence where the Pax model cannot be computed, or its weights do not fit ours.
+    comparison: a sentence with the outputs of both models in evaluation, from the same weights and batch, or why there
+      are none.
   """
 
   text: str
   missing: tuple[str, ...]
   training_only: tuple[str, ...]
-  comparison: Comparison | str
+  comparison: str
 
 
 def translate_experiment(job: Job) -> TranslatedExperiment:
@@ -189,7 +168,7 @@ def translate_learning_rate(optimizer: Settings) -> Any:
   return rate
 
 
-def _compare(job: Job, translation: Translation) -> Comparison | str:
+def _compare(job: Job, translation: Translation) -> str:
   """Draws the Pax model's variables, converts them, and lets both models compute the first batch; or says why not."""
   task: Any = job.task
   if task.cannot_run is not None:
@@ -215,10 +194,11 @@ def _compare(job: Job, translation: Translation) -> Comparison | str:
     float(translation.loss({'logits': logits, 'aux': predictions['aux']}, batch).metrics['cross_entropy'][0])
     for logits in (theirs, ours)
   ]
-  return Comparison(
-    logits=(float(np.abs(theirs - ours)[is_token].max()), float(np.abs(theirs)[is_token].max())),
-    cross_entropies=(entropies[0], entropies[1]),
-    num_parameters=sum(array.size for array in source.values()),
+  difference = np.abs(theirs - ours)[is_token].max()
+  return (
+    f'{sum(array.size for array in source.values()):,} parameters converted. On the first batch, Pax and this experiment '
+    f'compute the cross-entropy {entropies[0]:.7f} and {entropies[1]:.7f}; logits, of up to '
+    f'{np.abs(theirs)[is_token].max():.2f}, differ by at most {difference:.1e}.'
   )
 
 

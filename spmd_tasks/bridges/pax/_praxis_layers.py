@@ -1,25 +1,139 @@
 """Translates Praxis's sublayers of a transformer block into layers of ours: norms, attention, feed-forward, experts.
 
 Each function takes the settings of a Praxis layer and returns our layer with the rules between their weights, whose
-names are relative to the layer. What our layer cannot express goes into the settings' report.
+names are relative to the layer. Settings reports every setting that nothing has read:
+
+    settings = Settings(config, 'lm.final_ln_tpl', report)
+    epsilon = settings.read('epsilon')
+    settings.finish()       # any other setting that is not at its default goes into the report
+
+So a translation cannot overlook a setting: neither one that it forgot, nor one that a newer Praxis adds.
 
 Shapes: B batch, T sequence, D model, F ffn, H heads, G key/value heads, K head dim, E experts, C slots per expert and
 group of S tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import math
 from typing import Any
 
 from spmd_tasks.bridges._operations import Offset, Reshape, Transpose, Unstack
 from spmd_tasks.bridges._rules import Rule, Slot
-from spmd_tasks.bridges.pax._praxis_settings import Settings
 from spmd_tasks.layers import FeedForward, GatedFeedForward, LayerNorm, RmsNorm
 from spmd_tasks.layers.attention import Attention, Rotary
 from spmd_tasks.layers.moe import CapacityGather, Dropless, ExpertComputation, Experts, MixtureOfExperts, TopKRouter
 
 _ACTIVATIONS = {'ReLU': 'relu', 'SiLU': 'silu', 'Swish': 'silu', 'SquaredReLU': 'squared_relu'}
+# Settings of every Praxis layer that do not change what it computes: names, initial values, where weights lie.
+_IRRELEVANT = frozenset(
+  {
+    'activation_split_dims_mapping',
+    'contiguous_submeshes',
+    'dcn_mesh_shape',
+    'dtype',
+    'fprop_dtype',
+    'ici_mesh_shape',
+    'mesh_axis_names',
+    'name',
+    'params_init',
+    'parent',
+    'skip_lp_regularization',
+    'weight_init',
+    'weight_split_dims_mapping',
+  }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """Collects the settings that a translation cannot express.
+
+  Attributes:
+    outputs: settings that change what the model computes; with any of these, outputs differ.
+    training: settings that change training only, such as dropout of attention weights.
+    balance_weights: of the load balance losses of the layers with experts.
+  """
+
+  outputs: list[str] = dataclasses.field(default_factory=list)
+  training: list[str] = dataclasses.field(default_factory=list)
+  balance_weights: list[float] = dataclasses.field(default_factory=list)
+
+
+class Settings:
+  """Reads a Praxis layer's settings by name.
+
+  Attributes:
+    path: of the config, for the report.
+    report: what cannot be expressed.
+  """
+
+  def __init__(self, config: Any, path: str, report: Report):
+    """Takes a config, `pax_fiddle.Config(layers.LayerNorm)`, or a layer that was built from one."""
+    from praxis import pax_fiddle
+
+    self._config = config
+    self.path = path
+    self.report = report
+    self.layer_class = config.cls if isinstance(config, pax_fiddle.Config) else type(config)
+    self._default = pax_fiddle.Config(self.layer_class)
+    self._read: set[str] = set()
+
+  @property
+  def class_name(self) -> str:
+    """The name of a class of Praxis; for any other class the name with its module, which nothing knows."""
+    name, module = self.layer_class.__name__, self.layer_class.__module__
+    return name if module.startswith('praxis.') else f'{module}.{name}'
+
+  def has(self, name: str) -> bool:
+    """Whether the layer has a setting of this name."""
+    return any(field.name == name for field in dataclasses.fields(self.layer_class))
+
+  def read(self, name: str) -> Any:
+    self._read.add(name)
+    return getattr(self._config, name)
+
+  def child(self, name: str) -> 'Settings | None':
+    """Returns the settings of a sublayer's template, None if it has none."""
+    template = self.read(name)
+    return None if template is None else Settings(template, f'{self.path}.{name}', self.report)
+
+  def ignore(self, *names: str) -> None:
+    """Names settings that change nothing here, or that the layer around this one overrides."""
+    self._read.update(names)
+
+  def training_only(self, *names: str) -> None:
+    """Reports the settings that change training, where they are not at their defaults."""
+    for name in names:
+      if self._differs(name):
+        self.report.training.append(self._describe(name))
+    self._read.update(names)
+
+  def refuse(self, why: str, *names: str) -> None:
+    """Reports that the values of these settings cannot be expressed; of the whole layer, if none is named."""
+    what = ', '.join(map(self._describe, names)) or f'{self.path}: {self.class_name}'
+    self.report.outputs.append(f'{what}: {why}')
+    self._read.update(names)
+
+  def finish(self) -> None:
+    """Reports every setting that was not read and is not at its default."""
+    for field in dataclasses.fields(self.layer_class):
+      if field.name not in self._read | _IRRELEVANT and self._differs(field.name):
+        self.report.outputs.append(self._describe(field.name))
+
+  def check_untouched(self, names: Iterable[str] = ()) -> None:
+    """`finish` for a template of which only `names` may differ from the defaults."""
+    self.ignore(*names)
+    self.finish()
+
+  def _differs(self, name: str) -> bool:
+    return bool(getattr(self._config, name) != getattr(self._default, name))
+
+  def _describe(self, name: str) -> str:
+    value = getattr(self._config, name)
+    if hasattr(value, 'cls'):
+      value = value.cls.__name__
+    return f'{self.path}.{name}={value!r}'
 
 
 class Untranslatable(Exception):  # noqa: N818
@@ -78,164 +192,89 @@ def translate_norm(settings: Settings, dtype: str) -> Translated:
     raise Untranslatable(settings)
   settings.ignore('dim')
   scale = Rule('scale', 'scale', *(() if settings.read('direct_scale') else (Offset(1.0),)))
-  layer: Any
-  rules: tuple[Rule, ...]
+  settings.ignore('reductions_in_fp32', 'intermediate_dtype')
+  epsilon, use_bias = settings.read('epsilon'), settings.class_name == 'LayerNorm' and settings.read('use_bias')
+  layer: Any = RmsNorm(epsilon=epsilon, dtype=dtype)
   if settings.class_name == 'LayerNorm':
-    settings.ignore('reductions_in_fp32')
-    use_bias = settings.read('use_bias')
-    layer, rules = LayerNorm(epsilon=settings.read('epsilon'), use_bias=use_bias, dtype=dtype), (scale,)
-    rules += (Rule('bias', 'bias'),) if use_bias else ()
-  else:
-    settings.ignore('intermediate_dtype')
-    layer, rules = RmsNorm(epsilon=settings.read('epsilon'), dtype=dtype), (scale,)
+    layer = LayerNorm(epsilon=epsilon, use_bias=use_bias, dtype=dtype)
+  rules = (scale, Rule('bias', 'bias')) if use_bias else (scale,)
   settings.finish()
   return Translated(layer, rules)
 
 
 def translate_attention(settings: Settings, num_heads: int, head_dim: int | None, context: Context) -> Translated:
   """Translates DotProductAttention, MultiQueryDotProductAttention and GroupedQueryAttention."""
-  if settings.class_name == 'GroupedQueryAttention':
-    return _translate_grouped_query_attention(settings, num_heads, head_dim, context)
-  is_multi_query = settings.class_name == 'MultiQueryDotProductAttention'
-  if not is_multi_query and settings.class_name != 'DotProductAttention':
+  kind = settings.class_name
+  if kind not in ('DotProductAttention', 'MultiQueryDotProductAttention', 'GroupedQueryAttention'):
     raise Untranslatable(settings)
-  model_dim, head_dim = context.model_dim, head_dim or context.model_dim // num_heads
+  head_dim = head_dim or context.model_dim // num_heads
   settings.ignore('input_dim', 'hidden_dim', 'num_heads', 'dim_per_head', 'dropout_tpl', 'decode_cache')
   settings.ignore('internal_gshard_gaussian_init', 'consolidate_rope_key_state', 'attention_mask_summary')
   settings.ignore('cast_rotary_position_emb', 'decoding_maybe_shard_projections', 'atten_dropout_prob')
   settings.ignore('chunked_attn_num_seq_split')
+  for name in ('proj_tpl', 'combined_qkv_proj_tpl'):
+    if settings.has(name) and (projection := settings.child(name)) is not None:
+      projection.check_untouched(('explicit_fan_in_fan_out_axes', 'use_bias'))
   use_bias = settings.read('use_bias')
-  num_kv_heads = settings.read('num_kv_heads') if is_multi_query else num_heads
-  rotary = _rotary(settings)
-  per_dim_scale, softmax_scale = _query_scale(settings, num_heads, head_dim, model_dim)
-  qk_norm, norm_rules = _query_key_norm(settings, rotary)
+  num_kv_heads = num_heads if kind == 'DotProductAttention' else settings.read('num_kv_heads')
+  rotary, per_dim_scale, scale = _positions_and_scale(settings, num_heads, head_dim, context.model_dim)
   layer = Attention(
     num_heads=num_heads,
     num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads,
     head_dim=head_dim,
     causal=context.causal,
     rotary=rotary,
-    qk_norm=qk_norm,
     per_dim_scale=per_dim_scale,
-    softmax_scale=softmax_scale,
+    softmax_scale=None if math.isclose(scale, head_dim**-0.5) else scale,
     logit_cap=settings.read('atten_logit_cap') or None,
     use_bias=use_bias,
     dtype=context.dtype,
   )
-  rules = [*norm_rules]
-  if per_dim_scale:
-    rules.append(Rule('per_dim_scale.per_dim_scale', 'per_dim_scale'))
-  is_flat = _combines_dims(settings)
-  if settings.read('combine_qkv'):
-    assert not is_multi_query  # Praxis has no such weight
-    unflatten = (Reshape((num_heads * head_dim,), (num_heads, head_dim)),) if is_flat else ()
-    for name, leaf, num_dims in (('w', 'kernel', 4), ('b', 'bias', 3))[: 1 + use_bias]:
+  rules = [Rule('per_dim_scale.per_dim_scale', 'per_dim_scale')] if per_dim_scale else []
+  names = (('w', 'kernel', 4), ('b', 'bias', 3))[: 1 + use_bias]
+  if settings.has('combine_qkv') and settings.read('combine_qkv'):
+    for name, leaf, num_dims in names:
       parts = [f'{part}/{leaf}' for part in ('query', 'key', 'value')]
-      rules.append(Rule(f'combined_qkv.{name}', [*parts], *unflatten, Unstack(-num_dims, 3)))
+      rules.append(Rule(f'combined_qkv.{name}', [*parts], Unstack(-num_dims, 3)))
   else:
-    for name, heads in (('query', num_heads), ('key', num_kv_heads), ('value', num_kv_heads)):
-      is_headless = is_multi_query and name != 'query' and heads == 1
-      flat = (head_dim,) if is_headless else (heads * head_dim,)
-      unflatten = (Reshape(flat, (heads, head_dim)),) if is_flat or is_headless else ()
-      rules.append(Rule(f'{name}.w', f'{name}/kernel', *unflatten))
-      if use_bias:
-        rules.append(Rule(f'{name}.b', f'{name}/bias', *unflatten))
-  flat, full = (num_heads * head_dim,), (num_heads, head_dim)
-  if settings.read('output_proj_use_nhd_shape'):
-    to_out: tuple[Any, ...] = (Reshape((*flat, model_dim), (*full, model_dim)),) if is_flat else ()
-  else:
-    to_out = ((Reshape(flat, full),) if is_flat else ()) + (Transpose((1, 2, 0)),)
-  rules.append(Rule('post.w', 'out/kernel', *to_out))
+    for part, heads in (('query', num_heads), ('key', num_kv_heads), ('value', num_kv_heads)):
+      # One head has no dim in these weights.
+      has_dim = kind == 'DotProductAttention' or (kind == 'MultiQueryDotProductAttention' and part == 'query')
+      is_headless = heads == 1 and not has_dim
+      unflatten = (Reshape((head_dim,), (1, head_dim)),) if is_headless else ()
+      rules += [Rule(f'{part}.{name}', f'{part}/{leaf}', *unflatten) for name, leaf, _ in names]
+  rules.append(Rule('post.w', 'out/kernel', Transpose((1, 2, 0))))
   if use_bias:
     rules.append(Rule('post.b', 'out/bias'))
   settings.finish()
   return Translated(layer, tuple(rules))
 
 
-def _translate_grouped_query_attention(
-  settings: Settings, num_heads: int, head_dim: int | None, context: Context
-) -> Translated:
-  """Translates GroupedQueryAttention, whose projections have no templates; one key head has no dim in the weights."""
-  head_dim = head_dim or context.model_dim // num_heads
-  settings.ignore('input_dim', 'hidden_dim', 'num_heads', 'dim_per_head', 'atten_dropout_prob')
-  num_kv_heads, use_bias = settings.read('num_kv_heads'), settings.read('use_bias')
-  temperature, timescales = settings.read('atten_temp'), settings.read('rope_min_max_timescales')
-  if timescales is not None and timescales[0] != 1:
-    settings.refuse('the shortest timescale of rotary positions is 1 here', 'rope_min_max_timescales')
-  layer = Attention(
-    num_heads=num_heads,
-    num_kv_heads=None if num_kv_heads == num_heads else num_kv_heads,
-    head_dim=head_dim,
-    causal=context.causal,
-    rotary=None if timescales is None else Rotary(max_wavelength=float(timescales[1])),
-    softmax_scale=None if temperature == 1 else head_dim**-0.5 / temperature,
-    logit_cap=settings.read('atten_logit_cap') or None,
-    use_bias=use_bias,
-    dtype=context.dtype,
-  )
-  rules = [Rule('post.w', 'out/kernel', Transpose((1, 2, 0)))]
-  if use_bias:
-    rules.append(Rule('post.b', 'out/bias'))
-  for name, heads in (('query', num_heads), ('key', num_kv_heads), ('value', num_kv_heads)):
-    unflatten = (Reshape((head_dim,), (1, head_dim)),) if heads == 1 else ()
-    rules.append(Rule(f'{name}.w', f'{name}/kernel', *unflatten))
-    if use_bias:
-      rules.append(Rule(f'{name}.b', f'{name}/bias', *unflatten))
-  settings.finish()
-  return Translated(layer, tuple(rules))
-
-
-def _combines_dims(settings: Settings) -> bool:
-  """Whether the kernels hold [D, H * K]: a setting of the projections' templates, which have no other of interest."""
-  flags = []
-  for name in ('proj_tpl', 'combined_qkv_proj_tpl'):
-    if settings.has(name) and (projection := settings.child(name)) is not None:
-      flags.append(projection.read('attention_combine_dims'))
-      projection.ignore('explicit_fan_in_fan_out_axes', 'use_bias')
-      projection.finish()
-  return flags[-1] if settings.read('combine_qkv') else flags[0]
-
-
-def _rotary(settings: Settings) -> Rotary | None:
-  positions = settings.child('rotary_position_emb_tpl')
-  if not settings.read('use_rotary_position_emb'):
-    return None
-  if positions is None or positions.class_name != 'RotaryPositionalEmbedding':
-    raise Untranslatable(positions or settings)
-  positions.ignore('embedding_dims', 'cast_as_fprop_dtype')
-  max_timescale = float(positions.read('max_timescale'))
-  positions.finish()
-  return Rotary(max_wavelength=max_timescale)
-
-
-def _query_scale(settings: Settings, num_heads: int, head_dim: int, model_dim: int) -> tuple[bool, float | None]:
-  """Returns our `per_dim_scale` and `softmax_scale`."""
-  is_scaled = settings.read('internal_enable_query_scale')
-  by_head_dim = settings.read('scale_query_by_dim_per_head')
+def _positions_and_scale(
+  settings: Settings, num_heads: int, head_dim: int, model_dim: int
+) -> tuple[Rotary | None, bool, float]:
+  """Returns the rotary positions, whether queries have a scale per dim, and the scale of the logits."""
+  if settings.class_name == 'GroupedQueryAttention':
+    timescales = settings.read('rope_min_max_timescales')
+    if timescales is not None and timescales[0] != 1:
+      settings.refuse('the shortest timescale of rotary positions is 1 here', 'rope_min_max_timescales')
+    rotary = None if timescales is None else Rotary(max_wavelength=float(timescales[1]))
+    return rotary, False, head_dim**-0.5 / settings.read('atten_temp')
+  positions, rotary = settings.child('rotary_position_emb_tpl'), None
+  if settings.read('use_rotary_position_emb'):
+    if positions is None or positions.class_name != 'RotaryPositionalEmbedding':
+      raise Untranslatable(positions or settings)
+    positions.ignore('embedding_dims', 'cast_as_fprop_dtype')
+    rotary = Rotary(max_wavelength=float(positions.read('max_timescale')))
+    positions.finish()
+  is_scaled, per_dim_scale = settings.read('internal_enable_query_scale'), False
   if settings.class_name == 'MultiQueryDotProductAttention':
-    is_scaled, per_dim, scaled_logits = True, False, False  # whatever its setting says
+    is_scaled = True  # whatever its setting says
   else:
-    is_per_dim = settings.read('internal_enable_per_dim_scale')  # in any case: what is not read is reported
-    per_dim = is_scaled and is_per_dim
     settings.ignore('per_dim_scale_tpl')
-    scaled_logits = settings.read('scale_logits_by_head_dims')
-  scale = 1.0
-  if is_scaled:
-    scale = (head_dim if per_dim or by_head_dim else model_dim // num_heads) ** -0.5
-  if scaled_logits:
-    scale *= head_dim**-0.5
-  return per_dim, None if math.isclose(scale, head_dim**-0.5) else scale
-
-
-def _query_key_norm(settings: Settings, rotary: Rotary | None) -> tuple[bool, list[Rule]]:
-  """Returns our `qk_norm` and its rules: Praxis normalizes after the rotation, which is the same without one."""
-  if not settings.has('ln_tpl') or (norm := settings.child('ln_tpl')) is None:
-    return False, []
-  translated = translate_norm(norm, 'float32')
-  if rotary is not None or translated.layer != RmsNorm(epsilon=1e-6):
-    settings.refuse('only an RmsNorm with epsilon 1e-6, and without rotary positions', 'ln_tpl')
-  pairs = (('layer_norm_q', 'query_norm'), ('layer_norm_k', 'key_norm'))
-  return True, [rule for source, target in pairs for rule in translated.placed(f'{source}.', f'{target}/')]
+    per_dim_scale = settings.read('internal_enable_per_dim_scale') and is_scaled
+  scale = (head_dim if per_dim_scale else model_dim // num_heads) ** -0.5 if is_scaled else 1.0
+  return rotary, per_dim_scale, scale
 
 
 def translate_activation(settings: Settings | None) -> str:

@@ -8,9 +8,14 @@
 Dense and MoE layers, in one StackedTransformer, repeated, pipelined, or both. Praxis's weights have names with dots,
 below the collection `params` (`lm.softmax.logits_ffn.linear.w`), ours with slashes (`embedding/table`).
 
-Shapes: B batch, T sequence, D model, V vocab, L layers, P stages.
+Praxis names the layers of a StackedTransformer `x_layers_0`, `x_layers_1`, ...; a repeated stack stores each of them
+[x_times, ...], a pipeline [P, ...], a circular pipeline [V, P, ...]. Ours are [L, ...] in the order in which they run,
+or [L / n, ...] for each of the n blocks of a BlockGroup, where n different layers alternate.
+
+Shapes: B batch, T sequence, D model, V vocab or repeats of a circular pipeline, L layers, P stages.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -18,13 +23,35 @@ import numpy as np
 
 from spmd_tasks.bridges._operations import Transpose
 from spmd_tasks.bridges._rules import Rule, RuleTable
-from spmd_tasks.bridges.pax._praxis_layers import Context, Translated, Untranslatable, translate_norm
-from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
-from spmd_tasks.bridges.pax._praxis_stack import translate_stack
+from spmd_tasks.bridges.pax._praxis_layers import (
+  Context,
+  Report,
+  Settings,
+  Translated,
+  Untranslatable,
+  translate_attention,
+  translate_experts,
+  translate_feed_forward,
+  translate_norm,
+)
 from spmd_tasks.errors import UserError
-from spmd_tasks.layers import BlockGroup, LanguageModel, LanguageModelLoss, TokenEmbedding
+from spmd_tasks.layers import (
+  BlockGroup,
+  LanguageModel,
+  LanguageModelLoss,
+  TokenEmbedding,
+  TransformerBlock,
+  TransformerStack,
+)
 from spmd_tasks.layers.attention import LearnedPositions, SinusoidalPositions
 from spmd_tasks.layers.moe import MixtureOfExperts
+from spmd_tasks.layers.pipeline import PipelinedStack
+
+_REMAT_POLICIES = {
+  'save_everything': 'none',
+  'save_dot_only': 'dots',
+  'save_dot_with_no_batch_dims': 'dots_no_batch',
+}  # 'full' for any other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +111,10 @@ def _translate(settings: Settings, report: Report, tokens_shape: tuple[int, int]
   )
   lm.ignore('packed_input', 'model_type', 'skip_aux_loss', 'record_activations_in_xent_output')
   lm.training_only('entropy_loss_weight')
-  softmax = _required(lm, 'softmax_tpl')
+  softmax = _child(lm, 'softmax_tpl')
   embedding, positions = _translate_embedding(lm, softmax, context), _translate_positions(lm, dtype)
-  stack, stack_rules = translate_stack(_required(lm, 'stacked_transformer_tpl'), 'lm.transformer.', 'stack/', context)
-  final_norm = translate_norm(_required(lm, 'final_ln_tpl'), dtype)
+  stack, stack_rules = _translate_stack(_child(lm, 'stacked_transformer_tpl'), 'lm.transformer.', 'stack/', context)
+  final_norm = translate_norm(_child(lm, 'final_ln_tpl'), dtype)
   lm.finish()
   model = LanguageModel(
     embedding=embedding.layer,
@@ -108,14 +135,6 @@ def _translate(settings: Settings, report: Report, tokens_shape: tuple[int, int]
     missing=tuple(dict.fromkeys(report.outputs)),
     training_only=tuple(dict.fromkeys(report.training)),
   )
-
-
-def _required(settings: Settings, name: str) -> Settings:
-  child = settings.child(name)
-  if child is None:
-    settings.refuse('ours needs one', name)
-    raise Untranslatable(settings)
-  return child
 
 
 def _loss(softmax: Settings, model: LanguageModel, report: Report) -> LanguageModelLoss:
@@ -140,15 +159,11 @@ def _translate_embedding(lm: Settings, softmax: Settings, context: Context) -> T
   softmax.ignore('use_tgt_labels_size_as_loss_denominator')
   name = softmax.class_name
   if name in ('SharedEmbeddingSoftmax', 'FullSoftmax'):
-    feed_forward = _required(softmax, 'feed_forward_tpl')
+    feed_forward = _child(softmax, 'feed_forward_tpl')
     weight, bias, is_transposed = 'logits_ffn.linear.w', 'logits_ffn.bias.b', True
     has_bias = feed_forward.read('has_bias')
     feed_forward.check_untouched(('input_dims', 'output_dims', 'activation_tpl', 'bias_init'))
     scale_logits = softmax.read('scale_before_logits')
-  elif name == 'NClassMajorSharedEmbeddingSoftmax':
-    softmax.ignore('feed_forward_tpl', 'scale_before_logits')  # which this class does not use
-    weight, bias, is_transposed = 'w', 'bias.b', False
-    has_bias, scale_logits = softmax.read('use_bias'), False
   elif name == 'GShardSharedEmbeddingSoftmax':
     weight, bias, is_transposed, has_bias, scale_logits = 'embedding.w', '', False, False, True
   else:
@@ -201,3 +216,153 @@ def _translate_positions(lm: Settings, dtype: str) -> Translated | None:
     raise Untranslatable(positions)
   positions.finish()
   return Translated(layer, rules)
+
+
+def _translate_stack(settings: Settings, source: str, target: str, context: Context) -> tuple[Any, list[Rule]]:
+  """Translates the whole stack.
+
+  Args:
+    settings: of StackedTransformer, StackedTransformerRepeated or PipelinedTransformer.
+    source, target: prefixes of the names of the stack's weights.
+    context: of the layers.
+
+  Returns:
+    (TransformerStack or PipelinedStack, the rules of all layers).
+  """
+  remat_policy, num_repeats, num_microbatches = 'full', 1, 0  # of which a pipeline has some
+  stacked_dims: tuple[int, ...] = ()
+  if settings.class_name == 'PipelinedTransformer':
+    num_stages, num_repeats, num_microbatches = _pipeline(settings, context)
+    stacked_dims = (num_stages,) if num_repeats == 1 else (num_repeats, num_stages)
+    source += 'pipeline.body.'
+    if context.tokens_shape is not None:
+      rows, length = context.tokens_shape
+      context = dataclasses.replace(context, tokens_shape=(rows // num_microbatches, length))
+    settings = _child(settings, 'pipeline_stage')
+  if settings.class_name == 'StackedTransformerRepeated':
+    source += f'{settings.read("repeat_layer_name")}.{settings.read("sublayer_name")}.'
+    stacked_dims += (settings.read('x_times'),)
+    remat_policy = _REMAT_POLICIES.get(settings.read('checkpoint_policy').value, 'full')
+    settings.ignore('unroll_in_decode', 'repeat_optimizer_dims_mapping', 'collect_intermediate_outputs')
+    repeated, settings = settings, _child(settings, 'block')
+    repeated.finish()
+  elif not num_microbatches:
+    is_remat, policy = settings.read('remat'), settings.read('checkpoint_policy')
+    remat_policy = _REMAT_POLICIES.get(policy.value, 'full') if is_remat else 'none'
+  blocks = _translate_blocks(settings, context)
+  places = [(j, index) for index in np.ndindex(*stacked_dims) for j in range(len(blocks))]  # in order of running
+  num_different = _period([blocks[j].layer for j, _ in places])
+  rules: list[Rule] = []
+  for layer, (j, index) in enumerate(places):
+    group, i = divmod(layer, num_different)
+    name = f'{target}layers/' + (f'block_{i}/' if num_different > 1 else '')
+    rules += blocks[j].placed(f'{source}x_layers_{j}.', name, index, (group,))
+  kinds = tuple(blocks[j].layer for j, _ in places[:num_different])
+  fields: dict[str, Any] = {
+    'block': kinds[0] if num_different == 1 else BlockGroup(blocks=kinds),
+    'num_layers': len(places) // num_different,
+    'remat_policy': remat_policy,
+  }
+  if not num_microbatches:
+    return TransformerStack(**fields), rules
+  schedule = 'circular' if num_repeats > 1 else 'gpipe'
+  return PipelinedStack(**fields, num_microbatches=num_microbatches, schedule=schedule, num_repeats=num_repeats), rules
+
+
+def _child(settings: Settings, name: str) -> Settings:
+  """Returns the settings of a sublayer that ours needs."""
+  if (child := settings.child(name)) is None:
+    raise Untranslatable(settings)
+  return child
+
+
+def _pipeline(settings: Settings, context: Context) -> tuple[int, int, int]:
+  """Returns the numbers of stages, of repeats and of microbatches."""
+  settings.ignore('stream_io', 'pipeline_broadcast_inputs', 'checkpoint_policy', 'enable_async_circular_transfer')
+  settings.ignore('bf16_accum_in_fp32', 'pipeline_stage')
+  num_microbatches, rows = settings.read('num_pipeline_microbatches'), settings.read('pipeline_microbatch_size')
+  if num_microbatches is None:
+    num_microbatches = 1 if context.tokens_shape is None else context.tokens_shape[0] // rows
+  stages, repeats = settings.read('num_pipeline_stages'), settings.read('circular_repeat')
+  settings.finish()
+  return stages, repeats, num_microbatches
+
+
+def _period(layers: Sequence[Any]) -> int:
+  """Returns the smallest n that divides the number of layers, such that layer l equals layer l mod n."""
+  num_layers = len(layers)
+  divisors = (n for n in range(1, num_layers + 1) if num_layers % n == 0)
+  return next(n for n in divisors if all(layers[i] == layers[i % n] for i in range(num_layers)))
+
+
+def _translate_blocks(stacked: Settings, context: Context) -> list[Translated]:
+  """Translates each layer of a StackedTransformer."""
+  if stacked.class_name != 'StackedTransformer':
+    raise Untranslatable(stacked)
+  stacked.ignore('model_dims', 'mask_self_attention', 'packed_input', 'fold_padding_with_segment_mask')
+  stacked.ignore('remat', 'checkpoint_policy', 'moe_layer_tpl', 'num_experts', 'num_groups', 'min_group_size')
+  stacked.ignore('gating_func', 'unadjusted_expert_capacity_factor', 'hidden_dims', 'num_heads', 'dim_per_head')
+  if stacked.read('dropout_prob'):
+    stacked.report.training.append(f'{stacked.path}.dropout_prob: inside attention and between the kernels of the ffn')
+  stacked.ignore('residual_dropout_prob')
+  stacked.training_only('atten_dropout_prob', 'relu_dropout_prob', 'residual_droppath_prob', 'input_dropout_prob')
+  num_layers, templates = stacked.read('num_layers'), stacked.read('transformer_layer_params_tpl')
+  several = isinstance(templates, list | tuple)
+  templates = list(templates) if several else [templates]
+  blocks = []
+  for i in range(num_layers):
+    number = i // (num_layers // len(templates))
+    path = f'{stacked.path}.transformer_layer_params_tpl' + (f'[{number}]' if several else '')
+    template = Settings(templates[number], path, stacked.report)
+    blocks.append(_translate_block(template, stacked, i in (stacked.read('moe_layers') or ()), context))
+  stacked.finish()
+  return blocks
+
+
+def _translate_block(settings: Settings, stacked: Settings, has_experts: bool, context: Context) -> Translated:
+  """Translates a Transformer, whose sizes and dropout the stack overrides."""
+  if settings.class_name != 'Transformer':
+    raise Untranslatable(settings)
+  settings.ignore('input_dims', 'hidden_dims', 'num_heads', 'dim_per_head', 'dropout_tpl', 'packed_input')
+  settings.ignore('atten_dropout_prob', 'residual_dropout_prob', 'relu_dropout_prob', 'residual_droppath_prob')
+  settings.ignore('use_cross_attention')
+  policy = settings.read('norm_policy')
+  if policy not in ('pre', 'primer_hybrid'):
+    settings.refuse("only 'pre' and 'primer_hybrid' are known here", 'norm_policy')
+  attention = translate_attention(
+    _child(settings, 'tr_atten_tpl'), stacked.read('num_heads'), stacked.read('dim_per_head'), context
+  )
+  norm = translate_norm(_child(settings, 'ln_tpl'), context.dtype)
+  hidden_dim = stacked.read('hidden_dims')
+  feed_forward = _child(stacked, 'moe_layer_tpl') if has_experts else _child(settings, 'tr_fflayer_tpl')
+  settings.ignore('tr_fflayer_tpl')
+  ffn_norm = translate_norm(_child(feed_forward, 'ln_tpl'), context.dtype)
+  if ffn_norm.layer != norm.layer:
+    feed_forward.refuse('both norms of a block are equal here', 'ln_tpl')
+  if has_experts:
+    ffn = translate_experts(
+      feed_forward,
+      feed_forward.read('hidden_dims') or hidden_dim,
+      num_experts=stacked.read('num_experts'),
+      num_groups=stacked.read('num_groups'),
+      min_group_size=stacked.read('min_group_size'),
+      gating=stacked.read('gating_func'),
+      context=context,
+    )
+  else:
+    ffn = translate_feed_forward(feed_forward, hidden_dim, context)
+  settings.finish()
+  has_post_norms = policy == 'primer_hybrid'
+  norms = {'pre_layer_norm': '_norm', 'post_layer_norm': '_post_norm'} if has_post_norms else {'layer_norm': '_norm'}
+  rules = [*attention.placed('self_attention.', 'attention/'), *ffn.placed('ff_layer.', 'ffn/')]
+  for source, target in norms.items():
+    rules += norm.placed(f'{source}.', f'attention{target}/')
+    rules += ffn_norm.placed(f'ff_layer.{source}.', f'ffn{target}/')
+  block = TransformerBlock(
+    attention=attention.layer,
+    ffn=ffn.layer,
+    norm=norm.layer,
+    post_norm=has_post_norms,
+    dropout_rate=stacked.read('residual_dropout_prob') or stacked.read('dropout_prob'),
+  )
+  return Translated(block, tuple(rules))

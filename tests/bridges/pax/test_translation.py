@@ -14,7 +14,7 @@ import pytest
 
 from spmd_tasks.bridges.pax import install_shims, translate_language_model
 from spmd_tasks.bridges.pax._native_experiment import translate_learning_rate
-from spmd_tasks.bridges.pax._praxis_settings import Report, Settings
+from spmd_tasks.bridges.pax._praxis_layers import Report, Settings
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import BlockGroup, TransformerStack
 from spmd_tasks.layers.pipeline import PipelinedStack
@@ -24,7 +24,6 @@ install_shims()
 from praxis import base_hyperparams, base_layer, layers, optimizers, pax_fiddle, py_utils, schedules  # noqa: E402
 from praxis.layers import (  # noqa: E402
   activations,
-  embedding_softmax,
   grouped_query_attention,
   multi_query_attention,
   transformer_models,
@@ -80,7 +79,7 @@ def rotary_and_rms(p: Parts) -> None:
   p.lm.separate_embedding_tpl = Config(layers.Embedding, scale_sqrt_depth=True)
   p.lm.softmax_tpl = Config(layers.FullSoftmax)
   p.stack.num_heads = 2  # so that the head dim is not D / H
-  p.attention.set(use_rotary_position_emb=True, internal_enable_per_dim_scale=False, output_proj_use_nhd_shape=True)
+  p.attention.set(use_rotary_position_emb=True, internal_enable_per_dim_scale=False)
   p.attention.combine_qkv = True
   norm = Config(layers.RmsNorm, direct_scale=False, epsilon=1e-5)
   p.layer.ln_tpl = norm
@@ -92,12 +91,10 @@ def primer(p: Parts) -> None:
   p.lm.softmax_tpl = Config(layers.GShardSharedEmbeddingSoftmax)
   p.layer.norm_policy = 'primer_hybrid'
   p.ffn.activation_tpl = Config(activations.SquaredReLU)
-  p.attention.set(use_bias=False, ln_tpl=Config(layers.RmsNorm), internal_enable_query_scale=False)
-  p.attention.proj_tpl.attention_combine_dims = True
+  p.attention.set(use_bias=False, internal_enable_query_scale=False)
 
 
 def multi_query(p: Parts) -> None:
-  p.lm.softmax_tpl = Config(embedding_softmax.NClassMajorSharedEmbeddingSoftmax)
   p.layer.tr_atten_tpl = Config(
     multi_query_attention.MultiQueryDotProductAttention, use_rotary_position_emb=True, atten_logit_cap=2.0
   )
@@ -246,6 +243,7 @@ def test_logits_agree_and_the_weights_go_back(name):
   'change, missing, training_only',
   [
     (lambda p: p.attention.set(dconv_qkv=True), ['tr_atten_tpl.dconv_qkv=True'], []),
+    (lambda p: p.attention.proj_tpl.set(attention_combine_dims=True), ['proj_tpl.attention_combine_dims=True'], []),
     (lambda p: p.layer.set(norm_policy='post'), ["norm_policy='post': only 'pre' and 'primer_hybrid'"], []),
     (lambda p: p.ffn.set(residual_weight=0.5), ['tr_fflayer_tpl.residual_weight=0.5'], []),
     (llama(2, rope_min_max_timescales=(2, 500)), ['tr_atten_tpl.rope_min_max_timescales=(2, 500)'], []),
@@ -256,7 +254,7 @@ def test_logits_agree_and_the_weights_go_back(name):
       ['the load balance loss counts both choices'],
     ),
   ],
-  ids=['convolution', 'post-norm', 'residual weight', 'timescale', 'dropout', 'router cap'],
+  ids=['convolution', 'combined dims', 'post-norm', 'residual weight', 'timescale', 'dropout', 'router cap'],
 )
 def test_what_ours_cannot_express_is_listed(change, missing, training_only):
   translation = translate_language_model(language_model(change), IDS.shape)
