@@ -196,8 +196,8 @@ def _compare(job: Job, translation: Translation) -> str:
   ]
   difference = np.abs(theirs - ours)[is_token].max()
   return (
-    f'{sum(array.size for array in source.values()):,} parameters converted. On the first batch, Pax and this experiment '
-    f'compute the cross-entropy {entropies[0]:.7f} and {entropies[1]:.7f}; logits, of up to '
+    f'{sum(array.size for array in source.values()):,} parameters converted. On the first batch, Pax and this '
+    f'experiment compute the cross-entropy {entropies[0]:.7f} and {entropies[1]:.7f}; logits, of up to '
     f'{np.abs(theirs)[is_token].max():.2f}, differ by at most {difference:.1e}.'
   )
 
