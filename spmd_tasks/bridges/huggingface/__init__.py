@@ -9,9 +9,9 @@ No code of a folder is run, and no pickle is read. A key of config.json or a ten
 
 Read `_families.py` (one table per family), then `_config_keys.py` and `_rope.py` (kinds of keys), `_decoder.py` (what a
 config says, as a model of ours and back), `_tensors.py` (rules between tensors and weights), `_folder.py`,
-`_export.py` and `_safetensors.py` (reading and writing), `_generation_config.py` (defaults of requests), `_peft.py`
+`_safetensors.py` (reading and writing), `_generation_config.py` (defaults of requests), `_peft.py`
 (low-rank adapters in folders of `peft`). `experiments.py` has the bases of experiments that start from a folder,
-`origin.py` reads its weights, `exporting.py` runs --mode export.
+`origin.py` reads its weights, `exporting.py` writes folders and runs --mode export.
 """
 
 from etils import epy
@@ -19,10 +19,10 @@ from etils import epy
 from spmd_tasks.wings import Format, Wing
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.bridges.huggingface._export import export_folder
   from spmd_tasks.bridges.huggingface._folder import Folder, open_folder
   from spmd_tasks.bridges.huggingface._peft import AdapterFolder, open_adapter
   from spmd_tasks.bridges.huggingface.experiments import PipelinedPretrainedModel, PretrainedLanguageModel
+  from spmd_tasks.bridges.huggingface.exporting import export_folder
 
 __all__ = [
   'WING',

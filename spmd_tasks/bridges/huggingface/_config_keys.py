@@ -104,28 +104,55 @@ class Entry(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-  """A key that is a field of the Decoder; `aliases` are its other names, and `default` may be a function of fields."""
+  """A key that is a field of the Decoder, or several that are equal.
+
+  Attributes:
+    key, field, kind: its name, the field or fields, and the type of its values.
+    default: the family's, or a function of the fields that are known.
+    aliases: other names of the key.
+    names: where the values have other names here, of all that are known; of two that mean the same, the first is
+      written.
+    nullable: whether null means None, and not the default.
+  """
 
   key: str
-  field: str
+  field: str | tuple[str, ...]
   kind: Any
   default: Any = None
   aliases: tuple[str, ...] = ()
+  names: Mapping[Any, Any] | None = None
+  nullable: bool = False
+
+  @property
+  def _fields(self) -> tuple[str, ...]:
+    return (self.field,) if isinstance(self.field, str) else self.field
 
   def read(self, config: Config, known: Values) -> Values:
-    default = self.default(known) if callable(self.default) else self.default
+    value = self.default(known) if callable(self.default) else self.default
+    if self.nullable and self.key in config.values:
+      value = None
     for key in (self.key, *self.aliases):
-      default = config.read(key, self.kind, default)
-    if default is None:
+      value = config.read(key, self.kind, value)
+    if self.names is not None:
+      if value not in self.names:
+        raise config.error(self.key, f'must be one of {", ".join(map(str, self.names))}')
+      value = self.names[value]
+    elif value is None and not self.nullable:
       raise UserError(f'{config.path} has no {self.key}, which its family needs.')
-    if type(default) in (int, float) and not 0 < default < float('inf'):
+    if type(value) in (int, float) and not 0 < value < float('inf'):
       raise config.error(self.key, 'must be positive and finite')
-    if self.field == 'num_layers' and default > _MAX_LAYERS:  # each has an entry in several fields of the Decoder
+    if self.field == 'num_layers' and value > _MAX_LAYERS:  # each has an entry in several fields of the Decoder
       raise config.error(self.key, f'must be at most {_MAX_LAYERS}')
-    return {self.field: default}
+    return dict.fromkeys(self._fields, value)
 
   def write(self, decoder: Decoder) -> Values:
-    return {self.key: getattr(decoder, self.field)}
+    value = getattr(decoder, self._fields[0])
+    if self.names is None:
+      return {self.key: value}
+    same = [name for name, each in self.names.items() if each == value]
+    if not same:
+      raise UserError(f'{self._fields[0]} = {value!r} has no name in transformers.')
+    return {self.key: self.default if self.default in same else same[0]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,40 +185,14 @@ _ACTIVATIONS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Activation:
+def activation(key: str = 'hidden_act', default: str = 'silu') -> Key:
   """The activation of the feed-forward sublayers, by the names of `transformers`."""
-
-  key: str = 'hidden_act'
-  default: str = 'silu'
-
-  def read(self, config: Config, known: Values) -> Values:
-    name = config.read(self.key, str, self.default)
-    if name not in _ACTIVATIONS:
-      raise config.error(self.key, f'must be one of {", ".join(_ACTIVATIONS)}')
-    return {'activation': _ACTIVATIONS[name]}
-
-  def write(self, decoder: Decoder) -> Values:
-    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
-    if _ACTIVATIONS[self.default] == decoder.activation:
-      return {self.key: self.default}
-    if decoder.activation not in names:
-      raise UserError(f'activation {decoder.activation!r} has no name in transformers.')
-    return {self.key: names[decoder.activation]}
+  return Key(key, 'activation', str, default, names=_ACTIVATIONS)
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionBias:
+def attention_bias(default: bool = False) -> Key:
   """`attention_bias`: of all four projections."""
-
-  default: bool = False
-
-  def read(self, config: Config, known: Values) -> Values:
-    value = config.read('attention_bias', bool, self.default)
-    return {'qkv_bias': value, 'out_bias': value}
-
-  def write(self, decoder: Decoder) -> Values:
-    return {'attention_bias': decoder.qkv_bias}
+  return Key('attention_bias', ('qkv_bias', 'out_bias'), bool, default)
 
 
 @dataclasses.dataclass(frozen=True)

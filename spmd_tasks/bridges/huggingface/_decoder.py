@@ -35,21 +35,12 @@ from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRoute
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixture:
-  """The feed-forward sublayer of layers with experts.
-
-  Attributes:
-    num_experts, num_selected, hidden_dim: E, k, and F of one expert.
-    normalized: whether a token's gates are divided by their sum.
-    score_function, gate_scale, balance_bias, num_groups, num_selected_groups, group_score: as in TopKRouter.
-    use_bias: of the router and of the experts.
-    shared_dim: F of a gated network that every token passes too; None for none.
-  """
+class Routing:
+  """The settings of TopKRouter that a config.json says, by its names; `use_bias` is of the experts, too."""
 
   num_experts: int
   num_selected: int
-  hidden_dim: int
-  normalized: bool = True
+  normalize_gates: float | None = 1.0
   score_function: str = 'softmax'
   gate_scale: float = 1.0
   balance_bias: bool = False
@@ -57,18 +48,32 @@ class Mixture:
   num_selected_groups: int | None = None
   group_score: Literal['max', 'top2_sum'] = 'max'
   use_bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+  """The feed-forward sublayer of layers with experts.
+
+  Attributes:
+    routing: of the router.
+    hidden_dim: F of one expert.
+    shared_dim: F of a gated network that every token passes too; None for none.
+  """
+
+  routing: Routing
+  hidden_dim: int
   shared_dim: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-  """The sizes of LatentAttention: `query_rank` (None: none), `kv_rank`, and the three dims of a head."""
+  """The sizes of LatentAttention by its names; `query_rank` may be None, for none."""
 
   query_rank: int | None
   kv_rank: int
-  nope_dim: int
-  rope_dim: int
-  value_dim: int
+  nope_head_dim: int
+  rope_head_dim: int
+  value_head_dim: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +151,7 @@ class Decoder:
         raise UserError(f'layers with a {attribute} are named, but none is given.')
     if self.latent is not None:
       object.__setattr__(self, 'num_kv_heads', self.num_heads)
-      object.__setattr__(self, 'head_dim', self.latent.nope_dim + self.latent.rope_dim)
+      object.__setattr__(self, 'head_dim', self.latent.nope_head_dim + self.latent.rope_head_dim)
     object.__setattr__(self, 'num_kv_heads', self.num_kv_heads or self.num_heads)
     object.__setattr__(self, 'head_dim', self.head_dim or self.embed_dim // self.num_heads)
     if self.mixture is not None and all(self.mixed):
@@ -221,11 +226,7 @@ def _latent_attention(decoder: Decoder, dtype: str) -> LatentAttention:
     scale = decoder.head_dim**-0.5 * yarn_magnitude(rotary.scaling.factor, rotary.scaling.mscale_all_dim) ** 2
   return LatentAttention(
     num_heads=decoder.num_heads,
-    query_rank=latent.query_rank,
-    kv_rank=latent.kv_rank,
-    nope_head_dim=latent.nope_dim,
-    rope_head_dim=latent.rope_dim,
-    value_head_dim=latent.value_dim,
+    **vars(latent),
     rotary=rotary,
     softmax_scale=scale,
     use_bias=decoder.qkv_bias,
@@ -242,23 +243,12 @@ def _experts(decoder: Decoder, dtype: str) -> MixtureOfExperts:
   mixture = decoder.mixture
   assert mixture is not None
   return MixtureOfExperts(
-    router=TopKRouter(
-      num_experts=mixture.num_experts,
-      num_selected=mixture.num_selected,
-      score_function=mixture.score_function,
-      normalize_gates=1.0 if mixture.normalized else None,
-      gate_scale=mixture.gate_scale,
-      balance_bias=mixture.balance_bias,
-      num_groups=mixture.num_groups,
-      num_selected_groups=mixture.num_selected_groups,
-      group_score=mixture.group_score,
-      use_bias=mixture.use_bias,
-    ),
+    router=TopKRouter(**vars(mixture.routing)),
     experts=Experts(
-      num_experts=mixture.num_experts,
+      num_experts=mixture.routing.num_experts,
       hidden_dim=mixture.hidden_dim,
       activation=decoder.activation,
-      use_bias=mixture.use_bias,
+      use_bias=mixture.routing.use_bias,
       dtype=dtype,
     ),
     computation=Dropless(),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
-from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture, build_model
+from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture, Routing, build_model
 from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
   BlockGroup,
@@ -85,17 +85,8 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
   if experts is not None:
     hidden = experts.experts if dense is None else dense
     mixture = Mixture(
-      num_experts=experts.experts.num_experts,
-      num_selected=experts.router.num_selected,
+      routing=_same_fields(Routing, experts.router),
       hidden_dim=experts.experts.hidden_dim,
-      normalized=experts.router.normalize_gates is not None,
-      score_function=experts.router.score_function,
-      gate_scale=experts.router.gate_scale,
-      balance_bias=experts.router.balance_bias,
-      num_groups=experts.router.num_groups,
-      num_selected_groups=experts.router.num_selected_groups,
-      group_score=experts.router.group_score,
-      use_bias=experts.router.use_bias,
       shared_dim=None if experts.shared_expert is None else experts.shared_expert.hidden_dim,
     )
   return Decoder(
@@ -121,16 +112,14 @@ def _guess(model: Any, blocks: Sequence[Any]) -> Decoder:
   )
 
 
+def _same_fields(cls: Any, layer: Any) -> Any:
+  return cls(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(cls)})
+
+
 def _guess_attention(attentions: Sequence[Any], embed_dim: int) -> dict[str, Any]:
   first = attentions[0]
   if isinstance(first, LatentAttention):
-    latent = Latent(
-      query_rank=first.query_rank,
-      kv_rank=first.kv_rank,
-      nope_dim=first.nope_head_dim,
-      rope_dim=first.rope_head_dim,
-      value_dim=first.value_head_dim,
-    )
+    latent = _same_fields(Latent, first)
     biases = {'qkv_bias': first.use_bias, 'out_bias': first.use_bias}
     return {'num_heads': first.num_heads, 'latent': latent, 'rotary': first.rotary, **biases}
   local = next((each for each in attentions if each.window is not None), None)

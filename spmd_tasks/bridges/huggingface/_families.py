@@ -15,25 +15,23 @@ from typing import Any
 
 from spmd_tasks.bridges._rules import Rule
 from spmd_tasks.bridges.huggingface._config_keys import (
-  Activation,
   AllWindowed,
-  AttentionBias,
   Config,
   Entry,
   Key,
   LayerTypes,
   Only,
   Values,
+  activation,
+  attention_bias,
 )
 from spmd_tasks.bridges.huggingface._decoder import Decoder
 from spmd_tasks.bridges.huggingface._describe import Place
 from spmd_tasks.bridges.huggingface._quantized import check_quantization
 from spmd_tasks.bridges.huggingface._rope import Rope
 from spmd_tasks.bridges.huggingface._special_keys import (
-  HeadNorm,
   LatentKeys,
   MixtureKeys,
-  OptionalNumber,
   OriginalLength,
   QueryScale,
   SharedMixtureKeys,
@@ -144,9 +142,9 @@ def _latent_sizes(vocab_size: int, hidden_size: int, intermediate_size: int, num
   return (
     *(entry for entry in _sizes(vocab_size, hidden_size, intermediate_size, num_layers, num_heads) if _is_kept(entry)),
     LatentKeys(),
-    Activation(),
+    activation(),
     Rope(),
-    AttentionBias(),
+    attention_bias(),
     Only('mlp_bias', False),
   )
 
@@ -171,21 +169,21 @@ FAMILIES: dict[str, Family] = {
     architecture='LlamaForCausalLM',
     keys=(
       *_sizes(32_000, 4096, 11_008, 32, 32),
-      Activation(),
+      activation(),
       Rope(),
-      AttentionBias(),
+      attention_bias(),
       Key('mlp_bias', 'mlp_bias', bool, False),
     ),
   ),
   'mistral': Family(
     architecture='MistralForCausalLM',
-    keys=(*_sizes(32_000, 4096, 14_336, 32, 32, 8), Activation(), Rope(), AllWindowed(4096)),
+    keys=(*_sizes(32_000, 4096, 14_336, 32, 32, 8), activation(), Rope(), AllWindowed(4096)),
   ),
   'mixtral': Family(
     architecture='MixtralForCausalLM',
     keys=(
       *_sizes(32_000, 4096, 14_336, 32, 32, 8, eps=1e-5),
-      Activation(),
+      activation(),
       Rope(1e6),
       AllWindowed(),
       MixtureKeys('num_local_experts', ('num_experts',), 8, 2, ('intermediate_size', 14_336), None),
@@ -200,17 +198,17 @@ FAMILIES: dict[str, Family] = {
   ),
   'qwen2': Family(
     architecture='Qwen2ForCausalLM',
-    keys=(*_sizes(151_936, 4096, 22_016, 32, 32, 32), Activation(), Rope(), _QWEN_WINDOW),
+    keys=(*_sizes(151_936, 4096, 22_016, 32, 32, 32), activation(), Rope(), _QWEN_WINDOW),
     fixed={'qkv_bias': True},
   ),
   'qwen3': Family(
     architecture='Qwen3ForCausalLM',
     keys=(
       *_sizes(151_936, 4096, 22_016, 32, 32, 32, 128),
-      Activation(),
+      activation(),
       Rope(),
       _QWEN_WINDOW,
-      AttentionBias(),
+      attention_bias(),
     ),
     fixed={'qk_norm': 'head'},
   ),
@@ -218,11 +216,11 @@ FAMILIES: dict[str, Family] = {
     architecture='Qwen3MoeForCausalLM',
     keys=(
       *_sizes(151_936, 2048, 6144, 24, 32, 4),
-      Activation(),
+      activation(),
       Rope(),
       Only('use_sliding_window', False),
       Only('sliding_window', None),
-      AttentionBias(),
+      attention_bias(),
       Only('decoder_sparse_step', 1),
       Only('mlp_only_layers', []),
       MixtureKeys('num_experts', ('num_local_experts',), 128, 8, ('moe_intermediate_size', 768)),
@@ -231,17 +229,17 @@ FAMILIES: dict[str, Family] = {
   ),
   'olmo2': Family(
     architecture='Olmo2ForCausalLM',
-    keys=(*_sizes(50_304, 4096, 11_008, 32, 32, eps=1e-5), Activation(), Rope(), AttentionBias()),
+    keys=(*_sizes(50_304, 4096, 11_008, 32, 32, eps=1e-5), activation(), Rope(), attention_bias()),
     fixed={'qk_norm': 'flat', 'pre_norm': False, 'post_norm': True},
   ),
   'olmoe': Family(
     architecture='OlmoeForCausalLM',
     keys=(
       *_sizes(50_304, 2048, 2048, 16, 16, eps=1e-5),
-      Activation(),
+      activation(),
       Rope(),
-      AttentionBias(),
-      OptionalNumber('clip_qkv', 'clip_qkv'),
+      attention_bias(),
+      Key('clip_qkv', 'clip_qkv', float, None, nullable=True),
       MixtureKeys('num_experts', (), 64, 8, ('intermediate_size', 2048)),
     ),
     fixed={'qk_norm': 'flat'},
@@ -250,14 +248,14 @@ FAMILIES: dict[str, Family] = {
     architecture='Gemma2ForCausalLM',
     keys=(
       *_sizes(256_000, 2304, 9216, 26, 8, 4, 256, tied=True),
-      Activation('hidden_activation', 'gelu_pytorch_tanh'),
+      activation('hidden_activation', 'gelu_pytorch_tanh'),
       Only('hidden_act', None, ('gelu_pytorch_tanh', 'gelu')),  # which `hidden_activation` overrides
       Rope(),
       LayerTypes(lambda layer, config: layer % 2 == 0, default_window=4096),
-      AttentionBias(),
+      attention_bias(),
       QueryScale(),
-      OptionalNumber('final_logit_softcapping', 'logits_cap', 30.0),
-      OptionalNumber('attn_logit_softcapping', 'attention_cap', 50.0),
+      Key('final_logit_softcapping', 'logits_cap', float, 30.0, nullable=True),
+      Key('attn_logit_softcapping', 'attention_cap', float, 50.0, nullable=True),
       Only('use_bidirectional_attention', None, (False,)),
     ),
     fixed={'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True},
@@ -267,13 +265,13 @@ FAMILIES: dict[str, Family] = {
     architecture='Gemma3ForCausalLM',
     keys=(
       *_sizes(262_208, 2304, 9216, 26, 8, 4, 256, tied=True),
-      Activation('hidden_activation', 'gelu_pytorch_tanh'),
+      activation('hidden_activation', 'gelu_pytorch_tanh'),
       Rope(1e6, 10_000.0),
       LayerTypes(_gemma_is_windowed, default_window=4096),
-      AttentionBias(),
+      attention_bias(),
       QueryScale(),
-      OptionalNumber('final_logit_softcapping', 'logits_cap'),
-      OptionalNumber('attn_logit_softcapping', 'attention_cap'),
+      Key('final_logit_softcapping', 'logits_cap', float, None, nullable=True),
+      Key('attn_logit_softcapping', 'attention_cap', float, None, nullable=True),
       Only('use_bidirectional_attention', None, (False,)),
     ),
     fixed={'scaled_embedding': True, 'norm_plus_one': True, 'post_norm': True, 'qk_norm': 'head'},
@@ -283,7 +281,7 @@ FAMILIES: dict[str, Family] = {
     architecture='Glm4ForCausalLM',
     keys=(
       *_sizes(151_552, 4096, 13_696, 40, 32, 2, 128, eps=1.5625e-7),
-      Activation(),
+      activation(),
       Rope(partial=0.5),
       Key('attention_bias', 'qkv_bias', bool, True),
     ),
@@ -299,10 +297,10 @@ FAMILIES: dict[str, Family] = {
     architecture='Glm4MoeForCausalLM',
     keys=(
       *_sizes(151_552, 4096, 10_944, 46, 96, 8, eps=1e-5),
-      Activation(),
+      activation(),
       Rope(partial=0.5),
       Key('attention_bias', 'qkv_bias', bool, False),
-      HeadNorm(),
+      Key('use_qk_norm', 'qk_norm', bool, False, names={True: 'head', False: None}),
       SharedMixtureKeys(128, 8, 1, 1408, 1, 1.0, (1, 1), True),
     ),
     inert=('num_nextn_predict_layers',),
@@ -326,7 +324,7 @@ FAMILIES: dict[str, Family] = {
         },
       ),
       LayerTypes(lambda layer, config: layer % 2 == 0, default_window=128),
-      AttentionBias(True),
+      attention_bias(True),
       MixtureKeys('num_local_experts', ('num_experts',), 128, 4, ('intermediate_size', 2880), None, use_bias=True),
     ),
     fixed={'sinks': True, 'activation': 'clamped_swiglu'},
@@ -356,7 +354,7 @@ FAMILIES: dict[str, Family] = {
     architecture='Phi3ForCausalLM',
     keys=(
       *_sizes(32_064, 3072, 8192, 32, 32, eps=1e-5),
-      Activation(),
+      activation(),
       Rope(max_length=4096, partial=1.0),
       OriginalLength(4096),
       AllWindowed(),
@@ -374,7 +372,7 @@ FAMILIES: dict[str, Family] = {
       Key('n_positions', 'positions', int, 1024),
       Key('layer_norm_epsilon', 'norm_eps', float, 1e-5),
       Key('tie_word_embeddings', 'tied', bool, True),
-      Activation('activation_function', 'gelu_new'),
+      activation('activation_function', 'gelu_new'),
       Only('scale_attn_weights', True),
       Only('scale_attn_by_inverse_layer_idx', False),
       Only('reorder_and_upcast_attn', False, (True,)),

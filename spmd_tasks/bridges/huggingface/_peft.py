@@ -22,7 +22,6 @@ import json
 import os
 from pathlib import Path
 import re
-import shutil
 from typing import Any
 
 from flax import traverse_util
@@ -30,14 +29,27 @@ import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array, place_on_mesh
 from spmd_tasks.bridges.huggingface._folder import Folder, read_config
-from spmd_tasks.bridges.huggingface._peft_config import CONFIG_FILE, read_adapter_config, setting_of
 from spmd_tasks.bridges.huggingface._peft_modules import PeftModule, names_of_parameters, peft_modules, saved_prefix
-from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, read_file, write_tensors
+from spmd_tasks.bridges.huggingface._safetensors import SINGLE_FILE, new_folder, read_file, write_tensors
 from spmd_tasks.errors import UserError
 from spmd_tasks.runtime import PartitionedModel
 from spmd_tasks.tuning import LowRankAdapter
 from spmd_tasks.tuning.adapted_weights import AdapterNames, adapters_of
 
+_CONFIG_FILE = 'adapter_config.json'
+_MAX_NUMBER = 1_000_000
+# Keys of the config that are read, and those that change nothing that is computed from the saved tensors. Any other key
+# must be null, false or empty.
+_READ = (
+  *('peft_type', 'r', 'rank_pattern', 'lora_alpha', 'alpha_pattern', 'lora_dropout', 'use_rslora', 'use_dora', 'bias'),
+  'target_parameters',
+)
+_INERT = (
+  *('auto_mapping', 'base_model_name_or_path', 'revision', 'task_type', 'inference_mode', 'peft_version'),
+  *('target_modules', 'exclude_modules', 'layers_to_transform', 'layers_pattern'),
+  *('init_lora_weights', 'megatron_config', 'megatron_core', 'loftq_config', 'eva_config', 'corda_config'),
+  *('runtime_config', 'qalora_group_size', 'base_model_class', 'fan_in_fan_out'),
+)
 TENSORS_FILE, BASE_FILE = 'adapter_model.safetensors', 'base.json'
 _PREFIX = 'base_model.model.'
 _TENSOR = re.compile(r'base_model\.model\.(.+)\.(?:(lora_A|lora_B)\.weight|(lora_magnitude_vector)(?:\.weight)?)')
@@ -50,10 +62,52 @@ def open_adapter(path: os.PathLike | str) -> 'AdapterFolder':
     UserError: there is none, it is no LoRA, or it has a setting that is not known here.
   """
   path = Path(path).expanduser()
-  config = read_adapter_config(path / CONFIG_FILE)
+  config = _read_config(path / _CONFIG_FILE)
   if not (path / TENSORS_FILE).is_file():
     raise UserError(f'{path} has no {TENSORS_FILE}: pickles are not read; save the adapter as safetensors.')
   return AdapterFolder(path=path, config=config)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+  """Returns the content of an adapter_config.json.
+
+  Raises:
+    UserError: there is none, it is no LoRA, it has a setting that is not known here, a number that is none, or a
+      pattern that is none or could take for ever to match.
+  """
+  config = read_config(file, 'give a folder that save_pretrained of `peft` has written')
+  if config.get('peft_type') != 'LORA' or config.get('bias', 'none') != 'none':
+    raise UserError(
+      f"{file} has peft_type {config.get('peft_type')!r} and bias {config.get('bias')!r}: only 'LORA' without trained "
+      'biases is read.'
+    )
+  unknown = sorted(key for key, value in config.items() if value and key not in (*_READ, *_INERT))
+  if unknown:
+    raise UserError(f'{file} has {unknown[0]} = {config[unknown[0]]!r}, which is not known here.')
+  numbers = {key: config.get(key) or 0 for key in ('r', 'lora_alpha', 'lora_dropout')}
+  for name in ('rank_pattern', 'alpha_pattern'):
+    patterns = config.get(name) or {}
+    if not isinstance(patterns, dict):
+      raise UserError(f'{file} has {name} = {patterns!r:.60}: an object with a number by pattern belongs there.')
+    for pattern in patterns:
+      try:
+        re.compile(pattern)
+      except re.error as error:
+        raise UserError(f'{file} has {name} {pattern!r:.60}, which is no regular expression: {error}.') from error
+      if re.search('[)][*+{]', pattern) or len(re.findall('[*+{]', pattern)) > 4:
+        raise UserError(f'{file} has {name} {pattern!r:.60}, which repeats too much: name the modules.')
+    numbers |= {f'{name} {pattern:.60}': value for pattern, value in patterns.items()}
+  for key, value in numbers.items():
+    if type(value) not in (int, float) or not 0 <= value <= _MAX_NUMBER:
+      raise UserError(f'{file} has {key} = {value!r:.60}: a number up to {_MAX_NUMBER:,} belongs there.')
+  return config
+
+
+def _setting_of(config: Mapping[str, Any], key: str, patterns: str, module: str) -> Any:
+  """Returns the number of one module: of the first pattern that matches its name, or else of `key`."""
+  found = (config.get(patterns) or {}).items()
+  default = 8 if config.get(key) is None else config[key]  # that of `peft`
+  return next((value for each, value in found if re.match(rf'(.*\.)?({each})$', module)), default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,11 +161,11 @@ class AdapterFolder:
     found: dict[str, LowRankAdapter] = {}
     for module, parts in self._found(base):
       rank = module.rank(parts['lora_A'].shape[0])
-      if (said := setting_of(self.config, 'r', 'rank_pattern', module.name)) != rank:
-        raise UserError(f'{self.path} has {module.name} of rank {rank}, but its {CONFIG_FILE} says {said}.')
+      if (said := _setting_of(self.config, 'r', 'rank_pattern', module.name)) != rank:
+        raise UserError(f'{self.path} has {module.name} of rank {rank}, but its {_CONFIG_FILE} says {said}.')
       adapter = LowRankAdapter(
         rank=rank,
-        alpha=float(setting_of(self.config, 'lora_alpha', 'alpha_pattern', module.name)),
+        alpha=float(_setting_of(self.config, 'lora_alpha', 'alpha_pattern', module.name)),
         dropout_rate=float(self.config.get('lora_dropout') or 0.0),
         use_rslora=bool(self.config.get('use_rslora')),
         use_dora=bool(self.config.get('use_dora')),
@@ -237,7 +291,12 @@ def export_adapter(
     settings[module.name] = adapter
   config = _config(settings, modules) | {'base_model_name_or_path': str(base.path)}
   if is_writer:
-    _write(target, config, tensors, {'folder': str(base.path), 'sha256': digest})
+    with new_folder(target) as folder:
+      for name, values in ((_CONFIG_FILE, config), (BASE_FILE, {'folder': str(base.path), 'sha256': digest})):
+        (folder / name).write_text(json.dumps(values, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+      for _ in write_tensors(folder, tensors, max_shard_bytes=2**62):
+        pass
+      os.replace(folder / SINGLE_FILE, folder / TENSORS_FILE)
   return len(settings)
 
 
@@ -357,17 +416,3 @@ def _config(settings: Mapping[str, LowRankAdapter], modules: Sequence[PeftModule
 def _parameter(name: str) -> str:
   """Returns the name of a parameter of experts without its layer: 'mlp.experts.down_proj'."""
   return '.'.join(name.split('.')[-3:])
-
-
-def _write(target: Path, config: Any, tensors: Mapping[str, LazyArray], base: Mapping[str, str]) -> None:
-  if target.exists():
-    raise UserError(f'{target} exists: name a folder that does not, or move it away.')
-  partial = target.parent / f'.{target.name}.partial'
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  for name, values in ((CONFIG_FILE, config), (BASE_FILE, base)):
-    (partial / name).write_text(json.dumps(values, indent=2, sort_keys=True) + '\n', encoding='utf-8')
-  for _ in write_tensors(partial, tensors, max_shard_bytes=2**62):
-    pass
-  os.replace(partial / SINGLE_FILE, partial / TENSORS_FILE)
-  os.replace(partial, target)

@@ -106,8 +106,8 @@ def peft_modules(folder: Folder) -> list[PeftModule]:
           PeftModule(
             name=f'{folder.family.names.layer.format(i)}mlp.experts.{name}',
             slots=slots,
-            num_experts=mixture.num_experts,
-            takes_turns=mixture.use_bias,
+            num_experts=mixture.routing.num_experts,
+            takes_turns=mixture.routing.use_bias,
           )
         )
   return found

@@ -9,20 +9,23 @@ interface to numpy has no float8.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import json
 import math
 import os
 from pathlib import Path
 import re
+import shutil
 import struct
 from typing import Any
 
+from etils import epath
 import ml_dtypes
 import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import Index, LazyArray, contiguous
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import open_bytes, read_text
+from spmd_tasks.files import open_bytes, read_text, sync_path
 from spmd_tasks.wings import require
 
 _DTYPES = {
@@ -145,6 +148,25 @@ def _reader(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) ->
     return np.array(mapped.view(dtype).reshape(shape)[index])  # a copy, so that the map can go
 
   return read
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, is_writer: bool = True) -> Iterator[Path]:
+  """Yields the folder to write into; it appears as `target` when it is complete.
+
+  Raises:
+    UserError: there is something at the target.
+  """
+  partial = target.parent / f'.{target.name}.partial'
+  if is_writer:
+    if target.exists():
+      raise UserError(f'{target} exists: name a folder that does not, or move it away.')
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+  yield partial
+  if is_writer:
+    os.replace(partial, target)
+    sync_path(epath.Path(target.parent))
 
 
 def write_tensors(

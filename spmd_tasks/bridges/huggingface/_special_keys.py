@@ -3,7 +3,7 @@
 import dataclasses
 
 from spmd_tasks.bridges.huggingface._config_keys import Config, Values
-from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture
+from spmd_tasks.bridges.huggingface._decoder import Decoder, Latent, Mixture, Routing
 from spmd_tasks.errors import UserError
 
 
@@ -31,23 +31,26 @@ class MixtureKeys:
     num_experts = self.default_experts
     for key in (self.num_experts, *self.aliases):
       num_experts = config.read(key, int, num_experts)
-    mixture = Mixture(
+    is_normalized = self.normalized_key is None or config.read(self.normalized_key, bool, False)
+    routing = Routing(
       num_experts=num_experts,
       num_selected=config.read('num_experts_per_tok', int, self.default_selected),
-      hidden_dim=config.read(self.hidden_dim[0], int, self.hidden_dim[1]),
-      normalized=self.normalized_key is None or config.read(self.normalized_key, bool, False),
+      normalize_gates=1.0 if is_normalized else None,
       use_bias=self.use_bias,
     )
+    mixture = Mixture(routing=routing, hidden_dim=config.read(self.hidden_dim[0], int, self.hidden_dim[1]))
     return {'mixture': mixture, 'mixed': (True,) * known['num_layers']}
 
   def write(self, decoder: Decoder) -> Values:
     mixture = decoder.mixture
     if mixture is None or not all(decoder.mixed):
       raise UserError('not every layer has experts.')
-    normalized = {} if self.normalized_key is None else {self.normalized_key: mixture.normalized}
+    normalized = (
+      {} if self.normalized_key is None else {self.normalized_key: mixture.routing.normalize_gates is not None}
+    )
     return {
-      self.num_experts: mixture.num_experts,
-      'num_experts_per_tok': mixture.num_selected,
+      self.num_experts: mixture.routing.num_experts,
+      'num_experts_per_tok': mixture.routing.num_selected,
       self.hidden_dim[0]: mixture.hidden_dim,
       **normalized,
     }
@@ -92,17 +95,20 @@ class SharedMixtureKeys:
     if normalized and not self.is_sigmoid:
       raise config.error('norm_topk_prob', 'must be False, as transformers ignores it')
     hidden_dim = config.read('moe_intermediate_size', int, self.hidden_dim)
-    mixture = Mixture(
+    routing = Routing(
       num_experts=num_experts,
       num_selected=num_selected,
-      hidden_dim=hidden_dim,
-      normalized=normalized,
+      normalize_gates=1.0 if normalized else None,
       score_function=score,
       gate_scale=config.read('routed_scaling_factor', float, self.gate_scale),
       balance_bias=self.is_sigmoid,
       num_groups=num_groups,
       num_selected_groups=num_selected_groups,
       group_score='top2_sum' if self.is_sigmoid else 'max',
+    )
+    mixture = Mixture(
+      routing=routing,
+      hidden_dim=hidden_dim,
       shared_dim=hidden_dim * config.read('n_shared_experts', int, self.num_shared),
     )
     num_dense = config.read('first_k_dense_replace', int, self.num_dense)
@@ -113,18 +119,18 @@ class SharedMixtureKeys:
     if mixture is None or mixture.shared_dim is None or mixture.shared_dim % mixture.hidden_dim:
       raise UserError('there are no experts beside shared ones whose size is a multiple of theirs.')
     num_dense = decoder.mixed.index(True)
-    grouped = mixture.num_selected_groups is not None
+    grouped = mixture.routing.num_selected_groups is not None
     method = {} if self.is_sigmoid else {'topk_method': 'group_limited_greedy' if grouped else 'greedy'}
     return {
-      'n_routed_experts': mixture.num_experts,
-      'num_experts_per_tok': mixture.num_selected,
+      'n_routed_experts': mixture.routing.num_experts,
+      'num_experts_per_tok': mixture.routing.num_selected,
       'moe_intermediate_size': mixture.hidden_dim,
       'n_shared_experts': mixture.shared_dim // mixture.hidden_dim,
       'first_k_dense_replace': num_dense,
-      'routed_scaling_factor': mixture.gate_scale,
-      'norm_topk_prob': mixture.normalized,
-      'n_group': mixture.num_groups,
-      'topk_group': mixture.num_selected_groups or 1,
+      'routed_scaling_factor': mixture.routing.gate_scale,
+      'norm_topk_prob': mixture.routing.normalize_gates is not None,
+      'n_group': mixture.routing.num_groups,
+      'topk_group': mixture.routing.num_selected_groups or 1,
       **method,
     }
 
@@ -138,11 +144,14 @@ class LatentKeys:
     latent = Latent(
       query_rank=config.read('q_lora_rank', int, 1536) if has_rank else config.read('q_lora_rank', int, None),
       kv_rank=config.read('kv_lora_rank', int, 512),
-      nope_dim=config.read('qk_nope_head_dim', int, 128),
-      rope_dim=config.read('qk_rope_head_dim', int, 64),
-      value_dim=config.read('v_head_dim', int, 128),
+      nope_head_dim=config.read('qk_nope_head_dim', int, 128),
+      rope_head_dim=config.read('qk_rope_head_dim', int, 64),
+      value_head_dim=config.read('v_head_dim', int, 128),
     )
-    for key, value in (('head_dim', latent.rope_dim), ('qk_head_dim', latent.nope_dim + latent.rope_dim)):
+    for key, value in (
+      ('head_dim', latent.rope_head_dim),
+      ('qk_head_dim', latent.nope_head_dim + latent.rope_head_dim),
+    ):
       if config.read(key, int, value) != value:
         raise config.error(key, f'follows from other keys and must be {value}')
     return {'latent': latent}
@@ -154,24 +163,11 @@ class LatentKeys:
     return {
       'q_lora_rank': latent.query_rank,
       'kv_lora_rank': latent.kv_rank,
-      'qk_nope_head_dim': latent.nope_dim,
-      'qk_rope_head_dim': latent.rope_dim,
-      'v_head_dim': latent.value_dim,
-      'head_dim': latent.rope_dim,
+      'qk_nope_head_dim': latent.nope_head_dim,
+      'qk_rope_head_dim': latent.rope_head_dim,
+      'v_head_dim': latent.value_head_dim,
+      'head_dim': latent.rope_head_dim,
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadNorm:
-  """`use_qk_norm`: whether queries and keys are normalized, head by head."""
-
-  key: str = 'use_qk_norm'
-
-  def read(self, config: Config, known: Values) -> Values:
-    return {'qk_norm': 'head' if config.read(self.key, bool, False) else None}
-
-  def write(self, decoder: Decoder) -> Values:
-    return {self.key: decoder.qk_norm == 'head'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,22 +183,6 @@ class QueryScale:
     scale = decoder.head_dim**-0.5 if decoder.softmax_scale is None else decoder.softmax_scale
     number = scale**-2
     return {'query_pre_attn_scalar': round(number) if abs(number - round(number)) < 1e-9 * number else number}
-
-
-@dataclasses.dataclass(frozen=True)
-class OptionalNumber:
-  """A number that may be null, or absent with the family's default, for none."""
-
-  key: str
-  field: str
-  default: float | None = None
-
-  def read(self, config: Config, known: Values) -> Values:
-    absent = self.default if self.key not in config.values else None
-    return {self.field: config.read(self.key, float, absent)}
-
-  def write(self, decoder: Decoder) -> Values:
-    return {self.key: getattr(decoder, self.field)}
 
 
 @dataclasses.dataclass(frozen=True)

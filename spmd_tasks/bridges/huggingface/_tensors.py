@@ -116,9 +116,9 @@ def _attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[
 def _latent_attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Rule]:
   latent = decoder.latent
   assert latent is not None
-  heads, nope = SplitHeads(decoder.head_dim), latent.nope_dim
-  query = pairs_to_halves(latent.rope_dim, latent.rope_dim, before=nope)
-  key = pairs_to_halves(latent.rope_dim, latent.rope_dim, before=latent.kv_rank)
+  heads, nope = SplitHeads(decoder.head_dim), latent.nope_head_dim
+  query = pairs_to_halves(latent.rope_head_dim, latent.rope_head_dim, before=nope)
+  key = pairs_to_halves(latent.rope_head_dim, latent.rope_head_dim, before=latent.kv_rank)
   if latent.query_rank is None:
     yield layer.rule('self_attn.q_proj.weight', 'attention/query/kernel', _TRANSPOSE, heads, query)
   else:
@@ -127,9 +127,9 @@ def _latent_attention(layer: _Layer, decoder: Decoder, names: TensorNames) -> It
     yield layer.rule('self_attn.q_b_proj.weight', 'attention/query_up/kernel', _TRANSPOSE, heads, query)
   yield layer.rule('self_attn.kv_a_proj_with_mqa.weight', 'attention/kv_down/kernel', _TRANSPOSE, key)
   yield layer.rule('self_attn.kv_a_layernorm.weight', 'attention/kv_norm/scale')
-  keys_and_values = SplitHeads(nope + latent.value_dim)
+  keys_and_values = SplitHeads(nope + latent.value_head_dim)
   yield layer.rule('self_attn.kv_b_proj.weight', 'attention/kv_up', _TRANSPOSE, keys_and_values)
-  values = SplitHeads(latent.value_dim)
+  values = SplitHeads(latent.value_head_dim)
   yield layer.rule(f'{names.out}.weight', 'attention/out/kernel', values, Transpose((1, 2, 0)))
   if decoder.qkv_bias:
     if latent.query_rank is not None:
@@ -166,15 +166,15 @@ def _experts(layer: _Layer, decoder: Decoder, names: TensorNames) -> Iterator[Ru
   mixture = decoder.mixture
   assert mixture is not None
   yield layer.rule(f'{names.router}.weight', 'ffn/router/kernel', _TRANSPOSE)
-  if mixture.balance_bias:
+  if mixture.routing.balance_bias:
     yield layer.rule(f'{names.router}.e_score_correction_bias', 'ffn/router/balance_bias')
   if mixture.shared_dim is not None:
     for ours, theirs in (('gate', 'gate_proj'), ('up', 'up_proj'), ('down', 'down_proj')):
       yield layer.rule(f'{names.shared}{theirs}.weight', f'ffn/shared_expert/{ours}/kernel', _TRANSPOSE)
-  if mixture.use_bias:
+  if mixture.routing.use_bias:
     yield from _interleaved_experts(layer, mixture.hidden_dim, names)
     return
-  for e in range(mixture.num_experts):
+  for e in range(mixture.routing.num_experts):
     for ours, theirs in (('gate', names.expert_gate), ('up', names.expert_up), ('down', names.expert_down)):
       yield layer.rule(f'{names.expert.format(e)}{theirs}.weight', f'ffn/experts/{ours}', _TRANSPOSE, expert=e)
 

@@ -1,34 +1,47 @@
-"""--mode export --format hf and peft: writes the model of a job as a folder for transformers, or its adapters for peft.
+"""Exports a model as a folder that `transformers` loads, or its adapters as one of `peft`.
 
     spmd-tasks --mode export --format hf --job_log_dir runs/tuned --out models/tuned
     spmd-tasks --mode export --format hf --exp hf.Model --set model=models/llama --out models/again
     spmd-tasks --mode export --format peft --job_log_dir runs/lora --out models/adapter
 
+    export_folder(Path('out'), model, weights, origin=folder)    # weights: name -> LazyArray, as checkpoints have them
+
 A folder has the weights that the job evaluates with, averaged ones if there are any, with low-rank adapters merged into
-the weights that they belong to; a folder of `peft` has the adapters alone.
+the weights that they belong to; a folder of `peft` has the adapters alone. One tensor is in memory at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+import functools
+import json
 import os
 from pathlib import Path
+import shutil
 import sys
 from typing import Any
 
 from etils import epath
+import jax
 from jax.sharding import Mesh
+import numpy as np
 from tqdm import tqdm
 
 from spmd_tasks import exit_codes
-from spmd_tasks.bridges.huggingface._export import export_folder
-from spmd_tasks.bridges.huggingface._folder import open_folder, weights_on_mesh
+from spmd_tasks.bridges._lazy_arrays import LazyArray
+from spmd_tasks.bridges._rules import RuleTable
+from spmd_tasks.bridges.huggingface._config_keys import INERT, Values
+from spmd_tasks.bridges.huggingface._decoder import Decoder
+from spmd_tasks.bridges.huggingface._describe import describe_model, layer_places
+from spmd_tasks.bridges.huggingface._families import FAMILIES, Family
+from spmd_tasks.bridges.huggingface._folder import CONFIG_FILE, Folder, open_folder, weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
+from spmd_tasks.bridges.huggingface._safetensors import MAX_SHARD_BYTES, dtype_of, new_folder, write_tensors
 from spmd_tasks.bridges.huggingface.origin import FolderOrigin
 from spmd_tasks.command import OpenJob
 from spmd_tasks.distributed import is_primary
 from spmd_tasks.distributed.watchdog import watch_steps
 from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job, partition_job
-from spmd_tasks.files import is_remote
+from spmd_tasks.files import is_remote, write_durably
 from spmd_tasks.programs.restore import restore_evaluation_variables
 from spmd_tasks.programs.saved_steps import SavedSteps
 from spmd_tasks.runtime import PartitionedModel
@@ -36,8 +49,16 @@ from spmd_tasks.tuning.adapted_weights import adapters_of
 from spmd_tasks.tuning.base_digest import describe_base
 from spmd_tasks.tuning.merging import merge_adapters
 
+_COPIED = (
+  *('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'tokenizer.model'),
+  *('vocab.json', 'merges.txt', 'vocab.txt', 'generation_config.json', 'chat_template.jinja', 'chat_template.json'),
+  'additional_chat_templates',
+)
 
-def export_model(opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh) -> int:
+
+def export_model(
+  opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh, only_adapters: bool = False
+) -> int:
   """Writes a folder of Hugging Face's format; returns exit code OK. Every process reads its shards, process 0 writes.
 
   Args:
@@ -45,20 +66,12 @@ def export_model(opened: OpenJob, target: epath.Path, *, step: int | None, mesh:
     target: a folder that does not exist yet.
     step: the checkpoint's step; None takes the newest.
     mesh: any.
+    only_adapters: writes a folder of `peft`.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it is damaged.
     UserError: the format cannot express the model, or the target has something already.
   """
-  return _export(opened, target, step=step, mesh=mesh, only_adapters=False)
-
-
-def export_adapters(opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh) -> int:
-  """Writes a folder of `peft`; as `export_model`."""
-  return _export(opened, target, step=step, mesh=mesh, only_adapters=True)
-
-
-def _export(opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh, only_adapters: bool) -> int:
   job, job_log_dir, emergency = opened.job, opened.directory, opened.emergency
   if is_remote(target):
     raise UserError(f'{target} is not on a mounted file system: export to a local folder, and copy that.')
@@ -120,6 +133,9 @@ def _export(opened: OpenJob, target: epath.Path, *, step: int | None, mesh: Mesh
   return exit_codes.OK
 
 
+export_adapters = functools.partial(export_model, only_adapters=True)
+
+
 def _settings(job: Job, model: PartitionedModel) -> Mapping[str, Any]:
   """Returns the keys of config.json that the model does not decide."""
   lengths = [spec.shape[1] for spec in job.train_input.element_spec().values() if len(spec.shape) > 1]
@@ -131,3 +147,115 @@ def _settings(job: Job, model: PartitionedModel) -> Mapping[str, Any]:
 def _tokenizer_file(job: Job) -> Path | None:
   path = getattr(job.tokenizer, 'path', None)
   return Path(path) if path and Path(path).name == 'tokenizer.json' else None
+
+
+def export_folder(
+  target: Path,
+  model: Any,
+  weights: Mapping[str, LazyArray],
+  *,
+  origin: Folder | None = None,
+  tokenizer_file: Path | None = None,
+  settings: Mapping[str, Any] = {},
+  dtype: str | None = None,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
+  is_writer: bool = True,
+  on_tensor: Callable[[int, int], None] = lambda done, total: None,
+) -> str:
+  """Writes a folder; returns its architecture.
+
+  Args:
+    target: of the folder; nothing is there yet.
+    model: a LanguageModel.
+    weights: its weights by name, as checkpoints have them.
+    origin: the folder that the model began from: its family, the settings that do not change the model, its tokenizer,
+      generation config and chat template are taken over.
+    tokenizer_file: a tokenizer.json, where there is no origin.
+    settings: keys of config.json that do not change the model, such as `eos_token_id`.
+    dtype: of the tensors; None: of those of the origin, or float32.
+    max_shard_bytes: of one safetensors file.
+    is_writer: whether this process writes; reading the weights may need all processes.
+    on_tensor: called after each tensor with the numbers of written and of all tensors.
+
+  Raises:
+    UserError: no family has this model, or there is something at the target.
+  """
+  if target.exists() and is_writer:  # before anything is read
+    raise UserError(f'{target} exists: name a folder that does not, or move it away.')
+  decoder = describe_model(model)
+  family, keys = _family_of(decoder, origin)
+  tensors = _tensors(model, weights, decoder, family, origin, dtype)
+  with new_folder(target, is_writer) as folder:
+    if is_writer:
+      config = _config(family, keys, origin, settings, tensors)
+      write_durably(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + '\n')
+      copied = [] if origin is None else [origin.path / name for name in _COPIED]
+      for path in [*copied, *([] if tokenizer_file is None else [tokenizer_file])]:
+        if path.is_dir():
+          shutil.copytree(path, folder / path.name)
+        elif path.exists():
+          shutil.copyfile(path, folder / path.name)
+    writing = write_tensors(folder, tensors, is_writer=is_writer, max_shard_bytes=max_shard_bytes)
+    for done, _ in enumerate(writing, 1):
+      on_tensor(done, len(tensors))
+  return family.architecture
+
+
+def _family_of(decoder: Decoder, origin: Folder | None) -> tuple[Family, Values]:
+  """Returns the family that has the Decoder, and its keys of config.json: the origin's if possible."""
+  if origin is not None:
+    return origin.family, origin.family.write(decoder)
+  reasons = []
+  for family in FAMILIES.values():
+    try:
+      return family, family.write(decoder)
+    except UserError as error:
+      reasons.append(f'{family.architecture}: {error}')
+  raise UserError('no family of Hugging Face has this model:\n  ' + '\n  '.join(reasons))
+
+
+def _tensors(
+  model: Any,
+  weights: Mapping[str, LazyArray],
+  decoder: Decoder,
+  family: Family,
+  origin: Folder | None,
+  dtype: str | None,
+) -> dict[str, LazyArray]:
+  table = RuleTable(
+    rules=family.rules(decoder, layer_places(model.stack)), source='the folder', target='the model'
+  ).inverse()
+  names = [slot.name for rule in table.rules for slot in rule.target]
+  if dtype is not None:
+    dtypes = dict.fromkeys(names, dtype_of(dtype))
+  elif origin is not None:
+    dtypes = {name: dtype_of(origin.stored_dtype(name)) for name in names}
+  else:
+    dtypes = dict.fromkeys(names, np.dtype('float32'))
+  made = table.convert_lazily(weights, {name: jax.ShapeDtypeStruct((), dtypes[name]) for name in names})
+  table.check(weights, made)  # of the weights, each is used exactly once
+  return made if origin is None else made | origin.tensors_aside
+
+
+def _config(
+  family: Family,
+  keys: Values,
+  origin: Folder | None,
+  settings: Mapping[str, Any],
+  tensors: Mapping[str, LazyArray],
+) -> Values:
+  if origin is None:  # without these keys, transformers would take tokens of the family's own vocabulary
+    settings = {'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None, **settings}
+  kept = {} if origin is None else {key: value for key, value in origin.config.items() if key in INERT}
+  for key in ('auto_map', 'torch_dtype'):
+    kept.pop(key, None)
+  model_type = next(name for name, each in FAMILIES.items() if each is family)
+  largest = max(tensors.values(), key=lambda tensor: np.prod(tensor.shape))
+  return {
+    **settings,
+    **kept,
+    **keys,
+    'architectures': [family.architecture],
+    'model_type': model_type,
+    'dtype': largest.dtype.name,
+  }

@@ -15,8 +15,8 @@ import pytest
 
 from spmd_tasks import load
 from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel, PretrainedLanguageModel, open_folder
-from spmd_tasks.bridges.huggingface._export import export_folder
 from spmd_tasks.bridges.huggingface._folder import weights_on_mesh
+from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job

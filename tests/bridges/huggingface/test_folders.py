@@ -16,8 +16,8 @@ from spmd_tasks.bridges.huggingface import open_folder
 from spmd_tasks.bridges.huggingface._config_keys import Config
 from spmd_tasks.bridges.huggingface._decoder import build_model
 from spmd_tasks.bridges.huggingface._describe import describe_model
-from spmd_tasks.bridges.huggingface._export import export_folder
 from spmd_tasks.bridges.huggingface._families import FAMILIES
+from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.weights import unbox_weights
 from tests.bridges.huggingface.tiny_configs import CONFIGS

@@ -17,9 +17,9 @@ import pytest
 from spmd_tasks.bridges._lazy_arrays import lazy_array
 from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel, open_adapter, open_folder
 from spmd_tasks.bridges.huggingface._describe import layer_places
-from spmd_tasks.bridges.huggingface._export import export_folder
 from spmd_tasks.bridges.huggingface._folder import weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
+from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.bridges.huggingface.origin import state_from_folder, variables_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.errors import UserError
@@ -226,7 +226,8 @@ def assert_same_gradients(model, state, job, theirs, directory):
   export_adapter(directory, model.task.model, found, base=open_folder(theirs.base.path), digest='')
   ours = tensors_of(directory)
   assert ours.keys() == theirs.gradients.keys()
-  num_experts = getattr(open_folder(theirs.base.path).decoder.mixture, 'num_experts', 1)
+  mixture = open_folder(theirs.base.path).decoder.mixture
+  num_experts = 1 if mixture is None else mixture.routing.num_experts
   for key, gradient in theirs.gradients.items():
     own = ours[key] if ours[key].shape == gradient.shape else sum_of_ranks(
       ours[key], gradient, num_experts if '.experts.' in key else 1

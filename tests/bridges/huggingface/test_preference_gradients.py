@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.bridges.huggingface import open_folder
-from spmd_tasks.bridges.huggingface._export import export_folder
 from spmd_tasks.bridges.huggingface._folder import weights_on_mesh
+from spmd_tasks.bridges.huggingface.exporting import export_folder
 from spmd_tasks.bridges.huggingface.origin import state_from_folder
 from spmd_tasks.config import resolve
 from spmd_tasks.experiment import partition_job
