@@ -16,7 +16,6 @@ import pytest
 
 from spmd_tasks.bridges._lazy_arrays import lazy_array
 from spmd_tasks.bridges.huggingface import PipelinedPretrainedModel, open_adapter, open_folder
-from spmd_tasks.bridges.huggingface._describe import layer_places
 from spmd_tasks.bridges.huggingface._folder import weights_on_mesh
 from spmd_tasks.bridges.huggingface._peft import export_adapter
 from spmd_tasks.bridges.huggingface.exporting import export_folder
@@ -28,10 +27,8 @@ from spmd_tasks.inputs import SyntheticText
 from spmd_tasks.learning import AdamW
 from spmd_tasks.learning.frozen_weights import fill_in, without_frozen
 from spmd_tasks.tuning import LowRankTuning
-from spmd_tasks.tuning.adapted_weights import AdapterNames
 from spmd_tasks.tuning.base_digest import folder_digest
 from spmd_tasks.tuning.merging import merge_adapters
-from tests.bridges.huggingface.adapter_products import deltas_of, products_of, with_ranks
 from tests.bridges.huggingface.reference_models import (
   B,
   Reference,
@@ -289,52 +286,16 @@ def test_a_layer_without_an_adapter_is_that_of_the_base(loader, reference):
   near(np.asarray(found), theirs.first_logits, 1e-4)
 
 
-@pytest.mark.parametrize(
-  'name', [pytest.param(name, marks=() if name == 'experts' else pytest.mark.exhaustive) for name in FUSED]
-)
-def test_an_adapter_of_several_kernels_changes_each_of_them_as_there(name, reference, tmp_path):
-  """In and out bit by bit. With an A for each kernel, the folder has all their ranks, and gives what they give."""
-  theirs = reference(name)
-  folder, base = open_adapter(theirs.tuned), open_folder(theirs.base.path)
-  adapters = folder.adapters(base)
-  model, _ = partitioned(theirs, (1, 1, 1))
-  shapes = {
-    name: leaf.shape for name, leaf in traverse_util.flatten_dict(model.canonical_state.weights, sep='/').items()
-  }
-  arrays = folder.read_arrays(shapes, base)
-  products, deltas, seen = products_of(arrays, adapters), deltas_of(theirs, base), set()
-  for rule in base.family.rules(base.decoder, layer_places(model.task.model.stack)):
-    if rule.source[0].name in deltas:
-      for slot, delta in zip(rule.target, rule.apply((deltas.pop(rule.source[0].name),)), strict=True):
-        near(products[slot.name][slot.index], delta, 1e-5, slot)
-        seen.add(slot.name)
-  assert not deltas
-  assert seen == adapters.keys()
-
-  def export(directory):
-    lazy = {name: lazy_array(array) for name, array in arrays.items()}
-    export_adapter(directory, model.task.model, lazy, base=base, digest='')
-    return tensors_of(directory)
-
-  given, ours = tensors_of(theirs.tuned), export(tmp_path / 'same')
-  assert ours.keys() == given.keys()
-  for key, value in given.items():
-    np.testing.assert_array_equal(ours[key], value, key)
-  rng = np.random.default_rng(0)
-  for kernel in adapters:
-    arrays[AdapterNames(kernel=kernel).a] += rng.normal(size=shapes[AdapterNames(kernel=kernel).a]).astype(np.float32)
-  export(tmp_path / 'each')
-  again = open_adapter(tmp_path / 'each')
-  found = products_of(again.read_arrays(with_ranks(shapes, again.adapters(base)), base), again.adapters(base))
-  for kernel, product in products_of(arrays, adapters).items():
-    near(found[kernel], product, 1e-5, kernel)
-
-
 # `peft` looks for these keys among modules, and then uses them for parameters all the same.
 @pytest.mark.filterwarnings('ignore:The following (rank|alpha)_pattern keys:RuntimeWarning')
-@pytest.mark.exhaustive
-@pytest.mark.parametrize('sizes', [(1, 1, 1), (1, 2, 4)])
-@pytest.mark.parametrize('name', FUSED)
+@pytest.mark.parametrize(
+  'name, sizes',
+  [
+    pytest.param(name, sizes, marks=() if (name, sizes) == ('experts', (1, 1, 1)) else pytest.mark.exhaustive)
+    for name in FUSED
+    for sizes in ((1, 1, 1), (1, 2, 4))
+  ],
+)
 def test_modules_that_hold_several_kernels(name, sizes, reference, tmp_path):
   """They come in with one A for all their kernels and go out so; trained here, with the ranks of all kernels."""
   import peft

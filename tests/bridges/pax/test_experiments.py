@@ -48,18 +48,8 @@ def test_the_losses_are_those_of_paxml_from_the_seed_alone(dense_job, run_pax, t
 @pytest.mark.filterwarnings('ignore:Sharding info not provided when restoring')
 def test_a_killed_job_goes_on_bit_for_bit(dense_job, start_pax, run_pax, tmp_path):
   """Killed in mid-run; the input has no state of its own, so its batches are counted."""
-  flags = (
-    '--exp',
-    EMA,
-    *TRAIN,
-    *SAVED,
-    '--set',
-    'eval_with_ema=true',
-    '--job_log_dir',
-    tmp_path,
-    '--num_fake_devices',
-    8,
-  )
+  flags = ('--exp', EMA, *TRAIN, *SAVED, '--set', 'eval_with_ema=true', '--job_log_dir', tmp_path)
+  flags += ('--num_fake_devices', 8)
   process = start_pax(*flags)
   deadline = time.monotonic() + 200
   while not (tmp_path / 'checkpoints' / 'checkpoint_00000010').exists():
@@ -132,15 +122,8 @@ def paxml_job(tmp_path_factory):
 def test_a_checkpoint_of_paxml_goes_on(run_pax, paxml_job, tmp_path, num_devices, mesh):
   """With its optimizer state, on any mesh: 4.2121453 is what Paxml itself evaluated. Nothing is written to its job."""
   before = sorted(path.name for path in (paxml_job / 'checkpoints').iterdir())
-  flags = (
-    '--exp',
-    'pax_lab.restored.Restored',
-    *TRAIN,
-    '--set',
-    f'ici_mesh_shape={mesh}',
-    '--num_fake_devices',
-    num_devices,
-  )
+  flags = ('--exp', 'pax_lab.restored.Restored', *TRAIN, '--set', f'ici_mesh_shape={mesh}')
+  flags += ('--num_fake_devices', num_devices)
   flags += ('--set', 'num_train_steps=5', '--set', 'eval_every_steps=1', '--job_log_dir', tmp_path)
   finished = run_pax(*flags, '--set', f'continue_from={paxml_job}')
   assert finished.returncode == 0, finished.stderr

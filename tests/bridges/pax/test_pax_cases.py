@@ -1,6 +1,6 @@
 """Experiments of Pax of many kinds (tests/data/pax_cases), from the seed alone: the losses and evals of the real Paxml.
 
-paxml_curves.py wrote tests/data/pax_cases/paxml_losses.json with Paxml 1.4.0 on jax 0.10.2.
+tests/data/pax_cases/paxml_losses.json is by Paxml 1.4.0 on jax 0.10.2.
 """
 
 import json
