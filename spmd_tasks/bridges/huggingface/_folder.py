@@ -5,7 +5,7 @@ model = folder.build_model(dtype='bfloat16')
 weights = folder.read_weights(partitioned_model)     # each process reads the bytes of its shards
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import json
@@ -47,7 +47,6 @@ _TEXT_PREFIXES = {
   'model.language_model.': 'model.',
 }
 _IMAGE_PART = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
-OnWeight = Callable[[int], None]  # called with the bytes of each weight that has been read
 Store = Callable[[str, jax.Array], Any]  # makes of a weight, given its name, the form in which it is held
 
 
@@ -186,20 +185,18 @@ class Folder:
     self,
     model: PartitionedModel,
     *,
-    names: Collection[str] | None = None,
+    names: Iterable[str] | None = None,
     dtypes: Mapping[str, npt.DTypeLike] = {},
     store: Store = lambda name, weight: weight,
-    on_weight: OnWeight = lambda num_bytes: None,
   ) -> Any:
     """Reads the weights onto the mesh, as the partitioner stores them: padded, each device its own shard.
 
     Args:
       model: of a task whose model computes what the folder's does, apart from adapters.
-      names: of the weights that are read; None: of all.
+      names: of the weights that are read, one after the other; None: of all.
       dtypes: of weights, by name, that are held in another dtype than in training. In the dtype of the file, a weight
         is read without any other copy of it.
       store: called with each weight as soon as it is read.
-      on_weight: called after each weight, with its bytes on this process.
 
     Returns:
       A tree like the weights, with None for adapters and for what was not asked for.
@@ -216,11 +213,7 @@ class Folder:
     weights: dict[str, Any] = dict.fromkeys(padded)
     for name in canonical if names is None else names:
       leaf = padded[name]
-      weight = place_on_mesh(lazy[name].reshape(true[name].shape), leaf)
-      num_bytes = sum(shard.data.nbytes for shard in weight.addressable_shards)
-      weights[name] = store(name, weight)
-      del weight
-      on_weight(num_bytes)
+      weights[name] = store(name, place_on_mesh(lazy[name].reshape(true[name].shape), leaf))
     return traverse_util.unflatten_dict(weights, sep='/')
 
   def _check_model(self, model: Any) -> None:

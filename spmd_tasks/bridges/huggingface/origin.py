@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 import sys
@@ -21,7 +20,6 @@ from etils import epath
 from flax import traverse_util
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from spmd_tasks.bridges.huggingface._folder import open_folder
@@ -181,25 +179,8 @@ def _read(
   left_out = {name for name, spec in specs.items() if ADAPTER_TAG in spec.tags}
   if only_frozen:
     left_out |= {name for name, spec in specs.items() if FROZEN_TAG not in spec.tags}
-  leaves = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
-  leaves = {name: leaf for name, leaf in leaves.items() if name not in left_out}
-  num_local = len(jax.local_devices())
+  names = [name for name in specs if name not in left_out]
   storage = storage or WeightStorage(model, None)  # as in training, where frozen kernels may be in int8
-  dtypes = storage.dtypes
-  total = sum(
-    math.prod(part.sharding.shard_shape(part.shape)) * np.dtype(dtypes.get(name, part.dtype)).itemsize * num_local
-    for name, leaf in leaves.items()
-    for part in jax.tree.leaves(leaf)
-  )
-  bar = tqdm(
-    total=total,
-    unit='B',
-    unit_scale=True,
-    desc=f'Reading {opened.path.name}',
-    file=sys.stderr,
-    disable=not is_primary() or not sys.stderr.isatty(),
-  )
-  with bar:
-    return opened.read_weights(
-      model, names=leaves, dtypes=storage.dtypes, store=storage.store_one, on_weight=bar.update
-    )
+  is_shown = is_primary() and sys.stderr.isatty()
+  bar = tqdm(names, unit=' weights', desc=f'Reading {opened.path.name}', file=sys.stderr, disable=not is_shown)
+  return opened.read_weights(model, names=bar, dtypes=storage.dtypes, store=storage.store_one)

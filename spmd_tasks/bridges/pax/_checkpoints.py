@@ -135,17 +135,14 @@ class PaxCheckpoint:
     if not (self.path / _METADATA).exists():  # a checkpoint of ours
       return {}
     described = json.loads(read_text(self.path / _METADATA)).get('train_state_metadata', {})
-
-    def walk(node: Mapping[str, Any], name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-      if node.get(_ARRAY_TAG):
-        if 'unpadded_shape' in node:
-          yield name, tuple(node['unpadded_shape'])
-        return
-      for key, child in node.items():
-        if isinstance(child, Mapping):
-          yield from walk(child, f'{name}.{key}' if name else key)
-
-    return dict(walk(described, ''))
+    arrays = jax.tree_util.tree_leaves_with_path(
+      described, is_leaf=lambda node: isinstance(node, Mapping) and node.get(_ARRAY_TAG)
+    )
+    return {
+      _ocdbt_name(path): tuple(array['unpadded_shape'])
+      for path, array in arrays
+      if isinstance(array, Mapping) and 'unpadded_shape' in array
+    }
 
 
 def _pax_name(path: Sequence[Any]) -> str:

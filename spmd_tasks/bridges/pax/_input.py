@@ -41,10 +41,10 @@ class PaxInput:
 
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns global shapes and dtypes, read from the first batch of an input of its own."""
-    return self._element_spec
+    return dict(self._spec)
 
   @functools.cached_property
-  def _element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+  def _spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     try:
       first = flatten_batch(next_batch(self.make(0, jax.process_count())))
     except StopIteration as error:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 import re
 from typing import Any
 
+from flax import traverse_util
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -100,9 +101,8 @@ def _read_first(model: Any, variables: Any, batch: Mapping[str, jax.Array]) -> t
   with nn.intercept_methods(observe):
     logits, states = _apply(model, variables, forward)
 
-  boxes: dict[str, Any] = {}
-  for path, state in jax.tree_util.tree_leaves_with_path(_without_time(states)):
-    *owner, name = (key.key for key in path)
+  boxes: dict[tuple[str, ...], Any] = {}
+  for (*owner, name), state in traverse_util.flatten_dict(_without_time(states)).items():
     # Repeated layers keep a state per layer, below a name that is no module's.
     modules = (tuple(owner), tuple(key for key in owner if not _LAYER_OF_REPEAT.fullmatch(key)))
     dims = next((split_dims[module] for module in modules if module in split_dims), None)
@@ -114,13 +114,10 @@ def _read_first(model: Any, variables: Any, batch: Mapping[str, jax.Array]) -> t
     if not heads:
       state, name, heads = state[..., None, :], name + _ONE_HEAD, [None]
     layers = (None,) * (state.ndim - 4)
-    node = boxes
-    for key in owner:
-      node = node.setdefault(key, {})
-    node[name] = WeightBox(
+    boxes[(*owner, name)] = WeightBox(
       value=jnp.swapaxes(state, -3, -2), split_dims=(*layers, rows, *heads, places, features), tags=(), stacked=0
     )
-  return logits, boxes
+  return logits, traverse_util.unflatten_dict(boxes)
 
 
 def _read_next(model: Any, variables: Any, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
@@ -142,13 +139,8 @@ def _read_next(model: Any, variables: Any, cache: Any, batch: Mapping[str, jax.A
     return _without_time(updated), logits
 
   states = _to_praxis(cache, num_tokens)
-  if num_tokens == 1:
-    states, logits = read_token(states, jnp.zeros((), jnp.int32))
-    logits = logits[:, None]
-  else:
-    states, by_token = jax.lax.scan(read_token, states, jnp.arange(num_tokens))
-    logits = jnp.swapaxes(by_token, 0, 1)
-  return logits, _new_states(cache, states, num_places)
+  states, by_token = jax.lax.scan(read_token, states, jnp.arange(num_tokens))
+  return jnp.swapaxes(by_token, 0, 1), _new_states(cache, states, num_places)
 
 
 def _apply(model: Any, variables: Any, method: Callable[[Any], jax.Array]) -> tuple[jax.Array, Any]:
@@ -166,28 +158,25 @@ def _without_time(states: Any) -> Any:
 def _to_praxis(cache: Any, num_tokens: int) -> Any:
   """Returns Praxis' decode cache, states [..., B, S + T, G, K] or [..., B, S + T, K], from that of the engine."""
   states = {}
-  for name, node in cache.items():
-    if isinstance(node, Mapping):
-      states[name] = _to_praxis(node, num_tokens)
-    else:
-      state = jnp.swapaxes(node, -3, -2)
-      state = jnp.pad(state, [(0, 0)] * (state.ndim - 3) + [(0, num_tokens), (0, 0), (0, 0)])
-      is_one = name.endswith(_ONE_HEAD)
-      states[name.removesuffix(_ONE_HEAD)] = state[..., 0, :] if is_one else state
-  return states
+  for path, state in traverse_util.flatten_dict(cache).items():
+    state = jnp.swapaxes(state, -3, -2)
+    state = jnp.pad(state, [(0, 0)] * (state.ndim - 3) + [(0, num_tokens), (0, 0), (0, 0)])
+    states[_praxis_path(path)] = state[..., 0, :] if path[-1].endswith(_ONE_HEAD) else state
+  return traverse_util.unflatten_dict(states)
 
 
 def _new_states(cache: Any, states: Any, num_places: int) -> Any:
   """Returns what stands behind the first S places of Praxis' states, as leaves [..., B, G, T, K]."""
-  new = {}
-  for name, node in cache.items():
-    state = states[name.removesuffix(_ONE_HEAD)]
-    if isinstance(node, Mapping):
-      new[name] = _new_states(node, state, num_places)
-    else:
-      state = state[..., None, :] if name.endswith(_ONE_HEAD) else state
-      new[name] = jnp.swapaxes(state[..., num_places:, :, :], -3, -2)
-  return new
+  new, flat = {}, traverse_util.flatten_dict(states)
+  for path in traverse_util.flatten_dict(cache):
+    state = flat[_praxis_path(path)]
+    state = state[..., None, :] if path[-1].endswith(_ONE_HEAD) else state
+    new[path] = jnp.swapaxes(state[..., num_places:, :, :], -3, -2)
+  return traverse_util.unflatten_dict(new)
+
+
+def _praxis_path(path: tuple[str, ...]) -> tuple[str, ...]:
+  return (*path[:-1], path[-1].removesuffix(_ONE_HEAD))
 
 
 def _check_model(model: Any) -> None:
@@ -212,17 +201,14 @@ def _check_layer(layer: Any) -> None:
     raise UserError(f'{_path(layer)} cannot be served: it attends to another sequence.')
   for cls in _ATTENTIONS:
     if isinstance(layer, cls):
-      by_place = [name for name in ('extend_step', '_dot_atten_one_step') if _is_overridden(type(layer), cls, name)]
+      own = ('extend_step', '_dot_atten_one_step')
+      by_place = [name for name in own if getattr(type(layer), name, None) is not getattr(cls, name, None)]
       by_place += [name for name in _FIELDS_BY_PLACE if getattr(layer, name, None)]
       if by_place:
         raise UserError(
           f'{_path(layer)} cannot be served: it has {", ".join(by_place)}, by which its attention may depend '
           'on the order of the places in the cache.'
         )
-
-
-def _is_overridden(cls: type, base: type, name: str) -> bool:
-  return getattr(cls, name, None) is not getattr(base, name, None)
 
 
 def _path(layer: Any) -> str:
