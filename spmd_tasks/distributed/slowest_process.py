@@ -14,8 +14,8 @@ A device that computes more slowly than its peers is not found here: its host wa
 """
 
 from collections.abc import Callable
-import dataclasses
 import socket
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,36 +27,15 @@ from spmd_tasks.distributed.agreement import gather
 _NAMED_SHARE = 0.1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTimes:
-  """One process's times between two logged steps, in seconds per step.
-
-  Attributes:
-    total: in the loop.
-    waited: for a batch, while no step was running.
-    blocked: for the result of a step.
-  """
-
-  total: float
-  waited: float
-  blocked: float
-
-  @property
-  def own(self) -> float:
-    """Seconds per step that the process itself took, without those in which it was blocked."""
-    return max(0.0, self.total - self.blocked)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slowest:
-  """The process with the longest time of its own.
+class Slowest(NamedTuple):
+  """The process with the longest time of its own, without that in which it was blocked.
 
   Attributes:
     process_index: which one.
     own: its time, in seconds per step.
     median: the same, of the other processes.
     wait_share: the share of a step that the median process waits for it.
-    cause: 'input' or 'host': what most of the difference is.
+    cause: what most of the difference is.
   """
 
   process_index: int
@@ -66,21 +45,22 @@ class Slowest:
   cause: str
 
 
-def find_slowest(times: list[StepTimes]) -> Slowest:
-  """Compares at least two processes."""
-  index = max(range(len(times)), key=lambda process: times[process].own)
-  slowest, others = times[index], times[:index] + times[index + 1 :]
-  median = float(np.median([each.own for each in others]))
-  waited = slowest.waited - float(np.median([each.waited for each in others]))
+def find_slowest(times: np.ndarray) -> Slowest:
+  """Compares at least two processes.
+
+  Args:
+    times: float [N, 3]: seconds per step of each process in the loop, waiting for a batch, and blocked.
+  """
+  total, waited, blocked = times.T
+  own = np.maximum(0.0, total - blocked)
+  index = int(np.argmax(own))
+  median, waited_median = (float(np.median(np.delete(each, index))) for each in (own, waited))
+  difference = float(own[index]) - median
   # Where the slowest host has to wait for its device, too, it had begun early enough.
-  delay = max(0.0, slowest.own - median - slowest.blocked)
-  return Slowest(
-    process_index=index,
-    own=slowest.own,
-    median=median,
-    wait_share=min(1.0, delay / slowest.total) if slowest.total else 0.0,
-    cause='input' if waited >= (slowest.own - median) / 2 else 'host',
-  )
+  share = max(0.0, difference - float(blocked[index])) / float(total[index]) if total[index] else 0.0
+  is_input = waited[index] - waited_median >= difference / 2
+  cause = 'it waits for its input' if is_input else "its host's work takes long"
+  return Slowest(index, float(own[index]), median, min(1.0, share), cause)
 
 
 class SlowestProcess:
@@ -137,10 +117,8 @@ class SlowestProcess:
     return metrics
 
   def _compare(self, gathered: jax.Array) -> dict[str, float]:
-    table = np.asarray(gathered.addressable_data(0))[self._rows]
-    times = [StepTimes(total=float(row[0]), waited=float(row[1]), blocked=float(row[2])) for row in table]
-    longest = max(each.waited for each in times)
-    self.seconds_waited_elsewhere += (longest - times[jax.process_index()].waited) * self._num_steps
+    times = np.asarray(gathered.addressable_data(0))[self._rows]
+    self.seconds_waited_elsewhere += float(times[:, 1].max() - times[jax.process_index(), 1]) * self._num_steps
     slowest = find_slowest(times)
     metrics = {'process_wait_fraction': slowest.wait_share}
     named = None
@@ -153,16 +131,12 @@ class SlowestProcess:
       }
     if named != self._named and named == self._found:  # twice in a row: once may be chance
       self._on_change(
-        self._describe(slowest, times[slowest.process_index].total) if named else 'steps no longer wait for one process'
+        f'steps wait for process {slowest.process_index} (host {self._hosts[slowest.process_index]}), for '
+        f'{100 * slowest.wait_share:.0f}% of the time: {slowest.cause}. Of {times[slowest.process_index, 0]:.3f} s per '
+        f'step it takes {slowest.own:.3f} s by itself, the median of the others is {slowest.median:.3f} s.'
+        if named
+        else 'steps no longer wait for one process'
       )
       self._named = named
     self._found = named
     return metrics
-
-  def _describe(self, slowest: Slowest, total: float) -> str:
-    what = {'input': 'it waits for its input', 'host': "its host's work takes long"}[slowest.cause]
-    return (
-      f'steps wait for process {slowest.process_index} (host {self._hosts[slowest.process_index]}), for '
-      f'{100 * slowest.wait_share:.0f}% of the time: {what}. Of {total:.3f} s per step it takes {slowest.own:.3f} s by '
-      f'itself, the median of the others is {slowest.median:.3f} s.'
-    )
