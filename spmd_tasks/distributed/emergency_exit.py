@@ -10,12 +10,13 @@ Usage, around everything from the start of jax.distributed on:
       ...
 
 An exception that unwinds one of several processes would end in JAX's shutdown barrier and wait there for processes that
-wait for it. Therefore the failing process reports the exception, tells the others (`RankRecords`), and leaves by
-`os._exit`.
+wait for it. Therefore the failing process reports the exception, tells the others through the coordination service, and
+leaves by `os._exit`.
 """
 
 from collections.abc import Callable, Iterator
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import json
@@ -23,8 +24,8 @@ import logging as stdlib_logging
 import multiprocessing
 import os
 import re
+import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -34,13 +35,14 @@ import jax
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.initialization import coordination
-from spmd_tasks.distributed.rank_records import Position, RankRecords
+from spmd_tasks.distributed.rank_records import Departure, Position, RankRecords
 from spmd_tasks.errors import user_error_code
 
 STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by the thread that is stuck.
 
 # Seconds for each part of leaving; in all well below the 30 s within which every process must have ended.
-_RECORDS_LIMIT_S = 4.0
+_TELL_LIMIT_S = 5.0
+_SERVICE_LIMIT_S = 1.5  # of that for each call of the coordination service, which hangs where process 0 is stopped
 _FLUSH_LIMIT_S = 5.0
 _LINGER_LIMIT_S = 5.0
 _CHILDREN_LIMIT_S = 1.0
@@ -59,27 +61,24 @@ class EmergencyExit:
   def __init__(self):
     self._records: RankRecords | None = None
     self._job: Any = None  # while departures are watched
-    self._has_records = threading.Event()
     self._position: Callable[[], Position] = Position
     self._first_to_leave = threading.Lock()
     self._deadline_lock = threading.Lock()
     self._is_leaving = False
 
   def watch_departures(self):
-    """Until `attach`: tells the other processes when this one leaves, and ends this one when another leaves.
+    """Until `attach(None)`: tells the other processes when this one leaves, and ends this one when another leaves.
 
-    Through the coordination service. Else they would wait until JAX aborts them at the heartbeat's limit.
+    Else they would wait until JAX aborts them at the heartbeat's limit.
     """
     self._job = coordination()
-    threading.Thread(target=self._watch_departures, args=(self._job,), name='departures', daemon=True).start()
+    threading.Thread(target=self._watch_departures, name='departures', daemon=True).start()
 
   def attach(self, records: RankRecords | None):
-    """Makes later exits tell the other processes through `records` and include their records in reports.
-
-    With None the caller tells them.
-    """
-    self._records, self._job = records, None
-    self._has_records.set()
+    """Makes later reports include the records of all processes. With None the caller tells them of this one's end."""
+    self._records = records
+    if records is None:
+      self._job = None
 
   def set_position_source(self, position: Callable[[], Position]):
     """Sets the function that gives this process's position for reports (the watchdog's)."""
@@ -129,20 +128,26 @@ class EmergencyExit:
         self.leave(exit_codes.FAILED, reason, details=''.join(traceback.format_exception(error)), has_stacks=False)
       raise
 
-  def _watch_departures(self, job: Any):
-    while not self._has_records.wait(_DEPARTURES_PERIOD_S):
+  def _watch_departures(self):
+    while (job := self._job) is not None:
       try:
         departures = _departures(job)
       except Exception:  # the service has ended, of which JAX itself tells
         return
-      if departures:
-        index, code, reason = departures[0]
-        code = code if code == exit_codes.USAGE else exit_codes.PEER_FAILED
-        self.leave(code, reason if reason.startswith('process ') else f'process {index}: {reason}', has_stacks=False)
+      if departures and self._job is not None:
+        first = departures[0]
+        code = first.code if first.code == exit_codes.USAGE and self._records is None else exit_codes.PEER_FAILED
+        reason, who = first.reason, f'process {first.process_index}'
+        if self._records is not None:
+          reason = f'{who} (host {first.host}, pid {first.pid}) left at step {first.step}: {reason}'
+        elif not reason.startswith('process '):
+          reason = f'{who}: {reason}'
+        self.leave(code, reason, has_stacks=self._records is not None, is_own=False)
+      time.sleep(_DEPARTURES_PERIOD_S)
 
   def _is_seen_from_here(self, error: BaseException) -> bool:
     """Whether another process has told why it leaves, and the error is how its end looks from here."""
-    if self._records is None or not any(failure.is_own for failure in self._records.peer_failures()):
+    if self._records is None or not any(departure.is_own for departure in _departures_if_known(self._job)):
       return False
     cause: BaseException | None = error
     while cause is not None:
@@ -173,11 +178,8 @@ class EmergencyExit:
       self._is_leaving = True
       faulthandler.dump_traceback_later(_TOTAL_LIMIT_S, exit=True, file=STDERR)
     position = self._position()
-    records = self._records
     job = coordination()
-    index = records.process_index if records is not None else job and job.process_id
-    number = records.num_processes if records is not None else job and job.num_processes
-    name = f'process with pid {os.getpid()}' if index is None else f'process {index} of {number}'
+    name = f'process with pid {os.getpid()}' if job is None else f'process {job.process_id} of {job.num_processes}'
     _report(
       f'*** {name}, in {position}: {reason}\n*** leaving with exit code {code} ({exit_codes.NAMES.get(code, "?")})'
     )
@@ -186,25 +188,36 @@ class EmergencyExit:
     if has_stacks:
       _report(f'*** all threads of {name}, the most recent call first:')
       faulthandler.dump_traceback(file=STDERR, all_threads=True)
-    if records is not None and records.num_processes > 1:
-      tell = functools.partial(self._tell, records, position, code, reason, details=details, is_own=is_own)
-      _within(_RECORDS_LIMIT_S, tell)
-    elif (job := self._job) is not None:
-      _within(_LINGER_LIMIT_S, lambda: _depart(job, code, reason))
+    if (job := self._job) is not None:
+      tell = functools.partial(self._tell, job, position, code, reason, is_own=is_own)
+      _within(_TELL_LIMIT_S, tell)
     _within(_FLUSH_LIMIT_S, _flush)
-    if records is not None and records.process_index == 0 and records.num_processes > 1:
-      _within(_LINGER_LIMIT_S, lambda: _wait_for_peers(records))
+    if job is not None and job.process_id == 0:
+      _within(_LINGER_LIMIT_S, lambda: _wait_for_peers(job))
     _within(_CHILDREN_LIMIT_S, _end_children)
     os._exit(code)
 
-  def _tell(self, records: RankRecords, position: Position, code: int, reason: str, *, details: str, is_own: bool):
-    # An error here is often the end of another process, seen as a broken connection; that process has told the reason.
-    is_own = is_own and not any(failure.is_own for failure in records.peer_failures())
-    table, culprits = records.describe(position, is_waiting=code == exit_codes.STUCK)
+  def _tell(self, job: Any, position: Position, code: int, reason: str, *, is_own: bool):
+    others = _departures_if_known(job)
+    table, culprits = '', ''
+    if self._records is not None:
+      table, culprits = self._records.describe(position, others, is_waiting=code == exit_codes.STUCK)
     if code == exit_codes.STUCK and culprits:
       reason = f'{reason}; likely culprit: {culprits}'
-    records.write_failure(step=position.step, reason=reason[:500], is_own=is_own, stacks=details or _stacks())
-    _report(f'*** {table}')
+    departure = Departure(
+      process_index=job.process_id,
+      host=socket.gethostname(),
+      pid=os.getpid(),
+      step=position.step,
+      code=code,
+      reason=reason[:3000],
+      # An error here is often the end of another process, seen as a broken connection; that one has told the reason.
+      is_own=is_own and not any(each.is_own for each in others),
+    )
+    said = json.dumps(dataclasses.asdict(departure))
+    _within(_SERVICE_LIMIT_S, lambda: job.client.key_value_set(f'{_DEPARTURES}{job.process_id}', said))
+    if table:
+      _report(f'*** {table}')
     if culprits:
       _report(f'*** likely culprit: {culprits}')
 
@@ -223,32 +236,30 @@ def _end_children():
     child.kill()  # SIGTERM would not end one that is stopped
 
 
-def _wait_for_peers(records: RankRecords):
+def _departures(job: Any) -> list[Departure]:
+  """The departures of other processes; those that caused others come first."""
+  found = [Departure(**json.loads(text)) for _, text in job.client.key_value_dir_get(_DEPARTURES)]
+  others = [departure for departure in found if departure.process_index != job.process_id]
+  return sorted(others, key=lambda departure: (not departure.is_own, departure.process_index))
+
+
+def _departures_if_known(job: Any) -> list[Departure]:
+  found: list[Departure] = []
+
+  def look():
+    with contextlib.suppress(Exception):  # the service has ended
+      found.extend(_departures(job))
+
+  if job is not None:
+    _within(_SERVICE_LIMIT_S, look)
+  return found
+
+
+def _wait_for_peers(job: Any):
   """Waits, as the end of process 0 ends the coordination service and aborts the others before they can report."""
-  while len(records.peer_failures()) < records.num_processes - 1:
+  while len(_departures(job)) < job.num_processes - 1:
     time.sleep(0.1)
-
-
-def _departures(job: Any) -> list[tuple[int, int, str]]:
-  """(process, exit code, reason) of the others that leave."""
-  found = [(int(key.rpartition('/')[2]), *json.loads(text)) for key, text in job.client.key_value_dir_get(_DEPARTURES)]
-  return [departure for departure in sorted(found) if departure[0] != job.process_id]
-
-
-def _depart(job: Any, code: int, reason: str):
-  """Says that this process leaves; process 0, whose end would abort the others, waits until they have done so too."""
-  job.client.key_value_set(f'{_DEPARTURES}{job.process_id}', json.dumps([code, reason[:3000]]))
-  if job.process_id == 0:
-    while len(_departures(job)) < job.num_processes - 1:
-      time.sleep(0.1)
-    time.sleep(1.0)  # from a process's word to its end
-
-
-def _stacks() -> str:
-  with tempfile.TemporaryFile() as file:
-    faulthandler.dump_traceback(file=file, all_threads=True)
-    file.seek(0)
-    return file.read().decode(errors='replace')
+  time.sleep(1.0)  # from a process's word to its end
 
 
 def _report(text: str):

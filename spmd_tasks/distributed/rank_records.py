@@ -1,22 +1,18 @@
-"""RankRecords: small files that tell the processes of a job about each other's progress and failures.
+"""RankRecords: small files that tell the processes of a job about each other's progress.
 
     <job_log_dir>/ranks/start.txt           a random token of this start: a process that reads it shares the directory
     <job_log_dir>/ranks/progress/<i>.json   where process i is, written every few seconds
-    <job_log_dir>/ranks/failures/<i>.json   why process i leaves, written before it leaves
-    <job_log_dir>/ranks/failures/<i>.stacks.txt
 
-All processes of a job share the job_log_dir, because they checkpoint there. (The key-value store of the coordination
-service would need JAX's private client, and it dies with process 0.) A record of a failure ends the other processes at
-once. A missing record never ends a process, as a network file system may show a file a minute late. Failures have their
-own directory, so that watching for them costs one listing for any number of processes.
+All processes of a job share the job_log_dir, because they checkpoint there. Records explain; they never end a process,
+as a network file system may show a file a minute late. Why a process leaves is told by emergency_exit.py.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import json
 import os
 import socket
 import time
-from typing import Any
 
 from etils import epath
 import jax
@@ -29,9 +25,6 @@ from spmd_tasks.files import read_text, storage_errors
 # How long a directory may take to show process 0's file. NFS keeps what it has seen of a directory for up to a minute.
 _VISIBLE_LIMIT_S = 90.0
 _VISIBLE_PERIOD_S = 0.5
-
-# Process 0 runs the coordination service, whose end aborts the others: it leaves after they have told their reasons.
-_LAST_TO_LEAVE_S = 2.0
 
 _MAX_DESCRIBED = 16  # A longer list would hide the process that matters.
 
@@ -73,13 +66,14 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
-  """The reason why a process left. `is_own` is false if it left only because another process had failed."""
+class Departure:
+  """The reason why a process leaves. `is_own` is false if it leaves only because another process has failed."""
 
   process_index: int
   host: str
   pid: int
   step: int
+  code: int
   reason: str
   is_own: bool
 
@@ -96,12 +90,9 @@ class RankRecords:
     self.num_processes = num_processes
     self._host = socket.gethostname()
     self._progress_dir = epath.Path(job_log_dir) / 'ranks' / 'progress'
-    self._failures_dir = epath.Path(job_log_dir) / 'ranks' / 'failures'
-    for directory, suffixes in ((self._progress_dir, ['json']), (self._failures_dir, ['json', 'stacks.txt'])):
-      with storage_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        for suffix in suffixes:
-          (directory / f'{process_index}.{suffix}').unlink(missing_ok=True)
+    with storage_errors(self._progress_dir):
+      self._progress_dir.mkdir(parents=True, exist_ok=True)
+      (self._progress_dir / f'{process_index}.json').unlink(missing_ok=True)
 
   def write_progress(self, position: Position, *, since: float):
     """Records where this process is, and since when (seconds since the epoch)."""
@@ -115,35 +106,18 @@ class RankRecords:
     )
     _write(self._progress_dir / f'{self.process_index}.json', json.dumps(dataclasses.asdict(progress)))
 
-  def write_failure(self, *, step: int, reason: str, is_own: bool, stacks: str):
-    """Records that this process leaves, and why."""
-    _write(self._failures_dir / f'{self.process_index}.stacks.txt', stacks)
-    failure = Failure(
-      process_index=self.process_index, host=self._host, pid=os.getpid(), step=step, reason=reason, is_own=is_own
-    )
-    _write(self._failures_dir / f'{self.process_index}.json', json.dumps(dataclasses.asdict(failure)))
-
-  def peer_failures(self) -> list[Failure]:
-    """The failures of other processes; those that caused others come first."""
-    failures = []
-    for path in self._failures_dir.iterdir():
-      if path.suffix == '.json' and path.stem.isdecimal() and self._is_peer(int(path.stem)):
-        failure = _read(path, Failure)
-        if failure is not None:
-          failures.append(failure)
-    return sorted(failures, key=lambda failure: (not failure.is_own, failure.process_index))
-
-  def describe(self, position: Position, *, is_waiting: bool) -> tuple[str, str]:
+  def describe(self, position: Position, departures: Sequence[Departure] = (), *, is_waiting: bool) -> tuple[str, str]:
     """Describes the processes, one per line, and names the likely culprits ('' if there is no sign of one).
 
     Args:
       position: the position of this process.
+      departures: of other processes.
       is_waiting: this process has been there for longer than the records' period, so positions can be compared.
     """
     now = time.time()
     lines, suspects = [f'processes, by their last records under {self._progress_dir.parent}:'], []
     for index in range(self.num_processes):
-      progress = _read(self._progress_dir / f'{index}.json', Progress)
+      progress = _read(self._progress_dir / f'{index}.json')
       is_self = index == self.process_index
       if progress is None:
         remark = '' if is_self else 'has left no record'
@@ -160,17 +134,9 @@ class RankRecords:
         suspects.append(f'process {index} {remark}')
       if is_self or remark or self.num_processes <= _MAX_DESCRIBED:
         lines.append(f'  {where}' + (f'  <- {"this process" if is_self else remark}' if is_self or remark else ''))
-    failures = self.peer_failures()
-    lines += [
-      f'  process {failure.process_index} reported at step {failure.step}: {failure.reason}' for failure in failures
-    ]
-    suspects = [
-      f'process {failure.process_index}: {failure.reason}' for failure in failures if failure.is_own
-    ] or suspects
+    lines += [f'  process {each.process_index} reported at step {each.step}: {each.reason}' for each in departures]
+    suspects = [f'process {each.process_index}: {each.reason}' for each in departures if each.is_own] or suspects
     return '\n'.join(lines), ', '.join(suspects[:_MAX_DESCRIBED])
-
-  def _is_peer(self, index: int) -> bool:
-    return index != self.process_index and index < self.num_processes
 
   def _condition(self, progress: Progress) -> str:
     """The state of a process of this host in the process table; '' if it runs normally or on another host."""
@@ -208,8 +174,6 @@ def open_rank_records(job_log_dir: epath.PathLike) -> RankRecords:
   all_visible = multihost_utils.process_allgather(np.array(is_visible)).reshape(-1)
   if not all_visible.all():
     blind = ', '.join(str(index) for index in np.flatnonzero(~all_visible)[:_MAX_DESCRIBED])
-    if process_index == 0:
-      time.sleep(_LAST_TO_LEAVE_S)
     raise UserError(
       f'{os.fspath(job_log_dir)} is not shared by the processes of the job: what process 0 wrote there is not seen by '
       f'process {blind} (of {num_processes}); choose a directory on a file system or in a bucket that they all share.'
@@ -243,13 +207,13 @@ def _write(path: epath.Path, text: str):
     raise
 
 
-def _read(path: epath.Path, record_type: type) -> Any:
+def _read(path: epath.Path) -> Progress | None:
   """Reads a record; returns None if there is none or it cannot be read. Records only explain, so this never raises."""
   try:
     values = json.loads(read_text(path))
-    fields = {field.name: field.type for field in dataclasses.fields(record_type)}
+    fields = {field.name: field.type for field in dataclasses.fields(Progress)}
     if set(values) != set(fields) or any(type(values[name]) is not fields[name] for name in fields):
       return None
-    return record_type(**values)
+    return Progress(**values)
   except (OSError, ValueError, TypeError, RecursionError):
     return None

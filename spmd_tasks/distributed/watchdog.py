@@ -47,7 +47,7 @@ class _Mark:
 
 
 class StepWatchdog:
-  """Ends the process if no beat comes within the limit, or if another process records a failure."""
+  """Ends the process if no beat comes within the limit."""
 
   def __init__(
     self,
@@ -65,8 +65,8 @@ class StepWatchdog:
         including the wait for the slowest process.
       first_step_timeout_s: the limit until the second step begins, as the first step compiles.
       emergency: ends the process.
-      records: the processes' progress and failures; None for a single process.
-      record_period_s: seconds between two writes, and between two reads of failures.
+      records: get this process's progress; None for a single process.
+      record_period_s: seconds between two writes.
 
     Raises:
       UserError: a limit is not positive.
@@ -92,7 +92,7 @@ class StepWatchdog:
     self._threads = [threading.Thread(target=self._watch, name='step-watchdog', daemon=True)]
     if self._records is not None:
       # A thread of its own: the watch must fire even while the file system hangs.
-      self._threads.append(threading.Thread(target=self._exchange, name='rank-records', daemon=True))
+      self._threads.append(threading.Thread(target=self._record, name='rank-records', daemon=True))
     for thread in self._threads:
       thread.start()
     return self
@@ -138,7 +138,7 @@ class StepWatchdog:
       if self._done.wait(min(1.0, mark.limit_s / 10)):
         return
 
-  def _exchange(self):
+  def _record(self):
     assert self._records is not None
     is_failing = False
     while True:
@@ -146,21 +146,11 @@ class StepWatchdog:
       try:
         since = time.time() - (time.monotonic() - mark.begun)
         self._records.write_progress(mark.position, since=since)
-        failures = self._records.peer_failures()
         is_failing = False
       except Exception as error:  # any error of the file system's library
-        failures = []
         if not is_failing:  # one warning per outage: the job can go on without its records
           logging.warning('the records of the processes cannot be kept: %s', error)
         is_failing = True
-      if failures:
-        first = failures[0]
-        self._emergency.leave(
-          exit_codes.PEER_FAILED,
-          f'process {first.process_index} (host {first.host}, pid {first.pid}) left at step {first.step}: '
-          f'{first.reason}',
-          is_own=False,
-        )
       if self._done.wait(self._record_period_s):
         return
 
@@ -169,7 +159,7 @@ class StepWatchdog:
 def watch_steps(
   directory: epath.Path, emergency: EmergencyExit, *, timeout_s: float, first_step_timeout_s: float
 ) -> Iterator[StepWatchdog]:
-  """Runs a StepWatchdog over a whole job; its processes exchange progress and failures in `directory`/ranks.
+  """Runs a StepWatchdog over a whole job; its processes record their progress in `directory`/ranks.
 
   On leaving the context, every process waits for the others, at most `timeout_s`: an early end would end them too.
 

@@ -150,6 +150,19 @@ def test_an_abort_shows_the_stacks():
   assert 'Fatal Python error: Aborted' in result.stderr
 
 
+# Process 1 of 2, and what process 0 has said to the coordination service.
+SERVICE = """
+import dataclasses, json, types
+from spmd_tasks.checkpoints.manifest import CheckpointSaveError
+from spmd_tasks.distributed.rank_records import Departure, RankRecords
+from spmd_tasks.errors import UserError
+said = {}
+client = types.SimpleNamespace(key_value_set=said.__setitem__, key_value_dir_get=lambda prefix: list(said.items()))
+emergency_exit.coordination = lambda: types.SimpleNamespace(client=client, process_id=1, num_processes=2)
+def interrupted():
+  left = Departure(process_index=0, host='a', pid=1, step=3, code=130, reason='interrupted', is_own=True)
+  said['spmd_tasks/left/0'] = json.dumps(dataclasses.asdict(left))
+"""
 GLOO = "ValueError('UNKNOWN: Gloo AllGather failed: Connection reset by peer')"
 
 
@@ -169,17 +182,24 @@ def test_a_lost_connection_to_a_process_that_has_told_why_it_leaves_is_no_failur
   """Such as Ctrl-C to one process while all of them save: that one ends with 130, the others with 44."""
   result = run(
     MULTI_PROCESS
+    + SERVICE
     + textwrap.dedent(f"""
-    from spmd_tasks.checkpoints.manifest import CheckpointSaveError
-    from spmd_tasks.distributed.rank_records import RankRecords
-    from spmd_tasks.errors import UserError
-    own, peer = (RankRecords({str(tmp_path)!r}, process_index=index, num_processes=2) for index in (1, 0))
+    emergency_exit._DEPARTURES_PERIOD_S = 3600
+    emergency.watch_departures()
+    time.sleep(0.2)
+    emergency.attach(RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2))
     if {peer_told}:
-      peer.write_failure(step=3, reason='interrupted', is_own=True, stacks='')
-    emergency.attach(own)
+      interrupted()
     with emergency.on_failure():
       raise {error}
     """)
   )
   assert result.returncode == code, result.stderr
   assert ('process 0: interrupted' in result.stderr) == peer_told
+
+
+def test_another_process_that_leaves_ends_this_one_with_its_reason():
+  result = run(SERVICE + 'emergency.watch_departures()\ntime.sleep(0.2)\ninterrupted()\ntime.sleep(3600)')
+  assert result.returncode == exit_codes.PEER_FAILED
+  assert 'process 1 of 2' in result.stderr
+  assert 'process 0: interrupted' in result.stderr

@@ -1,18 +1,16 @@
 """What the processes learn of each other from their records."""
 
-import errno
 import os
 import threading
 import time
 
-from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
 from spmd_tasks.distributed import rank_records
-from spmd_tasks.distributed.rank_records import Position, RankRecords, open_rank_records
+from spmd_tasks.distributed.rank_records import Departure, Position, RankRecords, open_rank_records
 from tests import binary
 
 
@@ -34,16 +32,16 @@ def test_the_process_that_is_behind_is_named(tmp_path):
   assert records[0].describe(Position(step=7, beat=1), is_waiting=False)[1] == ''
 
 
-def test_a_stated_failure_is_the_culprit_and_its_consequences_are_not(tmp_path):
+def test_a_stated_reason_is_the_culprit_and_its_consequences_are_not(tmp_path):
   records = open_all(tmp_path)
   for record in records:
     record.write_progress(Position(step=3), since=time.time())
-  records[0].write_failure(step=3, reason='process 2 left', is_own=False, stacks='')
-  records[2].write_failure(step=3, reason='out of luck', is_own=True, stacks='line 1')
-  assert [(failure.process_index, failure.is_own) for failure in records[1].peer_failures()] == [(2, True), (0, False)]
-  assert records[1].describe(Position(step=4), is_waiting=True)[1] == 'process 2: out of luck'
-  assert (tmp_path / 'ranks' / 'failures' / '2.stacks.txt').read_text() == 'line 1'
-  assert [failure.process_index for failure in records[2].peer_failures()] == [0]
+  said = {'host': 'a', 'pid': 1, 'step': 3, 'code': 1}
+  departures = [
+    Departure(process_index=2, reason='out of luck', is_own=True, **said),
+    Departure(process_index=0, reason='process 2 left', is_own=False, **said),
+  ]
+  assert records[1].describe(Position(step=4), departures, is_waiting=True)[1] == 'process 2: out of luck'
 
 
 def test_a_process_that_has_died_here_is_named(tmp_path):
@@ -63,37 +61,16 @@ def test_a_process_without_a_record_is_named(tmp_path):
 
 def test_opening_clears_what_an_earlier_run_left(tmp_path):
   records = open_all(tmp_path)
-  records[1].write_failure(step=1, reason='earlier', is_own=True, stacks='x')
   records[1].write_progress(Position(step=1), since=0.0)
-  assert records[0].peer_failures()
   open_all(tmp_path)
-  assert records[0].peer_failures() == []
   assert not list(tmp_path.glob('ranks/*/1.*'))
 
 
-def test_a_full_disk_leaves_no_part_of_a_record(tmp_path, monkeypatch):
-  records, *_ = open_all(tmp_path)
-
-  def write_text(path, text):
-    os.mknod(path)
-    raise OSError(errno.ENOSPC, 'No space left on device')
-
-  monkeypatch.setattr(epath.Path(tmp_path).__class__, 'write_text', write_text)
-  with pytest.raises(OSError, match='No space left'):
-    records.write_failure(step=3, reason='out of memory', is_own=True, stacks='main thread')
-  assert list((tmp_path / 'ranks' / 'failures').iterdir()) == []
-
-
-def test_records_that_are_damaged_or_of_a_larger_job_are_passed_over(tmp_path):
+def test_records_that_are_damaged_are_passed_over(tmp_path):
   records = open_all(tmp_path, num_processes=2)
-  larger = RankRecords(tmp_path, process_index=5, num_processes=6)
-  larger.write_failure(step=1, reason='another job', is_own=True, stacks='')
-  failures = tmp_path / 'ranks' / 'failures'
   for content in ('', '{', '[]', '{"process_index": 1}', '{"process_index": "1; rm -rf", "host": 1}', '\udc80'):
-    (failures / '1.json').write_text(content, errors='surrogateescape')
-    assert records[0].peer_failures() == []
-  (failures / 'x.json').write_text('{}')
-  assert records[0].peer_failures() == []
+    (tmp_path / 'ranks' / 'progress' / '1.json').write_text(content, errors='surrogateescape')
+    assert records[0].describe(Position(step=1), is_waiting=False)[1] == 'process 1 has left no record'
 
 
 def test_a_large_jobs_report_has_only_the_remarkable_processes(tmp_path):
@@ -128,16 +105,15 @@ def process_1(monkeypatch):
 
 
 def test_a_running_jobs_records_stay_until_process_0_owns_the_directory(tmp_path, process_1):
-  open_all(tmp_path, num_processes=2)[1].write_failure(step=1, reason='earlier', is_own=True, stacks='x')
-  RankRecords(tmp_path, process_index=0, num_processes=2)
-  own_failure = tmp_path / 'ranks' / 'failures' / '1.json'
+  open_all(tmp_path, num_processes=2)[1].write_progress(Position(step=1), since=0.0)
+  own = tmp_path / 'ranks' / 'progress' / '1.json'
   is_there = []
 
   def claimed():
-    is_there.append(own_failure.exists())
+    is_there.append(own.exists())
     (tmp_path / 'ranks' / 'start.txt').write_text('0001020304050607')
 
-  process_1 += [claimed, lambda: is_there.append(own_failure.exists())]
+  process_1 += [claimed, lambda: is_there.append(own.exists())]
   assert open_rank_records(tmp_path).process_index == 1
   assert is_there == [True, False]
 

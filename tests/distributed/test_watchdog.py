@@ -80,19 +80,6 @@ def test_a_long_operation_beyond_its_limit_is_stuck(emergency):
   assert "'checkpoint' of step 3 (limit 0.1 s)" in emergency.calls[0][1]
 
 
-def test_another_process_failure_ends_this_one(emergency, tmp_path):
-  own, other = (RankRecords(tmp_path, process_index=i, num_processes=2) for i in range(2))
-  with StepWatchdog(timeout_s=60, emergency=emergency, records=own, record_period_s=0.05):
-    time.sleep(0.2)
-    assert not emergency.calls
-    other.write_failure(step=5, reason='ValueError: bad luck', is_own=True, stacks='')
-    assert emergency.called.wait(10)
-  code, reason = emergency.calls[0]
-  assert code == exit_codes.PEER_FAILED
-  assert reason.startswith('process 1 (host ')
-  assert reason.endswith('left at step 5: ValueError: bad luck')
-
-
 def test_it_goes_on_without_its_records(emergency, tmp_path):
   records = RankRecords(tmp_path / 'job', process_index=0, num_processes=2)
   with StepWatchdog(timeout_s=1.0, emergency=emergency, records=records, record_period_s=0.02) as watchdog:

@@ -36,7 +36,7 @@ class RankResult:
     returncode: as subprocess gives it: -9 for SIGKILL.
     seconds: from the start of the job to this process's end.
     log: its stdout and stderr, as they came.
-    was_killed: the launcher had to, at the deadline or after the straggler limit.
+    was_killed: the launcher had to, at the deadline.
     left_orphans: it ended by itself, but processes that it had started had not.
   """
 
@@ -141,17 +141,10 @@ class Job:
     """Sends a signal to rank `rank` alone."""
     self._processes[rank].send_signal(signum)
 
-  def wait(self, *, deadline_s: float, straggler_limit_s: float | None = None) -> list[RankResult]:
-    """Waits for all ranks and kills those that are still there at the deadline, counted from now.
-
-    `straggler_limit_s`: so long after the first nonzero exit the others are killed too, as `srun -K` does.
-    """
+  def wait(self, *, deadline_s: float) -> list[RankResult]:
+    """Waits for all ranks and kills those that are still there at the deadline, counted from now."""
     limit = time.monotonic() + deadline_s
-    while time.monotonic() < limit and (running := self._poll()):
-      if straggler_limit_s is not None and len(running) < len(self._processes):
-        bad = [self._end_times[rank] for rank in self._end_times if self._processes[rank].returncode != 0]
-        if bad and time.monotonic() - self._start_time > min(bad) + straggler_limit_s:
-          break
+    while time.monotonic() < limit and self._poll():
       time.sleep(_POLL_S)
     stragglers = self._poll()
     orphans = [rank for rank in self._end_times if self._group_exists(rank)]
@@ -200,10 +193,9 @@ def run_ranks(
   num_devices: int,
   log_dir: Path,
   deadline_s: float,
-  straggler_limit_s: float | None = None,
   env: Mapping[str, str] | None = None,
 ) -> list[RankResult]:
   """Runs `python <command> --coordinator_address=... --num_processes=... --process_id=...` once per rank."""
   argvs = [[sys.executable, *command, *flags] for flags in coordinator_flags(num_processes=num_processes)]
   with Job(argvs, log_dir=log_dir, num_devices=num_devices, env=env) as job:
-    return job.wait(deadline_s=deadline_s, straggler_limit_s=straggler_limit_s)
+    return job.wait(deadline_s=deadline_s)

@@ -18,7 +18,7 @@ SLOW = pytest.mark.slow  # All of these take seconds; the fast tests keep one of
 MAIN_THREAD_WAITS = 'in __float__'  # A survivor's stacks show it waiting for the step's result.
 
 
-def run_worker(tmp_path: Path, *flags: str, straggler_limit_s: float | None = None) -> list[RankResult]:
+def run_worker(tmp_path: Path, *flags: str) -> list[RankResult]:
   """Two processes with two devices each; none may be left behind."""
   ranks = run_ranks(
     [WORKER, f'--job_log_dir={tmp_path}', *flags],
@@ -26,7 +26,6 @@ def run_worker(tmp_path: Path, *flags: str, straggler_limit_s: float | None = No
     num_devices=2,
     log_dir=tmp_path,
     deadline_s=START_S + DEADLINE_S,
-    straggler_limit_s=straggler_limit_s,
   )
   assert not any(rank.left_orphans for rank in ranks)
   return ranks
@@ -127,13 +126,6 @@ def test_a_stopped_process_is_named_and_leaves_when_continued(tmp_path):
 
 
 @pytest.mark.slow
-def test_stragglers_are_killed_after_a_bad_exit(tmp_path):
-  ranks = run_worker(tmp_path, '--fault=stop', '--watchdog_timeout_s=4', straggler_limit_s=1.0)
-  assert ranks[0].returncode == exit_codes.STUCK
-  assert (ranks[1].returncode, ranks[1].was_killed) == (-signal.SIGKILL, True)
-
-
-@pytest.mark.slow
 def test_a_process_that_is_done_waits_for_one_that_still_works(tmp_path):
   # For longer than the shutdown timeout of 2 s, at which JAX would end both.
   ranks = run_worker(tmp_path, '--late_s=5')
@@ -163,14 +155,6 @@ def test_sigterm_to_one_process_or_all_stops_all_at_the_same_step(tmp_path, pree
 
 
 @pytest.mark.slow
-def test_an_earlier_runs_failure_does_not_end_this_one(tmp_path):
-  ranks = run_worker(tmp_path, '--fault=raise')
-  assert_all_left(ranks)
-  again = run_worker(tmp_path)
-  assert [rank.returncode for rank in again] == [exit_codes.OK, exit_codes.OK], [rank.log for rank in again]
-
-
-@pytest.mark.slow
 def test_a_directory_that_is_not_shared_is_refused_by_all(tmp_path):
   directories = [tmp_path / 'disk0', tmp_path / 'disk1']
   argvs = [
@@ -180,9 +164,7 @@ def test_a_directory_that_is_not_shared_is_refused_by_all(tmp_path):
   with Job(argvs, log_dir=tmp_path, num_devices=2) as job:
     ranks = job.wait(deadline_s=START_S)
   assert [rank.returncode for rank in ranks] == [exit_codes.USAGE] * 2, [rank.log for rank in ranks]
-  for rank, directory in zip(ranks, directories, strict=True):
-    assert (
-      f'{directory} is not shared by the processes of the job: what process 0 wrote there is not seen by' in rank.log
-    )
+  for rank in ranks:
+    assert 'is not shared by the processes of the job: what process 0 wrote there is not seen by process 1' in rank.log
     assert 'Traceback' not in rank.log
   assert not directories[1].exists()
