@@ -172,32 +172,6 @@ def test_kept_steps(tmp_path, max_to_keep, keep_every_n_steps, kept):
   assert names(tmp_path) == [f'checkpoint_{step:08d}' for step in kept]
 
 
-def test_what_a_save_may_take_grows_with_the_state(tmp_path, monkeypatch):
-  limits: list[int] = []
-  make_writer = orbax_arrays._make_writer
-  monkeypatch.setattr(orbax_arrays, '_SLOWEST_BYTES_PER_S', 100)
-  monkeypatch.setattr(orbax_arrays, '_make_writer', lambda limit_s: (limits.append(limit_s), make_writer(limit_s))[1])
-  checkpointer = Checkpointer(tmp_path, timeout_secs=30)
-  checkpointer.prepare()
-  for step in (1, 2):
-    checkpointer.save(step, {'x': jnp.zeros((10, 50), jnp.float32), 'y': jnp.zeros(100, jnp.bfloat16)})
-  checkpointer.close()
-  assert limits == [30, 30 + (2000 + 200) // 100]
-  assert checkpointer.all_steps() == [1, 2]
-
-
-def test_the_bytes_to_verify_are_told_by_the_newest_manifest_that_can_be_read(directory):
-  steps = CheckpointDirectory(path=epath.Path(directory), num_hash_threads=1)
-
-  def num_bytes(step: int) -> int:
-    files = [path for path in (directory / f'checkpoint_{step:08d}').rglob('*') if path.is_file()]
-    return sum(path.stat().st_size for path in files if path.name != 'manifest.json')
-
-  assert steps.num_bytes() == 3 * num_bytes(3)
-  (directory / 'checkpoint_00000003' / 'manifest.json').write_text('{}')
-  assert steps.num_bytes() == 3 * num_bytes(2)
-
-
 def test_the_first_checkpoint_is_kept_and_each_that_is_hours_younger_than_the_last_kept(tmp_path):
   """Of checkpoints that were saved half an hour apart, and one late."""
   directory = CheckpointDirectory(path=epath.Path(tmp_path))

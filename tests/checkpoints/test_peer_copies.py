@@ -100,15 +100,6 @@ def test_a_damaged_copy_is_found_and_the_one_before_it_is_used(start, tmp_path, 
   assert_restored(start().restore(None), 4)
 
 
-def test_without_a_whole_copy_the_store_is_used(start, tmp_path, caplog):
-  copy_and_die(start(), 4, 8)
-  for path in files(tmp_path):
-    path.write_bytes(path.read_bytes()[:-1])
-  assert start().restore(None) is None
-  assert 'is damaged and removed: its content has changed' in caplog.text
-  assert not files(tmp_path)
-
-
 def another_job(tmp_path):
   shutil.rmtree(tmp_path / 'job')
   (tmp_path / 'job').mkdir()

@@ -118,18 +118,6 @@ def test_the_deadline_of_leaving_stands_whoever_else_sets_one():
   assert 'Timeout (0:00:01)!' in result.stderr
 
 
-def test_a_second_caller_ends_the_process_where_neither_the_first_nor_its_deadline_has():
-  result = run("""
-    emergency_exit._TOTAL_LIMIT_S = 0.2
-    faulthandler.dump_traceback_later = lambda *args, **kwargs: None
-    emergency.set_position_source(lambda: time.sleep(3600))
-    threading.Thread(target=emergency.leave, args=(exit_codes.STUCK, 'first'), daemon=True).start()
-    time.sleep(0.1)
-    emergency.leave(exit_codes.PEER_FAILED, 'second')
-    """)
-  assert result.returncode == exit_codes.PEER_FAILED
-
-
 def test_child_processes_are_ended():
   # They hold stdout open: `run` returns only once they are gone.
   result = run("""

@@ -1,7 +1,6 @@
 """What starts jax.distributed, with which arguments, and what is refused."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -178,35 +177,6 @@ def test_jax_reads_the_same_environment_as_we_do(environ, monkeypatch):
   )
   assert (num_processes, process_id) == (2, 1)
   assert address.rpartition(':')[0] in ('node001', '10.96.0.1')
-
-
-def test_the_coordinator_listens_on_the_given_address_only(tmp_path):
-  """The real thing, at the cost of a subprocess: 127.0.0.1 answers, another of this machine's addresses does not."""
-  with socket.socket() as probe:
-    probe.bind(('127.0.0.1', 0))
-    port = probe.getsockname()[1]
-  code = f"""
-import socket, threading
-from spmd_tasks.distributed import initialization
-from spmd_tasks.distributed.initialization import DistributedSettings, initialize
-initialization.call_roll = lambda *who: None  # JAX's own server is meant
-settings = DistributedSettings(coordinator_address='127.0.0.1:{port}', num_processes=2, process_id=0)
-threading.Thread(target=initialize, args=(settings,), daemon=True).start()
-def answers(host):
-  for _ in range(100):
-    try:
-      socket.create_connection((host, {port}), timeout=1).close()
-      return True
-    except OSError:
-      threading.Event().wait(0.05)
-      if host != '127.0.0.1':
-        return False
-print(answers('127.0.0.1'), answers('127.0.0.2'), flush=True)
-import os
-os._exit(0)
-"""
-  result = binary.run_python(code)
-  assert result.stdout.strip() == 'True False'
 
 
 def test_libtpu_that_is_installed_for_planning_is_not_started_where_there_is_no_tpu():

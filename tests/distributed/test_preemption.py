@@ -53,14 +53,6 @@ with PreemptionGuard() as guard:
   )
 
 
-def test_a_second_sigterm_does_not_break_the_save():
-  with PreemptionGuard() as guard:
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert guard.should_stop()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert guard.should_stop()
-
-
 def test_the_previous_handler_returns_also_after_an_error():
   received = []
   previous = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))

@@ -88,21 +88,6 @@ def wait_for_end(job: Job) -> list[RankResult]:
   return ranks
 
 
-@pytest.mark.exhaustive  # test_faults.py has the exception, test_lost_process.py a job that goes on after its end
-def test_an_exception_on_one_process_ends_the_other_with_the_reason(tmp_path):
-  flags = ['--set', 'train_input.fails=true']
-  with Job(commands(tmp_path / 'job', 2, *flags), log_dir=tmp_path, num_devices=4) as job:
-    job.wait_for_text(0, 'step 3/20', limit_s=START_S)
-    ranks = wait_for_end(job)
-  assert ranks[1].returncode == exit_codes.FAILED
-  assert 'shard 1 is unreadable' in ranks[1].log
-  assert 'shard 1 is unreadable' in ranks[0].log  # the survivor says why it left
-  # The checkpoint before the fault is whole: the job goes on from it.
-  again = train(tmp_path, tmp_path / 'job', 2, '--set', 'train_input.fails=false', '--accept_config_changes')
-  assert [rank.returncode for rank in again] == [exit_codes.OK] * 2
-  assert 'resuming after step 5' in again[0].log
-
-
 @pytest.mark.parametrize(
   'flags, code, difference',
   [
@@ -156,16 +141,6 @@ def test_all_processes_refuse_a_directory_whose_checkpoints_are_gone_or_that_is_
       assert [rank.returncode for rank in ranks] == [exit_codes.USAGE] * 2, [rank.log for rank in ranks]
       assert all(reason in rank.log for rank in ranks)
       assert not any(rank.was_killed or 'Traceback' in rank.log for rank in ranks)
-
-
-@pytest.mark.exhaustive  # test_lost_process.py kills one too
-def test_a_killed_process_ends_the_other_in_bounded_time(tmp_path):
-  with Job(commands(tmp_path / 'job', 2, '--num_train_steps=100000'), log_dir=tmp_path, num_devices=4) as job:
-    job.wait_for_text(0, 'step 3/', limit_s=START_S)
-    job.send(1, signal.SIGKILL)
-    ranks = wait_for_end(job)
-  assert ranks[1].returncode == -signal.SIGKILL
-  assert 'process 0 of 2' in ranks[0].log or 'heartbeat' in ranks[0].log
 
 
 @pytest.mark.exhaustive  # one process alone: programs/test_kills.py; two of them in mid-training: below

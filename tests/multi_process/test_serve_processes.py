@@ -149,17 +149,3 @@ def test_sigterm_to_both_lets_running_requests_end(client, shared_server):
   assert [rank.returncode for rank in ranks] == [exit_codes.OK] * 2, [rank.log for rank in ranks]
   assert 'Server stopped; requests cut off: 0.' in ranks[0].log
   shared_server.close()
-
-
-def test_a_killed_process_ends_the_job_with_a_reason(trained, published, tmp_path):
-  with start(trained[0], tmp_path / 'logs', '--checkpoint_step=2') as job, client_of(job) as client:
-    assert [complete(client, prompt) for prompt in PROMPTS] == published
-    with long_stream(client) as response:
-      lines = response.iter_lines()
-      first = next(lines)
-      job.send(1, signal.SIGKILL)
-      rest = [line for line in [first, *lines] if line]
-    assert 'error' in json.loads(rest[-2].removeprefix('data: ')), rest[-2:]
-    ranks = job.wait(deadline_s=DEADLINE_S)
-  assert [rank.returncode for rank in ranks] == [exit_codes.PEER_FAILED, -signal.SIGKILL], ranks[0].log
-  assert 'process 1 of 2 is gone' in ranks[0].log

@@ -12,15 +12,6 @@ def client():
     yield client
 
 
-def test_logprobs_of_completions(client):
-  body = client.post(COMPLETIONS, json=HELLO | {'logprobs': 2, 'max_tokens': 3}).json()
-  logprobs = body['choices'][0]['logprobs']
-  assert logprobs['tokens'] == ['h', 'e', 'l']
-  assert logprobs['text_offset'] == [0, 1, 2]
-  assert logprobs['token_logprobs'] == pytest.approx([-token / 100 for token in TOKENIZER.encode('hel')])
-  assert [list(top) for top in logprobs['top_logprobs']] == [['h', 'i'], ['e', 'f'], ['l', 'm']]
-
-
 @pytest.mark.parametrize('max_tokens', [0, 2])
 def test_echo_with_logprobs_scores_the_prompt_whole_and_streamed(client, max_tokens):
   prompt = 'a prompt of three chunks'

@@ -8,7 +8,6 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
 from spmd_tasks.inputs import ChatTemplate
@@ -110,19 +109,6 @@ def test_stop_frees_the_slot(page, served):
     wait_for(lambda: metric(client, 'active_slots') == 0)
 
 
-def test_what_is_wrong_is_said_and_forgotten(page):
-  page.fill(prompt='abc', max_tokens=5000)
-  page['go'].click()
-  page.wait(page.is_idle)
-  assert page['error'].text.startswith('max_tokens is too large')
-  assert page['status'].text == ''
-  page.fill(max_tokens=3)
-  page['go'].click()
-  page.wait(page.is_idle)
-  assert page['error'].text == ''
-  assert page['status'].text.startswith('3 tokens')
-
-
 def test_markup_is_shown_and_not_run(page):
   markup = '<script>document.title="run"</script><img src=x onerror=\'document.title="run"\'>'
   page.fill(prompt=markup, max_tokens=len(markup) + 1)
@@ -132,21 +118,6 @@ def test_markup_is_shown_and_not_run(page):
   assert page['given'].text == markup
   assert page.browser.find_elements(By.TAG_NAME, 'img') == []
   assert page.browser.title == 'fake.Model'
-
-
-def test_several_names_can_be_chosen_and_one_is_not_shown(browser, page):
-  assert not page['models'].is_displayed()
-  with serving(adapters=('one up', 'two up')) as served:
-    browser.get(served.url)
-    page = Page(browser)
-    assert page['name'].text == 'fake.Model'
-    assert page['models'].is_displayed()
-    page.fill(prompt='abc', max_tokens=7)
-    Select(page['model']).select_by_visible_text('two up')
-    page['go'].click()
-    page.wait(page.is_idle)
-    assert 'cde' in page['new'].text  # the fake adds the adapter's number to each byte
-    assert page['error'].text == ''
 
 
 def test_a_key_as_the_password_opens_the_page_and_answers(browser):

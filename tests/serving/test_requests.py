@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from spmd_tasks.decoding import DecodeSettings, SamplingParams
+from spmd_tasks.decoding import SamplingParams
 from spmd_tasks.inputs import ByteTokenizer, ChatTemplate
 from spmd_tasks.serving.errors import RequestError
 from spmd_tasks.serving.requests import chat_request, completion_request
@@ -45,12 +45,6 @@ def test_messages_that_the_template_refuses_are_the_clients_error():
   with pytest.raises(RequestError, match='refuses the messages: the first message must be') as caught:
     chat_request(ASK, dataclasses.replace(MODEL, chat_template=template), SETTINGS)
   assert (caught.value.status, caught.value.param) == (400, 'messages')
-
-
-def test_sampling_parameters_come_from_the_body_and_then_from_the_settings():
-  model = dataclasses.replace(MODEL, settings=DecodeSettings(temperature=0.5, top_k=3, num_top_logprobs=2))
-  (request,) = chat_request(ASK | {'top_k': 0, 'min_p': 0.25, 'seed': 1}, model, SETTINGS).requests
-  assert request.sampling == SamplingParams(temperature=0.5, min_p=0.25)
 
 
 def test_what_a_request_leaves_out_is_the_experiments_default():

@@ -154,17 +154,6 @@ def test_a_job_that_serves_its_average_alone_serves_it_here_too(on_eight, adapte
   np.testing.assert_allclose(b, 16 / 4 * np.asarray(alone), rtol=1e-6)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize('dtype', ['bfloat16', 'int8'])
-def test_weights_in_fewer_bits_answer_nearly_as_that_adapter_alone(base, adapters, merged, dtype):
-  overrides = [f'task.decode.weights_dtype={dtype}', *(f'task.decode.{size}' for size in SIZES)]
-  several = load(base, overrides=[*overrides, f'adapters={ {"some": str(adapters["some"])}!r}'], mesh=(1, 1, 8))
-  alone = load(merged['some'], overrides=overrides, mesh=(1, 1, 8))
-  ours, theirs = (dict(each.score(texts(), **named)) for each, named in ((several, {'adapter': 'some'}), (alone, {})))
-  for number, score in ours.items():
-    np.testing.assert_allclose(score.logprobs, theirs[number].logprobs, atol=0.1 if dtype == 'bfloat16' else 0.5)
-
-
 def test_clients_choose_by_name_over_http(on_eight, expected):
   """All names at once, whole and streamed, with prefixes that one name must not take from another."""
   engine = ModelEngine(on_eight.steps, on_eight.variables)

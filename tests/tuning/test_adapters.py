@@ -12,10 +12,7 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.layers import (
   GatedFeedForward,
   Linear,
-  RmsNorm,
   TokenEmbedding,
-  TransformerBlock,
-  TransformerStack,
 )
 from spmd_tasks.layers.attention import Attention, LatentAttention
 from spmd_tasks.layers.moe import Dropless, Experts, MixtureOfExperts, TopKRouter
@@ -126,23 +123,6 @@ def test_experts_have_adapters_of_their_own_each():
     ours, _ = layers[0].apply({'params': weights}, x)
     theirs, _ = layers[1].apply({'params': weights | {'experts': merged}}, x)
   np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_a_model_without_its_adapters():
-  """Of layers in fields, in tuples and in templates; what has none is the same object."""
-  adapter = LowRankAdapter(rank=2, alpha=2.0, names=('up',))
-  plain, adapted = (
-    TransformerStack(
-      block=TransformerBlock(
-        attention=Attention(num_heads=3), ffn=GatedFeedForward(hidden_dim=5, adapters=adapters), norm=RmsNorm()
-      ),
-      num_layers=2,
-    )
-    for adapters in ((), (adapter,))
-  )
-  assert without_adapters(adapted) == plain != adapted
-  assert without_adapters(plain) is plain
-  assert without_adapters(Linear(output_dims=4, adapter=adapter)) == Linear(output_dims=4)
 
 
 @pytest.mark.parametrize('use_dora', [False, True])

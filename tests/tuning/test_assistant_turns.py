@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spmd_tasks.inputs import ByteTokenizer, ChatTemplate, FolderTokenizer
+from spmd_tasks.inputs import ChatTemplate, FolderTokenizer
 from spmd_tasks.tuning._assistant_turns import render_turns, tokens_of_spans
 from tests.model_folders import PREFIXES, write_tokenizer
 
@@ -151,14 +151,6 @@ def test_a_last_character_of_several_tokens_is_learnt_as_a_whole(folders):
   learnt = ids[tokens_of_spans(offsets, spans)]
   assert tokenizer.decode(learnt.tolist()) == 'a☃'
   assert len(learnt) == 4  # the snowman's three bytes
-
-
-def test_the_offsets_of_bytes():
-  text = 'aé漢🙂b'
-  ids, offsets = ByteTokenizer().encode_with_offsets(text)
-  assert ids.tolist() == ByteTokenizer().encode(text)
-  assert offsets[:, 0].tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4]
-  assert (offsets[:, 1] == offsets[:, 0] + 1).all()
 
 
 def unmarked(source):

@@ -204,22 +204,3 @@ def test_a_quantized_model_without_adapters_is_exported_as_the_numbers_that_it_s
   assert found.keys() == given.keys()
   furthest = max(np.abs(found[name] - given[name]).max() / np.abs(given[name]).max() for name in given)
   assert 1e-4 < furthest < 0.5 / 127 * 1.01
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize('experiment, file', [('finetune.LoraSft', 'talks.jsonl'), ('finetune.LoraDpo', 'pairs.jsonl')])
-def test_the_recipes_train_adapters_on_conversations_and_on_pairs(experiment, file, base, tmp_path):
-  rows = [('the cat', 'sat'), ('a dog', 'ate that'), ('the hat', 'and the mat')] * 4
-  talks = [[{'role': 'user', 'content': a}, {'role': 'assistant', 'content': b}] for a, b in rows]
-  pairs = [{'prompt': a, 'chosen': b, 'rejected': f' {b[::-1]}'} for a, b in rows]
-  (tmp_path / 'talks.jsonl').write_text(''.join(json.dumps({'messages': talk}) + '\n' for talk in talks))
-  (tmp_path / 'pairs.jsonl').write_text(''.join(json.dumps(pair) + '\n' for pair in pairs))
-  settings = ('seq_len=64', 'batch_size=8', 'tensorboard=False', 'log_every_steps=1', 'learning_rate=0.02')
-  settings += (f'model={base}', f'data={tmp_path / file}', 'ici_mesh_shape=1,2,4')
-  flags = [flag for setting in settings for flag in ('--set', setting)]
-  assert run('train', tmp_path / 'job', '--exp', experiment, '--num_train_steps', 6, *flags) == 0
-  losses = binary.column(tmp_path / 'job', 'loss')
-  if 'Dpo' in experiment:
-    assert abs(losses[1] - np.log(2)) < 1e-5  # the model is its reference
-  assert losses[6] < 0.9 * losses[1]
-  assert run('export', tmp_path / 'job', '--format', 'peft', '--out', tmp_path / 'adapter') == 0
