@@ -147,7 +147,9 @@ def write_manifest(
   known: dict[str, FileEntry] = {}
   if (directory / _DIGESTS).exists():
     for path in (directory / _DIGESTS).iterdir():
-      known |= {entry[0]: FileEntry(path=entry[0], num_bytes=entry[1], sha256=entry[2]) for entry in _read_json(path)}
+      known |= {
+        name: FileEntry(path=name, num_bytes=size, sha256=sha) for name, size, sha in json.loads(path.read_text())
+      }
     (directory / _DIGESTS).rmtree()
   paths = sorted(_files_below(directory))
   hashed = _hash_files(directory, [path for path in paths if path not in known], num_threads)
@@ -242,10 +244,6 @@ def _hash_files(directory: epath.Path, paths: Sequence[str], num_threads: int) -
 
   with ThreadPoolExecutor(num_threads, thread_name_prefix='checkpoint_hash') as pool:
     return dict(zip(paths, pool.map(entry_of, paths)))
-
-
-def _read_json(path: epath.Path) -> Any:
-  return json.loads(path.read_text())
 
 
 def _encode(body: Any) -> str:

@@ -18,6 +18,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
+from flax import traverse_util
 import jax
 
 from spmd_tasks.files import describe_storage_error, is_remote
@@ -168,28 +169,17 @@ def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _key_names(path: tuple[Any, ...]) -> list[str]:
-  return [jax.tree_util.keystr((key,), simple=True) for key in path]
+def _key_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+  return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def _to_nested(tree: Any) -> dict[str, Any]:
   """Any tree as nested dicts of its key names, so that what is stored depends on names alone, not on Python classes."""
-  nested: dict[str, Any] = {}
-  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    *parents, last = _key_names(path)
-    place = nested
-    for name in parents:
-      place = place.setdefault(name, {})
-    place[last] = leaf
-  return nested
+  return traverse_util.unflatten_dict(
+    {_key_names(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+  )
 
 
 def _from_nested(like: Any, nested: Mapping[str, Any]) -> Any:
-  paths, structure = jax.tree_util.tree_flatten_with_path(like)
-  leaves = []
-  for path, _ in paths:
-    place: Any = nested
-    for name in _key_names(path):
-      place = place[name]
-    leaves.append(place)
-  return jax.tree_util.tree_unflatten(structure, leaves)
+  flat = traverse_util.flatten_dict(nested)
+  return jax.tree_util.tree_map_with_path(lambda path, _: flat[_key_names(path)], like)

@@ -1,6 +1,6 @@
 """ServerMetrics: what a server counts, in a Prometheus registry of its own.
 
-    metrics = ServerMetrics(read=lambda: {'slots': 8, 'decode_steps': 17, ...})
+    metrics = ServerMetrics({'slots': ('Sequences that can be generated at once.', lambda: 8), ...})
     metrics.http_requests.labels('/v1/models', '200').inc()
     metrics.exposition()     # the text of GET /metrics
 
@@ -16,21 +16,6 @@ from prometheus_client.registry import Collector
 PREFIX = 'spmd_tasks_'
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_READ = {
-  'ready': (GaugeMetricFamily, 'Whether the server takes requests.'),
-  'queued_sequences': (GaugeMetricFamily, 'Sequences that wait for a slot.'),
-  'slots': (GaugeMetricFamily, 'Sequences that can be generated at once.'),
-  'active_slots': (GaugeMetricFamily, 'Slots in use.'),
-  'weights_step': (GaugeMetricFamily, 'Training step of the weights.'),
-  'late_compilations': (GaugeMetricFamily, 'Programs compiled after the warm-up; a number above 0 is a bug.'),
-  'decode_steps': (CounterMetricFamily, 'Decode steps.'),
-  'slot_steps': (CounterMetricFamily, 'Slots in use, summed over decode steps.'),
-  'prefills': (CounterMetricFamily, 'Prefills.'),
-  'prefill_chunks': (CounterMetricFamily, 'Chunks of prompts that prefills read.'),
-  'prompt_tokens': (CounterMetricFamily, 'Tokens of prompts that prefills read.'),
-  'reused_prompt_tokens': (CounterMetricFamily, 'Tokens of prompts that a slot held already.'),
-  'generated_tokens': (CounterMetricFamily, 'Tokens generated.'),
-}
 
 
 class ServerMetrics:
@@ -45,11 +30,11 @@ class ServerMetrics:
     first_token_s, between_tokens_s, request_s: histograms of seconds.
   """
 
-  def __init__(self, read: Callable[[], Mapping[str, float]]):
+  def __init__(self, read: Mapping[str, tuple[str, Callable[[], float]]]):
     """Counts from zero.
 
     Args:
-      read: returns the value of each metric of `_READ`.
+      read: the text of each metric that is read, and the function that reads it. Names that end in _total are counters.
     """
     disable_created_metrics()  # a second sample for each counter and histogram, with its creation time
     self._registry = CollectorRegistry()
@@ -78,13 +63,13 @@ class ServerMetrics:
 class _ReadMetrics(Collector):
   """Metrics whose values are read when Prometheus asks for them."""
 
-  def __init__(self, read: Callable[[], Mapping[str, float]]):
+  def __init__(self, read: Mapping[str, tuple[str, Callable[[], float]]]):
     self._read = read
 
   def describe(self) -> Iterable[Metric]:
     return ()  # otherwise `register` would read the values
 
   def collect(self) -> Iterable[Metric]:
-    values = self._read()
-    for name, (family, text) in _READ.items():
-      yield family(PREFIX + name, text, value=values[name])
+    for name, (text, value) in self._read.items():
+      family = CounterMetricFamily if name.endswith('_total') else GaugeMetricFamily
+      yield family(PREFIX + name, text, value=value())

@@ -96,7 +96,7 @@ class Service:
     self.model = model
     self.settings = settings
     self.thread = thread
-    self.metrics = ServerMetrics(self._read_metrics)
+    self.metrics = ServerMetrics(self._metrics_to_read())
     self.is_draining = False
     self.is_published = True
     self._num_slots = num_slots
@@ -177,22 +177,22 @@ class Service:
           self.metrics.between_tokens_s.observe(now - answer.last_token)
         answer.last_token = now
 
-  def _read_metrics(self) -> Mapping[str, float]:
-    scheduler = self.thread.scheduler
+  def _metrics_to_read(self) -> Mapping[str, tuple[str, Callable[[], float]]]:
+    thread, scheduler = self.thread, self.thread.scheduler
     return {
-      'ready': self.is_ready,
-      'queued_sequences': self.thread.num_queued,
-      'slots': self._num_slots,
-      'active_slots': scheduler.num_active,
-      'weights_step': self.model.step,
-      'late_compilations': self.num_late_compilations,
-      'decode_steps': scheduler.num_steps,
-      'slot_steps': scheduler.num_slot_steps,
-      'prefills': scheduler.num_prefills,
-      'prefill_chunks': scheduler.num_chunks,
-      'prompt_tokens': scheduler.num_prompt_tokens,
-      'reused_prompt_tokens': scheduler.num_reused_tokens,
-      'generated_tokens': scheduler.num_generated_tokens,
+      'ready': ('Whether the server takes requests.', lambda: self.is_ready),
+      'queued_sequences': ('Sequences that wait for a slot.', lambda: thread.num_queued),
+      'slots': ('Sequences that can be generated at once.', lambda: self._num_slots),
+      'active_slots': ('Slots in use.', lambda: scheduler.num_active),
+      'weights_step': ('Training step of the weights.', lambda: self.model.step),
+      'late_compilations': ('Compilations after the warm-up; above 0 is a bug.', lambda: self.num_late_compilations),
+      'decode_steps_total': ('Decode steps.', lambda: scheduler.num_steps),
+      'slot_steps_total': ('Slots in use, summed over decode steps.', lambda: scheduler.num_slot_steps),
+      'prefills_total': ('Prefills.', lambda: scheduler.num_prefills),
+      'prefill_chunks_total': ('Chunks of prompts that prefills read.', lambda: scheduler.num_chunks),
+      'prompt_tokens_total': ('Tokens of prompts that prefills read.', lambda: scheduler.num_prompt_tokens),
+      'reused_prompt_tokens_total': ('Tokens that a slot held already.', lambda: scheduler.num_reused_tokens),
+      'generated_tokens_total': ('Tokens generated.', lambda: scheduler.num_generated_tokens),
     }
 
   def _state(self) -> str:
