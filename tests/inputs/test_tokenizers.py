@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from spmd_tasks.errors import UserError
-from spmd_tasks.inputs import BpeTokenizer, ByteTokenizer, IdTokenizer, Tokenizer, train_bpe
+from spmd_tasks.inputs import (
+  BpeTokenizer,
+  ByteTokenizer,
+  IdTokenizer,
+  SentencePieceTokenizer,
+  T5ByteTokenizer,
+  Tokenizer,
+  train_bpe,
+)
 from spmd_tasks.inputs.tokenizers import decode_generated, encode_prompt
 
 TEXTS = ['', 'hello', ' two  spaces\n\ttab', 'déjà vu', '漢字 🙂 \x00\x7f', 'a' * 300]
@@ -94,3 +102,54 @@ def test_ids_written_as_numbers_are_a_text():
   for text in ('5 64', '5, 17', '-1', '²'):
     with pytest.raises(UserError, match='is no id: this model has no tokenizer'):
       tokenizer.encode(text)
+
+
+def test_the_bytes_of_t5():
+  tokenizer = T5ByteTokenizer(extra_ids=100)
+  assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, None, 1, 359)
+  assert tokenizer.encode('Aé') == [65 + 3, 0xC3 + 3, 0xA9 + 3]
+  assert tokenizer.decode([65 + 3, 358, 2, 1, 0]) == 'A'
+  assert encode_prompt(tokenizer, 'A') == (68,)
+  assert tokenizer.fingerprint() != T5ByteTokenizer().fingerprint() != ByteTokenizer().fingerprint()
+
+
+@pytest.fixture(scope='module')
+def sentencepiece_model(tmp_path_factory):
+  import sentencepiece
+
+  path = tmp_path_factory.mktemp('pieces') / 'sentencepiece.model'
+  with path.open('wb') as file:
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(['the cat sat on the mat', 'a hat on the cat', 'that is the hat'] * 10),
+      model_writer=file,
+      vocab_size=18,
+      pad_id=0,
+      eos_id=1,
+      unk_id=2,
+      bos_id=-1,
+      minloglevel=2,
+    )
+  return str(path)
+
+
+def test_pieces_are_those_of_seqio(sentencepiece_model):
+  from spmd_tasks.bridges.t5x._seqio import import_seqio, tokenizer_of_vocabulary
+
+  vocabulary = import_seqio().SentencePieceVocabulary(sentencepiece_model, extra_ids=5)
+  tokenizer = pickle.loads(pickle.dumps(SentencePieceTokenizer(path=sentencepiece_model, extra_ids=5)))
+  assert tokenizer == tokenizer_of_vocabulary(vocabulary)
+  assert tokenizer.vocab_size == vocabulary.vocab_size == 23
+  assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, None, 1)
+  for text in ('the hat', 'that cat sat on <extra_id_0> mat <extra_id_1>', 'zebra'):
+    assert tokenizer.encode(text) == vocabulary.encode(text) == tokenizer.encode_array(text).tolist()
+  assert tokenizer.encode('<extra_id_0>')[-1] == 22
+  assert tokenizer.decode([*tokenizer.encode('the hat'), 1, 0, 0]) == 'the hat'
+  assert tokenizer.fingerprint() != SentencePieceTokenizer(path=sentencepiece_model).fingerprint()
+
+
+def test_a_file_that_is_no_model_of_sentencepiece_is_refused(tmp_path):
+  with pytest.raises(UserError, match='there is no SentencePiece model'):
+    SentencePieceTokenizer(path=str(tmp_path / 'none.model')).encode('a')
+  (tmp_path / 'text.model').write_text('no model')
+  with pytest.raises(UserError, match='is not a model of SentencePiece'):
+    SentencePieceTokenizer(path=str(tmp_path / 'text.model')).encode('a')

@@ -1,0 +1,331 @@
+"""SeqIoInput: a SeqIO task or mixture by name, as an input whose position is data.
+
+    SeqIoInput(task='my_task', modules=('my_lab.tasks',), lengths={'inputs': 512, 'targets': 114}, batch_size=128)
+
+SeqIO itself reads, preprocesses, packs and converts, so a batch has the numbers that T5X's has, under our names. Its
+pipelines have no random access: a position is found again by reading as many batches, and the last one is compared with
+what the job has trained on.
+
+Legend: B global batch size, T length of the targets (in a prefix language model, of both), S of the inputs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import importlib
+from typing import Any
+import zlib
+
+from absl import logging
+import jax
+import numpy as np
+
+from spmd_tasks.errors import JobError, UserError, place_of_error
+from spmd_tasks.inputs import base
+from spmd_tasks.inputs.batches import import_tensorflow
+from spmd_tasks.inputs.tokenizers import IdTokenizer, SentencePieceTokenizer, T5ByteTokenizer, Tokenizer
+from spmd_tasks.wings import require
+
+ARCHITECTURES = ('encoder_decoder', 'prefix_lm', 'decoder_only')
+
+# SeqIO's name of a feature, ours, and our dtype.
+_FEATURES = {
+  'decoder_input_tokens': ('ids', np.int32),
+  'decoder_target_tokens': ('labels', np.int32),
+  'decoder_loss_weights': ('weights', np.float32),
+  'decoder_segment_ids': ('segment_ids', np.int32),
+  'decoder_positions': ('segment_pos', np.int32),
+  'decoder_causal_attention': ('prefix_mask', np.int32),
+  'encoder_input_tokens': ('encoder_ids', np.int32),
+  'encoder_segment_ids': ('encoder_segment_ids', np.int32),
+  'encoder_positions': ('encoder_segment_pos', np.int32),
+}
+
+
+def import_seqio() -> Any:
+  """Imports SeqIO, and that TensorFlow, without the accelerators. Raises a UserError where it is not installed."""
+  require('t5x', 'seqio', wants='a SeqIO task')
+  import_tensorflow()
+  import seqio
+
+  return seqio
+
+
+def contract_batch(features: Mapping[str, np.ndarray]) -> base.Batch:
+  """Makes a batch of ours of the features of one of SeqIO's converters, [B, T] and [B, S].
+
+  Features that are not packed have no segments: as in T5X's masks, padding is where the token is 0.
+  """
+  batch = {
+    name: np.asarray(features[theirs]).astype(dtype)
+    for theirs, (name, dtype) in _FEATURES.items()
+    if theirs in features
+  }
+  for prefix, tokens in (('', 'labels'), ('encoder_', 'encoder_ids')):
+    if tokens in batch and f'{prefix}segment_ids' not in batch:
+      is_token = batch[tokens] > 0
+      batch[f'{prefix}segment_ids'] = is_token.astype(np.int32)
+      batch[f'{prefix}segment_pos'] = np.where(is_token, np.arange(is_token.shape[1], dtype=np.int32), 0)
+  return batch
+
+
+def import_modules(modules: Sequence[str]) -> None:
+  """Imports the modules that register tasks, as SeqIO's users do. Raises a UserError that names one that fails."""
+  for name in modules:
+    try:
+      importlib.import_module(name)
+    except Exception as error:
+      raise UserError(
+        f'the module {name}, which should register SeqIO tasks, cannot be imported: {type(error).__name__}: {error} '
+        f'({place_of_error(error)}). Correct it; --experiment_path DIR names the directory that holds it.'
+      ) from error
+
+
+def find_task(name: str, modules: Sequence[str] = ()) -> Any:
+  """Returns the registered SeqIO task or mixture of a name. Raises a UserError where there is none."""
+  seqio = import_seqio()
+  import_modules(modules)
+  try:
+    return seqio.get_mixture_or_task(name)
+  except ValueError as error:
+    raise UserError(
+      f'SeqIO knows no task or mixture {name!r}: name the module that registers it in `modules` (of a gin setup: '
+      '--gin.MIXTURE_OR_TASK_MODULE="\'my_lab.tasks\'").'
+    ) from error
+
+
+def tokenizer_of_vocabulary(vocabulary: Any) -> Tokenizer:
+  """Returns a tokenizer of ours with the ids of one of SeqIO's vocabularies."""
+  kind, extra_ids = type(vocabulary).__name__, vocabulary.extra_ids
+  if kind == 'ByteVocabulary':
+    return T5ByteTokenizer(extra_ids=extra_ids)
+  if kind == 'SentencePieceVocabulary':
+    return SentencePieceTokenizer(path=vocabulary.sentencepiece_model_file, extra_ids=extra_ids)
+  if kind == 'PassThroughVocabulary':
+    return IdTokenizer(vocab_size=vocabulary.vocab_size, eos_id=vocabulary.eos_id or 1)
+  raise UserError(
+    f'a SeqIO vocabulary of type {kind} has no tokenizer here: ByteVocabulary, SentencePieceVocabulary and '
+    'PassThroughVocabulary have one.'
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeqIoInput:
+  """The examples of a SeqIO task or mixture, converted by SeqIO for an architecture.
+
+  Attributes:
+    task: the name in SeqIO's registry.
+    modules: modules that register it, imported before; they are installed, or on the search path (--experiment_path).
+    lengths: the length of each feature in a row (T5X's task_feature_lengths); None: of the longest example, which is
+      found by reading all of them, without packing.
+    split: of the data source.
+    batch_size: of all processes together.
+    architecture: `encoder_decoder`, `prefix_lm` (inputs and targets are one row, and inputs see each other) or
+      `decoder_only` (targets alone).
+    packing: whether a row holds several examples.
+    loss_on_targets_only: of a prefix language model: whether inputs have no loss.
+    shuffle: whether SeqIO shuffles, by `seed`, which also seeds its preprocessors. Shuffling is anew in each epoch.
+    num_epochs: how often the data are read; None: without end.
+    max_batches: how many batches at most. With several epochs their rows are repeated until there are as many.
+    skip_batches: how many batches at the beginning are left out, as those that an earlier run was trained on.
+    num_shards: among how many parts the files are divided, each of which gives as many rows of a batch: as many as T5X
+      had hosts. The batches depend on this number, and not on the number of processes.
+    use_cached: whether SeqIO takes the preprocessed data of its cache directories.
+    trim_output_features: whether SeqIO cuts examples to `lengths`.
+  """
+
+  task: str
+  batch_size: int
+  lengths: Mapping[str, int] | None
+  modules: tuple[str, ...] = ()
+  split: str = 'train'
+  architecture: str = 'encoder_decoder'
+  packing: bool = True
+  loss_on_targets_only: bool = True
+  shuffle: bool = True
+  seed: int = 0
+  num_epochs: int | None = None
+  max_batches: int | None = None
+  skip_batches: int = 0
+  num_shards: int = 1
+  use_cached: bool = False
+  trim_output_features: bool = True
+
+  def __post_init__(self):
+    if self.architecture not in ARCHITECTURES:
+      raise UserError(f'architecture {self.architecture!r} must be one of {", ".join(ARCHITECTURES)}.')
+    if self.lengths is None and self.packing:
+      raise UserError('lengths = None needs packing = False: rows are then as long as the longest example.')
+    if self.num_shards > 1 and self.num_epochs is not None:
+      raise UserError(
+        f'num_shards = {self.num_shards} with num_epochs = {self.num_epochs}: the parts would end at different '
+        'batches; set num_shards = 1.'
+      )
+    base.shard_rows(self.batch_size, 0, self.num_shards)
+
+  @functools.cached_property
+  def _task(self) -> Any:
+    return find_task(self.task, self.modules)
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer:
+    """The tokenizer of the targets."""
+    return tokenizer_of_vocabulary(self._task.output_features['targets'].vocabulary)
+
+  @functools.cached_property
+  def feature_lengths(self) -> dict[str, int]:
+    """Returns the length of each feature in a row, by SeqIO's name of it."""
+    names = ('targets',) if self.architecture == 'decoder_only' else ('inputs', 'targets')
+    if self.lengths is not None:
+      missing = [name for name in names if name not in self.lengths]
+      if missing or len(self.lengths) != len(names):
+        raise UserError(
+          f'lengths = {dict(self.lengths)} must give those of {" and ".join(names)}, the features of the architecture '
+          f'{self.architecture}.'
+        )
+      return {name: int(self.lengths[name]) for name in names}
+    longest = dict.fromkeys(names, 1)
+    for example in self._examples(None).as_numpy_iterator():
+      longest = {name: max(size, len(example[name])) for name, size in longest.items()}
+    return longest
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    lengths = self.feature_lengths
+    width = sum(lengths.values()) if self.architecture == 'prefix_lm' else lengths['targets']
+    spec = base.language_model_spec(self.batch_size, width)
+    if self.architecture == 'prefix_lm':
+      spec['prefix_mask'] = spec['ids']
+    if self.architecture == 'encoder_decoder':
+      for name in ('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'):
+        spec[name] = jax.ShapeDtypeStruct((self.batch_size, lengths['inputs']), np.int32)
+    return spec
+
+  def _examples(self, lengths: Mapping[str, int] | None, shard: int = 0) -> Any:
+    """Returns the tf.data.Dataset of the task's examples."""
+    seqio = import_seqio()
+    if self.split not in self._task.splits:
+      splits = ', '.join(sorted(self._task.splits))
+      raise UserError(f'SeqIO task {self.task} has no split {self.split!r}: it has {splits}.')
+    return self._task.get_dataset(
+      lengths,
+      split=self.split,
+      use_cached=self.use_cached,
+      shuffle=self.shuffle,
+      seed=self.seed,
+      shard_info=seqio.ShardInfo(index=shard, num_shards=self.num_shards),
+      num_epochs=1 if lengths is None else self.num_epochs,
+      trim_output_features=self.trim_output_features,
+    )
+
+  def features(self, shard: int = 0) -> Any:
+    """Returns the tf.data.Dataset of converted rows, one by one, of a shard; its order is always the same."""
+    seqio, lengths = import_seqio(), self.feature_lengths
+    if self.architecture == 'encoder_decoder':
+      converter = seqio.EncDecFeatureConverter(pack=self.packing)
+    elif self.architecture == 'prefix_lm':
+      converter = seqio.PrefixLMFeatureConverter(pack=self.packing, loss_on_targets_only=self.loss_on_targets_only)
+    else:
+      converter = seqio.LMFeatureConverter(pack=self.packing)
+    dataset = converter(self._examples(lengths, shard), task_feature_lengths=lengths)
+    options = import_tensorflow().data.Options()
+    options.deterministic = True
+    dataset = dataset.with_options(options)
+    if self.max_batches is not None and (self.num_epochs or 1) > 1:
+      dataset = dataset.repeat()
+    return dataset
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SeqIoIterator':
+    return SeqIoIterator(self, base.shard_rows(self.batch_size, shard_index, shard_count))
+
+  def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
+    digests = {name: value for state in states for name, value in state['digests'].items()}
+    return [{**states[0], 'digests': digests}] * shard_count
+
+  def identity(self) -> dict[str, Any]:
+    """Returns the settings that decide the batches, as JSON."""
+    names = ('task', 'split', 'batch_size', 'architecture', 'packing', 'loss_on_targets_only', 'shuffle', 'seed')
+    names += ('num_epochs', 'skip_batches', 'num_shards', 'use_cached', 'trim_output_features')
+    return {'kind': 'seqio', **{name: getattr(self, name) for name in names}, 'lengths': self.feature_lengths}
+
+
+class SeqIoIterator:
+  """The rows of one process."""
+
+  def __init__(self, settings: SeqIoInput, rows: range):
+    self._settings = settings
+    size = settings.batch_size // settings.num_shards
+    self._rows_of_shard = size
+    self._shards = range(rows.start // size, (rows.stop - 1) // size + 1)
+    self._rows = slice(rows.start - self._shards.start * size, rows.stop - self._shards.start * size)
+    self._streams: dict[int, Iterator[Mapping[str, np.ndarray]]] | None = None
+    self._num_batches = 0
+    self._digests: dict[str, int] = {}
+
+  def __iter__(self) -> Iterator[base.Batch]:
+    return self
+
+  def _open(self, num_skipped: int) -> None:
+    size = self._rows_of_shard
+    self._streams = {
+      shard: self._settings.features(shard).batch(size).skip(num_skipped).as_numpy_iterator() for shard in self._shards
+    }
+
+  def __next__(self) -> base.Batch:
+    settings = self._settings
+    if settings.max_batches is not None and self._num_batches >= settings.max_batches:
+      raise StopIteration
+    if self._streams is None:
+      self._open(settings.skip_batches + self._num_batches)
+    batch = self._read()
+    self._num_batches += 1
+    return {name: rows[self._rows] for name, rows in batch.items()}
+
+  def _read(self) -> base.Batch:
+    """Reads the next rows of the shards, filled up with padding at the end, and notes their digests."""
+    assert self._streams is not None
+    parts = []
+    for shard, stream in self._streams.items():
+      try:
+        features = next(stream)
+      except StopIteration:
+        raise
+      except Exception as error:  # TensorFlow's, which may quote the stack of a preprocessor
+        raise JobError(
+          f'reading batch {self._num_batches} of SeqIO task {self._settings.task} failed: {type(error).__name__}: '
+          f'{str(error).partition(chr(10) + "Traceback")[0]}'
+        ) from error
+      part = contract_batch(features)
+      digest = 0
+      for name in sorted(part):
+        digest = zlib.crc32(np.ascontiguousarray(part[name]).tobytes(), digest)
+      self._digests[str(shard)] = digest
+      missing = self._rows_of_shard - len(part['ids'])
+      parts.append({name: np.pad(rows, ((0, missing), (0, 0))) for name, rows in part.items()})
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+  def get_state(self) -> base.State:
+    return {**self._settings.identity(), 'num_batches': self._num_batches, 'digests': dict(self._digests)}
+
+  def set_state(self, state: base.State) -> None:
+    base.check_state(state, self._settings.identity())
+    self.close()
+    self._num_batches, self._digests = int(state['num_batches']), {}
+    if not self._num_batches:
+      return
+    if self._num_batches > 100:
+      logging.info('SeqIO task %s is read from its beginning, to batch %d.', self._settings.task, self._num_batches)
+    self._open(self._settings.skip_batches + self._num_batches - 1)
+    try:
+      self._read()
+    except StopIteration:
+      self._digests = {}
+    if any(state['digests'].get(shard) != digest for shard, digest in self._digests.items()) or not self._digests:
+      self.close()
+      raise UserError(
+        f'batch {self._num_batches - 1} of SeqIO task {self._settings.task} is not what it was when the job was '
+        'saved: its data or its preprocessors have changed, or draw random numbers that no seed of SeqIO decides. '
+        'Repair that, or begin anew in another job_log_dir.'
+      )
+
+  def close(self) -> None:
+    self._streams = None

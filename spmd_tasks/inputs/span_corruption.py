@@ -1,0 +1,219 @@
+"""SpanCorruption: T5's denoising objective over any input of text, exact and resumable, without TensorFlow.
+
+    tokens_length, targets_length = span_corruption_lengths(512)                 # 568 and 114
+    text = TextInput(source=..., tokenizer=SentencePieceTokenizer(...), batch_size=128, seq_len=tokens_length)
+    SpanCorruption(text=text, inputs_length=512)
+
+Random spans of a row of text are cut out. The encoder reads the row with a sentinel in place of each span, the decoder
+learns the spans, each behind its sentinel: `Thank you <extra_id_0> me to` and `<extra_id_0> for inviting`. The masks
+depend on `seed` and on the number of the row in the data alone.
+
+Legend: B global batch size, N tokens of a row of text, S length of the inputs, T length of the targets.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import base
+from spmd_tasks.inputs.tokenizers import Tokenizer, tokenizer_of
+
+
+def span_corruption_lengths(
+  inputs_length: int, noise_density: float = 0.15, mean_span_length: float = 3.0
+) -> tuple[int, int]:
+  """Returns (N, T): how many tokens of text fill inputs of this length, and how long their targets are, eos included.
+
+  As T5's `random_spans_helper`.
+  """
+
+  def lengths(num_tokens: int) -> tuple[int, int]:
+    num_noise = round(num_tokens * noise_density)
+    num_spans = round(num_noise / mean_span_length)
+    return num_tokens - num_noise + num_spans + 1, num_noise + num_spans + 1
+
+  num_tokens = inputs_length - 1
+  while lengths(num_tokens + 1)[0] <= inputs_length:
+    num_tokens += 1
+  used, targets_length = lengths(num_tokens)
+  if noise_density == 0.5 and targets_length > used:  # as in T5, so that both have the same round length
+    return num_tokens - 1, targets_length - 1
+  return num_tokens, targets_length
+
+
+def noise_mask(
+  length: int, rng: np.random.Generator, noise_density: float = 0.15, mean_span_length: float = 3.0
+) -> np.ndarray:
+  """Draws which tokens are noise: bool [length].
+
+  As in T5, the length decides how many tokens and spans there are, and each such mask is as likely as any other. Spans
+  of text and of noise alternate, beginning with text.
+  """
+  size = max(length, 2)
+  num_noise = min(max(int(np.round(np.float32(size) * np.float32(noise_density))), 1), size - 1)
+  num_spans = max(int(np.round(np.float32(num_noise) / np.float32(mean_span_length))), 1)
+  num_spans = min(num_spans, num_noise, size - num_noise)
+  ends = [_segment_lengths(num, num_spans, rng) for num in (size - num_noise, num_noise)]
+  lengths = np.stack(ends, axis=1).reshape(-1)
+  return np.repeat(np.arange(2 * num_spans) % 2 == 1, lengths)[:length]
+
+
+def _segment_lengths(num_items: int, num_segments: int, rng: np.random.Generator) -> np.ndarray:
+  """Divides items into segments that are not empty, each division as likely: their lengths, [num_segments]."""
+  # By the order of random numbers, which is the same with every version of NumPy.
+  starts = np.sort(np.argsort(rng.random(num_items - 1), kind='stable')[: num_segments - 1]) + 1
+  return np.diff(starts, prepend=0, append=num_items)
+
+
+def replace_spans(tokens: np.ndarray, mask: np.ndarray, first_sentinel: int) -> np.ndarray:
+  """Puts a sentinel in place of each run of masked tokens: `first_sentinel`, the one below, and so on."""
+  begins = mask & ~np.concatenate([[False], mask[:-1]])
+  replaced = np.where(begins, first_sentinel + 1 - np.cumsum(begins), tokens)
+  return replaced[begins | ~mask]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpanCorruption:
+  """Batches of an encoder-decoder that learns to fill in spans of text.
+
+  Attributes:
+    text: an input of text, whose rows are corrupted, such as a TextInput or a Mixture; documents that are packed in a
+      row count as one text. Its rows are `span_corruption_lengths(inputs_length)[0]` tokens long, or shorter.
+    inputs_length, targets_length: S and T; None: as long as the targets can be.
+    noise_density: the fraction of tokens that are cut out.
+    mean_span_length: of the spans, in tokens.
+    seed: of the masks.
+    first_sentinel: the id of the first span; None: the last id of the text's tokenizer. The ids below it follow.
+  """
+
+  text: base.Input
+  inputs_length: int
+  targets_length: int | None = None
+  noise_density: float = 0.15
+  mean_span_length: float = 3.0
+  seed: int = 0
+  first_sentinel: int | None = None
+
+  def __post_init__(self):
+    if not 0 < self.noise_density < 1 or not self.mean_span_length >= 1:
+      raise UserError(
+        f'noise_density = {self.noise_density} must be between 0 and 1, and mean_span_length = '
+        f'{self.mean_span_length} at least 1.'
+      )
+    tokens, targets = span_corruption_lengths(self.inputs_length, self.noise_density, self.mean_span_length)
+    width = self.text.element_spec()['ids'].shape[1]
+    if width > tokens:
+      raise UserError(
+        f'text has rows of {width} tokens, but inputs_length = {self.inputs_length} takes {tokens}: set '
+        f'text.seq_len={tokens}.'
+      )
+    if self.targets_length is not None and self.targets_length < targets:
+      raise UserError(f'targets_length = {self.targets_length} must be at least {targets}, the longest targets.')
+
+  @property
+  def batch_size(self) -> int:
+    return self.text.batch_size
+
+  @property
+  def tokenizer(self) -> Tokenizer | None:
+    return tokenizer_of(self.text)
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    spec = self.text.element_spec() | base.language_model_spec(self.batch_size, self._widths()[1])
+    row = jax.ShapeDtypeStruct((self.batch_size, self.inputs_length), np.int32)
+    return spec | dict.fromkeys(('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'), row)
+
+  def _widths(self) -> tuple[int, int]:
+    """Returns S and T."""
+    targets = span_corruption_lengths(self.inputs_length, self.noise_density, self.mean_span_length)[1]
+    return self.inputs_length, self.targets_length or targets
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SpanCorruptionIterator':
+    rows = base.shard_rows(self.batch_size, shard_index, shard_count)
+    return SpanCorruptionIterator(self, self.text.make_iterator(shard_index, shard_count), rows)
+
+  def reshard_states(self, states: Sequence[base.State], shard_count: int) -> list[base.State]:
+    texts = self.text.reshard_states([state['text'] for state in states], shard_count)
+    return [{**states[0], 'text': text} for text in texts]
+
+  def epochs(self, state: base.State) -> float | None:
+    """Returns how often the text has been read at a position."""
+    return base.epochs_of(self.text, state['text'])
+
+  def progress(self, state: base.State) -> dict[str, float]:
+    """Returns what the text says of a position."""
+    return base.progress_of(self.text, state['text'])
+
+  def corrupt(self, batch: base.Batch, first_row: int) -> base.Batch:
+    """Makes a batch of rows of text.
+
+    Args:
+      batch: of `text`.
+      first_row: the number in the data of its first row, which decides its mask, as the next one's does.
+    """
+    tokenizer = self.tokenizer
+    if tokenizer is None and self.first_sentinel is None:
+      raise UserError('first_sentinel must be set, because the text has no tokenizer whose last id it could be.')
+    eos, pad = (1, 0) if tokenizer is None else (tokenizer.eos_id, tokenizer.pad_id)
+    sentinel = tokenizer.vocab_size - 1 if self.first_sentinel is None else self.first_sentinel  # type: ignore[union-attr]
+    examples = []
+    for row, (ids, segments) in enumerate(zip(batch['ids'], batch['segment_ids'])):
+      tokens = ids[segments > 0]
+      # The row is the highest word of the counter, so that no two rows have random numbers in common.
+      rng = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, first_row + row]))
+      mask = noise_mask(tokens.size, rng, self.noise_density, self.mean_span_length)
+      halves = [replace_spans(tokens, each, sentinel) for each in (mask, ~mask)] if tokens.size else []
+      examples.append([np.append(half, eos) for half in halves] or [tokens, tokens])
+    extra = {name: rows for name, rows in batch.items() if name not in base.BATCH_DTYPES}
+    return extra | encoder_decoder_batch(examples, *self._widths(), pad)
+
+
+def encoder_decoder_batch(
+  examples: Sequence[Sequence[np.ndarray]], inputs_length: int, targets_length: int, pad_id: int = 0
+) -> base.Batch:
+  """Makes a batch of one (inputs, targets) pair in each row; the decoder reads `pad_id` and then the targets."""
+  batch = base.empty_batch(len(examples), targets_length, pad_id)
+  for name in ('encoder_ids', 'encoder_segment_ids', 'encoder_segment_pos'):
+    batch[name] = np.full((len(examples), inputs_length), pad_id if name == 'encoder_ids' else 0, np.int32)
+  for row, (inputs, targets) in enumerate(examples):
+    batch['ids'][row, 1 : targets.size] = targets[:-1]
+    batch['labels'][row, : targets.size] = targets
+    batch['weights'][row, : targets.size] = 1
+    batch['encoder_ids'][row, : inputs.size] = inputs
+    for prefix, tokens in (('', targets), ('encoder_', inputs)):
+      batch[f'{prefix}segment_ids'][row, : tokens.size] = 1
+      batch[f'{prefix}segment_pos'][row, : tokens.size] = np.arange(tokens.size)
+  return batch
+
+
+class SpanCorruptionIterator:
+  """The rows of one shard."""
+
+  def __init__(self, settings: SpanCorruption, text: base.InputIterator, rows: range):
+    self._settings, self._text, self._rows = settings, text, rows
+    self._num_batches = 0
+    names = ('inputs_length', 'noise_density', 'mean_span_length', 'seed', 'first_sentinel')
+    self._identity: Mapping[str, Any] = {'kind': 'span_corruption', **{name: getattr(settings, name) for name in names}}
+
+  def __iter__(self) -> Iterator[base.Batch]:
+    return self
+
+  def __next__(self) -> base.Batch:
+    batch = self._settings.corrupt(next(self._text), self._num_batches * self._settings.batch_size + self._rows.start)
+    self._num_batches += 1
+    return batch
+
+  def get_state(self) -> base.State:
+    return {**self._identity, 'num_batches': self._num_batches, 'text': self._text.get_state()}
+
+  def set_state(self, state: base.State) -> None:
+    base.check_state(state, self._identity)
+    self._text.set_state(state['text'])
+    self._num_batches = int(state['num_batches'])
+
+  def close(self) -> None:
+    self._text.close()

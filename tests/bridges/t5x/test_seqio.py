@@ -1,0 +1,185 @@
+"""SeqIO tasks as inputs: the numbers of SeqIO's own feature converters under our names, and exact positions."""
+
+import json
+
+import numpy as np
+import pytest
+
+from spmd_tasks.bridges.t5x import SeqIoInput
+from spmd_tasks.bridges.t5x._seqio import contract_batch, find_task, import_seqio
+
+LENGTHS = {'inputs': 24, 'targets': 10}
+CONVERTERS = {'encoder_decoder': 'EncDec', 'prefix_lm': 'PrefixLM', 'decoder_only': 'LM'}
+
+
+@pytest.fixture(scope='module')
+def seqio():
+  """SeqIO with a task `sums`, and a mixture of it and another."""
+  seqio = import_seqio()
+  import tensorflow as tf
+
+  def sums(first):
+    def made(split, shuffle_files, seed=None):
+      del shuffle_files, seed
+      rows = [f'{a} + {a % 7}={a + a % 7}'.split('=') for a in range(first, first + (60 if split == 'train' else 21))]
+      return tf.data.Dataset.from_tensor_slices({'inputs': [a for a, _ in rows], 'targets': [b for _, b in rows]})
+
+    return made
+
+  vocabulary = seqio.ByteVocabulary()
+  for name, first in (('sums', 90), ('large_sums', 1000)):
+    seqio.TaskRegistry.add(
+      name,
+      source=seqio.FunctionDataSource(dataset_fn=sums(first), splits=('train', 'validation')),
+      preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+      output_features={key: seqio.Feature(vocabulary) for key in ('inputs', 'targets')},
+      metric_fns=[],
+    )
+  seqio.MixtureRegistry.add('both', [('sums', 1), ('large_sums', 3)])
+  yield seqio
+  for name in ('sums', 'large_sums'):
+    seqio.TaskRegistry.remove(name)
+  seqio.MixtureRegistry.remove('both')
+
+
+def an_input(architecture='encoder_decoder', **settings):
+  lengths = {'targets': 10} if architecture == 'decoder_only' else LENGTHS
+  return SeqIoInput(
+    architecture=architecture, **{'task': 'sums', 'lengths': lengths, 'batch_size': 4, 'seed': 7} | settings
+  )
+
+
+def of_seqio(seqio, settings, num_batches, shard=0, num_shards=1):
+  """The batches as T5X's `get_dataset` asks SeqIO for them, in SeqIO's own names."""
+  converter = getattr(seqio, f'{CONVERTERS[settings.architecture]}FeatureConverter')
+  dataset = seqio.get_dataset(
+    settings.task,
+    settings.lengths,
+    converter(pack=settings.packing),
+    dataset_split=settings.split,
+    shuffle=settings.shuffle,
+    num_epochs=settings.num_epochs,
+    shard_info=seqio.ShardInfo(index=shard, num_shards=num_shards),
+    seed=settings.seed,
+    batch_size=settings.batch_size // num_shards,
+  )
+  return list(dataset.take(num_batches).as_numpy_iterator())
+
+
+@pytest.mark.parametrize('task', ['sums', 'both'])
+@pytest.mark.parametrize('packing', [True, False], ids=['packed', 'one in a row'])
+@pytest.mark.parametrize('architecture', CONVERTERS)
+def test_batches_are_those_of_seqio(seqio, architecture, packing, task):
+  settings = an_input(architecture, packing=packing, task=task)
+  iterator = settings.make_iterator()
+  for features in of_seqio(seqio, settings, 5):
+    batch = next(iterator)
+    tokens = features['decoder_target_tokens']
+    assert (batch['labels'] == tokens).all()
+    assert (batch['ids'] == features['decoder_input_tokens']).all()
+    assert (batch['weights'] == features['decoder_loss_weights']).all()
+    segments = features['decoder_segment_ids'] if packing else tokens > 0
+    assert (batch['segment_ids'] == segments).all()
+    if architecture == 'prefix_lm':
+      assert (batch['prefix_mask'] == features['decoder_causal_attention']).all()
+    if architecture == 'encoder_decoder':
+      assert (batch['encoder_ids'] == features['encoder_input_tokens']).all()
+      segments = features['encoder_segment_ids'] if packing else features['encoder_input_tokens'] > 0
+      assert (batch['encoder_segment_ids'] == segments).all()
+    assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == {
+      name: (each.shape, each.dtype) for name, each in settings.element_spec().items()
+    }
+
+
+def test_segments_of_rows_that_are_not_packed_end_with_the_tokens():
+  batch = contract_batch(
+    {'decoder_target_tokens': np.array([[5, 6, 1, 0]]), 'encoder_input_tokens': np.array([[4, 1]])}
+  )
+  assert batch['segment_ids'].tolist() == [[1, 1, 1, 0]]
+  assert batch['segment_pos'].tolist() == [[0, 1, 2, 0]]
+  assert batch['encoder_segment_ids'].tolist() == [[1, 1]]
+
+
+def test_positions_are_exact_and_independent_of_the_processes(seqio):
+  settings = an_input()
+  one = settings.make_iterator()
+  two = [settings.make_iterator(i, 2) for i in range(2)]
+  for _ in range(3):
+    batch = next(one)
+    halves = [next(each) for each in two]
+    assert all((np.concatenate([half[name] for half in halves]) == rows).all() for name, rows in batch.items())
+  states = json.loads(json.dumps([each.get_state() for each in two]))
+  [state] = settings.reshard_states(states, 1)
+  again = settings.make_iterator()
+  again.set_state(state)
+  following = next(one)
+  assert all((rows == following[name]).all() for name, rows in next(again).items())
+  skipping = an_input(skip_batches=3).make_iterator()
+  assert (next(skipping)['labels'] == following['labels']).all()
+
+
+def test_shards_give_the_batches_of_as_many_hosts_of_t5x(seqio):
+  settings = an_input(num_shards=2)
+  theirs = [of_seqio(seqio, settings, 3, shard, 2) for shard in range(2)]
+  ours, second = settings.make_iterator(), settings.make_iterator(1, 2)
+  for parts in zip(*theirs):
+    wanted = np.concatenate([part['decoder_target_tokens'] for part in parts])
+    assert (next(ours)['labels'] == wanted).all()
+    assert (next(second)['labels'] == wanted[2:]).all()
+  [state] = settings.reshard_states([second.get_state(), ours.get_state()], 1)
+  settings.make_iterator().set_state(state)
+
+
+def test_an_eval_set_has_each_example_once_at_its_own_length(seqio):
+  settings = an_input(split='validation', packing=False, num_epochs=1, shuffle=False, lengths=None)
+  batches = list(settings.make_iterator())
+  assert settings.feature_lengths == {'inputs': 8, 'targets': 4}
+  assert [batch['weights'].shape for batch in batches] == [(4, 4)] * 6
+  assert sum(int((batch['weights'].sum(axis=1) > 0).sum()) for batch in batches) == 21
+  texts = [settings.tokenizer.decode(row) for row in batches[0]['labels']]
+  assert texts == ['96', '91', '93', '95']
+
+
+def test_rows_of_several_epochs_are_repeated_to_the_wanted_number(seqio):
+  settings = an_input(split='validation', shuffle=False, num_epochs=8, max_batches=2)
+  assert len(list(settings.make_iterator())) == 2
+  tiny = an_input(split='validation', shuffle=False, num_epochs=2, max_batches=12)
+  assert len(list(tiny.make_iterator())) == 12  # 2 epochs of 21 sums are 14 rows or so
+
+
+def test_a_position_of_other_settings_or_data_is_refused(seqio):
+  iterator = an_input().make_iterator()
+  next(iterator)
+  state = iterator.get_state()
+  with pytest.raises(ValueError, match='seed = 7'):
+    an_input(seed=8).make_iterator().set_state(state)
+  with pytest.raises(ValueError, match='batch 0 of SeqIO task sums is not what it was'):
+    an_input().make_iterator().set_state({**state, 'digests': {'0': 1}})
+
+
+@pytest.mark.parametrize(
+  'settings, words',
+  [
+    ({'task': 'summs'}, "SeqIO knows no task or mixture 'summs'"),
+    ({'modules': ('no_such_module',)}, 'the module no_such_module, which should register SeqIO tasks'),
+    ({'split': 'test'}, "has no split 'test': it has"),
+    ({'lengths': {'targets': 10}}, 'must give those of inputs and targets'),
+    ({'lengths': None}, 'needs packing = False'),
+    ({'architecture': 'encoder'}, "architecture 'encoder' must be one of"),
+    ({'num_shards': 2, 'num_epochs': 1}, 'set num_shards = 1'),
+  ],
+)
+def test_a_wrong_setting_is_answered_in_a_sentence(seqio, settings, words):
+  with pytest.raises(ValueError, match=words):
+    next(an_input(**settings).make_iterator())
+
+
+def test_a_task_is_found_in_the_module_that_registers_it(seqio, tmp_path, monkeypatch):
+  (tmp_path / 'my_sums.py').write_text(
+    "import seqio\nold = seqio.TaskRegistry.get('sums')\n"
+    "seqio.TaskRegistry.add('my_sums', source=old.source, preprocessors=list(old.preprocessors), "
+    'output_features=old.output_features)\n'
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  assert find_task('my_sums', ('my_sums',)).name == 'my_sums'
+  seqio.TaskRegistry.remove('my_sums')

@@ -1,0 +1,137 @@
+"""SpanCorruption: T5's layout, the numbers of its spans, and exact positions."""
+
+import collections
+import json
+
+import numpy as np
+import pytest
+
+from spmd_tasks.inputs import SpanCorruption, SyntheticText, T5ByteTokenizer, TextFiles, TextInput
+from spmd_tasks.inputs.span_corruption import noise_mask, replace_spans, span_corruption_lengths
+
+
+def text_input(tmp_path, **settings):
+  for i in range(6):
+    (tmp_path / f'{i}.txt').write_text(f'text {i} of some words. ' * 30)
+  source = TextFiles(pattern=str(tmp_path / '*.txt'), block_bytes=256)
+  return TextInput(
+    source=source, tokenizer=T5ByteTokenizer(extra_ids=20), **({'batch_size': 4, 'seq_len': 34} | settings)
+  )
+
+
+@pytest.mark.parametrize(
+  'settings, lengths',
+  [
+    ((512,), (568, 114)),  # T5's own pre-training
+    ((512, 0.5, 3.0), (766, 512)),  # the targets made as long as the inputs
+    ((128, 0.15, 20.0), (148, 24)),
+  ],
+)
+def test_lengths_are_those_of_t5(settings, lengths):
+  assert span_corruption_lengths(*settings) == lengths
+
+
+@pytest.mark.parametrize('length', [1, 2, 7, 100, 568])
+def test_masks_have_the_number_of_tokens_and_spans_that_t5_gives(length):
+  mask = noise_mask(length, np.random.default_rng(0))
+  num_noise = min(max(round(length * 0.15), 1), max(length, 2) - 1)
+  assert mask.shape == (length,)
+  if length > 1:
+    assert mask.sum() == num_noise
+    assert (np.diff(mask.astype(int), prepend=0) == 1).sum() == max(round(num_noise / 3), 1)
+    assert not mask[0]
+
+
+def test_every_mask_is_as_likely():
+  rng = np.random.default_rng(0)
+  counts = collections.Counter(tuple(noise_mask(8, rng, 0.5, 2.0)) for _ in range(9000))
+  assert len(counts) == 9  # 4 tokens of noise and 4 of text, each in 2 runs: 3 * 3 masks
+  assert max(counts.values()) < 1150
+  assert min(counts.values()) > 850
+
+
+def test_sentinels_stand_in_place_of_the_spans():
+  tokens, mask = np.arange(10, 18), np.array([0, 0, 1, 1, 0, 0, 1, 0], bool)
+  assert replace_spans(tokens, mask, 99).tolist() == [10, 11, 99, 14, 15, 98, 17]
+  assert replace_spans(tokens, ~mask, 99).tolist() == [99, 12, 13, 98, 16, 97]
+
+
+def test_a_batch_holds_the_text_once(tmp_path):
+  settings = SpanCorruption(text=text_input(tmp_path), inputs_length=32)
+  text = next(settings.text.make_iterator())
+  batch = next(settings.make_iterator())
+  spec = settings.element_spec()
+  assert {name: (rows.shape, rows.dtype) for name, rows in batch.items()} == {
+    name: (each.shape, each.dtype) for name, each in spec.items()
+  }
+  sentinel = settings.tokenizer.vocab_size - 1
+  for row in range(4):
+    targets = batch['labels'][row][batch['segment_ids'][row] > 0]
+    inputs = batch['encoder_ids'][row][batch['encoder_segment_ids'][row] > 0]
+    assert targets[-1] == inputs[-1] == 1
+    assert batch['ids'][row, 0] == 0
+    assert (batch['ids'][row, 1 : targets.size] == targets[:-1]).all()
+    assert batch['weights'][row].sum() == targets.size
+    spans = dict(_spans(targets[:-1], sentinel))
+    restored = [token for name, tokens in _spans(inputs[:-1], sentinel) for token in (*spans.get(name, ()), *tokens)]
+    assert restored == text['ids'][row].tolist()
+
+
+def _spans(tokens, sentinel):
+  """Yields (number of the sentinel, tokens behind it); None for those before the first."""
+  name, held = None, []
+  for token in tokens.tolist():
+    if sentinel - 20 < token <= sentinel:
+      yield name, held
+      name, held = token, []
+    else:
+      held.append(token)
+  yield name, held
+
+
+def test_positions_are_exact_and_independent_of_the_processes(tmp_path):
+  settings = SpanCorruption(text=text_input(tmp_path), inputs_length=32, seed=3)
+  one = settings.make_iterator()
+  two = [settings.make_iterator(i, 2) for i in range(2)]
+  for _ in range(3):
+    batch = next(one)
+    halves = [next(each) for each in two]
+    assert all((np.concatenate([half[name] for half in halves]) == rows).all() for name, rows in batch.items())
+  states = json.loads(json.dumps([each.get_state() for each in two]))
+  [state] = settings.reshard_states(states, 1)
+  again = settings.make_iterator()
+  again.set_state(state)
+  following = next(one)
+  assert all((rows == following[name]).all() for name, rows in next(again).items())
+  assert (next(settings.make_iterator())['labels'] != following['labels']).any()
+
+
+def test_an_eval_set_ends_with_rows_of_padding(tmp_path):
+  settings = SpanCorruption(text=text_input(tmp_path, num_epochs=1, batch_size=5, seq_len=30), inputs_length=32)
+  batches = list(settings.make_iterator())
+  lengths = [int(batch['segment_ids'][row].sum()) for batch in batches for row in range(5)]
+  texts = [int(batch['segment_ids'][row].any()) for batch in settings.text.make_iterator() for row in range(5)]
+  assert [int(length > 0) for length in lengths] == texts
+  assert lengths[-1] == 0
+  assert not batches[-1]['encoder_segment_ids'][-1].any()
+
+
+@pytest.mark.parametrize(
+  'settings, words',
+  [
+    ({'inputs_length': 20}, 'set text.seq_len=21'),
+    ({'inputs_length': 32, 'targets_length': 3}, 'at least 8'),
+    ({'inputs_length': 32, 'noise_density': 1.5}, 'noise_density = 1.5'),
+  ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, settings, words):
+  with pytest.raises(ValueError, match=words):
+    SpanCorruption(text=text_input(tmp_path), **settings)
+
+
+def test_a_text_without_a_tokenizer_needs_the_sentinel():
+  text = SyntheticText(batch_size=2, seq_len=16, vocab_size=50)
+  with pytest.raises(ValueError, match='first_sentinel'):
+    next(SpanCorruption(text=text, inputs_length=16).make_iterator())
+  batch = next(SpanCorruption(text=text, inputs_length=16, first_sentinel=60).make_iterator())
+  assert (batch['labels'][:, 0] == 60).all()
