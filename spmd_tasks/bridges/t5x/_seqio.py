@@ -21,9 +21,8 @@ import jax
 import numpy as np
 
 from spmd_tasks.errors import JobError, UserError, place_of_error
-from spmd_tasks.inputs import base
+from spmd_tasks.inputs import IdTokenizer, SentencePieceTokenizer, T5ByteTokenizer, Tokenizer, base
 from spmd_tasks.inputs.batches import import_tensorflow
-from spmd_tasks.inputs.tokenizers import IdTokenizer, SentencePieceTokenizer, T5ByteTokenizer, Tokenizer
 from spmd_tasks.wings import require
 
 ARCHITECTURES = ('encoder_decoder', 'prefix_lm', 'decoder_only')
