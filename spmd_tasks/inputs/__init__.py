@@ -7,9 +7,8 @@ batch is a function of the fields and the position alone, so the number of hosts
 
 Read base.py (the contract and the fields of a batch), batches.py (a user's own data), then text_input.py (packed text
 from any TextSource) with packing.py, text.py and records.py (sources: files, JSON lines, Parquet, ArrayRecord),
-tokenizers.py and folder_tokenizer.py, synthetic.py (made-up tokens), mixture.py (rows of several inputs by weights),
-span_corruption.py (T5's objective), prefetch.py (reads ahead in a thread). Each module, as TensorFlow, Grain, PyArrow
-and `tokenizers`, loads on first use.
+tokenizers.py, t5_tokenizers.py and folder_tokenizer.py, synthetic.py (made-up tokens), mixture.py (rows of several
+inputs by weights), span_corruption.py (T5's objective), prefetch.py (reads ahead). Each module loads on first use.
 """
 
 from etils import epy
@@ -24,17 +23,10 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet
   from spmd_tasks.inputs.span_corruption import SpanCorruption, span_corruption_lengths
   from spmd_tasks.inputs.synthetic import SyntheticText
+  from spmd_tasks.inputs.t5_tokenizers import SentencePieceTokenizer, T5ByteTokenizer
   from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextFiles, TextSource
   from spmd_tasks.inputs.text_input import TextInput
-  from spmd_tasks.inputs.tokenizers import (
-    BpeTokenizer,
-    ByteTokenizer,
-    IdTokenizer,
-    SentencePieceTokenizer,
-    T5ByteTokenizer,
-    Tokenizer,
-    train_bpe,
-  )
+  from spmd_tasks.inputs.tokenizers import BpeTokenizer, ByteTokenizer, IdTokenizer, Tokenizer, train_bpe
   from spmd_tasks.row_sources import source_ids_name
 
 __all__ = [
