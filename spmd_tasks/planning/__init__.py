@@ -7,11 +7,11 @@
 `--mode plan` (mode.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA
 GPUs; where one is not installed, the CPU's takes its place and the plan says so.
 
-Read targets.py (what `v5p:4x4x2` means, and compile-only devices) with chips.py (published figures); compiling.py (a
-step is compiled, or refused for its memory); plan.py (what is read of it); weights.py (why a weight is replicated or
-padded); text.py and page.py with plan_page.html (the report). A program is read by hlo.py (XLA's protocol buffer as
-typed operations) and program.py (how often each runs); from it collectives.py, memory.py with lifetimes.py, and time.py
-with costs.py and networks.py. search.py finds settings that fit, or the best.
+Read chips.py (published figures: the one table of chips) and targets.py (what `v5p:4x4x2` means, and compile-only
+devices); compiling.py (a step is compiled, or refused for its memory); plan.py (what is read of it); weights.py (why a
+weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py (XLA's protocol buffer as
+typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and time.py, the one model of
+time, with costs.py (an operation) and networks.py (a transfer). search.py finds settings that fit, the fastest first.
 """
 
 import argparse
@@ -22,10 +22,9 @@ from spmd_tasks.errors import UserError
 from spmd_tasks.wings import Flag, Mode, Wing
 
 with epy.lazy_api_imports(globals()):
-  from spmd_tasks.planning.page import plan_page
   from spmd_tasks.planning.plan import make_plan
+  from spmd_tasks.planning.report import format_plan, plan_page
   from spmd_tasks.planning.targets import parse_target
-  from spmd_tasks.planning.text import format_plan
 
 __all__ = [
   'WING',
@@ -68,7 +67,7 @@ WING = Wing(
           name='plan_trials',
           type=int,
           metavar='N',
-          help='settings to compile, to find some that fit (8) or the best (12)',
+          help='settings to compile at most, to find some that fit (8) or the best (12)',
         ),
       ),
     ),

@@ -90,7 +90,7 @@ def compile_step(
   if show_progress:
     note('...')
   start = time.perf_counter()
-  with quiet_stderr(target.compiler != 'cpu'):
+  with quiet_stderr(target.chip.platform != 'cpu'):
     # A Pallas kernel asks the context's mesh for the kind of GPU it is lowered for; there need not be one here.
     with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
       lowered = _lower(job, model, step)

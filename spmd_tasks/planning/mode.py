@@ -1,14 +1,15 @@
 """--mode=plan: what a run will need and cost on named accelerators, without having them.
 
 The experiment's own steps are compiled for the target. The report goes to stdout, and with `--plan_out` as plan.json
-and plan.html into a directory. If a step does not fit, changes of the settings are compiled until some do. With
-`--plan_search` the mesh, microbatches and remat policies are searched instead, and the best one is reported.
+and plan.html into a directory. If a step does not fit, other settings are compiled until some do. With `--plan_search`
+the best mesh, microbatches and remat policies are searched instead, and the best plan is reported.
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import json
+import math
 import sys
 from typing import Any
 
@@ -23,12 +24,13 @@ from spmd_tasks.experiment import Experiment, Job
 from spmd_tasks.files import absolute_path, storage_errors, write_durably
 from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
 from spmd_tasks.planning.plan import Plan, mesh_devices
-from spmd_tasks.planning.search import changes_that_fit, format_search, search_plans
+from spmd_tasks.planning.report import format_suggestions
+from spmd_tasks.planning.search import Found, search_plans
 from spmd_tasks.planning.targets import Target
-from spmd_tasks.planning.text import format_suggestions
 
 PLAN_FILE, PAGE_FILE = 'plan.json', 'plan.html'
 DEFAULT_TRIALS, DEFAULT_SEARCH_TRIALS = 8, 12
+_WANTED = 3  # changes with which a job fits that does not
 
 _print = functools.partial(print, flush=True)  # at once, also into a pipe
 
@@ -51,44 +53,24 @@ def run(command: Command) -> int:
   flags, planner = command.flags, _Planner(command)
   directory = absolute_path(flags.plan_out) if flags.plan_out else None
   if flags.plan_search:
-    return _search(planner, directory, flags.plan_trials or DEFAULT_SEARCH_TRIALS)
-  made = planner.plan(())
-  _report(made, directory)
+    found = planner.search(flags.plan_trials or DEFAULT_SEARCH_TRIALS)
+    _print(f'the best settings for {planner.start().name}: {found.left_out}\n')
+    made = _with_suggestions(planner.plan(found.trials[0].setting), found)
+  else:
+    made = planner.plan(())
+  _write(made, directory)  # first: a reader of stdout may want only its beginning
+  _print(format_plan(made.to_json()))
   num_trials = DEFAULT_TRIALS if flags.plan_trials is None else flags.plan_trials
-  if made.fits is False and num_trials:
+  if made.fits is False and num_trials and not flags.plan_search:
     _note(f'plan: looking for changes that fit, by compiling at most {num_trials}; --plan_trials 0 leaves this out')
-    trials = changes_that_fit(
-      planner.plan_train,
-      planner.resolve,
-      made.to_json(),
-      can_offload=planner.start().compiler != 'cpu',
-      limit=num_trials,
-      progress=_note,
-    )
-    made = dataclasses.replace(made, suggestions=tuple(trial.to_json() for trial in trials))
+    made = _with_suggestions(made, planner.search(num_trials, wanted=_WANTED))
     _print(format_suggestions(made.to_json()))
     _write(made, directory)
   return exit_codes.FAILED if made.fits is False else exit_codes.OK
 
 
-def _search(planner: '_Planner', directory: epath.Path | None, limit: int) -> int:
-  """Ranks settings, then reports the best of them."""
-  target = planner.start()
-  found = search_plans(
-    planner.plan_train,
-    planner.resolve,
-    num_devices=target.num_devices,
-    num_slices=target.num_slices if target.chip.platform == 'tpu' else 1,
-    hbm_bytes=target.chip.hbm_bytes,
-    can_offload=target.compiler != 'cpu',
-    limit=limit,
-    progress=_note,
-  )
-  _print(f'the best settings for {target.name}:\n{format_search(found)}\n')
-  made = planner.plan(found.trials[0].setting)
-  suggestions = tuple(trial.to_json() for trial in found.trials)
-  _report(dataclasses.replace(made, suggestions=suggestions), directory)
-  return exit_codes.FAILED if made.fits is False else exit_codes.OK
+def _with_suggestions(made: Plan, found: Found) -> Plan:
+  return dataclasses.replace(made, suggestions=tuple(dataclasses.asdict(trial) for trial in found.trials))
 
 
 class _Planner:
@@ -131,17 +113,27 @@ class _Planner:
     """Plans the training step alone; returns plan.json."""
     return self._plan(overrides, ('train',)).to_json()
 
+  def search(self, limit: int, wanted: float = math.inf) -> Found:
+    """Searches settings of the training step for the target."""
+    target = self.start()
+    return search_plans(
+      self.plan_train,
+      self.resolve,
+      num_devices=target.num_devices,
+      num_slices=target.num_slices if target.chip.platform == 'tpu' else 1,
+      hbm_bytes=target.chip.hbm_bytes,
+      can_offload=target.chip.platform != 'cpu',
+      limit=limit,
+      wanted=wanted,
+      progress=_note,
+    )
+
   def _plan(self, overrides: Sequence[str], steps: Sequence[str]) -> Plan:
     key = (tuple(overrides), tuple(steps))
     if key not in self._plans:
       job, _ = self.resolve(overrides)
       self._plans[key] = make_plan(job, self.start(), steps=steps)
     return self._plans[key]
-
-
-def _report(made: Plan, directory: epath.Path | None) -> None:
-  _write(made, directory)  # first: a reader of stdout may want only its beginning
-  _print(format_plan(made.to_json()))
 
 
 def _write(made: Plan, directory: epath.Path | None) -> None:

@@ -40,7 +40,7 @@ class StepPlan:
 
   Attributes:
     compilation: the compiled program, or the refusal.
-    is_checked: whether the compiler refuses what does not fit, as that of TPUs does.
+    fits: whether one device has the memory; None where its memory is not known.
     hbm_bytes: what the chip has; None on a CPU.
     peak_bytes: what the step needs at its peak, the program included: the compiler's figure.
     argument_bytes, output_bytes, alias_bytes, temp_bytes, program_bytes: the compiler's own figures. A TPU's
@@ -54,7 +54,7 @@ class StepPlan:
   """
 
   compilation: Compilation
-  is_checked: bool
+  fits: bool | None
   hbm_bytes: int | None
   peak_bytes: int
   argument_bytes: int
@@ -69,33 +69,32 @@ class StepPlan:
   collectives: Sequence[Collective] = ()
   time: TimePrediction | None = None
 
-  @property
-  def fits(self) -> bool | None:
-    """Whether one device has the memory; None where its memory is not known."""
-    if self.compilation.out_of_memory is not None:
-      return False
-    if self.hbm_bytes is None:
-      return None
-    return self.is_checked or self.peak_bytes <= self.hbm_bytes
-
   def to_json(self) -> dict[str, Any]:
     """The step's part of plan.json."""
-    refused = self.compilation.out_of_memory
-    names = ('hbm', 'peak', 'argument', 'output', 'alias', 'temp', 'program', 'padding')
+    refused, time = self.compilation.out_of_memory, self.time
+    own = [field.name for field in dataclasses.fields(self) if field.name not in ('compilation', 'time')]
+    roofline = dataclasses.asdict(time.roofline) if time else {}
     return {
-      'fits': self.fits,
-      **{f'{name}_bytes': getattr(self, f'{name}_bytes') for name in names},
+      **{name: getattr(self, name) for name in own},
+      'memory': dict(self.memory),
+      'largest': [_buffer_json(each) for each in self.largest],
+      'collectives': [_collective_json(each) for each in self.collectives],
       'out_of_memory': refused
       and {
         'needed_bytes': refused.needed_bytes,
         'available_bytes': refused.available_bytes,
         'message': refused.message.splitlines()[0],
       },
-      'memory': dict(self.memory),
-      'largest': [_buffer_json(each) for each in self.largest],
-      'compiler_flops': self.compiler_flops,
-      'collectives': [_collective_json(each) for each in self.collectives],
-      **_time_json(self.time),
+      'predicted_step_s': time and time.seconds,
+      'predicted_step_low_s': time and time.low_s,
+      'predicted_step_high_s': time and time.high_s,
+      'predicted_mfu': time and time.mfu,
+      'tokens_per_s_per_chip': time and time.tokens_per_second_per_chip,
+      'hidden_s': time and time.hidden_s,
+      'roofline': time and {**roofline, 'compute_s': roofline.pop('flops_s'), 'seconds': time.roofline.seconds},
+      'time_by_kind': dict(time.by_kind) if time else {},
+      'top_operations': [dataclasses.asdict(each) for each in time.top] if time else [],
+      'assumptions': list(time.assumptions) if time else [],
       'compile_seconds': round(self.compilation.compile_seconds, 1),
       'trace_seconds': round(self.compilation.trace_seconds, 1),
     }
@@ -108,27 +107,7 @@ def _buffer_json(buffer: LiveBuffer) -> dict[str, Any]:
 
 def _collective_json(collective: Collective) -> dict[str, Any]:
   names = [field.name for field in dataclasses.fields(collective) if field.name not in ('group', 'start', 'end')]
-  fields = {name: getattr(collective, name) for name in names}
-  return {**fields, 'axes': list(collective.axes), 'shape': list(collective.shape)}
-
-
-def _time_json(time: TimePrediction | None) -> dict[str, Any]:
-  if time is None:
-    names = ('predicted_step_s', 'predicted_mfu', 'tokens_per_s_per_chip', 'roofline')
-    return {**dict.fromkeys(names), 'top_operations': [], 'time_by_kind': {}, 'assumptions': []}
-  roofline = dataclasses.asdict(time.roofline)
-  return {
-    'predicted_step_s': time.seconds,
-    'predicted_step_low_s': time.low_s,
-    'predicted_step_high_s': time.high_s,
-    'predicted_mfu': time.mfu,
-    'tokens_per_s_per_chip': time.tokens_per_second_per_chip,
-    'hidden_s': time.hidden_s,
-    'roofline': {**roofline, 'compute_s': roofline.pop('flops_s'), 'seconds': time.roofline.seconds},
-    'time_by_kind': dict(time.by_kind),
-    'top_operations': [dataclasses.asdict(each) for each in time.top],
-    'assumptions': list(time.assumptions),
-  }
+  return {name: getattr(collective, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +166,7 @@ class Plan:
       'target': self.target.name,
       'num_devices': self.target.num_devices,
       'num_slices': self.target.num_slices,
-      'compiler': self.target.compiler,
+      'compiler': chip.platform,
       'chip': chip.name,
       'chip_figures': dataclasses.asdict(chip),
       'mesh': self.mesh,
@@ -277,12 +256,14 @@ def plan_step(
   program = read_program(compilation.program)
   parts = memory_parts(analysis, program, model)
   slice_size = target.num_devices // num_slices
-  slice_of = slice_of_device if target.compiler != 'cpu' else lambda device: device.id // slice_size
+  slice_of = slice_of_device if target.chip.platform != 'cpu' else lambda device: device.id // slice_size
   found = collectives(program, model.mesh, slice_of)
+  hbm_bytes = target.chip.hbm_bytes
+  is_checked = target.chip.platform == 'tpu'  # their compiler refuses what does not fit
   return StepPlan(
     compilation=compilation,
-    is_checked=target.compiler == 'tpu',
-    hbm_bytes=target.chip.hbm_bytes,
+    fits=None if hbm_bytes is None else is_checked or parts.compiler_bytes <= hbm_bytes,
+    hbm_bytes=hbm_bytes,
     peak_bytes=parts.compiler_bytes,
     argument_bytes=analysis.argument_size_in_bytes,
     output_bytes=analysis.output_size_in_bytes,
@@ -313,7 +294,7 @@ def _refused(compilation: Compilation, model: PartitionedModel) -> StepPlan:
   temporaries = max(0, refused.needed_bytes - (0 if refused.is_temporaries else arguments))
   return StepPlan(
     compilation=compilation,
-    is_checked=True,
+    fits=False,
     hbm_bytes=refused.available_bytes,
     peak_bytes=arguments + temporaries,
     argument_bytes=arguments,
@@ -331,14 +312,13 @@ def _flops(program: Any) -> float | None:
 
 
 def _notes(target: Target, planned: Mapping[str, StepPlan]) -> tuple[str, ...]:
-  notes = [] if target.note is None else [target.note]
   needed, available = max(step.peak_bytes for step in planned.values()), target.chip.hbm_bytes
-  if target.compiler == 'gpu' and available and _JAX_SHARE * available < needed <= available:
-    notes.append(
+  if target.chip.platform == 'gpu' and available and _JAX_SHARE * available < needed <= available:
+    return (
       f"JAX takes {_JAX_SHARE:.0%} of a GPU's memory and this needs {needed / available:.0%}: run it with the "
-      'environment variable XLA_CLIENT_MEM_FRACTION=0.95.'
+      'environment variable XLA_CLIENT_MEM_FRACTION=0.95.',
     )
-  return tuple(notes)
+  return ()
 
 
 def mesh_devices(experiment: Experiment) -> int | None:
@@ -350,20 +330,19 @@ def mesh_devices(experiment: Experiment) -> int | None:
 
 def check_num_devices(experiment: Experiment, target: Target) -> None:
   """Raises a UserError if the target has not the chips, or not the slices, that the mesh is for."""
-  wanted, num_slices = mesh_devices(experiment), math.prod(experiment.dcn_mesh_shape or (1,))
+  num_slices = math.prod(experiment.dcn_mesh_shape or (1,))
+  wanted = mesh_devices(experiment) or target.num_devices
   mesh = f'ici_mesh_shape {experiment.ici_mesh_shape}'
   if experiment.dcn_mesh_shape is not None:
     mesh += f' x dcn_mesh_shape {experiment.dcn_mesh_shape}'
-  if wanted is not None and wanted != target.num_devices:
-    other = target_of(target.chip, wanted, num_slices)
-    remedy = f'take --target {other!r}, or ' if other else ''
+  other = target_of(target.chip, wanted, num_slices)
+  remedy = f'take --target {other!r}, or ' if other else ''
+  if wanted != target.num_devices:
     raise UserError(
       f'target {target.name!r} has {target.num_devices:,} chips but {mesh} needs {wanted:,}: {remedy}set '
       f'--ici_mesh_shape to {len(experiment.ici_mesh_shape)} sizes for these.'
     )
   if target.chip.platform == 'tpu' and num_slices != target.num_slices:
-    other = target_of(target.chip, target.num_devices, num_slices)
-    remedy = f'take --target {other!r}, or ' if other else ''
     raise UserError(
       f'target {target.name!r} has {target.num_slices} slice(s) but {mesh} is for {num_slices}: {remedy}set '
       f'--dcn_mesh_shape to sizes whose product is {target.num_slices}.'
@@ -371,7 +350,7 @@ def check_num_devices(experiment: Experiment, target: Target) -> None:
 
 
 def _versions(target: Target) -> dict[str, str]:
-  package = _COMPILER_PACKAGES[target.compiler]
+  package = _COMPILER_PACKAGES[target.chip.platform]
   try:
     compiler = importlib.metadata.version(package)
   except importlib.metadata.PackageNotFoundError:  # a CUDA plugin of another major version

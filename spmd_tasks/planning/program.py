@@ -5,15 +5,16 @@
       print(step.count, step.instruction.opcode, step.instruction.shape, step.instruction.op_name)
 
 An operation may run other computations: a `while` its body, a `conditional` one of its branches, a `fusion` all that it
-fuses. How often a loop runs, a compiler may say (`known_trip_count`). Else it is read: the loop's condition compares a
-counter with a bound, its body adds a step to the counter, and the counter starts at an initial value. Any of the three
-may stand in a fusion, or be carried into the loop from outside. So values are computed as `slope * counter + offset`.
+fuses. How often a loop runs, a compiler may say (`known_trip_count`); that of TPUs does not. Else it is counted: one
+integer of the loop's state decides the condition, and its values are computed, pass by pass. Bounds and steps may stand
+in a fusion, or be carried into the loop from outside.
 """
 
 import collections
 from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 from spmd_tasks.layers.moe import FURTHER_PASSES_NAME
@@ -23,7 +24,12 @@ _NO_WORK = frozenset({'parameter', 'tuple', 'get-tuple-element', 'bitcast', 'con
 _COPIES = frozenset({'bitcast', 'copy', 'convert', 'reshape', 'broadcast', 'copy-done', 'bitcast-convert', 'transpose'})
 _HANDED_ON = _COPIES | {'copy-start', 'optimization-barrier', 'opt-barrier'}
 _COUNTERS = frozenset({'s8', 'u8', 's16', 'u16', 's32', 'u32', 's64', 'u64'})
+_OPERATIONS = {
+  'add': operator.add, 'subtract': operator.sub, 'multiply': operator.mul, 'minimum': min, 'maximum': max,
+  'LT': operator.lt, 'LE': operator.le, 'GT': operator.gt, 'GE': operator.ge, 'NE': operator.ne, 'EQ': operator.eq,
+}  # fmt: skip
 _MAX_DEPTH = 60
+_MAX_TRIPS = 100_000
 _MAX_DISTANCE = 6  # of the instruction that another one without a name is named after
 _LOOP = '/while/body'
 
@@ -175,77 +181,38 @@ def _nearest(computation: Computation, start: Instruction, *, forwards: bool) ->
   return ''
 
 
-@dataclasses.dataclass(frozen=True)
-class _Linear:
-  """The integer `slope * counter + offset`."""
-
-  slope: int
-  offset: int
-
-
 def _trip_count(module: Module, loop: Instruction) -> int | None:
-  """Returns how often the body of a loop runs; None if the program does not say."""
+  """Returns how often the body of a loop runs; None if the program does not say, or more than _MAX_TRIPS times."""
   known = nested(loop.backend_config, 'known_trip_count', 'n')
   if known is not None:
     return int(known)
   body, condition = loop.called
+  start = _Reader(module, (), -1)
   for index, element in enumerate(loop.shape.elements):
     if element.dims or element.dtype not in _COUNTERS:
       continue
-    reader = _Reader(module, (body, condition), index)
-    step = reader.value(body.root, index)
-    start = _Reader(module, (), -1).value(loop.operands[0], index)
-    if step is None or step.slope != 1 or step.offset == 0 or start is None:
-      continue
-    count = _iterations(reader.comparison(condition.root), start.offset, step.offset)
-    if count is not None:
-      return count
+    counter, reader = start.value(loop.operands[0], index), _Reader(module, (body, condition), index)
+    for trips in range(_MAX_TRIPS):
+      reader.counter = counter
+      if counter is None or (is_on := reader.value(condition.root)) is None:
+        break
+      if not is_on:
+        return trips
+      following = reader.value(body.root, index)
+      if following == counter:
+        break  # not the counter
+      counter = following
   return None
 
 
-def _iterations(comparison: tuple[str, _Linear, _Linear] | None, start: int, step: int) -> int | None:
-  """Counts the values start, start + step, ... for which the comparison holds, before the first one where not."""
-  if comparison is None:
-    return None
-  direction, left, right = comparison
-  slope, offset = left.slope - right.slope, left.offset - right.offset
-  if slope == 0:
-    return None
-  if direction in ('GT', 'GE'):  # turn the comparison round, so that slope * counter + offset must stay below 0
-    slope, offset = -slope, -offset
-  first, change = slope * start + offset, slope * step
-  match direction:
-    case 'LT' | 'GT':
-      holds, margin = first < 0, -first
-    case 'LE' | 'GE':
-      holds, margin = first <= 0, -first + 1
-    case 'NE':
-      holds, margin, change = first != 0, abs(first), -change if first > 0 else change
-    case _:
-      return None
-  if not holds:
-    return 0
-  return -(-margin // change) if change > 0 else None
-
-
 class _Reader:
-  """Computes integers of a program, given which element of a loop's state is the counter."""
+  """Computes integers of a program, given which element of a loop's state is the counter, and the counter's value."""
 
-  def __init__(self, module: Module, loop: tuple[Computation, ...], counter: int):
-    self._module, self._loop, self._counter = module, loop, counter
+  def __init__(self, module: Module, loop: tuple[Computation, ...], index: int):
+    self.counter: int | None = None
+    self._module, self._loop, self._index = module, loop, index
 
-  def comparison(self, instruction: Instruction, depth: int = 0) -> tuple[str, _Linear, _Linear] | None:
-    """Returns (direction, left, right) of the comparison that gives a bool; None if there is no single one."""
-    if instruction.opcode == 'compare':
-      left, right = (self.value(operand, depth=depth + 1) for operand in instruction.operands)
-      return (instruction.proto.comparison_direction, left, right) if left and right else None
-    if depth > _MAX_DEPTH:
-      return None
-    if instruction.opcode in _COPIES:
-      return self.comparison(instruction.operands[0], depth + 1)
-    return self.comparison(instruction.called[0].root, depth + 1) if instruction.opcode in ('fusion', 'call') else None
-
-  def value(self, instruction: Instruction, index: int | None = None, depth: int = 0) -> _Linear | None:
+  def value(self, instruction: Instruction, index: int | None = None, depth: int = 0) -> int | None:
     """Returns the integer that an instruction gives, or that at `index` of its tuple; None if the program hides it."""
     if depth > _MAX_DEPTH:
       return None
@@ -263,18 +230,19 @@ class _Reader:
         return self.value(instruction.operands[0], index, depth + 1) if is_kept else None
       case 'fusion' | 'call':
         return self.value(instruction.called[0].root, index, depth + 1)
-      case 'add' | 'subtract' | 'multiply' | 'minimum' | 'maximum':
-        left, right = (self.value(operand, depth=depth + 1) for operand in instruction.operands)
-        return _compute(instruction.opcode, left, right) if left and right else None
       case opcode if opcode in _HANDED_ON:
         return self.value(instruction.operands[0], index, depth + 1)
-    return None
+    compute = _OPERATIONS.get(instruction.proto.comparison_direction or instruction.opcode)
+    if compute is None:
+      return None
+    left, right = (self.value(operand, depth=depth + 1) for operand in instruction.operands)
+    return None if left is None or right is None else int(compute(left, right))
 
-  def _argument(self, parameter: Instruction, index: int | None, depth: int) -> _Linear | None:
+  def _argument(self, parameter: Instruction, index: int | None, depth: int) -> int | None:
     """Returns a parameter's integer, or that at `index` of the tuple: the counter's, or what the caller hands over."""
     home = self._module.home[parameter]
-    if home in self._loop and index == self._counter:
-      return _Linear(1, 0)
+    if home in self._loop and index == self._index:
+      return self.counter
     caller = self._module.callers.get(home)
     if caller is not None and caller.opcode == 'while':
       return self.value(caller, index, depth)
@@ -283,14 +251,14 @@ class _Reader:
     return self.value(caller.operands[parameter.proto.parameter_number], index, depth)
 
 
-def _constant(instruction: Instruction) -> _Linear | None:
+def _constant(instruction: Instruction) -> int | None:
   literal = instruction.proto.literal
   for values in (literal.s32s, literal.u32s, literal.s64s, literal.u64s):
     if len(values) == 1:
-      return _Linear(0, values[0])
+      return values[0]
   for text in (literal.s8s, literal.u8s, literal.s16s, literal.u16s):
     if text and instruction.shape.size == 1:
-      return _Linear(0, int.from_bytes(text, 'little', signed=instruction.shape.dtype.startswith('s')))
+      return int.from_bytes(text, 'little', signed=instruction.shape.dtype.startswith('s'))
   return None
 
 
@@ -305,17 +273,3 @@ def _is_invariant(body: Computation, index: int) -> bool:
     element = element.operands[0]
   is_element = element.opcode == 'get-tuple-element' and element.proto.tuple_index == index
   return is_element and element.operands[0].opcode == 'parameter'
-
-
-def _compute(opcode: str, left: _Linear, right: _Linear) -> _Linear | None:
-  match opcode:
-    case 'add':
-      return _Linear(left.slope + right.slope, left.offset + right.offset)
-    case 'subtract':
-      return _Linear(left.slope - right.slope, left.offset - right.offset)
-    case 'multiply' if left.slope == 0 or right.slope == 0:
-      slope = left.slope * right.offset + right.slope * left.offset
-      return _Linear(slope, left.offset * right.offset)
-    case 'minimum' | 'maximum' if left.slope == right.slope == 0:
-      return _Linear(0, (min if opcode == 'minimum' else max)(left.offset, right.offset))
-  return None

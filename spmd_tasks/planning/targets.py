@@ -10,7 +10,6 @@
 | `h200:8`, `h100:8x4` | one node of 8 GPUs, 4 nodes of 8 | XLA's for CUDA |
 | `cpu`, `cpu:2048` | fake devices; without a number as many as the mesh needs | XLA's for CPUs |
 
-Where libtpu or CUDA is not installed, the CPU compiler takes their place, on as many fake devices, and `note` says so.
 Both compilers are talkative, ask the network for a machine that is not there, or look for a device: environment
 variables keep them from it. They are set when the first such device is made, and in no other mode of the binary.
 """
@@ -36,6 +35,7 @@ from spmd_tasks.sharding import factorizations
 MAX_FAKE_DEVICES = 2048
 _GRAMMAR = re.compile(r'(?:(?P<slices>\d+)\s*x\s*(?=[a-z]))?(?P<chip>[a-z]\w*)(?::(?P<shape>\d+(?:x\d+)*))?')
 _EXAMPLES = 'v5p:4x4x2, v6e:16x16, v5e:8x4, 2x v5p:8x8x4 (two slices), h200:8, h100:8x4 (four nodes), cpu:8'
+_EXAMPLE_OF = {0: '{}:8', 2: '{}:8x4', 3: '{}:4x4x2'}  # by the dims of the torus
 _PACKAGES = {'tpu': ('libtpu',), 'gpu': ('jax_cuda13_plugin', 'jax_cuda12_plugin')}
 _REMEDIES = {'tpu': "pip install 'spmd-tasks[plan-tpu]'", 'gpu': "pip install 'spmd-tasks[plan-gpu]'"}
 _LIBTPU_ENVIRONMENT = {
@@ -59,56 +59,49 @@ class Target:
     chip: the published figures.
     num_slices: slices of TPUs, nodes of GPUs; a mesh's DCN axes lie across them.
     slice_shape: chips of one slice along the dims of its torus; GPU and CPU: one number.
-    compiler: 'tpu', 'gpu' or 'cpu': what compiles; 'cpu' also where the chip's own compiler is not installed.
   """
 
   name: str
   chip: Chip
   num_slices: int
   slice_shape: tuple[int, ...]
-  compiler: str
 
   @property
   def num_devices(self) -> int:
     """All chips together."""
     return self.num_slices * math.prod(self.slice_shape)
 
-  @property
-  def note(self) -> str | None:
-    """A sentence where another compiler than the chip's own is used; otherwise None."""
-    if self.compiler == self.chip.platform:
-      return None
-    missing = {'tpu': 'libtpu, the TPU compiler,', 'gpu': "XLA's compiler for CUDA"}[self.chip.platform]
-    return (
-      f"{missing} is not installed ({_REMEDIES[self.chip.platform]}): this plan is the CPU compiler's, for "
-      f'{self.num_devices:,} fake devices, so that temporaries, collectives and time can differ much from {self.name}.'
-    )
-
   def devices(self) -> list[jax.Device]:
     """Returns the devices: compile-only ones, or fake CPU devices.
 
     Raises:
-      UserError: the compiler knows no such slice, or JAX has already started with fewer fake devices.
+      UserError: the compiler is not installed or knows no such slice, or JAX has already started with fewer fake
+        devices.
     """
     return list(_devices(self))
 
 
 @functools.cache
 def _devices(target: Target) -> tuple[jax.Device, ...]:
-  if target.compiler == 'cpu':
+  platform = target.chip.platform
+  if platform == 'cpu':
     return _fake_devices(target.num_devices)
-  make = _tpu_devices if target.compiler == 'tpu' else _gpu_devices
+  if not has_compiler(platform):
+    raise UserError(
+      f'the compiler for {target.name} is not installed: {_REMEDIES[platform]}, or plan for '
+      f'--target cpu:{target.num_devices}, where weights and padding are the same.'
+    )
+  make = _tpu_devices if platform == 'tpu' else _gpu_devices
   try:
     devices = make(target.chip, target.slice_shape, target.num_slices)
-  except _TopologyError as error:
+    error: Any = None if len(devices) == target.num_devices else f'it makes {len(devices)} devices of it'
+  except Exception as raised:  # whatever the library raises for a name that it does not know
+    devices, error = (), raised
+  if error is not None:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
     raise UserError(
-      f'target {target.name!r} is not a slice that its compiler knows ({error}): take another shape, such as '
+      f'target {target.name!r} is not a slice that its compiler knows ({first_line}): take another shape, such as '
       f'{target_of(target.chip, target.num_devices, target.num_slices) or _EXAMPLES}.'
-    ) from error
-  if len(devices) != target.num_devices:
-    raise UserError(
-      f'target {target.name!r} should have {target.num_devices} chips but its compiler makes {len(devices)} devices of '
-      f'it: take another shape, such as {target_of(target.chip, target.num_devices, target.num_slices) or _EXAMPLES}.'
     )
   return tuple(devices)
 
@@ -139,72 +132,47 @@ def parse_target(text: str, *, num_cpu_devices: int | None = None) -> Target:
     raise UserError(f'target {text!r} is not written as CHIP:SHAPE: take one such as {_EXAMPLES}.')
   name, num_slices = found['chip'], int(found['slices'] or 1)
   shape = tuple(int(size) for size in (found['shape'] or '').split('x') if size)
-  if name != 'cpu' and name not in CHIPS:
+  chip = {**CHIPS, 'cpu': CPU}.get(name)
+  if chip is None:
     raise UserError(
       f'target {text!r} names the chip {name!r}, of which no figures are known here: choose from '
       f'{", ".join((*CHIPS, "cpu"))}.'
     )
-  if num_slices < 1 or 0 in shape:
-    raise UserError(f'target {text!r} has no chips: take one such as {_EXAMPLES}.')
-  if name == 'cpu':
-    return _cpu_target(text, num_slices, shape, num_cpu_devices)
-  chip = CHIPS[name]
+  if name == 'cpu' and not shape and num_cpu_devices is not None:
+    shape = (num_cpu_devices,)
+  num_devices = num_slices * math.prod(shape)
+  example = (shape and target_of(chip, num_devices, num_slices)) or _EXAMPLE_OF[chip.torus_dims].format(chip.name)
+  wrong = _wrong_shape(chip, num_slices, shape)
+  if wrong is not None:
+    raise UserError(f'target {text!r} {wrong}: take one such as {example}.')
+  if chip.platform == 'gpu' and len(shape) == 2:
+    shape, num_slices = shape[:1], shape[1]
+  if chip.platform == 'tpu':
+    written = (f'{num_slices}x ' if num_slices > 1 else '') + f'{name}:{"x".join(map(str, shape))}'
+  else:
+    written = f'{name}:{shape[0]}' + (f'x{num_slices}' if num_slices > 1 else '')
+  return Target(name=written, chip=chip, num_slices=num_slices, slice_shape=shape)
+
+
+def _wrong_shape(chip: Chip, num_slices: int, shape: tuple[int, ...]) -> str | None:
+  """Says what is wrong with a shape; None if nothing is."""
   if not shape:
-    raise UserError(f'target {text!r} has no shape: say how many chips, such as {_example_of(chip)}.')
+    return 'has no shape: say how many devices'
+  if num_slices < 1 or 0 in shape:
+    return 'has no chips'
+  if chip.platform == 'cpu':
+    too_many = num_slices > 1 or len(shape) > 1 or shape[0] > MAX_FAKE_DEVICES
+    return f'is not one number of fake devices, at most {MAX_FAKE_DEVICES:,}' if too_many else None
   if chip.platform == 'gpu':
-    return _gpu_target(text, chip, num_slices, shape)
+    if len(shape) > 2 or (len(shape) == 2 and num_slices > 1):
+      return f'is not a number of GPUs, such as {chip.name}:8 for one node, {chip.name}:8x4 for four nodes of 8'
+    return f'has {shape[0]} GPUs in a node, of which NVLink connects 8' if shape[0] > chip.host_chips[0] else None
   if len(shape) != chip.torus_dims:
-    raise UserError(
-      f'target {text!r} has {len(shape)} sizes but a slice of {name} is a torus of {chip.torus_dims} dims: write it '
-      f'such as {target_of(chip, math.prod(shape)) or _example_of(chip)}.'
-    )
+    return f'has {len(shape)} sizes but a slice of {chip.name} is a torus of {chip.torus_dims} dims'
   if not _is_slice(chip, shape):
     host, largest = 'x'.join(map(str, chip.host_chips)), '16x16' if chip.torus_dims == 2 else 'as many as there are'
-    raise UserError(
-      f'target {text!r} is no slice: it must consist of whole hosts of {host} chips, at most {largest}; take one '
-      f'such as {target_of(chip, math.prod(shape) * num_slices, num_slices) or _example_of(chip)}.'
-    )
-  return _make(chip, num_slices, shape, 'x'.join(map(str, shape)))
-
-
-def _cpu_target(text: str, num_slices: int, shape: tuple[int, ...], num_cpu_devices: int | None) -> Target:
-  if not shape and num_cpu_devices is None:
-    raise UserError("target 'cpu' has no number of devices here: write it such as cpu:8.")
-  num_devices = math.prod(shape) if shape else (num_cpu_devices or 1)
-  if num_devices * num_slices > MAX_FAKE_DEVICES:
-    raise UserError(
-      f'target {text!r} needs {num_devices * num_slices:,} fake devices: at most {MAX_FAKE_DEVICES:,} are supported; '
-      'plan a smaller mesh.'
-    )
-  return _make(CPU, num_slices, (num_devices,), str(num_devices))
-
-
-def _gpu_target(text: str, chip: Chip, num_nodes: int, shape: tuple[int, ...]) -> Target:
-  if len(shape) > 2 or (len(shape) == 2 and num_nodes > 1):
-    raise UserError(
-      f'target {text!r} is not a number of GPUs: write {chip.name}:8 for one node, {chip.name}:8x4 for four nodes of 8.'
-    )
-  per_node, num_nodes = (shape[0], shape[1]) if len(shape) == 2 else (shape[0], num_nodes)
-  most = chip.host_chips[0]
-  if per_node > most:
-    nodes = math.ceil(per_node / most)
-    raise UserError(
-      f'target {text!r} has {per_node} GPUs in a node, of which NVLink connects {most}: write '
-      f'{chip.name}:{most}x{nodes} for {nodes} nodes.'
-    )
-  written = f'{per_node}x{num_nodes}' if num_nodes > 1 else str(per_node)
-  return dataclasses.replace(_make(chip, num_nodes, (per_node,), written), name=f'{chip.name}:{written}')
-
-
-def _make(chip: Chip, num_slices: int, shape: tuple[int, ...], written: str) -> Target:
-  prefix = f'{num_slices}x ' if num_slices > 1 else ''
-  return Target(
-    name=f'{prefix}{chip.name}:{written}',
-    chip=chip,
-    num_slices=num_slices,
-    slice_shape=shape,
-    compiler=chip.platform if has_compiler(chip.platform) else 'cpu',
-  )
+    return f'is no slice, which consists of whole hosts of {host} chips, at most {largest}'
+  return None
 
 
 def has_compiler(platform: str) -> bool:
@@ -216,7 +184,7 @@ def has_compiler(platform: str) -> bool:
 
 def target_of(chip: Chip, num_devices: int, num_slices: int = 1) -> str | None:
   """Returns a target with so many chips of a kind, as near to a cube or square as there is; None if there is none."""
-  if num_devices % num_slices:
+  if not num_devices or num_devices % num_slices:
     return None
   count = num_devices // num_slices
   prefix = f'{num_slices}x ' if num_slices > 1 else ''
@@ -244,14 +212,6 @@ def _is_slice(chip: Chip, shape: tuple[int, ...]) -> bool:
   return all(size % host == 0 for size, host in zip(shape, chip.host_chips))
 
 
-def _example_of(chip: Chip) -> str:
-  return {2: f'{chip.name}:8x4', 3: f'{chip.name}:4x4x2'}.get(chip.torus_dims, f'{chip.name}:8')
-
-
-class _TopologyError(Exception):
-  """The compiler knows no such slice; the message is its own first line."""
-
-
 def _tpu_devices(chip: Chip, slice_shape: Sequence[int], num_slices: int) -> list[jax.Device]:
   """Makes compile-only TPUs: slices of a torus of `slice_shape`."""
   _without_accelerators(_LIBTPU_ENVIRONMENT)
@@ -261,7 +221,7 @@ def _tpu_devices(chip: Chip, slice_shape: Sequence[int], num_slices: int) -> lis
     options['chip_config_name'] = 'megacore'  # its two cores as one device, as JAX has them on Cloud TPUs
   if set(slice_shape) == {1}:
     options['chips_per_host_bounds'] = [1, 1, 1]
-  return _compile_only('tpu', name, **options)
+  return topologies.get_topology_desc(name, 'tpu', **options).devices
 
 
 def _gpu_devices(chip: Chip, slice_shape: Sequence[int], num_nodes: int) -> list[jax.Device]:
@@ -270,7 +230,8 @@ def _gpu_devices(chip: Chip, slice_shape: Sequence[int], num_nodes: int) -> list
   from jax.extend import backend
 
   backend.backends()  # registers the plugin
-  return _compile_only('cuda', chip.name, topology=f'1x{num_nodes}x{slice_shape[0]}', target_config=_cuda_config(chip))
+  topology, config = f'1x{num_nodes}x{slice_shape[0]}', _cuda_config(chip)
+  return topologies.get_topology_desc(chip.name, 'cuda', topology=topology, target_config=config).devices
 
 
 def _without_accelerators(environment: dict[str, str]) -> None:
@@ -278,13 +239,6 @@ def _without_accelerators(environment: dict[str, str]) -> None:
     os.environ.setdefault(name, value)
   with contextlib.suppress(RuntimeError):  # JAX has started
     jax.config.update('jax_platforms', 'cpu')
-
-
-def _compile_only(platform: str, name: str, **options) -> list[jax.Device]:
-  try:
-    return topologies.get_topology_desc(name, platform, **options).devices
-  except Exception as error:  # whatever the library raises for a name that it does not know
-    raise _TopologyError(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
 def _cuda_config(chip: Chip) -> str:

@@ -1,6 +1,5 @@
 """A plan says what the run then does: on CPUs its memory and FLOPs are those of the compiled training step."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -118,7 +117,7 @@ def test_a_program_that_does_not_fit_is_an_answer(capfd):
 
 @pytest.mark.parametrize('needed, said', [(0.7, ()), (0.9, ('takes 75%', 'needs 90%', 'MEM_FRACTION=0.95')), (1.1, ())])
 def test_a_plan_for_gpus_says_when_jax_must_be_given_more_of_their_memory(needed, said):
-  target = dataclasses.replace(parse_target('h200:8'), compiler='gpu')
+  target = parse_target('h200:8')
   step = SimpleNamespace(peak_bytes=int(needed * target.chip.hbm_bytes))
   notes = plan_module._notes(target, {'train': step})
   assert len(notes) == bool(said)

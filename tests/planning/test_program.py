@@ -104,8 +104,8 @@ def test_bytes_without_a_program_are_refused():
     (('constant(1)', 'constant(20)'), 0),
     (('compare(%counter, %bound), direction=LT', 'compare(%bound, %counter), direction=GT'), 5),
     (('body=%body\n', 'body=%body, backend_config={"known_trip_count":{"n":"3"}}\n'), 3),
+    (('s32[] add(%counter.1, %two)', 's32[] multiply(%counter.1, %two)'), 4),  # 1, 2, 4, 8
     (('%one = s32[] constant(1)', '%one = s32[] convert(%scalar)'), None),  # decided by an argument
-    (('s32[] add(%counter.1, %two)', 's32[] multiply(%counter.1, %two)'), None),
   ],
 )
 def test_trip_counts(change, trips):

@@ -1,113 +1,218 @@
-"""Changes that make a run fit: the weakest of each setting, alone or together, each one compiled, within the limit."""
+"""The search for settings: what fits is found, the fastest first; what cannot fit is never compiled; the limit holds.
+
+The compiler is a formula of mesh, microbatches and remat policy, for lm.Dense1B on data 8 x mdl 4.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
 
 import pytest
 
-from spmd_tasks.planning.search import changes_that_fit, levers
-from tests.planning.formula_plans import GIB, Formula
+from spmd_tasks.config import resolve as resolve_config
+from spmd_tasks.config import to_json
+from spmd_tasks.errors import UserError
+from spmd_tasks.planning import make_plan, parse_target
+from spmd_tasks.planning import search as search_module
+from spmd_tasks.planning.search import MICROBATCHES, search_plans
+from spmd_tasks.sharding import factorizations
+
+GIB = 2.0**30
+# By remat policy: the activations that are kept on the device, and the work with that of recomputing the others.
+KEPT = {
+  'none': (3.0, 1.0), 'dots': (2.0, 1.05), 'dots_no_batch': (1.0, 1.1), 'attention_and_ffn': (0.95, 1.15),
+  'attention': (0.9, 1.2), 'full': (0.3, 1.33), 'attention_offloaded': (0.2, 1.35),
+}  # fmt: skip
+SHAPES = ('ici_mesh_shape', 'dcn_mesh_shape')
 
 
-def search(formula, *, can_offload=True, **settings):
-  lines = []
-  base = formula.plan_with(())
-  assert not base['fits']
-  formula.tried.clear()
-  trials = changes_that_fit(
-    formula.plan_with, formula.resolve, base, can_offload=can_offload, progress=lines.append, **settings
-  )
-  assert len(trials) == len(set(formula.tried))
-  return trials, lines
+@functools.cache
+def resolved(name):
+  found = resolve_config(name, ('ici_mesh_shape=1,8,4',) if name == 'lm.Dense1B' else ())
+  return found.build(), to_json(found)['config']
 
 
-def test_the_levers_of_dense1b_are_in_the_order_of_their_cost():
-  formula = Formula()
-  job, values = formula.resolve(())
-  found = {lever.name: lever.options for lever in levers(job, values, can_offload=True)}
-  assert list(found) == ['remat policy', 'microbatches', 'mesh', 'optimizer dtype', 'batch']
-  policies = 'attention_and_ffn', 'attention', 'full', 'attention_offloaded'
-  assert found['remat policy'] == tuple((f'remat_policy={policy}',) for policy in policies)
-  assert [option[0] for option in found['microbatches']] == [
-    f'task.learner.num_microbatches={count}' for count in (2, 4, 8, 16, 32, 64)
-  ]
-  assert found['mesh'] == (('ici_mesh_shape=1,4,8',), ('ici_mesh_shape=1,2,16',))
-  assert found['batch'][0] == ('batch_size=256',)
+@dataclasses.dataclass(kw_only=True)
+class Formula:
+  """Plans an experiment; `tried` are the overrides that were planned. Sizes in GiB of all devices together."""
+
+  name: str = 'lm.Dense1B'
+  hbm: float = 15.75
+  activations: float = 1700.0
+  state: float = 14.0
+  refused: str = '-'
+  tried: list = dataclasses.field(default_factory=list)
+
+  def resolve(self, overrides):
+    if any(self.refused in override for override in overrides):
+      raise UserError(f'{self.refused} is impossible.')
+    job, values = resolved(self.name)
+    changes = dict(override.split('=') for override in overrides)
+    values = values | {path: type(values[path])(text) for path, text in changes.items() if path not in SHAPES}
+    shapes = {path: tuple(map(int, text.split(','))) for path, text in changes.items() if path in SHAPES}
+    return dataclasses.replace(job, experiment=dataclasses.replace(job.experiment, **shapes)), values
+
+  def state_bytes(self, job):
+    sizes = job.experiment.mesh_spec().build_abstract().shape
+    return self.state / (sizes['data'] * sizes['mdl']) * GIB
+
+  def plan_with(self, overrides):
+    job, values = self.resolve(overrides)
+    self.tried.append(overrides)
+    sizes = job.experiment.mesh_spec().build_abstract().shape
+    kept, work = KEPT[values['remat_policy']]
+    microbatches = values[MICROBATCHES[0]]
+    peak = self.state_bytes(job) + self.activations * GIB / math.prod(sizes.values()) * kept / microbatches
+    gathering = 0.02 * sizes['data'] * microbatches / sizes['mdl']
+    seconds = work + 0.05 * (sizes['mdl'] - 1) + gathering
+    fits = peak <= self.hbm * GIB
+    return {'fits': fits, 'peak_bytes': peak, 'predicted_step_s': seconds if fits else None}
 
 
-@pytest.mark.parametrize(
-  'present, remedies', [('attention', ['full']), ('attention_offloaded', ['full']), ('full', [])]
-)
-def test_without_a_memory_of_the_host_offloading_is_attention_and_no_remedy(present, remedies):
-  job, values = Formula().resolve([f'remat_policy={present}'])
-  options = [lever.options for lever in levers(job, values) if lever.name == 'remat policy']
-  assert [option for each in options for (option,) in each] == [f'remat_policy={policy}' for policy in remedies]
+@pytest.fixture
+def search(monkeypatch):
+  def run(formula, num_devices=32, *, can_offload=True, **settings):
+    monkeypatch.setattr(search_module, 'state_bytes', formula.state_bytes)
+    formula.tried.clear()
+    lines = []
+    return lines, search_plans(
+      formula.plan_with,
+      formula.resolve,
+      num_devices=num_devices,
+      hbm_bytes=formula.hbm * GIB,
+      can_offload=can_offload,
+      progress=lines.append,
+      **settings,
+    )
+
+  return run
 
 
-def test_a_target_of_the_cpu_compiler_is_not_offered_the_memory_of_the_host():
-  trials, _ = search(Formula(activations=40_000.0), can_offload=False, limit=9)
-  assert trials[0].fits
-  assert trials[0].setting[0] == 'remat_policy=full'  # the strongest
-  assert not any('remat_policy=attention_offloaded' in trial.setting for trial in trials)
+def best_of_all(formula, num_devices):
+  """The fastest plan that fits of every setting there is."""
+  plans = []
+  for ici, remat, count in itertools.product(factorizations(num_devices, 3), KEPT, (1, 2, 4, 8, 16)):
+    mesh = f'ici_mesh_shape={",".join(map(str, ici))}'
+    plan = formula.plan_with((mesh, f'remat_policy={remat}', f'{MICROBATCHES[0]}={count}'))
+    plans += [plan['predicted_step_s']] if plan['fits'] else []
+  return min(plans)
 
 
-def test_a_pipeline_has_its_own_microbatches_and_schedule():
-  job, values = Formula('pipeline.Dense70B').resolve(())
-  options = next(lever.options for lever in levers(job, values) if lever.name == 'pipeline')
-  assert options == (
-    ('num_microbatches=16',),
-    ('num_microbatches=32',),
-    ('schedule=one_forward_one_backward', 'num_repeats=1'),
-  )
+def test_the_best_setting_is_found_with_a_fraction_of_the_compilations(search):
+  formula = Formula(activations=500.0)
+  best = best_of_all(formula, 8)
+  lines, found = search(formula, 8, limit=25)
+  assert found.trials[0].predicted_step_s <= 1.05 * best
+  assert len(formula.tried) == len(found.trials) <= 25
+  assert [trial.rank for trial in found.trials] == sorted(trial.rank for trial in found.trials)
+  assert any('trying 3 of at most 25' in line for line in lines)
+  assert '25 compiled; 0 settings refused' in found.left_out
+  assert 'the limit left others untried' in found.left_out
 
 
-def test_the_weakest_change_of_each_setting_is_found_and_the_fastest_comes_first():
+def test_a_start_that_does_not_fit_leads_to_changes_that_do(search):
   formula = Formula()  # 53.6 GiB on a chip with 15.75
-  trials, lines = search(formula)
-  fitting = [trial for trial in trials if trial.fits]
-  assert fitting == trials[: len(fitting)]
-  assert len(fitting) >= 2
-  assert [trial.predicted_step_s for trial in fitting] == sorted(trial.predicted_step_s for trial in fitting)
-  settings = {' '.join(trial.setting): trial for trial in trials}
-  assert not any('batch_size' in setting for setting in settings)  # nothing else is learned
-  assert settings['task.learner.num_microbatches=4'].fits
-  assert not settings['task.learner.num_microbatches=2'].fits
-  for trial in trials:
-    assert trial.fits == (trial.peak_bytes <= 15.75 * GIB)
-    assert trial.note
-  assert any('trying 1 of at most 8: remat_policy=' in line for line in lines)
-  assert any('does not fit: peak' in line for line in lines)
+  lines, found = search(formula, limit=8, wanted=3)
+  assert formula.tried[0] == ()  # the experiment as it is, which its plan has compiled
+  fitting = [trial for trial in found.trials if trial.fits]
+  assert fitting == found.trials[: len(fitting)]
+  assert len(fitting) == 3
+  tried = {trial.setting: trial.fits for trial in found.trials}
+  assert (tried[f'{MICROBATCHES[0]}=2',], tried[f'{MICROBATCHES[0]}=4',]) == (False, True)
+  assert all(trial.note for trial in found.trials if trial.setting)
+  assert any('does not fit: peak ' in line for line in lines)
 
 
-def test_settings_together_are_tried_where_none_alone_suffices():
-  trials, _ = search(Formula(activations=40_000.0), limit=9)
-  assert trials[0].fits
-  assert len(trials[0].setting) == 2
-  assert trials[0].setting[0] == 'remat_policy=attention_offloaded'  # the strongest
-  assert 'num_microbatches' in trials[0].setting[1]
-  assert 'on the device' in trials[0].note
-  assert 'accumulated' in trials[0].note
+def test_changes_together_are_tried_where_none_alone_suffices(search):
+  _, found = search(Formula(activations=40_000.0), limit=12, wanted=1)
+  assert found.trials[0].fits
+  assert len(found.trials[0].setting) == 2
 
 
-def test_a_state_that_is_too_large_by_little_takes_another_dtype_and_no_microbatches():
-  trials, _ = search(Formula(state=510.0, activations=10.0), limit=8)
-  assert trials[0].fits
-  assert trials[0].setting == ('task.learner.optimizer.momentum_dtype=bfloat16',)
-  assert not any('microbatches' in override or 'remat' in override for trial in trials for override in trial.setting)
+@pytest.mark.parametrize('can_offload', [True, False])
+def test_the_memory_of_the_host_is_tried_where_there_is_one(search, can_offload):
+  formula = Formula(activations=1.0)
+  search(formula, 1, limit=40, can_offload=can_offload)
+  tried = {override for overrides in formula.tried for override in overrides}
+  assert ('remat_policy=attention_offloaded' in tried) == can_offload
+  assert 'remat_policy=full' in tried
 
 
-def test_the_limit_holds_and_nothing_that_fits_is_invented():
-  trials, _ = search(Formula(state=5000.0), limit=4)
-  assert len(trials) <= 4
-  assert not any(trial.fits for trial in trials)
+def test_a_pipeline_has_its_own_microbatches():
+  space = search_module._Space(*resolved('pipeline.Dense70B'), True)
+  own = space.start(512, 1)
+  changed = {override for each in space.neighbours(own, True) for override in space.overrides(each)}
+  assert f'num_microbatches={2 * dict(own.microbatches)["num_microbatches"]}' in changed
 
 
-def test_an_impossible_setting_is_passed_over_and_costs_no_compilation():
-  formula = Formula(refused='num_microbatches=4')
-  trials, lines = search(formula)
-  assert any('impossible: num_microbatches=4 is impossible' in line for line in lines)
-  assert any(trial.fits and 'num_microbatches=8' in trial.setting[0] for trial in trials)
+def test_what_cannot_hold_the_state_is_never_compiled(search):
+  formula = Formula(state=300.0, activations=20.0)  # every device holds some: replicas do not fit
+  _, found = search(formula, limit=12)
+  assert ' 0 whose state' not in found.left_out
+  assert found.trials[0].fits
+  assert all(override != 'ici_mesh_shape=2,4,4' for tried in formula.tried for override in tried)
 
 
-@pytest.mark.parametrize('wanted', [1, 2])
-def test_the_search_ends_with_as_many_as_are_wanted(wanted):
-  trials, _ = search(Formula(activations=900.0), wanted=wanted)
-  settings = {tuple(part.partition('=')[0] for part in trial.setting) for trial in trials if trial.fits}
-  assert len(settings) == wanted
+def test_other_numbers_of_devices_start_from_the_nearest_mesh(search):
+  lines, _ = search(Formula(activations=500.0), 64, limit=2)
+  assert 'ici_mesh_shape=1,16,4' in lines[0]
+
+
+def test_several_slices_keep_a_dcn_part(search):
+  lines, found = search(Formula(activations=1.0), 64, num_slices=2, limit=40)
+  assert 'dcn_mesh_shape=2,1,1' in lines[0]
+  assert any('dcn_mesh_shape=1,2,1' in trial.setting for trial in found.trials)
+
+
+def test_an_impossible_setting_is_passed_over_and_costs_no_compilation(search):
+  formula = Formula(refused='num_microbatches=2')
+  lines, found = search(formula, limit=6)
+  assert any('num_microbatches=2 is impossible' in line for line in lines)
+  assert len(found.trials) == len(formula.tried) == 6
+  assert '1 settings refused' in found.left_out
+
+
+def test_a_model_that_fits_nowhere_is_refused_in_one_sentence(search):
+  with pytest.raises(UserError, match=r'need more than 15\.75 GiB for weights and optimizer state alone'):
+    search(Formula(state=50_000.0))
+
+
+def test_microbatches_leave_every_device_a_row(search):
+  formula = Formula(activations=1e7)
+  search(formula, limit=30)
+  for overrides in formula.tried:
+    changed = dict(override.split('=') for override in overrides)
+    replica, data, _ = map(int, changed.get('ici_mesh_shape', '1,8,4').split(','))
+    assert int(changed.get(MICROBATCHES[0], 1)) * replica * data <= 512
+
+
+TINY = (
+  'num_layers=2',
+  'model_dims=32',
+  'num_heads=2',
+  'hidden_dims=64',
+  'vocab_size=264',
+  'seq_len=64',
+  'batch_size=64',
+)
+
+
+def test_with_a_real_compiler_what_is_said_to_fit_was_compiled_and_fits():
+  """lm.StdlibTiny, made smaller, on 8 fake devices that have 45% of the memory that it needs as it is."""
+  plans = {}
+
+  def resolve(overrides):
+    found = resolve_config('lm.StdlibTiny', [*TINY, *overrides])
+    return found.build(), to_json(found)['config']
+
+  def plan_with(overrides):
+    plan = make_plan(resolve(overrides)[0], parse_target('cpu:8'), show_progress=False).to_json()
+    limit = 0.45 * (plans[()]['peak_bytes'] if plans else plan['peak_bytes'])
+    plans[overrides] = plan | {'fits': plan['peak_bytes'] <= limit}
+    return plans[overrides]
+
+  found = search_plans(plan_with, resolve, num_devices=8, limit=4, wanted=1, progress=lambda line: None)
+  assert found.trials[0].fits
+  assert found.trials[0].peak_bytes <= 0.45 * plans[()]['peak_bytes']
+  assert all(plans[trial.setting]['peak_bytes'] == trial.peak_bytes for trial in found.trials)

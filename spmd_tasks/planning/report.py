@@ -1,0 +1,264 @@
+"""Reports a plan: as text for a terminal, and as plan.html; both from the dictionary of plan.json alone.
+
+    print(format_plan(json.loads(Path('plan.json').read_text())))
+
+Both have the same rows. The page is the template plan_page.html: it needs no network and no script, escapes every name,
+follows light and dark, and can be printed.
+"""
+
+from collections.abc import Mapping, Sequence
+import math
+import re
+from typing import Any
+
+import jinja2
+
+Json = Mapping[str, Any]
+_COMPILERS = {'tpu': 'the compiler of TPUs', 'gpu': 'the compiler of GPUs', 'cpu': 'the compiler of CPUs'}
+_KINDS = {
+  'cycles': 'cycles that the compiler estimates',
+  'roofline': 'operations at their roofline',
+  'kernel': 'hand-written kernels',
+  'ici': 'waiting for ICI',
+  'dcn': 'waiting for DCN',
+  'host': 'waiting for copies to and from the host',
+}
+_ALONE = {
+  'compute': ('matrix products', 'flops', 'FLOP'),
+  'hbm': ('HBM', 'hbm_bytes', 'B'),
+  'ici': ('ICI', 'ici_bytes', 'B'),
+  'dcn': ('DCN', 'dcn_bytes', 'B'),
+  'host': ('memory of the host', 'host_bytes', 'B'),
+}
+_MAX_NAME = 80
+WEIGHT_COLUMNS = ('weight', 'shape', 'split over', 'stored as', 'waste', 'per device', 'why')
+_SHORTER = (
+  (re.compile(r'^jit\(\w+\)/'), ''),
+  (re.compile(r'transpose\(jvp\(\w*\)\)/'), 'backward: '),
+  (re.compile(r'jvp\(\w*\)/'), 'forward: '),
+  (re.compile(r'/(while|body|closed_call|checkpoint|rematted_computation)(?=/|$)'), ''),
+)
+
+
+def format_plan(plan: Json) -> str:
+  """Returns the verdict, then memory, collectives, time, weights, pipeline, suggestions and what is assumed."""
+  verdict, pipeline = _verdict(plan), plan['pipeline']
+  head = f'{verdict["head"].upper()}: ' if verdict['head'] else ''
+  lines = [
+    f'{plan["experiment"]} on {plan["target"]}: {_devices(plan)}',
+    f'{plan["num_params"]:,} parameters, {plan["tokens_per_step"]:,} tokens a step',
+    *(f'note: {note}' for note in plan['notes']),
+    f'{head}{verdict["words"]}' + (f'; {verdict["detail"]}' if verdict['detail'] else ''),
+    *_table(_figures(plan)),
+  ]
+  for name, planned in plan['steps'].items():
+    step = _step(planned)
+    memory = [*step['memory'], ('the compiler says', size(step['peak']), '')]
+    lines += _section(f'memory per device, {name} step' if len(plan['steps']) > 1 else 'memory per device', memory)
+    lines += _section('largest at the peak', step['largest'][:8])
+    lines += _section('collectives, sent by one device in a step', step['collectives'], 12)
+    lines += _section('operations that take longest', step['operations'])
+    lines += _section('time of a step', step['time'])
+  weights = [WEIGHT_COLUMNS, *map(_weight, plan['weights'])]
+  lines += _section('weights, the largest on a device first', weights, 13)
+  if pipeline:
+    lines += _section('pipeline', [(f'{_pipeline(pipeline)}; {pipeline["num_ticks"]} ticks',)])
+  lines += _suggestions(plan)
+  lines += _section('assumed', [(line,) for line in plan['assumptions']])
+  seconds = sum(step['trace_seconds'] + step['compile_seconds'] for step in plan['steps'].values())
+  versions = ', '.join(f'{package} {version}' for package, version in plan['versions'].items())
+  return '\n'.join([*lines, '', f'compiled in {seconds:.0f} s by {versions}', ''])
+
+
+def format_suggestions(plan: Json) -> str:
+  """Returns the settings that were tried, one per line."""
+  return '\n'.join([*_suggestions(plan), ''])
+
+
+def plan_page(plan: Json) -> str:
+  """Returns plan.html."""
+  environment = jinja2.Environment(
+    loader=jinja2.PackageLoader('spmd_tasks.planning', ''),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+  )
+  environment.filters['size'] = size
+  return environment.get_template('plan_page.html').render(
+    plan=plan,
+    devices=_devices(plan),
+    verdict=_verdict(plan),
+    figures=_figures(plan),
+    steps={name: _step(step) for name, step in plan['steps'].items()},
+    weight_columns=WEIGHT_COLUMNS,
+    weights=[_weight(row) for row in plan['weights']],
+    suggestions=[_suggestion(each) for each in plan['suggestions']],
+    pipeline=plan['pipeline'] and _pipeline(plan['pipeline']),
+    compiler=_COMPILERS[plan['compiler']],
+  )
+
+
+def _suggestions(plan: Json) -> list[str]:
+  return _section('settings, each of them compiled', [_suggestion(each) for each in plan['suggestions']])
+
+
+def _section(title: str, rows: Sequence[Sequence[str]], most: int | None = None) -> list[str]:
+  left_out = len(rows) - len(rows[:most])
+  more = [f'  and {left_out} more: --plan_out DIR writes all to plan.json'] * (left_out > 0)
+  return ['', f'{title}:', *_table(rows[:most]), *more] if rows else []
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+  """Aligns cells to the left, indented by two spaces."""
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  return ['  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _devices(plan: Json) -> str:
+  dcn = plan['dcn_mesh'] or {}
+  axes = [
+    f'{axis} {length}' + (f' ({dcn[axis]} over DCN)' if dcn.get(axis, 1) > 1 else '')
+    for axis, length in plan['mesh'].items()
+    if length > 1
+  ]
+  slices = f' in {plan["num_slices"]} slices' if plan['num_slices'] > 1 else ''
+  return f'{plan["num_devices"]:,} devices{slices}, ' + ('mesh ' + ' x '.join(axes) if axes else 'one device')
+
+
+def _verdict(plan: Json) -> dict[str, str]:
+  peak, limit = max(step['peak_bytes'] for step in plan['steps'].values()), plan['hbm_bytes']
+  if plan['fits'] is None or not limit:
+    return {'colour': 'open', 'head': '', 'words': f'needs {size(peak)} per device', 'detail': ''}
+  words = f'{size(peak)} of {size(limit)} per device, {percent(peak / limit)}'
+  if plan['fits']:
+    return {'colour': 'good', 'head': 'Fits', 'words': words, 'detail': f'{size(max(limit - peak, 0))} are free.'}
+  return {'colour': 'bad', 'head': 'Does not fit', 'words': words, 'detail': f'{size(peak - limit)} too much.'}
+
+
+def _figures(plan: Json) -> list[tuple[str, str, str]]:
+  """Returns the main figures of the first step: label, value, note."""
+  rows = []
+  is_estimated = 'cycles' in plan['time_by_kind']  # else every operation takes its roofline
+  if plan['predicted_step_s'] is not None:
+    span = f'{duration(plan["predicted_step_low_s"])} to {duration(plan["predicted_step_high_s"])}'
+    rows.append(('predicted step' if is_estimated else 'step at best', duration(plan['predicted_step_s']), span))
+  if plan['predicted_mfu'] is not None:
+    label = 'predicted MFU' if is_estimated else 'MFU at best'
+    rows.append((label, percent(plan['predicted_mfu']), 'of the bfloat16 peak'))
+  if plan['tokens_per_s_per_chip'] is not None:
+    rows.append(('tokens per second', f'{plan["tokens_per_s_per_chip"]:,.0f}', 'per device'))
+  if plan['pipeline']:
+    rows.append(('pipeline bubble', percent(plan['pipeline']['bubble']), 'of the ticks'))
+  rows.append(('arguments', size(plan['argument_bytes']), f'+ {size(plan["temp_bytes"])} temporaries'))
+  return rows
+
+
+def _step(step: Json) -> dict[str, Any]:
+  """Returns the rows of one step's tables, and the colours of its memory."""
+  peak, seconds, roofline = step['peak_bytes'] or 1, step['predicted_step_s'], step['roofline'] or {}
+  held = {name: part for name, part in step['memory'].items() if part}
+  rest = peak - sum(held.values())
+  held |= {'not attributed': rest} if rest > 0.005 * peak else {}
+  limit = step['hbm_bytes']
+  full = max(sum(held.values()), limit or 0)
+  time: list[tuple[str, ...]] = []
+  if seconds:
+    time = [(_KINDS[kind], duration(spent), percent(spent / seconds)) for kind, spent in step['time_by_kind'].items()]
+    time += [('collectives behind other work', duration(step['hidden_s']), '')] if step['hidden_s'] else []
+    time += [
+      (f'{name} alone, at its peak', duration(roofline[f'{key}_s']), quantity(roofline[amount], unit))
+      for key, (name, amount, unit) in _ALONE.items()
+      if roofline[f'{key}_s']
+    ]
+  return {
+    'fits': step['fits'],
+    'peak': peak,
+    'predicted': duration(seconds),
+    'memory': [(_words(name), size(part), percent(part / peak)) for name, part in held.items()],
+    'shares': [100 * part / full for part in held.values()],  # percent of the bar
+    'limit': limit and 100 * limit / full,
+    'largest': [
+      (size(each['bytes']), f'{each["dtype"]}{each["shape"]}', each['part'], _layer(each)) for each in step['largest']
+    ],
+    'collectives': _collectives(step['collectives']),
+    'time': time,
+    'operations': [
+      (duration(each['seconds']), percent(each['share']), f'{each["count"]:,} x', _layer(each))
+      for each in step['top_operations']
+    ],
+  }
+
+
+def _collectives(collectives: Sequence[Json]) -> list[tuple[str, ...]]:
+  """Returns one row per kind, axes, network and way: those of many layers together, the most bytes first."""
+  groups: dict[tuple[str, ...], list[float]] = {}
+  for each in collectives:
+    how = 'asynchronous' if each['is_asynchronous'] else 'synchronous'
+    how = 'inside a product' if each['is_collective_matmul'] else how
+    key = _words(each['kind']), ' x '.join(each['axes']) or '-', each['network'].upper(), how
+    count, sent = groups.setdefault(key, [0, 0])
+    groups[key] = [count + each['count'], sent + each['count'] * each['bytes_per_device']]
+  largest = sorted(groups.items(), key=lambda item: -item[1][1])
+  return [(*key, f'{count:,.0f} x', size(sent)) for key, (count, sent) in largest]
+
+
+def _weight(row: Json) -> tuple[str, ...]:
+  spec = ', '.join('+'.join(axes) or '-' for axes in row['spec'])
+  stored = str(row['padded_shape']) if row['padded_shape'] != row['shape'] else '-'
+  waste = f'{row["waste"]:.2%}' if row['waste'] else '-'
+  return row['name'], str(row['shape']), f'({spec})', stored, waste, size(row['bytes_per_device']), row['why']
+
+
+def _suggestion(trial: Json) -> tuple[str, ...]:
+  verdict, setting = 'fits' if trial['fits'] else 'does not fit', ' '.join(trial['setting']) or 'as it is'
+  seconds = trial['predicted_step_s']
+  return setting, verdict, size(trial['peak_bytes']), '' if seconds is None else duration(seconds), trial['note']
+
+
+def _pipeline(pipeline: Json) -> str:
+  repeats = f', {pipeline["repeats"]} repeats' if pipeline['repeats'] > 1 else ''
+  return (
+    f'{pipeline["stages"]} stages, {pipeline["microbatches"]} microbatches, {_words(pipeline["schedule"])}{repeats}: '
+    f'{pipeline["bubble"]:.1%} of the ticks are bubble on each stage'
+  )
+
+
+def _layer(operation: Json) -> str:
+  """Returns the place in the model of an operation or an array, without what JAX's transformations add to its name."""
+  name = operation['op_name'] or operation['name']
+  for pattern, short in _SHORTER:
+    name = pattern.sub(short, name)
+  return name if len(name) <= _MAX_NAME else f'...{name[3 - _MAX_NAME :]}'  # the end says most
+
+
+def _words(key: str) -> str:
+  return key.replace('_', ' ')
+
+
+def size(num_bytes: float | None) -> str:
+  """Formats bytes in binary units, as compilers do: 15.75 GiB."""
+  if num_bytes is None:
+    return 'unknown'
+  at = min(int(math.log2(max(abs(num_bytes), 1))) // 10, 3)
+  return f'{num_bytes / 1024**at:,.{(0, 1, 1, 2)[at]}f} {("B", "KiB", "MiB", "GiB")[at]}'
+
+
+def duration(seconds: float | None) -> str:
+  """Formats seconds: 1.28 s, 35.2 ms, 410 µs."""
+  if seconds is None:
+    return 'unknown'
+  factor, unit = (1.0, 's') if seconds >= 1 else (1e3, 'ms') if seconds >= 1e-3 else (1e6, 'µs')
+  value = seconds * factor
+  return f'{value:,.0f} {unit}' if value >= 100 or value == 0 else f'{value:#.3g} {unit}'
+
+
+def quantity(value: float, unit: str) -> str:
+  """Formats a large number in decimal units: 459 TFLOP."""
+  at = min(max(int(math.log10(max(value, 1))) // 3, 0), 5)
+  return f'{value / 1000**at:.3g} {" kMGTP"[at].strip()}{unit}'
+
+
+def percent(fraction: float) -> str:
+  """Formats a fraction as a percentage with the digits that it deserves."""
+  return f'{fraction:.1%}' if fraction < 0.1 or 0.99 < fraction < 1 else f'{fraction:.0%}'

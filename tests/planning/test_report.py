@@ -1,0 +1,179 @@
+"""The reports of a plan: its figures are on both, the page loads nothing, every name is escaped, a browser shows it."""
+
+import html
+from html.parser import HTMLParser
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from spmd_tasks.config import resolve
+from spmd_tasks.planning import format_plan, make_plan, parse_target, plan_page
+from spmd_tasks.planning.report import duration, percent, quantity, size
+
+GIB = 2**30
+CHROMIUM = shutil.which('chromium')
+TIMES = {
+  'predicted_step_s': 3.91,
+  'predicted_step_low_s': 3.2,
+  'predicted_step_high_s': 4.9,
+  'predicted_mfu': 0.387,
+  'tokens_per_s_per_chip': 8380.0,
+  'hidden_s': 0.1,
+  'roofline': {
+    **dict.fromkeys(('dcn_bytes', 'host_bytes', 'dcn_s', 'host_s'), 0.0),
+    **{'flops': 2.98e14, 'hbm_bytes': 1.6e12, 'ici_bytes': 4.1e10, 'compute_s': 1.51, 'hbm_s': 1.95, 'ici_s': 0.45},
+  },
+  'time_by_kind': {'cycles': 3.2, 'kernel': 0.42, 'ici': 0.29},
+}
+OPERATION = {'name': 'fusion.231', 'op_name': 'jit(f)/stack/softmax', 'seconds': 0.93, 'share': 0.24, 'count': 24}
+TRIAL = {'fits': True, 'peak_bytes': 9.1 * GIB, 'predicted_step_s': 4.02, 'note': 'gradients are accumulated'}
+
+
+@pytest.fixture(scope='module')
+def plan():
+  """A plan for CPUs, with memory and times as if it were for a TPU, which it does not fit."""
+  made = make_plan(resolve('pipeline.StdlibTiny', ()).build(), parse_target('cpu:8'), show_progress=False).to_json()
+  memory = {'weights': int(0.4 * GIB), 'activations': int(46.1 * GIB), 'temporaries': int(9.3 * GIB)}
+  step = made['steps']['train'] | TIMES
+  step |= {'fits': False, 'hbm_bytes': int(15.75 * GIB), 'peak_bytes': int(55.8 * GIB), 'memory': memory}
+  step['top_operations'] = [OPERATION]
+  step['out_of_memory'] = {'needed_bytes': 1, 'available_bytes': 1, 'message': 'RESOURCE_EXHAUSTED: used 55.80G'}
+  suggestions = [TRIAL | {'setting': ['task.learner.num_microbatches=8']}]
+  return made | step | {'steps': {'train': step}, 'suggestions': suggestions, 'notes': ['JAX takes 75%']}
+
+
+class Reader(HTMLParser):
+  """Collects the text, and checks that elements are closed in order."""
+
+  def __init__(self):
+    super().__init__()
+    self.open, self.text, self.attributes = [], [], []
+
+  def handle_starttag(self, name, attributes):
+    self.attributes += [(name, *pair) for pair in attributes]
+    if name != 'meta':
+      self.open.append(name)
+
+  def handle_endtag(self, name):
+    assert self.open.pop() == name
+
+  def handle_data(self, data):
+    if 'style' not in self.open:
+      self.text.append(data)
+
+
+def read(page):
+  reader = Reader()
+  reader.feed(page)
+  assert not reader.open
+  return re.sub(r'\s+', ' ', ' '.join(reader.text)), reader.attributes
+
+
+def test_both_reports_have_the_figures(plan):
+  page, text = read(plan_page(plan))[0], format_plan(plan)
+  for words in (
+    *(
+      'pipeline.StdlibTiny on cpu:8',
+      'mesh stage 4 x data 2',
+      '55.80 GiB of 15.75 GiB per device',
+      '40.05 GiB too much',
+    ),
+    *('40.05 GiB too much', '3.91 s', '3.20 s to 4.90 s', '39%', '8,380', 'activations', '46.10 GiB'),
+    *(
+      'task.learner.num_microbatches=8',
+      '9.10 GiB',
+      'gradients are accumulated',
+      'stack/layers/ffn/gate/kernel',
+      'all gather',
+    ),
+    'JAX takes 75%',
+    *('hand-written kernels', '298 TFLOP', '1.6 TB', 'stack/softmax', 'bubble', 'replicated over data', 'jax '),
+    'No published figures of cpu are used',
+  ):
+    assert words in page, words
+    assert words in text, words
+  assert 'DOES NOT FIT: 55.80 GiB' in text
+  assert 'Does not fit: 55.80 GiB' in page
+  assert 'RESOURCE_EXHAUSTED' in page
+  assert page.count('F7') == page.count('B7') == 4  # the pipeline's ticks, of each stage
+
+
+def test_a_plan_that_fits_says_what_is_free_and_one_without_a_limit_nothing(plan):
+  fitting = plan | {'fits': True, 'hbm_bytes': 95 * GIB, 'dcn_mesh': {'stage': 4}, 'num_slices': 4}
+  for report in (read(plan_page(fitting))[0], format_plan(fitting)):
+    assert '55.80 GiB of 95.00 GiB per device, 59%' in report
+    assert '39.20 GiB are free' in report
+    assert 'stage 4 (4 over DCN)' in report
+    assert '8 devices in 4 slices' in report
+  open_plan = plan | {'fits': None, 'hbm_bytes': None}
+  assert 'needs 55.80 GiB per device' in format_plan(open_plan)
+  assert 'No limit is known' in plan_page(open_plan)
+
+
+def test_without_cycles_of_the_compiler_a_step_is_given_at_best(plan):
+  without = plan | {'time_by_kind': {'kernel': 0.42}}
+  for report in (format_plan, plan_page):
+    assert 'predicted step' in report(plan)
+    assert ('step at best' in report(without), 'predicted MFU' in report(without)) == (True, False)
+
+
+def test_the_page_loads_nothing_and_runs_nothing(plan):
+  page = plan_page(plan)
+  _, attributes = read(page)
+  assert '<script' not in page
+  assert not [each for each in attributes if each[1] in ('src', 'href', 'srcset') or each[1].startswith('on')]
+  assert not re.search(r'https?://|url\(|@import', page)
+
+
+def hostile(value):
+  """Every text of a plan made hostile, but for keys and the names of kinds."""
+  if isinstance(value, dict):
+    return {key: item if key in ('compiler', 'time_by_kind') else hostile(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [hostile(item) for item in value]
+  return f'{value}"\'><script>alert(1)</script>{{{{body}}}}' if isinstance(value, str) else value
+
+
+def test_every_name_is_escaped(plan):
+  made = hostile(plan)
+  made['mesh'] = {'<script>a': 2, **made['mesh']}
+  made['versions'] = {'<script>v': '<script>'}
+  page = plan_page(made)
+  assert '<script' not in page
+  assert page.count('<body>') == 1
+  read(page)
+
+
+@pytest.mark.parametrize(
+  'made, expected',
+  [
+    *((size(0), '0 B'), (size(2**34), '16.00 GiB'), (size(-3 * 2**20), '-3.0 MiB'), (size(None), 'unknown')),
+    *((duration(1.28), '1.28 s'), (duration(0.0352), '35.2 ms'), (duration(4.1e-4), '410 µs'), (duration(0), '0 µs')),
+    *((quantity(4.59e14, 'FLOP'), '459 TFLOP'), (percent(0.0123), '1.2%'), (percent(0.387), '39%')),
+  ],
+)
+def test_numbers(made, expected):
+  assert made == expected
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason='no chromium here: scripts/setup_browser installs it')
+def test_a_browser_lays_the_page_out_without_scrolling_sideways(plan, tmp_path):
+  """In frames, because a window of chromium is never narrower than 500 pixels."""
+  page = html.escape(plan_page(plan))
+  frames = ''.join(f'<iframe width="{width}" height="900" srcdoc="{page}"></iframe>' for width in (1280, 360))
+  measure = '[...document.querySelectorAll("iframe")].map(f => f.contentDocument.documentElement)'
+  measure = f'{measure}.map(root => [root.clientWidth, root.scrollWidth, root.querySelectorAll("table").length])'
+  wrapper = tmp_path / 'frames.html'
+  wrapper.write_text(f'{frames}<script>onload = () => {{ document.title = JSON.stringify({measure}) }}</script>')
+  flags = ['--headless=new', '--no-sandbox', '--disable-gpu', f'--user-data-dir={tmp_path}/profile']
+  done = subprocess.run(
+    [CHROMIUM, *flags, '--dump-dom', wrapper.as_uri()], capture_output=True, text=True, timeout=60, check=True
+  )
+  sizes = json.loads(re.search(r'<title>(.*?)</title>', done.stdout).group(1))
+  assert len(sizes) == 2
+  for width, scrolled, num_tables in sizes:
+    assert scrolled <= width
+    assert num_tables == 8
