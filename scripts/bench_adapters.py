@@ -108,10 +108,12 @@ def predict(target):
     for number in NUMBERS:
       sizes = [f'model={directory}', 'seq_len=2048', f'ici_mesh_shape=1,1,{len(parsed.devices())}']
       job = job_with(number, 'hf.Model', sizes)
-      step = make_plan(job, parsed, steps=('decode',), show_progress=False).steps['decode']
-      milliseconds[str(number)] = 1e3 * step.time.seconds
+      step = make_plan(job, parsed, steps=('decode',), show_progress=False).report
+      milliseconds[str(number)] = 1e3 * step['predicted_step_s']
       mib[str(number)] = adapter_mib(partition_job(job, job.experiment.mesh_spec().build(parsed.devices())))
-      print(number, milliseconds[str(number)], {name: size for name, size in step.memory.items() if size}, flush=True)
+      print(
+        number, milliseconds[str(number)], {name: size for name, size in step['memory'].items() if size}, flush=True
+      )
   ratios = {number: value / milliseconds['0'] for number, value in milliseconds.items()}
   return {'ratios': ratios, 'step_ms': milliseconds, 'adapter_mib': mib}
 

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 
 from spmd_tasks.decoding import DecodeSteps
-from spmd_tasks.errors import UserError
 from spmd_tasks.experiment import Job
 from spmd_tasks.planning.targets import Target
 from spmd_tasks.runtime import PartitionedModel
@@ -95,7 +94,13 @@ def compile_step(
     with jax.sharding.use_abstract_mesh(model.mesh.abstract_mesh):
       lowered = _lower(job, model, step)
     traced = time.perf_counter()
-    program, refused = _compile(lowered)
+    program = refused = None
+    try:
+      program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+      refused = read_refusal(str(error))
+      if refused is None:
+        raise
   compiled = time.perf_counter()
   if show_progress:
     note('needs more memory than there is' if refused else 'done', f'{compiled - start:.0f} s')
@@ -114,20 +119,8 @@ def _lower(job: Job, model: PartitionedModel, step: str) -> Any:
   if step == 'eval':
     inputs = next(iter(job.eval_inputs.values()), job.train_input)
     return model.eval_step(inputs.element_spec()).lower()
-  if step in STEPS:
-    steps = DecodeSteps(model)
-    return steps.lower_prefill() if step == 'prefill' else steps.lower_step()
-  raise UserError(f'--plan_steps names {step!r}, which is no step: choose from {", ".join(STEPS)}.')
-
-
-def _compile(lowered: Any) -> tuple[Any, OutOfMemory | None]:
-  try:
-    return lowered.compile(), None
-  except jax.errors.JaxRuntimeError as error:
-    refused = read_refusal(str(error))
-    if refused is None:
-      raise
-    return None, refused
+  steps = DecodeSteps(model)
+  return steps.lower_prefill() if step == 'prefill' else steps.lower_step()
 
 
 def read_refusal(message: str) -> OutOfMemory | None:

@@ -19,7 +19,6 @@ in other memories than HBM (a TPU's vector memory) are not counted.
 import dataclasses
 import math
 import re
-from typing import Literal
 
 from spmd_tasks.planning.chips import Chip
 from spmd_tasks.planning.hlo import UNKNOWN_CYCLES, Computation, Instruction, Shape, nested
@@ -28,8 +27,6 @@ from spmd_tasks.planning.program import Program
 # Of peak FLOP/s, or of the filled part of the matrix units; published attention and grouped-matmul kernels reach 0.5 to
 # 0.75.
 KERNEL_EFFICIENCY = 0.6
-
-Basis = Literal['cycles', 'roofline', 'kernel']
 
 _CONTROL = frozenset({'while', 'conditional', 'call', 'async-start', 'async-update', 'async-done'})
 # Custom calls that only tell the compiler something.
@@ -72,7 +69,7 @@ class Cost:
   seconds: float
   flops: float
   hbm_bytes: float
-  basis: Basis
+  basis: str
   is_known: bool = True
 
 
@@ -83,7 +80,7 @@ def instruction_cost(instruction: Instruction, chip: Chip) -> Cost:
   """Returns the cost of one execution, without that of other computations that a loop, a call or a branch runs."""
   if instruction.opcode in _CONTROL:
     return _NO_COST
-  basis: Basis = 'roofline'
+  basis = 'roofline'
   flops, moved, efficiency = instruction_flops(instruction), hbm_bytes(instruction), 1.0
   if instruction.opcode == 'custom-call':
     if _MARKERS.search(instruction.target):

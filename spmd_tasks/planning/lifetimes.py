@@ -5,7 +5,7 @@ result, unless the result is a view of something (a tuple, a bitcast, the end of
 place: into the operand of an update, into the state of the loop around it, or into a donated argument.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 import dataclasses
 
 from spmd_tasks.planning.hlo import HOST_MEMORY, Computation, Instruction, Shape, origin_of
@@ -17,10 +17,6 @@ _NOT_ALLOCATING = _VIEWS | {'parameter', 'tuple', 'get-tuple-element', 'constant
 _NEW_ELEMENT = {
   'copy-start': 0, 'recv': 0, 'all-gather-start': 1, 'collective-permute-start': 1, 'async-start': 1,
 }  # fmt: skip
-_ELEMENTWISE = frozenset({
-  'add', 'subtract', 'multiply', 'divide', 'maximum', 'minimum', 'select', 'negate', 'exponential', 'tanh', 'convert',
-  'copy', 'and', 'or', 'compare', 'power', 'rsqrt', 'sqrt', 'log',
-})  # fmt: skip
 _MAX_DEPTH = 400
 
 Path = tuple[int, ...]
@@ -54,7 +50,7 @@ class _Use:
 
 def buffers_of(program: Program) -> list[Buffer]:
   """Returns the buffers that a program allocates on the device, arguments apart, with their lifetimes."""
-  return _reusing_operands(list(_Lifetimes(program).buffers()))
+  return list(_Lifetimes(program).buffers())
 
 
 class _Lifetimes:
@@ -148,24 +144,6 @@ class _Lifetimes:
       elif caller and caller.opcode in ('while', 'conditional', 'async-start'):
         found.update(origin_of(computation.root, path) for path, _ in computation.root.shape.paths())
     return found
-
-
-def _reusing_operands(buffers: Sequence[Buffer]) -> list[Buffer]:
-  """Ends the life of an operand of equal size where an elementwise instruction can write over it."""
-  at = {(each.instruction, each.path): each for each in buffers}
-  shortened: dict[Buffer, Buffer] = {}
-  for each in buffers:
-    made = each.instruction
-    if made.opcode not in _ELEMENTWISE and not (made.opcode == 'fusion' and made.proto.fusion_kind == 'kLoop'):
-      continue
-    for operand in made.operands:
-      source = at.get((operand, ()))
-      if source is None or source in shortened or source.shape.stored_bytes != each.shape.stored_bytes:
-        continue
-      if source.end == each.begin:
-        shortened[source] = dataclasses.replace(source, end=each.begin - 1)
-        break
-  return [shortened.get(each, each) for each in buffers]
 
 
 def _aliases(instruction: Instruction) -> Mapping[Path, int]:

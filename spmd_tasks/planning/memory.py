@@ -1,7 +1,7 @@
 """Says what holds a device's memory when a compiled step needs the most of it.
 
     parts = memory_parts(compiled.memory_analysis(), read_program(compiled), model)
-    parts.total, parts.activations, parts.largest[0]
+    parts.total, parts.activations, parts.largest[0]['op_name']
 
 Arguments live all the time: the state and the batch, as the compiler stores them, tiles padded. Whatever else lives is
 found from the schedule: which buffers hold a value that is still needed (lifetimes.py). The sum is compared with the
@@ -16,7 +16,7 @@ backward pass `transpose(jvp(...))`.
     temporaries    everything else: operands and results of the moment, gathered weights, buffers of collectives
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
 import re
@@ -24,10 +24,11 @@ from typing import Any
 
 import jax
 
-from spmd_tasks.planning.hlo import Instruction
+from spmd_tasks.planning.hlo import Instruction, Shape
 from spmd_tasks.planning.lifetimes import Buffer, buffers_of
 from spmd_tasks.planning.program import Program, loop_element_name, op_name_of
 from spmd_tasks.runtime import PartitionedModel
+from spmd_tasks.runtime.parameter_table import bytes_per_device
 
 # JAX's name of an argument -> the part that it belongs to. Steps other than training have `variables` as their state.
 _ARGUMENTS = (
@@ -39,28 +40,13 @@ _ARGUMENTS = (
 _COPIES = frozenset(
   {'copy', 'copy-start', 'copy-done', 'bitcast', 'get-tuple-element', 'convert', 'transpose', 'reshape'}
 )
-_NO_PARTS = ('padding', 'compiler_bytes', 'largest')  # of the fields of MemoryParts
+# Arguments of the step (the optimizer's include a moving average of weights); the three of the module's docstring;
+# results that do not take the place of a donated argument; a TPU's vector memory; the machine code.
+PARTS = (
+  *('weights', 'optimizer', 'other_state', 'batch', 'other_arguments', 'gradients', 'activations', 'temporaries'),
+  *('outputs', 'on_chip', 'program'),
+)
 _MAX_STEPS = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveBuffer:
-  """An array that lives at the peak.
-
-  Attributes:
-    name: of the argument, or of the instruction that makes it.
-    part: the attribute of MemoryParts that counts it.
-    op_name: JAX's name of what makes it, with the layer.
-    dtype, shape: of one device's array.
-    num_bytes: in memory, tiles padded.
-  """
-
-  name: str
-  part: str
-  op_name: str
-  dtype: str
-  shape: tuple[int, ...]
-  num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,40 +54,17 @@ class MemoryParts:
   """Bytes of one device at the peak, by what they hold.
 
   Attributes:
-    weights, optimizer, other_state, batch: arguments of the step. The optimizer's include a moving average of weights.
-    other_arguments: all other arguments, such as the cache of a decode step.
-    gradients, activations, temporaries: see the module's docstring.
-    outputs: results that do not take the place of a donated argument.
-    on_chip: arrays in the chip's vector memory, which the compiler's figure counts too.
-    program: the machine code.
+    parts: name in PARTS -> bytes; together they are near `compiler_bytes`.
     padding: how much of the state is padding: true shapes to even shards, and shards to tiles. A part of the others.
     compiler_bytes: the compiler's figure for the sum.
-    largest: the largest arrays, at most 20.
+    largest: the largest arrays, at most 20, as plan.json has them: `name` of the argument or of the instruction that
+      makes it, `part`, `op_name` (JAX's, with the layer), `dtype`, `shape` and `bytes` of one device, tiles padded.
   """
 
-  weights: int
-  optimizer: int
-  other_state: int
-  batch: int
-  other_arguments: int
-  gradients: int
-  activations: int
-  temporaries: int
-  outputs: int
-  on_chip: int
-  program: int
+  parts: Mapping[str, int]
   padding: int
   compiler_bytes: int
-  largest: Sequence[LiveBuffer]
-
-  def parts(self) -> dict[str, int]:
-    """Returns part -> bytes; together they are `total`."""
-    return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _NO_PARTS}
-
-  @property
-  def total(self) -> int:
-    """The sum of the parts."""
-    return sum(self.parts().values())
+  largest: Sequence[dict[str, Any]]
 
 
 def memory_parts(analysis: Any, program: Program, model: PartitionedModel) -> MemoryParts:
@@ -114,15 +77,15 @@ def memory_parts(analysis: Any, program: Program, model: PartitionedModel) -> Me
   """
   arguments = list(_arguments(program))
   live = [*arguments, *_live_at_peak(program, _weight_dims(model))]
-  sums = {field.name: 0 for field in dataclasses.fields(MemoryParts) if field.name not in _NO_PARTS}
+  sums = dict.fromkeys(PARTS, 0)
   for each in live:
-    sums[each.part] += each.num_bytes
+    sums[each['part']] += each['bytes']
   sums['program'] = analysis.generated_code_size_in_bytes
   return MemoryParts(
-    **sums,
+    parts=sums,
     padding=_padding(program, arguments, model),
     compiler_bytes=compiler_bytes(analysis),
-    largest=sorted(live, key=lambda each: -each.num_bytes)[:20],
+    largest=sorted(live, key=lambda each: -each['bytes'])[:20],
   )
 
 
@@ -141,21 +104,19 @@ def compiler_bytes(analysis: Any) -> int:
   return analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes + code
 
 
-def _arguments(program: Program) -> Iterator[LiveBuffer]:
+def _arguments(program: Program) -> Iterator[dict[str, Any]]:
   for parameter in program.module.entry.parameters:
     part = next((part for pattern, part in _ARGUMENTS if pattern.search(parameter.op_name)), 'other_arguments')
     for leaf in parameter.shape.leaves():
-      yield LiveBuffer(
-        name=parameter.op_name or parameter.name,
-        part=part,
-        op_name='',
-        dtype=leaf.dtype,
-        shape=leaf.dims,
-        num_bytes=leaf.stored_bytes,
-      )
+      yield _live(leaf, parameter.op_name or parameter.name, part, '')
 
 
-def _live_at_peak(program: Program, weight_dims: set[tuple[int, ...]]) -> list[LiveBuffer]:
+def _live(shape: Shape, name: str, part: str, op_name: str) -> dict[str, Any]:
+  figures = {'dtype': shape.dtype, 'shape': list(shape.dims), 'bytes': shape.stored_bytes}
+  return {'name': name, 'part': part, 'op_name': op_name, **figures}
+
+
+def _live_at_peak(program: Program, weight_dims: set[tuple[int, ...]]) -> list[dict[str, Any]]:
   buffers = buffers_of(program)
   changes: dict[int, int] = {}
   for each in buffers:
@@ -166,21 +127,8 @@ def _live_at_peak(program: Program, weight_dims: set[tuple[int, ...]]) -> list[L
     live_bytes += changes[time]
     if live_bytes > peak:
       peak, time_of_peak = live_bytes, time
-  found = []
-  for each in buffers:
-    if each.begin <= time_of_peak <= each.end:
-      made = _made_by(each)
-      found.append(
-        LiveBuffer(
-          name=each.instruction.name,
-          part=_part(each, made, weight_dims),
-          op_name=made,
-          dtype=each.shape.dtype,
-          shape=each.shape.dims,
-          num_bytes=each.shape.stored_bytes,
-        )
-      )
-  return found
+  live = [(each, _made_by(each)) for each in buffers if each.begin <= time_of_peak <= each.end]
+  return [_live(each.shape, each.instruction.name, _part(each, made, weight_dims), made) for each, made in live]
 
 
 def _part(buffer: Buffer, made: str, weight_dims: set[tuple[int, ...]]) -> str:
@@ -242,27 +190,23 @@ def _weight_dims(model: PartitionedModel) -> set[tuple[int, ...]]:
   return found
 
 
-def _padding(program: Program, arguments: Sequence[LiveBuffer], model: PartitionedModel) -> int:
+def _padding(program: Program, arguments: Sequence[dict[str, Any]], model: PartitionedModel) -> int:
   """Returns the bytes of the state that hold no value: of even shards, and of tiles."""
   tiles = sum(
     leaf.stored_bytes - leaf.num_bytes
     for parameter, argument in zip(program.module.entry.parameters, arguments)
-    if argument.part in ('weights', 'optimizer', 'other_state')
+    if argument['part'] in ('weights', 'optimizer', 'other_state')
     for leaf in parameter.shape.leaves()
   )
-  uneven = 0.0
-  has_optimizer = any(each.part == 'optimizer' for each in arguments)
+  has_optimizer = any(each['part'] == 'optimizer' for each in arguments)
   true, padded = (
     (model.abstract_state, model.padded_state)
     if has_optimizer
     else (model.abstract_state.variables, model.padded_state.variables)
   )
-  for leaf, stored in zip(jax.tree.leaves(true), jax.tree.leaves(padded), strict=True):
-    shard = math.prod(stored.sharding.shard_shape(stored.shape)) * _item_size(stored)
-    if leaf.shape != stored.shape:
-      uneven += shard * (1 - math.prod(leaf.shape) / math.prod(stored.shape))
+  uneven = sum(
+    bytes_per_device(stored) * (1 - math.prod(leaf.shape) / math.prod(stored.shape))
+    for leaf, stored in zip(jax.tree.leaves(true), jax.tree.leaves(padded), strict=True)
+    if leaf.shape != stored.shape
+  )
   return tiles + round(uneven)
-
-
-def _item_size(leaf: jax.ShapeDtypeStruct) -> int:
-  return 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize

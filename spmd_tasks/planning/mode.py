@@ -59,18 +59,19 @@ def run(command: Command) -> int:
   else:
     made = planner.plan(())
   _write(made, directory)  # first: a reader of stdout may want only its beginning
-  _print(format_plan(made.to_json()))
+  _print(format_plan(made.report))
   num_trials = DEFAULT_TRIALS if flags.plan_trials is None else flags.plan_trials
   if made.fits is False and num_trials and not flags.plan_search:
     _note(f'plan: looking for changes that fit, by compiling at most {num_trials}; --plan_trials 0 leaves this out')
     made = _with_suggestions(made, planner.search(num_trials, wanted=_WANTED))
-    _print(format_suggestions(made.to_json()))
+    _print(format_suggestions(made.report))
     _write(made, directory)
   return exit_codes.FAILED if made.fits is False else exit_codes.OK
 
 
 def _with_suggestions(made: Plan, found: Found) -> Plan:
-  return dataclasses.replace(made, suggestions=tuple(dataclasses.asdict(trial) for trial in found.trials))
+  suggestions = [dataclasses.asdict(trial) for trial in found.trials]
+  return dataclasses.replace(made, report=made.report | {'suggestions': suggestions})
 
 
 class _Planner:
@@ -139,7 +140,7 @@ class _Planner:
 def _write(made: Plan, directory: epath.Path | None) -> None:
   if directory is None:
     return
-  report = made.to_json()
+  report = made.report
   with storage_errors(directory):
     directory.mkdir(parents=True, exist_ok=True)
     write_durably(directory / PLAN_FILE, json.dumps(report, indent=1) + '\n')

@@ -213,7 +213,7 @@ def _weight(row: Json) -> tuple[str, ...]:
 def _suggestion(trial: Json) -> tuple[str, ...]:
   verdict, setting = 'fits' if trial['fits'] else 'does not fit', ' '.join(trial['setting']) or 'as it is'
   seconds = trial['predicted_step_s']
-  return setting, verdict, size(trial['peak_bytes']), '' if seconds is None else duration(seconds), trial['note']
+  return setting, verdict, size(trial['peak_bytes']), '' if seconds is None else duration(seconds)
 
 
 def _pipeline(pipeline: Json) -> str:

@@ -34,11 +34,6 @@ PlanWith = Callable[[Sequence[str]], Mapping[str, Any]]  # plan.json: fits, peak
 MICROBATCHES = ('task.learner.num_microbatches', 'num_microbatches')  # of the learner; of a pipeline
 _OFFLOADED = 'attention_offloaded'
 _MAX_WITHOUT_A_TRIAL = 60  # settings, each of which builds the experiment
-_NOTES = {
-  'mesh': 'other collectives',
-  'remat': 'less is kept for the backward pass, and more computed again, or the other way round',
-  'microbatches': 'other sizes of what is computed at once; of the learner, weights are gathered once for each',
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +43,12 @@ class Trial:
   Attributes:
     setting: `path=value`, beside the user's own overrides; empty: the experiment as it is.
     fits, peak_bytes, predicted_step_s: of the plan.
-    note: what the change costs.
   """
 
   setting: Overrides
   fits: bool
   peak_bytes: float | None
   predicted_step_s: float | None
-  note: str = ''
 
   @property
   def rank(self) -> tuple[int, float]:
@@ -139,7 +132,9 @@ def search_plans(
         num_pruned += 1
       else:
         progress(f'trying {len(trials) + 1} of at most {limit}: {" ".join(overrides) or "as it is"}')
-        trial = _trial(plan_with(overrides), overrides, space.note(setting))
+        plan = plan_with(overrides)
+        figures = {name: plan[name] for name in ('peak_bytes', 'predicted_step_s')}
+        trial = Trial(setting=overrides, fits=plan['fits'] is not False, **figures)
         verdict = 'fits' if trial.fits else 'does not fit'
         progress(f'  {verdict}: peak {size(trial.peak_bytes)}, predicted step {duration(trial.predicted_step_s)}')
         trials.append(trial)
@@ -168,11 +163,6 @@ def state_bytes(job: Job) -> float:
   """Counts the bytes per device of weights and optimizer state, from abstract shapes; nothing is compiled."""
   state = partition_job(job, job.experiment.mesh_spec().build_abstract()).padded_state
   return bytes_per_device((state.weights, state.learner))
-
-
-def _trial(plan: Mapping[str, Any], setting: Overrides, note: str) -> Trial:
-  figures = {name: plan[name] for name in ('peak_bytes', 'predicted_step_s')}
-  return Trial(setting=setting, fits=plan['fits'] is not False, note=note, **figures)
 
 
 class _Space:
@@ -215,16 +205,6 @@ class _Space:
     changed += [(path, setting.remat) for path in self._remat_paths if setting.remat != own.remat]
     changed += [(path, str(count)) for path, count in setting.microbatches if count != dict(own.microbatches)[path]]
     return tuple(f'{path}={value}' for path, value in changed)
-
-  def note(self, setting: Setting) -> str:
-    """What the changes cost, in words."""
-    own = self._own
-    changes = {
-      'mesh': (setting.ici, setting.dcn) != (own.ici, own.dcn),
-      'remat': setting.remat != own.remat,
-      'microbatches': setting.microbatches != own.microbatches,
-    }
-    return '; '.join(f'{name}: {_NOTES[name]}' for name, is_changed in changes.items() if is_changed)
 
   def neighbours(self, setting: Setting, is_over: bool) -> Iterator[Setting]:
     """Yields the settings one move away: after one that does not fit, first those that need less memory."""

@@ -17,6 +17,7 @@ takes longest.
 import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -56,36 +57,6 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Roofline:
-  """The least that a step needs of one device; seconds are None where the chip's figures are not known.
-
-  Attributes:
-    flops: of matrix products and kernels, rematerialisation included.
-    hbm_bytes: read and written.
-    ici_bytes, dcn_bytes: sent.
-    host_bytes: moved to the memory of the host or from there, whichever is more.
-    flops_s, hbm_s, ici_s, dcn_s, host_s: how long each takes alone, at the chip's published rates.
-  """
-
-  flops: float
-  hbm_bytes: float
-  ici_bytes: float
-  dcn_bytes: float
-  host_bytes: float
-  flops_s: float | None
-  hbm_s: float | None
-  ici_s: float | None
-  dcn_s: float | None
-  host_s: float | None
-
-  @property
-  def seconds(self) -> float | None:
-    """The longest of the five."""
-    every = self.flops_s, self.hbm_s, self.ici_s, self.dcn_s, self.host_s
-    return max((each for each in every if each is not None), default=None)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TimePrediction:
   """The predicted time of one step.
 
@@ -96,7 +67,10 @@ class TimePrediction:
     hidden_s: seconds of collectives during which other work runs.
     low_s, high_s: the error bar: the roofline, or the compiler's cycles less 25%; nothing overlapped, cycles plus 25%,
       and kernels at half of the assumed efficiency.
-    roofline: the least that the step needs.
+    roofline: the least that the step needs of one device: `flops` of matrix products and kernels, rematerialisation
+      included; `hbm_bytes` read and written; `ici_bytes` and `dcn_bytes` sent; `host_bytes` moved to the memory of the
+      host or from there, whichever is more; how long each takes alone at the chip's published rates (`compute_s`,
+      `hbm_s`, `ici_s`, `dcn_s`, `host_s`, None where these are not known), and the longest of them, `seconds`.
     top: the ten operations that take longest.
     tokens_per_second_per_chip, mfu: None without tokens or model FLOPs.
     unknown: operations without an estimate of their work, kernels and where the compiler says so; kernels count the
@@ -109,7 +83,7 @@ class TimePrediction:
   hidden_s: float
   low_s: float | None
   high_s: float | None
-  roofline: Roofline
+  roofline: Mapping[str, float | None]
   top: Sequence[Operation]
   tokens_per_second_per_chip: float | None
   mfu: float | None
@@ -145,7 +119,7 @@ def predict_time(
     by_kind[each.basis] = by_kind.get(each.basis, 0) + each.seconds
   roofline = _roofline(schedule, collectives, links, chip, host_bytes(copies))
   total = sum(by_kind.values())
-  on_network = (roofline.ici_s or 0) + (roofline.dcn_s or 0)
+  on_network = (roofline['ici_s'] or 0) + (roofline['dcn_s'] or 0)
   exposed = by_kind.get('ici', 0) + by_kind.get('dcn', 0)
   serial = total - exposed + on_network  # if nothing overlapped
   is_known = chip.peak_flops is not None and chip.hbm_bandwidth is not None
@@ -156,7 +130,7 @@ def predict_time(
     seconds=seconds,
     by_kind=by_kind,
     hidden_s=max(0.0, on_network - exposed),
-    low_s=min(total, max(roofline.seconds or 0, total - error)) if is_known else None,
+    low_s=min(total, max(roofline['seconds'] or 0, total - error)) if is_known else None,
     high_s=serial + error + by_kind.get('kernel', 0) if is_known else None,
     roofline=roofline,
     top=[dataclasses.replace(each, share=each.seconds / total) for each in top],
@@ -167,7 +141,7 @@ def predict_time(
   )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Transfer:
   """A collective, or a copy to the host or from there.
 
@@ -214,24 +188,22 @@ class Schedule:
     """Returns every operation that takes time."""
     found = []
     for computation, count in self.program.executions.items():
-      spent: list[tuple[str, str, float, str, float]] = []
-      for each in computation.instructions:
-        cost = self._cost(each)
-        if cost.seconds > 0:
-          spent.append((each.name, op_name_of(computation, each), cost.seconds, cost.basis, cost.flops))
-      spent += [(each.start.name, each.op_name, s, each.basis, 0.0) for each, s in self._waits.get(computation, ())]
+      spent: list[Any] = [(each, None, self._cost(each)) for each in computation.instructions]
+      waits = self._waits.get(computation, ())
+      spent += [(wait.start, wait.op_name, Cost(seconds, 0, 0, wait.basis)) for wait, seconds in waits]
       found += [
         Operation(
-          name=name,
+          name=instruction.name,
           computation=computation.name,
-          op_name=op_name,
-          seconds=seconds * count,
+          op_name=op_name_of(computation, instruction) if op_name is None else op_name,
+          seconds=cost.seconds * count,
           share=0,
           count=count,
-          basis=basis,
-          flops=flops * count,
+          basis=cost.basis,
+          flops=cost.flops * count,
         )
-        for name, op_name, seconds, basis, flops in spent
+        for instruction, op_name, cost in spent
+        if cost.seconds > 0
       ]
     return found
 
@@ -313,54 +285,46 @@ def _transfers(
   collectives: Sequence[Collective], links: Links, copies: Sequence[HostCopy], chip: Chip
 ) -> list[Transfer]:
   """Lists what the program may wait for; a network and each direction to the host have a queue each."""
-  transfers = [
-    Transfer(
-      start=each.start,
-      end=each.end,
-      op_name=each.op_name,
-      basis=each.network,
-      queue=each.network,
-      seconds=links.seconds(each),
-    )
-    for each in collectives
+  return [
+    *(
+      Transfer(each.start, each.end, each.op_name, basis=each.network, queue=each.network, seconds=links.seconds(each))
+      for each in collectives
+    ),
+    *(
+      Transfer(
+        each.start,
+        each.end,
+        each.start.op_name,
+        basis='host',
+        queue='to the host' if each.is_write else 'from the host',
+        seconds=each.num_bytes / chip.host_bandwidth if chip.host_bandwidth else 0.0,
+      )
+      for each in copies
+    ),
   ]
-  transfers += [
-    Transfer(
-      start=each.start,
-      end=each.end,
-      op_name=each.start.op_name,
-      basis='host',
-      queue='to the host' if each.is_write else 'from the host',
-      seconds=each.num_bytes / chip.host_bandwidth if chip.host_bandwidth else 0.0,
-    )
-    for each in copies
-  ]
-  return transfers
 
 
 def _roofline(
   schedule: Schedule, collectives: Sequence[Collective], links: Links, chip: Chip, num_host_bytes: float
-) -> Roofline:
+) -> dict[str, float | None]:
   flops, moved = schedule.totals()
   sent, busy = {'ici': 0.0, 'dcn': 0.0}, {'ici': 0.0, 'dcn': 0.0}
   for each in collectives:
     sent[each.network] += each.bytes_per_step
     busy[each.network] += links.seconds(each) * each.count
-  return Roofline(
-    flops=flops,
-    hbm_bytes=moved,
-    ici_bytes=sent['ici'],
-    dcn_bytes=sent['dcn'],
-    host_bytes=num_host_bytes,
-    flops_s=flops / chip.peak_flops if chip.peak_flops else None,
-    hbm_s=moved / chip.hbm_bandwidth if chip.hbm_bandwidth else None,
-    ici_s=busy['ici'] if chip.ici_bandwidth else None,
-    dcn_s=busy['dcn'] if chip.dcn_bandwidth else None,
-    host_s=num_host_bytes / chip.host_bandwidth if chip.host_bandwidth else None,
-  )
+  seconds = {
+    'compute_s': flops / chip.peak_flops if chip.peak_flops else None,
+    'hbm_s': moved / chip.hbm_bandwidth if chip.hbm_bandwidth else None,
+    'ici_s': busy['ici'] if chip.ici_bandwidth else None,
+    'dcn_s': busy['dcn'] if chip.dcn_bandwidth else None,
+    'host_s': num_host_bytes / chip.host_bandwidth if chip.host_bandwidth else None,
+  }
+  amounts = {'flops': flops, 'hbm_bytes': moved, 'ici_bytes': sent['ici'], 'dcn_bytes': sent['dcn']}
+  longest = max((each for each in seconds.values() if each is not None), default=None)
+  return {**amounts, 'host_bytes': num_host_bytes, **seconds, 'seconds': longest}
 
 
-def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, roofline: Roofline) -> list[str]:
+def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, roofline: Mapping) -> list[str]:
   program, lines = schedule.program, []
   if chip.peak_flops is None:
     lines.append(f'No published figures of {chip.name} are used, so no time is predicted.')
@@ -383,9 +347,9 @@ def _assumptions(schedule: Schedule, by_kind: Mapping[str, float], chip: Chip, r
     'Collectives run at the published bandwidth of the links that all their groups can use at once, without latency '
     'and without contention with other collectives.'
   )
-  if roofline.host_bytes and chip.host_bandwidth:
+  if roofline['host_bytes'] and chip.host_bandwidth:
     lines.append(
-      f'{roofline.host_bytes / 1e9:.3g} GB go to the memory of the host, and as much comes back, at '
+      f'{roofline["host_bytes"] / 1e9:.3g} GB go to the memory of the host, and as much comes back, at '
       f'{chip.host_bandwidth / 1e9:g} GB/s in each direction, beside the work that the schedule has in between.'
     )
   for names, what in (

@@ -1,13 +1,12 @@
 """Explains the layout of each weight: how it is split, what padding costs, and why an axis does not split it.
 
     for row in weight_rows(model):
-      print(row.name, row.bytes_per_device, row.why)
+      print(row['name'], row['bytes_per_device'], row['why'])
 
 A mesh axis of size 1 splits nothing and is not mentioned.
 """
 
 from collections.abc import Sequence
-import dataclasses
 import math
 from typing import Any
 
@@ -19,47 +18,19 @@ from spmd_tasks.sharding import AxisRules
 from spmd_tasks.sharding.specs import SplitDim, num_parts, spec_axes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightRow:
-  """One weight on the mesh.
+def weight_rows(model: PartitionedModel) -> list[dict[str, Any]]:
+  """Makes the rows of plan.json, one per weight, the largest per device first.
 
-  Attributes:
-    parameter: name, shape, split dims, spec, padded shape and waste, as in the parameter table.
-    bytes_per_device: of the weight alone, without optimizer state.
-    replicated_over: the mesh axes, larger than 1, along which every device holds the same.
-    why: why it is replicated or padded, in sentences; empty where it is neither.
+  `split_dims` and `spec` have a list of names per dim, [] for a dim that is not split; `bytes_per_device` are those of
+  the weight alone, without optimizer state; `replicated_over` has the mesh axes of more than 1 along which every device
+  holds the same; `why` says in sentences why it is replicated or padded.
   """
-
-  parameter: ParameterRow
-  bytes_per_device: int
-  replicated_over: tuple[str, ...]
-  why: str
-
-  def to_json(self) -> dict[str, Any]:
-    """The row of plan.json; `split_dims` and `spec` have a list of names per dim, [] for a dim that is not split."""
-    row, ndim = self.parameter, len(self.parameter.shape)
-    return {
-      'name': row.name,
-      'shape': list(row.shape),
-      'dtype': row.dtype,
-      'split_dims': [list(_names(dim)) for dim in row.split_dims or (None,) * ndim],
-      'spec': [list(axes) for axes in spec_axes(row.spec, ndim)],
-      'padded_shape': list(row.padded_shape),
-      'waste': row.waste,
-      'bytes_per_device': self.bytes_per_device,
-      'replicated_over': list(self.replicated_over),
-      'why': self.why,
-    }
-
-
-def weight_rows(model: PartitionedModel) -> list[WeightRow]:
-  """Makes one row per weight, the largest per device first."""
   sizes = {axis: size for axis, size in model.mesh.shape.items() if size > 1}
   rows = [_explain(row, sizes, dict(model.mesh.shape), model.axis_rules) for row in parameter_rows(model)]
-  return sorted(rows, key=lambda row: (-row.bytes_per_device, row.parameter.name))
+  return sorted(rows, key=lambda row: (-row['bytes_per_device'], row['name']))
 
 
-def _explain(row: ParameterRow, sizes: dict[str, int], all_sizes: dict[str, int], rules: AxisRules) -> WeightRow:
+def _explain(row: ParameterRow, sizes: dict[str, int], all_sizes: dict[str, int], rules: AxisRules) -> dict[str, Any]:
   axes = spec_axes(row.spec, len(row.shape))
   used = {axis for dim in axes for axis in dim}
   replicated = tuple(axis for axis in sizes if axis not in used)
@@ -75,12 +46,18 @@ def _explain(row: ParameterRow, sizes: dict[str, int], all_sizes: dict[str, int]
     why = [(dim, *_why_not(entry, replicated, axes[dim], used, rules)) for dim, entry in enumerate(dims)]
     reasons.append(f'replicated over {" and ".join(replicated)}; ' + ('; '.join(_group(why)) or 'it is a scalar'))
   shard = math.prod(math.ceil(size / num_parts(axes[dim], all_sizes)) for dim, size in enumerate(row.padded_shape))
-  return WeightRow(
-    parameter=row,
-    bytes_per_device=shard * np.dtype(row.dtype).itemsize,
-    replicated_over=replicated,
-    why='. '.join(reasons),
-  )
+  return {
+    'name': row.name,
+    'shape': list(row.shape),
+    'dtype': row.dtype,
+    'split_dims': [list(_names(dim)) for dim in row.split_dims or (None,) * len(row.shape)],
+    'spec': [list(each) for each in axes],
+    'padded_shape': list(row.padded_shape),
+    'waste': row.waste,
+    'bytes_per_device': shard * np.dtype(row.dtype).itemsize,
+    'replicated_over': list(replicated),
+    'why': '. '.join(reasons),
+  }
 
 
 def _group(reasons: Sequence[tuple[int, str, str]]) -> list[str]:

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import json
 from pathlib import Path
-import random
 import re
 import shutil
 import signal
@@ -23,7 +22,7 @@ from spmd_tasks import exit_codes
 from tests.fault_campaign import damage, judge
 from tests.fault_campaign.catalogue import kind
 from tests.fault_campaign.judge import check
-from tests.fault_campaign.processes import Pair, attacked, check_ends, listening_ports
+from tests.fault_campaign.processes import Pair, check_ends
 from tests.fault_campaign.scene import HangError, Scene, Started
 
 COMPLETIONS = '/v1/completions'
@@ -150,7 +149,8 @@ def silent_clients(scene: Scene) -> str:
   """Many of them, without a key: a good client is answered meanwhile, and they are closed in bounded time."""
   with shared(scene) as server, contextlib.ExitStack() as stack:
     num_clients = scene.rng.choice((20, 60, 200))
-    part = scene.rng.choice((b'', b'G', b'GET /health HTTP/1.1\r\n', b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nA'))
+    head, body = server.long_request()
+    part = scene.rng.choice((b'', b'G', b'GET /health HTTP/1.1\r\n', head[:70], head + body[:5]))
     scene.where = f'{num_clients} clients, {len(part)} bytes each'
     sockets = []
     for _ in range(num_clients):
@@ -180,7 +180,7 @@ def bodies(scene: Scene) -> str:
   rng = scene.rng
   with shared(scene) as server:
     whole = json.dumps({'model': server.model} | BODY).encode()
-    name = rng.choice(('deep', 'huge', 'mutated', 'types', 'numbers', 'unicode'))
+    name = rng.choice(('deep', 'huge', 'mutated', 'types', 'unicode'))
     scene.where = name
     for _ in range(rng.randrange(2, 8)):
       if name == 'deep':
@@ -194,14 +194,9 @@ def bodies(scene: Scene) -> str:
           data[rng.randrange(len(data))] = rng.randrange(256)
         body = bytes(data[: rng.randrange(1, len(data) + 1)])
       elif name == 'types':
-        field = rng.choice((*BODY, 'n', 'stop', 'seed', 'top_p', 'logprobs', 'stream', 'model', 'stop_token_ids'))
-        value = rng.choice((None, [], {}, -1, 1e300, 'x' * 5000, [[]], True, [1, 'a'], 2**70, 'nan'))
+        field = rng.choice((*BODY, 'n', 'stop', 'seed', 'top_p', 'logprobs', 'stream', 'top_k'))
+        value = rng.choice((None, [], {}, -1, 0, 1e9, 1e300, 'x' * 5000, [[]], True, [1, 'a'], 2**70, 'nan'))
         body = json.dumps({'model': server.model} | BODY | {field: value}).encode()
-      elif name == 'numbers':
-        fields = {
-          rng.choice(('max_tokens', 'n', 'seed', 'temperature', 'top_k')): rng.choice((0, -1, 1e9, 1e308, 2**64))
-        }
-        body = json.dumps({'model': server.model} | BODY | fields).encode().replace(b'1e+308', b'1e999')
       else:
         body = json.dumps({'model': server.model} | BODY | {'prompt': '\ud800\x00\U0010ffff' * 5}).encode()
       response = server.post(body)
@@ -216,24 +211,8 @@ def keys_and_paths(scene: Scene) -> str:
   """Without the right key every route is refused; no path leads anywhere."""
   rng = scene.rng
   with shared(scene) as server:
-    keys = (
-      '',
-      'Bearer',
-      f'Bearer {KEY}x',
-      f'Bearer {KEY[:-1]}',
-      'Basic eDp5',
-      KEY * 2000,
-    )
-    paths = (
-      '/health',
-      '/ready',
-      '/metrics',
-      '/v1/models',
-      '/',
-      '/admin/publish',
-      '/../../etc/passwd',
-      '/v1/models/..%2f',
-    )
+    keys = ('', 'Bearer', f'Bearer {KEY}x', f'Bearer {KEY[:-1]}', 'Basic eDp5', KEY * 2000)
+    paths = ('/health', '/ready', '/metrics', '/v1/models', '/', '/admin/publish', '/../../etc/passwd', '/v1/..%2f')
     methods = ('GET', 'POST', 'PUT', 'DELETE', 'OPTIONS', 'HEAD', 'TRACE')
     for _ in range(12):
       key, path = rng.choice(keys), rng.choice(paths)
@@ -247,23 +226,6 @@ def keys_and_paths(scene: Scene) -> str:
       check(response.status_code in (200, 400, 404, 409), f'publish of {step!r} is answered {response.status_code}')
       check(response.status_code != 200 or step is None, f'publish of {step!r} was accepted')
   return 'refused; the server is as before'
-
-
-@kind('serving/slow readers and writers', share=2)
-def slow_clients(scene: Scene) -> str:
-  """Clients that read a stream or write a body slowly do not hold up others."""
-  with shared(scene) as server, contextlib.ExitStack() as stack:
-    num_clients = scene.rng.randrange(2, 12)
-    scene.where = f'{num_clients} clients'
-    head, body = server.long_request()
-    for number in range(num_clients):
-      sock = stack.enter_context(server.connect())
-      sock.sendall(head + (body if number % 2 else body[:5]))
-    began = time.monotonic()
-    server.complete()
-    waited = time.monotonic() - began
-    check(waited < ANSWER_LIMIT_S, f'a good client waited {waited:.0f} s')
-  return f'a good client was answered after {waited:.1f} s'
 
 
 @kind('serving/garbage on the port', share=2)
@@ -375,22 +337,6 @@ def damaged_checkpoint(scene: Scene) -> str:
   return 'refused with 409; a whole step was published'
 
 
-@kind('serving/killed and started again', share=1)
-def killed(scene: Scene) -> str:
-  server = Server(scene)
-  with contextlib.suppress(httpx.TransportError), stream(server.url) as response:
-    for number, _ in enumerate(response.iter_lines()):
-      if number == 3:
-        server.process.send(signal.SIGKILL)
-  check(server.scene.finish(server.process).returncode == -signal.SIGKILL, 'it was not killed')
-  answer = server.answer
-  shutil.rmtree(scene.job_log_dir)
-  again = Server(scene, '--port', server.port)
-  check(again.answer == answer, 'the same request has another answer after the restart')
-  again.stop()
-  return 'the same answer after the restart'
-
-
 # --- a server of two processes ---
 
 
@@ -450,24 +396,3 @@ def server_loses_one(scene: Scene) -> str:
   codes_again = [each.returncode for each in again.pair.finish()]
   check(codes_again == [exit_codes.OK] * 2, f'after SIGTERM the servers ended with {codes_again}')
   return f'exit codes {codes}; the same answer after the restart'
-
-
-@kind("processes/strangers at a server's link", share=2)
-def strangers_at_link(scene: Scene) -> str:
-  """From the start on, garbage on every port but HTTP's: the server comes up, answers and ends well, or ends loudly."""
-  server = PairServer(scene)
-  pids = [rank.pid for rank in server.pair.ranks]
-  with attacked(lambda: set().union(*map(listening_ports, pids)), random.Random(scene.rng.random())) as ports:
-    started = scene.wait_until(server.pair.ranks[0], lambda: 'Serving ' in server.pair.ranks[0].stdout)
-    if started:
-      first = server.complete()
-  scene.where = f'{len(ports)} ports'
-  if not started:
-    codes = check_ends(server.pair.finish(), signalled={})
-    return f'exit codes {codes}, said so: {judge.sentence_of(server.pair.ranks[0])}'
-  check(server.complete() == first, 'the same request has another answer after the attack')
-  for rank in server.pair.ranks:
-    rank.send(signal.SIGTERM)
-  codes = [each.returncode for each in server.pair.finish()]
-  check(codes == [exit_codes.OK] * 2, f'after SIGTERM the servers ended with {codes}')
-  return 'the same answer; ended well'

@@ -23,11 +23,6 @@ def flip_bit(path: Path, rng: random.Random) -> None:
   path.write_bytes(data)
 
 
-def flip_many(path: Path, rng: random.Random) -> None:
-  for _ in range(rng.randrange(2, 9)):
-    flip_bit(path, rng)
-
-
 def shorten(path: Path, rng: random.Random) -> None:
   data = path.read_bytes()
   path.write_bytes(data[: rng.randrange(len(data))])
@@ -53,7 +48,6 @@ def fill_with_garbage(path: Path, rng: random.Random) -> None:
 
 DAMAGES: dict[str, Callable[[Path, random.Random], object]] = {
   'one bit': flip_bit,
-  'some bits': flip_many,
   'truncated': shorten,
   'emptied': lambda path, _: path.write_bytes(b''),
   'longer': lengthen,
@@ -111,20 +105,6 @@ def damage_newest(scene: Scene) -> str:
   return go_on_without_the_newest(scene, step, is_damaged=is_damaged)
 
 
-@kind('damage/files swapped between checkpoints', share=3)
-def swap_files(scene: Scene) -> str:
-  scene.choose_job(JOBS)
-  step = begin(scene)
-  older = scene.checkpoints / f'checkpoint_{step - SAVE_INTERVAL:08d}'
-  names = [path.relative_to(scene.checkpoints / f'checkpoint_{step:08d}') for path in files_of(scene, step)]
-  shared = [name for name in names if (older / name).is_file()]
-  name = scene.rng.choice(shared)
-  path = scene.checkpoints / f'checkpoint_{step:08d}' / name
-  scene.where = str(name)
-  is_damaged = changed(path, lambda: shutil.copy(older / name, path))
-  return go_on_without_the_newest(scene, step, is_damaged=is_damaged)
-
-
 @kind('damage/a directory of the newest checkpoint', share=3)
 def damage_directory(scene: Scene) -> str:
   step = begin(scene)
@@ -132,23 +112,18 @@ def damage_directory(scene: Scene) -> str:
   older = scene.checkpoints / f'checkpoint_{step - SAVE_INTERVAL:08d}'
   what = scene.rng.choice(('emptied', 'older in its place', 'no state', 'no input', 'state of the older one', 'half'))
   scene.where = what
-  if what == 'emptied':
-    shutil.rmtree(newest)
-    newest.mkdir()
-  elif what == 'older in its place':
-    shutil.rmtree(newest)
-    shutil.copytree(older, newest)
-  elif what == 'no state':
-    shutil.rmtree(newest / 'state')
-  elif what == 'no input':
-    shutil.rmtree(newest / 'input')
-  elif what == 'state of the older one':
-    shutil.rmtree(newest / 'state')
-    shutil.copytree(older / 'state', newest / 'state')
-  else:
+  parts = {'no state': 'state', 'no input': 'input', 'state of the older one': 'state'}
+  if what == 'half':
     files = files_of(scene, step)
     for path in scene.rng.sample(files, max(1, len(files) // 2)):
       path.unlink()
+  else:
+    part = parts.get(what, '.')
+    shutil.rmtree(newest / part)
+    if 'older' in what:
+      shutil.copytree(older / part, newest / part)
+    elif part == '.':
+      newest.mkdir()
   return go_on_without_the_newest(scene, step)
 
 
@@ -170,17 +145,6 @@ def damage_all(scene: Scene) -> str:
   return f'refused twice ({judge.sentence_of(ended)}); repaired, went on, bit for bit'
 
 
-@kind('damage/metrics of the job', share=4)
-def damage_metrics(scene: Scene) -> str:
-  """Records are for people: damage must not block a restart, nor change what is trained."""
-  return _damage_lines(scene, scene.job_log_dir / 'metrics.jsonl')
-
-
-@kind('damage/metrics of an eval', share=4)
-def damage_eval_metrics(scene: Scene) -> str:
-  return _damage_lines(scene, scene.job_log_dir / 'eval' / 'valid' / 'metrics.jsonl')
-
-
 LINES: dict[str, Callable[[bytes, random.Random], bytes]] = {
   'garbage': lambda line, rng: rng.randbytes(len(line)).replace(b'\n', b' '),
   'zeros': lambda line, rng: bytes(len(line)),
@@ -193,8 +157,11 @@ LINES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 }
 
 
-def _damage_lines(scene: Scene, path: Path) -> str:
+@kind('damage/metrics of the job or of an eval', share=8)
+def damage_metrics(scene: Scene) -> str:
+  """Records are for people: damage must not block a restart, nor change what is trained."""
   begin(scene)
+  path = scene.job_log_dir / scene.rng.choice(('metrics.jsonl', 'eval/valid/metrics.jsonl'))
   lines = path.read_bytes().splitlines()
   number = scene.rng.randrange(len(lines))
   name = scene.rng.choice(sorted(LINES))

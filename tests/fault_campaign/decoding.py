@@ -98,48 +98,6 @@ def damaged_outputs(scene: Scene) -> str:
   return f'refused ({judge.sentence_of(ended)}); ' + go_on(scene, flags)
 
 
-@kind('decode/damaged checkpoint', share=1)
-def damaged_checkpoint(scene: Scene) -> str:
-  flags = begin(scene)
-  path = scene.rng.choice(damage.files_of(scene, 20))
-  name = scene.rng.choice(('one bit', 'emptied', 'deleted', 'garbage', 'truncated'))
-  damage.DAMAGES[name](path, scene.rng)
-  scene.where = f'{name}: {path.relative_to(scene.checkpoints)}'
-  asked = scene.run(*flags, '--checkpoint_step', 20)
-  judge.check_refusal(asked, (exit_codes.USAGE,))
-  ended = scene.run(*flags)
-  check(ended.returncode == exit_codes.OK, f'exit code {ended.returncode}: {judge.sentence_of(ended)}')
-  check((scene.job_log_dir / 'decode/prompts/step_15.jsonl').exists(), 'it did not take the newest whole checkpoint')
-  check((scene.checkpoints / 'checkpoint_00000020').is_dir(), 'a reader has renamed the checkpoint')
-  return 'refused where it was asked for, else the one before was taken'
-
-
-PROMPT_LINES = (
-  b'{"prompt": ',
-  b'[]',
-  b'{"prompt": 7}',
-  b'{}',
-  b'\xff\xfe',
-  b'[' * 100_000,
-  b'{"prompt": "a", "n": -1}',
-)
-
-
-@kind('decode/bad prompts', share=2)
-def bad_prompts(scene: Scene) -> str:
-  flags = begin(scene)
-  path = scene.path / 'prompts.jsonl'
-  lines = path.read_bytes().splitlines(keepends=True)
-  bad = scene.rng.choice(PROMPT_LINES)
-  lines[scene.rng.randrange(len(lines))] = bad + b'\n'
-  path.write_bytes(b''.join(lines))
-  scene.where = repr(bad[:30])
-  ended = scene.run(*flags)
-  judge.check_refusal(ended, (exit_codes.USAGE,))
-  check('prompts' in ended.stderr, f'the sentence does not name the file: {judge.sentence_of(ended)}')
-  return f'refused ({judge.sentence_of(ended)})'
-
-
 @kind('eval/beside a training job', share=2)
 def eval_beside(scene: Scene) -> str:
   """An eval job that watches a training job, which is killed and goes on: both as undisturbed."""

@@ -59,13 +59,8 @@ OTHER_TYPES: dict[str, Callable[[Path, random.Random], object]] = {
   'a link to /dev/full': lambda path, _: path.symlink_to('/dev/full'),
 }
 FILES = (
-  'metrics.jsonl',
-  'eval/valid/metrics.jsonl',
-  'config.json',
-  'job.lock',
-  'parameters.txt',
-  'startup.json',
-  'goodput.json',
+  *('metrics.jsonl', 'eval/valid/metrics.jsonl', 'config.json', 'job.lock'),
+  *('parameters.txt', 'startup.json', 'goodput.json'),
 )
 DIRECTORIES = ('.', 'checkpoints', 'eval', 'eval/valid', 'ranks', 'checkpoints/newest', 'checkpoints/next.partial')
 
@@ -143,20 +138,10 @@ def other_type_for_directory(scene: Scene) -> str:
 def own_things(scene: Scene) -> str:
   """What a job has not made it does not touch, whatever its name."""
   saved = begin(scene)
-  names = (
-    f'checkpoints/checkpoint_{saved:08d}.partial-backup',
-    f'checkpoints/checkpoint_{saved:08d}.partial.tar',
-    f'checkpoints/checkpoint_{saved:08d}.deleting.me',
-    f'checkpoints/checkpoint_{saved:08d}-backup',
-    f'checkpoints/checkpoint_{saved:08d}.old',
-    'checkpoints/checkpoint_latest',
-    'checkpoints/best',
-    'checkpoints/.hidden',
-    'checkpoints/checkpoint_00000003x',
-    'notes',
-    'eval/other',
-    'ranks_of_mine',
-  )
+  newest = f'checkpoints/checkpoint_{saved:08d}'
+  suffixes = ('.partial-backup', '.partial.tar', '.deleting.me', '-backup', '.old')
+  names = [f'{newest}{suffix}' for suffix in suffixes] + ['notes', 'eval/other', 'ranks_of_mine']
+  names += [f'checkpoints/{name}' for name in ('checkpoint_latest', 'best', '.hidden', 'checkpoint_00000003x')]
   chosen = scene.rng.sample(names, 4)
   scene.where = ', '.join(Path(name).name for name in chosen)
   for name in chosen:
@@ -214,45 +199,26 @@ def gone_while_running(scene: Scene) -> str:
   """Somebody removes or renames the directory, or a checkpoint, under a running job."""
   process = scene.start()
   wanted = scene.rng.randrange(1, 18)
-  what = scene.rng.choice(('checkpoints', 'the newest checkpoint', 'metrics.jsonl', 'eval'))
+  what = scene.rng.choice(('checkpoints', 'the newest checkpoint'))
   scene.where = f'{what} after step {wanted}'
   scene.wait_until(process, lambda: scene.num_steps() >= wanted)
   process.send(signal.SIGSTOP)
   aside = scene.path / 'aside'
   aside.mkdir()
   steps = judge.complete_steps(scene.job_log_dir)
-  names = {'the newest checkpoint': f'checkpoints/checkpoint_{steps[-1]:08d}' if steps else 'checkpoints'}
-  path = scene.job_log_dir / names.get(what, what)
+  is_one = what != 'checkpoints' and steps
+  path = scene.checkpoints / f'checkpoint_{steps[-1]:08d}' if is_one else scene.checkpoints
   if path.exists():
     path.rename(aside / path.name)
   process.send(signal.SIGCONT)
   ended = scene.finish(process)
   judge.check_no_traceback(ended.stderr)
 
-  def repair() -> None:
-    moved = aside / path.name
-    if not moved.exists():
-      return
-    if moved.is_file():
-      moved.write_bytes(moved.read_bytes() + (path.read_bytes() if path.exists() else b''))
-      moved.replace(path)
-      return
-    for old in [each for each in moved.rglob('*') if each.is_file()]:
-      new = path / old.relative_to(moved)
-      new.parent.mkdir(parents=True, exist_ok=True)
-      if new.name == 'metrics.jsonl' and new.exists():
-        new.write_bytes(old.read_bytes() + new.read_bytes())
-      elif not new.exists():
-        old.replace(new)
-
   if ended.returncode == exit_codes.OK:
     judge.check_digests(scene.job_log_dir, scene.reference)
-    if what in ('metrics.jsonl', 'eval'):
-      repair()
-      scene.check_as_undisturbed()
     return 'ended well; what is there has the right bits'
   judge.check_refusal(ended)
-  repair()
+  shutil.copytree(aside, path.parent, dirs_exist_ok=True)
   scene.run()
   judge.compare_with_reference(scene.job_log_dir, scene.reference)
   return f'said so ({judge.sentence_of(ended)}); with it back it went on, bit for bit'

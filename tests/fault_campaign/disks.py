@@ -29,7 +29,6 @@ def mount(scene: Scene, options: str) -> None:
 
 
 def make_room(scene: Scene) -> None:
-  (scene.disk / 'filler').unlink(missing_ok=True)
   for path in (scene.disk / 'fillers').glob('*'):
     path.unlink()
 
@@ -64,49 +63,14 @@ def no_inodes(scene: Scene) -> str:
   return _fill(scene, 'size=16m,nr_inodes=400', 'inodes', (0, 0, 1, 2, 5, 10, 20), 'inodes')
 
 
-@kind('disk/too small from the beginning', share=1)
-def small_disk(scene: Scene) -> str:
-  kilobytes = scene.rng.choice((4, 16, 40, 64, 100, 160))
-  scene.where = f'{kilobytes} KiB'
-  mount(scene, f'size={kilobytes}k')
-  ended = scene.run()
-  check_reason(ended)
-  grow = ['mount', '-o', 'remount,size=16m', scene.disk]
-  return scene.accept(ended, lambda: subprocess.run(grow, check=True))
-
-
-@kind('disk/one error', share=5)
-def one_error(scene: Scene) -> str:
-  """EIO and its like at one operation, reads included: a job may go on, or say a sentence."""
-  return _error(scene, lasting=False)
-
-
-@kind('disk/errors from some operation on', share=4)
-def lasting_errors(scene: Scene) -> str:
-  return _error(scene, lasting=True)
-
-
-def _error(scene: Scene, *, lasting: bool) -> str:
+@kind('disk/errors at some operation, or from there on', share=9)
+def errors(scene: Scene) -> str:
+  """EIO and its like, reads included: a job may go on, or say a sentence."""
+  lasting = scene.rng.random() < 0.4
   scene.choose_job(('Plain', 'Plain', 'Text'))
   code = scene.rng.choice((errno.EIO, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE))
   seen = [each for each in scene.reference.operations if each[0] in OPERATIONS and each[1].startswith('job/')]
   count = scene.rng.randrange(len(seen))
-  scene.where = f'{errno.errorcode[code]} at operation {count} ({" ".join(seen[count])})'
+  scene.where = f'{errno.errorcode[code]} at operation {count} ({" ".join(seen[count])})' + ' and on' * lasting
   point = Point(operations=OPERATIONS, path='^job/', count=count, lasting=lasting, action='error', value=code)
   return scene.accept(scene.run(points=[point]))
-
-
-@kind('disk/no permission', share=2)
-def no_permission(scene: Scene) -> str:
-  """A part of the job's directory that the job may not change, from the start."""
-  part = scene.rng.choice(('job', 'job/checkpoints', 'job/eval', 'job/metrics.jsonl', 'job/config.json'))
-  saved = scene.rng.choice((0, 10))
-  if saved:
-    scene.begun(saved, saved + 2)
-  scene.where = f'{part}, after step {saved}'
-  # config.json is replaced by .config.json.partial, which is the file that is written.
-  path = '^' + part.replace('/config.json', r'/\.?config\.json')
-  point = Point(operations=CHANGES, path=path, lasting=True, action='error', value=errno.EACCES)
-  ended = scene.run(points=[point])
-  check(ended.returncode != exit_codes.OK, 'it ended well, although it could not write')
-  return scene.accept(ended)

@@ -109,10 +109,8 @@ class Occurrences:
       raise RuntimeError(value)
     elif action == 'sleep':
       time.sleep(value)
-    elif action == 'fill':
-      fill_disk(*value)
-    elif action == 'inodes':
-      fill_inodes(*value)
+    elif action in ('fill', 'inodes'):
+      fill_disk(*value, inodes=action == 'inodes')
     else:
       raise ValueError(action)
 
@@ -120,23 +118,20 @@ class Occurrences:
 _MOST_BYTES, _MOST_INODES = 1 << 26, 10_000  # of a disk that may be filled
 
 
-def fill_disk(mount_point: str, bytes_left: int) -> None:
-  """Writes a file until a small file system has only `bytes_left`, whole blocks of which it gives away."""
+def fill_disk(mount_point: str, left: int, *, inodes: bool) -> None:
+  """Writes files until a small file system has only `left` bytes, whole blocks of which it gives away, or inodes."""
   stats = os.statvfs(mount_point)
   if not os.path.ismount(mount_point) or stats.f_blocks * stats.f_frsize > _MOST_BYTES:
     raise RuntimeError(f'fault campaign: {mount_point} is no small file system of its own')
-  with open(Path(mount_point) / 'filler', 'ab') as file:
-    file.write(bytes(max(0, stats.f_bavail * stats.f_frsize - bytes_left)))
-
-
-def fill_inodes(mount_point: str, num_left: int) -> None:
-  """Makes empty files until a small file system has only `num_left` inodes."""
-  stats = os.statvfs(mount_point)
-  if not os.path.ismount(mount_point) or stats.f_files > _MOST_INODES:
-    raise RuntimeError(f'fault campaign: {mount_point} is no small file system of its own')
   fillers = Path(mount_point) / 'fillers'
   fillers.mkdir(exist_ok=True)
-  for number in range(stats.f_favail - num_left):
+  if not inodes:
+    with open(fillers / 'bytes', 'ab') as file:
+      file.write(bytes(max(0, stats.f_bavail * stats.f_frsize - left)))
+    return
+  if stats.f_files > _MOST_INODES:
+    raise RuntimeError(f'fault campaign: {mount_point} has too many inodes to fill')
+  for number in range(stats.f_favail - left):
     (fillers / str(number)).touch()
 
 

@@ -53,49 +53,29 @@ CHANGES: dict[str, Callable[[Path, random.Random], object]] = {
 }
 
 
-@kind('input/a file changes while it is read', share=7)
+@kind('input/a file changes while it is read, or between two runs', share=10)
 def file_changes(scene: Scene) -> str:
   scene.choose_job(('Text', 'Json'))
   data = scene.write_data()
   restore = scene.backup(data)
-  name = scene.rng.choice(sorted(CHANGES))
-  wanted = scene.rng.randrange(1, 16)  # earlier the job has not looked which files there are, and how long
+  is_between = scene.rng.random() < 0.3
+  # Between two runs, any other size is noticed before anything is read; a deletion too.
+  names = [name for name in sorted(CHANGES) if not (is_between and name.startswith('a '))]
+  name, wanted = scene.rng.choice(names), scene.rng.randrange(6, 16)
   path = scene.rng.choice(sorted(data.iterdir()))
-  scene.where = f'{path.name} {name} after step {wanted}'
+  scene.where = f'{path.name} {name} after step {wanted}' + (', between two runs' if is_between else '')
   process = scene.start()
   scene.wait_until(process, lambda: scene.num_steps() >= wanted)
-  process.send(signal.SIGSTOP)
+  process.send(signal.SIGKILL if is_between else signal.SIGSTOP)
+  if is_between:
+    scene.finish(process)
   CHANGES[name](path, scene.rng)
   process.send(signal.SIGCONT)
-  ended = scene.finish(process)
+  ended = scene.run() if is_between else scene.finish(process)
+  check(not is_between or ended.returncode != exit_codes.OK, 'it went on although the data are others')
   if name == 'grown' and ended.returncode != exit_codes.OK:
     check('grown' in ended.stderr or path.name in ended.stderr, 'the sentence does not name the file')
   return accept(scene, ended, restore)
-
-
-@kind('input/a file changes between two runs', share=3)
-def file_changes_between(scene: Scene) -> str:
-  scene.choose_job(('Text', 'Json'))
-  data = scene.write_data()
-  restore = scene.backup(data)
-  process = scene.start()
-  scene.wait_until(process, lambda: scene.num_steps() >= 7)
-  process.send(signal.SIGKILL)
-  scene.finish(process)
-  # Any other size is noticed before anything is read; a deletion or a new file too.
-  name = scene.rng.choice(('shrunk', 'truncated to 0', 'deleted', 'grown', 'a new file'))
-  path = scene.rng.choice(sorted(data.iterdir()))
-  scene.where = f'{path.name}: {name}'
-  if name == 'a new file':
-    shutil.copy(path, path.with_stem('part_9'))
-  else:
-    CHANGES[name](path, scene.rng)
-  ended = scene.run()
-  check(ended.returncode != exit_codes.OK, 'it went on although the data are others')
-  restore()
-  judge.check_refusal(ended)
-  scene.resume()
-  return f'refused ({judge.sentence_of(ended)}); with the data back it went on, bit for bit'
 
 
 RECORDS: dict[str, bytes] = {
@@ -196,22 +176,3 @@ def not_finite(scene: Scene) -> str:
 
 def without(line: dict, name: str) -> dict:
   return {key: value for key, value in line.items() if key != name}
-
-
-@kind('input/a mixture is killed', share=3)
-def mixture_killed(scene: Scene) -> str:
-  """Each start is killed between two batches, or in one, as the weights change."""
-  scene.job = 'Mixed'
-  num_kills = scene.rng.choice((1, 2, 3))
-  for number in range(num_kills):
-    process = scene.start()
-    wanted = scene.num_steps() + scene.rng.randrange(1, 9)
-    scene.wait_until(process, lambda: scene.num_steps() >= wanted)  # noqa: B023
-    process.send(signal.SIGKILL)
-    ended = scene.finish(process)
-    if ended.returncode != -signal.SIGKILL:
-      check(ended.returncode == exit_codes.OK, f'ended with {ended.returncode} before it was killed')
-      scene.check_as_undisturbed()
-      return f'ended before kill {number + 1}'
-  scene.resume()
-  return f'{num_kills} kills; went on, bit for bit'

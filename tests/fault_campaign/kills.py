@@ -5,36 +5,31 @@ import signal
 from spmd_tasks import exit_codes
 from tests.fault_campaign import judge
 from tests.fault_campaign.catalogue import kind
-from tests.fault_campaign.experiments import EVAL_INTERVAL, NUM_STEPS, SAVE_INTERVAL
+from tests.fault_campaign.experiments import NUM_STEPS, SAVE_INTERVAL
 from tests.fault_campaign.injected import Point
 from tests.fault_campaign.judge import check
 from tests.fault_campaign.scene import Ended, Scene, matching
 
-JOBS = ('Plain', 'Plain', 'Plain', 'Padded', 'Experts', 'Pipelined', 'Text', 'Json')
+JOBS = ('Plain', 'Plain', 'Plain', 'Padded', 'Experts', 'Pipelined', 'Text', 'Json', 'Mixed')
 CHANGES = ('write', 'rename', 'remove', 'rmdir', 'mkdir', 'truncate')
 
+_CHECKPOINTER, _DIRECTORY = 'spmd_tasks.checkpoints:Checkpointer', 'spmd_tasks.checkpoints.checkpoint_directory'
 # Name -> the function, and whether the kill is in it ('in'), before it or after it.
 PLACES = {
   'while the weights are drawn': ('spmd_tasks.runtime.partition:PartitionedModel.init', 'in'),
-  'before the restore': ('spmd_tasks.checkpoints:Checkpointer.restore', 'before'),
-  'after the restore': ('spmd_tasks.checkpoints:Checkpointer.restore', 'after'),
-  'before a save': ('spmd_tasks.checkpoints:Checkpointer.save', 'before'),
-  'in mid-save': ('spmd_tasks.checkpoints:Checkpointer.save', 'in'),
-  'between save and manifest': ('spmd_tasks.checkpoints.checkpoint_directory:write_manifest', 'before'),
-  'between manifest and rename': ('spmd_tasks.checkpoints.checkpoint_directory:write_manifest', 'after'),
-  'before old checkpoints are pruned': (
-    'spmd_tasks.checkpoints.checkpoint_directory:CheckpointDirectory.delete_old',
-    'before',
-  ),
-  'while old checkpoints are pruned': (
-    'spmd_tasks.checkpoints.checkpoint_directory:CheckpointDirectory.delete_old',
-    'in',
-  ),
+  'before the restore': (f'{_CHECKPOINTER}.restore', 'before'),
+  'after the restore': (f'{_CHECKPOINTER}.restore', 'after'),
+  'before a save': (f'{_CHECKPOINTER}.save', 'before'),
+  'in mid-save': (f'{_CHECKPOINTER}.save', 'in'),
+  'between save and manifest': (f'{_DIRECTORY}:write_manifest', 'before'),
+  'between manifest and rename': (f'{_DIRECTORY}:write_manifest', 'after'),
+  'before old checkpoints are pruned': (f'{_DIRECTORY}:CheckpointDirectory.delete_old', 'before'),
+  'while old checkpoints are pruned': (f'{_DIRECTORY}:CheckpointDirectory.delete_old', 'in'),
   'before a metrics line': ('spmd_tasks.runtime.metrics:JsonlWriter.write', 'before'),
   'after a metrics line': ('spmd_tasks.runtime.metrics:JsonlWriter.write', 'after'),
   'in an eval': ('spmd_tasks.programs.eval:Evaluator._evaluate_set', 'in'),
   'between eval and its record': ('spmd_tasks.programs.eval:Evaluator.record', 'before'),
-  'after the last wait for checkpoints': ('spmd_tasks.checkpoints:Checkpointer.wait', 'after'),
+  'after the last wait for checkpoints': (f'{_CHECKPOINTER}.wait', 'after'),
 }
 
 
@@ -102,45 +97,6 @@ def kill_at_a_place(scene: Scene) -> str:
   return go_on(scene)
 
 
-@kind('kill/in mid-line of metrics', share=2)
-def kill_in_mid_line(scene: Scene) -> str:
-  """What a kill in a write leaves: a part of the last line, of the job's metrics or of an eval's."""
-  last_seen = scene.rng.randrange(6, NUM_STEPS + 1)
-  name, saved = 'metrics.jsonl', last_seen - 1  # a step's line is written before its checkpoint
-  if scene.rng.random() < 0.5:
-    last_seen = scene.rng.choice((EVAL_INTERVAL, NUM_STEPS))
-    name, saved = 'eval/valid/metrics.jsonl', last_seen
-  scene.begun(saved // SAVE_INTERVAL * SAVE_INTERVAL, last_seen)
-  path = scene.job_log_dir / name
-  content = path.read_bytes()
-  last = content[:-1].rfind(b'\n') + 1
-  cut = scene.rng.randrange(last + 1, len(content))
-  path.write_bytes(content[:cut])
-  scene.where = f'{path.relative_to(scene.job_log_dir)} ends {len(content) - cut} bytes early'
-  scene.resume()
-  return 'went on, bit for bit'
-
-
-@kind('kill/again and again', share=1)
-def kill_again_and_again(scene: Scene) -> str:
-  """Kills every start soon after its first step, until the job has come to its end all the same."""
-  scene.choose_job(('Plain', 'Text'))
-  num_kills = 0
-  while num_kills < 12:
-    process = scene.start()
-    before = scene.num_steps()
-    wanted = before + scene.rng.randrange(4, 9)
-    scene.wait_until(process, lambda: scene.num_steps() >= wanted)  # noqa: B023
-    process.send(signal.SIGKILL)
-    if not killed(scene, scene.finish(process)):
-      break
-    num_kills += 1
-  else:
-    check(False, f'{num_kills} kills, and the job is at step {scene.steps()[-1]} still')
-  scene.where = f'{num_kills} kills'
-  return 'came to its end, bit for bit'
-
-
 def check_end(scene: Scene, ended: Ended, *signums: int) -> str:
   """The job was done, or one of these signals ended it without a traceback, and the same command goes on from there."""
   codes = {code for signum in signums for code in judge.CODES_AFTER[signum]}
@@ -159,12 +115,14 @@ def check_end(scene: Scene, ended: Ended, *signums: int) -> str:
   return f'exit code {ended.returncode} after step {(seen or [0])[-1]}; went on, bit for bit'
 
 
-@kind('signal/SIGTERM at a random instant', share=5)
-def sigterm_at_a_random_instant(scene: Scene) -> str:
+@kind('signal/SIGTERM or SIGINT at a random instant', share=9)
+def signal_at_a_random_instant(scene: Scene) -> str:
   scene.choose_job(JOBS)
+  signum = scene.rng.choice((signal.SIGTERM, signal.SIGINT))
+  scene.where = f'{signum.name}: '
   process = scene.start()
-  scene.send_at_random_instant(process, signal.SIGTERM)
-  return check_end(scene, scene.finish(process), signal.SIGTERM)
+  scene.send_at_random_instant(process, signum)
+  return check_end(scene, scene.finish(process), signum)
 
 
 @kind('signal/SIGTERM at a place of the code', share=4)
@@ -175,38 +133,18 @@ def sigterm_at_a_place(scene: Scene) -> str:
   return check_end(scene, scene.run(points=[point]), signal.SIGTERM)
 
 
-@kind('signal/SIGTERM twice or more', share=3)
-def sigterm_twice(scene: Scene) -> str:
+@kind('signal/several of them', share=5)
+def several_signals(scene: Scene) -> str:
   scene.choose_job(JOBS)
+  signums = scene.rng.choices((signal.SIGTERM, signal.SIGTERM, signal.SIGINT), k=scene.rng.randrange(2, 5))
   process = scene.start()
-  scene.send_at_random_instant(process, signal.SIGTERM)
-  for _ in range(scene.rng.randrange(1, 4)):
+  scene.send_at_random_instant(process, signums[0])
+  for signum in signums[1:]:
     pause = scene.rng.choice((0.0, 0.01, 0.1, 0.3))
-    scene.where += f'again {pause} s later; '
+    scene.where += f'{signum.name} {pause} s later; '
     scene.pause(process, pause)
-    process.send(signal.SIGTERM)
-  return check_end(scene, scene.finish(process), signal.SIGTERM)
-
-
-@kind('signal/SIGINT at a random instant', share=4)
-def sigint_at_a_random_instant(scene: Scene) -> str:
-  scene.choose_job(JOBS)
-  process = scene.start()
-  scene.send_at_random_instant(process, signal.SIGINT)
-  return check_end(scene, scene.finish(process), signal.SIGINT)
-
-
-@kind('signal/SIGINT twice, or after SIGTERM', share=2)
-def sigint_twice(scene: Scene) -> str:
-  scene.choose_job(JOBS)
-  first = scene.rng.choice((signal.SIGINT, signal.SIGTERM))
-  pause = scene.rng.choice((0.0, 0.02, 0.2))
-  scene.where = f'{first.name}, SIGINT {pause} s later: '
-  process = scene.start()
-  scene.send_at_random_instant(process, first)
-  scene.pause(process, pause)
-  process.send(signal.SIGINT)
-  return check_end(scene, scene.finish(process), first, signal.SIGINT)
+    process.send(signum)
+  return check_end(scene, scene.finish(process), *signums)
 
 
 @kind('signal/SIGTERM while a fresh process imports', share=1)

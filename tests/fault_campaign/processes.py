@@ -17,9 +17,9 @@ import threading
 import time
 
 from spmd_tasks import exit_codes
-from tests.fault_campaign import damage, disks, judge
+from tests.fault_campaign import damage, judge
 from tests.fault_campaign.catalogue import kind
-from tests.fault_campaign.experiments import NUM_STEPS, SAVE_INTERVAL
+from tests.fault_campaign.experiments import SAVE_INTERVAL
 from tests.fault_campaign.injected import Point
 from tests.fault_campaign.judge import check
 from tests.fault_campaign.kills import CHANGES, PLACES, signal_at_place
@@ -105,20 +105,24 @@ def killed(scene: Scene) -> str:
   return f'exit codes {codes}; went on, bit for bit'
 
 
-@kind('processes/process 0 is killed while it saves', share=2)
-def primary_killed_in_save(scene: Scene) -> str:
+@kind('processes/one is killed at a place of the code', share=2)
+def killed_at_a_place(scene: Scene) -> str:
   scene.job = 'Pair'
-  names = [name for name in PLACES if any(word in name for word in ('save', 'manifest', 'pruned'))]
-  name, rank = scene.rng.choice(sorted(names)), scene.rng.choice((0, 0, 1))
-  if rank == 1:
-    name = scene.rng.choice(('before a save', 'in mid-save'))
+  rank = scene.rng.choice((0, 0, 1))
+  names = sorted(name for name in PLACES if any(word in name for word in ('save', 'manifest', 'pruned')))
+  name = scene.rng.choice(names if rank == 0 else ('before a save', 'in mid-save'))
   point = signal_at_place(scene, name, signal.SIGKILL, count=scene.rng.randrange(2))
   scene.where = f'process {rank}: {name}, occurrence {point.count}'
-  ended = Pair(scene, points={rank: [point]}).finish()
+  return _killed_by(scene, rank, point)
+
+
+def _killed_by(scene: Scene, rank: int, point: Point, flags: Sequence[object] = ()) -> str:
+  ended = Pair(scene, *flags, points={rank: [point]}).finish()
   if finished(scene, ended):
     return 'the place was passed too rarely'
   codes = check_ends(ended, signalled={rank: signal.SIGKILL})
-  go_on(scene)
+  go_on(scene, *flags)
+  check(not flags or not copies(scene), 'copies are left in memory')
   return f'exit codes {codes}; went on, bit for bit'
 
 
@@ -213,49 +217,6 @@ def damaged(scene: Scene) -> str:
   check(bool(aside) == is_damaged, f'set aside: {aside}')
   scene.check_as_undisturbed()
   return f'{aside or "nothing"} set aside; went on, bit for bit'
-
-
-@kind('processes/a full disk', share=1)
-def full_disk(scene: Scene) -> str:
-  scene.job = 'Pair'
-  disks.mount(scene, 'size=16m')
-  count, rank = scene.rng.randrange(3, 40), scene.rng.randrange(2)
-  left = scene.rng.choice((0, 8192))
-  scene.where = f'{left} bytes left at operation {count} of process {rank}'
-  point = Point(operations=CHANGES, path='job/', count=count, action='fill', value=[str(scene.disk), left])
-  ended = Pair(scene, points={rank: [point]}).finish()
-  if finished(scene, ended):
-    return 'the job did not notice'
-  for each in ended:
-    check(each.returncode in (*GOOD_ENDS, exit_codes.USAGE), f'exit code {each.returncode}')
-  check(any('No space left' in each.stderr for each in ended), 'nobody says that the disk is full')
-  disks.make_room(scene)
-  go_on(scene)
-  return f'exit codes {[each.returncode for each in ended]}; went on, bit for bit'
-
-
-@kind('processes/another number of them goes on', share=1)
-def other_number(scene: Scene) -> str:
-  """Killed as two, continued as one on the same mesh: the saved state is exact, the steps after it agree closely."""
-  scene.job = 'Pair'
-  wanted = scene.rng.randrange(6, 16)
-  scene.where = f'both killed after step {wanted}'
-  pair = Pair(scene)
-  check(pair.wait_for_steps(wanted), f'ended before step {wanted}')
-  for rank in pair.ranks:
-    rank.send(signal.SIGKILL)
-  pair.finish()
-  judge.check_digests(scene.job_log_dir, scene.reference)
-  ended = scene.run(*scene.command(), '--num_fake_devices', 4)
-  check(ended.returncode in (exit_codes.OK, exit_codes.USAGE), f'exit code {ended.returncode}')
-  if ended.returncode == exit_codes.OK:
-    last = judge.last_of_steps(judge.metric_lines(scene.job_log_dir / 'metrics.jsonl'))[NUM_STEPS]['loss']
-    expected = scene.reference.metrics[NUM_STEPS]['loss']
-    check(abs(last - expected) < 1e-4 * abs(expected), f'the last loss is {last}, of two processes {expected}')
-    return 'went on in one process'
-  judge.check_refusal(ended, (exit_codes.USAGE,))
-  go_on(scene)
-  return f'refused ({judge.sentence_of(ended)}); two went on, bit for bit'
 
 
 def attack(port: int, rng: random.Random, stop: threading.Event) -> None:
@@ -382,12 +343,7 @@ def killed_while_copying(scene: Scene) -> str:
   scene.where = f'process {rank}, operation {count} of the copies'
   point = Point(operations=('write', 'rename', 'remove', 'mkdir'), path='^memory', count=count, action='signal',
                 value=signal.SIGKILL)  # fmt: skip
-  ended = Pair(scene, *flags, points={rank: [point]}).finish()
-  if finished(scene, ended):
-    return 'fewer operations than that'
-  codes = check_ends(ended, signalled={rank: signal.SIGKILL})
-  go_on_with_copies(scene, flags, max_lost=5)
-  return f'exit codes {codes}; went on, bit for bit'
+  return _killed_by(scene, rank, point, flags)
 
 
 @kind('processes/damaged copies in memory', share=2)

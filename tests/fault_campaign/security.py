@@ -1,9 +1,8 @@
-"""Files that a stranger may have written: they name code, lead out of their directory, or hold objects of Python."""
+"""Files that a stranger may have written: they name code, or lead out of their directory."""
 
 import hashlib
 import json
 from pathlib import Path
-import pickle
 
 from spmd_tasks import exit_codes
 from tests.binary import REPOSITORY
@@ -118,22 +117,3 @@ def manifest_leads_out(scene: Scene) -> str:
     'a secret' not in ended.stdout + ended.stderr and 'root:' not in ended.stderr, 'the content of a file was shown'
   )
   return scene.accept(ended, codes=REFUSED)
-
-
-@kind('security/pickles where JSON is read', share=1)
-def pickles(scene: Scene) -> str:
-  class Evil:
-    def __reduce__(self):
-      return open, (str(scene.path / 'mark'), 'w')
-
-  scene.begun(10, 12)
-  files = sorted(path for path in scene.job_log_dir.rglob('*.json*') if path.is_file())
-  path = scene.rng.choice(files)
-  before = path.read_bytes()
-  path.write_bytes(pickle.dumps(Evil()))
-  scene.where = str(path.relative_to(scene.job_log_dir))
-  ended = scene.run()
-  check(not (scene.path / 'mark').exists(), 'a pickle was loaded')
-  if path.name == 'metrics.jsonl' and ended.returncode == exit_codes.OK:
-    path.write_bytes(before + path.read_bytes().removeprefix(pickle.dumps(Evil())))
-  return scene.accept(ended, lambda: path.exists() and path.write_bytes(before), codes=REFUSED)

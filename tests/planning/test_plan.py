@@ -1,7 +1,5 @@
 """A plan says what the run then does: on CPUs its memory and FLOPs are those of the compiled training step."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from spmd_tasks.config import resolve
@@ -29,12 +27,12 @@ def plan():
 
 def agrees_with_the_run(plan, job) -> None:
   program = partition_job(job).train_step.compile()  # as programs/train.py does
-  memory, step = program.memory_analysis(), plan.first
-  assert (step.argument_bytes, step.temp_bytes) == (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
-  assert step.output_bytes - step.alias_bytes == memory.output_size_in_bytes - memory.alias_size_in_bytes
-  assert step.compiler_flops == program.cost_analysis()['flops']
-  assert step.time.roofline.flops == program_flops(read_program(program))
-  assert step.temp_bytes > 0
+  memory, step = program.memory_analysis(), plan.report
+  assert (step['argument_bytes'], step['temp_bytes']) == (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
+  assert step['output_bytes'] - step['alias_bytes'] == memory.output_size_in_bytes - memory.alias_size_in_bytes
+  assert step['compiler_flops'] == program.cost_analysis()['flops']
+  assert step['roofline']['flops'] == program_flops(read_program(program))
+  assert step['temp_bytes'] > 0
   assert plan.fits is None  # nobody says how much memory a CPU has
 
 
@@ -51,7 +49,7 @@ def test_plan_and_run_agree_on_other_experiments(name):
 
 def test_the_parts_of_the_state_are_those_of_the_model(plan):
   model = partition_job(job_of('synthetic.Uneven'))
-  memory = plan.first.memory
+  memory = plan.report['memory']
   assert memory['weights'] == bytes_per_device(model.padded_state.weights)
   assert memory['optimizer'] == bytes_per_device(model.padded_state.learner)
   assert sum(memory.values()) == pytest.approx(plan.peak_bytes, rel=0.05)
@@ -59,7 +57,7 @@ def test_the_parts_of_the_state_are_those_of_the_model(plan):
 
 def test_every_step_is_planned_on_request(plan):
   assert list(plan.to_json()['steps']) == list(STEPS)
-  assert plan.steps['eval'].peak_bytes < plan.steps['train'].peak_bytes
+  assert plan.report['steps']['eval']['peak_bytes'] < plan.report['steps']['train']['peak_bytes']
   text = format_plan(plan.to_json())
   assert 'memory per device, decode step:' in text
 
@@ -107,8 +105,8 @@ def test_a_program_that_does_not_fit_is_an_answer(capfd):
   job = job_of('synthetic.Tiny', 'ici_mesh_shape=1,4,2', 'model_dims=65536', 'vocab_size=131072', 'num_layers=1', XLA)
   plan = make_plan(job, parse_target('v5e:2x4'))
   assert plan.fits is False
-  assert plan.first.compilation.out_of_memory.available_bytes == plan.target.chip.hbm_bytes
-  assert plan.peak_bytes > plan.first.hbm_bytes
+  assert plan.report['out_of_memory']['available_bytes'] == plan.target.chip.hbm_bytes
+  assert plan.peak_bytes > plan.report['hbm_bytes']
   assert 'DOES NOT FIT' in format_plan(plan.to_json())
   captured = capfd.readouterr()
   assert 'plan: compiling the train step for v5e:2x4 needs more memory than there is' in captured.err
@@ -118,8 +116,7 @@ def test_a_program_that_does_not_fit_is_an_answer(capfd):
 @pytest.mark.parametrize('needed, said', [(0.7, ()), (0.9, ('takes 75%', 'needs 90%', 'MEM_FRACTION=0.95')), (1.1, ())])
 def test_a_plan_for_gpus_says_when_jax_must_be_given_more_of_their_memory(needed, said):
   target = parse_target('h200:8')
-  step = SimpleNamespace(peak_bytes=int(needed * target.chip.hbm_bytes))
-  notes = plan_module._notes(target, {'train': step})
+  notes = plan_module._notes(target, int(needed * target.chip.hbm_bytes))
   assert len(notes) == bool(said)
   for words in said:
     assert words in notes[0]

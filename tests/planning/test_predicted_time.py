@@ -96,7 +96,7 @@ def test_a_schedule_by_hand():
   )
   assert prediction.seconds == pytest.approx(sum(prediction.by_kind.values()))
   assert prediction.hidden_s == pytest.approx(3 * 0.4)
-  assert prediction.roofline.ici_s == prediction.roofline.seconds == pytest.approx(6)
+  assert prediction.roofline['ici_s'] == prediction.roofline['seconds'] == pytest.approx(6)
   assert prediction.low_s == pytest.approx(prediction.seconds - 1.2 / 4)  # more than its roofline
   assert prediction.high_s == pytest.approx(prediction.seconds + prediction.hidden_s + 1.2 / 4 + kernel)
   assert [(each.name, each.count) for each in prediction.top][:3] == [('sum', 3), ('start', 3), ('work', 3)]
@@ -148,7 +148,7 @@ def test_of_the_copies_to_the_host_the_one_waited_for_goes_first():
   prediction = predict_time(program, (), chip, tpu_mesh({'data': 1}, (1,)))
   waits = {each.name: each.seconds for each in prediction.top if each.basis == 'host'}
   assert waits == pytest.approx({'short-start': 0.6, 'long-start': 3})
-  assert prediction.roofline.host_bytes == 100 * 4
+  assert prediction.roofline['host_bytes'] == 100 * 4
   assert prediction.seconds == pytest.approx(0.4 + 0.6 + 3)
 
 
@@ -269,8 +269,8 @@ def test_memory_of_a_tpu_program():
   )
   parts = memory_parts(analysis, program, model)
   assert parts.compiler_bytes == 10_774_528 + 4_005_376
-  assert parts.total == pytest.approx(parts.compiler_bytes, rel=0.05)
-  state = parts.weights + parts.optimizer + parts.other_state
+  assert sum(parts.parts.values()) == pytest.approx(parts.compiler_bytes, rel=0.05)
+  state = sum(parts.parts[name] for name in ('weights', 'optimizer', 'other_state'))
   assert parts.padding == pytest.approx(state - bytes_per_device(model.padded_state), rel=1e-3)  # tiles of 8 x 128
 
 
@@ -279,7 +279,7 @@ def test_on_cpus_nothing_is_predicted_and_that_is_said():
   found = collectives(step.program, step.model.mesh)
   prediction = predict_time(step.program, found, CPU, step.model.mesh, model_flops=1e9)
   assert (prediction.seconds, prediction.mfu, prediction.low_s) == (None, None, None)
-  assert prediction.roofline.flops > 0
+  assert prediction.roofline['flops'] > 0
   assert prediction.assumptions[0] == 'No published figures of cpu are used, so no time is predicted.'
   assert any('loop(s) whose length the program decides as it runs' in line for line in prediction.assumptions)
 

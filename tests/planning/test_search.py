@@ -120,7 +120,6 @@ def test_a_start_that_does_not_fit_leads_to_changes_that_do(search):
   assert len(fitting) == 3
   tried = {trial.setting: trial.fits for trial in found.trials}
   assert (tried[f'{MICROBATCHES[0]}=2',], tried[f'{MICROBATCHES[0]}=4',]) == (False, True)
-  assert all(trial.note for trial in found.trials if trial.setting)
   assert any('does not fit: peak ' in line for line in lines)
 
 
