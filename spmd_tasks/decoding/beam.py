@@ -3,13 +3,13 @@
 Shapes: P prompts, W beams of each, T tokens of the prompts, M generated tokens at most, V vocabulary, K stop ids.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from flax import struct
 import jax
 import jax.numpy as jnp
 
-from spmd_tasks.decoding.step_functions import Forward, take_slots, write_tokens
+from spmd_tasks.decoding.step_functions import Forward, encoder_entries, is_encoded, take_slots, write_tokens
 
 
 class Beams(struct.PyTreeNode):
@@ -19,7 +19,8 @@ class Beams(struct.PyTreeNode):
     tokens: int32 [P, W, M], zeros after the text's length.
     lengths: int32 [P, W], the stop token included; 0 where there are fewer than W texts.
     logprobs: float32 [P, W], of the whole text.
-    scores: float32 [P, W], `logprobs / ((5 + length) / 6) ** length_penalty`; -inf where there is no text.
+    scores: float32 [P, W], `logprobs / ((5 + length) / 6) ** length_penalty`; -inf where there is no text. By the rule
+      't5x' the score of a text without a stop token is `logprobs`.
   """
 
   tokens: jax.Array
@@ -53,15 +54,21 @@ def beam_search(
   lengths: jax.Array,
   max_tokens: jax.Array,
   stop_ids: jax.Array,
+  encoder_ids: jax.Array | None = None,
+  encoder_lengths: jax.Array | None = None,
   *,
   num_beams: int,
   max_new_tokens: int,
   length_penalty: float,
+  rule: Literal['exact', 't5x'] = 'exact',
 ) -> Beams:
   """Finds the W best texts after every prompt, by log-probability over a power of the length (Wu et al., 2016).
 
   A text ends with a stop token, or when it has max_tokens tokens. The result is exact where W is at least the number of
   possible texts. The search ends when no live text can reach a better score than the worst of W finished texts.
+
+  By the rule 't5x' (also Tensor2Tensor's) a text ends with a stop token only, and only where this token is among the
+  2 W best continuations of all live texts; the live texts at max_tokens count where no text has ended.
 
   Args:
     forward, variables: the model.
@@ -69,6 +76,7 @@ def beam_search(
     ids: int32 [P, T]; lengths: int32 [P], at least 1.
     max_tokens: int32 [P], from 1 to M.
     stop_ids: int32 [P, K], padded with -1.
+    encoder_ids, encoder_lengths: int32 [P, E] and [P], what an encoder reads; None where the model has none.
     num_beams, max_new_tokens: W and M.
     length_penalty: 0 compares log-probabilities, which prefers short texts; 1 compares roughly their means per token.
   """
@@ -79,6 +87,7 @@ def beam_search(
     'segment_ids': (columns < lengths[:, None]).astype(jnp.int32),
     'segment_pos': jnp.broadcast_to(columns, ids.shape),
     'logit_columns': lengths[:, None] - 1,
+    **encoder_entries(encoder_ids, encoder_lengths),
   }
   logits, prompts = forward(variables, None, batch)
   beam_shape = (num_prompts, num_beams)
@@ -93,7 +102,11 @@ def beam_search(
     length = search.num_generated + 1
     totals = search.logprobs[:, :, None] + jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     is_stop = jnp.any(jnp.arange(vocab_size)[None, :, None] == stop_ids[:, None, :], axis=-1)[:, None, :]  # [P, 1, V]
-    is_end = is_stop | (length >= max_tokens)[:, None, None]
+    is_last = (length >= max_tokens)[:, None, None]
+    may_end, is_end = totals, is_stop | is_last
+    if rule == 't5x':
+      least = jax.lax.top_k(totals.reshape(num_prompts, -1), 2 * num_beams)[0][:, -1]
+      may_end, is_end = jnp.where(totals >= least[:, None, None], totals, -jnp.inf), is_stop
 
     def best(totals):
       values, flat = jax.lax.top_k(totals.reshape(num_prompts, -1), num_beams)
@@ -101,23 +114,30 @@ def beam_search(
       texts = jnp.take_along_axis(search.tokens, parents[:, :, None], axis=1)
       return values, parents, texts.at[:, :, length - 1].set(chosen)
 
-    ended, _, ended_tokens = best(jnp.where(is_end, totals, -jnp.inf))
-    live, parents, live_tokens = best(jnp.where(is_end, -jnp.inf, totals))
-    found = Beams(
-      tokens=ended_tokens,
-      lengths=jnp.where(ended > -jnp.inf, length, 0),
-      logprobs=ended,
-      scores=normalize(ended, length),
-    )
+    def texts(logprobs, tokens, scores) -> Beams:
+      lengths = jnp.where(logprobs > -jnp.inf, length, 0)
+      tokens = jnp.where(lengths[:, :, None] > 0, tokens, 0)
+      return Beams(tokens=tokens, lengths=lengths, logprobs=logprobs, scores=scores)
+
+    ended, _, ended_tokens = best(jnp.where(is_end, may_end, -jnp.inf))
+    live, parents, live_tokens = best(jnp.where(is_stop | is_last, -jnp.inf, totals))
+    found = texts(ended, ended_tokens, normalize(ended, length))
     both = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), search.done, found)
     _, order = jax.lax.top_k(both.scores, num_beams)
     done = jax.tree.map(
       lambda x: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1), both
     )
+    if rule == 't5x':
+      unended, _, unended_tokens = best(jnp.where(is_stop, -jnp.inf, totals))
+      none_ended = is_last[:, :, 0] & (done.lengths[:, :1] == 0)
+      unfinished = texts(unended, unended_tokens, unended)
+      done = jax.tree.map(lambda x, y: jnp.where(none_ended.reshape(-1, *(1,) * (x.ndim - 1)), x, y), unfinished, done)
     rows = (jnp.arange(num_prompts)[:, None] * num_beams + parents).reshape(-1)
-    return _Search(
-      cache=take_slots(search.cache, rows), num_generated=length, logprobs=live, tokens=live_tokens, done=done
+    # All beams of a prompt read one text of the encoder.
+    cache = jax.tree_util.tree_map_with_path(
+      lambda path, leaf: leaf if is_encoded(path) else take_slots(leaf, rows), search.cache
     )
+    return _Search(cache=cache, num_generated=length, logprobs=live, tokens=live_tokens, done=done)
 
   def may_improve(search: _Search) -> jax.Array:
     # A live text's log-probability only falls: its best possible score is at the longest or at the shortest length.

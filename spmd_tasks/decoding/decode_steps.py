@@ -43,9 +43,11 @@ class DecodeSteps:
     settings: the sizes.
     storage: how the variables that the steps take are stored; its `store` makes them from the model's.
     max_len: S.
+    encoder_len: E, the encoder's positions; None where the model has no encoder.
     prefill_chunk: C, the length at which prompts are cut: the setting's, at most max_len.
     buckets: the lengths of chunks for which prefills are compiled.
-    can_copy: whether a copy of a slot holds every token of its source; False where the cache of a layer is a ring.
+    can_copy: whether a copy of a slot holds every token of its source; False where the cache of a layer is a ring, and
+      where what a token reads depends on more than the tokens before it, as in encoder-decoders.
     vocab_size: V.
     adapter_names: of the low-rank adapters that a request can choose by their numbers, from 1 on.
     abstract_state, padded_state: true shapes of the DecodeState, and the shapes and shardings in which it is stored.
@@ -72,7 +74,13 @@ class DecodeSteps:
     self._axis_rules = tuple((name, None if name == 'seq' else axes) for name, axes in rules)
     self._replicated = NamedSharding(model.mesh, PartitionSpec())
     self.max_len = self.settings.max_len or _training_length(model)
-    self.prefill_chunk = min(self.settings.prefill_chunk, self.max_len)
+    spec = model.input_layout.spec
+    self.encoder_len = None
+    if 'encoder_ids' in spec:
+      self.encoder_len = self.settings.encoder_len or spec['encoder_ids'].shape[1]
+    # A prefix sees itself in both directions.
+    self._has_prefix = 'prefix_mask' in spec
+    self.prefill_chunk = self.max_len if self._has_prefix else min(self.settings.prefill_chunk, self.max_len)
     # Beam search reads whole prompts.
     longest = self.max_len if self.settings.num_beams > 1 else self.prefill_chunk
     self.buckets = self.settings.buckets(longest)
@@ -95,7 +103,8 @@ class DecodeSteps:
 
     self.padded_state = jax.tree.map(padded, self.abstract_state, shardings)
     self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, self.padded_state)
-    self.can_copy = all(leaf.shape[-2] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
+    is_whole = all(leaf.shape[-2] == self.max_len for leaf in jax.tree.leaves(abstract_cache))
+    self.can_copy = is_whole and self.encoder_len is None and not self._has_prefix
 
   def init(self) -> DecodeState:
     """The state in which no slot is active."""
@@ -114,7 +123,12 @@ class DecodeSteps:
     """
     num_columns = self.bucket(max(chunk.stop - chunk.start for chunk in chunks))
     batch = make_prefill_batch(
-      chunks, self.settings, max_len=self.max_len, num_columns=num_columns, score_prompts=score_prompts
+      chunks,
+      self.settings,
+      max_len=self.max_len,
+      num_columns=num_columns,
+      score_prompts=score_prompts,
+      encoder_len=self.encoder_len,
     )
     return batch if masks is None else batch.replace(masks=self._mask_rows(masks, self.settings.prefill_rows))
 
@@ -146,7 +160,7 @@ class DecodeSteps:
 
   def search(self, variables: Variables, batch: PrefillBatch) -> beam.Beams:
     """Beam search for each row of the batch; ignores its slots, seeds and sampling."""
-    return self._search(batch)(variables, batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
+    return self._search(batch)(variables, *_search_arguments(batch))
 
   def compile(self, *, score_prompts: bool = False, constrain: bool = False) -> None:
     """Compiles the step and a prefill per bucket.
@@ -256,11 +270,11 @@ class DecodeSteps:
         num_beams=num_beams,
         max_new_tokens=self.max_len - 1,
         length_penalty=self.settings.length_penalty,
+        rule=self.settings.beam_rule,
       )
 
-    arguments = (batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
     held, name = (self.storage.padded,), ('search', batch.ids.shape[1])
-    return self._compile(name, search, *arguments, held=held, out=self._replicated)
+    return self._compile(name, search, *_search_arguments(batch), held=held, out=self._replicated)
 
   def _compile_stateful(self, name: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     """Compiles a function of variables, state and host arguments that returns (state, outputs)."""
@@ -304,6 +318,8 @@ class DecodeSteps:
   def _forward(self, variables: Variables, cache: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
     if not self.adapter_names:
       batch = {name: each for name, each in batch.items() if name != 'adapters'}
+    if self._has_prefix and cache is None:
+      batch = {**batch, 'prefix_mask': batch['segment_ids']}
     logits, new = self._model.task.decode_forward(variables, cache, batch)
     return logits, unbox_weights(new)
 
@@ -313,6 +329,9 @@ class DecodeSteps:
     batch = {
       name: jax.ShapeDtypeStruct((num_rows, self.max_len), jnp.int32) for name in ('ids', 'segment_ids', 'segment_pos')
     }
+    if self.encoder_len is not None:
+      text = jax.ShapeDtypeStruct((num_rows, self.encoder_len), jnp.int32)
+      batch |= {f'encoder_{name}': text for name in ('ids', 'segment_ids', 'segment_pos')}
 
     def prefill(variables, batch):
       return model.task.decode_forward(variables, None, batch)
@@ -325,6 +344,12 @@ class DecodeSteps:
 
   def _scope(self):
     return sharding_scope(self._model.mesh, self._axis_rules, self._model.inputs_split_mapping)
+
+
+def _search_arguments(batch: PrefillBatch) -> tuple[Any, ...]:
+  """Returns the arrays of a batch that a search takes."""
+  arrays = (batch.ids, batch.lengths, batch.max_tokens, batch.stop_ids)
+  return arrays if batch.encoder_ids is None else (*arrays, batch.encoder_ids, batch.encoder_lengths)
 
 
 def _training_length(model: PartitionedModel) -> int:

@@ -40,6 +40,8 @@ class Prompt:
 
   Fields:
     prompt, prompt_ids: either text, or tokens that are used as they are (without the token for the beginning of text).
+      An encoder-decoder reads them by its encoder; a text then ends with the token for the end of text.
+    decoder_ids: of an encoder-decoder, tokens that its text begins with, as part of the prompt.
     n: how many continuations are wanted.
     seed: of the random draws.
     max_tokens: how many tokens may follow; 0 only scores the prompt.
@@ -56,6 +58,7 @@ class Prompt:
 
   prompt: str | None = None
   prompt_ids: Annotated[tuple[_Count, ...], MinLen(1)] | None = None
+  decoder_ids: tuple[_Count, ...] = ()
   n: Annotated[int, Ge(1), Lt(2**31)] | None = None
   seed: Annotated[int, Ge(0), Lt(2**32)] | None = None
   max_tokens: _Count | None = None
@@ -166,7 +169,7 @@ class PromptTokenizer:
 
   Attributes:
     tokenizer: None where the experiment has none: prompts and generated sequences are then tokens only.
-    settings, max_len, vocab_size, adapter_names: of the steps.
+    settings, max_len, encoder_len, vocab_size, adapter_names: of the steps.
     seed: of prompts without a seed.
   """
 
@@ -175,6 +178,7 @@ class PromptTokenizer:
   max_len: int
   vocab_size: int
   seed: int
+  encoder_len: int | None = None
   adapter_names: tuple[str, ...] = ()
 
   @classmethod
@@ -184,6 +188,7 @@ class PromptTokenizer:
       tokenizer=tokenizer,
       settings=steps.settings,
       max_len=steps.max_len,
+      encoder_len=steps.encoder_len,
       vocab_size=steps.vocab_size,
       seed=seed,
       adapter_names=steps.adapter_names,
@@ -199,7 +204,20 @@ class PromptTokenizer:
     Raises:
       UserError: the prompt does not fit the model or the settings; the message begins with `where`.
     """
-    ids = self._ids(prompt, where)
+    ids, encoder_ids = self._ids(prompt, where), ()
+    if prompt.decoder_ids and self.encoder_len is None:
+      raise UserError(
+        f'{where}: decoder_ids are for encoder-decoders, which this model is not: append them to prompt_ids.'
+      )
+    if self.encoder_len is not None:
+      encoder_ids, ids = ids, (self.settings.start_id, *prompt.decoder_ids)
+      if len(encoder_ids) > self.encoder_len:
+        raise UserError(
+          f'{where}: the prompt has {len(encoder_ids)} tokens and encoder_len is {self.encoder_len}: shorten it, or '
+          'raise task.decode.encoder_len.'
+        )
+      if max(ids) >= self.vocab_size:
+        raise UserError(f'{where}: token {max(ids)} is outside the vocabulary of {self.vocab_size}.')
     max_tokens = self._max_tokens(prompt, len(ids), where)
     end = self.settings.end_ids(None if self.tokenizer is None else self.tokenizer.eos_id)
     stop_ids = tuple(dict.fromkeys((*end, *prompt.stop_ids)))
@@ -231,6 +249,7 @@ class PromptTokenizer:
         raise UserError(f'{where}: beam search has no adapters: set task.decode.num_beams to 1.')
     request = Request(
       ids=ids,
+      encoder_ids=encoder_ids,
       max_tokens=max_tokens,
       seed=self.seed if prompt.seed is None else prompt.seed,
       stop_ids=stop_ids,
@@ -288,6 +307,8 @@ class PromptTokenizer:
         f"{where}: the prompt is text, but the experiment's inputs have no tokenizer: give 'prompt_ids' instead."
       )
     assert prompt.prompt is not None
+    if self.encoder_len is not None:
+      return (*self.tokenizer.encode(prompt.prompt), self.tokenizer.eos_id)
     ids = encode_prompt(self.tokenizer, prompt.prompt)
     if not ids:
       raise UserError(f'{where}: the prompt is empty, and the tokenizer has no token for the beginning of text.')

@@ -24,7 +24,8 @@ class Request:
   """One sequence to generate.
 
   Fields:
-    ids: the prompt's tokens, at least one.
+    ids: the prompt's tokens, at least one; of an encoder-decoder, those that its decoder begins with.
+    encoder_ids: of an encoder-decoder, the tokens that its encoder reads.
     max_tokens: how many tokens may follow; 0 only reads the prompt, for its scores.
     seed, sample: select one random draw, see sampling.request_keys.
     stop_ids: tokens that end the sequence; the result's ids contain them, its text does not.
@@ -36,6 +37,7 @@ class Request:
   """
 
   ids: tuple[int, ...]
+  encoder_ids: tuple[int, ...] = ()
   max_tokens: int
   seed: int = 0
   sample: int = 0
@@ -102,6 +104,7 @@ class PrefillBatch(struct.PyTreeNode):
     sampling: arrays [P].
     adapters: int32 [P], the number of each row's low-rank adapter; 0 is none.
     masks: uint32 [P, W], the tokens that may come first (constraints.py); None where no request is constrained.
+    encoder_ids, encoder_lengths: int32 [P, E] and [P], what an encoder reads; None where the model has none.
   """
 
   ids: jax.Array
@@ -117,10 +120,18 @@ class PrefillBatch(struct.PyTreeNode):
   sampling: SamplingArrays
   adapters: jax.Array
   masks: jax.Array | None = None
+  encoder_ids: Any = None
+  encoder_lengths: Any = None
 
 
 def make_prefill_batch(
-  chunks: Sequence[Chunk], settings: DecodeSettings, *, max_len: int, num_columns: int, score_prompts: bool = False
+  chunks: Sequence[Chunk],
+  settings: DecodeSettings,
+  *,
+  max_len: int,
+  num_columns: int,
+  score_prompts: bool = False,
+  encoder_len: int | None = None,
 ) -> PrefillBatch:
   """The arrays of a prefill, as host arrays.
 
@@ -130,6 +141,7 @@ def make_prefill_batch(
     max_len: S.
     num_columns: T, at least the length of the longest chunk.
     score_prompts: whether the batch has targets.
+    encoder_len: E; None where the model has no encoder.
   """
   requests = [chunk.request for chunk in chunks]
 
@@ -161,6 +173,8 @@ def make_prefill_batch(
       [request.sampling for request in requests], settings.prefill_rows, [request.logit_bias for request in requests]
     ),
     adapters=rows(np.int32, [request.adapter for request in requests], 0),
+    encoder_ids=encoder_len and rows(np.int32, [request.encoder_ids for request in requests], 0, encoder_len),
+    encoder_lengths=encoder_len and rows(np.int32, [len(request.encoder_ids) for request in requests], 0),
   )
 
 

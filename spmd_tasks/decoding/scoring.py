@@ -6,7 +6,8 @@
 
 Texts are sorted by length and padded to few shapes: T is min_bucket or a power of two above it, at most max_len, and C,
 the number of scored tokens, is 8 or a power of two. Each pair of these is compiled once. Padding and the other rows of
-a batch change nothing: experts drop no token here, as in generation.
+a batch change nothing: experts drop no token here, as in generation. An encoder-decoder reads the context by its
+encoder, and the continuation by its decoder after `start_id`.
 
 Shapes: B rows, T tokens, C scored tokens.
 """
@@ -80,7 +81,7 @@ def score_texts(
     alike = list(group)
     for first in range(0, len(alike), num_rows):
       numbers = alike[first : first + num_rows]
-      batch = _make_batch([texts[number] for number in numbers], num_rows, *shape, adapter=adapter)
+      batch = _make_batch(steps, [texts[number] for number in numbers], num_rows, *shape, adapter=adapter)
       in_flight.append((numbers, steps.score(variables, batch)))
       if len(in_flight) > 1:  # read one batch late: the device always has the next one
         yield from _read(texts, *in_flight.popleft())
@@ -95,6 +96,13 @@ def _shape_of(steps: DecodeSteps, number: int, text: Text) -> tuple[int, int]:
   if not context:
     raise UserError(f'text {number + 1} to score needs a context of at least one token, such as bos.')
   length = len(context) + max(len(continuation), 1) - 1
+  if steps.encoder_len is not None:
+    if len(context) > steps.encoder_len:
+      raise UserError(
+        f'text {number + 1} to score has a context of {len(context)} tokens, more than encoder_len '
+        f'{steps.encoder_len}: shorten it, or raise task.decode.encoder_len.'
+      )
+    length = max(len(continuation), 1)
   if length > steps.max_len:
     raise UserError(
       f'text {number + 1} to score has {length} tokens before its last one, more than max_len {steps.max_len}: shorten '
@@ -110,20 +118,29 @@ def _shape_of(steps: DecodeSteps, number: int, text: Text) -> tuple[int, int]:
   return num_tokens, min(num_columns, num_tokens)
 
 
-def _make_batch(texts: Sequence[Text], num_rows: int, num_tokens: int, num_columns: int, *, adapter: int) -> ScoreBatch:
+def _make_batch(
+  steps: DecodeSteps, texts: Sequence[Text], num_rows: int, num_tokens: int, num_columns: int, *, adapter: int
+) -> ScoreBatch:
   """The arrays of at most `num_rows` texts; further rows score nothing."""
   ids = np.zeros((num_rows, num_tokens), np.int32)
   lengths = np.ones(num_rows, np.int32)
   columns = np.zeros((num_rows, num_columns), np.int32)
   targets = np.full((num_rows, num_columns), -1, np.int32)
+  encoded = {}
+  if steps.encoder_len is not None:
+    encoder_ids, encoder_lengths = np.zeros((num_rows, steps.encoder_len), np.int32), np.zeros(num_rows, np.int32)
+    encoded = {'encoder_ids': encoder_ids, 'encoder_lengths': encoder_lengths}
   for row, (context, continuation) in enumerate(texts):
+    if encoded:
+      encoder_ids[row, : len(context)], encoder_lengths[row] = context, len(context)
+      context = (steps.settings.start_id,)
     read = [*context, *continuation[:-1]]
     ids[row, : len(read)] = read
     lengths[row] = len(read)
     columns[row, : len(continuation)] = np.arange(len(context) - 1, len(read))
     targets[row, : len(continuation)] = continuation
   adapters = np.full(num_rows, adapter, np.int32)
-  return ScoreBatch(ids=ids, lengths=lengths, columns=columns, targets=targets, adapters=adapters)
+  return ScoreBatch(ids=ids, lengths=lengths, columns=columns, targets=targets, adapters=adapters, **encoded)
 
 
 def _read(texts: Sequence[Text], numbers: Sequence[int], scores: Scores) -> Iterator[tuple[int, TextScore]]:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from spmd_tasks.decoding.requests import PrefillBatch
 from spmd_tasks.decoding.sampling import SamplingArrays, adjust, mask_logits, position_keys, request_keys, sample
+from spmd_tasks.layers.attention.kv_cache import ENCODED
 from spmd_tasks.runtime import SamplingParams
 
 
@@ -39,7 +40,9 @@ class Forward(Protocol):
       cache: leaves [..., B, G, S, K], of the tokens before the batch's; None where there are none. Where a leaf's S is
         less than T, the new keys and values are those of each row's last S tokens.
       batch: `ids`, `segment_ids` (0: padding) and `segment_pos` int32 [B, T]; with `logit_columns` [B, n] the logits
-        are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none.
+        are those of n columns only; `adapters` int32 [B], the number of each row's low-rank adapter, or 0 for none. To
+        an encoder-decoder the first call for a prompt gives `encoder_ids`, `encoder_segment_ids` and
+        `encoder_segment_pos` too, and gets back leaves `encoded_*` of the encoder's text; later calls read these.
     """
     ...
 
@@ -136,7 +139,10 @@ def prefill(
     # Padding may lie beyond the last position.
     'segment_pos': jnp.where(is_prompt, batch.starts[:, None] + columns, 0),
     'adapters': batch.adapters,
+    **encoder_entries(batch.encoder_ids, batch.encoder_lengths),
   }
+  if batch.before is not None:  # the slot holds the encoder's text
+    model_batch = {name: each for name, each in model_batch.items() if not name.startswith('encoder_')}
   last = jnp.maximum(batch.lengths - 1, 0)[:, None]
   cache = None if batch.before is None else take_slots(state.cache, batch.slots)
   scores = {}
@@ -254,6 +260,7 @@ class ScoreBatch(struct.PyTreeNode):
     columns: int32 [B, C], the columns of T that a scored token follows.
     targets: int32 [B, C], the scored tokens; -1 where there is none.
     adapters: int32 [B], the number of each row's low-rank adapter; 0 is none.
+    encoder_ids, encoder_lengths: int32 [B, E] and [B], what an encoder reads; None where the model has none.
   """
 
   ids: Any
@@ -261,6 +268,8 @@ class ScoreBatch(struct.PyTreeNode):
   columns: Any
   targets: Any
   adapters: Any
+  encoder_ids: Any = None
+  encoder_lengths: Any = None
 
 
 class Scores(struct.PyTreeNode):
@@ -285,6 +294,7 @@ def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
     'segment_pos': jnp.where(is_text, columns, 0),
     'logit_columns': batch.columns,
     'adapters': batch.adapters,
+    **encoder_entries(batch.encoder_ids, batch.encoder_lengths),
   }
   logits, _ = forward(variables, None, model_batch)
   logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -294,6 +304,20 @@ def score(forward: Forward, variables: Any, batch: ScoreBatch) -> Scores:
     logprobs=jnp.where(is_target, of_targets, 0.0),
     are_likeliest=(jnp.argmax(logprobs, axis=-1) == batch.targets) | ~is_target,
   )
+
+
+def encoder_entries(ids: jax.Array | None, lengths: jax.Array | None) -> dict[str, jax.Array]:
+  """Returns the entries of a model's batch for the encoder, of texts int32 [P, E] of these lengths; {} for None."""
+  if ids is None:
+    return {}
+  columns = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :], ids.shape)
+  is_text = (columns < lengths[:, None]).astype(jnp.int32)
+  return {'encoder_ids': ids, 'encoder_segment_ids': is_text, 'encoder_segment_pos': columns}
+
+
+def is_encoded(path: Any) -> bool:
+  """Returns whether a leaf of the cache, by its path, is of an encoder's text, which no token changes."""
+  return bool(path) and str(getattr(path[-1], 'key', '')).startswith('cached_' + ENCODED)
 
 
 def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *, slots: jax.Array | None = None) -> Any:
@@ -306,9 +330,18 @@ def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *,
     lengths: int32 [P], number of tokens, without the padding behind them; 0 writes nothing.
     slots: int32 [P], all different, the slot of each row; rows with ids from N on are not written. None writes row i to
       slot i.
-  """
 
-  def write(leaf: jax.Array, tokens: jax.Array) -> jax.Array:
+  Leaves of an encoder's text are written as a whole where `new` has them, and left as they are elsewhere.
+  """
+  given = dict(jax.tree_util.tree_flatten_with_path(new)[0])
+
+  def write(path: Any, leaf: jax.Array) -> jax.Array:
+    tokens = given.get(path)
+    if tokens is None:
+      return leaf
+    if is_encoded(path):
+      whole = tokens.astype(leaf.dtype)
+      return whole if slots is None else put_slots(leaf, whole, slots)
     slot_dim = leaf.ndim - 4
     num_places, num_columns = leaf.shape[slot_dim + 2], tokens.shape[slot_dim + 2]
     columns = jnp.arange(num_columns, dtype=starts.dtype)[None, :]
@@ -332,7 +365,7 @@ def write_tokens(cache: Any, new: Any, starts: jax.Array, lengths: jax.Array, *,
     )
     return jax.lax.scatter(leaf, indices, tokens.astype(leaf.dtype), numbers, mode='drop', unique_indices=True)
 
-  return jax.tree.map(write, cache, new)
+  return jax.tree_util.tree_map_with_path(write, cache)
 
 
 def take_slots(cache: Any, slots: jax.Array) -> Any:
@@ -340,10 +373,11 @@ def take_slots(cache: Any, slots: jax.Array) -> Any:
   return jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=leaf.ndim - 4, mode='clip'), cache)
 
 
+def put_slots(leaf: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+  """Writes rows [..., P, G, S, K] to slots, int32 [P], all different; ids from N on are not written."""
+  return leaf.at[(slice(None),) * (leaf.ndim - 4) + (slots,)].set(rows, mode='drop', unique_indices=True)
+
+
 def copy_slots(cache: Any, sources: jax.Array, slots: jax.Array) -> Any:
   """Copies the slots `sources`, int32 [P], to `slots`, int32 [P], all different; ids from N on are not written."""
-
-  def put(leaf: jax.Array, rows: jax.Array) -> jax.Array:
-    return leaf.at[(slice(None),) * (leaf.ndim - 4) + (slots,)].set(rows, mode='drop', unique_indices=True)
-
-  return jax.tree.map(put, cache, take_slots(cache, sources))
+  return jax.tree.map(lambda leaf, rows: put_slots(leaf, rows, slots), cache, take_slots(cache, sources))

@@ -22,7 +22,7 @@ with epy.lazy_api_imports(globals()):
   from spmd_tasks.inputs.prefetch import Prefetcher
   from spmd_tasks.inputs.records import ArrayRecord, JsonLines, Parquet
   from spmd_tasks.inputs.span_corruption import SpanCorruption, span_corruption_lengths
-  from spmd_tasks.inputs.synthetic import SyntheticText
+  from spmd_tasks.inputs.synthetic import SyntheticPairs, SyntheticText
   from spmd_tasks.inputs.t5_tokenizers import SentencePieceTokenizer, T5ByteTokenizer
   from spmd_tasks.inputs.text import Block, OpenSource, StdlibText, TextFiles, TextSource
   from spmd_tasks.inputs.text_input import TextInput
@@ -50,6 +50,7 @@ __all__ = [
   'SpanCorruption',
   'State',
   'StdlibText',
+  'SyntheticPairs',
   'SyntheticText',
   'T5ByteTokenizer',
   'TextFiles',

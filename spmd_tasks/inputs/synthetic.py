@@ -1,4 +1,4 @@
-"""SyntheticText: random tokens that follow a rule which a model can learn.
+"""SyntheticText: random tokens that follow a rule which a model can learn; SyntheticPairs: texts and their beginnings.
 
 Token t+1 is `rule[token t]`, a fixed random permutation, except that with probability `noise` it is drawn uniformly. A
 model that has learnt the rule reaches a loss of about `noise * log(vocab_size)` plus the entropy of the noise itself.
@@ -97,3 +97,70 @@ class SyntheticIterator:
 
   def close(self) -> None:
     """Does nothing: no file or thread is open."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyntheticPairs(SyntheticText):
+  """A random text for the encoder, of tokens from 2 on, and for the decoder its beginning, which ends with token 1.
+
+  The decoder's first input is token 0. Texts have from half to all of `encoder_len` tokens.
+
+  Fields, beside those of SyntheticText:
+    encoder_len: S, the length of the encoder's rows; None: both texts stand in one row, the first as its prefix, for a
+      prefix language model.
+  """
+
+  encoder_len: int | None = 128
+
+  def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+    spec = base.language_model_spec(self.batch_size, self.seq_len)
+    if self.encoder_len is None:
+      return spec | {'prefix_mask': spec['ids']}
+    encoder = base.language_model_spec(self.batch_size, self.encoder_len)
+    return spec | {f'encoder_{name}': encoder[name] for name in ('ids', 'segment_ids', 'segment_pos')}
+
+  def make_iterator(self, shard_index: int = 0, shard_count: int = 1) -> 'SyntheticPairsIterator':
+    return SyntheticPairsIterator(self, base.shard_rows(self.batch_size, shard_index, shard_count))
+
+
+class SyntheticPairsIterator(SyntheticIterator):
+  """The rows `rows` of each batch of a SyntheticPairs."""
+
+  def __init__(self, settings: SyntheticPairs, rows: range):
+    self._pairs = settings
+    names = ('batch_size', 'vocab_size', 'seed', 'stream', 'noise', 'num_batches')
+    text = {name: getattr(settings, name) for name in names}
+    text['vocab_size'] -= 2
+    # In one row stand token 0, a text, its beginning, and token 1.
+    length = settings.encoder_len or (settings.seq_len - 1) // 2
+    super().__init__(SyntheticText(**text, seq_len=length), rows)
+
+  def __next__(self) -> base.Batch:
+    number = self._next_batch
+    texts = super().__next__()['ids'] + 2
+    length, seq_len = texts.shape[1], self._pairs.seq_len
+    batch = {
+      name: np.zeros((len(texts), *spec.shape[1:]), spec.dtype) for name, spec in self._pairs.element_spec().items()
+    }
+    for i, (row, text) in enumerate(zip(self._rows, texts, strict=True)):
+      text = text[: length - (row + number) % (length // 2 + 1)]
+      first = [] if self._pairs.encoder_len else list(text)
+      labels = np.array([*first, *text[: seq_len - 1 - len(first)], 1], np.int32)
+      size = len(labels)
+      batch['labels'][i, :size] = labels
+      batch['ids'][i, 1:size] = labels[:-1]
+      batch['weights'][i, len(first) : size] = 1
+      batch['segment_ids'][i, :size] = 1
+      batch['segment_pos'][i, :size] = np.arange(size)
+      if self._pairs.encoder_len is None:
+        batch['prefix_mask'][i, : 1 + len(first)] = 1
+        continue
+      batch['encoder_ids'][i, : len(text)] = text
+      batch['encoder_segment_ids'][i, : len(text)] = 1
+      batch['encoder_segment_pos'][i, : len(text)] = np.arange(len(text))
+    return batch
+
+  def _settings_of_state(self) -> base.State:
+    pairs = self._pairs
+    lengths = {'seq_len': pairs.seq_len, 'encoder_len': pairs.encoder_len}
+    return {**super()._settings_of_state(), 'kind': 'synthetic pairs', **lengths}

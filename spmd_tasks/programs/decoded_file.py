@@ -93,13 +93,21 @@ class DecodedFile:
 def request_record(prompt: Prompt, request: Request, num_outputs: int, settings: DecodeSettings) -> dict[str, Any]:
   """Makes the JSON object of a request: everything, beside the weights, that its outputs depend on."""
   record: dict[str, Any] = {'prompt': prompt.prompt} if prompt.prompt is not None else {}
-  record |= {'prompt_ids': list(request.ids), 'n': num_outputs, 'max_tokens': request.max_tokens}
+  if request.encoder_ids:
+    record |= {'prompt_ids': list(request.encoder_ids), 'decoder_ids': list(request.ids)}
+  else:
+    record['prompt_ids'] = list(request.ids)
+  record |= {'n': num_outputs, 'max_tokens': request.max_tokens}
   record |= {'stop_ids': list(request.stop_ids), 'stop': list(request.stop)}
   more = {name: getattr(prompt, name) for name in ('response_format', 'structured_outputs', 'adapter')}
   more['logit_bias'] = {str(token): value for token, value in request.logit_bias} or None
   record |= {name: value for name, value in more.items() if value is not None}
   if settings.num_beams > 1:
-    return record | {'num_beams': settings.num_beams, 'length_penalty': settings.length_penalty}
+    return (
+      record
+      | {'num_beams': settings.num_beams, 'length_penalty': settings.length_penalty}
+      | ({} if settings.beam_rule == 'exact' else {'beam_rule': settings.beam_rule})
+    )
   sampling = dataclasses.asdict(request.sampling)
   return record | {'seed': request.seed, 'score_prompt': request.score_prompt, **sampling}
 

@@ -11,15 +11,16 @@
 
 Each base builds its model from small methods, such as `ffn()`, `block(ffn)`, `stack()` and `embedding()`, and the rest
 from `loss()`, `optimizer()`, `tokenizer()` and `source(split)`: override one and call `super()`. Read
-`text_training.py` (all but the model) and `dense.py` first; `mixture_of_experts.py` and `pipelined.py` override what
-differs. Models from a folder in Hugging Face's format are in `bridges/huggingface/experiments.py`; the package `tuning`
-tunes such a model.
+`text_training.py` (all but the model) and `dense.py` first; `mixture_of_experts.py`, `pipelined.py` and
+`encoder_decoder.py` override what differs. Models from a folder in Hugging Face's
+format are in `bridges/huggingface/experiments.py`; the package `tuning` tunes such a model.
 """
 
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.recipes.dense import DenseLanguageModel
+  from spmd_tasks.recipes.encoder_decoder import EncoderDecoderLanguageModel
   from spmd_tasks.recipes.mixture_of_experts import MoeLanguageModel
   from spmd_tasks.recipes.pipelined import PipelinedLanguageModel
   from spmd_tasks.recipes.synthetic import SyntheticLanguageModel
@@ -27,6 +28,7 @@ with epy.lazy_api_imports(globals()):
 
 __all__ = [
   'DenseLanguageModel',
+  'EncoderDecoderLanguageModel',
   'MoeLanguageModel',
   'PipelinedLanguageModel',
   'SyntheticLanguageModel',

@@ -5,6 +5,7 @@ serving job is compiled for; the sampling parameters in them are the defaults of
 """
 
 import dataclasses
+from typing import Literal
 
 from spmd_tasks.errors import UserError
 from spmd_tasks.sharding.weights import QUANTIZED_DTYPES
@@ -71,7 +72,10 @@ class DecodeSettings(SamplingParams):
     weights_dtype: how a decoding or serving job holds the weights: 'bfloat16', 'int8', 'nf4' or 'nf4_double' (kernels;
       decoding/weight_storage.py), or None, as training does. The computation has the model's dtype.
     num_beams: 1 samples; a larger number searches for the likeliest texts with that many beams instead.
-    length_penalty: of beam search, see decoding/beam.py.
+    length_penalty, beam_rule: of beam search, see decoding/beam.py.
+    encoder_len: of an encoder-decoder, how many tokens a prompt may have; None takes the training input's length. Then
+      `max_len` counts the positions of the decoder.
+    start_id: of an encoder-decoder, the token that its decoder reads first.
   """
 
   max_len: int | None = None
@@ -86,10 +90,13 @@ class DecodeSettings(SamplingParams):
   weights_dtype: str | None = None
   num_beams: int = 1
   length_penalty: float = 1.0
+  beam_rule: Literal['exact', 't5x'] = 'exact'
+  encoder_len: int | None = None
+  start_id: int = 0
 
   def __post_init__(self):
     counts = ('max_len', 'num_slots', 'prefill_rows', 'prefill_chunk', 'min_bucket', 'max_stop_ids', 'max_tokens')
-    for name in (*counts, 'num_beams'):
+    for name in (*counts, 'num_beams', 'encoder_len'):
       value = getattr(self, name)
       if value is not None and value < 1:
         raise UserError(f'{name}={value} must be at least 1.')
@@ -103,6 +110,8 @@ class DecodeSettings(SamplingParams):
     held = ('bfloat16', *QUANTIZED_DTYPES)
     if self.weights_dtype not in (None, *held):
       raise UserError(f'weights_dtype={self.weights_dtype!r} must be one of {held}, or None.')
+    if self.beam_rule not in ('exact', 't5x'):
+      raise UserError(f"beam_rule={self.beam_rule!r} must be 'exact' or 't5x': choose one.")
     if self.eos_ids is not None and len(self.eos_ids) > self.max_stop_ids:
       raise UserError(f'eos_ids={self.eos_ids} are more than max_stop_ids={self.max_stop_ids}: raise max_stop_ids.')
     if self.num_top_logprobs < 0:

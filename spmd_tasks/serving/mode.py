@@ -103,6 +103,10 @@ def serve(
   # Listen before the weights are loaded, so that a wrong address shows at once.
   with _listen_on_primary(settings, limit_s) as sock:
     model = partition_job(job)
+    if 'encoder_ids' in model.input_layout.spec:
+      raise UserError(
+        f'experiment {job.name} is an encoder-decoder, which no server has: decode prompts from files by --mode decode.'
+      )
     decode = job.task.decode
     num_top = max(decode.num_top_logprobs, min(_MIN_TOP_LOGPROBS, tokenizer.vocab_size))
     steps = DecodeSteps(model, dataclasses.replace(decode, num_beams=1, num_top_logprobs=num_top))

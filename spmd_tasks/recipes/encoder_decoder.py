@@ -1,0 +1,191 @@
+"""Encoder-decoders with T5's layers, and decoder-only models: the base of the registered `t5` experiments."""
+
+from typing import Any, Literal
+
+import fiddle as fdl
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.inputs import SyntheticPairs
+from spmd_tasks.layers import (
+  BlockGroup,
+  EncoderDecoderLm,
+  FanInNormal,
+  FeedForward,
+  GatedFeedForward,
+  LanguageModel,
+  LanguageModelLoss,
+  RmsNorm,
+  TokenEmbedding,
+  TransformerBlock,
+  TransformerStack,
+)
+from spmd_tasks.layers.attention import Attention, RelativePositionBias
+from spmd_tasks.learning import Adafactor, Learner, LinearWarmupRsqrt
+from spmd_tasks.recipes.dense import DenseLanguageModel
+from spmd_tasks.runtime import DecodeSettings, Task
+
+
+class EncoderDecoderLanguageModel(DenseLanguageModel):
+  """T5: RMS norms, relative position biases, attention without 1 / sqrt(K); on made-up pairs of texts by default.
+
+  `num_layers` counts the decoder's layers. With `num_encoder_layers=0` the model is decoder-only, and a prefix language
+  model where the batch has `prefix_mask`. Any `mixture()` replaces the feed-forward sublayer of every
+  `mixture_every`-th block of both stacks.
+  """
+
+  num_encoder_layers: int = 2
+  head_dim: int = 64
+  activation: str = 'gelu'
+  is_gated: bool = True  # T5 1.0 is not
+  ties_embedding: bool = False  # T5 1.0 does
+  has_bias_per_layer: bool = False  # UMT5 has
+  num_buckets: int = 32
+  max_distance: int = 128
+  dropout_rate: float = 0.0
+  mixture_every: int = 2
+
+  encoder_len: int = 128
+  start_id: int = 0  # what the decoder reads before its first token
+  z_loss: float = 1e-4
+  label_smoothing: float = 0.0
+  normalization: Literal['tokens', 'sum', 'all_tokens', 'sequences'] | float = 'tokens'
+
+  learning_rate = 1e-2  # at the end of the warmup; then it falls with the square root of the step
+  warmup_steps: int = 10_000
+
+  def embedding(self) -> fdl.Config[TokenEmbedding]:
+    return fdl.Config(
+      TokenEmbedding,
+      vocab_size=self.vocab_size,
+      embed_dim=self.model_dims,
+      tied=self.ties_embedding,
+      scale_sqrt_depth=False,
+      scale_logits=self.ties_embedding,
+      table_init=fdl.Config(FanInNormal, num_input_dims=0),
+      dtype=self.dtype,
+    )
+
+  def ffn(self) -> fdl.Config[FeedForward]:
+    return fdl.Config(
+      GatedFeedForward if self.is_gated else FeedForward,
+      hidden_dim=self.hidden_dims,
+      activation=self.activation,
+      dtype=self.dtype,
+      **self._dropout(),
+    )
+
+  def mixture(self) -> fdl.Config | None:
+    """The feed-forward sublayer of every `mixture_every`-th block, such as a MixtureOfExperts; None: of no block."""
+    return None
+
+  def attention(self, **settings: Any) -> fdl.Config[Attention]:
+    """The attention of encoder blocks (causal=False), of decoder blocks, and to the encoder's text (cross=True)."""
+    return fdl.Config(
+      Attention,
+      num_heads=self.num_heads,
+      head_dim=self.head_dim,
+      rotary=None,
+      softmax_scale=1.0,
+      query_init_scale=1.0 / self.head_dim,
+      even_padding=True,
+      dropout_rate=self.dropout_rate,
+      dtype=self.dtype,
+      **settings,
+    )
+
+  def position_bias(self, *, bidirectional: bool) -> fdl.Config[RelativePositionBias]:
+    """The biases of the encoder (bidirectional) or of the decoder."""
+    return fdl.Config(
+      RelativePositionBias,
+      num_heads=self.num_heads,
+      num_buckets=self.num_buckets,
+      max_distance=self.max_distance,
+      bidirectional=bidirectional,
+    )
+
+  def block(self, ffn: fdl.Config, *, encodes: bool = False) -> fdl.Config[TransformerBlock]:
+    """A block of the decoder, or of the encoder, around a feed-forward sublayer."""
+    own = self.position_bias(bidirectional=encodes) if self.has_bias_per_layer else None
+    return fdl.Config(
+      TransformerBlock,
+      attention=self.attention(causal=not encodes, position_bias=own),
+      cross_attention=None if encodes or not self.num_encoder_layers else self.attention(cross=True),
+      ffn=ffn,
+      norm=self._norm(),
+      **self._dropout(),
+    )
+
+  def stack(self, *, encodes: bool = False) -> fdl.Config[TransformerStack]:
+    """All blocks of the decoder, or of the encoder."""
+    num_layers, every = self.num_encoder_layers if encodes else self.num_layers, self.mixture_every
+    mixture, block = self.mixture(), self.block(self.ffn(), encodes=encodes)
+    if mixture is not None:
+      if num_layers % every:
+        raise UserError(f'{num_layers} layers are no multiple of mixture_every={every}: change one of them.')
+      blocks = [self.block(self.ffn(), encodes=encodes) for _ in range(every - 1)]
+      blocks.append(self.block(mixture, encodes=encodes))
+      block, num_layers = fdl.Config(BlockGroup, blocks=tuple(blocks)), num_layers // every
+    return fdl.Config(TransformerStack, block=block, num_layers=num_layers, remat_policy=self.remat_policy)
+
+  def language_model(self) -> fdl.Config[LanguageModel]:
+    shared = not self.has_bias_per_layer
+    decoder = {
+      'embedding': self.embedding(),
+      'stack': self.stack(),
+      'final_norm': self._norm(),
+      'position_bias': self.position_bias(bidirectional=False) if shared else None,
+      'num_logit_chunks': self.num_logit_chunks,
+      'scatters_gradients': self.scatters_gradients,
+      **self._dropout(),
+    }
+    if not self.num_encoder_layers:
+      return fdl.Config(LanguageModel, **decoder)
+    return fdl.Config(
+      EncoderDecoderLm,
+      **decoder,
+      encoder_stack=self.stack(encodes=True),
+      encoder_norm=self._norm(),
+      encoder_position_bias=self.position_bias(bidirectional=True) if shared else None,
+    )
+
+  def loss(self) -> fdl.Config[LanguageModelLoss]:
+    return fdl.Config(
+      LanguageModelLoss,
+      z_loss_weight=self.z_loss,
+      label_smoothing=self.label_smoothing,
+      smoothing='others',
+      normalization=self.normalization,
+    )
+
+  def optimizer(self) -> fdl.Config:
+    schedule = fdl.Config(LinearWarmupRsqrt, peak=self.learning_rate, warmup_steps=self.warmup_steps)
+    return fdl.Config(Adafactor, learning_rate=schedule)
+
+  def decode_settings(self) -> fdl.Config[DecodeSettings]:
+    """How texts are generated: greedily; T5X's beam search has num_beams=4."""
+    return fdl.Config(DecodeSettings, beam_rule='t5x', length_penalty=0.6, start_id=self.start_id)
+
+  def task(self) -> fdl.Config[Task]:
+    learner = fdl.Config(Learner, optimizer=self.optimizer())
+    return fdl.Config(
+      Task, model=self.language_model(), loss=self.loss(), learner=learner, decode=self.decode_settings()
+    )
+
+  def train_input(self) -> fdl.Config:
+    return fdl.Config(
+      SyntheticPairs,
+      batch_size=self.batch_size,
+      seq_len=self.seq_len,
+      encoder_len=self.encoder_len if self.num_encoder_layers else None,
+      vocab_size=self.vocab_size,
+      seed=self.seed,
+    )
+
+  def eval_inputs(self) -> dict[str, fdl.Config]:
+    return {'valid': fdl.copy_with(self.train_input(), stream=1, num_batches=self.eval_batches)}
+
+  def _norm(self) -> fdl.Config[RmsNorm]:
+    return fdl.Config(RmsNorm, dtype=self.dtype)
+
+  def _dropout(self) -> dict[str, Any]:
+    return {'dropout_rate': self.dropout_rate, 'dropout_broadcast_dims': (-2,)}
