@@ -96,7 +96,7 @@ class XXL(_Pretraining):
 
 @register
 class V10Base(Base, V10):
-  """T5 1.0 Base, 220M parameters."""
+  """T5 1.0 Base, 223M parameters."""
 
   hidden_dims = 3072
 
@@ -113,7 +113,7 @@ class V11XXL(XXL, V11):
 
 @register
 class MT5Base(Base, MT5):
-  """mT5 Base, 580M parameters."""
+  """mT5 Base, 582M parameters."""
 
 
 @register
@@ -123,7 +123,7 @@ class UMT5Base(Base, UMT5):
 
 @register
 class ByT5Base(Base, ByT5):
-  """ByT5 Base, 580M parameters; the other sizes have other dims too."""
+  """ByT5 Base, 582M parameters; the other sizes have other dims too."""
 
   model_dims, num_layers, num_encoder_layers, hidden_dims = 1536, 6, 18, 3968
 

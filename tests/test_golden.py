@@ -101,6 +101,11 @@ def test_golden_files_are_the_same_on_every_machine(name, kind):
     ('moe.Qwen3Moe30B', 30.5e9),
     ('moe.DeepSeekV3Like', 671e9),
     ('moe.DeepSeekV3LikeOnH200', 50e9),
+    ('t5.V10Base', 223e6),
+    ('t5.V11Small', 77e6),
+    ('t5.V11XXL', 11e9),
+    ('t5.MT5Base', 582e6),
+    ('t5.ByT5Base', 582e6),
   ],
 )
 def test_models_are_as_large_as_they_say(name, claim):
@@ -120,7 +125,7 @@ def test_every_claimed_size_is_checked():
     'moe.DeepSeekV3Like',
     'moe.DeepSeekV3LikeOnH200',
   }
-  assert claiming == dense | mixtures
+  assert claiming == dense | mixtures | {'t5.V10Base', 't5.V11Small', 't5.V11XXL', 't5.MT5Base', 't5.ByT5Base'}
 
 
 def test_large_recipes_fit_their_chips():

@@ -1,0 +1,123 @@
+"""EncoderDecoderLm and prefix language models against T5X's networks, and their generation against whole rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.errors import UserError
+from spmd_tasks.layers import LanguageModelLoss, TransformerBlock
+from spmd_tasks.layers.attention import Attention
+from spmd_tasks.layers.attention.relative_bias import distance_buckets
+from spmd_tasks.layers.pipeline import PipelinedStack
+from tests.layers import t5x_networks
+
+LOSSES = ('sum', 7.5, 'tokens', 'all_tokens', 'sequences')
+
+
+@functools.cache
+def logits(name: str, implementation: str | None = None) -> np.ndarray:
+  arrays = t5x_networks.case(name)
+  model = t5x_networks.model(name, implementation=implementation)
+  apply = jax.jit(lambda weights, batch: model.apply({'params': weights}, batch)['logits'])
+  return np.asarray(apply(t5x_networks.weights(arrays), t5x_networks.batch(arrays)))
+
+
+@pytest.mark.parametrize('name, implementation', [('packed', None), ('prefix', None), ('packed', 'blockwise')])
+def test_the_logits_are_those_of_t5x(name, implementation):
+  """Those of padding too, which attends evenly to all: experts may read it. A block of queries is a whole row here."""
+  np.testing.assert_allclose(logits(name, implementation), t5x_networks.case(name)['logits'], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('number, normalization', list(enumerate(LOSSES)))
+def test_the_losses_are_those_of_t5x(number, normalization):
+  arrays = t5x_networks.case('packed')
+  batch = t5x_networks.batch(arrays) | {'weights': arrays['decoder_loss_weights']}
+  loss = LanguageModelLoss(z_loss_weight=1e-3, label_smoothing=0.1, smoothing='others', normalization=normalization)
+
+  output = loss({'logits': arrays['logits']}, jax.tree.map(jnp.asarray, batch))
+
+  np.testing.assert_allclose(output.loss, arrays['losses'][number], rtol=2e-6)
+  assert output.is_sum == (normalization in ('sum', 7.5))
+
+
+def test_generation_gives_the_logits_of_whole_rows():
+  """The encoder's text is read by the first call only, and one row after another has its own length."""
+  arrays = t5x_networks.case('packed')
+  model, params = t5x_networks.model('packed'), t5x_networks.weights(arrays)
+  batch = {name: jnp.asarray(value[:, :6]) for name, value in t5x_networks.batch(arrays).items()}
+  ones = jnp.ones_like(batch['ids'])
+  columns = jnp.broadcast_to(jnp.arange(6)[None], ones.shape)
+  lengths = jnp.array([6, 3, 1])
+  segments = (columns < lengths[:, None]).astype(jnp.int32)
+  decoder = {'ids': batch['ids'], 'segment_ids': ones, 'segment_pos': columns}
+  encoder = {'encoder_ids': batch['encoder_ids'], 'encoder_segment_ids': segments, 'encoder_segment_pos': columns}
+  whole = model.apply({'params': params}, decoder | encoder)['logits']
+
+  first, new = model.apply(
+    {'params': params}, {name: x[:, :2] for name, x in decoder.items()} | encoder, mutable='new_cache'
+  )
+  np.testing.assert_allclose(first['logits'], whole[:, :2], rtol=1e-5, atol=1e-5)
+  cache = jax.tree.map(lambda box: box.value, new['new_cache'], is_leaf=lambda x: hasattr(x, 'value'))
+  step = {name: x[:, 2:6] for name, x in decoder.items()}  # four tokens at once, behind two that are cached
+  outputs, new = model.apply({'params': params, 'cache': cache}, step, mutable='new_cache')
+
+  np.testing.assert_allclose(outputs['logits'], whole[:, 2:], rtol=1e-5, atol=1e-5)
+  assert set(cache['stack']['layers']['cross_attention']) == {
+    f'cached_encoded_{n}' for n in ('key', 'value', 'segments')
+  }
+  assert 'encoder_stack' not in cache
+  assert 'cross_attention' not in new['new_cache']['stack']['layers']
+
+
+@pytest.mark.parametrize('bidirectional', [False, True])
+def test_buckets_are_exact_near_and_logarithmic_far(bidirectional):
+  buckets = distance_buckets(32, 128, bidirectional=bidirectional)
+  num_exact = 8 if bidirectional else 16
+  past, future = buckets[128:], buckets[128::-1]  # by distance
+  assert past[:num_exact].tolist() == list(range(num_exact))
+  assert (np.diff(past) >= 0).all()
+  assert past[-1] == 2 * num_exact - 1 == past[120]
+  assert past[64] == {8: 14, 16: 26}[num_exact]
+  np.testing.assert_array_equal(future[1:], past[1:] + 16 if bidirectional else np.zeros(128))
+
+
+def test_dropout_drops_a_key_for_all_queries_and_a_feature_for_all_tokens():
+  attention = Attention(num_heads=2, head_dim=3, rotary=None, dropout_rate=0.5)
+  x = jax.random.normal(jax.random.key(0), (2, 5, 6))
+  variables = attention.init(jax.random.key(1), x)
+  rngs = {'dropout': jax.random.key(2)}
+  kept = attention.apply(variables, x)
+  assert not np.allclose(attention.apply(variables, x, train=True, rngs=rngs), kept)
+
+  # Equal values at all places: what a query gets is the share of its kept keys, the same for all queries of a head.
+  even = Attention(num_heads=2, head_dim=3, rotary=None, dropout_rate=0.5, causal=False)
+  ones = jnp.ones((2, 5, 6))
+  shares = even.apply(variables, ones, train=True, rngs=rngs) / even.apply(variables, ones)
+  np.testing.assert_allclose(shares, np.broadcast_to(shares[:, :1], shares.shape), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'settings, message',
+  [
+    ({'cross': True}, 'cross=True goes without rotary'),
+    ({'rotary': None, 'implementation': 'splash', 'even_padding': True}, 'has no evenly attending padding'),
+  ],
+)
+def test_what_attention_cannot_do_is_refused(settings, message):
+  with pytest.raises(UserError, match=message):
+    Attention(num_heads=2, **settings).init(jax.random.key(0), jnp.ones((1, 4, 6)))
+
+
+def test_a_pipeline_refuses_an_encoder_and_a_plain_block_cross_attention():
+  model = t5x_networks.model('packed')
+  batch = t5x_networks.batch(t5x_networks.case('packed'))
+  block = model.stack.block
+  pipelined = PipelinedStack(block=block.clone(), num_layers=2, num_microbatches=1)
+  with pytest.raises(UserError, match='the stack PipelinedStack takes no position_bias and no encoded'):
+    model.clone(stack=pipelined).init(jax.random.key(0), batch)
+  plain = TransformerBlock(attention=block.attention.clone(), ffn=block.ffn.clone(), norm=block.norm.clone())
+  with pytest.raises(UserError, match='need cross_attention'):
+    model.clone(stack=model.stack.clone(block=plain)).init(jax.random.key(0), batch)
