@@ -165,7 +165,6 @@ class UMT5Tiny(_Tiny, UMT5):
   """UMT5 in small."""
 
 
-
 @register
 class PrefixTiny(_Tiny):
   """A prefix language model in small: one stack, which sees the first text in both directions."""
