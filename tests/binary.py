@@ -19,6 +19,7 @@ import time
 
 from spmd_tasks import main
 from tests import forked
+from tests.shared_models import shared_models
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -97,7 +98,8 @@ def run_python(code: str, *, limit_s: float = 60, **start) -> Finished:
 
 def run_in_process(*flags: object) -> int:
   """The same command line on this process's 8 fake devices; returns the exit code."""
-  return main.run([str(flag) for flag in flags])
+  with shared_models():
+    return main.run([str(flag) for flag in flags])
 
 
 def metric_lines(directory: Path) -> list[dict]:

@@ -26,7 +26,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from spmd_tasks.distributed import use_fake_devices
-from tests import forked
+from tests import forked, shared_models
 
 # A process that loads Triton beside TensorFlow aborts, as both bring LLVM; PyTorch does without on a CPU.
 sys.modules['triton'] = None  # type: ignore[assignment]  # importing it raises ImportError
@@ -110,6 +110,7 @@ def compiled_programs_are_given_up():
   """Linux lets a process have 65,530 memory maps, of which a compiled program takes ten; then LLVM dies wordlessly."""
   yield
   if _MAPS.exists() and _MAPS.read_bytes().count(b'\n') > _MAX_MAPS:
+    shared_models.forget()
     jax.clear_caches()
     gc.collect()
 

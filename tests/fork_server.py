@@ -54,12 +54,13 @@ class Request:
 
 
 def preload(others: Sequence[str]) -> None:
-  """Imports every module of spmd_tasks, and `others`; leaves registered experiments and TensorFlow to the children."""
+  """Imports all that jobs need but TensorFlow and registered experiments, and `others`."""
   import spmd_tasks
 
   for module in pkgutil.walk_packages(spmd_tasks.__path__, 'spmd_tasks.'):
     if not module.name.startswith(('spmd_tasks.experiments', 'spmd_tasks._experiments', 'spmd_tasks.bridges.pax.')):
       importlib.import_module(module.name)
+  importlib.import_module('grain')  # which spmd_tasks imports where it is used
   from jax._src import xla_bridge
 
   from spmd_tasks.distributed.environment import refuse_unusable_environment

@@ -108,8 +108,10 @@ class CompiledStep:
     """Lowers the program, and starts to compile it in a thread; `compile` waits for it.
 
     Meanwhile another program can be lowered and compiled. To lower in the thread too would save nothing: Python runs
-    one thread at a time.
+    one thread at a time. Nothing happens the second time.
     """
+    if self._compiled is not None or self._compiling is not None:
+      return
     thread = ThreadPoolExecutor(1, thread_name_prefix='compile')
     self.trace()
     self._compiling = thread.submit(self._compile)
