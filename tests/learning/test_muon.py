@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from spmd_tasks.layers.attention import Attention
 from spmd_tasks.learning import AdamW, Learner, Muon, MuonClip
@@ -81,6 +80,8 @@ def trained(optimizer, start, grads, specs=SPECS, mesh=None):
 
 def torch_muon(monkeypatch, scale, nesterov, start, grads):
   """torch.optim.Muon, whose products are in bfloat16, in float64; its matrices are [outputs, inputs]."""
+  import torch  # seconds, which one process of the tests pays
+
   wide = types.SimpleNamespace(**vars(torch))
   wide.bfloat16 = torch.float64
   monkeypatch.setattr('torch.optim._muon.torch', wide)

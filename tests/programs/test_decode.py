@@ -168,7 +168,7 @@ def test_decode_follows_every_new_checkpoint_to_the_last(finished_job, tmp_path,
   'signum', [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
 )
 def test_a_killed_job_loses_and_repeats_nothing(finished_job, tmp_path, cache_environment, signum):
-  prompts = [{'prompt': f'{i}', 'temperature': 1.0, 'seed': i} for i in range(120)]
+  prompts = [{'prompt': f'{i}', 'temperature': 1.0, 'seed': i, 'max_tokens': 12} for i in range(120)]
   flags = ('--decode_input', write_prompts(tmp_path, prompts))
   job = checkpoints_of(finished_job, tmp_path / 'job')
   partial = job / 'decode' / 'prompts' / 'step_20.jsonl.partial'

@@ -10,7 +10,9 @@ from dropless_reference import (
   compute,
   draw_expert_ids,
   draw_inputs,
+  expert_weights,
   mesh_and_rules,
+  routing_of,
   value_and_gradients,
 )
 import jax
@@ -202,3 +204,13 @@ def test_a_shard_map_around_it_that_does_not_fit(form, rules, message, rng):
   expert_ids = np.stack([draw_expert_ids(rng, 'mixed')] * 2)
   with sharding_scope(mesh, rules), pytest.raises(ValueError, match=message):
     jax.eval_shape(under_stages(form, mesh, Dropless()), inputs, expert_ids)
+
+
+def test_up_and_down_must_be_split_alike(rng):
+  mesh, rules = mesh_and_rules({'data': 4, 'mdl': 2}, {'batch': 'data', 'expert': 'data'})
+  inputs, _ = draw_inputs(rng)
+  weights = expert_weights(inputs).replace(down_split_dims=('mdl', None, None))
+  routing = routing_of(draw_expert_ids(rng, 'mixed'), inputs['gates'])
+  message = r"experts over \('data',\).*down_split_dims=.* over \('mdl',\).*the same"
+  with sharding_scope(mesh, rules), pytest.raises(ValueError, match=message):
+    Dropless()(inputs['x'], routing, weights, train=True)

@@ -1,0 +1,65 @@
+"""Jobs that run in this process share what JAX traces and compiles of equal tasks on equal meshes: most of their time.
+
+Usage:
+
+    with shared_models():
+      main.run(...)
+
+What a job computes with is the same as without: a PartitionedModel is a function of its arguments, and holds no state
+of a job. Processes that the tests start trace and compile for themselves.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+import contextlib
+import functools
+from typing import Any
+from unittest import mock
+
+from spmd_tasks import experiment
+from spmd_tasks.programs import decode
+
+
+class Shared:
+  """A function that is called once for equal arguments, which need not be hashable; the newest results are kept."""
+
+  def __init__(self, function: Callable[..., Any], max_kept: int):
+    self._function = function
+    self._kept: deque[tuple[Any, Any]] = deque(maxlen=max_kept)
+
+  def __call__(self, *args: Any, **settings: Any) -> Any:
+    for known, made in self._kept:
+      if known == (args, settings):
+        return made
+    made = self._function(*args, **settings)
+    self._kept.append(((args, settings), made))
+    return made
+
+  def forget(self) -> None:
+    self._kept.clear()
+
+
+def _partition(*args: Any, **settings: Any) -> Any:
+  model = _partition_spmd_model(*args, **settings)
+  vars(model)['batch_step'] = Shared(functools.partial(type(model).batch_step, model), max_kept=8)  # it is frozen
+  return model
+
+
+_partition_spmd_model = experiment.partition_spmd_model
+_models = Shared(_partition, max_kept=6)
+_decode_steps = Shared(decode.DecodeSteps, max_kept=3)
+
+
+@contextlib.contextmanager
+def shared_models() -> Iterator[None]:
+  with (
+    mock.patch.object(experiment, 'partition_spmd_model', _models),
+    mock.patch.object(decode, 'DecodeSteps', _decode_steps),
+  ):
+    yield
+
+
+def forget() -> None:
+  """Lets go of the compiled programs."""
+  _models.forget()
+  _decode_steps.forget()
