@@ -1,0 +1,196 @@
+"""The files of T5X's checkpoints: `open_checkpoint` lists the arrays, `write_checkpoint` writes a version 3 one.
+
+    MODEL_DIR/checkpoint_20/checkpoint                    version 3: msgpack of the tree, with small arrays in it
+    MODEL_DIR/checkpoint_20/target.encoder....kernel/     and an array of zarr for each of the others
+    MODEL_DIR/checkpoint_20/state/                        Orbax: one OCDBT store, or directories as above
+    t5_1_1.checkpoint_0                                   everything in one msgpack file
+
+An array's name is its path in T5X's state: `target/encoder/.../kernel`, `state/param_states/.../v_row`, `state/step`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+import dataclasses
+import math
+import re
+from typing import Any
+
+from etils import epath
+from flax import serialization, traverse_util
+import numpy as np
+
+from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array
+from spmd_tasks.bridges.pax._checkpoint_files import key_value_store
+from spmd_tasks.errors import UserError
+from spmd_tasks.files import absolute_path, storage_errors, write_durably
+
+VERSION = 3
+_STEP = re.compile(r'checkpoint_(\d+)')
+_PLACEHOLDER = 'PLACEHOLDER://'  # Orbax's, in its older checkpoints
+_MOST_BYTES = 64 * 2**20  # of a chunk
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class T5xCheckpoint:
+  """One checkpoint of T5X.
+
+  Attributes:
+    path: the file, or the directory.
+    arrays: by name; nothing has been read of those that have files of their own.
+  """
+
+  path: epath.Path
+  arrays: Mapping[str, LazyArray]
+
+  @property
+  def step(self) -> int:
+    return int(np.asarray(self.arrays['state/step'])) if 'state/step' in self.arrays else 0
+
+  @property
+  def weights(self) -> dict[str, LazyArray]:
+    """The arrays below `target/`, without it."""
+    return {name.removeprefix('target/'): a for name, a in self.arrays.items() if name.startswith('target/')}
+
+
+def steps_of(directory: epath.Path) -> dict[int, epath.Path]:
+  """Returns the complete checkpoints of a MODEL_DIR by ascending step."""
+  found = {int(match[1]): path for path in directory.iterdir() if (match := _STEP.fullmatch(path.name))}
+  return dict(sorted(found.items()))
+
+
+def open_checkpoint(place: epath.PathLike, step: int | None = None) -> T5xCheckpoint:
+  """Opens a checkpoint: a file, a directory `checkpoint_<step>`, or of a MODEL_DIR the newest or that of a step.
+
+  Raises:
+    UserError: there is none, or it is of another format.
+  """
+  path = absolute_path(place)
+  if not path.exists():
+    raise UserError(f'{path} does not exist: name a checkpoint of T5X, or the MODEL_DIR with them.')
+  if path.is_dir() and not (path / 'checkpoint').exists() and not (path / 'state').is_dir():
+    found = steps_of(path)
+    if not found or (step is not None and step not in found):
+      wanted = '' if step is None else f' of step {step}'
+      raise UserError(
+        f'{path} holds no checkpoint of T5X{wanted}: '
+        + (f'its steps are {[*found]}, choose one.' if found else 'name a directory with checkpoint_<step> in it.')
+      )
+    path, step = found[max(found) if step is None else step], None
+  root = path / 'state' if path.is_dir() and (path / 'state').is_dir() else path
+  read = _ocdbt if (root / 'manifest.ocdbt').exists() else _msgpack
+  arrays = dict(read(root))
+  checkpoint = T5xCheckpoint(path=path, arrays=arrays)
+  if step is not None and checkpoint.step != step:
+    raise UserError(f'{path} is of step {checkpoint.step}, not of {step}: leave the step out, or name the MODEL_DIR.')
+  return checkpoint
+
+
+def _ocdbt(root: epath.Path) -> Iterator[tuple[str, LazyArray]]:
+  import tensorstore as ts
+
+  store = {'driver': 'ocdbt', 'base': key_value_store(root)}
+  for key in ts.KvStore.open(store).result().list().result():
+    name, _, file = key.decode().rpartition('/')
+    if file == '.zarray':
+      opened = ts.open({'driver': 'zarr', 'kvstore': store | {'path': f'{name}/'}}, open=True, read=True)
+      yield name.replace('.', '/'), _lazy(opened.result())
+
+
+def _msgpack(root: epath.Path) -> Iterator[tuple[str, LazyArray]]:
+  file = root / 'checkpoint' if root.is_dir() else root
+  try:
+    contents = serialization.msgpack_restore(file.read_bytes())
+    tree = next((contents[key] for key in ('optimizer', '_optimizer') if key in contents), contents)
+    flat = traverse_util.flatten_dict(tree, is_leaf=lambda _, node: 'driver' in node, sep='/')
+  except Exception as error:  # whatever msgpack raises for bytes that are none
+    raise UserError(f'{file} is no checkpoint of T5X or is damaged ({error!r:.200}).') from error
+  if contents.get('version', VERSION) != VERSION:
+    raise UserError(f'{file} has the version {contents["version"]}; T5X wrote version {VERSION} since June 2021.')
+  for name, leaf in flat.items():
+    if isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER):
+      yield name, _open_zarr(root, leaf.removeprefix(_PLACEHOLDER), None)
+    elif isinstance(leaf, Mapping):
+      place = leaf.get('path') or leaf['kvstore']['path']
+      yield name, _open_zarr(root, place.strip('/'), leaf)
+    elif leaf is not None:
+      yield name, lazy_array(np.asarray(leaf))
+
+
+def _open_zarr(root: epath.Path, name: str, spec: Mapping[str, Any] | None) -> LazyArray:
+  import tensorstore as ts
+
+  base = key_value_store(root)
+  given: dict[str, Any] = {'driver': 'zarr', 'kvstore': base | {'path': f'{base["path"]}{name}/'}}
+  if (root / name / '.zarray').exists():
+    return _lazy(ts.open(given, open=True, read=True).result())
+  if spec is None or not (root / name).is_dir():
+    raise UserError(f'{root / name} has no .zarray, which says what the array is: copy the checkpoint again, with it.')
+  dtype = np.dtype(spec['dtype']).newbyteorder('<').str
+  rest = {'dtype': dtype, 'fill_value': None, 'filters': None, 'order': 'C', 'zarr_format': 2}
+  return _lazy(
+    ts.open(given | {'metadata': rest | spec['metadata']}, open=True, read=True, assume_metadata=True).result()
+  )
+
+
+def _lazy(store: Any) -> LazyArray:
+  return LazyArray(store.shape, store.dtype.numpy_dtype, lambda index: store[index].read().result())
+
+
+def write_checkpoint(
+  model_dir: epath.PathLike, step: int, arrays: Mapping[str, Any], inline: Collection[str], *, is_writer: bool = True
+) -> epath.Path:
+  """Writes `<model_dir>/checkpoint_<step>` as T5X's Checkpointer does (version 3); returns its path.
+
+  Args:
+    model_dir: a directory, new or not.
+    step: that of the state.
+    arrays: by name; LazyArrays that are sharded are read by every process, one after the other.
+    inline: the names of those that are part of the msgpack file.
+    is_writer: whether this process writes.
+
+  Raises:
+    UserError: there is a checkpoint of that step.
+    StorageError: a file cannot be written.
+  """
+  import tensorstore as ts
+
+  path = absolute_path(model_dir) / f'checkpoint_{step}'
+  if path.exists():
+    raise UserError(f'{path} exists: choose another directory, or delete it.')
+  partial = path.with_name(f'{path.name}.tmp-0')  # a name that T5X takes for an unfinished one
+  flat: dict[str, Any] = {}
+  with storage_errors(partial):
+    if is_writer:
+      if partial.exists():
+        partial.rmtree()
+      partial.mkdir(parents=True)
+    base = key_value_store(partial)
+    for name in sorted(arrays):
+      values = np.asarray(arrays[name])
+      if name in inline:
+        flat[name] = values
+        continue
+      spec = {
+        'driver': 'zarr',
+        'dtype': values.dtype.name,
+        'kvstore': {'driver': 'file', 'path': name.replace('/', '.')},
+        'metadata': {'compressor': {'id': 'gzip'}, 'shape': values.shape, 'chunks': _chunks(values)},
+      }
+      flat[name] = ts.Spec(spec).to_json()
+      if is_writer:
+        place = base | {'path': f'{base["path"]}{name.replace("/", ".")}/'}
+        ts.open(spec | {'kvstore': place}, create=True).result().write(values).result()
+    if is_writer:
+      tree = traverse_util.unflatten_dict(flat, sep='/')
+      contents = {'version': VERSION, 'optimizer': tree}
+      write_durably(partial / 'checkpoint', serialization.msgpack_serialize(contents, in_place=True))  # in this order
+      partial.rename(path)
+  return path
+
+
+def _chunks(array: np.ndarray) -> list[int]:
+  """Returns even chunks of at most 64 MiB, the largest dim cut first."""
+  chunks = list(array.shape)
+  while math.prod(chunks) * array.dtype.itemsize > _MOST_BYTES:
+    dim = chunks.index(max(chunks))
+    chunks[dim] = next(n for n in range(chunks[dim] - 1, 0, -1) if array.shape[dim] % n == 0)
+  return chunks

@@ -1,0 +1,237 @@
+"""T5xOrigin: a new job goes on from a checkpoint of T5X, with its optimizer state and step; `init_from = t5x:PLACE`.
+
+    spmd-tasks --exp t5.Small --set init_from=t5x:MODEL_DIR --set init_from_step=1000000 ...
+
+    class FineTuning(MyExperiment):
+      def origin(self):
+        return T5xOrigin(path='MODEL_DIR', assignment_map=((r'(.*)decoder/logits_dense(.*)', None),), from_scratch=True)
+
+The weights of a job without a checkpoint of its own are evaluated, decoded, served and exported from there, too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import re
+from typing import Any
+
+from etils import epath
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmd_tasks.bridges._lazy_arrays import LazyArray
+from spmd_tasks.bridges._rules import Rule
+from spmd_tasks.bridges.huggingface._folder import place_on_mesh
+from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint
+from spmd_tasks.bridges.t5x._weights import Layout
+from spmd_tasks.checkpoints.checkpointer import Restored
+from spmd_tasks.checkpoints.manifest import CheckpointError
+from spmd_tasks.errors import UserError
+from spmd_tasks.files import absolute_path
+from spmd_tasks.learning.frozen_weights import without_frozen
+from spmd_tasks.runtime import PartitionedModel, TrainState
+from spmd_tasks.runtime.origin import Base
+from spmd_tasks.runtime.task import Variables
+
+MOMENTS = ('v_row', 'v_col', 'v', 'm')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5xOrigin(Base):
+  """A checkpoint of T5X.
+
+  Attributes:
+    path: of the checkpoint, or of the MODEL_DIR.
+    step: in a MODEL_DIR; None: the newest.
+    with_optimizer: whether Adafactor's moments and the step are taken, too; without them a new job begins at step 0.
+    assignment_map: T5X's: (regular expression, replacement) pairs. The first whose expression matches the whole name of
+      a weight, as T5X names it (`target/decoder/...`), says the name that it has in the checkpoint; None: it is drawn.
+    from_scratch: T5X's `fallback_to_scratch`: weights that the checkpoint lacks are drawn.
+  """
+
+  path: str
+  step: int | None = None
+  with_optimizer: bool = True
+  assignment_map: Sequence[tuple[str, str | None]] = ()
+  from_scratch: bool = False
+
+  def start(self, model: PartitionedModel, seed: int) -> tuple[TrainState, int, str]:
+    """Returns the state of a new job.
+
+    Raises:
+      UserError: the checkpoint cannot be read, or its weights or moments are not those of the job.
+    """
+    checkpoint = open_checkpoint(self.path, self.step)
+    layout, lazy = self._lazy_weights(model, checkpoint)
+    moments = self._lazy_moments(model, checkpoint, layout, lazy) if self.with_optimizer else None
+    state = model.init(seed)
+    state = state.replace(weights=_overwritten(model, lambda s: s.weights, lazy, state))
+    phrase = f'starting from {len(lazy)} weights of {checkpoint.path}'
+    if moments is None:
+      return state, 0, phrase
+    opt_state = _overwritten(model, lambda s: s.learner.opt_state, moments, state)
+    count = jnp.asarray(checkpoint.step, jnp.int32)
+    opt_state = _with_count(opt_state, lambda old: jax.device_put(count, old.sharding))
+    step = jax.device_put(count, state.step.sharding)
+    state = state.replace(step=step, learner=state.learner.replace(opt_state=opt_state))
+    return state, checkpoint.step, f'{phrase}, with its optimizer state, after step {checkpoint.step}'
+
+  def variables(self, model: PartitionedModel, storage: Any = None) -> Variables:
+    """Returns the padded variables."""
+    _, lazy = self._lazy_weights(model, open_checkpoint(self.path, self.step))
+    padded = traverse_util.flatten_dict(model.padded_state.weights, sep='/')
+    if missing := sorted(padded.keys() - lazy.keys()):
+      raise UserError(f'{self.path} lacks {len(missing)} weights, {missing[0]} for one: train before you evaluate.')
+    true = traverse_util.flatten_dict(model.abstract_state.weights, sep='/')
+    flat = {name: place_on_mesh(lazy[name].reshape(true[name].shape), leaf) for name, leaf in padded.items()}
+    return {'params': traverse_util.unflatten_dict(flat, sep='/')}
+
+  def frozen(self, model: PartitionedModel, storage: Any = None) -> Any:
+    """Returns the padded frozen weights, with None for those that are trained."""
+    weights = self.variables(model, storage)['params']
+    trained = without_frozen(weights, model.weight_specs)
+    return jax.tree.map(lambda t, w: w if t is None else None, trained, weights, is_leaf=lambda x: x is None)
+
+  def start_identifying(
+    self,
+    job_log_dir: epath.Path,
+    *,
+    allow: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+  ) -> Callable[[], Mapping[str, str]]:
+    """Returns the place: T5X's checkpoints have no digest."""
+    return lambda: {'t5x': str(open_checkpoint(self.path, self.step).path)}
+
+  def check(
+    self, restored: Restored, checkpoints: epath.Path, identity: Callable[[], Mapping[str, str]] | None = None
+  ) -> None:
+    """Raises a CheckpointError if the checkpoint's frozen weights are of another place."""
+    here, there = self.start_identifying(checkpoints)(), restored.base
+    if there is not None and there != here:
+      raise CheckpointError(f'{checkpoints} has weights that were trained beside {there}, not beside {here}.')
+
+  def _lazy_weights(self, model: PartitionedModel, checkpoint: T5xCheckpoint) -> tuple[Layout, dict[str, LazyArray]]:
+    """Returns the layout of the checkpoint, and our weights by name; nothing is read."""
+    wanted = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
+    given = checkpoint.weights
+    if not given:
+      raise UserError(f'{checkpoint.path} has no weights: T5X keeps them below target/.')
+    layout = Layout.of(given, str(checkpoint.path))
+    table = layout.weights(wanted)
+    if self.assignment_map or self.from_scratch:
+      table = dataclasses.replace(table, rules=tuple(self._assigned(table.rules, given)))
+      names = {slot.name for rule in table.rules for slot in rule.target}
+      wanted = {name: leaf for name, leaf in wanted.items() if name in names}
+      given = {slot.name: given[slot.name] for rule in table.rules for slot in rule.source}
+    table.check(given, wanted)
+    return layout, table.convert_lazily(given, wanted)
+
+  def _assigned(self, rules: Sequence[Rule], given: Mapping[str, LazyArray]) -> list[Rule]:
+    """Returns the rules of the weights that the checkpoint has, with its names."""
+    found, unused, dropped = [], {pattern for pattern, _ in self.assignment_map}, set()
+    for rule in rules:
+      (slot,) = rule.source
+      name: str | None = slot.name
+      for pattern, replacement in self.assignment_map:
+        if match := re.fullmatch(pattern, f'target/{slot.name}'):
+          unused.discard(pattern)
+          name = None if replacement is None else match.expand(replacement).removeprefix('target/')
+          if name is not None and name not in given:
+            raise UserError(f'assignment_map gives {name} for {slot.name}, but {self.path} has no such weight.')
+          break
+      if name in given:
+        found.append(Rule(name, [*rule.target], *rule.operations))
+      elif name is None or self.from_scratch:
+        dropped |= {target.name for target in rule.target}
+      else:
+        found.append(rule)  # which `check` names
+    if unused:
+      raise UserError(f'assignment_map has patterns that match no weight: {", ".join(sorted(unused))}.')
+    return [rule for rule in found if not dropped.intersection(target.name for target in rule.target)]
+
+  def _lazy_moments(
+    self, model: PartitionedModel, checkpoint: T5xCheckpoint, layout: Layout, weights: Mapping[str, LazyArray]
+  ) -> dict[str, LazyArray] | None:
+    """Returns our moments by their place in the optimizer state; None if the checkpoint has none."""
+    prefix = 'state/param_states/'
+    stored = {n.removeprefix(prefix): a for n, a in checkpoint.arrays.items() if n.startswith(prefix)}
+    if not stored:
+      return None
+    if self.assignment_map or self.from_scratch:
+      raise UserError(
+        'assignment_map and from_scratch change weights, not moments: set with_optimizer=False with them.'
+      )
+    shapes = traverse_util.flatten_dict(model.canonical_state.weights, sep='/')
+    ours = moments_of(model.canonical_state.learner.opt_state, shapes)
+    remedy = (
+      f"Adafactor.as_t5x(scanned={layout.scanned}, ...) is T5X's; T5xOrigin(with_optimizer=False) takes weights alone."
+    )
+    if not ours['v'] and not ours['v_row']:
+      raise UserError(
+        f'{checkpoint.path} has the state of an Adafactor, which the optimizer of the job is not: {remedy}'
+      )
+    if not ours['m'] and any(a.shape != (1,) for name, a in stored.items() if name.endswith('/m')):
+      raise UserError(f'{checkpoint.path} has momentum, which the Adafactor of the job has not: set momentum. {remedy}')
+    found: dict[str, LazyArray] = {}
+    for moment in MOMENTS:
+      wanted = {name: leaf for name, (_, leaf) in ours[moment].items()}
+      table = layout.moments(moment, shapes, set(wanted))
+      names = (slot.name for rule in table.rules for slot in rule.source)
+      given = {name: stored[name] for name in names if name in stored}
+      try:
+        table.check(given, wanted)
+      except UserError as error:
+        raise UserError(f'These are moments ({moment}): {error}\n{remedy}') from error
+      lazy = table.convert_lazily(given, wanted)
+      found |= {ours[moment][name][0]: array for name, array in lazy.items()}
+    return found
+
+
+def open_origin(place: str, step: int | None) -> T5xOrigin:
+  """Returns the origin that `init_from = t5x:PLACE` names."""
+  return T5xOrigin(path=str(absolute_path(place)), step=step)
+
+
+def moments_of(opt_state: Any, weights: Mapping[str, Any]) -> dict[str, dict[str, tuple[str, Any]]]:
+  """Returns Adafactor's moments: moment -> weight -> (place in the state, leaf); placeholders are left out."""
+  found: dict[str, dict[str, tuple[str, Any]]] = {moment: {} for moment in MOMENTS}
+  for place, leaf in _by_place(opt_state).items():
+    if match := re.fullmatch(r'0/(v_row|v_col|v)/(.*)|\d+/(ema)/(.*)', place):
+      found[match[1] or 'm'][match[2] or match[4]] = (place, leaf)
+  whole = {name for name, (_, leaf) in found['v'].items() if leaf.shape == weights[name].shape}
+  return {
+    moment: {name: each for name, each in leaves.items() if moment == 'm' or (name in whole) == (moment == 'v')}
+    for moment, leaves in found.items()
+  }
+
+
+def _overwritten(
+  model: PartitionedModel, part: Callable[[TrainState], Any], lazy: Mapping[str, LazyArray], state: TrainState
+) -> Any:
+  """Returns a part of the state with the arrays in their places."""
+
+  def chosen(tree: Any) -> dict[str, Any]:
+    return {place: leaf for place, leaf in _by_place(part(tree)).items() if place in lazy}
+
+  canonical = {place: place_on_mesh(lazy[place], leaf) for place, leaf in chosen(model.canonical_state).items()}
+  placed = model.from_canonical(canonical, chosen)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, old: placed.get(jax.tree_util.keystr(path, simple=True, separator='/'), old), part(state)
+  )
+
+
+def _by_place(tree: Any) -> dict[str, Any]:
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def _with_count(opt_state: Any, new: Callable[[jax.Array], jax.Array]) -> Any:
+  def is_factored(node: Any) -> bool:
+    return isinstance(node, optax.FactoredState)
+
+  return jax.tree.map(
+    lambda node: node._replace(count=new(node.count)) if is_factored(node) else node, opt_state, is_leaf=is_factored
+  )
