@@ -1,0 +1,312 @@
+"""Compares a case that the real T5X computed with ours: `scripts/t5x_compare CASE_DIR`.
+
+A case is a folder with config.json, batch.npz, initial_weights.npz, initial_logits.npz, initial_grads.json,
+curves.json, final_weights.npz, decoded.json and checkpoint_20, as ../shared/t5x/README.md says; what is not there is
+not compared.
+Each part runs on one device and on 8 (data 4 x model 2), from the weights and from the checkpoint alone. The last line
+has the worst differences, or null:
+
+    logits           largest difference relative to the largest logit
+    gradients        of the first loss and of the norm of each weight's gradient, relative
+    losses           of each of the steps, relative
+    final_weights    after the steps and in the checkpoint, relative to the largest entry of each weight
+    checkpoint       whether one of ours, of the state that was read, has T5X's files byte for byte
+    scores           of the batch's texts, relative
+    greedy, beam     the share of equal tokens
+"""
+
+import argparse
+import dataclasses
+import filecmp
+import json
+from pathlib import Path
+import sys
+import tempfile
+from typing import Any
+
+from spmd_tasks.distributed.fake_devices import use_fake_devices
+
+use_fake_devices(8)
+
+import fiddle as fdl  # noqa: E402
+from flax import traverse_util  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from spmd_tasks.bridges._lazy_arrays import lazy_array  # noqa: E402
+from spmd_tasks.bridges.t5x._seqio import contract_batch  # noqa: E402
+from spmd_tasks.bridges.t5x._weights import Layout  # noqa: E402
+from spmd_tasks.bridges.t5x.exporting import write_state  # noqa: E402
+from spmd_tasks.bridges.t5x.origin import T5xOrigin  # noqa: E402
+from spmd_tasks.decoding import DecodeSteps, Request  # noqa: E402
+from spmd_tasks.decoding.generation import generate, search  # noqa: E402
+from spmd_tasks.layers import moe  # noqa: E402
+from spmd_tasks.learning import Adafactor, Learner, ProductOfFactors  # noqa: E402
+from spmd_tasks.recipes import EncoderDecoderLanguageModel  # noqa: E402
+from spmd_tasks.runtime import DecodeSettings, Task, partition_spmd_model  # noqa: E402
+from spmd_tasks.sharding import DEFAULT_AXIS_RULES  # noqa: E402
+
+TOLERANCE = 1e-5
+SHARES = ('greedy', 'beam')
+NORMALIZATIONS = {
+  None: 'sum',
+  'NUM_REAL_TARGET_TOKENS': 'tokens',
+  'NUM_TOTAL_TARGET_TOKENS': 'all_tokens',
+  'AVERAGE_PER_SEQUENCE': 'sequences',
+}
+NUM_DEVICES = 8  # of every run of T5X, from which the size of the experts' groups follows
+
+
+class Case:
+  """The files of a case, and what T5X's settings in them are here."""
+
+  def __init__(self, directory: Path):
+    self.directory = directory
+    self.config = json.loads((directory / 'config.json').read_text())
+    features = self.npz('batch')
+    assert features is not None
+    self.batch = contract_batch(features)
+    self.features = features
+    if (causal := features.get('decoder_causal_attention')) is not None:
+      self.batch['prefix_mask'] = causal.astype(np.int32)
+    self.initial = self.npz('initial_weights')
+    self.final = self.npz('final_weights')
+
+  def npz(self, name: str) -> dict[str, np.ndarray] | None:
+    path = self.directory / f'{name}.npz'
+    return dict(np.load(path)) if path.exists() else None
+
+  def json(self, name: str) -> Any:
+    path = self.directory / f'{name}.json'
+    return json.loads(path.read_text()) if path.exists() else None
+
+  def task(self) -> Task:
+    """Returns the model, the loss and the learner."""
+    c, names = self.config, set(self.initial or self.final or ())
+    activations = c.get('activations', ['gelu', 'linear'])
+    normalizing = c.get('loss_normalizing_factor', 'NUM_REAL_TARGET_TOKENS' if c['kind'] == 'moe' else None)
+    settings = {
+      'vocab_size': c['vocab'],
+      'model_dims': c['emb'],
+      'num_layers': c['dec'],
+      'num_encoder_layers': c['enc'] if 'encoder_ids' in self.batch else 0,
+      'num_heads': c['heads'],
+      'head_dim': c['head_dim'],
+      'hidden_dims': c['mlp'],
+      'activation': activations[0],
+      'is_gated': len(activations) > 1,
+      'ties_embedding': not any('logits_dense' in name for name in names),
+      'has_bias_per_layer': any('layers_0/relpos_bias' in name for name in names),
+      'z_loss': c.get('z_loss', 0.0),
+      'label_smoothing': c.get('label_smoothing', 0.0),
+      'normalization': NORMALIZATIONS.get(normalizing, normalizing),
+    }
+    experiment = Experiment(**settings)
+    if 'experts' in c:
+      experiment = MixtureExperiment(**settings, config=c)
+    loss = experiment.loss()
+    if 'experts' in c:
+      loss.aux_loss_weights = {'load_balance_loss': c['aux'], 'router_z_loss': c.get('router_z', 1e-3)}
+    factors, base, warmup = c['learning_rate'].split(', ')
+    schedule = ProductOfFactors(factors=factors, base=float(base), warmup_steps=int(warmup.split()[-1]))
+    decode = DecodeSettings(
+      max_len=c['lengths'][1] + 1,
+      num_slots=8,
+      prefill_rows=8,
+      eos_ids=(1,),
+      min_bucket=1,
+      prefill_chunk=16,
+      beam_rule='t5x',
+      length_penalty=0.6,
+    )
+    return Task(
+      model=fdl.build(experiment.language_model()),
+      loss=fdl.build(loss),
+      learner=Learner(optimizer=Adafactor.as_t5x(learning_rate=schedule)),
+      decode=decode,
+    )
+
+
+class Experiment(EncoderDecoderLanguageModel):
+  """The recipe; T5X's cases set its fields."""
+
+
+class MixtureExperiment(EncoderDecoderLanguageModel):
+  """With Flaxformer's mixture of experts in every second layer."""
+
+  config: Any = None
+
+  def mixture(self) -> fdl.Config:
+    c = self.config
+    num_experts = c['experts']
+    groups = moe.DerivedGroupSize(max_size=c['group'], num_groups_multiple_of=max(num_experts, NUM_DEVICES))
+    return fdl.Config(
+      moe.MixtureOfExperts,
+      router=fdl.Config(moe.TopKRouter, num_experts=num_experts, num_selected=c['top_k']),
+      experts=fdl.Config(moe.Experts, num_experts=num_experts, hidden_dim=self.hidden_dims, activation=self.activation),
+      computation=moe.CapacityEinsum(
+        capacity_factor=c['capacity'],
+        eval_capacity_factor=c.get('eval_capacity', c['capacity']),
+        min_capacity=c.get('min_capacity', 4),
+        group_size=groups,
+      ),
+      padding='routed',
+      load_balance_shards='groups',
+    )
+
+
+class Comparison:
+  """One mesh's numbers against T5X's."""
+
+  def __init__(self, case: Case, num_devices: int, found: dict[str, Any]):
+    self.case, self.found = case, found
+    devices = np.array(jax.devices()[:num_devices]).reshape(1, -1, 2 if num_devices > 1 else 1)
+    mesh = jax.sharding.Mesh(devices, ('replica', 'data', 'mdl'))
+    self.spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in case.batch.items()}
+    self.model = partition_spmd_model(case.task(), mesh, self.spec, axis_rules=DEFAULT_AXIS_RULES)
+    self.shapes = traverse_util.flatten_dict(self.model.canonical_state.weights, sep='/')
+
+  def note(self, name: str, difference: float) -> None:
+    """Keeps the worst of a number."""
+    worse = min if name in (*SHARES, 'checkpoint') else max
+    old = self.found.get(name)
+    self.found[name] = float(difference if old is None else worse(old, difference))
+    print(f'{self.model.mesh.size} devices: {name} {difference:.3g}', flush=True)
+
+  def state_of(self, weights: dict[str, np.ndarray]) -> Any:
+    """Returns a new state with T5X's weights."""
+    layout = Layout.of(weights, 'the weights')
+    table = layout.weights(self.shapes)
+    table.check(weights, self.shapes)
+    lazy = table.convert_lazily({name: lazy_array(x) for name, x in weights.items()}, self.shapes)
+    canonical = self.model.to_canonical(self.model.init(0))
+    tree = traverse_util.unflatten_dict({name: np.asarray(x) for name, x in lazy.items()}, sep='/')
+    return self.model.from_canonical(canonical.replace(weights=tree))
+
+  def theirs(self, tree: Any, names: Any) -> dict[str, np.ndarray]:
+    """Returns a canonical tree like the weights by T5X's names."""
+    table = Layout.of(names, 'the weights').weights(self.shapes).inverse()
+    flat = traverse_util.flatten_dict(tree, sep='/')
+    return dict(table.convert(lambda name: np.asarray(flat[name]), {n: jax.ShapeDtypeStruct((), 'f4') for n in names}))
+
+  def compare_weights(self, state: Any) -> None:
+    final = self.case.final
+    if final is not None:
+      ours = self.theirs(self.model.to_canonical(state).weights, final)
+      self.note('final_weights', max(np.abs(ours[n] - x).max() / np.abs(x).max() for n, x in final.items()))
+
+  def compare_start(self, state: Any) -> None:
+    """Compares initial logits and gradients."""
+    task, case = self.model.task, self.case
+
+    def logits_of(variables: Any, batch: Any) -> Any:
+      return task.predict(variables, batch)['logits']
+
+    def gradients_of(variables: Any, batch: Any) -> Any:
+      def loss(weights: Any) -> Any:
+        return task.compute_loss(variables | {'params': weights}, batch, train=True, rng=jax.random.key(0)).loss
+
+      return jax.value_and_grad(loss)(variables['params'])
+
+    if (want := case.npz('initial_logits')) is not None:
+      step = self.model.batch_step('logits', self.spec, logits_of)
+      got = np.asarray(step(state.variables, step.place(case.batch)))
+      self.note('logits', float(np.abs(got - want['logits']).max() / np.abs(want['logits']).max()))
+    if (want := case.json('initial_grads')) is not None:
+      step = self.model.batch_step('gradients', self.spec, gradients_of)
+      loss, gradients = step(state.variables, step.place(case.batch))
+      canonical = jax.tree.map(
+        lambda g, c: np.asarray(g).reshape(c.shape), gradients, self.model.canonical_state.weights
+      )
+      ours = self.theirs(canonical, want['norms'])
+      norms = {n: float(np.linalg.norm(g.astype(np.float64).ravel())) for n, g in ours.items()}
+      differences = {n: abs(norms[n] / norm - 1) for n, norm in want['norms'].items() if norm}
+      self.note('gradients', max(abs(float(loss) / want['loss'] - 1), *differences.values()))
+
+  def compare_training(self, state: Any) -> Any:
+    """Compares the losses of all steps; returns the last state."""
+    curve = self.case.json('curves')['1 device']['curve']
+    step, worst = self.model.train_step, 0.0
+    for want in curve:
+      state, metrics = step(state, step.place(self.case.batch))
+      worst = max(worst, abs(float(metrics['loss']) / want['loss'] - 1))
+    self.note('losses', worst)
+    return state
+
+  def compare_checkpoint(self) -> Any:
+    """Compares the state that `checkpoint_20` gives, and that state as we write it; returns it."""
+    path = next(iter(self.case.directory.glob('checkpoint_*')))
+    state = T5xOrigin(path=str(path)).start(self.model, 0)[0]
+    self.compare_weights(state)
+    with tempfile.TemporaryDirectory() as directory:
+      layout = Layout.of(self.case.final or {}, str(path))
+      written = Path(write_state(directory, self.model.to_canonical(state), layout))
+      files = sorted(str(each.relative_to(path)) for each in path.rglob('*') if each.is_file())
+      ours = sorted(str(each.relative_to(written)) for each in written.rglob('*') if each.is_file())
+      same, _, _ = filecmp.cmpfiles(path, written, files, shallow=False)
+      self.note('checkpoint', float(files == ours and len(same) == len(files) and written.name == path.name))
+    return state
+
+  def compare_decoding(self, state: Any) -> None:
+    """Compares scores, greedy and beam search, of the final weights."""
+    want, case = self.case.json('decoded'), self.case
+    if want is None:
+      return
+
+    def scores_of(variables: Any, batch: Any) -> Any:
+      return -self.model.task.compute_loss(variables, batch, train=False).per_example['cross_entropy']
+
+    step = self.model.batch_step('scores', self.spec, scores_of)
+    scores = np.asarray(step(state.variables, step.place(case.batch)))
+    expected = np.array(want['score_batch'])
+    self.note('scores', float(np.abs(scores - expected).max() / np.abs(expected).max()))
+    num_tokens = case.config['lengths'][1]
+    requests = [
+      Request(ids=(0,), encoder_ids=tuple(row[row > 0].tolist()), max_tokens=num_tokens, stop_ids=(1,))
+      for row in case.features['encoder_input_tokens']
+    ]
+    greedy = np.array(want['greedy']['tokens'])
+    greedy = greedy.reshape(len(requests), -1)
+    ours = np.zeros_like(greedy)
+    for i, text in generate(DecodeSteps(self.model), state.variables, requests, decode=lambda ids: ''):
+      ours[i, : len(text.ids)] = text.ids
+    self.note('greedy', float((ours == greedy).mean()))
+    for name, beams in want.items():
+      if not name.startswith('beam_'):
+        continue
+      _, width, _, alpha = name.split('_')
+      settings = dataclasses.replace(self.model.task.decode, num_beams=int(width), length_penalty=float(alpha))
+      tokens = np.array(beams['tokens'])
+      ours = np.zeros_like(tokens)
+      for i, texts in search(DecodeSteps(self.model, settings), state.variables, requests, decode=lambda ids: ''):
+        for j, text in enumerate(texts):
+          ours[i, -1 - j, : len(text.ids)] = text.ids
+      self.note('beam', float((ours == tokens).mean()))
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('case', type=Path, metavar='CASE_DIR')
+  case = Case(parser.parse_args().case)
+  names = ('logits', 'gradients', 'losses', 'final_weights', 'checkpoint', 'scores', *SHARES)
+  found: dict[str, Any] = dict.fromkeys(names)
+  for num_devices in (1, 8):
+    comparison = Comparison(case, num_devices, found)
+    if case.initial is not None:
+      comparison.compare_start(comparison.state_of(case.initial))
+      if case.json('curves') is not None:
+        comparison.compare_weights(comparison.compare_training(comparison.state_of(case.initial)))
+    if any(case.directory.glob('checkpoint_*')):
+      comparison.compare_decoding(comparison.compare_checkpoint())
+    elif case.final is not None:
+      comparison.compare_decoding(comparison.state_of(case.final))
+  holds = all(
+    value is None or (value == 1 if name in (*SHARES, 'checkpoint') else value <= TOLERANCE)
+    for name, value in found.items()
+  )
+  print(json.dumps(found))
+  return 0 if holds else 1
+
+
+if __name__ == '__main__':
+  sys.exit(main())
