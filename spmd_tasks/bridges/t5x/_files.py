@@ -19,9 +19,8 @@ from flax import serialization, traverse_util
 import numpy as np
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray, lazy_array
-from spmd_tasks.bridges.pax._checkpoint_files import key_value_store
 from spmd_tasks.errors import UserError
-from spmd_tasks.files import absolute_path, storage_errors, write_durably
+from spmd_tasks.files import absolute_path, is_remote, storage_errors, write_durably
 
 VERSION = 3
 _STEP = re.compile(r'checkpoint_(\d+)')
@@ -87,7 +86,7 @@ def open_checkpoint(place: epath.PathLike, step: int | None = None) -> T5xCheckp
 def _ocdbt(root: epath.Path) -> Iterator[tuple[str, LazyArray]]:
   import tensorstore as ts
 
-  store = {'driver': 'ocdbt', 'base': key_value_store(root)}
+  store = {'driver': 'ocdbt', 'base': _store(root)}
   for key in ts.KvStore.open(store).result().list().result():
     name, _, file = key.decode().rpartition('/')
     if file == '.zarray':
@@ -118,7 +117,7 @@ def _msgpack(root: epath.Path) -> Iterator[tuple[str, LazyArray]]:
 def _open_zarr(root: epath.Path, name: str, spec: Mapping[str, Any] | None) -> LazyArray:
   import tensorstore as ts
 
-  base = key_value_store(root)
+  base = _store(root)
   given: dict[str, Any] = {'driver': 'zarr', 'kvstore': base | {'path': f'{base["path"]}{name}/'}}
   if (root / name / '.zarray').exists():
     return _lazy(ts.open(given, open=True, read=True).result())
@@ -129,6 +128,14 @@ def _open_zarr(root: epath.Path, name: str, spec: Mapping[str, Any] | None) -> L
   return _lazy(
     ts.open(given | {'metadata': rest | spec['metadata']}, open=True, read=True, assume_metadata=True).result()
   )
+
+
+def _store(path: epath.Path) -> dict[str, Any]:
+  """Returns the TensorStore spec of the files below a directory, local or `gs://bucket/...`."""
+  if not is_remote(path):
+    return {'driver': 'file', 'path': f'{path.absolute()}/'}
+  bucket, _, rest = str(path).removeprefix('gs://').partition('/')
+  return {'driver': 'gcs', 'bucket': bucket, 'path': f'{rest}/'}
 
 
 def _lazy(store: Any) -> LazyArray:
@@ -163,7 +170,7 @@ def write_checkpoint(
       if partial.exists():
         partial.rmtree()
       partial.mkdir(parents=True)
-    base = key_value_store(partial)
+    base = _store(partial)
     for name in sorted(arrays):
       values = np.asarray(arrays[name])
       if name in inline:

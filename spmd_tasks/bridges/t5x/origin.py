@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmd_tasks.bridges._lazy_arrays import LazyArray
+from spmd_tasks.bridges._lazy_arrays import LazyArray, place_on_mesh
 from spmd_tasks.bridges._rules import Rule
-from spmd_tasks.bridges.huggingface._folder import place_on_mesh
 from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint
 from spmd_tasks.bridges.t5x._weights import Layout
 from spmd_tasks.checkpoints.checkpointer import Restored
@@ -48,7 +47,8 @@ class T5xOrigin(Base):
     with_optimizer: whether Adafactor's moments and the step are taken, too; without them a new job begins at step 0.
     assignment_map: T5X's: (regular expression, replacement) pairs. The first whose expression matches the whole name of
       a weight, as T5X names it (`target/decoder/...`), says the name that it has in the checkpoint; None: it is drawn.
-    from_scratch: T5X's `fallback_to_scratch`: weights that the checkpoint lacks are drawn.
+    from_scratch: T5X's `fallback_to_scratch`: weights that the checkpoint lacks are drawn; where it lacks some
+      layers of a stack, that weight is drawn for all of them.
   """
 
   path: str
@@ -120,16 +120,18 @@ class T5xOrigin(Base):
     layout = Layout.of(given, str(checkpoint.path))
     table = layout.weights(wanted)
     if self.assignment_map or self.from_scratch:
-      table = dataclasses.replace(table, rules=tuple(self._assigned(table.rules, given)))
-      names = {slot.name for rule in table.rules for slot in rule.target}
+      rules, given = self._assigned(table.rules, given)
+      table = dataclasses.replace(table, rules=rules)
+      names = {slot.name for rule in rules for slot in rule.target}
       wanted = {name: leaf for name, leaf in wanted.items() if name in names}
-      given = {slot.name: given[slot.name] for rule in table.rules for slot in rule.source}
     table.check(given, wanted)
     return layout, table.convert_lazily(given, wanted)
 
-  def _assigned(self, rules: Sequence[Rule], given: Mapping[str, LazyArray]) -> list[Rule]:
-    """Returns the rules of the weights that the checkpoint has, with its names."""
-    found, unused, dropped = [], {pattern for pattern, _ in self.assignment_map}, set()
+  def _assigned(
+    self, rules: Sequence[Rule], given: Mapping[str, LazyArray]
+  ) -> tuple[tuple[Rule, ...], dict[str, LazyArray]]:
+    """Returns the rules of the weights that are taken, and what the checkpoint has for them."""
+    found, unused, dropped = {}, {pattern for pattern, _ in self.assignment_map}, set()
     for rule in rules:
       (slot,) = rule.source
       name: str | None = slot.name
@@ -140,15 +142,14 @@ class T5xOrigin(Base):
           if name is not None and name not in given:
             raise UserError(f'assignment_map gives {name} for {slot.name}, but {self.path} has no such weight.')
           break
-      if name in given:
-        found.append(Rule(name, [*rule.target], *rule.operations))
+      if name is not None and name in given:
+        found[slot.name] = given[name]
       elif name is None or self.from_scratch:
         dropped |= {target.name for target in rule.target}
-      else:
-        found.append(rule)  # which `check` names
     if unused:
       raise UserError(f'assignment_map has patterns that match no weight: {", ".join(sorted(unused))}.')
-    return [rule for rule in found if not dropped.intersection(target.name for target in rule.target)]
+    kept = tuple(rule for rule in rules if not dropped.intersection(slot.name for slot in rule.target))
+    return kept, {slot.name: found[slot.name] for rule in kept for slot in rule.source if slot.name in found}
 
   def _lazy_moments(
     self, model: PartitionedModel, checkpoint: T5xCheckpoint, layout: Layout, weights: Mapping[str, LazyArray]

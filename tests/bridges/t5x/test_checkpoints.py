@@ -1,0 +1,220 @@
+"""Checkpoints of T5X in and out: what T5X wrote, byte for byte, and what goes out comes back in."""
+
+import filecmp
+import types
+
+from flax import serialization, traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spmd_tasks.bridges.t5x import T5xOrigin, open_checkpoint, write_checkpoint
+from spmd_tasks.bridges.t5x._weights import Layout
+from spmd_tasks.bridges.t5x.exporting import layout_of, write_state
+from spmd_tasks.bridges.t5x.origin import moments_of
+from spmd_tasks.errors import UserError
+from spmd_tasks.learning import Adafactor, Learner
+from spmd_tasks.sharding import WeightSpec
+
+L, D, H, K, F, E, V, N = 2, 64, 4, 16, 128, 8, 256, 32
+
+
+def attention(name, *, d=D, h=H, k=K):
+  return {f'{name}/{part}/kernel': (d, h, k) for part in ('query', 'key', 'value')} | {f'{name}/out/kernel': (h, k, d)}
+
+
+def ffn(*, gated=True, d=D, f=F):
+  return {f'ffn/{part}/kernel': (d, f) for part in (('gate', 'up') if gated else ('up',))} | {'ffn/down/kernel': (f, d)}
+
+
+EXPERTS = {'ffn/experts/gate': (E, D, F), 'ffn/experts/up': (E, D, F), 'ffn/experts/down': (E, F, D)}
+MIXTURE = {'ffn/router/kernel': (D, E), **EXPERTS}
+NORMS = {'attention_norm/scale': (D,), 'ffn_norm/scale': (D,)}
+ENCODER = attention('attention') | NORMS
+DECODER = ENCODER | attention('cross_attention') | {'cross_attention_norm/scale': (D,)}
+WHOLE = {
+  'embedding/table': (V, D),
+  'embedding/softmax_kernel': (D, V),
+  'encoder_norm/scale': (D,),
+  'final_norm/scale': (D,),
+}
+SHARED_BIASES = {'encoder_position_bias/table': (H, N), 'position_bias/table': (H, N)}
+
+
+def stacked(prefix, shapes, num=L):
+  return {f'{prefix}/layers/{name}': (num, *shape) for name, shape in shapes.items()}
+
+
+# The case `moe` of T5X: every second layer is a mixture. `scalable_t5`: a bias per layer.
+MOE = {
+  **WHOLE,
+  **SHARED_BIASES,
+  **{n.replace('layers/', 'layers/block_0/'): s for n, s in stacked('encoder_stack', ENCODER | ffn(), 1).items()},
+  **{n.replace('layers/', 'layers/block_1/'): s for n, s in stacked('encoder_stack', ENCODER | MIXTURE, 1).items()},
+  **{n.replace('layers/', 'layers/block_0/'): s for n, s in stacked('stack', DECODER | ffn(), 1).items()},
+  **{n.replace('layers/', 'layers/block_1/'): s for n, s in stacked('stack', DECODER | MIXTURE, 1).items()},
+}
+BIAS = {'attention/position_bias/table': (H, N)}
+SCANNED = {
+  **WHOLE,
+  **stacked('encoder_stack', ENCODER | ffn() | BIAS, 3),
+  **stacked('stack', DECODER | ffn() | BIAS, 3),
+}
+WIDE = {'d': 128, 'h': 4, 'k': 32}
+DECODER_ONLY = {
+  'embedding/table': (V, 128),
+  'embedding/softmax_kernel': (128, V),
+  'position_bias/table': (H, N),
+  'final_norm/scale': (128,),
+  **stacked('stack', attention('attention', **WIDE) | ffn(gated=False, d=128, f=256)),
+  **stacked('stack', {name: (128,) for name in NORMS}),
+}
+
+
+def spec_of(name, shape):
+  num_input_dims = 2 if name.endswith('out/kernel') else 0 if name.endswith(('table', 'softmax_kernel')) else 1
+  is_norm = name.endswith('scale')
+  return WeightSpec(
+    shape=shape,
+    init=None,
+    stacked=int('stack/' in name),
+    tags=('no_decay',) if is_norm else ('expert',) if '/experts/' in name else (),
+    num_input_dims=None if is_norm else num_input_dims,
+  )
+
+
+def tree(flat):
+  return traverse_util.unflatten_dict(flat, sep='/')
+
+
+def state_of(shapes, rng, *, step=20, **settings):
+  """A state after one update, with drawn gradients."""
+  specs = tree({name: spec_of(name, shape) for name, shape in shapes.items()})
+  weights, grads = (
+    tree({name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}) for _ in range(2)
+  )
+  learner = Learner(optimizer=Adafactor.as_t5x(learning_rate=0.1, **settings))
+  state = learner.init(weights, specs)
+  weights, state, _ = jax.jit(lambda g, s, w: learner.update(g, jnp.float32(1), jnp.int32(0), s, w, specs))(
+    grads, state, weights
+  )
+  return types.SimpleNamespace(weights=weights, learner=state, step=jnp.int32(step))
+
+
+def without_numbers(path):
+  contents = serialization.msgpack_restore(path.read_bytes())
+  return jax.tree.map(lambda x: (x.shape, x.dtype) if isinstance(x, np.ndarray) and x.size > 1 else x, contents)
+
+
+@pytest.mark.parametrize('name, shapes', [('moe', MOE), ('decoder_only', DECODER_ONLY)])
+def test_a_checkpoint_has_the_names_shapes_and_places_of_one_of_t5x(name, shapes, rng, tmp_path, request):
+  """The whole msgpack file of T5X's own `checkpoint_20`: what is in it, and chunks and compression of what is not."""
+  state = state_of(shapes, rng)
+  path = write_state(tmp_path, state, layout_of(state))
+  expected = request.config.rootpath / 'tests' / 'data' / 't5x' / f'{name}.checkpoint'
+  assert without_numbers(path / 'checkpoint') == without_numbers(expected)
+
+
+def test_an_array_is_written_byte_for_byte(tmp_path, request):
+  given = request.config.rootpath / 'tests' / 'data' / 't5x' / 'target.decoder.decoder_norm.scale'
+  import tensorstore as ts
+
+  store = ts.open({'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{given}/'}}, open=True).result()
+  values = store.read().result()
+  path = write_checkpoint(tmp_path, 20, {'target/decoder/decoder_norm/scale': values}, ())
+  same, _, _ = filecmp.cmpfiles(given, path / given.name, ['.zarray', '0'], shallow=False)
+  assert same == ['.zarray', '0']
+  with pytest.raises(UserError, match='checkpoint_20 exists'):
+    write_checkpoint(tmp_path, 20, {'target/decoder/decoder_norm/scale': values}, ())
+
+
+class Model:
+  """What T5xOrigin needs of a PartitionedModel, on one device."""
+
+  def __init__(self, state):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    self.state = state
+    self.canonical_state = types.SimpleNamespace(
+      weights=self._abstract(state.weights, sharding),
+      learner=types.SimpleNamespace(opt_state=self._abstract(state.learner.opt_state, sharding)),
+    )
+
+  @staticmethod
+  def _abstract(tree, sharding):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+@pytest.mark.parametrize(
+  'shapes, layout, settings',
+  [
+    (MOE, Layout(), {}),
+    (DECODER_ONLY, Layout(decoder_only=True), {'momentum': 0.9}),
+    (SCANNED, Layout(scanned=True), {'scanned': True, 'momentum': 0.9}),
+  ],
+)
+def test_what_goes_out_comes_in(shapes, layout, settings, rng, tmp_path):
+  state = state_of(shapes, rng, **settings)
+  checkpoint = open_checkpoint(write_state(tmp_path, state, layout))
+  assert checkpoint.step == 20
+  assert Layout.of(checkpoint.weights, '') == Layout(**{**vars(layout), 'source': ''})
+  origin, model = T5xOrigin(path=str(tmp_path)), Model(state)
+  found, weights = origin._lazy_weights(model, checkpoint)
+  flat = traverse_util.flatten_dict(state.weights, sep='/')
+  for name, array in flat.items():
+    np.testing.assert_array_equal(np.asarray(weights[name]), array, err_msg=name)
+  moments = origin._lazy_moments(model, checkpoint, found, weights)
+  wanted = [each for of in moments_of(state.learner.opt_state, flat).values() for each in of.values()]
+  assert len(moments) == len(wanted) > len(flat)
+  for place, array in wanted:
+    np.testing.assert_array_equal(np.asarray(moments[place]), array, err_msg=place)
+  if layout.scanned:  # T5X's own shapes of scanned attention, in dim 1
+    shapes = {name: array.shape for name, array in checkpoint.arrays.items()}
+    assert shapes['target/decoder/decoder/self_attention/out/kernel'] == (H, 3, K, D)
+    assert shapes['state/param_states/decoder/decoder/self_attention/out/kernel/v_col'] == (H, 3, K)
+    assert shapes['state/param_states/decoder/decoder/self_attention/out/kernel/v_row'] == (3, D)
+    assert shapes['state/param_states/encoder/encoder/relpos_bias/rel_embedding/v'] == (H, 3, N)
+
+
+def test_parts_are_restored_by_assignment_maps(rng, tmp_path):
+  state = state_of(DECODER_ONLY, rng)
+  checkpoint = open_checkpoint(write_state(tmp_path, state, Layout(decoder_only=True)))
+  model = Model(state)
+
+  def taken(**settings):
+    origin = T5xOrigin(path=str(tmp_path), with_optimizer=False, **settings)
+    return origin._lazy_weights(model, checkpoint)[1]
+
+  some = taken(assignment_map=((r'target/decoder/logits_dense/.*', None),))
+  assert DECODER_ONLY.keys() - some.keys() == {'embedding/softmax_kernel'}
+  turned = taken(assignment_map=((r'target/decoder/layers_0/(.*_norm/scale)', r'target/decoder/layers_1/\1'),))
+  norms = state.weights['stack']['layers']['ffn_norm']['scale']
+  np.testing.assert_array_equal(np.asarray(turned['stack/layers/ffn_norm/scale']), norms[np.array([1, 1])])
+  with pytest.raises(UserError, match=r'patterns that match no weight: target/nothing'):
+    taken(assignment_map=(('target/nothing', None),))
+  del model.canonical_state.weights['stack']['layers']['ffn_norm']
+  with pytest.raises(UserError, match='has decoder/layers_0/pre_mlp_layer_norm/scale'):
+    taken()
+
+
+def test_other_optimizers_and_rules_are_refused(rng, tmp_path):
+  state = state_of(DECODER_ONLY, rng)
+  checkpoint = open_checkpoint(write_state(tmp_path, state, Layout(decoder_only=True)))
+  other = Model(state_of(DECODER_ONLY, rng, min_dim_size_to_factor=1000))
+  origin = T5xOrigin(path=str(tmp_path))
+  layout, weights = origin._lazy_weights(other, checkpoint)
+  with pytest.raises(UserError, match=r'moments \(v\)(.|\n)*Adafactor.as_t5x'):
+    origin._lazy_moments(other, checkpoint, layout, weights)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+  with pytest.raises(UserError, match='does not exist'):
+    open_checkpoint(tmp_path / 'nothing')
+  with pytest.raises(UserError, match='holds no checkpoint of T5X'):
+    open_checkpoint(tmp_path)
+  (tmp_path / 'checkpoint_3').mkdir()
+  (tmp_path / 'checkpoint_3' / 'checkpoint').write_bytes(b'nothing')
+  with pytest.raises(UserError, match=r'steps are \[3\]'):
+    open_checkpoint(tmp_path, 4)
+  with pytest.raises(UserError, match='is no checkpoint of T5X or is damaged'):
+    open_checkpoint(tmp_path)
