@@ -29,14 +29,16 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.initialization import coordination
-from spmd_tasks.distributed.rank_records import Departure, Position, RankRecords
 from spmd_tasks.errors import user_error_code
+
+if TYPE_CHECKING:
+  from spmd_tasks.distributed.rank_records import RankRecords  # of several processes only
 
 STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by the thread that is stuck.
 
@@ -53,6 +55,37 @@ _DEPARTURES, _DEPARTURES_PERIOD_S = 'spmd_tasks/left/', 1.0
 _LOST_CONNECTION = re.compile(
   '(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): '
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+  """A process's position: its step, and the number of watchdog beats that it has made in that step.
+
+  All processes run the same loop, so the others wait for the process with the smallest (step, beat).
+  """
+
+  step: int = -1
+  beat: int = 0
+  activity: str = 'start'
+
+  def is_behind(self, other: 'Position') -> bool:
+    return (self.step, self.beat) < (other.step, other.beat)
+
+  def __str__(self) -> str:
+    return f'{self.activity!r} of step {self.step}' if self.step >= 0 else repr(self.activity)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Departure:
+  """The reason why a process leaves. `is_own` is false if it leaves only because another process has failed."""
+
+  process_index: int
+  host: str
+  pid: int
+  step: int
+  code: int
+  reason: str
+  is_own: bool
 
 
 class EmergencyExit:
@@ -74,7 +107,7 @@ class EmergencyExit:
     self._job = coordination()
     threading.Thread(target=self._watch_departures, name='departures', daemon=True).start()
 
-  def attach(self, records: RankRecords | None):
+  def attach(self, records: 'RankRecords | None'):
     """Makes later reports include the records of all processes. With None the caller tells them of this one's end."""
     self._records = records
     if records is None:

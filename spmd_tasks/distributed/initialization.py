@@ -24,7 +24,6 @@ from absl import logging
 import jax
 from jax.experimental import multihost_utils
 
-from spmd_tasks.distributed.roll_call import call_roll
 from spmd_tasks.errors import UserError
 from spmd_tasks.xla_flags import add_xla_flags
 
@@ -148,6 +147,8 @@ def report_absence(settings: DistributedSettings, problem: str) -> None:
 
 
 def _call_roll(settings: DistributedSettings, problem: str | None = None) -> None:
+  from spmd_tasks.distributed.roll_call import call_roll
+
   address, index, number = settings.coordinator_address, settings.process_id, settings.num_processes
   assert address is not None
   assert index is not None

@@ -19,6 +19,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from spmd_tasks.distributed.emergency_exit import Departure, Position
 from spmd_tasks.errors import UserError
 from spmd_tasks.files import read_text, storage_errors
 
@@ -27,24 +28,6 @@ _VISIBLE_LIMIT_S = 90.0
 _VISIBLE_PERIOD_S = 0.5
 
 _MAX_DESCRIBED = 16  # A longer list would hide the process that matters.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Position:
-  """A process's position: its step, and the number of watchdog beats that it has made in that step.
-
-  All processes run the same loop, so the others wait for the process with the smallest (step, beat).
-  """
-
-  step: int = -1
-  beat: int = 0
-  activity: str = 'start'
-
-  def is_behind(self, other: 'Position') -> bool:
-    return (self.step, self.beat) < (other.step, other.beat)
-
-  def __str__(self) -> str:
-    return f'{self.activity!r} of step {self.step}' if self.step >= 0 else repr(self.activity)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,19 +46,6 @@ class Progress:
   @property
   def position(self) -> Position:
     return Position(step=self.step, beat=self.beat, activity=self.activity)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Departure:
-  """The reason why a process leaves. `is_own` is false if it leaves only because another process has failed."""
-
-  process_index: int
-  host: str
-  pid: int
-  step: int
-  code: int
-  reason: str
-  is_own: bool
 
 
 class RankRecords:

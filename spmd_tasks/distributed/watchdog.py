@@ -21,16 +21,19 @@ import contextlib
 import dataclasses
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from absl import logging
 from etils import epath
 import jax
 
 from spmd_tasks import exit_codes
-from spmd_tasks.distributed.emergency_exit import EmergencyExit
+from spmd_tasks.distributed.emergency_exit import EmergencyExit, Position
 from spmd_tasks.distributed.initialization import finish
-from spmd_tasks.distributed.rank_records import Position, RankRecords, open_rank_records
 from spmd_tasks.errors import UserError
+
+if TYPE_CHECKING:
+  from spmd_tasks.distributed.rank_records import RankRecords  # of several processes only
 
 # How much longer than the limit the watchdog's own thread may be kept from running, by a native call that holds the
 # interpreter lock, before the process ends without it.
@@ -55,7 +58,7 @@ class StepWatchdog:
     timeout_s: float,
     first_step_timeout_s: float = 3600.0,
     emergency: EmergencyExit,
-    records: RankRecords | None = None,
+    records: 'RankRecords | None' = None,
     record_period_s: float = 2.0,
   ):
     """Makes a watchdog; enter it as a context manager.
@@ -168,8 +171,11 @@ def watch_steps(
     emergency: the way out, which gets the records.
     timeout_s, first_step_timeout_s: the limits of StepWatchdog.
   """
-  records = open_rank_records(directory) if jax.process_count() > 1 else None
-  if records is not None:
+  records = None
+  if jax.process_count() > 1:
+    from spmd_tasks.distributed.rank_records import open_rank_records
+
+    records = open_rank_records(directory)
     emergency.attach(records)
   with StepWatchdog(
     timeout_s=timeout_s, first_step_timeout_s=first_step_timeout_s, emergency=emergency, records=records

@@ -142,7 +142,8 @@ def test_an_abort_shows_the_stacks():
 SERVICE = """
 import dataclasses, json, types
 from spmd_tasks.checkpoints.manifest import CheckpointSaveError
-from spmd_tasks.distributed.rank_records import Departure, RankRecords
+from spmd_tasks.distributed.emergency_exit import Departure
+from spmd_tasks.distributed.rank_records import RankRecords
 from spmd_tasks.errors import UserError
 said = {}
 client = types.SimpleNamespace(key_value_set=said.__setitem__, key_value_dir_get=lambda prefix: list(said.items()))

@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from spmd_tasks.distributed import DistributedSettings, initialization, initialize
+from spmd_tasks.distributed import DistributedSettings, initialization, initialize, roll_call
 from spmd_tasks.distributed.initialization import detect_cluster
 from tests import binary
 
@@ -32,7 +32,7 @@ def calls(monkeypatch):
   """The arguments with which jax.distributed.initialize would have been called."""
   calls = []
   monkeypatch.setattr(jax.distributed, 'initialize', lambda **arguments: calls.append(arguments))
-  monkeypatch.setattr(initialization, 'call_roll', lambda *who: None)
+  monkeypatch.setattr(roll_call, 'call_roll', lambda *who: None)
   monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_enable_fast_math=false')
   return calls
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from spmd_tasks.distributed import rank_records
-from spmd_tasks.distributed.rank_records import Departure, Position, RankRecords, open_rank_records
+from spmd_tasks.distributed.emergency_exit import Departure, Position
+from spmd_tasks.distributed.rank_records import RankRecords, open_rank_records
 from tests import binary
 
 
