@@ -6,7 +6,7 @@ Usage, around everything from the start of jax.distributed on:
     with emergency.on_failure():
       initialize(settings)
       emergency.watch_departures()
-      emergency.attach(open_rank_records(job_log_dir))
+      emergency.attach(open_rank_records(job_log_dir).describe)
       ...
 
 An exception that unwinds one of several processes would end in JAX's shutdown barrier and wait there for processes that
@@ -29,16 +29,13 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jax
 
 from spmd_tasks import exit_codes
 from spmd_tasks.distributed.initialization import coordination
 from spmd_tasks.errors import user_error_code
-
-if TYPE_CHECKING:
-  from spmd_tasks.distributed.rank_records import RankRecords  # of several processes only
 
 STDERR = 2  # The descriptor: sys.stderr may be replaced, buffered, or locked by the thread that is stuck.
 
@@ -92,7 +89,7 @@ class EmergencyExit:
   """Ends the process on a failure. Only the first failure is reported; later ones wait for the end of the process."""
 
   def __init__(self):
-    self._records: RankRecords | None = None
+    self._describe: Callable[..., tuple[str, str]] | None = None
     self._job: Any = None  # while departures are watched
     self._position: Callable[[], Position] = Position
     self._first_to_leave = threading.Lock()
@@ -107,10 +104,10 @@ class EmergencyExit:
     self._job = coordination()
     threading.Thread(target=self._watch_departures, name='departures', daemon=True).start()
 
-  def attach(self, records: 'RankRecords | None'):
-    """Makes later reports include the records of all processes. With None the caller tells them of this one's end."""
-    self._records = records
-    if records is None:
+  def attach(self, describe: Callable[..., tuple[str, str]] | None):
+    """Makes later reports include what RankRecords.describe says. With None the caller tells the others of the end."""
+    self._describe = describe
+    if describe is None:
       self._job = None
 
   def set_position_source(self, position: Callable[[], Position]):
@@ -169,18 +166,18 @@ class EmergencyExit:
         return
       if departures and self._job is not None:
         first = departures[0]
-        code = first.code if first.code == exit_codes.USAGE and self._records is None else exit_codes.PEER_FAILED
+        code = first.code if first.code == exit_codes.USAGE and self._describe is None else exit_codes.PEER_FAILED
         reason, who = first.reason, f'process {first.process_index}'
-        if self._records is not None:
+        if self._describe is not None:
           reason = f'{who} (host {first.host}, pid {first.pid}) left at step {first.step}: {reason}'
         elif not reason.startswith('process '):
           reason = f'{who}: {reason}'
-        self.leave(code, reason, has_stacks=self._records is not None, is_own=False)
+        self.leave(code, reason, has_stacks=self._describe is not None, is_own=False)
       time.sleep(_DEPARTURES_PERIOD_S)
 
   def _is_seen_from_here(self, error: BaseException) -> bool:
     """Whether another process has told why it leaves, and the error is how its end looks from here."""
-    if self._records is None or not any(departure.is_own for departure in _departures_if_known(self._job)):
+    if self._describe is None or not any(departure.is_own for departure in _departures_if_known(self._job)):
       return False
     cause: BaseException | None = error
     while cause is not None:
@@ -233,8 +230,8 @@ class EmergencyExit:
   def _tell(self, job: Any, position: Position, code: int, reason: str, *, is_own: bool):
     others = _departures_if_known(job)
     table, culprits = '', ''
-    if self._records is not None:
-      table, culprits = self._records.describe(position, others, is_waiting=code == exit_codes.STUCK)
+    if self._describe is not None:
+      table, culprits = self._describe(position, others, is_waiting=code == exit_codes.STUCK)
     if code == exit_codes.STUCK and culprits:
       reason = f'{reason}; likely culprit: {culprits}'
     departure = Departure(

@@ -176,7 +176,7 @@ def watch_steps(
     from spmd_tasks.distributed.rank_records import open_rank_records
 
     records = open_rank_records(directory)
-    emergency.attach(records)
+    emergency.attach(records.describe)
   with StepWatchdog(
     timeout_s=timeout_s, first_step_timeout_s=first_step_timeout_s, emergency=emergency, records=records
   ) as watchdog:

@@ -176,7 +176,7 @@ def test_a_lost_connection_to_a_process_that_has_told_why_it_leaves_is_no_failur
     emergency_exit._DEPARTURES_PERIOD_S = 3600
     emergency.watch_departures()
     time.sleep(0.2)
-    emergency.attach(RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2))
+    emergency.attach(RankRecords({str(tmp_path)!r}, process_index=1, num_processes=2).describe)
     if {peer_told}:
       interrupted()
     with emergency.on_failure():

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, emergency: EmergencyExit):
   rank_records._VISIBLE_LIMIT_S = args.visible_limit_s
   records = open_rank_records(args.job_log_dir) if jax.process_count() > 1 else None
   if records is not None:
-    emergency.attach(records)
+    emergency.attach(records.describe)
 
   mesh = jax.make_mesh((jax.device_count(),), ('data',), axis_types=(AxisType.Auto,))
   sharding = NamedSharding(mesh, P('data'))
