@@ -101,7 +101,7 @@ class Case:
       'label_smoothing': c.get('label_smoothing', 0.0),
       'normalization': NORMALIZATIONS.get(normalizing, normalizing),
     }
-    experiment = Experiment(**settings)
+    experiment = EncoderDecoderLanguageModel(**settings)
     if 'experts' in c:
       experiment = MixtureExperiment(**settings, config=c)
     loss = experiment.loss()
@@ -127,10 +127,6 @@ class Case:
     )
 
 
-class Experiment(EncoderDecoderLanguageModel):
-  """The recipe; T5X's cases set its fields."""
-
-
 class MixtureExperiment(EncoderDecoderLanguageModel):
   """With Flaxformer's mixture of experts in every second layer."""
 
@@ -144,7 +140,8 @@ class MixtureExperiment(EncoderDecoderLanguageModel):
       moe.MixtureOfExperts,
       router=fdl.Config(moe.TopKRouter, num_experts=num_experts, num_selected=c['top_k']),
       experts=fdl.Config(moe.Experts, num_experts=num_experts, hidden_dim=self.hidden_dims, activation=self.activation),
-      computation=moe.CapacityEinsum(
+      computation=fdl.Config(
+        moe.CapacityEinsum,
         capacity_factor=c['capacity'],
         eval_capacity_factor=c.get('eval_capacity', c['capacity']),
         min_capacity=c.get('min_capacity', 4),
@@ -153,6 +150,17 @@ class MixtureExperiment(EncoderDecoderLanguageModel):
       padding='routed',
       load_balance_shards='groups',
     )
+
+  def stack(self, *, encodes: bool = False) -> fdl.Config:
+    stack = super().stack(encodes=encodes)
+    # Flaxformer's encoders prefer tokens by their scores, decoders by their positions.
+    stack.block.blocks[-1].ffn.computation.priority = 'score' if encodes else 'position'
+    return stack
+
+  def language_model(self) -> fdl.Config:
+    model = super().language_model()
+    model.masks_zeros = True
+    return model
 
 
 class Comparison:

@@ -18,7 +18,7 @@ from typing import Any
 from etils import epath
 from flax import traverse_util
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 
 from spmd_tasks.bridges._lazy_arrays import LazyArray, place_on_mesh
@@ -72,7 +72,7 @@ class T5xOrigin(Base):
     if moments is None:
       return state, 0, phrase
     opt_state = _overwritten(model, lambda s: s.learner.opt_state, moments, state)
-    count = jnp.asarray(checkpoint.step, jnp.int32)
+    count = np.asarray(checkpoint.step, np.int32)  # not of JAX: the step and the optimizer's must not share a buffer
     opt_state = _with_count(opt_state, lambda old: jax.device_put(count, old.sharding))
     step = jax.device_put(count, state.step.sharding)
     state = state.replace(step=step, learner=state.learner.replace(opt_state=opt_state))
