@@ -13,7 +13,6 @@ import numpy as np
 
 from spmd_tasks.bridges import _lazy_arrays
 from spmd_tasks.bridges._lazy_arrays import LazyArray
-from spmd_tasks.errors import UserError
 
 Arrays = tuple[Any, ...]  # numpy arrays, jax.Arrays, LazyArrays or tracers
 Shape = tuple[int, ...]
@@ -187,79 +186,7 @@ class Split:
     return Concatenate(self.dim, self.sizes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Repeat:
-  """Copies one array `num` times: a weight that the source ties and the target does not."""
-
-  num: int
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return arrays * self.num
-
-  def inverse(self) -> 'Unify':
-    return Unify(self.num)
-
-
-@dataclasses.dataclass(frozen=True)
-class Unify:
-  """The inverse of Repeat: takes one of `num` arrays, which must all be equal.
-
-  Raises:
-    UserError: they differ.
-  """
-
-  num: int
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    first, *others = arrays
-    if not _are_abstract(arrays) and any(not np.array_equal(first, other) for other in others):
-      raise UserError(f'{self.num} weights {list(first.shape)} that the other model ties differ from each other')
-    return (first,)
-
-  def inverse(self) -> Repeat:
-    return Repeat(self.num)
-
-
-@dataclasses.dataclass(frozen=True)
-class Fill:
-  """Makes an array of one number out of none: a weight that the source does without."""
-
-  shape: Shape
-  value: float
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    return (np.full(self.shape, self.value, np.float32),)
-
-  def inverse(self) -> 'Empty':
-    return Empty(self.shape, self.value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Empty:
-  """The inverse of Fill: drops an array that holds one number everywhere.
-
-  Raises:
-    UserError: it holds another number.
-  """
-
-  shape: Shape
-  value: float
-
-  def __call__(self, arrays: Arrays) -> Arrays:
-    (array,) = arrays
-    if not _are_abstract(arrays) and not np.all(np.asarray(array) == self.value):
-      raise UserError(f'a weight {list(array.shape)} that the other model does without is not {self.value} everywhere')
-    return ()
-
-  def inverse(self) -> Fill:
-    return Fill(self.shape, self.value)
-
-
 def _numpy_of(arrays: Arrays) -> Any:
   if any(isinstance(array, LazyArray) for array in arrays):
     return _lazy_arrays
   return jnp if any(isinstance(array, jax.Array) for array in arrays) else np
-
-
-def _are_abstract(arrays: Arrays) -> bool:
-  return any(isinstance(array, jax.core.Tracer) for array in arrays)

@@ -10,27 +10,24 @@
       target='the model',
     )
     table.check(abstract_source, abstract_target)
-    weights = dict(table.convert(source.__getitem__, abstract_target))
-    source = dict(table.inverse().convert(weights.__getitem__, abstract_source))
+    weights = table.convert(source, abstract_target)
+    source = table.inverse().convert(weights, abstract_source)
 
 A tree of weights is a flat mapping of names. A slot is a whole weight, or one place in its leading, stacked dims:
 `('stack/norm', 3)` is layer 3 of a weight [L, D], and `('experts/up', 3, 7)` is expert 7 of that layer. A rule connects
 slots of both sides by operations, each of which has an inverse.
 
-`check` needs shapes only and finds every weight without a rule. `convert` holds one target weight at a time (several,
-where a rule cuts one weight into them). `convert_lazily` reads nothing: when a part of a target weight is read later,
-the parts of the source that it needs are read.
+`check` needs shapes only and finds every weight without a rule. `convert_lazily` reads nothing: when a part of a target
+weight is read later, the parts of the source that it needs are read.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spmd_tasks.bridges import _lazy_arrays
@@ -128,28 +125,15 @@ class RuleTable:
         'Compare the settings of both models.'
       )
 
-  def convert(self, read: Callable[[str], Any], target: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (name, array) for each weight of the target, in the dtype that it has there.
+  def convert(self, source: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns each weight of the target, in the dtype that it has there.
 
     Args:
-      read: returns a weight of the source: an array, or anything that `[index]` turns into one, such as a file.
+      source: name -> array.
       target: name -> array or jax.ShapeDtypeStruct.
-
-    Raises:
-      UserError: an operation cannot be applied to these values; the weight is named.
     """
-    parts: dict[str, dict[tuple[int, ...], Any]] = {}
-    for rule in self.rules:
-      try:
-        arrays = rule.apply(tuple(_array(read(slot.name)[slot.index]) for slot in rule.source))
-      except UserError as error:
-        raise UserError(f'{rule} cannot be converted: {error}.') from error
-      for slot, array in zip(rule.target, arrays, strict=True):
-        found = parts.setdefault(slot.name, {})
-        found[slot.index] = array
-        stacked = target[slot.name].shape[: len(slot.index)]
-        if len(found) == math.prod(stacked):
-          yield slot.name, _join(parts.pop(slot.name), stacked).astype(target[slot.name].dtype)
+    lazy = {name: _lazy_arrays.lazy_array(np.asarray(array)) for name, array in source.items()}
+    return {name: np.asarray(array) for name, array in self.convert_lazily(lazy, target).items()}
 
   def convert_lazily(self, source: Mapping[str, LazyArray], target: Mapping[str, Any]) -> dict[str, LazyArray]:
     """Returns each weight of the target, in the dtype that it has there, as an array that is read part by part."""
@@ -199,17 +183,6 @@ def _result_shapes(operations: tuple[Operation, ...], shapes: tuple[Shape, ...])
 
 def _text(shapes: tuple[Shape, ...]) -> str:
   return ', '.join(str(list(shape)) for shape in shapes)
-
-
-def _array(value: Any) -> Any:
-  return value if isinstance(value, jax.Array) else np.asarray(value)
-
-
-def _join(parts: Mapping[tuple[int, ...], Any], stacked: Shape) -> Any:
-  """Stacks the parts by index: arrays [...] to [*stacked, ...]."""
-  arrays = [parts[index] for index in sorted(parts)]
-  numpy = jnp if any(isinstance(array, jax.Array) for array in arrays) else np
-  return numpy.stack(arrays).reshape((*stacked, *arrays[0].shape)) if stacked else arrays[0]
 
 
 def _stack_lazily(parts: Mapping[tuple[int, ...], Any]) -> LazyArray:

@@ -5,9 +5,7 @@ import pytest
 
 from spmd_tasks.bridges._operations import (
   Concatenate,
-  Fill,
   Offset,
-  Repeat,
   Reshape,
   Stack,
   Take,
@@ -30,8 +28,6 @@ def random(rng, *shape):
     (Stack(-2, 2), [(5, 3)] * 2, lambda a, b: np.stack([a, b], axis=1)),
     (Concatenate(-1, (2, 4)), [(5, 2), (5, 4)], lambda a, b: np.concatenate([a, b], axis=1)),
     (Offset(1.0), [(5, 3)], lambda x: 1 + x),
-    (Repeat(2), [(5, 3)], lambda x: (x, x)),
-    (Fill((3,), 0.0), [], lambda: np.zeros(3, np.float32)),
   ],
   ids=lambda value: type(value).__name__ if hasattr(value, 'inverse') else '',
 )
@@ -44,9 +40,9 @@ def test_an_operation_has_an_inverse_also_on_a_stack_of_weights(rng, operation, 
   back = operation.inverse()(made)
   for array, wanted in zip(back, inputs, strict=True):
     np.testing.assert_allclose(array, wanted, rtol=1e-6, atol=1e-6)  # 1 + x rounds
-  stacked = operation(tuple(np.stack([x, 2 * x]) for x in inputs)) if inputs else made
+  stacked = operation(tuple(np.stack([x, 2 * x]) for x in inputs))
   for array, wanted in zip(stacked, made, strict=True):
-    np.testing.assert_array_equal(array[0] if inputs else array, wanted)
+    np.testing.assert_array_equal(array[0], wanted)
 
 
 def test_a_scale_stored_in_16_bits_is_offset_in_float32():
@@ -54,11 +50,12 @@ def test_a_scale_stored_in_16_bits_is_offset_in_float32():
   np.testing.assert_array_equal(scale, np.float32(1 + 2**-10))
 
 
-# A model with layers and experts one by one, and one with stacks; fused and separate kernels; a tied head.
+# A model with layers and experts one by one, and one with stacks; fused and separate kernels; a head of its own.
 NUM_LAYERS, NUM_EXPERTS = 3, 2
 TABLE = RuleTable(
   rules=(
-    Rule('embed', ['table', 'head'], Repeat(2)),
+    Rule('embed', 'table'),
+    Rule('head', 'head', Transpose((1, 0))),
     *(Rule(f'{i}.norm', ('norm', i), Offset(1.0)) for i in range(NUM_LAYERS)),
     *(
       Rule(f'{i}.qkv', [('q', i), ('k', i), ('v', i)], Concatenate(-2, (4, 2, 2)).inverse(), Transpose((1, 0)))
@@ -69,51 +66,35 @@ TABLE = RuleTable(
       for i in range(NUM_LAYERS)
       for e in range(NUM_EXPERTS)
     ),
-    Rule([], 'bias', Fill((4,), 0.0)),
   ),
   source='the file',
   target='the model',
 )
-SOURCE = {'embed': (7, 4)}
+SOURCE = {'embed': (7, 4), 'head': (4, 7)}
 for i in range(NUM_LAYERS):
   SOURCE |= {f'{i}.norm': (4,), f'{i}.qkv': (8, 4)}
   SOURCE |= {f'{i}.experts.{e}.up': (5, 4) for e in range(NUM_EXPERTS)}
 TARGET = {'table': (7, 4), 'head': (7, 4), 'norm': (3, 4), 'q': (3, 4, 4), 'k': (3, 4, 2), 'v': (3, 4, 2)}
-TARGET |= {'up': (3, 2, 4, 5), 'bias': (4,)}
+TARGET |= {'up': (3, 2, 4, 5)}
 
 
 def abstract(shapes, dtype='float32'):
   return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize('as_array', [np.asarray, jnp.asarray], ids=['numpy', 'jax'])
-def test_a_table_converts_there_and_back(rng, as_array):
-  source = {name: as_array(random(rng, *shape)) for name, shape in SOURCE.items()}
+def test_a_table_converts_there_and_back(rng):
+  source = {name: random(rng, *shape) for name, shape in SOURCE.items()}
   TABLE.check(source, abstract(TARGET))
-  model = dict(TABLE.convert(source.__getitem__, abstract(TARGET)))
+  model = TABLE.convert(source, abstract(TARGET))
   assert {name: array.shape for name, array in model.items()} == TARGET
   np.testing.assert_array_equal(model['norm'][2], 1 + source['2.norm'])
   np.testing.assert_array_equal(model['k'][1], source['1.qkv'][4:6].T)
   np.testing.assert_array_equal(model['up'][2, 1], source['2.experts.1.up'].T)
-  back = dict(TABLE.inverse().convert(model.__getitem__, source))
+  back = TABLE.inverse().convert(model, source)
   assert back.keys() == source.keys()
   for name, array in back.items():
     np.testing.assert_allclose(array, source[name], rtol=1e-6, atol=1e-6)
-
-
-def test_weights_come_in_the_targets_dtype_and_one_at_a_time(rng):
-  source = {name: random(rng, *shape) for name, shape in SOURCE.items()}
-  unread = set(source)
-
-  def read(name):
-    unread.discard(name)
-    return source[name]
-
-  weights = TABLE.convert(read, abstract(TARGET, 'bfloat16'))
-  name, array = next(weights)
-  assert (name, array.dtype) == ('table', 'bfloat16')
-  assert unread == set(source) - {'embed'}
-  assert [name for name, _ in weights] == ['head', 'norm', 'q', 'k', 'v', 'up', 'bias']
+  assert {array.dtype.name for array in TABLE.convert(source, abstract(TARGET, 'bfloat16')).values()} == {'bfloat16'}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +105,7 @@ def test_weights_come_in_the_targets_dtype_and_one_at_a_time(rng):
     ({}, {'extra': (2, 3)}, r'the model has extra \[2, 3\], which nothing on the other side corresponds to'),
     ({}, {'norm': (4, 4)}, r'the model has norm \[4, 4\], of which 3 of 4 are used'),
     ({}, {'up': (3, 3, 4, 5)}, r'the model has up \[3, 3, 4, 5\], of which 6 of 9 are used'),
-    ({}, {'head': (8, 4)}, r'embed -> table, head gives \[7, 4\], \[7, 4\], but the model has \[7, 4\], \[8, 4\]'),
+    ({}, {'head': (8, 4)}, r'head -> head gives \[7, 4\], but the model has \[8, 4\]'),
   ],
   ids=['left over', 'missing', 'not filled', 'too few layers', 'too few experts', 'shape'],
 )
@@ -132,23 +113,3 @@ def test_every_weight_of_both_sides_is_used_exactly_once(source, target, problem
   shapes = {name: shape for name, shape in (SOURCE | source).items() if shape is not None}
   with pytest.raises(UserError, match=problem):
     TABLE.check(abstract(shapes), abstract(TARGET | target))
-
-
-@pytest.mark.parametrize(
-  'change, problem',
-  [
-    ({'head': 1.0}, r'table, head -> embed cannot be converted: 2 weights \[7, 4\] that the other model ties differ'),
-    (
-      {'bias': 1.0},
-      r'bias -> nothing cannot be converted: a weight \[4\] that the other model does without is not 0.0',
-    ),
-  ],
-  ids=['tied', 'absent'],
-)
-def test_values_that_the_other_model_cannot_hold_are_refused(rng, change, problem):
-  source = {name: random(rng, *shape) for name, shape in SOURCE.items()}
-  model = dict(TABLE.convert(source.__getitem__, abstract(TARGET)))
-  for name, value in change.items():
-    model[name] = model[name] + value
-  with pytest.raises(UserError, match=problem):
-    dict(TABLE.inverse().convert(model.__getitem__, source))

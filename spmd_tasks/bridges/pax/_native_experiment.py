@@ -46,6 +46,30 @@ _FIELDS = (
 _PLAIN_AXES = {'replica', 'data', 'mdl'}  # of DEFAULT_AXIS_RULES, which are Pax's training-optimized layout
 
 
+_FILE = '''"""{cls}, translated from {name} by `spmd-tasks --mode translate`.
+
+Not translated:
+{notes}
+"""
+
+import fiddle as fdl
+
+{imports}
+
+
+class {cls}(Experiment):
+  """{doc}"""
+
+{fields}
+
+  def task(self):
+    return {body}
+
+  def train_input(self):
+    return fdl.Config(pax_dataset, experiment={name!r})
+{evals}'''
+
+
 def run(command: Command) -> int:
   """Runs --mode translate: writes the file, and shows what it lacks and that both compute the same."""
   flags = command.flags
@@ -184,7 +208,7 @@ def _compare(job: Job, translation: Translation) -> str:
     if not translation.missing:
       raise
     return f'Not compared, because something with weights is not translated: {error}'
-  weights = dict(translation.table.convert(source.__getitem__, abstract))
+  weights = translation.table.convert(source, abstract)
   theirs = np.asarray(jax.jit(task.predict)(variables, batch).logits, np.float32)
   tree = traverse_util.unflatten_dict(weights, sep='/')
   predictions = jax.jit(translation.model.apply)({'params': tree}, batch)
@@ -215,39 +239,26 @@ def _source_file(job: Job, task: Task, notes: tuple[str, ...]) -> str:
   fields = [
     f'{field} = {getattr(experiment, field)!r}' for field in _FIELDS if getattr(experiment, field) != defaults[field]
   ]
-  imports = {'fiddle': {'fdl'}, 'spmd_tasks': {'Experiment'}, 'spmd_tasks.bridges.pax': {'pax_dataset'}}
+  imports = {'spmd_tasks': {'Experiment'}, 'spmd_tasks.bridges.pax': {'pax_dataset'}}
   if 'stage' in experiment.mesh_axis_names:
     fields.append('axis_rules = stage_axis_rules(DEFAULT_AXIS_RULES)')
     imports['spmd_tasks.sharding'] = {'DEFAULT_AXIS_RULES', 'stage_axis_rules'}
   body = _config_source(task, 2, imports)
-  listed = ''.join(f'\n* {note}' for note in notes) or '\n* nothing'
-  lines = [
-    f'"""{cls.__qualname__}, translated from {name} by `spmd-tasks --mode translate`.',
-    '',
-    f'Not translated:{listed}',
-    '"""',
-    '',
-    *_import_lines(imports),
-    '',
-    '',
-    f'class {cls.__qualname__}(Experiment):',
-    f'  """{(cls.__doc__ or cls.__qualname__).splitlines()[0]}"""',
-    '',
-    *(f'  {line}' for line in fields),
-    '',
-    '  def task(self):',
-    f'    return {body}',
-    '',
-    '  def train_input(self):',
-    f'    return fdl.Config(pax_dataset, experiment={name!r})',
-  ]
-  if job.eval_inputs:
-    lines += ['', '  def eval_inputs(self):', '    return {']
-    lines += [
-      f'      {each!r}: fdl.Config(pax_dataset, experiment={name!r}, name={each!r}),' for each in job.eval_inputs
-    ]
-    lines += ['    }']
-  return '\n'.join(lines) + '\n'
+  evals = ''.join(
+    f'      {each!r}: fdl.Config(pax_dataset, experiment={name!r}, name={each!r}),\n' for each in job.eval_inputs
+  )
+  return _FILE.format(
+    cls=cls.__qualname__,
+    name=name,
+    notes='\n'.join(f'* {note}' for note in notes or ('nothing',)),
+    imports='\n'.join(
+      f'from {package} import {", ".join(sorted(imports[package], key=str.lower))}' for package in sorted(imports)
+    ),
+    doc=(cls.__doc__ or cls.__qualname__).splitlines()[0],
+    fields='\n'.join(f'  {line}' for line in fields),
+    body=body,
+    evals=f'\n  def eval_inputs(self):\n    return {{\n{evals}    }}\n' if evals else '',
+  )
 
 
 def _config_source(value: Any, depth: int, imports: dict[str, set[str]]) -> str:
@@ -284,12 +295,3 @@ def _face_of(cls: type) -> str:
       return package
     package = package.rpartition('.')[0]
   return cls.__module__
-
-
-def _import_lines(imports: Mapping[str, set[str]]) -> list[str]:
-  ours = sorted(package for package in imports if package != 'fiddle')
-  return [
-    'import fiddle as fdl',
-    '',
-    *(f'from {package} import {", ".join(sorted(imports[package], key=str.lower))}' for package in ours),
-  ]

@@ -3,7 +3,7 @@
     translation = translate_language_model(task.model, tokens_shape=(16, 32))
     translation.model            # LanguageModel(...), unbound
     translation.missing          # settings that ours cannot express: with any, outputs differ
-    weights = dict(translation.table.convert(praxis_weights.__getitem__, abstract_weights))
+    weights = translation.table.convert(praxis_weights, abstract_weights)
 
 Dense and MoE layers, in one StackedTransformer, repeated, pipelined, or both. Praxis's weights have names with dots,
 below the collection `params` (`lm.softmax.logits_ffn.linear.w`), ours with slashes (`embedding/table`).

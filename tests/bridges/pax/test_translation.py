@@ -228,12 +228,12 @@ def test_logits_agree_and_the_weights_go_back(name):
   batch = {'ids': IDS, 'segment_ids': SEGMENT_IDS, 'segment_pos': SEGMENT_POS}
   abstract = flat(unbox_weights(jax.eval_shape(translation.model.init, jax.random.key(0), batch)['params']), '/')
   translation.table.check(given, abstract)
-  weights = dict(translation.table.convert(given.__getitem__, abstract))
+  weights = translation.table.convert(given, abstract)
   tree = traverse_util.unflatten_dict(weights, sep='/')
   actual = jax.jit(translation.model.apply)({'params': tree}, batch)['logits']
   is_token = SEGMENT_IDS > 0  # what padding computes reaches no token, and differs
   np.testing.assert_allclose(np.asarray(actual)[is_token], expected[is_token], atol=1e-5)
-  back = dict(translation.table.inverse().convert(weights.__getitem__, given))
+  back = translation.table.inverse().convert(weights, given)
   assert back.keys() == given.keys()
   for weight, array in back.items():
     np.testing.assert_allclose(array, given[weight], rtol=0, atol=1e-6)  # 1 + scale, rounded
