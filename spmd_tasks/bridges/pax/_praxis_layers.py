@@ -5,7 +5,7 @@ names are relative to the layer. Settings reports every setting that nothing has
 
     settings = Settings(config, 'lm.final_ln_tpl', report)
     epsilon = settings.read('epsilon')
-    settings.finish()       # any other setting that is not at its default goes into the report
+    report.finish()       # any other setting that is not at its default goes into the report
 
 So a translation cannot overlook a setting: neither one that it forgot, nor one that a newer Praxis adds.
 
@@ -13,7 +13,7 @@ Shapes: B batch, T sequence, D model, F ffn, H heads, G key/value heads, K head 
 group of S tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
@@ -53,11 +53,18 @@ class Report:
     outputs: settings that change what the model computes; with any of these, outputs differ.
     training: settings that change training only, such as dropout of attention weights.
     balance_weights: of the load balance losses of the layers with experts.
+    settings: all that were made with this report.
   """
 
   outputs: list[str] = dataclasses.field(default_factory=list)
   training: list[str] = dataclasses.field(default_factory=list)
   balance_weights: list[float] = dataclasses.field(default_factory=list)
+  settings: 'list[Settings]' = dataclasses.field(default_factory=list)
+
+  def finish(self) -> None:
+    """Reports every setting that nothing has read and that is not at its default."""
+    for settings in self.settings:
+      self.outputs.extend(settings.unread())
 
 
 class Settings:
@@ -78,6 +85,7 @@ class Settings:
     self.layer_class = config.cls if isinstance(config, pax_fiddle.Config) else type(config)
     self._default = pax_fiddle.Config(self.layer_class)
     self._read: set[str] = set()
+    report.settings.append(self)
 
   @property
   def class_name(self) -> str:
@@ -115,16 +123,10 @@ class Settings:
     self.report.outputs.append(f'{what}: {why}')
     self._read.update(names)
 
-  def finish(self) -> None:
-    """Reports every setting that was not read and is not at its default."""
-    for field in dataclasses.fields(self.layer_class):
-      if field.name not in self._read | _IRRELEVANT and self._differs(field.name):
-        self.report.outputs.append(self._describe(field.name))
-
-  def check_untouched(self, names: Iterable[str] = ()) -> None:
-    """`finish` for a template of which only `names` may differ from the defaults."""
-    self.ignore(*names)
-    self.finish()
+  def unread(self) -> list[str]:
+    """Returns every setting that was not read and is not at its default."""
+    names = [field.name for field in dataclasses.fields(self.layer_class)]
+    return [self._describe(name) for name in names if name not in self._read | _IRRELEVANT and self._differs(name)]
 
   def _differs(self, name: str) -> bool:
     return bool(getattr(self._config, name) != getattr(self._default, name))
@@ -198,7 +200,6 @@ def translate_norm(settings: Settings, dtype: str) -> Translated:
   if settings.class_name == 'LayerNorm':
     layer = LayerNorm(epsilon=epsilon, use_bias=use_bias, dtype=dtype)
   rules = (scale, Rule('bias', 'bias')) if use_bias else (scale,)
-  settings.finish()
   return Translated(layer, rules)
 
 
@@ -214,7 +215,7 @@ def translate_attention(settings: Settings, num_heads: int, head_dim: int | None
   settings.ignore('chunked_attn_num_seq_split')
   for name in ('proj_tpl', 'combined_qkv_proj_tpl'):
     if settings.has(name) and (projection := settings.child(name)) is not None:
-      projection.check_untouched(('explicit_fan_in_fan_out_axes', 'use_bias'))
+      projection.ignore('explicit_fan_in_fan_out_axes', 'use_bias')
   use_bias = settings.read('use_bias')
   num_kv_heads = num_heads if kind == 'DotProductAttention' else settings.read('num_kv_heads')
   rotary, per_dim_scale, scale = _positions_and_scale(settings, num_heads, head_dim, context.model_dim)
@@ -246,7 +247,6 @@ def translate_attention(settings: Settings, num_heads: int, head_dim: int | None
   rules.append(Rule('post.w', 'out/kernel', Transpose((1, 2, 0))))
   if use_bias:
     rules.append(Rule('post.b', 'out/bias'))
-  settings.finish()
   return Translated(layer, tuple(rules))
 
 
@@ -260,13 +260,14 @@ def _positions_and_scale(
       settings.refuse('the shortest timescale of rotary positions is 1 here', 'rope_min_max_timescales')
     rotary = None if timescales is None else Rotary(max_wavelength=float(timescales[1]))
     return rotary, False, head_dim**-0.5 / settings.read('atten_temp')
-  positions, rotary = settings.child('rotary_position_emb_tpl'), None
+  settings.ignore('rotary_position_emb_tpl')
+  rotary = None
   if settings.read('use_rotary_position_emb'):
+    positions = settings.child('rotary_position_emb_tpl')
     if positions is None or positions.class_name != 'RotaryPositionalEmbedding':
       raise Untranslatable(positions or settings)
     positions.ignore('embedding_dims', 'cast_as_fprop_dtype')
     rotary = Rotary(max_wavelength=float(positions.read('max_timescale')))
-    positions.finish()
   is_scaled, per_dim_scale = settings.read('internal_enable_query_scale'), False
   if settings.class_name == 'MultiQueryDotProductAttention':
     is_scaled = True  # whatever its setting says
@@ -287,7 +288,6 @@ def translate_activation(settings: Settings | None) -> str:
   else:
     settings.refuse('there is no such activation here')
     name = 'relu'
-  settings.finish()
   return name
 
 
@@ -300,14 +300,13 @@ def translate_feed_forward(settings: Settings, hidden_dim: int, context: Context
   settings.ignore('relu_dropout_prob', 'residual_dropout_prob', 'residual_droppath_prob')
   settings.ignore('internal_gshard_variance_scaling_fan_in_init')
   if (linear := settings.child('fflayer_tpl')) is not None:
-    linear.check_untouched(('has_bias', 'activation_tpl', 'input_dims', 'output_dims', 'bias_init', 'checkpoint_str'))
+    linear.ignore('has_bias', 'activation_tpl', 'input_dims', 'output_dims', 'bias_init', 'checkpoint_str')
   layer = (GatedFeedForward if is_gated else FeedForward)(
     hidden_dim=hidden_dim,
     activation=translate_activation(settings.child('activation_tpl')),
     use_bias=use_bias,
     dtype=context.dtype,
   )
-  settings.finish()
   names = {'ffn_layer1': 'up', 'ffn_layer2': 'down'} | ({'ffn_layer1_gate': 'gate'} if is_gated else {})
   rules = [Rule(f'{source}.linear.w', f'{target}/kernel') for source, target in names.items()]
   if use_bias:
@@ -358,7 +357,6 @@ def translate_experts(
     computation=computation,
     load_balance_divide_by_k=True,
   )
-  settings.finish()
   names = {'gate': 'router/kernel', 'wi_0': 'experts/up', 'wo_0': 'experts/down'}
   names |= {'wi_gate_0': 'experts/gate'} if is_gated else {}
   return Translated(layer, tuple(Rule(source, target) for source, target in names.items()))

@@ -104,7 +104,6 @@ def _translate(settings: Settings, report: Report, tokens_shape: tuple[int, int]
   if model_type not in ('causal', 'bidirectional'):
     settings.refuse("only 'causal' and 'bidirectional' are known here", 'model_type')
   settings.ignore('return_predictions', 'decoder_tpl', 'apply_eval_sample_weights', 'report_strict_acc')
-  settings.finish()
 
   context = Context(
     model_dim=lm.read('model_dims'), dtype=dtype, causal=model_type == 'causal', tokens_shape=tokens_shape
@@ -115,13 +114,13 @@ def _translate(settings: Settings, report: Report, tokens_shape: tuple[int, int]
   embedding, positions = _translate_embedding(lm, softmax, context), _translate_positions(lm, dtype)
   stack, stack_rules = _translate_stack(_child(lm, 'stacked_transformer_tpl'), 'lm.transformer.', 'stack/', context)
   final_norm = translate_norm(_child(lm, 'final_ln_tpl'), dtype)
-  lm.finish()
   model = LanguageModel(
     embedding=embedding.layer,
     stack=stack,
     final_norm=final_norm.layer,
     positions=None if positions is None else positions.layer,
   )
+  report.finish()
   rules = [
     *embedding.placed('lm.', 'embedding/'),
     *([] if positions is None else positions.placed('lm.position_emb.', 'positions/')),
@@ -162,7 +161,7 @@ def _translate_embedding(lm: Settings, softmax: Settings, context: Context) -> T
     feed_forward = _child(softmax, 'feed_forward_tpl')
     weight, bias, is_transposed = 'logits_ffn.linear.w', 'logits_ffn.bias.b', True
     has_bias = feed_forward.read('has_bias')
-    feed_forward.check_untouched(('input_dims', 'output_dims', 'activation_tpl', 'bias_init'))
+    feed_forward.ignore('input_dims', 'output_dims', 'activation_tpl', 'bias_init')
     scale_logits = softmax.read('scale_before_logits')
   elif name == 'GShardSharedEmbeddingSoftmax':
     weight, bias, is_transposed, has_bias, scale_logits = 'embedding.w', '', False, False, True
@@ -194,9 +193,6 @@ def _translate_embedding(lm: Settings, softmax: Settings, context: Context) -> T
     logits_cap=softmax.read('soft_cap_logits') or None,
     dtype=context.dtype,
   )
-  softmax.finish()
-  if separate is not None:
-    separate.finish()
   return Translated(layer, tuple(rules))
 
 
@@ -214,7 +210,6 @@ def _translate_positions(lm: Settings, dtype: str) -> Translated | None:
     layer, rules = SinusoidalPositions(max_timescale=float(positions.read('max_timescale')), dtype=dtype), ()
   else:
     raise Untranslatable(positions)
-  positions.finish()
   return Translated(layer, rules)
 
 
@@ -244,8 +239,7 @@ def _translate_stack(settings: Settings, source: str, target: str, context: Cont
     stacked_dims += (settings.read('x_times'),)
     remat_policy = _REMAT_POLICIES.get(settings.read('checkpoint_policy').value, 'full')
     settings.ignore('unroll_in_decode', 'repeat_optimizer_dims_mapping', 'collect_intermediate_outputs')
-    repeated, settings = settings, _child(settings, 'block')
-    repeated.finish()
+    settings = _child(settings, 'block')
   elif not num_microbatches:
     is_remat, policy = settings.read('remat'), settings.read('checkpoint_policy')
     remat_policy = _REMAT_POLICIES.get(policy.value, 'full') if is_remat else 'none'
@@ -284,7 +278,6 @@ def _pipeline(settings: Settings, context: Context) -> tuple[int, int, int]:
   if num_microbatches is None:
     num_microbatches = 1 if context.tokens_shape is None else context.tokens_shape[0] // rows
   stages, repeats = settings.read('num_pipeline_stages'), settings.read('circular_repeat')
-  settings.finish()
   return stages, repeats, num_microbatches
 
 
@@ -315,7 +308,6 @@ def _translate_blocks(stacked: Settings, context: Context) -> list[Translated]:
     path = f'{stacked.path}.transformer_layer_params_tpl' + (f'[{number}]' if several else '')
     template = Settings(templates[number], path, stacked.report)
     blocks.append(_translate_block(template, stacked, i in (stacked.read('moe_layers') or ()), context))
-  stacked.finish()
   return blocks
 
 
@@ -351,7 +343,6 @@ def _translate_block(settings: Settings, stacked: Settings, has_experts: bool, c
     )
   else:
     ffn = translate_feed_forward(feed_forward, hidden_dim, context)
-  settings.finish()
   has_post_norms = policy == 'primer_hybrid'
   norms = {'pre_layer_norm': '_norm', 'post_layer_norm': '_post_norm'} if has_post_norms else {'layer_norm': '_norm'}
   rules = [*attention.placed('self_attention.', 'attention/'), *ffn.placed('ff_layer.', 'ffn/')]
