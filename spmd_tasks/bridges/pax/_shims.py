@@ -40,7 +40,7 @@ _DEFERRING = {
   'lingvo.core.nested_map': ('tensorflow',),
 }
 # Of these, functions ask whether a value is an instance of some class, which needs no import.
-_ONLY_CLASSES = ('seqio', 'seqio.metrics')
+_ONLY_CLASSES = ('seqio', 'seqio.metrics', 'tensorflow.python.trackable.data_structures')
 _DATA_PACKAGES = ('seqio', 't5', 'tensorflow_datasets')  # with all their submodules
 _LINGVO = ('base_input_generator', 'generic_input', 'layers', 'ops', 'py_utils')  # need native parts and TensorFlow
 
