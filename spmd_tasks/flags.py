@@ -27,11 +27,12 @@ class _Parser(argparse.ArgumentParser):
   modes: Sequence[str] = ()
 
   def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-    """Reads `--fdl.PATH=VALUE`, as Paxml has it, as `--set PATH=VALUE`."""
-    given = sys.argv[1:] if args is None else args
-    return super().parse_known_args(
-      [f'--set={flag.removeprefix(_FDL)}' if flag.startswith(_FDL) else flag for flag in given], namespace
-    )
+    """Reads `--fdl.PATH=VALUE`, as Paxml has it, as `--set PATH=VALUE`, and such flags of wings."""
+    prefixes = {_FDL: '--set'} | {f'--{flag.name}.': f'--{flag.name}' for flag in _flags_of_wings() if flag.repeats}
+    given = list(sys.argv[1:] if args is None else args)
+    for prefix, name in prefixes.items():
+      given = [f'{name}={flag.removeprefix(prefix)}' if flag.startswith(prefix) else flag for flag in given]
+    return super().parse_known_args(given, namespace)
 
   def error(self, message: str) -> NoReturn:
     flags = [flag for action in self._actions for flag in action.option_strings]
@@ -96,7 +97,7 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
   running = parser.add_argument_group('how it runs')
   running.add_argument('--num_fake_devices', type=int, metavar='N', help='run on N fake CPU devices')
   groups: dict[str, Any] = {}
-  for name, flag_of_mode in _flags_of(modes).items():
+  for flag_of_mode in _flags_of(modes).values():
     helps: dict[str, list[str]] = {}
     for mode, flag in flag_of_mode.items():
       helps.setdefault(flag.help, []).append(mode)
@@ -106,10 +107,11 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
       title, text = f'--mode {mode}', flag.help
     if title not in groups:
       groups[title] = parser.add_argument_group(title)
-    if flag.is_switch:
-      groups[title].add_argument(f'--{name}', action='store_true', help=text)
-    else:
-      groups[title].add_argument(f'--{name}', metavar=flag.metavar, type=flag.type, choices=flag.choices, help=text)
+    _add_flag(groups[title], flag, text)
+  for wing in wings():
+    group = parser.add_argument_group(f'setups of {wing.name}') if wing.flags else None
+    for flag in wing.flags:
+      _add_flag(group, flag, flag.help)
   processes = parser.add_argument_group('several processes without a known launcher')
   processes.add_argument('--coordinator_address', metavar='HOST:PORT', help='the address of process 0 for all others')
   processes.add_argument('--num_processes', type=int, metavar='N')
@@ -123,6 +125,19 @@ def make_parser(modes: Sequence[Mode]) -> argparse.ArgumentParser:
     '--initialization_timeout_s', type=int, default=300, metavar='S', help='for all processes to connect'
   )
   return parser
+
+
+def _flags_of_wings() -> list[Flag]:
+  return [flag for wing in wings() for flag in wing.flags]
+
+
+def _add_flag(group: Any, flag: Flag, text: str) -> None:
+  if flag.is_switch:
+    group.add_argument(f'--{flag.name}', action='store_true', help=text)
+  elif flag.repeats:
+    group.add_argument(f'--{flag.name}', metavar=flag.metavar, action='append', default=[], help=text)
+  else:
+    group.add_argument(f'--{flag.name}', metavar=flag.metavar, type=flag.type, choices=flag.choices, help=text)
 
 
 def _flags_of(modes: Sequence[Mode]) -> dict[str, dict[str, Flag]]:
@@ -153,5 +168,6 @@ def overrides_of(args: argparse.Namespace) -> list[str]:
 
 def common_flags(args: argparse.Namespace, modes: Sequence[Mode]) -> dict[str, Any]:
   """Returns the flags that all processes of a job must give alike, apart from those that become part of the config."""
-  differing = _MAY_DIFFER | {flag.name for mode in modes for flag in mode.flags if flag.may_differ}
+  flags = [*_flags_of_wings(), *(flag for mode in modes for flag in mode.flags)]
+  differing = _MAY_DIFFER | {flag.name for flag in flags if flag.may_differ}
   return {f'--{name}': value for name, value in vars(args).items() if name not in differing}

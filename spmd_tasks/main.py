@@ -93,8 +93,10 @@ def run(argv: Sequence[str] | None = None) -> int:
 def _run_experiment(args: 'argparse.Namespace') -> int:
   """Runs --print_config or a mode, after the checks that need no experiment."""
   from spmd_tasks.flags import NO_DIRECTORY, all_modes, check_flags_of_mode
-  from spmd_tasks.wings import call, require
+  from spmd_tasks.wings import call, expand, require
 
+  if (code := expand(args)) is not None:
+    return code
   modes = {mode.name: mode for mode in all_modes()}
   if args.print_config:
     return _print_config(args)

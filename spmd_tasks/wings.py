@@ -40,6 +40,7 @@ class Flag:
     type: makes the value of its text.
     choices: the only values.
     is_switch: the flag takes no value and is True if it is given.
+    repeats: the flag may be given several times, and its value is a list; `--NAME.KEY=VALUE` adds `KEY=VALUE` to it.
     may_differ: whether the processes of a job may give it differently, such as an address.
   """
 
@@ -49,6 +50,7 @@ class Flag:
   type: Callable[[str], Any] = str
   choices: tuple[str, ...] | None = None
   is_switch: bool = False
+  repeats: bool = False
   may_differ: bool = False
 
 
@@ -145,6 +147,9 @@ class Wing:
     modes: of the binary.
     kinds: of experiments.
     formats: of weights.
+    flags: of every mode, for `expand`.
+    expand: `(argparse.Namespace) -> exit code or None`, called for every command: says flags of this wing by those of
+      the core, such as a setup's file by --exp and --set; an exit code ends the command.
     unbuilt_configs: packages whose Fiddle configs are left as they are inside a config, for their owner builds them.
     keeps_numbers: `(path) -> bool`: whether a field at this path of a config only decides how a job runs, so that a
       job may go on with another value.
@@ -160,6 +165,8 @@ class Wing:
   modes: tuple[Mode, ...] = ()
   kinds: tuple[ExperimentKind, ...] = ()
   formats: tuple[Format, ...] = ()
+  flags: tuple[Flag, ...] = ()
+  expand: Reference | None = None
   unbuilt_configs: tuple[str, ...] = ()
   keeps_numbers: Reference | None = None
   fields_of_process: tuple[str, ...] = ()
@@ -212,6 +219,12 @@ def kind_of(cls: type) -> ExperimentKind | None:
     if module in sys.modules and issubclass(cls, getattr(sys.modules[module], name)):
       return each
   return None
+
+
+def expand(flags: Any) -> int | None:
+  """Lets each wing say its own flags by those of the core; returns an exit code if that was all."""
+  codes = (call(wing.expand, flags) for wing in wings() if wing.expand is not None)
+  return next((code for code in codes if code is not None), None)
 
 
 def keeps_numbers(path: str) -> bool:

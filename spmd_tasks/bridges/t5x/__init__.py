@@ -1,22 +1,45 @@
 """T5X's models, checkpoints and setups: read, trained on and written back, to T5X's numbers; T5X is never imported.
 
+    spmd-tasks --gin_file pretrain.gin --gin.MODEL_DIR="'runs/t5'" --mode train
     spmd-tasks --exp t5.V11Small --mode train --set init_from=t5x:MODEL_DIR --job_log_dir runs/t5
     spmd-tasks --mode export --format t5x --job_log_dir runs/t5 --out MODEL_DIR
 
 Read `_files.py` (the files of checkpoints), `_weights.py` (the rules between T5X's arrays and ours), `origin.py` (a job
-goes on from a checkpoint of T5X), `exporting.py` (T5X from one of ours), and `_seqio.py` (inputs).
+goes on from a checkpoint of T5X) `exporting.py` (T5X from one of ours). Then
+`_seqio.py` (SeqIO's tasks as inputs), `_gin.py` (reads gin files), `_gin_files.py` (what those of T5X say),
+`_gin_translation.py` (what they mean here), `experiments.py` (which experiment they become) and `_gin_start.py`.
 """
+
+from typing import Any
 
 from etils import epy
 
-from spmd_tasks.wings import Format, Wing
+from spmd_tasks.wings import Flag, Format, Wing
 
 with epy.lazy_api_imports(globals()):
   from spmd_tasks.bridges.t5x._files import T5xCheckpoint, open_checkpoint, write_checkpoint
   from spmd_tasks.bridges.t5x._seqio import SeqIoInput
+  from spmd_tasks.bridges.t5x.experiments import T5xExperiment
   from spmd_tasks.bridges.t5x.origin import T5xOrigin
 
-__all__ = ['WING', 'SeqIoInput', 'T5xCheckpoint', 'T5xOrigin', 'open_checkpoint', 'write_checkpoint']
+__all__ = [
+  'WING',
+  'SeqIoInput',
+  'T5xCheckpoint',
+  'T5xExperiment',
+  'T5xOrigin',
+  'open_checkpoint',
+  'write_checkpoint',
+]
+
+
+def _expand(flags: Any) -> int | None:
+  if not (flags.gin_file or flags.gin or flags.translate or (flags.exp or '').endswith('.gin')):
+    return None
+  from spmd_tasks.bridges.t5x import _gin_start
+
+  return _gin_start.start(flags)
+
 
 WING = Wing(
   name='t5x',
@@ -28,4 +51,11 @@ WING = Wing(
       export='spmd_tasks.bridges.t5x.exporting:export_checkpoint',
     ),
   ),
+  flags=(
+    Flag(name='gin_file', metavar='FILE', repeats=True, help="a gin setup of T5X's, in place of --exp; repeatable"),
+    Flag(name='gin', metavar='NAME=VALUE', repeats=True, help="as T5X's --gin.NAME=VALUE: binds a value of the setup"),
+    Flag(name='gin_search_paths', metavar='DIR', repeats=True, help='where gin files and includes lie; repeatable'),
+    Flag(name='translate', metavar='FILE', help='write the gin setup as a Python file, and exit'),
+  ),
+  expand=_expand,
 )

@@ -1,0 +1,219 @@
+"""Reads gin files as T5X's users write them: bindings, macros, references and includes, without importing anything.
+
+    setup = read_setup(['made_up_sums.gin'], ["MODEL_DIR = 'runs/sums'"])
+    setup.node('__main__.train').get('total_steps')      # macros resolved; @references are Nodes
+    setup.unread()                                       # bindings of nodes that were visited, which nobody asked for
+
+The library gin-config parses; names are resolved by the imports of the files (gin's dynamic registration), so T5X need
+not be installed. Files of T5X's that are nowhere found are made of `_gin_files.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from spmd_tasks.bridges.t5x._gin_files import REQUIRED, shipped_file
+from spmd_tasks.errors import UserError
+from spmd_tasks.wings import require
+
+MISSING: Any = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Macro:
+  name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+  scope: str
+  selector: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+  """A configurable of a setup, in a scope: what a reference `@scope/package.Name()` stands for.
+
+  Attributes:
+    setup: that it is of.
+    scope: '' or a name.
+    selector: `package.module.Name`.
+  """
+
+  setup: 'Setup' = dataclasses.field(repr=False, compare=False)
+  scope: str
+  selector: str
+
+  @property
+  def name(self) -> str:
+    """The last part of the selector."""
+    return self.selector.rpartition('.')[2]
+
+  def get(self, argument: str, default: Any = MISSING) -> Any:
+    """Returns the value of an argument, with macros and references resolved.
+
+    Raises:
+      UserError: the argument is bound to nothing (or to gin.REQUIRED), and has no default.
+    """
+    for scope in dict.fromkeys((self.scope, '')):
+      for (bound_scope, selector, bound), value in self.setup.bindings.items():
+        if bound == argument and bound_scope == scope and _is_name_of(selector, self.selector):
+          self.setup.read.add((bound_scope, selector, bound))
+          return self.setup.resolve(value, f'{self.selector}.{argument}')
+    if default is MISSING:
+      raise UserError(f'the gin setup has no value for {self}.{argument}: bind it, or include the file that does.')
+    return default
+
+  def rest(self) -> list[str]:
+    """Returns the arguments that are bound and that `get` was never asked for, as `name = value` texts."""
+    return [
+      f'{selector}.{argument} = {_show(value)}'
+      for (scope, selector, argument), value in self.setup.bindings.items()
+      if scope in ('', self.scope)
+      and _is_name_of(selector, self.selector)
+      and (scope, selector, argument) not in self.setup.read
+    ]
+
+  def __str__(self) -> str:
+    return f'{self.scope}/{self.selector}' if self.scope else self.selector
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+  """All bindings of a setup.
+
+  Attributes:
+    bindings: values by (scope, selector, argument).
+    macros: values by name.
+    imports: modules by the names under which the files import them.
+    files: that were read.
+    read: keys of bindings that were asked for.
+  """
+
+  bindings: dict[tuple[str, str, str], Any] = dataclasses.field(default_factory=dict)
+  macros: dict[str, Any] = dataclasses.field(default_factory=dict)
+  imports: dict[str, str] = dataclasses.field(default_factory=dict)
+  files: list[str] = dataclasses.field(default_factory=list)
+  read: set[tuple[str, str, str]] = dataclasses.field(default_factory=set)
+
+  def node(self, selector: str) -> Node | None:
+    """Returns a configurable without a scope; None if nothing is bound to it."""
+    bound = any(_is_name_of(each, selector) for _, each, _ in self.bindings)
+    return Node(setup=self, scope='', selector=selector) if bound else None
+
+  def resolve(self, value: Any, where: str) -> Any:
+    """Replaces macros and references, within lists and dicts too."""
+    if isinstance(value, _Macro):
+      if f'%{value.name}' == REQUIRED:
+        raise UserError(f'{where} is required: give --gin.{where.removeprefix("%")}=VALUE.')
+      if value.name not in self.macros:
+        raise UserError(f'{where} is the macro %{value.name}, which nothing defines: bind it or include its file.')
+      return self.resolve(self.macros[value.name], f'%{value.name}')
+    if isinstance(value, _Reference):
+      return Node(setup=self, scope=value.scope, selector=value.selector)
+    if isinstance(value, dict):
+      return {key: self.resolve(each, where) for key, each in value.items()}
+    return type(value)(self.resolve(each, where) for each in value) if isinstance(value, list | tuple) else value
+
+
+def _is_name_of(bound: str, selector: str) -> bool:
+  return selector == bound or selector.endswith(f'.{bound}')
+
+
+def _show(value: Any) -> str:
+  if isinstance(value, _Reference):
+    return f'@{value.scope}/{value.selector}' if value.scope else f'@{value.selector}'
+  return f'%{value.name}' if isinstance(value, _Macro) else repr(value)
+
+
+def read_setup(files: Sequence[str], bindings: Sequence[str] = (), search: Sequence[str] = ()) -> Setup:
+  """Reads gin files and further bindings, each `name = value`; what comes later wins.
+
+  Args:
+    files: paths, or names of T5X's such as 't5x/configs/runs/pretrain.gin'.
+    bindings: as T5X's flags --gin.NAME=VALUE have them.
+    search: directories in which files and includes are looked for, after the current one.
+
+  Raises:
+    UserError: a file is not found, or is not gin's syntax.
+  """
+  require('t5x', 'gin', wants='a gin setup')
+  setup = Setup()
+  for name in files:
+    _read_file(name, setup, search, '')
+  if bindings:
+    _read_text('\n'.join(bindings), '--gin', setup, search)
+  return setup
+
+
+def _read_file(name: str, setup: Setup, search: Sequence[str], included_by: str) -> None:
+  path = next((path for path in _places(name, search) if path.is_file()), None)
+  text = shipped_file(name) if path is None else path.read_text()
+  if text is None:
+    by = f', which {included_by} includes,' if included_by else ''
+    raise UserError(
+      f'the gin file {name}{by} is not found: correct the name, or give --gin_search_paths DIR, the directory below '
+      'which it lies (it is none of the files of T5X whose content is known here).'
+    )
+  setup.files.append(name if path is None else str(path))
+  _read_text(text, name, setup, search)
+
+
+def _places(name: str, search: Sequence[str]) -> Iterator[Path]:
+  yield Path(name).expanduser()
+  for directory in search:
+    yield Path(directory).expanduser() / name
+  top = name.split('/')[0]
+  spec = importlib.util.find_spec(top) if '/' in name and top.isidentifier() else None  # an installed t5x, as it is
+  for location in (spec.submodule_search_locations or ()) if spec else ():
+    yield Path(location).parent / name
+
+
+def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> None:
+  from gin import config_parser
+
+  class Delegate(config_parser.ParserDelegate):
+    def configurable_reference(self, scoped_name: str, evaluate: bool) -> _Reference:
+      scope, _, selector = scoped_name.rpartition('/')
+      return _Reference(scope, _full_name(selector, setup))
+
+    def macro(self, name: str) -> _Macro:
+      return _Macro(name)
+
+  try:
+    for statement in config_parser.ConfigParser(text, Delegate()):
+      kind = type(statement).__name__
+      if kind == 'ImportStatement':
+        bound = statement.alias or (statement.module.rpartition('.')[2] if statement.is_from else statement.module)
+        setup.imports[bound] = statement.module
+      elif kind == 'IncludeStatement':
+        _read_file(statement.filename, setup, search, name)
+      elif kind == 'BindingStatement':
+        if statement.arg_name in (None, ''):
+          setup.macros[statement.selector] = statement.value
+        elif statement.selector == 'macro' or statement.selector.endswith('/macro'):
+          setup.macros[statement.scope] = statement.value
+        else:
+          key = (statement.scope, _full_name(statement.selector, setup), statement.arg_name)
+          setup.bindings[key] = statement.value
+  except SyntaxError as error:
+    line = f' line {error.lineno}' if error.lineno else ''
+    raise UserError(f'{name}{line} is not in the syntax of gin: {error.msg}: {(error.text or "").strip()}.') from error
+
+
+def _full_name(selector: str, setup: Setup) -> str:
+  """Returns a selector with the module in place of the name under which a file imports it."""
+  parts = selector.split('.')
+  for end in range(len(parts), 0, -1):
+    module = setup.imports.get('.'.join(parts[:end]))
+    if module is not None:
+      return '.'.join([module, *parts[end:]])
+  return selector
+
+
+def directories_of(files: Sequence[str]) -> list[str]:
+  """Returns the directories of those files that are paths."""
+  return list(dict.fromkeys(str(Path(name).parent) for name in files if os.path.exists(name)))

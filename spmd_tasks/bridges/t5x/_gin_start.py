@@ -1,0 +1,86 @@
+"""Starts a gin setup of T5X: says it by --exp and --set, or writes it as a Python file (--translate)."""
+
+import argparse
+from pathlib import Path
+import re
+import sys
+
+from spmd_tasks import exit_codes
+from spmd_tasks.bridges.t5x._gin import directories_of, read_setup
+from spmd_tasks.bridges.t5x._gin_translation import Translation, source_file, translate
+from spmd_tasks.errors import UserError
+
+EXPERIMENT = 'spmd_tasks.bridges.t5x.experiments.T5xExperiment'
+
+
+def start(flags: argparse.Namespace) -> int | None:
+  """Changes the flags of a command that names a gin setup; returns an exit code where --translate is all.
+
+  Raises:
+    UserError: the setup cannot be read, or has something that changes numbers and has no counterpart here.
+  """
+  files = ([flags.exp] if (flags.exp or '').endswith('.gin') else []) + flags.gin_file
+  if not files:
+    raise UserError(f'--{"translate" if flags.translate else "gin.NAME"} needs a gin file: give --gin_file FILE.')
+  if (flags.exp and flags.exp not in files) or flags.config:
+    raise UserError('--gin_file and --exp, or --config, both name an experiment: give one of them.')
+  setup = read_setup(files, [_binding(each) for each in flags.gin], flags.gin_search_paths)
+  made = translate(setup)
+  _continue_model_dir(made, files, flags)
+  if flags.translate:
+    return _write(made, flags.translate, files)
+  for title, notes in (('Not translated', made.missing), ('Done differently', made.notes)):
+    if notes:
+      print('\n'.join([f'{title}:', *(f'  {note}' for note in dict.fromkeys(notes))]), file=sys.stderr, flush=True)
+  if made.missing:
+    raise UserError(
+      f'{len(made.missing)} settings of {files[0]} have no counterpart, see above, so that numbers would differ: '
+      'change them, or write the setup as a Python file by --translate FILE, and change that.'
+    )
+  flags.exp = EXPERIMENT
+  flags.overrides = [f'{name}={value!r}' for name, value in made.fields.items()] + flags.overrides
+  flags.experiment_path = flags.experiment_path + [*directories_of(files), '.']
+  return None
+
+
+def _binding(text: str) -> str:
+  """Returns `NAME=VALUE` of --gin.NAME=VALUE as a line of gin."""
+  name, equals, value = text.partition('=')
+  if not equals:
+    raise UserError(f'--gin.{text} is no binding: write --gin.NAME=VALUE, a text in quotes within quotes.')
+  return f'{name} = {value}'
+
+
+def _continue_model_dir(made: Translation, files: list[str], flags: argparse.Namespace) -> None:
+  """Lets a training run go on from the checkpoints of its MODEL_DIR, or write into a MODEL_DIR that has none of T5X."""
+  if made.mode != 'train' or made.model_dir is None:
+    return
+  beside = Path(files[0]).parent if Path(files[0]).name == 'config.gin' else None
+  places = [each for each in (Path(made.model_dir), beside) if each is not None]
+  for place in places:
+    steps = [int(found.group(1)) for path in place.glob('checkpoint_*') if (found := _CHECKPOINT.fullmatch(path.name))]
+    if steps:
+      if not flags.job_log_dir and not flags.translate and flags.mode:
+        raise UserError(
+          f'{place} holds checkpoints of T5X, from which this job goes on: give --job_log_dir, another directory.'
+        )
+      made.fields |= {'init_from': f't5x:{place}', 'skips_trained_batches': True}
+      made.fields['init_from_step'] = max(steps) or None
+      return
+  flags.job_log_dir = flags.job_log_dir or str(made.model_dir)
+
+
+_CHECKPOINT = re.compile(r'checkpoint_(\d+)')
+
+
+def _write(made: Translation, target: str, files: list[str]) -> int:
+  path = Path(target)
+  if path.exists():
+    raise UserError(f'{path} exists: choose another file by --translate, or delete it.')
+  name = ''.join(part.title() for part in re.split(r'\W|_', path.stem) if part)
+  if not name.isidentifier():
+    raise UserError(f'--translate {target} must be a file whose name can be that of a class, such as my_setup.py.')
+  path.write_text(source_file(name, made, files))
+  listed = [f'  {each}' for each in made.missing]
+  print('\n'.join([f'wrote {path}: --exp {path.stem}.{name}', *(['Not translated:', *listed] if listed else [])]))
+  return exit_codes.OK
