@@ -38,7 +38,7 @@ def start(flags: argparse.Namespace) -> int | None:
       'change them, or write the setup as a Python file by --translate FILE, and change that.'
     )
   flags.exp = EXPERIMENT
-  flags.overrides = [f'{name}={value!r}' for name, value in made.fields.items()] + flags.overrides
+  flags.overrides = [f'{name}={value}' for name, value in made.fields.items()] + flags.overrides
   flags.experiment_path = flags.experiment_path + [*directories_of(files), '.']
   return None
 

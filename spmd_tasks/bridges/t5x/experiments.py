@@ -41,10 +41,11 @@ class T5xExperiment(EncoderDecoderLanguageModel):
   has_bias_per_layer = False
 
   def optimizer(self) -> fdl.Config[Adafactor]:
-    made = Adafactor.as_t5x(scanned=self.scanned, **self.adafactor)
+    made = Adafactor.as_t5x(scanned=self.scanned, learning_rate=1.0, **self.adafactor)
+    default = Adafactor(learning_rate=1.0)
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
-    changed = {name: value for name, value in fields.items() if value != getattr(Adafactor(), name)}
-    return fdl.Config(Adafactor, **changed | {'learning_rate': fdl.Config(ProductOfFactors, **self.rate)})
+    changed = {name: value for name, value in fields.items() if value != getattr(default, name)}
+    return fdl.Config(Adafactor, **changed, learning_rate=fdl.Config(ProductOfFactors, **self.rate))
 
   def task(self) -> fdl.Config:
     task = super().task()
