@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import os
 from pathlib import Path
+import tokenize
 from typing import Any
 
 from spmd_tasks.bridges.t5x._gin_files import REQUIRED, shipped_file
@@ -199,9 +200,10 @@ def _read_text(text: str, name: str, setup: Setup, search: Sequence[str]) -> Non
         else:
           key = (statement.scope, _full_name(statement.selector, setup), statement.arg_name)
           setup.bindings[key] = statement.value
-  except SyntaxError as error:
-    line = f' line {error.lineno}' if error.lineno else ''
-    raise UserError(f'{name}{line} is not in the syntax of gin: {error.msg}: {(error.text or "").strip()}.') from error
+  except (SyntaxError, tokenize.TokenError) as error:
+    message = ' '.join(str(error.args[0]).split())
+    line = f' line {error.lineno}' if getattr(error, 'lineno', None) else ''
+    raise UserError(f'{name}{line} is not in the syntax of gin: {message}.') from error
 
 
 def _full_name(selector: str, setup: Setup) -> str:

@@ -1,0 +1,175 @@
+"""Gin setups of T5X: what the files say, without T5X, and what it becomes here."""
+
+from pathlib import Path
+import runpy
+
+import pytest
+
+from spmd_tasks.bridges.t5x import SeqIoInput, T5xExperiment
+from spmd_tasks.bridges.t5x._gin import read_setup
+from spmd_tasks.bridges.t5x._gin_files import shipped_file
+from spmd_tasks.bridges.t5x._gin_translation import translate
+from spmd_tasks.config import resolve
+from spmd_tasks.flags import all_modes, make_parser
+from spmd_tasks.wings import expand
+
+SUMS = str(Path(__file__).parents[2] / 'data' / 't5x' / 'made_up_sums.gin')
+RUN = ['t5x/configs/runs/pretrain.gin']
+NEEDED = ["MODEL_DIR = 'x'", "MIXTURE_OR_TASK_NAME = 'sums'", 'TRAIN_STEPS = 5', 'DROPOUT_RATE = 0.1']
+NEEDED += ["TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 4}"]
+
+
+def flags_of(*argv):
+  return make_parser(all_modes()).parse_args(list(argv))
+
+
+def expanded(*argv):
+  flags = flags_of('--mode', 'train', '--gin_file', SUMS, *argv)
+  assert expand(flags) is None
+  return flags
+
+
+def test_a_setup_of_t5x_is_an_experiment_of_ours(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  flags = expanded('--gin.MODEL_DIR="runs/sums"', "--gin.MIXTURE_OR_TASK_MODULE='made_up_sums_task'")
+  assert flags.job_log_dir == 'runs/sums'
+  monkeypatch.syspath_prepend(str(Path(SUMS).parent))
+  resolved = resolve(flags.exp, [*flags.overrides, 'num_train_steps=7'])
+  experiment, parts = resolved.experiment, resolved.parts
+  assert type(experiment) is T5xExperiment
+  assert (experiment.model_dims, experiment.num_heads, experiment.head_dim, experiment.hidden_dims) == (8, 4, 3, 16)
+  assert (experiment.num_encoder_layers, experiment.num_layers, experiment.vocab_size) == (2, 2, 384)
+  assert (experiment.num_train_steps, experiment.eval_every_steps, experiment.checkpoint_every_steps) == (7, 10, 10)
+  assert (experiment.normalization, experiment.z_loss, experiment.dtype) == ('sum', 0.0001, 'float32')
+  job = resolved.build()
+  assert job.train_input == SeqIoInput(
+    task='made_up_sums',
+    modules=('made_up_sums_task',),
+    lengths={'inputs': 32, 'targets': 16},
+    batch_size=8,
+    shuffle=False,
+  )
+  assert job.eval_inputs['made_up_sums'].max_batches == 1
+  assert parts['task'].loss.normalization == 'sum'
+  optimizer = job.task.learner.optimizer
+  assert (optimizer.learning_rate.factors, optimizer.momentum_of) == ('constant * rsqrt_decay', 'steps')
+
+
+def test_a_setup_is_written_as_python(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  flags = flags_of('--gin_file', SUMS, '--gin.MODEL_DIR="x"', '--translate', 'my_sums.py')
+  assert expand(flags) == 0
+  assert 'wrote my_sums.py: --exp my_sums.MySums' in capsys.readouterr().out
+  written = runpy.run_path('my_sums.py')['MySums']
+  assert (written.model_dims, written.train_data['task'], written.rate['warmup_steps']) == (8, 'made_up_sums', 10000)
+  with pytest.raises(ValueError, match=r'my_sums\.py exists'):
+    expand(flags)
+
+
+def test_a_model_dir_with_checkpoints_of_t5x_goes_on(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for step in (0, 10, 20):
+    (tmp_path / 'model_dir' / f'checkpoint_{step}').mkdir(parents=True)
+  with pytest.raises(ValueError, match='give --job_log_dir'):
+    expand(flags_of('--mode', 'train', '--gin_file', SUMS, '--gin.MODEL_DIR="model_dir"'))
+  flags = expanded('--gin.MODEL_DIR="model_dir"', '--job_log_dir', 'new', '--set', 'init_from_step=10')
+  assert {'init_from=t5x:model_dir', 'init_from_step=20', 'skips_trained_batches=True'} < set(flags.overrides)
+  experiment = T5xExperiment(train_data={'task': 'a', 'lengths': {}}, init_from_step=10, init_from='t5x:a')
+  assert experiment.train_input().skip_batches == 0
+  experiment = T5xExperiment(
+    train_data={'task': 'a', 'lengths': {}}, init_from_step=10, init_from='t5x:a', skips_trained_batches=True
+  )
+  assert experiment.train_input().skip_batches == 10
+
+
+@pytest.mark.parametrize(
+  'name, fields',
+  [
+    ('t5/t5_1_0/small', {'model_dims': 512, 'activation': 'relu', 'is_gated': False, 'ties_embedding': True}),
+    ('t5/t5_1_1/xl', {'model_dims': 2048, 'hidden_dims': 5120, 'is_gated': True, 'ties_embedding': False}),
+    ('t5/mt5/base', {'vocab_size': 250112, 'num_layers': 12}),
+    ('t5/byt5/small', {'vocab_size': 384, 'num_encoder_layers': 12, 'num_layers': 4}),
+    ('scalable_t5/mt5/small', {'scanned': True, 'has_bias_per_layer': True, 'remat_policy': 'dots_no_batch'}),
+    ('decoder_only/models/base', {'num_layers': 12, 'num_encoder_layers': 0, 'ties_embedding': True}),
+  ],
+)
+def test_models_that_t5x_ships_are_known(name, fields):
+  made = translate(read_setup([f't5x/examples/{name}.gin', *RUN], NEEDED))
+  assert not made.missing
+  assert fields.items() <= made.fields.items()
+  assert made.fields['dropout_rate'] == 0.1
+  assert made.fields['dtype'] == 'bfloat16'
+
+
+def test_a_decoder_only_model_reads_inputs_as_a_prefix():
+  made = translate(read_setup(['t5x/examples/decoder_only/models/base.gin', *RUN], NEEDED))
+  assert made.fields['train_data']['architecture'] == 'prefix_lm'
+  lengths = "TASK_FEATURE_LENGTHS = {'targets': 4}"
+  made = translate(read_setup(['t5x/examples/decoder_only/models/base.gin', *RUN], [*NEEDED, lengths]))
+  assert made.fields['train_data']['architecture'] == 'decoder_only'
+
+
+def test_fine_tuning_starts_from_a_checkpoint():
+  files = ['t5x/examples/t5/t5_1_1/small.gin', 't5x/configs/runs/finetune.gin']
+  bound = ["INITIAL_CHECKPOINT_PATH = '/models/small/checkpoint_1000'", 'TRAIN_STEPS_RELATIVE = 50', 'RANDOM_SEED = 3']
+  bound += ['partitioning.PjitPartitioner.num_partitions = 2', 'trainer.Trainer.num_microbatches = 4']
+  made = translate(read_setup(files, [*NEEDED, *bound]))
+  assert not made.missing
+  wanted = {'init_from': 't5x:/models/small', 'init_from_step': 1000, 'num_train_steps': 1050}
+  wanted |= {'ici_mesh_shape': (1, -1, 2), 'num_microbatches': 4, 'seed': 3}
+  assert made.fields | wanted == made.fields
+  assert made.fields['rate'] == {'factors': 'constant', 'base': 0.001, 'warmup_steps': 1000}
+
+
+@pytest.mark.parametrize('run, output', [('eval', 'EVAL_OUTPUT_DIR'), ('infer', 'INFER_OUTPUT_DIR')])
+def test_runs_that_evaluate_and_infer_read_a_checkpoint(run, output):
+  files = ['t5x/examples/t5/t5_1_1/small.gin', f't5x/configs/runs/{run}.gin']
+  bound = [*NEEDED, "CHECKPOINT_PATH = '/models/small/checkpoint_1000'", f"{output} = 'x'"]
+  made = translate(read_setup(files, bound))
+  assert not made.missing
+  assert made.fields | {'init_from': 't5x:/models/small', 'init_from_step': 1000} == made.fields
+
+
+@pytest.mark.parametrize(
+  'binding, words',
+  [
+    ('train_script.train.model = @my_lab.Model()', 'only EncoderDecoderModel and DecoderOnlyModel'),
+    ("LOSS_NORMALIZING_FACTOR = 'NUM_SEQUENCES'", 'NUM_REAL_TARGET_TOKENS'),
+    ('OPTIMIZER = @optimizers.adamw()', 'only t5x.adafactor.Adafactor is translated'),
+    ('network.T5Config.sparse_layers = 2', 'has no counterpart'),
+    ("network.T5Config.mlp_activations = ('gelu', 'relu')", 'one activation, or one and then linear'),
+    ('trainer.Trainer.learning_rate_fn = @my_lab.rate()', 'only utils.create_learning_rate_scheduler'),
+  ],
+)
+def test_what_has_no_counterpart_is_listed_with_the_reason(binding, words):
+  made = translate(read_setup(['t5x/examples/t5/t5_1_1/small.gin', *RUN], [*NEEDED, binding]))
+  assert len(made.missing) == 1
+  assert words in made.missing[0]
+
+
+def test_such_a_setup_does_not_start(capsys):
+  with pytest.raises(ValueError, match=r'1 settings of .* have no counterpart'):
+    expanded('--gin.MODEL_DIR="x"', '--gin.network.T5Config.sparse_layers=2', '--job_log_dir', 'x')
+  assert 'network.T5Config.sparse_layers = 2: has no counterpart that is known' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  'argv, words',
+  [
+    (['--gin_file', SUMS], '%MODEL_DIR is required: give --gin.MODEL_DIR=VALUE'),
+    (['--gin_file', 'none.gin'], 'the gin file none.gin is not found'),
+    (['--gin_file', SUMS, '--gin.TRAIN_STEPS=%NONE', '--gin.MODEL_DIR="x"'], 'the macro %NONE, which nothing defines'),
+    (['--gin_file', SUMS, '--gin.TRAIN_STEPS=(3'], 'is not in the syntax of gin'),
+    (['--gin.TRAIN_STEPS=3'], 'needs a gin file'),
+    (['--gin_file', SUMS, '--exp', 'lm.StdlibTiny'], 'both name an experiment'),
+    (['--gin_file', 't5x/examples/t5/t5_1_1/small.gin'], 'binds nothing of train, evaluate or infer'),
+  ],
+)
+def test_a_wrong_setup_is_answered_in_a_sentence(argv, words):
+  with pytest.raises(ValueError, match=words):
+    expand(flags_of('--mode', 'train', *argv))
+
+
+def test_only_files_of_t5x_are_known():
+  assert shipped_file('t5x/examples/t5/t5_1_1/11B.gin') is None
+  assert shipped_file('my_lab/model.gin') is None
