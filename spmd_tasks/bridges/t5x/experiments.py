@@ -16,7 +16,7 @@ from flax.core import FrozenDict
 from spmd_tasks.bridges.t5x._seqio import SeqIoInput, find_task, import_seqio
 from spmd_tasks.errors import UserError
 from spmd_tasks.learning import Adafactor, ProductOfFactors
-from spmd_tasks.recipes.encoder_decoder import EncoderDecoderLanguageModel
+from spmd_tasks.recipes import EncoderDecoderLanguageModel
 
 
 class T5xExperiment(EncoderDecoderLanguageModel):
