@@ -46,6 +46,7 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
 
   encoder_len: int = 128
   start_id: int = 0  # what the decoder reads before its first token
+  end_id: int = 1  # the end of a text
   z_loss: float = 1e-4
   label_smoothing: float = 0.0
   normalization: Literal['tokens', 'sum', 'all_tokens', 'sequences'] | float = 'tokens'
@@ -162,8 +163,15 @@ class EncoderDecoderLanguageModel(DenseLanguageModel):
     return fdl.Config(Adafactor, learning_rate=schedule)
 
   def decode_settings(self) -> fdl.Config[DecodeSettings]:
-    """How texts are generated: greedily; T5X's beam search has num_beams=4."""
-    return fdl.Config(DecodeSettings, beam_rule='t5x', length_penalty=0.6, start_id=self.start_id)
+    """How texts are generated: greedily, up to `seq_len` tokens; T5X's beam search has num_beams=4."""
+    return fdl.Config(
+      DecodeSettings,
+      max_len=self.seq_len + 1,
+      eos_ids=(self.end_id,),
+      start_id=self.start_id,
+      beam_rule='t5x',
+      length_penalty=0.6,
+    )
 
   def task(self) -> fdl.Config[Task]:
     learner = fdl.Config(Learner, optimizer=self.optimizer())

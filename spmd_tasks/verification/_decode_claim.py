@@ -60,13 +60,17 @@ def _compare_decoding(bench: Bench, setting: Setting) -> Verdict:
   return broken(bench, 'decode', setting, first, smallest)
 
 
-def _decode(runner: Runner, state: TrainState, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _decode(runner: Runner, state: TrainState, seed: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
   """Returns the texts, int32 [N, S], and the log-probabilities of what follows each token but the last, [N, S - 1, V].
+
+  The third value holds what the model reads beside the texts, by the names of the batch: an encoder's texts, and which
+  tokens were the prompt, of a model that has prefixes.
 
   Raises:
     UserError: the model cannot generate text.
   """
-  ids = runner.job.train_input.element_spec().get('ids')
+  element_spec = runner.job.train_input.element_spec()
+  ids = element_spec.get('ids')
   if ids is None or len(ids.shape) != 2 or ids.shape[1] < 2:
     raise UserError('the training input has no ids [B, T], so this is no model of texts.')
   length = min(ids.shape[1], _MAX_POSITIONS)
@@ -77,10 +81,21 @@ def _decode(runner: Runner, state: TrainState, seed: int) -> tuple[np.ndarray, n
   variables, decode_state = runner.place(state).variables, steps.init()
   rng = np.random.default_rng((seed, 40))
   texts, table = [], np.zeros((_NUM_TEXTS, length, vocab_size))
+  others: dict[str, np.ndarray] = {}
+  encoder_ids = np.zeros((_NUM_TEXTS, 0), np.int32)
+  if steps.encoder_len is not None:
+    encoder_ids = rng.integers(1, vocab_size, (_NUM_TEXTS, steps.encoder_len), np.int32)
+    columns = np.broadcast_to(np.arange(steps.encoder_len, dtype=np.int32), encoder_ids.shape)
+    others = {'ids': encoder_ids, 'segment_ids': np.ones_like(encoder_ids), 'segment_pos': np.array(columns)}
+    others = {f'encoder_{name}': values for name, values in others.items()}
+  elif 'prefix_mask' in element_spec:
+    others = {'prefix_mask': np.zeros((_NUM_TEXTS, length), np.int32)}
   outputs: Any
   for slot, prompt_length in enumerate((min(2 * chunk + 1, length - 1), 1, chunk)):
     text = rng.integers(1, vocab_size, prompt_length).tolist()
-    request = Request(ids=tuple(text), max_tokens=length - prompt_length)
+    if 'prefix_mask' in others:
+      others['prefix_mask'][slot, :prompt_length] = 1
+    request = Request(ids=tuple(text), encoder_ids=tuple(encoder_ids[slot].tolist()), max_tokens=length - prompt_length)
     for part in chunk_prompt(request, slot, steps.prefill_chunk):
       decode_state, outputs = steps.prefill(variables, decode_state, steps.make_batch([part], score_prompts=True))
       for column, position in enumerate(range(part.start, part.stop)):
@@ -93,7 +108,7 @@ def _decode(runner: Runner, state: TrainState, seed: int) -> tuple[np.ndarray, n
       if outputs.is_valid[slot]:
         table[slot, len(text) - 1, outputs.top_ids[slot]] = outputs.top_logprobs[slot]
         text.append(int(outputs.tokens[slot]))
-  return np.array(texts, np.int32), table[:, :-1]
+  return np.array(texts, np.int32), table[:, :-1], others
 
 
 class _FullForward:
@@ -104,15 +119,17 @@ class _FullForward:
     self._runner = Runner(bench.source, Setting(change=_without_drops))
     self._step: Any = None
 
-  def difference(self, state: TrainState, texts: np.ndarray, decoded: np.ndarray) -> Difference:
+  def difference(
+    self, state: TrainState, texts: np.ndarray, decoded: np.ndarray, others: dict[str, np.ndarray]
+  ) -> Difference:
     """Returns the largest difference of log-probabilities [N, S - 1, V] at a position, with what is allowed."""
-    expected = self._log_probabilities(state, texts)
+    expected = self._log_probabilities(state, texts, others)
     epsilon = self._bench.runner(Setting()).epsilon
     rng = np.random.default_rng((self._bench.seed, 41))
 
     def spread(units: float) -> float:
       samples = [moved(state, units * epsilon, rng) for _ in range(3)]
-      return max(distance(expected, self._log_probabilities(sample, texts)) for sample in samples)
+      return max(distance(expected, self._log_probabilities(sample, texts, others)) for sample in samples)
 
     allowed = SPREADS * spread(1.0) + ROUNDINGS * epsilon * largest(expected)
     sizes = np.max(np.abs(expected - decoded), axis=-1)
@@ -123,9 +140,9 @@ class _FullForward:
     leaf = f'log-probabilities of text {text + 1} after {position + 1} tokens'
     return Difference(step=self._bench.num_steps - 1, leaf=leaf, difference=difference, allowed=allowed)
 
-  def _log_probabilities(self, state: TrainState, texts: np.ndarray) -> np.ndarray:
+  def _log_probabilities(self, state: TrainState, texts: np.ndarray, others: dict[str, np.ndarray]) -> np.ndarray:
     positions = np.array(np.broadcast_to(np.arange(texts.shape[1], dtype=np.int32), texts.shape))
-    batch = {'ids': texts, 'segment_ids': np.ones_like(texts), 'segment_pos': positions}
+    batch = {'ids': texts, 'segment_ids': np.ones_like(texts), 'segment_pos': positions, **others}
     if self._step is None:
       spec = {name: jax.ShapeDtypeStruct(values.shape, values.dtype) for name, values in batch.items()}
       self._step = self._runner.model.forward_step(spec)

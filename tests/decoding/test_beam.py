@@ -30,8 +30,22 @@ def all_texts(weights, prompt, stop_ids, max_tokens, length_penalty):
   return sorted(found, reverse=True)
 
 
+def t5x_texts(weights, prompt, stop_ids, max_tokens, length_penalty, num_beams):
+  """The same of a beam search as T5X has it."""
+  live, ended = [(0.0, [])], []
+  for length in range(1, max_tokens + 1):
+    following = [(total, tokens, history_model.logprobs(weights, prompt + tokens)) for total, tokens in live]
+    longer = [(total + new[t], [*tokens, t]) for total, tokens, new in following for t in range(history_model.VOCAB)]
+    longer.sort(reverse=True)
+    penalty = ((5 + length) / 6) ** length_penalty
+    ended += [(total / penalty, total, text) for total, text in longer[: 2 * num_beams] if text[-1] in stop_ids]
+    ended = sorted(ended, reverse=True)[:num_beams]
+    live = [(total, text) for total, text in longer if text[-1] not in stop_ids][:num_beams]
+  return ended or [(total, total, text) for total, text in live]
+
+
 @functools.cache
-def _search(num_beams, length_penalty):
+def _search(num_beams, length_penalty, rule='exact'):
   cache = history_model.empty_cache(len(PROMPTS) * num_beams, 3 + MAX_TOKENS)
 
   def search(weights, *arrays):
@@ -43,21 +57,23 @@ def _search(num_beams, length_penalty):
       num_beams=num_beams,
       max_new_tokens=MAX_TOKENS,
       length_penalty=length_penalty,
+      rule=rule,
     )
 
   return jax.jit(search)
 
 
-def _run(rng, num_beams, length_penalty, max_tokens=(MAX_TOKENS, MAX_TOKENS - 1)):
+def _run(rng, num_beams, length_penalty, max_tokens=(MAX_TOKENS, MAX_TOKENS - 1), rule='exact'):
   weights = history_model.make_weights(rng)
   ids = np.zeros((2, 3), np.int32)
   for row, prompt in zip(ids, PROMPTS, strict=True):
     row[: len(prompt)] = prompt
   lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
   stop_ids = np.array([[STOP[0], -1], STOP], np.int32)
-  found = _search(num_beams, length_penalty)(weights, ids, lengths, np.array(max_tokens, np.int32), stop_ids)
+  found = _search(num_beams, length_penalty, rule)(weights, ids, lengths, np.array(max_tokens, np.int32), stop_ids)
+  texts = all_texts if rule == 'exact' else functools.partial(t5x_texts, num_beams=num_beams)
   expected = [
-    all_texts(weights, prompt, stop, limit, length_penalty)
+    texts(weights, prompt, stop, limit, length_penalty)
     for prompt, stop, limit in zip(PROMPTS, ((STOP[0],), STOP), max_tokens, strict=True)
   ]
   return jax.device_get(found), expected
@@ -83,3 +99,13 @@ def test_narrow_beams_report_true_scores_of_distinct_texts(rng):
     assert len(set(kept)) == 2
     np.testing.assert_allclose(found.scores[row], [scores[tokens] for tokens in kept], rtol=1e-5)
     assert found.scores[row, 0] >= found.scores[row, 1]
+
+
+@pytest.mark.parametrize('seed', [0, 4, 6])
+def test_the_rule_of_t5x_ends_texts_among_the_best_only(seed):
+  """With seed 6 a prompt has fewer ended texts than beams, and with 4 none, which leaves the live ones."""
+  found, expected = _run(np.random.default_rng(seed), 2, 0.6, rule='t5x')
+  for row, texts in enumerate(expected):
+    kept = [found.tokens[row, beam, :length].tolist() for beam, length in enumerate(found.lengths[row]) if length]
+    assert kept == [tokens for _, _, tokens in texts]
+    np.testing.assert_allclose(found.scores[row, : len(kept)], [score for score, _, _ in texts], rtol=1e-5)
