@@ -4,14 +4,13 @@
     plan = make_plan(job, target)              # compiles the very step that training runs
     print(format_plan(plan.to_json()))         # memory, weights, collectives, time
 
-`--mode plan` (mode.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA
-GPUs; where one is not installed, the CPU's takes its place and the plan says so.
+`--mode plan` (mode.py) is the command. The compilers are the real ones: libtpu's for TPUs, XLA's for NVIDIA GPUs.
 
-Read chips.py (published figures: the one table of chips) and targets.py (what `v5p:4x4x2` means, and compile-only
-devices); compiling.py (a step is compiled, or refused for its memory); plan.py (what is read of it); weights.py (why a
-weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py (XLA's protocol buffer as
-typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and time.py, the one model of
-time, with costs.py (an operation) and networks.py (a transfer). search.py finds settings that fit, the fastest first.
+Read chips.py with chips.toml (published figures: the one table of chips) and targets.py (what `v5p:4x4x2` means, and
+compile-only devices); compiling.py (a step is compiled, or refused for its memory); plan.py (what is read of it);
+weights.py (why a weight is replicated or padded); report.py with plan_page.html. A program is read by hlo.py (XLA's
+protocol buffer as typed operations) and program.py (how often each runs); from it collectives.py, memory.py, and
+time.py, the one model of time, with costs.py (an operation) and networks.py (a transfer). search.py finds settings.
 """
 
 import argparse

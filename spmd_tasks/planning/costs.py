@@ -149,7 +149,7 @@ def _filled(head_dim: int, mxu_size: int | None) -> float:
 
 def program_flops(program: Program) -> float:
   """Returns the FLOPs of one device in one execution of the program: products and convolutions, loops counted."""
-  return sum(step.count * instruction_flops(step.instruction) for step in program.steps())
+  return sum(count * instruction_flops(instruction) for instruction, count in program.steps())
 
 
 def instruction_flops(instruction: Instruction) -> float:

@@ -102,7 +102,7 @@ def make_plan(job: Job, target: Target, *, steps: Sequence[str] = ('train',), sh
     'num_slices': target.num_slices,
     'compiler': target.chip.platform,
     'chip': target.chip.name,
-    'chip_figures': dataclasses.asdict(target.chip),
+    'chip_figures': dataclasses.asdict(dataclasses.replace(target.chip, gpu_target_config='')),
     'mesh': dict(mesh.shape),
     'dcn_mesh': None if dcn_shape is None else dict(zip(mesh.axis_names, dcn_shape)),
     'num_params': model.total_num_params,  # without padding
@@ -173,7 +173,7 @@ def plan_step(
     'hidden_s': time.hidden_s,
     'roofline': dict(time.roofline),
     'time_by_kind': dict(time.by_kind),
-    'top_operations': [dataclasses.asdict(each) for each in time.top],
+    'top_operations': list(time.top),
     'assumptions': list(time.assumptions),
     **seconds,
   }

@@ -1,8 +1,8 @@
 """Says what a compiled program runs and how often: its operations in the order of their schedule, loops counted.
 
     program = read_program(compiled)
-    for step in program.steps():          # the operations that run
-      print(step.count, step.instruction.opcode, step.instruction.shape, step.instruction.op_name)
+    for instruction, count in program.steps():          # the operations that run
+      print(count, instruction.opcode, instruction.shape, instruction.op_name)
 
 An operation may run other computations: a `while` its body, a `conditional` one of its branches, a `fusion` all that it
 fuses. How often a loop runs, a compiler may say (`known_trip_count`); that of TPUs does not. Else it is counted: one
@@ -32,15 +32,6 @@ _MAX_DEPTH = 60
 _MAX_TRIPS = 100_000
 _MAX_DISTANCE = 6  # of the instruction that another one without a name is named after
 _LOOP = '/while/body'
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-  """An instruction of a computation, and how often one execution of the program runs it."""
-
-  instruction: Instruction
-  computation: Computation
-  count: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,15 +74,15 @@ class Program:
     return self._untold_loops(is_rare=True)
 
   def _untold_loops(self, is_rare: bool) -> tuple[str, ...]:
-    loops = [step.instruction for step in self.steps() if step.count and step.instruction.opcode == 'while']
+    loops = [each for each, count in self.steps() if count and each.opcode == 'while']
     untold = [loop for loop in loops if self.trip_counts[loop] is None and _is_rare(loop) == is_rare]
     return tuple(f'{loop.name} ({loop.op_name})' for loop in untold)
 
-  def steps(self) -> Iterator[Step]:
-    """Yields every instruction that runs, computation by computation."""
+  def steps(self) -> Iterator[tuple[Instruction, float]]:
+    """Yields every instruction that runs and how often, computation by computation."""
     for computation, count in self.executions.items():
       for instruction in computation.instructions:
-        yield Step(instruction, computation, count)
+        yield instruction, count
 
   def runs(self, instruction: Instruction) -> Iterator[tuple[Computation, float]]:
     """Yields the computations that an instruction runs, fusions and reducers apart, and how often each."""

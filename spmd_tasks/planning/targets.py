@@ -230,7 +230,7 @@ def _gpu_devices(chip: Chip, slice_shape: Sequence[int], num_nodes: int) -> list
   from jax.extend import backend
 
   backend.backends()  # registers the plugin
-  topology, config = f'1x{num_nodes}x{slice_shape[0]}', _cuda_config(chip)
+  topology, config = f'1x{num_nodes}x{slice_shape[0]}', chip.gpu_target_config
   return topologies.get_topology_desc(chip.name, 'cuda', topology=topology, target_config=config).devices
 
 
@@ -239,32 +239,3 @@ def _without_accelerators(environment: dict[str, str]) -> None:
     os.environ.setdefault(name, value)
   with contextlib.suppress(RuntimeError):  # JAX has started
     jax.config.update('jax_platforms', 'cpu')
-
-
-def _cuda_config(chip: Chip) -> str:
-  """Returns the `stream_executor.GpuTargetConfigProto` of an H100 or H200 SXM in text form, by NVIDIA's figures."""
-  return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {int(chip.hbm_bandwidth or 0)}
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: {chip.hbm_bytes}
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 minor: 0 }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "NVIDIA {chip.name.upper()}"
-"""

@@ -33,30 +33,6 @@ NUM_TOP = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Operation:
-  """An instruction's time in a step.
-
-  Attributes:
-    name, computation: where it is in the program.
-    op_name: JAX's name.
-    seconds: of all its executions in a step; of a transfer, only while the program waits for it.
-    share: of the step.
-    count: executions in a step.
-    basis: 'cycles' of the compiler, 'roofline', 'kernel'; or what it waits for, 'ici', 'dcn' or 'host'.
-    flops: of all its executions.
-  """
-
-  name: str
-  computation: str
-  op_name: str
-  seconds: float
-  share: float
-  count: float
-  basis: str
-  flops: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TimePrediction:
   """The predicted time of one step.
 
@@ -71,7 +47,10 @@ class TimePrediction:
       included; `hbm_bytes` read and written; `ici_bytes` and `dcn_bytes` sent; `host_bytes` moved to the memory of the
       host or from there, whichever is more; how long each takes alone at the chip's published rates (`compute_s`,
       `hbm_s`, `ici_s`, `dcn_s`, `host_s`, None where these are not known), and the longest of them, `seconds`.
-    top: the ten operations that take longest.
+    top: the ten operations that take longest, as plan.json has them: `name` and `computation` (where it is in the
+      program), `op_name` (JAX's), `seconds` of all its executions (of a transfer, only while the program waits for it),
+      `share` of the step, `count` of executions, `basis` ('cycles', 'roofline' or 'kernel', or what it waits
+      for: 'ici', 'dcn' or 'host'), and `flops` of all its executions.
     tokens_per_second_per_chip, mfu: None without tokens or model FLOPs.
     unknown: operations without an estimate of their work, kernels and where the compiler says so; kernels count the
       time of their bytes, others 0 seconds.
@@ -84,7 +63,7 @@ class TimePrediction:
   low_s: float | None
   high_s: float | None
   roofline: Mapping[str, float | None]
-  top: Sequence[Operation]
+  top: Sequence[dict[str, Any]]
   tokens_per_second_per_chip: float | None
   mfu: float | None
   unknown: Sequence[str]
@@ -116,7 +95,7 @@ def predict_time(
   operations = schedule.operations()
   by_kind: dict[str, float] = {}
   for each in operations:
-    by_kind[each.basis] = by_kind.get(each.basis, 0) + each.seconds
+    by_kind[each['basis']] = by_kind.get(each['basis'], 0) + each['seconds']
   roofline = _roofline(schedule, collectives, links, chip, host_bytes(copies))
   total = sum(by_kind.values())
   on_network = (roofline['ici_s'] or 0) + (roofline['dcn_s'] or 0)
@@ -125,7 +104,7 @@ def predict_time(
   is_known = chip.peak_flops is not None and chip.hbm_bandwidth is not None
   error = CYCLES_ERROR * by_kind.get('cycles', 0)
   seconds = total if is_known else None
-  top = sorted(operations, key=lambda each: -each.seconds)[:NUM_TOP]
+  top = sorted(operations, key=lambda each: -each['seconds'])[:NUM_TOP]
   return TimePrediction(
     seconds=seconds,
     by_kind=by_kind,
@@ -133,7 +112,7 @@ def predict_time(
     low_s=min(total, max(roofline['seconds'] or 0, total - error)) if is_known else None,
     high_s=serial + error + by_kind.get('kernel', 0) if is_known else None,
     roofline=roofline,
-    top=[dataclasses.replace(each, share=each.seconds / total) for each in top],
+    top=[each | {'share': each['seconds'] / total} for each in top],
     tokens_per_second_per_chip=num_tokens / seconds / mesh.size if num_tokens and seconds else None,
     mfu=model_flops / (seconds * mesh.size * chip.peak_flops) if model_flops and seconds and chip.peak_flops else None,
     unknown=schedule.unknown,
@@ -184,7 +163,7 @@ class Schedule:
     self._run(program.module.entry)
     self.unknown = tuple(f'{each.name} ({each.op_name})' for each, cost in self._costs.items() if not cost.is_known)
 
-  def operations(self) -> list[Operation]:
+  def operations(self) -> list[dict[str, Any]]:
     """Returns every operation that takes time."""
     found = []
     for computation, count in self.program.executions.items():
@@ -192,16 +171,16 @@ class Schedule:
       waits = self._waits.get(computation, ())
       spent += [(wait.start, wait.op_name, Cost(seconds, 0, 0, wait.basis)) for wait, seconds in waits]
       found += [
-        Operation(
-          name=instruction.name,
-          computation=computation.name,
-          op_name=op_name_of(computation, instruction) if op_name is None else op_name,
-          seconds=cost.seconds * count,
-          share=0,
-          count=count,
-          basis=cost.basis,
-          flops=cost.flops * count,
-        )
+        {
+          'name': instruction.name,
+          'computation': computation.name,
+          'op_name': op_name_of(computation, instruction) if op_name is None else op_name,
+          'seconds': cost.seconds * count,
+          'share': 0.0,
+          'count': count,
+          'basis': cost.basis,
+          'flops': cost.flops * count,
+        }
         for instruction, op_name, cost in spent
         if cost.seconds > 0
       ]
@@ -209,7 +188,7 @@ class Schedule:
 
   def totals(self) -> tuple[float, float]:
     """Returns (FLOPs, bytes of the device's memory) of a step."""
-    costs = [(step.count, self._cost(step.instruction)) for step in self.program.steps()]
+    costs = [(count, self._cost(instruction)) for instruction, count in self.program.steps()]
     return sum(count * cost.flops for count, cost in costs), sum(count * cost.hbm_bytes for count, cost in costs)
 
   def _cost(self, instruction: Instruction) -> Cost:

@@ -99,7 +99,7 @@ def test_a_schedule_by_hand():
   assert prediction.roofline['ici_s'] == prediction.roofline['seconds'] == pytest.approx(6)
   assert prediction.low_s == pytest.approx(prediction.seconds - 1.2 / 4)  # more than its roofline
   assert prediction.high_s == pytest.approx(prediction.seconds + prediction.hidden_s + 1.2 / 4 + kernel)
-  assert [(each.name, each.count) for each in prediction.top][:3] == [('sum', 3), ('start', 3), ('work', 3)]
+  assert [(each['name'], each['count']) for each in prediction.top][:3] == [('sum', 3), ('start', 3), ('work', 3)]
   assert prediction.mfu == pytest.approx(1e6 / (prediction.seconds * 4 * CHIP.peak_flops))
   assert prediction.tokens_per_second_per_chip == pytest.approx(80 / prediction.seconds / 4)
   assert prediction.unknown == ('next ()',)
@@ -146,7 +146,7 @@ def test_of_the_copies_to_the_host_the_one_waited_for_goes_first():
   program = program_of(PROGRAM[: PROGRAM.index('ENTRY')] + COPIES)
   chip = dataclasses.replace(CHIP, host_bandwidth=100.0)
   prediction = predict_time(program, (), chip, tpu_mesh({'data': 1}, (1,)))
-  waits = {each.name: each.seconds for each in prediction.top if each.basis == 'host'}
+  waits = {each['name']: each['seconds'] for each in prediction.top if each['basis'] == 'host'}
   assert waits == pytest.approx({'short-start': 0.6, 'long-start': 3})
   assert prediction.roofline['host_bytes'] == 100 * 4
   assert prediction.seconds == pytest.approx(0.4 + 0.6 + 3)
@@ -237,7 +237,7 @@ def test_a_real_tpu_program():
   prediction = predict_time(program, found, CHIPS['v5e'], mesh)
   low, high = prediction.low_s or 0, prediction.high_s or 0
   assert 0 < low <= (prediction.seconds or 0) <= high
-  cycles = sum(step.count * (step.instruction.estimated_cycles or 0) for step in program.steps())
+  cycles = sum(count * (each.estimated_cycles or 0) for each, count in program.steps())
   assert prediction.by_kind['cycles'] == pytest.approx(cycles / CHIPS['v5e'].clock_hz)
   assert prediction.unknown == ()
 
